@@ -1,0 +1,1 @@
+"""The ground floor: what a job is, where jobs wait and where images go. Imports no other room."""

@@ -1,0 +1,49 @@
+"""Where jobs wait and where images go: the settings that every command shares."""
+
+from __future__ import annotations
+
+from typing import Annotated
+
+from pydantic import Field, SecretStr, StringConstraints
+from pydantic_settings import BaseSettings, SettingsConfigDict
+
+#: Azure's rule for queues and containers, less the room for `-poison`.
+AzureName = Annotated[
+    str, StringConstraints(pattern=r"^[a-z0-9](-?[a-z0-9])*$", min_length=3, max_length=56)
+]
+
+POISON_SUFFIX = "-poison"
+
+
+class StorageSettings(BaseSettings):
+    """Each field is a flag and a variable: `queue` is `--queue` and `IMAGEFLEET_QUEUE`."""
+
+    model_config = SettingsConfigDict(
+        env_prefix="IMAGEFLEET_", env_ignore_empty=True, extra="forbid", hide_input_in_errors=True
+    )
+
+    storage: str = Field(
+        default="local:./imagefleet-data",
+        description="Home of jobs and images: local:FOLDER for one machine, or Azure's connection"
+        " string or account URL (https://ACCOUNT.blob.core.windows.net).",
+    )
+    queue: AzureName = Field(
+        default="jobs",
+        description="The job queue's name; failed jobs go to NAME-poison beside it.",
+    )
+    container: AzureName = Field(
+        default="images", description="The blob container that the images go to."
+    )
+    queue_sas: SecretStr | None = Field(
+        default=None, description="SAS token for the job queue, where the address carries no key."
+    )
+    poison_sas: SecretStr | None = Field(
+        default=None, description="SAS token for the poison queue, where it is another one."
+    )
+    blob_sas: SecretStr | None = Field(
+        default=None, description="SAS token for the container, where it is another one."
+    )
+
+    @property
+    def poison_queue(self) -> str:
+        return self.queue + POISON_SUFFIX

@@ -1,0 +1,1 @@
+"""Everything that imports torch. Knows nothing of queues, blobs or jobs' ids."""
