@@ -1,1 +1,1 @@
-"""The operator's console: one command, `imagefleet`. Rooms are imported when a command needs them."""
+"""The operator's console: one command, `imagefleet`. A command imports only the rooms it needs."""
