@@ -24,6 +24,7 @@ class StorageSettings(BaseSettings):
 
     storage: str = Field(
         default="local:./imagefleet-data",
+        repr=False,  # a connection string holds the account's key
         description="Home of jobs and images: local:FOLDER for one machine, or Azure's connection"
         " string or account URL (https://ACCOUNT.blob.core.windows.net).",
     )

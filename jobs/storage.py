@@ -7,6 +7,7 @@ queue answers at once. `tests/jobs/test_storage_contract.py` is the contract, ru
 
 from __future__ import annotations
 
+import re
 from collections.abc import AsyncIterator, Iterable, Mapping
 from dataclasses import dataclass
 from datetime import datetime
@@ -25,6 +26,16 @@ MAX_RECEIVE = 32
 #: Azure's limits of a lease.
 MIN_LEASE_SECONDS = 1
 MAX_LEASE_SECONDS = 7 * 24 * 3600
+
+#: Azure's limit of a blob's name, in characters.
+MAX_BLOB_NAME = 1024
+
+#: Azure carries messages in XML 1.0, which has no place for these. (A carriage return passes, and
+#: may arrive as a line feed: to JSON that is the same white space.)
+_NOT_XML = re.compile("[\x00-\x08\x0b\x0c\x0e-\x1f\ud800-\udfff\ufffe\uffff]")
+
+#: No control characters, nothing that Windows or a shell reads as more than a name.
+_BLOB_NAME_PART = re.compile(r"[^./\\:*?\"<>|\x00-\x1f\x7f][^/\\:*?\"<>|\x00-\x1f\x7f]{0,199}")
 
 
 @dataclass(frozen=True, slots=True)
@@ -69,7 +80,10 @@ class JobQueue(Protocol):
         """
 
     async def receive(self, max_messages: int, lease_seconds: float) -> list[LeasedMessage]:
-        """Leases up to *max_messages* (32 at most); an empty queue answers [] at once."""
+        """Leases up to *max_messages* (32 at most); an empty queue answers [] at once.
+
+        Cancelled on the way, it may leave messages leased until their leases end.
+        """
 
     async def renew(self, message: LeasedMessage, lease_seconds: float) -> LeasedMessage:
         """Extends a lease from now on and returns the message with its new receipt.
@@ -93,7 +107,10 @@ class JobQueue(Protocol):
         """
 
     def browse(self) -> AsyncIterator[Message]:
-        """Reads what is visible without keeping it from others for longer than the reading."""
+        """Reads what is visible without keeping it from others for longer than the reading.
+
+        On Azure, reading more than 32 counts as a delivery of each: it is for poison queues.
+        """
 
     async def depth(self) -> QueueDepth: ...
 
@@ -104,7 +121,13 @@ class BlobStore(Protocol):
     async def create(
         self, name: str, data: bytes, content_type: str, metadata: Mapping[str, str]
     ) -> bool:
-        """Writes a blob unless the name is taken; tells whether it was written (If-None-Match)."""
+        """Writes a blob unless the name is taken; tells whether it was written (If-None-Match).
+
+        When it returns, the blob is there for good.
+
+        Raises:
+            JobError: the name is no plain relative path, or the metadata cannot be HTTP headers.
+        """
 
     async def read(self, name: str) -> bytes | None:
         """A blob's bytes, or None where there is none of that name."""
@@ -146,7 +169,7 @@ class Storage(Protocol):
 
 def message_bytes(body: str) -> int:
     """A message's size as Azure counts it: UTF-8 after XML escaping."""
-    return len(escape(body).encode())
+    return len(escape(body).encode(errors="surrogatepass"))
 
 
 def check_message_size(body: str) -> None:
@@ -156,3 +179,51 @@ def check_message_size(body: str) -> None:
         raise errors.JobError(
             f"the message has {size:,} bytes; a queue message holds {MAX_MESSAGE_BYTES:,}"
         )
+
+
+def checked_messages(bodies: Iterable[str]) -> list[str]:
+    """The bodies; raises JobError before any is sent if one of them no queue can carry."""
+    checked = list(bodies)
+    for body in checked:
+        check_message_size(body)
+        if odd := _NOT_XML.search(body):
+            raise errors.JobError(
+                f"the message holds the character U+{ord(odd[0]):04X}, which queues cannot carry;"
+                " JSON writes it as an escape"
+            )
+    return checked
+
+
+def check_receive(max_messages: int, lease_seconds: float) -> None:
+    """Raises ValueError for what no home can do."""
+    if not 1 <= max_messages <= MAX_RECEIVE:
+        raise ValueError(f"max_messages is {max_messages}; it is 1 to {MAX_RECEIVE}")
+    check_lease(lease_seconds)
+
+
+def check_lease(lease_seconds: float) -> None:
+    """Raises ValueError for a lease that no home can give."""
+    if not MIN_LEASE_SECONDS <= lease_seconds <= MAX_LEASE_SECONDS:
+        raise ValueError(
+            f"lease_seconds is {lease_seconds}; it is {MIN_LEASE_SECONDS} to {MAX_LEASE_SECONDS:,}"
+        )
+
+
+def check_blob_name(name: str) -> None:
+    """Raises JobError for a name that is no plain relative path on every home.
+
+    Segments between slashes are neither empty nor begin with a dot, so none leaves the folder.
+    """
+    parts = name.split("/")
+    if any(not _BLOB_NAME_PART.fullmatch(part) for part in parts) or len(name) > MAX_BLOB_NAME:
+        raise errors.JobError(f"{name[:80]!r} is no name for a blob: it is no plain relative path")
+
+
+def check_metadata(metadata: Mapping[str, str]) -> None:
+    """Raises JobError for what cannot travel in HTTP headers beside a blob, as on Azure it does."""
+    for name, value in metadata.items():
+        if not (name.isidentifier() and name.isascii() and value.isascii() and value.isprintable()):
+            raise errors.JobError(
+                f"the metadata {name[:80]!r} is refused: names are ASCII identifiers, values"
+                " printable ASCII"
+            )

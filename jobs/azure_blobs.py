@@ -1,0 +1,94 @@
+"""The blob store on Azure Blob Storage: one Put Blob a picture, refused where the name is taken."""
+
+from __future__ import annotations
+
+from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
+from typing import TypeVar
+
+from azure.storage.blob import ContentSettings
+from azure.storage.blob.aio import ContainerClient
+
+from jobs import azure_errors, retry, storage
+
+#: The name is taken, so the picture is there. The second is what a token that may only create gets
+#: to hear, where one that may also write hears the first.
+TAKEN = frozenset({"BlobAlreadyExists", "UnauthorizedBlobOverwrite"})
+
+_NAMES_PAGE = 1_000
+
+_Result = TypeVar("_Result")
+
+
+class AzureBlobs:
+    """The blobs of one container."""
+
+    def __init__(self, client: ContainerClient, retries: retry.RetryPolicy) -> None:
+        self._client = client
+        self._retries = retries
+
+    async def create_container(self) -> None:
+        """Creates the container unless it is there."""
+
+        async def request() -> None:
+            with azure_errors.tolerated({"ContainerAlreadyExists"}):
+                await self._client.create_container()
+
+        await self._call(request)
+
+    async def check(self) -> None:
+        """Raises SetupError if the container does not exist or the credentials are wrong."""
+
+        async def request() -> None:
+            with azure_errors.tolerated(azure_errors.LESS_PERMISSION):
+                await self._client.get_container_properties()
+
+        await self._call(request)
+
+    async def create(
+        self, name: str, data: bytes, content_type: str, metadata: Mapping[str, str]
+    ) -> bool:
+        storage.check_blob_name(name)
+        storage.check_metadata(metadata)
+
+        async def request() -> bool:
+            # Every other conflict is the same exception of the SDK's: only the code tells 'done'.
+            # It also answers the repetition of a try that went through and whose answer was lost.
+            with azure_errors.tolerated(TAKEN):
+                await self._client.upload_blob(
+                    name,
+                    data,
+                    overwrite=False,  # If-None-Match: *
+                    content_settings=ContentSettings(content_type=content_type),
+                    metadata=dict(metadata),
+                )
+                return True
+            return False
+
+        return await self._call(request)
+
+    async def read(self, name: str) -> bytes | None:
+        storage.check_blob_name(name)
+
+        async def request() -> bytes | None:
+            with azure_errors.tolerated({"BlobNotFound"}):
+                download = await self._client.download_blob(name)
+                return await download.readall()
+            return None
+
+        return await self._call(request)
+
+    async def names(self, prefix: str = "") -> AsyncIterator[str]:
+        blobs = self._client.list_blob_names(
+            name_starts_with=prefix or None, results_per_page=_NAMES_PAGE
+        )
+        pages = aiter(blobs.by_page())
+        while (page := await self._call(lambda: anext(pages, None))) is not None:
+            async for name in page:
+                yield name
+
+    async def _call(self, request: Callable[[], Awaitable[_Result]]) -> _Result:
+        async def attempt() -> _Result:
+            with azure_errors.translated(f"the container {self._client.container_name!r}"):
+                return await request()
+
+        return await self._retries.call(attempt)

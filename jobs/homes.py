@@ -1,0 +1,33 @@
+"""Where jobs and images live: an address chooses the home."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from jobs import errors, retry
+from jobs.settings import StorageSettings
+from jobs.storage import Storage
+
+LOCAL_SCHEME = "local:"
+
+
+def open_storage(settings: StorageSettings, retries: retry.RetryPolicy = retry.DEFAULT) -> Storage:
+    """The home that `settings.storage` names, to be entered with `async with`.
+
+    *retries* is for the homes behind a network. Nothing is created or asked before it is used.
+
+    Raises:
+        SetupError: it is no address, or one without the credentials that it needs.
+    """
+    address = settings.storage.strip()
+    if address.startswith(LOCAL_SCHEME):
+        from jobs.local_home import LocalHome
+
+        folder = address.removeprefix(LOCAL_SCHEME)
+        if not folder:
+            raise errors.SetupError("the storage 'local:' names no folder; write local:FOLDER")
+        return LocalHome(Path(folder).expanduser(), settings)
+    # Only those who use Azure wait for its libraries to load.
+    from jobs.azure_home import AzureHome
+
+    return AzureHome(settings, retries)

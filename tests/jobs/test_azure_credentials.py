@@ -1,0 +1,161 @@
+"""Keys and SAS tokens: a worker's may do a worker's work alone, and no message shows a secret."""
+
+from __future__ import annotations
+
+import re
+import traceback
+from collections.abc import AsyncIterator
+from datetime import UTC, datetime, timedelta
+
+import pytest
+from azure.storage.blob import ContainerSasPermissions, generate_container_sas
+from azure.storage.queue import QueueSasPermissions, generate_queue_sas
+from pydantic import SecretStr
+
+from jobs import errors, homes
+from jobs.azure_home import AzureHome
+from jobs.retry import NEVER
+from jobs.settings import StorageSettings
+from jobs.storage import Storage
+
+LEASE_SECONDS = 30
+ONE_HOUR = timedelta(hours=1)
+
+
+def endpoints(settings: StorageSettings) -> str:
+    """The address without its key."""
+    return ";".join(re.findall(r"\w+Endpoint=[^;]+", settings.storage))
+
+
+def account_of(settings: StorageSettings) -> dict[str, str]:
+    name, key = re.findall(r"Account(?:Name|Key)=([^;]+)", settings.storage)
+    return {"account_name": name, "account_key": key}
+
+
+def queue_sas(
+    settings: StorageSettings, queue: str, permissions: str, *, expires_in: timedelta = ONE_HOUR
+) -> SecretStr:
+    return SecretStr(
+        generate_queue_sas(
+            **account_of(settings),
+            queue_name=queue,
+            permission=QueueSasPermissions.from_string(permissions),
+            expiry=datetime.now(UTC) + expires_in,
+        )
+    )
+
+
+def container_sas(settings: StorageSettings, permissions: str) -> SecretStr:
+    return SecretStr(
+        generate_container_sas(
+            **account_of(settings),
+            container_name=settings.container,
+            permission=ContainerSasPermissions.from_string(permissions),
+            expiry=datetime.now(UTC) + ONE_HOUR,
+        )
+    )
+
+
+def with_tokens(settings: StorageSettings, **tokens: SecretStr) -> StorageSettings:
+    return settings.model_copy(update={"storage": endpoints(settings), **tokens})
+
+
+@pytest.fixture
+async def owner(azurite_settings: StorageSettings) -> AsyncIterator[Storage]:
+    """The home, opened with the account's key."""
+    async with homes.open_storage(azurite_settings) as home:
+        await home.create()
+        yield home
+
+
+@pytest.fixture
+async def worker(azurite_settings: StorageSettings, owner: Storage) -> AsyncIterator[Storage]:
+    """The home, opened with the least that a worker needs."""
+    settings = with_tokens(
+        azurite_settings,
+        queue_sas=queue_sas(azurite_settings, azurite_settings.queue, "pu"),
+        poison_sas=queue_sas(azurite_settings, azurite_settings.poison_queue, "a"),
+        # To Azure "c" suffices; Azurite answers it differently where the blob is there already.
+        blob_sas=container_sas(azurite_settings, "cw"),
+    )
+    async with AzureHome(settings, NEVER) as home:
+        yield home
+
+
+async def test_a_workers_tokens_do_a_workers_work(owner: Storage, worker: Storage) -> None:
+    await owner.queue.send(["a job", "another", "a bad one"])
+    await worker.check()
+    done, back, bad = await worker.queue.receive(32, LEASE_SECONDS)
+    done = await worker.queue.renew(done, LEASE_SECONDS)
+    assert await worker.blobs.create("fox.png", b"pixels", "image/png", {"seed": "1"})
+    assert not await worker.blobs.create("fox.png", b"pixels", "image/png", {"seed": "1"})
+    await worker.queue.delete(done)
+    await worker.queue.release(back)
+    await worker.poison.send([bad.body])
+    await worker.queue.delete(bad)
+    assert (await owner.queue.depth()).messages == 1
+    assert (await owner.poison.depth()).messages == 1
+
+
+async def test_a_workers_tokens_do_nothing_else(owner: Storage, worker: Storage) -> None:
+    await owner.blobs.create("fox.png", b"pixels", "image/png", {})
+    with pytest.raises(errors.SetupError, match="AuthorizationPermissionMismatch"):
+        await worker.queue.send(["a job"])
+    with pytest.raises(errors.SetupError, match="AuthorizationPermissionMismatch"):
+        await worker.poison.receive(1, LEASE_SECONDS)
+    with pytest.raises(errors.SetupError, match="AuthorizationPermissionMismatch"):
+        await worker.blobs.read("fox.png")
+    with pytest.raises(errors.SetupError, match="AuthorizationPermissionMismatch"):
+        [name async for name in worker.blobs.names()]
+
+
+async def test_an_expired_token_is_refused_by_the_check(
+    azurite_settings: StorageSettings, owner: Storage
+) -> None:
+    expired = queue_sas(azurite_settings, azurite_settings.queue, "pu", expires_in=-ONE_HOUR)
+    async with AzureHome(with_tokens(azurite_settings, queue_sas=expired), NEVER) as home:
+        with pytest.raises(errors.SetupError, match=r"AuthenticationFailed .*expiry"):
+            await home.check()
+
+
+@pytest.mark.parametrize("key", ["a2V5", "not base64!"])
+async def test_a_wrong_key_is_refused_by_the_check(
+    azurite_settings: StorageSettings, key: str
+) -> None:
+    address = re.sub(r"AccountKey=[^;]+", f"AccountKey={key}", azurite_settings.storage)
+    settings = azurite_settings.model_copy(update={"storage": address})
+    async with AzureHome(settings, NEVER) as home:
+        with pytest.raises(errors.SetupError, match="key") as caught:
+            await home.check()
+        assert key not in caught.value.message
+
+
+async def test_the_queues_token_serves_where_there_is_no_other(
+    azurite_settings: StorageSettings, owner: Storage
+) -> None:
+    settings = with_tokens(
+        azurite_settings,
+        queue_sas=queue_sas(azurite_settings, azurite_settings.queue, "raup"),
+        poison_sas=None,
+    )
+    async with AzureHome(settings, NEVER) as home:
+        await home.queue.check()
+        # It reaches the poison queue, and is refused there: it was made for the other one.
+        with pytest.raises(errors.SetupError, match="poison"):
+            await home.poison.check()
+
+
+async def test_no_message_and_no_traceback_shows_a_token(
+    azurite_settings: StorageSettings, faulty_azurite: object, unused_tcp_port: int
+) -> None:
+    token = queue_sas(azurite_settings, azurite_settings.queue, "raup")
+    signature = token.get_secret_value().split("sig=")[1][:20]
+    nobody = f"http://127.0.0.1:{unused_tcp_port}/devstoreaccount1"
+    settings = azurite_settings.model_copy(
+        update={"storage": f"BlobEndpoint={nobody};QueueEndpoint={nobody}", "queue_sas": token}
+    )
+    async with AzureHome(settings, NEVER) as home:
+        with pytest.raises(errors.TransientError) as caught:
+            await home.queue.depth()
+        assert signature not in "".join(traceback.format_exception(caught.value))
+        assert signature not in home.url
