@@ -20,6 +20,9 @@ from jobs import errors
 Pixels = npt.NDArray[np.uint8]
 """One image: [height, width, 3], RGB."""
 
+Outcome = Pixels | errors.FleetError
+"""What became of a request: its pixels, or the error that stands for them."""
+
 
 @dataclass(frozen=True, slots=True)
 class Lora:
@@ -56,10 +59,10 @@ class Prepared(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class Finished:
-    """What became of one admitted request: its pixels, or the error that stands for them."""
+    """What became of one admitted request."""
 
     ticket: int
-    outcome: Pixels | errors.FleetError
+    outcome: Outcome
 
 
 class Engine(Protocol):
@@ -78,7 +81,7 @@ class Engine(Protocol):
 
     @property
     def capacity(self) -> int:
-        """Images that it works on at once."""
+        """Requests that it holds at once; what `free` is counted down from."""
 
     @property
     def free(self) -> int:

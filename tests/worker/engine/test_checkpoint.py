@@ -1,0 +1,224 @@
+from __future__ import annotations
+
+import json
+import shutil
+import socket
+from pathlib import Path
+from typing import Any, NoReturn
+
+import pytest
+import torch
+from diffusers import AutoencoderKL, UNet2DConditionModel
+from safetensors.torch import load_file, save_file
+from transformers import CLIPTextConfig, CLIPTextModel
+
+from jobs import errors
+from worker.engine import checkpoint as checkpoints
+from worker.engine import load
+
+
+def load_checkpoint(model: Path, config: Path | None = None) -> checkpoints.Checkpoint:
+    return checkpoints.load_checkpoint(model, torch.device("cpu"), torch.float32, config)
+
+
+@pytest.fixture
+def copy(checkpoint: Path, tmp_path: Path) -> Path:
+    return Path(shutil.copytree(checkpoint, tmp_path / "copy"))
+
+
+def test_loading_touches_no_network(
+    checkpoint: Path, single_file: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def refuse(*_: object) -> NoReturn:
+        raise AssertionError("a connection was tried")
+
+    for way in ("connect", "connect_ex"):
+        monkeypatch.setattr(socket.socket, way, refuse)
+    monkeypatch.setattr(socket, "getaddrinfo", refuse)
+    load_checkpoint(checkpoint)
+    load_checkpoint(single_file, checkpoint)
+
+
+def test_a_single_file_draws_what_the_folder_draws(
+    engine: Any, checkpoint: Path, single_file: Path, make_request: Any, draw: Any, difference: Any
+) -> None:
+    single = load.load_engine(single_file, "cpu", config=checkpoint)
+    assert single.model_name == "tiny"
+    (image,) = draw(single, make_request())
+    assert difference(image, draw(engine, make_request())[0]) == 0
+
+
+def test_a_single_file_finds_the_folder_of_its_own_name(copy: Path, single_file: Path) -> None:
+    beside = copy.with_suffix(".safetensors")
+    shutil.copy(single_file, beside)
+    assert load_checkpoint(beside).name == "copy"
+
+
+def test_a_single_file_without_a_tokenizer_says_where_to_put_one(
+    single_file: Path, tmp_path: Path
+) -> None:
+    with pytest.raises(errors.SetupError, match=r"carries no tokenizer.*put the tokenizer folder"):
+        load_checkpoint(single_file)
+    with pytest.raises(errors.SetupError, match="nowhere/tokenizer"):
+        load_checkpoint(single_file, tmp_path / "nowhere")
+
+
+def test_a_float16_variant_is_found(copy: Path) -> None:
+    weights = copy / "unet" / "diffusion_pytorch_model.safetensors"
+    weights.rename(weights.with_name("diffusion_pytorch_model.fp16.safetensors"))
+    assert load_checkpoint(copy).unet.dtype == torch.float32
+
+
+def test_the_names_of_older_folders_are_understood(
+    engine: Any, copy: Path, make_request: Any, draw: Any
+) -> None:
+    """SD1.5's own release has them: the VAE's attention, and the text encoder's extra level."""
+    renamed = {
+        "vae/diffusion_pytorch_model.safetensors": [
+            (".to_q.", ".query."),
+            (".to_k.", ".key."),
+            (".to_v.", ".value."),
+            (".to_out.0.", ".proj_attn."),
+        ],
+        "text_encoder/model.safetensors": [("", "text_model.")],
+    }
+    for name, pairs in renamed.items():
+        weights = load_file(copy / name)
+        for new, old in pairs:
+            weights = {key.replace(new, old, 1): weight for key, weight in weights.items()}
+        save_file(weights, copy / name, {"format": "pt"})
+    older = load.load_engine(copy, "cpu")
+    assert (draw(older, make_request())[0] == draw(engine, make_request())[0]).all()
+
+
+def test_a_model_that_does_not_exist_is_named(tmp_path: Path) -> None:
+    with pytest.raises(errors.SetupError, match=r"gone\.safetensors"):
+        load_checkpoint(tmp_path / "gone.safetensors")
+
+
+@pytest.mark.parametrize("part", ["unet", "vae", "text_encoder"])
+def test_a_folder_that_lacks_a_part_names_it(copy: Path, part: str) -> None:
+    shutil.rmtree(copy / part)
+    with pytest.raises(errors.SetupError, match=f"{part}/config.json"):
+        load_checkpoint(copy)
+
+
+def test_a_folder_without_a_tokenizer_names_it(copy: Path) -> None:
+    shutil.rmtree(copy / "tokenizer")
+    with pytest.raises(errors.SetupError, match="tokenizer"):
+        load_checkpoint(copy)
+
+
+@pytest.mark.parametrize("part", ["unet", "vae", "text_encoder"])
+def test_truncated_weights_name_their_folder(copy: Path, part: str) -> None:
+    (file,) = (copy / part).glob("*.safetensors")
+    file.write_bytes(file.read_bytes()[:-100])
+    with pytest.raises(errors.SetupError, match=rf"copy/{part}' cannot be loaded"):
+        load_checkpoint(copy)
+
+
+@pytest.mark.parametrize("part", ["unet", "vae", "text_encoder"])
+def test_weights_that_lack_a_layer_are_refused_not_made_up(copy: Path, part: str) -> None:
+    (file,) = (copy / part).glob("*.safetensors")
+    weights = load_file(file)
+    weights.pop(max(weights))
+    save_file(weights, file, {"format": "pt"})
+    with pytest.raises(errors.SetupError, match=f"{part}' lacks 1 of its weights"):
+        load_checkpoint(copy)
+
+
+@pytest.mark.parametrize("part", ["unet", "vae", "text_encoder"])
+def test_weights_of_another_shape_are_refused(copy: Path, part: str) -> None:
+    (file,) = (copy / part).glob("*.safetensors")
+    weights = load_file(file)
+    name = next(name for name in sorted(weights) if name.endswith("bias"))
+    weights[name] = torch.zeros(3)
+    save_file(weights, file, {"format": "pt"})
+    with pytest.raises(errors.SetupError, match=f"{part}' cannot be loaded"):
+        load_checkpoint(copy)
+
+
+def test_pickled_weights_are_never_loaded(copy: Path) -> None:
+    (file,) = (copy / "unet").glob("*.safetensors")
+    torch.save(load_file(file), file.with_suffix(".bin"))
+    file.unlink()
+    with pytest.raises(errors.SetupError, match="pickled weights are never loaded"):
+        load_checkpoint(copy)
+
+
+@pytest.mark.parametrize("name", ["model.ckpt", "model.safetensors"])
+def test_a_pickled_checkpoint_is_never_loaded(tmp_path: Path, checkpoint: Path, name: str) -> None:
+    torch.save({"state_dict": {}}, tmp_path / name)
+    with pytest.raises(errors.SetupError, match=f"{name}' is no readable .safetensors file"):
+        load_checkpoint(tmp_path / name, checkpoint)
+
+
+def test_a_truncated_single_file_is_named(
+    tmp_path: Path, checkpoint: Path, single_file: Path
+) -> None:
+    short = tmp_path / "short.safetensors"
+    short.write_bytes(single_file.read_bytes()[:-100])
+    with pytest.raises(errors.SetupError, match=r"short.safetensors' is no readable"):
+        load_checkpoint(short, checkpoint)
+
+
+def test_a_single_file_of_another_architecture_is_refused(
+    tmp_path: Path, checkpoint: Path, single_file: Path
+) -> None:
+    weights = load_file(single_file)
+    other = tmp_path / "other.safetensors"
+    save_file({name: weight for name, weight in weights.items() if "cond_stage" not in name}, other)
+    with pytest.raises(errors.SetupError, match=r"other.safetensors' is no Stable Diffusion 1.x"):
+        load_checkpoint(other, checkpoint)
+    (lone,) = [name for name in weights if name.endswith("time_embed.0.bias")]
+    del weights[lone]
+    save_file(weights, other)
+    with pytest.raises(errors.SetupError, match=r"does not fit Stable Diffusion 1.x: 1 weights"):
+        load_checkpoint(other, checkpoint)
+
+
+@pytest.mark.parametrize(
+    ("part", "change", "reason"),
+    [
+        ("unet", {"in_channels": 9}, "cannot be loaded"),
+        ("text_encoder", {"hidden_size": 64}, "cannot be loaded"),
+        ("scheduler", {"beta_schedule": "linear"}, "noise schedule"),
+    ],
+)
+def test_a_configuration_that_does_not_fit_is_refused(
+    copy: Path, part: str, change: dict[str, object], reason: str
+) -> None:
+    (file,) = (path for path in (copy / part).glob("*config.json"))
+    file.write_text(json.dumps({**json.loads(file.read_text()), **change}))
+    with pytest.raises(errors.SetupError, match=reason):
+        load_checkpoint(copy)
+
+
+def test_a_tokenizer_of_another_model_is_refused(copy: Path) -> None:
+    config = copy / "text_encoder" / "config.json"
+    config.write_text(json.dumps({**json.loads(config.read_text()), "vocab_size": 100}))
+    file = copy / "text_encoder" / "model.safetensors"
+    weights = load_file(file)
+    name = next(name for name in weights if name.endswith("token_embedding.weight"))
+    weights[name] = weights[name][:100].contiguous()
+    save_file(weights, file, {"format": "pt"})
+    with pytest.raises(errors.SetupError, match="another text encoder"):
+        load_checkpoint(copy)
+
+
+def test_a_damaged_configuration_is_named(copy: Path) -> None:
+    (copy / "scheduler" / "scheduler_config.json").write_text("{")
+    with pytest.raises(errors.SetupError, match=r"scheduler_config.json' is not JSON"):
+        load_checkpoint(copy)
+
+
+def test_a_single_files_built_in_configuration_is_sd15s() -> None:
+    """The published sizes: 859.5, 83.7 and 123.1 million weights."""
+    with torch.device("meta"):
+        networks = (
+            UNet2DConditionModel.from_config(checkpoints._UNET_CONFIG),
+            AutoencoderKL.from_config(checkpoints._VAE_CONFIG),
+            CLIPTextModel(CLIPTextConfig(**checkpoints._TEXT_CONFIG)),
+        )
+    sizes = [sum(weight.numel() for weight in network.parameters()) for network in networks]
+    assert sizes == [859_520_964, 83_653_863, 123_060_480]

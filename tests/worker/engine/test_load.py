@@ -1,0 +1,35 @@
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from jobs import errors
+from worker.engine import load
+
+
+def test_a_machine_without_torch_is_told_what_to_install(
+    monkeypatch: pytest.MonkeyPatch, checkpoint: Path
+) -> None:
+    for name in ("worker.engine.batch_engine", "worker.engine.checkpoint"):
+        monkeypatch.delitem(sys.modules, name)
+    monkeypatch.setitem(sys.modules, "torch", None)
+    monkeypatch.delattr("worker.engine.batch_engine")
+    monkeypatch.delattr("worker.engine.checkpoint")
+    with pytest.raises(errors.SetupError, match=r"pip install imagefleet\[worker\]"):
+        load.load_engine(checkpoint)
+
+
+@pytest.mark.parametrize("device", ["gpu", "meta", "cuda:99"])
+def test_a_device_that_is_not_there_is_one_sentence(checkpoint: Path, device: str) -> None:
+    with pytest.raises(errors.SetupError, match=device):
+        load.load_engine(checkpoint, device)
+
+
+def test_auto_is_full_precision_on_a_cpu(checkpoint: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    engine: Any = load.load_engine(checkpoint)
+    assert engine._checkpoint.unet.dtype == torch.float32

@@ -1,0 +1,263 @@
+"""Loads an SD1.x checkpoint from local files: a diffusers folder or one `.safetensors` file."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, cast
+
+import torch
+from diffusers import AutoencoderKL, UNet2DConditionModel
+from diffusers.loaders.single_file_utils import (
+    convert_ldm_unet_checkpoint,
+    convert_ldm_vae_checkpoint,
+)
+from diffusers.utils import logging as diffusers_logging
+from safetensors import SafetensorError
+from safetensors.torch import load_file
+from torch import nn
+from transformers import CLIPTextConfig, CLIPTextModel, CLIPTokenizer
+from transformers.utils import logging as transformers_logging
+
+from jobs import errors
+
+#: What the libraries raise for files that are missing, truncated or of another shape.
+_LOADING_ERRORS = (OSError, ValueError, KeyError, TypeError, RuntimeError, SafetensorError)
+
+#: A single file carries no configuration; these are SD1.5's, used where its folder gives none.
+_UNET_CONFIG = {"sample_size": 64, "cross_attention_dim": 768, "attention_head_dim": 8}
+_VAE_CONFIG = {
+    "down_block_types": ["DownEncoderBlock2D"] * 4,
+    "up_block_types": ["UpDecoderBlock2D"] * 4,
+    "block_out_channels": [128, 256, 512, 512],
+    "layers_per_block": 2,
+    "sample_size": 512,
+    "scaling_factor": 0.18215,
+}
+_TEXT_CONFIG = {
+    "hidden_size": 768,
+    "intermediate_size": 3072,
+    "num_hidden_layers": 12,
+    "num_attention_heads": 12,
+    "projection_dim": 768,
+}
+_TEXT_PREFIX = "cond_stage_model.transformer."
+
+
+@dataclass(frozen=True, slots=True)
+class Checkpoint:
+    """The networks of one checkpoint, on their device, and the noise schedule they learnt."""
+
+    name: str
+    tokenizer: CLIPTokenizer
+    text_encoder: CLIPTextModel
+    unet: UNet2DConditionModel
+    vae: AutoencoderKL
+    alphas_cumprod: torch.Tensor
+    prediction_type: str
+
+    @property
+    def vae_factor(self) -> int:
+        """Pixels a latent is wide."""
+        return int(2 ** (len(self.vae.config.block_out_channels) - 1))
+
+
+def load_checkpoint(
+    model: Path, device: torch.device, dtype: torch.dtype, config: Path | None = None
+) -> Checkpoint:
+    """Loads a checkpoint; *config* is the folder that completes a single file.
+
+    Raises:
+        SetupError: something is missing, broken or of another architecture; names the file.
+    """
+    _hide_progress_bars()
+    if model.is_dir():
+        name, folder, networks = model.resolve().name, model, _read_folder(model)
+    elif model.is_file():
+        folder = _config_folder(model, config)
+        name, networks = model.stem, _read_file(model, folder)
+    else:
+        raise errors.SetupError(f"the model {str(model)!r} does not exist")
+    tokenizer = _read_tokenizer(folder / "tokenizer")
+    noise = _read_json(folder / "scheduler" / "scheduler_config.json")
+    unet, vae, text_encoder = networks
+    _check_architecture(model, unet, text_encoder, tokenizer)
+    for network in networks:
+        network.requires_grad_(requires_grad=False).eval()
+        # Not network.to(): diffusers' own warns of modules to keep in float32, even of none.
+        nn.Module.to(network, device=device, dtype=dtype)
+        if device.type == "cpu":
+            # Still pages of the file: cut short while it is in use, it would kill the process.
+            for parameter in network.parameters():
+                parameter.data = parameter.data.clone()
+    if device.type == "cuda":
+        for network in (unet, vae):
+            network.to(memory_format=torch.channels_last)
+    return Checkpoint(
+        name=name,
+        tokenizer=tokenizer,
+        text_encoder=text_encoder,
+        unet=unet,
+        vae=vae,
+        alphas_cumprod=_alphas_cumprod(model, noise),
+        prediction_type=noise.get("prediction_type", "epsilon"),
+    )
+
+
+def _hide_progress_bars() -> None:
+    """They would tear the worker's log, and the operator's own bar, apart."""
+    diffusers_logging.disable_progress_bar()
+    transformers_logging.disable_progress_bar()
+
+
+_Networks = tuple[UNet2DConditionModel, AutoencoderKL, CLIPTextModel]
+
+
+def _read_folder(folder: Path) -> _Networks:
+    return (
+        _read_network(UNet2DConditionModel, folder / "unet"),
+        _read_network(AutoencoderKL, folder / "vae"),
+        _read_network(CLIPTextModel, folder / "text_encoder"),
+    )
+
+
+def _read_network(network: type[Any], folder: Path) -> Any:
+    if not (folder / "config.json").is_file():
+        raise errors.SetupError(
+            f"{str(folder.parent)!r} is no checkpoint in diffusers format: it has no"
+            f" {folder.name}/config.json"
+        )
+    files = [path.name for path in folder.glob("*.safetensors")]
+    if not files:
+        raise errors.SetupError(
+            f"{str(folder)!r} holds no .safetensors file (pickled weights are never loaded)"
+        )
+    variant = "fp16" if all(".fp16" in name for name in files) else None
+    try:
+        model, report = network.from_pretrained(
+            folder,
+            local_files_only=True,
+            use_safetensors=True,
+            variant=variant,
+            output_loading_info=True,
+        )
+    except _LOADING_ERRORS as error:
+        raise errors.SetupError(f"{str(folder)!r} cannot be loaded: {_brief(error)}") from error
+    missing = sorted(report["missing_keys"])
+    if missing:
+        raise errors.SetupError(
+            f"{str(folder)!r} lacks {len(missing)} of its weights, {missing[0]} for one"
+        )
+    return model
+
+
+def _config_folder(model: Path, config: Path | None) -> Path:
+    candidates = [config] if config else [model.with_suffix(""), model.parent]
+    for folder in candidates:
+        if (folder / "tokenizer").is_dir():
+            return folder
+    raise errors.SetupError(
+        f"{str(model)!r} is a single file, which carries no tokenizer, and there is none in"
+        f" {str(candidates[0] / 'tokenizer')!r}: put the tokenizer folder of any SD1.5 model in"
+        " diffusers format there"
+    )
+
+
+def _read_file(path: Path, config: Path) -> _Networks:
+    try:
+        weights = load_file(path)
+    except (OSError, SafetensorError) as error:
+        raise errors.SetupError(
+            f"{str(path)!r} is no readable .safetensors file (pickled checkpoints are never"
+            f" loaded): {_brief(error)}"
+        ) from error
+    text_weights = {
+        key.removeprefix(_TEXT_PREFIX): weight
+        for key, weight in weights.items()
+        if key.startswith(_TEXT_PREFIX) and not key.endswith("position_ids")
+    }
+    if not text_weights:
+        raise errors.SetupError(f"{str(path)!r} is no Stable Diffusion 1.x checkpoint")
+    try:
+        with torch.device("meta"):
+            unet = UNet2DConditionModel.from_config(_network_config(config / "unet", _UNET_CONFIG))
+            vae = AutoencoderKL.from_config(_network_config(config / "vae", _VAE_CONFIG))
+        # Not on the meta device: it has buffers that no checkpoint carries.
+        text_config = _network_config(config / "text_encoder", _TEXT_CONFIG)
+        text_encoder = CLIPTextModel(CLIPTextConfig(**text_config))
+        if not hasattr(text_encoder, "text_model"):
+            text_weights = {
+                key.removeprefix("text_model."): weight for key, weight in text_weights.items()
+            }
+        _fill(unet, convert_ldm_unet_checkpoint(weights, unet.config))
+        _fill(vae, convert_ldm_vae_checkpoint(weights, vae.config))
+        _fill(text_encoder, text_weights)
+    except _LOADING_ERRORS as error:
+        raise errors.SetupError(
+            f"{str(path)!r} does not fit Stable Diffusion 1.x: {_brief(error)}"
+        ) from error
+    return unet, vae, text_encoder
+
+
+def _fill(network: nn.Module, weights: Mapping[str, torch.Tensor]) -> None:
+    missing = network.load_state_dict(weights, strict=False, assign=True).missing_keys
+    if missing:
+        raise ValueError(f"{len(missing)} weights are missing, {missing[0]} for one")
+
+
+def _read_tokenizer(folder: Path) -> CLIPTokenizer:
+    if not folder.is_dir():
+        raise errors.SetupError(f"the model's tokenizer is missing: {str(folder)!r}")
+    try:
+        return CLIPTokenizer.from_pretrained(folder, local_files_only=True)
+    except _LOADING_ERRORS as error:
+        raise errors.SetupError(f"{str(folder)!r} holds no tokenizer: {_brief(error)}") from error
+
+
+def _check_architecture(
+    model: Path, unet: UNet2DConditionModel, text_encoder: CLIPTextModel, tokenizer: CLIPTokenizer
+) -> None:
+    width = text_encoder.config.hidden_size
+    if unet.config.cross_attention_dim != width or unet.config.addition_embed_type is not None:
+        raise errors.SetupError(f"{str(model)!r} is not of Stable Diffusion 1.x's architecture")
+    if unet.config.in_channels != unet.config.out_channels:
+        raise errors.SetupError(f"{str(model)!r} is an inpainting checkpoint; text-to-image only")
+    if not isinstance(unet.config.sample_size, int):
+        raise errors.SetupError(
+            f"{str(model)!r} does not say its size: unet/config.json must have"
+            " sample_size, a number"
+        )
+    # On a GPU an id out of range is a device-side assert, after which the process is lost.
+    if len(tokenizer) > text_encoder.config.vocab_size:
+        raise errors.SetupError(f"the tokenizer of {str(model)!r} belongs to another text encoder")
+
+
+def _alphas_cumprod(model: Path, noise: Mapping[str, Any]) -> torch.Tensor:
+    """SD's 'scaled_linear' schedule: betas that are evenly spaced in their square roots."""
+    if noise.get("beta_schedule", "scaled_linear") != "scaled_linear":
+        raise errors.SetupError(f"{str(model)!r} has another noise schedule than Stable Diffusion")
+    start, end = noise.get("beta_start", 0.00085), noise.get("beta_end", 0.012)
+    count = noise.get("num_train_timesteps", 1000)
+    betas = torch.linspace(start**0.5, end**0.5, count, dtype=torch.float64) ** 2
+    return torch.cumprod(1 - betas, dim=0)
+
+
+def _network_config(folder: Path, default: Mapping[str, object]) -> dict[str, Any]:
+    return _read_json(folder / "config.json") or dict(default)
+
+
+def _read_json(path: Path) -> dict[str, Any]:
+    if not path.is_file():
+        return {}
+    try:
+        return cast("dict[str, Any]", json.loads(path.read_text(encoding="utf-8")))
+    except ValueError as error:
+        raise errors.SetupError(f"{str(path)!r} is not JSON: {_brief(error)}") from error
+
+
+def _brief(error: Exception) -> str:
+    """The first line: libraries append pages of weight names and links to their messages."""
+    lines = str(error).strip().splitlines() or [type(error).__name__]
+    return lines[0][:200]

@@ -1,0 +1,187 @@
+"""A tiny random checkpoint of SD1.5's architecture, and LoRAs for it: no download, no GPU.
+
+Every module has the name that it has in the real one, so that LoRAs, checkpoint conversions and
+tests exercise the real code paths; only the widths differ. Its images are colourful patterns.
+"""
+
+from __future__ import annotations
+
+import itertools
+import json
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any, cast
+
+import torch
+from diffusers import AutoencoderKL, UNet2DConditionModel
+from safetensors.torch import save_file
+from torch import nn
+from transformers import CLIPTextConfig, CLIPTextModel, CLIPTokenizer
+
+_TEXT_WIDTH = 32
+
+#: LoRAs in the wild adapt the linear layers of both networks' transformer blocks (kohya's default).
+_ADAPTED_SUFFIXES = (
+    *("to_q", "to_k", "to_v", "to_out.0", "ff.net.0.proj", "ff.net.2", "proj_in", "proj_out"),
+    *("q_proj", "k_proj", "v_proj", "out_proj", "fc1", "fc2"),
+)
+
+_INDEX = {
+    "_class_name": "StableDiffusionPipeline",
+    "unet": ["diffusers", "UNet2DConditionModel"],
+    "vae": ["diffusers", "AutoencoderKL"],
+    "text_encoder": ["transformers", "CLIPTextModel"],
+    "tokenizer": ["transformers", "CLIPTokenizer"],
+    "scheduler": ["diffusers", "EulerAncestralDiscreteScheduler"],
+    "safety_checker": [None, None],
+    "feature_extractor": [None, None],
+}
+_SCHEDULER = {
+    "_class_name": "EulerAncestralDiscreteScheduler",
+    "beta_start": 0.00085,
+    "beta_end": 0.012,
+    "beta_schedule": "scaled_linear",
+    "num_train_timesteps": 1000,
+    "steps_offset": 1,
+}
+
+
+def build_tiny_checkpoint(folder: Path, *, size: int = 64, seed: int = 0) -> Path:
+    """Writes a random SD1.5-shaped checkpoint in diffusers format and returns its folder.
+
+    The same seed gives the same weights. *size* is its native width and height in pixels, a
+    multiple of 8. Takes about a second.
+    """
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(seed)
+        tokenizer = _tokenizer()
+        text_encoder = _text_encoder(tokenizer)
+        unet = _unet(size)
+        vae = _vae(size)
+    unet.save_pretrained(folder / "unet")
+    vae.save_pretrained(folder / "vae")
+    text_encoder.config.save_pretrained(folder / "text_encoder")
+    save_file(
+        text_encoder.state_dict(), folder / "text_encoder" / "model.safetensors", {"format": "pt"}
+    )
+    tokenizer.save_pretrained(folder / "tokenizer")
+    _write_json(folder / "scheduler" / "scheduler_config.json", _SCHEDULER)
+    _write_json(folder / "model_index.json", _INDEX)
+    return folder
+
+
+def build_tiny_lora(
+    path: Path, checkpoint: Path, *, rank: int = 4, alpha: float = 2.0, seed: int = 0
+) -> Path:
+    """Writes a random LoRA in kohya's format that fits a tiny checkpoint, and returns its path."""
+    networks: dict[str, nn.Module] = {
+        "lora_unet_": UNet2DConditionModel.from_config(_read_config(checkpoint / "unet")),
+        "lora_te_text_model_": CLIPTextModel(
+            CLIPTextConfig(**_read_config(checkpoint / "text_encoder"))
+        ),
+    }
+    generator = torch.Generator().manual_seed(seed)
+    tensors = {}
+    for prefix, network in networks.items():
+        for name, module in network.named_modules():
+            if not name.endswith(_ADAPTED_SUFFIXES):
+                continue
+            key = prefix + name.removeprefix("text_model.").replace(".", "_")
+            outer, inner, *kernel = module.weight.shape
+            pointwise = [1] * len(kernel)
+            down = torch.randn((rank, inner, *kernel), generator=generator)
+            up = torch.randn((outer, rank, *pointwise), generator=generator)
+            tensors[f"{key}.lora_down.weight"] = down / inner**0.5
+            tensors[f"{key}.lora_up.weight"] = up / rank**0.5
+            tensors[f"{key}.alpha"] = torch.tensor(alpha)
+    path.parent.mkdir(parents=True, exist_ok=True)
+    save_file(tensors, path)
+    return path
+
+
+def _tokenizer() -> CLIPTokenizer:
+    """CLIP's tokenizer with a vocabulary of bytes and no merges: every text is spelled out."""
+    alphabet = _byte_alphabet()
+    tokens = [
+        *alphabet,
+        *(letter + "</w>" for letter in alphabet),
+        "<|startoftext|>",
+        "<|endoftext|>",
+    ]
+    vocabulary = {token: index for index, token in enumerate(tokens)}
+    return CLIPTokenizer(vocab=vocabulary, merges=[], model_max_length=77)
+
+
+def _byte_alphabet() -> list[str]:
+    """One printable character for each byte: GPT-2's table, which CLIP's tokenizer uses."""
+    printable = {*range(ord("!"), ord("~") + 1), *range(0xA1, 0xAD), *range(0xAE, 0x100)}
+    spare = itertools.count(0x100)
+    return [chr(byte if byte in printable else next(spare)) for byte in range(256)]
+
+
+def _text_encoder(tokenizer: CLIPTokenizer) -> CLIPTextModel:
+    config = CLIPTextConfig(
+        vocab_size=len(tokenizer),
+        hidden_size=_TEXT_WIDTH,
+        intermediate_size=2 * _TEXT_WIDTH,
+        num_hidden_layers=4,
+        num_attention_heads=4,
+        bos_token_id=tokenizer.bos_token_id,
+        eos_token_id=tokenizer.eos_token_id,
+        pad_token_id=tokenizer.eos_token_id,
+    )
+    return CLIPTextModel(config)
+
+
+def _unet(size: int) -> UNet2DConditionModel:
+    unet = UNet2DConditionModel(
+        sample_size=size // 8,
+        block_out_channels=(32, 32, 64, 64),
+        layers_per_block=1,
+        cross_attention_dim=_TEXT_WIDTH,
+        attention_head_dim=4,
+        norm_num_groups=8,
+    )
+    # Untrained, a UNet predicts next to nothing: prompt and LoRA would hardly show in the image.
+    _gain(unet.conv_out, 4.0)
+    return unet
+
+
+def _vae(size: int) -> AutoencoderKL:
+    vae = AutoencoderKL(
+        sample_size=size,
+        down_block_types=("DownEncoderBlock2D",) * 4,
+        up_block_types=("UpDecoderBlock2D",) * 4,
+        block_out_channels=(16, 16, 32, 32),
+        layers_per_block=1,
+        norm_num_groups=8,
+        scaling_factor=0.18215,
+    )
+    # Untrained, a decoder turns everything into the same fine, nearly grey noise; one that blurs
+    # while it enlarges, and has contrast, draws large coloured shapes.
+    for layer in [
+        vae.decoder.conv_in,
+        *(block.upsamplers[0].conv for block in vae.decoder.up_blocks[:-1]),
+    ]:
+        _blur(layer)
+    _gain(vae.decoder.conv_out, 2.0)
+    return vae
+
+
+def _gain(layer: nn.Conv2d, factor: float) -> None:
+    with torch.no_grad():
+        layer.weight.mul_(factor)
+
+
+def _read_config(folder: Path) -> dict[str, Any]:
+    return cast("dict[str, Any]", json.loads((folder / "config.json").read_text()))
+
+
+def _blur(layer: nn.Conv2d) -> None:
+    with torch.no_grad():
+        layer.weight.copy_(layer.weight.mean(dim=(2, 3), keepdim=True).expand_as(layer.weight) * 3)
+
+
+def _write_json(path: Path, content: Mapping[str, object]) -> None:
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text(json.dumps(content, indent=2))
