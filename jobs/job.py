@@ -45,6 +45,9 @@ SafeFileName = Annotated[str, StringConstraints(pattern=rf"^{prompt.SAFE_NAME.pa
 Prompt = Annotated[str, StringConstraints(max_length=65_536)]
 Side = Annotated[int, Field(ge=64, le=2048, multiple_of=8)]
 
+#: A message may be wrong in thousands of places; a person mends a few at a time.
+_REASONS_TOLD = 5
+
 _SUFFIXES = {"png": "png", "jpeg": "jpg", "webp": "webp"}
 
 
@@ -195,14 +198,16 @@ def _seed_from(job_id: str) -> int:
 
 
 def _sentence(error: ValidationError) -> str:
-    return "; ".join(_reason(cast("Mapping[str, Any]", detail)) for detail in error.errors())
+    reasons = [_reason(cast("Mapping[str, Any]", detail)) for detail in error.errors()]
+    more = len(reasons) - _REASONS_TOLD
+    return "; ".join(reasons[:_REASONS_TOLD]) + (f"; and {more:,} more" if more > 0 else "")
 
 
 def _reason(detail: Mapping[str, Any]) -> str:
-    where = ".".join(str(part) for part in detail["loc"])
+    where = ".".join(str(part) for part in detail["loc"])[:80]
     if detail["type"] == "extra_forbidden":
         known = difflib.get_close_matches(where, Job.model_fields, n=1)
         hint = f"; did you mean {known[0]!r}?" if known else ""
-        return f"unknown field {where[:80]!r}{hint}"
+        return f"unknown field {where!r}{hint}"
     what = re.sub(r"^(Value error, |Input )", "", str(detail["msg"]))
     return f"{where}: {what}" if where else what

@@ -1,0 +1,204 @@
+"""What the pipeline is for: the same jobs, one thing after the other and all at once.
+
+An engine that takes 100 ms an image and a storage that takes 300 ms a call, the latency of a home
+connection to a far region. (a) pulls, generates, uploads and acknowledges in turn, as the worker
+of the public run did; (b) is the worker's own pipeline. Both run in one process, the same jobs
+over the same embedded storage. The first images of each are left out of its rate: start-up is not
+what is compared.
+
+    python benchmarks/overlap.py [--jobs 60]
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import json
+import tempfile
+import time
+from collections.abc import AsyncIterator, Iterable, Mapping
+from pathlib import Path
+from types import TracebackType
+from typing import Self
+
+from rich.console import Console
+from rich.table import Table
+
+from jobs import homes, storage
+from jobs.job import read_job
+from worker import encode, infotext
+from worker.engine import contract
+from worker.pipeline import Pipeline
+from worker.settings import WorkerSettings
+from worker.testing import StandInEngine
+
+TICK_SECONDS = 0.1
+LATENCY_SECONDS = 0.3
+SIZE = (512, 512)
+WARM_UP_JOBS = 5
+
+
+class FarQueue:
+    """A job queue whose every call takes LATENCY_SECONDS longer."""
+
+    def __init__(self, queue: storage.JobQueue) -> None:
+        self._queue = queue
+        self.name = queue.name
+
+    async def send(self, bodies: Iterable[str]) -> None:
+        await asyncio.sleep(LATENCY_SECONDS)
+        await self._queue.send(bodies)
+
+    async def receive(self, max_messages: int, lease_seconds: float) -> list[storage.LeasedMessage]:
+        await asyncio.sleep(LATENCY_SECONDS)
+        return await self._queue.receive(max_messages, lease_seconds)
+
+    async def renew(
+        self, message: storage.LeasedMessage, lease_seconds: float
+    ) -> storage.LeasedMessage:
+        await asyncio.sleep(LATENCY_SECONDS)
+        return await self._queue.renew(message, lease_seconds)
+
+    async def release(self, message: storage.LeasedMessage, delay_seconds: float = 0) -> None:
+        await asyncio.sleep(LATENCY_SECONDS)
+        await self._queue.release(message, delay_seconds)
+
+    async def delete(self, message: storage.LeasedMessage) -> None:
+        await asyncio.sleep(LATENCY_SECONDS)
+        await self._queue.delete(message)
+
+    def browse(self) -> AsyncIterator[storage.Message]:
+        return self._queue.browse()
+
+    async def depth(self) -> storage.QueueDepth:
+        await asyncio.sleep(LATENCY_SECONDS)
+        return await self._queue.depth()
+
+
+class FarBlobs:
+    """A blob store whose every call takes LATENCY_SECONDS longer; notes when a blob was written."""
+
+    def __init__(self, blobs: storage.BlobStore) -> None:
+        self._blobs = blobs
+        self.written_at: list[float] = []
+
+    async def create(
+        self, name: str, data: bytes, content_type: str, metadata: Mapping[str, str]
+    ) -> bool:
+        await asyncio.sleep(LATENCY_SECONDS)
+        written = await self._blobs.create(name, data, content_type, metadata)
+        self.written_at.append(time.monotonic())
+        return written
+
+    async def read(self, name: str) -> bytes | None:
+        await asyncio.sleep(LATENCY_SECONDS)
+        return await self._blobs.read(name)
+
+    def names(self, prefix: str = "") -> AsyncIterator[str]:
+        return self._blobs.names(prefix)
+
+
+class FarHome:
+    """A storage home far away."""
+
+    def __init__(self, home: storage.Storage) -> None:
+        self._home = home
+        self.url = home.url
+        self.queue = FarQueue(home.queue)
+        self.poison = FarQueue(home.poison)
+        self.blobs = FarBlobs(home.blobs)
+
+    async def create(self) -> None:
+        await self._home.create()
+
+    async def check(self) -> None:
+        await self._home.check()
+
+    async def __aenter__(self) -> Self:
+        await self._home.__aenter__()
+        return self
+
+    async def __aexit__(
+        self,
+        error_type: type[BaseException] | None,
+        error: BaseException | None,
+        traceback: TracebackType | None,
+    ) -> None:
+        await self._home.__aexit__(error_type, error, traceback)
+
+
+async def sequential(home: FarHome, settings: WorkerSettings) -> float:
+    """Images a second of a worker that does one thing after the other."""
+    engine = StandInEngine(capacity=1, tick_seconds=TICK_SECONDS, size=SIZE)
+    while messages := await home.queue.receive(1, settings.lease_seconds):
+        job = read_job(messages[0].body, messages[0].id)
+        request = contract.ImageRequest(
+            job.prompt, job.negative_prompt, (), job.sampler, job.steps, job.cfg_scale, job.seed,
+            *SIZE,
+        )  # fmt: skip
+        engine.admit(0, engine.prepare(request))
+        (finished,) = engine.tick()
+        if not isinstance(finished.outcome, Exception):
+            text = infotext.parameters(job, 0, SIZE, engine.model_name)
+            file = encode.encode(finished.outcome, job.output, text)
+            await home.blobs.create(job.blob_name(0), file.data, file.content_type, {})
+        await home.queue.delete(messages[0])
+    return images_per_second(home.blobs.written_at)
+
+
+async def pipelined(home: FarHome, settings: WorkerSettings) -> tuple[float, float]:
+    """Images a second, and the share of time the engine waited, of the worker's pipeline."""
+    pipeline = Pipeline(
+        home,
+        lambda: StandInEngine(capacity=1, tick_seconds=TICK_SECONDS, size=SIZE),
+        settings,
+    )
+    await pipeline.run(asyncio.Event(), asyncio.Event())
+    return images_per_second(home.blobs.written_at), pipeline.lane.clock.idle_fraction
+
+
+def images_per_second(written_at: list[float]) -> float:
+    counted = written_at[WARM_UP_JOBS:]
+    return (len(counted) - 1) / (counted[-1] - counted[0])
+
+
+async def measure(folder: Path, jobs: int) -> dict[str, float]:
+    rates: dict[str, float] = {}
+    for name in ("sequential", "pipelined"):
+        settings = WorkerSettings(
+            storage=f"local:{folder / name}", model=Path("stand-in"), until_empty=True
+        )
+        async with homes.open_storage(settings) as near:
+            await near.create()
+            bodies = [f'{{"prompt": "a house", "id": "j{number}"}}' for number in range(jobs)]
+            await near.queue.send(bodies)
+            home = FarHome(near)
+            if name == "sequential":
+                rates["sequential_images_per_second"] = await sequential(home, settings)
+            else:
+                rate, idle = await pipelined(home, settings)
+                rates["pipelined_images_per_second"] = rate
+                rates["ratio"] = rate / rates["sequential_images_per_second"]
+                rates["pipelined_idle_fraction"] = idle
+    return rates
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
+    parser.add_argument("--jobs", type=int, default=60, help="jobs, the same for both")
+    arguments = parser.parse_args()
+    with tempfile.TemporaryDirectory() as folder:
+        rates = asyncio.run(measure(Path(folder), arguments.jobs))
+    table = Table("", "images/s", "engine idle")
+    table.add_row("in turn", f"{rates['sequential_images_per_second']:.2f}", "")
+    table.add_row(
+        "pipeline",
+        f"{rates['pipelined_images_per_second']:.2f}",
+        f"{rates['pipelined_idle_fraction']:.1%}",
+    )
+    Console().print(table, f"ratio {rates['ratio']:.1f}")
+    print(json.dumps({name: round(value, 4) for name, value in rates.items()}))
+
+
+if __name__ == "__main__":
+    main()

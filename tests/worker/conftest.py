@@ -1,0 +1,89 @@
+"""What the worker's tests share: settings over both homes, and a pipeline run to its end."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any, Protocol
+
+import pytest
+
+from jobs import retry
+from jobs.settings import StorageSettings
+from jobs.storage import Storage
+from worker.engine import contract
+from worker.pipeline import Pipeline
+from worker.settings import WorkerSettings
+from worker.testing import StandInEngine
+
+#: Faults are repeated as often as in life, but at once.
+IMPATIENT = retry.RetryPolicy(tries=5, first_wait_seconds=0.001, longest_wait_seconds=0.001)
+
+
+class RunPipeline(Protocol):
+    """Runs a pipeline over the test's storage until the queue is empty, or as it is told."""
+
+    async def __call__(
+        self,
+        engine: contract.Engine | None = None,
+        *,
+        home: Storage | None = None,
+        stop: asyncio.Event | None = None,
+        hurry: asyncio.Event | None = None,
+        **changes: Any,
+    ) -> Pipeline: ...
+
+
+@pytest.fixture
+def worker_settings(
+    storage_settings: StorageSettings, tmp_path: Path
+) -> Callable[..., WorkerSettings]:
+    def make(**changes: Any) -> WorkerSettings:
+        fields = {
+            **storage_settings.model_dump(),
+            "model": Path("stand-in"),
+            "lora_cache": tmp_path / "cache",
+            "until_empty": True,
+            "depth_seconds": 0,
+            "poll_seconds": 0.1,
+            "name": "test-worker",
+            **changes,
+        }
+        return WorkerSettings(**fields)
+
+    return make
+
+
+@pytest.fixture
+def run_pipeline(storage: Storage, worker_settings: Callable[..., WorkerSettings]) -> RunPipeline:
+    async def run(
+        engine: contract.Engine | None = None,
+        *,
+        home: Storage | None = None,
+        stop: asyncio.Event | None = None,
+        hurry: asyncio.Event | None = None,
+        **changes: Any,
+    ) -> Pipeline:
+        pipeline = Pipeline(
+            home or storage,
+            lambda: engine or StandInEngine(),
+            worker_settings(**changes),
+            patience=IMPATIENT,
+        )
+        running = pipeline.run(stop or asyncio.Event(), hurry or asyncio.Event())
+        await asyncio.wait_for(running, 30)
+        return pipeline
+
+    return run
+
+
+@pytest.fixture
+def message() -> Callable[..., str]:
+    """A job's message with any fields changed."""
+
+    def make(**fields: object) -> str:
+        return json.dumps({"prompt": "a house", **fields})
+
+    return make

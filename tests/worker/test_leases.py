@@ -1,0 +1,142 @@
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import dataclasses
+import time
+from collections.abc import AsyncIterator
+
+import pytest
+
+from jobs import errors
+from jobs.storage import JobQueue, LeasedMessage, Storage
+from worker.leases import Lease, LeaseKeeper, LeaseState
+
+LEASE_SECONDS = 1
+
+
+async def take(storage: Storage, keeper: LeaseKeeper, body: str = "a") -> Lease:
+    await storage.queue.send([body])
+    leased_at = time.monotonic()
+    (message,) = await storage.queue.receive(1, LEASE_SECONDS)
+    return keeper.hold(message, leased_at)
+
+
+@contextlib.asynccontextmanager
+async def running(keeper: LeaseKeeper) -> AsyncIterator[None]:
+    task = asyncio.create_task(keeper.run())
+    try:
+        yield
+    finally:
+        task.cancel()
+        with contextlib.suppress(asyncio.CancelledError):
+            await task
+
+
+async def test_a_kept_lease_outlives_its_time_and_nobody_else_gets_the_message(
+    storage: Storage,
+) -> None:
+    results: list[str] = []
+    keeper = LeaseKeeper(storage.queue, LEASE_SECONDS, on_renewal=results.append)
+    async with running(keeper):
+        lease = await take(storage, keeper)
+        await asyncio.sleep(2.2 * LEASE_SECONDS)
+        assert await storage.queue.receive(1, LEASE_SECONDS) == []
+        await keeper.acknowledge(lease)
+    assert results.count("renewed") >= 3
+    assert set(results) == {"renewed"}
+    assert (await storage.queue.depth()).messages == 0
+
+
+async def test_an_acknowledgement_during_renewals_never_meets_a_stale_receipt(
+    storage: Storage,
+) -> None:
+    keeper = LeaseKeeper(storage.queue, LEASE_SECONDS)
+    leases = [await take(storage, keeper, f"m{number}") for number in range(8)]
+    for lease in leases:
+        lease.expires_at = 0  # every one of them is due at once
+    async with running(keeper):
+        await asyncio.gather(*(keeper.acknowledge(lease) for lease in leases))
+    assert {lease.state for lease in leases} == {LeaseState.ENDED}
+    assert (await storage.queue.depth()).messages == 0
+
+
+async def test_a_lease_that_another_worker_took_over_is_lost_and_not_acknowledged(
+    storage: Storage,
+) -> None:
+    results: list[str] = []
+    keeper = LeaseKeeper(storage.queue, LEASE_SECONDS, on_renewal=results.append)
+    lease = await take(storage, keeper)
+    await asyncio.sleep(1.1 * LEASE_SECONDS)  # no keeper runs: the lease expires
+    (taken_over,) = await storage.queue.receive(1, 30)
+    async with running(keeper):
+        while lease.state is LeaseState.HELD:
+            await asyncio.sleep(0.01)
+        with pytest.raises(errors.LeaseLost):
+            await keeper.acknowledge(lease)
+    assert results == ["lost"]
+    await storage.queue.delete(taken_over)  # still the other worker's to end
+
+
+async def test_a_lease_handed_back_is_anothers_at_once(storage: Storage) -> None:
+    keeper = LeaseKeeper(storage.queue, 60)
+    lease = await take(storage, keeper)
+    await keeper.release(lease)
+    (again,) = await storage.queue.receive(1, LEASE_SECONDS)
+    assert again.delivery_count == 2
+
+
+class FlakyQueue:
+    """A queue whose renewals take place, but whose next replies are lost on the way."""
+
+    def __init__(self, queue: JobQueue, lost_replies: int) -> None:
+        self._queue = queue
+        self._lost_replies = lost_replies
+
+    async def renew(self, message: LeasedMessage, lease_seconds: float) -> LeasedMessage:
+        if self._lost_replies:
+            self._lost_replies -= 1
+            raise errors.TransientError("the connection was dropped")
+        return await self._queue.renew(message, lease_seconds)
+
+    async def delete(self, message: LeasedMessage) -> None:
+        await self._queue.delete(message)
+
+
+async def test_a_renewal_without_an_answer_is_neither_kept_nor_lost_until_the_next(
+    storage: Storage, caplog: pytest.LogCaptureFixture
+) -> None:
+    results: list[str] = []
+    queue = FlakyQueue(storage.queue, lost_replies=1)
+    keeper = LeaseKeeper(queue, LEASE_SECONDS, on_renewal=results.append)  # type: ignore[arg-type]
+    lease = await take(storage, keeper)
+    async with running(keeper):
+        while lease.state is not LeaseState.UNKNOWN:
+            await asyncio.sleep(0.01)
+        lease.check()  # not lost
+        while lease.state is not LeaseState.HELD:
+            await asyncio.sleep(0.01)
+        await keeper.acknowledge(lease)
+    assert results[:2] == ["unknown", "renewed"]
+    assert "could not be renewed yet" in caplog.text
+
+
+async def test_a_renewal_that_is_refused_for_good_ends_the_keeper(storage: Storage) -> None:
+    class ClosedQueue(FlakyQueue):
+        async def renew(self, message: LeasedMessage, lease_seconds: float) -> LeasedMessage:
+            raise errors.SetupError("the SAS token has expired")
+
+    keeper = LeaseKeeper(ClosedQueue(storage.queue, 0), LEASE_SECONDS)  # type: ignore[arg-type]
+    await take(storage, keeper)
+    with pytest.raises(errors.SetupError, match="SAS token"):
+        await asyncio.wait_for(keeper.run(), 5)
+
+
+async def test_a_dropped_lease_is_not_renewed_any_more(storage: Storage) -> None:
+    keeper = LeaseKeeper(storage.queue, LEASE_SECONDS)
+    lease = await take(storage, keeper)
+    keeper.drop(lease)
+    receipt = dataclasses.replace(lease.message).receipt
+    async with running(keeper):
+        await asyncio.sleep(0.7 * LEASE_SECONDS)
+    assert lease.message.receipt == receipt

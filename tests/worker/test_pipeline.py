@@ -1,0 +1,348 @@
+"""The whole way of a job, over both homes, with an engine that stands in for the GPU."""
+
+from __future__ import annotations
+
+import asyncio
+import io
+import threading
+import time
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import numpy as np
+import pytest
+from PIL import Image
+
+from jobs import errors, failed
+from jobs.storage import Storage
+from worker.engine import contract
+from worker.testing import StandInEngine, draw_noise
+
+RunPipeline = Callable[..., Any]  # the fixture of conftest.py
+
+
+async def blob_names(storage: Storage) -> set[str]:
+    return {name async for name in storage.blobs.names()}
+
+
+async def poison_records(storage: Storage) -> list[failed.FailedJob]:
+    records = [failed.FailedJob.read(message.body) async for message in storage.poison.browse()]
+    assert None not in records
+    return [record for record in records if record is not None]
+
+
+async def is_empty(storage: Storage) -> bool:
+    return (await storage.queue.depth()).messages == 0
+
+
+async def test_each_job_becomes_the_picture_of_its_own_seed(
+    storage: Storage, run_pipeline: RunPipeline, message: Callable[..., str]
+) -> None:
+    await storage.queue.send(message(id=f"j{seed}", seed=seed) for seed in range(20))
+    pipeline = await run_pipeline(StandInEngine(capacity=3))
+    assert await blob_names(storage) == {f"default/j{seed}.png" for seed in range(20)}
+    for seed in range(20):
+        data = await storage.blobs.read(f"default/j{seed}.png")
+        assert data is not None
+        request = contract.ImageRequest("a house", "", (), "euler_ancestral", 20, 7.0, seed, 16, 16)
+        image = Image.open(io.BytesIO(data))
+        assert np.array_equal(np.asarray(image), draw_noise(request))
+        assert f"Seed: {seed}," in image.info["parameters"]
+    assert dict(pipeline.settler.outcomes) == {"completed": 20}
+    assert await is_empty(storage)
+
+
+async def test_a_job_of_several_images_is_acknowledged_with_its_last(
+    storage: Storage, run_pipeline: RunPipeline, message: Callable[..., str]
+) -> None:
+    await storage.queue.send([message(id="j", seed=7, batch_size=2, n_iter=3, campaign="c")])
+    pipeline = await run_pipeline(StandInEngine(capacity=4))
+    assert await blob_names(storage) == {f"c/j-{index}.png" for index in range(6)}
+    assert dict(pipeline.settler.outcomes) == {"completed": 1}
+    assert pipeline.images_written == 6
+
+
+@pytest.mark.parametrize(
+    ("body", "reason"),
+    [
+        ("nonsense", "not JSON"),
+        ("[]", "no object"),
+        ('{"prompt": "a", "stepz": 3}', "did you mean 'steps'"),
+        ('{"prompt": "a", "steps": 100000}', "steps: should be less than"),
+        ('{"prompt": "a", "enable_hr": true}', "enable_hr is not supported"),
+        ('{"prompt": "a <lora:../../etc/passwd:1>"}', "without a path"),
+        ('{"prompt": "a <lora:nowhere:1>"}', "no LoRA nowhere.safetensors"),
+        ('{"prompt": "a", "model": "another"}', "asks for the model 'another'"),
+    ],
+)
+async def test_a_job_that_can_never_succeed_is_poison_at_once_and_the_worker_goes_on(
+    storage: Storage,
+    run_pipeline: RunPipeline,
+    message: Callable[..., str],
+    body: str,
+    reason: str,
+) -> None:
+    await storage.queue.send([body, message(id="good")])
+    pipeline = await run_pipeline()
+    (record,) = await poison_records(storage)
+    assert reason in record.reason
+    assert record.attempts == 1
+    assert record.worker == "test-worker"
+    assert await blob_names(storage) == {"default/good.png"}
+    assert dict(pipeline.settler.outcomes) == {"completed": 1, "failed": 1}
+    assert await is_empty(storage)
+
+
+async def test_one_failing_image_does_not_take_its_batch_along(
+    storage: Storage,
+    run_pipeline: RunPipeline,
+    message: Callable[..., str],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr("worker.settle.FIRST_RETRY_SECONDS", 0.1)
+    tries = 0
+
+    def draw(request: contract.ImageRequest) -> contract.Pixels:
+        nonlocal tries
+        if request.seed == 2:
+            tries += 1
+            raise errors.TransientError("out of memory")
+        return draw_noise(request)
+
+    await storage.queue.send(message(id=f"j{seed}", seed=seed) for seed in range(4))
+    pipeline = await run_pipeline(StandInEngine(draw=draw), max_attempts=3)
+    assert await blob_names(storage) == {"default/j0.png", "default/j1.png", "default/j3.png"}
+    (record,) = await poison_records(storage)
+    assert (record.id, record.attempts, record.reason) == ("j2", 3, "out of memory")
+    assert tries == 3
+    assert pipeline.settler.outcomes == {"completed": 3, "retried": 2, "failed": 1}
+
+
+async def test_an_image_of_one_colour_is_retried_and_never_stored(
+    storage: Storage,
+    run_pipeline: RunPipeline,
+    message: Callable[..., str],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr("worker.settle.FIRST_RETRY_SECONDS", 0.05)
+    black = [True]
+
+    def draw(request: contract.ImageRequest) -> contract.Pixels:
+        return np.zeros((16, 16, 3), np.uint8) if black.pop() else draw_noise(request)
+
+    black.insert(0, False)
+    await storage.queue.send([message(id="j")])
+    pipeline = await run_pipeline(StandInEngine(draw=draw))
+    assert pipeline.settler.outcomes == {"retried": 1, "completed": 1}
+
+
+async def test_a_node_that_fails_image_after_image_takes_itself_out(
+    storage: Storage, run_pipeline: RunPipeline, message: Callable[..., str]
+) -> None:
+    def draw(_: contract.ImageRequest) -> contract.Pixels:
+        raise errors.TransientError("the image came out as NaN")
+
+    await storage.queue.send(message(id=f"j{number}") for number in range(8))
+    with pytest.raises(errors.NodeError, match="4 images in a row"):
+        await run_pipeline(StandInEngine(draw=draw), engine_failures=4)
+    assert (await storage.queue.depth()).messages == 8  # handed back or waiting: none is lost
+
+
+async def test_a_broken_engine_hands_everything_back_for_another_worker(
+    storage: Storage, run_pipeline: RunPipeline, message: Callable[..., str]
+) -> None:
+    def draw(_: contract.ImageRequest) -> contract.Pixels:
+        raise errors.NodeError("CUDA error: device-side assert triggered")
+
+    await storage.queue.send(message(id=f"j{number}") for number in range(6))
+    with pytest.raises(errors.NodeError, match="device-side assert"):
+        await run_pipeline(StandInEngine(draw=draw), lease_seconds=300)
+    messages = await storage.queue.receive(32, 30)
+    assert len(messages) == 6  # at once, not after 300 s
+
+
+async def test_a_blob_that_is_there_already_makes_the_job_done_and_a_duplicate(
+    storage: Storage, run_pipeline: RunPipeline, message: Callable[..., str]
+) -> None:
+    await storage.blobs.create("default/j.png", b"the first", "image/png", {})
+    await storage.queue.send([message(id="j"), message(id="k")])
+    pipeline = await run_pipeline()
+    assert pipeline.settler.outcomes == {"duplicate": 1, "completed": 1}
+    assert await storage.blobs.read("default/j.png") == b"the first"
+    assert await is_empty(storage)
+
+
+async def test_a_job_that_killed_all_its_workers_is_poison_without_another_try(
+    storage: Storage, run_pipeline: RunPipeline, message: Callable[..., str]
+) -> None:
+    await storage.queue.send([message(id="killer", campaign="c")])
+    for _ in range(3):
+        (leased,) = await storage.queue.receive(1, 30)
+        await storage.queue.release(leased)
+    pipeline = await run_pipeline(max_attempts=3)
+    (record,) = await poison_records(storage)
+    assert "delivered 4 times" in record.reason
+    assert (record.id, record.campaign) == ("killer", "c")
+    assert pipeline.lane.clock.images == 0
+
+
+class FaultyBlobs:
+    """Blobs whose first writes fail."""
+
+    def __init__(self, home: Storage, faults: int) -> None:
+        self._blobs = home.blobs
+        self.faults = faults
+
+    async def create(
+        self, name: str, data: bytes, content_type: str, metadata: Mapping[str, str]
+    ) -> bool:
+        if self.faults:
+            self.faults -= 1
+            raise errors.TransientError("503 server busy")
+        return await self._blobs.create(name, data, content_type, metadata)
+
+    async def read(self, name: str) -> bytes | None:
+        return await self._blobs.read(name)
+
+
+class FaultyHome:
+    """A home whose blobs fail at first."""
+
+    def __init__(self, home: Storage, faults: int) -> None:
+        self.queue, self.poison, self.url = home.queue, home.poison, home.url
+        self.blobs = FaultyBlobs(home, faults)
+
+
+async def test_an_upload_that_fails_is_repeated_without_generating_again(
+    storage: Storage, run_pipeline: RunPipeline, message: Callable[..., str]
+) -> None:
+    await storage.queue.send(message(id=f"j{number}") for number in range(3))
+    pipeline = await run_pipeline(home=FaultyHome(storage, faults=4))
+    assert len(await blob_names(storage)) == 3
+    assert pipeline.lane.clock.images == 3
+    assert pipeline.settler.outcomes == {"completed": 3}
+
+
+async def test_a_storage_that_stays_down_gives_the_job_back_instead_of_losing_it(
+    storage: Storage,
+    run_pipeline: RunPipeline,
+    message: Callable[..., str],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr("worker.settle.FIRST_RETRY_SECONDS", 0.05)
+    await storage.queue.send([message(id="j")])
+    pipeline = await run_pipeline(home=FaultyHome(storage, faults=7))
+    assert pipeline.settler.outcomes == {"retried": 1, "completed": 1}
+    assert await blob_names(storage) == {"default/j.png"}
+
+
+async def test_a_stop_finishes_what_has_begun_and_hands_the_rest_back(
+    storage: Storage, run_pipeline: RunPipeline, message: Callable[..., str]
+) -> None:
+    begun, stop = threading.Event(), asyncio.Event()
+
+    def draw(request: contract.ImageRequest) -> contract.Pixels:
+        begun.set()
+        time.sleep(0.1)
+        return draw_noise(request)
+
+    await storage.queue.send(message(id=f"j{number}") for number in range(12))
+    running = asyncio.create_task(
+        run_pipeline(
+            StandInEngine(capacity=2, draw=draw), stop=stop, until_empty=False, lease_seconds=300
+        )
+    )
+    await asyncio.to_thread(begun.wait)
+    stop.set()
+    pipeline = await running
+    completed = pipeline.settler.outcomes["completed"]
+    assert completed == len(await blob_names(storage)) == 2
+    assert len(await storage.queue.receive(32, 30)) == 12 - completed  # at once
+
+
+async def test_what_outlasts_the_grace_time_is_handed_back(
+    storage: Storage, run_pipeline: RunPipeline, message: Callable[..., str]
+) -> None:
+    begun, stop = threading.Event(), asyncio.Event()
+
+    def draw(request: contract.ImageRequest) -> contract.Pixels:
+        begun.set()
+        time.sleep(1)
+        return draw_noise(request)
+
+    await storage.queue.send([message(id="j")])
+    running = asyncio.create_task(
+        run_pipeline(
+            StandInEngine(draw=draw),
+            stop=stop,
+            until_empty=False,
+            grace_seconds=0.1,
+            lease_seconds=300,
+        )
+    )
+    await asyncio.to_thread(begun.wait)
+    stop.set()
+    pipeline = await running
+    assert pipeline.settler.outcomes == {"handed_back": 1}
+    assert len(await storage.queue.receive(1, 30)) == 1
+    assert await blob_names(storage) == set()
+
+
+async def test_a_second_signal_ends_the_grace_time(
+    storage: Storage, run_pipeline: RunPipeline, message: Callable[..., str]
+) -> None:
+    begun, stop, hurry = threading.Event(), asyncio.Event(), asyncio.Event()
+
+    def draw(request: contract.ImageRequest) -> contract.Pixels:
+        begun.set()
+        time.sleep(1)
+        return draw_noise(request)
+
+    await storage.queue.send([message(id="j")])
+    running = asyncio.create_task(
+        run_pipeline(
+            StandInEngine(draw=draw), stop=stop, hurry=hurry, until_empty=False, grace_seconds=60
+        )
+    )
+    await asyncio.to_thread(begun.wait)
+    stop.set()
+    await asyncio.sleep(0.1)
+    assert not running.done()
+    hurry.set()
+    pipeline = await running
+    assert pipeline.settler.outcomes == {"handed_back": 1}
+
+
+async def test_until_empty_waits_for_what_a_dead_worker_still_leases(
+    storage: Storage, run_pipeline: RunPipeline, message: Callable[..., str]
+) -> None:
+    await storage.queue.send([message(id="j")])
+    await storage.queue.receive(1, 1)  # and dies
+    pipeline = await run_pipeline()
+    assert pipeline.settler.outcomes == {"completed": 1}
+
+
+async def test_the_engine_waits_for_nothing_while_there_are_jobs(
+    storage: Storage, run_pipeline: RunPipeline, message: Callable[..., str]
+) -> None:
+    await storage.queue.send(message(id=f"j{number}") for number in range(40))
+    pipeline = await run_pipeline(StandInEngine(capacity=4, tick_seconds=0.05))
+    assert pipeline.lane.clock.idle_fraction < 0.25  # benchmarks/overlap.py measures it
+    text = {family.name for family in pipeline.metrics.registry.collect()}
+    assert text >= {
+        "imagefleet_images",
+        "imagefleet_jobs",
+        "imagefleet_stage_seconds",
+        "imagefleet_gpu_busy_seconds",
+        "imagefleet_gpu_idle_seconds",
+        "imagefleet_slots",
+        "imagefleet_cost_dollars",
+        "imagefleet_lora_cache",
+        "imagefleet_queue_messages",
+        "imagefleet_lease_renewals",
+    }
+    sample = pipeline.metrics.registry.get_sample_value
+    assert sample("imagefleet_images_total") == 40
+    assert sample("imagefleet_jobs_total", {"outcome": "completed"}) == 40
+    for stage in ("prepare", "wait_gpu", "generate", "encode", "upload", "acknowledge"):
+        assert sample("imagefleet_stage_seconds_count", {"stage": stage}) == 40

@@ -1,0 +1,148 @@
+"""One keeper renews every lease in hand, from the pull to the acknowledgement.
+
+Each renewal replaces a message's receipt, so renewing, releasing and deleting the same message
+stand behind one lock: a delete with the receipt of a moment ago would lose to its own renewal.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import enum
+import logging
+import time
+from collections.abc import Awaitable, Callable
+from typing import Literal
+
+from jobs import errors, storage
+
+log = logging.getLogger(__name__)
+
+#: Renewals in flight at once: a hundred leases fall due together after one large pull.
+CONCURRENT_RENEWALS = 16
+
+#: A renewal is tried this many times before its lease runs out.
+TRIES_PER_LEASE = 10
+
+RenewalResult = Literal["renewed", "unknown", "lost"]
+
+
+class LeaseState(enum.Enum):
+    """What is known of a lease."""
+
+    HELD = "held"
+    UNKNOWN = "unknown"  # a renewal's reply was lost: it may or may not have happened
+    LOST = "lost"
+    ENDED = "ended"  # deleted or handed back by us
+
+
+class Lease:
+    """One message in hand: its newest receipt and what is known of the lease."""
+
+    def __init__(self, message: storage.LeasedMessage, expires_at: float) -> None:
+        self.message = message
+        self.expires_at = expires_at  # on this machine's monotonic clock
+        self.state = LeaseState.HELD
+        self.lock = asyncio.Lock()
+
+    def check(self) -> None:
+        """Raises LeaseLost if another worker may have the message."""
+        if self.state is LeaseState.LOST:
+            raise errors.LeaseLost(f"the lease on message {self.message.id} is lost")
+
+
+class LeaseKeeper:
+    """Renews leases at half their time; its death must stop the worker."""
+
+    def __init__(
+        self,
+        queue: storage.JobQueue,
+        lease_seconds: float,
+        *,
+        on_renewal: Callable[[RenewalResult], None] = lambda _: None,
+    ) -> None:
+        self.lease_seconds = lease_seconds
+        self._queue = queue
+        self._on_renewal = on_renewal
+        self._leases: set[Lease] = set()
+        self._slots = asyncio.Semaphore(CONCURRENT_RENEWALS)
+
+    def hold(self, message: storage.LeasedMessage, leased_at: float) -> Lease:
+        """Takes charge of a message leased by a call that began at *leased_at* (monotonic)."""
+        lease = Lease(message, leased_at + self.lease_seconds)
+        self._leases.add(lease)
+        return lease
+
+    async def run(self) -> None:
+        """Renews for ever; raises what is neither transient nor a lost lease."""
+        pause_seconds = self.lease_seconds / 2 / TRIES_PER_LEASE
+        while True:
+            half_way = time.monotonic() + self.lease_seconds / 2
+            due = [lease for lease in self._leases if lease.expires_at <= half_way]
+            await asyncio.gather(*(self._renew(lease) for lease in due))
+            await asyncio.sleep(pause_seconds)
+
+    async def acknowledge(self, lease: Lease) -> None:
+        """Deletes the message.
+
+        Raises:
+            LeaseLost, TransientError
+        """
+        async with lease.lock:
+            lease.check()
+            await self._ending(lease, self._queue.delete(lease.message))
+
+    async def release(self, lease: Lease, delay_seconds: float = 0) -> None:
+        """Hands the message back, visible again after *delay_seconds*.
+
+        Raises:
+            LeaseLost, TransientError
+        """
+        async with lease.lock:
+            lease.check()
+            await self._ending(lease, self._queue.release(lease.message, delay_seconds))
+
+    def drop(self, lease: Lease) -> None:
+        """Forgets a lease: it runs out by itself, or has already."""
+        self._leases.discard(lease)
+
+    async def _ending(self, lease: Lease, call: Awaitable[None]) -> None:
+        try:
+            await call
+        except errors.LeaseLost:
+            self._lost(lease)
+            raise
+        lease.state = LeaseState.ENDED
+        self._leases.discard(lease)
+
+    async def _renew(self, lease: Lease) -> None:
+        async with lease.lock, self._slots:
+            if lease.state in {LeaseState.ENDED, LeaseState.LOST}:
+                return
+            asked_at = time.monotonic()
+            try:
+                lease.message = await self._queue.renew(lease.message, self.lease_seconds)
+            except errors.LeaseLost:
+                self._lost(lease)
+                self._on_renewal("lost")
+            except errors.TransientError as error:
+                # Neither kept nor lost: the service may have renewed and its reply got lost.
+                lease.state = LeaseState.UNKNOWN
+                self._on_renewal("unknown")
+                log.warning(
+                    "a lease could not be renewed yet: %s",
+                    error,
+                    extra={"action": "lease_unknown", "message_id": lease.message.id},
+                )
+            else:
+                lease.state = LeaseState.HELD
+                lease.expires_at = asked_at + self.lease_seconds
+                self._on_renewal("renewed")
+
+    def _lost(self, lease: Lease) -> None:
+        lease.state = LeaseState.LOST
+        self._leases.discard(lease)
+        log.warning(
+            "the lease on message %s is lost: another worker may have it",
+            lease.message.id,
+            extra={"action": "lease_lost", "message_id": lease.message.id},
+        )

@@ -1,0 +1,226 @@
+"""A job's way: pull -> prepare -> generate -> encode -> upload -> acknowledge, all at once.
+
+Drain order, in this order and no other: stop pulling; keep renewing; finish what the engine has
+begun (within the grace time); flush encodes and uploads; hand the rest back with visibility 0;
+stop renewing. A task that dies, the lease keeper's say, stops the worker: it never limps on.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+import random
+from collections.abc import Awaitable, Callable, Iterable
+from typing import Any
+
+from jobs import errors, retry, storage
+from worker.engine import contract
+from worker.gpu import GpuLane
+from worker.in_hand import JobInHand
+from worker.leases import LeaseKeeper
+from worker.loras import LoraLibrary
+from worker.metrics import EngineCollector, WorkerMetrics
+from worker.pull import Puller
+from worker.settings import WorkerSettings
+from worker.settle import Outcome, Settler
+from worker.stages import Stages
+
+log = logging.getLogger(__name__)
+
+#: Finished images that may wait to be encoded before the engine is held back.
+ENCODE_BACKLOG = 64
+
+#: What is left is handed back within this time; a storage that does not answer must not keep a
+#: worker from exiting, since the leases run out by themselves.
+HAND_BACK_SECONDS = 5.0
+
+#: Storage that is down for a few minutes costs no generated image; the leases are kept meanwhile.
+PATIENCE = retry.RetryPolicy(tries=15, longest_wait_seconds=30)
+
+
+class Pipeline:
+    """One worker's stages around one engine."""
+
+    def __init__(
+        self,
+        home: storage.Storage,
+        load: Callable[[], contract.Engine],
+        settings: WorkerSettings,
+        *,
+        on_settled: Callable[[Outcome], None] = lambda _: None,
+        patience: retry.RetryPolicy = PATIENCE,
+    ) -> None:
+        """*load* makes the engine; it is called on the engine's own thread."""
+        self.metrics = WorkerMetrics()
+        self.ready = False
+        self._home = home
+        self._settings = settings
+        self._patience = patience
+        self._keeper = LeaseKeeper(
+            home.queue,
+            settings.lease_seconds,
+            on_renewal=lambda result: self.metrics.lease_renewals.labels(result).inc(),
+        )
+        self.settler = Settler(
+            home,
+            self._keeper,
+            self.metrics,
+            max_attempts=settings.max_attempts,
+            worker_name=settings.name,
+            patience=patience,
+            on_settled=self._settled,
+        )
+        self._on_settled = on_settled
+        self.lane = GpuLane(load, why_idle=self._why_idle, backlog=ENCODE_BACKLOG)
+        self._puller = Puller(
+            home.queue, self._keeper, self.settler, self.lane, self.metrics, settings
+        )
+        self._library = LoraLibrary(
+            home.blobs,
+            directory=settings.lora_directory,
+            cache=settings.lora_cache,
+            max_bytes=settings.lora_megabytes * 2**20,
+        )
+        self.metrics.registry.register(
+            EngineCollector(self.lane, self._library, settings.price_per_hour)
+        )
+        self.images_written = 0
+
+    async def run(self, stop: asyncio.Event, hurry: asyncio.Event) -> None:
+        """Works until *stop* is set, or with --until-empty until the queue is; then drains.
+
+        *hurry* ends the grace time at once.
+
+        Raises:
+            NodeError: this machine cannot do its work; SetupError: the operator has to act.
+            Whatever was in hand has been handed back by then.
+        """
+        stopping = asyncio.create_task(stop.wait(), name="stop")
+        loading = asyncio.create_task(self.lane.start(), name="load")
+        try:
+            await _first_end({loading, stopping}, [])
+            if loading.done():
+                await self._work(loading.result(), stopping, hurry)
+        finally:
+            await _cancel([loading, stopping])
+            await self.lane.stop()
+
+    async def _work(
+        self, engine: contract.Engine, stopping: asyncio.Task[Any], hurry: asyncio.Event
+    ) -> None:
+        stages = Stages(
+            self._home,
+            engine,
+            self.lane,
+            self._puller,
+            self.settler,
+            self._library,
+            self.metrics,
+            self._settings,
+            patience=self._patience,
+        )
+        pull = asyncio.create_task(self._puller.run(stages.pulled.put), name="pull")
+        workers = self._start(stages)
+        self.ready = True
+        try:
+            await _first_end({pull, stopping}, workers)
+            self.ready = False
+            await self._stop_pulling(pull)
+            await self._finish(stages, workers, hurry)
+        finally:
+            self.ready = False
+            await self._stop_pulling(pull)
+            await self._hand_back(self.settler.in_hand)
+            await _cancel(workers)
+            stages.close()
+            self.images_written = stages.images_written
+
+    def _start(self, stages: Stages) -> list[asyncio.Task[Any]]:
+        side_tasks: list[tuple[str, int, Callable[[], Awaitable[None]]]] = [
+            ("keep leases", 1, self._keeper.run),
+            ("watch engine", 1, lambda: self.lane.watch(self._settings.stall_seconds)),
+        ]
+        if self._settings.depth_seconds:
+            side_tasks.append(("measure queues", 1, self._measure_queues))
+        return [
+            asyncio.create_task(_run(work), name=name)
+            for name, count, work in (*side_tasks, *stages.tasks())
+            for _ in range(count)
+        ]
+
+    async def _stop_pulling(self, pull: asyncio.Task[None]) -> None:
+        """Lets a receive in flight end: called off, it would leave its messages leased."""
+        self._puller.stop()
+        await asyncio.wait({pull}, timeout=HAND_BACK_SECONDS)
+        await _cancel([pull])
+
+    async def _finish(
+        self, stages: Stages, workers: list[asyncio.Task[Any]], hurry: asyncio.Event
+    ) -> None:
+        """Hands back what has not begun and waits, within the grace time, for what has."""
+        await self._hand_back(stages.withdraw())
+        done = asyncio.create_task(self.settler.nothing_in_hand.wait(), name="finish")
+        hurried = asyncio.create_task(hurry.wait(), name="hurry")
+        try:
+            with contextlib.suppress(TimeoutError):
+                async with asyncio.timeout(self._settings.grace_seconds):
+                    await _first_end({done, hurried}, workers)
+        finally:
+            await _cancel([done, hurried])
+
+    async def _hand_back(self, jobs: Iterable[JobInHand]) -> None:
+        handing = [self.settler.hand_back(held) for held in list(jobs)]
+        with contextlib.suppress(TimeoutError):
+            async with asyncio.timeout(HAND_BACK_SECONDS):
+                for result in await asyncio.gather(*handing, return_exceptions=True):
+                    if isinstance(result, Exception):
+                        log.warning(
+                            "a job could not be handed back, its lease runs out: %s",
+                            result,
+                            extra={"action": "hand_back_failed"},
+                        )
+
+    def _why_idle(self) -> str:
+        return self._puller.why_idle()
+
+    def _settled(self, held: JobInHand, outcome: Outcome) -> None:
+        self._puller.left(held)
+        self._on_settled(outcome)
+
+    async def _measure_queues(self) -> None:
+        while True:
+            for queue in (self._home.queue, self._home.poison):
+                try:
+                    depth = await queue.depth()
+                except errors.FleetError as error:
+                    # A worker's token need not allow it, and no job depends on it.
+                    log.info(
+                        "the depth of %s is unknown: %s",
+                        queue.name,
+                        error,
+                        extra={"action": "depth_unknown"},
+                    )
+                else:
+                    self.metrics.queue_messages.labels(queue.name).set(depth.messages)
+            seconds = self._settings.depth_seconds
+            await asyncio.sleep(random.uniform(seconds / 2, 3 * seconds / 2))  # noqa: S311 - jitter
+
+
+async def _run(work: Callable[[], Awaitable[None]]) -> None:
+    await work()
+
+
+async def _first_end(ends: set[asyncio.Task[Any]], workers: list[asyncio.Task[Any]]) -> None:
+    """Waits until one of *ends* is done; raises what any of them, or of the workers, raised."""
+    done, _ = await asyncio.wait({*ends, *workers}, return_when=asyncio.FIRST_COMPLETED)
+    for task in done:
+        task.result()
+        if task not in ends:
+            raise RuntimeError(f"the task {task.get_name()!r} ended, which it must not")
+
+
+async def _cancel(tasks: list[asyncio.Task[Any]]) -> None:
+    for task in tasks:
+        task.cancel()
+    await asyncio.gather(*tasks, return_exceptions=True)

@@ -1,0 +1,116 @@
+"""What a worker can be told: each field is a flag and an IMAGEFLEET_ variable."""
+
+from __future__ import annotations
+
+import os
+import socket
+from pathlib import Path
+from typing import Literal
+
+from pydantic import Field
+
+from jobs.settings import StorageSettings
+from jobs.storage import MAX_LEASE_SECONDS
+
+
+def _name_of_this_worker() -> str:
+    machine = os.environ.get("SALAD_MACHINE_ID") or socket.gethostname()
+    return f"{machine}-{os.getpid()}"
+
+
+class WorkerSettings(StorageSettings):
+    """The settings of one worker, so of one GPU."""
+
+    model: Path = Field(
+        description="The checkpoint: a folder in diffusers' format or one .safetensors file."
+    )
+    config: Path | None = Field(
+        default=None,
+        description="For a single-file checkpoint: the folder with its tokenizer and, unless it"
+        " is SD1.5's, its configuration; by default the folder of the file's own name beside it.",
+    )
+    precision: Literal["auto", "float16", "bfloat16", "float32"] = Field(
+        default="auto", description="Of the weights; auto is float16 on a GPU, float32 on a CPU."
+    )
+    lora_directory: Path | None = Field(
+        default=None,
+        description="Folder of NAME.safetensors files, looked in before the store's loras/.",
+    )
+    lora_cache: Path = Field(
+        default=Path("~/.cache/imagefleet/loras"),
+        description="Where LoRAs fetched from the store are kept.",
+    )
+    lora_megabytes: int = Field(
+        default=1024, ge=1, le=1024, description="The largest LoRA file that is accepted."
+    )
+    lora_memory_megabytes: int = Field(
+        default=2048, ge=1, le=262_144, description="LoRA files kept in memory, the latest used."
+    )
+    device: str = Field(
+        default="auto",
+        pattern=r"^(auto|cpu|cuda(:\d+)?)$",
+        description="auto, cpu, cuda or cuda:N; auto takes the GPU where there is one.",
+    )
+    max_batch: int = Field(
+        default=8, ge=1, le=64, description="Images generated at once; less memory with fewer."
+    )
+    lease_seconds: float = Field(
+        default=120,
+        ge=2,
+        le=MAX_LEASE_SECONDS,
+        description="A dead worker's jobs come back after this long; renewed at half of it.",
+    )
+    max_attempts: int = Field(
+        default=5, ge=1, le=100, description="Deliveries of a job before it counts as failed."
+    )
+    prefetch_seconds: float = Field(
+        default=10,
+        ge=0,
+        le=600,
+        description="Work pulled ahead of the GPU; more rides out slow storage, less leaves"
+        " other workers their share near the end of a queue.",
+    )
+    encode_threads: int = Field(default=2, ge=1, le=64, description="Threads that encode images.")
+    uploads: int = Field(default=16, ge=1, le=256, description="Uploads in flight at once.")
+    grace_seconds: float = Field(
+        default=25,
+        ge=0,
+        le=3600,
+        description="After SIGTERM: time to finish what the GPU has begun; the rest is handed"
+        " back. Keep it below the platform's own limit (30 s on Kubernetes).",
+    )
+    poll_seconds: float = Field(
+        default=10, ge=0.1, le=600, description="Longest pause between looks at an empty queue."
+    )
+    until_empty: bool = Field(
+        default=False, description="Exit once the queue is empty and nothing is leased any more."
+    )
+    stall_seconds: float = Field(
+        default=300, ge=1, description="A GPU call longer than this means a broken node."
+    )
+    engine_failures: int = Field(
+        default=10,
+        ge=1,
+        description="Failed images in a row after which the node counts as broken.",
+    )
+    host: str = Field(
+        default="127.0.0.1", description="Address of /metrics, /live and /ready; 0.0.0.0 for all."
+    )
+    port: int = Field(
+        default=0,
+        ge=0,
+        le=65_535,
+        description="Port of /metrics, /live and /ready; 0 takes any free one and logs it.",
+    )
+    depth_seconds: float = Field(
+        default=60, ge=0, description="How often the queues' depth is measured; 0 for never."
+    )
+    price_per_hour: float = Field(
+        default=0, ge=0, le=1000, description="Dollars an hour of this machine, for the metrics."
+    )
+    name: str = Field(
+        default_factory=_name_of_this_worker,
+        min_length=1,
+        max_length=128,
+        description="This worker's name in failed jobs and logs; machine and process by default.",
+    )

@@ -1,0 +1,81 @@
+"""A stand-in for the engine, for tests and measurements of everything around it. No torch."""
+
+from __future__ import annotations
+
+import time
+from collections import deque
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import numpy as np
+
+from jobs import errors
+from worker.engine import contract
+
+
+@dataclass(frozen=True, slots=True)
+class StandInPrepared:
+    """Nothing but the request."""
+
+    request: contract.ImageRequest
+
+
+class StandInEngine:
+    """Draws noise from the request's seed, one batch a tick, each tick as long as it is told.
+
+    *draw* may take the place of the drawing, to fail on some requests, say; its errors become
+    outcomes as those of a real engine do, and NodeError breaks it.
+    """
+
+    model_name = "stand-in"
+
+    def __init__(
+        self,
+        *,
+        capacity: int = 4,
+        tick_seconds: float = 0.0,
+        size: tuple[int, int] = (16, 16),
+        draw: Callable[[contract.ImageRequest], contract.Pixels] | None = None,
+    ) -> None:
+        self.capacity = capacity
+        self.default_size = size
+        self._tick_seconds = tick_seconds
+        self._draw = draw or draw_noise
+        self._admitted: deque[tuple[int, contract.ImageRequest]] = deque()
+
+    @property
+    def free(self) -> int:
+        return self.capacity - len(self._admitted)
+
+    @property
+    def busy(self) -> bool:
+        return bool(self._admitted)
+
+    def prepare(self, request: contract.ImageRequest) -> StandInPrepared:
+        return StandInPrepared(request)
+
+    def admit(self, ticket: int, prepared: contract.Prepared) -> None:
+        self._admitted.append((ticket, prepared.request))
+
+    def tick(self) -> list[contract.Finished]:
+        time.sleep(self._tick_seconds)
+        finished = [
+            contract.Finished(ticket, self._outcome(request)) for ticket, request in self._admitted
+        ]
+        self._admitted.clear()
+        return finished
+
+    def close(self) -> None:
+        self._admitted.clear()
+
+    def _outcome(self, request: contract.ImageRequest) -> contract.Pixels | errors.FleetError:
+        try:
+            return self._draw(request)
+        except (errors.JobError, errors.TransientError) as error:
+            return error
+
+
+def draw_noise(request: contract.ImageRequest) -> contract.Pixels:
+    """Noise of the request's size that follows from its seed."""
+    random = np.random.default_rng(request.seed)
+    return random.integers(0, 256, (request.height, request.width, 3), np.uint8)
