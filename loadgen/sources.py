@@ -1,0 +1,267 @@
+"""Where jobs come from: a template, a file of JSON lines, or standard input."""
+
+from __future__ import annotations
+
+import hashlib
+import itertools
+import sys
+import uuid
+from collections.abc import Callable, Iterable, Iterator
+from pathlib import Path
+from typing import BinaryIO, Protocol
+
+from pydantic import ValidationError
+
+from jobs import errors, storage
+from jobs.job import Job, read_job
+from loadgen import template
+from loadgen.pattern import Draw, Patterns
+
+LINE_SUFFIXES = frozenset({".jsonl", ".ndjson"})
+
+#: 96 bits: among a hundred million jobs, two ids meet with a chance of 10^-13.
+_ID_BYTES = 12
+
+#: A file may be wrong from end to end; this many lines show what is the matter.
+MAX_COMPLAINTS = 10
+
+#: Beside each list's every entry, so many of the template's first jobs are looked at.
+_SAMPLE_JOBS = 200
+
+OnInvalid = Callable[[int, str], None]
+
+
+class Source(Protocol):
+    """A stream of messages by position; the same identity gives the same at each position."""
+
+    @property
+    def identity(self) -> str: ...
+
+    @property
+    def count(self) -> int | None:
+        """Positions in all; None where only the end of the stream tells."""
+
+    def check(self, start: int) -> None:
+        """Looks for invalid jobs before anything is sent.
+
+        Raises:
+            SetupError: naming the place in the file.
+        """
+
+    def bodies(self, start: int) -> Iterator[str | None]:
+        """Messages from a position on; None where a position holds none."""
+
+
+class TemplateSource:
+    """Jobs drawn from a template: job n is a function of the file's content, the seed and n."""
+
+    def __init__(self, path: Path, *, count: int | None = None, seed: int | None = None) -> None:
+        self._path = path
+        read, content = template.read_template(path)
+        wanted = read.count if count is None else count
+        if wanted is None:
+            raise errors.SetupError(f"{path} does not say how many jobs: add `count:` or --count")
+        self.count = wanted
+        self._seed = read.seed if seed is None else seed
+        self.identity = _digest(f"{content} seed={self._seed}".encode())
+        self._id_of = hashlib.blake2b(self.identity.encode(), digest_size=_ID_BYTES)
+        self._compile(read)
+
+    def _compile(self, read: template.Template) -> None:
+        self._fixed = dict(read.job)
+        metadata = self._fixed.pop("metadata", None)
+        self._metadata = dict(metadata) if isinstance(metadata, dict) else {}
+        self._patterns = Patterns(read.lists)
+        try:
+            self._prompt = self._patterns.slot(read.prompt, "prompt")
+            self._negative_prompt = self._patterns.slot(read.negative_prompt, "negative_prompt")
+            self._templated = {
+                key: self._patterns.slot([template.Choice(text=value)], f"job.metadata.{key}")
+                for key, value in self._metadata.items()
+                if isinstance(value, str)
+            }
+        except errors.SetupError as error:
+            raise errors.SetupError(f"{self._path}: {error.message}") from None
+
+    def check(self, start: int) -> None:
+        """Every word of every list once, and the first few jobs; each job is checked again."""
+        for turn in range(self._patterns.longest):
+            self._body(0, self._patterns.draw_in_turn(turn))
+        for _ in itertools.islice(self.bodies(start), _SAMPLE_JOBS):
+            pass
+
+    def bodies(self, start: int) -> Iterator[str]:
+        for index in range(start, self.count):
+            yield self.body(index)
+
+    def body(self, index: int) -> str:
+        """Message number *index*, made without those before it.
+
+        Raises:
+            SetupError: the template makes a job that is none, with the job's number.
+        """
+        return self._body(index, self._patterns.draw(self._seed, index))
+
+    def _body(self, index: int, draws: list[Draw]) -> str:
+        render = self._patterns.render
+        fields: dict[str, object] = {
+            **self._fixed,
+            "prompt": render(self._prompt, draws),
+            "negative_prompt": render(self._negative_prompt, draws),
+            "id": self._job_id(index),
+        }
+        if self._metadata:
+            drawn = {key: render(slot, draws) for key, slot in self._templated.items()}
+            fields["metadata"] = {**self._metadata, **drawn}
+        try:
+            body = Job.model_validate(fields).to_message()
+            storage.checked_messages([body])
+        except ValidationError as error:
+            raise self._complaint(fields, template.sentence(error, Job.model_fields)) from None
+        except errors.JobError as error:
+            raise self._complaint(fields, error.message) from None
+        return body
+
+    def _job_id(self, index: int) -> str:
+        hasher = self._id_of.copy()
+        hasher.update(index.to_bytes(8))
+        return hasher.hexdigest()
+
+    def _complaint(self, fields: dict[str, object], reason: str) -> errors.SetupError:
+        beginning = str(fields["prompt"])[:100]
+        return errors.SetupError(
+            f"{self._path} makes jobs that are not valid: {reason} (the prompt is {beginning!r})"
+        )
+
+
+class JsonLinesSource:
+    """A file with one job a line. Jobs without an id take one from the file's digest and the line.
+
+    Lines count from 1, as editors count them; empty ones hold no job.
+    """
+
+    def __init__(
+        self, path: Path, *, count: int | None = None, on_invalid: OnInvalid | None = None
+    ) -> None:
+        self._path = path
+        self._on_invalid = on_invalid
+        hasher = hashlib.blake2b(digest_size=16)
+        lines = 0
+        try:
+            with path.open("rb") as file:
+                for line in file:
+                    hasher.update(line)
+                    lines += 1
+        except OSError as error:
+            raise errors.SetupError(f"{path} cannot be read: {error.strerror}") from None
+        self.identity = hasher.hexdigest()
+        self.count = lines if count is None else min(count, lines)
+
+    def check(self, start: int) -> None:
+        if self._on_invalid is not None:
+            return
+        complaints: list[str] = []
+        for _ in self._read(
+            start, lambda line, reason: complaints.append(f"line {line}: {reason}")
+        ):
+            if len(complaints) == MAX_COMPLAINTS:
+                break
+        if complaints:
+            raise errors.SetupError(
+                f"{self._path} holds lines that are no valid jobs; nothing was sent. Mend them or"
+                " leave them out with --skip-invalid:\n" + "\n".join(complaints)
+            )
+
+    def bodies(self, start: int) -> Iterator[str | None]:
+        return self._read(start, self._on_invalid or _refuse)
+
+    def _read(self, start: int, on_invalid: OnInvalid) -> Iterator[str | None]:
+        with self._path.open("rb") as file:
+            lines = itertools.islice(file, start, self.count)
+            yield from _read_lines(lines, self.identity, start + 1, on_invalid)
+
+
+class StreamSource:
+    """Standard input, one job a line: it cannot be read twice, so it has no checkpoint.
+
+    Jobs without an id take one of this run's; sending the same stream again makes new jobs.
+    """
+
+    def __init__(
+        self, stream: BinaryIO, *, count: int | None = None, on_invalid: OnInvalid | None = None
+    ) -> None:
+        self._stream = stream
+        self._on_invalid = on_invalid or _refuse
+        self.identity = uuid.uuid4().hex
+        self.count = count
+
+    def check(self, start: int) -> None:
+        """Nothing: what was read is gone."""
+
+    def bodies(self, start: int) -> Iterator[str | None]:
+        lines = itertools.islice(self._stream, start, self.count)
+        return _read_lines(lines, self.identity, start + 1, self._on_invalid)
+
+
+def _read_lines(
+    lines: Iterable[bytes], identity: str, first: int, on_invalid: OnInvalid
+) -> Iterator[str | None]:
+    for number, line in enumerate(lines, first):
+        try:
+            text = line.decode("utf-8-sig" if number == 1 else "utf-8").strip()
+            yield _message(text, f"{identity}:{number}") if text else None
+        except UnicodeDecodeError:
+            on_invalid(number, "it is not UTF-8")
+            yield None
+        except errors.JobError as error:
+            on_invalid(number, error.message)
+            yield None
+
+
+def _message(text: str, place: str) -> str:
+    body = read_job(text, _digest(place.encode())).to_message()
+    storage.checked_messages([body])
+    return body
+
+
+def _refuse(line: int, reason: str) -> None:
+    raise errors.SetupError(
+        f"line {line} is no valid job: {reason}; the lines before it are sent"
+        " (--skip-invalid leaves such lines out)"
+    )
+
+
+def _digest(data: bytes) -> str:
+    return hashlib.blake2b(data, digest_size=_ID_BYTES).hexdigest()
+
+
+def open_source(
+    name: str,
+    *,
+    count: int | None = None,
+    seed: int | None = None,
+    on_invalid: OnInvalid | None = None,
+) -> Source:
+    """The source that a file's name means, `-` being standard input.
+
+    *on_invalid* hears of each line that is no job, with its number, and the line is left out;
+    without it the first such line is an error.
+
+    Raises:
+        SetupError: the file cannot be read, or is of no kind that is known.
+    """
+    path = Path(name)
+    if path.suffix in template.SUFFIXES:
+        if on_invalid is not None:
+            raise errors.SetupError("--skip-invalid is for files of jobs; a template is mended")
+        return TemplateSource(path, count=count, seed=seed)
+    if seed is not None:
+        raise errors.SetupError("--seed is for templates; the lines of a file are jobs already")
+    if name == "-":
+        return StreamSource(sys.stdin.buffer, count=count, on_invalid=on_invalid)
+    if path.suffix in LINE_SUFFIXES:
+        return JsonLinesSource(path, count=count, on_invalid=on_invalid)
+    raise errors.SetupError(
+        f"{name}: the name tells what a file holds, so it ends in"
+        f" {', '.join(sorted(template.SUFFIXES | LINE_SUFFIXES))}, or is - for standard input"
+    )

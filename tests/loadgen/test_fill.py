@@ -1,0 +1,161 @@
+from __future__ import annotations
+
+import asyncio
+import json
+import time
+from collections.abc import Iterable, Iterator
+
+import pytest
+
+from jobs import errors, retry
+from jobs.storage import Storage
+from loadgen.fill import BATCH, Filler, Progress
+
+
+class Numbers:
+    """A source of numbered messages; every tenth position holds none."""
+
+    identity = "numbers"
+
+    def __init__(self, count: int) -> None:
+        self.count = count
+
+    def check(self, start: int) -> None: ...
+
+    def bodies(self, start: int) -> Iterator[str | None]:
+        for number in range(start, self.count):
+            yield None if number % 10 == 9 else json.dumps(number)
+
+
+def wanted(start: int, end: int) -> list[int]:
+    return [number for number in range(start, end) if number % 10 != 9]
+
+
+async def numbers_in(home: Storage) -> list[int]:
+    return sorted([int(message.body) async for message in home.queue.browse()])
+
+
+async def test_every_job_is_sent_once(storage: Storage) -> None:
+    progress = await Filler(storage.queue, Numbers(350)).run()
+
+    assert progress == Progress(confirmed=350, sent=315, finished=True)
+    assert await numbers_in(storage) == wanted(0, 350)
+
+
+async def test_a_load_goes_on_at_its_position(storage: Storage) -> None:
+    progress = await Filler(storage.queue, Numbers(350), start=123).run()
+
+    assert progress.confirmed == 350
+    assert await numbers_in(storage) == wanted(123, 350)
+
+
+async def test_only_what_is_stored_without_a_gap_is_confirmed(storage: Storage) -> None:
+    send = storage.queue.send
+    confirmed: list[int] = []
+    first_may_go, others_are_stored = asyncio.Event(), asyncio.Event()
+
+    async def slow_first(bodies: Iterable[str]) -> None:
+        messages = list(bodies)
+        if messages[0] == "0":
+            await first_may_go.wait()
+        await send(messages)
+        if (await storage.queue.depth()).messages == len(wanted(BATCH, 3 * BATCH)):
+            others_are_stored.set()
+
+    storage.queue.send = slow_first  # type: ignore[method-assign]
+    filler = Filler(storage.queue, Numbers(3 * BATCH))
+    running = asyncio.create_task(filler.run(lambda done: confirmed.append(done.confirmed)))
+    await others_are_stored.wait()
+    assert confirmed == []
+
+    first_may_go.set()
+    await running
+    assert confirmed == [BATCH, 2 * BATCH, 3 * BATCH]
+
+
+async def test_a_send_that_fails_for_good_leaves_a_true_count(storage: Storage) -> None:
+    send = storage.queue.send
+
+    async def fail_third(bodies: Iterable[str]) -> None:
+        messages = list(bodies)
+        if int(messages[0]) == 2 * BATCH:
+            raise errors.SetupError("the key was revoked")
+        await send(messages)
+
+    storage.queue.send = fail_third  # type: ignore[method-assign]
+    filler = Filler(storage.queue, Numbers(5 * BATCH), concurrency=3)
+    with pytest.raises(errors.SetupError, match="revoked"):
+        await filler.run()
+
+    assert filler.progress.confirmed == 2 * BATCH
+    assert set(wanted(0, 2 * BATCH)) <= set(await numbers_in(storage))
+    assert len(asyncio.all_tasks()) == 1
+
+
+async def test_a_fault_that_passes_is_retried(storage: Storage) -> None:
+    send = storage.queue.send
+    faults = iter([True, True])
+
+    async def fail_twice(bodies: Iterable[str]) -> None:
+        if next(faults, False):
+            raise errors.TransientError
+        await send(bodies)
+
+    storage.queue.send = fail_twice  # type: ignore[method-assign]
+    retries = retry.RetryPolicy(tries=5, first_wait_seconds=0.001)
+    await Filler(storage.queue, Numbers(BATCH), retries=retries).run()
+
+    assert await numbers_in(storage) == wanted(0, BATCH)
+
+
+async def test_no_more_sends_are_in_flight_than_allowed(storage: Storage) -> None:
+    send = storage.queue.send
+    flying, most = 0, 0
+
+    async def counted(bodies: Iterable[str]) -> None:
+        nonlocal flying, most
+        flying += 1
+        most = max(most, flying)
+        await asyncio.sleep(0.01)
+        await send(bodies)
+        flying -= 1
+
+    storage.queue.send = counted  # type: ignore[method-assign]
+    await Filler(storage.queue, Numbers(8 * BATCH), concurrency=3).run()
+
+    assert most == 3
+
+
+async def test_a_stop_ends_the_load_where_it_can_go_on(storage: Storage) -> None:
+    filler = Filler(storage.queue, Numbers(100_000))
+    progress = await filler.run(lambda done: filler.stop() if done.confirmed >= 200 else None)
+
+    assert not progress.finished
+    assert await numbers_in(storage) == wanted(0, progress.confirmed)
+
+
+async def test_a_rate_is_kept_and_a_stop_does_not_wait_for_it(storage: Storage) -> None:
+    began = time.monotonic()
+    progress = await Filler(storage.queue, Numbers(100), rate=200).run()
+    assert progress.confirmed == 100
+    assert 0.35 < time.monotonic() - began < 3
+
+    filler = Filler(storage.queue, Numbers(100), rate=0.01)
+    running = asyncio.create_task(filler.run())
+    await asyncio.sleep(0.05)
+    filler.stop()
+    stopped = await asyncio.wait_for(running, 2)
+    assert (stopped.confirmed, stopped.finished) == (1, False)
+
+
+async def test_a_cancelled_load_leaves_no_send_behind(storage: Storage) -> None:
+    begun = asyncio.Event()
+    filler = Filler(storage.queue, Numbers(10_000_000))
+    running = asyncio.create_task(filler.run(lambda _: begun.set()))
+    await begun.wait()
+    running.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await running
+
+    assert set(wanted(0, filler.progress.confirmed)) <= set(await numbers_in(storage))
+    assert len(asyncio.all_tasks()) == 1

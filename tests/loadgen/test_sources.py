@@ -1,0 +1,310 @@
+from __future__ import annotations
+
+import io
+import itertools
+import json
+import os
+import subprocess
+import sys
+import time
+from collections import Counter
+from pathlib import Path
+
+import pytest
+
+from jobs import errors
+from jobs.job import read_job
+from loadgen import sources
+from loadgen.sources import JsonLinesSource, StreamSource, TemplateSource
+
+TEMPLATE = """
+prompt:
+  - "photo of a {noun} and a {noun:2}, {style}, {lora}"
+  - {text: "{noun}, {{braces}}", weight: 3}
+negative_prompt: "bad {noun}"
+count: 5000
+seed: 3
+lists:
+  noun: [cat, dog, {text: fox, weight: 2}]
+  style: [anime, "oil on {ground}"]
+  ground: [canvas, wood]
+  lora: [{lora: forest, strength: [0.2, 0.6], text: magic}, {lora: ink}]
+job: {steps: 15, campaign: spring, metadata: {noun: "{noun}", number: 7}}
+"""
+
+PROMPTS = ["fox, {braces}", "fox, {braces}", "photo of a fox and a fox, anime, <lora:ink:1.00>"]
+IDS = ["1fe89a611998ffee4fcae0db", "3d0887266ef3df488609f6d6", "f024ad58d719cb787f2747ef"]
+
+
+@pytest.fixture
+def path(tmp_path: Path) -> Path:
+    path = tmp_path / "t.yaml"
+    path.write_text(TEMPLATE)
+    return path
+
+
+def template(path: Path, text: str) -> TemplateSource:
+    path.write_text(text)
+    return TemplateSource(path, count=50)
+
+
+def test_the_jobs_of_a_template_are_what_they_always_were(path: Path) -> None:
+    """Written down: other words here would mean other jobs for everybody's templates."""
+    jobs = [json.loads(body) for body in itertools.islice(TemplateSource(path).bodies(0), 3)]
+
+    assert [job["prompt"] for job in jobs] == PROMPTS
+    assert [job["id"] for job in jobs] == IDS
+
+
+def test_the_jobs_are_the_same_in_a_process_with_another_hash_seed(path: Path) -> None:
+    program = (
+        "from pathlib import Path; from loadgen.sources import TemplateSource;"
+        f"print(TemplateSource(Path({str(path)!r})).body(4321))"
+    )
+    printed = subprocess.run(
+        [sys.executable, "-c", program],
+        env={**os.environ, "PYTHONHASHSEED": "77"},
+        capture_output=True,
+        text=True,
+        check=True,
+    )
+
+    assert printed.stdout.strip() == TemplateSource(path).body(4321)
+
+
+def test_a_job_is_made_without_those_before_it(path: Path) -> None:
+    source = TemplateSource(path)
+
+    assert source.body(700) == next(itertools.islice(source.bodies(0), 700, None))
+    assert source.body(700) == next(source.bodies(700))
+
+
+def test_a_longer_run_begins_with_the_jobs_of_the_shorter_one(path: Path) -> None:
+    short, long = TemplateSource(path, count=10), TemplateSource(path, count=1_000_000)
+
+    assert short.identity == long.identity
+    assert list(short.bodies(0)) == list(itertools.islice(long.bodies(0), 10))
+
+
+def test_another_seed_or_another_content_gives_other_jobs(path: Path) -> None:
+    here = TemplateSource(path)
+    reseeded = TemplateSource(path, seed=4)
+    path.write_text(TEMPLATE.replace("steps: 15", "steps: 16"))
+    edited = TemplateSource(path)
+
+    ids = [json.loads(source.body(0))["id"] for source in (here, reseeded, edited)]
+    assert len(set(ids)) == 3
+    assert len({here.identity, reseeded.identity, edited.identity}) == 3
+
+
+def test_ids_are_unique_and_spread_over_the_partitions(path: Path) -> None:
+    ids = [json.loads(body)["id"] for body in TemplateSource(path).bodies(0)]
+
+    assert len(set(ids)) == 5000
+    beginnings = Counter(each[0] for each in ids)
+    assert len(beginnings) == 16
+    assert max(beginnings.values()) < 2 * min(beginnings.values())
+
+
+def test_every_job_is_valid_and_carries_the_fixed_fields(path: Path) -> None:
+    for body in itertools.islice(TemplateSource(path).bodies(0), 100):
+        job = read_job(body, "unused")
+        assert (job.steps, job.campaign, job.metadata["number"]) == (15, "spring", 7)
+
+
+def test_a_placeholder_has_one_value_in_a_job_and_its_second_draw_another(path: Path) -> None:
+    source = template(
+        path,
+        "prompt: '{n}/{n}/{n:2}'\nnegative_prompt: '{n}'\nlists: {n: [a, b, c, d, e, f, g, h]}\n"
+        "job: {metadata: {n: '{n}'}}",
+    )
+    jobs = [read_job(body, "unused") for body in source.bodies(0)]
+
+    for job in jobs:
+        first, again, _ = job.prompt.split("/")
+        assert first == again == job.negative_prompt == job.metadata["n"]
+    assert any(job.prompt.split("/")[0] != job.prompt.split("/")[2] for job in jobs)
+
+
+def test_weights_are_how_often_a_choice_comes(path: Path) -> None:
+    source = TemplateSource(path)
+    jobs = [json.loads(body) for body in source.bodies(0)]
+    nouns = Counter(job["metadata"]["noun"] for job in jobs)
+
+    assert 0.22 < nouns["cat"] / 5000 < 0.28
+    assert 0.47 < nouns["fox"] / 5000 < 0.53
+
+
+def test_neighbouring_jobs_are_drawn_independently(path: Path) -> None:
+    source = TemplateSource(path)
+    nouns = [json.loads(body)["metadata"]["noun"] for body in source.bodies(0)]
+    repeats = sum(one == other for one, other in itertools.pairwise(nouns))
+
+    assert 0.34 < repeats / 5000 < 0.41  # 1/16 + 1/16 + 1/4
+
+
+def test_a_lora_comes_with_a_strength_in_its_range_and_its_words(path: Path) -> None:
+    source = template(
+        path,
+        "prompt: a {lora}\nlists: {lora: [{lora: forest, strength: [0.2, 0.6], text: magic}]}",
+    )
+    jobs = [json.loads(body)["prompt"] for body in source.bodies(0)]
+    strengths = {float(prompt.split(":")[2].split(">")[0]) for prompt in jobs}
+
+    assert all(
+        prompt.startswith("a <lora:forest:0.") and prompt.endswith(">, magic") for prompt in jobs
+    )
+    assert len(strengths) > 10
+    assert 0.2 <= min(strengths) < max(strengths) <= 0.6
+
+
+def test_doubled_braces_are_braces(path: Path) -> None:
+    assert json.loads(template(path, "prompt: '{{a}} }}'").body(0))["prompt"] == "{a} }"
+
+
+@pytest.mark.parametrize(
+    ("text", "sentence"),
+    [
+        ("prompt: a {nuon}\nlists: {noun: [cat]}", "prompt: {nuon} names no list; lists: noun"),
+        ("prompt: a {noun}", "{noun} names no list; lists: none"),
+        ("prompt: a\njob: {metadata: {x: '{y}'}}", "job.metadata.x: {y} names no list"),
+        ("prompt: '{a}'\nlists: {a: ['{b}'], b: ['{a:2}']}", "in a circle: a -> b -> a"),
+        ("prompt: 'a { b'", "'{' stands alone"),
+        ("prompt: 'a {b c}'", "'{' stands alone"),
+        ("prompt: '<lora:{n}:1>'\nlists: {n: [x, {text: ../y, weight: 0.0001}]}", "'../y'"),
+        ("prompt: '{n}'\nlists: {n: [x, '" + "y" * 65_530 + "']}", "65,536"),
+    ],
+)
+def test_a_template_that_makes_invalid_jobs_is_refused_before_the_first(
+    path: Path, text: str, sentence: str
+) -> None:
+    with pytest.raises(errors.SetupError) as caught:
+        template(path, text).check(0)
+
+    assert sentence in caught.value.message
+    assert "t.yaml" in caught.value.message
+
+
+def test_a_template_without_a_count_asks_for_one(path: Path) -> None:
+    path.write_text("prompt: a")
+
+    with pytest.raises(errors.SetupError, match="--count"):
+        TemplateSource(path)
+
+
+def test_a_million_jobs_are_made_in_less_than_two_minutes(path: Path) -> None:
+    """A tenth of the measured speed would still pass: machines of tests are slow and shared."""
+    source = TemplateSource(path)
+    source.check(0)
+    began = time.process_time()
+    made = sum(1 for _ in source.bodies(0))
+
+    assert made / (time.process_time() - began) > 1_000_000 / 120
+
+
+def lines(tmp_path: Path, text: str | bytes, **options: object) -> JsonLinesSource:
+    path = tmp_path / "jobs.jsonl"
+    path.write_bytes(text if isinstance(text, bytes) else text.encode())
+    return JsonLinesSource(path, **options)  # type: ignore[arg-type]
+
+
+def test_lines_without_an_id_get_one_that_is_the_same_each_time(tmp_path: Path) -> None:
+    text = '{"prompt":"a"}\n{"prompt":"a"}\n{"prompt":"b","id":"mine"}\n'
+    first = [read_job(body, "x").id for body in lines(tmp_path, text).bodies(0) if body]
+    again = [read_job(body, "x").id for body in lines(tmp_path, text).bodies(0) if body]
+
+    assert first == again
+    assert len(set(first)) == 3
+    assert first[2] == "mine"
+
+
+def test_reading_from_the_middle_gives_the_same_jobs(tmp_path: Path) -> None:
+    source = lines(tmp_path, "".join(f'{{"prompt":"{number}"}}\n' for number in range(9)))
+
+    assert list(source.bodies(4)) == list(source.bodies(0))[4:]
+
+
+def test_empty_lines_carriage_returns_and_a_byte_order_mark_do_no_harm(tmp_path: Path) -> None:
+    source = lines(tmp_path, b'\xef\xbb\xbf{"prompt":"a"}\r\n\r\n  \n{"prompt":"b"}')
+    source.check(0)
+
+    bodies = list(source.bodies(0))
+    assert source.count == len(bodies) == 4
+    assert [body is None for body in bodies] == [False, True, True, False]
+
+
+def test_invalid_lines_are_refused_by_number_before_anything_is_sent(tmp_path: Path) -> None:
+    source = lines(tmp_path, b'{"prompt":"a"}\nnonsense\n{"prompt":5}\n\xff\n{"prmpt":"a"}\n')
+
+    with pytest.raises(errors.SetupError) as caught:
+        source.check(0)
+
+    assert [line.split(":")[0] for line in caught.value.message.splitlines()[1:]] == [
+        "line 2",
+        "line 3",
+        "line 4",
+        "line 5",
+    ]
+
+
+def test_invalid_lines_are_left_out_where_that_was_asked_for(tmp_path: Path) -> None:
+    told: list[int] = []
+    source = lines(
+        tmp_path,
+        'bad\n{"prompt":"a"}\n{"prompt":"' + "x" * 65_530 + '"}\n',
+        on_invalid=lambda line, _: told.append(line),
+    )
+    source.check(0)
+
+    assert [body is None for body in source.bodies(0)] == [True, False, True]
+    assert told == [1, 3]
+
+
+def test_a_file_full_of_invalid_lines_is_told_of_in_ten(tmp_path: Path) -> None:
+    with pytest.raises(errors.SetupError) as caught:
+        lines(tmp_path, "bad\n" * 10_000).check(0)
+
+    assert len(caught.value.message.splitlines()) == 1 + sources.MAX_COMPLAINTS
+
+
+def test_a_changed_file_is_another_source(tmp_path: Path) -> None:
+    one = lines(tmp_path, '{"prompt":"a"}\n').identity
+
+    assert lines(tmp_path, '{"prompt":"b"}\n').identity != one
+
+
+def test_a_count_ends_a_file_early(tmp_path: Path) -> None:
+    assert len(list(lines(tmp_path, '{"prompt":"a"}\n' * 5, count=2).bodies(0))) == 2
+
+
+def test_the_same_stream_twice_makes_new_jobs() -> None:
+    ids = {
+        read_job(str(body), "x").id
+        for _ in range(2)
+        for body in StreamSource(io.BytesIO(b'{"prompt":"a"}\n{"prompt":"a"}')).bodies(0)
+    }
+
+    assert len(ids) == 4
+
+
+def test_an_invalid_line_ends_a_stream_with_its_number() -> None:
+    stream = StreamSource(io.BytesIO(b'{"prompt":"a"}\nbad\n'))
+
+    with pytest.raises(errors.SetupError, match="line 2 is no valid job"):
+        list(stream.bodies(0))
+
+
+@pytest.mark.parametrize(
+    ("name", "options", "sentence"),
+    [
+        ("jobs.txt", {}, "ends in"),
+        ("jobs.jsonl", {"seed": 1}, "--seed is for templates"),
+        ("t.yaml", {"on_invalid": lambda line, reason: None}, "--skip-invalid is for files"),
+        ("none.jsonl", {}, "cannot be read"),
+    ],
+)
+def test_what_cannot_be_a_source_is_refused_in_a_sentence(
+    name: str, options: dict[str, object], sentence: str
+) -> None:
+    with pytest.raises(errors.SetupError, match=sentence):
+        sources.open_source(name, **options)  # type: ignore[arg-type]

@@ -1,0 +1,101 @@
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from jobs import errors
+from loadgen import template
+
+TEMPLATES = [
+    path
+    for path in sorted((Path(__file__).parents[2] / "templates").iterdir())
+    if path.suffix in template.SUFFIXES
+]
+
+
+def write(folder: Path, text: str, name: str = "t.yaml") -> Path:
+    path = folder / name
+    path.write_text(text)
+    return path
+
+
+def test_yaml_and_toml_say_the_same(tmp_path: Path) -> None:
+    yaml = write(
+        tmp_path,
+        "prompt: a {noun}\ncount: 3\nlists: {noun: [cat, {text: dog, weight: 2}]}\njob: {steps: 9}",
+    )
+    toml = write(
+        tmp_path,
+        'prompt = "a {noun}"\ncount = 3\n[lists]\nnoun = ["cat", {text = "dog", weight = 2}]\n'
+        "[job]\nsteps = 9",
+        "t.toml",
+    )
+
+    assert template.read_template(yaml) == template.read_template(toml)
+
+
+def test_comments_layout_count_and_seed_do_not_change_the_content(tmp_path: Path) -> None:
+    first = write(tmp_path, "prompt: a\ncount: 3", "a.yaml")
+    second = write(tmp_path, "# hello\nseed: 5\nprompt:   a\ncount: 9", "b.yaml")
+
+    assert template.read_template(first)[1] == template.read_template(second)[1]
+
+
+@pytest.mark.parametrize(
+    ("text", "sentence"),
+    [
+        ("prompt: a\nnegativ_prompt: b", "negativ_prompt: unknown key; did you mean 'negative_pr"),
+        ("prompt: a\nsteps: 5", "steps: unknown key; fields of the job belong under `job:`"),
+        ("prompt: a\nlists: {noun: []}", "lists.noun: the list is empty"),
+        ("prompt: []", "prompt: the list is empty"),
+        ("count: 3", "prompt: is missing"),
+        ("prompt: a\nlists: {noun: [cat, {txt: dog}]}", "lists.noun[1].txt: unknown key"),
+        ("prompt: a\nlists: {noun: [{weight: 2}]}", "lists.noun[0]: needs `text` or `lora`"),
+        ("prompt: a\nlists: {noun: [{text: x, weight: 0}]}", "lists.noun[0].weight"),
+        ("prompt: a\nlists: {noun: [{text: x, weight: .nan}]}", "lists.noun[0].weight"),
+        ("prompt: a\nlists: {noun: [{text: x, strength: 2}]}", "a LoRA's"),
+        ("prompt: a\nlists: {noun: [{lora: ../x}]}", "lists.noun[0].lora"),
+        ("prompt: a\nlists: {noun: [{lora: x, strength: 35}]}", "lists.noun[0].strength"),
+        ("prompt: a\nlists: {noun: [{lora: x, strength: [2, 1]}]}", "[lowest, highest]"),
+        ("prompt: a\nlists: {noun: ['<lora:x:99>']}", "lists.noun[0].text: <lora:x:99>"),
+        ("prompt: a\nlists: {noun: [cat, no]}", "lists.noun[1]: YAML reads yes, no"),
+        ("prompt: a\nlists: {'a b': [x]}", "lists.a b"),
+        ("prompt: a\ncount: 0", "count"),
+        ("prompt: a\nseed: -1", "seed"),
+        ("prompt: a\njob: {stesp: 5}", "job: stesp: unknown key; did you mean 'steps'?"),
+        ("prompt: a\njob: {steps: 500}", "job: steps:"),
+        ("prompt: a\njob: {id: x}", "id is filled in for each job"),
+        ("prompt: a\njob: {enable_hr: true}", "enable_hr is not supported"),
+        ("- prompt: a", "a template is a mapping"),
+        ("", "a template is a mapping"),
+        ("prompt: [a", "is not valid yaml"),
+        ("prompt: \x00", "is not valid yaml"),
+    ],
+)
+def test_what_is_wrong_is_one_sentence_that_names_the_place(
+    tmp_path: Path, text: str, sentence: str
+) -> None:
+    with pytest.raises(errors.SetupError) as caught:
+        template.read_template(write(tmp_path, text))
+
+    assert sentence in caught.value.message
+    assert "t.yaml" in caught.value.message
+    assert "\n" not in caught.value.message
+
+
+def test_invalid_toml_and_missing_files_are_sentences(tmp_path: Path) -> None:
+    with pytest.raises(errors.SetupError, match="is not valid toml"):
+        template.read_template(write(tmp_path, "prompt = ", "t.toml"))
+    (tmp_path / "latin.toml").write_bytes(b'prompt = "\xff"')
+    with pytest.raises(errors.SetupError, match="is not valid toml"):
+        template.read_template(tmp_path / "latin.toml")
+    with pytest.raises(errors.SetupError, match="cannot be read: No such file"):
+        template.read_template(tmp_path / "none.yaml")
+
+
+@pytest.mark.parametrize("path", TEMPLATES, ids=lambda path: path.name)
+def test_the_templates_that_are_shipped_are_valid(path: Path) -> None:
+    read, _ = template.read_template(path)
+
+    assert read.count
