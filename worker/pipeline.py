@@ -126,8 +126,10 @@ class Pipeline:
         try:
             await _first_end({pull, stopping}, workers)
             self.ready = False
-            await self._stop_pulling(pull)
-            await self._finish(stages, workers, hurry)
+            with contextlib.suppress(TimeoutError):
+                async with asyncio.timeout(self._settings.grace_seconds):
+                    await self._stop_pulling(pull)
+                    await self._finish(stages, workers, hurry)
         finally:
             self.ready = False
             await self._stop_pulling(pull)
@@ -158,14 +160,12 @@ class Pipeline:
     async def _finish(
         self, stages: Stages, workers: list[asyncio.Task[Any]], hurry: asyncio.Event
     ) -> None:
-        """Hands back what has not begun and waits, within the grace time, for what has."""
+        """Hands back what has not begun and waits for what has."""
         await self._hand_back(stages.withdraw())
         done = asyncio.create_task(self.settler.nothing_in_hand.wait(), name="finish")
         hurried = asyncio.create_task(hurry.wait(), name="hurry")
         try:
-            with contextlib.suppress(TimeoutError):
-                async with asyncio.timeout(self._settings.grace_seconds):
-                    await _first_end({done, hurried}, workers)
+            await _first_end({done, hurried}, workers)
         finally:
             await _cancel([done, hurried])
 

@@ -73,11 +73,11 @@ class WorkerSettings(StorageSettings):
     encode_threads: int = Field(default=2, ge=1, le=64, description="Threads that encode images.")
     uploads: int = Field(default=16, ge=1, le=256, description="Uploads in flight at once.")
     grace_seconds: float = Field(
-        default=25,
+        default=20,
         ge=0,
         le=3600,
         description="After SIGTERM: time to finish what the GPU has begun; the rest is handed"
-        " back. Keep it below the platform's own limit (30 s on Kubernetes).",
+        " back, which may take 10 s more where the storage does not answer.",
     )
     poll_seconds: float = Field(
         default=10, ge=0.1, le=600, description="Longest pause between looks at an empty queue."

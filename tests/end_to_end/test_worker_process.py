@@ -1,0 +1,150 @@
+"""Real worker processes, real signals, the real engine on a tiny checkpoint, both homes."""
+
+from __future__ import annotations
+
+import asyncio
+import signal
+import subprocess
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from jobs.storage import Storage
+
+JOBS = 24
+LEASE_SECONDS = "3"
+
+Start = Callable[..., "subprocess.Popen[str]"]  # the fixture of conftest.py
+
+
+#: What does not depend on the home is tried on one.
+local_only = pytest.mark.parametrize("storage_settings", ["local"], indirect=True)
+
+
+async def fill(storage: Storage, steps: int = 30) -> set[str]:
+    """Sends the jobs; returns the names that their images will have."""
+    await storage.queue.send(
+        f'{{"prompt": "a house", "id": "j{number}", "steps": {steps}}}' for number in range(JOBS)
+    )
+    return {f"default/j{number}.png" for number in range(JOBS)}
+
+
+async def names(storage: Storage) -> set[str]:
+    return {name async for name in storage.blobs.names()}
+
+
+async def wait_for_images(storage: Storage, count: int) -> None:
+    async with asyncio.timeout(60):
+        while len(await names(storage)) < count:
+            await asyncio.sleep(0.05)
+
+
+async def end(process: subprocess.Popen[str]) -> str:
+    """Waits for a process; returns what it printed."""
+    output, _ = await asyncio.to_thread(process.communicate, timeout=90)
+    return output
+
+
+def worker(model: Path, *flags: str) -> list[Any]:
+    return [
+        "worker",
+        "--model",
+        model,
+        "--lease-seconds",
+        LEASE_SECONDS,
+        "--max-batch",
+        "2",
+        *flags,
+    ]
+
+
+async def test_a_worker_killed_in_the_middle_costs_no_image_and_makes_none_twice(
+    storage: Storage, tiny_model: Path, start: Start
+) -> None:
+    expected = await fill(storage)
+    victim = start(*worker(tiny_model))
+    await wait_for_images(storage, 3)
+    victim.kill()
+    await end(victim)
+    before = {name: await storage.blobs.read(name) for name in await names(storage)}
+    assert len(before) < JOBS, "the worker was killed too late to show anything"
+    heir = start(*worker(tiny_model, "--until-empty"))
+    output = await end(heir)
+    assert heir.returncode == 0, output
+    assert await names(storage) == expected
+    for name, data in before.items():
+        assert await storage.blobs.read(name) == data, f"{name} was written a second time"
+    assert (await storage.queue.depth()).messages == 0
+    assert (await storage.poison.depth()).messages == 0
+
+
+@pytest.mark.parametrize(
+    ("storage_settings", "number"),
+    [("local", signal.SIGTERM), ("local", signal.SIGINT), ("azurite", signal.SIGTERM)],
+    indirect=["storage_settings"],
+)
+async def test_a_signal_ends_a_worker_with_exit_code_0_and_every_job_stored_or_back(
+    storage: Storage, tiny_model: Path, start: Start, number: signal.Signals
+) -> None:
+    await fill(storage)
+    process = start("worker", "--model", tiny_model, "--lease-seconds", "300", "--max-batch", "2")
+    await wait_for_images(storage, 1)
+    process.send_signal(number)
+    output = await end(process)
+    assert process.returncode == 0, output
+    stored = len(await names(storage))
+    assert 0 < stored < JOBS
+    back = []
+    while messages := await storage.queue.receive(32, 60):
+        back += messages
+    assert len(back) == JOBS - stored  # at once: nothing waits for a lease of 300 s
+
+
+@local_only
+async def test_a_signal_while_the_model_loads_ends_the_worker_too(
+    storage: Storage, tiny_model: Path, start: Start
+) -> None:
+    process = start(*worker(tiny_model))
+    assert process.stdout is not None
+    await asyncio.to_thread(process.stdout.readline)  # "pulling from ..."
+    process.send_signal(signal.SIGTERM)
+    output = await end(process)
+    assert process.returncode == 0, output
+    assert "Traceback" not in output
+
+
+async def test_two_workers_at_once_share_the_jobs_and_make_none_twice(
+    storage: Storage, tiny_model: Path, start: Start
+) -> None:
+    expected = await fill(storage, steps=4)
+    processes = [start(*worker(tiny_model, "--until-empty")) for _ in range(2)]
+    outputs = [await end(process) for process in processes]
+    assert [process.returncode for process in processes] == [0, 0], outputs
+    assert await names(storage) == expected
+    assert not any("'duplicate'" in output for output in outputs), outputs
+
+
+@local_only
+@pytest.mark.parametrize(
+    ("flags", "sentence"),
+    [
+        (["--model", "nowhere"], "nowhere"),
+        (["--model", "TINY", "--queue", "no-such-queue"], "no-such-queue"),
+        (["--model", "TINY", "--storage", "ftp://somewhere"], "address is not understood"),
+        (["--model", "TINY", "--lease-seconds", "soon"], "--lease-seconds"),
+        (["--model", "TINY", "--max-batch", "0"], "IMAGEFLEET_MAX_BATCH"),
+        ([], "--model"),
+    ],
+)
+async def test_what_the_operator_has_to_mend_is_one_line_and_exit_code_2(
+    storage: Storage, tiny_model: Path, start: Start, flags: list[str], sentence: str
+) -> None:
+    process = start("worker", *(str(tiny_model) if flag == "TINY" else flag for flag in flags))
+    output = await end(process)
+    assert process.returncode == 2, output
+    complaints = [line for line in output.splitlines() if line.startswith("error:")]
+    assert len(complaints) == 1, output
+    assert sentence in complaints[0]
+    assert "Traceback" not in output

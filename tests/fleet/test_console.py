@@ -1,0 +1,70 @@
+from __future__ import annotations
+
+import asyncio
+import json
+
+import pytest
+import typer
+
+from fleet import console
+from jobs import errors
+
+
+async def _raise(error: BaseException) -> None:
+    raise error
+
+
+@pytest.mark.parametrize(
+    ("error", "code"),
+    [
+        (errors.SetupError("no queue"), console.EXIT_OPERATOR_MUST_ACT),
+        (errors.NodeError("no GPU"), console.EXIT_REPLACE_THIS_NODE),
+        (errors.TransientError("no answer"), console.EXIT_UNEXPECTED),
+        (errors.InvalidMessageError("no job"), console.EXIT_UNEXPECTED),
+    ],
+)
+def test_an_error_is_one_line_and_its_class_decides_the_exit_code(
+    error: errors.FleetError, code: int, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with pytest.raises(typer.Exit) as caught:
+        console.run(_raise(error))
+
+    assert caught.value.exit_code == code
+    assert capsys.readouterr() == ("", f"error: {error.message}\n")
+
+
+def test_a_long_error_with_brackets_stays_one_plain_line(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    message = "[bold] is no markup, " + "and this line is long " * 20
+
+    console.print_error(message)
+
+    assert capsys.readouterr().err == f"error: {message}\n"
+
+
+def test_a_defect_keeps_its_traceback() -> None:
+    with pytest.raises(ZeroDivisionError):
+        console.run(_raise(ZeroDivisionError()))
+
+
+def test_ctrl_c_ends_a_command_without_a_word(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(typer.Exit) as caught, console.one_line_errors():
+        raise KeyboardInterrupt
+
+    assert caught.value.exit_code == console.EXIT_INTERRUPTED
+    assert capsys.readouterr() == ("", "")
+
+
+def test_run_returns_what_the_coroutine_returns() -> None:
+    assert console.run(asyncio.sleep(0, result=7)) == 7
+
+
+def test_json_is_neither_wrapped_nor_marked_up(capsys: pytest.CaptureFixture[str]) -> None:
+    record = {"prompt": "[red]ü " + "x" * 500, "count": 1}
+
+    console.print_json(record)
+
+    out = capsys.readouterr().out
+    assert json.loads(out) == record
+    assert "ü" in out

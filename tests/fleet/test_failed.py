@@ -1,0 +1,187 @@
+from __future__ import annotations
+
+import asyncio
+import json
+import subprocess
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from fleet import console
+from jobs import errors, failed, homes
+from jobs.job import read_job
+from jobs.settings import StorageSettings
+from jobs.storage import Storage
+
+Imagefleet = Callable[..., "subprocess.CompletedProcess[str]"]
+
+MISSING = errors.MissingFileError("there is no LoRA 'forest' [bold]")
+
+
+@pytest.fixture
+def home(tmp_path: Path) -> StorageSettings:
+    """Three failed jobs, one of them no job, and a message that is no record."""
+    settings = StorageSettings(storage=f"local:{tmp_path / 'imagefleet-data'}")
+
+    async def prepare() -> None:
+        async with homes.open_storage(settings) as home:
+            await home.create()
+            await bury(home, '{"prompt":"a cat","id":"cat","campaign":"spring"}')
+            await bury(home, '{"prompt":"a \\u001b[31mdog [red]","id":"dog"}')
+            await bury(home, "no job")
+            await home.poison.send(["what is this?"])
+
+    asyncio.run(prepare())
+    return settings
+
+
+async def bury(home: Storage, body: str) -> None:
+    await home.queue.send([body])
+    [message] = await home.queue.receive(1, 60)
+    try:
+        job = read_job(message.body, message.id)
+    except errors.JobError as error:
+        await failed.bury(home, message, None, error, "worker-1")
+    else:
+        await failed.bury(home, message, job, MISSING, "worker-1")
+
+
+def depths(settings: StorageSettings) -> tuple[int, int]:
+    """Messages in the job queue and in the poison queue."""
+
+    async def ask() -> tuple[int, int]:
+        async with homes.open_storage(settings) as home:
+            return (await home.queue.depth()).messages, (await home.poison.depth()).messages
+
+    return asyncio.run(ask())
+
+
+def read(result: subprocess.CompletedProcess[str]) -> Any:
+    assert result.returncode == console.EXIT_DONE, result.stderr
+    return json.loads(result.stdout)
+
+
+def test_the_list_counts_by_error_and_then_names_the_jobs(
+    in_process: Imagefleet, home: StorageSettings
+) -> None:
+    listing = read(in_process("failed", "list", "--json", "--limit", "3"))
+
+    assert listing["count"] == 4
+    assert listing["errors"][0] == {
+        "error": "MissingFileError",
+        "reason": MISSING.message,
+        "count": 2,
+    }
+    assert [job["id"] for job in listing["jobs"][:2]] == ["cat", "dog"]
+    assert len(listing["jobs"]) == 3
+
+    shown = in_process("failed", "list", "--limit", "1").stdout
+    assert "4 failed jobs" in shown
+    assert "[bold]" in shown
+    assert "cat" in shown
+    assert "dog" not in shown
+
+
+def test_filters_narrow_the_list(in_process: Imagefleet, home: StorageSettings) -> None:
+    arguments = ["failed", "list", "--json", "--error", "FOREST", "--campaign", "spring"]
+
+    assert [job["id"] for job in read(in_process(*arguments))["jobs"]] == ["cat"]
+    assert "no failed jobs" in in_process("failed", "list", "--id", "none").stdout
+
+
+def test_show_prints_the_job_itself(in_process: Imagefleet, home: StorageSettings) -> None:
+    [shown] = read(in_process("failed", "show", "cat", "--json"))["jobs"]
+
+    assert shown["job"]["prompt"] == "a cat"
+    assert (shown["error"], shown["attempts"], shown["worker"]) == (
+        "MissingFileError",
+        1,
+        "worker-1",
+    )
+
+
+def test_a_prompt_cannot_steer_the_operators_terminal(
+    imagefleet: Imagefleet, home: StorageSettings
+) -> None:
+    shown = imagefleet("failed", "show", "dog", FORCE_COLOR="1").stdout
+
+    assert "\x1b[31m" not in shown
+    assert "dog [red]" in shown
+
+
+def test_what_is_no_job_and_what_is_no_record_can_be_shown(
+    in_process: Imagefleet, home: StorageSettings
+) -> None:
+    jobs = read(in_process("failed", "list", "--json"))["jobs"]
+
+    for job, body in zip(jobs[2:], ["no job", "what is this?"], strict=True):
+        [shown] = read(in_process("failed", "show", job["id"], "--json"))["jobs"]
+        assert shown["job"] == body
+
+
+def test_an_unknown_id_is_one_line_and_exit_code_2(
+    in_process: Imagefleet, home: StorageSettings
+) -> None:
+    result = in_process("failed", "show", "none")
+
+    assert result.returncode == console.EXIT_OPERATOR_MUST_ACT
+    assert "no failed job 'none'" in result.stderr
+
+
+def test_replay_puts_back_what_was_named_and_nothing_else(
+    in_process: Imagefleet, home: StorageSettings
+) -> None:
+    assert read(in_process("failed", "replay", "--id", "dog", "--dry-run", "--json")) == {
+        "count": 1
+    }
+    assert depths(home) == (0, 4)
+
+    assert read(in_process("failed", "replay", "--id", "dog", "--json")) == {
+        "replayed": 1,
+        "refused": [],
+    }
+    assert depths(home) == (1, 3)
+
+
+def test_replaying_all_leaves_what_is_no_record_and_says_so(
+    in_process: Imagefleet, home: StorageSettings
+) -> None:
+    result = in_process("failed", "replay", "--all")
+
+    assert "3 failed jobs replayed" in result.stdout
+    assert "stays: it is no failed job's record" in result.stdout
+    assert depths(home) == (3, 1)
+
+
+@pytest.mark.parametrize("command", ["replay", "discard"])
+@pytest.mark.parametrize("filters", [[], ["--all", "--error", "x"]])
+def test_nothing_is_touched_before_it_is_clear_what_is_meant(
+    in_process: Imagefleet, home: StorageSettings, command: str, filters: list[str]
+) -> None:
+    result = in_process("failed", command, *filters)
+
+    assert result.returncode == console.EXIT_OPERATOR_MUST_ACT
+    assert "say which failed jobs" in result.stderr
+    assert depths(home) == (0, 4)
+
+
+def test_discard_asks_before_it_deletes(in_process: Imagefleet, home: StorageSettings) -> None:
+    unasked = in_process("failed", "discard", "--campaign", "spring")
+    assert unasked.returncode == console.EXIT_OPERATOR_MUST_ACT
+    assert "--yes" in unasked.stderr
+    assert depths(home) == (0, 4)
+
+    assert read(in_process("failed", "discard", "--campaign", "spring", "--yes", "--json")) == {
+        "discarded": 1,
+        "refused": [],
+    }
+    assert depths(home) == (0, 3)
+
+
+def test_a_home_that_is_not_there_is_one_line_and_exit_code_2(in_process: Imagefleet) -> None:
+    result = in_process("failed", "list", "--storage", "local:none")
+
+    assert result.returncode == console.EXIT_OPERATOR_MUST_ACT
+    assert len(result.stderr.splitlines()) == 1

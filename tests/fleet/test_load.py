@@ -1,0 +1,274 @@
+from __future__ import annotations
+
+import asyncio
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections import Counter
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import IO
+
+import pytest
+
+from fleet import console
+from jobs import homes
+from jobs.settings import StorageSettings
+from jobs.storage import MAX_RECEIVE
+from loadgen import checkpoint, fill
+
+ROOT = Path(__file__).parents[2]
+
+Imagefleet = Callable[..., "subprocess.CompletedProcess[str]"]
+
+TEMPLATE = """
+prompt: a {noun}
+count: 250
+lists: {noun: [cat, dog, fox]}
+"""
+
+#: What a kill may send again: what was in flight, and what the checkpoint had not noted yet.
+WINDOW = 4 * fill.BATCH + checkpoint.POSITIONS_BETWEEN_WRITES
+
+
+@pytest.fixture
+def template(tmp_path: Path) -> Path:
+    path = tmp_path / "t.yaml"
+    path.write_text(TEMPLATE)
+    return path
+
+
+def ids_in(settings: StorageSettings) -> Counter[str]:
+    async def browse() -> Counter[str]:
+        async with homes.open_storage(settings) as home:
+            return Counter([json.loads(each.body)["id"] async for each in home.queue.browse()])
+
+    return asyncio.run(browse())
+
+
+def home_of(folder: Path) -> StorageSettings:
+    return StorageSettings(storage=f"local:{folder / 'imagefleet-data'}")
+
+
+def flags(settings: StorageSettings) -> list[str]:
+    return [f"--{name}={getattr(settings, name)}" for name in ("storage", "queue", "container")]
+
+
+def test_a_template_fills_the_queue(
+    in_process: Imagefleet, template: Path, storage_settings: StorageSettings
+) -> None:
+    result = in_process("load", "t.yaml", "--json", *flags(storage_settings))
+
+    summary = json.loads(result.stdout)
+    assert result.returncode == console.EXIT_DONE
+    assert (summary["sent"], summary["total"], summary["finished"]) == (250, 250, True)
+    assert len(ids_in(storage_settings)) == 250
+
+
+def test_a_dry_run_prints_ten_jobs_and_touches_nothing(
+    in_process: Imagefleet, template: Path, tmp_path: Path
+) -> None:
+    first, again = (in_process("load", "t.yaml", "--dry-run") for _ in range(2))
+
+    jobs = [json.loads(line) for line in first.stdout.splitlines()]
+    assert len({job["id"] for job in jobs}) == 10
+    assert first.stdout == again.stdout
+    assert list(tmp_path.iterdir()) == [template]
+
+
+def test_a_load_that_is_done_is_not_done_again_unless_asked_for(
+    in_process: Imagefleet, template: Path, tmp_path: Path
+) -> None:
+    in_process("load", "t.yaml")
+    again = in_process("load", "t.yaml")
+    assert again.returncode == console.EXIT_DONE
+    assert "loaded already" in again.stderr
+    assert "--restart" in again.stderr
+    assert ids_in(home_of(tmp_path)).total() == 250
+
+    more = in_process("load", "t.yaml", "--count", "260", "--json")
+    assert json.loads(more.stdout)["sent"] == 10
+    restarted = in_process("load", "t.yaml", "--restart", "--json")
+    assert json.loads(restarted.stdout)["sent"] == 250
+    assert set(ids_in(home_of(tmp_path)).values()) == {1, 2}
+
+
+def test_another_seed_is_refused_until_the_checkpoint_may_go(
+    in_process: Imagefleet, template: Path
+) -> None:
+    in_process("load", "t.yaml")
+    other = in_process("load", "t.yaml", "--seed", "5")
+
+    assert other.returncode == console.EXIT_OPERATOR_MUST_ACT
+    assert "--restart" in other.stderr
+    assert in_process("load", "t.yaml", "--seed", "5", "--checkpoint", "c.json").returncode == 0
+
+
+def test_a_checkpoint_whose_queue_is_gone_is_told_of(
+    in_process: Imagefleet, template: Path, tmp_path: Path
+) -> None:
+    in_process("load", "t.yaml")
+    (tmp_path / "imagefleet-data").rename(tmp_path / "elsewhere")
+    result = in_process("load", "t.yaml", "--count", "300")
+
+    assert result.returncode == console.EXIT_OPERATOR_MUST_ACT
+    assert "250 jobs are sent, but there is no queue" in result.stderr
+
+
+def test_invalid_lines_are_refused_before_a_queue_is_made(
+    in_process: Imagefleet, tmp_path: Path
+) -> None:
+    (tmp_path / "jobs.jsonl").write_text('{"prompt":"a"}\nnonsense\n{"prompt":"b"}\n')
+    refused = in_process("load", "jobs.jsonl")
+    assert refused.returncode == console.EXIT_OPERATOR_MUST_ACT
+    assert "line 2: the message is not JSON" in refused.stderr
+    assert [each.name for each in tmp_path.iterdir()] == ["jobs.jsonl"]
+
+    skipped = in_process("load", "jobs.jsonl", "--skip-invalid", "--json")
+    assert (json.loads(skipped.stdout)["sent"], json.loads(skipped.stdout)["invalid"]) == (2, 1)
+    assert "line 2 is left out" in skipped.stderr
+
+
+@pytest.mark.parametrize(
+    ("arguments", "sentence"),
+    [
+        (["none.yaml"], "none.yaml cannot be read"),
+        (["jobs.txt"], "ends in"),
+        (["-", "--restart"], "no checkpoint"),
+        (["t.yaml", "--rate", "0"], "--rate"),
+        (["t.yaml", "--rate", "inf"], "--rate"),
+        (["t.yaml", "--count", "0"], "--count"),
+        (["t.yaml", "--concurrency", "many"], "--concurrency"),
+        (["t.yaml", "--checkpoint", "no/such/folder/c.json"], "cannot be written"),
+    ],
+)
+def test_what_cannot_be_loaded_is_one_line_and_exit_code_2(
+    in_process: Imagefleet, template: Path, arguments: list[str], sentence: str
+) -> None:
+    result = in_process("load", *arguments)
+
+    assert result.returncode == console.EXIT_OPERATOR_MUST_ACT
+    assert sentence in result.stderr
+    assert len(result.stderr.splitlines()) == 1
+
+
+@pytest.fixture
+def start(tmp_path: Path) -> Iterator[Callable[..., subprocess.Popen[str]]]:
+    """Starts `imagefleet load ARGUMENTS`; what still runs at the end is killed."""
+    running: list[subprocess.Popen[str]] = []
+
+    def start(*arguments: str, stdin: int | IO[str] | None = None) -> subprocess.Popen[str]:
+        process = subprocess.Popen(
+            [sys.executable, "-m", "fleet.cli", "load", *arguments],
+            cwd=tmp_path,
+            env={**os.environ, "PYTHONPATH": str(ROOT)},
+            stdin=stdin,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            text=True,
+        )
+        running.append(process)
+        return process
+
+    yield start
+    for process in running:
+        process.kill()
+        process.communicate()
+
+
+def wait_until_confirmed(path: Path, positions: int) -> None:
+    deadline = time.monotonic() + 30
+    while time.monotonic() < deadline:
+        found = checkpoint.Checkpoint.read(path)
+        if found is not None and found.confirmed >= positions:
+            return
+        time.sleep(0.01)
+    pytest.fail(f"{path} did not reach {positions}")
+
+
+def test_a_killed_load_goes_on_where_it_was_and_loses_nothing(
+    start: Callable[..., subprocess.Popen[str]],
+    in_process: Imagefleet,
+    template: Path,
+    tmp_path: Path,
+) -> None:
+    place = tmp_path / ".t.yaml.jobs.checkpoint.json"
+    process = start("t.yaml", "--count", "30000")
+    wait_until_confirmed(place, 2_000)
+    process.kill()
+    process.wait()
+    found = checkpoint.Checkpoint.read(place)
+    assert found is not None
+    assert 2_000 <= found.confirmed < 30_000
+    assert ids_in(home_of(tmp_path)).total() >= found.confirmed
+
+    result = in_process("load", "t.yaml", "--count", "30000", "--json")
+
+    ids = ids_in(home_of(tmp_path))
+    assert json.loads(result.stdout)["sent"] == 30_000 - found.confirmed
+    assert len(ids) == 30_000
+    assert ids.total() - 30_000 <= WINDOW
+
+
+def test_ctrl_c_ends_a_load_with_an_exact_checkpoint_and_says_how_to_go_on(
+    start: Callable[..., subprocess.Popen[str]], template: Path, tmp_path: Path
+) -> None:
+    place = tmp_path / ".t.yaml.jobs.checkpoint.json"
+    process = start("t.yaml", "--count", "30000", "--rate", "2000")
+    wait_until_confirmed(place, 1_000)
+    process.send_signal(signal.SIGINT)
+    _, told = process.communicate(timeout=30)
+
+    found = checkpoint.Checkpoint.read(place)
+    assert found is not None
+    assert process.returncode == console.EXIT_INTERRUPTED
+    assert ids_in(home_of(tmp_path)).total() == found.confirmed
+    assert f"stopped after {found.confirmed:,} jobs; the same command goes on there" in told
+
+
+def test_ctrl_c_does_not_wait_for_the_pace(
+    start: Callable[..., subprocess.Popen[str]], template: Path, tmp_path: Path
+) -> None:
+    process = start("t.yaml", "--rate", "0.01")
+    wait_until_confirmed(tmp_path / ".t.yaml.jobs.checkpoint.json", 0)
+    process.send_signal(signal.SIGINT)
+    process.communicate(timeout=10)
+
+    assert process.returncode == console.EXIT_INTERRUPTED
+    assert ids_in(home_of(tmp_path)).total() <= 1
+
+
+def test_jobs_come_from_standard_input(
+    start: Callable[..., subprocess.Popen[str]], tmp_path: Path
+) -> None:
+    process = start("-", "--json", stdin=subprocess.PIPE)
+    printed, _ = process.communicate('{"prompt":"a"}\n{"prompt":"b","id":"mine"}\n', timeout=30)
+
+    assert json.loads(printed)["sent"] == 2
+    assert "mine" in ids_in(home_of(tmp_path))
+
+
+def test_an_invalid_line_of_standard_input_ends_the_load_after_those_before_it(
+    start: Callable[..., subprocess.Popen[str]], tmp_path: Path
+) -> None:
+    process = start("-", stdin=subprocess.PIPE)
+    _, told = process.communicate('{"prompt":"a"}\n' * 130 + "bad\n", timeout=30)
+
+    assert process.returncode == console.EXIT_OPERATOR_MUST_ACT
+    assert "line 131 is no valid job" in told
+    assert ids_in(home_of(tmp_path)).total() == 130
+
+
+def test_one_message_is_one_job(
+    in_process: Imagefleet, template: Path, storage_settings: StorageSettings
+) -> None:
+    in_process("load", "t.yaml", "--count", "3", "--quiet", *flags(storage_settings))
+
+    async def receive() -> int:
+        async with homes.open_storage(storage_settings) as home:
+            return len(await home.queue.receive(MAX_RECEIVE, 10))
+
+    assert asyncio.run(receive()) == 3

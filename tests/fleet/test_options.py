@@ -1,0 +1,196 @@
+from __future__ import annotations
+
+from enum import Enum
+from pathlib import Path
+from typing import Annotated, Any, Literal
+
+import pytest
+import typer
+from pydantic import Field, SecretStr, field_validator
+from pydantic_settings import BaseSettings, SettingsConfigDict
+from typer.testing import CliRunner
+
+from fleet import console, options
+from jobs import errors
+
+runner = CliRunner()
+
+
+class Colour(Enum):
+    RED = "red"
+    BLUE = "blue"
+
+
+class Settings(BaseSettings):
+    model_config = SettingsConfigDict(
+        env_prefix="IMAGEFLEET_", env_ignore_empty=True, extra="forbid"
+    )
+
+    folder: Path = Field(default=Path("here"), description="Where it lies.")
+    lease_seconds: float = Field(default=30, ge=5, description="How long it is kept.")
+    attempts: int | None = Field(default=None, ge=1, description="Tries.")
+    kind: Literal["local", "azure"] = Field(default="local", description="Which.")
+    colour: Colour = Field(default=Colour.RED, description="The colour.")
+    eager: bool = Field(default=False, description="At once.")
+    token: SecretStr | None = Field(default=None, description="A secret.")
+    address: str = Field(default="local:", description="An address.")
+
+    @field_validator("address")
+    @classmethod
+    def _has_a_scheme(cls, address: str) -> str:
+        if ":" not in address or "AccountKey=no" in address:
+            raise ValueError("has no scheme")
+        return address
+
+
+class Required(BaseSettings):
+    model_config = SettingsConfigDict(env_prefix="IMAGEFLEET_")
+
+    model: Path = Field(description="The checkpoint.")
+
+
+@pytest.fixture
+def seen() -> dict[str, Any]:
+    return {}
+
+
+@pytest.fixture
+def app(seen: dict[str, Any]) -> typer.Typer:
+    app = typer.Typer(rich_markup_mode=None)
+
+    @app.command()
+    @options.from_settings(Settings)
+    def command(
+        settings: Settings, loud: Annotated[bool, typer.Option(help="Shout.")] = False
+    ) -> None:
+        """Does it."""
+        seen.update(settings=settings, loud=loud)
+
+    return app
+
+
+def test_every_kind_of_setting_is_a_flag(app: typer.Typer, seen: dict[str, Any]) -> None:
+    result = runner.invoke(
+        app,
+        [
+            *("--folder", "there", "--lease-seconds", "7.5", "--attempts", "3", "--kind", "azure"),
+            *("--colour", "blue", "--eager", "--token", "hush", "--address", "a:b", "--loud"),
+        ],
+    )
+
+    assert result.exit_code == 0, result.output
+    assert seen["loud"] is True
+    settings = seen["settings"]
+    assert settings.folder == Path("there")
+    assert settings.lease_seconds == 7.5
+    assert settings.attempts == 3
+    assert settings.kind == "azure"
+    assert settings.colour is Colour.BLUE
+    assert settings.eager is True
+    assert settings.token.get_secret_value() == "hush"
+    assert settings.address == "a:b"
+
+
+def test_a_flag_overrides_the_variable_and_the_variable_the_default(
+    app: typer.Typer, seen: dict[str, Any]
+) -> None:
+    variables = {"IMAGEFLEET_ATTEMPTS": "4", "IMAGEFLEET_EAGER": "yes", "IMAGEFLEET_KIND": "azure"}
+
+    runner.invoke(app, ["--attempts", "9", "--no-eager"], env=variables)
+
+    settings = seen["settings"]
+    assert (settings.attempts, settings.eager, settings.kind) == (9, False, "azure")
+    assert settings.lease_seconds == 30
+
+
+def test_an_empty_variable_is_no_value(app: typer.Typer, seen: dict[str, Any]) -> None:
+    runner.invoke(app, [], env={"IMAGEFLEET_LEASE_SECONDS": ""})
+
+    assert seen["settings"].lease_seconds == 30
+
+
+@pytest.mark.parametrize("way", ["flag", "variable"])
+def test_a_wrong_value_is_one_line_that_names_the_setting_both_ways(
+    app: typer.Typer, way: str
+) -> None:
+    arguments = ["--lease-seconds", "2"] if way == "flag" else []
+    variables = {} if way == "flag" else {"IMAGEFLEET_LEASE_SECONDS": "2"}
+
+    result = runner.invoke(app, arguments, env=variables)
+
+    assert result.exit_code == console.EXIT_OPERATOR_MUST_ACT
+    assert result.stderr == (
+        "error: --lease-seconds / IMAGEFLEET_LEASE_SECONDS: should be greater than or equal to 5,"
+        " not 2\n"
+    )
+    assert result.stdout == ""
+
+
+def test_two_wrong_values_are_two_lines() -> None:
+    with pytest.raises(errors.SetupError) as caught:
+        options.read(Settings, {"attempts": "many", "kind": "cloud"})
+
+    first, second = caught.value.message.splitlines()
+    assert first.startswith("--attempts / IMAGEFLEET_ATTEMPTS: should be a valid integer")
+    assert second == "--kind / IMAGEFLEET_KIND: should be 'local' or 'azure', not cloud"
+
+
+def test_a_missing_setting_is_named() -> None:
+    with pytest.raises(errors.SetupError, match=r"^--model / IMAGEFLEET_MODEL: is required$"):
+        options.read(Required, {"model": None})
+
+
+@pytest.mark.parametrize(
+    "secret", ["x;AccountKey=no;y", "SharedAccessSignature=sv", "https//x?sv=1&sig=abc"]
+)
+def test_a_secret_in_a_wrong_value_is_not_repeated(secret: str) -> None:
+    with pytest.raises(errors.SetupError) as caught:
+        options.read(Settings, {"attempts": secret})
+
+    assert secret not in caught.value.message
+    assert "--attempts" in caught.value.message
+
+
+def test_an_unknown_variable_is_refused_with_a_suggestion(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setenv("IMAGEFLEET_QUEU", "jobs")
+
+    with pytest.raises(errors.SetupError) as caught:
+        options.read(Settings, {})
+
+    assert caught.value.message == (
+        "IMAGEFLEET_QUEU is no setting of imagefleet: did you mean IMAGEFLEET_QUEUE?"
+    )
+
+
+def test_a_variable_of_another_command_is_no_error(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("IMAGEFLEET_MAX_BATCH", "8")
+
+    assert options.read(Settings, {}).attempts is None
+
+
+def test_help_shows_description_variable_and_default(app: typer.Typer) -> None:
+    text = " ".join(runner.invoke(app, ["--help"]).stdout.split())
+
+    assert (
+        "--lease-seconds NUMBER How long it is kept."
+        " [env: IMAGEFLEET_LEASE_SECONDS; default: 30]" in text
+    )
+    assert "--kind local|azure" in text
+    assert "--eager / --no-eager" in text
+    assert "A secret. [env: IMAGEFLEET_TOKEN]" in text
+
+
+def test_the_table_has_each_setting_once() -> None:
+    rows = options.markdown_table().splitlines()[2:]
+
+    flags = [row.split("`")[1] for row in rows]
+    assert len(flags) == len(set(flags))
+    assert {"--storage", "--max-attempts", "--rate"} <= set(flags)
+
+
+def test_a_default_that_differs_from_machine_to_machine_is_not_shown() -> None:
+    row = next(row for row in options.markdown_table().splitlines() if "`--name`" in row)
+
+    assert row.split("|")[3].strip() == ""
