@@ -2,15 +2,23 @@
 
 from __future__ import annotations
 
+import re
 from typing import Annotated
 
-from pydantic import Field, SecretStr, StringConstraints
+from pydantic import AfterValidator, Field, SecretStr
 from pydantic_settings import BaseSettings, SettingsConfigDict
 
 #: Azure's rule for queues and containers, less the room for `-poison`.
-AzureName = Annotated[
-    str, StringConstraints(pattern=r"^[a-z0-9](-?[a-z0-9])*$", min_length=3, max_length=56)
-]
+_AZURE_NAME = re.compile(r"(?=.{3,56}$)[a-z0-9](-?[a-z0-9])*")
+
+
+def _azure_name(name: str) -> str:
+    if not _AZURE_NAME.fullmatch(name):
+        raise ValueError("should be 3 to 56 lower-case letters, digits and single hyphens")
+    return name
+
+
+AzureName = Annotated[str, AfterValidator(_azure_name)]
 
 POISON_SUFFIX = "-poison"
 

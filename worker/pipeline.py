@@ -35,8 +35,13 @@ ENCODE_BACKLOG = 64
 #: worker from exiting, since the leases run out by themselves.
 HAND_BACK_SECONDS = 5.0
 
+
+def _tell_of_outage(error: errors.TransientError) -> None:
+    log.warning("the storage does not answer: %s", error, extra={"action": "storage_outage"})
+
+
 #: Storage that is down for a few minutes costs no generated image; the leases are kept meanwhile.
-PATIENCE = retry.RetryPolicy(tries=15, longest_wait_seconds=30)
+PATIENCE = retry.RetryPolicy(tries=15, longest_wait_seconds=30, on_retry=_tell_of_outage)
 
 
 class Pipeline:
