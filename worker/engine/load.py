@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 from pathlib import Path
 from typing import TYPE_CHECKING, Literal
 
@@ -35,11 +34,6 @@ def load_engine(
     Raises:
         SetupError: a library, the device or a part of the checkpoint is missing or does not fit.
     """
-    # The libraries read it when they are imported; a worker loads what it was given, or nothing.
-    os.environ["HF_HUB_OFFLINE"] = "1"
-    # On a CPU with other work to do, threads that spin while they wait for each other made eight
-    # images take 7 to 10 s instead of 2.
-    os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
     try:
         from worker.engine import batch_engine, checkpoint
     except ModuleNotFoundError as error:
