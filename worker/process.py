@@ -86,7 +86,14 @@ async def _run(
         engine_busy_seconds=lane.clock.busy_seconds,
         engine_idle_fraction=lane.clock.idle_fraction,
     )
-    log.info("done: %s", report, extra={"action": "stop"})
+    log.info(
+        "done: %d images in %.0f s, the engine waited %.1f %% of the time; jobs: %s",
+        report.images,
+        report.seconds,
+        100 * report.engine_idle_fraction,
+        ", ".join(f"{count} {outcome}" for outcome, count in report.jobs.items()) or "none",
+        extra={"action": "stop"},
+    )
     return report
 
 

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import asyncio
+import re
 import signal
 import subprocess
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import aiohttp
 import pytest
 
 from jobs.storage import Storage
@@ -123,7 +125,35 @@ async def test_two_workers_at_once_share_the_jobs_and_make_none_twice(
     outputs = [await end(process) for process in processes]
     assert [process.returncode for process in processes] == [0, 0], outputs
     assert await names(storage) == expected
-    assert not any("'duplicate'" in output for output in outputs), outputs
+    assert not any("duplicate" in output for output in outputs), outputs
+
+
+@local_only
+async def test_a_worker_tells_how_it_is_while_it_works(
+    storage: Storage, tiny_model: Path, start: Start
+) -> None:
+    await storage.queue.send(['{"prompt": "a house", "steps": 2}'])
+    process = start(*worker(tiny_model, "--price-per-hour", "0.03"))
+    assert process.stdout is not None
+    line = await asyncio.to_thread(process.stdout.readline)
+    address = line.split("metrics at ")[1].removesuffix("/metrics\n")
+    async with aiohttp.ClientSession(address) as client, asyncio.timeout(60):
+
+        async def ask(path: str) -> tuple[int, str]:
+            async with client.get(path) as response:
+                return response.status, await response.text()
+
+        assert (await ask("/live"))[0] == 200
+        assert (await ask("/ready"))[0] == 503, "ready before the model was loaded"
+        while (await ask("/ready"))[0] == 503:
+            await asyncio.sleep(0.1)
+        while 'imagefleet_jobs_total{outcome="completed"} 1.0' not in (await ask("/metrics"))[1]:
+            await asyncio.sleep(0.1)
+        _, metrics = await ask("/metrics")
+    assert "imagefleet_images_total 1.0" in metrics
+    dollars = re.search(r"^imagefleet_cost_dollars_total (\S+)$", metrics, re.MULTILINE)
+    assert dollars is not None
+    assert 0 < float(dollars[1]) < 0.03
 
 
 @local_only
