@@ -85,6 +85,7 @@ class Pipeline:
             home.blobs,
             directory=settings.lora_directory,
             cache=settings.lora_cache,
+            cache_bytes=settings.lora_cache_megabytes * 2**20,
             max_bytes=settings.lora_megabytes * 2**20,
         )
         self.metrics.registry.register(
@@ -194,18 +195,21 @@ class Pipeline:
         self._on_settled(outcome)
 
     async def _measure_queues(self) -> None:
+        untold = {self._home.queue.name, self._home.poison.name}
         while True:
             for queue in (self._home.queue, self._home.poison):
                 try:
                     depth = await queue.depth()
                 except errors.FleetError as error:
                     # A worker's token need not allow it, and no job depends on it.
-                    log.info(
-                        "the depth of %s is unknown: %s",
-                        queue.name,
-                        error,
-                        extra={"action": "depth_unknown"},
-                    )
+                    if queue.name in untold:
+                        untold.discard(queue.name)
+                        log.info(
+                            "the depth of %s is not measured: %s",
+                            queue.name,
+                            error,
+                            extra={"action": "depth_unknown"},
+                        )
                 else:
                     self.metrics.queue_messages.labels(queue.name).set(depth.messages)
             seconds = self._settings.depth_seconds

@@ -347,3 +347,13 @@ async def test_the_engine_waits_for_nothing_while_there_are_jobs(
     assert sample("imagefleet_jobs_total", {"outcome": "completed"}) == 40
     for stage in ("prepare", "wait_gpu", "generate", "encode", "upload", "acknowledge"):
         assert sample("imagefleet_stage_seconds_count", {"stage": stage}) == 40
+
+
+async def test_the_depth_of_both_queues_is_measured_beside_the_work(
+    storage: Storage, run_pipeline: RunPipeline, message: Callable[..., str]
+) -> None:
+    await storage.queue.send([message(id="j"), "nonsense"])
+    pipeline = await run_pipeline(StandInEngine(tick_seconds=0.3), depth_seconds=60)
+    sample = pipeline.metrics.registry.get_sample_value
+    for queue in (storage.queue, storage.poison):
+        assert sample("imagefleet_queue_messages", {"queue": queue.name}) in {0, 1, 2}
