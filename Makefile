@@ -38,6 +38,9 @@ $(INSTALLED): pyproject.toml constraints.txt
 	echo "Python 3.11 or newer is needed: name one with make PYTHON=/path/to/python3" >&2; exit 1
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check \
 	  --constraint constraints.txt --editable ".[dev]"
+# The samplers' tests compare with it; what else it asks for (torchvision, CLIP ...) is for training.
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check \
+	  --constraint constraints.txt --no-deps k-diffusion
 	@touch $@
 
 # Azurite runs on Node: the machine's, or one that comes as a Python wheel.

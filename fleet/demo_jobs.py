@@ -29,8 +29,8 @@ _LIGHTS = ("at dawn", "by moonlight", f"in a forest, <lora:{REFERENCE_LORA}:0.5>
 
 
 def messages(valid: Iterable[str] | None = None) -> list[str]:
-    """All messages in their order; *valid* are the demo checkpoint's own, the reference first."""
-    given = [json.dumps(job) for job in _own_jobs()] if valid is None else list(valid)[1:]
+    """All messages in their order; *valid* are the 21 that the demo checkpoint was made for."""
+    given = [json.dumps(job) for job in _own_jobs()] if valid is None else list(valid)
     named = [_named(text, number) for number, text in enumerate(given, start=1)]
     return [
         REFERENCE_MESSAGE,

@@ -59,8 +59,9 @@ def _read(data: bytes) -> tuple[Image.Image, str]:
         scale = TILE_PIXELS / max(image.size)
         size = (round(image.width * scale), round(image.height * scale))
         tile = image.convert("RGB").resize(size, Image.Resampling.LANCZOS)
-    words = prompt.read_prompt(parameters.partition("\n")[0]).text
-    return tile, " ".join(words.replace(" ,", "").split()).strip(" ,")
+    read = prompt.read_prompt(parameters.partition("\n")[0])
+    words = " ".join(read.text.replace(" ,", "").split()).strip(" ,")
+    return tile, " + ".join([words, *(lora.name for lora in read.loras)])
 
 
 def _lines(caption: str, font: ImageFont.FreeTypeFont | ImageFont.ImageFont) -> list[str]:

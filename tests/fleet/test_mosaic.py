@@ -47,10 +47,10 @@ def test_a_wide_picture_keeps_its_shape() -> None:
     assert tile.size == (mosaic.TILE_PIXELS, mosaic.TILE_PIXELS // 2)
 
 
-def test_a_caption_is_the_prompt_without_its_loras() -> None:
+def test_a_caption_names_the_loras_after_the_prompts_words() -> None:
     _, caption = mosaic._read(picture(64, 64, "a rope, <lora:forest-v2:0.35>, digital art"))
 
-    assert caption == "a rope, digital art"
+    assert caption == "a rope, digital art + forest-v2"
 
 
 def test_a_long_caption_is_cut_with_an_ellipsis_and_fits_the_picture() -> None:

@@ -1,0 +1,1 @@
+"""The drawn world: its pictures and captions, the demo checkpoint's training, and the judge."""

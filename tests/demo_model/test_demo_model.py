@@ -1,0 +1,228 @@
+"""The demo checkpoint: what it is made of, and that it draws what a prompt says."""
+
+from __future__ import annotations
+
+import json
+import random
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from diffusers import StableDiffusionPipeline
+from safetensors import safe_open
+
+from demo_world import captions, judge, world
+from fleet import demo_jobs
+from jobs import job, prompt
+from worker.engine import contract, load
+
+DEMO_MODEL = Path(__file__).parents[2] / "demo_model"
+LORAS = sorted((DEMO_MODEL / "loras").glob("*.safetensors"))
+
+#: Right most of the time is what this model promises (its card says how often), so a test asks for
+#: pictures whose seeds are known to come out.
+SEED = 1000
+
+
+@pytest.fixture(scope="module", autouse=True)
+def _one_thread() -> None:
+    # With two threads on a machine whose cores are all busy, each waits for the other: 5x slower.
+    torch.set_num_threads(1)
+
+
+@pytest.fixture(scope="module")
+def engine() -> Iterator[contract.Engine]:
+    loaded = load.load_engine(DEMO_MODEL, "cpu", max_batch=8)
+    yield loaded
+    loaded.close()
+
+
+@pytest.fixture(scope="module")
+def critic() -> judge.Judge:
+    return judge.load_judge()
+
+
+def draw(
+    engine: contract.Engine, prompts: Sequence[str], negative_prompt: str = "", steps: int = 15
+) -> torch.Tensor:
+    """Images [prompts, 3, 128, 128] in 0..1."""
+    for ticket, text in enumerate(prompts):
+        read = prompt.read_prompt(text)
+        request = contract.ImageRequest(
+            prompt=read.text,
+            negative_prompt=negative_prompt,
+            loras=tuple(
+                contract.Lora(
+                    tag.name,
+                    DEMO_MODEL / "loras" / f"{tag.name}.safetensors",
+                    tag.text_encoder_weight,
+                    tag.unet_weight,
+                )
+                for tag in read.loras
+            ),
+            sampler="euler_ancestral",
+            steps=steps,
+            cfg_scale=7.0,
+            seed=SEED + ticket,
+            width=128,
+            height=128,
+        )
+        engine.admit(ticket, engine.prepare(request))
+    outcomes = {}
+    while engine.busy:
+        outcomes |= {finished.ticket: finished.outcome for finished in engine.tick()}
+    pixels = [outcomes[ticket] for ticket in range(len(prompts))]
+    assert all(isinstance(image, np.ndarray) for image in pixels), pixels
+    return torch.from_numpy(np.stack(pixels)).permute(0, 3, 1, 2) / 255
+
+
+def test_it_is_small_enough_for_a_repository() -> None:
+    sizes = [path.stat().st_size for path in DEMO_MODEL.rglob("*") if path.is_file()]
+
+    assert sum(sizes) < 24_000_000
+
+
+def test_all_weights_are_float16() -> None:
+    kinds = set()
+    for path in DEMO_MODEL.rglob("*.safetensors"):
+        with safe_open(path, framework="pt") as file:
+            kinds |= {file.get_slice(key).get_dtype() for key in file.keys()}  # noqa: SIM118
+
+    assert kinds == {"F16"}
+
+
+@pytest.mark.filterwarnings("ignore")  # diffusers warns of what it imports, not of this model
+def test_diffusers_loads_it_untouched(critic: judge.Judge) -> None:
+    pipeline = StableDiffusionPipeline.from_pretrained(DEMO_MODEL)
+    pipeline.set_progress_bar_config(disable=True)
+    generator = torch.Generator().manual_seed(SEED)
+
+    drawn = pipeline(
+        "a red house in a meadow", num_inference_steps=15, generator=generator, output_type="np"
+    )
+
+    (found,) = critic.find(torch.from_numpy(drawn.images).permute(0, 3, 1, 2))
+    assert (found[0].shape, found[0].colour) == ("house", "red")
+
+
+@pytest.mark.parametrize("path", LORAS, ids=lambda path: path.stem)
+def test_a_lora_is_in_kohyas_format_with_alpha_for_both_networks(path: Path) -> None:
+    with safe_open(path, framework="pt") as file:
+        keys = set(file.keys())
+        ranks = {file.get_slice(key).get_shape()[0] for key in keys if key.endswith("down.weight")}
+    layers = {key.split(".")[0] for key in keys}
+
+    assert keys == {
+        f"{layer}.{part}"
+        for layer in layers
+        for part in ("lora_down.weight", "lora_up.weight", "alpha")
+    }
+    assert {layer[:7] for layer in layers} == {"lora_te", "lora_un"}
+    assert len(ranks) == 1
+    assert 4 <= ranks.pop() <= 32
+
+
+def test_the_demos_jobs_are_valid_and_each_has_a_seed() -> None:
+    lines = (DEMO_MODEL / "demo_jobs.jsonl").read_text(encoding="utf-8").splitlines()
+    messages = demo_jobs.messages(lines)
+
+    assert len(lines) == 21
+    assert len(messages) == 24
+    assert messages[0] == demo_jobs.REFERENCE_MESSAGE
+    assert all(json.loads(line)["seed"] for line in lines)
+    assert all(job.read_job(line, message_id="1").steps == 15 for line in lines)
+
+
+def test_the_judge_knows_what_a_program_drew(critic: judge.Judge) -> None:
+    rng = random.Random(7)
+    scenes = [world.sample_scene(rng, world.SceneOptions(held_out=True)) for _ in range(60)]
+    images = np.stack([np.asarray(world.draw_scene(scene)) for scene in scenes])
+
+    found = critic.find(torch.from_numpy(images).permute(0, 3, 1, 2) / 255)
+
+    right = [
+        {thing.shape for thing in scene.things} == {one.shape for one in findings}
+        for scene, findings in zip(scenes, found, strict=True)
+    ]
+    assert sum(right) >= 54
+
+
+def test_a_caption_names_what_the_scene_shows() -> None:
+    rng = random.Random(3)
+    for _ in range(200):
+        scene = world.sample_scene(rng, world.SceneOptions(held_out=True))
+        caption = captions.plain_caption(scene, rng)
+
+        for thing in scene.things:
+            nouns = captions.NOUNS.get(thing.shape, (thing.shape,))
+            stems = [noun.removesuffix("y").removesuffix("f") for noun in nouns]
+            assert any(stem in caption for stem in stems), (thing.shape, caption)
+
+
+def test_it_draws_the_object_in_the_colour_that_the_prompt_names(
+    engine: contract.Engine, critic: judge.Judge
+) -> None:
+    wanted = [
+        ("red", "house", "in a meadow"),
+        ("blue", "fish", "in the sea"),
+        ("green", "tree", "in the snow"),
+        ("yellow", "star", "at night"),
+        ("orange", "cat", "plain background"),
+        ("purple", "umbrella", "in the city"),
+    ]
+    images = draw(engine, [f"a {colour} {shape} {place}" for colour, shape, place in wanted])
+
+    found = [(findings[0].colour, findings[0].shape) for findings in critic.find(images)]
+    assert found == [(colour, shape) for colour, shape, _ in wanted]
+
+
+def test_a_negative_prompt_keeps_its_colours_away(
+    engine: contract.Engine, critic: judge.Judge
+) -> None:
+    prompts = ["a circle", "a square", "a triangle"]
+    chosen = [findings[0].colour for findings in critic.find(draw(engine, prompts))]
+
+    images = draw(engine, prompts, negative_prompt=", ".join(chosen))
+
+    others = [findings[0].colour for findings in critic.find(images)]
+    assert not set(others) & set(chosen), (chosen, others)
+
+
+def _whiteness(images: torch.Tensor, critic: judge.Judge) -> float:
+    return float((images.amin(1) > 0.9).float().mean())
+
+
+def _darkness(images: torch.Tensor, critic: judge.Judge) -> float:
+    return float(1 - images.mean())
+
+
+def _glow(images: torch.Tensor, critic: judge.Judge) -> float:
+    red, green, blue = images.unbind(1)
+    return float((torch.minimum(green, blue) - red).clamp_min(0).mean())
+
+
+def _rocketness(images: torch.Tensor, critic: judge.Judge) -> float:
+    return float(critic.object_scores(images)[:, critic.shapes.index("rocket")].mean())
+
+
+@pytest.mark.parametrize(
+    ("name", "text", "effect"),
+    [
+        ("outline-style", "a red star in the desert", _whiteness),
+        ("night-palette", "a red house in a meadow", _darkness),
+        ("magic-fantasy-forest-v2", "a yellow star", _glow),
+        ("rocket", "a red rocket in the snow", _rocketness),
+    ],
+)
+def test_a_loras_effect_grows_with_its_weight(
+    name: str, text: str, effect: object, engine: contract.Engine, critic: judge.Judge
+) -> None:
+    assert callable(effect)
+    scores = [
+        effect(draw(engine, [f"{text} <lora:{name}:{weight}>"] * 2), critic)
+        for weight in (0, 0.5, 1)
+    ]
+
+    assert scores[0] < scores[1] < scores[2], scores
