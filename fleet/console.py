@@ -79,6 +79,11 @@ def print_json(record: Mapping[str, Any]) -> None:
     sys.stdout.flush()
 
 
+def counted(number: int, noun: str) -> str:
+    """`1 job`, `1,200 jobs`."""
+    return f"{number:,} {noun}" + ("s" if number != 1 else "")
+
+
 def leave(code: int | None) -> NoReturn:
     """Ends the process, whatever the engine's thread is in.
 

@@ -157,7 +157,7 @@ def discard(
         if dry_run:
             _print_count("would be discarded", count, as_json=as_json)
             return
-        if not typer.confirm(f"Discard {_jobs(count)} for good?", err=True):
+        if not typer.confirm(f"Discard {console.counted(count, 'failed job')} for good?", err=True):
             return
     _print_swept("discarded", console.run(_discard(settings, selection)), as_json=as_json)
 
@@ -259,7 +259,9 @@ def _print_listing(listing: Listing) -> None:
     if not listing.count:
         console.stdout.print("no failed jobs")
         return
-    summary = Table(title=_jobs(listing.count), title_justify="left", title_style="bold")
+    summary = Table(
+        title=console.counted(listing.count, "failed job"), title_justify="left", title_style="bold"
+    )
     summary.add_column("count", justify="right")
     summary.add_column("error")
     summary.add_column("reason", overflow="fold")
@@ -296,7 +298,7 @@ def _print_count(verb: str, count: int, *, as_json: bool) -> None:
     if as_json:
         console.print_json({"count": count})
     else:
-        console.stdout.print(f"{_jobs(count)} {verb}")
+        console.stdout.print(f"{console.counted(count, 'failed job')} {verb}")
 
 
 def _print_swept(verb: str, swept: Swept, *, as_json: bool) -> None:
@@ -304,15 +306,11 @@ def _print_swept(verb: str, swept: Swept, *, as_json: bool) -> None:
         refused = [asdict(each) for each in swept.refused]
         console.print_json({verb: swept.done, "refused": refused})
         return
-    console.stdout.print(f"{_jobs(swept.done)} {verb}")
+    console.stdout.print(f"{console.counted(swept.done, 'failed job')} {verb}")
     for each in swept.refused[:_SHOWN]:
         console.stdout.print(_plain(f"{each.id} stays: {each.reason}"), soft_wrap=True)
     if len(swept.refused) > _SHOWN:
         console.stdout.print(f"and {len(swept.refused) - _SHOWN:,} others stay")
-
-
-def _jobs(count: int) -> str:
-    return f"{count:,} failed job" + ("s" if count != 1 else "")
 
 
 def _plain(text: str) -> Text:

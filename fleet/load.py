@@ -228,14 +228,14 @@ def _print_jobs(source: Source) -> None:
 def _print_summary(summary: Summary, left_out: int, place: Path | None) -> None:
     if summary.sent:
         _say(
-            f"{summary.sent:,} jobs sent to {summary.queue} in {summary.storage},"
+            f"{console.counted(summary.sent, 'job')} sent to {summary.queue} in {summary.storage},"
             f" {summary.jobs_per_second:,.0f} jobs/s"
         )
     if left_out:
-        _say(f"{left_out:,} lines left out")
+        _say(f"{console.counted(left_out, 'line')} left out")
     if not summary.finished:
         way_on = "; the same command goes on there" if place else ""
-        _say(f"stopped after {summary.confirmed:,} jobs{way_on}")
+        _say(f"stopped after {console.counted(summary.confirmed, 'job')}{way_on}")
 
 
 def _say(text: str) -> None:

@@ -91,13 +91,22 @@ async def _watch(settings: StorageSettings) -> None:
         async with homes.open_storage(settings) as storage:
             await storage.check()
             with Live(console=console.stdout, auto_refresh=False) as live:
+                seen: Group | None = None
                 while True:
-                    screen = _screen(await read_status(storage))
+                    try:
+                        seen = screen = _screen(await read_status(storage))
+                    except errors.TransientError as error:
+                        screen = Group(*(seen.renderables if seen else ()), _no_answer(error))
                     if console.stdout.is_terminal:
                         live.update(screen, refresh=True)
                     else:
                         console.stdout.print(screen)
                     await asyncio.sleep(WATCH_SECONDS)
+
+
+def _no_answer(error: errors.TransientError) -> Text:
+    """A watch outlives what passes: who watches wants to see when it has."""
+    return Text(f"looking again: {error.message}", style="red")
 
 
 def _screen(status: FleetStatus) -> Group:

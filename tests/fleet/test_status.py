@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import asyncio
 import json
 import signal
 import subprocess
@@ -10,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from fleet import status
-from jobs import homes
+from jobs import errors, homes
 from jobs.settings import StorageSettings
 from jobs.storage import Storage
 
@@ -79,11 +80,39 @@ def test_ctrl_c_is_the_clean_end_of_a_watch(filled: str, tmp_path: Path) -> None
         assert watch.stderr is not None
         first = watch.stdout.readline()  # shown, so the watch has begun
         watch.send_signal(signal.SIGINT)
-        errors = watch.stderr.read()
+        complaints = watch.stderr.read()
 
     assert filled in first
     assert watch.returncode == 0
-    assert errors == ""
+    assert complaints == ""
+
+
+async def test_a_watch_outlives_an_outage(
+    filled: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    looks = 0
+    third = asyncio.Event()
+
+    async def look(storage: Storage) -> status.FleetStatus:
+        nonlocal looks
+        looks += 1
+        if looks == 2:
+            raise errors.TransientError("the storage does not answer")
+        if looks == 3:
+            third.set()
+        return await read_status(storage)
+
+    read_status = status.read_status
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(status, "read_status", look)
+    monkeypatch.setattr(status, "WATCH_SECONDS", 0.01)
+
+    watch = asyncio.create_task(status._watch(StorageSettings(storage=filled)))
+    await asyncio.wait_for(third.wait(), 10)
+    watch.cancel()
+    await watch
+
+    assert "looking again: the storage does not answer" in capsys.readouterr().out
 
 
 @pytest.mark.parametrize(
