@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import random
+from collections.abc import Iterable
 from functools import cache
 
 from PIL import Image, ImageDraw
@@ -68,22 +69,28 @@ def _night(size_px: int, rng: random.Random) -> Image.Image:
     return image
 
 
-def _forest(size_px: int, rng: random.Random) -> Image.Image:
-    image = vertical_gradient(size_px, (176, 214, 160), (104, 164, 104))
-    draw = ImageDraw.Draw(image)
-    for colour, count, width in (((124, 168, 118), 4, 0.045), ((70, 92, 62), 3, 0.075)):
+def draw_trunks(
+    draw: ImageDraw.ImageDraw,
+    size_px: int,
+    rng: random.Random,
+    layers: Iterable[tuple[Colour, int, float]],
+    flare: float,
+) -> None:
+    """Layers of (colour, count, width as a share of the picture), *flare* times as wide below."""
+    for colour, count, width in layers:
         for index in range(count):
             x = size_px * (index + rng.uniform(0.15, 0.85)) / count
             half = size_px * width / 2
-            draw.polygon(
-                [
-                    (x - half, 0),
-                    (x + half, 0),
-                    (x + half * 1.4, size_px),
-                    (x - half * 1.4, size_px),
-                ],
-                fill=colour,
-            )
+            top = [(x - half, 0), (x + half, 0)]
+            bottom = [(x + half * flare, size_px), (x - half * flare, size_px)]
+            draw.polygon([*top, *bottom], fill=colour)
+
+
+def _forest(size_px: int, rng: random.Random) -> Image.Image:
+    image = vertical_gradient(size_px, (176, 214, 160), (104, 164, 104))
+    draw = ImageDraw.Draw(image)
+    layers = (((124, 168, 118), 4, 0.045), ((70, 92, 62), 3, 0.075))
+    draw_trunks(draw, size_px, rng, layers, flare=1.4)
     for index in range(7):
         x, r = size_px * (index + rng.uniform(-0.2, 0.2)) / 6, size_px * rng.uniform(0.1, 0.15)
         draw.ellipse((x - r, -r * 1.1, x + r, r * 0.8), fill=(46, 110, 66))

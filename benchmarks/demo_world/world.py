@@ -302,19 +302,8 @@ def _fill_main(image: Image.Image, part: Part, thing: Thing, paints: dict[str, C
 def _magic_forest(size_px: int, rng: random.Random) -> Image.Image:
     image = scenery.vertical_gradient(size_px, (34, 22, 84), (24, 120, 128))
     draw = ImageDraw.Draw(image)
-    for colour, count, width in (((30, 64, 104), 4, 0.05), ((20, 28, 62), 3, 0.08)):
-        for index in range(count):
-            x = size_px * (index + rng.uniform(0.15, 0.85)) / count
-            half = size_px * width / 2
-            draw.polygon(
-                [
-                    (x - half, 0),
-                    (x + half, 0),
-                    (x + half * 1.5, size_px),
-                    (x - half * 1.5, size_px),
-                ],
-                fill=colour,
-            )
+    layers = (((30, 64, 104), 4, 0.05), ((20, 28, 62), 3, 0.08))
+    scenery.draw_trunks(draw, size_px, rng, layers, flare=1.5)
     for _ in range(6):
         x, length = rng.uniform(0, size_px), size_px * rng.uniform(0.15, 0.4)
         draw.line((x, 0, x + size_px * 0.03, length), fill=(36, 104, 84), width=size_px // 60)
