@@ -90,9 +90,9 @@ class FarBlobs:
         self.written_at.append(time.monotonic())
         return written
 
-    async def read(self, name: str) -> bytes | None:
+    async def read(self, name: str, max_bytes: int | None = None) -> bytes | None:
         await asyncio.sleep(LATENCY_SECONDS)
-        return await self._blobs.read(name)
+        return await self._blobs.read(name, max_bytes)
 
     def names(self, prefix: str = "") -> AsyncIterator[str]:
         return self._blobs.names(prefix)

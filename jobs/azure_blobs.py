@@ -66,12 +66,14 @@ class AzureBlobs:
 
         return await self._call(request)
 
-    async def read(self, name: str) -> bytes | None:
+    async def read(self, name: str, max_bytes: int | None = None) -> bytes | None:
         storage.check_blob_name(name)
 
         async def request() -> bytes | None:
             with azure_errors.tolerated({"BlobNotFound"}):
+                # Asks for a first part alone (32 MiB), and learns the size with it.
                 download = await self._client.download_blob(name)
+                storage.check_blob_size(name, download.size, max_bytes)
                 return await download.readall()
             return None
 

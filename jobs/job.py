@@ -22,17 +22,7 @@ from pydantic import (
     model_validator,
 )
 
-from jobs import errors, prompt, txt2img
-
-#: The names under which a job may ask for each sampler that the engine has.
-SAMPLERS: Mapping[str, str] = {
-    "euler a": "euler_ancestral",
-    "euler ancestral": "euler_ancestral",
-    "euler_a": "euler_ancestral",
-    "euler_ancestral": "euler_ancestral",
-    "k_euler_a": "euler_ancestral",
-    "k_euler_ancestral": "euler_ancestral",
-}
+from jobs import errors, prompt, samplers, txt2img
 
 #: More images than this in one job would outlive any sensible lease; send more jobs instead.
 MAX_IMAGES_PER_JOB = 64
@@ -70,6 +60,7 @@ class Job(BaseModel):
     prompt: Prompt
     negative_prompt: Prompt = ""
     sampler_name: str = "Euler a"
+    scheduler: str | None = None
     steps: int = Field(default=20, ge=1, le=150)
     cfg_scale: float = Field(default=7.0, ge=1, le=30)
     width: Side | None = None
@@ -97,9 +88,18 @@ class Job(BaseModel):
 
     @field_validator("prompt")
     @classmethod
-    def _tags_are_understood(cls, text: str) -> str:
+    def _prompt_is_understood(cls, text: str) -> str:
         try:
             prompt.read_prompt(text)
+        except errors.JobError as error:
+            raise ValueError(error.message) from None
+        return text
+
+    @field_validator("negative_prompt")
+    @classmethod
+    def _negative_prompt_is_understood(cls, text: str) -> str:
+        try:
+            prompt.read_negative_prompt(text)
         except errors.JobError as error:
             raise ValueError(error.message) from None
         return text
@@ -107,9 +107,13 @@ class Job(BaseModel):
     @field_validator("sampler_name")
     @classmethod
     def _sampler_is_known(cls, name: str) -> str:
-        if name.lower() not in SAMPLERS:
-            known = ", ".join(sorted(SAMPLERS))
-            raise ValueError(f"{name[:40]!r} is no sampler that is known here: {known}")
+        samplers.find(name)
+        return name
+
+    @field_validator("scheduler")
+    @classmethod
+    def _scheduler_is_known(cls, name: str | None) -> str | None:
+        samplers.check_scheduler(name)
         return name
 
     @field_validator("metadata")
@@ -139,7 +143,7 @@ class Job(BaseModel):
     @property
     def sampler(self) -> str:
         """The sampler's one name inside the project."""
-        return SAMPLERS[self.sampler_name.lower()]
+        return samplers.find(self.sampler_name, self.scheduler).key
 
     def image_seed(self, index: int) -> int:
         """AUTOMATIC1111's rule: each image of a job counts the seed up by one."""

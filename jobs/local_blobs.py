@@ -46,9 +46,9 @@ class LocalBlobs:
         details = json.dumps({"content_type": content_type, "metadata": dict(metadata)})
         return await asyncio.to_thread(self._create, name, data, details.encode())
 
-    async def read(self, name: str) -> bytes | None:
+    async def read(self, name: str, max_bytes: int | None = None) -> bytes | None:
         storage.check_blob_name(name)
-        return await asyncio.to_thread(self._read, name)
+        return await asyncio.to_thread(self._read, name, max_bytes)
 
     async def names(self, prefix: str = "") -> AsyncIterator[str]:
         with closing(self._walk("", prefix)) as names:
@@ -90,9 +90,11 @@ class LocalBlobs:
             temporary.unlink(missing_ok=True)
         return True
 
-    def _read(self, name: str) -> bytes | None:
+    def _read(self, name: str, max_bytes: int | None) -> bytes | None:
         try:
-            return (self.folder / name).read_bytes()
+            with (self.folder / name).open("rb") as file:
+                storage.check_blob_size(name, os.fstat(file.fileno()).st_size, max_bytes)
+                return file.read()
         except (FileNotFoundError, IsADirectoryError, NotADirectoryError):
             return None
         except OSError as error:

@@ -129,8 +129,12 @@ class BlobStore(Protocol):
             JobError: the name is no plain relative path, or the metadata cannot be HTTP headers.
         """
 
-    async def read(self, name: str) -> bytes | None:
-        """A blob's bytes, or None where there is none of that name."""
+    async def read(self, name: str, max_bytes: int | None = None) -> bytes | None:
+        """A blob's bytes, or None where there is none of that name.
+
+        Raises:
+            UnusableFileError: it has more than *max_bytes*; it was not read.
+        """
 
     def names(self, prefix: str = "") -> AsyncIterator[str]: ...
 
@@ -217,6 +221,14 @@ def check_blob_name(name: str) -> None:
     parts = name.split("/")
     if any(not _BLOB_NAME_PART.fullmatch(part) for part in parts) or len(name) > MAX_BLOB_NAME:
         raise errors.JobError(f"{name[:80]!r} is no name for a blob: it is no plain relative path")
+
+
+def check_blob_size(name: str, size: int, max_bytes: int | None) -> None:
+    """Raises UnusableFileError, with both numbers, for a file that is over a limit."""
+    if max_bytes is not None and size > max_bytes:
+        raise errors.UnusableFileError(
+            f"{name} has {size:,} bytes; at most {max_bytes:,} are accepted"
+        )
 
 
 def check_metadata(metadata: Mapping[str, str]) -> None:

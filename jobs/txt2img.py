@@ -46,7 +46,6 @@ NEUTRAL_VALUES: Mapping[str, tuple[object, ...]] = {
     "s_noise": (None, 1),
     "s_tmax": (None, 0),
     "s_tmin": (None, 0),
-    "scheduler": (*_EMPTY, "automatic", "Automatic"),
     "script_args": _EMPTY,
     "script_name": _EMPTY,
     "seed_resize_from_h": (None, -1, 0),

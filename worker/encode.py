@@ -28,6 +28,9 @@ COMPRESSION_LEVEL = 1
 #: PNG's filter "up": each byte less the one above; smaller than "sub" on photographs.
 FILTER_UP = 2
 
+#: What one segment of a JPEG holds, and so all of its EXIF.
+_JPEG_EXIF_BYTES = 65_533
+
 CONTENT_TYPES = {"png": "image/png", "jpeg": "image/jpeg", "webp": "image/webp"}
 
 
@@ -43,6 +46,7 @@ def encode(pixels: Pixels, output: Output, parameters: str) -> EncodedImage:
     """Encodes one image, [height, width, 3] RGB, with its parameters as text.
 
     Raises:
+        JobError: the parameters are too long for a JPEG.
         TransientError: the image is all one colour, which no working engine draws.
     """
     if (pixels[0] == pixels[0, 0]).all() and (pixels == pixels[0, 0]).all():
@@ -97,6 +101,11 @@ def _with_pillow(pixels: Pixels, output: Output, parameters: str) -> bytes:
     exif = Image.Exif()
     comment = b"UNICODE\0" + parameters.encode("utf-16-be")
     exif.get_ifd(ExifTags.IFD.Exif)[ExifTags.Base.UserComment] = comment
+    if output.format == "jpeg" and len(exif.tobytes()) > _JPEG_EXIF_BYTES:
+        raise errors.JobError(
+            "the prompts are too long to be written into a JPEG, which has room for some 32,000"
+            " letters: choose png or webp, or shorten them"
+        )
     buffer = io.BytesIO()
     image.save(buffer, output.format, quality=output.quality, exif=exif)
     return buffer.getvalue()

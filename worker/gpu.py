@@ -13,7 +13,7 @@ import logging
 import threading
 import time
 from collections import defaultdict, deque
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 
 from jobs import errors
@@ -76,6 +76,7 @@ class GpuLane:
         """*backlog*: finished images that may wait to be encoded before the engine must wait."""
         self.clock = GpuClock()
         self.capacity = 0
+        self.lora_lookups: Mapping[str, int] = {}
         self.tick_began_at: float | None = None
         self._load = load
         self._why_idle = why_idle
@@ -97,6 +98,7 @@ class GpuLane:
         self._thread.start()
         engine = await asyncio.shield(self._loaded)
         self.capacity = engine.capacity
+        self.lora_lookups = engine.lora_lookups
         # As many wait at its door as it holds.
         self._room = asyncio.Semaphore(engine.capacity)
         return engine

@@ -73,10 +73,16 @@ class EngineCollector(Collector):
         slots.add_metric(["free"], max(0, self._lane.capacity - self._lane.in_engine))
         yield slots
         lookups = CounterMetricFamily(
-            "imagefleet_lora_cache", "Look-ups of LoRA files.", labels=["result"]
+            "imagefleet_lora_cache",
+            "Look-ups of LoRA files, on disk and in memory.",
+            labels=["cache", "result"],
         )
-        for result in ("hit", "miss"):
-            lookups.add_metric([result], self._library.lookups[result])
+        for cache, counts in (
+            ("disk", self._library.lookups),
+            ("memory", self._lane.lora_lookups),
+        ):
+            for result in ("hit", "miss"):
+                lookups.add_metric([cache, result], counts.get(result, 0))
         yield lookups
         hours = (time.monotonic() - self._started_at) / 3600
         yield CounterMetricFamily(

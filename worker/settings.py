@@ -38,7 +38,13 @@ class WorkerSettings(StorageSettings):
     )
     lora_cache: Path = Field(
         default=Path("~/.cache/imagefleet/loras"),
-        description="Where LoRAs fetched from the store are kept.",
+        description="Where LoRAs fetched from the store are kept; workers may share it.",
+    )
+    lora_cache_megabytes: int = Field(
+        default=20_480,
+        ge=1,
+        le=16_777_216,
+        description="LoRA files kept there, the latest used; those of the last minute always.",
     )
     lora_megabytes: int = Field(
         default=1024, ge=1, le=1024, description="The largest LoRA file that is accepted."

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 
 import numpy as np
@@ -39,6 +39,7 @@ class StandInEngine:
     ) -> None:
         self.capacity = capacity
         self.default_size = size
+        self.lora_lookups: Mapping[str, int] = {}
         self._tick_seconds = tick_seconds
         self._draw = draw or draw_noise
         self._admitted: deque[tuple[int, contract.ImageRequest]] = deque()

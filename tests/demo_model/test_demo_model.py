@@ -178,6 +178,19 @@ def test_it_draws_the_object_in_the_colour_that_the_prompt_names(
     assert found == [(colour, shape) for colour, shape, _ in wanted]
 
 
+def test_emphasis_gives_a_thing_more_of_the_picture(
+    engine: contract.Engine, critic: judge.Judge
+) -> None:
+    pairs = [("star", "house"), ("fish", "cup"), ("tree", "car"), ("heart", "boat")]
+    weak = draw(engine, [f"a ({first}:0.6) and a {second}" for first, second in pairs])
+    strong = draw(engine, [f"a ({first}:1.4) and a {second}" for first, second in pairs])
+
+    columns = [critic.shapes.index(first) for first, _ in pairs]
+    rows = range(len(pairs))
+    gains = critic.object_scores(strong)[rows, columns] - critic.object_scores(weak)[rows, columns]
+    assert (gains > 0).sum() >= 3, gains
+
+
 def test_a_negative_prompt_keeps_its_colours_away(
     engine: contract.Engine, critic: judge.Judge
 ) -> None:

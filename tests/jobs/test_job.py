@@ -9,8 +9,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from jobs import errors, storage, txt2img
-from jobs.job import MAX_IMAGES_PER_JOB, SAMPLERS, Job, read_job
+from jobs import errors, samplers, storage, txt2img
+from jobs.job import MAX_IMAGES_PER_JOB, Job, read_job
 
 json_values = st.recursive(
     st.none() | st.booleans() | st.integers() | st.floats() | st.text(max_size=20),
@@ -28,7 +28,8 @@ jobs = st.builds(
     Job,
     prompt=words,
     negative_prompt=words,
-    sampler_name=st.sampled_from(sorted(SAMPLERS)),
+    sampler_name=st.sampled_from(sorted(samplers.NAMES)),
+    scheduler=st.sampled_from([None, "", *samplers.SCHEDULERS]),
     steps=st.integers(1, 150),
     cfg_scale=st.floats(1, 30),
     width=st.none() | st.integers(8, 256).map(lambda side: side * 8),
@@ -181,10 +182,12 @@ def test_blob_names_follow_from_the_job_alone() -> None:
         ("id", ["", "../a", "a/b", "-a", "x" * 129, "a b"]),
         ("campaign", ["", "..", "a/b"]),
         ("model", ["../m", "", "a/b", ".m"]),
-        ("sampler_name", ["DPM++ 2M", "", "Euler"]),
+        ("sampler_name", ["LMS", "", "DDIM Karras", "DPM++ 2M SDE", None]),
+        ("scheduler", ["Exponential", "SGM Uniform", 5]),
         ("output", [{"format": "gif"}, {"quality": 0}, {"qualty": 5}, "png"]),
         ("metadata", ["x", {"a": "x" * 4096}]),
-        ("prompt", [None, 5, "x" * 65_537, "<lora:../x:1>"]),
+        ("prompt", [None, 5, "x" * 65_537, "<lora:../x:1>", "a AND b", "[a|b]", "(a:1.1.1)"]),
+        ("negative_prompt", [None, "x" * 65_537, "[a:b:0.5]", "[a|b]", "(a:1000)"]),
     ],
 )
 def test_a_value_out_of_bounds_is_refused_by_the_fields_name(
@@ -225,6 +228,51 @@ def test_the_older_samplers_name_is_read() -> None:
     assert read(sampler_index="Euler a").sampler == "euler_ancestral"
     with pytest.raises(errors.InvalidMessageError, match="sampler_name"):
         read(sampler_index="LMS")
+
+
+def test_an_unknown_sampler_or_scheduler_is_answered_with_the_known_ones() -> None:
+    with pytest.raises(errors.InvalidMessageError, match=r"'LMS' .*: Euler a, .*DPM\+\+ 2M Karras"):
+        read(sampler_name="LMS")
+    with pytest.raises(errors.InvalidMessageError, match=r"'Beta' .*: Automatic, Uniform, Karras"):
+        read(scheduler="Beta")
+
+
+@pytest.mark.parametrize(
+    ("name", "sampler"),
+    [
+        ("Euler a", "euler_ancestral"),
+        ("K_EULER_A", "euler_ancestral"),
+        ("Euler", "euler"),
+        ("k_euler", "euler"),
+        ("DDIM", "ddim"),
+        ("PLMS", "plms"),
+        ("DPM++ 2M", "dpmpp_2m"),
+        ("k_dpmpp_2m", "dpmpp_2m"),
+        ("DPM++ 2M Karras", "dpmpp_2m_karras"),
+        ("k_dpmpp_2m_ka", "dpmpp_2m_karras"),
+    ],
+)
+def test_samplers_go_by_their_names_in_a1111_and_k_diffusion(name: str, sampler: str) -> None:
+    assert read(sampler_name=name).sampler == sampler
+
+
+@pytest.mark.parametrize(
+    ("name", "scheduler", "sampler"),
+    [
+        ("DPM++ 2M", "Karras", "dpmpp_2m_karras"),
+        ("DPM++ 2M", "Automatic", "dpmpp_2m_karras"),
+        ("DPM++ 2M", "uniform", "dpmpp_2m"),
+        ("DPM++ 2M", "", "dpmpp_2m"),
+        ("DPM++ 2M Karras", "Uniform", "dpmpp_2m_karras"),
+        ("Euler a", "karras", "euler_ancestral_karras"),
+        ("Euler a", "Automatic", "euler_ancestral"),
+        ("DDIM", "Karras", "ddim"),
+    ],
+)
+def test_the_scheduler_field_of_a1111_1_9_is_read_as_it_reads_it(
+    name: str, scheduler: str, sampler: str
+) -> None:
+    assert read(sampler_name=name, scheduler=scheduler).sampler == sampler
 
 
 @pytest.mark.parametrize("body", ["", "   ", "null", "[1]", '"text"', "7", "bm90IGpzb24="])

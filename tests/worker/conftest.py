@@ -87,3 +87,16 @@ def message() -> Callable[..., str]:
         return json.dumps({"prompt": "a house", **fields})
 
     return make
+
+
+@pytest.fixture
+def lora_bytes() -> Callable[[str], bytes]:
+    """A safetensors file as far as its header goes; its numbers are a text's letters."""
+
+    def make(text: str) -> bytes:
+        data = text.encode()
+        entry = {"dtype": "U8", "shape": [len(data)], "data_offsets": [0, len(data)]}
+        header = json.dumps({"__metadata__": {"format": "pt"}, "x": entry}).encode()
+        return len(header).to_bytes(8, "little") + header + data
+
+    return make

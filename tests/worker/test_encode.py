@@ -63,6 +63,17 @@ def test_lossy_formats_carry_the_parameters_as_exif_and_look_alike(name: str) ->
     assert np.abs(difference).mean() < 4
 
 
+def test_prompts_too_long_for_a_jpegs_exif_are_the_jobs_fault_and_fit_elsewhere() -> None:
+    long = "a" * 40_000
+    with pytest.raises(errors.JobError, match="choose png or webp"):
+        encode.encode(NOISE, Output(format="jpeg"), long)
+    encode.encode(NOISE, Output(format="jpeg"), long[:32_000])
+    assert opened(encode.encode(NOISE, Output(), long)).info["parameters"] == long
+    file = encode.encode(NOISE, Output(format="webp"), long)
+    comment = opened(file).getexif().get_ifd(ExifTags.IFD.Exif)[ExifTags.Base.UserComment]
+    assert comment[8:].decode("utf-16-be") == long
+
+
 def test_a_lower_quality_makes_a_smaller_file() -> None:
     sizes = [
         len(encode.encode(NOISE, Output(format="jpeg", quality=quality), "").data)

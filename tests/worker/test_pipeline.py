@@ -201,8 +201,8 @@ class FaultyBlobs:
             raise errors.TransientError("503 server busy")
         return await self._blobs.create(name, data, content_type, metadata)
 
-    async def read(self, name: str) -> bytes | None:
-        return await self._blobs.read(name)
+    async def read(self, name: str, max_bytes: int | None = None) -> bytes | None:
+        return await self._blobs.read(name, max_bytes)
 
 
 class FaultyHome:

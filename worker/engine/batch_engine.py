@@ -3,13 +3,25 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
 
 from jobs import errors
-from worker.engine import contract, euler, faults, lora, lora_file, text
+from worker.engine import (
+    chunks,
+    contract,
+    decode,
+    denoise,
+    faults,
+    lora,
+    lora_cache,
+    lora_file,
+    lora_names,
+    sampler,
+    text,
+)
 from worker.engine.checkpoint import Checkpoint
 
 log = logging.getLogger(__name__)
@@ -18,32 +30,34 @@ log = logging.getLogger(__name__)
 #: size, steps or LoRAs, but take longer to finish when the worker drains.
 _LOOKAHEAD_BATCHES = 2
 
-#: Pixels decoded in one call: the VAE needs far more memory for each than the UNet does.
-_DECODE_PIXELS = 1024 * 1024
-
-#: 32 chunks are 2,400 tokens. Without a limit, one prompt of 64 KiB could fill the GPU.
-_MAX_CHUNKS = 32
-
-#: Each LoRA of an image is held in memory twice while it is drawn.
+#: Each LoRA of an image is held in memory while it is drawn.
 _MAX_LORAS = 16
-
-_SAMPLER = "euler_ancestral"
 
 
 @dataclass(frozen=True, slots=True)
 class _Prepared:
     request: contract.ImageRequest
-    prompt: tuple[text.Chunk, ...]
-    negative_prompt: tuple[text.Chunk, ...]
+    prompt: tuple[chunks.Chunk, ...]
+    negative_prompt: tuple[chunks.Chunk, ...]
     loras: tuple[lora.Applied, ...]
+    schedule: sampler.Schedule
 
     @property
     def group(self) -> tuple[object, ...]:
         """What two requests must have in common to share a call."""
         request = self.request
-        context = max(len(self.prompt), len(self.negative_prompt))
         loras = tuple(applied.key for applied in self.loras)
-        return (request.width, request.height, request.steps, request.clip_skip, context, loras)
+        calls = len(self.schedule.table)
+        return (request.width, request.height, calls, request.clip_skip, loras)
+
+    @property
+    def text_loras(self) -> tuple[object, ...]:
+        """What is merged into the text encoder: many LoRAs change the UNet alone."""
+        return tuple(
+            (applied.file.identity, weight)
+            for applied in self.loras
+            if (weight := applied.weights["text_encoder"]) and applied.file.changes["text_encoder"]
+        )
 
     @property
     def pixels(self) -> int:
@@ -57,9 +71,14 @@ class BatchEngine:
         self._checkpoint = checkpoint
         self._device = checkpoint.unet.device
         self._tokenizer = text.Tokenizer(checkpoint.tokenizer)
-        layers = lora_file.Layers(checkpoint.unet, checkpoint.text_encoder)
-        self._lora_cache = lora_file.LoraCache(layers, lora_cache_bytes)
-        self._adapters = lora.Adapters(checkpoint.unet, checkpoint.text_encoder)
+        self._encoder = text.Encoder(
+            checkpoint.text_encoder,
+            start=checkpoint.tokenizer.bos_token_id,
+            end=checkpoint.tokenizer.eos_token_id,
+        )
+        layers = lora_names.Layers(checkpoint.unet, checkpoint.text_encoder)
+        self._lora_cache = lora_cache.LoraCache(layers, lora_cache_bytes)
+        self._merger = lora.Merger(checkpoint.unet, checkpoint.text_encoder)
         self._max_batch = max_batch
         self._pixels_limit: int | None = None
         self._pending: dict[int, _Prepared] = {}
@@ -85,6 +104,10 @@ class BatchEngine:
     def busy(self) -> bool:
         return bool(self._pending)
 
+    @property
+    def lora_lookups(self) -> Mapping[str, int]:
+        return self._lora_cache.lookups
+
     def prepare(self, request: contract.ImageRequest) -> contract.Prepared:
         """Checks a request against this checkpoint, tokenises its prompts and reads its LoRAs.
 
@@ -98,20 +121,23 @@ class BatchEngine:
                 f"{request.width}x{request.height} pixels are not to be had: both sides must be"
                 f" multiples of {factor}"
             )
-        if request.sampler != _SAMPLER:
-            raise errors.JobError(
-                f"this engine has no sampler {request.sampler!r}, only {_SAMPLER}"
-            )
         layers = self._checkpoint.text_encoder.config.num_hidden_layers
         if not 1 <= request.clip_skip <= layers:
             raise errors.JobError(
                 f"clip_skip is {request.clip_skip}; this model's text encoder has {layers} layers"
             )
+        schedule = sampler.make_schedule(
+            request.sampler,
+            request.steps,
+            self._checkpoint.alphas_cumprod,
+            self._checkpoint.prediction_type,
+        )
         return _Prepared(
             request,
-            self._chunks(request.prompt),
-            self._chunks(request.negative_prompt),
+            self._tokenizer.chunks(request.prompt),
+            self._tokenizer.chunks(request.negative_prompt),
             self._read_loras(request.loras),
+            schedule,
         )
 
     def admit(self, ticket: int, prepared: contract.Prepared) -> None:
@@ -128,25 +154,18 @@ class BatchEngine:
 
     def close(self) -> None:
         self._pending.clear()
+        self._encoder.clear()
+        self._merger.close()
         for network in (self._checkpoint.unet, self._checkpoint.vae, self._checkpoint.text_encoder):
             network.to("meta")
         faults.empty_cache(self._device)
-
-    def _chunks(self, prompt: str) -> tuple[text.Chunk, ...]:
-        chunks = self._tokenizer.chunks(prompt)
-        if len(chunks) > _MAX_CHUNKS:
-            raise errors.JobError(
-                f"the prompt has {len(chunks)} chunks of {text.CHUNK_TOKENS} tokens; {_MAX_CHUNKS}"
-                " at most"
-            )
-        return chunks
 
     def _read_loras(self, wanted: Sequence[contract.Lora]) -> tuple[lora.Applied, ...]:
         """A LoRA that is named twice counts twice; their order does not matter."""
         if len(wanted) > _MAX_LORAS:
             raise errors.JobError(f"the prompt has {len(wanted)} LoRAs; {_MAX_LORAS} at most")
         files: dict[lora_file.Identity, lora_file.LoraFile] = {}
-        weights: dict[lora_file.Identity, dict[lora_file.Network, float]] = {}
+        weights: dict[lora_file.Identity, dict[lora_names.Network, float]] = {}
         for one in wanted:
             file = self._lora_cache.get(one)
             files[file.identity] = file
@@ -170,7 +189,7 @@ class BatchEngine:
     def _run(self, batch: Sequence[_Prepared]) -> list[contract.Outcome]:
         """Generates a batch; where that fails, its images in smaller ones, down to each alone."""
         try:
-            self._adapters.activate(batch[0].loras)
+            self._merger.activate(batch[0].loras)
             return self._generate(batch)
         except Exception as error:  # whatever it is, it is the outcome of this batch
             out_of_memory = faults.is_out_of_memory(error)
@@ -199,73 +218,15 @@ class BatchEngine:
 
     @torch.inference_mode()
     def _generate(self, batch: Sequence[_Prepared]) -> list[contract.Outcome]:
-        latents = self._denoise(batch, self._encode_prompts(batch))
-        outcomes: list[contract.Outcome] = []
-        slice_size = max(1, _DECODE_PIXELS // batch[0].pixels)
-        for part in torch.split(latents, slice_size):
-            outcomes.extend(self._decode(part))
-        return outcomes
+        unet, factor = self._checkpoint.unet, self._checkpoint.vae_factor
+        latents = denoise.denoise(unet, batch, self._encode_prompts(batch), factor)
+        return decode.decode(self._checkpoint.vae, latents, batch[0].pixels)
 
-    def _encode_prompts(self, batch: Sequence[_Prepared]) -> torch.Tensor:
-        """Contexts [2 x batch, tokens, width]: the prompts', then the negative prompts'."""
+    def _encode_prompts(self, batch: Sequence[_Prepared]) -> text.Context:
+        """The prompts' rows, then the negative prompts', each of its own length."""
         prompts = [prepared.prompt for prepared in batch]
         negative_prompts = [prepared.negative_prompt for prepared in batch]
-        clip_skip = batch[0].request.clip_skip
-        return text.encode(self._checkpoint.text_encoder, [*prompts, *negative_prompts], clip_skip)
-
-    def _denoise(self, batch: Sequence[_Prepared], contexts: torch.Tensor) -> torch.Tensor:
-        """Latents [batch, 4, height, width] in float32, as the noise is, whatever the UNet's type.
-
-        Each image draws its noise from its own generator, on the CPU: it does not depend on the
-        others in its batch, nor on the GPU.
-        """
-        unet, first = self._checkpoint.unet, batch[0].request
-        schedule = euler.make_schedule(self._checkpoint.alphas_cumprod, first.steps)
-        factor = self._checkpoint.vae_factor
-        shape = (unet.config.in_channels, first.height // factor, first.width // factor)
-        generators = [torch.Generator().manual_seed(row.request.seed) for row in batch]
-        scales = torch.tensor([row.request.cfg_scale for row in batch], device=self._device)
-        scales = scales[:, None, None, None]
-
-        latents = self._noise(generators, shape) * schedule.sigmas[0]
-        for at, timestep in enumerate(schedule.timesteps):
-            sigma, next_sigma = schedule.sigmas[at], schedule.sigmas[at + 1]
-            inputs = euler.scale_input(latents, sigma).to(unet.dtype).repeat(2, 1, 1, 1)
-            times = torch.full((len(inputs),), timestep, device=self._device)
-            output = unet(inputs, times, encoder_hidden_states=contexts, return_dict=False)[0]
-            wanted, unwanted = output.float().chunk(2)
-            guided = unwanted + scales * (wanted - unwanted)
-            foreseen = euler.denoised(latents, guided, sigma, self._checkpoint.prediction_type)
-            noise = self._noise(generators, shape) if next_sigma else None
-            latents = euler.step(latents, foreseen, sigma, next_sigma, noise)
-        return latents
-
-    def _noise(
-        self, generators: Sequence[torch.Generator], shape: tuple[int, int, int]
-    ) -> torch.Tensor:
-        rows = [torch.randn(shape, generator=generator) for generator in generators]
-        return torch.stack(rows).to(self._device)
-
-    def _decode(self, latents: torch.Tensor) -> list[contract.Outcome]:
-        vae = self._checkpoint.vae
-        images = self._decode_once(latents)
-        if vae.dtype == torch.float16 and not images.isfinite().all() and latents.isfinite().all():
-            log.warning(
-                "the VAE overflows in float16: it decodes in float32 from now on",
-                extra={"action": "vae_widened"},
-            )
-            vae.float()
-            images = self._decode_once(latents)
-        sound = images.isfinite().flatten(1).all(dim=1).tolist()
-        levels = ((images / 2 + 0.5).clamp(0, 1) * 255).round().to(torch.uint8)
-        pixels = levels.permute(0, 2, 3, 1).contiguous().cpu().numpy()
-        return [
-            row if is_sound else errors.TransientError("the image came out as NaN")
-            for row, is_sound in zip(pixels, sound, strict=True)
-        ]
-
-    def _decode_once(self, latents: torch.Tensor) -> torch.Tensor:
-        vae = self._checkpoint.vae
-        scaled = (latents / vae.config.scaling_factor).to(vae.dtype)
-        images: torch.Tensor = vae.decode(scaled, return_dict=False)[0]
-        return images.float()
+        first = batch[0]
+        return self._encoder.encode(
+            [*prompts, *negative_prompts], first.request.clip_skip, first.text_loras
+        )

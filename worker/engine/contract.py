@@ -8,6 +8,7 @@ each at its own tick; the pipeline does not see the difference. Imports no torch
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Protocol
@@ -90,6 +91,10 @@ class Engine(Protocol):
     @property
     def busy(self) -> bool:
         """Whether a tick has something to do."""
+
+    @property
+    def lora_lookups(self) -> Mapping[str, int]:
+        """Times that a LoRA's file was in memory ('hit') or was not ('miss'); counts on."""
 
     def prepare(self, request: ImageRequest) -> Prepared:
         """Checks a request and reads what it needs, away from the GPU's thread.

@@ -1,64 +1,29 @@
-"""Reads LoRA files: checked against the model, layer by layer, and kept in memory for a while.
+"""Reads LoRA files into one form, keyed by the model's own layer names, and checks all of it.
 
-Three spellings of the same thing are in use: kohya's (`lora_unet_..._to_q.lora_down.weight`),
-diffusers' (`unet....to_q.lora.down.weight`, and older ones) and peft's (`....lora_A.weight`). A
-file is read into one form, keyed by the model's own layer names; whatever is left over shows that
-it was made for another model.
+Whatever does not fit is refused by the LoRA's name: a change left out is another picture.
 """
 
 from __future__ import annotations
 
 import json
+import math
 import re
 import struct
-import threading
-from collections import OrderedDict
 from collections.abc import Mapping
-from concurrent.futures import Future
 from dataclasses import dataclass
-from typing import Any, Literal, get_args
+from typing import Any, get_args
 
 import torch
 from safetensors import SafetensorError
 from safetensors.torch import load
-from torch import nn
 
 from jobs import errors
 from worker.engine import contract
+from worker.engine.lora_kinds import Change, make_change
+from worker.engine.lora_names import Layers, Network, Place, made_for, split_key, unsupported_kind
 
-#: LoRAs of SD1.5 have 1 to 300 MB; the name comes from a stranger, and the file is read whole.
-_MAX_FILE_BYTES = 1024**3
-
-Network = Literal["unet", "text_encoder"]
 Identity = tuple[str, int, int]
 """Path, modification time and size: a file that was replaced is another file."""
-
-#: Settings of peft that change what the weights mean.
-_UNSUPPORTED_SETTINGS = ("alpha_pattern", "use_dora", "use_rslora")
-
-_PARTS = (
-    (
-        "down",
-        re.compile(r"(.+?)(?:\.lora_down|\.lora_A|\.lora(?:_linear_layer)?\.down|_lora\.down)"),
-    ),
-    ("up", re.compile(r"(.+?)(?:\.lora_up|\.lora_B|\.lora(?:_linear_layer)?\.up|_lora\.up)")),
-)
-
-
-@dataclass(frozen=True, slots=True)
-class Delta:
-    """One layer's change: weight += strength * scale * up @ down.
-
-    down [rank, inputs, *kernel], up [outputs, rank, *1], on the CPU, in the file's own type.
-    """
-
-    down: torch.Tensor
-    up: torch.Tensor
-    scale: float
-
-    @property
-    def rank(self) -> int:
-        return len(self.down)
 
 
 @dataclass(frozen=True, slots=True)
@@ -66,111 +31,39 @@ class LoraFile:
     """A LoRA, ready to be applied: its changes by the names of the layers they change."""
 
     identity: Identity
-    deltas: Mapping[Network, Mapping[str, Delta]]
+    changes: Mapping[Network, Mapping[str, Change]]
     size_bytes: int
 
 
-class Layers:
-    """The layers of a model that LoRAs can change, under every name that files give them."""
+@dataclass(frozen=True, slots=True)
+class _PeftConfig:
+    """What peft keeps beside a network's weights; alphas where kohya's files have tensors."""
 
-    def __init__(self, unet: nn.Module, text_encoder: nn.Module) -> None:
-        self.shapes: dict[tuple[Network, str], torch.Size] = {}
-        self._by_name: dict[str, tuple[Network, str]] = {}
-        for path, shape in _shapes(unet):
-            self.shapes["unet", path] = shape
-            for name in {path, path.removesuffix(".0")}:  # `to_out.0` was once `to_out`
-                self._name("unet", path, name, f"unet.{name}")
-            self._name("unet", path, "lora_unet_" + path.replace(".", "_"))
-        for path, shape in _shapes(text_encoder):
-            self.shapes["text_encoder", path] = shape
-            # transformers 5.6 dropped the level; files have it, or not.
-            short = path.removeprefix("text_model.")
-            old = re.sub(r"\b(?:([qkv])_proj|(out)_proj)$", r"to_\1\2", short)
-            for name in {short, old, f"text_model.{short}", f"text_model.{old}"}:
-                flat = name.replace(".", "_")
-                self._name("text_encoder", path, f"text_encoder.{name}")
-                self._name("text_encoder", path, f"lora_te_{flat}", f"lora_te1_{flat}")
+    alpha: float | None
+    alphas: Mapping[str, float]
+    by_root: bool
 
-    def _name(self, network: Network, path: str, *names: str) -> None:
-        for name in names:
-            self._by_name[name] = (network, path)
-
-    def find(self, name: str) -> tuple[Network, str] | None:
-        """The network and the path of a layer, by the name that a LoRA file gives it."""
-        plain = name.removeprefix("base_model.model.").replace(".processor.", ".")
-        return self._by_name.get(plain)
+    def alpha_of(self, path: str) -> float | None:
+        """That of the first name which the layer's path ends with, or is where it begins with ^."""
+        whole = (path, f"text_model.{path}")  # transformers 5.6 dropped the level
+        for name, alpha in self.alphas.items():
+            bare = name.removeprefix("^")
+            if bare in whole or (bare == name and path.endswith(f".{name}")):
+                return alpha
+        return self.alpha
 
 
-def _shapes(network: nn.Module) -> list[tuple[str, torch.Size]]:
-    return [
-        (path, module.weight.shape)
-        for path, module in network.named_modules()
-        if isinstance(module, nn.Linear | nn.Conv2d)
-    ]
+def identify(lora: contract.Lora) -> Identity:
+    """What tells this file from another one in its place.
 
-
-class LoraCache:
-    """LoRA files in memory, the least recently used ones dropped; called from several threads."""
-
-    def __init__(self, layers: Layers, cache_bytes: int) -> None:
-        self._layers = layers
-        self._cache_bytes = cache_bytes
-        self._files: OrderedDict[Identity, Future[LoraFile]] = OrderedDict()
-        self._lock = threading.Lock()
-
-    def get(self, lora: contract.Lora) -> LoraFile:
-        """Reads a file once, however many ask for it at the same time.
-
-        Raises:
-            MissingFileError: there is no such file.
-            UnusableFileError: it is no LoRA, or none for this model.
-            TransientError: it could not be read.
-        """
-        identity = _identify(lora)
-        with self._lock:
-            future = self._files.get(identity)
-            is_new = future is None
-            if future is None:
-                future = self._files[identity] = Future()
-            self._files.move_to_end(identity)
-        if is_new:
-            self._fill(future, identity, lora)
-        return future.result()
-
-    def _fill(self, future: Future[LoraFile], identity: Identity, lora: contract.Lora) -> None:
-        try:
-            future.set_result(read_lora(lora, identity, self._layers))
-        except BaseException as error:  # noqa: BLE001 - whatever it is, others wait for it
-            with self._lock:
-                del self._files[identity]
-            future.set_exception(error)
-            return
-        with self._lock:
-            self._evict()
-
-    def _evict(self) -> None:
-        read = {key: future for key, future in self._files.items() if future.done()}
-        total = sum(future.result().size_bytes for future in read.values())
-        for identity, future in read.items():
-            if total <= self._cache_bytes:
-                return
-            total -= future.result().size_bytes
-            del self._files[identity]
-
-
-def _identify(lora: contract.Lora) -> Identity:
+    Raises:
+        TransientError: it cannot be read, or is not there (any more: it was when its name was
+        looked up).
+    """
     try:
         status = lora.path.stat()
-    except (FileNotFoundError, NotADirectoryError):
-        status = None
     except OSError as error:
-        raise errors.TransientError(f"the LoRA {lora.name!r} cannot be read: {error}") from error
-    if status is None or not lora.path.is_file():
-        raise errors.MissingFileError(f"the LoRA {lora.name!r} does not exist")
-    if status.st_size > _MAX_FILE_BYTES:
-        raise errors.UnusableFileError(
-            f"the LoRA {lora.name!r} is {status.st_size:,} bytes; {_MAX_FILE_BYTES:,} are allowed"
-        )
+        raise _unreadable(lora, error) from error
     return (str(lora.path), status.st_mtime_ns, status.st_size)
 
 
@@ -182,69 +75,60 @@ def read_lora(lora: contract.Lora, identity: Identity, layers: Layers) -> LoraFi
         TransientError: it could not be read.
     """
     tensors, metadata = _read_tensors(lora)
-    parts: dict[tuple[Network, str], dict[str, torch.Tensor]] = {}
-    for key, tensor in tensors.items():
-        layer, part = _split(key)
-        place = layers.find(layer)
-        if place is None:
+    configs = _peft_configs(lora, metadata)
+    parts: dict[Place, dict[str, torch.Tensor]] = {}
+    for key, tensor in sorted(tensors.items()):  # the file's own order changes with each reading
+        if kind := unsupported_kind(key):
             raise errors.UnusableFileError(
-                f"the LoRA {lora.name!r} does not fit this model: nothing here answers to its"
-                f" {key!r} (made for another model, or of another kind than LoRA and LoCon)"
+                f"the LoRA {lora.name!r} is {kind} ({key!r}), which is not supported"
             )
+        split = split_key(key)
+        place = layers.find(split[0]) if split else None
+        if split is None or place is None:
+            raise _unfit(lora, tensors, metadata, f"nothing here answers to its {key!r}")
         if not tensor.is_floating_point() or not tensor.float().isfinite().all():
             raise errors.UnusableFileError(
                 f"the LoRA {lora.name!r} is damaged: {key!r} holds NaN, infinity or no numbers"
             )
-        parts.setdefault(place, {})[part] = tensor
-    deltas: dict[Network, dict[str, Delta]] = {"unet": {}, "text_encoder": {}}
+        if split[1] in parts.setdefault(place, {}):
+            raise _unfit(lora, tensors, metadata, f"it has {key!r} under another name, too")
+        parts[place][split[1]] = tensor
+    changes: dict[Network, dict[str, Change]] = {network: {} for network in get_args(Network)}
     for (network, path), found in parts.items():
-        delta = _delta(found, layers.shapes[network, path], metadata.get(network))
-        if delta is None:
+        config, shape = configs[network], layers.shapes[network, path]
+        try:
+            change = make_change(found, config.alpha_of(path), by_root=config.by_root)
+            # Worked out on shapes alone: where that succeeds, it does so with the numbers, too.
+            change.delta(torch.empty(shape, device="meta"))
+        except (ValueError, RuntimeError, IndexError, TypeError) as error:
             shapes = ", ".join(f"{part} {list(tensor.shape)}" for part, tensor in found.items())
-            raise errors.UnusableFileError(
-                f"the LoRA {lora.name!r} does not fit this model: for {network} {path}, of shape"
-                f" {list(layers.shapes[network, path])}, it has {shapes}"
-            )
-        deltas[network][path] = delta
-    return LoraFile(identity, deltas, sum(tensor.nbytes for tensor in tensors.values()))
+            reason = f"for {network} {path}, of shape {list(shape)}, it has {shapes}"
+            raise _unfit(lora, tensors, metadata, reason) from error
+        changes[network][path] = change
+    return LoraFile(identity, changes, sum(tensor.nbytes for tensor in tensors.values()))
 
 
-def _split(key: str) -> tuple[str, str]:
-    """The layer's name and the part of it: down, up or alpha; or no part, where it is foreign."""
-    if key.endswith(".alpha"):
-        return key.removesuffix(".alpha"), "alpha"
-    name = re.sub(r"(\.default)?\.weight$", "", key)
-    for part, pattern in _PARTS:
-        match = pattern.fullmatch(name)
-        if match:
-            return match[1], part
-    return "", ""
-
-
-def _delta(
-    found: Mapping[str, torch.Tensor], shape: torch.Size, network_alpha: float | None
-) -> Delta | None:
-    down, up, alpha = found.get("down"), found.get("up"), found.get("alpha")
-    if down is None or up is None or down.ndim < 2 or up.ndim < 2:  # noqa: PLR2004 - matrices
-        return None
-    outputs, inputs, *kernel = shape
-    rank = len(down)
-    wanted_down = torch.Size((rank, inputs, *kernel))
-    wanted_up = torch.Size((outputs, rank, *[1] * len(kernel)))
-    fits_down = down.shape[:2] == wanted_down[:2] and down.numel() == wanted_down.numel()
-    fits_up = up.shape[:2] == wanted_up[:2] and up.numel() == wanted_up.numel()
-    if not (rank and fits_down and fits_up) or (alpha is not None and alpha.numel() != 1):
-        return None
-    strength = alpha.item() if alpha is not None else network_alpha
-    scale = 1.0 if strength is None else strength / rank
-    # Some trainers write a 1x1 convolution as a matrix.
-    return Delta(down.reshape(wanted_down), up.reshape(wanted_up), scale)
-
-
-def _read_tensors(
+def _unfit(
     lora: contract.Lora,
-) -> tuple[dict[str, torch.Tensor], dict[Network, float]]:
-    """The file's tensors, and each network's alpha where the file states one for all its layers.
+    tensors: Mapping[str, torch.Tensor],
+    metadata: Mapping[str, str],
+    reason: str,
+) -> errors.UnusableFileError:
+    model = made_for({key: tensor.shape for key, tensor in tensors.items()}, metadata)
+    origin = f" (it was made for {model})" if model else ""
+    return errors.UnusableFileError(
+        f"the LoRA {lora.name!r} does not fit this model{origin}: {reason}"
+    )
+
+
+def _unreadable(lora: contract.Lora, error: OSError) -> errors.TransientError:
+    return errors.TransientError(
+        f"the LoRA {lora.name!r} cannot be read: {error.strerror or error}"
+    )
+
+
+def _read_tensors(lora: contract.Lora) -> tuple[dict[str, torch.Tensor], dict[str, str]]:
+    """The file's tensors and the texts of its header.
 
     Read whole, not mapped: a file that is cut short while it is mapped kills the process.
     """
@@ -252,38 +136,60 @@ def _read_tensors(
         content = lora.path.read_bytes()
         tensors = load(content)
     except OSError as error:
-        raise errors.TransientError(f"the LoRA {lora.name!r} cannot be read: {error}") from error
+        raise _unreadable(lora, error) from error
     except SafetensorError as error:
         raise errors.UnusableFileError(
             f"the LoRA {lora.name!r} is no complete .safetensors file: {error}"
+        ) from error
+    except KeyError as error:  # a type of numbers that safetensors knows and torch has not
+        raise errors.UnusableFileError(
+            f"the LoRA {lora.name!r} holds numbers of the type {error}, which is not supported"
         ) from error
     if not tensors:
         raise errors.UnusableFileError(f"the LoRA {lora.name!r} holds no weights")
     (header_bytes,) = struct.unpack_from("<Q", content)
     header = json.loads(content[8 : 8 + header_bytes])
-    return tensors, _network_alphas(lora, header.get("__metadata__", {}))
+    return tensors, header.get("__metadata__") or {}
 
 
-def _network_alphas(lora: contract.Lora, metadata: Mapping[str, str]) -> dict[Network, float]:
-    """The alphas of peft: diffusers keeps them in the header, where kohya's are tensors."""
+def _peft_configs(lora: contract.Lora, metadata: Mapping[str, str]) -> dict[Network, _PeftConfig]:
+    """Each network's configuration of peft: diffusers keeps it in the header."""
+    configs: dict[Network, _PeftConfig] = {}
     try:
-        config: dict[str, Any] = json.loads(metadata.get("lora_adapter_metadata", "{}"))
-        alphas: dict[Network, float] = {}
+        stated: dict[str, Any] = json.loads(metadata.get("lora_adapter_metadata", "{}"))
         for network in get_args(Network):
             own = {
                 key.removeprefix(f"{network}."): value
-                for key, value in config.items()
+                for key, value in stated.items()
                 if key.startswith(f"{network}.") or "." not in key
             }
-            if any(own.get(name) for name in _UNSUPPORTED_SETTINGS):
-                raise errors.UnusableFileError(
-                    f"the LoRA {lora.name!r} uses one of {', '.join(_UNSUPPORTED_SETTINGS)}, which"
-                    " is not supported"
-                )
-            if own.get("lora_alpha") is not None:
-                alphas[network] = float(own["lora_alpha"])
-    except (ValueError, TypeError, AttributeError) as error:
+            alpha = own.get("lora_alpha")
+            configs[network] = _PeftConfig(
+                alpha=None if alpha is None else _finite(alpha),
+                alphas={
+                    _layer_name(name): _finite(each)
+                    for name, each in (own.get("alpha_pattern") or {}).items()
+                },
+                by_root=bool(own.get("use_rslora")),
+            )
+    except (ValueError, TypeError, AttributeError, OverflowError, RecursionError) as error:
         raise errors.UnusableFileError(
             f"the LoRA {lora.name!r} has damaged metadata: {error}"
         ) from error
-    return alphas
+    return configs
+
+
+def _finite(alpha: Any) -> float:
+    if not math.isfinite(number := float(alpha)):
+        raise ValueError(f"{alpha!r} is no alpha")
+    return number
+
+
+def _layer_name(pattern: str) -> str:
+    """A key of peft's alpha_pattern: a regular expression there, in practice a layer's name.
+
+    Matched as one, it could be written to take years, with all other threads waiting.
+    """
+    if not re.fullmatch(r"\^?[\w.]+", pattern):
+        raise ValueError(f"{pattern[:80]!r} in its alpha_pattern is no layer's name")
+    return pattern

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import json
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -10,6 +11,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from safetensors import safe_open
 from safetensors.torch import load_file, save_file
 
 from worker.engine import batch_engine, contract, load, tiny
@@ -26,6 +28,8 @@ _REQUEST = contract.ImageRequest(
     width=64,
     height=64,
 )
+
+DEMO_MODEL = Path(__file__).parents[3] / "demo_model"
 
 MakeRequest = Callable[..., contract.ImageRequest]
 MakeEngine = Callable[..., batch_engine.BatchEngine]
@@ -54,6 +58,26 @@ def engine(checkpoint: Path) -> batch_engine.BatchEngine:
     loaded = load.load_engine(checkpoint, "cpu", max_batch=4)
     assert isinstance(loaded, batch_engine.BatchEngine)
     return loaded
+
+
+@pytest.fixture(scope="session")
+def demo_engine() -> batch_engine.BatchEngine:
+    """On the model that has learnt to draw; shared by tests that leave it as they found it."""
+    torch.set_num_threads(1)
+    loaded = load.load_engine(DEMO_MODEL, "cpu")
+    assert isinstance(loaded, batch_engine.BatchEngine)
+    return loaded
+
+
+@pytest.fixture(scope="session")
+def demo_lora() -> Callable[[str, float, float], contract.Lora]:
+    """A LoRA of the demo model, by name and its strengths on the text encoder and the UNet."""
+
+    def use(name: str, text_encoder: float, unet: float) -> contract.Lora:
+        path = DEMO_MODEL / "loras" / f"{name}.safetensors"
+        return contract.Lora(name, path, text_encoder, unet)
+
+    return use
 
 
 @pytest.fixture
@@ -204,3 +228,55 @@ def difference() -> Callable[[object, object], int]:
         return int(np.abs(one.astype(int) - other.astype(int)).max())
 
     return largest
+
+
+_PEFT_SIDES = {"down": "A", "up": "B"}
+
+
+@pytest.fixture(scope="session")
+def respell() -> Callable[[Path, Path, str], tuple[dict[str, torch.Tensor], dict[str, str]]]:
+    """A kohya LoRA of one alpha, for the model in a folder, in another spelling; and its header."""
+
+    def respelt(
+        path: Path, model: Path, spelling: str
+    ) -> tuple[dict[str, torch.Tensor], dict[str, str]]:
+        layers = _kohya_names(model)
+        alphas, renamed = set(), {}
+        for key, weight in load_file(path).items():
+            flat, part = key.split(".", 1)
+            if part == "alpha":
+                alphas.add(weight.item())
+                continue
+            network, name = layers[flat]
+            side = "down" if "down" in part else "up"
+            if spelling == "peft":
+                new = f"base_model.model.{network}.{name}.lora_{_PEFT_SIDES[side]}.weight"
+            elif spelling == "diffusers":
+                new = f"{network}.{name}.lora.{side}.weight"
+            elif name.endswith(("to_q", "to_k", "to_v", "to_out.0")):
+                parent, leaf = name.removesuffix(".0").rsplit(".", 1)
+                new = f"{network}.{parent}.processor.{leaf}_lora.{side}.weight"
+            elif network == "text_encoder":
+                new = f"{network}.{name}.lora_linear_layer.{side}.weight"
+            else:
+                new = f"{network}.{name}.lora.{side}.weight"
+            renamed[new] = weight
+        (alpha,) = alphas
+        config = {"unet.lora_alpha": alpha, "text_encoder.lora_alpha": alpha}
+        return renamed, {"format": "pt", "lora_adapter_metadata": json.dumps(config)}
+
+    return respelt
+
+
+def _kohya_names(model: Path) -> dict[str, tuple[str, str]]:
+    names = {}
+    for network, prefix, level in (
+        ("unet", "lora_unet_", ""),
+        ("text_encoder", "lora_te_text_model_", "text_model."),
+    ):
+        (weights,) = (model / network).glob("*.safetensors")
+        with safe_open(weights, "pt") as file:
+            for key in file.keys():  # noqa: SIM118 - it is no dict
+                path = key.removesuffix(".weight").removeprefix("text_model.")
+                names[prefix + path.replace(".", "_")] = (network, level + path)
+    return names

@@ -2,17 +2,16 @@
 
 from __future__ import annotations
 
-import json
+import itertools
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from diffusers import EulerAncestralDiscreteScheduler, StableDiffusionPipeline
-from safetensors.torch import load_file, save_file
+from safetensors.torch import save_file
 
 from jobs import errors
-from worker.engine import contract, lora, tiny
+from worker.engine import contract, lora_kinds
 
 #: See test_batch_engine.
 ROUNDING = 2
@@ -104,88 +103,18 @@ def test_each_network_has_its_own_weight(
         assert all(difference(image, other) > ROUNDING for other in images[:at])
 
 
-# diffusers hands torch tensors to numpy 2 in a way that numpy will drop
-@pytest.mark.filterwarnings("ignore:__array__ implementation:DeprecationWarning")
-@pytest.mark.parametrize("alpha", [2.0, 4.0, 7.0])
-def test_a_lora_does_what_it_does_in_diffusers(
-    engine: Any,
-    checkpoint: Path,
-    make_request: Any,
-    draw: Any,
-    difference: Any,
-    tmp_path: Path,
-    alpha: float,
-) -> None:
-    path = tiny.build_tiny_lora(tmp_path / "a.safetensors", checkpoint, alpha=alpha)
-    scheduler = EulerAncestralDiscreteScheduler.from_pretrained(
-        checkpoint / "scheduler", timestep_spacing="linspace"
-    )
-    pipeline = StableDiffusionPipeline.from_pretrained(checkpoint, scheduler=scheduler)
-    pipeline.set_progress_bar_config(disable=True)
-    pipeline.load_lora_weights(load_file(path), adapter_name="a")
-    pipeline.set_adapters("a", 0.6)
-    request = make_request(loras=(use(path, 0.6),))
-    reference = pipeline(
-        request.prompt,
-        negative_prompt=request.negative_prompt,
-        num_inference_steps=request.steps,
-        guidance_scale=request.cfg_scale,
-        generator=torch.Generator().manual_seed(request.seed),
-        output_type="np",
-    ).images[0]
-    assert (
-        difference(draw(engine, request)[0], (reference * 255).round().astype("uint8")) <= ROUNDING
-    )
-
-
-def kohya_to(path: Path, spelling: str) -> tuple[dict[str, torch.Tensor], dict[str, str]]:
-    """A tiny kohya LoRA (alpha 2, rank 4) respelt, its layers' names from the tiny model."""
-    weights = load_file(path)
-    respelt = {}
-    for key, weight in weights.items():
-        flat, part = key.split(".", 1)
-        if part == "alpha":
-            continue
-        layer = LAYERS[flat]
-        side = "down" if "down" in part else "up"
-        network, name = layer
-        is_processor = name.endswith(("to_q", "to_k", "to_v", "to_out.0"))
-        if spelling == "peft":
-            new = f"base_model.model.{network}.{name}.lora_{'A' if side == 'down' else 'B'}.weight"
-        elif spelling == "diffusers":
-            new = f"{network}.{name}.lora.{side}.weight"
-        elif is_processor:
-            parent, leaf = name.removesuffix(".0").rsplit(".", 1)
-            new = f"{network}.{parent}.processor.{leaf}_lora.{side}.weight"
-        elif network == "text_encoder":
-            new = f"{network}.{name}.lora_linear_layer.{side}.weight"
-        else:
-            new = f"{network}.{name}.lora.{side}.weight"
-        respelt[new] = weight
-    config = {"unet.lora_alpha": 2, "text_encoder.lora_alpha": 2, "unet.alpha_pattern": {}}
-    return respelt, {"format": "pt", "lora_adapter_metadata": json.dumps(config)}
-
-
-LAYERS: dict[str, tuple[str, str]] = {}
-
-
-@pytest.fixture(autouse=True, scope="module")
-def _layer_names(checkpoint: Path) -> None:
-    for file, prefix, network, level in (
-        (checkpoint / "unet", "lora_unet_", "unet", ""),
-        (checkpoint / "text_encoder", "lora_te_text_model_", "text_encoder", "text_model."),
-    ):
-        (weights,) = file.glob("*.safetensors")
-        for name in load_file(weights):
-            path = name.removesuffix(".weight").removeprefix("text_model.")
-            LAYERS[prefix + path.replace(".", "_")] = (network, level + path)
-
-
 @pytest.mark.parametrize("spelling", ["peft", "diffusers", "old diffusers"])
 def test_every_spelling_of_a_lora_draws_the_same_image(
-    engine: Any, lora_paths: list[Path], make_request: Any, draw: Any, tmp_path: Path, spelling: str
+    engine: Any,
+    checkpoint: Path,
+    lora_paths: list[Path],
+    make_request: Any,
+    draw: Any,
+    respell: Any,
+    tmp_path: Path,
+    spelling: str,
 ) -> None:
-    weights, metadata = kohya_to(lora_paths[0], spelling)
+    weights, metadata = respell(lora_paths[0], checkpoint, spelling)
     other = tmp_path / "other.safetensors"
     save_file(weights, other, metadata)
     kohya, respelt = draw(
@@ -196,49 +125,66 @@ def test_every_spelling_of_a_lora_draws_the_same_image(
     assert (kohya == respelt).all()
 
 
-def test_convolutions_and_ranks_of_their_own_are_applied(
-    engine: Any, checkpoint: Path, make_request: Any, draw: Any, difference: Any, tmp_path: Path
+def test_convolutions_and_ranks_of_their_own_are_merged_and_taken_out_to_the_bit(
+    engine: Any, make_request: Any, tmp_path: Path
 ) -> None:
     generator = torch.Generator().manual_seed(0)
+    layers = {"conv_in": (4, 2, 32, (3, 3)), "mid_block_attentions_0_proj_in": (64, 3, 64, ())}
+    weights = {}
+    for name, (inner, rank, outer, kernel) in layers.items():
+        down = torch.randn((rank, inner, *kernel), generator=generator)
+        up = torch.randn((outer, rank, *[1] * len(kernel)), generator=generator)
+        weights[f"lora_unet_{name}.lora_down.weight"] = down
+        weights[f"lora_unet_{name}.lora_up.weight"] = up
     path = tmp_path / "locon.safetensors"
-    weights = {
-        "lora_unet_conv_in.lora_down.weight": torch.randn((2, 4, 3, 3), generator=generator),
-        "lora_unet_conv_in.lora_up.weight": torch.randn((32, 2, 1, 1), generator=generator),
-        "lora_unet_mid_block_attentions_0_proj_in.lora_down.weight": torch.randn(
-            (3, 64), generator=generator
-        ),
-        "lora_unet_mid_block_attentions_0_proj_in.lora_up.weight": torch.randn(
-            (64, 3), generator=generator
-        ),
-    }
     save_file(weights, path)
-    plain, styled = draw(engine, make_request(), make_request(loras=(use(path),)))
-    assert difference(plain, styled) > ROUNDING
     unet = engine._checkpoint.unet
-    engine._adapters.activate(engine.prepare(make_request(loras=(use(path),))).loras)
-    inputs = torch.randn((1, 4, 8, 8), generator=generator)
+    before = unet.conv_in.weight.clone()
+    engine._merger.activate(engine.prepare(make_request(loras=(use(path),))).loras)
     down, up = (weights[f"lora_unet_conv_in.lora_{side}.weight"] for side in ("down", "up"))
-    merged = unet.conv_in.base_layer.weight + 0.8 * torch.einsum(
-        "or,rixy->oixy", up[..., 0, 0], down
-    )
+    inputs = torch.randn((1, 4, 8, 8), generator=generator)
+    conv = torch.nn.functional.conv2d
     with torch.inference_mode():
-        expected = torch.nn.functional.conv2d(inputs, merged, unet.conv_in.bias, padding=1)
+        apart = conv(conv(inputs, down, padding=1), up)
+        expected = conv(inputs, before, unet.conv_in.bias, padding=1) + 0.8 * apart
         torch.testing.assert_close(unet.conv_in(inputs), expected, rtol=1e-4, atol=1e-4)
+    engine._merger.activate(())
+    assert torch.equal(unet.conv_in.weight, before)
 
 
-def test_the_eldest_loras_leave_the_gpu_and_come_back(
-    engine: Any, lora_paths: list[Path], make_request: Any, draw: Any, monkeypatch: Any
+def test_a_hundred_changes_of_loras_leave_the_very_weights_of_the_checkpoint(
+    engine: Any, lora_paths: list[Path], make_request: Any
 ) -> None:
-    monkeypatch.setattr(lora, "_MAX_LOADED_BYTES", lora_paths[0].stat().st_size)
-    requests = [make_request(loras=(use(path),), steps=1) for path in lora_paths]
-    first = draw(engine, *requests)
-    assert len(engine._adapters._loaded) == 1
-    both = make_request(loras=(use(lora_paths[0]), use(lora_paths[1])), steps=1)
-    draw(engine, both)
-    assert len(engine._adapters._loaded) == 2, "what one image needs is never dropped"
-    again = draw(engine, *requests)
-    assert all((one == other).all() for one, other in zip(first, again, strict=True))
-    assert not any("lora1." in name for name, _ in engine._checkpoint.unet.named_parameters())
+    networks = (engine._checkpoint.unet, engine._checkpoint.text_encoder)
+    engine._merger.activate(())
+    before = [network.state_dict(keep_vars=False) for network in networks]
+    before = [{name: tensor.clone() for name, tensor in state.items()} for state in before]
+    for at in range(100):
+        loras = (use(lora_paths[at % 3], 0.1 + at / 10), use(lora_paths[at % 2], -1.0))[
+            : 1 + at % 2
+        ]
+        engine._merger.activate(engine.prepare(make_request(loras=loras)).loras)
+    changed = networks[0].state_dict()
+    assert not all(torch.equal(changed[name], tensor) for name, tensor in before[0].items())
+    engine._merger.activate(())
+    for network, state in zip(networks, before, strict=True):
+        after = network.state_dict()
+        assert all(torch.equal(after[name], tensor) for name, tensor in state.items())
+
+
+def test_an_image_alone_is_the_image_beside_seven_others_with_other_loras(
+    engine: Any, lora_paths: list[Path], make_request: Any, draw: Any, difference: Any
+) -> None:
+    one = make_request(loras=(use(lora_paths[0], 0.35),), seed=77)
+    others = [
+        make_request(loras=tuple(use(path, 0.2 * at) for path in lora_paths[: at % 4]), seed=at)
+        for at in range(7)
+    ]
+    base = draw(engine, make_request())[0]
+    alone = draw(engine, one)[0]
+    together = draw(engine, *others[:3], one, *others[3:])
+    assert difference(alone, together[3]) <= ROUNDING
+    assert (base == draw(engine, make_request())[0]).all()
 
 
 def test_a_prompt_of_all_loras_there_are_is_refused(
@@ -248,19 +194,24 @@ def test_a_prompt_of_all_loras_there_are_is_refused(
         engine.prepare(make_request(loras=(use(lora_paths[0]),) * 17))
 
 
-def test_a_lora_that_peft_refuses_harms_no_other_image(
+def test_a_merge_that_fails_halfway_harms_no_other_image(
     make_engine: Any, lora_paths: list[Path], make_request: Any, draw: Any, monkeypatch: Any
 ) -> None:
     engine = make_engine()
     before = draw(engine, make_request())[0]
+    delta, calls = lora_kinds.Change.delta, itertools.count()
 
-    def refuse(*_: object, **__: object) -> None:
-        raise ValueError("not today")
+    def refuse(*arguments: Any) -> torch.Tensor:
+        if next(calls) > 20:
+            raise RuntimeError("not today")
+        return delta(*arguments)
 
+    styled = make_request(loras=(use(lora_paths[0]),))
+    engine.prepare(styled)
     with monkeypatch.context() as patched:
-        patched.setattr(lora, "set_peft_model_state_dict", refuse)
-        styled, plain = draw(engine, make_request(loras=(use(lora_paths[0]),)), make_request())
-    assert isinstance(styled, errors.TransientError)
-    assert "not today" in styled.message
+        patched.setattr(lora_kinds.Change, "delta", refuse)
+        failed, plain = draw(engine, styled, make_request())
+    assert isinstance(failed, errors.TransientError)
+    assert "not today" in failed.message
     assert (plain == before).all()
-    assert not isinstance(draw(engine, make_request(loras=(use(lora_paths[0]),)))[0], Exception)
+    assert not isinstance(draw(engine, styled)[0], Exception)

@@ -1,60 +1,216 @@
+"""Vectors for the UNet: encoded once, side by side at any length, and masked exactly."""
+
 from __future__ import annotations
 
+from collections.abc import Sequence
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
 
+from jobs import errors
 from worker.engine import text
+
+START, END = 49406, 49407
+
+
+@pytest.fixture(scope="module")
+def clip(demo_engine: Any) -> Any:
+    """The text encoder and the tokenizer with CLIP's own vocabulary, as transformers has them."""
+    return demo_engine._checkpoint
+
+
+@pytest.fixture(scope="module")
+def tokenizer(clip: Any) -> text.Tokenizer:
+    return text.Tokenizer(clip.tokenizer)
 
 
 @pytest.fixture
-def tokenizer(engine: Any) -> text.Tokenizer:
-    return text.Tokenizer(engine._checkpoint.tokenizer)
+def encoder(clip: Any) -> text.Encoder:
+    return text.Encoder(clip.text_encoder, start=START, end=END)
 
 
-@pytest.mark.parametrize(("letters", "chunks"), [(0, 1), (1, 1), (75, 1), (76, 2), (151, 3)])
-def test_a_prompt_is_cut_every_75_tokens(
-    tokenizer: text.Tokenizer, engine: Any, letters: int, chunks: int
+@torch.inference_mode()
+def test_a_short_prompt_without_weights_is_clips_own_output(
+    clip: Any, tokenizer: text.Tokenizer, encoder: text.Encoder
 ) -> None:
-    clip = engine._checkpoint.tokenizer
-    cut = tokenizer.chunks("a" * letters)
-    assert len(cut) == chunks
-    assert {len(chunk) for chunk in cut} == {77}
-    assert {chunk[0] for chunk in cut} == {clip.bos_token_id}
-    assert {chunk[-1] for chunk in cut} == {clip.eos_token_id}
-    assert sum(id_ < clip.bos_token_id for chunk in cut for id_ in chunk) == letters
+    inputs = clip.tokenizer("A photo!", padding="max_length", return_tensors="pt")
+    expected = clip.text_encoder(inputs.input_ids).last_hidden_state
+    torch.testing.assert_close(encoder.encode([tokenizer.chunks("A photo!")], 1).vectors, expected)
 
 
-def test_a_short_prompt_is_tokenised_as_clip_does(tokenizer: text.Tokenizer, engine: Any) -> None:
-    reference = engine._checkpoint.tokenizer("A photo!", padding="max_length").input_ids
-    assert tokenizer.chunks("A photo!") == (tuple(reference),)
+@torch.inference_mode()
+def test_prompts_of_one_length_need_no_mask(
+    tokenizer: text.Tokenizer, encoder: text.Encoder
+) -> None:
+    context = encoder.encode([tokenizer.chunks("a BREAK b"), tokenizer.chunks("cat " * 76)], 1)
+    assert context.vectors.shape == (2, 154, context.vectors.shape[2])
+    assert context.mask is None
+
+
+@torch.inference_mode()
+def test_two_chunks_beside_one_in_one_call_are_two_separate_calls(
+    clip: Any, tokenizer: text.Tokenizer, encoder: text.Encoder
+) -> None:
+    prompts = [tokenizer.chunks("a red house, " * 20), tokenizer.chunks("blurry, (ugly:1.3)")]
+    context = encoder.encode(prompts, 1)
+    assert context.vectors.shape[1] == 154
+    latents = torch.randn((2, 4, 8, 8), generator=torch.Generator().manual_seed(0))
+    times = torch.tensor([700.0, 700.0])
+    together = clip.unet(
+        latents, times, context.vectors, encoder_attention_mask=context.mask
+    ).sample
+    for row, prompt in enumerate(prompts):
+        alone = encoder.encode([prompt], 1)
+        assert alone.mask is None
+        apart = clip.unet(latents[row : row + 1], times[row : row + 1], alone.vectors).sample
+        torch.testing.assert_close(together[row : row + 1], apart, rtol=1e-5, atol=1e-5)
+    # What lies behind the mask has no weight at all, whatever it is.
+    noise = torch.randn_like(context.vectors) * 10
+    vectors = torch.where(context.mask[:, :, None], context.vectors, noise)  # type: ignore[index]
+    other = clip.unet(latents, times, vectors, encoder_attention_mask=context.mask).sample
+    assert torch.equal(other, together)
+
+
+class CountingEncoder:
+    """In the text encoder's place: counts the chunks that it is given."""
+
+    def __init__(self, text_encoder: Any) -> None:
+        self._text_encoder = text_encoder
+        self.chunks = 0
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._text_encoder, name)
+
+    def __call__(self, ids: torch.Tensor, **settings: Any) -> Any:
+        self.chunks += len(ids)
+        return self._text_encoder(ids, **settings)
+
+
+def counting(clip: Any, **settings: Any) -> tuple[text.Encoder, CountingEncoder]:
+    counter = CountingEncoder(clip.text_encoder)
+    return text.Encoder(counter, start=START, end=END, **settings), counter  # type: ignore[arg-type]
+
+
+@torch.inference_mode()
+def test_a_chunk_is_encoded_once_for_all_prompts_that_have_it(
+    clip: Any, tokenizer: text.Tokenizer
+) -> None:
+    encoder, counter = counting(clip)
+    negative = tokenizer.chunks("blurry, ugly")
+    first = encoder.encode([tokenizer.chunks("a cat"), negative, negative], 1).vectors
+    assert counter.chunks == 2
+    again = encoder.encode([tokenizer.chunks("a dog BREAK a cat"), negative], 1).vectors
+    assert counter.chunks == 3
+    assert torch.equal(again[1, :77], first[1])
+    assert torch.equal(again[0, 77:], first[0])
+
+
+@torch.inference_mode()
+def test_whatever_changes_the_vectors_is_in_the_caches_key(
+    clip: Any, tokenizer: text.Tokenizer
+) -> None:
+    encoder, counter = counting(clip)
+    variants = [
+        ("a cat", 1, ()),
+        ("a (cat:1.2)", 1, ()),
+        ("a cat", 2, ()),
+        ("a cat", 1, (("path", 1, 2), 0.5)),
+        ("a cat", 1, (("path", 1, 2), 0.8)),
+        ("a cat", 1, (("path", 3, 2), 0.5)),
+    ]
+    for _ in range(2):
+        for prompt, clip_skip, loras in variants:
+            encoder.encode([tokenizer.chunks(prompt)], clip_skip, loras)
+    assert counter.chunks == len(variants)
+
+
+def test_the_vectors_follow_the_loras_strength_on_the_text_encoder_and_the_base_comes_back(
+    demo_engine: Any, demo_lora: Any, make_request: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Through the engine, which names the LoRAs that the cached vectors belong to."""
+    contexts: list[torch.Tensor] = []
+    encode = demo_engine._encode_prompts
+    monkeypatch.setattr(
+        demo_engine,
+        "_encode_prompts",
+        lambda batch: contexts.append((found := encode(batch)).vectors) or found,
+    )
+    name = "magic-fantasy-forest-v2"
+    sets: Sequence[tuple[Any, ...]] = [
+        (),
+        (demo_lora(name, 0.5, 1.0),),
+        (demo_lora(name, 1.0, 1.0),),
+        (demo_lora(name, 0.0, 1.0),),
+        (demo_lora(name, 0.5, 0.1),),
+        (),
+    ]
+    for loras in sets:
+        demo_engine.admit(0, demo_engine.prepare(make_request(loras=loras, steps=1)))
+        demo_engine.tick()
+    base, half, whole, none, same, after = contexts
+    assert not torch.allclose(base, half, atol=1e-3)
+    assert not torch.allclose(half, whole, atol=1e-3)
+    assert torch.equal(base, none)
+    assert torch.equal(half, same)
+    assert torch.equal(base, after)
+
+
+@torch.inference_mode()
+def test_the_cache_keeps_to_its_bytes_and_drops_the_least_recently_used(
+    clip: Any, tokenizer: text.Tokenizer
+) -> None:
+    one = 77 * clip.text_encoder.config.hidden_size * 4
+    encoder, counter = counting(clip, cache_bytes=2 * one)
+    a, b, c = (tokenizer.chunks(letter) for letter in "abc")
+    for prompt in (a, b, a, c, a):
+        encoder.encode([prompt], 1)
+    assert counter.chunks == 3
+    encoder.encode([b], 1)
+    assert counter.chunks == 4, "b went, as a was used since"
+    many = encoder.encode([a, b, c], 1)
+    assert many.vectors.shape[0] == 3, "more at once than the cache holds"
+    assert encoder._cached_bytes <= 2 * one
+    encoder.clear()
+    before = counter.chunks
+    encoder.encode([a], 1)
+    assert counter.chunks == before + 1
+
+
+@torch.inference_mode()
+def test_many_chunks_go_through_the_text_encoder_in_several_calls(
+    clip: Any, tokenizer: text.Tokenizer, encoder: text.Encoder
+) -> None:
+    prompts = [tokenizer.chunks(f"{number}") for number in range(40)]
+    for row, prompt in zip(encoder.encode(prompts, 1).vectors, prompts, strict=True):
+        alone = text.Encoder(clip.text_encoder, start=START, end=END).encode([prompt], 1).vectors[0]
+        torch.testing.assert_close(row, alone, rtol=1e-4, atol=1e-5)
+
+
+class OpposedEncoder:
+    """Gives vectors of which the first opposes all others."""
+
+    device = torch.device("cpu")
+
+    def final_layer_norm(self, vectors: torch.Tensor) -> torch.Tensor:
+        return vectors
+
+    def __call__(self, ids: torch.Tensor, **_: Any) -> SimpleNamespace:
+        vectors = torch.ones((*ids.shape, 2))
+        vectors[:, 0] = -1
+        return SimpleNamespace(hidden_states=(vectors,))
+
+
+def test_weights_that_leave_nothing_are_the_jobs_fault() -> None:
+    encoder = text.Encoder(OpposedEncoder(), start=START, end=END)  # type: ignore[arg-type]
+    nothing = text.Chunk((320,) * 75, (0.0,) * 75)
+    with pytest.raises(errors.JobError, match="cancel each other out"):
+        encoder.encode([[nothing]], 1)
 
 
 def test_words_that_look_like_control_tokens_do_not_end_the_prompt(
-    tokenizer: text.Tokenizer, engine: Any
+    tokenizer: text.Tokenizer,
 ) -> None:
     (chunk,) = tokenizer.chunks("one <|endoftext|> two")
-    assert len(chunk) == 77
-
-
-@torch.inference_mode()
-def test_prompts_of_any_length_stand_side_by_side(tokenizer: text.Tokenizer, engine: Any) -> None:
-    encoder = engine._checkpoint.text_encoder
-    short, long = tokenizer.chunks("short"), tokenizer.chunks("long " * 40)
-    both = text.encode(encoder, [short, long], clip_skip=1)
-    assert both.shape == (2, 231, 32)
-    torch.testing.assert_close(both[0, :77], text.encode(encoder, [short], 1)[0])
-    torch.testing.assert_close(both[0, 77:154], text.encode(encoder, [tokenizer.chunks("")], 1)[0])
-    torch.testing.assert_close(both[1, 154:], text.encode(encoder, [long[2:]], 1)[0])
-
-
-@torch.inference_mode()
-def test_clip_skip_1_is_the_encoders_last_word(tokenizer: text.Tokenizer, engine: Any) -> None:
-    encoder = engine._checkpoint.text_encoder
-    (chunk,) = tokenizer.chunks("a photo")
-    output = encoder(torch.tensor([chunk]), output_hidden_states=True)
-    torch.testing.assert_close(text.encode(encoder, [[chunk]], 1), output.last_hidden_state)
-    torch.testing.assert_close(
-        text.encode(encoder, [[chunk]], 2), encoder.final_layer_norm(output.hidden_states[-2])
-    )
+    assert len(chunk.tokens) == 3

@@ -1,0 +1,226 @@
+from __future__ import annotations
+
+import importlib
+import importlib.util
+import sys
+import types
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from diffusers import DDIMScheduler, EulerAncestralDiscreteScheduler, PNDMScheduler
+
+from jobs import errors, samplers
+from worker.engine import sampler
+
+BETAS = {"beta_start": 0.00085, "beta_end": 0.012, "beta_schedule": "scaled_linear"}
+LEADING = {**BETAS, "timestep_spacing": "leading", "steps_offset": 1}
+SHAPE = (2, 4, 8, 8)
+STEP_COUNTS = [1, 2, 3, 15, 20, 50]
+
+#: diffusers hands torch tensors to numpy 2 in a way that numpy will drop
+pytestmark = pytest.mark.filterwarnings("ignore:__array__ implementation:DeprecationWarning")
+
+Unet = Callable[..., torch.Tensor]
+
+
+def alphas_cumprod() -> torch.Tensor:
+    betas = torch.linspace(0.00085**0.5, 0.012**0.5, 1000, dtype=torch.float64) ** 2
+    return torch.cumprod(1 - betas, dim=0)
+
+
+def stand_in(inputs: torch.Tensor, timesteps: torch.Tensor) -> torch.Tensor:
+    """In the UNet's place: follows its input and the time, smoothly but not linearly."""
+    times = (timesteps.float() / 1000).view(-1, 1, 1, 1)
+    return (inputs + 0.3 * inputs.roll(1, dims=-1) * (1 - times)).tanh() * (0.5 + 0.4 * times)
+
+
+def noises(count: int) -> list[torch.Tensor]:
+    generator = torch.Generator().manual_seed(7)
+    return [torch.randn(SHAPE, generator=generator) for _ in range(count)]
+
+
+def sample(schedule: sampler.Schedule, noise: list[torch.Tensor], unet: Unet) -> torch.Tensor:
+    """Runs a schedule over all rows; the first of *noise* is where it starts from."""
+    fresh = iter(noise)
+    latents = next(fresh) * schedule.initial_scale
+    history = sampler.first_history(latents)
+    for row, noisy in zip(schedule.table, schedule.noisy, strict=True):
+        rows = row.expand(len(latents), -1)
+        output = unet(sampler.scale_input(rows, latents), rows[:, sampler.TIMESTEP])
+        taken = next(fresh) if noisy else None
+        latents, history = sampler.step(rows, latents, output, history, taken)
+    return latents
+
+
+def relative_difference(ours: torch.Tensor, theirs: torch.Tensor) -> float:
+    assert ours.dtype == theirs.dtype == torch.float32
+    assert ours.shape == theirs.shape
+    return float((ours - theirs).abs().max() / theirs.abs().max())
+
+
+@pytest.fixture(scope="module")
+def k_diffusion() -> types.SimpleNamespace:
+    """The real `k_diffusion.sampling` and `.external`, without what only its training needs."""
+    found = importlib.util.find_spec("k_diffusion")
+    assert found, "k-diffusion is missing: `make test` installs it, without its dependencies"
+    package = types.ModuleType("k_diffusion")
+    package.__path__ = list(found.submodule_search_locations or ())
+    unused = ["scipy", "torchdiffeq", "torchsde", "torchvision", "torchvision.transforms"]
+    stubs = {name: types.ModuleType(name) for name in unused}
+    vars(stubs["scipy"])["integrate"] = vars(stubs["torchdiffeq"])["odeint"] = None
+    vars(stubs["torchvision.transforms"])["functional"] = None
+    with pytest.MonkeyPatch.context() as patch:
+        for name, module in {**stubs, "k_diffusion": package}.items():
+            patch.setitem(sys.modules, name, module)
+        return types.SimpleNamespace(
+            sampling=importlib.import_module("k_diffusion.sampling"),
+            external=importlib.import_module("k_diffusion.external"),
+        )
+
+
+@pytest.mark.parametrize("steps", STEP_COUNTS)
+@pytest.mark.parametrize("name", ["euler_ancestral", "euler", "dpmpp_2m"])
+@pytest.mark.parametrize("schedule_name", ["", "_karras"])
+def test_every_sampler_that_k_diffusion_has_draws_what_it_draws(
+    k_diffusion: Any, name: str, schedule_name: str, steps: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    noise = noises(steps + 1)
+    model = k_diffusion.external.DiscreteEpsDDPMDenoiser(
+        stand_in, alphas_cumprod().float(), quantize=False
+    )
+    sigmas = model.get_sigmas(steps)
+    if schedule_name:
+        sigmas = k_diffusion.sampling.get_sigmas_karras(
+            steps, float(model.sigma_min), float(model.sigma_max)
+        )
+    # The model of k-diffusion draws its own noise; here it takes ours.
+    fresh = iter(noise[1:])
+    monkeypatch.setattr(torch, "randn_like", lambda _: next(fresh))
+    draw = getattr(k_diffusion.sampling, f"sample_{name}")
+    theirs = draw(model, noise[0] * sigmas[0], sigmas, disable=True)
+
+    schedule = sampler.make_schedule(name + schedule_name, steps, alphas_cumprod(), "epsilon")
+    assert relative_difference(sample(schedule, noise, stand_in), theirs) < 1e-5
+
+
+def test_v_prediction_is_read_as_k_diffusion_reads_it(k_diffusion: Any) -> None:
+    sigmas = ((1 - alphas_cumprod()) / alphas_cumprod()).sqrt().float()
+    scalings = k_diffusion.external.VDenoiser(None).get_scalings
+
+    def denoise(latents: torch.Tensor, sigma: torch.Tensor) -> torch.Tensor:
+        skip, out, scale = (part.view(-1, 1, 1, 1) for part in scalings(sigma))
+        times = k_diffusion.external.DiscreteSchedule(sigmas, quantize=False).sigma_to_t(sigma)
+        return stand_in(latents * scale, times) * out + latents * skip
+
+    levels = k_diffusion.external.DiscreteSchedule(sigmas, quantize=False).get_sigmas(15)
+    (noise,) = noises(1)
+    theirs = k_diffusion.sampling.sample_dpmpp_2m(denoise, noise * levels[0], levels, disable=True)
+    schedule = sampler.make_schedule("dpmpp_2m", 15, alphas_cumprod(), "v_prediction")
+    assert relative_difference(sample(schedule, [noise], stand_in), theirs) < 1e-5
+
+
+def diffusers_sample(reference: Any, steps: int, noise: list[torch.Tensor]) -> torch.Tensor:
+    reference.set_timesteps(steps)
+    latents = noise[0] * reference.init_noise_sigma
+    for timestep in reference.timesteps:
+        inputs = reference.scale_model_input(latents, timestep)
+        latents = reference.step(stand_in(inputs, timestep), timestep, latents).prev_sample
+    return latents
+
+
+@pytest.mark.parametrize("steps", STEP_COUNTS)
+def test_plms_draws_what_diffusers_draws(steps: int) -> None:
+    noise = noises(1)
+    theirs = diffusers_sample(PNDMScheduler(**LEADING, skip_prk_steps=True), steps, noise)
+    schedule = sampler.make_schedule("plms", steps, alphas_cumprod(), "epsilon")
+    assert relative_difference(sample(schedule, noise, stand_in), theirs) < 1e-5
+
+
+@pytest.mark.parametrize("prediction_type", ["epsilon", "v_prediction"])
+@pytest.mark.parametrize("steps", STEP_COUNTS)
+def test_ddim_draws_what_diffusers_draws(steps: int, prediction_type: str) -> None:
+    noise = noises(1)
+    reference = DDIMScheduler(
+        **LEADING, prediction_type=prediction_type, set_alpha_to_one=False, clip_sample=False
+    )
+    theirs = diffusers_sample(reference, steps, noise)
+    schedule = sampler.make_schedule("ddim", steps, alphas_cumprod(), prediction_type)
+    assert relative_difference(sample(schedule, noise, stand_in), theirs) < 1e-5
+
+
+@pytest.mark.parametrize("prediction_type", ["epsilon", "v_prediction"])
+def test_euler_ancestral_draws_what_diffusers_draws(
+    prediction_type: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    noise = noises(16)
+    fresh = iter(noise[1:])
+    module = sys.modules[EulerAncestralDiscreteScheduler.__module__]
+    monkeypatch.setattr(module, "randn_tensor", lambda *_, **__: next(fresh))
+    reference = EulerAncestralDiscreteScheduler(
+        **BETAS, prediction_type=prediction_type, timestep_spacing="linspace"
+    )
+    theirs = diffusers_sample(reference, 15, noise)
+    schedule = sampler.make_schedule("euler_ancestral", 15, alphas_cumprod(), prediction_type)
+    # diffusers interpolates the sigmas, k-diffusion and AUTOMATIC1111 their logarithms
+    assert relative_difference(sample(schedule, noise, stand_in), theirs) < 5e-5
+
+
+def test_sd15_starts_at_its_known_largest_sigma_and_ends_at_the_first_timestep() -> None:
+    schedule = sampler.make_schedule("euler_ancestral", 15, alphas_cumprod(), "epsilon")
+    assert schedule.initial_scale == pytest.approx(14.6146, abs=1e-4)
+    timesteps = schedule.table[:, sampler.TIMESTEP].tolist()
+    assert timesteps == pytest.approx([999 * at / 14 for at in range(14, -1, -1)], abs=1e-4)
+
+
+def test_noise_is_taken_by_every_ancestral_step_but_the_last_and_by_no_other_sampler() -> None:
+    for name in samplers.SAMPLERS:
+        noisy = sampler.make_schedule(name, 5, alphas_cumprod(), "epsilon").noisy
+        assert noisy[-1] is False
+        assert all(noisy[:-1]) if "ancestral" in name else not any(noisy)
+
+
+@pytest.mark.parametrize("name", samplers.SAMPLERS)
+def test_every_sampler_of_a_job_has_a_finite_schedule_at_any_number_of_steps(name: str) -> None:
+    for steps in range(1, 151):
+        schedule = sampler.make_schedule(name, steps, alphas_cumprod(), "epsilon")
+        assert schedule.table.isfinite().all()
+        assert len(schedule.table) == steps + (name == "plms" and steps > 1)
+
+
+@pytest.mark.parametrize("name", ["heun", "ddim_karras", "", "Euler a"])
+def test_an_unknown_sampler_is_refused_with_those_that_are_known(name: str) -> None:
+    with pytest.raises(errors.JobError, match="only euler_ancestral, euler, dpmpp_2m, ddim, plms"):
+        sampler.make_schedule(name, 5, alphas_cumprod(), "epsilon")
+
+
+def test_rows_of_different_samplers_do_not_touch_each_other() -> None:
+    names = ["euler_ancestral", "ddim", "dpmpp_2m_karras", "euler"]
+    schedules = [sampler.make_schedule(name, 6, alphas_cumprod(), "epsilon") for name in names]
+    starts, *fresh = (torch.cat([noise, noise + 1]) for noise in noises(7))
+    latents = starts * torch.tensor([each.initial_scale for each in schedules]).view(-1, 1, 1, 1)
+    history = sampler.first_history(latents)
+    for call, rows in enumerate(torch.stack([each.table for each in schedules], dim=1)):
+        output = stand_in(sampler.scale_input(rows, latents), rows[:, sampler.TIMESTEP])
+        latents, history = sampler.step(rows, latents, output, history, fresh[call])
+    for at, schedule in enumerate(schedules):
+        alone = sample(schedule, [noise[at : at + 1] for noise in (starts, *fresh)], stand_in)
+        torch.testing.assert_close(latents[at : at + 1], alone, rtol=1e-6, atol=1e-6)
+
+
+def test_an_image_is_the_same_alone_and_beside_others_with_other_samplers(
+    engine: Any, make_request: Any, draw: Any, difference: Any
+) -> None:
+    # PLMS calls the UNet once more than it has steps, so with one step fewer it shares the batch.
+    requests = [
+        make_request(seed=at, sampler=name, steps=7 if name == "plms" else 8)
+        for at, name in enumerate(samplers.SAMPLERS)
+    ]
+    assert len({engine.prepare(request).group for request in requests}) == 1
+    together = draw(engine, *requests)
+    for request, beside in zip(requests, together, strict=True):
+        (alone,) = draw(engine, request)
+        assert difference(alone, beside) <= 2
+    same_seed = draw(engine, *(make_request(seed=1, sampler=name) for name in samplers.SAMPLERS))
+    assert len({image.tobytes() for image in same_seed}) == len(samplers.SAMPLERS)

@@ -1,0 +1,237 @@
+"""Prompts to embeddings, against the written rules worked out here once more, the slow way.
+
+Brackets multiply what is between them. A BREAK ends a chunk. A chunk has 75 tokens; if one of its
+last 20 is a comma, what follows that comma goes into the next. Chunks are filled up with end tokens
+and encoded alone. Vectors are multiplied by their weights, and each chunk's mean is restored.
+"""
+
+from __future__ import annotations
+
+import itertools
+import json
+import random
+import re
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+import pytest
+import torch
+
+from jobs import errors
+from worker.engine import text
+
+ROOT = Path(__file__).parents[3]
+COMMA, START, END = 267, 49406, 49407
+
+Array = npt.NDArray[np.float64]
+Words = list[tuple[str, float]]
+Chunks = list[list[tuple[int, float]]]
+
+CLOSED_BY = {")": "(", "]": "["}
+FACTORS = {")": 1.1, "]": 1 / 1.1}
+
+
+@pytest.fixture(scope="module")
+def clip(demo_engine: Any) -> Any:
+    """The text encoder and the tokenizer with CLIP's own vocabulary, as transformers has them."""
+    return demo_engine._checkpoint
+
+
+@pytest.fixture(scope="module")
+def tokenizer(clip: Any) -> text.Tokenizer:
+    return text.Tokenizer(clip.tokenizer)
+
+
+SIGNS = {
+    r"\\([\\()\[\]]?)": "letter",
+    r"([(\[])": "open",
+    r":\s*([+-]?[\d.]+)\s*\)": "number",
+    r"([)\]])": "close",
+    r"([^\\()\[\]:]+|:)": "words",
+}
+
+
+def signs(prompt: str) -> Iterator[tuple[str, str, str]]:
+    """Each sign's kind, the whole of it and what counts in it."""
+    while prompt:
+        kind, match = next(
+            (kind, match)
+            for pattern, kind in SIGNS.items()
+            if (match := re.match(pattern, prompt)) is not None
+        )
+        yield kind, match[0], match[1]
+        prompt = prompt[match.end() :]
+
+
+def weighted_words(prompt: str) -> list[Words]:
+    """Section by section; what has one weight may be in several pieces."""
+    words: Words = []
+    opened: list[tuple[str, int]] = []
+
+    def close(bracket: str, factor: float) -> None:
+        last = max(at for at, (kind, _) in enumerate(opened) if kind == bracket)
+        _, start = opened.pop(last)
+        words[start:] = [(piece, weight * factor) for piece, weight in words[start:]]
+
+    for kind, sign, value in signs(prompt):
+        open_brackets = {bracket for bracket, _ in opened}
+        if kind == "letter":
+            words.append((value, 1.0))
+        elif kind == "open":
+            opened.append((sign, len(words)))
+        elif kind == "number" and "(" in open_brackets:
+            close("(", float(value))
+        elif kind == "close" and CLOSED_BY[sign] in open_brackets:
+            close(CLOSED_BY[sign], FACTORS[sign])
+        else:
+            words.append((re.sub(r"\s*\bBREAK\b\s*", "\0", sign), 1.0))
+    for sign, bracket in CLOSED_BY.items():
+        while bracket in {kind for kind, _ in opened}:
+            close(bracket, FACTORS[sign])
+    sections: list[Words] = [[]]
+    for piece, weight in words:
+        first, *others = piece.split("\0")
+        sections[-1].append((first, weight))
+        sections.extend([(other, weight)] for other in others)
+    return sections
+
+
+def chunks_by_the_rules(clip: Any, prompt: str) -> Chunks:
+    found: Chunks = []
+    sections = weighted_words(prompt)
+    for section in sections:
+        tokens: list[tuple[int, float]] = []
+        for weight, same in itertools.groupby(section, key=lambda each: each[1]):
+            words = "".join(piece for piece, _ in same)
+            ids = clip.tokenizer(words, add_special_tokens=False, verbose=False).input_ids
+            tokens += [(id_, weight) for id_ in ids]
+        while len(tokens) > 75:
+            commas = [at for at in range(55, 75) if tokens[at][0] == COMMA]
+            end = commas[-1] + 1 if commas and tokens[75][0] != COMMA else 75
+            found.append(tokens[:end])
+            tokens = tokens[end:]
+        found.append(tokens)
+    return found[:-1] if len(sections) > 1 and not found[-1] else found
+
+
+def vectors_by_the_rules(clip: Any, prompt: str, clip_skip: int) -> Array:
+    """[tokens, width], one chunk at a time."""
+    encoded = []
+    layers = getattr(clip.text_encoder, "text_model", clip.text_encoder)
+    for chunk in chunks_by_the_rules(clip, prompt):
+        filling = [END] * (76 - len(chunk))
+        ids = torch.tensor([[START, *(id_ for id_, _ in chunk), *filling]])
+        with torch.inference_mode():
+            states = clip.text_encoder(ids, output_hidden_states=True).hidden_states
+            vectors = layers.final_layer_norm(states[-clip_skip])[0].double().numpy()
+        weights = np.array([1.0, *(weight for _, weight in chunk), *[1.0] * len(filling)])
+        weighted = vectors * weights[:, None]
+        encoded.append(weighted * (vectors.mean() / weighted.mean()))
+    return np.concatenate(encoded)
+
+
+WORDS = (
+    *("castle", "forest", "(sunset)", "((storm))", "[fog]", "(red:1.3)", "(blue sky:0.7)", "8k"),
+    *("river", ":", "night,", "photo,", "digital art,", "(masterpiece)", "(best (quality)),"),
+    *("[[dark]]", "(oak:1.15)", "\\(artist\\)", "fishing-boat", "naïve", "東京", "it's", "a\n"),
+    *("of the,", ",", ",", "(b) c) d", "e] f", "uhd :1.2)"),
+)
+
+
+def a_prompt(number: int) -> str:
+    """Up to some 250 tokens, with emphasis that nests, with BREAKs and brackets left open."""
+    dice = random.Random(number)
+    words = dice.choices(WORDS, k=dice.choice([0, 3, 20, 60, 61, 62, 63, 64, 90, 180]))
+    for _ in range(dice.choice([0, 0, 1, 2])):
+        words.insert(dice.randrange(len(words) + 1), "BREAK")
+    for _ in range(len(words) // 8):
+        start, end = sorted(dice.choices(range(len(words)), k=2))
+        opening, closing = dice.choice([("(", ")"), ("(", ":1.2)"), ("[", "]"), ("(", "")])
+        words[start], words[end] = opening + words[start], words[end] + closing
+    return dice.choice([" ", " ", ", "]).join(words)
+
+
+PROMPTS = [a_prompt(number) for number in range(200)]
+
+
+def test_the_prompts_below_have_what_they_are_to_show(clip: Any) -> None:
+    found = [chunks_by_the_rules(clip, prompt) for prompt in PROMPTS]
+    assert {1, 2, 3, 4} <= {len(chunks) for chunks in found}
+    weights = {round(weight, 3) for chunks in found for chunk in chunks for _, weight in chunk}
+    assert len(weights) > 20
+    shortened = [chunk for chunks in found for chunk in chunks[:-1] if 55 < len(chunk) < 75]
+    assert len(shortened) > 20, "a comma that takes its phrase along"
+
+
+def test_200_prompts_are_cut_as_the_rules_say(clip: Any, tokenizer: text.Tokenizer) -> None:
+    for prompt in PROMPTS:
+        expected = chunks_by_the_rules(clip, prompt)
+        found = [
+            list(zip(one.tokens, one.weights, strict=True)) for one in tokenizer.chunks(prompt)
+        ]
+        assert found == expected
+
+
+@torch.inference_mode()
+def test_200_prompts_are_encoded_as_the_rules_say(clip: Any, tokenizer: text.Tokenizer) -> None:
+    encoder = text.Encoder(clip.text_encoder, start=START, end=END)
+    for first, clip_skip in zip(range(0, 200, 20), itertools.cycle([1, 2]), strict=False):
+        prompts = PROMPTS[first : first + 20]
+        context = encoder.encode([tokenizer.chunks(prompt) for prompt in prompts], clip_skip)
+        assert context.mask is not None
+        for prompt, row, mask in zip(prompts, context.vectors, context.mask, strict=True):
+            expected = vectors_by_the_rules(clip, prompt, clip_skip)
+            length = len(expected)
+            assert mask.tolist() == [True] * length + [False] * (len(mask) - length)
+            largest = np.abs(row[:length].double().numpy() - expected).max()
+            assert largest / np.abs(expected).max() < 1e-5, prompt
+
+
+def test_the_reference_message_has_77_and_70_tokens(tokenizer: text.Tokenizer) -> None:
+    job = json.loads((ROOT / "fleet" / "reference-job.json").read_text(encoding="utf-8"))
+    tag = "<lora:magic-fantasy-forest-v2:0.35>"
+    assert tag in job["prompt"]
+    prompt = tokenizer.chunks(job["prompt"].replace(tag, ""))
+    negative = tokenizer.chunks(job["negative_prompt"])
+    assert [len(chunk.tokens) for chunk in prompt] == [75, 2]
+    assert [len(chunk.tokens) for chunk in negative] == [70]
+
+
+@pytest.mark.parametrize(
+    ("prompt", "lengths"),
+    [
+        ("", [0]),
+        ("cat " * 75, [75]),
+        ("cat " * 76, [75, 1]),
+        ("cat " * 151, [75, 75, 1]),
+        ("cat " * 54 + "," + " cat" * 21, [75, 1]),
+        ("cat " * 55 + "," + " cat" * 20, [56, 20]),
+        ("cat " * 60 + ", " + "cat " * 8 + "," + " cat" * 6, [70, 6]),
+        ("cat " * 74 + "," + " cat", [75, 1]),
+        ("cat " * 75 + ", cat", [75, 2]),
+        ("cat " * 60 + "," + " cat" * 14 + ", cat", [75, 2]),
+        ("BREAK", [0]),
+        ("cat BREAK", [1]),
+        ("BREAK cat", [0, 1]),
+        ("cat BREAK BREAK cat", [1, 0, 1]),
+        ("cat " * 75 + "BREAK cat", [75, 1]),
+        ("cat " * 80 + "BREAK", [75, 5]),
+    ],
+)
+def test_where_a_prompt_is_cut(tokenizer: text.Tokenizer, prompt: str, lengths: list[int]) -> None:
+    assert [len(chunk.tokens) for chunk in tokenizer.chunks(prompt)] == lengths
+
+
+def test_a_prompt_has_32_chunks_at_most(tokenizer: text.Tokenizer) -> None:
+    assert len(tokenizer.chunks("cat " * 2400)) == 32
+    with pytest.raises(errors.JobError, match="33 chunks of 75 tokens; 32 at most"):
+        tokenizer.chunks("cat " * 2401)
+
+
+def test_neighbours_of_one_weight_are_tokenised_as_one(tokenizer: text.Tokenizer) -> None:
+    (apart,), (joined,) = tokenizer.chunks("light(house:1.2)"), tokenizer.chunks("light(house:1.0)")
+    assert len(apart.tokens) == 2
+    assert joined == tokenizer.chunks("lighthouse")[0]

@@ -1,0 +1,141 @@
+"""The names of LoRA files: which layer of the model a key means, and which part of its change.
+
+Three spellings of the same thing are in use: kohya's (`lora_unet_..._to_q.lora_down.weight`),
+diffusers' (`unet....to_q.lora.down.weight`, and older ones) and peft's (`....lora_A.weight`).
+LyCORIS uses kohya's for its kinds, too.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable, Mapping
+from typing import Literal
+
+import torch
+from torch import nn
+
+Network = Literal["unet", "text_encoder"]
+Place = tuple[Network, str]
+"""A layer: its network, and its path there."""
+
+#: What follows the layer's name in a key, and the part's name with us. Where two kinds have parts
+#: of one meaning, the first of the names stands for both.
+_PARTS = {
+    r"\.alpha": "alpha",
+    r"(?:\.lora_down|\.lora_A|\.lora(?:_linear_layer)?\.down|_lora\.down)\.weight": "down",
+    r"(?:\.lora_up|\.lora_B|\.lora(?:_linear_layer)?\.up|_lora\.up)\.weight": "up",
+    r"\.lora_mid\.weight": "mid",
+    r"\.(hada_(?:w[12]_[ab]|t[12]))": r"\2",
+    r"\.(lokr_(?:w[12](?:_[ab])?|t2))": r"\2",
+    r"\.diff": "diff",
+    r"\.dora_scale": "dora_scale",
+    r"\.lora_magnitude_vector(?:\.weight)?": "magnitude",
+}
+_PARTS_BY_PATTERN = [(re.compile(f"(.+?){ending}"), part) for ending, part in _PARTS.items()]
+
+#: Kinds whose keys are known, and nothing more.
+_UNSUPPORTED_KINDS = (
+    (re.compile(r".+\.(oft_blocks|oft_diag|oft_R(\.weight)?)"), "an OFT or BOFT"),
+    (re.compile(r".+\.on_input"), "an IA3"),
+    (re.compile(r".+\.[ab][12]\.weight"), "a GLoRA"),
+    (re.compile(r".+\.[wb]_norm"), "a change of normalisation layers"),
+    (re.compile(r".+\.(diff_b|lora_up\.bias|lora_B\.bias)"), "a change of biases"),
+    (re.compile(r"(emb_params|bundle_emb\..+|string_to_param.*)"), "a textual inversion"),
+)
+
+_MODELS_BY_KEY = (
+    (re.compile(r"lora_te2_|text_encoder_2\.|conditioner[._]"), "SDXL"),
+    (re.compile(r"lora_unet_(input_blocks|output_blocks|middle_block)_"), "SDXL"),
+    (re.compile(r".*(double_blocks|single_blocks|single_transformer_blocks)[._]"), "Flux"),
+    (re.compile(r".*joint_blocks[._]"), "SD3"),
+)
+#: The start of what trainers write into the header.
+_MODELS_BY_METADATA = {
+    "ss_base_model_version": {
+        "sd_v2": "SD2",
+        "sdxl": "SDXL",
+        "sd3": "SD3",
+        "flux": "Flux",
+    },
+    "modelspec.architecture": {
+        "stable-diffusion-v2": "SD2",
+        "stable-diffusion-xl": "SDXL",
+        "stable-diffusion-v3": "SD3",
+        "flux": "Flux",
+    },
+}
+#: SD2's LoRAs have the names of SD1's layers; what tells them apart is the text's width.
+_MODELS_BY_WIDTH = {768: "SD1", 1024: "SD2", 2048: "SDXL"}
+_TEXT_KEY = re.compile(r".*attn2[._]to_[kv]\.lora(_down|_A|\.down)\.weight")
+
+
+class Layers:
+    """The layers of a model that LoRAs can change, under every name that files give them."""
+
+    def __init__(self, unet: nn.Module, text_encoder: nn.Module) -> None:
+        self.shapes: dict[Place, torch.Size] = {}
+        self._by_name: dict[str, Place] = {}
+        for path, layer in adaptable_layers(unet).items():
+            self.shapes["unet", path] = layer.weight.shape
+            for name in {path, path.removesuffix(".0")}:  # `to_out.0` was once `to_out`
+                self._name("unet", path, name, f"unet.{name}")
+            self._name("unet", path, "lora_unet_" + path.replace(".", "_"))
+        for path, layer in adaptable_layers(text_encoder).items():
+            self.shapes["text_encoder", path] = layer.weight.shape
+            # transformers 5.6 dropped the level; files have it, or not.
+            short = path.removeprefix("text_model.")
+            old = re.sub(r"\b(?:([qkv])_proj|(out)_proj)$", r"to_\1\2", short)
+            for name in {short, old, f"text_model.{short}", f"text_model.{old}"}:
+                flat = name.replace(".", "_")
+                self._name("text_encoder", path, f"text_encoder.{name}")
+                self._name("text_encoder", path, f"lora_te_{flat}", f"lora_te1_{flat}")
+
+    def _name(self, network: Network, path: str, *names: str) -> None:
+        for name in names:
+            self._by_name[name] = (network, path)
+
+    def find(self, name: str) -> Place | None:
+        """The network and the path of a layer, by the name that a LoRA file gives it."""
+        plain = name.removeprefix("base_model.model.").replace(".processor.", ".")
+        return self._by_name.get(plain)
+
+
+def adaptable_layers(network: nn.Module) -> dict[str, nn.Linear | nn.Conv2d]:
+    """The layers that LoRAs can change, by their paths."""
+    return {
+        path: module
+        for path, module in network.named_modules()
+        if isinstance(module, nn.Linear | nn.Conv2d)
+    }
+
+
+def split_key(key: str) -> tuple[str, str] | None:
+    """The layer's name and the part of its change, or None where the key has neither."""
+    plain = re.sub(r"\.default(?=\.weight$|$)", "", key)
+    for pattern, part in _PARTS_BY_PATTERN:
+        if match := pattern.fullmatch(plain):
+            return match[1], match.expand(part)
+    return None
+
+
+def unsupported_kind(key: str) -> str | None:
+    """What a key belongs to, with its article, where that is known and not supported."""
+    return next((kind for pattern, kind in _UNSUPPORTED_KINDS if pattern.fullmatch(key)), None)
+
+
+def made_for(shapes: Mapping[str, Iterable[int]], metadata: Mapping[str, str]) -> str | None:
+    """The model that a file was made for, where its header, keys or shapes tell."""
+    for field, models in _MODELS_BY_METADATA.items():
+        stated = metadata.get(field, "")
+        for start, model in models.items():
+            if stated.startswith(start):
+                return model
+    for key, shape in shapes.items():
+        for pattern, model in _MODELS_BY_KEY:
+            if pattern.match(key):
+                return model
+        if _TEXT_KEY.fullmatch(key):
+            found = _MODELS_BY_WIDTH.get(tuple(shape)[-1])
+            if found:
+                return found
+    return None
