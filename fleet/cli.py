@@ -8,7 +8,7 @@ from importlib import metadata
 
 import typer
 
-from fleet import console, demo, failed, load, options, plan, status, worker
+from fleet import console, demo, failed, load, options, plan, prompt, status, worker
 
 app = typer.Typer(
     name="imagefleet",
@@ -44,6 +44,7 @@ app.command("load")(load.command)
 app.command("status")(status.command)
 app.add_typer(failed.app, name="failed", short_help="Lists, replays and discards failed jobs.")
 app.command("plan")(plan.command)
+app.command("prompt")(prompt.command)
 
 
 @app.command()

@@ -1,0 +1,172 @@
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from fleet import console, demo_jobs, prompt
+from worker.engine import chunks
+
+VOCABULARY = Path(__file__).parents[2] / "demo_model" / "tokenizer"
+
+Imagefleet = Callable[..., "subprocess.CompletedProcess[str]"]  # the fixture of conftest.py
+
+
+def test_the_reference_message_has_77_and_70_tokens(in_process: Imagefleet) -> None:
+    job = json.loads(demo_jobs.REFERENCE_MESSAGE)
+
+    result = in_process("prompt", job["prompt"], "--negative", job["negative_prompt"], "--json")
+
+    read = json.loads(result.stdout)
+    assert (read["prompt"]["tokens"], read["negative"]["tokens"]) == (77, 70)
+    assert [len(chunk["ids"]) for chunk in read["prompt"]["chunks"]] == [75, 2]
+    assert len(read["negative"]["chunks"]) == 1
+    assert read["prompt"]["loras"] == [
+        {"name": "magic-fantasy-forest-v2", "text_encoder_weight": 0.35, "unet_weight": 0.35}
+    ]
+    assert read["negative"]["loras"] == []
+    last = read["prompt"]["chunks"][1]
+    assert (last["tokens"], last["weights"]) == ([",</w>", "detailed</w>"], [1.0, 1.1])
+
+
+def test_a_person_sees_weights_words_and_loras(in_process: Imagefleet) -> None:
+    result = in_process("prompt", "a (red:1.3) [castle] BREAK sea <lora:night:0.5:0.8>")
+
+    assert result.returncode == console.EXIT_DONE
+    assert [line.strip() for line in result.stdout.splitlines()] == [
+        "prompt: 4 tokens in 2 chunks",
+        "chunk 1, 3 tokens",
+        "1      a",
+        "1.3    red",
+        "0.9091 castle",
+        "chunk 2, 1 token",
+        "1      sea",
+        "LoRA night: 0.8 on the UNet, 0.5 on the text encoder",
+        "negative: 0 tokens in 1 chunk",
+        "chunk 1, 0 tokens",
+    ]
+
+
+@pytest.mark.parametrize(
+    ("arguments", "reason"),
+    [
+        (["a [cat:dog:0.5]"], "prompt: the prompt uses prompt editing"),
+        (["a cat AND a dog"], "prompt: the prompt joins prompts with AND"),
+        (["a cat", "--negative", "[a|b]"], "negative: the prompt uses alternation"),
+        (["word " * 5000], "prompt: the prompt has 67 chunks of 75 tokens"),
+    ],
+)
+def test_what_is_not_supported_is_said_and_exits_with_2(
+    in_process: Imagefleet, arguments: list[str], reason: str
+) -> None:
+    for flags in ([], ["--json"]):
+        result = in_process("prompt", *arguments, *flags)
+
+        assert result.returncode == console.EXIT_OPERATOR_MUST_ACT
+        assert reason in result.stderr
+    read = json.loads(result.stdout)
+    assert sum(reason.partition(": ")[2] in str(one["unsupported"]) for one in read.values()) == 1
+
+
+def test_a_lora_in_a_negative_prompt_is_words_and_the_command_says_so(
+    in_process: Imagefleet,
+) -> None:
+    result = in_process("prompt", "a cat", "--negative", "<lora:night:0.5>")
+
+    assert result.returncode == console.EXIT_DONE
+    assert "LoRA night" not in result.stdout
+    assert "words like any others" in result.stdout
+
+
+def test_a_models_own_tokenizer_is_used_and_a_missing_one_named(
+    in_process: Imagefleet, tmp_path: Path
+) -> None:
+    spelled = tmp_path / "model" / "tokenizer"
+    spelled.mkdir(parents=True)
+    letters = [*"cat", *(f"{letter}</w>" for letter in "cat"), "<|startoftext|>", "<|endoftext|>"]
+    vocabulary = {letter: number for number, letter in enumerate(letters)}
+    (spelled / "vocab.json").write_text(json.dumps(vocabulary))
+    (spelled / "merges.txt").write_text("#version: 0.2\n")
+
+    result = in_process("prompt", "cat", "--json", "--model", str(spelled.parent))
+    assert json.loads(result.stdout)["prompt"]["chunks"][0]["tokens"] == ["c", "a", "t</w>"]
+
+    result = in_process("prompt", "cat", "--model", str(tmp_path / "nowhere"))
+    assert result.returncode == console.EXIT_OPERATOR_MUST_ACT
+    assert "nowhere" in result.stderr
+    (spelled / "merges.txt").write_text("one\n")
+    result = in_process("prompt", "cat", "--model", str(spelled.parent))
+    assert result.returncode == console.EXIT_OPERATOR_MUST_ACT
+    assert "holds no CLIP tokenizer" in result.stderr
+
+
+def test_without_tokenizers_one_sentence_says_what_to_install(
+    in_process: Imagefleet, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setitem(sys.modules, "tokenizers", None)
+
+    result = in_process("prompt", "a cat")
+
+    assert result.returncode == console.EXIT_OPERATOR_MUST_ACT
+    assert "pip install tokenizers" in result.stderr
+
+
+def test_an_installation_that_carries_no_vocabulary_asks_for_one(
+    in_process: Imagefleet, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    """As every one but a checkout's own."""
+    monkeypatch.setattr(prompt, "_TOKENIZER", tmp_path / "nowhere")
+
+    result = in_process("prompt", "a cat")
+
+    assert result.returncode == console.EXIT_OPERATOR_MUST_ACT
+    assert "name a --model FOLDER" in result.stderr
+    assert len(result.stderr.splitlines()) == 1
+    result = in_process("prompt", "a cat", "--model", str(VOCABULARY.parent))
+    assert result.stdout.startswith("prompt: 2 tokens in 1 chunk")
+
+
+def test_no_torch_is_loaded() -> None:
+    program = """
+import sys
+from fleet import cli
+sys.argv = ["imagefleet", "prompt", "a cat"]
+try:
+    cli.main()
+except SystemExit:
+    pass
+print("loaded:", sorted({"torch", "transformers", "diffusers"} & set(sys.modules)))
+"""
+    result = subprocess.run(
+        [sys.executable, "-c", program], capture_output=True, text=True, check=True
+    )
+    assert "loaded: []" in result.stdout
+
+
+@pytest.fixture(scope="module")
+def both_tokenizers() -> tuple[object, object]:
+    transformers = pytest.importorskip("transformers")
+    reference = transformers.CLIPTokenizer.from_pretrained(VOCABULARY, local_files_only=True)
+    return prompt._load_tokenizer(VOCABULARY), reference
+
+
+@settings(max_examples=200, deadline=None)
+@given(text=st.one_of(st.text(), st.text(alphabet="aé'sd 1,<|endoftx>\n\t\u00a0ß東😀-_")))
+def test_tokens_are_those_of_the_worker(both_tokenizers: tuple[object, object], text: str) -> None:
+    ours, workers = both_tokenizers
+    tokens = ours.encode(text, add_special_tokens=False).ids  # type: ignore[attr-defined]
+    reference = workers(text, add_special_tokens=False, verbose=False)  # type: ignore[operator]
+    assert tokens == reference["input_ids"]
+
+
+def test_chunks_are_limited_where_the_console_and_the_worker_share_the_limit() -> None:
+    def tokenise(texts: object) -> list[list[int]]:
+        return [[1] * (chunks.CHUNK_TOKENS * chunks.MAX_CHUNKS)]
+
+    assert len(chunks.cut("x", tokenise, None)) == chunks.MAX_CHUNKS
