@@ -35,9 +35,6 @@ _ENDED = frozenset({"completed", "duplicate", "failed"})
 #: The folder of the demo's queue and images carries this file, and only one that does is emptied.
 _MARKER = "made-by-imagefleet-demo"
 
-#: In a checkout of the source; too large for a package.
-_TRAINED = Path(__file__).resolve().parent.parent / "demo_model"
-
 
 @dataclass(frozen=True, slots=True)
 class DemoReport:
@@ -136,9 +133,10 @@ def _settings(places: _Places, model: Path, loras: Path) -> WorkerSettings:
 
 def _find_checkpoint(places: _Places) -> tuple[Path, Path, list[str]]:
     """Checkpoint, LoRAs and messages: trained in a checkout of the source, else random."""
-    if _TRAINED.is_dir():
-        valid = (_TRAINED / "demo_jobs.jsonl").read_text(encoding="utf-8").splitlines()
-        return _TRAINED, _TRAINED / "loras", demo_jobs.messages(valid)
+    trained = demo_jobs.TRAINED
+    if trained.is_dir():
+        valid = (trained / "demo_jobs.jsonl").read_text(encoding="utf-8").splitlines()
+        return trained, trained / "loras", demo_jobs.messages(valid)
     console.stdout.print("The demo's checkpoint is not here: a random one makes patterns instead.")
     from worker.engine import tiny
 
@@ -199,7 +197,10 @@ async def _work(
         def load() -> contract.Engine:
             from worker.engine.load import load_engine
 
-            engine = load_engine(settings.model, settings.device, settings.max_batch)
+            # To compile takes longer than the whole demo.
+            engine = load_engine(
+                settings.model, settings.device, slots=settings.slots, compile="off"
+            )
             watch.ready_at = time.monotonic()
             progress.update(task, description="making pictures")
             return engine

@@ -13,6 +13,9 @@ REFERENCE_LORA = "magic-fantasy-forest-v2"
 
 CAMPAIGN = "demo"
 
+#: The demo's checkpoint, in a checkout of the source; too large for a package.
+TRAINED = Path(__file__).resolve().parent.parent / "demo_model"
+
 #: A slip of the fingers, and a LoRA that nobody has: what becomes of them is part of the demo.
 INVALID_MESSAGE = json.dumps({"prompt": "a lighthouse in a storm", "stepz": 15})
 MISSING_LORA_MESSAGE = json.dumps(

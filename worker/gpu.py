@@ -50,6 +50,8 @@ class GpuClock:
     images: int = 0
     first_at: float | None = None
     last_at: float | None = None
+    first_image_seconds: float | None = None
+    """From the worker's start, the engine's loading and compiling included."""
 
     @property
     def idle_fraction(self) -> float:
@@ -77,7 +79,9 @@ class GpuLane:
         self.clock = GpuClock()
         self.capacity = 0
         self.lora_lookups: Mapping[str, int] = {}
+        self.recompiles: Callable[[], int] = int
         self.tick_began_at: float | None = None
+        self._began_at = time.monotonic()
         self._load = load
         self._why_idle = why_idle
         self._intake: deque[tuple[int, contract.Prepared]] = deque()
@@ -99,6 +103,7 @@ class GpuLane:
         engine = await asyncio.shield(self._loaded)
         self.capacity = engine.capacity
         self.lora_lookups = engine.lora_lookups
+        self.recompiles = lambda: int(getattr(engine, "recompiles", 0))
         # As many wait at its door as it holds.
         self._room = asyncio.Semaphore(engine.capacity)
         return engine
@@ -197,6 +202,13 @@ class GpuLane:
             self.clock.busy_seconds += ended_at - began_at
             self.clock.images += len(outcomes)
             self.clock.last_at = ended_at
+            if outcomes and self.clock.first_image_seconds is None:
+                self.clock.first_image_seconds = ended_at - self._began_at
+                log.info(
+                    "the first image came %.1f s after the start",
+                    self.clock.first_image_seconds,
+                    extra={"action": "first_image"},
+                )
             for finished in outcomes:
                 admitted_at = self._admitted_at.pop(finished.ticket)
                 self._deliver(Delivery(finished, admitted_at, ended_at))

@@ -66,6 +66,17 @@ class EngineCollector(Collector):
         for reason, seconds in sorted(clock.idle_seconds.copy().items()):
             idle.add_metric([reason], seconds)
         yield idle
+        if clock.first_image_seconds is not None:
+            yield GaugeMetricFamily(
+                "imagefleet_first_image_seconds",
+                "Time from the worker's start to its first image, compiling included.",
+                value=clock.first_image_seconds,
+            )
+        yield CounterMetricFamily(
+            "imagefleet_engine_recompiles",
+            "Compilations after the warm-up; more than 0 is a fault of the engine.",
+            value=self._lane.recompiles(),
+        )
         slots = GaugeMetricFamily(
             "imagefleet_slots", "Places of the engine's batch by state.", labels=["state"]
         )

@@ -57,8 +57,38 @@ class WorkerSettings(StorageSettings):
         pattern=r"^(auto|cpu|cuda(:\d+)?)$",
         description="auto, cpu, cuda or cuda:N; auto takes the GPU where there is one.",
     )
+    slots: int | None = Field(
+        default=None,
+        ge=0,
+        le=64,
+        description="Images drawn at once, each at its own step; by default as many as the GPU's"
+        " memory holds, 16 at most. 0 takes the plain engine, whose images start and end together.",
+    )
     max_batch: int = Field(
-        default=8, ge=1, le=64, description="Images generated at once; less memory with fewer."
+        default=8,
+        ge=1,
+        le=64,
+        description="With slots 0: images generated at once; less memory with fewer.",
+    )
+    compile: Literal["auto", "off"] = Field(
+        default="auto",
+        description="auto compiles for a GPU: a minute or two at the start, a third faster after.",
+    )
+    rank_capacity: int = Field(
+        default=64,
+        ge=1,
+        le=1024,
+        description="LoRAs of a higher rank (those of one image together) are merged into the"
+        " weights, so they share calls with their like only; more takes more of the host's memory.",
+    )
+    attention: Literal["auto", "default", "cudnn", "cudnn_padded"] = Field(
+        default="auto",
+        description="The self-attention kernel on a GPU; auto times them and takes the fastest.",
+    )
+    fp16_accumulate: bool = Field(
+        default=False,
+        description="Sum matrix products in float16: up to twice as fast on GeForce cards, and"
+        " less accurate.",
     )
     lease_seconds: float = Field(
         default=120,

@@ -336,6 +336,8 @@ async def test_the_engine_waits_for_nothing_while_there_are_jobs(
         "imagefleet_stage_seconds",
         "imagefleet_gpu_busy_seconds",
         "imagefleet_gpu_idle_seconds",
+        "imagefleet_first_image_seconds",
+        "imagefleet_engine_recompiles",
         "imagefleet_slots",
         "imagefleet_cost_dollars",
         "imagefleet_lora_cache",

@@ -4,24 +4,11 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
 
 import torch
 
 from jobs import errors
-from worker.engine import (
-    chunks,
-    contract,
-    decode,
-    denoise,
-    faults,
-    lora,
-    lora_cache,
-    lora_file,
-    lora_names,
-    sampler,
-    text,
-)
+from worker.engine import contract, decode, denoise, faults, intake, lora, text
 from worker.engine.checkpoint import Checkpoint
 
 log = logging.getLogger(__name__)
@@ -30,38 +17,6 @@ log = logging.getLogger(__name__)
 #: size, steps or LoRAs, but take longer to finish when the worker drains.
 _LOOKAHEAD_BATCHES = 2
 
-#: Each LoRA of an image is held in memory while it is drawn.
-_MAX_LORAS = 16
-
-
-@dataclass(frozen=True, slots=True)
-class _Prepared:
-    request: contract.ImageRequest
-    prompt: tuple[chunks.Chunk, ...]
-    negative_prompt: tuple[chunks.Chunk, ...]
-    loras: tuple[lora.Applied, ...]
-    schedule: sampler.Schedule
-
-    @property
-    def group(self) -> tuple[object, ...]:
-        """What two requests must have in common to share a call."""
-        request = self.request
-        loras = tuple(applied.key for applied in self.loras)
-        calls = len(self.schedule.table)
-        return (request.width, request.height, calls, request.clip_skip, loras)
-
-    @property
-    def text_loras(self) -> tuple[object, ...]:
-        """What is merged into the text encoder: many LoRAs change the UNet alone."""
-        return tuple(
-            (applied.file.identity, weight)
-            for applied in self.loras
-            if (weight := applied.weights["text_encoder"]) and applied.file.changes["text_encoder"]
-        )
-
-    @property
-    def pixels(self) -> int:
-        return self.request.width * self.request.height
 
 
 class BatchEngine:
@@ -70,18 +25,16 @@ class BatchEngine:
     def __init__(self, checkpoint: Checkpoint, max_batch: int, lora_cache_bytes: int) -> None:
         self._checkpoint = checkpoint
         self._device = checkpoint.unet.device
-        self._tokenizer = text.Tokenizer(checkpoint.tokenizer)
+        self._intake = intake.Intake(checkpoint, lora_cache_bytes)
         self._encoder = text.Encoder(
             checkpoint.text_encoder,
             start=checkpoint.tokenizer.bos_token_id,
             end=checkpoint.tokenizer.eos_token_id,
         )
-        layers = lora_names.Layers(checkpoint.unet, checkpoint.text_encoder)
-        self._lora_cache = lora_cache.LoraCache(layers, lora_cache_bytes)
         self._merger = lora.Merger(checkpoint.unet, checkpoint.text_encoder)
         self._max_batch = max_batch
         self._pixels_limit: int | None = None
-        self._pending: dict[int, _Prepared] = {}
+        self._pending: dict[int, intake.Prepared] = {}
 
     @property
     def model_name(self) -> str:
@@ -89,8 +42,7 @@ class BatchEngine:
 
     @property
     def default_size(self) -> tuple[int, int]:
-        side = int(self._checkpoint.unet.config.sample_size) * self._checkpoint.vae_factor
-        return side, side
+        return self._intake.default_size
 
     @property
     def capacity(self) -> int:
@@ -106,7 +58,7 @@ class BatchEngine:
 
     @property
     def lora_lookups(self) -> Mapping[str, int]:
-        return self._lora_cache.lookups
+        return self._intake.lora_lookups
 
     def prepare(self, request: contract.ImageRequest) -> contract.Prepared:
         """Checks a request against this checkpoint, tokenises its prompts and reads its LoRAs.
@@ -115,33 +67,10 @@ class BatchEngine:
             JobError: this checkpoint cannot draw it, or a LoRA is missing or does not fit.
             TransientError: a LoRA could not be read.
         """
-        factor = self._checkpoint.vae_factor
-        if request.width % factor or request.height % factor:
-            raise errors.JobError(
-                f"{request.width}x{request.height} pixels are not to be had: both sides must be"
-                f" multiples of {factor}"
-            )
-        layers = self._checkpoint.text_encoder.config.num_hidden_layers
-        if not 1 <= request.clip_skip <= layers:
-            raise errors.JobError(
-                f"clip_skip is {request.clip_skip}; this model's text encoder has {layers} layers"
-            )
-        schedule = sampler.make_schedule(
-            request.sampler,
-            request.steps,
-            self._checkpoint.alphas_cumprod,
-            self._checkpoint.prediction_type,
-        )
-        return _Prepared(
-            request,
-            self._tokenizer.chunks(request.prompt),
-            self._tokenizer.chunks(request.negative_prompt),
-            self._read_loras(request.loras),
-            schedule,
-        )
+        return self._intake.prepare(request)
 
     def admit(self, ticket: int, prepared: contract.Prepared) -> None:
-        if not isinstance(prepared, _Prepared):
+        if not isinstance(prepared, intake.Prepared):
             raise TypeError("prepared by another engine")
         self._pending[ticket] = prepared
 
@@ -160,21 +89,6 @@ class BatchEngine:
             network.to("meta")
         faults.empty_cache(self._device)
 
-    def _read_loras(self, wanted: Sequence[contract.Lora]) -> tuple[lora.Applied, ...]:
-        """A LoRA that is named twice counts twice; their order does not matter."""
-        if len(wanted) > _MAX_LORAS:
-            raise errors.JobError(f"the prompt has {len(wanted)} LoRAs; {_MAX_LORAS} at most")
-        files: dict[lora_file.Identity, lora_file.LoraFile] = {}
-        weights: dict[lora_file.Identity, dict[lora_names.Network, float]] = {}
-        for one in wanted:
-            file = self._lora_cache.get(one)
-            files[file.identity] = file
-            sums = weights.setdefault(file.identity, {"unet": 0.0, "text_encoder": 0.0})
-            sums["unet"] += one.unet_weight
-            sums["text_encoder"] += one.text_encoder_weight
-        effective = [identity for identity in sorted(files) if any(weights[identity].values())]
-        return tuple(lora.Applied(files[identity], weights[identity]) for identity in effective)
-
     def _next_batch(self) -> list[int]:
         oldest = next(iter(self._pending.values()), None)
         if oldest is None:
@@ -186,7 +100,7 @@ class BatchEngine:
         alike = [ticket for ticket, other in self._pending.items() if other.group == group]
         return alike[:size]
 
-    def _run(self, batch: Sequence[_Prepared]) -> list[contract.Outcome]:
+    def _run(self, batch: Sequence[intake.Prepared]) -> list[contract.Outcome]:
         """Generates a batch; where that fails, its images in smaller ones, down to each alone."""
         try:
             self._merger.activate(batch[0].loras)
@@ -217,12 +131,12 @@ class BatchEngine:
         return [outcome for part in parts for outcome in self._run(part)]
 
     @torch.inference_mode()
-    def _generate(self, batch: Sequence[_Prepared]) -> list[contract.Outcome]:
+    def _generate(self, batch: Sequence[intake.Prepared]) -> list[contract.Outcome]:
         unet, factor = self._checkpoint.unet, self._checkpoint.vae_factor
         latents = denoise.denoise(unet, batch, self._encode_prompts(batch), factor)
         return decode.decode(self._checkpoint.vae, latents, batch[0].pixels)
 
-    def _encode_prompts(self, batch: Sequence[_Prepared]) -> text.Context:
+    def _encode_prompts(self, batch: Sequence[intake.Prepared]) -> text.Context:
         """The prompts' rows, then the negative prompts', each of its own length."""
         prompts = [prepared.prompt for prepared in batch]
         negative_prompts = [prepared.negative_prompt for prepared in batch]

@@ -27,8 +27,8 @@ from jobs import errors
 _LOADING_ERRORS = (OSError, ValueError, KeyError, TypeError, RuntimeError, SafetensorError)
 
 #: A single file carries no configuration; these are SD1.5's, used where its folder gives none.
-_UNET_CONFIG = {"sample_size": 64, "cross_attention_dim": 768, "attention_head_dim": 8}
-_VAE_CONFIG = {
+UNET_CONFIG = {"sample_size": 64, "cross_attention_dim": 768, "attention_head_dim": 8}
+VAE_CONFIG = {
     "down_block_types": ["DownEncoderBlock2D"] * 4,
     "up_block_types": ["UpDecoderBlock2D"] * 4,
     "block_out_channels": [128, 256, 512, 512],
@@ -36,7 +36,7 @@ _VAE_CONFIG = {
     "sample_size": 512,
     "scaling_factor": 0.18215,
 }
-_TEXT_CONFIG = {
+TEXT_CONFIG = {
     "hidden_size": 768,
     "intermediate_size": 3072,
     "num_hidden_layers": 12,
@@ -72,7 +72,7 @@ def load_checkpoint(
     Raises:
         SetupError: something is missing, broken or of another architecture; names the file.
     """
-    _hide_progress_bars()
+    hide_progress_bars()
     if model.is_dir():
         name, folder, networks = model.resolve().name, model, _read_folder(model)
     elif model.is_file():
@@ -80,7 +80,7 @@ def load_checkpoint(
         name, networks = model.stem, _read_file(model, folder)
     else:
         raise errors.SetupError(f"the model {str(model)!r} does not exist")
-    tokenizer = _read_tokenizer(folder / "tokenizer")
+    tokenizer = read_tokenizer(folder / "tokenizer")
     noise = _read_json(folder / "scheduler" / "scheduler_config.json")
     unet, vae, text_encoder = networks
     _check_architecture(model, unet, text_encoder, tokenizer)
@@ -106,7 +106,7 @@ def load_checkpoint(
     )
 
 
-def _hide_progress_bars() -> None:
+def hide_progress_bars() -> None:
     """They would tear the worker's log, and the operator's own bar, apart."""
     diffusers_logging.disable_progress_bar()
     transformers_logging.disable_progress_bar()
@@ -182,10 +182,10 @@ def _read_file(path: Path, config: Path) -> _Networks:
         raise errors.SetupError(f"{str(path)!r} is no Stable Diffusion 1.x checkpoint")
     try:
         with torch.device("meta"):
-            unet = UNet2DConditionModel.from_config(_network_config(config / "unet", _UNET_CONFIG))
-            vae = AutoencoderKL.from_config(_network_config(config / "vae", _VAE_CONFIG))
+            unet = UNet2DConditionModel.from_config(network_config(config / "unet", UNET_CONFIG))
+            vae = AutoencoderKL.from_config(network_config(config / "vae", VAE_CONFIG))
         # Not on the meta device: it has buffers that no checkpoint carries.
-        text_config = _network_config(config / "text_encoder", _TEXT_CONFIG)
+        text_config = network_config(config / "text_encoder", TEXT_CONFIG)
         text_encoder = CLIPTextModel(CLIPTextConfig(**text_config))
         if not hasattr(text_encoder, "text_model"):
             text_weights = {
@@ -207,7 +207,7 @@ def _fill(network: nn.Module, weights: Mapping[str, torch.Tensor]) -> None:
         raise ValueError(f"{len(missing)} weights are missing, {missing[0]} for one")
 
 
-def _read_tokenizer(folder: Path) -> CLIPTokenizer:
+def read_tokenizer(folder: Path) -> CLIPTokenizer:
     if not folder.is_dir():
         raise errors.SetupError(f"the model's tokenizer is missing: {str(folder)!r}")
     try:
@@ -244,7 +244,8 @@ def _alphas_cumprod(model: Path, noise: Mapping[str, Any]) -> torch.Tensor:
     return torch.cumprod(1 - betas, dim=0)
 
 
-def _network_config(folder: Path, default: Mapping[str, object]) -> dict[str, Any]:
+def network_config(folder: Path, default: Mapping[str, object]) -> dict[str, Any]:
+    """A network's configuration from its folder, *default* where there is none."""
     return _read_json(folder / "config.json") or dict(default)
 
 

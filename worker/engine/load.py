@@ -2,16 +2,19 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Literal
 
 from jobs import errors
-from worker.engine import contract
+from worker.engine import contract, ways
 
 if TYPE_CHECKING:
     import torch
 
 Precision = Literal["auto", "float16", "bfloat16", "float32"]
+Compile = Literal["auto", "off"]
+Attention = Literal["auto", "default", "cudnn", "cudnn_padded"]
 
 
 def load_engine(
@@ -22,6 +25,12 @@ def load_engine(
     precision: Precision = "auto",
     config: Path | None = None,
     lora_cache_bytes: int = 2 * 1024**3,
+    slots: int | None = None,
+    compile: Compile = "auto",  # noqa: A002 - what it is called everywhere
+    compiled_ways: Sequence[ways.Way] = ways.ALL,
+    rank_capacity: int = 64,
+    fp16_accumulate: bool = False,
+    attention: Attention = "auto",
 ) -> contract.Engine:
     """Loads a checkpoint (a diffusers folder or one `.safetensors` file) and the engine on it.
 
@@ -31,22 +40,56 @@ def load_engine(
     the one of its own name beside it, or its own. No network is touched. The same seed gives the
     same bytes on the same hardware only, and on a CPU with the same number of threads only.
 
+    *slots* images are drawn at once, each at its own step; None takes as many as the GPU's memory
+    holds, and 0 the plain engine, whose images start and end together, *max_batch* at most.
+    *compile* 'auto' compiles on a GPU, which takes a minute or two here; the UNet in the
+    *compiled_ways*, for those who need but one, or another order. LoRAs of a rank over
+    *rank_capacity* are merged into the weights, so share calls with their like only.
+    *fp16_accumulate* doubles GeForce cards' rate of matrix products at some loss of accuracy.
+
     Raises:
         SetupError: a library, the device or a part of the checkpoint is missing or does not fit.
     """
     try:
         from worker.engine import batch_engine, checkpoint
+        from worker.engine import slots as slot_engine
     except ModuleNotFoundError as error:
         raise errors.SetupError(
             f"the worker needs {error.name}, which is not installed: pip install imagefleet[worker]"
         ) from error
-    torch_device = _find_device(device)
-    dtype = _find_dtype(precision, torch_device)
+    torch_device = find_device(device)
+    dtype = find_dtype(precision, torch_device)
     loaded = checkpoint.load_checkpoint(model, torch_device, dtype, config)
-    return batch_engine.BatchEngine(loaded, max_batch, lora_cache_bytes)
+    if torch_device.type == "cuda":
+        _set_up_cuda(torch_device, fp16_accumulate=fp16_accumulate)
+    if slots == 0:
+        return batch_engine.BatchEngine(loaded, max_batch, lora_cache_bytes)
+    engine = slot_engine.SlotEngine(
+        loaded,
+        slots,
+        lora_cache_bytes=lora_cache_bytes,
+        rank_capacity=rank_capacity,
+        backend="inductor" if compile == "auto" and torch_device.type == "cuda" else None,
+        compiled_ways=compiled_ways,
+        attention_kernel=attention,
+    )
+    if torch_device.type == "cuda":
+        engine.warm_up(*engine.default_size)
+    return engine
 
 
-def _find_device(name: str) -> torch.device:
+def _set_up_cuda(device: torch.device, *, fp16_accumulate: bool) -> None:
+    import torch
+
+    torch.cuda.set_device(device)  # streams, events and graphs are of the thread's own device
+    # Shapes are few and stay the same, so it pays to time each convolution's kernels once.
+    torch.backends.cudnn.benchmark = True
+    if fp16_accumulate:
+        torch.backends.cuda.matmul.allow_fp16_accumulation = True
+
+
+def find_device(name: str) -> torch.device:
+    """The device of a name; raises SetupError where there is none."""
     import torch
 
     if name == "auto":
@@ -63,7 +106,8 @@ def _find_device(name: str) -> torch.device:
     return device
 
 
-def _find_dtype(precision: Precision, device: torch.device) -> torch.dtype:
+def find_dtype(precision: Precision, device: torch.device) -> torch.dtype:
+    """What the weights are kept in."""
     import torch
 
     if precision == "auto":

@@ -38,6 +38,9 @@ HISTORY = 5
 #: A table's columns; the weights follow them.
 TIMESTEP, _INPUT_SCALE, _FROM_LATENTS, _FROM_OUTPUT, _KEEP, _NOISE_SCALE, _FIRST_WEIGHT = range(7)
 
+#: All of a table's columns.
+COLUMNS = _FIRST_WEIGHT + HISTORY
+
 _RHO = 7.0
 
 #: The weights of Adams and Bashforth's methods of orders 1 to 4, the newest first.

@@ -130,7 +130,16 @@ def _text_encoder(tokenizer: CLIPTokenizer) -> CLIPTextModel:
         eos_token_id=tokenizer.eos_token_id,
         pad_token_id=tokenizer.eos_token_id,
     )
-    return CLIPTextModel(config)
+    text_encoder = CLIPTextModel(config)
+    raise_mean(text_encoder)
+    return text_encoder
+
+
+def raise_mean(text_encoder: CLIPTextModel) -> None:
+    """Gives an untrained text encoder's vectors a mean: weighing words keeps it, and it was 0."""
+    for path, module in text_encoder.named_modules():
+        if path.endswith("final_layer_norm"):
+            nn.init.constant_(module.bias, 0.1)
 
 
 def _unet(size: int) -> UNet2DConditionModel:

@@ -14,7 +14,7 @@ import torch
 from safetensors import safe_open
 from safetensors.torch import load_file, save_file
 
-from worker.engine import batch_engine, contract, load, tiny
+from worker.engine import batch_engine, contract, load, slots, tiny
 
 #: Few steps and the smallest size: a picture takes some 30 ms.
 _REQUEST = contract.ImageRequest(
@@ -55,7 +55,7 @@ def lora_paths(tmp_path_factory: pytest.TempPathFactory, checkpoint: Path) -> li
 @pytest.fixture(scope="session")
 def engine(checkpoint: Path) -> batch_engine.BatchEngine:
     """Shared by tests that leave it as they found it."""
-    loaded = load.load_engine(checkpoint, "cpu", max_batch=4)
+    loaded = load.load_engine(checkpoint, "cpu", max_batch=4, slots=0)
     assert isinstance(loaded, batch_engine.BatchEngine)
     return loaded
 
@@ -64,7 +64,7 @@ def engine(checkpoint: Path) -> batch_engine.BatchEngine:
 def demo_engine() -> batch_engine.BatchEngine:
     """On the model that has learnt to draw; shared by tests that leave it as they found it."""
     torch.set_num_threads(1)
-    loaded = load.load_engine(DEMO_MODEL, "cpu")
+    loaded = load.load_engine(DEMO_MODEL, "cpu", slots=0)
     assert isinstance(loaded, batch_engine.BatchEngine)
     return loaded
 
@@ -80,12 +80,35 @@ def demo_lora() -> Callable[[str, float, float], contract.Lora]:
     return use
 
 
+@pytest.fixture(scope="session")
+def slot_engine(checkpoint: Path) -> slots.SlotEngine:
+    """Shared by tests that leave it as they found it."""
+    loaded = load.load_engine(checkpoint, "cpu", slots=3)
+    assert isinstance(loaded, slots.SlotEngine)
+    return loaded
+
+
+@pytest.fixture
+def make_slot_engine(checkpoint: Path) -> Iterator[Callable[..., slots.SlotEngine]]:
+    made = []
+
+    def make(**settings: Any) -> slots.SlotEngine:
+        loaded = load.load_engine(checkpoint, "cpu", **{"slots": 3, **settings})
+        assert isinstance(loaded, slots.SlotEngine)
+        made.append(loaded)
+        return loaded
+
+    yield make
+    for loaded in made:
+        loaded.close()
+
+
 @pytest.fixture
 def make_engine(checkpoint: Path) -> Iterator[MakeEngine]:
     made = []
 
     def make(**settings: Any) -> batch_engine.BatchEngine:
-        loaded = load.load_engine(checkpoint, "cpu", **{"max_batch": 4, **settings})
+        loaded = load.load_engine(checkpoint, "cpu", **{"max_batch": 4, "slots": 0, **settings})
         assert isinstance(loaded, batch_engine.BatchEngine)
         made.append(loaded)
         return loaded

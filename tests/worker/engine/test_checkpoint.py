@@ -42,7 +42,7 @@ def test_loading_touches_no_network(
 def test_a_single_file_draws_what_the_folder_draws(
     engine: Any, checkpoint: Path, single_file: Path, make_request: Any, draw: Any, difference: Any
 ) -> None:
-    single = load.load_engine(single_file, "cpu", config=checkpoint)
+    single = load.load_engine(single_file, "cpu", config=checkpoint, slots=0)
     assert single.model_name == "tiny"
     (image,) = draw(single, make_request())
     assert difference(image, draw(engine, make_request())[0]) == 0
@@ -87,7 +87,7 @@ def test_the_names_of_older_folders_are_understood(
         for new, old in pairs:
             weights = {key.replace(new, old, 1): weight for key, weight in weights.items()}
         save_file(weights, copy / name, {"format": "pt"})
-    older = load.load_engine(copy, "cpu")
+    older = load.load_engine(copy, "cpu", slots=0)
     assert (draw(older, make_request())[0] == draw(engine, make_request())[0]).all()
 
 
@@ -216,9 +216,9 @@ def test_a_single_files_built_in_configuration_is_sd15s() -> None:
     """The published sizes: 859.5, 83.7 and 123.1 million weights."""
     with torch.device("meta"):
         networks = (
-            UNet2DConditionModel.from_config(checkpoints._UNET_CONFIG),
-            AutoencoderKL.from_config(checkpoints._VAE_CONFIG),
-            CLIPTextModel(CLIPTextConfig(**checkpoints._TEXT_CONFIG)),
+            UNet2DConditionModel.from_config(checkpoints.UNET_CONFIG),
+            AutoencoderKL.from_config(checkpoints.VAE_CONFIG),
+            CLIPTextModel(CLIPTextConfig(**checkpoints.TEXT_CONFIG)),
         )
     sizes = [sum(weight.numel() for weight in network.parameters()) for network in networks]
     assert sizes == [859_520_964, 83_653_863, 123_060_480]

@@ -20,7 +20,7 @@ Weights = dict[str, torch.Tensor]
 
 @pytest.fixture(scope="module")
 def layers(engine: Any) -> lora_names.Layers:
-    layers: lora_names.Layers = engine._lora_cache._layers
+    layers: lora_names.Layers = engine._intake._lora_cache._layers
     return layers
 
 

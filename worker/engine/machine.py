@@ -1,0 +1,53 @@
+"""The machine that a measurement ran on."""
+
+from __future__ import annotations
+
+import platform
+import resource
+from importlib import metadata
+
+import torch
+
+_LIBRARIES = ("imagefleet", "torch", "diffusers", "transformers", "peft", "triton")
+
+
+def hardware(device: torch.device) -> dict[str, str | int]:
+    """The device's name and memory in bytes."""
+    if device.type == "cuda":
+        properties = torch.cuda.get_device_properties(device)
+        return {"device": properties.name, "memory_bytes": properties.total_memory}
+    return {
+        "device": platform.processor() or platform.machine(),
+        "threads": torch.get_num_threads(),
+    }
+
+
+def versions() -> dict[str, str]:
+    """Of Python, CUDA and the libraries that a speed depends on."""
+    found = {"python": platform.python_version()}
+    if torch.version.cuda:
+        found["cuda"] = torch.version.cuda
+    for library in _LIBRARIES:
+        try:
+            found[library] = metadata.version(library)
+        except metadata.PackageNotFoundError:
+            continue  # a checkout is no distribution, and a CPU has no Triton
+    return found
+
+
+def peak_memory_bytes(device: torch.device) -> int:
+    """The most that was in use since `forget_peak`; without a GPU, of the whole process, ever."""
+    if device.type == "cuda":
+        return torch.cuda.max_memory_reserved(device)
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
+
+
+def forget_peak(device: torch.device) -> None:
+    if device.type == "cuda":
+        torch.cuda.reset_peak_memory_stats(device)
+
+
+def limit_memory(device: torch.device, limit_bytes: int) -> None:
+    """Lets this process have no more of a GPU's memory: a smaller card, as far as torch goes."""
+    total_bytes = torch.cuda.get_device_properties(device).total_memory
+    torch.cuda.set_per_process_memory_fraction(limit_bytes / total_bytes, device)

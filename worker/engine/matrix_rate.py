@@ -1,0 +1,90 @@
+"""The ceiling of an image's speed: the operations it takes over the rate of the card's products."""
+
+from __future__ import annotations
+
+import itertools
+import statistics
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import torch
+from diffusers import AutoencoderKL, UNet2DConditionModel
+from torch.utils.flop_counter import FlopCounterMode
+from transformers import CLIPTextConfig, CLIPTextModel
+
+from worker.engine import checkpoint, text
+
+#: Side of the square matrices, and the products that are timed after as many that are not: more
+#: than a GPU needs to be busy, and to fall to the clock that it can hold; a second's work for both.
+_SIDES = {"cuda": 8192, "cpu": 1024}
+_REPEATS = {"cuda": 200, "cpu": 10}
+
+
+def measure_matrix_rate(device: torch.device, dtype: torch.dtype) -> float:
+    """Floating-point operations a second of large matrix products; random numbers, the median.
+
+    Not zeros: on those a GPU draws less power and so runs faster than on any real data.
+    """
+    side, repeats = _SIDES[device.type], _REPEATS[device.type]
+    one, other = (torch.randn((side, side), device=device, dtype=dtype) for _ in range(2))
+    product = torch.empty_like(one)
+    for _ in range(repeats):
+        torch.matmul(one, other, out=product)
+    timed = _time_on_gpu if device.type == "cuda" else _time_on_cpu
+    seconds = timed(lambda: torch.matmul(one, other, out=product), repeats)
+    return 2 * side**3 / statistics.median(seconds)
+
+
+def count_image_flops(model: Path, width: int, height: int, unet_calls: int) -> float:
+    """Operations of one image with guidance: both halves of each UNet call, text and decoding.
+
+    Counted on the model's own configuration, one chunk of text, without computing anything.
+    *model* is a folder in diffusers' format; anything else counts as SD1.5.
+    """
+    with torch.device("meta"):
+        unet = UNet2DConditionModel.from_config(
+            checkpoint.network_config(model / "unet", checkpoint.UNET_CONFIG)
+        )
+        vae = AutoencoderKL.from_config(
+            checkpoint.network_config(model / "vae", checkpoint.VAE_CONFIG)
+        )
+        text_config = checkpoint.network_config(model / "text_encoder", checkpoint.TEXT_CONFIG)
+        text_encoder = CLIPTextModel(CLIPTextConfig(**text_config))
+        factor = 2 ** (len(vae.config.block_out_channels) - 1)
+        latent = torch.empty(1, unet.config.in_channels, height // factor, width // factor)
+        ids = torch.zeros((1, text.CONTEXT_TOKENS), dtype=torch.long)
+        context = torch.empty(1, text.CONTEXT_TOKENS, unet.config.cross_attention_dim)
+        unet_flops = _count(lambda: unet(latent, torch.empty(1), context))
+        text_flops = _count(lambda: text_encoder(ids))
+        vae_flops = _count(lambda: vae.decode(latent))
+    return 2 * unet_calls * unet_flops + 2 * text_flops + vae_flops
+
+
+def _count(call: Callable[[], object]) -> int:
+    with FlopCounterMode(display=False) as counter, torch.no_grad():
+        call()
+    return int(counter.get_total_flops())
+
+
+def _time_on_gpu(call: Callable[[], object], repeats: int) -> list[float]:
+    """Seconds of each call, by the GPU's own clock."""
+    marks = [
+        torch.cuda.Event(enable_timing=True)  # type: ignore[no-untyped-call] # as torch has it
+        for _ in range(repeats + 1)
+    ]
+    marks[0].record()
+    for mark in marks[1:]:
+        call()
+        mark.record()
+    torch.cuda.synchronize()
+    return [before.elapsed_time(after) / 1000 for before, after in itertools.pairwise(marks)]
+
+
+def _time_on_cpu(call: Callable[[], object], repeats: int) -> list[float]:
+    seconds = []
+    for _ in range(repeats):
+        began_at = time.perf_counter()
+        call()
+        seconds.append(time.perf_counter() - began_at)
+    return seconds
