@@ -8,7 +8,7 @@ from importlib import metadata
 
 import typer
 
-from fleet import console, demo, failed, load, options, plan, prompt, status, worker
+from fleet import bench, console, demo, failed, load, options, plan, prompt, status, worker
 
 app = typer.Typer(
     name="imagefleet",
@@ -45,6 +45,7 @@ app.command("status")(status.command)
 app.add_typer(failed.app, name="failed", short_help="Lists, replays and discards failed jobs.")
 app.command("plan")(plan.command)
 app.command("prompt")(prompt.command)
+app.add_typer(bench.app, name="bench", short_help="Measures how fast this machine is.")
 
 
 @app.command()

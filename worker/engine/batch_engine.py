@@ -7,7 +7,6 @@ from collections.abc import Mapping, Sequence
 
 import torch
 
-from jobs import errors
 from worker.engine import contract, decode, denoise, faults, intake, lora, text
 from worker.engine.checkpoint import Checkpoint
 
@@ -16,7 +15,6 @@ log = logging.getLogger(__name__)
 #: Requests held ready for each one in a batch: more of them group better where jobs differ in
 #: size, steps or LoRAs, but take longer to finish when the worker drains.
 _LOOKAHEAD_BATCHES = 2
-
 
 
 class BatchEngine:

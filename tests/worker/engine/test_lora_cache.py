@@ -18,7 +18,7 @@ from worker.engine import contract, lora_cache, lora_file, lora_names
 
 @pytest.fixture(scope="module")
 def layers(engine: Any) -> lora_names.Layers:
-    layers: lora_names.Layers = engine._lora_cache._layers
+    layers: lora_names.Layers = engine._intake._lora_cache._layers
     return layers
 
 

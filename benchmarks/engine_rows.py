@@ -1,0 +1,414 @@
+"""The rows of `engine.py`, each group in a process of its own, which that starts.
+
+A process loads and warms up, says `ready`, and measures the rows that it is told, one a line, as
+JSON. It answers on what was its standard output; whatever the libraries print goes to its standard
+error. Groups: exact, engine, base, plain, capped, latency_N.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import contextlib
+import functools
+import json
+import logging
+import math
+import os
+import pickle
+import sys
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+
+import numpy as np
+import torch
+
+from fleet import bench_engine, bench_jobs, bench_latency, bench_work, demo_jobs
+from jobs import errors
+from overlap import FarHome
+from worker.engine import baseline, contract, load, machine, matrix_rate, tiny, ways
+
+log = logging.getLogger("benchmark")
+
+Figures = dict[str, Any]
+Measure = Callable[[float], Figures]
+"""Measures for so many seconds."""
+
+CAP_BYTES = int(7.4 * 2**30)
+
+#: What is checked against plain diffusers: every other one has a LoRA, of these weights.
+EXACT_WEIGHTS = (0.35, 1.0, 0.8, 1.0)
+EXACT_PROMPTS = ("a red star in the desert", "a blue car in the city", "an orange cat",
+                 "a green tree in a meadow", "a purple fish at sea", "a yellow house",
+                 "a white bird by the sea", "a pink flower")  # fmt: skip
+
+#: For the model to be made in; those who wait for it give up then.
+BUILDING_SECONDS = 60.0
+
+#: How long each group waits once the model is there. An engine times kernels when it begins, which
+#: nobody should disturb; the measuring of the last two halts the others. `base` compiles first what
+#: `engine` compiles second and then finds in the cache, so it must not be late.
+STAGGER_SECONDS = {"base": 3.0, "capped": 9.0, "latency_1": 9.0, "plain": 16.0, "exact": 18.0,
+                   "exact_compiled": 18.0}  # fmt: skip
+
+#: SD1.5's at the reference's size and steps, whatever is drawn in a trial.
+LIMIT_SIZE, LIMIT_STEPS = (512, 512), 15
+
+LATENCY_STEPS, TINY_LATENCY_STEPS = 50, 5
+
+
+@dataclass(frozen=True, slots=True)
+class Options:
+    """What all groups are told."""
+
+    group: str
+    builder: str
+    folder: Path
+    device: str
+    slots: int | None
+    capped_slots: int | None
+    is_tiny: bool
+
+    @property
+    def torch_device(self) -> torch.device:
+        return load.find_device(self.device)
+
+
+class Channel:
+    """The line to the process that measures."""
+
+    def __init__(self) -> None:
+        self._out = os.fdopen(os.dup(1), "w")
+        os.dup2(2, 1)
+
+    def say(self, **figures: Any) -> None:
+        print(json.dumps(figures), file=self._out, flush=True)
+
+    def serve(self, rows: Mapping[str, Measure], *, until: str = "") -> float:
+        """Measures what it is told; returns the seconds of the row *until*, where that comes."""
+        self.say(ready=True)
+        for line in sys.stdin:
+            told = json.loads(line)
+            name, seconds = told["row"], told["seconds"]
+            if name == until:
+                return float(seconds)
+            try:
+                self.say(row=name, **rows[name](seconds))
+            except Exception as error:  # the other rows do not depend on this one
+                log.exception("%s failed", name)
+                self.say(row=name, error=f"{type(error).__name__}: {error}"[:500])
+        raise SystemExit(0)
+
+
+def build(options: Options) -> bench_engine.Setup:
+    """The model, the LoRAs and the jobs: made by one group, while the others wait for it."""
+    ready = options.folder / "ready.pickle"
+    if options.group != options.builder:
+        wait_for(ready)
+        if not options.is_tiny:
+            time.sleep(STAGGER_SECONDS.get(options.group, 0))
+        setup: bench_engine.Setup = pickle.loads(ready.read_bytes())
+        return setup
+    options.folder.mkdir(parents=True, exist_ok=True)
+    model = tiny.build_tiny_checkpoint(options.folder / "tiny") if options.is_tiny else None
+    loras = 6 if options.is_tiny else bench_engine.LORAS
+    setup = bench_engine.prepare(model, options.folder, options.device, loras)
+    part = ready.with_suffix(".part")
+    part.write_bytes(pickle.dumps(setup))
+    part.rename(ready)
+    return setup
+
+
+def wait_for(file: Path) -> None:
+    began_at = time.monotonic()
+    while not file.exists():
+        if time.monotonic() - began_at > BUILDING_SECONDS:
+            raise errors.SetupError("the model was not made in time")
+        time.sleep(0.1)
+
+
+def load_engine(
+    options: Options, model: Path, slots: int | None, compiled: Sequence[ways.Way]
+) -> contract.Engine:
+    """An engine for which the UNet is compiled in these ways, in this order; or nothing at all."""
+    return load.load_engine(
+        model,
+        options.device,
+        slots=slots,
+        compile="auto" if compiled else "off",
+        compiled_ways=compiled,
+    )
+
+
+def exact(options: Options, channel: Channel) -> None:
+    """How near the engine's images are to plain diffusers' in float32, and the card's limit."""
+    if options.builder:
+        with contextlib.suppress(errors.SetupError):  # it draws with another model
+            build(options)
+    device = options.torch_device
+    flops_per_image = matrix_rate.count_image_flops(Path("sd15"), *LIMIT_SIZE, LIMIT_STEPS)
+    requests = exact_requests(steps=3 if options.is_tiny else 15)
+
+    compiled: Sequence[ways.Way] = ("slots",) if options.group == "exact_compiled" else ()
+    engine = load_engine(options, demo_jobs.TRAINED, len(requests), compiled)
+
+    def psnr(_: float) -> Figures:
+        drawn = bench_work.draw(engine, requests)
+        torch.backends.cuda.matmul.allow_tf32 = torch.backends.cudnn.allow_tf32 = False
+        plain = baseline.PlainDiffusers(demo_jobs.TRAINED, device, torch.float32)
+        each = []
+        for request, image in zip(requests, drawn, strict=True):
+            plain.use_loras(request.loras)
+            (reference,) = plain.draw([request])
+            each.append(decibels(image, reference))
+        return {"psnr_db": min(each), "psnr_db_each": each}
+
+    def limit(_: float) -> Figures:
+        return {
+            "matrix_flops_per_second": matrix_rate.measure_matrix_rate(
+                device, load.find_dtype("auto", device)
+            ),
+            "flops_per_image": flops_per_image,
+            "hardware": machine.hardware(device),
+            "versions": machine.versions(),
+        }
+
+    channel.serve({"limit": limit, "psnr": psnr, "psnr_compiled": psnr})
+
+
+def exact_requests(steps: int) -> list[contract.ImageRequest]:
+    """Images of the demo checkpoint, every other one with a LoRA, of different lengths."""
+    folder = demo_jobs.TRAINED / "loras"
+    names = sorted(path.stem for path in folder.glob("*.safetensors"))
+    requests = []
+    for number, prompt in enumerate(EXACT_PROMPTS):
+        loras: tuple[contract.Lora, ...] = ()
+        if number % 2:
+            name, weight = names[number // 2 % len(names)], EXACT_WEIGHTS[number // 2]
+            loras = (contract.Lora(name, folder / f"{name}.safetensors", weight, weight),)
+        requests.append(
+            contract.ImageRequest(
+                prompt=prompt,
+                negative_prompt="green, ugly",
+                loras=loras,
+                sampler="euler_ancestral",
+                steps=steps + number % 3,
+                cfg_scale=7.0 if number < len(EXACT_PROMPTS) / 2 else 5.0,
+                seed=number,
+                width=128,
+                height=128,
+            )
+        )
+    return requests
+
+
+def decibels(image: contract.Pixels, reference: contract.Pixels) -> float:
+    """Peak signal-to-noise ratio; 99 stands for images that are the same."""
+    error = float(np.mean((image.astype(float) - reference.astype(float)) ** 2))
+    return 10 * math.log10(255**2 / error) if error else 99.0
+
+
+def warm(
+    options: Options,
+    setup: bench_engine.Setup,
+    workload: bench_jobs.Workload,
+    slots: int | None,
+    compiled: Sequence[ways.Way],
+) -> tuple[contract.Engine, bench_jobs.Workload, Figures]:
+    """An engine that has drawn its first images, its jobs, and what it took."""
+    began_at = time.monotonic()
+    engine = load_engine(options, setup.model, slots, compiled)
+    workload = replace(workload, size=engine.default_size)
+    bench_engine.draw_a_round(engine, workload)
+    figures: Figures = {
+        "slots": bench_work.width_of(engine),
+        "ready_seconds": time.monotonic() - began_at,
+    }
+    log.info("warm: %s", figures)
+    return engine, workload, figures
+
+
+def rate(
+    engine: contract.Engine,
+    workload: bench_jobs.Workload,
+    options: Options,
+    warmth: Figures,
+    seconds: float,
+) -> Figures:
+    """Images a second of the engine itself, always full."""
+    machine.forget_peak(options.torch_device)
+    measured = bench_work.drive(engine, workload.requests(), seconds)
+    return {
+        "images_per_second": measured.images_per_second,
+        "unet_calls_per_second": measured.unet_calls_per_second,
+        "images": measured.images,
+        "seconds": measured.seconds,
+        "peak_memory_bytes": machine.peak_memory_bytes(options.torch_device),
+        "recompiles_after_warmup": bench_work.recompiles_of(engine),
+        **warmth,
+    }
+
+
+def engine(options: Options, channel: Channel) -> None:
+    """Every job another LoRA: of one length, of many, and through a whole worker far away."""
+    setup = build(options)
+
+    def serve_and_fill() -> bench_work.Loaded:
+        """On the engine's own thread, as in a worker."""
+        engine, workload, warmth = warm(
+            options, setup, setup.workload, options.slots, ("slots", "merged")
+        )
+        mixed = replace(workload, steps=tuple(bench_jobs.MIXED_STEPS))
+        rates: list[float] = []
+
+        def measure_mixed(seconds: float) -> Figures:
+            figures = rate(engine, workload, options, warmth, seconds)
+            rates.append(figures["images_per_second"])
+            return figures
+
+        seconds = channel.serve(
+            {
+                "mixed": measure_mixed,
+                "mixed_steps": lambda seconds: rate(engine, mixed, options, warmth, seconds),
+            },
+            until="worker",
+        )
+        width = bench_work.width_of(engine)
+        images_per_second = rates[0] if rates else width / 4
+        jobs = (3 + math.ceil(seconds * images_per_second / width)) * width
+        return bench_work.Loaded(engine, [workload.message(at) for at in range(jobs)], 15)
+
+    settings = bench_engine.worker_settings(setup, "far-away")
+    try:
+        far = asyncio.run(bench_work.work(settings, serve_and_fill, reach=FarHome))
+    except errors.FleetError as error:
+        log.exception("the worker failed")
+        channel.say(row="worker", error=f"{type(error).__name__}: {error}"[:500])
+        return
+    channel.say(
+        row="worker",
+        images_per_second=far.rate.images_per_second,
+        idle_fraction=far.idle_fraction,
+        images=far.rate.images,
+        seconds=far.rate.seconds,
+    )
+
+
+def base(options: Options, channel: Channel) -> None:
+    """No LoRA at all."""
+    setup = build(options)
+    plain = replace(setup.workload, loras=())
+    engine, workload, warmth = warm(options, setup, plain, options.slots, ("merged", "slots"))
+    channel.serve({"no_lora": functools.partial(rate, engine, workload, options, warmth)})
+
+
+def capped(options: Options, channel: Channel) -> None:
+    """Every job another LoRA, on a card of 8 GB."""
+    setup = build(options)
+    if options.torch_device.type == "cuda":
+        machine.limit_memory(options.torch_device, CAP_BYTES)
+    engine, workload, warmth = warm(
+        options, setup, setup.workload, options.capped_slots, ("slots",)
+    )
+    channel.serve({"capped": functools.partial(rate, engine, workload, options, warmth)})
+
+
+def plain(options: Options, channel: Channel) -> None:
+    """The same jobs by diffusers and peft, and its latency."""
+    setup = build(options)
+    device = options.torch_device
+    pipeline = baseline.PlainDiffusers(setup.model, device, load.find_dtype("auto", device))
+    workload = replace(setup.workload, size=(64, 64) if options.is_tiny else (512, 512))
+    requests = [workload.request(number) for number in range(1 if options.is_tiny else 4)]
+    for request in requests:
+        pipeline.use_loras(request.loras)
+    pipeline.draw(requests[:1])
+
+    def one_at_a_time(_: float) -> Figures:
+        began_at = time.perf_counter()
+        for request in requests:
+            pipeline.use_loras(request.loras)
+            pipeline.draw([request])
+        seconds = time.perf_counter() - began_at
+        return {"images_per_second": len(requests) / seconds, "images": len(requests)}
+
+    def latency(batch: int, _: float) -> Figures:
+        pipeline.use_loras(())
+        unhurried = latency_workload(options, setup, workload.size)
+        seconds = bench_latency.median_seconds(pipeline.draw, unhurried, batch, repeats=2)
+        return {"seconds": seconds}
+
+    channel.serve(
+        {
+            "baseline": one_at_a_time,
+            **{f"plain_latency_{batch}": functools.partial(latency, batch) for batch in (1, 2, 4)},
+        }
+    )
+
+
+def latency(batch: int, options: Options, channel: Channel) -> None:
+    """The seconds of a batch, by an engine of so many slots."""
+    setup = build(options)
+    workload = latency_workload(options, setup, setup.workload.size)
+    engine, workload, warmth = warm(options, setup, workload, batch, ("merged",))
+
+    def measure(_: float) -> Figures:
+        draw = functools.partial(bench_work.draw, engine)
+        seconds = bench_latency.median_seconds(draw, workload, batch, repeats=3)
+        return {"seconds": seconds, **warmth}
+
+    channel.serve({f"latency_{batch}": measure})
+
+
+def latency_workload(
+    options: Options, setup: bench_engine.Setup, size: tuple[int, int]
+) -> bench_jobs.Workload:
+    steps = TINY_LATENCY_STEPS if options.is_tiny else LATENCY_STEPS
+    return replace(setup.workload, loras=(), steps=(steps,), sampler="plms", size=size)
+
+
+GROUPS: Mapping[str, Callable[[Options, Channel], None]] = {
+    "exact": exact,
+    "exact_compiled": exact,
+    "engine": engine,
+    "base": base,
+    "plain": plain,
+    "capped": capped,
+    **{f"latency_{batch}": functools.partial(latency, batch) for batch in (1, 2, 4)},
+}
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("group", choices=list(GROUPS))
+    parser.add_argument("folder", type=Path)
+    parser.add_argument("--builder", default="", help="the group that makes the model")
+    parser.add_argument("--device", default="auto")
+    parser.add_argument("--slots", type=int)
+    parser.add_argument("--capped-slots", type=int)
+    parser.add_argument("--tiny", action="store_true")
+    arguments = parser.parse_args()
+    channel = Channel()
+    logging.basicConfig(
+        level=logging.INFO,
+        format=f"%(asctime)s {arguments.group} %(levelname)s %(message)s",
+    )
+    options = Options(
+        arguments.group,
+        arguments.builder,
+        arguments.folder,
+        arguments.device,
+        arguments.slots,
+        arguments.capped_slots,
+        arguments.tiny,
+    )
+    GROUPS[arguments.group](options, channel)
+
+
+if __name__ == "__main__":
+    main()

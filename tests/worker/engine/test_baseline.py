@@ -1,0 +1,83 @@
+"""What the engine is measured with and against: plain diffusers, random models, the limit."""
+
+from __future__ import annotations
+
+import dataclasses
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file
+
+from jobs import errors
+from worker.engine import baseline, contract, machine, matrix_rate, random_model
+
+CPU = torch.device("cpu")
+
+pytestmark = pytest.mark.filterwarnings(
+    # diffusers hands torch tensors to numpy 2 in a way that numpy will drop
+    "ignore:__array__ implementation:DeprecationWarning"
+)
+
+
+@pytest.fixture(scope="module")
+def plain(checkpoint: Path) -> baseline.PlainDiffusers:
+    return baseline.PlainDiffusers(checkpoint, CPU, torch.float32)
+
+
+@pytest.fixture(scope="module")
+def loras(tmp_path_factory: pytest.TempPathFactory, checkpoint: Path) -> list[contract.Lora]:
+    folder = tmp_path_factory.mktemp("random")
+    names = random_model.build_random_loras(folder, checkpoint, 2, CPU, rank=4)
+    return [contract.Lora(name, folder / f"{name}.safetensors", 0.7, 0.7) for name in names]
+
+
+@pytest.mark.parametrize("sampler", ["euler_ancestral", "plms"])
+def test_plain_diffusers_draws_what_the_engine_draws(
+    plain: Any, engine: Any, loras: Any, make_request: Any, draw: Any, difference: Any, sampler: str
+) -> None:
+    requests = [make_request(sampler=sampler, seed=seed) for seed in (1, 2)]
+    with_lora = [dataclasses.replace(request, loras=(loras[seed],))
+                 for seed, request in enumerate(requests)]  # fmt: skip
+    plain.use_loras(())
+    both = plain.draw(requests)
+    for request, image in zip(requests, both, strict=True):
+        assert difference(image, draw(engine, request)[0]) <= 2
+    for request, without in zip(with_lora, both, strict=True):
+        plain.use_loras(request.loras)
+        (image,) = plain.draw([request])
+        assert difference(image, draw(engine, request)[0]) <= 2
+        assert difference(image, without) > 10
+    plain.use_loras(())
+    assert difference(plain.draw(requests[:1])[0], both[0]) <= 1
+
+
+def test_a_sampler_without_counterpart_is_refused(plain: Any, make_request: Any) -> None:
+    with pytest.raises(errors.SetupError, match="'ddim'"):
+        plain.draw([make_request(sampler="ddim")])
+
+
+def test_random_loras_change_the_twelve_linear_layers_of_each_transformer(
+    loras: list[contract.Lora],
+) -> None:
+    layers = {key.split(".")[0] for key in load_file(loras[0].path)}
+    transformers = [layer for layer in layers if layer.endswith("_proj_in")]
+    assert len(layers) == 12 * len(transformers) > 0
+    assert all(layer.startswith("lora_unet_") for layer in layers)
+
+
+def test_an_image_of_sd15_takes_26_64_tflop(tmp_path: Path) -> None:
+    flops = matrix_rate.count_image_flops(tmp_path / "no folder: SD1.5", 512, 512, 15)
+    assert flops == pytest.approx(26.64e12, rel=1e-3)
+
+
+def test_the_matrix_rate_is_that_of_this_machine() -> None:
+    rate = matrix_rate.measure_matrix_rate(CPU, torch.float32)
+    assert 1e9 < rate < 1e14
+
+
+def test_a_machine_says_what_it_is() -> None:
+    assert machine.versions()["torch"] == torch.__version__
+    assert machine.hardware(CPU)["device"]
+    assert machine.peak_memory_bytes(CPU) > 2**20
