@@ -16,6 +16,9 @@ Precision = Literal["auto", "float16", "bfloat16", "float32"]
 Compile = Literal["auto", "off"]
 Attention = Literal["auto", "default", "cudnn", "cudnn_padded"]
 
+#: For what torch does on the CPU while a GPU draws: packing LoRAs, noise.
+_CPU_THREADS_BESIDE_GPU = 2
+
 
 def load_engine(
     model: Path,
@@ -84,6 +87,8 @@ def _set_up_cuda(device: torch.device, *, fp16_accumulate: bool) -> None:
     torch.cuda.set_device(device)  # streams, events and graphs are of the thread's own device
     # Shapes are few and stay the same, so it pays to time each convolution's kernels once.
     torch.backends.cudnn.benchmark = True
+    # Several threads prepare jobs side by side; with all cores for each, they wait for each other.
+    torch.set_num_threads(min(torch.get_num_threads(), _CPU_THREADS_BESIDE_GPU))
     if fp16_accumulate:
         torch.backends.cuda.matmul.allow_fp16_accumulation = True
 
