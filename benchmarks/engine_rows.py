@@ -139,6 +139,7 @@ def load_engine(
     return load.load_engine(
         model,
         options.device,
+        kind="slots",
         slots=slots,
         compile="auto" if compiled else "off",
         compiled_ways=compiled,

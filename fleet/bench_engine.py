@@ -107,7 +107,7 @@ def prepare(model: Path | None, folder: Path, device: str, loras: int = LORAS) -
 
 
 def load_engine(setup: Setup, options: Options) -> contract.Engine:
-    return load.load_engine(setup.model, options.device, slots=options.slots)
+    return load.load_engine(setup.model, options.device, kind="slots", slots=options.slots)
 
 
 def draw_a_round(engine: contract.Engine, workload: bench_jobs.Workload) -> None:

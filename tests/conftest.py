@@ -37,6 +37,12 @@ ACCOUNT_KEY = (  # the well-known key of every Azurite; it opens nothing else
 START_SECONDS = 30
 
 
+def pytest_configure() -> None:
+    # What a shell starts in the background ignores Ctrl-C, and so does all that is started by it.
+    if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
+        signal.signal(signal.SIGINT, signal.default_int_handler)
+
+
 @pytest.fixture(autouse=True)
 def _no_settings_from_outside(monkeypatch: pytest.MonkeyPatch) -> None:
     for name in list(os.environ):

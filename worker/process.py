@@ -108,6 +108,7 @@ def _load_engine(settings: WorkerSettings) -> contract.Engine:
         precision=settings.precision,
         config=settings.config,
         lora_cache_bytes=settings.lora_memory_megabytes * 2**20,
+        kind=settings.engine,
         slots=settings.slots,
         compile=settings.compile,
         rank_capacity=settings.rank_capacity,

@@ -57,18 +57,24 @@ class WorkerSettings(StorageSettings):
         pattern=r"^(auto|cpu|cuda(:\d+)?)$",
         description="auto, cpu, cuda or cuda:N; auto takes the GPU where there is one.",
     )
+    engine: Literal["auto", "slots", "batch"] = Field(
+        default="auto",
+        description="slots: every image at its own step, with weights of its own. batch: images"
+        " with the same LoRAs, size and steps together. auto is batch on a GPU, where slots have"
+        " not been measured yet, and slots on a CPU.",
+    )
     slots: int | None = Field(
         default=None,
-        ge=0,
+        ge=1,
         le=64,
-        description="Images drawn at once, each at its own step; by default as many as the GPU's"
-        " memory holds, 16 at most. 0 takes the plain engine, whose images start and end together.",
+        description="Images that the engine of slots draws at once; by default as many as the"
+        " GPU's memory holds, 16 at most.",
     )
     max_batch: int = Field(
         default=8,
         ge=1,
         le=64,
-        description="With slots 0: images generated at once; less memory with fewer.",
+        description="Images that the engine of batches draws at once; less memory with fewer.",
     )
     compile: Literal["auto", "off"] = Field(
         default="auto",

@@ -13,6 +13,7 @@ if TYPE_CHECKING:
     import torch
 
 Precision = Literal["auto", "float16", "bfloat16", "float32"]
+Kind = Literal["auto", "slots", "batch"]
 Compile = Literal["auto", "off"]
 Attention = Literal["auto", "default", "cudnn", "cudnn_padded"]
 
@@ -28,6 +29,7 @@ def load_engine(
     precision: Precision = "auto",
     config: Path | None = None,
     lora_cache_bytes: int = 2 * 1024**3,
+    kind: Kind = "auto",
     slots: int | None = None,
     compile: Compile = "auto",  # noqa: A002 - what it is called everywhere
     compiled_ways: Sequence[ways.Way] = ways.ALL,
@@ -43,8 +45,10 @@ def load_engine(
     the one of its own name beside it, or its own. No network is touched. The same seed gives the
     same bytes on the same hardware only, and on a CPU with the same number of threads only.
 
-    *slots* images are drawn at once, each at its own step; None takes as many as the GPU's memory
-    holds, and 0 the plain engine, whose images start and end together, *max_batch* at most.
+    *kind* 'slots' draws *slots* images at once, each at its own step; None takes as many as the
+    GPU's memory holds. 'batch' draws *max_batch* at most, which start and end together. 'auto' is
+    'slots' on a CPU and 'batch' on a GPU: there, slots have not been measured yet.
+
     *compile* 'auto' compiles on a GPU, which takes a minute or two here; the UNet in the
     *compiled_ways*, for those who need but one, or another order. LoRAs of a rank over
     *rank_capacity* are merged into the weights, so share calls with their like only.
@@ -65,7 +69,7 @@ def load_engine(
     loaded = checkpoint.load_checkpoint(model, torch_device, dtype, config)
     if torch_device.type == "cuda":
         _set_up_cuda(torch_device, fp16_accumulate=fp16_accumulate)
-    if slots == 0:
+    if kind == "batch" or (kind == "auto" and torch_device.type == "cuda"):
         return batch_engine.BatchEngine(loaded, max_batch, lora_cache_bytes)
     engine = slot_engine.SlotEngine(
         loaded,
@@ -94,11 +98,11 @@ def _set_up_cuda(device: torch.device, *, fp16_accumulate: bool) -> None:
 
 
 def find_device(name: str) -> torch.device:
-    """The device of a name; raises SetupError where there is none."""
+    """The device of a name, a GPU's with its number; raises SetupError where there is none."""
     import torch
 
     if name == "auto":
-        return torch.device("cuda" if torch.cuda.is_available() else "cpu")
+        name = "cuda" if torch.cuda.is_available() else "cpu"
     try:
         device = torch.device(name)
     except RuntimeError as error:
@@ -108,7 +112,8 @@ def find_device(name: str) -> torch.device:
     gpus = torch.cuda.device_count()
     if device.type == "cuda" and (device.index or 0) >= gpus:
         raise errors.SetupError(f"the device {name!r} does not exist; torch sees {gpus} CUDA GPUs")
-    return device
+    # Some of torch's functions take a device of CUDA's by its number only.
+    return torch.device("cuda", device.index or 0) if device.type == "cuda" else device
 
 
 def find_dtype(precision: Precision, device: torch.device) -> torch.dtype:

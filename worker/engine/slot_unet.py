@@ -221,7 +221,7 @@ class _Block(nn.Module):
         super().__init__()
         gate = original.ff.net[0]
         if original.norm_type != "layer_norm" or original.attn2 is None or original.pos_embed:
-            raise errors.SetupError("this UNet is not Stable Diffusion 1.x's: set slots to 0")
+            raise errors.SetupError("this UNet is not Stable Diffusion 1.x's: set engine to batch")
         self.norm1, self.norm2, self.norm3 = original.norm1, original.norm2, original.norm3
         self.attend_self = _SelfAttention(original.attn1, paths)
         self.attend_prompt = _CrossAttention(original.attn2, paths)

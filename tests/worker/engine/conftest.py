@@ -55,7 +55,7 @@ def lora_paths(tmp_path_factory: pytest.TempPathFactory, checkpoint: Path) -> li
 @pytest.fixture(scope="session")
 def engine(checkpoint: Path) -> batch_engine.BatchEngine:
     """Shared by tests that leave it as they found it."""
-    loaded = load.load_engine(checkpoint, "cpu", max_batch=4, slots=0)
+    loaded = load.load_engine(checkpoint, "cpu", max_batch=4, kind="batch")
     assert isinstance(loaded, batch_engine.BatchEngine)
     return loaded
 
@@ -64,7 +64,7 @@ def engine(checkpoint: Path) -> batch_engine.BatchEngine:
 def demo_engine() -> batch_engine.BatchEngine:
     """On the model that has learnt to draw; shared by tests that leave it as they found it."""
     torch.set_num_threads(1)
-    loaded = load.load_engine(DEMO_MODEL, "cpu", slots=0)
+    loaded = load.load_engine(DEMO_MODEL, "cpu", kind="batch")
     assert isinstance(loaded, batch_engine.BatchEngine)
     return loaded
 
@@ -108,7 +108,9 @@ def make_engine(checkpoint: Path) -> Iterator[MakeEngine]:
     made = []
 
     def make(**settings: Any) -> batch_engine.BatchEngine:
-        loaded = load.load_engine(checkpoint, "cpu", **{"max_batch": 4, "slots": 0, **settings})
+        loaded = load.load_engine(
+            checkpoint, "cpu", **{"max_batch": 4, "kind": "batch", **settings}
+        )
         assert isinstance(loaded, batch_engine.BatchEngine)
         made.append(loaded)
         return loaded

@@ -42,7 +42,7 @@ def test_loading_touches_no_network(
 def test_a_single_file_draws_what_the_folder_draws(
     engine: Any, checkpoint: Path, single_file: Path, make_request: Any, draw: Any, difference: Any
 ) -> None:
-    single = load.load_engine(single_file, "cpu", config=checkpoint, slots=0)
+    single = load.load_engine(single_file, "cpu", config=checkpoint, kind="batch")
     assert single.model_name == "tiny"
     (image,) = draw(single, make_request())
     assert difference(image, draw(engine, make_request())[0]) == 0
@@ -87,7 +87,7 @@ def test_the_names_of_older_folders_are_understood(
         for new, old in pairs:
             weights = {key.replace(new, old, 1): weight for key, weight in weights.items()}
         save_file(weights, copy / name, {"format": "pt"})
-    older = load.load_engine(copy, "cpu", slots=0)
+    older = load.load_engine(copy, "cpu", kind="batch")
     assert (draw(older, make_request())[0] == draw(engine, make_request())[0]).all()
 
 

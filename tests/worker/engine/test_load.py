@@ -29,6 +29,16 @@ def test_a_device_that_is_not_there_is_one_sentence(checkpoint: Path, device: st
         load.load_engine(checkpoint, device)
 
 
+def test_a_gpu_is_named_with_its_number(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Some of torch's functions refuse `cuda` alone."""
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
+
+    assert load.find_device("auto") == torch.device("cuda", 0)
+    assert load.find_device("cuda") == torch.device("cuda", 0)
+    assert load.find_device("cuda:1") == torch.device("cuda", 1)
+
+
 def test_auto_is_full_precision_on_a_cpu(checkpoint: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
     engine: Any = load.load_engine(checkpoint)

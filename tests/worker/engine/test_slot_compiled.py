@@ -57,7 +57,7 @@ def compiled_engine(small_model: Path) -> slots.SlotEngine:
 
 @pytest.fixture(scope="module")
 def plain_engine(small_model: Path) -> contract.Engine:
-    return load.load_engine(small_model, "cpu", slots=0)
+    return load.load_engine(small_model, "cpu", kind="batch")
 
 
 def test_the_tick_and_the_vae_are_one_graph_each_without_a_break(
