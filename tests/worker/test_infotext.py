@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
+from PIL import Image
 from sd_parsers import ParserManager
 
 from jobs.job import Job, read_job
@@ -89,6 +90,15 @@ def test_a_value_that_would_break_the_line_is_quoted(model: str, written: str) -
     assert written in text.split("\n")[1]
 
 
+#: sd-parsers knows the last picture by its address in memory, and takes a new one there for it.
+_kept: list[Image.Image] = []
+
+
+def opened(data: bytes) -> Image.Image:
+    _kept.append(Image.open(io.BytesIO(data)))
+    return _kept[-1]
+
+
 words = st.text(st.characters(exclude_characters="\0\r", exclude_categories=["Cs"]), max_size=60)
 
 
@@ -104,7 +114,7 @@ def test_sd_parsers_reads_back_what_the_job_said(prompt: str, negative: str, nam
     text = infotext.parameters(job, 0, (512, 768), "dreamy")
     file = encode.encode(NOISE, job.output.model_copy(update={"format": name}), text)
 
-    read = ParserManager().parse(io.BytesIO(file.data))
+    read = ParserManager().parse(opened(file.data))
     assert read is not None
     (sampler,) = read.samplers
     assert read.full_prompt == prompt.strip()
