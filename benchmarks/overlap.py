@@ -97,6 +97,9 @@ class FarBlobs:
     def names(self, prefix: str = "") -> AsyncIterator[str]:
         return self._blobs.names(prefix)
 
+    def records(self, prefix: str = "") -> AsyncIterator[storage.BlobRecord]:
+        return self._blobs.records(prefix)
+
 
 class FarHome:
     """A storage home far away."""

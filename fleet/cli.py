@@ -8,7 +8,21 @@ from importlib import metadata
 
 import typer
 
-from fleet import bench, console, demo, failed, load, options, plan, prompt, status, worker
+from fleet import (
+    bench,
+    console,
+    demo,
+    exporter,
+    failed,
+    load,
+    options,
+    plan,
+    prompt,
+    report,
+    status,
+    top,
+    worker,
+)
 
 app = typer.Typer(
     name="imagefleet",
@@ -42,8 +56,11 @@ app.command("demo")(demo.command)
 app.command("worker")(worker.command)
 app.command("load")(load.command)
 app.command("status")(status.command)
+app.command("top")(top.command)
+app.command("exporter")(exporter.command)
 app.add_typer(failed.app, name="failed", short_help="Lists, replays and discards failed jobs.")
 app.command("plan")(plan.command)
+app.command("report")(report.command)
 app.command("prompt")(prompt.command)
 app.add_typer(bench.app, name="bench", short_help="Measures how fast this machine is.")
 

@@ -84,6 +84,16 @@ def counted(number: int, noun: str) -> str:
     return f"{number:,} {noun}" + ("s" if number != 1 else "")
 
 
+def number(value: float | None) -> str:
+    """`12,345`, or `-` where it is not known."""
+    return "-" if value is None else f"{value:,.0f}"
+
+
+def percent(fraction: float | None) -> str:
+    """`12.3 %`, or `-` where it is not known."""
+    return "-" if fraction is None else f"{fraction:.1%}".replace("%", " %")
+
+
 def leave(code: int | None) -> NoReturn:
     """Ends the process, whatever the engine's thread is in.
 

@@ -42,7 +42,7 @@ def draw_mosaic(images: Sequence[bytes], columns: int = 6) -> bytes:
         row, column = divmod(index, columns)
         left = MARGIN_PIXELS + column * (TILE_PIXELS + MARGIN_PIXELS)
         top = MARGIN_PIXELS + row * cell_height
-        tile, caption = _read(data)
+        tile, caption = read_tile(data)
         sheet.paste(tile, (left + (TILE_PIXELS - tile.width) // 2, top))
         for number, line in enumerate(_lines(caption, font)):
             baseline = top + TILE_PIXELS + 3 + number * LINE_PIXELS
@@ -52,7 +52,7 @@ def draw_mosaic(images: Sequence[bytes], columns: int = 6) -> bytes:
     return stored.getvalue()
 
 
-def _read(data: bytes) -> tuple[Image.Image, str]:
+def read_tile(data: bytes) -> tuple[Image.Image, str]:
     """The image at the size of a tile and, from AUTOMATIC1111's text in it, its prompt's words."""
     with Image.open(io.BytesIO(data)) as image:
         parameters = str(image.info.get("parameters", ""))

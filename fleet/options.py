@@ -23,10 +23,11 @@ from pydantic.fields import FieldInfo
 from pydantic_settings import BaseSettings, SettingsError
 
 from fleet import console
+from fleet.settings import ExporterSettings, MonitorSettings
 from jobs import errors
 from jobs.settings import StorageSettings
 from loadgen.settings import LoadSettings
-from worker.settings import WorkerSettings
+from worker.settings import TelemetrySettings, WorkerSettings
 
 PREFIX = "IMAGEFLEET_"
 
@@ -34,15 +35,18 @@ PREFIX = "IMAGEFLEET_"
 #: it is most likely a slip of the fingers.
 PROJECT_SETTINGS: Mapping[str, type[BaseSettings]] = {
     "every command": StorageSettings,
+    "worker, exporter": TelemetrySettings,
     "worker": WorkerSettings,
     "load": LoadSettings,
+    "status, top, exporter": MonitorSettings,
+    "exporter": ExporterSettings,
 }
 
 #: Longer values say no more about what is wrong with them.
 _SHOWN_CHARACTERS = 60
 
-#: A connection string or SAS token in the wrong place must not end up in a log.
-_SECRET = re.compile(r"accountkey=|sharedaccesssignature=|\bsig=", re.IGNORECASE)
+#: A connection string, SAS token or password in the wrong place must not end up in a log.
+_SECRET = re.compile(r"accountkey=|sharedaccesssignature=|\bsig=|//[^/\s]+@", re.IGNORECASE)
 
 _METAVARS: Mapping[object, str] = {
     int: "INTEGER",

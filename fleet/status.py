@@ -9,17 +9,14 @@ from typing import Annotated
 
 import typer
 from rich.console import Group
-from rich.live import Live
 from rich.table import Table
 from rich.text import Text
 
-from fleet import console, options
+from fleet import console, options, prometheus, rates
+from fleet import watch as watching
+from fleet.settings import MonitorSettings
 from jobs import errors, homes
-from jobs.settings import StorageSettings
 from jobs.storage import JobQueue, Storage
-
-#: Two calls to the store each time: often enough to watch, too seldom to cost.
-WATCH_SECONDS = 2.0
 
 _UNITS = (("d", 86_400), ("h", 3600), ("min", 60))
 
@@ -37,22 +34,24 @@ class QueueStatus:
 
 @dataclass(frozen=True, slots=True)
 class FleetStatus:
-    """The job queue and its poison queue, at one moment."""
+    """The job queue and its poison queue, at one moment; *fleet* as far as the metrics tell."""
 
     storage: str
     queue: QueueStatus
     failed: QueueStatus
+    fleet: rates.FleetRates | None = None
 
 
-async def read_status(storage: Storage) -> FleetStatus:
-    """Asks both queues for their depth."""
+async def read_status(storage: Storage, server: prometheus.Prometheus | None = None) -> FleetStatus:
+    """Asks both queues for their depth, and the metrics' server, if there is one, for the rest."""
     queue, failed = await asyncio.gather(_read(storage.queue), _read(storage.poison))
-    return FleetStatus(storage.url, queue, failed)
+    fleet = await rates.fleet_rates(server) if server else None
+    return FleetStatus(storage.url, queue, failed, fleet)
 
 
-@options.from_settings(StorageSettings)
+@options.from_settings(MonitorSettings)
 def command(
-    settings: StorageSettings,
+    settings: MonitorSettings,
     watch: Annotated[
         bool, typer.Option("--watch", help="Look again every two seconds, until Ctrl-C.")
     ] = False,
@@ -60,13 +59,15 @@ def command(
 ) -> None:
     """Shows what waits, what is leased and what has failed.
 
+    With --prometheus also what the fleet does: images a second and images a dollar.
+
     imagefleet status --watch
 
-    imagefleet status --json
+    imagefleet status --prometheus http://localhost:9090 --json
     """
     if watch and as_json:
         raise errors.SetupError("--watch is for people and --json for programs: choose one")
-    console.run(_watch(settings) if watch else _show_once(settings, as_json=as_json))
+    console.run(_show(settings, watch=watch, as_json=as_json))
 
 
 async def _read(queue: JobQueue) -> QueueStatus:
@@ -75,38 +76,25 @@ async def _read(queue: JobQueue) -> QueueStatus:
     return QueueStatus(queue.name, depth.messages, visible, depth.leased, depth.oldest_age_seconds)
 
 
-async def _show_once(settings: StorageSettings, *, as_json: bool) -> None:
-    async with homes.open_storage(settings) as storage:
+async def _show(settings: MonitorSettings, *, watch: bool, as_json: bool) -> None:
+    async with contextlib.AsyncExitStack() as stack:
+        storage = await stack.enter_async_context(homes.open_storage(settings))
         await storage.check()
-        status = await read_status(storage)
+        server = None
+        if settings.prometheus is not None:
+            server = await stack.enter_async_context(prometheus.connected(settings.prometheus))
+        if watch:
+
+            async def look() -> Group:
+                return _screen(await read_status(storage, server))
+
+            await watching.watch(look)
+            return
+        status = await read_status(storage, server)
     if as_json:
         console.print_json(asdict(status))
     else:
         console.stdout.print(_screen(status))
-
-
-async def _watch(settings: StorageSettings) -> None:
-    # Ctrl-C is how a watch ends; asyncio turns it into this cancellation.
-    with contextlib.suppress(asyncio.CancelledError):
-        async with homes.open_storage(settings) as storage:
-            await storage.check()
-            with Live(console=console.stdout, auto_refresh=False) as live:
-                seen: Group | None = None
-                while True:
-                    try:
-                        seen = screen = _screen(await read_status(storage))
-                    except errors.TransientError as error:
-                        screen = Group(*(seen.renderables if seen else ()), _no_answer(error))
-                    if console.stdout.is_terminal:
-                        live.update(screen, refresh=True)
-                    else:
-                        console.stdout.print(screen)
-                    await asyncio.sleep(WATCH_SECONDS)
-
-
-def _no_answer(error: errors.TransientError) -> Text:
-    """A watch outlives what passes: who watches wants to see when it has."""
-    return Text(f"looking again: {error.message}", style="red")
 
 
 def _screen(status: FleetStatus) -> Group:
@@ -122,7 +110,25 @@ def _screen(status: FleetStatus) -> Group:
             _count(each.leased),
             _age(each.oldest_age_seconds),
         )
-    return Group(Text(status.storage, style="bold"), table)
+    parts: list[Text | Table] = [Text(status.storage, style="bold"), table]
+    if status.fleet is not None:
+        parts.append(_fleet_table(status.fleet))
+    return Group(*parts)
+
+
+def _fleet_table(fleet: rates.FleetRates) -> Table:
+    table = Table(show_header=False, box=None, padding=(0, 2, 0, 0))
+    table.add_column(style="bold")
+    table.add_column(justify="right")
+    rate = fleet.images_per_second
+    dollars = fleet.dollars_per_hour
+    table.add_row("workers", console.number(fleet.workers))
+    table.add_row("images a second", "-" if rate is None else f"{rate:,.2f}")
+    table.add_row("images a dollar, GPU only", console.number(fleet.images_per_dollar_gpu_only))
+    table.add_row("images a dollar, all in", console.number(fleet.images_per_dollar))
+    table.add_row("dollars an hour", "-" if dollars is None else f"{dollars:,.2f}")
+    table.add_row("GPU idle", console.percent(fleet.gpu_idle_fraction))
+    return table
 
 
 def _count(number: int | None) -> str:

@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 import importlib.util
-import logging
 
-from fleet import console, options
+from fleet import console, logs, options
 from jobs import errors
 from worker.settings import WorkerSettings
 
@@ -36,7 +35,5 @@ def command(settings: WorkerSettings) -> None:
     require_libraries()
     from worker import process
 
-    logging.basicConfig(level=logging.INFO, format="%(asctime)s %(levelname)s %(message)s")
-    # The SDK logs every request with its headers, several a job.
-    logging.getLogger("azure").setLevel(logging.WARNING)
+    logs.configure(settings.log_format)
     console.run(process.run_worker(settings))

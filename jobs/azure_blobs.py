@@ -16,6 +16,9 @@ TAKEN = frozenset({"BlobAlreadyExists", "UnauthorizedBlobOverwrite"})
 
 _NAMES_PAGE = 1_000
 
+#: The most that Azure lists in one answer: who asks for records reads them all.
+_RECORDS_PAGE = 5_000
+
 _Result = TypeVar("_Result")
 
 
@@ -87,6 +90,17 @@ class AzureBlobs:
         while (page := await self._call(lambda: anext(pages, None))) is not None:
             async for name in page:
                 yield name
+
+    async def records(self, prefix: str = "") -> AsyncIterator[storage.BlobRecord]:
+        blobs = self._client.list_blobs(
+            name_starts_with=prefix or None, include=["metadata"], results_per_page=_RECORDS_PAGE
+        )
+        pages = aiter(blobs.by_page())
+        while (page := await self._call(lambda: anext(pages, None))) is not None:
+            async for blob in page:
+                yield storage.BlobRecord(
+                    blob.name, blob.size, blob.creation_time, dict(blob.metadata or {})
+                )
 
     async def _call(self, request: Callable[[], Awaitable[_Result]]) -> _Result:
         async def attempt() -> _Result:

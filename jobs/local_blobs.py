@@ -9,6 +9,7 @@ import os
 import uuid
 from collections.abc import AsyncIterator, Generator, Mapping
 from contextlib import closing
+from datetime import UTC, datetime
 from itertools import islice
 from pathlib import Path
 
@@ -56,6 +57,12 @@ class LocalBlobs:
                 for name in page:
                     yield name
 
+    async def records(self, prefix: str = "") -> AsyncIterator[storage.BlobRecord]:
+        with closing(self._walk("", prefix)) as names:
+            while page := await asyncio.to_thread(lambda: list(islice(names, _NAMES_PAGE))):
+                for record in await asyncio.to_thread(self._records, page):
+                    yield record
+
     def _create(self, name: str, data: bytes, details: bytes) -> bool:
         path = self.folder / name
         try:
@@ -99,6 +106,23 @@ class LocalBlobs:
             return None
         except OSError as error:
             raise self._translate(error) from error
+
+    def _records(self, names: list[str]) -> list[storage.BlobRecord]:
+        try:
+            return [self._record(name) for name in names]
+        except OSError as error:
+            raise self._translate(error) from error
+
+    def _record(self, name: str) -> storage.BlobRecord:
+        facts = (self.folder / name).stat()
+        sidecar = self.folder / METADATA_FOLDER / f"{name}.json"
+        try:
+            metadata = json.loads(sidecar.read_bytes())["metadata"]
+        except (FileNotFoundError, ValueError, KeyError):
+            # A file that somebody put here, or whose details a power cut took.
+            metadata = {}
+        created_at = datetime.fromtimestamp(facts.st_mtime, UTC)
+        return storage.BlobRecord(name, facts.st_size, created_at, metadata)
 
     def _walk(self, folder: str, prefix: str) -> Generator[str]:
         """The names below *folder* ("" or ending in a slash) that begin with *prefix*."""

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import difflib
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
+from dataclasses import dataclass
 from typing import Literal, get_args
 
 from jobs import errors
@@ -17,7 +18,7 @@ GPU_PRICES_SOURCE = (
 )
 
 #: Dollars an hour of one replica, its CPU and memory included, in the order of PRIORITIES.
-#: Prices move: a fleet's owner passes today's with --price-per-hour.
+#: Prices move: a fleet's owner passes today's with --price-file or --price-per-hour.
 _GPU_PRICES: Mapping[str, tuple[float, float, float, float]] = {
     "RTX 2060 6GB": (0.05, 0.040, 0.030, 0.02),
     "RTX 2070 8GB": (0.06, 0.047, 0.033, 0.02),
@@ -48,48 +49,114 @@ _GPU_PRICES: Mapping[str, tuple[float, float, float, float]] = {
 }
 
 STORAGE_PRICES_SOURCE = (
-    "Azure's published examples: hot blob write $0.055 per 10,000 (2024-07),"
+    "Azure's published examples: hot blob write $0.055 and read $0.0044 per 10,000 (2024-07),"
     " queue operation $0.01 per 200,000 (2019)"
 )
-
-DOLLARS_PER_BLOB_WRITE = 0.055 / 10_000
-DOLLARS_PER_QUEUE_OPERATION = 0.01 / 200_000
 
 #: Send, receive and delete; a renewal is the exception, for jobs are short beside their lease.
 QUEUE_OPERATIONS_PER_JOB = 3
 
 
-def find_gpu(name: str) -> str:
-    """A GPU class's full name for `RTX 3060 Ti`, `3060ti` or `rtx 3060 12gb`.
+@dataclass(frozen=True, slots=True)
+class GpuPrices:
+    """Dollars an hour of one replica by priority, and where they come from."""
+
+    dollars_per_hour: Mapping[Priority, float]
+    source: str
+
+
+@dataclass(frozen=True, slots=True)
+class StoragePrices:
+    """Dollars of one operation, and where they come from."""
+
+    blob_write: float
+    blob_read: float
+    queue_operation: float
+    source: str
+
+
+@dataclass(frozen=True, slots=True)
+class PriceTable:
+    """What a fleet pays; GPU classes by their full names, memory included."""
+
+    gpus: Mapping[str, GpuPrices]
+    storage: StoragePrices
+
+
+BUILT_IN = PriceTable(
+    gpus={
+        gpu: GpuPrices(dict(zip(PRIORITIES, dollars, strict=True)), GPU_PRICES_SOURCE)
+        for gpu, dollars in _GPU_PRICES.items()
+    },
+    storage=StoragePrices(0.055 / 10_000, 0.0044 / 10_000, 0.01 / 200_000, STORAGE_PRICES_SOURCE),
+)
+
+#: A folder of one's own machine.
+FREE_STORAGE = StoragePrices(0.0, 0.0, 0.0, "a local folder: no operation is billed")
+
+
+def as_priority(name: str) -> Priority:
+    """Raises SetupError for what is no priority."""
+    for priority in PRIORITIES:
+        if name == priority:
+            return priority
+    raise errors.SetupError(f"--priority: should be {', '.join(PRIORITIES)}, not {name}")
+
+
+def matching_gpus(name: str, gpus: Collection[str]) -> list[str]:
+    """The classes of *gpus* that `RTX 3060 Ti`, `3060ti` or `rtx 3060 12gb` may stand for."""
+    wanted = _key(name)
+    return [gpu for gpu in gpus if wanted in {_key(gpu), _key(gpu.rpartition(" ")[0])}]
+
+
+def gpu_of_driver(name: str, memory_bytes: int, table: PriceTable = BUILT_IN) -> str:
+    """The GPU class for what a driver calls the card; its short name where there is no such class.
+
+    Cards of one name come with several memories, so that counts before the name alone.
+    """
+    short = name.strip().removeprefix("NVIDIA ").removeprefix("GeForce ")
+    for candidate in (f"{short} {round(memory_bytes / 2**30)}GB", short):
+        if len(found := matching_gpus(candidate, table.gpus)) == 1:
+            return found[0]
+    return short
+
+
+def find_gpu(name: str, table: PriceTable = BUILT_IN) -> str:
+    """A GPU class's full name for what people write.
 
     Raises:
         SetupError: the name is unknown, or stands for several classes.
     """
-    wanted = _key(name)
-    found = [gpu for gpu in _GPU_PRICES if wanted in {_key(gpu), _key(gpu.rpartition(" ")[0])}]
+    found = matching_gpus(name, table.gpus)
     if len(found) == 1:
         return found[0]
     if found:
         raise errors.SetupError(f"{name!r} stands for several GPU classes: {', '.join(found)}")
-    keys = {_key(gpu): gpu for gpu in _GPU_PRICES}
-    close = [keys[key] for key in difflib.get_close_matches(wanted, keys, n=3)]
-    hint = f"did you mean {' or '.join(close)}?" if close else f"known: {', '.join(_GPU_PRICES)}"
+    keys = {_key(gpu): gpu for gpu in table.gpus}
+    close = [keys[key] for key in difflib.get_close_matches(_key(name), keys, n=3)]
+    hint = f"did you mean {' or '.join(close)}?" if close else f"known: {', '.join(table.gpus)}"
     raise errors.SetupError(f"{name!r} is no GPU class with a known price; {hint}")
 
 
-def gpu_dollars_per_hour(gpu: str, priority: Priority) -> float:
+def gpu_dollars_per_hour(gpu: str, priority: Priority, table: PriceTable = BUILT_IN) -> float:
     """Dollars an hour of one replica.
 
     Raises:
-        SetupError: as for find_gpu.
+        SetupError: as for find_gpu, or the class has no price at that priority.
     """
-    return _GPU_PRICES[find_gpu(gpu)][PRIORITIES.index(priority)]
+    name = find_gpu(gpu, table)
+    try:
+        return table.gpus[name].dollars_per_hour[priority]
+    except KeyError:
+        raise errors.SetupError(
+            f"no price is known for the {name} at {priority} priority"
+        ) from None
 
 
-def storage_dollars(jobs: int, images: int) -> float:
+def storage_dollars(jobs: int, images: int, table: PriceTable = BUILT_IN) -> float:
     """What the operations on queue and blobs cost; keeping the images is billed by the month."""
-    queue_dollars = jobs * QUEUE_OPERATIONS_PER_JOB * DOLLARS_PER_QUEUE_OPERATION
-    return queue_dollars + images * DOLLARS_PER_BLOB_WRITE
+    queue_dollars = jobs * QUEUE_OPERATIONS_PER_JOB * table.storage.queue_operation
+    return queue_dollars + images * table.storage.blob_write
 
 
 def _key(name: str) -> str:

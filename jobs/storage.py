@@ -115,6 +115,16 @@ class JobQueue(Protocol):
     async def depth(self) -> QueueDepth: ...
 
 
+@dataclass(frozen=True, slots=True)
+class BlobRecord:
+    """What a blob's home tells of it without its bytes."""
+
+    name: str
+    size_bytes: int
+    created_at: datetime
+    metadata: Mapping[str, str]
+
+
 class BlobStore(Protocol):
     """Named bytes, written once. Every method raises TransientError on a fault that may pass."""
 
@@ -137,6 +147,9 @@ class BlobStore(Protocol):
         """
 
     def names(self, prefix: str = "") -> AsyncIterator[str]: ...
+
+    def records(self, prefix: str = "") -> AsyncIterator[BlobRecord]:
+        """As names, with what is kept beside each blob; a listing, not a read of each."""
 
 
 class Storage(Protocol):

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
 import importlib.util
+import math
 import os
 import shutil
 import signal
@@ -11,10 +13,12 @@ import socket
 import subprocess
 import time
 import uuid
-from collections.abc import AsyncIterator, Iterator
+from collections.abc import AsyncIterator, Callable, Iterator
+from dataclasses import dataclass
 from pathlib import Path
-from typing import NoReturn
+from typing import Any, NoReturn
 
+import aiohttp
 import pytest
 from azure.core.exceptions import ResourceNotFoundError
 from azure.storage.blob import BlobServiceClient
@@ -30,11 +34,48 @@ AZURITE = Path(__file__).parent / "azurite"
 #: Without Azurite, half of the tests say nothing: let that pass on a desk, never where it counts.
 AZURITE_REQUIRED = bool(os.environ.get("CI") or os.environ.get("IMAGEFLEET_REQUIRE_AZURITE"))
 
+#: Where `make test` unpacks Prometheus and VictoriaMetrics; nothing is installed on the machine.
+DEBIAN = Path(__file__).parent / "dashboards" / "debian" / "usr" / "bin"
+
+#: Without them, the metrics are only written: likewise.
+PROMETHEUS_REQUIRED = bool(os.environ.get("CI") or os.environ.get("IMAGEFLEET_REQUIRE_PROMETHEUS"))
+
 ACCOUNT = "devstoreaccount1"
 ACCOUNT_KEY = (  # the well-known key of every Azurite; it opens nothing else
     "Eby8vdM02xNOcqFlqUwJPLlmEtlCDXJ1OUzFT50uSRZ6IFsuFq2UVErCz4I6tq/K1SZFPTOtr/KBHBeksoGMGw=="
 )
 START_SECONDS = 30
+
+#: VictoriaMetrics keeps what comes in to itself for so long, flushed or not.
+FLUSH_SECONDS = 1.2
+
+
+@dataclass(frozen=True)
+class VictoriaMetrics:
+    """Takes pushed text and answers PromQL."""
+
+    url: str
+
+    @property
+    def push_url(self) -> str:
+        return f"{self.url}/api/v1/import/prometheus"
+
+    async def arrived(self) -> None:
+        """Returns when what was pushed up to now can be asked for."""
+        async with aiohttp.ClientSession(self.url) as client:
+            await (await client.get("/internal/force_flush")).read()
+        await asyncio.sleep(FLUSH_SECONDS)
+
+    async def ask(self, query: str) -> list[dict[str, Any]]:
+        # It takes a moment by its whole second, so this one's samples would be in the future.
+        parameters = {"query": query, "time": str(math.ceil(time.time()))}
+        async with (
+            aiohttp.ClientSession(self.url) as client,
+            client.get("/api/v1/query", params=parameters) as response,
+        ):
+            answer = await response.json()
+        assert answer["status"] == "success", answer
+        return list(answer["data"]["result"])
 
 
 def pytest_configure() -> None:
@@ -92,6 +133,43 @@ async def storage(storage_settings: StorageSettings) -> AsyncIterator[Storage]:
         yield home
 
 
+@pytest.fixture(scope="session")
+def tool() -> Callable[[str], str]:
+    """The path of one of Debian's programs: prometheus, promtool, victoria-metrics, vmagent."""
+
+    def find(name: str) -> str:
+        if found := shutil.which(name) or shutil.which(DEBIAN / name):
+            return found
+        reason = f"no {name}: `make test` unpacks it from Debian's packages where apt-get is"
+        if PROMETHEUS_REQUIRED:
+            pytest.fail(reason, pytrace=False)
+        pytest.skip(reason)
+
+    return find
+
+
+@pytest.fixture(scope="session")
+def victoria_metrics(
+    tool: Callable[[str], str], tmp_path_factory: pytest.TempPathFactory
+) -> Iterator[VictoriaMetrics]:
+    """A server of this test run that metrics can be pushed to."""
+    (port,) = _free_ports(1)
+    command = [
+        tool("victoria-metrics"),
+        f"-httpListenAddr=127.0.0.1:{port}",
+        f"-storageDataPath={tmp_path_factory.mktemp('victoria-metrics')}",
+        "-search.latencyOffset=0s",  # by default an answer leaves out the last 30 seconds
+    ]
+    with subprocess.Popen(
+        command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, start_new_session=True
+    ) as server:
+        try:
+            _wait_for(server, [port])
+            yield VictoriaMetrics(f"http://127.0.0.1:{port}")
+        finally:
+            os.killpg(server.pid, signal.SIGKILL)
+
+
 def _node() -> str | None:
     """Node from the machine, else from the Python wheel that carries it."""
     if found := shutil.which("node"):
@@ -146,7 +224,7 @@ def _wait_for(server: subprocess.Popen[bytes], ports: list[int]) -> None:
                 if server.poll() is not None or time.monotonic() > deadline:
                     server.kill()
                     assert server.stdout is not None
-                    pytest.fail(f"Azurite does not start: {server.stdout.read().decode()}")
+                    pytest.fail(f"{server.args} does not start: {server.stdout.read().decode()}")
                 time.sleep(0.02)
 
 

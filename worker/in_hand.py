@@ -27,6 +27,11 @@ class JobInHand:
     submitted: bool = False  # every image is at the engine's door, or further
     settled: bool = False
 
+    @property
+    def id(self) -> str:
+        """The job's own id; its message's where it has none, or was not read."""
+        return (self.job.id if self.job else None) or self.lease.message.id
+
     def settle(self) -> bool:
         """Whether the caller is the one who settles this job."""
         first = not self.settled

@@ -2,18 +2,33 @@
 
 from __future__ import annotations
 
-import time
 from collections.abc import Iterator
 
-from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram
+from prometheus_client import CollectorRegistry, Counter, Histogram, Info
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
 from prometheus_client.registry import Collector
 
+from jobs import errors
 from worker.gpu import GpuLane
 from worker.loras import LoraLibrary
+from worker.queue_gauges import QueueGauges
+
+STAGES = ("pull", "prepare", "wait_gpu", "generate", "encode", "upload", "acknowledge")
 
 #: From a local SQLite call to a slow batch on a small card, doubling.
 STAGE_SECONDS_BUCKETS = tuple(0.001 * 2**power for power in range(17))
+
+#: Why an engine waits: no jobs, jobs that come too slowly, or a way out that is too slow.
+IDLE_REASONS = ("queue_empty", "starved", "backpressure")
+
+#: The errors that end a job in the poison queue.
+FAILURES: tuple[type[errors.FleetError], ...] = (
+    errors.JobError,
+    errors.InvalidMessageError,
+    errors.MissingFileError,
+    errors.UnusableFileError,
+    errors.TransientError,
+)
 
 
 class WorkerMetrics:
@@ -38,22 +53,34 @@ class WorkerMetrics:
             ["result"],
             registry=self.registry,
         )
-        self.queue_messages = Gauge(
-            "imagefleet_queue_messages",
-            "Messages in a queue, leased ones included.",
-            ["queue"],
+        self.failed_jobs = Counter(
+            "imagefleet_failed_jobs",
+            "Jobs that went to the poison queue, by the class of their error.",
+            ["error"],
             registry=self.registry,
         )
+        self.worker = Info("imagefleet_worker", "This worker, always 1.", registry=self.registry)
+        self.queues = QueueGauges(self.registry)
+        self._begin_at_zero()
+
+    def _begin_at_zero(self) -> None:
+        """Shows each counter before its first event: `increase` does not see a first value of 1."""
+        for outcome in ("completed", "duplicate", "retried", "failed", "lost", "handed_back"):
+            self.jobs.labels(outcome)
+        for result in ("renewed", "unknown", "lost"):
+            self.lease_renewals.labels(result)
+        for stage in STAGES:
+            self.stage_seconds.labels(stage)
+        for error in FAILURES:
+            self.failed_jobs.labels(error.__name__)
 
 
 class EngineCollector(Collector):
-    """Reads the engine's clock, its slots, the LoRA look-ups and the money at each scrape."""
+    """Reads the engine's clock, its slots and the LoRA look-ups at each scrape."""
 
-    def __init__(self, lane: GpuLane, library: LoraLibrary, price_per_hour: float) -> None:
+    def __init__(self, lane: GpuLane, library: LoraLibrary) -> None:
         self._lane = lane
         self._library = library
-        self._price_per_hour = price_per_hour
-        self._started_at = time.monotonic()
 
     def collect(self) -> Iterator[Metric]:
         clock = self._lane.clock
@@ -63,7 +90,8 @@ class EngineCollector(Collector):
         idle = CounterMetricFamily(
             "imagefleet_gpu_idle_seconds", "Time the engine waited, by reason.", labels=["reason"]
         )
-        for reason, seconds in sorted(clock.idle_seconds.copy().items()):
+        waited = dict.fromkeys(IDLE_REASONS, 0.0) | clock.idle_seconds.copy()
+        for reason, seconds in sorted(waited.items()):
             idle.add_metric([reason], seconds)
         yield idle
         if clock.first_image_seconds is not None:
@@ -95,9 +123,3 @@ class EngineCollector(Collector):
             for result in ("hit", "miss"):
                 lookups.add_metric([cache, result], counts.get(result, 0))
         yield lookups
-        hours = (time.monotonic() - self._started_at) / 3600
-        yield CounterMetricFamily(
-            "imagefleet_cost_dollars",
-            "Time this replica has been up times its price.",
-            value=hours * self._price_per_hour,
-        )

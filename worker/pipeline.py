@@ -12,14 +12,18 @@ import contextlib
 import logging
 import random
 from collections.abc import Awaitable, Callable, Iterable
+from importlib import metadata
 from typing import Any
 
 from jobs import errors, retry, storage
+from worker import replica
+from worker.cost import CostMeter
 from worker.engine import contract
 from worker.gpu import GpuLane
 from worker.in_hand import JobInHand
 from worker.leases import LeaseKeeper
 from worker.loras import LoraLibrary
+from worker.metered import MeteredStorage
 from worker.metrics import EngineCollector, WorkerMetrics
 from worker.pull import Puller
 from worker.settings import WorkerSettings
@@ -55,8 +59,14 @@ class Pipeline:
         *,
         on_settled: Callable[[Outcome], None] = lambda _: None,
         patience: retry.RetryPolicy = PATIENCE,
+        runs_on: replica.Replica = replica.UNKNOWN,
+        began_at: float | None = None,
     ) -> None:
-        """*load* makes the engine; it is called on the engine's own thread."""
+        """*load* makes the engine; it is called on the engine's own thread.
+
+        The replica is billed from *began_at* on (monotonic seconds), by default from now.
+        """
+        home = metered = MeteredStorage(home)
         self.metrics = WorkerMetrics()
         self.ready = False
         self._home = home
@@ -88,8 +98,17 @@ class Pipeline:
             cache_bytes=settings.lora_cache_megabytes * 2**20,
             max_bytes=settings.lora_megabytes * 2**20,
         )
-        self.metrics.registry.register(
-            EngineCollector(self.lane, self._library, settings.price_per_hour)
+        self.cost = CostMeter(self.lane, runs_on, metered.operations, began_at)
+        self.metrics.registry.register(EngineCollector(self.lane, self._library))
+        self.metrics.registry.register(self.cost)
+        self.metrics.worker.info(
+            {
+                "worker": settings.name,
+                "version": _version(),
+                "gpu": runs_on.gpu,
+                "group": settings.group,
+                "priority": settings.priority,
+            }
         )
         self.images_written = 0
 
@@ -115,6 +134,7 @@ class Pipeline:
     async def _work(
         self, engine: contract.Engine, stopping: asyncio.Task[Any], hurry: asyncio.Event
     ) -> None:
+        self.cost.ready()
         stages = Stages(
             self._home,
             engine,
@@ -125,6 +145,7 @@ class Pipeline:
             self.metrics,
             self._settings,
             patience=self._patience,
+            cost=self.cost,
         )
         pull = asyncio.create_task(self._puller.run(stages.pulled.put), name="pull")
         workers = self._start(stages)
@@ -211,9 +232,16 @@ class Pipeline:
                             extra={"action": "depth_unknown"},
                         )
                 else:
-                    self.metrics.queue_messages.labels(queue.name).set(depth.messages)
+                    self.metrics.queues.tell(queue.name, depth)
             seconds = self._settings.depth_seconds
             await asyncio.sleep(random.uniform(seconds / 2, 3 * seconds / 2))  # noqa: S311 - jitter
+
+
+def _version() -> str:
+    try:
+        return metadata.version("imagefleet")
+    except metadata.PackageNotFoundError:
+        return "unknown"  # a checkout that is not installed works all the same
 
 
 async def _run(work: Callable[[], Awaitable[None]]) -> None:

@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 
 from jobs import homes, storage
-from worker import health
+from worker import health, push, replica
 from worker.engine import contract
 from worker.pipeline import Pipeline
 from worker.settings import WorkerSettings
@@ -22,13 +22,18 @@ log = logging.getLogger(__name__)
 
 @dataclass(frozen=True, slots=True)
 class WorkerReport:
-    """What one run of a worker came to; jobs are counted by outcome."""
+    """What one run of a worker came to; jobs are counted by outcome.
+
+    *gpu_dollars* is None where the price of this machine is not known.
+    """
 
     images: int
     jobs: Mapping[str, int]
     seconds: float
     engine_busy_seconds: float
     engine_idle_fraction: float
+    gpu_dollars: float | None
+    storage_dollars: float
 
 
 async def run_worker(
@@ -60,16 +65,22 @@ async def _run(
     stop: asyncio.Event,
     hurry: asyncio.Event,
 ) -> WorkerReport:
-    pipeline = Pipeline(home, load, settings, on_settled=on_settled)
-    lane = pipeline.lane
     began_at = time.monotonic()
-    async with health.serving(
-        pipeline.metrics.registry,
-        is_live=lambda: not lane.hangs(settings.stall_seconds),
-        is_ready=lambda: pipeline.ready,
-        host=settings.host,
-        port=settings.port,
-    ) as port:
+    runs_on = await asyncio.to_thread(replica.find_replica, settings)
+    pipeline = Pipeline(
+        home, load, settings, on_settled=on_settled, runs_on=runs_on, began_at=began_at
+    )
+    lane = pipeline.lane
+    async with (
+        health.serving(
+            pipeline.metrics.registry,
+            is_live=lambda: not lane.hangs(settings.stall_seconds),
+            is_ready=lambda: pipeline.ready,
+            host=settings.host,
+            port=settings.port,
+        ) as port,
+        push.pushing(pipeline.metrics.registry, settings, job="imagefleet-worker"),
+    ):
         log.info(
             "pulling from %s of %s, metrics at http://%s:%d/metrics",
             home.queue.name,
@@ -85,6 +96,8 @@ async def _run(
         seconds=time.monotonic() - began_at,
         engine_busy_seconds=lane.clock.busy_seconds,
         engine_idle_fraction=lane.clock.idle_fraction,
+        gpu_dollars=pipeline.cost.gpu_dollars,
+        storage_dollars=pipeline.cost.storage_dollars,
     )
     log.info(
         "done: %d images in %.0f s, the engine waited %.1f %% of the time; jobs: %s",

@@ -7,8 +7,9 @@ import socket
 from pathlib import Path
 from typing import Literal
 
-from pydantic import Field
+from pydantic import Field, SecretStr
 
+from jobs.prices import Priority
 from jobs.settings import StorageSettings
 from jobs.storage import MAX_LEASE_SECONDS
 
@@ -18,7 +19,28 @@ def _name_of_this_worker() -> str:
     return f"{machine}-{os.getpid()}"
 
 
-class WorkerSettings(StorageSettings):
+class TelemetrySettings(StorageSettings):
+    """How a process that runs by itself tells what it does: a worker, or the exporter."""
+
+    push_url: str | None = Field(
+        default=None,
+        repr=False,  # it may hold a password
+        pattern=r"^https?://\S+$",
+        description="Where the metrics are pushed: VictoriaMetrics' or vmagent's import address,"
+        " https://HOST/api/v1/import/prometheus.",
+    )
+    push_token: SecretStr | None = Field(
+        default=None, description="Bearer token for it; or put user:password@ into the address."
+    )
+    push_seconds: float = Field(
+        default=15, ge=1, le=240, description="How often the metrics are pushed, give or take."
+    )
+    log_format: Literal["auto", "json", "text"] = Field(
+        default="auto", description="auto is text on a terminal and JSON lines elsewhere."
+    )
+
+
+class WorkerSettings(TelemetrySettings):
     """The settings of one worker, so of one GPU."""
 
     model: Path = Field(
@@ -147,8 +169,28 @@ class WorkerSettings(StorageSettings):
     depth_seconds: float = Field(
         default=60, ge=0, description="How often the queues' depth is measured; 0 for never."
     )
-    price_per_hour: float = Field(
-        default=0, ge=0, le=1000, description="Dollars an hour of this machine, for the metrics."
+    price_per_hour: float | None = Field(
+        default=None,
+        ge=0,
+        le=1000,
+        description="Dollars an hour of this machine; by default the price table's.",
+    )
+    priority: Priority = Field(
+        default="batch", description="SaladCloud's priority of this replica, for its price."
+    )
+    gpu: str | None = Field(
+        default=None,
+        min_length=1,
+        max_length=64,
+        description="GPU class, for its price and the metrics; by default the driver is asked.",
+    )
+    price_file: Path | None = Field(
+        default=None, description="YAML of GPU and storage prices in place of the built-in ones."
+    )
+    group: str = Field(
+        default_factory=lambda: os.environ.get("SALAD_CONTAINER_GROUP_NAME", ""),
+        max_length=128,
+        description="The container group, for the metrics; SaladCloud tells it by itself.",
     )
     name: str = Field(
         default_factory=_name_of_this_worker,

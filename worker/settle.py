@@ -76,7 +76,12 @@ class Settler:
         if not isinstance(error, errors.FleetError):
             # A defect of ours. Retried like a fault: were it to end the worker, one such job
             # could end a whole fleet.
-            log.error("a job met a defect", exc_info=error, extra={"action": "job_defect"})
+            log.error(
+                "job %s met a defect",
+                held.id,
+                exc_info=error,
+                extra={"action": "job_defect", "job_id": held.id},
+            )
             error = errors.TransientError(f"{type(error).__name__}: {error}")
         attempts = held.lease.message.delivery_count
         if isinstance(error, errors.JobError) or attempts >= self._max_attempts:
@@ -92,9 +97,9 @@ class Settler:
     async def _bury(self, held: JobInHand, error: errors.FleetError) -> None:
         log.warning(
             "job %s failed for good: %s",
-            held.lease.message.id,
+            held.id,
             error,
-            extra={"action": "job_failed", "message_id": held.lease.message.id},
+            extra={"action": "job_failed", "job_id": held.id, "error": type(error).__name__},
         )
 
         async def bury() -> None:
@@ -104,25 +109,27 @@ class Settler:
                 await failed.bury(self._home, message, held.job, error, self._worker_name)
                 self._keeper.drop(held.lease)
 
-        await self._end(held, "failed", bury)
+        if await self._end(held, "failed", bury) == "failed":
+            self._metrics.failed_jobs.labels(type(error).__name__).inc()
 
     async def _retry(self, held: JobInHand, error: errors.FleetError, attempts: int) -> None:
         longest = min(LONGEST_RETRY_SECONDS, FIRST_RETRY_SECONDS * 2 ** (attempts - 1))
         delay_seconds = random.uniform(longest / 2, longest)  # noqa: S311 - jitter
         log.warning(
             "job %s failed, attempt %d of %d, again in %.0f s: %s",
-            held.lease.message.id,
+            held.id,
             attempts,
             self._max_attempts,
             delay_seconds,
             error,
-            extra={"action": "job_retried", "message_id": held.lease.message.id},
+            extra={"action": "job_retried", "job_id": held.id, "error": type(error).__name__},
         )
         await self._end(held, "retried", lambda: self._keeper.release(held.lease, delay_seconds))
 
     async def _end(
         self, held: JobInHand, outcome: Outcome, call: Callable[[], Awaitable[None]]
-    ) -> None:
+    ) -> Outcome:
+        """Tells what it ended as: *outcome*, or lost where the storage did not take it."""
         try:
             await self._patience.call(call)
         except errors.LeaseLost:
@@ -131,12 +138,13 @@ class Settler:
             # The lease runs out and the job comes again; what is stored stays stored.
             log.warning(
                 "the storage does not answer; job %s will come again: %s",
-                held.lease.message.id,
+                held.id,
                 error,
-                extra={"action": "job_abandoned", "message_id": held.lease.message.id},
+                extra={"action": "job_abandoned", "job_id": held.id},
             )
             outcome = "lost"
         self._ended(held, outcome)
+        return outcome
 
     def _ended(self, held: JobInHand, outcome: Outcome) -> None:
         self._keeper.drop(held.lease)

@@ -20,6 +20,7 @@ from typing import TypeVar
 from jobs import errors, prompt, retry, storage
 from jobs.job import Job, read_job
 from worker import encode, infotext
+from worker.cost import CostMeter
 from worker.engine import contract
 from worker.gpu import GpuLane
 from worker.in_hand import ImageInHand, JobInHand
@@ -66,6 +67,7 @@ class Stages:
         settings: WorkerSettings,
         *,
         patience: retry.RetryPolicy,
+        cost: CostMeter,
     ) -> None:
         self.images_written = 0
         self.pulled: asyncio.Queue[JobInHand] = asyncio.Queue(storage.MAX_RECEIVE)
@@ -83,6 +85,7 @@ class Stages:
         self._metrics = metrics
         self._settings = settings
         self._patience = patience
+        self._cost = cost
         self._tickets = itertools.count()
         self._at_engine: dict[int, ImageInHand] = {}
         self._engine_failures_in_a_row = 0
@@ -190,8 +193,9 @@ class Stages:
             if not held.images_to_generate:
                 self._puller.generated(held)
             if held.settled:
+                self._cost.lost("failed")
                 continue
-            async with self._ending(held):
+            async with self._ending(held, image_is_made=True):
                 outcome = delivery.finished.outcome
                 if isinstance(outcome, errors.FleetError):
                     self._count_engine_failure(outcome)
@@ -200,8 +204,9 @@ class Stages:
 
     async def _encode(self, drawn: _Drawn) -> None:
         image = drawn.image
-        async with self._ending(image.owner):
+        async with self._ending(image.owner, image_is_made=True):
             if image.owner.settled:
+                self._cost.lost("failed")
                 return
             text = infotext.parameters(image.job, image.index, image.size, self._engine.model_name)
             try:
@@ -218,8 +223,9 @@ class Stages:
     async def _upload(self, encoded: _Encoded) -> None:
         image = encoded.image
         held = image.owner
-        async with self._ending(held):
+        async with self._ending(held, image_is_made=True):
             if held.settled:
+                self._cost.lost("failed")
                 return
             name = image.job.blob_name(image.index)
             metadata = self._metadata(image)
@@ -235,6 +241,8 @@ class Stages:
                 held.images_written += 1
                 self.images_written += 1
                 self._metrics.images.inc()
+            else:
+                self._cost.lost("duplicate")
             held.images_to_store -= 1
             if not held.images_to_store:
                 await self._stored.put(held)
@@ -251,6 +259,7 @@ class Stages:
             "worker": self._settings.name.encode("ascii", "replace").decode(),
             "attempt": str(image.owner.lease.message.delivery_count),
             "seconds": f"{time.monotonic() - image.owner.pulled_at:.3f}",
+            **self._cost.record,
         }
         if image.job.campaign:
             facts["campaign"] = image.job.campaign
@@ -269,12 +278,14 @@ class Stages:
             )
 
     @contextlib.asynccontextmanager
-    async def _ending(self, held: JobInHand) -> AsyncIterator[None]:
-        """Whatever is raised inside ends *held*."""
+    async def _ending(self, held: JobInHand, *, image_is_made: bool = False) -> AsyncIterator[None]:
+        """Whatever is raised inside ends *held*, and with it an image that the GPU has made."""
         try:
             held.lease.check()
             yield
         except Exception as error:  # noqa: BLE001 - the settler tells them apart by class
+            if image_is_made:
+                self._cost.lost("failed")
             await self._settler.failed(held, error)
 
     async def _in_thread(

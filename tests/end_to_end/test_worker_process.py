@@ -151,7 +151,8 @@ async def test_a_worker_tells_how_it_is_while_it_works(
             await asyncio.sleep(0.1)
         _, metrics = await ask("/metrics")
     assert "imagefleet_images_total 1.0" in metrics
-    dollars = re.search(r"^imagefleet_cost_dollars_total (\S+)$", metrics, re.MULTILINE)
+    cost = r'^imagefleet_cost_dollars_total{kind="gpu"} (\S+)$'
+    dollars = re.search(cost, metrics, re.MULTILINE)
     assert dollars is not None
     assert 0 < float(dollars[1]) < 0.03
 

@@ -15,7 +15,10 @@ from fleet import console, options
 
 ROOT = Path(__file__).parents[2]
 COMMAND = Path(sys.executable).with_name("imagefleet")
-COMMANDS = ["demo", "worker", "load", "status", "plan", "prompt", "version", "failed"]
+COMMANDS = [
+    *("demo", "worker", "load", "status", "top", "exporter", "plan", "report", "prompt"),
+    *("version", "failed"),
+]
 
 Imagefleet = Callable[..., "subprocess.CompletedProcess[str]"]  # the fixture of conftest.py
 

@@ -42,13 +42,13 @@ def test_each_picture_is_enlarged_into_its_place_with_its_caption_below() -> Non
 
 
 def test_a_wide_picture_keeps_its_shape() -> None:
-    tile, _ = mosaic._read(picture(128, 64, "a house"))
+    tile, _ = mosaic.read_tile(picture(128, 64, "a house"))
 
     assert tile.size == (mosaic.TILE_PIXELS, mosaic.TILE_PIXELS // 2)
 
 
 def test_a_caption_names_the_loras_after_the_prompts_words() -> None:
-    _, caption = mosaic._read(picture(64, 64, "a rope, <lora:forest-v2:0.35>, digital art"))
+    _, caption = mosaic.read_tile(picture(64, 64, "a rope, <lora:forest-v2:0.35>, digital art"))
 
     assert caption == "a rope, digital art + forest-v2"
 
@@ -67,7 +67,7 @@ def test_a_picture_without_a_prompt_has_no_caption() -> None:
     stored = io.BytesIO()
     Image.new("RGB", (8, 8)).save(stored, "PNG")
 
-    assert mosaic._read(stored.getvalue())[1] == ""
+    assert mosaic.read_tile(stored.getvalue())[1] == ""
 
 
 def test_no_picture_is_no_sheet() -> None:

@@ -141,7 +141,8 @@ def test_a_missing_setting_is_named() -> None:
 
 
 @pytest.mark.parametrize(
-    "secret", ["x;AccountKey=no;y", "SharedAccessSignature=sv", "https//x?sv=1&sig=abc"]
+    "secret",
+    ["x;AccountKey=no;y", "SharedAccessSignature=sv", "https//x?sv=1&sig=abc", "htp://me:word@x"],
 )
 def test_a_secret_in_a_wrong_value_is_not_repeated(secret: str) -> None:
     with pytest.raises(errors.SetupError) as caught:

@@ -10,7 +10,8 @@ from pathlib import Path
 
 import pytest
 
-from fleet import status
+from fleet import status, watch
+from fleet.settings import MonitorSettings
 from jobs import errors, homes
 from jobs.settings import StorageSettings
 from jobs.storage import Storage
@@ -93,7 +94,7 @@ async def test_a_watch_outlives_an_outage(
     looks = 0
     third = asyncio.Event()
 
-    async def look(storage: Storage) -> status.FleetStatus:
+    async def look(storage: Storage, server: None) -> status.FleetStatus:
         nonlocal looks
         looks += 1
         if looks == 2:
@@ -105,12 +106,13 @@ async def test_a_watch_outlives_an_outage(
     read_status = status.read_status
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(status, "read_status", look)
-    monkeypatch.setattr(status, "WATCH_SECONDS", 0.01)
+    monkeypatch.setattr(watch, "SECONDS", 0.01)
 
-    watch = asyncio.create_task(status._watch(StorageSettings(storage=filled)))
+    settings = MonitorSettings(storage=filled)
+    watching = asyncio.create_task(status._show(settings, watch=True, as_json=False))
     await asyncio.wait_for(third.wait(), 10)
-    watch.cancel()
-    await watch
+    watching.cancel()
+    await watching
 
     assert "looking again: the storage does not answer" in capsys.readouterr().out
 

@@ -57,6 +57,12 @@ async def test_what_a_crash_left_behind_is_in_nobodys_way(blobs: LocalBlobs) -> 
     assert await blobs.read("fox.png") == b"pixels"
 
 
+async def test_a_picture_without_its_details_is_told_of_all_the_same(blobs: LocalBlobs) -> None:
+    (blobs.folder / "brought.png").write_bytes(b"pixels")
+    (record,) = [record async for record in blobs.records()]
+    assert (record.name, record.size_bytes, record.metadata) == ("brought.png", 6, {})
+
+
 async def test_the_picture_and_its_folders_are_synced_before_create_returns(
     blobs: LocalBlobs, monkeypatch: pytest.MonkeyPatch
 ) -> None:

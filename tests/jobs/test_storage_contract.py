@@ -291,6 +291,18 @@ async def test_names_are_told_by_prefix(storage: Storage) -> None:
         assert told == {name for name in names if name.startswith(prefix)}
 
 
+async def test_records_tell_what_is_kept_beside_each_blob(storage: Storage) -> None:
+    await storage.blobs.create("a/1.png", b"fox", "image/png", {"job": "1", "seconds": "0.5"})
+    await storage.blobs.create("a/2.png", b"", "image/png", {})
+    await storage.blobs.create("b/3.png", b"x", "image/png", {"job": "3"})
+    records = {record.name: record async for record in storage.blobs.records("a/")}
+    assert set(records) == {"a/1.png", "a/2.png"}
+    assert records["a/1.png"].size_bytes == 3
+    assert records["a/1.png"].metadata == {"job": "1", "seconds": "0.5"}
+    assert records["a/2.png"].metadata == {}
+    assert abs(records["a/1.png"].created_at - datetime.now(UTC)) < timedelta(seconds=10)
+
+
 @pytest.mark.parametrize(
     "name", ["", "/etc/x", "../x", "a/../../x", "a//b", "a/", ".metadata/x", "a\\b", "C:x", "a\0b"]
 )

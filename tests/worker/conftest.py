@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import socket
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any, Protocol
@@ -15,6 +16,7 @@ from jobs.settings import StorageSettings
 from jobs.storage import Storage
 from worker.engine import contract
 from worker.pipeline import Pipeline
+from worker.replica import UNKNOWN, Replica
 from worker.settings import WorkerSettings
 from worker.testing import StandInEngine
 
@@ -32,6 +34,8 @@ class RunPipeline(Protocol):
         home: Storage | None = None,
         stop: asyncio.Event | None = None,
         hurry: asyncio.Event | None = None,
+        load: Callable[[], contract.Engine] | None = None,
+        runs_on: Replica = UNKNOWN,
         **changes: Any,
     ) -> Pipeline: ...
 
@@ -64,13 +68,16 @@ def run_pipeline(storage: Storage, worker_settings: Callable[..., WorkerSettings
         home: Storage | None = None,
         stop: asyncio.Event | None = None,
         hurry: asyncio.Event | None = None,
+        load: Callable[[], contract.Engine] | None = None,
+        runs_on: Replica = UNKNOWN,
         **changes: Any,
     ) -> Pipeline:
         pipeline = Pipeline(
             home or storage,
-            lambda: engine or StandInEngine(),
+            load or (lambda: engine or StandInEngine()),
             worker_settings(**changes),
             patience=IMPATIENT,
+            runs_on=runs_on,
         )
         running = pipeline.run(stop or asyncio.Event(), hurry or asyncio.Event())
         await asyncio.wait_for(running, 30)
@@ -100,3 +107,10 @@ def lora_bytes() -> Callable[[str], bytes]:
         return len(header).to_bytes(8, "little") + header + data
 
     return make
+
+
+@pytest.fixture
+def unused_port() -> int:
+    """A port that nobody listens on."""
+    with socket.create_server(("127.0.0.1", 0)) as bound:
+        return int(bound.getsockname()[1])

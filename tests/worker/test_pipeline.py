@@ -358,4 +358,12 @@ async def test_the_depth_of_both_queues_is_measured_beside_the_work(
     pipeline = await run_pipeline(StandInEngine(tick_seconds=0.3), depth_seconds=60)
     sample = pipeline.metrics.registry.get_sample_value
     for queue in (storage.queue, storage.poison):
-        assert sample("imagefleet_queue_messages", {"queue": queue.name}) in {0, 1, 2}
+        depth = await queue.depth()
+        states = {"any"} if depth.leased is None else {"visible", "leased"}
+        for state in states:
+            assert sample("imagefleet_queue_messages", {"queue": queue.name, "state": state}) in {
+                0,
+                1,
+                2,
+            }
+        assert sample("imagefleet_queue_oldest_age_seconds", {"queue": queue.name}) is not None

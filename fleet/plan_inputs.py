@@ -1,0 +1,117 @@
+"""What a plan rests on: each number with where it comes from, measured, given or assumed."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Literal
+
+from jobs import errors, prices
+
+SPEEDS_SOURCE = (
+    "the best SD1.5 record of the card in SD.Next's public benchmark logs of 2025"
+    " (vladmandic/sd-data), scaled to 512x512, 15 steps with guidance; not measured with imagefleet"
+)
+
+#: Images a second of one card. Records are iterations a second at 20 steps; an image of 15 steps
+#: with its decoding costs 26.64 of the 34.67 TFLOP of one of 20, so images = iterations / 15.37.
+ASSUMED_IMAGES_PER_SECOND: Mapping[str, float] = {
+    "RTX 3060 8GB": 0.60,
+    "RTX 3060 12GB": 0.60,
+    "RTX 3060 Ti 8GB": 0.83,
+    "RTX 3070 8GB": 0.82,
+    "RTX 3080 10GB": 1.27,
+    "RTX 3090 24GB": 1.63,
+    "RTX 4060 Ti 16GB": 0.93,
+    "RTX 4070 12GB": 1.25,
+    "RTX 4070 Ti Super 16GB": 1.91,
+    "RTX 4080 16GB": 1.74,
+    "RTX 4090 24GB": 3.75,
+    "RTX 5070 12GB": 1.20,
+    "RTX 5070 Ti 16GB": 1.60,
+    "RTX 5080 16GB": 2.09,
+    "RTX 5090 32GB": 4.52,
+}
+
+Kind = Literal["measured", "given", "listed", "assumed"]
+
+
+@dataclass(frozen=True, slots=True)
+class Input:
+    """A number that the plan rests on, and where it comes from."""
+
+    value: float
+    kind: Kind
+    source: str
+
+
+@dataclass(frozen=True, slots=True)
+class Bench:
+    """What `imagefleet bench engine --report` says of one machine."""
+
+    gpu: str
+    images_per_second: Input
+    start_up: Input
+
+
+def read_bench(path: Path, table: prices.PriceTable) -> Bench:
+    """Raises SetupError for a file that is no such report."""
+    try:
+        # A benchmark's report is its last line: a log of its output is as good.
+        text = path.read_text(encoding="utf-8").strip()
+        facts: dict[str, Any] = json.loads(text if text.startswith("{") else text.splitlines()[-1])
+        hardware = facts["hardware"]
+        name = str(hardware["device"])
+        gpu = prices.gpu_of_driver(name, int(hardware.get("memory_bytes", 0)), table)
+        speed, ready_seconds = float(facts["worker_images_per_second"]), facts["ready_seconds"]
+        work = f"{facts['width']}x{facts['height']}, {facts['steps']} steps, {facts['model']}"
+    except OSError as error:
+        raise errors.SetupError(f"the report {path}: {error.strerror or error}") from None
+    except (ValueError, KeyError, TypeError, IndexError, AttributeError) as error:
+        raise errors.SetupError(
+            f"{path} is no report of `imagefleet bench engine --report FILE`: {error!r}"
+        ) from None
+    if not speed > 0:
+        raise errors.SetupError(f"the report {path} measured no image a second")
+    source = f"{path}: {name}, {work}"
+    return Bench(gpu, Input(speed, "measured", source), Input(ready_seconds, "measured", source))
+
+
+def find_speed(gpu: str, given: float | None, bench: Bench | None) -> Input:
+    """Images a second of one *gpu*, the best that is known.
+
+    Raises:
+        SetupError: none is.
+    """
+    if given is not None:
+        return Input(given, "given", "--images-per-second")
+    if bench is not None:
+        return bench.images_per_second
+    if gpu not in ASSUMED_IMAGES_PER_SECOND:
+        raise errors.SetupError(
+            f"no speed is known for the {gpu}: give --images-per-second, or the --bench report of"
+            " one"
+        )
+    return Input(ASSUMED_IMAGES_PER_SECOND[gpu], "assumed", SPEEDS_SOURCE)
+
+
+def find_price(
+    gpu: str, priority: prices.Priority, given: float | None, table: prices.PriceTable
+) -> Input:
+    """Dollars an hour of one *gpu*.
+
+    Raises:
+        SetupError: no price is known.
+    """
+    if given is not None:
+        return Input(given, "given", "--price-per-hour")
+    name = prices.find_gpu(gpu, table)
+    dollars = prices.gpu_dollars_per_hour(name, priority, table)
+    return Input(dollars, "listed", f"{priority} priority, {table.gpus[name].source}")
+
+
+def bench_of(gpu: str, benches: Sequence[Bench]) -> Bench | None:
+    """The last report that was made on a *gpu*."""
+    return next((bench for bench in reversed(benches) if bench.gpu == gpu), None)

@@ -1,0 +1,204 @@
+"""What an image costs: by the metrics, and by the run's own records."""
+
+from __future__ import annotations
+
+import time
+import uuid
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from prometheus_client import CollectorRegistry
+
+from jobs import errors, price_file, prices
+from jobs.storage import Storage
+from worker import process
+from worker.cost import CostMeter
+from worker.engine import contract
+from worker.metered import MeteredStorage, Operations
+from worker.replica import Replica
+from worker.settings import WorkerSettings
+from worker.testing import StandInEngine, draw_noise
+
+RunPipeline = Callable[..., Any]  # the fixture of conftest.py
+
+#: So that storage weighs in as it does in life, where an image takes some ten times as long.
+PRICE_FILE = """
+source: a test
+storage: {blob_writes_per_10000: 0.055, queue_operations_per_10000: 0.0005}
+"""
+
+
+class Lane:
+    """What the meter sees of the GPU's lane."""
+
+    def __init__(self) -> None:
+        from worker.gpu import GpuClock
+
+        self.clock = GpuClock()
+        self.tick_began_at: float | None = None
+
+
+def values(meter: CostMeter) -> dict[str, float]:
+    registry = CollectorRegistry()
+    registry.register(meter)
+    return {
+        ":".join([sample.name, *sample.labels.values()]): sample.value
+        for family in registry.collect()
+        for sample in family.samples
+    }
+
+
+async def test_images_a_dollar_by_the_metrics_are_those_of_the_runs_own_records(
+    storage: Storage,
+    victoria_metrics: Any,  # the fixture of conftest.py
+    worker_settings: Callable[..., WorkerSettings],
+    message: Callable[..., str],
+    tmp_path: Path,
+) -> None:
+    path = tmp_path / "prices.yaml"
+    path.write_text(PRICE_FILE)
+    price = 0.9
+    await storage.queue.send(message(id=f"j{number}", n_iter=2) for number in range(60))
+    settings = worker_settings(
+        name=uuid.uuid4().hex,
+        price_per_hour=price,
+        price_file=path,
+        push_url=victoria_metrics.push_url,
+    )
+    began_at = time.monotonic()
+    report = await process.run_worker(
+        settings, load=lambda: StandInEngine(capacity=4, tick_seconds=0.15)
+    )
+    seconds = time.monotonic() - began_at  # some 5, so that closing down is not 1 % of them
+    stored = [name async for name in storage.blobs.names()]
+    assert len(stored) == report.images == 120
+    gpu_dollars = seconds / 3600 * price
+    is_local = settings.storage.startswith("local:")
+    bill = 0 if is_local else prices.storage_dollars(60, 120, price_file.read_table(path))
+    assert is_local or bill > gpu_dollars / 5, "storage weighs in"
+
+    async def total(metric: str) -> float:
+        """Over this worker's series, as the one that names it knows them."""
+        mine = f'on (instance) group_left () imagefleet_worker_info{{worker="{settings.name}"}}'
+        (series,) = await victoria_metrics.ask(f"sum({metric} * {mine})")
+        return float(series["value"][1])
+
+    await victoria_metrics.arrived()
+    images = await total("imagefleet_images_total")
+    gpu_only = images / await total("imagefleet_cost_dollars_total{kind='gpu'}")
+    all_in = images / await total("imagefleet_cost_dollars_total")
+    assert gpu_only == pytest.approx(120 / gpu_dollars, rel=0.01)
+    assert all_in == pytest.approx(120 / (gpu_dollars + bill), rel=0.01)
+
+
+async def test_start_up_idle_and_busy_add_up_to_the_whole(
+    storage: Storage, run_pipeline: RunPipeline, message: Callable[..., str]
+) -> None:
+    await storage.queue.send(message(id=f"j{number}") for number in range(12))
+    runs_on = Replica("RTX 4090 24GB", 3600.0, prices.FREE_STORAGE)  # a dollar a second
+
+    class SlowToLoad(StandInEngine):
+        def __init__(self) -> None:
+            time.sleep(0.3)
+            super().__init__(tick_seconds=0.05)
+
+    pipeline = await run_pipeline(load=SlowToLoad, runs_on=runs_on)
+    seen = values(pipeline.cost)
+    busy = pipeline.lane.clock.busy_seconds
+    start_up = seen["imagefleet_wasted_dollars_total:start_up"]
+    idle = seen["imagefleet_wasted_dollars_total:idle"]
+
+    assert 0.3 <= start_up < 0.6
+    assert seen["imagefleet_start_up_seconds"] == start_up
+    assert busy >= 3 * 0.05
+    whole = seen["imagefleet_cost_dollars_total:gpu"]
+    assert start_up + idle + busy == pytest.approx(whole, abs=0.02)
+
+
+async def test_an_image_that_was_there_already_is_wasted_as_a_duplicate(
+    storage: Storage, run_pipeline: RunPipeline, message: Callable[..., str]
+) -> None:
+    await storage.queue.send([message(id="a"), message(id="b")])
+    await storage.blobs.create("default/a.png", b"done", "image/png", {})
+    pipeline = await run_pipeline(
+        StandInEngine(tick_seconds=0.1),
+        runs_on=Replica("x", 3600.0, prices.FREE_STORAGE),
+    )
+    seen = values(pipeline.cost)
+
+    # The mean when it was lost: the two may have been drawn in ticks of their own.
+    one_image = pipeline.lane.clock.busy_seconds / 2
+    assert seen["imagefleet_wasted_dollars_total:duplicate"] == pytest.approx(one_image, rel=0.3)
+    assert seen["imagefleet_wasted_dollars_total:failed"] == 0
+
+
+async def test_what_the_gpu_made_for_nothing_is_wasted_as_failed(
+    storage: Storage, run_pipeline: RunPipeline, message: Callable[..., str]
+) -> None:
+    def draw(request: contract.ImageRequest) -> contract.Pixels:
+        if request.prompt == "flat":
+            return np.zeros((16, 16, 3), np.uint8)
+        if request.prompt == "broken":
+            raise errors.JobError
+        return draw_noise(request)
+
+    await storage.queue.send([message(prompt=each) for each in ("flat", "broken", "good")])
+    pipeline = await run_pipeline(
+        StandInEngine(tick_seconds=0.05, draw=draw),
+        runs_on=Replica("x", 3600.0, prices.FREE_STORAGE),
+        max_attempts=1,
+    )
+    seen = values(pipeline.cost)
+
+    mean = pipeline.lane.clock.busy_seconds / 3
+    assert seen["imagefleet_wasted_dollars_total:failed"] == pytest.approx(2 * mean, rel=0.5)
+    sample = pipeline.metrics.registry.get_sample_value
+    assert sample("imagefleet_failed_jobs_total", {"error": "TransientError"}) == 1
+    assert sample("imagefleet_failed_jobs_total", {"error": "JobError"}) == 1
+    assert sample("imagefleet_failed_jobs_total", {"error": "MissingFileError"}) == 0
+
+
+def test_a_wasted_dollar_is_never_taken_back() -> None:
+    # The engine's thread books a tick only at its end; seen in between, idle must not shrink.
+    lane = Lane()
+    meter = CostMeter(lane, Replica("x", 3600.0, prices.FREE_STORAGE), Operations())  # type: ignore[arg-type]
+    meter.ready()
+    time.sleep(0.02)
+    before = meter.wasted_seconds()["idle"]
+    lane.clock.busy_seconds += 10
+
+    assert meter.wasted_seconds()["idle"] == before > 0
+
+
+def test_without_a_price_there_is_no_figure_rather_than_a_wrong_one() -> None:
+    replica = Replica("none", None, prices.BUILT_IN.storage)
+    seen = values(CostMeter(Lane(), replica, Operations(blob_writes=10_000)))  # type: ignore[arg-type]
+
+    assert seen["imagefleet_cost_dollars_total:storage"] == pytest.approx(0.055)
+    assert "imagefleet_cost_dollars_total:gpu" not in seen
+    assert "imagefleet_price_dollars_per_hour" not in seen
+
+
+async def test_each_operation_of_the_home_is_counted(
+    storage: Storage, message: Callable[..., str]
+) -> None:
+    home = MeteredStorage(storage)
+    await home.queue.send([message(), message()])
+    first, second = [
+        each for _ in range(2) for each in await home.queue.receive(1, lease_seconds=30)
+    ]
+    await home.queue.delete(await home.queue.renew(first, 30))
+    await home.queue.release(second)
+    await home.poison.send(["x"])
+    assert [each.body async for each in home.poison.browse()] == ["x"]
+    assert home.operations.queue == 2 + 2 + 2 + 1 + 1 + 1
+    assert (await home.queue.depth()).messages == 1
+    assert home.operations.queue == 11
+
+    assert await home.blobs.create("a.png", b"x", "image/png", {})
+    assert not await home.blobs.create("a.png", b"x", "image/png", {})
+    assert await home.blobs.read("a.png") == b"x"
+    assert (home.operations.blob_writes, home.operations.blob_reads) == (2, 1)

@@ -1,0 +1,87 @@
+from __future__ import annotations
+
+import re
+import subprocess
+from collections.abc import Callable
+from importlib import metadata
+from typing import Any
+
+import pytest
+from prometheus_client.exposition import generate_latest
+
+from jobs import errors, prices
+from jobs.storage import Storage
+from worker.metrics import FAILURES, IDLE_REASONS, STAGES
+from worker.replica import Replica
+
+RunPipeline = Callable[..., Any]  # the fixture of conftest.py
+
+RUNS_ON = Replica("RTX 4090 24GB", 0.16, prices.FREE_STORAGE)
+
+
+@pytest.fixture
+async def text(storage: Storage, run_pipeline: RunPipeline, message: Callable[..., str]) -> str:
+    """What a worker shows after one job."""
+    await storage.queue.send([message()])
+    pipeline = await run_pipeline(runs_on=RUNS_ON, group="g", priority="low", depth_seconds=60)
+    return generate_latest(pipeline.metrics.registry).decode()
+
+
+async def test_every_event_is_counted_from_zero_on(text: str) -> None:
+    # A counter that appears with its first event has no increase: dashboards would not see it.
+    for series in (
+        *(f'imagefleet_jobs_total{{outcome="{each}"}}' for each in ("failed", "duplicate", "lost")),
+        *(f'imagefleet_failed_jobs_total{{error="{each.__name__}"}}' for each in FAILURES),
+        *(f'imagefleet_stage_seconds_count{{stage="{each}"}}' for each in STAGES),
+        *(f'imagefleet_gpu_idle_seconds_total{{reason="{each}"}}' for each in IDLE_REASONS),
+        'imagefleet_lease_renewals_total{result="lost"}',
+        "imagefleet_engine_recompiles_total",
+    ):
+        assert f"{series} " in text, series
+
+
+async def test_one_series_alone_names_the_machine(text: str) -> None:
+    named = [line for line in text.splitlines() if "test-worker" in line]
+
+    (line,) = named
+    assert line.startswith("imagefleet_worker_info{")
+    assert dict(re.findall(r'(\w+)="([^"]*)"', line)) == {
+        "worker": "test-worker",
+        "version": metadata.version("imagefleet"),
+        "gpu": "RTX 4090 24GB",
+        "group": "g",
+        "priority": "low",
+    }
+
+
+async def test_few_labels_make_few_series(text: str) -> None:
+    samples = [line for line in text.splitlines() if not line.startswith("#")]
+    labels = {label for line in samples for label in re.findall(r'[{,](\w+)="', line)}
+
+    assert len(samples) < 300
+    assert labels <= {
+        *("stage", "le", "outcome", "reason", "state", "result", "cache", "kind", "error"),
+        *("queue", "worker", "version", "gpu", "group", "priority"),
+    }
+
+
+def test_prometheus_finds_nothing_to_mend_in_the_names(
+    text: str, tool: Callable[[str], str]
+) -> None:
+    # prometheus_client adds a series with each counter's birth, which promtool takes for a slip.
+    lines = [line for line in text.splitlines(keepends=True) if "_created" not in line]
+    result = subprocess.run(
+        [tool("promtool"), "check", "metrics"],
+        input="".join(lines),
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+
+    assert (result.returncode, result.stderr) == (0, "")
+
+
+def test_every_error_that_ends_in_the_poison_queue_has_its_series() -> None:
+    assert {errors.JobError, *errors.JobError.__subclasses__(), errors.TransientError} == set(
+        FAILURES
+    )

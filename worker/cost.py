@@ -1,0 +1,138 @@
+"""What a replica costs from its start on, and what of that came to nothing.
+
+A replica is billed while it runs: the loading of the model, waiting and draining included. Of the
+GPU's dollars, start-up, idle and busy time add up to the whole; what failed and duplicate images
+took is part of the busy time.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator
+from datetime import UTC, datetime
+from typing import Literal
+
+from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
+from prometheus_client.registry import Collector
+
+from worker.gpu import GpuLane
+from worker.metered import Operations
+from worker.replica import Replica
+
+_SECONDS_PER_HOUR = 3600
+
+LostImage = Literal["failed", "duplicate"]
+"""Why an image that the GPU made is not stored by this worker."""
+
+
+class CostMeter(Collector):
+    """One replica's money, reckoned anew at each look; dollars of the GPU only at a known price."""
+
+    def __init__(
+        self,
+        lane: GpuLane,
+        replica: Replica,
+        operations: Operations,
+        began_at: float | None = None,
+    ) -> None:
+        """*began_at*: when the replica began to be billed (monotonic seconds); None: now."""
+        self._lane = lane
+        self._replica = replica
+        self._operations = operations
+        self._began_at = time.monotonic() if began_at is None else began_at
+        self._record = {
+            "started_at": datetime.now(UTC).isoformat(timespec="milliseconds"),
+            "gpu": replica.gpu.encode("ascii", "replace").decode(),
+        }
+        if replica.dollars_per_hour is not None:
+            self._record["price_per_hour"] = f"{replica.dollars_per_hour:g}"
+        self._ready_at: float | None = None
+        self._idle_seconds = 0.0
+        self._lost_seconds: dict[str, float] = {"failed": 0.0, "duplicate": 0.0}
+
+    @property
+    def gpu_dollars(self) -> float | None:
+        """From the start until now; None where the price is not known."""
+        return self._dollars(time.monotonic() - self._began_at)
+
+    @property
+    def storage_dollars(self) -> float:
+        """Of the operations so far; keeping the images is billed by the month."""
+        prices = self._replica.storage_prices
+        return (
+            self._operations.queue * prices.queue_operation
+            + self._operations.blob_writes * prices.blob_write
+            + self._operations.blob_reads * prices.blob_read
+        )
+
+    @property
+    def record(self) -> dict[str, str]:
+        """What each image's record says of this replica, in ASCII; `fleet.report` reads it."""
+        return self._record
+
+    def ready(self) -> None:
+        """The start-up is over: the engine is loaded."""
+        self._ready_at = time.monotonic()
+        self._record["start_up_seconds"] = f"{self._ready_at - self._began_at:.3f}"
+
+    def lost(self, reason: LostImage) -> None:
+        """An image that the GPU made will not be stored: the mean time of one is wasted."""
+        clock = self._lane.clock
+        if clock.images:
+            self._lost_seconds[reason] += clock.busy_seconds / clock.images
+
+    def wasted_seconds(self) -> dict[str, float]:
+        """Seconds of the replica by what they were wasted on."""
+        now = time.monotonic()
+        ready_at = now if self._ready_at is None else self._ready_at
+        clock, tick_began_at = self._lane.clock, self._lane.tick_began_at
+        in_tick = 0.0 if tick_began_at is None else now - tick_began_at
+        # The engine's thread writes both while this reads them. A counter that went back, be it by
+        # a tick, would count its whole value again in Prometheus.
+        self._idle_seconds = max(self._idle_seconds, now - ready_at - clock.busy_seconds - in_tick)
+        return {
+            "start_up": ready_at - self._began_at,
+            "idle": self._idle_seconds,
+            **self._lost_seconds,
+        }
+
+    def collect(self) -> Iterator[Metric]:
+        cost = CounterMetricFamily(
+            "imagefleet_cost_dollars",
+            "What this replica has cost: its time while running, and its storage operations.",
+            labels=["kind"],
+        )
+        cost.add_metric(["storage"], self.storage_dollars)
+        if (gpu_dollars := self.gpu_dollars) is not None:
+            cost.add_metric(["gpu"], gpu_dollars)
+            wasted = CounterMetricFamily(
+                "imagefleet_wasted_dollars",
+                "Dollars of the GPU that no stored image came of, by reason.",
+                labels=["reason"],
+            )
+            for reason, seconds in self.wasted_seconds().items():
+                wasted.add_metric([reason], self._dollars(seconds) or 0.0)
+            yield wasted
+            yield GaugeMetricFamily(
+                "imagefleet_price_dollars_per_hour",
+                "The price of this replica.",
+                value=self._replica.dollars_per_hour,
+            )
+        yield cost
+        operations = CounterMetricFamily(
+            "imagefleet_storage_operations", "Billed operations by kind.", labels=["kind"]
+        )
+        operations.add_metric(["queue"], self._operations.queue)
+        operations.add_metric(["blob_write"], self._operations.blob_writes)
+        operations.add_metric(["blob_read"], self._operations.blob_reads)
+        yield operations
+        if self._ready_at is not None:
+            yield GaugeMetricFamily(
+                "imagefleet_start_up_seconds",
+                "Time from this worker's start until its engine was loaded.",
+                value=self._ready_at - self._began_at,
+            )
+
+    def _dollars(self, seconds: float) -> float | None:
+        price = self._replica.dollars_per_hour
+        return None if price is None else seconds / _SECONDS_PER_HOUR * price

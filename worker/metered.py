@@ -1,0 +1,127 @@
+"""A home whose operations are counted, since Azure bills each: what an image costs beside the GPU.
+
+Counted is what is asked of the home; a request that the home repeats by itself is one here.
+"""
+
+from __future__ import annotations
+
+from collections.abc import AsyncIterator, Iterable, Mapping
+from dataclasses import dataclass
+from types import TracebackType
+from typing import Self
+
+from jobs import storage
+
+#: Azure's answer to `depth` takes the queue's properties and a look at its front.
+DEPTH_OPERATIONS = 2
+
+
+@dataclass(slots=True)
+class Operations:
+    """Billed operations so far."""
+
+    queue: int = 0
+    blob_writes: int = 0
+    blob_reads: int = 0
+
+
+class MeteredQueue:
+    """A job queue that counts what is asked of it."""
+
+    def __init__(self, queue: storage.JobQueue, operations: Operations) -> None:
+        self._queue = queue
+        self._operations = operations
+
+    @property
+    def name(self) -> str:
+        return self._queue.name
+
+    async def send(self, bodies: Iterable[str]) -> None:
+        messages = list(bodies)
+        self._operations.queue += len(messages)
+        await self._queue.send(messages)
+
+    async def receive(self, max_messages: int, lease_seconds: float) -> list[storage.LeasedMessage]:
+        self._operations.queue += 1
+        return await self._queue.receive(max_messages, lease_seconds)
+
+    async def renew(
+        self, message: storage.LeasedMessage, lease_seconds: float
+    ) -> storage.LeasedMessage:
+        self._operations.queue += 1
+        return await self._queue.renew(message, lease_seconds)
+
+    async def release(self, message: storage.LeasedMessage, delay_seconds: float = 0) -> None:
+        self._operations.queue += 1
+        await self._queue.release(message, delay_seconds)
+
+    async def delete(self, message: storage.LeasedMessage) -> None:
+        self._operations.queue += 1
+        await self._queue.delete(message)
+
+    def browse(self) -> AsyncIterator[storage.Message]:
+        self._operations.queue += 1
+        return self._queue.browse()
+
+    async def depth(self) -> storage.QueueDepth:
+        self._operations.queue += DEPTH_OPERATIONS
+        return await self._queue.depth()
+
+
+class MeteredBlobs:
+    """A blob store that counts what is asked of it; a write that comes second is billed too."""
+
+    def __init__(self, blobs: storage.BlobStore, operations: Operations) -> None:
+        self._blobs = blobs
+        self._operations = operations
+
+    async def create(
+        self, name: str, data: bytes, content_type: str, metadata: Mapping[str, str]
+    ) -> bool:
+        self._operations.blob_writes += 1
+        return await self._blobs.create(name, data, content_type, metadata)
+
+    async def read(self, name: str, max_bytes: int | None = None) -> bytes | None:
+        self._operations.blob_reads += 1
+        return await self._blobs.read(name, max_bytes)
+
+    def names(self, prefix: str = "") -> AsyncIterator[str]:
+        self._operations.blob_writes += 1  # listings are billed as writes are
+        return self._blobs.names(prefix)
+
+    def records(self, prefix: str = "") -> AsyncIterator[storage.BlobRecord]:
+        self._operations.blob_writes += 1
+        return self._blobs.records(prefix)
+
+
+class MeteredStorage:
+    """A home behind the two; *operations* counts on."""
+
+    def __init__(self, home: storage.Storage) -> None:
+        self.operations = Operations()
+        self.queue = MeteredQueue(home.queue, self.operations)
+        self.poison = MeteredQueue(home.poison, self.operations)
+        self.blobs = MeteredBlobs(home.blobs, self.operations)
+        self._home = home
+
+    @property
+    def url(self) -> str:
+        return self._home.url
+
+    async def create(self) -> None:
+        await self._home.create()
+
+    async def check(self) -> None:
+        await self._home.check()
+
+    async def __aenter__(self) -> Self:
+        await self._home.__aenter__()
+        return self
+
+    async def __aexit__(
+        self,
+        error_type: type[BaseException] | None,
+        error: BaseException | None,
+        traceback: TracebackType | None,
+    ) -> None:
+        await self._home.__aexit__(error_type, error, traceback)
