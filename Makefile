@@ -5,6 +5,7 @@ VENV := .venv
 BIN := $(VENV)/bin
 INSTALLED := $(VENV)/.installed
 AZURITE := tests/azurite/node_modules/.installed
+PROMETHEUS := tests/dashboards/debian/.unpacked
 
 # Nothing here may load a model over the network.
 export HF_HUB_OFFLINE := 1
@@ -14,7 +15,7 @@ export HF_HUB_OFFLINE := 1
 demo: $(INSTALLED)
 	$(BIN)/imagefleet demo
 
-test: check $(AZURITE)
+test: check $(AZURITE) $(PROMETHEUS)
 	IMAGEFLEET_REQUIRE_AZURITE=1 $(BIN)/pytest
 
 check: $(INSTALLED)
@@ -42,6 +43,16 @@ $(INSTALLED): pyproject.toml constraints.txt
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check \
 	  --constraint constraints.txt --no-deps k-diffusion
 	@touch $@
+
+# Prometheus and vmagent are unpacked from Debian's packages, not installed: no root is needed.
+# Elsewhere their tests take those on the PATH, or are skipped; IMAGEFLEET_REQUIRE_PROMETHEUS says
+# that they must not be.
+$(PROMETHEUS):
+	@mkdir -p $(@D)
+	@cd $(@D) && get() { apt-get -qq download prometheus victoria-metrics 2>/dev/null; } && \
+	{ get || { apt-get -qq update && get; }; } && \
+	for package in *.deb; do dpkg -x $$package . && rm $$package || exit 1; done && \
+	touch .unpacked || echo "no Prometheus from apt-get: its tests may be skipped" >&2
 
 # Azurite runs on Node: the machine's, or one that comes as a Python wheel.
 $(AZURITE): tests/azurite/package-lock.json $(INSTALLED)

@@ -1,0 +1,164 @@
+"""Writes the dashboards' JSON and the README's tables from `panels.py`.
+
+    python dashboards/write.py
+
+Through Grafana's own generator, grafana-foundation-sdk, whose types are made from the published
+schema: what it cannot express does not get into the JSON.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import re
+from collections.abc import Iterator
+from pathlib import Path
+
+from grafana_foundation_sdk.builders import common, dashboard, prometheus, stat, table, timeseries
+from grafana_foundation_sdk.cog.encoder import JSONEncoder
+from grafana_foundation_sdk.models import common as common_models
+from grafana_foundation_sdk.models import dashboard as models
+from grafana_foundation_sdk.models.prometheus import PromQueryFormat
+
+from panels import DASHBOARDS, Dashboard, Panel
+
+FOLDER = Path(__file__).parent
+
+#: Grafana's grid is 24 wide.
+GRID = 24
+FIGURE_HEIGHT = 4
+PLOT_HEIGHT = 8
+
+SOURCE = models.DataSourceRef(type_val="prometheus", uid="${datasource}")
+
+PanelBuilder = stat.Panel | timeseries.Panel | table.Panel
+
+
+def build(page: Dashboard) -> str:
+    """One dashboard's JSON: its figures in rows of four, then the plots, two in a row."""
+    figures = [panel for panel in page.panels if panel.kind == "stat"]
+    plots = [panel for panel in page.panels if panel.kind != "stat"]
+    places = [*_rows(len(figures), 4, FIGURE_HEIGHT)]
+    top = places[-1].y + FIGURE_HEIGHT
+    places += _rows(len(plots), 2, PLOT_HEIGHT, top)
+    builder = (
+        dashboard.Dashboard(page.title)
+        .uid(f"imagefleet-{page.name}")
+        .description(page.question)
+        .tags(["imagefleet"])
+        .timezone("browser")
+        .time("now-3h", "now")
+        .refresh("30s")
+        .tooltip(models.DashboardCursorSync.CROSSHAIR)
+        .with_variable(
+            dashboard.DatasourceVariable("datasource").label("Prometheus").type("prometheus")
+        )
+        .link(
+            dashboard.DashboardLink("imagefleet")
+            .type(models.DashboardLinkType.DASHBOARDS)
+            .tags(["imagefleet"])
+            .include_vars(include_vars=True)
+            .keep_time(keep_time=True)
+        )
+    )
+    for number, (panel, place) in enumerate(zip((*figures, *plots), places, strict=True), 1):
+        builder.with_panel(_panel(panel).id(number).grid_pos(place))
+    return json.dumps(builder.build(), cls=JSONEncoder, indent=2, sort_keys=True) + "\n"
+
+
+def _rows(count: int, in_a_row: int, height: int, top: int = 0) -> Iterator[models.GridPos]:
+    """Places for *count* panels, the rows about as full, and each stretched over the width."""
+    in_a_row = math.ceil(count / math.ceil(count / in_a_row))
+    for number in range(count):
+        row, column = divmod(number, in_a_row)
+        width = GRID // min(in_a_row, count - row * in_a_row)
+        yield models.GridPos(x=column * width, y=top + row * height, w=width, h=height)
+
+
+def _panel(panel: Panel) -> PanelBuilder:
+    builder: PanelBuilder
+    if panel.kind == "stat":
+        builder = stat.Panel().graph_mode(common_models.BigValueGraphMode.AREA)
+        builder.reduce_options(common.ReduceDataOptions().calcs(["lastNotNull"]))
+    elif panel.kind == "table":
+        # Without a footer of its own, the generator writes one that its schema refuses.
+        builder = table.Panel().footer(common.TableFooterOptions().reducer([]))
+        builder.with_transformation(
+            models.DataTransformerConfig(
+                id_val="organize",
+                options={"excludeByName": {"Time": True, "instance": True, "job": True}},
+            )
+        )
+    else:
+        builder = _curves(stacked=panel.kind == "stack")
+    builder.title(panel.title).description(panel.answers).datasource(SOURCE).unit(panel.unit).min(0)
+    if panel.decimals is not None:
+        builder.decimals(panel.decimals)
+    builder.thresholds(_thresholds(panel.bad_above))
+    for number, query in enumerate(panel.queries):
+        target = prometheus.Dataquery().ref_id(chr(ord("A") + number)).expr(query.expr)
+        target.datasource(SOURCE)
+        if query.legend:
+            target.legend_format(query.legend)
+        if panel.kind == "table":
+            target.instant().format(PromQueryFormat.TABLE)
+        elif panel.kind == "stat" and "$__range" in query.expr:
+            target.instant()
+        else:
+            target.range()
+        builder.with_target(target)
+    return builder
+
+
+def _curves(*, stacked: bool) -> timeseries.Panel:
+    builder = timeseries.Panel().line_width(1).fill_opacity(25 if stacked else 8)
+    builder.show_points(common_models.VisibilityMode.NEVER)
+    builder.legend(
+        common.VizLegendOptions()
+        .show_legend(show_legend=True)
+        .display_mode(common_models.LegendDisplayMode.LIST)
+        .placement(common_models.LegendPlacement.BOTTOM)
+        .calcs(["lastNotNull"])
+    )
+    builder.tooltip(common.VizTooltipOptions().mode(common_models.TooltipDisplayMode.MULTI))
+    if stacked:
+        builder.stacking(common.StackingConfig().mode(common_models.StackingMode.NORMAL))
+    return builder
+
+
+def _thresholds(bad_above: float | None) -> dashboard.ThresholdsConfig:
+    steps = [models.Threshold(value=None, color="green")]
+    if bad_above is not None:
+        steps.append(models.Threshold(value=bad_above, color="red"))
+    return dashboard.ThresholdsConfig().mode(models.ThresholdsMode.ABSOLUTE).steps(steps)
+
+
+def tables() -> str:
+    """The README's part that follows from the panels: a picture's place, and what each answers."""
+    parts = []
+    for page in DASHBOARDS:
+        name = page.title.partition(": ")[2]
+        parts.append(f"### {name}\n\n{page.question}\n\n")
+        parts.append(f"![The page {name}, drawn by preview.py](pictures/{page.name}.png)\n\n")
+        parts.append("| panel | what it answers |\n| --- | --- |\n")
+        parts.extend(f"| {panel.title} | {panel.answers} |\n" for panel in page.panels)
+        parts.append("\n")
+    return "".join(parts)
+
+
+def main() -> None:
+    for page in DASHBOARDS:
+        (FOLDER / "grafana" / f"{page.name}.json").write_text(build(page), encoding="utf-8")
+    readme = FOLDER / "README.md"
+    text = readme.read_text(encoding="utf-8")
+    written = re.sub(
+        r"(<!-- panels: .*? -->\n).*(<!-- /panels -->)",
+        lambda found: found[1] + "\n" + tables() + found[2],
+        text,
+        flags=re.DOTALL,
+    )
+    readme.write_text(written, encoding="utf-8")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,62 @@
+"""Recording and alert rules, judged by Prometheus' own promtool."""
+
+from __future__ import annotations
+
+import subprocess
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import yaml
+
+Tool = Callable[[str], str]  # the fixture of conftest.py
+
+#: What the operator is to be told of, each at least.
+ALERTS = {
+    "ImagefleetThroughputFell",
+    "ImagefleetPoisonGrowing",
+    "ImagefleetImagesPerDollarLow",
+    "ImagefleetGpuIdle",
+    "ImagefleetNoCompletions",
+}
+
+
+def promtool(tool: Tool, folder: Path, *arguments: str) -> subprocess.CompletedProcess[str]:
+    return subprocess.run(
+        [tool("promtool"), *arguments],
+        cwd=folder,
+        stdin=subprocess.DEVNULL,
+        capture_output=True,
+        text=True,
+        timeout=60,
+        check=False,
+    )
+
+
+@pytest.mark.parametrize(
+    "arguments",
+    [
+        ("check", "rules", "rules.yaml", "alerts.yaml"),
+        ("check", "config", "prometheus.yaml"),
+        ("test", "rules", "tests.yaml"),
+    ],
+    ids=" ".join,
+)
+def test_promtool_finds_nothing_wrong(tool: Tool, dashboards: Path, arguments: list[str]) -> None:
+    result = promtool(tool, dashboards / "prometheus", *arguments)
+
+    assert result.returncode == 0, result.stdout + result.stderr
+
+
+def test_every_alert_is_there_and_seen_to_fire(dashboards: Path) -> None:
+    folder = dashboards / "prometheus"
+    groups = yaml.safe_load((folder / "alerts.yaml").read_text())["groups"]
+    tests = yaml.safe_load((folder / "tests.yaml").read_text())["tests"]
+
+    tried = [each for test in tests for each in test.get("alert_rule_test", [])]
+    fired = {each["alertname"] for each in tried if each["exp_alerts"]}
+    kept_still = {each["alertname"] for each in tried if not each["exp_alerts"]}
+
+    names = {rule["alert"] for group in groups for rule in group["rules"]}
+    assert names == ALERTS == fired
+    assert kept_still >= ALERTS - {"ImagefleetGpuIdle"}
