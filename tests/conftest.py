@@ -160,12 +160,35 @@ def victoria_metrics(
         f"-storageDataPath={tmp_path_factory.mktemp('victoria-metrics')}",
         "-search.latencyOffset=0s",  # by default an answer leaves out the last 30 seconds
     ]
+    with _metrics_server(command, port) as url:
+        yield VictoriaMetrics(url)
+
+
+@pytest.fixture
+def remote_write_prometheus(tool: Callable[[str], str], tmp_path: Path) -> Iterator[str]:
+    """The address of a Prometheus that takes remote writes."""
+    (port,) = _free_ports(1)
+    config = tmp_path / "prometheus.yaml"
+    config.write_text("scrape_configs: []\n")
+    command = [
+        tool("prometheus"),
+        f"--config.file={config}",
+        f"--storage.tsdb.path={tmp_path / 'series'}",
+        f"--web.listen-address=127.0.0.1:{port}",
+        "--web.enable-remote-write-receiver",
+    ]
+    with _metrics_server(command, port) as url:
+        yield url
+
+
+@contextlib.contextmanager
+def _metrics_server(command: list[str], port: int) -> Iterator[str]:
     with subprocess.Popen(
         command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, start_new_session=True
     ) as server:
         try:
             _wait_for(server, [port])
-            yield VictoriaMetrics(f"http://127.0.0.1:{port}")
+            yield f"http://127.0.0.1:{port}"
         finally:
             os.killpg(server.pid, signal.SIGKILL)
 

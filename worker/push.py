@@ -1,8 +1,9 @@
-"""Metrics leave a machine that nobody can reach: pushed as text to VictoriaMetrics or vmagent.
+"""Metrics leave a machine that nobody can reach: they are pushed.
 
-A node behind a home router cannot be scraped. Each push carries every counter's whole value, so
-one that fails costs nothing but its moment: nothing is kept for later. A node that dies stops
-pushing, and its series go stale by themselves.
+As text to VictoriaMetrics or vmagent, or by remote write to what takes nothing else. A node behind
+a home router cannot be scraped. Each push carries every counter's whole value, so one that fails
+costs nothing but its moment: nothing is kept for later. A node that dies stops pushing, and its
+series go stale by themselves.
 """
 
 from __future__ import annotations
@@ -12,8 +13,9 @@ import contextlib
 import gzip
 import logging
 import random
+import time
 import uuid
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Mapping
 
 import aiohttp
 from prometheus_client import CollectorRegistry
@@ -21,7 +23,8 @@ from prometheus_client.exposition import CONTENT_TYPE_LATEST, generate_latest
 from yarl import URL
 
 from jobs import errors, retry
-from worker.settings import TelemetrySettings
+from worker import remote_write
+from worker.settings import PushFormat, TelemetrySettings
 
 log = logging.getLogger(__name__)
 
@@ -50,12 +53,14 @@ async def pushing(
     if settings.push_url is None:
         yield
         return
+    if settings.push_format == "remote-write":
+        remote_write.check_library()
     token = settings.push_token.get_secret_value() if settings.push_token else None
     headers = {"Authorization": f"Bearer {token}"} if token else {}
     timeout = aiohttp.ClientTimeout(total=TIMEOUT_SECONDS)
     async with aiohttp.ClientSession(headers=headers, timeout=timeout) as client:
         labels = {"job": job, "instance": new_instance()}
-        pusher = Pusher(client, registry, settings.push_url, labels)
+        pusher = Pusher(client, registry, settings.push_url, labels, PATIENCE, settings.push_format)
         pushes = asyncio.create_task(pusher.run(settings.push_seconds), name="push metrics")
         try:
             yield
@@ -78,13 +83,15 @@ class Pusher:
         client: aiohttp.ClientSession,
         registry: CollectorRegistry,
         url: str,
-        labels: dict[str, str],
+        labels: Mapping[str, str],
         patience: retry.RetryPolicy = PATIENCE,
+        push_format: PushFormat = "text",
     ) -> None:
         self._client = client
         self._registry = registry
         self._url = URL(url)
-        self._labels = [("extra_label", f"{name}={value}") for name, value in labels.items()]
+        self._labels = labels
+        self._format = push_format
         self._patience = patience
         self._is_refused = False
 
@@ -125,11 +132,10 @@ class Pusher:
             TransientError: no answer, or one that may pass; SetupError: the address or the token
             is wrong.
         """
-        body = gzip.compress(generate_latest(self._registry), compresslevel=1)
-        headers = {"Content-Type": CONTENT_TYPE_LATEST, "Content-Encoding": "gzip"}
+        url, body, headers = self._request()
         try:
             async with self._client.post(
-                self._url, params=self._labels, data=body, headers=headers, allow_redirects=False
+                url, data=body, headers=headers, allow_redirects=False
             ) as answer:
                 status, reason = answer.status, answer.reason
         except (aiohttp.ClientError, TimeoutError) as error:
@@ -140,8 +146,18 @@ class Pusher:
             raise errors.TransientError(f"{self._where} answers {status} {reason}")
         raise errors.SetupError(
             f"{self._where} answers {status} {reason}; --push-url is the import address of"
-            " VictoriaMetrics or vmagent, .../api/v1/import/prometheus, and --push-token its token"
+            " VictoriaMetrics or vmagent, .../api/v1/import/prometheus, or with --push-format"
+            " remote-write an address for that; --push-token is its token"
         )
+
+    def _request(self) -> tuple[URL, bytes, Mapping[str, str]]:
+        if self._format == "remote-write":
+            body = remote_write.encode(self._registry, self._labels, time.time_ns() // 1_000_000)
+            return self._url, body, remote_write.HEADERS
+        labels = [("extra_label", f"{name}={value}") for name, value in self._labels.items()]
+        body = gzip.compress(generate_latest(self._registry), compresslevel=1)
+        headers = {"Content-Type": CONTENT_TYPE_LATEST, "Content-Encoding": "gzip"}
+        return self._url.extend_query(labels), body, headers
 
     @property
     def _where(self) -> str:

@@ -19,6 +19,9 @@ def _name_of_this_worker() -> str:
     return f"{machine}-{os.getpid()}"
 
 
+PushFormat = Literal["text", "remote-write"]
+
+
 class TelemetrySettings(StorageSettings):
     """How a process that runs by itself tells what it does: a worker, or the exporter."""
 
@@ -27,7 +30,12 @@ class TelemetrySettings(StorageSettings):
         repr=False,  # it may hold a password
         pattern=r"^https?://\S+$",
         description="Where the metrics are pushed: VictoriaMetrics' or vmagent's import address,"
-        " https://HOST/api/v1/import/prometheus.",
+        " https://HOST/api/v1/import/prometheus, or one for remote write.",
+    )
+    push_format: PushFormat = Field(
+        default="text",
+        description="text for an import address; remote-write for a Prometheus or a service that"
+        " takes nothing else (needs imagefleet[remote-write]).",
     )
     push_token: SecretStr | None = Field(
         default=None, description="Bearer token for it; or put user:password@ into the address."

@@ -4,6 +4,8 @@ import asyncio
 import contextlib
 import gzip
 import logging
+import math
+import sys
 import time
 from collections.abc import AsyncIterator, Callable
 from dataclasses import dataclass, field
@@ -12,7 +14,7 @@ from typing import Any
 import aiohttp
 import pytest
 from aiohttp import web
-from prometheus_client import CollectorRegistry, Counter
+from prometheus_client import CollectorRegistry, Counter, Gauge, Info
 
 from jobs import errors, retry
 from worker import push
@@ -217,6 +219,46 @@ async def test_victoria_metrics_takes_it_with_its_labels(
     (series,) = await victoria_metrics.ask('imagefleet_images_total{job="test-push"}')
     assert series["value"][1] == "42"
     assert len(series["metric"]["instance"]) == 12
+
+
+async def test_prometheus_takes_a_remote_write_with_its_labels(
+    remote_write_prometheus: str, images: tuple[CollectorRegistry, Counter]
+) -> None:
+    registry, counter = images
+    info = Info("imagefleet_worker", "Who it is.", registry=registry)
+    info.info({"gpu": "RTX 3060 Ti für 8 GB", "group": ""})
+    gauge = Gauge("imagefleet_odd", "Any number there is.", ["kind"], registry=registry)
+    gauge.labels("small").set(-1e-300)
+    gauge.labels("endless").set(math.inf)
+    settings = TelemetrySettings(
+        push_url=f"{remote_write_prometheus}/api/v1/write", push_format="remote-write"
+    )
+    async with push.pushing(registry, settings, job="test-push"):
+        counter.inc(42)
+
+    async def ask(query: str) -> list[tuple[dict[str, str], str]]:
+        async with aiohttp.ClientSession(remote_write_prometheus) as client:
+            answer = await client.get("/api/v1/query", params={"query": query})
+            found = (await answer.json())["data"]["result"]
+        return [(series["metric"], series["value"][1]) for series in found]
+
+    ((labels, value),) = await ask("imagefleet_images_total")
+    assert (labels["job"], len(labels["instance"]), value) == ("test-push", 12, "42")
+    ((labels, _),) = await ask("imagefleet_worker_info")
+    assert labels["gpu"] == "RTX 3060 Ti für 8 GB"
+    assert "group" not in labels
+    assert [value for _, value in await ask("sort(imagefleet_odd)")] == ["-1e-300", "+Inf"]
+
+
+async def test_a_remote_write_without_its_library_is_one_sentence(
+    monkeypatch: pytest.MonkeyPatch, images: tuple[CollectorRegistry, Counter]
+) -> None:
+    monkeypatch.setitem(sys.modules, "cramjam", None)
+    settings = TelemetrySettings(push_url="http://localhost/write", push_format="remote-write")
+
+    with pytest.raises(errors.SetupError, match=r"pip install 'imagefleet\[remote-write\]'"):
+        async with push.pushing(images[0], settings, job="test-push"):
+            pass
 
 
 def test_a_push_of_a_worker_is_small(images: tuple[CollectorRegistry, Counter]) -> None:
