@@ -1,4 +1,4 @@
-"""Writes the dashboards' JSON and the README's tables from `panels.py`.
+"""Writes the dashboards' JSON and the README's tables from `pages.py`.
 
     python dashboards/write.py
 
@@ -20,7 +20,8 @@ from grafana_foundation_sdk.models import common as common_models
 from grafana_foundation_sdk.models import dashboard as models
 from grafana_foundation_sdk.models.prometheus import PromQueryFormat
 
-from panels import DASHBOARDS, Dashboard, Panel
+from pages import DASHBOARDS
+from panels import Dashboard, Panel
 
 FOLDER = Path(__file__).parent
 
