@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Annotated
@@ -172,6 +172,7 @@ def command(
                     start_up_seconds=_start_up(made_on),
                 )
             )
+        _refuse_unused(benches, {part.gpu for part in mix})
         images = jobs * images_per_job
         if deadline_hours is not None:
             mix = mix_for(images, mix, deadline_hours)
@@ -209,6 +210,16 @@ def _class(name: str, benches: Sequence[Bench], table: prices.PriceTable) -> str
     """The GPU class for its name; a card with a report of its own need not be in the table."""
     own = prices.matching_gpus(name, [bench.gpu for bench in benches])
     return own[0] if own else prices.find_gpu(name, table)
+
+
+def _refuse_unused(benches: Sequence[Bench], gpus: Collection[str]) -> None:
+    """A report that was given is meant to count."""
+    for bench in benches:
+        if bench.gpu not in gpus:
+            raise errors.SetupError(
+                f"{bench.path} was measured on {bench.gpu}, which no --gpu names: leave it out, or"
+                f" add --gpu '{bench.gpu}'"
+            )
 
 
 def _start_up(bench: Bench | None) -> Input:

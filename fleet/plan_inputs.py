@@ -51,6 +51,7 @@ class Input:
 class Bench:
     """What `imagefleet bench engine --report` says of one machine."""
 
+    path: Path
     gpu: str
     images_per_second: Input
     start_up: Input
@@ -76,7 +77,8 @@ def read_bench(path: Path, table: prices.PriceTable) -> Bench:
     if not speed > 0:
         raise errors.SetupError(f"the report {path} measured no image a second")
     source = f"{path}: {name}, {work}"
-    return Bench(gpu, Input(speed, "measured", source), Input(ready_seconds, "measured", source))
+    measured_speed = Input(speed, "measured", source)
+    return Bench(path, gpu, measured_speed, Input(ready_seconds, "measured", source))
 
 
 def find_speed(gpu: str, given: float | None, bench: Bench | None) -> Input:
@@ -107,7 +109,10 @@ def find_price(
     """
     if given is not None:
         return Input(given, "given", "--price-per-hour")
-    name = prices.find_gpu(gpu, table)
+    try:
+        name = prices.find_gpu(gpu, table)
+    except errors.SetupError as error:
+        raise errors.SetupError(f"{error.message}; or give --price-per-hour") from None
     dollars = prices.gpu_dollars_per_hour(name, priority, table)
     return Input(dollars, "listed", f"{priority} priority, {table.gpus[name].source}")
 

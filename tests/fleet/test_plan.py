@@ -209,6 +209,26 @@ def test_what_is_no_report_is_refused_by_name(
         plan_inputs.read_bench(path, prices.BUILT_IN)
 
 
+def test_a_report_of_another_card_than_those_planned_with_is_not_passed_over(
+    bench_report: Callable[..., Path], in_process: Imagefleet
+) -> None:
+    path = bench_report()
+    result = in_process("plan", "--jobs", "1000", "--bench", str(path), "--gpu", "RTX 3060 Ti")
+
+    assert result.returncode == 2
+    assert f"{path.name} was measured on" in result.stderr
+
+
+def test_a_measured_machine_without_a_listed_price_asks_for_one(
+    bench_report: Callable[..., Path], in_process: Imagefleet
+) -> None:
+    path = bench_report(hardware={"device": "x86_64"})
+    arguments = ("plan", "--jobs", "1000", "--bench", str(path))
+
+    assert "give --price-per-hour" in in_process(*arguments).stderr
+    assert in_process(*arguments, "--price-per-hour", "0.05").returncode == 0
+
+
 def test_a_report_may_be_the_last_line_of_a_log(bench_report: Callable[..., Path]) -> None:
     path = bench_report()
     path.write_text("warming up ...\n" + path.read_text() + "\n")
