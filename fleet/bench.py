@@ -147,12 +147,9 @@ def _dollars_per_hour(
     """Of this machine: as given, or by its class; None where nobody knows it."""
     if given is not None:
         return given
-    if priority not in prices.PRIORITIES:
-        raise errors.SetupError(
-            f"--priority: should be {', '.join(prices.PRIORITIES)}, not {priority}"
-        )
+    known = prices.as_priority(priority)
     try:
-        return prices.gpu_dollars_per_hour(gpu or _class_of(device_name), priority)
+        return prices.gpu_dollars_per_hour(gpu or _class_of(device_name), known)
     except errors.SetupError:
         if gpu is not None:
             raise

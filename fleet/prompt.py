@@ -170,9 +170,10 @@ def _record(reading: _Reading, tokenizer: tokenizers.Tokenizer) -> dict[str, Any
 def _print(name: str, reading: _Reading, tokenizer: tokenizers.Tokenizer) -> None:
     if reading.unsupported:
         return
-    _say(f"{name}: {_count(reading.tokens, 'token')} in {_count(len(reading.chunks), 'chunk')}")
+    chunk_count = console.counted(len(reading.chunks), "chunk")
+    _say(f"{name}: {console.counted(reading.tokens, 'token')} in {chunk_count}")
     for number, chunk in enumerate(reading.chunks, start=1):
-        _say(f"  chunk {number}, {_count(len(chunk.tokens), 'token')}")
+        _say(f"  chunk {number}, {console.counted(len(chunk.tokens), 'token')}")
         for weight, words in _runs(chunk, tokenizer):
             _say(f"    {weight:<6.4g} {words}")
     for lora in reading.loras:
@@ -187,10 +188,6 @@ def _runs(chunk: chunks.Chunk, tokenizer: tokenizers.Tokenizer) -> Iterable[tupl
     for weight, run in itertools.groupby(pairs, key=lambda pair: pair[0]):
         words = tokenizer.decode([token for _, token in run], skip_special_tokens=False)
         yield weight, words.replace("</w>", " ").strip()
-
-
-def _count(number: int, what: str) -> str:
-    return f"{number:,} {what}" if number == 1 else f"{number:,} {what}s"
 
 
 def _say(text: str) -> None:

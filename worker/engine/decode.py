@@ -32,10 +32,8 @@ def _decode_part(vae: AutoencoderKL, latents: torch.Tensor) -> Iterator[contract
         )
         vae.float()
         images = _decode_once(vae, latents)
-    sound = images.isfinite().flatten(1).all(dim=1).tolist()
-    levels = ((images / 2 + 0.5).clamp(0, 1) * 255).round().to(torch.uint8)
-    rows = levels.permute(0, 2, 3, 1).contiguous().cpu().numpy()
-    for row, is_sound in zip(rows, sound, strict=True):
+    pixels, sound = to_pixels(images)
+    for row, is_sound in zip(pixels.cpu().numpy(), sound.tolist(), strict=True):
         yield row if is_sound else errors.TransientError("the image came out as NaN")
 
 
@@ -43,3 +41,9 @@ def _decode_once(vae: AutoencoderKL, latents: torch.Tensor) -> torch.Tensor:
     scaled = (latents / vae.config.scaling_factor).to(vae.dtype)
     images: torch.Tensor = vae.decode(scaled, return_dict=False)[0]
     return images.float()
+
+
+def to_pixels(images: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """Pixels [images, height, width, 3] in 8 bits, and for each image whether it is finite."""
+    levels = ((images / 2 + 0.5).clamp(0, 1) * 255).round().to(torch.uint8)
+    return levels.permute(0, 2, 3, 1).contiguous(), images.isfinite().flatten(1).all(dim=1)

@@ -13,6 +13,7 @@ from diffusers import AutoencoderKL
 from jobs import errors
 from worker.engine import contract, faults
 from worker.engine.compiled import Compiled, GraphPool
+from worker.engine.decode import to_pixels
 
 log = logging.getLogger(__name__)
 
@@ -234,6 +235,4 @@ def decode(vae: AutoencoderKL, latents: torch.Tensor) -> tuple[torch.Tensor, tor
     scaled = (latents / vae.config.scaling_factor).to(vae.dtype)
     if vae.post_quant_conv is not None:
         scaled = vae.post_quant_conv(scaled)
-    images = vae.decoder(scaled).float()
-    levels = ((images / 2 + 0.5).clamp(0, 1) * 255).round().to(torch.uint8)
-    return levels.permute(0, 2, 3, 1).contiguous(), images.isfinite().flatten(1).all(dim=1)
+    return to_pixels(vae.decoder(scaled).float())
