@@ -12,15 +12,11 @@ import torch
 
 from worker.engine import attention, ways
 from worker.engine.compiled import Compiled, GraphPool
-from worker.engine.slot_jobs import Lane, align_tokens
+from worker.engine.slot_jobs import PLAIN_TOKENS, Lane
 from worker.engine.slot_unet import SlotUnet
 from worker.engine.ticks import Board, Feeder, make_board, tick
 
 log = logging.getLogger(__name__)
-
-#: Chunks of a prompt that a call has room for, compiled or not; jobs with longer ones share calls
-#: among themselves only, and those run uncompiled.
-_COMPILED_CHUNKS, _PLAIN_CHUNKS = 2, 3
 
 #: Images of a size after which it is compiled, too: that takes a minute or two, in which some
 #: thousand images of another size could be drawn, and gains a third.
@@ -57,7 +53,6 @@ class Calls:
     ) -> None:
         self.costs = ways.Costs()
         self.slots = slots
-        self.tokens = align_tokens(_COMPILED_CHUNKS if backend else _PLAIN_CHUNKS)
         self.lane: Lane | None = None
         self._unet = unet
         self._channels = latents_channels
@@ -118,7 +113,7 @@ class Calls:
 
     def plain_lane(self, size: Lane | tuple[int, int]) -> Lane:
         """The lane of ordinary jobs of a size."""
-        return Lane(size[0], size[1], self.tokens, None, None)
+        return Lane(size[0], size[1], PLAIN_TOKENS, None, None)
 
     def lacks(self, way: ways.Way) -> bool:
         """Whether the lane in use is compiled, but not in this way."""
@@ -167,7 +162,14 @@ class Calls:
 
     def make_board(self, lane: Lane, slots: int | None = None) -> Board:
         shape = (self._channels, lane.height // self._vae_factor, lane.width // self._vae_factor)
-        return make_board(self._unet, slots or self.slots, shape, lane.tokens, self._device)
+        return make_board(
+            self._unet,
+            slots or self.slots,
+            shape,
+            lane.tokens,
+            self._device,
+            is_masked=lane.is_masked,
+        )
 
     def _compile(self, lane: Lane, board: Board) -> dict[ways.Way, Compiled]:
         compiled = {}
@@ -184,9 +186,11 @@ class Calls:
 
 
 def _time(call: Compiled) -> float:
-    torch.cuda.synchronize()
-    began_at = time.perf_counter()
+    seconds = []
     for _ in range(_TIMED_TICKS):
+        torch.cuda.synchronize()
+        began_at = time.perf_counter()
         call()
-    torch.cuda.synchronize()
-    return (time.perf_counter() - began_at) / _TIMED_TICKS
+        torch.cuda.synchronize()
+        seconds.append(time.perf_counter() - began_at)
+    return min(seconds)  # others may be at work on the GPU

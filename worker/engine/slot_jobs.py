@@ -9,12 +9,18 @@ from typing import NamedTuple
 import torch
 
 from worker.engine import contract, intake, lora
-from worker.engine.slot_linear import Factors
+from worker.engine.slot_linear import Factors, Group
 from worker.engine.slot_lora import Packed
 from worker.engine.text import CONTEXT_TOKENS
 
-#: A call's shape is fixed, so the prompts' is a multiple of this: kernels like it, and compiled
-#: calls are few.
+#: Chunks of a prompt that ordinary calls have room for. A prompt of one chunk is there twice, which
+#: changes nothing that a softmax makes of it: no place has to be masked, a third of the time that
+#: attention to prompts takes. Jobs with longer ones share calls among themselves only.
+PLAIN_CHUNKS = 2
+
+PLAIN_TOKENS = PLAIN_CHUNKS * CONTEXT_TOKENS
+
+#: The shape of the other calls is a multiple of this: masks need it, and there are fewer shapes.
 _TOKENS_ALIGNMENT = 8
 
 
@@ -40,11 +46,10 @@ class SlotPrepared:
     def tokens(self) -> int:
         """What its longer prompt takes of the context."""
         longest = max(len(self.prepared.prompt), len(self.prepared.negative_prompt))
-        return align_tokens(longest)
-
-
-def align_tokens(chunks: int) -> int:
-    return chunks * CONTEXT_TOKENS + -(chunks * CONTEXT_TOKENS) % _TOKENS_ALIGNMENT
+        if longest <= PLAIN_CHUNKS:
+            return PLAIN_TOKENS
+        tokens = longest * CONTEXT_TOKENS
+        return tokens + -tokens % _TOKENS_ALIGNMENT
 
 
 class Lane(NamedTuple):
@@ -58,6 +63,11 @@ class Lane(NamedTuple):
     alone: int | None
     """The ticket of a job that is suspected to break the calls of others."""
 
+    @property
+    def is_masked(self) -> bool:
+        """Whether prompts may end before the room for them does."""
+        return self.tokens != PLAIN_TOKENS
+
 
 @dataclass(frozen=True, slots=True)
 class Staged:
@@ -66,9 +76,9 @@ class Staged:
     latents: torch.Tensor
     vectors: torch.Tensor
     """[2, tokens, width]: of the prompt and the negative prompt, filled up with zeros."""
-    mask: torch.Tensor
-    """[2, 1, 1, tokens]: what is added to the scores."""
-    factors: dict[str, Factors]
+    mask: torch.Tensor | None
+    """[2, 1, 1, tokens]: what is added to the scores, in a masked lane."""
+    factors: dict[Group, Factors]
     generator: torch.Generator
 
 

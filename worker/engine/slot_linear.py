@@ -1,4 +1,4 @@
-"""A linear layer of which each slot can have weights of its own.
+"""Linear layers of which each slot can have weights of its own.
 
 A slot's weights are the checkpoint's with its LoRAs merged in, so what a LoRA costs in a call is
 that its slot's weights are read; its rank costs nothing. Against two thin products a layer for the
@@ -7,18 +7,21 @@ low-rank term, whose inputs and outputs are as wide as the layer's, it moves a t
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping, Sequence
 
 import torch
 import torch.nn.functional as F  # noqa: N812 - its name everywhere
 from torch import nn
 
-#: A change of a layer's weight, as low-rank factors: up [out, rank], down [rank, in].
+#: A change of weights as low-rank factors: up [..., out, rank], down [..., rank, in].
 Factors = tuple[torch.Tensor, torch.Tensor]
+
+#: Layers of one shape (out, in) and use, whose weights lie side by side: merged as one product.
+Group = tuple[str, int, int]
 
 
 class SlotLinear(nn.Module):
-    """Linear or 1x1 layers of one input, as one product.
+    """Linear or 1x1 layers of one input and shape, as one product.
 
     The layers keep their weights, as parts of this one's: what is merged into them is merged here.
     """
@@ -28,41 +31,72 @@ class SlotLinear(nn.Module):
     slots: torch.Tensor
 
     def __init__(self, layers: Mapping[str, nn.Module]) -> None:
+        """*layers* by path. The weights are there once a `WeightStack` has them."""
         super().__init__()
-        weights = [_parameter(layer, "weight") for layer in layers.values()]
+        self.layers = dict(layers)
         biases = [_parameter(layer, "bias") for layer in layers.values() if layer.bias is not None]
-        packed = torch.cat([weight.flatten(1) for weight in weights])
-        self.register_buffer("weight", packed, persistent=False)
-        self.register_buffer("bias", _pack_biases(biases), persistent=False)
-        self.register_buffer("slots", packed.new_empty((0, *packed.shape)), persistent=False)
-        self.parts: dict[str, slice] = {}
-        at = 0
-        for (path, layer), weight in zip(layers.items(), weights, strict=True):
-            self.parts[path] = slice(at, at + len(weight))
-            layer.weight = nn.Parameter(
-                packed[at : at + len(weight)].view(weight.shape), requires_grad=False
-            )
-            at += len(weight)
+        bias = torch.cat(biases) if biases else None
+        self.register_buffer("weight", None, persistent=False)
+        self.register_buffer("bias", bias, persistent=False)
+        self.register_buffer("slots", None, persistent=False)
 
     def forward(self, x: torch.Tensor, by_slot: bool) -> torch.Tensor:
-        """From x [2 * slots, tokens, in]: a slot's two rows lie side by side and share weights."""
-        if not by_slot:
+        """From x [slots, tokens of both rows, in]; *by_slot* by each slot's own weights."""
+        if not by_slot and not torch.compiler.is_compiling():
             return F.linear(x, self.weight, self.bias)
-        rows, tokens, width = x.shape
-        own = self.slots[: rows // 2]
-        product = torch.bmm(x.reshape(rows // 2, 2 * tokens, width), own.transpose(1, 2))
-        product = product.view(rows, tokens, -1)
+        if by_slot:
+            product = torch.bmm(x, self.slots[: len(x)].transpose(1, 2))
+        else:
+            product = F.linear(x, self.weight)
+        # Compiled, the bias is added on the way to whatever follows, and products without one have
+        # the faster kernels.
         return product if self.bias is None else product + self.bias
+
+
+class WeightStack:
+    """The weights of all layers of a group, the shared ones and each slot's."""
+
+    def __init__(self, linears: Sequence[SlotLinear]) -> None:
+        self.paths = [path for linear in linears for path in linear.layers]
+        layers = [layer for linear in linears for layer in linear.layers.values()]
+        originals = [_parameter(layer, "weight") for layer in layers]
+        self.shared = torch.stack([weight.flatten(1) for weight in originals])
+        """[layers, out, in]"""
+        self._linears = linears
+        for layer, weight, original in zip(layers, self.shared, originals, strict=True):
+            layer.weight = nn.Parameter(weight.view(original.shape), requires_grad=False)
+        for linear, part in self._parts():
+            linear.weight = self.shared[part].flatten(0, 1)
+        self.resize(0)
 
     def resize(self, slots: int) -> None:
         """Makes room for the weights of *slots* slots; what they had is gone."""
-        self.slots = self.weight.new_zeros((slots, *self.weight.shape))
+        self._own = self.shared.new_zeros((slots, *self.shared.shape))
+        for linear, part in self._parts():
+            linear.slots = self._own[:, part].flatten(1, 2)
 
-    def change(self, slot: int, factors: Mapping[str, Factors]) -> None:
-        """Adds the changes of a slot's LoRAs to its weights, which are the checkpoint's own."""
-        for path, rows in self.parts.items():
-            if path in factors:
-                self.slots[slot, rows].addmm_(*factors[path])
+    def load(self, slot: int, factors: Factors | None) -> None:
+        """Gives a slot the shared weights, and on top a change of all layers."""
+        if factors is None:
+            self._own[slot].copy_(self.shared)
+        else:
+            torch.baddbmm(self.shared, *factors, out=self._own[slot])
+
+    def _parts(self) -> Iterable[tuple[SlotLinear, slice]]:
+        at = 0
+        for linear in self._linears:
+            yield linear, slice(at, at + len(linear.layers))
+            at += len(linear.layers)
+
+
+def stack_by_shape(use: str, linears: Iterable[SlotLinear]) -> dict[Group, WeightStack]:
+    """Groups *linears* by the shape of their layers."""
+    alike: dict[Group, list[SlotLinear]] = {}
+    for linear in linears:
+        shapes = {_parameter(layer, "weight").flatten(1).shape for layer in linear.layers.values()}
+        ((outer, inner),) = shapes
+        alike.setdefault((use, outer, inner), []).append(linear)
+    return {group: WeightStack(members) for group, members in alike.items()}
 
 
 def _parameter(layer: nn.Module, name: str) -> torch.Tensor:
@@ -70,7 +104,3 @@ def _parameter(layer: nn.Module, name: str) -> torch.Tensor:
     if not isinstance(value, torch.Tensor):
         raise TypeError(f"a layer has no {name}")
     return value.detach()
-
-
-def _pack_biases(biases: list[torch.Tensor]) -> torch.Tensor | None:
-    return torch.cat(biases) if biases else None

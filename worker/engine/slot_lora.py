@@ -7,7 +7,7 @@ changes of convolutions, too high a rank) are merged into the shared weights, se
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -16,7 +16,7 @@ from torch import nn
 from worker.engine import lora
 from worker.engine.lora_kinds import Change
 from worker.engine.lora_names import Network, adaptable_layers
-from worker.engine.slot_linear import Factors
+from worker.engine.slot_linear import Factors, Group
 
 #: Matrix products need their operands at multiples of 16 bytes to run at full speed.
 _ALIGNMENT = 8
@@ -27,18 +27,28 @@ class Packed:
     """The low-rank changes of one network, in one tensor: page-locked where it goes to a GPU."""
 
     flat: torch.Tensor
-    shapes: Mapping[str, tuple[int, int, int]]
-    """By layer: out, rank, in. The factors follow each other in this order, up before down."""
+    shapes: Mapping[Group, tuple[int, int, int, int]]
+    """Of the groups that are changed: layers, out, rank, in. All ups of a group, all its downs."""
+    places: Mapping[str, tuple[Group, int]]
+    """By layer that is changed: its group, its place there. Other layers' factors are zero."""
 
-    def factors(self, flat: torch.Tensor) -> dict[str, Factors]:
-        """Views of *flat*, a copy of it on any device."""
+    def by_group(self, flat: torch.Tensor) -> dict[Group, Factors]:
+        """Views [layers, out, rank] and [layers, rank, in] of *flat*, a copy on any device."""
         factors, at = {}, 0
-        for path, (outer, rank, inner) in self.shapes.items():
-            up = flat[at : at + outer * rank].view(outer, rank)
-            at += outer * rank
-            factors[path] = (up, flat[at : at + rank * inner].view(rank, inner))
-            at += rank * inner
+        for group, (layers, outer, rank, inner) in self.shapes.items():
+            middle, end = at + layers * outer * rank, at + layers * rank * (outer + inner)
+            up, down = flat[at:middle], flat[middle:end]
+            factors[group] = (up.view(layers, outer, rank), down.view(layers, rank, inner))
+            at = end
         return factors
+
+    def by_layer(self, flat: torch.Tensor) -> dict[str, Factors]:
+        """The same for each layer that is changed, by path."""
+        groups = self.by_group(flat)
+        return {
+            path: (groups[group][0][at], groups[group][1][at])
+            for path, (group, at) in self.places.items()
+        }
 
 
 def restrict(loras: Sequence[lora.Applied], network: Network) -> tuple[lora.Applied, ...]:
@@ -54,30 +64,39 @@ def restrict(loras: Sequence[lora.Applied], network: Network) -> tuple[lora.Appl
 def pack(
     loras: Sequence[lora.Applied],
     network: Network,
-    layers: Collection[str],
+    groups: Mapping[Group, Sequence[str]],
     *,
     rank_capacity: int,
     dtype: torch.dtype,
     pinned: bool,
 ) -> Packed | None:
-    """The changes of *loras*, their strengths included; None where they are not of low rank."""
+    """The changes of *loras*, their strengths included; None where they are not of low rank.
+
+    *groups* are the paths of the layers that may be changed.
+    """
+    known = {path: (group, at) for group, paths in groups.items() for at, path in enumerate(paths)}
     weighted: dict[str, list[tuple[float, Change]]] = {}
+    ranks: dict[Group, int] = {}
     for applied in loras:
         for path, change in applied.file.changes[network].items():
-            if path not in layers or change.parts.keys() != {"down", "up"}:
+            if path not in known or change.parts.keys() != {"down", "up"}:
                 return None
             weighted.setdefault(path, []).append((applied.weights[network], change))
-    shapes = {}
     for path, changes in weighted.items():
         rank = sum(len(change.parts["down"]) for _, change in changes)
         if rank > rank_capacity:
             return None
-        first = changes[0][1].parts
-        rank += -rank % _ALIGNMENT
-        shapes[path] = (len(first["up"]), rank, first["down"].flatten(1).shape[1])
-    size = sum((outer + inner) * rank for outer, rank, inner in shapes.values())
-    packed = Packed(torch.zeros(size, dtype=dtype, pin_memory=pinned), shapes)
-    for path, (up, down) in packed.factors(packed.flat).items():
+        group, _ = known[path]
+        ranks[group] = max(ranks.get(group, 0), rank + -rank % _ALIGNMENT)
+    shapes = {
+        group: (len(groups[group]), outer, rank, inner)
+        for group, rank in ranks.items()
+        for _, outer, inner in [group]
+    }
+    size = sum(layers * (outer + inner) * rank for layers, outer, rank, inner in shapes.values())
+    flat = torch.zeros(size, dtype=dtype, pin_memory=pinned)
+    packed = Packed(flat, shapes, {path: known[path] for path in weighted})
+    for path, (up, down) in packed.by_layer(flat).items():
         at = 0
         for strength, change in weighted[path]:
             part = slice(at, at + len(change.parts["down"]))
@@ -88,6 +107,16 @@ def pack(
             down[part] = change.parts["down"].flatten(1)
             at = part.stop
     return packed
+
+
+def group_by_shape(network: nn.Module) -> dict[Group, list[str]]:
+    """The linear layers of a network that LoRAs may change, by their shape."""
+    groups: dict[Group, list[str]] = {}
+    for path, layer in adaptable_layers(network).items():
+        if isinstance(layer, nn.Linear):
+            outer, inner = layer.weight.shape
+            groups.setdefault(("linear", outer, inner), []).append(path)
+    return groups
 
 
 class TextEncoderLoras:
@@ -101,10 +130,6 @@ class TextEncoderLoras:
         }
         # Of the layers that some LoRA has changed so far: at worst, the network once more.
         self._originals: dict[str, torch.Tensor] = {}
-
-    @property
-    def paths(self) -> Collection[str]:
-        return self._weights.keys()
 
     @contextlib.contextmanager
     def merged(self, factors: Mapping[str, Factors]) -> Iterator[None]:

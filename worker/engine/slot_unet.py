@@ -1,10 +1,10 @@
 """Stable Diffusion 1.x's UNet for slots: two rows a slot, and weights of its own for each.
 
-The same arithmetic on the same weights as diffusers' UNet2DConditionModel, whose resnets it calls.
-What differs: activations stay in one layout (channels last) all the way; self-attention's q, k and
-v are one product; cross-attention's keys and values come from outside, since they change with the
-prompt, not with the step. Rows are in the order slot 0's prompt, slot 0's negative prompt, slot
-1's prompt, ...
+The same arithmetic on the same weights as diffusers' UNet2DConditionModel. What differs:
+activations stay in one layout (channels last) all the way; self-attention's q, k and v are one
+product, and so is what all resnets are told of the time; cross-attention's keys and values come
+from outside, since they change with the prompt, not with the step. Rows are in the order slot 0's
+prompt, slot 0's negative prompt, slot 1's prompt, ...
 """
 
 from __future__ import annotations
@@ -21,7 +21,10 @@ from torch import nn
 
 from jobs import errors
 from worker.engine import attention
-from worker.engine.slot_linear import Factors, SlotLinear
+from worker.engine.slot_linear import Factors, Group, SlotLinear, stack_by_shape
+from worker.engine.upsample import Upsampler
+
+_NOT_SD1 = "this UNet is not Stable Diffusion 1.x's: set engine to batch"
 
 
 class SlotUnet(nn.Module):
@@ -35,39 +38,47 @@ class SlotUnet(nn.Module):
         self.conv_in = unet.conv_in
         self.down = nn.ModuleList(_Down(block, paths) for block in unet.down_blocks)
         self.mid = _Layers(unet.mid_block.resnets[1:], unet.mid_block.attentions, paths)
-        self.mid_first = unet.mid_block.resnets[0]
+        self.mid_first = _Resnet(unet.mid_block.resnets[0])
         self.up = nn.ModuleList(_Up(block, paths) for block in unet.up_blocks)
         self.norm_out = unet.conv_norm_out
         self.conv_out = unet.conv_out
-        self.linears = [module for module in self.modules() if isinstance(module, SlotLinear)]
+        linears = [module for module in self.modules() if isinstance(module, SlotLinear)]
+        self._stacks = stack_by_shape("slots", linears)
         crosses = [module for module in self.modules() if isinstance(module, _CrossAttention)]
+        self.times = _Times([module for module in self.modules() if isinstance(module, _Resnet)])
         self._self_attentions = [
             module for module in self.modules() if isinstance(module, _SelfAttention)
         ]
+        self._upsamplers = [module for module in self.modules() if isinstance(module, Upsampler)]
         self.keys_values = KeysValues(crosses, paths)
         self.dtype: torch.dtype = self.conv_out.weight.dtype
 
     @property
-    def paths(self) -> frozenset[str]:
+    def groups(self) -> dict[Group, list[str]]:
         """The layers for which each slot can have weights of its own."""
-        own = (path for linear in self.linears for path in linear.parts)
-        return frozenset([*own, *self.keys_values.parts])
+        stacks = {**self._stacks, **self.keys_values.stacks}
+        return {group: stack.paths for group, stack in stacks.items()}
+
+    @property
+    def bytes_of_a_slot(self) -> int:
+        """What a slot's own weights take."""
+        return sum(stack.shared.nbytes for stack in self._stacks.values())
 
     def forward(
         self,
         x: torch.Tensor,
         times: torch.Tensor,
         context: torch.Tensor,
-        mask: torch.Tensor,
+        mask: torch.Tensor | None,
         by_slot: bool,
     ) -> torch.Tensor:
         """The UNet's output [2 * slots, 4, height, width].
 
         x [2 * slots, 4, height, width], times [2 * slots]; context [2 * slots, tokens, width of
-        all keys and values] of `keys_values`, mask [2 * slots, 1, 1, tokens], added to the scores.
-        *by_slot* takes the slots' own weights, else the shared ones.
+        all keys and values] of `keys_values`, mask [2 * slots, 1, 1, tokens], added to the scores,
+        or None. *by_slot* takes the slots' own weights, else the shared ones.
         """
-        time = self.time_embedding(self.time_proj(times).to(x.dtype))
+        time = self.times(self.time_embedding(self.time_proj(times).to(x.dtype)))
         x = self.conv_in(x)
         skips = [x]
         for block in self.down:
@@ -80,10 +91,21 @@ class SlotUnet(nn.Module):
         output: torch.Tensor = self.conv_out(F.silu(self.norm_out(x)))
         return output
 
+    def fold(self) -> None:
+        """Takes shorter ways from now on; to be called again whenever shared weights change."""
+        for sampler in self._upsamplers:
+            sampler.fold()
+
     def resize(self, slots: int) -> None:
         """Makes room for the own weights of *slots* slots, all zero."""
-        for linear in self.linears:
-            linear.resize(slots)
+        for stack in self._stacks.values():
+            stack.resize(slots)
+
+    def close(self) -> None:
+        """Lets go of all weights."""
+        self._stacks.clear()
+        self.keys_values.stacks.clear()
+        self.to("meta")
 
     @contextlib.contextmanager
     def choosing(self, chooser: attention.Chooser) -> Iterator[None]:
@@ -101,45 +123,87 @@ class SlotUnet(nn.Module):
             attend.kernel = attention.default
 
     @torch.no_grad()
-    def load_slot(self, slot: int, factors: Mapping[str, Factors]) -> None:
+    def load_slot(self, slot: int, factors: Mapping[Group, Factors]) -> None:
         """Gives a slot the shared weights and on top its LoRAs' changes; no synchronisation."""
-        own = [linear.slots[slot] for linear in self.linears]
-        torch._foreach_copy_(own, [linear.weight for linear in self.linears])
-        for linear in self.linears:
-            linear.change(slot, factors)
+        for group, stack in self._stacks.items():
+            stack.load(slot, factors.get(group))
 
 
-class KeysValues(nn.Module):
-    """The keys and values of all cross-attentions: one product over a prompt's vectors."""
-
-    weight: torch.Tensor
+class KeysValues:
+    """The keys and values of all cross-attentions: products over a prompt's vectors."""
 
     def __init__(self, crosses: list[_CrossAttention], paths: Mapping[nn.Module, str]) -> None:
-        super().__init__()
-        layers = {paths[layer]: layer for cross in crosses for layer in (cross.to_k, cross.to_v)}
-        self._packed = SlotLinear(layers)
-        self.parts = self._packed.parts
-        for at, cross in enumerate(crosses):
-            keys, values = list(self.parts.values())[2 * at : 2 * at + 2]
-            cross.place = (keys.start, values.start, values.stop)
-        self.width = len(self._packed.weight)
+        layers = [layer for cross in crosses for layer in (cross.to_k, cross.to_v)]
+        self.stacks = stack_by_shape("prompt", (SlotLinear({paths[each]: each}) for each in layers))
+        places: dict[str, slice] = {}
+        self.width = 0
+        for (_, width, _), stack in self.stacks.items():
+            for path in stack.paths:
+                places[path] = slice(self.width, self.width + width)
+                self.width += width
+        for cross in crosses:
+            cross.keys, cross.values = (places[paths[each]] for each in (cross.to_k, cross.to_v))
 
     @torch.no_grad()
-    def compute(self, vectors: torch.Tensor, factors: Mapping[str, Factors]) -> torch.Tensor:
+    def compute(self, vectors: torch.Tensor, factors: Mapping[Group, Factors]) -> torch.Tensor:
         """Keys and values [rows, tokens, width] of vectors [rows, tokens, text width]."""
-        weight = self._packed.weight
-        if not factors.keys().isdisjoint(self.parts):
-            weight = weight.clone()
-            for path, rows in self.parts.items():
-                if path in factors:
-                    weight[rows].addmm_(*factors[path])
-        return F.linear(vectors, weight, self._packed.bias)
+        products = []
+        for group, stack in self.stacks.items():
+            weights = stack.shared
+            if group in factors:
+                weights = torch.baddbmm(weights, *factors[group])
+            products.append(F.linear(vectors, weights.flatten(0, 1)))
+        return torch.cat(products, dim=-1)
+
+
+class _Times(nn.Module):
+    """What all resnets are told of the time, as one product instead of one for each."""
+
+    weight: torch.Tensor
+    bias: torch.Tensor
+
+    def __init__(self, resnets: list[_Resnet]) -> None:
+        super().__init__()
+        layers = [resnet.time_emb_proj for resnet in resnets]
+        self.register_buffer("weight", torch.cat([each.weight for each in layers]).detach(), False)
+        self.register_buffer("bias", torch.cat([each.bias for each in layers]).detach(), False)
+        at = 0
+        for resnet, layer in zip(resnets, layers, strict=True):
+            resnet.time = slice(at, at + len(layer.weight))
+            # A part of it from now on, so that what is merged into a layer is merged here.
+            layer.weight = nn.Parameter(self.weight[resnet.time], requires_grad=False)
+            at = resnet.time.stop
+
+    def forward(self, time: torch.Tensor) -> torch.Tensor:
+        told: torch.Tensor = F.linear(F.silu(time), self.weight, self.bias)
+        return told
+
+
+class _Resnet(nn.Module):
+    #: Its part of what `_Times` gives.
+    time: slice
+
+    def __init__(self, original: Any) -> None:
+        super().__init__()
+        if original.time_embedding_norm != "default" or original.output_scale_factor != 1:
+            raise errors.SetupError(_NOT_SD1)
+        self.norm1, self.conv1 = original.norm1, original.conv1
+        self.norm2, self.conv2 = original.norm2, original.conv2
+        self.conv_shortcut = original.conv_shortcut
+        self.time_emb_proj = original.time_emb_proj
+
+    def forward(self, x: torch.Tensor, times: torch.Tensor) -> torch.Tensor:
+        changed = self.conv1(F.silu(self.norm1(x))) + times[:, self.time, None, None]
+        changed = self.conv2(F.silu(self.norm2(changed)))
+        kept = x if self.conv_shortcut is None else self.conv_shortcut(x)
+        summed: torch.Tensor = kept + changed
+        return summed
 
 
 class _Layers(nn.Module):
     def __init__(self, resnets: Any, attentions: Any, paths: Mapping[nn.Module, str]) -> None:
         super().__init__()
-        self.resnets = nn.ModuleList(resnets)
+        self.resnets = nn.ModuleList(_Resnet(resnet) for resnet in resnets)
         self.attentions = nn.ModuleList(_Transformer(each, paths) for each in attentions)
 
     def pairs(self) -> Iterator[tuple[nn.Module, nn.Module | None]]:
@@ -157,7 +221,7 @@ class _Down(_Layers):
         time: torch.Tensor,
         skips: list[torch.Tensor],
         context: torch.Tensor,
-        mask: torch.Tensor,
+        mask: torch.Tensor | None,
         by_slot: bool,
     ) -> torch.Tensor:
         for resnet, attend in self.pairs():
@@ -174,7 +238,7 @@ class _Down(_Layers):
 class _Up(_Layers):
     def __init__(self, block: Any, paths: Mapping[nn.Module, str]) -> None:
         super().__init__(block.resnets, getattr(block, "attentions", None) or (), paths)
-        self.samplers = nn.ModuleList(sampler.conv for sampler in block.upsamplers or ())
+        self.samplers = nn.ModuleList(Upsampler(sampler) for sampler in block.upsamplers or ())
 
     def forward(
         self,
@@ -182,16 +246,15 @@ class _Up(_Layers):
         time: torch.Tensor,
         skips: list[torch.Tensor],
         context: torch.Tensor,
-        mask: torch.Tensor,
+        mask: torch.Tensor | None,
         by_slot: bool,
     ) -> torch.Tensor:
         for resnet, attend in self.pairs():
             x = resnet(torch.cat([x, skips.pop()], dim=1), time)
             if attend is not None:
                 x = attend(x, context, mask, by_slot)
-        for conv in self.samplers:
-            # Not diffusers' own upsampler: from 64 rows on it copies into another layout.
-            x = conv(F.interpolate(x, size=skips[-1].shape[2:]))
+        for sampler in self.samplers:
+            x = sampler(x, skips[-1].shape[2:])
         return x
 
 
@@ -204,10 +267,12 @@ class _Transformer(nn.Module):
         self.proj_out = _linear(paths, original.proj_out)
 
     def forward(
-        self, x: torch.Tensor, context: torch.Tensor, mask: torch.Tensor, by_slot: bool
+        self, x: torch.Tensor, context: torch.Tensor, mask: torch.Tensor | None, by_slot: bool
     ) -> torch.Tensor:
         rows, channels, height, width = x.shape
-        tokens = self.norm(x).permute(0, 2, 3, 1).reshape(rows, height * width, channels)
+        # Both rows of a slot as one from here on: Inductor copies what it finds in another shape
+        # than a product wants.
+        tokens = self.norm(x).permute(0, 2, 3, 1).reshape(rows // 2, 2 * height * width, channels)
         tokens = self.proj_in(tokens, by_slot)
         for block in self.blocks:
             tokens = block(tokens, context, mask, by_slot)
@@ -221,7 +286,7 @@ class _Block(nn.Module):
         super().__init__()
         gate = original.ff.net[0]
         if original.norm_type != "layer_norm" or original.attn2 is None or original.pos_embed:
-            raise errors.SetupError("this UNet is not Stable Diffusion 1.x's: set engine to batch")
+            raise errors.SetupError(_NOT_SD1)
         self.norm1, self.norm2, self.norm3 = original.norm1, original.norm2, original.norm3
         self.attend_self = _SelfAttention(original.attn1, paths)
         self.attend_prompt = _CrossAttention(original.attn2, paths)
@@ -229,7 +294,7 @@ class _Block(nn.Module):
         self.out = _linear(paths, original.ff.net[2])
 
     def forward(
-        self, x: torch.Tensor, context: torch.Tensor, mask: torch.Tensor, by_slot: bool
+        self, x: torch.Tensor, context: torch.Tensor, mask: torch.Tensor | None, by_slot: bool
     ) -> torch.Tensor:
         x = x + self.attend_self(self.norm1(x), by_slot)
         x = x + self.attend_prompt(self.norm2(x), context, mask, by_slot)
@@ -249,13 +314,14 @@ class _SelfAttention(nn.Module):
     def forward(self, x: torch.Tensor, by_slot: bool) -> torch.Tensor:
         q, k, v = (_by_head(each, self.heads) for each in self.qkv(x, by_slot).chunk(3, dim=-1))
         attended = self.kernel(q, k, v)
-        output: torch.Tensor = self.out(attended.transpose(1, 2).flatten(2), by_slot)
+        output: torch.Tensor = self.out(_by_slot(attended), by_slot)
         return output
 
 
 class _CrossAttention(nn.Module):
-    #: Where its keys begin in the context's last dimension, where its values begin and end.
-    place: tuple[int, int, int]
+    #: Where they are in the context's last dimension.
+    keys: slice
+    values: slice
 
     def __init__(self, original: Any, paths: Mapping[nn.Module, str]) -> None:
         super().__init__()
@@ -265,14 +331,14 @@ class _CrossAttention(nn.Module):
         self.out = _linear(paths, original.to_out[0])
 
     def forward(
-        self, x: torch.Tensor, context: torch.Tensor, mask: torch.Tensor, by_slot: bool
+        self, x: torch.Tensor, context: torch.Tensor, mask: torch.Tensor | None, by_slot: bool
     ) -> torch.Tensor:
-        keys, values, end = self.place
         q = _by_head(self.to_q(x, by_slot), self.heads)
-        k = _by_head(context[..., keys:values], self.heads)
-        v = _by_head(context[..., values:end], self.heads)
+        shape = (*context.shape[:2], self.heads, -1)
+        k = context[..., self.keys].view(shape).transpose(1, 2)
+        v = context[..., self.values].view(shape).transpose(1, 2)
         attended = F.scaled_dot_product_attention(q, k, v, attn_mask=mask)
-        output: torch.Tensor = self.out(attended.transpose(1, 2).flatten(2), by_slot)
+        output: torch.Tensor = self.out(_by_slot(attended), by_slot)
         return output
 
 
@@ -292,6 +358,12 @@ def _linear(paths: Mapping[nn.Module, str], *layers: nn.Module) -> SlotLinear:
 
 
 def _by_head(x: torch.Tensor, heads: int) -> torch.Tensor:
-    """From [rows, tokens, width] to [rows, heads, tokens, width of a head], without a copy."""
-    rows, tokens, width = x.shape
-    return x.view(rows, tokens, heads, width // heads).transpose(1, 2)
+    """From [slots, 2 * tokens, width] to [rows, heads, tokens, width of a head], without a copy."""
+    slots, tokens, width = x.shape
+    return x.view(2 * slots, tokens // 2, heads, width // heads).transpose(1, 2)
+
+
+def _by_slot(x: torch.Tensor) -> torch.Tensor:
+    """Back from [rows, heads, tokens, width of a head]."""
+    rows, heads, tokens, width = x.shape
+    return x.transpose(1, 2).reshape(rows // 2, 2 * tokens, heads * width)

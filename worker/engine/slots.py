@@ -20,16 +20,19 @@ from worker.engine import (
     contract,
     decoder,
     faults,
+    group_norm,
     intake,
     lora,
     lora_names,
     slot_lora,
     slot_memory,
+    upsample,
     ways,
 )
 from worker.engine.checkpoint import Checkpoint
 from worker.engine.slot_calls import Calls
 from worker.engine.slot_jobs import Job, Lane, SlotPrepared, Waiting
+from worker.engine.slot_linear import Group
 from worker.engine.slot_unet import SlotUnet
 from worker.engine.staging import Stager
 from worker.engine.ticks import GUIDANCE, tick
@@ -74,11 +77,20 @@ class SlotEngine:
         self._device: torch.device = checkpoint.unet.device
         self._on_gpu = self._device.type == "cuda"
         self._intake = intake.Intake(checkpoint, lora_cache_bytes)
-        self._text_paths = lora_names.adaptable_layers(checkpoint.text_encoder).keys()
+        self._compiles = backend is not None
+        if self._compiles:
+            group_norm.replace(checkpoint.unet)
+            group_norm.replace(checkpoint.vae)
+            upsample.replace(checkpoint.vae)
         self._stager = Stager(checkpoint)
         self._merger = lora.Merger(checkpoint.unet, checkpoint.text_encoder)
         self._unet = SlotUnet(checkpoint.unet)
-        self._unet_paths = self._unet.paths
+        if self._compiles:
+            self._unet.fold()
+        self._groups: Mapping[lora_names.Network, Mapping[Group, Sequence[str]]] = {
+            "unet": self._unet.groups,
+            "text_encoder": slot_lora.group_by_shape(checkpoint.text_encoder),
+        }
         self._rank_capacity = rank_capacity
         pool = torch.cuda.graph_pool_handle() if self._on_gpu else None
         self._decoder = decoder.Decoder(
@@ -166,8 +178,7 @@ class SlotEngine:
             raise TypeError("prepared by another engine")
         request = prepared.request
         merged = prepared.lora_key if prepared.unet_changes is None else None
-        tokens = max(prepared.tokens, self._calls.tokens)
-        lane = Lane(request.width, request.height, tokens, merged, None)
+        lane = Lane(request.width, request.height, prepared.tokens, merged, None)
         self._waiting.jobs.append(Job(ticket, prepared, lane))
 
     def tick(self) -> list[contract.Finished]:
@@ -237,7 +248,7 @@ class SlotEngine:
         self._decoder.clear()
         self._stager.close()
         self._merger.close()
-        self._unet.to("meta")
+        self._unet.close()
         for network in (self._checkpoint.unet, self._checkpoint.vae, self._checkpoint.text_encoder):
             network.to("meta")
         faults.empty_cache(self._device)
@@ -248,7 +259,7 @@ class SlotEngine:
         return slot_lora.pack(
             loras,
             network,
-            self._unet_paths if network == "unet" else self._text_paths,
+            self._groups[network],
             rank_capacity=self._rank_capacity,
             dtype=self._unet.dtype,
             pinned=self._on_gpu,
@@ -317,14 +328,19 @@ class SlotEngine:
     def _activate(self, loras: Sequence[lora.Applied]) -> None:
         """Merges LoRAs into the shared weights, the checkpoint's own below; and times that."""
         if not (self._on_gpu and loras):
-            self._merger.activate(loras)
+            self._merge(loras)
             return
         torch.cuda.synchronize(self._device)
         began_at = time.perf_counter()
-        self._merger.activate(loras)
+        self._merge(loras)
         torch.cuda.synchronize(self._device)
         seconds = time.perf_counter() - began_at
         self._calls.costs = replace(self._calls.costs, merge=seconds)
+
+    def _merge(self, loras: Sequence[lora.Applied]) -> None:
+        self._merger.activate(loras)
+        if self._compiles:
+            self._unet.fold()
 
     @torch.no_grad()
     def _begin(self, slot: int, job: Job) -> None:
@@ -335,7 +351,8 @@ class SlotEngine:
         board.latents[slot].copy_(staged.latents)
         # What an earlier image left there counts nothing, unless it is NaN.
         board.history[:, slot].zero_()
-        board.mask[rows].copy_(staged.mask)
+        if board.mask is not None and staged.mask is not None:
+            board.mask[rows].copy_(staged.mask)
         factors = staged.factors if self._way == "slots" else {}
         board.context[rows].copy_(self._unet.keys_values.compute(staged.vectors, factors))
 
@@ -429,8 +446,9 @@ class SlotEngine:
         def decode_one() -> None:
             decoder.decode(self._checkpoint.vae, board.latents)
 
-        own = sum(linear.weight.nbytes for linear in self._unet.linears)
-        held = sum(tensor.nbytes for tensor in board.tensors)
-        room = slot_memory.find_room(self._device, own + held, run, decode_one)
+        held = sum(tensor.nbytes for tensor in board.tensors if tensor is not None)
+        room = slot_memory.find_room(
+            self._device, self._unet.bytes_of_a_slot + held, run, decode_one
+        )
         self._calls.slots = room.slots
         self._decoder.slice_pixels = room.decoded * width * height

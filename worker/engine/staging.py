@@ -13,8 +13,7 @@ import torch
 
 from worker.engine import lora, slot_lora, text
 from worker.engine.checkpoint import Checkpoint
-from worker.engine.slot_jobs import Job, Staged
-from worker.engine.slot_linear import Factors
+from worker.engine.slot_jobs import PLAIN_CHUNKS, Job, Staged
 
 #: What is added to the scores of places past a prompt's end; -inf would make a slot that nobody
 #: has used yet all NaN.
@@ -54,7 +53,7 @@ class Stager:
         with torch.cuda.stream(self._stream):
             changes = job.ready.unet_changes
             flat = self._copy(changes.flat) if changes else None
-            factors = changes.factors(flat) if changes and flat is not None else {}
+            factors = changes.by_group(flat) if changes and flat is not None else {}
             vectors, mask = self._encode(job)
             generator = torch.Generator().manual_seed(job.ready.request.seed)
             latents = self._copy(self._first_latents(job, generator))
@@ -79,27 +78,30 @@ class Stager:
         shape = (self._channels, request.height // self._factor, request.width // self._factor)
         return torch.randn(shape, generator=generator) * job.ready.prepared.schedule.initial_scale
 
-    def _encode(self, job: Job) -> tuple[torch.Tensor, torch.Tensor]:
+    def _encode(self, job: Job) -> tuple[torch.Tensor, torch.Tensor | None]:
         prepared = job.ready.prepared
         prompts = [prepared.prompt, prepared.negative_prompt]
+        if not job.lane.is_masked:
+            prompts = [prompt * (PLAIN_CHUNKS // len(prompt)) for prompt in prompts]
         with self._changed(job):
             context = self._encoder.encode(prompts, prepared.request.clip_skip, prepared.text_loras)
-        tokens = context.vectors.shape[1]
-        vectors = context.vectors.new_zeros((2, job.lane.tokens, context.vectors.shape[2]))
-        vectors[:, :tokens] = context.vectors
+        vectors = context.vectors.to(self._dtype)
+        if not job.lane.is_masked:
+            return vectors, None
+        tokens = vectors.shape[1]
+        padded = vectors.new_zeros((2, job.lane.tokens, vectors.shape[2]))
+        padded[:, :tokens] = vectors
         lengths = [len(prompt) * text.CONTEXT_TOKENS for prompt in prompts]
-        places = torch.arange(job.lane.tokens)
-        inside = places < torch.tensor(lengths)[:, None]
+        inside = torch.arange(job.lane.tokens) < torch.tensor(lengths)[:, None]
         mask = torch.where(inside, 0.0, _MASKED)[:, None, None].to(self._dtype)
-        return vectors.to(self._dtype), self._copy(mask)
+        return padded, self._copy(mask)
 
     @contextlib.contextmanager
     def _changed(self, job: Job) -> Iterator[None]:
         """The text encoder with a job's LoRAs in it."""
         changes = job.ready.text_changes
         if changes is not None:
-            factors: dict[str, Factors] = changes.factors(self._copy(changes.flat))
-            with self._text_loras.merged(factors):
+            with self._text_loras.merged(changes.by_layer(self._copy(changes.flat))):
                 yield
             return
         self._merger.activate(slot_lora.restrict(job.ready.prepared.loras, "text_encoder"))

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 
@@ -32,11 +33,11 @@ class Board:
     """[slots, 4, height, width]"""
     context: torch.Tensor
     """[2 * slots, tokens, width]: all cross-attentions' keys and values."""
-    mask: torch.Tensor
-    """[2 * slots, 1, 1, tokens]"""
+    mask: torch.Tensor | None
+    """[2 * slots, 1, 1, tokens], where prompts may be shorter than that."""
 
     @property
-    def tensors(self) -> tuple[torch.Tensor, ...]:
+    def tensors(self) -> tuple[Any, ...]:
         """As `tick` takes them."""
         return (self.latents, self.history, self.rows, self.noise, self.context, self.mask)
 
@@ -50,12 +51,18 @@ class Board:
             self.rows[:slots],
             self.noise[:slots],
             self.context[: 2 * slots],
-            self.mask[: 2 * slots],
+            None if self.mask is None else self.mask[: 2 * slots],
         )
 
 
 def make_board(
-    unet: SlotUnet, slots: int, shape: Sequence[int], tokens: int, device: torch.device
+    unet: SlotUnet,
+    slots: int,
+    shape: Sequence[int],
+    tokens: int,
+    device: torch.device,
+    *,
+    is_masked: bool,
 ) -> Board:
     """An empty board for latents of *shape* [4, height, width]."""
 
@@ -68,7 +75,7 @@ def make_board(
         rows=zeros(slots, sampler.COLUMNS + 1),
         noise=zeros(slots, *shape),
         context=zeros(2 * slots, tokens, unet.keys_values.width, dtype=unet.dtype),
-        mask=zeros(2 * slots, 1, 1, tokens, dtype=unet.dtype),
+        mask=zeros(2 * slots, 1, 1, tokens, dtype=unet.dtype) if is_masked else None,
     )
 
 
@@ -80,7 +87,7 @@ def tick(
     rows: torch.Tensor,
     noise: torch.Tensor,
     context: torch.Tensor,
-    mask: torch.Tensor,
+    mask: torch.Tensor | None,
 ) -> None:
     """One UNet call and one sampler step on a board's tensors, in place.
 

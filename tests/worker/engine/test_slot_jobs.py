@@ -90,8 +90,9 @@ def test_packed_loras_are_their_changes_added_up(
     )
     prepared = slot_engine.prepare(make_request(loras=loras))
     packed = prepared.unet_changes
-    assert packed.shapes.keys() == slot_engine._unet_paths
-    for path, (up, down) in packed.factors(packed.flat).items():
+    groups = slot_engine._groups["unet"]
+    assert packed.places.keys() == {path for paths in groups.values() for path in paths}
+    for path, (up, down) in packed.by_layer(packed.flat).items():
         assert up.shape[1] % 8 == 0, "matrix products want their operands aligned"
         whole = torch.zeros(len(up), down.shape[1])
         for applied in prepared.unet_loras:
@@ -107,8 +108,8 @@ def test_what_is_not_of_low_rank_is_not_packed(
     style = contract.Lora("style", lora_paths[0], 1.0, 1.0)
     loras = slot_engine.prepare(make_request(loras=(style,))).unet_loras
     settings: dict[str, Any] = {"dtype": torch.float32, "pinned": False}
-    paths = slot_engine._unet_paths
-    assert slot_lora.pack(loras, "unet", paths, rank_capacity=4, **settings) is not None
-    assert slot_lora.pack(loras, "unet", paths, rank_capacity=3, **settings) is None
-    assert slot_lora.pack(loras, "unet", (), rank_capacity=4, **settings) is None
-    assert slot_lora.pack((), "unet", (), rank_capacity=4, **settings) is not None
+    groups = slot_engine._groups["unet"]
+    assert slot_lora.pack(loras, "unet", groups, rank_capacity=4, **settings) is not None
+    assert slot_lora.pack(loras, "unet", groups, rank_capacity=3, **settings) is None
+    assert slot_lora.pack(loras, "unet", {}, rank_capacity=4, **settings) is None
+    assert slot_lora.pack((), "unet", {}, rank_capacity=4, **settings) is not None
