@@ -87,11 +87,10 @@ class WorkerSettings(TelemetrySettings):
         pattern=r"^(auto|cpu|cuda(:\d+)?)$",
         description="auto, cpu, cuda or cuda:N; auto takes the GPU where there is one.",
     )
-    engine: Literal["auto", "slots", "batch"] = Field(
-        default="auto",
+    engine: Literal["slots", "batch"] = Field(
+        default="slots",
         description="slots: every image at its own step, with weights of its own. batch: images"
-        " with the same LoRAs, size and steps together. auto is batch on a GPU, where slots have"
-        " not been measured yet, and slots on a CPU.",
+        " with the same LoRAs, size and steps together, uncompiled.",
     )
     slots: int | None = Field(
         default=None,
@@ -108,7 +107,7 @@ class WorkerSettings(TelemetrySettings):
     )
     compile: Literal["auto", "off"] = Field(
         default="auto",
-        description="auto compiles for a GPU: a minute or two at the start, a third faster after.",
+        description="auto compiles for a GPU: a minute or two at the start, far faster after.",
     )
     rank_capacity: int = Field(
         default=64,

@@ -13,7 +13,7 @@ if TYPE_CHECKING:
     import torch
 
 Precision = Literal["auto", "float16", "bfloat16", "float32"]
-Kind = Literal["auto", "slots", "batch"]
+Kind = Literal["slots", "batch"]
 Compile = Literal["auto", "off"]
 Attention = Literal["auto", "default", "cudnn", "cudnn_padded"]
 
@@ -29,7 +29,7 @@ def load_engine(
     precision: Precision = "auto",
     config: Path | None = None,
     lora_cache_bytes: int = 2 * 1024**3,
-    kind: Kind = "auto",
+    kind: Kind = "slots",
     slots: int | None = None,
     compile: Compile = "auto",  # noqa: A002 - what it is called everywhere
     compiled_ways: Sequence[ways.Way] = ways.ALL,
@@ -46,8 +46,7 @@ def load_engine(
     same bytes on the same hardware only, and on a CPU with the same number of threads only.
 
     *kind* 'slots' draws *slots* images at once, each at its own step; None takes as many as the
-    GPU's memory holds. 'batch' draws *max_batch* at most, which start and end together. 'auto' is
-    'slots' on a CPU and 'batch' on a GPU: there, slots have not been measured yet.
+    GPU's memory holds. 'batch' draws *max_batch* at most, which start and end together.
 
     *compile* 'auto' compiles on a GPU, which takes a minute or two here; the UNet in the
     *compiled_ways*, for those who need but one, or another order. LoRAs of a rank over
@@ -69,7 +68,7 @@ def load_engine(
     loaded = checkpoint.load_checkpoint(model, torch_device, dtype, config)
     if torch_device.type == "cuda":
         _set_up_cuda(torch_device, fp16_accumulate=fp16_accumulate)
-    if kind == "batch" or (kind == "auto" and torch_device.type == "cuda"):
+    if kind == "batch":
         return batch_engine.BatchEngine(loaded, max_batch, lora_cache_bytes)
     engine = slot_engine.SlotEngine(
         loaded,
