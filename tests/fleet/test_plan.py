@@ -10,7 +10,7 @@ import pytest
 
 from fleet import plan, plan_inputs
 from fleet.plan_inputs import Input
-from jobs import errors, prices
+from jobs import errors, prices, speeds
 
 Imagefleet = Callable[..., "subprocess.CompletedProcess[str]"]  # the fixture of conftest.py
 
@@ -123,7 +123,7 @@ def test_a_deadline_counts_the_start_up_and_one_that_is_shorter_is_refused() -> 
 
 
 def test_every_assumed_speed_is_of_a_card_with_a_price() -> None:
-    for gpu in plan_inputs.ASSUMED_IMAGES_PER_SECOND:
+    for gpu in speeds.ASSUMED_IMAGES_PER_SECOND:
         assert prices.find_gpu(gpu) == gpu
 
 
