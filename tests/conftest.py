@@ -13,13 +13,14 @@ import socket
 import subprocess
 import time
 import uuid
-from collections.abc import AsyncIterator, Callable, Iterator
-from dataclasses import dataclass
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, NoReturn
 
 import aiohttp
 import pytest
+from aiohttp import web
 from azure.core.exceptions import ResourceNotFoundError
 from azure.storage.blob import BlobServiceClient
 from azure.storage.queue import QueueServiceClient
@@ -78,6 +79,73 @@ class VictoriaMetrics:
         return list(answer["data"]["result"])
 
 
+@dataclass
+class FakeSaladMetadata:
+    """SaladCloud's metadata service as its specification has it, over real HTTP.
+
+    *reasons* and *deletion_costs* are what it was told; *broken* may answer in its place.
+    """
+
+    url: str = ""
+    jwt: str = "header.claims.signature"
+    ready: bool = True
+    started: bool = True
+    reasons: list[str] = field(default_factory=list)
+    deletion_costs: list[int] = field(default_factory=list)
+    broken: Callable[[web.Request], Awaitable[web.StreamResponse]] | None = None
+
+    async def handle(self, request: web.Request) -> web.StreamResponse:
+        if self.broken is not None:
+            return await self.broken(request)
+        if request.headers.get("Metadata") != "true":
+            return _problem(403, "The header Metadata is missing.")
+        if any(name.lower().startswith("x-forwarded-") for name in request.headers):
+            return _problem(403, "The request was forwarded.")
+        if request.method == "GET":
+            return self._told(request.path)
+        return self._ordered(request.method, request.path, await request.json())
+
+    def _told(self, path: str) -> web.Response:
+        answers: dict[str, dict[str, Any]] = {
+            "/v1/token": {"jwt": self.jwt},
+            "/v1/status": {"ready": self.ready, "started": self.started},
+            "/v1/deletion-cost": {"deletion_cost": [0, *self.deletion_costs][-1]},
+        }
+        if path in answers:
+            return web.json_response(answers[path])
+        return _problem(404, "The container instance could not be found.")
+
+    def _ordered(self, method: str, path: str, body: dict[str, Any]) -> web.Response:
+        match method, path, body:
+            case "PUT", "/v1/deletion-cost", {"deletion_cost": int(cost)} if abs(cost) < 2**31:
+                self.deletion_costs.append(cost)
+            case "POST", "/v1/reallocate", {"reason": str(reason)} if 1 <= len(reason) <= 1000:
+                self.reasons.append(reason)
+            case _:
+                return _problem(400, "The request is not valid.")
+        return web.Response(status=204)
+
+
+def _problem(status: int, detail: str) -> web.Response:
+    return web.json_response(
+        {"status": status, "detail": detail}, status=status, content_type="application/problem+json"
+    )
+
+
+@pytest.fixture
+async def salad_metadata_service() -> AsyncIterator[FakeSaladMetadata]:
+    """A metadata service of SaladCloud's for one test; its address is for --metadata-url."""
+    service = FakeSaladMetadata()
+    app = web.Application()
+    app.router.add_route("*", "/{path:.*}", service.handle)
+    runner = web.AppRunner(app, access_log=None, shutdown_timeout=0)
+    await runner.setup()
+    await web.TCPSite(runner, "127.0.0.1", 0).start()
+    service.url = f"http://127.0.0.1:{runner.addresses[0][1]}"
+    yield service
+    await runner.cleanup()
+
+
 def pytest_configure() -> None:
     # What a shell starts in the background ignores Ctrl-C, and so does all that is started by it.
     if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
@@ -87,7 +155,7 @@ def pytest_configure() -> None:
 @pytest.fixture(autouse=True)
 def _no_settings_from_outside(monkeypatch: pytest.MonkeyPatch) -> None:
     for name in list(os.environ):
-        if name.startswith("IMAGEFLEET_"):
+        if name.startswith(("IMAGEFLEET_", "SALAD_")):
             monkeypatch.delenv(name)
 
 
