@@ -14,6 +14,7 @@ from fleet import (
     demo,
     exporter,
     failed,
+    health,
     load,
     options,
     plan,
@@ -63,6 +64,16 @@ app.command("plan")(plan.command)
 app.command("report")(report.command)
 app.command("prompt")(prompt.command)
 app.add_typer(bench.app, name="bench", short_help="Measures how fast this machine is.")
+
+
+@app.command(
+    "health",
+    add_help_option=False,
+    context_settings={"allow_extra_args": True, "ignore_unknown_options": True},
+)
+def health_command(context: typer.Context) -> None:
+    """Asks the worker of this machine how it is, for probes."""
+    raise typer.Exit(health.main(context.args))  # where `fleet.entry` was not the way in
 
 
 @app.command()

@@ -1,4 +1,4 @@
-"""One port for whoever looks after the process: /metrics, /live and /ready."""
+"""One port for whoever looks after the process: /metrics, /started, /live and /ready."""
 
 from __future__ import annotations
 
@@ -18,12 +18,14 @@ async def serving(
     *,
     is_live: Callable[[], bool],
     is_ready: Callable[[], bool],
+    is_started: Callable[[], bool] | None = None,
     host: str,
     port: int,
 ) -> AsyncIterator[int]:
     """Serves while the block runs; yields the port, which port 0 leaves to the system.
 
     That anything answers at all shows that the event loop runs; *is_live* speaks for the engine.
+    What starts at once needs no *is_started*.
 
     Raises:
         SetupError: the port is taken or not ours to take.
@@ -40,8 +42,13 @@ async def serving(
     async def ready(_: web.Request) -> web.Response:
         return _answer(is_ready(), "ready", "starting or draining")
 
+    async def started(_: web.Request) -> web.Response:
+        is_so = is_started is None or is_started()
+        return _answer(is_so, "started", "loading the model and checking the node")
+
     app = web.Application()
     app.router.add_get("/metrics", metrics)
+    app.router.add_get("/started", started)
     app.router.add_get("/live", live)
     app.router.add_get("/ready", ready)
     runner = web.AppRunner(app, access_log=None)
