@@ -82,6 +82,18 @@ class AzureBlobs:
 
         return await self._call(request)
 
+    async def delete(self, name: str) -> bool:
+        storage.check_blob_name(name)
+
+        async def request() -> bool:
+            with azure_errors.tolerated(azure_errors.LESS_PERMISSION):
+                with azure_errors.tolerated({"BlobNotFound"}):
+                    await self._client.delete_blob(name)
+                return True
+            return False
+
+        return await self._call(request)
+
     async def names(self, prefix: str = "") -> AsyncIterator[str]:
         blobs = self._client.list_blob_names(
             name_starts_with=prefix or None, results_per_page=_NAMES_PAGE

@@ -51,6 +51,11 @@ class LocalBlobs:
         storage.check_blob_name(name)
         return await asyncio.to_thread(self._read, name, max_bytes)
 
+    async def delete(self, name: str) -> bool:
+        storage.check_blob_name(name)
+        await asyncio.to_thread(self._delete, name)
+        return True
+
     async def names(self, prefix: str = "") -> AsyncIterator[str]:
         with closing(self._walk("", prefix)) as names:
             while page := await asyncio.to_thread(lambda: list(islice(names, _NAMES_PAGE))):
@@ -104,6 +109,13 @@ class LocalBlobs:
                 return file.read()
         except (FileNotFoundError, IsADirectoryError, NotADirectoryError):
             return None
+        except OSError as error:
+            raise self._translate(error) from error
+
+    def _delete(self, name: str) -> None:
+        try:
+            (self.folder / name).unlink(missing_ok=True)
+            (self.folder / METADATA_FOLDER / f"{name}.json").unlink(missing_ok=True)
         except OSError as error:
             raise self._translate(error) from error
 

@@ -146,6 +146,9 @@ class BlobStore(Protocol):
             UnusableFileError: it has more than *max_bytes*; it was not read.
         """
 
+    async def delete(self, name: str) -> bool:
+        """Removes a blob, if it is there; False where the credentials do not allow that."""
+
     def names(self, prefix: str = "") -> AsyncIterator[str]: ...
 
     def records(self, prefix: str = "") -> AsyncIterator[BlobRecord]:

@@ -85,6 +85,9 @@ class MeteredBlobs:
         self._operations.blob_reads += 1
         return await self._blobs.read(name, max_bytes)
 
+    async def delete(self, name: str) -> bool:
+        return await self._blobs.delete(name)  # Azure bills no deletion
+
     def names(self, prefix: str = "") -> AsyncIterator[str]:
         self._operations.blob_writes += 1  # listings are billed as writes are
         return self._blobs.names(prefix)

@@ -107,6 +107,8 @@ async def test_a_workers_tokens_do_nothing_else(owner: Storage, worker: Storage)
         await worker.blobs.read("fox.png")
     with pytest.raises(errors.SetupError, match="AuthorizationPermissionMismatch"):
         [name async for name in worker.blobs.names()]
+    assert not await worker.blobs.delete("fox.png")
+    assert await owner.blobs.read("fox.png") == b"pixels"
 
 
 async def test_an_expired_token_is_refused_by_the_check(

@@ -55,7 +55,7 @@ async def test_what_is_too_long_or_too_high_is_cut(salad_metadata_service: Any) 
 
 
 async def slow(_: web.Request) -> web.StreamResponse:
-    await asyncio.sleep(30)
+    await asyncio.sleep(1)
     return web.Response()
 
 

@@ -282,6 +282,14 @@ async def test_a_blob_that_is_not_there_reads_as_none(storage: Storage) -> None:
     assert await storage.blobs.read("a/b.png/c") is None
 
 
+async def test_a_blob_that_is_deleted_is_gone_and_may_be_written_again(storage: Storage) -> None:
+    await storage.blobs.create("a/fox.png", b"first", "image/png", {"seed": "1"})
+    assert await storage.blobs.delete("a/fox.png")
+    assert await storage.blobs.delete("a/fox.png"), "gone is gone"
+    assert await storage.blobs.read("a/fox.png") is None
+    assert await storage.blobs.create("a/fox.png", b"second", "image/png", {})
+
+
 async def test_names_are_told_by_prefix(storage: Storage) -> None:
     names = {"a/1.png", "a/2.png", "a/b/3.png", "ab/4.png", "5.png"}
     for name in names:
