@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from prometheus_client import CollectorRegistry, Counter, Histogram, Info
+from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, Info
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
 from prometheus_client.registry import Collector
 
@@ -59,9 +59,35 @@ class WorkerMetrics:
             ["error"],
             registry=self.registry,
         )
+        self.node_windows = Counter(
+            "imagefleet_node_watch_windows",
+            "Windows of the node's watch by what they showed.",
+            ["result"],
+            registry=self.registry,
+        )
+        self.reallocations = Counter(
+            "imagefleet_node_reallocations",
+            "Times that this worker asked for another node, by the answer.",
+            ["result"],
+            registry=self.registry,
+        )
+        self.waiting = Gauge(
+            "imagefleet_waiting_for_operator",
+            "1 while this worker waits for storage, a queue or credentials to be put right.",
+            registry=self.registry,
+        )
         self.worker = Info("imagefleet_worker", "This worker, always 1.", registry=self.registry)
         self.queues = QueueGauges(self.registry)
+        self._followed: tuple[Collector, ...] = ()
         self._begin_at_zero()
+
+    def follow(self, *collectors: Collector) -> None:
+        """Asks these at each scrape, in place of those of the pipeline before."""
+        for collector in self._followed:
+            self.registry.unregister(collector)
+        for collector in collectors:
+            self.registry.register(collector)
+        self._followed = collectors
 
     def _begin_at_zero(self) -> None:
         """Shows each counter before its first event: `increase` does not see a first value of 1."""
@@ -71,6 +97,10 @@ class WorkerMetrics:
             self.lease_renewals.labels(result)
         for stage in STAGES:
             self.stage_seconds.labels(stage)
+        for result in ("passed", "failed", "unknown"):
+            self.node_windows.labels(result)
+        for result in ("granted", "refused"):
+            self.reallocations.labels(result)
         for error in FAILURES:
             self.failed_jobs.labels(error.__name__)
 

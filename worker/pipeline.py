@@ -16,7 +16,7 @@ from importlib import metadata
 from typing import Any
 
 from jobs import errors, retry, storage
-from worker import replica
+from worker import node_limits, replica
 from worker.cost import CostMeter
 from worker.engine import contract
 from worker.gpu import GpuLane
@@ -25,7 +25,10 @@ from worker.leases import LeaseKeeper
 from worker.loras import LoraLibrary
 from worker.metered import MeteredStorage
 from worker.metrics import EngineCollector, WorkerMetrics
+from worker.node_check import NodeCheck
+from worker.node_watch import NodeWatch
 from worker.pull import Puller
+from worker.replacement import Replacement
 from worker.settings import WorkerSettings
 from worker.settle import Outcome, Settler
 from worker.stages import Stages
@@ -38,6 +41,9 @@ ENCODE_BACKLOG = 64
 #: What is left is handed back within this time; a storage that does not answer must not keep a
 #: worker from exiting, since the leases run out by themselves.
 HAND_BACK_SECONDS = 5.0
+
+#: A node that works badly may finish what it holds, which is ten seconds' work for a good one.
+LAST_JOBS_SECONDS = 120.0
 
 
 def _tell_of_outage(error: errors.TransientError) -> None:
@@ -61,13 +67,18 @@ class Pipeline:
         patience: retry.RetryPolicy = PATIENCE,
         runs_on: replica.Replica = replica.UNKNOWN,
         began_at: float | None = None,
+        metrics: WorkerMetrics | None = None,
+        limits: node_limits.NodeLimits = node_limits.NO_LIMITS,
+        replacement: Replacement | None = None,
     ) -> None:
         """*load* makes the engine; it is called on the engine's own thread.
 
-        The replica is billed from *began_at* on (monotonic seconds), by default from now.
+        The replica is billed from *began_at* on (monotonic seconds), by default from now. *limits*
+        are what this node is held to, *replacement* the way off it.
         """
         home = metered = MeteredStorage(home)
-        self.metrics = WorkerMetrics()
+        self.metrics = metrics or WorkerMetrics()
+        self.started = False
         self.ready = False
         self._home = home
         self._settings = settings
@@ -87,7 +98,12 @@ class Pipeline:
             on_settled=self._settled,
         )
         self._on_settled = on_settled
-        self.lane = GpuLane(load, why_idle=self._why_idle, backlog=ENCODE_BACKLOG)
+        self._check = NodeCheck(home.blobs, settings, limits)
+        self.lane = GpuLane(
+            lambda: self._check.load(load), why_idle=self._why_idle, backlog=ENCODE_BACKLOG
+        )
+        self._watch = NodeWatch(self.lane, limits, self.metrics)
+        self._replacement = replacement or Replacement(None, self.metrics)
         self._puller = Puller(
             home.queue, self._keeper, self.settler, self.lane, self.metrics, settings
         )
@@ -99,8 +115,7 @@ class Pipeline:
             max_bytes=settings.lora_megabytes * 2**20,
         )
         self.cost = CostMeter(self.lane, runs_on, metered.operations, began_at)
-        self.metrics.registry.register(EngineCollector(self.lane, self._library))
-        self.metrics.registry.register(self.cost)
+        self.metrics.follow(EngineCollector(self.lane, self._library), self.cost, self._check)
         self.metrics.worker.info(
             {
                 "worker": settings.name,
@@ -122,14 +137,25 @@ class Pipeline:
             Whatever was in hand has been handed back by then.
         """
         stopping = asyncio.create_task(stop.wait(), name="stop")
-        loading = asyncio.create_task(self.lane.start(), name="load")
+        starting = asyncio.create_task(self._start_up(), name="start up")
         try:
-            await _first_end({loading, stopping}, [])
-            if loading.done():
-                await self._work(loading.result(), stopping, hurry)
+            await _first_end({starting, stopping}, [])
+            if starting.done():
+                await self._work(starting.result(), stopping, hurry)
         finally:
-            await _cancel([loading, stopping])
+            await _cancel([starting, stopping])
             await self.lane.stop()
+
+    async def _start_up(self) -> contract.Engine:
+        """Loads the engine and checks the node, which may use different parts of it at once."""
+        uploading = asyncio.create_task(self._check.upload(), name="check upload")
+        try:
+            async with self._check.within_its_time():
+                engine = await self.lane.start()
+                await uploading
+        finally:
+            await _cancel([uploading])
+        return engine
 
     async def _work(
         self, engine: contract.Engine, stopping: asyncio.Task[Any], hurry: asyncio.Event
@@ -146,10 +172,11 @@ class Pipeline:
             self._settings,
             patience=self._patience,
             cost=self.cost,
+            watch=self._watch,
         )
         pull = asyncio.create_task(self._puller.run(stages.pulled.put), name="pull")
         workers = self._start(stages)
-        self.ready = True
+        self.started = self.ready = True
         try:
             await _first_end({pull, stopping}, workers)
             self.ready = False
@@ -170,6 +197,8 @@ class Pipeline:
             ("keep leases", 1, self._keeper.run),
             ("watch engine", 1, lambda: self.lane.watch(self._settings.stall_seconds)),
         ]
+        if self._watch.is_on:
+            side_tasks.append(("watch node", 1, self._watch_node))
         if self._settings.depth_seconds:
             side_tasks.append(("measure queues", 1, self._measure_queues))
         return [
@@ -207,6 +236,27 @@ class Pipeline:
                             result,
                             extra={"action": "hand_back_failed"},
                         )
+
+    async def _watch_node(self) -> None:
+        """Leaves a node that works badly; goes on with it where no other is given.
+
+        Raises:
+            NodeError: nobody can be asked for another node, or it did not come.
+        """
+        while True:
+            reason = await self._watch.broken()
+            self._puller.pause()
+            self.ready = False
+            with contextlib.suppress(TimeoutError):
+                async with asyncio.timeout(LAST_JOBS_SECONDS):
+                    await self.settler.nothing_in_hand.wait()
+            if self._replacement.is_possible:
+                if not await self._replacement.ask(reason):
+                    self._puller.resume()
+                    self.ready = True
+                    continue
+                await self._replacement.stay()
+            raise errors.NodeError(reason)
 
     def _why_idle(self) -> str:
         return self._puller.why_idle()

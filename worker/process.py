@@ -7,13 +7,16 @@ import contextlib
 import logging
 import signal
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Coroutine, Iterator, Mapping
 from dataclasses import dataclass
+from typing import Any
 
-from jobs import homes, storage
-from worker import health, push, replica
+from jobs import errors, homes, salad_metadata
+from worker import deletion_cost, health, node_limits, patience, push, replica
 from worker.engine import contract
+from worker.metrics import WorkerMetrics
 from worker.pipeline import Pipeline
+from worker.replacement import Replacement
 from worker.settings import WorkerSettings
 from worker.settle import Outcome
 
@@ -46,68 +49,156 @@ async def run_worker(
 
     *load* stands for the engine that the settings describe; *on_settled* hears of each job's end.
 
+    On SaladCloud it ends for no reason that another node would meet as well: an empty queue is
+    looked at now and then (`until_empty` is ignored), and for storage, credentials and whatever
+    else only the operator can set right it waits (`worker.patience`). A broken node is given back
+    (`worker.replacement`). SIGTERM need not come before the end there; what counts is the leases.
+
     Raises:
         SetupError: a queue, a credential or the model is missing; NodeError: the machine is
         broken. Whatever was in hand has been handed back by then.
     """
     load = load or (lambda: _load_engine(settings))
-    async with homes.open_storage(settings) as home:
-        await home.check()
-        with _signals() as (stop, hurry):
-            return await _run(home, load, settings, on_settled, stop, hurry)
-
-
-async def _run(
-    home: storage.Storage,
-    load: Callable[[], contract.Engine],
-    settings: WorkerSettings,
-    on_settled: Callable[[Outcome], None],
-    stop: asyncio.Event,
-    hurry: asyncio.Event,
-) -> WorkerReport:
-    began_at = time.monotonic()
-    runs_on = await asyncio.to_thread(replica.find_replica, settings)
-    pipeline = Pipeline(
-        home, load, settings, on_settled=on_settled, runs_on=runs_on, began_at=began_at
-    )
-    lane = pipeline.lane
-    async with (
-        health.serving(
-            pipeline.metrics.registry,
-            is_live=lambda: not lane.hangs(settings.stall_seconds),
-            is_ready=lambda: pipeline.ready,
-            host=settings.host,
-            port=settings.port,
-        ) as port,
-        push.pushing(pipeline.metrics.registry, settings, job="imagefleet-worker"),
-    ):
-        log.info(
-            "pulling from %s of %s, metrics at http://%s:%d/metrics",
-            home.queue.name,
-            home.url,
-            settings.host,
-            port,
-            extra={"action": "start", "port": port},
+    metadata = salad_metadata.find_metadata(settings.metadata_url)
+    if metadata is not None and settings.until_empty:
+        log.warning(
+            "--until-empty is ignored: SaladCloud starts again what ends",
+            extra={"action": "until_empty_ignored"},
         )
-        await pipeline.run(stop, hurry)
-    report = WorkerReport(
-        images=pipeline.images_written,
-        jobs=dict(pipeline.settler.outcomes),
-        seconds=time.monotonic() - began_at,
-        engine_busy_seconds=lane.clock.busy_seconds,
-        engine_idle_fraction=lane.clock.idle_fraction,
-        gpu_dollars=pipeline.cost.gpu_dollars,
-        storage_dollars=pipeline.cost.storage_dollars,
-    )
-    log.info(
-        "done: %d images in %.0f s, the engine waited %.1f %% of the time; jobs: %s",
-        report.images,
-        report.seconds,
-        100 * report.engine_idle_fraction,
-        ", ".join(f"{count} {outcome}" for outcome, count in report.jobs.items()) or "none",
-        extra={"action": "stop"},
-    )
-    return report
+        settings = settings.model_copy(update={"until_empty": False})
+    with _signals() as (stop, hurry):
+        return await _Worker(settings, load, on_settled, metadata, stop, hurry).run()
+
+
+class _Worker:
+    """One process: its port and metrics last, its pipeline may be another after a long wait."""
+
+    def __init__(
+        self,
+        settings: WorkerSettings,
+        load: Callable[[], contract.Engine],
+        on_settled: Callable[[Outcome], None],
+        metadata: salad_metadata.SaladMetadata | None,
+        stop: asyncio.Event,
+        hurry: asyncio.Event,
+    ) -> None:
+        self._settings = settings
+        self._load = load
+        self._on_settled = on_settled
+        self._metadata = metadata
+        self._stop = stop
+        self._hurry = hurry
+        self._began_at = time.monotonic()
+        self._metrics = WorkerMetrics()
+        self._replacement = Replacement(metadata, self._metrics)
+        self._pipeline: Pipeline | None = None
+        self._has_started = False
+        self._port = settings.port
+
+    async def run(self) -> WorkerReport:
+        settings = self._settings
+        async with (
+            health.serving(
+                self._metrics.registry,
+                is_live=self._is_live,
+                is_ready=lambda: self._pipeline is not None and self._pipeline.ready,
+                is_started=self._is_started,
+                host=settings.host,
+                port=settings.port,
+            ) as self._port,
+            push.pushing(self._metrics.registry, settings, job="imagefleet-worker"),
+            deletion_cost.telling(self._metadata, self._jobs_in_hand),
+        ):
+            if self._metadata is None:
+                await self._attempt()
+            else:
+                await self._run_on_salad()
+            report = self._report()
+        log.info(
+            "done: %d images in %.0f s, the engine waited %.1f %% of the time; jobs: %s",
+            report.images,
+            report.seconds,
+            100 * report.engine_idle_fraction,
+            ", ".join(f"{count} {outcome}" for outcome, count in report.jobs.items()) or "none",
+            extra={"action": "stop"},
+        )
+        return report
+
+    async def _run_on_salad(self) -> None:
+        try:
+            await patience.patiently(
+                self._attempt,
+                longest_seconds=self._settings.setup_patience_seconds,
+                stop=self._stop,
+                tell_waiting=self._tell_waiting,
+                has_worked=lambda: self._pipeline is not None and self._pipeline.started,
+            )
+        except errors.NodeError as error:
+            if await self._replacement.ask(error.message):
+                await _unless(self._stop, self._replacement.stay())
+            if not self._stop.is_set():
+                raise
+
+    async def _attempt(self) -> None:
+        """Opens the storage and works until there is a reason to end."""
+        self._pipeline = None
+        runs_on = await asyncio.to_thread(replica.find_replica, self._settings)
+        async with homes.open_storage(self._settings) as home:
+            if not await _unless(self._stop, home.check()):
+                return
+            self._pipeline = Pipeline(
+                home,
+                self._load,
+                self._settings,
+                on_settled=self._on_settled,
+                runs_on=runs_on,
+                began_at=self._began_at,
+                metrics=self._metrics,
+                limits=node_limits.limits_of(
+                    self._settings, runs_on.gpu, on_salad=self._metadata is not None
+                ),
+                replacement=self._replacement,
+            )
+            log.info(
+                "pulling from %s of %s, metrics at http://%s:%d/metrics",
+                home.queue.name,
+                home.url,
+                self._settings.host,
+                self._port,
+                extra={"action": "start", "port": self._port},
+            )
+            await self._pipeline.run(self._stop, self._hurry)
+
+    def _is_live(self) -> bool:
+        return self._pipeline is None or not self._pipeline.lane.hangs(self._settings.stall_seconds)
+
+    def _is_started(self) -> bool:
+        """Whether SaladCloud may stop looking for a start: a node that waits is no bad node."""
+        if self._pipeline is not None and self._pipeline.started:
+            self._has_started = True
+        return self._has_started
+
+    def _tell_waiting(self, waits: bool) -> None:
+        self._metrics.waiting.set(waits)
+        self._has_started = True
+
+    def _jobs_in_hand(self) -> int:
+        return len(self._pipeline.settler.in_hand) if self._pipeline is not None else 0
+
+    def _report(self) -> WorkerReport:
+        seconds = time.monotonic() - self._began_at
+        pipeline = self._pipeline
+        if pipeline is None:
+            return WorkerReport(0, {}, seconds, 0.0, 0.0, None, 0.0)
+        return WorkerReport(
+            images=pipeline.images_written,
+            jobs=dict(pipeline.settler.outcomes),
+            seconds=seconds,
+            engine_busy_seconds=pipeline.lane.clock.busy_seconds,
+            engine_idle_fraction=pipeline.lane.clock.idle_fraction,
+            gpu_dollars=pipeline.cost.gpu_dollars,
+            storage_dollars=pipeline.cost.storage_dollars,
+        )
 
 
 def _load_engine(settings: WorkerSettings) -> contract.Engine:
@@ -128,6 +219,21 @@ def _load_engine(settings: WorkerSettings) -> contract.Engine:
         fp16_accumulate=settings.fp16_accumulate,
         attention=settings.attention,
     )
+
+
+async def _unless(stop: asyncio.Event, work: Coroutine[Any, Any, None]) -> bool:
+    """Does *work*, or as much of it as there is before *stop*; tells whether it is done."""
+    working, stopping = asyncio.create_task(work), asyncio.create_task(stop.wait())
+    try:
+        await asyncio.wait({working, stopping}, return_when=asyncio.FIRST_COMPLETED)
+        if not working.done():
+            return False
+        working.result()
+        return True
+    finally:
+        for task in (working, stopping):
+            task.cancel()
+        await asyncio.gather(working, stopping, return_exceptions=True)
 
 
 @contextlib.contextmanager

@@ -50,6 +50,7 @@ class Puller:
         self._lane = lane
         self._metrics = metrics
         self._settings = settings
+        self._paused = False
         self._ahead = 0
         self._jobs_generated = 0
         self._less_ahead = asyncio.Event()
@@ -79,6 +80,14 @@ class Puller:
     def stop(self) -> None:
         """Ends `run` with the call that it is in; what that leases is still taken."""
         self._stopped.set()
+        self._less_ahead.set()
+
+    def pause(self) -> None:
+        """Takes nothing more until `resume`, but for what a receive in flight leases."""
+        self._paused = True
+
+    def resume(self) -> None:
+        self._paused = False
         self._less_ahead.set()
 
     async def run(self, take: Callable[[JobInHand], Awaitable[None]]) -> None:
@@ -134,6 +143,8 @@ class Puller:
 
     def _wanted(self) -> int:
         """Jobs to pull now; none while that would be a call for a handful."""
+        if self._paused:
+            return 0
         busy_seconds = self._lane.clock.busy_seconds
         jobs_per_second = self._jobs_generated / busy_seconds if busy_seconds else 0.0
         target = max(

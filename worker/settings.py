@@ -173,6 +173,41 @@ class WorkerSettings(TelemetrySettings):
         le=65_535,
         description="Port of /metrics, /live and /ready; 0 takes any free one and logs it.",
     )
+    start_up_seconds: float | None = Field(
+        default=None,
+        ge=0,
+        le=86_400,
+        description="Longest start-up (the model's loading and the node's check) before a node"
+        " counts as broken; by default 1200 on SaladCloud and 0, no limit, elsewhere.",
+    )
+    min_images_per_second: float | None = Field(
+        default=None,
+        ge=0,
+        le=1000,
+        description="A slower node counts as broken, measured at the start and over 15 minutes of"
+        " work, in images of 512x512 and 15 steps; by default an eighth of the GPU class's record"
+        " on SaladCloud and 0, unchecked, elsewhere.",
+    )
+    min_upload_megabits: float | None = Field(
+        default=None,
+        ge=0,
+        le=100_000,
+        description="Megabits a second to the store; a node with less counts as broken. By"
+        " default 2 on SaladCloud and 0, unchecked, elsewhere.",
+    )
+    setup_patience_seconds: float = Field(
+        default=3600,
+        ge=0,
+        le=604_800,
+        description="On SaladCloud: how long a worker waits for storage, a queue or credentials"
+        " that no other node would have either, before it ends with exit code 0.",
+    )
+    metadata_url: str | None = Field(
+        default=None,
+        pattern=r"^http://\S+$",
+        description="SaladCloud's metadata service; its own address on SaladCloud, none elsewhere."
+        " Another one, for tests, makes a worker behave as on SaladCloud.",
+    )
     depth_seconds: float = Field(
         default=60, ge=0, description="How often the queues' depth is measured; 0 for never."
     )

@@ -26,6 +26,8 @@ from worker.gpu import GpuLane
 from worker.in_hand import ImageInHand, JobInHand
 from worker.loras import LoraLibrary
 from worker.metrics import WorkerMetrics
+from worker.node_limits import standard_images
+from worker.node_watch import NodeWatch
 from worker.pull import Puller
 from worker.settings import WorkerSettings
 from worker.settle import Settler
@@ -68,6 +70,7 @@ class Stages:
         *,
         patience: retry.RetryPolicy,
         cost: CostMeter,
+        watch: NodeWatch,
     ) -> None:
         self.images_written = 0
         self.pulled: asyncio.Queue[JobInHand] = asyncio.Queue(storage.MAX_RECEIVE)
@@ -86,6 +89,7 @@ class Stages:
         self._settings = settings
         self._patience = patience
         self._cost = cost
+        self._watch = watch
         self._tickets = itertools.count()
         self._at_engine: dict[int, ImageInHand] = {}
         self._engine_failures_in_a_row = 0
@@ -185,6 +189,7 @@ class Stages:
             delivery = await self._lane.finished()
             image = self._at_engine.pop(delivery.finished.ticket)
             held = image.owner
+            self._watch.drawn(standard_images(image.job.steps, *image.size))
             waited = self._metrics.stage_seconds.labels("wait_gpu")
             waited.observe(max(0.0, delivery.admitted_at - image.ready_at))
             generated = self._metrics.stage_seconds.labels("generate")
@@ -233,7 +238,10 @@ class Stages:
             async def create() -> bool:
                 held.lease.check()
                 file = encoded.file
-                return await self._home.blobs.create(name, file.data, file.content_type, metadata)
+                with self._watch.uploading(len(file.data)):
+                    return await self._home.blobs.create(
+                        name, file.data, file.content_type, metadata
+                    )
 
             with self._metrics.stage_seconds.labels("upload").time():
                 written = await self._patience.call(create)
@@ -270,6 +278,7 @@ class Stages:
     def _count_engine_failure(self, error: errors.FleetError) -> None:
         if not isinstance(error, errors.TransientError):
             return
+        self._watch.spoilt()
         self._engine_failures_in_a_row += 1
         if self._engine_failures_in_a_row >= self._settings.engine_failures:
             raise errors.NodeError(

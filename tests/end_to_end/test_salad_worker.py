@@ -1,0 +1,377 @@
+"""Workers as SaladCloud runs them: real processes, a real HTTP service, exit codes that count."""
+
+from __future__ import annotations
+
+import asyncio
+import itertools
+import json
+import os
+import re
+import signal
+import socket
+import subprocess
+import sys
+from collections.abc import AsyncIterator, Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import aiohttp
+import pytest
+from aiohttp import web
+
+from jobs import homes, salad_metadata
+from jobs.settings import StorageSettings
+from jobs.storage import Storage
+from worker import process
+from worker.settings import WorkerSettings
+from worker.settle import Outcome
+from worker.testing import StandInEngine
+
+ROOT = Path(__file__).parents[2]
+
+#: A worker process around a stand-in for the engine; what takes minutes in life is made short.
+PROGRAM = """
+import time
+import typer
+from fleet import console, logs
+from jobs import errors, local_queue
+from worker import patience, process, replacement
+from worker.settings import WorkerSettings
+from worker.testing import StandInEngine
+
+patience.FIRST_PAUSE_SECONDS = 0.2
+
+def broken(request):
+    raise errors.NodeError("the GPU fell off the bus")
+
+{changes}
+settings = WorkerSettings()
+logs.configure("json")
+try:
+    console.run(process.run_worker(settings, load=lambda: {engine}))
+except typer.Exit as ended:
+    console.leave(ended.exit_code)
+"""
+
+#: Prints when the queue is asked.
+TELL_POLLS = """
+receive = local_queue.LocalQueue.receive
+async def told(self, *arguments):
+    print("poll", time.monotonic(), flush=True)
+    return await receive(self, *arguments)
+local_queue.LocalQueue.receive = told
+"""
+
+#: What a worker hears once whose SAS token has expired.
+EXPIRED_ONCE = """
+receive = local_queue.LocalQueue.receive
+polls = []
+async def expired_once(self, *arguments):
+    polls.append(1)
+    if len(polls) == 3:
+        raise errors.SetupError("Azure refuses access")
+    return await receive(self, *arguments)
+local_queue.LocalQueue.receive = expired_once
+"""
+
+local_only = pytest.mark.parametrize("storage_settings", ["local"], indirect=True)
+
+Program = Callable[..., "subprocess.Popen[str]"]  # the fixture below
+
+
+@pytest.fixture
+def on_salad(
+    local_settings: StorageSettings, salad_metadata_service: Any, tmp_path: Path
+) -> dict[str, str]:
+    """The environment of a worker in a container of SaladCloud's."""
+    return {
+        **os.environ,
+        "PYTHONPATH": str(ROOT),
+        "SALAD_MACHINE_ID": "6f1c",
+        "IMAGEFLEET_METADATA_URL": salad_metadata_service.url,
+        "IMAGEFLEET_STORAGE": local_settings.storage,
+        "IMAGEFLEET_MODEL": "stand-in",
+        "IMAGEFLEET_DEVICE": "cpu",
+        "IMAGEFLEET_LORA_CACHE": str(tmp_path / "cache"),
+        "IMAGEFLEET_POLL_SECONDS": "1",
+        "IMAGEFLEET_DEPTH_SECONDS": "0",
+    }
+
+
+@pytest.fixture
+def start(on_salad: dict[str, str]) -> Iterator[Program]:
+    """Starts a worker process; whatever still runs at the end of the test is killed."""
+    started: list[subprocess.Popen[str]] = []
+
+    def begin(
+        changes: str = "", engine: str = "StandInEngine()", **settings: str
+    ) -> subprocess.Popen[str]:
+        variables = {f"IMAGEFLEET_{name.upper()}": value for name, value in settings.items()}
+        begun = subprocess.Popen(
+            [sys.executable, "-c", PROGRAM.format(changes=changes, engine=engine)],
+            env={**on_salad, **variables},
+            stdin=subprocess.DEVNULL,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            text=True,
+        )
+        started.append(begun)
+        return begun
+
+    yield begin
+    for each in started:
+        each.kill()
+        each.communicate()
+
+
+@pytest.fixture
+def port() -> int:
+    """A port that nobody listens on."""
+    with socket.create_server(("127.0.0.1", 0)) as bound:
+        return int(bound.getsockname()[1])
+
+
+@pytest.fixture
+async def home(local_settings: StorageSettings) -> AsyncIterator[Storage]:
+    """A home that is there."""
+    async with homes.open_storage(local_settings) as opened:
+        await opened.create()
+        yield opened
+
+
+async def end(worker: subprocess.Popen[str]) -> str:
+    output, _ = await asyncio.to_thread(worker.communicate, timeout=30)
+    return output
+
+
+async def until(condition: Callable[[], Any]) -> None:
+    async with asyncio.timeout(30):
+        while not condition():
+            await asyncio.sleep(0.02)
+
+
+async def depth_is(home: Storage, messages: int) -> None:
+    async with asyncio.timeout(30):
+        while (await home.queue.depth()).messages != messages:
+            await asyncio.sleep(0.02)
+
+
+async def line_with(worker: subprocess.Popen[str], words: str) -> str:
+    """The next line that the worker prints with these words in it."""
+    assert worker.stdout is not None
+    async with asyncio.timeout(30):
+        while line := await asyncio.to_thread(worker.stdout.readline):
+            if words in line:
+                return line
+    raise AssertionError(f"the worker ended without saying {words!r}")
+
+
+async def test_an_empty_queue_is_looked_at_ever_more_rarely_and_ends_no_worker(
+    home: Storage, start: Program
+) -> None:
+    worker = start(TELL_POLLS, until_empty="yes")
+    polls = [float((await line_with(worker, "poll ")).split()[1]) for _ in range(9)]
+    assert worker.poll() is None, "the worker ended at an empty queue"
+    worker.send_signal(signal.SIGTERM)
+    output = await end(worker)
+
+    assert worker.returncode == 0, output
+    pauses = [after - before for before, after in itertools.pairwise(polls)]
+    assert pauses[0] < 0.3
+    assert all(0.45 < pause < 1.3 for pause in pauses[4:]), pauses
+    assert len({round(pause, 2) for pause in pauses[4:]}) > 1, "every worker asks in step"
+
+
+async def test_storage_that_is_gone_at_the_start_is_waited_for_and_the_probes_are_told(
+    local_settings: StorageSettings, start: Program, port: int
+) -> None:
+    worker = start(port=str(port))
+    line = json.loads(await line_with(worker, "setup_awaited"))
+    assert (line["severity"], line["error"]) == ("ERROR", "SetupError")
+    assert "there is no queue" in line["message"]
+    async with aiohttp.ClientSession(f"http://127.0.0.1:{port}") as client:
+
+        async def status(path: str) -> int:
+            async with client.get(path) as answer:
+                return answer.status
+
+        # A probe that fails would cost the group this node, which is as good as any other.
+        assert [await status(path) for path in ("/started", "/live", "/ready")] == [200, 200, 503]
+        async with client.get("/metrics") as answer:
+            assert "imagefleet_waiting_for_operator" in await answer.text()
+    async with homes.open_storage(local_settings) as home:
+        await home.create()
+        await home.queue.send(['{"prompt": "a house", "id": "j"}'])
+        await depth_is(home, 0)
+        assert [name async for name in home.blobs.names()] == ["default/j.png"]
+    worker.send_signal(signal.SIGTERM)
+    output = await end(worker)
+    assert worker.returncode == 0, output
+
+
+async def test_a_token_that_expires_in_the_middle_is_waited_for_and_the_work_goes_on(
+    home: Storage, start: Program, port: int
+) -> None:
+    worker = start(EXPIRED_ONCE, port=str(port))
+    await line_with(worker, "setup_awaited")
+    await home.queue.send(['{"prompt": "a house", "id": "j"}'])
+    await depth_is(home, 0)
+    async with (
+        aiohttp.ClientSession(f"http://127.0.0.1:{port}") as client,
+        client.get("/metrics") as answer,
+    ):
+        series = [line.rpartition(" ")[0] for line in (await answer.text()).splitlines()]
+    assert len(series) == len(set(series)), "the first pipeline is still told of"
+    worker.send_signal(signal.SIGTERM)
+    output = await end(worker)
+    assert worker.returncode == 0, output
+
+
+async def test_storage_that_never_comes_ends_a_worker_without_blaming_the_node(
+    start: Program, salad_metadata_service: Any
+) -> None:
+    worker = start(setup_patience_seconds="1")
+    output = await end(worker)
+
+    assert worker.returncode == 0, output
+    assert output.count("setup_awaited") >= 2
+    assert "setup_given_up" in output
+    assert salad_metadata_service.reasons == []
+
+
+async def test_a_signal_ends_the_waiting(start: Program) -> None:
+    worker = start("patience.FIRST_PAUSE_SECONDS = 60")
+    await line_with(worker, "setup_awaited")
+    worker.send_signal(signal.SIGTERM)
+    output = await end(worker)
+
+    assert worker.returncode == 0, output
+
+
+async def test_a_node_that_is_too_slow_three_times_is_given_back_once_before_any_job(
+    home: Storage, start: Program, salad_metadata_service: Any
+) -> None:
+    await home.queue.send(['{"prompt": "a house", "id": "j"}'])
+    worker = start(
+        engine="StandInEngine(capacity=1, tick_seconds=0.05)", min_images_per_second="100"
+    )
+    await until(lambda: salad_metadata_service.reasons)
+    await asyncio.sleep(0.5)
+
+    assert worker.poll() is None, "it must stay until it is stopped"
+    assert len(salad_metadata_service.reasons) == 1
+    assert "less than 100 (--min-images-per-second)" in salad_metadata_service.reasons[0]
+    assert (await home.queue.receive(1, 30))[0].delivery_count == 1
+    worker.send_signal(signal.SIGTERM)
+    output = await end(worker)
+    assert worker.returncode == 0, output
+    assert json.loads(line_of(output, "node_check"))["passed"] is False
+
+
+async def test_a_broken_node_that_is_not_ended_in_time_ends_with_the_code_for_another_one(
+    home: Storage, start: Program, salad_metadata_service: Any
+) -> None:
+    await home.queue.send(['{"prompt": "a house", "id": "j"}'])
+    worker = start("replacement.STAY_SECONDS = 0.2", engine="StandInEngine(draw=broken)")
+    output = await end(worker)
+
+    assert worker.returncode == 3, output
+    assert salad_metadata_service.reasons == ["the GPU fell off the bus"]
+    assert len(await home.queue.receive(1, 30)) == 1, "the job was not handed back"
+
+
+async def test_a_broken_node_with_nobody_to_ask_ends_at_once_with_that_code(
+    home: Storage, start: Program
+) -> None:
+    await home.queue.send(['{"prompt": "a house", "id": "j"}'])
+    worker = start(engine="StandInEngine(draw=broken)", metadata_url="http://127.0.0.1:9")
+    output = await end(worker)
+
+    assert worker.returncode == 3, output
+    assert "reallocation_failed" in output
+
+
+async def test_the_deletion_cost_rises_with_the_work_in_hand_and_falls_to_nothing(
+    home: Storage, start: Program, salad_metadata_service: Any
+) -> None:
+    await home.queue.send(f'{{"prompt": "a house", "id": "j{number}"}}' for number in range(12))
+    start(
+        "from worker import deletion_cost; deletion_cost.EVERY_SECONDS = 0.1",
+        engine="StandInEngine(capacity=4, tick_seconds=0.3)",
+    )
+    await until(lambda: salad_metadata_service.deletion_costs[-1:] == [0])
+
+    costs = salad_metadata_service.deletion_costs
+    assert max(costs) >= 4
+    assert costs.index(0) == len(costs) - 1
+    assert len(costs) <= 6, "told though it hardly changed"
+
+
+async def absent(_: web.Request) -> web.StreamResponse:
+    raise ConnectionResetError
+
+
+async def slow(_: web.Request) -> web.StreamResponse:
+    await asyncio.sleep(1)
+    return web.Response()
+
+
+def answering(status: int) -> Callable[[web.Request], Any]:
+    async def answer(_: web.Request) -> web.StreamResponse:
+        return web.Response(status=status, text="<html>no</html>", content_type="text/html")
+
+    return answer
+
+
+@local_only
+@pytest.mark.parametrize(
+    "broken",
+    [absent, slow, answering(403), answering(500), answering(200)],
+    ids=["absent", "slow", "403", "500", "html"],
+)
+async def test_a_metadata_service_that_fails_costs_no_image(
+    broken: Any,
+    storage: Storage,
+    storage_settings: StorageSettings,
+    salad_metadata_service: Any,
+    tmp_path: Path,
+    caplog: pytest.LogCaptureFixture,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr("worker.deletion_cost.EVERY_SECONDS", 0.02)
+    monkeypatch.setattr(
+        "jobs.salad_metadata.find_metadata",
+        lambda address: salad_metadata.SaladMetadata(address, timeout_seconds=0.1),
+    )
+    salad_metadata_service.broken = broken
+    await storage.queue.send(f'{{"prompt": "a house", "id": "j{number}"}}' for number in range(20))
+    ends: list[Outcome] = []
+
+    def settled(outcome: Outcome) -> None:
+        ends.append(outcome)
+        if len(ends) == 20:
+            os.kill(os.getpid(), signal.SIGTERM)
+
+    report = await asyncio.wait_for(
+        process.run_worker(
+            WorkerSettings(
+                **storage_settings.model_dump(),
+                model=Path("stand-in"),
+                device="cpu",
+                lora_cache=tmp_path / "cache",
+                metadata_url=salad_metadata_service.url,
+                depth_seconds=0,
+            ),
+            load=lambda: StandInEngine(tick_seconds=0.1),
+            on_settled=settled,
+        ),
+        20,
+    )
+
+    assert report.jobs == {"completed": 20}
+    told = [record for record in caplog.records if "deletion cost" in record.getMessage()]
+    assert len(told) == 1, "a failure is told once"
+
+
+def line_of(output: str, action: str) -> str:
+    return next(line for line in output.splitlines() if re.search(f'"action": "{action}"', line))
