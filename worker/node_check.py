@@ -270,5 +270,7 @@ def _images_per_second(engine: contract.Engine) -> float:
 
 
 def _existing(folder: Path) -> Path:
-    """The folder, or the nearest one above it that is there."""
-    return next(each for each in (folder.absolute(), *folder.absolute().parents) if each.exists())
+    """The folder, or the nearest one above it that is there and may be looked at."""
+    while not os.access(folder, os.F_OK):
+        folder = folder.absolute().parent
+    return folder

@@ -238,10 +238,10 @@ class Pipeline:
                         )
 
     async def _watch_node(self) -> None:
-        """Leaves a node that works badly; goes on with it where no other is given.
+        """Finishes what is in hand on a node that works badly; goes on where no other is given.
 
         Raises:
-            NodeError: nobody can be asked for another node, or it did not come.
+            NodeError: another node is on its way, or there is nobody to ask for one.
         """
         while True:
             reason = await self._watch.broken()
@@ -250,13 +250,10 @@ class Pipeline:
             with contextlib.suppress(TimeoutError):
                 async with asyncio.timeout(LAST_JOBS_SECONDS):
                     await self.settler.nothing_in_hand.wait()
-            if self._replacement.is_possible:
-                if not await self._replacement.ask(reason):
-                    self._puller.resume()
-                    self.ready = True
-                    continue
-                await self._replacement.stay()
-            raise errors.NodeError(reason)
+            if not self._replacement.is_possible or await self._replacement.ask(reason):
+                raise errors.NodeError(reason)
+            self._puller.resume()
+            self.ready = True
 
     def _why_idle(self) -> str:
         return self._puller.why_idle()

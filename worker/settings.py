@@ -165,13 +165,15 @@ class WorkerSettings(TelemetrySettings):
         description="Failed images in a row after which the node counts as broken.",
     )
     host: str = Field(
-        default="127.0.0.1", description="Address of /metrics, /live and /ready; 0.0.0.0 for all."
+        default="127.0.0.1",
+        description="Address of /metrics, /started, /live and /ready; 0.0.0.0 for all.",
     )
     port: int = Field(
         default=0,
         ge=0,
         le=65_535,
-        description="Port of /metrics, /live and /ready; 0 takes any free one and logs it.",
+        description="Port of /metrics, /started, /live and /ready; 0 takes any free one and logs"
+        " it; probes (`imagefleet health`) need one of your choice.",
     )
     start_up_seconds: float | None = Field(
         default=None,

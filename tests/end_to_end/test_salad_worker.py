@@ -268,6 +268,30 @@ async def test_a_node_that_is_too_slow_three_times_is_given_back_once_before_any
     assert json.loads(line_of(output, "node_check"))["passed"] is False
 
 
+async def test_a_node_that_works_too_slowly_in_three_windows_is_given_back_once(
+    home: Storage, start: Program, salad_metadata_service: Any
+) -> None:
+    await home.queue.send(f'{{"prompt": "a house", "id": "j{number}"}}' for number in range(200))
+    # Fast enough for the check of the start; but 16x16 pixels are a thousandth of a whole image.
+    worker = start(
+        "from worker import node_watch; node_watch.WINDOW_SECONDS = 0.2",
+        engine="StandInEngine(tick_seconds=0.02)",
+        min_images_per_second="1",
+        prefetch_seconds="0",
+    )
+    await until(lambda: salad_metadata_service.reasons)
+    left = (await home.queue.depth()).messages
+    await asyncio.sleep(1)
+
+    assert worker.poll() is None, "it must stay until it is stopped"
+    assert len(salad_metadata_service.reasons) == 1
+    depth = await home.queue.depth()
+    assert (depth.messages, depth.leased) == (left, 0), "it took work again"
+    worker.send_signal(signal.SIGTERM)
+    output = await end(worker)
+    assert worker.returncode == 0, output
+
+
 async def test_a_broken_node_that_is_not_ended_in_time_ends_with_the_code_for_another_one(
     home: Storage, start: Program, salad_metadata_service: Any
 ) -> None:
