@@ -1,8 +1,8 @@
 """Before the first job: whether this node can do the work at all.
 
-The cheap looks (GPU, memory, disk) are taken everywhere and told; an image is drawn and a blob
-sent only where a limit asks for it. What is missed, is missed three times before it counts: a
-node that is given up is kept from the group for 48 hours.
+The disk is looked at everywhere and told; the GPU is asked, an image drawn and a blob sent only
+where a limit says so: on SaladCloud, or by a setting. What is measured counts against a node when
+it is missed three times, since a node that is given up is kept from the group for 48 hours.
 """
 
 from __future__ import annotations
@@ -183,8 +183,8 @@ class NodeCheck(Collector):
 
     def _look_at_gpu(self) -> None:
         least, device = self._limits.free_gpu_bytes, self._settings.device
-        # Where no GPU is rented, `auto` may well mean the CPU.
-        if device == "cpu" or (device == "auto" and not least):
+        # Where no GPU is rented, `auto` may mean the CPU, and a wrong number is the operator's.
+        if device == "cpu" or not least:
             return
         from worker.engine import cuda_check  # torch takes seconds to load
 

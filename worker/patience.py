@@ -7,7 +7,8 @@ after the other, or restart in a loop; all of them billed. They wait instead, as
 longer pauses, and say so in the log, in the metrics and to the probes (`/started` and `/live` are
 true, `/ready` is not). A credential that is renewed, from a file or a broker, is met half way.
 
-After `--setup-patience-seconds` a worker ends with code 0: it is not the node's fault.
+After `--setup-patience-seconds` a worker ends with code 0: it is not the node's fault. What is
+wrong before there is a worker, a setting of an unknown name say, still ends with code 2 at once.
 """
 
 from __future__ import annotations

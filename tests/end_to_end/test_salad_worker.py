@@ -19,6 +19,7 @@ import aiohttp
 import pytest
 from aiohttp import web
 
+from fleet import health
 from jobs import homes, salad_metadata
 from jobs.settings import StorageSettings
 from jobs.storage import Storage
@@ -302,6 +303,27 @@ async def test_a_broken_node_that_is_not_ended_in_time_ends_with_the_code_for_an
     assert worker.returncode == 3, output
     assert salad_metadata_service.reasons == ["the GPU fell off the bus"]
     assert len(await home.queue.receive(1, 30)) == 1, "the job was not handed back"
+
+
+async def test_a_gpu_that_hangs_is_not_live_and_its_node_is_given_back(
+    home: Storage, start: Program, salad_metadata_service: Any, port: int
+) -> None:
+    await home.queue.send(['{"prompt": "a house", "id": "j"}'])
+    worker = start(
+        "replacement.STAY_SECONDS = 1",
+        engine="StandInEngine(tick_seconds=60)",
+        stall_seconds="1",
+        port=str(port),
+    )
+    await until(lambda: salad_metadata_service.reasons)
+    assert await asyncio.to_thread(health.ask, "live", "127.0.0.1", port) == (
+        False,
+        "the engine hangs",
+    )
+    output = await end(worker)
+    assert worker.returncode == 3, output
+    assert len(salad_metadata_service.reasons) == 1
+    assert "it hangs" in salad_metadata_service.reasons[0]
 
 
 async def test_a_broken_node_with_nobody_to_ask_ends_at_once_with_that_code(
