@@ -12,6 +12,7 @@ from fleet import (
     bench,
     console,
     demo,
+    deploy,
     exporter,
     failed,
     health,
@@ -62,6 +63,7 @@ app.command("exporter")(exporter.command)
 app.add_typer(failed.app, name="failed", short_help="Lists, replays and discards failed jobs.")
 app.command("plan")(plan.command)
 app.command("report")(report.command)
+app.add_typer(deploy.app, name="deploy", short_help="Deploys workers to where the GPUs are.")
 app.command("prompt")(prompt.command)
 app.add_typer(bench.app, name="bench", short_help="Measures how fast this machine is.")
 

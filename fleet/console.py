@@ -7,7 +7,7 @@ import json
 import os
 import sys
 import threading
-from collections.abc import Coroutine, Iterator, Mapping
+from collections.abc import Coroutine, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any, NoReturn, TypeVar
 
@@ -72,8 +72,8 @@ def print_error(message: str) -> None:
         stderr.print(Text(f"error: {line}", style="red"), soft_wrap=True)
 
 
-def print_json(record: Mapping[str, Any]) -> None:
-    """One JSON object on stdout, untouched by the terminal's width and colours."""
+def print_json(record: Mapping[str, Any] | Sequence[Any]) -> None:
+    """One JSON object (or list) on stdout, untouched by the terminal's width and colours."""
     sys.stdout.write(json.dumps(record, ensure_ascii=False, indent=2) + "\n")
     # A reader that has gone (`| head`) must show here, not as noise when Python exits.
     sys.stdout.flush()

@@ -2,17 +2,35 @@
 
 from __future__ import annotations
 
+import importlib.util
 import os
 import subprocess
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from fleet import cli
 
 COMMAND = Path(sys.executable).with_name("imagefleet")
+
+#: What no output may ever show.
+SECRET = "sv=2024-11-04&sp=up&sig=aB%2FcD3cReT%3D"
+
+FLEET = """\
+name: sd15-batch
+organization: acme
+project: default
+api: {url}
+image: ghcr.io/acme/imagefleet@sha256:{digest}
+replicas: 750
+gpus: [RTX 3060 Ti]
+environment:
+  IMAGEFLEET_STORAGE: https://acmeimages.blob.core.windows.net
+  IMAGEFLEET_QUEUE_SAS: {{env: QUEUE_SAS}}
+"""
 
 Imagefleet = Callable[..., "subprocess.CompletedProcess[str]"]
 
@@ -53,3 +71,33 @@ def in_process(
         )
 
     return run
+
+
+@pytest.fixture(scope="session")
+def salad_module() -> Any:
+    """tests/fleet/salad_fake.py; tests are no package that it could be imported from."""
+    path = Path(__file__).with_name("salad_fake.py")
+    spec = importlib.util.spec_from_file_location("salad_fake", path)
+    assert spec is not None
+    assert spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    sys.modules[spec.name] = module
+    spec.loader.exec_module(module)
+    return module
+
+
+@pytest.fixture
+def salad(salad_module: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
+    """A SaladCloud of this test, and a `fleet.yaml` for it in the folder of the test."""
+    from fleet import salad_calls, salad_deployment
+
+    monkeypatch.setattr(salad_deployment, "POLL_SECONDS", 0.01)
+    monkeypatch.setattr(salad_calls, "FIRST_WAIT_SECONDS", 0.01)
+    monkeypatch.setenv("SALAD_API_KEY", salad_module.KEY)
+    monkeypatch.setenv("QUEUE_SAS", SECRET)
+    monkeypatch.setenv("no_proxy", "127.0.0.1")
+    fake = salad_module.SaladFake()
+    with salad_module.serving(fake):
+        (tmp_path / "fleet.yaml").write_text(FLEET.format(url=fake.url, digest="5" * 64))
+        yield fake
+    assert not fake.strays

@@ -1,0 +1,340 @@
+"""A SaladCloud of the test's own: its API as published, with nodes that come at each look.
+
+It follows the OpenAPI specification of SaladTechnologies/salad-cloud-docs, version
+0.9.0-alpha.17: methods, content types, required fields and bounds. A request that strays from it
+is answered 400 and kept in `strays`, which every test ends by looking at.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import threading
+import uuid
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from typing import Annotated, Any, Literal
+
+from aiohttp import web
+from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
+
+KEY = "salad-key-0123456789"
+MOMENT = "2026-11-21T12:00:00Z"
+
+Line = Annotated[str, Field(min_length=1, max_length=1000, pattern=r"^.*$")]
+Priority = Literal["high", "medium", "low", "batch"]
+
+
+class Strict(BaseModel):
+    model_config = ConfigDict(extra="forbid", strict=True)
+
+
+class Exec(Strict):
+    command: list[Annotated[str, Field(min_length=1, max_length=2048)]] = Field(
+        min_length=1, max_length=100
+    )
+
+
+class Probe(Strict):
+    exec: Exec | None = None
+    http: dict[str, Any] | None = None
+    tcp: dict[str, Any] | None = None
+    grpc: dict[str, Any] | None = None
+    initial_delay_seconds: int = Field(ge=0, le=1200)
+    period_seconds: int = Field(ge=1, le=120)
+    timeout_seconds: int = Field(ge=1, le=60)
+    success_threshold: int = Field(ge=1, le=10)
+    failure_threshold: int = Field(ge=1, le=20)
+
+
+class Resources(Strict):
+    cpu: int = Field(ge=1, le=1024)
+    memory: int = Field(ge=1024, le=1_073_741_824)
+    gpu_classes: list[str] = Field(default=[], max_length=100)
+    shm_size: int = Field(default=64, ge=64, le=1_073_741_824)
+    storage_amount: int = Field(default=2**30, ge=2**30, le=2**50)
+
+    @model_validator(mode="after")
+    def _uuids(self) -> Resources:
+        for each in self.gpu_classes:
+            uuid.UUID(each)
+        return self
+
+
+class Container(Strict):
+    image: Annotated[str, Field(min_length=1, max_length=2048)]
+    resources: Resources
+    command: list[Line] | None = Field(default=None, max_length=100)
+    priority: Priority | None = None
+    image_caching: bool = False
+    environment_variables: dict[str, Line] = {}
+    logging: dict[str, Any] | None = None
+    registry_authentication: dict[str, Any] | None = None
+
+
+class Prototype(Strict):
+    name: str = Field(pattern=r"^[a-z][a-z0-9-]{0,61}[a-z0-9]$")
+    display_name: str | None = Field(default=None, pattern=r"^[ ,-.0-9A-Za-z]{2,63}$")
+    container: Container
+    replicas: int = Field(ge=0, le=500)
+    autostart_policy: bool
+    restart_policy: Literal["always", "on_failure", "never"]
+    country_codes: list[Annotated[str, Field(pattern=r"^[a-z]{2}$")]] | None = None
+    startup_probe: Probe | None = None
+    liveness_probe: Probe | None = None
+    readiness_probe: Probe | None = None
+    networking: dict[str, Any] | None = None
+
+
+class Patch(Strict):
+    """What a fleet may patch without a restart; the specification knows more."""
+
+    replicas: int | None = Field(default=None, ge=0, le=500)
+    display_name: str | None = None
+
+
+@dataclass
+class Group:
+    """A container group; its instances come nearer to the replicas with each look at them."""
+
+    body: dict[str, Any]
+    is_stopped: bool = False
+    creating: int = 0
+    running: int = 0
+    stopping: int = 0
+
+    @property
+    def replicas(self) -> int:
+        return int(self.body["replicas"])
+
+    def step(self, nodes: int) -> None:
+        """*nodes*: how many the whole cloud has free for it."""
+        wanted = 0 if self.is_stopped else self.replicas
+        self.stopping = max(0, self.running - wanted)
+        self.running = min(self.running, wanted) + min(self.creating, max(0, wanted - self.running))
+        self.creating = max(0, min(wanted - self.running, nodes))
+
+    def record(self) -> dict[str, Any]:
+        wanted = 0 if self.is_stopped else self.replicas
+        container = {**self.body["container"]}
+        priority = container.pop("priority", "high")
+        container.pop("registry_authentication", None)
+        return {
+            "id": str(uuid.uuid5(uuid.NAMESPACE_DNS, self.body["name"])),
+            "name": self.body["name"],
+            "display_name": self.body["name"],
+            "organization_name": "acme",
+            "project_name": "default",
+            "container": {"command": None, **container},
+            "priority": priority,
+            "replicas": self.replicas,
+            "autostart_policy": True,
+            "restart_policy": self.body["restart_policy"],
+            "country_codes": self.body.get("country_codes", []),
+            "pending_change": False,
+            "version": 1,
+            "create_time": MOMENT,
+            "update_time": MOMENT,
+            "scheduled-scaling-enabled": False,
+            "scaling-actions": [],
+            "current_state": {
+                "status": "stopped" if self.is_stopped else "running",
+                "start_time": MOMENT,
+                "finish_time": MOMENT,
+                "instance_status_counts": {
+                    "allocating_count": max(0, wanted - self.running - self.creating),
+                    "creating_count": self.creating,
+                    "running_count": self.running,
+                    "stopping_count": self.stopping,
+                },
+            },
+        }
+
+
+@dataclass
+class Fault:
+    """One answer that is not what was asked for; *lands*: the request is obeyed all the same."""
+
+    status: int
+    body: str = ""
+    content_type: str = "application/json"
+    headers: dict[str, str] = field(default_factory=dict)
+    method: str | None = None
+    skips: int = 0  # so many such calls are answered first
+    lands: bool = False
+    cuts_the_line: bool = False
+
+
+class SaladFake:
+    """The state of the cloud, for a test to set and to look at."""
+
+    def __init__(self) -> None:
+        self.url = ""
+        self.groups: dict[str, Group] = {}
+        self.quota = 2000
+        self.nodes = 10_000
+        self.prices = {"batch": "0.03", "low": "0.047", "medium": "0.063", "high": "0.08"}
+        self.faults: list[Fault] = []
+        self.requests: list[tuple[str, str]] = []
+        self.strays: list[str] = []
+        self.most_at_once = 0
+
+    def count(self, method: str) -> int:
+        return sum(each == method for each, _ in self.requests)
+
+    def app(self) -> web.Application:
+        app = web.Application(middlewares=[self._guard])
+        containers = "/organizations/acme/projects/default/containers"
+        app.router.add_get(containers, self._list)
+        app.router.add_post(containers, self._create)
+        app.router.add_get(containers + "/{name}", self._get)
+        app.router.add_patch(containers + "/{name}", self._patch)
+        app.router.add_delete(containers + "/{name}", self._delete)
+        app.router.add_post(containers + "/{name}/start", self._start)
+        app.router.add_post(containers + "/{name}/stop", self._stop)
+        app.router.add_get("/organizations/acme/quotas", self._quotas)
+        app.router.add_get("/organizations/acme/gpu-classes", self._gpu_classes)
+        return app
+
+    @web.middleware
+    async def _guard(self, request: web.Request, handler: Any) -> web.StreamResponse:
+        self.requests.append((request.method, request.path))
+        if request.headers.get("Salad-Api-Key") != KEY:
+            return problem(401, "Unauthorized")
+        fault = next((each for each in self.faults if each.method in {None, request.method}), None)
+        if fault is not None and fault.skips:
+            fault.skips -= 1
+            fault = None
+        if fault is None:
+            return await self._served(request, handler)
+        self.faults.remove(fault)
+        if fault.lands:
+            await self._served(request, handler)
+        if fault.cuts_the_line:
+            assert request.transport is not None
+            request.transport.close()
+        return web.Response(
+            status=fault.status,
+            text=fault.body,
+            content_type=fault.content_type,
+            headers=fault.headers,
+        )
+
+    async def _served(self, request: web.Request, handler: Any) -> web.StreamResponse:
+        try:
+            response: web.StreamResponse = await handler(request)
+        except web.HTTPException as error:
+            return problem(error.status, error.reason)
+        except (ValidationError, ValueError) as error:
+            self.strays.append(f"{request.method} {request.path}: {error}")
+            return problem(400, str(error))
+        return response
+
+    async def _list(self, request: web.Request) -> web.Response:
+        for group in self.groups.values():
+            free = self.nodes - sum(each.running + each.creating for each in self.groups.values())
+            group.step(max(0, free + group.creating))
+        running = sum(each.running for each in self.groups.values())
+        self.most_at_once = max(self.most_at_once, running)
+        return web.json_response({"items": [each.record() for each in self.groups.values()]})
+
+    async def _create(self, request: web.Request) -> web.Response:
+        if request.content_type != "application/json":
+            raise ValueError(f"a creation of content type {request.content_type}")
+        body = Prototype.model_validate(await request.json()).model_dump(exclude_unset=True)
+        if body["name"] in self.groups:
+            return problem(400, f"a container group named {body['name']} exists already")
+        if self._used + body["replicas"] > self.quota:
+            return problem(403, "the quota is exceeded")
+        self.groups[body["name"]] = Group(body)
+        return web.json_response(self.groups[body["name"]].record(), status=201)
+
+    async def _get(self, request: web.Request) -> web.Response:
+        return web.json_response(self._group(request).record())
+
+    async def _patch(self, request: web.Request) -> web.Response:
+        group = self._group(request)
+        if request.content_type != "application/merge-patch+json":
+            raise ValueError(f"a patch of content type {request.content_type}")
+        patch = Patch.model_validate(await request.json()).model_dump(exclude_unset=True)
+        more = patch.get("replicas", group.replicas) - group.replicas
+        if self._used + more > self.quota:
+            return problem(403, "the quota is exceeded")
+        group.body.update(patch)
+        return web.json_response(group.record())
+
+    async def _delete(self, request: web.Request) -> web.Response:
+        del self.groups[self._group(request).body["name"]]
+        return web.Response(status=202)
+
+    async def _start(self, request: web.Request) -> web.Response:
+        self._group(request).is_stopped = False
+        return web.Response(status=202)
+
+    async def _stop(self, request: web.Request) -> web.Response:
+        group = self._group(request)
+        if group.is_stopped:
+            return problem(400, "it is stopped")
+        group.is_stopped = True
+        return web.Response(status=202)
+
+    async def _quotas(self, request: web.Request) -> web.Response:
+        quotas = {
+            "container_replicas_quota": self.quota,
+            "container_replicas_used": self._used,
+        }
+        return web.json_response({"container_groups_quotas": quotas})
+
+    async def _gpu_classes(self, request: web.Request) -> web.Response:
+        classes = {
+            "RTX 3060 Ti (8 GB)": "cb6c1931-89b6-4f76-976f-54047320ccc6",
+            "RTX 3070 (8 GB)": "951131f6-5acf-489c-b303-0906be8b26ef",
+            "RTX 6070 (16 GB)": "11111111-2222-4333-8444-555555555555",  # newer than our table
+        }
+        prices = [{"priority": name, "price": price} for name, price in self.prices.items()]
+        items = [{"id": key, "name": name, "prices": prices} for name, key in classes.items()]
+        return web.json_response({"items": items})
+
+    @property
+    def _used(self) -> int:
+        return sum(group.replicas for group in self.groups.values())
+
+    def _group(self, request: web.Request) -> Group:
+        try:
+            return self.groups[request.match_info["name"]]
+        except KeyError:
+            raise web.HTTPNotFound from None
+
+
+def problem(status: int, detail: str) -> web.Response:
+    """An error as the API's `ProblemDetails`."""
+    return web.json_response(
+        {"title": "Problem", "status": status, "detail": detail[:2000]},
+        status=status,
+        content_type="application/problem+json",
+    )
+
+
+@contextmanager
+def serving(fake: SaladFake) -> Iterator[SaladFake]:
+    """The fake at `fake.url`, in a thread: a command under test has the main one."""
+    loop = asyncio.new_event_loop()
+    thread = threading.Thread(target=loop.run_forever, name="salad-fake")
+    thread.start()
+
+    async def start() -> web.AppRunner:
+        runner = web.AppRunner(fake.app(), shutdown_timeout=0.1)
+        await runner.setup()
+        site = web.TCPSite(runner, "127.0.0.1", 0)
+        await site.start()
+        fake.url = f"http://127.0.0.1:{runner.addresses[0][1]}"
+        return runner
+
+    runner = asyncio.run_coroutine_threadsafe(start(), loop).result(10)
+    try:
+        yield fake
+    finally:
+        asyncio.run_coroutine_threadsafe(runner.cleanup(), loop).result(10)
+        loop.call_soon_threadsafe(loop.stop)
+        thread.join(10)
+        loop.close()

@@ -1,0 +1,354 @@
+"""`imagefleet deploy salad` against a SaladCloud of the test's own."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+Imagefleet = Callable[..., "subprocess.CompletedProcess[str]"]  # the fixture of conftest.py
+
+
+def edit(folder: Path, old: str, new: str) -> None:
+    path = folder / "fleet.yaml"
+    text = path.read_text()
+    assert old in text
+    path.write_text(text.replace(old, new))
+
+
+def replicas(salad: Any) -> list[int]:
+    return [group.replicas for group in salad.groups.values()]
+
+
+def test_750_replicas_are_two_groups(salad: Any, in_process: Imagefleet) -> None:
+    ended = in_process("deploy", "salad", "apply", "--yes")
+
+    assert ended.returncode == 0, ended.stderr
+    assert replicas(salad) == [375, 375]
+    assert [name.rpartition("-")[2] for name in salad.groups] == ["1", "2"]
+    assert "$22.50 an hour" in ended.stderr
+    assert "$540.00 a day" in ended.stderr
+
+
+def test_applying_twice_changes_nothing(salad: Any, in_process: Imagefleet) -> None:
+    in_process("deploy", "salad", "apply", "--yes")
+    asked = len(salad.requests)
+
+    ended = in_process("deploy", "salad", "apply")
+
+    assert "is as the file says" in ended.stderr
+    assert {method for method, _ in salad.requests[asked:]} == {"GET"}
+
+
+def test_money_is_not_spent_unasked(salad: Any, in_process: Imagefleet) -> None:
+    ended = in_process("deploy", "salad", "apply")
+
+    assert ended.returncode == 2
+    assert "--yes" in ended.stderr
+    assert not salad.groups
+
+
+def test_a_look_before_applying_changes_nothing(salad: Any, in_process: Imagefleet) -> None:
+    ended = in_process("deploy", "salad", "apply", "--dry-run")
+
+    assert ended.returncode == 0
+    assert ended.stderr.count("to create:") == 2
+    assert not salad.groups
+
+
+def test_a_half_created_deployment_is_resumed(
+    salad: Any, salad_module: Any, in_process: Imagefleet
+) -> None:
+    salad.faults = [salad_module.Fault(403, '{"title": "Forbidden"}', method="POST", skips=1)]
+    first = in_process("deploy", "salad", "apply", "--yes")
+    assert first.returncode == 2
+    assert "Forbidden" in first.stderr
+    assert replicas(salad) == [375]
+
+    ended = in_process("deploy", "salad", "apply", "--yes")
+
+    assert ended.returncode == 0, ended.stderr
+    assert replicas(salad) == [375, 375]
+    assert ended.stderr.count("to create:") == 1
+
+
+def test_a_call_too_many_waits_as_told(
+    salad: Any, salad_module: Any, in_process: Imagefleet
+) -> None:
+    salad.faults = [
+        salad_module.Fault(429, headers={"Retry-After": "0"}, method="POST"),
+        salad_module.Fault(429, headers={"Retry-After": "0"}, method="GET"),
+    ]
+
+    ended = in_process("deploy", "salad", "apply", "--yes")
+
+    assert ended.returncode == 0, ended.stderr
+    assert replicas(salad) == [375, 375]
+    assert salad.count("POST") == 3
+
+
+def test_a_creation_whose_answer_is_lost_is_made_once(
+    salad: Any, salad_module: Any, in_process: Imagefleet
+) -> None:
+    salad.faults = [
+        salad_module.Fault(0, method="POST", lands=True, cuts_the_line=True),
+        salad_module.Fault(504, method="POST", lands=True),
+    ]
+
+    ended = in_process("deploy", "salad", "apply", "--yes")
+
+    assert ended.returncode == 0, ended.stderr
+    assert replicas(salad) == [375, 375]
+
+
+def test_a_page_of_html_becomes_a_sentence(
+    salad: Any, salad_module: Any, in_process: Imagefleet
+) -> None:
+    page = "<html><head><title>403 Blocked</title></head><body><h1>No!</h1></body></html>"
+    salad.faults = [salad_module.Fault(403, page, "text/html", method="POST")]
+
+    ended = in_process("deploy", "salad", "apply", "--yes")
+
+    assert ended.returncode == 2
+    last = ended.stderr.strip().splitlines()[-1]
+    assert "HTTP 403" in last
+    assert "403 Blocked" in last
+    assert "<" not in last
+
+
+def test_a_gateway_that_is_down_is_outlived(
+    salad: Any, salad_module: Any, in_process: Imagefleet
+) -> None:
+    page = "<html><title>502 Bad Gateway</title></html>"
+    salad.faults = [salad_module.Fault(502, page, "text/html") for _ in range(3)]
+
+    ended = in_process("deploy", "salad", "apply", "--yes")
+
+    assert ended.returncode == 0, ended.stderr
+    assert replicas(salad) == [375, 375]
+
+
+def test_a_quota_that_is_too_small_is_told_before_anything_is_created(
+    salad: Any, in_process: Imagefleet
+) -> None:
+    salad.quota = 500
+
+    ended = in_process("deploy", "salad", "apply", "--yes")
+
+    assert ended.returncode == 2
+    assert "quota is 500 replicas" in ended.stderr
+    assert "750 more do not fit" in ended.stderr
+    assert salad.count("POST") == 0
+
+
+def test_a_slip_in_a_gpu_class_has_a_suggestion(
+    salad: Any, in_process: Imagefleet, tmp_path: Path
+) -> None:
+    edit(tmp_path, "RTX 3060 Ti", "RTX 3060 Tii")
+
+    for arguments in (["apply", "--yes"], ["--dry-run"]):
+        ended = in_process("deploy", "salad", *arguments)
+
+        assert ended.returncode == 2
+        assert "did you mean" in ended.stderr
+        assert "RTX 3060 Ti 8GB" in ended.stderr
+
+
+def test_a_class_that_is_newer_than_our_table_is_taken_from_the_api(
+    salad: Any, in_process: Imagefleet, tmp_path: Path
+) -> None:
+    edit(tmp_path, "RTX 3060 Ti", "RTX 6070")
+
+    ended = in_process("deploy", "salad", "apply", "--yes")
+
+    assert ended.returncode == 0, ended.stderr
+    group = next(iter(salad.groups.values()))
+    assert group.body["container"]["resources"]["gpu_classes"] == [
+        "11111111-2222-4333-8444-555555555555"
+    ]
+
+
+def test_more_replicas_restart_nobody(salad: Any, in_process: Imagefleet, tmp_path: Path) -> None:
+    in_process("deploy", "salad", "apply", "--yes")
+    names = set(salad.groups)
+    edit(tmp_path, "replicas: 750", "replicas: 900")
+
+    in_process("deploy", "salad", "apply", "--yes")
+
+    assert set(salad.groups) == names
+    assert replicas(salad) == [450, 450]
+
+
+def test_a_changed_file_rolls_a_second_set_in_before_the_first_is_gone(
+    salad: Any, in_process: Imagefleet, tmp_path: Path
+) -> None:
+    in_process("deploy", "salad", "apply", "--yes")
+    for _ in range(3):
+        in_process("deploy", "salad", "status")
+    first = set(salad.groups)
+    assert sum(group.running for group in salad.groups.values()) == 750
+    edit(tmp_path, "environment:", "environment:\n  IMAGEFLEET_MAX_BATCH: 4")
+
+    ended = in_process("deploy", "salad", "apply", "--yes")
+
+    assert ended.returncode == 0, ended.stderr
+    assert not first & set(salad.groups)
+    assert replicas(salad) == [375, 375]
+    assert sum(group.running for group in salad.groups.values()) >= 600
+    # Never a restart in place: replicas are all that is ever patched, or the fake would say so.
+    assert salad.most_at_once > 750
+
+
+def test_a_new_set_that_does_not_come_up_leaves_the_old_one_at_work(
+    salad: Any, in_process: Imagefleet, tmp_path: Path
+) -> None:
+    in_process("deploy", "salad", "apply", "--yes")
+    for _ in range(3):
+        in_process("deploy", "salad", "status")
+    old = dict(salad.groups)
+    salad.nodes = 800
+    edit(tmp_path, "environment:", "environment:\n  IMAGEFLEET_MAX_BATCH: 4")
+
+    ended = in_process("deploy", "salad", "apply", "--yes", "--wait-minutes", "0.005")
+
+    assert ended.returncode == 1
+    assert "Nothing was undone" in ended.stderr
+    assert sum(group.running for group in old.values()) == 750
+
+    salad.nodes = 10_000
+    again = in_process("deploy", "salad", "apply", "--yes")
+
+    assert again.returncode == 0, again.stderr
+    assert not set(old) & set(salad.groups)
+
+
+def test_both_sets_of_a_rolling_change_count_against_the_quota(
+    salad: Any, in_process: Imagefleet, tmp_path: Path
+) -> None:
+    salad.quota = 1000
+    in_process("deploy", "salad", "apply", "--yes")
+    edit(tmp_path, "environment:", "environment:\n  IMAGEFLEET_MAX_BATCH: 4")
+
+    ended = in_process("deploy", "salad", "apply", "--yes")
+
+    assert ended.returncode == 2
+    assert "750 more do not fit" in ended.stderr
+
+
+def test_a_group_that_was_changed_in_the_portal_is_not_overlooked(
+    salad: Any, in_process: Imagefleet
+) -> None:
+    in_process("deploy", "salad", "apply", "--yes")
+    next(iter(salad.groups.values())).body["container"]["image"] = "somebody/elses:latest"
+
+    ended = in_process("deploy", "salad", "apply", "--yes")
+
+    assert ended.returncode == 2
+    assert "was changed outside of this file (image)" in ended.stderr
+
+
+def test_scaling_spreads_over_the_groups(salad: Any, in_process: Imagefleet) -> None:
+    in_process("deploy", "salad", "apply", "--yes")
+
+    down = in_process("deploy", "salad", "scale", "301")
+    assert down.returncode == 0, down.stderr
+    assert replicas(salad) == [151, 150]
+
+    up = in_process("deploy", "salad", "scale", "900")
+    assert up.returncode == 2  # nobody to ask
+    assert replicas(salad) == [151, 150]
+
+    up = in_process("deploy", "salad", "scale", "1001", "--yes")
+    assert up.returncode == 2
+    assert "apply --replicas 1001" in up.stderr
+
+
+def test_draining_waits_until_the_instances_are_gone_and_stops(
+    salad: Any, in_process: Imagefleet
+) -> None:
+    in_process("deploy", "salad", "apply", "--yes")
+    for _ in range(3):
+        in_process("deploy", "salad", "status")
+
+    ended = in_process("deploy", "salad", "drain", "--yes")
+
+    assert ended.returncode == 0, ended.stderr
+    assert replicas(salad) == [0, 0]
+    assert all(group.is_stopped and not group.running for group in salad.groups.values())
+
+    again = in_process("deploy", "salad", "apply", "--yes")
+    assert again.returncode == 0, again.stderr
+    assert replicas(salad) == [375, 375]
+    assert not any(group.is_stopped for group in salad.groups.values())
+
+
+def test_deleting_leaves_other_fleets_alone(salad: Any, in_process: Imagefleet) -> None:
+    in_process("deploy", "salad", "apply", "--yes")
+    other = next(iter(salad.groups.values()))
+    salad.groups["sd15-batch-two-1"] = type(other)({**other.body, "name": "sd15-batch-two-1"})
+
+    assert in_process("deploy", "salad", "delete").returncode == 2
+    ended = in_process("deploy", "salad", "delete", "--yes")
+
+    assert ended.returncode == 0, ended.stderr
+    assert set(salad.groups) == {"sd15-batch-two-1"}
+
+
+def test_status_tells_what_runs_and_what_it_costs(salad: Any, in_process: Imagefleet) -> None:
+    in_process("deploy", "salad", "apply", "--yes")
+    in_process("deploy", "salad", "status")
+
+    found = json.loads(in_process("deploy", "salad", "status", "--json").stdout)
+
+    assert found["replicas"] == found["running"] == 750
+    assert found["dollars_per_hour"]["most"] == pytest.approx(22.5)
+    assert found["groups"][0]["gpus"] == ["RTX 3060 Ti 8GB"]
+    assert found["quota"] == {"replicas": 2000, "used": 750}
+
+    screen = in_process("deploy", "salad", "status").stdout
+    assert "750 of 750 replicas run: $22.50 an hour now" in screen
+
+
+def test_a_key_that_salad_does_not_know_is_told(
+    salad: Any, in_process: Imagefleet, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("SALAD_API_KEY", "wrong-key")
+
+    ended = in_process("deploy", "salad", "status")
+
+    assert ended.returncode == 2
+    assert "does not know the API key" in ended.stderr
+    assert "wrong-key" not in ended.stderr
+
+
+def test_no_output_shows_a_secret(
+    salad: Any, salad_module: Any, in_process: Imagefleet, tmp_path: Path
+) -> None:
+    secret = os.environ["QUEUE_SAS"]
+    echo = json.dumps({"title": "Bad", "detail": f"'{secret}' or {salad_module.KEY} is refused"})
+    salad.faults = [salad_module.Fault(400, echo, method="POST")]
+    outputs = [
+        in_process("deploy", "salad", *arguments)
+        for arguments in (
+            ["apply", "--yes"],
+            ["apply", "--yes"],
+            ["--dry-run"],
+            ["--dry-run", "--json"],
+            ["status"],
+            ["status", "--json"],
+            ["scale", "10"],
+            ["drain", "--yes"],
+            ["delete", "--yes"],
+        )
+    ]
+
+    assert "(secret)" in outputs[0].stderr
+    for ended in outputs:
+        for text in (ended.stdout, ended.stderr):
+            assert "sig=" not in text
+            assert salad_module.KEY not in text
