@@ -21,6 +21,7 @@ from fleet import (
     plan,
     prompt,
     report,
+    scale,
     status,
     top,
     worker,
@@ -64,6 +65,7 @@ app.add_typer(failed.app, name="failed", short_help="Lists, replays and discards
 app.command("plan")(plan.command)
 app.command("report")(report.command)
 app.add_typer(deploy.app, name="deploy", short_help="Deploys workers to where the GPUs are.")
+app.command("scale")(scale.command)
 app.command("prompt")(prompt.command)
 app.add_typer(bench.app, name="bench", short_help="Measures how fast this machine is.")
 

@@ -75,7 +75,7 @@ async def _scale(path: deploy_options.File, replicas: int, *, yes: bool) -> None
         salad_deployment.refuse_unscalable(groups, replicas)
         more = replicas - sum(group.replicas for group in groups)
         salad_deployment.refuse_over_quota(more, quota)
-        price = _price(groups[0], known)
+        price = salad_price.of_group(groups[0], known)
         cost = f"{price.of(replicas)} an hour while all run" if price else "at an unknown price"
         deploy_options.tell(f"{replicas:,} replicas, {more:+,}: {cost}")
         if more > 0 or any(group.is_stopped for group in groups):
@@ -130,19 +130,13 @@ async def _some(fleet: salad_deployment.Deployment) -> list[Group]:
     return groups
 
 
-def _price(group: Group, known: Sequence[salad_gpus.GpuClass]) -> salad_price.Range | None:
-    """Of one replica; None where the API prices none of its classes."""
-    classes = [
-        each
-        for each in known
-        if each.id in group.gpu_ids and group.priority in each.dollars_per_hour
-    ]
-    return salad_price.of_a_replica(classes, group.priority) if classes else None
-
-
 def _dollars(groups: Sequence[Group], known: Sequence[salad_gpus.GpuClass]) -> salad_price.Range:
     """An hour of what runs now: only running instances are billed."""
-    prices = [(price.of(group.running)) for group in groups if (price := _price(group, known))]
+    prices = [
+        (price.of(group.running))
+        for group in groups
+        if (price := salad_price.of_group(group, known))
+    ]
     return salad_price.Range(sum(each.least for each in prices), sum(each.most for each in prices))
 
 

@@ -76,11 +76,16 @@ def refuse_over_quota(more_replicas: int, quota: Quota) -> None:
         )
 
 
+def is_rolling(groups: Sequence[Group]) -> bool:
+    """Whether a second revision stands beside the first."""
+    return len({group.name.rpartition("-")[0] for group in groups}) > 1
+
+
 def refuse_unscalable(groups: Sequence[Group], replicas: int) -> None:
     """Raises SetupError where *groups* are not one set that can hold *replicas*."""
     if not groups:
         raise errors.SetupError("there are no groups to scale: `imagefleet deploy salad apply`")
-    if len({group.name.rpartition("-")[0] for group in groups}) > 1:
+    if is_rolling(groups):
         raise errors.SetupError(
             "groups of several revisions stand: a rolling change is not done; `apply` goes on"
         )

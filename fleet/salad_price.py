@@ -11,6 +11,7 @@ from rich.table import Table
 from fleet import console
 from fleet.plan_inputs import Bench, bench_of, read_bench
 from fleet.salad_gpus import GpuClass
+from fleet.salad_records import Group
 from jobs import errors, prices
 
 _HOURS_A_DAY = 24
@@ -47,6 +48,15 @@ def of_a_replica(classes: Sequence[GpuClass], priority: str) -> Range:
             raise errors.SetupError(f"no price is known for the {each.name} at {priority} priority")
     dollars = [each.dollars_per_hour[priority] for each in classes]
     return Range(min(dollars), max(dollars))
+
+
+def of_group(group: Group, known: Sequence[GpuClass]) -> Range | None:
+    """Of one replica of it; None where one of its classes has no price that is known."""
+    classes = [each for each in known if each.id in group.gpu_ids]
+    prices_known = all(group.priority in each.dollars_per_hour for each in classes)
+    if not prices_known or len(classes) < len(group.gpu_ids) or not classes:
+        return None
+    return of_a_replica(classes, group.priority)
 
 
 def read_benches(
