@@ -29,15 +29,6 @@ app = typer.Typer(
 )
 
 
-for verb in (
-    deploy_running.scale,
-    deploy_running.status,
-    deploy_running.drain,
-    deploy_running.delete,
-):
-    app.command()(verb)
-
-
 @app.callback()
 def render(
     context: typer.Context,
@@ -145,6 +136,15 @@ def apply(
     console.run(_apply(file, replicas, enough, wait_minutes * 60, dry_run=dry_run, yes=yes))
 
 
+for verb in (
+    deploy_running.scale,
+    deploy_running.status,
+    deploy_running.drain,
+    deploy_running.delete,
+):
+    app.command()(verb)
+
+
 async def _apply(
     path: Path | None,
     replicas: int | None,
@@ -188,13 +188,16 @@ async def _apply(
 
 
 def _plan_lines(plan: salad_deployment.Changes) -> list[str]:
-    lines = [f"to create: {body['name']} with {body['replicas']} replicas" for body in plan.create]
-    lines += [f"to change: {name} to {count} replicas" for name, count in plan.resize.items()]
-    lines += [f"to start: {name}" for name in plan.start]
-    lines += [
-        f"to drain and delete, once the new set runs: {group.name} ({group.replicas} replicas)"
-        for group in plan.old
+    lines = [
+        f"to create: {body['name']} ({console.counted(body['replicas'], 'replica')})"
+        for body in plan.create
     ]
+    lines += [
+        f"to change: {name}, to {console.counted(count, 'replica')}"
+        for name, count in plan.resize.items()
+    ]
+    lines += [f"to start: {name}" for name in plan.start]
+    lines += [f"to drain and delete, once the new set runs: {group.name}" for group in plan.old]
     return lines
 
 

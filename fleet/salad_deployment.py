@@ -12,7 +12,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from fleet import salad_groups
+from fleet import console, salad_groups
 from fleet.salad_records import Group, Quota
 from jobs import errors
 
@@ -117,7 +117,7 @@ class Deployment:
         """All but what is to be done with the groups of older revisions."""
         for body in plan.create:
             await self.api.create(body)
-            self._tell(f"created {body['name']} with {body['replicas']} replicas")
+            self._tell(f"created {body['name']}: {console.counted(body['replicas'], 'replica')}")
         for name, replicas in plan.resize.items():
             await self.resize(name, replicas)
         for name in plan.start:
@@ -126,7 +126,7 @@ class Deployment:
 
     async def resize(self, name: str, replicas: int) -> None:
         await self.api.scale(name, replicas)
-        self._tell(f"{name} has {replicas} replicas now")
+        self._tell(f"{name}: {console.counted(replicas, 'replica')} from now on")
 
     async def scale(self, replicas: int, groups: Sequence[Group]) -> None:
         """*replicas* spread over *groups*, which are started where they stand still."""
@@ -150,13 +150,16 @@ class Deployment:
         """
         names = {group.name for group in old}
         total = sum(group.replicas for group in old)
-        for step in range(DRAIN_STEPS):
-            await self._until_enough_run(names, enough, wait_seconds)
-            target = total - math.ceil(total * (step + 1) / DRAIN_STEPS)
-            for group, share in zip(old, salad_groups.split(target, len(old)), strict=True):
+        for left in (
+            math.floor(total * step / DRAIN_STEPS) for step in reversed(range(DRAIN_STEPS))
+        ):
+            if total:
+                await self._until_enough_run(names, enough, wait_seconds)
+            groups = [group for group in await self.groups() if group.name in names]
+            for group, share in zip(groups, salad_groups.split(left, len(groups)), strict=True):
                 if share < group.replicas:
                     await self.resize(group.name, share)
-            await self._until_at_most(target, names, wait_seconds)
+            await self._until_at_most(left, names, wait_seconds)
         await self.delete(sorted(names))
 
     async def drain(self, wait_seconds: float) -> None:
@@ -195,7 +198,7 @@ class Deployment:
 
         await self._until(
             lambda groups: left(groups) <= instances,
-            lambda groups: f"{left(groups):,} instances are still on their nodes",
+            lambda groups: f"still on their nodes: {left(groups):,}",
             wait_seconds,
         )
 
@@ -233,7 +236,8 @@ class Deployment:
 def _refuse_drift(body: Mapping[str, Any], group: Group) -> None:
     container = body["container"]
     pairs = {
-        "image": (container["image"], group.image),
+        # A registry's name may come back in full, its digest cannot differ.
+        "image": tuple(each.rpartition("@")[2] for each in (container["image"], group.image)),
         "priority": (container["priority"], group.priority),
         "GPU classes": (set(container["resources"]["gpu_classes"]), set(group.gpu_ids)),
         # Names alone: whether the API shows values back as they are is its own affair.

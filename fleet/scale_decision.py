@@ -8,9 +8,6 @@ from datetime import UTC, datetime
 
 _SECONDS_PER_HOUR = 3600
 
-#: The reason of the looks in between, which is not worth a line of the log.
-NOT_DUE = "not yet due"
-
 #: Azure's counts are approximate, and a queue that is empty for a moment may fill again.
 SETTLE_SECONDS = 120.0
 
@@ -75,7 +72,7 @@ def decide(goal: Goal, known: Known, *, is_due: bool) -> Decision:
     if not is_due:
         if _is_near_the_cap(goal, known):
             return Decision(min(known.replicas, _affordable(goal, known)), _spent(goal, known))
-        return Decision(known.replicas, NOT_DUE)
+        return Decision(known.replicas, "not yet due")
     need, why = _need(goal, known)
     most, bound = _most(goal, known)
     if need > most:

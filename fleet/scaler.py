@@ -14,7 +14,7 @@ from typing import Any
 from fleet import prometheus, rates, salad_deployment, salad_groups, salad_price, scale_ledger
 from fleet.salad_gpus import GpuClass
 from fleet.salad_records import Group
-from fleet.scale_decision import NOT_DUE, Decision, Goal, Known, decide
+from fleet.scale_decision import SETTLE_SECONDS, Decision, Goal, Known, decide
 from jobs import errors
 from jobs.storage import Storage
 
@@ -85,6 +85,7 @@ class Scaler:
         self._queue_speed = QueueSpeed()
         self._classes: Sequence[GpuClass] = ()
         self._empty_since: float | None = None
+        self._empty_seconds = 0.0
         self._due_at = clock()
         self._has_looked = False
 
@@ -95,8 +96,8 @@ class Scaler:
 
     @property
     def is_finished(self) -> bool:
-        """Nothing waits, nothing runs."""
-        return self._empty_since is not None and self.running == 0
+        """Nothing waits, for long enough to be sure, and nothing runs."""
+        return self._empty_seconds >= SETTLE_SECONDS and self.running == 0
 
     async def run(self, on_decision: Callable[[dict[str, Any]], None]) -> None:
         """Decides for ever; what fails is logged, leaves the replicas and is tried again."""
@@ -137,12 +138,13 @@ class Scaler:
             self._empty_since = None
         elif self._empty_since is None:
             self._empty_since = now
+        self._empty_seconds = 0.0 if self._empty_since is None else now - self._empty_since
         self._queue_speed.look(now, depth.messages, running)
         speed = await self._speed()
         known = Known(
             now=now,
             messages=depth.messages,
-            empty_seconds=0.0 if self._empty_since is None else now - self._empty_since,
+            empty_seconds=self._empty_seconds,
             replicas=sum(group.replicas for group in groups if not group.is_stopped),
             running=running,
             spent_dollars=self._ledger.dollars,
@@ -156,7 +158,7 @@ class Scaler:
         decision = decide(goal, known, is_due=is_due)
         if decision.replicas and salad_deployment.is_rolling(groups):
             decision = Decision(known.replicas, "a rolling change is under way")
-        await self._carry_out(decision, known, groups)
+        await self._carry_out(decision, known, groups, is_due=is_due)
         # Only what was carried out is done for this quarter-hour.
         if is_due:
             self._due_at = now + self._goal.every_seconds
@@ -167,11 +169,12 @@ class Scaler:
             "reason": decision.reason,
         }
 
-    async def _carry_out(self, decision: Decision, known: Known, groups: Sequence[Group]) -> None:
+    async def _carry_out(
+        self, decision: Decision, known: Known, groups: Sequence[Group], *, is_due: bool
+    ) -> None:
         if decision.replicas == known.replicas:
-            level = logging.DEBUG if decision.reason == NOT_DUE else logging.INFO
             log.log(
-                level,
+                logging.INFO if is_due else logging.DEBUG,
                 "%d replicas stay: %s",
                 known.replicas,
                 decision.reason,

@@ -2,17 +2,21 @@
 
 from __future__ import annotations
 
+import io
 import json
+import os
 import subprocess
+import urllib.request
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
+import typer
 from hypothesis import given
 from hypothesis import strategies as st
 from pydantic import SecretStr
-from salad_cloud_sdk.models import ContainerGroupCreationRequest
+from salad_cloud_sdk import models
 
 from fleet import deploy_options, salad_file, salad_gpus, salad_groups
 from jobs import errors, prices
@@ -48,8 +52,24 @@ def test_the_groups_are_what_the_sdk_makes_of_them(more: str, tmp_path: Path) ->
 
     assert [body["replicas"] for body in bodies] == [375, 375]
     for body in bodies:
-        model = ContainerGroupCreationRequest._unmap(body)
+        model = models.ContainerGroupCreationRequest._unmap(body)
         assert model._map() == body
+
+
+def test_the_fake_answers_as_the_sdk_expects(salad: Any, in_process: Imagefleet) -> None:
+    """What the other tests run against is of the published shape."""
+    in_process("deploy", "salad", "apply", "--yes")
+
+    for group in salad.groups.values():
+        record = group.record()
+        assert models.ContainerGroup._unmap(record)._map() == record
+    for path, model in (("quotas", models.Quotas), ("gpu-classes", models.GpuClassesList)):
+        request = urllib.request.Request(
+            f"{salad.url}/organizations/acme/{path}",
+            headers={"Salad-Api-Key": os.environ["SALAD_API_KEY"]},
+        )
+        record = json.load(urllib.request.urlopen(request))
+        assert model._unmap(record)._map() == record
 
 
 def test_the_sdk_refuses_what_is_out_of_bounds() -> None:
@@ -58,7 +78,7 @@ def test_the_sdk_refuses_what_is_out_of_bounds() -> None:
     body["name"] = "Not A Name"
 
     with pytest.raises(Exception, match="name"):
-        ContainerGroupCreationRequest._unmap(body)
+        models.ContainerGroupCreationRequest._unmap(body)
 
 
 @given(st.integers(0, 60_000), st.integers(1, 20))
@@ -215,6 +235,22 @@ def test_options_before_the_verb_are_not_lost(in_process: Imagefleet) -> None:
 
     assert ended.returncode == 2
     assert "options go behind the verb" in ended.stderr
+
+
+@pytest.mark.parametrize("answer", [True, False])
+def test_a_person_is_asked(answer: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    asked: list[str] = []
+    monkeypatch.setattr("sys.stdin", io.StringIO())
+    monkeypatch.setattr("sys.stdin.isatty", lambda: True)
+    monkeypatch.setattr(typer, "confirm", lambda question, err: asked.append(question) or answer)
+
+    if answer:
+        deploy_options.ask("Apply?", yes=False)
+    else:
+        with pytest.raises(typer.Exit):
+            deploy_options.ask("Apply?", yes=False)
+
+    assert asked == ["Apply?"]
 
 
 def test_without_a_settings_file_the_sentence_says_where_it_was_looked_for(

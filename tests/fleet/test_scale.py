@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import json
+import signal
 import subprocess
+import sys
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
@@ -427,3 +429,33 @@ def test_the_command_wants_to_know_what_for(salad: Any, in_process: Imagefleet) 
 
     assert ended.returncode == 2
     assert "--deadline, --dollars-per-hour or both" in ended.stderr
+
+
+def test_a_scaler_that_is_told_to_end_says_what_runs_on(
+    salad: Any, in_process: Imagefleet, tmp_path: Path
+) -> None:
+    in_process("deploy", "salad", "apply", "--yes", "--replicas", "20")
+    for _ in range(2):
+        in_process("deploy", "salad", "status")
+    (tmp_path / "jobs.jsonl").write_text('{"prompt": "a cat"}\n' * 20_000)
+    in_process("load", "jobs.jsonl")
+    command = Path(sys.executable).with_name("imagefleet")
+    with subprocess.Popen(
+        [
+            *(command, "scale", "--dollars-per-hour", "1", "--max-dollars", "5", "--json"),
+            *("--look-seconds", "1"),
+        ],
+        cwd=tmp_path,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+    ) as process:
+        assert process.stdout is not None
+        record = json.loads(process.stdout.readline())
+        process.send_signal(signal.SIGTERM)
+        _, log = process.communicate(timeout=30)
+
+    assert process.returncode == 0, log
+    assert record["running"] == 20
+    assert "20 workers run on, and nobody counts their dollars" in log
+    assert json.loads((tmp_path / "sd15-batch-scale.json").read_text())["running"] == 20
