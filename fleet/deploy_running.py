@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict
+from pathlib import Path
 from typing import Annotated, Any
 
 import typer
@@ -66,7 +67,7 @@ def delete(file: File = None, wait_minutes: WaitMinutes = 15, yes: Yes = False) 
     console.run(_delete(file, wait_minutes * 60, yes=yes))
 
 
-async def _scale(path: deploy_options.File, replicas: int, *, yes: bool) -> None:
+async def _scale(path: Path | None, replicas: int, *, yes: bool) -> None:
     file, folder = deploy_options.read_file(path)
     async with deploy_options.opened(file, folder) as fleet:
         groups, known, quota = await asyncio.gather(
@@ -83,7 +84,7 @@ async def _scale(path: deploy_options.File, replicas: int, *, yes: bool) -> None
         await fleet.scale(replicas, groups)
 
 
-async def _status(path: deploy_options.File, *, watch: bool, as_json: bool) -> None:
+async def _status(path: Path | None, *, watch: bool, as_json: bool) -> None:
     file, folder = deploy_options.read_file(path)
     async with deploy_options.opened(file, folder) as fleet:
         # Neither changes while one looks, and each look is a call of the 240 a minute.
@@ -100,7 +101,7 @@ async def _status(path: deploy_options.File, *, watch: bool, as_json: bool) -> N
             console.stdout.print(await look())
 
 
-async def _drain(path: deploy_options.File, wait_seconds: float, *, yes: bool) -> None:
+async def _drain(path: Path | None, wait_seconds: float, *, yes: bool) -> None:
     file, folder = deploy_options.read_file(path)
     async with deploy_options.opened(file, folder) as fleet:
         groups = await _some(fleet)
@@ -110,7 +111,7 @@ async def _drain(path: deploy_options.File, wait_seconds: float, *, yes: bool) -
         await fleet.drain(wait_seconds)
 
 
-async def _delete(path: deploy_options.File, wait_seconds: float, *, yes: bool) -> None:
+async def _delete(path: Path | None, wait_seconds: float, *, yes: bool) -> None:
     file, folder = deploy_options.read_file(path)
     async with deploy_options.opened(file, folder) as fleet:
         groups = await _some(fleet)

@@ -175,8 +175,7 @@ async def _apply(
             deploy_options.tell(line)
         salad_deployment.refuse_over_quota(plan.more_replicas, quota)
         price = salad_price.of_a_replica(classes, file.priority)
-        question = _question(bodies, plan, price)
-        deploy_options.tell(question)
+        deploy_options.tell(_cost(bodies, plan, price))
         if dry_run:
             return
         if plan.more_replicas > 0 or plan.start or plan.old:
@@ -201,7 +200,7 @@ def _plan_lines(plan: salad_deployment.Changes) -> list[str]:
     return lines
 
 
-def _question(
+def _cost(
     bodies: list[dict[str, Any]], plan: salad_deployment.Changes, price: salad_price.Range
 ) -> str:
     total = price.of(sum(body["replicas"] for body in bodies))

@@ -149,17 +149,14 @@ class Deployment:
             TransientError: too few of them run after *wait_seconds*; both sets stand.
         """
         names = {group.name for group in old}
-        total = sum(group.replicas for group in old)
-        for left in (
-            math.floor(total * step / DRAIN_STEPS) for step in reversed(range(DRAIN_STEPS))
-        ):
-            if total:
+        for step in reversed(range(DRAIN_STEPS)):
+            shares = {group.name: group.replicas * step // DRAIN_STEPS for group in old}
+            if any(group.replicas for group in old):
                 await self._until_enough_run(names, enough, wait_seconds)
-            groups = [group for group in await self.groups() if group.name in names]
-            for group, share in zip(groups, salad_groups.split(left, len(groups)), strict=True):
-                if share < group.replicas:
-                    await self.resize(group.name, share)
-            await self._until_at_most(left, names, wait_seconds)
+            for group in await self.groups():
+                if group.replicas > shares.get(group.name, group.replicas):
+                    await self.resize(group.name, shares[group.name])
+            await self._until_at_most(sum(shares.values()), names, wait_seconds)
         await self.delete(sorted(names))
 
     async def drain(self, wait_seconds: float) -> None:

@@ -15,7 +15,17 @@ from typing import Annotated, Any
 
 import typer
 
-from fleet import console, deploy_options, logs, options, prometheus, salad_file, salad_gpus, scaler
+from fleet import (
+    console,
+    deploy_options,
+    logs,
+    options,
+    prometheus,
+    salad_file,
+    salad_gpus,
+    scale_speed,
+    scaler,
+)
 from fleet.deploy_options import File
 from fleet.plan_inputs import ASSUMED_IMAGES_PER_SECOND
 from fleet.scale_decision import Goal
@@ -92,7 +102,7 @@ def command(
     )
     given = None
     if images_per_second is not None:
-        given = scaler.Speed(images_per_second / images_per_job, "given by --images-per-second")
+        given = scale_speed.Speed(images_per_second / images_per_job, "given")
     logs.configure("auto")
 
     async def scale() -> None:
@@ -107,9 +117,9 @@ def command(
                 await stack.enter_async_context(deploy_options.opened(fleet_file, folder)),
                 home,
                 ledger or Path(f"{fleet_file.name}-scale.json"),
-                given_speed=given,
-                assumed_speed=_assumed_speed(fleet_file, images_per_job),
-                server=server,
+                scale_speed.Speeds(
+                    given=given, assumed=_assumed_speed(fleet_file, images_per_job), server=server
+                ),
                 is_dry_run=dry_run,
             )
             print_record = _print_line if as_json else _ignore
@@ -147,11 +157,11 @@ async def _until_told(
         )
 
 
-def _assumed_speed(file: salad_file.FleetFile, images_per_job: int) -> scaler.Speed | None:
+def _assumed_speed(file: salad_file.FleetFile, images_per_job: int) -> scale_speed.Speed | None:
     """The slowest of the fleet's classes by public records, until it is measured."""
     names = [each.name for each in salad_gpus.find(file.gpus, salad_gpus.built_in())]
     known = [speed for name in names if (speed := ASSUMED_IMAGES_PER_SECOND.get(name))]
-    return scaler.Speed(min(known) / images_per_job, "assumed") if known else None
+    return scale_speed.Speed(min(known) / images_per_job, "assumed") if known else None
 
 
 def _print_line(record: dict[str, Any]) -> None:

@@ -5,13 +5,12 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
-from collections import deque
 from collections.abc import Callable, Sequence
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
-from fleet import prometheus, rates, salad_deployment, salad_groups, salad_price, scale_ledger
+from fleet import salad_deployment, salad_groups, salad_price, scale_ledger, scale_speed
 from fleet.salad_gpus import GpuClass
 from fleet.salad_records import Group
 from fleet.scale_decision import SETTLE_SECONDS, Decision, Goal, Known, decide
@@ -19,41 +18,6 @@ from jobs import errors
 from jobs.storage import Storage
 
 log = logging.getLogger(__name__)
-
-#: The queue's own fall tells a speed once this much work was done: ten replicas' minute.
-_MEASURED_REPLICA_SECONDS = 600.0
-
-#: Looks that the queue's fall is measured over: half an hour of them.
-_LOOKS = 30
-
-
-@dataclass(frozen=True, slots=True)
-class Speed:
-    """Jobs a second of one replica, and where that comes from."""
-
-    jobs_per_second: float
-    source: str
-
-
-class QueueSpeed:
-    """What a replica does at least, by how fast the queue becomes shorter."""
-
-    def __init__(self) -> None:
-        self._looks: deque[tuple[float, int, float]] = deque(maxlen=_LOOKS)
-
-    def look(self, at: float, messages: int, running: int) -> None:
-        before_at, _, worked = self._looks[-1] if self._looks else (at, 0, 0.0)
-        self._looks.append((at, messages, worked + running * (at - before_at)))
-
-    @property
-    def jobs_per_second(self) -> float | None:
-        """None while it has not been measured, or more jobs come in than are done."""
-        if not self._looks:
-            return None
-        (_, first, before), (_, last, after) = self._looks[0], self._looks[-1]
-        if after - before < _MEASURED_REPLICA_SECONDS or last >= first:
-            return None
-        return (first - last) / (after - before)
 
 
 class Scaler:
@@ -65,10 +29,8 @@ class Scaler:
         fleet: salad_deployment.Deployment,
         home: Storage,
         ledger_path: Path,
+        speeds: scale_speed.Speeds,
         *,
-        given_speed: Speed | None = None,
-        assumed_speed: Speed | None = None,
-        server: prometheus.Prometheus | None = None,
         is_dry_run: bool = False,
         clock: Callable[[], float] = time.time,
     ) -> None:
@@ -76,14 +38,12 @@ class Scaler:
         self._fleet = fleet
         self._home = home
         self._ledger_path = ledger_path
-        self._given_speed = given_speed
-        self._assumed_speed = assumed_speed
-        self._server = server
+        self._speeds = speeds
         self._is_dry_run = is_dry_run
         self._clock = clock
         self._ledger = scale_ledger.read(ledger_path, fleet.fleet, clock())
-        self._queue_speed = QueueSpeed()
         self._classes: Sequence[GpuClass] = ()
+        self._messages = 0
         self._empty_since: float | None = None
         self._empty_seconds = 0.0
         self._due_at = clock()
@@ -124,26 +84,23 @@ class Scaler:
         """One look, its decision carried out, and its record.
 
         Raises:
-            TransientError: queue or SaladCloud do not answer.
+            TransientError: SaladCloud does not answer.
         """
         now = self._clock()
         is_due = now >= self._due_at
-        groups, depth = await asyncio.gather(self._fleet.groups(), self._home.queue.depth())
+        groups = await self._fleet.groups()
         if not groups:
             raise errors.SetupError("there are no groups to scale: `imagefleet deploy salad apply`")
-        price = await self._price(groups, is_due=is_due)
+        hindrance = "a rolling change is under way" if salad_deployment.is_rolling(groups) else ""
+        if not await self._see_queue(now):
+            hindrance = "the queue does not answer"
         running = sum(group.running for group in groups)
-        self._count(now, running, price)
-        if depth.messages:
-            self._empty_since = None
-        elif self._empty_since is None:
-            self._empty_since = now
-        self._empty_seconds = 0.0 if self._empty_since is None else now - self._empty_since
-        self._queue_speed.look(now, depth.messages, running)
-        speed = await self._speed()
+        self._count(now, running, await self._price(groups, is_due=is_due))
+        self._speeds.queue.look(now, self._messages, running)
+        speed = await self._speeds.find()
         known = Known(
             now=now,
-            messages=depth.messages,
+            messages=self._messages,
             empty_seconds=self._empty_seconds,
             replicas=sum(group.replicas for group in groups if not group.is_stopped),
             running=running,
@@ -155,12 +112,12 @@ class Scaler:
         self._has_looked = True
         room = len(groups) * salad_groups.MAX_REPLICAS
         goal = replace(self._goal, max_replicas=min(self._goal.max_replicas, room))
-        decision = decide(goal, known, is_due=is_due)
-        if decision.replicas and salad_deployment.is_rolling(groups):
-            decision = Decision(known.replicas, "a rolling change is under way")
+        decision = decide(goal, known, is_due=is_due and not hindrance)
+        if hindrance and decision.replicas == known.replicas:
+            decision = Decision(known.replicas, hindrance)
         await self._carry_out(decision, known, groups, is_due=is_due)
-        # Only what was carried out is done for this quarter-hour.
-        if is_due:
+        # What failed or was hindered is due at the next look still.
+        if is_due and not hindrance:
             self._due_at = now + self._goal.every_seconds
         return {
             **asdict(known),
@@ -168,6 +125,22 @@ class Scaler:
             "wanted": decision.replicas,
             "reason": decision.reason,
         }
+
+    async def _see_queue(self, now: float) -> bool:
+        """Whether it answers; the cap has to be watched when it does not, too."""
+        try:
+            self._messages = (await self._home.queue.depth()).messages
+        except errors.TransientError as error:
+            log.warning("without the queue: %s", error, extra={"action": "queue_unknown"})
+            self._empty_since = None
+            self._empty_seconds = 0.0
+            return False
+        if self._messages:
+            self._empty_since = None
+        elif self._empty_since is None:
+            self._empty_since = now
+        self._empty_seconds = 0.0 if self._empty_since is None else now - self._empty_since
+        return True
 
     async def _carry_out(
         self, decision: Decision, known: Known, groups: Sequence[Group], *, is_due: bool
@@ -218,27 +191,3 @@ class Scaler:
         except errors.TransientError as error:
             log.warning("without the quota: %s", error, extra={"action": "quota_unknown"})
             return None
-
-    async def _speed(self) -> Speed:
-        """As given, else as measured, else as assumed.
-
-        Raises:
-            SetupError: nothing tells it.
-        """
-        if self._given_speed:
-            return self._given_speed
-        if self._server is not None:
-            try:
-                fleet = await rates.fleet_rates(self._server)
-            except errors.FleetError as error:
-                log.warning("without the metrics: %s", error, extra={"action": "metrics_unknown"})
-            else:
-                if fleet.workers and fleet.jobs_per_second:
-                    return Speed(fleet.jobs_per_second / fleet.workers, "measured by the metrics")
-        if measured := self._queue_speed.jobs_per_second:
-            return Speed(measured, "measured by the queue, at least")
-        if self._assumed_speed:
-            return self._assumed_speed
-        raise errors.SetupError(
-            "how fast a replica is, is not known yet: give --images-per-second, or --prometheus"
-        )
