@@ -137,8 +137,9 @@ class Calls:
             headers["Content-Type"] = f"application/{kind}"
             data = json.dumps(salad_groups.reveal(body, secrets))
         try:
+            # A redirect would carry the key to wherever it points.
             async with self._session.request(
-                method, self._url + path, data=data, headers=headers
+                method, self._url + path, data=data, headers=headers, allow_redirects=False
             ) as response:
                 text = await response.text(errors="replace")
         except aiohttp.InvalidURL:
@@ -149,9 +150,9 @@ class Calls:
             raise _Again(
                 f"SaladCloud's API does not answer: {reason}", None, may_be_done=True
             ) from None
-        # A refusal may quote what it refuses.
-        for secret in filter(None, secrets):
-            text = text.replace(secret, salad_groups.MASKED)
+        if not response.ok:  # it may quote what it refuses
+            for secret in filter(None, secrets):
+                text = text.replace(secret, salad_groups.MASKED)
         return _understood(response, text, is_repeat=is_repeat)
 
 
@@ -170,7 +171,7 @@ def _understood(response: aiohttp.ClientResponse, text: str, *, is_repeat: bool)
         raise Refused(answer, f"SaladCloud does not know the API key ({said})")
     if status >= HTTPStatus.BAD_REQUEST:
         raise Refused(answer, f"SaladCloud refuses {response.method} {response.url.path}: {said}")
-    if text and body is None:
+    if status >= HTTPStatus.MULTIPLE_CHOICES or (text and body is None):
         raise _Again(f"SaladCloud's API sends no JSON ({said})", None, may_be_done=True)
     return answer
 

@@ -94,6 +94,18 @@ async def test_a_page_in_place_of_an_answer_is_no_answer(
         await calls.call("GET", "/organizations/acme/quotas")
 
 
+async def test_a_redirect_does_not_carry_the_key_away(
+    salad: Any, salad_module: Any, calls: Any
+) -> None:
+    to = {"Location": f"{salad.url}/elsewhere"}
+    salad.faults = [salad_module.Fault(302, headers=to) for _ in range(salad_calls.TRIES)]
+
+    with pytest.raises(errors.TransientError, match="HTTP 302"):
+        await calls.call("GET", "/organizations/acme/quotas")
+
+    assert not any(path == "/elsewhere" for _, path in salad.requests)
+
+
 async def test_a_refusal_that_quotes_a_secret_is_told_without_it(
     salad: Any, salad_module: Any, calls: Any
 ) -> None:
