@@ -25,7 +25,7 @@ def scale(
     file: File = None,
     yes: Yes = False,
 ) -> None:
-    """Changes the replicas of the groups that there are; no worker restarts.
+    """Changes the replicas in place; no worker restarts.
 
     imagefleet deploy salad scale 300
     """
@@ -39,7 +39,7 @@ def status(
     ] = False,
     as_json: AsJson = False,
 ) -> None:
-    """Shows the groups, their instances and what they cost an hour now.
+    """Shows the groups, their instances and what they cost now.
 
     imagefleet deploy salad status --watch
     """
@@ -50,9 +50,10 @@ def status(
 
 
 def drain(file: File = None, wait_minutes: WaitMinutes = 15, yes: Yes = False) -> None:
-    """Ends all workers and waits until they are gone; the groups stay, stopped and free.
+    """Ends all workers, and stops the groups when they are gone.
 
-    What a worker cannot hand back in time comes back to the queue when its lease ends.
+    A stopped group costs nothing, and `apply` starts it again. What a worker cannot hand back in
+    time comes back to the queue when its lease ends.
 
     imagefleet deploy salad drain
     """
@@ -60,7 +61,9 @@ def drain(file: File = None, wait_minutes: WaitMinutes = 15, yes: Yes = False) -
 
 
 def delete(file: File = None, wait_minutes: WaitMinutes = 15, yes: Yes = False) -> None:
-    """Deletes the groups, of every revision; `drain` first loses less work.
+    """Deletes the groups, of every revision.
+
+    After `drain`, no work is lost.
 
     imagefleet deploy salad delete
     """

@@ -124,10 +124,10 @@ def apply(
     ] = False,
     yes: Yes = False,
 ) -> None:
-    """Creates the groups, or changes what differs from the file; run it again after a failure.
+    """Creates the groups, or changes what differs from the file.
 
     Replicas are changed in place. Any other change restarts workers, so it gets a second set of
-    groups; when enough of it runs, the first is drained and deleted.
+    groups; when enough of it runs, the first is drained and deleted. After a failure, run it again.
 
     imagefleet deploy salad apply
 

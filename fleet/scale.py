@@ -27,7 +27,6 @@ from fleet import (
     scaler,
 )
 from fleet.deploy_options import File
-from fleet.plan_inputs import ASSUMED_IMAGES_PER_SECOND
 from fleet.scale_decision import Goal
 from fleet.settings import MonitorSettings
 from jobs import errors, homes
@@ -79,11 +78,12 @@ def command(
     ] = False,
     as_json: Annotated[bool, typer.Option("--json", help="Print each look as JSON.")] = False,
 ) -> None:
-    """Sets the replicas of a fleet on SaladCloud, quarter-hourly, until it is told to end.
+    """Sets a fleet's replicas on SaladCloud by its queue and dollars.
 
-    Never more than the deadline or the budget needs, and never more than --max-dollars in total,
-    counted from what SaladCloud says runs. At an empty queue there are none. It has to keep
-    running: what runs on when it ends is billed on.
+    It looks each minute and changes them quarter-hourly, until SIGTERM or Ctrl-C: as many as the
+    deadline needs or the budget allows, none at an empty queue, and never for more than
+    --max-dollars in total, counted from what SaladCloud says runs. It has to keep running: workers
+    that run on when it ends are billed on.
 
     imagefleet scale --deadline 2026-12-01T08:00 --max-dollars 200
 
@@ -160,7 +160,7 @@ async def _until_told(
 def _assumed_speed(file: salad_file.FleetFile, images_per_job: int) -> scale_speed.Speed | None:
     """The slowest of the fleet's classes by public records, until it is measured."""
     names = [each.name for each in salad_gpus.find(file.gpus, salad_gpus.built_in())]
-    known = [speed for name in names if (speed := ASSUMED_IMAGES_PER_SECOND.get(name))]
+    known = [speed for name in names if (speed := speeds.ASSUMED_IMAGES_PER_SECOND.get(name))]
     return scale_speed.Speed(min(known) / images_per_job, "assumed") if known else None
 
 

@@ -16,8 +16,8 @@ from fleet import console, options
 ROOT = Path(__file__).parents[2]
 COMMAND = Path(sys.executable).with_name("imagefleet")
 COMMANDS = [
-    *("demo", "worker", "load", "status", "top", "exporter", "plan", "report", "prompt"),
-    *("health", "version", "failed"),
+    *("demo", "worker", "load", "status", "top", "exporter", "plan", "report", "scale", "prompt"),
+    *("health", "version", "failed", "deploy"),
 ]
 
 Imagefleet = Callable[..., "subprocess.CompletedProcess[str]"]  # the fixture of conftest.py
