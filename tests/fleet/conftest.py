@@ -24,7 +24,7 @@ name: sd15-batch
 organization: acme
 project: default
 api: {url}
-image: ghcr.io/acme/imagefleet@sha256:{digest}
+image: registry.example.com/acme/imagefleet@sha256:{digest}
 replicas: 750
 gpus: [RTX 3060 Ti]
 environment:
