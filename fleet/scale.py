@@ -29,7 +29,7 @@ from fleet import (
 from fleet.deploy_options import File
 from fleet.scale_decision import Goal
 from fleet.settings import MonitorSettings
-from jobs import errors, homes
+from jobs import errors, homes, speeds
 
 log = logging.getLogger(__name__)
 
