@@ -94,6 +94,22 @@ class AzureBlobs:
 
         return await self._call(request)
 
+    async def read_part(self, name: str, offset: int, max_bytes: int) -> storage.BlobPart | None:
+        storage.check_blob_name(name)
+
+        async def request() -> storage.BlobPart | None:
+            with azure_errors.tolerated({"BlobNotFound"}):
+                with azure_errors.tolerated({"InvalidRange"}):  # it ends before the offset
+                    part = await self._client.download_blob(name, offset=offset, length=max_bytes)
+                    # The size that the SDK tells is the part's.
+                    total = int((part.properties.content_range or "").rpartition("/")[2])
+                    return storage.BlobPart(await part.readall(), total, part.properties.etag)
+                facts = await self._client.get_blob_client(name).get_blob_properties()
+                return storage.BlobPart(b"", facts.size, facts.etag)
+            return None
+
+        return await self._call(request)
+
     async def names(self, prefix: str = "") -> AsyncIterator[str]:
         blobs = self._client.list_blob_names(
             name_starts_with=prefix or None, results_per_page=_NAMES_PAGE

@@ -23,6 +23,7 @@ TEMPORARY_FOLDER = ".temporary"
 _NAMES_PAGE = 1_000
 
 _FULL = frozenset({errno.ENOSPC, errno.EDQUOT})
+_NOT_THERE = (FileNotFoundError, IsADirectoryError, NotADirectoryError)
 _REFUSED = frozenset({errno.EACCES, errno.EPERM, errno.EROFS, errno.ENOTSUP})
 
 
@@ -55,6 +56,10 @@ class LocalBlobs:
         storage.check_blob_name(name)
         await asyncio.to_thread(self._delete, name)
         return True
+
+    async def read_part(self, name: str, offset: int, max_bytes: int) -> storage.BlobPart | None:
+        storage.check_blob_name(name)
+        return await asyncio.to_thread(self._read_part, name, offset, max_bytes)
 
     async def names(self, prefix: str = "") -> AsyncIterator[str]:
         with closing(self._walk("", prefix)) as names:
@@ -107,7 +112,19 @@ class LocalBlobs:
             with (self.folder / name).open("rb") as file:
                 storage.check_blob_size(name, os.fstat(file.fileno()).st_size, max_bytes)
                 return file.read()
-        except (FileNotFoundError, IsADirectoryError, NotADirectoryError):
+        except _NOT_THERE:
+            return None
+        except OSError as error:
+            raise self._translate(error) from error
+
+    def _read_part(self, name: str, offset: int, max_bytes: int) -> storage.BlobPart | None:
+        try:
+            with (self.folder / name).open("rb") as file:
+                facts = os.fstat(file.fileno())
+                file.seek(offset)
+                version = f"{facts.st_ino}-{facts.st_mtime_ns}"
+                return storage.BlobPart(file.read(max_bytes), facts.st_size, version)
+        except _NOT_THERE:
             return None
         except OSError as error:
             raise self._translate(error) from error

@@ -125,6 +125,15 @@ class BlobRecord:
     metadata: Mapping[str, str]
 
 
+@dataclass(frozen=True, slots=True)
+class BlobPart:
+    """Some of a blob's bytes; *version* changes when the blob is written anew."""
+
+    data: bytes
+    total_bytes: int
+    version: str
+
+
 class BlobStore(Protocol):
     """Named bytes, written once. Every method raises TransientError on a fault that may pass."""
 
@@ -148,6 +157,12 @@ class BlobStore(Protocol):
 
     async def delete(self, name: str) -> bool:
         """Removes a blob, if it is there; False where the credentials do not allow that."""
+
+    async def read_part(self, name: str, offset: int, max_bytes: int) -> BlobPart | None:
+        """At most *max_bytes* from *offset* on, none past its end; None if no blob has the name.
+
+        For what is too large for memory: a caller asks on until it has `total_bytes`.
+        """
 
     def names(self, prefix: str = "") -> AsyncIterator[str]: ...
 

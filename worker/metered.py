@@ -88,6 +88,10 @@ class MeteredBlobs:
     async def delete(self, name: str) -> bool:
         return await self._blobs.delete(name)  # Azure bills no deletion
 
+    async def read_part(self, name: str, offset: int, max_bytes: int) -> storage.BlobPart | None:
+        self._operations.blob_reads += 1
+        return await self._blobs.read_part(name, offset, max_bytes)
+
     def names(self, prefix: str = "") -> AsyncIterator[str]:
         self._operations.blob_writes += 1  # listings are billed as writes are
         return self._blobs.names(prefix)

@@ -275,6 +275,20 @@ async def test_of_many_writers_of_one_name_one_wins(storage: Storage) -> None:
     assert await storage.blobs.read("fox.png") == data[outcomes.index(True)]
 
 
+async def test_a_blob_is_read_in_parts_each_of_which_tells_the_whole(storage: Storage) -> None:
+    await storage.blobs.create("models/a.bin", b"0123456789", "application/octet-stream", {})
+    first = await storage.blobs.read_part("models/a.bin", 0, 6)
+    rest = await storage.blobs.read_part("models/a.bin", 6, 6)
+    past = await storage.blobs.read_part("models/a.bin", 12, 6)
+    assert first is not None
+    assert rest is not None
+    assert past is not None
+    assert (first.data, rest.data, past.data) == (b"012345", b"6789", b"")
+    assert {first.total_bytes, rest.total_bytes, past.total_bytes} == {10}
+    assert first.version == rest.version == past.version
+    assert await storage.blobs.read_part("models/b.bin", 0, 6) is None
+
+
 async def test_a_blob_that_is_not_there_reads_as_none(storage: Storage) -> None:
     await storage.blobs.create("a/b.png", b"x", "image/png", {})
     assert await storage.blobs.read("a/none.png") is None
