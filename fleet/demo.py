@@ -199,7 +199,7 @@ async def _work(
 
             # To compile takes longer than the whole demo.
             engine = load_engine(
-                settings.model, settings.device, kind=settings.engine, compile="off"
+                Path(settings.model), settings.device, kind=settings.engine, compile="off"
             )
             watch.ready_at = time.monotonic()
             progress.update(task, description="making pictures")

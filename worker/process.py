@@ -12,7 +12,15 @@ from dataclasses import dataclass
 from typing import Any
 
 from jobs import errors, homes, salad_metadata
-from worker import deletion_cost, health, node_limits, patience, push, replica
+from worker import (
+    deletion_cost,
+    health,
+    model_download,
+    node_limits,
+    patience,
+    push,
+    replica,
+)
 from worker.engine import contract
 from worker.metrics import WorkerMetrics
 from worker.pipeline import Pipeline
@@ -167,7 +175,8 @@ class _Worker:
                 self._port,
                 extra={"action": "start", "port": self._port},
             )
-            await self._pipeline.run(self._stop, self._hurry)
+            if await model_download.fetched(self._settings, home.blobs, self._stop):
+                await self._pipeline.run(self._stop, self._hurry)
 
     def _is_live(self) -> bool:
         return self._pipeline is None or not self._pipeline.lane.hangs(self._settings.stall_seconds)
@@ -206,7 +215,7 @@ def _load_engine(settings: WorkerSettings) -> contract.Engine:
     from worker.engine.load import load_engine
 
     return load_engine(
-        settings.model,
+        model_download.place_of(settings),
         settings.device,
         settings.max_batch,
         precision=settings.precision,

@@ -5,9 +5,9 @@ from __future__ import annotations
 import os
 import socket
 from pathlib import Path
-from typing import Literal
+from typing import Annotated, Literal
 
-from pydantic import Field, SecretStr
+from pydantic import BeforeValidator, Field, SecretStr
 
 from jobs.prices import Priority
 from jobs.settings import StorageSettings
@@ -51,8 +51,21 @@ class TelemetrySettings(StorageSettings):
 class WorkerSettings(TelemetrySettings):
     """The settings of one worker, so of one GPU."""
 
-    model: Path = Field(
-        description="The checkpoint: a folder in diffusers' format or one .safetensors file."
+    model: Annotated[str, BeforeValidator(str)] = Field(
+        repr=False,  # an address may hold a token
+        description="The checkpoint: a folder in diffusers' format or one .safetensors file; or"
+        " fetched at the start, as a .safetensors file or a .tar of such a folder, from https:// or"
+        " from the store's models/ (store:NAME).",
+    )
+    model_sha256: str | None = Field(
+        default=None,
+        pattern=r"^[0-9a-fA-F]{64}$",
+        description="The SHA-256 that a fetched model must have; plain http:// is taken only with"
+        " it.",
+    )
+    model_cache: Path = Field(
+        default=Path("~/.cache/imagefleet/models"),
+        description="Where a fetched model is kept; workers may share it.",
     )
     config: Path | None = Field(
         default=None,

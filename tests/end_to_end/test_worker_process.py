@@ -6,6 +6,7 @@ import asyncio
 import re
 import signal
 import subprocess
+import tarfile
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -49,7 +50,7 @@ async def end(process: subprocess.Popen[str]) -> str:
     return output
 
 
-def worker(model: Path, *flags: str) -> list[Any]:
+def worker(model: Path | str, *flags: str | Path) -> list[Any]:
     return [
         "worker",
         "--model",
@@ -179,3 +180,19 @@ async def test_what_the_operator_has_to_mend_is_one_line_and_exit_code_2(
     assert len(complaints) == 1, output
     assert sentence in complaints[0]
     assert "Traceback" not in output
+
+
+@local_only
+async def test_a_model_that_is_fetched_from_the_store_draws_like_any_other(
+    storage: Storage, tiny_model: Path, start: Start, tmp_path: Path
+) -> None:
+    packed = tmp_path / "tiny.tar"
+    with tarfile.open(packed, "w") as tar:
+        tar.add(tiny_model, "tiny")
+    await storage.blobs.create("models/tiny.tar", packed.read_bytes(), "application/x-tar", {})
+    await storage.queue.send(['{"prompt": "a house", "id": "j", "steps": 2}'])
+    cache = tmp_path / "cache"
+    process = start(*worker("store:tiny.tar", "--model-cache", cache, "--until-empty"))
+    assert "1 completed" in await end(process)
+    assert "default/j.png" in await names(storage)
+    assert list(cache.glob("*/tiny/model_index.json"))
