@@ -6,6 +6,7 @@ BIN := $(VENV)/bin
 INSTALLED := $(VENV)/.installed
 AZURITE := tests/azurite/node_modules/.installed
 PROMETHEUS := tests/dashboards/debian/.unpacked
+CONTAINER := tests/deploy/debian/.unpacked
 
 # Nothing here may load a model over the network.
 export HF_HUB_OFFLINE := 1
@@ -15,7 +16,7 @@ export HF_HUB_OFFLINE := 1
 demo: $(INSTALLED)
 	$(BIN)/imagefleet demo
 
-test: check $(AZURITE) $(PROMETHEUS)
+test: check $(AZURITE) $(PROMETHEUS) $(CONTAINER)
 	IMAGEFLEET_REQUIRE_AZURITE=1 $(BIN)/pytest
 
 check: $(INSTALLED)
@@ -53,6 +54,23 @@ $(PROMETHEUS):
 	{ get || { apt-get -qq update && get; }; } && \
 	for package in *.deb; do dpkg -x $$package . && rm $$package || exit 1; done && \
 	touch .unpacked || echo "no Prometheus from apt-get: its tests may be skipped" >&2
+
+# What the images are built and run with where there is no Docker: buildah, and a Debian with Python
+# to build on. Root is needed, and without it (or apt-get) the tests that build are skipped.
+$(CONTAINER):
+	@mkdir -p $(@D)
+	@cd $(@D) && rm -rf usr base *.deb && test "$$(id -u)" = 0 && \
+	needed() { apt-get -qq install --simulate --no-install-recommends buildah mmdebstrap | \
+	  awk '$$1 == "Inst" { print $$2 }'; } && \
+	get() { apt-get -qq download buildah mmdebstrap $$(needed) 2>/dev/null; } && \
+	{ get || { apt-get -qq update && get; }; } && \
+	for package in *.deb; do dpkg -x $$package . && rm $$package || exit 1; done && \
+	PATH="$$PWD/usr/bin:$$PATH" mmdebstrap --quiet --mode=root --variant=essential \
+	  --include=ca-certificates,libstdc++6,passwd,python3,python3-venv \
+	  --dpkgopt='path-exclude=/usr/share/doc/*' --dpkgopt='path-exclude=/usr/share/locale/*' \
+	  "$$(. /etc/os-release && echo "$$VERSION_CODENAME")" base \
+	  "$$(apt-get indextargets --format '$$(REPO_URI)' 'Created-By: Packages' | head -1)" && \
+	touch .unpacked || echo "no buildah from apt-get: no image is built in the tests" >&2
 
 # Azurite runs on Node: the machine's, or one that comes as a Python wheel.
 $(AZURITE): tests/azurite/package-lock.json $(INSTALLED)

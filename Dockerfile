@@ -1,0 +1,138 @@
+# Two images, from one file, for linux/amd64:
+#
+#   docker build -t imagefleet-worker .
+#   docker build -t imagefleet --target light .
+#
+# The worker has torch and, in torch's own wheels, CUDA: the host brings the NVIDIA driver and its
+# container toolkit, nothing else. `light` is the console (load, exporter, failed, deploy ...), and
+# has no torch. Both run as user 65532 and write below /cache and /tmp alone, so
+#
+#   docker run --read-only --tmpfs /tmp --volume cache:/cache --gpus all imagefleet-worker
+#
+# What is large and changes rarely comes first: a change of the code ships the last layer of the
+# worker, two megabytes, to a node that has the rest.
+#
+# Build arguments:
+#   BASE_IMAGE   any Debian with Python 3.11 or newer, its venv and (for a GPU) its headers.
+#   CONSTRAINTS  the file in the context that pins versions.
+#   EXTRAS       of pyproject.toml, beside `worker`.
+#   PIP_EXTRA_INDEX_URL  of wheels besides. PyPI's torch is CUDA 13's, for drivers from 580 on;
+#                PyTorch's own indexes have it for older drivers, and for a CPU, which makes an
+#                image of a quarter of the size.
+#   COMPILER     for Triton; empty for an image that will never see a GPU.
+#   MODEL        a path in the context, baked in at /models/checkpoint: a folder in diffusers'
+#                format, or one that holds a .safetensors file, which MODEL_FILE then names, and
+#                beside it the folder of the same name with its tokenizer. LoRAs in its loras/ are
+#                found there. Without a model of your own the demo's is baked in; to fetch one at
+#                the start instead, set IMAGEFLEET_MODEL to an https address or to store:NAME.
+#
+# A first start on a GPU compiles for a minute or two. What it leaves in /cache saves the next one
+# that time, on the same kind of GPU: keep /cache as a volume, or bake it in,
+#
+#   FROM imagefleet-worker
+#   COPY --chown=65532:65532 cache/ /cache/
+
+ARG BASE_IMAGE=python:3.11-slim
+
+FROM ${BASE_IMAGE} AS base
+RUN groupadd --gid 65532 imagefleet && \
+    useradd --uid 65532 --gid 65532 --no-create-home --home-dir /cache \
+      --shell /usr/sbin/nologin imagefleet && \
+    install --directory --owner=65532 --group=65532 /cache && \
+    python3 -m venv /opt/imagefleet
+# HOME is for what other libraries cache.
+ENV PATH=/opt/imagefleet/bin:$PATH \
+    PYTHONUNBUFFERED=1 \
+    PIP_DISABLE_PIP_VERSION_CHECK=1 \
+    PIP_NO_CACHE_DIR=1 \
+    HOME=/cache \
+    HF_HUB_OFFLINE=1
+WORKDIR /cache
+
+# The names and versions to install, apart from the files that they stand in: a layer of packages
+# is built again when what is installed changes, not when any line of pyproject.toml does.
+FROM base AS pins
+ARG CONSTRAINTS=constraints.txt
+ARG EXTRAS="azure-identity remote-write"
+WORKDIR /pins
+COPY pyproject.toml ./
+COPY ${CONSTRAINTS} constraints.txt
+RUN { grep '^torch==' constraints.txt || echo torch; } > torch.txt && \
+    EXTRAS="${EXTRAS}" python3 -c "import os, tomllib; \
+      project = tomllib.load(open('pyproject.toml', 'rb'))['project']; \
+      extras = project['optional-dependencies']; \
+      named = [each for name in os.environ['EXTRAS'].split() for each in extras[name]]; \
+      light = [*project['dependencies'], *named]; \
+      open('light.txt', 'w').write('\n'.join(light)); \
+      open('worker.txt', 'w').write('\n'.join([*light, *extras['worker']]))"
+
+# The project itself, where everything that it needs is left out.
+FROM base AS project
+WORKDIR /project
+COPY pyproject.toml README.md LICENSE ./
+COPY fleet fleet
+COPY jobs jobs
+COPY loadgen loadgen
+COPY worker worker
+RUN pip install --no-deps --prefix=/project/installed .
+
+FROM base AS light
+COPY --from=pins /pins/constraints.txt /pins/light.txt /pins/
+RUN pip install --constraint /pins/constraints.txt --requirement /pins/light.txt
+COPY --from=project /project/installed /opt/imagefleet
+ARG REVISION=unknown
+LABEL org.opencontainers.image.title="imagefleet" \
+      org.opencontainers.image.description="The console of a fleet of image workers" \
+      org.opencontainers.image.licenses="Apache-2.0" \
+      org.opencontainers.image.revision="${REVISION}"
+USER 65532:65532
+STOPSIGNAL SIGTERM
+ENTRYPOINT ["imagefleet"]
+CMD ["--help"]
+
+FROM base AS worker
+# Triton compiles its launchers in C at the first start on a GPU. Python's own headers are in the
+# base image; CUDA's are in Triton's wheel; C++ is for graphs on the CPU, of which there are none.
+ARG COMPILER="gcc libc6-dev"
+# hadolint ignore=DL3008,SC2086
+RUN if [ -n "${COMPILER}" ]; then \
+      apt-get update && \
+      apt-get install --yes --no-install-recommends ${COMPILER} && \
+      apt-get clean && rm -rf /var/lib/apt/lists/*; \
+    fi
+ARG PIP_EXTRA_INDEX_URL=""
+COPY --from=pins /pins/torch.txt /pins/
+RUN pip install --requirement /pins/torch.txt
+COPY --from=pins /pins/constraints.txt /pins/worker.txt /pins/
+RUN pip install --constraint /pins/constraints.txt --requirement /pins/worker.txt
+ARG MODEL=demo_model
+# Under its own name, which images are recorded with; the link has the same place in every image.
+COPY ${MODEL} /models/${MODEL}
+RUN ln --symbolic "/models/${MODEL}" /models/checkpoint
+COPY --from=project /project/installed /opt/imagefleet
+ARG MODEL_FILE=""
+ARG REVISION=unknown
+LABEL org.opencontainers.image.title="imagefleet-worker" \
+      org.opencontainers.image.description="A worker that turns a queue of prompt jobs into images" \
+      org.opencontainers.image.licenses="Apache-2.0" \
+      org.opencontainers.image.revision="${REVISION}"
+# The driver's container toolkit reads the NVIDIA_ variables; utility is nvidia-smi. The folder of
+# LoRAs comes before the store, and need not exist.
+ENV NVIDIA_VISIBLE_DEVICES=all \
+    NVIDIA_DRIVER_CAPABILITIES=compute,utility \
+    TORCHINDUCTOR_CACHE_DIR=/cache/inductor \
+    TRITON_CACHE_DIR=/cache/triton \
+    IMAGEFLEET_MODEL=/models/checkpoint${MODEL_FILE:+/$MODEL_FILE} \
+    IMAGEFLEET_MODEL_CACHE=/cache/models \
+    IMAGEFLEET_LORA_CACHE=/cache/loras \
+    IMAGEFLEET_LORA_DIRECTORY=/models/checkpoint/loras \
+    IMAGEFLEET_PORT=8080 \
+    IMAGEFLEET_HOST=127.0.0.1
+USER 65532:65532
+STOPSIGNAL SIGTERM
+# Docker and compose alone read this; SaladCloud and Kubernetes have probes of their own. The start
+# may fetch and compile.
+HEALTHCHECK --interval=30s --timeout=10s --start-period=15m --retries=3 \
+  CMD ["imagefleet", "health", "live"]
+ENTRYPOINT ["imagefleet"]
+CMD ["worker"]

@@ -1,0 +1,282 @@
+"""What the tests of the images share: a builder that needs neither Docker nor a registry."""
+
+from __future__ import annotations
+
+import ast
+import json
+import os
+import re
+import shutil
+import subprocess
+import sys
+import tempfile
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, NoReturn
+
+import pytest
+import typer
+from pydantic_settings import BaseSettings
+from typer.core import TyperGroup
+
+from fleet import cli, options
+from fleet.settings import ExporterSettings
+from loadgen.settings import LoadSettings
+from worker.settings import WorkerSettings
+
+REPOSITORY = Path(__file__).parents[2]
+DEBIAN = Path(__file__).parent / "debian"
+REQUIRED = bool(os.environ.get("IMAGEFLEET_REQUIRE_CONTAINER"))
+
+#: Base, two images and what is in between; most of it torch.
+NEEDED_BYTES = 8 * 2**30
+
+#: The commands that the files under deploy/ run.
+MODELS: Mapping[str, type[BaseSettings]] = {
+    "worker": WorkerSettings,
+    "load": LoadSettings,
+    "exporter": ExporterSettings,
+}
+
+BASE = "localhost/python-base"
+
+#: Debian's Python brings tests of its own.
+collect_ignore = ["debian"]
+
+ISOLATED = ("unshare", "--mount", "--pid", "--fork", "--kill-child", "--mount-proc")
+
+
+@dataclass(frozen=True)
+class Image:
+    """A built image, by its name in the builder's storage."""
+
+    builder: Builder
+    name: str
+    config: Mapping[str, Any]
+    layer_bytes: tuple[int, ...]
+
+    @property
+    def environment(self) -> dict[str, str]:
+        return dict(entry.split("=", 1) for entry in self.config["Env"])
+
+    def run(
+        self, *arguments: str, data: Path, entrypoint: bool = True, **variables: str
+    ) -> subprocess.CompletedProcess[str]:
+        """Runs it as its own user on a root that only reads; /cache and /tmp are memory.
+
+        *data* is at /data. Stands for `docker run --read-only --tmpfs /cache --tmpfs /tmp`.
+        """
+        user = self.config["User"]
+        uid, gid = user.split(":")
+        os.chown(data, int(uid), int(gid))
+        command = [*(self.config["Entrypoint"] if entrypoint else []), *arguments]
+        settings = [f"{name}={value}" for name, value in (self.environment | variables).items()]
+        script = f"""
+            container=$(buildah from --pull-never {self.name})
+            mounted=$(buildah mount "$container")
+            root={self.builder.folder}/root
+            mkdir -p "$root" "$mounted/data"
+            mount --bind "$mounted" "$root"
+            mount -o remount,bind,ro "$root"
+            mount -t tmpfs -o uid={uid},gid={gid} tmpfs "$root/cache"
+            mount -t tmpfs -o mode=1777 tmpfs "$root/tmp"
+            mount -t proc proc "$root/proc"
+            mount --rbind /dev "$root/dev"
+            mount --bind {data} "$root/data"
+            status=0
+            chroot --userspec={user} "$root" /usr/bin/env -i "$@" || status=$?
+            umount --recursive "$root"
+            buildah umount "$container" >/dev/null
+            buildah rm "$container" >/dev/null
+            exit $status
+        """
+        return self.builder.shell(script, *settings, *command)
+
+
+class Builder:
+    """Debian's buildah, unpacked beside the tests, with a storage of its own in *folder*."""
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+        self._flags = (
+            f"--root {folder}/storage --runroot {folder}/run"
+            f" --registries-conf {DEBIAN}/etc/containers/registries.conf"
+        )
+
+    def shell(self, script: str, *arguments: str) -> subprocess.CompletedProcess[str]:
+        """Runs a script that can call buildah as if it were installed.
+
+        In namespaces of its own: whatever ends it, no mount and no process is left.
+        """
+        prelude = f"""
+            set -eu
+            mount -t overlay overlay -o lowerdir={DEBIAN}/usr:/usr /usr
+            buildah() {{ command buildah {self._flags} "$@"; }}
+        """
+        return subprocess.run(
+            [*ISOLATED, "sh", "-c", prelude + script, "sh", *arguments],
+            capture_output=True,
+            text=True,
+            check=False,
+            cwd=REPOSITORY,
+        )
+
+    def make_base(self) -> None:
+        policy = f"--signature-policy {DEBIAN}/etc/containers/policy.json"
+        self._must(
+            f"""
+            container=$(buildah from scratch)
+            buildah add -q "$container" {DEBIAN}/base /
+            buildah commit -q {policy} "$container" {BASE}
+            buildah rm "$container"
+            """
+        )
+
+    def build(self, targets: Sequence[str]) -> dict[str, Image]:
+        """Builds some targets of the Dockerfile, side by side, from the working tree."""
+        self._must(
+            f"""
+            builds=
+            for target in {" ".join(targets)}; do
+              buildah build --layers --pull-never --isolation chroot --format docker \
+                --signature-policy {DEBIAN}/etc/containers/policy.json \
+                --build-arg BASE_IMAGE={BASE} --build-arg COMPILER= \
+                --target $target --tag localhost/$target "$@" . &
+              builds="$builds $!"
+            done
+            failed=0
+            for build in $builds; do wait $build || failed=1; done
+            exit $failed
+            """,
+            *self._pip_configuration(),
+        )
+        return {target: self._image(f"localhost/{target}") for target in targets}
+
+    def _image(self, name: str) -> Image:
+        inspected = json.loads(self._must(f"buildah inspect --type image {name}"))
+        layers = json.loads(inspected["Manifest"])["layers"]
+        sizes = tuple(layer["size"] for layer in layers)
+        return Image(self, name, inspected["Docker"]["config"], sizes)
+
+    def _must(self, script: str, *arguments: str) -> str:
+        done = self.shell(script, *arguments)
+        assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-3000:]
+        return done.stdout
+
+    def _pip_configuration(self) -> list[str]:
+        """Has pip in the build ask where this machine's pip asks."""
+        listed = subprocess.run(
+            [sys.executable, "-m", "pip", "config", "list"],
+            capture_output=True,
+            text=True,
+            check=True,
+        ).stdout
+        settings: dict[str, str] = {}
+        mounts: set[str] = set()
+        for name, value in re.findall(
+            r"^(?:global|install|:env:)\.([a-z-]+)=(.+)$", listed, re.MULTILINE
+        ):
+            places = str(ast.literal_eval(value)).split()
+            settings[name] = " ".join(places)
+            paths = (place.removeprefix("file://") for place in places)
+            mounts |= {path for path in paths if path[0] == "/" and Path(path).exists()}
+        configuration = self.folder / "pip.conf"
+        lines = [f"{name} = {value}" for name, value in settings.items()]
+        # Bytecode for every module costs more than what the few runs here would save.
+        lines = ["[global]", *lines, "[install]", "no-compile = true", ""]
+        configuration.write_text("\n".join(lines))
+        # A folder of pages has its files beside it, which its links lead to.
+        mounts |= {str(Path(path).parent) for path in mounts if Path(path).name == "simple"}
+        return [
+            *(f"--volume={path}:{path}:ro" for path in sorted(mounts)),
+            f"--volume={configuration}:/etc/pip.conf:ro",
+        ]
+
+
+@pytest.fixture(scope="session")
+def builder() -> Iterator[Builder]:
+    """A builder with a base image; what it builds is gone with the test run."""
+    if not (DEBIAN / ".unpacked").is_file():
+        _skip("no buildah: `make test` unpacks it from Debian's packages, as root")
+    if os.geteuid() != 0:
+        _skip("images are built by root alone")
+    if subprocess.run([*ISOLATED, "true"], capture_output=True, check=False).returncode:
+        _skip("no images can be built here: mounting is not allowed")
+    with tempfile.TemporaryDirectory(prefix="imagefleet-images-") as folder:
+        if shutil.disk_usage(folder).free < NEEDED_BYTES:
+            _skip(f"building images takes {NEEDED_BYTES // 2**30} GB in {folder}")
+        made = Builder(Path(folder))
+        made.make_base()
+        yield made
+
+
+@pytest.fixture(scope="session")
+def images(builder: Builder) -> dict[str, Image]:
+    """Both images, or the light one where torch comes with CUDA: gigabytes of it, for no test."""
+    pip = [sys.executable, "-m", "pip", "show", "torch"]
+    torch = subprocess.run(pip, capture_output=True, text=True, check=True).stdout
+    return builder.build(["light", "worker"] if "+cpu" in torch else ["light"])
+
+
+@pytest.fixture
+def light_image(images: dict[str, Image]) -> Image:
+    return images["light"]
+
+
+@pytest.fixture
+def worker_image(images: dict[str, Image]) -> Image:
+    if "worker" not in images:
+        _skip("pip's torch is CUDA's here, gigabytes of it: nothing that a test should download")
+    return images["worker"]
+
+
+@pytest.fixture
+def data(tmp_path: Path) -> Path:
+    """A folder for an image's /data."""
+    folder = tmp_path / "data"
+    folder.mkdir()
+    return folder
+
+
+@pytest.fixture(scope="session")
+def repository() -> Path:
+    return REPOSITORY
+
+
+@pytest.fixture(scope="session")
+def command_of() -> Callable[[str], str]:
+    """The path of a program that came as a wheel."""
+
+    def find(name: str) -> str:
+        found = shutil.which(name, path=Path(sys.executable).parent)
+        assert found, f"no {name} beside {sys.executable}: pip install the dev extra"
+        return found
+
+    return find
+
+
+@pytest.fixture
+def parse_command(monkeypatch: pytest.MonkeyPatch) -> Callable[..., BaseSettings]:
+    """The settings that a command line of ours comes to with some variables; runs nothing."""
+
+    def parse(arguments: list[str], variables: Mapping[str, str]) -> BaseSettings:
+        for name in [name for name in os.environ if name.startswith("IMAGEFLEET_")]:
+            monkeypatch.delenv(name)
+        for name, value in variables.items():
+            monkeypatch.setenv(name, value)
+        group = typer.main.get_command(cli.app)
+        assert isinstance(group, TyperGroup)
+        name, *rest = arguments
+        parsed = group.commands[name].make_context(name, rest)
+        model = MODELS[name]
+        given = {field: parsed.params.get(field) for field in model.model_fields}
+        return options.read(model, given)
+
+    return parse
+
+
+def _skip(reason: str) -> NoReturn:
+    if REQUIRED:
+        pytest.fail(reason, pytrace=False)
+    pytest.skip(reason)

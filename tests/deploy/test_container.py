@@ -1,0 +1,104 @@
+"""The two images, built and run without Docker; it takes a minute or two."""
+
+from __future__ import annotations
+
+import json
+import re
+import subprocess
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from worker.settings import WorkerSettings
+
+#: The images are built by the first tests that want them.
+BUILDS = pytest.mark.timeout(600)
+
+JOBS = 6
+
+
+def test_the_dockerfile_has_no_known_mistakes(
+    repository: Path, command_of: Callable[[str], str]
+) -> None:
+    done = subprocess.run(
+        [command_of("hadolint"), repository / "Dockerfile"],
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert done.returncode == 0, done.stdout
+
+
+def test_the_dockerfile_names_settings_that_there_are(repository: Path) -> None:
+    variables = re.findall(r"\bIMAGEFLEET_([A-Z_]+)=", (repository / "Dockerfile").read_text())
+    assert variables
+    assert {name.lower() for name in variables} <= WorkerSettings.model_fields.keys()
+
+
+@BUILDS
+def test_the_light_image_loads_jobs_and_has_no_torch(
+    light_image: Any, data: Path, repository: Path
+) -> None:
+    jobs = (repository / "demo_model" / "demo_jobs.jsonl").read_text().splitlines()[:JOBS]
+    (data / "jobs.jsonl").write_text("\n".join(jobs))
+    home = {"IMAGEFLEET_STORAGE": "local:/data/home"}
+    loaded = light_image.run("load", "/data/jobs.jsonl", data=data, **home)
+    assert loaded.returncode == 0, loaded.stderr
+    status = light_image.run("status", "--json", data=data, **home)
+    assert f'"messages": {JOBS}' in status.stdout
+    torch = light_image.run("python", "-c", "import torch", data=data, entrypoint=False)
+    assert "No module named 'torch'" in torch.stderr
+    worker = light_image.run("worker", "--model", "x", data=data)
+    assert worker.returncode == 2
+    assert "torch is missing" in worker.stderr
+
+
+@BUILDS
+def test_the_worker_image_drains_a_queue_as_nobody_on_a_root_that_only_reads(
+    worker_image: Any, light_image: Any, data: Path, repository: Path
+) -> None:
+    jobs = (repository / "demo_model" / "demo_jobs.jsonl").read_text().splitlines()[-JOBS:]
+    (data / "jobs.jsonl").write_text("\n".join(jobs))
+    home = {"IMAGEFLEET_STORAGE": "local:/data/home"}
+    loaded = light_image.run("load", "/data/jobs.jsonl", data=data, **home)
+    assert loaded.returncode == 0, loaded.stderr
+    worked = worker_image.run("worker", "--until-empty", data=data, **home)
+    assert worked.returncode == 0, worked.stderr
+    assert f"{JOBS} completed" in worked.stderr + worked.stdout
+    images = list((data / "home" / "images").rglob("*.png"))
+    assert len(images) == JOBS
+    assert {image.stat().st_uid for image in images} == {65532}
+    written = worker_image.run(
+        "sh", "-c", "id -u; touch /x; touch /opt/imagefleet/x", data=data, entrypoint=False
+    )
+    assert written.stdout == "65532\n"
+    assert written.stderr.count("Read-only file system") == 2
+
+
+@BUILDS
+def test_the_worker_image_says_how_it_is_run_and_looked_after(worker_image: Any) -> None:
+    config = worker_image.config
+    assert config["Entrypoint"] == ["imagefleet"]
+    assert config["Cmd"] == ["worker"]
+    assert config["User"] == "65532:65532"
+    assert config["StopSignal"] == "SIGTERM"
+    assert config["Healthcheck"]["Test"] == ["CMD", "imagefleet", "health", "live"]
+    assert config["Labels"]["org.opencontainers.image.licenses"] == "Apache-2.0"
+    places = [name for name, value in worker_image.environment.items() if value[:7] == "/cache/"]
+    assert len(places) >= 4
+    assert worker_image.environment["IMAGEFLEET_MODEL"] == "/models/checkpoint"
+
+
+@BUILDS
+def test_a_change_of_the_code_ships_megabytes_and_not_torch(
+    worker_image: Any, light_image: Any, capsys: pytest.CaptureFixture[str]
+) -> None:
+    *_, code = worker_image.layer_bytes
+    assert code < 5e6
+    assert max(worker_image.layer_bytes) > 500e6  # torch, below
+    with capsys.disabled():
+        for image in (light_image, worker_image):
+            megabytes = [round(size / 1e6) for size in image.layer_bytes]
+            print(f"\n{image.name}: {sum(megabytes)} MB unpacked, layers {json.dumps(megabytes)}")  # noqa: T201
