@@ -1,0 +1,123 @@
+"""The compose files: valid to Docker's own reader, and true to what is in the repository."""
+
+from __future__ import annotations
+
+import json
+import re
+import subprocess
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+
+from jobs import azure_address
+from worker.settings import WorkerSettings
+
+Services = dict[str, dict[str, Any]]
+
+
+@pytest.fixture
+def compose(repository: Path) -> Path:
+    return repository / "deploy" / "compose"
+
+
+@pytest.fixture
+def read(compose: Path, command_of: Callable[[str], str]) -> Callable[..., Services]:
+    """What `docker compose` makes of some of the files; it needs no daemon for that."""
+
+    def read(*names: str) -> Services:
+        files = [part for name in names for part in ("-f", str(compose / name))]
+        done = subprocess.run(
+            [command_of("docker-compose"), *files, "config", "--format", "json"],
+            capture_output=True,
+            text=True,
+            check=False,
+        )
+        assert done.returncode == 0, done.stderr
+        return dict(json.loads(done.stdout)["services"])
+
+    return read
+
+
+def ours(services: Services) -> Services:
+    return {name: each for name, each in services.items() if "build" in each}
+
+
+@pytest.mark.parametrize("names", [["compose.yaml"], ["compose.yaml", "gpu.yaml"]])
+def test_docker_compose_reads_the_files(names: list[str], read: Callable[..., Services]) -> None:
+    assert read(*names).keys() == {
+        *("azurite", "load", "worker", "exporter", "vmagent", "prometheus", "grafana")
+    }
+
+
+def test_the_gpu_is_asked_for_in_its_own_file_alone(read: Callable[..., Services]) -> None:
+    assert not read("compose.yaml")["worker"]["deploy"].get("resources")
+    worker = read("compose.yaml", "gpu.yaml")["worker"]
+    (device,) = worker["deploy"]["resources"]["reservations"]["devices"]
+    assert (device["driver"], device["capabilities"]) == ("nvidia", ["gpu"])
+
+
+def test_every_file_that_is_mounted_and_every_folder_that_is_built_exists(
+    read: Callable[..., Services], repository: Path
+) -> None:
+    services = read("compose.yaml")
+    mounts = [mount for each in services.values() for mount in each.get("volumes", [])]
+    binds = [Path(mount["source"]) for mount in mounts if mount["type"] == "bind"]
+    assert len(binds) >= 5
+    assert [path for path in binds if not path.exists()] == []
+    stages = re.findall(
+        r"^FROM .* AS (\w+)$", (repository / "Dockerfile").read_text(), re.MULTILINE
+    )
+    for service in ours(services).values():
+        assert Path(service["build"]["context"]) == repository
+        assert service["build"]["target"] in stages
+
+
+def test_other_peoples_images_are_pinned(read: Callable[..., Services]) -> None:
+    services = read("compose.yaml")
+    images = [each["image"] for name, each in services.items() if name not in ours(services)]
+    assert [image for image in images if not re.search(r":v?\d+\.\d+\.\d+$", image)] == []
+
+
+def test_every_command_and_variable_is_understood(
+    read: Callable[..., Services], parse_command: Callable[..., Any]
+) -> None:
+    for service in ours(read("compose.yaml")).values():
+        variables = {
+            name: value
+            for name, value in service["environment"].items()
+            if name.startswith("IMAGEFLEET_")
+        }
+        image = {"IMAGEFLEET_MODEL": "/models/checkpoint"}
+        settings = parse_command(service.get("command") or ["worker"], image | variables)
+        address = azure_address.read_address(settings.storage)
+        assert address is not None
+
+
+def test_our_containers_run_as_the_dockerfile_means_them_to(
+    read: Callable[..., Services],
+) -> None:
+    for service in ours(read("compose.yaml")).values():
+        assert service["read_only"] is True
+        assert service["cap_drop"] == ["ALL"]
+        assert "/tmp" in service["tmpfs"]
+
+
+def test_a_worker_is_given_the_time_that_its_drain_takes(read: Callable[..., Services]) -> None:
+    (seconds,) = re.fullmatch(
+        r"(\d+)s", read("compose.yaml")["worker"]["stop_grace_period"]
+    ).groups()
+    assert int(seconds) >= WorkerSettings.model_fields["grace_seconds"].default + 10
+
+
+def test_the_datasource_is_the_dashboards_own_with_another_address(
+    compose: Path, repository: Path
+) -> None:
+    theirs = repository / "dashboards" / "provisioning" / "datasource.yaml"
+    own, original = (
+        yaml.safe_load(path.read_text()) for path in (compose / "datasource.yaml", theirs)
+    )
+    original["datasources"][0]["url"] = "http://prometheus:9090"
+    assert own == original
