@@ -45,6 +45,9 @@ class FarQueue:
         self._queue = queue
         self.name = queue.name
 
+    async def check(self) -> None:
+        await self._queue.check()
+
     async def send(self, bodies: Iterable[str]) -> None:
         await asyncio.sleep(LATENCY_SECONDS)
         await self._queue.send(bodies)

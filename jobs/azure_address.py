@@ -9,9 +9,9 @@ from typing import Any, TypeVar
 from urllib.parse import urlsplit
 
 from azure.core.credentials import AzureSasCredential
+from azure.core.credentials_async import AsyncTokenCredential
 from azure.storage.blob.aio import ContainerClient
 from azure.storage.queue.aio import QueueClient
-from pydantic import SecretStr
 
 from jobs import errors
 
@@ -21,6 +21,12 @@ _HOST = re.compile(r"([a-z0-9-]{3,50})\.(?:blob|queue)\.([a-z0-9.-]+)")
 _CONNECTION_STRING = re.compile(
     r"\b(AccountName|AccountKey|BlobEndpoint|UseDevelopmentStorage)=", re.IGNORECASE
 )
+
+_SECRET_OF_ITS_OWN = re.compile(
+    r"\b(AccountKey|SharedAccessSignature|UseDevelopmentStorage)=", re.IGNORECASE
+)
+
+Credential = AzureSasCredential | AsyncTokenCredential | None
 
 _Client = TypeVar("_Client", QueueClient, ContainerClient)
 
@@ -34,31 +40,30 @@ class AzureAddress:
     blob_url: str = ""
     sas: str | None = None
 
-    def queue_client(self, name: str, sas: SecretStr | None, **options: Any) -> QueueClient:
-        """A client of one queue; *sas* goes before what the address itself brings."""
-        return self._client(QueueClient, self.queue_url, name, sas, options)
+    @property
+    def has_key(self) -> bool:
+        """Whether it lets its bearer in by itself; a URL's SAS token is `sas`."""
+        return bool(_SECRET_OF_ITS_OWN.search(self.connection_string or ""))
 
-    def container_client(self, name: str, sas: SecretStr | None, **options: Any) -> ContainerClient:
-        """A client of one container; *sas* goes before what the address itself brings."""
-        return self._client(ContainerClient, self.blob_url, name, sas, options)
+    def queue_client(self, name: str, credential: Credential, **options: Any) -> QueueClient:
+        """A client of one queue; *credential* goes before what the address itself brings."""
+        return self._client(QueueClient, self.queue_url, name, credential, options)
+
+    def container_client(
+        self, name: str, credential: Credential, **options: Any
+    ) -> ContainerClient:
+        """A client of one container; *credential* goes before what the address itself brings."""
+        return self._client(ContainerClient, self.blob_url, name, credential, options)
 
     def _client(
         self,
         kind: type[_Client],
         url: str,
         name: str,
-        sas: SecretStr | None,
+        credential: Credential,
         options: Mapping[str, Any],
     ) -> _Client:
-        token = sas.get_secret_value() if sas else self.sas
-        credential = AzureSasCredential(token) if token else None
         if self.connection_string is None:
-            if credential is None:
-                raise errors.SetupError(
-                    f"no credentials for {name!r}: set IMAGEFLEET_QUEUE_SAS (and, where they"
-                    " differ, IMAGEFLEET_POISON_SAS and IMAGEFLEET_BLOB_SAS), or give a"
-                    " connection string"
-                )
             return kind(url, name, credential, **options)
         try:
             return kind.from_connection_string(self.connection_string, name, credential, **options)

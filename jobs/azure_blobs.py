@@ -8,7 +8,8 @@ from typing import TypeVar
 from azure.storage.blob import ContentSettings
 from azure.storage.blob.aio import ContainerClient
 
-from jobs import azure_errors, retry, storage
+from jobs import azure_errors, errors, retry, storage
+from jobs.azure_credentials import Access
 
 #: The name is taken, so the picture is there. The second is what a token that may only create gets
 #: to hear, where one that may also write hears the first.
@@ -19,15 +20,19 @@ _NAMES_PAGE = 1_000
 #: The most that Azure lists in one answer: who asks for records reads them all.
 _RECORDS_PAGE = 5_000
 
+#: The name of no blob: `check_blob_name` refuses it.
+_NO_BLOB = ".imagefleet-check"
+
 _Result = TypeVar("_Result")
 
 
 class AzureBlobs:
     """The blobs of one container."""
 
-    def __init__(self, client: ContainerClient, retries: retry.RetryPolicy) -> None:
+    def __init__(self, client: ContainerClient, retries: retry.RetryPolicy, access: Access) -> None:
         self._client = client
         self._retries = retries
+        self._access = access
 
     async def create_container(self) -> None:
         """Creates the container unless it is there."""
@@ -41,9 +46,11 @@ class AzureBlobs:
     async def check(self) -> None:
         """Raises SetupError if the container does not exist or the credentials are wrong."""
 
+        # Asks for a blob that is not there: no container's token may read the properties of the
+        # container itself, and Azure answers with the very error code of its firewall.
         async def request() -> None:
-            with azure_errors.tolerated(azure_errors.LESS_PERMISSION):
-                await self._client.get_container_properties()
+            with azure_errors.tolerated({"BlobNotFound", *azure_errors.LESS_PERMISSION}):
+                await self._client.get_blob_client(_NO_BLOB).get_blob_properties()
 
         await self._call(request)
 
@@ -67,7 +74,14 @@ class AzureBlobs:
                 return True
             return False
 
-        return await self._call(request)
+        try:
+            return await self._call(request)
+        except errors.SetupError:
+            # Azurite's answer to a token without `w` where the name is taken: as if it could not
+            # create at all.
+            if await self._exists(name):
+                return False
+            raise
 
     async def read(self, name: str, max_bytes: int | None = None) -> bytes | None:
         storage.check_blob_name(name)
@@ -110,6 +124,15 @@ class AzureBlobs:
 
         return await self._call(request)
 
+    async def _exists(self, name: str) -> bool:
+        async def request() -> bool:
+            with azure_errors.tolerated({"BlobNotFound", *azure_errors.LESS_PERMISSION}):
+                await self._client.get_blob_client(name).get_blob_properties()
+                return True
+            return False
+
+        return await self._call(request)
+
     async def names(self, prefix: str = "") -> AsyncIterator[str]:
         blobs = self._client.list_blob_names(
             name_starts_with=prefix or None, results_per_page=_NAMES_PAGE
@@ -131,8 +154,5 @@ class AzureBlobs:
                 )
 
     async def _call(self, request: Callable[[], Awaitable[_Result]]) -> _Result:
-        async def attempt() -> _Result:
-            with azure_errors.translated(f"the container {self._client.container_name!r}"):
-                return await request()
-
-        return await self._retries.call(attempt)
+        what = f"the container {self._client.container_name!r}"
+        return await self._retries.call(lambda: self._access.attempt(what, request))

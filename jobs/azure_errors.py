@@ -21,6 +21,10 @@ LESS_PERMISSION = frozenset(
     {"AuthorizationPermissionMismatch", "AuthorizationResourceTypeMismatch"}
 )
 
+#: The credentials themselves are not accepted: expired, revoked, or not signed with a key of the
+#: account's. (A missing permission, a firewall or a wrong protocol have codes of their own.)
+_NOT_ACCEPTED = frozenset({"AuthenticationFailed", "InvalidAuthenticationInfo"})
+
 #: One job is too big or odd for Azure; the next one may not be.
 _JOB_AT_FAULT = frozenset(
     {"RequestBodyTooLarge", "MetadataTooLarge", "InvalidMetadata", "EmptyMetadataKey"}
@@ -32,6 +36,10 @@ _NOTHING_DONE = frozenset({429, 503})
 
 class ReplyLostError(errors.TransientError):
     """The request may have been carried out: its answer was lost."""
+
+
+class RefusedError(errors.SetupError):
+    """The credentials are expired, revoked or wrong; nothing was done."""
 
 
 @contextmanager
@@ -74,7 +82,8 @@ def _from_response(error: exceptions.HttpResponseError, what: str) -> errors.Fle
     if code in _MISSING:
         return errors.SetupError(f"{what} does not exist; `imagefleet load` creates it")
     if status in {401, 403}:
-        return errors.SetupError(
+        kind = RefusedError if code in _NOT_ACCEPTED else errors.SetupError
+        return kind(
             f"Azure refuses access to {what}: {answer}; check the account key or the SAS token,"
             " its permissions and its expiry"
         )

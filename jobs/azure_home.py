@@ -9,8 +9,9 @@ from typing import Self
 import aiohttp
 from azure.core.pipeline.transport import AioHttpTransport
 
-from jobs import azure_address, retry
+from jobs import azure_address, retry, sas_tokens
 from jobs.azure_blobs import AzureBlobs
+from jobs.azure_credentials import Credentials
 from jobs.azure_queue import AzureQueue
 from jobs.settings import StorageSettings
 
@@ -59,6 +60,7 @@ class AzureHome:
         settings: StorageSettings,
         retries: retry.RetryPolicy,
         *,
+        proof: sas_tokens.Proof | None = None,
         read_timeout_seconds: float = READ_TIMEOUT_SECONDS,
     ) -> None:
         self._through_proxy = bool(urllib.request.getproxies_environment())
@@ -75,18 +77,18 @@ class AzureHome:
             "retry_total": 0,
         }
         address = azure_address.read_address(settings.storage.strip())
-        queue_sas = settings.queue_sas
-        poison_sas, blob_sas = settings.poison_sas or queue_sas, settings.blob_sas or queue_sas
-        queue = address.queue_client(settings.queue, queue_sas, **options)
-        poison = address.queue_client(settings.poison_queue, poison_sas, **options)
-        container = address.container_client(settings.container, blob_sas, **options)
-        self.queue = AzureQueue(queue, retries)
-        self.poison = AzureQueue(poison, retries)
-        self.blobs = AzureBlobs(container, retries)
+        access = self._credentials = Credentials(address, settings, proof)
+        queue = address.queue_client(settings.queue, access.queue.credential, **options)
+        poison = address.queue_client(settings.poison_queue, access.poison.credential, **options)
+        container = address.container_client(settings.container, access.blob.credential, **options)
+        self.queue = AzureQueue(queue, retries, access.queue)
+        self.poison = AzureQueue(poison, retries, access.poison)
+        self.blobs = AzureBlobs(container, retries, access.blob)
         self.url = f"{container.scheme}://{container.primary_hostname}"
 
     async def create(self) -> None:
-        await self.queue.create()
+        if not await self.queue.create():
+            return  # a token for one queue creates nothing, nor need its bearer reach the rest
         await self.poison.create()
         await self.blobs.create_container()
 
@@ -111,4 +113,5 @@ class AzureHome:
         error: BaseException | None,
         traceback: TracebackType | None,
     ) -> None:
+        await self._credentials.close()
         await self._transport.close()

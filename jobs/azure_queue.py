@@ -20,6 +20,7 @@ from azure.storage.queue import QueueMessage
 from azure.storage.queue.aio import QueueClient
 
 from jobs import azure_errors, errors, retry, storage
+from jobs.azure_credentials import Access
 
 #: Sends, or messages handed back, in flight at once: more would only queue up in Azure, which takes
 #: 2,000 messages a second a queue.
@@ -39,22 +40,26 @@ _Result = TypeVar("_Result")
 class AzureQueue:
     """A job queue whose order is only roughly that of the sends, as Azure promises no more."""
 
-    def __init__(self, client: QueueClient, retries: retry.RetryPolicy) -> None:
+    def __init__(self, client: QueueClient, retries: retry.RetryPolicy, access: Access) -> None:
         self._client = client
         self._retries = retries
+        self._access = access
 
     @property
     def name(self) -> str:
         return self._client.queue_name
 
-    async def create(self) -> None:
-        """Creates the queue unless it is there."""
+    async def create(self) -> bool:
+        """Creates the queue unless it is there; tells whether the credentials are for that."""
 
-        async def request() -> None:
-            with azure_errors.tolerated({"QueueAlreadyExists"}):
-                await self._client.create_queue()
+        async def request() -> bool:
+            with azure_errors.tolerated(azure_errors.LESS_PERMISSION):
+                with azure_errors.tolerated({"QueueAlreadyExists"}):
+                    await self._client.create_queue()
+                return True
+            return False
 
-        await self._call(request)
+        return await self._call(request)
 
     async def check(self) -> None:
         """Raises SetupError if the queue does not exist or the credentials are wrong."""
@@ -148,12 +153,7 @@ class AzureQueue:
 
     async def _call(self, request: Callable[[], Awaitable[_Result]]) -> _Result:
         """Makes a request, its errors translated, until it succeeds or the retries end."""
-
-        async def attempt() -> _Result:
-            with azure_errors.translated(self._what):
-                return await request()
-
-        return await self._retries.call(attempt)
+        return await self._retries.call(lambda: self._access.attempt(self._what, request))
 
     async def _call_with_receipt(self, request: Callable[[], Awaitable[_Result]]) -> _Result | None:
         """Makes a request that uses its receipt up.
@@ -166,8 +166,7 @@ class AzureQueue:
         async def attempt() -> _Result:
             nonlocal reply_lost
             try:
-                with azure_errors.translated(self._what):
-                    return await request()
+                return await self._access.attempt(self._what, request)
             except azure_errors.ReplyLostError:
                 reply_lost = True
                 raise

@@ -44,6 +44,10 @@ class TransientError(FleetError):
     """The storage or the engine failed in a way that may pass."""
 
 
+class NoAccessError(TransientError):
+    """The storage's credentials have run out, and new ones are awaited."""
+
+
 class LeaseLost(FleetError):  # noqa: N818 - the term of the field, and of the design
     """The lease on the message is lost: another worker may have it."""
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Awaitable, Callable
 from pathlib import Path
 
 from jobs import errors, retry
@@ -11,10 +12,17 @@ from jobs.storage import Storage
 LOCAL_SCHEME = "local:"
 
 
-def open_storage(settings: StorageSettings, retries: retry.RetryPolicy = retry.DEFAULT) -> Storage:
+def open_storage(
+    settings: StorageSettings,
+    retries: retry.RetryPolicy = retry.DEFAULT,
+    *,
+    proof: Callable[[], Awaitable[str]] | None = None,
+) -> Storage:
     """The home that `settings.storage` names, to be entered with `async with`.
 
-    *retries* is for the homes behind a network. Nothing is created or asked before it is used.
+    *retries* is for the homes behind a network; *proof* gives the proof of identity (a JSON Web
+    Token) that the broker of `settings.broker_url` wants. Nothing is created or asked before it
+    is used.
 
     Raises:
         SetupError: it is no address, or one without the credentials that it needs.
@@ -30,4 +38,4 @@ def open_storage(settings: StorageSettings, retries: retry.RetryPolicy = retry.D
     # Only those who use Azure wait for its libraries to load.
     from jobs.azure_home import AzureHome
 
-    return AzureHome(settings, retries)
+    return AzureHome(settings, retries, proof=proof)

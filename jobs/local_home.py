@@ -35,11 +35,7 @@ class LocalHome:
 
     async def check(self) -> None:
         for queue in (self.queue, self.poison):
-            if not await self._file.has_queue(queue.name):
-                raise errors.SetupError(
-                    f"there is no queue {queue.name!r} in {self._folder}; `imagefleet load` makes"
-                    " and fills one"
-                )
+            await queue.check()
         if not self.blobs.folder.is_dir():
             raise errors.SetupError(f"there is no folder {self.blobs.folder} for the images")
 

@@ -64,6 +64,13 @@ class LocalQueue:
     def name(self) -> str:
         return self._name
 
+    async def check(self) -> None:
+        if not await self._file.has_queue(self._name):
+            raise errors.SetupError(
+                f"there is no queue {self._name!r} in {self._file.path.parent};"
+                " `imagefleet load` makes and fills one"
+            )
+
     async def send(self, bodies: Iterable[str]) -> None:
         checked = storage.checked_messages(bodies)
         await self._file.run(lambda connection: self._send(connection, checked))

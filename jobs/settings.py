@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from pathlib import Path
 from typing import Annotated
 
 from pydantic import AfterValidator, Field, SecretStr
@@ -51,6 +52,18 @@ class StorageSettings(BaseSettings):
     )
     blob_sas: SecretStr | None = Field(
         default=None, description="SAS token for the container, where it is another one."
+    )
+
+    sas_file: Path | None = Field(
+        default=None,
+        description="JSON file with the SAS tokens (queue, poison, blob) in place of these; read"
+        " again when it changes, so that tokens are renewed without a restart.",
+    )
+    broker_url: str | None = Field(
+        default=None,
+        pattern=r"^https://[^\s@]+$",
+        description="A service that gives a worker on SaladCloud its SAS tokens, for the proof of"
+        " identity that the node has, and gives new ones before they end.",
     )
 
     @property

@@ -70,6 +70,9 @@ class JobQueue(Protocol):
     @property
     def name(self) -> str: ...
 
+    async def check(self) -> None:
+        """Raises SetupError, in one sentence, if there is no such queue or no way in."""
+
     async def send(self, bodies: Iterable[str]) -> None:
         """Adds messages that never expire; when it returns, they are stored.
 

@@ -121,7 +121,7 @@ class Load:
 
     async def _check_that_the_queue_still_is_there(self) -> None:
         try:
-            await self._home.check()
+            await self._home.queue.check()
         except errors.SetupError as error:
             raise errors.SetupError(
                 f"{self._place} says that {self.confirmed:,} jobs are sent, but {error.message};"

@@ -36,6 +36,9 @@ class MeteredQueue:
     def name(self) -> str:
         return self._queue.name
 
+    async def check(self) -> None:
+        await self._queue.check()
+
     async def send(self, bodies: Iterable[str]) -> None:
         messages = list(bodies)
         self._operations.queue += len(messages)
