@@ -16,6 +16,7 @@ from fleet import (
     exporter,
     failed,
     health,
+    keys,
     load,
     options,
     plan,
@@ -62,6 +63,7 @@ app.command("status")(status.command)
 app.command("top")(top.command)
 app.command("exporter")(exporter.command)
 app.add_typer(failed.app, name="failed", short_help="Lists, replays and discards failed jobs.")
+app.add_typer(keys.app, name="keys", short_help="Makes, checks and revokes tokens for workers.")
 app.command("plan")(plan.command)
 app.command("report")(report.command)
 app.add_typer(deploy.app, name="deploy", short_help="Deploys workers to where the GPUs are.")

@@ -13,7 +13,7 @@ from jobs import errors
 #: Another worker has the message, or it is gone.
 _LEASE_LOST = frozenset({"MessageNotFound", "PopReceiptMismatch"})
 
-_MISSING = frozenset({"QueueNotFound", "ContainerNotFound"})
+MISSING = frozenset({"QueueNotFound", "ContainerNotFound"})
 
 #: The credentials are genuine and allow something else: a worker's SAS token may process
 #: messages without reading the queue's properties, and create blobs without listing them.
@@ -22,8 +22,10 @@ LESS_PERMISSION = frozenset(
 )
 
 #: The credentials themselves are not accepted: expired, revoked, or not signed with a key of the
-#: account's. (A missing permission, a firewall or a wrong protocol have codes of their own.)
-_NOT_ACCEPTED = frozenset({"AuthenticationFailed", "InvalidAuthenticationInfo"})
+#: account's. The second is Azurite's word for it; to Azure it is a firewall's refusal.
+_NOT_ACCEPTED = frozenset(
+    {"AuthenticationFailed", "AuthorizationFailure", "InvalidAuthenticationInfo"}
+)
 
 #: One job is too big or odd for Azure; the next one may not be.
 _JOB_AT_FAULT = frozenset(
@@ -79,7 +81,7 @@ def _from_response(error: exceptions.HttpResponseError, what: str) -> errors.Fle
     answer = f"{code} (HTTP {status})"
     if code in _LEASE_LOST:
         return errors.LeaseLost(f"the lease is lost: {what} answers {answer}")
-    if code in _MISSING:
+    if code in MISSING:
         return errors.SetupError(f"{what} does not exist; `imagefleet load` creates it")
     if status in {401, 403}:
         kind = RefusedError if code in _NOT_ACCEPTED else errors.SetupError
