@@ -5,16 +5,19 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import importlib.util
+import ipaddress
 import math
 import os
 import shutil
 import signal
 import socket
+import ssl
 import subprocess
 import time
 import uuid
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
 from dataclasses import dataclass, field
+from datetime import UTC, datetime, timedelta
 from pathlib import Path
 from typing import Any, NoReturn
 
@@ -24,6 +27,10 @@ from aiohttp import web
 from azure.core.exceptions import ResourceNotFoundError
 from azure.storage.blob import BlobServiceClient
 from azure.storage.queue import QueueServiceClient
+from cryptography import x509
+from cryptography.hazmat.primitives import hashes, serialization
+from cryptography.hazmat.primitives.asymmetric import ec
+from cryptography.x509.oid import NameOID
 
 from jobs import homes
 from jobs.azure_home import API_VERSION
@@ -247,6 +254,69 @@ def remote_write_prometheus(tool: Callable[[str], str], tmp_path: Path) -> Itera
     ]
     with _metrics_server(command, port) as url:
         yield url
+
+
+@dataclass
+class FakeBroker:
+    """A service behind TLS that hands out tokens; `answer` makes each reply, `proofs` are kept."""
+
+    url: str
+    certificate: Path
+    answer: Callable[[], web.Response] = lambda: web.Response(status=503)
+    proofs: list[str] = field(default_factory=list)
+
+    async def handle(self, request: web.Request) -> web.Response:
+        assert request.method == "POST"
+        self.proofs.append(request.headers["Authorization"].removeprefix("Bearer "))
+        return self.answer()
+
+
+@pytest.fixture
+async def broker(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> AsyncIterator[FakeBroker]:
+    """A broker on this machine, whose certificate is trusted for the time of the test."""
+    certificate, key = _certificate(tmp_path)
+    tls = ssl.create_default_context(ssl.Purpose.CLIENT_AUTH)
+    tls.load_cert_chain(certificate, key)
+    monkeypatch.setenv("SSL_CERT_FILE", str(certificate))
+    fake = FakeBroker(url="", certificate=certificate)
+    runner = web.ServerRunner(web.Server(fake.handle), shutdown_timeout=0)
+    await runner.setup()
+    await web.TCPSite(runner, "127.0.0.1", 0, ssl_context=tls).start()
+    fake.url = f"https://127.0.0.1:{runner.addresses[0][1]}/tokens"
+    yield fake
+    await runner.cleanup()
+
+
+def _certificate(folder: Path) -> tuple[Path, Path]:
+    """A certificate of 127.0.0.1's own, and its key."""
+    key = ec.generate_private_key(ec.SECP256R1())
+    name = x509.Name([x509.NameAttribute(NameOID.COMMON_NAME, "a test")])
+    now = datetime.now(UTC)
+    certificate = (
+        x509.CertificateBuilder()
+        .subject_name(name)
+        .issuer_name(name)
+        .public_key(key.public_key())
+        .serial_number(x509.random_serial_number())
+        .not_valid_before(now - timedelta(days=1))
+        .not_valid_after(now + timedelta(days=1))
+        .add_extension(
+            x509.SubjectAlternativeName([x509.IPAddress(ipaddress.ip_address("127.0.0.1"))]),
+            critical=False,
+        )
+        .add_extension(x509.BasicConstraints(ca=True, path_length=None), critical=True)
+        .sign(key, hashes.SHA256())
+    )
+    paths = folder / "broker.pem", folder / "broker.key"
+    paths[0].write_bytes(certificate.public_bytes(serialization.Encoding.PEM))
+    paths[1].write_bytes(
+        key.private_bytes(
+            serialization.Encoding.PEM,
+            serialization.PrivateFormat.PKCS8,
+            serialization.NoEncryption(),
+        )
+    )
+    return paths
 
 
 @contextlib.contextmanager
