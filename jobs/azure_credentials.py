@@ -9,6 +9,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import os
+import time
 from collections.abc import Awaitable, Callable
 from typing import Any, Literal, Self, TypeVar
 
@@ -27,6 +28,11 @@ Resource = Literal["queue", "poison", "blob"]
 
 #: Set by Kubernetes for a pod with workload identity, and by nothing else.
 FEDERATED_TOKEN_FILE = "AZURE_FEDERATED_TOKEN_FILE"  # noqa: S105 - a variable's name
+
+#: A request whose token has ended waits for another for so long, before its caller is told. All
+#: that wait go on together once it is there: renewals too, each of which may be a lease's last.
+WAIT_SECONDS = 10.0
+_PAUSE_SECONDS = 0.25
 
 _Result = TypeVar("_Result")
 
@@ -65,10 +71,9 @@ class RotatingAccess(Access):
             try:
                 result = await super().attempt(what, request)
             except azure_errors.RefusedError as refusal:
-                await self._tokens.look_after_refusal(used)
-                if self._sas.signature != used:
+                wait_seconds = WAIT_SECONDS if self._accepted else 0.0
+                if await self._tokens.newer_than(used, wait_seconds):
                     continue
-                self._tokens.raise_if_over()
                 if not self._accepted:
                     raise errors.SetupError(
                         f"{refusal.message}; it came from {self._tokens.source.name}"
@@ -92,6 +97,7 @@ class RotatingTokens:
         }
         self._looking: asyncio.Task[None] | None = None
         self._failure: errors.FleetError | None = None
+        self._waiting_is_told = False
 
     async def look_if_due(self) -> None:
         """Waits for the first tokens; newer ones are fetched while the request goes on.
@@ -106,21 +112,38 @@ class RotatingTokens:
         elif self.source.is_due():
             self._look()
 
-    async def look_after_refusal(self, refused: str) -> None:
-        """Looks for newer tokens now, unless there are some or it was asked a moment ago."""
-        in_force = {credential.signature for credential in self.credentials.values()}
-        if refused in in_force and self.source.may_be_asked_early():
-            await asyncio.shield(self._look())
+    async def newer_than(self, refused: str, wait_seconds: float) -> bool:
+        """Looks for tokens in place of a refused one, for a while; tells whether there are.
 
-    def raise_if_over(self) -> None:
-        """Raises SetupError where the source has said that it gives no more tokens."""
-        if isinstance(self._failure, errors.SetupError):
-            raise self._failure
+        Raises:
+            SetupError: the source says that there will be none.
+        """
+        ends_at = time.monotonic() + wait_seconds
+        while True:
+            if self.source.may_be_asked_early() and self._is_in_force(refused):
+                await asyncio.shield(self._look())
+            if not self._is_in_force(refused):
+                return True
+            if isinstance(self._failure, errors.SetupError):
+                raise self._failure
+            if not self._waiting_is_told:
+                self._waiting_is_told = True
+                log.warning(
+                    "the SAS tokens are refused: waiting for %s to give others",
+                    self.source.name,
+                    extra={"action": "tokens_refused"},
+                )
+            if time.monotonic() >= ends_at:
+                return False
+            await asyncio.sleep(_PAUSE_SECONDS)
 
     async def close(self) -> None:
         if self._looking is not None:
             self._looking.cancel()
             await asyncio.gather(self._looking, return_exceptions=True)
+
+    def _is_in_force(self, token: str) -> bool:
+        return any(each.signature == token for each in self.credentials.values())
 
     @property
     def _has_tokens(self) -> bool:
@@ -142,6 +165,7 @@ class RotatingTokens:
         self._failure = None
         if tokens is None:
             return
+        self._waiting_is_told = False
         for resource, credential in self.credentials.items():
             credential.update(tokens.of(resource))
         log.info(

@@ -43,7 +43,7 @@ _UNKNOWN_LIFE_SECONDS = 3600.0
 
 #: Between two questions to a broker that fails, or whose tokens Azure refuses; doubled each time.
 FIRST_PAUSE_SECONDS = 1.0
-LONGEST_PAUSE_SECONDS = 60.0
+LONGEST_PAUSE_SECONDS = 30.0
 
 #: A broker that refuses a worker so often in a row means it. Once may be a proof that was a
 #: second too old.
@@ -173,7 +173,7 @@ class TokenBroker:
         self._proof = proof
         self._tls = ssl.create_default_context()
         self._due_at = 0.0
-        self._pause_seconds = FIRST_PAUSE_SECONDS
+        self._in_vain = 0  # asked in a row without an answer, or because of refused tokens
         self._not_before = 0.0
         self._refusals = 0
 
@@ -188,21 +188,21 @@ class TokenBroker:
         try:
             tokens, life_seconds = await self._ask()
         except errors.FleetError:
-            self._due_at = self._back_off()
+            self._in_vain += 1
+            self._due_at = self._pause()
             raise
         self._refusals = 0
-        if was_due:
-            self._pause_seconds = FIRST_PAUSE_SECONDS
-        earliest = self._back_off()
+        self._in_vain = 0 if was_due else self._in_vain + 1
+        not_before = self._pause()
         renewed_after = life_seconds * random.uniform(*_RENEWED_AFTER)  # noqa: S311 - jitter
-        self._due_at = max(time.monotonic() + renewed_after, earliest)
+        self._due_at = max(time.monotonic() + renewed_after, not_before)
         return tokens
 
-    def _back_off(self) -> float:
-        """Doubles the pause; returns when it is over."""
-        pause_seconds = self._pause_seconds * random.uniform(0.5, 1)  # noqa: S311 - jitter
-        self._pause_seconds = min(2 * self._pause_seconds, LONGEST_PAUSE_SECONDS)
-        self._not_before = time.monotonic() + pause_seconds
+    def _pause(self) -> float:
+        """When it may be asked again, even if its tokens are refused."""
+        seconds = FIRST_PAUSE_SECONDS * 2 ** max(0, min(self._in_vain, 10) - 1)
+        seconds = min(seconds, LONGEST_PAUSE_SECONDS)
+        self._not_before = time.monotonic() + seconds * random.uniform(0.5, 1)  # noqa: S311 - jitter
         return self._not_before
 
     async def _ask(self) -> tuple[Tokens, float]:

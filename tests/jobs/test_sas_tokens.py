@@ -17,7 +17,7 @@ from pydantic import SecretStr, ValidationError
 
 from fleet import keys, keys_mint
 from fleet.keys_roles import ROLES
-from jobs import errors, homes, retry, sas_tokens
+from jobs import azure_credentials, errors, homes, retry, sas_tokens
 from jobs.azure_home import AzureHome
 from jobs.settings import StorageSettings
 from jobs.storage import Storage
@@ -66,8 +66,10 @@ def broker_settings(settings: StorageSettings, broker: Any) -> StorageSettings:
 
 
 @pytest.fixture(autouse=True)
-def _looks_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
+def _at_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Looks with every request, and waits for nothing."""
     monkeypatch.setattr(sas_tokens, "LOOK_SECONDS", 0.0)
+    monkeypatch.setattr(azure_credentials, "WAIT_SECONDS", 0.0)
 
 
 async def proof() -> str:
@@ -131,6 +133,27 @@ async def test_new_tokens_are_taken_before_the_old_ones_end(
             await home.queue.depth()
     assert caplog.text.count("new SAS tokens from the file") == first + 1
     assert "sig=" not in caplog.text
+
+
+async def test_all_that_wait_for_new_tokens_go_on_when_they_are_there(
+    owner: Storage,
+    settings: StorageSettings,
+    file: Path,
+    mint: Mint,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(azure_credentials, "WAIT_SECONDS", 10.0)
+    replace(file, mint(timedelta(seconds=2)))
+    async with AzureHome(settings, retry.NEVER) as home:
+        await home.check()
+        await asyncio.sleep(2)
+        waiting = [asyncio.create_task(home.queue.depth()) for _ in range(5)]
+        _, pending = await asyncio.wait(waiting, timeout=0.5)
+        assert len(pending) == 5
+        replace(file, mint())
+        _, pending = await asyncio.wait(waiting, timeout=1)
+        assert not pending
+        assert [task.result().messages for task in waiting] == [0] * 5
 
 
 async def test_a_secret_of_kubernetes_is_a_link_that_moves(

@@ -1,0 +1,151 @@
+"""A worker process whose tokens end every few seconds: every job is done, once, by one process."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import os
+import subprocess
+import sys
+from collections import Counter
+from collections.abc import Callable, Iterator
+from datetime import timedelta
+from pathlib import Path
+from typing import Any
+
+import pytest
+from aiohttp import web
+
+from fleet import keys, keys_mint
+from fleet.keys_roles import ROLES
+from jobs import homes
+from jobs.settings import StorageSettings
+from jobs.storage import Storage
+
+JOBS = 72
+
+#: Tokens hold for two or three seconds, Azure's times being whole ones; the jobs take about eleven.
+LIFE = timedelta(seconds=3)
+
+#: A worker with an engine that needs no GPU and draws four images in 0.6 s. Each job may be
+#: delivered once: any that failed, or was lost on the way, would end in the poison queue.
+WORKER = """
+import asyncio, functools, sys
+from fleet import logs
+from jobs import homes
+from worker import process
+from worker.settings import WorkerSettings
+from worker.testing import StandInEngine
+
+async def proof():
+    return "a.signed.token"
+
+homes.open_storage = functools.partial(homes.open_storage, proof=proof)
+logs.configure("text")
+settings = WorkerSettings(
+    model="none", until_empty=True, max_attempts=1, lease_seconds=10, prefetch_seconds=3, uploads=4
+)
+asyncio.run(process.run_worker(settings, load=lambda: StandInEngine(tick_seconds=0.6)))
+"""
+
+Mint = Callable[[], str]
+
+
+@pytest.fixture
+def mint(azurite_settings: StorageSettings) -> Mint:
+    minter = keys_mint.Minter(azurite_settings)
+    return lambda: json.dumps(keys.record(minter.mint(ROLES["worker"], LIFE)))
+
+
+@pytest.fixture
+def start(azurite_settings: StorageSettings) -> Iterator[Callable[..., subprocess.Popen[str]]]:
+    """Starts the worker with nothing but the variables that it is given."""
+    started = []
+
+    def start_worker(**variables: str) -> subprocess.Popen[str]:
+        process = subprocess.Popen(
+            [sys.executable, "-c", WORKER],
+            env={
+                **os.environ,
+                "IMAGEFLEET_STORAGE": keys_mint.Minter(azurite_settings).storage,
+                "IMAGEFLEET_QUEUE": azurite_settings.queue,
+                "IMAGEFLEET_CONTAINER": azurite_settings.container,
+                **variables,
+            },
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            text=True,
+        )
+        started.append(process)
+        return process
+
+    yield start_worker
+    for process in started:
+        process.kill()
+        process.communicate()
+
+
+async def fill(home: Storage) -> None:
+    await home.create()
+    await home.queue.send(f'{{"prompt": "a fox", "id": "j{number}"}}' for number in range(JOBS))
+
+
+async def check_that_each_job_was_done_once(home: Storage, output: str) -> None:
+    assert {name async for name in home.blobs.names()} == {
+        f"default/j{number}.png" for number in range(JOBS)
+    }
+    assert (await home.queue.depth()).messages == 0
+    assert (await home.poison.depth()).messages == 0
+    assert f"jobs: {JOBS} completed" in output, output
+    assert "sig=" not in output
+
+
+async def test_tokens_in_a_file_are_rotated_under_a_worker_some_of_them_too_late(
+    azurite_settings: StorageSettings, mint: Mint, start: Any, tmp_path: Path
+) -> None:
+    file = tmp_path / "tokens.json"
+
+    def rotate() -> None:
+        new = tmp_path / "new.json"
+        new.write_text(mint())
+        new.replace(file)
+
+    async with homes.open_storage(azurite_settings) as home:
+        await fill(home)
+        rotate()
+        process = start(IMAGEFLEET_SAS_FILE=str(file))
+        ended = asyncio.create_task(asyncio.to_thread(process.communicate, timeout=60))
+        rotations = 0
+        while not ended.done():
+            # Every third time the tokens have ended for two seconds.
+            await asyncio.wait({ended}, timeout=5 if rotations % 3 == 2 else 1.5)
+            rotate()
+            rotations += 1
+        output, _ = await ended
+        assert process.returncode == 0, output
+        await check_that_each_job_was_done_once(home, output)
+    assert rotations > 3
+    assert "waiting for the file" in output, "no token ended: this has shown nothing"
+
+
+async def test_a_broker_gives_a_worker_new_tokens_and_may_be_down_for_a_while(
+    azurite_settings: StorageSettings, mint: Mint, start: Any, broker: Any
+) -> None:
+    answers: Counter[int] = Counter()
+
+    def answer() -> web.Response:
+        # The third and the one after it fail: until the tokens in force have ended.
+        status = 503 if 2 <= answers.total() < 4 else 200
+        answers[status] += 1
+        return web.Response(status=status, text=mint() if status == 200 else "")
+
+    broker.answer = answer
+    async with homes.open_storage(azurite_settings) as home:
+        await fill(home)
+        process = start(IMAGEFLEET_BROKER_URL=broker.url, SSL_CERT_FILE=str(broker.certificate))
+        output, _ = await asyncio.to_thread(process.communicate, timeout=60)
+        assert process.returncode == 0, output
+        await check_that_each_job_was_done_once(home, output)
+    assert answers[200] > 3
+    assert "waiting for the broker" in output, "no token ended: this has shown nothing"
+    assert set(broker.proofs) == {"a.signed.token"}
