@@ -51,7 +51,9 @@ def _tell_of_outage(error: errors.TransientError) -> None:
 
 
 #: Storage that is down for a few minutes costs no generated image; the leases are kept meanwhile.
-PATIENCE = retry.RetryPolicy(tries=15, longest_wait_seconds=30, on_retry=_tell_of_outage)
+PATIENCE = retry.RetryPolicy(
+    tries=15, longest_wait_seconds=30, waits_for_access=True, on_retry=_tell_of_outage
+)
 
 
 class Pipeline:

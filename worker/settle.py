@@ -68,10 +68,6 @@ class Settler:
         """
         if isinstance(error, (errors.NodeError, errors.SetupError)):
             raise error
-        if isinstance(error, errors.NoAccessError):
-            # Not this attempt's failure: were it counted as one, it could be the job's last.
-            await self.hand_back(held)
-            return
         if not held.settle():
             return
         if isinstance(error, errors.LeaseLost):

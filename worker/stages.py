@@ -15,6 +15,7 @@ import time
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
+from functools import partial
 from typing import TypeVar
 
 from jobs import errors, prompt, retry, storage
@@ -160,7 +161,7 @@ class Stages:
         loras = [
             contract.Lora(
                 name=tag.name,
-                path=await self._library.resolve(tag.name),
+                path=await retry.UNTIL_ACCESS.call(partial(self._library.resolve, tag.name)),
                 text_encoder_weight=tag.text_encoder_weight,
                 unet_weight=tag.unet_weight,
             )

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import itertools
 
 import pytest
@@ -64,3 +65,17 @@ async def test_tries_that_take_long_are_not_repeated_for_ever() -> None:
     with pytest.raises(errors.TransientError):
         await policy.call(storage.call)
     assert storage.calls == 1
+
+
+async def test_waiting_for_access_is_no_try() -> None:
+    busy, closed = errors.TransientError("busy"), errors.NoAccessError()
+    storage = Storage(*[closed] * 20, busy, *[closed] * 20, "done")
+    policy = dataclasses.replace(FAST, tries=2, waits_for_access=True)
+    assert await policy.call(storage.call) == "done"
+
+
+async def test_access_is_not_waited_for_where_the_caller_has_other_things_to_do() -> None:
+    storage = Storage(*[errors.NoAccessError()] * 9)
+    with pytest.raises(errors.NoAccessError):
+        await FAST.call(storage.call)
+    assert storage.calls == FAST.tries

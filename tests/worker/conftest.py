@@ -21,7 +21,9 @@ from worker.settings import WorkerSettings
 from worker.testing import StandInEngine
 
 #: Faults are repeated as often as in life, but at once.
-IMPATIENT = retry.RetryPolicy(tries=5, first_wait_seconds=0.001, longest_wait_seconds=0.001)
+IMPATIENT = retry.RetryPolicy(
+    tries=5, first_wait_seconds=0.001, longest_wait_seconds=0.001, waits_for_access=True
+)
 
 
 class RunPipeline(Protocol):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import dataclasses
 import io
 import threading
 import time
@@ -13,7 +14,7 @@ import numpy as np
 import pytest
 from PIL import Image
 
-from jobs import errors, failed
+from jobs import errors, failed, retry
 from jobs.storage import Storage
 from worker.engine import contract
 from worker.testing import StandInEngine, draw_noise
@@ -234,6 +235,44 @@ async def test_a_storage_that_stays_down_gives_the_job_back_instead_of_losing_it
     pipeline = await run_pipeline(home=FaultyHome(storage, faults=7))
     assert pipeline.settler.outcomes == {"retried": 1, "completed": 1}
     assert await blob_names(storage) == {"default/j.png"}
+
+
+class ClosedBlobs(FaultyBlobs):
+    """Blobs whose first requests meet credentials that have run out."""
+
+    async def create(
+        self, name: str, data: bytes, content_type: str, metadata: Mapping[str, str]
+    ) -> bool:
+        self._let_in()
+        return await self._blobs.create(name, data, content_type, metadata)
+
+    async def read(self, name: str, max_bytes: int | None = None) -> bytes | None:
+        self._let_in()
+        return await self._blobs.read(name, max_bytes)
+
+    def _let_in(self) -> None:
+        if self.faults:
+            self.faults -= 1
+            raise errors.NoAccessError
+
+
+@pytest.mark.parametrize("prompt", ["a house", "a house <lora:fox:1>"])
+async def test_credentials_that_run_out_cost_a_job_no_attempt(
+    storage: Storage,
+    run_pipeline: RunPipeline,
+    message: Callable[..., str],
+    lora_bytes: Callable[[str], bytes],
+    monkeypatch: pytest.MonkeyPatch,
+    prompt: str,
+) -> None:
+    at_once = dataclasses.replace(retry.UNTIL_ACCESS, longest_wait_seconds=0.001)
+    monkeypatch.setattr(retry, "UNTIL_ACCESS", at_once)
+    await storage.blobs.create("loras/fox.safetensors", lora_bytes("x"), "text/plain", {})
+    await storage.queue.send([message(id="j", prompt=prompt)])
+    home = FaultyHome(storage, faults=0)
+    home.blobs = ClosedBlobs(storage, faults=9)  # more than there are tries
+    pipeline = await run_pipeline(home=home, max_attempts=1)
+    assert pipeline.settler.outcomes == {"completed": 1}
 
 
 async def test_a_stop_finishes_what_has_begun_and_hands_the_rest_back(
