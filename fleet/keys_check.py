@@ -19,11 +19,10 @@ from azure.core.exceptions import HttpResponseError
 from azure.storage.blob.aio import ContainerClient
 from azure.storage.queue.aio import QueueClient
 
-from fleet.keys_roles import Resource
 from jobs import azure_address, azure_errors, sas_tokens
 from jobs.azure_credentials import Access, Credentials
 from jobs.azure_home import API_VERSION
-from jobs.settings import StorageSettings
+from jobs.settings import Resource, StorageSettings
 
 _NO_MESSAGE = "00000000-0000-0000-0000-000000000000"
 _NO_RECEIPT = "AgAAAAMAAAAAAAAAAAAAAAAAAAA="

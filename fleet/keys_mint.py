@@ -16,10 +16,10 @@ from azure.storage.queue import AccessPolicy as QueuePolicy
 from azure.storage.queue import QueueSasPermissions, generate_queue_sas
 from azure.storage.queue.aio import QueueClient
 
-from fleet.keys_roles import RESOURCES, Resource, Role, name_of
+from fleet.keys_roles import RESOURCES, Role, name_of
 from jobs import azure_address, azure_errors, errors
 from jobs.azure_home import API_VERSION
-from jobs.settings import StorageSettings
+from jobs.settings import Resource, StorageSettings
 
 #: SaladCloud takes no environment variable with a longer value.
 MAX_CHARACTERS = 1000

@@ -4,11 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Literal
 
-from jobs.settings import StorageSettings
-
-Resource = Literal["queue", "poison", "blob"]
+from jobs.settings import Resource, StorageSettings
 
 RESOURCES: tuple[Resource, ...] = ("queue", "poison", "blob")
 

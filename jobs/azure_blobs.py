@@ -5,10 +5,11 @@ from __future__ import annotations
 from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
 from typing import TypeVar
 
+from azure.core.exceptions import HttpResponseError
 from azure.storage.blob import ContentSettings
 from azure.storage.blob.aio import ContainerClient
 
-from jobs import azure_errors, errors, retry, storage
+from jobs import azure_errors, retry, storage
 from jobs.azure_credentials import Access
 
 #: The name is taken, so the picture is there. The second is what a token that may only create gets
@@ -45,14 +46,9 @@ class AzureBlobs:
 
     async def check(self) -> None:
         """Raises SetupError if the container does not exist or the credentials are wrong."""
-
         # Asks for a blob that is not there: no container's token may read the properties of the
         # container itself, and Azure answers with the very error code of its firewall.
-        async def request() -> None:
-            with azure_errors.tolerated({"BlobNotFound", *azure_errors.LESS_PERMISSION}):
-                await self._client.get_blob_client(_NO_BLOB).get_blob_properties()
-
-        await self._call(request)
+        await self._call(lambda: self._is_there(_NO_BLOB))
 
     async def create(
         self, name: str, data: bytes, content_type: str, metadata: Mapping[str, str]
@@ -61,27 +57,26 @@ class AzureBlobs:
         storage.check_metadata(metadata)
 
         async def request() -> bool:
-            # Every other conflict is the same exception of the SDK's: only the code tells 'done'.
-            # It also answers the repetition of a try that went through and whose answer was lost.
-            with azure_errors.tolerated(TAKEN):
-                await self._client.upload_blob(
-                    name,
-                    data,
-                    overwrite=False,  # If-None-Match: *
-                    content_settings=ContentSettings(content_type=content_type),
-                    metadata=dict(metadata),
-                )
-                return True
+            try:
+                # Every other conflict is the same exception of the SDK's: only the code tells
+                # 'done'. It also answers the repetition of a try whose answer was lost.
+                with azure_errors.tolerated(TAKEN):
+                    await self._client.upload_blob(
+                        name,
+                        data,
+                        overwrite=False,  # If-None-Match: *
+                        content_settings=ContentSettings(content_type=content_type),
+                        metadata=dict(metadata),
+                    )
+                    return True
+            except HttpResponseError as error:
+                # Azurite's answer to a token without `w` where the name is taken, too.
+                refused = azure_errors.code_of(error) in azure_errors.LESS_PERMISSION
+                if not refused or not await self._is_there(name):
+                    raise
             return False
 
-        try:
-            return await self._call(request)
-        except errors.SetupError:
-            # Azurite's answer to a token without `w` where the name is taken: as if it could not
-            # create at all.
-            if await self._exists(name):
-                return False
-            raise
+        return await self._call(request)
 
     async def read(self, name: str, max_bytes: int | None = None) -> bytes | None:
         storage.check_blob_name(name)
@@ -124,15 +119,6 @@ class AzureBlobs:
 
         return await self._call(request)
 
-    async def _exists(self, name: str) -> bool:
-        async def request() -> bool:
-            with azure_errors.tolerated({"BlobNotFound", *azure_errors.LESS_PERMISSION}):
-                await self._client.get_blob_client(name).get_blob_properties()
-                return True
-            return False
-
-        return await self._call(request)
-
     async def names(self, prefix: str = "") -> AsyncIterator[str]:
         blobs = self._client.list_blob_names(
             name_starts_with=prefix or None, results_per_page=_NAMES_PAGE
@@ -152,6 +138,13 @@ class AzureBlobs:
                 yield storage.BlobRecord(
                     blob.name, blob.size, blob.creation_time, dict(blob.metadata or {})
                 )
+
+    async def _is_there(self, name: str) -> bool:
+        """Whether there is such a blob; no, where the credentials may not read it."""
+        with azure_errors.tolerated({"BlobNotFound", *azure_errors.LESS_PERMISSION}):
+            await self._client.get_blob_client(name).get_blob_properties()
+            return True
+        return False
 
     async def _call(self, request: Callable[[], Awaitable[_Result]]) -> _Result:
         what = f"the container {self._client.container_name!r}"

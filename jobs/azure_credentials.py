@@ -11,7 +11,7 @@ import logging
 import os
 import time
 from collections.abc import Awaitable, Callable
-from typing import Any, Literal, Self, TypeVar
+from typing import Any, Self, TypeVar
 
 from azure.core.credentials import AzureSasCredential
 from azure.core.credentials_async import AsyncTokenCredential
@@ -20,11 +20,9 @@ from pydantic import SecretStr
 
 from jobs import azure_errors, errors, sas_tokens
 from jobs.azure_address import AzureAddress
-from jobs.settings import StorageSettings
+from jobs.settings import Resource, StorageSettings
 
 log = logging.getLogger(__name__)
-
-Resource = Literal["queue", "poison", "blob"]
 
 #: Set by Kubernetes for a pod with workload identity, and by nothing else.
 FEDERATED_TOKEN_FILE = "AZURE_FEDERATED_TOKEN_FILE"  # noqa: S105 - a variable's name
@@ -126,6 +124,8 @@ class RotatingTokens:
                 return True
             if isinstance(self._failure, errors.SetupError):
                 raise self._failure
+            if time.monotonic() >= ends_at:
+                return False
             if not self._waiting_is_told:
                 self._waiting_is_told = True
                 log.warning(
@@ -133,8 +133,6 @@ class RotatingTokens:
                     self.source.name,
                     extra={"action": "tokens_refused"},
                 )
-            if time.monotonic() >= ends_at:
-                return False
             await asyncio.sleep(_PAUSE_SECONDS)
 
     async def close(self) -> None:

@@ -21,6 +21,9 @@ LESS_PERMISSION = frozenset(
     {"AuthorizationPermissionMismatch", "AuthorizationResourceTypeMismatch"}
 )
 
+#: Said of what no token of one queue or container allows: to create or to describe it.
+NOT_FOR_TOKENS = LESS_PERMISSION | {"AuthorizationFailure"}
+
 #: The credentials themselves are not accepted: expired, revoked, or not signed with a key of the
 #: account's. The second is Azurite's word for it; to Azure it is a firewall's refusal.
 _NOT_ACCEPTED = frozenset(

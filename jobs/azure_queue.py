@@ -53,7 +53,7 @@ class AzureQueue:
         """Creates the queue unless it is there; tells whether the credentials are for that."""
 
         async def request() -> bool:
-            with azure_errors.tolerated(azure_errors.LESS_PERMISSION):
+            with azure_errors.tolerated(azure_errors.NOT_FOR_TOKENS):
                 with azure_errors.tolerated({"QueueAlreadyExists"}):
                     await self._client.create_queue()
                 return True

@@ -12,7 +12,7 @@ from collections.abc import Awaitable, Callable
 from datetime import UTC, datetime
 from email.utils import parsedate_to_datetime
 from pathlib import Path
-from typing import Literal, Protocol
+from typing import Protocol
 from urllib.parse import parse_qs
 
 import aiohttp
@@ -26,7 +26,7 @@ from pydantic import (
 )
 
 from jobs import errors
-from jobs.settings import StorageSettings
+from jobs.settings import Resource, StorageSettings
 
 #: A signed token as it stands in a query, without its question mark.
 _TOKEN = re.compile(r"(?=.*(?:^|&)sig=[^&]+)[^\s?#]+")
@@ -50,7 +50,6 @@ LONGEST_PAUSE_SECONDS = 30.0
 _REFUSALS = 3
 
 _ANSWER_SECONDS = 20
-_ANSWER_BYTES = 16_384
 
 _TRY_AGAIN = frozenset({408, 425, 429})
 
@@ -81,14 +80,15 @@ class Tokens(BaseModel):
             raise ValueError("is no SAS token")
         return SecretStr(text)
 
-    def of(self, resource: Literal["queue", "poison", "blob"]) -> str:
+    def of(self, resource: Resource) -> str:
         token = {"queue": self.queue, "poison": self.poison, "blob": self.blob}[resource]
         return (token or self.queue).get_secret_value()
 
     @property
     def ends_at(self) -> datetime | None:
         """When the first of them ends, as far as they tell."""
-        ends = [expiry(self.of(resource)) for resource in ("queue", "poison", "blob")]
+        tokens = filter(None, (self.queue, self.poison, self.blob))
+        ends = [expiry(token.get_secret_value()) for token in tokens]
         return self.expires_at or min((end for end in ends if end), default=None)
 
 
@@ -113,6 +113,9 @@ class TokenSource(Protocol):
         """
 
 
+_Seen = tuple[int, int, int]
+
+
 class TokenFile:
     """A JSON file of tokens that somebody rewrites; a Kubernetes secret is one.
 
@@ -123,8 +126,7 @@ class TokenFile:
         self.name = f"the file {path}"
         self._path = path
         self._looked_at = 0.0
-        self._seen: tuple[int, int, int] | None = None
-        self._was_good = False
+        self._seen: _Seen | None = None  # of the last good one
 
     def is_due(self) -> bool:
         return time.monotonic() - self._looked_at >= LOOK_SECONDS
@@ -135,29 +137,23 @@ class TokenFile:
     async def read(self) -> Tokens | None:
         self._looked_at = time.monotonic()
         try:
-            text = await asyncio.to_thread(self._text_if_changed)
-            if text is None:
+            found = await asyncio.to_thread(self._read_if_changed)
+            if found is None:
                 return None
+            seen, text = found
             tokens = read_tokens(text)
         except (OSError, ValueError) as error:
-            kind = errors.TransientError if self._was_good else errors.SetupError
+            kind = errors.TransientError if self._seen else errors.SetupError
             reason = error.strerror if isinstance(error, OSError) else str(error)
             raise kind(f"{self.name} holds no SAS tokens: {reason}") from None
-        self._was_good = True
+        self._seen = seen
         return tokens
 
-    def _text_if_changed(self) -> str | None:
+    def _read_if_changed(self) -> tuple[_Seen, str] | None:
         # By what it is, not by its path: a Kubernetes secret is a link that is moved.
-        try:
-            status = self._path.stat()
-        except OSError:
-            self._seen = None
-            raise
+        status = self._path.stat()
         seen = (status.st_ino, status.st_mtime_ns, status.st_size)
-        if seen == self._seen:
-            return None
-        self._seen = seen
-        return self._path.read_text(encoding="utf-8")
+        return None if seen == self._seen else (seen, self._path.read_text(encoding="utf-8"))
 
 
 class TokenBroker:
@@ -226,8 +222,7 @@ class TokenBroker:
                 ) as response,
             ):
                 self._check_status(response.status)
-                body = await response.content.read(_ANSWER_BYTES)
-                tokens = read_tokens(body)
+                tokens = read_tokens(await response.read())
                 return tokens, _life_seconds(tokens, response.headers.get("Date"))
         except (aiohttp.ClientError, OSError) as error:
             raise errors.TransientError(

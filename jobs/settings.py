@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Literal
 
 from pydantic import AfterValidator, Field, SecretStr
 from pydantic_settings import BaseSettings, SettingsConfigDict
@@ -22,6 +22,9 @@ def _azure_name(name: str) -> str:
 AzureName = Annotated[str, AfterValidator(_azure_name)]
 
 POISON_SUFFIX = "-poison"
+
+#: What has a SAS token of its own: the job queue, the poison queue and the container.
+Resource = Literal["queue", "poison", "blob"]
 
 
 class StorageSettings(BaseSettings):

@@ -18,7 +18,6 @@ from jobs.retry import NEVER
 from jobs.settings import StorageSettings
 from jobs.storage import Storage
 
-LEASE_SECONDS = 30
 ONE_HOUR = timedelta(hours=1)
 
 
@@ -45,11 +44,13 @@ def queue_sas(
     )
 
 
-def container_sas(settings: StorageSettings, permissions: str) -> SecretStr:
+def container_sas(
+    settings: StorageSettings, permissions: str, container: str | None = None
+) -> SecretStr:
     return SecretStr(
         generate_container_sas(
             **account_of(settings),
-            container_name=settings.container,
+            container_name=container or settings.container,
             permission=ContainerSasPermissions.from_string(permissions),
             expiry=datetime.now(UTC) + ONE_HOUR,
         )
@@ -68,47 +69,35 @@ async def owner(azurite_settings: StorageSettings) -> AsyncIterator[Storage]:
         yield home
 
 
-@pytest.fixture
-async def worker(azurite_settings: StorageSettings, owner: Storage) -> AsyncIterator[Storage]:
-    """The home, opened with the least that a worker needs."""
+async def test_a_missing_container_is_found_with_a_containers_token(
+    azurite_settings: StorageSettings, owner: Storage
+) -> None:
+    """Azure answers no container's token about the container itself."""
+    settings = with_tokens(
+        azurite_settings.model_copy(update={"container": "no-such-container"}),
+        queue_sas=queue_sas(azurite_settings, azurite_settings.queue, "raup"),
+        poison_sas=queue_sas(azurite_settings, azurite_settings.poison_queue, "a"),
+        blob_sas=container_sas(azurite_settings, "rc", "no-such-container"),
+    )
+    async with AzureHome(settings, NEVER) as home:
+        with pytest.raises(errors.SetupError, match="'no-such-container' does not exist"):
+            await home.check()
+
+
+async def test_a_token_without_overwriting_or_reading_creates_and_no_more(
+    azurite_settings: StorageSettings, owner: Storage
+) -> None:
     settings = with_tokens(
         azurite_settings,
         queue_sas=queue_sas(azurite_settings, azurite_settings.queue, "pu"),
-        poison_sas=queue_sas(azurite_settings, azurite_settings.poison_queue, "a"),
-        # To Azure "c" suffices; Azurite answers it differently where the blob is there already.
-        blob_sas=container_sas(azurite_settings, "cw"),
+        blob_sas=container_sas(azurite_settings, "c"),
     )
     async with AzureHome(settings, NEVER) as home:
-        yield home
-
-
-async def test_a_workers_tokens_do_a_workers_work(owner: Storage, worker: Storage) -> None:
-    await owner.queue.send(["a job", "another", "a bad one"])
-    await worker.check()
-    done, back, bad = await worker.queue.receive(32, LEASE_SECONDS)
-    done = await worker.queue.renew(done, LEASE_SECONDS)
-    assert await worker.blobs.create("fox.png", b"pixels", "image/png", {"seed": "1"})
-    assert not await worker.blobs.create("fox.png", b"pixels", "image/png", {"seed": "1"})
-    await worker.queue.delete(done)
-    await worker.queue.release(back)
-    await worker.poison.send([bad.body])
-    await worker.queue.delete(bad)
-    assert (await owner.queue.depth()).messages == 1
-    assert (await owner.poison.depth()).messages == 1
-
-
-async def test_a_workers_tokens_do_nothing_else(owner: Storage, worker: Storage) -> None:
-    await owner.blobs.create("fox.png", b"pixels", "image/png", {})
-    with pytest.raises(errors.SetupError, match="AuthorizationPermissionMismatch"):
-        await worker.queue.send(["a job"])
-    with pytest.raises(errors.SetupError, match="AuthorizationPermissionMismatch"):
-        await worker.poison.receive(1, LEASE_SECONDS)
-    with pytest.raises(errors.SetupError, match="AuthorizationPermissionMismatch"):
-        await worker.blobs.read("fox.png")
-    with pytest.raises(errors.SetupError, match="AuthorizationPermissionMismatch"):
-        [name async for name in worker.blobs.names()]
-    assert not await worker.blobs.delete("fox.png")
-    assert await owner.blobs.read("fox.png") == b"pixels"
+        await home.blobs.check()
+        assert await home.blobs.create("fox.png", b"pixels", "image/png", {})
+        with pytest.raises(errors.SetupError, match="AuthorizationPermissionMismatch"):
+            await home.blobs.read("fox.png")
+        assert not await home.blobs.delete("fox.png")
 
 
 async def test_an_expired_token_is_refused_by_the_check(

@@ -230,3 +230,28 @@ async def test_the_first_failed_send_ends_the_others(home: AzureHome, faulty_azu
     with pytest.raises(errors.SetupError):
         await home.queue.send(str(number) for number in range(1_000))
     assert faulty_azurite.requests < 100
+
+
+@pytest.mark.parametrize(
+    "code",
+    [
+        "AuthorizationFailure",
+        "AuthorizationPermissionMismatch",
+        "AuthorizationResourceTypeMismatch",
+    ],
+)
+async def test_who_may_only_use_a_queue_finds_it_made(
+    home: AzureHome, faulty_azurite: Any, code: str
+) -> None:
+    faulty_azurite.faults.append((403, code))
+    await home.create()  # neither refused, nor asked about the others
+    assert not faulty_azurite.faults
+    await home.queue.send(["a job"])
+
+
+async def test_a_refused_blob_is_not_taken_for_one_that_is_there(
+    home: AzureHome, faulty_azurite: Any
+) -> None:
+    faulty_azurite.faults.append((403, "AuthorizationPermissionMismatch"))
+    with pytest.raises(errors.SetupError, match="AuthorizationPermissionMismatch"):
+        await home.blobs.create("fox.png", b"pixels", "image/png", {})
