@@ -88,7 +88,7 @@ def _mint_command(role: Role) -> Callable[..., None]:
                 else f"warning: {hours / 24:.0f} days are long; revoke {policy!r} when it is over"
             )
 
-    mint.__doc__ = f"""Makes tokens for {role.what[0].lower()}{role.what[1:]}
+    mint.__doc__ = f"""Makes tokens for {role.what}.
 
     Prints lines for a shell, and on standard error what they allow.
 
@@ -100,7 +100,7 @@ def _mint_command(role: Role) -> Callable[..., None]:
 
 
 for _role in ROLES.values():
-    app.command(_role.name, short_help=f"Makes tokens: {_role.what}")(_mint_command(_role))
+    app.command(_role.name, short_help=f"For {_role.what}.")(_mint_command(_role))
 
 
 @app.command("check")

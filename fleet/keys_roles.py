@@ -44,24 +44,24 @@ ROLES: Mapping[str, Role] = {
     for role in (
         Role(
             "worker",
-            "Workers: they may sit on strangers' machines.",
+            "workers, which may sit on strangers' machines",
             # Who may process messages sees them all the same, so counting them gives nothing
             # away; --until-empty and the gauges of the queue's depth need it.
             queue="rup",
             poison="a",
             blob="rc",
         ),
-        Role("load", "`imagefleet load`, on an account that has its queues already.", queue="a"),
+        Role("load", "`imagefleet load`, where the queues are there already", queue="a"),
         Role(
             "monitor",
-            "`imagefleet status`, `top`, `exporter`, `scale` and `report`: they change nothing.",
+            "`imagefleet status`, `top`, `exporter`, `scale` and `report`, which change nothing",
             queue="r",
             poison="r",
             blob="rl",
         ),
         Role(
             "operator",
-            "`imagefleet failed`: reads, replays and discards failed jobs.",
+            "`imagefleet failed`, which lists, replays and discards failed jobs",
             queue="ra",
             poison="rup",
             blob="r",

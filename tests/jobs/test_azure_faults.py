@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from jobs import errors
+from jobs import azure_errors, errors
 from jobs.azure_home import AzureHome
 from jobs.retry import NEVER, RetryPolicy
 from jobs.settings import StorageSettings
@@ -232,14 +232,7 @@ async def test_the_first_failed_send_ends_the_others(home: AzureHome, faulty_azu
     assert faulty_azurite.requests < 100
 
 
-@pytest.mark.parametrize(
-    "code",
-    [
-        "AuthorizationFailure",
-        "AuthorizationPermissionMismatch",
-        "AuthorizationResourceTypeMismatch",
-    ],
-)
+@pytest.mark.parametrize("code", sorted(azure_errors.NOT_FOR_TOKENS))
 async def test_who_may_only_use_a_queue_finds_it_made(
     home: AzureHome, faulty_azurite: Any, code: str
 ) -> None:
