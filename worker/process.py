@@ -151,7 +151,8 @@ class _Worker:
         """Opens the storage and works until there is a reason to end."""
         self._pipeline = None
         runs_on = await asyncio.to_thread(replica.find_replica, self._settings)
-        async with homes.open_storage(self._settings) as home:
+        proof = None if self._metadata is None else self._metadata.token
+        async with homes.open_storage(self._settings, proof=proof) as home:
             if not await _unless(self._stop, home.check()):
                 return
             self._pipeline = Pipeline(
