@@ -16,8 +16,9 @@ export HF_HUB_OFFLINE := 1
 demo: $(INSTALLED)
 	$(BIN)/imagefleet demo
 
+# Two files of tests at a time: half of their time is waiting.
 test: check $(AZURITE) $(PROMETHEUS) $(CONTAINER)
-	IMAGEFLEET_REQUIRE_AZURITE=1 $(BIN)/pytest
+	IMAGEFLEET_REQUIRE_AZURITE=1 $(BIN)/pytest --numprocesses 2 --dist loadfile
 
 check: $(INSTALLED)
 	$(BIN)/ruff check

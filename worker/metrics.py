@@ -76,10 +76,17 @@ class WorkerMetrics:
             "1 while this worker waits for storage, a queue or credentials to be put right.",
             registry=self.registry,
         )
-        self.worker = Info("imagefleet_worker", "This worker, always 1.", registry=self.registry)
+        self._worker: Info | None = None
         self.queues = QueueGauges(self.registry)
         self._followed: tuple[Collector, ...] = ()
         self._begin_at_zero()
+
+    def introduce(self, **labels: str) -> None:
+        """Tells who this worker is, in a series that others are joined to; none is there before."""
+        if self._worker is None:
+            self._worker = Info("imagefleet_worker", "This worker, always 1.", registry=None)
+            self.registry.register(self._worker)
+        self._worker.info(labels)
 
     def follow(self, *collectors: Collector) -> None:
         """Asks these at each scrape, in place of those of the pipeline before."""

@@ -118,14 +118,12 @@ class Pipeline:
         )
         self.cost = CostMeter(self.lane, runs_on, metered.operations, began_at)
         self.metrics.follow(EngineCollector(self.lane, self._library), self.cost, self._check)
-        self.metrics.worker.info(
-            {
-                "worker": settings.name,
-                "version": _version(),
-                "gpu": runs_on.gpu,
-                "group": settings.group,
-                "priority": settings.priority,
-            }
+        self.metrics.introduce(
+            worker=settings.name,
+            version=_version(),
+            gpu=runs_on.gpu,
+            group=settings.group,
+            priority=settings.priority,
         )
         self.images_written = 0
 

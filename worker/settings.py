@@ -135,7 +135,7 @@ class WorkerSettings(TelemetrySettings):
     )
     fp16_accumulate: bool = Field(
         default=False,
-        description="Sum matrix products in float16: up to twice as fast on GeForce cards, and images"
+        description="Sum matrix products in float16: up to twice as fast on GeForce cards, images"
         " some 50 dB from those without.",
     )
     lease_seconds: float = Field(

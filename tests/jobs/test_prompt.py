@@ -253,4 +253,4 @@ def test_a_megabyte_of_nested_brackets_is_read_in_under_a_second(pair: str) -> N
 @pytest.mark.parametrize("end", ["", ":|a]", ">", ")"])
 def test_the_longest_prompt_of_a_job_is_read_at_once_whatever_is_in_it(unit: str, end: str) -> None:
     """A time that grew with the text's square would be minutes."""
-    assert seconds_to_read(unit * (2**16 // len(unit)) + end) < 0.5
+    assert seconds_to_read(unit * (2**16 // len(unit)) + end) < 2
