@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import tempfile
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import asdict
 from pathlib import Path
@@ -15,7 +15,7 @@ from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
 from rich.table import Table
 
 from fleet import console, worker
-from jobs import errors, prices
+from jobs import prices
 
 if TYPE_CHECKING:
     from fleet.bench_engine import EngineReport, Step
@@ -59,6 +59,9 @@ def engine_command(
         bool,
         typer.Option("--baseline", help="The same jobs by diffusers and peft, too, one at a time."),
     ] = False,
+    fp16_accumulate: Annotated[
+        bool, typer.Option("--fp16-accumulate", help="As the worker's setting of that name.")
+    ] = False,
     price_per_hour: Annotated[
         float | None, typer.Option(min=0.0001, metavar="DOLLARS", help="Of this machine.")
     ] = None,
@@ -87,10 +90,13 @@ def engine_command(
         from worker.engine import load, machine
 
         torch_device = load.find_device(device)
-        name = str(machine.hardware(torch_device)["device"])
-        price = _dollars_per_hour(price_per_hour, gpu, priority, name)
+        price = _dollars_per_hour(price_per_hour, gpu, priority, machine.hardware(torch_device))
         options = bench_engine.Options(
-            device, slots, seconds or bench_engine.SECONDS[torch_device.type], with_baseline
+            device,
+            slots,
+            seconds or bench_engine.SECONDS[torch_device.type],
+            with_baseline,
+            fp16_accumulate,
         )
         with _folder() as folder, _steps() as step:
             step("making the LoRAs" if model else "making the model and the LoRAs", 1)
@@ -142,22 +148,17 @@ def latency_command(
 
 
 def _dollars_per_hour(
-    given: float | None, gpu: str | None, priority: str, device_name: str
+    given: float | None, gpu: str | None, priority: str, hardware: Mapping[str, str | int]
 ) -> float | None:
     """Of this machine: as given, or by its class; None where nobody knows it."""
     if given is not None:
         return given
     known = prices.as_priority(priority)
-    try:
-        return prices.gpu_dollars_per_hour(gpu or _class_of(device_name), known)
-    except errors.SetupError:
-        if gpu is not None:
-            raise
-        return None
-
-
-def _class_of(device_name: str) -> str:
-    return device_name.removeprefix("NVIDIA ").removeprefix("GeForce ")
+    if gpu is not None:
+        return prices.gpu_dollars_per_hour(gpu, known)
+    card = prices.gpu_of_driver(str(hardware["device"]), int(hardware.get("memory_bytes", 0)))
+    listed = prices.BUILT_IN.gpus.get(card)
+    return None if listed is None else prices.gpu_dollars_per_hour(card, known)
 
 
 @contextmanager

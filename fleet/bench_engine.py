@@ -10,6 +10,8 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
 from pathlib import Path
 
+import torch
+
 from fleet import bench_jobs, bench_work, demo_jobs
 from jobs import errors
 from worker.engine import (
@@ -53,6 +55,7 @@ class Options:
     slots: int | None = None
     seconds: float = 20.0
     with_baseline: bool = False
+    fp16_accumulate: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -75,6 +78,7 @@ class EngineReport:
     matrix_limit_images_per_second: float
     matrix_limit_fraction: float
     peak_memory_bytes: int
+    fp16_accumulate: bool
     recompiles_after_warmup: int | None
     diffusers_peft_images_per_second: float | None
     over_diffusers_peft: float | None
@@ -107,7 +111,12 @@ def prepare(model: Path | None, folder: Path, device: str, loras: int = LORAS) -
 
 
 def load_engine(setup: Setup, options: Options) -> contract.Engine:
-    return load.load_engine(setup.model, options.device, kind="slots", slots=options.slots)
+    return load.load_engine(
+        setup.model,
+        options.device,
+        slots=options.slots,
+        fp16_accumulate=options.fp16_accumulate,
+    )
 
 
 def draw_a_round(engine: contract.Engine, workload: bench_jobs.Workload) -> None:
@@ -172,6 +181,7 @@ def measure(setup: Setup, options: Options, step: Step) -> EngineReport:
         matrix_limit_images_per_second=limit,
         matrix_limit_fraction=mixed / limit,
         peak_memory_bytes=peak_memory_bytes,
+        fp16_accumulate=options.fp16_accumulate,
         recompiles_after_warmup=run.recompiles,
         diffusers_peft_images_per_second=plain,
         over_diffusers_peft=mixed / plain if plain else None,
@@ -232,5 +242,7 @@ def _measure_baseline(
 ) -> float:
     step("diffusers + peft, one job at a time", 1)
     device = load.find_device(options.device)
+    if options.fp16_accumulate and device.type == "cuda":
+        torch.backends.cuda.matmul.allow_fp16_accumulation = False
     plain = baseline.PlainDiffusers(setup.model, device, load.find_dtype("auto", device))
     return measure_baseline(plain, workload)

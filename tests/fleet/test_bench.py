@@ -82,10 +82,21 @@ def test_what_is_wrong_is_said_in_one_line(
     assert "Traceback" not in ended.stderr
 
 
-@pytest.mark.parametrize("name", ["NVIDIA GeForce RTX 4090", "NVIDIA H200", "x86_64"])
-def test_the_price_of_a_card_is_looked_up_by_its_own_name(name: str) -> None:
-    price = bench._dollars_per_hour(None, None, "batch", name)
-    assert price == (0.16 if "4090" in name else None)
+@pytest.mark.parametrize(
+    ("name", "gigabytes", "dollars"),
+    [
+        ("NVIDIA GeForce RTX 4090", 23.6, 0.16),
+        ("NVIDIA GeForce RTX 3060", 11.8, 0.04),
+        ("NVIDIA GeForce RTX 3060", 7.8, 0.03),
+        ("NVIDIA H200", 139.8, None),
+        ("x86_64", 0, None),
+    ],
+)
+def test_the_price_of_a_card_is_looked_up_by_its_name_and_memory(
+    name: str, gigabytes: float, dollars: float | None
+) -> None:
+    hardware = {"device": name, "memory_bytes": int(gigabytes * 2**30)}
+    assert bench._dollars_per_hour(None, None, "batch", hardware) == dollars
 
 
 def test_requests_and_messages_are_the_same_jobs(workload: bench_jobs.Workload) -> None:
