@@ -49,13 +49,22 @@ def encode(pixels: Pixels, output: Output, parameters: str) -> EncodedImage:
         JobError: the parameters are too long for a JPEG.
         TransientError: the image is all one colour, which no working engine draws.
     """
-    if (pixels[0] == pixels[0, 0]).all() and (pixels == pixels[0, 0]).all():
-        raise errors.TransientError("the image came out all one colour; it is not stored")
+    refuse_one_colour(pixels)
     if output.format == "png":
         data = _png(pixels, parameters)
     else:
         data = _with_pillow(pixels, output, parameters)
     return EncodedImage(data, CONTENT_TYPES[output.format])
+
+
+def refuse_one_colour(pixels: Pixels) -> None:
+    """Looks for what no working engine draws.
+
+    Raises:
+        TransientError: the image is all one colour.
+    """
+    if (pixels[0] == pixels[0, 0]).all() and (pixels == pixels[0, 0]).all():
+        raise errors.TransientError("the image came out all one colour; it is not stored")
 
 
 def _png(pixels: Pixels, parameters: str) -> bytes:

@@ -239,23 +239,25 @@ class NodeCheck(Collector):
             )
 
 
+def plain_request(engine: contract.Engine, seed: int) -> contract.ImageRequest:
+    """An image that every sound node draws: of the checkpoint's own size, without a LoRA."""
+    width, height = engine.default_size
+    return contract.ImageRequest(
+        prompt=_PROMPT,
+        negative_prompt="",
+        loras=(),
+        sampler="euler_ancestral",
+        steps=_STEPS,
+        cfg_scale=7,
+        seed=seed,
+        width=width,
+        height=height,
+    )
+
+
 def _images_per_second(engine: contract.Engine) -> float:
     """The speed of one fill of the engine; an image that fails counts as none."""
-    width, height = engine.default_size
-    requests = [
-        contract.ImageRequest(
-            prompt=_PROMPT,
-            negative_prompt="",
-            loras=(),
-            sampler="euler_ancestral",
-            steps=_STEPS,
-            cfg_scale=7,
-            seed=seed,
-            width=width,
-            height=height,
-        )
-        for seed in range(engine.capacity)
-    ]
+    requests = [plain_request(engine, seed) for seed in range(engine.capacity)]
     began_at = time.monotonic()
     for ticket, request in enumerate(requests):
         engine.admit(ticket, engine.prepare(request))
@@ -265,7 +267,7 @@ def _images_per_second(engine: contract.Engine) -> float:
             drawn += not isinstance(finished.outcome, errors.FleetError)
     seconds = time.monotonic() - began_at
     # A smaller image is not worth less: what it costs beside its pixels weighs more.
-    worth = max(1.0, standard_images(_STEPS, width, height))
+    worth = max(1.0, standard_images(_STEPS, *engine.default_size))
     return drawn * worth / max(seconds, 1e-9)
 
 

@@ -2,8 +2,9 @@
 
 One slow image, one bad minute or a storage that is down says nothing of a node. Only what lasts
 for three windows in a row counts, and only what is the node's own: images that take too long on
-the GPU, images that the GPU spoils, and an upload so slow that the GPU waits for it. Storage that
-answers with errors is everybody's trouble, and a GPU call that never ends is `GpuLane.watch`'s.
+the GPU, images that the GPU spoils (a plain one among them: `worker.node_proof`), and an upload so
+slow that the GPU waits for it. Storage that answers with errors is everybody's trouble, and a GPU
+call that never ends is `GpuLane.watch`'s.
 
 A node that lost its platform, not its network, works on unseen (SaladCloud starts another in its
 place): leases and blobs that are written once make that harmless, so nothing here looks for it.
@@ -15,9 +16,10 @@ import asyncio
 import contextlib
 import logging
 import time
-from collections.abc import Iterator
+from collections.abc import Awaitable, Callable, Iterator
 from dataclasses import dataclass, field
 
+from jobs import errors
 from worker.gpu import GpuLane
 from worker.metrics import WorkerMetrics
 from worker.node_limits import NodeLimits
@@ -52,6 +54,7 @@ class _Window:
     images: float = 0.0  # of 512x512 and 15 steps
     drawn: int = 0
     spoilt: int = 0
+    last_spoilt: str = ""  # words alone: an error may hold the GPU's memory
     uploaded_bytes: int = 0
     uploading_seconds: float = 0.0
     storage_faults: int = 0
@@ -84,9 +87,10 @@ class NodeWatch:
         self._window.drawn += 1
         self._window.images += standard_images
 
-    def spoilt(self) -> None:
-        """What the engine made of an image is none, through no fault of its job."""
+    def spoilt(self, error: errors.FleetError) -> None:
+        """What the engine made of an image is none, and its job may have no part in that."""
         self._window.spoilt += 1
+        self._window.last_spoilt = str(error)
 
     @contextlib.contextmanager
     def uploading(self, size_bytes: int) -> Iterator[None]:
@@ -103,11 +107,17 @@ class NodeWatch:
             self._count_uploading()
             self._uploads.in_flight -= 1
 
-    async def broken(self) -> str:
-        """Returns, with the reason, when so many windows in a row have failed."""
+    async def broken(self, verdict: Callable[[str], Awaitable[str | None]]) -> str:
+        """Returns, with the reason, when so many windows in a row have failed.
+
+        *verdict* tells whether the node is at fault where images are spoilt; None: it is not.
+        """
         self._window = self._new_window()
         while True:
             await asyncio.sleep(WINDOW_SECONDS)
+            for suspicion in self._spoils(self._window):
+                if await verdict(suspicion) is None:
+                    self._window.spoilt = 0
             reason = self._close_window()
             if reason is not None and self.failed_in_a_row >= FAILED_WINDOWS:
                 self.failed_in_a_row = 0
@@ -153,7 +163,10 @@ class NodeWatch:
 
     def _spoils(self, window: _Window) -> Iterator[str]:
         if window.spoilt >= LEAST_SPOILT and window.spoilt >= SPOILT_SHARE * window.drawn:
-            yield f"the GPU spoilt {window.spoilt} of {window.drawn} images"
+            yield (
+                f"the GPU spoilt {window.spoilt} of {window.drawn} images, the last with:"
+                f" {window.last_spoilt}"
+            )
 
     def _uploads_too_slowly(
         self, window: _Window, blocked_seconds: float, seconds: float

@@ -198,7 +198,7 @@ class Pipeline:
             ("watch engine", 1, lambda: self.lane.watch(self._settings.stall_seconds)),
         ]
         if self._watch.is_on:
-            side_tasks.append(("watch node", 1, self._watch_node))
+            side_tasks.append(("watch node", 1, lambda: self._watch_node(stages)))
         if self._settings.depth_seconds:
             side_tasks.append(("measure queues", 1, self._measure_queues))
         return [
@@ -237,14 +237,14 @@ class Pipeline:
                             extra={"action": "hand_back_failed"},
                         )
 
-    async def _watch_node(self) -> None:
+    async def _watch_node(self, stages: Stages) -> None:
         """Finishes what is in hand on a node that works badly; goes on where no other is given.
 
         Raises:
             NodeError: another node is on its way, or there is nobody to ask for one.
         """
         while True:
-            reason = await self._watch.broken()
+            reason = await self._watch.broken(stages.proof.verdict)
             self._puller.pause()
             self.ready = False
             with contextlib.suppress(TimeoutError):

@@ -28,6 +28,7 @@ from worker.in_hand import ImageInHand, JobInHand
 from worker.loras import LoraLibrary
 from worker.metrics import WorkerMetrics
 from worker.node_limits import standard_images
+from worker.node_proof import NodeProof
 from worker.node_watch import NodeWatch
 from worker.pull import Puller
 from worker.settings import WorkerSettings
@@ -92,6 +93,8 @@ class Stages:
         self._cost = cost
         self._watch = watch
         self._tickets = itertools.count()
+        self.proof = NodeProof(engine, lane, self._tickets)
+        self._suspicions: asyncio.Queue[str] = asyncio.Queue()
         self._at_engine: dict[int, ImageInHand] = {}
         self._engine_failures_in_a_row = 0
         self._prepare_threads = ThreadPoolExecutor(PREPARERS, "prepare")
@@ -105,11 +108,17 @@ class Stages:
         yield "encode", self._settings.encode_threads, lambda: _each(self._drawn, self._encode)
         yield "upload", uploads, lambda: _each(self._encoded, self._upload)
         yield "acknowledge", uploads, lambda: _each(self._stored, self._acknowledge)
+        yield "prove", 1, lambda: _each(self._suspicions, self._prove)
 
     def withdraw(self) -> list[JobInHand]:
         """The jobs in hand that the engine has not begun, or only in part."""
-        tickets = self._lane.shut()
-        withdrawn = {self._at_engine.pop(ticket).owner for ticket in tickets}
+        withdrawn: set[JobInHand] = set()
+        for ticket in self._lane.shut():
+            image = self._at_engine.pop(ticket, None)
+            if image is None:
+                self.proof.finished(ticket, None)
+            else:
+                withdrawn.add(image.owner)
         return [held for held in self._settler.in_hand if held in withdrawn or not held.submitted]
 
     def close(self) -> None:
@@ -188,7 +197,11 @@ class Stages:
         """Takes what the engine finished; the waiting and generating itself is in the lane."""
         while True:
             delivery = await self._lane.finished()
-            image = self._at_engine.pop(delivery.finished.ticket)
+            ticket, outcome = delivery.finished.ticket, delivery.finished.outcome
+            image = self._at_engine.pop(ticket, None)
+            if image is None:
+                self.proof.finished(ticket, outcome)
+                continue
             held = image.owner
             self._watch.drawn(standard_images(image.job.steps, *image.size))
             waited = self._metrics.stage_seconds.labels("wait_gpu")
@@ -202,7 +215,6 @@ class Stages:
                 self._cost.lost("failed")
                 continue
             async with self._ending(held, image_is_made=True):
-                outcome = delivery.finished.outcome
                 if isinstance(outcome, errors.FleetError):
                     self._count_engine_failure(outcome)
                     raise outcome
@@ -279,13 +291,20 @@ class Stages:
     def _count_engine_failure(self, error: errors.FleetError) -> None:
         if not isinstance(error, errors.TransientError):
             return
-        self._watch.spoilt()
+        self._watch.spoilt(error)
         self._engine_failures_in_a_row += 1
-        if self._engine_failures_in_a_row >= self._settings.engine_failures:
-            raise errors.NodeError(
+        # Once: what fails while the proof is drawn is the same suspicion.
+        if self._engine_failures_in_a_row == self._settings.engine_failures:
+            self._suspicions.put_nowait(
                 f"the engine failed {self._engine_failures_in_a_row} images in a row, the last"
                 f" with: {error}"
             )
+
+    async def _prove(self, suspicion: str) -> None:
+        reason = await self.proof.verdict(suspicion)
+        if reason is not None:
+            raise errors.NodeError(reason)
+        self._engine_failures_in_a_row = 0
 
     @contextlib.asynccontextmanager
     async def _ending(self, held: JobInHand, *, image_is_made: bool = False) -> AsyncIterator[None]:

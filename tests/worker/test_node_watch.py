@@ -62,7 +62,7 @@ class Node:
         for _ in range(images):
             self.watch.drawn(1.0)
         for _ in range(spoilt):
-            self.watch.spoilt()
+            self.watch.spoilt(errors.TransientError("NaN"))
         self.clock.busy_seconds += busy_seconds
         self.clock.idle_seconds["backpressure"] = (
             self.clock.idle_seconds.get("backpressure", 0.0) + blocked
@@ -109,8 +109,40 @@ def test_a_gpu_that_spoils_images_is_a_broken_node_and_a_few_are_not(node: Node)
     assert node.window(images=400, busy_seconds=290, spoilt=20) is None
     assert node.window(images=3, spoilt=3) is None
     assert node.window(images=400, busy_seconds=290, spoilt=300) == (
-        "the GPU spoilt 300 of 400 images"
+        "the GPU spoilt 300 of 400 images, the last with: NaN"
     )
+
+
+@pytest.mark.parametrize("is_sound", [True, False])
+async def test_spoilt_images_count_only_where_a_plain_one_fails_as_well(
+    node: Node, monkeypatch: pytest.MonkeyPatch, is_sound: bool
+) -> None:
+    monkeypatch.setattr(node_watch, "WINDOW_SECONDS", 0.001)
+    suspicions = []
+
+    async def verdict(suspicion: str) -> str | None:
+        suspicions.append(suspicion)
+        node.clock.now += 300
+        return None if is_sound else "and so is a plain one"
+
+    async def spoil() -> None:
+        while True:
+            node.watch.drawn(1.0)
+            node.watch.spoilt(errors.TransientError("NaN"))
+            await asyncio.sleep(0)
+
+    spoiling = asyncio.create_task(spoil())
+    watching = asyncio.create_task(node.watch.broken(verdict))
+    try:
+        await until(lambda: len(suspicions) > node_watch.FAILED_WINDOWS or watching.done())
+        assert watching.done() is not is_sound
+    finally:
+        spoiling.cancel()
+        watching.cancel()
+    told = node.metrics.registry.get_sample_value
+    failed = told("imagefleet_node_watch_windows_total", {"result": "failed"})
+    assert failed == (0 if is_sound else 3)
+    assert is_sound or "the last with: NaN" in watching.result()
 
 
 def upload(node: Node, megabytes: float, seconds: float, at_once: int = 1) -> None:
@@ -223,6 +255,34 @@ async def test_a_node_that_is_not_taken_back_works_on(
     stop.set()
     await running
     assert set(pipeline.settler.outcomes) <= {"completed", "handed_back"}
+
+
+@local_only
+async def test_a_campaign_that_spoils_its_images_for_windows_on_end_costs_no_node(
+    storage: Storage,
+    run_watched: Callable[..., Any],
+    salad_metadata_service: Any,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr("worker.settle.FIRST_RETRY_SECONDS", 0.01)
+
+    def draw(request: contract.ImageRequest) -> contract.Pixels:
+        time.sleep(0.01)
+        if request.prompt == "x":
+            raise errors.TransientError("the image came out as NaN")
+        return draw_noise(request)
+
+    await fill(storage)
+    stop = asyncio.Event()
+    pipeline, running = run_watched(StandInEngine(size=(512, 512), draw=draw), stop)
+    windows = pipeline.metrics.registry.get_sample_value
+    await until(
+        lambda: (windows("imagefleet_node_watch_windows_total", {"result": "passed"}) or 0) >= 4
+    )
+    stop.set()
+    await running
+    assert salad_metadata_service.reasons == []
+    assert windows("imagefleet_node_watch_windows_total", {"result": "failed"}) == 0
 
 
 @local_only
