@@ -18,6 +18,8 @@ ALERTS = {
     "ImagefleetImagesPerDollarLow",
     "ImagefleetGpuIdle",
     "ImagefleetNoCompletions",
+    "ImagefleetWaitingForOperator",
+    "ImagefleetNodesGivenUp",
 }
 
 
@@ -60,3 +62,31 @@ def test_every_alert_is_there_and_seen_to_fire(dashboards: Path) -> None:
     names = {rule["alert"] for group in groups for rule in group["rules"]}
     assert names == ALERTS == fired
     assert kept_still >= ALERTS - {"ImagefleetGpuIdle"}
+
+
+@pytest.mark.parametrize(("workers", "is_told"), [(50, True), (100, False)])
+def test_a_few_bad_nodes_among_many_good_ones_are_no_alert(
+    tool: Tool, dashboards: Path, tmp_path: Path, workers: int, is_told: bool
+) -> None:
+    series = "imagefleet_node_reallocations_total"
+    rule = {"eval_time": "30m", "alertname": "ImagefleetNodesGivenUp", "exp_alerts": []}
+    test = {
+        "interval": "1m",
+        "input_series": [
+            {
+                "series": f'{series}{{instance="{number}",result="granted"}}',
+                "values": "0x10 1x3" if number < 4 else "0x60",
+            }
+            for number in range(workers)
+        ],
+        "alert_rule_test": [rule],
+    }
+    rules = str(dashboards / "prometheus" / "alerts.yaml")
+    tests = tmp_path / "tests.yaml"
+    tests.write_text(yaml.safe_dump({"rule_files": [rules], "tests": [test]}))
+
+    result = promtool(tool, tmp_path, "test", "rules", str(tests))
+
+    said = result.stdout + result.stderr
+    assert result.returncode == (1 if is_told else 0), said
+    assert ("4 nodes given up in an hour" in said) is is_told
