@@ -175,7 +175,8 @@ class WorkerSettings(TelemetrySettings):
     engine_failures: int = Field(
         default=10,
         ge=1,
-        description="Failed images in a row after which the node counts as broken.",
+        description="Failed images in a row after which a plain image is drawn; if that fails as"
+        " well, the node counts as broken.",
     )
     host: str = Field(
         default="127.0.0.1",
