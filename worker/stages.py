@@ -167,14 +167,20 @@ class Stages:
 
     async def _requests(self, job: Job, size: tuple[int, int]) -> list[contract.ImageRequest]:
         words = prompt.read_prompt(job.prompt)
+        paths = await asyncio.gather(
+            *(
+                retry.UNTIL_ACCESS.call(partial(self._library.resolve, tag.name))
+                for tag in words.loras
+            )
+        )
         loras = [
             contract.Lora(
                 name=tag.name,
-                path=await retry.UNTIL_ACCESS.call(partial(self._library.resolve, tag.name)),
+                path=path,
                 text_encoder_weight=tag.text_encoder_weight,
                 unet_weight=tag.unet_weight,
             )
-            for tag in words.loras
+            for tag, path in zip(words.loras, paths, strict=True)
         ]
         width, height = size
         return [

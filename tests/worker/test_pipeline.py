@@ -237,6 +237,34 @@ async def test_a_storage_that_stays_down_gives_the_job_back_instead_of_losing_it
     assert await blob_names(storage) == {"default/j.png"}
 
 
+class WaitingBlobs(FaultyBlobs):
+    """Blobs of which two LoRAs are read at once, or none."""
+
+    def __init__(self, home: Storage) -> None:
+        super().__init__(home, faults=0)
+        self._both = asyncio.Barrier(2)
+
+    async def read(self, name: str, max_bytes: int | None = None) -> bytes | None:
+        if name.endswith(".safetensors"):
+            await self._both.wait()
+        return await super().read(name, max_bytes)
+
+
+async def test_the_loras_of_a_job_are_fetched_side_by_side(
+    storage: Storage,
+    run_pipeline: RunPipeline,
+    message: Callable[..., str],
+    lora_bytes: Callable[[str], bytes],
+) -> None:
+    for name in ("fox", "owl"):
+        await storage.blobs.create(f"loras/{name}.safetensors", lora_bytes(name), "text/plain", {})
+    await storage.queue.send([message(id="j", prompt="<lora:fox:1> and <lora:owl:1>")])
+    home = FaultyHome(storage, faults=0)
+    home.blobs = WaitingBlobs(storage)
+    pipeline = await run_pipeline(home=home)
+    assert pipeline.settler.outcomes == {"completed": 1}
+
+
 class ClosedBlobs(FaultyBlobs):
     """Blobs whose first requests meet credentials that have run out."""
 
