@@ -145,7 +145,7 @@ def test_an_engine_is_kept_full_and_left_empty(workload: bench_jobs.Workload) ->
     rate = bench_work.drive(engine, workload.requests(), 0.2)
     assert not engine.busy
     assert rate.images % 4 == 0
-    assert 0.2 <= rate.seconds < 1
+    assert 0.2 <= rate.seconds < 3
     assert rate.images_per_second < 200
 
 

@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import json
+import resource
 import subprocess
 import sys
-import time
 from collections.abc import Callable
 from pathlib import Path
 
@@ -33,13 +33,14 @@ def test_help_names_the_commands_in_their_order(imagefleet: Imagefleet) -> None:
 
 
 def test_help_takes_well_under_a_second(imagefleet: Imagefleet) -> None:
-    def seconds() -> float:
-        began_at = time.monotonic()
+    def processor_seconds() -> float:
+        before = resource.getrusage(resource.RUSAGE_CHILDREN)
         imagefleet("--help")
-        return time.monotonic() - began_at
+        after = resource.getrusage(resource.RUSAGE_CHILDREN)
+        return after.ru_utime + after.ru_stime - before.ru_utime - before.ru_stime
 
-    # The best of a few: the machine may be busy with other things.
-    assert min(seconds() for _ in range(3)) < 1
+    # Not by the clock, and the best of a few: the machine may be busy with other things.
+    assert min(processor_seconds() for _ in range(3)) < 1
 
 
 def test_looking_at_failed_jobs_loads_neither_torch_nor_a_cloud(tmp_path: Path) -> None:

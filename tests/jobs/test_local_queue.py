@@ -159,7 +159,7 @@ async def test_a_deep_queue_answers_as_fast_as_a_shallow_one(
         for message in page[1:]:
             await queue.delete(message)
     # 700 calls that each looked at every row would take 10 seconds and more.
-    assert time.perf_counter() - started < 2
+    assert time.perf_counter() - started < 5
     assert (await queue.depth()).messages == 200_000 - 20 * 31
 
 
@@ -345,6 +345,6 @@ async def test_the_event_loop_goes_on_while_the_file_is_locked(
     started = time.perf_counter()
     for _ in range(10):
         await asyncio.sleep(0.001)
-    assert time.perf_counter() - started < 0.5
+    assert time.perf_counter() - started < 2
     other.close()
     await sending

@@ -172,7 +172,7 @@ async def test_a_server_that_hangs_does_not_keep_a_worker_from_its_end(
     async with push.pushing(images[0], TelemetrySettings(push_url=recorder.url), job="j"):
         await asyncio.sleep(0.05)
 
-    assert time.monotonic() - began_at < 2
+    assert time.monotonic() - began_at < 5
     assert "no answer within 0.1 s" in caplog.text
 
 
