@@ -223,11 +223,11 @@ def tool() -> Callable[[str], str]:
     return find
 
 
-@pytest.fixture(scope="session")
+@pytest.fixture(scope="module")
 def victoria_metrics(
     tool: Callable[[str], str], tmp_path_factory: pytest.TempPathFactory
 ) -> Iterator[VictoriaMetrics]:
-    """A server of this test run that metrics can be pushed to."""
+    """A server of this file's tests that metrics can be pushed to; others would show up there."""
     (port,) = _free_ports(1)
     command = [
         tool("victoria-metrics"),
