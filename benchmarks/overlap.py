@@ -18,13 +18,11 @@ import tempfile
 import time
 from collections.abc import AsyncIterator, Iterable, Mapping
 from pathlib import Path
-from types import TracebackType
-from typing import Self
 
 from rich.console import Console
 from rich.table import Table
 
-from jobs import homes, storage
+from jobs import homes, storage, wrapped
 from jobs.job import read_job
 from worker import encode, infotext
 from worker.engine import contract
@@ -97,6 +95,14 @@ class FarBlobs:
         await asyncio.sleep(LATENCY_SECONDS)
         return await self._blobs.read(name, max_bytes)
 
+    async def delete(self, name: str) -> bool:
+        await asyncio.sleep(LATENCY_SECONDS)
+        return await self._blobs.delete(name)
+
+    async def read_part(self, name: str, offset: int, max_bytes: int) -> storage.BlobPart | None:
+        await asyncio.sleep(LATENCY_SECONDS)
+        return await self._blobs.read_part(name, offset, max_bytes)
+
     def names(self, prefix: str = "") -> AsyncIterator[str]:
         return self._blobs.names(prefix)
 
@@ -104,33 +110,16 @@ class FarBlobs:
         return self._blobs.records(prefix)
 
 
-class FarHome:
+class FarHome(wrapped.WrappedStorage):
     """A storage home far away."""
 
     def __init__(self, home: storage.Storage) -> None:
-        self._home = home
-        self.url = home.url
-        self.queue = FarQueue(home.queue)
-        self.poison = FarQueue(home.poison)
-        self.blobs = FarBlobs(home.blobs)
-
-    async def create(self) -> None:
-        await self._home.create()
-
-    async def check(self) -> None:
-        await self._home.check()
-
-    async def __aenter__(self) -> Self:
-        await self._home.__aenter__()
-        return self
-
-    async def __aexit__(
-        self,
-        error_type: type[BaseException] | None,
-        error: BaseException | None,
-        traceback: TracebackType | None,
-    ) -> None:
-        await self._home.__aexit__(error_type, error, traceback)
+        super().__init__(
+            home,
+            queue=FarQueue(home.queue),
+            poison=FarQueue(home.poison),
+            blobs=FarBlobs(home.blobs),
+        )
 
 
 async def sequential(home: FarHome, settings: WorkerSettings) -> float:

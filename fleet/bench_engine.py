@@ -10,8 +10,6 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-import torch
-
 from fleet import bench_jobs, bench_work, demo_jobs
 from jobs import errors
 from worker.engine import (
@@ -242,7 +240,5 @@ def _measure_baseline(
 ) -> float:
     step("diffusers + peft, one job at a time", 1)
     device = load.find_device(options.device)
-    if options.fp16_accumulate and device.type == "cuda":
-        torch.backends.cuda.matmul.allow_fp16_accumulation = False
     plain = baseline.PlainDiffusers(setup.model, device, load.find_dtype("auto", device))
     return measure_baseline(plain, workload)

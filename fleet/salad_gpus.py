@@ -9,9 +9,8 @@ from typing import Any
 
 from jobs import errors, prices
 
-IDS_SOURCE = prices.GPU_PRICES_SOURCE
-
-#: A class keeps its UUID for good, its price does not: `apply` asks the API for both.
+#: From the same source as the prices. A class keeps its UUID for good, its price does not: `apply`
+#: asks the API for both.
 _IDS: Mapping[str, str] = {
     "RTX 2060 6GB": "3eae6ce4-aa14-4c7d-b502-131730c9af48",
     "RTX 2070 8GB": "2aec4fc1-2270-4e40-b8cc-6e69fae61d4f",

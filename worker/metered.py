@@ -7,10 +7,8 @@ from __future__ import annotations
 
 from collections.abc import AsyncIterator, Iterable, Mapping
 from dataclasses import dataclass
-from types import TracebackType
-from typing import Self
 
-from jobs import storage
+from jobs import storage, wrapped
 
 #: Azure's answer to `depth` takes the queue's properties and a look at its front.
 DEPTH_OPERATIONS = 2
@@ -104,34 +102,14 @@ class MeteredBlobs:
         return self._blobs.records(prefix)
 
 
-class MeteredStorage:
+class MeteredStorage(wrapped.WrappedStorage):
     """A home behind the two; *operations* counts on."""
 
     def __init__(self, home: storage.Storage) -> None:
         self.operations = Operations()
-        self.queue = MeteredQueue(home.queue, self.operations)
-        self.poison = MeteredQueue(home.poison, self.operations)
-        self.blobs = MeteredBlobs(home.blobs, self.operations)
-        self._home = home
-
-    @property
-    def url(self) -> str:
-        return self._home.url
-
-    async def create(self) -> None:
-        await self._home.create()
-
-    async def check(self) -> None:
-        await self._home.check()
-
-    async def __aenter__(self) -> Self:
-        await self._home.__aenter__()
-        return self
-
-    async def __aexit__(
-        self,
-        error_type: type[BaseException] | None,
-        error: BaseException | None,
-        traceback: TracebackType | None,
-    ) -> None:
-        await self._home.__aexit__(error_type, error, traceback)
+        super().__init__(
+            home,
+            queue=MeteredQueue(home.queue, self.operations),
+            poison=MeteredQueue(home.poison, self.operations),
+            blobs=MeteredBlobs(home.blobs, self.operations),
+        )

@@ -26,6 +26,7 @@ from yarl import URL
 
 from jobs import errors, retry, storage
 from worker.model_source import HttpSource, ModelChangedError, Opened, Source, StoreSource
+from worker.patience import unless
 from worker.settings import WorkerSettings
 
 log = logging.getLogger(__name__)
@@ -102,17 +103,7 @@ async def fetched(
     remote = _remote(settings)
     if remote is None or remote.place.exists():
         return True
-    fetching = asyncio.create_task(_fetch(remote, blobs, patience), name="fetch model")
-    stopping = asyncio.create_task(stop.wait(), name="stop")
-    try:
-        await asyncio.wait({fetching, stopping}, return_when=asyncio.FIRST_COMPLETED)
-        if fetching.done():
-            fetching.result()
-        return fetching.done()
-    finally:
-        for task in (fetching, stopping):
-            task.cancel()
-        await asyncio.gather(fetching, stopping, return_exceptions=True)
+    return await unless(stop, _fetch(remote, blobs, patience))
 
 
 def _remote(settings: WorkerSettings) -> _Remote | None:

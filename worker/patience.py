@@ -18,8 +18,8 @@ import contextlib
 import logging
 import random
 import time
-from collections.abc import Awaitable, Callable
-from typing import TypeVar
+from collections.abc import Awaitable, Callable, Coroutine
+from typing import Any, TypeVar
 
 from jobs import errors
 
@@ -79,3 +79,18 @@ async def patiently(
         if stop.is_set():
             return None
         pause_seconds = min(2 * pause_seconds, LONGEST_PAUSE_SECONDS)
+
+
+async def unless(stop: asyncio.Event, work: Coroutine[Any, Any, None]) -> bool:
+    """Does *work*, or as much of it as there is before *stop*; tells whether it is done."""
+    working, stopping = asyncio.create_task(work), asyncio.create_task(stop.wait())
+    try:
+        await asyncio.wait({working, stopping}, return_when=asyncio.FIRST_COMPLETED)
+        if not working.done():
+            return False
+        working.result()
+        return True
+    finally:
+        for task in (working, stopping):
+            task.cancel()
+        await asyncio.gather(working, stopping, return_exceptions=True)

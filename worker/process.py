@@ -7,9 +7,8 @@ import contextlib
 import logging
 import signal
 import time
-from collections.abc import Callable, Coroutine, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
-from typing import Any
 
 from jobs import errors, homes, salad_metadata
 from worker import (
@@ -143,7 +142,7 @@ class _Worker:
             )
         except errors.NodeError as error:
             if await self._replacement.ask(error.message):
-                await _unless(self._stop, self._replacement.stay())
+                await patience.unless(self._stop, self._replacement.stay())
             if not self._stop.is_set():
                 raise
 
@@ -153,7 +152,7 @@ class _Worker:
         runs_on = await asyncio.to_thread(replica.find_replica, self._settings)
         proof = None if self._metadata is None else self._metadata.token
         async with homes.open_storage(self._settings, proof=proof) as home:
-            if not await _unless(self._stop, home.check()):
+            if not await patience.unless(self._stop, home.check()):
                 return
             self._pipeline = Pipeline(
                 home,
@@ -229,21 +228,6 @@ def _load_engine(settings: WorkerSettings) -> contract.Engine:
         fp16_accumulate=settings.fp16_accumulate,
         attention=settings.attention,
     )
-
-
-async def _unless(stop: asyncio.Event, work: Coroutine[Any, Any, None]) -> bool:
-    """Does *work*, or as much of it as there is before *stop*; tells whether it is done."""
-    working, stopping = asyncio.create_task(work), asyncio.create_task(stop.wait())
-    try:
-        await asyncio.wait({working, stopping}, return_when=asyncio.FIRST_COMPLETED)
-        if not working.done():
-            return False
-        working.result()
-        return True
-    finally:
-        for task in (working, stopping):
-            task.cancel()
-        await asyncio.gather(working, stopping, return_exceptions=True)
 
 
 @contextlib.contextmanager

@@ -44,6 +44,8 @@ class PlainDiffusers:
         transformers_logging.set_verbosity_error()
         from diffusers import StableDiffusionPipeline
 
+        if getattr(torch.backends.cuda.matmul, "allow_fp16_accumulation", False):
+            torch.backends.cuda.matmul.allow_fp16_accumulation = False  # the engine's option alone
         loaded = checkpoint.load_checkpoint(model, device, dtype)
         for network in (loaded.unet, loaded.vae):
             network.to(memory_format=torch.contiguous_format)  # channels-last is the engine's own

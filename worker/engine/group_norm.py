@@ -12,6 +12,8 @@ import math
 import torch
 from torch import nn
 
+from worker.engine.substitute import substitute
+
 #: Places that are summed up at first: enough sums to keep a GPU busy, few beside the tensor.
 _PLACES = 256
 
@@ -53,10 +55,13 @@ def normalise(
 
 def replace(network: nn.Module) -> None:
     """Puts these in the place of all affine group norms of a network; their parameters stay."""
-    for parent in list(network.modules()):
-        for name, norm in list(parent.named_children()):
-            if type(norm) is nn.GroupNorm and norm.affine:
-                with torch.device("meta"):
-                    ours = ChannelsLastGroupNorm(norm.num_groups, norm.num_channels, norm.eps)
-                ours.weight, ours.bias = norm.weight, norm.bias
-                setattr(parent, name, ours.train(norm.training))
+    substitute(network, _ours)
+
+
+def _ours(norm: nn.Module) -> ChannelsLastGroupNorm | None:
+    if type(norm) is not nn.GroupNorm or not norm.affine:
+        return None
+    with torch.device("meta"):
+        ours = ChannelsLastGroupNorm(norm.num_groups, norm.num_channels, norm.eps)
+    ours.weight, ours.bias = norm.weight, norm.bias
+    return ours.train(norm.training)

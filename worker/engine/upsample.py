@@ -13,6 +13,8 @@ import torch
 import torch.nn.functional as F  # noqa: N812 - its name everywhere
 from torch import nn
 
+from worker.engine.substitute import substitute
+
 _KERNEL = (3, 3)
 
 
@@ -80,11 +82,14 @@ class Upsampler(nn.Module):
 
 def replace(network: nn.Module) -> None:
     """Puts these, folded, in the place of all diffusers' upsamplers with a convolution."""
+    substitute(network, _ours)
+
+
+def _ours(original: nn.Module) -> Upsampler | None:
     from diffusers.models.upsampling import Upsample2D
 
-    for parent in list(network.modules()):
-        for name, child in list(parent.named_children()):
-            if isinstance(child, Upsample2D) and child.use_conv and child.norm is None:
-                ours = Upsampler(child)
-                ours.fold()
-                setattr(parent, name, ours)
+    if not isinstance(original, Upsample2D) or not original.use_conv or original.norm is not None:
+        return None
+    ours = Upsampler(original)
+    ours.fold()
+    return ours
