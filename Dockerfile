@@ -71,7 +71,7 @@ FROM base AS project
 WORKDIR /project
 COPY pyproject.toml README.md LICENSE ./
 COPY fleet fleet
-COPY jobs jobs
+COPY imagefleet imagefleet
 COPY loadgen loadgen
 COPY worker worker
 RUN pip install --no-deps --prefix=/project/installed .

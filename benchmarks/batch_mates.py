@@ -20,8 +20,9 @@ import numpy as np
 import torch
 
 from engine_rows import decibels
-from fleet import bench_work, demo_jobs
-from worker.engine import contract, load, machine
+from fleet import demo_jobs
+from fleet.bench import machine, work
+from worker.engine import contract, load
 
 LIMIT_DB = 40.0
 MODEL = demo_jobs.TRAINED
@@ -120,9 +121,9 @@ def main() -> int:
 def compare(
     engine: contract.Engine, name: str, target: contract.ImageRequest, place: int
 ) -> dict[str, Any]:
-    (alone,) = bench_work.draw(engine, [target])
+    (alone,) = work.draw(engine, [target])
     others = mates(target)
-    together = bench_work.draw(engine, [*others[:place], target, *others[place:]])
+    together = work.draw(engine, [*others[:place], target, *others[place:]])
     beside = together.pop(place)
     pair = {
         "image": name,

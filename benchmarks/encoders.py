@@ -1,8 +1,8 @@
 """Which encoder turns a 512x512 image into a PNG: time, size and whether two threads help.
 
 Pictures are smooth shapes under grain, drawn here, since photographs would have to be shipped; on
-photographs the order is the same and the sizes are given in worker/encode.py. Encoders that are
-not installed are left out.
+photographs the order is the same and the sizes are given in worker/stages/encode.py. Encoders
+that are not installed are left out.
 
     python benchmarks/encoders.py
 """
@@ -22,9 +22,9 @@ from PIL import Image
 from rich.console import Console
 from rich.table import Table
 
-from jobs.job import Output
-from worker import encode
+from imagefleet.job.message import Output
 from worker.engine.contract import Pixels
+from worker.stages import encode
 
 SIZE = 512
 PICTURES = 4

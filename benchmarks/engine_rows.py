@@ -28,10 +28,15 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 import numpy as np
 import torch
 
-from fleet import bench_engine, bench_jobs, bench_latency, bench_work, demo_jobs
-from jobs import errors
+from fleet import demo_jobs
+from fleet.bench import baseline, machine, matrix_rate, tiny_model, work
+from fleet.bench import engine as bench_engine
+from fleet.bench import jobs as bench_jobs
+from fleet.bench import latency as bench_latency
+from imagefleet import errors
 from overlap import FarHome
-from worker.engine import baseline, contract, load, machine, matrix_rate, tiny, ways
+from worker.engine import contract, load
+from worker.engine.slots import mode
 
 log = logging.getLogger("benchmark")
 
@@ -115,7 +120,7 @@ def build(options: Options) -> bench_engine.Setup:
         setup: bench_engine.Setup = pickle.loads(ready.read_bytes())
         return setup
     options.folder.mkdir(parents=True, exist_ok=True)
-    model = tiny.build_tiny_checkpoint(options.folder / "tiny") if options.is_tiny else None
+    model = tiny_model.build_tiny_checkpoint(options.folder / "tiny") if options.is_tiny else None
     loras = 6 if options.is_tiny else bench_engine.LORAS
     setup = bench_engine.prepare(model, options.folder, options.device, loras)
     part = ready.with_suffix(".part")
@@ -133,7 +138,7 @@ def wait_for(file: Path) -> None:
 
 
 def load_engine(
-    options: Options, model: Path, slots: int | None, compiled: Sequence[ways.Way]
+    options: Options, model: Path, slots: int | None, compiled: Sequence[mode.Way]
 ) -> contract.Engine:
     """An engine for which the UNet is compiled in these ways, in this order; or nothing at all."""
     return load.load_engine(
@@ -155,11 +160,11 @@ def exact(options: Options, channel: Channel) -> None:
     flops_per_image = matrix_rate.count_image_flops(Path("sd15"), *LIMIT_SIZE, LIMIT_STEPS)
     requests = exact_requests(steps=3 if options.is_tiny else 15)
 
-    compiled: Sequence[ways.Way] = ("slots",) if options.group == "exact_compiled" else ()
+    compiled: Sequence[mode.Way] = ("slots",) if options.group == "exact_compiled" else ()
     engine = load_engine(options, demo_jobs.TRAINED, len(requests), compiled)
 
     def psnr(_: float) -> Figures:
-        drawn = bench_work.draw(engine, requests)
+        drawn = work.draw(engine, requests)
         torch.backends.cuda.matmul.allow_tf32 = torch.backends.cudnn.allow_tf32 = False
         plain = baseline.PlainDiffusers(demo_jobs.TRAINED, device, torch.float32)
         each = []
@@ -219,7 +224,7 @@ def warm(
     setup: bench_engine.Setup,
     workload: bench_jobs.Workload,
     slots: int | None,
-    compiled: Sequence[ways.Way],
+    compiled: Sequence[mode.Way],
 ) -> tuple[contract.Engine, bench_jobs.Workload, Figures]:
     """An engine that has drawn its first images, its jobs, and what it took."""
     began_at = time.monotonic()
@@ -227,7 +232,7 @@ def warm(
     workload = replace(workload, size=engine.default_size)
     bench_engine.draw_a_round(engine, workload)
     figures: Figures = {
-        "slots": bench_work.width_of(engine),
+        "slots": work.width_of(engine),
         "ready_seconds": time.monotonic() - began_at,
     }
     log.info("warm: %s", figures)
@@ -243,14 +248,14 @@ def rate(
 ) -> Figures:
     """Images a second of the engine itself, always full."""
     machine.forget_peak(options.torch_device)
-    measured = bench_work.drive(engine, workload.requests(), seconds)
+    measured = work.drive(engine, workload.requests(), seconds)
     return {
         "images_per_second": measured.images_per_second,
         "unet_calls_per_second": measured.unet_calls_per_second,
         "images": measured.images,
         "seconds": measured.seconds,
         "peak_memory_bytes": machine.peak_memory_bytes(options.torch_device),
-        "recompiles_after_warmup": bench_work.recompiles_of(engine),
+        "recompiles_after_warmup": work.recompiles_of(engine),
         **warmth,
     }
 
@@ -259,7 +264,7 @@ def engine(options: Options, channel: Channel) -> None:
     """Every job another LoRA: of one length, of many, and through a whole worker far away."""
     setup = build(options)
 
-    def serve_and_fill() -> bench_work.Loaded:
+    def serve_and_fill() -> work.Loaded:
         """On the engine's own thread, as in a worker."""
         engine, workload, warmth = warm(
             options, setup, setup.workload, options.slots, ("slots", "merged")
@@ -279,14 +284,14 @@ def engine(options: Options, channel: Channel) -> None:
             },
             until="worker",
         )
-        width = bench_work.width_of(engine)
+        width = work.width_of(engine)
         images_per_second = rates[0] if rates else width / 4
         jobs = (3 + math.ceil(seconds * images_per_second / width)) * width
-        return bench_work.Loaded(engine, [workload.message(at) for at in range(jobs)], 15)
+        return work.Loaded(engine, [workload.message(at) for at in range(jobs)], 15)
 
     settings = bench_engine.worker_settings(setup, "far-away")
     try:
-        far = asyncio.run(bench_work.work(settings, serve_and_fill, reach=FarHome))
+        far = asyncio.run(work.work(settings, serve_and_fill, reach=FarHome))
     except errors.FleetError as error:
         log.exception("the worker failed")
         channel.say(row="worker", error=f"{type(error).__name__}: {error}"[:500])
@@ -359,7 +364,7 @@ def latency(batch: int, options: Options, channel: Channel) -> None:
     engine, workload, warmth = warm(options, setup, workload, batch, ("merged",))
 
     def measure(_: float) -> Figures:
-        draw = functools.partial(bench_work.draw, engine)
+        draw = functools.partial(work.draw, engine)
         seconds = bench_latency.median_seconds(draw, workload, batch, repeats=3)
         return {"seconds": seconds, **warmth}
 

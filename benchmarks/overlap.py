@@ -22,12 +22,13 @@ from pathlib import Path
 from rich.console import Console
 from rich.table import Table
 
-from jobs import homes, storage, wrapped
-from jobs.job import read_job
-from worker import encode, infotext
+from imagefleet.job.message import read_job
+from imagefleet.storage import open as storage_open
+from imagefleet.storage import protocol, wrapped
 from worker.engine import contract
 from worker.pipeline import Pipeline
 from worker.settings import WorkerSettings
+from worker.stages import encode, infotext
 from worker.testing import StandInEngine
 
 TICK_SECONDS = 0.1
@@ -39,7 +40,7 @@ WARM_UP_JOBS = 5
 class FarQueue:
     """A job queue whose every call takes LATENCY_SECONDS longer."""
 
-    def __init__(self, queue: storage.JobQueue) -> None:
+    def __init__(self, queue: protocol.JobQueue) -> None:
         self._queue = queue
         self.name = queue.name
 
@@ -50,28 +51,30 @@ class FarQueue:
         await asyncio.sleep(LATENCY_SECONDS)
         await self._queue.send(bodies)
 
-    async def receive(self, max_messages: int, lease_seconds: float) -> list[storage.LeasedMessage]:
+    async def receive(
+        self, max_messages: int, lease_seconds: float
+    ) -> list[protocol.LeasedMessage]:
         await asyncio.sleep(LATENCY_SECONDS)
         return await self._queue.receive(max_messages, lease_seconds)
 
     async def renew(
-        self, message: storage.LeasedMessage, lease_seconds: float
-    ) -> storage.LeasedMessage:
+        self, message: protocol.LeasedMessage, lease_seconds: float
+    ) -> protocol.LeasedMessage:
         await asyncio.sleep(LATENCY_SECONDS)
         return await self._queue.renew(message, lease_seconds)
 
-    async def release(self, message: storage.LeasedMessage, delay_seconds: float = 0) -> None:
+    async def release(self, message: protocol.LeasedMessage, delay_seconds: float = 0) -> None:
         await asyncio.sleep(LATENCY_SECONDS)
         await self._queue.release(message, delay_seconds)
 
-    async def delete(self, message: storage.LeasedMessage) -> None:
+    async def delete(self, message: protocol.LeasedMessage) -> None:
         await asyncio.sleep(LATENCY_SECONDS)
         await self._queue.delete(message)
 
-    def browse(self) -> AsyncIterator[storage.Message]:
+    def browse(self) -> AsyncIterator[protocol.Message]:
         return self._queue.browse()
 
-    async def depth(self) -> storage.QueueDepth:
+    async def depth(self) -> protocol.QueueDepth:
         await asyncio.sleep(LATENCY_SECONDS)
         return await self._queue.depth()
 
@@ -79,7 +82,7 @@ class FarQueue:
 class FarBlobs:
     """A blob store whose every call takes LATENCY_SECONDS longer; notes when a blob was written."""
 
-    def __init__(self, blobs: storage.BlobStore) -> None:
+    def __init__(self, blobs: protocol.BlobStore) -> None:
         self._blobs = blobs
         self.written_at: list[float] = []
 
@@ -99,21 +102,21 @@ class FarBlobs:
         await asyncio.sleep(LATENCY_SECONDS)
         return await self._blobs.delete(name)
 
-    async def read_part(self, name: str, offset: int, max_bytes: int) -> storage.BlobPart | None:
+    async def read_part(self, name: str, offset: int, max_bytes: int) -> protocol.BlobPart | None:
         await asyncio.sleep(LATENCY_SECONDS)
         return await self._blobs.read_part(name, offset, max_bytes)
 
     def names(self, prefix: str = "") -> AsyncIterator[str]:
         return self._blobs.names(prefix)
 
-    def records(self, prefix: str = "") -> AsyncIterator[storage.BlobRecord]:
+    def records(self, prefix: str = "") -> AsyncIterator[protocol.BlobRecord]:
         return self._blobs.records(prefix)
 
 
 class FarHome(wrapped.WrappedStorage):
     """A storage home far away."""
 
-    def __init__(self, home: storage.Storage) -> None:
+    def __init__(self, home: protocol.Storage) -> None:
         super().__init__(
             home,
             queue=FarQueue(home.queue),
@@ -163,7 +166,7 @@ async def measure(folder: Path, jobs: int) -> dict[str, float]:
         settings = WorkerSettings(
             storage=f"local:{folder / name}", model=Path("stand-in"), until_empty=True
         )
-        async with homes.open_storage(settings) as near:
+        async with storage_open.open_storage(settings) as near:
             await near.create()
             bodies = [f'{{"prompt": "a house", "id": "j{number}"}}' for number in range(jobs)]
             await near.queue.send(bodies)

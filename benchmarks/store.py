@@ -21,7 +21,7 @@ from typing import TYPE_CHECKING
 from rich.console import Console
 from rich.table import Table
 
-from jobs import homes
+from imagefleet.storage import open as storage_open
 from worker.process import WorkerReport, run_worker
 from worker.settings import WorkerSettings
 from worker.testing import StandInEngine
@@ -46,7 +46,7 @@ def work(folder: Path) -> WorkerReport:
 
 async def fill(folder: Path, jobs: int) -> float:
     """Sends the jobs; returns messages a second."""
-    async with homes.open_storage(settings_for(folder)) as home:
+    async with storage_open.open_storage(settings_for(folder)) as home:
         await home.create()
         began_at = time.monotonic()
         for first in range(0, jobs, SEND_BATCH):
@@ -56,7 +56,7 @@ async def fill(folder: Path, jobs: int) -> float:
 
 
 async def stored(folder: Path) -> set[str]:
-    async with homes.open_storage(settings_for(folder)) as home:
+    async with storage_open.open_storage(settings_for(folder)) as home:
         return {name async for name in home.blobs.names()}
 
 

@@ -18,9 +18,9 @@ from html import escape
 from pathlib import Path
 from typing import Any
 
-from fleet import prometheus
-from fleet.report_page import STYLE
-from fleet.report_plot import Line, number_text, time_plot
+from fleet.monitor import prometheus
+from fleet.report.page import STYLE
+from fleet.report.plot import Line, number_text, time_plot
 
 PAGES = Path(__file__).parent / "grafana"
 

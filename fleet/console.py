@@ -15,7 +15,7 @@ import typer
 from rich.console import Console
 from rich.text import Text
 
-from jobs import errors
+from imagefleet import errors
 
 EXIT_DONE = 0
 

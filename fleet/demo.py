@@ -18,7 +18,9 @@ import typer
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 
 from fleet import console, demo_jobs, options, worker
-from jobs import errors, homes, prices
+from imagefleet import errors
+from imagefleet.pricing import prices
+from imagefleet.storage import open as storage_open
 from worker.settings import WorkerSettings
 
 if TYPE_CHECKING:
@@ -138,11 +140,11 @@ def _find_checkpoint(places: _Places) -> tuple[Path, Path, list[str]]:
         valid = (trained / "demo_jobs.jsonl").read_text(encoding="utf-8").splitlines()
         return trained, trained / "loras", demo_jobs.messages(valid)
     console.stdout.print("The demo's checkpoint is not here: a random one makes patterns instead.")
-    from worker.engine import tiny
+    from fleet.bench import tiny_model
 
-    model = tiny.build_tiny_checkpoint(places.directory / "random-model")
+    model = tiny_model.build_tiny_checkpoint(places.directory / "random-model")
     loras = places.directory / "random-loras"
-    tiny.build_tiny_lora(loras / f"{demo_jobs.REFERENCE_LORA}.safetensors", model)
+    tiny_model.build_tiny_lora(loras / f"{demo_jobs.REFERENCE_LORA}.safetensors", model)
     return model, loras, demo_jobs.messages()
 
 
@@ -156,20 +158,20 @@ class _Stopwatch:
 
 
 async def _demo(settings: WorkerSettings, places: _Places, messages: list[str]) -> DemoReport:
-    from fleet import mosaic
+    from fleet import contact_sheet
 
-    async with homes.open_storage(settings) as home:
+    async with storage_open.open_storage(settings) as home:
         await home.create()
         await home.queue.send(messages)
     watch, worker_report = await _work(settings, places, len(messages))
     if watch.ended_jobs < len(messages):
         console.stdout.print(f"Stopped after {watch.ended_jobs} of {len(messages)} jobs.")
         raise typer.Exit(console.EXIT_INTERRUPTED)
-    async with homes.open_storage(settings) as home:
+    async with storage_open.open_storage(settings) as home:
         failed = (await home.poison.depth()).messages
         names = sorted([name async for name in home.blobs.names()])
         images = [await home.blobs.read(name) for name in names]
-    places.mosaic.write_bytes(mosaic.draw_mosaic([image for image in images if image]))
+    places.mosaic.write_bytes(contact_sheet.draw_mosaic([image for image in images if image]))
     seconds = watch.ended_at - watch.ready_at
     dollars = seconds / 3600 * prices.gpu_dollars_per_hour(PRICED_GPU, PRICED_PRIORITY)
     return DemoReport(
@@ -267,7 +269,7 @@ def _this_program() -> str:
     """How a person calls this very program from here, be it installed on the path or not."""
     script = Path(sys.executable).with_name("imagefleet")
     if not script.exists():
-        return f"{shlex.quote(sys.executable)} -m fleet.cli"
+        return f"{shlex.quote(sys.executable)} -m fleet.main"
     if (found := shutil.which(script.name)) and Path(found).samefile(script):
         return script.name
     inside = script.is_relative_to(Path.cwd())

@@ -11,7 +11,7 @@ def main() -> None:
         from fleet import health
 
         sys.exit(health.main(sys.argv[2:]))
-    from fleet import cli
+    from fleet import main as cli
 
     cli.main()
 

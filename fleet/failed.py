@@ -15,10 +15,12 @@ from rich.table import Table
 from rich.text import Text
 
 from fleet import console, options
-from jobs import errors, failed_queue, homes
-from jobs.failed_queue import Entry, Selection, Swept
-from jobs.settings import StorageSettings
-from jobs.storage import Storage
+from imagefleet import errors
+from imagefleet.storage import dead_letter_queue
+from imagefleet.storage import open as storage_open
+from imagefleet.storage.dead_letter_queue import Entry, Selection, Swept
+from imagefleet.storage.protocol import Storage
+from imagefleet.storage.settings import StorageSettings
 
 #: Kinds of errors in the summary, and refused messages that are named: a screen, no more.
 _SHOWN = 20
@@ -175,7 +177,7 @@ def _selection(
 
 @contextlib.asynccontextmanager
 async def _home(settings: StorageSettings) -> AsyncIterator[Storage]:
-    async with homes.open_storage(settings) as home:
+    async with storage_open.open_storage(settings) as home:
         await home.check()
         yield home
 
@@ -183,7 +185,7 @@ async def _home(settings: StorageSettings) -> AsyncIterator[Storage]:
 async def _list(settings: StorageSettings, selection: Selection, limit: int) -> Listing:
     listing = Listing()
     async with _home(settings) as home:
-        async for entry in failed_queue.browse(home, selection):
+        async for entry in dead_letter_queue.browse(home, selection):
             record = entry.record
             kind = (record.error, record.reason) if record else (_NO_RECORD, "")
             listing.errors[kind] += 1
@@ -198,7 +200,7 @@ async def _show(settings: StorageSettings, job_id: str) -> list[dict[str, Any]]:
         selection = Selection(id=job_id)
         records = [
             {**_record(entry), "job": await _job(entry, home)}
-            async for entry in failed_queue.browse(home, selection)
+            async for entry in dead_letter_queue.browse(home, selection)
         ]
         if not records:
             raise errors.SetupError(f"no failed job {job_id!r} is to be seen in {home.poison.name}")
@@ -207,19 +209,19 @@ async def _show(settings: StorageSettings, job_id: str) -> list[dict[str, Any]]:
 
 async def _count(settings: StorageSettings, selection: Selection) -> int:
     async with _home(settings) as home:
-        return sum([1 async for _ in failed_queue.browse(home, selection)])
+        return sum([1 async for _ in dead_letter_queue.browse(home, selection)])
 
 
 async def _replay(settings: StorageSettings, selection: Selection) -> Swept:
     async with _home(settings) as home:
         with _counter("replayed") as show_count:
-            return await failed_queue.replay(home, selection, show_count)
+            return await dead_letter_queue.replay(home, selection, show_count)
 
 
 async def _discard(settings: StorageSettings, selection: Selection) -> Swept:
     async with _home(settings) as home:
         with _counter("discarded") as show_count:
-            return await failed_queue.discard(home, selection, show_count)
+            return await dead_letter_queue.discard(home, selection, show_count)
 
 
 async def _job(entry: Entry, home: Storage) -> object:
@@ -247,7 +249,7 @@ def _record(entry: Entry) -> dict[str, Any]:
 
 
 @contextlib.contextmanager
-def _counter(verb: str) -> Iterator[failed_queue.OnProgress | None]:
+def _counter(verb: str) -> Iterator[dead_letter_queue.OnProgress | None]:
     if not console.stderr.is_terminal:
         yield None
         return

@@ -25,8 +25,9 @@ from rich.progress import (
 )
 
 from fleet import console, options
-from jobs import errors, homes
-from jobs.storage import Storage
+from imagefleet import errors
+from imagefleet.storage import open as storage_open
+from imagefleet.storage.protocol import Storage
 from loadgen.settings import LoadSettings
 
 if TYPE_CHECKING:
@@ -104,7 +105,7 @@ def command(
     place = None
     if file != "-":
         place = checkpoint_file or checkpoint.default_path(Path(file), settings.queue)
-    home = homes.open_storage(settings)
+    home = storage_open.open_storage(settings)
     load = Load(
         home,
         source,

@@ -24,8 +24,8 @@ from pydantic_settings import BaseSettings, SettingsError
 
 from fleet import console
 from fleet.settings import ExporterSettings, MonitorSettings
-from jobs import errors
-from jobs.settings import StorageSettings
+from imagefleet import errors
+from imagefleet.storage.settings import StorageSettings
 from loadgen.settings import LoadSettings
 from worker.settings import TelemetrySettings, WorkerSettings
 

@@ -12,9 +12,9 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from fleet import console
-from jobs import errors
-from jobs import prompt as prompts
-from worker.engine import chunks
+from imagefleet import errors
+from imagefleet.job import chunks
+from imagefleet.job import prompt as prompts
 
 if TYPE_CHECKING:
     import tokenizers

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from pydantic import Field
 
-from jobs.settings import StorageSettings
+from imagefleet.storage.settings import StorageSettings
 from worker.settings import TelemetrySettings
 
 

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import importlib.util
 
-from fleet import console, logs, options
-from jobs import errors
+from fleet import console, options
+from imagefleet import errors
+from imagefleet.telemetry import logs
 from worker.settings import WorkerSettings
 
 #: What `imagefleet[worker]` adds and a worker cannot do without.

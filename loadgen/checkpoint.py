@@ -10,7 +10,7 @@ from typing import Self
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
-from jobs import errors
+from imagefleet import errors
 
 #: Writing it for each batch would slow the load down; a kill sends again what came after it, so
 #: both are small.

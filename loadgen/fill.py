@@ -11,7 +11,8 @@ from collections import deque
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 
-from jobs import errors, retry, storage
+from imagefleet import errors, retry
+from imagefleet.storage import protocol
 from loadgen.sources import Source
 
 #: Positions in one send. The embedded queue pays once for each; more makes the window larger that
@@ -49,7 +50,7 @@ class Filler:
 
     def __init__(
         self,
-        queue: storage.JobQueue,
+        queue: protocol.JobQueue,
         source: Source,
         *,
         start: int = 0,

@@ -7,8 +7,9 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
-from jobs import errors, homes
-from jobs.storage import Storage
+from imagefleet import errors
+from imagefleet.storage import open as storage_open
+from imagefleet.storage.protocol import Storage
 from loadgen import fill
 from loadgen.checkpoint import Checkpoint, CheckpointFile, resume
 from loadgen.sources import Source
@@ -131,6 +132,8 @@ class Load:
 
 def _whereabouts(home: Storage) -> str:
     """The home's address, the same from every directory."""
-    if not home.url.startswith(homes.LOCAL_SCHEME):
+    if not home.url.startswith(storage_open.LOCAL_SCHEME):
         return home.url
-    return homes.LOCAL_SCHEME + str(Path(home.url.removeprefix(homes.LOCAL_SCHEME)).absolute())
+    return storage_open.LOCAL_SCHEME + str(
+        Path(home.url.removeprefix(storage_open.LOCAL_SCHEME)).absolute()
+    )

@@ -19,7 +19,7 @@ import struct
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
-from jobs import errors
+from imagefleet import errors
 from loadgen.template import Choice
 
 #: A draw is one slot's two numbers in [0, 1): which choice, and a LoRA's strength in its range.

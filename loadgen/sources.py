@@ -12,8 +12,9 @@ from typing import BinaryIO, Protocol
 
 from pydantic import ValidationError
 
-from jobs import errors, storage
-from jobs.job import Job, read_job
+from imagefleet import errors
+from imagefleet.job.message import Job, read_job
+from imagefleet.storage import protocol
 from loadgen import template
 from loadgen.pattern import Draw, Patterns
 
@@ -115,7 +116,7 @@ class TemplateSource:
             fields["metadata"] = {**self._metadata, **drawn}
         try:
             body = Job.model_validate(fields).to_message()
-            storage.checked_messages([body])
+            protocol.checked_messages([body])
         except ValidationError as error:
             raise self._complaint(fields, template.sentence(error, Job.model_fields)) from None
         except errors.JobError as error:
@@ -220,7 +221,7 @@ def _read_lines(
 
 def _message(text: str, place: str) -> str:
     body = read_job(text, _digest(place.encode())).to_message()
-    storage.checked_messages([body])
+    protocol.checked_messages([body])
     return body
 
 

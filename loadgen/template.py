@@ -22,8 +22,9 @@ from pydantic import (
     model_validator,
 )
 
-from jobs import errors, prompt
-from jobs.job import Job, SafeFileName
+from imagefleet import errors
+from imagefleet.job import prompt
+from imagefleet.job.message import Job, SafeFileName
 
 SUFFIXES = frozenset({".yaml", ".yml", ".toml"})
 

@@ -32,10 +32,10 @@ from cryptography.hazmat.primitives import hashes, serialization
 from cryptography.hazmat.primitives.asymmetric import ec
 from cryptography.x509.oid import NameOID
 
-from jobs import homes
-from jobs.azure_home import API_VERSION
-from jobs.settings import StorageSettings
-from jobs.storage import Storage
+from imagefleet.storage import open as storage_open
+from imagefleet.storage.azure.storage import API_VERSION
+from imagefleet.storage.protocol import Storage
+from imagefleet.storage.settings import StorageSettings
 
 AZURITE = Path(__file__).parent / "azurite"
 
@@ -203,7 +203,7 @@ def storage_settings(request: pytest.FixtureRequest) -> StorageSettings:
 @pytest.fixture
 async def storage(storage_settings: StorageSettings) -> AsyncIterator[Storage]:
     """A home, opened and created."""
-    async with homes.open_storage(storage_settings) as home:
+    async with storage_open.open_storage(storage_settings) as home:
         await home.create()
         yield home
 
@@ -405,3 +405,10 @@ def _remove_from_azurite(settings: StorageSettings) -> None:
         queues.delete_queue(settings.queue)
         queues.delete_queue(settings.poison_queue)
         blobs.delete_container(settings.container)
+
+
+@pytest.fixture
+def unused_port() -> int:
+    """A port that nobody listens on."""
+    with socket.create_server(("127.0.0.1", 0)) as bound:
+        return int(bound.getsockname()[1])

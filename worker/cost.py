@@ -15,7 +15,7 @@ from typing import Literal
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
 from prometheus_client.registry import Collector
 
-from worker.gpu import GpuLane
+from worker.gpu_thread import GpuLane
 from worker.metered import Operations
 from worker.replica import Replica
 
@@ -67,7 +67,7 @@ class CostMeter(Collector):
 
     @property
     def record(self) -> dict[str, str]:
-        """What each image's record says of this replica, in ASCII; `fleet.report` reads it."""
+        """What each image's record says of this replica, in ASCII; see fleet.report.records."""
         return self._record
 
     def ready(self) -> None:

@@ -13,7 +13,8 @@ import time
 from collections.abc import Awaitable, Callable
 from typing import Literal
 
-from jobs import errors, storage
+from imagefleet import errors
+from imagefleet.storage import protocol
 
 log = logging.getLogger(__name__)
 
@@ -38,7 +39,7 @@ class LeaseState(enum.Enum):
 class Lease:
     """One message in hand: its newest receipt and what is known of the lease."""
 
-    def __init__(self, message: storage.LeasedMessage, expires_at: float) -> None:
+    def __init__(self, message: protocol.LeasedMessage, expires_at: float) -> None:
         self.message = message
         self.expires_at = expires_at  # on this machine's monotonic clock
         self.state = LeaseState.HELD
@@ -55,7 +56,7 @@ class LeaseKeeper:
 
     def __init__(
         self,
-        queue: storage.JobQueue,
+        queue: protocol.JobQueue,
         lease_seconds: float,
         *,
         on_renewal: Callable[[RenewalResult], None] = lambda _: None,
@@ -66,7 +67,7 @@ class LeaseKeeper:
         self._leases: set[Lease] = set()
         self._slots = asyncio.Semaphore(CONCURRENT_RENEWALS)
 
-    def hold(self, message: storage.LeasedMessage, leased_at: float) -> Lease:
+    def hold(self, message: protocol.LeasedMessage, leased_at: float) -> Lease:
         """Takes charge of a message leased by a call that began at *leased_at* (monotonic)."""
         lease = Lease(message, leased_at + self.lease_seconds)
         self._leases.add(lease)

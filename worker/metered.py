@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import AsyncIterator, Iterable, Mapping
 from dataclasses import dataclass
 
-from jobs import storage, wrapped
+from imagefleet.storage import protocol, wrapped
 
 #: Azure's answer to `depth` takes the queue's properties and a look at its front.
 DEPTH_OPERATIONS = 2
@@ -26,7 +26,7 @@ class Operations:
 class MeteredQueue:
     """A job queue that counts what is asked of it."""
 
-    def __init__(self, queue: storage.JobQueue, operations: Operations) -> None:
+    def __init__(self, queue: protocol.JobQueue, operations: Operations) -> None:
         self._queue = queue
         self._operations = operations
 
@@ -42,29 +42,31 @@ class MeteredQueue:
         self._operations.queue += len(messages)
         await self._queue.send(messages)
 
-    async def receive(self, max_messages: int, lease_seconds: float) -> list[storage.LeasedMessage]:
+    async def receive(
+        self, max_messages: int, lease_seconds: float
+    ) -> list[protocol.LeasedMessage]:
         self._operations.queue += 1
         return await self._queue.receive(max_messages, lease_seconds)
 
     async def renew(
-        self, message: storage.LeasedMessage, lease_seconds: float
-    ) -> storage.LeasedMessage:
+        self, message: protocol.LeasedMessage, lease_seconds: float
+    ) -> protocol.LeasedMessage:
         self._operations.queue += 1
         return await self._queue.renew(message, lease_seconds)
 
-    async def release(self, message: storage.LeasedMessage, delay_seconds: float = 0) -> None:
+    async def release(self, message: protocol.LeasedMessage, delay_seconds: float = 0) -> None:
         self._operations.queue += 1
         await self._queue.release(message, delay_seconds)
 
-    async def delete(self, message: storage.LeasedMessage) -> None:
+    async def delete(self, message: protocol.LeasedMessage) -> None:
         self._operations.queue += 1
         await self._queue.delete(message)
 
-    def browse(self) -> AsyncIterator[storage.Message]:
+    def browse(self) -> AsyncIterator[protocol.Message]:
         self._operations.queue += 1
         return self._queue.browse()
 
-    async def depth(self) -> storage.QueueDepth:
+    async def depth(self) -> protocol.QueueDepth:
         self._operations.queue += DEPTH_OPERATIONS
         return await self._queue.depth()
 
@@ -72,7 +74,7 @@ class MeteredQueue:
 class MeteredBlobs:
     """A blob store that counts what is asked of it; a write that comes second is billed too."""
 
-    def __init__(self, blobs: storage.BlobStore, operations: Operations) -> None:
+    def __init__(self, blobs: protocol.BlobStore, operations: Operations) -> None:
         self._blobs = blobs
         self._operations = operations
 
@@ -89,7 +91,7 @@ class MeteredBlobs:
     async def delete(self, name: str) -> bool:
         return await self._blobs.delete(name)  # Azure bills no deletion
 
-    async def read_part(self, name: str, offset: int, max_bytes: int) -> storage.BlobPart | None:
+    async def read_part(self, name: str, offset: int, max_bytes: int) -> protocol.BlobPart | None:
         self._operations.blob_reads += 1
         return await self._blobs.read_part(name, offset, max_bytes)
 
@@ -97,7 +99,7 @@ class MeteredBlobs:
         self._operations.blob_writes += 1  # listings are billed as writes are
         return self._blobs.names(prefix)
 
-    def records(self, prefix: str = "") -> AsyncIterator[storage.BlobRecord]:
+    def records(self, prefix: str = "") -> AsyncIterator[protocol.BlobRecord]:
         self._operations.blob_writes += 1
         return self._blobs.records(prefix)
 
@@ -105,7 +107,7 @@ class MeteredBlobs:
 class MeteredStorage(wrapped.WrappedStorage):
     """A home behind the two; *operations* counts on."""
 
-    def __init__(self, home: storage.Storage) -> None:
+    def __init__(self, home: protocol.Storage) -> None:
         self.operations = Operations()
         super().__init__(
             home,

@@ -8,10 +8,10 @@ from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, Info
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
 from prometheus_client.registry import Collector
 
-from jobs import errors
-from worker.gpu import GpuLane
-from worker.loras import LoraLibrary
-from worker.queue_gauges import QueueGauges
+from imagefleet import errors
+from imagefleet.telemetry.queue_gauges import QueueGauges
+from worker.files.loras import LoraLibrary
+from worker.gpu_thread import GpuLane
 
 STAGES = ("pull", "prepare", "wait_gpu", "generate", "encode", "upload", "acknowledge")
 

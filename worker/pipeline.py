@@ -15,23 +15,25 @@ from collections.abc import Awaitable, Callable, Iterable
 from importlib import metadata
 from typing import Any
 
-from jobs import errors, retry, storage
-from worker import node_limits, replica
+from imagefleet import errors, retry
+from imagefleet.storage import protocol
+from worker import replica
 from worker.cost import CostMeter
 from worker.engine import contract
-from worker.gpu import GpuLane
-from worker.in_hand import JobInHand
+from worker.files.loras import LoraLibrary
+from worker.gpu_thread import GpuLane
+from worker.in_flight import JobInHand
 from worker.leases import LeaseKeeper
-from worker.loras import LoraLibrary
 from worker.metered import MeteredStorage
 from worker.metrics import EngineCollector, WorkerMetrics
-from worker.node_check import NodeCheck
-from worker.node_watch import NodeWatch
+from worker.node import limits as node_limits
+from worker.node.check import NodeCheck
+from worker.node.watchdog import NodeWatch
 from worker.pull import Puller
-from worker.replacement import Replacement
+from worker.salad.reallocation import Replacement
 from worker.settings import WorkerSettings
 from worker.settle import Outcome, Settler
-from worker.stages import Stages
+from worker.stages.stages import Stages
 
 log = logging.getLogger(__name__)
 
@@ -61,7 +63,7 @@ class Pipeline:
 
     def __init__(
         self,
-        home: storage.Storage,
+        home: protocol.Storage,
         load: Callable[[], contract.Engine],
         settings: WorkerSettings,
         *,

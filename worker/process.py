@@ -10,20 +10,18 @@ import time
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 
-from jobs import errors, homes, salad_metadata
-from worker import (
-    deletion_cost,
-    health,
-    model_download,
-    node_limits,
-    patience,
-    push,
-    replica,
-)
+from imagefleet import errors
+from imagefleet.storage import open as storage_open
+from imagefleet.telemetry import probes, push
+from worker import replica
 from worker.engine import contract
+from worker.files import model
 from worker.metrics import WorkerMetrics
+from worker.node import limits
 from worker.pipeline import Pipeline
-from worker.replacement import Replacement
+from worker.salad import deletion_cost, wait_for_operator
+from worker.salad import metadata as salad_metadata
+from worker.salad.reallocation import Replacement
 from worker.settings import WorkerSettings
 from worker.settle import Outcome
 
@@ -58,8 +56,8 @@ async def run_worker(
 
     On SaladCloud it ends for no reason that another node would meet as well: an empty queue is
     looked at now and then (`until_empty` is ignored), and for storage, credentials and whatever
-    else only the operator can set right it waits (`worker.patience`). A broken node is given back
-    (`worker.replacement`). SIGTERM need not come before the end there; what counts is the leases.
+    else only the operator can set right it waits (`worker.salad.wait_for_operator`). A broken node is given back
+    (`worker.salad.reallocation`). SIGTERM need not come before the end there; what counts is the leases.
 
     Raises:
         SetupError: a queue, a credential or the model is missing; NodeError: the machine is
@@ -105,7 +103,7 @@ class _Worker:
     async def run(self) -> WorkerReport:
         settings = self._settings
         async with (
-            health.serving(
+            probes.serving(
                 self._metrics.registry,
                 is_live=self._is_live,
                 is_ready=lambda: self._pipeline is not None and self._pipeline.ready,
@@ -133,7 +131,7 @@ class _Worker:
 
     async def _run_on_salad(self) -> None:
         try:
-            await patience.patiently(
+            await wait_for_operator.patiently(
                 self._attempt,
                 longest_seconds=self._settings.setup_patience_seconds,
                 stop=self._stop,
@@ -142,7 +140,7 @@ class _Worker:
             )
         except errors.NodeError as error:
             if await self._replacement.ask(error.message):
-                await patience.unless(self._stop, self._replacement.stay())
+                await wait_for_operator.unless(self._stop, self._replacement.stay())
             if not self._stop.is_set():
                 raise
 
@@ -151,8 +149,8 @@ class _Worker:
         self._pipeline = None
         runs_on = await asyncio.to_thread(replica.find_replica, self._settings)
         proof = None if self._metadata is None else self._metadata.token
-        async with homes.open_storage(self._settings, proof=proof) as home:
-            if not await patience.unless(self._stop, home.check()):
+        async with storage_open.open_storage(self._settings, proof=proof) as home:
+            if not await wait_for_operator.unless(self._stop, home.check()):
                 return
             self._pipeline = Pipeline(
                 home,
@@ -162,7 +160,7 @@ class _Worker:
                 runs_on=runs_on,
                 began_at=self._began_at,
                 metrics=self._metrics,
-                limits=node_limits.limits_of(
+                limits=limits.limits_of(
                     self._settings, runs_on.gpu, on_salad=self._metadata is not None
                 ),
                 replacement=self._replacement,
@@ -175,7 +173,7 @@ class _Worker:
                 self._port,
                 extra={"action": "start", "port": self._port},
             )
-            if await model_download.fetched(self._settings, home.blobs, self._stop):
+            if await model.fetched(self._settings, home.blobs, self._stop):
                 await self._pipeline.run(self._stop, self._hurry)
 
     def _is_live(self) -> bool:
@@ -215,7 +213,7 @@ def _load_engine(settings: WorkerSettings) -> contract.Engine:
     from worker.engine.load import load_engine
 
     return load_engine(
-        model_download.place_of(settings),
+        model.place_of(settings),
         settings.device,
         settings.max_batch,
         precision=settings.precision,

@@ -9,9 +9,10 @@ import random
 import time
 from collections.abc import Awaitable, Callable
 
-from jobs import errors, storage
-from worker.gpu import GpuLane
-from worker.in_hand import JobInHand
+from imagefleet import errors
+from imagefleet.storage import protocol
+from worker.gpu_thread import GpuLane
+from worker.in_flight import JobInHand
 from worker.leases import LeaseKeeper
 from worker.metrics import WorkerMetrics
 from worker.settings import WorkerSettings
@@ -36,7 +37,7 @@ class Puller:
 
     def __init__(
         self,
-        queue: storage.JobQueue,
+        queue: protocol.JobQueue,
         keeper: LeaseKeeper,
         settler: Settler,
         lane: GpuLane,
@@ -152,5 +153,5 @@ class Puller:
             math.ceil(jobs_per_second * self._settings.prefetch_seconds),
         )
         room = min(target, MOST_AHEAD) - self._ahead
-        least = min(storage.MAX_RECEIVE, target // 2)
-        return min(room, storage.MAX_RECEIVE) if room >= least else 0
+        least = min(protocol.MAX_RECEIVE, target // 2)
+        return min(room, protocol.MAX_RECEIVE) if room >= least else 0

@@ -8,7 +8,9 @@ import shutil
 import subprocess
 from dataclasses import dataclass
 
-from jobs import errors, homes, price_file, prices
+from imagefleet import errors
+from imagefleet.pricing import price_file, prices
+from imagefleet.storage import open as storage_open
 from worker.settings import WorkerSettings
 
 log = logging.getLogger(__name__)
@@ -54,7 +56,7 @@ def find_replica(settings: WorkerSettings) -> Replica:
                 error,
                 extra={"action": "price_unknown"},
             )
-    is_local = settings.storage.strip().startswith(homes.LOCAL_SCHEME)
+    is_local = settings.storage.strip().startswith(storage_open.LOCAL_SCHEME)
     return Replica(gpu, dollars_per_hour, prices.FREE_STORAGE if is_local else table.storage)
 
 

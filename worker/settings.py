@@ -9,9 +9,9 @@ from typing import Annotated, Literal
 
 from pydantic import BeforeValidator, Field, SecretStr
 
-from jobs.prices import Priority
-from jobs.settings import StorageSettings
-from jobs.storage import MAX_LEASE_SECONDS
+from imagefleet.pricing.prices import Priority
+from imagefleet.storage.protocol import MAX_LEASE_SECONDS
+from imagefleet.storage.settings import StorageSettings
 
 
 def _name_of_this_worker() -> str:

@@ -9,8 +9,9 @@ from collections import Counter
 from collections.abc import Awaitable, Callable
 from typing import Literal
 
-from jobs import errors, failed, retry, storage
-from worker.in_hand import JobInHand
+from imagefleet import errors, retry
+from imagefleet.storage import dead_letter, protocol
+from worker.in_flight import JobInHand
 from worker.leases import LeaseKeeper
 from worker.metrics import WorkerMetrics
 
@@ -28,7 +29,7 @@ class Settler:
 
     def __init__(
         self,
-        home: storage.Storage,
+        home: protocol.Storage,
         keeper: LeaseKeeper,
         metrics: WorkerMetrics,
         *,
@@ -106,7 +107,7 @@ class Settler:
             async with held.lease.lock:
                 held.lease.check()
                 message = held.lease.message
-                await failed.bury(self._home, message, held.job, error, self._worker_name)
+                await dead_letter.bury(self._home, message, held.job, error, self._worker_name)
                 self._keeper.drop(held.lease)
 
         if await self._end(held, "failed", bury) == "failed":

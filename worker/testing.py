@@ -9,7 +9,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from jobs import errors
+from imagefleet import errors
 from worker.engine import contract
 
 

@@ -24,9 +24,9 @@ from typing import Any
 
 import pytest
 
-from fleet import prometheus
-from jobs import homes
-from jobs.settings import StorageSettings
+from fleet.monitor import prometheus
+from imagefleet.storage import open as storage_open
+from imagefleet.storage.settings import StorageSettings
 
 COMMAND = Path(sys.executable).with_name("imagefleet")
 PAGES = Path(__file__).parents[2] / "dashboards" / "grafana"
@@ -214,10 +214,10 @@ def watch(processes: contextlib.ExitStack, server: str, push_url: str, folder: P
 
 
 def make_model(folder: Path) -> Path:
-    from worker.engine import tiny
+    from fleet.bench import tiny_model
 
-    model = tiny.build_tiny_checkpoint(folder / "tiny")
-    tiny.build_tiny_lora(folder / "loras" / f"{LORA}.safetensors", model)
+    model = tiny_model.build_tiny_checkpoint(folder / "tiny")
+    tiny_model.build_tiny_lora(folder / "loras" / f"{LORA}.safetensors", model)
     return model
 
 
@@ -232,7 +232,7 @@ async def fill(storage: str) -> None:
         messages.append({**job, "id": f"j{max(0, number - 20)}-0"})
         messages.append({**job, "id": f"m{number}", "prompt": "a house <lora:nowhere:1>"})
         messages.append({"prompt": "a house", "stepz": 4})
-    async with homes.open_storage(StorageSettings(storage=storage)) as home:
+    async with storage_open.open_storage(StorageSettings(storage=storage)) as home:
         await home.create()
         await home.queue.send(json.dumps(message) for message in messages)
 

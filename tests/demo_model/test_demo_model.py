@@ -15,7 +15,7 @@ from safetensors import safe_open
 
 from demo_world import captions, judge, world
 from fleet import demo_jobs
-from jobs import job, prompt
+from imagefleet.job import message, prompt
 from worker.engine import contract, load
 
 DEMO_MODEL = Path(__file__).parents[2] / "demo_model"
@@ -132,7 +132,7 @@ def test_the_demos_jobs_are_valid_and_each_has_a_seed() -> None:
     assert len(messages) == 24
     assert messages[0] == demo_jobs.REFERENCE_MESSAGE
     assert all(json.loads(line)["seed"] for line in lines)
-    assert all(job.read_job(line, message_id="1").steps == 15 for line in lines)
+    assert all(message.read_job(line, message_id="1").steps == 15 for line in lines)
 
 
 def test_the_judge_knows_what_a_program_drew(critic: judge.Judge) -> None:

@@ -20,7 +20,7 @@ import typer
 from pydantic_settings import BaseSettings
 from typer.core import TyperGroup
 
-from fleet import cli, options
+from fleet import main, options
 from fleet.settings import ExporterSettings
 from loadgen.settings import LoadSettings
 from worker.settings import WorkerSettings
@@ -265,7 +265,7 @@ def parse_command(monkeypatch: pytest.MonkeyPatch) -> Callable[..., BaseSettings
             monkeypatch.delenv(name)
         for name, value in variables.items():
             monkeypatch.setenv(name, value)
-        group = typer.main.get_command(cli.app)
+        group = typer.main.get_command(main.app)
         assert isinstance(group, TyperGroup)
         name, *rest = arguments
         parsed = group.commands[name].make_context(name, rest)

@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 import yaml
 
-from jobs import azure_address
+from imagefleet.storage.azure import account
 from worker.settings import WorkerSettings
 
 Services = dict[str, dict[str, Any]]
@@ -92,7 +92,7 @@ def test_every_command_and_variable_is_understood(
         }
         image = {"IMAGEFLEET_MODEL": "/models/checkpoint"}
         settings = parse_command(service.get("command") or ["worker"], image | variables)
-        address = azure_address.read_address(settings.storage)
+        address = account.read_address(settings.storage)
         assert address is not None
 
 

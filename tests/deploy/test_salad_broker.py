@@ -17,10 +17,12 @@ from aiohttp import web
 from aiohttp.test_utils import TestClient, TestServer
 from cryptography.hazmat.primitives.asymmetric import ec
 
-from fleet import keys_mint
-from jobs import homes, retry, sas_tokens
-from jobs.azure_home import AzureHome
-from jobs.settings import StorageSettings
+from fleet.keys import mint
+from imagefleet import retry
+from imagefleet.storage import open as storage_open
+from imagefleet.storage.azure import sas
+from imagefleet.storage.azure.storage import AzureHome
+from imagefleet.storage.settings import StorageSettings
 
 PATH = Path(__file__).parents[2] / "deploy" / "salad" / "broker" / "broker.py"
 
@@ -88,7 +90,7 @@ async def client(
     published = web.Application()
     published.router.add_get("/jwks.json", salad.publish)
     async with TestServer(published) as server:
-        minter = keys_mint.Minter(azurite_settings)
+        minter = mint.Minter(azurite_settings)
         asked = module.Broker(
             minter, ORGANIZATION, [GROUP], timedelta(hours=1), str(server.make_url("/jwks.json"))
         )
@@ -107,7 +109,7 @@ async def test_a_node_of_the_group_gets_a_workers_tokens_that_work(
 ) -> None:
     status, body = await ask(client, salad.prove())
     assert status == 200, body
-    tokens = sas_tokens.read_tokens(json.dumps(body))
+    tokens = sas.read_tokens(json.dumps(body))
     settings = azurite_settings.model_copy(
         update={
             "storage": body["storage"],
@@ -116,7 +118,7 @@ async def test_a_node_of_the_group_gets_a_workers_tokens_that_work(
             "blob_sas": tokens.blob,
         }
     )
-    async with homes.open_storage(azurite_settings) as owner:
+    async with storage_open.open_storage(azurite_settings) as owner:
         await owner.create()
         async with AzureHome(settings, retry.NEVER) as worker:
             await worker.check()

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from jobs.settings import StorageSettings
+from imagefleet.storage.settings import StorageSettings
 
 COMMAND = Path(sys.executable).with_name("imagefleet")
 
@@ -20,7 +20,7 @@ Start = Callable[..., "subprocess.Popen[str]"]
 @pytest.fixture(scope="session")
 def tiny_model(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A tiny random checkpoint in diffusers' format."""
-    from worker.engine import tiny
+    from fleet.bench import tiny_model as tiny
 
     folder = tmp_path_factory.mktemp("models") / "tiny"
     tiny.build_tiny_checkpoint(folder)

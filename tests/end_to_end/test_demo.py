@@ -96,11 +96,11 @@ def test_where_torch_is_missing_one_line_says_what_to_install(
 ) -> None:
     program = f"""
 import importlib.util, sys
-from fleet import cli
+from fleet import main
 found = importlib.util.find_spec
 importlib.util.find_spec = lambda name, *rest: None if name == "torch" else found(name, *rest)
 sys.argv = ["imagefleet", *{arguments}]
-cli.main()
+main.main()
 """
     result = run(sys.executable, "-c", program, cwd=tmp_path)
 

@@ -20,10 +20,11 @@ import pytest
 from aiohttp import web
 
 from fleet import health
-from jobs import homes, salad_metadata
-from jobs.settings import StorageSettings
-from jobs.storage import Storage
+from imagefleet.storage import open as storage_open
+from imagefleet.storage.protocol import Storage
+from imagefleet.storage.settings import StorageSettings
 from worker import process
+from worker.salad import metadata
 from worker.settings import WorkerSettings
 from worker.settle import Outcome
 from worker.testing import StandInEngine
@@ -34,13 +35,16 @@ ROOT = Path(__file__).parents[2]
 PROGRAM = """
 import time
 import typer
-from fleet import console, logs
-from jobs import errors, local_queue
-from worker import patience, process, replacement
+from fleet import console
+from imagefleet import errors
+from imagefleet.storage.local import queue as local_queue
+from imagefleet.telemetry import logs
+from worker import process
+from worker.salad import reallocation, wait_for_operator
 from worker.settings import WorkerSettings
 from worker.testing import StandInEngine
 
-patience.FIRST_PAUSE_SECONDS = 0.2
+wait_for_operator.FIRST_PAUSE_SECONDS = 0.2
 
 def broken(request):
     raise errors.NodeError("the GPU fell off the bus")
@@ -135,7 +139,7 @@ def port() -> int:
 @pytest.fixture
 async def home(local_settings: StorageSettings) -> AsyncIterator[Storage]:
     """A home that is there."""
-    async with homes.open_storage(local_settings) as opened:
+    async with storage_open.open_storage(local_settings) as opened:
         await opened.create()
         yield opened
 
@@ -200,7 +204,7 @@ async def test_storage_that_is_gone_at_the_start_is_waited_for_and_the_probes_ar
         assert [await status(path) for path in ("/started", "/live", "/ready")] == [200, 200, 503]
         async with client.get("/metrics") as answer:
             assert "imagefleet_waiting_for_operator" in await answer.text()
-    async with homes.open_storage(local_settings) as home:
+    async with storage_open.open_storage(local_settings) as home:
         await home.create()
         await home.queue.send(['{"prompt": "a house", "id": "j"}'])
         await depth_is(home, 0)
@@ -241,7 +245,7 @@ async def test_storage_that_never_comes_ends_a_worker_without_blaming_the_node(
 
 
 async def test_a_signal_ends_the_waiting(start: Program) -> None:
-    worker = start("patience.FIRST_PAUSE_SECONDS = 60")
+    worker = start("wait_for_operator.FIRST_PAUSE_SECONDS = 60")
     await line_with(worker, "setup_awaited")
     worker.send_signal(signal.SIGTERM)
     output = await end(worker)
@@ -275,7 +279,7 @@ async def test_a_node_that_works_too_slowly_in_three_windows_is_given_back_once(
     await home.queue.send(f'{{"prompt": "a house", "id": "j{number}"}}' for number in range(200))
     # Fast enough for the check of the start; but 16x16 pixels are a thousandth of a whole image.
     worker = start(
-        "from worker import node_watch; node_watch.WINDOW_SECONDS = 0.2",
+        "from worker.node import watchdog; watchdog.WINDOW_SECONDS = 0.2",
         engine="StandInEngine(tick_seconds=0.02)",
         min_images_per_second="1",
         prefetch_seconds="0",
@@ -297,7 +301,7 @@ async def test_a_broken_node_that_is_not_ended_in_time_ends_with_the_code_for_an
     home: Storage, start: Program, salad_metadata_service: Any
 ) -> None:
     await home.queue.send(['{"prompt": "a house", "id": "j"}'])
-    worker = start("replacement.STAY_SECONDS = 0.2", engine="StandInEngine(draw=broken)")
+    worker = start("reallocation.STAY_SECONDS = 0.2", engine="StandInEngine(draw=broken)")
     output = await end(worker)
 
     assert worker.returncode == 3, output
@@ -310,7 +314,7 @@ async def test_a_gpu_that_hangs_is_not_live_and_its_node_is_given_back(
 ) -> None:
     await home.queue.send(['{"prompt": "a house", "id": "j"}'])
     worker = start(
-        "replacement.STAY_SECONDS = 1",
+        "reallocation.STAY_SECONDS = 1",
         engine="StandInEngine(tick_seconds=60)",
         stall_seconds="1",
         port=str(port),
@@ -342,7 +346,7 @@ async def test_the_deletion_cost_rises_with_the_work_in_hand_and_falls_to_nothin
 ) -> None:
     await home.queue.send(f'{{"prompt": "a house", "id": "j{number}"}}' for number in range(12))
     start(
-        "from worker import deletion_cost; deletion_cost.EVERY_SECONDS = 0.1",
+        "from worker.salad import deletion_cost; deletion_cost.EVERY_SECONDS = 0.1",
         engine="StandInEngine(capacity=4, tick_seconds=0.3)",
     )
     await until(lambda: salad_metadata_service.deletion_costs[-1:] == [0])
@@ -384,10 +388,10 @@ async def test_a_metadata_service_that_fails_costs_no_image(
     caplog: pytest.LogCaptureFixture,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr("worker.deletion_cost.EVERY_SECONDS", 0.02)
+    monkeypatch.setattr("worker.salad.deletion_cost.EVERY_SECONDS", 0.02)
     monkeypatch.setattr(
-        "jobs.salad_metadata.find_metadata",
-        lambda address: salad_metadata.SaladMetadata(address, timeout_seconds=0.1),
+        "worker.salad.metadata.find_metadata",
+        lambda address: metadata.SaladMetadata(address, timeout_seconds=0.1),
     )
     salad_metadata_service.broken = broken
     await storage.queue.send(f'{{"prompt": "a house", "id": "j{number}"}}' for number in range(20))

@@ -16,11 +16,12 @@ from typing import Any
 import pytest
 from aiohttp import web
 
-from fleet import keys, keys_mint
-from fleet.keys_roles import ROLES
-from jobs import homes
-from jobs.settings import StorageSettings
-from jobs.storage import Storage
+from fleet.keys import command as keys
+from fleet.keys import mint as keys_mint
+from fleet.keys.roles import ROLES
+from imagefleet.storage import open as storage_open
+from imagefleet.storage.protocol import Storage
+from imagefleet.storage.settings import StorageSettings
 
 JOBS = 72
 
@@ -31,7 +32,7 @@ LIFE = timedelta(seconds=3)
 #: delivered once: any that failed, or was lost on the way, would end in the poison queue.
 WORKER = """
 import asyncio
-from fleet import logs
+from imagefleet.telemetry import logs
 from worker import process
 from worker.settings import WorkerSettings
 from worker.testing import StandInEngine
@@ -112,7 +113,7 @@ async def test_tokens_in_a_file_are_rotated_under_a_worker_some_of_them_too_late
         new.write_text(mint())
         new.replace(file)
 
-    async with homes.open_storage(azurite_settings) as home:
+    async with storage_open.open_storage(azurite_settings) as home:
         await fill(home)
         rotate()
         process = start(IMAGEFLEET_SAS_FILE=str(file))
@@ -146,7 +147,7 @@ async def test_a_broker_gives_a_worker_new_tokens_and_may_be_down_for_a_while(
         return web.Response(status=status, text=mint() if status == 200 else "")
 
     broker.answer = answer
-    async with homes.open_storage(azurite_settings) as home:
+    async with storage_open.open_storage(azurite_settings) as home:
         await fill(home)
         process = start(
             IMAGEFLEET_BROKER_URL=broker.url,

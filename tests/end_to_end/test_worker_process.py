@@ -14,7 +14,7 @@ from typing import Any
 import aiohttp
 import pytest
 
-from jobs.storage import Storage
+from imagefleet.storage.protocol import Storage
 
 JOBS = 24
 LEASE_SECONDS = "3"

@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 
-from fleet import cli
+from fleet import main
 
 COMMAND = Path(sys.executable).with_name("imagefleet")
 
@@ -65,7 +65,7 @@ def in_process(
         monkeypatch.setattr(sys, "argv", ["imagefleet", *arguments])
         capsys.readouterr()
         with pytest.raises(SystemExit) as ended:
-            cli.main()
+            main.main()
         return subprocess.CompletedProcess(
             arguments, int(ended.value.code or 0), *capsys.readouterr()
         )
@@ -89,10 +89,10 @@ def salad_module() -> Any:
 @pytest.fixture
 def salad(salad_module: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
     """A SaladCloud of this test, and a `fleet.yaml` for it in the folder of the test."""
-    from fleet import salad_calls, salad_deployment
+    from fleet.salad import client, deployment
 
-    monkeypatch.setattr(salad_deployment, "POLL_SECONDS", 0.01)
-    monkeypatch.setattr(salad_calls, "FIRST_WAIT_SECONDS", 0.01)
+    monkeypatch.setattr(deployment, "POLL_SECONDS", 0.01)
+    monkeypatch.setattr(client, "FIRST_WAIT_SECONDS", 0.01)
     monkeypatch.setenv("SALAD_API_KEY", salad_module.KEY)
     monkeypatch.setenv("QUEUE_SAS", SECRET)
     monkeypatch.setenv("no_proxy", "127.0.0.1")

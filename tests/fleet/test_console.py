@@ -7,7 +7,7 @@ import pytest
 import typer
 
 from fleet import console
-from jobs import errors
+from imagefleet import errors
 
 
 async def _raise(error: BaseException) -> None:

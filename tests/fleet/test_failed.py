@@ -10,10 +10,12 @@ from typing import Any
 import pytest
 
 from fleet import console
-from jobs import errors, failed, homes
-from jobs.job import read_job
-from jobs.settings import StorageSettings
-from jobs.storage import Storage
+from imagefleet import errors
+from imagefleet.job.message import read_job
+from imagefleet.storage import dead_letter
+from imagefleet.storage import open as storage_open
+from imagefleet.storage.protocol import Storage
+from imagefleet.storage.settings import StorageSettings
 
 Imagefleet = Callable[..., "subprocess.CompletedProcess[str]"]
 
@@ -26,7 +28,7 @@ def home(tmp_path: Path) -> StorageSettings:
     settings = StorageSettings(storage=f"local:{tmp_path / 'imagefleet-data'}")
 
     async def prepare() -> None:
-        async with homes.open_storage(settings) as home:
+        async with storage_open.open_storage(settings) as home:
             await home.create()
             await bury(home, '{"prompt":"a cat","id":"cat","campaign":"spring"}')
             await bury(home, '{"prompt":"a \\u001b[31mdog [red]","id":"dog"}')
@@ -43,16 +45,16 @@ async def bury(home: Storage, body: str) -> None:
     try:
         job = read_job(message.body, message.id)
     except errors.JobError as error:
-        await failed.bury(home, message, None, error, "worker-1")
+        await dead_letter.bury(home, message, None, error, "worker-1")
     else:
-        await failed.bury(home, message, job, MISSING, "worker-1")
+        await dead_letter.bury(home, message, job, MISSING, "worker-1")
 
 
 def depths(settings: StorageSettings) -> tuple[int, int]:
     """Messages in the job queue and in the poison queue."""
 
     async def ask() -> tuple[int, int]:
-        async with homes.open_storage(settings) as home:
+        async with storage_open.open_storage(settings) as home:
             return (await home.queue.depth()).messages, (await home.poison.depth()).messages
 
     return asyncio.run(ask())

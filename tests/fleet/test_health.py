@@ -11,7 +11,7 @@ import pytest
 from prometheus_client import CollectorRegistry
 
 from fleet import health
-from worker import health as worker_health
+from imagefleet.telemetry import probes as worker_health
 
 ROOT = Path(__file__).parents[2]
 

@@ -15,9 +15,9 @@ from typing import IO
 import pytest
 
 from fleet import console
-from jobs import homes
-from jobs.settings import StorageSettings
-from jobs.storage import MAX_RECEIVE
+from imagefleet.storage import open as storage_open
+from imagefleet.storage.protocol import MAX_RECEIVE
+from imagefleet.storage.settings import StorageSettings
 from loadgen import checkpoint, fill
 
 ROOT = Path(__file__).parents[2]
@@ -43,7 +43,7 @@ def template(tmp_path: Path) -> Path:
 
 def ids_in(settings: StorageSettings) -> Counter[str]:
     async def browse() -> Counter[str]:
-        async with homes.open_storage(settings) as home:
+        async with storage_open.open_storage(settings) as home:
             return Counter([json.loads(each.body)["id"] async for each in home.queue.browse()])
 
     return asyncio.run(browse())
@@ -162,7 +162,7 @@ def start(tmp_path: Path) -> Iterator[Callable[..., subprocess.Popen[str]]]:
 
     def start(*arguments: str, stdin: int | IO[str] | None = None) -> subprocess.Popen[str]:
         process = subprocess.Popen(
-            [sys.executable, "-m", "fleet.cli", "load", *arguments],
+            [sys.executable, "-m", "fleet.main", "load", *arguments],
             cwd=tmp_path,
             env={**os.environ, "PYTHONPATH": str(ROOT)},
             stdin=stdin,
@@ -268,7 +268,7 @@ def test_one_message_is_one_job(
     in_process("load", "t.yaml", "--count", "3", "--quiet", *flags(storage_settings))
 
     async def receive() -> int:
-        async with homes.open_storage(storage_settings) as home:
+        async with storage_open.open_storage(storage_settings) as home:
             return len(await home.queue.receive(MAX_RECEIVE, 10))
 
     assert asyncio.run(receive()) == 3

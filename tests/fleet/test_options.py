@@ -11,7 +11,7 @@ from pydantic_settings import BaseSettings, SettingsConfigDict
 from typer.testing import CliRunner
 
 from fleet import console, options
-from jobs import errors
+from imagefleet import errors
 
 runner = CliRunner()
 

@@ -11,7 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from fleet import console, demo_jobs, prompt
-from worker.engine import chunks
+from imagefleet.job import chunks
 
 VOCABULARY = Path(__file__).parents[2] / "demo_model" / "tokenizer"
 
@@ -135,10 +135,10 @@ def test_an_installation_that_carries_no_vocabulary_asks_for_one(
 def test_no_torch_is_loaded() -> None:
     program = """
 import sys
-from fleet import cli
+from fleet import main
 sys.argv = ["imagefleet", "prompt", "a cat"]
 try:
-    cli.main()
+    main.main()
 except SystemExit:
     pass
 print("loaded:", sorted({"torch", "transformers", "diffusers"} & set(sys.modules)))

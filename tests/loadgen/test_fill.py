@@ -7,8 +7,8 @@ from collections.abc import Iterable, Iterator
 
 import pytest
 
-from jobs import errors, retry
-from jobs.storage import Storage
+from imagefleet import errors, retry
+from imagefleet.storage.protocol import Storage
 from loadgen.fill import BATCH, Filler, Progress
 
 

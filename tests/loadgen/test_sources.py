@@ -12,8 +12,8 @@ from pathlib import Path
 
 import pytest
 
-from jobs import errors
-from jobs.job import read_job
+from imagefleet import errors
+from imagefleet.job.message import read_job
 from loadgen import sources
 from loadgen.sources import JsonLinesSource, StreamSource, TemplateSource
 

@@ -4,7 +4,7 @@ from pathlib import Path
 
 import pytest
 
-from jobs import errors
+from imagefleet import errors
 from loadgen import template
 
 TEMPLATES = [

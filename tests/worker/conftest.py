@@ -4,16 +4,15 @@ from __future__ import annotations
 
 import asyncio
 import json
-import socket
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any, Protocol
 
 import pytest
 
-from jobs import retry
-from jobs.settings import StorageSettings
-from jobs.storage import Storage
+from imagefleet import retry
+from imagefleet.storage.protocol import Storage
+from imagefleet.storage.settings import StorageSettings
 from worker.engine import contract
 from worker.pipeline import Pipeline
 from worker.replica import UNKNOWN, Replica
@@ -109,10 +108,3 @@ def lora_bytes() -> Callable[[str], bytes]:
         return len(header).to_bytes(8, "little") + header + data
 
     return make
-
-
-@pytest.fixture
-def unused_port() -> int:
-    """A port that nobody listens on."""
-    with socket.create_server(("127.0.0.1", 0)) as bound:
-        return int(bound.getsockname()[1])

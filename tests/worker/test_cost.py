@@ -12,8 +12,9 @@ import numpy as np
 import pytest
 from prometheus_client import CollectorRegistry
 
-from jobs import errors, price_file, prices
-from jobs.storage import Storage
+from imagefleet import errors
+from imagefleet.pricing import price_file, prices
+from imagefleet.storage.protocol import Storage
 from worker import process
 from worker.cost import CostMeter
 from worker.engine import contract
@@ -35,7 +36,7 @@ class Lane:
     """What the meter sees of the GPU's lane."""
 
     def __init__(self) -> None:
-        from worker.gpu import GpuClock
+        from worker.gpu_thread import GpuClock
 
         self.clock = GpuClock()
         self.tick_began_at: float | None = None

@@ -8,8 +8,8 @@ from collections.abc import AsyncIterator
 
 import pytest
 
-from jobs import errors
-from jobs.storage import JobQueue, LeasedMessage, Storage
+from imagefleet import errors
+from imagefleet.storage.protocol import JobQueue, LeasedMessage, Storage
 from worker.leases import Lease, LeaseKeeper, LeaseState
 
 LEASE_SECONDS = 1

@@ -9,8 +9,9 @@ from typing import Any
 import pytest
 from prometheus_client.exposition import generate_latest
 
-from jobs import errors, prices
-from jobs.storage import Storage
+from imagefleet import errors
+from imagefleet.pricing import prices
+from imagefleet.storage.protocol import Storage
 from worker.metrics import FAILURES, IDLE_REASONS, STAGES
 from worker.replica import Replica
 

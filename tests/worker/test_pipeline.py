@@ -14,8 +14,9 @@ import numpy as np
 import pytest
 from PIL import Image
 
-from jobs import errors, failed, retry
-from jobs.storage import Storage
+from imagefleet import errors, retry
+from imagefleet.storage import dead_letter
+from imagefleet.storage.protocol import Storage
 from worker.engine import contract
 from worker.testing import StandInEngine, draw_noise
 
@@ -26,8 +27,10 @@ async def blob_names(storage: Storage) -> set[str]:
     return {name async for name in storage.blobs.names()}
 
 
-async def poison_records(storage: Storage) -> list[failed.FailedJob]:
-    records = [failed.FailedJob.read(message.body) async for message in storage.poison.browse()]
+async def poison_records(storage: Storage) -> list[dead_letter.FailedJob]:
+    records = [
+        dead_letter.FailedJob.read(message.body) async for message in storage.poison.browse()
+    ]
     assert None not in records
     return [record for record in records if record is not None]
 

@@ -6,7 +6,8 @@ from typing import Any
 
 import pytest
 
-from jobs import errors, prices
+from imagefleet import errors
+from imagefleet.pricing import prices
 from worker import replica
 from worker.settings import WorkerSettings
 

@@ -7,8 +7,11 @@ from collections.abc import Mapping, Sequence
 
 import torch
 
-from worker.engine import contract, decode, denoise, faults, intake, lora, text
+from worker.engine import contract, decode, denoise, text
+from worker.engine import errors as engine_errors
 from worker.engine.checkpoint import Checkpoint
+from worker.engine.lora import merge
+from worker.engine.slots import prepare as intake
 
 log = logging.getLogger(__name__)
 
@@ -29,7 +32,7 @@ class BatchEngine:
             start=checkpoint.tokenizer.bos_token_id,
             end=checkpoint.tokenizer.eos_token_id,
         )
-        self._merger = lora.Merger(checkpoint.unet, checkpoint.text_encoder)
+        self._merger = merge.Merger(checkpoint.unet, checkpoint.text_encoder)
         self._max_batch = max_batch
         self._pixels_limit: int | None = None
         self._pending: dict[int, intake.Prepared] = {}
@@ -85,7 +88,7 @@ class BatchEngine:
         self._merger.close()
         for network in (self._checkpoint.unet, self._checkpoint.vae, self._checkpoint.text_encoder):
             network.to("meta")
-        faults.empty_cache(self._device)
+        engine_errors.empty_cache(self._device)
 
     def _next_batch(self) -> list[int]:
         oldest = next(iter(self._pending.values()), None)
@@ -104,8 +107,8 @@ class BatchEngine:
             self._merger.activate(batch[0].loras)
             return self._generate(batch)
         except Exception as error:  # whatever it is, it is the outcome of this batch
-            out_of_memory = faults.is_out_of_memory(error)
-            failure = faults.classify(error)
+            out_of_memory = engine_errors.is_out_of_memory(error)
+            failure = engine_errors.classify(error)
             log.warning(
                 "a batch of %d failed: %s",
                 len(batch),
@@ -114,7 +117,7 @@ class BatchEngine:
                 extra={"action": "batch_failed"},
             )
         # Only past the handler are the error's traceback, and the tensors it holds, gone.
-        faults.empty_cache(self._device)
+        engine_errors.empty_cache(self._device)
         if len(batch) == 1:
             return [failure]
         if out_of_memory:

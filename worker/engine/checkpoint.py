@@ -21,7 +21,7 @@ from torch import nn
 from transformers import CLIPTextConfig, CLIPTextModel, CLIPTokenizer
 from transformers.utils import logging as transformers_logging
 
-from jobs import errors
+from imagefleet import errors
 
 #: What the libraries raise for files that are missing, truncated or of another shape.
 _LOADING_ERRORS = (OSError, ValueError, KeyError, TypeError, RuntimeError, SafetensorError)

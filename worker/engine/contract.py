@@ -16,7 +16,7 @@ from typing import Protocol
 import numpy as np
 import numpy.typing as npt
 
-from jobs import errors
+from imagefleet import errors
 
 Pixels = npt.NDArray[np.uint8]
 """One image: [height, width, 3], RGB."""

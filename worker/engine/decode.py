@@ -8,7 +8,7 @@ from collections.abc import Iterator
 import torch
 from diffusers import AutoencoderKL
 
-from jobs import errors
+from imagefleet import errors
 from worker.engine import contract
 
 log = logging.getLogger(__name__)

@@ -10,10 +10,11 @@ from dataclasses import dataclass
 import torch
 from diffusers import AutoencoderKL
 
-from jobs import errors
-from worker.engine import contract, faults
-from worker.engine.compiled import Compiled, GraphPool
+from imagefleet import errors
+from worker.engine import contract
+from worker.engine import errors as engine_errors
 from worker.engine.decode import to_pixels
+from worker.engine.kernels.compile import Compiled, GraphPool
 
 log = logging.getLogger(__name__)
 
@@ -100,7 +101,7 @@ class Decoder:
         try:
             compiled()
         except Exception as error:
-            if not faults.is_out_of_memory(error):
+            if not engine_errors.is_out_of_memory(error):
                 raise
             log.warning(
                 "there is not the memory to compile the VAE", extra={"action": "compile_failed"}
@@ -158,8 +159,8 @@ class Decoder:
             self._on_their_way.append(self._decode(part))
             return  # noqa: TRY300 - what follows is for failures alone
         except Exception as error:  # whatever it is, it is the outcome of this slice
-            failure = faults.classify(error)
-            out_of_memory = faults.is_out_of_memory(error)
+            failure = engine_errors.classify(error)
+            out_of_memory = engine_errors.is_out_of_memory(error)
             log.warning(
                 "%d images could not be decoded at once: %s",
                 len(part),
@@ -169,7 +170,7 @@ class Decoder:
             )
         # Only past the handler are the error's traceback, and the tensors it holds, gone.
         self._compiled.clear()
-        faults.empty_cache(self._vae.device)
+        engine_errors.empty_cache(self._vae.device)
         if len(part) == 1:
             self._failed.append(contract.Finished(part[0].ticket, failure))
             return

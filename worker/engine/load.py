@@ -6,8 +6,9 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Literal
 
-from jobs import errors
-from worker.engine import contract, ways
+from imagefleet import errors
+from worker.engine import contract
+from worker.engine.slots import mode
 
 if TYPE_CHECKING:
     import torch
@@ -32,7 +33,7 @@ def load_engine(
     kind: Kind = "slots",
     slots: int | None = None,
     compile: Compile = "auto",  # noqa: A002 - what it is called everywhere
-    compiled_ways: Sequence[ways.Way] = ways.ALL,
+    compiled_ways: Sequence[mode.Way] = mode.ALL,
     rank_capacity: int = 64,
     fp16_accumulate: bool = False,
     attention: Attention = "auto",
@@ -58,7 +59,7 @@ def load_engine(
     """
     try:
         from worker.engine import batch_engine, checkpoint
-        from worker.engine import slots as slot_engine
+        from worker.engine.slots import engine as slot_engine
     except ModuleNotFoundError as error:
         raise errors.SetupError(
             f"the worker needs {error.name}, which is not installed: pip install imagefleet[worker]"

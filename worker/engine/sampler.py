@@ -30,7 +30,7 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from jobs import errors
+from imagefleet import errors
 
 #: Estimates that an update weighs, the newest first: PLMS reaches back over three and one redone.
 HISTORY = 5
@@ -65,7 +65,7 @@ class Schedule:
 def make_schedule(
     name: str, steps: int, alphas_cumprod: torch.Tensor, prediction_type: str
 ) -> Schedule:
-    """The schedule of a sampler of `jobs.samplers`, for 'epsilon' and 'v_prediction' models.
+    """The schedule of a sampler of `imagefleet.job.samplers`: "epsilon" or "v_prediction".
 
     Raises:
         JobError: there is no such sampler here.

@@ -10,9 +10,9 @@ from dataclasses import dataclass
 import torch
 from transformers import CLIPTextModel, CLIPTokenizer
 
-from jobs import errors
-from worker.engine import chunks
-from worker.engine.chunks import CHUNK_TOKENS, Chunk
+from imagefleet import errors
+from imagefleet.job import chunks
+from imagefleet.job.chunks import CHUNK_TOKENS, Chunk
 
 #: What the text encoder takes in one run: start, a chunk, and end tokens that fill it up.
 CONTEXT_TOKENS = CHUNK_TOKENS + 2

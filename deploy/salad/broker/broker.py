@@ -21,9 +21,11 @@ import jwt
 import typer
 from aiohttp import web
 
-from fleet import keys, keys_mint, logs
-from fleet.keys_roles import ROLES
-from jobs.settings import StorageSettings
+from fleet.keys import command as keys
+from fleet.keys import mint
+from fleet.keys.roles import ROLES
+from imagefleet.storage.settings import StorageSettings
+from imagefleet.telemetry import logs
 
 log = logging.getLogger(__name__)
 
@@ -53,7 +55,7 @@ class Broker:
 
     def __init__(
         self,
-        minter: keys_mint.Minter,
+        minter: mint.Minter,
         organization: str,
         groups: Collection[str],
         life: timedelta,
@@ -117,9 +119,7 @@ def main(
 ) -> None:
     """Gives workers on SaladCloud their SAS tokens."""
     logs.configure("auto")
-    broker = Broker(
-        keys_mint.Minter(StorageSettings()), organization, group, timedelta(hours=hours)
-    )
+    broker = Broker(mint.Minter(StorageSettings()), organization, group, timedelta(hours=hours))
     web.run_app(application(broker), host=host, port=port, access_log=None)
 
 

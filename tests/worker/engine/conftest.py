@@ -14,7 +14,9 @@ import torch
 from safetensors import safe_open
 from safetensors.torch import load_file, save_file
 
-from worker.engine import batch_engine, contract, load, slots, tiny
+from fleet.bench import tiny_model
+from worker.engine import batch_engine, contract, load
+from worker.engine.slots import engine as slots
 
 #: Few steps and the smallest size: a picture takes some 30 ms.
 _REQUEST = contract.ImageRequest(
@@ -40,14 +42,14 @@ Draw = Callable[..., list[contract.Outcome]]
 def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
     # With two threads on a machine whose cores are all busy, each waits for the other: 5x slower.
     torch.set_num_threads(1)
-    return tiny.build_tiny_checkpoint(tmp_path_factory.mktemp("model") / "tiny")
+    return tiny_model.build_tiny_checkpoint(tmp_path_factory.mktemp("model") / "tiny")
 
 
 @pytest.fixture(scope="session")
 def lora_paths(tmp_path_factory: pytest.TempPathFactory, checkpoint: Path) -> list[Path]:
     folder = tmp_path_factory.mktemp("loras")
     return [
-        tiny.build_tiny_lora(folder / f"style-{seed}.safetensors", checkpoint, seed=seed)
+        tiny_model.build_tiny_lora(folder / f"style-{seed}.safetensors", checkpoint, seed=seed)
         for seed in range(3)
     ]
 

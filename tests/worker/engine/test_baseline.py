@@ -10,8 +10,9 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from jobs import errors
-from worker.engine import baseline, contract, machine, matrix_rate, random_model
+from fleet.bench import baseline, machine, matrix_rate, random_model
+from imagefleet import errors
+from worker.engine import contract
 
 CPU = torch.device("cpu")
 

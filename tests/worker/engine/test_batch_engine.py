@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 import torch
 
-from jobs import errors
+from imagefleet import errors
 from worker.engine import contract, denoise
 
 #: Of 255. A batch of another size is summed in another order in float32; rounding to 8 bits may

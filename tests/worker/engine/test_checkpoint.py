@@ -12,7 +12,7 @@ from diffusers import AutoencoderKL, UNet2DConditionModel
 from safetensors.torch import load_file, save_file
 from transformers import CLIPTextConfig, CLIPTextModel
 
-from jobs import errors
+from imagefleet import errors
 from worker.engine import checkpoint as checkpoints
 from worker.engine import load
 

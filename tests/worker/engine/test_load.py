@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 import torch
 
-from jobs import errors
+from imagefleet import errors
 from worker.engine import load
 
 

@@ -11,7 +11,8 @@ import pytest
 import torch
 from diffusers import DDIMScheduler, EulerAncestralDiscreteScheduler, PNDMScheduler
 
-from jobs import errors, samplers
+from imagefleet import errors
+from imagefleet.job import samplers
 from worker.engine import sampler
 
 BETAS = {"beta_start": 0.00085, "beta_end": 0.012, "beta_schedule": "scaled_linear"}

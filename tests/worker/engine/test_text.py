@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 
-from jobs import errors
+from imagefleet import errors
 from worker.engine import text
 
 START, END = 49406, 49407

@@ -20,7 +20,7 @@ import numpy.typing as npt
 import pytest
 import torch
 
-from jobs import errors
+from imagefleet import errors
 from worker.engine import text
 
 ROOT = Path(__file__).parents[3]

@@ -1,0 +1,1 @@
+"""`imagefleet bench`: how fast this machine is."""

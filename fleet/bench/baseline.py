@@ -1,0 +1,115 @@
+"""What the engine is measured against: diffusers' own pipeline with peft, one job at a time."""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from diffusers import EulerAncestralDiscreteScheduler, PNDMScheduler
+from diffusers.utils import logging as diffusers_logging
+from safetensors.torch import load_file
+from transformers.utils import logging as transformers_logging
+
+from imagefleet import errors
+from worker.engine import checkpoint, contract
+
+#: As Stable Diffusion configures them, and as `sampler` says that its own follow.
+_SCHEDULERS: Mapping[str, tuple[Any, Mapping[str, Any]]] = {
+    "euler_ancestral": (EulerAncestralDiscreteScheduler, {"timestep_spacing": "linspace"}),
+    "plms": (PNDMScheduler, {"skip_prk_steps": True, "set_alpha_to_one": False}),
+}
+_NOISE = {
+    "beta_start": 0.00085,
+    "beta_end": 0.012,
+    "beta_schedule": "scaled_linear",
+    "steps_offset": 1,
+}
+
+
+class PlainDiffusers:
+    """StableDiffusionPipeline as its documentation shows it: no compiling, no batching of jobs."""
+
+    def __init__(self, model: Path, device: torch.device, dtype: torch.dtype) -> None:
+        """Loads the checkpoint as the engine does.
+
+        Raises:
+            SetupError: as for `checkpoint.load_checkpoint`.
+        """
+        # They warn of each prompt that is cut, and of image processors that nothing here uses.
+        diffusers_logging.set_verbosity_error()
+        transformers_logging.set_verbosity_error()
+        from diffusers import StableDiffusionPipeline
+
+        if getattr(torch.backends.cuda.matmul, "allow_fp16_accumulation", False):
+            torch.backends.cuda.matmul.allow_fp16_accumulation = False  # the engine's option alone
+        loaded = checkpoint.load_checkpoint(model, device, dtype)
+        for network in (loaded.unet, loaded.vae):
+            network.to(memory_format=torch.contiguous_format)  # channels-last is the engine's own
+        self._adapters: dict[Path, str] = {}
+        self._prediction_type = loaded.prediction_type
+        self._pipeline: Any = StableDiffusionPipeline(
+            vae=loaded.vae,
+            text_encoder=loaded.text_encoder,
+            tokenizer=loaded.tokenizer,
+            unet=loaded.unet,
+            scheduler=self._scheduler("euler_ancestral"),
+            safety_checker=None,
+            feature_extractor=None,
+            requires_safety_checker=False,
+        )
+        self._pipeline.set_progress_bar_config(disable=True)
+
+    def use_loras(self, loras: Sequence[contract.Lora]) -> None:
+        """Puts just these LoRAs on the model; one that was on it before is in memory still.
+
+        None at all leaves the model as if there never had been any.
+        """
+        if not loras:
+            self._pipeline.unload_lora_weights()
+            self._adapters.clear()
+            return
+        for lora in loras:
+            if lora.path not in self._adapters:
+                name = self._adapters[lora.path] = f"lora-{len(self._adapters)}"
+                with warnings.catch_warnings():
+                    # Of a second adapter in the model, which is what is wanted.
+                    warnings.filterwarnings("ignore", "Already found a `peft_config`")
+                    self._pipeline.load_lora_weights(load_file(lora.path), adapter_name=name)
+        names = [self._adapters[lora.path] for lora in loras]
+        weights = [
+            {"text_encoder": lora.text_encoder_weight, "unet": lora.unet_weight} for lora in loras
+        ]
+        self._pipeline.set_adapters(names, weights)
+
+    def draw(self, requests: Sequence[contract.ImageRequest]) -> list[contract.Pixels]:
+        """Draws requests that differ in their prompts and seeds alone, with the LoRAs in use now.
+
+        Prompts are cut after 77 tokens and brackets in them are letters, as diffusers does it.
+
+        Raises:
+            SetupError: their sampler has no counterpart here.
+        """
+        first = requests[0]
+        self._pipeline.scheduler = self._scheduler(first.sampler)
+        drawn = self._pipeline(
+            [request.prompt for request in requests],
+            negative_prompt=[request.negative_prompt for request in requests],
+            num_inference_steps=first.steps,
+            guidance_scale=first.cfg_scale,
+            width=first.width,
+            height=first.height,
+            generator=[torch.Generator().manual_seed(request.seed) for request in requests],
+            output_type="np",
+        ).images
+        return list((drawn * 255).round().astype(np.uint8))
+
+    def _scheduler(self, sampler: str) -> Any:
+        if sampler not in _SCHEDULERS:
+            known = ", ".join(_SCHEDULERS)
+            raise errors.SetupError(f"plain diffusers is set up for {known}, not for {sampler!r}")
+        scheduler, config = _SCHEDULERS[sampler]
+        return scheduler(**_NOISE, **config, prediction_type=self._prediction_type)

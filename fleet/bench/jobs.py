@@ -1,0 +1,116 @@
+"""The jobs that speed is measured with: the reference message, each time another one."""
+
+from __future__ import annotations
+
+import itertools
+import json
+import re
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from fleet import demo_jobs
+from imagefleet.job import samplers
+
+if TYPE_CHECKING:
+    from worker.engine import contract
+
+#: The reference message's lengths: of its prompt and of its negative prompt.
+PROMPT_CHUNKS, NEGATIVE_CHUNKS = 2, 1
+
+#: From the fewest to the most; each job's follow from its number, all of them come equally often.
+MIXED_STEPS = range(10, 41)
+
+#: Without a divisor in common with the number of mixed step counts: consecutive jobs differ much.
+_STRIDE = 17
+
+_LORA_TAG = re.compile(r"<lora:[^>]*>,? ?")
+_STRENGTHS = (0.35, 0.5, 0.65, 0.8)
+
+
+@dataclass(frozen=True, slots=True)
+class Workload:
+    """Endless jobs that differ in seed, prompt and, where there are any, LoRA and strength.
+
+    *words* are put after a number, so that no two prompts are the same text; *steps* are taken in
+    turn.
+    """
+
+    words: str
+    negative_prompt: str
+    size: tuple[int, int]
+    lora_directory: Path
+    loras: tuple[str, ...] = ()
+    steps: tuple[int, ...] = (15,)
+    sampler: str = "euler_ancestral"
+    cfg_scale: float = 7.0
+
+    def requests(self) -> Iterator[contract.ImageRequest]:
+        """For the engine itself."""
+        return map(self.request, itertools.count())
+
+    def request(self, number: int) -> contract.ImageRequest:
+        from worker.engine import contract
+
+        name, strength = self._lora(number)
+        path = self.lora_directory / f"{name}.safetensors"
+        return contract.ImageRequest(
+            prompt=self._prompt(number),
+            negative_prompt=self.negative_prompt,
+            loras=(contract.Lora(name, path, strength, strength),) if name else (),
+            sampler=self.sampler,
+            steps=self._steps(number),
+            cfg_scale=self.cfg_scale,
+            seed=number,
+            width=self.size[0],
+            height=self.size[1],
+        )
+
+    def message(self, number: int) -> str:
+        """The same job as a message of the queue."""
+        name, strength = self._lora(number)
+        tag = f" <lora:{name}:{strength}>" if name else ""
+        width, height = self.size
+        job = {
+            "id": f"{number:06}",
+            "prompt": self._prompt(number) + tag,
+            "negative_prompt": self.negative_prompt,
+            "sampler_name": samplers.SAMPLERS[self.sampler].name,
+            "steps": self._steps(number),
+            "cfg_scale": self.cfg_scale,
+            "seed": number,
+            "width": width,
+            "height": height,
+        }
+        return json.dumps(job)
+
+    def _prompt(self, number: int) -> str:
+        return f"{number} {self.words}"
+
+    def _steps(self, number: int) -> int:
+        return self.steps[number * _STRIDE % len(self.steps)]
+
+    def _lora(self, number: int) -> tuple[str, float]:
+        if not self.loras:
+            return "", 0.0
+        rounds, at = divmod(number, len(self.loras))
+        return self.loras[at], _STRENGTHS[(rounds + at) % len(_STRENGTHS)]
+
+
+def reference_words(tokenizer: Path | None) -> tuple[str, str]:
+    """The reference message's prompt, without its LoRA, and negative prompt.
+
+    With another tokenizer than SD1.5's they are cut to as many chunks as they have with that.
+    """
+    message = json.loads(demo_jobs.REFERENCE_MESSAGE)
+    words = _LORA_TAG.sub("", message["prompt"])
+    negative = message["negative_prompt"]
+    if tokenizer is None:
+        return words, negative
+    from fleet.bench import random_model
+
+    # Room for the number that goes before the words.
+    words = random_model.cut_to_chunks(tokenizer, f"1234567890 {words}", PROMPT_CHUNKS)
+    negative = random_model.cut_to_chunks(tokenizer, negative, NEGATIVE_CHUNKS)
+    return words.removeprefix("1234567890 "), negative

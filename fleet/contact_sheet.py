@@ -1,0 +1,70 @@
+"""The contact sheet: many pictures on one page, each with a caption under it."""
+
+from __future__ import annotations
+
+import io
+import math
+import textwrap
+from collections.abc import Sequence
+
+from PIL import Image, ImageDraw, ImageFont
+
+from imagefleet.job import prompt
+
+#: The longer side of a picture on the sheet; smaller pictures are enlarged to it.
+TILE_PIXELS = 176
+
+MARGIN_PIXELS = 12
+FONT_PIXELS = 12
+LINE_PIXELS = 15
+CAPTION_LINES = 2
+
+_PAPER = (250, 250, 248)
+_INK = (70, 70, 74)
+
+
+def draw_mosaic(images: Sequence[bytes], columns: int = 6) -> bytes:
+    """A PNG with the images in rows, read like text, and under each the prompt that is in it.
+
+    Raises:
+        ValueError: there is no image.
+    """
+    if not images:
+        raise ValueError("a contact sheet needs an image")
+    columns = min(columns, len(images))
+    rows = math.ceil(len(images) / columns)
+    cell_height = TILE_PIXELS + CAPTION_LINES * LINE_PIXELS + MARGIN_PIXELS
+    width = MARGIN_PIXELS + columns * (TILE_PIXELS + MARGIN_PIXELS)
+    sheet = Image.new("RGB", (width, MARGIN_PIXELS + rows * cell_height), _PAPER)
+    draw = ImageDraw.Draw(sheet)
+    font = ImageFont.load_default(FONT_PIXELS)
+    for index, data in enumerate(images):
+        row, column = divmod(index, columns)
+        left = MARGIN_PIXELS + column * (TILE_PIXELS + MARGIN_PIXELS)
+        top = MARGIN_PIXELS + row * cell_height
+        tile, caption = read_tile(data)
+        sheet.paste(tile, (left + (TILE_PIXELS - tile.width) // 2, top))
+        for number, line in enumerate(_lines(caption, font)):
+            baseline = top + TILE_PIXELS + 3 + number * LINE_PIXELS
+            draw.text((left, baseline), line, fill=_INK, font=font)
+    stored = io.BytesIO()
+    sheet.save(stored, "PNG", optimize=True)
+    return stored.getvalue()
+
+
+def read_tile(data: bytes) -> tuple[Image.Image, str]:
+    """The image at the size of a tile and, from AUTOMATIC1111's text in it, its prompt's words."""
+    with Image.open(io.BytesIO(data)) as image:
+        parameters = str(image.info.get("parameters", ""))
+        scale = TILE_PIXELS / max(image.size)
+        size = (round(image.width * scale), round(image.height * scale))
+        tile = image.convert("RGB").resize(size, Image.Resampling.LANCZOS)
+    read = prompt.read_prompt(parameters.partition("\n")[0])
+    words = " ".join(read.text.replace(" ,", "").split()).strip(" ,")
+    return tile, " + ".join([words, *(lora.name for lora in read.loras)])
+
+
+def _lines(caption: str, font: ImageFont.FreeTypeFont | ImageFont.ImageFont) -> list[str]:
+    """The caption in as many lines as there is room for, shortened with an ellipsis."""
+    characters = int(TILE_PIXELS / (font.getlength("etaoin shrdlu") / len("etaoin shrdlu")))
+    return textwrap.wrap(caption, characters, max_lines=CAPTION_LINES, placeholder="…")

@@ -1,0 +1,1 @@
+"""`imagefleet keys`: SAS tokens with the least permissions."""

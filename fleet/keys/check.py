@@ -1,0 +1,121 @@
+"""Finds out what the credentials in force may do, with requests that can change nothing.
+
+Azure looks at a request's permission first. So each is made in a way that cannot succeed: about a
+message or a blob that is not there, or with terms that contradict each other.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Awaitable, Callable, Mapping
+from dataclasses import dataclass
+from datetime import datetime
+from typing import Any
+from urllib.parse import parse_qs
+
+from azure.core import MatchConditions
+from azure.core.credentials import AzureSasCredential
+from azure.core.exceptions import HttpResponseError
+from azure.storage.blob.aio import ContainerClient
+from azure.storage.queue.aio import QueueClient
+
+from imagefleet.storage.azure import account, sas
+from imagefleet.storage.azure import errors as azure_errors
+from imagefleet.storage.azure.credentials import Access, Credentials
+from imagefleet.storage.azure.storage import API_VERSION
+from imagefleet.storage.settings import Resource, StorageSettings
+
+_NO_MESSAGE = "00000000-0000-0000-0000-000000000000"
+_NO_RECEIPT = "AgAAAAMAAAAAAAAAAAAAAAAAAAA="
+_NO_BLOB = ".imagefleet-check"
+
+_TOO_BUSY = frozenset({408, 429})
+
+QUEUE_PROBES: Mapping[str, Callable[[QueueClient], Awaitable[Any]]] = {
+    "r": lambda queue: queue.peek_messages(1),
+    # It would end before it could be seen.
+    "a": lambda queue: queue.send_message("{}", visibility_timeout=60, time_to_live=1),
+    "u": lambda queue: queue.update_message(_NO_MESSAGE, _NO_RECEIPT, visibility_timeout=1),
+    "p": lambda queue: queue.delete_message(_NO_MESSAGE, _NO_RECEIPT),
+}
+BLOB_PROBES: Mapping[str, Callable[[ContainerClient], Awaitable[Any]]] = {
+    "r": lambda blobs: blobs.get_blob_client(_NO_BLOB).get_blob_properties(),
+    # Only in place of one with this tag, which there is not.
+    "c": lambda blobs: blobs.upload_blob(
+        _NO_BLOB, b"", overwrite=True, etag='"0x0"', match_condition=MatchConditions.IfNotModified
+    ),
+    "w": lambda blobs: blobs.get_blob_client(_NO_BLOB).set_blob_metadata({}),
+    "d": lambda blobs: blobs.delete_blob(_NO_BLOB),
+    "l": lambda blobs: anext(aiter(blobs.list_blob_names(results_per_page=1)), None),
+}
+
+
+@dataclass(frozen=True, slots=True)
+class Checked:
+    """What may be done with one resource; *until* is None where it is not told."""
+
+    resource: Resource
+    name: str
+    allowed: str
+    denied: str
+    until: datetime | None
+    policy: str | None
+
+
+async def check(settings: StorageSettings) -> list[Checked]:
+    """Tries every permission on every resource.
+
+    Raises:
+        SetupError: the credentials are refused altogether, or there is no such resource.
+    """
+    address = account.read_address(settings.storage.strip())
+    credentials = Credentials(address, settings)
+    options = {"api_version": API_VERSION, "retry_total": 0}
+    checked = []
+    try:
+        queues: tuple[tuple[Resource, str, Access], ...] = (
+            ("queue", settings.queue, credentials.queue),
+            ("poison", settings.poison_queue, credentials.poison),
+        )
+        for resource, name, access in queues:
+            async with address.queue_client(name, access.credential, **options) as queue:
+                checked.append(await _try(resource, name, access, queue, QUEUE_PROBES))
+        name, access = settings.container, credentials.blob
+        async with address.container_client(name, access.credential, **options) as blobs:
+            checked.append(await _try("blob", name, access, blobs, BLOB_PROBES))
+    finally:
+        await credentials.close()
+    return checked
+
+
+async def _try(
+    resource: Resource, name: str, access: Access, client: Any, probes: Mapping[str, Any]
+) -> Checked:
+    what = f"the {'container' if resource == 'blob' else 'queue'} {name!r}"
+    allowed = ""
+    for letter, probe in probes.items():
+        if await access.attempt(what, functools.partial(_is_allowed, probe, client)):
+            allowed += letter
+    denied = "".join(letter for letter in probes if letter not in allowed)
+    token = _token(access)
+    (policy,) = parse_qs(token).get("si", [None])
+    return Checked(resource, name, allowed, denied, sas.expiry(token), policy)
+
+
+async def _is_allowed(probe: Callable[[Any], Awaitable[Any]], client: Any) -> bool:
+    try:
+        await probe(client)
+    except HttpResponseError as error:
+        code, status = azure_errors.code_of(error), error.status_code or 0
+        if code in azure_errors.LESS_PERMISSION:
+            return False
+        if code in azure_errors.MISSING or status in _TOO_BUSY:
+            raise
+        if status in {401, 403} or not 400 <= status < 500:  # noqa: PLR2004 - client errors
+            raise
+    return True
+
+
+def _token(access: Access) -> str:
+    credential = access.credential
+    return credential.signature if isinstance(credential, AzureSasCredential) else ""

@@ -1,0 +1,201 @@
+"""Makes SAS tokens with an account's key, and the stored policies by which they can be revoked."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Mapping
+from contextlib import AsyncExitStack
+from dataclasses import dataclass
+from datetime import UTC, datetime, timedelta
+from typing import Any
+
+from azure.storage.blob import AccessPolicy as BlobPolicy
+from azure.storage.blob import ContainerSasPermissions, generate_container_sas
+from azure.storage.blob.aio import ContainerClient
+from azure.storage.queue import AccessPolicy as QueuePolicy
+from azure.storage.queue import QueueSasPermissions, generate_queue_sas
+from azure.storage.queue.aio import QueueClient
+
+from fleet.keys.roles import RESOURCES, Role, name_of
+from imagefleet import errors
+from imagefleet.storage.azure import account
+from imagefleet.storage.azure import errors as azure_errors
+from imagefleet.storage.azure.storage import API_VERSION
+from imagefleet.storage.settings import Resource, StorageSettings
+
+#: SaladCloud takes no environment variable with a longer value.
+MAX_CHARACTERS = 1000
+
+#: Azure keeps no more stored policies for one queue or container.
+MAX_POLICIES = 5
+
+_OPTIONS = {"api_version": API_VERSION}
+
+
+@dataclass(frozen=True, slots=True)
+class Minted:
+    """One role's tokens by resource, and the address that they are for, without its key."""
+
+    role: str
+    storage: str
+    tokens: Mapping[Resource, str]
+    expires_at: datetime
+    policy: str | None = None
+
+
+class Minter:
+    """Makes tokens for the queues and the container of the settings. Asks Azure nothing.
+
+    Raises:
+        SetupError: the settings bring no account key.
+    """
+
+    def __init__(self, settings: StorageSettings) -> None:
+        address = account.read_address(settings.storage.strip())
+        if not address.has_key:
+            raise errors.SetupError(_NO_KEY)
+        self._settings = settings
+        queue = address.queue_client(settings.queue, None, **_OPTIONS)
+        container = address.container_client(settings.container, None, **_OPTIONS)
+        key = getattr(queue.credential, "account_key", None)
+        if key is None:  # a connection string may hold a SAS token instead
+            raise errors.SetupError(_NO_KEY)
+        self._account = {"account_name": str(queue.account_name), "account_key": str(key)}
+        self._https = queue.scheme == "https"
+        self.storage = _address_without_key(queue, container, self._https)
+
+    def mint(self, role: Role, life: timedelta, policy: str | None = None) -> Minted:
+        """Tokens that end after *life*, or when the stored *policy* does, if it is given.
+
+        They hold from now on, without a start: a node's clock or Azure's may be behind this one.
+        """
+        expires_at = (datetime.now(UTC) + life).replace(microsecond=0)
+        tokens = {
+            resource: self._token(resource, role.letters(resource), expires_at, policy)
+            for resource in RESOURCES
+            if role.letters(resource)
+        }
+        too_long = [each for each in (*tokens.values(), self.storage) if len(each) > MAX_CHARACTERS]
+        if too_long:
+            raise errors.SetupError(
+                f"a value has {len(too_long[0]):,} characters; SaladCloud takes {MAX_CHARACTERS:,}"
+            )
+        return Minted(role.name, self.storage, tokens, expires_at, policy)
+
+    def _token(
+        self, resource: Resource, letters: str, expires_at: datetime, policy: str | None
+    ) -> str:
+        name = name_of(self._settings, resource)
+        terms: dict[str, Any] = {**self._account, "protocol": "https" if self._https else None}
+        if policy is not None:
+            terms["policy_id"] = policy
+        else:
+            terms["expiry"] = expires_at
+            terms["permission"] = _permission(resource, letters)
+        if resource == "blob":
+            return generate_container_sas(container_name=name, **terms)
+        return generate_queue_sas(queue_name=name, **terms)
+
+
+async def store_policy(
+    settings: StorageSettings, role: Role, name: str, expires_at: datetime
+) -> None:
+    """Makes or prolongs the stored policy *name* on each resource that *role* has a token for.
+
+    Raises:
+        SetupError: it stands there for other permissions, or there is no room for one more.
+    """
+    async with AsyncExitStack() as stack:
+        for resource, client in (await _clients(settings, stack)).items():
+            letters = role.letters(resource)
+            if not letters:
+                continue
+            permission = str(_permission(resource, letters))
+            what = f"the stored policies of {name_of(settings, resource)!r}"
+            with azure_errors.translated(what):
+                policies = await _read_policies(client)
+                stands = policies.get(name)
+                if stands is not None and stands.permission != permission:
+                    raise errors.SetupError(
+                        f"the policy {name!r} of {name_of(settings, resource)!r} is for"
+                        f" {stands.permission!r}, not {permission!r}: give each role its own name"
+                    )
+                if stands is None and len(policies) >= MAX_POLICIES:
+                    raise errors.SetupError(
+                        f"{name_of(settings, resource)!r} has {MAX_POLICIES} stored policies"
+                        f" already ({', '.join(policies)}): `imagefleet keys revoke` one of them"
+                    )
+                kind = BlobPolicy if resource == "blob" else QueuePolicy
+                policies[name] = kind(permission=permission, expiry=expires_at)
+                await _write_policies(client, policies)
+
+
+async def remove_policy(settings: StorageSettings, name: str) -> list[str]:
+    """Removes the policy; its tokens are refused within half a minute. Returns where it stood."""
+    removed = []
+    async with AsyncExitStack() as stack:
+        for resource, client in (await _clients(settings, stack)).items():
+            what = f"the stored policies of {name_of(settings, resource)!r}"
+            with azure_errors.translated(what):
+                policies = await _read_policies(client)
+                if policies.pop(name, None) is not None:
+                    await _write_policies(client, policies)
+                    removed.append(name_of(settings, resource))
+    if not removed:
+        raise errors.SetupError(f"there is no policy {name!r} to revoke")
+    return removed
+
+
+_NO_KEY = (
+    "tokens are made with the account's key: set IMAGEFLEET_STORAGE to its connection string"
+    " (with AccountName and AccountKey)"
+)
+
+
+def _permission(resource: Resource, letters: str) -> QueueSasPermissions | ContainerSasPermissions:
+    kind = ContainerSasPermissions if resource == "blob" else QueueSasPermissions
+    return kind.from_string(letters)
+
+
+def _address_without_key(queue: QueueClient, container: ContainerClient, https: bool) -> str:
+    blob_url, queue_url = (
+        client.url.partition("?")[0].rpartition("/")[0] for client in (container, queue)
+    )
+    if https:
+        with contextlib.suppress(errors.SetupError):  # a domain of the account's own
+            if account.read_address(blob_url).queue_url == queue_url:
+                return blob_url
+    return f"BlobEndpoint={blob_url};QueueEndpoint={queue_url}"
+
+
+async def _clients(
+    settings: StorageSettings, stack: AsyncExitStack
+) -> dict[Resource, QueueClient | ContainerClient]:
+    address = account.read_address(settings.storage.strip())
+    return {
+        "queue": await stack.enter_async_context(
+            address.queue_client(settings.queue, None, **_OPTIONS)
+        ),
+        "poison": await stack.enter_async_context(
+            address.queue_client(settings.poison_queue, None, **_OPTIONS)
+        ),
+        "blob": await stack.enter_async_context(
+            address.container_client(settings.container, None, **_OPTIONS)
+        ),
+    }
+
+
+async def _read_policies(client: QueueClient | ContainerClient) -> dict[str, Any]:
+    if isinstance(client, QueueClient):
+        return dict(await client.get_queue_access_policy())
+    found = await client.get_container_access_policy()
+    return {each.id: each.access_policy for each in found["signed_identifiers"]}
+
+
+async def _write_policies(client: QueueClient | ContainerClient, policies: dict[str, Any]) -> None:
+    if isinstance(client, QueueClient):
+        await client.set_queue_access_policy(signed_identifiers=policies)
+        return
+    # Written as a whole: what is not repeated here, a container open to the public say, ends.
+    found = await client.get_container_access_policy()
+    await client.set_container_access_policy(policies, public_access=found["public_access"])

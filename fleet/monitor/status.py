@@ -1,0 +1,146 @@
+"""`imagefleet status`: what waits, what is in hand and what has failed."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+from dataclasses import asdict, dataclass
+from typing import Annotated
+
+import typer
+from rich.console import Group
+from rich.table import Table
+from rich.text import Text
+
+from fleet import console, options
+from fleet.monitor import prometheus, rates
+from fleet.monitor import watch as watching
+from fleet.settings import MonitorSettings
+from imagefleet import errors
+from imagefleet.storage import open as storage_open
+from imagefleet.storage.protocol import JobQueue, Storage
+
+_UNITS = (("d", 86_400), ("h", 3600), ("min", 60))
+
+
+@dataclass(frozen=True, slots=True)
+class QueueStatus:
+    """A queue's depth; None where the home cannot tell what is visible and what is leased."""
+
+    name: str
+    messages: int
+    visible: int | None
+    leased: int | None
+    oldest_age_seconds: float | None
+
+
+@dataclass(frozen=True, slots=True)
+class FleetStatus:
+    """The job queue and its poison queue, at one moment; *fleet* as far as the metrics tell."""
+
+    storage: str
+    queue: QueueStatus
+    failed: QueueStatus
+    fleet: rates.FleetRates | None = None
+
+
+async def read_status(storage: Storage, server: prometheus.Prometheus | None = None) -> FleetStatus:
+    """Asks both queues for their depth, and the metrics' server, if there is one, for the rest."""
+    queue, failed = await asyncio.gather(_read(storage.queue), _read(storage.poison))
+    fleet = await rates.fleet_rates(server) if server else None
+    return FleetStatus(storage.url, queue, failed, fleet)
+
+
+@options.from_settings(MonitorSettings)
+def command(
+    settings: MonitorSettings,
+    watch: Annotated[
+        bool, typer.Option("--watch", help="Look again every two seconds, until Ctrl-C.")
+    ] = False,
+    as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
+) -> None:
+    """Shows what waits, what is leased and what has failed.
+
+    With --prometheus also what the fleet does: images a second and images a dollar.
+
+    imagefleet status --watch
+
+    imagefleet status --prometheus http://localhost:9090 --json
+    """
+    if watch and as_json:
+        raise errors.SetupError("--watch is for people and --json for programs: choose one")
+    console.run(_show(settings, watch=watch, as_json=as_json))
+
+
+async def _read(queue: JobQueue) -> QueueStatus:
+    depth = await queue.depth()
+    visible = None if depth.leased is None else depth.messages - depth.leased
+    return QueueStatus(queue.name, depth.messages, visible, depth.leased, depth.oldest_age_seconds)
+
+
+async def _show(settings: MonitorSettings, *, watch: bool, as_json: bool) -> None:
+    async with contextlib.AsyncExitStack() as stack:
+        storage = await stack.enter_async_context(storage_open.open_storage(settings))
+        await storage.check()
+        server = None
+        if settings.prometheus is not None:
+            server = await stack.enter_async_context(prometheus.connected(settings.prometheus))
+        if watch:
+
+            async def look() -> Group:
+                return _screen(await read_status(storage, server))
+
+            await watching.watch(look)
+            return
+        status = await read_status(storage, server)
+    if as_json:
+        console.print_json(asdict(status))
+    else:
+        console.stdout.print(_screen(status))
+
+
+def _screen(status: FleetStatus) -> Group:
+    table = Table()
+    table.add_column("queue")
+    for heading in ("messages", "visible", "leased", "oldest"):
+        table.add_column(heading, justify="right")
+    for each in (status.queue, status.failed):
+        table.add_row(
+            each.name,
+            _count(each.messages),
+            _count(each.visible),
+            _count(each.leased),
+            _age(each.oldest_age_seconds),
+        )
+    parts: list[Text | Table] = [Text(status.storage, style="bold"), table]
+    if status.fleet is not None:
+        parts.append(_fleet_table(status.fleet))
+    return Group(*parts)
+
+
+def _fleet_table(fleet: rates.FleetRates) -> Table:
+    table = Table(show_header=False, box=None, padding=(0, 2, 0, 0))
+    table.add_column(style="bold")
+    table.add_column(justify="right")
+    rate = fleet.images_per_second
+    dollars = fleet.dollars_per_hour
+    table.add_row("workers", console.number(fleet.workers))
+    table.add_row("images a second", "-" if rate is None else f"{rate:,.2f}")
+    table.add_row("images a dollar, GPU only", console.number(fleet.images_per_dollar_gpu_only))
+    table.add_row("images a dollar, all in", console.number(fleet.images_per_dollar))
+    table.add_row("dollars an hour", "-" if dollars is None else f"{dollars:,.2f}")
+    table.add_row("GPU idle", console.percent(fleet.gpu_idle_fraction))
+    return table
+
+
+def _count(number: int | None) -> str:
+    return "?" if number is None else f"{number:,}"
+
+
+def _age(seconds: float | None) -> str:
+    if seconds is None:
+        return "-"
+    for unit, size in _UNITS:
+        if seconds >= size:
+            return f"{seconds / size:.1f} {unit}"
+    return f"{seconds:.0f} s"

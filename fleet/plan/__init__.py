@@ -1,0 +1,1 @@
+"""`imagefleet plan`: time, cost and replicas of a batch."""

@@ -1,0 +1,1 @@
+"""`imagefleet report`: what a campaign came to."""

@@ -1,0 +1,232 @@
+"""A campaign's figures, as the report's JSON and page show them, and what they rest on."""
+
+from __future__ import annotations
+
+import statistics
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from datetime import datetime
+
+from fleet.report.records import Records, WorkerRecord
+from imagefleet.pricing import prices
+
+#: Bars of the plot over time: enough to see a dip, few enough for an hour's run.
+_MOST_BINS = 96
+_BIN_SECONDS = (1, 2, 5, 10, 15, 30, 60, 120, 300, 600, 900, 1800, 3600, 7200, 21_600, 86_400)
+
+#: Error texts that are shown; a fleet's failures have few causes.
+_MOST_ERRORS = 20
+
+#: A worker below this share of the median speed of its own GPU class is named slow.
+SLOW_SHARE = 2 / 3
+
+
+@dataclass(frozen=True, slots=True)
+class WorkerFigures:
+    """One run of a worker; dollars are None where no price is known."""
+
+    name: str
+    gpu: str | None
+    images: int
+    seconds: float
+    images_per_second: float | None
+    dollars_per_hour: float | None
+    gpu_dollars: float | None
+    is_slow: bool
+
+
+@dataclass(frozen=True, slots=True)
+class Money:
+    """What the campaign cost; the GPU's part is None where no price is known."""
+
+    gpu_dollars: float | None
+    storage_dollars: float
+    dollars: float | None
+    images_per_dollar_gpu_only: float | None
+    images_per_dollar: float | None
+    price_source: str
+
+
+@dataclass(frozen=True, slots=True)
+class Failure:
+    error: str
+    reason: str
+    count: int
+
+
+@dataclass(frozen=True, slots=True)
+class Rate:
+    """Images stored from *at* (Unix seconds) for one bin's length, a second."""
+
+    at: int
+    images_per_second: float
+
+
+@dataclass(frozen=True, slots=True)
+class Figures:
+    """What the store's own records come to."""
+
+    campaign: str
+    storage: str
+    began_at: datetime | None
+    ended_at: datetime | None
+    seconds: float | None
+    jobs: int
+    images: int
+    image_bytes: int
+    images_per_second: float | None
+    images_stored_later_than_first_delivery: int
+    seconds_in_worker_median: float | None
+    seconds_in_worker_p95: float | None
+    failed: int
+    failures: Sequence[Failure]
+    money: Money
+    workers: Sequence[WorkerFigures]
+    bin_seconds: int
+    throughput: Sequence[Rate]
+    without_record: int
+    notes: Sequence[str] = field(default_factory=list)
+
+
+def compute(
+    records: Records,
+    storage_url: str,
+    table: prices.PriceTable,
+    given_price: float | None,
+    price_source: str,
+) -> Figures:
+    """The figures of *records*; *given_price* (dollars an hour) goes before the recorded ones."""
+    workers = _workers(records, given_price)
+    seconds = None
+    if records.began_at is not None and records.ended_at is not None:
+        seconds = (records.ended_at - records.began_at).total_seconds()
+    bin_seconds, throughput = _throughput(records.stored_in_second)
+    return Figures(
+        campaign=records.campaign,
+        storage=storage_url,
+        began_at=records.began_at,
+        ended_at=records.ended_at,
+        seconds=seconds,
+        jobs=records.jobs,
+        images=records.images,
+        image_bytes=records.image_bytes,
+        images_per_second=records.images / seconds if seconds else None,
+        images_stored_later_than_first_delivery=sum(
+            count for delivery, count in records.deliveries.items() if delivery > 1
+        ),
+        seconds_in_worker_median=records.time_in_worker(0.5),
+        seconds_in_worker_p95=records.time_in_worker(0.95),
+        failed=records.failed,
+        failures=[
+            Failure(error, reason, count)
+            for (error, reason), count in records.failed_by_error.most_common(_MOST_ERRORS)
+        ],
+        money=_money(records, workers, table, price_source),
+        workers=workers,
+        bin_seconds=bin_seconds,
+        throughput=throughput,
+        without_record=records.without_record,
+        notes=_notes(records, workers, table),
+    )
+
+
+def _workers(records: Records, given_price: float | None) -> list[WorkerFigures]:
+    usual = _usual_speeds(list(records.workers.values()))
+    figures = []
+    for worker in records.workers.values():
+        price = worker.dollars_per_hour if given_price is None else given_price
+        speed = worker.images_per_second
+        figures.append(
+            WorkerFigures(
+                name=worker.name,
+                gpu=worker.gpu,
+                images=worker.images,
+                seconds=worker.seconds,
+                images_per_second=speed,
+                dollars_per_hour=price or None,
+                gpu_dollars=worker.seconds / 3600 * price if price else None,
+                is_slow=speed is not None and speed < SLOW_SHARE * usual[worker.gpu],
+            )
+        )
+    return sorted(figures, key=lambda each: each.images_per_second or 0, reverse=True)
+
+
+def _usual_speeds(workers: Sequence[WorkerRecord]) -> dict[str | None, float]:
+    speeds: dict[str | None, list[float]] = {}
+    for worker in workers:
+        if (speed := worker.images_per_second) is not None:
+            speeds.setdefault(worker.gpu, []).append(speed)
+    return {gpu: statistics.median(each) for gpu, each in speeds.items()}
+
+
+def _money(
+    records: Records,
+    workers: Sequence[WorkerFigures],
+    table: prices.PriceTable,
+    price_source: str,
+) -> Money:
+    # A failed job's messages are sent, received and deleted too.
+    storage_dollars = prices.storage_dollars(records.jobs + records.failed, records.images, table)
+    priced = [worker.gpu_dollars for worker in workers if worker.gpu_dollars is not None]
+    if not priced or len(priced) < len(workers):
+        return Money(None, storage_dollars, None, None, None, price_source)
+    gpu_dollars = sum(priced)
+    dollars = gpu_dollars + storage_dollars
+    return Money(
+        gpu_dollars=gpu_dollars,
+        storage_dollars=storage_dollars,
+        dollars=dollars,
+        images_per_dollar_gpu_only=records.images / gpu_dollars if gpu_dollars else None,
+        images_per_dollar=records.images / dollars if dollars else None,
+        price_source=price_source,
+    )
+
+
+def _throughput(stored_in_second: Counter[int]) -> tuple[int, list[Rate]]:
+    """Bins over the whole span, the empty ones too: a pause is what one wants to see."""
+    if not stored_in_second:
+        return _BIN_SECONDS[0], []
+    begin, end = min(stored_in_second), max(stored_in_second)
+    fitting = (step for step in _BIN_SECONDS if (end - begin) / step < _MOST_BINS)
+    step = next(fitting, _BIN_SECONDS[-1])
+    bins: Counter[int] = Counter()
+    for second, count in stored_in_second.items():
+        bins[second // step] += count
+    return step, [
+        Rate(number * step, bins[number] / step) for number in range(begin // step, end // step + 1)
+    ]
+
+
+def _notes(
+    records: Records, workers: Sequence[WorkerFigures], table: prices.PriceTable
+) -> list[str]:
+    """What a reader must know before the figures are used."""
+    notes = [
+        "Images, sizes and times are the store's own records, read from beside the images.",
+        (
+            "A worker's time runs from its first pull of this campaign to its last image of it,"
+            " its start-up added where it is recorded; what it waited before and after, and"
+            " workers that stored nothing, are not in it. Time shared with another campaign"
+            " counts in full."
+        ),
+        (
+            "Work that was thrown away (a job done twice, an image of a job that failed) leaves no"
+            " record in the store; the metrics have it (--prometheus)."
+        ),
+        f"Storage operations: {table.storage.source}; keeping the images is not counted.",
+    ]
+    if records.without_record:
+        notes.append(
+            f"{records.without_record:,} images have no record beside them: they count as images,"
+            " not in the workers' times or costs."
+        )
+    if not all(worker.dollars_per_hour for worker in workers):
+        notes.append(
+            "Not every worker recorded its price: give --price-per-hour or --gpu for dollars."
+        )
+    if records.campaign != "default":
+        notes.append(
+            "A message that was no valid job names no campaign: it counts as failed in 'default'."
+        )
+    return notes

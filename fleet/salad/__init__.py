@@ -1,0 +1,1 @@
+"""`imagefleet deploy salad`: a fleet on SaladCloud."""

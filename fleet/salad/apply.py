@@ -1,0 +1,204 @@
+"""`imagefleet deploy salad`: a settings file becomes container groups, and they are kept so."""
+
+from __future__ import annotations
+
+import asyncio
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+from pydantic import SecretStr
+
+from fleet import console
+from fleet.salad import deployment, gpus, groups, running
+from fleet.salad import file as salad_file
+from fleet.salad import options as salad_options
+from fleet.salad import price as salad_price
+from fleet.salad.options import File, Replicas, WaitMinutes, Yes
+from imagefleet import errors
+from imagefleet.pricing import price_file
+
+app = typer.Typer(
+    invoke_without_command=True,
+    no_args_is_help=True,
+    epilog="A rolling change: edit the file and `apply` it again.",
+)
+
+
+@app.callback()
+def render(
+    context: typer.Context,
+    dry_run: Annotated[
+        bool, typer.Option("--dry-run", help="Print what would be sent, and what it costs.")
+    ] = False,
+    file: File = None,
+    replicas: Replicas = None,
+    bench: Annotated[
+        list[Path] | None,
+        typer.Option(metavar="FILE", help="A report of `imagefleet bench engine`; several, too."),
+    ] = None,
+    prices_path: Annotated[
+        Path | None,
+        typer.Option("--price-file", metavar="FILE", help="Your own prices, as YAML."),
+    ] = None,
+    show_secrets: Annotated[
+        bool, typer.Option("--show-secrets", help="Print the secrets, too.")
+    ] = False,
+    as_json: Annotated[
+        bool, typer.Option("--json", help="Print the list of groups alone, as JSON.")
+    ] = False,
+) -> None:
+    """SaladCloud's container groups, made from one settings file.
+
+    imagefleet deploy salad --dry-run
+
+    imagefleet deploy salad --dry-run --replicas 750 --json
+
+    imagefleet deploy salad apply
+    """
+    options = (dry_run, file, replicas, bench, prices_path, show_secrets, as_json)
+    with console.one_line_errors():
+        if context.invoked_subcommand:
+            if any(options):
+                raise errors.SetupError(
+                    f"options go behind the verb: imagefleet deploy salad"
+                    f" {context.invoked_subcommand} ..."
+                )
+            return
+        if not dry_run:
+            raise errors.SetupError("add --dry-run to look, or `apply` to have it")
+        _dry_run(file, replicas, bench, prices_path, show_secrets=show_secrets, as_json=as_json)
+
+
+def _dry_run(
+    file_path: Path | None,
+    replicas: int | None,
+    bench_paths: list[Path] | None,
+    prices_path: Path | None,
+    *,
+    show_secrets: bool,
+    as_json: bool,
+) -> None:
+    file, folder = salad_options.read_file(file_path)
+    table = price_file.read_table(prices_path)
+    classes = gpus.find(file.gpus, gpus.built_in(table))
+    benches = salad_price.read_benches(bench_paths or [], classes, table)
+    missing: list[str] = []
+
+    def read_secret(source: salad_file.SecretSource) -> SecretStr:
+        try:
+            return source.read(folder)
+        except errors.SetupError as error:
+            if show_secrets:
+                raise
+            missing.append(error.message)
+            return SecretStr(groups.MASKED)
+
+    bodies = groups.render(file, classes, read_secret, replicas)
+    console.print_json((groups.reveal if show_secrets else groups.mask)(bodies))
+    for words in dict.fromkeys(missing):
+        salad_options.tell(f"{words}: `apply` needs it, and names the groups after it")
+    if not as_json:
+        source = "; ".join(dict.fromkeys(table.gpus[each.name].source for each in classes))
+        total = sum(body["replicas"] for body in bodies)
+        salad_price.print_price(total, classes, file.priority, benches, source)
+
+
+@app.command()
+def apply(
+    file: File = None,
+    replicas: Replicas = None,
+    enough: Annotated[
+        float,
+        typer.Option(
+            min=0, max=1, help="Share of a new set that runs before the old one is drained."
+        ),
+    ] = 0.8,
+    wait_minutes: WaitMinutes = 60,
+    dry_run: Annotated[
+        bool, typer.Option("--dry-run", help="Ask SaladCloud what there is, and change nothing.")
+    ] = False,
+    yes: Yes = False,
+) -> None:
+    """Creates the groups, or changes what differs from the file.
+
+    Replicas are changed in place. Any other change restarts workers, so it gets a second set of
+    groups; when enough of it runs, the first is drained and deleted. After a failure, run it again.
+
+    imagefleet deploy salad apply
+
+    imagefleet deploy salad apply --replicas 20 --yes
+    """
+    console.run(_apply(file, replicas, enough, wait_minutes * 60, dry_run=dry_run, yes=yes))
+
+
+for verb in (
+    running.scale,
+    running.status,
+    running.drain,
+    running.delete,
+):
+    app.command()(verb)
+
+
+async def _apply(
+    path: Path | None,
+    replicas: int | None,
+    enough: float,
+    wait_seconds: float,
+    *,
+    dry_run: bool,
+    yes: bool,
+) -> None:
+    file, folder = salad_options.read_file(path)
+    async with salad_options.opened(file, folder) as fleet:
+        known, existing, quota = await asyncio.gather(
+            fleet.api.gpu_classes(), fleet.groups(), fleet.api.quota()
+        )
+        classes = gpus.find(file.gpus, known)
+        bodies = groups.render(
+            file,
+            classes,
+            lambda source: source.read(folder),
+            replicas,
+            existing=[group.name for group in existing],
+        )
+        plan = deployment.changes(bodies, existing)
+        if not plan:
+            salad_options.tell(f"{file.name} is as the file says")
+            return
+        for line in _plan_lines(plan):
+            salad_options.tell(line)
+        deployment.refuse_over_quota(plan.more_replicas, quota)
+        price = salad_price.of_a_replica(classes, file.priority)
+        salad_options.tell(_cost(bodies, plan, price))
+        if dry_run:
+            return
+        if plan.more_replicas > 0 or plan.start or plan.old:
+            salad_options.ask("Apply?", yes=yes)
+        await fleet.carry_out(plan)
+        if plan.old:
+            await fleet.replace(plan.old, enough=enough, wait_seconds=wait_seconds)
+        salad_options.tell("done; `imagefleet deploy salad status --watch` shows how they start")
+
+
+def _plan_lines(plan: deployment.Changes) -> list[str]:
+    lines = [
+        f"to create: {body['name']} ({console.counted(body['replicas'], 'replica')})"
+        for body in plan.create
+    ]
+    lines += [
+        f"to change: {name}, to {console.counted(count, 'replica')}"
+        for name, count in plan.resize.items()
+    ]
+    lines += [f"to start: {name}" for name in plan.start]
+    lines += [f"to drain and delete, once the new set runs: {group.name}" for group in plan.old]
+    return lines
+
+
+def _cost(bodies: list[dict[str, Any]], plan: deployment.Changes, price: salad_price.Range) -> str:
+    total = price.of(sum(body["replicas"] for body in bodies))
+    words = f"cost: {total} an hour while all run, {total.a_day} a day"
+    if plan.old:
+        words += f"; besides the old set's {sum(group.replicas for group in plan.old):,} replicas"
+    return words

@@ -1,0 +1,191 @@
+"""The verbs of `imagefleet deploy salad` for a fleet that stands: scale, status, drain, delete."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+from rich.console import Group as Screen
+from rich.table import Table
+from rich.text import Text
+
+from fleet import console
+from fleet.monitor import watch as watching
+from fleet.salad import deployment, gpus
+from fleet.salad import options as salad_options
+from fleet.salad import price as salad_price
+from fleet.salad.options import AsJson, File, WaitMinutes, Yes
+from fleet.salad.records import Group, Quota
+from imagefleet import errors
+
+
+def scale(
+    replicas: Annotated[int, typer.Argument(min=0, help="Of all groups together.")],
+    file: File = None,
+    yes: Yes = False,
+) -> None:
+    """Changes the replicas in place; no worker restarts.
+
+    imagefleet deploy salad scale 300
+    """
+    console.run(_scale(file, replicas, yes=yes))
+
+
+def status(
+    file: File = None,
+    watch: Annotated[
+        bool, typer.Option("--watch", help="Look again every two seconds, until Ctrl-C.")
+    ] = False,
+    as_json: AsJson = False,
+) -> None:
+    """Shows the groups, their instances and what they cost now.
+
+    imagefleet deploy salad status --watch
+    """
+    with console.one_line_errors():
+        if watch and as_json:
+            raise errors.SetupError("--watch is for people and --json for programs: choose one")
+    console.run(_status(file, watch=watch, as_json=as_json))
+
+
+def drain(file: File = None, wait_minutes: WaitMinutes = 15, yes: Yes = False) -> None:
+    """Ends all workers, and stops the groups when they are gone.
+
+    A stopped group costs nothing, and `apply` starts it again. What a worker cannot hand back in
+    time comes back to the queue when its lease ends.
+
+    imagefleet deploy salad drain
+    """
+    console.run(_drain(file, wait_minutes * 60, yes=yes))
+
+
+def delete(file: File = None, wait_minutes: WaitMinutes = 15, yes: Yes = False) -> None:
+    """Deletes the groups, of every revision.
+
+    After `drain`, no work is lost.
+
+    imagefleet deploy salad delete
+    """
+    console.run(_delete(file, wait_minutes * 60, yes=yes))
+
+
+async def _scale(path: Path | None, replicas: int, *, yes: bool) -> None:
+    file, folder = salad_options.read_file(path)
+    async with salad_options.opened(file, folder) as fleet:
+        groups, known, quota = await asyncio.gather(
+            fleet.groups(), fleet.api.gpu_classes(), fleet.api.quota()
+        )
+        deployment.refuse_unscalable(groups, replicas)
+        more = replicas - sum(group.replicas for group in groups)
+        deployment.refuse_over_quota(more, quota)
+        price = salad_price.of_group(groups[0], known)
+        cost = f"{price.of(replicas)} an hour while all run" if price else "at an unknown price"
+        salad_options.tell(f"{replicas:,} replicas, {more:+,}: {cost}")
+        if more > 0 or any(group.is_stopped for group in groups):
+            salad_options.ask("Scale?", yes=yes)
+        await fleet.scale(replicas, groups)
+
+
+async def _status(path: Path | None, *, watch: bool, as_json: bool) -> None:
+    file, folder = salad_options.read_file(path)
+    async with salad_options.opened(file, folder) as fleet:
+        # Neither changes while one looks, and each look is a call of the 240 a minute.
+        known, quota = await asyncio.gather(fleet.api.gpu_classes(), fleet.api.quota())
+
+        async def look() -> Screen:
+            return _screen(await fleet.groups(), known, quota)
+
+        if watch:
+            await watching.watch(look)
+        elif as_json:
+            console.print_json(_record(await fleet.groups(), known, quota))
+        else:
+            console.stdout.print(await look())
+
+
+async def _drain(path: Path | None, wait_seconds: float, *, yes: bool) -> None:
+    file, folder = salad_options.read_file(path)
+    async with salad_options.opened(file, folder) as fleet:
+        groups = await _some(fleet)
+        running = sum(group.running for group in groups)
+        if running:
+            salad_options.ask(f"End {console.counted(running, 'running worker')}?", yes=yes)
+        await fleet.drain(wait_seconds)
+
+
+async def _delete(path: Path | None, wait_seconds: float, *, yes: bool) -> None:
+    file, folder = salad_options.read_file(path)
+    async with salad_options.opened(file, folder) as fleet:
+        groups = await _some(fleet)
+        running = sum(group.running for group in groups)
+        salad_options.ask(
+            f"Delete {console.counted(len(groups), 'group')} of {file.name}"
+            f" ({console.counted(running, 'running worker')})?",
+            yes=yes,
+        )
+        await fleet.delete([group.name for group in groups], wait_seconds)
+
+
+async def _some(fleet: deployment.Deployment) -> list[Group]:
+    groups = await fleet.groups()
+    if not groups:
+        raise errors.SetupError(f"there are no groups of {fleet.fleet} on SaladCloud")
+    return groups
+
+
+def _dollars(groups: Sequence[Group], known: Sequence[gpus.GpuClass]) -> salad_price.Range:
+    """An hour of what runs now: only running instances are billed."""
+    prices = [
+        (price.of(group.running))
+        for group in groups
+        if (price := salad_price.of_group(group, known))
+    ]
+    return salad_price.Range(sum(each.least for each in prices), sum(each.most for each in prices))
+
+
+def _record(
+    groups: Sequence[Group], known: Sequence[gpus.GpuClass], quota: Quota
+) -> Mapping[str, Any]:
+    hidden = {"environment", "image"}
+    return {
+        "groups": [
+            {name: value for name, value in asdict(group).items() if name not in hidden}
+            | {"gpus": _names(group, known)}
+            for group in groups
+        ],
+        "replicas": sum(group.replicas for group in groups),
+        "running": sum(group.running for group in groups),
+        "dollars_per_hour": asdict(_dollars(groups, known)),
+        "quota": asdict(quota),
+    }
+
+
+def _names(group: Group, known: Sequence[gpus.GpuClass]) -> list[str]:
+    names = {each.id: each.name for each in known}
+    return [names.get(uuid, uuid) for uuid in group.gpu_ids]
+
+
+def _screen(groups: Sequence[Group], known: Sequence[gpus.GpuClass], quota: Quota) -> Screen:
+    table = Table()
+    table.add_column("group", overflow="fold")
+    table.add_column("state")
+    for heading in ("wanted", "running", "creating", "allocating", "stopping"):
+        table.add_column(heading, justify="right")
+    for group in groups:
+        counts = (
+            group.replicas, group.running, group.creating, group.allocating, group.stopping
+        )  # fmt: skip
+        table.add_row(group.name, group.status, *(f"{each:,}" for each in counts))
+    running = sum(group.running for group in groups)
+    wanted = sum(group.replicas for group in groups)
+    classes = sorted({name for group in groups for name in _names(group, known)})
+    lines = [
+        f"{running:,} of {wanted:,} replicas run: {_dollars(groups, known)} an hour now",
+        f"GPU classes: {', '.join(classes) or 'none'}",
+        f"quota: {quota.used:,} of {console.counted(quota.replicas, 'replica')} taken",
+    ]
+    return Screen(table, *(Text(line) for line in lines))

@@ -1,0 +1,1 @@
+"""`imagefleet scale`: as many replicas as the queue needs."""

@@ -1,0 +1,81 @@
+"""What a fleet has cost since its scaler first counted, kept in a file over the scaler's ends."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import asdict, dataclass, replace
+from pathlib import Path
+
+from imagefleet import errors
+
+_SECONDS_PER_HOUR = 3600
+
+
+@dataclass(frozen=True, slots=True)
+class Ledger:
+    """Dollars up to a look, what ran then, and its price. *at* and *began* are Unix seconds."""
+
+    fleet: str
+    began: float
+    at: float
+    running: int
+    dollars: float = 0.0
+    price: float | None = None
+
+    def counted(self, now: float, running: int, price: float | None) -> Ledger:
+        """With the time since the last look, at the more of what ran then and what runs now.
+
+        Without a price it is the last that was known; before the first, the time alone is kept.
+        """
+        price = self.price if price is None else price
+        if price is None:
+            return replace(self, running=max(self.running, running))
+        hours = max(0.0, now - self.at) / _SECONDS_PER_HOUR
+        dollars = self.dollars + max(self.running, running) * price * hours
+        at = max(now, self.at)
+        return replace(self, at=at, running=running, dollars=dollars, price=price)
+
+
+def read(path: Path, fleet: str, now: float) -> Ledger:
+    """The ledger in the file, or a new one.
+
+    Raises:
+        SetupError: it cannot be read or is another fleet's: then nothing is known to be unspent.
+    """
+    try:
+        record = json.loads(path.read_text(encoding="utf-8"))
+        ledger = Ledger(
+            fleet=str(record["fleet"]),
+            began=float(record["began"]),
+            at=float(record["at"]),
+            running=int(record["running"]),
+            dollars=float(record["dollars"]),
+            price=None if record["price"] is None else float(record["price"]),
+        )
+    except FileNotFoundError:
+        return Ledger(fleet, now, now, 0)
+    except (OSError, ValueError, KeyError, TypeError) as error:
+        raise errors.SetupError(
+            f"the scaler's ledger {path} cannot be read ({error!r}): what was spent is not known;"
+            " remove it to count from nothing"
+        ) from None
+    if ledger.fleet != fleet:
+        raise errors.SetupError(
+            f"the scaler's ledger {path} is of the fleet {ledger.fleet}, not {fleet}: give another"
+            " --ledger"
+        )
+    return ledger
+
+
+def write(path: Path, ledger: Ledger) -> None:
+    """Replaces the file as a whole, so that an end in between leaves the old one.
+
+    Raises:
+        SetupError: it cannot be written.
+    """
+    draft = path.with_name(path.name + ".new")
+    try:
+        draft.write_text(json.dumps(asdict(ledger)) + "\n", encoding="utf-8")
+        draft.replace(path)
+    except OSError as error:
+        raise errors.SetupError(f"the scaler's ledger {path}: {error.strerror or error}") from None

@@ -1,0 +1,197 @@
+"""Looks at the queue and at the fleet each minute, and sets the replicas each quarter-hour."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import asdict, replace
+from pathlib import Path
+from typing import Any
+
+from fleet.salad import deployment
+from fleet.salad import groups as salad_groups
+from fleet.salad import price as salad_price
+from fleet.salad.gpus import GpuClass
+from fleet.salad.records import Group
+from fleet.scale import ledger
+from fleet.scale import speed as scale_speed
+from fleet.scale.decision import SETTLE_SECONDS, Decision, Goal, Known, decide
+from imagefleet import errors
+from imagefleet.storage.protocol import Storage
+
+log = logging.getLogger(__name__)
+
+
+class Scaler:
+    """One fleet's replicas, by its queue and its dollars."""
+
+    def __init__(
+        self,
+        goal: Goal,
+        fleet: deployment.Deployment,
+        home: Storage,
+        ledger_path: Path,
+        speeds: scale_speed.Speeds,
+        *,
+        is_dry_run: bool = False,
+        clock: Callable[[], float] = time.time,
+    ) -> None:
+        self._goal = goal
+        self._fleet = fleet
+        self._home = home
+        self._ledger_path = ledger_path
+        self._speeds = speeds
+        self._is_dry_run = is_dry_run
+        self._clock = clock
+        self._ledger = ledger.read(ledger_path, fleet.fleet, clock())
+        self._classes: Sequence[GpuClass] = ()
+        self._messages = 0
+        self._empty_since: float | None = None
+        self._empty_seconds = 0.0
+        self._due_at = clock()
+        self._has_looked = False
+
+    @property
+    def running(self) -> int:
+        """Workers that are billed, as of the last look."""
+        return self._ledger.running
+
+    @property
+    def is_finished(self) -> bool:
+        """Nothing waits, for long enough to be sure, and nothing runs."""
+        return self._empty_seconds >= SETTLE_SECONDS and self.running == 0
+
+    async def run(self, on_decision: Callable[[dict[str, Any]], None]) -> None:
+        """Decides for ever; what fails is logged, leaves the replicas and is tried again."""
+        while True:
+            await self.try_once(on_decision)
+            await asyncio.sleep(self._goal.look_seconds)
+
+    async def try_once(self, on_decision: Callable[[dict[str, Any]], None]) -> None:
+        """One look, and what follows from it; from an outage, nothing follows.
+
+        Raises:
+            SetupError: the very first look is refused; later on, that is outlived, too.
+        """
+        try:
+            on_decision(await self.step())
+        except (errors.TransientError, errors.SetupError) as error:
+            if isinstance(error, errors.SetupError) and not self._has_looked:
+                raise
+            log.warning(
+                "the replicas stay as they are: %s", error, extra={"action": "scale_look_failed"}
+            )
+
+    async def step(self) -> dict[str, Any]:
+        """One look, its decision carried out, and its record.
+
+        Raises:
+            TransientError: SaladCloud does not answer.
+        """
+        now = self._clock()
+        is_due = now >= self._due_at
+        groups = await self._fleet.groups()
+        if not groups:
+            raise errors.SetupError("there are no groups to scale: `imagefleet deploy salad apply`")
+        hindrance = "a rolling change is under way" if deployment.is_rolling(groups) else ""
+        if not await self._see_queue(now):
+            hindrance = "the queue does not answer"
+        running = sum(group.running for group in groups)
+        self._count(now, running, await self._price(groups, is_due=is_due))
+        self._speeds.queue.look(now, self._messages, running)
+        speed = await self._speeds.find()
+        known = Known(
+            now=now,
+            messages=self._messages,
+            empty_seconds=self._empty_seconds,
+            replicas=sum(group.replicas for group in groups if not group.is_stopped),
+            running=running,
+            spent_dollars=self._ledger.dollars,
+            price=self._ledger.price,
+            quota_free=await self._quota_free() if is_due else None,
+            jobs_per_second=speed.jobs_per_second,
+        )
+        self._has_looked = True
+        room = len(groups) * salad_groups.MAX_REPLICAS
+        goal = replace(self._goal, max_replicas=min(self._goal.max_replicas, room))
+        decision = decide(goal, known, is_due=is_due and not hindrance)
+        if hindrance and decision.replicas == known.replicas:
+            decision = Decision(known.replicas, hindrance)
+        await self._carry_out(decision, known, groups, is_due=is_due)
+        # What failed or was hindered is due at the next look still.
+        if is_due and not hindrance:
+            self._due_at = now + self._goal.every_seconds
+        return {
+            **asdict(known),
+            "speed": speed.source,
+            "wanted": decision.replicas,
+            "reason": decision.reason,
+        }
+
+    async def _see_queue(self, now: float) -> bool:
+        """Whether it answers; the cap has to be watched when it does not, too."""
+        try:
+            self._messages = (await self._home.queue.depth()).messages
+        except errors.TransientError as error:
+            log.warning("without the queue: %s", error, extra={"action": "queue_unknown"})
+            self._empty_since = None
+            self._empty_seconds = 0.0
+            return False
+        if self._messages:
+            self._empty_since = None
+        elif self._empty_since is None:
+            self._empty_since = now
+        self._empty_seconds = 0.0 if self._empty_since is None else now - self._empty_since
+        return True
+
+    async def _carry_out(
+        self, decision: Decision, known: Known, groups: Sequence[Group], *, is_due: bool
+    ) -> None:
+        if decision.replicas == known.replicas:
+            log.log(
+                logging.INFO if is_due else logging.DEBUG,
+                "%d replicas stay: %s",
+                known.replicas,
+                decision.reason,
+                extra={"action": "scale_keep", "replicas": known.replicas},
+            )
+            return
+        log.info(
+            "%s from %d to %d replicas: %s; $%.2f of $%.2f spent",
+            "would go" if self._is_dry_run else "going",
+            known.replicas,
+            decision.replicas,
+            decision.reason,
+            known.spent_dollars,
+            self._goal.max_dollars,
+            extra={"action": "scale", "replicas": decision.replicas, "before": known.replicas},
+        )
+        if self._is_dry_run:
+            return
+        await self._fleet.scale(decision.replicas, groups)
+
+    def _count(self, now: float, running: int, price: float | None) -> None:
+        self._ledger = self._ledger.counted(now, running, price)
+        if not self._is_dry_run:
+            ledger.write(self._ledger_path, self._ledger)
+
+    async def _price(self, groups: Sequence[Group], *, is_due: bool) -> float | None:
+        """Of the dearest class that a replica may get; the last that SaladCloud told."""
+        if is_due or not self._classes:
+            try:
+                self._classes = await self._fleet.api.gpu_classes()
+            except errors.TransientError as error:
+                log.warning("at the last prices: %s", error, extra={"action": "prices_unknown"})
+        found = [salad_price.of_group(group, self._classes) for group in groups]
+        most = [each.most if each else 0.0 for each in found]
+        # One group without a price, or at none, leaves the whole fleet's unknown.
+        return max(most) if most and min(most) > 0 else None
+
+    async def _quota_free(self) -> int | None:
+        try:
+            return (await self._fleet.api.quota()).free
+        except errors.TransientError as error:
+            log.warning("without the quota: %s", error, extra={"action": "quota_unknown"})
+            return None

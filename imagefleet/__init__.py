@@ -1,0 +1,1 @@
+"""What every part shares and what users import: jobs, storage, prices, telemetry. No torch."""

@@ -1,0 +1,1 @@
+"""What a job is: its message, its prompt language, its samplers."""

@@ -1,0 +1,1 @@
+"""What GPUs and storage cost, and how fast each GPU is."""

@@ -1,0 +1,1 @@
+"""Where jobs wait and where images go: two small protocols, implemented twice."""

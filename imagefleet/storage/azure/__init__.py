@@ -1,0 +1,1 @@
+"""Azure Queue Storage and Azure Blob Storage."""

@@ -1,0 +1,110 @@
+"""What an answer of Azure means: its SDK's exceptions become errors of our tree."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterator
+from contextlib import contextmanager
+
+import aiohttp
+from azure.core import exceptions
+
+from imagefleet import errors
+
+#: Another worker has the message, or it is gone.
+_LEASE_LOST = frozenset({"MessageNotFound", "PopReceiptMismatch"})
+
+MISSING = frozenset({"QueueNotFound", "ContainerNotFound"})
+
+#: The credentials are genuine and allow something else: a worker's SAS token may process
+#: messages without reading the queue's properties, and create blobs without listing them.
+LESS_PERMISSION = frozenset(
+    {"AuthorizationPermissionMismatch", "AuthorizationResourceTypeMismatch"}
+)
+
+#: Said of what no token of one queue or container allows: to create or to describe it.
+NOT_FOR_TOKENS = LESS_PERMISSION | {"AuthorizationFailure"}
+
+#: The credentials themselves are not accepted: expired, revoked, or not signed with a key of the
+#: account's. The second is Azurite's word for it; to Azure it is a firewall's refusal.
+_NOT_ACCEPTED = frozenset(
+    {"AuthenticationFailed", "AuthorizationFailure", "InvalidAuthenticationInfo"}
+)
+
+#: One job is too big or odd for Azure; the next one may not be.
+_JOB_AT_FAULT = frozenset(
+    {"RequestBodyTooLarge", "MetadataTooLarge", "InvalidMetadata", "EmptyMetadataKey"}
+)
+
+#: The server says itself that it did nothing; any other fault leaves open what it did.
+_NOTHING_DONE = frozenset({429, 503})
+
+
+class ReplyLostError(errors.TransientError):
+    """The request may have been carried out: its answer was lost."""
+
+
+class RefusedError(errors.SetupError):
+    """The credentials are expired, revoked or wrong; nothing was done."""
+
+
+@contextmanager
+def translated(what: str) -> Iterator[None]:
+    """Raises the SDK's errors inside as ours; *what* names the resource in their messages.
+
+    Without their cause: a traceback of aiohttp's may print the URL, and with it a SAS token.
+    """
+    try:
+        yield
+    except exceptions.HttpResponseError as error:
+        raise _from_response(error, what) from None
+    except (exceptions.AzureError, aiohttp.ClientError, OSError) as error:
+        raise _from_connection(error, what) from None
+
+
+@contextmanager
+def tolerated(codes: Collection[str]) -> Iterator[None]:
+    """Ends the block quietly on an answer with one of these error codes."""
+    try:
+        yield
+    except exceptions.HttpResponseError as error:
+        if code_of(error) not in codes:
+            raise
+
+
+def code_of(error: exceptions.HttpResponseError) -> str:
+    """Azure's own name of the error, from the SDK's enumeration or as it came."""
+    code = getattr(error, "error_code", None)
+    return str(getattr(code, "value", code) or "no error code")
+
+
+def _from_response(error: exceptions.HttpResponseError, what: str) -> errors.FleetError:
+    status, code = error.status_code, code_of(error)
+    if isinstance(error, exceptions.ClientAuthenticationError) and status is None:
+        return errors.SetupError(f"the account key for {what} is malformed")
+    answer = f"{code} (HTTP {status})"
+    if code in _LEASE_LOST:
+        return errors.LeaseLost(f"the lease is lost: {what} answers {answer}")
+    if code in MISSING:
+        return errors.SetupError(f"{what} does not exist; `imagefleet load` creates it")
+    if status in {401, 403}:
+        kind = RefusedError if code in _NOT_ACCEPTED else errors.SetupError
+        return kind(
+            f"Azure refuses access to {what}: {answer}; check the account key or the SAS token,"
+            " its permissions and its expiry"
+        )
+    if status == 413 or code in _JOB_AT_FAULT:  # noqa: PLR2004 - Content Too Large
+        return errors.JobError(f"{what} refuses it: {answer}")
+    # Without a status: a success whose body was no answer, from a proxy between us, say.
+    maybe_done = status is None or status < 400 or status == 408 or status >= 500  # noqa: PLR2004
+    lost = maybe_done and status not in _NOTHING_DONE
+    return (ReplyLostError if lost else errors.TransientError)(f"{what} answers {answer}")
+
+
+def _from_connection(error: Exception, what: str) -> errors.FleetError:
+    cause = getattr(error, "inner_exception", None) or error
+    # The text of a ClientResponseError ends in the URL.
+    text = cause.message if isinstance(cause, aiohttp.ClientResponseError) else str(cause)
+    message = f"cannot reach {what}: {type(cause).__name__} {text}".rstrip()
+    if isinstance(cause, (aiohttp.ClientConnectorError, aiohttp.ConnectionTimeoutError)):
+        return errors.TransientError(message)
+    return ReplyLostError(message)

@@ -1,0 +1,219 @@
+"""The job queue on Azure Queue Storage.
+
+The SDK's traps, each of which this file steps around: `receive_messages` goes on until the queue
+is empty unless it is held to one page; `update_message` without a timeout hands the message back;
+given a message object it sends the whole body again; messages die after seven days by default.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import dataclasses
+import math
+from collections.abc import AsyncIterator, Awaitable, Callable, Collection, Iterable
+from datetime import UTC, datetime
+from functools import partial
+from typing import Any, TypeVar
+
+from azure.storage.queue import QueueMessage
+from azure.storage.queue.aio import QueueClient
+
+from imagefleet import errors, retry
+from imagefleet.storage import protocol
+from imagefleet.storage.azure import errors as azure_errors
+from imagefleet.storage.azure.credentials import Access
+
+#: Sends, or messages handed back, in flight at once: more would only queue up in Azure, which takes
+#: 2,000 messages a second a queue.
+CONCURRENT_REQUESTS = 32
+
+#: Browsing more than a peek shows means leasing it. The messages are handed back at the end; if
+#: the reader dies on the way, they come back by themselves after this time. It lets about a
+#: hundred thousand be read before the first ones come back.
+BROWSE_LEASE_SECONDS = 300
+
+#: Azure's "never".
+_NO_EXPIRY = -1
+
+_Result = TypeVar("_Result")
+
+
+class AzureQueue:
+    """A job queue whose order is only roughly that of the sends, as Azure promises no more."""
+
+    def __init__(self, client: QueueClient, retries: retry.RetryPolicy, access: Access) -> None:
+        self._client = client
+        self._retries = retries
+        self._access = access
+
+    @property
+    def name(self) -> str:
+        return self._client.queue_name
+
+    async def create(self) -> bool:
+        """Creates the queue unless it is there; tells whether the credentials are for that."""
+
+        async def request() -> bool:
+            with azure_errors.tolerated(azure_errors.NOT_FOR_TOKENS):
+                with azure_errors.tolerated({"QueueAlreadyExists"}):
+                    await self._client.create_queue()
+                return True
+            return False
+
+        return await self._call(request)
+
+    async def check(self) -> None:
+        """Raises SetupError if the queue does not exist or the credentials are wrong."""
+
+        async def request() -> None:
+            with azure_errors.tolerated(azure_errors.LESS_PERMISSION):
+                await self._client.get_queue_properties()
+
+        await self._call(request)
+
+    async def send(self, bodies: Iterable[str]) -> None:
+        remaining = iter(protocol.checked_messages(bodies))
+
+        async def send_some() -> None:
+            for body in remaining:
+                request = partial(self._client.send_message, body, time_to_live=_NO_EXPIRY)
+                await self._call(request)
+
+        try:
+            async with asyncio.TaskGroup() as senders:
+                for _ in range(CONCURRENT_REQUESTS):
+                    senders.create_task(send_some())
+        except BaseExceptionGroup as failures:
+            raise failures.exceptions[0] from None
+
+    async def receive(
+        self, max_messages: int, lease_seconds: float
+    ) -> list[protocol.LeasedMessage]:
+        protocol.check_receive(max_messages, lease_seconds)
+
+        async def request() -> list[protocol.LeasedMessage]:
+            pages = self._client.receive_messages(
+                messages_per_page=max_messages,
+                max_messages=max_messages,
+                visibility_timeout=math.ceil(lease_seconds),
+            ).by_page()
+            async for page in pages:
+                return [
+                    protocol.LeasedMessage(**_facts(message), receipt=str(message.pop_receipt))
+                    async for message in page
+                ]
+            return []
+
+        return await self._call(request)
+
+    async def renew(
+        self, message: protocol.LeasedMessage, lease_seconds: float
+    ) -> protocol.LeasedMessage:
+        protocol.check_lease(lease_seconds)
+        updated = await self._set_visible_after(message, lease_seconds)
+        if updated is None:
+            # Our own lost renewal has replaced the receipt, or another worker has the message.
+            raise errors.TransientError(f"{self._what}: the answer to a renewal was lost")
+        return dataclasses.replace(message, receipt=str(updated.pop_receipt))
+
+    async def release(self, message: protocol.LeasedMessage, delay_seconds: float = 0) -> None:
+        await self._set_visible_after(message, delay_seconds)
+
+    async def delete(self, message: protocol.LeasedMessage) -> None:
+        await self._call_with_receipt(
+            lambda: self._client.delete_message(message.id, message.receipt)
+        )
+
+    async def browse(self) -> AsyncIterator[protocol.Message]:
+        visible = await self._peek(protocol.MAX_RECEIVE)
+        if len(visible) < protocol.MAX_RECEIVE:
+            for message in visible:
+                yield message
+            return
+        leased: dict[str, protocol.LeasedMessage] = {}
+        try:
+            while page := await self.receive(protocol.MAX_RECEIVE, BROWSE_LEASE_SECONDS):
+                fresh = [message for message in page if message.id not in leased]
+                leased.update((message.id, message) for message in page)
+                if not fresh:  # the first ones are back already: the reader is slow
+                    break
+                for message in fresh:
+                    yield message
+        finally:
+            await self._hand_back(leased.values())
+
+    async def depth(self) -> protocol.QueueDepth:
+        properties = await self._call(self._client.get_queue_properties)
+        front = await self._peek(1)
+        age_seconds = None
+        if front:
+            age_seconds = max(0.0, (datetime.now(UTC) - front[0].enqueued_at).total_seconds())
+        return protocol.QueueDepth(properties.approximate_message_count or 0, None, age_seconds)
+
+    @property
+    def _what(self) -> str:
+        return f"the queue {self.name!r}"
+
+    async def _call(self, request: Callable[[], Awaitable[_Result]]) -> _Result:
+        """Makes a request, its errors translated, until it succeeds or the retries end."""
+        return await self._retries.call(lambda: self._access.attempt(self._what, request))
+
+    async def _call_with_receipt(self, request: Callable[[], Awaitable[_Result]]) -> _Result | None:
+        """Makes a request that uses its receipt up.
+
+        None: a try whose answer was lost, and then a receipt that is good no longer. That try
+        went through, or another worker has the message: no answer tells these apart.
+        """
+        reply_lost = False
+
+        async def attempt() -> _Result:
+            nonlocal reply_lost
+            try:
+                return await self._access.attempt(self._what, request)
+            except azure_errors.ReplyLostError:
+                reply_lost = True
+                raise
+
+        try:
+            return await self._retries.call(attempt)
+        except errors.LeaseLost:
+            if reply_lost:
+                return None
+            raise
+
+    async def _set_visible_after(
+        self, message: protocol.LeasedMessage, seconds: float
+    ) -> QueueMessage | None:
+        # The message's id alone: given its content too, the SDK would send it again.
+        return await self._call_with_receipt(
+            lambda: self._client.update_message(
+                message.id, message.receipt, visibility_timeout=math.ceil(seconds)
+            )
+        )
+
+    async def _peek(self, max_messages: int) -> list[protocol.Message]:
+        peeked = await self._call(lambda: self._client.peek_messages(max_messages))
+        return [protocol.Message(**_facts(message)) for message in peeked]
+
+    async def _hand_back(self, messages: Collection[protocol.LeasedMessage]) -> None:
+        """Makes browsed messages visible again, as far as they are still ours."""
+        slots = asyncio.Semaphore(CONCURRENT_REQUESTS)
+
+        async def hand_back(message: protocol.LeasedMessage) -> None:
+            # What fails here comes back with the end of the lease.
+            async with slots:
+                with contextlib.suppress(errors.LeaseLost, errors.TransientError):
+                    await self.release(message)
+
+        await asyncio.gather(*(hand_back(message) for message in messages))
+
+
+def _facts(message: QueueMessage) -> dict[str, Any]:
+    """What every message of Azure's says; the SDK's types would allow None."""
+    return {
+        "id": message.id,
+        "body": message.content,
+        "delivery_count": message.dequeue_count,
+        "enqueued_at": message.inserted_on,
+    }

@@ -1,0 +1,1 @@
+"""The embedded storage: one SQLite file of queues and a folder of images."""

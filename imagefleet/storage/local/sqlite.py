@@ -1,0 +1,161 @@
+"""The SQLite file behind the embedded queues: one connection, in a thread of its own.
+
+The file must lie on a local disk: the write-ahead log is shared between processes in memory.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import sqlite3
+from collections.abc import Callable, Iterable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
+from pathlib import Path
+from typing import TypeVar
+
+from imagefleet import errors, retry
+
+#: Waiting for another process's transaction. They last milliseconds; a machine may be overloaded.
+BUSY_TIMEOUT_SECONDS = 30
+
+#: Pages (4 KiB) in the write-ahead log before they are moved to the file, which costs an fsync
+#: and a burst of writes. SQLite's own 1,000 does so every few hundred messages.
+CHECKPOINT_PAGES = 4_000
+
+_SCHEMA = (
+    "CREATE TABLE IF NOT EXISTS queues (name TEXT PRIMARY KEY) WITHOUT ROWID",
+    """
+    CREATE TABLE IF NOT EXISTS messages (
+        sequence INTEGER PRIMARY KEY AUTOINCREMENT,
+        queue TEXT NOT NULL REFERENCES queues (name),
+        visible_at REAL NOT NULL DEFAULT 0,
+        version INTEGER NOT NULL DEFAULT 0,
+        delivery_count INTEGER NOT NULL DEFAULT 0,
+        enqueued_at REAL NOT NULL,
+        id TEXT NOT NULL,
+        body TEXT NOT NULL
+    )
+    """,
+    "CREATE INDEX IF NOT EXISTS messages_in_order ON messages (queue, visible_at, sequence)",
+)
+
+_MISSING_QUEUE = frozenset({sqlite3.SQLITE_ERROR, sqlite3.SQLITE_CONSTRAINT})
+_NO_DATABASE = frozenset({sqlite3.SQLITE_NOTADB, sqlite3.SQLITE_CORRUPT})
+_NO_ACCESS = frozenset({sqlite3.SQLITE_READONLY, sqlite3.SQLITE_PERM, sqlite3.SQLITE_AUTH})
+
+_Result = TypeVar("_Result")
+
+
+class QueueFile:
+    """Runs transactions on one SQLite file; made for many processes, opened when first used."""
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        self._thread = ThreadPoolExecutor(max_workers=1, thread_name_prefix="queue-file")
+        self._connection: sqlite3.Connection | None = None
+
+    async def run(self, work: Callable[[sqlite3.Connection], _Result]) -> _Result:
+        """Does *work* in the file's thread.
+
+        Raises:
+            TransientError: another process holds the file for too long, or the disk is full.
+            SetupError: there is no such file or queue, or it is not to be used.
+        """
+        return await self._in_thread(lambda: work(self._open(create=False)))
+
+    async def create(self, queues: Iterable[str]) -> None:
+        """Makes the file and the queues that are not there yet."""
+        names = list(queues)
+        # Of two processes that make a new file at once, one may be told that it is locked without
+        # waiting: SQLite's busy timeout does not hold for the switch to a write-ahead log.
+        await retry.DEFAULT.call(lambda: self._in_thread(lambda: self._create(names)))
+
+    async def has_queue(self, name: str) -> bool:
+        def find(connection: sqlite3.Connection) -> bool:
+            row = connection.execute("SELECT 1 FROM queues WHERE name = ?", (name,)).fetchone()
+            return row is not None
+
+        return self.path.exists() and await self.run(find)
+
+    async def close(self) -> None:
+        await self._in_thread(self._close)
+        self._thread.shutdown()
+
+    async def _in_thread(self, work: Callable[[], _Result]) -> _Result:
+        def translated() -> _Result:
+            try:
+                return work()
+            except sqlite3.Error as error:
+                raise _translate(error, self.path) from error
+
+        return await asyncio.get_running_loop().run_in_executor(self._thread, translated)
+
+    def _create(self, queues: Iterable[str]) -> None:
+        try:
+            self.path.parent.mkdir(parents=True, exist_ok=True)
+        except OSError as error:
+            raise errors.SetupError(f"cannot make {self.path.parent}: {error.strerror}") from error
+        connection = self._open(create=True)
+        with transaction(connection, durable=True):
+            for statement in _SCHEMA:
+                connection.execute(statement)
+            rows = [(name,) for name in queues]
+            connection.executemany("INSERT OR IGNORE INTO queues (name) VALUES (?)", rows)
+
+    def _open(self, *, create: bool) -> sqlite3.Connection:
+        if self._connection is None:
+            # A worker with a typing error in its address must not make a home that nobody fills.
+            mode = "rwc" if create else "rw"
+            connection = sqlite3.connect(
+                f"{self.path.absolute().as_uri()}?mode={mode}",
+                uri=True,
+                timeout=BUSY_TIMEOUT_SECONDS,
+                isolation_level=None,
+            )
+            try:
+                connection.execute("PRAGMA journal_mode = WAL")
+                connection.execute(f"PRAGMA wal_autocheckpoint = {CHECKPOINT_PAGES}")
+                connection.execute("PRAGMA foreign_keys = ON")
+            except BaseException:
+                connection.close()
+                raise
+            self._connection = connection
+        return self._connection
+
+    def _close(self) -> None:
+        if self._connection is not None:
+            self._connection.close()
+            self._connection = None
+
+
+@contextmanager
+def transaction(connection: sqlite3.Connection, *, durable: bool = False) -> Iterator[None]:
+    """One write transaction; *durable* ones are on the disk when it ends.
+
+    The others survive the death of every process, and only a power cut may undo the last of them:
+    a lease or an acknowledgement that is lost so repeats a job, a message lost would lose one.
+    """
+    connection.execute(f"PRAGMA synchronous = {'FULL' if durable else 'NORMAL'}")
+    connection.execute("BEGIN IMMEDIATE")
+    try:
+        yield
+        connection.execute("COMMIT")
+    except BaseException:
+        if connection.in_transaction:  # some errors, a full disk say, have rolled it back already
+            connection.execute("ROLLBACK")
+        raise
+
+
+def _translate(error: sqlite3.Error, path: Path) -> errors.FleetError:
+    code = getattr(error, "sqlite_errorcode", sqlite3.SQLITE_ERROR) & 0xFF
+    if code == sqlite3.SQLITE_FULL:
+        return errors.TransientError(f"the disk is full: {path} cannot grow; free some space")
+    if code == sqlite3.SQLITE_CANTOPEN and not path.exists():
+        return errors.SetupError(f"there is no queue in {path.parent}: {path.name} is missing")
+    if code in _MISSING_QUEUE:
+        return errors.SetupError(f"{path} does not hold this queue: {error}")
+    if code in _NO_DATABASE:
+        return errors.SetupError(f"{path} is damaged or no queue file: {error}")
+    if code in _NO_ACCESS or code == sqlite3.SQLITE_CANTOPEN:
+        return errors.SetupError(f"no access to {path}: {error}")
+    return errors.TransientError(f"{path}: {error}")

@@ -1,0 +1,52 @@
+"""The embedded home: one folder with a SQLite file of queues and a folder of images."""
+
+from __future__ import annotations
+
+import asyncio
+from pathlib import Path
+from types import TracebackType
+from typing import Self
+
+from imagefleet import errors
+from imagefleet.storage import settings as storage_settings
+from imagefleet.storage.local.blobs import LocalBlobs
+from imagefleet.storage.local.queue import LocalQueue
+from imagefleet.storage.local.sqlite import QueueFile
+
+QUEUE_FILE = "queue.sqlite"
+
+
+class LocalHome:
+    """Queues and images of one machine. Touches the disk only when used; `create` makes it."""
+
+    def __init__(self, folder: Path, names: storage_settings.StorageSettings) -> None:
+        self._folder = folder
+        self._file = QueueFile(folder / QUEUE_FILE)
+        self.queue = LocalQueue(self._file, names.queue)
+        self.poison = LocalQueue(self._file, names.poison_queue)
+        self.blobs = LocalBlobs(folder / names.container)
+
+    @property
+    def url(self) -> str:
+        return f"local:{self._folder}"
+
+    async def create(self) -> None:
+        await self._file.create([self.queue.name, self.poison.name])
+        await asyncio.to_thread(self.blobs.make_folder)
+
+    async def check(self) -> None:
+        for queue in (self.queue, self.poison):
+            await queue.check()
+        if not self.blobs.folder.is_dir():
+            raise errors.SetupError(f"there is no folder {self.blobs.folder} for the images")
+
+    async def __aenter__(self) -> Self:
+        return self
+
+    async def __aexit__(
+        self,
+        error_type: type[BaseException] | None,
+        error: BaseException | None,
+        traceback: TracebackType | None,
+    ) -> None:
+        await self._file.close()

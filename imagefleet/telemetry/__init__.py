@@ -1,0 +1,1 @@
+"""Logs, metrics and probes of a long-running process."""

@@ -1,1 +1,0 @@
-"""The ground floor: what a job is, where jobs wait and where images go. Imports no other room."""

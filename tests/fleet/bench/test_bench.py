@@ -1,0 +1,158 @@
+"""The benchmark commands on a small checkpoint; what they print is measured, so never compared."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from fleet.bench import command as bench
+from fleet.bench import jobs, tiny_model, work
+from imagefleet import errors
+from imagefleet.job.message import read_job
+from worker.engine import checkpoint, contract, text
+from worker.testing import StandInEngine
+
+pytestmark = pytest.mark.filterwarnings(
+    # diffusers hands torch tensors to numpy 2 in a way that numpy will drop
+    "ignore:__array__ implementation:DeprecationWarning"
+)
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    torch.set_num_threads(1)
+    return tiny_model.build_tiny_checkpoint(tmp_path_factory.mktemp("model") / "tiny")
+
+
+@pytest.fixture
+def workload(tmp_path: Path) -> jobs.Workload:
+    return jobs.Workload("a house", "ugly", (64, 64), tmp_path, ("one", "two", "three"))
+
+
+def test_the_engine_is_measured_against_the_limit_and_against_diffusers(
+    in_process: Any, model: Path, tmp_path: Path
+) -> None:
+    arguments = ("--model", str(model), "--seconds", "0.3", "--slots", "2", "--baseline")
+    priced = ("--price-per-hour", "0.36", "--report", str(tmp_path / "new" / "report.json"))
+    ended = in_process("bench", "engine", *arguments, *priced)
+    assert ended.returncode == 0, ended.stderr
+    report = json.loads((tmp_path / "new" / "report.json").read_text())
+    assert (report["width"], report["height"], report["slots"]) == (64, 64, 2)
+    assert all(report[name] > 0 for name in report if name.endswith("images_per_second"))
+    assert report["over_diffusers_peft"] == pytest.approx(
+        report["mixed_lora_images_per_second"] / report["diffusers_peft_images_per_second"]
+    )
+    assert report["matrix_limit_fraction"] < 1
+    assert report["images_per_dollar"] == pytest.approx(10_000 * report["worker_images_per_second"])
+    assert report["idle_fraction"] < 0.5
+    assert report["recompiles_after_warmup"] == 0
+    assert "images a dollar" in ended.stdout
+
+
+def test_latency_is_measured_for_each_batch(in_process: Any, model: Path, tmp_path: Path) -> None:
+    arguments = ("--batch", "1", "--batch", "2", "--steps", "3", "--repeats", "1")
+    report_file = tmp_path / "report.json"
+    ended = in_process(
+        "bench", "latency", "--model", str(model), *arguments, "--report", str(report_file)
+    )
+    assert ended.returncode == 0, ended.stderr
+    rows = json.loads(report_file.read_text())["rows"]
+    assert [row["batch"] for row in rows] == [1, 2]
+    assert all(row["engine_seconds"] > 0 and row["diffusers_seconds"] > 0 for row in rows)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "complaint"),
+    [
+        (("--device", "tpu"), "'tpu' is no device"),
+        (("--model", "nowhere"), "'nowhere' does not exist"),
+        (("--gpu", "RTX 9999"), "no GPU class"),
+        (("--priority", "urgent"), "--priority"),
+    ],
+)
+def test_what_is_wrong_is_said_in_one_line(
+    in_process: Any, arguments: tuple[str, ...], complaint: str
+) -> None:
+    ended = in_process("bench", "engine", *arguments)
+    assert ended.returncode == 2
+    assert complaint in ended.stderr
+    assert "Traceback" not in ended.stderr
+
+
+@pytest.mark.parametrize(
+    ("name", "gigabytes", "dollars"),
+    [
+        ("NVIDIA GeForce RTX 4090", 23.6, 0.16),
+        ("NVIDIA GeForce RTX 3060", 11.8, 0.04),
+        ("NVIDIA GeForce RTX 3060", 7.8, 0.03),
+        ("NVIDIA H200", 139.8, None),
+        ("x86_64", 0, None),
+    ],
+)
+def test_the_price_of_a_card_is_looked_up_by_its_name_and_memory(
+    name: str, gigabytes: float, dollars: float | None
+) -> None:
+    hardware = {"device": name, "memory_bytes": int(gigabytes * 2**30)}
+    assert bench._dollars_per_hour(None, None, "batch", hardware) == dollars
+
+
+def test_requests_and_messages_are_the_same_jobs(workload: jobs.Workload) -> None:
+    for number in range(5):
+        request, job = workload.request(number), read_job(workload.message(number), "id")
+        (lora,) = request.loras
+        assert f"<lora:{lora.name}:{lora.unet_weight}>" in job.prompt
+        assert job.prompt.startswith(request.prompt)
+        assert (job.sampler, job.steps, job.seed) == (request.sampler, 15, request.seed)
+        assert (job.width, job.height) == (request.width, request.height)
+
+
+def test_no_two_jobs_of_a_round_share_lora_prompt_or_seed(workload: jobs.Workload) -> None:
+    requests = [workload.request(number) for number in range(3)]
+    assert len({request.loras[0].name for request in requests}) == 3
+    assert len({request.prompt for request in requests}) == 3
+    assert len({request.seed for request in requests}) == 3
+
+
+def test_mixed_steps_come_equally_often(tmp_path: Path) -> None:
+    steps = tuple(jobs.MIXED_STEPS)
+    mixed = jobs.Workload("a", "b", (16, 16), tmp_path, steps=steps)
+    assert sorted(mixed.request(number).steps for number in range(len(steps))) == list(steps)
+
+
+def test_the_reference_message_keeps_its_length_with_another_tokenizer(model: Path) -> None:
+    spelled_out = text.Tokenizer(checkpoint.read_tokenizer(model / "tokenizer"))
+    words, negative = jobs.reference_words(model / "tokenizer")
+    all_words, _ = jobs.reference_words(None)
+    assert len(spelled_out.chunks(f"999999 {words}")) == jobs.PROMPT_CHUNKS
+    assert len(spelled_out.chunks(negative)) == jobs.NEGATIVE_CHUNKS
+    assert all_words.startswith(words)
+    assert "lora" not in all_words
+
+
+def test_a_rate_counts_whole_rounds_and_leaves_the_first_out() -> None:
+    finished_at = [1.0, 1.0, 3.0, 3.0, 5.0, 5.0, 5.5]
+    rate = work.rate_of(finished_at, [10, 10, 20, 20, 30, 30, 99], 2)
+    assert (rate.images, rate.unet_calls, rate.seconds) == (4, 100, 4.0)
+    with pytest.raises(errors.SetupError, match="too few"):
+        work.rate_of(finished_at[:3], [1] * 3, 2)
+
+
+def test_an_engine_is_kept_full_and_left_empty(workload: jobs.Workload) -> None:
+    engine = StandInEngine(capacity=4, tick_seconds=0.02)
+    rate = work.drive(engine, workload.requests(), 0.2)
+    assert not engine.busy
+    assert rate.images % 4 == 0
+    assert 0.2 <= rate.seconds < 3
+    assert rate.images_per_second < 200
+
+
+def test_a_failed_image_is_no_speed(workload: jobs.Workload) -> None:
+    def refuse(request: contract.ImageRequest) -> contract.Pixels:
+        raise errors.TransientError("the image came out as NaN")
+
+    with pytest.raises(errors.TransientError, match="NaN"):
+        work.drive(StandInEngine(draw=refuse), workload.requests(), 0.1)

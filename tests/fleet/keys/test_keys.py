@@ -1,0 +1,447 @@
+"""`imagefleet keys`: what each token is said to allow it allows, and nothing else, on Azurite."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import dataclasses
+import json
+import shlex
+import stat
+import subprocess
+from collections.abc import AsyncIterator, Callable
+from datetime import UTC, datetime, timedelta
+from pathlib import Path
+from typing import Any
+from urllib.parse import parse_qs
+
+import pytest
+from azure.core.exceptions import HttpResponseError
+from pydantic import SecretStr
+
+from fleet import options
+from fleet.keys import check as keys_check
+from fleet.keys import command as keys
+from fleet.keys import mint
+from fleet.keys.roles import ROLES, Role
+from fleet.monitor import status
+from imagefleet import errors, retry
+from imagefleet.storage import dead_letter_queue, protocol
+from imagefleet.storage import open as storage_open
+from imagefleet.storage.azure import account as azure_address
+from imagefleet.storage.azure import sas
+from imagefleet.storage.azure.storage import API_VERSION, AzureHome
+from imagefleet.storage.dead_letter import FailedJob
+from imagefleet.storage.settings import StorageSettings
+
+LEASE_SECONDS = 30
+ONE_HOUR = timedelta(hours=1)
+
+#: Of nobody's account: the address, the name and the key are made up.
+REAL_ACCOUNT = (
+    "DefaultEndpointsProtocol=https;AccountName=pictures;AccountKey=a2V5a2V5;"
+    "EndpointSuffix=core.windows.net"
+)
+
+Imagefleet = Callable[..., "subprocess.CompletedProcess[str]"]  # the fixture of conftest.py
+
+
+@pytest.fixture
+async def owner(azurite_settings: StorageSettings) -> AsyncIterator[protocol.Storage]:
+    """The home, opened with the account's key."""
+    async with storage_open.open_storage(azurite_settings) as home:
+        await home.create()
+        yield home
+
+
+def with_role(settings: StorageSettings, role: Role) -> StorageSettings:
+    """The settings of who has nothing but a role's tokens."""
+    minted = mint.Minter(settings).mint(role, ONE_HOUR)
+    tokens = {f"{resource}_sas": SecretStr(token) for resource, token in minted.tokens.items()}
+    return settings.model_copy(update={"storage": minted.storage, **tokens})
+
+
+async def refused(request: Any) -> None:
+    with pytest.raises(errors.SetupError, match="Azure refuses access"):
+        await request
+
+
+# What each role's tokens allow, used as the role uses them
+
+
+async def test_a_workers_tokens_do_a_workers_work_and_no_more(
+    azurite_settings: StorageSettings, owner: protocol.Storage
+) -> None:
+    await owner.queue.send(["a job", "another", "a bad one"])
+    await owner.blobs.create("loras/fox.safetensors", b"weights", "application/octet-stream", {})
+    async with AzureHome(with_role(azurite_settings, ROLES["worker"]), retry.NEVER) as worker:
+        await worker.check()
+        assert (await worker.queue.depth()).messages == 3
+        done, back, bad = await worker.queue.receive(32, LEASE_SECONDS)
+        done = await worker.queue.renew(done, LEASE_SECONDS)
+        assert await worker.blobs.read("loras/fox.safetensors") == b"weights"
+        assert await worker.blobs.read("loras/none.safetensors") is None
+        assert await worker.blobs.create("fox.png", b"pixels", "image/png", {"seed": "1"})
+        assert not await worker.blobs.create("fox.png", b"others", "image/png", {"seed": "1"})
+        await worker.queue.delete(done)
+        await worker.queue.release(back)
+        await worker.poison.send([bad.body])
+        await worker.queue.delete(bad)
+
+        await refused(worker.queue.send(["a job"]))
+        await refused(worker.poison.depth())
+        await refused(worker.poison.receive(1, LEASE_SECONDS))
+        await refused(anext(worker.poison.browse()))
+        await refused(anext(worker.blobs.names()))
+    assert (await owner.queue.depth()).messages == 1
+    assert await owner.blobs.read("fox.png") == b"pixels"
+
+
+async def test_a_workers_tokens_neither_overwrite_nor_delete_nor_clear(
+    azurite_settings: StorageSettings, owner: protocol.Storage
+) -> None:
+    await owner.queue.send(["a job"])
+    await owner.blobs.create("fox.png", b"pixels", "image/png", {})
+    settings = with_role(azurite_settings, ROLES["worker"])
+    address = azure_address.read_address(settings.storage)
+    access = keys_check.Credentials(address, settings)
+    options = {"api_version": API_VERSION, "retry_total": 0}
+    mismatch = pytest.raises(HttpResponseError, match="PermissionMismatch")
+    async with (
+        address.queue_client(settings.queue, access.queue.credential, **options) as queue,
+        address.container_client(settings.container, access.blob.credential, **options) as blobs,
+    ):
+        with mismatch:
+            await blobs.upload_blob("fox.png", b"others", overwrite=True)
+        with mismatch:
+            await blobs.delete_blob("fox.png")
+        with mismatch:
+            await blobs.delete_container()
+        with mismatch:
+            await queue.clear_messages()
+        with mismatch:
+            await queue.delete_queue()
+    assert await owner.blobs.read("fox.png") == b"pixels"
+    assert (await owner.queue.depth()).messages == 1
+
+
+async def test_load_needs_nothing_but_to_add(
+    azurite_settings: StorageSettings, owner: protocol.Storage, tmp_path: Path
+) -> None:
+    from loadgen import sources
+    from loadgen.load import Load
+
+    jobs = tmp_path / "jobs.jsonl"
+    jobs.write_text('{"prompt": "a fox"}\n{"prompt": "an owl"}\n')
+    home = AzureHome(with_role(azurite_settings, ROLES["load"]), retry.NEVER)
+    async with home:
+        source = sources.open_source(str(jobs), count=None, seed=None, on_invalid=None)
+        place = tmp_path / "checkpoint.json"
+        options = {"place": place, "restart": False, "concurrency": 2, "rate": None}
+        summary = await Load(home, source, **options).run(lambda _confirmed: None)
+        assert summary.sent == 2
+        await refused(home.queue.receive(1, LEASE_SECONDS))
+        await refused(home.queue.depth())
+        await refused(home.poison.send(["x"]))
+        await refused(home.blobs.create("fox.png", b"pixels", "image/png", {}))
+    assert (await owner.queue.depth()).messages == 2
+
+
+async def test_a_monitor_sees_everything_and_changes_nothing(
+    azurite_settings: StorageSettings, owner: protocol.Storage
+) -> None:
+    await owner.queue.send(["a job"])
+    await owner.blobs.create("spring/fox.png", b"pixels", "image/png", {"job": "1"})
+    async with AzureHome(with_role(azurite_settings, ROLES["monitor"]), retry.NEVER) as home:
+        await home.check()
+        assert (await status.read_status(home)).queue.messages == 1
+        assert [each.name async for each in home.blobs.records("spring/")] == ["spring/fox.png"]
+        assert await home.blobs.read("spring/fox.png") == b"pixels"
+        await refused(home.queue.send(["x"]))
+        await refused(home.queue.receive(1, LEASE_SECONDS))
+        await refused(home.poison.receive(1, LEASE_SECONDS))
+        await refused(home.blobs.create("owl.png", b"pixels", "image/png", {}))
+
+
+async def test_an_operator_lists_replays_and_discards_failed_jobs(
+    azurite_settings: StorageSettings, owner: protocol.Storage
+) -> None:
+    record = FailedJob(
+        id="j1",
+        campaign=None,
+        error="MissingFileError",
+        reason="there is no LoRA",
+        attempts=1,
+        worker="w",
+        failed_at=datetime.now(UTC),
+        body='{"prompt": "a fox"}',
+    )
+    await owner.poison.send([record.encode()] * 40)
+    async with AzureHome(with_role(azurite_settings, ROLES["operator"]), retry.NEVER) as home:
+        await home.check()
+        everything = dead_letter_queue.Selection()
+        listed = [entry async for entry in dead_letter_queue.browse(home, everything)]
+        assert len(listed) == 40
+        assert (await dead_letter_queue.replay(home, everything)).done == 40
+        assert (await owner.queue.depth()).messages == 40
+        await owner.poison.send([record.encode()])
+        assert (await dead_letter_queue.discard(home, everything)).done == 1
+        await refused(home.queue.receive(1, LEASE_SECONDS))
+        await refused(home.blobs.create("owl.png", b"pixels", "image/png", {}))
+
+
+@pytest.mark.parametrize("letters", ["r", "a", "u", "p", "raup"])
+async def test_the_check_finds_exactly_the_permissions_of_a_queues_token(
+    azurite_settings: StorageSettings, owner: protocol.Storage, letters: str
+) -> None:
+    role = Role("test", "x", queue=letters, poison="a", blob="r")
+    checked = await keys_check.check(with_role(azurite_settings, role))
+    assert set(checked[0].allowed) == set(letters)
+    assert set(checked[0].denied) == set("raup") - set(letters)
+    assert (await owner.queue.depth()).messages == 0, "the check has sent something"
+
+
+@pytest.mark.parametrize("letters", ["r", "c", "l", "d", "rc", "rwdcl"])
+async def test_the_check_finds_exactly_the_permissions_of_a_containers_token(
+    azurite_settings: StorageSettings, owner: protocol.Storage, letters: str
+) -> None:
+    role = Role("test", "x", queue="r", poison="a", blob=letters)
+    checked = await keys_check.check(with_role(azurite_settings, role))
+    assert set(checked[2].allowed) == set(letters)
+    assert [name async for name in owner.blobs.names()] == [], "the check has written something"
+
+
+@pytest.mark.parametrize("letter", ["r", "u", "p"])
+async def test_a_worker_needs_each_permission_on_its_queue(
+    azurite_settings: StorageSettings, owner: protocol.Storage, letter: str
+) -> None:
+    needed: dict[str, Callable[[AzureHome], Any]] = {
+        "r": lambda home: home.queue.depth(),
+        "u": lambda home: home.queue.release(leased),
+        "p": lambda home: home.queue.delete(leased),
+    }
+    await owner.queue.send(["a job"])
+    (leased,) = await owner.queue.receive(1, LEASE_SECONDS)
+    less = dataclasses.replace(ROLES["worker"], queue="rup".replace(letter, ""))
+    async with AzureHome(with_role(azurite_settings, less), retry.NEVER) as home:
+        await home.check()
+        for each, request in needed.items():
+            if each == letter:
+                await refused(request(home))
+    async with AzureHome(with_role(azurite_settings, ROLES["worker"]), retry.NEVER) as home:
+        await needed[letter](home)
+
+
+# Tokens and what they are for
+
+
+def test_tokens_for_azure_are_for_https_alone_and_short_enough_for_saladcloud() -> None:
+    settings = StorageSettings(storage=REAL_ACCOUNT, queue="q" * 56, container="c" * 56)
+    for role in ROLES.values():
+        minted = mint.Minter(settings).mint(role, ONE_HOUR)
+        assert minted.storage == "https://pictures.blob.core.windows.net"
+        for token in minted.tokens.values():
+            fields = parse_qs(token)
+            assert fields["spr"] == ["https"]
+            assert "st" not in fields, "a clock that is behind would not accept it yet"
+            assert len(token) < mint.MAX_CHARACTERS
+
+
+def test_an_account_at_an_address_of_its_own_keeps_it() -> None:
+    address = (
+        "AccountName=pictures;AccountKey=a2V5a2V5;BlobEndpoint=https://pictures.example.com/;"
+        "QueueEndpoint=https://jobs.example.com/"
+    )
+    minter = mint.Minter(StorageSettings(storage=address))
+    assert minter.storage == (
+        "BlobEndpoint=https://pictures.example.com;QueueEndpoint=https://jobs.example.com"
+    )
+
+
+def test_the_printed_lines_are_for_a_shell_and_without_the_key(imagefleet: Imagefleet) -> None:
+    result = imagefleet("keys", "worker", "--queue", "spring", IMAGEFLEET_STORAGE=REAL_ACCOUNT)
+    assert result.returncode == 0, result.stderr
+    variables = {}
+    for line in result.stdout.splitlines():
+        export, assignment = shlex.split(line)
+        assert export == "export"
+        name, _, value = assignment.partition("=")
+        variables[name] = value
+    assert variables.pop("IMAGEFLEET_STORAGE") == "https://pictures.blob.core.windows.net"
+    assert variables.pop("IMAGEFLEET_QUEUE") == "spring"
+    assert variables.pop("IMAGEFLEET_CONTAINER") == "images"
+    permissions = {name: parse_qs(value)["sp"] for name, value in variables.items()}
+    assert permissions == {
+        "IMAGEFLEET_QUEUE_SAS": ["rup"],
+        "IMAGEFLEET_POISON_SAS": ["a"],
+        "IMAGEFLEET_BLOB_SAS": ["rc"],
+    }
+    assert "create blobs, never overwrite one" in result.stderr
+    assert "a2V5a2V5" not in result.stdout + result.stderr
+
+
+def test_the_file_is_its_owners_alone_and_replaced_whole(
+    imagefleet: Imagefleet, tmp_path: Path
+) -> None:
+    file = tmp_path / "tokens.json"
+    file.write_text("the old ones")
+    file.chmod(0o644)
+    result = imagefleet("keys", "worker", "--file", str(file), IMAGEFLEET_STORAGE=REAL_ACCOUNT)
+    assert result.returncode == 0, result.stderr
+    assert "sig=" not in result.stdout + result.stderr
+    assert stat.S_IMODE(file.stat().st_mode) == 0o600
+    assert list(tmp_path.iterdir()) == [file]
+    tokens = sas.read_tokens(file.read_bytes())
+    assert tokens.ends_at is not None
+    hours = (tokens.ends_at - datetime.now(UTC)) / ONE_HOUR
+    assert keys.DEFAULT_HOURS - 0.1 < hours <= keys.DEFAULT_HOURS
+
+
+def test_tokens_for_long_come_with_a_warning(in_process: Imagefleet) -> None:
+    arguments = ["keys", "worker", "--storage", REAL_ACCOUNT]
+    assert "warning" not in in_process(*arguments).stderr
+    assert "warning: 30 days are long" in in_process(*arguments, "--hours", "720").stderr
+    assert in_process(*arguments, "--hours", "9000").returncode == 2
+
+
+@pytest.mark.parametrize(
+    ("address", "complaint"),
+    [
+        ("local:somewhere", "a folder needs no keys"),
+        ("https://pictures.blob.core.windows.net", "made with the account's key"),
+        (
+            "BlobEndpoint=https://a.b;QueueEndpoint=https://c.d;SharedAccessSignature=sv=1&sig=x",
+            "made with the account's key",
+        ),
+    ],
+)
+def test_without_an_accounts_key_there_are_no_tokens(
+    in_process: Imagefleet, address: str, complaint: str
+) -> None:
+    result = in_process("keys", "worker", "--storage", address)
+    assert result.returncode == 2
+    assert complaint in result.stderr
+
+
+# Checking
+
+
+def test_the_check_says_what_a_worker_lacks_and_has_too_much(
+    azurite_settings: StorageSettings, created: None, in_process: Imagefleet
+) -> None:
+    flags = flags_of(
+        with_role(azurite_settings, Role("x", "x", queue="rap", poison="a", blob="rc"))
+    )
+    result = in_process("keys", "check", "worker", *flags)
+    assert result.returncode == 2
+    assert f"worker lacks, on {azurite_settings.queue}: renew and hand back" in result.stderr
+    assert f"more than worker needs, on {azurite_settings.queue}: add messages" in result.stderr
+
+
+def test_the_check_is_content_with_a_workers_own_tokens(
+    azurite_settings: StorageSettings, created: None, in_process: Imagefleet
+) -> None:
+    flags = flags_of(with_role(azurite_settings, ROLES["worker"]))
+    result = in_process("keys", "check", "worker", *flags, "--json")
+    assert result.returncode == 0, result.stderr
+    assert result.stderr == ""
+    queue, poison, blob = json.loads(result.stdout)["resources"]
+    assert [each["allowed"] for each in (queue, poison, blob)] == ["rup", "a", "rc"]
+    until = datetime.fromisoformat(queue["until"]) - datetime.now(UTC)
+    assert timedelta(minutes=59) < until <= ONE_HOUR
+
+
+def test_the_check_of_expired_tokens_says_so_in_one_line(
+    azurite_settings: StorageSettings, created: None, in_process: Imagefleet
+) -> None:
+    minted = mint.Minter(azurite_settings).mint(ROLES["worker"], -ONE_HOUR)
+    tokens = {f"{resource}_sas": SecretStr(token) for resource, token in minted.tokens.items()}
+    settings = azurite_settings.model_copy(update={"storage": minted.storage, **tokens})
+    result = in_process("keys", "check", *flags_of(settings))
+    assert result.returncode == 2
+    assert "expiry" in result.stderr
+    assert len(result.stderr.splitlines()) == 1
+
+
+# Stored policies
+
+
+def test_a_policy_is_prolonged_by_the_same_command_and_ends_when_revoked(
+    azurite_settings: StorageSettings, created: None, in_process: Imagefleet
+) -> None:
+    account = flags_of(azurite_settings)
+    names = ["--queue", azurite_settings.queue, "--container", azurite_settings.container]
+    short = in_process(
+        "keys", "worker", "--hours", "0.05", "--policy", "spring", "--json", *account
+    )
+    assert short.returncode == 0, short.stderr
+    tokens = json.loads(short.stdout)
+    bearer = [
+        *("--storage", tokens["storage"], *names),
+        *("--queue-sas", tokens["queue"], "--poison-sas", tokens["poison"]),
+        *("--blob-sas", tokens["blob"]),
+    ]
+    assert "sp=" not in tokens["queue"], "the policy says what the token allows"
+    assert in_process("keys", "check", "worker", *bearer).returncode == 0
+
+    assert in_process("keys", "worker", "--policy", "spring", *account).returncode == 0
+    policies = asyncio.run(_policies(azurite_settings))
+    assert {each.permission for each in policies} == {"rup", "a", "rc"}
+    ends = min(datetime.fromisoformat(str(each.expiry)) for each in policies)
+    assert ends > datetime.now(UTC) + timedelta(hours=keys.DEFAULT_HOURS - 1)
+
+    assert in_process("keys", "revoke", "spring", *account).returncode == 0
+    assert in_process("keys", "check", *bearer).returncode == 2
+    again = in_process("keys", "revoke", "spring", *account)
+    assert "there is no policy 'spring'" in again.stderr
+
+
+def test_a_policy_is_not_given_to_another_role(
+    azurite_settings: StorageSettings, created: None, in_process: Imagefleet
+) -> None:
+    account = flags_of(azurite_settings)
+    assert in_process("keys", "worker", "--policy", "spring", *account).returncode == 0
+    result = in_process("keys", "load", "--policy", "spring", *account)
+    assert result.returncode == 2
+    assert "give each role its own name" in result.stderr
+
+
+def test_a_sixth_policy_is_refused_with_the_names_of_the_five(
+    azurite_settings: StorageSettings, created: None, in_process: Imagefleet
+) -> None:
+    account = flags_of(azurite_settings)
+    for number in range(5):
+        policy = f"p{number}"
+        assert in_process("keys", "load", "--policy", policy, *account).returncode == 0
+    result = in_process("keys", "load", "--policy", "p5", *account)
+    assert result.returncode == 2
+    assert "p0, p1, p2, p3, p4" in result.stderr
+
+
+@pytest.fixture
+def created(azurite_settings: StorageSettings) -> None:
+    """The queues and the container are there; for tests without an event loop of their own."""
+
+    async def create() -> None:
+        async with storage_open.open_storage(azurite_settings) as home:
+            await home.create()
+
+    asyncio.run(create())
+
+
+def flags_of(settings: StorageSettings) -> list[str]:
+    flags = ["--storage", settings.storage]
+    for name in ("queue", "container"):
+        flags += [f"--{name}", getattr(settings, name)]
+    for name in ("queue_sas", "poison_sas", "blob_sas"):
+        if (token := getattr(settings, name)) is not None:
+            flags += [options.flag(name), token.get_secret_value()]
+    return flags
+
+
+async def _policies(settings: StorageSettings) -> list[Any]:
+    found = []
+    async with contextlib.AsyncExitStack() as stack:
+        for client in (await mint._clients(settings, stack)).values():
+            found += (await mint._read_policies(client)).values()
+    return found

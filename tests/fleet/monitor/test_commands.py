@@ -1,0 +1,147 @@
+"""The commands that read the workers' metrics, before a real server."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import re
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import aiohttp
+import pytest
+
+from fleet.monitor import rates, top
+from imagefleet.storage import open as storage_open
+from imagefleet.storage.settings import StorageSettings
+
+COMMAND = Path(sys.executable).with_name("imagefleet")
+
+Imagefleet = Callable[..., "subprocess.CompletedProcess[str]"]  # the fixture of conftest.py
+
+
+def history(instance: str, gpu: str, images_per_second: float, price: float) -> str:
+    """A worker's last two minutes and a half, as pushed every ten seconds."""
+    now = int(time.time() * 1000)
+    labels = f'job="imagefleet-worker",instance="{instance}"'
+    lines = []
+    for ago in range(150, -1, -10):
+        seconds = 150 - ago
+        at = now - 1000 * ago
+        values = {
+            f'imagefleet_worker_info{{{labels},worker="{instance}-name",gpu="{gpu}",group="g"}}': 1,
+            f"imagefleet_images_total{{{labels}}}": images_per_second * seconds,
+            f'imagefleet_cost_dollars_total{{{labels},kind="gpu"}}': price * seconds / 3600,
+            f'imagefleet_cost_dollars_total{{{labels},kind="storage"}}': price * seconds / 14_400,
+            f"imagefleet_price_dollars_per_hour{{{labels}}}": price,
+            f"imagefleet_gpu_busy_seconds_total{{{labels}}}": 0.75 * seconds,
+            f'imagefleet_gpu_idle_seconds_total{{{labels},reason="starved"}}': 0.25 * seconds,
+            f'imagefleet_jobs_total{{{labels},outcome="completed"}}': images_per_second * seconds,
+            f'imagefleet_failed_jobs_total{{{labels},error="JobError"}}': 0,
+        }
+        lines += [f"{name} {value} {at}" for name, value in values.items()]
+    return "\n".join(lines) + "\n"
+
+
+@pytest.fixture
+async def two_workers(victoria_metrics: Any) -> Any:
+    """A server with the history of a fast worker and of a slow one."""
+    text = history("fast", "RTX 4090 24GB", 4.0, 0.16) + history("slow", "RTX 3060 8GB", 0.5, 0.04)
+    async with (
+        aiohttp.ClientSession() as client,
+        client.post(victoria_metrics.push_url, data=text) as response,
+    ):
+        assert response.status == 204
+    await victoria_metrics.arrived()
+    return victoria_metrics
+
+
+async def test_status_tells_images_a_second_and_a_dollar(
+    two_workers: Any, tmp_path: Path, imagefleet: Imagefleet
+) -> None:
+    address = f"local:{tmp_path}/home"
+    async with storage_open.open_storage(StorageSettings(storage=address)) as home:
+        await home.create()
+    arguments = ("status", "--storage", address, "--prometheus", two_workers.url)
+    result = await asyncio.to_thread(imagefleet, *arguments, "--json")
+    fleet = json.loads(result.stdout)["fleet"]
+
+    assert fleet["workers"] == 2
+    assert fleet["images_per_second"] == pytest.approx(4.5, rel=0.01)
+    assert fleet["images_per_dollar_gpu_only"] == pytest.approx(4.5 * 3600 / 0.2, rel=0.01)
+    assert fleet["images_per_dollar"] == pytest.approx(4.5 * 3600 / 0.25, rel=0.01)
+    assert fleet["dollars_per_hour"] == pytest.approx(0.25, rel=0.01)
+    assert fleet["gpu_idle_fraction"] == pytest.approx(0.25, rel=0.01)
+
+    text = " ".join((await asyncio.to_thread(imagefleet, *arguments)).stdout.split())
+    assert re.search(r"images a dollar, all in 6[45],\d{3}", text), text
+    assert "GPU idle 25.0 %" in text
+
+
+async def test_top_shows_the_slowest_first(two_workers: Any, imagefleet: Imagefleet) -> None:
+    arguments = ("top", "--prometheus", two_workers.url)
+    result = await asyncio.to_thread(imagefleet, *arguments, "--json")
+    workers = json.loads(result.stdout)["workers"]
+
+    assert [each["worker"] for each in workers] == ["slow-name", "fast-name"]
+    assert workers[1]["gpu"] == "RTX 4090 24GB"
+    assert workers[1]["images_per_second"] == pytest.approx(4, rel=0.01)
+    assert workers[1]["images_per_dollar"] == pytest.approx(4 * 3600 / 0.2, rel=0.01)
+
+    shown = await asyncio.to_thread(imagefleet, *arguments, "--count", "1", COLUMNS="120")
+    assert "slow-name" in shown.stdout
+    assert "fast-name" not in shown.stdout
+    assert "1 of 2 workers" in shown.stdout
+
+
+def test_top_without_an_address_says_what_to_give(imagefleet: Imagefleet) -> None:
+    result = imagefleet("top")
+
+    assert result.returncode == 2
+    assert "give --prometheus" in result.stderr
+
+
+def test_what_is_not_known_is_a_dash_and_no_wrong_figure() -> None:
+    worker = rates.WorkerRates("i", "name", "none", "", 1.0, None, None, None, 0.0)
+    table = top.screen([worker], 20).renderables[0]
+    cells = [next(iter(column.cells)) for column in table.columns]  # type: ignore[union-attr]
+
+    assert cells == ["name", "none", "", "1.00", "-", "-", "0"]
+
+
+async def test_the_exporter_serves_pushes_and_ends_with_sigterm(
+    victoria_metrics: Any, tmp_path: Path
+) -> None:
+    address = f"local:{tmp_path}/home"
+    async with storage_open.open_storage(StorageSettings(storage=address)) as home:
+        await home.create()
+        await home.queue.send(["a", "b"])
+    command = [COMMAND, "exporter", "--storage", address, "--port", "0", "--look-seconds", "0.2"]
+    exporter = await asyncio.create_subprocess_exec(
+        *command, "--push-url", victoria_metrics.push_url, stderr=asyncio.subprocess.PIPE
+    )
+    try:
+        assert exporter.stderr is not None
+        start = json.loads(await asyncio.wait_for(exporter.stderr.readline(), 30))
+        assert (start["severity"], start["action"]) == ("INFO", "start")
+        async with (
+            aiohttp.ClientSession(f"http://127.0.0.1:{start['port']}") as client,
+            asyncio.timeout(20),
+        ):
+            seen = ""
+            while "imagefleet_queue_seconds_to_empty" not in seen:
+                await asyncio.sleep(0.05)
+                async with client.get("/metrics") as response:
+                    seen = await response.text()
+        assert 'imagefleet_queue_messages{queue="jobs",state="visible"} 2.0' in seen
+    finally:
+        exporter.send_signal(signal.SIGTERM)
+    assert await asyncio.wait_for(exporter.wait(), 20) == 0
+    await victoria_metrics.arrived()
+    query = 'imagefleet_queue_messages{job="imagefleet-exporter",queue="jobs",state="visible"}'
+    assert [each["value"][1] for each in await victoria_metrics.ask(query)] == ["2"]

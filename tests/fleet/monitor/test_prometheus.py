@@ -1,0 +1,105 @@
+"""The client against a server that answers as Prometheus does, well and badly."""
+
+from __future__ import annotations
+
+from collections.abc import AsyncIterator, Awaitable, Callable
+from datetime import UTC, datetime, timedelta
+
+import pytest
+from aiohttp import web
+
+from fleet.monitor import prometheus
+from imagefleet import errors
+
+NOON = datetime(2026, 11, 1, 12, 0, tzinfo=UTC)
+
+Serve = Callable[[web.Response], Awaitable[str]]
+
+
+@pytest.fixture
+async def serve() -> AsyncIterator[Serve]:
+    """Starts a server with one answer to everything; returns its address."""
+    runners = []
+
+    async def start(answer: web.Response) -> str:
+        async def handle(_: web.Request) -> web.Response:
+            return answer
+
+        app = web.Application()
+        app.router.add_post("/api/v1/{what}", handle)
+        runner = web.AppRunner(app)
+        runners.append(runner)
+        await runner.setup()
+        await web.TCPSite(runner, "127.0.0.1", 0).start()
+        return f"http://127.0.0.1:{runner.addresses[0][1]}/"
+
+    yield start
+    for runner in runners:
+        await runner.cleanup()
+
+
+def answer(kind: str, result: object) -> web.Response:
+    return web.json_response({"status": "success", "data": {"resultType": kind, "result": result}})
+
+
+async def test_a_vector_is_read_and_what_is_no_number_left_out(serve: Serve) -> None:
+    url = await serve(
+        answer(
+            "vector",
+            [
+                {"metric": {"gpu": "a"}, "value": [1.5, "2.5"]},
+                {"metric": {"gpu": "b"}, "value": [1.5, "NaN"]},
+                {"metric": {"gpu": "c"}, "value": [1.5, "+Inf"]},
+            ],
+        )
+    )
+    async with prometheus.connected(url) as server:
+        (series,) = await server.at("up", NOON)
+    assert (series.labels, series.last) == ({"gpu": "a"}, 2.5)
+
+
+async def test_a_range_and_a_scalar_are_read(serve: Serve) -> None:
+    matrix = await serve(
+        answer("matrix", [{"metric": {}, "values": [[1, "1"], [2, "NaN"], [3, "3"]]}])
+    )
+    async with prometheus.connected(matrix) as server:
+        (series,) = await server.over("up", NOON, NOON + timedelta(seconds=2), 1)
+    assert series.points == ((1.0, 1.0), (3.0, 3.0))
+
+    async with prometheus.connected(await serve(answer("scalar", [1, "7"]))) as server:
+        (series,) = await server.at("7", NOON)
+    assert series.last == 7
+
+
+@pytest.mark.parametrize(
+    ("response", "kind", "sentence"),
+    [
+        ((400, '{"status": "error", "error": "parse error"}'), errors.SetupError, "parse error"),
+        ((404, "<html>no such page"), errors.SetupError, "HTTP 404: <html>no such page"),
+        ((200, "[]"), errors.SetupError, "HTTP 200"),
+        ((503, "starting"), errors.TransientError, "HTTP 503: starting"),
+    ],
+)
+async def test_what_is_no_answer_is_said_in_a_sentence(
+    serve: Serve, response: tuple[int, str], kind: type[errors.FleetError], sentence: str
+) -> None:
+    status, text = response
+    url = await serve(web.Response(status=status, text=text))
+    async with prometheus.connected(url) as server:
+        with pytest.raises(kind, match=sentence):
+            await server.at("up", NOON)
+
+
+@pytest.mark.parametrize(
+    ("url", "kind", "sentence"),
+    [
+        ("http://127.0.0.1:1", errors.TransientError, "does not answer"),
+        ("nowhere", errors.SetupError, "is no address"),
+    ],
+)
+async def test_a_server_that_is_not_there_is_said_in_a_sentence(
+    url: str, kind: type[errors.FleetError], sentence: str
+) -> None:
+    async with prometheus.connected(url) as server:
+        with pytest.raises(kind, match=sentence):
+            await server.at("up", NOON)

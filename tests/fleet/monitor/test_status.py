@@ -1,0 +1,126 @@
+from __future__ import annotations
+
+import asyncio
+import json
+import signal
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from fleet.monitor import status, watch
+from fleet.settings import MonitorSettings
+from imagefleet import errors
+from imagefleet.storage import open as storage_open
+from imagefleet.storage.protocol import Storage
+from imagefleet.storage.settings import StorageSettings
+
+COMMAND = Path(sys.executable).with_name("imagefleet")
+
+Imagefleet = Callable[..., "subprocess.CompletedProcess[str]"]  # the fixture of conftest.py
+
+
+async def test_depths_are_told_as_far_as_the_home_knows_them(storage: Storage) -> None:
+    await storage.queue.send(["one", "two", "three"])
+    await storage.poison.send(["bad"])
+    await storage.queue.receive(1, lease_seconds=60)
+
+    found = await status.read_status(storage)
+
+    assert found.storage == storage.url
+    assert found.queue.messages == 3
+    if found.queue.leased is None:
+        assert found.queue.visible is None
+    else:
+        assert (found.queue.visible, found.queue.leased) == (2, 1)
+    assert found.failed.messages == 1
+    assert found.failed.name == f"{found.queue.name}-poison"
+
+
+@pytest.fixture
+async def filled(tmp_path: Path) -> str:
+    """The address, in the folder of the test, of a queue with two jobs."""
+    async with storage_open.open_storage(StorageSettings(storage=f"local:{tmp_path}/home")) as home:
+        await home.create()
+        await home.queue.send(["one", "two"])
+    return "local:home"
+
+
+def test_status_as_json(filled: str, imagefleet: Imagefleet) -> None:
+    found = json.loads(imagefleet("status", "--storage", filled, "--json").stdout)
+
+    assert found["storage"] == filled
+    assert found["queue"]["messages"] == 2
+    assert found["queue"]["oldest_age_seconds"] >= 0
+    assert found["failed"] == {
+        "name": "jobs-poison",
+        "messages": 0,
+        "visible": 0,
+        "leased": 0,
+        "oldest_age_seconds": None,
+    }
+
+
+def test_status_for_people(filled: str, imagefleet: Imagefleet) -> None:
+    lines = imagefleet("status", IMAGEFLEET_STORAGE=filled).stdout.splitlines()
+
+    assert lines[0].strip() == filled
+    assert any("jobs" in line and "2" in line for line in lines)
+
+
+def test_ctrl_c_is_the_clean_end_of_a_watch(filled: str, tmp_path: Path) -> None:
+    with subprocess.Popen(
+        [COMMAND, "status", "--watch", "--storage", filled],
+        cwd=tmp_path,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+    ) as watch:
+        assert watch.stdout is not None
+        assert watch.stderr is not None
+        first = watch.stdout.readline()  # shown, so the watch has begun
+        watch.send_signal(signal.SIGINT)
+        complaints = watch.stderr.read()
+
+    assert filled in first
+    assert watch.returncode == 0
+    assert complaints == ""
+
+
+async def test_a_watch_outlives_an_outage(
+    filled: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    looks = 0
+    third = asyncio.Event()
+
+    async def look(storage: Storage, server: None) -> status.FleetStatus:
+        nonlocal looks
+        looks += 1
+        if looks == 2:
+            raise errors.TransientError("the storage does not answer")
+        if looks == 3:
+            third.set()
+        return await read_status(storage)
+
+    read_status = status.read_status
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(status, "read_status", look)
+    monkeypatch.setattr(watch, "SECONDS", 0.01)
+
+    settings = MonitorSettings(storage=filled)
+    watching = asyncio.create_task(status._show(settings, watch=True, as_json=False))
+    await asyncio.wait_for(third.wait(), 10)
+    watching.cancel()
+    await watching
+
+    assert "looking again: the storage does not answer" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
+    ("seconds", "text"),
+    [(None, "-"), (5, "5 s"), (90, "1.5 min"), (5400, "1.5 h"), (129_600, "1.5 d")],
+)
+def test_ages_are_told_in_a_unit_that_fits(seconds: float | None, text: str) -> None:
+    assert status._age(seconds) == text

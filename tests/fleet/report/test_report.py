@@ -1,0 +1,236 @@
+"""The report of a campaign, from what workers leave in a store."""
+
+from __future__ import annotations
+
+import html
+import json
+import os
+import re
+import subprocess
+from collections.abc import AsyncIterator, Callable
+from datetime import UTC, datetime, timedelta
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from fleet.report import figures as report_figures
+from fleet.report import records as report_records
+from imagefleet import errors
+from imagefleet.job.message import Job, Output
+from imagefleet.pricing import prices
+from imagefleet.storage import dead_letter
+from imagefleet.storage import open as storage_open
+from imagefleet.storage.local.storage import LocalHome
+from imagefleet.storage.protocol import Storage
+from imagefleet.storage.settings import StorageSettings
+from worker.stages import encode
+
+Imagefleet = Callable[..., "subprocess.CompletedProcess[str]"]  # the fixture of conftest.py
+
+NOON = datetime(2026, 11, 1, 12, 0, tzinfo=UTC)
+PIXELS = np.arange(32 * 32 * 3, dtype=np.uint8).reshape(32, 32, 3)
+
+
+def record(worker: str = "w1", seconds: float = 2.0, **more: str) -> dict[str, str]:
+    """What a worker writes beside an image."""
+    return {"worker": worker, "seconds": str(seconds), "attempt": "1", "job": "j", **more}
+
+
+@pytest.fixture
+async def home(tmp_path: Path) -> AsyncIterator[LocalHome]:
+    settings = StorageSettings(storage=f"local:{tmp_path / 'home'}")
+    async with storage_open.open_storage(settings) as opened:
+        assert isinstance(opened, LocalHome)
+        await opened.create()
+        yield opened
+
+
+@pytest.fixture
+def stored(home: LocalHome) -> Callable[..., object]:
+    """Stores an image of the campaign `spring` as if at so many seconds after noon."""
+
+    async def store(name: str, after_noon: float, **facts: str) -> None:
+        data = encode.encode(PIXELS, Output(), "a house\nSteps: 1").data
+        await home.blobs.create(f"spring/{name}", data, "image/png", facts)
+        at = (NOON + timedelta(seconds=after_noon)).timestamp()
+        os.utime(home.blobs.folder / "spring" / name, (at, at))
+
+    return store
+
+
+async def bury(home: Storage, message: str, job: Job | None, error: errors.FleetError) -> None:
+    await home.queue.send([message])
+    (lease,) = await home.queue.receive(1, 60)
+    await dead_letter.bury(home, lease, job, error, "w1")
+
+
+def figures_of(
+    records: report_records.Records, price: float | None = None
+) -> report_figures.Figures:
+    return report_figures.compute(records, "local:x", prices.BUILT_IN, price, "a test")
+
+
+async def test_a_campaign_is_told_from_its_neighbours_on_every_home(storage: Storage) -> None:
+    for name in ("spring/j1.png", "spring/j2-0.png", "spring/j2-1.png", "springtime/j3.png"):
+        job = re.sub(r"(-\d)?\.png$", "", name.rpartition("/")[2])
+        await storage.blobs.create(name, b"12345", "image/png", record(job=job, attempt="2"))
+    error = errors.MissingFileError("there is no LoRA x")
+    await bury(storage, "{}", Job(prompt="x", id="a", campaign="spring"), error)
+    await bury(storage, "{}", Job(prompt="x", id="b", campaign="autumn"), error)
+    await bury(storage, "no job", None, errors.InvalidMessageError("the message is not JSON"))
+
+    records = await report_records.read_records(storage, "spring", samples=2)
+
+    assert (records.images, records.jobs, records.image_bytes) == (3, 2, 15)
+    assert records.deliveries == {2: 3}
+    assert records.failed_by_error == {("MissingFileError", "there is no LoRA x"): 1}
+    assert len(set(records.samples)) == 2
+    # What is no valid job names no campaign: it is told of with the jobs that name none.
+    without = await report_records.read_records(storage, "default", samples=2)
+    assert without.failed_by_error == {("InvalidMessageError", "the message is not JSON"): 1}
+
+
+async def test_a_workers_time_is_its_start_up_and_from_first_pull_to_last_image(
+    home: LocalHome, stored: Callable[..., AsyncIterator[None]]
+) -> None:
+    facts = {"gpu": "RTX 4090", "price_per_hour": "0.36", "start_up_seconds": "30"}
+    await stored("a.png", 10, **record(seconds=4, job="a", **facts))
+    await stored("b.png", 106, **record(seconds=2, job="b", **facts))
+
+    figures = figures_of(await report_records.read_records(home, "spring", samples=0))
+
+    (worker,) = figures.workers
+    assert worker.seconds == pytest.approx(130)  # 30 to start, from 12:00:06 to 12:01:46
+    assert worker.images_per_second == pytest.approx(2 / 100)
+    assert figures.began_at == NOON - timedelta(seconds=24)
+    assert figures.money.gpu_dollars == pytest.approx(0.013)
+    storage_dollars = prices.storage_dollars(2, 2)
+    assert figures.money.dollars == pytest.approx(0.013 + storage_dollars)
+    assert figures.money.images_per_dollar == pytest.approx(2 / (0.013 + storage_dollars))
+    assert figures.money.images_per_dollar_gpu_only == pytest.approx(2 / 0.013)
+
+
+async def test_the_time_between_two_runs_of_a_machine_is_not_paid(
+    home: LocalHome, stored: Callable[..., AsyncIterator[None]]
+) -> None:
+    for name, at, started in (("a.png", 10, "1"), ("b.png", 7210, "2"), ("c.png", 7215, "2")):
+        await stored(name, at, **record(seconds=5, started_at=started, price_per_hour="1"))
+
+    figures = figures_of(await report_records.read_records(home, "spring", samples=0))
+
+    assert sorted(worker.seconds for worker in figures.workers) == pytest.approx([5, 10])
+
+
+async def test_a_price_that_is_given_goes_before_the_recorded_one(
+    home: LocalHome, stored: Callable[..., AsyncIterator[None]]
+) -> None:
+    await stored("a.png", 3600, **record(seconds=3600, price_per_hour="0.5"))
+    records = await report_records.read_records(home, "spring", samples=0)
+
+    assert figures_of(records).money.gpu_dollars == pytest.approx(0.5)
+    assert figures_of(records, price=2.0).money.gpu_dollars == pytest.approx(2.0)
+
+
+async def test_an_unknown_price_gives_no_dollars_and_says_so(
+    home: LocalHome, stored: Callable[..., AsyncIterator[None]]
+) -> None:
+    await stored("a.png", 1, **record("w1", price_per_hour="0.5"))
+    await stored("b.png", 1, **record("w2"))
+
+    figures = figures_of(await report_records.read_records(home, "spring", samples=0))
+
+    assert figures.money.gpu_dollars is figures.money.images_per_dollar is None
+    assert any("--price-per-hour" in note for note in figures.notes)
+
+
+async def test_an_image_without_a_record_counts_and_its_times_are_not_made_up(
+    home: LocalHome, stored: Callable[..., AsyncIterator[None]]
+) -> None:
+    await stored("brought.png", 5)
+    await stored("odd.png", 6, job="odd", seconds="nan", worker="w1")
+
+    figures = figures_of(await report_records.read_records(home, "spring", samples=0))
+
+    assert (figures.images, figures.without_record, figures.workers) == (2, 2, [])
+    assert any("2 images have no record" in note for note in figures.notes)
+
+
+async def test_a_pause_shows_in_the_throughput(
+    home: LocalHome, stored: Callable[..., AsyncIterator[None]]
+) -> None:
+    for number, at in enumerate([0, 0.5, 4]):
+        await stored(f"{number}.png", at, **record())
+
+    figures = figures_of(await report_records.read_records(home, "spring", samples=0))
+
+    assert figures.bin_seconds == 1
+    assert [rate.images_per_second for rate in figures.throughput] == [2, 0, 0, 0, 1]
+
+
+async def test_a_slow_worker_is_named_against_its_own_class(
+    home: LocalHome, stored: Callable[..., AsyncIterator[None]]
+) -> None:
+    speeds = {"a": ("x", 1), "b": ("x", 1), "slow": ("x", 3), "other": ("y", 3)}
+    for worker, (gpu, seconds) in speeds.items():
+        for number in range(1, 11):
+            facts = record(worker, seconds, gpu=gpu)
+            await stored(f"{worker}-{number}.png", number * seconds, **facts)
+
+    figures = figures_of(await report_records.read_records(home, "spring", samples=0))
+
+    assert [worker.name for worker in figures.workers if worker.is_slow] == ["slow"]
+
+
+HOSTILE = "<script>alert(1)</script>"
+
+
+@pytest.fixture
+async def hostile_home(home: LocalHome, stored: Callable[..., AsyncIterator[None]]) -> str:
+    """The address of a home whose every text is somebody's attempt at the page's reader."""
+    facts = {"price_per_hour": "0.03", "gpu": "<b>"}
+    await stored("a.png", 1, **record(HOSTILE, **facts))
+    await stored("b.png", 2, **record(HOSTILE, **facts))
+    job = Job(prompt="x", id="a", campaign="spring")
+    await bury(home, "{}", job, errors.JobError(f"no {HOSTILE}"))
+    return home.url
+
+
+def test_the_page_needs_nothing_but_itself_and_believes_no_text(
+    hostile_home: str, in_process: Imagefleet
+) -> None:
+    result = in_process(
+        *("report", "--campaign", "spring", "--storage", hostile_home),
+        *("--html", "out/page.html", "--json-file", "out/figures.json"),
+    )
+
+    assert result.returncode == 0, result.stderr
+    page = Path("out/page.html").read_text()
+    assert "<script" not in page
+    assert "<b>" not in page
+    assert page.count(html.escape(HOSTILE)) >= 2
+    assert not re.search(r"(src|href)=.(?!data:)|url\(|@import", page), "something is loaded"
+    assert page.count('src="data:image/webp;base64,') == 2
+    figures = json.loads(Path("out/figures.json").read_text())
+    assert (figures["images"], figures["failed"], figures["metrics"]) == (2, 1, None)
+    assert figures["money"]["storage_dollars"] == 0  # a local folder
+    assert figures["began_at"] == "2026-11-01T11:59:59+00:00"
+
+
+def test_the_figures_go_to_a_program_as_json_alone(
+    hostile_home: str, in_process: Imagefleet
+) -> None:
+    result = in_process("report", "--campaign", "spring", "--storage", hostile_home, "--json")
+
+    assert json.loads(result.stdout)["campaign"] == "spring"
+    assert not Path("spring-report.html").exists()
+
+
+def test_a_campaign_that_nothing_is_of_is_one_line_and_exit_code_2(
+    hostile_home: str, in_process: Imagefleet
+) -> None:
+    result = in_process("report", "--campaign", "sprnig", "--storage", hostile_home)
+
+    assert result.returncode == 2
+    assert result.stderr.startswith("error: nothing of the campaign 'sprnig' is in local:")
+    assert len(result.stderr.splitlines()) == 1

@@ -1,0 +1,266 @@
+"""A settings file rendered: against the SDK's models, and against what people get wrong."""
+
+from __future__ import annotations
+
+import io
+import json
+import os
+import subprocess
+import urllib.request
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import typer
+from hypothesis import given
+from hypothesis import strategies as st
+from pydantic import SecretStr
+from salad_cloud_sdk import models
+
+from fleet.salad import file as salad_file
+from fleet.salad import gpus
+from fleet.salad import groups as salad_groups
+from fleet.salad import options as salad_options
+from imagefleet import errors
+from imagefleet.pricing import prices
+
+Imagefleet = Callable[..., "subprocess.CompletedProcess[str]"]  # the fixture of conftest.py
+
+EXAMPLE = Path(__file__).parents[3] / "deploy" / "salad" / "fleet.yaml"
+
+FULL = """
+countries: [us, ca]
+command: [imagefleet, worker, --max-batch, "4"]
+logging:
+  axiom: {host: api.axiom.co, dataset: fleet, api_token: {env: TOKEN}}
+registry:
+  basic: {username: acme, password: {env: TOKEN}}
+"""
+
+
+def read(folder: Path, text: str) -> salad_file.FleetFile:
+    path = folder / "fleet.yaml"
+    path.write_text(text)
+    return salad_file.read_file(path)
+
+
+def rendered(file: salad_file.FleetFile, secret: str = "secret", **more: Any) -> Any:
+    classes = gpus.find(file.gpus, gpus.built_in())
+    return salad_groups.render(file, classes, lambda _: SecretStr(secret), **more)
+
+
+@pytest.mark.parametrize("more", ["", FULL])
+def test_the_groups_are_what_the_sdk_makes_of_them(more: str, tmp_path: Path) -> None:
+    bodies = salad_groups.reveal(rendered(read(tmp_path, EXAMPLE.read_text() + more)))
+
+    assert [body["replicas"] for body in bodies] == [375, 375]
+    for body in bodies:
+        model = models.ContainerGroupCreationRequest._unmap(body)
+        assert model._map() == body
+
+
+def test_the_fake_answers_as_the_sdk_expects(salad: Any, in_process: Imagefleet) -> None:
+    """What the other tests run against is of the published shape."""
+    in_process("deploy", "salad", "apply", "--yes")
+
+    for group in salad.groups.values():
+        record = group.record()
+        assert models.ContainerGroup._unmap(record)._map() == record
+    for path, model in (("quotas", models.Quotas), ("gpu-classes", models.GpuClassesList)):
+        request = urllib.request.Request(
+            f"{salad.url}/organizations/acme/{path}",
+            headers={"Salad-Api-Key": os.environ["SALAD_API_KEY"]},
+        )
+        record = json.load(urllib.request.urlopen(request))
+        assert model._unmap(record)._map() == record
+
+
+def test_the_sdk_refuses_what_is_out_of_bounds() -> None:
+    """Else the test above says nothing."""
+    body = salad_groups.reveal(rendered(salad_file.read_file(EXAMPLE))[0])
+    body["name"] = "Not A Name"
+
+    with pytest.raises(Exception, match="name"):
+        models.ContainerGroupCreationRequest._unmap(body)
+
+
+@given(st.integers(0, 60_000), st.integers(1, 20))
+def test_groups_share_evenly_and_none_is_over_the_limit(replicas: int, groups: int) -> None:
+    shares = salad_groups.split(replicas, groups)
+
+    assert sum(shares) == replicas
+    assert max(shares) <= salad_groups.MAX_REPLICAS
+    assert max(shares) - min(shares) <= 1
+    assert len(shares) == max(groups, -(-replicas // 500))
+
+
+def test_a_name_says_whose_group_it_is() -> None:
+    name = salad_groups.GroupName("sd15", "0123abcd", 2)
+
+    assert salad_groups.parse_name("sd15", str(name)) == name
+    assert salad_groups.parse_name("sd1", str(name)) is None
+    assert salad_groups.parse_name("sd15", "sd15-batch-1") is None
+
+
+def test_what_restarts_workers_is_a_new_revision_and_replicas_are_not(tmp_path: Path) -> None:
+    file = read(tmp_path, EXAMPLE.read_text())
+    other_model = read(tmp_path, EXAMPLE.read_text().replace("/models/checkpoint", "/models/b"))
+
+    def revision(bodies: Any) -> str:
+        return str(bodies[0]["name"]).split("-")[-2]
+
+    assert revision(rendered(file)) == revision(rendered(file, replicas=20))
+    assert revision(rendered(file)) != revision(rendered(other_model))
+    assert revision(rendered(file)) != revision(rendered(file, secret="a newer token"))
+
+
+def test_every_class_with_a_price_has_its_uuid() -> None:
+    known = gpus.built_in()
+
+    assert {each.name for each in known} == set(prices.BUILT_IN.gpus)
+    assert len({each.id for each in known}) == len(known)
+
+
+@pytest.mark.parametrize(
+    ("old", "new", "words"),
+    [
+        ("priority: batch", "priorty: batch", "did you mean priority"),
+        ("replicas: 750", "replicas: 0", "replicas"),
+        ("replicas: 750", "replicas: many", "replicas"),
+        ("cpu: 4", "cpu: 32", "cpu"),
+        ("name: sd15-batch", "name: SD15", "name"),
+        ("failure_threshold: 20", "failure_threshold: 100", "startup_probe.failure_threshold"),
+        ("IMAGEFLEET_QUEUE:", "IMAGEFLEET_QEUE:", "did you mean IMAGEFLEET_QUEUE"),
+        ("IMAGEFLEET_QUEUE: jobs", "IMAGEFLEET_QUEUE: No Queue", "IMAGEFLEET_QUEUE"),
+        ("IMAGEFLEET_MODEL: /models/checkpoint", "IMAGEFLEET_COMPILE: off", "in quotes"),
+        ("{env: IMAGEFLEET_QUEUE_SAS}", "sv=1&sig=x", "a secret is not written into this file"),
+        ("{env: IMAGEFLEET_QUEUE_SAS}", "{env: A, file: b}", "a secret is {env: VARIABLE}"),
+        ("https://acmeimages.blob", "https://key@acmeimages.blob", "a secret is not written"),
+        ("IMAGEFLEET_STORAGE:", "OTHER:", "IMAGEFLEET_STORAGE should be"),
+        ("imagefleet@sha256:", "imagefleet:1.0#", "should end in @sha256:DIGEST"),
+    ],
+)
+def test_what_is_wrong_in_the_file_is_named(old: str, new: str, words: str, tmp_path: Path) -> None:
+    text = EXAMPLE.read_text()
+    assert old in text
+
+    with pytest.raises(errors.SetupError) as caught:
+        read(tmp_path, text.replace(old, new, 1))
+
+    assert words in caught.value.message
+    assert "\n" not in caught.value.message
+    assert "sig=x" not in caught.value.message
+
+
+@pytest.mark.parametrize(
+    ("secret", "words"),
+    [
+        ("x" * 1001, "IMAGEFLEET_QUEUE_SAS has 1,001 characters"),
+        ("two\nlines", "several lines"),
+        ("AccountName=a;AccountKey=b", "holds the storage account's key"),
+    ],
+)
+def test_a_value_that_salad_would_not_take_is_told_in_a_sentence(secret: str, words: str) -> None:
+    with pytest.raises(errors.SetupError, match=words) as caught:
+        rendered(salad_file.read_file(EXAMPLE), secret)
+
+    assert secret not in caught.value.message
+
+
+def test_a_value_as_long_as_may_be_passes() -> None:
+    rendered(salad_file.read_file(EXAMPLE), "x" * 1000)
+
+
+def test_secrets_come_from_variables_and_from_files_beside_the_settings(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "queue.sas").write_text("from the file\n")
+    monkeypatch.setenv("SAS", "from the variable")
+
+    assert salad_file.SecretSource(env="SAS").read(tmp_path).get_secret_value() == (
+        "from the variable"
+    )
+    assert salad_file.SecretSource(file="queue.sas").read(tmp_path).get_secret_value() == (
+        "from the file"
+    )
+    for missing in (salad_file.SecretSource(env="NONE"), salad_file.SecretSource(file="none")):
+        with pytest.raises(errors.SetupError, match=r"NONE is not set|cannot be read"):
+            missing.read(tmp_path)
+
+
+def test_a_dry_run_needs_no_account(in_process: Imagefleet, tmp_path: Path) -> None:
+    (tmp_path / "fleet.yaml").write_text(EXAMPLE.read_text())
+
+    ended = in_process("deploy", "salad", "--dry-run", "--replicas", "1001", "--json")
+
+    groups = json.loads(ended.stdout)
+    assert [group["replicas"] for group in groups] == [334, 334, 333]
+    assert "IMAGEFLEET_QUEUE_SAS is not set" in ended.stderr
+
+
+def test_a_dry_run_tells_the_price_and_what_a_dollar_buys(
+    in_process: Imagefleet, tmp_path: Path
+) -> None:
+    (tmp_path / "fleet.yaml").write_text(EXAMPLE.read_text())
+    report = {
+        "hardware": {"device": "NVIDIA GeForce RTX 3060 Ti", "memory_bytes": 8 * 2**30},
+        "worker_images_per_second": 0.83,
+        "ready_seconds": 60,
+        "width": 512,
+        "height": 512,
+        "steps": 15,
+        "model": "sd15",
+    }
+    (tmp_path / "bench.json").write_text(json.dumps(report))
+
+    ended = in_process("deploy", "salad", "--dry-run", "--bench", "bench.json")
+
+    assert ended.returncode == 0, ended.stderr
+    assert "750 replicas at batch priority: $22.50 to $30.00 an hour" in ended.stdout
+    assert "$540.00 to $720.00 a day" in ended.stdout
+    assert "99,600" in ended.stdout  # 0.83 images a second for $0.03 an hour
+    assert "2025-09-22" in ended.stdout
+
+
+def test_secrets_are_shown_when_asked_for_alone(
+    in_process: Imagefleet, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "fleet.yaml").write_text(EXAMPLE.read_text())
+    for name in ("QUEUE", "POISON", "BLOB"):
+        monkeypatch.setenv(f"IMAGEFLEET_{name}_SAS", "sv=1&sig=shown")
+
+    assert "sig=" not in in_process("deploy", "salad", "--dry-run").stdout
+    assert "sig=" in in_process("deploy", "salad", "--dry-run", "--show-secrets").stdout
+
+
+def test_options_before_the_verb_are_not_lost(in_process: Imagefleet) -> None:
+    ended = in_process("deploy", "salad", "--dry-run", "apply")
+
+    assert ended.returncode == 2
+    assert "options go behind the verb" in ended.stderr
+
+
+@pytest.mark.parametrize("answer", [True, False])
+def test_a_person_is_asked(answer: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    asked: list[str] = []
+    monkeypatch.setattr("sys.stdin", io.StringIO())
+    monkeypatch.setattr("sys.stdin.isatty", lambda: True)
+    monkeypatch.setattr(typer, "confirm", lambda question, err: asked.append(question) or answer)
+
+    if answer:
+        salad_options.ask("Apply?", yes=False)
+    else:
+        with pytest.raises(typer.Exit):
+            salad_options.ask("Apply?", yes=False)
+
+    assert asked == ["Apply?"]
+
+
+def test_without_a_settings_file_the_sentence_says_where_it_was_looked_for(
+    in_process: Imagefleet,
+) -> None:
+    ended = in_process("deploy", "salad", "--dry-run")
+
+    assert ended.returncode == 2
+    assert all(str(path) in ended.stderr for path in salad_options.DEFAULT_FILES)

@@ -1,0 +1,206 @@
+"""What `imagefleet scale` decides, and what it has spent."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+from hypothesis import example, given
+from hypothesis import strategies as st
+
+from fleet.scale import ledger as scale_ledger
+from fleet.scale.decision import MARGIN_SECONDS, SETTLE_SECONDS, Goal, Known, decide
+from imagefleet import errors
+
+GOAL = Goal(max_dollars=1000, max_replicas=750, dollars_per_hour=1000)
+
+KNOWN = Known(
+    now=0,
+    messages=1_000_000,
+    empty_seconds=0,
+    replicas=100,
+    running=100,
+    spent_dollars=0,
+    price=0.03,
+    quota_free=1000,
+    jobs_per_second=1.0,
+)
+
+#: How long a replica that is told to end may be billed: SaladCloud bills what runs, not what stops.
+WIND_DOWN_SECONDS = 120.0
+
+#: The longest that nobody looks: what the margin leaves for it.
+OUTAGE = MARGIN_SECONDS - WIND_DOWN_SECONDS
+
+
+def test_a_deadline_takes_as_many_as_it_needs_and_a_few_to_spare() -> None:
+    goal = replace(GOAL, deadline=10_000.0, dollars_per_hour=None)
+
+    assert decide(goal, replace(KNOWN, replicas=50), is_due=True).replicas == 110
+    assert decide(goal, replace(KNOWN, jobs_per_second=0.5), is_due=True).replicas == 220
+
+
+def test_a_deadline_that_cannot_be_met_is_told() -> None:
+    decision = decide(replace(GOAL, deadline=100.0), KNOWN, is_due=True)
+
+    assert decision.replicas == 750
+    assert "need 11,000, but 750 are the most" in decision.reason
+
+
+def test_an_hourly_budget_is_kept() -> None:
+    decision = decide(replace(GOAL, dollars_per_hour=3), KNOWN, is_due=True)
+
+    assert decision.replicas == 100
+    assert decide(replace(GOAL, dollars_per_hour=9), KNOWN, is_due=True).replicas == 300
+
+
+def test_a_short_queue_does_not_start_the_whole_budget() -> None:
+    known = replace(KNOWN, messages=9_000, replicas=0, running=0)
+
+    assert decide(GOAL, known, is_due=True).replicas == 10
+
+
+def test_an_empty_queue_ends_the_fleet_once_it_has_settled() -> None:
+    empty = replace(KNOWN, messages=0)
+
+    for is_due in (True, False):
+        assert decide(GOAL, empty, is_due=is_due).replicas == 100
+        settled = replace(empty, empty_seconds=SETTLE_SECONDS)
+        assert decide(GOAL, settled, is_due=is_due).replicas == 0
+
+
+def test_a_small_difference_is_not_worth_a_change() -> None:
+    goal = replace(GOAL, deadline=10_000.0)
+
+    assert decide(goal, replace(KNOWN, replicas=105), is_due=True).replicas == 105
+    assert decide(goal, replace(KNOWN, replicas=150), is_due=True).replicas == 110
+
+
+@pytest.mark.parametrize("unknown", [{"price": None}, {"quota_free": None}])
+def test_what_is_unknown_never_scales_up(unknown: dict[str, Any]) -> None:
+    decision = decide(GOAL, replace(KNOWN, **unknown), is_due=True)
+
+    assert decision.replicas == KNOWN.replicas
+    assert "is not known" in decision.reason
+
+
+def test_the_quota_is_a_limit() -> None:
+    assert decide(GOAL, replace(KNOWN, quota_free=20), is_due=True).replicas == 120
+
+
+@given(
+    goal=st.builds(
+        Goal,
+        max_dollars=st.floats(1, 100),
+        max_replicas=st.integers(1, 1000),
+        deadline=st.none() | st.floats(0, 10_000),
+        dollars_per_hour=st.none() | st.floats(1, 100),
+    ),
+    price=st.floats(0.01, 0.5),
+    speed=st.floats(0.1, 5),
+    jobs=st.sampled_from([10_000, 10_000_000]),
+    looks=st.lists(
+        st.tuples(
+            st.sampled_from([60, 60, 90, OUTAGE]),  # seconds until the next look
+            st.sampled_from([0, 0.5, 1]),  # the share that comes of what is missing
+            st.booleans(),  # whether those that are too many end at once, or as late as they may
+            st.sampled_from([1000, 1000, 50, 0, None]),  # what is free of the quota
+        ),
+        max_size=60,
+    ),
+)
+@example(  # the cap binds, all come at once, and none goes before it must
+    goal=Goal(max_dollars=20, max_replicas=1000, dollars_per_hour=1000),
+    price=0.1,
+    speed=1.0,
+    jobs=10_000_000,
+    looks=[(60, 1, False, 1000)] * 60,
+)
+@example(  # the same, with an outage each time
+    goal=Goal(max_dollars=20, max_replicas=1000, dollars_per_hour=1000),
+    price=0.1,
+    speed=1.0,
+    jobs=10_000_000,
+    looks=[(OUTAGE, 1, False, 1000)] * 60,
+)
+@example(  # the same, with the looks late
+    goal=Goal(max_dollars=20, max_replicas=1000, dollars_per_hour=1000),
+    price=0.1,
+    speed=1.0,
+    jobs=10_000_000,
+    looks=[(90, 1, False, 1000)] * 60,
+)
+def test_the_cap_is_never_passed(
+    goal: Goal, price: float, speed: float, jobs: int, looks: list[Any]
+) -> None:
+    """Whatever comes and goes, and if the scaler dies and somebody ends the fleet minutes later."""
+    now, due_at, gone_by, messages = 0.0, 0.0, 0.0, float(jobs)
+    ledger = scale_ledger.Ledger("fleet", began=0, at=0, running=0)
+    billed = 0.0
+    replicas = running = 0
+    for seconds, come, is_quick, quota in looks:
+        ledger = ledger.counted(now, running, price)
+        known = Known(
+            now=now,
+            messages=round(messages),
+            empty_seconds=0.0 if messages else 1000.0,
+            replicas=replicas,
+            running=running,
+            spent_dollars=ledger.dollars,
+            price=price,
+            quota_free=quota,
+            jobs_per_second=speed,
+        )
+        had_excess = running > replicas
+        replicas = decide(goal, known, is_due=now >= due_at).replicas
+        due_at = now + goal.every_seconds if now >= due_at else due_at
+        assert 0 <= replicas <= max(goal.max_replicas, known.replicas)
+        if running > replicas and not had_excess:
+            gone_by = now + WIND_DOWN_SECONDS
+        ending_seconds = max(0, running - replicas) * max(0.0, gone_by - now)
+        unwatched = replicas * OUTAGE + ending_seconds
+        assert billed + unwatched * price / 3600 <= goal.max_dollars + 1e-6
+
+        later = replicas
+        if running < replicas:
+            later = running + round((replicas - running) * come)
+        elif now + seconds < gone_by and not is_quick:
+            later = running
+        ending_seconds = max(0, running - replicas) * min(seconds, max(0.0, gone_by - now))
+        worked_seconds = min(replicas, max(running, later)) * seconds
+        billed += (worked_seconds + ending_seconds) * price / 3600
+        messages = max(0.0, messages - worked_seconds * speed)
+        now, running = now + seconds, later
+    assert billed <= goal.max_dollars
+
+
+def test_the_ledger_counts_on_after_the_scaler_was_away(tmp_path: Path) -> None:
+    path = tmp_path / "ledger.json"
+    ledger = scale_ledger.read(path, "fleet", now=0.0).counted(0.0, 100, 0.03)
+    ledger = ledger.counted(1800.0, 100, 0.03)
+    scale_ledger.write(path, ledger)
+
+    later = scale_ledger.read(path, "fleet", now=9999.0).counted(3600.0, 20, 0.03)
+
+    assert later.dollars == pytest.approx(3.0)
+    assert later.counted(7200.0, 0, None).dollars == pytest.approx(3.6)
+
+
+def test_time_without_any_price_is_counted_once_there_is_one() -> None:
+    ledger = scale_ledger.Ledger("fleet", began=0, at=0, running=10)
+
+    assert ledger.counted(3600.0, 0, None).dollars == 0
+    assert ledger.counted(3600.0, 0, None).counted(3600.0, 0, 0.03).dollars == pytest.approx(0.3)
+
+
+@pytest.mark.parametrize("content", ["", "{}", '{"fleet": "another"}', "no json"])
+def test_a_ledger_that_cannot_be_read_is_no_permission_to_spend(
+    content: str, tmp_path: Path
+) -> None:
+    path = tmp_path / "ledger.json"
+    path.write_text(content)
+
+    with pytest.raises(errors.SetupError, match=r"ledger\.json"):
+        scale_ledger.read(path, "fleet", now=0.0)

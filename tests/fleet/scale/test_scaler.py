@@ -1,0 +1,337 @@
+"""`imagefleet scale` at work: a queue, a SaladCloud of the test's own, and time."""
+
+from __future__ import annotations
+
+import json
+import signal
+import subprocess
+import sys
+from collections.abc import Callable
+from dataclasses import replace
+from datetime import datetime
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from fleet.monitor import prometheus
+from fleet.salad import api as salad_api
+from fleet.salad import client, deployment
+from fleet.scale import scaler
+from fleet.scale import speed as scale_speed
+from fleet.scale.decision import Goal
+from imagefleet import errors
+from imagefleet.storage import open as storage_open
+from imagefleet.storage.settings import StorageSettings
+from imagefleet.telemetry import logs
+
+Imagefleet = Callable[..., "subprocess.CompletedProcess[str]"]  # the fixture of conftest.py
+
+GOAL = Goal(max_dollars=1000, max_replicas=750, dollars_per_hour=1000)
+
+
+def test_the_queue_itself_tells_a_speed() -> None:
+    speed = scale_speed.QueueSpeed()
+    assert speed.jobs_per_second is None
+    speed.look(0.0, 10_000, running=10)
+    assert speed.jobs_per_second is None
+    speed.look(60.0, 9_400, running=10)
+
+    assert speed.jobs_per_second == pytest.approx(1.0)
+
+
+class Metrics:
+    """A Prometheus that answers every question with one number, or not at all."""
+
+    value: float | None = 8.0
+
+    async def at(self, query: str, moment: datetime) -> list[prometheus.Series]:
+        if self.value is None:
+            raise errors.TransientError("no answer")
+        return [prometheus.Series({}, ((0.0, 4.0 if "worker_info" in query else self.value),))]
+
+
+async def test_a_measured_speed_goes_before_an_assumed_one_and_stays() -> None:
+    metrics: Any = Metrics()
+    speeds = scale_speed.Speeds(assumed=scale_speed.Speed(1.0, "assumed"), server=metrics)
+
+    metrics.value = 0.0  # nobody works yet
+    assert (await speeds.find()).source == "assumed"
+    metrics.value = 8.0
+    assert await speeds.find() == scale_speed.Speed(2.0, "measured by the metrics")
+    metrics.value = None
+    assert (await speeds.find()).jobs_per_second == 2.0
+
+
+async def test_a_speed_that_nobody_knows_is_asked_for() -> None:
+    with pytest.raises(errors.SetupError, match="--images-per-second"):
+        await scale_speed.Speeds().find()
+
+
+class Clock:
+    """Seconds that a test lets pass."""
+
+    now = 1_000_000.0
+
+    def __call__(self) -> float:
+        return self.now
+
+
+@pytest.fixture
+async def scaling(salad: Any, salad_module: Any, tmp_path: Path) -> Any:
+    """A scaler of two groups with no replicas and a queue of 100 jobs, and all that it sees."""
+    import aiohttp
+
+    clock = Clock()
+    settings = StorageSettings(storage=f"local:{tmp_path}/home")
+    async with storage_open.open_storage(settings) as home, aiohttp.ClientSession() as session:
+        await home.create()
+        await home.queue.send([str(number) for number in range(100)])
+        # Hours of looks pass in no time here; the limit has a test of its own.
+        limit = client.CallLimit(calls=100_000)
+        calls = client.Calls(session, salad.url, salad_module.KEY, limit=limit)
+        api = salad_api.SaladApi(calls, "acme", "default")
+        fleet = deployment.Deployment(api, "sd15-batch", lambda _: None)
+        for number in (1, 2):
+            salad.groups[f"sd15-batch-0123abcd-{number}"] = salad_module.Group(
+                {
+                    "name": f"sd15-batch-0123abcd-{number}",
+                    "replicas": 0,
+                    "restart_policy": "always",
+                    "container": {
+                        "image": "x",
+                        "priority": "batch",
+                        "resources": {
+                            "gpu_classes": ["cb6c1931-89b6-4f76-976f-54047320ccc6"],
+                            "cpu": 4,
+                            "memory": 8192,
+                        },
+                    },
+                }
+            )
+
+        def make(goal: Goal, **more: Any) -> scaler.Scaler:
+            return scaler.Scaler(
+                goal,
+                fleet,
+                home,
+                tmp_path / "ledger.json",
+                scale_speed.Speeds(given=scale_speed.Speed(0.01, "given")),
+                clock=clock,
+                **more,
+            )
+
+        yield make, clock, home
+
+
+async def test_a_queue_is_worked_off_and_the_fleet_ends(salad: Any, scaling: Any) -> None:
+    make, clock, home = scaling
+    scaler_ = make(GOAL)
+
+    first = await scaler_.step()
+    assert first["wanted"] == 12  # 100 jobs at 0.01 a second each, in a quarter of an hour
+    assert [group.replicas for group in salad.groups.values()] == [6, 6]
+
+    for _ in range(3):
+        clock.now += 60
+        await scaler_.step()
+    while messages := await home.queue.receive(32, lease_seconds=60):
+        for message in messages:
+            await home.queue.delete(message)
+    for _ in range(4):
+        clock.now += 60
+        last = await scaler_.step()
+
+    assert last["wanted"] == 0
+    assert scaler_.is_finished
+    assert all(group.replicas == 0 for group in salad.groups.values())
+    assert 0 < last["spent_dollars"] < 12 * 0.03 * 7 / 60 + 1e-9
+
+
+async def test_a_leased_job_keeps_its_worker(salad: Any, scaling: Any) -> None:
+    make, clock, home = scaling
+    scaler_ = make(GOAL)
+    await scaler_.step()
+    leased = [each for _ in range(4) for each in await home.queue.receive(32, lease_seconds=3600)]
+    for message in leased[:-1]:
+        await home.queue.delete(message)
+
+    for _ in range(20):
+        clock.now += 60
+        record = await scaler_.step()
+
+    assert record["wanted"] >= 1
+
+
+async def test_an_outage_leaves_the_replicas_and_is_tried_again(
+    salad: Any, salad_module: Any, scaling: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    make, clock, _ = scaling
+    scaler_ = make(GOAL)
+    monkeypatch.setattr(client, "TRIES", 1)
+    salad.faults = [salad_module.Fault(503, method="PATCH")]
+    records: list[Any] = []
+
+    await scaler_.try_once(records.append)
+    assert not records
+    assert [group.replicas for group in salad.groups.values()] == [0, 0]
+
+    clock.now += 60
+    await scaler_.try_once(records.append)  # still due: what was not done is not forgotten
+    assert [group.replicas for group in salad.groups.values()] == [6, 6]
+
+    salad.faults = [salad_module.Fault(403, "{}", method="GET")]
+    await scaler_.try_once(records.append)
+    assert [group.replicas for group in salad.groups.values()] == [6, 6]
+
+
+async def test_a_queue_that_does_not_answer_leaves_the_cap_watched(
+    salad: Any, scaling: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    make, clock, home = scaling
+
+    async def silent() -> None:
+        raise errors.TransientError("no answer")
+
+    for group in salad.groups.values():
+        group.body["replicas"] = 200
+    monkeypatch.setattr(home.queue, "depth", silent)
+    scaler_ = make(replace(GOAL, max_dollars=10))
+    records = []
+    for _ in range(120):
+        records.append(await scaler_.step())
+        clock.now += 60
+
+    assert records[0]["reason"] == "the queue does not answer"
+    assert records[0]["wanted"] == 400
+    assert 5 < records[-1]["spent_dollars"] <= 10
+
+
+async def test_a_key_that_is_refused_ends_a_scaler_that_has_just_begun(
+    salad: Any, salad_module: Any, scaling: Any
+) -> None:
+    make, _, _ = scaling
+    salad.faults = [salad_module.Fault(403, "{}", method="GET")]
+
+    with pytest.raises(errors.SetupError):
+        await make(GOAL).try_once(lambda _: None)
+
+
+async def test_the_cap_outlives_the_scaler(salad: Any, scaling: Any) -> None:
+    make, clock, _ = scaling
+    goal = replace(GOAL, max_dollars=0.5)
+    scaler_ = make(goal)
+    for _ in range(30):
+        await scaler_.step()
+        clock.now += 60
+
+    again = make(goal)
+    for _ in range(600):
+        record = await again.step()
+        clock.now += 60
+
+    assert 0.3 < record["spent_dollars"] <= 0.5
+    assert record["wanted"] == 0
+
+
+async def test_a_dry_run_touches_nothing(salad: Any, scaling: Any, tmp_path: Path) -> None:
+    make, _, _ = scaling
+
+    record = await make(GOAL, is_dry_run=True).step()
+
+    assert record["wanted"] == 12
+    assert salad.count("PATCH") == 0
+    assert not (tmp_path / "ledger.json").exists()
+
+
+async def test_a_price_that_is_not_told_starts_nothing(salad: Any, scaling: Any) -> None:
+    make, _, _ = scaling
+    salad.prices = {"high": "0.08"}
+
+    record = await make(GOAL).step()
+
+    assert record["wanted"] == 0
+    assert "the price is not known" in record["reason"]
+
+
+async def test_a_rolling_change_is_left_alone(salad: Any, salad_module: Any, scaling: Any) -> None:
+    make, _, _ = scaling
+    first = next(iter(salad.groups.values()))
+    name = "sd15-batch-ffffffff-1"
+    salad.groups[name] = salad_module.Group({**first.body, "name": name})
+
+    record = await make(GOAL).step()
+
+    assert record["reason"] == "a rolling change is under way"
+    assert salad.count("PATCH") == 0
+
+
+async def test_the_cap_holds_in_a_rolling_change_too(
+    salad: Any, salad_module: Any, scaling: Any
+) -> None:
+    make, clock, _ = scaling
+    first = next(iter(salad.groups.values()))
+    name = "sd15-batch-ffffffff-1"
+    salad.groups[name] = salad_module.Group({**first.body, "name": name, "replicas": 400})
+    scaler_ = make(replace(GOAL, max_dollars=10))
+
+    for _ in range(120):
+        record = await scaler_.step()
+        clock.now += 60
+
+    assert 5 < record["spent_dollars"] <= 10
+
+
+def test_the_command_says_what_it_would_do(
+    salad: Any, in_process: Imagefleet, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(logs, "configure", lambda _: None)  # it would outlive this test
+    in_process("deploy", "salad", "apply", "--yes", "--replicas", "20")
+    jobs = tmp_path / "jobs.jsonl"
+    jobs.write_text('{"prompt": "a cat"}\n' * 1000)
+    in_process("load", "jobs.jsonl")
+
+    ended = in_process(
+        "scale", "--dollars-per-hour", "0.3", "--max-dollars", "5", "--once", "--dry-run", "--json"
+    )
+
+    assert ended.returncode == 0, ended.stderr
+    record = json.loads(ended.stdout)
+    assert (record["replicas"], record["wanted"], record["speed"]) == (20, 2, "assumed")
+
+
+def test_the_command_wants_to_know_what_for(salad: Any, in_process: Imagefleet) -> None:
+    ended = in_process("scale", "--max-dollars", "5")
+
+    assert ended.returncode == 2
+    assert "--deadline, --dollars-per-hour or both" in ended.stderr
+
+
+def test_a_scaler_that_is_told_to_end_says_what_runs_on(
+    salad: Any, in_process: Imagefleet, tmp_path: Path
+) -> None:
+    in_process("deploy", "salad", "apply", "--yes", "--replicas", "20")
+    for _ in range(2):
+        in_process("deploy", "salad", "status")
+    (tmp_path / "jobs.jsonl").write_text('{"prompt": "a cat"}\n' * 20_000)
+    in_process("load", "jobs.jsonl")
+    command = Path(sys.executable).with_name("imagefleet")
+    with subprocess.Popen(
+        [
+            *(command, "scale", "--dollars-per-hour", "1", "--max-dollars", "5", "--json"),
+            *("--look-seconds", "1"),
+        ],
+        cwd=tmp_path,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+    ) as process:
+        assert process.stdout is not None
+        record = json.loads(process.stdout.readline())
+        process.send_signal(signal.SIGTERM)
+        _, log = process.communicate(timeout=30)
+
+    assert process.returncode == 0, log
+    assert record["running"] == 20
+    assert "20 workers run on, and nobody counts their dollars" in log
+    assert json.loads((tmp_path / "sd15-batch-scale.json").read_text())["running"] == 20

@@ -1,0 +1,81 @@
+from __future__ import annotations
+
+import io
+
+import numpy as np
+import pytest
+from PIL import Image, ImageFont
+
+from fleet import contact_sheet
+from imagefleet.job.message import Output
+from worker.stages import encode
+
+
+def picture(width: int, height: int, prompt: str) -> bytes:
+    pixels = np.zeros((height, width, 3), np.uint8)
+    pixels[: height // 2] = (255, 0, 0)
+    pixels[height // 2 :] = (0, 0, 255)
+    return encode.encode(pixels, Output(), f"{prompt}\nSteps: 1").data
+
+
+def opened(data: bytes) -> Image.Image:
+    return Image.open(io.BytesIO(data)).convert("RGB")
+
+
+def test_the_sheet_is_as_large_as_its_rows_and_columns() -> None:
+    sheet = opened(contact_sheet.draw_mosaic([picture(64, 64, "a house")] * 7, columns=3))
+
+    cell = contact_sheet.TILE_PIXELS + contact_sheet.MARGIN_PIXELS
+    caption = contact_sheet.CAPTION_LINES * contact_sheet.LINE_PIXELS
+    assert sheet.width == contact_sheet.MARGIN_PIXELS + 3 * cell
+    assert sheet.height == contact_sheet.MARGIN_PIXELS + 3 * (cell + caption)
+
+
+def test_each_picture_is_enlarged_into_its_place_with_its_caption_below() -> None:
+    sheet = opened(contact_sheet.draw_mosaic([picture(64, 64, "a house")]))
+
+    left, top, tile = (
+        contact_sheet.MARGIN_PIXELS,
+        contact_sheet.MARGIN_PIXELS,
+        contact_sheet.TILE_PIXELS,
+    )
+    assert sheet.getpixel((left + 5, top + 5)) == (255, 0, 0)
+    assert sheet.getpixel((left + tile - 5, top + tile - 5)) == (0, 0, 255)
+    caption = sheet.crop((left, top + tile + 1, left + tile, sheet.height))
+    assert len(set(caption.get_flattened_data())) > 2, "no text is drawn"
+
+
+def test_a_wide_picture_keeps_its_shape() -> None:
+    tile, _ = contact_sheet.read_tile(picture(128, 64, "a house"))
+
+    assert tile.size == (contact_sheet.TILE_PIXELS, contact_sheet.TILE_PIXELS // 2)
+
+
+def test_a_caption_names_the_loras_after_the_prompts_words() -> None:
+    _, caption = contact_sheet.read_tile(
+        picture(64, 64, "a rope, <lora:forest-v2:0.35>, digital art")
+    )
+
+    assert caption == "a rope, digital art + forest-v2"
+
+
+def test_a_long_caption_is_cut_with_an_ellipsis_and_fits_the_picture() -> None:
+    font = ImageFont.load_default(contact_sheet.FONT_PIXELS)
+
+    lines = contact_sheet._lines("a very long prompt about a house in a forest " * 5, font)
+
+    assert len(lines) == contact_sheet.CAPTION_LINES
+    assert lines[-1].endswith("…")
+    assert all(font.getlength(line) <= contact_sheet.TILE_PIXELS for line in lines)
+
+
+def test_a_picture_without_a_prompt_has_no_caption() -> None:
+    stored = io.BytesIO()
+    Image.new("RGB", (8, 8)).save(stored, "PNG")
+
+    assert contact_sheet.read_tile(stored.getvalue())[1] == ""
+
+
+def test_no_picture_is_no_sheet() -> None:
+    with pytest.raises(ValueError, match="needs an image"):
+        contact_sheet.draw_mosaic([])

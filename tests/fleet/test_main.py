@@ -1,0 +1,156 @@
+"""The console command as a whole, in processes of its own."""
+
+from __future__ import annotations
+
+import json
+import resource
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from fleet import console, options
+
+ROOT = Path(__file__).parents[2]
+COMMAND = Path(sys.executable).with_name("imagefleet")
+COMMANDS = [
+    *("demo", "worker", "load", "status", "top", "exporter", "plan", "report", "scale", "prompt"),
+    *("health", "version", "failed", "keys", "deploy"),
+]
+
+Imagefleet = Callable[..., "subprocess.CompletedProcess[str]"]  # the fixture of conftest.py
+
+
+def test_help_names_the_commands_in_their_order(imagefleet: Imagefleet) -> None:
+    result = imagefleet("--help")
+
+    listed = result.stdout.partition("Commands:")[2].splitlines()[1 : 1 + len(COMMANDS)]
+    assert [line.split()[0] for line in listed] == COMMANDS
+    assert not any(line.endswith("...") for line in listed), "a description is cut off"
+    assert result.returncode == console.EXIT_DONE
+
+
+def test_help_takes_well_under_a_second(imagefleet: Imagefleet) -> None:
+    def processor_seconds() -> float:
+        before = resource.getrusage(resource.RUSAGE_CHILDREN)
+        imagefleet("--help")
+        after = resource.getrusage(resource.RUSAGE_CHILDREN)
+        return after.ru_utime + after.ru_stime - before.ru_utime - before.ru_stime
+
+    # Not by the clock, and the best of a few: the machine may be busy with other things.
+    assert min(processor_seconds() for _ in range(3)) < 1
+
+
+def test_looking_at_failed_jobs_loads_neither_torch_nor_a_cloud(tmp_path: Path) -> None:
+    home = tmp_path / "home"
+    home.mkdir()
+    program = f"""
+import sys
+from fleet import main
+sys.argv = ["imagefleet", "failed", "list", "--storage", "local:{home}"]
+try:
+    main.main()
+except SystemExit:
+    pass
+heavy = {{"torch", "diffusers", "transformers", "numpy", "PIL", "azure", "aiohttp"}}
+print("loaded:", sorted(heavy & set(sys.modules)))
+"""
+    result = subprocess.run(
+        [sys.executable, "-c", program],
+        capture_output=True,
+        text=True,
+        check=True,
+    )
+    assert result.stdout.splitlines()[-1] == "loaded: []"
+
+
+@pytest.mark.parametrize("command", [*COMMANDS, "failed list", "failed replay"])
+def test_every_command_says_what_it_is_for(imagefleet: Imagefleet, command: str) -> None:
+    result = imagefleet(*command.split(), "--help")
+
+    assert result.returncode == console.EXIT_DONE
+    assert result.stderr == ""
+    assert len(result.stdout.splitlines()) > 5
+
+
+@pytest.mark.parametrize(
+    ("arguments", "complaint"),
+    [
+        (["worker"], "error: --model / IMAGEFLEET_MODEL: is required"),
+        (
+            ["worker", "--model", "m", "--lease-seconds", "soon"],
+            "error: --lease-seconds / IMAGEFLEET_LEASE_SECONDS: should be a valid number",
+        ),
+        (
+            ["status"],
+            "error: there is no queue 'jobs' in imagefleet-data",
+        ),
+        (["status", "--watch", "--json"], "error: --watch is for people and --json for programs"),
+        (["statsu"], "error: No such command 'statsu'"),
+        (["status", "--quick"], "error: No such option: --quick"),
+        (["plan"], "error: Missing option '--jobs'"),
+        (["plan", "--jobs", "1", "--gpu", "RTX 9090"], "error: 'RTX 9090' is no GPU class"),
+    ],
+)
+def test_what_is_wrong_is_one_line_and_exit_code_2(
+    imagefleet: Imagefleet, arguments: list[str], complaint: str
+) -> None:
+    result = imagefleet(*arguments)
+
+    assert result.returncode == console.EXIT_OPERATOR_MUST_ACT
+    assert result.stderr.startswith(complaint)
+    assert len(result.stderr.splitlines()) == 1
+    assert result.stdout == ""
+
+
+def test_a_worker_without_its_queue_says_so_before_it_loads_a_model(
+    imagefleet: Imagefleet,
+) -> None:
+    result = imagefleet("worker", "--model", "nowhere")
+
+    assert result.returncode == console.EXIT_OPERATOR_MUST_ACT
+    assert "there is no queue 'jobs'" in result.stderr
+    assert "Traceback" not in result.stderr
+
+
+def test_an_unknown_variable_stops_every_command(imagefleet: Imagefleet) -> None:
+    result = imagefleet("status", IMAGEFLEET_STORGE="local:x")
+
+    assert result.returncode == console.EXIT_OPERATOR_MUST_ACT
+    assert result.stderr == (
+        "error: IMAGEFLEET_STORGE is no setting of imagefleet: did you mean IMAGEFLEET_STORAGE?\n"
+    )
+
+
+def test_a_reader_that_has_gone_makes_no_noise(tmp_path: Path) -> None:
+    result = subprocess.run(
+        f"{COMMAND} plan --jobs 10 --json | true",
+        shell=True,
+        cwd=tmp_path,
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert result.stderr == ""
+
+
+def test_version_names_what_a_report_should_name(imagefleet: Imagefleet) -> None:
+    result = imagefleet("version")
+
+    names = [line.split()[0] for line in result.stdout.splitlines()]
+    assert names == ["imagefleet", "torch", "diffusers", "python"]
+
+
+def test_the_readme_shows_the_settings_as_they_are() -> None:
+    readme = (ROOT / "README.md").read_text(encoding="utf-8")
+
+    assert options.markdown_table() in readme, "write it anew: imagefleet settings"
+
+
+def test_the_demo_sends_the_reference_message_as_it_was_sent() -> None:
+    message = json.loads((ROOT / "fleet" / "reference-job.json").read_text(encoding="utf-8"))
+
+    assert message["sampler_name"] == "k_euler_a"
+    assert message["prompt"].startswith("photo of a jump rope, <lora:magic-fantasy-forest-v2:0.35>")

@@ -1,0 +1,291 @@
+from __future__ import annotations
+
+import base64
+import json
+import math
+from typing import Any
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from imagefleet import errors
+from imagefleet.job import samplers, txt2img
+from imagefleet.job.message import MAX_IMAGES_PER_JOB, Job, read_job
+from imagefleet.storage import protocol
+
+json_values = st.recursive(
+    st.none() | st.booleans() | st.integers() | st.floats() | st.text(max_size=20),
+    lambda inner: (
+        st.lists(inner, max_size=4) | st.dictionaries(st.text(max_size=12), inner, max_size=4)
+    ),
+    max_leaves=12,
+)
+
+names = st.from_regex(r"[A-Za-z0-9][A-Za-z0-9._-]{0,127}", fullmatch=True)
+
+words = st.text(alphabet=st.characters(exclude_categories=["Cs"], exclude_characters="<>"))
+
+jobs = st.builds(
+    Job,
+    prompt=words,
+    negative_prompt=words,
+    sampler_name=st.sampled_from(sorted(samplers.NAMES)),
+    scheduler=st.sampled_from([None, "", *samplers.SCHEDULERS]),
+    steps=st.integers(1, 150),
+    cfg_scale=st.floats(1, 30),
+    width=st.none() | st.integers(8, 256).map(lambda side: side * 8),
+    height=st.none() | st.integers(8, 256).map(lambda side: side * 8),
+    seed=st.integers(0, 2**32 - 1),
+    batch_size=st.integers(1, 8),
+    n_iter=st.integers(1, 8),
+    clip_skip=st.integers(1, 12),
+    id=names,
+    campaign=st.none() | names,
+    output=st.fixed_dictionaries(
+        {"format": st.sampled_from(["png", "jpeg", "webp"]), "quality": st.integers(1, 100)}
+    ),
+    metadata=st.dictionaries(words, st.integers() | words | st.booleans(), max_size=3),
+)
+
+
+def read(**fields: Any) -> Job:
+    return read_job(json.dumps({"prompt": "a cat", **fields}), "message-1")
+
+
+def refusal(body: str) -> str | None:
+    """Why a message is no job; any error but the one that says so comes through."""
+    try:
+        read_job(body, "message-1")
+    except errors.InvalidMessageError as error:
+        return error.message
+    return None
+
+
+@given(st.text())
+def test_no_text_raises_anything_but_an_invalid_message(text: str) -> None:
+    assert refusal(text) != ""
+
+
+@given(json_values)
+def test_no_json_raises_anything_but_an_invalid_message(value: object) -> None:
+    assert refusal(json.dumps(value)) != ""
+
+
+@given(st.dictionaries(st.sampled_from(sorted(Job.model_fields)), json_values))
+def test_no_values_of_known_fields_raise_anything_but_an_invalid_message(
+    fields: dict[str, object],
+) -> None:
+    assert refusal(json.dumps({"prompt": "", **fields})) != ""
+
+
+@given(st.dictionaries(st.sampled_from(sorted(txt2img.NEUTRAL_VALUES)), json_values, min_size=1))
+def test_no_values_of_foreign_fields_raise_anything_but_an_invalid_message(
+    fields: dict[str, object],
+) -> None:
+    reason = refusal(json.dumps({"prompt": "", **fields}))
+
+    assert reason is None or any(name in reason for name in fields)
+
+
+@given(st.binary())
+def test_no_base64_raises_anything_but_an_invalid_message(data: bytes) -> None:
+    assert refusal(base64.b64encode(data).decode()) != ""
+
+
+@pytest.mark.parametrize(
+    "body",
+    [
+        "[" * 100_000,
+        '{"prompt":' * 50_000,
+        '{"prompt":"a","metadata":' + '{"a":' * 2_000 + "1" + "}" * 2_001,
+        '{"prompt":"a","seed":' + "9" * 5_000 + "}",
+        '{"prompt":"a","cfg_scale":1e999}',
+        '{"prompt":"a","cfg_scale":NaN}',
+        '{"prompt":"\\ud800"}',
+        '{"prompt":"a","metadata":{"\\ud800":1}}',
+        '{"prompt":"a","\\ud800":1}',
+        '{"prompt":"a","id":"\\u0000"}',
+    ],
+)
+def test_what_breaks_parsers_is_an_invalid_message(body: str) -> None:
+    with pytest.raises(errors.InvalidMessageError):
+        read_job(body, "message-1")
+
+
+@settings(max_examples=200)
+@given(jobs)
+def test_a_job_comes_back_from_its_message_as_it_was(job: Job) -> None:
+    assert read_job(job.to_message(), "another-message") == job
+
+
+@given(jobs)
+def test_a_job_comes_back_from_base64(job: Job) -> None:
+    encoded = base64.b64encode(job.to_message().encode()).decode()
+
+    assert read_job(f" {encoded}\n", "another-message") == job
+
+
+@given(jobs)
+def test_every_message_is_one_that_queues_can_carry(job: Job) -> None:
+    protocol.checked_messages([job.to_message()])
+    assert "\n" not in job.to_message()
+
+
+def test_the_reference_message_is_a_job() -> None:
+    job = read(
+        prompt="photo of a jump rope, <lora:magic-fantasy-forest-v2:0.35>, ((best quality))",
+        negative_prompt="(deformed, distorted, disfigured:1.3)",
+        sampler_name="k_euler_a",
+        steps=15,
+        cfg_scale=7,
+    )
+
+    assert (job.sampler, job.steps, job.cfg_scale, job.images) == ("euler_ancestral", 15, 7, 1)
+
+
+def test_a_job_without_an_id_takes_its_messages_and_the_same_seed_each_time() -> None:
+    first, again = read(), read()
+
+    assert first.id == "message-1"
+    assert first.seed == again.seed >= 0
+    assert read_job('{"prompt": "a cat"}', "message-2").seed != first.seed
+
+
+def test_a_replayed_job_is_still_the_same_job() -> None:
+    job = read()
+
+    assert read_job(job.to_message(), "message-2") == job
+
+
+def test_seeds_count_up_by_image_and_wrap_at_32_bits() -> None:
+    job = read(seed=2**32 - 1, batch_size=2)
+
+    assert [job.image_seed(0), job.image_seed(1)] == [2**32 - 1, 0]
+
+
+def test_blob_names_follow_from_the_job_alone() -> None:
+    assert read(id="a").blob_name(0) == "default/a.png"
+    assert read(id="a", campaign="spring", n_iter=2).blob_name(1) == "spring/a-1.png"
+    assert read(id="a", output={"format": "jpeg"}).blob_name(0) == "default/a.jpg"
+
+
+@pytest.mark.parametrize(
+    ("field", "values"),
+    [
+        ("steps", [0, 151, 1.5, "many", None, 10**30]),
+        ("cfg_scale", [0.5, 31, math.nan, math.inf, None]),
+        ("width", [0, 63, 65, 2056, -512]),
+        ("height", [56, 4096, 512.5]),
+        ("seed", [-2, 2**32, 0.5]),
+        ("batch_size", [0, MAX_IMAGES_PER_JOB + 1]),
+        ("n_iter", [0, -1, MAX_IMAGES_PER_JOB + 1]),
+        ("clip_skip", [0, 13]),
+        ("id", ["", "../a", "a/b", "-a", "x" * 129, "a b"]),
+        ("campaign", ["", "..", "a/b"]),
+        ("model", ["../m", "", "a/b", ".m"]),
+        ("sampler_name", ["LMS", "", "DDIM Karras", "DPM++ 2M SDE", None]),
+        ("scheduler", ["Exponential", "SGM Uniform", 5]),
+        ("output", [{"format": "gif"}, {"quality": 0}, {"qualty": 5}, "png"]),
+        ("metadata", ["x", {"a": "x" * 4096}]),
+        ("prompt", [None, 5, "x" * 65_537, "<lora:../x:1>", "a AND b", "[a|b]", "(a:1.1.1)"]),
+        ("negative_prompt", [None, "x" * 65_537, "[a:b:0.5]", "[a|b]", "(a:1000)"]),
+    ],
+)
+def test_a_value_out_of_bounds_is_refused_by_the_fields_name(
+    field: str, values: list[object]
+) -> None:
+    for value in values:
+        with pytest.raises(errors.InvalidMessageError, match=field):
+            read(**{field: value})
+
+
+def test_more_images_than_a_lease_can_last_are_refused() -> None:
+    with pytest.raises(errors.InvalidMessageError, match="batch_size x n_iter is 128"):
+        read(batch_size=64, n_iter=2)
+
+
+def test_a_misspelt_field_is_refused_with_a_suggestion() -> None:
+    with pytest.raises(errors.InvalidMessageError, match="did you mean 'cfg_scale'"):
+        read(cfg_scael=7)
+
+
+@pytest.mark.parametrize(
+    ("field", "value"), [("enable_hr", True), ("script_name", "x/y/z"), ("tiling", True)]
+)
+def test_a_field_that_would_change_the_picture_is_refused_by_name(
+    field: str, value: object
+) -> None:
+    with pytest.raises(errors.InvalidMessageError, match=field):
+        read(**{field: value})
+
+
+def test_fields_that_leave_the_picture_alone_are_accepted() -> None:
+    neutral = {name: values[0] for name, values in txt2img.NEUTRAL_VALUES.items()}
+
+    assert read(**neutral, save_images=True, hr_scale=2, subseed=5) == read()
+
+
+def test_the_older_samplers_name_is_read() -> None:
+    assert read(sampler_index="Euler a").sampler == "euler_ancestral"
+    with pytest.raises(errors.InvalidMessageError, match="sampler_name"):
+        read(sampler_index="LMS")
+
+
+def test_an_unknown_sampler_or_scheduler_is_answered_with_the_known_ones() -> None:
+    with pytest.raises(errors.InvalidMessageError, match=r"'LMS' .*: Euler a, .*DPM\+\+ 2M Karras"):
+        read(sampler_name="LMS")
+    with pytest.raises(errors.InvalidMessageError, match=r"'Beta' .*: Automatic, Uniform, Karras"):
+        read(scheduler="Beta")
+
+
+@pytest.mark.parametrize(
+    ("name", "sampler"),
+    [
+        ("Euler a", "euler_ancestral"),
+        ("K_EULER_A", "euler_ancestral"),
+        ("Euler", "euler"),
+        ("k_euler", "euler"),
+        ("DDIM", "ddim"),
+        ("PLMS", "plms"),
+        ("DPM++ 2M", "dpmpp_2m"),
+        ("k_dpmpp_2m", "dpmpp_2m"),
+        ("DPM++ 2M Karras", "dpmpp_2m_karras"),
+        ("k_dpmpp_2m_ka", "dpmpp_2m_karras"),
+    ],
+)
+def test_samplers_go_by_their_names_in_a1111_and_k_diffusion(name: str, sampler: str) -> None:
+    assert read(sampler_name=name).sampler == sampler
+
+
+@pytest.mark.parametrize(
+    ("name", "scheduler", "sampler"),
+    [
+        ("DPM++ 2M", "Karras", "dpmpp_2m_karras"),
+        ("DPM++ 2M", "Automatic", "dpmpp_2m_karras"),
+        ("DPM++ 2M", "uniform", "dpmpp_2m"),
+        ("DPM++ 2M", "", "dpmpp_2m"),
+        ("DPM++ 2M Karras", "Uniform", "dpmpp_2m_karras"),
+        ("Euler a", "karras", "euler_ancestral_karras"),
+        ("Euler a", "Automatic", "euler_ancestral"),
+        ("DDIM", "Karras", "ddim"),
+    ],
+)
+def test_the_scheduler_field_of_a1111_1_9_is_read_as_it_reads_it(
+    name: str, scheduler: str, sampler: str
+) -> None:
+    assert read(sampler_name=name, scheduler=scheduler).sampler == sampler
+
+
+@pytest.mark.parametrize("body", ["", "   ", "null", "[1]", '"text"', "7", "bm90IGpzb24="])
+def test_what_is_no_json_object_is_refused(body: str) -> None:
+    with pytest.raises(errors.InvalidMessageError, match="the message is"):
+        read_job(body, "message-1")
+
+
+def test_a_reason_is_bounded_however_long_the_message() -> None:
+    fields = {f"unknown{number}": 1 for number in range(5_000)}
+    with pytest.raises(errors.InvalidMessageError) as caught:
+        read(**fields)
+
+    assert len(caught.value.message) < 5_000

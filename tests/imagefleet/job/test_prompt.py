@@ -1,0 +1,257 @@
+from __future__ import annotations
+
+import contextlib
+import time
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from imagefleet import errors
+from imagefleet.job import prompt
+
+
+def test_the_reference_prompt_keeps_its_words_and_gives_its_lora() -> None:
+    read = prompt.read_prompt("a jump rope, <lora:magic-fantasy-forest-v2:0.35>, ((no humans))")
+
+    assert read.text == "a jump rope, , ((no humans))"
+    assert read.loras == (prompt.LoraTag("magic-fantasy-forest-v2", 0.35, 0.35),)
+
+
+@pytest.mark.parametrize(
+    ("tag", "text_encoder_weight", "unet_weight"),
+    [
+        ("<lora:x>", 1, 1),
+        ("<lora:x:0.5>", 0.5, 0.5),
+        ("<lora:x:0.5:0.8>", 0.5, 0.8),
+        ("<lora:x:te=0.2:unet=0.9>", 0.2, 0.9),
+        ("<lora:x:unet=0.9>", 1, 0.9),
+        ("<lora:x:0.4:unet=-0.9>", 0.4, -0.9),
+        ("<LYCO:x:0.5>", 0.5, 0.5),
+    ],
+)
+def test_weights_are_read_as_automatic1111_reads_them(
+    tag: str, text_encoder_weight: float, unet_weight: float
+) -> None:
+    assert prompt.read_prompt(tag).loras == (prompt.LoraTag("x", text_encoder_weight, unet_weight),)
+
+
+def test_loras_keep_their_order() -> None:
+    loras = prompt.read_prompt("<lora:b:1> and <lora:a:0.5>").loras
+
+    assert [lora.name for lora in loras] == ["b", "a"]
+
+
+@pytest.mark.parametrize(
+    "name",
+    ["../secret", "a/b", "a\\b", ".hidden", "", "a\nb", "naïve", "x" * 129, "%2e%2e", "a\0b"],
+)
+def test_a_name_that_is_no_plain_file_name_is_refused(name: str) -> None:
+    with pytest.raises(errors.JobError, match="is refused"):
+        prompt.read_prompt(f"<lora:{name}:1>")
+
+
+@pytest.mark.parametrize("weight", ["35", "-10.1", "nan", "inf", "-inf", "", "high", "1e9"])
+def test_a_weight_that_no_lora_has_is_refused(weight: str) -> None:
+    with pytest.raises(errors.JobError, match="between"):
+        prompt.read_prompt(f"<lora:x:{weight}>")
+
+
+@pytest.mark.parametrize("tag", ["<lora:x:1:1:1>", "<lora:x:dyn=1>", "<lora:x:te=1:foo=2>"])
+def test_a_malformed_tag_is_refused_with_the_forms_that_are_right(tag: str) -> None:
+    with pytest.raises(errors.JobError, match="<lora:name:weight>"):
+        prompt.read_prompt(tag)
+
+
+def test_another_extra_network_is_refused_instead_of_silently_dropped() -> None:
+    with pytest.raises(errors.JobError, match="<hypernet:"):
+        prompt.read_prompt("a cat <hypernet:style:1>")
+
+
+def test_angle_brackets_that_are_no_tag_stay_words() -> None:
+    assert prompt.read_prompt("a <3 b, x < y > z").text == "a <3 b, x < y > z"
+
+
+@given(st.text())
+def test_no_prompt_raises_anything_but_a_job_error(text: str) -> None:
+    with contextlib.suppress(errors.JobError):
+        assert prompt.read_prompt(text).text is not None
+
+
+@given(st.text(alphabet="<>lora:te=.x1-", max_size=60))
+def test_what_is_read_holds_safe_names_and_bounded_weights(text: str) -> None:
+    try:
+        read = prompt.read_prompt(text)
+    except errors.JobError:
+        return
+    for lora in read.loras:
+        assert prompt.SAFE_NAME.fullmatch(lora.name)
+        assert abs(lora.unet_weight) <= prompt.WEIGHT_LIMIT
+        assert abs(lora.text_encoder_weight) <= prompt.WEIGHT_LIMIT
+
+
+def parts(text: str) -> list[list[tuple[str, float]]]:
+    """Each section's words with their weights, rounded: 1.1 * 1.1 is not 1.21 in binary."""
+    return [
+        [(part.text, round(part.weight, 6)) for part in section]
+        for section in prompt.weighted_parts(text)
+    ]
+
+
+@pytest.mark.parametrize(
+    ("text", "expected"),
+    [
+        ("", []),
+        ("words", [("words", 1.0)]),
+        ("(x)", [("x", 1.1)]),
+        ("[x]", [("x", 0.909091)]),
+        ("(x:1.3)", [("x", 1.3)]),
+        ("( x : 1.3 )", [(" x ", 1.3)]),
+        ("(x:-1)", [("x", -1.0)]),
+        ("(x:+.5)", [("x", 0.5)]),
+        ("(x:0)", [("x", 0.0)]),
+        ("((x))", [("x", 1.21)]),
+        ("([x])", [("x", 1.0)]),
+        ("((x:1.3))", [("x", 1.43)]),
+        ("((x:1.3):2)", [("x", 2.6)]),
+        ("a (b (c)) d", [("a ", 1.0), ("b ", 1.1), ("c", 1.21), (" d", 1.0)]),
+        ("a(b:1.0)c", [("abc", 1.0)]),
+        ("(a)(b)", [("ab", 1.1)]),
+        ("(a)[b]", [("a", 1.1), ("b", 0.909091)]),
+        # never closed: closed at the end
+        ("a (b", [("a ", 1.0), ("b", 1.1)]),
+        ("((a", [("a", 1.21)]),
+        ("a [b (c:1.3", [("a ", 1.0), ("b ", 0.909091), ("c:1.3", 1.0)]),
+        # never opened: a letter
+        ("a) b", [("a) b", 1.0)]),
+        ("a] b:1.3)", [("a] b:1.3)", 1.0)]),
+        # square brackets have no number, and a round one ends whichever round one is open
+        ("[x:1.3]", [("x:1.3", 0.909091)]),
+        ("(a [b) c]", [("a ", 1.1), ("b", 1.0), (" c", 0.909091)]),
+        # escapes
+        (r"\(x\)", [("(x)", 1.0)]),
+        (r"\[x\]", [("[x]", 1.0)]),
+        (r"(a\)b)", [("a)b", 1.1)]),
+        (r"a\\(b)", [("a\\", 1.0), ("b", 1.1)]),
+        (r"a\b", [("ab", 1.0)]),
+        ("a\\", [("a", 1.0)]),
+        # a colon that is no weight is a letter
+        ("a: b (c:d) (e::1.5)", [("a: b ", 1.0), ("c:d", 1.1), (" ", 1.0), ("e:", 1.5)]),
+        ("(a:1.3 b)", [("a:1.3 b", 1.1)]),
+        ("(a:1e5)", [("a:1e5", 1.1)]),
+        ("(:1.3)", []),
+        ("()[]", []),
+    ],
+)
+def test_emphasis_is_read_as_automatic1111_reads_it(
+    text: str, expected: list[tuple[str, float]]
+) -> None:
+    assert parts(text) == [expected]
+
+
+@pytest.mark.parametrize(
+    ("text", "expected"),
+    [
+        ("a BREAK b", [[("a", 1.0)], [("b", 1.0)]]),
+        ("a,\nBREAK\nb", [[("a,", 1.0)], [("b", 1.0)]]),
+        ("BREAK", [[], []]),
+        ("a BREAK BREAK b", [[("a", 1.0)], [], [("b", 1.0)]]),
+        ("a (b) BREAK (c)", [[("a ", 1.0), ("b", 1.1)], [("c", 1.1)]]),
+        ("(a BREAK b)", [[("a", 1.1)], [("b", 1.1)]]),
+        ("(a)BREAK(b)", [[("a", 1.1)], [("b", 1.1)]]),
+        ("BREAKFAST aBREAK break", [[("BREAKFAST aBREAK break", 1.0)]]),
+    ],
+)
+def test_break_ends_a_section_and_takes_its_white_space_along(
+    text: str, expected: list[list[tuple[str, float]]]
+) -> None:
+    assert parts(text) == expected
+
+
+@pytest.mark.parametrize(
+    ("text", "reason"),
+    [
+        ("(a:1.2.3)", "'1.2.3' in the prompt is no number"),
+        ("(a:.)", "'.' in the prompt is no number"),
+        ("a (cat:101)", "gives 'cat' the weight 101; a weight is a number between -100 and 100"),
+        ("((a:50):50)", "gives 'a' the weight 2.5e"),
+        ("(a:" + "9" * 400 + ")", "gives 'a' the weight inf"),
+    ],
+)
+def test_a_weight_that_no_prompt_means_is_refused(text: str, reason: str) -> None:
+    for read in (prompt.read_prompt, prompt.read_negative_prompt):
+        with pytest.raises(errors.JobError) as refusal:
+            read(text)
+        assert reason in refusal.value.message
+
+
+def test_a_tag_leaves_what_stood_around_it() -> None:
+    assert prompt.read_prompt("a, <lora:x:1>, (b <lora:y:1>)").text == "a, , (b )"
+
+
+def test_the_same_lora_twice_is_read_twice() -> None:
+    loras = prompt.read_prompt("<lora:x:0.5> <lora:x:0.25>").loras
+    assert [lora.unet_weight for lora in loras] == [0.5, 0.25]
+
+
+def test_a_tag_in_a_negative_prompt_is_words_as_in_automatic1111() -> None:
+    read = prompt.read_negative_prompt("blurry, <lora:x:0.5>")
+    assert (read.text, read.loras) == ("blurry, <lora:x:0.5>", ())
+
+
+prompts = st.one_of(st.text(), st.text(alphabet="()[]:|\\<>lora 1.5a,\nBREAKND"))
+
+
+@given(prompts)
+def test_no_words_are_lost_and_none_are_made_up(text: str) -> None:
+    try:
+        sections = prompt.weighted_parts(text)
+    except errors.JobError:
+        return
+    found = iter("".join(part.text for section in sections for part in section))
+    rest = iter(text)
+    assert all(letter in rest for letter in found), "what is read is the text, less its signs"
+    for section in sections:
+        weights = [part.weight for part in section]
+        assert all(abs(weight) <= prompt.EMPHASIS_LIMIT for weight in weights)
+        assert all(part.text for part in section)
+
+
+@given(st.text(st.characters(exclude_characters="()[]\\:")))
+def test_words_without_signs_are_one_part_of_weight_1(text: str) -> None:
+    if "BREAK" not in text:
+        assert parts(text) == [[(text, 1.0)] if text else []]
+
+
+@given(prompts)
+def test_both_prompts_are_read_or_refused_and_never_fail(text: str) -> None:
+    for read in (prompt.read_prompt, prompt.read_negative_prompt):
+        with contextlib.suppress(errors.JobError):
+            prompt.weighted_parts(read(text).text)
+
+
+def seconds_to_read(text: str) -> float:
+    began_at = time.process_time()
+    with contextlib.suppress(errors.JobError):
+        prompt.read_prompt(text)
+    return time.process_time() - began_at
+
+
+@pytest.mark.parametrize("unit", ["(", "[", ")", "]", "()", "[]"])
+def test_a_megabyte_of_brackets_is_read_in_seconds_not_in_hours(unit: str) -> None:
+    assert seconds_to_read(unit * (2**20 // len(unit)) + ":|a]") < 10
+
+
+@pytest.mark.parametrize("pair", ["()", "[]"])
+def test_a_megabyte_of_nested_brackets_is_read_in_seconds_not_in_hours(pair: str) -> None:
+    assert seconds_to_read(pair[0] * 2**19 + "a:" + pair[1] * 2**19) < 10
+
+
+@pytest.mark.parametrize(
+    "unit",
+    ["(:", "[a:", "[a|", "(a:1.1)", "[a:b]", "\\", "<a:", "BREAK ", ": ", ":1", "(a:1" + " " * 99],
+)
+@pytest.mark.parametrize("end", ["", ":|a]", ">", ")"])
+def test_the_longest_prompt_of_a_job_is_read_at_once_whatever_is_in_it(unit: str, end: str) -> None:
+    """A time that grew with the text's square would be minutes."""
+    assert seconds_to_read(unit * (2**16 // len(unit)) + end) < 2

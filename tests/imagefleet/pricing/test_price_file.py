@@ -1,0 +1,69 @@
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from imagefleet import errors
+from imagefleet.pricing import price_file, prices
+
+
+def write(folder: Path, text: str) -> Path:
+    path = folder / "prices.yaml"
+    path.write_text(text)
+    return path
+
+
+def test_without_a_file_the_built_in_prices_hold() -> None:
+    assert price_file.read_table(None) is prices.BUILT_IN
+
+
+def test_a_file_replaces_what_it_names_and_leaves_the_rest(tmp_path: Path) -> None:
+    path = write(
+        tmp_path,
+        "source: the portal on 2026-11-20\n"
+        "gpus:\n"
+        "  3060 ti: {batch: 0.035}\n"
+        "  RTX 6090 32GB: {batch: 0.5, high: 0.9}\n"
+        "storage: {blob_writes_per_10000: 0.065}\n",
+    )
+    table = price_file.read_table(path)
+
+    assert prices.gpu_dollars_per_hour("RTX 3060 Ti", "batch", table) == 0.035
+    assert table.gpus["RTX 3060 Ti 8GB"].source == "the portal on 2026-11-20"
+    assert prices.gpu_dollars_per_hour("6090", "high", table) == 0.9
+    assert prices.gpu_dollars_per_hour("4090", "batch", table) == 0.16
+    assert table.gpus["RTX 4090 24GB"].source == prices.GPU_PRICES_SOURCE
+    assert table.storage.blob_write == pytest.approx(6.5e-6)
+    assert table.storage.queue_operation == prices.BUILT_IN.storage.queue_operation
+    assert table.storage.source == "the portal on 2026-11-20"
+
+
+def test_a_priority_that_the_file_does_not_price_has_no_stale_price(tmp_path: Path) -> None:
+    table = price_file.read_table(write(tmp_path, "source: x\ngpus: {RTX 4090: {batch: 0.2}}\n"))
+
+    with pytest.raises(errors.SetupError, match="RTX 4090 24GB at high priority"):
+        prices.gpu_dollars_per_hour("4090", "high", table)
+
+
+@pytest.mark.parametrize(
+    ("text", "complaint"),
+    [
+        ("gpus: {}\n", "source: Field required"),
+        ("source: x\ngpus: {RTX 3060: {batch: 1}}\n", "several GPU classes"),
+        ("source: x\ngpus: {RTX 4090: {bulk: 0.1}}\n", "gpus.RTX 4090.bulk"),
+        ("source: x\ngpus: {RTX 4090: {batch: -1}}\n", "greater than or equal to 0"),
+        ("source: x\ngpus: {RTX 4090: {batch: .nan}}\n", "finite"),
+        ("source: x\nstorage: {writes: 1}\n", "storage.writes: Extra inputs"),
+        ("[1\n", "no YAML"),
+        ("", "the whole"),
+    ],
+)
+def test_what_is_wrong_with_a_file_is_named(tmp_path: Path, text: str, complaint: str) -> None:
+    with pytest.raises(errors.SetupError, match=complaint):
+        price_file.read_table(write(tmp_path, text))
+
+
+def test_a_file_that_is_not_there_is_named(tmp_path: Path) -> None:
+    with pytest.raises(errors.SetupError, match=r"prices\.yaml: No such file"):
+        price_file.read_table(tmp_path / "prices.yaml")

@@ -1,0 +1,34 @@
+from __future__ import annotations
+
+import pytest
+
+from imagefleet import errors
+from imagefleet.pricing import prices
+
+
+@pytest.mark.parametrize("name", ["RTX 3060 Ti 8GB", "RTX 3060 Ti", "rtx3060ti", "3060 ti"])
+def test_a_card_is_found_as_people_write_it(name: str) -> None:
+    assert prices.find_gpu(name) == "RTX 3060 Ti 8GB"
+
+
+def test_a_card_with_two_memories_must_say_which() -> None:
+    with pytest.raises(errors.SetupError, match="RTX 3060 8GB, RTX 3060 12GB"):
+        prices.find_gpu("RTX 3060")
+    assert prices.find_gpu("3060 12GB") == "RTX 3060 12GB"
+
+
+def test_a_slip_of_the_fingers_gets_a_suggestion() -> None:
+    with pytest.raises(errors.SetupError, match=r"did you mean .*RTX 4090 24GB"):
+        prices.find_gpu("RTX 4090 24G")
+
+
+def test_each_priority_has_its_price_and_a_higher_one_costs_no_less() -> None:
+    hourly = [prices.gpu_dollars_per_hour("RTX 4090", each) for each in prices.PRIORITIES]
+
+    assert hourly == [0.30, 0.253, 0.207, 0.16]
+
+
+def test_storage_costs_three_queue_operations_a_job_and_a_write_an_image() -> None:
+    # 10,000 writes at $0.055 and 3 x 10,000 operations at $0.01 for 200,000.
+    assert prices.storage_dollars(10_000, 10_000) == pytest.approx(0.055 + 0.0015)
+    assert prices.storage_dollars(10_000, 40_000) == pytest.approx(0.220 + 0.0015)

@@ -1,0 +1,410 @@
+"""Tokens that change while a process runs: what it does between the old ones and the new."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import logging
+import time
+from collections.abc import AsyncIterator, Callable
+from datetime import UTC, datetime, timedelta
+from pathlib import Path
+from typing import Any
+
+import pytest
+from aiohttp import web
+from pydantic import SecretStr, ValidationError
+
+from fleet.keys import command as keys
+from fleet.keys import mint as keys_mint
+from fleet.keys.roles import ROLES
+from imagefleet import errors, retry
+from imagefleet.storage import open as storage_open
+from imagefleet.storage.azure import credentials, sas
+from imagefleet.storage.azure.storage import AzureHome
+from imagefleet.storage.protocol import Storage
+from imagefleet.storage.settings import StorageSettings
+
+LEASE_SECONDS = 30
+ONE_HOUR = timedelta(hours=1)
+ENDED = -timedelta(minutes=5)
+
+Mint = Callable[..., str]
+
+
+@pytest.fixture
+async def owner(azurite_settings: StorageSettings) -> AsyncIterator[Storage]:
+    """The home, opened with the account's key."""
+    async with storage_open.open_storage(azurite_settings) as home:
+        await home.create()
+        yield home
+
+
+@pytest.fixture
+def mint(azurite_settings: StorageSettings) -> Mint:
+    """Makes the JSON of a worker's tokens with a life of its own."""
+    minter = keys_mint.Minter(azurite_settings)
+
+    def mint_tokens(life: timedelta = ONE_HOUR) -> str:
+        return json.dumps(keys.record(minter.mint(ROLES["worker"], life)))
+
+    return mint_tokens
+
+
+@pytest.fixture
+def file(tmp_path: Path) -> Path:
+    return tmp_path / "tokens.json"
+
+
+@pytest.fixture
+def settings(azurite_settings: StorageSettings, file: Path) -> StorageSettings:
+    """The settings of a worker whose tokens are in the file."""
+    storage = keys_mint.Minter(azurite_settings).storage
+    return azurite_settings.model_copy(update={"storage": storage, "sas_file": file})
+
+
+@pytest.fixture
+def broker_settings(settings: StorageSettings, broker: Any) -> StorageSettings:
+    return settings.model_copy(update={"sas_file": None, "broker_url": broker.url})
+
+
+@pytest.fixture(autouse=True)
+def _at_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Looks with every request, and waits for nothing."""
+    monkeypatch.setattr(sas, "LOOK_SECONDS", 0.0)
+    monkeypatch.setattr(credentials, "WAIT_SECONDS", 0.0)
+
+
+async def proof() -> str:
+    return "a.signed.token"
+
+
+def answer(body: str, **headers: str) -> web.Response:
+    return web.Response(text=body, content_type="application/json", headers=headers)
+
+
+def replace(file: Path, text: str | None) -> None:
+    """As `imagefleet keys --file` does: whole. None removes the file."""
+    if text is None:
+        file.unlink(missing_ok=True)
+        return
+    new = file.with_suffix(".new")
+    new.write_text(text)
+    new.replace(file)
+
+
+# A file
+
+
+async def test_tokens_that_ended_are_waited_for_and_the_new_ones_are_used(
+    owner: Storage, settings: StorageSettings, file: Path, mint: Mint
+) -> None:
+    replace(file, mint(timedelta(seconds=2)))
+    async with AzureHome(settings, retry.NEVER) as home:
+        await home.check()
+        await owner.queue.send(["a job"])
+        (message,) = await home.queue.receive(1, LEASE_SECONDS)
+        await asyncio.sleep(2)
+        requests: list[Callable[[], Any]] = [
+            lambda: home.queue.renew(message, LEASE_SECONDS),
+            lambda: home.queue.receive(1, LEASE_SECONDS),
+            lambda: home.poison.send(["a job"]),
+            lambda: home.blobs.create("fox.png", b"pixels", "image/png", {}),
+        ]
+        for request in requests:
+            with pytest.raises(errors.NoAccessError, match=r"waiting for the file .*tokens\.json"):
+                await request()
+        replace(file, mint())
+        message = await home.queue.renew(message, LEASE_SECONDS)
+        assert await home.blobs.create("fox.png", b"pixels", "image/png", {})
+        await home.queue.delete(message)
+    assert (await owner.poison.depth()).messages == 0
+
+
+async def test_new_tokens_are_taken_before_the_old_ones_end(
+    owner: Storage, settings: StorageSettings, file: Path, mint: Mint, caplog: Any
+) -> None:
+    caplog.set_level(logging.INFO, "imagefleet.storage.azure.credentials")
+    replace(file, mint())
+    async with AzureHome(settings, retry.NEVER) as home:
+        await home.check()
+        first = caplog.text.count("new SAS tokens from the file")
+        replace(file, mint(2 * ONE_HOUR))
+        await home.queue.depth()
+        await until(lambda: caplog.text.count("new SAS tokens from the file") == first + 1)
+        for _ in range(3):
+            await home.queue.depth()
+    assert caplog.text.count("new SAS tokens from the file") == first + 1
+    assert "sig=" not in caplog.text
+
+
+async def test_all_that_wait_for_new_tokens_go_on_when_they_are_there(
+    owner: Storage,
+    settings: StorageSettings,
+    file: Path,
+    mint: Mint,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(credentials, "WAIT_SECONDS", 10.0)
+    replace(file, mint(timedelta(seconds=2)))
+    async with AzureHome(settings, retry.NEVER) as home:
+        await home.check()
+        await asyncio.sleep(2)
+        waiting = [asyncio.create_task(home.queue.depth()) for _ in range(5)]
+        _, pending = await asyncio.wait(waiting, timeout=0.5)
+        assert len(pending) == 5
+        replace(file, mint())
+        _, pending = await asyncio.wait(waiting, timeout=1)
+        assert not pending
+        assert [task.result().messages for task in waiting] == [0] * 5
+
+
+async def test_a_secret_of_kubernetes_is_a_link_that_moves(
+    owner: Storage, settings: StorageSettings, file: Path, tmp_path: Path, mint: Mint
+) -> None:
+    data = tmp_path / "..data"
+
+    def mount(folder: Path, text: str) -> None:
+        folder.mkdir()
+        (folder / file.name).write_text(text)
+        (tmp_path / "..new").symlink_to(folder)
+        (tmp_path / "..new").replace(data)
+
+    mount(tmp_path / "..1", mint(timedelta(seconds=2)))
+    await asyncio.to_thread(file.symlink_to, data / file.name)
+    async with AzureHome(settings, retry.NEVER) as home:
+        await home.check()
+        await asyncio.sleep(2)
+        mount(tmp_path / "..2", mint())
+        await home.queue.depth()
+
+
+@pytest.mark.parametrize(
+    "broken",
+    ['{"queue": "sv=1&si', "", "[]", '{"queue": "sv=1&se=2"}', '{"queue": "sig=a b"}', "{}", None],
+)
+async def test_a_broken_file_leaves_the_last_good_tokens_and_says_so_once(
+    owner: Storage, settings: StorageSettings, file: Path, mint: Mint, caplog: Any, broken: Any
+) -> None:
+    replace(file, mint())
+    async with AzureHome(settings, retry.NEVER) as home:
+        await home.check()
+        replace(file, broken)
+        for _ in range(5):
+            await home.queue.depth()
+            await asyncio.sleep(0.01)
+    complaints = [each for each in caplog.messages if "holds no SAS tokens" in each]
+    assert len(complaints) == 1
+    assert "sv=1" not in complaints[0]
+
+
+@pytest.mark.parametrize("text", [None, "", '{"queue": "no token"}'])
+async def test_without_tokens_from_the_start_the_operator_has_to_act(
+    settings: StorageSettings, file: Path, text: str | None
+) -> None:
+    replace(file, text)
+    async with AzureHome(settings, retry.NEVER) as home:
+        with pytest.raises(errors.SetupError, match=r"tokens\.json holds no SAS tokens: \w"):
+            await home.check()
+
+
+@pytest.mark.parametrize("damage", ["ended", "signature"])
+async def test_tokens_that_never_were_accepted_are_the_operators_to_mend(
+    owner: Storage, settings: StorageSettings, file: Path, mint: Mint, damage: str
+) -> None:
+    text = mint(ENDED) if damage == "ended" else mint().replace("sig=", "sig=abc")
+    replace(file, text)
+    async with AzureHome(settings, retry.NEVER) as home:
+        with pytest.raises(errors.SetupError, match=r"expiry; it came from the file"):
+            await home.check()
+
+
+async def test_a_missing_permission_is_not_waited_for(
+    owner: Storage, settings: StorageSettings, file: Path, mint: Mint
+) -> None:
+    replace(file, mint())
+    async with AzureHome(settings, retry.NEVER) as home:
+        await home.check()
+        with pytest.raises(errors.SetupError, match="AuthorizationPermissionMismatch"):
+            await home.queue.send(["a job"])
+
+
+# A broker
+
+
+async def test_a_broker_is_given_the_proof_and_asked_once_while_its_tokens_are_good(
+    owner: Storage, broker_settings: StorageSettings, broker: Any, mint: Mint
+) -> None:
+    broker.answer = lambda: answer(mint())
+    async with AzureHome(broker_settings, retry.NEVER, proof=proof) as home:
+        await asyncio.gather(*(home.queue.depth() for _ in range(20)))
+        await home.check()
+    assert broker.proofs == ["a.signed.token"]
+
+
+async def test_a_broker_is_asked_again_before_its_tokens_end(
+    owner: Storage, broker_settings: StorageSettings, broker: Any, mint: Mint
+) -> None:
+    broker.answer = lambda: answer(mint(timedelta(seconds=3)))
+    ends_at = time.monotonic() + 4
+    async with AzureHome(broker_settings, retry.NEVER, proof=proof) as home:
+        while time.monotonic() < ends_at:
+            await home.queue.depth()  # with NEVER, a single refusal would surface
+            await asyncio.sleep(0.05)
+    assert 2 <= len(broker.proofs) <= 6
+
+
+async def test_a_clock_that_is_wrong_does_not_shorten_a_tokens_life(
+    owner: Storage, broker_settings: StorageSettings, broker: Any, mint: Mint
+) -> None:
+    tomorrow = datetime.now(UTC) + timedelta(days=1)  # where this machine's clock is a day behind
+    text = json.loads(mint()) | {"expires_at": (tomorrow + ONE_HOUR).isoformat()}
+    broker.answer = lambda: answer(
+        json.dumps(text), Date=tomorrow.strftime("%a, %d %b %Y %H:%M:%S GMT")
+    )
+    source = sas.TokenBroker(broker.url, proof)
+    await source.read()
+    assert 1_700 < source._due_at - time.monotonic() < 2_800
+
+
+async def test_while_a_broker_is_down_the_old_tokens_are_used_until_they_end(
+    owner: Storage,
+    broker_settings: StorageSettings,
+    broker: Any,
+    mint: Mint,
+    caplog: pytest.LogCaptureFixture,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(sas, "_RENEWED_AFTER", (0.1, 0.1))
+    broker.answer = lambda: answer(mint(timedelta(seconds=3)))
+    async with AzureHome(broker_settings, retry.NEVER, proof=proof) as home:
+        await home.check()
+        broker.answer = lambda: web.Response(status=503)
+        ends_at = time.monotonic() + 1.8
+        while time.monotonic() < ends_at:
+            await home.queue.depth()
+            await asyncio.sleep(0.05)
+        assert "the broker answers HTTP 503" in caplog.text
+        await asyncio.sleep(1.5)
+        asked = len(broker.proofs)
+        for _ in range(20):
+            with pytest.raises(errors.NoAccessError, match="waiting for the broker"):
+                await home.queue.depth()
+        assert len(broker.proofs) - asked <= 2, "a broker that is down is not stormed"
+        broker.answer = lambda: answer(mint())
+        await asyncio.wait_for(accepted(home), 10)
+
+
+async def test_tokens_revoked_before_their_time_are_replaced_at_once(
+    owner: Storage, broker_settings: StorageSettings, broker: Any, mint: Mint
+) -> None:
+    broker.answer = lambda: answer(mint())
+    async with AzureHome(broker_settings, retry.NEVER, proof=proof) as home:
+        await home.check()
+        await asyncio.sleep(sas.FIRST_PAUSE_SECONDS)
+        for credential in home._credentials._to_close.credentials.values():  # type: ignore[union-attr]
+            credential.update(json.loads(mint(ENDED))["queue"])
+        await home.queue.depth()
+    assert len(broker.proofs) == 2
+
+
+@pytest.mark.parametrize("status", [401, 403, 404, 302])
+async def test_a_broker_that_refuses_again_and_again_ends_the_worker(
+    owner: Storage, broker_settings: StorageSettings, broker: Any, status: int
+) -> None:
+    broker.answer = lambda: web.Response(status=status, headers={"Location": "/elsewhere"})
+    policy = retry.RetryPolicy(tries=6, first_wait_seconds=0.01, on_retry=lambda _: None)
+    async with AzureHome(broker_settings, policy, proof=proof) as home:
+        with pytest.raises(errors.SetupError, match=f"refuses this worker: HTTP {status}"):
+            await home.check()
+    assert len(broker.proofs) == 3
+
+
+@pytest.mark.parametrize("body", ["<html>", '{"queue": "x"}', "null", ""])
+async def test_an_answer_that_holds_no_tokens_may_be_a_better_one_next_time(
+    broker_settings: StorageSettings, broker: Any, body: str
+) -> None:
+    broker.answer = lambda: answer(body)
+    async with AzureHome(broker_settings, retry.NEVER, proof=proof) as home:
+        with pytest.raises(errors.TransientError, match="the broker's answer is none"):
+            await home.check()
+
+
+async def test_a_broker_with_a_strangers_certificate_is_not_told_the_proof(
+    broker_settings: StorageSettings, broker: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.delenv("SSL_CERT_FILE")
+    async with AzureHome(broker_settings, retry.NEVER, proof=proof) as home:
+        with pytest.raises(errors.TransientError, match="not reached: ClientConnectorCert"):
+            await home.check()
+    assert broker.proofs == []
+
+
+@pytest.mark.parametrize("error", [errors.TransientError("no answer"), OSError("no route")])
+async def test_a_node_that_cannot_prove_itself_now_may_do_so_later(
+    broker_settings: StorageSettings, error: Exception
+) -> None:
+    async def no_proof() -> str:
+        raise error
+
+    async with AzureHome(broker_settings, retry.NEVER, proof=no_proof) as home:
+        with pytest.raises(errors.TransientError, match="no proof of this node's identity"):
+            await home.check()
+
+
+async def accepted(home: AzureHome) -> None:
+    while True:
+        try:
+            await home.queue.depth()
+        except errors.NoAccessError:
+            await asyncio.sleep(0.05)
+        else:
+            return
+
+
+async def until(condition: Callable[[], bool]) -> None:
+    async with asyncio.timeout(10):
+        while not condition():
+            await asyncio.sleep(0.01)
+
+
+# Settings
+
+
+@pytest.mark.parametrize(
+    "url", ["http://broker.example/tokens", "https://user:word@broker.example", "broker.example"]
+)
+def test_a_broker_is_asked_over_https_alone(url: str) -> None:
+    with pytest.raises(ValidationError):
+        StorageSettings(broker_url=url)
+
+
+@pytest.mark.parametrize(
+    "two",
+    [
+        {"sas_file": Path("tokens.json"), "broker_url": "https://broker.example"},
+        {"sas_file": Path("tokens.json"), "queue_sas": SecretStr("sig=x")},
+        {"blob_sas": SecretStr("sig=x"), "broker_url": "https://broker.example"},
+    ],
+)
+def test_two_sources_of_tokens_are_one_too_many(two: dict[str, Any]) -> None:
+    settings = StorageSettings(storage="https://pictures.blob.core.windows.net", **two)
+    with pytest.raises(errors.SetupError, match="keep one"):
+        storage_open.open_storage(settings, proof=proof)
+
+
+def test_a_broker_is_for_who_can_prove_what_it_is() -> None:
+    settings = StorageSettings(
+        storage="https://pictures.blob.core.windows.net", broker_url="https://broker.example"
+    )
+    with pytest.raises(errors.SetupError, match="for workers on SaladCloud"):
+        storage_open.open_storage(settings)
+
+
+def test_tokens_end_when_the_first_of_them_does() -> None:
+    tokens = sas.read_tokens(
+        '{"queue": "?se=2026-11-22T10%3A00%3A00Z&sig=x", "poison": "se=2026-11-22&sig=y"}'
+    )
+    assert tokens.ends_at == datetime(2026, 11, 22, tzinfo=UTC)
+    assert tokens.of("blob") == tokens.of("queue") == "se=2026-11-22T10%3A00%3A00Z&sig=x"
+    assert "sig" not in repr(tokens)

@@ -1,0 +1,112 @@
+"""Blobs in a folder: whole or not at all, and nothing outside the folder."""
+
+from __future__ import annotations
+
+import errno
+import json
+import os
+from pathlib import Path
+
+import pytest
+
+from imagefleet import errors
+from imagefleet.storage.local import blobs as local_blobs
+from imagefleet.storage.local.blobs import LocalBlobs
+
+
+@pytest.fixture
+def blobs(tmp_path: Path) -> LocalBlobs:
+    blobs = LocalBlobs(tmp_path / "images")
+    blobs.make_folder()
+    return blobs
+
+
+async def names(blobs: LocalBlobs) -> list[str]:
+    return sorted([name async for name in blobs.names()])
+
+
+async def test_metadata_and_content_type_lie_beside_the_picture(blobs: LocalBlobs) -> None:
+    await blobs.create("night/fox.png", b"pixels", "image/png", {"seed": "7"})
+    sidecar = blobs.folder / ".metadata" / "night" / "fox.png.json"
+    assert json.loads(sidecar.read_text()) == {
+        "content_type": "image/png",
+        "metadata": {"seed": "7"},
+    }
+    assert await names(blobs) == ["night/fox.png"]
+
+
+async def test_a_disk_that_fills_up_leaves_no_half_picture(
+    blobs: LocalBlobs, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def full(handle: int) -> None:
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    monkeypatch.setattr(os, "fsync", full)
+    with pytest.raises(errors.TransientError, match="disk is full"):
+        await blobs.create("fox.png", b"pixels", "image/png", {})
+    monkeypatch.undo()
+    assert await names(blobs) == []
+    assert list((blobs.folder / ".temporary").iterdir()) == []
+    assert await blobs.create("fox.png", b"pixels", "image/png", {})
+
+
+async def test_what_a_crash_left_behind_is_in_nobodys_way(blobs: LocalBlobs) -> None:
+    (blobs.folder / ".temporary" / "half").write_bytes(b"pix")
+    (blobs.folder / ".metadata" / "fox.png.json").write_text("{}")
+    assert await names(blobs) == []
+    assert await blobs.create("fox.png", b"pixels", "image/png", {})
+    assert await blobs.read("fox.png") == b"pixels"
+
+
+async def test_a_picture_without_its_details_is_told_of_all_the_same(blobs: LocalBlobs) -> None:
+    (blobs.folder / "brought.png").write_bytes(b"pixels")
+    (record,) = [record async for record in blobs.records()]
+    assert (record.name, record.size_bytes, record.metadata) == ("brought.png", 6, {})
+
+
+async def test_the_picture_and_its_folders_are_synced_before_create_returns(
+    blobs: LocalBlobs, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    synced = []
+    fsync = os.fsync
+
+    def remember(handle: int) -> None:
+        synced.append(os.fstat(handle).st_ino)
+        fsync(handle)
+
+    monkeypatch.setattr(os, "fsync", remember)
+    await blobs.create("a/b/fox.png", b"pixels", "image/png", {})
+    for path in ("", "a", "a/b", "a/b/fox.png"):
+        assert (blobs.folder / path).stat().st_ino in synced
+
+
+async def test_a_missing_folder_is_the_operators_to_make(tmp_path: Path) -> None:
+    blobs = LocalBlobs(tmp_path / "none")
+    with pytest.raises(errors.SetupError, match="no folder"):
+        await blobs.create("fox.png", b"pixels", "image/png", {})
+    with pytest.raises(errors.SetupError, match="no folder"):
+        await names(blobs)
+    assert not blobs.folder.exists()
+
+
+async def test_a_folder_that_cannot_be_written_to_is_named(
+    blobs: LocalBlobs, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def refused(handle: int) -> None:
+        raise OSError(errno.EROFS, "Read-only file system")
+
+    monkeypatch.setattr(os, "fsync", refused)
+    with pytest.raises(errors.SetupError, match="Read-only"):
+        await blobs.create("fox.png", b"pixels", "image/png", {})
+
+
+async def test_names_are_read_page_by_page_and_reading_may_stop(
+    blobs: LocalBlobs, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(local_blobs, "_NAMES_PAGE", 2)
+    for number in range(5):
+        await blobs.create(f"a/{number}.png", b"x", "image/png", {})
+    assert await names(blobs) == [f"a/{number}.png" for number in range(5)]
+    async for name in blobs.names():
+        assert name.startswith("a/")
+        break

@@ -1,0 +1,353 @@
+"""The embedded queue's own promises: strict order, an index for every hot statement, crashes."""
+
+from __future__ import annotations
+
+import asyncio
+import signal
+import sqlite3
+import subprocess
+import sys
+import textwrap
+import time
+from collections.abc import AsyncIterator
+from pathlib import Path
+
+import pytest
+
+from imagefleet import errors
+from imagefleet.storage import open as storage_open
+from imagefleet.storage.local import queue as local_queue
+from imagefleet.storage.local import sqlite
+from imagefleet.storage.local.queue import LocalQueue
+from imagefleet.storage.local.sqlite import QueueFile
+from imagefleet.storage.protocol import Message
+from imagefleet.storage.settings import StorageSettings
+
+LEASE_SECONDS = 30
+
+
+class Clock:
+    """A clock that stands still until it is told to go."""
+
+    def __init__(self) -> None:
+        self.now = 1_700_000_000.0
+
+    def __call__(self) -> float:
+        return self.now
+
+
+@pytest.fixture
+def clock() -> Clock:
+    return Clock()
+
+
+@pytest.fixture
+async def file(tmp_path: Path) -> AsyncIterator[QueueFile]:
+    file = QueueFile(tmp_path / "home" / "queue.sqlite")
+    await file.create(["jobs"])
+    yield file
+    await file.close()
+
+
+@pytest.fixture
+def queue(file: QueueFile, clock: Clock) -> LocalQueue:
+    return LocalQueue(file, "jobs", clock=clock)
+
+
+def bodies(messages: list[Message]) -> list[str]:
+    return [message.body for message in messages]
+
+
+# Order
+
+
+async def test_a_released_message_comes_first_again(queue: LocalQueue) -> None:
+    await queue.send(["first", "second", "third"])
+    first, second = await queue.receive(2, LEASE_SECONDS)
+    await queue.release(second)
+    await queue.release(first)
+    assert bodies(await queue.receive(3, LEASE_SECONDS)) == ["first", "second", "third"]
+
+
+async def test_a_message_whose_lease_expired_comes_first_again(
+    queue: LocalQueue, clock: Clock
+) -> None:
+    await queue.send(["first", "second", "third"])
+    await queue.receive(2, LEASE_SECONDS)
+    clock.now += LEASE_SECONDS
+    assert bodies(await queue.receive(3, LEASE_SECONDS)) == ["first", "second", "third"]
+
+
+async def test_a_message_released_with_a_delay_takes_its_old_place(
+    queue: LocalQueue, clock: Clock
+) -> None:
+    await queue.send(["first", "second"])
+    (first,) = await queue.receive(1, LEASE_SECONDS)
+    await queue.release(first, delay_seconds=5)
+    assert bodies([message async for message in queue.browse()]) == ["second"]
+    clock.now += 5
+    assert bodies([message async for message in queue.browse()]) == ["first", "second"]
+
+
+async def test_depth_tells_what_is_leased_and_the_age_of_what_waits(
+    queue: LocalQueue, clock: Clock
+) -> None:
+    await queue.send(["old"])
+    clock.now += 100
+    await queue.send(["young", "younger"])
+    await queue.receive(1, LEASE_SECONDS)
+    clock.now += 10
+    depth = await queue.depth()
+    assert (depth.messages, depth.leased, depth.oldest_age_seconds) == (3, 1, 10)
+    clock.now += LEASE_SECONDS
+    depth = await queue.depth()
+    assert (depth.messages, depth.leased, depth.oldest_age_seconds) == (3, 0, 140)
+
+
+async def test_browsing_reads_page_after_page(
+    queue: LocalQueue, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(local_queue, "_BROWSE_PAGE", 2)
+    await queue.send("abcde")
+    assert bodies([message async for message in queue.browse()]) == list("abcde")
+
+
+# A million messages
+
+
+HOT_STATEMENTS = {
+    "any visible": (local_queue.ANY_VISIBLE, 2),
+    "any expired": (local_queue.ANY_EXPIRED, 2),
+    "sweep": (local_queue.SWEEP, 2),
+    "lease": (local_queue.LEASE, 3),
+    "renew": (local_queue.SET_VISIBLE_AT, 3),
+    "delete": (local_queue.DELETE, 2),
+    "browse": (local_queue.BROWSE, 3),
+    "oldest": (local_queue.OLDEST, 1),
+    "count leased": (local_queue.COUNT_LEASED, 1),
+}
+
+
+@pytest.mark.parametrize("name", HOT_STATEMENTS)
+async def test_no_hot_statement_scans_or_sorts_the_queue(file: QueueFile, name: str) -> None:
+    statement, parameters = HOT_STATEMENTS[name]
+
+    def plan(connection: sqlite3.Connection) -> list[str]:
+        values = [0] * parameters
+        rows = connection.execute(f"EXPLAIN QUERY PLAN {statement}", values).fetchall()
+        return [row[3] for row in rows]
+
+    steps = await file.run(plan)
+    assert any("SEARCH messages" in step for step in steps)
+    assert not [step for step in steps if step.startswith("SCAN") or "TEMP B-TREE" in step]
+
+
+async def test_a_deep_queue_answers_as_fast_as_a_shallow_one(
+    file: QueueFile, queue: LocalQueue, clock: Clock
+) -> None:
+    def fill(connection: sqlite3.Connection) -> None:
+        connection.execute(
+            "WITH RECURSIVE numbers(n) AS (SELECT 1 UNION ALL SELECT n + 1 FROM numbers LIMIT ?)"
+            " INSERT INTO messages (queue, enqueued_at, id, body)"
+            " SELECT 'jobs', 0, n, printf('job %d', n) FROM numbers",
+            (200_000,),
+        )
+
+    await file.run(fill)
+    started = time.perf_counter()
+    for _ in range(20):
+        page = await queue.receive(32, LEASE_SECONDS)
+        assert len(page) == 32
+        await queue.renew(page[0], LEASE_SECONDS)
+        for message in page[1:]:
+            await queue.delete(message)
+    # 700 calls that each looked at every row would take 10 seconds and more.
+    assert time.perf_counter() - started < 5
+    assert (await queue.depth()).messages == 200_000 - 20 * 31
+
+
+# Many processes
+
+
+def start(script: str, *arguments: object) -> subprocess.Popen[str]:
+    return subprocess.Popen(
+        [sys.executable, "-c", textwrap.dedent(script), *map(str, arguments)],
+        stdout=subprocess.PIPE,
+        text=True,
+    )
+
+
+DRAIN = """
+    import asyncio, sys
+    from imagefleet.storage import open as storage_open
+    from imagefleet.storage.settings import StorageSettings
+
+    async def main():
+        async with storage_open.open_storage(StorageSettings(storage=sys.argv[1])) as home:
+            while page := await home.queue.receive(8, 60):
+                for message in page:
+                    print(message.body)
+                    await home.queue.delete(message)
+
+    asyncio.run(main())
+"""
+
+
+async def test_two_processes_drain_a_queue_and_do_each_job_once(tmp_path: Path) -> None:
+    settings = StorageSettings(storage=f"local:{tmp_path}")
+    async with storage_open.open_storage(settings) as home:
+        await home.create()
+        await home.queue.send(str(number) for number in range(1_000))
+        workers = [start(DRAIN, settings.storage) for _ in range(2)]
+        done = [await asyncio.to_thread(worker.communicate) for worker in workers]
+        assert [worker.returncode for worker in workers] == [0, 0]
+        numbers = [int(number) for output, _ in done for number in output.split()]
+        assert sorted(numbers) == list(range(1_000))
+        assert (await home.queue.depth()).messages == 0
+
+
+async def test_a_process_killed_inside_a_transaction_harms_nobody(
+    tmp_path: Path, file: QueueFile, queue: LocalQueue
+) -> None:
+    await queue.send(["a job", "another"])
+    worker = start(
+        """
+        import sqlite3, sys, time
+        connection = sqlite3.connect(sys.argv[1], isolation_level=None)
+        connection.execute("BEGIN IMMEDIATE")
+        connection.execute("DELETE FROM messages")
+        print("in the middle", flush=True)
+        time.sleep(60)
+        """,
+        file.path,
+    )
+    assert worker.stdout is not None
+    assert await asyncio.to_thread(worker.stdout.readline) == "in the middle\n"
+    worker.send_signal(signal.SIGKILL)
+    worker.communicate()
+    assert bodies(await queue.receive(32, LEASE_SECONDS)) == ["a job", "another"]
+
+
+async def test_many_processes_create_one_home_at_once(tmp_path: Path) -> None:
+    create = """
+        import asyncio, sys
+        from imagefleet.storage import open as storage_open
+        from imagefleet.storage.settings import StorageSettings
+
+        async def main():
+            async with storage_open.open_storage(StorageSettings(storage=sys.argv[1])) as home:
+                await home.create()
+                await home.queue.send(["a job"])
+
+        asyncio.run(main())
+    """
+    settings = StorageSettings(storage=f"local:{tmp_path / 'new'}")
+    workers = [start(create, settings.storage) for _ in range(3)]
+    for worker in workers:
+        await asyncio.to_thread(worker.communicate)
+    assert [worker.returncode for worker in workers] == [0, 0, 0]
+    async with storage_open.open_storage(settings) as home:
+        assert (await home.queue.depth()).messages == 3
+
+
+async def test_opening_a_file_that_others_write_to_waits_for_them(
+    file: QueueFile, queue: LocalQueue
+) -> None:
+    other = sqlite3.connect(file.path, isolation_level=None)
+    other.execute("BEGIN IMMEDIATE")
+    sending = asyncio.create_task(queue.send(["a job"]))
+    await asyncio.sleep(0.05)
+    assert not sending.done()
+    other.execute("COMMIT")
+    other.close()
+    await sending
+    assert bodies(await queue.receive(1, LEASE_SECONDS)) == ["a job"]
+
+
+# Durability and faults
+
+
+async def test_a_send_is_synced_to_the_disk_and_an_acknowledgement_need_not_be(
+    file: QueueFile, queue: LocalQueue
+) -> None:
+    def synchronous(connection: sqlite3.Connection) -> int:
+        return int(connection.execute("PRAGMA synchronous").fetchone()[0])
+
+    full, normal = 2, 1
+    await queue.send(["a job"])
+    assert await file.run(synchronous) == full
+    (message,) = await queue.receive(1, LEASE_SECONDS)
+    assert await file.run(synchronous) == normal
+    await queue.delete(message)
+    await queue.send(["a job"])
+    assert await file.run(synchronous) == full
+
+
+async def test_a_file_that_stays_locked_is_a_fault_that_may_pass(
+    tmp_path: Path, file: QueueFile, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(sqlite, "BUSY_TIMEOUT_SECONDS", 0.05)
+    impatient = QueueFile(file.path)
+    other = sqlite3.connect(file.path, isolation_level=None)
+    other.execute("BEGIN IMMEDIATE")
+    with pytest.raises(errors.TransientError, match="locked"):
+        await LocalQueue(impatient, "jobs").send(["a job"])
+    other.close()
+    await LocalQueue(impatient, "jobs").send(["a job"])
+    await impatient.close()
+
+
+async def test_a_full_disk_is_a_fault_that_may_pass_and_sends_nothing_of_the_batch(
+    file: QueueFile, queue: LocalQueue
+) -> None:
+    await queue.send(["a job"])
+    await file.run(lambda connection: connection.execute("PRAGMA max_page_count = 20").fetchall())
+    with pytest.raises(errors.TransientError, match="disk is full"):
+        await queue.send(["x" * 10_000] * 20)
+    assert (await queue.depth()).messages == 1
+    await queue.delete((await queue.receive(1, LEASE_SECONDS))[0])
+
+
+async def test_a_file_that_is_no_queue_is_refused(tmp_path: Path) -> None:
+    path = tmp_path / "queue.sqlite"
+    path.write_bytes(b"no database at all " * 100)
+    file = QueueFile(path)
+    with pytest.raises(errors.SetupError, match="no queue file"):
+        await LocalQueue(file, "jobs").receive(1, LEASE_SECONDS)
+    await file.close()
+
+
+async def test_another_programs_database_is_refused(tmp_path: Path) -> None:
+    path = tmp_path / "queue.sqlite"
+    sqlite3.connect(path).close()
+    file = QueueFile(path)
+    with pytest.raises(errors.SetupError, match="does not hold this queue"):
+        await LocalQueue(file, "jobs").receive(1, LEASE_SECONDS)
+    await file.close()
+
+
+async def test_a_queue_that_was_not_created_is_not_made_by_a_send(file: QueueFile) -> None:
+    with pytest.raises(errors.SetupError, match="does not hold this queue"):
+        await LocalQueue(file, "other").send(["a job"])
+
+
+async def test_looking_for_a_home_does_not_make_one(tmp_path: Path) -> None:
+    folder = tmp_path / "typing-error"
+    async with storage_open.open_storage(StorageSettings(storage=f"local:{folder}")) as home:
+        with pytest.raises(errors.SetupError, match="there is no queue 'jobs'"):
+            await home.check()
+    assert not folder.exists()
+
+
+async def test_the_event_loop_goes_on_while_the_file_is_locked(
+    file: QueueFile, queue: LocalQueue
+) -> None:
+    other = sqlite3.connect(file.path, isolation_level=None)
+    other.execute("BEGIN IMMEDIATE")
+    sending = asyncio.create_task(queue.send(["a job"]))
+    started = time.perf_counter()
+    for _ in range(10):
+        await asyncio.sleep(0.001)
+    assert time.perf_counter() - started < 2
+    other.close()
+    await sending

@@ -1,0 +1,368 @@
+"""The contract of storage, kept by every home. What differs between homes is a test of its own."""
+
+from __future__ import annotations
+
+import asyncio
+from datetime import UTC, datetime, timedelta
+
+import pytest
+
+from imagefleet import errors
+from imagefleet.storage import open as storage_open
+from imagefleet.storage.protocol import LeasedMessage, Storage
+from imagefleet.storage.settings import StorageSettings
+
+LEASE_SECONDS = 30
+SHORTEST_LEASE_SECONDS = 1
+UNTIL_IT_EXPIRED = SHORTEST_LEASE_SECONDS + 0.1
+
+ODD_TEXTS = [
+    "{}",
+    " leading and trailing space ",
+    "both \"quotes\" and 'quotes' & <angles> ]]> &amp;",
+    "emoji 🦊👩‍🚀, umlauts äöü, 漢字, العربية, a\u0301 combining",
+    "tab\tand\nnewline",
+    "eyJwcm9tcHQiOiAiYSBmb3gifQ==",
+    "\U0010fffd \u2028 \ufffd",
+]
+
+
+async def receive_one(home: Storage, lease_seconds: float = LEASE_SECONDS) -> LeasedMessage:
+    (message,) = await home.queue.receive(1, lease_seconds)
+    return message
+
+
+# Sending and receiving
+
+
+async def test_a_message_arrives_with_its_facts(storage: Storage) -> None:
+    await storage.queue.send(["a job"])
+    message = await receive_one(storage)
+    assert message.body == "a job"
+    assert message.delivery_count == 1
+    assert message.id
+    assert abs(message.enqueued_at - datetime.now(UTC)) < timedelta(seconds=10)
+
+
+async def test_an_empty_queue_answers_at_once(storage: Storage) -> None:
+    async with asyncio.timeout(1):
+        assert await storage.queue.receive(32, LEASE_SECONDS) == []
+
+
+async def test_messages_of_one_sender_come_in_the_order_of_the_sends(storage: Storage) -> None:
+    for body in "abcdef":
+        await storage.queue.send([body])
+    received = [await receive_one(storage) for _ in range(6)]
+    assert [message.body for message in received] == list("abcdef")
+
+
+async def test_a_batch_arrives_whole_and_each_message_once(storage: Storage) -> None:
+    bodies = [f"job {number}" for number in range(70)]
+    await storage.queue.send(iter(bodies))
+    received = []
+    while page := await storage.queue.receive(32, LEASE_SECONDS):
+        received += [message.body for message in page]
+    assert sorted(received) == sorted(bodies)
+
+
+async def test_receive_returns_no_more_than_asked_for(storage: Storage) -> None:
+    await storage.queue.send(["a", "b", "c", "d"])
+    assert len(await storage.queue.receive(3, LEASE_SECONDS)) == 3
+    assert len(await storage.queue.receive(32, LEASE_SECONDS)) == 1
+
+
+@pytest.mark.parametrize(("count", "lease_seconds"), [(0, 30), (33, 30), (1, 0), (1, 8 * 86400)])
+async def test_what_no_home_can_do_is_refused(
+    storage: Storage, count: int, lease_seconds: float
+) -> None:
+    with pytest.raises(ValueError):
+        await storage.queue.receive(count, lease_seconds)
+
+
+async def test_odd_texts_come_back_as_they_were(storage: Storage) -> None:
+    await storage.queue.send(ODD_TEXTS)
+    received = await storage.queue.receive(32, LEASE_SECONDS)
+    assert sorted(message.body for message in received) == sorted(ODD_TEXTS)
+
+
+@pytest.mark.parametrize("character", ["\x00", "\x1b", "\ud83d", "\uffff"])
+async def test_a_character_that_no_queue_carries_is_refused_before_anything_is_sent(
+    storage: Storage, character: str
+) -> None:
+    with pytest.raises(errors.JobError, match=r"U\+"):
+        await storage.queue.send(["fine", f"odd {character}"])
+    assert (await storage.queue.depth()).messages == 0
+
+
+@pytest.mark.parametrize("text", ["x" * 65_536, "ä" * 32_768, "&" * 13_107])
+async def test_64_kib_as_it_travels_are_carried_and_one_byte_more_is_not(
+    storage: Storage, text: str
+) -> None:
+    await storage.queue.send([text])
+    assert (await receive_one(storage)).body == text
+    too_large = text + "&" if text[0] == "&" else text + "x"
+    with pytest.raises(errors.JobError, match="65,536"):
+        await storage.queue.send(["fine", too_large])
+    assert (await storage.queue.depth()).messages == 1
+
+
+async def test_the_poison_queue_is_another_queue(storage: Storage) -> None:
+    await storage.poison.send(["failed"])
+    assert storage.poison.name == f"{storage.queue.name}-poison"
+    assert await storage.queue.receive(1, LEASE_SECONDS) == []
+    (message,) = await storage.poison.receive(1, LEASE_SECONDS)
+    await storage.poison.delete(message)
+
+
+# Leases and receipts
+
+
+async def test_a_leased_message_is_hidden_until_its_lease_expires(storage: Storage) -> None:
+    await storage.queue.send(["a job"])
+    first = await receive_one(storage, SHORTEST_LEASE_SECONDS)
+    assert await storage.queue.receive(1, LEASE_SECONDS) == []
+    await asyncio.sleep(UNTIL_IT_EXPIRED)
+    second = await receive_one(storage)
+    assert (second.id, second.delivery_count) == (first.id, 2)
+    assert second.enqueued_at == first.enqueued_at
+
+
+async def test_a_renewed_lease_outlives_the_first_one_and_the_body_stays(storage: Storage) -> None:
+    await storage.queue.send([ODD_TEXTS[3]])
+    message = await receive_one(storage, SHORTEST_LEASE_SECONDS)
+    renewed = await storage.queue.renew(message, 2)
+    assert (renewed.id, renewed.body, renewed.delivery_count) == (message.id, message.body, 1)
+    await asyncio.sleep(UNTIL_IT_EXPIRED)
+    assert await storage.queue.receive(1, LEASE_SECONDS) == []
+    await storage.queue.release(renewed)
+    assert (await receive_one(storage)).body == ODD_TEXTS[3]
+
+
+async def test_a_renewal_kills_the_receipt_before_it(storage: Storage) -> None:
+    await storage.queue.send(["a job"])
+    stale = await receive_one(storage)
+    renewed = await storage.queue.renew(stale, LEASE_SECONDS)
+    assert renewed.receipt != stale.receipt
+    with pytest.raises(errors.LeaseLost):
+        await storage.queue.renew(stale, LEASE_SECONDS)
+    with pytest.raises(errors.LeaseLost):
+        await storage.queue.release(stale)
+    with pytest.raises(errors.LeaseLost):
+        await storage.queue.delete(stale)
+    await storage.queue.delete(renewed)
+    assert (await storage.queue.depth()).messages == 0
+
+
+async def test_a_message_received_by_another_is_not_acknowledged(storage: Storage) -> None:
+    await storage.queue.send(["a job"])
+    slow = await receive_one(storage, SHORTEST_LEASE_SECONDS)
+    await asyncio.sleep(UNTIL_IT_EXPIRED)
+    quick = await receive_one(storage)
+    with pytest.raises(errors.LeaseLost):
+        await storage.queue.renew(slow, LEASE_SECONDS)
+    with pytest.raises(errors.LeaseLost):
+        await storage.queue.delete(slow)
+    await storage.queue.delete(quick)
+
+
+async def test_an_expired_lease_that_nobody_took_still_acknowledges(storage: Storage) -> None:
+    await storage.queue.send(["a job", "another"])
+    one = await receive_one(storage, SHORTEST_LEASE_SECONDS)
+    two = await receive_one(storage, SHORTEST_LEASE_SECONDS)
+    await asyncio.sleep(UNTIL_IT_EXPIRED)
+    await storage.queue.depth()  # looking at the queue takes nothing away
+    await storage.queue.delete(one)
+    await storage.queue.delete(await storage.queue.renew(two, LEASE_SECONDS))
+    assert await storage.queue.receive(1, LEASE_SECONDS) == []
+
+
+async def test_a_released_message_is_there_at_once_and_its_receipt_dead(storage: Storage) -> None:
+    await storage.queue.send(["a job"])
+    message = await receive_one(storage)
+    await storage.queue.release(message)
+    with pytest.raises(errors.LeaseLost):
+        await storage.queue.release(message)
+    assert (await receive_one(storage)).delivery_count == 2
+
+
+async def test_a_message_released_with_a_delay_comes_back_after_it(storage: Storage) -> None:
+    await storage.queue.send(["a job"])
+    await storage.queue.release(await receive_one(storage), delay_seconds=1)
+    assert await storage.queue.receive(1, LEASE_SECONDS) == []
+    await asyncio.sleep(1.1)
+    assert (await receive_one(storage)).body == "a job"
+
+
+async def test_a_message_is_deleted_once(storage: Storage) -> None:
+    await storage.queue.send(["a job"])
+    message = await receive_one(storage)
+    await storage.queue.delete(message)
+    with pytest.raises(errors.LeaseLost):
+        await storage.queue.delete(message)
+    with pytest.raises(errors.LeaseLost):
+        await storage.queue.renew(message, LEASE_SECONDS)
+
+
+async def test_two_receivers_never_get_the_same_message(
+    storage_settings: StorageSettings,
+) -> None:
+    received: list[str] = []
+
+    async def drain(home: Storage) -> None:
+        while page := await home.queue.receive(5, LEASE_SECONDS):
+            received.extend(message.body for message in page)
+            for message in page:
+                await home.queue.delete(message)
+
+    async with (
+        storage_open.open_storage(storage_settings) as one,
+        storage_open.open_storage(storage_settings) as two,
+    ):
+        await one.create()
+        await one.queue.send(str(number) for number in range(60))
+        await asyncio.gather(*(drain(home) for home in (one, two, one, two)))
+    assert sorted(received, key=int) == [str(number) for number in range(60)]
+
+
+# Looking without taking
+
+
+async def test_browsing_shows_all_and_leaves_all_visible(storage: Storage) -> None:
+    bodies = {f"job {number}" for number in range(70)}
+    await storage.queue.send(bodies)
+    browsed = [message.body async for message in storage.queue.browse()]
+    assert len(browsed) == 70
+    assert set(browsed) == bodies
+    left = 0
+    while page := await storage.queue.receive(32, LEASE_SECONDS):
+        left += len(page)
+    assert left == 70
+
+
+async def test_browsing_does_not_show_what_is_leased(storage: Storage) -> None:
+    await storage.queue.send(["leased"])
+    await receive_one(storage)
+    await storage.queue.send(["waiting"])
+    assert [message.body async for message in storage.queue.browse()] == ["waiting"]
+
+
+async def test_depth_counts_and_tells_the_oldest_age(storage: Storage) -> None:
+    empty = await storage.queue.depth()
+    assert (empty.messages, empty.oldest_age_seconds) == (0, None)
+    await storage.queue.send(["a", "b"])
+    await receive_one(storage)
+    depth = await storage.queue.depth()
+    assert depth.messages == 2
+    assert depth.leased in {1, None}
+    assert depth.oldest_age_seconds is not None
+    assert 0 <= depth.oldest_age_seconds < 10
+
+
+# Blobs
+
+
+async def test_a_blob_is_written_once(storage: Storage) -> None:
+    assert await storage.blobs.create("a/fox.png", b"first", "image/png", {"seed": "1"})
+    assert not await storage.blobs.create("a/fox.png", b"second", "image/png", {"seed": "2"})
+    assert await storage.blobs.read("a/fox.png") == b"first"
+
+
+async def test_of_many_writers_of_one_name_one_wins(storage: Storage) -> None:
+    data = [bytes([number]) * 1000 for number in range(8)]
+    outcomes = await asyncio.gather(
+        *(storage.blobs.create("fox.png", each, "image/png", {}) for each in data)
+    )
+    assert outcomes.count(True) == 1
+    assert await storage.blobs.read("fox.png") == data[outcomes.index(True)]
+
+
+async def test_a_blob_is_read_in_parts_each_of_which_tells_the_whole(storage: Storage) -> None:
+    await storage.blobs.create("models/a.bin", b"0123456789", "application/octet-stream", {})
+    first = await storage.blobs.read_part("models/a.bin", 0, 6)
+    rest = await storage.blobs.read_part("models/a.bin", 6, 6)
+    past = await storage.blobs.read_part("models/a.bin", 12, 6)
+    assert first is not None
+    assert rest is not None
+    assert past is not None
+    assert (first.data, rest.data, past.data) == (b"012345", b"6789", b"")
+    assert {first.total_bytes, rest.total_bytes, past.total_bytes} == {10}
+    assert first.version == rest.version == past.version
+    assert await storage.blobs.read_part("models/b.bin", 0, 6) is None
+
+
+async def test_a_blob_that_is_not_there_reads_as_none(storage: Storage) -> None:
+    await storage.blobs.create("a/b.png", b"x", "image/png", {})
+    assert await storage.blobs.read("a/none.png") is None
+    assert await storage.blobs.read("a") is None
+    assert await storage.blobs.read("a/b.png/c") is None
+
+
+async def test_a_blob_that_is_deleted_is_gone_and_may_be_written_again(storage: Storage) -> None:
+    await storage.blobs.create("a/fox.png", b"first", "image/png", {"seed": "1"})
+    assert await storage.blobs.delete("a/fox.png")
+    assert await storage.blobs.delete("a/fox.png"), "gone is gone"
+    assert await storage.blobs.read("a/fox.png") is None
+    assert await storage.blobs.create("a/fox.png", b"second", "image/png", {})
+
+
+async def test_names_are_told_by_prefix(storage: Storage) -> None:
+    names = {"a/1.png", "a/2.png", "a/b/3.png", "ab/4.png", "5.png"}
+    for name in names:
+        await storage.blobs.create(name, b"x", "image/png", {"job": name[0]})
+    for prefix in ("", "a", "a/", "a/b", "a/b/3", "ab/4.png", "nothing"):
+        told = {name async for name in storage.blobs.names(prefix)}
+        assert told == {name for name in names if name.startswith(prefix)}
+
+
+async def test_records_tell_what_is_kept_beside_each_blob(storage: Storage) -> None:
+    await storage.blobs.create("a/1.png", b"fox", "image/png", {"job": "1", "seconds": "0.5"})
+    await storage.blobs.create("a/2.png", b"", "image/png", {})
+    await storage.blobs.create("b/3.png", b"x", "image/png", {"job": "3"})
+    records = {record.name: record async for record in storage.blobs.records("a/")}
+    assert set(records) == {"a/1.png", "a/2.png"}
+    assert records["a/1.png"].size_bytes == 3
+    assert records["a/1.png"].metadata == {"job": "1", "seconds": "0.5"}
+    assert records["a/2.png"].metadata == {}
+    assert abs(records["a/1.png"].created_at - datetime.now(UTC)) < timedelta(seconds=10)
+
+
+@pytest.mark.parametrize(
+    "name", ["", "/etc/x", "../x", "a/../../x", "a//b", "a/", ".metadata/x", "a\\b", "C:x", "a\0b"]
+)
+async def test_a_name_that_is_no_plain_path_is_refused(storage: Storage, name: str) -> None:
+    with pytest.raises(errors.JobError):
+        await storage.blobs.create(name, b"x", "image/png", {})
+    with pytest.raises(errors.JobError):
+        await storage.blobs.read(name)
+
+
+@pytest.mark.parametrize("metadata", [{"a-b": "x"}, {"a": "ä"}, {"a": "x\r\nX-Other: y"}])
+async def test_metadata_that_is_no_header_is_refused(
+    storage: Storage, metadata: dict[str, str]
+) -> None:
+    with pytest.raises(errors.JobError, match="metadata"):
+        await storage.blobs.create("a.png", b"x", "image/png", metadata)
+
+
+# The home
+
+
+async def test_a_home_that_was_not_created_is_refused_in_a_sentence(
+    storage_settings: StorageSettings,
+) -> None:
+    async with storage_open.open_storage(storage_settings) as home:
+        with pytest.raises(errors.SetupError, match="imagefleet load"):
+            await home.check()
+        with pytest.raises(errors.SetupError):
+            await home.queue.send(["a job"])
+        with pytest.raises(errors.SetupError):
+            await home.queue.receive(1, LEASE_SECONDS)
+        with pytest.raises(errors.SetupError):
+            await home.blobs.create("a.png", b"x", "image/png", {})
+
+
+async def test_creating_a_home_twice_keeps_what_it_holds(storage: Storage) -> None:
+    await storage.queue.send(["a job"])
+    await storage.create()
+    await storage.check()
+    assert (await receive_one(storage)).body == "a job"

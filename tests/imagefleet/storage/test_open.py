@@ -1,0 +1,118 @@
+"""Addresses: each chooses its home, and a wrong one is a sentence that shows no secret."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+from pydantic import SecretStr
+
+from imagefleet import errors
+from imagefleet.storage import open as storage_open
+from imagefleet.storage.azure.storage import AzureHome
+from imagefleet.storage.local.storage import LocalHome
+from imagefleet.storage.settings import StorageSettings
+
+ACCOUNT = "https://fleet.blob.core.windows.net"
+SECRET = "c2VjcmV0"
+SAS = SecretStr(f"sv=2023-11-03&sp=raup&sig={SECRET}")
+KEY = f"AccountName=fleet;AccountKey={SECRET}"
+
+
+def home_of(storage: str, **settings: object) -> AzureHome:
+    home = storage_open.open_storage(StorageSettings(storage=storage, **settings))
+    assert isinstance(home, AzureHome)
+    return home
+
+
+def urls(home: AzureHome) -> list[str]:
+    clients = (home.queue._client, home.poison._client, home.blobs._client)
+    return [client.url for client in clients]
+
+
+def test_a_folder_is_a_local_home(tmp_path: Path) -> None:
+    home = storage_open.open_storage(StorageSettings(storage=f"local:{tmp_path}"))
+    assert isinstance(home, LocalHome)
+    assert home.url == f"local:{tmp_path}"
+
+
+def test_a_local_address_may_name_the_users_folder(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("HOME", "/home/fox")
+    home = storage_open.open_storage(StorageSettings(storage="local:~/fleet"))
+    assert home.url == "local:/home/fox/fleet"
+
+
+@pytest.mark.parametrize(
+    "address",
+    [
+        ACCOUNT,
+        f"{ACCOUNT}/",
+        "https://fleet.queue.core.windows.net",
+        "https://FLEET.Queue.core.windows.net",
+    ],
+)
+def test_either_services_url_gives_both(address: str) -> None:
+    home = home_of(address, queue_sas=SAS)
+    assert urls(home) == [
+        "https://fleet.queue.core.windows.net/jobs",
+        "https://fleet.queue.core.windows.net/jobs-poison",
+        "https://fleet.blob.core.windows.net/images",
+    ]
+    assert home.url == ACCOUNT
+
+
+def test_a_token_may_come_in_the_url() -> None:
+    home = home_of(f"{ACCOUNT}?{SAS.get_secret_value()}")
+    assert home.url == ACCOUNT
+
+
+def test_a_connection_string_gives_an_account() -> None:
+    assert home_of(f"DefaultEndpointsProtocol=https;{KEY}").url == ACCOUNT
+
+
+def test_azurites_short_address_is_known() -> None:
+    assert home_of("UseDevelopmentStorage=true").url == "http://127.0.0.1:10000/devstoreaccount1"
+
+
+def test_an_account_without_credentials_names_the_setting() -> None:
+    with pytest.raises(errors.SetupError, match="IMAGEFLEET_QUEUE_SAS"):
+        storage_open.open_storage(StorageSettings(storage=ACCOUNT))
+
+
+@pytest.mark.parametrize(
+    "address",
+    [
+        "",
+        "local:",
+        "./data",
+        "s3://bucket",
+        f"http://fleet.blob.core.windows.net?sig={SECRET}",
+        f"https://example.com?sig={SECRET}",
+        f"{ACCOUNT}/images?sig={SECRET}",
+        f"AccountKey={SECRET}",
+        f"BlobEndpoint=https://x;AccountKey={SECRET}",
+        f"BlobEndpoint;AccountName=x;AccountKey={SECRET}",
+    ],
+)
+def test_a_wrong_address_is_a_sentence_without_secrets(address: str) -> None:
+    with pytest.raises(errors.SetupError) as caught:
+        storage_open.open_storage(StorageSettings(storage=address))
+    assert SECRET not in caught.value.message
+    assert "\n" not in caught.value.message
+    assert caught.value.__cause__ is None
+
+
+@pytest.mark.parametrize("variable", ["HTTPS_PROXY", "https_proxy", "HTTP_PROXY"])
+def test_a_proxy_in_the_environment_is_used(monkeypatch: pytest.MonkeyPatch, variable: str) -> None:
+    for name in (
+        "HTTPS_PROXY",
+        "https_proxy",
+        "HTTP_PROXY",
+        "http_proxy",
+        "ALL_PROXY",
+        "all_proxy",
+    ):
+        monkeypatch.delenv(name, raising=False)
+    assert not home_of(KEY)._through_proxy
+    monkeypatch.setenv(variable, "http://proxy:3128")
+    assert home_of(KEY)._through_proxy

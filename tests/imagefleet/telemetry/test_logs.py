@@ -1,0 +1,66 @@
+from __future__ import annotations
+
+import json
+import logging
+import subprocess
+import sys
+from collections.abc import Callable
+
+import pytest
+
+from imagefleet.telemetry import logs
+
+Imagefleet = Callable[..., "subprocess.CompletedProcess[str]"]  # the fixture of conftest.py
+
+
+def line_of(**record: object) -> dict[str, object]:
+    found = json.loads(logs.JsonLines().format(logging.makeLogRecord(record)))
+    assert isinstance(found, dict)
+    return found
+
+
+def test_a_line_has_severity_action_message_and_job() -> None:
+    line = line_of(
+        levelname="WARNING", msg="job %s failed", args=("j7",), action="job_failed", job_id="j7"
+    )
+
+    assert line.pop("time")
+    assert line == {
+        "severity": "WARNING",
+        "action": "job_failed",
+        "message": "job j7 failed",
+        "job_id": "j7",
+    }
+
+
+def test_a_line_stays_one_line_whatever_it_says() -> None:
+    try:
+        json.loads("two\nlines")
+    except ValueError:
+        record = logging.makeLogRecord(
+            {"msg": "a\nb", "exc_info": sys.exc_info(), "path": object()}
+        )
+    text = logs.JsonLines().format(record)
+
+    assert "\n" not in text
+    line = json.loads(text)
+    assert line["action"] == "other"
+    assert "JSONDecodeError" in line["exception"]
+
+
+@pytest.mark.parametrize(
+    ("log_format", "is_json"), [("auto", True), ("json", True), ("text", False)]
+)
+def test_programs_get_json_unless_text_is_asked_for(log_format: str, is_json: bool) -> None:
+    program = (
+        "import logging; from imagefleet.telemetry import logs;"
+        f"logs.configure({log_format!r});"
+        "logging.getLogger('worker').info('hello', extra={'action': 'start'})"
+    )
+    result = subprocess.run(
+        [sys.executable, "-c", program], capture_output=True, text=True, check=True, timeout=30
+    )
+
+    (line,) = result.stderr.splitlines()
+    assert line.startswith("{") is is_json
+    assert line.endswith("INFO hello") is not is_json

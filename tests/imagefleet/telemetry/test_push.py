@@ -1,0 +1,270 @@
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import gzip
+import logging
+import math
+import sys
+import time
+from collections.abc import AsyncIterator, Callable
+from dataclasses import dataclass, field
+from typing import Any
+
+import aiohttp
+import pytest
+from aiohttp import web
+from prometheus_client import CollectorRegistry, Counter, Gauge, Info
+
+from imagefleet import errors, retry
+from imagefleet.telemetry import push
+from worker.settings import TelemetrySettings
+
+IMPATIENT = retry.RetryPolicy(tries=3, first_wait_seconds=0.001, on_retry=lambda _: None)
+
+PATH = "/api/v1/import/prometheus"
+
+
+@dataclass
+class Received:
+    """One push as it came in."""
+
+    text: str
+    labels: list[str]
+    headers: dict[str, str]
+
+
+@dataclass
+class Recorder:
+    """A server that writes down what is pushed to it; *answers* come first, then 204."""
+
+    url: str = ""
+    pushes: list[Received] = field(default_factory=list)
+    answers: list[int] = field(default_factory=list)
+    hangs: bool = False
+
+    async def take(self, request: web.Request) -> web.Response:
+        if self.hangs:
+            await asyncio.sleep(60)
+        # aiohttp undoes a known Content-Encoding by itself.
+        body = await request.read()
+        labels = request.query.getall("extra_label", [])
+        self.pushes.append(Received(body.decode(), labels, dict(request.headers)))
+        return web.Response(status=self.answers.pop(0) if self.answers else 204)
+
+
+@pytest.fixture
+async def recorder() -> AsyncIterator[Recorder]:
+    recorder = Recorder()
+    app = web.Application()
+    app.router.add_post(PATH, recorder.take)
+    runner = web.AppRunner(app, access_log=None, handler_cancellation=True)
+    await runner.setup()
+    await web.TCPSite(runner, "127.0.0.1", 0).start()
+    recorder.url = f"http://127.0.0.1:{runner.addresses[0][1]}{PATH}"
+    yield recorder
+    await runner.cleanup()
+
+
+@pytest.fixture
+def images() -> tuple[CollectorRegistry, Counter]:
+    registry = CollectorRegistry()
+    return registry, Counter("imagefleet_images", "Images stored.", registry=registry)
+
+
+@contextlib.asynccontextmanager
+async def a_pusher(url: str, registry: CollectorRegistry) -> AsyncIterator[push.Pusher]:
+    async with aiohttp.ClientSession() as client:
+        yield push.Pusher(client, registry, url, {"job": "j", "instance": "i"}, IMPATIENT)
+
+
+async def until(condition: Callable[[], bool]) -> None:
+    async with asyncio.timeout(10):
+        while not condition():
+            await asyncio.sleep(0.005)
+
+
+async def test_counters_are_seen_at_zero_on_the_way_and_in_the_end(
+    recorder: Recorder, images: tuple[CollectorRegistry, Counter]
+) -> None:
+    registry, counter = images
+    settings = TelemetrySettings(push_url=recorder.url, push_seconds=1, push_token="s3cret")
+    async with push.pushing(registry, settings, job="imagefleet-worker"):
+        await until(lambda: len(recorder.pushes) == 1)
+        counter.inc(3)
+        await until(lambda: len(recorder.pushes) == 2)
+        counter.inc(4)
+
+    values = [f"imagefleet_images_total {each}" for each in ("0.0", "3.0", "7.0")]
+    assert [value in each.text for value, each in zip(values, recorder.pushes, strict=True)] == [
+        True
+    ] * 3
+    first, *others = recorder.pushes
+    assert first.headers["Content-Encoding"] == "gzip"
+    assert first.headers["Authorization"] == "Bearer s3cret"
+    assert first.labels[0] == "job=imagefleet-worker"
+    assert first.labels[1].startswith("instance=")
+    assert all(each.labels == first.labels for each in others)
+    assert push.new_instance() not in first.labels[1]
+
+
+async def test_without_an_address_nothing_is_pushed(
+    images: tuple[CollectorRegistry, Counter],
+) -> None:
+    async with push.pushing(images[0], TelemetrySettings(), job="j"):
+        assert not [task for task in asyncio.all_tasks() if task.get_name() == "push metrics"]
+
+
+@pytest.mark.parametrize("status", [500, 503, 429, 408])
+async def test_an_answer_that_may_pass_is_tried_again_at_once(
+    status: int,
+    recorder: Recorder,
+    images: tuple[CollectorRegistry, Counter],
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    recorder.answers = [status, status]
+    async with a_pusher(recorder.url, images[0]) as pusher:
+        assert await pusher.push_for(10)
+
+    assert len(recorder.pushes) == 3
+    assert not caplog.records
+
+
+async def test_a_refusal_is_told_once_with_what_to_do_and_without_the_password(
+    recorder: Recorder,
+    images: tuple[CollectorRegistry, Counter],
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    caplog.set_level(logging.INFO)
+    recorder.answers = [401, 401]
+    url = recorder.url.replace("http://", "http://fleet:s3cret@")
+    async with a_pusher(url, images[0]) as pusher:
+        assert not await pusher.push_for(10)
+        assert not await pusher.push_for(10)
+        assert await pusher.push_for(10)
+
+    assert len(recorder.pushes) == 3, "a refusal is not tried again before its next turn"
+    refused, recovered = caplog.records
+    assert "401" in refused.getMessage()
+    assert "--push-token" in refused.getMessage()
+    assert "s3cret" not in refused.getMessage()
+    assert recovered.getMessage() == "the metrics are taken again"
+
+
+async def test_a_server_that_is_gone_ends_no_worker(
+    images: tuple[CollectorRegistry, Counter], unused_port: int, caplog: pytest.LogCaptureFixture
+) -> None:
+    async with a_pusher(f"http://127.0.0.1:{unused_port}{PATH}", images[0]) as pusher:
+        assert not await pusher.push_for(10)
+
+    assert "does not answer" in caplog.text
+
+
+async def test_a_server_that_hangs_does_not_keep_a_worker_from_its_end(
+    recorder: Recorder,
+    images: tuple[CollectorRegistry, Counter],
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    monkeypatch.setattr(push, "LAST_PUSH_SECONDS", 0.1)
+    recorder.hangs = True
+    began_at = time.monotonic()
+    async with push.pushing(images[0], TelemetrySettings(push_url=recorder.url), job="j"):
+        await asyncio.sleep(0.05)
+
+    assert time.monotonic() - began_at < 5
+    assert "no answer within 0.1 s" in caplog.text
+
+
+async def test_what_the_worker_raised_comes_through_after_the_last_push(
+    recorder: Recorder, images: tuple[CollectorRegistry, Counter]
+) -> None:
+    registry, counter = images
+    settings = TelemetrySettings(push_url=recorder.url)
+
+    async def work() -> None:
+        async with push.pushing(registry, settings, job="j"):
+            counter.inc()
+            raise errors.NodeError
+
+    with pytest.raises(errors.NodeError):
+        await work()
+    assert "imagefleet_images_total 1.0" in recorder.pushes[-1].text
+
+
+async def test_a_defect_of_a_collector_is_told_and_ends_no_worker(
+    recorder: Recorder,
+    images: tuple[CollectorRegistry, Counter],
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    registry, counter = images
+    async with push.pushing(registry, TelemetrySettings(push_url=recorder.url), job="j"):
+        await until(lambda: len(recorder.pushes) == 1)
+        monkeypatch.setattr(counter, "collect", lambda: 1 / 0)
+
+    assert "ZeroDivisionError" in caplog.text
+
+
+async def test_victoria_metrics_takes_it_with_its_labels(
+    victoria_metrics: Any, images: tuple[CollectorRegistry, Counter]
+) -> None:
+    # It answers 204 to what it cannot read, too: only asking it back shows that it was read.
+    registry, counter = images
+    settings = TelemetrySettings(push_url=victoria_metrics.push_url)
+    async with push.pushing(registry, settings, job="test-push"):
+        counter.inc(42)
+
+    await victoria_metrics.arrived()
+    (series,) = await victoria_metrics.ask('imagefleet_images_total{job="test-push"}')
+    assert series["value"][1] == "42"
+    assert len(series["metric"]["instance"]) == 12
+
+
+async def test_prometheus_takes_a_remote_write_with_its_labels(
+    remote_write_prometheus: str, images: tuple[CollectorRegistry, Counter]
+) -> None:
+    registry, counter = images
+    info = Info("imagefleet_worker", "Who it is.", registry=registry)
+    info.info({"gpu": "RTX 3060 Ti für 8 GB", "group": ""})
+    gauge = Gauge("imagefleet_odd", "Any number there is.", ["kind"], registry=registry)
+    gauge.labels("small").set(-1e-300)
+    gauge.labels("endless").set(math.inf)
+    settings = TelemetrySettings(
+        push_url=f"{remote_write_prometheus}/api/v1/write", push_format="remote-write"
+    )
+    async with push.pushing(registry, settings, job="test-push"):
+        counter.inc(42)
+
+    async def ask(query: str) -> list[tuple[dict[str, str], str]]:
+        async with aiohttp.ClientSession(remote_write_prometheus) as client:
+            answer = await client.get("/api/v1/query", params={"query": query})
+            found = (await answer.json())["data"]["result"]
+        return [(series["metric"], series["value"][1]) for series in found]
+
+    ((labels, value),) = await ask("imagefleet_images_total")
+    assert (labels["job"], len(labels["instance"]), value) == ("test-push", 12, "42")
+    ((labels, _),) = await ask("imagefleet_worker_info")
+    assert labels["gpu"] == "RTX 3060 Ti für 8 GB"
+    assert "group" not in labels
+    assert [value for _, value in await ask("sort(imagefleet_odd)")] == ["-1e-300", "+Inf"]
+
+
+async def test_a_remote_write_without_its_library_is_one_sentence(
+    monkeypatch: pytest.MonkeyPatch, images: tuple[CollectorRegistry, Counter]
+) -> None:
+    monkeypatch.setitem(sys.modules, "cramjam", None)
+    settings = TelemetrySettings(push_url="http://localhost/write", push_format="remote-write")
+
+    with pytest.raises(errors.SetupError, match=r"pip install 'imagefleet\[remote-write\]'"):
+        async with push.pushing(images[0], settings, job="test-push"):
+            pass
+
+
+def test_a_push_of_a_worker_is_small(images: tuple[CollectorRegistry, Counter]) -> None:
+    from prometheus_client.exposition import generate_latest
+
+    from worker.metrics import WorkerMetrics
+
+    text = generate_latest(WorkerMetrics().registry)
+    assert len(gzip.compress(text, 1)) < 8_000

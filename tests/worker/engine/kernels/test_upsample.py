@@ -1,0 +1,64 @@
+from __future__ import annotations
+
+import copy
+from pathlib import Path
+
+import pytest
+import torch
+import torch.nn.functional as F  # noqa: N812 - its name everywhere
+from diffusers import AutoencoderKL
+from diffusers.models.upsampling import Upsample2D
+from torch import nn
+
+from worker.engine.kernels import upsample
+
+
+@pytest.mark.parametrize("size", [(8, 8), (5, 3), (1, 1)])
+@pytest.mark.parametrize("bias", [True, False])
+def test_one_convolution_of_the_small_image_gives_the_same_up_to_its_edges(
+    size: tuple[int, int], bias: bool
+) -> None:
+    torch.manual_seed(0)
+    conv = nn.Conv2d(6, 4, 3, padding=1, bias=bias)
+    x = torch.randn(2, 6, *size)
+    with torch.no_grad():
+        expected = conv(F.interpolate(x, scale_factor=2.0))
+        ours = upsample.upsample(x, upsample.fold(conv.weight), conv.bias)
+    assert torch.allclose(ours, expected, atol=1e-5)
+
+
+def test_a_size_that_is_not_the_double_is_resized_first() -> None:
+    torch.manual_seed(0)
+    original = Upsample2D(8, use_conv=True)
+    ours = upsample.Upsampler(original)
+    ours.fold()
+    x = torch.randn(1, 8, 3, 3)
+    with torch.no_grad():
+        for size in ((5, 6), (6, 6)):
+            assert torch.allclose(ours(x, torch.Size(size)), original(x, size), atol=1e-5)
+
+
+def test_weights_that_change_are_folded_again_into_the_same_memory() -> None:
+    ours = upsample.Upsampler(Upsample2D(8, use_conv=True))
+    ours.fold()
+    recorded = ours.folded
+    assert recorded is not None
+    before, x = recorded.clone(), torch.randn(1, 8, 4, 4)
+    with torch.no_grad():
+        ours.conv.weight.mul_(2)
+        ours.fold()
+        expected = ours.conv(F.interpolate(x, scale_factor=2.0))
+        assert torch.allclose(ours(x), expected, atol=1e-5)
+    assert ours.folded is recorded, "a CUDA graph reads where it was recorded"
+    assert torch.allclose(recorded, 2 * before)
+
+
+def test_an_autoencoder_decodes_as_before_and_keeps_its_parameters(checkpoint: Path) -> None:
+    vae = AutoencoderKL.from_pretrained(checkpoint / "vae").eval()
+    ours = copy.deepcopy(vae)
+    upsample.replace(ours)
+    assert any(isinstance(module, upsample.Upsampler) for module in ours.modules())
+    assert dict(ours.named_parameters()).keys() == dict(vae.named_parameters()).keys()
+    latents = torch.randn(1, 4, 8, 8)
+    with torch.no_grad():
+        assert torch.allclose(ours.decoder(latents), vae.decoder(latents), atol=1e-4)

@@ -1,0 +1,144 @@
+"""LoRA files in memory: read once, however many ask, and no more of them than may be."""
+
+from __future__ import annotations
+
+import os
+import threading
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from imagefleet import errors
+from worker.engine import contract
+from worker.engine.lora import cache as lora_cache
+from worker.engine.lora import file as lora_file
+from worker.engine.lora import names
+
+
+@pytest.fixture(scope="module")
+def layers(engine: Any) -> names.Layers:
+    layers: names.Layers = engine._intake._lora_cache._layers
+    return layers
+
+
+@pytest.fixture
+def cache(layers: names.Layers) -> lora_cache.LoraCache:
+    return lora_cache.LoraCache(layers, cache_bytes=10**9)
+
+
+def named(path: Path) -> contract.Lora:
+    return contract.Lora("some-style", path, 1.0, 1.0)
+
+
+def slowed(monkeypatch: pytest.MonkeyPatch) -> list[object]:
+    """Lets each reading of a file take a while; the list grows with each."""
+    reads: list[object] = []
+    read = lora_file.read_lora
+
+    def slow_read(*arguments: Any) -> lora_file.LoraFile:
+        reads.append(arguments)
+        time.sleep(0.05)
+        return read(*arguments)
+
+    monkeypatch.setattr(lora_file, "read_lora", slow_read)
+    return reads
+
+
+def in_threads(count: int, work: Callable[[], object]) -> None:
+    threads = [threading.Thread(target=work) for _ in range(count)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+
+
+def test_threads_that_want_the_same_file_read_it_once(
+    cache: lora_cache.LoraCache, lora_paths: list[Path], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    reads = slowed(monkeypatch)
+    got: list[lora_file.LoraFile] = []
+    in_threads(6, lambda: got.append(cache.get(named(lora_paths[0]))))
+    assert len(reads) == 1
+    assert len(got) == 6
+    assert len({id(file) for file in got}) == 1
+    assert cache.lookups == {"miss": 1, "hit": 5}
+
+
+def test_threads_that_want_the_same_bad_file_all_hear_of_it_and_the_next_reads_it_again(
+    cache: lora_cache.LoraCache,
+    lora_paths: list[Path],
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    path = tmp_path / "bad.safetensors"
+    path.write_bytes(b"bad")
+    reads = slowed(monkeypatch)
+    refusals: list[str] = []
+
+    def get() -> None:
+        with pytest.raises(errors.UnusableFileError) as refusal:
+            cache.get(named(path))
+        refusals.append(refusal.value.message)
+
+    in_threads(6, get)
+    assert len(reads) == 1
+    assert len(refusals) == 6
+    times = path.stat()
+    path.write_bytes(lora_paths[0].read_bytes())
+    os.utime(path, ns=(times.st_atime_ns, times.st_mtime_ns))
+    assert cache.get(named(path)).size_bytes
+
+
+def test_other_files_are_read_at_the_same_time(
+    cache: lora_cache.LoraCache, lora_paths: list[Path], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    meeting = threading.Barrier(2, timeout=10)
+    read = lora_file.read_lora
+
+    def read_together(*arguments: Any) -> lora_file.LoraFile:
+        meeting.wait()
+        return read(*arguments)
+
+    monkeypatch.setattr(lora_file, "read_lora", read_together)
+    paths = iter(lora_paths[:2])
+    in_threads(2, lambda: cache.get(named(next(paths))))
+    assert cache.lookups == {"miss": 2}
+
+
+def test_a_file_larger_than_the_cache_is_read_and_not_kept(
+    layers: names.Layers, lora_paths: list[Path]
+) -> None:
+    cache = lora_cache.LoraCache(layers, cache_bytes=1)
+    first = cache.get(named(lora_paths[0]))
+    assert cache.get(named(lora_paths[0])) is not first
+    assert cache.lookups == {"miss": 2}
+
+
+def test_the_cache_keeps_to_its_bytes_and_drops_the_least_recently_used(
+    layers: names.Layers, lora_paths: list[Path], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    size = lora_cache.LoraCache(layers, 0).get(named(lora_paths[0])).size_bytes
+    cache = lora_cache.LoraCache(layers, cache_bytes=2 * size)
+    files = [cache.get(named(lora_paths[at])) for at in (0, 1, 0, 2)]
+    assert cache.get(named(lora_paths[0])) is files[0]
+    assert cache.get(named(lora_paths[2])) is files[3]
+    assert cache.get(named(lora_paths[1])) is not files[1]
+
+
+def test_a_file_that_was_replaced_is_read_again(
+    cache: lora_cache.LoraCache, lora_paths: list[Path], tmp_path: Path
+) -> None:
+    path = tmp_path / "x.safetensors"
+    path.write_bytes(lora_paths[0].read_bytes())
+    first = cache.get(named(path))
+    path.write_bytes(lora_paths[1].read_bytes())
+    os.utime(path, ns=(0, 1))
+    second = cache.get(named(path))
+    assert first.identity != second.identity
+    layer = next(iter(first.changes["unet"]))
+    ups = [file.changes["unet"][layer].parts["up"] for file in (first, second)]
+    assert not torch.equal(*ups)

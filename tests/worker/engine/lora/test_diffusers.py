@@ -1,0 +1,136 @@
+"""LoRAs against diffusers and peft, on a model that has learnt to draw: the same images."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from diffusers import EulerAncestralDiscreteScheduler, StableDiffusionPipeline
+from diffusers.utils import convert_state_dict_to_diffusers
+from peft import get_peft_model_state_dict
+from safetensors.torch import load_file, save_file
+
+from worker.engine import contract
+
+DEMO_MODEL = Path(__file__).parents[4] / "demo_model"
+ROUNDING = 2
+
+#: Name, and strength on the text encoder and on the UNet.
+Uses = list[tuple[str, float, float]]
+
+ONE: Uses = [("magic-fantasy-forest-v2", 0.35, 0.35)]
+APART: Uses = [("outline-style", 0.2, 0.9)]
+TWO: Uses = [("magic-fantasy-forest-v2", 0.6, 0.6), ("night-palette", 1.0, 0.4)]
+
+pytestmark = [
+    # diffusers hands torch tensors to numpy 2 in a way that numpy will drop
+    pytest.mark.filterwarnings("ignore:__array__ implementation:DeprecationWarning"),
+    # two adapters in one model are what this is about
+    pytest.mark.filterwarnings("ignore:Already found a `peft_config`:UserWarning"),
+]
+
+
+@pytest.fixture(scope="module")
+def request_of(make_request: Any) -> Callable[..., contract.ImageRequest]:
+    def make(*loras: contract.Lora) -> contract.ImageRequest:
+        words = {"prompt": "a red circle above a blue square", "negative_prompt": "green"}
+        size = {"width": 128, "height": 128}
+        return make_request(**words, **size, steps=4, seed=5, loras=loras)  # type: ignore[no-any-return]
+
+    return make
+
+
+def load_in_diffusers(uses: Uses) -> StableDiffusionPipeline:
+    scheduler = EulerAncestralDiscreteScheduler.from_pretrained(
+        DEMO_MODEL / "scheduler", timestep_spacing="linspace"
+    )
+    pipeline = StableDiffusionPipeline.from_pretrained(
+        DEMO_MODEL, scheduler=scheduler, safety_checker=None, feature_extractor=None
+    )
+    pipeline.set_progress_bar_config(disable=True)
+    for name, _, _ in uses:
+        weights = load_file(DEMO_MODEL / "loras" / f"{name}.safetensors")
+        pipeline.load_lora_weights(weights, adapter_name=name)
+    if uses:
+        pipeline.set_adapters(
+            [name for name, _, _ in uses],
+            [{"text_encoder": text, "unet": unet} for _, text, unet in uses],
+        )
+    return pipeline
+
+
+def draw_in_diffusers(
+    pipeline: StableDiffusionPipeline, request: contract.ImageRequest
+) -> np.ndarray[Any, Any]:
+    image = pipeline(
+        request.prompt,
+        negative_prompt=request.negative_prompt,
+        num_inference_steps=request.steps,
+        guidance_scale=request.cfg_scale,
+        width=request.width,
+        height=request.height,
+        generator=torch.Generator().manual_seed(request.seed),
+        output_type="np",
+    ).images[0]
+    return np.asarray((image * 255).round().astype("uint8"))
+
+
+@pytest.mark.parametrize("uses", [[], ONE, APART, TWO], ids=["none", "one", "apart", "two"])
+def test_loras_in_three_spellings_draw_what_diffusers_draws(
+    demo_engine: contract.Engine,
+    request_of: Any,
+    respell: Any,
+    draw: Any,
+    difference: Any,
+    tmp_path: Path,
+    uses: Uses,
+) -> None:
+    expected = draw_in_diffusers(load_in_diffusers(uses), request_of())
+    base = draw(demo_engine, request_of())[0]
+    for spelling in ("kohya", "diffusers", "peft"):
+        loras = []
+        for name, text, unet in uses:
+            path = DEMO_MODEL / "loras" / f"{name}.safetensors"
+            if spelling != "kohya":
+                weights, metadata = respell(path, DEMO_MODEL, spelling)
+                path = tmp_path / f"{name}-{spelling}.safetensors"
+                save_file(weights, path, metadata)
+            loras.append(contract.Lora(name, path, text, unet))
+        image = draw(demo_engine, request_of(*loras))[0]
+        assert difference(image, expected) <= ROUNDING
+    if uses:
+        assert difference(base, expected) > 20, "or nothing was shown"
+    assert (base == draw(demo_engine, request_of())[0]).all()
+
+
+@pytest.mark.parametrize("spell", [convert_state_dict_to_diffusers, dict], ids=["own", "peft"])
+def test_a_file_that_diffusers_wrote_is_read_with_its_alpha_from_the_header(
+    demo_engine: contract.Engine,
+    request_of: Any,
+    draw: Any,
+    difference: Any,
+    tmp_path: Path,
+    spell: Callable[[Any], dict[str, torch.Tensor]],
+) -> None:
+    uses: Uses = [("rocket", 1.0, 1.0)]  # whose alpha is half of its rank
+    pipeline = load_in_diffusers(uses)
+    layers = {
+        network: get_peft_model_state_dict(getattr(pipeline, network), adapter_name="rocket")
+        for network in ("unet", "text_encoder")
+    }
+    StableDiffusionPipeline.save_lora_weights(
+        tmp_path,
+        unet_lora_layers=spell(layers["unet"]),
+        text_encoder_lora_layers=spell(layers["text_encoder"]),
+        weight_name="saved.safetensors",
+        unet_lora_adapter_metadata=pipeline.unet.peft_config["rocket"].to_dict(),
+        text_encoder_lora_adapter_metadata=pipeline.text_encoder.peft_config["rocket"].to_dict(),
+    )
+    lora = contract.Lora("saved", tmp_path / "saved.safetensors", 1.0, 1.0)
+    image = draw(demo_engine, request_of(lora))[0]
+    assert difference(image, draw_in_diffusers(pipeline, request_of())) <= ROUNDING
+    assert difference(image, draw(demo_engine, request_of())[0]) > 20, "or nothing was shown"

@@ -1,0 +1,254 @@
+"""What is read from a LoRA file, and why the rest is refused: always by the LoRA's name."""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+
+from imagefleet import errors
+from worker.engine import contract
+from worker.engine.lora import cache as lora_cache
+from worker.engine.lora import names
+
+Weights = dict[str, torch.Tensor]
+
+
+@pytest.fixture(scope="module")
+def layers(engine: Any) -> names.Layers:
+    layers: names.Layers = engine._intake._lora_cache._layers
+    return layers
+
+
+@pytest.fixture
+def cache(layers: names.Layers) -> lora_cache.LoraCache:
+    return lora_cache.LoraCache(layers, cache_bytes=10**9)
+
+
+def named(path: Path) -> contract.Lora:
+    return contract.Lora("some-style", path, 1.0, 1.0)
+
+
+def without(part: str) -> Callable[[Weights], Weights]:
+    return lambda weights: {key: weight for key, weight in weights.items() if part not in key}
+
+
+def changed(
+    ending: str, change: Callable[[torch.Tensor], torch.Tensor]
+) -> Callable[[Weights], Weights]:
+    def change_one(weights: Weights) -> Weights:
+        key = next(key for key in weights if key.endswith(ending))
+        return {**weights, key: change(weights[key]).contiguous()}
+
+    return change_one
+
+
+FOREIGN: dict[str, torch.Tensor] = {"transformer.blocks.0.lora_A.weight": torch.zeros(4, 4)}
+
+
+@pytest.mark.parametrize(
+    ("change", "reason"),
+    [
+        (lambda _: FOREIGN, "answers to its 'transformer.blocks.0.lora_A.weight'"),
+        (lambda weights: {**weights, **FOREIGN}, "answers to its 'transformer"),
+        (lambda weights: {**weights, "lora_te2_x.alpha": torch.tensor(1.0)}, "lora_te2_x.alpha"),
+        (lambda weights: {"emb_params": torch.zeros(3)}, "emb_params"),
+        (lambda weights: {**weights, "unet.conv_in.alpha": torch.tensor(1.0)}, "fit this model"),
+        (
+            lambda weights: {
+                **weights,
+                "unet.mid_block.attentions.0.proj_in.alpha": torch.ones(()),
+            },
+            "mid_block.attentions.0.proj_in.alpha' under another name, too",
+        ),
+        (lambda _: {"lora_unet_conv_in.hada_w1_a": torch.zeros(4, 4)}, "it has hada_w1_a [4, 4]"),
+        (lambda _: {"lora_unet_conv_in.dora_scale": torch.ones(4)}, "it has dora_scale [4]"),
+        (lambda _: {}, "holds no weights"),
+        (without("lora_up"), "does not fit this model: for"),
+        (without("lora_down"), "does not fit this model: for"),
+        (changed("lora_down.weight", lambda tensor: tensor[:, :-1]), "does not fit this model"),
+        (changed("lora_up.weight", lambda tensor: tensor[:-1]), "does not fit this model"),
+        (changed("lora_up.weight", lambda tensor: tensor[:, :-1]), "does not fit this model"),
+        (changed("lora_up.weight", lambda tensor: tensor[:0]), "does not fit this model"),
+        (changed("alpha", lambda _: torch.ones(2)), "does not fit this model"),
+        (changed("alpha", lambda alpha: alpha * torch.nan), "is damaged"),
+        (changed("lora_up.weight", lambda tensor: tensor / 0), "is damaged"),
+        (changed("lora_up.weight", lambda tensor: tensor.to(torch.int8)), "is damaged"),
+    ],
+)
+def test_a_lora_that_does_not_fit_is_refused_by_name(
+    cache: lora_cache.LoraCache,
+    lora_paths: list[Path],
+    tmp_path: Path,
+    change: Callable[[Weights], Weights],
+    reason: str,
+) -> None:
+    path = tmp_path / "x.safetensors"
+    save_file(change(load_file(lora_paths[0])), path)
+    with pytest.raises(errors.UnusableFileError) as refusal:
+        cache.get(named(path))
+    assert "'some-style'" in refusal.value.message
+    assert reason in refusal.value.message
+    assert str(tmp_path) not in refusal.value.message, "the worker's folders concern nobody"
+
+
+def test_a_file_that_vanished_is_another_try_for_the_job(
+    cache: lora_cache.LoraCache, tmp_path: Path
+) -> None:
+    """Its name led to it a moment ago: another worker has made room on the disk since."""
+    for path in (tmp_path / "gone.safetensors", tmp_path):
+        with pytest.raises(errors.TransientError, match="'some-style' cannot be read"):
+            cache.get(named(path))
+
+
+UNET_KEY = "lora_unet_mid_block_attentions_0_transformer_blocks_0_attn2_to_k"
+
+
+@pytest.mark.parametrize(
+    ("foreign", "metadata", "model"),
+    [
+        ({"lora_te2_text_model_encoder_layers_0_mlp_fc1.alpha": torch.tensor(1.0)}, {}, "SDXL"),
+        ({"lora_unet_input_blocks_4_1_proj_in.alpha": torch.tensor(1.0)}, {}, "SDXL"),
+        ({"unet.x": torch.zeros(1), "text_encoder_2.x": torch.zeros(1)}, {}, "SDXL"),
+        ({"conditioner.embedders.1.x": torch.zeros(1)}, {}, "SDXL"),
+        ({"lora_unet_double_blocks_0_img_attn_proj.alpha": torch.tensor(1.0)}, {}, "Flux"),
+        ({"transformer.single_transformer_blocks.0.x": torch.zeros(1)}, {}, "Flux"),
+        ({"x.alpha": torch.tensor(1.0)}, {"ss_base_model_version": "sd_v2_v"}, "SD2"),
+        ({"x.alpha": torch.tensor(1.0)}, {"ss_base_model_version": "sdxl_base_v1-0"}, "SDXL"),
+        (
+            {"x.alpha": torch.tensor(1.0)},
+            {"modelspec.architecture": "stable-diffusion-xl-v1-base/lora"},
+            "SDXL",
+        ),
+        ({f"{UNET_KEY}.lora_down.weight": torch.zeros(4, 1024)}, {}, "SD2"),
+        ({f"{UNET_KEY}.lora_down.weight": torch.zeros(4, 768)}, {}, "SD1"),
+    ],
+)
+def test_a_lora_of_another_model_is_refused_with_that_models_name(
+    cache: lora_cache.LoraCache,
+    tmp_path: Path,
+    foreign: Weights,
+    metadata: dict[str, str],
+    model: str,
+) -> None:
+    path = tmp_path / "x.safetensors"
+    save_file(foreign, path, metadata)
+    made_for = rf"'some-style' does not fit this model \(it was made for {model}\): "
+    with pytest.raises(errors.UnusableFileError, match=made_for):
+        cache.get(named(path))
+
+
+def test_a_pickle_is_refused_unread(cache: lora_cache.LoraCache, tmp_path: Path) -> None:
+    path = tmp_path / "evil.safetensors"
+    torch.save({"lora_unet_conv_in.alpha": torch.tensor(1.0)}, path)
+    with pytest.raises(
+        errors.UnusableFileError, match=r"'some-style' is no complete \.safetensors"
+    ):
+        cache.get(named(path))
+
+
+@pytest.mark.parametrize("size", [0, 4, 100, -100])
+def test_a_truncated_file_is_refused(
+    cache: lora_cache.LoraCache, lora_paths: list[Path], tmp_path: Path, size: int
+) -> None:
+    path = tmp_path / "short.safetensors"
+    path.write_bytes(lora_paths[0].read_bytes()[:size])
+    with pytest.raises(
+        errors.UnusableFileError, match=r"'some-style' is no complete \.safetensors"
+    ):
+        cache.get(named(path))
+
+
+def test_numbers_that_torch_has_no_type_for_are_refused(
+    cache: lora_cache.LoraCache, tmp_path: Path
+) -> None:
+    path = tmp_path / "x.safetensors"
+    key = "lora_unet_conv_in.lora_down.weight"
+    header = json.dumps({key: {"dtype": "F4", "shape": [2], "data_offsets": [0, 1]}}).encode()
+    path.write_bytes(len(header).to_bytes(8, "little") + header + b"0")
+    with pytest.raises(errors.UnusableFileError, match=r"'some-style' holds numbers of .* 'F4'"):
+        cache.get(named(path))
+
+
+@pytest.mark.parametrize(
+    ("config", "reason"),
+    [
+        ('{"text_encoder.alpha_pattern": {"fc1": "much"}}', "damaged metadata"),
+        ('{"unet.lora_alpha": 1e999}', "inf is no alpha"),
+        (f'{{"lora_alpha": {"9" * 400}}}', "damaged metadata"),
+        ('{"unet.alpha_pattern": {"(": 3}}', "'(' in its alpha_pattern is no layer's name"),
+        (r'{"unet.alpha_pattern": {"(\\w+)+!": 3}}', "in its alpha_pattern is no layer's name"),
+        ('{"unet.alpha_pattern": ["to_k"]}', "damaged metadata"),
+        ("[" * 100_000, "damaged metadata"),
+        ('{"unet.lora_alpha": "much"}', "damaged metadata"),
+        ("[1]", "damaged metadata"),
+        ("{", "damaged metadata"),
+    ],
+)
+def test_settings_that_make_no_sense_are_refused(
+    cache: lora_cache.LoraCache, lora_paths: list[Path], tmp_path: Path, config: str, reason: str
+) -> None:
+    path = tmp_path / "x.safetensors"
+    save_file(load_file(lora_paths[0]), path, {"lora_adapter_metadata": config})
+    with pytest.raises(errors.UnusableFileError) as refusal:
+        cache.get(named(path))
+    assert reason in refusal.value.message
+
+
+def test_the_scale_is_alpha_over_rank_wherever_alpha_stands(
+    cache: lora_cache.LoraCache, lora_paths: list[Path], tmp_path: Path
+) -> None:
+    weights = load_file(lora_paths[0])
+    path = tmp_path / "x.safetensors"
+    scales = []
+    for kept, config in (
+        (weights, {}),
+        (without(".alpha")(weights), {"unet.lora_alpha": 8}),
+        (without(".alpha")(weights), {"lora_alpha": 1}),
+        (without(".alpha")(weights), {"unet.lora_alpha": 8, "unet.use_rslora": True}),
+        (without(".alpha")(weights), {}),
+    ):
+        save_file(kept, path, {"lora_adapter_metadata": json.dumps(config)})
+        os.utime(path, ns=(0, len(scales)))
+        (scale,) = {change.scale for change in cache.get(named(path)).changes["unet"].values()}
+        scales.append(scale)
+    assert scales == [0.5, 2.0, 0.25, 4.0, 1.0]
+
+
+def test_layers_may_have_alphas_of_their_own_in_the_header(
+    cache: lora_cache.LoraCache, lora_paths: list[Path], tmp_path: Path
+) -> None:
+    path = tmp_path / "x.safetensors"
+    patterns = {
+        "unet.alpha_pattern": {
+            "^mid_block.attentions.0.proj_in": 8,
+            "^proj_in": 16,
+            "o_k": 16,
+            "to_k": 2,
+        },
+        "text_encoder.alpha_pattern": {"text_model.encoder.layers.0.mlp.fc1": 1},
+        "lora_alpha": 4,
+    }
+    config = {"lora_adapter_metadata": json.dumps(patterns)}
+    save_file(without(".alpha")(load_file(lora_paths[0])), path, config)
+    changes = cache.get(named(path)).changes
+    odd = {name: each.scale for name, each in changes["unet"].items() if each.scale != 1.0}
+    assert odd.pop("mid_block.attentions.0.proj_in") == 2.0
+    assert set(odd.values()) == {0.5}
+    assert {name.rsplit(".", 1)[1] for name in odd} == {"to_k"}
+    assert changes["text_encoder"]["encoder.layers.0.mlp.fc1"].scale == 0.25
+    assert changes["text_encoder"]["encoder.layers.1.mlp.fc1"].scale == 1.0
+
+
+def test_prepare_refuses_a_bad_lora_even_at_weight_zero(
+    engine: Any, make_request: Any, tmp_path: Path
+) -> None:
+    gone = contract.Lora("gone", tmp_path / "gone.safetensors", 0.0, 0.0)
+    with pytest.raises(errors.TransientError, match="'gone'"):
+        engine.prepare(make_request(loras=(gone,)))

@@ -1,0 +1,168 @@
+from __future__ import annotations
+
+import shutil
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from diffusers import AutoencoderKL, UNet2DConditionModel
+
+from fleet.bench import tiny_model
+from worker.engine import checkpoint as checkpoints
+from worker.engine import contract, load
+from worker.engine.kernels import compile as compiling
+from worker.engine.slots import engine as slot_engine
+
+ROUNDING = 2
+
+
+@pytest.fixture(scope="module")
+def small_model(checkpoint: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The tiny checkpoint with fewer blocks: each of them is seconds of tracing."""
+    folder = tmp_path_factory.mktemp("model") / "small"
+    shutil.copytree(checkpoint, folder)
+    shutil.rmtree(folder / "unet")
+    shutil.rmtree(folder / "vae")
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(0)
+        unet = UNet2DConditionModel(
+            sample_size=16,
+            down_block_types=("CrossAttnDownBlock2D", "DownBlock2D"),
+            up_block_types=("UpBlock2D", "CrossAttnUpBlock2D"),
+            block_out_channels=(32, 64),
+            layers_per_block=1,
+            cross_attention_dim=32,
+            attention_head_dim=4,
+            norm_num_groups=8,
+        )
+        vae = AutoencoderKL(
+            sample_size=32,
+            down_block_types=("DownEncoderBlock2D",) * 2,
+            up_block_types=("UpDecoderBlock2D",) * 2,
+            block_out_channels=(16, 32),
+            norm_num_groups=8,
+            scaling_factor=0.18215,
+        )
+    unet.save_pretrained(folder / "unet")
+    vae.save_pretrained(folder / "vae")
+    return folder
+
+
+@pytest.fixture(scope="module")
+def compiled_engine(small_model: Path) -> slot_engine.SlotEngine:
+    """Traced as on a GPU, whole or not at all; only the kernels are not generated."""
+    loaded = checkpoints.load_checkpoint(small_model, torch.device("cpu"), torch.float32)
+    engine = slot_engine.SlotEngine(loaded, 2, lora_cache_bytes=2**30, backend="eager")
+    engine.warm_up(*engine.default_size)
+    return engine
+
+
+@pytest.fixture(scope="module")
+def plain_engine(small_model: Path) -> contract.Engine:
+    return load.load_engine(small_model, "cpu", kind="batch")
+
+
+def test_the_tick_and_the_vae_are_one_graph_each_without_a_break(
+    compiled_engine: slot_engine.SlotEngine,
+) -> None:
+    (call,) = compiled_engine._calls._warm.values()
+    assert {way: each.graphs for way, each in call.compiled.items()} == {"slots": 1, "merged": 1}
+    assert all(each.is_compiled for each in call.compiled.values())
+    ((_, vae),) = compiled_engine._decoder._compiled.values()
+    assert vae.graphs == 1
+    assert vae.is_compiled
+
+
+def test_nothing_is_compiled_again_whatever_the_jobs_are_and_the_images_stay(
+    compiled_engine: slot_engine.SlotEngine,
+    plain_engine: contract.Engine,
+    small_model: Path,
+    make_request: Any,
+    draw: Any,
+    difference: Any,
+    tmp_path: Path,
+) -> None:
+    paths = [
+        tiny_model.build_tiny_lora(
+            tmp_path / f"{rank}.safetensors", small_model, rank=rank, seed=rank
+        )
+        for rank in (2, 4, 9)
+    ]
+    style = [contract.Lora(path.stem, path, 1.0, 1.0) for path in paths]
+    size = {"width": 32, "height": 32}
+    requests = [
+        make_request(**size),
+        make_request(**size, seed=2, loras=(style[0],), steps=6, cfg_scale=3.0),
+        make_request(**size, seed=3, loras=(style[1], style[2]), prompt="a castle, " * 12),
+        make_request(**size, seed=4, sampler="plms", steps=5),
+        make_request(**size, seed=5, sampler="ddim", loras=(style[2],)),
+    ]
+    images = draw(compiled_engine, *requests)
+    assert compiled_engine.recompiles == 0
+    for request, image in zip(requests, images, strict=True):
+        assert difference(image, draw(plain_engine, request)[0]) <= ROUNDING
+
+
+def test_what_the_compiled_shape_has_no_room_for_runs_as_it_is(
+    compiled_engine: slot_engine.SlotEngine,
+    plain_engine: contract.Engine,
+    make_request: Any,
+    draw: Any,
+    difference: Any,
+) -> None:
+    size = {"width": 32, "height": 32}
+    long = make_request(**size, prompt="a castle on a hill, " * 11)
+    requests = [long, make_request(width=40, height=24)]
+    images = draw(compiled_engine, *requests)
+    assert compiled_engine.recompiles == 0
+    for request, image in zip(requests, images, strict=True):
+        assert difference(image, draw(plain_engine, request)[0]) <= ROUNDING
+
+
+def _double(x: torch.Tensor) -> torch.Tensor:
+    return x.mul_(2)
+
+
+def _break_the_graph(x: torch.Tensor) -> torch.Tensor:
+    print(x)  # noqa: T201 - torch cannot compile it
+    return x.mul_(2)
+
+
+def test_warming_up_changes_nothing() -> None:
+    x = torch.ones(3)
+    call = compiling.Compiled("it", _double, (x,), backend="eager", pool=None)
+    assert call().tolist() == [2.0] * 3
+    assert call().tolist() == [4.0] * 3
+    assert call.graphs == 1
+
+
+def test_what_does_not_compile_runs_as_it_is(caplog: pytest.LogCaptureFixture) -> None:
+    x = torch.ones(3)
+    call = compiling.Compiled("it", _break_the_graph, (x,), backend="eager", pool=None)
+    assert call().tolist() == [2.0] * 3
+    assert not call.is_compiled
+    assert "it runs uncompiled" in caplog.text
+
+
+def test_however_many_are_compiled_none_is_one_too_many() -> None:
+    for size in range(12):
+        call = compiling.Compiled(
+            "it", _double, (torch.ones(size + 2),), backend="eager", pool=None
+        )
+        call()
+        assert call.is_compiled
+
+
+def test_a_way_that_is_not_compiled_is_not_taken(
+    small_model: Path, plain_engine: contract.Engine, make_request: Any, draw: Any, difference: Any
+) -> None:
+    loaded = checkpoints.load_checkpoint(small_model, torch.device("cpu"), torch.float32)
+    engine = slot_engine.SlotEngine(
+        loaded, 2, lora_cache_bytes=2**30, backend="eager", compiled_ways=("slots",)
+    )
+    engine.warm_up(*engine.default_size)
+    request = make_request(width=32, height=32)
+    (image,) = draw(engine, request)
+    assert engine.way == "slots"
+    assert difference(image, draw(plain_engine, request)[0]) <= ROUNDING

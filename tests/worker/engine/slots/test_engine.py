@@ -1,0 +1,289 @@
+from __future__ import annotations
+
+import itertools
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+
+from fleet.bench import tiny_model
+from imagefleet import errors
+from worker.engine import contract
+from worker.engine.slots import engine as slots
+from worker.engine.slots import mode, runner
+
+#: Of 255. A call of another number of rows is summed in another order in float32; rounding to 8
+#: bits may then fall the other way. A slot mixed up with another differs by 100 and more.
+ROUNDING = 2
+
+
+def lora(path: Path, weight: float = 1.0, text_encoder_weight: float | None = None) -> Any:
+    text = weight if text_encoder_weight is None else text_encoder_weight
+    return contract.Lora(path.stem, path, text, weight)
+
+
+@pytest.fixture(scope="session")
+def mixed_requests(make_request: Any, lora_paths: list[Path]) -> list[contract.ImageRequest]:
+    """Prompts of one to three chunks, each sampler, steps, guidance, LoRAs: none as another."""
+    soft, strong, both = lora(lora_paths[0], 0.4), lora(lora_paths[1], 2.0), lora(lora_paths[2])
+    return [
+        make_request(),
+        make_request(seed=2, loras=(strong,), steps=6, cfg_scale=3.0),
+        make_request(seed=3, loras=(soft, both), steps=2, prompt="a castle, " * 12),
+        make_request(seed=4, sampler="plms", steps=5, prompt="a castle on a hill, " * 11),
+        make_request(seed=5, sampler="dpmpp_2m_karras", loras=(soft,), negative_prompt="b, " * 40),
+        make_request(seed=6, sampler="ddim", steps=3, clip_skip=2, prompt="a red castle"),
+        make_request(seed=7, sampler="euler", steps=7, loras=(lora(lora_paths[0], -0.7),)),
+        make_request(seed=8, loras=(lora(lora_paths[1], 0.0, 1.5),), steps=1),
+    ]
+
+
+def record_ways(monkeypatch: pytest.MonkeyPatch, engine: slots.SlotEngine) -> list[tuple[str, int]]:
+    """The way of each call from now on, and how many slots hold an image in it."""
+    calls: list[tuple[str, int]] = []
+    original = runner.Calls.run
+
+    def run(self: runner.Calls, way: mode.Way, count: int) -> None:
+        calls.append((way, len(engine._active)))
+        original(self, way, count)
+
+    monkeypatch.setattr(runner.Calls, "run", run)
+    return calls
+
+
+def test_images_beside_others_are_those_of_the_plain_engine_alone(
+    engine: Any, slot_engine: Any, mixed_requests: Any, draw: Any, difference: Any
+) -> None:
+    together = draw(slot_engine, *mixed_requests)
+    for request, image in zip(mixed_requests, together, strict=True):
+        assert difference(image, draw(engine, request)[0]) <= ROUNDING
+
+
+def test_an_image_does_not_depend_on_its_slot_or_on_what_the_slot_held_before(
+    slot_engine: Any, mixed_requests: Any, draw: Any, difference: Any
+) -> None:
+    alone = [draw(slot_engine, request)[0] for request in mixed_requests]
+    order = [5, 2, 7, 0, 6, 3, 1, 4]
+    again = draw(slot_engine, *(mixed_requests[at] for at in order))
+    for at, image in zip(order, again, strict=True):
+        assert difference(image, alone[at]) <= ROUNDING
+
+
+def test_a_strong_lora_leaks_nothing_into_the_slot_beside_it(
+    slot_engine: Any, make_request: Any, lora_paths: list[Path], draw: Any, difference: Any
+) -> None:
+    plain, strong = make_request(seed=1), make_request(seed=1, loras=(lora(lora_paths[0], 5.0),))
+    other = make_request(seed=9, loras=(lora(lora_paths[1]),))
+    alone = draw(slot_engine, plain)[0]
+    for requests in itertools.permutations([plain, strong, other]):
+        images = draw(slot_engine, *requests)
+        assert difference(images[requests.index(plain)], alone) <= ROUNDING
+        assert difference(images[requests.index(strong)], alone) > 30
+
+
+def test_a_slot_is_filled_again_the_tick_after_its_image_is_done(
+    make_slot_engine: Any, make_request: Any, draw: Any, monkeypatch: Any
+) -> None:
+    engine = make_slot_engine(slots=2)
+    calls = record_ways(monkeypatch, engine)
+    steps = [2, 5, 1, 3, 4, 2, 2]
+    requests = [make_request(steps=count, seed=count) for count in steps]
+    draw(engine, *requests)
+    busy = [count for _, count in calls]
+    assert sum(busy) == sum(steps)
+    assert busy[:-2] == [2] * (len(busy) - 2), "only at the very end may a slot be empty"
+
+
+def test_an_image_comes_out_as_soon_as_its_own_steps_are_done(
+    make_slot_engine: Any, make_request: Any
+) -> None:
+    engine = make_slot_engine(slots=3)
+    for ticket, steps in enumerate([4, 1, 2]):
+        engine.admit(ticket, engine.prepare(make_request(steps=steps)))
+    ticks = []
+    while engine.busy:
+        ticks.append([finished.ticket for finished in engine.tick()])
+    assert ticks == [[1], [2], [], [0]]
+
+
+def test_sizes_are_drawn_apart_and_none_starves_the_other(
+    make_slot_engine: Any, make_request: Any, draw: Any, monkeypatch: Any
+) -> None:
+    engine = make_slot_engine(slots=2)
+    engine._waiting.patience = 3
+    finished: list[int] = []
+    waiting = list(range(24))
+    rare = {4, 17}
+    while waiting or engine.busy:
+        while waiting and engine.free:
+            ticket = waiting.pop(0)
+            size = 72 if ticket in rare else 64
+            engine.admit(ticket, engine.prepare(make_request(width=size, steps=1, seed=ticket)))
+        finished += [each.ticket for each in engine.tick()]
+    assert sorted(finished) == list(range(24))
+    for ticket in range(24):
+        overtaken = sum(1 for other in finished[: finished.index(ticket)] if other > ticket)
+        assert overtaken <= 5, (ticket, finished)
+
+
+def test_a_stream_of_one_size_waits_for_no_more_than_its_share_of_another(
+    make_slot_engine: Any, make_request: Any
+) -> None:
+    engine = make_slot_engine(slots=2)
+    engine._waiting.patience = 3
+    sizes = [64, 72] * 10
+    finished: list[int] = []
+    waiting = list(enumerate(sizes))
+    while waiting or engine.busy:
+        while waiting and engine.free:
+            ticket, size = waiting.pop(0)
+            engine.admit(ticket, engine.prepare(make_request(width=size, steps=1)))
+        finished += [each.ticket for each in engine.tick()]
+    for ticket in range(20):
+        assert abs(finished.index(ticket) - ticket) <= 8
+
+
+def test_alike_loras_are_merged_and_mixed_ones_are_not(
+    slot_engine: Any, make_request: Any, lora_paths: list[Path], draw: Any, monkeypatch: Any
+) -> None:
+    calls = record_ways(monkeypatch, slot_engine)
+    one, other = lora(lora_paths[0]), lora(lora_paths[1])
+    draw(slot_engine, *(make_request(seed=seed, loras=(one,), steps=9) for seed in range(3)))
+    assert {way for way, _ in calls} == {"merged"}
+    calls.clear()
+    draw(slot_engine, make_request(loras=(one,)), make_request(loras=(other,)))
+    assert calls[0][0] == "slots"
+    calls.clear()
+    draw(slot_engine, make_request(loras=()), make_request(loras=()))
+    assert {way for way, _ in calls} == {"merged"}
+    assert slot_engine.way == "merged"
+
+
+def test_going_from_merged_to_mixed_and_back_leaves_the_weights_of_the_checkpoint(
+    make_slot_engine: Any, make_request: Any, lora_paths: list[Path], draw: Any, difference: Any
+) -> None:
+    engine = make_slot_engine()
+    weights = {name: value.clone() for name, value in engine._checkpoint.unet.state_dict().items()}
+    (plain,) = draw(engine, make_request())
+    one, other = lora(lora_paths[0]), lora(lora_paths[1])
+    alone = draw(engine, make_request(loras=(one,), steps=12))[0]
+    beside = draw(
+        engine,
+        make_request(loras=(one,), steps=12),
+        make_request(loras=(one,), steps=5),
+        make_request(loras=(one,), steps=3),
+        make_request(loras=(other,), steps=2),
+    )
+    assert difference(beside[0], alone) <= ROUNDING
+    assert difference(draw(engine, make_request())[0], plain) == 0
+    for name, value in engine._checkpoint.unet.state_dict().items():
+        assert torch.equal(value, weights[name]), name
+
+
+@pytest.mark.parametrize("kind", ["rank", "convolution"])
+def test_a_lora_that_no_slot_can_hold_goes_merged_and_beside_its_like_only(
+    make_slot_engine: Any,
+    make_engine: Any,
+    make_request: Any,
+    checkpoint: Path,
+    lora_paths: list[Path],
+    draw: Any,
+    difference: Any,
+    monkeypatch: Any,
+    tmp_path: Path,
+    kind: str,
+) -> None:
+    path = tiny_model.build_tiny_lora(tmp_path / "odd.safetensors", checkpoint, rank=12, seed=5)
+    if kind == "convolution":
+        tensors = load_file(path)
+        name = "lora_unet_down_blocks_0_resnets_0_conv1"
+        tensors[f"{name}.lora_down.weight"] = torch.randn(2, 32, 3, 3) / 10
+        tensors[f"{name}.lora_up.weight"] = torch.randn(32, 2, 1, 1) / 10
+        save_file(tensors, path)
+    capacity = 8 if kind == "rank" else 64
+    engine = make_slot_engine(rank_capacity=capacity)
+    calls = record_ways(monkeypatch, engine)
+    requests = [
+        make_request(seed=1, loras=(lora(lora_paths[0]),)),
+        make_request(seed=2, loras=(lora(path),)),
+        make_request(seed=3),
+        make_request(seed=4, loras=(lora(path),)),
+    ]
+    images = draw(engine, *requests)
+    assert calls == [("slots", 2)] * 4 + [("merged", 2)] * 4
+    plain = make_engine()
+    for request, image in zip(requests, images, strict=True):
+        assert difference(image, draw(plain, request)[0]) <= ROUNDING
+
+
+def test_free_counts_down_from_capacity_and_comes_back(
+    make_slot_engine: Any, make_request: Any
+) -> None:
+    engine = make_slot_engine(slots=2)
+    assert engine.slots == 2
+    assert engine.free == engine.capacity == 4
+    for ticket in range(4):
+        engine.admit(ticket, engine.prepare(make_request(steps=1)))
+    assert engine.free == 0
+    assert {finished.ticket for finished in engine.tick()} == {0, 1}
+    assert engine.free == 2
+    engine.tick()
+    assert not engine.busy
+    assert engine.tick() == []
+
+
+def test_an_image_that_comes_out_as_nan_fails_alone_and_its_slot_recovers(
+    make_slot_engine: Any, make_request: Any, draw: Any, difference: Any, monkeypatch: Any
+) -> None:
+    engine = make_slot_engine(slots=2)
+    sound = draw(engine, make_request(seed=1), make_request(seed=2))
+    original = engine._stager._first_latents
+
+    def first_latents(job: Any, generator: torch.Generator) -> torch.Tensor:
+        latents: torch.Tensor = original(job, generator)
+        return latents * torch.nan if job.ready.request.seed == 666 else latents
+
+    monkeypatch.setattr(engine._stager, "_first_latents", first_latents)
+    seeds = [1, 666, 1, 2]
+    images = draw(engine, *(make_request(seed=seed) for seed in seeds))
+    assert isinstance(images[1], errors.TransientError)
+    assert "NaN" in images[1].message
+    assert difference(images[0], sound[0]) <= ROUNDING
+    assert difference(images[2], sound[0]) <= ROUNDING
+    assert difference(images[3], sound[1]) <= ROUNDING
+
+
+def test_a_job_that_cannot_begin_fails_alone(
+    slot_engine: Any, make_request: Any, draw: Any, monkeypatch: Any
+) -> None:
+    original = slot_engine._stager._encode
+
+    def encode(job: Any) -> Any:
+        if job.ticket in {1, 5}:  # one begins at once, one is staged ahead
+            raise errors.JobError("the weights in the prompt cancel each other out")
+        return original(job)
+
+    monkeypatch.setattr(slot_engine._stager, "_encode", encode)
+    images = draw(slot_engine, *(make_request(seed=seed) for seed in range(7)))
+    failed = [at for at, image in enumerate(images) if isinstance(image, errors.JobError)]
+    assert failed == [1, 5]
+
+
+def test_a_closed_engine_holds_nothing(make_slot_engine: Any, make_request: Any) -> None:
+    engine = make_slot_engine()
+    engine.admit(1, engine.prepare(make_request()))
+    engine.tick()
+    engine.close()
+    assert not engine.busy
+
+
+def test_images_have_the_size_asked_for(slot_engine: Any, make_request: Any, draw: Any) -> None:
+    assert slot_engine.default_size == (64, 64)
+    assert slot_engine.model_name == "tiny"
+    (image,) = draw(slot_engine, make_request(width=88, height=40))
+    assert image.shape == (40, 88, 3)
+    assert image.dtype == np.uint8
+    assert image.std() > 20

@@ -1,0 +1,173 @@
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from imagefleet import errors
+from worker.engine.slots import mode, runner
+
+ROUNDING = 2
+
+
+def fail(
+    monkeypatch: pytest.MonkeyPatch, engine: Any, error: Exception, when: Any
+) -> list[list[int]]:
+    """Makes ticks fail; returns the seeds in each tick, of those that failed as well."""
+    ticks: list[list[int]] = []
+    original = runner.Calls.run
+
+    def run(self: runner.Calls, way: mode.Way, slots: int) -> None:
+        seeds = [job.ready.request.seed for job in engine._active.values()]
+        ticks.append(seeds)
+        if when(seeds):
+            raise error
+        original(self, way, slots)
+
+    monkeypatch.setattr(runner.Calls, "run", run)
+    return ticks
+
+
+def test_out_of_memory_at_a_tick_leaves_fewer_slots_and_fails_no_image(
+    make_slot_engine: Any, make_request: Any, draw: Any, difference: Any, monkeypatch: Any
+) -> None:
+    engine = make_slot_engine(slots=4)
+    requests = [make_request(seed=seed, steps=2 + seed) for seed in range(5)]
+    sound = draw(engine, *requests)
+    memory = torch.cuda.OutOfMemoryError("CUDA out of memory")
+    ticks = fail(monkeypatch, engine, memory, lambda seeds: len(seeds) > 2)
+    images = draw(engine, *requests)
+    assert engine.slots == 2
+    assert engine.capacity == 4
+    assert len(ticks[0]) == 4
+    assert max(len(seeds) for seeds in ticks[1:]) == 2
+    for image, expected in zip(images, sound, strict=True):
+        assert difference(image, expected) <= ROUNDING
+
+
+def test_images_half_way_begin_again_when_the_memory_runs_out(
+    make_slot_engine: Any, make_request: Any, draw: Any, difference: Any, monkeypatch: Any
+) -> None:
+    engine = make_slot_engine(slots=2)
+    requests = [make_request(seed=seed, steps=4) for seed in (1, 2)]
+    sound = draw(engine, *requests)
+    count = iter(range(100))
+    memory = torch.cuda.OutOfMemoryError("CUDA out of memory")
+    fail(monkeypatch, engine, memory, lambda seeds: next(count) == 2)
+    images = draw(engine, *requests)
+    assert engine.slots == 1
+    assert [difference(*pair) <= ROUNDING for pair in zip(images, sound, strict=True)] == [True] * 2
+
+
+def test_one_image_that_does_not_fit_the_memory_is_tried_elsewhere(
+    make_slot_engine: Any, make_request: Any, draw: Any, monkeypatch: Any
+) -> None:
+    engine = make_slot_engine(slots=2)
+    memory = torch.cuda.OutOfMemoryError("CUDA out of memory")
+    fail(monkeypatch, engine, memory, lambda seeds: True)
+    (outcome,) = draw(engine, make_request())
+    assert isinstance(outcome, errors.TransientError)
+    assert "memory" in outcome.message
+    assert engine.slots == 2, "one image too large says nothing of two small ones"
+
+
+def test_the_image_that_breaks_a_tick_fails_alone_and_says_why(
+    make_slot_engine: Any, make_request: Any, draw: Any, difference: Any, monkeypatch: Any
+) -> None:
+    engine = make_slot_engine(slots=3)
+    requests = [make_request(seed=seed) for seed in (1, 666, 3, 4)]
+    sound = draw(engine, *requests)
+    ticks = fail(
+        monkeypatch, engine, RuntimeError("no kernel for this"), lambda seeds: 666 in seeds
+    )
+    images = draw(engine, *requests)
+    assert isinstance(images[1], errors.TransientError)
+    assert "no kernel for this" in images[1].message
+    for at in (0, 2, 3):
+        assert difference(images[at], sound[at]) <= ROUNDING
+    assert [666] in ticks
+
+
+def test_a_broken_gpu_is_no_images_fault(
+    make_slot_engine: Any, make_request: Any, draw: Any, monkeypatch: Any
+) -> None:
+    engine = make_slot_engine()
+    broken = RuntimeError("CUDA error: an illegal memory access was encountered")
+    fail(monkeypatch, engine, broken, lambda seeds: True)
+    with pytest.raises(errors.NodeError, match="illegal memory access"):
+        draw(engine, make_request())
+
+
+def test_a_merge_that_fails_half_way_harms_no_other_image(
+    make_slot_engine: Any,
+    make_request: Any,
+    lora_paths: Any,
+    draw: Any,
+    difference: Any,
+    monkeypatch: Any,
+) -> None:
+    from worker.engine import contract
+    from worker.engine.lora import merge as lora
+
+    engine = make_slot_engine()
+    (plain,) = draw(engine, make_request())
+    original = lora.Merger._merge
+    count = iter(range(1000))
+
+    def merge(self: Any, *arguments: Any) -> None:
+        original(self, *arguments)
+        if next(count) == 5:
+            raise RuntimeError("half way")
+
+    monkeypatch.setattr(lora.Merger, "_merge", merge)
+    style = contract.Lora("style", lora_paths[0], 0.0, 1.0)
+    outcomes = draw(engine, make_request(loras=(style,), steps=9), make_request())
+    assert isinstance(outcomes[0], np.ndarray | errors.TransientError)
+    assert difference(outcomes[1], plain) <= ROUNDING
+    assert difference(draw(engine, make_request())[0], plain) == 0
+
+
+def test_out_of_memory_while_decoding_takes_smaller_slices(
+    make_slot_engine: Any, make_request: Any, draw: Any, difference: Any, monkeypatch: Any
+) -> None:
+    from worker.engine import decoder
+
+    engine = make_slot_engine(slots=3)
+    requests = [make_request(seed=seed) for seed in range(3)]
+    sound = draw(engine, *requests)
+    sizes = []
+    original = decoder.decode
+
+    def decode(vae: Any, latents: torch.Tensor) -> Any:
+        sizes.append(len(latents))
+        if len(latents) > 1:
+            raise torch.cuda.OutOfMemoryError("CUDA out of memory")
+        return original(vae, latents)
+
+    monkeypatch.setattr(decoder, "decode", decode)
+    images = draw(engine, *requests)
+    assert [difference(*pair) for pair in zip(images, sound, strict=True)] <= [ROUNDING] * 3
+    assert sizes[0] == 3
+    draw(engine, *requests)
+    assert sizes[-3:] == [1, 1, 1]
+
+
+def test_a_vae_that_overflows_in_float16_decodes_in_float32_from_then_on(
+    make_slot_engine: Any, make_request: Any, draw: Any, difference: Any, monkeypatch: Any
+) -> None:
+    from worker.engine import decoder
+
+    engine = make_slot_engine(precision="float16")
+    sound = draw(engine, make_request())
+    original = decoder.decode
+
+    def decode(vae: Any, latents: torch.Tensor) -> Any:
+        pixels, is_sound = original(vae, latents)
+        return pixels, is_sound & (vae.dtype == torch.float32)
+
+    monkeypatch.setattr(decoder, "decode", decode)
+    outcomes = draw(engine, make_request(), make_request(seed=2))
+    assert difference(outcomes[0], sound[0]) <= 8, "float16 rounds at 1/2048"
+    assert engine._checkpoint.vae.dtype == torch.float32

@@ -1,0 +1,117 @@
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from worker.engine import contract
+from worker.engine.slots import mode, pack
+from worker.engine.slots import queue as slot_queue
+
+A = slot_queue.Lane(512, 512, 160, None, None)
+B = slot_queue.Lane(768, 512, 160, None, None)
+
+
+class _Ready:
+    def __init__(self, key: tuple[object, ...]) -> None:
+        self.lora_key = key
+
+
+def queue(*lanes: Any, patience: int = 2) -> slot_queue.Waiting:
+    """Jobs with their place as their ticket; a lane may come with the LoRAs of its job."""
+    pairs = [lane if type(lane) is tuple else (lane, ()) for lane in lanes]
+    jobs: list[Any] = [
+        slot_queue.Job(at, _Ready(key), lane)  # type: ignore[arg-type]
+        for at, (lane, key) in enumerate(pairs)
+    ]
+    return slot_queue.Waiting(patience, jobs)
+
+
+def tickets(waiting: slot_queue.Waiting, lane: Any, favoured: Any = None) -> list[int]:
+    taken = iter(lambda: waiting.take(lane, favoured), None)
+    return [job.ticket for job in taken if job is not None]
+
+
+def test_a_lane_takes_its_own_jobs_in_their_order() -> None:
+    waiting = queue(A, A, B, A)
+    assert waiting.next_lane() == A
+    assert tickets(waiting, A) == [0, 1, 3]
+    assert waiting.next_lane() == B
+    assert tickets(waiting, B) == [2]
+    assert waiting.next_lane() is None
+
+
+def test_a_job_is_overtaken_as_often_as_patience_allows_and_no_more() -> None:
+    waiting = queue(B, A, A, A, A, patience=2)
+    assert tickets(waiting, A) == [1, 2], "after two, the older one's turn has come"
+    assert waiting.next_lane() == B
+    assert tickets(waiting, B) == [0]
+    assert tickets(waiting, A) == [3, 4]
+
+
+def test_an_impatient_job_holds_back_younger_ones_only() -> None:
+    waiting = queue(A, B, A, A, patience=0)
+    assert tickets(waiting, A) == [0]
+
+
+def test_jobs_with_the_favoured_loras_go_first_but_not_for_ever() -> None:
+    one = ("one",)
+    waiting = queue((A, ()), *[(A, one)] * 4, patience=3)
+    assert tickets(waiting, A, one) == [1, 2, 3, 0, 4]
+
+
+def test_jobs_put_back_come_first() -> None:
+    waiting = queue(A, A)
+    job = waiting.take(A)
+    assert job is not None
+    waiting.put_back([job])
+    assert tickets(waiting, A) == [0, 1]
+
+
+def test_the_way_is_the_one_that_costs_less() -> None:
+    costs = mode.Costs(slots_tick=1.1, merged_tick=1.0, merge=1.0)
+    one, other = ("one",), ("other",)
+    assert mode.choose([one, other], (), 100, costs) == ("slots", ())
+    assert mode.choose([one, one], (), 100, costs) == ("merged", one)
+    assert mode.choose([one, one], (), 5, costs) == ("slots", ()), "not worth a merge any more"
+    assert mode.choose([one, one], one, 1, costs) == ("merged", one), "merged already"
+    assert mode.choose([(), ()], one, 1, costs) == ("merged", ()), "the checkpoint's own"
+    assert mode.choose([()], None, 1, costs) == ("merged", ())
+    assert mode.ticks_alike([3, 7], [15, 15, 15], 2) == 7 + 23
+
+
+@pytest.mark.parametrize("weights", [(1.0, 1.0), (0.5, -2.0)])
+def test_packed_loras_are_their_changes_added_up(
+    slot_engine: Any, make_request: Any, lora_paths: list[Path], weights: tuple[float, float]
+) -> None:
+    loras = tuple(
+        contract.Lora(path.stem, path, 0.0, weight)
+        for path, weight in zip(lora_paths, weights, strict=False)
+    )
+    prepared = slot_engine.prepare(make_request(loras=loras))
+    packed = prepared.unet_changes
+    groups = slot_engine._groups["unet"]
+    assert packed.places.keys() == {path for paths in groups.values() for path in paths}
+    for path, (up, down) in packed.by_layer(packed.flat).items():
+        assert up.shape[1] % 8 == 0, "matrix products want their operands aligned"
+        whole = torch.zeros(len(up), down.shape[1])
+        for applied in prepared.unet_loras:
+            change = applied.file.changes["unet"][path]
+            delta = change.delta(torch.zeros_like(whole))
+            whole += applied.weights["unet"] * delta
+        assert torch.allclose(up @ down, whole, atol=1e-5)
+
+
+def test_what_is_not_of_low_rank_is_not_packed(
+    slot_engine: Any, make_request: Any, lora_paths: list[Path]
+) -> None:
+    style = contract.Lora("style", lora_paths[0], 1.0, 1.0)
+    loras = slot_engine.prepare(make_request(loras=(style,))).unet_loras
+    settings: dict[str, Any] = {"dtype": torch.float32, "pinned": False}
+    groups = slot_engine._groups["unet"]
+    assert pack.pack(loras, "unet", groups, rank_capacity=4, **settings) is not None
+    assert pack.pack(loras, "unet", groups, rank_capacity=3, **settings) is None
+    assert pack.pack(loras, "unet", {}, rank_capacity=4, **settings) is None
+    assert pack.pack((), "unet", {}, rank_capacity=4, **settings) is not None

@@ -1,0 +1,349 @@
+"""Where a LoRA's file comes from, and what stands in for one that is not right."""
+
+from __future__ import annotations
+
+import asyncio
+import hashlib
+import json
+import os
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from imagefleet import errors
+from imagefleet.job import prompt
+from imagefleet.storage.protocol import Storage
+from worker.engine import contract
+from worker.files import safetensors
+from worker.files.loras import LoraLibrary
+from worker.testing import StandInEngine, StandInPrepared
+
+LoraBytes = Callable[[str], bytes]  # the fixture of conftest.py
+
+
+class WatchedBlobs:
+    """The store's blobs: counts the reads of LoRAs, answers when told to, and can be replaced."""
+
+    def __init__(self, storage: Storage) -> None:
+        self._blobs = storage.blobs
+        self.reads: list[str] = []
+        self.answer = asyncio.Event()
+        self.answer.set()
+        self.replaced: dict[str, bytes] = {}
+
+    async def read(self, name: str, max_bytes: int | None = None) -> bytes | None:
+        if not name.endswith(".json"):
+            self.reads.append(name)
+            await self.answer.wait()
+        return self.replaced.get(name) or await self._blobs.read(name, max_bytes)
+
+    def replace(self, name: str, data: bytes) -> None:
+        self.replaced[f"loras/{name}.safetensors"] = data
+
+    def state(self, **hashes: str) -> None:
+        self.replaced["loras/manifest.json"] = json.dumps(hashes).encode()
+
+
+Library = Callable[..., LoraLibrary]
+
+
+@pytest.fixture
+def library(tmp_path: Path) -> Library:
+    def make(blobs: Any, **changes: Any) -> LoraLibrary:
+        settings = {"directory": None, "cache_bytes": 10_000, "max_bytes": 1000, **changes}
+        return LoraLibrary(blobs, cache=tmp_path / "cache", **settings)
+
+    return make
+
+
+async def put(storage: Storage, name: str, data: bytes) -> None:
+    blob = f"loras/{name}.safetensors"
+    assert await storage.blobs.create(blob, data, "application/octet-stream", {})
+
+
+def sha256(data: bytes) -> str:
+    return hashlib.sha256(data).hexdigest()
+
+
+async def test_a_lora_of_the_store_is_fetched_once_for_all_who_want_it(
+    storage: Storage, library: Library, lora_bytes: LoraBytes
+) -> None:
+    await put(storage, "style", lora_bytes("style"))
+    blobs = WatchedBlobs(storage)
+    blobs.answer.clear()
+    loras = library(blobs)
+    waiting = [asyncio.create_task(loras.resolve("style")) for _ in range(5)]
+    while not blobs.reads:
+        await asyncio.sleep(0)
+    blobs.answer.set()
+    paths = set(await asyncio.gather(*waiting))
+    assert [path.read_bytes() for path in paths] == [lora_bytes("style")]
+    await loras.resolve("style")
+    assert blobs.reads == ["loras/style.safetensors"]
+    assert loras.lookups == {"miss": 5, "hit": 1}
+
+
+async def test_what_another_run_of_the_worker_fetched_is_on_the_disk(
+    storage: Storage, library: Library, lora_bytes: LoraBytes
+) -> None:
+    await put(storage, "style", lora_bytes("style"))
+    await library(storage.blobs).resolve("style")
+    blobs = WatchedBlobs(storage)
+    assert (await library(blobs).resolve("style")).read_bytes() == lora_bytes("style")
+    assert blobs.reads == []
+
+
+async def test_a_fetch_goes_on_when_the_job_that_began_it_is_called_off(
+    storage: Storage, library: Library, lora_bytes: LoraBytes
+) -> None:
+    await put(storage, "style", lora_bytes("style"))
+    blobs = WatchedBlobs(storage)
+    blobs.answer.clear()
+    loras = library(blobs)
+    first, second = (asyncio.create_task(loras.resolve("style")) for _ in range(2))
+    while not blobs.reads:
+        await asyncio.sleep(0)
+    first.cancel()
+    await asyncio.sleep(0)
+    blobs.answer.set()
+    assert (await second).read_bytes() == lora_bytes("style")
+    assert len(blobs.reads) == 1
+
+
+async def test_a_fetch_that_fails_when_nobody_waits_any_more_is_no_defect(
+    storage: Storage, library: Library
+) -> None:
+    blobs = WatchedBlobs(storage)
+    blobs.answer.clear()
+    loras = library(blobs)
+    waiting = asyncio.create_task(loras.resolve("style"))
+    while not blobs.reads:
+        await asyncio.sleep(0)
+    waiting.cancel()
+    blobs.answer.set()
+    while loras._fetches:
+        await asyncio.sleep(0.001)
+    # An exception that nobody saw is a warning, and so an error of this test.
+
+
+async def test_a_failed_fetch_is_not_remembered(
+    storage: Storage, library: Library, lora_bytes: LoraBytes
+) -> None:
+    loras = library(storage.blobs)
+    with pytest.raises(errors.MissingFileError, match=r"no LoRA style\.safetensors in the store's"):
+        await loras.resolve("style")
+    await put(storage, "style", lora_bytes("style"))
+    assert (await loras.resolve("style")).read_bytes() == lora_bytes("style")
+
+
+@pytest.mark.parametrize("name", ["a b", "a+b", "a(b)", "_a", "a.b", "A-1.", "a..b", "x" * 128])
+async def test_every_name_that_a_prompt_may_give_is_one_that_both_homes_and_the_disk_take(
+    storage: Storage, library: Library, lora_bytes: LoraBytes, name: str, tmp_path: Path
+) -> None:
+    assert prompt.SAFE_NAME.fullmatch(name)
+    await put(storage, name, lora_bytes(name))
+    path = await library(storage.blobs).resolve(name)
+    assert path.read_bytes() == lora_bytes(name)
+    assert path.parent == tmp_path / "cache"
+
+
+async def test_the_folder_comes_before_the_store(
+    storage: Storage, library: Library, lora_bytes: LoraBytes, tmp_path: Path
+) -> None:
+    await put(storage, "style", lora_bytes("store"))
+    await put(storage, "other", lora_bytes("other"))
+    mine = tmp_path / "mine" / "style.safetensors"
+    mine.parent.mkdir()
+    mine.write_bytes(lora_bytes("mine"))
+    loras = library(storage.blobs, directory=mine.parent)
+    assert await loras.resolve("style") == mine
+    assert (await loras.resolve("other")).read_bytes() == lora_bytes("other")
+    with pytest.raises(
+        errors.MissingFileError, match=r"nowhere\.safetensors in .*mine or the store"
+    ):
+        await loras.resolve("nowhere")
+
+
+async def test_a_file_over_the_limit_is_refused_unread_wherever_it_lies(
+    storage: Storage, library: Library, lora_bytes: LoraBytes, tmp_path: Path
+) -> None:
+    await put(storage, "large", lora_bytes("x" * 1001))
+    mine = tmp_path / "mine" / "huge.safetensors"
+    mine.parent.mkdir()
+    with mine.open("wb") as file:
+        file.truncate(10**12)
+    loras = library(storage.blobs, directory=mine.parent)
+    for name in ("large", "huge"):
+        with pytest.raises(errors.UnusableFileError, match=rf"{name}\.safetensors has .* at most"):
+            await loras.resolve(name)
+    assert not (tmp_path / "cache").exists()
+
+
+async def test_what_is_no_lora_is_refused_and_what_is_cut_short_tried_again(
+    storage: Storage, library: Library, lora_bytes: LoraBytes, tmp_path: Path
+) -> None:
+    await put(storage, "page", b"<html>not found</html>")
+    blobs = WatchedBlobs(storage)
+    loras = library(blobs)
+    with pytest.raises(errors.UnusableFileError, match=r"page\.safetensors is no"):
+        await loras.resolve("page")
+    blobs.replace("style", lora_bytes("style")[:-1])
+    with pytest.raises(errors.TransientError, match=r"style\.safetensors is cut short"):
+        await loras.resolve("style")
+    assert not (tmp_path / "cache").exists(), "neither was kept"
+    blobs.replace("style", lora_bytes("style"))
+    assert (await loras.resolve("style")).read_bytes() == lora_bytes("style")
+
+
+async def test_a_file_on_the_disk_that_went_bad_is_fetched_again(
+    storage: Storage, library: Library, lora_bytes: LoraBytes
+) -> None:
+    await put(storage, "style", lora_bytes("style"))
+    path = await library(storage.blobs).resolve("style")
+    for damage in (b"", lora_bytes("style")[:-1], b"<html>not found</html>", None):
+        if damage is None:
+            path.unlink()
+        else:
+            path.write_bytes(damage)
+        assert await library(storage.blobs).resolve("style") == path
+        assert path.read_bytes() == lora_bytes("style")
+
+
+async def test_a_lora_that_was_replaced_in_the_store_is_fetched_anew_once_its_manifest_says_so(
+    storage: Storage,
+    library: Library,
+    lora_bytes: LoraBytes,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    blobs = WatchedBlobs(storage)
+    blobs.replace("style", lora_bytes("old"))
+    blobs.state(style=sha256(lora_bytes("old")))
+    loras = library(blobs)
+    assert (await loras.resolve("style")).read_bytes() == lora_bytes("old")
+
+    blobs.replace("style", lora_bytes("new"))
+    blobs.state(style=sha256(lora_bytes("new")))
+    assert (await loras.resolve("style")).read_bytes() == lora_bytes("old"), "not known so soon"
+    monkeypatch.setattr(safetensors, "MANIFEST_SECONDS", -1.0)
+    path = await loras.resolve("style")
+    assert path.read_bytes() == lora_bytes("new")
+    assert len(blobs.reads) == 2
+    assert (await loras.resolve("style")).read_bytes() == lora_bytes("new")
+    assert len(blobs.reads) == 2
+
+
+async def test_between_a_lora_and_its_manifest_being_replaced_the_job_waits(
+    storage: Storage, library: Library, lora_bytes: LoraBytes
+) -> None:
+    blobs = WatchedBlobs(storage)
+    blobs.state(style=sha256(lora_bytes("old")))
+    blobs.replace("style", lora_bytes("new"))
+    loras = library(blobs)
+    with pytest.raises(errors.TransientError, match="another SHA-256"):
+        await loras.resolve("style")
+    blobs.state(style=sha256(lora_bytes("new")))
+    assert (await loras.resolve("style")).read_bytes() == lora_bytes("new"), "read again at once"
+
+
+async def test_a_broken_manifest_trusts_no_file(
+    storage: Storage, library: Library, lora_bytes: LoraBytes
+) -> None:
+    await put(storage, "style", lora_bytes("style"))
+    blobs = WatchedBlobs(storage)
+    loras = library(blobs)
+    await loras.resolve("style")
+    blobs.replaced["loras/manifest.json"] = b"{"
+    with pytest.raises(errors.TransientError, match=r"manifest\.json is not"):
+        await library(blobs).resolve("style")
+
+
+async def test_a_folder_may_have_a_manifest_too(
+    storage: Storage, library: Library, lora_bytes: LoraBytes, tmp_path: Path
+) -> None:
+    folder = tmp_path / "mine"
+    folder.mkdir()
+    (folder / "style.safetensors").write_bytes(lora_bytes("a"))
+    (folder / "manifest.json").write_text(json.dumps({"style": sha256(lora_bytes("b"))}))
+    loras = library(storage.blobs, directory=folder)
+    with pytest.raises(errors.TransientError, match="another SHA-256"):
+        await loras.resolve("style")
+    (folder / "style.safetensors").write_bytes(lora_bytes("b"))
+    os.utime(folder / "style.safetensors", ns=(0, 1))
+    assert await loras.resolve("style") == folder / "style.safetensors"
+
+
+async def test_the_disk_holds_no_more_than_it_may(
+    storage: Storage, library: Library, lora_bytes: LoraBytes, tmp_path: Path
+) -> None:
+    size = len(lora_bytes("1"))
+    loras = library(storage.blobs, cache_bytes=2 * size)
+    for name in "123":
+        await put(storage, name, lora_bytes(name))
+        path = await loras.resolve(name)
+        os.utime(path, ns=(int(name), path.stat().st_mtime_ns))
+    assert {path.stem for path in (tmp_path / "cache").iterdir()} == {"2", "3"}
+    assert (await loras.resolve("1")).read_bytes() == lora_bytes("1")
+
+
+class ReadingEngine(StandInEngine):
+    """Reads each LoRA when it prepares a request, and keeps the order in which requests came in."""
+
+    def __init__(self) -> None:
+        super().__init__(capacity=1)
+        self.lora_lookups = {"hit": 1, "miss": 3}
+        self.events: list[str] = []
+
+    def prepare(self, request: contract.ImageRequest) -> StandInPrepared:
+        self.events += [f"read {lora.path.read_bytes()[-5:].decode()}" for lora in request.loras]
+        return super().prepare(request)
+
+    def tick(self) -> list[contract.Finished]:
+        self.events += [f"drawn {request.prompt}" for _, request in self._admitted]
+        return super().tick()
+
+
+async def test_a_lora_is_fetched_and_read_while_the_gpu_draws_other_jobs(
+    storage: Storage, run_pipeline: Any, message: Callable[..., str], lora_bytes: LoraBytes
+) -> None:
+    blobs = WatchedBlobs(storage)
+    blobs.replace("style", lora_bytes("style"))
+    blobs.answer.clear()
+    engine = ReadingEngine()
+    await storage.queue.send([message(prompt="styled<lora:style:1>")] * 2)
+    await storage.queue.send(message(prompt="plain") for _ in range(6))
+
+    async def answer_late() -> None:
+        while engine.events.count("drawn plain") < 6:
+            await asyncio.sleep(0.001)
+        blobs.answer.set()
+
+    home = WithBlobs(storage, blobs)
+    pipeline, _ = await asyncio.gather(run_pipeline(engine, home=home), answer_late())
+    assert engine.events[:6] == ["drawn plain"] * 6
+    assert sorted(engine.events[6:]) == ["drawn styled"] * 2 + ["read style"] * 2
+    assert blobs.reads == ["loras/style.safetensors"]
+    for cache, result, count in (("disk", "miss", 2), ("memory", "hit", 1), ("memory", "miss", 3)):
+        labels = {"cache": cache, "result": result}
+        counted = pipeline.metrics.registry.get_sample_value("imagefleet_lora_cache_total", labels)
+        assert counted == count
+
+
+class WithBlobs:
+    """A home whose LoRAs come from somewhere else."""
+
+    def __init__(self, storage: Storage, loras: WatchedBlobs) -> None:
+        self._storage = storage
+        self._loras = loras
+        self.create = storage.blobs.create
+
+    @property
+    def blobs(self) -> WithBlobs:
+        return self
+
+    async def read(self, name: str, max_bytes: int | None = None) -> bytes | None:
+        return await self._loras.read(name, max_bytes)
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._storage, name)

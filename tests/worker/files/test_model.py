@@ -1,0 +1,405 @@
+"""A real server, and connections that break."""
+
+from __future__ import annotations
+
+import asyncio
+import hashlib
+import io
+import json
+import os
+import tarfile
+from collections.abc import AsyncIterator, Callable
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import pytest
+from aiohttp import web
+
+from imagefleet import errors, retry
+from imagefleet.storage import open as storage_open
+from imagefleet.storage.protocol import BlobStore, Storage
+from imagefleet.storage.settings import StorageSettings
+from worker.files import model, sources
+from worker.settings import WorkerSettings
+
+CONTENT = os.urandom(3_000_000)
+SHA256 = hashlib.sha256(CONTENT).hexdigest()
+IMPATIENT = retry.RetryPolicy(tries=4, first_wait_seconds=0.001, longest_wait_seconds=0.001)
+
+
+@dataclass(slots=True)
+class ModelServer:
+    """Serves one file; the next answers break off after so many bytes, or are only a status."""
+
+    content: bytes = CONTENT
+    etag: str | None = '"v1"'
+    takes_ranges: bool = True
+    breaks_after: list[int] = field(default_factory=list)
+    statuses: list[int] = field(default_factory=list)
+    hangs: bool = False
+    over: asyncio.Event = field(default_factory=asyncio.Event)
+    url: str = ""
+    ranges: list[str | None] = field(default_factory=list)
+    sent_bytes: int = 0
+
+    async def answer(self, request: web.Request) -> web.StreamResponse:
+        self.ranges.append(request.headers.get("Range"))
+        if self.statuses:
+            return web.Response(status=self.statuses.pop(0))
+        hangs = self.hangs
+        begin, same = 0, request.headers.get("If-Range") in {None, self.etag}
+        if self.takes_ranges and same and (asked := request.headers.get("Range")):
+            begin = int(asked.removeprefix("bytes=").removesuffix("-"))
+        if begin >= len(self.content):
+            return web.Response(status=416)
+        response = web.StreamResponse(status=206 if begin else 200)
+        if begin:
+            last = len(self.content) - 1
+            response.headers["Content-Range"] = f"bytes {begin}-{last}/{len(self.content)}"
+        if self.etag:
+            response.headers["ETag"] = self.etag
+        response.content_length = len(self.content) - begin
+        await response.prepare(request)
+        rest = self.content[begin:]
+        part = rest[: self.breaks_after.pop(0)] if self.breaks_after else rest
+        await response.write(part)
+        self.sent_bytes += len(part)
+        if hangs:
+            await self.over.wait()
+        if len(part) < len(rest):
+            await asyncio.sleep(0.05)  # for what was written to leave
+            assert request.transport is not None
+            request.transport.abort()
+        return response
+
+
+@pytest.fixture
+async def server() -> AsyncIterator[ModelServer]:
+    served = ModelServer()
+    runner = web.ServerRunner(web.Server(served.answer), shutdown_timeout=0)
+    await runner.setup()
+    await web.TCPSite(runner, "127.0.0.1", 0).start()
+    served.url = f"http://127.0.0.1:{runner.addresses[0][1]}/models/sd15.safetensors"
+    yield served
+    served.over.set()
+    await runner.cleanup()
+
+
+MakeSettings = Callable[..., WorkerSettings]
+
+
+@pytest.fixture
+def make_settings(server: ModelServer, tmp_path: Path) -> MakeSettings:
+    def make(**changes: Any) -> WorkerSettings:
+        fields = {
+            "model": server.url,
+            "model_sha256": SHA256,
+            "model_cache": tmp_path / "cache",
+            "storage": f"local:{tmp_path}",
+            **changes,
+        }
+        return WorkerSettings(**fields)
+
+    return make
+
+
+@pytest.fixture
+def blobs(local_settings: StorageSettings) -> BlobStore:
+    return storage_open.open_storage(local_settings).blobs
+
+
+async def fetch(
+    settings: WorkerSettings, blobs: BlobStore, patience: retry.RetryPolicy = IMPATIENT
+) -> Path:
+    assert await model.fetched(settings, blobs, asyncio.Event(), patience)
+    return model.place_of(settings)
+
+
+def tar_of(names: dict[str, bytes]) -> bytes:
+    packed = io.BytesIO()
+    with tarfile.open(fileobj=packed, mode="w") as tar:
+        for name, content in names.items():
+            entry = tarfile.TarInfo(name)
+            entry.size = len(content)
+            tar.addfile(entry, io.BytesIO(content))
+    return packed.getvalue()
+
+
+async def test_a_path_is_used_as_it_is_and_nothing_is_fetched(
+    make_settings: MakeSettings, server: ModelServer, blobs: BlobStore
+) -> None:
+    settings = make_settings(model=Path("models/sd15"), model_sha256=None)
+    assert await fetch(settings, blobs) == Path("models/sd15")
+    assert server.ranges == []
+
+
+async def test_a_connection_that_breaks_is_gone_on_with_where_it_was(
+    make_settings: MakeSettings, server: ModelServer, blobs: BlobStore
+) -> None:
+    server.breaks_after = [1_000_000, 500_000]
+    place = await fetch(make_settings(), blobs)
+    assert place.read_bytes() == CONTENT
+    assert place.name == "sd15.safetensors"
+    assert server.ranges[0] is None
+    assert len(server.ranges) == 3
+    assert server.sent_bytes < 1.2 * len(CONTENT)
+    assert {each.name for each in place.parent.iterdir()} == {"sd15.safetensors", "lock"}
+
+
+async def test_more_breaks_than_tries_are_survived_while_something_arrives(
+    make_settings: MakeSettings,
+    server: ModelServer,
+    blobs: BlobStore,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(model, "PROGRESS_BYTES", 100_000)
+    server.breaks_after = [300_000] * 8
+    assert (await fetch(make_settings(), blobs)).read_bytes() == CONTENT
+
+
+async def test_a_worker_started_again_goes_on_where_the_last_one_was(
+    make_settings: MakeSettings, server: ModelServer, blobs: BlobStore
+) -> None:
+    server.breaks_after, server.hangs = [1_000_000], True
+    running = asyncio.create_task(fetch(make_settings(), blobs))
+    while server.sent_bytes < 1_000_000:
+        await asyncio.sleep(0.01)
+    await asyncio.sleep(0.1)
+    running.cancel()
+    await asyncio.gather(running, return_exceptions=True)
+    server.hangs = False
+    assert (await fetch(make_settings(), blobs)).read_bytes() == CONTENT
+    assert server.ranges[1] is not None
+    assert server.sent_bytes < 1.2 * len(CONTENT)
+
+
+async def test_what_was_fetched_once_is_not_asked_for_again(
+    make_settings: MakeSettings, server: ModelServer, blobs: BlobStore
+) -> None:
+    await fetch(make_settings(), blobs)
+    # A token is renewed; the file behind it is the same.
+    await fetch(make_settings(model=f"{server.url}?sig=another"), blobs)
+    assert len(server.ranges) == 1
+
+
+async def test_a_server_without_ranges_sends_all_of_it_again(
+    make_settings: MakeSettings, server: ModelServer, blobs: BlobStore
+) -> None:
+    server.takes_ranges = False
+    server.breaks_after = [2_000_000]
+    assert (await fetch(make_settings(), blobs)).read_bytes() == CONTENT
+    assert server.sent_bytes == 2_000_000 + len(CONTENT)
+
+
+async def test_two_versions_of_a_model_are_not_put_together(
+    make_settings: MakeSettings, server: ModelServer, blobs: BlobStore
+) -> None:
+    server.content, server.etag = os.urandom(2_500_000), '"v0"'
+    server.breaks_after = [1_000_000, *[0] * 8]
+    with pytest.raises(errors.TransientError, match="broke off"):
+        await fetch(make_settings(), blobs)
+    server.content, server.etag, server.breaks_after = CONTENT, '"v1"', []
+    assert (await fetch(make_settings(), blobs)).read_bytes() == CONTENT
+
+
+async def test_an_old_part_that_nothing_but_the_hash_tells_is_fetched_anew(
+    make_settings: MakeSettings, server: ModelServer, blobs: BlobStore
+) -> None:
+    server.etag = None
+    folder = model.place_of(make_settings()).parent
+    folder.mkdir(parents=True)
+    (folder / "sd15.safetensors.part").write_bytes(b"of another version")
+    state = {"total_bytes": len(CONTENT), "version": None}
+    (folder / "sd15.safetensors.part.json").write_text(json.dumps(state))
+    assert (await fetch(make_settings(), blobs)).read_bytes() == CONTENT
+    assert server.ranges == ["bytes=18-", None]
+
+
+async def test_another_hash_is_refused_with_both_named(
+    make_settings: MakeSettings, blobs: BlobStore
+) -> None:
+    settings = make_settings(model_sha256="0" * 64)
+    with pytest.raises(errors.SetupError, match=f"{SHA256}, not {'0' * 64}"):
+        await fetch(settings, blobs)
+    assert {each.name for each in model.place_of(settings).parent.iterdir()} == {"lock"}
+
+
+@pytest.mark.parametrize(
+    ("changes", "complaint"),
+    [
+        ({"model_sha256": None}, "plain http"),
+        ({"model": "https://example.org/model.ckpt"}, r"\.safetensors"),
+        ({"model": "https://example.org/models/"}, r"\.safetensors"),
+        ({"model": "https://example.org/..%2Fa.safetensors"}, "cannot be fetched"),
+        ({"model": "store:a.ckpt"}, r"\.safetensors"),
+        ({"model": "store:../a.tar"}, "cannot be fetched"),
+        ({"model": "models/sd15"}, "this is a path"),
+    ],
+)
+async def test_an_address_that_cannot_be_right_is_refused_before_anything_is_sent(
+    changes: dict[str, Any],
+    complaint: str,
+    make_settings: MakeSettings,
+    server: ModelServer,
+    blobs: BlobStore,
+) -> None:
+    with pytest.raises(errors.SetupError, match=complaint):
+        await fetch(make_settings(**changes), blobs)
+    assert server.ranges == []
+
+
+async def test_without_a_hash_https_must_not_lead_to_plain_http(server: ModelServer) -> None:
+    source = sources.HttpSource(server.url, must_be_private=True)
+    with pytest.raises(errors.SetupError, match="--model-sha256"):
+        async with source.opened(0, None):
+            pass
+
+
+async def test_a_refusal_is_said_at_once_and_without_the_token(
+    make_settings: MakeSettings, server: ModelServer, blobs: BlobStore
+) -> None:
+    server.statuses = [403] * 9
+    with pytest.raises(errors.SetupError, match="HTTP 403") as refused:
+        await fetch(make_settings(model=f"{server.url}?sig=secret"), blobs)
+    assert "secret" not in str(refused.value)
+    assert len(server.ranges) == 1
+
+
+async def test_a_server_that_is_busy_is_asked_again_and_one_that_stays_so_given_up(
+    make_settings: MakeSettings, server: ModelServer, blobs: BlobStore
+) -> None:
+    server.statuses = [503, 429]
+    await fetch(make_settings(), blobs)
+    server.statuses = [503] * 9
+    with pytest.raises(errors.TransientError, match="HTTP 503"):
+        await fetch(make_settings(model=server.url.replace("sd15", "other")), blobs)
+
+
+async def test_a_server_that_falls_silent_is_left_and_asked_again(
+    make_settings: MakeSettings,
+    server: ModelServer,
+    blobs: BlobStore,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(sources, "STALL_SECONDS", 0.2)
+    server.breaks_after, server.hangs = [1_500_000], True
+    running = asyncio.create_task(fetch(make_settings(), blobs))
+    while not server.ranges:
+        await asyncio.sleep(0.01)
+    server.hangs = False  # the first answer is in it already
+    assert (await running).read_bytes() == CONTENT
+
+
+async def test_two_workers_share_one_download(
+    make_settings: MakeSettings, server: ModelServer, blobs: BlobStore
+) -> None:
+    settings = make_settings()
+    first, second = await asyncio.gather(fetch(settings, blobs), fetch(settings, blobs))
+    assert first == second
+    assert len(server.ranges) == 1
+
+
+async def test_a_worker_that_is_told_to_stop_does_not_wait_for_the_model(
+    make_settings: MakeSettings, server: ModelServer, blobs: BlobStore
+) -> None:
+    server.breaks_after, server.hangs = [1_000_000], True
+    stop = asyncio.Event()
+    asyncio.get_running_loop().call_later(0.1, stop.set)
+    fetched = model.fetched(make_settings(), blobs, stop, IMPATIENT)
+    assert not await asyncio.wait_for(fetched, 3)
+
+
+async def test_a_disk_that_is_too_small_is_told_before_it_is_full(
+    make_settings: MakeSettings,
+    server: ModelServer,
+    blobs: BlobStore,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(model, "_SPARE_BYTES", 10**15)
+    with pytest.raises(errors.NodeError, match="larger disk"):
+        await fetch(make_settings(), blobs)
+
+
+async def test_a_cache_that_cannot_be_written_is_for_the_operator(
+    make_settings: MakeSettings, blobs: BlobStore, tmp_path: Path
+) -> None:
+    (tmp_path / "file").touch()
+    with pytest.raises(errors.FleetError, match="cannot be written"):
+        await fetch(make_settings(model_cache=tmp_path / "file"), blobs)
+
+
+# Folders in diffusers' format, as .tar
+
+
+@pytest.mark.parametrize("top", ["", "sd15/"])
+async def test_a_tar_becomes_the_folder_that_is_in_it(
+    top: str, make_settings: MakeSettings, server: ModelServer, blobs: BlobStore
+) -> None:
+    names = {f"{top}model_index.json": b"{}", f"{top}unet/config.json": b'{"a": 1}'}
+    server.content = tar_of(names)
+    server.url = server.url.replace(".safetensors", ".tar")
+    sha256 = hashlib.sha256(server.content).hexdigest()
+    place = await fetch(make_settings(model=server.url, model_sha256=sha256.upper()), blobs)
+    assert place.name == "sd15"
+    assert (place / "unet" / "config.json").read_bytes() == b'{"a": 1}'
+    assert {each.name for each in place.parent.iterdir()} == {"sd15", "lock"}
+
+
+@pytest.mark.parametrize(
+    ("content", "complaint"),
+    [
+        (tar_of({"../outside": b"x", "model_index.json": b"{}"}), "no .tar that can be unpacked"),
+        (b"no tar at all" * 1000, "no .tar that can be unpacked"),
+        (tar_of({"unet/config.json": b"{}"}), "no model_index.json"),
+    ],
+)
+async def test_a_tar_that_is_none_or_leads_outside_is_refused(
+    content: bytes,
+    complaint: str,
+    make_settings: MakeSettings,
+    server: ModelServer,
+    blobs: BlobStore,
+    tmp_path: Path,
+) -> None:
+    server.content = content
+    server.url = server.url.replace(".safetensors", ".tar")
+    sha256 = hashlib.sha256(content).hexdigest()
+    with pytest.raises(errors.SetupError, match=complaint):
+        await fetch(make_settings(model=server.url, model_sha256=sha256), blobs)
+    assert "outside" not in {name for _, _, names in os.walk(tmp_path) for name in names}
+
+
+# The store's models/
+
+
+async def test_a_model_comes_from_the_store(
+    storage: Storage, make_settings: MakeSettings, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(sources, "_PART_BYTES", 300_000)
+    kind = "application/octet-stream"
+    content = CONTENT[:800_000]
+    await storage.blobs.create("models/sd/v15.safetensors", content, kind, {})
+    settings = make_settings(model="store:sd/v15.safetensors", model_sha256=None)
+    assert (await fetch(settings, storage.blobs)).read_bytes() == content
+
+
+async def test_a_part_of_a_model_that_the_store_has_no_more_is_fetched_anew(
+    storage: Storage, make_settings: MakeSettings
+) -> None:
+    await storage.blobs.create("models/v15.safetensors", CONTENT[:1000], "text/plain", {})
+    settings = make_settings(model="store:v15.safetensors", model_sha256=None)
+    folder = model.place_of(settings).parent
+    folder.mkdir(parents=True)
+    (folder / "v15.safetensors.part").write_bytes(b"of one that was larger" * 100)
+    state = {"total_bytes": 10_000, "version": "old"}
+    (folder / "v15.safetensors.part.json").write_text(json.dumps(state))
+    assert (await fetch(settings, storage.blobs)).read_bytes() == CONTENT[:1000]
+
+
+async def test_a_model_that_the_store_does_not_have_is_named(
+    storage: Storage, make_settings: MakeSettings
+) -> None:
+    settings = make_settings(model="store:v15.safetensors", model_sha256=None)
+    with pytest.raises(errors.SetupError, match="models/v15"):
+        await fetch(settings, storage.blobs)

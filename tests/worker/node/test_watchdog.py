@@ -1,0 +1,309 @@
+from __future__ import annotations
+
+import asyncio
+import json
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import pytest
+from aiohttp import web
+
+from imagefleet import errors
+from imagefleet.storage.protocol import Storage
+from worker.engine import contract
+from worker.metrics import WorkerMetrics
+from worker.node import watchdog
+from worker.node.limits import NodeLimits
+from worker.node.watchdog import NodeWatch
+from worker.pipeline import Pipeline
+from worker.salad.metadata import SaladMetadata
+from worker.salad.reallocation import Replacement
+from worker.settings import WorkerSettings
+from worker.testing import StandInEngine, draw_noise
+
+MakeSettings = Callable[..., WorkerSettings]  # the fixture of conftest.py
+
+LIMITS = NodeLimits(images_per_second=1.0, upload_bits_per_second=1e6)
+
+local_only = pytest.mark.parametrize("storage_settings", ["local"], indirect=True)
+
+
+class Clock:
+    """A node's time and its engine's, which pass as the test says."""
+
+    def __init__(self) -> None:
+        self.now = 0.0
+        self.busy_seconds = 0.0
+        self.idle_seconds: dict[str, float] = {}
+
+    def monotonic(self) -> float:
+        return self.now
+
+
+@dataclass
+class Lane:
+    clock: Clock
+
+
+class Node:
+    """A watched node; each window is 300 s."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.clock = Clock()
+        monkeypatch.setattr(watchdog, "time", self.clock)
+        self.metrics = WorkerMetrics()
+        self.watch = NodeWatch(Lane(self.clock), LIMITS, self.metrics)  # type: ignore[arg-type]
+
+    def window(
+        self, images: int = 0, busy_seconds: float = 0.0, spoilt: int = 0, blocked: float = 0.0
+    ) -> str | None:
+        for _ in range(images):
+            self.watch.drawn(1.0)
+        for _ in range(spoilt):
+            self.watch.spoilt(errors.TransientError("NaN"))
+        self.clock.busy_seconds += busy_seconds
+        self.clock.idle_seconds["backpressure"] = (
+            self.clock.idle_seconds.get("backpressure", 0.0) + blocked
+        )
+        self.clock.now += 300
+        return self.watch._close_window()
+
+
+@pytest.fixture
+def node(monkeypatch: pytest.MonkeyPatch) -> Node:
+    return Node(monkeypatch)
+
+
+def test_three_slow_windows_in_a_row_are_a_broken_node(node: Node) -> None:
+    reasons = [node.window(images=100, busy_seconds=290) for _ in range(3)]
+
+    assert reasons == ["the GPU makes 0.345 images a second, less than 1"] * 3
+    assert node.watch.failed_in_a_row == 3
+
+
+def test_one_slow_image_is_not(node: Node) -> None:
+    assert node.window(images=400, busy_seconds=290) is None
+    assert node.window(images=1, busy_seconds=290) is not None
+    assert node.window(images=400, busy_seconds=290) is None
+    assert node.watch.failed_in_a_row == 0
+
+
+def test_time_that_a_node_waited_is_not_held_against_it_nor_for_it(node: Node) -> None:
+    node.window(images=100, busy_seconds=290)
+    assert node.window(images=80, busy_seconds=70) is None  # the queue was empty for long
+    assert node.watch.failed_in_a_row == 0
+    node.window(images=100, busy_seconds=290)
+    assert node.window() is None
+    assert node.watch.failed_in_a_row == 1
+    told = node.metrics.registry.get_sample_value
+    results = {
+        result: told("imagefleet_node_watch_windows_total", {"result": result})
+        for result in ("passed", "failed", "unknown")
+    }
+    assert results == {"passed": 1, "failed": 2, "unknown": 1}
+
+
+def test_a_gpu_that_spoils_images_is_a_broken_node_and_a_few_are_not(node: Node) -> None:
+    assert node.window(images=400, busy_seconds=290, spoilt=20) is None
+    assert node.window(images=3, spoilt=3) is None
+    assert node.window(images=400, busy_seconds=290, spoilt=300) == (
+        "the GPU spoilt 300 of 400 images, the last with: NaN"
+    )
+
+
+@pytest.mark.parametrize("is_sound", [True, False])
+async def test_spoilt_images_count_only_where_a_plain_one_fails_as_well(
+    node: Node, monkeypatch: pytest.MonkeyPatch, is_sound: bool
+) -> None:
+    monkeypatch.setattr(watchdog, "WINDOW_SECONDS", 0.001)
+    suspicions = []
+
+    async def verdict(suspicion: str) -> str | None:
+        suspicions.append(suspicion)
+        node.clock.now += 300
+        return None if is_sound else "and so is a plain one"
+
+    async def spoil() -> None:
+        while True:
+            node.watch.drawn(1.0)
+            node.watch.spoilt(errors.TransientError("NaN"))
+            await asyncio.sleep(0)
+
+    spoiling = asyncio.create_task(spoil())
+    watching = asyncio.create_task(node.watch.broken(verdict))
+    try:
+        await until(lambda: len(suspicions) > watchdog.FAILED_WINDOWS or watching.done())
+        assert watching.done() is not is_sound
+    finally:
+        spoiling.cancel()
+        watching.cancel()
+    told = node.metrics.registry.get_sample_value
+    failed = told("imagefleet_node_watch_windows_total", {"result": "failed"})
+    assert failed == (0 if is_sound else 3)
+    assert is_sound or "the last with: NaN" in watching.result()
+
+
+def upload(node: Node, megabytes: float, seconds: float, at_once: int = 1) -> None:
+    with_others = [node.watch.uploading(int(megabytes * 1e6)) for _ in range(at_once)]
+    for each in with_others:
+        each.__enter__()
+    node.clock.now += seconds
+    for each in with_others:
+        each.__exit__(None, None, None)
+
+
+def test_an_upload_so_slow_that_the_gpu_waits_is_a_broken_node(node: Node) -> None:
+    upload(node, megabytes=1, seconds=100, at_once=4)
+
+    assert node.window(blocked=250) == (
+        "the upload to the store has 0.32 megabits a second, less than 1, and the GPU waits for it"
+    )
+
+
+def test_a_slow_upload_that_nobody_waits_for_is_not(node: Node) -> None:
+    upload(node, megabytes=1, seconds=100)
+
+    assert node.window(images=400, busy_seconds=290) is None
+
+
+def test_a_store_that_is_down_is_no_nodes_fault(node: Node) -> None:
+    upload(node, megabytes=1, seconds=100)
+    with pytest.raises(errors.TransientError), node.watch.uploading(1):
+        raise errors.TransientError
+
+    assert node.window(blocked=250) is None
+
+
+@pytest.fixture
+def run_watched(
+    storage: Storage,
+    worker_settings: MakeSettings,
+    salad_metadata_service: Any,
+    monkeypatch: pytest.MonkeyPatch,
+) -> Callable[..., Any]:
+    """Starts a pipeline on a node of SaladCloud's whose windows are short."""
+    monkeypatch.setattr(watchdog, "WINDOW_SECONDS", 0.15)
+
+    def start(engine: contract.Engine, stop: asyncio.Event) -> tuple[Pipeline, Any]:
+        metrics = WorkerMetrics()
+        pipeline = Pipeline(
+            storage,
+            lambda: engine,
+            worker_settings(until_empty=False, lease_seconds=300, prefetch_seconds=0),
+            metrics=metrics,
+            limits=NodeLimits(images_per_second=1.0),
+            replacement=Replacement(SaladMetadata(salad_metadata_service.url), metrics),
+        )
+        return pipeline, asyncio.create_task(pipeline.run(stop, asyncio.Event()))
+
+    return start
+
+
+async def fill(storage: Storage, count: int = 200) -> None:
+    await storage.queue.send(json.dumps({"prompt": "x", "id": f"j{n}"}) for n in range(count))
+
+
+async def until(condition: Callable[[], bool]) -> None:
+    async with asyncio.timeout(10):
+        while not condition():
+            await asyncio.sleep(0.01)
+
+
+def slow_engine() -> StandInEngine:
+    """Each image is a thousandth of a standard one; a start-up check takes it for fast."""
+    return StandInEngine(tick_seconds=0.02)
+
+
+async def test_a_node_that_fails_three_times_is_given_back_once_and_takes_no_more(
+    storage: Storage, run_watched: Callable[..., Any], salad_metadata_service: Any
+) -> None:
+    await fill(storage)
+    pipeline, running = run_watched(slow_engine(), asyncio.Event())
+    await until(lambda: bool(salad_metadata_service.reasons))
+    assert not pipeline.settler.in_hand, "asked before what was in hand was finished"
+    settled = pipeline.settler.outcomes.total()
+    with pytest.raises(errors.NodeError, match="images a second"):
+        await asyncio.wait_for(running, 10)
+
+    assert len(salad_metadata_service.reasons) == 1
+    assert "images a second, less than 1" in salad_metadata_service.reasons[0]
+    assert pipeline.settler.outcomes == {"completed": settled}, "it took work again"
+    assert not pipeline.ready
+    assert (await storage.queue.depth()).messages == 200 - settled
+
+
+@local_only
+async def test_a_node_that_is_not_taken_back_works_on(
+    storage: Storage, run_watched: Callable[..., Any], salad_metadata_service: Any
+) -> None:
+    asked = []
+
+    async def refuse(request: web.Request) -> web.StreamResponse:
+        asked.append(request.path)
+        return web.Response(status=500, text="<html>", content_type="text/html")
+
+    salad_metadata_service.broken = refuse
+    await fill(storage)
+    stop = asyncio.Event()
+    pipeline, running = run_watched(slow_engine(), stop)
+    await until(lambda: bool(asked))
+    settled = pipeline.settler.outcomes.total()
+    await until(lambda: pipeline.settler.outcomes.total() > settled)
+    await until(lambda: pipeline.ready)
+    stop.set()
+    await running
+    assert set(pipeline.settler.outcomes) <= {"completed", "handed_back"}
+
+
+@local_only
+async def test_a_campaign_that_spoils_its_images_for_windows_on_end_costs_no_node(
+    storage: Storage,
+    run_watched: Callable[..., Any],
+    salad_metadata_service: Any,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr("worker.settle.FIRST_RETRY_SECONDS", 0.01)
+
+    def draw(request: contract.ImageRequest) -> contract.Pixels:
+        time.sleep(0.01)
+        if request.prompt == "x":
+            raise errors.TransientError("the image came out as NaN")
+        return draw_noise(request)
+
+    await fill(storage)
+    stop = asyncio.Event()
+    pipeline, running = run_watched(StandInEngine(size=(512, 512), draw=draw), stop)
+    windows = pipeline.metrics.registry.get_sample_value
+    await until(
+        lambda: (windows("imagefleet_node_watch_windows_total", {"result": "passed"}) or 0) >= 4
+    )
+    stop.set()
+    await running
+    assert salad_metadata_service.reasons == []
+    assert windows("imagefleet_node_watch_windows_total", {"result": "failed"}) == 0
+
+
+@local_only
+async def test_a_single_slow_image_costs_no_node(
+    storage: Storage, run_watched: Callable[..., Any], salad_metadata_service: Any
+) -> None:
+    drawn = 0
+
+    def draw(request: contract.ImageRequest) -> contract.Pixels:
+        nonlocal drawn
+        drawn += 1
+        time.sleep(0.5 if drawn == 4 else 0.01)  # three windows and more
+        return draw_noise(request)
+
+    await fill(storage, 60)
+    stop = asyncio.Event()
+    pipeline, running = run_watched(StandInEngine(capacity=1, size=(512, 512), draw=draw), stop)
+    await until(lambda: pipeline.settler.outcomes.total() == 60)
+    stop.set()
+    await running
+
+    assert salad_metadata_service.reasons == []
+    windows = pipeline.metrics.registry.get_sample_value
+    assert windows("imagefleet_node_watch_windows_total", {"result": "passed"})

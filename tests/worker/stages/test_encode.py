@@ -1,0 +1,95 @@
+from __future__ import annotations
+
+import io
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from PIL import ExifTags, Image
+
+from imagefleet import errors
+from imagefleet.job.message import Output
+from worker.stages import encode
+
+NOISE = np.random.default_rng(0).integers(0, 256, (24, 40, 3), np.uint8)
+
+
+def opened(file: encode.EncodedImage) -> Image.Image:
+    image = Image.open(io.BytesIO(file.data))
+    image.load()
+    return image
+
+
+def test_a_png_comes_back_pixel_for_pixel() -> None:
+    file = encode.encode(NOISE, Output(), "a prompt")
+    image = opened(file)
+    assert (image.format, file.content_type) == ("PNG", "image/png")
+    assert np.array_equal(np.asarray(image), NOISE)
+
+
+@settings(max_examples=50, deadline=None)
+@given(
+    st.integers(1, 9),
+    st.integers(2, 9),
+    st.integers(0, 2**32 - 1),
+    st.text(st.characters(exclude_characters="\0", exclude_categories=["Cs"])),
+)
+def test_any_size_and_any_text_survive_in_a_png(
+    height: int, width: int, seed: int, text: str
+) -> None:
+    pixels = np.random.default_rng(seed).integers(0, 256, (height, width, 3), np.uint8)
+    pixels[0, 0], pixels[0, 1] = 0, 255
+    image = opened(encode.encode(pixels, Output(), text))
+    assert np.array_equal(np.asarray(image), pixels)
+    assert image.info["parameters"] == text
+
+
+def test_pixels_of_a_transposed_view_are_not_mixed_up() -> None:
+    view = NOISE.transpose(1, 0, 2)
+    assert not view.flags.c_contiguous
+    assert np.array_equal(np.asarray(opened(encode.encode(view, Output(), ""))), view)
+
+
+@pytest.mark.parametrize("name", ["jpeg", "webp"])
+def test_lossy_formats_carry_the_parameters_as_exif_and_look_alike(name: str) -> None:
+    smooth = np.linspace(0, 255, 64 * 64 * 3).reshape(64, 64, 3).astype(np.uint8)
+    file = encode.encode(smooth, Output(format=name, quality=95), "ein Prümpt, 🎨")
+    image = opened(file)
+    comment = image.getexif().get_ifd(ExifTags.IFD.Exif)[ExifTags.Base.UserComment]
+    assert comment == b"UNICODE\0" + "ein Prümpt, 🎨".encode("utf-16-be")
+    assert file.content_type == f"image/{name}"
+    difference = np.asarray(image.convert("RGB")).astype(int) - smooth
+    assert np.abs(difference).mean() < 4
+
+
+def test_prompts_too_long_for_a_jpegs_exif_are_the_jobs_fault_and_fit_elsewhere() -> None:
+    long = "a" * 40_000
+    with pytest.raises(errors.JobError, match="choose png or webp"):
+        encode.encode(NOISE, Output(format="jpeg"), long)
+    encode.encode(NOISE, Output(format="jpeg"), long[:32_000])
+    assert opened(encode.encode(NOISE, Output(), long)).info["parameters"] == long
+    file = encode.encode(NOISE, Output(format="webp"), long)
+    comment = opened(file).getexif().get_ifd(ExifTags.IFD.Exif)[ExifTags.Base.UserComment]
+    assert comment[8:].decode("utf-16-be") == long
+
+
+def test_a_lower_quality_makes_a_smaller_file() -> None:
+    sizes = [
+        len(encode.encode(NOISE, Output(format="jpeg", quality=quality), "").data)
+        for quality in (20, 60, 95)
+    ]
+    assert sizes == sorted(sizes)
+    assert sizes[0] < sizes[-1]
+
+
+@pytest.mark.parametrize("colour", [(0, 0, 0), (255, 255, 255), (12, 200, 7)])
+def test_an_image_of_one_colour_is_never_encoded(colour: tuple[int, int, int]) -> None:
+    with pytest.raises(errors.TransientError, match="all one colour"):
+        encode.encode(np.full((8, 8, 3), colour, np.uint8), Output(), "")
+
+
+def test_one_pixel_of_another_colour_is_a_picture() -> None:
+    pixels = np.zeros((8, 8, 3), np.uint8)
+    pixels[7, 7] = 1
+    assert np.array_equal(np.asarray(opened(encode.encode(pixels, Output(), ""))), pixels)

@@ -1,0 +1,127 @@
+from __future__ import annotations
+
+import io
+import json
+from typing import Any
+
+import numpy as np
+import pytest
+from hypothesis import example, given, settings
+from hypothesis import strategies as st
+from PIL import Image
+from sd_parsers import ParserManager
+
+from imagefleet.job.message import Job, read_job
+from worker.stages import encode, infotext
+
+NOISE = np.random.default_rng(0).integers(0, 256, (16, 16, 3), np.uint8)
+
+
+def job_of(**fields: Any) -> Job:
+    return read_job(json.dumps({"prompt": "a house", "seed": 1, **fields}), "m1")
+
+
+def facts_of(**fields: Any) -> str:
+    return infotext.parameters(job_of(**fields), 0, (512, 512), "m").split("\n")[-1]
+
+
+def test_the_text_has_the_three_parts_that_viewers_look_for() -> None:
+    job = job_of(
+        prompt="a house, <lora:x:0.5>",
+        negative_prompt="people",
+        steps=15,
+        cfg_scale=7.5,
+        seed=2**32 - 1,
+        batch_size=2,
+        clip_skip=2,
+    )
+    assert infotext.parameters(job, 1, (512, 768), "dreamy").split("\n") == [
+        "a house, <lora:x:0.5>",
+        "Negative prompt: people",
+        (
+            "Steps: 15, Sampler: Euler a, Schedule type: Automatic, CFG scale: 7.5, Seed: 0,"
+            " Size: 512x768, Model: dreamy, Clip skip: 2, RNG: CPU, Version: imagefleet"
+        ),
+    ]
+
+
+def test_what_is_not_there_is_not_written() -> None:
+    assert infotext.parameters(job_of(sampler_name="DDIM"), 0, (64, 64), "m").split("\n") == [
+        "a house",
+        (
+            "Steps: 20, Sampler: DDIM, CFG scale: 7, Seed: 1, Size: 64x64, Model: m, RNG: CPU,"
+            " Version: imagefleet"
+        ),
+    ]
+    assert infotext.parameters(job_of(prompt=""), 0, (64, 64), "m").startswith("Steps: 20")
+
+
+@pytest.mark.parametrize(
+    ("fields", "written"),
+    [
+        ({"sampler_name": "DPM++ 2M Karras"}, "Sampler: DPM++ 2M, Schedule type: Karras,"),
+        (
+            {"sampler_name": "DPM++ 2M", "scheduler": "Automatic"},
+            "Sampler: DPM++ 2M, Schedule type: Karras,",
+        ),
+        # "Automatic" would be Karras there: pasted back, it has to be the same sampler.
+        ({"sampler_name": "k_dpmpp_2m"}, "Sampler: DPM++ 2M, Schedule type: Uniform,"),
+        ({"sampler_name": "euler"}, "Sampler: Euler, Schedule type: Automatic,"),
+        ({"sampler_name": "plms", "scheduler": "Karras"}, "Sampler: PLMS, CFG scale"),
+        ({"cfg_scale": 7.123456789}, "CFG scale: 7.123456789,"),
+    ],
+)
+def test_settings_are_spelt_as_a1111_spells_them(fields: dict[str, Any], written: str) -> None:
+    assert written in facts_of(**fields)
+
+
+@pytest.mark.parametrize(
+    ("model", "written"),
+    [
+        ("dreamy v1.5", "Model: dreamy v1.5, "),
+        ("a, b", 'Model: "a, b", '),
+        ("a: b", 'Model: "a: b", '),
+        ("ä, 猫", 'Model: "ä, 猫", '),
+        ('a "b", c\nd', 'Model: "a \\"b\\", c\\nd", '),
+    ],
+)
+def test_a_value_that_would_break_the_line_is_quoted(model: str, written: str) -> None:
+    text = infotext.parameters(job_of(), 0, (64, 64), model)
+    assert written in text.split("\n")[1]
+
+
+#: sd-parsers knows the last picture by its address in memory, and takes a new one there for it.
+_kept: list[Image.Image] = []
+
+
+def opened(data: bytes) -> Image.Image:
+    _kept.append(Image.open(io.BytesIO(data)))
+    return _kept[-1]
+
+
+words = st.text(st.characters(exclude_characters="\0\r", exclude_categories=["Cs"]), max_size=60)
+
+
+@settings(max_examples=60, deadline=None)
+@given(words, words, st.sampled_from(["png", "jpeg", "webp"]))
+@example("a cat, (red:1.3)\nBREAK Steps: 5, a: b", "ugly,\nSize: 1x1", "png")
+@example("猫 🎨", "ä", "jpeg")
+@example("", "", "webp")
+def test_sd_parsers_reads_back_what_the_job_said(prompt: str, negative: str, name: str) -> None:
+    job = job_of(sampler_name="k_dpmpp_2m_ka", steps=15, cfg_scale=6.5, seed=2**32 - 1)
+    # Not read from a message: what the words mean, and whether they are allowed, is not asked here.
+    job = job.model_copy(update={"prompt": prompt, "negative_prompt": negative})
+    text = infotext.parameters(job, 0, (512, 768), "dreamy")
+    file = encode.encode(NOISE, job.output.model_copy(update={"format": name}), text)
+
+    read = ParserManager().parse(opened(file.data))
+    assert read is not None
+    (sampler,) = read.samplers
+    assert read.full_prompt == prompt.strip()
+    assert read.full_negative_prompt == negative.strip()
+    assert (sampler.name, sampler.parameters["scheduler"]) == ("DPM++ 2M", "Karras")
+    assert (sampler.parameters["steps"], sampler.parameters["cfg_scale"]) == ("15", "6.5")
+    assert sampler.parameters["seed"] == "4294967295"
+    assert sampler.model is not None
+    assert sampler.model.name == "dreamy"
+    assert read.metadata["Size"] == "512x768"

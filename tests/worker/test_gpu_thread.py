@@ -1,0 +1,189 @@
+from __future__ import annotations
+
+import asyncio
+import threading
+import time
+from collections.abc import AsyncIterator, Callable
+from contextlib import asynccontextmanager
+
+import pytest
+
+from imagefleet import errors
+from worker.engine import contract
+from worker.gpu_thread import GpuLane
+from worker.testing import StandInEngine, StandInPrepared, draw_noise
+
+
+def prepared(seed: int) -> StandInPrepared:
+    return StandInPrepared(
+        contract.ImageRequest("a", "", (), "euler_ancestral", 1, 1.0, seed, 16, 16)
+    )
+
+
+@asynccontextmanager
+async def lane_with(
+    engine: contract.Engine | Callable[[], contract.Engine], backlog: int = 64
+) -> AsyncIterator[GpuLane]:
+    load = engine if callable(engine) else lambda: engine
+    lane = GpuLane(load, why_idle=lambda: "starved", backlog=backlog)
+    await lane.start()
+    try:
+        yield lane
+    finally:
+        await lane.stop()
+
+
+async def test_every_ticket_gets_its_own_pixels_back() -> None:
+    async with lane_with(StandInEngine(capacity=3)) as lane:
+        for ticket in range(20):
+            submitting = asyncio.create_task(lane.submit(ticket, prepared(ticket)))
+            if ticket < 3:
+                await submitting
+        outcomes = {}
+        for _ in range(20):
+            delivery = await lane.finished()
+            outcomes[delivery.finished.ticket] = delivery.finished.outcome
+    assert sorted(outcomes) == list(range(20))
+    for ticket, pixels in outcomes.items():
+        assert (pixels == draw_noise(prepared(ticket).request)).all()  # type: ignore[union-attr]
+
+
+async def test_the_engine_is_loaded_and_used_on_one_thread_that_is_not_the_loops() -> None:
+    threads = set()
+
+    def load() -> StandInEngine:
+        threads.add(threading.get_ident())
+
+        def draw(request: contract.ImageRequest) -> contract.Pixels:
+            threads.add(threading.get_ident())
+            return draw_noise(request)
+
+        return StandInEngine(draw=draw)
+
+    async with lane_with(load) as lane:
+        await lane.submit(0, prepared(0))
+        await lane.finished()
+    assert len(threads) == 1
+    assert threading.get_ident() not in threads
+
+
+async def test_a_model_that_cannot_be_loaded_is_the_callers_error() -> None:
+    def load() -> contract.Engine:
+        raise errors.SetupError("there is no model")
+
+    lane = GpuLane(load, why_idle=lambda: "starved", backlog=1)
+    with pytest.raises(errors.SetupError, match="there is no model"):
+        await lane.start()
+    await lane.stop()
+
+
+async def test_a_tick_does_not_hold_up_the_event_loop() -> None:
+    async with lane_with(StandInEngine(tick_seconds=0.2)) as lane:
+        await lane.submit(0, prepared(0))
+        longest = 0.0
+        waiting = asyncio.create_task(lane.finished())
+        while not waiting.done():
+            asked_at = time.monotonic()
+            await asyncio.sleep(0.005)
+            longest = max(longest, time.monotonic() - asked_at)
+        await waiting
+    assert longest < 0.1
+
+
+async def test_submitting_waits_when_a_batch_waits_at_the_door() -> None:
+    async with lane_with(StandInEngine(capacity=2, tick_seconds=0.05)) as lane:
+        submitted = 0
+
+        async def submit_all() -> None:
+            nonlocal submitted
+            for ticket in range(40):
+                await lane.submit(ticket, prepared(ticket))
+                submitted += 1
+
+        submitting = asyncio.create_task(submit_all())
+        await asyncio.sleep(0.02)
+        assert submitted <= 2 + 2 + 2  # in the engine, at its door, and one tick further
+        for _ in range(40):
+            await lane.finished()
+        await submitting
+
+
+async def test_an_engine_whose_images_nobody_takes_waits_and_books_it_as_backpressure() -> None:
+    async with lane_with(StandInEngine(capacity=1), backlog=2) as lane:
+        for ticket in range(4):
+            await lane.submit(ticket, prepared(ticket))
+        await asyncio.sleep(0.1)
+        assert lane.clock.images <= 3
+        for _ in range(4):
+            await lane.finished()
+        assert lane.clock.idle_seconds["backpressure"] > 0.05
+
+
+async def test_behind_a_shut_door_only_what_has_begun_is_finished() -> None:
+    release = threading.Event()
+
+    def draw(request: contract.ImageRequest) -> contract.Pixels:
+        release.wait(5)
+        return draw_noise(request)
+
+    async with lane_with(StandInEngine(capacity=1, draw=draw)) as lane:
+        await lane.submit(0, prepared(0))
+        while not lane.in_engine:
+            await asyncio.sleep(0.001)
+        assert await lane.submit(1, prepared(1))
+        waiting = [asyncio.create_task(lane.submit(2 + n, prepared(2))) for n in range(3)]
+        await asyncio.sleep(0.01)
+        assert lane.shut() == [1]
+        assert await asyncio.gather(*waiting) == [False, False, False]
+        assert not await lane.submit(5, prepared(5))
+        release.set()
+        assert (await lane.finished()).finished.ticket == 0
+        await asyncio.sleep(0.05)
+        assert lane.clock.images == 1
+
+
+async def test_a_broken_engine_is_a_node_error() -> None:
+    def draw(_: contract.ImageRequest) -> contract.Pixels:
+        raise errors.NodeError("CUDA error: an illegal memory access was encountered")
+
+    async with lane_with(StandInEngine(draw=draw)) as lane:
+        watching = asyncio.create_task(lane.watch(60))
+        await lane.submit(0, prepared(0))
+        with pytest.raises(errors.NodeError, match="illegal memory access"):
+            await watching
+
+
+async def test_an_engine_with_a_defect_is_a_node_error_too(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    def draw(_: contract.ImageRequest) -> contract.Pixels:
+        raise ZeroDivisionError
+
+    async with lane_with(StandInEngine(draw=draw)) as lane:
+        watching = asyncio.create_task(lane.watch(60))
+        await lane.submit(0, prepared(0))
+        with pytest.raises(errors.NodeError, match="ZeroDivisionError"):
+            await watching
+    assert "the engine failed" in caplog.text
+
+
+async def test_an_engine_that_hangs_is_a_node_error() -> None:
+    async with lane_with(StandInEngine(tick_seconds=0.5)) as lane:
+        await lane.submit(0, prepared(0))
+        with pytest.raises(errors.NodeError, match="it hangs"):
+            await lane.watch(0.1)
+        await lane.finished()
+
+
+async def test_idle_time_is_booked_only_from_the_first_image_on() -> None:
+    async with lane_with(StandInEngine(tick_seconds=0.05)) as lane:
+        await asyncio.sleep(0.1)
+        assert not lane.clock.idle_seconds
+        await lane.submit(0, prepared(0))
+        await lane.finished()
+        await asyncio.sleep(0.1)
+        await lane.submit(1, prepared(1))
+        await lane.finished()
+    assert lane.clock.busy_seconds == pytest.approx(0.1, abs=0.05)
+    assert lane.clock.idle_seconds["starved"] == pytest.approx(0.1, abs=0.05)
+    assert lane.clock.idle_fraction == pytest.approx(0.5, abs=0.15)

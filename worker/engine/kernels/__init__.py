@@ -1,0 +1,1 @@
+"""GPU kernels and compilation: attention, group norm, upsampling, CUDA graphs."""

@@ -1,0 +1,1 @@
+"""LoRA files: their formats, their names, and how they change the weights."""

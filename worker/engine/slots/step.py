@@ -1,0 +1,150 @@
+"""One tick: every slot's image one step further, whatever its prompt, sampler, step or LoRA."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from worker.engine import sampler
+from worker.engine.slots.unet import SlotUnet
+
+#: The column after the sampler's own, of the guidance scale.
+GUIDANCE = sampler.COLUMNS
+
+#: Ticks that the host may be ahead of the GPU: enough to hide its own work, few enough that a new
+#: job's slot is filled soon.
+_AHEAD = 3
+
+
+@dataclass(frozen=True, slots=True)
+class Board:
+    """All that the slots hold of their images; a tick works on it in place."""
+
+    latents: torch.Tensor
+    """[slots, 4, height, width] in float32, whatever the UNet's type."""
+    history: torch.Tensor
+    """[sampler.HISTORY, slots, 4, height, width]"""
+    rows: torch.Tensor
+    """[slots, columns]: this call's coefficients, then the guidance scale."""
+    noise: torch.Tensor
+    """[slots, 4, height, width]"""
+    context: torch.Tensor
+    """[2 * slots, tokens, width]: all cross-attentions' keys and values."""
+    mask: torch.Tensor | None
+    """[2 * slots, 1, 1, tokens], where prompts may be shorter than that."""
+
+    @property
+    def tensors(self) -> tuple[Any, ...]:
+        """As `tick` takes them."""
+        return (self.latents, self.history, self.rows, self.noise, self.context, self.mask)
+
+    def first(self, slots: int) -> Board:
+        """Views of the first slots."""
+        if slots == len(self.latents):
+            return self
+        return Board(
+            self.latents[:slots],
+            self.history[:, :slots],
+            self.rows[:slots],
+            self.noise[:slots],
+            self.context[: 2 * slots],
+            None if self.mask is None else self.mask[: 2 * slots],
+        )
+
+
+def make_board(
+    unet: SlotUnet,
+    slots: int,
+    shape: Sequence[int],
+    tokens: int,
+    device: torch.device,
+    *,
+    is_masked: bool,
+) -> Board:
+    """An empty board for latents of *shape* [4, height, width]."""
+
+    def zeros(*size: int, dtype: torch.dtype = torch.float32) -> torch.Tensor:
+        return torch.zeros(size, dtype=dtype, device=device)
+
+    return Board(
+        latents=zeros(slots, *shape),
+        history=zeros(sampler.HISTORY, slots, *shape),
+        rows=zeros(slots, sampler.COLUMNS + 1),
+        noise=zeros(slots, *shape),
+        context=zeros(2 * slots, tokens, unet.keys_values.width, dtype=unet.dtype),
+        mask=zeros(2 * slots, 1, 1, tokens, dtype=unet.dtype) if is_masked else None,
+    )
+
+
+def tick(
+    unet: SlotUnet,
+    by_slot: bool,
+    latents: torch.Tensor,
+    history: torch.Tensor,
+    rows: torch.Tensor,
+    noise: torch.Tensor,
+    context: torch.Tensor,
+    mask: torch.Tensor | None,
+) -> None:
+    """One UNet call and one sampler step on a board's tensors, in place.
+
+    A slot's prompt and negative prompt are rows 2 * slot and 2 * slot + 1 of the call.
+    """
+    coefficients = rows[:, : sampler.COLUMNS]
+    scaled = sampler.scale_input(coefficients, latents).to(unet.dtype)
+    x = scaled[:, None].expand(-1, 2, -1, -1, -1).flatten(0, 1)
+    if x.device.type == "cuda":
+        x = x.contiguous(memory_format=torch.channels_last)
+    times = coefficients[:, sampler.TIMESTEP, None].expand(-1, 2).flatten()
+    output = unet(x, times, context, mask, by_slot)
+    wanted, unwanted = output.float().unflatten(0, (-1, 2)).unbind(dim=1)
+    guided = unwanted + rows[:, GUIDANCE, None, None, None] * (wanted - unwanted)
+    stepped, remembered = sampler.step(coefficients, latents, guided, history, noise)
+    latents.copy_(stepped)
+    history.copy_(remembered)
+
+
+@dataclass(slots=True)
+class _Sheet:
+    rows: torch.Tensor
+    noise: torch.Tensor
+    copied: torch.cuda.Event | None = None
+
+
+class Feeder:
+    """Brings each tick's coefficients and noise to the device without waiting for the device.
+
+    It waits only where the host is too far ahead, so that is what paces it.
+    """
+
+    def __init__(self, board: Board) -> None:
+        self._board = board
+        self._pinned = board.rows.device.type == "cuda"
+        self._sheets = [
+            _Sheet(self._host_copy(board.rows), self._host_copy(board.noise))
+            for _ in range(_AHEAD if self._pinned else 1)
+        ]
+        self._at = 0
+
+    def next_sheet(self) -> _Sheet:
+        """Rows and noise in host memory, to be filled and sent."""
+        self._at = (self._at + 1) % len(self._sheets)
+        sheet = self._sheets[self._at]
+        if sheet.copied is not None:
+            sheet.copied.synchronize()
+        return sheet
+
+    def send(self, sheet: _Sheet, *, noisy: bool) -> None:
+        self._board.rows.copy_(sheet.rows, non_blocking=True)
+        if noisy:
+            self._board.noise.copy_(sheet.noise, non_blocking=True)
+        if self._pinned:
+            # Waiting for it sleeps: spinning would take a core from those who encode and upload.
+            sheet.copied = torch.cuda.Event(blocking=True)  # type: ignore[no-untyped-call]
+            sheet.copied.record()
+
+    def _host_copy(self, tensor: torch.Tensor) -> torch.Tensor:
+        return torch.zeros(tensor.shape, dtype=tensor.dtype, pin_memory=self._pinned)

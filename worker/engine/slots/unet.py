@@ -1,0 +1,369 @@
+"""Stable Diffusion 1.x's UNet for slots: two rows a slot, and weights of its own for each.
+
+The same arithmetic on the same weights as diffusers' UNet2DConditionModel. What differs:
+activations stay in one layout (channels last) all the way; self-attention's q, k and v are one
+product, and so is what all resnets are told of the time; cross-attention's keys and values come
+from outside, since they change with the prompt, not with the step. Rows are in the order slot 0's
+prompt, slot 0's negative prompt, slot 1's prompt, ...
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import itertools
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+import torch
+import torch.nn.functional as F  # noqa: N812 - its name everywhere
+from torch import nn
+
+from imagefleet import errors
+from worker.engine.kernels import attention
+from worker.engine.kernels.upsample import Upsampler
+from worker.engine.slots.linear import Factors, Group, SlotLinear, stack_by_shape
+
+_NOT_SD1 = "this UNet is not Stable Diffusion 1.x's: set engine to batch"
+
+
+class SlotUnet(nn.Module):
+    """Shares its weights with the *unet* that it is made from, which stays usable."""
+
+    def __init__(self, unet: Any) -> None:
+        super().__init__()
+        paths = {module: path for path, module in unet.named_modules()}
+        self.time_proj = unet.time_proj
+        self.time_embedding = unet.time_embedding
+        self.conv_in = unet.conv_in
+        self.down = nn.ModuleList(_Down(block, paths) for block in unet.down_blocks)
+        self.mid = _Layers(unet.mid_block.resnets[1:], unet.mid_block.attentions, paths)
+        self.mid_first = _Resnet(unet.mid_block.resnets[0])
+        self.up = nn.ModuleList(_Up(block, paths) for block in unet.up_blocks)
+        self.norm_out = unet.conv_norm_out
+        self.conv_out = unet.conv_out
+        linears = [module for module in self.modules() if isinstance(module, SlotLinear)]
+        self._stacks = stack_by_shape("slots", linears)
+        crosses = [module for module in self.modules() if isinstance(module, _CrossAttention)]
+        self.times = _Times([module for module in self.modules() if isinstance(module, _Resnet)])
+        self._self_attentions = [
+            module for module in self.modules() if isinstance(module, _SelfAttention)
+        ]
+        self._upsamplers = [module for module in self.modules() if isinstance(module, Upsampler)]
+        self.keys_values = KeysValues(crosses, paths)
+        self.dtype: torch.dtype = self.conv_out.weight.dtype
+
+    @property
+    def groups(self) -> dict[Group, list[str]]:
+        """The layers for which each slot can have weights of its own."""
+        stacks = {**self._stacks, **self.keys_values.stacks}
+        return {group: stack.paths for group, stack in stacks.items()}
+
+    @property
+    def bytes_of_a_slot(self) -> int:
+        """What a slot's own weights take."""
+        return sum(stack.shared.nbytes for stack in self._stacks.values())
+
+    def forward(
+        self,
+        x: torch.Tensor,
+        times: torch.Tensor,
+        context: torch.Tensor,
+        mask: torch.Tensor | None,
+        by_slot: bool,
+    ) -> torch.Tensor:
+        """The UNet's output [2 * slots, 4, height, width].
+
+        x [2 * slots, 4, height, width], times [2 * slots]; context [2 * slots, tokens, width of
+        all keys and values] of `keys_values`, mask [2 * slots, 1, 1, tokens], added to the scores,
+        or None. *by_slot* takes the slots' own weights, else the shared ones.
+        """
+        time = self.times(self.time_embedding(self.time_proj(times).to(x.dtype)))
+        x = self.conv_in(x)
+        skips = [x]
+        for block in self.down:
+            x = block(x, time, skips, context, mask, by_slot)
+        x = self.mid_first(x, time)
+        for attend, resnet in zip(self.mid.attentions, self.mid.resnets, strict=True):
+            x = resnet(attend(x, context, mask, by_slot), time)
+        for block in self.up:
+            x = block(x, time, skips, context, mask, by_slot)
+        output: torch.Tensor = self.conv_out(F.silu(self.norm_out(x)))
+        return output
+
+    def fold(self) -> None:
+        """Takes shorter ways from now on; to be called again whenever shared weights change."""
+        for sampler in self._upsamplers:
+            sampler.fold()
+
+    def resize(self, slots: int) -> None:
+        """Makes room for the own weights of *slots* slots, all zero."""
+        for stack in self._stacks.values():
+            stack.resize(slots)
+
+    def close(self) -> None:
+        """Lets go of all weights."""
+        self._stacks.clear()
+        self.keys_values.stacks.clear()
+        self.to("meta")
+
+    @contextlib.contextmanager
+    def choosing(self, chooser: attention.Chooser) -> Iterator[None]:
+        """Within it, each self-attention takes the kernel that is fastest for what it sees."""
+        for attend in self._self_attentions:
+            attend.kernel = functools.partial(_choose, attend, chooser)
+        try:
+            yield
+        except BaseException:
+            self.attend_by_default()
+            raise
+
+    def attend_by_default(self) -> None:
+        for attend in self._self_attentions:
+            attend.kernel = attention.default
+
+    @torch.no_grad()
+    def load_slot(self, slot: int, factors: Mapping[Group, Factors]) -> None:
+        """Gives a slot the shared weights and on top its LoRAs' changes; no synchronisation."""
+        for group, stack in self._stacks.items():
+            stack.load(slot, factors.get(group))
+
+
+class KeysValues:
+    """The keys and values of all cross-attentions: products over a prompt's vectors."""
+
+    def __init__(self, crosses: list[_CrossAttention], paths: Mapping[nn.Module, str]) -> None:
+        layers = [layer for cross in crosses for layer in (cross.to_k, cross.to_v)]
+        self.stacks = stack_by_shape("prompt", (SlotLinear({paths[each]: each}) for each in layers))
+        places: dict[str, slice] = {}
+        self.width = 0
+        for (_, width, _), stack in self.stacks.items():
+            for path in stack.paths:
+                places[path] = slice(self.width, self.width + width)
+                self.width += width
+        for cross in crosses:
+            cross.keys, cross.values = (places[paths[each]] for each in (cross.to_k, cross.to_v))
+
+    @torch.no_grad()
+    def compute(self, vectors: torch.Tensor, factors: Mapping[Group, Factors]) -> torch.Tensor:
+        """Keys and values [rows, tokens, width] of vectors [rows, tokens, text width]."""
+        products = []
+        for group, stack in self.stacks.items():
+            weights = stack.shared
+            if group in factors:
+                weights = torch.baddbmm(weights, *factors[group])
+            products.append(F.linear(vectors, weights.flatten(0, 1)))
+        return torch.cat(products, dim=-1)
+
+
+class _Times(nn.Module):
+    """What all resnets are told of the time, as one product instead of one for each."""
+
+    weight: torch.Tensor
+    bias: torch.Tensor
+
+    def __init__(self, resnets: list[_Resnet]) -> None:
+        super().__init__()
+        layers = [resnet.time_emb_proj for resnet in resnets]
+        self.register_buffer("weight", torch.cat([each.weight for each in layers]).detach(), False)
+        self.register_buffer("bias", torch.cat([each.bias for each in layers]).detach(), False)
+        at = 0
+        for resnet, layer in zip(resnets, layers, strict=True):
+            resnet.time = slice(at, at + len(layer.weight))
+            # A part of it from now on, so that what is merged into a layer is merged here.
+            layer.weight = nn.Parameter(self.weight[resnet.time], requires_grad=False)
+            at = resnet.time.stop
+
+    def forward(self, time: torch.Tensor) -> torch.Tensor:
+        told: torch.Tensor = F.linear(F.silu(time), self.weight, self.bias)
+        return told
+
+
+class _Resnet(nn.Module):
+    #: Its part of what `_Times` gives.
+    time: slice
+
+    def __init__(self, original: Any) -> None:
+        super().__init__()
+        if original.time_embedding_norm != "default" or original.output_scale_factor != 1:
+            raise errors.SetupError(_NOT_SD1)
+        self.norm1, self.conv1 = original.norm1, original.conv1
+        self.norm2, self.conv2 = original.norm2, original.conv2
+        self.conv_shortcut = original.conv_shortcut
+        self.time_emb_proj = original.time_emb_proj
+
+    def forward(self, x: torch.Tensor, times: torch.Tensor) -> torch.Tensor:
+        changed = self.conv1(F.silu(self.norm1(x))) + times[:, self.time, None, None]
+        changed = self.conv2(F.silu(self.norm2(changed)))
+        kept = x if self.conv_shortcut is None else self.conv_shortcut(x)
+        summed: torch.Tensor = kept + changed
+        return summed
+
+
+class _Layers(nn.Module):
+    def __init__(self, resnets: Any, attentions: Any, paths: Mapping[nn.Module, str]) -> None:
+        super().__init__()
+        self.resnets = nn.ModuleList(_Resnet(resnet) for resnet in resnets)
+        self.attentions = nn.ModuleList(_Transformer(each, paths) for each in attentions)
+
+    def pairs(self) -> Iterator[tuple[nn.Module, nn.Module | None]]:
+        return itertools.zip_longest(self.resnets, self.attentions)
+
+
+class _Down(_Layers):
+    def __init__(self, block: Any, paths: Mapping[nn.Module, str]) -> None:
+        super().__init__(block.resnets, getattr(block, "attentions", None) or (), paths)
+        self.samplers = nn.ModuleList(block.downsamplers or ())
+
+    def forward(
+        self,
+        x: torch.Tensor,
+        time: torch.Tensor,
+        skips: list[torch.Tensor],
+        context: torch.Tensor,
+        mask: torch.Tensor | None,
+        by_slot: bool,
+    ) -> torch.Tensor:
+        for resnet, attend in self.pairs():
+            x = resnet(x, time)
+            if attend is not None:
+                x = attend(x, context, mask, by_slot)
+            skips.append(x)
+        for sampler in self.samplers:
+            x = sampler(x)
+            skips.append(x)
+        return x
+
+
+class _Up(_Layers):
+    def __init__(self, block: Any, paths: Mapping[nn.Module, str]) -> None:
+        super().__init__(block.resnets, getattr(block, "attentions", None) or (), paths)
+        self.samplers = nn.ModuleList(Upsampler(sampler) for sampler in block.upsamplers or ())
+
+    def forward(
+        self,
+        x: torch.Tensor,
+        time: torch.Tensor,
+        skips: list[torch.Tensor],
+        context: torch.Tensor,
+        mask: torch.Tensor | None,
+        by_slot: bool,
+    ) -> torch.Tensor:
+        for resnet, attend in self.pairs():
+            x = resnet(torch.cat([x, skips.pop()], dim=1), time)
+            if attend is not None:
+                x = attend(x, context, mask, by_slot)
+        for sampler in self.samplers:
+            x = sampler(x, skips[-1].shape[2:])
+        return x
+
+
+class _Transformer(nn.Module):
+    def __init__(self, original: Any, paths: Mapping[nn.Module, str]) -> None:
+        super().__init__()
+        self.norm = original.norm
+        self.proj_in = _linear(paths, original.proj_in)
+        self.blocks = nn.ModuleList(_Block(block, paths) for block in original.transformer_blocks)
+        self.proj_out = _linear(paths, original.proj_out)
+
+    def forward(
+        self, x: torch.Tensor, context: torch.Tensor, mask: torch.Tensor | None, by_slot: bool
+    ) -> torch.Tensor:
+        rows, channels, height, width = x.shape
+        # Both rows of a slot as one from here on: Inductor copies what it finds in another shape
+        # than a product wants.
+        tokens = self.norm(x).permute(0, 2, 3, 1).reshape(rows // 2, 2 * height * width, channels)
+        tokens = self.proj_in(tokens, by_slot)
+        for block in self.blocks:
+            tokens = block(tokens, context, mask, by_slot)
+        tokens = self.proj_out(tokens, by_slot)
+        changed: torch.Tensor = tokens.view(rows, height, width, channels).permute(0, 3, 1, 2) + x
+        return changed
+
+
+class _Block(nn.Module):
+    def __init__(self, original: Any, paths: Mapping[nn.Module, str]) -> None:
+        super().__init__()
+        gate = original.ff.net[0]
+        if original.norm_type != "layer_norm" or original.attn2 is None or original.pos_embed:
+            raise errors.SetupError(_NOT_SD1)
+        self.norm1, self.norm2, self.norm3 = original.norm1, original.norm2, original.norm3
+        self.attend_self = _SelfAttention(original.attn1, paths)
+        self.attend_prompt = _CrossAttention(original.attn2, paths)
+        self.gate = _linear(paths, gate.proj)
+        self.out = _linear(paths, original.ff.net[2])
+
+    def forward(
+        self, x: torch.Tensor, context: torch.Tensor, mask: torch.Tensor | None, by_slot: bool
+    ) -> torch.Tensor:
+        x = x + self.attend_self(self.norm1(x), by_slot)
+        x = x + self.attend_prompt(self.norm2(x), context, mask, by_slot)
+        values, gates = self.gate(self.norm3(x), by_slot).chunk(2, dim=-1)
+        gated: torch.Tensor = x + self.out(values * F.gelu(gates), by_slot)
+        return gated
+
+
+class _SelfAttention(nn.Module):
+    def __init__(self, original: Any, paths: Mapping[nn.Module, str]) -> None:
+        super().__init__()
+        self.heads = original.heads
+        self.qkv = _linear(paths, original.to_q, original.to_k, original.to_v)
+        self.out = _linear(paths, original.to_out[0])
+        self.kernel: attention.Attend = attention.default
+
+    def forward(self, x: torch.Tensor, by_slot: bool) -> torch.Tensor:
+        q, k, v = (_by_head(each, self.heads) for each in self.qkv(x, by_slot).chunk(3, dim=-1))
+        attended = self.kernel(q, k, v)
+        output: torch.Tensor = self.out(_by_slot(attended), by_slot)
+        return output
+
+
+class _CrossAttention(nn.Module):
+    #: Where they are in the context's last dimension.
+    keys: slice
+    values: slice
+
+    def __init__(self, original: Any, paths: Mapping[nn.Module, str]) -> None:
+        super().__init__()
+        self.heads = original.heads
+        self.to_q = _linear(paths, original.to_q)
+        self.to_k, self.to_v = original.to_k, original.to_v
+        self.out = _linear(paths, original.to_out[0])
+
+    def forward(
+        self, x: torch.Tensor, context: torch.Tensor, mask: torch.Tensor | None, by_slot: bool
+    ) -> torch.Tensor:
+        q = _by_head(self.to_q(x, by_slot), self.heads)
+        shape = (*context.shape[:2], self.heads, -1)
+        k = context[..., self.keys].view(shape).transpose(1, 2)
+        v = context[..., self.values].view(shape).transpose(1, 2)
+        attended = F.scaled_dot_product_attention(q, k, v, attn_mask=mask)
+        output: torch.Tensor = self.out(_by_slot(attended), by_slot)
+        return output
+
+
+def _choose(
+    attend: _SelfAttention,
+    chooser: attention.Chooser,
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+) -> torch.Tensor:
+    attend.kernel = chooser.choose(q, k, v)
+    return attend.kernel(q, k, v)
+
+
+def _linear(paths: Mapping[nn.Module, str], *layers: nn.Module) -> SlotLinear:
+    return SlotLinear({paths[layer]: layer for layer in layers})
+
+
+def _by_head(x: torch.Tensor, heads: int) -> torch.Tensor:
+    """From [slots, 2 * tokens, width] to [rows, heads, tokens, width of a head], without a copy."""
+    slots, tokens, width = x.shape
+    return x.view(2 * slots, tokens // 2, heads, width // heads).transpose(1, 2)
+
+
+def _by_slot(x: torch.Tensor) -> torch.Tensor:
+    """Back from [rows, heads, tokens, width of a head]."""
+    rows, heads, tokens, width = x.shape
+    return x.transpose(1, 2).reshape(rows // 2, 2 * tokens, heads * width)

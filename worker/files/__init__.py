@@ -1,0 +1,1 @@
+"""Files a worker needs: models and LoRAs, fetched, verified and cached."""

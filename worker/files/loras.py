@@ -1,0 +1,140 @@
+"""Where a LoRA's file comes from: a folder, or the store's `loras/`, fetched once and kept."""
+
+from __future__ import annotations
+
+import asyncio
+import io
+import logging
+from collections import Counter
+from pathlib import Path
+
+from imagefleet import errors
+from imagefleet.storage import protocol
+from worker.files.disk_cache import SUFFIX, LoraFolder
+from worker.files.safetensors import Manifest, check_content
+
+log = logging.getLogger(__name__)
+
+_MANIFEST = "manifest.json"
+
+
+class LoraLibrary:
+    """Resolves LoRA names to files. A name is known to be one safe path segment by now."""
+
+    def __init__(
+        self,
+        blobs: protocol.BlobStore,
+        *,
+        directory: Path | None,
+        cache: Path,
+        cache_bytes: int,
+        max_bytes: int,
+    ) -> None:
+        """*directory* comes before the store; a file is *max_bytes* at most, wherever it lies."""
+        self.lookups: Counter[str] = Counter()
+        self._blobs = blobs
+        self._directory = directory
+        self._cache = LoraFolder(cache, cache_bytes)
+        self._max_bytes = max_bytes
+        self._fetches: dict[str, asyncio.Task[Path]] = {}
+        self._store_manifest = Manifest(
+            f"the store's loras/{_MANIFEST}", lambda: blobs.read(f"loras/{_MANIFEST}")
+        )
+        self._directory_manifest = Manifest(f"{directory}/{_MANIFEST}", self._read_own_manifest)
+        # What was checked in full, and against which hash: by path, modification time and size.
+        self._checked: dict[Path, tuple[int, int, str | None]] = {}
+
+    async def resolve(self, name: str) -> Path:
+        """The file of the LoRA *name*, complete and as its manifest says.
+
+        Raises:
+            MissingFileError: there is none.
+            UnusableFileError: it is too large, or no safetensors file.
+            TransientError: the store could not be asked, or the file is cut short or not the
+            manifest's.
+            NodeError: the cache's disk is full or broken.
+        """
+        path = await self._in_directory(name) or await self._in_cache(name)
+        self.lookups["hit" if path else "miss"] += 1
+        if path is not None:
+            return path
+        fetch = self._fetches.get(name)
+        if fetch is None:
+            fetch = asyncio.create_task(self._fetch(name), name=f"fetch LoRA {name}")
+            self._fetches[name] = fetch
+            fetch.add_done_callback(self._fetched)
+        # Shielded: several jobs wait for one fetch, and one of them may be called off.
+        return await asyncio.shield(fetch)
+
+    async def _in_directory(self, name: str) -> Path | None:
+        if self._directory is None:
+            return None
+        path = self._directory / f"{name}{SUFFIX}"
+        if not path.is_file():
+            return None
+        sha256 = await self._directory_manifest.sha256(name)
+        try:
+            await asyncio.to_thread(self._check, name, path, sha256)
+        except errors.TransientError:
+            self._directory_manifest.forget()
+            raise
+        return path
+
+    async def _in_cache(self, name: str) -> Path | None:
+        path = self._cache.find(name)
+        if path is None:
+            return None
+        sha256 = await self._store_manifest.sha256(name)
+        try:
+            await asyncio.to_thread(self._check, name, path, sha256)
+        except (errors.TransientError, errors.UnusableFileError) as error:
+            log.warning(
+                "fetching %s again: %s", path, error, extra={"action": "lora_dropped", "lora": name}
+            )
+            self._cache.drop(path)
+            return None
+        return path
+
+    def _fetched(self, fetch: asyncio.Task[Path]) -> None:
+        self._fetches = {name: task for name, task in self._fetches.items() if task is not fetch}
+        if not fetch.cancelled():
+            fetch.exception()  # seen, even where everybody who waited for it was called off
+
+    async def _fetch(self, name: str) -> Path:
+        blob = f"loras/{name}{SUFFIX}"
+        sha256 = await self._store_manifest.sha256(name)
+        data = await self._blobs.read(blob, max_bytes=self._max_bytes)
+        if data is None:
+            places = f"{self._directory} or " if self._directory else ""
+            raise errors.MissingFileError(
+                f"there is no LoRA {name}{SUFFIX} in {places}the store's loras/"
+            )
+        try:
+            await asyncio.to_thread(check_content, name, io.BytesIO(data), len(data), sha256)
+        except errors.TransientError:
+            self._store_manifest.forget()
+            raise
+        return await asyncio.to_thread(self._cache.store, name, data)
+
+    async def _read_own_manifest(self) -> bytes | None:
+        if self._directory is None:
+            return None
+        try:
+            return await asyncio.to_thread((self._directory / _MANIFEST).read_bytes)
+        except FileNotFoundError:
+            return None
+
+    def _check(self, name: str, path: Path, sha256: str | None) -> None:
+        try:
+            status = path.stat()
+            seen = (status.st_mtime_ns, status.st_size, sha256)
+            if self._checked.get(path) == seen:
+                return
+            protocol.check_blob_size(path.name, status.st_size, self._max_bytes)
+            with path.open("rb") as file:
+                check_content(name, file, status.st_size, sha256)
+        except OSError as error:
+            raise errors.TransientError(
+                f"the LoRA {path.name} cannot be read: {error.strerror or error}"
+            ) from error
+        self._checked[path] = seen

@@ -1,0 +1,100 @@
+"""What must hold of a LoRA's bytes before anything else looks at them."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import time
+from collections.abc import Awaitable, Callable
+from io import BufferedReader, BytesIO
+
+from imagefleet import errors
+
+#: A manifest is read again after this long; a LoRA that was replaced is fetched anew by then.
+MANIFEST_SECONDS = 300.0
+
+#: The format's own limit. Without one, eight stray bytes could ask for all memory.
+_MAX_HEADER_BYTES = 100_000_000
+
+
+#: What reading JSON of another shape than the one expected may raise.
+_MALFORMED = (
+    *(ValueError, TypeError, KeyError, IndexError, AttributeError),
+    *(OverflowError, RecursionError),
+)
+
+
+class Manifest:
+    """The SHA-256 of LoRAs by their names, `{"name": "sha256"}`; none where there is no file."""
+
+    def __init__(self, where: str, read: Callable[[], Awaitable[bytes | None]]) -> None:
+        self._where = where
+        self._read = read
+        self._hashes: dict[str, str] = {}
+        self._read_at: float | None = None
+
+    async def sha256(self, name: str) -> str | None:
+        """The hash that the file must have, or None where any will do.
+
+        Raises:
+            TransientError: the manifest cannot be read, or is none.
+        """
+        if self._read_at is None or time.monotonic() - self._read_at > MANIFEST_SECONDS:
+            self._hashes = self._parse(await self._read() or b"{}")
+            self._read_at = time.monotonic()
+        return self._hashes.get(name)
+
+    def forget(self) -> None:
+        """Has it read again the next time: it and a file disagree, and one of them is old."""
+        self._read_at = None
+
+    def _parse(self, content: bytes) -> dict[str, str]:
+        try:
+            hashes = json.loads(content)
+            return {str(name): value.lower() for name, value in hashes.items()}
+        except _MALFORMED as error:
+            # It may be half-written; and to go on without it would be to trust any file.
+            raise errors.TransientError(
+                f'{self._where} is not the JSON of a manifest, {{"name": "sha256", ...}}: {error}'
+            ) from error
+
+
+def check_content(name: str, file: BufferedReader | BytesIO, size: int, sha256: str | None) -> None:
+    """Checks that a LoRA is all there, and the one that the manifest means.
+
+    Raises:
+        TransientError: it is cut short, or has another hash.
+        UnusableFileError: it is no safetensors file.
+    """
+    expected = _expected_bytes(name, file)
+    if expected is None or size < expected:
+        raise errors.TransientError(
+            f"the LoRA {name}.safetensors is cut short: it has {size:,} bytes"
+            + (f" of {expected:,}" if expected else "")
+        )
+    if sha256 is None:
+        return
+    file.seek(0)
+    if hashlib.file_digest(file, "sha256").hexdigest() != sha256:
+        raise errors.TransientError(
+            f"the LoRA {name}.safetensors has another SHA-256 than the manifest.json beside it says"
+        )
+
+
+def _expected_bytes(name: str, file: BufferedReader | BytesIO) -> int | None:
+    """The size that the header speaks of, or None where not even the header is all there."""
+    start = file.read(8)
+    if len(start) < 8:  # noqa: PLR2004 - the header's length
+        return None
+    header_bytes = int.from_bytes(start, "little")
+    header = file.read(header_bytes) if header_bytes <= _MAX_HEADER_BYTES else b"too long"
+    if header[:1] in {b"", b"{"} and len(header) < header_bytes:
+        return None
+    try:
+        entries: dict[str, dict[str, list[int]]] = json.loads(header)
+        ends = [entry["data_offsets"][1] for key, entry in entries.items() if key[:2] != "__"]
+        return int(8 + header_bytes + max(ends, default=0))
+    except _MALFORMED as error:
+        raise errors.UnusableFileError(
+            f"the LoRA {name}.safetensors is no .safetensors file"
+        ) from error

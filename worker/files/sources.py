@@ -1,0 +1,160 @@
+"""Where a model is fetched from: an address, or the store. Both can go on in the middle."""
+
+from __future__ import annotations
+
+import contextlib
+import re
+import urllib.request
+from collections.abc import AsyncIterator
+from contextlib import AbstractAsyncContextManager
+from dataclasses import dataclass
+from typing import Protocol
+
+import aiohttp
+from yarl import URL
+
+from imagefleet import errors
+from imagefleet.storage import protocol
+
+#: A server that sends nothing for this long will not any more; asked again, it may.
+STALL_SECONDS = 30.0
+
+_CONNECT_SECONDS = 10.0
+
+_CHUNK_BYTES = 2**20
+
+#: Large enough that the time between two requests is nothing, small enough for any memory.
+_PART_BYTES = 16 * 2**20
+
+_CONTENT_RANGE = re.compile(r"bytes (\d+)-\d+/(\d+)")
+
+
+@dataclass(frozen=True, slots=True)
+class Opened:
+    """An answer: bytes from *offset* on, which may be 0 although more was asked for.
+
+    The same *version* means the same bytes; None where the server does not tell.
+    """
+
+    offset: int
+    total_bytes: int | None
+    version: str | None
+    chunks: AsyncIterator[bytes]
+
+
+class ModelChangedError(errors.TransientError):
+    """The model is another one than when its download began."""
+
+
+class Source(Protocol):
+    """A file that somebody else has; *label* names it without any secret."""
+
+    @property
+    def label(self) -> str: ...
+
+    def opened(self, offset: int, version: str | None) -> AbstractAsyncContextManager[Opened]:
+        """Opens the file at *offset*, or at 0 if it no longer has that *version*.
+
+        Raises:
+            TransientError: it may work another time, also from inside the block; SetupError: it
+            will not.
+        """
+
+
+class HttpSource:
+    """A file behind an http or https address."""
+
+    def __init__(self, address: str, *, must_be_private: bool) -> None:
+        """*must_be_private* refuses to be redirected to plain http."""
+        self._url = URL(address)
+        self._must_be_private = must_be_private
+        # The query may be a SAS token, and before the host may stand a password.
+        self.label = str(self._url.with_query(None).with_user(None))
+
+    @contextlib.asynccontextmanager
+    async def opened(self, offset: int, version: str | None) -> AsyncIterator[Opened]:
+        headers = {"Accept-Encoding": "identity"}
+        if offset:
+            headers["Range"] = f"bytes={offset}-"
+            if version is not None:
+                headers["If-Range"] = version
+        timeout = aiohttp.ClientTimeout(
+            total=None, sock_connect=_CONNECT_SECONDS, sock_read=STALL_SECONDS
+        )
+        through_proxy = bool(urllib.request.getproxies_environment())
+        try:
+            async with (
+                aiohttp.ClientSession(timeout=timeout, trust_env=through_proxy) as session,
+                session.get(self._url, headers=headers) as response,
+            ):
+                self._check(response)
+                yield self._answer(response, offset)
+        except (aiohttp.ClientError, TimeoutError, OSError) as error:
+            # Without its cause, whose text may end in the address with its token.
+            raise errors.TransientError(
+                f"the download of {self.label} broke off: {type(error).__name__}"
+            ) from None
+
+    def _check(self, response: aiohttp.ClientResponse) -> None:
+        if self._must_be_private and response.url.scheme != "https":
+            raise errors.SetupError(
+                f"{self.label} leads to a plain http address: give --model-sha256, so that nobody"
+                " on the way can change the model"
+            )
+        status = response.status
+        if status in {200, 206}:
+            return
+        said = f"{self.label} answers HTTP {status}"
+        if status == 416:  # noqa: PLR2004 - Range Not Satisfiable: it is shorter than before
+            raise ModelChangedError(f"{said}: the model has changed")
+        if status in {408, 429} or status >= 500:  # noqa: PLR2004 - it may pass
+            raise errors.TransientError(said)
+        raise errors.SetupError(f"{said}: check --model, and the token in it if there is one")
+
+    def _answer(self, response: aiohttp.ClientResponse, offset: int) -> Opened:
+        total = response.content_length
+        if response.status == 200:  # noqa: PLR2004 - all of it, whatever was asked for
+            offset = 0
+        else:
+            found = _CONTENT_RANGE.fullmatch(response.headers.get("Content-Range", ""))
+            if not found or int(found[1]) != offset:
+                raise errors.TransientError(f"{self.label} answers with another part of the file")
+            total = int(found[2])
+        etag = response.headers.get("ETag", "W/")
+        version = response.headers.get("Last-Modified") if etag.startswith("W/") else etag
+        return Opened(offset, total, version, response.content.iter_chunked(_CHUNK_BYTES))
+
+
+class StoreSource:
+    """The blob `models/NAME` of the store that the images go to."""
+
+    def __init__(self, blobs: protocol.BlobStore, name: str) -> None:
+        self._blobs = blobs
+        self._blob = f"models/{name}"
+        self.label = f"the store's {self._blob}"
+
+    @contextlib.asynccontextmanager
+    async def opened(self, offset: int, version: str | None) -> AsyncIterator[Opened]:
+        first = await self._part(offset)
+        if offset and first.version != version:
+            offset, first = 0, await self._part(0)
+        yield Opened(offset, first.total_bytes, first.version, self._chunks(offset, first))
+
+    async def _chunks(self, offset: int, part: protocol.BlobPart) -> AsyncIterator[bytes]:
+        version = part.version
+        while part.data:
+            yield part.data
+            offset += len(part.data)
+            if offset >= part.total_bytes:
+                return
+            part = await self._part(offset)
+            if part.version != version:
+                raise ModelChangedError(f"{self.label} was replaced while it was fetched")
+
+    async def _part(self, offset: int) -> protocol.BlobPart:
+        part = await self._blobs.read_part(self._blob, offset, _PART_BYTES)
+        if part is None:
+            raise errors.SetupError(
+                f"there is no {self._blob} in the store: upload it, or mend --model"
+            )
+        return part

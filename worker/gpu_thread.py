@@ -1,0 +1,256 @@
+"""The engine's own thread: nothing that waits for a network or a disk ever runs on it.
+
+The event loop hands prepared images in and takes finished ones out; both ways are bounded, so a
+slow upload holds the GPU back before it fills the memory. The thread keeps the two clocks that
+matter, busy and idle.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+import threading
+import time
+from collections import defaultdict, deque
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+
+from imagefleet import errors
+from worker.engine import contract
+
+log = logging.getLogger(__name__)
+
+#: How often an idle engine thread books the time it has waited.
+IDLE_TICK_SECONDS = 0.5
+
+#: A worker that stops waits no longer than this for the engine to come out of a call.
+STOP_SECONDS = 2.0
+
+#: Python cannot end a thread that is inside torch, and torch crashes when Python ends around it:
+#: who finds this thread alive at exit must leave by `os._exit`.
+THREAD_NAME = "engine"
+
+
+@dataclass(frozen=True, slots=True)
+class Delivery:
+    """What became of one ticket, and when the engine had it (monotonic seconds)."""
+
+    finished: contract.Finished
+    admitted_at: float
+    finished_at: float
+
+
+@dataclass(slots=True)
+class GpuClock:
+    """How the engine's time was spent, in seconds, from its first image on."""
+
+    busy_seconds: float = 0.0
+    idle_seconds: dict[str, float] = field(default_factory=lambda: defaultdict(float))
+    images: int = 0
+    first_at: float | None = None
+    last_at: float | None = None
+    first_image_seconds: float | None = None
+    """From the worker's start, the engine's loading and compiling included."""
+
+    @property
+    def idle_fraction(self) -> float:
+        """The share of time, between the first image and the last, that the engine waited."""
+        if self.first_at is None or self.last_at is None or self.last_at <= self.first_at:
+            return 0.0
+        return max(0.0, 1 - self.busy_seconds / (self.last_at - self.first_at))
+
+    @property
+    def images_per_busy_second(self) -> float:
+        return self.images / self.busy_seconds if self.busy_seconds else 0.0
+
+
+class GpuLane:
+    """Feeds one engine from the event loop and brings back what it finished.
+
+    `submit` and `finished` belong to the event loop; the engine is touched by its thread alone,
+    its loading included, but for `prepare`.
+    """
+
+    def __init__(
+        self, load: Callable[[], contract.Engine], *, why_idle: Callable[[], str], backlog: int
+    ) -> None:
+        """*backlog*: finished images that may wait to be encoded before the engine must wait."""
+        self.clock = GpuClock()
+        self.capacity = 0
+        self.lora_lookups: Mapping[str, int] = {}
+        self.recompiles: Callable[[], int] = int
+        self.tick_began_at: float | None = None
+        self._began_at = time.monotonic()
+        self._load = load
+        self._why_idle = why_idle
+        self._intake: deque[tuple[int, contract.Prepared]] = deque()
+        self._wake = threading.Condition()
+        self._shut = False
+        self._closing = False
+        self._backlog = threading.Semaphore(backlog)
+        self._finished: asyncio.Queue[Delivery] = asyncio.Queue()
+        self._admitted_at: dict[int, float] = {}
+        self._loop = asyncio.get_running_loop()
+        self._loaded: asyncio.Future[contract.Engine] = self._loop.create_future()
+        self._ended: asyncio.Future[None] = self._loop.create_future()
+        self._room: asyncio.Semaphore | None = None
+        self._thread = threading.Thread(target=self._run, name=THREAD_NAME, daemon=True)
+
+    async def start(self) -> contract.Engine:
+        """Loads the engine on its thread; raises what loading raised."""
+        self._thread.start()
+        engine = await asyncio.shield(self._loaded)
+        self.capacity = engine.capacity
+        self.lora_lookups = engine.lora_lookups
+        self.recompiles = lambda: int(getattr(engine, "recompiles", 0))
+        # As many wait at its door as it holds.
+        self._room = asyncio.Semaphore(engine.capacity)
+        return engine
+
+    @property
+    def in_engine(self) -> int:
+        """Images that the engine has begun or holds ready."""
+        return len(self._admitted_at)
+
+    async def submit(self, ticket: int, prepared: contract.Prepared) -> bool:
+        """Hands a request to the engine; waits while an engine-full waits at its door.
+
+        Tells whether it was taken: it is not once the door is shut.
+        """
+        if self._room is None:
+            raise RuntimeError("start the lane first")
+        await self._room.acquire()
+        with self._wake:
+            if not self._shut:
+                self._intake.append((ticket, prepared))
+                self._wake.notify()
+                return True
+        self._room.release()
+        return False
+
+    def shut(self) -> list[int]:
+        """Takes nothing in any more; returns the tickets that the engine has not begun."""
+        with self._wake:
+            self._shut = True
+            tickets = [ticket for ticket, _ in self._intake]
+            self._intake.clear()
+        if self._room is not None:
+            self._room.release()  # and so, one after the other, whoever waits at the door
+        return tickets
+
+    async def finished(self) -> Delivery:
+        """The next outcome."""
+        delivery = await self._finished.get()
+        self._backlog.release()
+        return delivery
+
+    def hangs(self, stall_seconds: float) -> bool:
+        """Whether the engine has been in one call for longer than any call takes."""
+        began_at = self.tick_began_at
+        return began_at is not None and time.monotonic() - began_at > stall_seconds
+
+    async def watch(self, stall_seconds: float) -> None:
+        """Side task: raises NodeError when the engine broke or one tick takes too long."""
+        while True:
+            await asyncio.wait({self._ended}, timeout=min(1.0, stall_seconds / 4))
+            if self._ended.done():
+                self._ended.result()
+                return
+            if self.hangs(stall_seconds):
+                raise errors.NodeError(
+                    f"the engine has been in one call for over {stall_seconds:g} s: it hangs"
+                )
+
+    async def stop(self) -> None:
+        """Ends the thread after the call it is in; leaves one behind that stays in it."""
+        with self._wake:
+            self._closing = True
+            self._wake.notify()
+        if self._thread.is_alive():
+            await asyncio.to_thread(self._thread.join, STOP_SECONDS)
+        if self._ended.done():
+            self._ended.exception()  # seen: whoever watched it has raised it
+
+    def _run(self) -> None:
+        try:
+            engine = self._load()
+        except Exception as error:  # noqa: BLE001 - raised again by start()
+            self._call(self._loaded.set_exception, error)
+            self._call(self._ended.set_result, None)
+            return
+        self._call(self._loaded.set_result, engine)
+        try:
+            self._work(engine)
+            engine.close()
+        except errors.FleetError as error:
+            self._call(self._ended.set_exception, error)
+        except Exception as error:
+            log.exception("the engine failed", extra={"action": "engine_failed"})
+            self._call(self._ended.set_exception, errors.NodeError(f"the engine failed: {error!r}"))
+        else:
+            self._call(self._ended.set_result, None)
+
+    def _work(self, engine: contract.Engine) -> None:
+        while self._admit(engine):
+            self.tick_began_at = began_at = time.monotonic()
+            if self.clock.first_at is None:
+                self.clock.first_at = began_at
+            outcomes = engine.tick()
+            self.tick_began_at = None
+            ended_at = time.monotonic()
+            self.clock.busy_seconds += ended_at - began_at
+            self.clock.images += len(outcomes)
+            self.clock.last_at = ended_at
+            if outcomes and self.clock.first_image_seconds is None:
+                self.clock.first_image_seconds = ended_at - self._began_at
+                log.info(
+                    "the first image came %.1f s after the start",
+                    self.clock.first_image_seconds,
+                    extra={"action": "first_image"},
+                )
+            for finished in outcomes:
+                admitted_at = self._admitted_at.pop(finished.ticket)
+                self._deliver(Delivery(finished, admitted_at, ended_at))
+
+    def _admit(self, engine: contract.Engine) -> bool:
+        """Fills the engine from the intake; waits while there is nothing to do. False: stop."""
+        while not self._closing:
+            admitted: list[tuple[int, contract.Prepared]] = []
+            with self._wake:
+                while self._intake and len(admitted) < engine.free:
+                    admitted.append(self._intake.popleft())
+                    self._admitted_at[admitted[-1][0]] = time.monotonic()
+                if not admitted and not engine.busy:
+                    self._wait_for_work()
+            for ticket, prepared in admitted:
+                engine.admit(ticket, prepared)
+            if admitted:
+                self._call(self._make_room, len(admitted))
+            if engine.busy:
+                return True
+        return False
+
+    def _wait_for_work(self) -> None:
+        began_at = time.monotonic()
+        self._wake.wait(IDLE_TICK_SECONDS)
+        if self.clock.first_at is not None:
+            self.clock.idle_seconds[self._why_idle()] += time.monotonic() - began_at
+
+    def _deliver(self, delivery: Delivery) -> None:
+        if not self._backlog.acquire(blocking=False):
+            began_at = time.monotonic()
+            while not self._closing and not self._backlog.acquire(timeout=IDLE_TICK_SECONDS):
+                pass  # nobody makes room any more once the lane is closing
+            self.clock.idle_seconds["backpressure"] += time.monotonic() - began_at
+        self._call(self._finished.put_nowait, delivery)
+
+    def _make_room(self, count: int) -> None:
+        if self._room is not None:
+            for _ in range(count):
+                self._room.release()
+
+    def _call(self, function: Callable[..., object], *arguments: object) -> None:
+        # The loop is gone when the worker is killed by an error: then nobody waits for this.
+        with contextlib.suppress(RuntimeError):
+            self._loop.call_soon_threadsafe(function, *arguments)

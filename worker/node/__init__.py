@@ -1,0 +1,1 @@
+"""Whether a node can do its work, before and while it works."""

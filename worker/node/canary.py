@@ -1,0 +1,90 @@
+"""Whose fault spoilt images are: the jobs', or this node's.
+
+A LoRA that gives NaN, or a size that a GPU class has not the memory for, spoils every image of a
+campaign on any node, and each node that is given up for it is kept from the group for 48 hours.
+So before spoilt images count against a node, a plain one is drawn beside the work.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import Iterator
+
+from imagefleet import errors
+from worker.engine import contract
+from worker.gpu_thread import GpuLane
+from worker.node import check
+from worker.stages import encode
+
+log = logging.getLogger(__name__)
+
+#: The engine's own work until the proof has to be there, with all that waits before it: the
+#: largest images on the slowest card. No time on the wall, since a storage that is down holds the
+#: engine back, and the proof with it; an engine that hangs is `GpuLane.watch`'s.
+LONGEST_BUSY_SECONDS = 600.0
+
+#: Between two looks at the engine's clock.
+LOOK_SECONDS = 1.0
+
+
+class NodeProof:
+    """Draws plain images, one at a time, with tickets that belong to no job."""
+
+    def __init__(self, engine: contract.Engine, lane: GpuLane, tickets: Iterator[int]) -> None:
+        self._engine = engine
+        self._lane = lane
+        self._tickets = tickets
+        self._ticket: int | None = None
+        self._outcome: asyncio.Future[contract.Outcome | None] | None = None
+        self._one_at_a_time = asyncio.Lock()
+
+    async def verdict(self, suspicion: str) -> str | None:
+        """What is wrong with this node; None where its jobs are at fault, or the worker drains."""
+        async with self._one_at_a_time:
+            drawing = asyncio.create_task(self._draw(), name="proof")
+            try:
+                is_drawn = await self._bounded(drawing)
+            except errors.FleetError as error:
+                return f"{suspicion}; and a plain image failed as well: {error}"
+            finally:
+                drawing.cancel()
+        if is_drawn:
+            log.warning(
+                "%s; but a plain image came out well: the jobs are at fault, not this node",
+                suspicion,
+                extra={"action": "node_proved"},
+            )
+        return None
+
+    def finished(self, ticket: int, outcome: contract.Outcome | None) -> None:
+        """A ticket of no job is through; None: the worker drains, and it was not begun."""
+        if ticket == self._ticket and self._outcome is not None and not self._outcome.done():
+            self._outcome.set_result(outcome)
+
+    async def _draw(self) -> bool:
+        """Whether the image was drawn; False: the worker drains.
+
+        Raises:
+            FleetError: the image is none.
+        """
+        ticket = self._ticket = next(self._tickets)
+        finished = self._outcome = asyncio.get_running_loop().create_future()
+        request = check.plain_request(self._engine, seed=0)
+        prepared = await asyncio.to_thread(self._engine.prepare, request)
+        outcome = await finished if await self._lane.submit(ticket, prepared) else None
+        if isinstance(outcome, errors.FleetError):
+            raise outcome
+        if outcome is not None:
+            encode.refuse_one_colour(outcome)
+        return outcome is not None
+
+    async def _bounded(self, drawing: asyncio.Task[bool]) -> bool:
+        clock = self._lane.clock
+        latest = clock.busy_seconds + LONGEST_BUSY_SECONDS
+        while not (await asyncio.wait({drawing}, timeout=LOOK_SECONDS))[0]:
+            if clock.busy_seconds > latest:
+                raise errors.TransientError(
+                    f"it did not come in {LONGEST_BUSY_SECONDS:g} s of the engine's work"
+                )
+        return drawing.result()

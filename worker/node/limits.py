@@ -1,0 +1,85 @@
+"""What a node must reach to be kept.
+
+On SaladCloud nodes are other people's computers, and of 829 measured ones a quarter were clearly
+slower than their GPU's mean (SaladTechnologies/sd1.5-performance). But each node that is given up
+is kept from the whole group for 48 hours, so the limits are for broken nodes, not for slow ones.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from imagefleet.pricing import speeds
+from worker.settings import WorkerSettings
+
+#: What a card makes here of its record in `jobs.speeds`: records are of the best software on the
+#: best host. Means over SaladCloud's nodes were 0.53 of it (RTX 4090), 0.62 (3060 Ti), 0.74
+#: (3080) and 0.87 (3070): 15 steps at batch 4 in SaladTechnologies/sd1.5-performance.
+SHARE_OF_RECORD = 0.5
+
+#: Below this share of what is expected a node is broken: SaladCloud's own advice (a quarter).
+BROKEN_SHARE = 0.25
+
+#: A class without a record is held to the slowest one's, so a quarter of that is very little.
+_SLOWEST = min(speeds.ASSUMED_IMAGES_PER_SECOND.values())
+
+#: Of SaladCloud's nodes a tenth upload with less than 39 megabits a second, and a fast card's
+#: PNGs (2 images a second of 400 KB) take 6.
+MIN_UPLOAD_MEGABITS = 2.0
+
+#: SaladCloud allowed 300 s in its largest test; a slow disk and compiling take longer.
+START_UP_SECONDS = 1200.0
+
+#: SD1.5 in float16 with room for a small batch; a desktop may hold some of a 6 GB card.
+FREE_GPU_BYTES = 3 * 2**30
+
+#: Room for LoRAs, compiled kernels and logs.
+FREE_DISK_BYTES = 2**30
+
+
+@dataclass(frozen=True, slots=True)
+class NodeLimits:
+    """Each 0 where it is not checked; images are of 512x512 and 15 steps."""
+
+    images_per_second: float = 0.0
+    upload_bits_per_second: float = 0.0
+    start_up_seconds: float = 0.0
+    free_gpu_bytes: int = 0
+    free_disk_bytes: int = 0
+
+
+#: Of a machine that nobody rents by the hour.
+NO_LIMITS = NodeLimits()
+
+
+def limits_of(settings: WorkerSettings, gpu: str, *, on_salad: bool) -> NodeLimits:
+    """What the settings say; else, on SaladCloud alone, what the GPU class and reason say."""
+
+    def limit(given: float | None, by_default: float) -> float:
+        if given is not None:
+            return given
+        return by_default if on_salad else 0.0
+
+    return NodeLimits(
+        images_per_second=limit(settings.min_images_per_second, broken_below(gpu)),
+        upload_bits_per_second=1e6 * limit(settings.min_upload_megabits, MIN_UPLOAD_MEGABITS),
+        start_up_seconds=limit(settings.start_up_seconds, START_UP_SECONDS),
+        free_gpu_bytes=FREE_GPU_BYTES if on_salad else 0,
+        free_disk_bytes=FREE_DISK_BYTES if on_salad else 0,
+    )
+
+
+def broken_below(gpu: str) -> float:
+    """Images a second below which a card of this class is broken; 0 for what is no RTX card."""
+    if not gpu.startswith("RTX "):
+        return 0.0
+    record = speeds.ASSUMED_IMAGES_PER_SECOND.get(gpu, _SLOWEST)
+    return BROKEN_SHARE * SHARE_OF_RECORD * record
+
+
+def standard_images(steps: int, width: int, height: int) -> float:
+    """How many images of 15 steps at 512x512 an image is worth.
+
+    Its decoding and its text cost as much as 1.6 of SD1.5's steps (2.52 of 1.606 TFLOP).
+    """
+    return (steps + 1.57) / (15 + 1.57) * (width * height) / (512 * 512)

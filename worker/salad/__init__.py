@@ -1,0 +1,1 @@
+"""What a worker does on SaladCloud: its metadata service, reallocation, deletion cost."""

@@ -1,0 +1,1 @@
+"""The stages of a job's way through a worker."""
