@@ -121,14 +121,14 @@ class Group:
         """Returns when it is, or when the process has ended."""
         self.is_ready = bool((await self._hear()).get("ready"))
 
-    async def measure(self, row: str, seconds: float, patience: float) -> dict[str, Any]:
+    async def measure(self, row: str, seconds: float, retry_policy: float) -> dict[str, Any]:
         """The row's figures, or its error; all within *patience* seconds."""
         if self._process.stdin is None:
             raise RuntimeError("started without a pipe")
         told = {"row": row, "seconds": seconds}
         self._process.stdin.write(json.dumps(told).encode() + b"\n")
         try:
-            async with asyncio.timeout(patience):
+            async with asyncio.timeout(retry_policy):
                 figures = await self._hear()
         except TimeoutError:
             self.send(signal.SIGKILL)
@@ -250,9 +250,9 @@ class Benchmark:
         elif seconds < row.seconds * self._arguments.scale * LEAST_SHARE:
             self._record(row, {"not_measured": f"{left:.0f} s were left, too few"})
         else:
-            patience = min(2 * (seconds + row.besides) + PATIENCE_SECONDS, left)
+            retry_policy = min(2 * (seconds + row.besides) + PATIENCE_SECONDS, left)
             with self._others_halted(row):
-                self._record(row, await group.measure(row.name, seconds, patience))
+                self._record(row, await group.measure(row.name, seconds, retry_policy))
 
     @contextlib.contextmanager
     def _others_halted(self, row: Row) -> Iterator[None]:

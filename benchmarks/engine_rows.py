@@ -34,7 +34,7 @@ from fleet.bench import engine as bench_engine
 from fleet.bench import jobs as bench_jobs
 from fleet.bench import latency as bench_latency
 from imagefleet import errors
-from overlap import FarHome
+from overlap import FarStorage
 from worker.engine import contract, load
 from worker.engine.slots import mode
 
@@ -246,7 +246,7 @@ def rate(
     warmth: Figures,
     seconds: float,
 ) -> Figures:
-    """Images a second of the engine itself, always full."""
+    """Images/s of the engine itself, always full."""
     machine.forget_peak(options.torch_device)
     measured = work.drive(engine, workload.requests(), seconds)
     return {
@@ -291,7 +291,7 @@ def engine(options: Options, channel: Channel) -> None:
 
     settings = bench_engine.worker_settings(setup, "far-away")
     try:
-        far = asyncio.run(work.work(settings, serve_and_fill, reach=FarHome))
+        far = asyncio.run(work.work(settings, serve_and_fill, reach=FarStorage))
     except errors.FleetError as error:
         log.exception("the worker failed")
         channel.say(row="worker", error=f"{type(error).__name__}: {error}"[:500])

@@ -23,8 +23,8 @@ from rich.console import Console
 from rich.table import Table
 
 from imagefleet.job.message import read_job
-from imagefleet.storage import open as storage_open
 from imagefleet.storage import protocol, wrapped
+from imagefleet.storage.open import open_storage
 from worker.engine import contract
 from worker.pipeline import Pipeline
 from worker.settings import WorkerSettings
@@ -113,22 +113,22 @@ class FarBlobs:
         return self._blobs.records(prefix)
 
 
-class FarHome(wrapped.WrappedStorage):
+class FarStorage(wrapped.WrappedStorage):
     """A storage home far away."""
 
-    def __init__(self, home: protocol.Storage) -> None:
+    def __init__(self, storage: protocol.Storage) -> None:
         super().__init__(
-            home,
-            queue=FarQueue(home.queue),
-            poison=FarQueue(home.poison),
-            blobs=FarBlobs(home.blobs),
+            storage,
+            queue=FarQueue(storage.queue),
+            poison=FarQueue(storage.poison),
+            blobs=FarBlobs(storage.blobs),
         )
 
 
-async def sequential(home: FarHome, settings: WorkerSettings) -> float:
-    """Images a second of a worker that does one thing after the other."""
+async def sequential(storage: FarStorage, settings: WorkerSettings) -> float:
+    """Images/s of a worker that does one thing after the other."""
     engine = StandInEngine(capacity=1, tick_seconds=TICK_SECONDS, size=SIZE)
-    while messages := await home.queue.receive(1, settings.lease_seconds):
+    while messages := await storage.queue.receive(1, settings.lease_seconds):
         job = read_job(messages[0].body, messages[0].id)
         request = contract.ImageRequest(
             job.prompt, job.negative_prompt, (), job.sampler, job.steps, job.cfg_scale, job.seed,
@@ -139,20 +139,20 @@ async def sequential(home: FarHome, settings: WorkerSettings) -> float:
         if not isinstance(finished.outcome, Exception):
             text = infotext.parameters(job, 0, SIZE, engine.model_name)
             file = encode.encode(finished.outcome, job.output, text)
-            await home.blobs.create(job.blob_name(0), file.data, file.content_type, {})
-        await home.queue.delete(messages[0])
-    return images_per_second(home.blobs.written_at)
+            await storage.blobs.create(job.blob_name(0), file.data, file.content_type, {})
+        await storage.queue.delete(messages[0])
+    return images_per_second(storage.blobs.written_at)
 
 
-async def pipelined(home: FarHome, settings: WorkerSettings) -> tuple[float, float]:
-    """Images a second, and the share of time the engine waited, of the worker's pipeline."""
+async def pipelined(storage: FarStorage, settings: WorkerSettings) -> tuple[float, float]:
+    """Images/s, and the share of time the engine waited, of the worker's pipeline."""
     pipeline = Pipeline(
-        home,
+        storage,
         lambda: StandInEngine(capacity=1, tick_seconds=TICK_SECONDS, size=SIZE),
         settings,
     )
     await pipeline.run(asyncio.Event(), asyncio.Event())
-    return images_per_second(home.blobs.written_at), pipeline.lane.clock.idle_fraction
+    return images_per_second(storage.blobs.written_at), pipeline.engine_thread.clock.idle_fraction
 
 
 def images_per_second(written_at: list[float]) -> float:
@@ -166,15 +166,15 @@ async def measure(folder: Path, jobs: int) -> dict[str, float]:
         settings = WorkerSettings(
             storage=f"local:{folder / name}", model=Path("stand-in"), until_empty=True
         )
-        async with storage_open.open_storage(settings) as near:
+        async with open_storage(settings) as near:
             await near.create()
             bodies = [f'{{"prompt": "a house", "id": "j{number}"}}' for number in range(jobs)]
             await near.queue.send(bodies)
-            home = FarHome(near)
+            storage = FarStorage(near)
             if name == "sequential":
-                rates["sequential_images_per_second"] = await sequential(home, settings)
+                rates["sequential_images_per_second"] = await sequential(storage, settings)
             else:
-                rate, idle = await pipelined(home, settings)
+                rate, idle = await pipelined(storage, settings)
                 rates["pipelined_images_per_second"] = rate
                 rates["ratio"] = rate / rates["sequential_images_per_second"]
                 rates["pipelined_idle_fraction"] = idle

@@ -21,7 +21,7 @@ from typing import TYPE_CHECKING
 from rich.console import Console
 from rich.table import Table
 
-from imagefleet.storage import open as storage_open
+from imagefleet.storage.open import open_storage
 from worker.process import WorkerReport, run_worker
 from worker.settings import WorkerSettings
 from worker.testing import StandInEngine
@@ -45,19 +45,19 @@ def work(folder: Path) -> WorkerReport:
 
 
 async def fill(folder: Path, jobs: int) -> float:
-    """Sends the jobs; returns messages a second."""
-    async with storage_open.open_storage(settings_for(folder)) as home:
-        await home.create()
+    """Sends the jobs; returns messages/s."""
+    async with open_storage(settings_for(folder)) as storage:
+        await storage.create()
         began_at = time.monotonic()
         for first in range(0, jobs, SEND_BATCH):
             numbers = range(first, min(first + SEND_BATCH, jobs))
-            await home.queue.send(f'{{"prompt": "a house", "id": "j{n}"}}' for n in numbers)
+            await storage.queue.send(f'{{"prompt": "a house", "id": "j{n}"}}' for n in numbers)
         return jobs / (time.monotonic() - began_at)
 
 
 async def stored(folder: Path) -> set[str]:
-    async with storage_open.open_storage(settings_for(folder)) as home:
-        return {name async for name in home.blobs.names()}
+    async with open_storage(settings_for(folder)) as storage:
+        return {name async for name in storage.blobs.names()}
 
 
 def drain(folder: Path, processes: int) -> tuple[float, list[WorkerReport]]:

@@ -14,10 +14,10 @@ THROWN_AWAY = 'imagefleet_wasted_dollars_total{reason=~"failed|duplicate"}'
 FLEET = Dashboard(
     "fleet",
     "imagefleet: Fleet",
-    "How many images a second, from how many replicas of which cards?",
+    "How many images/s, from how many replicas of which cards?",
     (
         Panel(
-            "Images a second",
+            "Images/s",
             "Is the fleet as fast as it should be, now?",
             "none",
             (Query(rate("imagefleet_images_total")),),
@@ -46,7 +46,7 @@ FLEET = Dashboard(
             "stat",
         ),
         Panel(
-            "Images a second by GPU",
+            "Images/s by GPU",
             "Which cards make the images?",
             "none",
             (
@@ -65,7 +65,7 @@ FLEET = Dashboard(
             "stack",
         ),
         Panel(
-            "Images a second of one replica, by GPU",
+            "Images/s of one replica, by GPU",
             "How fast is each card? A fall of one class points at its nodes or its driver.",
             "none",
             (
@@ -77,7 +77,7 @@ FLEET = Dashboard(
             ),
         ),
         Panel(
-            "Jobs a second, in and out",
+            "Jobs/s, in and out",
             "Does the queue grow because more arrives or because less is done?",
             "none",
             (
@@ -106,21 +106,21 @@ COST = Dashboard(
     "How many images does a dollar buy, and where does the rest of it go?",
     (
         Panel(
-            "Images a dollar now, all in",
+            "Images per dollar now, all in",
             "What does the fleet earn at this moment, storage operations paid?",
             "short",
             (Query("imagefleet:images_per_dollar:all_in"),),
             "stat",
         ),
         Panel(
-            "Images a dollar now, GPU only",
+            "Images per dollar now, GPU only",
             "The same by the price of the replicas alone, as others publish it.",
             "short",
             (Query("imagefleet:images_per_dollar:gpu"),),
             "stat",
         ),
         Panel(
-            "Images a dollar, time shown, all in",
+            "Images per dollar, time shown, all in",
             "What did this run come to? Choose its begin and end as the time range.",
             "short",
             (
@@ -132,7 +132,7 @@ COST = Dashboard(
             "stat",
         ),
         Panel(
-            "Images a dollar, time shown, GPU only",
+            "Images per dollar, time shown, GPU only",
             "The same by the price of the replicas alone.",
             "short",
             (Query(f"{gained('imagefleet_images_total')} / {gained(GPU_DOLLARS)}"),),
@@ -147,7 +147,7 @@ COST = Dashboard(
             decimals=2,
         ),
         Panel(
-            "Dollars an hour now",
+            "Dollars per hour now",
             "What does it cost to leave this running?",
             "currencyUSD",
             (Query("sum(imagefleet_price_dollars_per_hour)"),),
@@ -166,7 +166,7 @@ COST = Dashboard(
             decimals=2,
         ),
         Panel(
-            "Images a dollar",
+            "Images per dollar",
             "Since when is it better or worse, and is it above the target?",
             "short",
             (
@@ -177,7 +177,7 @@ COST = Dashboard(
         ),
         Panel(
             "Where the money goes",
-            "Dollars an hour: images that are stored, storage operations, and each kind of waste.",
+            "Dollars per hour: images that are stored, storage operations, and each kind of waste.",
             "currencyUSD",
             (
                 Query(
@@ -196,7 +196,7 @@ COST = Dashboard(
             "stack",
         ),
         Panel(
-            "Images a dollar by GPU",
+            "Images per dollar by GPU",
             "Which card pays, start-up and idle time included?",
             "short",
             (
@@ -412,7 +412,7 @@ FAILURES = Dashboard(
             "stack",
         ),
         Panel(
-            "Jobs a second by outcome",
+            "Jobs/s by outcome",
             "What becomes of the jobs? Retried and lost ones come again.",
             "none",
             (Query(rate("imagefleet_jobs_total", "outcome"), "{{outcome}}"),),
@@ -426,7 +426,7 @@ FAILURES = Dashboard(
         ),
         Panel(
             "Work thrown away",
-            "Dollars an hour of images that failed or were there already.",
+            "Dollars per hour of images that failed or were there already.",
             "currencyUSD",
             (
                 Query(

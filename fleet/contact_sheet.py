@@ -23,7 +23,7 @@ _PAPER = (250, 250, 248)
 _INK = (70, 70, 74)
 
 
-def draw_mosaic(images: Sequence[bytes], columns: int = 6) -> bytes:
+def draw_contact_sheet(images: Sequence[bytes], columns: int = 6) -> bytes:
     """A PNG with the images in rows, read like text, and under each the prompt that is in it.
 
     Raises:

@@ -20,14 +20,14 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 from fleet import console, demo_jobs, options, worker
 from imagefleet import errors
 from imagefleet.pricing import prices
-from imagefleet.storage import open as storage_open
+from imagefleet.storage.open import open_storage
 from worker.settings import WorkerSettings
 
 if TYPE_CHECKING:
     from worker.engine import contract
     from worker.process import WorkerReport
 
-#: The stated price: the card with the most images a dollar in SaladCloud's own benchmarks.
+#: The stated price: the card with the most images per dollar in SaladCloud's own benchmarks.
 PRICED_GPU = "RTX 3060 Ti"
 PRICED_PRIORITY: prices.Priority = "batch"
 
@@ -60,7 +60,7 @@ class _Places:
     directory: Path
 
     @property
-    def home(self) -> Path:
+    def storage(self) -> Path:
         return self.directory / "storage"
 
     @property
@@ -105,15 +105,15 @@ def command(
 
 def _prepare(places: _Places) -> None:
     """An empty home for this run: what an earlier demo left in it goes, anybody else's stays."""
-    if places.home.exists():
-        if not (places.home / _MARKER).exists():
+    if places.storage.exists():
+        if not (places.storage / _MARKER).exists():
             raise errors.SetupError(
-                f"{places.home} is there and not from a demo: give another --directory"
+                f"{places.storage} is there and not from a demo: give another --directory"
             )
-        shutil.rmtree(places.home)
+        shutil.rmtree(places.storage)
     try:
-        places.home.mkdir(parents=True)
-        (places.home / _MARKER).touch()
+        places.storage.mkdir(parents=True)
+        (places.storage / _MARKER).touch()
     except OSError as error:
         raise errors.SetupError(f"cannot write to {places.directory}: {error.strerror}") from None
 
@@ -122,12 +122,12 @@ def _settings(places: _Places, model: Path, loras: Path) -> WorkerSettings:
     return options.read(
         WorkerSettings,
         {
-            "storage": f"local:{places.home}",
+            "storage": f"local:{places.storage}",
             "model": model,
             "lora_directory": loras,
             "until_empty": True,
             "poll_seconds": 0.2,
-            "lora_cache": places.home / "fetched-loras",
+            "lora_cache": places.storage / "fetched-loras",
             "name": "demo",
         },
     )
@@ -160,18 +160,20 @@ class _Stopwatch:
 async def _demo(settings: WorkerSettings, places: _Places, messages: list[str]) -> DemoReport:
     from fleet import contact_sheet
 
-    async with storage_open.open_storage(settings) as home:
-        await home.create()
-        await home.queue.send(messages)
+    async with open_storage(settings) as storage:
+        await storage.create()
+        await storage.queue.send(messages)
     watch, worker_report = await _work(settings, places, len(messages))
     if watch.ended_jobs < len(messages):
         console.stdout.print(f"Stopped after {watch.ended_jobs} of {len(messages)} jobs.")
         raise typer.Exit(console.EXIT_INTERRUPTED)
-    async with storage_open.open_storage(settings) as home:
-        failed = (await home.poison.depth()).messages
-        names = sorted([name async for name in home.blobs.names()])
-        images = [await home.blobs.read(name) for name in names]
-    places.mosaic.write_bytes(contact_sheet.draw_mosaic([image for image in images if image]))
+    async with open_storage(settings) as storage:
+        failed = (await storage.poison.depth()).messages
+        names = sorted([name async for name in storage.blobs.names()])
+        images = [await storage.blobs.read(name) for name in names]
+    places.mosaic.write_bytes(
+        contact_sheet.draw_contact_sheet([image for image in images if image])
+    )
     seconds = watch.ended_at - watch.ready_at
     dollars = seconds / 3600 * prices.gpu_dollars_per_hour(PRICED_GPU, PRICED_PRIORITY)
     return DemoReport(
@@ -246,14 +248,15 @@ def _logging_to(path: Path) -> Iterator[None]:
 
 def _show(report: DemoReport, settings: WorkerSettings, places: _Places) -> None:
     price = prices.gpu_dollars_per_hour(PRICED_GPU, PRICED_PRIORITY)
-    home = shlex.quote(settings.storage)
+    storage = shlex.quote(settings.storage)
     facts = {
-        "images": f"{report.images} in {places.home / settings.container}",
+        "images": f"{report.images} in {places.storage / settings.container}",
         "contact sheet": report.mosaic,
-        "images a second": f"{report.images_per_second:.2f}"
+        "images/s": f"{report.images_per_second:.2f}"
         f" ({report.seconds:.1f} s, the loading of the model not counted)",
         "engine waited": f"{report.engine_idle_fraction:.1%} of the time",
-        "images a dollar": f"{report.images_per_dollar:,.0f}: this machine's speed at the price of"
+        "images per dollar": f"{report.images_per_dollar:,.0f}: this machine's speed at the price"
+        " of"
         f" an {PRICED_GPU} ({PRICED_PRIORITY} priority, ${price:.2f} an hour)."
         " The demo's model is a hundredth of Stable Diffusion's size: no figure to compare",
         "failed jobs": f"{report.failed}, wrong on purpose; they are shown by:",
@@ -261,7 +264,7 @@ def _show(report: DemoReport, settings: WorkerSettings, places: _Places) -> None
     for name, fact in facts.items():
         console.stdout.print(f"{name:<16} {fact}", soft_wrap=True, highlight=False)
     console.stdout.print(
-        f"\n  {_this_program()} failed list --storage {home}", soft_wrap=True, highlight=False
+        f"\n  {_this_program()} failed list --storage {storage}", soft_wrap=True, highlight=False
     )
 
 

@@ -17,8 +17,8 @@ from rich.text import Text
 from fleet import console, options
 from imagefleet import errors
 from imagefleet.storage import dead_letter_queue
-from imagefleet.storage import open as storage_open
 from imagefleet.storage.dead_letter_queue import Entry, Selection, Swept
+from imagefleet.storage.open import open_storage
 from imagefleet.storage.protocol import Storage
 from imagefleet.storage.settings import StorageSettings
 
@@ -176,16 +176,16 @@ def _selection(
 
 
 @contextlib.asynccontextmanager
-async def _home(settings: StorageSettings) -> AsyncIterator[Storage]:
-    async with storage_open.open_storage(settings) as home:
-        await home.check()
-        yield home
+async def _storage(settings: StorageSettings) -> AsyncIterator[Storage]:
+    async with open_storage(settings) as storage:
+        await storage.check()
+        yield storage
 
 
 async def _list(settings: StorageSettings, selection: Selection, limit: int) -> Listing:
     listing = Listing()
-    async with _home(settings) as home:
-        async for entry in dead_letter_queue.browse(home, selection):
+    async with _storage(settings) as storage:
+        async for entry in dead_letter_queue.browse(storage, selection):
             record = entry.record
             kind = (record.error, record.reason) if record else (_NO_RECORD, "")
             listing.errors[kind] += 1
@@ -196,40 +196,42 @@ async def _list(settings: StorageSettings, selection: Selection, limit: int) -> 
 
 
 async def _show(settings: StorageSettings, job_id: str) -> list[dict[str, Any]]:
-    async with _home(settings) as home:
+    async with _storage(settings) as storage:
         selection = Selection(id=job_id)
         records = [
-            {**_record(entry), "job": await _job(entry, home)}
-            async for entry in dead_letter_queue.browse(home, selection)
+            {**_record(entry), "job": await _job(entry, storage)}
+            async for entry in dead_letter_queue.browse(storage, selection)
         ]
         if not records:
-            raise errors.SetupError(f"no failed job {job_id!r} is to be seen in {home.poison.name}")
+            raise errors.SetupError(
+                f"no failed job {job_id!r} is to be seen in {storage.poison.name}"
+            )
     return records
 
 
 async def _count(settings: StorageSettings, selection: Selection) -> int:
-    async with _home(settings) as home:
-        return sum([1 async for _ in dead_letter_queue.browse(home, selection)])
+    async with _storage(settings) as storage:
+        return sum([1 async for _ in dead_letter_queue.browse(storage, selection)])
 
 
 async def _replay(settings: StorageSettings, selection: Selection) -> Swept:
-    async with _home(settings) as home:
+    async with _storage(settings) as storage:
         with _counter("replayed") as show_count:
-            return await dead_letter_queue.replay(home, selection, show_count)
+            return await dead_letter_queue.replay(storage, selection, show_count)
 
 
 async def _discard(settings: StorageSettings, selection: Selection) -> Swept:
-    async with _home(settings) as home:
+    async with _storage(settings) as storage:
         with _counter("discarded") as show_count:
-            return await dead_letter_queue.discard(home, selection, show_count)
+            return await dead_letter_queue.discard(storage, selection, show_count)
 
 
-async def _job(entry: Entry, home: Storage) -> object:
+async def _job(entry: Entry, storage: Storage) -> object:
     """The job's fields; or its message as it is, where that is no JSON."""
     body = entry.message.body
     if entry.record is not None:
         try:
-            body = await entry.record.message(home.blobs)
+            body = await entry.record.message(storage.blobs)
         except errors.JobError as error:
             return f"({error.message})"
     try:

@@ -26,7 +26,7 @@ from rich.progress import (
 
 from fleet import console, options
 from imagefleet import errors
-from imagefleet.storage import open as storage_open
+from imagefleet.storage.open import open_storage
 from imagefleet.storage.protocol import Storage
 from loadgen.settings import LoadSettings
 
@@ -105,9 +105,9 @@ def command(
     place = None
     if file != "-":
         place = checkpoint_file or checkpoint.default_path(Path(file), settings.queue)
-    home = storage_open.open_storage(settings)
+    storage = open_storage(settings)
     load = Load(
-        home,
+        storage,
         source,
         place=place,
         restart=restart,
@@ -119,7 +119,7 @@ def command(
         _say(f"looking for invalid jobs in {file} before any is sent")
     load.check()  # before the event loop begins: a long file can be interrupted by Ctrl-C
     with _progress(source.count, load.confirmed, quiet=quiet) as show:
-        summary = console.run(_run(home, load, show))
+        summary = console.run(_run(storage, load, show))
     if as_json:
         console.print_json({**asdict(summary), "invalid": skipped.count})
     elif not quiet:
@@ -142,9 +142,9 @@ class _Skipped:
             _say("more lines are left out; the summary counts them")
 
 
-async def _run(home: Storage, load: Load, show: Callable[[int], None]) -> Summary:
+async def _run(storage: Storage, load: Load, show: Callable[[int], None]) -> Summary:
     loop = asyncio.get_running_loop()
-    async with home:
+    async with storage:
         # Thread-safe also means signal-safe: it wakes a loop that sleeps.
         with _stopped_by_ctrl_c(lambda: loop.call_soon_threadsafe(load.stop)):
             return await load.run(show)

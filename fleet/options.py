@@ -26,8 +26,9 @@ from fleet import console
 from fleet.settings import ExporterSettings, MonitorSettings
 from imagefleet import errors
 from imagefleet.storage.settings import StorageSettings
+from imagefleet.telemetry.settings import TelemetrySettings
 from loadgen.settings import LoadSettings
-from worker.settings import TelemetrySettings, WorkerSettings
+from worker.settings import WorkerSettings
 
 PREFIX = "IMAGEFLEET_"
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from pydantic import Field
 
 from imagefleet.storage.settings import StorageSettings
-from worker.settings import TelemetrySettings
+from imagefleet.telemetry.settings import TelemetrySettings
 
 
 class MonitorSettings(StorageSettings):

@@ -19,6 +19,16 @@ _LOGGER = logging.getLogger(__name__)
 _Result = TypeVar("_Result")
 
 
+def jitter(seconds: float, low: float = 0.5, high: float = 1.0) -> float:
+    """*seconds* times a random factor, so that replicas that start together do not stay in step."""
+    return seconds * random.uniform(low, high)  # noqa: S311 - no secret
+
+
+def backoff(retries: int, first_seconds: float, longest_seconds: float) -> float:
+    """The pause before the next try after *retries* earlier ones: doubled each time, jittered."""
+    return jitter(min(longest_seconds, first_seconds * 2 ** min(retries, 30)))
+
+
 def log_retry(error: errors.TransientError) -> None:
     _LOGGER.info("trying again: %s", error.message, extra={"action": "storage_retry"})
 
@@ -67,7 +77,7 @@ class RetryPolicy:
                     if not self.waits_for_access:
                         raise
                     self.on_retry(error)
-                await asyncio.sleep(random.uniform(0, self.longest_wait_seconds))  # noqa: S311
+                await asyncio.sleep(jitter(self.longest_wait_seconds, low=0))
 
         return await tries(attempt)
 

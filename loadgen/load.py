@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from imagefleet import errors
-from imagefleet.storage import open as storage_open
+from imagefleet.storage.open import LOCAL_SCHEME
 from imagefleet.storage.protocol import Storage
 from loadgen import fill
 from loadgen.checkpoint import Checkpoint, CheckpointFile, resume
@@ -38,7 +38,7 @@ class Load:
 
     def __init__(
         self,
-        home: Storage,
+        storage: Storage,
         source: Source,
         *,
         place: Path | None,
@@ -46,15 +46,15 @@ class Load:
         concurrency: int,
         rate: float | None,
     ) -> None:
-        self._home = home
+        self._storage = storage
         self._source = source
         self._place = place
         wanted = Checkpoint(
-            source=source.identity, storage=_whereabouts(home), queue=home.queue.name
+            source=source.identity, storage=_whereabouts(storage), queue=storage.queue.name
         )
         self._begun = wanted if place is None or restart else resume(place, wanted)
         self._filler = fill.Filler(
-            home.queue, source, start=self.confirmed, concurrency=concurrency, rate=rate
+            storage.queue, source, start=self.confirmed, concurrency=concurrency, rate=rate
         )
 
     @property
@@ -92,8 +92,8 @@ class Load:
             progress = await self._fill(on_confirmed)
         seconds = time.monotonic() - began
         return Summary(
-            storage=self._home.url,
-            queue=self._home.queue.name,
+            storage=self._storage.url,
+            queue=self._storage.queue.name,
             sent=progress.sent,
             confirmed=progress.confirmed,
             total=self._source.count,
@@ -105,7 +105,7 @@ class Load:
     async def _fill(self, on_confirmed: Callable[[int], None]) -> fill.Progress:
         if self.confirmed:
             await self._check_that_the_queue_still_is_there()
-        await self._home.create()
+        await self._storage.create()
         kept = CheckpointFile(self._place, self._begun) if self._place else None
         if kept is None:
             return await self._filler.run(lambda progress: on_confirmed(progress.confirmed))
@@ -122,7 +122,7 @@ class Load:
 
     async def _check_that_the_queue_still_is_there(self) -> None:
         try:
-            await self._home.queue.check()
+            await self._storage.queue.check()
         except errors.SetupError as error:
             raise errors.SetupError(
                 f"{self._place} says that {self.confirmed:,} jobs are sent, but {error.message};"
@@ -130,10 +130,8 @@ class Load:
             ) from None
 
 
-def _whereabouts(home: Storage) -> str:
+def _whereabouts(storage: Storage) -> str:
     """The home's address, the same from every directory."""
-    if not home.url.startswith(storage_open.LOCAL_SCHEME):
-        return home.url
-    return storage_open.LOCAL_SCHEME + str(
-        Path(home.url.removeprefix(storage_open.LOCAL_SCHEME)).absolute()
-    )
+    if not storage.url.startswith(LOCAL_SCHEME):
+        return storage.url
+    return LOCAL_SCHEME + str(Path(storage.url.removeprefix(LOCAL_SCHEME)).absolute())

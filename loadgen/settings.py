@@ -21,5 +21,5 @@ class LoadSettings(StorageSettings):
         default=None,
         gt=0,
         allow_inf_nan=False,
-        description="Jobs a second at most; as fast as it goes without it.",
+        description="Jobs/s at most; as fast as it goes without it.",
     )

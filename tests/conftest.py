@@ -32,8 +32,8 @@ from cryptography.hazmat.primitives import hashes, serialization
 from cryptography.hazmat.primitives.asymmetric import ec
 from cryptography.x509.oid import NameOID
 
-from imagefleet.storage import open as storage_open
 from imagefleet.storage.azure.storage import API_VERSION
+from imagefleet.storage.open import open_storage
 from imagefleet.storage.protocol import Storage
 from imagefleet.storage.settings import StorageSettings
 
@@ -203,9 +203,9 @@ def storage_settings(request: pytest.FixtureRequest) -> StorageSettings:
 @pytest.fixture
 async def storage(storage_settings: StorageSettings) -> AsyncIterator[Storage]:
     """A home, opened and created."""
-    async with storage_open.open_storage(storage_settings) as home:
-        await home.create()
-        yield home
+    async with open_storage(storage_settings) as storage:
+        await storage.create()
+        yield storage
 
 
 @pytest.fixture(scope="session")

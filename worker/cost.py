@@ -15,7 +15,7 @@ from typing import Literal
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
 from prometheus_client.registry import Collector
 
-from worker.gpu_thread import GpuLane
+from worker.gpu_thread import EngineThread
 from worker.metered import Operations
 from worker.replica import Replica
 
@@ -30,13 +30,13 @@ class CostMeter(Collector):
 
     def __init__(
         self,
-        lane: GpuLane,
+        engine_thread: EngineThread,
         replica: Replica,
         operations: Operations,
         began_at: float | None = None,
     ) -> None:
         """*began_at*: when the replica began to be billed (monotonic seconds); None: now."""
-        self._lane = lane
+        self._engine_thread = engine_thread
         self._replica = replica
         self._operations = operations
         self._began_at = time.monotonic() if began_at is None else began_at
@@ -77,7 +77,7 @@ class CostMeter(Collector):
 
     def lost(self, reason: LostImage) -> None:
         """An image that the GPU made will not be stored: the mean time of one is wasted."""
-        clock = self._lane.clock
+        clock = self._engine_thread.clock
         if clock.images:
             self._lost_seconds[reason] += clock.busy_seconds / clock.images
 
@@ -85,7 +85,7 @@ class CostMeter(Collector):
         """Seconds of the replica by what they were wasted on."""
         now = time.monotonic()
         ready_at = now if self._ready_at is None else self._ready_at
-        clock, tick_began_at = self._lane.clock, self._lane.tick_began_at
+        clock, tick_began_at = self._engine_thread.clock, self._engine_thread.tick_began_at
         in_tick = 0.0 if tick_began_at is None else now - tick_began_at
         # The engine's thread writes both while this reads them. A counter that went back, be it by
         # a tick, would count its whole value again in Prometheus.

@@ -65,7 +65,7 @@ class GpuClock:
         return self.images / self.busy_seconds if self.busy_seconds else 0.0
 
 
-class GpuLane:
+class EngineThread:
     """Feeds one engine from the event loop and brings back what it finished.
 
     `submit` and `finished` belong to the event loop; the engine is touched by its thread alone,
@@ -84,7 +84,7 @@ class GpuLane:
         self._began_at = time.monotonic()
         self._load = load
         self._why_idle = why_idle
-        self._intake: deque[tuple[int, contract.Prepared]] = deque()
+        self._preparer: deque[tuple[int, contract.Prepared]] = deque()
         self._wake = threading.Condition()
         self._shut = False
         self._closing = False
@@ -123,7 +123,7 @@ class GpuLane:
         await self._room.acquire()
         with self._wake:
             if not self._shut:
-                self._intake.append((ticket, prepared))
+                self._preparer.append((ticket, prepared))
                 self._wake.notify()
                 return True
         self._room.release()
@@ -133,8 +133,8 @@ class GpuLane:
         """Takes nothing in any more; returns the tickets that the engine has not begun."""
         with self._wake:
             self._shut = True
-            tickets = [ticket for ticket, _ in self._intake]
-            self._intake.clear()
+            tickets = [ticket for ticket, _ in self._preparer]
+            self._preparer.clear()
         if self._room is not None:
             self._room.release()  # and so, one after the other, whoever waits at the door
         return tickets
@@ -218,8 +218,8 @@ class GpuLane:
         while not self._closing:
             admitted: list[tuple[int, contract.Prepared]] = []
             with self._wake:
-                while self._intake and len(admitted) < engine.free:
-                    admitted.append(self._intake.popleft())
+                while self._preparer and len(admitted) < engine.free:
+                    admitted.append(self._preparer.popleft())
                     self._admitted_at[admitted[-1][0]] = time.monotonic()
                 if not admitted and not engine.busy:
                     self._wait_for_work()

@@ -10,7 +10,7 @@ from worker.leases import Lease
 
 
 @dataclass(slots=True, eq=False)
-class JobInHand:
+class InFlightJob:
     """One leased message. It is settled once: acknowledged, buried, retried, dropped, handed back.
 
     Two stages may want to settle it at the same time (one image fails while another is stored);
@@ -40,10 +40,10 @@ class JobInHand:
 
 
 @dataclass(slots=True, eq=False)
-class ImageInHand:
+class InFlightImage:
     """One image of a job on its way; *ready_at* is when it was ready for the engine."""
 
-    owner: JobInHand
+    owner: InFlightJob
     job: Job
     index: int
     size: tuple[int, int]

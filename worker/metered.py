@@ -107,11 +107,11 @@ class MeteredBlobs:
 class MeteredStorage(wrapped.WrappedStorage):
     """A home behind the two; *operations* counts on."""
 
-    def __init__(self, home: protocol.Storage) -> None:
+    def __init__(self, storage: protocol.Storage) -> None:
         self.operations = Operations()
         super().__init__(
-            home,
-            queue=MeteredQueue(home.queue, self.operations),
-            poison=MeteredQueue(home.poison, self.operations),
-            blobs=MeteredBlobs(home.blobs, self.operations),
+            storage,
+            queue=MeteredQueue(storage.queue, self.operations),
+            poison=MeteredQueue(storage.poison, self.operations),
+            blobs=MeteredBlobs(storage.blobs, self.operations),
         )

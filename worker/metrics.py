@@ -11,7 +11,7 @@ from prometheus_client.registry import Collector
 from imagefleet import errors
 from imagefleet.telemetry.queue_gauges import QueueGauges
 from worker.files.loras import LoraLibrary
-from worker.gpu_thread import GpuLane
+from worker.gpu_thread import EngineThread
 
 STAGES = ("pull", "prepare", "wait_gpu", "generate", "encode", "upload", "acknowledge")
 
@@ -115,12 +115,12 @@ class WorkerMetrics:
 class EngineCollector(Collector):
     """Reads the engine's clock, its slots and the LoRA look-ups at each scrape."""
 
-    def __init__(self, lane: GpuLane, library: LoraLibrary) -> None:
-        self._lane = lane
+    def __init__(self, engine_thread: EngineThread, library: LoraLibrary) -> None:
+        self._engine_thread = engine_thread
         self._library = library
 
     def collect(self) -> Iterator[Metric]:
-        clock = self._lane.clock
+        clock = self._engine_thread.clock
         yield CounterMetricFamily(
             "imagefleet_gpu_busy_seconds", "Time the engine worked.", value=clock.busy_seconds
         )
@@ -140,13 +140,15 @@ class EngineCollector(Collector):
         yield CounterMetricFamily(
             "imagefleet_engine_recompiles",
             "Compilations after the warm-up; more than 0 is a fault of the engine.",
-            value=self._lane.recompiles(),
+            value=self._engine_thread.recompiles(),
         )
         slots = GaugeMetricFamily(
             "imagefleet_slots", "Places of the engine's batch by state.", labels=["state"]
         )
-        slots.add_metric(["busy"], self._lane.in_engine)
-        slots.add_metric(["free"], max(0, self._lane.capacity - self._lane.in_engine))
+        slots.add_metric(["busy"], self._engine_thread.in_engine)
+        slots.add_metric(
+            ["free"], max(0, self._engine_thread.capacity - self._engine_thread.in_engine)
+        )
         yield slots
         lookups = CounterMetricFamily(
             "imagefleet_lora_cache",
@@ -155,7 +157,7 @@ class EngineCollector(Collector):
         )
         for cache, counts in (
             ("disk", self._library.lookups),
-            ("memory", self._lane.lora_lookups),
+            ("memory", self._engine_thread.lora_lookups),
         ):
             for result in ("hit", "miss"):
                 lookups.add_metric([cache, result], counts.get(result, 0))

@@ -21,16 +21,16 @@ from worker import replica
 from worker.cost import CostMeter
 from worker.engine import contract
 from worker.files.loras import LoraLibrary
-from worker.gpu_thread import GpuLane
-from worker.in_flight import JobInHand
+from worker.gpu_thread import EngineThread
+from worker.in_flight import InFlightJob
 from worker.leases import LeaseKeeper
 from worker.metered import MeteredStorage
 from worker.metrics import EngineCollector, WorkerMetrics
 from worker.node import limits as node_limits
 from worker.node.check import NodeCheck
-from worker.node.watchdog import NodeWatch
+from worker.node.watchdog import NodeWatchdog
 from worker.pull import Puller
-from worker.salad.reallocation import Replacement
+from worker.salad.reallocation import Reallocation
 from worker.settings import WorkerSettings
 from worker.settle import Outcome, Settler
 from worker.stages.stages import Stages
@@ -53,7 +53,7 @@ def _tell_of_outage(error: errors.TransientError) -> None:
 
 
 #: Storage that is down for a few minutes costs no generated image; the leases are kept meanwhile.
-PATIENCE = retry.RetryPolicy(
+STORAGE_RETRIES = retry.RetryPolicy(
     tries=15, longest_wait_seconds=30, waits_for_access=True, on_retry=_tell_of_outage
 )
 
@@ -63,63 +63,65 @@ class Pipeline:
 
     def __init__(
         self,
-        home: protocol.Storage,
+        storage: protocol.Storage,
         load: Callable[[], contract.Engine],
         settings: WorkerSettings,
         *,
         on_settled: Callable[[Outcome], None] = lambda _: None,
-        patience: retry.RetryPolicy = PATIENCE,
+        retry_policy: retry.RetryPolicy = STORAGE_RETRIES,
         runs_on: replica.Replica = replica.UNKNOWN,
         began_at: float | None = None,
         metrics: WorkerMetrics | None = None,
         limits: node_limits.NodeLimits = node_limits.NO_LIMITS,
-        replacement: Replacement | None = None,
+        reallocation: Reallocation | None = None,
     ) -> None:
         """*load* makes the engine; it is called on the engine's own thread.
 
         The replica is billed from *began_at* on (monotonic seconds), by default from now. *limits*
         are what this node is held to, *replacement* the way off it.
         """
-        home = metered = MeteredStorage(home)
+        storage = metered = MeteredStorage(storage)
         self.metrics = metrics or WorkerMetrics()
         self.started = False
         self.ready = False
-        self._home = home
+        self._storage = storage
         self._settings = settings
-        self._patience = patience
+        self._retry_policy = retry_policy
         self._keeper = LeaseKeeper(
-            home.queue,
+            storage.queue,
             settings.lease_seconds,
             on_renewal=lambda result: self.metrics.lease_renewals.labels(result).inc(),
         )
         self.settler = Settler(
-            home,
+            storage,
             self._keeper,
             self.metrics,
             max_attempts=settings.max_attempts,
             worker_name=settings.name,
-            patience=patience,
+            retry_policy=retry_policy,
             on_settled=self._settled,
         )
         self._on_settled = on_settled
-        self._check = NodeCheck(home.blobs, settings, limits)
-        self.lane = GpuLane(
+        self._check = NodeCheck(storage.blobs, settings, limits)
+        self.engine_thread = EngineThread(
             lambda: self._check.load(load), why_idle=self._why_idle, backlog=ENCODE_BACKLOG
         )
-        self._watch = NodeWatch(self.lane, limits, self.metrics)
-        self._replacement = replacement or Replacement(None, self.metrics)
+        self._watch = NodeWatchdog(self.engine_thread, limits, self.metrics)
+        self._reallocation = reallocation or Reallocation(None, self.metrics)
         self._puller = Puller(
-            home.queue, self._keeper, self.settler, self.lane, self.metrics, settings
+            storage.queue, self._keeper, self.settler, self.engine_thread, self.metrics, settings
         )
         self._library = LoraLibrary(
-            home.blobs,
+            storage.blobs,
             directory=settings.lora_directory,
             cache=settings.lora_cache,
             cache_bytes=settings.lora_cache_megabytes * 2**20,
             max_bytes=settings.lora_megabytes * 2**20,
         )
-        self.cost = CostMeter(self.lane, runs_on, metered.operations, began_at)
-        self.metrics.follow(EngineCollector(self.lane, self._library), self.cost, self._check)
+        self.cost = CostMeter(self.engine_thread, runs_on, metered.operations, began_at)
+        self.metrics.follow(
+            EngineCollector(self.engine_thread, self._library), self.cost, self._check
+        )
         self.metrics.introduce(
             worker=settings.name,
             version=_version(),
@@ -146,14 +148,14 @@ class Pipeline:
                 await self._work(starting.result(), stopping, hurry)
         finally:
             await _cancel([starting, stopping])
-            await self.lane.stop()
+            await self.engine_thread.stop()
 
     async def _start_up(self) -> contract.Engine:
         """Loads the engine and checks the node, which may use different parts of it at once."""
         uploading = asyncio.create_task(self._check.upload(), name="check upload")
         try:
             async with self._check.within_its_time():
-                engine = await self.lane.start()
+                engine = await self.engine_thread.start()
                 await uploading
         finally:
             await _cancel([uploading])
@@ -164,15 +166,15 @@ class Pipeline:
     ) -> None:
         self.cost.ready()
         stages = Stages(
-            self._home,
+            self._storage,
             engine,
-            self.lane,
+            self.engine_thread,
             self._puller,
             self.settler,
             self._library,
             self.metrics,
             self._settings,
-            patience=self._patience,
+            retry_policy=self._retry_policy,
             cost=self.cost,
             watch=self._watch,
         )
@@ -189,7 +191,7 @@ class Pipeline:
         finally:
             self.ready = False
             await self._stop_pulling(pull)
-            await self._hand_back(self.settler.in_hand)
+            await self._hand_back(self.settler.in_flight)
             await _cancel(workers)
             stages.close()
             self.images_written = stages.images_written
@@ -197,7 +199,7 @@ class Pipeline:
     def _start(self, stages: Stages) -> list[asyncio.Task[Any]]:
         side_tasks: list[tuple[str, int, Callable[[], Awaitable[None]]]] = [
             ("keep leases", 1, self._keeper.run),
-            ("watch engine", 1, lambda: self.lane.watch(self._settings.stall_seconds)),
+            ("watch engine", 1, lambda: self.engine_thread.watch(self._settings.stall_seconds)),
         ]
         if self._watch.is_on:
             side_tasks.append(("watch node", 1, lambda: self._watch_node(stages)))
@@ -220,15 +222,15 @@ class Pipeline:
     ) -> None:
         """Hands back what has not begun and waits for what has."""
         await self._hand_back(stages.withdraw())
-        done = asyncio.create_task(self.settler.nothing_in_hand.wait(), name="finish")
+        done = asyncio.create_task(self.settler.nothing_in_flight.wait(), name="finish")
         hurried = asyncio.create_task(hurry.wait(), name="hurry")
         try:
             await _first_end({done, hurried}, workers)
         finally:
             await _cancel([done, hurried])
 
-    async def _hand_back(self, jobs: Iterable[JobInHand]) -> None:
-        handing = [self.settler.hand_back(held) for held in list(jobs)]
+    async def _hand_back(self, jobs: Iterable[InFlightJob]) -> None:
+        handing = [self.settler.hand_back(in_flight) for in_flight in list(jobs)]
         with contextlib.suppress(TimeoutError):
             async with asyncio.timeout(HAND_BACK_SECONDS):
                 for result in await asyncio.gather(*handing, return_exceptions=True):
@@ -246,13 +248,13 @@ class Pipeline:
             NodeError: another node is on its way, or there is nobody to ask for one.
         """
         while True:
-            reason = await self._watch.broken(stages.proof.verdict)
+            reason = await self._watch.broken(stages.canary.verdict)
             self._puller.pause()
             self.ready = False
             with contextlib.suppress(TimeoutError):
                 async with asyncio.timeout(LAST_JOBS_SECONDS):
-                    await self.settler.nothing_in_hand.wait()
-            if not self._replacement.is_possible or await self._replacement.ask(reason):
+                    await self.settler.nothing_in_flight.wait()
+            if not self._reallocation.is_possible or await self._reallocation.ask(reason):
                 raise errors.NodeError(reason)
             self._puller.resume()
             self.ready = True
@@ -260,14 +262,14 @@ class Pipeline:
     def _why_idle(self) -> str:
         return self._puller.why_idle()
 
-    def _settled(self, held: JobInHand, outcome: Outcome) -> None:
-        self._puller.left(held)
+    def _settled(self, in_flight: InFlightJob, outcome: Outcome) -> None:
+        self._puller.left(in_flight)
         self._on_settled(outcome)
 
     async def _measure_queues(self) -> None:
-        untold = {self._home.queue.name, self._home.poison.name}
+        untold = {self._storage.queue.name, self._storage.poison.name}
         while True:
-            for queue in (self._home.queue, self._home.poison):
+            for queue in (self._storage.queue, self._storage.poison):
                 try:
                     depth = await queue.depth()
                 except errors.FleetError as error:

@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 
 from imagefleet import errors
-from imagefleet.storage import open as storage_open
+from imagefleet.storage.open import open_storage
 from imagefleet.telemetry import probes, push
 from worker import replica
 from worker.engine import contract
@@ -21,7 +21,7 @@ from worker.node import limits
 from worker.pipeline import Pipeline
 from worker.salad import deletion_cost, wait_for_operator
 from worker.salad import metadata as salad_metadata
-from worker.salad.reallocation import Replacement
+from worker.salad.reallocation import Reallocation
 from worker.settings import WorkerSettings
 from worker.settle import Outcome
 
@@ -56,8 +56,9 @@ async def run_worker(
 
     On SaladCloud it ends for no reason that another node would meet as well: an empty queue is
     looked at now and then (`until_empty` is ignored), and for storage, credentials and whatever
-    else only the operator can set right it waits (`worker.salad.wait_for_operator`). A broken node is given back
-    (`worker.salad.reallocation`). SIGTERM need not come before the end there; what counts is the leases.
+    else only the operator can set right it waits (`worker.salad.wait_for_operator`). A broken node
+    is given back (`worker.salad.reallocation`). SIGTERM need not come before the end there; what
+    counts is the leases.
 
     Raises:
         SetupError: a queue, a credential or the model is missing; NodeError: the machine is
@@ -95,7 +96,7 @@ class _Worker:
         self._hurry = hurry
         self._began_at = time.monotonic()
         self._metrics = WorkerMetrics()
-        self._replacement = Replacement(metadata, self._metrics)
+        self._reallocation = Reallocation(metadata, self._metrics)
         self._pipeline: Pipeline | None = None
         self._has_started = False
         self._port = settings.port
@@ -112,7 +113,7 @@ class _Worker:
                 port=settings.port,
             ) as self._port,
             push.pushing(self._metrics.registry, settings, job="imagefleet-worker"),
-            deletion_cost.telling(self._metadata, self._jobs_in_hand),
+            deletion_cost.telling(self._metadata, self._jobs_in_flight),
         ):
             if self._metadata is None:
                 await self._attempt()
@@ -139,8 +140,8 @@ class _Worker:
                 has_worked=lambda: self._pipeline is not None and self._pipeline.started,
             )
         except errors.NodeError as error:
-            if await self._replacement.ask(error.message):
-                await wait_for_operator.unless(self._stop, self._replacement.stay())
+            if await self._reallocation.ask(error.message):
+                await wait_for_operator.unless(self._stop, self._reallocation.stay())
             if not self._stop.is_set():
                 raise
 
@@ -148,12 +149,12 @@ class _Worker:
         """Opens the storage and works until there is a reason to end."""
         self._pipeline = None
         runs_on = await asyncio.to_thread(replica.find_replica, self._settings)
-        proof = None if self._metadata is None else self._metadata.token
-        async with storage_open.open_storage(self._settings, proof=proof) as home:
-            if not await wait_for_operator.unless(self._stop, home.check()):
+        identity_token = None if self._metadata is None else self._metadata.token
+        async with open_storage(self._settings, identity_token=identity_token) as storage:
+            if not await wait_for_operator.unless(self._stop, storage.check()):
                 return
             self._pipeline = Pipeline(
-                home,
+                storage,
                 self._load,
                 self._settings,
                 on_settled=self._on_settled,
@@ -163,21 +164,23 @@ class _Worker:
                 limits=limits.limits_of(
                     self._settings, runs_on.gpu, on_salad=self._metadata is not None
                 ),
-                replacement=self._replacement,
+                reallocation=self._reallocation,
             )
             log.info(
                 "pulling from %s of %s, metrics at http://%s:%d/metrics",
-                home.queue.name,
-                home.url,
+                storage.queue.name,
+                storage.url,
                 self._settings.host,
                 self._port,
                 extra={"action": "start", "port": self._port},
             )
-            if await model.fetched(self._settings, home.blobs, self._stop):
+            if await model.fetched(self._settings, storage.blobs, self._stop):
                 await self._pipeline.run(self._stop, self._hurry)
 
     def _is_live(self) -> bool:
-        return self._pipeline is None or not self._pipeline.lane.hangs(self._settings.stall_seconds)
+        return self._pipeline is None or not self._pipeline.engine_thread.hangs(
+            self._settings.stall_seconds
+        )
 
     def _is_started(self) -> bool:
         """Whether SaladCloud may stop looking for a start: a node that waits is no bad node."""
@@ -189,8 +192,8 @@ class _Worker:
         self._metrics.waiting.set(waits)
         self._has_started = True
 
-    def _jobs_in_hand(self) -> int:
-        return len(self._pipeline.settler.in_hand) if self._pipeline is not None else 0
+    def _jobs_in_flight(self) -> int:
+        return len(self._pipeline.settler.in_flight) if self._pipeline is not None else 0
 
     def _report(self) -> WorkerReport:
         seconds = time.monotonic() - self._began_at
@@ -201,8 +204,8 @@ class _Worker:
             images=pipeline.images_written,
             jobs=dict(pipeline.settler.outcomes),
             seconds=seconds,
-            engine_busy_seconds=pipeline.lane.clock.busy_seconds,
-            engine_idle_fraction=pipeline.lane.clock.idle_fraction,
+            engine_busy_seconds=pipeline.engine_thread.clock.busy_seconds,
+            engine_idle_fraction=pipeline.engine_thread.clock.idle_fraction,
             gpu_dollars=pipeline.cost.gpu_dollars,
             storage_dollars=pipeline.cost.storage_dollars,
         )

@@ -11,8 +11,8 @@ from collections.abc import Awaitable, Callable
 
 from imagefleet import errors
 from imagefleet.storage import protocol
-from worker.gpu_thread import GpuLane
-from worker.in_flight import JobInHand
+from worker.gpu_thread import EngineThread
+from worker.in_flight import InFlightJob
 from worker.leases import LeaseKeeper
 from worker.metrics import WorkerMetrics
 from worker.settings import WorkerSettings
@@ -40,7 +40,7 @@ class Puller:
         queue: protocol.JobQueue,
         keeper: LeaseKeeper,
         settler: Settler,
-        lane: GpuLane,
+        engine_thread: EngineThread,
         metrics: WorkerMetrics,
         settings: WorkerSettings,
     ) -> None:
@@ -48,7 +48,7 @@ class Puller:
         self._queue = queue
         self._keeper = keeper
         self._settler = settler
-        self._lane = lane
+        self._engine_thread = engine_thread
         self._metrics = metrics
         self._settings = settings
         self._paused = False
@@ -66,15 +66,15 @@ class Puller:
         """Why an engine without work has none."""
         return "queue_empty" if self.queue_was_empty and not self._ahead else "starved"
 
-    def generated(self, held: JobInHand) -> None:
+    def generated(self, in_flight: InFlightJob) -> None:
         """The engine is through with a job."""
         self._jobs_generated += 1
-        self.left(held)
+        self.left(in_flight)
 
-    def left(self, held: JobInHand) -> None:
+    def left(self, in_flight: InFlightJob) -> None:
         """A job is no longer ahead of the engine, done or not."""
-        if held.ahead:
-            held.ahead = False
+        if in_flight.ahead:
+            in_flight.ahead = False
             self._ahead -= 1
             self._less_ahead.set()
 
@@ -91,7 +91,7 @@ class Puller:
         self._paused = False
         self._less_ahead.set()
 
-    async def run(self, take: Callable[[JobInHand], Awaitable[None]]) -> None:
+    async def run(self, take: Callable[[InFlightJob], Awaitable[None]]) -> None:
         """Pulls until it is stopped, or with --until-empty until nothing is left."""
         pause_seconds = FIRST_PAUSE_SECONDS
         while not self._stopped.is_set():
@@ -111,10 +111,10 @@ class Puller:
                 messages = []
             self.queue_was_empty = not messages
             for message in messages:
-                held = JobInHand(self._keeper.hold(message, asked_at))
+                in_flight = InFlightJob(self._keeper.hold(message, asked_at))
                 self._ahead += 1
-                self._settler.take(held)
-                await take(held)
+                self._settler.take(in_flight)
+                await take(in_flight)
             if messages:
                 pause_seconds = FIRST_PAUSE_SECONDS
             else:
@@ -123,7 +123,7 @@ class Puller:
 
     async def _is_over(self) -> bool:
         """Nothing visible, nothing in hand, nothing that a dead worker's lease still hides."""
-        if not self._settings.until_empty or self._settler.in_hand:
+        if not self._settings.until_empty or self._settler.in_flight:
             return False
         return (await self._queue.depth()).messages == 0
 
@@ -131,8 +131,8 @@ class Puller:
         """Waits with jitter: a fleet that starts together must not ask together."""
         pause_seconds = random.uniform(seconds / 2, seconds)  # noqa: S311 - jitter
         waits = [asyncio.create_task(self._stopped.wait())]
-        if self._settings.until_empty and self._settler.in_hand:
-            waits.append(asyncio.create_task(self._settler.nothing_in_hand.wait()))
+        if self._settings.until_empty and self._settler.in_flight:
+            waits.append(asyncio.create_task(self._settler.nothing_in_flight.wait()))
         await asyncio.wait(waits, timeout=pause_seconds, return_when=asyncio.FIRST_COMPLETED)
         for wait in waits:
             wait.cancel()
@@ -146,10 +146,10 @@ class Puller:
         """Jobs to pull now; none while that would be a call for a handful."""
         if self._paused:
             return 0
-        busy_seconds = self._lane.clock.busy_seconds
+        busy_seconds = self._engine_thread.clock.busy_seconds
         jobs_per_second = self._jobs_generated / busy_seconds if busy_seconds else 0.0
         target = max(
-            self._lane.capacity + LEAST_AHEAD,
+            self._engine_thread.capacity + LEAST_AHEAD,
             math.ceil(jobs_per_second * self._settings.prefetch_seconds),
         )
         room = min(target, MOST_AHEAD) - self._ahead

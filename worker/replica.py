@@ -10,7 +10,7 @@ from dataclasses import dataclass
 
 from imagefleet import errors
 from imagefleet.pricing import price_file, prices
-from imagefleet.storage import open as storage_open
+from imagefleet.storage.open import LOCAL_SCHEME
 from worker.settings import WorkerSettings
 
 log = logging.getLogger(__name__)
@@ -56,7 +56,7 @@ def find_replica(settings: WorkerSettings) -> Replica:
                 error,
                 extra={"action": "price_unknown"},
             )
-    is_local = settings.storage.strip().startswith(storage_open.LOCAL_SCHEME)
+    is_local = settings.storage.strip().startswith(LOCAL_SCHEME)
     return Replica(gpu, dollars_per_hour, prices.FREE_STORAGE if is_local else table.storage)
 
 

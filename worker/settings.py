@@ -7,45 +7,16 @@ import socket
 from pathlib import Path
 from typing import Annotated, Literal
 
-from pydantic import BeforeValidator, Field, SecretStr
+from pydantic import BeforeValidator, Field
 
 from imagefleet.pricing.prices import Priority
 from imagefleet.storage.protocol import MAX_LEASE_SECONDS
-from imagefleet.storage.settings import StorageSettings
+from imagefleet.telemetry.settings import TelemetrySettings
 
 
 def _name_of_this_worker() -> str:
     machine = os.environ.get("SALAD_MACHINE_ID") or socket.gethostname()
     return f"{machine}-{os.getpid()}"
-
-
-PushFormat = Literal["text", "remote-write"]
-
-
-class TelemetrySettings(StorageSettings):
-    """How a process that runs by itself tells what it does: a worker, or the exporter."""
-
-    push_url: str | None = Field(
-        default=None,
-        repr=False,  # it may hold a password
-        pattern=r"^https?://\S+$",
-        description="Where the metrics are pushed: VictoriaMetrics' or vmagent's import address,"
-        " https://HOST/api/v1/import/prometheus, or one for remote write.",
-    )
-    push_format: PushFormat = Field(
-        default="text",
-        description="text for an import address; remote-write for a Prometheus or a service that"
-        " takes nothing else (needs imagefleet[remote-write]).",
-    )
-    push_token: SecretStr | None = Field(
-        default=None, description="Bearer token for it; or put user:password@ into the address."
-    )
-    push_seconds: float = Field(
-        default=15, ge=1, le=240, description="How often the metrics are pushed, give or take."
-    )
-    log_format: Literal["auto", "json", "text"] = Field(
-        default="auto", description="auto is text on a terminal and JSON lines elsewhere."
-    )
 
 
 class WorkerSettings(TelemetrySettings):
@@ -231,7 +202,7 @@ class WorkerSettings(TelemetrySettings):
         default=None,
         ge=0,
         le=1000,
-        description="Dollars an hour of this machine; by default the price table's.",
+        description="Dollars per hour of this machine; by default the price table's.",
     )
     priority: Priority = Field(
         default="batch", description="SaladCloud's priority of this replica, for its price."

@@ -11,7 +11,7 @@ from typing import Literal
 
 from imagefleet import errors, retry
 from imagefleet.storage import dead_letter, protocol
-from worker.in_flight import JobInHand
+from worker.in_flight import InFlightJob
 from worker.leases import LeaseKeeper
 from worker.metrics import WorkerMetrics
 
@@ -29,39 +29,39 @@ class Settler:
 
     def __init__(
         self,
-        home: protocol.Storage,
+        storage: protocol.Storage,
         keeper: LeaseKeeper,
         metrics: WorkerMetrics,
         *,
         max_attempts: int,
         worker_name: str,
-        patience: retry.RetryPolicy,
-        on_settled: Callable[[JobInHand, Outcome], None],
+        retry_policy: retry.RetryPolicy,
+        on_settled: Callable[[InFlightJob, Outcome], None],
     ) -> None:
         self.outcomes: Counter[str] = Counter()
-        self.in_hand: set[JobInHand] = set()
-        self.nothing_in_hand = asyncio.Event()
-        self.nothing_in_hand.set()
-        self._home = home
+        self.in_flight: set[InFlightJob] = set()
+        self.nothing_in_flight = asyncio.Event()
+        self.nothing_in_flight.set()
+        self._storage = storage
         self._keeper = keeper
         self._metrics = metrics
         self._max_attempts = max_attempts
         self._worker_name = worker_name
-        self._patience = patience
+        self._retry_policy = retry_policy
         self._on_settled = on_settled
 
-    def take(self, held: JobInHand) -> None:
+    def take(self, in_flight: InFlightJob) -> None:
         """From here on the job is in hand until it is settled."""
-        self.in_hand.add(held)
-        self.nothing_in_hand.clear()
+        self.in_flight.add(in_flight)
+        self.nothing_in_flight.clear()
 
-    async def completed(self, held: JobInHand) -> None:
+    async def completed(self, in_flight: InFlightJob) -> None:
         """Every image is stored: acknowledges."""
-        if held.settle():
-            outcome: Outcome = "completed" if held.images_written else "duplicate"
-            await self._end(held, outcome, lambda: self._keeper.acknowledge(held.lease))
+        if in_flight.settle():
+            outcome: Outcome = "completed" if in_flight.images_written else "duplicate"
+            await self._end(in_flight, outcome, lambda: self._keeper.acknowledge(in_flight.lease))
 
-    async def failed(self, held: JobInHand, error: Exception) -> None:
+    async def failed(self, in_flight: InFlightJob, error: Exception) -> None:
         """One of its images, or the job itself, failed.
 
         Raises:
@@ -69,89 +69,93 @@ class Settler:
         """
         if isinstance(error, (errors.NodeError, errors.SetupError)):
             raise error
-        if not held.settle():
+        if not in_flight.settle():
             return
         if isinstance(error, errors.LeaseLost):
-            self._ended(held, "lost")
+            self._ended(in_flight, "lost")
             return
         if not isinstance(error, errors.FleetError):
             # A defect of ours. Retried like a fault: were it to end the worker, one such job
             # could end a whole fleet.
             log.error(
                 "job %s met a defect",
-                held.id,
+                in_flight.id,
                 exc_info=error,
-                extra={"action": "job_defect", "job_id": held.id},
+                extra={"action": "job_defect", "job_id": in_flight.id},
             )
             error = errors.TransientError(f"{type(error).__name__}: {error}")
-        attempts = held.lease.message.delivery_count
+        attempts = in_flight.lease.message.delivery_count
         if isinstance(error, errors.JobError) or attempts >= self._max_attempts:
-            await self._bury(held, error)
+            await self._dead_letter(in_flight, error)
         else:
-            await self._retry(held, error, attempts)
+            await self._retry(in_flight, error, attempts)
 
-    async def hand_back(self, held: JobInHand) -> None:
+    async def hand_back(self, in_flight: InFlightJob) -> None:
         """Not begun, or not finished in time: another worker may have it at once."""
-        if held.settle():
-            await self._end(held, "handed_back", lambda: self._keeper.release(held.lease))
+        if in_flight.settle():
+            await self._end(in_flight, "handed_back", lambda: self._keeper.release(in_flight.lease))
 
-    async def _bury(self, held: JobInHand, error: errors.FleetError) -> None:
+    async def _dead_letter(self, in_flight: InFlightJob, error: errors.FleetError) -> None:
         log.warning(
             "job %s failed for good: %s",
-            held.id,
+            in_flight.id,
             error,
-            extra={"action": "job_failed", "job_id": held.id, "error": type(error).__name__},
+            extra={"action": "job_failed", "job_id": in_flight.id, "error": type(error).__name__},
         )
 
-        async def bury() -> None:
-            async with held.lease.lock:
-                held.lease.check()
-                message = held.lease.message
-                await dead_letter.bury(self._home, message, held.job, error, self._worker_name)
-                self._keeper.drop(held.lease)
+        async def add() -> None:
+            async with in_flight.lease.lock:
+                in_flight.lease.check()
+                message = in_flight.lease.message
+                await dead_letter.add(
+                    self._storage, message, in_flight.job, error, self._worker_name
+                )
+                self._keeper.drop(in_flight.lease)
 
-        if await self._end(held, "failed", bury) == "failed":
+        if await self._end(in_flight, "failed", add) == "failed":
             self._metrics.failed_jobs.labels(type(error).__name__).inc()
 
-    async def _retry(self, held: JobInHand, error: errors.FleetError, attempts: int) -> None:
+    async def _retry(self, in_flight: InFlightJob, error: errors.FleetError, attempts: int) -> None:
         longest = min(LONGEST_RETRY_SECONDS, FIRST_RETRY_SECONDS * 2 ** (attempts - 1))
         delay_seconds = random.uniform(longest / 2, longest)  # noqa: S311 - jitter
         log.warning(
             "job %s failed, attempt %d of %d, again in %.0f s: %s",
-            held.id,
+            in_flight.id,
             attempts,
             self._max_attempts,
             delay_seconds,
             error,
-            extra={"action": "job_retried", "job_id": held.id, "error": type(error).__name__},
+            extra={"action": "job_retried", "job_id": in_flight.id, "error": type(error).__name__},
         )
-        await self._end(held, "retried", lambda: self._keeper.release(held.lease, delay_seconds))
+        await self._end(
+            in_flight, "retried", lambda: self._keeper.release(in_flight.lease, delay_seconds)
+        )
 
     async def _end(
-        self, held: JobInHand, outcome: Outcome, call: Callable[[], Awaitable[None]]
+        self, in_flight: InFlightJob, outcome: Outcome, call: Callable[[], Awaitable[None]]
     ) -> Outcome:
         """Tells what it ended as: *outcome*, or lost where the storage did not take it."""
         try:
-            await self._patience.call(call)
+            await self._retry_policy.call(call)
         except errors.LeaseLost:
             outcome = "lost"
         except errors.TransientError as error:
             # The lease runs out and the job comes again; what is stored stays stored.
             log.warning(
                 "the storage does not answer; job %s will come again: %s",
-                held.id,
+                in_flight.id,
                 error,
-                extra={"action": "job_abandoned", "job_id": held.id},
+                extra={"action": "job_abandoned", "job_id": in_flight.id},
             )
             outcome = "lost"
-        self._ended(held, outcome)
+        self._ended(in_flight, outcome)
         return outcome
 
-    def _ended(self, held: JobInHand, outcome: Outcome) -> None:
-        self._keeper.drop(held.lease)
-        self.in_hand.discard(held)
-        if not self.in_hand:
-            self.nothing_in_hand.set()
+    def _ended(self, in_flight: InFlightJob, outcome: Outcome) -> None:
+        self._keeper.drop(in_flight.lease)
+        self.in_flight.discard(in_flight)
+        if not self.in_flight:
+            self.nothing_in_flight.set()
         self.outcomes[outcome] += 1
         self._metrics.jobs.labels(outcome).inc()
-        self._on_settled(held, outcome)
+        self._on_settled(in_flight, outcome)

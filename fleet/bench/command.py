@@ -24,7 +24,7 @@ if TYPE_CHECKING:
 app = typer.Typer(
     no_args_is_help=True,
     rich_markup_mode=None,
-    help="Measures this machine: images a second, or the seconds of one image.",
+    help="Measures this machine: images/s, or the seconds of one image.",
 )
 
 _SECONDS_PER_HOUR = 3600
@@ -74,11 +74,11 @@ def engine_command(
     ] = "batch",
     report_file: ReportOption = None,
 ) -> None:
-    """Measures images a second: mixed LoRAs, none, and from a queue to the stored image.
+    """Measures images/s: mixed LoRAs, none, and from a queue to the stored image.
 
     15 steps of Euler ancestral with guidance, prompts as long as the reference message's, each
     job another rank-32 LoRA. Says what share that is of the limit that this machine's matrix
-    products set, and how many images a dollar buys.
+    products set, and how many images per dollar buys.
 
     imagefleet bench engine
 
@@ -211,9 +211,9 @@ def _show_engine(
             f" {report.over_diffusers_peft:.1f} times as fast"
         )
     if images_per_dollar is not None:
-        rows["images a dollar"] = f"{images_per_dollar:,.0f} at ${price:g} an hour"
+        rows["images per dollar"] = f"{images_per_dollar:,.0f} at ${price:g} an hour"
     else:
-        rows["images a dollar"] = "give --price-per-hour, or --gpu, for its price"
+        rows["images per dollar"] = "give --price-per-hour, or --gpu, for its price"
     _show(rows)
 
 

@@ -122,7 +122,7 @@ def draw_a_round(engine: contract.Engine, workload: bench_jobs.Workload) -> None
 def measure_baseline(
     plain: baseline.PlainDiffusers, workload: bench_jobs.Workload, images: int = BASELINE_IMAGES
 ) -> float:
-    """Images a second of plain diffusers, one at a time; its LoRAs are loaded beforehand."""
+    """Images/s of plain diffusers, one at a time; its LoRAs are loaded beforehand."""
     requests = [workload.request(number) for number in range(images + 1)]
     for request in requests:
         plain.use_loras(request.loras)

@@ -1,4 +1,4 @@
-"""Images a second: of an engine that is always full, and of a whole worker around it."""
+"""Images/s: of an engine that is always full, and of a whole worker around it."""
 
 from __future__ import annotations
 
@@ -11,8 +11,8 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Protocol, runtime_checkable
 
 from imagefleet import errors
-from imagefleet.storage import open as storage_open
 from imagefleet.storage import protocol
+from imagefleet.storage.open import open_storage
 from worker.engine import contract
 
 if TYPE_CHECKING:
@@ -145,7 +145,7 @@ async def work(
     settings: WorkerSettings,
     load: Callable[[], Loaded],
     *,
-    reach: Callable[[protocol.Storage], protocol.Storage] = lambda home: home,
+    reach: Callable[[protocol.Storage], protocol.Storage] = lambda storage: storage,
     on_images: Callable[[float], None] = lambda _: None,
 ) -> WorkerRate:
     """Runs a whole worker on a queue of its own until that is empty.
@@ -171,7 +171,7 @@ async def work(
         else:
             others[outcome] += 1
 
-    async with storage_open.open_storage(settings) as near:
+    async with open_storage(settings) as near:
         await near.create()
 
         def load_and_fill() -> contract.Engine:
@@ -189,7 +189,7 @@ async def work(
     width = width_of(loaded.engine)
     kept = completed_at[: len(completed_at) - width]
     rate = rate_of(kept, [loaded.steps] * len(kept), width)
-    return WorkerRate(rate, pipeline.lane.clock.idle_fraction)
+    return WorkerRate(rate, pipeline.engine_thread.clock.idle_fraction)
 
 
 class _Feed:

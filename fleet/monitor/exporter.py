@@ -10,7 +10,7 @@ import signal
 from fleet import console, options
 from fleet.monitor import prometheus
 from fleet.settings import ExporterSettings
-from imagefleet.storage import open as storage_open
+from imagefleet.storage.open import open_storage
 from imagefleet.telemetry import logs
 
 log = logging.getLogger(__name__)
@@ -35,12 +35,12 @@ async def _serve(settings: ExporterSettings) -> None:
     from imagefleet.telemetry import probes, push
 
     async with contextlib.AsyncExitStack() as stack:
-        home = await stack.enter_async_context(storage_open.open_storage(settings))
-        await home.check()
+        storage = await stack.enter_async_context(open_storage(settings))
+        await storage.check()
         server = None
         if settings.prometheus is not None:
             server = await stack.enter_async_context(prometheus.connected(settings.prometheus))
-        exporter = Exporter(home, settings, server)
+        exporter = Exporter(storage, settings, server)
         port = await stack.enter_async_context(
             probes.serving(
                 exporter.registry,
@@ -55,8 +55,8 @@ async def _serve(settings: ExporterSettings) -> None:
         )
         log.info(
             "watching %s of %s, metrics at http://%s:%d/metrics",
-            home.queue.name,
-            home.url,
+            storage.queue.name,
+            storage.url,
             settings.host,
             port,
             extra={"action": "start", "port": port},

@@ -66,7 +66,7 @@ class FlowCollector(Collector):
         self._figures: dict[str, tuple[str, float | None]] = {}
 
     def tell(self, flow: QueueFlow, fleet: rates.FleetRates | None, price: float | None) -> None:
-        """*price*: dollars an hour of the whole fleet, where it is not the metrics'."""
+        """*price*: dollars per hour of the whole fleet, where it is not the metrics'."""
         net, seconds = flow.net_per_second, flow.seconds_to_empty
         completions = fleet.jobs_per_second if fleet else None
         if completions is None and net is not None:
@@ -118,13 +118,13 @@ class Exporter:
     """Looks at the queues of one home, and at the workers' metrics where there are any."""
 
     def __init__(
-        self, home: Storage, settings: ExporterSettings, server: prometheus.Prometheus | None
+        self, storage: Storage, settings: ExporterSettings, server: prometheus.Prometheus | None
     ) -> None:
         self.registry = CollectorRegistry()
         self.flows = FlowCollector()
         self.registry.register(self.flows)
         self._gauges = QueueGauges(self.registry)
-        self._home = home
+        self._storage = storage
         self._settings = settings
         self._server = server
         self._flow = QueueFlow()
@@ -146,7 +146,7 @@ class Exporter:
             TransientError: the storage does not answer. That the metrics do not is logged.
         """
         messages, _ = await asyncio.gather(
-            self._depth(self._home.queue), self._depth(self._home.poison)
+            self._depth(self._storage.queue), self._depth(self._storage.poison)
         )
         self._flow.look(time.monotonic(), messages)
         fleet = None

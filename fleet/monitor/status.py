@@ -17,7 +17,7 @@ from fleet.monitor import prometheus, rates
 from fleet.monitor import watch as watching
 from fleet.settings import MonitorSettings
 from imagefleet import errors
-from imagefleet.storage import open as storage_open
+from imagefleet.storage.open import open_storage
 from imagefleet.storage.protocol import JobQueue, Storage
 
 _UNITS = (("d", 86_400), ("h", 3600), ("min", 60))
@@ -61,7 +61,7 @@ def command(
 ) -> None:
     """Shows what waits, what is leased and what has failed.
 
-    With --prometheus also what the fleet does: images a second and images a dollar.
+    With --prometheus also what the fleet does: images/s and images per dollar.
 
     imagefleet status --watch
 
@@ -80,7 +80,7 @@ async def _read(queue: JobQueue) -> QueueStatus:
 
 async def _show(settings: MonitorSettings, *, watch: bool, as_json: bool) -> None:
     async with contextlib.AsyncExitStack() as stack:
-        storage = await stack.enter_async_context(storage_open.open_storage(settings))
+        storage = await stack.enter_async_context(open_storage(settings))
         await storage.check()
         server = None
         if settings.prometheus is not None:
@@ -125,10 +125,10 @@ def _fleet_table(fleet: rates.FleetRates) -> Table:
     rate = fleet.images_per_second
     dollars = fleet.dollars_per_hour
     table.add_row("workers", console.number(fleet.workers))
-    table.add_row("images a second", "-" if rate is None else f"{rate:,.2f}")
-    table.add_row("images a dollar, GPU only", console.number(fleet.images_per_dollar_gpu_only))
-    table.add_row("images a dollar, all in", console.number(fleet.images_per_dollar))
-    table.add_row("dollars an hour", "-" if dollars is None else f"{dollars:,.2f}")
+    table.add_row("images/s", "-" if rate is None else f"{rate:,.2f}")
+    table.add_row("images per dollar, GPU only", console.number(fleet.images_per_dollar_gpu_only))
+    table.add_row("images per dollar, all in", console.number(fleet.images_per_dollar))
+    table.add_row("dollars per hour", "-" if dollars is None else f"{dollars:,.2f}")
     table.add_row("GPU idle", console.percent(fleet.gpu_idle_fraction))
     return table
 

@@ -137,7 +137,7 @@ def command(
     ] = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
 ) -> None:
-    """Tells a batch's hours, dollars and images a dollar.
+    """Tells a batch's hours, dollars and images per dollar.
 
     Or how many replicas a deadline needs. Each input is told with where it comes from.
 
@@ -244,7 +244,7 @@ def _show(plan: Plan, table: prices.PriceTable) -> None:
             part.start_up_seconds,
         )
         for words, each in (
-            (f"{speed.value:g} images a second of one {part.gpu}", speed),
+            (f"{speed.value:g} images/s of one {part.gpu}", speed),
             (f"${price.value:g} an hour of one {part.gpu}", price),
             (f"{start_up.value:g} s of start-up of one {part.gpu}", start_up),
         ):
@@ -277,6 +277,6 @@ def _rows(plan: Plan) -> dict[str, str]:
         "GPU": f"${plan.gpu_dollars:,.2f}",
         "storage operations": f"${plan.storage_dollars:,.2f}",
         "all in": f"${plan.dollars:,.2f}",
-        "images a dollar, GPU only": f"{plan.images_per_dollar_gpu_only:,.0f}",
-        "images a dollar, all in": f"{plan.images_per_dollar:,.0f}",
+        "images per dollar, GPU only": f"{plan.images_per_dollar_gpu_only:,.0f}",
+        "images per dollar, all in": f"{plan.images_per_dollar:,.0f}",
     }

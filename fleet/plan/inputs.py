@@ -58,7 +58,7 @@ def read_bench(path: Path, table: prices.PriceTable) -> Bench:
 
 
 def find_speed(gpu: str, given: float | None, bench: Bench | None) -> Input:
-    """Images a second of one *gpu*, the best that is known.
+    """Images/s of one *gpu*, the best that is known.
 
     Raises:
         SetupError: none is.
@@ -78,7 +78,7 @@ def find_speed(gpu: str, given: float | None, bench: Bench | None) -> Input:
 def find_price(
     gpu: str, priority: prices.Priority, given: float | None, table: prices.PriceTable
 ) -> Input:
-    """Dollars an hour of one *gpu*.
+    """Dollars per hour of one *gpu*.
 
     Raises:
         SetupError: no price is known.

@@ -21,7 +21,7 @@ from fleet.report import records as report_records
 from fleet.settings import MonitorSettings
 from imagefleet import errors
 from imagefleet.pricing import price_file, prices
-from imagefleet.storage import open as storage_open
+from imagefleet.storage.open import LOCAL_SCHEME, open_storage
 from imagefleet.storage.settings import StorageSettings
 
 RECORDED_PRICE = "recorded by the workers beside each image"
@@ -89,15 +89,15 @@ async def _read(
     price: tuple[float | None, str],
     samples: int,
 ) -> tuple[report_figures.Figures, report_metrics.Metrics | None, list[bytes]]:
-    async with storage_open.open_storage(settings) as home:
-        await home.check()
-        records = await report_records.read_records(home, campaign, samples)
+    async with open_storage(settings) as storage:
+        await storage.check()
+        records = await report_records.read_records(storage, campaign, samples)
         if not records.images and not records.failed:
             raise errors.SetupError(
-                f"nothing of the campaign {campaign!r} is in {home.url}: no image, no failed job"
+                f"nothing of the campaign {campaign!r} is in {storage.url}: no image, no failed job"
             )
-        pictures = [await home.blobs.read(name) for name in records.samples]
-    figures = report_figures.compute(records, home.url, table, *price)
+        pictures = [await storage.blobs.read(name) for name in records.samples]
+    figures = report_figures.compute(records, storage.url, table, *price)
     metrics = None
     if settings.prometheus is not None and figures.began_at and figures.ended_at:
         async with prometheus.connected(settings.prometheus) as server:
@@ -108,7 +108,7 @@ async def _read(
 def _price(
     given: float | None, gpu: str | None, priority: prices.Priority, table: prices.PriceTable
 ) -> tuple[float | None, str]:
-    """Dollars an hour of one worker, or None for what each recorded; and where it comes from."""
+    """Dollars per hour of one worker, or None for what each recorded; and where it comes from."""
     if given is not None:
         return given, "given with --price-per-hour"
     if gpu is None:
@@ -120,7 +120,7 @@ def _price(
 
 def _table(settings: StorageSettings, path: Path | None) -> prices.PriceTable:
     table = price_file.read_table(path)
-    if settings.storage.strip().startswith(storage_open.LOCAL_SCHEME):
+    if settings.storage.strip().startswith(LOCAL_SCHEME):
         return dataclasses.replace(table, storage=prices.FREE_STORAGE)
     return table
 

@@ -96,7 +96,7 @@ def compute(
     given_price: float | None,
     price_source: str,
 ) -> Figures:
-    """The figures of *records*; *given_price* (dollars an hour) goes before the recorded ones."""
+    """The figures of *records*; *given_price* (dollars per hour) goes before the recorded ones."""
     workers = _workers(records, given_price)
     seconds = None
     if records.began_at is not None and records.ended_at is not None:

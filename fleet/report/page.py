@@ -119,8 +119,8 @@ def _totals(figures: Figures) -> str:
     share = f"{figures.failed / failed:.2%} of the jobs" if failed else ""
     tiles = [
         ("Images", images, size),
-        ("Images a second", rate, workers),
-        ("Images a dollar, all in", all_in, gpu_only),
+        ("Images/s", rate, workers),
+        ("Images per dollar, all in", all_in, gpu_only),
         ("Dollars", _dollars(money.dollars), "GPU and storage operations"),
         ("Failed jobs", f"{figures.failed:,}", share),
     ]
@@ -140,7 +140,7 @@ def _throughput(figures: Figures) -> str:
         for rate in figures.throughput
         for at in (rate.at, rate.at + figures.bin_seconds)
     ]
-    plot = time_plot([Line("images a second", points)], "Images stored a second", filled=True)
+    plot = time_plot([Line("images/s", points)], "Images stored a second", filled=True)
     again = figures.images_stored_later_than_first_delivery
     return _section(
         "Images stored a second",
@@ -181,7 +181,7 @@ def _metrics(metrics: Metrics) -> str:
         for stage, each in metrics.stage_mean_seconds.items()
     ]
     over_time = {
-        "Images a dollar": {
+        "Images per dollar": {
             "images_per_dollar_gpu_only": "GPU only",
             "images_per_dollar": "all in",
         },
@@ -197,7 +197,8 @@ def _metrics(metrics: Metrics) -> str:
         plot = time_plot(report_metrics.lines(metrics, names), f"{title} over time")
         parts.append(_part(title, plot))
     parts.append(
-        f"<p class='soft'>A point of images a dollar looks back over {metrics.rate_seconds:.0f} s,"
+        "<p class='soft'>A point of images per dollar looks back over"
+        f" {metrics.rate_seconds:.0f} s,"
         " start-up included.</p>"
     )
     return _section("What the metrics add", "".join(parts))

@@ -97,14 +97,14 @@ class Records:
         return None
 
 
-async def read_records(home: protocol.Storage, campaign: str, samples: int) -> Records:
+async def read_records(storage: protocol.Storage, campaign: str, samples: int) -> Records:
     """Reads a campaign's records; *samples* of its images' names are chosen evenly, by chance.
 
     The choice is the same each time, as long as the images are.
     """
     records = Records(campaign)
     chance = random.Random(campaign)  # noqa: S311 - a sample, no secret
-    async for blob in home.blobs.records(f"{campaign}/"):
+    async for blob in storage.blobs.records(f"{campaign}/"):
         _count_image(records, blob)
         # Reservoir sampling: every image has the same chance, and none is listed twice.
         if len(records.samples) < samples:
@@ -112,7 +112,7 @@ async def read_records(home: protocol.Storage, campaign: str, samples: int) -> R
         elif (place := chance.randrange(records.images)) < samples:
             records.samples[place] = blob.name
     records.samples.sort()
-    async for entry in dead_letter_queue.browse(home, dead_letter_queue.Selection()):
+    async for entry in dead_letter_queue.browse(storage, dead_letter_queue.Selection()):
         if entry.record is not None and (entry.record.campaign or NO_CAMPAIGN) == campaign:
             records.failed_by_error[entry.record.error, entry.record.reason] += 1
             records.failed_in_second[int(entry.record.failed_at.timestamp())] += 1

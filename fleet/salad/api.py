@@ -23,7 +23,7 @@ class SaladApi:
     Every method raises SetupError where SaladCloud refuses a call, TransientError where it fails.
     """
 
-    def __init__(self, calls: client.Calls, organization: str, project: str) -> None:
+    def __init__(self, calls: client.SaladClient, organization: str, project: str) -> None:
         self._calls = calls
         self._organization = f"/organizations/{organization}"
         self._containers = f"{self._organization}/projects/{project}/containers"
@@ -93,4 +93,4 @@ async def connected(file: FleetFile, key: str) -> AsyncIterator[SaladApi]:
     """The project that *file* names, with the API key."""
     timeout = aiohttp.ClientTimeout(total=TIMEOUT_SECONDS)
     async with aiohttp.ClientSession(timeout=timeout, trust_env=True) as session:
-        yield SaladApi(client.Calls(session, file.api, key), file.organization, file.project)
+        yield SaladApi(client.SaladClient(session, file.api, key), file.organization, file.project)

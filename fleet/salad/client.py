@@ -82,7 +82,7 @@ class _Again(Exception):  # noqa: N818 - no error: the call is repeated
         self.may_be_done = may_be_done
 
 
-class Calls:
+class SaladClient:
     """The API at *url*, with a key of it."""
 
     def __init__(

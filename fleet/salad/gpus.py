@@ -47,7 +47,7 @@ _MEMORY = re.compile(r"\s*\((\d+)\s*GB\)$", re.IGNORECASE)
 
 @dataclass(frozen=True, slots=True)
 class GpuClass:
-    """One class: its name as the project writes it, the API's UUID, dollars an hour by priority."""
+    """One class: its name as the project writes it, the API's UUID, $/h by priority."""
 
     name: str
     id: str

@@ -20,7 +20,7 @@ _HOURS_A_DAY = 24
 
 @dataclass(frozen=True, slots=True)
 class Range:
-    """Dollars an hour, from the cheapest of the GPU classes to the dearest."""
+    """Dollars per hour, from the cheapest of the GPU classes to the dearest."""
 
     least: float
     most: float
@@ -113,5 +113,5 @@ def print_price(
     console.stdout.print(f"Prices: {source}.", highlight=False)
     if not benches:
         console.stdout.print(
-            "For images a dollar give --bench, a report of `imagefleet bench engine --report`."
+            "For images per dollar give --bench, a report of `imagefleet bench engine --report`."
         )

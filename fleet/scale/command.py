@@ -27,7 +27,7 @@ from fleet.scale.decision import Goal
 from fleet.settings import MonitorSettings
 from imagefleet import errors
 from imagefleet.pricing import speeds
-from imagefleet.storage import open as storage_open
+from imagefleet.storage.open import open_storage
 from imagefleet.telemetry import logs
 
 log = logging.getLogger(__name__)
@@ -106,15 +106,15 @@ def command(
 
     async def scale() -> None:
         async with contextlib.AsyncExitStack() as stack:
-            home = await stack.enter_async_context(storage_open.open_storage(settings))
-            await home.check()
+            storage = await stack.enter_async_context(open_storage(settings))
+            await storage.check()
             server = None
             if settings.prometheus is not None:
                 server = await stack.enter_async_context(prometheus.connected(settings.prometheus))
             scaling = scaler.Scaler(
                 goal,
                 await stack.enter_async_context(salad_options.opened(fleet_file, folder)),
-                home,
+                storage,
                 ledger or Path(f"{fleet_file.name}-scale.json"),
                 scale_speed.Speeds(
                     given=given, assumed=_assumed_speed(fleet_file, images_per_job), server=server

@@ -31,7 +31,7 @@ class Scaler:
         self,
         goal: Goal,
         fleet: deployment.Deployment,
-        home: Storage,
+        storage: Storage,
         ledger_path: Path,
         speeds: scale_speed.Speeds,
         *,
@@ -40,7 +40,7 @@ class Scaler:
     ) -> None:
         self._goal = goal
         self._fleet = fleet
-        self._home = home
+        self._storage = storage
         self._ledger_path = ledger_path
         self._speeds = speeds
         self._is_dry_run = is_dry_run
@@ -133,7 +133,7 @@ class Scaler:
     async def _see_queue(self, now: float) -> bool:
         """Whether it answers; the cap has to be watched when it does not, too."""
         try:
-            self._messages = (await self._home.queue.depth()).messages
+            self._messages = (await self._storage.queue.depth()).messages
         except errors.TransientError as error:
             log.warning("without the queue: %s", error, extra={"action": "queue_unknown"})
             self._empty_since = None

@@ -20,7 +20,7 @@ _LOOKS = 30
 
 @dataclass(frozen=True, slots=True)
 class Speed:
-    """Jobs a second of one replica, and where that comes from."""
+    """Jobs/s of one replica, and where that comes from."""
 
     jobs_per_second: float
     source: str

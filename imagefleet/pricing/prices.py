@@ -17,7 +17,7 @@ GPU_PRICES_SOURCE = (
     " benchmark/prices.json, commit 8d0d2fc)"
 )
 
-#: Dollars an hour of one replica, its CPU and memory included, in the order of PRIORITIES.
+#: Dollars per hour of one replica, its CPU and memory included, in the order of PRIORITIES.
 #: Prices move: a fleet's owner passes today's with --price-file or --price-per-hour.
 _GPU_PRICES: Mapping[str, tuple[float, float, float, float]] = {
     "RTX 2060 6GB": (0.05, 0.040, 0.030, 0.02),
@@ -59,7 +59,7 @@ QUEUE_OPERATIONS_PER_JOB = 3
 
 @dataclass(frozen=True, slots=True)
 class GpuPrices:
-    """Dollars an hour of one replica by priority, and where they come from."""
+    """Dollars per hour of one replica by priority, and where they come from."""
 
     dollars_per_hour: Mapping[Priority, float]
     source: str
@@ -139,7 +139,7 @@ def find_gpu(name: str, table: PriceTable = BUILT_IN) -> str:
 
 
 def gpu_dollars_per_hour(gpu: str, priority: Priority, table: PriceTable = BUILT_IN) -> float:
-    """Dollars an hour of one replica.
+    """Dollars per hour of one replica.
 
     Raises:
         SetupError: as for find_gpu, or the class has no price at that priority.

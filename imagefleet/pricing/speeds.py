@@ -1,4 +1,4 @@
-"""How many images a second a GPU class should make: what plans and the checks of nodes rest on."""
+"""How many images/s a GPU class should make: what plans and the checks of nodes rest on."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ SPEEDS_SOURCE = (
     " (vladmandic/sd-data), scaled to 512x512, 15 steps with guidance; not measured with imagefleet"
 )
 
-#: Images a second of one card. Records are iterations a second at 20 steps; an image of 15 steps
+#: Images/s of one card. Records are iterations a second at 20 steps; an image of 15 steps
 #: with its decoding costs 26.64 of the 34.67 TFLOP of one of 20, so images = iterations / 15.37.
 ASSUMED_IMAGES_PER_SECOND: Mapping[str, float] = {
     "RTX 3060 8GB": 0.60,

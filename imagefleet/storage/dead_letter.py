@@ -75,8 +75,8 @@ class FailedJob(BaseModel):
         return stored.decode(errors="replace")
 
 
-async def bury(
-    home: protocol.Storage,
+async def add(
+    storage: protocol.Storage,
     message: protocol.LeasedMessage,
     job: Job | None,
     error: errors.FleetError,
@@ -100,8 +100,8 @@ async def bury(
         failed_at=datetime.now(UTC),
         body=body,
     )
-    await home.poison.send([await _fitted(record, body, home.blobs)])
-    await home.queue.delete(message)
+    await storage.poison.send([await _fitted(record, body, storage.blobs)])
+    await storage.queue.delete(message)
 
 
 def _replayable(message: protocol.LeasedMessage, job: Job | None) -> str:

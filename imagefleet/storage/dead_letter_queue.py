@@ -78,16 +78,16 @@ class Swept:
     refused: list[Refused] = dataclasses.field(default_factory=list)
 
 
-async def browse(home: protocol.Storage, selection: Selection) -> AsyncIterator[Entry]:
+async def browse(storage: protocol.Storage, selection: Selection) -> AsyncIterator[Entry]:
     """Reads the failed jobs that are meant, without moving any."""
-    async for message in home.poison.browse():
+    async for message in storage.poison.browse():
         entry = Entry(message, FailedJob.read(message.body))
         if selection.has(entry):
             yield entry
 
 
 async def replay(
-    home: protocol.Storage, selection: Selection, on_progress: OnProgress | None = None
+    storage: protocol.Storage, selection: Selection, on_progress: OnProgress | None = None
 ) -> Swept:
     """Puts failed jobs back into the job queue as new messages, whose deliveries count from one.
 
@@ -100,18 +100,18 @@ async def replay(
         bodies: dict[str, str] = {}
         for entry in entries:
             try:
-                bodies[entry.message.id] = await _message_of(entry, home.blobs)
+                bodies[entry.message.id] = await _message_of(entry, storage.blobs)
             except errors.JobError as error:
                 swept.refused.append(Refused(entry.id, error.message))
-        await home.queue.send(bodies.values())
+        await storage.queue.send(bodies.values())
         return list(bodies)
 
-    await _sweep(home.poison, selection, send, swept, on_progress)
+    await _sweep(storage.poison, selection, send, swept, on_progress)
     return swept
 
 
 async def discard(
-    home: protocol.Storage, selection: Selection, on_progress: OnProgress | None = None
+    storage: protocol.Storage, selection: Selection, on_progress: OnProgress | None = None
 ) -> Swept:
     """Deletes failed jobs for good; what is no failed job's record goes only if its id is given."""
     swept = Swept()
@@ -125,7 +125,7 @@ async def discard(
                 chosen.append(entry.message.id)
         return chosen
 
-    await _sweep(home.poison, selection, choose, swept, on_progress)
+    await _sweep(storage.poison, selection, choose, swept, on_progress)
     return swept
 
 

@@ -16,7 +16,7 @@ def open_storage(
     settings: StorageSettings,
     retries: retry.RetryPolicy = retry.DEFAULT,
     *,
-    proof: Callable[[], Awaitable[str]] | None = None,
+    identity_token: Callable[[], Awaitable[str]] | None = None,
 ) -> Storage:
     """The home that `settings.storage` names, to be entered with `async with`.
 
@@ -29,13 +29,13 @@ def open_storage(
     """
     address = settings.storage.strip()
     if address.startswith(LOCAL_SCHEME):
-        from imagefleet.storage.local.storage import LocalHome
+        from imagefleet.storage.local.storage import LocalStorage
 
         folder = address.removeprefix(LOCAL_SCHEME)
         if not folder:
             raise errors.SetupError("the storage 'local:' names no folder; write local:FOLDER")
-        return LocalHome(Path(folder).expanduser(), settings)
+        return LocalStorage(Path(folder).expanduser(), settings)
     # Only those who use Azure wait for its libraries to load.
-    from imagefleet.storage.azure.storage import AzureHome
+    from imagefleet.storage.azure.storage import AzureStorage
 
-    return AzureHome(settings, retries, proof=proof)
+    return AzureStorage(settings, retries, identity_token=identity_token)

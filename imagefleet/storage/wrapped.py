@@ -13,7 +13,7 @@ class WrappedStorage:
 
     def __init__(
         self,
-        home: protocol.Storage,
+        storage: protocol.Storage,
         *,
         queue: protocol.JobQueue,
         poison: protocol.JobQueue,
@@ -22,20 +22,20 @@ class WrappedStorage:
         self.queue = queue
         self.poison = poison
         self.blobs = blobs
-        self._home = home
+        self._storage = storage
 
     @property
     def url(self) -> str:
-        return self._home.url
+        return self._storage.url
 
     async def create(self) -> None:
-        await self._home.create()
+        await self._storage.create()
 
     async def check(self) -> None:
-        await self._home.check()
+        await self._storage.check()
 
     async def __aenter__(self) -> Self:
-        await self._home.__aenter__()
+        await self._storage.__aenter__()
         return self
 
     async def __aexit__(
@@ -44,4 +44,4 @@ class WrappedStorage:
         error: BaseException | None,
         traceback: TracebackType | None,
     ) -> None:
-        await self._home.__aexit__(error_type, error, traceback)
+        await self._storage.__aexit__(error_type, error, traceback)

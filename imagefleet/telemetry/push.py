@@ -24,7 +24,7 @@ from yarl import URL
 
 from imagefleet import errors, retry
 from imagefleet.telemetry import remote_write
-from worker.settings import PushFormat, TelemetrySettings
+from imagefleet.telemetry.settings import PushFormat, TelemetrySettings
 
 log = logging.getLogger(__name__)
 

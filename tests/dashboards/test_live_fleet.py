@@ -25,7 +25,7 @@ from typing import Any
 import pytest
 
 from fleet.monitor import prometheus
-from imagefleet.storage import open as storage_open
+from imagefleet.storage.open import open_storage
 from imagefleet.storage.settings import StorageSettings
 
 COMMAND = Path(sys.executable).with_name("imagefleet")
@@ -232,9 +232,9 @@ async def fill(storage: str) -> None:
         messages.append({**job, "id": f"j{max(0, number - 20)}-0"})
         messages.append({**job, "id": f"m{number}", "prompt": "a house <lora:nowhere:1>"})
         messages.append({"prompt": "a house", "stepz": 4})
-    async with storage_open.open_storage(StorageSettings(storage=storage)) as home:
-        await home.create()
-        await home.queue.send(json.dumps(message) for message in messages)
+    async with open_storage(StorageSettings(storage=storage)) as opened:
+        await opened.create()
+        await opened.queue.send(json.dumps(message) for message in messages)
 
 
 async def ask_all(server: str) -> Answers:

@@ -43,10 +43,10 @@ def test_the_light_image_loads_jobs_and_has_no_torch(
 ) -> None:
     jobs = (repository / "demo_model" / "demo_jobs.jsonl").read_text().splitlines()[:JOBS]
     (data / "jobs.jsonl").write_text("\n".join(jobs))
-    home = {"IMAGEFLEET_STORAGE": "local:/data/home"}
-    loaded = light_image.run("load", "/data/jobs.jsonl", data=data, **home)
+    storage = {"IMAGEFLEET_STORAGE": "local:/data/home"}
+    loaded = light_image.run("load", "/data/jobs.jsonl", data=data, **storage)
     assert loaded.returncode == 0, loaded.stderr
-    status = light_image.run("status", "--json", data=data, **home)
+    status = light_image.run("status", "--json", data=data, **storage)
     assert f'"messages": {JOBS}' in status.stdout
     torch = light_image.run("python", "-c", "import torch", data=data, entrypoint=False)
     assert "No module named 'torch'" in torch.stderr
@@ -61,10 +61,10 @@ def test_the_worker_image_drains_a_queue_as_nobody_on_a_root_that_only_reads(
 ) -> None:
     jobs = (repository / "demo_model" / "demo_jobs.jsonl").read_text().splitlines()[-JOBS:]
     (data / "jobs.jsonl").write_text("\n".join(jobs))
-    home = {"IMAGEFLEET_STORAGE": "local:/data/home"}
-    loaded = light_image.run("load", "/data/jobs.jsonl", data=data, **home)
+    storage = {"IMAGEFLEET_STORAGE": "local:/data/home"}
+    loaded = light_image.run("load", "/data/jobs.jsonl", data=data, **storage)
     assert loaded.returncode == 0, loaded.stderr
-    worked = worker_image.run("worker", "--until-empty", data=data, **home)
+    worked = worker_image.run("worker", "--until-empty", data=data, **storage)
     assert worked.returncode == 0, worked.stderr
     assert f"{JOBS} completed" in worked.stderr + worked.stdout
     images = list((data / "home" / "images").rglob("*.png"))

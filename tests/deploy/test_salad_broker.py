@@ -19,9 +19,9 @@ from cryptography.hazmat.primitives.asymmetric import ec
 
 from fleet.keys import mint
 from imagefleet import retry
-from imagefleet.storage import open as storage_open
 from imagefleet.storage.azure import sas
-from imagefleet.storage.azure.storage import AzureHome
+from imagefleet.storage.azure.storage import AzureStorage
+from imagefleet.storage.open import open_storage
 from imagefleet.storage.settings import StorageSettings
 
 PATH = Path(__file__).parents[2] / "deploy" / "salad" / "broker" / "broker.py"
@@ -118,9 +118,9 @@ async def test_a_node_of_the_group_gets_a_workers_tokens_that_work(
             "blob_sas": tokens.blob,
         }
     )
-    async with storage_open.open_storage(azurite_settings) as owner:
+    async with open_storage(azurite_settings) as owner:
         await owner.create()
-        async with AzureHome(settings, retry.NEVER) as worker:
+        async with AzureStorage(settings, retry.NEVER) as worker:
             await worker.check()
             assert await worker.blobs.create("fox.png", b"pixels", "image/png", {})
 

@@ -20,7 +20,7 @@ import pytest
 from aiohttp import web
 
 from fleet import health
-from imagefleet.storage import open as storage_open
+from imagefleet.storage.open import open_storage
 from imagefleet.storage.protocol import Storage
 from imagefleet.storage.settings import StorageSettings
 from worker import process
@@ -137,9 +137,9 @@ def port() -> int:
 
 
 @pytest.fixture
-async def home(local_settings: StorageSettings) -> AsyncIterator[Storage]:
+async def local_storage(local_settings: StorageSettings) -> AsyncIterator[Storage]:
     """A home that is there."""
-    async with storage_open.open_storage(local_settings) as opened:
+    async with open_storage(local_settings) as opened:
         await opened.create()
         yield opened
 
@@ -155,9 +155,9 @@ async def until(condition: Callable[[], Any]) -> None:
             await asyncio.sleep(0.02)
 
 
-async def depth_is(home: Storage, messages: int) -> None:
+async def depth_is(local_storage: Storage, messages: int) -> None:
     async with asyncio.timeout(30):
-        while (await home.queue.depth()).messages != messages:
+        while (await local_storage.queue.depth()).messages != messages:
             await asyncio.sleep(0.02)
 
 
@@ -172,7 +172,7 @@ async def line_with(worker: subprocess.Popen[str], words: str) -> str:
 
 
 async def test_an_empty_queue_is_looked_at_ever_more_rarely_and_ends_no_worker(
-    home: Storage, start: Program
+    local_storage: Storage, start: Program
 ) -> None:
     worker = start(TELL_POLLS, until_empty="yes")
     polls = [float((await line_with(worker, "poll ")).split()[1]) for _ in range(9)]
@@ -204,23 +204,23 @@ async def test_storage_that_is_gone_at_the_start_is_waited_for_and_the_probes_ar
         assert [await status(path) for path in ("/started", "/live", "/ready")] == [200, 200, 503]
         async with client.get("/metrics") as answer:
             assert "imagefleet_waiting_for_operator" in await answer.text()
-    async with storage_open.open_storage(local_settings) as home:
-        await home.create()
-        await home.queue.send(['{"prompt": "a house", "id": "j"}'])
-        await depth_is(home, 0)
-        assert [name async for name in home.blobs.names()] == ["default/j.png"]
+    async with open_storage(local_settings) as local_storage:
+        await local_storage.create()
+        await local_storage.queue.send(['{"prompt": "a house", "id": "j"}'])
+        await depth_is(local_storage, 0)
+        assert [name async for name in local_storage.blobs.names()] == ["default/j.png"]
     worker.send_signal(signal.SIGTERM)
     output = await end(worker)
     assert worker.returncode == 0, output
 
 
 async def test_a_token_that_expires_in_the_middle_is_waited_for_and_the_work_goes_on(
-    home: Storage, start: Program, port: int
+    local_storage: Storage, start: Program, port: int
 ) -> None:
     worker = start(EXPIRED_ONCE, port=str(port))
     await line_with(worker, "setup_awaited")
-    await home.queue.send(['{"prompt": "a house", "id": "j"}'])
-    await depth_is(home, 0)
+    await local_storage.queue.send(['{"prompt": "a house", "id": "j"}'])
+    await depth_is(local_storage, 0)
     async with (
         aiohttp.ClientSession(f"http://127.0.0.1:{port}") as client,
         client.get("/metrics") as answer,
@@ -254,9 +254,9 @@ async def test_a_signal_ends_the_waiting(start: Program) -> None:
 
 
 async def test_a_node_that_is_too_slow_three_times_is_given_back_once_before_any_job(
-    home: Storage, start: Program, salad_metadata_service: Any
+    local_storage: Storage, start: Program, salad_metadata_service: Any
 ) -> None:
-    await home.queue.send(['{"prompt": "a house", "id": "j"}'])
+    await local_storage.queue.send(['{"prompt": "a house", "id": "j"}'])
     worker = start(
         engine="StandInEngine(capacity=1, tick_seconds=0.05)", min_images_per_second="100"
     )
@@ -266,7 +266,7 @@ async def test_a_node_that_is_too_slow_three_times_is_given_back_once_before_any
     assert worker.poll() is None, "it must stay until it is stopped"
     assert len(salad_metadata_service.reasons) == 1
     assert "less than 100 (--min-images-per-second)" in salad_metadata_service.reasons[0]
-    assert (await home.queue.receive(1, 30))[0].delivery_count == 1
+    assert (await local_storage.queue.receive(1, 30))[0].delivery_count == 1
     worker.send_signal(signal.SIGTERM)
     output = await end(worker)
     assert worker.returncode == 0, output
@@ -274,9 +274,11 @@ async def test_a_node_that_is_too_slow_three_times_is_given_back_once_before_any
 
 
 async def test_a_node_that_works_too_slowly_in_three_windows_is_given_back_once(
-    home: Storage, start: Program, salad_metadata_service: Any
+    local_storage: Storage, start: Program, salad_metadata_service: Any
 ) -> None:
-    await home.queue.send(f'{{"prompt": "a house", "id": "j{number}"}}' for number in range(200))
+    await local_storage.queue.send(
+        f'{{"prompt": "a house", "id": "j{number}"}}' for number in range(200)
+    )
     # Fast enough for the check of the start; but 16x16 pixels are a thousandth of a whole image.
     worker = start(
         "from worker.node import watchdog; watchdog.WINDOW_SECONDS = 0.2",
@@ -285,12 +287,12 @@ async def test_a_node_that_works_too_slowly_in_three_windows_is_given_back_once(
         prefetch_seconds="0",
     )
     await until(lambda: salad_metadata_service.reasons)
-    left = (await home.queue.depth()).messages
+    left = (await local_storage.queue.depth()).messages
     await asyncio.sleep(1)
 
     assert worker.poll() is None, "it must stay until it is stopped"
     assert len(salad_metadata_service.reasons) == 1
-    depth = await home.queue.depth()
+    depth = await local_storage.queue.depth()
     assert (depth.messages, depth.leased) == (left, 0), "it took work again"
     worker.send_signal(signal.SIGTERM)
     output = await end(worker)
@@ -298,21 +300,21 @@ async def test_a_node_that_works_too_slowly_in_three_windows_is_given_back_once(
 
 
 async def test_a_broken_node_that_is_not_ended_in_time_ends_with_the_code_for_another_one(
-    home: Storage, start: Program, salad_metadata_service: Any
+    local_storage: Storage, start: Program, salad_metadata_service: Any
 ) -> None:
-    await home.queue.send(['{"prompt": "a house", "id": "j"}'])
+    await local_storage.queue.send(['{"prompt": "a house", "id": "j"}'])
     worker = start("reallocation.STAY_SECONDS = 0.2", engine="StandInEngine(draw=broken)")
     output = await end(worker)
 
     assert worker.returncode == 3, output
     assert salad_metadata_service.reasons == ["the GPU fell off the bus"]
-    assert len(await home.queue.receive(1, 30)) == 1, "the job was not handed back"
+    assert len(await local_storage.queue.receive(1, 30)) == 1, "the job was not handed back"
 
 
 async def test_a_gpu_that_hangs_is_not_live_and_its_node_is_given_back(
-    home: Storage, start: Program, salad_metadata_service: Any, port: int
+    local_storage: Storage, start: Program, salad_metadata_service: Any, port: int
 ) -> None:
-    await home.queue.send(['{"prompt": "a house", "id": "j"}'])
+    await local_storage.queue.send(['{"prompt": "a house", "id": "j"}'])
     worker = start(
         "reallocation.STAY_SECONDS = 1",
         engine="StandInEngine(tick_seconds=60)",
@@ -331,9 +333,9 @@ async def test_a_gpu_that_hangs_is_not_live_and_its_node_is_given_back(
 
 
 async def test_a_broken_node_with_nobody_to_ask_ends_at_once_with_that_code(
-    home: Storage, start: Program
+    local_storage: Storage, start: Program
 ) -> None:
-    await home.queue.send(['{"prompt": "a house", "id": "j"}'])
+    await local_storage.queue.send(['{"prompt": "a house", "id": "j"}'])
     worker = start(engine="StandInEngine(draw=broken)", metadata_url="http://127.0.0.1:9")
     output = await end(worker)
 
@@ -342,9 +344,11 @@ async def test_a_broken_node_with_nobody_to_ask_ends_at_once_with_that_code(
 
 
 async def test_the_deletion_cost_rises_with_the_work_in_hand_and_falls_to_nothing(
-    home: Storage, start: Program, salad_metadata_service: Any
+    local_storage: Storage, start: Program, salad_metadata_service: Any
 ) -> None:
-    await home.queue.send(f'{{"prompt": "a house", "id": "j{number}"}}' for number in range(12))
+    await local_storage.queue.send(
+        f'{{"prompt": "a house", "id": "j{number}"}}' for number in range(12)
+    )
     start(
         "from worker.salad import deletion_cost; deletion_cost.EVERY_SECONDS = 0.1",
         engine="StandInEngine(capacity=4, tick_seconds=0.3)",

@@ -19,7 +19,7 @@ from aiohttp import web
 from fleet.keys import command as keys
 from fleet.keys import mint as keys_mint
 from fleet.keys.roles import ROLES
-from imagefleet.storage import open as storage_open
+from imagefleet.storage.open import open_storage
 from imagefleet.storage.protocol import Storage
 from imagefleet.storage.settings import StorageSettings
 
@@ -88,17 +88,17 @@ def start(azurite_settings: StorageSettings) -> Iterator[Callable[..., subproces
         process.communicate()
 
 
-async def fill(home: Storage) -> None:
-    await home.create()
-    await home.queue.send(f'{{"prompt": "a fox", "id": "j{number}"}}' for number in range(JOBS))
+async def fill(storage: Storage) -> None:
+    await storage.create()
+    await storage.queue.send(f'{{"prompt": "a fox", "id": "j{number}"}}' for number in range(JOBS))
 
 
-async def check_that_each_job_was_done_once(home: Storage, output: str) -> None:
-    assert {name async for name in home.blobs.names()} == {
+async def check_that_each_job_was_done_once(storage: Storage, output: str) -> None:
+    assert {name async for name in storage.blobs.names()} == {
         f"default/j{number}.png" for number in range(JOBS)
     }
-    assert (await home.queue.depth()).messages == 0
-    assert (await home.poison.depth()).messages == 0
+    assert (await storage.queue.depth()).messages == 0
+    assert (await storage.poison.depth()).messages == 0
     assert f"jobs: {JOBS} completed" in output, output
     assert "sig=" not in output
 
@@ -113,8 +113,8 @@ async def test_tokens_in_a_file_are_rotated_under_a_worker_some_of_them_too_late
         new.write_text(mint())
         new.replace(file)
 
-    async with storage_open.open_storage(azurite_settings) as home:
-        await fill(home)
+    async with open_storage(azurite_settings) as storage:
+        await fill(storage)
         rotate()
         process = start(IMAGEFLEET_SAS_FILE=str(file))
         ended = asyncio.create_task(asyncio.to_thread(process.communicate, timeout=60))
@@ -126,7 +126,7 @@ async def test_tokens_in_a_file_are_rotated_under_a_worker_some_of_them_too_late
             rotations += 1
         output, _ = await ended
         assert process.returncode == 0, output
-        await check_that_each_job_was_done_once(home, output)
+        await check_that_each_job_was_done_once(storage, output)
     assert rotations > 3
     assert "waiting for the file" in output, "no token ended: this has shown nothing"
 
@@ -147,8 +147,8 @@ async def test_a_broker_gives_a_worker_new_tokens_and_may_be_down_for_a_while(
         return web.Response(status=status, text=mint() if status == 200 else "")
 
     broker.answer = answer
-    async with storage_open.open_storage(azurite_settings) as home:
-        await fill(home)
+    async with open_storage(azurite_settings) as storage:
+        await fill(storage)
         process = start(
             IMAGEFLEET_BROKER_URL=broker.url,
             SSL_CERT_FILE=str(broker.certificate),
@@ -156,12 +156,12 @@ async def test_a_broker_gives_a_worker_new_tokens_and_may_be_down_for_a_while(
             **NO_NODE_CHECKS,
         )
         async with asyncio.timeout(60):
-            while (await home.queue.depth()).messages:
+            while (await storage.queue.depth()).messages:
                 await asyncio.sleep(0.2)
         process.terminate()  # on SaladCloud, an empty queue is no reason to end
         output, _ = await asyncio.to_thread(process.communicate, timeout=30)
         assert process.returncode == 0, output
-        await check_that_each_job_was_done_once(home, output)
+        await check_that_each_job_was_done_once(storage, output)
     assert answers[200] > 3
     assert "waiting for the broker" in output, "no token ended: this has shown nothing"
     assert set(broker.proofs) == {salad_metadata_service.jwt}

@@ -23,7 +23,7 @@ def opened(data: bytes) -> Image.Image:
 
 
 def test_the_sheet_is_as_large_as_its_rows_and_columns() -> None:
-    sheet = opened(contact_sheet.draw_mosaic([picture(64, 64, "a house")] * 7, columns=3))
+    sheet = opened(contact_sheet.draw_contact_sheet([picture(64, 64, "a house")] * 7, columns=3))
 
     cell = contact_sheet.TILE_PIXELS + contact_sheet.MARGIN_PIXELS
     caption = contact_sheet.CAPTION_LINES * contact_sheet.LINE_PIXELS
@@ -32,7 +32,7 @@ def test_the_sheet_is_as_large_as_its_rows_and_columns() -> None:
 
 
 def test_each_picture_is_enlarged_into_its_place_with_its_caption_below() -> None:
-    sheet = opened(contact_sheet.draw_mosaic([picture(64, 64, "a house")]))
+    sheet = opened(contact_sheet.draw_contact_sheet([picture(64, 64, "a house")]))
 
     left, top, tile = (
         contact_sheet.MARGIN_PIXELS,
@@ -78,4 +78,4 @@ def test_a_picture_without_a_prompt_has_no_caption() -> None:
 
 def test_no_picture_is_no_sheet() -> None:
     with pytest.raises(ValueError, match="needs an image"):
-        contact_sheet.draw_mosaic([])
+        contact_sheet.draw_contact_sheet([])

@@ -13,7 +13,7 @@ from fleet import console
 from imagefleet import errors
 from imagefleet.job.message import read_job
 from imagefleet.storage import dead_letter
-from imagefleet.storage import open as storage_open
+from imagefleet.storage.open import open_storage
 from imagefleet.storage.protocol import Storage
 from imagefleet.storage.settings import StorageSettings
 
@@ -23,39 +23,41 @@ MISSING = errors.MissingFileError("there is no LoRA 'forest' [bold]")
 
 
 @pytest.fixture
-def home(tmp_path: Path) -> StorageSettings:
+def local_storage(tmp_path: Path) -> StorageSettings:
     """Three failed jobs, one of them no job, and a message that is no record."""
     settings = StorageSettings(storage=f"local:{tmp_path / 'imagefleet-data'}")
 
     async def prepare() -> None:
-        async with storage_open.open_storage(settings) as home:
-            await home.create()
-            await bury(home, '{"prompt":"a cat","id":"cat","campaign":"spring"}')
-            await bury(home, '{"prompt":"a \\u001b[31mdog [red]","id":"dog"}')
-            await bury(home, "no job")
-            await home.poison.send(["what is this?"])
+        async with open_storage(settings) as local_storage:
+            await local_storage.create()
+            await add(local_storage, '{"prompt":"a cat","id":"cat","campaign":"spring"}')
+            await add(local_storage, '{"prompt":"a \\u001b[31mdog [red]","id":"dog"}')
+            await add(local_storage, "no job")
+            await local_storage.poison.send(["what is this?"])
 
     asyncio.run(prepare())
     return settings
 
 
-async def bury(home: Storage, body: str) -> None:
-    await home.queue.send([body])
-    [message] = await home.queue.receive(1, 60)
+async def add(local_storage: Storage, body: str) -> None:
+    await local_storage.queue.send([body])
+    [message] = await local_storage.queue.receive(1, 60)
     try:
         job = read_job(message.body, message.id)
     except errors.JobError as error:
-        await dead_letter.bury(home, message, None, error, "worker-1")
+        await dead_letter.add(local_storage, message, None, error, "worker-1")
     else:
-        await dead_letter.bury(home, message, job, MISSING, "worker-1")
+        await dead_letter.add(local_storage, message, job, MISSING, "worker-1")
 
 
 def depths(settings: StorageSettings) -> tuple[int, int]:
     """Messages in the job queue and in the poison queue."""
 
     async def ask() -> tuple[int, int]:
-        async with storage_open.open_storage(settings) as home:
-            return (await home.queue.depth()).messages, (await home.poison.depth()).messages
+        async with open_storage(settings) as local_storage:
+            return (await local_storage.queue.depth()).messages, (
+                await local_storage.poison.depth()
+            ).messages
 
     return asyncio.run(ask())
 
@@ -66,7 +68,7 @@ def read(result: subprocess.CompletedProcess[str]) -> Any:
 
 
 def test_the_list_counts_by_error_and_then_names_the_jobs(
-    in_process: Imagefleet, home: StorageSettings
+    in_process: Imagefleet, local_storage: StorageSettings
 ) -> None:
     listing = read(in_process("failed", "list", "--json", "--limit", "3"))
 
@@ -86,14 +88,14 @@ def test_the_list_counts_by_error_and_then_names_the_jobs(
     assert "dog" not in shown
 
 
-def test_filters_narrow_the_list(in_process: Imagefleet, home: StorageSettings) -> None:
+def test_filters_narrow_the_list(in_process: Imagefleet, local_storage: StorageSettings) -> None:
     arguments = ["failed", "list", "--json", "--error", "FOREST", "--campaign", "spring"]
 
     assert [job["id"] for job in read(in_process(*arguments))["jobs"]] == ["cat"]
     assert "no failed jobs" in in_process("failed", "list", "--id", "none").stdout
 
 
-def test_show_prints_the_job_itself(in_process: Imagefleet, home: StorageSettings) -> None:
+def test_show_prints_the_job_itself(in_process: Imagefleet, local_storage: StorageSettings) -> None:
     [shown] = read(in_process("failed", "show", "cat", "--json"))["jobs"]
 
     assert shown["job"]["prompt"] == "a cat"
@@ -105,7 +107,7 @@ def test_show_prints_the_job_itself(in_process: Imagefleet, home: StorageSetting
 
 
 def test_a_prompt_cannot_steer_the_operators_terminal(
-    imagefleet: Imagefleet, home: StorageSettings
+    imagefleet: Imagefleet, local_storage: StorageSettings
 ) -> None:
     shown = imagefleet("failed", "show", "dog", FORCE_COLOR="1").stdout
 
@@ -114,7 +116,7 @@ def test_a_prompt_cannot_steer_the_operators_terminal(
 
 
 def test_what_is_no_job_and_what_is_no_record_can_be_shown(
-    in_process: Imagefleet, home: StorageSettings
+    in_process: Imagefleet, local_storage: StorageSettings
 ) -> None:
     jobs = read(in_process("failed", "list", "--json"))["jobs"]
 
@@ -124,7 +126,7 @@ def test_what_is_no_job_and_what_is_no_record_can_be_shown(
 
 
 def test_an_unknown_id_is_one_line_and_exit_code_2(
-    in_process: Imagefleet, home: StorageSettings
+    in_process: Imagefleet, local_storage: StorageSettings
 ) -> None:
     result = in_process("failed", "show", "none")
 
@@ -133,53 +135,55 @@ def test_an_unknown_id_is_one_line_and_exit_code_2(
 
 
 def test_replay_puts_back_what_was_named_and_nothing_else(
-    in_process: Imagefleet, home: StorageSettings
+    in_process: Imagefleet, local_storage: StorageSettings
 ) -> None:
     assert read(in_process("failed", "replay", "--id", "dog", "--dry-run", "--json")) == {
         "count": 1
     }
-    assert depths(home) == (0, 4)
+    assert depths(local_storage) == (0, 4)
 
     assert read(in_process("failed", "replay", "--id", "dog", "--json")) == {
         "replayed": 1,
         "refused": [],
     }
-    assert depths(home) == (1, 3)
+    assert depths(local_storage) == (1, 3)
 
 
 def test_replaying_all_leaves_what_is_no_record_and_says_so(
-    in_process: Imagefleet, home: StorageSettings
+    in_process: Imagefleet, local_storage: StorageSettings
 ) -> None:
     result = in_process("failed", "replay", "--all")
 
     assert "3 failed jobs replayed" in result.stdout
     assert "stays: it is no failed job's record" in result.stdout
-    assert depths(home) == (3, 1)
+    assert depths(local_storage) == (3, 1)
 
 
 @pytest.mark.parametrize("command", ["replay", "discard"])
 @pytest.mark.parametrize("filters", [[], ["--all", "--error", "x"]])
 def test_nothing_is_touched_before_it_is_clear_what_is_meant(
-    in_process: Imagefleet, home: StorageSettings, command: str, filters: list[str]
+    in_process: Imagefleet, local_storage: StorageSettings, command: str, filters: list[str]
 ) -> None:
     result = in_process("failed", command, *filters)
 
     assert result.returncode == console.EXIT_OPERATOR_MUST_ACT
     assert "say which failed jobs" in result.stderr
-    assert depths(home) == (0, 4)
+    assert depths(local_storage) == (0, 4)
 
 
-def test_discard_asks_before_it_deletes(in_process: Imagefleet, home: StorageSettings) -> None:
+def test_discard_asks_before_it_deletes(
+    in_process: Imagefleet, local_storage: StorageSettings
+) -> None:
     unasked = in_process("failed", "discard", "--campaign", "spring")
     assert unasked.returncode == console.EXIT_OPERATOR_MUST_ACT
     assert "--yes" in unasked.stderr
-    assert depths(home) == (0, 4)
+    assert depths(local_storage) == (0, 4)
 
     assert read(in_process("failed", "discard", "--campaign", "spring", "--yes", "--json")) == {
         "discarded": 1,
         "refused": [],
     }
-    assert depths(home) == (0, 3)
+    assert depths(local_storage) == (0, 3)
 
 
 def test_a_home_that_is_not_there_is_one_line_and_exit_code_2(in_process: Imagefleet) -> None:

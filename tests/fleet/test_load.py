@@ -15,7 +15,7 @@ from typing import IO
 import pytest
 
 from fleet import console
-from imagefleet.storage import open as storage_open
+from imagefleet.storage.open import open_storage
 from imagefleet.storage.protocol import MAX_RECEIVE
 from imagefleet.storage.settings import StorageSettings
 from loadgen import checkpoint, fill
@@ -43,13 +43,13 @@ def template(tmp_path: Path) -> Path:
 
 def ids_in(settings: StorageSettings) -> Counter[str]:
     async def browse() -> Counter[str]:
-        async with storage_open.open_storage(settings) as home:
-            return Counter([json.loads(each.body)["id"] async for each in home.queue.browse()])
+        async with open_storage(settings) as storage:
+            return Counter([json.loads(each.body)["id"] async for each in storage.queue.browse()])
 
     return asyncio.run(browse())
 
 
-def home_of(folder: Path) -> StorageSettings:
+def settings_for(folder: Path) -> StorageSettings:
     return StorageSettings(storage=f"local:{folder / 'imagefleet-data'}")
 
 
@@ -87,13 +87,13 @@ def test_a_load_that_is_done_is_not_done_again_unless_asked_for(
     assert again.returncode == console.EXIT_DONE
     assert "loaded already" in again.stderr
     assert "--restart" in again.stderr
-    assert ids_in(home_of(tmp_path)).total() == 250
+    assert ids_in(settings_for(tmp_path)).total() == 250
 
     more = in_process("load", "t.yaml", "--count", "260", "--json")
     assert json.loads(more.stdout)["sent"] == 10
     restarted = in_process("load", "t.yaml", "--restart", "--json")
     assert json.loads(restarted.stdout)["sent"] == 250
-    assert set(ids_in(home_of(tmp_path)).values()) == {1, 2}
+    assert set(ids_in(settings_for(tmp_path)).values()) == {1, 2}
 
 
 def test_another_seed_is_refused_until_the_checkpoint_may_go(
@@ -203,11 +203,11 @@ def test_a_killed_load_goes_on_where_it_was_and_loses_nothing(
     found = checkpoint.Checkpoint.read(place)
     assert found is not None
     assert 2_000 <= found.confirmed < 30_000
-    assert ids_in(home_of(tmp_path)).total() >= found.confirmed
+    assert ids_in(settings_for(tmp_path)).total() >= found.confirmed
 
     result = in_process("load", "t.yaml", "--count", "30000", "--json")
 
-    ids = ids_in(home_of(tmp_path))
+    ids = ids_in(settings_for(tmp_path))
     assert json.loads(result.stdout)["sent"] == 30_000 - found.confirmed
     assert len(ids) == 30_000
     assert ids.total() - 30_000 <= WINDOW
@@ -225,7 +225,7 @@ def test_ctrl_c_ends_a_load_with_an_exact_checkpoint_and_says_how_to_go_on(
     found = checkpoint.Checkpoint.read(place)
     assert found is not None
     assert process.returncode == console.EXIT_INTERRUPTED
-    assert ids_in(home_of(tmp_path)).total() == found.confirmed
+    assert ids_in(settings_for(tmp_path)).total() == found.confirmed
     assert f"stopped after {found.confirmed:,} jobs; the same command goes on there" in told
 
 
@@ -238,7 +238,7 @@ def test_ctrl_c_does_not_wait_for_the_pace(
     process.communicate(timeout=10)
 
     assert process.returncode == console.EXIT_INTERRUPTED
-    assert ids_in(home_of(tmp_path)).total() <= 1
+    assert ids_in(settings_for(tmp_path)).total() <= 1
 
 
 def test_jobs_come_from_standard_input(
@@ -248,7 +248,7 @@ def test_jobs_come_from_standard_input(
     printed, _ = process.communicate('{"prompt":"a"}\n{"prompt":"b","id":"mine"}\n', timeout=30)
 
     assert json.loads(printed)["sent"] == 2
-    assert "mine" in ids_in(home_of(tmp_path))
+    assert "mine" in ids_in(settings_for(tmp_path))
 
 
 def test_an_invalid_line_of_standard_input_ends_the_load_after_those_before_it(
@@ -259,7 +259,7 @@ def test_an_invalid_line_of_standard_input_ends_the_load_after_those_before_it(
 
     assert process.returncode == console.EXIT_OPERATOR_MUST_ACT
     assert "line 131 is no valid job" in told
-    assert ids_in(home_of(tmp_path)).total() == 130
+    assert ids_in(settings_for(tmp_path)).total() == 130
 
 
 def test_one_message_is_one_job(
@@ -268,7 +268,7 @@ def test_one_message_is_one_job(
     in_process("load", "t.yaml", "--count", "3", "--quiet", *flags(storage_settings))
 
     async def receive() -> int:
-        async with storage_open.open_storage(storage_settings) as home:
-            return len(await home.queue.receive(MAX_RECEIVE, 10))
+        async with open_storage(storage_settings) as storage:
+            return len(await storage.queue.receive(MAX_RECEIVE, 10))
 
     assert asyncio.run(receive()) == 3

@@ -44,12 +44,12 @@ def test_help_takes_well_under_a_second(imagefleet: Imagefleet) -> None:
 
 
 def test_looking_at_failed_jobs_loads_neither_torch_nor_a_cloud(tmp_path: Path) -> None:
-    home = tmp_path / "home"
-    home.mkdir()
+    storage = tmp_path / "home"
+    storage.mkdir()
     program = f"""
 import sys
 from fleet import main
-sys.argv = ["imagefleet", "failed", "list", "--storage", "local:{home}"]
+sys.argv = ["imagefleet", "failed", "list", "--storage", "local:{storage}"]
 try:
     main.main()
 except SystemExit:

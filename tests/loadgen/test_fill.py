@@ -31,8 +31,8 @@ def wanted(start: int, end: int) -> list[int]:
     return [number for number in range(start, end) if number % 10 != 9]
 
 
-async def numbers_in(home: Storage) -> list[int]:
-    return sorted([int(message.body) async for message in home.queue.browse()])
+async def numbers_in(storage: Storage) -> list[int]:
+    return sorted([int(message.body) async for message in storage.queue.browse()])
 
 
 async def test_every_job_is_sent_once(storage: Storage) -> None:

@@ -32,7 +32,7 @@ class RunPipeline(Protocol):
         self,
         engine: contract.Engine | None = None,
         *,
-        home: Storage | None = None,
+        opened: Storage | None = None,
         stop: asyncio.Event | None = None,
         hurry: asyncio.Event | None = None,
         load: Callable[[], contract.Engine] | None = None,
@@ -66,7 +66,7 @@ def run_pipeline(storage: Storage, worker_settings: Callable[..., WorkerSettings
     async def run(
         engine: contract.Engine | None = None,
         *,
-        home: Storage | None = None,
+        opened: Storage | None = None,
         stop: asyncio.Event | None = None,
         hurry: asyncio.Event | None = None,
         load: Callable[[], contract.Engine] | None = None,
@@ -74,10 +74,10 @@ def run_pipeline(storage: Storage, worker_settings: Callable[..., WorkerSettings
         **changes: Any,
     ) -> Pipeline:
         pipeline = Pipeline(
-            home or storage,
+            opened or storage,
             load or (lambda: engine or StandInEngine()),
             worker_settings(**changes),
-            patience=IMPATIENT,
+            retry_policy=IMPATIENT,
             runs_on=runs_on,
         )
         running = pipeline.run(stop or asyncio.Event(), hurry or asyncio.Event())

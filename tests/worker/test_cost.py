@@ -108,7 +108,7 @@ async def test_start_up_idle_and_busy_add_up_to_the_whole(
 
     pipeline = await run_pipeline(load=SlowToLoad, runs_on=runs_on)
     seen = values(pipeline.cost)
-    busy = pipeline.lane.clock.busy_seconds
+    busy = pipeline.engine_thread.clock.busy_seconds
     start_up = seen["imagefleet_wasted_dollars_total:start_up"]
     idle = seen["imagefleet_wasted_dollars_total:idle"]
 
@@ -131,7 +131,7 @@ async def test_an_image_that_was_there_already_is_wasted_as_a_duplicate(
     seen = values(pipeline.cost)
 
     # The mean when it was lost: the two may have been drawn in ticks of their own.
-    one_image = pipeline.lane.clock.busy_seconds / 2
+    one_image = pipeline.engine_thread.clock.busy_seconds / 2
     assert seen["imagefleet_wasted_dollars_total:duplicate"] == pytest.approx(one_image, rel=0.3)
     assert seen["imagefleet_wasted_dollars_total:failed"] == 0
 
@@ -154,7 +154,7 @@ async def test_what_the_gpu_made_for_nothing_is_wasted_as_failed(
     )
     seen = values(pipeline.cost)
 
-    mean = pipeline.lane.clock.busy_seconds / 3
+    mean = pipeline.engine_thread.clock.busy_seconds / 3
     assert seen["imagefleet_wasted_dollars_total:failed"] == pytest.approx(2 * mean, rel=0.5)
     sample = pipeline.metrics.registry.get_sample_value
     assert sample("imagefleet_failed_jobs_total", {"error": "TransientError"}) == 1
@@ -164,12 +164,12 @@ async def test_what_the_gpu_made_for_nothing_is_wasted_as_failed(
 
 def test_a_wasted_dollar_is_never_taken_back() -> None:
     # The engine's thread books a tick only at its end; seen in between, idle must not shrink.
-    lane = Lane()
-    meter = CostMeter(lane, Replica("x", 3600.0, prices.FREE_STORAGE), Operations())  # type: ignore[arg-type]
+    engine_thread = Lane()
+    meter = CostMeter(engine_thread, Replica("x", 3600.0, prices.FREE_STORAGE), Operations())  # type: ignore[arg-type]
     meter.ready()
     time.sleep(0.02)
     before = meter.wasted_seconds()["idle"]
-    lane.clock.busy_seconds += 10
+    engine_thread.clock.busy_seconds += 10
 
     assert meter.wasted_seconds()["idle"] == before > 0
 
@@ -186,20 +186,20 @@ def test_without_a_price_there_is_no_figure_rather_than_a_wrong_one() -> None:
 async def test_each_operation_of_the_home_is_counted(
     storage: Storage, message: Callable[..., str]
 ) -> None:
-    home = MeteredStorage(storage)
-    await home.queue.send([message(), message()])
+    opened = MeteredStorage(storage)
+    await opened.queue.send([message(), message()])
     first, second = [
-        each for _ in range(2) for each in await home.queue.receive(1, lease_seconds=30)
+        each for _ in range(2) for each in await opened.queue.receive(1, lease_seconds=30)
     ]
-    await home.queue.delete(await home.queue.renew(first, 30))
-    await home.queue.release(second)
-    await home.poison.send(["x"])
-    assert [each.body async for each in home.poison.browse()] == ["x"]
-    assert home.operations.queue == 2 + 2 + 2 + 1 + 1 + 1
-    assert (await home.queue.depth()).messages == 1
-    assert home.operations.queue == 11
+    await opened.queue.delete(await opened.queue.renew(first, 30))
+    await opened.queue.release(second)
+    await opened.poison.send(["x"])
+    assert [each.body async for each in opened.poison.browse()] == ["x"]
+    assert opened.operations.queue == 2 + 2 + 2 + 1 + 1 + 1
+    assert (await opened.queue.depth()).messages == 1
+    assert opened.operations.queue == 11
 
-    assert await home.blobs.create("a.png", b"x", "image/png", {})
-    assert not await home.blobs.create("a.png", b"x", "image/png", {})
-    assert await home.blobs.read("a.png") == b"x"
-    assert (home.operations.blob_writes, home.operations.blob_reads) == (2, 1)
+    assert await opened.blobs.create("a.png", b"x", "image/png", {})
+    assert not await opened.blobs.create("a.png", b"x", "image/png", {})
+    assert await opened.blobs.read("a.png") == b"x"
+    assert (opened.operations.blob_writes, opened.operations.blob_reads) == (2, 1)

@@ -10,7 +10,7 @@ import pytest
 
 from imagefleet import errors
 from worker.engine import contract
-from worker.gpu_thread import GpuLane
+from worker.gpu_thread import EngineThread
 from worker.testing import StandInEngine, StandInPrepared, draw_noise
 
 
@@ -21,27 +21,27 @@ def prepared(seed: int) -> StandInPrepared:
 
 
 @asynccontextmanager
-async def lane_with(
+async def engine_thread_with(
     engine: contract.Engine | Callable[[], contract.Engine], backlog: int = 64
-) -> AsyncIterator[GpuLane]:
+) -> AsyncIterator[EngineThread]:
     load = engine if callable(engine) else lambda: engine
-    lane = GpuLane(load, why_idle=lambda: "starved", backlog=backlog)
-    await lane.start()
+    engine_thread = EngineThread(load, why_idle=lambda: "starved", backlog=backlog)
+    await engine_thread.start()
     try:
-        yield lane
+        yield engine_thread
     finally:
-        await lane.stop()
+        await engine_thread.stop()
 
 
 async def test_every_ticket_gets_its_own_pixels_back() -> None:
-    async with lane_with(StandInEngine(capacity=3)) as lane:
+    async with engine_thread_with(StandInEngine(capacity=3)) as engine_thread:
         for ticket in range(20):
-            submitting = asyncio.create_task(lane.submit(ticket, prepared(ticket)))
+            submitting = asyncio.create_task(engine_thread.submit(ticket, prepared(ticket)))
             if ticket < 3:
                 await submitting
         outcomes = {}
         for _ in range(20):
-            delivery = await lane.finished()
+            delivery = await engine_thread.finished()
             outcomes[delivery.finished.ticket] = delivery.finished.outcome
     assert sorted(outcomes) == list(range(20))
     for ticket, pixels in outcomes.items():
@@ -60,9 +60,9 @@ async def test_the_engine_is_loaded_and_used_on_one_thread_that_is_not_the_loops
 
         return StandInEngine(draw=draw)
 
-    async with lane_with(load) as lane:
-        await lane.submit(0, prepared(0))
-        await lane.finished()
+    async with engine_thread_with(load) as engine_thread:
+        await engine_thread.submit(0, prepared(0))
+        await engine_thread.finished()
     assert len(threads) == 1
     assert threading.get_ident() not in threads
 
@@ -71,17 +71,17 @@ async def test_a_model_that_cannot_be_loaded_is_the_callers_error() -> None:
     def load() -> contract.Engine:
         raise errors.SetupError("there is no model")
 
-    lane = GpuLane(load, why_idle=lambda: "starved", backlog=1)
+    engine_thread = EngineThread(load, why_idle=lambda: "starved", backlog=1)
     with pytest.raises(errors.SetupError, match="there is no model"):
-        await lane.start()
-    await lane.stop()
+        await engine_thread.start()
+    await engine_thread.stop()
 
 
 async def test_a_tick_does_not_hold_up_the_event_loop() -> None:
-    async with lane_with(StandInEngine(tick_seconds=0.2)) as lane:
-        await lane.submit(0, prepared(0))
+    async with engine_thread_with(StandInEngine(tick_seconds=0.2)) as engine_thread:
+        await engine_thread.submit(0, prepared(0))
         longest = 0.0
-        waiting = asyncio.create_task(lane.finished())
+        waiting = asyncio.create_task(engine_thread.finished())
         while not waiting.done():
             asked_at = time.monotonic()
             await asyncio.sleep(0.005)
@@ -91,32 +91,32 @@ async def test_a_tick_does_not_hold_up_the_event_loop() -> None:
 
 
 async def test_submitting_waits_when_a_batch_waits_at_the_door() -> None:
-    async with lane_with(StandInEngine(capacity=2, tick_seconds=0.05)) as lane:
+    async with engine_thread_with(StandInEngine(capacity=2, tick_seconds=0.05)) as engine_thread:
         submitted = 0
 
         async def submit_all() -> None:
             nonlocal submitted
             for ticket in range(40):
-                await lane.submit(ticket, prepared(ticket))
+                await engine_thread.submit(ticket, prepared(ticket))
                 submitted += 1
 
         submitting = asyncio.create_task(submit_all())
         await asyncio.sleep(0.02)
         assert submitted <= 2 + 2 + 2  # in the engine, at its door, and one tick further
         for _ in range(40):
-            await lane.finished()
+            await engine_thread.finished()
         await submitting
 
 
 async def test_an_engine_whose_images_nobody_takes_waits_and_books_it_as_backpressure() -> None:
-    async with lane_with(StandInEngine(capacity=1), backlog=2) as lane:
+    async with engine_thread_with(StandInEngine(capacity=1), backlog=2) as engine_thread:
         for ticket in range(4):
-            await lane.submit(ticket, prepared(ticket))
+            await engine_thread.submit(ticket, prepared(ticket))
         await asyncio.sleep(0.1)
-        assert lane.clock.images <= 3
+        assert engine_thread.clock.images <= 3
         for _ in range(4):
-            await lane.finished()
-        assert lane.clock.idle_seconds["backpressure"] > 0.05
+            await engine_thread.finished()
+        assert engine_thread.clock.idle_seconds["backpressure"] > 0.05
 
 
 async def test_behind_a_shut_door_only_what_has_begun_is_finished() -> None:
@@ -126,29 +126,29 @@ async def test_behind_a_shut_door_only_what_has_begun_is_finished() -> None:
         release.wait(5)
         return draw_noise(request)
 
-    async with lane_with(StandInEngine(capacity=1, draw=draw)) as lane:
-        await lane.submit(0, prepared(0))
-        while not lane.in_engine:
+    async with engine_thread_with(StandInEngine(capacity=1, draw=draw)) as engine_thread:
+        await engine_thread.submit(0, prepared(0))
+        while not engine_thread.in_engine:
             await asyncio.sleep(0.001)
-        assert await lane.submit(1, prepared(1))
-        waiting = [asyncio.create_task(lane.submit(2 + n, prepared(2))) for n in range(3)]
+        assert await engine_thread.submit(1, prepared(1))
+        waiting = [asyncio.create_task(engine_thread.submit(2 + n, prepared(2))) for n in range(3)]
         await asyncio.sleep(0.01)
-        assert lane.shut() == [1]
+        assert engine_thread.shut() == [1]
         assert await asyncio.gather(*waiting) == [False, False, False]
-        assert not await lane.submit(5, prepared(5))
+        assert not await engine_thread.submit(5, prepared(5))
         release.set()
-        assert (await lane.finished()).finished.ticket == 0
+        assert (await engine_thread.finished()).finished.ticket == 0
         await asyncio.sleep(0.05)
-        assert lane.clock.images == 1
+        assert engine_thread.clock.images == 1
 
 
 async def test_a_broken_engine_is_a_node_error() -> None:
     def draw(_: contract.ImageRequest) -> contract.Pixels:
         raise errors.NodeError("CUDA error: an illegal memory access was encountered")
 
-    async with lane_with(StandInEngine(draw=draw)) as lane:
-        watching = asyncio.create_task(lane.watch(60))
-        await lane.submit(0, prepared(0))
+    async with engine_thread_with(StandInEngine(draw=draw)) as engine_thread:
+        watching = asyncio.create_task(engine_thread.watch(60))
+        await engine_thread.submit(0, prepared(0))
         with pytest.raises(errors.NodeError, match="illegal memory access"):
             await watching
 
@@ -159,31 +159,31 @@ async def test_an_engine_with_a_defect_is_a_node_error_too(
     def draw(_: contract.ImageRequest) -> contract.Pixels:
         raise ZeroDivisionError
 
-    async with lane_with(StandInEngine(draw=draw)) as lane:
-        watching = asyncio.create_task(lane.watch(60))
-        await lane.submit(0, prepared(0))
+    async with engine_thread_with(StandInEngine(draw=draw)) as engine_thread:
+        watching = asyncio.create_task(engine_thread.watch(60))
+        await engine_thread.submit(0, prepared(0))
         with pytest.raises(errors.NodeError, match="ZeroDivisionError"):
             await watching
     assert "the engine failed" in caplog.text
 
 
 async def test_an_engine_that_hangs_is_a_node_error() -> None:
-    async with lane_with(StandInEngine(tick_seconds=0.5)) as lane:
-        await lane.submit(0, prepared(0))
+    async with engine_thread_with(StandInEngine(tick_seconds=0.5)) as engine_thread:
+        await engine_thread.submit(0, prepared(0))
         with pytest.raises(errors.NodeError, match="it hangs"):
-            await lane.watch(0.1)
-        await lane.finished()
+            await engine_thread.watch(0.1)
+        await engine_thread.finished()
 
 
 async def test_idle_time_is_booked_only_from_the_first_image_on() -> None:
-    async with lane_with(StandInEngine(tick_seconds=0.05)) as lane:
+    async with engine_thread_with(StandInEngine(tick_seconds=0.05)) as engine_thread:
         await asyncio.sleep(0.1)
-        assert not lane.clock.idle_seconds
-        await lane.submit(0, prepared(0))
-        await lane.finished()
+        assert not engine_thread.clock.idle_seconds
+        await engine_thread.submit(0, prepared(0))
+        await engine_thread.finished()
         await asyncio.sleep(0.1)
-        await lane.submit(1, prepared(1))
-        await lane.finished()
-    assert lane.clock.busy_seconds == pytest.approx(0.1, abs=0.05)
-    assert lane.clock.idle_seconds["starved"] == pytest.approx(0.1, abs=0.05)
-    assert lane.clock.idle_fraction == pytest.approx(0.5, abs=0.15)
+        await engine_thread.submit(1, prepared(1))
+        await engine_thread.finished()
+    assert engine_thread.clock.busy_seconds == pytest.approx(0.1, abs=0.05)
+    assert engine_thread.clock.idle_seconds["starved"] == pytest.approx(0.1, abs=0.05)
+    assert engine_thread.clock.idle_fraction == pytest.approx(0.5, abs=0.15)

@@ -187,14 +187,14 @@ async def test_a_job_that_killed_all_its_workers_is_poison_without_another_try(
     (record,) = await poison_records(storage)
     assert "delivered 4 times" in record.reason
     assert (record.id, record.campaign) == ("killer", "c")
-    assert pipeline.lane.clock.images == 0
+    assert pipeline.engine_thread.clock.images == 0
 
 
 class FaultyBlobs:
     """Blobs whose first writes fail."""
 
-    def __init__(self, home: Storage, faults: int) -> None:
-        self._blobs = home.blobs
+    def __init__(self, opened: Storage, faults: int) -> None:
+        self._blobs = opened.blobs
         self.faults = faults
 
     async def create(
@@ -209,21 +209,21 @@ class FaultyBlobs:
         return await self._blobs.read(name, max_bytes)
 
 
-class FaultyHome:
+class FaultyStorage:
     """A home whose blobs fail at first."""
 
-    def __init__(self, home: Storage, faults: int) -> None:
-        self.queue, self.poison, self.url = home.queue, home.poison, home.url
-        self.blobs = FaultyBlobs(home, faults)
+    def __init__(self, opened: Storage, faults: int) -> None:
+        self.queue, self.poison, self.url = opened.queue, opened.poison, opened.url
+        self.blobs = FaultyBlobs(opened, faults)
 
 
 async def test_an_upload_that_fails_is_repeated_without_generating_again(
     storage: Storage, run_pipeline: RunPipeline, message: Callable[..., str]
 ) -> None:
     await storage.queue.send(message(id=f"j{number}") for number in range(3))
-    pipeline = await run_pipeline(home=FaultyHome(storage, faults=4))
+    pipeline = await run_pipeline(opened=FaultyStorage(storage, faults=4))
     assert len(await blob_names(storage)) == 3
-    assert pipeline.lane.clock.images == 3
+    assert pipeline.engine_thread.clock.images == 3
     assert pipeline.settler.outcomes == {"completed": 3}
 
 
@@ -235,7 +235,7 @@ async def test_a_storage_that_stays_down_gives_the_job_back_instead_of_losing_it
 ) -> None:
     monkeypatch.setattr("worker.settle.FIRST_RETRY_SECONDS", 0.05)
     await storage.queue.send([message(id="j")])
-    pipeline = await run_pipeline(home=FaultyHome(storage, faults=7))
+    pipeline = await run_pipeline(opened=FaultyStorage(storage, faults=7))
     assert pipeline.settler.outcomes == {"retried": 1, "completed": 1}
     assert await blob_names(storage) == {"default/j.png"}
 
@@ -243,8 +243,8 @@ async def test_a_storage_that_stays_down_gives_the_job_back_instead_of_losing_it
 class WaitingBlobs(FaultyBlobs):
     """Blobs of which two LoRAs are read at once, or none."""
 
-    def __init__(self, home: Storage) -> None:
-        super().__init__(home, faults=0)
+    def __init__(self, opened: Storage) -> None:
+        super().__init__(opened, faults=0)
         self._both = asyncio.Barrier(2)
 
     async def read(self, name: str, max_bytes: int | None = None) -> bytes | None:
@@ -262,9 +262,9 @@ async def test_the_loras_of_a_job_are_fetched_side_by_side(
     for name in ("fox", "owl"):
         await storage.blobs.create(f"loras/{name}.safetensors", lora_bytes(name), "text/plain", {})
     await storage.queue.send([message(id="j", prompt="<lora:fox:1> and <lora:owl:1>")])
-    home = FaultyHome(storage, faults=0)
-    home.blobs = WaitingBlobs(storage)
-    pipeline = await run_pipeline(home=home)
+    opened = FaultyStorage(storage, faults=0)
+    opened.blobs = WaitingBlobs(storage)
+    pipeline = await run_pipeline(opened=opened)
     assert pipeline.settler.outcomes == {"completed": 1}
 
 
@@ -300,9 +300,9 @@ async def test_credentials_that_run_out_cost_a_job_no_attempt(
     monkeypatch.setattr(retry, "UNTIL_ACCESS", at_once)
     await storage.blobs.create("loras/fox.safetensors", lora_bytes("x"), "text/plain", {})
     await storage.queue.send([message(id="j", prompt=prompt)])
-    home = FaultyHome(storage, faults=0)
-    home.blobs = ClosedBlobs(storage, faults=9)  # more than there are tries
-    pipeline = await run_pipeline(home=home, max_attempts=1)
+    opened = FaultyStorage(storage, faults=0)
+    opened.blobs = ClosedBlobs(storage, faults=9)  # more than there are tries
+    pipeline = await run_pipeline(opened=opened, max_attempts=1)
     assert pipeline.settler.outcomes == {"completed": 1}
 
 
@@ -398,7 +398,7 @@ async def test_the_engine_waits_for_nothing_while_there_are_jobs(
 ) -> None:
     await storage.queue.send(message(id=f"j{number}") for number in range(40))
     pipeline = await run_pipeline(StandInEngine(capacity=4, tick_seconds=0.05))
-    assert pipeline.lane.clock.idle_fraction < 0.25  # benchmarks/overlap.py measures it
+    assert pipeline.engine_thread.clock.idle_fraction < 0.25  # benchmarks/overlap.py measures it
     text = {family.name for family in pipeline.metrics.registry.collect()}
     assert text >= {
         "imagefleet_images",

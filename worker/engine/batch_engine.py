@@ -26,7 +26,7 @@ class BatchEngine:
     def __init__(self, checkpoint: Checkpoint, max_batch: int, lora_cache_bytes: int) -> None:
         self._checkpoint = checkpoint
         self._device = checkpoint.unet.device
-        self._intake = intake.Intake(checkpoint, lora_cache_bytes)
+        self._preparer = intake.RequestPreparer(checkpoint, lora_cache_bytes)
         self._encoder = text.Encoder(
             checkpoint.text_encoder,
             start=checkpoint.tokenizer.bos_token_id,
@@ -43,7 +43,7 @@ class BatchEngine:
 
     @property
     def default_size(self) -> tuple[int, int]:
-        return self._intake.default_size
+        return self._preparer.default_size
 
     @property
     def capacity(self) -> int:
@@ -59,7 +59,7 @@ class BatchEngine:
 
     @property
     def lora_lookups(self) -> Mapping[str, int]:
-        return self._intake.lora_lookups
+        return self._preparer.lora_lookups
 
     def prepare(self, request: contract.ImageRequest) -> contract.Prepared:
         """Checks a request against this checkpoint, tokenises its prompts and reads its LoRAs.
@@ -68,7 +68,7 @@ class BatchEngine:
             JobError: this checkpoint cannot draw it, or a LoRA is missing or does not fit.
             TransientError: a LoRA could not be read.
         """
-        return self._intake.prepare(request)
+        return self._preparer.prepare(request)
 
     def admit(self, ticket: int, prepared: contract.Prepared) -> None:
         if not isinstance(prepared, intake.Prepared):

@@ -49,8 +49,8 @@ def denoise(
             encoder_attention_mask=context.mask,
             return_dict=False,
         )[0]
-        wanted, unwanted = output.float().chunk(2)
-        guided = unwanted + scales * (wanted - unwanted)
+        cond, uncond = output.float().chunk(2)
+        guided = uncond + scales * (cond - uncond)
         noisy = [
             generator if schedule.noisy[call] else None
             for generator, schedule in zip(generators, schedules, strict=True)

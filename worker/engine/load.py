@@ -33,7 +33,7 @@ def load_engine(
     kind: Kind = "slots",
     slots: int | None = None,
     compile: Compile = "auto",  # noqa: A002 - what it is called everywhere
-    compiled_ways: Sequence[mode.Way] = mode.ALL,
+    compiled_ways: Sequence[mode.WeightMode] = mode.ALL,
     rank_capacity: int = 64,
     fp16_accumulate: bool = False,
     attention: Attention = "auto",

@@ -99,11 +99,11 @@ class Encoder:
         self._cached_bytes = 0
 
     def _look_up(
-        self, wanted: Iterable[Chunk], clip_skip: int, loras: Hashable
+        self, chunks: Iterable[Chunk], clip_skip: int, loras: Hashable
     ) -> dict[Chunk, torch.Tensor]:
         vectors: dict[Chunk, torch.Tensor] = {}
         missing = []
-        for chunk in wanted:
+        for chunk in chunks:
             key = (chunk, clip_skip, loras)
             if key in self._cache:
                 self._cache.move_to_end(key)

@@ -40,7 +40,7 @@ _IS_ADDRESS = re.compile(r"https?://", re.IGNORECASE)
 _FILE_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9 ._+-]{0,150}\.(safetensors|tar)")
 
 #: A few minutes without a byte, on average.
-PATIENCE = retry.RetryPolicy(tries=15, longest_wait_seconds=30)
+STORAGE_RETRIES = retry.RetryPolicy(tries=15, longest_wait_seconds=30)
 
 #: A connection that brought this much begins the count of tries anew: over a bad line, a large
 #: file takes many.
@@ -93,7 +93,7 @@ async def fetched(
     settings: WorkerSettings,
     blobs: protocol.BlobStore,
     stop: asyncio.Event,
-    patience: retry.RetryPolicy = PATIENCE,
+    retry_policy: retry.RetryPolicy = STORAGE_RETRIES,
 ) -> bool:
     """Fetches the model unless it is here; False if *stop* was set before.
 
@@ -104,7 +104,7 @@ async def fetched(
     remote = _remote(settings)
     if remote is None or remote.place.exists():
         return True
-    return await unless(stop, _fetch(remote, blobs, patience))
+    return await unless(stop, _fetch(remote, blobs, retry_policy))
 
 
 def _remote(settings: WorkerSettings) -> _Remote | None:
@@ -139,7 +139,9 @@ def _remote(settings: WorkerSettings) -> _Remote | None:
     return _Remote(address, name, sha256, settings.model_cache.expanduser() / key)
 
 
-async def _fetch(remote: _Remote, blobs: protocol.BlobStore, patience: retry.RetryPolicy) -> None:
+async def _fetch(
+    remote: _Remote, blobs: protocol.BlobStore, retry_policy: retry.RetryPolicy
+) -> None:
     with _disk_errors(remote.folder):
         remote.folder.mkdir(parents=True, exist_ok=True)
     source = remote.source(blobs)
@@ -153,7 +155,7 @@ async def _fetch(remote: _Remote, blobs: protocol.BlobStore, patience: retry.Ret
                 extra={"action": "model_unchecked"},
             )
         download = _Download(remote, source)
-        await download.run(patience)
+        await download.run(retry_policy)
         with _disk_errors(remote.folder):
             await asyncio.to_thread(_put_in_place, download.part, remote)
         log.info("the model is at %s", remote.place, extra={"action": "model_fetched"})
@@ -170,10 +172,10 @@ class _Download:
         self._resumed = False
         self._told_at = -_SECONDS_BETWEEN_LOGS
 
-    async def run(self, patience: retry.RetryPolicy) -> None:
+    async def run(self, retry_policy: retry.RetryPolicy) -> None:
         """Raises SetupError if what arrives has another hash; TransientError: patience ended."""
         while True:
-            while not await patience.call(self._advance):
+            while not await retry_policy.call(self._advance):
                 pass
             found = await asyncio.to_thread(self._find_sha256)
             if self._remote.sha256 in {None, found}:

@@ -13,7 +13,7 @@ from collections.abc import Iterator
 
 from imagefleet import errors
 from worker.engine import contract
-from worker.gpu_thread import GpuLane
+from worker.gpu_thread import EngineThread
 from worker.node import check
 from worker.stages import encode
 
@@ -28,31 +28,33 @@ LONGEST_BUSY_SECONDS = 600.0
 LOOK_SECONDS = 1.0
 
 
-class NodeProof:
+class Canary:
     """Draws plain images, one at a time, with tickets that belong to no job."""
 
-    def __init__(self, engine: contract.Engine, lane: GpuLane, tickets: Iterator[int]) -> None:
+    def __init__(
+        self, engine: contract.Engine, engine_thread: EngineThread, tickets: Iterator[int]
+    ) -> None:
         self._engine = engine
-        self._lane = lane
+        self._engine_thread = engine_thread
         self._tickets = tickets
         self._ticket: int | None = None
         self._outcome: asyncio.Future[contract.Outcome | None] | None = None
         self._one_at_a_time = asyncio.Lock()
 
-    async def verdict(self, suspicion: str) -> str | None:
+    async def verdict(self, alarm: str) -> str | None:
         """What is wrong with this node; None where its jobs are at fault, or the worker drains."""
         async with self._one_at_a_time:
             drawing = asyncio.create_task(self._draw(), name="proof")
             try:
                 is_drawn = await self._bounded(drawing)
             except errors.FleetError as error:
-                return f"{suspicion}; and a plain image failed as well: {error}"
+                return f"{alarm}; and a plain image failed as well: {error}"
             finally:
                 drawing.cancel()
         if is_drawn:
             log.warning(
                 "%s; but a plain image came out well: the jobs are at fault, not this node",
-                suspicion,
+                alarm,
                 extra={"action": "node_proved"},
             )
         return None
@@ -72,7 +74,7 @@ class NodeProof:
         finished = self._outcome = asyncio.get_running_loop().create_future()
         request = check.plain_request(self._engine, seed=0)
         prepared = await asyncio.to_thread(self._engine.prepare, request)
-        outcome = await finished if await self._lane.submit(ticket, prepared) else None
+        outcome = await finished if await self._engine_thread.submit(ticket, prepared) else None
         if isinstance(outcome, errors.FleetError):
             raise outcome
         if outcome is not None:
@@ -80,7 +82,7 @@ class NodeProof:
         return outcome is not None
 
     async def _bounded(self, drawing: asyncio.Task[bool]) -> bool:
-        clock = self._lane.clock
+        clock = self._engine_thread.clock
         latest = clock.busy_seconds + LONGEST_BUSY_SECONDS
         while not (await asyncio.wait({drawing}, timeout=LOOK_SECONDS))[0]:
             if clock.busy_seconds > latest:

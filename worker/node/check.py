@@ -207,8 +207,7 @@ class NodeCheck(Collector):
             if speed >= least:
                 return
         raise errors.NodeError(
-            f"the GPU makes {speed:.3g} images a second, less than {least:.3g}"
-            " (--min-images-per-second)"
+            f"the GPU makes {speed:.3g} images/s, less than {least:.3g} (--min-images-per-second)"
         )
 
     async def _send(self, longest_seconds: float) -> float:

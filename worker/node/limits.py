@@ -24,7 +24,7 @@ BROKEN_SHARE = 0.25
 _SLOWEST = min(speeds.ASSUMED_IMAGES_PER_SECOND.values())
 
 #: Of SaladCloud's nodes a tenth upload with less than 39 megabits a second, and a fast card's
-#: PNGs (2 images a second of 400 KB) take 6.
+#: PNGs (2 images/s of 400 KB) take 6.
 MIN_UPLOAD_MEGABITS = 2.0
 
 #: SaladCloud allowed 300 s in its largest test; a slow disk and compiling take longer.
@@ -70,7 +70,7 @@ def limits_of(settings: WorkerSettings, gpu: str, *, on_salad: bool) -> NodeLimi
 
 
 def broken_below(gpu: str) -> float:
-    """Images a second below which a card of this class is broken; 0 for what is no RTX card."""
+    """Images/s below which a card of this class is broken; 0 for what is no RTX card."""
     if not gpu.startswith("RTX "):
         return 0.0
     record = speeds.ASSUMED_IMAGES_PER_SECOND.get(gpu, _SLOWEST)

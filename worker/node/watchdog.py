@@ -20,7 +20,7 @@ from collections.abc import Awaitable, Callable, Iterator
 from dataclasses import dataclass, field
 
 from imagefleet import errors
-from worker.gpu_thread import GpuLane
+from worker.gpu_thread import EngineThread
 from worker.metrics import WorkerMetrics
 from worker.node.limits import NodeLimits
 
@@ -53,8 +53,8 @@ class _Window:
     blocked_seconds: float
     images: float = 0.0  # of 512x512 and 15 steps
     drawn: int = 0
-    spoilt: int = 0
-    last_spoilt: str = ""  # words alone: an error may hold the GPU's memory
+    failed_image: int = 0
+    last_failed_image: str = ""  # words alone: an error may hold the GPU's memory
     uploaded_bytes: int = 0
     uploading_seconds: float = 0.0
     storage_faults: int = 0
@@ -66,12 +66,14 @@ class _Uploads:
     since: float = field(default_factory=time.monotonic)
 
 
-class NodeWatch:
+class NodeWatchdog:
     """Counts what one node does, and says after each window what that means."""
 
-    def __init__(self, lane: GpuLane, limits: NodeLimits, metrics: WorkerMetrics) -> None:
+    def __init__(
+        self, engine_thread: EngineThread, limits: NodeLimits, metrics: WorkerMetrics
+    ) -> None:
         self.failed_in_a_row = 0
-        self._lane = lane
+        self._engine_thread = engine_thread
         self._limits = limits
         self._windows = metrics.node_windows
         self._uploads = _Uploads()
@@ -87,10 +89,10 @@ class NodeWatch:
         self._window.drawn += 1
         self._window.images += standard_images
 
-    def spoilt(self, error: errors.FleetError) -> None:
+    def failed_image(self, error: errors.FleetError) -> None:
         """What the engine made of an image is none, and its job may have no part in that."""
-        self._window.spoilt += 1
-        self._window.last_spoilt = str(error)
+        self._window.failed_image += 1
+        self._window.last_failed_image = str(error)
 
     @contextlib.contextmanager
     def uploading(self, size_bytes: int) -> Iterator[None]:
@@ -115,9 +117,9 @@ class NodeWatch:
         self._window = self._new_window()
         while True:
             await asyncio.sleep(WINDOW_SECONDS)
-            for suspicion in self._spoils(self._window):
-                if await verdict(suspicion) is None:
-                    self._window.spoilt = 0
+            for alarm in self._spoils(self._window):
+                if await verdict(alarm) is None:
+                    self._window.failed_image = 0
             reason = self._close_window()
             if reason is not None and self.failed_in_a_row >= FAILED_WINDOWS:
                 self.failed_in_a_row = 0
@@ -159,13 +161,16 @@ class NodeWatch:
         if least and busy_seconds >= LEAST_BUSY_SHARE * seconds:
             speed = window.images / busy_seconds
             if speed < least:
-                yield f"the GPU makes {speed:.3g} images a second, less than {least:.3g}"
+                yield f"the GPU makes {speed:.3g} images/s, less than {least:.3g}"
 
     def _spoils(self, window: _Window) -> Iterator[str]:
-        if window.spoilt >= LEAST_SPOILT and window.spoilt >= SPOILT_SHARE * window.drawn:
+        if (
+            window.failed_image >= LEAST_SPOILT
+            and window.failed_image >= SPOILT_SHARE * window.drawn
+        ):
             yield (
-                f"the GPU spoilt {window.spoilt} of {window.drawn} images, the last with:"
-                f" {window.last_spoilt}"
+                f"the GPU spoilt {window.failed_image} of {window.drawn} images, the last with:"
+                f" {window.last_failed_image}"
             )
 
     def _uploads_too_slowly(
@@ -192,7 +197,7 @@ class NodeWatch:
         self._uploads.since = now
 
     def _new_window(self) -> _Window:
-        clock = self._lane.clock
+        clock = self._engine_thread.clock
         return _Window(
             time.monotonic(), clock.busy_seconds, clock.idle_seconds.get("backpressure", 0.0)
         )

@@ -27,13 +27,13 @@ _MATERIAL = 2
 @contextlib.asynccontextmanager
 async def telling(
     metadata: salad_metadata.SaladMetadata | None,
-    jobs_in_hand: Callable[[], int],
+    jobs_in_flight: Callable[[], int],
 ) -> AsyncIterator[None]:
     """Keeps the deletion cost at the jobs in hand while the block runs; nobody waits for it."""
     if metadata is None:
         yield
         return
-    task = asyncio.create_task(_tell(metadata, jobs_in_hand), name="deletion cost")
+    task = asyncio.create_task(_tell(metadata, jobs_in_flight), name="deletion cost")
     try:
         yield
     finally:
@@ -41,11 +41,11 @@ async def telling(
         await asyncio.gather(task, return_exceptions=True)
 
 
-async def _tell(metadata: salad_metadata.SaladMetadata, jobs_in_hand: Callable[[], int]) -> None:
+async def _tell(metadata: salad_metadata.SaladMetadata, jobs_in_flight: Callable[[], int]) -> None:
     told = 0  # what a new container has
     has_failed = False
     while True:
-        cost = jobs_in_hand()
+        cost = jobs_in_flight()
         if _is_material(told, cost):
             try:
                 await metadata.set_deletion_cost(cost)

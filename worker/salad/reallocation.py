@@ -21,7 +21,7 @@ log = logging.getLogger(__name__)
 STAY_SECONDS = 600.0
 
 
-class Replacement:
+class Reallocation:
     """The way off one node; *metadata* is None where there is nobody to ask."""
 
     def __init__(

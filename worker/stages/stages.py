@@ -25,12 +25,12 @@ from imagefleet.storage import protocol
 from worker.cost import CostMeter
 from worker.engine import contract
 from worker.files.loras import LoraLibrary
-from worker.gpu_thread import GpuLane
-from worker.in_flight import ImageInHand, JobInHand
+from worker.gpu_thread import EngineThread
+from worker.in_flight import InFlightImage, InFlightJob
 from worker.metrics import WorkerMetrics
-from worker.node.canary import NodeProof
+from worker.node.canary import Canary
 from worker.node.limits import standard_images
-from worker.node.watchdog import NodeWatch
+from worker.node.watchdog import NodeWatchdog
 from worker.pull import Puller
 from worker.settings import WorkerSettings
 from worker.settle import Settler
@@ -48,13 +48,13 @@ Work = Callable[[], Awaitable[None]]
 
 @dataclass(frozen=True, slots=True)
 class _Drawn:
-    image: ImageInHand
+    image: InFlightImage
     pixels: contract.Pixels
 
 
 @dataclass(frozen=True, slots=True)
 class _Encoded:
-    image: ImageInHand
+    image: InFlightImage
     file: encode.EncodedImage
 
 
@@ -63,41 +63,41 @@ class Stages:
 
     def __init__(
         self,
-        home: protocol.Storage,
+        storage: protocol.Storage,
         engine: contract.Engine,
-        lane: GpuLane,
+        engine_thread: EngineThread,
         puller: Puller,
         settler: Settler,
         library: LoraLibrary,
         metrics: WorkerMetrics,
         settings: WorkerSettings,
         *,
-        patience: retry.RetryPolicy,
+        retry_policy: retry.RetryPolicy,
         cost: CostMeter,
-        watch: NodeWatch,
+        watch: NodeWatchdog,
     ) -> None:
         self.images_written = 0
-        self.pulled: asyncio.Queue[JobInHand] = asyncio.Queue(protocol.MAX_RECEIVE)
+        self.pulled: asyncio.Queue[InFlightJob] = asyncio.Queue(protocol.MAX_RECEIVE)
         self._drawn: asyncio.Queue[_Drawn] = asyncio.Queue(settings.encode_threads)
         self._encoded: asyncio.Queue[_Encoded] = asyncio.Queue(
             WAITING_PER_UPLOAD * settings.uploads
         )
-        self._stored: asyncio.Queue[JobInHand] = asyncio.Queue(settings.uploads)
-        self._home = home
+        self._stored: asyncio.Queue[InFlightJob] = asyncio.Queue(settings.uploads)
+        self._storage = storage
         self._engine = engine
-        self._lane = lane
+        self._engine_thread = engine_thread
         self._puller = puller
         self._settler = settler
         self._library = library
         self._metrics = metrics
         self._settings = settings
-        self._patience = patience
+        self._retry_policy = retry_policy
         self._cost = cost
         self._watch = watch
         self._tickets = itertools.count()
-        self.proof = NodeProof(engine, lane, self._tickets)
-        self._suspicions: asyncio.Queue[str] = asyncio.Queue()
-        self._at_engine: dict[int, ImageInHand] = {}
+        self.canary = Canary(engine, engine_thread, self._tickets)
+        self._alarms: asyncio.Queue[str] = asyncio.Queue()
+        self._at_engine: dict[int, InFlightImage] = {}
         self._engine_failures_in_a_row = 0
         self._prepare_threads = ThreadPoolExecutor(PREPARERS, "prepare")
         self._encode_threads = ThreadPoolExecutor(settings.encode_threads, "encode")
@@ -110,47 +110,53 @@ class Stages:
         yield "encode", self._settings.encode_threads, lambda: _each(self._drawn, self._encode)
         yield "upload", uploads, lambda: _each(self._encoded, self._upload)
         yield "acknowledge", uploads, lambda: _each(self._stored, self._acknowledge)
-        yield "prove", 1, lambda: _each(self._suspicions, self._prove)
+        yield "prove", 1, lambda: _each(self._alarms, self._prove)
 
-    def withdraw(self) -> list[JobInHand]:
+    def withdraw(self) -> list[InFlightJob]:
         """The jobs in hand that the engine has not begun, or only in part."""
-        withdrawn: set[JobInHand] = set()
-        for ticket in self._lane.shut():
+        withdrawn: set[InFlightJob] = set()
+        for ticket in self._engine_thread.shut():
             image = self._at_engine.pop(ticket, None)
             if image is None:
-                self.proof.finished(ticket, None)
+                self.canary.finished(ticket, None)
             else:
                 withdrawn.add(image.owner)
-        return [held for held in self._settler.in_hand if held in withdrawn or not held.submitted]
+        return [
+            in_flight
+            for in_flight in self._settler.in_flight
+            if in_flight in withdrawn or not in_flight.submitted
+        ]
 
     def close(self) -> None:
         for threads in (self._prepare_threads, self._encode_threads):
             threads.shutdown(wait=False, cancel_futures=True)
 
-    async def _prepare(self, held: JobInHand) -> None:
-        async with self._ending(held):
-            if held.settled:
+    async def _prepare(self, in_flight: InFlightJob) -> None:
+        async with self._ending(in_flight):
+            if in_flight.settled:
                 return
             with self._metrics.stage_seconds.labels("prepare").time():
-                job = held.job = self._read(held)
+                job = in_flight.job = self._read(in_flight)
                 size = self._size(job)
                 prepared = [
                     await self._in_thread(self._prepare_threads, self._engine.prepare, request)
                     for request in await self._requests(job, size)
                 ]
-            held.images_to_generate = held.images_to_store = len(prepared)
+            in_flight.images_to_generate = in_flight.images_to_store = len(prepared)
             for index, ready in enumerate(prepared):
                 ticket = next(self._tickets)
-                self._at_engine[ticket] = ImageInHand(held, job, index, size)
-                if not await self._lane.submit(ticket, ready):
+                self._at_engine[ticket] = InFlightImage(in_flight, job, index, size)
+                if not await self._engine_thread.submit(ticket, ready):
                     del self._at_engine[ticket]
                     return  # the worker drains, and hands this job back
-            held.submitted = True
+            in_flight.submitted = True
 
-    def _read(self, held: JobInHand) -> Job:
-        message = held.lease.message
+    def _read(self, in_flight: InFlightJob) -> Job:
+        message = in_flight.lease.message
         job = read_job(message.body, message.id)
-        held.job = job  # from here on, a failure is recorded with the job's own id and campaign
+        in_flight.job = (
+            job  # from here on, a failure is recorded with the job's own id and campaign
+        )
         if message.delivery_count > self._settings.max_attempts:
             raise errors.JobError(
                 f"the job was delivered {message.delivery_count} times and never ended: the"
@@ -204,25 +210,25 @@ class Stages:
     async def _collect(self) -> None:
         """Takes what the engine finished; the waiting and generating itself is in the lane."""
         while True:
-            delivery = await self._lane.finished()
+            delivery = await self._engine_thread.finished()
             ticket, outcome = delivery.finished.ticket, delivery.finished.outcome
             image = self._at_engine.pop(ticket, None)
             if image is None:
-                self.proof.finished(ticket, outcome)
+                self.canary.finished(ticket, outcome)
                 continue
-            held = image.owner
+            in_flight = image.owner
             self._watch.drawn(standard_images(image.job.steps, *image.size))
             waited = self._metrics.stage_seconds.labels("wait_gpu")
             waited.observe(max(0.0, delivery.admitted_at - image.ready_at))
             generated = self._metrics.stage_seconds.labels("generate")
             generated.observe(delivery.finished_at - delivery.admitted_at)
-            held.images_to_generate -= 1
-            if not held.images_to_generate:
-                self._puller.generated(held)
-            if held.settled:
+            in_flight.images_to_generate -= 1
+            if not in_flight.images_to_generate:
+                self._puller.generated(in_flight)
+            if in_flight.settled:
                 self._cost.lost("failed")
                 continue
-            async with self._ending(held, image_is_made=True):
+            async with self._ending(in_flight, image_is_made=True):
                 if isinstance(outcome, errors.FleetError):
                     self._count_engine_failure(outcome)
                     raise outcome
@@ -248,39 +254,39 @@ class Stages:
 
     async def _upload(self, encoded: _Encoded) -> None:
         image = encoded.image
-        held = image.owner
-        async with self._ending(held, image_is_made=True):
-            if held.settled:
+        in_flight = image.owner
+        async with self._ending(in_flight, image_is_made=True):
+            if in_flight.settled:
                 self._cost.lost("failed")
                 return
             name = image.job.blob_name(image.index)
             metadata = self._metadata(image)
 
             async def create() -> bool:
-                held.lease.check()
+                in_flight.lease.check()
                 file = encoded.file
                 with self._watch.uploading(len(file.data)):
-                    return await self._home.blobs.create(
+                    return await self._storage.blobs.create(
                         name, file.data, file.content_type, metadata
                     )
 
             with self._metrics.stage_seconds.labels("upload").time():
-                written = await self._patience.call(create)
+                written = await self._retry_policy.call(create)
             if written:
-                held.images_written += 1
+                in_flight.images_written += 1
                 self.images_written += 1
                 self._metrics.images.inc()
             else:
                 self._cost.lost("duplicate")
-            held.images_to_store -= 1
-            if not held.images_to_store:
-                await self._stored.put(held)
+            in_flight.images_to_store -= 1
+            if not in_flight.images_to_store:
+                await self._stored.put(in_flight)
 
-    async def _acknowledge(self, held: JobInHand) -> None:
+    async def _acknowledge(self, in_flight: InFlightJob) -> None:
         with self._metrics.stage_seconds.labels("acknowledge").time():
-            await self._settler.completed(held)
+            await self._settler.completed(in_flight)
 
-    def _metadata(self, image: ImageInHand) -> dict[str, str]:
+    def _metadata(self, image: InFlightImage) -> dict[str, str]:
         """What rides along with the blob; Azure wants ASCII values."""
         facts = {
             "job": str(image.job.id),
@@ -299,31 +305,33 @@ class Stages:
     def _count_engine_failure(self, error: errors.FleetError) -> None:
         if not isinstance(error, errors.TransientError):
             return
-        self._watch.spoilt(error)
+        self._watch.failed_image(error)
         self._engine_failures_in_a_row += 1
         # Once: what fails while the proof is drawn is the same suspicion.
         if self._engine_failures_in_a_row == self._settings.engine_failures:
-            self._suspicions.put_nowait(
+            self._alarms.put_nowait(
                 f"the engine failed {self._engine_failures_in_a_row} images in a row, the last"
                 f" with: {error}"
             )
 
-    async def _prove(self, suspicion: str) -> None:
-        reason = await self.proof.verdict(suspicion)
+    async def _prove(self, alarm: str) -> None:
+        reason = await self.canary.verdict(alarm)
         if reason is not None:
             raise errors.NodeError(reason)
         self._engine_failures_in_a_row = 0
 
     @contextlib.asynccontextmanager
-    async def _ending(self, held: JobInHand, *, image_is_made: bool = False) -> AsyncIterator[None]:
+    async def _ending(
+        self, in_flight: InFlightJob, *, image_is_made: bool = False
+    ) -> AsyncIterator[None]:
         """Whatever is raised inside ends *held*, and with it an image that the GPU has made."""
         try:
-            held.lease.check()
+            in_flight.lease.check()
             yield
         except Exception as error:  # noqa: BLE001 - the settler tells them apart by class
             if image_is_made:
                 self._cost.lost("failed")
-            await self._settler.failed(held, error)
+            await self._settler.failed(in_flight, error)
 
     async def _in_thread(
         self, threads: ThreadPoolExecutor, function: Callable[..., Item], *arguments: object

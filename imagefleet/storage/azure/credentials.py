@@ -229,10 +229,10 @@ class Credentials:
         self,
         address: AzureAddress,
         settings: StorageSettings,
-        proof: sas_tokens.Proof | None = None,
+        identity_token: sas_tokens.IdentityToken | None = None,
     ) -> None:
         self._to_close: RotatingTokens | WorkloadIdentity | None = None
-        source = sas_tokens.source_of(settings, proof)
+        source = sas_tokens.source_of(settings, identity_token)
         if source is not None:
             tokens = self._to_close = RotatingTokens(source)
             self.queue: Access = RotatingAccess(tokens, "queue")

@@ -25,7 +25,7 @@ from imagefleet.storage.azure import errors as azure_errors
 from imagefleet.storage.azure.credentials import Access
 
 #: Sends, or messages handed back, in flight at once: more would only queue up in Azure, which takes
-#: 2,000 messages a second a queue.
+#: 2,000 messages/s a queue.
 CONCURRENT_REQUESTS = 32
 
 #: Browsing more than a peek shows means leasing it. The messages are handed back at the end; if

@@ -53,7 +53,7 @@ _ANSWER_SECONDS = 20
 
 _TRY_AGAIN = frozenset({408, 425, 429})
 
-Proof = Callable[[], Awaitable[str]]
+IdentityToken = Callable[[], Awaitable[str]]
 """Gives the proof of a node's identity, a JSON Web Token."""
 
 
@@ -163,10 +163,10 @@ class TokenBroker:
     Renewed well before they end; a broker that is down is asked again, ever less often.
     """
 
-    def __init__(self, url: str, proof: Proof) -> None:
+    def __init__(self, url: str, identity_token: IdentityToken) -> None:
         self.name = "the broker"
         self._url = url
-        self._proof = proof
+        self._identity_token = identity_token
         self._tls = ssl.create_default_context()
         self._due_at = 0.0
         self._in_vain = 0  # asked in a row without an answer, or because of refused tokens
@@ -204,7 +204,7 @@ class TokenBroker:
     async def _ask(self) -> tuple[Tokens, float]:
         """New tokens, and how long they are good for, in seconds."""
         try:
-            proof = await self._proof()
+            identity_token = await self._identity_token()
         except (errors.FleetError, aiohttp.ClientError, OSError) as error:
             raise errors.TransientError(
                 f"there is no proof of this node's identity for the broker: {error}"
@@ -216,7 +216,10 @@ class TokenBroker:
                 ) as session,
                 session.post(
                     self._url,
-                    headers={"Authorization": f"Bearer {proof}", "Accept": "application/json"},
+                    headers={
+                        "Authorization": f"Bearer {identity_token}",
+                        "Accept": "application/json",
+                    },
                     allow_redirects=False,  # the proof is for this address alone
                     ssl=self._tls,
                 ) as response,
@@ -241,7 +244,9 @@ class TokenBroker:
         raise errors.TransientError(f"the broker answers HTTP {status}")
 
 
-def source_of(settings: StorageSettings, proof: Proof | None) -> TokenSource | None:
+def source_of(
+    settings: StorageSettings, identity_token: IdentityToken | None
+) -> TokenSource | None:
     """The source that the settings name, if any.
 
     Raises:
@@ -257,13 +262,13 @@ def source_of(settings: StorageSettings, proof: Proof | None) -> TokenSource | N
         )
     if settings.sas_file is not None:
         return TokenFile(settings.sas_file)
-    if proof is None:
+    if identity_token is None:
         raise errors.SetupError(
             "IMAGEFLEET_BROKER_URL is for workers on SaladCloud, which can prove what they are;"
             " elsewhere set IMAGEFLEET_SAS_FILE or IMAGEFLEET_QUEUE_SAS"
         )
     assert settings.broker_url is not None  # noqa: S101 - the one that is left
-    return TokenBroker(settings.broker_url, proof)
+    return TokenBroker(settings.broker_url, identity_token)
 
 
 def read_tokens(text: str | bytes) -> Tokens:

@@ -46,7 +46,7 @@ async def surface_lost_replies(
         raise aiohttp.ClientConnectionError(str(error) or type(error).__name__) from error
 
 
-class AzureHome:
+class AzureStorage:
     """Queues and container of one storage account. Connects when it is first used.
 
     With a proxy in HTTPS_PROXY or HTTP_PROXY, requests go through it as NO_PROXY allows; without,
@@ -61,7 +61,7 @@ class AzureHome:
         settings: StorageSettings,
         retries: retry.RetryPolicy,
         *,
-        proof: sas.Proof | None = None,
+        identity_token: sas.IdentityToken | None = None,
         read_timeout_seconds: float = READ_TIMEOUT_SECONDS,
     ) -> None:
         self._through_proxy = bool(urllib.request.getproxies_environment())
@@ -78,7 +78,7 @@ class AzureHome:
             "retry_total": 0,
         }
         address = account.read_address(settings.storage.strip())
-        access = self._credentials = Credentials(address, settings, proof)
+        access = self._credentials = Credentials(address, settings, identity_token)
         queue = address.queue_client(settings.queue, access.queue.credential, **options)
         poison = address.queue_client(settings.poison_queue, access.poison.credential, **options)
         container = address.container_client(settings.container, access.blob.credential, **options)

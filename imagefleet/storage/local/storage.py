@@ -16,7 +16,7 @@ from imagefleet.storage.local.sqlite import QueueFile
 QUEUE_FILE = "queue.sqlite"
 
 
-class LocalHome:
+class LocalStorage:
     """Queues and images of one machine. Touches the disk only when used; `create` makes it."""
 
     def __init__(self, folder: Path, names: storage_settings.StorageSettings) -> None:

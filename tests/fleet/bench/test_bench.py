@@ -50,7 +50,7 @@ def test_the_engine_is_measured_against_the_limit_and_against_diffusers(
     assert report["images_per_dollar"] == pytest.approx(10_000 * report["worker_images_per_second"])
     assert report["idle_fraction"] < 0.5
     assert report["recompiles_after_warmup"] == 0
-    assert "images a dollar" in ended.stdout
+    assert "images per dollar" in ended.stdout
 
 
 def test_latency_is_measured_for_each_batch(in_process: Any, model: Path, tmp_path: Path) -> None:

@@ -27,11 +27,11 @@ from fleet.keys.roles import ROLES, Role
 from fleet.monitor import status
 from imagefleet import errors, retry
 from imagefleet.storage import dead_letter_queue, protocol
-from imagefleet.storage import open as storage_open
 from imagefleet.storage.azure import account as azure_address
 from imagefleet.storage.azure import sas
-from imagefleet.storage.azure.storage import API_VERSION, AzureHome
+from imagefleet.storage.azure.storage import API_VERSION, AzureStorage
 from imagefleet.storage.dead_letter import FailedJob
+from imagefleet.storage.open import open_storage
 from imagefleet.storage.settings import StorageSettings
 
 LEASE_SECONDS = 30
@@ -49,9 +49,9 @@ Imagefleet = Callable[..., "subprocess.CompletedProcess[str]"]  # the fixture of
 @pytest.fixture
 async def owner(azurite_settings: StorageSettings) -> AsyncIterator[protocol.Storage]:
     """The home, opened with the account's key."""
-    async with storage_open.open_storage(azurite_settings) as home:
-        await home.create()
-        yield home
+    async with open_storage(azurite_settings) as storage:
+        await storage.create()
+        yield storage
 
 
 def with_role(settings: StorageSettings, role: Role) -> StorageSettings:
@@ -74,7 +74,7 @@ async def test_a_workers_tokens_do_a_workers_work_and_no_more(
 ) -> None:
     await owner.queue.send(["a job", "another", "a bad one"])
     await owner.blobs.create("loras/fox.safetensors", b"weights", "application/octet-stream", {})
-    async with AzureHome(with_role(azurite_settings, ROLES["worker"]), retry.NEVER) as worker:
+    async with AzureStorage(with_role(azurite_settings, ROLES["worker"]), retry.NEVER) as worker:
         await worker.check()
         assert (await worker.queue.depth()).messages == 3
         done, back, bad = await worker.queue.receive(32, LEASE_SECONDS)
@@ -133,17 +133,17 @@ async def test_load_needs_nothing_but_to_add(
 
     jobs = tmp_path / "jobs.jsonl"
     jobs.write_text('{"prompt": "a fox"}\n{"prompt": "an owl"}\n')
-    home = AzureHome(with_role(azurite_settings, ROLES["load"]), retry.NEVER)
-    async with home:
+    storage = AzureStorage(with_role(azurite_settings, ROLES["load"]), retry.NEVER)
+    async with storage:
         source = sources.open_source(str(jobs), count=None, seed=None, on_invalid=None)
         place = tmp_path / "checkpoint.json"
         options = {"place": place, "restart": False, "concurrency": 2, "rate": None}
-        summary = await Load(home, source, **options).run(lambda _confirmed: None)
+        summary = await Load(storage, source, **options).run(lambda _confirmed: None)
         assert summary.sent == 2
-        await refused(home.queue.receive(1, LEASE_SECONDS))
-        await refused(home.queue.depth())
-        await refused(home.poison.send(["x"]))
-        await refused(home.blobs.create("fox.png", b"pixels", "image/png", {}))
+        await refused(storage.queue.receive(1, LEASE_SECONDS))
+        await refused(storage.queue.depth())
+        await refused(storage.poison.send(["x"]))
+        await refused(storage.blobs.create("fox.png", b"pixels", "image/png", {}))
     assert (await owner.queue.depth()).messages == 2
 
 
@@ -152,15 +152,15 @@ async def test_a_monitor_sees_everything_and_changes_nothing(
 ) -> None:
     await owner.queue.send(["a job"])
     await owner.blobs.create("spring/fox.png", b"pixels", "image/png", {"job": "1"})
-    async with AzureHome(with_role(azurite_settings, ROLES["monitor"]), retry.NEVER) as home:
-        await home.check()
-        assert (await status.read_status(home)).queue.messages == 1
-        assert [each.name async for each in home.blobs.records("spring/")] == ["spring/fox.png"]
-        assert await home.blobs.read("spring/fox.png") == b"pixels"
-        await refused(home.queue.send(["x"]))
-        await refused(home.queue.receive(1, LEASE_SECONDS))
-        await refused(home.poison.receive(1, LEASE_SECONDS))
-        await refused(home.blobs.create("owl.png", b"pixels", "image/png", {}))
+    async with AzureStorage(with_role(azurite_settings, ROLES["monitor"]), retry.NEVER) as storage:
+        await storage.check()
+        assert (await status.read_status(storage)).queue.messages == 1
+        assert [each.name async for each in storage.blobs.records("spring/")] == ["spring/fox.png"]
+        assert await storage.blobs.read("spring/fox.png") == b"pixels"
+        await refused(storage.queue.send(["x"]))
+        await refused(storage.queue.receive(1, LEASE_SECONDS))
+        await refused(storage.poison.receive(1, LEASE_SECONDS))
+        await refused(storage.blobs.create("owl.png", b"pixels", "image/png", {}))
 
 
 async def test_an_operator_lists_replays_and_discards_failed_jobs(
@@ -177,17 +177,17 @@ async def test_an_operator_lists_replays_and_discards_failed_jobs(
         body='{"prompt": "a fox"}',
     )
     await owner.poison.send([record.encode()] * 40)
-    async with AzureHome(with_role(azurite_settings, ROLES["operator"]), retry.NEVER) as home:
-        await home.check()
+    async with AzureStorage(with_role(azurite_settings, ROLES["operator"]), retry.NEVER) as storage:
+        await storage.check()
         everything = dead_letter_queue.Selection()
-        listed = [entry async for entry in dead_letter_queue.browse(home, everything)]
+        listed = [entry async for entry in dead_letter_queue.browse(storage, everything)]
         assert len(listed) == 40
-        assert (await dead_letter_queue.replay(home, everything)).done == 40
+        assert (await dead_letter_queue.replay(storage, everything)).done == 40
         assert (await owner.queue.depth()).messages == 40
         await owner.poison.send([record.encode()])
-        assert (await dead_letter_queue.discard(home, everything)).done == 1
-        await refused(home.queue.receive(1, LEASE_SECONDS))
-        await refused(home.blobs.create("owl.png", b"pixels", "image/png", {}))
+        assert (await dead_letter_queue.discard(storage, everything)).done == 1
+        await refused(storage.queue.receive(1, LEASE_SECONDS))
+        await refused(storage.blobs.create("owl.png", b"pixels", "image/png", {}))
 
 
 @pytest.mark.parametrize("letters", ["r", "a", "u", "p", "raup"])
@@ -215,21 +215,21 @@ async def test_the_check_finds_exactly_the_permissions_of_a_containers_token(
 async def test_a_worker_needs_each_permission_on_its_queue(
     azurite_settings: StorageSettings, owner: protocol.Storage, letter: str
 ) -> None:
-    needed: dict[str, Callable[[AzureHome], Any]] = {
-        "r": lambda home: home.queue.depth(),
-        "u": lambda home: home.queue.release(leased),
-        "p": lambda home: home.queue.delete(leased),
+    needed: dict[str, Callable[[AzureStorage], Any]] = {
+        "r": lambda storage: storage.queue.depth(),
+        "u": lambda storage: storage.queue.release(leased),
+        "p": lambda storage: storage.queue.delete(leased),
     }
     await owner.queue.send(["a job"])
     (leased,) = await owner.queue.receive(1, LEASE_SECONDS)
     less = dataclasses.replace(ROLES["worker"], queue="rup".replace(letter, ""))
-    async with AzureHome(with_role(azurite_settings, less), retry.NEVER) as home:
-        await home.check()
+    async with AzureStorage(with_role(azurite_settings, less), retry.NEVER) as storage:
+        await storage.check()
         for each, request in needed.items():
             if each == letter:
-                await refused(request(home))
-    async with AzureHome(with_role(azurite_settings, ROLES["worker"]), retry.NEVER) as home:
-        await needed[letter](home)
+                await refused(request(storage))
+    async with AzureStorage(with_role(azurite_settings, ROLES["worker"]), retry.NEVER) as storage:
+        await needed[letter](storage)
 
 
 # Tokens and what they are for
@@ -423,8 +423,8 @@ def created(azurite_settings: StorageSettings) -> None:
     """The queues and the container are there; for tests without an event loop of their own."""
 
     async def create() -> None:
-        async with storage_open.open_storage(azurite_settings) as home:
-            await home.create()
+        async with open_storage(azurite_settings) as storage:
+            await storage.create()
 
     asyncio.run(create())
 

@@ -17,7 +17,7 @@ import aiohttp
 import pytest
 
 from fleet.monitor import rates, top
-from imagefleet.storage import open as storage_open
+from imagefleet.storage.open import open_storage
 from imagefleet.storage.settings import StorageSettings
 
 COMMAND = Path(sys.executable).with_name("imagefleet")
@@ -65,8 +65,8 @@ async def test_status_tells_images_a_second_and_a_dollar(
     two_workers: Any, tmp_path: Path, imagefleet: Imagefleet
 ) -> None:
     address = f"local:{tmp_path}/home"
-    async with storage_open.open_storage(StorageSettings(storage=address)) as home:
-        await home.create()
+    async with open_storage(StorageSettings(storage=address)) as storage:
+        await storage.create()
     arguments = ("status", "--storage", address, "--prometheus", two_workers.url)
     result = await asyncio.to_thread(imagefleet, *arguments, "--json")
     fleet = json.loads(result.stdout)["fleet"]
@@ -79,7 +79,7 @@ async def test_status_tells_images_a_second_and_a_dollar(
     assert fleet["gpu_idle_fraction"] == pytest.approx(0.25, rel=0.01)
 
     text = " ".join((await asyncio.to_thread(imagefleet, *arguments)).stdout.split())
-    assert re.search(r"images a dollar, all in 6[45],\d{3}", text), text
+    assert re.search(r"images per dollar, all in 6[45],\d{3}", text), text
     assert "GPU idle 25.0 %" in text
 
 
@@ -118,9 +118,9 @@ async def test_the_exporter_serves_pushes_and_ends_with_sigterm(
     victoria_metrics: Any, tmp_path: Path
 ) -> None:
     address = f"local:{tmp_path}/home"
-    async with storage_open.open_storage(StorageSettings(storage=address)) as home:
-        await home.create()
-        await home.queue.send(["a", "b"])
+    async with open_storage(StorageSettings(storage=address)) as storage:
+        await storage.create()
+        await storage.queue.send(["a", "b"])
     command = [COMMAND, "exporter", "--storage", address, "--port", "0", "--look-seconds", "0.2"]
     exporter = await asyncio.create_subprocess_exec(
         *command, "--push-url", victoria_metrics.push_url, stderr=asyncio.subprocess.PIPE

@@ -10,7 +10,7 @@ from fleet.monitor.queue_flow import Exporter, FlowCollector, QueueFlow
 from fleet.monitor.rates import FleetRates
 from fleet.settings import ExporterSettings
 from imagefleet import errors
-from imagefleet.storage import open as storage_open
+from imagefleet.storage.open import open_storage
 from imagefleet.storage.protocol import QueueDepth, Storage
 
 
@@ -117,16 +117,16 @@ async def test_an_outage_is_counted_and_what_was_seen_before_stays(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     settings = ExporterSettings(storage=f"local:{tmp_path}", look_seconds=0.1)
-    async with storage_open.open_storage(settings) as home:
-        await home.create()
-        exporter = Exporter(home, settings, None)
+    async with open_storage(settings) as storage:
+        await storage.create()
+        exporter = Exporter(storage, settings, None)
         await exporter.look()
 
         async def no_answer() -> QueueDepth:
             # The second time something that no exporter outlives, to end the test.
             raise errors.TransientError if not exporter.flows.failed_looks else errors.SetupError
 
-        monkeypatch.setattr(home.queue, "depth", no_answer)
+        monkeypatch.setattr(storage.queue, "depth", no_answer)
         with pytest.raises(errors.SetupError):
             await exporter.run()
     assert exporter.registry.get_sample_value("imagefleet_exporter_failed_looks_total") == 1

@@ -13,7 +13,7 @@ import pytest
 from fleet.monitor import status, watch
 from fleet.settings import MonitorSettings
 from imagefleet import errors
-from imagefleet.storage import open as storage_open
+from imagefleet.storage.open import open_storage
 from imagefleet.storage.protocol import Storage
 from imagefleet.storage.settings import StorageSettings
 
@@ -42,9 +42,9 @@ async def test_depths_are_told_as_far_as_the_home_knows_them(storage: Storage) -
 @pytest.fixture
 async def filled(tmp_path: Path) -> str:
     """The address, in the folder of the test, of a queue with two jobs."""
-    async with storage_open.open_storage(StorageSettings(storage=f"local:{tmp_path}/home")) as home:
-        await home.create()
-        await home.queue.send(["one", "two"])
+    async with open_storage(StorageSettings(storage=f"local:{tmp_path}/home")) as storage:
+        await storage.create()
+        await storage.queue.send(["one", "two"])
     return "local:home"
 
 

@@ -63,7 +63,7 @@ def test_a_plan_worked_by_hand() -> None:
 
 
 def test_a_mix_worked_by_hand() -> None:
-    # 2 x 3 and 4 x 1 images a second are 10: 36,000 take an hour, at 2 x $0.20 and 4 x $0.05.
+    # 2 x 3 and 4 x 1 images/s are 10: 36,000 take an hour, at 2 x $0.20 and 4 x $0.05.
     found = plan.make_plan(36_000, 36_000, [part(3, 0.2, replicas=2), part(1, 0.05, replicas=4)])
 
     assert found.replicas == 6
@@ -88,7 +88,7 @@ def test_more_replicas_take_less_time_and_no_more_money() -> None:
 
 
 def test_the_reference_run_in_numbers() -> None:
-    # 750 replicas made 9,274,913 images in 24 hours for $1,872: 4,954 images a dollar.
+    # 750 replicas made 9,274,913 images in 24 hours for $1,872: 4,954 images per dollar.
     speed = 9_274_913 / (750 * 24 * 3600)
     found = plan.make_plan(9_274_913, 9_274_913, [part(speed, 0.104, replicas=750)])
 
@@ -144,7 +144,7 @@ def test_what_was_given_listed_and_assumed_is_told_apart(in_process: Imagefleet)
     assert "2025-09-22" in mine["dollars_per_hour"]["source"]
 
     text = " ".join(in_process("plan", "--jobs", "1000").stdout.split())
-    assert "0.83 images a second of one RTX 3060 Ti 8GB: assumed:" in text
+    assert "0.83 images/s of one RTX 3060 Ti 8GB: assumed:" in text
 
 
 def test_a_price_and_a_speed_of_ones_own_need_no_known_card(in_process: Imagefleet) -> None:

@@ -20,8 +20,8 @@ from imagefleet import errors
 from imagefleet.job.message import Job, Output
 from imagefleet.pricing import prices
 from imagefleet.storage import dead_letter
-from imagefleet.storage import open as storage_open
-from imagefleet.storage.local.storage import LocalHome
+from imagefleet.storage.local.storage import LocalStorage
+from imagefleet.storage.open import open_storage
 from imagefleet.storage.protocol import Storage
 from imagefleet.storage.settings import StorageSettings
 from worker.stages import encode
@@ -38,31 +38,33 @@ def record(worker: str = "w1", seconds: float = 2.0, **more: str) -> dict[str, s
 
 
 @pytest.fixture
-async def home(tmp_path: Path) -> AsyncIterator[LocalHome]:
+async def local_storage(tmp_path: Path) -> AsyncIterator[LocalStorage]:
     settings = StorageSettings(storage=f"local:{tmp_path / 'home'}")
-    async with storage_open.open_storage(settings) as opened:
-        assert isinstance(opened, LocalHome)
+    async with open_storage(settings) as opened:
+        assert isinstance(opened, LocalStorage)
         await opened.create()
         yield opened
 
 
 @pytest.fixture
-def stored(home: LocalHome) -> Callable[..., object]:
+def stored(local_storage: LocalStorage) -> Callable[..., object]:
     """Stores an image of the campaign `spring` as if at so many seconds after noon."""
 
     async def store(name: str, after_noon: float, **facts: str) -> None:
         data = encode.encode(PIXELS, Output(), "a house\nSteps: 1").data
-        await home.blobs.create(f"spring/{name}", data, "image/png", facts)
+        await local_storage.blobs.create(f"spring/{name}", data, "image/png", facts)
         at = (NOON + timedelta(seconds=after_noon)).timestamp()
-        os.utime(home.blobs.folder / "spring" / name, (at, at))
+        os.utime(local_storage.blobs.folder / "spring" / name, (at, at))
 
     return store
 
 
-async def bury(home: Storage, message: str, job: Job | None, error: errors.FleetError) -> None:
-    await home.queue.send([message])
-    (lease,) = await home.queue.receive(1, 60)
-    await dead_letter.bury(home, lease, job, error, "w1")
+async def add(
+    local_storage: Storage, message: str, job: Job | None, error: errors.FleetError
+) -> None:
+    await local_storage.queue.send([message])
+    (lease,) = await local_storage.queue.receive(1, 60)
+    await dead_letter.add(local_storage, lease, job, error, "w1")
 
 
 def figures_of(
@@ -76,9 +78,9 @@ async def test_a_campaign_is_told_from_its_neighbours_on_every_home(storage: Sto
         job = re.sub(r"(-\d)?\.png$", "", name.rpartition("/")[2])
         await storage.blobs.create(name, b"12345", "image/png", record(job=job, attempt="2"))
     error = errors.MissingFileError("there is no LoRA x")
-    await bury(storage, "{}", Job(prompt="x", id="a", campaign="spring"), error)
-    await bury(storage, "{}", Job(prompt="x", id="b", campaign="autumn"), error)
-    await bury(storage, "no job", None, errors.InvalidMessageError("the message is not JSON"))
+    await add(storage, "{}", Job(prompt="x", id="a", campaign="spring"), error)
+    await add(storage, "{}", Job(prompt="x", id="b", campaign="autumn"), error)
+    await add(storage, "no job", None, errors.InvalidMessageError("the message is not JSON"))
 
     records = await report_records.read_records(storage, "spring", samples=2)
 
@@ -92,13 +94,13 @@ async def test_a_campaign_is_told_from_its_neighbours_on_every_home(storage: Sto
 
 
 async def test_a_workers_time_is_its_start_up_and_from_first_pull_to_last_image(
-    home: LocalHome, stored: Callable[..., AsyncIterator[None]]
+    local_storage: LocalStorage, stored: Callable[..., AsyncIterator[None]]
 ) -> None:
     facts = {"gpu": "RTX 4090", "price_per_hour": "0.36", "start_up_seconds": "30"}
     await stored("a.png", 10, **record(seconds=4, job="a", **facts))
     await stored("b.png", 106, **record(seconds=2, job="b", **facts))
 
-    figures = figures_of(await report_records.read_records(home, "spring", samples=0))
+    figures = figures_of(await report_records.read_records(local_storage, "spring", samples=0))
 
     (worker,) = figures.workers
     assert worker.seconds == pytest.approx(130)  # 30 to start, from 12:00:06 to 12:01:46
@@ -112,64 +114,64 @@ async def test_a_workers_time_is_its_start_up_and_from_first_pull_to_last_image(
 
 
 async def test_the_time_between_two_runs_of_a_machine_is_not_paid(
-    home: LocalHome, stored: Callable[..., AsyncIterator[None]]
+    local_storage: LocalStorage, stored: Callable[..., AsyncIterator[None]]
 ) -> None:
     for name, at, started in (("a.png", 10, "1"), ("b.png", 7210, "2"), ("c.png", 7215, "2")):
         await stored(name, at, **record(seconds=5, started_at=started, price_per_hour="1"))
 
-    figures = figures_of(await report_records.read_records(home, "spring", samples=0))
+    figures = figures_of(await report_records.read_records(local_storage, "spring", samples=0))
 
     assert sorted(worker.seconds for worker in figures.workers) == pytest.approx([5, 10])
 
 
 async def test_a_price_that_is_given_goes_before_the_recorded_one(
-    home: LocalHome, stored: Callable[..., AsyncIterator[None]]
+    local_storage: LocalStorage, stored: Callable[..., AsyncIterator[None]]
 ) -> None:
     await stored("a.png", 3600, **record(seconds=3600, price_per_hour="0.5"))
-    records = await report_records.read_records(home, "spring", samples=0)
+    records = await report_records.read_records(local_storage, "spring", samples=0)
 
     assert figures_of(records).money.gpu_dollars == pytest.approx(0.5)
     assert figures_of(records, price=2.0).money.gpu_dollars == pytest.approx(2.0)
 
 
 async def test_an_unknown_price_gives_no_dollars_and_says_so(
-    home: LocalHome, stored: Callable[..., AsyncIterator[None]]
+    local_storage: LocalStorage, stored: Callable[..., AsyncIterator[None]]
 ) -> None:
     await stored("a.png", 1, **record("w1", price_per_hour="0.5"))
     await stored("b.png", 1, **record("w2"))
 
-    figures = figures_of(await report_records.read_records(home, "spring", samples=0))
+    figures = figures_of(await report_records.read_records(local_storage, "spring", samples=0))
 
     assert figures.money.gpu_dollars is figures.money.images_per_dollar is None
     assert any("--price-per-hour" in note for note in figures.notes)
 
 
 async def test_an_image_without_a_record_counts_and_its_times_are_not_made_up(
-    home: LocalHome, stored: Callable[..., AsyncIterator[None]]
+    local_storage: LocalStorage, stored: Callable[..., AsyncIterator[None]]
 ) -> None:
     await stored("brought.png", 5)
     await stored("odd.png", 6, job="odd", seconds="nan", worker="w1")
 
-    figures = figures_of(await report_records.read_records(home, "spring", samples=0))
+    figures = figures_of(await report_records.read_records(local_storage, "spring", samples=0))
 
     assert (figures.images, figures.without_record, figures.workers) == (2, 2, [])
     assert any("2 images have no record" in note for note in figures.notes)
 
 
 async def test_a_pause_shows_in_the_throughput(
-    home: LocalHome, stored: Callable[..., AsyncIterator[None]]
+    local_storage: LocalStorage, stored: Callable[..., AsyncIterator[None]]
 ) -> None:
     for number, at in enumerate([0, 0.5, 4]):
         await stored(f"{number}.png", at, **record())
 
-    figures = figures_of(await report_records.read_records(home, "spring", samples=0))
+    figures = figures_of(await report_records.read_records(local_storage, "spring", samples=0))
 
     assert figures.bin_seconds == 1
     assert [rate.images_per_second for rate in figures.throughput] == [2, 0, 0, 0, 1]
 
 
 async def test_a_slow_worker_is_named_against_its_own_class(
-    home: LocalHome, stored: Callable[..., AsyncIterator[None]]
+    local_storage: LocalStorage, stored: Callable[..., AsyncIterator[None]]
 ) -> None:
     speeds = {"a": ("x", 1), "b": ("x", 1), "slow": ("x", 3), "other": ("y", 3)}
     for worker, (gpu, seconds) in speeds.items():
@@ -177,7 +179,7 @@ async def test_a_slow_worker_is_named_against_its_own_class(
             facts = record(worker, seconds, gpu=gpu)
             await stored(f"{worker}-{number}.png", number * seconds, **facts)
 
-    figures = figures_of(await report_records.read_records(home, "spring", samples=0))
+    figures = figures_of(await report_records.read_records(local_storage, "spring", samples=0))
 
     assert [worker.name for worker in figures.workers if worker.is_slow] == ["slow"]
 
@@ -186,21 +188,23 @@ HOSTILE = "<script>alert(1)</script>"
 
 
 @pytest.fixture
-async def hostile_home(home: LocalHome, stored: Callable[..., AsyncIterator[None]]) -> str:
+async def hostile_storage(
+    local_storage: LocalStorage, stored: Callable[..., AsyncIterator[None]]
+) -> str:
     """The address of a home whose every text is somebody's attempt at the page's reader."""
     facts = {"price_per_hour": "0.03", "gpu": "<b>"}
     await stored("a.png", 1, **record(HOSTILE, **facts))
     await stored("b.png", 2, **record(HOSTILE, **facts))
     job = Job(prompt="x", id="a", campaign="spring")
-    await bury(home, "{}", job, errors.JobError(f"no {HOSTILE}"))
-    return home.url
+    await add(local_storage, "{}", job, errors.JobError(f"no {HOSTILE}"))
+    return local_storage.url
 
 
 def test_the_page_needs_nothing_but_itself_and_believes_no_text(
-    hostile_home: str, in_process: Imagefleet
+    hostile_storage: str, in_process: Imagefleet
 ) -> None:
     result = in_process(
-        *("report", "--campaign", "spring", "--storage", hostile_home),
+        *("report", "--campaign", "spring", "--storage", hostile_storage),
         *("--html", "out/page.html", "--json-file", "out/figures.json"),
     )
 
@@ -218,18 +222,18 @@ def test_the_page_needs_nothing_but_itself_and_believes_no_text(
 
 
 def test_the_figures_go_to_a_program_as_json_alone(
-    hostile_home: str, in_process: Imagefleet
+    hostile_storage: str, in_process: Imagefleet
 ) -> None:
-    result = in_process("report", "--campaign", "spring", "--storage", hostile_home, "--json")
+    result = in_process("report", "--campaign", "spring", "--storage", hostile_storage, "--json")
 
     assert json.loads(result.stdout)["campaign"] == "spring"
     assert not Path("spring-report.html").exists()
 
 
 def test_a_campaign_that_nothing_is_of_is_one_line_and_exit_code_2(
-    hostile_home: str, in_process: Imagefleet
+    hostile_storage: str, in_process: Imagefleet
 ) -> None:
-    result = in_process("report", "--campaign", "sprnig", "--storage", hostile_home)
+    result = in_process("report", "--campaign", "sprnig", "--storage", hostile_storage)
 
     assert result.returncode == 2
     assert result.stderr.startswith("error: nothing of the campaign 'sprnig' is in local:")

@@ -27,7 +27,7 @@ async def calls(salad: Any, salad_module: Any, waits: list[float]) -> AsyncItera
         waits.append(seconds)
 
     async with aiohttp.ClientSession() as session:
-        yield client.Calls(session, salad.url, salad_module.KEY, sleep=sleep)
+        yield client.SaladClient(session, salad.url, salad_module.KEY, sleep=sleep)
 
 
 async def test_no_more_calls_a_minute_than_salad_takes() -> None:
@@ -122,6 +122,6 @@ async def test_an_address_without_a_server_is_told(waits: list[float]) -> None:
         waits.append(seconds)
 
     async with aiohttp.ClientSession() as session:
-        nobody = client.Calls(session, "http://127.0.0.1:9", sleep=sleep)
+        nobody = client.SaladClient(session, "http://127.0.0.1:9", sleep=sleep)
         with pytest.raises(errors.TransientError, match="does not answer"):
             await nobody.call("GET", "/")

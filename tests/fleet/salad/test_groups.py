@@ -219,7 +219,7 @@ def test_a_dry_run_tells_the_price_and_what_a_dollar_buys(
     assert ended.returncode == 0, ended.stderr
     assert "750 replicas at batch priority: $22.50 to $30.00 an hour" in ended.stdout
     assert "$540.00 to $720.00 a day" in ended.stdout
-    assert "99,600" in ended.stdout  # 0.83 images a second for $0.03 an hour
+    assert "99,600" in ended.stdout  # 0.83 images/s for $0.03 an hour
     assert "2025-09-22" in ended.stdout
 
 

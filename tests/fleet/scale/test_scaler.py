@@ -21,7 +21,7 @@ from fleet.scale import scaler
 from fleet.scale import speed as scale_speed
 from fleet.scale.decision import Goal
 from imagefleet import errors
-from imagefleet.storage import open as storage_open
+from imagefleet.storage.open import open_storage
 from imagefleet.storage.settings import StorageSettings
 from imagefleet.telemetry import logs
 
@@ -84,9 +84,9 @@ async def scaling(salad: Any, salad_module: Any, tmp_path: Path) -> Any:
 
     clock = Clock()
     settings = StorageSettings(storage=f"local:{tmp_path}/home")
-    async with storage_open.open_storage(settings) as home, aiohttp.ClientSession() as session:
-        await home.create()
-        await home.queue.send([str(number) for number in range(100)])
+    async with open_storage(settings) as storage, aiohttp.ClientSession() as session:
+        await storage.create()
+        await storage.queue.send([str(number) for number in range(100)])
         # Hours of looks pass in no time here; the limit has a test of its own.
         limit = client.CallLimit(calls=100_000)
         calls = client.Calls(session, salad.url, salad_module.KEY, limit=limit)
@@ -114,18 +114,18 @@ async def scaling(salad: Any, salad_module: Any, tmp_path: Path) -> Any:
             return scaler.Scaler(
                 goal,
                 fleet,
-                home,
+                storage,
                 tmp_path / "ledger.json",
                 scale_speed.Speeds(given=scale_speed.Speed(0.01, "given")),
                 clock=clock,
                 **more,
             )
 
-        yield make, clock, home
+        yield make, clock, storage
 
 
 async def test_a_queue_is_worked_off_and_the_fleet_ends(salad: Any, scaling: Any) -> None:
-    make, clock, home = scaling
+    make, clock, storage = scaling
     scaler_ = make(GOAL)
 
     first = await scaler_.step()
@@ -135,9 +135,9 @@ async def test_a_queue_is_worked_off_and_the_fleet_ends(salad: Any, scaling: Any
     for _ in range(3):
         clock.now += 60
         await scaler_.step()
-    while messages := await home.queue.receive(32, lease_seconds=60):
+    while messages := await storage.queue.receive(32, lease_seconds=60):
         for message in messages:
-            await home.queue.delete(message)
+            await storage.queue.delete(message)
     for _ in range(4):
         clock.now += 60
         last = await scaler_.step()
@@ -149,12 +149,14 @@ async def test_a_queue_is_worked_off_and_the_fleet_ends(salad: Any, scaling: Any
 
 
 async def test_a_leased_job_keeps_its_worker(salad: Any, scaling: Any) -> None:
-    make, clock, home = scaling
+    make, clock, storage = scaling
     scaler_ = make(GOAL)
     await scaler_.step()
-    leased = [each for _ in range(4) for each in await home.queue.receive(32, lease_seconds=3600)]
+    leased = [
+        each for _ in range(4) for each in await storage.queue.receive(32, lease_seconds=3600)
+    ]
     for message in leased[:-1]:
-        await home.queue.delete(message)
+        await storage.queue.delete(message)
 
     for _ in range(20):
         clock.now += 60
@@ -188,14 +190,14 @@ async def test_an_outage_leaves_the_replicas_and_is_tried_again(
 async def test_a_queue_that_does_not_answer_leaves_the_cap_watched(
     salad: Any, scaling: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    make, clock, home = scaling
+    make, clock, storage = scaling
 
     async def silent() -> None:
         raise errors.TransientError("no answer")
 
     for group in salad.groups.values():
         group.body["replicas"] = 200
-    monkeypatch.setattr(home.queue, "depth", silent)
+    monkeypatch.setattr(storage.queue, "depth", silent)
     scaler_ = make(replace(GOAL, max_dollars=10))
     records = []
     for _ in range(120):

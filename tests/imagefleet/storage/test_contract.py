@@ -8,7 +8,7 @@ from datetime import UTC, datetime, timedelta
 import pytest
 
 from imagefleet import errors
-from imagefleet.storage import open as storage_open
+from imagefleet.storage.open import open_storage
 from imagefleet.storage.protocol import LeasedMessage, Storage
 from imagefleet.storage.settings import StorageSettings
 
@@ -27,8 +27,8 @@ ODD_TEXTS = [
 ]
 
 
-async def receive_one(home: Storage, lease_seconds: float = LEASE_SECONDS) -> LeasedMessage:
-    (message,) = await home.queue.receive(1, lease_seconds)
+async def receive_one(storage: Storage, lease_seconds: float = LEASE_SECONDS) -> LeasedMessage:
+    (message,) = await storage.queue.receive(1, lease_seconds)
     return message
 
 
@@ -208,19 +208,19 @@ async def test_two_receivers_never_get_the_same_message(
 ) -> None:
     received: list[str] = []
 
-    async def drain(home: Storage) -> None:
-        while page := await home.queue.receive(5, LEASE_SECONDS):
+    async def drain(storage: Storage) -> None:
+        while page := await storage.queue.receive(5, LEASE_SECONDS):
             received.extend(message.body for message in page)
             for message in page:
-                await home.queue.delete(message)
+                await storage.queue.delete(message)
 
     async with (
-        storage_open.open_storage(storage_settings) as one,
-        storage_open.open_storage(storage_settings) as two,
+        open_storage(storage_settings) as one,
+        open_storage(storage_settings) as two,
     ):
         await one.create()
         await one.queue.send(str(number) for number in range(60))
-        await asyncio.gather(*(drain(home) for home in (one, two, one, two)))
+        await asyncio.gather(*(drain(storage) for storage in (one, two, one, two)))
     assert sorted(received, key=int) == [str(number) for number in range(60)]
 
 
@@ -350,15 +350,15 @@ async def test_metadata_that_is_no_header_is_refused(
 async def test_a_home_that_was_not_created_is_refused_in_a_sentence(
     storage_settings: StorageSettings,
 ) -> None:
-    async with storage_open.open_storage(storage_settings) as home:
+    async with open_storage(storage_settings) as storage:
         with pytest.raises(errors.SetupError, match="imagefleet load"):
-            await home.check()
+            await storage.check()
         with pytest.raises(errors.SetupError):
-            await home.queue.send(["a job"])
+            await storage.queue.send(["a job"])
         with pytest.raises(errors.SetupError):
-            await home.queue.receive(1, LEASE_SECONDS)
+            await storage.queue.receive(1, LEASE_SECONDS)
         with pytest.raises(errors.SetupError):
-            await home.blobs.create("a.png", b"x", "image/png", {})
+            await storage.blobs.create("a.png", b"x", "image/png", {})
 
 
 async def test_creating_a_home_twice_keeps_what_it_holds(storage: Storage) -> None:

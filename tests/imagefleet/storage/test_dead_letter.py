@@ -13,23 +13,25 @@ from hypothesis import strategies as st
 from imagefleet import errors
 from imagefleet.job.message import Job, read_job
 from imagefleet.storage import dead_letter
-from imagefleet.storage import open as storage_open
 from imagefleet.storage.dead_letter import FailedJob
+from imagefleet.storage.open import open_storage
 from imagefleet.storage.protocol import MAX_MESSAGE_BYTES, LeasedMessage, Storage, message_bytes
 from imagefleet.storage.settings import StorageSettings
 
 
-async def lease(home: Storage, body: str) -> LeasedMessage:
-    await home.queue.send([body])
-    [message] = await home.queue.receive(1, 60)
+async def lease(storage: Storage, body: str) -> LeasedMessage:
+    await storage.queue.send([body])
+    [message] = await storage.queue.receive(1, 60)
     return message
 
 
-async def bury(home: Storage, body: str, job: Job | None = None) -> FailedJob:
+async def add(storage: Storage, body: str, job: Job | None = None) -> FailedJob:
     """Buries a message and returns its record as it lies in the poison queue."""
-    message = await lease(home, body)
-    await dead_letter.bury(home, message, job, errors.UnusableFileError("does not fit"), "worker-1")
-    [poisoned] = [each async for each in home.poison.browse()]
+    message = await lease(storage, body)
+    await dead_letter.add(
+        storage, message, job, errors.UnusableFileError("does not fit"), "worker-1"
+    )
+    [poisoned] = [each async for each in storage.poison.browse()]
     assert message_bytes(poisoned.body) <= MAX_MESSAGE_BYTES
     record = FailedJob.read(poisoned.body)
     assert record is not None
@@ -45,9 +47,7 @@ async def test_a_failed_job_is_kept_with_its_error_attempts_and_worker(storage: 
     message = await lease(storage, '{"prompt":"a cat","campaign":"spring"}')
     job = read_job(message.body, message.id)
 
-    await dead_letter.bury(
-        storage, message, job, errors.MissingFileError("no LoRA 'x'"), "worker-1"
-    )
+    await dead_letter.add(storage, message, job, errors.MissingFileError("no LoRA 'x'"), "worker-1")
 
     [poisoned] = [each async for each in storage.poison.browse()]
     record = FailedJob.read(poisoned.body)
@@ -61,7 +61,7 @@ async def test_a_failed_job_is_kept_with_its_error_attempts_and_worker(storage: 
 
 @pytest.mark.parametrize("body", ["no job", '{"prompt":5}', "ü & <b> \u2028 \U0001f408"])
 async def test_a_message_that_is_no_job_is_kept_as_it_came(storage: Storage, body: str) -> None:
-    record = await bury(storage, body)
+    record = await add(storage, body)
 
     assert await record.message(storage.blobs) == body
     assert record.campaign is None
@@ -71,7 +71,7 @@ async def test_a_job_that_fills_its_message_is_packed(storage: Storage) -> None:
     prompt = "a cat on a mat, " * 4_090
     job = Job(prompt=prompt, id="a", seed=5)
 
-    record = await bury(storage, job.to_message(), job)
+    record = await add(storage, job.to_message(), job)
 
     assert record.packed_body is not None
     assert read_job(await record.message(storage.blobs), "other") == job
@@ -80,7 +80,7 @@ async def test_a_job_that_fills_its_message_is_packed(storage: Storage) -> None:
 async def test_a_message_that_cannot_be_packed_waits_in_the_blob_store(storage: Storage) -> None:
     body = noise(49_140)
 
-    record = await bury(storage, body)
+    record = await add(storage, body)
 
     assert record.body_blob is not None
     assert await record.message(storage.blobs) == body
@@ -89,7 +89,7 @@ async def test_a_message_that_cannot_be_packed_waits_in_the_blob_store(storage: 
 async def test_a_message_buried_twice_meets_its_own_blob(storage: Storage) -> None:
     for _ in range(2):
         message = await lease(storage, noise(49_140))
-        await dead_letter.bury(storage, message, None, errors.JobError(), "w")
+        await dead_letter.add(storage, message, None, errors.JobError(), "w")
 
     blobs = [name async for name in storage.blobs.names("failed/")]
     assert len(blobs) == 1
@@ -102,7 +102,7 @@ async def test_a_full_message_whose_id_would_lift_it_over_the_limit_stays_replay
     body = json.dumps({"prompt": prompt}, separators=(",", ":"))
     assert message_bytes(body) == MAX_MESSAGE_BYTES
 
-    record = await bury(storage, body, read_job(body, "message-1"))
+    record = await add(storage, body, read_job(body, "message-1"))
 
     await storage.queue.send([await record.message(storage.blobs)])
 
@@ -129,7 +129,7 @@ async def test_a_lost_lease_is_told_and_the_record_is_added_all_the_same(
     await storage.queue.release(message)
 
     with pytest.raises(errors.LeaseLost):
-        await dead_letter.bury(storage, message, None, errors.JobError(), "w")
+        await dead_letter.add(storage, message, None, errors.JobError(), "w")
 
     assert (await storage.poison.depth()).messages == 1
     assert (await storage.queue.depth()).messages == 1
@@ -141,19 +141,19 @@ async def test_a_kill_after_the_record_is_added_leaves_the_job_in_both_queues(
     class Killed(BaseException):
         pass
 
-    async with storage_open.open_storage(storage_settings) as home:
-        await home.create()
-        message = await lease(home, "no job")
+    async with open_storage(storage_settings) as storage:
+        await storage.create()
+        message = await lease(storage, "no job")
 
         async def killed(message: LeasedMessage) -> None:
             raise Killed
 
-        home.queue.delete = killed  # type: ignore[method-assign]
+        storage.queue.delete = killed  # type: ignore[method-assign]
         with pytest.raises(Killed):
-            await dead_letter.bury(home, message, None, errors.JobError(), "w")
+            await dead_letter.add(storage, message, None, errors.JobError(), "w")
 
-        assert (await home.poison.depth()).messages == 1
-        assert (await home.queue.depth()).messages == 1
+        assert (await storage.poison.depth()).messages == 1
+        assert (await storage.queue.depth()).messages == 1
 
 
 async def test_a_poison_queue_that_takes_nothing_leaves_the_job_in_its_queue(
@@ -166,7 +166,7 @@ async def test_a_poison_queue_that_takes_nothing_leaves_the_job_in_its_queue(
 
     storage.poison.send = refuse  # type: ignore[method-assign]
     with pytest.raises(errors.TransientError):
-        await dead_letter.bury(storage, message, None, errors.JobError(), "w")
+        await dead_letter.add(storage, message, None, errors.JobError(), "w")
 
     assert (await storage.queue.depth()).messages == 1
 
@@ -175,13 +175,13 @@ async def test_a_poison_queue_that_takes_nothing_leaves_the_job_in_its_queue(
     "reason", ["x" * 100_000, "\U0001f408" * 50_000, "<&>" * 10_000, "\ud800", "\0\x1b[31m"]
 )
 async def test_an_error_of_any_text_fits_its_record(tmp_path: Path, reason: str) -> None:
-    async with storage_open.open_storage(StorageSettings(storage=f"local:{tmp_path}")) as home:
-        await home.create()
-        message = await lease(home, noise(49_140))
+    async with open_storage(StorageSettings(storage=f"local:{tmp_path}")) as storage:
+        await storage.create()
+        message = await lease(storage, noise(49_140))
 
-        await dead_letter.bury(home, message, None, errors.JobError(reason), "w" * 10_000)
+        await dead_letter.add(storage, message, None, errors.JobError(reason), "w" * 10_000)
 
-        [poisoned] = [each async for each in home.poison.browse()]
+        [poisoned] = [each async for each in storage.poison.browse()]
         assert FailedJob.read(poisoned.body) is not None
 
 

@@ -15,8 +15,8 @@ import pytest
 from imagefleet import errors
 from imagefleet.job.message import Job, read_job
 from imagefleet.storage import dead_letter, dead_letter_queue
-from imagefleet.storage import open as storage_open
 from imagefleet.storage.dead_letter_queue import Selection
+from imagefleet.storage.open import open_storage
 from imagefleet.storage.protocol import JobQueue, LeasedMessage, Storage
 from imagefleet.storage.settings import StorageSettings
 
@@ -24,15 +24,15 @@ MISSING = errors.MissingFileError("there is no LoRA 'forest'")
 UNUSABLE = errors.UnusableFileError("the LoRA 'oil' does not fit")
 
 
-async def bury(
-    home: Storage, *job_ids: str, error: errors.FleetError = MISSING, campaign: str = "spring"
+async def add(
+    storage: Storage, *job_ids: str, error: errors.FleetError = MISSING, campaign: str = "spring"
 ) -> None:
     jobs = {each: Job(prompt="a cat", id=each, seed=1, campaign=campaign) for each in job_ids}
-    await home.queue.send([job.to_message() for job in jobs.values()])
+    await storage.queue.send([job.to_message() for job in jobs.values()])
     for _ in job_ids:
-        [message] = await home.queue.receive(1, 60)
+        [message] = await storage.queue.receive(1, 60)
         job = read_job(message.body, message.id)
-        await dead_letter.bury(home, message, job, error, "worker-1")
+        await dead_letter.add(storage, message, job, error, "worker-1")
 
 
 async def ids(queue: JobQueue) -> Counter[str]:
@@ -45,7 +45,7 @@ async def ids(queue: JobQueue) -> Counter[str]:
 
 
 async def test_a_replayed_job_is_the_same_job_with_a_fresh_count(storage: Storage) -> None:
-    await bury(storage, "a")
+    await add(storage, "a")
 
     swept = await dead_letter_queue.replay(storage, Selection())
 
@@ -73,9 +73,9 @@ async def test_a_replayed_job_is_the_same_job_with_a_fresh_count(storage: Storag
 async def test_only_what_is_meant_is_replayed_and_the_rest_is_visible_at_once(
     storage: Storage, selection: Selection, meant: set[str]
 ) -> None:
-    await bury(storage, "a")
-    await bury(storage, "b", campaign="summer")
-    await bury(storage, "c", error=UNUSABLE)
+    await add(storage, "a")
+    await add(storage, "b", campaign="summer")
+    await add(storage, "c", error=UNUSABLE)
 
     browsed = {entry.id async for entry in dead_letter_queue.browse(storage, selection)}
     swept = await dead_letter_queue.replay(storage, selection)
@@ -87,8 +87,8 @@ async def test_only_what_is_meant_is_replayed_and_the_rest_is_visible_at_once(
 
 
 async def test_discarded_jobs_are_gone_from_both_queues(storage: Storage) -> None:
-    await bury(storage, "a")
-    await bury(storage, "b", campaign="summer")
+    await add(storage, "a")
+    await add(storage, "b", campaign="summer")
 
     swept = await dead_letter_queue.discard(storage, Selection(campaign="summer"))
 
@@ -98,7 +98,7 @@ async def test_discarded_jobs_are_gone_from_both_queues(storage: Storage) -> Non
 
 
 async def test_a_message_that_is_no_record_is_shown_and_kept(storage: Storage) -> None:
-    await bury(storage, "a")
+    await add(storage, "a")
     await storage.poison.send(["what is this?"])
 
     shown = [entry async for entry in dead_letter_queue.browse(storage, Selection())]
@@ -125,8 +125,8 @@ async def test_a_message_that_is_no_record_goes_when_it_is_named(storage: Storag
 async def test_more_than_one_page_is_replayed_and_more_than_one_page_held(
     storage: Storage,
 ) -> None:
-    await bury(storage, *(f"a{number}" for number in range(40)))
-    await bury(storage, *(f"b{number}" for number in range(40)), campaign="summer")
+    await add(storage, *(f"a{number}" for number in range(40)))
+    await add(storage, *(f"b{number}" for number in range(40)), campaign="summer")
 
     seen: list[int] = []
     swept = await dead_letter_queue.replay(storage, Selection(campaign="summer"), seen.append)
@@ -139,7 +139,7 @@ async def test_more_than_one_page_is_replayed_and_more_than_one_page_held(
 async def test_a_worker_that_fails_jobs_as_fast_as_they_are_replayed_makes_no_endless_loop(
     storage: Storage,
 ) -> None:
-    await bury(storage, *(f"a{number}" for number in range(10)))
+    await add(storage, *(f"a{number}" for number in range(10)))
     send = storage.queue.send
 
     async def send_and_fail_again(bodies: Iterable[str]) -> None:
@@ -147,7 +147,7 @@ async def test_a_worker_that_fails_jobs_as_fast_as_they_are_replayed_makes_no_en
         while messages := await storage.queue.receive(32, 60):
             for message in messages:
                 job = read_job(message.body, message.id)
-                await dead_letter.bury(storage, message, job, MISSING, "worker-2")
+                await dead_letter.add(storage, message, job, MISSING, "worker-2")
 
     storage.queue.send = send_and_fail_again  # type: ignore[method-assign]
     swept = await asyncio.wait_for(dead_letter_queue.replay(storage, Selection()), 20)
@@ -161,7 +161,7 @@ class Stopped(BaseException):
 
 
 async def test_a_kill_between_the_two_queues_repeats_and_never_loses(storage: Storage) -> None:
-    await bury(storage, "a", "b", "c")
+    await add(storage, "a", "b", "c")
     delete = storage.poison.delete
 
     async def killed(message: LeasedMessage) -> None:
@@ -181,7 +181,7 @@ async def test_a_kill_between_the_two_queues_repeats_and_never_loses(storage: St
 async def test_a_job_queue_that_takes_nothing_leaves_every_failed_job_visible(
     storage: Storage,
 ) -> None:
-    await bury(storage, "a", "b")
+    await add(storage, "a", "b")
 
     async def refuse(bodies: Iterable[str]) -> None:
         raise errors.TransientError
@@ -194,7 +194,7 @@ async def test_a_job_queue_that_takes_nothing_leaves_every_failed_job_visible(
 
 
 async def test_a_lease_that_ends_during_the_sweep_is_no_error(storage: Storage) -> None:
-    await bury(storage, "a")
+    await add(storage, "a")
     receive = storage.poison.receive
 
     async def stale(max_messages: int, lease_seconds: float) -> list[LeasedMessage]:
@@ -211,7 +211,7 @@ async def test_a_lease_that_ends_during_the_sweep_is_no_error(storage: Storage) 
 
 
 async def test_a_record_that_cannot_be_replayed_stays_and_the_others_go(storage: Storage) -> None:
-    await bury(storage, "a", "b")
+    await add(storage, "a", "b")
     [first, *_] = await storage.poison.receive(1, 60)
     record = dead_letter.FailedJob.read(first.body)
     assert record is not None
@@ -231,23 +231,24 @@ def test_sigkill_in_the_middle_of_a_replay_loses_no_job(tmp_path: Path) -> None:
     job_ids = {f"job-{number}" for number in range(200)}
 
     async def prepare() -> None:
-        async with storage_open.open_storage(settings) as home:
-            await home.create()
-            await bury(home, *job_ids)
+        async with open_storage(settings) as storage:
+            await storage.create()
+            await add(storage, *job_ids)
 
     async def count() -> tuple[Counter[str], int]:
-        async with storage_open.open_storage(settings) as home:
-            return await ids(home.queue), (await home.poison.depth()).messages
+        async with open_storage(settings) as storage:
+            return await ids(storage.queue), (await storage.poison.depth()).messages
 
     asyncio.run(prepare())
     program = textwrap.dedent(f"""
         import asyncio, os, signal
-        from imagefleet.storage import dead_letter_queue, open as storage_open
+        from imagefleet.storage import dead_letter_queue
+        from imagefleet.storage.open import open_storage
         from imagefleet.storage.settings import StorageSettings
 
         async def main():
             settings = StorageSettings(storage="local:{tmp_path}")
-            async with storage_open.open_storage(settings) as home:
+            async with open_storage(settings) as home:
                 delete = home.poison.delete
                 deleted = 0
 

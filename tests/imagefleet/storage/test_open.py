@@ -8,9 +8,9 @@ import pytest
 from pydantic import SecretStr
 
 from imagefleet import errors
-from imagefleet.storage import open as storage_open
-from imagefleet.storage.azure.storage import AzureHome
-from imagefleet.storage.local.storage import LocalHome
+from imagefleet.storage.azure.storage import AzureStorage
+from imagefleet.storage.local.storage import LocalStorage
+from imagefleet.storage.open import open_storage
 from imagefleet.storage.settings import StorageSettings
 
 ACCOUNT = "https://fleet.blob.core.windows.net"
@@ -19,27 +19,27 @@ SAS = SecretStr(f"sv=2023-11-03&sp=raup&sig={SECRET}")
 KEY = f"AccountName=fleet;AccountKey={SECRET}"
 
 
-def home_of(storage: str, **settings: object) -> AzureHome:
-    home = storage_open.open_storage(StorageSettings(storage=storage, **settings))
-    assert isinstance(home, AzureHome)
-    return home
+def settings_for(storage: str, **settings: object) -> AzureStorage:
+    opened = open_storage(StorageSettings(storage=storage, **settings))
+    assert isinstance(opened, AzureStorage)
+    return opened
 
 
-def urls(home: AzureHome) -> list[str]:
-    clients = (home.queue._client, home.poison._client, home.blobs._client)
+def urls(opened: AzureStorage) -> list[str]:
+    clients = (opened.queue._client, opened.poison._client, opened.blobs._client)
     return [client.url for client in clients]
 
 
 def test_a_folder_is_a_local_home(tmp_path: Path) -> None:
-    home = storage_open.open_storage(StorageSettings(storage=f"local:{tmp_path}"))
-    assert isinstance(home, LocalHome)
-    assert home.url == f"local:{tmp_path}"
+    opened = open_storage(StorageSettings(storage=f"local:{tmp_path}"))
+    assert isinstance(opened, LocalStorage)
+    assert opened.url == f"local:{tmp_path}"
 
 
 def test_a_local_address_may_name_the_users_folder(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("HOME", "/home/fox")
-    home = storage_open.open_storage(StorageSettings(storage="local:~/fleet"))
-    assert home.url == "local:/home/fox/fleet"
+    opened = open_storage(StorageSettings(storage="local:~/fleet"))
+    assert opened.url == "local:/home/fox/fleet"
 
 
 @pytest.mark.parametrize(
@@ -52,31 +52,33 @@ def test_a_local_address_may_name_the_users_folder(monkeypatch: pytest.MonkeyPat
     ],
 )
 def test_either_services_url_gives_both(address: str) -> None:
-    home = home_of(address, queue_sas=SAS)
-    assert urls(home) == [
+    opened = settings_for(address, queue_sas=SAS)
+    assert urls(opened) == [
         "https://fleet.queue.core.windows.net/jobs",
         "https://fleet.queue.core.windows.net/jobs-poison",
         "https://fleet.blob.core.windows.net/images",
     ]
-    assert home.url == ACCOUNT
+    assert opened.url == ACCOUNT
 
 
 def test_a_token_may_come_in_the_url() -> None:
-    home = home_of(f"{ACCOUNT}?{SAS.get_secret_value()}")
-    assert home.url == ACCOUNT
+    opened = settings_for(f"{ACCOUNT}?{SAS.get_secret_value()}")
+    assert opened.url == ACCOUNT
 
 
 def test_a_connection_string_gives_an_account() -> None:
-    assert home_of(f"DefaultEndpointsProtocol=https;{KEY}").url == ACCOUNT
+    assert settings_for(f"DefaultEndpointsProtocol=https;{KEY}").url == ACCOUNT
 
 
 def test_azurites_short_address_is_known() -> None:
-    assert home_of("UseDevelopmentStorage=true").url == "http://127.0.0.1:10000/devstoreaccount1"
+    assert (
+        settings_for("UseDevelopmentStorage=true").url == "http://127.0.0.1:10000/devstoreaccount1"
+    )
 
 
 def test_an_account_without_credentials_names_the_setting() -> None:
     with pytest.raises(errors.SetupError, match="IMAGEFLEET_QUEUE_SAS"):
-        storage_open.open_storage(StorageSettings(storage=ACCOUNT))
+        open_storage(StorageSettings(storage=ACCOUNT))
 
 
 @pytest.mark.parametrize(
@@ -96,7 +98,7 @@ def test_an_account_without_credentials_names_the_setting() -> None:
 )
 def test_a_wrong_address_is_a_sentence_without_secrets(address: str) -> None:
     with pytest.raises(errors.SetupError) as caught:
-        storage_open.open_storage(StorageSettings(storage=address))
+        open_storage(StorageSettings(storage=address))
     assert SECRET not in caught.value.message
     assert "\n" not in caught.value.message
     assert caught.value.__cause__ is None
@@ -113,6 +115,6 @@ def test_a_proxy_in_the_environment_is_used(monkeypatch: pytest.MonkeyPatch, var
         "all_proxy",
     ):
         monkeypatch.delenv(name, raising=False)
-    assert not home_of(KEY)._through_proxy
+    assert not settings_for(KEY)._through_proxy
     monkeypatch.setenv(variable, "http://proxy:3128")
-    assert home_of(KEY)._through_proxy
+    assert settings_for(KEY)._through_proxy

@@ -18,7 +18,7 @@ from prometheus_client import CollectorRegistry, Counter, Gauge, Info
 
 from imagefleet import errors, retry
 from imagefleet.telemetry import push
-from worker.settings import TelemetrySettings
+from imagefleet.telemetry.settings import TelemetrySettings
 
 IMPATIENT = retry.RetryPolicy(tries=3, first_wait_seconds=0.001, on_retry=lambda _: None)
 

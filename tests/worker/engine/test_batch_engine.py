@@ -247,7 +247,7 @@ def test_what_this_engine_cannot_draw_is_refused(
 
 def test_prepare_may_be_called_from_many_threads(engine: Any, make_request: Any) -> None:
     texts = [f"photo number {number} " * 20 for number in range(40)]
-    wanted = [engine.prepare(make_request(prompt=text)).prompt for text in texts]
+    expected = [engine.prepare(make_request(prompt=text)).prompt for text in texts]
     got: dict[str, object] = {}
 
     def prepare(share: list[str]) -> None:
@@ -259,7 +259,7 @@ def test_prepare_may_be_called_from_many_threads(engine: Any, make_request: Any)
         thread.start()
     for thread in threads:
         thread.join()
-    assert [got[text] for text in texts] == wanted
+    assert [got[text] for text in texts] == expected
 
 
 @pytest.mark.filterwarnings(

@@ -32,8 +32,8 @@ def test_loading_touches_no_network(
     def refuse(*_: object) -> NoReturn:
         raise AssertionError("a connection was tried")
 
-    for way in ("connect", "connect_ex"):
-        monkeypatch.setattr(socket.socket, way, refuse)
+    for weight_mode in ("connect", "connect_ex"):
+        monkeypatch.setattr(socket.socket, weight_mode, refuse)
     monkeypatch.setattr(socket, "getaddrinfo", refuse)
     load_checkpoint(checkpoint)
     load_checkpoint(single_file, checkpoint)

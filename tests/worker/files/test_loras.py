@@ -319,8 +319,8 @@ async def test_a_lora_is_fetched_and_read_while_the_gpu_draws_other_jobs(
             await asyncio.sleep(0.001)
         blobs.answer.set()
 
-    home = WithBlobs(storage, blobs)
-    pipeline, _ = await asyncio.gather(run_pipeline(engine, home=home), answer_late())
+    opened = WithBlobs(storage, blobs)
+    pipeline, _ = await asyncio.gather(run_pipeline(engine, opened=opened), answer_late())
     assert engine.events[:6] == ["drawn plain"] * 6
     assert sorted(engine.events[6:]) == ["drawn styled"] * 2 + ["read style"] * 2
     assert blobs.reads == ["loras/style.safetensors"]

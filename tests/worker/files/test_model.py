@@ -17,7 +17,7 @@ import pytest
 from aiohttp import web
 
 from imagefleet import errors, retry
-from imagefleet.storage import open as storage_open
+from imagefleet.storage.open import open_storage
 from imagefleet.storage.protocol import BlobStore, Storage
 from imagefleet.storage.settings import StorageSettings
 from worker.files import model, sources
@@ -106,13 +106,13 @@ def make_settings(server: ModelServer, tmp_path: Path) -> MakeSettings:
 
 @pytest.fixture
 def blobs(local_settings: StorageSettings) -> BlobStore:
-    return storage_open.open_storage(local_settings).blobs
+    return open_storage(local_settings).blobs
 
 
 async def fetch(
-    settings: WorkerSettings, blobs: BlobStore, patience: retry.RetryPolicy = IMPATIENT
+    settings: WorkerSettings, blobs: BlobStore, retry_policy: retry.RetryPolicy = IMPATIENT
 ) -> Path:
-    assert await model.fetched(settings, blobs, asyncio.Event(), patience)
+    assert await model.fetched(settings, blobs, asyncio.Event(), retry_policy)
     return model.place_of(settings)
 
 

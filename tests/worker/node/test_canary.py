@@ -18,9 +18,9 @@ import pytest
 from imagefleet import errors
 from imagefleet.storage.protocol import Storage
 from worker.engine import contract
-from worker.gpu_thread import GpuLane
+from worker.gpu_thread import EngineThread
 from worker.node import canary
-from worker.node.canary import NodeProof
+from worker.node.canary import Canary
 from worker.testing import StandInEngine, draw_noise
 
 RunPipeline = Callable[..., Any]  # the fixture of conftest.py
@@ -163,33 +163,33 @@ async def test_a_drain_does_not_wait_for_a_proof(
 
 
 @asynccontextmanager
-async def proof_at(engine: StandInEngine) -> AsyncIterator[tuple[NodeProof, GpuLane]]:
-    lane = GpuLane(lambda: engine, why_idle=lambda: "starved", backlog=64)
-    proof = NodeProof(await lane.start(), lane, itertools.count())
+async def proof_at(engine: StandInEngine) -> AsyncIterator[tuple[Canary, EngineThread]]:
+    engine_thread = EngineThread(lambda: engine, why_idle=lambda: "starved", backlog=64)
+    canary = Canary(await engine_thread.start(), engine_thread, itertools.count())
 
     async def collect() -> None:
         while True:
-            delivery = await lane.finished()
-            proof.finished(delivery.finished.ticket, delivery.finished.outcome)
+            delivery = await engine_thread.finished()
+            canary.finished(delivery.finished.ticket, delivery.finished.outcome)
 
     collecting = asyncio.create_task(collect())
     try:
-        yield proof, lane
+        yield canary, engine_thread
     finally:
         collecting.cancel()
-        await lane.stop()
+        await engine_thread.stop()
 
 
 async def test_two_suspicions_at_a_time_are_never_two_proofs_in_flight() -> None:
     at_once = []
 
     def draw(request: contract.ImageRequest) -> contract.Pixels:
-        at_once.append(len(engine._admitted) + len(lane._intake))
+        at_once.append(len(engine._admitted) + len(engine_thread._preparer))
         return draw_noise(request)
 
     engine = StandInEngine(draw=draw, tick_seconds=0.05)
-    async with proof_at(engine) as (proof, lane):
-        assert await asyncio.gather(proof.verdict("one"), proof.verdict("two")) == [None, None]
+    async with proof_at(engine) as (canary, engine_thread):
+        assert await asyncio.gather(canary.verdict("one"), canary.verdict("two")) == [None, None]
     assert at_once == [1, 1]
 
 
@@ -204,14 +204,14 @@ async def test_a_proof_that_the_drain_withdraws_says_nothing_of_anybody(
         may_end.wait()
         return draw_noise(request)
 
-    async with proof_at(StandInEngine(capacity=1, draw=draw)) as (proof, lane):
-        before = asyncio.create_task(proof.verdict("before"))
+    async with proof_at(StandInEngine(capacity=1, draw=draw)) as (canary, engine_thread):
+        before = asyncio.create_task(canary.verdict("before"))
         await asyncio.to_thread(drawing.wait)
-        other = NodeProof(proof._engine, lane, itertools.count(PROOFS))
+        other = Canary(canary._engine, engine_thread, itertools.count(PROOFS))
         waiting = asyncio.create_task(other.verdict("at the door"))
-        while not lane._intake:
+        while not engine_thread._preparer:
             await asyncio.sleep(0.01)
-        for ticket in lane.shut():
+        for ticket in engine_thread.shut():
             other.finished(ticket, None)
         assert await waiting is None
         assert await other.verdict("after") is None

@@ -76,7 +76,7 @@ def test_a_node_that_is_slow_three_times_after_its_first_image_is_broken(
     check: Callable[..., NodeCheck],
 ) -> None:
     fills = Fills(0.15)
-    with pytest.raises(errors.NodeError, match=r"images a second, less than 10"):
+    with pytest.raises(errors.NodeError, match=r"images/s, less than 10"):
         check(images_per_second=10).load(fills.load)
 
     assert fills.count == 1 + 3

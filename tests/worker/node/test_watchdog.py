@@ -16,10 +16,10 @@ from worker.engine import contract
 from worker.metrics import WorkerMetrics
 from worker.node import watchdog
 from worker.node.limits import NodeLimits
-from worker.node.watchdog import NodeWatch
+from worker.node.watchdog import NodeWatchdog
 from worker.pipeline import Pipeline
 from worker.salad.metadata import SaladMetadata
-from worker.salad.reallocation import Replacement
+from worker.salad.reallocation import Reallocation
 from worker.settings import WorkerSettings
 from worker.testing import StandInEngine, draw_noise
 
@@ -54,15 +54,19 @@ class Node:
         self.clock = Clock()
         monkeypatch.setattr(watchdog, "time", self.clock)
         self.metrics = WorkerMetrics()
-        self.watch = NodeWatch(Lane(self.clock), LIMITS, self.metrics)  # type: ignore[arg-type]
+        self.watch = NodeWatchdog(Lane(self.clock), LIMITS, self.metrics)  # type: ignore[arg-type]
 
     def window(
-        self, images: int = 0, busy_seconds: float = 0.0, spoilt: int = 0, blocked: float = 0.0
+        self,
+        images: int = 0,
+        busy_seconds: float = 0.0,
+        failed_image: int = 0,
+        blocked: float = 0.0,
     ) -> str | None:
         for _ in range(images):
             self.watch.drawn(1.0)
-        for _ in range(spoilt):
-            self.watch.spoilt(errors.TransientError("NaN"))
+        for _ in range(failed_image):
+            self.watch.failed_image(errors.TransientError("NaN"))
         self.clock.busy_seconds += busy_seconds
         self.clock.idle_seconds["backpressure"] = (
             self.clock.idle_seconds.get("backpressure", 0.0) + blocked
@@ -79,7 +83,7 @@ def node(monkeypatch: pytest.MonkeyPatch) -> Node:
 def test_three_slow_windows_in_a_row_are_a_broken_node(node: Node) -> None:
     reasons = [node.window(images=100, busy_seconds=290) for _ in range(3)]
 
-    assert reasons == ["the GPU makes 0.345 images a second, less than 1"] * 3
+    assert reasons == ["the GPU makes 0.345 images/s, less than 1"] * 3
     assert node.watch.failed_in_a_row == 3
 
 
@@ -106,9 +110,9 @@ def test_time_that_a_node_waited_is_not_held_against_it_nor_for_it(node: Node) -
 
 
 def test_a_gpu_that_spoils_images_is_a_broken_node_and_a_few_are_not(node: Node) -> None:
-    assert node.window(images=400, busy_seconds=290, spoilt=20) is None
-    assert node.window(images=3, spoilt=3) is None
-    assert node.window(images=400, busy_seconds=290, spoilt=300) == (
+    assert node.window(images=400, busy_seconds=290, failed_image=20) is None
+    assert node.window(images=3, failed_image=3) is None
+    assert node.window(images=400, busy_seconds=290, failed_image=300) == (
         "the GPU spoilt 300 of 400 images, the last with: NaN"
     )
 
@@ -118,23 +122,23 @@ async def test_spoilt_images_count_only_where_a_plain_one_fails_as_well(
     node: Node, monkeypatch: pytest.MonkeyPatch, is_sound: bool
 ) -> None:
     monkeypatch.setattr(watchdog, "WINDOW_SECONDS", 0.001)
-    suspicions = []
+    alarms = []
 
-    async def verdict(suspicion: str) -> str | None:
-        suspicions.append(suspicion)
+    async def verdict(alarm: str) -> str | None:
+        alarms.append(alarm)
         node.clock.now += 300
         return None if is_sound else "and so is a plain one"
 
     async def spoil() -> None:
         while True:
             node.watch.drawn(1.0)
-            node.watch.spoilt(errors.TransientError("NaN"))
+            node.watch.failed_image(errors.TransientError("NaN"))
             await asyncio.sleep(0)
 
     spoiling = asyncio.create_task(spoil())
     watching = asyncio.create_task(node.watch.broken(verdict))
     try:
-        await until(lambda: len(suspicions) > watchdog.FAILED_WINDOWS or watching.done())
+        await until(lambda: len(alarms) > watchdog.FAILED_WINDOWS or watching.done())
         assert watching.done() is not is_sound
     finally:
         spoiling.cancel()
@@ -194,7 +198,7 @@ def run_watched(
             worker_settings(until_empty=False, lease_seconds=300, prefetch_seconds=0),
             metrics=metrics,
             limits=NodeLimits(images_per_second=1.0),
-            replacement=Replacement(SaladMetadata(salad_metadata_service.url), metrics),
+            reallocation=Reallocation(SaladMetadata(salad_metadata_service.url), metrics),
         )
         return pipeline, asyncio.create_task(pipeline.run(stop, asyncio.Event()))
 
@@ -222,13 +226,13 @@ async def test_a_node_that_fails_three_times_is_given_back_once_and_takes_no_mor
     await fill(storage)
     pipeline, running = run_watched(slow_engine(), asyncio.Event())
     await until(lambda: bool(salad_metadata_service.reasons))
-    assert not pipeline.settler.in_hand, "asked before what was in hand was finished"
+    assert not pipeline.settler.in_flight, "asked before what was in hand was finished"
     settled = pipeline.settler.outcomes.total()
-    with pytest.raises(errors.NodeError, match="images a second"):
+    with pytest.raises(errors.NodeError, match="images/s"):
         await asyncio.wait_for(running, 10)
 
     assert len(salad_metadata_service.reasons) == 1
-    assert "images a second, less than 1" in salad_metadata_service.reasons[0]
+    assert "images/s, less than 1" in salad_metadata_service.reasons[0]
     assert pipeline.settler.outcomes == {"completed": settled}, "it took work again"
     assert not pipeline.ready
     assert (await storage.queue.depth()).messages == 200 - settled

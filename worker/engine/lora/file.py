@@ -19,7 +19,7 @@ from safetensors.torch import load
 
 from imagefleet import errors
 from worker.engine import contract
-from worker.engine.lora.formats import Change, make_change
+from worker.engine.lora.formats import WeightDelta, make_change
 from worker.engine.lora.names import Layers, Network, Place, made_for, split_key, unsupported_kind
 
 Identity = tuple[str, int, int]
@@ -31,7 +31,7 @@ class LoraFile:
     """A LoRA, ready to be applied: its changes by the names of the layers they change."""
 
     identity: Identity
-    changes: Mapping[Network, Mapping[str, Change]]
+    changes: Mapping[Network, Mapping[str, WeightDelta]]
     size_bytes: int
 
 
@@ -93,7 +93,7 @@ def read_lora(lora: contract.Lora, identity: Identity, layers: Layers) -> LoraFi
         if split[1] in parts.setdefault(place, {}):
             raise _unfit(lora, tensors, metadata, f"it has {key!r} under another name, too")
         parts[place][split[1]] = tensor
-    changes: dict[Network, dict[str, Change]] = {network: {} for network in get_args(Network)}
+    changes: dict[Network, dict[str, WeightDelta]] = {network: {} for network in get_args(Network)}
     for (network, path), found in parts.items():
         config, shape = configs[network], layers.shapes[network, path]
         try:

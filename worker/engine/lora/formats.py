@@ -11,7 +11,7 @@ from dataclasses import dataclass
 
 import torch
 
-Parts = Mapping[str, torch.Tensor]
+Tensors = Mapping[str, torch.Tensor]
 
 #: Beside what makes up the kind: a strength, and DoRA's norms in LyCORIS' and in peft's name.
 _EXTRAS = frozenset({"alpha", "dora_scale", "magnitude"})
@@ -21,13 +21,13 @@ _RANKED = ("down", "hada_w1_b", "lokr_w2_b", "lokr_w1_b")
 
 
 @dataclass(frozen=True, slots=True)
-class Change:
+class WeightDelta:
     """What happens to one layer: weight += strength * delta(weight).
 
     The parts are on the CPU, in the file's own type; which there are depends on the kind.
     """
 
-    parts: Parts
+    parts: Tensors
     scale: float
 
     def delta(self, weight: torch.Tensor) -> torch.Tensor:
@@ -51,7 +51,7 @@ class Change:
         return delta
 
 
-def make_change(parts: Parts, alpha: float | None, *, by_root: bool = False) -> Change:
+def make_change(parts: Tensors, alpha: float | None, *, by_root: bool = False) -> WeightDelta:
     """The change that a layer's parts describe; *alpha* counts where they have none of their own.
 
     *by_root* divides it by the rank's root (rsLoRA) instead of by the rank.
@@ -66,34 +66,34 @@ def make_change(parts: Parts, alpha: float | None, *, by_root: bool = False) -> 
     rank = next((len(parts[name]) for name in _RANKED if name in parts), None)
     kept = {name: part for name, part in parts.items() if name != "alpha"}
     if alpha is None or rank is None:
-        return Change(kept, 1.0)
+        return WeightDelta(kept, 1.0)
     if rank == 0:
         raise ValueError("the rank is 0")
-    return Change(kept, alpha / (rank**0.5 if by_root else rank))
+    return WeightDelta(kept, alpha / (rank**0.5 if by_root else rank))
 
 
-def _lora(parts: Parts) -> torch.Tensor:
+def _lora(parts: Tensors) -> torch.Tensor:
     down, up = parts["down"].flatten(1), parts["up"].flatten(1)
     return _tucker(parts["mid"], up.T, down) if "mid" in parts else up @ down
 
 
-def _loha(parts: Parts) -> torch.Tensor:
+def _loha(parts: Tensors) -> torch.Tensor:
     return _loha_half(parts, "1") * _loha_half(parts, "2")
 
 
-def _loha_half(parts: Parts, half: str) -> torch.Tensor:
+def _loha_half(parts: Tensors, half: str) -> torch.Tensor:
     first, second = parts[f"hada_w{half}_a"], parts[f"hada_w{half}_b"]
     core = parts.get(f"hada_t{half}")
     return first @ second.flatten(1) if core is None else _tucker(core, first, second)
 
 
-def _lokr(parts: Parts) -> torch.Tensor:
+def _lokr(parts: Tensors) -> torch.Tensor:
     first, second = _lokr_half(parts, "1"), _lokr_half(parts, "2")
     # The kernel is last in the second half's columns, as it is in a weight's.
     return torch.kron(first, second)
 
 
-def _lokr_half(parts: Parts, half: str) -> torch.Tensor:
+def _lokr_half(parts: Tensors, half: str) -> torch.Tensor:
     if (whole := parts.get(f"lokr_w{half}")) is not None:
         return whole.flatten(1)
     first, second = parts[f"lokr_w{half}_a"], parts[f"lokr_w{half}_b"]
@@ -101,7 +101,7 @@ def _lokr_half(parts: Parts, half: str) -> torch.Tensor:
     return first @ second.flatten(1) if core is None else _tucker(core, first, second).flatten(1)
 
 
-def _full(parts: Parts) -> torch.Tensor:
+def _full(parts: Tensors) -> torch.Tensor:
     return parts["diff"]
 
 
@@ -133,7 +133,7 @@ _LOKR_HALVES = (
 )
 
 #: By the parts that there are: what has other parts is of no kind that is known here.
-_PRODUCTS: Mapping[frozenset[str], Callable[[Parts], torch.Tensor]] = {
+_PRODUCTS: Mapping[frozenset[str], Callable[[Tensors], torch.Tensor]] = {
     frozenset({"down", "up"}): _lora,
     frozenset({"down", "up", "mid"}): _lora,
     _LOHA: _loha,

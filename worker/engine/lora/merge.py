@@ -14,7 +14,7 @@ import torch
 from torch import nn
 
 from worker.engine.lora.file import LoraFile
-from worker.engine.lora.formats import Change
+from worker.engine.lora.formats import WeightDelta
 from worker.engine.lora.names import Network, Place, adaptable_layers
 
 
@@ -52,16 +52,16 @@ class Merger:
         if key == self._active:
             return
         self._active = None  # until all is done: after a failure, nothing counts as merged
-        wanted: dict[Place, list[tuple[float, Change]]] = {}
+        deltas: dict[Place, list[tuple[float, WeightDelta]]] = {}
         for applied in loras:
             for network, changes in applied.file.changes.items():
                 if weight := applied.weights[network]:
                     for path, change in changes.items():
-                        wanted.setdefault((network, path), []).append((weight, change))
-        for place in self._merged - wanted.keys():
+                        deltas.setdefault((network, path), []).append((weight, change))
+        for place in self._merged - deltas.keys():
             self._layers[place].weight.copy_(self._originals[place])
-        self._merged = self._merged & wanted.keys()
-        for place, weighted in wanted.items():
+        self._merged = self._merged & deltas.keys()
+        for place, weighted in deltas.items():
             self._merge(place, weighted)
         self._active = key
 
@@ -69,7 +69,7 @@ class Merger:
         """Frees the weights that were kept; the model is not to be used any more."""
         self._originals.clear()
 
-    def _merge(self, place: Place, weighted: Sequence[tuple[float, Change]]) -> None:
+    def _merge(self, place: Place, weighted: Sequence[tuple[float, WeightDelta]]) -> None:
         weight = self._layers[place].weight
         if place not in self._originals:
             self._originals[place] = weight.clone()

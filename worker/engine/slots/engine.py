@@ -23,8 +23,8 @@ from worker.engine.lora import merge, names
 from worker.engine.slots import memory, mode, pack
 from worker.engine.slots import prepare as intake
 from worker.engine.slots.linear import Group
-from worker.engine.slots.queue import Job, Lane, SlotPrepared, Waiting
-from worker.engine.slots.runner import Calls
+from worker.engine.slots.queue import BatchKey, SlotJob, SlotPrepared, Waiting
+from worker.engine.slots.runner import StepRunner
 from worker.engine.slots.staging import Stager
 from worker.engine.slots.step import GUIDANCE, tick
 from worker.engine.slots.unet import SlotUnet
@@ -55,7 +55,7 @@ class SlotEngine:
         lora_cache_bytes: int,
         rank_capacity: int = 64,
         backend: str | None = None,
-        compiled_ways: Sequence[mode.Way] = mode.ALL,
+        compiled_ways: Sequence[mode.WeightMode] = mode.ALL,
         attention_kernel: str = "auto",
         slice_pixels: int = decoder.SLICE_PIXELS,
     ) -> None:
@@ -68,7 +68,7 @@ class SlotEngine:
         self._checkpoint = checkpoint
         self._device: torch.device = checkpoint.unet.device
         self._on_gpu = self._device.type == "cuda"
-        self._intake = intake.Intake(checkpoint, lora_cache_bytes)
+        self._preparer = intake.RequestPreparer(checkpoint, lora_cache_bytes)
         self._compiles = backend is not None
         if self._compiles:
             group_norm.replace(checkpoint.unet)
@@ -88,7 +88,7 @@ class SlotEngine:
         self._decoder = decoder.Decoder(
             checkpoint.vae, slice_pixels=slice_pixels, backend=backend, pool=pool
         )
-        self._calls = Calls(
+        self._calls = StepRunner(
             self._unet,
             slots or memory.CPU_SLOTS,
             latents_channels=int(checkpoint.unet.config.in_channels),
@@ -103,9 +103,9 @@ class SlotEngine:
             self._find_room()
         self._unet.resize(self.slots)
         self._decoder.most_images = self.slots
-        self._way: mode.Way = "merged"
+        self._way: mode.WeightMode = "merged"
         self._merged: mode.LoraKey | None = ()
-        self._active: dict[int, Job] = {}
+        self._active: dict[int, SlotJob] = {}
         self._waiting = Waiting(_PATIENCE_FOR_EACH_SLOT * self._calls.slots)
         self._recompiles = 0
 
@@ -115,7 +115,7 @@ class SlotEngine:
 
     @property
     def default_size(self) -> tuple[int, int]:
-        return self._intake.default_size
+        return self._preparer.default_size
 
     @property
     def slots(self) -> int:
@@ -136,10 +136,10 @@ class SlotEngine:
 
     @property
     def lora_lookups(self) -> Mapping[str, int]:
-        return self._intake.lora_lookups
+        return self._preparer.lora_lookups
 
     @property
-    def way(self) -> mode.Way:
+    def weight_mode(self) -> mode.WeightMode:
         """Of the last tick: each slot's own weights, or the same ones for all."""
         return self._way
 
@@ -155,7 +155,7 @@ class SlotEngine:
             JobError: this checkpoint cannot draw it, or a LoRA is missing or does not fit.
             TransientError: a LoRA could not be read.
         """
-        prepared = self._intake.prepare(request)
+        prepared = self._preparer.prepare(request)
         unet_loras = pack.restrict(prepared.loras, "unet")
         text_loras = pack.restrict(prepared.loras, "text_encoder")
         return SlotPrepared(
@@ -170,8 +170,8 @@ class SlotEngine:
             raise TypeError("prepared by another engine")
         request = prepared.request
         merged = prepared.lora_key if prepared.unet_changes is None else None
-        lane = Lane(request.width, request.height, prepared.tokens, merged, None)
-        self._waiting.jobs.append(Job(ticket, prepared, lane))
+        batch_key = BatchKey(request.width, request.height, prepared.tokens, merged, None)
+        self._waiting.jobs.append(SlotJob(ticket, prepared, batch_key))
 
     def tick(self) -> list[contract.Finished]:
         """Fills the free slots and draws one step of all; returns the images that came out.
@@ -212,10 +212,10 @@ class SlotEngine:
         if self._active:
             raise RuntimeError("warm up while no image is being drawn")
         began_at = time.monotonic()
-        lane = self._calls.plain_lane((width, height))
-        while not self._try_to_warm_up(lane):
+        batch_key = self._calls.plain_batch_key((width, height))
+        while not self._try_to_warm_up(batch_key):
             self._shrink(self.slots // 2)
-        self._decoder.warm_up(self._calls.make_board(lane, 1).latents.shape[1:])
+        self._decoder.warm_up(self._calls.make_slot_state(batch_key, 1).latents.shape[1:])
         log.info(
             "%d slots of %dx%d are ready after %.0f s; %s",
             self.slots,
@@ -226,10 +226,10 @@ class SlotEngine:
             extra={"action": "warm"},
         )
 
-    def _try_to_warm_up(self, lane: Lane) -> bool:
+    def _try_to_warm_up(self, batch_key: BatchKey) -> bool:
         """Tells whether the memory was enough; one slot has to do."""
         try:
-            self._calls.warm_up(lane)
+            self._calls.warm_up(batch_key)
         except Exception as error:
             if self.slots == 1 or not engine_errors.is_out_of_memory(error):
                 raise
@@ -263,19 +263,19 @@ class SlotEngine:
     def _refill(self, finished: list[contract.Finished]) -> None:
         """Puts the next jobs into the free slots; those that cannot begin are finished."""
         if not self._active:
-            lane = self._waiting.next_lane()
-            if lane is None:
+            batch_key = self._waiting.next_batch_key()
+            if batch_key is None:
                 return
-            if self._calls.is_to_be_compiled(lane):
-                self.warm_up(lane.width, lane.height)
-            self._calls.enter(lane)
-        lane = self._calls.lane
-        if lane is None or (self._active and self._calls.is_to_be_compiled(lane)):
+            if self._calls.is_to_be_compiled(batch_key):
+                self.warm_up(batch_key.width, batch_key.height)
+            self._calls.enter(batch_key)
+        batch_key = self._calls.batch_key
+        if batch_key is None or (self._active and self._calls.is_to_be_compiled(batch_key)):
             return  # compiled once its slots are free
-        begun = self._fill(lane, finished)
+        begun = self._fill(batch_key, finished)
         if not self._active:
             return
-        self._choose_way(lane)
+        self._choose_way(batch_key)
         for slot in begun:
             self._begin(slot, self._active[slot])
         if self._way == "slots":
@@ -284,12 +284,12 @@ class SlotEngine:
                     self._unet.load_slot(slot, job.staged.factors)
                     job.has_weights = True
 
-    def _fill(self, lane: Lane, finished: list[contract.Finished]) -> list[int]:
+    def _fill(self, batch_key: BatchKey, finished: list[contract.Finished]) -> list[int]:
         """The slots that have been given a job."""
         begun: list[int] = []
-        for slot in range(1 if lane.alone is not None else self.slots):
+        for slot in range(1 if batch_key.alone is not None else self.slots):
             while slot not in self._active:
-                job = self._waiting.take(lane, self._merged or None)
+                job = self._waiting.take(batch_key, self._merged or None)
                 if job is None:
                     return begun
                 # In its slot already: should the memory run out, it is with the others.
@@ -301,22 +301,22 @@ class SlotEngine:
                     begun.append(slot)
         return begun
 
-    def _choose_way(self, lane: Lane) -> None:
+    def _choose_way(self, batch_key: BatchKey) -> None:
         jobs = self._active.values()
-        if lane.merged is not None:
-            self._way, wanted = "merged", lane.merged
+        if batch_key.merged is not None:
+            self._way, to_merge = "merged", batch_key.merged
         else:
             keys = {job.ready.lora_key for job in jobs}
             behind = [job.calls for job in self._waiting.jobs if job.ready.lora_key in keys]
             ahead = mode.ticks_alike([job.calls - job.call for job in jobs], behind, self.slots)
-            self._way, wanted = mode.choose(keys, self._merged, ahead, self._calls.costs)
+            self._way, to_merge = mode.choose(keys, self._merged, ahead, self._calls.costs)
             if self._calls.lacks(self._way):
-                self._way, wanted = "slots", ()
-        if wanted != self._merged:
-            loras = next(job.ready.unet_loras for job in jobs) if wanted else ()
+                self._way, to_merge = "slots", ()
+        if to_merge != self._merged:
+            loras = next(job.ready.unet_loras for job in jobs) if to_merge else ()
             self._merged = None  # until all is done: after a failure, nothing counts as merged
             self._activate(loras)
-            self._merged = wanted
+            self._merged = to_merge
 
     def _activate(self, loras: Sequence[merge.Applied]) -> None:
         """Merges LoRAs into the shared weights, the checkpoint's own below; and times that."""
@@ -336,39 +336,39 @@ class SlotEngine:
             self._unet.fold()
 
     @torch.no_grad()
-    def _begin(self, slot: int, job: Job) -> None:
-        (board, _), staged = self._calls.current, job.staged
+    def _begin(self, slot: int, job: SlotJob) -> None:
+        (state, _), staged = self._calls.current, job.staged
         if staged is None:
             raise RuntimeError("a job begins only once it is staged")
         rows = slice(2 * slot, 2 * slot + 2)
-        board.latents[slot].copy_(staged.latents)
+        state.latents[slot].copy_(staged.latents)
         # What an earlier image left there counts nothing, unless it is NaN.
-        board.history[:, slot].zero_()
-        if board.mask is not None and staged.mask is not None:
-            board.mask[rows].copy_(staged.mask)
+        state.history[:, slot].zero_()
+        if state.mask is not None and staged.mask is not None:
+            state.mask[rows].copy_(staged.mask)
         factors = staged.factors if self._way == "slots" else {}
-        board.context[rows].copy_(self._unet.keys_values.compute(staged.vectors, factors))
+        state.context[rows].copy_(self._unet.keys_values.compute(staged.vectors, factors))
 
     def _draw(self) -> None:
         """One tick of all slots, and the finished ones' way to the decoder."""
-        board, feeder = self._calls.current
-        sheet = feeder.next_sheet()
-        sheet.rows.zero_()
+        state, feeder = self._calls.current
+        inputs = feeder.next_inputs()
+        inputs.rows.zero_()
         noisy = False
         for slot, job in self._active.items():
             schedule = job.ready.prepared.schedule
-            sheet.rows[slot, :GUIDANCE] = schedule.table[job.call]
-            sheet.rows[slot, GUIDANCE] = job.ready.request.cfg_scale
+            inputs.rows[slot, :GUIDANCE] = schedule.table[job.call]
+            inputs.rows[slot, GUIDANCE] = job.ready.request.cfg_scale
             if schedule.noisy[job.call] and job.staged is not None:
-                shape = sheet.noise[slot].shape
-                torch.randn(shape, generator=job.staged.generator, out=sheet.noise[slot])
+                shape = inputs.noise[slot].shape
+                torch.randn(shape, generator=job.staged.generator, out=inputs.noise[slot])
                 noisy = True
-        feeder.send(sheet, noisy=noisy)
+        feeder.send(inputs, noisy=noisy)
         self._calls.run(self._way, max(self._active) + 1)
         for slot, job in list(self._active.items()):
             job.call += 1
             if job.call == job.calls:
-                self._decoder.add(job.ticket, board.latents[slot].clone())
+                self._decoder.add(job.ticket, state.latents[slot].clone())
                 self._calls.count()
                 del self._active[slot]
 
@@ -379,7 +379,7 @@ class SlotEngine:
                 finished.append(failure)
                 self._waiting.jobs.remove(job)
 
-    def _try_to_stage(self, job: Job) -> contract.Finished | None:
+    def _try_to_stage(self, job: SlotJob) -> contract.Finished | None:
         """A job whose own prompt or LoRA is at fault fails here, and alone."""
         try:
             self._stager.stage(job)
@@ -411,7 +411,7 @@ class SlotEngine:
             self._shrink(in_call // 2)
         else:
             for job in jobs:
-                job.lane = job.lane._replace(alone=job.ticket)
+                job.batch_key = job.batch_key._replace(alone=job.ticket)
         self._waiting.put_back(jobs)
         self._calls.forget(compile_again=not compiled or is_memory)
         engine_errors.empty_cache(self._device)
@@ -429,17 +429,17 @@ class SlotEngine:
     def _find_room(self) -> None:
         """As many slots as the GPU's memory holds, for images of the checkpoint's own size."""
         width, height = self.default_size
-        board = self._calls.make_board(self._calls.plain_lane((width, height)), 1)
+        state = self._calls.make_slot_state(self._calls.plain_batch_key((width, height)), 1)
 
         @torch.no_grad()
         def run() -> None:
-            tick(self._unet, False, *board.tensors)
+            tick(self._unet, False, *state.tensors)
 
         @torch.no_grad()
         def decode_one() -> None:
-            decoder.decode(self._checkpoint.vae, board.latents)
+            decoder.decode(self._checkpoint.vae, state.latents)
 
-        held = sum(tensor.nbytes for tensor in board.tensors if tensor is not None)
+        held = sum(tensor.nbytes for tensor in state.tensors if tensor is not None)
         room = memory.find_room(self._device, self._unet.bytes_of_a_slot + held, run, decode_one)
         self._calls.slots = room.slots
         self._decoder.slice_pixels = room.decoded * width * height

@@ -7,10 +7,10 @@ from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 from typing import Literal, get_args
 
-Way = Literal["slots", "merged"]
+WeightMode = Literal["slots", "merged"]
 """Each slot's own weights, or one set for all: some LoRAs merged, or the checkpoint's own."""
 
-ALL: tuple[Way, ...] = get_args(Way)
+ALL: tuple[WeightMode, ...] = get_args(WeightMode)
 
 LoraKey = tuple[object, ...]
 
@@ -29,7 +29,7 @@ class Costs:
 
 def choose(
     keys: Collection[LoraKey], merged: LoraKey | None, ticks: int, costs: Costs
-) -> tuple[Way, LoraKey]:
+) -> tuple[WeightMode, LoraKey]:
     """The way for slots that want *keys*, and what is to be merged for it.
 
     *merged* is what the shared weights hold now, None if that is unknown; *ticks*, for how long

@@ -14,7 +14,7 @@ import torch
 from torch import nn
 
 from worker.engine.lora import merge
-from worker.engine.lora.formats import Change
+from worker.engine.lora.formats import WeightDelta
 from worker.engine.lora.names import Network, adaptable_layers
 from worker.engine.slots.linear import Factors, Group
 
@@ -75,7 +75,7 @@ def pack(
     *groups* are the paths of the layers that may be changed.
     """
     known = {path: (group, at) for group, paths in groups.items() for at, path in enumerate(paths)}
-    weighted: dict[str, list[tuple[float, Change]]] = {}
+    weighted: dict[str, list[tuple[float, WeightDelta]]] = {}
     ranks: dict[Group, int] = {}
     for applied in loras:
         for path, change in applied.file.changes[network].items():

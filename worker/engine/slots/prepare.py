@@ -48,7 +48,7 @@ class Prepared:
         return self.request.width * self.request.height
 
 
-class Intake:
+class RequestPreparer:
     """Prepares requests for one checkpoint; called from several threads."""
 
     def __init__(self, checkpoint: Checkpoint, lora_cache_bytes: int) -> None:
@@ -99,13 +99,13 @@ class Intake:
             schedule,
         )
 
-    def _read_loras(self, wanted: Sequence[contract.Lora]) -> tuple[merge.Applied, ...]:
+    def _read_loras(self, loras: Sequence[contract.Lora]) -> tuple[merge.Applied, ...]:
         """A LoRA that is named twice counts twice; their order does not matter."""
-        if len(wanted) > _MAX_LORAS:
-            raise errors.JobError(f"the prompt has {len(wanted)} LoRAs; {_MAX_LORAS} at most")
+        if len(loras) > _MAX_LORAS:
+            raise errors.JobError(f"the prompt has {len(loras)} LoRAs; {_MAX_LORAS} at most")
         files: dict[lora_file.Identity, lora_file.LoraFile] = {}
         weights: dict[lora_file.Identity, dict[names.Network, float]] = {}
-        for one in wanted:
+        for one in loras:
             file = self._lora_cache.get(one)
             files[file.identity] = file
             sums = weights.setdefault(file.identity, {"unet": 0.0, "text_encoder": 0.0})

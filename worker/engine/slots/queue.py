@@ -54,7 +54,7 @@ class SlotPrepared:
         return tokens + -tokens % _TOKENS_ALIGNMENT
 
 
-class Lane(NamedTuple):
+class BatchKey(NamedTuple):
     """What jobs must have in common to share calls; the slots hold jobs of one lane at a time."""
 
     width: int
@@ -85,12 +85,12 @@ class Staged:
 
 
 @dataclass(slots=True, eq=False)
-class Job:
+class SlotJob:
     """One admitted request."""
 
     ticket: int
     ready: SlotPrepared
-    lane: Lane
+    batch_key: BatchKey
     overtaken: int = 0
     staged: Staged | None = None
     call: int = 0
@@ -110,33 +110,35 @@ class Job:
 class Waiting:
     """Admitted jobs without a slot, the oldest first."""
 
-    patience: int
+    max_overtakes: int
     """How often a job is overtaken at most by younger ones, those of a busier lane mostly."""
-    jobs: list[Job] = field(default_factory=list)
+    jobs: list[SlotJob] = field(default_factory=list)
 
-    def put_back(self, jobs: Iterable[Job]) -> None:
+    def put_back(self, jobs: Iterable[SlotJob]) -> None:
         self.jobs[:0] = jobs
 
-    def next_lane(self) -> Lane | None:
+    def next_batch_key(self) -> BatchKey | None:
         """The lane whose turn it is once all slots are free: that of the oldest job."""
-        return self.jobs[0].lane if self.jobs else None
+        return self.jobs[0].batch_key if self.jobs else None
 
-    def take(self, lane: Lane, favoured: tuple[object, ...] | None = None) -> Job | None:
+    def take(
+        self, batch_key: BatchKey, favoured: tuple[object, ...] | None = None
+    ) -> SlotJob | None:
         """The next job of a lane, one with the LoRAs *favoured* if there is one.
 
         None where there is none, or none that may overtake the jobs before it.
         """
-        oldest: Job | None = None
+        oldest: SlotJob | None = None
         for job in self.jobs:
-            if job.lane == lane:
+            if job.batch_key == batch_key:
                 if favoured is None or job.ready.lora_key == favoured:
                     return self._take(job)
                 oldest = oldest or job
-            if job.overtaken >= self.patience:
+            if job.overtaken >= self.max_overtakes:
                 break
         return self._take(oldest) if oldest else None
 
-    def _take(self, job: Job) -> Job:
+    def _take(self, job: SlotJob) -> SlotJob:
         at = self.jobs.index(job)
         for older in self.jobs[:at]:
             older.overtaken += 1

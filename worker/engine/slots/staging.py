@@ -15,7 +15,7 @@ from worker.engine import text
 from worker.engine.checkpoint import Checkpoint
 from worker.engine.lora import merge
 from worker.engine.slots import pack
-from worker.engine.slots.queue import PLAIN_CHUNKS, Job, Staged
+from worker.engine.slots.queue import PLAIN_CHUNKS, SlotJob, Staged
 
 #: What is added to the scores of places past a prompt's end; -inf would make a slot that nobody
 #: has used yet all NaN.
@@ -44,7 +44,7 @@ class Stager:
             self._stream.wait_stream(torch.cuda.current_stream())
 
     @torch.no_grad()
-    def stage(self, job: Job) -> None:
+    def stage(self, job: SlotJob) -> None:
         """Encodes a job's prompts and copies all that it needs, unless that is done.
 
         Raises:
@@ -74,32 +74,32 @@ class Stager:
     def _copy(self, tensor: torch.Tensor) -> torch.Tensor:
         return tensor.to(self._device, non_blocking=True)
 
-    def _first_latents(self, job: Job, generator: torch.Generator) -> torch.Tensor:
+    def _first_latents(self, job: SlotJob, generator: torch.Generator) -> torch.Tensor:
         # Each from its own generator, on the CPU: an image depends on no other, and on no GPU.
         request = job.ready.request
         shape = (self._channels, request.height // self._factor, request.width // self._factor)
         return torch.randn(shape, generator=generator) * job.ready.prepared.schedule.initial_scale
 
-    def _encode(self, job: Job) -> tuple[torch.Tensor, torch.Tensor | None]:
+    def _encode(self, job: SlotJob) -> tuple[torch.Tensor, torch.Tensor | None]:
         prepared = job.ready.prepared
         prompts = [prepared.prompt, prepared.negative_prompt]
-        if not job.lane.is_masked:
+        if not job.batch_key.is_masked:
             prompts = [prompt * (PLAIN_CHUNKS // len(prompt)) for prompt in prompts]
         with self._changed(job):
             context = self._encoder.encode(prompts, prepared.request.clip_skip, prepared.text_loras)
         vectors = context.vectors.to(self._dtype)
-        if not job.lane.is_masked:
+        if not job.batch_key.is_masked:
             return vectors, None
         tokens = vectors.shape[1]
-        padded = vectors.new_zeros((2, job.lane.tokens, vectors.shape[2]))
+        padded = vectors.new_zeros((2, job.batch_key.tokens, vectors.shape[2]))
         padded[:, :tokens] = vectors
         lengths = [len(prompt) * text.CONTEXT_TOKENS for prompt in prompts]
-        inside = torch.arange(job.lane.tokens) < torch.tensor(lengths)[:, None]
+        inside = torch.arange(job.batch_key.tokens) < torch.tensor(lengths)[:, None]
         mask = torch.where(inside, 0.0, _MASKED)[:, None, None].to(self._dtype)
         return padded, self._copy(mask)
 
     @contextlib.contextmanager
-    def _changed(self, job: Job) -> Iterator[None]:
+    def _changed(self, job: SlotJob) -> Iterator[None]:
         """The text encoder with a job's LoRAs in it."""
         changes = job.ready.text_changes
         if changes is not None:

@@ -20,7 +20,7 @@ _AHEAD = 3
 
 
 @dataclass(frozen=True, slots=True)
-class Board:
+class SlotState:
     """All that the slots hold of their images; a tick works on it in place."""
 
     latents: torch.Tensor
@@ -41,11 +41,11 @@ class Board:
         """As `tick` takes them."""
         return (self.latents, self.history, self.rows, self.noise, self.context, self.mask)
 
-    def first(self, slots: int) -> Board:
+    def first(self, slots: int) -> SlotState:
         """Views of the first slots."""
         if slots == len(self.latents):
             return self
-        return Board(
+        return SlotState(
             self.latents[:slots],
             self.history[:, :slots],
             self.rows[:slots],
@@ -55,7 +55,7 @@ class Board:
         )
 
 
-def make_board(
+def make_slot_state(
     unet: SlotUnet,
     slots: int,
     shape: Sequence[int],
@@ -63,13 +63,13 @@ def make_board(
     device: torch.device,
     *,
     is_masked: bool,
-) -> Board:
+) -> SlotState:
     """An empty board for latents of *shape* [4, height, width]."""
 
     def zeros(*size: int, dtype: torch.dtype = torch.float32) -> torch.Tensor:
         return torch.zeros(size, dtype=dtype, device=device)
 
-    return Board(
+    return SlotState(
         latents=zeros(slots, *shape),
         history=zeros(sampler.HISTORY, slots, *shape),
         rows=zeros(slots, sampler.COLUMNS + 1),
@@ -100,51 +100,51 @@ def tick(
         x = x.contiguous(memory_format=torch.channels_last)
     times = coefficients[:, sampler.TIMESTEP, None].expand(-1, 2).flatten()
     output = unet(x, times, context, mask, by_slot)
-    wanted, unwanted = output.float().unflatten(0, (-1, 2)).unbind(dim=1)
-    guided = unwanted + rows[:, GUIDANCE, None, None, None] * (wanted - unwanted)
+    cond, uncond = output.float().unflatten(0, (-1, 2)).unbind(dim=1)
+    guided = uncond + rows[:, GUIDANCE, None, None, None] * (cond - uncond)
     stepped, remembered = sampler.step(coefficients, latents, guided, history, noise)
     latents.copy_(stepped)
     history.copy_(remembered)
 
 
 @dataclass(slots=True)
-class _Sheet:
+class StepInputs:
     rows: torch.Tensor
     noise: torch.Tensor
     copied: torch.cuda.Event | None = None
 
 
-class Feeder:
+class InputFeeder:
     """Brings each tick's coefficients and noise to the device without waiting for the device.
 
     It waits only where the host is too far ahead, so that is what paces it.
     """
 
-    def __init__(self, board: Board) -> None:
-        self._board = board
-        self._pinned = board.rows.device.type == "cuda"
-        self._sheets = [
-            _Sheet(self._host_copy(board.rows), self._host_copy(board.noise))
+    def __init__(self, state: SlotState) -> None:
+        self._state = state
+        self._pinned = state.rows.device.type == "cuda"
+        self._inputs = [
+            StepInputs(self._host_copy(state.rows), self._host_copy(state.noise))
             for _ in range(_AHEAD if self._pinned else 1)
         ]
         self._at = 0
 
-    def next_sheet(self) -> _Sheet:
+    def next_inputs(self) -> StepInputs:
         """Rows and noise in host memory, to be filled and sent."""
-        self._at = (self._at + 1) % len(self._sheets)
-        sheet = self._sheets[self._at]
-        if sheet.copied is not None:
-            sheet.copied.synchronize()
-        return sheet
+        self._at = (self._at + 1) % len(self._inputs)
+        inputs = self._inputs[self._at]
+        if inputs.copied is not None:
+            inputs.copied.synchronize()
+        return inputs
 
-    def send(self, sheet: _Sheet, *, noisy: bool) -> None:
-        self._board.rows.copy_(sheet.rows, non_blocking=True)
+    def send(self, inputs: StepInputs, *, noisy: bool) -> None:
+        self._state.rows.copy_(inputs.rows, non_blocking=True)
         if noisy:
-            self._board.noise.copy_(sheet.noise, non_blocking=True)
+            self._state.noise.copy_(inputs.noise, non_blocking=True)
         if self._pinned:
             # Waiting for it sleeps: spinning would take a core from those who encode and upload.
-            sheet.copied = torch.cuda.Event(blocking=True)  # type: ignore[no-untyped-call]
-            sheet.copied.record()
+            inputs.copied = torch.cuda.Event(blocking=True)  # type: ignore[no-untyped-call]
+            inputs.copied.record()
 
     def _host_copy(self, tensor: torch.Tensor) -> torch.Tensor:
         return torch.zeros(tensor.shape, dtype=tensor.dtype, pin_memory=self._pinned)

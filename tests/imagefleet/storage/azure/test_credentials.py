@@ -14,8 +14,8 @@ from pydantic import SecretStr
 
 from imagefleet import errors
 from imagefleet.retry import NEVER
-from imagefleet.storage import open as storage_open
-from imagefleet.storage.azure.storage import AzureHome
+from imagefleet.storage.azure.storage import AzureStorage
+from imagefleet.storage.open import open_storage
 from imagefleet.storage.protocol import Storage
 from imagefleet.storage.settings import StorageSettings
 
@@ -65,9 +65,9 @@ def with_tokens(settings: StorageSettings, **tokens: SecretStr) -> StorageSettin
 @pytest.fixture
 async def owner(azurite_settings: StorageSettings) -> AsyncIterator[Storage]:
     """The home, opened with the account's key."""
-    async with storage_open.open_storage(azurite_settings) as home:
-        await home.create()
-        yield home
+    async with open_storage(azurite_settings) as storage:
+        await storage.create()
+        yield storage
 
 
 async def test_a_missing_container_is_found_with_a_containers_token(
@@ -80,9 +80,9 @@ async def test_a_missing_container_is_found_with_a_containers_token(
         poison_sas=queue_sas(azurite_settings, azurite_settings.poison_queue, "a"),
         blob_sas=container_sas(azurite_settings, "rc", "no-such-container"),
     )
-    async with AzureHome(settings, NEVER) as home:
+    async with AzureStorage(settings, NEVER) as storage:
         with pytest.raises(errors.SetupError, match="'no-such-container' does not exist"):
-            await home.check()
+            await storage.check()
 
 
 async def test_a_token_without_overwriting_or_reading_creates_and_no_more(
@@ -93,21 +93,21 @@ async def test_a_token_without_overwriting_or_reading_creates_and_no_more(
         queue_sas=queue_sas(azurite_settings, azurite_settings.queue, "pu"),
         blob_sas=container_sas(azurite_settings, "c"),
     )
-    async with AzureHome(settings, NEVER) as home:
-        await home.blobs.check()
-        assert await home.blobs.create("fox.png", b"pixels", "image/png", {})
+    async with AzureStorage(settings, NEVER) as storage:
+        await storage.blobs.check()
+        assert await storage.blobs.create("fox.png", b"pixels", "image/png", {})
         with pytest.raises(errors.SetupError, match="AuthorizationPermissionMismatch"):
-            await home.blobs.read("fox.png")
-        assert not await home.blobs.delete("fox.png")
+            await storage.blobs.read("fox.png")
+        assert not await storage.blobs.delete("fox.png")
 
 
 async def test_an_expired_token_is_refused_by_the_check(
     azurite_settings: StorageSettings, owner: Storage
 ) -> None:
     expired = queue_sas(azurite_settings, azurite_settings.queue, "pu", expires_in=-ONE_HOUR)
-    async with AzureHome(with_tokens(azurite_settings, queue_sas=expired), NEVER) as home:
+    async with AzureStorage(with_tokens(azurite_settings, queue_sas=expired), NEVER) as storage:
         with pytest.raises(errors.SetupError, match=r"AuthenticationFailed .*expiry"):
-            await home.check()
+            await storage.check()
 
 
 @pytest.mark.parametrize("key", ["a2V5", "not base64!"])
@@ -116,9 +116,9 @@ async def test_a_wrong_key_is_refused_by_the_check(
 ) -> None:
     address = re.sub(r"AccountKey=[^;]+", f"AccountKey={key}", azurite_settings.storage)
     settings = azurite_settings.model_copy(update={"storage": address})
-    async with AzureHome(settings, NEVER) as home:
+    async with AzureStorage(settings, NEVER) as storage:
         with pytest.raises(errors.SetupError, match="key") as caught:
-            await home.check()
+            await storage.check()
         assert key not in caught.value.message
 
 
@@ -130,11 +130,11 @@ async def test_the_queues_token_serves_where_there_is_no_other(
         queue_sas=queue_sas(azurite_settings, azurite_settings.queue, "raup"),
         poison_sas=None,
     )
-    async with AzureHome(settings, NEVER) as home:
-        await home.queue.check()
+    async with AzureStorage(settings, NEVER) as storage:
+        await storage.queue.check()
         # It reaches the poison queue, and is refused there: it was made for the other one.
         with pytest.raises(errors.SetupError, match="poison"):
-            await home.poison.check()
+            await storage.poison.check()
 
 
 async def test_no_message_and_no_traceback_shows_a_token(
@@ -146,8 +146,8 @@ async def test_no_message_and_no_traceback_shows_a_token(
     settings = azurite_settings.model_copy(
         update={"storage": f"BlobEndpoint={nobody};QueueEndpoint={nobody}", "queue_sas": token}
     )
-    async with AzureHome(settings, NEVER) as home:
+    async with AzureStorage(settings, NEVER) as storage:
         with pytest.raises(errors.TransientError) as caught:
-            await home.queue.depth()
+            await storage.queue.depth()
         assert signature not in "".join(traceback.format_exception(caught.value))
-        assert signature not in home.url
+        assert signature not in storage.url

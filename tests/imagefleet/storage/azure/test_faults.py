@@ -11,24 +11,26 @@ import pytest
 from imagefleet import errors
 from imagefleet.retry import NEVER, RetryPolicy
 from imagefleet.storage.azure import errors as azure_errors
-from imagefleet.storage.azure.storage import AzureHome
+from imagefleet.storage.azure.storage import AzureStorage
 from imagefleet.storage.settings import StorageSettings
 
 LEASE_SECONDS = 30
 
 
-async def _names(home: AzureHome) -> list[str]:
-    return [name async for name in home.blobs.names()]
+async def _names(azure_storage: AzureStorage) -> list[str]:
+    return [name async for name in azure_storage.blobs.names()]
 
 
-CALLS: dict[str, Callable[[AzureHome], Awaitable[Any]]] = {
-    "send": lambda home: home.queue.send(["a job"]),
-    "receive": lambda home: home.queue.receive(1, LEASE_SECONDS),
-    "depth": lambda home: home.queue.depth(),
-    "check": lambda home: home.check(),
-    "create": lambda home: home.create(),
-    "create blob": lambda home: home.blobs.create("fox.png", b"pixels", "image/png", {}),
-    "read blob": lambda home: home.blobs.read("none.png"),
+CALLS: dict[str, Callable[[AzureStorage], Awaitable[Any]]] = {
+    "send": lambda azure_storage: azure_storage.queue.send(["a job"]),
+    "receive": lambda azure_storage: azure_storage.queue.receive(1, LEASE_SECONDS),
+    "depth": lambda azure_storage: azure_storage.queue.depth(),
+    "check": lambda azure_storage: azure_storage.check(),
+    "create": lambda azure_storage: azure_storage.create(),
+    "create blob": lambda azure_storage: azure_storage.blobs.create(
+        "fox.png", b"pixels", "image/png", {}
+    ),
+    "read blob": lambda azure_storage: azure_storage.blobs.read("none.png"),
     "list blobs": _names,
 }
 
@@ -48,20 +50,22 @@ def read_timeout_seconds() -> float:
 
 
 @pytest.fixture
-async def home(
+async def azure_storage(
     azurite_settings: StorageSettings,
     faulty_azurite: Any,
     retried: list[errors.TransientError],
     read_timeout_seconds: float,
-) -> AsyncIterator[AzureHome]:
+) -> AsyncIterator[AzureStorage]:
     """A home behind the faulty proxy that tries three times."""
     policy = RetryPolicy(
         tries=3, first_wait_seconds=0.001, longest_wait_seconds=0.002, on_retry=retried.append
     )
     settings = azurite_settings.model_copy(update={"storage": faulty_azurite.address})
-    async with AzureHome(settings, policy, read_timeout_seconds=read_timeout_seconds) as home:
-        await home.create()
-        yield home
+    async with AzureStorage(
+        settings, policy, read_timeout_seconds=read_timeout_seconds
+    ) as azure_storage:
+        await azure_storage.create()
+        yield azure_storage
 
 
 # Faults that pass, and faults that stay
@@ -71,37 +75,40 @@ async def home(
 @pytest.mark.parametrize("fault", [500, 503, 429, "drop"])
 @pytest.mark.parametrize("call", CALLS)
 async def test_a_fault_that_passes_is_repeated_and_counted(
-    home: AzureHome,
+    azure_storage: AzureStorage,
     faulty_azurite: Any,
     retried: list[errors.TransientError],
     call: str,
     fault: Any,
 ) -> None:
     faulty_azurite.faults.extend([fault, fault])
-    await CALLS[call](home)
+    await CALLS[call](azure_storage)
     assert len(retried) == 2
 
 
 @pytest.mark.parametrize("call", ["send", "receive", "create blob", "list blobs"])
 async def test_an_answer_that_is_none_is_repeated(
-    home: AzureHome, faulty_azurite: Any, retried: list[errors.TransientError], call: str
+    azure_storage: AzureStorage,
+    faulty_azurite: Any,
+    retried: list[errors.TransientError],
+    call: str,
 ) -> None:
     faulty_azurite.faults.append("garbage")
-    await CALLS[call](home)
+    await CALLS[call](azure_storage)
     assert len(retried) == 1
 
 
 @pytest.mark.parametrize("fault", FAULTS_THAT_MAY_PASS)
 async def test_a_fault_that_stays_surfaces_as_transient_and_says_what_it_was(
-    home: AzureHome, faulty_azurite: Any, fault: Any
+    azure_storage: AzureStorage, faulty_azurite: Any, fault: Any
 ) -> None:
     faulty_azurite.faults.extend([fault] * 3)
     with pytest.raises(errors.TransientError) as caught:
-        await home.queue.receive(1, LEASE_SECONDS)
-    assert home.queue.name in caught.value.message
+        await azure_storage.queue.receive(1, LEASE_SECONDS)
+    assert azure_storage.queue.name in caught.value.message
     if isinstance(fault, int):
         assert f"HTTP {fault}" in caught.value.message
-    assert await home.queue.receive(1, LEASE_SECONDS) == []
+    assert await azure_storage.queue.receive(1, LEASE_SECONDS) == []
 
 
 async def test_an_address_where_nobody_listens_is_transient(
@@ -112,80 +119,82 @@ async def test_an_address_where_nobody_listens_is_transient(
         f"AccountName=devstoreaccount1;AccountKey=a2V5;BlobEndpoint={nobody};QueueEndpoint={nobody}"
     )
     settings = azurite_settings.model_copy(update={"storage": address})
-    async with AzureHome(settings, NEVER) as home:
+    async with AzureStorage(settings, NEVER) as azure_storage:
         with pytest.raises(errors.TransientError, match="cannot reach the queue"):
-            await home.check()
+            await azure_storage.check()
 
 
 # Replies that are lost
 
 
 async def test_a_renewal_whose_reply_was_lost_is_unknown_until_the_next_one(
-    home: AzureHome, faulty_azurite: Any
+    azure_storage: AzureStorage, faulty_azurite: Any
 ) -> None:
-    await home.queue.send(["a job"])
-    (message,) = await home.queue.receive(1, LEASE_SECONDS)
+    await azure_storage.queue.send(["a job"])
+    (message,) = await azure_storage.queue.receive(1, LEASE_SECONDS)
     faulty_azurite.faults.append("lose reply")
     with pytest.raises(errors.TransientError, match="renewal was lost"):
-        await home.queue.renew(message, LEASE_SECONDS)
+        await azure_storage.queue.renew(message, LEASE_SECONDS)
     with pytest.raises(errors.LeaseLost):
-        await home.queue.renew(message, LEASE_SECONDS)
-    assert (await home.queue.depth()).messages == 1
+        await azure_storage.queue.renew(message, LEASE_SECONDS)
+    assert (await azure_storage.queue.depth()).messages == 1
 
 
 @pytest.mark.parametrize("fault", [500, 503, "drop"])
 async def test_a_renewal_that_never_arrived_is_repeated(
-    home: AzureHome, faulty_azurite: Any, fault: Any
+    azure_storage: AzureStorage, faulty_azurite: Any, fault: Any
 ) -> None:
-    await home.queue.send(["a job"])
-    (message,) = await home.queue.receive(1, LEASE_SECONDS)
+    await azure_storage.queue.send(["a job"])
+    (message,) = await azure_storage.queue.receive(1, LEASE_SECONDS)
     faulty_azurite.faults.append(fault)
-    await home.queue.delete(await home.queue.renew(message, LEASE_SECONDS))
+    await azure_storage.queue.delete(await azure_storage.queue.renew(message, LEASE_SECONDS))
 
 
 async def test_an_acknowledgement_whose_reply_was_lost_is_one(
-    home: AzureHome, faulty_azurite: Any
+    azure_storage: AzureStorage, faulty_azurite: Any
 ) -> None:
-    await home.queue.send(["a job"])
-    (message,) = await home.queue.receive(1, LEASE_SECONDS)
+    await azure_storage.queue.send(["a job"])
+    (message,) = await azure_storage.queue.receive(1, LEASE_SECONDS)
     faulty_azurite.faults.append("lose reply")
-    await home.queue.delete(message)
-    assert (await home.queue.depth()).messages == 0
+    await azure_storage.queue.delete(message)
+    assert (await azure_storage.queue.depth()).messages == 0
 
 
-async def test_a_release_whose_reply_was_lost_is_one(home: AzureHome, faulty_azurite: Any) -> None:
-    await home.queue.send(["a job"])
-    (message,) = await home.queue.receive(1, LEASE_SECONDS)
+async def test_a_release_whose_reply_was_lost_is_one(
+    azure_storage: AzureStorage, faulty_azurite: Any
+) -> None:
+    await azure_storage.queue.send(["a job"])
+    (message,) = await azure_storage.queue.receive(1, LEASE_SECONDS)
     faulty_azurite.faults.append("lose reply")
-    await home.queue.release(message)
-    assert len(await home.queue.receive(1, LEASE_SECONDS)) == 1
+    await azure_storage.queue.release(message)
+    assert len(await azure_storage.queue.receive(1, LEASE_SECONDS)) == 1
 
 
 async def test_a_send_whose_reply_was_lost_may_come_twice_but_comes(
-    home: AzureHome, faulty_azurite: Any
+    azure_storage: AzureStorage, faulty_azurite: Any
 ) -> None:
     faulty_azurite.faults.append("lose reply")
-    await home.queue.send(["a job"])
-    received = await home.queue.receive(32, LEASE_SECONDS)
+    await azure_storage.queue.send(["a job"])
+    received = await azure_storage.queue.receive(32, LEASE_SECONDS)
     assert {message.body for message in received} == {"a job"}
 
 
 async def test_a_blob_whose_reply_was_lost_is_there_once(
-    home: AzureHome, faulty_azurite: Any
+    azure_storage: AzureStorage, faulty_azurite: Any
 ) -> None:
     faulty_azurite.faults.append("lose reply")
-    assert not await home.blobs.create("fox.png", b"pixels", "image/png", {})
-    assert await home.blobs.read("fox.png") == b"pixels"
+    assert not await azure_storage.blobs.create("fox.png", b"pixels", "image/png", {})
+    assert await azure_storage.blobs.read("fox.png") == b"pixels"
 
 
 async def test_messages_received_in_a_lost_reply_come_back(
-    home: AzureHome, faulty_azurite: Any
+    azure_storage: AzureStorage, faulty_azurite: Any
 ) -> None:
-    await home.queue.send(["a job"])
+    await azure_storage.queue.send(["a job"])
     faulty_azurite.faults.append("lose reply")
-    assert await home.queue.receive(1, 1) == []
+    assert await azure_storage.queue.receive(1, 1) == []
     await asyncio.sleep(1.1)
-    (message,) = await home.queue.receive(1, LEASE_SECONDS)
+    (message,) = await azure_storage.queue.receive(1, LEASE_SECONDS)
     assert message.delivery_count == 2
 
 
@@ -194,58 +203,67 @@ async def test_messages_received_in_a_lost_reply_come_back(
 
 @pytest.mark.parametrize("code", ["MemoryExtentStoreAtSizeLimit", "ContainerBeingDeleted"])
 async def test_a_conflict_that_is_not_an_existing_blob_is_not_done(
-    home: AzureHome, faulty_azurite: Any, code: str
+    azure_storage: AzureStorage, faulty_azurite: Any, code: str
 ) -> None:
     faulty_azurite.faults.extend([(409, code)] * 3)
     with pytest.raises(errors.TransientError, match=code):
-        await home.blobs.create("fox.png", b"pixels", "image/png", {})
-    assert await home.blobs.read("fox.png") is None
+        await azure_storage.blobs.create("fox.png", b"pixels", "image/png", {})
+    assert await azure_storage.blobs.read("fox.png") is None
 
 
 @pytest.mark.parametrize("answer", [(409, "BlobAlreadyExists"), (403, "UnauthorizedBlobOverwrite")])
 async def test_an_existing_blob_is_done_whatever_the_token_may(
-    home: AzureHome, faulty_azurite: Any, answer: tuple[int, str]
+    azure_storage: AzureStorage, faulty_azurite: Any, answer: tuple[int, str]
 ) -> None:
     faulty_azurite.faults.append(answer)
-    assert not await home.blobs.create("fox.png", b"pixels", "image/png", {})
+    assert not await azure_storage.blobs.create("fox.png", b"pixels", "image/png", {})
 
 
-async def test_too_large_is_the_jobs_fault(home: AzureHome, faulty_azurite: Any) -> None:
+async def test_too_large_is_the_jobs_fault(
+    azure_storage: AzureStorage, faulty_azurite: Any
+) -> None:
     faulty_azurite.faults.append(413)
     with pytest.raises(errors.JobError, match="HTTP 413"):
-        await home.queue.send(["a job"])
+        await azure_storage.queue.send(["a job"])
 
 
 @pytest.mark.parametrize("status", [401, 403])
 async def test_refused_credentials_are_the_operators_to_mend(
-    home: AzureHome, faulty_azurite: Any, retried: list[errors.TransientError], status: int
+    azure_storage: AzureStorage,
+    faulty_azurite: Any,
+    retried: list[errors.TransientError],
+    status: int,
 ) -> None:
     faulty_azurite.faults.append(status)
-    with pytest.raises(errors.SetupError, match=f"refuses access to the queue '{home.queue.name}'"):
-        await home.queue.receive(1, LEASE_SECONDS)
+    with pytest.raises(
+        errors.SetupError, match=f"refuses access to the queue '{azure_storage.queue.name}'"
+    ):
+        await azure_storage.queue.receive(1, LEASE_SECONDS)
     assert retried == []
 
 
-async def test_the_first_failed_send_ends_the_others(home: AzureHome, faulty_azurite: Any) -> None:
+async def test_the_first_failed_send_ends_the_others(
+    azure_storage: AzureStorage, faulty_azurite: Any
+) -> None:
     faulty_azurite.faults.extend([403] * 100)
     with pytest.raises(errors.SetupError):
-        await home.queue.send(str(number) for number in range(1_000))
+        await azure_storage.queue.send(str(number) for number in range(1_000))
     assert faulty_azurite.requests < 100
 
 
 @pytest.mark.parametrize("code", sorted(azure_errors.NOT_FOR_TOKENS))
 async def test_who_may_only_use_a_queue_finds_it_made(
-    home: AzureHome, faulty_azurite: Any, code: str
+    azure_storage: AzureStorage, faulty_azurite: Any, code: str
 ) -> None:
     faulty_azurite.faults.append((403, code))
-    await home.create()  # neither refused, nor asked about the others
+    await azure_storage.create()  # neither refused, nor asked about the others
     assert not faulty_azurite.faults
-    await home.queue.send(["a job"])
+    await azure_storage.queue.send(["a job"])
 
 
 async def test_a_refused_blob_is_not_taken_for_one_that_is_there(
-    home: AzureHome, faulty_azurite: Any
+    azure_storage: AzureStorage, faulty_azurite: Any
 ) -> None:
     faulty_azurite.faults.append((403, "AuthorizationPermissionMismatch"))
     with pytest.raises(errors.SetupError, match="AuthorizationPermissionMismatch"):
-        await home.blobs.create("fox.png", b"pixels", "image/png", {})
+        await azure_storage.blobs.create("fox.png", b"pixels", "image/png", {})

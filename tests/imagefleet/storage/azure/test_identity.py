@@ -18,7 +18,7 @@ import pytest
 from aiohttp import web
 
 from imagefleet import errors
-from imagefleet.storage import open as storage_open
+from imagefleet.storage.open import open_storage
 from imagefleet.storage.settings import StorageSettings
 
 ROOT = Path(__file__).parents[4]
@@ -40,11 +40,11 @@ def heard(event, arguments):
 
 sys.addaudithook(heard)
 from imagefleet import errors, retry
-from imagefleet.storage import open as storage_open
+from imagefleet.storage.open import open_storage
 from imagefleet.storage.settings import StorageSettings
 
 async def look():
-    async with storage_open.open_storage(StorageSettings(), retry.NEVER) as home:
+    async with open_storage(StorageSettings(), retry.NEVER) as home:
         return (await home.queue.depth()).messages
 
 try:
@@ -147,8 +147,8 @@ async def test_a_pod_without_its_client_id_is_told_so(pod: dict[str, str]) -> No
 async def test_a_key_goes_before_a_pods_identity(
     cloud: FakeCloud, pod: dict[str, str], azurite_settings: StorageSettings
 ) -> None:
-    async with storage_open.open_storage(azurite_settings) as home:
-        await home.create()
+    async with open_storage(azurite_settings) as storage:
+        await storage.create()
     pod["IMAGEFLEET_STORAGE"] = azurite_settings.storage
     pod["IMAGEFLEET_QUEUE"] = azurite_settings.queue
     assert await look(**pod) == {"result": 0, "addresses": ["127.0.0.1"]}
@@ -184,4 +184,4 @@ def test_without_its_library_a_pods_identity_says_how_to_get_it(
     monkeypatch.setitem(sys.modules, "azure.identity", None)
     settings = StorageSettings(storage="https://pictures.blob.core.windows.net")
     with pytest.raises(errors.SetupError, match=r"pip install 'imagefleet\[azure-identity\]'"):
-        storage_open.open_storage(settings)
+        open_storage(settings)

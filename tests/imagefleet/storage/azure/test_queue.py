@@ -7,17 +7,17 @@ from contextlib import aclosing
 from azure.storage.blob.aio import BlobClient
 from azure.storage.queue.aio import QueueClient
 
-from imagefleet.storage import open as storage_open
 from imagefleet.storage.azure.storage import API_VERSION
+from imagefleet.storage.open import open_storage
 from imagefleet.storage.settings import StorageSettings
 
 LEASE_SECONDS = 30
 
 
 async def test_messages_never_expire(azurite_settings: StorageSettings) -> None:
-    async with storage_open.open_storage(azurite_settings) as home:
-        await home.create()
-        await home.queue.send(["a job"])
+    async with open_storage(azurite_settings) as storage:
+        await storage.create()
+        await storage.queue.send(["a job"])
     async with QueueClient.from_connection_string(
         azurite_settings.storage, azurite_settings.queue, api_version=API_VERSION
     ) as others:
@@ -28,9 +28,11 @@ async def test_messages_never_expire(azurite_settings: StorageSettings) -> None:
 async def test_a_blob_carries_its_content_type_and_metadata(
     azurite_settings: StorageSettings,
 ) -> None:
-    async with storage_open.open_storage(azurite_settings) as home:
-        await home.create()
-        await home.blobs.create("a/fox.png", b"pixels", "image/png", {"seed": "7", "note": "<&>"})
+    async with open_storage(azurite_settings) as storage:
+        await storage.create()
+        await storage.blobs.create(
+            "a/fox.png", b"pixels", "image/png", {"seed": "7", "note": "<&>"}
+        )
     async with BlobClient.from_connection_string(
         azurite_settings.storage, azurite_settings.container, "a/fox.png", api_version=API_VERSION
     ) as others:
@@ -42,26 +44,26 @@ async def test_a_blob_carries_its_content_type_and_metadata(
 async def test_a_message_of_another_program_is_received_as_it_was_sent(
     azurite_settings: StorageSettings,
 ) -> None:
-    async with storage_open.open_storage(azurite_settings) as home:
-        await home.create()
+    async with open_storage(azurite_settings) as storage:
+        await storage.create()
         async with QueueClient.from_connection_string(
             azurite_settings.storage, azurite_settings.queue, api_version=API_VERSION
         ) as others:
             await others.send_message("eyJwcm9tcHQiOiAiYSBmb3gifQ==")
-        (message,) = await home.queue.receive(1, LEASE_SECONDS)
+        (message,) = await storage.queue.receive(1, LEASE_SECONDS)
         assert message.body == "eyJwcm9tcHQiOiAiYSBmb3gifQ=="
 
 
 async def test_a_browse_that_stops_half_way_hands_everything_back(
     azurite_settings: StorageSettings,
 ) -> None:
-    async with storage_open.open_storage(azurite_settings) as home:
-        await home.create()
-        await home.queue.send(str(number) for number in range(40))
-        async with aclosing(home.queue.browse()) as messages:
+    async with open_storage(azurite_settings) as storage:
+        await storage.create()
+        await storage.queue.send(str(number) for number in range(40))
+        async with aclosing(storage.queue.browse()) as messages:
             async for _ in messages:
                 break
         received = 0
-        while page := await home.queue.receive(32, LEASE_SECONDS):
+        while page := await storage.queue.receive(32, LEASE_SECONDS):
             received += len(page)
         assert received == 40

@@ -19,9 +19,9 @@ from fleet.keys import command as keys
 from fleet.keys import mint as keys_mint
 from fleet.keys.roles import ROLES
 from imagefleet import errors, retry
-from imagefleet.storage import open as storage_open
 from imagefleet.storage.azure import credentials, sas
-from imagefleet.storage.azure.storage import AzureHome
+from imagefleet.storage.azure.storage import AzureStorage
+from imagefleet.storage.open import open_storage
 from imagefleet.storage.protocol import Storage
 from imagefleet.storage.settings import StorageSettings
 
@@ -35,9 +35,9 @@ Mint = Callable[..., str]
 @pytest.fixture
 async def owner(azurite_settings: StorageSettings) -> AsyncIterator[Storage]:
     """The home, opened with the account's key."""
-    async with storage_open.open_storage(azurite_settings) as home:
-        await home.create()
-        yield home
+    async with open_storage(azurite_settings) as storage:
+        await storage.create()
+        yield storage
 
 
 @pytest.fixture
@@ -100,24 +100,24 @@ async def test_tokens_that_ended_are_waited_for_and_the_new_ones_are_used(
     owner: Storage, settings: StorageSettings, file: Path, mint: Mint
 ) -> None:
     replace(file, mint(timedelta(seconds=2)))
-    async with AzureHome(settings, retry.NEVER) as home:
-        await home.check()
+    async with AzureStorage(settings, retry.NEVER) as storage:
+        await storage.check()
         await owner.queue.send(["a job"])
-        (message,) = await home.queue.receive(1, LEASE_SECONDS)
+        (message,) = await storage.queue.receive(1, LEASE_SECONDS)
         await asyncio.sleep(2)
         requests: list[Callable[[], Any]] = [
-            lambda: home.queue.renew(message, LEASE_SECONDS),
-            lambda: home.queue.receive(1, LEASE_SECONDS),
-            lambda: home.poison.send(["a job"]),
-            lambda: home.blobs.create("fox.png", b"pixels", "image/png", {}),
+            lambda: storage.queue.renew(message, LEASE_SECONDS),
+            lambda: storage.queue.receive(1, LEASE_SECONDS),
+            lambda: storage.poison.send(["a job"]),
+            lambda: storage.blobs.create("fox.png", b"pixels", "image/png", {}),
         ]
         for request in requests:
             with pytest.raises(errors.NoAccessError, match=r"waiting for the file .*tokens\.json"):
                 await request()
         replace(file, mint())
-        message = await home.queue.renew(message, LEASE_SECONDS)
-        assert await home.blobs.create("fox.png", b"pixels", "image/png", {})
-        await home.queue.delete(message)
+        message = await storage.queue.renew(message, LEASE_SECONDS)
+        assert await storage.blobs.create("fox.png", b"pixels", "image/png", {})
+        await storage.queue.delete(message)
     assert (await owner.poison.depth()).messages == 0
 
 
@@ -126,14 +126,14 @@ async def test_new_tokens_are_taken_before_the_old_ones_end(
 ) -> None:
     caplog.set_level(logging.INFO, "imagefleet.storage.azure.credentials")
     replace(file, mint())
-    async with AzureHome(settings, retry.NEVER) as home:
-        await home.check()
+    async with AzureStorage(settings, retry.NEVER) as storage:
+        await storage.check()
         first = caplog.text.count("new SAS tokens from the file")
         replace(file, mint(2 * ONE_HOUR))
-        await home.queue.depth()
+        await storage.queue.depth()
         await until(lambda: caplog.text.count("new SAS tokens from the file") == first + 1)
         for _ in range(3):
-            await home.queue.depth()
+            await storage.queue.depth()
     assert caplog.text.count("new SAS tokens from the file") == first + 1
     assert "sig=" not in caplog.text
 
@@ -147,10 +147,10 @@ async def test_all_that_wait_for_new_tokens_go_on_when_they_are_there(
 ) -> None:
     monkeypatch.setattr(credentials, "WAIT_SECONDS", 10.0)
     replace(file, mint(timedelta(seconds=2)))
-    async with AzureHome(settings, retry.NEVER) as home:
-        await home.check()
+    async with AzureStorage(settings, retry.NEVER) as storage:
+        await storage.check()
         await asyncio.sleep(2)
-        waiting = [asyncio.create_task(home.queue.depth()) for _ in range(5)]
+        waiting = [asyncio.create_task(storage.queue.depth()) for _ in range(5)]
         _, pending = await asyncio.wait(waiting, timeout=0.5)
         assert len(pending) == 5
         replace(file, mint())
@@ -172,11 +172,11 @@ async def test_a_secret_of_kubernetes_is_a_link_that_moves(
 
     mount(tmp_path / "..1", mint(timedelta(seconds=2)))
     await asyncio.to_thread(file.symlink_to, data / file.name)
-    async with AzureHome(settings, retry.NEVER) as home:
-        await home.check()
+    async with AzureStorage(settings, retry.NEVER) as storage:
+        await storage.check()
         await asyncio.sleep(2)
         mount(tmp_path / "..2", mint())
-        await home.queue.depth()
+        await storage.queue.depth()
 
 
 @pytest.mark.parametrize(
@@ -187,11 +187,11 @@ async def test_a_broken_file_leaves_the_last_good_tokens_and_says_so_once(
     owner: Storage, settings: StorageSettings, file: Path, mint: Mint, caplog: Any, broken: Any
 ) -> None:
     replace(file, mint())
-    async with AzureHome(settings, retry.NEVER) as home:
-        await home.check()
+    async with AzureStorage(settings, retry.NEVER) as storage:
+        await storage.check()
         replace(file, broken)
         for _ in range(5):
-            await home.queue.depth()
+            await storage.queue.depth()
             await asyncio.sleep(0.01)
     complaints = [each for each in caplog.messages if "holds no SAS tokens" in each]
     assert len(complaints) == 1
@@ -203,9 +203,9 @@ async def test_without_tokens_from_the_start_the_operator_has_to_act(
     settings: StorageSettings, file: Path, text: str | None
 ) -> None:
     replace(file, text)
-    async with AzureHome(settings, retry.NEVER) as home:
+    async with AzureStorage(settings, retry.NEVER) as storage:
         with pytest.raises(errors.SetupError, match=r"tokens\.json holds no SAS tokens: \w"):
-            await home.check()
+            await storage.check()
 
 
 @pytest.mark.parametrize("damage", ["ended", "signature"])
@@ -214,19 +214,19 @@ async def test_tokens_that_never_were_accepted_are_the_operators_to_mend(
 ) -> None:
     text = mint(ENDED) if damage == "ended" else mint().replace("sig=", "sig=abc")
     replace(file, text)
-    async with AzureHome(settings, retry.NEVER) as home:
+    async with AzureStorage(settings, retry.NEVER) as storage:
         with pytest.raises(errors.SetupError, match=r"expiry; it came from the file"):
-            await home.check()
+            await storage.check()
 
 
 async def test_a_missing_permission_is_not_waited_for(
     owner: Storage, settings: StorageSettings, file: Path, mint: Mint
 ) -> None:
     replace(file, mint())
-    async with AzureHome(settings, retry.NEVER) as home:
-        await home.check()
+    async with AzureStorage(settings, retry.NEVER) as storage:
+        await storage.check()
         with pytest.raises(errors.SetupError, match="AuthorizationPermissionMismatch"):
-            await home.queue.send(["a job"])
+            await storage.queue.send(["a job"])
 
 
 # A broker
@@ -236,9 +236,9 @@ async def test_a_broker_is_given_the_proof_and_asked_once_while_its_tokens_are_g
     owner: Storage, broker_settings: StorageSettings, broker: Any, mint: Mint
 ) -> None:
     broker.answer = lambda: answer(mint())
-    async with AzureHome(broker_settings, retry.NEVER, proof=proof) as home:
-        await asyncio.gather(*(home.queue.depth() for _ in range(20)))
-        await home.check()
+    async with AzureStorage(broker_settings, retry.NEVER, identity_token=proof) as storage:
+        await asyncio.gather(*(storage.queue.depth() for _ in range(20)))
+        await storage.check()
     assert broker.proofs == ["a.signed.token"]
 
 
@@ -247,9 +247,9 @@ async def test_a_broker_is_asked_again_before_its_tokens_end(
 ) -> None:
     broker.answer = lambda: answer(mint(timedelta(seconds=3)))
     ends_at = time.monotonic() + 4
-    async with AzureHome(broker_settings, retry.NEVER, proof=proof) as home:
+    async with AzureStorage(broker_settings, retry.NEVER, identity_token=proof) as storage:
         while time.monotonic() < ends_at:
-            await home.queue.depth()  # with NEVER, a single refusal would surface
+            await storage.queue.depth()  # with NEVER, a single refusal would surface
             await asyncio.sleep(0.05)
     assert 2 <= len(broker.proofs) <= 6
 
@@ -277,34 +277,34 @@ async def test_while_a_broker_is_down_the_old_tokens_are_used_until_they_end(
 ) -> None:
     monkeypatch.setattr(sas, "_RENEWED_AFTER", (0.1, 0.1))
     broker.answer = lambda: answer(mint(timedelta(seconds=3)))
-    async with AzureHome(broker_settings, retry.NEVER, proof=proof) as home:
-        await home.check()
+    async with AzureStorage(broker_settings, retry.NEVER, identity_token=proof) as storage:
+        await storage.check()
         broker.answer = lambda: web.Response(status=503)
         ends_at = time.monotonic() + 1.8
         while time.monotonic() < ends_at:
-            await home.queue.depth()
+            await storage.queue.depth()
             await asyncio.sleep(0.05)
         assert "the broker answers HTTP 503" in caplog.text
         await asyncio.sleep(1.5)
         asked = len(broker.proofs)
         for _ in range(20):
             with pytest.raises(errors.NoAccessError, match="waiting for the broker"):
-                await home.queue.depth()
+                await storage.queue.depth()
         assert len(broker.proofs) - asked <= 2, "a broker that is down is not stormed"
         broker.answer = lambda: answer(mint())
-        await asyncio.wait_for(accepted(home), 10)
+        await asyncio.wait_for(accepted(storage), 10)
 
 
 async def test_tokens_revoked_before_their_time_are_replaced_at_once(
     owner: Storage, broker_settings: StorageSettings, broker: Any, mint: Mint
 ) -> None:
     broker.answer = lambda: answer(mint())
-    async with AzureHome(broker_settings, retry.NEVER, proof=proof) as home:
-        await home.check()
+    async with AzureStorage(broker_settings, retry.NEVER, identity_token=proof) as storage:
+        await storage.check()
         await asyncio.sleep(sas.FIRST_PAUSE_SECONDS)
-        for credential in home._credentials._to_close.credentials.values():  # type: ignore[union-attr]
+        for credential in storage._credentials._to_close.credentials.values():  # type: ignore[union-attr]
             credential.update(json.loads(mint(ENDED))["queue"])
-        await home.queue.depth()
+        await storage.queue.depth()
     assert len(broker.proofs) == 2
 
 
@@ -314,9 +314,9 @@ async def test_a_broker_that_refuses_again_and_again_ends_the_worker(
 ) -> None:
     broker.answer = lambda: web.Response(status=status, headers={"Location": "/elsewhere"})
     policy = retry.RetryPolicy(tries=6, first_wait_seconds=0.01, on_retry=lambda _: None)
-    async with AzureHome(broker_settings, policy, proof=proof) as home:
+    async with AzureStorage(broker_settings, policy, identity_token=proof) as storage:
         with pytest.raises(errors.SetupError, match=f"refuses this worker: HTTP {status}"):
-            await home.check()
+            await storage.check()
     assert len(broker.proofs) == 3
 
 
@@ -325,18 +325,18 @@ async def test_an_answer_that_holds_no_tokens_may_be_a_better_one_next_time(
     broker_settings: StorageSettings, broker: Any, body: str
 ) -> None:
     broker.answer = lambda: answer(body)
-    async with AzureHome(broker_settings, retry.NEVER, proof=proof) as home:
+    async with AzureStorage(broker_settings, retry.NEVER, identity_token=proof) as storage:
         with pytest.raises(errors.TransientError, match="the broker's answer is none"):
-            await home.check()
+            await storage.check()
 
 
 async def test_a_broker_with_a_strangers_certificate_is_not_told_the_proof(
     broker_settings: StorageSettings, broker: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.delenv("SSL_CERT_FILE")
-    async with AzureHome(broker_settings, retry.NEVER, proof=proof) as home:
+    async with AzureStorage(broker_settings, retry.NEVER, identity_token=proof) as storage:
         with pytest.raises(errors.TransientError, match="not reached: ClientConnectorCert"):
-            await home.check()
+            await storage.check()
     assert broker.proofs == []
 
 
@@ -347,15 +347,15 @@ async def test_a_node_that_cannot_prove_itself_now_may_do_so_later(
     async def no_proof() -> str:
         raise error
 
-    async with AzureHome(broker_settings, retry.NEVER, proof=no_proof) as home:
+    async with AzureStorage(broker_settings, retry.NEVER, identity_token=no_proof) as storage:
         with pytest.raises(errors.TransientError, match="no proof of this node's identity"):
-            await home.check()
+            await storage.check()
 
 
-async def accepted(home: AzureHome) -> None:
+async def accepted(storage: AzureStorage) -> None:
     while True:
         try:
-            await home.queue.depth()
+            await storage.queue.depth()
         except errors.NoAccessError:
             await asyncio.sleep(0.05)
         else:
@@ -390,7 +390,7 @@ def test_a_broker_is_asked_over_https_alone(url: str) -> None:
 def test_two_sources_of_tokens_are_one_too_many(two: dict[str, Any]) -> None:
     settings = StorageSettings(storage="https://pictures.blob.core.windows.net", **two)
     with pytest.raises(errors.SetupError, match="keep one"):
-        storage_open.open_storage(settings, proof=proof)
+        open_storage(settings, identity_token=proof)
 
 
 def test_a_broker_is_for_who_can_prove_what_it_is() -> None:
@@ -398,7 +398,7 @@ def test_a_broker_is_for_who_can_prove_what_it_is() -> None:
         storage="https://pictures.blob.core.windows.net", broker_url="https://broker.example"
     )
     with pytest.raises(errors.SetupError, match="for workers on SaladCloud"):
-        storage_open.open_storage(settings)
+        open_storage(settings)
 
 
 def test_tokens_end_when_the_first_of_them_does() -> None:

@@ -15,11 +15,11 @@ from pathlib import Path
 import pytest
 
 from imagefleet import errors
-from imagefleet.storage import open as storage_open
 from imagefleet.storage.local import queue as local_queue
 from imagefleet.storage.local import sqlite
 from imagefleet.storage.local.queue import LocalQueue
 from imagefleet.storage.local.sqlite import QueueFile
+from imagefleet.storage.open import open_storage
 from imagefleet.storage.protocol import Message
 from imagefleet.storage.settings import StorageSettings
 
@@ -179,11 +179,11 @@ def start(script: str, *arguments: object) -> subprocess.Popen[str]:
 
 DRAIN = """
     import asyncio, sys
-    from imagefleet.storage import open as storage_open
+    from imagefleet.storage.open import open_storage
     from imagefleet.storage.settings import StorageSettings
 
     async def main():
-        async with storage_open.open_storage(StorageSettings(storage=sys.argv[1])) as home:
+        async with open_storage(StorageSettings(storage=sys.argv[1])) as home:
             while page := await home.queue.receive(8, 60):
                 for message in page:
                     print(message.body)
@@ -195,15 +195,15 @@ DRAIN = """
 
 async def test_two_processes_drain_a_queue_and_do_each_job_once(tmp_path: Path) -> None:
     settings = StorageSettings(storage=f"local:{tmp_path}")
-    async with storage_open.open_storage(settings) as home:
-        await home.create()
-        await home.queue.send(str(number) for number in range(1_000))
+    async with open_storage(settings) as storage:
+        await storage.create()
+        await storage.queue.send(str(number) for number in range(1_000))
         workers = [start(DRAIN, settings.storage) for _ in range(2)]
         done = [await asyncio.to_thread(worker.communicate) for worker in workers]
         assert [worker.returncode for worker in workers] == [0, 0]
         numbers = [int(number) for output, _ in done for number in output.split()]
         assert sorted(numbers) == list(range(1_000))
-        assert (await home.queue.depth()).messages == 0
+        assert (await storage.queue.depth()).messages == 0
 
 
 async def test_a_process_killed_inside_a_transaction_harms_nobody(
@@ -231,11 +231,11 @@ async def test_a_process_killed_inside_a_transaction_harms_nobody(
 async def test_many_processes_create_one_home_at_once(tmp_path: Path) -> None:
     create = """
         import asyncio, sys
-        from imagefleet.storage import open as storage_open
+        from imagefleet.storage.open import open_storage
         from imagefleet.storage.settings import StorageSettings
 
         async def main():
-            async with storage_open.open_storage(StorageSettings(storage=sys.argv[1])) as home:
+            async with open_storage(StorageSettings(storage=sys.argv[1])) as home:
                 await home.create()
                 await home.queue.send(["a job"])
 
@@ -246,8 +246,8 @@ async def test_many_processes_create_one_home_at_once(tmp_path: Path) -> None:
     for worker in workers:
         await asyncio.to_thread(worker.communicate)
     assert [worker.returncode for worker in workers] == [0, 0, 0]
-    async with storage_open.open_storage(settings) as home:
-        assert (await home.queue.depth()).messages == 3
+    async with open_storage(settings) as storage:
+        assert (await storage.queue.depth()).messages == 3
 
 
 async def test_opening_a_file_that_others_write_to_waits_for_them(
@@ -333,9 +333,9 @@ async def test_a_queue_that_was_not_created_is_not_made_by_a_send(file: QueueFil
 
 async def test_looking_for_a_home_does_not_make_one(tmp_path: Path) -> None:
     folder = tmp_path / "typing-error"
-    async with storage_open.open_storage(StorageSettings(storage=f"local:{folder}")) as home:
+    async with open_storage(StorageSettings(storage=f"local:{folder}")) as storage:
         with pytest.raises(errors.SetupError, match="there is no queue 'jobs'"):
-            await home.check()
+            await storage.check()
     assert not folder.exists()
 
 

@@ -21,7 +21,7 @@ from worker.engine.lora import names
 
 @pytest.fixture(scope="module")
 def layers(engine: Any) -> names.Layers:
-    layers: names.Layers = engine._intake._lora_cache._layers
+    layers: names.Layers = engine._preparer._lora_cache._layers
     return layers
 
 

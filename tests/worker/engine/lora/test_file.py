@@ -22,7 +22,7 @@ Weights = dict[str, torch.Tensor]
 
 @pytest.fixture(scope="module")
 def layers(engine: Any) -> names.Layers:
-    layers: names.Layers = engine._intake._lora_cache._layers
+    layers: names.Layers = engine._preparer._lora_cache._layers
     return layers
 
 

@@ -16,7 +16,7 @@ from imagefleet import errors
 from worker.engine import contract
 
 Array = npt.NDArray[np.float64]
-Parts = dict[str, Array]
+Tensors = dict[str, Array]
 CONV = ("lora_unet_conv_in", (32, 4, 3, 3))
 LINEAR = ("lora_unet_down_blocks_0_attentions_0_transformer_blocks_0_ff_net_2", (32, 128))
 RANK = 3
@@ -37,13 +37,13 @@ def tucker(core: Array, outer: Array, inner: Array) -> Array:
     return result
 
 
-def lora(weight: Array) -> tuple[Parts, Array]:
+def lora(weight: Array) -> tuple[Tensors, Array]:
     outer, inner = weight.shape
     down, up = numbers((RANK, inner), (outer, RANK))
     return {"lora_down.weight": down, "lora_up.weight": up}, up @ down
 
 
-def locon(weight: Array) -> tuple[Parts, Array]:
+def locon(weight: Array) -> tuple[Tensors, Array]:
     outer, *rest = weight.shape
     down, up = numbers((RANK, *rest), (outer, RANK, 1, 1))
     delta = np.zeros(weight.shape)
@@ -52,14 +52,14 @@ def locon(weight: Array) -> tuple[Parts, Array]:
     return {"lora_down.weight": down, "lora_up.weight": up}, delta
 
 
-def locon_in_tucker_form(weight: Array) -> tuple[Parts, Array]:
+def locon_in_tucker_form(weight: Array) -> tuple[Tensors, Array]:
     outer, inner, *kernel = weight.shape
     down, mid, up = numbers((RANK, inner, 1, 1), (RANK, RANK, *kernel), (outer, RANK, 1, 1))
     parts = {"lora_down.weight": down, "lora_mid.weight": mid, "lora_up.weight": up}
     return parts, tucker(mid, up[:, :, 0, 0].T, down[:, :, 0, 0])
 
 
-def loha(weight: Array) -> tuple[Parts, Array]:
+def loha(weight: Array) -> tuple[Tensors, Array]:
     outer, columns = len(weight), weight[0].size
     shapes = [(outer, RANK), (RANK, columns)] * 2
     w1_a, w1_b, w2_a, w2_b = numbers(*shapes)
@@ -68,7 +68,7 @@ def loha(weight: Array) -> tuple[Parts, Array]:
     return dict(zip(names, (w1_a, w1_b, w2_a, w2_b), strict=True)), delta
 
 
-def loha_in_tucker_form(weight: Array) -> tuple[Parts, Array]:
+def loha_in_tucker_form(weight: Array) -> tuple[Tensors, Array]:
     outer, inner, *kernel = weight.shape
     names = ("hada_t1", "hada_w1_a", "hada_w1_b", "hada_t2", "hada_w2_a", "hada_w2_b")
     half = [(RANK, RANK, *kernel), (RANK, outer), (RANK, inner)]
@@ -85,13 +85,13 @@ def kronecker(first: Array, second: Array, weight: Array) -> Array:
     return delta
 
 
-def lokr_of_wholes(weight: Array) -> tuple[Parts, Array]:
+def lokr_of_wholes(weight: Array) -> tuple[Tensors, Array]:
     outer, inner, *kernel = weight.shape
     w1, w2 = numbers((4, 2), (outer // 4, inner // 2, *kernel))
     return {"lokr_w1": w1, "lokr_w2": w2}, kronecker(w1, w2, weight)
 
 
-def lokr(weight: Array) -> tuple[Parts, Array]:
+def lokr(weight: Array) -> tuple[Tensors, Array]:
     outer, inner, *kernel = weight.shape
     columns = inner // 2 * int(np.prod(kernel))
     w1, w2_a, w2_b = numbers((4, 2), (outer // 4, RANK), (RANK, columns))
@@ -99,7 +99,7 @@ def lokr(weight: Array) -> tuple[Parts, Array]:
     return {"lokr_w1": w1, "lokr_w2_a": w2_a, "lokr_w2_b": w2_b}, kronecker(w1, w2, weight)
 
 
-def lokr_of_four(weight: Array) -> tuple[Parts, Array]:
+def lokr_of_four(weight: Array) -> tuple[Tensors, Array]:
     parts, _ = lokr(weight)
     w1_a, w1_b = numbers((4, RANK), (RANK, 2))
     del parts["lokr_w1"]
@@ -108,7 +108,7 @@ def lokr_of_four(weight: Array) -> tuple[Parts, Array]:
     return {**parts, "lokr_w1_a": w1_a, "lokr_w1_b": w1_b}, kronecker(w1_a @ w1_b, w2, weight)
 
 
-def lokr_in_tucker_form(weight: Array) -> tuple[Parts, Array]:
+def lokr_in_tucker_form(weight: Array) -> tuple[Tensors, Array]:
     outer, inner, *kernel = weight.shape
     w1, t2, w2_a, w2_b = numbers(
         (4, 2), (RANK, RANK, *kernel), (RANK, outer // 4), (RANK, inner // 2)
@@ -117,7 +117,7 @@ def lokr_in_tucker_form(weight: Array) -> tuple[Parts, Array]:
     return parts, kronecker(w1, tucker(t2, w2_a, w2_b), weight)
 
 
-def difference_of_weights(weight: Array) -> tuple[Parts, Array]:
+def difference_of_weights(weight: Array) -> tuple[Tensors, Array]:
     (diff,) = numbers(weight.shape)
     return {"diff": diff}, diff
 
@@ -142,7 +142,7 @@ KINDS = [
 UNRANKED = (lokr_of_wholes, difference_of_weights)
 
 
-def merged(engine: Any, make_request: Any, path: Path, layer: str, parts: Parts) -> Array:
+def merged(engine: Any, make_request: Any, path: Path, layer: str, parts: Tensors) -> Array:
     """The layer's weight with a LoRA of just these parts; the base's is back, to the bit, after."""
     tensors = {
         f"{layer}.{name}": torch.from_numpy(np.asarray(part, np.float32)).contiguous()
@@ -174,7 +174,7 @@ def test_a_kind_changes_the_weight_as_it_is_defined(
     make_request: Any,
     tmp_path: Path,
     layer: tuple[str, tuple[int, ...]],
-    kind: Callable[[Array], tuple[Parts, Array]],
+    kind: Callable[[Array], tuple[Tensors, Array]],
     alpha: float | None,
 ) -> None:
     name, shape = layer
@@ -196,7 +196,7 @@ def test_dora_gives_the_changed_weight_norms_of_its_own(
     make_request: Any,
     tmp_path: Path,
     layer: tuple[str, tuple[int, ...]],
-    kind: Callable[[Array], tuple[Parts, Array]],
+    kind: Callable[[Array], tuple[Tensors, Array]],
     norms_of: str,
 ) -> None:
     name, shape = layer
@@ -249,13 +249,13 @@ def test_parts_that_are_missing_or_of_another_shape_are_refused(
     make_request: Any,
     tmp_path: Path,
     layer: tuple[str, tuple[int, ...]],
-    kind: Callable[[Array], tuple[Parts, Array]],
+    kind: Callable[[Array], tuple[Tensors, Array]],
 ) -> None:
     name, shape = layer
     parts, _ = kind(np.empty(shape))
     for part, values in parts.items():
         others = {other: value for other, value in parts.items() if other != part}
-        spoilt = [{**others, part: values[:-1]}, {**others, part: values[:0]}]
-        for found in [others, *spoilt] if others else spoilt:
+        failed_image = [{**others, part: values[:-1]}, {**others, part: values[:0]}]
+        for found in [others, *failed_image] if others else failed_image:
             with pytest.raises(errors.UnusableFileError, match="'x' does not fit this model: for"):
                 merged(engine, make_request, tmp_path / "x.safetensors", name, found)

@@ -67,7 +67,10 @@ def test_the_tick_and_the_vae_are_one_graph_each_without_a_break(
     compiled_engine: slot_engine.SlotEngine,
 ) -> None:
     (call,) = compiled_engine._calls._warm.values()
-    assert {way: each.graphs for way, each in call.compiled.items()} == {"slots": 1, "merged": 1}
+    assert {weight_mode: each.graphs for weight_mode, each in call.compiled.items()} == {
+        "slots": 1,
+        "merged": 1,
+    }
     assert all(each.is_compiled for each in call.compiled.values())
     ((_, vae),) = compiled_engine._decoder._compiled.values()
     assert vae.graphs == 1
@@ -164,5 +167,5 @@ def test_a_way_that_is_not_compiled_is_not_taken(
     engine.warm_up(*engine.default_size)
     request = make_request(width=32, height=32)
     (image,) = draw(engine, request)
-    assert engine.way == "slots"
+    assert engine.weight_mode == "slots"
     assert difference(image, draw(plain_engine, request)[0]) <= ROUNDING

@@ -44,13 +44,13 @@ def mixed_requests(make_request: Any, lora_paths: list[Path]) -> list[contract.I
 def record_ways(monkeypatch: pytest.MonkeyPatch, engine: slots.SlotEngine) -> list[tuple[str, int]]:
     """The way of each call from now on, and how many slots hold an image in it."""
     calls: list[tuple[str, int]] = []
-    original = runner.Calls.run
+    original = runner.StepRunner.run
 
-    def run(self: runner.Calls, way: mode.Way, count: int) -> None:
-        calls.append((way, len(engine._active)))
-        original(self, way, count)
+    def run(self: runner.StepRunner, weight_mode: mode.WeightMode, count: int) -> None:
+        calls.append((weight_mode, len(engine._active)))
+        original(self, weight_mode, count)
 
-    monkeypatch.setattr(runner.Calls, "run", run)
+    monkeypatch.setattr(runner.StepRunner, "run", run)
     return calls
 
 
@@ -113,7 +113,7 @@ def test_sizes_are_drawn_apart_and_none_starves_the_other(
     make_slot_engine: Any, make_request: Any, draw: Any, monkeypatch: Any
 ) -> None:
     engine = make_slot_engine(slots=2)
-    engine._waiting.patience = 3
+    engine._waiting.max_overtakes = 3
     finished: list[int] = []
     waiting = list(range(24))
     rare = {4, 17}
@@ -133,7 +133,7 @@ def test_a_stream_of_one_size_waits_for_no_more_than_its_share_of_another(
     make_slot_engine: Any, make_request: Any
 ) -> None:
     engine = make_slot_engine(slots=2)
-    engine._waiting.patience = 3
+    engine._waiting.max_overtakes = 3
     sizes = [64, 72] * 10
     finished: list[int] = []
     waiting = list(enumerate(sizes))
@@ -152,14 +152,14 @@ def test_alike_loras_are_merged_and_mixed_ones_are_not(
     calls = record_ways(monkeypatch, slot_engine)
     one, other = lora(lora_paths[0]), lora(lora_paths[1])
     draw(slot_engine, *(make_request(seed=seed, loras=(one,), steps=9) for seed in range(3)))
-    assert {way for way, _ in calls} == {"merged"}
+    assert {weight_mode for weight_mode, _ in calls} == {"merged"}
     calls.clear()
     draw(slot_engine, make_request(loras=(one,)), make_request(loras=(other,)))
     assert calls[0][0] == "slots"
     calls.clear()
     draw(slot_engine, make_request(loras=()), make_request(loras=()))
-    assert {way for way, _ in calls} == {"merged"}
-    assert slot_engine.way == "merged"
+    assert {weight_mode for weight_mode, _ in calls} == {"merged"}
+    assert slot_engine.weight_mode == "merged"
 
 
 def test_going_from_merged_to_mixed_and_back_leaves_the_weights_of_the_checkpoint(

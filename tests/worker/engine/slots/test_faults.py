@@ -17,16 +17,16 @@ def fail(
 ) -> list[list[int]]:
     """Makes ticks fail; returns the seeds in each tick, of those that failed as well."""
     ticks: list[list[int]] = []
-    original = runner.Calls.run
+    original = runner.StepRunner.run
 
-    def run(self: runner.Calls, way: mode.Way, slots: int) -> None:
+    def run(self: runner.StepRunner, weight_mode: mode.WeightMode, slots: int) -> None:
         seeds = [job.ready.request.seed for job in engine._active.values()]
         ticks.append(seeds)
         if when(seeds):
             raise error
-        original(self, way, slots)
+        original(self, weight_mode, slots)
 
-    monkeypatch.setattr(runner.Calls, "run", run)
+    monkeypatch.setattr(runner.StepRunner, "run", run)
     return ticks
 
 

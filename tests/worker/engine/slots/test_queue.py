@@ -10,8 +10,8 @@ from worker.engine import contract
 from worker.engine.slots import mode, pack
 from worker.engine.slots import queue as slot_queue
 
-A = slot_queue.Lane(512, 512, 160, None, None)
-B = slot_queue.Lane(768, 512, 160, None, None)
+A = slot_queue.BatchKey(512, 512, 160, None, None)
+B = slot_queue.BatchKey(768, 512, 160, None, None)
 
 
 class _Ready:
@@ -19,46 +19,46 @@ class _Ready:
         self.lora_key = key
 
 
-def queue(*lanes: Any, patience: int = 2) -> slot_queue.Waiting:
+def queue(*batch_keys: Any, max_overtakes: int = 2) -> slot_queue.Waiting:
     """Jobs with their place as their ticket; a lane may come with the LoRAs of its job."""
-    pairs = [lane if type(lane) is tuple else (lane, ()) for lane in lanes]
+    pairs = [batch_key if type(batch_key) is tuple else (batch_key, ()) for batch_key in batch_keys]
     jobs: list[Any] = [
-        slot_queue.Job(at, _Ready(key), lane)  # type: ignore[arg-type]
-        for at, (lane, key) in enumerate(pairs)
+        slot_queue.SlotJob(at, _Ready(key), batch_key)  # type: ignore[arg-type]
+        for at, (batch_key, key) in enumerate(pairs)
     ]
-    return slot_queue.Waiting(patience, jobs)
+    return slot_queue.Waiting(max_overtakes, jobs)
 
 
-def tickets(waiting: slot_queue.Waiting, lane: Any, favoured: Any = None) -> list[int]:
-    taken = iter(lambda: waiting.take(lane, favoured), None)
+def tickets(waiting: slot_queue.Waiting, batch_key: Any, favoured: Any = None) -> list[int]:
+    taken = iter(lambda: waiting.take(batch_key, favoured), None)
     return [job.ticket for job in taken if job is not None]
 
 
 def test_a_lane_takes_its_own_jobs_in_their_order() -> None:
     waiting = queue(A, A, B, A)
-    assert waiting.next_lane() == A
+    assert waiting.next_batch_key() == A
     assert tickets(waiting, A) == [0, 1, 3]
-    assert waiting.next_lane() == B
+    assert waiting.next_batch_key() == B
     assert tickets(waiting, B) == [2]
-    assert waiting.next_lane() is None
+    assert waiting.next_batch_key() is None
 
 
 def test_a_job_is_overtaken_as_often_as_patience_allows_and_no_more() -> None:
-    waiting = queue(B, A, A, A, A, patience=2)
+    waiting = queue(B, A, A, A, A, max_overtakes=2)
     assert tickets(waiting, A) == [1, 2], "after two, the older one's turn has come"
-    assert waiting.next_lane() == B
+    assert waiting.next_batch_key() == B
     assert tickets(waiting, B) == [0]
     assert tickets(waiting, A) == [3, 4]
 
 
 def test_an_impatient_job_holds_back_younger_ones_only() -> None:
-    waiting = queue(A, B, A, A, patience=0)
+    waiting = queue(A, B, A, A, max_overtakes=0)
     assert tickets(waiting, A) == [0]
 
 
 def test_jobs_with_the_favoured_loras_go_first_but_not_for_ever() -> None:
     one = ("one",)
-    waiting = queue((A, ()), *[(A, one)] * 4, patience=3)
+    waiting = queue((A, ()), *[(A, one)] * 4, max_overtakes=3)
     assert tickets(waiting, A, one) == [1, 2, 3, 0, 4]
 
 
