@@ -1,0 +1,59 @@
+"""The one place where pydantic's errors become sentences that name the field and what to do."""
+
+from __future__ import annotations
+
+import difflib
+import re
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any, cast
+
+from pydantic import ValidationError
+
+#: A message with a hundred wrong fields need not name them all.
+MAX_REASONS = 5
+
+_MAX_LOCATION_CHARACTERS = 120
+
+_PREFIX = re.compile(r"^(Value error, |Input |String )")
+
+
+def sentence(error: ValidationError, known: Iterable[str] = ()) -> str:
+    """What is wrong and where, in one line; *known* are the field names to suggest from."""
+    details = error.errors(include_url=False)
+    reasons = [reason(cast("Mapping[str, Any]", detail), known) for detail in details]
+    more = len(reasons) - MAX_REASONS
+    return "; ".join(reasons[:MAX_REASONS]) + (f"; and {more:,} more" if more > 0 else "")
+
+
+def reason(detail: Mapping[str, Any], known: Iterable[str] = ()) -> str:
+    """One of pydantic's error details as a sentence; it never quotes the input (a secret, maybe)."""
+    where = location(detail["loc"])
+    match detail["type"]:
+        case "extra_forbidden":
+            what = "unknown key" + suggestion(str(detail["loc"][-1]), known)
+        case "missing":
+            what = "is required"
+        case "too_short":
+            what = "the list is empty"
+        case _:
+            what = message(detail)
+    return f"{where}: {what}" if where else what
+
+
+def message(detail: Mapping[str, Any]) -> str:
+    """Pydantic's text without its prefixes."""
+    return _PREFIX.sub("", str(detail["msg"]))
+
+
+def location(parts: Sequence[object]) -> str:
+    """A path as people write it: `lists.noun[2]`."""
+    place = ""
+    for part in parts:
+        place += f"[{part}]" if isinstance(part, int) else f".{part}" if place else str(part)
+    return place[:_MAX_LOCATION_CHARACTERS]
+
+
+def suggestion(name: str, known: Iterable[str]) -> str:
+    """`; did you mean 'cfg_scale'?`, or nothing where no known name is close."""
+    close = difflib.get_close_matches(name, list(known), n=1)
+    return f"; did you mean {close[0]!r}?" if close else ""
