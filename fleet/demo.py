@@ -1,4 +1,4 @@
-"""`imagefleet demo`: the whole way of a job on this machine, without an account or a GPU."""
+"""`imagefleet demo`: jobs, worker and images on this machine, without an account or a GPU."""
 
 from __future__ import annotations
 
@@ -27,20 +27,20 @@ if TYPE_CHECKING:
     from worker.engine import contract
     from worker.process import WorkerReport
 
-#: The stated price: the card with the most images per dollar in SaladCloud's own benchmarks.
+#: The price in the report: the card with the most images per dollar in SaladCloud's benchmarks.
 PRICED_GPU = "RTX 3060 Ti"
 PRICED_PRIORITY: prices.Priority = "batch"
 
-#: What a job can end as; the other outcomes mean that it comes again.
+#: The outcomes after which a job does not return to the queue.
 _ENDED = frozenset({"completed", "duplicate", "failed"})
 
-#: The folder of the demo's queue and images carries this file, and only one that does is emptied.
+#: Marks a storage folder as the demo's: only such a folder is emptied.
 _MARKER = "made-by-imagefleet-demo"
 
 
 @dataclass(frozen=True, slots=True)
 class DemoReport:
-    """What the demo came to; `--report` writes exactly these keys."""
+    """The demo's figures, as `--report` writes them."""
 
     jobs: int
     images: int
@@ -50,12 +50,12 @@ class DemoReport:
     engine_idle_fraction: float
     dollars: float
     images_per_dollar: float
-    mosaic: str
+    contact_sheet: str
 
 
 @dataclass(frozen=True, slots=True)
 class _Places:
-    """Where the demo keeps its things."""
+    """The demo's files."""
 
     directory: Path
 
@@ -64,8 +64,8 @@ class _Places:
         return self.directory / "storage"
 
     @property
-    def mosaic(self) -> Path:
-        return self.directory / "mosaic.png"
+    def contact_sheet(self) -> Path:
+        return self.directory / "contact-sheet.png"
 
     @property
     def log(self) -> Path:
@@ -74,17 +74,17 @@ class _Places:
 
 def command(
     directory: Annotated[
-        Path, typer.Option(help="Where queue, images and contact sheet go.")
+        Path, typer.Option(help="Folder for the queue, the images and the contact sheet.")
     ] = Path("demo-output"),
     report_file: Annotated[
         Path | None,
-        typer.Option("--report", metavar="FILE", help="Write the figures to this file, as JSON."),
+        typer.Option("--report", metavar="FILE", help="Write the figures to this file as JSON."),
     ] = None,
 ) -> None:
-    """Makes pictures on this machine: no account, no GPU.
+    """Generates images on this machine: no account, no GPU.
 
-    Fills a local queue with 24 jobs and works until it is empty. Two of the jobs are wrong on
-    purpose, to show what becomes of them. Run again, it begins anew.
+    Fills a local queue with 24 jobs and runs a worker until it is empty. Two of the jobs are
+    invalid on purpose, to show what happens to them. Each run starts from an empty folder.
 
     imagefleet demo
 
@@ -100,15 +100,17 @@ def command(
     _show(report, settings, places)
     if report_file is not None:
         report_file.parent.mkdir(parents=True, exist_ok=True)
-        report_file.write_text(json.dumps(asdict(report), indent=2) + "\n", encoding="utf-8")
+        # `mosaic`: the old name of `contact_sheet`, for one more release.
+        record = {**asdict(report), "mosaic": report.contact_sheet}
+        report_file.write_text(json.dumps(record, indent=2) + "\n", encoding="utf-8")
 
 
 def _prepare(places: _Places) -> None:
-    """An empty home for this run: what an earlier demo left in it goes, anybody else's stays."""
+    """Creates an empty storage folder; refuses to empty one that is not a demo's."""
     if places.storage.exists():
         if not (places.storage / _MARKER).exists():
             raise errors.SetupError(
-                f"{places.storage} is there and not from a demo: give another --directory"
+                f"{places.storage} exists and is not from a demo: choose another --directory"
             )
         shutil.rmtree(places.storage)
     try:
@@ -134,12 +136,14 @@ def _settings(places: _Places, model: Path, loras: Path) -> WorkerSettings:
 
 
 def _find_checkpoint(places: _Places) -> tuple[Path, Path, list[str]]:
-    """Checkpoint, LoRAs and messages: trained in a checkout of the source, else random."""
+    """Checkpoint, LoRAs and messages: the trained ones of a source checkout, or random ones."""
     trained = demo_jobs.TRAINED
     if trained.is_dir():
         valid = (trained / "demo_jobs.jsonl").read_text(encoding="utf-8").splitlines()
         return trained, trained / "loras", demo_jobs.messages(valid)
-    console.stdout.print("The demo's checkpoint is not here: a random one makes patterns instead.")
+    console.print_plain(
+        "The demo checkpoint is not installed: a random one draws patterns instead."
+    )
     from fleet.bench import tiny_model
 
     model = tiny_model.build_tiny_checkpoint(places.directory / "random-model")
@@ -150,7 +154,7 @@ def _find_checkpoint(places: _Places) -> tuple[Path, Path, list[str]]:
 
 @dataclass(slots=True)
 class _Stopwatch:
-    """Monotonic seconds; the engine is ready on its own thread, jobs end on the loop's."""
+    """Monotonic times: `ready_at` is set by the engine's thread, the others by the event loop."""
 
     ready_at: float = 0.0
     ended_at: float = 0.0
@@ -165,13 +169,13 @@ async def _demo(settings: WorkerSettings, places: _Places, messages: list[str]) 
         await storage.queue.send(messages)
     watch, worker_report = await _work(settings, places, len(messages))
     if watch.ended_jobs < len(messages):
-        console.stdout.print(f"Stopped after {watch.ended_jobs} of {len(messages)} jobs.")
+        console.print_plain(f"Stopped after {watch.ended_jobs} of {len(messages)} jobs.")
         raise typer.Exit(console.EXIT_INTERRUPTED)
     async with open_storage(settings) as storage:
         failed = (await storage.poison.depth()).messages
         names = sorted([name async for name in storage.blobs.names()])
         images = [await storage.blobs.read(name) for name in names]
-    places.mosaic.write_bytes(
+    places.contact_sheet.write_bytes(
         contact_sheet.draw_contact_sheet([image for image in images if image])
     )
     seconds = watch.ended_at - watch.ready_at
@@ -185,7 +189,7 @@ async def _demo(settings: WorkerSettings, places: _Places, messages: list[str]) 
         engine_idle_fraction=worker_report.engine_idle_fraction,
         dollars=dollars,
         images_per_dollar=worker_report.images / dollars,
-        mosaic=str(places.mosaic),
+        contact_sheet=str(places.contact_sheet),
     )
 
 
@@ -201,12 +205,12 @@ async def _work(
         def load() -> contract.Engine:
             from worker.engine.load import load_engine
 
-            # To compile takes longer than the whole demo.
+            # Compiling takes longer than the whole demo.
             engine = load_engine(
                 Path(settings.model), settings.device, kind=settings.engine, compile="off"
             )
             watch.ready_at = time.monotonic()
-            progress.update(task, description="making pictures")
+            progress.update(task, description="generating images")
             return engine
 
         def on_settled(outcome: str) -> None:
@@ -231,7 +235,7 @@ def _progress() -> Progress:
 
 @contextmanager
 def _logging_to(path: Path) -> Iterator[None]:
-    """The worker's log, which would tear the progress bar apart, into a file."""
+    """Sends the worker's log to a file: it would break the progress bar."""
     handler = logging.FileHandler(path, mode="w", encoding="utf-8")
     handler.setFormatter(logging.Formatter("%(asctime)s %(levelname)s %(message)s"))
     root = logging.getLogger()
@@ -248,28 +252,25 @@ def _logging_to(path: Path) -> Iterator[None]:
 
 def _show(report: DemoReport, settings: WorkerSettings, places: _Places) -> None:
     price = prices.gpu_dollars_per_hour(PRICED_GPU, PRICED_PRIORITY)
-    storage = shlex.quote(settings.storage)
     facts = {
         "images": f"{report.images} in {places.storage / settings.container}",
-        "contact sheet": report.mosaic,
+        "contact sheet": report.contact_sheet,
         "images/s": f"{report.images_per_second:.2f}"
-        f" ({report.seconds:.1f} s, the loading of the model not counted)",
-        "engine waited": f"{report.engine_idle_fraction:.1%} of the time",
+        f" ({report.seconds:.1f} s without loading the model)",
+        "engine idle": f"{report.engine_idle_fraction:.1%} of the time",
         "images per dollar": f"{report.images_per_dollar:,.0f}: this machine's speed at the price"
-        " of"
-        f" an {PRICED_GPU} ({PRICED_PRIORITY} priority, ${price:.2f} an hour)."
-        " The demo's model is a hundredth of Stable Diffusion's size: no figure to compare",
-        "failed jobs": f"{report.failed}, wrong on purpose; they are shown by:",
+        f" of an {PRICED_GPU} ({PRICED_PRIORITY} priority, {price:.2f} $/h). The demo's model is a"
+        " hundredth of Stable Diffusion's size: not comparable",
+        "failed jobs": f"{report.failed}, invalid on purpose; list them with:",
     }
     for name, fact in facts.items():
-        console.stdout.print(f"{name:<16} {fact}", soft_wrap=True, highlight=False)
-    console.stdout.print(
-        f"\n  {_this_program()} failed list --storage {storage}", soft_wrap=True, highlight=False
-    )
+        console.print_plain(f"{name:<18} {fact}")
+    storage = shlex.quote(settings.storage)
+    console.print_plain(f"\n  {_this_program()} failed list --storage {storage}")
 
 
 def _this_program() -> str:
-    """How a person calls this very program from here, be it installed on the path or not."""
+    """The shell command for this program, whether or not it is on the PATH."""
     script = Path(sys.executable).with_name("imagefleet")
     if not script.exists():
         return f"{shlex.quote(sys.executable)} -m fleet.main"

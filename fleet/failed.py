@@ -1,4 +1,4 @@
-"""`imagefleet failed`: look at the jobs that failed, put them back, or discard them."""
+"""`imagefleet failed`: list, replay and discard failed jobs."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import contextlib
 import json
 import sys
 from collections import Counter
-from collections.abc import AsyncIterator, Iterator
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
 from dataclasses import asdict, dataclass, field
 from typing import Annotated, Any
 
@@ -17,30 +17,24 @@ from rich.text import Text
 from fleet import console, options
 from imagefleet import errors
 from imagefleet.storage import dead_letter_queue
-from imagefleet.storage.dead_letter_queue import Entry, Selection, Swept
+from imagefleet.storage.dead_letter_queue import Entry, OnProgress, Selection, Swept
 from imagefleet.storage.open import open_storage
 from imagefleet.storage.protocol import Storage
 from imagefleet.storage.settings import StorageSettings
 
-#: Kinds of errors in the summary, and refused messages that are named: a screen, no more.
+#: At most this many kinds of errors and refused messages are printed: about a screen.
 _SHOWN = 20
 
-_NO_RECORD = "no failed job's record"
+_NO_RECORD = "not a failed job's record"
 
 app = typer.Typer(
     no_args_is_help=True,
-    help="Failed jobs: they wait in the poison queue, each with its error, until somebody decides.",
+    help="Failed jobs wait in the poison queue, each with its error, to be replayed or discarded.",
 )
 
-Error = Annotated[
-    str | None,
-    typer.Option("--error", help="Only errors whose class or text has this in it."),
-]
-Campaign = Annotated[str | None, typer.Option("--campaign", help="Only jobs of this campaign.")]
-Id = Annotated[str | None, typer.Option("--id", help="Only this job (or message).")]
-All = Annotated[bool, typer.Option("--all", help="All failed jobs.")]
-DryRun = Annotated[bool, typer.Option("--dry-run", help="Say how many, and change nothing.")]
-AsJson = Annotated[bool, typer.Option("--json", help="Print JSON.")]
+DryRun = Annotated[bool, typer.Option("--dry-run", help="Print the number of jobs and stop.")]
+
+Sweep = Callable[[Storage, Selection, OnProgress | None], Awaitable[Swept]]
 
 
 @dataclass(slots=True)
@@ -52,23 +46,49 @@ class Listing:
     entries: list[Entry] = field(default_factory=list)
 
 
+def _filters(
+    error: Annotated[
+        str | None,
+        typer.Option(metavar="TEXT", help="Only errors with this text in their class or message."),
+    ] = None,
+    campaign: Annotated[
+        str | None, typer.Option(metavar="NAME", help="Only jobs of this campaign.")
+    ] = None,
+    job_id: Annotated[
+        str | None, typer.Option("--id", metavar="ID", help="Only this job or message.")
+    ] = None,
+) -> Selection:
+    return Selection(error, campaign, job_id)
+
+
+@options.from_function(_filters)
+def _selection(
+    filters: Selection,
+    everything: Annotated[bool, typer.Option("--all", help="All failed jobs.")] = False,
+) -> Selection:
+    if everything == (filters != Selection()):
+        raise errors.SetupError(
+            "choose the failed jobs: --all, or one or more of --error, --campaign and --id"
+        )
+    return filters
+
+
 @app.command("list")
 @options.from_settings(StorageSettings)
+@options.from_function(_filters)
 def list_command(
+    selection: Selection,
     settings: StorageSettings,
-    error: Error = None,
-    campaign: Campaign = None,
-    job_id: Id = None,
-    limit: Annotated[int, typer.Option(min=0, help="So many jobs, below the summary.")] = 20,
-    as_json: AsJson = False,
+    limit: Annotated[int, typer.Option(min=0, metavar="COUNT", help="Jobs to list.")] = 20,
+    as_json: options.AsJson = False,
 ) -> None:
-    """Counts the failed jobs by error and lists the first of them.
+    """Counts the failed jobs by error and lists the first ones.
 
     imagefleet failed list
 
     imagefleet failed list --error lora --campaign spring --limit 100
     """
-    listing = console.run(_list(settings, Selection(error, campaign, job_id), limit))
+    listing = console.run(_list(settings, selection, limit))
     if as_json:
         console.print_json(
             {
@@ -88,10 +108,10 @@ def list_command(
 @options.from_settings(StorageSettings)
 def show(
     settings: StorageSettings,
-    job_id: Annotated[str, typer.Argument(metavar="ID", help="The job's id, or the message's.")],
-    as_json: AsJson = False,
+    job_id: Annotated[str, typer.Argument(metavar="ID", help="The id of the job or message.")],
+    as_json: options.AsJson = False,
 ) -> None:
-    """Shows everything about one failed job, the job itself included.
+    """Shows a failed job with its error and its message.
 
     imagefleet failed show 3fbd0a1c
     """
@@ -109,41 +129,36 @@ def show(
         console.stdout.print(table)
 
 
-@app.command()
+@app.command(short_help="Puts failed jobs back into the job queue.")
 @options.from_settings(StorageSettings)
+@options.from_function(_selection)
 def replay(
+    selection: Selection,
     settings: StorageSettings,
-    error: Error = None,
-    campaign: Campaign = None,
-    job_id: Id = None,
-    everything: All = False,
     dry_run: DryRun = False,
-    as_json: AsJson = False,
+    as_json: options.AsJson = False,
 ) -> None:
-    """Puts failed jobs back into the job queue, their attempts counted from the beginning.
+    """Puts failed jobs back into the job queue; their attempts start from zero.
 
     imagefleet failed replay --error MissingFileError
 
     imagefleet failed replay --all --dry-run
     """
-    selection = _selection(error, campaign, job_id, everything=everything)
     if dry_run:
         _print_count("would be replayed", console.run(_count(settings, selection)), as_json=as_json)
         return
-    _print_swept("replayed", console.run(_replay(settings, selection)), as_json=as_json)
+    _sweep("replayed", dead_letter_queue.replay, settings, selection, as_json=as_json)
 
 
 @app.command()
 @options.from_settings(StorageSettings)
+@options.from_function(_selection)
 def discard(
+    selection: Selection,
     settings: StorageSettings,
-    error: Error = None,
-    campaign: Campaign = None,
-    job_id: Id = None,
-    everything: All = False,
     dry_run: DryRun = False,
     yes: Annotated[bool, typer.Option("--yes", help="Do not ask.")] = False,
-    as_json: AsJson = False,
+    as_json: options.AsJson = False,
 ) -> None:
     """Deletes failed jobs for good.
 
@@ -151,28 +166,16 @@ def discard(
 
     imagefleet failed discard --all --yes
     """
-    selection = _selection(error, campaign, job_id, everything=everything)
     if dry_run or not yes:
         if not dry_run and not sys.stdin.isatty():
-            raise errors.SetupError("discard deletes for good: add --yes where nobody can be asked")
+            raise errors.SetupError("discard deletes for good; without a terminal it needs --yes")
         count = console.run(_count(settings, selection))
         if dry_run:
             _print_count("would be discarded", count, as_json=as_json)
             return
         if not typer.confirm(f"Discard {console.counted(count, 'failed job')} for good?", err=True):
             return
-    _print_swept("discarded", console.run(_discard(settings, selection)), as_json=as_json)
-
-
-def _selection(
-    error: str | None, campaign: str | None, job_id: str | None, *, everything: bool
-) -> Selection:
-    selection = Selection(error, campaign, job_id)
-    if everything == (selection != Selection()):
-        raise errors.SetupError(
-            "say which failed jobs: --error, --campaign or --id (together they narrow), or --all"
-        )
-    return selection
+    _sweep("discarded", dead_letter_queue.discard, settings, selection, as_json=as_json)
 
 
 @contextlib.asynccontextmanager
@@ -197,15 +200,12 @@ async def _list(settings: StorageSettings, selection: Selection, limit: int) -> 
 
 async def _show(settings: StorageSettings, job_id: str) -> list[dict[str, Any]]:
     async with _storage(settings) as storage:
-        selection = Selection(id=job_id)
         records = [
             {**_record(entry), "job": await _job(entry, storage)}
-            async for entry in dead_letter_queue.browse(storage, selection)
+            async for entry in dead_letter_queue.browse(storage, Selection(id=job_id))
         ]
         if not records:
-            raise errors.SetupError(
-                f"no failed job {job_id!r} is to be seen in {storage.poison.name}"
-            )
+            raise errors.SetupError(f"no failed job {job_id!r} in {storage.poison.name}")
     return records
 
 
@@ -214,20 +214,28 @@ async def _count(settings: StorageSettings, selection: Selection) -> int:
         return sum([1 async for _ in dead_letter_queue.browse(storage, selection)])
 
 
-async def _replay(settings: StorageSettings, selection: Selection) -> Swept:
-    async with _storage(settings) as storage:
-        with _counter("replayed") as show_count:
-            return await dead_letter_queue.replay(storage, selection, show_count)
+def _sweep(
+    verb: str, sweep: Sweep, settings: StorageSettings, selection: Selection, *, as_json: bool
+) -> None:
+    async def run() -> Swept:
+        async with _storage(settings) as storage:
+            with _progress(verb) as on_progress:
+                return await sweep(storage, selection, on_progress)
 
-
-async def _discard(settings: StorageSettings, selection: Selection) -> Swept:
-    async with _storage(settings) as storage:
-        with _counter("discarded") as show_count:
-            return await dead_letter_queue.discard(storage, selection, show_count)
+    swept = console.run(run())
+    if as_json:
+        refused = [asdict(each) for each in swept.refused]
+        console.print_json({verb: swept.done, "refused": refused})
+        return
+    _print_count(verb, swept.done, as_json=False)
+    for each in swept.refused[:_SHOWN]:
+        console.stdout.print(_plain(f"{each.id} stays: {each.reason}"), soft_wrap=True)
+    if len(swept.refused) > _SHOWN:
+        console.stdout.print(f"and {len(swept.refused) - _SHOWN:,} others stay")
 
 
 async def _job(entry: Entry, storage: Storage) -> object:
-    """The job's fields; or its message as it is, where that is no JSON."""
+    """The job's fields, or its message where that is not JSON."""
     body = entry.message.body
     if entry.record is not None:
         try:
@@ -241,7 +249,7 @@ async def _job(entry: Entry, storage: Storage) -> object:
 
 
 def _record(entry: Entry) -> dict[str, Any]:
-    """What is known of a failed job, without the job."""
+    """A failed job without its message."""
     if entry.record is None:
         known = {"id": entry.message.id, "error": _NO_RECORD}
     else:
@@ -251,7 +259,7 @@ def _record(entry: Entry) -> dict[str, Any]:
 
 
 @contextlib.contextmanager
-def _counter(verb: str) -> Iterator[dead_letter_queue.OnProgress | None]:
+def _progress(verb: str) -> Iterator[OnProgress | None]:
     if not console.stderr.is_terminal:
         yield None
         return
@@ -282,7 +290,7 @@ def _print_listing(listing: Listing) -> None:
 
 
 def _rows(entries: list[Entry]) -> Table:
-    """One line each, whole ids first: they are what `failed show` takes."""
+    """One line per job; ids are never cut, since `failed show` takes them."""
     rows = Table(box=None)
     for heading in ("id", "campaign", "error", "failed (UTC)"):
         rows.add_column(heading, no_wrap=True)
@@ -305,18 +313,6 @@ def _print_count(verb: str, count: int, *, as_json: bool) -> None:
         console.stdout.print(f"{console.counted(count, 'failed job')} {verb}")
 
 
-def _print_swept(verb: str, swept: Swept, *, as_json: bool) -> None:
-    if as_json:
-        refused = [asdict(each) for each in swept.refused]
-        console.print_json({verb: swept.done, "refused": refused})
-        return
-    console.stdout.print(f"{console.counted(swept.done, 'failed job')} {verb}")
-    for each in swept.refused[:_SHOWN]:
-        console.stdout.print(_plain(f"{each.id} stays: {each.reason}"), soft_wrap=True)
-    if len(swept.refused) > _SHOWN:
-        console.stdout.print(f"and {len(swept.refused) - _SHOWN:,} others stay")
-
-
 def _plain(text: str) -> Text:
-    """Text of a stranger's: neither markup nor a terminal's control sequences take effect."""
+    """Untrusted text: neither markup nor a terminal's control sequences take effect."""
     return Text("".join(each if each.isprintable() or each == "\n" else "\ufffd" for each in text))

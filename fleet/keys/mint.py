@@ -1,4 +1,4 @@
-"""Makes SAS tokens with an account's key, and the stored policies by which they can be revoked."""
+"""Creates SAS tokens with the account key, and the stored policies that make them revocable."""
 
 from __future__ import annotations
 
@@ -23,10 +23,10 @@ from imagefleet.storage.azure import errors as azure_errors
 from imagefleet.storage.azure.storage import API_VERSION
 from imagefleet.storage.settings import Resource, StorageSettings
 
-#: SaladCloud takes no environment variable with a longer value.
+#: SaladCloud's limit for the value of an environment variable.
 MAX_CHARACTERS = 1000
 
-#: Azure keeps no more stored policies for one queue or container.
+#: Azure's limit of stored policies for a queue or container.
 MAX_POLICIES = 5
 
 _OPTIONS = {"api_version": API_VERSION}
@@ -34,7 +34,7 @@ _OPTIONS = {"api_version": API_VERSION}
 
 @dataclass(frozen=True, slots=True)
 class Minted:
-    """One role's tokens by resource, and the address that they are for, without its key."""
+    """The tokens of a role by resource, and the storage address without its key."""
 
     role: str
     storage: str
@@ -44,10 +44,10 @@ class Minted:
 
 
 class Minter:
-    """Makes tokens for the queues and the container of the settings. Asks Azure nothing.
+    """Creates tokens for the queues and the container of the settings, without calling Azure.
 
     Raises:
-        SetupError: the settings bring no account key.
+        SetupError: the settings have no account key.
     """
 
     def __init__(self, settings: StorageSettings) -> None:
@@ -65,9 +65,9 @@ class Minter:
         self.storage = _address_without_key(queue, container, self._https)
 
     def mint(self, role: Role, life: timedelta, policy: str | None = None) -> Minted:
-        """Tokens that end after *life*, or when the stored *policy* does, if it is given.
+        """Tokens that expire after *life*, or with the stored *policy* if it is given.
 
-        They hold from now on, without a start: a node's clock or Azure's may be behind this one.
+        They have no start time: a node's or Azure's clock may be behind this one.
         """
         expires_at = (datetime.now(UTC) + life).replace(microsecond=0)
         tokens = {
@@ -78,7 +78,7 @@ class Minter:
         too_long = [each for each in (*tokens.values(), self.storage) if len(each) > MAX_CHARACTERS]
         if too_long:
             raise errors.SetupError(
-                f"a value has {len(too_long[0]):,} characters; SaladCloud takes {MAX_CHARACTERS:,}"
+                f"a value has {len(too_long[0]):,} characters; SaladCloud allows {MAX_CHARACTERS:,}"
             )
         return Minted(role.name, self.storage, tokens, expires_at, policy)
 
@@ -100,10 +100,10 @@ class Minter:
 async def store_policy(
     settings: StorageSettings, role: Role, name: str, expires_at: datetime
 ) -> None:
-    """Makes or prolongs the stored policy *name* on each resource that *role* has a token for.
+    """Creates or extends the stored policy *name* on each resource that *role* has a token for.
 
     Raises:
-        SetupError: it stands there for other permissions, or there is no room for one more.
+        SetupError: it exists with other permissions, or the resource has too many policies.
     """
     async with AsyncExitStack() as stack:
         for resource, client in (await _clients(settings, stack)).items():
@@ -114,16 +114,16 @@ async def store_policy(
             what = f"the stored policies of {name_of(settings, resource)!r}"
             with azure_errors.translated(what):
                 policies = await _read_policies(client)
-                stands = policies.get(name)
-                if stands is not None and stands.permission != permission:
+                existing = policies.get(name)
+                if existing is not None and existing.permission != permission:
                     raise errors.SetupError(
-                        f"the policy {name!r} of {name_of(settings, resource)!r} is for"
-                        f" {stands.permission!r}, not {permission!r}: give each role its own name"
+                        f"the policy {name!r} of {name_of(settings, resource)!r} allows"
+                        f" {existing.permission!r}, not {permission!r}: use one name per role"
                     )
-                if stands is None and len(policies) >= MAX_POLICIES:
+                if existing is None and len(policies) >= MAX_POLICIES:
                     raise errors.SetupError(
-                        f"{name_of(settings, resource)!r} has {MAX_POLICIES} stored policies"
-                        f" already ({', '.join(policies)}): `imagefleet keys revoke` one of them"
+                        f"{name_of(settings, resource)!r} already has {MAX_POLICIES} stored"
+                        f" policies ({', '.join(policies)}): `imagefleet keys revoke` one of them"
                     )
                 kind = BlobPolicy if resource == "blob" else QueuePolicy
                 policies[name] = kind(permission=permission, expiry=expires_at)
@@ -131,7 +131,7 @@ async def store_policy(
 
 
 async def remove_policy(settings: StorageSettings, name: str) -> list[str]:
-    """Removes the policy; its tokens are refused within half a minute. Returns where it stood."""
+    """Removes the policy, which revokes its tokens; returns the resources that had it."""
     removed = []
     async with AsyncExitStack() as stack:
         for resource, client in (await _clients(settings, stack)).items():
@@ -147,8 +147,8 @@ async def remove_policy(settings: StorageSettings, name: str) -> list[str]:
 
 
 _NO_KEY = (
-    "tokens are made with the account's key: set IMAGEFLEET_STORAGE to its connection string"
-    " (with AccountName and AccountKey)"
+    "tokens are signed with the account key: set IMAGEFLEET_STORAGE to a connection string with"
+    " AccountName and AccountKey"
 )
 
 
@@ -162,7 +162,7 @@ def _address_without_key(queue: QueueClient, container: ContainerClient, https: 
         client.url.partition("?")[0].rpartition("/")[0] for client in (container, queue)
     )
     if https:
-        with contextlib.suppress(errors.SetupError):  # a domain of the account's own
+        with contextlib.suppress(errors.SetupError):  # a custom domain
             if account.read_address(blob_url).queue_url == queue_url:
                 return blob_url
     return f"BlobEndpoint={blob_url};QueueEndpoint={queue_url}"
@@ -196,6 +196,6 @@ async def _write_policies(client: QueueClient | ContainerClient, policies: dict[
     if isinstance(client, QueueClient):
         await client.set_queue_access_policy(signed_identifiers=policies)
         return
-    # Written as a whole: what is not repeated here, a container open to the public say, ends.
+    # The call replaces all of it: public access would end if it were not repeated.
     found = await client.get_container_access_policy()
     await client.set_container_access_policy(policies, public_access=found["public_access"])

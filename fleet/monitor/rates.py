@@ -1,6 +1,6 @@
-"""A fleet's essentials, asked of Prometheus: the last minutes' rates, and money per image.
+"""Rates of a fleet and of its workers over the last minutes, queried from Prometheus.
 
-The queries stand on the workers' own series alone: they work without the recording rules.
+The queries use the workers' own series: they need no recording rules.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from datetime import UTC, datetime
 
 from fleet.monitor.prometheus import Prometheus
 
-#: Several pushes or scrapes, and short enough to see a change.
+#: Long enough for several pushes or scrapes, short enough to show a change.
 WINDOW = "2m"
 
 _IMAGES = f"rate(imagefleet_images_total[{WINDOW}])"
@@ -25,7 +25,7 @@ _FAILED = "increase(imagefleet_failed_jobs_total[1h])"
 
 @dataclass(frozen=True, slots=True)
 class FleetRates:
-    """The fleet's last minutes; None where nothing tells."""
+    """Rates of the whole fleet; None where there is no data."""
 
     workers: int
     images_per_second: float | None
@@ -38,7 +38,7 @@ class FleetRates:
 
 @dataclass(frozen=True, slots=True)
 class WorkerRates:
-    """The same of one worker; *failed_jobs* of the last hour."""
+    """Rates of one worker; *failed_jobs* in the last hour."""
 
     instance: str
     worker: str
@@ -52,7 +52,7 @@ class WorkerRates:
 
 
 async def fleet_rates(prometheus: Prometheus) -> FleetRates:
-    """Raises as Prometheus.at does."""
+    """Raises the errors of `Prometheus.at`."""
     now = datetime.now(UTC)
 
     async def total(query: str) -> float | None:
@@ -75,15 +75,15 @@ async def fleet_rates(prometheus: Prometheus) -> FleetRates:
         gpu_idle_fraction=_ratio(idle, None if busy is None else busy + (idle or 0)),
         dollars_per_hour=None if dollars is None else dollars * 3600,
         images_per_dollar_gpu_only=_ratio(images, gpu),
-        # Without the GPU's price, the storage's alone would promise too much.
+        # The storage's cost alone, without the GPU's, would give far too high a figure.
         images_per_dollar=_ratio(images, dollars) if gpu else None,
     )
 
 
 async def worker_rates(prometheus: Prometheus) -> list[WorkerRates]:
-    """Each worker that has told of itself in the last minutes, the slowest first.
+    """The workers that reported in the last minutes, the slowest first.
 
-    Raises as Prometheus.at does.
+    Raises the errors of `Prometheus.at`.
     """
     now = datetime.now(UTC)
 

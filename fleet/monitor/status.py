@@ -1,13 +1,10 @@
-"""`imagefleet status`: what waits, what is in hand and what has failed."""
+"""`imagefleet status`: waiting, leased and failed jobs, and the fleet's rates."""
 
 from __future__ import annotations
 
 import asyncio
-import contextlib
 from dataclasses import asdict, dataclass
-from typing import Annotated
 
-import typer
 from rich.console import Group
 from rich.table import Table
 from rich.text import Text
@@ -15,8 +12,7 @@ from rich.text import Text
 from fleet import console, options
 from fleet.monitor import prometheus, rates
 from fleet.monitor import watch as watching
-from fleet.settings import MonitorSettings
-from imagefleet import errors
+from fleet.monitor.settings import MonitorSettings
 from imagefleet.storage.open import open_storage
 from imagefleet.storage.protocol import JobQueue, Storage
 
@@ -25,7 +21,7 @@ _UNITS = (("d", 86_400), ("h", 3600), ("min", 60))
 
 @dataclass(frozen=True, slots=True)
 class QueueStatus:
-    """A queue's depth; None where the home cannot tell what is visible and what is leased."""
+    """A queue's depth; None for what the storage does not report."""
 
     name: str
     messages: int
@@ -36,7 +32,7 @@ class QueueStatus:
 
 @dataclass(frozen=True, slots=True)
 class FleetStatus:
-    """The job queue and its poison queue, at one moment; *fleet* as far as the metrics tell."""
+    """The job queue and its poison queue; *fleet* only with a Prometheus."""
 
     storage: str
     queue: QueueStatus
@@ -45,7 +41,7 @@ class FleetStatus:
 
 
 async def read_status(storage: Storage, server: prometheus.Prometheus | None = None) -> FleetStatus:
-    """Asks both queues for their depth, and the metrics' server, if there is one, for the rest."""
+    """Reads the depth of both queues and, with a *server*, the fleet's rates."""
     queue, failed = await asyncio.gather(_read(storage.queue), _read(storage.poison))
     fleet = await rates.fleet_rates(server) if server else None
     return FleetStatus(storage.url, queue, failed, fleet)
@@ -54,21 +50,18 @@ async def read_status(storage: Storage, server: prometheus.Prometheus | None = N
 @options.from_settings(MonitorSettings)
 def command(
     settings: MonitorSettings,
-    watch: Annotated[
-        bool, typer.Option("--watch", help="Look again every two seconds, until Ctrl-C.")
-    ] = False,
-    as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
+    watch: watching.Watch = False,
+    as_json: options.AsJson = False,
 ) -> None:
-    """Shows what waits, what is leased and what has failed.
+    """Shows the waiting, leased and failed jobs.
 
-    With --prometheus also what the fleet does: images/s and images per dollar.
+    With --prometheus also the fleet's images/s and images per dollar.
 
     imagefleet status --watch
 
     imagefleet status --prometheus http://localhost:9090 --json
     """
-    if watch and as_json:
-        raise errors.SetupError("--watch is for people and --json for programs: choose one")
+    watching.check_flags(watch=watch, as_json=as_json)
     console.run(_show(settings, watch=watch, as_json=as_json))
 
 
@@ -79,24 +72,14 @@ async def _read(queue: JobQueue) -> QueueStatus:
 
 
 async def _show(settings: MonitorSettings, *, watch: bool, as_json: bool) -> None:
-    async with contextlib.AsyncExitStack() as stack:
-        storage = await stack.enter_async_context(open_storage(settings))
+    async with (
+        open_storage(settings) as storage,
+        prometheus.connected_if(settings.prometheus) as server,
+    ):
         await storage.check()
-        server = None
-        if settings.prometheus is not None:
-            server = await stack.enter_async_context(prometheus.connected(settings.prometheus))
-        if watch:
-
-            async def look() -> Group:
-                return _screen(await read_status(storage, server))
-
-            await watching.watch(look)
-            return
-        status = await read_status(storage, server)
-    if as_json:
-        console.print_json(asdict(status))
-    else:
-        console.stdout.print(_screen(status))
+        await watching.show(
+            lambda: read_status(storage, server), _screen, asdict, watch=watch, as_json=as_json
+        )
 
 
 def _screen(status: FleetStatus) -> Group:
@@ -128,7 +111,7 @@ def _fleet_table(fleet: rates.FleetRates) -> Table:
     table.add_row("images/s", "-" if rate is None else f"{rate:,.2f}")
     table.add_row("images per dollar, GPU only", console.number(fleet.images_per_dollar_gpu_only))
     table.add_row("images per dollar, all in", console.number(fleet.images_per_dollar))
-    table.add_row("dollars per hour", "-" if dollars is None else f"{dollars:,.2f}")
+    table.add_row("$/h", "-" if dollars is None else f"{dollars:,.2f}")
     table.add_row("GPU idle", console.percent(fleet.gpu_idle_fraction))
     return table
 

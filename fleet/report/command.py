@@ -14,11 +14,11 @@ import typer
 
 from fleet import console, options
 from fleet.monitor import prometheus
+from fleet.monitor.settings import MonitorSettings
 from fleet.report import figures as report_figures
 from fleet.report import metrics as report_metrics
 from fleet.report import page as report_page
 from fleet.report import records as report_records
-from fleet.settings import MonitorSettings
 from imagefleet import errors
 from imagefleet.pricing import price_file, prices
 from imagefleet.storage.open import LOCAL_SCHEME, open_storage

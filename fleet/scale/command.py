@@ -17,6 +17,7 @@ import typer
 
 from fleet import console, options
 from fleet.monitor import prometheus
+from fleet.monitor.settings import MonitorSettings
 from fleet.salad import file as salad_file
 from fleet.salad import gpus
 from fleet.salad import options as salad_options
@@ -24,7 +25,6 @@ from fleet.salad.options import File
 from fleet.scale import scaler
 from fleet.scale import speed as scale_speed
 from fleet.scale.decision import Goal
-from fleet.settings import MonitorSettings
 from imagefleet import errors
 from imagefleet.pricing import speeds
 from imagefleet.storage.open import open_storage

@@ -175,7 +175,7 @@ def watch(processes: contextlib.ExitStack, server: str, push_url: str, folder: P
                 "exporter",
                 "--prometheus",
                 server,
-                "--look-seconds",
+                "--sample-seconds",
                 "1",
                 "--port",
                 "0",
