@@ -8,8 +8,6 @@ import shlex
 import shutil
 import sys
 import time
-from collections.abc import Iterator
-from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
@@ -53,25 +51,6 @@ class DemoReport:
     contact_sheet: str
 
 
-@dataclass(frozen=True, slots=True)
-class _Places:
-    """The demo's files."""
-
-    directory: Path
-
-    @property
-    def storage(self) -> Path:
-        return self.directory / "storage"
-
-    @property
-    def contact_sheet(self) -> Path:
-        return self.directory / "contact-sheet.png"
-
-    @property
-    def log(self) -> Path:
-        return self.directory / "worker.log"
-
-
 def command(
     directory: Annotated[
         Path, typer.Option(help="Folder for the queue, the images and the contact sheet.")
@@ -92,12 +71,21 @@ def command(
     """
     with console.one_line_errors():
         worker.require_libraries()
-        places = _Places(directory)
-        _prepare(places)
-        model, loras, messages = _find_checkpoint(places)
-        settings = _settings(places, model, loras)
-    report = console.run(_demo(settings, places, messages))
-    _show(report, settings, places)
+        storage = directory / "storage"
+        _prepare(storage)
+        model, loras, messages = _find_checkpoint(directory)
+        given = {
+            "storage": f"local:{storage}",
+            "model": model,
+            "lora_directory": loras,
+            "until_empty": True,
+            "poll_seconds": 0.2,
+            "lora_cache": storage / "fetched-loras",
+            "name": "demo",
+        }
+        settings = options.read(WorkerSettings, given)
+    report = console.run(_demo(settings, directory, messages))
+    _show(report, settings, storage)
     if report_file is not None:
         report_file.parent.mkdir(parents=True, exist_ok=True)
         # `mosaic`: the old name of `contact_sheet`, for one more release.
@@ -105,37 +93,22 @@ def command(
         report_file.write_text(json.dumps(record, indent=2) + "\n", encoding="utf-8")
 
 
-def _prepare(places: _Places) -> None:
+def _prepare(storage: Path) -> None:
     """Creates an empty storage folder; refuses to empty one that is not a demo's."""
-    if places.storage.exists():
-        if not (places.storage / _MARKER).exists():
+    if storage.exists():
+        if not (storage / _MARKER).exists():
             raise errors.SetupError(
-                f"{places.storage} exists and is not from a demo: choose another --directory"
+                f"{storage} exists and is not from a demo: choose another --directory"
             )
-        shutil.rmtree(places.storage)
+        shutil.rmtree(storage)
     try:
-        places.storage.mkdir(parents=True)
-        (places.storage / _MARKER).touch()
+        storage.mkdir(parents=True)
+        (storage / _MARKER).touch()
     except OSError as error:
-        raise errors.SetupError(f"cannot write to {places.directory}: {error.strerror}") from None
+        raise errors.SetupError(f"cannot write to {storage.parent}: {error.strerror}") from None
 
 
-def _settings(places: _Places, model: Path, loras: Path) -> WorkerSettings:
-    return options.read(
-        WorkerSettings,
-        {
-            "storage": f"local:{places.storage}",
-            "model": model,
-            "lora_directory": loras,
-            "until_empty": True,
-            "poll_seconds": 0.2,
-            "lora_cache": places.storage / "fetched-loras",
-            "name": "demo",
-        },
-    )
-
-
-def _find_checkpoint(places: _Places) -> tuple[Path, Path, list[str]]:
+def _find_checkpoint(directory: Path) -> tuple[Path, Path, list[str]]:
     """Checkpoint, LoRAs and messages: the trained ones of a source checkout, or random ones."""
     trained = demo_jobs.TRAINED
     if trained.is_dir():
@@ -146,8 +119,8 @@ def _find_checkpoint(places: _Places) -> tuple[Path, Path, list[str]]:
     )
     from fleet.bench import tiny_model
 
-    model = tiny_model.build_tiny_checkpoint(places.directory / "random-model")
-    loras = places.directory / "random-loras"
+    model = tiny_model.build_tiny_checkpoint(directory / "random-model")
+    loras = directory / "random-loras"
     tiny_model.build_tiny_lora(loras / f"{demo_jobs.REFERENCE_LORA}.safetensors", model)
     return model, loras, demo_jobs.messages()
 
@@ -161,13 +134,13 @@ class _Stopwatch:
     ended_jobs: int = 0
 
 
-async def _demo(settings: WorkerSettings, places: _Places, messages: list[str]) -> DemoReport:
+async def _demo(settings: WorkerSettings, directory: Path, messages: list[str]) -> DemoReport:
     from fleet import contact_sheet
 
     async with open_storage(settings) as storage:
         await storage.create()
         await storage.queue.send(messages)
-    watch, worker_report = await _work(settings, places, len(messages))
+    watch, worker_report = await _work(settings, directory / "worker.log", len(messages))
     if watch.ended_jobs < len(messages):
         console.print_plain(f"Stopped after {watch.ended_jobs} of {len(messages)} jobs.")
         raise typer.Exit(console.EXIT_INTERRUPTED)
@@ -175,9 +148,8 @@ async def _demo(settings: WorkerSettings, places: _Places, messages: list[str]) 
         failed = (await storage.poison.depth()).messages
         names = sorted([name async for name in storage.blobs.names()])
         images = [await storage.blobs.read(name) for name in names]
-    places.contact_sheet.write_bytes(
-        contact_sheet.draw_contact_sheet([image for image in images if image])
-    )
+    sheet = directory / "contact-sheet.png"
+    sheet.write_bytes(contact_sheet.draw_contact_sheet([image for image in images if image]))
     seconds = watch.ended_at - watch.ready_at
     dollars = seconds / 3600 * prices.gpu_dollars_per_hour(PRICED_GPU, PRICED_PRIORITY)
     return DemoReport(
@@ -189,17 +161,21 @@ async def _demo(settings: WorkerSettings, places: _Places, messages: list[str]) 
         engine_idle_fraction=worker_report.engine_idle_fraction,
         dollars=dollars,
         images_per_dollar=worker_report.images / dollars,
-        contact_sheet=str(places.contact_sheet),
+        contact_sheet=str(sheet),
     )
 
 
-async def _work(
-    settings: WorkerSettings, places: _Places, jobs: int
-) -> tuple[_Stopwatch, WorkerReport]:
+async def _work(settings: WorkerSettings, log: Path, jobs: int) -> tuple[_Stopwatch, WorkerReport]:
     from worker import process
 
     watch = _Stopwatch()
-    with _logging_to(places.log), _progress() as progress:
+    # On the terminal, the worker's log would break the progress bar.
+    log_format = "%(asctime)s %(levelname)s %(message)s"
+    logging.basicConfig(
+        filename=log, filemode="w", level=logging.INFO, format=log_format, force=True
+    )
+    columns = TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn()
+    with Progress(*columns, TimeElapsedColumn(), console=console.stdout) as progress:
         task = progress.add_task("loading the model", total=jobs)
 
         def load() -> contract.Engine:
@@ -223,37 +199,10 @@ async def _work(
     return watch, report
 
 
-def _progress() -> Progress:
-    return Progress(
-        TextColumn("{task.description}"),
-        BarColumn(),
-        MofNCompleteColumn(),
-        TimeElapsedColumn(),
-        console=console.stdout,
-    )
-
-
-@contextmanager
-def _logging_to(path: Path) -> Iterator[None]:
-    """Sends the worker's log to a file: it would break the progress bar."""
-    handler = logging.FileHandler(path, mode="w", encoding="utf-8")
-    handler.setFormatter(logging.Formatter("%(asctime)s %(levelname)s %(message)s"))
-    root = logging.getLogger()
-    level = root.level
-    root.addHandler(handler)
-    root.setLevel(logging.INFO)
-    try:
-        yield
-    finally:
-        root.setLevel(level)
-        root.removeHandler(handler)
-        handler.close()
-
-
-def _show(report: DemoReport, settings: WorkerSettings, places: _Places) -> None:
+def _show(report: DemoReport, settings: WorkerSettings, storage: Path) -> None:
     price = prices.gpu_dollars_per_hour(PRICED_GPU, PRICED_PRIORITY)
     facts = {
-        "images": f"{report.images} in {places.storage / settings.container}",
+        "images": f"{report.images} in {storage / settings.container}",
         "contact sheet": report.contact_sheet,
         "images/s": f"{report.images_per_second:.2f}"
         f" ({report.seconds:.1f} s without loading the model)",
@@ -265,16 +214,9 @@ def _show(report: DemoReport, settings: WorkerSettings, places: _Places) -> None
     }
     for name, fact in facts.items():
         console.print_plain(f"{name:<18} {fact}")
-    storage = shlex.quote(settings.storage)
-    console.print_plain(f"\n  {_this_program()} failed list --storage {storage}")
-
-
-def _this_program() -> str:
-    """The shell command for this program, whether or not it is on the PATH."""
-    script = Path(sys.executable).with_name("imagefleet")
-    if not script.exists():
-        return f"{shlex.quote(sys.executable)} -m fleet.main"
-    if (found := shutil.which(script.name)) and Path(found).samefile(script):
-        return script.name
-    inside = script.is_relative_to(Path.cwd())
-    return shlex.quote(str(script.relative_to(Path.cwd()) if inside else script))
+    # As it was called: by name, or by a path where it is not on the PATH.
+    script = sys.argv[0]
+    name = Path(script).name
+    program = name if shutil.which(name) == script else shlex.quote(script)
+    address = shlex.quote(settings.storage)
+    console.print_plain(f"\n  {program} failed list --storage {address}")

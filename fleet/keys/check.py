@@ -19,6 +19,7 @@ from azure.core.exceptions import HttpResponseError
 from azure.storage.blob.aio import ContainerClient
 from azure.storage.queue.aio import QueueClient
 
+from fleet.keys.roles import RESOURCES, name_of
 from imagefleet.storage.azure import account, sas
 from imagefleet.storage.azure import errors as azure_errors
 from imagefleet.storage.azure.credentials import Access, Credentials
@@ -73,16 +74,14 @@ async def check(settings: StorageSettings) -> list[Checked]:
     options = {"api_version": API_VERSION, "retry_total": 0}
     checked = []
     try:
-        queues: tuple[tuple[Resource, str, Access], ...] = (
-            ("queue", settings.queue, credentials.queue),
-            ("poison", settings.poison_queue, credentials.poison),
-        )
-        for resource, name, access in queues:
-            async with address.queue_client(name, access.credential, **options) as queue:
-                checked.append(await _try(resource, name, access, queue, QUEUE_PROBES))
-        name, access = settings.container, credentials.blob
-        async with address.container_client(name, access.credential, **options) as blobs:
-            checked.append(await _try("blob", name, access, blobs, BLOB_PROBES))
+        for resource in RESOURCES:
+            name = name_of(settings, resource)
+            access: Access = getattr(credentials, resource)
+            is_blob = resource == "blob"
+            open_client = address.container_client if is_blob else address.queue_client
+            probes = BLOB_PROBES if is_blob else QUEUE_PROBES
+            async with open_client(name, access.credential, **options) as client:
+                checked.append(await _try(resource, name, access, client, probes))
     finally:
         await credentials.close()
     return checked

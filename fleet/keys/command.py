@@ -9,6 +9,7 @@ import shlex
 import sys
 import tempfile
 from collections.abc import Callable, Mapping
+from dataclasses import asdict
 from datetime import datetime, timedelta
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
@@ -19,6 +20,7 @@ from rich.table import Table
 from fleet import console, options
 from fleet.keys.roles import RESOURCES, ROLES, Role, explain, name_of
 from imagefleet import errors
+from imagefleet.storage.open import LOCAL_SCHEME
 from imagefleet.storage.settings import StorageSettings
 
 if TYPE_CHECKING:
@@ -66,7 +68,11 @@ def _mint_command(role: Role) -> Callable[..., None]:
             bool, typer.Option("--json", help="Print what --file would write.")
         ] = False,
     ) -> None:
-        minted = console.run(_mint(settings, role, timedelta(hours=hours), policy))
+        from fleet.keys import mint as keys_mint
+
+        minted = keys_mint.Minter(_on_azure(settings)).mint(role, timedelta(hours=hours), policy)
+        if policy is not None:
+            console.run(keys_mint.store_policy(settings, role, policy, minted.expires_at))
         if file is not None:
             write_tokens(file, minted)
             console.print_note(f"written to {file}")
@@ -116,9 +122,13 @@ def check_command(
     """
     if role is not None and role not in ROLES:
         raise errors.SetupError(f"unknown role {role!r}: choose one of {', '.join(ROLES)}")
-    checked = console.run(_check(settings))
+    from fleet.keys import check as keys_check
+
+    checked = console.run(keys_check.check(_on_azure(settings)))
     if as_json:
-        console.print_json({"resources": [_checked_record(each) for each in checked]})
+        until = [each.until and each.until.isoformat() for each in checked]
+        records = [asdict(each) | {"until": end} for each, end in zip(checked, until, strict=True)]
+        console.print_json({"resources": records})
     else:
         console.stdout.print(_checked_table(checked))
     if role is not None:
@@ -139,7 +149,10 @@ def revoke_command(
 
     imagefleet keys revoke spring
     """
-    removed = console.run(_revoke(settings, policy))
+    from fleet.keys import mint as keys_mint
+
+    keys_mint.Minter(_on_azure(settings))  # raises without an account key
+    removed = console.run(keys_mint.remove_policy(settings, policy))
     console.print_plain(f"revoked {policy} on {', '.join(removed)}")
 
 
@@ -185,33 +198,7 @@ def write_tokens(path: Path, minted: Minted) -> None:
         raise errors.SetupError(f"cannot write {path}: {error.strerror}") from None
 
 
-async def _mint(
-    settings: StorageSettings, role: Role, life: timedelta, policy: str | None
-) -> Minted:
-    from fleet.keys import mint as keys_mint
-
-    minted = keys_mint.Minter(_on_azure(settings)).mint(role, life, policy)
-    if policy is not None:
-        await keys_mint.store_policy(settings, role, policy, minted.expires_at)
-    return minted
-
-
-async def _check(settings: StorageSettings) -> list[Checked]:
-    from fleet.keys import check as keys_check
-
-    return await keys_check.check(_on_azure(settings))
-
-
-async def _revoke(settings: StorageSettings, policy: str) -> list[str]:
-    from fleet.keys import mint as keys_mint
-
-    keys_mint.Minter(_on_azure(settings))  # raises without an account key
-    return await keys_mint.remove_policy(settings, policy)
-
-
 def _on_azure(settings: StorageSettings) -> StorageSettings:
-    from imagefleet.storage.open import LOCAL_SCHEME
-
     if settings.storage.strip().startswith(LOCAL_SCHEME):
         raise errors.SetupError(
             "a local folder needs no tokens; set IMAGEFLEET_STORAGE to an Azure connection string"
@@ -226,21 +213,8 @@ def _explain(settings: StorageSettings, role: Role, minted: Minted) -> None:
             name_of(settings, resource), "; ".join(explain(resource, role.letters(resource)))
         )
     console.stderr.print(table)
-    until = f"valid until {minted.expires_at:%Y-%m-%d %H:%M} UTC"
-    if minted.policy is not None:
-        until += f", or until `imagefleet keys revoke {minted.policy}`"
-    console.print_note(until)
-
-
-def _checked_record(checked: Checked) -> dict[str, Any]:
-    return {
-        "resource": checked.resource,
-        "name": checked.name,
-        "allowed": checked.allowed,
-        "denied": checked.denied,
-        "until": checked.until.isoformat() if checked.until else None,
-        "policy": checked.policy,
-    }
+    revoke = f", or until `imagefleet keys revoke {minted.policy}`" if minted.policy else ""
+    console.print_note(f"valid until {minted.expires_at:%Y-%m-%d %H:%M} UTC{revoke}")
 
 
 def _checked_table(checked: list[Checked]) -> Table:
@@ -262,18 +236,14 @@ def _until(until: datetime | None, policy: str | None) -> str:
 
 
 def _compare(checked: list[Checked], role: Role) -> None:
-    missing, too_many = [], []
+    missing = []
     for each in checked:
         needed = role.letters(each.resource)
-        lacks = [letter for letter in needed if letter not in each.allowed]
-        spare = [letter for letter in each.allowed if letter not in needed]
-        if lacks:
-            missing.append(f"on {each.name}: {'; '.join(explain(each.resource, ''.join(lacks)))}")
-        if spare:
-            too_many.append(f"on {each.name}: {'; '.join(explain(each.resource, ''.join(spare)))}")
-    for line in too_many:
-        console.print_note(f"beyond the role {role.name}, {line}")
+        if surplus := set(each.allowed) - set(needed):
+            allowed = "; ".join(explain(each.resource, sorted(surplus)))
+            console.print_note(f"beyond the role {role.name}, on {each.name}: {allowed}")
+        if lacking := set(needed) - set(each.allowed):
+            denied = "; ".join(explain(each.resource, sorted(lacking)))
+            missing.append(f"missing for the role {role.name}, on {each.name}: {denied}")
     if missing:
-        raise errors.SetupError(
-            "\n".join(f"missing for the role {role.name}, {line}" for line in missing)
-        )
+        raise errors.SetupError("\n".join(missing))

@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Mapping
-from contextlib import AsyncExitStack
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from datetime import UTC, datetime, timedelta
 from typing import Any
@@ -30,6 +29,11 @@ MAX_CHARACTERS = 1000
 MAX_POLICIES = 5
 
 _OPTIONS = {"api_version": API_VERSION}
+
+_NO_KEY = (
+    "tokens are signed with the account key: set IMAGEFLEET_STORAGE to a connection string with"
+    " AccountName and AccountKey"
+)
 
 
 @dataclass(frozen=True, slots=True)
@@ -105,51 +109,35 @@ async def store_policy(
     Raises:
         SetupError: it exists with other permissions, or the resource has too many policies.
     """
-    async with AsyncExitStack() as stack:
-        for resource, client in (await _clients(settings, stack)).items():
-            letters = role.letters(resource)
-            if not letters:
-                continue
-            permission = str(_permission(resource, letters))
-            what = f"the stored policies of {name_of(settings, resource)!r}"
-            with azure_errors.translated(what):
-                policies = await _read_policies(client)
-                existing = policies.get(name)
-                if existing is not None and existing.permission != permission:
-                    raise errors.SetupError(
-                        f"the policy {name!r} of {name_of(settings, resource)!r} allows"
-                        f" {existing.permission!r}, not {permission!r}: use one name per role"
-                    )
-                if existing is None and len(policies) >= MAX_POLICIES:
-                    raise errors.SetupError(
-                        f"{name_of(settings, resource)!r} already has {MAX_POLICIES} stored"
-                        f" policies ({', '.join(policies)}): `imagefleet keys revoke` one of them"
-                    )
-                kind = BlobPolicy if resource == "blob" else QueuePolicy
-                policies[name] = kind(permission=permission, expiry=expires_at)
-                await _write_policies(client, policies)
+
+    def store(resource: Resource, policies: dict[str, Any]) -> bool:
+        permission = str(_permission(resource, role.letters(resource)))
+        existing = policies.get(name)
+        if existing is not None and existing.permission != permission:
+            raise errors.SetupError(
+                f"the policy {name!r} of {name_of(settings, resource)!r} allows"
+                f" {existing.permission!r}, not {permission!r}: use one name per role"
+            )
+        if existing is None and len(policies) >= MAX_POLICIES:
+            raise errors.SetupError(
+                f"{name_of(settings, resource)!r} already has {MAX_POLICIES} stored policies"
+                f" ({', '.join(policies)}): `imagefleet keys revoke` one of them"
+            )
+        kind = BlobPolicy if resource == "blob" else QueuePolicy
+        policies[name] = kind(permission=permission, expiry=expires_at)
+        return True
+
+    await _change_policies(settings, [each for each in RESOURCES if role.letters(each)], store)
 
 
 async def remove_policy(settings: StorageSettings, name: str) -> list[str]:
     """Removes the policy, which revokes its tokens; returns the resources that had it."""
-    removed = []
-    async with AsyncExitStack() as stack:
-        for resource, client in (await _clients(settings, stack)).items():
-            what = f"the stored policies of {name_of(settings, resource)!r}"
-            with azure_errors.translated(what):
-                policies = await _read_policies(client)
-                if policies.pop(name, None) is not None:
-                    await _write_policies(client, policies)
-                    removed.append(name_of(settings, resource))
+    removed = await _change_policies(
+        settings, RESOURCES, lambda _, policies: policies.pop(name, None) is not None
+    )
     if not removed:
         raise errors.SetupError(f"there is no policy {name!r} to revoke")
     return removed
-
-
-_NO_KEY = (
-    "tokens are signed with the account key: set IMAGEFLEET_STORAGE to a connection string with"
-    " AccountName and AccountKey"
-)
 
 
 def _permission(resource: Resource, letters: str) -> QueueSasPermissions | ContainerSasPermissions:
@@ -168,21 +156,24 @@ def _address_without_key(queue: QueueClient, container: ContainerClient, https: 
     return f"BlobEndpoint={blob_url};QueueEndpoint={queue_url}"
 
 
-async def _clients(
-    settings: StorageSettings, stack: AsyncExitStack
-) -> dict[Resource, QueueClient | ContainerClient]:
+async def _change_policies(
+    settings: StorageSettings,
+    resources: Iterable[Resource],
+    change: Callable[[Resource, dict[str, Any]], bool],
+) -> list[str]:
+    """Stores the policies that *change* reports as changed; returns their resources' names."""
     address = account.read_address(settings.storage.strip())
-    return {
-        "queue": await stack.enter_async_context(
-            address.queue_client(settings.queue, None, **_OPTIONS)
-        ),
-        "poison": await stack.enter_async_context(
-            address.queue_client(settings.poison_queue, None, **_OPTIONS)
-        ),
-        "blob": await stack.enter_async_context(
-            address.container_client(settings.container, None, **_OPTIONS)
-        ),
-    }
+    changed = []
+    for resource in resources:
+        name = name_of(settings, resource)
+        open_client = address.container_client if resource == "blob" else address.queue_client
+        async with open_client(name, None, **_OPTIONS) as client:
+            with azure_errors.translated(f"the stored policies of {name!r}"):
+                policies = await _read_policies(client)
+                if change(resource, policies):
+                    await _write_policies(client, policies)
+                    changed.append(name)
+    return changed
 
 
 async def _read_policies(client: QueueClient | ContainerClient) -> dict[str, Any]:

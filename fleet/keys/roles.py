@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 
 from imagefleet.storage.settings import Resource, StorageSettings
@@ -79,7 +79,7 @@ def name_of(settings: StorageSettings, resource: Resource) -> str:
     }[resource]
 
 
-def explain(resource: Resource, letters: str) -> list[str]:
+def explain(resource: Resource, letters: Iterable[str]) -> list[str]:
     """What each of the letters allows."""
     words = BLOB_PERMISSIONS if resource == "blob" else QUEUE_PERMISSIONS
     return [words.get(letter, letter) for letter in letters]

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import dataclasses
 import json
 import shlex
@@ -23,7 +22,7 @@ from fleet import options
 from fleet.keys import check as keys_check
 from fleet.keys import command as keys
 from fleet.keys import mint
-from fleet.keys.roles import ROLES, Role
+from fleet.keys.roles import RESOURCES, ROLES, Role
 from fleet.monitor import status
 from imagefleet import errors, retry
 from imagefleet.storage import dead_letter_queue, protocol
@@ -441,8 +440,11 @@ def flags_of(settings: StorageSettings) -> list[str]:
 
 
 async def _policies(settings: StorageSettings) -> list[Any]:
-    found = []
-    async with contextlib.AsyncExitStack() as stack:
-        for client in (await mint._clients(settings, stack)).values():
-            found += (await mint._read_policies(client)).values()
+    found: list[Any] = []
+
+    def read(_: object, policies: dict[str, Any]) -> bool:
+        found.extend(policies.values())
+        return False
+
+    await mint._change_policies(settings, RESOURCES, read)
     return found
