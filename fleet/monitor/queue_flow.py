@@ -24,7 +24,17 @@ log = logging.getLogger(__name__)
 #: Long enough to even out Azure's approximate counts, short enough to show a change.
 WINDOW_SECONDS = 300.0
 
-_SECONDS_PER_HOUR = 3600
+_GAUGES = {
+    "imagefleet_exporter_arrivals_per_second": (
+        "Jobs added to the queue; without the workers' metrics, a lower bound."
+    ),
+    "imagefleet_exporter_completions_per_second": (
+        "Jobs completed or failed; without the workers' metrics, a lower bound."
+    ),
+    "imagefleet_queue_seconds_to_empty": "Time until the queue is empty at its current rate.",
+    "imagefleet_queue_dollars_to_empty": "Cost of the fleet until the queue is empty.",
+    "imagefleet_exporter_last_look_timestamp_seconds": "Time of the last sample of the queues.",
+}
 
 
 class QueueFlow:
@@ -63,7 +73,7 @@ class FlowCollector(Collector):
     def __init__(self) -> None:
         self.failed_samples = 0
         self.sampled_at: float | None = None
-        self._figures: dict[str, tuple[str, float | None]] = {}
+        self._figures: dict[str, float | None] = {}
 
     def update(self, flow: QueueFlow, fleet: rates.FleetRates | None, price: float | None) -> None:
         """*price*: $/h of the whole fleet, in place of the metrics'."""
@@ -71,42 +81,26 @@ class FlowCollector(Collector):
         completions = fleet.jobs_per_second if fleet else None
         if completions is None and net is not None:
             completions = max(0.0, -net)
-        arrivals = None if net is None else max(0.0, net + (completions or 0))
         if price is None and fleet is not None:
             price = fleet.dollars_per_hour
         dollars = None
         if seconds is not None and price is not None:
-            dollars = seconds / _SECONDS_PER_HOUR * price if seconds else 0.0
+            dollars = seconds / 3600 * price if seconds else 0.0
+        self.sampled_at = time.time()
         self._figures = {
             "imagefleet_exporter_arrivals_per_second": (
-                "Jobs added to the queue; without the workers' metrics, a lower bound.",
-                arrivals,
+                None if net is None else max(0.0, net + (completions or 0))
             ),
-            "imagefleet_exporter_completions_per_second": (
-                "Jobs completed or failed; without the workers' metrics, a lower bound.",
-                completions,
-            ),
-            "imagefleet_queue_seconds_to_empty": (
-                "Time until the job queue is empty at its current rate.",
-                seconds,
-            ),
-            "imagefleet_queue_dollars_to_empty": (
-                "Cost of the fleet until the job queue is empty.",
-                dollars,
-            ),
+            "imagefleet_exporter_completions_per_second": completions,
+            "imagefleet_queue_seconds_to_empty": seconds,
+            "imagefleet_queue_dollars_to_empty": dollars,
+            "imagefleet_exporter_last_look_timestamp_seconds": self.sampled_at,
         }
-        self.sampled_at = time.time()
 
     def collect(self) -> Iterator[Metric]:
-        for name, (words, value) in self._figures.items():
+        for name, value in self._figures.items():
             if value is not None:
-                yield GaugeMetricFamily(name, words, value=value)
-        if self.sampled_at is not None:
-            yield GaugeMetricFamily(
-                "imagefleet_exporter_last_look_timestamp_seconds",
-                "Time of the last successful sample of the queues.",
-                value=self.sampled_at,
-            )
+                yield GaugeMetricFamily(name, _GAUGES[name], value=value)
         yield CounterMetricFamily(
             "imagefleet_exporter_failed_looks",
             "Samples of the queues or queries of the metrics that failed.",
