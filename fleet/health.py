@@ -36,7 +36,7 @@ def main(arguments: Sequence[str]) -> int:
     )
     parser.add_argument("--host", default=os.environ.get("IMAGEFLEET_HOST") or "127.0.0.1")
     parser.add_argument("--port", default=os.environ.get("IMAGEFLEET_PORT") or "0")
-    parser.add_argument("--seconds", type=float, default=TIMEOUT_SECONDS, help="Timeout.")
+    parser.add_argument("--seconds", type=float, default=TIMEOUT_SECONDS, help="timeout")
     given = parser.parse_args(arguments)
     if not given.port.isdecimal() or not 0 < int(given.port) <= 65_535:  # noqa: PLR2004
         is_so, answer = False, "set IMAGEFLEET_PORT or --port to the worker's port"

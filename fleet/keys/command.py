@@ -50,7 +50,8 @@ def _mint_command(role: Role) -> Callable[..., None]:
     def mint(
         settings: StorageSettings,
         hours: Annotated[
-            float, typer.Option(min=0.05, max=MOST_HOURS, help="Lifetime of the tokens.")
+            float,
+            typer.Option(min=0.05, max=MOST_HOURS, metavar="HOURS", help="Lifetime of the tokens."),
         ] = DEFAULT_HOURS,
         policy: Annotated[
             str | None,
@@ -114,7 +115,7 @@ def check_command(
     ] = None,
     as_json: options.AsJson = False,
 ) -> None:
-    """Finds the permissions of the credentials in use; changes nothing.
+    """Tests the permissions of the credentials in use; changes nothing.
 
     With a role it fails if a permission is missing, and lists the permissions beyond the role.
 

@@ -44,7 +44,7 @@ ROLES: Mapping[str, Role] = {
     for role in (
         Role(
             "worker",
-            "workers, which may run on machines of strangers",
+            "workers, which may run on untrusted machines",
             # Reading the queue gives nothing away: a worker may process every message. The depth
             # gauges and --until-empty need it.
             queue="rup",
