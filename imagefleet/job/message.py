@@ -35,6 +35,9 @@ SafeFileName = Annotated[str, StringConstraints(pattern=rf"^{SAFE_NAME.pattern}$
 PromptText = Annotated[str, StringConstraints(max_length=65_536)]
 Side = Annotated[int, Field(ge=64, le=2048, multiple_of=8)]
 
+#: The folder of images whose jobs have no campaign.
+DEFAULT_CAMPAIGN = "default"
+
 _SUFFIXES = {"png": "png", "jpeg": "jpg", "webp": "webp"}
 
 
@@ -137,11 +140,12 @@ class Job(BaseModel):
     def parsed_negative_prompt(self) -> Prompt:
         return self._parsed_negative_prompt
 
-    def identified(self, job_id: str) -> Self:
-        """The job with an id and a seed: its own, or *job_id* and the seed drawn from the id."""
-        job_id = self.id or job_id
-        seed = self.seed if self.seed >= 0 else _seed_from(job_id)
-        return self.model_copy(update={"id": job_id, "seed": seed})
+    def identified(self, job_id: str, campaign: str | None = None) -> Self:
+        """The job with *job_id*, a seed derived from its id, *campaign*, where it has none."""
+        known_id = self.id or job_id
+        seed = self.seed if self.seed >= 0 else _seed_from(known_id)
+        campaign = self.campaign or campaign
+        return self.model_copy(update={"id": known_id, "seed": seed, "campaign": campaign})
 
     @property
     def images(self) -> int:
@@ -159,7 +163,7 @@ class Job(BaseModel):
     def blob_name(self, index: int) -> str:
         """The name of image *index*: it follows from the job alone, so a retry finds it taken."""
         number = f"-{index}" if self.images > 1 else ""
-        return f"{self.campaign or 'default'}/{self.id}{number}.{_SUFFIXES[self.output.format]}"
+        return f"{job_key(self.campaign, self.id)}{number}.{_SUFFIXES[self.output.format]}"
 
     def to_message(self) -> str:
         """One line of JSON without defaults, for `read_job`."""
@@ -191,6 +195,11 @@ def read_job(body: str, message_id: str) -> Job:
     except ValidationError as error:
         raise errors.InvalidMessageError(validation.sentence(error, Job.model_fields)) from None
     return job.identified(message_id)
+
+
+def job_key(campaign: str | None, job_id: str | None) -> str:
+    """Identifies a job within its storage."""
+    return f"{campaign or DEFAULT_CAMPAIGN}/{job_id}"
 
 
 def _without_base64(body: str) -> str:

@@ -261,7 +261,7 @@ def _read_tag(arguments: str) -> LoraTag:
     if not SAFE_NAME.fullmatch(name):
         raise errors.JobError(
             f"the LoRA name {name[:80]!r} is refused: use letters, digits, spaces and"
-            " _ . + ( ) - only, and no path"
+            " _ . + ( ) - only, without a path"
         )
     positional = [text for text in rest if "=" not in text]
     named = dict(text.split("=", 1) for text in rest if "=" in text)
