@@ -9,15 +9,19 @@ import os
 import signal
 import sys
 import threading
-from collections.abc import Coroutine, Iterator, Mapping, Sequence
-from contextlib import contextmanager
-from typing import Any, NoReturn, TypeVar
+from collections.abc import AsyncIterator, Coroutine, Iterator, Mapping, Sequence
+from contextlib import asynccontextmanager, contextmanager
+from typing import TYPE_CHECKING, Any, NoReturn, TypeVar
 
 import typer
 from rich.console import Console
 from rich.text import Text
 
 from imagefleet import errors
+
+if TYPE_CHECKING:
+    from imagefleet import aio
+    from imagefleet.storage.settings import StorageSettings
 
 EXIT_DONE = 0
 
@@ -66,6 +70,21 @@ def one_line_errors() -> Iterator[None]:
         raise typer.Exit(_exit_code(error)) from None
     except KeyboardInterrupt:
         raise typer.Exit(EXIT_INTERRUPTED) from None
+
+
+@asynccontextmanager
+async def connected(settings: StorageSettings) -> AsyncIterator[aio.Fleet]:
+    """The client of the settings' storage.
+
+    Raises:
+        SetupError: the storage or its queue cannot be used.
+    """
+    from imagefleet import aio
+    from imagefleet.storage.open import open_storage
+
+    async with aio.Fleet(open_storage(settings)) as fleet:
+        await fleet.storage.check()
+        yield fleet
 
 
 async def until_stopped(task: asyncio.Task[None]) -> None:

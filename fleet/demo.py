@@ -16,7 +16,9 @@ import typer
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 
 from fleet import console, demo_jobs, options, worker
-from imagefleet import errors
+from fleet.demo_jobs import INVALID_MESSAGE
+from imagefleet import aio, errors
+from imagefleet.job.message import Job
 from imagefleet.pricing import prices
 from imagefleet.storage.open import open_storage
 from worker.settings import WorkerSettings
@@ -137,19 +139,19 @@ class _Stopwatch:
 async def _demo(settings: WorkerSettings, directory: Path, messages: list[str]) -> DemoReport:
     from fleet import contact_sheet
 
-    async with open_storage(settings) as storage:
-        await storage.create()
-        await storage.queue.send(messages)
-    watch, worker_report = await _work(settings, directory / "worker.log", len(messages))
-    if watch.ended_jobs < len(messages):
-        console.print_plain(f"Stopped after {watch.ended_jobs} of {len(messages)} jobs.")
-        raise typer.Exit(console.EXIT_INTERRUPTED)
-    async with open_storage(settings) as storage:
-        failed = (await storage.poison.depth()).messages
-        names = sorted([name async for name in storage.blobs.names()])
-        images = [await storage.blobs.read(name) for name in names]
+    jobs = [Job.model_validate_json(each) for each in messages if each != INVALID_MESSAGE]
+    async with aio.Fleet(open_storage(settings)) as fleet:
+        batch = await fleet.submit(jobs, campaign=demo_jobs.CAMPAIGN)
+        await fleet.storage.queue.send([INVALID_MESSAGE])  # the client would refuse it
+        watch, worker_report = await _work(settings, directory / "worker.log", len(messages))
+        if watch.ended_jobs < len(messages):
+            console.print_plain(f"Stopped after {watch.ended_jobs} of {len(messages)} jobs.")
+            raise typer.Exit(console.EXIT_INTERRUPTED)
+        failed = (await fleet.depth()).failed.messages
+        results = {result.id: result async for result in batch.results()}
+        images = [await results[each].data() for each in batch.ids if results[each].blobs]
     sheet = directory / "contact-sheet.png"
-    sheet.write_bytes(contact_sheet.draw_contact_sheet([image for image in images if image]))
+    sheet.write_bytes(contact_sheet.draw_contact_sheet(images))
     seconds = watch.ended_at - watch.ready_at
     dollars = seconds / 3600 * prices.gpu_dollars_per_hour(PRICED_GPU, PRICED_PRIORITY)
     return DemoReport(

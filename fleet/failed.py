@@ -6,7 +6,7 @@ import contextlib
 import json
 import sys
 from collections import Counter
-from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
+from collections.abc import Awaitable, Callable, Iterator
 from dataclasses import asdict, dataclass, field
 from typing import Annotated, Any
 
@@ -15,11 +15,9 @@ from rich.table import Table
 from rich.text import Text
 
 from fleet import console, options
-from imagefleet import errors
-from imagefleet.storage import dead_letter_queue
-from imagefleet.storage.dead_letter_queue import Entry, OnProgress, Selection, Swept
-from imagefleet.storage.open import open_storage
-from imagefleet.storage.protocol import Storage
+from imagefleet import aio, errors
+from imagefleet.storage.dead_letter_queue import Entry, OnProgress, Swept
+from imagefleet.storage.protocol import BlobStore
 from imagefleet.storage.settings import StorageSettings
 
 #: At most this many kinds of errors and refused messages are printed: about a screen.
@@ -34,7 +32,7 @@ app = typer.Typer(
 
 DryRun = Annotated[bool, typer.Option("--dry-run", help="Print the number of jobs and stop.")]
 
-Sweep = Callable[[Storage, Selection, OnProgress | None], Awaitable[Swept]]
+Sweep = Callable[[aio.Fleet, OnProgress | None], Awaitable[Swept]]
 
 
 @dataclass(slots=True)
@@ -57,27 +55,27 @@ def _filters(
     job_id: Annotated[
         str | None, typer.Option("--id", metavar="ID", help="Only this job or message.")
     ] = None,
-) -> Selection:
-    return Selection(error, campaign, job_id)
+) -> aio.Which:
+    return {"error": error, "campaign": campaign, "id": job_id}
 
 
 @options.from_function(_filters)
 def _selection(
-    filters: Selection,
+    which: aio.Which,
     everything: Annotated[bool, typer.Option("--all", help="All failed jobs.")] = False,
-) -> Selection:
-    if everything == (filters != Selection()):
+) -> aio.Which:
+    if everything == any(each is not None for each in which.values()):
         raise errors.SetupError(
             "choose the failed jobs: --all, or one or more of --error, --campaign and --id"
         )
-    return filters
+    return which
 
 
 @app.command("list")
 @options.from_settings(StorageSettings)
 @options.from_function(_filters)
 def list_command(
-    selection: Selection,
+    which: aio.Which,
     settings: StorageSettings,
     limit: Annotated[int, typer.Option(min=0, metavar="COUNT", help="Jobs to list.")] = 20,
     as_json: options.AsJson = False,
@@ -88,7 +86,7 @@ def list_command(
 
     imagefleet failed list --error lora --campaign spring --limit 100
     """
-    listing = console.run(_list(settings, selection, limit))
+    listing = console.run(_list(settings, which, limit))
     if as_json:
         console.print_json(
             {
@@ -133,7 +131,7 @@ def show(
 @options.from_settings(StorageSettings)
 @options.from_function(_selection)
 def replay(
-    selection: Selection,
+    which: aio.Which,
     settings: StorageSettings,
     dry_run: DryRun = False,
     as_json: options.AsJson = False,
@@ -145,16 +143,16 @@ def replay(
     imagefleet failed replay --all --dry-run
     """
     if dry_run:
-        _print_count("would be replayed", console.run(_count(settings, selection)), as_json=as_json)
+        _print_count("would be replayed", console.run(_count(settings, which)), as_json=as_json)
         return
-    _sweep("replayed", dead_letter_queue.replay, settings, selection, as_json=as_json)
+    _sweep("replayed", settings, lambda fleet, each: fleet.replay(each, **which), as_json=as_json)
 
 
 @app.command()
 @options.from_settings(StorageSettings)
 @options.from_function(_selection)
 def discard(
-    selection: Selection,
+    which: aio.Which,
     settings: StorageSettings,
     dry_run: DryRun = False,
     yes: Annotated[bool, typer.Option("--yes", help="Do not ask.")] = False,
@@ -169,26 +167,19 @@ def discard(
     if dry_run or not yes:
         if not dry_run and not sys.stdin.isatty():
             raise errors.SetupError("discard deletes for good; without a terminal it needs --yes")
-        count = console.run(_count(settings, selection))
+        count = console.run(_count(settings, which))
         if dry_run:
             _print_count("would be discarded", count, as_json=as_json)
             return
         if not typer.confirm(f"Discard {console.counted(count, 'failed job')} for good?", err=True):
             return
-    _sweep("discarded", dead_letter_queue.discard, settings, selection, as_json=as_json)
+    _sweep("discarded", settings, lambda fleet, each: fleet.discard(each, **which), as_json=as_json)
 
 
-@contextlib.asynccontextmanager
-async def _storage(settings: StorageSettings) -> AsyncIterator[Storage]:
-    async with open_storage(settings) as storage:
-        await storage.check()
-        yield storage
-
-
-async def _list(settings: StorageSettings, selection: Selection, limit: int) -> Listing:
+async def _list(settings: StorageSettings, which: aio.Which, limit: int) -> Listing:
     listing = Listing()
-    async with _storage(settings) as storage:
-        async for entry in dead_letter_queue.browse(storage, selection):
+    async with console.connected(settings) as fleet:
+        async for entry in fleet.failed(**which):
             record = entry.record
             kind = (record.error, record.reason) if record else (_NO_RECORD, "")
             listing.errors[kind] += 1
@@ -199,28 +190,26 @@ async def _list(settings: StorageSettings, selection: Selection, limit: int) -> 
 
 
 async def _show(settings: StorageSettings, job_id: str) -> list[dict[str, Any]]:
-    async with _storage(settings) as storage:
+    async with console.connected(settings) as fleet:
         records = [
-            {**_record(entry), "job": await _job(entry, storage)}
-            async for entry in dead_letter_queue.browse(storage, Selection(id=job_id))
+            {**_record(entry), "job": await _job(entry, fleet.storage.blobs)}
+            async for entry in fleet.failed(id=job_id)
         ]
         if not records:
-            raise errors.SetupError(f"no failed job {job_id!r} in {storage.poison.name}")
+            raise errors.SetupError(f"no failed job {job_id!r} in {fleet.storage.poison.name}")
     return records
 
 
-async def _count(settings: StorageSettings, selection: Selection) -> int:
-    async with _storage(settings) as storage:
-        return sum([1 async for _ in dead_letter_queue.browse(storage, selection)])
+async def _count(settings: StorageSettings, which: aio.Which) -> int:
+    async with console.connected(settings) as fleet:
+        return sum([1 async for _ in fleet.failed(**which)])
 
 
-def _sweep(
-    verb: str, sweep: Sweep, settings: StorageSettings, selection: Selection, *, as_json: bool
-) -> None:
+def _sweep(verb: str, settings: StorageSettings, sweep: Sweep, *, as_json: bool) -> None:
     async def run() -> Swept:
-        async with _storage(settings) as storage:
+        async with console.connected(settings) as fleet:
             with _progress(verb) as on_progress:
-                return await sweep(storage, selection, on_progress)
+                return await sweep(fleet, on_progress)
 
     swept = console.run(run())
     if as_json:
@@ -234,12 +223,12 @@ def _sweep(
         console.stdout.print(f"and {len(swept.refused) - _SHOWN:,} others stay")
 
 
-async def _job(entry: Entry, storage: Storage) -> object:
+async def _job(entry: Entry, blobs: BlobStore) -> object:
     """The job's fields, or its message where that is not JSON."""
     body = entry.message.body
     if entry.record is not None:
         try:
-            body = await entry.record.message(storage.blobs)
+            body = await entry.record.message(blobs)
         except errors.JobError as error:
             return f"({error.message})"
     try:

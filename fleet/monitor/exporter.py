@@ -8,7 +8,6 @@ import logging
 from fleet import console, options
 from fleet.monitor import prometheus
 from fleet.monitor.settings import ExporterSettings
-from imagefleet.storage.open import open_storage
 from imagefleet.telemetry import logs
 
 log = logging.getLogger(__name__)
@@ -33,10 +32,10 @@ async def _serve(settings: ExporterSettings) -> None:
     from imagefleet.telemetry import probes, push
 
     async with (
-        open_storage(settings) as storage,
+        console.connected(settings) as client,
         prometheus.connected_if(settings.prometheus) as server,
     ):
-        await storage.check()
+        storage = client.storage
         exporter = Exporter(storage, settings, server)
         async with (
             probes.serving(

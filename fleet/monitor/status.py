@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 from dataclasses import asdict, dataclass
 
 from rich.console import Group
@@ -13,8 +12,8 @@ from fleet import console, options
 from fleet.monitor import prometheus, rates
 from fleet.monitor import watch as watching
 from fleet.monitor.settings import MonitorSettings
-from imagefleet.storage.open import open_storage
-from imagefleet.storage.protocol import JobQueue, Storage
+from imagefleet import aio
+from imagefleet.storage.protocol import QueueDepth
 
 _UNITS = (("d", 86_400), ("h", 3600), ("min", 60))
 
@@ -40,11 +39,17 @@ class FleetStatus:
     fleet: rates.FleetRates | None = None
 
 
-async def read_status(storage: Storage, server: prometheus.Prometheus | None = None) -> FleetStatus:
+async def read_status(
+    client: aio.Fleet, server: prometheus.Prometheus | None = None
+) -> FleetStatus:
     """Reads the depth of both queues and, with a *server*, the fleet's rates."""
-    queue, failed = await asyncio.gather(_read(storage.queue), _read(storage.poison))
-    fleet = await rates.fleet_rates(server) if server else None
-    return FleetStatus(storage.url, queue, failed, fleet)
+    depth, storage = await client.depth(), client.storage
+    return FleetStatus(
+        storage.url,
+        _status(storage.queue.name, depth.queue),
+        _status(storage.poison.name, depth.failed),
+        await rates.fleet_rates(server) if server else None,
+    )
 
 
 @options.from_settings(MonitorSettings)
@@ -65,20 +70,18 @@ def command(
     console.run(_show(settings, watch=watch, as_json=as_json))
 
 
-async def _read(queue: JobQueue) -> QueueStatus:
-    depth = await queue.depth()
+def _status(name: str, depth: QueueDepth) -> QueueStatus:
     visible = None if depth.leased is None else depth.messages - depth.leased
-    return QueueStatus(queue.name, depth.messages, visible, depth.leased, depth.oldest_age_seconds)
+    return QueueStatus(name, depth.messages, visible, depth.leased, depth.oldest_age_seconds)
 
 
 async def _show(settings: MonitorSettings, *, watch: bool, as_json: bool) -> None:
     async with (
-        open_storage(settings) as storage,
+        console.connected(settings) as client,
         prometheus.connected_if(settings.prometheus) as server,
     ):
-        await storage.check()
         await watching.show(
-            lambda: read_status(storage, server), _screen, asdict, watch=watch, as_json=as_json
+            lambda: read_status(client, server), _screen, asdict, watch=watch, as_json=as_json
         )
 
 

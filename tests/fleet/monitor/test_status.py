@@ -12,7 +12,7 @@ import pytest
 
 from fleet.monitor import status, watch
 from fleet.monitor.settings import MonitorSettings
-from imagefleet import errors
+from imagefleet import aio, errors
 from imagefleet.storage.open import open_storage
 from imagefleet.storage.protocol import Storage
 from imagefleet.storage.settings import StorageSettings
@@ -27,7 +27,7 @@ async def test_depths_are_reported_as_far_as_the_storage_knows_them(storage: Sto
     await storage.poison.send(["bad"])
     await storage.queue.receive(1, lease_seconds=60)
 
-    found = await status.read_status(storage)
+    found = await status.read_status(aio.Fleet(storage))
 
     assert found.storage == storage.url
     assert found.queue.messages == 3
@@ -95,14 +95,14 @@ async def test_a_watch_outlives_an_outage(
     reads = 0
     third = asyncio.Event()
 
-    async def read(storage: Storage, server: None) -> status.FleetStatus:
+    async def read(client: aio.Fleet, server: None) -> status.FleetStatus:
         nonlocal reads
         reads += 1
         if reads == 2:
             raise errors.TransientError("the storage does not answer")
         if reads == 3:
             third.set()
-        return await read_status(storage)
+        return await read_status(client)
 
     read_status = status.read_status
     monkeypatch.chdir(tmp_path)
