@@ -7,7 +7,7 @@ import json
 import sys
 from collections import Counter
 from collections.abc import Awaitable, Callable, Iterator
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict
 from typing import Annotated, Any
 
 import typer
@@ -33,15 +33,6 @@ app = typer.Typer(
 DryRun = Annotated[bool, typer.Option("--dry-run", help="Print the number of jobs and stop.")]
 
 Sweep = Callable[[aio.Fleet, OnProgress | None], Awaitable[Swept]]
-
-
-@dataclass(slots=True)
-class Listing:
-    """The failed jobs counted by error, and the first few of them."""
-
-    count: int = 0
-    errors: Counter[tuple[str, str]] = field(default_factory=Counter)
-    entries: list[Entry] = field(default_factory=list)
 
 
 def _filters(
@@ -88,16 +79,7 @@ def list_command(
     """
     listing = console.run(_list(settings, which, limit))
     if as_json:
-        console.print_json(
-            {
-                "count": listing.count,
-                "errors": [
-                    {"error": error, "reason": reason, "count": count}
-                    for (error, reason), count in listing.errors.most_common()
-                ],
-                "jobs": [_record(entry) for entry in listing.entries],
-            }
-        )
+        console.print_json(listing)
     else:
         _print_listing(listing)
 
@@ -176,17 +158,21 @@ def discard(
     _sweep("discarded", settings, lambda fleet, each: fleet.discard(each, **which), as_json=as_json)
 
 
-async def _list(settings: StorageSettings, which: aio.Which, limit: int) -> Listing:
-    listing = Listing()
+async def _list(settings: StorageSettings, which: aio.Which, limit: int) -> dict[str, Any]:
+    """The failed jobs counted by error, and the first of them."""
+    kinds = Counter[tuple[str, str]]()
+    jobs: list[dict[str, Any]] = []
     async with console.connected(settings) as fleet:
         async for entry in fleet.failed(**which):
             record = entry.record
-            kind = (record.error, record.reason) if record else (_NO_RECORD, "")
-            listing.errors[kind] += 1
-            listing.count += 1
-            if len(listing.entries) < limit:
-                listing.entries.append(entry)
-    return listing
+            kinds[(record.error, record.reason) if record else (_NO_RECORD, "")] += 1
+            if len(jobs) < limit:
+                jobs.append(_record(entry))
+    counts = [
+        {"error": error, "reason": reason, "count": count}
+        for (error, reason), count in kinds.most_common()
+    ]
+    return {"count": kinds.total(), "errors": counts, "jobs": jobs}
 
 
 async def _show(settings: StorageSettings, job_id: str) -> list[dict[str, Any]]:
@@ -256,43 +242,32 @@ def _progress(verb: str) -> Iterator[OnProgress | None]:
         yield lambda count: status.update(f"{count:,} {verb}")
 
 
-def _print_listing(listing: Listing) -> None:
-    if not listing.count:
+def _print_listing(listing: dict[str, Any]) -> None:
+    kinds, jobs, count = listing["errors"], listing["jobs"], listing["count"]
+    if not count:
         console.stdout.print("no failed jobs")
         return
-    summary = Table(
-        title=console.counted(listing.count, "failed job"), title_justify="left", title_style="bold"
-    )
+    title = console.counted(count, "failed job")
+    summary = Table(title=title, title_justify="left", title_style="bold")
     summary.add_column("count", justify="right")
     summary.add_column("error")
     summary.add_column("reason", overflow="fold")
-    for (error, reason), count in listing.errors.most_common(_SHOWN):
-        summary.add_row(f"{count:,}", _plain(error), _plain(reason))
+    for each in kinds[:_SHOWN]:
+        summary.add_row(f"{each['count']:,}", _plain(each["error"]), _plain(each["reason"]))
     console.stdout.print(summary)
-    others = len(listing.errors) - _SHOWN
-    if others > 0:
-        console.stdout.print(f"and {others:,} other errors (--json lists them)")
-    if listing.entries:
-        console.stdout.print(_rows(listing.entries))
-    if listing.count > len(listing.entries):
-        console.stdout.print(f"the first {len(listing.entries):,} are shown (--limit)")
-
-
-def _rows(entries: list[Entry]) -> Table:
-    """One line per job; ids are never cut, since `failed show` takes them."""
-    rows = Table(box=None)
-    for heading in ("id", "campaign", "error", "failed (UTC)"):
-        rows.add_column(heading, no_wrap=True)
-    for entry in entries:
-        record = entry.record
-        if record is None:
-            rows.add_row(_plain(entry.message.id), "", _NO_RECORD)
-        else:
-            failed_at = f"{record.failed_at:%m-%d %H:%M}"
-            rows.add_row(
-                _plain(record.id), _plain(record.campaign or ""), _plain(record.error), failed_at
-            )
-    return rows
+    if len(kinds) > _SHOWN:
+        console.stdout.print(f"and {len(kinds) - _SHOWN:,} other errors (--json lists them)")
+    if jobs:
+        rows = Table(box=None)
+        for heading in ("id", "campaign", "error", "failed (UTC)"):
+            rows.add_column(heading, no_wrap=True)  # whole ids: `failed show` takes them
+        for job in jobs:
+            failed_at = job.get("failed_at", "")[5:16].replace("T", " ")
+            cells = job["id"], job.get("campaign", ""), job["error"], failed_at
+            rows.add_row(*map(_plain, cells))
+        console.stdout.print(rows)
+    if count > len(jobs):
+        console.stdout.print(f"the first {len(jobs):,} are shown (--limit)")
 
 
 def _print_count(verb: str, count: int, *, as_json: bool) -> None:

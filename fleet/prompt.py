@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable, Iterable, Sequence
-from dataclasses import asdict, dataclass
+from collections.abc import Callable, Sequence
+from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -26,19 +26,6 @@ _WORD = (
     r"<\|startoftext\|>|<\|endoftext\|>|'s|'t|'re|'ve|'m|'ll|'d"
     r"|[\p{L}]+|[\p{N}]|[^\s\p{L}\p{N}]+"
 )
-
-
-@dataclass(frozen=True, slots=True)
-class _Reading:
-    """A parsed prompt, or the reason why it is not supported."""
-
-    loras: Sequence[prompts.LoraTag] = ()
-    chunks: Sequence[chunks.Chunk] = ()
-    unsupported: str | None = None
-
-    @property
-    def tokens(self) -> int:
-        return sum(len(chunk.tokens) for chunk in self.chunks)
 
 
 def command(
@@ -66,22 +53,24 @@ def command(
             "negative": _read(negative, prompts.read_negative_prompt, tokenizer),
         }
     if as_json:
-        console.print_json({name: _record(one, tokenizer) for name, one in readings.items()})
+        console.print_json(readings)
     else:
         for name, reading in readings.items():
             _print(name, reading, tokenizer)
         if "<lora:" in negative.lower():
             console.print_plain("a LoRA tag in a negative prompt is plain text")
-    reasons = {name: one.unsupported for name, one in readings.items() if one.unsupported}
-    for name, reason in reasons.items():
+    unsupported = {name: one["unsupported"] for name, one in readings.items() if one["unsupported"]}
+    for name, reason in unsupported.items():
         console.print_error(f"{name}: {reason}")
-    if reasons:
+    if unsupported:
         raise typer.Exit(console.EXIT_OPERATOR_MUST_ACT)
 
 
 def _read(
     text: str, read: Callable[[str], prompts.Prompt], tokenizer: tokenizers.Tokenizer
-) -> _Reading:
+) -> dict[str, Any]:
+    """The parsed prompt as JSON, or the reason why it is not supported."""
+
     def tokenise(texts: Sequence[str]) -> list[list[int]]:
         encoded = tokenizer.encode_batch(list(texts), add_special_tokens=False)
         return [encoding.ids for encoding in encoded]
@@ -90,8 +79,20 @@ def _read(
         parsed = read(text)
         cut = chunks.cut(parsed, tokenise, tokenizer.token_to_id(",</w>"))
     except errors.JobError as error:
-        return _Reading(unsupported=error.message)
-    return _Reading(parsed.loras, cut)
+        return {"tokens": 0, "chunks": [], "loras": [], "unsupported": error.message}
+    return {
+        "tokens": sum(len(chunk.tokens) for chunk in cut),
+        "chunks": [
+            {
+                "tokens": [tokenizer.id_to_token(token) for token in chunk.tokens],
+                "ids": chunk.tokens,
+                "weights": chunk.weights,
+            }
+            for chunk in cut
+        ],
+        "loras": [asdict(lora) for lora in parsed.loras],
+        "unsupported": None,
+    }
 
 
 def _find_tokenizer(model: Path | None) -> Path:
@@ -146,40 +147,19 @@ def _load_tokenizer(folder: Path) -> tokenizers.Tokenizer:
     return tokenizer
 
 
-def _record(reading: _Reading, tokenizer: tokenizers.Tokenizer) -> dict[str, Any]:
-    return {
-        "tokens": reading.tokens,
-        "chunks": [
-            {
-                "tokens": [tokenizer.id_to_token(token) for token in chunk.tokens],
-                "ids": chunk.tokens,
-                "weights": chunk.weights,
-            }
-            for chunk in reading.chunks
-        ],
-        "loras": [asdict(lora) for lora in reading.loras],
-        "unsupported": reading.unsupported,
-    }
-
-
-def _print(name: str, reading: _Reading, tokenizer: tokenizers.Tokenizer) -> None:
-    if reading.unsupported:
+def _print(name: str, reading: dict[str, Any], tokenizer: tokenizers.Tokenizer) -> None:
+    if reading["unsupported"]:
         return
-    chunk_count = console.counted(len(reading.chunks), "chunk")
-    console.print_plain(f"{name}: {console.counted(reading.tokens, 'token')} in {chunk_count}")
-    for number, chunk in enumerate(reading.chunks, start=1):
-        console.print_plain(f"  chunk {number}, {console.counted(len(chunk.tokens), 'token')}")
-        for weight, words in _runs(chunk, tokenizer):
-            console.print_plain(f"    {weight:<6.4g} {words}")
-    for lora in reading.loras:
+    chunk_count = console.counted(len(reading["chunks"]), "chunk")
+    console.print_plain(f"{name}: {console.counted(reading['tokens'], 'token')} in {chunk_count}")
+    for number, chunk in enumerate(reading["chunks"], start=1):
+        console.print_plain(f"  chunk {number}, {console.counted(len(chunk['ids']), 'token')}")
+        pairs = zip(chunk["weights"], chunk["ids"], strict=True)
+        for weight, run in itertools.groupby(pairs, key=lambda pair: pair[0]):
+            words = tokenizer.decode([token for _, token in run], skip_special_tokens=False)
+            console.print_plain(f"    {weight:<6.4g} {words.replace('</w>', ' ').strip()}")
+    for lora in reading["loras"]:
         console.print_plain(
-            f"  LoRA {lora.name}: {lora.unet_weight:g} on the UNet,"
-            f" {lora.text_encoder_weight:g} on the text encoder"
+            f"  LoRA {lora['name']}: {lora['unet_weight']:g} on the UNet,"
+            f" {lora['text_encoder_weight']:g} on the text encoder"
         )
-
-
-def _runs(chunk: chunks.Chunk, tokenizer: tokenizers.Tokenizer) -> Iterable[tuple[float, str]]:
-    pairs = zip(chunk.weights, chunk.tokens, strict=True)
-    for weight, run in itertools.groupby(pairs, key=lambda pair: pair[0]):
-        words = tokenizer.decode([token for _, token in run], skip_special_tokens=False)
-        yield weight, words.replace("</w>", " ").strip()

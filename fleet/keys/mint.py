@@ -62,7 +62,7 @@ class Minter:
         queue = address.queue_client(settings.queue, None, **_OPTIONS)
         container = address.container_client(settings.container, None, **_OPTIONS)
         key = getattr(queue.credential, "account_key", None)
-        if key is None:  # a connection string may hold a SAS token instead
+        if key is None:  # a connection string with a SAS token
             raise errors.SetupError(_NO_KEY)
         self._account = {"account_name": str(queue.account_name), "account_key": str(key)}
         self._https = queue.scheme == "https"

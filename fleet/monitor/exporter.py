@@ -41,7 +41,7 @@ async def _serve(settings: ExporterSettings) -> None:
             probes.serving(
                 exporter.registry,
                 is_live=lambda: True,
-                is_ready=lambda: exporter.flows.sampled_at is not None,
+                is_ready=lambda: exporter.has_sampled,
                 host=settings.host,
                 port=settings.port,
             ) as port,

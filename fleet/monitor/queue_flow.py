@@ -67,61 +67,58 @@ class QueueFlow:
         return messages / -net if net < 0 else math.inf
 
 
-class FlowCollector(Collector):
-    """Figures derived from samples of the job queue; unknown ones are left out."""
-
-    def __init__(self) -> None:
-        self.failed_samples = 0
-        self.sampled_at: float | None = None
-        self._figures: dict[str, float | None] = {}
-
-    def update(self, flow: QueueFlow, fleet: rates.FleetRates | None, price: float | None) -> None:
-        """*price*: $/h of the whole fleet, in place of the metrics'."""
-        net, seconds = flow.net_per_second, flow.seconds_to_empty
-        completions = fleet.jobs_per_second if fleet else None
-        if completions is None and net is not None:
-            completions = max(0.0, -net)
-        if price is None and fleet is not None:
-            price = fleet.dollars_per_hour
-        dollars = None
-        if seconds is not None and price is not None:
-            dollars = seconds / 3600 * price if seconds else 0.0
-        self.sampled_at = time.time()
-        self._figures = {
-            "imagefleet_exporter_arrivals_per_second": (
-                None if net is None else max(0.0, net + (completions or 0))
-            ),
-            "imagefleet_exporter_completions_per_second": completions,
-            "imagefleet_queue_seconds_to_empty": seconds,
-            "imagefleet_queue_dollars_to_empty": dollars,
-            "imagefleet_exporter_last_look_timestamp_seconds": self.sampled_at,
-        }
-
-    def collect(self) -> Iterator[Metric]:
-        for name, value in self._figures.items():
-            if value is not None:
-                yield GaugeMetricFamily(name, _GAUGES[name], value=value)
-        yield CounterMetricFamily(
-            "imagefleet_exporter_failed_looks",
-            "Samples of the queues or queries of the metrics that failed.",
-            value=self.failed_samples,
-        )
+def figures(
+    flow: QueueFlow, fleet: rates.FleetRates | None, price: float | None
+) -> dict[str, float]:
+    """The exporter's gauges as far as they are known; *price*: $/h, in place of the metrics'."""
+    net, seconds = flow.net_per_second, flow.seconds_to_empty
+    completions = fleet.jobs_per_second if fleet else None
+    if completions is None and net is not None:
+        completions = max(0.0, -net)
+    if price is None and fleet is not None:
+        price = fleet.dollars_per_hour
+    dollars = None
+    if seconds is not None and price is not None:
+        dollars = seconds / 3600 * price if seconds else 0.0
+    known = {
+        "imagefleet_exporter_arrivals_per_second": (
+            None if net is None else max(0.0, net + (completions or 0))
+        ),
+        "imagefleet_exporter_completions_per_second": completions,
+        "imagefleet_queue_seconds_to_empty": seconds,
+        "imagefleet_queue_dollars_to_empty": dollars,
+    }
+    return {name: value for name, value in known.items() if value is not None}
 
 
-class Exporter:
+class Exporter(Collector):
     """Samples the queues of one storage and, with a *server*, the workers' metrics."""
 
     def __init__(
         self, storage: Storage, settings: ExporterSettings, server: prometheus.Prometheus | None
     ) -> None:
         self.registry = CollectorRegistry()
-        self.flows = FlowCollector()
-        self.registry.register(self.flows)
+        self.failed_samples = 0
         self._gauges = QueueGauges(self.registry)
         self._storage = storage
         self._settings = settings
         self._server = server
         self._flow = QueueFlow()
+        self._figures: dict[str, float] = {}
+        self.registry.register(self)
+
+    @property
+    def has_sampled(self) -> bool:
+        return bool(self._figures)
+
+    def collect(self) -> Iterator[Metric]:
+        for name, value in self._figures.items():
+            yield GaugeMetricFamily(name, _GAUGES[name], value=value)
+        yield CounterMetricFamily(
+            "imagefleet_exporter_failed_looks",
+            "Samples of the queues or queries of the metrics that failed.",
+            value=self.failed_samples,
+        )
 
     async def run(self) -> None:
         """Samples forever; an outage is logged."""
@@ -129,7 +126,7 @@ class Exporter:
             try:
                 await self.sample()
             except errors.TransientError as error:
-                self.flows.failed_samples += 1
+                self.failed_samples += 1
                 log.warning("trying again: %s", error, extra={"action": "look_failed"})
             await asyncio.sleep(self._settings.sample_seconds)
 
@@ -148,9 +145,12 @@ class Exporter:
             try:
                 fleet = await rates.fleet_rates(self._server)
             except errors.FleetError as error:
-                self.flows.failed_samples += 1
+                self.failed_samples += 1
                 log.warning("without the metrics: %s", error, extra={"action": "metrics_unknown"})
-        self.flows.update(self._flow, fleet, self._settings.fleet_dollars_per_hour)
+        self._figures = {
+            **figures(self._flow, fleet, self._settings.fleet_dollars_per_hour),
+            "imagefleet_exporter_last_look_timestamp_seconds": time.time(),
+        }
 
     async def _depth(self, queue: JobQueue) -> int:
         depth = await queue.depth()

@@ -4,9 +4,9 @@ import math
 from pathlib import Path
 
 import pytest
-from prometheus_client import CollectorRegistry
 
-from fleet.monitor.queue_flow import Exporter, FlowCollector, QueueFlow
+from fleet.monitor import queue_flow
+from fleet.monitor.queue_flow import Exporter, QueueFlow
 from fleet.monitor.rates import FleetRates
 from fleet.monitor.settings import ExporterSettings
 from imagefleet import errors
@@ -26,18 +26,14 @@ def fleet_rates(jobs_per_second: float, dollars_per_hour: float) -> FleetRates:
 
 
 def figures(flow: QueueFlow, fleet: FleetRates | None, price: float | None) -> dict[str, float]:
-    registry = CollectorRegistry()
-    collector = FlowCollector()
-    collector.update(flow, fleet, price)
-    registry.register(collector)
     names = {
-        "arrivals": "imagefleet_exporter_arrivals_per_second",
-        "completions": "imagefleet_exporter_completions_per_second",
-        "seconds": "imagefleet_queue_seconds_to_empty",
-        "dollars": "imagefleet_queue_dollars_to_empty",
+        "imagefleet_exporter_arrivals_per_second": "arrivals",
+        "imagefleet_exporter_completions_per_second": "completions",
+        "imagefleet_queue_seconds_to_empty": "seconds",
+        "imagefleet_queue_dollars_to_empty": "dollars",
     }
-    found = {short: registry.get_sample_value(name) for short, name in names.items()}
-    return {short: value for short, value in found.items() if value is not None}
+    found = queue_flow.figures(flow, fleet, price)
+    return {names[name]: value for name, value in found.items()}
 
 
 def test_a_draining_queue_has_a_time_and_a_cost_to_empty() -> None:
@@ -124,7 +120,7 @@ async def test_an_outage_is_counted_and_the_last_values_stay(
 
         async def no_answer() -> QueueDepth:
             # The second error ends the exporter, and with it the test.
-            raise errors.TransientError if not exporter.flows.failed_samples else errors.SetupError
+            raise errors.TransientError if not exporter.failed_samples else errors.SetupError
 
         monkeypatch.setattr(storage.queue, "depth", no_answer)
         with pytest.raises(errors.SetupError):
