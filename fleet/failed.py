@@ -23,7 +23,7 @@ from imagefleet.storage.settings import StorageSettings
 #: At most this many kinds of errors and refused messages are printed: about a screen.
 _SHOWN = 20
 
-_NO_RECORD = "not a failed job's record"
+_NO_RECORD = "not a record of a failed job"
 
 app = typer.Typer(
     no_args_is_help=True,

@@ -81,7 +81,7 @@ async def _show(settings: MonitorSettings, *, watch: bool, as_json: bool) -> Non
         prometheus.connected_if(settings.prometheus) as server,
     ):
         await watching.show(
-            lambda: read_status(client, server), _screen, asdict, watch=watch, as_json=as_json
+            lambda: read_status(client, server), _screen, asdict, is_live=watch, as_json=as_json
         )
 
 

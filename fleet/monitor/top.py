@@ -43,7 +43,7 @@ async def _show(url: str, count: int, *, watch: bool, as_json: bool) -> None:
             lambda: rates.worker_rates(server),
             lambda workers: screen(workers, count),
             lambda workers: {"workers": [asdict(each) for each in workers]},
-            watch=watch,
+            is_live=watch,
             as_json=as_json,
         )
 

@@ -36,7 +36,7 @@ async def show(
     screen: Callable[[Result], Group],
     record: Callable[[Result], dict[str, Any]],
     *,
-    watch: bool,
+    is_live: bool,
     as_json: bool,
 ) -> None:
     """Prints what *read* returns as a table or JSON, or refreshes the table until Ctrl-C."""
@@ -44,15 +44,15 @@ async def show(
     async def refresh() -> Group:
         return screen(await read())
 
-    if watch:
-        await follow(refresh)
+    if is_live:
+        await watch(refresh)
     elif as_json:
         console.print_json(record(await read()))
     else:
         console.stdout.print(await refresh())
 
 
-async def follow(refresh: Callable[[], Awaitable[Group]]) -> None:
+async def watch(refresh: Callable[[], Awaitable[Group]]) -> None:
     """Shows an outage below the last table and tries again."""
     # Ctrl-C is how a watch ends; asyncio turns it into this cancellation.
     with (

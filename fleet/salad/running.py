@@ -100,7 +100,7 @@ async def _status(path: Path | None, *, watch: bool, as_json: bool) -> None:
             return _screen(await fleet.groups(), known, quota)
 
         if watch:
-            await watching.follow(look)
+            await watching.watch(look)
         elif as_json:
             console.print_json(_record(await fleet.groups(), known, quota))
         else:
