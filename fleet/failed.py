@@ -8,6 +8,7 @@ import sys
 from collections import Counter
 from collections.abc import Awaitable, Callable, Iterator
 from dataclasses import asdict
+from functools import partial
 from typing import Annotated, Any
 
 import typer
@@ -125,9 +126,9 @@ def replay(
     imagefleet failed replay --all --dry-run
     """
     if dry_run:
-        _print_count("would be replayed", console.run(_count(settings, which)), as_json=as_json)
-        return
-    _sweep("replayed", settings, lambda fleet, each: fleet.replay(each, **which), as_json=as_json)
+        _print_count("would be replayed", settings, which, as_json=as_json)
+    else:
+        _sweep("replayed", settings, partial(aio.Fleet.replay, **which), as_json=as_json)
 
 
 @app.command()
@@ -146,16 +147,16 @@ def discard(
 
     imagefleet failed discard --all --yes
     """
-    if dry_run or not yes:
-        if not dry_run and not sys.stdin.isatty():
+    if dry_run:
+        _print_count("would be discarded", settings, which, as_json=as_json)
+        return
+    if not yes:
+        if not sys.stdin.isatty():
             raise errors.SetupError("discard deletes for good; without a terminal it needs --yes")
-        count = console.run(_count(settings, which))
-        if dry_run:
-            _print_count("would be discarded", count, as_json=as_json)
+        jobs = console.counted(console.run(_count(settings, which)), "failed job")
+        if not typer.confirm(f"Discard {jobs} for good?", err=True):
             return
-        if not typer.confirm(f"Discard {console.counted(count, 'failed job')} for good?", err=True):
-            return
-    _sweep("discarded", settings, lambda fleet, each: fleet.discard(each, **which), as_json=as_json)
+    _sweep("discarded", settings, partial(aio.Fleet.discard, **which), as_json=as_json)
 
 
 async def _list(settings: StorageSettings, which: aio.Which, limit: int) -> dict[str, Any]:
@@ -202,7 +203,7 @@ def _sweep(verb: str, settings: StorageSettings, sweep: Sweep, *, as_json: bool)
         refused = [asdict(each) for each in swept.refused]
         console.print_json({verb: swept.done, "refused": refused})
         return
-    _print_count(verb, swept.done, as_json=False)
+    console.stdout.print(f"{console.counted(swept.done, 'failed job')} {verb}")
     for each in swept.refused[:_SHOWN]:
         console.stdout.print(_plain(f"{each.id} stays: {each.reason}"), soft_wrap=True)
     if len(swept.refused) > _SHOWN:
@@ -270,7 +271,8 @@ def _print_listing(listing: dict[str, Any]) -> None:
         console.stdout.print(f"the first {len(jobs):,} are shown (--limit)")
 
 
-def _print_count(verb: str, count: int, *, as_json: bool) -> None:
+def _print_count(verb: str, settings: StorageSettings, which: aio.Which, *, as_json: bool) -> None:
+    count = console.run(_count(settings, which))
     if as_json:
         console.print_json({"count": count})
     else:
