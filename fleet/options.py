@@ -197,11 +197,13 @@ def _former_names(model: type[BaseSettings]) -> dict[str, str]:
 
 
 def _removed(model: type[BaseSettings]) -> dict[str, str]:
-    found: dict[str, str] = {}
-    for each, removed in REMOVED.items():
-        if issubclass(model, each):
-            found.update(removed)
-    return found
+    return {
+        name: sentence
+        for each, removed in REMOVED.items()
+        if issubclass(model, each)
+        for name, sentence in removed.items()
+        if name not in model.model_fields
+    }
 
 
 def _accepted(model: type[BaseSettings]) -> set[str]:
