@@ -238,9 +238,11 @@ def test_the_older_sampler_field_is_read() -> None:
 
 
 def test_the_error_for_an_unknown_sampler_or_scheduler_lists_the_known_ones() -> None:
-    with pytest.raises(errors.InvalidMessageError, match=r"'LMS'; known: Euler a, .*DPM\+\+ 2M Karras"):
+    known = r"'LMS'; known: Euler a, .*DPM\+\+ 2M Karras"
+    with pytest.raises(errors.InvalidMessageError, match=known):
         read(sampler_name="LMS")
-    with pytest.raises(errors.InvalidMessageError, match=r"'Beta'; known: Automatic, Uniform, Karras"):
+    known = "'Beta'; known: Automatic, Uniform, Karras"
+    with pytest.raises(errors.InvalidMessageError, match=known):
         read(scheduler="Beta")
 
 
