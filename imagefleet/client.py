@@ -3,16 +3,15 @@
 from __future__ import annotations
 
 import asyncio
-import dataclasses
 import threading
 from collections.abc import AsyncIterator, Coroutine, Iterable, Iterator
-from dataclasses import dataclass
-from types import TracebackType
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Self, TypeVar, Unpack
 
 from imagefleet import aio, errors
-from imagefleet.aio import ConnectOptions, Depth, JobFacts, Status, Which
+from imagefleet.aio import ConnectOptions, Depth, Which
 from imagefleet.job.message import Job
+from imagefleet.outcomes import JobFacts, Status
 from imagefleet.storage.dead_letter_queue import Entry, Swept
 
 if TYPE_CHECKING:
@@ -44,12 +43,7 @@ class Fleet:
     def __enter__(self) -> Self:
         return self
 
-    def __exit__(
-        self,
-        error_type: type[BaseException] | None,
-        error: BaseException | None,
-        traceback: TracebackType | None,
-    ) -> None:
+    def __exit__(self, *error: object) -> None:
         self.close()
 
     def close(self) -> None:
@@ -107,7 +101,7 @@ class Batch:
             TimeoutError: not all are done after *timeout* seconds.
         """
         for result in self._loop.iterate(self._batch.results(timeout)):
-            yield _result(self._loop, result)
+            yield Result.of(self._loop, result)
 
 
 class JobHandle:
@@ -128,35 +122,34 @@ class JobHandle:
         """Waits until the job has completed or failed.
 
         Raises:
-            TimeoutError: that takes longer than *timeout* seconds.
+            TimeoutError: it is not done after *timeout* seconds.
             FleetError: the job is not in this storage.
         """
-        return _result(self._loop, self._loop.run(self._job.result(timeout)))
+        return Result.of(self._loop, self._loop.run(self._job.result(timeout)))
 
 
 @dataclass(frozen=True, slots=True)
 class Result(JobFacts):
     """A job's outcome; *index* counts the images of one job."""
 
-    _loop: _LoopThread = dataclasses.field(kw_only=True, repr=False, compare=False)
-    _result: aio.Result = dataclasses.field(kw_only=True, repr=False, compare=False)
+    _loop: _LoopThread = field(kw_only=True, repr=False, compare=False)
+    _result: aio.Result = field(kw_only=True, repr=False, compare=False)
+
+    @classmethod
+    def of(cls, loop: _LoopThread, result: aio.Result) -> Self:
+        return cls(**result.fields(), _loop=loop, _result=result)
 
     def data(self, index: int = 0) -> bytes:
         """The image's file: PNG, JPEG or WebP.
 
         Raises:
-            JobError: the job has no image, because it failed, say.
+            JobError: there is none, because the job failed, say.
         """
         return self._loop.run(self._result.data(index))
 
     def image(self, index: int = 0) -> Image.Image:
         """The image, decoded by Pillow."""
         return aio.decode(self.data(index))
-
-
-def _result(loop: _LoopThread, result: aio.Result) -> Result:
-    facts = {field.name: getattr(result, field.name) for field in dataclasses.fields(JobFacts)}
-    return Result(**facts, _loop=loop, _result=result)
 
 
 class _LoopThread:

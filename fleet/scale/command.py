@@ -26,7 +26,7 @@ from fleet.scale import scaler
 from fleet.scale import speed as scale_speed
 from fleet.scale.decision import Goal
 from imagefleet import errors
-from imagefleet.pricing import speeds
+from imagefleet.pricing import prices
 from imagefleet.storage.open import open_storage
 from imagefleet.telemetry import logs
 
@@ -159,7 +159,7 @@ async def _until_told(
 def _assumed_speed(file: salad_file.FleetFile, images_per_job: int) -> scale_speed.Speed | None:
     """The slowest of the fleet's classes by public records, until it is measured."""
     names = [each.name for each in gpus.find(file.gpus, gpus.built_in())]
-    known = [speed for name in names if (speed := speeds.ASSUMED_IMAGES_PER_SECOND.get(name))]
+    known = [speed for name in names if (speed := prices.ASSUMED_IMAGES_PER_SECOND.get(name))]
     return scale_speed.Speed(min(known) / images_per_job, "assumed") if known else None
 
 

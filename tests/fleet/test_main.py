@@ -91,7 +91,7 @@ def test_every_command_has_a_help_text(imagefleet: Imagefleet, command: str) -> 
         (["statsu"], "error: No such command 'statsu'"),
         (["status", "--quick"], "error: No such option: --quick"),
         (["plan"], "error: Missing option '--jobs'"),
-        (["plan", "--jobs", "1", "--gpu", "RTX 9090"], "error: 'RTX 9090' is no GPU class"),
+        (["plan", "--jobs", "1", "--gpu", "RTX 9090"], "error: unknown GPU class 'RTX 9090'"),
     ],
 )
 def test_an_invalid_command_line_is_one_line_and_exit_code_2(

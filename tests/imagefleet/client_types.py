@@ -9,6 +9,7 @@ from PIL import Image
 
 import imagefleet
 from imagefleet import aio
+from imagefleet.outcomes import Status
 from imagefleet.storage.dead_letter_queue import Entry, Swept
 
 
@@ -22,7 +23,7 @@ def sync() -> None:
             assert_type(result.image(), Image.Image)
             assert_type(result.data(1), bytes)
             assert_type(result.seed, int | None)
-        assert_type(fleet.job("spring/1").status, aio.Status)
+        assert_type(fleet.job("spring/1").status, Status)
         assert_type(fleet.failed(error="lora"), Iterator[Entry])
         assert_type(fleet.replay(campaign="spring"), Swept)
     imagefleet.connect(que="jobs")  # type: ignore[call-arg]

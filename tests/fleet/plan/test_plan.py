@@ -12,7 +12,7 @@ from fleet.plan import command as plan
 from fleet.plan import inputs
 from fleet.plan.inputs import Input
 from imagefleet import errors
-from imagefleet.pricing import prices, speeds
+from imagefleet.pricing import prices
 
 Imagefleet = Callable[..., "subprocess.CompletedProcess[str]"]  # the fixture of conftest.py
 
@@ -125,7 +125,7 @@ def test_a_deadline_counts_the_start_up_and_one_that_is_shorter_is_refused() -> 
 
 
 def test_every_assumed_speed_is_of_a_card_with_a_price() -> None:
-    for gpu in speeds.ASSUMED_IMAGES_PER_SECOND:
+    for gpu in prices.ASSUMED_IMAGES_PER_SECOND:
         assert prices.find_gpu(gpu) == gpu
 
 
@@ -194,7 +194,7 @@ def test_a_card_that_no_list_has_needs_a_report_and_a_price(
     result = in_process(*arguments, "--price-per-hour", "4", "--gpu", "H200", "--json")
 
     assert refused.returncode == 2
-    assert "no GPU class with a known price" in refused.stderr
+    assert "unknown GPU class" in refused.stderr
     assert json.loads(result.stdout)["gpu_dollars"] == pytest.approx(4 * 1.025)
 
 
