@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Mapping
 from typing import Annotated, Any, TypeVar
 
 import typer
@@ -34,7 +34,7 @@ def check_flags(*, watch: bool, as_json: bool) -> None:
 async def show(
     read: Callable[[], Awaitable[Result]],
     screen: Callable[[Result], Group],
-    record: Callable[[Result], dict[str, Any]],
+    record: Callable[[Result], Mapping[str, Any]],
     *,
     is_live: bool,
     as_json: bool,
