@@ -2,6 +2,8 @@ from __future__ import annotations
 
 import asyncio
 import json
+import os
+import signal
 
 import pytest
 import typer
@@ -68,3 +70,17 @@ def test_json_is_neither_wrapped_nor_styled(capsys: pytest.CaptureFixture[str]) 
     out = capsys.readouterr().out
     assert json.loads(out) == record
     assert "ü" in out
+
+
+async def test_sigterm_ends_a_task_without_an_error() -> None:
+    task = asyncio.create_task(asyncio.sleep(60))
+    asyncio.get_running_loop().call_later(0.05, os.kill, os.getpid(), signal.SIGTERM)
+
+    await console.until_stopped(task)
+
+    assert task.cancelled()
+
+
+async def test_an_error_of_a_task_is_raised() -> None:
+    with pytest.raises(errors.TransientError):
+        await console.until_stopped(asyncio.create_task(_raise(errors.TransientError())))
