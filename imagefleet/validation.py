@@ -26,7 +26,7 @@ def sentence(error: ValidationError, known: Iterable[str] = ()) -> str:
 
 
 def reason(detail: Mapping[str, Any], known: Iterable[str] = ()) -> str:
-    """One of pydantic's error details as a sentence; it never quotes the input (a secret, maybe)."""
+    """One error detail as a sentence; it never quotes the input, which may be a secret."""
     where = location(detail["loc"])
     match detail["type"]:
         case "extra_forbidden":

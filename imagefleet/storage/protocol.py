@@ -173,8 +173,20 @@ class BlobStore(Protocol):
         """As names, with what is kept beside each blob; a listing, not a read of each."""
 
 
+@dataclass(slots=True)
+class Operations:
+    """Operations so far, as Azure bills them: each request, retries included; deletes are free.
+
+    A write whose name is taken is billed as one, and so is a page of a listing.
+    """
+
+    queue: int = 0
+    blob_writes: int = 0
+    blob_reads: int = 0
+
+
 class Storage(Protocol):
-    """One home of jobs and images: the job queue, its poison queue and the blobs."""
+    """The job queue, its poison queue and the blobs."""
 
     @property
     def url(self) -> str:
@@ -188,6 +200,10 @@ class Storage(Protocol):
 
     @property
     def blobs(self) -> BlobStore: ...
+
+    @property
+    def operations(self) -> Operations:
+        """What was requested of the queues and blobs so far."""
 
     async def create(self) -> None:
         """Creates what is missing of queues and container; what exists stays as it is."""

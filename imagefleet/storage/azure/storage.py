@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import urllib.request
+from functools import partial
 from types import TracebackType
-from typing import Self
+from typing import Any, Self
 
 import aiohttp
+from azure.core.pipeline import PipelineRequest
 from azure.core.pipeline.transport import AioHttpTransport
 
 from imagefleet import retry
@@ -14,6 +16,7 @@ from imagefleet.storage.azure import account, sas
 from imagefleet.storage.azure.blobs import AzureBlobs
 from imagefleet.storage.azure.credentials import Credentials
 from imagefleet.storage.azure.queue import AzureQueue
+from imagefleet.storage.protocol import Operations
 from imagefleet.storage.settings import StorageSettings
 
 #: An older version of the service's interface: all that is needed here is in it, every Azure
@@ -46,6 +49,20 @@ async def surface_lost_replies(
         raise aiohttp.ClientConnectionError(str(error) or type(error).__name__) from error
 
 
+def count_queue_operation(operations: Operations, _: PipelineRequest[Any]) -> None:
+    """Hook of the SDK's pipeline, which each request passes, retries and pages included."""
+    operations.queue += 1
+
+
+def count_blob_operation(operations: Operations, request: PipelineRequest[Any]) -> None:
+    """As count_queue_operation; Azure bills listings as writes, and deletes not at all."""
+    http = request.http_request
+    if http.method in {"GET", "HEAD"} and http.query.get("comp") != "list":
+        operations.blob_reads += 1
+    elif http.method != "DELETE":
+        operations.blob_writes += 1
+
+
 class AzureStorage:
     """Queues and container of one storage account. Connects when it is first used.
 
@@ -70,6 +87,7 @@ class AzureStorage:
             read_timeout=read_timeout_seconds,
             use_env_settings=self._through_proxy,
         )
+        self.operations = Operations()
         options = {
             "transport": self._transport,
             "api_version": API_VERSION,
@@ -79,9 +97,15 @@ class AzureStorage:
         }
         address = account.read_address(settings.storage.strip())
         access = self._credentials = Credentials(address, settings, identity_token)
+        blob_options = options | {
+            "raw_request_hook": partial(count_blob_operation, self.operations)
+        }
+        options["raw_request_hook"] = partial(count_queue_operation, self.operations)
         queue = address.queue_client(settings.queue, access.queue.credential, **options)
         poison = address.queue_client(settings.poison_queue, access.poison.credential, **options)
-        container = address.container_client(settings.container, access.blob.credential, **options)
+        container = address.container_client(
+            settings.container, access.blob.credential, **blob_options
+        )
         self.queue = AzureQueue(queue, retries, access.queue)
         self.poison = AzureQueue(poison, retries, access.poison)
         self.blobs = AzureBlobs(container, retries, access.blob)

@@ -31,8 +31,9 @@ _REFUSED = frozenset({errno.EACCES, errno.EPERM, errno.EROFS, errno.ENOTSUP})
 class LocalBlobs:
     """A folder of files, each written once, and whole or not at all."""
 
-    def __init__(self, folder: Path) -> None:
+    def __init__(self, folder: Path, operations: protocol.Operations) -> None:
         self.folder = folder
+        self._operations = operations
 
     def make_folder(self) -> None:
         try:
@@ -47,10 +48,12 @@ class LocalBlobs:
         protocol.check_blob_name(name)
         protocol.check_metadata(metadata)
         details = json.dumps({"content_type": content_type, "metadata": dict(metadata)})
+        self._operations.blob_writes += 1
         return await asyncio.to_thread(self._create, name, data, details.encode())
 
     async def read(self, name: str, max_bytes: int | None = None) -> bytes | None:
         protocol.check_blob_name(name)
+        self._operations.blob_reads += 1
         return await asyncio.to_thread(self._read, name, max_bytes)
 
     async def delete(self, name: str) -> bool:
@@ -60,15 +63,18 @@ class LocalBlobs:
 
     async def read_part(self, name: str, offset: int, max_bytes: int) -> protocol.BlobPart | None:
         protocol.check_blob_name(name)
+        self._operations.blob_reads += 1
         return await asyncio.to_thread(self._read_part, name, offset, max_bytes)
 
     async def names(self, prefix: str = "") -> AsyncIterator[str]:
+        self._operations.blob_writes += 1
         with closing(self._walk("", prefix)) as names:
             while page := await asyncio.to_thread(lambda: list(islice(names, _NAMES_PAGE))):
                 for name in page:
                     yield name
 
     async def records(self, prefix: str = "") -> AsyncIterator[protocol.BlobRecord]:
+        self._operations.blob_writes += 1
         with closing(self._walk("", prefix)) as names:
             while page := await asyncio.to_thread(lambda: list(islice(names, _NAMES_PAGE))):
                 for record in await asyncio.to_thread(self._records, page):

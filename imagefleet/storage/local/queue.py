@@ -15,6 +15,7 @@ import time
 import uuid
 from collections.abc import AsyncIterator, Callable, Iterable
 from datetime import UTC, datetime
+from typing import TypeVar
 
 from imagefleet import errors
 from imagefleet.storage import protocol
@@ -51,15 +52,23 @@ COUNT_LEASED = "SELECT count(*) FROM messages WHERE queue = ? AND visible_at > 0
 
 _BROWSE_PAGE = 100
 
+_Result = TypeVar("_Result")
+
 
 class LocalQueue:
     """A job queue in a file: first in, first out, by the order of the sends."""
 
     def __init__(
-        self, file: sqlite.QueueFile, name: str, *, clock: Callable[[], float] = time.time
+        self,
+        file: sqlite.QueueFile,
+        name: str,
+        operations: protocol.Operations,
+        *,
+        clock: Callable[[], float] = time.time,
     ) -> None:
         self._file = file
         self._name = name
+        self._operations = operations
         self._clock = clock
 
     @property
@@ -75,13 +84,13 @@ class LocalQueue:
 
     async def send(self, bodies: Iterable[str]) -> None:
         checked = protocol.checked_messages(bodies)
-        await self._file.run(lambda connection: self._send(connection, checked))
+        await self._run(lambda connection: self._send(connection, checked), len(checked))
 
     async def receive(
         self, max_messages: int, lease_seconds: float
     ) -> list[protocol.LeasedMessage]:
         protocol.check_receive(max_messages, lease_seconds)
-        return await self._file.run(
+        return await self._run(
             lambda connection: self._receive(connection, max_messages, lease_seconds)
         )
 
@@ -101,6 +110,7 @@ class LocalQueue:
         await self._change(DELETE, *_row(message))
 
     async def browse(self) -> AsyncIterator[protocol.Message]:
+        self._operations.queue += 1
         last = 0
         while page := await self._file.run(functools.partial(self._page, after=last)):
             for _, message in page:
@@ -108,7 +118,13 @@ class LocalQueue:
             last, _ = page[-1]
 
     async def depth(self) -> protocol.QueueDepth:
-        return await self._file.run(self._depth)
+        return await self._run(self._depth, 2)  # on Azure: the properties, and a peek for the age
+
+    async def _run(
+        self, work: Callable[[sqlite3.Connection], _Result], operations: int = 1
+    ) -> _Result:
+        self._operations.queue += operations
+        return await self._file.run(work)
 
     def _send(self, connection: sqlite3.Connection, bodies: Iterable[str]) -> None:
         now = self._clock()
@@ -135,7 +151,7 @@ class LocalQueue:
             with sqlite.transaction(connection):
                 return connection.execute(statement, values).rowcount
 
-        if not await self._file.run(change):
+        if not await self._run(change):
             raise errors.LeaseLost
 
     def _page(

@@ -12,6 +12,7 @@ from imagefleet.storage import settings as storage_settings
 from imagefleet.storage.local.blobs import LocalBlobs
 from imagefleet.storage.local.queue import LocalQueue
 from imagefleet.storage.local.sqlite import QueueFile
+from imagefleet.storage.protocol import Operations
 
 QUEUE_FILE = "queue.sqlite"
 
@@ -22,9 +23,10 @@ class LocalStorage:
     def __init__(self, folder: Path, names: storage_settings.StorageSettings) -> None:
         self._folder = folder
         self._file = QueueFile(folder / QUEUE_FILE)
-        self.queue = LocalQueue(self._file, names.queue)
-        self.poison = LocalQueue(self._file, names.poison_queue)
-        self.blobs = LocalBlobs(folder / names.container)
+        self.operations = Operations()
+        self.queue = LocalQueue(self._file, names.queue, self.operations)
+        self.poison = LocalQueue(self._file, names.poison_queue, self.operations)
+        self.blobs = LocalBlobs(folder / names.container, self.operations)
 
     @property
     def url(self) -> str:

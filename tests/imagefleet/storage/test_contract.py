@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import dataclasses
 from datetime import UTC, datetime, timedelta
 
 import pytest
@@ -342,6 +343,33 @@ async def test_metadata_that_is_no_header_is_refused(
 ) -> None:
     with pytest.raises(errors.JobError, match="metadata"):
         await storage.blobs.create("a.png", b"x", "image/png", metadata)
+
+
+# Operations
+
+
+async def test_operations_are_counted_as_azure_bills_them(storage: Storage) -> None:
+    before = dataclasses.replace(storage.operations)
+    await storage.queue.send(["a job", "another"])
+    first, second = await storage.queue.receive(2, LEASE_SECONDS)
+    await storage.queue.delete(await storage.queue.renew(first, LEASE_SECONDS))
+    await storage.queue.release(second)
+    await storage.queue.depth()
+    await storage.poison.send(["failed"])
+    assert [message.body async for message in storage.poison.browse()] == ["failed"]
+    assert storage.operations.queue - before.queue == 2 + 1 + 2 + 1 + 2 + 1 + 1
+
+    assert await storage.blobs.create("a.png", b"x", "image/png", {})
+    assert not await storage.blobs.create("a.png", b"x", "image/png", {})
+    assert [name async for name in storage.blobs.names()] == ["a.png"]
+    assert [record.name async for record in storage.blobs.records()] == ["a.png"]
+    assert storage.operations.blob_writes - before.blob_writes == 2 + 2
+
+    assert await storage.blobs.read("a.png") == b"x"
+    assert await storage.blobs.read_part("a.png", 0, 1) is not None
+    assert await storage.blobs.delete("a.png")
+    assert storage.operations.blob_reads - before.blob_reads == 2
+    assert storage.operations.blob_writes - before.blob_writes == 4, "deletes are free"
 
 
 # The home

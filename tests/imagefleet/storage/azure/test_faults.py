@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import dataclasses
 from collections.abc import AsyncIterator, Awaitable, Callable
 from typing import Any
 
@@ -84,6 +85,18 @@ async def test_a_fault_that_passes_is_repeated_and_counted(
     faulty_azurite.faults.extend([fault, fault])
     await CALLS[call](azure_storage)
     assert len(retried) == 2
+
+
+@pytest.mark.parametrize("read_timeout_seconds", [20.0])
+async def test_each_retry_is_an_operation(azure_storage: AzureStorage, faulty_azurite: Any) -> None:
+    operations = azure_storage.operations
+    before = dataclasses.replace(operations)
+    for call in (CALLS["send"], CALLS["create blob"], CALLS["read blob"]):
+        faulty_azurite.faults.extend([503, "drop"])
+        await call(azure_storage)
+    assert operations.queue - before.queue == 3
+    assert operations.blob_writes - before.blob_writes == 3
+    assert operations.blob_reads - before.blob_reads == 3
 
 
 @pytest.mark.parametrize("call", ["send", "receive", "create blob", "list blobs"])

@@ -12,11 +12,12 @@ import pytest
 from imagefleet import errors
 from imagefleet.storage.local import blobs as local_blobs
 from imagefleet.storage.local.blobs import LocalBlobs
+from imagefleet.storage.protocol import Operations
 
 
 @pytest.fixture
 def blobs(tmp_path: Path) -> LocalBlobs:
-    blobs = LocalBlobs(tmp_path / "images")
+    blobs = LocalBlobs(tmp_path / "images", Operations())
     blobs.make_folder()
     return blobs
 
@@ -81,7 +82,7 @@ async def test_the_picture_and_its_folders_are_synced_before_create_returns(
 
 
 async def test_a_missing_folder_is_the_operators_to_make(tmp_path: Path) -> None:
-    blobs = LocalBlobs(tmp_path / "none")
+    blobs = LocalBlobs(tmp_path / "none", Operations())
     with pytest.raises(errors.SetupError, match="no folder"):
         await blobs.create("fox.png", b"pixels", "image/png", {})
     with pytest.raises(errors.SetupError, match="no folder"):

@@ -20,7 +20,7 @@ from imagefleet.storage.local import sqlite
 from imagefleet.storage.local.queue import LocalQueue
 from imagefleet.storage.local.sqlite import QueueFile
 from imagefleet.storage.open import open_storage
-from imagefleet.storage.protocol import Message
+from imagefleet.storage.protocol import Message, Operations
 from imagefleet.storage.settings import StorageSettings
 
 LEASE_SECONDS = 30
@@ -51,7 +51,7 @@ async def file(tmp_path: Path) -> AsyncIterator[QueueFile]:
 
 @pytest.fixture
 def queue(file: QueueFile, clock: Clock) -> LocalQueue:
-    return LocalQueue(file, "jobs", clock=clock)
+    return LocalQueue(file, "jobs", Operations(), clock=clock)
 
 
 def bodies(messages: list[Message]) -> list[str]:
@@ -291,9 +291,9 @@ async def test_a_file_that_stays_locked_is_a_fault_that_may_pass(
     other = sqlite3.connect(file.path, isolation_level=None)
     other.execute("BEGIN IMMEDIATE")
     with pytest.raises(errors.TransientError, match="locked"):
-        await LocalQueue(impatient, "jobs").send(["a job"])
+        await LocalQueue(impatient, "jobs", Operations()).send(["a job"])
     other.close()
-    await LocalQueue(impatient, "jobs").send(["a job"])
+    await LocalQueue(impatient, "jobs", Operations()).send(["a job"])
     await impatient.close()
 
 
@@ -313,7 +313,7 @@ async def test_a_file_that_is_no_queue_is_refused(tmp_path: Path) -> None:
     path.write_bytes(b"no database at all " * 100)
     file = QueueFile(path)
     with pytest.raises(errors.SetupError, match="no queue file"):
-        await LocalQueue(file, "jobs").receive(1, LEASE_SECONDS)
+        await LocalQueue(file, "jobs", Operations()).receive(1, LEASE_SECONDS)
     await file.close()
 
 
@@ -322,13 +322,13 @@ async def test_another_programs_database_is_refused(tmp_path: Path) -> None:
     sqlite3.connect(path).close()
     file = QueueFile(path)
     with pytest.raises(errors.SetupError, match="does not hold this queue"):
-        await LocalQueue(file, "jobs").receive(1, LEASE_SECONDS)
+        await LocalQueue(file, "jobs", Operations()).receive(1, LEASE_SECONDS)
     await file.close()
 
 
 async def test_a_queue_that_was_not_created_is_not_made_by_a_send(file: QueueFile) -> None:
     with pytest.raises(errors.SetupError, match="does not hold this queue"):
-        await LocalQueue(file, "other").send(["a job"])
+        await LocalQueue(file, "other", Operations()).send(["a job"])
 
 
 async def test_looking_for_a_home_does_not_make_one(tmp_path: Path) -> None:
