@@ -239,23 +239,6 @@ def victoria_metrics(
         yield VictoriaMetrics(url)
 
 
-@pytest.fixture
-def remote_write_prometheus(tool: Callable[[str], str], tmp_path: Path) -> Iterator[str]:
-    """The address of a Prometheus that takes remote writes."""
-    (port,) = _free_ports(1)
-    config = tmp_path / "prometheus.yaml"
-    config.write_text("scrape_configs: []\n")
-    command = [
-        tool("prometheus"),
-        f"--config.file={config}",
-        f"--storage.tsdb.path={tmp_path / 'series'}",
-        f"--web.listen-address=127.0.0.1:{port}",
-        "--web.enable-remote-write-receiver",
-    ]
-    with _metrics_server(command, port) as url:
-        yield url
-
-
 @dataclass
 class FakeBroker:
     """A service behind TLS that hands out tokens; `answer` makes each reply, `proofs` are kept."""

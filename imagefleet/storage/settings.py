@@ -23,6 +23,12 @@ AzureName = Annotated[str, AfterValidator(_azure_name)]
 
 POISON_SUFFIX = "-poison"
 
+#: Settings that are gone, and what happens in their place: a warning, until the next release.
+REMOVED_SETTINGS: dict[str, str] = {
+    "push_format": "metrics are pushed as text to VictoriaMetrics or vmagent, which forwards them"
+    " by remote write (-remoteWrite.url)",
+}
+
 #: What has a SAS token of its own: the job queue, the poison queue and the container.
 Resource = Literal["queue", "poison", "blob"]
 
