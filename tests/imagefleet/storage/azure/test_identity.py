@@ -6,7 +6,6 @@ import ast
 import asyncio
 import json
 import os
-import ssl
 import subprocess
 import sys
 from collections.abc import AsyncIterator
@@ -87,12 +86,10 @@ class FakeCloud:
 @pytest.fixture
 async def cloud(broker: Any) -> AsyncIterator[FakeCloud]:
     """A cloud with the broker's certificate."""
-    tls = ssl.create_default_context(ssl.Purpose.CLIENT_AUTH)
-    tls.load_cert_chain(broker.certificate, broker.certificate.with_suffix(".key"))
     fake = FakeCloud("")
     runner = web.ServerRunner(web.Server(fake.handle), shutdown_timeout=0)
     await runner.setup()
-    await web.TCPSite(runner, "127.0.0.1", 0, ssl_context=tls).start()
+    await web.TCPSite(runner, "127.0.0.1", 0, ssl_context=broker.tls).start()
     fake.url = f"https://127.0.0.1:{runner.addresses[0][1]}"
     yield fake
     await runner.cleanup()

@@ -239,7 +239,7 @@ async def test_a_broker_is_given_the_proof_and_asked_once_while_its_tokens_are_g
     async with AzureStorage(broker_settings, retry.NEVER, identity_token=proof) as storage:
         await asyncio.gather(*(storage.queue.depth() for _ in range(20)))
         await storage.check()
-    assert broker.proofs == ["a.signed.token"]
+    assert broker.identity_tokens == ["a.signed.token"]
 
 
 async def test_a_broker_is_asked_again_before_its_tokens_end(
@@ -251,7 +251,7 @@ async def test_a_broker_is_asked_again_before_its_tokens_end(
         while time.monotonic() < ends_at:
             await storage.queue.depth()  # with NEVER, a single refusal would surface
             await asyncio.sleep(0.05)
-    assert 2 <= len(broker.proofs) <= 6
+    assert 2 <= len(broker.identity_tokens) <= 6
 
 
 async def test_a_clock_that_is_wrong_does_not_shorten_a_tokens_life(
@@ -286,11 +286,11 @@ async def test_while_a_broker_is_down_the_old_tokens_are_used_until_they_end(
             await asyncio.sleep(0.05)
         assert "the broker answered HTTP 503" in caplog.text
         await asyncio.sleep(1.5)
-        asked = len(broker.proofs)
+        asked = len(broker.identity_tokens)
         for _ in range(20):
             with pytest.raises(errors.NoAccessError, match="waiting for the broker"):
                 await storage.queue.depth()
-        assert len(broker.proofs) - asked <= 2, "a broker that is down is not stormed"
+        assert len(broker.identity_tokens) - asked <= 2, "a broker that is down is not stormed"
         broker.answer = lambda: answer(mint())
         await asyncio.wait_for(accepted(storage), 10)
 
@@ -305,7 +305,7 @@ async def test_tokens_revoked_before_their_time_are_replaced_at_once(
         for credential in storage._credentials._to_close.credentials.values():  # type: ignore[union-attr]
             credential.update(json.loads(mint(ENDED))["queue"])
         await storage.queue.depth()
-    assert len(broker.proofs) == 2
+    assert len(broker.identity_tokens) == 2
 
 
 @pytest.mark.parametrize("status", [401, 403, 404, 302])
@@ -317,7 +317,7 @@ async def test_a_broker_that_refuses_again_and_again_ends_the_worker(
     async with AzureStorage(broker_settings, policy, identity_token=proof) as storage:
         with pytest.raises(errors.SetupError, match=f"refuses this worker: HTTP {status}"):
             await storage.check()
-    assert len(broker.proofs) == 3
+    assert len(broker.identity_tokens) == 3
 
 
 @pytest.mark.parametrize("body", ["<html>", '{"queue": "x"}', "null", ""])
@@ -339,7 +339,7 @@ async def test_a_broker_with_a_strangers_certificate_is_not_told_the_proof(
             errors.TransientError, match="cannot reach the broker: ClientConnectorCert"
         ):
             await storage.check()
-    assert broker.proofs == []
+    assert broker.identity_tokens == []
 
 
 @pytest.mark.parametrize("error", [errors.TransientError("no answer"), OSError("no route")])
