@@ -281,7 +281,7 @@ class Pipeline:
                             extra={"action": "depth_unknown"},
                         )
                 else:
-                    self.metrics.queues.tell(queue.name, depth)
+                    self.metrics.queues.update(queue.name, depth)
             seconds = self._settings.depth_seconds
             await asyncio.sleep(random.uniform(seconds / 2, 3 * seconds / 2))  # noqa: S311 - jitter
 

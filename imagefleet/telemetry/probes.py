@@ -1,4 +1,4 @@
-"""One port for whoever looks after the process: /metrics, /started, /live and /ready."""
+"""The HTTP port for monitoring: /metrics, and the probes /started, /live and /ready."""
 
 from __future__ import annotations
 
@@ -22,13 +22,13 @@ async def serving(
     host: str,
     port: int,
 ) -> AsyncIterator[int]:
-    """Serves while the block runs; yields the port, which port 0 leaves to the system.
+    """Serves while the block runs; yields the port (with port 0, the system chooses it).
 
-    That anything answers at all shows that the event loop runs; *is_live* speaks for the engine.
-    What starts at once needs no *is_started*.
+    Any answer shows that the event loop runs; *is_live* reports on the engine. A process that is
+    up at once needs no *is_started*.
 
     Raises:
-        SetupError: the port is taken or not ours to take.
+        SetupError: the port is in use or not permitted.
     """
 
     async def metrics(_: web.Request) -> web.Response:
@@ -43,8 +43,8 @@ async def serving(
         return _answer(is_ready(), "ready", "starting or draining")
 
     async def started(_: web.Request) -> web.Response:
-        is_so = is_started is None or is_started()
-        return _answer(is_so, "started", "loading the model and checking the node")
+        is_up = is_started is None or is_started()
+        return _answer(is_up, "started", "loading the model and checking the node")
 
     app = web.Application()
     app.router.add_get("/metrics", metrics)
@@ -67,5 +67,5 @@ async def serving(
         await runner.cleanup()
 
 
-def _answer(is_so: bool, yes: str, no: str) -> web.Response:
-    return web.Response(text=(yes if is_so else no) + "\n", status=200 if is_so else 503)
+def _answer(passed: bool, yes: str, no: str) -> web.Response:
+    return web.Response(text=(yes if passed else no) + "\n", status=200 if passed else 503)

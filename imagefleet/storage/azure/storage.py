@@ -1,4 +1,4 @@
-"""The home on Azure Storage: one session and one client for each resource, for a whole process."""
+"""Azure Storage: one HTTP session, and a client each for both queues and the container."""
 
 from __future__ import annotations
 
@@ -19,16 +19,15 @@ from imagefleet.storage.azure.queue import AzureQueue
 from imagefleet.storage.protocol import Operations
 from imagefleet.storage.settings import StorageSettings
 
-#: An older version of the service's interface: all that is needed here is in it, every Azure
-#: cloud and Azurite answer it, and every release of the SDK that we allow offers it. The SDK's
-#: own choice is the newest, which Azurite refuses.
+#: An API version that every Azure cloud, Azurite and every allowed release of the SDK support. The
+#: SDK's default is the newest, which Azurite refuses.
 API_VERSION = "2023-11-03"
 
-#: Connections at once: the sends in flight (32) and as many for uploads, renewals and deletes.
+#: For the sends in flight (32), and as many uploads, renewals and deletes.
 MAX_CONNECTIONS = 64
 
-#: To a storage that is up, connecting takes milliseconds and the slowest answer under a second.
-#: The SDK's own 20 and 60 seconds would eat a lease.
+#: Connecting normally takes milliseconds, and the slowest answer less than a second. The SDK's
+#: defaults, 20 and 60 seconds, could outlast a lease.
 CONNECT_TIMEOUT_SECONDS = 5
 READ_TIMEOUT_SECONDS = 20
 
@@ -36,10 +35,10 @@ READ_TIMEOUT_SECONDS = 20
 async def surface_lost_replies(
     request: aiohttp.ClientRequest, handler: aiohttp.ClientHandlerType
 ) -> aiohttp.ClientResponse:
-    """Middleware that keeps aiohttp from repeating a PUT or DELETE on its own.
+    """Middleware that keeps aiohttp from retrying PUT and DELETE when a connection breaks.
 
-    It repeats them when a connection breaks, and after a renewal that went through, the second
-    one is refused with 'stale receipt': as if another worker had the message. We must know.
+    If the first renewal succeeded, Azure would refuse the second for its stale receipt, as if
+    another worker had the message.
     """
     try:
         return await handler(request)
@@ -50,12 +49,12 @@ async def surface_lost_replies(
 
 
 def count_queue_operation(operations: Operations, _: PipelineRequest[Any]) -> None:
-    """Hook of the SDK's pipeline, which each request passes, retries and pages included."""
+    """A hook of the SDK that is called for each request, retries and pages included."""
     operations.queue += 1
 
 
 def count_blob_operation(operations: Operations, request: PipelineRequest[Any]) -> None:
-    """As count_queue_operation; Azure bills listings as writes, and deletes not at all."""
+    """As count_queue_operation; Azure bills listings as writes, and deletes are free."""
     http = request.http_request
     if http.method in {"GET", "HEAD"} and http.query.get("comp") != "list":
         operations.blob_reads += 1
@@ -64,19 +63,19 @@ def count_blob_operation(operations: Operations, request: PipelineRequest[Any]) 
 
 
 class AzureStorage:
-    """Queues and container of one storage account. Connects when it is first used.
+    """The queues and the container of one storage account. Connects on first use.
 
-    With a proxy in HTTPS_PROXY or HTTP_PROXY, requests go through it as NO_PROXY allows; without,
-    aiohttp is kept from looking for one each time, which makes requests almost twice as cheap.
+    Honours HTTPS_PROXY, HTTP_PROXY and NO_PROXY. If none is set, aiohttp does not look for a proxy
+    on each request, which takes almost half of the CPU time.
 
     Raises:
-        SetupError: the address is none, or brings no credentials.
+        SetupError: the address is not valid, or lacks credentials.
     """
 
     def __init__(
         self,
         settings: StorageSettings,
-        retries: retry.RetryPolicy,
+        retry_policy: retry.RetryPolicy,
         *,
         identity_token: sas.IdentityToken | None = None,
         read_timeout_seconds: float = READ_TIMEOUT_SECONDS,
@@ -91,8 +90,8 @@ class AzureStorage:
         options = {
             "transport": self._transport,
             "api_version": API_VERSION,
-            # One policy repeats, counts and bounds: ours. The SDK's knows nothing of 429, and
-            # hides the lost reply of a renewal behind the refusal of its own repetition.
+            # Only our policy retries. The SDK's does not handle 429, and would hide the lost reply
+            # to a renewal behind the refusal of its own retry.
             "retry_total": 0,
         }
         address = account.read_address(settings.storage.strip())
@@ -106,14 +105,14 @@ class AzureStorage:
         container = address.container_client(
             settings.container, access.blob.credential, **blob_options
         )
-        self.queue = AzureQueue(queue, retries, access.queue)
-        self.poison = AzureQueue(poison, retries, access.poison)
-        self.blobs = AzureBlobs(container, retries, access.blob)
+        self.queue = AzureQueue(queue, retry_policy, access.queue)
+        self.poison = AzureQueue(poison, retry_policy, access.poison)
+        self.blobs = AzureBlobs(container, retry_policy, access.blob)
         self.url = f"{container.scheme}://{container.primary_hostname}"
 
     async def create(self) -> None:
         if not await self.queue.create():
-            return  # a token for one queue creates nothing, nor need its bearer reach the rest
+            return  # a SAS token for one queue can create nothing else, nor need it
         await self.poison.create()
         await self.blobs.create_container()
 

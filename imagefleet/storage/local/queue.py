@@ -1,9 +1,9 @@
-"""The embedded job queue: rows of one SQLite file that many processes work on at once.
+"""The local job queue: rows of a SQLite file that many processes share.
 
-A message that is ready has `visible_at` 0, a leased one the end of its lease. Leases that ended
-are swept back to 0, through the same index, before the ready ones are read in the order of their
-arrival: so a message that comes back comes first again. No hot statement reads more rows than it
-answers with. A receipt is the row's number and version, and each lease counts the version up.
+`visible_at` is 0 for a visible message, and the end of its lease for a leased one. Before messages
+are read in the order of the sends, expired leases are reset to 0 through the same index, so that a
+returned message comes first again. No frequent statement reads more rows than it returns. A receipt
+is the sequence number and version of the row; each lease increments the version.
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ WHERE queue = ? AND visible_at = 0 AND sequence > ? ORDER BY sequence LIMIT ?
 OLDEST = """
 SELECT enqueued_at FROM messages WHERE queue = ? AND visible_at = 0 ORDER BY sequence LIMIT 1
 """
-# Reads the index from end to end: 50 ms a million, and nobody waits for a reader.
+# Scans the index: 50 ms for a million messages; readers block nobody.
 COUNT = "SELECT count(*) FROM messages WHERE queue = ?"
 COUNT_LEASED = "SELECT count(*) FROM messages WHERE queue = ? AND visible_at > 0"
 
@@ -56,7 +56,7 @@ _Result = TypeVar("_Result")
 
 
 class LocalQueue:
-    """A job queue in a file: first in, first out, by the order of the sends."""
+    """A job queue in a SQLite file, in the order of the sends."""
 
     def __init__(
         self,
@@ -79,7 +79,7 @@ class LocalQueue:
         if not await self._file.has_queue(self._name):
             raise errors.SetupError(
                 f"there is no queue {self._name!r} in {self._file.path.parent};"
-                " `imagefleet load` makes and fills one"
+                " `imagefleet load` creates and fills it"
             )
 
     async def send(self, bodies: Iterable[str]) -> None:
@@ -136,14 +136,14 @@ class LocalQueue:
         self, connection: sqlite3.Connection, max_messages: int, lease_seconds: float
     ) -> list[protocol.LeasedMessage]:
         now = self._clock()
-        # An idle worker asks again and again; it must not take the write lock for nothing.
+        # An idle worker polls, and must not take the write lock each time.
         if connection.execute(ANY_VISIBLE, (self._name, now)).fetchone() is None:
             return []
         with sqlite.transaction(connection):
             connection.execute(SWEEP, (self._name, now))
             leased = connection.execute(LEASE, (now + lease_seconds, self._name, max_messages))
             rows = leased.fetchall()
-        rows.sort()  # RETURNING promises no order; each row begins with its sequence
+        rows.sort()  # RETURNING guarantees no order; each row starts with its sequence
         return [_leased(*row) for row in rows]
 
     async def _change(self, statement: str, *values: float) -> None:
@@ -170,7 +170,7 @@ class LocalQueue:
         return protocol.QueueDepth(messages, leased, age_seconds)
 
     def _sweep(self, connection: sqlite3.Connection) -> None:
-        """Makes the messages whose leases ended ready again, for those who only look."""
+        """Makes messages with expired leases visible, for reads that lease nothing."""
         now = self._clock()
         if connection.execute(ANY_EXPIRED, (self._name, now)).fetchone() is not None:
             with sqlite.transaction(connection):

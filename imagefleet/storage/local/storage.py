@@ -1,4 +1,4 @@
-"""The embedded home: one folder with a SQLite file of queues and a folder of images."""
+"""The local storage: a folder with the queues in a SQLite file, and a folder of blobs."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ QUEUE_FILE = "queue.sqlite"
 
 
 class LocalStorage:
-    """Queues and images of one machine. Touches the disk only when used; `create` makes it."""
+    """The queues and blobs of one machine. Accesses the disk on first use."""
 
     def __init__(self, folder: Path, names: storage_settings.StorageSettings) -> None:
         self._folder = folder

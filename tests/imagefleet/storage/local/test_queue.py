@@ -312,7 +312,7 @@ async def test_a_file_that_is_no_queue_is_refused(tmp_path: Path) -> None:
     path = tmp_path / "queue.sqlite"
     path.write_bytes(b"no database at all " * 100)
     file = QueueFile(path)
-    with pytest.raises(errors.SetupError, match="no queue file"):
+    with pytest.raises(errors.SetupError, match="not a queue file"):
         await LocalQueue(file, "jobs", Operations()).receive(1, LEASE_SECONDS)
     await file.close()
 
@@ -321,13 +321,13 @@ async def test_another_programs_database_is_refused(tmp_path: Path) -> None:
     path = tmp_path / "queue.sqlite"
     sqlite3.connect(path).close()
     file = QueueFile(path)
-    with pytest.raises(errors.SetupError, match="does not hold this queue"):
+    with pytest.raises(errors.SetupError, match="lacks this queue"):
         await LocalQueue(file, "jobs", Operations()).receive(1, LEASE_SECONDS)
     await file.close()
 
 
 async def test_a_queue_that_was_not_created_is_not_made_by_a_send(file: QueueFile) -> None:
-    with pytest.raises(errors.SetupError, match="does not hold this queue"):
+    with pytest.raises(errors.SetupError, match="lacks this queue"):
         await LocalQueue(file, "other", Operations()).send(["a job"])
 
 
