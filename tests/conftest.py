@@ -175,7 +175,7 @@ def azurite_address() -> Iterator[str]:
 @pytest.fixture
 def local_settings(tmp_path: Path) -> StorageSettings:
     """Settings of a folder that does not exist yet."""
-    return StorageSettings(storage=f"local:{tmp_path / 'home'}")
+    return StorageSettings(storage=f"local:{tmp_path / 'storage'}")
 
 
 @pytest.fixture
