@@ -12,7 +12,6 @@ import re
 from collections.abc import AsyncIterator, Iterable, Mapping
 from dataclasses import dataclass
 from datetime import datetime
-from types import TracebackType
 from typing import Protocol, Self
 from xml.sax.saxutils import escape
 
@@ -213,12 +212,7 @@ class Storage(Protocol):
 
     async def __aenter__(self) -> Self: ...
 
-    async def __aexit__(
-        self,
-        error_type: type[BaseException] | None,
-        error: BaseException | None,
-        traceback: TracebackType | None,
-    ) -> None: ...
+    async def __aexit__(self, *_: object) -> None: ...
 
 
 def message_bytes(body: str) -> int:

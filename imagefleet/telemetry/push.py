@@ -83,7 +83,7 @@ class Pusher:
         self._failing = False
 
     async def run(self, every_seconds: float) -> None:
-        """Pushes now, so that counters start at zero, and then for ever."""
+        """Pushes now, so that counters start at zero, and then forever."""
         while True:
             await self.push_for(every_seconds)
             await asyncio.sleep(retry.jitter(every_seconds, 0.8, 1.2))

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
 from typing import TypeVar
 
+from azure.core.async_paging import AsyncItemPaged
 from azure.core.exceptions import HttpResponseError
 from azure.storage.blob import ContentSettings
 from azure.storage.blob.aio import ContainerClient
@@ -126,21 +127,23 @@ class AzureBlobs:
         blobs = self._client.list_blob_names(
             name_starts_with=prefix or None, results_per_page=_NAMES_PAGE
         )
-        pages = aiter(blobs.by_page())
-        while (page := await self._call(lambda: anext(pages, None))) is not None:
-            async for name in page:
-                yield name
+        async for name in self._listed(blobs):
+            yield name
 
     async def records(self, prefix: str = "") -> AsyncIterator[protocol.BlobRecord]:
         blobs = self._client.list_blobs(
             name_starts_with=prefix or None, include=["metadata"], results_per_page=_RECORDS_PAGE
         )
+        async for blob in self._listed(blobs):
+            yield protocol.BlobRecord(
+                blob.name, blob.size, blob.creation_time, dict(blob.metadata or {})
+            )
+
+    async def _listed(self, blobs: AsyncItemPaged[_Result]) -> AsyncIterator[_Result]:
         pages = aiter(blobs.by_page())
         while (page := await self._call(lambda: anext(pages, None))) is not None:
             async for blob in page:
-                yield protocol.BlobRecord(
-                    blob.name, blob.size, blob.creation_time, dict(blob.metadata or {})
-                )
+                yield blob
 
     async def _exists(self, name: str) -> bool:
         """True if the blob exists; False, too, if the credentials do not allow reading it."""

@@ -44,13 +44,11 @@ class AzureQueue:
     def __init__(
         self, client: QueueClient, retry_policy: retry.RetryPolicy, access: Access
     ) -> None:
+        self.name = client.queue_name
+        self._what = f"the queue {self.name!r}"
         self._client = client
         self._retry_policy = retry_policy
         self._access = access
-
-    @property
-    def name(self) -> str:
-        return self._client.queue_name
 
     async def create(self) -> bool:
         """Creates the queue if it does not exist; False if the credentials do not allow that."""
@@ -151,10 +149,6 @@ class AzureQueue:
         if front:
             age_seconds = max(0.0, (datetime.now(UTC) - front[0].enqueued_at).total_seconds())
         return protocol.QueueDepth(properties.approximate_message_count or 0, None, age_seconds)
-
-    @property
-    def _what(self) -> str:
-        return f"the queue {self.name!r}"
 
     async def _call(self, request: Callable[[], Awaitable[_Result]]) -> _Result:
         """Makes a request with retries and translated errors."""

@@ -31,7 +31,7 @@ from imagefleet.storage.settings import Resource, StorageSettings
 _TOKEN = re.compile(r"(?=.*(?:^|&)sig=[^&]+)[^\s?#]+")
 
 #: How often the file is checked for changes: the cost is one `stat`.
-LOOK_SECONDS = 1.0
+FILE_CHECK_SECONDS = 1.0
 
 #: A broker is asked for new tokens after this fraction of their life (random within the range):
 #: late enough to ask seldom, early enough to survive an outage of the broker as long again.
@@ -108,7 +108,7 @@ class TokenFile:
         Raises:
             TransientError: the file is broken now; SetupError: it always was.
         """
-        self.due_at = time.monotonic() + LOOK_SECONDS
+        self.due_at = time.monotonic() + FILE_CHECK_SECONDS
         try:
             return await asyncio.to_thread(self._read_if_changed)
         except (OSError, ValueError) as error:

@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import urllib.request
-from functools import partial
-from types import TracebackType
 from typing import Any, Self
 
 import aiohttp
@@ -48,20 +46,6 @@ async def surface_lost_replies(
         raise aiohttp.ClientConnectionError(str(error) or type(error).__name__) from error
 
 
-def count_queue_operation(operations: Operations, _: PipelineRequest[Any]) -> None:
-    """A hook of the SDK that is called for each request, retries and pages included."""
-    operations.queue += 1
-
-
-def count_blob_operation(operations: Operations, request: PipelineRequest[Any]) -> None:
-    """As count_queue_operation; Azure bills listings as writes, and deletes are free."""
-    http = request.http_request
-    if http.method in {"GET", "HEAD"} and http.query.get("comp") != "list":
-        operations.blob_reads += 1
-    elif http.method != "DELETE":
-        operations.blob_writes += 1
-
-
 class AzureStorage:
     """The queues and the container of one storage account. Connects on first use.
 
@@ -87,24 +71,20 @@ class AzureStorage:
             use_env_settings=self._through_proxy,
         )
         self.operations = Operations()
-        options = {
+        options: dict[str, Any] = {
             "transport": self._transport,
             "api_version": API_VERSION,
             # Only our policy retries. The SDK's does not handle 429, and would hide the lost reply
             # to a renewal behind the refusal of its own retry.
             "retry_total": 0,
+            "raw_request_hook": self._count_queue_operation,
         }
         address = account.read_address(settings.storage.strip())
         access = self._credentials = Credentials(address, settings, identity_token)
-        blob_options = options | {
-            "raw_request_hook": partial(count_blob_operation, self.operations)
-        }
-        options["raw_request_hook"] = partial(count_queue_operation, self.operations)
         queue = address.queue_client(settings.queue, access.queue.credential, **options)
         poison = address.queue_client(settings.poison_queue, access.poison.credential, **options)
-        container = address.container_client(
-            settings.container, access.blob.credential, **blob_options
-        )
+        options["raw_request_hook"] = self._count_blob_operation
+        container = address.container_client(settings.container, access.blob.credential, **options)
         self.queue = AzureQueue(queue, retry_policy, access.queue)
         self.poison = AzureQueue(poison, retry_policy, access.poison)
         self.blobs = AzureBlobs(container, retry_policy, access.blob)
@@ -131,11 +111,18 @@ class AzureStorage:
         )
         return self
 
-    async def __aexit__(
-        self,
-        error_type: type[BaseException] | None,
-        error: BaseException | None,
-        traceback: TracebackType | None,
-    ) -> None:
+    async def __aexit__(self, *_: object) -> None:
         await self._credentials.close()
         await self._transport.close()
+
+    # The SDK calls these for each request that it sends, retries and pages included.
+
+    def _count_queue_operation(self, _: PipelineRequest[Any]) -> None:
+        self.operations.queue += 1
+
+    def _count_blob_operation(self, request: PipelineRequest[Any]) -> None:
+        http = request.http_request
+        if http.method in {"GET", "HEAD"} and http.query.get("comp") != "list":
+            self.operations.blob_reads += 1
+        elif http.method != "DELETE":
+            self.operations.blob_writes += 1

@@ -46,7 +46,7 @@ WHERE queue = ? AND visible_at = 0 AND sequence > ? ORDER BY sequence LIMIT ?
 OLDEST = """
 SELECT enqueued_at FROM messages WHERE queue = ? AND visible_at = 0 ORDER BY sequence LIMIT 1
 """
-# Scans the index: 50 ms for a million messages; readers block nobody.
+# Scans the index: 50 ms for a million messages, which blocks no writer.
 COUNT = "SELECT count(*) FROM messages WHERE queue = ?"
 COUNT_LEASED = "SELECT count(*) FROM messages WHERE queue = ? AND visible_at > 0"
 
@@ -67,18 +67,14 @@ class LocalQueue:
         clock: Callable[[], float] = time.time,
     ) -> None:
         self._file = file
-        self._name = name
+        self.name = name
         self._operations = operations
         self._clock = clock
 
-    @property
-    def name(self) -> str:
-        return self._name
-
     async def check(self) -> None:
-        if not await self._file.has_queue(self._name):
+        if not await self._file.has_queue(self.name):
             raise errors.SetupError(
-                f"there is no queue {self._name!r} in {self._file.path.parent};"
+                f"there is no queue {self.name!r} in {self._file.path.parent};"
                 " `imagefleet load` creates and fills it"
             )
 
@@ -128,7 +124,7 @@ class LocalQueue:
 
     def _send(self, connection: sqlite3.Connection, bodies: Iterable[str]) -> None:
         now = self._clock()
-        rows = ((self._name, now, uuid.uuid4().hex, body) for body in bodies)
+        rows = ((self.name, now, uuid.uuid4().hex, body) for body in bodies)
         with sqlite.transaction(connection, durable=True):
             connection.executemany(SEND, rows)
 
@@ -137,11 +133,11 @@ class LocalQueue:
     ) -> list[protocol.LeasedMessage]:
         now = self._clock()
         # An idle worker polls, and must not take the write lock each time.
-        if connection.execute(ANY_VISIBLE, (self._name, now)).fetchone() is None:
+        if connection.execute(ANY_VISIBLE, (self.name, now)).fetchone() is None:
             return []
         with sqlite.transaction(connection):
-            connection.execute(SWEEP, (self._name, now))
-            leased = connection.execute(LEASE, (now + lease_seconds, self._name, max_messages))
+            connection.execute(SWEEP, (self.name, now))
+            leased = connection.execute(LEASE, (now + lease_seconds, self.name, max_messages))
             rows = leased.fetchall()
         rows.sort()  # RETURNING guarantees no order; each row starts with its sequence
         return [_leased(*row) for row in rows]
@@ -158,23 +154,23 @@ class LocalQueue:
         self, connection: sqlite3.Connection, *, after: int
     ) -> list[tuple[int, protocol.Message]]:
         self._sweep(connection)
-        rows = connection.execute(BROWSE, (self._name, after, _BROWSE_PAGE)).fetchall()
+        rows = connection.execute(BROWSE, (self.name, after, _BROWSE_PAGE)).fetchall()
         return [(sequence, _message(*fields)) for sequence, *fields in rows]
 
     def _depth(self, connection: sqlite3.Connection) -> protocol.QueueDepth:
         self._sweep(connection)
-        (messages,) = connection.execute(COUNT, (self._name,)).fetchone()
-        (leased,) = connection.execute(COUNT_LEASED, (self._name,)).fetchone()
-        oldest = connection.execute(OLDEST, (self._name,)).fetchone()
+        (messages,) = connection.execute(COUNT, (self.name,)).fetchone()
+        (leased,) = connection.execute(COUNT_LEASED, (self.name,)).fetchone()
+        oldest = connection.execute(OLDEST, (self.name,)).fetchone()
         age_seconds = max(0.0, self._clock() - oldest[0]) if oldest else None
         return protocol.QueueDepth(messages, leased, age_seconds)
 
     def _sweep(self, connection: sqlite3.Connection) -> None:
         """Makes messages with expired leases visible, for reads that lease nothing."""
         now = self._clock()
-        if connection.execute(ANY_EXPIRED, (self._name, now)).fetchone() is not None:
+        if connection.execute(ANY_EXPIRED, (self.name, now)).fetchone() is not None:
             with sqlite.transaction(connection):
-                connection.execute(SWEEP, (self._name, now))
+                connection.execute(SWEEP, (self.name, now))
 
 
 def _leased(

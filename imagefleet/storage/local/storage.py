@@ -2,17 +2,15 @@
 
 from __future__ import annotations
 
-import asyncio
 from pathlib import Path
-from types import TracebackType
 from typing import Self
 
 from imagefleet import errors
-from imagefleet.storage import settings as storage_settings
 from imagefleet.storage.local.blobs import LocalBlobs
 from imagefleet.storage.local.queue import LocalQueue
 from imagefleet.storage.local.sqlite import QueueFile
 from imagefleet.storage.protocol import Operations
+from imagefleet.storage.settings import StorageSettings
 
 QUEUE_FILE = "queue.sqlite"
 
@@ -20,21 +18,17 @@ QUEUE_FILE = "queue.sqlite"
 class LocalStorage:
     """The queues and blobs of one machine. Accesses the disk on first use."""
 
-    def __init__(self, folder: Path, names: storage_settings.StorageSettings) -> None:
-        self._folder = folder
+    def __init__(self, folder: Path, names: StorageSettings) -> None:
+        self.url = f"local:{folder}"
         self._file = QueueFile(folder / QUEUE_FILE)
         self.operations = Operations()
         self.queue = LocalQueue(self._file, names.queue, self.operations)
         self.poison = LocalQueue(self._file, names.poison_queue, self.operations)
         self.blobs = LocalBlobs(folder / names.container, self.operations)
 
-    @property
-    def url(self) -> str:
-        return f"local:{self._folder}"
-
     async def create(self) -> None:
         await self._file.create([self.queue.name, self.poison.name])
-        await asyncio.to_thread(self.blobs.make_folder)
+        await self.blobs.create_folder()
 
     async def check(self) -> None:
         for queue in (self.queue, self.poison):
@@ -45,10 +39,5 @@ class LocalStorage:
     async def __aenter__(self) -> Self:
         return self
 
-    async def __aexit__(
-        self,
-        error_type: type[BaseException] | None,
-        error: BaseException | None,
-        traceback: TracebackType | None,
-    ) -> None:
+    async def __aexit__(self, *_: object) -> None:
         await self._file.close()

@@ -71,7 +71,7 @@ def broker_settings(settings: StorageSettings, broker: Any) -> StorageSettings:
 @pytest.fixture(autouse=True)
 def _no_waiting(monkeypatch: pytest.MonkeyPatch) -> None:
     """Checks the file on each request, and does not wait for new tokens."""
-    monkeypatch.setattr(sas, "LOOK_SECONDS", 0.0)
+    monkeypatch.setattr(sas, "FILE_CHECK_SECONDS", 0.0)
     monkeypatch.setattr(credentials, "WAIT_SECONDS", 0.0)
 
 

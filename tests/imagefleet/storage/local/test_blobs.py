@@ -16,9 +16,9 @@ from imagefleet.storage.protocol import Operations
 
 
 @pytest.fixture
-def blobs(tmp_path: Path) -> LocalBlobs:
+async def blobs(tmp_path: Path) -> LocalBlobs:
     blobs = LocalBlobs(tmp_path / "images", Operations())
-    blobs.make_folder()
+    await blobs.create_folder()
     return blobs
 
 
