@@ -77,3 +77,10 @@ async def test_missing_access_counts_as_an_attempt_by_default() -> None:
     with pytest.raises(errors.NoAccessError):
         await FAST.call(storage.call)
     assert storage.calls == FAST.tries
+
+
+def test_a_backoff_doubles_up_to_its_limit_and_is_jittered() -> None:
+    pauses = [retry.backoff(retries, 1, 10) for retries in (0, 1, 2, 3, 4, 10_000)]
+    for pause, longest in zip(pauses, [1, 2, 4, 8, 10, 10], strict=True):
+        assert longest / 2 <= pause <= longest
+    assert len({retry.backoff(0, 1, 10) for _ in range(10)}) > 1

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, TypeVar
 from urllib.parse import urlsplit
@@ -47,21 +46,16 @@ class AzureAddress:
 
     def queue_client(self, name: str, credential: Credential, **options: Any) -> QueueClient:
         """A client for one queue; *credential* overrides that of the address."""
-        return self._client(QueueClient, self.queue_url, name, credential, options)
+        return self._client(QueueClient, self.queue_url, name, credential, **options)
 
     def container_client(
         self, name: str, credential: Credential, **options: Any
     ) -> ContainerClient:
         """A client for one container; *credential* overrides that of the address."""
-        return self._client(ContainerClient, self.blob_url, name, credential, options)
+        return self._client(ContainerClient, self.blob_url, name, credential, **options)
 
     def _client(
-        self,
-        kind: type[_Client],
-        url: str,
-        name: str,
-        credential: Credential,
-        options: Mapping[str, Any],
+        self, kind: type[_Client], url: str, name: str, credential: Credential, **options: Any
     ) -> _Client:
         if self.connection_string is None:
             return kind(url, name, credential, **options)

@@ -90,7 +90,7 @@ class RotatingTokens:
     def __init__(self, source: sas_tokens.TokenSource) -> None:
         self.source = source
         self.credentials: dict[Resource, AzureSasCredential] = {
-            resource: AzureSasCredential("") for resource in get_args(Resource)
+            each: AzureSasCredential("") for each in get_args(Resource)
         }
         self._refreshing: asyncio.Task[None] | None = None
         self._failure: errors.FleetError | None = None

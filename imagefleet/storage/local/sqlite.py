@@ -71,11 +71,10 @@ class QueueFile:
         await retry.DEFAULT.call(lambda: self._in_thread(lambda: self._create(names)))
 
     async def has_queue(self, name: str) -> bool:
-        def find(connection: sqlite3.Connection) -> bool:
-            row = connection.execute("SELECT 1 FROM queues WHERE name = ?", (name,)).fetchone()
-            return row is not None
-
-        return self.path.exists() and await self.run(find)
+        find = "SELECT 1 FROM queues WHERE name = ?"
+        return self.path.exists() and await self.run(
+            lambda connection: connection.execute(find, (name,)).fetchone() is not None
+        )
 
     async def close(self) -> None:
         await self._in_thread(self._close)
