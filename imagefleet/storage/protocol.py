@@ -220,20 +220,15 @@ def message_bytes(body: str) -> int:
     return len(escape(body).encode(errors="surrogatepass"))
 
 
-def check_message_size(body: str) -> None:
-    """Raises JobError if the body is too large for a message."""
-    size = message_bytes(body)
-    if size > MAX_MESSAGE_BYTES:
-        raise errors.JobError(
-            f"the message has {size:,} bytes; a queue message holds {MAX_MESSAGE_BYTES:,}"
-        )
-
-
 def checked_messages(bodies: Iterable[str]) -> list[str]:
     """The bodies as a list; raises JobError if a queue cannot carry one of them."""
     checked = list(bodies)
     for body in checked:
-        check_message_size(body)
+        size = message_bytes(body)
+        if size > MAX_MESSAGE_BYTES:
+            raise errors.JobError(
+                f"the message has {size:,} bytes; a queue message holds {MAX_MESSAGE_BYTES:,}"
+            )
         if odd := _NOT_XML.search(body):
             raise errors.JobError(
                 f"the message holds the character U+{ord(odd[0]):04X}, which queues cannot carry;"
