@@ -112,7 +112,7 @@ class AzureQueue:
         protocol.check_lease(lease_seconds)
         updated = await self._set_visible_after(message, lease_seconds)
         if updated is None:
-            # The renewal whose reply was lost replaced the receipt, or another worker has it.
+            # The lost renewal replaced the receipt, or another worker has the message.
             raise errors.TransientError(f"{self._what}: the reply to a renewal was lost")
         return dataclasses.replace(message, receipt=str(updated.pop_receipt))
 
