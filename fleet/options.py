@@ -51,7 +51,7 @@ PROJECT_SETTINGS: Mapping[type[BaseSettings], tuple[str, str]] = {
 #: Settings of the last release by the model that had them, and what happens instead. Their flags
 #: took a value; a removed switch would need a flag of its own kind.
 REMOVED: dict[type[BaseSettings], Mapping[str, str]] = {
-    StorageSettings: getattr(storage_settings, "REMOVED_SETTINGS", {}),
+    StorageSettings: storage_settings.REMOVED_SETTINGS,
     WorkerSettings: getattr(worker_settings, "REMOVED_SETTINGS", {}),
 }
 

@@ -154,7 +154,7 @@ def test_replaying_all_leaves_foreign_messages_and_reports_them(
     result = in_process("failed", "replay", "--all")
 
     assert "3 failed jobs replayed" in result.stdout
-    assert "stays: it is no failed job's record" in result.stdout
+    assert "stays: it is not a record of a failed job" in result.stdout
     assert depths(failed_jobs) == (3, 1)
 
 
