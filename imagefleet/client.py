@@ -192,8 +192,8 @@ class _LoopThread:
                 return
             self._closed = True
         try:
-            for step in (last, self._loop.shutdown_asyncgens()):
-                asyncio.run_coroutine_threadsafe(step, self._loop).result()
+            asyncio.run_coroutine_threadsafe(last, self._loop).result()
+            asyncio.run_coroutine_threadsafe(self._loop.shutdown_asyncgens(), self._loop).result()
         finally:
             self._loop.call_soon_threadsafe(self._loop.stop)
             self._thread.join()

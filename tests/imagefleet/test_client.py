@@ -15,7 +15,7 @@ from typing import Any
 import pytest
 
 import imagefleet
-from imagefleet import Job, aio, errors
+from imagefleet import Job, aio, errors, retry
 from imagefleet.job.message import read_job
 from imagefleet.storage.open import open_storage
 from imagefleet.storage.settings import StorageSettings
@@ -272,6 +272,39 @@ class _NoSender:
 
     async def run(self) -> None:
         assert sum(1 for _ in self._bodies)
+
+
+@local_only
+async def test_a_fault_in_the_middle_of_a_listing_loses_no_result(
+    fleet: aio.Fleet, work: Work, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(aio, "RETRIES", retry.RetryPolicy(tries=3, first_wait_seconds=0.001))
+    names = fleet.storage.blobs.names
+    faults = iter([True])
+
+    async def faulty(prefix: str = "") -> AsyncIterator[str]:
+        async for name in names(prefix):
+            yield name
+            if next(faults, False):
+                raise errors.TransientError
+
+    monkeypatch.setattr(fleet.storage.blobs, "names", faulty)
+    batch = await fleet.submit([Job(prompt="a house") for _ in range(3)])
+    await work()
+
+    assert set(await collect(batch)) == set(batch.ids)
+
+
+@local_only
+async def test_an_error_in_the_callers_iterable_comes_back_to_the_caller(fleet: aio.Fleet) -> None:
+    def jobs() -> Iterator[Job]:
+        yield from [Job(prompt="a house")] * 150
+        raise ZeroDivisionError
+
+    with pytest.raises(ZeroDivisionError):
+        await fleet.submit(jobs())
+    assert (await fleet.depth()).queue.messages == 100
+    assert len(asyncio.all_tasks()) == 1
 
 
 @local_only
