@@ -124,7 +124,7 @@ async def test_a_replayed_job_completes(fleet: aio.Fleet, work: Work) -> None:
     assert (await collect(batch))["a"].status == "completed"
 
 
-async def test_a_job_submitted_again_after_its_failure_is_judged_anew(
+async def test_an_old_failure_does_not_count_for_a_resubmitted_job(
     fleet: aio.Fleet, work: Work
 ) -> None:
     await fleet.submit([Job(prompt="broken", id="a")])
@@ -228,7 +228,7 @@ async def test_two_clients_see_only_their_own_batches(
     ]
 
 
-async def test_closing_ends_those_who_wait(connect_options: dict[str, Any]) -> None:
+async def test_closing_ends_pending_calls(connect_options: dict[str, Any]) -> None:
     async with aio.connect(**connect_options) as fleet:
         batch = await fleet.submit([Job(prompt="a house", id="a")])
         waiting = [
@@ -317,7 +317,7 @@ async def test_an_unsafe_campaign_is_refused(fleet: aio.Fleet, campaign: str) ->
 
 
 @local_only
-async def test_a_jobs_own_campaign_goes_first(fleet: aio.Fleet, work: Work) -> None:
+async def test_a_jobs_own_campaign_has_precedence(fleet: aio.Fleet, work: Work) -> None:
     jobs = [Job(prompt="a house", id="a", campaign="autumn"), Job(prompt="a house", id="a")]
     batch = await fleet.submit(jobs, campaign="spring")
     await work()
@@ -349,7 +349,7 @@ async def test_a_job_that_no_message_can_hold_is_refused_by_its_id(fleet: aio.Fl
         ({"storage": "https://a123.blob.core.windows.net"}, "SAS"),
     ],
 )
-def test_a_wrong_address_or_setting_is_one_clear_sentence(
+def test_an_invalid_address_or_setting_is_one_clear_sentence(
     options: dict[str, Any], complaint: str
 ) -> None:
     for connect in (imagefleet.connect, aio.connect):
