@@ -58,7 +58,7 @@ def command(
         ),
     ],
     count: Annotated[
-        int | None, typer.Option(min=1, help="Number of jobs; overrides the template's.")
+        int | None, typer.Option(min=1, help="Number of jobs; overrides FILE's.")
     ] = None,
     seed: Annotated[
         int | None,
@@ -110,14 +110,7 @@ def command(
     if file != "-":
         path = checkpoint_file or checkpoint.default_path(Path(file), settings.queue)
     storage = open_storage(settings)
-    load = Load(
-        storage,
-        source,
-        checkpoint_path=path,
-        restart=restart,
-        concurrency=settings.concurrency,
-        rate=settings.rate,
-    )
+    load = Load(storage, source, settings, path, restart=restart)
     _announce(load, path)
     if not quiet and not load.is_done and (source.count or 0) > _MANY_JOBS:
         _report(f"checking the jobs in {file}")

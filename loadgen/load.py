@@ -12,6 +12,7 @@ from imagefleet.storage.open import LOCAL_SCHEME
 from imagefleet.storage.protocol import Storage
 from imagefleet.submit import BulkSender, Progress
 from loadgen.checkpoint import Checkpoint, CheckpointFile, resume
+from loadgen.settings import LoadSettings
 from loadgen.sources import Source
 
 
@@ -40,11 +41,10 @@ class Load:
         self,
         storage: Storage,
         source: Source,
-        *,
+        settings: LoadSettings,
         checkpoint_path: Path | None,
+        *,
         restart: bool,
-        concurrency: int,
-        rate: float | None,
     ) -> None:
         self._storage = storage
         self._source = source
@@ -61,8 +61,8 @@ class Load:
             storage.queue,
             source.bodies(self.confirmed),
             start=self.confirmed,
-            concurrency=concurrency,
-            rate=rate,
+            concurrency=settings.concurrency,
+            rate=settings.rate,
         )
 
     def check(self) -> None:
