@@ -129,15 +129,15 @@ async def test_load_needs_only_to_add_messages(
 ) -> None:
     from loadgen import sources
     from loadgen.load import Load
+    from loadgen.settings import LoadSettings
 
     jobs = tmp_path / "jobs.jsonl"
     jobs.write_text('{"prompt": "a fox"}\n{"prompt": "an owl"}\n')
     storage = AzureStorage(with_role(azurite_settings, ROLES["load"]), retry.NEVER)
     async with storage:
         source = sources.open_source(str(jobs), count=None, seed=None, on_invalid=None)
-        place = tmp_path / "checkpoint.json"
-        options = {"place": place, "restart": False, "concurrency": 2, "rate": None}
-        summary = await Load(storage, source, **options).run(lambda _confirmed: None)
+        load = Load(storage, source, LoadSettings(), tmp_path / "checkpoint.json", restart=False)
+        summary = await load.run(lambda _confirmed: None)
         assert summary.sent == 2
         await refused(storage.queue.receive(1, LEASE_SECONDS))
         await refused(storage.queue.depth())
