@@ -26,8 +26,8 @@
 #                demo model; to download a model at the start instead, set IMAGEFLEET_MODEL to an
 #                https URL or to store:NAME.
 #
-# The first start on a GPU compiles for a minute or two. The next start on the same kind of GPU reuses
-# what is in /cache: keep it as a volume, or bake it in,
+# The first start on a GPU compiles for a minute or two. The next start on the same kind of GPU
+# reuses what is in /cache: keep it as a volume, or bake it in,
 #
 #   FROM imagefleet-worker
 #   COPY --chown=65532:65532 cache/ /cache/

@@ -17,7 +17,7 @@ from fleet.report.figures import Figures
 from fleet.report.metrics import Metrics
 from fleet.report.plot import Bar, Line, bars, histogram, number_text, time_plot
 
-#: Rows of the table of workers, the slowest first: those are the ones to look into.
+#: Rows of the table of workers, the slowest first.
 _MAX_WORKERS = 15
 
 _SPEED_BINS = 24

@@ -82,8 +82,6 @@ def is_rolling(groups: Sequence[Group]) -> bool:
 
 def refuse_unscalable(groups: Sequence[Group], replicas: int) -> None:
     """Raises SetupError if *groups* are of several revisions or too few for *replicas*."""
-    if not groups:
-        raise errors.SetupError("there are no groups to scale: run `imagefleet deploy salad apply`")
     if is_rolling(groups):
         raise errors.SetupError(
             "a rolling change is unfinished: run `imagefleet deploy salad apply` to continue it"
@@ -111,6 +109,16 @@ class Deployment:
             if (name := salad_groups.parse_name(self.fleet, group.name))
         ]
         return [group for *_, group in sorted(found, key=lambda each: each[:2])]
+
+    async def existing_groups(self) -> list[Group]:
+        """Like `groups`; raises SetupError if there are none."""
+        groups = await self.groups()
+        if not groups:
+            raise errors.SetupError(
+                f"the fleet {self.fleet} has no groups on SaladCloud: create them with"
+                " `imagefleet deploy salad apply`"
+            )
+        return groups
 
     async def carry_out(self, plan: Changes) -> None:
         """Makes the changes, except for old groups: those are for `replace`."""

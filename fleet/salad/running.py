@@ -77,7 +77,7 @@ async def _scale(path: Path | None, replicas: int, *, yes: bool) -> None:
     file, folder = salad_options.read_file(path)
     async with salad_options.connected(file, folder) as fleet:
         groups, known, quota = await asyncio.gather(
-            fleet.groups(), fleet.client.gpu_classes(), fleet.client.quota()
+            fleet.existing_groups(), fleet.client.gpu_classes(), fleet.client.quota()
         )
         deployment.refuse_unscalable(groups, replicas)
         more = replicas - sum(group.replicas for group in groups)
@@ -110,7 +110,7 @@ async def _status(path: Path | None, *, watch: bool, as_json: bool) -> None:
 async def _drain(path: Path | None, wait_seconds: float, *, yes: bool) -> None:
     file, folder = salad_options.read_file(path)
     async with salad_options.connected(file, folder) as fleet:
-        groups = await _existing(fleet)
+        groups = await fleet.existing_groups()
         running = sum(group.running for group in groups)
         if running:
             salad_options.confirm(f"Stop {console.counted(running, 'running worker')}?", yes=yes)
@@ -120,7 +120,7 @@ async def _drain(path: Path | None, wait_seconds: float, *, yes: bool) -> None:
 async def _delete(path: Path | None, wait_seconds: float, *, yes: bool) -> None:
     file, folder = salad_options.read_file(path)
     async with salad_options.connected(file, folder) as fleet:
-        groups = await _existing(fleet)
+        groups = await fleet.existing_groups()
         running = sum(group.running for group in groups)
         salad_options.confirm(
             f"Delete {console.counted(len(groups), 'group')} of {file.name}"
@@ -128,13 +128,6 @@ async def _delete(path: Path | None, wait_seconds: float, *, yes: bool) -> None:
             yes=yes,
         )
         await fleet.delete([group.name for group in groups], wait_seconds)
-
-
-async def _existing(fleet: deployment.Deployment) -> list[Group]:
-    groups = await fleet.groups()
-    if not groups:
-        raise errors.SetupError(f"the fleet {fleet.fleet} has no groups on SaladCloud")
-    return groups
 
 
 def _dollars(groups: Sequence[Group], known: Sequence[gpus.GpuClass]) -> salad_price.PriceRange:

@@ -92,11 +92,7 @@ class Scaler:
         """
         now = self._clock()
         is_due = now >= self._due_at
-        groups = await self._fleet.groups()
-        if not groups:
-            raise errors.SetupError(
-                "there are no groups to scale: run `imagefleet deploy salad apply`"
-            )
+        groups = await self._fleet.existing_groups()
         obstacle = "a rolling change is under way" if deployment.is_rolling(groups) else ""
         if not await self._read_queue(now):
             obstacle = "the queue does not answer"
@@ -187,9 +183,9 @@ class Scaler:
             except errors.TransientError as error:
                 log.warning("using the last prices: %s", error, extra={"action": "prices_unknown"})
         found = [salad_price.group_price(group, self._classes) for group in groups]
-        most = [each.most if each else 0.0 for each in found]
+        highest = [each.most if each else 0.0 for each in found]
         # If one group has no price, that of the fleet is unknown.
-        return max(most) if most and min(most) > 0 else None
+        return max(highest) if highest and min(highest) > 0 else None
 
     async def _quota_free(self) -> int | None:
         try:

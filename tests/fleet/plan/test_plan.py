@@ -8,8 +8,7 @@ from typing import Any
 
 import pytest
 
-from fleet.plan import command as plan
-from fleet.plan import inputs
+from fleet.plan import estimate, inputs
 from fleet.plan.inputs import Input
 from imagefleet import errors
 from imagefleet.pricing import prices, speeds
@@ -22,9 +21,11 @@ def part(
     dollars_per_hour: float,
     replicas: int = 1,
     start_up_seconds: float = 0,
-) -> plan.Part:
+) -> estimate.Part:
     numbers = (images_per_second, dollars_per_hour, start_up_seconds)
-    return plan.Part("a card", replicas, *(Input(number, "given", "a test") for number in numbers))
+    return estimate.Part(
+        "a card", replicas, *(Input(number, "given", "a test") for number in numbers)
+    )
 
 
 @pytest.fixture
@@ -52,7 +53,7 @@ def bench_report(tmp_path: Path) -> Callable[..., Path]:
 def test_a_plan_matches_a_calculation_by_hand() -> None:
     # 36,000 images at 2 images/s: 18,000 s, so 5 replica hours; 1 h on 5 replicas, $0.50 at $0.10.
     # 36,000 writes at $0.0000055 are $0.198; 3 x 9,000 operations at $0.00000005 are $0.00135.
-    found = plan.make_plan(9_000, 36_000, [part(2, 0.1, replicas=5)])
+    found = estimate.make_plan(9_000, 36_000, [part(2, 0.1, replicas=5)])
 
     assert found.hours == pytest.approx(1)
     assert found.gpu_dollars == pytest.approx(0.5)
@@ -64,7 +65,9 @@ def test_a_plan_matches_a_calculation_by_hand() -> None:
 
 def test_a_mix_matches_a_calculation_by_hand() -> None:
     # 2 x 3 and 4 x 1 images/s are 10: 36,000 take an hour, at 2 x $0.20/h and 4 x $0.05/h.
-    found = plan.make_plan(36_000, 36_000, [part(3, 0.2, replicas=2), part(1, 0.05, replicas=4)])
+    found = estimate.make_plan(
+        36_000, 36_000, [part(3, 0.2, replicas=2), part(1, 0.05, replicas=4)]
+    )
 
     assert found.replicas == 6
     assert found.hours == pytest.approx(1)
@@ -73,15 +76,15 @@ def test_a_mix_matches_a_calculation_by_hand() -> None:
 
 def test_start_up_is_billed_and_makes_no_images() -> None:
     # 1 image/s: 3,600 images take an hour, plus 600 s of start-up, all billed at $1/h.
-    found = plan.make_plan(1, 3600, [part(1, 1, start_up_seconds=600)])
+    found = estimate.make_plan(1, 3600, [part(1, 1, start_up_seconds=600)])
 
     assert found.hours == pytest.approx(7 / 6)
     assert found.gpu_dollars == pytest.approx(7 / 6)
 
 
 def test_more_replicas_take_less_time_and_cost_the_same() -> None:
-    one = plan.make_plan(10, 10, [part(1, 0.1)])
-    ten = plan.make_plan(10, 10, [part(1, 0.1, replicas=10)])
+    one = estimate.make_plan(10, 10, [part(1, 0.1)])
+    ten = estimate.make_plan(10, 10, [part(1, 0.1, replicas=10)])
 
     assert ten.hours == pytest.approx(one.hours / 10)
     assert ten.dollars == pytest.approx(one.dollars)
@@ -90,7 +93,7 @@ def test_more_replicas_take_less_time_and_cost_the_same() -> None:
 def test_the_reference_run_is_reproduced() -> None:
     # 750 replicas made 9,274,913 images in 24 hours for $1,872: 4,954 images per dollar.
     speed = 9_274_913 / (750 * 24 * 3600)
-    found = plan.make_plan(9_274_913, 9_274_913, [part(speed, 0.104, replicas=750)])
+    found = estimate.make_plan(9_274_913, 9_274_913, [part(speed, 0.104, replicas=750)])
 
     assert found.hours == pytest.approx(24)
     assert found.gpu_dollars == pytest.approx(1872)
@@ -103,25 +106,25 @@ def test_the_reference_run_is_reproduced() -> None:
 def test_a_deadline_needs_the_fewest_replicas_that_meet_it(
     images: int, hours: float, replicas: int
 ) -> None:
-    (found,) = plan.mix_for(images, [part(2, 0.1)], deadline_hours=hours)
+    (found,) = estimate.mix_for(images, [part(2, 0.1)], deadline_hours=hours)
 
     assert found.replicas == replicas
 
 
 def test_a_deadline_keeps_the_proportions_of_the_mix() -> None:
-    mix = plan.mix_for(1_000_000, [part(4, 0.2), part(1, 0.05, replicas=3)], deadline_hours=1)
+    mix = estimate.mix_for(1_000_000, [part(4, 0.2), part(1, 0.05, replicas=3)], deadline_hours=1)
 
     assert [each.replicas for each in mix] == [40, 120]
-    assert plan.make_plan(1, 1_000_000, mix).hours <= 1
+    assert estimate.make_plan(1, 1_000_000, mix).hours <= 1
 
 
 def test_a_deadline_includes_start_up_and_must_be_longer() -> None:
     slow_to_start = part(1, 0.1, start_up_seconds=1800)
 
-    (found,) = plan.mix_for(3600, [slow_to_start], deadline_hours=1)
+    (found,) = estimate.mix_for(3600, [slow_to_start], deadline_hours=1)
     assert found.replicas == 2
     with pytest.raises(errors.SetupError, match="start-up is longer"):
-        plan.mix_for(3600, [slow_to_start], deadline_hours=0.5)
+        estimate.mix_for(3600, [slow_to_start], deadline_hours=0.5)
 
 
 def test_every_gpu_with_an_assumed_speed_has_a_price() -> None:

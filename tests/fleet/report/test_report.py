@@ -15,6 +15,7 @@ import numpy as np
 import pytest
 
 from fleet.report import figures as report_figures
+from fleet.report import metrics, page
 from fleet.report import records as report_records
 from imagefleet import errors
 from imagefleet.job.message import Job, Output
@@ -209,16 +210,51 @@ def test_the_page_is_self_contained_and_escapes_every_text(
     )
 
     assert result.returncode == 0, result.stderr
-    page = Path("out/page.html").read_text()
-    assert "<script" not in page
-    assert "<b>" not in page
-    assert page.count(html.escape(HOSTILE)) >= 2
-    assert not re.search(r"(src|href)=.(?!data:)|url\(|@import", page), "something is loaded"
-    assert page.count('src="data:image/webp;base64,') == 2
+    text = Path("out/page.html").read_text()
+    assert "<script" not in text
+    assert "<b>" not in text
+    assert text.count(html.escape(HOSTILE)) >= 2
+    assert not re.search(r"(src|href)=.(?!data:)|url\(|@import", text), "something is loaded"
+    assert text.count('src="data:image/webp;base64,') == 2
     figures = json.loads(Path("out/figures.json").read_text())
     assert (figures["images"], figures["failed"], figures["metrics"]) == (2, 1, None)
     assert figures["money"]["storage_dollars"] == 0  # a local folder
     assert figures["began_at"] == "2026-11-01T11:59:59+00:00"
+
+
+async def test_the_page_shows_the_metrics_and_many_workers(
+    local_storage: LocalStorage, stored: Callable[..., AsyncIterator[None]]
+) -> None:
+    for worker in range(30):
+        for number in range(2):
+            facts = record(f"w{worker}", 1 + worker / 10, price_per_hour="0.1")
+            await stored(f"{worker}-{number}.png", 10 + worker * number, **facts)
+    figures = figures_of(await report_records.read_records(local_storage, "spring", samples=0))
+    curve = [(0.0, 1.0), (60.0, 2.0)]
+    found = metrics.Metrics(
+        began_at=NOON,
+        ended_at=NOON,
+        images=60,
+        dollars={"gpu": 0.5, "storage": 0.01},
+        wasted_dollars={"start_up": 0.1, HOSTILE: 0.1},
+        jobs={"completed": 60, "failed": 0},
+        gpu_busy_seconds=90,
+        gpu_idle_seconds={"queue_empty": 10},
+        stage_mean_seconds={"wait_gpu": 2},
+        images_per_dollar_gpu_only=120,
+        images_per_dollar=None,
+        rate_seconds=60,
+        over_time={"workers": curve, "images_per_dollar": curve},
+    )
+
+    html_page = page.render(figures, found, [], NOON)
+
+    titles = ("Dollars", "GPU time", "Mean time by stage", "Images per dollar", "Workers")
+    assert all(f"<h3>{title}</h3>" in html_page for title in titles)
+    assert html_page.count("<svg") == 8
+    assert "60 completed." in html_page
+    assert "The slowest 15 of 30." in html_page
+    assert "<script" not in html_page
 
 
 def test_json_is_printed_without_a_page(hostile_storage: str, in_process: Imagefleet) -> None:

@@ -133,6 +133,6 @@ async def test_an_address_without_a_server_is_reported(waits: list[float]) -> No
         waits.append(seconds)
 
     async with aiohttp.ClientSession() as session:
-        nobody = client.SaladClient(session, "http://127.0.0.1:9", "key", sleep=sleep)
+        api = client.SaladClient(session, "http://127.0.0.1:9", "key", sleep=sleep)
         with pytest.raises(errors.TransientError, match="does not answer"):
-            await nobody.call("GET", "/")
+            await api.call("GET", "/")
