@@ -65,6 +65,7 @@ def command(
     sample_seconds: Annotated[
         float, typer.Option(min=1, max=600, help="Between samples, which count the cost.")
     ] = 60,
+    look_seconds: Annotated[float | None, typer.Option(min=1, max=600, hidden=True)] = None,
     ledger: Annotated[
         Path | None,
         typer.Option(metavar="FILE", help="Record of the cost [default: NAME-scale.json]."),
@@ -91,6 +92,8 @@ def command(
     """
     if deadline is None and dollars_per_hour is None:
         raise errors.SetupError("give a goal: --deadline, --dollars-per-hour or both")
+    if look_seconds is not None:
+        salad_options.log("--look-seconds is deprecated; use --sample-seconds")
     fleet_file, folder = salad_options.read_file(file)
     goal = Goal(
         max_dollars=max_dollars,
@@ -98,7 +101,7 @@ def command(
         deadline=deadline.timestamp() if deadline else None,
         dollars_per_hour=dollars_per_hour,
         every_seconds=every_minutes * 60,
-        sample_seconds=sample_seconds,
+        sample_seconds=look_seconds or sample_seconds,
     )
     given = None
     if images_per_second is not None:

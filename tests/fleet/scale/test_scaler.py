@@ -294,12 +294,14 @@ def test_a_dry_run_prints_the_decision(
     in_process("load", "jobs.jsonl")
 
     ended = in_process(
-        "scale", "--dollars-per-hour", "0.3", "--max-dollars", "5", "--once", "--dry-run", "--json"
+        *("scale", "--dollars-per-hour", "0.3", "--max-dollars", "5"),
+        *("--once", "--dry-run", "--json", "--look-seconds", "60"),
     )
 
     assert ended.returncode == 0, ended.stderr
     record = json.loads(ended.stdout)
     assert (record["replicas"], record["wanted"], record["speed"]) == (20, 2, "assumed")
+    assert "--look-seconds is deprecated; use --sample-seconds" in ended.stderr
 
 
 def test_a_goal_is_required(salad: Any, in_process: Imagefleet) -> None:
