@@ -53,7 +53,7 @@ WORKDIR /cache
 # change, not with every line of pyproject.toml.
 FROM base AS pins
 ARG CONSTRAINTS=constraints.txt
-ARG EXTRAS="azure-identity remote-write"
+ARG EXTRAS="azure-identity"
 WORKDIR /pins
 COPY pyproject.toml ./
 COPY ${CONSTRAINTS} constraints.txt
