@@ -195,7 +195,7 @@ def test_a_changed_file_starts_new_groups_before_old_ones_are_deleted(
         in_process("deploy", "salad", "status")
     first = set(salad.groups)
     assert sum(group.running for group in salad.groups.values()) == 750
-    edit(tmp_path, "environment:", "environment:\n  IMAGEFLEET_MAX_BATCH: 4")
+    edit(tmp_path, "environment:", "environment:\n  IMAGEFLEET_SLOTS: 4")
 
     ended = in_process("deploy", "salad", "apply", "--yes")
 
@@ -215,7 +215,7 @@ def test_new_groups_that_do_not_start_leave_the_old_ones_running(
         in_process("deploy", "salad", "status")
     old = dict(salad.groups)
     salad.nodes = 800
-    edit(tmp_path, "environment:", "environment:\n  IMAGEFLEET_MAX_BATCH: 4")
+    edit(tmp_path, "environment:", "environment:\n  IMAGEFLEET_SLOTS: 4")
 
     ended = in_process("deploy", "salad", "apply", "--yes", "--wait-minutes", "0.005")
 
@@ -235,7 +235,7 @@ def test_old_and_new_groups_of_a_rolling_change_count_against_the_quota(
 ) -> None:
     salad.quota = 1000
     in_process("deploy", "salad", "apply", "--yes")
-    edit(tmp_path, "environment:", "environment:\n  IMAGEFLEET_MAX_BATCH: 4")
+    edit(tmp_path, "environment:", "environment:\n  IMAGEFLEET_SLOTS: 4")
 
     ended = in_process("deploy", "salad", "apply", "--yes")
 
