@@ -56,14 +56,16 @@ async def fleet(connect_options: dict[str, Any]) -> AsyncIterator[aio.Fleet]:
 
 
 @pytest.fixture
-def work(storage_settings: StorageSettings, tmp_path: Path) -> Work:
+def work(
+    storage_settings: StorageSettings, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> Work:
     """Runs a worker until the queue is empty."""
+    monkeypatch.setenv("HOME", str(tmp_path / "home"))  # of the LoRA cache
+    monkeypatch.setattr("worker.pull.UNTIL_EMPTY_PAUSE_SECONDS", 0.1, raising=False)
     settings = WorkerSettings(
         **storage_settings.model_dump(),
         model=Path("stand-in"),
-        lora_cache=tmp_path / "cache",
         until_empty=True,
-        poll_seconds=0.1,
     )
 
     async def run(draw: Callable[..., contract.Pixels] = draw) -> None:
