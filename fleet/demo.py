@@ -202,9 +202,7 @@ async def _work(
             from worker.engine.load import load_engine
 
             # To compile takes longer than the whole demo.
-            engine = load_engine(
-                Path(settings.model), settings.device, kind=settings.engine, compile="off"
-            )
+            engine = load_engine(Path(settings.model), settings.device, compile="off")
             watch.ready_at = time.monotonic()
             progress.update(task, description="making pictures")
             return engine

@@ -1,4 +1,4 @@
-"""`imagefleet bench`: how fast this machine is, against its own limit and plain diffusers."""
+"""`imagefleet bench`: this machine's speed, its limit and plain diffusers."""
 
 from __future__ import annotations
 
@@ -18,13 +18,13 @@ from fleet import console, worker
 from imagefleet.pricing import prices
 
 if TYPE_CHECKING:
-    from fleet.bench.engine import EngineReport, Step
+    from fleet.bench.engine import EngineReport, StartStep
     from fleet.bench.latency import LatencyReport
 
 app = typer.Typer(
     no_args_is_help=True,
     rich_markup_mode=None,
-    help="Measures this machine: images/s, or the seconds of one image.",
+    help="Measures this machine: images/s, or seconds per image.",
 )
 
 _SECONDS_PER_HOUR = 3600
@@ -33,14 +33,14 @@ ModelOption = Annotated[
     Path | None,
     typer.Option(
         "--model",
-        help="A checkpoint as for the worker. Without one, SD1.5 with random weights on a GPU"
-        " (2 GB in the temporary folder), and the demo's small one on a CPU.",
+        help="A checkpoint, as for the worker. By default SD1.5 with random weights on a GPU"
+        " (2 GB in the temporary folder), and the small demo checkpoint on a CPU.",
     ),
 ]
 DeviceOption = Annotated[str, typer.Option("--device", help="auto, cpu, cuda or cuda:N.")]
 ReportOption = Annotated[
     Path | None,
-    typer.Option("--report", metavar="FILE", help="Write the figures to this file, as JSON."),
+    typer.Option("--report", metavar="FILE", help="Also write the results to this file, as JSON."),
 ]
 
 
@@ -49,36 +49,38 @@ def engine_command(
     model: ModelOption = None,
     device: DeviceOption = "auto",
     slots: Annotated[
-        int | None, typer.Option(min=1, max=256, help="Images at once; by free memory without it.")
+        int | None,
+        typer.Option(min=1, max=256, help="Images at once. [default: by free memory]"),
     ] = None,
     seconds: Annotated[
         float | None,
-        typer.Option(min=0.1, help="For each rate. [default: 20 on a GPU, 3 on a CPU]"),
+        typer.Option(min=0.1, help="Per measured rate. [default: 20 on a GPU, 3 on a CPU]"),
     ] = None,
     with_baseline: Annotated[
         bool,
-        typer.Option("--baseline", help="The same jobs by diffusers and peft, too, one at a time."),
+        typer.Option("--baseline", help="Also measure diffusers + peft, one job at a time."),
     ] = False,
     fp16_accumulate: Annotated[
-        bool, typer.Option("--fp16-accumulate", help="As the worker's setting of that name.")
+        bool, typer.Option("--fp16-accumulate", help="As the worker's setting.")
     ] = False,
     price_per_hour: Annotated[
-        float | None, typer.Option(min=0.0001, metavar="DOLLARS", help="Of this machine.")
+        float | None,
+        typer.Option(min=0.0001, metavar="DOLLARS", help="This machine's price in $/h."),
     ] = None,
     gpu: Annotated[
         str | None,
-        typer.Option(metavar="NAME", help="GPU class, for its price; without it, this machine's."),
+        typer.Option(metavar="NAME", help="GPU class, for its price. [default: this machine's]"),
     ] = None,
     priority: Annotated[
         str, typer.Option(metavar="|".join(prices.PRIORITIES), help="SaladCloud's priority.")
     ] = "batch",
     report_file: ReportOption = None,
 ) -> None:
-    """Measures images/s: mixed LoRAs, none, and from a queue to the stored image.
+    """Measures images/s: with another LoRA per job, without LoRA, and for a whole worker.
 
-    15 steps of Euler ancestral with guidance, prompts as long as the reference message's, each
-    job another rank-32 LoRA. Says what share that is of the limit that this machine's matrix
-    products set, and how many images per dollar buys.
+    15 Euler ancestral steps with guidance, prompts of the reference message's length, rank-32
+    LoRAs. Also prints the share of the limit that this machine's matrix products set, and images
+    per dollar.
 
     imagefleet bench engine
 
@@ -88,9 +90,9 @@ def engine_command(
         worker.require_libraries()
         from fleet.bench import engine as bench_engine
         from fleet.bench import machine
-        from worker.engine import load
+        from worker.engine import device as devices
 
-        torch_device = load.find_device(device)
+        torch_device = devices.find_device(device)
         price = _dollars_per_hour(price_per_hour, gpu, priority, machine.hardware(torch_device))
         options = bench_engine.Options(
             device,
@@ -100,7 +102,7 @@ def engine_command(
             fp16_accumulate,
         )
         with _folder() as folder, _steps() as step:
-            step("making the LoRAs" if model else "making the model and the LoRAs", 1)
+            step("creating the LoRAs" if model else "creating the model and the LoRAs", 1)
             report = bench_engine.measure(
                 bench_engine.prepare(model, folder, device), options, step
             )
@@ -121,16 +123,16 @@ def latency_command(
     device: DeviceOption = "auto",
     batch: Annotated[
         list[int] | None,
-        typer.Option(min=1, max=64, help="Images at once; several times. [default: 1, 2, 4]"),
+        typer.Option(min=1, max=64, help="Images at once; repeatable. [default: 1, 2, 4]"),
     ] = None,
-    steps: Annotated[int, typer.Option(min=1, max=150, help="Steps of PLMS.")] = 50,
-    repeats: Annotated[int, typer.Option(min=1, help="Measurements; their median counts.")] = 3,
+    steps: Annotated[int, typer.Option(min=1, max=150, help="PLMS steps.")] = 50,
+    repeats: Annotated[int, typer.Option(min=1, help="Measurements, for their median.")] = 3,
     report_file: ReportOption = None,
 ) -> None:
-    """Measures the seconds of one image, and of a few at once, against plain diffusers.
+    """Measures seconds per batch of one or a few images, compared with plain diffusers.
 
-    From before the text is encoded to after the image is decoded, no LoRA, PLMS: the table that
-    the makers of models and of cards publish.
+    From text encoding to the decoded image, PLMS, without LoRA: the figure that the vendors of
+    models and GPUs publish.
 
     imagefleet bench latency
 
@@ -142,7 +144,7 @@ def latency_command(
         from fleet.bench import latency
 
         with _folder() as folder, _steps() as step:
-            step("making the model", 1)
+            step("creating the model", 1)
             setup = bench_engine.prepare(model, folder, device, loras=0)
             report = latency.measure(setup, device, batch or [1, 2, 4], steps, repeats, step)
     _show_latency(report)
@@ -152,7 +154,7 @@ def latency_command(
 def _dollars_per_hour(
     given: float | None, gpu: str | None, priority: str, hardware: Mapping[str, str | int]
 ) -> float | None:
-    """Of this machine: as given, or by its class; None where nobody knows it."""
+    """This machine's price in $/h, as given or by its class; None if unknown."""
     if given is not None:
         return given
     known = prices.as_priority(priority)
@@ -170,8 +172,8 @@ def _folder() -> Iterator[Path]:
 
 
 @contextmanager
-def _steps() -> Iterator[Step]:
-    """A bar that begins anew with each step."""
+def _steps() -> Iterator[StartStep]:
+    """A progress bar per step."""
     columns = TextColumn("{task.description:<36}"), BarColumn(), TimeElapsedColumn()
     with Progress(*columns, console=console.stderr) as progress:
 
@@ -196,29 +198,29 @@ def _show_engine(
         "model": f"{report.model}, {report.width}x{report.height}, {report.steps} steps",
         "images at once": f"{report.slots}",
         "ready after": f"{report.ready_seconds:.1f} s",
-        "every job another LoRA": f"{report.mixed_lora_images_per_second:.2f} images/s,"
+        "another LoRA per job": f"{report.mixed_lora_images_per_second:.2f} images/s,"
         f" {report.matrix_limit_fraction:.0%} of the limit",
         "no LoRA": f"{report.no_lora_images_per_second:.2f} images/s",
-        "from queue to stored image": f"{report.worker_images_per_second:.2f} images/s",
-        "the engine waited": f"{report.idle_fraction:.1%} of the time",
-        "the limit": f"{limit:.2f} images/s: {report.flops_per_image / 1e12:.4g} TFLOP an image at"
+        "whole worker": f"{report.worker_images_per_second:.2f} images/s",
+        "engine idle": f"{report.idle_fraction:.1%} of the time",
+        "limit": f"{limit:.2f} images/s: {report.flops_per_image / 1e12:.4g} TFLOP per image at"
         f" {report.matrix_flops_per_second / 1e12:.4g} TFLOP/s, as measured",
         "peak memory": f"{report.peak_memory_bytes / 2**30:.2f} GiB",
     }
     if report.over_diffusers_peft is not None:
         rows["diffusers + peft"] = (
             f"{report.diffusers_peft_images_per_second:.2f} images/s; this engine is"
-            f" {report.over_diffusers_peft:.1f} times as fast"
+            f" {report.over_diffusers_peft:.1f}x as fast"
         )
     if images_per_dollar is not None:
-        rows["images per dollar"] = f"{images_per_dollar:,.0f} at ${price:g} an hour"
+        rows["images per dollar"] = f"{images_per_dollar:,.0f} at {price:g} $/h"
     else:
-        rows["images per dollar"] = "give --price-per-hour, or --gpu, for its price"
+        rows["images per dollar"] = "unknown price: give --price-per-hour or --gpu"
     _show(rows)
 
 
 def _show_latency(report: LatencyReport) -> None:
-    table = Table("images", "this engine", "diffusers", "times as fast")
+    table = Table("images", "this engine", "diffusers", "speed-up")
     for row in report.rows:
         table.add_row(
             f"{row.batch}",
@@ -229,7 +231,7 @@ def _show_latency(report: LatencyReport) -> None:
     console.stdout.print(table)
     console.stdout.print(
         f"{report.hardware['device']}, {report.model}, {report.width}x{report.height},"
-        f" {report.steps} steps of PLMS",
+        f" {report.steps} PLMS steps",
         soft_wrap=True,
         highlight=False,
     )

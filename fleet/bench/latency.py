@@ -1,4 +1,4 @@
-"""What `imagefleet bench latency` measures, without the terminal. Imports torch's room."""
+"""The measurements of `imagefleet bench latency`. Imports torch."""
 
 from __future__ import annotations
 
@@ -10,12 +10,13 @@ from dataclasses import dataclass, replace
 
 from fleet.bench import baseline, jobs, machine, work
 from fleet.bench import engine as bench_engine
-from worker.engine import contract, load
+from worker.engine import contract
+from worker.engine import device as devices
 
 
 @dataclass(frozen=True, slots=True)
 class Latency:
-    """Seconds of a batch, from before its text is encoded to after its images are decoded."""
+    """Seconds of a batch, from text encoding to decoded images."""
 
     batch: int
     engine_seconds: float
@@ -24,7 +25,7 @@ class Latency:
 
 @dataclass(frozen=True, slots=True)
 class LatencyReport:
-    """`--report` writes exactly these keys."""
+    """What `--report` writes."""
 
     model: str
     width: int
@@ -41,14 +42,14 @@ def measure(
     batches: Sequence[int],
     steps: int,
     repeats: int,
-    step: bench_engine.Step,
+    step: bench_engine.StartStep,
 ) -> LatencyReport:
-    """Each batch by an engine of so many slots, and by diffusers' pipeline in one call.
+    """Each batch by an engine with as many slots, and by diffusers' pipeline in one call.
 
     Raises:
-        FleetError: the model cannot be loaded or does not draw.
+        FleetError: the model cannot be loaded or an image failed.
     """
-    torch_device = load.find_device(device)
+    torch_device = devices.find_device(device)
     engine_seconds = []
     workload = setup.workload
     for batch in batches:
@@ -60,7 +61,7 @@ def measure(
         engine_seconds.append(median_seconds(draw, workload, batch, repeats))
         engine.close()
     plain = baseline.PlainDiffusers(
-        setup.model, torch_device, load.find_dtype("auto", torch_device)
+        setup.model, torch_device, devices.find_dtype("auto", torch_device)
     )
     rows = []
     for batch, seconds in zip(batches, engine_seconds, strict=True):
@@ -78,7 +79,7 @@ def measure(
 
 
 def latency_workload(workload: jobs.Workload, engine: contract.Engine, steps: int) -> jobs.Workload:
-    """PLMS and no LoRA."""
+    """*workload* with PLMS and without LoRA."""
     return replace(workload, loras=(), steps=(steps,), sampler="plms", size=engine.default_size)
 
 
@@ -88,7 +89,7 @@ def median_seconds(
     batch: int,
     repeats: int,
 ) -> float:
-    """The median, after one that does not count; each time other texts, so none is remembered."""
+    """The median after a warm-up; the texts change, so that no embedding is cached."""
     seconds = []
     for number in range(repeats + 1):
         requests = [

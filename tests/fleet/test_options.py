@@ -166,7 +166,7 @@ def test_an_unknown_variable_is_refused_with_a_suggestion(
 
 
 def test_a_variable_of_another_command_is_no_error(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("IMAGEFLEET_MAX_BATCH", "8")
+    monkeypatch.setenv("IMAGEFLEET_SLOTS", "8")
 
     assert options.read(Settings, {}).attempts is None
 

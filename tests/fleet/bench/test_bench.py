@@ -68,7 +68,7 @@ def test_latency_is_measured_for_each_batch(in_process: Any, model: Path, tmp_pa
 @pytest.mark.parametrize(
     ("arguments", "complaint"),
     [
-        (("--device", "tpu"), "'tpu' is no device"),
+        (("--device", "tpu"), "'tpu' is not a device"),
         (("--model", "nowhere"), "'nowhere' does not exist"),
         (("--gpu", "RTX 9999"), "no GPU class"),
         (("--priority", "urgent"), "--priority"),

@@ -192,7 +192,7 @@ def test_a_changed_file_rolls_a_second_set_in_before_the_first_is_gone(
         in_process("deploy", "salad", "status")
     first = set(salad.groups)
     assert sum(group.running for group in salad.groups.values()) == 750
-    edit(tmp_path, "environment:", "environment:\n  IMAGEFLEET_MAX_BATCH: 4")
+    edit(tmp_path, "environment:", "environment:\n  IMAGEFLEET_SLOTS: 4")
 
     ended = in_process("deploy", "salad", "apply", "--yes")
 
@@ -212,7 +212,7 @@ def test_a_new_set_that_does_not_come_up_leaves_the_old_one_at_work(
         in_process("deploy", "salad", "status")
     old = dict(salad.groups)
     salad.nodes = 800
-    edit(tmp_path, "environment:", "environment:\n  IMAGEFLEET_MAX_BATCH: 4")
+    edit(tmp_path, "environment:", "environment:\n  IMAGEFLEET_SLOTS: 4")
 
     ended = in_process("deploy", "salad", "apply", "--yes", "--wait-minutes", "0.005")
 
@@ -232,7 +232,7 @@ def test_both_sets_of_a_rolling_change_count_against_the_quota(
 ) -> None:
     salad.quota = 1000
     in_process("deploy", "salad", "apply", "--yes")
-    edit(tmp_path, "environment:", "environment:\n  IMAGEFLEET_MAX_BATCH: 4")
+    edit(tmp_path, "environment:", "environment:\n  IMAGEFLEET_SLOTS: 4")
 
     ended = in_process("deploy", "salad", "apply", "--yes")
 

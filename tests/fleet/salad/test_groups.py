@@ -31,7 +31,7 @@ EXAMPLE = Path(__file__).parents[3] / "deploy" / "salad" / "fleet.yaml"
 
 FULL = """
 countries: [us, ca]
-command: [imagefleet, worker, --max-batch, "4"]
+command: [imagefleet, worker, --slots, "4"]
 logging:
   axiom: {host: api.axiom.co, dataset: fleet, api_token: {env: TOKEN}}
 registry:

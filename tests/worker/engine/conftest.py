@@ -14,8 +14,10 @@ import torch
 from safetensors import safe_open
 from safetensors.torch import load_file, save_file
 
+import batch_engine
 from fleet.bench import tiny_model
-from worker.engine import batch_engine, contract, load
+from worker.engine import checkpoint as checkpoints
+from worker.engine import contract, device, load
 from worker.engine.slots import engine as slots
 
 #: Few steps and the smallest size: a picture takes some 30 ms.
@@ -57,18 +59,14 @@ def lora_paths(tmp_path_factory: pytest.TempPathFactory, checkpoint: Path) -> li
 @pytest.fixture(scope="session")
 def engine(checkpoint: Path) -> batch_engine.BatchEngine:
     """Shared by tests that leave it as they found it."""
-    loaded = load.load_engine(checkpoint, "cpu", max_batch=4, kind="batch")
-    assert isinstance(loaded, batch_engine.BatchEngine)
-    return loaded
+    return batch_engine.load_batch_engine(checkpoint, max_batch=4)
 
 
 @pytest.fixture(scope="session")
 def demo_engine() -> batch_engine.BatchEngine:
     """On the model that has learnt to draw; shared by tests that leave it as they found it."""
     torch.set_num_threads(1)
-    loaded = load.load_engine(DEMO_MODEL, "cpu", kind="batch")
-    assert isinstance(loaded, batch_engine.BatchEngine)
-    return loaded
+    return batch_engine.load_batch_engine(DEMO_MODEL)
 
 
 @pytest.fixture(scope="session")
@@ -85,20 +83,18 @@ def demo_lora() -> Callable[[str, float, float], contract.Lora]:
 @pytest.fixture(scope="session")
 def slot_engine(checkpoint: Path) -> slots.SlotEngine:
     """Shared by tests that leave it as they found it."""
-    loaded = load.load_engine(checkpoint, "cpu", slots=3)
-    assert isinstance(loaded, slots.SlotEngine)
-    return loaded
+    return load.load_engine(checkpoint, "cpu", slots=3)
 
 
 @pytest.fixture
 def make_slot_engine(checkpoint: Path) -> Iterator[Callable[..., slots.SlotEngine]]:
     made = []
 
-    def make(**settings: Any) -> slots.SlotEngine:
-        loaded = load.load_engine(checkpoint, "cpu", **{"slots": 3, **settings})
-        assert isinstance(loaded, slots.SlotEngine)
-        made.append(loaded)
-        return loaded
+    def make(precision: device.Precision = "auto", **settings: Any) -> slots.SlotEngine:
+        cpu = torch.device("cpu")
+        loaded = checkpoints.load_checkpoint(checkpoint, cpu, device.find_dtype(precision, cpu))
+        made.append(slots.SlotEngine(loaded, **{"slots": 3, **settings}))
+        return made[-1]
 
     yield make
     for loaded in made:
@@ -110,12 +106,8 @@ def make_engine(checkpoint: Path) -> Iterator[MakeEngine]:
     made = []
 
     def make(**settings: Any) -> batch_engine.BatchEngine:
-        loaded = load.load_engine(
-            checkpoint, "cpu", **{"max_batch": 4, "kind": "batch", **settings}
-        )
-        assert isinstance(loaded, batch_engine.BatchEngine)
-        made.append(loaded)
-        return loaded
+        made.append(batch_engine.load_batch_engine(checkpoint, **{"max_batch": 4, **settings}))
+        return made[-1]
 
     yield make
     for loaded in made:

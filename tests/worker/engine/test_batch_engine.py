@@ -9,8 +9,9 @@ import numpy as np
 import pytest
 import torch
 
+import batch_engine
 from imagefleet import errors
-from worker.engine import contract, denoise
+from worker.engine import contract
 
 #: Of 255. A batch of another size is summed in another order in float32; rounding to 8 bits may
 #: then fall the other way. A row mixed up with another differs by 100 and more.
@@ -21,14 +22,14 @@ POISONED_SEED = 666
 
 def poison(monkeypatch: pytest.MonkeyPatch, act: Callable[[torch.Tensor, list[int]], None]) -> None:
     """Lets *act* do as it pleases with the noise of a batch, given the seeds of its rows."""
-    original = denoise.draw_noise
+    original = batch_engine.draw_noise
 
     def noise(generators: Sequence[torch.Generator], shape: tuple[int, int, int]) -> torch.Tensor:
         drawn = original(generators, shape)
         act(drawn, [generator.initial_seed() for generator in generators])
         return drawn
 
-    monkeypatch.setattr(denoise, "draw_noise", noise)
+    monkeypatch.setattr(batch_engine, "draw_noise", noise)
 
 
 @pytest.mark.parametrize("position", range(4))

@@ -12,9 +12,9 @@ from diffusers import AutoencoderKL, UNet2DConditionModel
 from safetensors.torch import load_file, save_file
 from transformers import CLIPTextConfig, CLIPTextModel
 
+import batch_engine
 from imagefleet import errors
 from worker.engine import checkpoint as checkpoints
-from worker.engine import load
 
 
 def load_checkpoint(model: Path, config: Path | None = None) -> checkpoints.Checkpoint:
@@ -42,7 +42,7 @@ def test_loading_touches_no_network(
 def test_a_single_file_draws_what_the_folder_draws(
     engine: Any, checkpoint: Path, single_file: Path, make_request: Any, draw: Any, difference: Any
 ) -> None:
-    single = load.load_engine(single_file, "cpu", config=checkpoint, kind="batch")
+    single = batch_engine.load_batch_engine(single_file, config=checkpoint)
     assert single.model_name == "tiny"
     (image,) = draw(single, make_request())
     assert difference(image, draw(engine, make_request())[0]) == 0
@@ -87,7 +87,7 @@ def test_the_names_of_older_folders_are_understood(
         for new, old in pairs:
             weights = {key.replace(new, old, 1): weight for key, weight in weights.items()}
         save_file(weights, copy / name, {"format": "pt"})
-    older = load.load_engine(copy, "cpu", kind="batch")
+    older = batch_engine.load_batch_engine(copy)
     assert (draw(older, make_request())[0] == draw(engine, make_request())[0]).all()
 
 
@@ -149,7 +149,7 @@ def test_pickled_weights_are_never_loaded(copy: Path) -> None:
 @pytest.mark.parametrize("name", ["model.ckpt", "model.safetensors"])
 def test_a_pickled_checkpoint_is_never_loaded(tmp_path: Path, checkpoint: Path, name: str) -> None:
     torch.save({"state_dict": {}}, tmp_path / name)
-    with pytest.raises(errors.SetupError, match=f"{name}' is no readable .safetensors file"):
+    with pytest.raises(errors.SetupError, match=f"{name}' is not a readable .safetensors file"):
         load_checkpoint(tmp_path / name, checkpoint)
 
 
@@ -158,7 +158,7 @@ def test_a_truncated_single_file_is_named(
 ) -> None:
     short = tmp_path / "short.safetensors"
     short.write_bytes(single_file.read_bytes()[:-100])
-    with pytest.raises(errors.SetupError, match=r"short.safetensors' is no readable"):
+    with pytest.raises(errors.SetupError, match=r"short.safetensors' is not a readable"):
         load_checkpoint(short, checkpoint)
 
 
@@ -168,7 +168,7 @@ def test_a_single_file_of_another_architecture_is_refused(
     weights = load_file(single_file)
     other = tmp_path / "other.safetensors"
     save_file({name: weight for name, weight in weights.items() if "cond_stage" not in name}, other)
-    with pytest.raises(errors.SetupError, match=r"other.safetensors' is no Stable Diffusion 1.x"):
+    with pytest.raises(errors.SetupError, match=r"other.safetensors' is not a Stable Diff"):
         load_checkpoint(other, checkpoint)
     (lone,) = [name for name in weights if name.endswith("time_embed.0.bias")]
     del weights[lone]

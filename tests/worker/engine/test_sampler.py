@@ -11,6 +11,7 @@ import pytest
 import torch
 from diffusers import DDIMScheduler, EulerAncestralDiscreteScheduler, PNDMScheduler
 
+import batch_engine
 from imagefleet import errors
 from imagefleet.job import samplers
 from worker.engine import sampler
@@ -218,7 +219,7 @@ def test_an_image_is_the_same_alone_and_beside_others_with_other_samplers(
         make_request(seed=at, sampler=name, steps=7 if name == "plms" else 8)
         for at, name in enumerate(samplers.SAMPLERS)
     ]
-    assert len({engine.prepare(request).group for request in requests}) == 1
+    assert len({batch_engine.group(engine.prepare(request)) for request in requests}) == 1
     together = draw(engine, *requests)
     for request, beside in zip(requests, together, strict=True):
         (alone,) = draw(engine, request)

@@ -171,7 +171,7 @@ def test_the_cache_keeps_to_its_bytes_and_drops_the_least_recently_used(
     assert counter.chunks == 4, "b went, as a was used since"
     many = encoder.encode([a, b, c], 1)
     assert many.vectors.shape[0] == 3, "more at once than the cache holds"
-    assert encoder._cached_bytes <= 2 * one
+    assert encoder._cache.currsize <= 2 * one
     encoder.clear()
     before = counter.chunks
     encoder.encode([a], 1)

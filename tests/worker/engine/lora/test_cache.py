@@ -139,6 +139,6 @@ def test_a_file_that_was_replaced_is_read_again(
     os.utime(path, ns=(0, 1))
     second = cache.get(named(path))
     assert first.identity != second.identity
-    layer = next(iter(first.changes["unet"]))
-    ups = [file.changes["unet"][layer].parts["up"] for file in (first, second)]
+    layer = next(iter(first.deltas["unet"]))
+    ups = [file.deltas["unet"][layer].tensors["up"] for file in (first, second)]
     assert not torch.equal(*ups)

@@ -55,8 +55,8 @@ FOREIGN: dict[str, torch.Tensor] = {"transformer.blocks.0.lora_A.weight": torch.
 @pytest.mark.parametrize(
     ("change", "reason"),
     [
-        (lambda _: FOREIGN, "answers to its 'transformer.blocks.0.lora_A.weight'"),
-        (lambda weights: {**weights, **FOREIGN}, "answers to its 'transformer"),
+        (lambda _: FOREIGN, "unknown key 'transformer.blocks.0.lora_A.weight'"),
+        (lambda weights: {**weights, **FOREIGN}, "unknown key 'transformer"),
         (lambda weights: {**weights, "lora_te2_x.alpha": torch.tensor(1.0)}, "lora_te2_x.alpha"),
         (lambda weights: {"emb_params": torch.zeros(3)}, "emb_params"),
         (lambda weights: {**weights, "unet.conv_in.alpha": torch.tensor(1.0)}, "fit this model"),
@@ -65,7 +65,7 @@ FOREIGN: dict[str, torch.Tensor] = {"transformer.blocks.0.lora_A.weight": torch.
                 **weights,
                 "unet.mid_block.attentions.0.proj_in.alpha": torch.ones(()),
             },
-            "mid_block.attentions.0.proj_in.alpha' under another name, too",
+            "mid_block.attentions.0.proj_in.alpha' twice, under two names",
         ),
         (lambda _: {"lora_unet_conv_in.hada_w1_a": torch.zeros(4, 4)}, "it has hada_w1_a [4, 4]"),
         (lambda _: {"lora_unet_conv_in.dora_scale": torch.ones(4)}, "it has dora_scale [4]"),
@@ -148,7 +148,7 @@ def test_a_pickle_is_refused_unread(cache: lora_cache.LoraCache, tmp_path: Path)
     path = tmp_path / "evil.safetensors"
     torch.save({"lora_unet_conv_in.alpha": torch.tensor(1.0)}, path)
     with pytest.raises(
-        errors.UnusableFileError, match=r"'some-style' is no complete \.safetensors"
+        errors.UnusableFileError, match=r"'some-style' is not a complete \.safetensors"
     ):
         cache.get(named(path))
 
@@ -160,7 +160,7 @@ def test_a_truncated_file_is_refused(
     path = tmp_path / "short.safetensors"
     path.write_bytes(lora_paths[0].read_bytes()[:size])
     with pytest.raises(
-        errors.UnusableFileError, match=r"'some-style' is no complete \.safetensors"
+        errors.UnusableFileError, match=r"'some-style' is not a complete \.safetensors"
     ):
         cache.get(named(path))
 
@@ -180,10 +180,10 @@ def test_numbers_that_torch_has_no_type_for_are_refused(
     ("config", "reason"),
     [
         ('{"text_encoder.alpha_pattern": {"fc1": "much"}}', "damaged metadata"),
-        ('{"unet.lora_alpha": 1e999}', "inf is no alpha"),
+        ('{"unet.lora_alpha": 1e999}', "inf is not a valid alpha"),
         (f'{{"lora_alpha": {"9" * 400}}}', "damaged metadata"),
-        ('{"unet.alpha_pattern": {"(": 3}}', "'(' in its alpha_pattern is no layer's name"),
-        (r'{"unet.alpha_pattern": {"(\\w+)+!": 3}}', "in its alpha_pattern is no layer's name"),
+        ('{"unet.alpha_pattern": {"(": 3}}', "'(' in its alpha_pattern is not a layer's name"),
+        (r'{"unet.alpha_pattern": {"(\\w+)+!": 3}}', "in its alpha_pattern is not a layer's name"),
         ('{"unet.alpha_pattern": ["to_k"]}', "damaged metadata"),
         ("[" * 100_000, "damaged metadata"),
         ('{"unet.lora_alpha": "much"}', "damaged metadata"),
@@ -216,7 +216,7 @@ def test_the_scale_is_alpha_over_rank_wherever_alpha_stands(
     ):
         save_file(kept, path, {"lora_adapter_metadata": json.dumps(config)})
         os.utime(path, ns=(0, len(scales)))
-        (scale,) = {change.scale for change in cache.get(named(path)).changes["unet"].values()}
+        (scale,) = {change.scale for change in cache.get(named(path)).deltas["unet"].values()}
         scales.append(scale)
     assert scales == [0.5, 2.0, 0.25, 4.0, 1.0]
 
@@ -237,7 +237,7 @@ def test_layers_may_have_alphas_of_their_own_in_the_header(
     }
     config = {"lora_adapter_metadata": json.dumps(patterns)}
     save_file(without(".alpha")(load_file(lora_paths[0])), path, config)
-    changes = cache.get(named(path)).changes
+    changes = cache.get(named(path)).deltas
     odd = {name: each.scale for name, each in changes["unet"].items() if each.scale != 1.0}
     assert odd.pop("mid_block.attentions.0.proj_in") == 2.0
     assert set(odd.values()) == {0.5}

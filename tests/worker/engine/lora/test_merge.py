@@ -200,7 +200,7 @@ def test_a_merge_that_fails_halfway_harms_no_other_image(
 ) -> None:
     engine = make_engine()
     before = draw(engine, make_request())[0]
-    delta, calls = formats.WeightDelta.delta, itertools.count()
+    delta, calls = formats.WeightDelta.compute, itertools.count()
 
     def refuse(*arguments: Any) -> torch.Tensor:
         if next(calls) > 20:
@@ -210,7 +210,7 @@ def test_a_merge_that_fails_halfway_harms_no_other_image(
     styled = make_request(loras=(use(lora_paths[0]),))
     engine.prepare(styled)
     with monkeypatch.context() as patched:
-        patched.setattr(formats.WeightDelta, "delta", refuse)
+        patched.setattr(formats.WeightDelta, "compute", refuse)
         failed, plain = draw(engine, styled, make_request())
     assert isinstance(failed, errors.TransientError)
     assert "not today" in failed.message

@@ -8,9 +8,10 @@ import pytest
 import torch
 from diffusers import AutoencoderKL, UNet2DConditionModel
 
+import batch_engine
 from fleet.bench import tiny_model
 from worker.engine import checkpoint as checkpoints
-from worker.engine import contract, load
+from worker.engine import contract
 from worker.engine.kernels import compile as compiling
 from worker.engine.slots import engine as slot_engine
 
@@ -53,23 +54,23 @@ def small_model(checkpoint: Path, tmp_path_factory: pytest.TempPathFactory) -> P
 def compiled_engine(small_model: Path) -> slot_engine.SlotEngine:
     """Traced as on a GPU, whole or not at all; only the kernels are not generated."""
     loaded = checkpoints.load_checkpoint(small_model, torch.device("cpu"), torch.float32)
-    engine = slot_engine.SlotEngine(loaded, 2, lora_cache_bytes=2**30, backend="eager")
+    engine = slot_engine.SlotEngine(loaded, 2, backend="eager")
     engine.warm_up(*engine.default_size)
     return engine
 
 
 @pytest.fixture(scope="module")
 def plain_engine(small_model: Path) -> contract.Engine:
-    return load.load_engine(small_model, "cpu", kind="batch")
+    return batch_engine.load_batch_engine(small_model)
 
 
 def test_the_tick_and_the_vae_are_one_graph_each_without_a_break(
     compiled_engine: slot_engine.SlotEngine,
 ) -> None:
-    (call,) = compiled_engine._calls._warm.values()
+    (call,) = compiled_engine._runner._compiled.values()
     assert {weight_mode: each.graphs for weight_mode, each in call.compiled.items()} == {
-        "slots": 1,
-        "merged": 1,
+        "per_slot": 1,
+        "shared": 1,
     }
     assert all(each.is_compiled for each in call.compiled.values())
     ((_, vae),) = compiled_engine._decoder._compiled.values()
@@ -161,11 +162,9 @@ def test_a_way_that_is_not_compiled_is_not_taken(
     small_model: Path, plain_engine: contract.Engine, make_request: Any, draw: Any, difference: Any
 ) -> None:
     loaded = checkpoints.load_checkpoint(small_model, torch.device("cpu"), torch.float32)
-    engine = slot_engine.SlotEngine(
-        loaded, 2, lora_cache_bytes=2**30, backend="eager", compiled_ways=("slots",)
-    )
+    engine = slot_engine.SlotEngine(loaded, 2, backend="eager", compiled_modes=("per_slot",))
     engine.warm_up(*engine.default_size)
     request = make_request(width=32, height=32)
     (image,) = draw(engine, request)
-    assert engine.weight_mode == "slots"
+    assert engine.weight_mode == "per_slot"
     assert difference(image, draw(plain_engine, request)[0]) <= ROUNDING

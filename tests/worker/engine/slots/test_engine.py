@@ -41,7 +41,9 @@ def mixed_requests(make_request: Any, lora_paths: list[Path]) -> list[contract.I
     ]
 
 
-def record_ways(monkeypatch: pytest.MonkeyPatch, engine: slots.SlotEngine) -> list[tuple[str, int]]:
+def record_modes(
+    monkeypatch: pytest.MonkeyPatch, engine: slots.SlotEngine
+) -> list[tuple[str, int]]:
     """The way of each call from now on, and how many slots hold an image in it."""
     calls: list[tuple[str, int]] = []
     original = runner.StepRunner.run
@@ -88,7 +90,7 @@ def test_a_slot_is_filled_again_the_tick_after_its_image_is_done(
     make_slot_engine: Any, make_request: Any, draw: Any, monkeypatch: Any
 ) -> None:
     engine = make_slot_engine(slots=2)
-    calls = record_ways(monkeypatch, engine)
+    calls = record_modes(monkeypatch, engine)
     steps = [2, 5, 1, 3, 4, 2, 2]
     requests = [make_request(steps=count, seed=count) for count in steps]
     draw(engine, *requests)
@@ -113,7 +115,7 @@ def test_sizes_are_drawn_apart_and_none_starves_the_other(
     make_slot_engine: Any, make_request: Any, draw: Any, monkeypatch: Any
 ) -> None:
     engine = make_slot_engine(slots=2)
-    engine._waiting.max_overtakes = 3
+    engine._queue.max_overtakes = 3
     finished: list[int] = []
     waiting = list(range(24))
     rare = {4, 17}
@@ -133,7 +135,7 @@ def test_a_stream_of_one_size_waits_for_no_more_than_its_share_of_another(
     make_slot_engine: Any, make_request: Any
 ) -> None:
     engine = make_slot_engine(slots=2)
-    engine._waiting.max_overtakes = 3
+    engine._queue.max_overtakes = 3
     sizes = [64, 72] * 10
     finished: list[int] = []
     waiting = list(enumerate(sizes))
@@ -149,17 +151,17 @@ def test_a_stream_of_one_size_waits_for_no_more_than_its_share_of_another(
 def test_alike_loras_are_merged_and_mixed_ones_are_not(
     slot_engine: Any, make_request: Any, lora_paths: list[Path], draw: Any, monkeypatch: Any
 ) -> None:
-    calls = record_ways(monkeypatch, slot_engine)
+    calls = record_modes(monkeypatch, slot_engine)
     one, other = lora(lora_paths[0]), lora(lora_paths[1])
     draw(slot_engine, *(make_request(seed=seed, loras=(one,), steps=9) for seed in range(3)))
-    assert {weight_mode for weight_mode, _ in calls} == {"merged"}
+    assert {weight_mode for weight_mode, _ in calls} == {"shared"}
     calls.clear()
     draw(slot_engine, make_request(loras=(one,)), make_request(loras=(other,)))
-    assert calls[0][0] == "slots"
+    assert calls[0][0] == "per_slot"
     calls.clear()
     draw(slot_engine, make_request(loras=()), make_request(loras=()))
-    assert {weight_mode for weight_mode, _ in calls} == {"merged"}
-    assert slot_engine.weight_mode == "merged"
+    assert {weight_mode for weight_mode, _ in calls} == {"shared"}
+    assert slot_engine.weight_mode == "shared"
 
 
 def test_going_from_merged_to_mixed_and_back_leaves_the_weights_of_the_checkpoint(
@@ -205,7 +207,7 @@ def test_a_lora_that_no_slot_can_hold_goes_merged_and_beside_its_like_only(
         save_file(tensors, path)
     capacity = 8 if kind == "rank" else 64
     engine = make_slot_engine(rank_capacity=capacity)
-    calls = record_ways(monkeypatch, engine)
+    calls = record_modes(monkeypatch, engine)
     requests = [
         make_request(seed=1, loras=(lora(lora_paths[0]),)),
         make_request(seed=2, loras=(lora(path),)),
@@ -213,7 +215,7 @@ def test_a_lora_that_no_slot_can_hold_goes_merged_and_beside_its_like_only(
         make_request(seed=4, loras=(lora(path),)),
     ]
     images = draw(engine, *requests)
-    assert calls == [("slots", 2)] * 4 + [("merged", 2)] * 4
+    assert calls == [("per_slot", 2)] * 4 + [("shared", 2)] * 4
     plain = make_engine()
     for request, image in zip(requests, images, strict=True):
         assert difference(image, draw(plain, request)[0]) <= ROUNDING
@@ -244,7 +246,7 @@ def test_an_image_that_comes_out_as_nan_fails_alone_and_its_slot_recovers(
 
     def first_latents(job: Any, generator: torch.Generator) -> torch.Tensor:
         latents: torch.Tensor = original(job, generator)
-        return latents * torch.nan if job.ready.request.seed == 666 else latents
+        return latents * torch.nan if job.prepared.request.seed == 666 else latents
 
     monkeypatch.setattr(engine._stager, "_first_latents", first_latents)
     seeds = [1, 666, 1, 2]

@@ -20,7 +20,7 @@ def fail(
     original = runner.StepRunner.run
 
     def run(self: runner.StepRunner, weight_mode: mode.WeightMode, slots: int) -> None:
-        seeds = [job.ready.request.seed for job in engine._active.values()]
+        seeds = [job.prepared.request.seed for job in engine._active.values()]
         ticks.append(seeds)
         if when(seeds):
             raise error

@@ -19,17 +19,17 @@ class _Ready:
         self.lora_key = key
 
 
-def queue(*batch_keys: Any, max_overtakes: int = 2) -> slot_queue.Waiting:
+def queue(*batch_keys: Any, max_overtakes: int = 2) -> slot_queue.SlotQueue:
     """Jobs with their place as their ticket; a lane may come with the LoRAs of its job."""
     pairs = [batch_key if type(batch_key) is tuple else (batch_key, ()) for batch_key in batch_keys]
     jobs: list[Any] = [
         slot_queue.SlotJob(at, _Ready(key), batch_key)  # type: ignore[arg-type]
         for at, (batch_key, key) in enumerate(pairs)
     ]
-    return slot_queue.Waiting(max_overtakes, jobs)
+    return slot_queue.SlotQueue(max_overtakes, jobs)
 
 
-def tickets(waiting: slot_queue.Waiting, batch_key: Any, favoured: Any = None) -> list[int]:
+def tickets(waiting: slot_queue.SlotQueue, batch_key: Any, favoured: Any = None) -> list[int]:
     taken = iter(lambda: waiting.take(batch_key, favoured), None)
     return [job.ticket for job in taken if job is not None]
 
@@ -71,15 +71,15 @@ def test_jobs_put_back_come_first() -> None:
 
 
 def test_the_way_is_the_one_that_costs_less() -> None:
-    costs = mode.Costs(slots_tick=1.1, merged_tick=1.0, merge=1.0)
+    costs = mode.Costs(per_slot_seconds=1.1, shared_seconds=1.0, merge_seconds=1.0)
     one, other = ("one",), ("other",)
-    assert mode.choose([one, other], (), 100, costs) == ("slots", ())
-    assert mode.choose([one, one], (), 100, costs) == ("merged", one)
-    assert mode.choose([one, one], (), 5, costs) == ("slots", ()), "not worth a merge any more"
-    assert mode.choose([one, one], one, 1, costs) == ("merged", one), "merged already"
-    assert mode.choose([(), ()], one, 1, costs) == ("merged", ()), "the checkpoint's own"
-    assert mode.choose([()], None, 1, costs) == ("merged", ())
-    assert mode.ticks_alike([3, 7], [15, 15, 15], 2) == 7 + 23
+    assert mode.choose([one, other], (), 100, costs) == ("per_slot", ())
+    assert mode.choose([one, one], (), 100, costs) == ("shared", one)
+    assert mode.choose([one, one], (), 5, costs) == ("per_slot", ()), "not worth a merge any more"
+    assert mode.choose([one, one], one, 1, costs) == ("shared", one), "merged already"
+    assert mode.choose([(), ()], one, 1, costs) == ("shared", ()), "the checkpoint's own"
+    assert mode.choose([()], None, 1, costs) == ("shared", ())
+    assert mode.ticks_until_change([3, 7], [15, 15, 15], 2) == 7 + 23
 
 
 @pytest.mark.parametrize("weights", [(1.0, 1.0), (0.5, -2.0)])
@@ -91,15 +91,15 @@ def test_packed_loras_are_their_changes_added_up(
         for path, weight in zip(lora_paths, weights, strict=False)
     )
     prepared = slot_engine.prepare(make_request(loras=loras))
-    packed = prepared.unet_changes
-    groups = slot_engine._groups["unet"]
-    assert packed.places.keys() == {path for paths in groups.values() for path in paths}
+    packed = prepared.unet_pack
+    groups = slot_engine._preparer.groups["unet"]
+    assert packed.positions.keys() == {path for paths in groups.values() for path in paths}
     for path, (up, down) in packed.by_layer(packed.flat).items():
         assert up.shape[1] % 8 == 0, "matrix products want their operands aligned"
         whole = torch.zeros(len(up), down.shape[1])
         for applied in prepared.unet_loras:
-            change = applied.file.changes["unet"][path]
-            delta = change.delta(torch.zeros_like(whole))
+            change = applied.file.deltas["unet"][path]
+            delta = change.compute(torch.zeros_like(whole))
             whole += applied.weights["unet"] * delta
         assert torch.allclose(up @ down, whole, atol=1e-5)
 
@@ -110,7 +110,7 @@ def test_what_is_not_of_low_rank_is_not_packed(
     style = contract.Lora("style", lora_paths[0], 1.0, 1.0)
     loras = slot_engine.prepare(make_request(loras=(style,))).unet_loras
     settings: dict[str, Any] = {"dtype": torch.float32, "pinned": False}
-    groups = slot_engine._groups["unet"]
+    groups = slot_engine._preparer.groups["unet"]
     assert pack.pack(loras, "unet", groups, rank_capacity=4, **settings) is not None
     assert pack.pack(loras, "unet", groups, rank_capacity=3, **settings) is None
     assert pack.pack(loras, "unet", {}, rank_capacity=4, **settings) is None
