@@ -16,6 +16,7 @@ import logging
 import math
 import os
 import pickle
+import statistics
 import sys
 import time
 from collections.abc import Callable, Mapping, Sequence
@@ -32,7 +33,6 @@ from fleet import demo_jobs
 from fleet.bench import baseline, machine, matrix_rate, tiny_model, work
 from fleet.bench import engine as bench_engine
 from fleet.bench import jobs as bench_jobs
-from fleet.bench import latency as bench_latency
 from imagefleet import errors
 from overlap import FarStorage
 from worker.engine import contract, load
@@ -317,7 +317,8 @@ def capped(options: Options, channel: Channel) -> None:
     """Another LoRA per job, on a GPU limited to 8 GB."""
     setup = build(options)
     if options.torch_device.type == "cuda":
-        machine.limit_memory(options.torch_device, CAP_BYTES)
+        total_bytes = torch.cuda.get_device_properties(options.torch_device).total_memory
+        torch.cuda.set_per_process_memory_fraction(CAP_BYTES / total_bytes, options.torch_device)
     engine, workload, warmth = warm(
         options, setup, setup.workload, options.capped_slots, ("per_slot",)
     )
@@ -346,7 +347,7 @@ def plain(options: Options, channel: Channel) -> None:
     def latency(batch: int, _: float) -> Figures:
         pipeline.use_loras(())
         jobs = latency_workload(options, setup, workload.size)
-        seconds = bench_latency.median_seconds(pipeline.draw, jobs, batch, repeats=2)
+        seconds = median_seconds(pipeline.draw, jobs, batch, repeats=2)
         return {"seconds": seconds}
 
     channel.serve(
@@ -365,10 +366,29 @@ def latency(batch: int, options: Options, channel: Channel) -> None:
 
     def measure(_: float) -> Figures:
         draw = functools.partial(work.draw, engine)
-        seconds = bench_latency.median_seconds(draw, workload, batch, repeats=3)
+        seconds = median_seconds(draw, workload, batch, repeats=3)
         return {"seconds": seconds, **warmth}
 
     channel.serve({f"latency_{batch}": measure})
+
+
+def median_seconds(
+    draw: Callable[[Sequence[contract.ImageRequest]], object],
+    workload: bench_jobs.Workload,
+    batch: int,
+    repeats: int,
+) -> float:
+    """The median after a warm-up; the texts change, so that no embedding is cached."""
+    seconds = []
+    for number in range(repeats + 1):
+        requests = [
+            replace(request, negative_prompt=f"{number} {request.negative_prompt}")
+            for request in (workload.request(number * batch + at) for at in range(batch))
+        ]
+        began_at = time.perf_counter()
+        draw(requests)
+        seconds.append(time.perf_counter() - began_at)
+    return statistics.median(seconds[1:])
 
 
 def latency_workload(

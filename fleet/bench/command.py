@@ -8,46 +8,36 @@ from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import asdict
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
-from rich.table import Table
 
 from fleet import console, worker
 from imagefleet.pricing import prices
 
 if TYPE_CHECKING:
     from fleet.bench.engine import EngineReport, StartStep
-    from fleet.bench.latency import LatencyReport
 
 app = typer.Typer(
     no_args_is_help=True,
     rich_markup_mode=None,
-    help="Measures this machine: images/s, or seconds per image.",
+    help="Measures this machine's speed.",
 )
 
 _SECONDS_PER_HOUR = 3600
 
-ModelOption = Annotated[
-    Path | None,
-    typer.Option(
-        "--model",
-        help="A checkpoint, as for the worker. By default SD1.5 with random weights on a GPU"
-        " (2 GB in the temporary folder), and the small demo checkpoint on a CPU.",
-    ),
-]
-DeviceOption = Annotated[str, typer.Option("--device", help="auto, cpu, cuda or cuda:N.")]
-ReportOption = Annotated[
-    Path | None,
-    typer.Option("--report", metavar="FILE", help="Also write the results to this file, as JSON."),
-]
-
 
 @app.command("engine")
 def engine_command(
-    model: ModelOption = None,
-    device: DeviceOption = "auto",
+    model: Annotated[
+        Path | None,
+        typer.Option(
+            help="A checkpoint, as for the worker. By default SD1.5 with random weights on a GPU"
+            " (2 GB in the temporary folder), and the small demo checkpoint on a CPU.",
+        ),
+    ] = None,
+    device: Annotated[str, typer.Option(help="auto, cpu, cuda or cuda:N.")] = "auto",
     slots: Annotated[
         int | None,
         typer.Option(min=1, max=256, help="Images at once. [default: by free memory]"),
@@ -74,7 +64,10 @@ def engine_command(
     priority: Annotated[
         str, typer.Option(metavar="|".join(prices.PRIORITIES), help="SaladCloud's priority.")
     ] = "batch",
-    report_file: ReportOption = None,
+    report_file: Annotated[
+        Path | None,
+        typer.Option("--report", metavar="FILE", help="Also write the results to this JSON file."),
+    ] = None,
 ) -> None:
     """Measures images/s: with another LoRA per job, without LoRA, and for a whole worker.
 
@@ -101,7 +94,8 @@ def engine_command(
             with_baseline,
             fp16_accumulate,
         )
-        with _folder() as folder, _steps() as step:
+        with tempfile.TemporaryDirectory(prefix="imagefleet-bench-") as name, _steps() as step:
+            folder = Path(name)
             step("creating the LoRAs" if model else "creating the model and the LoRAs", 1)
             report = bench_engine.measure(
                 bench_engine.prepare(model, folder, device), options, step
@@ -109,46 +103,14 @@ def engine_command(
     images_per_dollar = (
         report.worker_images_per_second * _SECONDS_PER_HOUR / price if price else None
     )
-    _show_engine(report, price, images_per_dollar)
-    figures = asdict(report) | {
-        "dollars_per_hour": price,
-        "images_per_dollar": images_per_dollar,
-    }
-    _write(report_file, figures)
-
-
-@app.command("latency")
-def latency_command(
-    model: ModelOption = None,
-    device: DeviceOption = "auto",
-    batch: Annotated[
-        list[int] | None,
-        typer.Option(min=1, max=64, help="Images at once; repeatable. [default: 1, 2, 4]"),
-    ] = None,
-    steps: Annotated[int, typer.Option(min=1, max=150, help="PLMS steps.")] = 50,
-    repeats: Annotated[int, typer.Option(min=1, help="Measurements, for their median.")] = 3,
-    report_file: ReportOption = None,
-) -> None:
-    """Measures seconds per batch of one or a few images, compared with plain diffusers.
-
-    From text encoding to the decoded image, PLMS, without LoRA: the figure that the vendors of
-    models and GPUs publish.
-
-    imagefleet bench latency
-
-    imagefleet bench latency --batch 1 --report latency.json
-    """
-    with console.one_line_errors():
-        worker.require_libraries()
-        from fleet.bench import engine as bench_engine
-        from fleet.bench import latency
-
-        with _folder() as folder, _steps() as step:
-            step("creating the model", 1)
-            setup = bench_engine.prepare(model, folder, device, loras=0)
-            report = latency.measure(setup, device, batch or [1, 2, 4], steps, repeats, step)
-    _show_latency(report)
-    _write(report_file, asdict(report))
+    _show(report, price, images_per_dollar)
+    if report_file is not None:
+        figures = asdict(report) | {
+            "dollars_per_hour": price,
+            "images_per_dollar": images_per_dollar,
+        }
+        report_file.parent.mkdir(parents=True, exist_ok=True)
+        report_file.write_text(json.dumps(figures, indent=2) + "\n", encoding="utf-8")
 
 
 def _dollars_per_hour(
@@ -163,12 +125,6 @@ def _dollars_per_hour(
     card = prices.gpu_of_driver(str(hardware["device"]), int(hardware.get("memory_bytes", 0)))
     listed = prices.BUILT_IN.gpus.get(card)
     return None if listed is None else prices.gpu_dollars_per_hour(card, known)
-
-
-@contextmanager
-def _folder() -> Iterator[Path]:
-    with tempfile.TemporaryDirectory(prefix="imagefleet-bench-") as folder:
-        yield Path(folder)
 
 
 @contextmanager
@@ -189,9 +145,7 @@ def _steps() -> Iterator[StartStep]:
             progress.update(task_id, total=1, completed=1)
 
 
-def _show_engine(
-    report: EngineReport, price: float | None, images_per_dollar: float | None
-) -> None:
+def _show(report: EngineReport, price: float | None, images_per_dollar: float | None) -> None:
     limit = report.matrix_limit_images_per_second
     rows = {
         "machine": str(report.hardware["device"]),
@@ -216,33 +170,5 @@ def _show_engine(
         rows["images per dollar"] = f"{images_per_dollar:,.0f} at {price:g} $/h"
     else:
         rows["images per dollar"] = "unknown price: give --price-per-hour or --gpu"
-    _show(rows)
-
-
-def _show_latency(report: LatencyReport) -> None:
-    table = Table("images", "this engine", "diffusers", "speed-up")
-    for row in report.rows:
-        table.add_row(
-            f"{row.batch}",
-            f"{row.engine_seconds:.3f} s",
-            f"{row.diffusers_seconds:.3f} s",
-            f"{row.diffusers_seconds / row.engine_seconds:.1f}",
-        )
-    console.stdout.print(table)
-    console.stdout.print(
-        f"{report.hardware['device']}, {report.model}, {report.width}x{report.height},"
-        f" {report.steps} PLMS steps",
-        soft_wrap=True,
-        highlight=False,
-    )
-
-
-def _show(rows: dict[str, str]) -> None:
     for name, value in rows.items():
         console.stdout.print(f"{name:<28}{value}", soft_wrap=True, highlight=False)
-
-
-def _write(path: Path | None, figures: dict[str, Any]) -> None:
-    if path is not None:
-        path.parent.mkdir(parents=True, exist_ok=True)
-        path.write_text(json.dumps(figures, indent=2) + "\n", encoding="utf-8")

@@ -10,6 +10,8 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
 from pathlib import Path
 
+import torch
+
 from fleet import demo_jobs
 from fleet.bench import baseline, machine, matrix_rate, random_model, tiny_model, work
 from fleet.bench import jobs as bench_jobs
@@ -120,11 +122,10 @@ def draw_a_round(engine: contract.Engine, workload: bench_jobs.Workload) -> None
     work.draw(engine, [workload.request(at) for at in range(work.images_at_once(engine))])
 
 
-def measure_baseline(
-    plain: baseline.PlainDiffusers, workload: bench_jobs.Workload, images: int = BASELINE_IMAGES
-) -> float:
+def measure_baseline(setup: Setup, device: torch.device, workload: bench_jobs.Workload) -> float:
     """Images/s of plain diffusers, one at a time, with its LoRAs in memory."""
-    requests = [workload.request(number) for number in range(images + 1)]
+    plain = baseline.PlainDiffusers(setup.model, device, devices.find_dtype("auto", device))
+    requests = [workload.request(number) for number in range(BASELINE_IMAGES + 1)]
     for request in requests:
         plain.use_loras(request.loras)
     plain.draw(requests[:1])
@@ -132,7 +133,7 @@ def measure_baseline(
     for request in requests[1:]:
         plain.use_loras(request.loras)
         plain.draw([request])
-    return images / (time.perf_counter() - began_at)
+    return BASELINE_IMAGES / (time.perf_counter() - began_at)
 
 
 def measure(setup: Setup, options: Options, step: StartStep) -> EngineReport:
@@ -156,7 +157,10 @@ def measure(setup: Setup, options: Options, step: StartStep) -> EngineReport:
     limit = matrix_flops_per_second / flops
     mixed, without = run.mixed.images_per_second, run.without.images_per_second
     peak_memory_bytes = machine.peak_memory_bytes(device)
-    plain = _measure_baseline(setup, options, workload, step) if options.with_baseline else None
+    plain = None
+    if options.with_baseline:
+        step("diffusers + peft, one job at a time", 1)
+        plain = measure_baseline(setup, device, workload)
     return EngineReport(
         model=str(setup.model),
         width=workload.size[0],
@@ -229,14 +233,4 @@ class _EngineRun:
         self, engine: contract.Engine, name: str, workload: bench_jobs.Workload
     ) -> work.Rate:
         seconds = self._options.seconds
-        on_seconds = self._step(name, seconds)
-        return work.drive(engine, workload.requests(), seconds, on_seconds)
-
-
-def _measure_baseline(
-    setup: Setup, options: Options, workload: bench_jobs.Workload, step: StartStep
-) -> float:
-    step("diffusers + peft, one job at a time", 1)
-    device = devices.find_device(options.device)
-    plain = baseline.PlainDiffusers(setup.model, device, devices.find_dtype("auto", device))
-    return measure_baseline(plain, workload)
+        return work.drive(engine, workload.requests(), seconds, self._step(name, seconds))

@@ -45,9 +45,3 @@ def peak_memory_bytes(device: torch.device) -> int:
 def reset_peak(device: torch.device) -> None:
     if device.type == "cuda":
         torch.cuda.reset_peak_memory_stats(device)
-
-
-def limit_memory(device: torch.device, limit_bytes: int) -> None:
-    """Limits this process' share of the GPU's memory, to simulate a smaller card."""
-    total_bytes = torch.cuda.get_device_properties(device).total_memory
-    torch.cuda.set_per_process_memory_fraction(limit_bytes / total_bytes, device)

@@ -92,7 +92,7 @@ def build_tiny_lora(
 
 def write_lora(
     path: Path,
-    layers: Mapping[str, nn.Module],
+    layers: Mapping[str, Any],
     rank: int,
     alpha: float,
     generator: torch.Generator,

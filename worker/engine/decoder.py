@@ -170,7 +170,7 @@ class Decoder:
             )
         # Outside the handler, where the error's traceback no longer holds any tensors.
         self._compiled.clear()
-        engine_errors.empty_cache(self._vae.device)
+        torch.cuda.empty_cache()
         if len(part) == 1:
             self._failed.append(contract.Finished(part[0].ticket, failure))
             return

@@ -36,9 +36,3 @@ def classify(error: Exception) -> errors.FleetError:
     if isinstance(error, RuntimeError) and any(mark in str(error) for mark in _STICKY):
         raise errors.NodeError(f"the GPU is broken: {cause}") from error
     return errors.TransientError(f"the image could not be generated: {cause}")
-
-
-def empty_cache(device: torch.device) -> None:
-    """Frees the GPU memory that torch has cached."""
-    if device.type == "cuda":
-        torch.cuda.empty_cache()

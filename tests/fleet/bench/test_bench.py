@@ -53,18 +53,6 @@ def test_the_engine_is_measured_against_the_limit_and_against_diffusers(
     assert "images per dollar" in ended.stdout
 
 
-def test_latency_is_measured_for_each_batch(in_process: Any, model: Path, tmp_path: Path) -> None:
-    arguments = ("--batch", "1", "--batch", "2", "--steps", "3", "--repeats", "1")
-    report_file = tmp_path / "report.json"
-    ended = in_process(
-        "bench", "latency", "--model", str(model), *arguments, "--report", str(report_file)
-    )
-    assert ended.returncode == 0, ended.stderr
-    rows = json.loads(report_file.read_text())["rows"]
-    assert [row["batch"] for row in rows] == [1, 2]
-    assert all(row["engine_seconds"] > 0 and row["diffusers_seconds"] > 0 for row in rows)
-
-
 @pytest.mark.parametrize(
     ("arguments", "complaint"),
     [

@@ -225,7 +225,7 @@ class SlotEngine:
         self._unet.close()
         for network in (self._checkpoint.unet, self._checkpoint.vae, self._checkpoint.text_encoder):
             network.to("meta")
-        engine_errors.empty_cache(self._device)
+        torch.cuda.empty_cache()
 
     # The parts of a tick.
 
@@ -392,7 +392,7 @@ class SlotEngine:
                 job.batch_key = job.batch_key._replace(isolated=job.ticket)
         self._queue.put_back(jobs)
         self._runner.reset(compile_again=not compiled or out_of_memory)
-        engine_errors.empty_cache(self._device)
+        torch.cuda.empty_cache()
 
     def _shrink(self, slots: int) -> None:
         log.warning("out of memory: reduced to %d slots", slots, extra={"action": "slots_shrunk"})
@@ -400,7 +400,7 @@ class SlotEngine:
         self._runner.slots = slots
         self._decoder.max_images = slots
         self._unet.resize(slots)
-        engine_errors.empty_cache(self._device)
+        torch.cuda.empty_cache()
 
     def _fit_memory(self) -> None:
         """Sets the slots that fit the GPU's memory, for images of the checkpoint's native size."""

@@ -122,7 +122,7 @@ class BatchEngine:
         self._merger.close()
         for network in (self._checkpoint.unet, self._checkpoint.vae, self._checkpoint.text_encoder):
             network.to("meta")
-        engine_errors.empty_cache(self._device)
+        torch.cuda.empty_cache()
 
     def _next_batch(self) -> list[int]:
         oldest = next(iter(self._pending.values()), None)
@@ -151,7 +151,7 @@ class BatchEngine:
                 extra={"action": "batch_failed"},
             )
         # Only past the handler are the error's traceback, and the tensors it holds, gone.
-        engine_errors.empty_cache(self._device)
+        torch.cuda.empty_cache()
         if len(batch) == 1:
             return [failure]
         if out_of_memory:
