@@ -117,11 +117,11 @@ def compare(
     (alone,) = work.draw(engine, [target])
     others = mates(target)
     together = work.draw(engine, [*others[:place], target, *others[place:]])
-    beside = together.pop(place)
+    with_others = together.pop(place)
     pair = {
         "image": name,
-        "psnr_db": round(decibels(alone, beside), 2),
-        "largest_difference_of_255": int(np.abs(alone.astype(int) - beside.astype(int)).max()),
+        "psnr_db": round(decibels(alone, with_others), 2),
+        "largest_difference_of_255": int(np.abs(alone.astype(int) - with_others.astype(int)).max()),
         # For comparison: the PSNR of two different images.
         "psnr_db_of_the_most_alike_other": round(
             max(decibels(alone, image) for image in together), 2

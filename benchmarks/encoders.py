@@ -27,18 +27,18 @@ from worker.engine.contract import Pixels
 from worker.stages import encode
 
 SIZE = 512
-PICTURES = 4
+IMAGES = 4
 ROUNDS = 12
 THREADS = 2
 
 Encoder = Callable[[Pixels], bytes]
 
 
-def pictures() -> list[Pixels]:
+def test_images() -> list[Pixels]:
     """Blurred colours with grain: about as compressible as a photograph."""
     random = np.random.default_rng(0)
     drawn = []
-    for _ in range(PICTURES):
+    for _ in range(IMAGES):
         small = Image.fromarray(random.integers(0, 256, (12, 12, 3), np.uint8))
         smooth = np.asarray(small.resize((SIZE, SIZE), Image.Resampling.BICUBIC), np.float64)
         grain = random.normal(0, 2.5, smooth.shape)
@@ -103,7 +103,7 @@ def measure(encoder: Encoder, images: list[Pixels]) -> dict[str, float]:
 
 
 def main() -> None:
-    images = pictures()
+    images = test_images()
     table = Table("encoder", "ms", "KiB", f"x{THREADS} threads")
     results = {}
     for name, encoder in encoders():

@@ -18,7 +18,7 @@ from worker.engine.kernels.compile import Compiled, GraphPool
 log = logging.getLogger(__name__)
 
 #: Pixels per VAE call: it needs far more memory per pixel than the UNet.
-SLICE_PIXELS = 1024 * 1024
+_SLICE_PIXELS = 1024 * 1024
 
 #: Images per VAE call, however small: a compiled call always computes a full slice.
 _MAX_IMAGES = 8
@@ -57,12 +57,11 @@ class Decoder:
         self,
         vae: AutoencoderKL,
         *,
-        slice_pixels: int = SLICE_PIXELS,
         backend: str | None = None,
         pool: GraphPool | None = None,
     ) -> None:
         self._vae = vae
-        self.slice_pixels = slice_pixels
+        self.slice_pixels = _SLICE_PIXELS
         self.max_images = _MAX_IMAGES
         self._backend = backend
         self._pool = pool
@@ -115,8 +114,8 @@ class Decoder:
         while self._queue:
             first = self._queue[0]
             shape = first.latents.shape
-            alike = [drawn for drawn in self._queue if drawn.latents.shape == shape]
-            part = alike[: self._slice_size(shape)]
+            same_shape = [drawn for drawn in self._queue if drawn.latents.shape == shape]
+            part = same_shape[: self._slice_size(shape)]
             is_due = flush or shape not in self._compiled
             is_due = is_due or self._tick - first.since_tick >= _MAX_WAIT_TICKS
             if len(part) < self._slice_size(shape) and not is_due:

@@ -39,7 +39,7 @@ def test_loading_touches_no_network(
     load_checkpoint(single_file, checkpoint)
 
 
-def test_a_single_file_draws_what_the_folder_draws(
+def test_a_single_file_draws_the_same_as_the_folder(
     engine: Any, checkpoint: Path, single_file: Path, make_request: Any, draw: Any, difference: Any
 ) -> None:
     single = batch_engine.load_batch_engine(single_file, config=checkpoint)
@@ -69,10 +69,10 @@ def test_a_float16_variant_is_found(copy: Path) -> None:
     assert load_checkpoint(copy).unet.dtype == torch.float32
 
 
-def test_the_names_of_older_folders_are_understood(
+def test_key_names_of_older_folders_are_read(
     engine: Any, copy: Path, make_request: Any, draw: Any
 ) -> None:
-    """SD1.5's own release has them: the VAE's attention, and the text encoder's extra level."""
+    """As in SD1.5's own release: the VAE's attention, and the text encoder's extra level."""
     renamed = {
         "vae/diffusion_pytorch_model.safetensors": [
             (".to_q.", ".query."),
@@ -118,7 +118,7 @@ def test_truncated_weights_name_their_folder(copy: Path, part: str) -> None:
 
 
 @pytest.mark.parametrize("part", ["unet", "vae", "text_encoder"])
-def test_weights_that_lack_a_layer_are_refused_not_made_up(copy: Path, part: str) -> None:
+def test_missing_weights_are_refused_not_initialised(copy: Path, part: str) -> None:
     (file,) = (copy / part).glob("*.safetensors")
     weights = load_file(file)
     weights.pop(max(weights))
@@ -185,7 +185,7 @@ def test_a_single_file_of_another_architecture_is_refused(
         ("scheduler", {"beta_schedule": "linear"}, "noise schedule"),
     ],
 )
-def test_a_configuration_that_does_not_fit_is_refused(
+def test_a_mismatched_configuration_is_refused(
     copy: Path, part: str, change: dict[str, object], reason: str
 ) -> None:
     (file,) = (path for path in (copy / part).glob("*config.json"))

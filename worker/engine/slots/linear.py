@@ -90,12 +90,12 @@ class WeightStack:
 
 def stack_by_shape(use: str, linears: Iterable[SlotLinear]) -> dict[Group, WeightStack]:
     """Groups *linears* by the shape of their layers."""
-    alike: dict[Group, list[SlotLinear]] = {}
+    by_shape: dict[Group, list[SlotLinear]] = {}
     for linear in linears:
         shapes = {_parameter(layer, "weight").flatten(1).shape for layer in linear.layers.values()}
         ((outer, inner),) = shapes
-        alike.setdefault((use, outer, inner), []).append(linear)
-    return {group: WeightStack(members) for group, members in alike.items()}
+        by_shape.setdefault((use, outer, inner), []).append(linear)
+    return {group: WeightStack(members) for group, members in by_shape.items()}
 
 
 def _parameter(layer: nn.Module, name: str) -> torch.Tensor:

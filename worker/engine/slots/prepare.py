@@ -30,7 +30,7 @@ _TOKENS_ALIGNMENT = 8
 #: Per image: each is held in memory while it is drawn.
 _MAX_LORAS = 16
 
-#: LoRA files in memory: some 75 of rank 32, beside what a worker's host needs for all else.
+#: LoRA files in memory: some 75 of rank 32.
 LORA_CACHE_BYTES = 2 * 1024**3
 
 #: LoRAs of a higher rank, those of one image added up, are merged into the shared weights: packed

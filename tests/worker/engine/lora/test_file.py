@@ -1,4 +1,4 @@
-"""What is read from a LoRA file, and why the rest is refused: always by the LoRA's name."""
+"""Reading LoRA files, and the errors for files that do not fit."""
 
 from __future__ import annotations
 
@@ -95,13 +95,13 @@ def test_a_lora_that_does_not_fit_is_refused_by_name(
         cache.get(named(path))
     assert "'some-style'" in refusal.value.message
     assert reason in refusal.value.message
-    assert str(tmp_path) not in refusal.value.message, "the worker's folders concern nobody"
+    assert str(tmp_path) not in refusal.value.message, (
+        "a message must not show the worker's folders"
+    )
 
 
-def test_a_file_that_vanished_is_another_try_for_the_job(
-    cache: lora_cache.LoraCache, tmp_path: Path
-) -> None:
-    """Its name led to it a moment ago: another worker has made room on the disk since."""
+def test_a_vanished_file_is_a_transient_error(cache: lora_cache.LoraCache, tmp_path: Path) -> None:
+    """Another worker may have evicted it from the disk since its name was looked up."""
     for path in (tmp_path / "gone.safetensors", tmp_path):
         with pytest.raises(errors.TransientError, match="'some-style' cannot be read"):
             cache.get(named(path))
@@ -130,7 +130,7 @@ UNET_KEY = "lora_unet_mid_block_attentions_0_transformer_blocks_0_attn2_to_k"
         ({f"{UNET_KEY}.lora_down.weight": torch.zeros(4, 768)}, {}, "SD1"),
     ],
 )
-def test_a_lora_of_another_model_is_refused_with_that_models_name(
+def test_a_lora_of_another_model_is_refused_naming_the_model(
     cache: lora_cache.LoraCache,
     tmp_path: Path,
     foreign: Weights,
@@ -144,7 +144,9 @@ def test_a_lora_of_another_model_is_refused_with_that_models_name(
         cache.get(named(path))
 
 
-def test_a_pickle_is_refused_unread(cache: lora_cache.LoraCache, tmp_path: Path) -> None:
+def test_a_pickle_is_refused_without_loading_it(
+    cache: lora_cache.LoraCache, tmp_path: Path
+) -> None:
     path = tmp_path / "evil.safetensors"
     torch.save({"lora_unet_conv_in.alpha": torch.tensor(1.0)}, path)
     with pytest.raises(
@@ -165,7 +167,7 @@ def test_a_truncated_file_is_refused(
         cache.get(named(path))
 
 
-def test_numbers_that_torch_has_no_type_for_are_refused(
+def test_a_number_type_unknown_to_torch_is_refused(
     cache: lora_cache.LoraCache, tmp_path: Path
 ) -> None:
     path = tmp_path / "x.safetensors"
@@ -191,7 +193,7 @@ def test_numbers_that_torch_has_no_type_for_are_refused(
         ("{", "damaged metadata"),
     ],
 )
-def test_settings_that_make_no_sense_are_refused(
+def test_invalid_peft_metadata_is_refused(
     cache: lora_cache.LoraCache, lora_paths: list[Path], tmp_path: Path, config: str, reason: str
 ) -> None:
     path = tmp_path / "x.safetensors"
@@ -201,7 +203,7 @@ def test_settings_that_make_no_sense_are_refused(
     assert reason in refusal.value.message
 
 
-def test_the_scale_is_alpha_over_rank_wherever_alpha_stands(
+def test_the_scale_is_alpha_over_rank_wherever_alpha_is_stored(
     cache: lora_cache.LoraCache, lora_paths: list[Path], tmp_path: Path
 ) -> None:
     weights = load_file(lora_paths[0])
@@ -221,7 +223,7 @@ def test_the_scale_is_alpha_over_rank_wherever_alpha_stands(
     assert scales == [0.5, 2.0, 0.25, 4.0, 1.0]
 
 
-def test_layers_may_have_alphas_of_their_own_in_the_header(
+def test_the_header_may_set_alpha_per_layer(
     cache: lora_cache.LoraCache, lora_paths: list[Path], tmp_path: Path
 ) -> None:
     path = tmp_path / "x.safetensors"
@@ -246,7 +248,7 @@ def test_layers_may_have_alphas_of_their_own_in_the_header(
     assert changes["text_encoder"]["encoder.layers.1.mlp.fc1"].scale == 1.0
 
 
-def test_prepare_refuses_a_bad_lora_even_at_weight_zero(
+def test_prepare_reads_a_lora_even_at_weight_zero(
     engine: Any, make_request: Any, tmp_path: Path
 ) -> None:
     gone = contract.Lora("gone", tmp_path / "gone.safetensors", 0.0, 0.0)

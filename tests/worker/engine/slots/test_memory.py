@@ -9,7 +9,7 @@ GIB = 2**30
 
 
 def find(monkeypatch: pytest.MonkeyPatch, free: float) -> tuple[int, int]:
-    """Slots and decoded images with *free* GiB beside SD1.5, by about what it takes."""
+    """Slots and decoded images that fit *free* GiB beside SD1.5."""
     peaks = {"tick": 0.25 * GIB, "decode": 0.8 * GIB}
     monkeypatch.setattr(memory, "_peak_bytes", lambda _, work: peaks[work()])
     monkeypatch.setattr(memory, "free_bytes", lambda _: int(free * GIB))
@@ -24,7 +24,7 @@ def find(monkeypatch: pytest.MonkeyPatch, free: float) -> tuple[int, int]:
 @pytest.mark.parametrize(
     ("free", "slots", "decoded"), [(135, 16, 4), (21, 16, 3), (13, 13, 2), (5.2, 5, 1), (0.5, 1, 1)]
 )
-def test_slots_are_as_many_as_the_free_memory_holds(
+def test_the_slots_fit_the_free_memory(
     monkeypatch: pytest.MonkeyPatch, free: float, slots: int, decoded: int
 ) -> None:
     assert find(monkeypatch, free) == (slots, decoded)

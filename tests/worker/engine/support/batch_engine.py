@@ -6,8 +6,7 @@ is compared with.
 
 from __future__ import annotations
 
-import logging
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 import torch
@@ -20,9 +19,7 @@ from worker.engine.decoder import to_pixels
 from worker.engine.lora import merge
 from worker.engine.slots.prepare import PreparedRequest, RequestPreparer
 
-log = logging.getLogger(__name__)
-
-#: Requests held for each one in a batch: more of them group better.
+#: Requests held per image of a batch.
 _LOOKAHEAD_BATCHES = 2
 
 #: Pixels decoded per VAE call: bounds its memory.
@@ -50,16 +47,11 @@ def group(prepared: PreparedRequest) -> tuple[object, ...]:
     return (request.width, request.height, calls, request.clip_skip, loras)
 
 
-def pixels(prepared: PreparedRequest) -> int:
-    return prepared.request.width * prepared.request.height
-
-
 class BatchEngine:
     """A `contract.Engine` whose images start and finish together, at most *max_batch* of them."""
 
     def __init__(self, loaded: checkpoint.Checkpoint, max_batch: int) -> None:
         self._checkpoint = loaded
-        self._device = loaded.unet.device
         self._preparer = RequestPreparer(loaded, {"unet": {}, "text_encoder": {}})
         self._encoder = text.Encoder(
             loaded.text_encoder,
@@ -68,7 +60,6 @@ class BatchEngine:
         )
         self._merger = merge.Merger(loaded.unet, loaded.text_encoder)
         self._max_batch = max_batch
-        self._pixels_limit: int | None = None
         self._pending: dict[int, PreparedRequest] = {}
 
     @property
@@ -96,12 +87,6 @@ class BatchEngine:
         return self._preparer.lora_lookups
 
     def prepare(self, request: contract.ImageRequest) -> PreparedRequest:
-        """Checks a request against this checkpoint, tokenises its prompts and reads its LoRAs.
-
-        Raises:
-            JobError: this checkpoint cannot draw it, or a LoRA is missing or does not fit.
-            TransientError: a LoRA could not be read.
-        """
         return self._preparer.prepare(request)
 
     def admit(self, ticket: int, prepared: contract.PreparedRequest) -> None:
@@ -110,7 +95,7 @@ class BatchEngine:
         self._pending[ticket] = prepared
 
     def tick(self) -> list[contract.Finished]:
-        """Runs the oldest request with all that can share its call, and finishes them."""
+        """Draws the oldest request and all that can share its UNet calls."""
         tickets = self._next_batch()
         batch = [self._pending.pop(ticket) for ticket in tickets]
         outcomes = self._run(batch)
@@ -122,57 +107,31 @@ class BatchEngine:
         self._merger.close()
         for network in (self._checkpoint.unet, self._checkpoint.vae, self._checkpoint.text_encoder):
             network.to("meta")
-        torch.cuda.empty_cache()
 
     def _next_batch(self) -> list[int]:
         oldest = next(iter(self._pending.values()), None)
         if oldest is None:
             return []
-        size = self._max_batch
-        if self._pixels_limit is not None:
-            size = min(size, max(1, self._pixels_limit // pixels(oldest)))
         shared = group(oldest)
         alike = [ticket for ticket, other in self._pending.items() if group(other) == shared]
-        return alike[:size]
+        return alike[: self._max_batch]
 
     def _run(self, batch: Sequence[PreparedRequest]) -> list[contract.Outcome]:
-        """Generates a batch; where that fails, its images in smaller ones, down to each alone."""
         try:
             self._merger.activate(batch[0].loras)
             return self._generate(batch)
-        except Exception as error:  # whatever it is, it is the outcome of this batch
-            out_of_memory = engine_errors.is_out_of_memory(error)
-            failure = engine_errors.classify(error)
-            log.warning(
-                "a batch of %d failed: %s",
-                len(batch),
-                failure.message,
-                exc_info=True,
-                extra={"action": "batch_failed"},
-            )
-        # Only past the handler are the error's traceback, and the tensors it holds, gone.
-        torch.cuda.empty_cache()
-        if len(batch) == 1:
-            return [failure]
-        if out_of_memory:
-            self._pixels_limit = len(batch) // 2 * pixels(batch[0])
-            log.warning(
-                "from now on a batch has %d pixels at most",
-                self._pixels_limit,
-                extra={"action": "batch_shrunk"},
-            )
-        share = (len(batch) + 1) // 2 if out_of_memory else 1
-        parts = [batch[at : at + share] for at in range(0, len(batch), share)]
-        return [outcome for part in parts for outcome in self._run(part)]
+        except Exception as error:  # noqa: BLE001 - any failure is this batch's outcome
+            return [engine_errors.classify(error)] * len(batch)
 
     @torch.inference_mode()
     def _generate(self, batch: Sequence[PreparedRequest]) -> list[contract.Outcome]:
         unet, factor = self._checkpoint.unet, self._checkpoint.vae_factor
         latents = denoise(unet, batch, self._encode_prompts(batch), factor)
-        return decode(self._checkpoint.vae, latents, pixels(batch[0]))
+        request = batch[0].request
+        return decode(self._checkpoint.vae, latents, request.width * request.height)
 
     def _encode_prompts(self, batch: Sequence[PreparedRequest]) -> text.Context:
-        """The prompts' rows, then the negative prompts', each of its own length."""
+        """The rows of the prompts, then of the negative prompts."""
         prompts = [prepared.prompt for prepared in batch]
         negative_prompts = [prepared.negative_prompt for prepared in batch]
         first = batch[0]
@@ -189,11 +148,10 @@ def denoise(
     context: text.Context,
     vae_factor: int,
 ) -> torch.Tensor:
-    """Latents [batch, 4, height, width] in float32, as the noise is, whatever the UNet's type.
+    """Latents [batch, 4, height, width] in float32.
 
-    The images have one size and as many calls. *context* has the prompts' rows, then the negative
-    prompts'. Each image draws its noise from its own generator, on the CPU: it does not depend on
-    the others in its batch, nor on the GPU.
+    The images have the same size and number of UNet calls. *context* has the rows of the prompts,
+    then of the negative prompts. Each image draws its noise from its own CPU generator.
     """
     device, first = unet.device, images[0].request
     shape = (unet.config.in_channels, first.height // vae_factor, first.width // vae_factor)
@@ -242,26 +200,11 @@ def _per_image(numbers: Sequence[float], device: torch.device) -> torch.Tensor:
 
 
 def decode(vae: AutoencoderKL, latents: torch.Tensor, pixels: int) -> list[contract.Outcome]:
-    """Images from latents [batch, 4, height, width], of so many *pixels* each; errors for NaN."""
-    parts = torch.split(latents, max(1, _DECODE_PIXELS // pixels))
-    return [outcome for part in parts for outcome in _decode_part(vae, part)]
-
-
-def _decode_part(vae: AutoencoderKL, latents: torch.Tensor) -> Iterator[contract.Outcome]:
-    images = _decode_once(vae, latents)
-    if vae.dtype == torch.float16 and not images.isfinite().all() and latents.isfinite().all():
-        log.warning(
-            "the VAE overflows in float16: it decodes in float32 from now on",
-            extra={"action": "vae_widened"},
-        )
-        vae.float()
-        images = _decode_once(vae, latents)
-    pixels, sound = to_pixels(images)
-    for row, is_sound in zip(pixels.cpu().numpy(), sound.tolist(), strict=True):
-        yield row if is_sound else errors.TransientError("the image came out as NaN")
-
-
-def _decode_once(vae: AutoencoderKL, latents: torch.Tensor) -> torch.Tensor:
-    scaled = (latents / vae.config.scaling_factor).to(vae.dtype)
-    images: torch.Tensor = vae.decode(scaled, return_dict=False)[0]
-    return images.float()
+    """Images of *pixels* from latents [batch, 4, height, width], or an error for NaN."""
+    outcomes: list[contract.Outcome] = []
+    for part in torch.split(latents, max(1, _DECODE_PIXELS // pixels)):
+        scaled = (part / vae.config.scaling_factor).to(vae.dtype)
+        levels, is_finite = to_pixels(vae.decode(scaled, return_dict=False)[0].float())
+        for image, ok in zip(levels.numpy(), is_finite.tolist(), strict=True):
+            outcomes.append(image if ok else errors.TransientError("the image is NaN"))
+    return outcomes
