@@ -19,17 +19,6 @@ from worker.engine.lora import file as lora_file
 from worker.engine.lora import names
 
 
-@pytest.fixture(scope="module")
-def layers(engine: Any) -> names.Layers:
-    layers: names.Layers = engine._preparer._lora_cache._layers
-    return layers
-
-
-@pytest.fixture
-def cache(layers: names.Layers) -> lora_cache.LoraCache:
-    return lora_cache.LoraCache(layers, cache_bytes=10**9)
-
-
 def named(path: Path) -> contract.Lora:
     return contract.Lora("some-style", path, 1.0, 1.0)
 

@@ -15,20 +15,8 @@ from safetensors.torch import load_file, save_file
 from imagefleet import errors
 from worker.engine import contract
 from worker.engine.lora import cache as lora_cache
-from worker.engine.lora import names
 
 Weights = dict[str, torch.Tensor]
-
-
-@pytest.fixture(scope="module")
-def layers(engine: Any) -> names.Layers:
-    layers: names.Layers = engine._preparer._lora_cache._layers
-    return layers
-
-
-@pytest.fixture
-def cache(layers: names.Layers) -> lora_cache.LoraCache:
-    return lora_cache.LoraCache(layers, cache_bytes=10**9)
 
 
 def named(path: Path) -> contract.Lora:
