@@ -103,7 +103,7 @@ def make_schedule(
         initial_scale = 1.0
     else:
         known = ", ".join([*_SIGMA_UPDATES, *_TIMESTEP_UPDATES])
-        raise errors.JobError(f"this engine has no sampler {name!r}, only {known}")
+        raise errors.JobError(f"unknown sampler {name!r}; this engine has only {known}")
     noisy = tuple(row[_NOISE_SCALE] != 0 for row in rows)
     return Schedule(initial_scale, torch.tensor(rows, dtype=torch.float32), noisy)
 

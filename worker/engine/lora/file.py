@@ -1,6 +1,6 @@
 """Reads LoRA files into one form, keyed by the model's own layer names, and checks them.
 
-A file with anything that does not fit is refused: leaving a change out would draw another picture.
+A file with anything that does not fit is refused: leaving a change out would draw another image.
 """
 
 from __future__ import annotations
