@@ -2,7 +2,75 @@
 
 from __future__ import annotations
 
-from panels import INFO, JOBS, NAMED, POISON, RATE, Dashboard, Panel, gained, rate, share
+from dataclasses import dataclass
+from functools import partial
+from typing import Literal
+
+#: Grafana makes this interval at least four pushes long.
+RATE = "[$__rate_interval]"
+
+#: The job queue, without its poison queue.
+JOBS = '{queue!~".+-poison"}'
+POISON = '{queue=~".+-poison"}'
+
+#: Only this series has a worker's machine and GPU; everything else joins it on `instance`.
+INFO = "on (job, instance) group_left (gpu) imagefleet_worker_info"
+NAMED = "on (job, instance) group_left (worker, gpu) imagefleet_worker_info"
+
+Kind = Literal["stat", "lines", "stack", "table"]
+
+
+@dataclass(frozen=True, slots=True)
+class Panel:
+    """A number (`stat`), curves (`lines`, `stack`) or rows of the newest values (`table`).
+
+    *queries* maps the legend of each query, a text with {{label}}, to its PromQL; a bare string is
+    a single query without a legend.
+    """
+
+    title: str
+    answers: str
+    queries: dict[str, str] | str
+    kind: Kind = "lines"
+    unit: str = "short"
+    decimals: int | None = None
+    bad_above: float | None = None
+
+
+Figure = partial(Panel, kind="stat")
+Dollars = partial(Figure, unit="currencyUSD", decimals=2)
+Stack = partial(Panel, kind="stack")
+Table = partial(Panel, kind="table")
+
+
+@dataclass(frozen=True, slots=True)
+class Dashboard:
+    """One dashboard; its numbers come first, in one row."""
+
+    name: str
+    question: str
+    panels: tuple[Panel, ...]
+
+
+def gained(metric: str) -> str:
+    """The exact increase of a counter over the time range shown.
+
+    `increase()` extrapolates, and misses what a worker counted before its first push: a series
+    that is absent at the start began at zero, and every process pushes a new series.
+    """
+    now = f"last_over_time({metric}[$__range])"
+    before = f"last_over_time({metric}[5m] offset $__range)"
+    return f"sum({now} - ({before} or 0 * {now}))"
+
+
+def rate(metric: str, by: str = "") -> str:
+    return f"sum{f' by ({by}) ' if by else ''}(rate({metric}{RATE}))"
+
+
+def share(part: str, whole: str) -> str:
+    """A ratio by the labels of *part*; without data where *whole* is zero."""
+    return f"{part} / on () group_left () ({whole} > 0)"
+
 
 IMAGES = "imagefleet_images_total"
 DOLLARS = "imagefleet_cost_dollars_total"
@@ -26,49 +94,38 @@ NODE_SPEED = f"rate({IMAGES}[5m]) * {NAMED}"
 
 FLEET = Dashboard(
     "fleet",
-    "imagefleet: Fleet",
     "How many images/s, from how many replicas of which GPUs?",
     (
-        Panel(
+        Figure(
             "Images/s",
             "Is the fleet as fast as it should be?",
             rate(IMAGES),
-            "stat",
             unit="none",
             decimals=2,
         ),
-        Panel(
+        Figure(
             "Replicas",
             "How many workers reported in the last five minutes?",
             "count(imagefleet_worker_info)",
-            "stat",
         ),
-        Panel(
+        Figure(
             "Jobs waiting",
             "How much is left? Includes leased jobs.",
             f"sum(imagefleet:queue_messages{JOBS})",
-            "stat",
         ),
-        Panel(
+        Figure(
             "Time to empty",
             "When is the queue empty, at this speed and with the jobs that still arrive?",
             "max(imagefleet_queue_seconds_to_empty)",
-            "stat",
             unit="s",
         ),
-        Panel(
+        Stack(
             "Images/s by GPU",
             "Which GPUs make the images?",
             {"{{gpu}}": IMAGES_BY_GPU},
-            "stack",
             unit="none",
         ),
-        Panel(
-            "Replicas by GPU",
-            "Did replicas start or stop?",
-            {"{{gpu}}": REPLICAS_BY_GPU},
-            "stack",
-        ),
+        Stack("Replicas by GPU", "Did replicas start or stop?", {"{{gpu}}": REPLICAS_BY_GPU}),
         Panel(
             "Images/s per replica, by GPU",
             "How fast is each GPU class? If one slows down, look at its nodes or its driver.",
@@ -100,56 +157,42 @@ FLEET = Dashboard(
 
 COST = Dashboard(
     "cost",
-    "imagefleet: Cost",
     "How many images does a dollar buy, and where does the money go?",
     (
-        Panel(
+        Figure(
             "Images per dollar now, all in",
             "How efficient is the fleet now, storage operations included?",
             "imagefleet:images_per_dollar:all_in",
-            "stat",
         ),
-        Panel(
+        Figure(
             "Images per dollar now, GPU only",
             "The same by the price of the replicas alone, as others publish it.",
             "imagefleet:images_per_dollar:gpu",
-            "stat",
         ),
-        Panel(
+        Figure(
             "Images per dollar in the time range, all in",
             "How efficient was this run? Select its start and end as the time range.",
             f"{gained(IMAGES)} / {gained(DOLLARS)}",
-            "stat",
         ),
-        Panel(
+        Figure(
             "Images per dollar in the time range, GPU only",
             "The same by the price of the replicas alone.",
             f"{gained(IMAGES)} / {gained(GPU_DOLLARS)}",
-            "stat",
         ),
-        Panel(
+        Dollars(
             "Dollars in the time range",
             "How much was spent?",
             gained(DOLLARS),
-            "stat",
-            unit="currencyUSD",
-            decimals=2,
         ),
-        Panel(
+        Dollars(
             "$/h now",
             "What does the fleet cost while it runs?",
             "sum(imagefleet_price_dollars_per_hour)",
-            "stat",
-            unit="currencyUSD",
-            decimals=2,
         ),
-        Panel(
+        Dollars(
             "Forecast",
             "How much will have been spent when the queue is empty? The time range, plus the rest.",
             {"spent": gained(DOLLARS), "to empty": "max(imagefleet_queue_dollars_to_empty)"},
-            "stat",
-            unit="currencyUSD",
-            decimals=2,
         ),
         Panel(
             "Images per dollar",
@@ -160,7 +203,7 @@ COST = Dashboard(
                 "target": "imagefleet:images_per_dollar:target",
             },
         ),
-        Panel(
+        Stack(
             "Where the money goes",
             "$/h for stored images, storage operations and each kind of waste.",
             {
@@ -168,7 +211,6 @@ COST = Dashboard(
                 "storage operations": f"3600 * {rate(STORAGE_DOLLARS)}",
                 "wasted: {{reason}}": f"3600 * {rate(WASTED_DOLLARS, 'reason')}",
             },
-            "stack",
             unit="currencyUSD",
         ),
         Panel(
@@ -176,11 +218,10 @@ COST = Dashboard(
             "Which GPU class is worth its price, start-up and idle time included?",
             {"{{gpu}}": f"{IMAGES_BY_GPU} / ({DOLLARS_BY_GPU} > 0)"},
         ),
-        Panel(
+        Stack(
             "Wasted share of the GPU cost",
             "How much of the replicas' price buys no image, by reason?",
             {"{{reason}}": share(rate(WASTED_DOLLARS, "reason"), rate(GPU_DOLLARS))},
-            "stack",
             unit="percentunit",
         ),
         Panel(
@@ -194,42 +235,37 @@ COST = Dashboard(
 
 PIPELINE = Dashboard(
     "pipeline",
-    "imagefleet: Pipeline",
     "What keeps the GPUs from being busy all the time?",
     (
-        Panel(
+        Figure(
             "GPU idle",
             "What share of the time are the GPUs idle? Above 5 % something is wrong.",
             "imagefleet:gpu_idle:ratio",
-            "stat",
             unit="percentunit",
             decimals=1,
             bad_above=0.05,
         ),
-        Panel(
+        Figure(
             "Slots in use",
             "Are the batches full?",
             'sum(imagefleet_slots{state="busy"}) / (sum(imagefleet_slots) > 0)',
-            "stat",
             unit="percentunit",
             decimals=0,
         ),
-        Panel(
+        Figure(
             "Recompiles in the time range",
             "Did the engine compile again after its warm-up? It never should.",
             gained("imagefleet_engine_recompiles_total"),
-            "stat",
             bad_above=1,
         ),
-        Panel(
+        Figure(
             "Start-up, median",
             "For how long is a replica billed before its first job?",
             "quantile(0.5, imagefleet_start_up_seconds)",
-            "stat",
             unit="s",
             decimals=0,
         ),
-        Panel(
+        Stack(
             "GPU idle time by reason",
             "No jobs (queue_empty), preparation too slow (starved), or encoding and upload too slow"
             " (backpressure)?",
@@ -238,7 +274,6 @@ PIPELINE = Dashboard(
                     rate(IDLE_SECONDS, "reason"), f"{rate(BUSY_SECONDS)} + {rate(IDLE_SECONDS)}"
                 )
             },
-            "stack",
             unit="percentunit",
         ),
         Panel(
@@ -259,11 +294,10 @@ PIPELINE = Dashboard(
             },
             unit="s",
         ),
-        Panel(
+        Stack(
             "Slots by state",
             "Are slots free while jobs wait?",
             {"{{state}}": "sum by (state) (imagefleet_slots)"},
-            "stack",
         ),
         Panel(
             "LoRA cache hits",
@@ -282,60 +316,52 @@ PIPELINE = Dashboard(
 
 FAILURES = Dashboard(
     "failures",
-    "imagefleet: Failures",
     "What fails, how often, and is it the jobs or the nodes?",
     (
-        Panel(
+        Figure(
             "Failed jobs in the time range",
             "How many jobs went to the poison queue?",
             gained("imagefleet_failed_jobs_total"),
-            "stat",
             decimals=0,
             bad_above=1,
         ),
-        Panel(
+        Figure(
             "In the poison queue",
             "How many failed jobs wait for a decision?",
             f"sum(imagefleet:queue_messages{POISON})",
-            "stat",
             bad_above=1,
         ),
-        Panel(
+        Figure(
             "Duplicate jobs in the time range",
             "What share of the jobs found their images already stored?",
             f"{gained(DUPLICATES)} / ({gained(DONE)} > 0)",
-            "stat",
             unit="percentunit",
             decimals=2,
         ),
-        Panel(
+        Figure(
             "Silent for five minutes, of the last hour",
             "How many workers stopped or vanished?",
             "count(count by (job, instance) (count_over_time(imagefleet_worker_info[1h])))"
             " - (count(imagefleet_worker_info) or vector(0))",
-            "stat",
         ),
-        Panel(
+        Figure(
             "Age of the exporter's last poll",
             "How old are the figures of the queues?",
             "time() - max(imagefleet_exporter_last_look_timestamp_seconds)",
-            "stat",
             unit="s",
             decimals=0,
             bad_above=120,
         ),
-        Panel(
+        Stack(
             "Failed jobs/min by error",
             "Is it bad input (JobError and its subclasses), or the storage and the engine?",
             {"{{error}}": f"60 * {rate('imagefleet_failed_jobs_total', 'error')}"},
-            "stack",
             unit="none",
         ),
-        Panel(
+        Stack(
             "Jobs/s by outcome",
             "How do jobs end? Retried and lost ones come back.",
             {"{{outcome}}": rate("imagefleet_jobs_total", "outcome")},
-            "stack",
             unit="none",
         ),
         Panel(
@@ -343,26 +369,23 @@ FAILURES = Dashboard(
             "When did they grow?",
             {"{{queue}}": f"imagefleet:queue_messages{POISON}"},
         ),
-        Panel(
+        Stack(
             "Wasted work",
             "$/h for images that failed or were already stored.",
             {"{{reason}}": f"3600 * {rate(THROWN_AWAY, 'reason')}"},
-            "stack",
             unit="currencyUSD",
         ),
-        Panel(
+        Table(
             "Slowest nodes of their GPU class",
             "Which nodes are slower than the median of their class? Replace those under 0.67.",
             f"bottomk(10, {NODE_SPEED} / on (gpu) group_left ()"
             f" (quantile by (gpu) (0.5, {NODE_SPEED}) > 0))",
-            "table",
             unit="percentunit",
         ),
-        Panel(
+        Table(
             "Jobs lost or retried, by node",
             "Is it a single machine? Jobs in the time range that failed, were lost or retried.",
             f"topk(10, sum by (job, instance) (increase({BAD_ENDS}[$__range])) * {NAMED})",
-            "table",
         ),
     ),
 )

@@ -19,8 +19,7 @@ from grafana_foundation_sdk.models import common as common_models
 from grafana_foundation_sdk.models import dashboard as models
 from grafana_foundation_sdk.models.prometheus import PromQueryFormat
 
-from pages import DASHBOARDS
-from panels import Dashboard, Panel
+from pages import DASHBOARDS, Dashboard, Panel
 
 FOLDER = Path(__file__).parent
 
@@ -42,7 +41,7 @@ def build(page: Dashboard) -> str:
     top = places[-1].y + FIGURE_HEIGHT
     places += _rows(len(plots), 2, PLOT_HEIGHT, top)
     builder = (
-        dashboard.Dashboard(page.title)
+        dashboard.Dashboard(f"imagefleet: {page.name.capitalize()}")
         .uid(f"imagefleet-{page.name}")
         .description(page.question)
         .tags(["imagefleet"])
@@ -137,8 +136,7 @@ def tables() -> str:
     """The README's section on the panels: the question that each answers."""
     parts = []
     for page in DASHBOARDS:
-        name = page.title.partition(": ")[2]
-        parts.append(f"### {name}\n\n{page.question}\n\n")
+        parts.append(f"### {page.name.capitalize()}\n\n{page.question}\n\n")
         parts.append("| panel | what it answers |\n| --- | --- |\n")
         parts.extend(f"| {panel.title} | {panel.answers} |\n" for panel in page.panels)
         parts.append("\n")
