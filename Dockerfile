@@ -70,6 +70,7 @@ RUN { grep '^torch==' constraints.txt || echo torch; } > torch.txt && \
 FROM base AS project
 WORKDIR /project
 COPY pyproject.toml README.md LICENSE ./
+COPY demo_model demo_model
 COPY fleet fleet
 COPY imagefleet imagefleet
 COPY loadgen loadgen
