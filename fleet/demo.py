@@ -126,8 +126,7 @@ def _settings(places: _Places, model: Path, loras: Path) -> WorkerSettings:
             "model": model,
             "lora_directory": loras,
             "until_empty": True,
-            "poll_seconds": 0.2,
-            "lora_cache": places.storage / "fetched-loras",
+            "cache": places.storage / "cache",
             "name": "demo",
         },
     )

@@ -141,7 +141,7 @@ def _problem(status: int, detail: str) -> web.Response:
 
 @pytest.fixture
 async def salad_metadata_service() -> AsyncIterator[FakeSaladMetadata]:
-    """A metadata service of SaladCloud's for one test; its address is for --metadata-url."""
+    """A metadata service of SaladCloud's for one test; SALAD_METADATA_URL takes its address."""
     service = FakeSaladMetadata()
     app = web.Application()
     app.router.add_route("*", "/{path:.*}", service.handle)

@@ -28,6 +28,9 @@ from imagefleet.telemetry.settings import PushFormat, TelemetrySettings
 
 log = logging.getLogger(__name__)
 
+#: Between two pushes, give or take: as often as Prometheus scrapes by default.
+PUSH_SECONDS = 15.0
+
 #: An answer comes within milliseconds; a router that swallows packets must not cost a whole turn.
 TIMEOUT_SECONDS = 10.0
 
@@ -61,7 +64,7 @@ async def pushing(
     async with aiohttp.ClientSession(headers=headers, timeout=timeout) as client:
         labels = {"job": job, "instance": new_instance()}
         pusher = Pusher(client, registry, settings.push_url, labels, PATIENCE, settings.push_format)
-        pushes = asyncio.create_task(pusher.run(settings.push_seconds), name="push metrics")
+        pushes = asyncio.create_task(pusher.run(PUSH_SECONDS), name="push metrics")
         try:
             yield
         finally:

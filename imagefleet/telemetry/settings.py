@@ -29,9 +29,6 @@ class TelemetrySettings(StorageSettings):
     push_token: SecretStr | None = Field(
         default=None, description="Bearer token for it; or put user:password@ into the address."
     )
-    push_seconds: float = Field(
-        default=15, ge=1, le=240, description="How often the metrics are pushed, give or take."
-    )
     log_format: Literal["auto", "json", "text"] = Field(
         default="auto", description="auto is text on a terminal and JSON lines elsewhere."
     )

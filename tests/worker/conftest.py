@@ -41,6 +41,12 @@ class RunPipeline(Protocol):
     ) -> Pipeline: ...
 
 
+@pytest.fixture(autouse=True)
+def _short_pauses(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("worker.pull.UNTIL_EMPTY_PAUSE_SECONDS", 0.1)
+    monkeypatch.setattr("worker.pull.LONGEST_PAUSE_SECONDS", 0.1)
+
+
 @pytest.fixture
 def worker_settings(
     storage_settings: StorageSettings, tmp_path: Path
@@ -49,10 +55,8 @@ def worker_settings(
         fields = {
             **storage_settings.model_dump(),
             "model": Path("stand-in"),
-            "lora_cache": tmp_path / "cache",
+            "cache": tmp_path / "cache",
             "until_empty": True,
-            "depth_seconds": 0,
-            "poll_seconds": 0.1,
             "name": "test-worker",
             **changes,
         }

@@ -118,7 +118,7 @@ async def test_a_renewal_without_an_answer_is_neither_kept_nor_lost_until_the_ne
             await asyncio.sleep(0.01)
         await keeper.acknowledge(lease)
     assert results[:2] == ["unknown", "renewed"]
-    assert "could not be renewed yet" in caplog.text
+    assert "renewing a lease failed" in caplog.text
 
 
 async def test_a_renewal_that_is_refused_for_good_ends_the_keeper(storage: Storage) -> None:

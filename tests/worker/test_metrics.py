@@ -24,7 +24,7 @@ RUNS_ON = Replica("RTX 4090 24GB", 0.16, prices.FREE_STORAGE)
 async def text(storage: Storage, run_pipeline: RunPipeline, message: Callable[..., str]) -> str:
     """What a worker shows after one job."""
     await storage.queue.send([message()])
-    pipeline = await run_pipeline(runs_on=RUNS_ON, group="g", priority="low", depth_seconds=60)
+    pipeline = await run_pipeline(runs_on=RUNS_ON, group="g", priority="low")
     return generate_latest(pipeline.metrics.registry).decode()
 
 

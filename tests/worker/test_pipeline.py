@@ -141,14 +141,19 @@ async def test_an_image_of_one_colour_is_retried_and_never_stored(
 
 
 async def test_a_node_that_fails_image_after_image_takes_itself_out(
-    storage: Storage, run_pipeline: RunPipeline, message: Callable[..., str]
+    storage: Storage,
+    run_pipeline: RunPipeline,
+    message: Callable[..., str],
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
+    monkeypatch.setattr("worker.node.canary.FAILURES_IN_A_ROW", 4)
+
     def draw(_: contract.ImageRequest) -> contract.Pixels:
         raise errors.TransientError("the image came out as NaN")
 
     await storage.queue.send(message(id=f"j{number}") for number in range(8))
     with pytest.raises(errors.NodeError, match="4 images in a row"):
-        await run_pipeline(StandInEngine(draw=draw), engine_failures=4)
+        await run_pipeline(StandInEngine(draw=draw))
     assert (await storage.queue.depth()).messages == 8  # handed back or waiting: none is lost
 
 
@@ -425,7 +430,7 @@ async def test_the_depth_of_both_queues_is_measured_beside_the_work(
     storage: Storage, run_pipeline: RunPipeline, message: Callable[..., str]
 ) -> None:
     await storage.queue.send([message(id="j"), "nonsense"])
-    pipeline = await run_pipeline(StandInEngine(tick_seconds=0.3), depth_seconds=60)
+    pipeline = await run_pipeline(StandInEngine(tick_seconds=0.3))
     sample = pipeline.metrics.registry.get_sample_value
     for queue in (storage.queue, storage.poison):
         depth = await queue.depth()
