@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from functools import partial
 
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, Info
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
@@ -36,10 +37,9 @@ class WorkerMetrics:
 
     def __init__(self) -> None:
         self.registry = CollectorRegistry()
-        self.images = Counter("imagefleet_images", "Images stored.", registry=self.registry)
-        self.jobs = Counter(
-            "imagefleet_jobs", "Jobs by outcome.", ["outcome"], registry=self.registry
-        )
+        counter = partial(Counter, registry=self.registry)
+        self.images = counter("imagefleet_images", "Images stored.")
+        self.jobs = counter("imagefleet_jobs", "Jobs by outcome.", ["outcome"])
         self.stage_seconds = Histogram(
             "imagefleet_stage_seconds",
             "Time of a job or an image in each stage.",
@@ -47,29 +47,17 @@ class WorkerMetrics:
             buckets=STAGE_SECONDS_BUCKETS,
             registry=self.registry,
         )
-        self.lease_renewals = Counter(
-            "imagefleet_lease_renewals",
-            "Lease renewals by result.",
-            ["result"],
-            registry=self.registry,
+        self.lease_renewals = counter(
+            "imagefleet_lease_renewals", "Lease renewals by result.", ["result"]
         )
-        self.failed_jobs = Counter(
-            "imagefleet_failed_jobs",
-            "Jobs sent to the poison queue, by class of error.",
-            ["error"],
-            registry=self.registry,
+        self.failed_jobs = counter(
+            "imagefleet_failed_jobs", "Jobs sent to the poison queue, by class of error.", ["error"]
         )
-        self.node_windows = Counter(
-            "imagefleet_node_watch_windows",
-            "Windows of the node watchdog by result.",
-            ["result"],
-            registry=self.registry,
+        self.node_windows = counter(
+            "imagefleet_node_watch_windows", "Windows of the node watchdog by result.", ["result"]
         )
-        self.reallocations = Counter(
-            "imagefleet_node_reallocations",
-            "Requests for another node, by result.",
-            ["result"],
-            registry=self.registry,
+        self.reallocations = counter(
+            "imagefleet_node_reallocations", "Requests for another node, by result.", ["result"]
         )
         self.waiting = Gauge(
             "imagefleet_waiting_for_operator",
@@ -98,18 +86,16 @@ class WorkerMetrics:
 
     def _start_at_zero(self) -> None:
         """Creates each series before its first event: `increase` misses a first value of 1."""
-        for outcome in ("completed", "duplicate", "retried", "failed", "lost", "handed_back"):
-            self.jobs.labels(outcome)
-        for result in ("renewed", "unknown", "lost"):
-            self.lease_renewals.labels(result)
-        for stage in STAGES:
-            self.stage_seconds.labels(stage)
-        for result in ("passed", "failed", "unknown"):
-            self.node_windows.labels(result)
-        for result in ("granted", "refused"):
-            self.reallocations.labels(result)
-        for error in FAILURES:
-            self.failed_jobs.labels(error.__name__)
+        for metric, values in (
+            (self.jobs, ("completed", "duplicate", "retried", "failed", "lost", "handed_back")),
+            (self.lease_renewals, ("renewed", "unknown", "lost")),
+            (self.stage_seconds, STAGES),
+            (self.node_windows, ("passed", "failed", "unknown")),
+            (self.reallocations, ("granted", "refused")),
+            (self.failed_jobs, (error.__name__ for error in FAILURES)),
+        ):
+            for value in values:
+                metric.labels(value)
 
 
 class EngineCollector(Collector):
@@ -145,10 +131,9 @@ class EngineCollector(Collector):
         slots = GaugeMetricFamily(
             "imagefleet_slots", "Slots of the engine by state.", labels=["state"]
         )
-        slots.add_metric(["busy"], self._engine_thread.in_engine)
-        slots.add_metric(
-            ["free"], max(0, self._engine_thread.capacity - self._engine_thread.in_engine)
-        )
+        busy = self._engine_thread.in_engine
+        slots.add_metric(["busy"], busy)
+        slots.add_metric(["free"], max(0, self._engine_thread.capacity - busy))
         yield slots
         lookups = CounterMetricFamily(
             "imagefleet_lora_cache",

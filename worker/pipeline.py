@@ -26,7 +26,7 @@ from worker.leases import LeaseKeeper
 from worker.metered import MeteredStorage
 from worker.metrics import EngineCollector, WorkerMetrics
 from worker.node import limits as node_limits
-from worker.node.canary import Canary, EngineFailures
+from worker.node.canary import Canary
 from worker.node.check import NodeCheck
 from worker.node.watchdog import NodeWatchdog
 from worker.pull import Puller
@@ -39,7 +39,7 @@ from worker.stages.upload import ENCODERS, UPLOADS, EncodeStage, UploadStage
 
 log = logging.getLogger(__name__)
 
-#: Finished images that may wait to be encoded before the engine is held back.
+#: Finished images that may wait to be encoded before the engine blocks.
 ENCODE_BACKLOG = 64
 
 #: The time for handing back what is left: storage that does not answer must not keep a worker from
@@ -169,7 +169,6 @@ class Pipeline:
         self.cost.ready()
         tickets = itertools.count()
         canary = Canary(engine, self.engine_thread, tickets)
-        failures = EngineFailures(canary, self._watchdog)
         upload = UploadStage(
             self._storage.blobs,
             self.settler,
@@ -179,12 +178,11 @@ class Pipeline:
             retry_policy=self._retry_policy,
             worker_name=self._settings.name,
         )
-        encode = EncodeStage(engine.model_name, upload, self.settler, self.metrics, failures)
+        encode = EncodeStage(engine.model_name, upload, self.settler, self.metrics, self._watchdog)
         generate = GenerateStage(
             self.engine_thread,
             tickets,
             canary,
-            failures,
             encode,
             self._puller,
             self.settler,
@@ -211,7 +209,7 @@ class Pipeline:
         side_tasks.start("encode", encode.run, ENCODERS)
         side_tasks.start("upload", upload.run, UPLOADS)
         side_tasks.start("acknowledge", upload.acknowledge, UPLOADS)
-        side_tasks.start("check failures", failures.run)
+        side_tasks.start("check failures", lambda: self._watchdog.watch_failures(canary.diagnose))
         self.started = self.ready = True
         try:
             await tasks.first_of(asyncio.shield(pull), stop.wait(), side_tasks.watch())

@@ -8,7 +8,7 @@ import logging
 import signal
 import time
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from imagefleet import errors
 from imagefleet.storage.open import open_storage
@@ -72,30 +72,24 @@ async def run_worker(
         return await _Worker(settings, load, on_settled, metadata, stop, hurry).run()
 
 
+@dataclass
 class _Worker:
     """One process: one port and one set of metrics; a new pipeline for every attempt."""
 
-    def __init__(
-        self,
-        settings: WorkerSettings,
-        load: Callable[[], contract.Engine],
-        on_settled: Callable[[Outcome], None],
-        metadata: salad_metadata.SaladMetadata | None,
-        stop: asyncio.Event,
-        hurry: asyncio.Event,
-    ) -> None:
-        self._settings = settings
-        self._load = load
-        self._on_settled = on_settled
-        self._metadata = metadata
-        self._stop = stop
-        self._hurry = hurry
-        self._began_at = time.monotonic()
-        self._metrics = WorkerMetrics()
-        self._reallocation = Reallocation(metadata, self._metrics)
-        self._pipeline: Pipeline | None = None
-        self._has_started = False
-        self._port = settings.port
+    _settings: WorkerSettings
+    _load: Callable[[], contract.Engine]
+    _on_settled: Callable[[Outcome], None]
+    _metadata: salad_metadata.SaladMetadata | None
+    _stop: asyncio.Event
+    _hurry: asyncio.Event
+    _began_at: float = field(default_factory=time.monotonic)
+    _metrics: WorkerMetrics = field(default_factory=WorkerMetrics)
+    _pipeline: Pipeline | None = None
+    _has_started: bool = False
+    _port: int = 0
+
+    def __post_init__(self) -> None:
+        self._reallocation = Reallocation(self._metadata, self._metrics)
 
     async def run(self) -> WorkerReport:
         settings = self._settings

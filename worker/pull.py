@@ -7,6 +7,7 @@ import logging
 import math
 import time
 from collections.abc import Awaitable, Callable
+from dataclasses import dataclass, field
 
 from imagefleet import errors, retry
 from imagefleet.storage import protocol
@@ -34,30 +35,22 @@ LONGEST_PAUSE_SECONDS = 10.0
 UNTIL_EMPTY_PAUSE_SECONDS = 1.0
 
 
+@dataclass(slots=True, eq=False)
 class Puller:
     """Leases jobs while the GPU has less than `prefetch_seconds` of work ahead."""
 
-    def __init__(
-        self,
-        queue: protocol.JobQueue,
-        keeper: LeaseKeeper,
-        settler: Settler,
-        engine_thread: EngineThread,
-        metrics: WorkerMetrics,
-        settings: WorkerSettings,
-    ) -> None:
-        self._queue = queue
-        self._keeper = keeper
-        self._settler = settler
-        self._engine_thread = engine_thread
-        self._metrics = metrics
-        self._settings = settings
-        self._queue_was_empty = False
-        self._paused = False
-        self._ahead = 0  # jobs pulled whose images the engine has not finished
-        self._jobs_generated = 0
-        self._less_ahead = asyncio.Event()
-        self._stopped = asyncio.Event()
+    queue: protocol.JobQueue
+    keeper: LeaseKeeper
+    settler: Settler
+    engine_thread: EngineThread
+    metrics: WorkerMetrics
+    settings: WorkerSettings
+    _queue_was_empty: bool = False
+    _paused: bool = False
+    _ahead: int = 0  # jobs pulled whose images the engine has not finished
+    _jobs_generated: int = 0
+    _less_ahead: asyncio.Event = field(default_factory=asyncio.Event, init=False)
+    _stopped: asyncio.Event = field(default_factory=asyncio.Event, init=False)
 
     def why_idle(self) -> str:
         """Why an idle engine has no work."""
@@ -99,8 +92,8 @@ class Puller:
                 continue
             asked_at = time.monotonic()
             try:
-                messages = await self._queue.receive(count, self._settings.lease_seconds)
-                self._metrics.stage_seconds.labels("pull").observe(time.monotonic() - asked_at)
+                messages = await self.queue.receive(count, self.settings.lease_seconds)
+                self.metrics.stage_seconds.labels("pull").observe(time.monotonic() - asked_at)
                 if not messages and await self._is_done():
                     return
             except errors.TransientError as error:
@@ -108,9 +101,9 @@ class Puller:
                 messages = []
             self._queue_was_empty = not messages
             for message in messages:
-                entry = InFlightJob(self._keeper.hold(message, asked_at))
+                entry = InFlightJob(self.keeper.hold(message, asked_at))
                 self._ahead += 1
-                self._settler.add(entry)
+                self.settler.add(entry)
                 await put(entry)
             if messages:
                 empty_polls = 0
@@ -120,16 +113,16 @@ class Puller:
 
     async def _is_done(self) -> bool:
         """Nothing visible, nothing in flight, nothing that a dead worker's lease still hides."""
-        if not self._settings.until_empty or self._settler.in_flight:
+        if not self.settings.until_empty or self.settler.in_flight:
             return False
-        return (await self._queue.depth()).messages == 0
+        return (await self.queue.depth()).messages == 0
 
     async def _pause(self, empty_polls: int) -> None:
-        until_empty = self._settings.until_empty
+        until_empty = self.settings.until_empty
         longest = UNTIL_EMPTY_PAUSE_SECONDS if until_empty else LONGEST_PAUSE_SECONDS
         waits = [self._stopped.wait()]
-        if until_empty and self._settler.in_flight:
-            waits.append(self._settler.nothing_in_flight.wait())
+        if until_empty and self.settler.in_flight:
+            waits.append(self.settler.nothing_in_flight.wait())
         seconds = retry.backoff(empty_polls, FIRST_PAUSE_SECONDS, longest)
         await tasks.first_of(*waits, timeout_seconds=seconds)
 
@@ -137,11 +130,11 @@ class Puller:
         """Jobs to pull now; 0 while there is only room for a handful."""
         if self._paused:
             return 0
-        busy_seconds = self._engine_thread.clock.busy_seconds
+        busy_seconds = self.engine_thread.clock.busy_seconds
         jobs_per_second = self._jobs_generated / busy_seconds if busy_seconds else 0.0
         target = max(
-            self._engine_thread.capacity + LEAST_AHEAD,
-            math.ceil(jobs_per_second * self._settings.prefetch_seconds),
+            self.engine_thread.capacity + LEAST_AHEAD,
+            math.ceil(jobs_per_second * self.settings.prefetch_seconds),
         )
         room = min(target, MOST_AHEAD) - self._ahead
         least = min(protocol.MAX_RECEIVE, target // 2)

@@ -52,7 +52,7 @@ class WorkerSettings(TelemetrySettings):
     config: Path | None = Field(
         default=None,
         description="For a single-file checkpoint: the folder with its tokenizer and, unless it"
-        " is SD1.5's, its configuration; by default the folder of the file's own name beside it.",
+        " is SD1.5's, its configuration; by default a folder next to it with the file's name.",
     )
     precision: Literal["auto", "float16", "bfloat16", "float32"] = Field(
         default="auto",

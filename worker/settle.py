@@ -67,33 +67,24 @@ class InFlightImage:
     ready_at: float = field(default_factory=time.monotonic)
 
 
+@dataclass(slots=True, eq=False)
 class Settler:
     """Ends jobs, each once, and keeps the set of those in flight."""
 
-    def __init__(
-        self,
-        storage: protocol.Storage,
-        keeper: LeaseKeeper,
-        metrics: WorkerMetrics,
-        cost: CostMeter,
-        *,
-        max_attempts: int,
-        worker_name: str,
-        retry_policy: retry.RetryPolicy,
-        on_settled: Callable[[InFlightJob, Outcome], None],
-    ) -> None:
-        self.outcomes: Counter[str] = Counter()
-        self.in_flight: set[InFlightJob] = set()
-        self.nothing_in_flight = asyncio.Event()
+    storage: protocol.Storage
+    keeper: LeaseKeeper
+    metrics: WorkerMetrics
+    cost: CostMeter
+    max_attempts: int
+    worker_name: str
+    retry_policy: retry.RetryPolicy
+    on_settled: Callable[[InFlightJob, Outcome], None]
+    outcomes: Counter[str] = field(default_factory=Counter, init=False)
+    in_flight: set[InFlightJob] = field(default_factory=set, init=False)
+    nothing_in_flight: asyncio.Event = field(default_factory=asyncio.Event, init=False)
+
+    def __post_init__(self) -> None:
         self.nothing_in_flight.set()
-        self._storage = storage
-        self._keeper = keeper
-        self._metrics = metrics
-        self._cost = cost
-        self._max_attempts = max_attempts
-        self._worker_name = worker_name
-        self._retry_policy = retry_policy
-        self._on_settled = on_settled
 
     def add(self, entry: InFlightJob) -> None:
         """From here on the job is in flight, until it is settled."""
@@ -120,16 +111,16 @@ class Settler:
                 await work()
             except Exception as error:  # noqa: BLE001 - `failed` tells them apart by class
                 if image_is_generated:
-                    self._cost.lost("failed")
+                    self.cost.lost("failed")
                 await self.failed(entry, error)
         elif image_is_generated:
-            self._cost.lost("failed")
+            self.cost.lost("failed")
 
     async def completed(self, entry: InFlightJob) -> None:
         """Every image is stored: acknowledges the message."""
         if entry.settle():
             outcome: Outcome = "completed" if entry.images_written else "duplicate"
-            await self._end(entry, outcome, lambda: self._keeper.acknowledge(entry.lease))
+            await self._end(entry, outcome, lambda: self.keeper.acknowledge(entry.lease))
 
     async def failed(self, entry: InFlightJob, error: Exception) -> None:
         """One of its images, or the job itself, failed.
@@ -155,7 +146,7 @@ class Settler:
             )
             error = errors.TransientError(f"{type(error).__name__}: {error}")
         attempts = entry.lease.message.delivery_count
-        if isinstance(error, errors.JobError) or attempts >= self._max_attempts:
+        if isinstance(error, errors.JobError) or attempts >= self.max_attempts:
             await self._dead_letter(entry, error)
         else:
             await self._retry(entry, error, attempts)
@@ -163,7 +154,7 @@ class Settler:
     async def hand_back(self, entry: InFlightJob) -> None:
         """Not begun, or not finished in time: another worker may have it at once."""
         if entry.settle():
-            await self._end(entry, "handed_back", lambda: self._keeper.release(entry.lease))
+            await self._end(entry, "handed_back", lambda: self.keeper.release(entry.lease))
 
     async def _dead_letter(self, entry: InFlightJob, error: errors.FleetError) -> None:
         log.warning(
@@ -177,11 +168,11 @@ class Settler:
             async with entry.lease.lock:
                 entry.lease.check()
                 message = entry.lease.message
-                await dead_letter.add(self._storage, message, entry.job, error, self._worker_name)
-                self._keeper.drop(entry.lease)
+                await dead_letter.add(self.storage, message, entry.job, error, self.worker_name)
+                self.keeper.drop(entry.lease)
 
         if await self._end(entry, "failed", add) == "failed":
-            self._metrics.failed_jobs.labels(type(error).__name__).inc()
+            self.metrics.failed_jobs.labels(type(error).__name__).inc()
 
     async def _retry(self, entry: InFlightJob, error: errors.FleetError, attempts: int) -> None:
         delay_seconds = retry.backoff(attempts - 1, FIRST_RETRY_SECONDS, LONGEST_RETRY_SECONDS)
@@ -189,19 +180,19 @@ class Settler:
             "job %s failed, attempt %d of %d, retrying in %.0f s: %s",
             entry.id,
             attempts,
-            self._max_attempts,
+            self.max_attempts,
             delay_seconds,
             error,
             extra={"action": "job_retried", "job_id": entry.id, "error": type(error).__name__},
         )
-        await self._end(entry, "retried", lambda: self._keeper.release(entry.lease, delay_seconds))
+        await self._end(entry, "retried", lambda: self.keeper.release(entry.lease, delay_seconds))
 
     async def _end(
         self, entry: InFlightJob, outcome: Outcome, call: Callable[[], Awaitable[None]]
     ) -> Outcome:
         """Returns *outcome*, or `lost` where the storage did not accept it."""
         try:
-            await self._retry_policy.call(call)
+            await self.retry_policy.call(call)
         except errors.LeaseLost:
             outcome = "lost"
         except errors.TransientError as error:
@@ -217,10 +208,10 @@ class Settler:
         return outcome
 
     def _ended(self, entry: InFlightJob, outcome: Outcome) -> None:
-        self._keeper.drop(entry.lease)
+        self.keeper.drop(entry.lease)
         self.in_flight.discard(entry)
         if not self.in_flight:
             self.nothing_in_flight.set()
         self.outcomes[outcome] += 1
-        self._metrics.jobs.labels(outcome).inc()
-        self._on_settled(entry, outcome)
+        self.metrics.jobs.labels(outcome).inc()
+        self.on_settled(entry, outcome)

@@ -38,7 +38,7 @@ async def run_until(stop: asyncio.Event, work: Coroutine[Any, Any, Any]) -> bool
 async def background(
     work: Coroutine[Any, Any, Any], name: str
 ) -> AsyncIterator[asyncio.Future[Any]]:
-    """A task that runs beside the block and is cancelled at its end."""
+    """A task that runs during the block and is cancelled at its end."""
     task = asyncio.create_task(work, name=name)
     try:
         yield task

@@ -67,7 +67,7 @@ async def test_the_engine_is_loaded_and_used_on_one_thread_that_is_not_the_loops
     assert threading.get_ident() not in threads
 
 
-async def test_a_model_that_cannot_be_loaded_is_the_callers_error() -> None:
+async def test_an_error_while_loading_the_model_is_raised_by_start() -> None:
     def load() -> contract.Engine:
         raise errors.SetupError("there is no model")
 
@@ -153,7 +153,7 @@ async def test_a_broken_engine_is_a_node_error() -> None:
             await watching
 
 
-async def test_an_engine_with_a_defect_is_a_node_error_too(
+async def test_an_engine_with_a_bug_is_a_node_error_too(
     caplog: pytest.LogCaptureFixture,
 ) -> None:
     def draw(_: contract.ImageRequest) -> contract.Pixels:

@@ -6,6 +6,8 @@ import asyncio
 import io
 import logging
 from collections import Counter
+from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 
 from imagefleet import errors
@@ -36,7 +38,9 @@ class LoraLibrary:
         self._storage_manifest = Manifest(
             f"loras/{_MANIFEST} in the storage", lambda: blobs.read(f"loras/{_MANIFEST}")
         )
-        self._directory_manifest = Manifest(f"{directory}/{_MANIFEST}", self._read_own_manifest)
+        self._directory_manifest = Manifest(
+            f"{directory}/{_MANIFEST}", lambda: asyncio.to_thread(_read, directory)
+        )
         # What was checked in full, and against which hash: by path, modification time and size.
         self._checked: dict[Path, tuple[int, int, str | None]] = {}
 
@@ -62,26 +66,18 @@ class LoraLibrary:
         return await asyncio.shield(fetch)
 
     async def _in_directory(self, name: str) -> Path | None:
-        if self._directory is None:
+        path = self._directory and self._directory / f"{name}{SUFFIX}"
+        if path is None or not path.is_file():
             return None
-        path = self._directory / f"{name}{SUFFIX}"
-        if not path.is_file():
-            return None
-        sha256 = await self._directory_manifest.sha256(name)
-        try:
-            await asyncio.to_thread(self._check, name, path, sha256)
-        except errors.TransientError:
-            self._directory_manifest.forget()
-            raise
+        await self._verify(self._directory_manifest, name, partial(self._check, name, path))
         return path
 
     async def _in_cache(self, name: str) -> Path | None:
         path = self._cache.find(name)
         if path is None:
             return None
-        sha256 = await self._storage_manifest.sha256(name)
         try:
-            await asyncio.to_thread(self._check, name, path, sha256)
+            await self._verify(self._storage_manifest, name, partial(self._check, name, path))
         except (errors.TransientError, errors.UnusableFileError) as error:
             log.warning(
                 "fetching %s again: %s", path, error, extra={"action": "lora_dropped", "lora": name}
@@ -96,25 +92,24 @@ class LoraLibrary:
             fetch.exception()  # retrieved, even if every job that waited for it was cancelled
 
     async def _fetch(self, name: str) -> Path:
-        sha256 = await self._storage_manifest.sha256(name)
+        await self._storage_manifest.sha256(name)  # a broken one costs no download
         data = await self._blobs.read(f"loras/{name}{SUFFIX}", max_bytes=MAX_BYTES)
         if data is None:
             folder = f"{self._directory} or " if self._directory else ""
             raise errors.MissingFileError(f"no LoRA {name}{SUFFIX} in {folder}the storage's loras/")
-        try:
-            await asyncio.to_thread(check_content, name, io.BytesIO(data), len(data), sha256)
-        except errors.TransientError:
-            self._storage_manifest.forget()
-            raise
+        check = partial(check_content, name, io.BytesIO(data), len(data))
+        await self._verify(self._storage_manifest, name, check)
         return await asyncio.to_thread(self._cache.store, name, data)
 
-    async def _read_own_manifest(self) -> bytes | None:
-        if self._directory is None:
-            return None
+    async def _verify(
+        self, manifest: Manifest, name: str, check: Callable[[str | None], None]
+    ) -> None:
+        sha256 = await manifest.sha256(name)
         try:
-            return await asyncio.to_thread((self._directory / _MANIFEST).read_bytes)
-        except FileNotFoundError:
-            return None
+            await asyncio.to_thread(check, sha256)
+        except errors.TransientError:
+            manifest.forget()  # one of the two may be old
+            raise
 
     def _check(self, name: str, path: Path, sha256: str | None) -> None:
         try:
@@ -130,3 +125,10 @@ class LoraLibrary:
                 f"the LoRA {path.name} cannot be read: {error.strerror or error}"
             ) from error
         self._checked[path] = seen
+
+
+def _read(directory: Path | None) -> bytes | None:
+    try:
+        return (directory / _MANIFEST).read_bytes() if directory else None
+    except FileNotFoundError:
+        return None

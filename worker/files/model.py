@@ -12,16 +12,15 @@ import logging
 import re
 import shutil
 import tarfile
-from dataclasses import dataclass
 from pathlib import Path
 
 from yarl import URL
 
 from imagefleet import errors, retry
 from imagefleet.storage import protocol
-from worker.files import sources
 from worker.files.disk_cache import DiskCache
 from worker.files.download import Download
+from worker.files.sources import BlobSource, HttpSource, Source
 from worker.settings import WorkerSettings
 
 log = logging.getLogger(__name__)
@@ -37,80 +36,23 @@ _FILE_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9 ._+-]{0,150}\.(safetensors|tar)"
 STORAGE_RETRIES = retry.RetryPolicy(tries=15, longest_wait_seconds=30)
 
 
-@dataclass(frozen=True, slots=True)
-class _Remote:
-    """A model to be fetched, with its own folder of the cache."""
-
-    address: str
-    name: str
-    sha256: str | None
-    cache: DiskCache
-
-    @property
-    def is_tar(self) -> bool:
-        return self.name.endswith(".tar")
-
-    @property
-    def path(self) -> Path:
-        return self.cache.folder / (self.name.removesuffix(".tar") if self.is_tar else self.name)
-
-    def source(self, blobs: protocol.BlobStore) -> sources.Source:
-        if self.address.startswith(STORE_SCHEME):
-            return sources.BlobSource(blobs, self.address.removeprefix(STORE_SCHEME))
-        return sources.HttpSource(self.address, requires_https=self.sha256 is None)
-
-
 def local_path(settings: WorkerSettings) -> Path:
     """The model's path on this machine, once it is fetched.
 
     Raises:
         SetupError: it is neither a path nor an address to fetch a model from.
     """
-    remote = _remote(settings)
-    return Path(settings.model).expanduser() if remote is None else remote.path
+    return _resolve(settings)[0]
 
 
-async def fetch(
-    settings: WorkerSettings,
-    blobs: protocol.BlobStore,
-    retry_policy: retry.RetryPolicy = STORAGE_RETRIES,
-) -> None:
-    """Fetches the model unless it is on this machine; cancelled, it resumes the next time.
-
-    Raises:
-        SetupError: the address, the token or the hash is wrong; NodeError: the disk has no room for
-        the model; TransientError: nothing has arrived for minutes, whatever the reason.
-    """
-    remote = _remote(settings)
-    if remote is None or remote.path.exists():
-        return
-    source = remote.source(blobs)
-    async with remote.cache.lock():
-        if remote.path.exists():
-            return
-        if remote.sha256 is None:
-            log.warning(
-                "%s is not verified: set --model-sha256",
-                source.label,
-                extra={"action": "model_unchecked"},
-            )
-        # A packed folder needs its room twice.
-        download = Download(
-            remote.cache, remote.name, source, remote.sha256, copies=1 + remote.is_tar
-        )
-        await download.run(retry_policy)
-        with remote.cache.errors():
-            await asyncio.to_thread(_put_in_place, download, remote)
-        log.info("the model is at %s", remote.path, extra={"action": "model_fetched"})
-
-
-def _remote(settings: WorkerSettings) -> _Remote | None:
+def _resolve(settings: WorkerSettings) -> tuple[Path, str | None]:
+    """The local path, and the name of the file to fetch; None: the model is a path."""
     address, sha256 = settings.model, settings.model_sha256
     is_url = _IS_URL.match(address)
     if not is_url and not address.startswith(STORE_SCHEME):
         if sha256 is not None:
             raise errors.SetupError("--model-sha256 is for a model that is fetched; this is a path")
-        return None
+        return Path(address).expanduser(), None
     if address.lower().startswith("http:") and sha256 is None:
         raise errors.SetupError(
             "a model could be changed on its way over plain http: set --model-sha256 or use https"
@@ -133,34 +75,69 @@ def _remote(settings: WorkerSettings) -> _Remote | None:
         )
     sha256 = sha256.lower() if sha256 else None
     key = hashlib.sha256(f"{identity}\n{sha256}".encode()).hexdigest()[:16]
-    return _Remote(address, name, sha256, DiskCache(settings.cache / "models" / key))
+    return settings.cache.expanduser() / "models" / key / name.removesuffix(".tar"), name
 
 
-def _put_in_place(download: Download, remote: _Remote) -> None:
-    if remote.is_tar:
-        _unpack(download.part, remote)
-    else:
-        download.part.replace(remote.path)
-    download.forget()
+async def fetch(
+    settings: WorkerSettings,
+    blobs: protocol.BlobStore,
+    retry_policy: retry.RetryPolicy = STORAGE_RETRIES,
+) -> None:
+    """Fetches the model unless it is on this machine; cancelled, it resumes the next time.
+
+    Raises:
+        SetupError: the address, the token or the hash is wrong; NodeError: the disk has no room for
+        the model; TransientError: nothing has arrived for minutes, whatever the reason.
+    """
+    path, name = _resolve(settings)
+    if name is None or path.exists():
+        return
+    address, sha256 = settings.model, settings.model_sha256
+    source: Source = (
+        BlobSource(blobs, address.removeprefix(STORE_SCHEME))
+        if address.startswith(STORE_SCHEME)
+        else HttpSource(address, requires_https=sha256 is None)
+    )
+    cache = DiskCache(path.parent)
+    async with cache.lock():
+        if path.exists():
+            return
+        if sha256 is None:
+            log.warning(
+                "%s is not verified: set --model-sha256",
+                source.label,
+                extra={"action": "model_unchecked"},
+            )
+        is_tar = name.endswith(".tar")
+        # A packed folder needs its room twice.
+        download = Download(cache, name, source, sha256 and sha256.lower(), copies=1 + is_tar)
+        await download.run(retry_policy)
+        with cache.errors():
+            if is_tar:
+                await asyncio.to_thread(_unpack, download.part, path, cache)
+            else:
+                download.part.replace(path)
+            download.forget()
+        log.info("the model is at %s", path, extra={"action": "model_fetched"})
 
 
-def _unpack(archive: Path, remote: _Remote) -> None:
+def _unpack(archive: Path, path: Path, cache: DiskCache) -> None:
     """Unpacks the folder with a model_index.json: the archive's top level, or one folder in it."""
-    folder = remote.cache.folder / "unpacking"
+    folder = cache.folder / "unpacking"
     shutil.rmtree(folder, ignore_errors=True)
     try:
         with tarfile.open(archive, "r:") as tar:
-            remote.cache.check_room(sum(member.size for member in tar))
+            cache.check_room(sum(member.size for member in tar))
             # The filter refuses paths and links that lead outside, and devices.
             tar.extractall(folder, filter="data")
     except tarfile.TarError as error:
         archive.unlink()
-        raise errors.SetupError(f"{remote.name} cannot be unpacked as a .tar: {error}") from None
+        raise errors.SetupError(f"{path.name}.tar cannot be unpacked as a .tar: {error}") from None
     for candidate in (folder, *folder.iterdir()):
         if (candidate / "model_index.json").is_file():
-            candidate.replace(remote.path)
+            candidate.replace(path)
             shutil.rmtree(folder, ignore_errors=True)
             return
     raise errors.SetupError(
-        f"{remote.name} has no folder in diffusers format: model_index.json is missing"
+        f"{path.name}.tar has no folder in diffusers format: model_index.json is missing"
     )

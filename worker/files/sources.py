@@ -6,9 +6,7 @@ import contextlib
 import re
 import urllib.request
 from collections.abc import AsyncIterator
-from contextlib import AbstractAsyncContextManager
 from dataclasses import dataclass
-from typing import Protocol
 
 import aiohttp
 from yarl import URL
@@ -46,21 +44,6 @@ class FileChangedError(errors.TransientError):
     """The file has changed since its download began."""
 
 
-class Source(Protocol):
-    """A file somewhere else; *label* names it without secrets."""
-
-    @property
-    def label(self) -> str: ...
-
-    def opened(self, offset: int, version: str | None) -> AbstractAsyncContextManager[Opened]:
-        """Opens the file at *offset*, or at 0 if it no longer has that *version*.
-
-        Raises:
-            TransientError: a later try may succeed, also from inside the block; SetupError: none
-            will.
-        """
-
-
 class HttpSource:
     """A file at an http or https URL."""
 
@@ -73,6 +56,12 @@ class HttpSource:
 
     @contextlib.asynccontextmanager
     async def opened(self, offset: int, version: str | None) -> AsyncIterator[Opened]:
+        """Opens the file at *offset*, or at 0 if it no longer has that *version*.
+
+        Raises:
+            TransientError: a later try may succeed, also from inside the block; SetupError: none
+            will.
+        """
         headers = {"Accept-Encoding": "identity"}
         if offset:
             headers["Range"] = f"bytes={offset}-"
@@ -87,7 +76,6 @@ class HttpSource:
                 aiohttp.ClientSession(timeout=timeout, trust_env=through_proxy) as session,
                 session.get(self._url, headers=headers) as response,
             ):
-                self._check(response)
                 yield self._answer(response, offset)
         except (aiohttp.ClientError, TimeoutError, OSError) as error:
             # Without its cause, whose text may contain the address with its token.
@@ -95,34 +83,29 @@ class HttpSource:
                 f"the download of {self.label} broke off: {type(error).__name__}"
             ) from None
 
-    def _check(self, response: aiohttp.ClientResponse) -> None:
+    def _answer(self, response: aiohttp.ClientResponse, offset: int) -> Opened:
         if self._requires_https and response.url.scheme != "https":
             raise errors.SetupError(
                 f"{self.label} redirects to plain http, where the model could be changed on"
                 " its way: set --model-sha256"
             )
-        status = response.status
-        if status in {200, 206}:
-            return
-        answer = f"{self.label} answers HTTP {status}"
-        if status == 416:  # noqa: PLR2004 - Range Not Satisfiable: it is shorter than before
-            raise FileChangedError(f"{answer}: the file has changed")
-        if status in {408, 429} or status >= 500:  # noqa: PLR2004 - it may pass
-            raise errors.TransientError(answer)
-        raise errors.SetupError(f"{answer}: check --model, and its token if it has one")
-
-    def _answer(self, response: aiohttp.ClientResponse, offset: int) -> Opened:
-        total = response.content_length
-        if response.status == 200:  # noqa: PLR2004 - all of it, whatever was requested
-            offset = 0
-        else:
-            found = _CONTENT_RANGE.fullmatch(response.headers.get("Content-Range", ""))
-            if not found or int(found[1]) != offset:
-                raise errors.TransientError(f"{self.label} answers with another part of the file")
-            total = int(found[2])
         etag = response.headers.get("ETag", "W/")
         version = response.headers.get("Last-Modified") if etag.startswith("W/") else etag
-        return Opened(offset, total, version, response.content.iter_chunked(_CHUNK_BYTES))
+        chunks = response.content.iter_chunked(_CHUNK_BYTES)
+        answer = f"{self.label} answers HTTP {response.status}"
+        match response.status:
+            case 200:  # all of it, whatever was requested
+                return Opened(0, response.content_length, version, chunks)
+            case 206:
+                found = _CONTENT_RANGE.fullmatch(response.headers.get("Content-Range", ""))
+                if not found or int(found[1]) != offset:
+                    raise errors.TransientError(f"{answer} with another part of the file")
+                return Opened(offset, int(found[2]), version, chunks)
+            case 416:  # Range Not Satisfiable: it is shorter than before
+                raise FileChangedError(f"{answer}: the file has changed")
+            case status if status in {408, 429} or status >= 500:  # noqa: PLR2004
+                raise errors.TransientError(answer)
+        raise errors.SetupError(f"{answer}: check --model, and its token if it has one")
 
 
 class BlobSource:
@@ -135,6 +118,7 @@ class BlobSource:
 
     @contextlib.asynccontextmanager
     async def opened(self, offset: int, version: str | None) -> AsyncIterator[Opened]:
+        """As `HttpSource.opened`."""
         first = await self._part(offset)
         if offset and first.version != version:
             offset, first = 0, await self._part(0)
@@ -158,3 +142,6 @@ class BlobSource:
                 f"there is no {self._blob} in the storage: upload it or correct --model"
             )
         return part
+
+
+Source = HttpSource | BlobSource

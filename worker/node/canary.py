@@ -1,8 +1,8 @@
-"""Who is at fault when images fail: the jobs, or this node.
+"""Finds out whether failed images are the fault of the jobs or of this node.
 
 A LoRA that gives NaN, or a size too large for a GPU class's memory, fails every image of a
 campaign on any node, and each node that is given up for it is kept from the group for 48 hours.
-So before failed images count against a node, a plain image is generated beside the work.
+So before failed images count against a node, a plain image is generated alongside the work.
 """
 
 from __future__ import annotations
@@ -10,20 +10,14 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections.abc import Iterator
-from typing import NoReturn
 
 from imagefleet import errors
 from worker.engine import contract
 from worker.gpu_thread import EngineThread
 from worker.node import check
-from worker.node.watchdog import NodeWatchdog
 from worker.stages import encode
 
 log = logging.getLogger(__name__)
-
-#: Failed images in a row that call for a canary: more than one broken job's, fewer than a
-#: minute's work of a slow card.
-FAILURES_IN_A_ROW = 10
 
 #: The engine's work until the canary has to be finished, with all that waits before it: the
 #: largest images on the slowest card. Not wall time, since storage that is down blocks the engine
@@ -66,7 +60,7 @@ class Canary:
         return None
 
     def finished(self, ticket: int, outcome: contract.Outcome | None) -> None:
-        """The outcome of a ticket that is no job's; None: not begun, since the worker drains."""
+        """The outcome of a ticket without a job; None: not begun, since the worker drains."""
         if ticket == self._ticket and self._outcome is not None and not self._outcome.done():
             self._outcome.set_result(outcome)
 
@@ -96,37 +90,3 @@ class Canary:
                     f"it did not come in {LONGEST_BUSY_SECONDS:g} s of the engine's work"
                 )
         return generating.result()
-
-
-class EngineFailures:
-    """Counts failed images in a row; too many raise an alarm, which the canary settles."""
-
-    def __init__(self, canary: Canary, watchdog: NodeWatchdog) -> None:
-        self._canary = canary
-        self._watchdog = watchdog
-        self._in_a_row = 0
-        self._alarms: asyncio.Queue[str] = asyncio.Queue()
-
-    def add(self, error: errors.FleetError) -> None:
-        """An image failed; a JobError is the job's own and does not count."""
-        if not isinstance(error, errors.TransientError):
-            return
-        self._watchdog.image_failed(error)
-        self._in_a_row += 1
-        # Once: what fails while the canary runs is part of the same alarm.
-        if self._in_a_row == FAILURES_IN_A_ROW:
-            self._alarms.put_nowait(
-                f"the engine failed {self._in_a_row} images in a row, the last with: {error}"
-            )
-
-    def reset(self) -> None:
-        """An image succeeded."""
-        self._in_a_row = 0
-
-    async def run(self) -> NoReturn:
-        """Side task: raises NodeError once an alarm turns out to be the node's fault."""
-        while True:
-            reason = await self._canary.diagnose(await self._alarms.get())
-            if reason is not None:
-                raise errors.NodeError(reason)
-            self.reset()

@@ -18,13 +18,17 @@ import logging
 import time
 from collections.abc import Awaitable, Callable, Iterator
 from dataclasses import dataclass, field
+from typing import NoReturn
 
 from imagefleet import errors
 from worker.gpu_thread import EngineThread
 from worker.metrics import WorkerMetrics
-from worker.node.limits import NodeLimits
+from worker.node.limits import NodeLimits, standard_images
 
 log = logging.getLogger(__name__)
+
+Diagnose = Callable[[str], Awaitable[str | None]]
+"""Returns what is wrong with the node after an alarm; None: nothing, the jobs are at fault."""
 
 #: As in SaladCloud's own samples.
 WINDOW_SECONDS = 300.0
@@ -39,6 +43,10 @@ LEAST_BUSY_SHARE = 0.2
 #: Failed images that count against a node, if they are also half of all.
 LEAST_FAILED = 4
 FAILED_SHARE = 0.5
+
+#: Failed images in a row that raise an alarm: more than one broken job has, fewer than a slow card
+#: generates in a minute.
+FAILURES_IN_A_ROW = 10
 
 #: The share of a window that the GPU waited for uploads before they count as too slow.
 BLOCKED_SHARE = 0.5
@@ -77,21 +85,34 @@ class NodeWatchdog:
         self._limits = limits
         self._windows = metrics.node_windows
         self._uploads = _Uploads()
+        self._failures_in_a_row = 0
+        self._alarms: asyncio.Queue[str] = asyncio.Queue()
         self._window = self._new_window()
 
     @property
     def has_limits(self) -> bool:
         return bool(self._limits.images_per_second or self._limits.upload_bits_per_second)
 
-    def image_generated(self, standard_images: float) -> None:
-        """The GPU finished an image, worth so many of 512x512 and 15 steps."""
+    def image_generated(self, steps: int, width: int, height: int) -> None:
+        """The GPU finished an image, failed or not."""
         self._window.images += 1
-        self._window.standard_images += standard_images
+        self._window.standard_images += standard_images(steps, width, height)
+
+    def image_succeeded(self) -> None:
+        self._failures_in_a_row = 0
 
     def image_failed(self, error: errors.FleetError) -> None:
-        """An image failed on the GPU, not necessarily by its job's fault."""
+        """An image failed on the GPU; a JobError is its job's fault and does not count."""
+        if not isinstance(error, errors.TransientError):
+            return
         self._window.failed_images += 1
         self._window.last_error = str(error)
+        self._failures_in_a_row += 1
+        # Once: what fails while the alarm is diagnosed is part of it.
+        if self._failures_in_a_row == FAILURES_IN_A_ROW:
+            self._alarms.put_nowait(
+                f"the engine failed {FAILURES_IN_A_ROW} images in a row, the last with: {error}"
+            )
 
     @contextlib.contextmanager
     def uploading(self, size_bytes: int) -> Iterator[None]:
@@ -108,11 +129,16 @@ class NodeWatchdog:
             self._count_uploading()
             self._uploads.in_flight -= 1
 
-    async def wait_until_broken(self, diagnose: Callable[[str], Awaitable[str | None]]) -> str:
-        """Returns the reason once too many windows in a row have failed.
+    async def watch_failures(self, diagnose: Diagnose) -> NoReturn:
+        """Side task: raises NodeError once an alarm turns out to be the node's fault."""
+        while True:
+            reason = await diagnose(await self._alarms.get())
+            if reason is not None:
+                raise errors.NodeError(reason)
+            self._failures_in_a_row = 0
 
-        *diagnose* returns what is wrong with the node where images fail; None: nothing is.
-        """
+    async def wait_until_broken(self, diagnose: Diagnose) -> str:
+        """Returns the reason once too many windows in a row have failed."""
         self._window = self._new_window()
         while True:
             await asyncio.sleep(WINDOW_SECONDS)

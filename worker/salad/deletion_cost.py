@@ -1,6 +1,6 @@
 """Which replica SaladCloud should keep when a group is made smaller: one with jobs in flight.
 
-It concerns intended reductions alone; an owner who comes back ends any replica, unasked.
+It matters only for intended reductions; an owner who returns stops any replica.
 """
 
 from __future__ import annotations

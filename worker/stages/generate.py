@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from dataclasses import dataclass, field
 from functools import partial
 from typing import NoReturn
 
@@ -10,46 +11,32 @@ from imagefleet import errors
 from worker.engine import contract
 from worker.gpu_thread import EngineThread
 from worker.metrics import WorkerMetrics
-from worker.node.canary import Canary, EngineFailures
-from worker.node.limits import standard_images
+from worker.node.canary import Canary
 from worker.node.watchdog import NodeWatchdog
 from worker.pull import Puller
 from worker.settle import InFlightImage, InFlightJob, Settler
 from worker.stages.upload import EncodeStage, GeneratedImage
 
 
+@dataclass(slots=True, eq=False)
 class GenerateStage:
     """Matches the engine's tickets with images; the engine's thread does the waiting."""
 
-    def __init__(
-        self,
-        engine_thread: EngineThread,
-        tickets: Iterator[int],
-        canary: Canary,
-        failures: EngineFailures,
-        encode: EncodeStage,
-        puller: Puller,
-        settler: Settler,
-        metrics: WorkerMetrics,
-        watchdog: NodeWatchdog,
-    ) -> None:
-        """*canary* draws its tickets from the same *tickets*."""
-        self._engine_thread = engine_thread
-        self._tickets = tickets
-        self._canary = canary
-        self._failures = failures
-        self._encode = encode
-        self._puller = puller
-        self._settler = settler
-        self._metrics = metrics
-        self._watchdog = watchdog
-        self._at_engine: dict[int, InFlightImage] = {}
+    engine_thread: EngineThread
+    tickets: Iterator[int]  # shared with the canary
+    canary: Canary
+    encode: EncodeStage
+    puller: Puller
+    settler: Settler
+    metrics: WorkerMetrics
+    watchdog: NodeWatchdog
+    _at_engine: dict[int, InFlightImage] = field(default_factory=dict, init=False)
 
     async def submit(self, image: InFlightImage, request: contract.Prepared) -> bool:
         """Waits until the engine's thread accepts the request; False: the worker drains."""
-        ticket = next(self._tickets)
+        ticket = next(self.tickets)
         self._at_engine[ticket] = image
-        if await self._engine_thread.submit(ticket, request):
+        if await self.engine_thread.submit(ticket, request):
             return True
         del self._at_engine[ticket]
         return False
@@ -57,39 +44,39 @@ class GenerateStage:
     def stop_accepting(self) -> list[InFlightJob]:
         """Returns the jobs in flight that the engine has not begun, or only in part."""
         not_begun: set[InFlightJob] = set()
-        for ticket in self._engine_thread.stop_accepting():
+        for ticket in self.engine_thread.stop_accepting():
             image = self._at_engine.pop(ticket, None)
             if image is None:
-                self._canary.finished(ticket, None)
+                self.canary.finished(ticket, None)
             else:
                 not_begun.add(image.owner)
         return [
-            entry for entry in self._settler.in_flight if entry in not_begun or not entry.submitted
+            entry for entry in self.settler.in_flight if entry in not_begun or not entry.submitted
         ]
 
     async def run(self) -> NoReturn:
         while True:
-            delivery = await self._engine_thread.finished()
+            delivery = await self.engine_thread.finished()
             ticket, outcome = delivery.finished.ticket, delivery.finished.outcome
             image = self._at_engine.pop(ticket, None)
             if image is None:
-                self._canary.finished(ticket, outcome)
+                self.canary.finished(ticket, outcome)
                 continue
             entry = image.owner
-            self._watchdog.image_generated(standard_images(image.job.steps, *image.size))
-            waited = self._metrics.stage_seconds.labels("wait_gpu")
+            self.watchdog.image_generated(image.job.steps, *image.size)
+            waited = self.metrics.stage_seconds.labels("wait_gpu")
             waited.observe(max(0.0, delivery.admitted_at - image.ready_at))
-            generated = self._metrics.stage_seconds.labels("generate")
+            generated = self.metrics.stage_seconds.labels("generate")
             generated.observe(delivery.finished_at - delivery.admitted_at)
             entry.images_to_generate -= 1
             if not entry.images_to_generate:
-                self._puller.generated(entry)
-            await self._settler.attempt(
+                self.puller.generated(entry)
+            await self.settler.attempt(
                 entry, partial(self._pass_on, image, outcome), image_is_generated=True
             )
 
     async def _pass_on(self, image: InFlightImage, outcome: contract.Outcome) -> None:
         if isinstance(outcome, errors.FleetError):
-            self._failures.add(outcome)
+            self.watchdog.image_failed(outcome)
             raise outcome
-        await self._encode.queue.put(GeneratedImage(image, outcome))
+        await self.encode.queue.put(GeneratedImage(image, outcome))

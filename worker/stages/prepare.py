@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass, field
 from functools import partial
 from typing import NoReturn
 
@@ -21,49 +22,44 @@ from worker.stages.generate import GenerateStage
 PREPARERS = 8
 
 
+@dataclass(slots=True, eq=False)
 class PrepareStage:
     """Reads jobs, resolves their LoRAs and encodes their prompts; feeds the generate stage."""
 
-    def __init__(
-        self,
-        engine: contract.Engine,
-        generate: GenerateStage,
-        library: LoraLibrary,
-        settler: Settler,
-        metrics: WorkerMetrics,
-        *,
-        max_attempts: int,
-    ) -> None:
-        self.queue: asyncio.Queue[InFlightJob] = asyncio.Queue(protocol.MAX_RECEIVE)
-        self._engine = engine
-        self._generate = generate
-        self._library = library
-        self._settler = settler
-        self._metrics = metrics
-        self._max_attempts = max_attempts
-        self._threads = ThreadPoolExecutor(PREPARERS, "prepare")
+    engine: contract.Engine
+    generate: GenerateStage
+    library: LoraLibrary
+    settler: Settler
+    metrics: WorkerMetrics
+    max_attempts: int
+    queue: asyncio.Queue[InFlightJob] = field(
+        default_factory=lambda: asyncio.Queue(protocol.MAX_RECEIVE), init=False
+    )
+    _threads: ThreadPoolExecutor = field(
+        default_factory=lambda: ThreadPoolExecutor(PREPARERS, "prepare"), init=False
+    )
 
     async def run(self) -> NoReturn:
         while True:
             entry = await self.queue.get()
-            await self._settler.attempt(entry, partial(self._prepare, entry))
+            await self.settler.attempt(entry, partial(self._prepare, entry))
 
     def close(self) -> None:
         self._threads.shutdown(wait=False, cancel_futures=True)
 
     async def _prepare(self, entry: InFlightJob) -> None:
-        with self._metrics.stage_seconds.labels("prepare").time():
+        with self.metrics.stage_seconds.labels("prepare").time():
             job = self._read(entry)
             size = self._size(job)
             loop = asyncio.get_running_loop()
             prepared = [
-                await loop.run_in_executor(self._threads, self._engine.prepare, request)
+                await loop.run_in_executor(self._threads, self.engine.prepare, request)
                 for request in await self._requests(job, size)
             ]
         entry.images_to_generate = entry.images_to_store = len(prepared)
         for index, request in enumerate(prepared):
             image = InFlightImage(entry, job, index, size)
-            if not await self._generate.submit(image, request):
+            if not await self.generate.submit(image, request):
                 return  # the worker drains, and hands this job back
         entry.submitted = True
 
@@ -71,27 +67,27 @@ class PrepareStage:
         message = entry.lease.message
         job = read_job(message.body, message.id)
         entry.job = job  # from here on, a failure is recorded with the job's id and campaign
-        if message.delivery_count > self._max_attempts:
+        if message.delivery_count > self.max_attempts:
             raise errors.JobError(
                 f"the job was delivered {message.delivery_count} times and never ended: the"
                 " workers that had it died or lost their leases"
             )
-        if job.model not in {None, self._engine.model_name}:
+        if job.model not in {None, self.engine.model_name}:
             raise errors.MissingFileError(
                 f"the job asks for the model {job.model!r}; this worker has"
-                f" {self._engine.model_name!r}"
+                f" {self.engine.model_name!r}"
             )
         return job
 
     def _size(self, job: Job) -> tuple[int, int]:
-        width, height = self._engine.default_size
+        width, height = self.engine.default_size
         return job.width or width, job.height or height
 
     async def _requests(self, job: Job, size: tuple[int, int]) -> list[contract.ImageRequest]:
         words = prompt.read_prompt(job.prompt)
         paths = await asyncio.gather(
             *(
-                retry.UNTIL_ACCESS.call(partial(self._library.resolve, tag.name))
+                retry.UNTIL_ACCESS.call(partial(self.library.resolve, tag.name))
                 for tag in words.loras
             )
         )

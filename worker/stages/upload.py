@@ -6,7 +6,7 @@ import asyncio
 import json
 import time
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import partial
 from typing import NoReturn
 
@@ -15,7 +15,6 @@ from imagefleet.storage import protocol
 from worker.cost import CostMeter
 from worker.engine import contract
 from worker.metrics import WorkerMetrics
-from worker.node.canary import EngineFailures
 from worker.node.watchdog import NodeWatchdog
 from worker.settle import InFlightImage, InFlightJob, Settler
 from worker.stages import encode, infotext
@@ -44,29 +43,26 @@ class _EncodedImage:
     file: encode.EncodedImage
 
 
+@dataclass(slots=True, eq=False)
 class EncodeStage:
     """Encodes generated images on threads; feeds the upload stage."""
 
-    def __init__(
-        self,
-        model_name: str,
-        upload: UploadStage,
-        settler: Settler,
-        metrics: WorkerMetrics,
-        failures: EngineFailures,
-    ) -> None:
-        self.queue: asyncio.Queue[GeneratedImage] = asyncio.Queue(ENCODERS)
-        self._model_name = model_name
-        self._upload = upload
-        self._settler = settler
-        self._metrics = metrics
-        self._failures = failures
-        self._threads = ThreadPoolExecutor(ENCODERS, "encode")
+    model_name: str
+    upload: UploadStage
+    settler: Settler
+    metrics: WorkerMetrics
+    watchdog: NodeWatchdog
+    queue: asyncio.Queue[GeneratedImage] = field(
+        default_factory=lambda: asyncio.Queue(ENCODERS), init=False
+    )
+    _threads: ThreadPoolExecutor = field(
+        default_factory=lambda: ThreadPoolExecutor(ENCODERS, "encode"), init=False
+    )
 
     async def run(self) -> NoReturn:
         while True:
             generated = await self.queue.get()
-            await self._settler.attempt(
+            await self.settler.attempt(
                 generated.image.owner, partial(self._encode, generated), image_is_generated=True
             )
 
@@ -75,57 +71,51 @@ class EncodeStage:
 
     async def _encode(self, generated: GeneratedImage) -> None:
         image = generated.image
-        text = infotext.parameters(image.job, image.index, image.size, self._model_name)
+        text = infotext.parameters(image.job, image.index, image.size, self.model_name)
         loop = asyncio.get_running_loop()
         try:
-            with self._metrics.stage_seconds.labels("encode").time():
+            with self.metrics.stage_seconds.labels("encode").time():
                 file = await loop.run_in_executor(
                     self._threads, encode.encode, generated.pixels, image.job.output, text
                 )
         except errors.TransientError as error:  # an image of one colour is the engine's failure
-            self._failures.add(error)
+            self.watchdog.image_failed(error)
             raise
-        self._failures.reset()
-        await self._upload.queue.put(_EncodedImage(image, file))
+        self.watchdog.image_succeeded()
+        await self.upload.queue.put(_EncodedImage(image, file))
 
 
+@dataclass(slots=True, eq=False)
 class UploadStage:
     """Stores files as blobs, and acknowledges a job once all its images are stored."""
 
-    def __init__(
-        self,
-        blobs: protocol.BlobStore,
-        settler: Settler,
-        metrics: WorkerMetrics,
-        cost: CostMeter,
-        watchdog: NodeWatchdog,
-        *,
-        retry_policy: retry.RetryPolicy,
-        worker_name: str,
-    ) -> None:
-        self.queue: asyncio.Queue[_EncodedImage] = asyncio.Queue(WAITING_PER_UPLOAD * UPLOADS)
-        self.images_written = 0
-        self._stored: asyncio.Queue[InFlightJob] = asyncio.Queue(UPLOADS)
-        self._blobs = blobs
-        self._settler = settler
-        self._metrics = metrics
-        self._cost = cost
-        self._watchdog = watchdog
-        self._retry_policy = retry_policy
-        self._worker_name = worker_name.encode("ascii", "replace").decode()
+    blobs: protocol.BlobStore
+    settler: Settler
+    metrics: WorkerMetrics
+    cost: CostMeter
+    watchdog: NodeWatchdog
+    retry_policy: retry.RetryPolicy
+    worker_name: str
+    images_written: int = 0
+    queue: asyncio.Queue[_EncodedImage] = field(
+        default_factory=lambda: asyncio.Queue(WAITING_PER_UPLOAD * UPLOADS), init=False
+    )
+    _stored: asyncio.Queue[InFlightJob] = field(
+        default_factory=lambda: asyncio.Queue(UPLOADS), init=False
+    )
 
     async def run(self) -> NoReturn:
         while True:
             encoded = await self.queue.get()
-            await self._settler.attempt(
+            await self.settler.attempt(
                 encoded.image.owner, partial(self._upload, encoded), image_is_generated=True
             )
 
     async def acknowledge(self) -> NoReturn:
         while True:
             entry = await self._stored.get()
-            with self._metrics.stage_seconds.labels("acknowledge").time():
-                await self._settler.completed(entry)
+            with self.metrics.stage_seconds.labels("acknowledge").time():
+                await self.settler.completed(entry)
 
     async def _upload(self, encoded: _EncodedImage) -> None:
         image, file = encoded.image, encoded.file
@@ -135,17 +125,17 @@ class UploadStage:
 
         async def create() -> bool:
             entry.lease.check()
-            with self._watchdog.uploading(len(file.data)):
-                return await self._blobs.create(name, file.data, file.content_type, metadata)
+            with self.watchdog.uploading(len(file.data)):
+                return await self.blobs.create(name, file.data, file.content_type, metadata)
 
-        with self._metrics.stage_seconds.labels("upload").time():
-            written = await self._retry_policy.call(create)
+        with self.metrics.stage_seconds.labels("upload").time():
+            written = await self.retry_policy.call(create)
         if written:
             entry.images_written += 1
             self.images_written += 1
-            self._metrics.images.inc()
+            self.metrics.images.inc()
         else:
-            self._cost.lost("duplicate")
+            self.cost.lost("duplicate")
         entry.images_to_store -= 1
         if not entry.images_to_store:
             await self._stored.put(entry)
@@ -155,10 +145,10 @@ class UploadStage:
         facts = {
             "job": str(image.job.id),
             "seed": str(image.job.image_seed(image.index)),
-            "worker": self._worker_name,
+            "worker": self.worker_name.encode("ascii", "replace").decode(),
             "attempt": str(image.owner.lease.message.delivery_count),
             "seconds": f"{time.monotonic() - image.owner.pulled_at:.3f}",
-            **self._cost.record,
+            **self.cost.record,
         }
         if image.job.campaign:
             facts["campaign"] = image.job.campaign

@@ -70,7 +70,7 @@ async def test_a_campaign_whose_images_all_fail_goes_to_the_poison_queue_and_cos
     failing: Draw,
 ) -> None:
     monkeypatch.setattr("worker.settle.FIRST_RETRY_SECONDS", 0.01)
-    monkeypatch.setattr(canary, "FAILURES_IN_A_ROW", 4)
+    monkeypatch.setattr("worker.node.watchdog.FAILURES_IN_A_ROW", 4)
     caplog.set_level(logging.WARNING, "worker.node.canary")
     canaries: list[contract.ImageRequest] = []
     await send(storage, "bad", 16)
@@ -107,7 +107,7 @@ async def test_a_gpu_that_fails_every_image_is_a_broken_node_named_with_the_coun
     failing: Draw,
     how: str,
 ) -> None:
-    monkeypatch.setattr(canary, "FAILURES_IN_A_ROW", 5)
+    monkeypatch.setattr("worker.node.watchdog.FAILURES_IN_A_ROW", 5)
     canaries = 0
 
     def draw(request: contract.ImageRequest) -> contract.Pixels:
@@ -146,7 +146,7 @@ async def test_a_canary_that_exceeds_the_engines_time_is_a_broken_node(
 ) -> None:
     monkeypatch.setattr(canary, "LONGEST_BUSY_SECONDS", 0.1)
     monkeypatch.setattr(canary, "POLL_SECONDS", 0.02)
-    monkeypatch.setattr(canary, "FAILURES_IN_A_ROW", 4)
+    monkeypatch.setattr("worker.node.watchdog.FAILURES_IN_A_ROW", 4)
     await send(storage, "bad", 4)
     with pytest.raises(errors.NodeError, match=r"4 images in a row.*did not come in 0\.1 s"):
         await run_pipeline(LosesCanaries(nan))
@@ -156,7 +156,7 @@ async def test_a_canary_that_exceeds_the_engines_time_is_a_broken_node(
 async def test_a_drain_does_not_wait_for_a_canary(
     storage: Storage, run_pipeline: RunPipeline, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(canary, "FAILURES_IN_A_ROW", 4)
+    monkeypatch.setattr("worker.node.watchdog.FAILURES_IN_A_ROW", 4)
     engine, stop = LosesCanaries(nan), asyncio.Event()
     await send(storage, "bad", 4)
     running = asyncio.create_task(
