@@ -53,7 +53,7 @@ WORKDIR /cache
 # is built again when what is installed changes, not when any line of pyproject.toml does.
 FROM base AS pins
 ARG CONSTRAINTS=constraints.txt
-ARG EXTRAS="azure-identity remote-write"
+ARG EXTRAS="azure-identity"
 WORKDIR /pins
 COPY pyproject.toml ./
 COPY ${CONSTRAINTS} constraints.txt

@@ -23,7 +23,6 @@ from worker.engine import contract
 from worker.files.loras import LoraLibrary
 from worker.gpu_thread import EngineThread
 from worker.leases import LeaseKeeper
-from worker.metered import MeteredStorage
 from worker.metrics import EngineCollector, WorkerMetrics
 from worker.node import limits as node_limits
 from worker.node.canary import Canary
@@ -86,7 +85,6 @@ class Pipeline:
         The replica is billed from *began_at* on (monotonic seconds), by default from now. A node
         that does not meet *limits* asks for *reallocation*.
         """
-        storage = metered = MeteredStorage(storage)
         self.metrics = metrics or WorkerMetrics()
         self.started = False
         self.ready = False
@@ -98,7 +96,7 @@ class Pipeline:
         self.engine_thread = EngineThread(
             lambda: self._check.load(load), why_idle=self._why_idle, backlog=ENCODE_BACKLOG
         )
-        self.cost = CostMeter(self.engine_thread, runs_on, metered.operations, began_at)
+        self.cost = CostMeter(self.engine_thread, runs_on, storage.operations, began_at)
         self._keeper = LeaseKeeper(
             storage.queue,
             settings.lease_seconds,
@@ -289,7 +287,7 @@ class Pipeline:
                             extra={"action": "depth_unknown"},
                         )
                 else:
-                    self.metrics.queues.tell(queue.name, depth)
+                    self.metrics.queues.update(queue.name, depth)
             await asyncio.sleep(retry.jitter(DEPTH_SECONDS, high=1.5))
 
 

@@ -24,7 +24,6 @@ REMOVED_SETTINGS: dict[str, str] = {
     "engine_failures": "10 failed images in a row make the worker check its node",
     "depth_seconds": "the queues' depth is measured every 60 seconds",
     "min_upload_megabits": "on SaladCloud a node that uploads at less than 2 Mbit/s is broken",
-    "push_seconds": "metrics are pushed every 15 seconds",
     "setup_patience_seconds": "on SaladCloud a worker waits an hour for storage or credentials",
     "metadata_url": "set SALAD_METADATA_URL to use another metadata service",
 }

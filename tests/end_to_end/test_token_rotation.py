@@ -162,4 +162,4 @@ async def test_a_worker_gets_new_tokens_from_a_broker_that_is_down_for_a_while(
         await check_that_each_job_was_done_once(storage, output)
     assert answers[200] > 3
     assert "waiting for the broker" in output, "no token expired: this proves nothing"
-    assert set(broker.proofs) == {salad_metadata_service.jwt}
+    assert set(broker.identity_tokens) == {salad_metadata_service.jwt}
