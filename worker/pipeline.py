@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import itertools
 import logging
 from collections.abc import Callable, Iterable
 from importlib import metadata
@@ -25,9 +24,8 @@ from worker.gpu_thread import EngineThread
 from worker.leases import LeaseKeeper
 from worker.metrics import EngineCollector, WorkerMetrics
 from worker.node import limits as node_limits
-from worker.node.canary import Canary
 from worker.node.check import NodeCheck
-from worker.node.watchdog import NodeWatchdog
+from worker.node.watchdog import Diagnose, NodeWatchdog
 from worker.pull import Puller
 from worker.salad.reallocation import Reallocation
 from worker.settings import WorkerSettings
@@ -94,7 +92,9 @@ class Pipeline:
         self._on_settled = on_settled
         self._check = NodeCheck(storage.blobs, settings, limits)
         self.engine_thread = EngineThread(
-            lambda: self._check.load(load), why_idle=self._why_idle, backlog=ENCODE_BACKLOG
+            lambda: self._check.load(load),
+            why_idle=self._why_idle,
+            backlog=ENCODE_BACKLOG,
         )
         self.cost = CostMeter(self.engine_thread, runs_on, storage.operations, began_at)
         self._keeper = LeaseKeeper(
@@ -165,22 +165,19 @@ class Pipeline:
         self, engine: contract.Engine, stop: asyncio.Event, hurry: asyncio.Event
     ) -> None:
         self.cost.ready()
-        tickets = itertools.count()
-        canary = Canary(engine, self.engine_thread, tickets)
         upload = UploadStage(
             self._storage.blobs,
             self.settler,
             self.metrics,
             self.cost,
             self._watchdog,
-            retry_policy=self._retry_policy,
-            worker_name=self._settings.name,
+            self._retry_policy,
+            self._settings.name,
         )
         encode = EncodeStage(engine.model_name, upload, self.settler, self.metrics, self._watchdog)
         generate = GenerateStage(
+            engine,
             self.engine_thread,
-            tickets,
-            canary,
             encode,
             self._puller,
             self.settler,
@@ -193,21 +190,10 @@ class Pipeline:
             self._library,
             self.settler,
             self.metrics,
-            max_attempts=self._settings.max_attempts,
+            self._settings.max_attempts,
         )
         pull = asyncio.create_task(self._puller.run(prepare.queue.put), name="pull")
-        side_tasks = tasks.SideTasks()
-        side_tasks.start("keep leases", self._keeper.run)
-        side_tasks.start("watch engine", self.engine_thread.watch)
-        if self._watchdog.has_limits:
-            side_tasks.start("watch node", lambda: self._watch_node(canary))
-        side_tasks.start("measure queues", self._measure_queues)
-        side_tasks.start("prepare", prepare.run, PREPARERS)
-        side_tasks.start("generate", generate.run)
-        side_tasks.start("encode", encode.run, ENCODERS)
-        side_tasks.start("upload", upload.run, UPLOADS)
-        side_tasks.start("acknowledge", upload.acknowledge, UPLOADS)
-        side_tasks.start("check failures", lambda: self._watchdog.watch_failures(canary.diagnose))
+        side_tasks = self._start_side_tasks(prepare, generate, encode, upload)
         self.started = self.ready = True
         try:
             await tasks.first_of(asyncio.shield(pull), stop.wait(), side_tasks.watch())
@@ -227,6 +213,28 @@ class Pipeline:
             encode.close()
             self.images_written = upload.images_written
 
+    def _start_side_tasks(
+        self,
+        prepare: PrepareStage,
+        generate: GenerateStage,
+        encode: EncodeStage,
+        upload: UploadStage,
+    ) -> tasks.SideTasks:
+        diagnose = generate.canary.diagnose
+        side_tasks = tasks.SideTasks()
+        side_tasks.start("keep leases", self._keeper.run)
+        side_tasks.start("watch engine", self.engine_thread.watch)
+        side_tasks.start("watch failures", lambda: self._watchdog.watch_failures(diagnose))
+        if self._watchdog.has_limits:
+            side_tasks.start("watch node", lambda: self._watch_node(diagnose))
+        side_tasks.start("measure queues", self._measure_queues)
+        side_tasks.start("prepare", prepare.run, PREPARERS)
+        side_tasks.start("generate", generate.run)
+        side_tasks.start("encode", encode.run, ENCODERS)
+        side_tasks.start("upload", upload.run, UPLOADS)
+        side_tasks.start("acknowledge", upload.acknowledge, UPLOADS)
+        return side_tasks
+
     async def _stop_pulling(self, pull: asyncio.Task[None]) -> None:
         """Lets a receive in flight end: cancelled, it would leave its messages leased."""
         self._puller.stop()
@@ -245,14 +253,14 @@ class Pipeline:
                             extra={"action": "hand_back_failed"},
                         )
 
-    async def _watch_node(self, canary: Canary) -> None:
+    async def _watch_node(self, diagnose: Diagnose) -> None:
         """Finishes the jobs in flight on a broken node; works on if no other node is granted.
 
         Raises:
             NodeError: another node is on its way, or there is no service to ask for one.
         """
         while True:
-            reason = await self._watchdog.wait_until_broken(canary.diagnose)
+            reason = await self._watchdog.wait_until_broken(diagnose)
             self._puller.pause()
             self.ready = False
             with contextlib.suppress(TimeoutError):
@@ -264,7 +272,7 @@ class Pipeline:
             self.ready = True
 
     def _why_idle(self) -> str:
-        return self._puller.why_idle()
+        return self._puller.why_idle()  # which is made after the engine thread
 
     def _settled(self, entry: InFlightJob, outcome: Outcome) -> None:
         self._puller.not_ahead(entry)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from functools import partial
@@ -22,19 +23,23 @@ from worker.stages.upload import EncodeStage, GeneratedImage
 class GenerateStage:
     """Matches the engine's tickets with images; the engine's thread does the waiting."""
 
+    engine: contract.Engine
     engine_thread: EngineThread
-    tickets: Iterator[int]  # shared with the canary
-    canary: Canary
     encode: EncodeStage
     puller: Puller
     settler: Settler
     metrics: WorkerMetrics
     watchdog: NodeWatchdog
+    canary: Canary = field(init=False)
+    _tickets: Iterator[int] = field(default_factory=itertools.count, init=False)
     _at_engine: dict[int, InFlightImage] = field(default_factory=dict, init=False)
+
+    def __post_init__(self) -> None:
+        self.canary = Canary(self.engine, self.engine_thread, self._tickets)
 
     async def submit(self, image: InFlightImage, request: contract.Prepared) -> bool:
         """Waits until the engine's thread accepts the request; False: the worker drains."""
-        ticket = next(self.tickets)
+        ticket = next(self._tickets)
         self._at_engine[ticket] = image
         if await self.engine_thread.submit(ticket, request):
             return True
