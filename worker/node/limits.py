@@ -9,19 +9,19 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from imagefleet.pricing import speeds
+from imagefleet.pricing import prices
 from worker.settings import WorkerSettings
 
-#: A card's speed here as a share of its record in `imagefleet.pricing`, which is of the best
-#: software on the best host. Means over SaladCloud's nodes were 0.53 of it (RTX 4090), 0.62 (3060
-#: Ti), 0.74 (3080) and 0.87 (3070): 15 steps at batch 4 in SaladTechnologies/sd1.5-performance.
+#: A card's speed here as a share of its record in `pricing/gpus.toml`, which had the best software
+#: and host. Means over SaladCloud's nodes were 0.53 of it (RTX 4090), 0.62 (3060 Ti), 0.74
+#: (3080) and 0.87 (3070): 15 steps at batch 4 in SaladTechnologies/sd1.5-performance.
 SHARE_OF_RECORD = 0.5
 
 #: Below this share of the expected speed a node is broken: SaladCloud's own advice.
 BROKEN_SHARE = 0.25
 
 #: For a class without a record: a quarter of the slowest one's is very little.
-_SLOWEST = min(speeds.ASSUMED_IMAGES_PER_SECOND.values())
+_SLOWEST = min(prices.ASSUMED_IMAGES_PER_SECOND.values())
 
 #: On SaladCloud a tenth of the nodes upload at less than 39 Mbit/s, and a fast card's PNGs
 #: (2 images/s of 400 KB) take 6. Elsewhere uploads are not checked.
@@ -73,7 +73,7 @@ def broken_below(gpu: str) -> float:
     """Images/s below which a card of this class is broken; 0 for anything but an RTX card."""
     if not gpu.startswith("RTX "):
         return 0.0
-    record = speeds.ASSUMED_IMAGES_PER_SECOND.get(gpu, _SLOWEST)
+    record = prices.ASSUMED_IMAGES_PER_SECOND.get(gpu, _SLOWEST)
     return BROKEN_SHARE * SHARE_OF_RECORD * record
 
 

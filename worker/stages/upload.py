@@ -150,6 +150,8 @@ class UploadStage:
             "seconds": f"{time.monotonic() - image.owner.pulled_at:.3f}",
             **self.cost.record,
         }
+        if image.job.images > 1:
+            facts["images"] = str(image.job.images)
         if image.job.campaign:
             facts["campaign"] = image.job.campaign
         if image.job.metadata:

@@ -70,7 +70,7 @@ def test_latency_is_measured_for_each_batch(in_process: Any, model: Path, tmp_pa
     [
         (("--device", "tpu"), "'tpu' is no device"),
         (("--model", "nowhere"), "'nowhere' does not exist"),
-        (("--gpu", "RTX 9999"), "no GPU class"),
+        (("--gpu", "RTX 9999"), "unknown GPU class"),
         (("--priority", "urgent"), "--priority"),
     ],
 )

@@ -272,7 +272,7 @@ async def test_a_campaign_whose_images_fail_for_several_windows_costs_no_node(
 
     def draw(request: contract.ImageRequest) -> contract.Pixels:
         time.sleep(0.01)
-        if request.prompt == "x":
+        if str(request.prompt) == "x":
             raise errors.TransientError("the image came out as NaN")
         return draw_noise(request)
 
