@@ -183,9 +183,7 @@ async def _work(settings: WorkerSettings, log: Path, jobs: int) -> tuple[_Stopwa
             from worker.engine.load import load_engine
 
             # Compiling takes longer than the whole demo.
-            engine = load_engine(
-                Path(settings.model), settings.device, kind=settings.engine, compile="off"
-            )
+            engine = load_engine(Path(settings.model), settings.device, compile="off")
             watch.ready_at = time.monotonic()
             progress.update(task, description="generating images")
             return engine

@@ -83,7 +83,7 @@ class EngineThread:
         self._began_at = time.monotonic()
         self._load = load
         self._why_idle = why_idle
-        self._waiting: deque[tuple[int, contract.Prepared]] = deque()
+        self._waiting: deque[tuple[int, contract.PreparedRequest]] = deque()
         self._wake = threading.Condition()
         self._accepting = True
         self._stopping = False
@@ -112,7 +112,7 @@ class EngineThread:
         """Images that the engine has begun or is about to begin."""
         return len(self._admitted_at)
 
-    async def submit(self, ticket: int, prepared: contract.Prepared) -> bool:
+    async def submit(self, ticket: int, prepared: contract.PreparedRequest) -> bool:
         """Queues a request, once fewer than the engine's capacity are waiting.
 
         Returns whether it was accepted: not after `stop_accepting`.
@@ -216,7 +216,7 @@ class EngineThread:
     def _admit(self, engine: contract.Engine) -> bool:
         """Fills the engine; waits while there is nothing to do. False: stop."""
         while not self._stopping:
-            admitted: list[tuple[int, contract.Prepared]] = []
+            admitted: list[tuple[int, contract.PreparedRequest]] = []
             with self._wake:
                 while self._waiting and len(admitted) < engine.free:
                     admitted.append(self._waiting.popleft())

@@ -158,7 +158,7 @@ def watch(processes: contextlib.ExitStack, server: str, push_url: str, folder: P
     storage = f"local:{folder / 'storage'}"
     asyncio.run(fill(storage))
     flags = ["--storage", storage, "--push-url", push_url]
-    worker = ["worker", "--model", model, "--lora-directory", folder / "loras", "--max-batch", "4"]
+    worker = ["worker", "--model", model, "--lora-directory", folder / "loras", "--slots", "4"]
     worker += ["--gpu"]
     fast = [sys.executable, "-c", FAST_COMMAND]
     workers = [

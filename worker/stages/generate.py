@@ -37,7 +37,7 @@ class GenerateStage:
     def __post_init__(self) -> None:
         self.canary = Canary(self.engine, self.engine_thread, self._tickets)
 
-    async def submit(self, image: InFlightImage, request: contract.Prepared) -> bool:
+    async def submit(self, image: InFlightImage, request: contract.PreparedRequest) -> bool:
         """Waits until the engine's thread accepts the request; False: the worker drains."""
         ticket = next(self._tickets)
         self._at_engine[ticket] = image
