@@ -4,14 +4,15 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import functools
 import json
 import os
 import signal
 import sys
 import threading
-from collections.abc import AsyncIterator, Coroutine, Iterator, Mapping, Sequence
+from collections.abc import AsyncIterator, Callable, Coroutine, Iterator, Mapping, Sequence
 from contextlib import asynccontextmanager, contextmanager
-from typing import TYPE_CHECKING, Any, NoReturn, TypeVar
+from typing import TYPE_CHECKING, Any, NoReturn, ParamSpec, TypeVar
 
 import typer
 from rich.console import Console
@@ -40,6 +41,7 @@ EXIT_INTERRUPTED = 130
 #: `worker.gpu_thread.THREAD_NAME`; the console imports the worker only to run it.
 ENGINE_THREAD = "engine"
 
+Parameters = ParamSpec("Parameters")
 Result = TypeVar("Result")
 
 stdout = Console()
@@ -54,6 +56,18 @@ def run(coroutine: Coroutine[Any, Any, Result]) -> Result:
     """
     with one_line_errors():
         return asyncio.run(coroutine)
+
+
+def synchronous(
+    command: Callable[Parameters, Coroutine[Any, Any, Result]],
+) -> Callable[Parameters, Result]:
+    """The function that runs a command's coroutine, as typer calls it."""
+
+    @functools.wraps(command)
+    def wrapper(*arguments: Parameters.args, **options: Parameters.kwargs) -> Result:
+        return run(command(*arguments, **options))
+
+    return wrapper
 
 
 @contextmanager

@@ -5,15 +5,18 @@ from __future__ import annotations
 import asyncio
 import json
 import logging
+import re
 from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
 from contextlib import asynccontextmanager
+from datetime import UTC, datetime
+from email.utils import parsedate_to_datetime
 from http import HTTPStatus
-from typing import Any
+from typing import Any, TypeVar
 
 import aiohttp
 from aiolimiter import AsyncLimiter
 
-from fleet.salad import gpus, groups, records, responses
+from fleet.salad import gpus, groups, records
 from fleet.salad.file import FleetFile
 from imagefleet import errors, retry
 
@@ -30,6 +33,34 @@ FIRST_WAIT_SECONDS = 1.0
 LONGEST_WAIT_SECONDS = 60.0
 
 TIMEOUT_SECONDS = 60.0
+
+_SHOWN_CHARACTERS = 300
+
+_Record = TypeVar("_Record")
+
+
+class RefusedError(errors.SetupError):
+    """SaladCloud refuses a call (4xx).
+
+    *is_repeat*: an earlier try, whose response was lost, may have succeeded.
+    """
+
+    is_repeat = False
+
+    def __init__(self, message: str, status: int) -> None:
+        super().__init__(message)
+        self.status = status
+
+
+class RetryLater(Exception):  # noqa: N818 - not an error: the call is repeated
+    """A failure that may pass; *may_be_done*: the call may have taken effect all the same."""
+
+    def __init__(
+        self, message: str, after_seconds: float | None = None, *, may_be_done: bool = True
+    ) -> None:
+        super().__init__(message)
+        self.after_seconds = after_seconds
+        self.may_be_done = may_be_done
 
 
 def call_limiter() -> AsyncLimiter:
@@ -62,14 +93,16 @@ class SaladClient:
 
     async def groups(self) -> list[records.Group]:
         """All groups of the project, those of other fleets included."""
-        return [records.as_group(each) for each in await self._items(self._containers)]
+        return await self._get(
+            self._containers, lambda body: [records.as_group(each) for each in body["items"]]
+        )
 
     async def create(self, body: Mapping[str, Any]) -> None:
         """Creates a group; a repeated call is refused if the lost one had created it."""
         try:
             await self.call("POST", self._containers, body)
-        except responses.RefusedError as refused:
-            if not (refused.answer.is_repeat and await self._exists(body["name"])):
+        except RefusedError as refused:
+            if not (refused.is_repeat and await self._exists(body["name"])):
                 raise
 
     async def scale(self, name: str, replicas: int) -> None:
@@ -86,22 +119,21 @@ class SaladClient:
         """Deletes a group; one that no longer exists is fine."""
         try:
             await self.call("DELETE", f"{self._containers}/{name}")
-        except responses.RefusedError as refused:
-            if refused.answer.status != HTTPStatus.NOT_FOUND:
+        except RefusedError as refused:
+            if refused.status != HTTPStatus.NOT_FOUND:
                 raise
 
     async def quota(self) -> records.Quota:
-        answer = await self.call("GET", f"{self._organization}/quotas")
-        return records.as_quota(answer.body)
+        return await self._get(f"{self._organization}/quotas", records.as_quota)
 
     async def gpu_classes(self) -> list[gpus.GpuClass]:
         """The available GPU classes, at today's prices."""
-        return gpus.of_api(await self._items(f"{self._organization}/gpu-classes"))
+        return await self._get(
+            f"{self._organization}/gpu-classes", lambda body: gpus.of_api(body["items"])
+        )
 
-    async def call(
-        self, method: str, path: str, body: Mapping[str, Any] | None = None
-    ) -> responses.Answer:
-        """The answer of a successful call; secrets in *body* are sent, but never shown.
+    async def call(self, method: str, path: str, body: Mapping[str, Any] | None = None) -> Any:
+        """The JSON that a successful call returns; secrets in *body* are sent, but never shown.
 
         Raises:
             RefusedError: a 4xx.
@@ -113,8 +145,11 @@ class SaladClient:
         while True:
             await self._limiter.acquire()
             try:
-                return await self._try(method, path, body, is_repeat=may_be_done)
-            except responses.RetryLater as failure:
+                return await self._try(method, path, body)
+            except RefusedError as refused:
+                refused.is_repeat = may_be_done
+                raise
+            except RetryLater as failure:
                 if retries + 1 == TRIES:
                     raise errors.TransientError(f"{failure}, {TRIES} times") from None
                 may_be_done = may_be_done or failure.may_be_done
@@ -127,9 +162,7 @@ class SaladClient:
                 await self._sleep(seconds)
                 retries += 1
 
-    async def _try(
-        self, method: str, path: str, body: Mapping[str, Any] | None, *, is_repeat: bool
-    ) -> responses.Answer:
+    async def _try(self, method: str, path: str, body: Mapping[str, Any] | None) -> Any:
         headers = {"Accept": "application/json", "Salad-Api-Key": self._key}
         secrets = [self._key]
         data = None
@@ -148,32 +181,35 @@ class SaladClient:
         except (aiohttp.ClientError, TimeoutError) as error:
             # The call may have arrived and only its answer been lost.
             reason = str(error) or type(error).__name__
-            raise responses.RetryLater(f"SaladCloud's API does not answer: {reason}") from None
+            raise RetryLater(f"SaladCloud's API does not answer: {reason}") from None
         if not response.ok:  # it may quote what it refuses
             for secret in filter(None, secrets):
                 text = text.replace(secret, groups.MASKED)
-        return responses.read(response, text, is_repeat=is_repeat)
+        return _read(response, text)
 
     async def _post(self, name: str, verb: str) -> None:
         try:
             await self.call("POST", f"{self._containers}/{name}/{verb}")
-        except responses.RefusedError as refused:
+        except RefusedError as refused:
             # A group cannot be stopped twice: the answer to the first call was lost.
-            if not refused.answer.is_repeat:
+            if not refused.is_repeat:
                 raise
 
     async def _exists(self, name: str) -> bool:
         try:
             await self.call("GET", f"{self._containers}/{name}")
-        except responses.RefusedError:
+        except RefusedError:
             return False
         return True
 
-    async def _items(self, path: str) -> list[Mapping[str, Any]]:
-        body = (await self.call("GET", path)).body
-        if not (isinstance(body, dict) and isinstance(body.get("items"), list)):
-            raise errors.TransientError(f"SaladCloud's answer to {path} has no items")
-        return list(body["items"])
+    async def _get(self, path: str, read: Callable[[Any], _Record]) -> _Record:
+        answer = await self.call("GET", path)
+        try:
+            return read(answer)
+        except (KeyError, TypeError, ValueError) as error:
+            raise errors.TransientError(
+                f"invalid answer of SaladCloud to {path}: {error!r}"
+            ) from None
 
 
 @asynccontextmanager
@@ -182,3 +218,67 @@ async def connected(file: FleetFile, key: str) -> AsyncIterator[SaladClient]:
     timeout = aiohttp.ClientTimeout(total=TIMEOUT_SECONDS)
     async with aiohttp.ClientSession(timeout=timeout, trust_env=True) as session:
         yield SaladClient(session, file.api, key, file.organization, file.project)
+
+
+def _read(response: aiohttp.ClientResponse, text: str) -> Any:
+    """The JSON in a response whose body is *text*.
+
+    Raises:
+        RefusedError: it is a 4xx.
+        RetryLater: it is a failure of the server, or not JSON.
+    """
+    status = response.status
+    body, message = _body(text)
+    details = f"HTTP {status}" + (f", {message}" if message else "")
+    after_seconds = _retry_after(response.headers.get("Retry-After"))
+    if status == HTTPStatus.TOO_MANY_REQUESTS:
+        raise RetryLater(
+            f"SaladCloud's rate limit is reached ({details})", after_seconds, may_be_done=False
+        )
+    if status >= HTTPStatus.INTERNAL_SERVER_ERROR or status == HTTPStatus.REQUEST_TIMEOUT:
+        raise RetryLater(f"SaladCloud's API fails ({details})", after_seconds)
+    if status == HTTPStatus.UNAUTHORIZED:
+        raise RefusedError(f"SaladCloud does not know the API key ({details})", status)
+    if status >= HTTPStatus.BAD_REQUEST:
+        path = response.url.path
+        raise RefusedError(f"SaladCloud refuses {response.method} {path}: {details}", status)
+    if status >= HTTPStatus.MULTIPLE_CHOICES or (text and body is None):
+        raise RetryLater(f"SaladCloud's API does not return JSON ({details})")
+    return body
+
+
+def _body(text: str) -> tuple[Any, str]:
+    """The JSON and its error message; for anything else, None and its text."""
+    try:
+        body = json.loads(text) if text else None
+    except ValueError:
+        return None, _page_text(text)
+    if not isinstance(body, dict):
+        return body, ""
+    parts = [str(body[name]) for name in ("title", "detail") if body.get(name)]
+    # ASP.NET names the wrong fields in `errors`.
+    if body.get("errors"):
+        parts.append(json.dumps(body["errors"]))
+    return body, ": ".join(parts)[:_SHOWN_CHARACTERS]
+
+
+def _page_text(text: str) -> str:
+    """`a page titled 'Bad Gateway'`: proxies return their errors as HTML."""
+    title = re.search(r"<title[^>]*>(.*?)</title>", text, re.IGNORECASE | re.DOTALL)
+    plain = " ".join(re.sub(r"<[^>]*>", " ", title[1] if title else text).split())
+    return f"a page titled {plain[:_SHOWN_CHARACTERS]!r}" if plain else "an empty page"
+
+
+def _retry_after(value: str | None) -> float | None:
+    """The seconds of a Retry-After header, which has a number or a date."""
+    if value is None:
+        return None
+    if value.strip().isdecimal():
+        return float(value)
+    try:
+        moment = parsedate_to_datetime(value)
+    except ValueError:
+        return None
+    if moment.tzinfo is None:
+        moment = moment.replace(tzinfo=UTC)
+    return max(0.0, (moment - datetime.now(UTC)).total_seconds())

@@ -3,18 +3,19 @@
 from __future__ import annotations
 
 import asyncio
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Annotated, Any
 
 import typer
 from pydantic import SecretStr
+from rich.table import Table
 
 from fleet import console
 from fleet.plan import inputs
 from fleet.salad import deployment, gpus, groups, running
 from fleet.salad import file as salad_file
 from fleet.salad import options as salad_options
-from fleet.salad import price as salad_price
 from fleet.salad.options import File, Replicas, WaitMinutes, Yes
 from imagefleet import errors
 from imagefleet.pricing import price_file
@@ -29,6 +30,7 @@ app.add_typer(salad, name="salad", short_help="SaladCloud's container groups.")
 
 
 @salad.callback()
+@console.one_line_errors()
 def render(
     context: typer.Context,
     dry_run: Annotated[
@@ -60,32 +62,19 @@ def render(
     imagefleet deploy salad apply
     """
     options = (dry_run, file, replicas, bench, prices_path, show_secrets, as_json)
-    with console.one_line_errors():
-        if context.invoked_subcommand:
-            if any(options):
-                raise errors.SetupError(
-                    "put options after the command: imagefleet deploy salad"
-                    f" {context.invoked_subcommand} ..."
-                )
-            return
-        if not dry_run:
-            raise errors.SetupError("add --dry-run for a preview, or run `apply`")
-        _dry_run(file, replicas, bench, prices_path, show_secrets=show_secrets, as_json=as_json)
-
-
-def _dry_run(
-    file_path: Path | None,
-    replicas: int | None,
-    bench_paths: list[Path] | None,
-    prices_path: Path | None,
-    *,
-    show_secrets: bool,
-    as_json: bool,
-) -> None:
-    file, folder = salad_options.read_file(file_path)
+    if context.invoked_subcommand:
+        if any(options):
+            raise errors.SetupError(
+                "put options after the command: imagefleet deploy salad"
+                f" {context.invoked_subcommand} ..."
+            )
+        return
+    if not dry_run:
+        raise errors.SetupError("add --dry-run for a preview, or run `apply`")
+    fleet_file, folder = salad_options.read_file(file)
     table = price_file.read_table(prices_path)
-    classes = gpus.find(file.gpus, gpus.built_in(table))
-    benches = [inputs.read_bench(path, table) for path in bench_paths or []]
+    classes = gpus.find(fleet_file.gpus, gpus.built_in(table))
+    benches = [inputs.read_bench(path, table) for path in bench or []]
     inputs.refuse_unused(benches, [each.name for each in classes])
     missing: list[str] = []
 
@@ -98,18 +87,19 @@ def _dry_run(
             missing.append(error.message)
             return SecretStr(groups.MASKED)
 
-    bodies = groups.render(file, classes, read_secret, replicas)
+    bodies = groups.render(fleet_file, classes, read_secret, replicas)
     console.print_json((groups.reveal if show_secrets else groups.mask)(bodies))
     for message in dict.fromkeys(missing):
         console.print_note(f"{message}: `apply` needs it; with it, the groups' revision differs")
     if not as_json:
         source = "; ".join(dict.fromkeys(table.gpus[each.name].source for each in classes))
         total = sum(body["replicas"] for body in bodies)
-        salad_price.print_price(total, classes, file.priority, benches, source)
+        _print_price(total, classes, fleet_file.priority, benches, source)
 
 
 @salad.command()
-def apply(
+@console.synchronous
+async def apply(
     file: File = None,
     replicas: Replicas = None,
     enough: Annotated[
@@ -134,30 +124,14 @@ def apply(
 
     imagefleet deploy salad apply --replicas 20 --yes
     """
-    console.run(_apply(file, replicas, enough, wait_minutes * 60, dry_run=dry_run, yes=yes))
-
-
-for command in (running.scale, running.status, running.drain, running.delete):
-    salad.command()(command)
-
-
-async def _apply(
-    path: Path | None,
-    replicas: int | None,
-    enough: float,
-    wait_seconds: float,
-    *,
-    dry_run: bool,
-    yes: bool,
-) -> None:
-    file, folder = salad_options.read_file(path)
-    async with salad_options.connected(file, folder) as fleet:
+    fleet_file, folder = salad_options.read_file(file)
+    async with salad_options.connected(fleet_file, folder) as fleet:
         known, existing, quota = await asyncio.gather(
             fleet.client.gpu_classes(), fleet.groups(), fleet.client.quota()
         )
-        classes = gpus.find(file.gpus, known)
+        classes = gpus.find(fleet_file.gpus, known)
         bodies = groups.render(
-            file,
+            fleet_file,
             classes,
             lambda source: source.read(folder),
             replicas,
@@ -165,12 +139,12 @@ async def _apply(
         )
         plan = deployment.changes(bodies, existing)
         if not plan:
-            console.print_note(f"{file.name} is up to date")
+            console.print_note(f"{fleet_file.name} is up to date")
             return
         for line in _plan_lines(plan):
             console.print_note(line)
         deployment.refuse_over_quota(plan.more_replicas, quota)
-        price = salad_price.replica_price(classes, file.priority)
+        price = gpus.replica_price(classes, fleet_file.priority)
         console.print_note(_cost(bodies, plan, price))
         if dry_run:
             return
@@ -178,10 +152,14 @@ async def _apply(
             salad_options.confirm("Apply?", yes=yes)
         await fleet.carry_out(plan)
         if plan.old:
-            await fleet.replace(plan.old, enough=enough, wait_seconds=wait_seconds)
+            await fleet.replace(plan.old, enough=enough, wait_seconds=wait_minutes * 60)
         console.print_note(
             "done; `imagefleet deploy salad status --watch` shows the replicas start"
         )
+
+
+for command in (running.scale, running.status, running.drain, running.delete):
+    salad.command()(command)
 
 
 def _plan_lines(plan: deployment.Changes) -> list[str]:
@@ -198,11 +176,44 @@ def _plan_lines(plan: deployment.Changes) -> list[str]:
     return lines
 
 
-def _cost(
-    bodies: list[dict[str, Any]], plan: deployment.Changes, price: salad_price.PriceRange
-) -> str:
+def _cost(bodies: list[dict[str, Any]], plan: deployment.Changes, price: gpus.PriceRange) -> str:
     total = price.times(sum(body["replicas"] for body in bodies))
     text = f"cost: {total}, {total.per_day} while all replicas run"
     if plan.old:
         text += f"; plus {sum(group.replicas for group in plan.old):,} old replicas until drained"
     return text
+
+
+def _print_price(
+    replicas: int,
+    classes: Sequence[gpus.GpuClass],
+    priority: str,
+    benches: Sequence[inputs.Bench],
+    source: str,
+) -> None:
+    """Prints the price of all replicas, and for each class its price and images per dollar."""
+    price = gpus.replica_price(classes, priority).times(replicas)
+    console.print_plain(
+        f"{replicas:,} replicas at {priority} priority: {price}, {price.per_day} while all run."
+    )
+    table = Table()
+    table.add_column("GPU")
+    for heading in ("$/h each", f"$/h for {replicas:,}", "images/s each", "images/$, GPU only"):
+        table.add_column(heading, justify="right")
+    for each in classes:
+        dollars = each.dollars_per_hour[priority]
+        bench = inputs.bench_of(each.name, benches)
+        speed = bench.images_per_second.value if bench else None
+        table.add_row(
+            each.name,
+            f"{dollars:g}",
+            f"{dollars * replicas:,.2f}",
+            "-" if speed is None else f"{speed:.2f}",
+            "-" if speed is None or not dollars else f"{speed * 3600 / dollars:,.0f}",
+        )
+    console.stdout.print(table)
+    console.stdout.print(f"Prices: {source}.", highlight=False)
+    if not benches:
+        console.stdout.print(
+            "For images per dollar give --bench, a report of `imagefleet bench engine --report`."
+        )

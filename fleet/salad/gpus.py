@@ -23,6 +23,29 @@ class GpuClass:
     dollars_per_hour: Mapping[str, float]
 
 
+@dataclass(frozen=True, slots=True)
+class PriceRange:
+    """$/h, from the cheapest to the most expensive of the GPU classes."""
+
+    least: float
+    most: float
+
+    def times(self, replicas: int) -> PriceRange:
+        return PriceRange(self.least * replicas, self.most * replicas)
+
+    def __str__(self) -> str:
+        return f"{self._dollars(hours=1)}/h"
+
+    @property
+    def per_day(self) -> str:
+        return f"{self._dollars(hours=24)}/day"
+
+    def _dollars(self, hours: float) -> str:
+        if self.least == self.most:
+            return f"${self.most * hours:,.2f}"
+        return f"${self.least * hours:,.2f} to ${self.most * hours:,.2f}"
+
+
 def built_in(table: prices.PriceTable = prices.BUILT_IN) -> list[GpuClass]:
     """The classes known without the API, at the prices of *table*."""
     return [
@@ -33,27 +56,16 @@ def built_in(table: prices.PriceTable = prices.BUILT_IN) -> list[GpuClass]:
 
 
 def of_api(items: Iterable[Mapping[str, Any]]) -> list[GpuClass]:
-    """The classes in the API's `gpu-classes`; known ones keep the names of our table.
-
-    Raises:
-        TransientError: the response has another format.
-    """
+    """The classes in the API's `gpu-classes`; known ones keep the names of our table."""
     names = {uuid: name for name, uuid in prices.SALAD_IDS.items()}
-    try:
-        return [
-            GpuClass(
-                names.get(item["id"]) or _MEMORY.sub(r" \1GB", item["name"]),
-                item["id"],
-                {
-                    each["priority"]: float(each["price"])
-                    for each in item["prices"]
-                    if each["priority"] is not None
-                },
-            )
-            for item in items
-        ]
-    except (KeyError, TypeError, ValueError) as error:
-        raise errors.TransientError(f"SaladCloud's list of GPU classes: {error!r}") from None
+    return [
+        GpuClass(
+            names.get(item["id"]) or _MEMORY.sub(r" \1GB", item["name"]),
+            item["id"],
+            {each["priority"]: float(each["price"]) for each in item["prices"] if each["priority"]},
+        )
+        for item in items
+    ]
 
 
 def find(names: Iterable[str], known: Sequence[GpuClass]) -> list[GpuClass]:
@@ -68,3 +80,16 @@ def find(names: Iterable[str], known: Sequence[GpuClass]) -> list[GpuClass]:
     )
     found = (prices.find_gpu(name, table) for name in names)
     return [by_name[name] for name in dict.fromkeys(found)]
+
+
+def replica_price(classes: Sequence[GpuClass], priority: str) -> PriceRange:
+    """The price of one replica: a range, since SaladCloud uses whichever class is free.
+
+    Raises:
+        SetupError: a class has no price at that priority.
+    """
+    for each in classes:
+        if priority not in each.dollars_per_hour:
+            raise errors.SetupError(f"no price is known for the {each.name} at {priority} priority")
+    dollars = [each.dollars_per_hour[priority] for each in classes]
+    return PriceRange(min(dollars), max(dollars))

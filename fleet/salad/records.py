@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from imagefleet import errors
+from fleet.salad import gpus
 
 
 @dataclass(frozen=True, slots=True)
@@ -34,6 +34,14 @@ class Group:
         """Instances to wait for in a drain; a failed allocation leaves none."""
         return self.creating + self.running + self.stopping
 
+    def price(self, known: Sequence[gpus.GpuClass]) -> gpus.PriceRange | None:
+        """The price of one replica, or None if that of a class is unknown."""
+        classes = [each for each in known if each.id in self.gpu_ids]
+        prices_known = all(self.priority in each.dollars_per_hour for each in classes)
+        if not prices_known or len(classes) < len(self.gpu_ids) or not classes:
+            return None
+        return gpus.replica_price(classes, self.priority)
+
 
 @dataclass(frozen=True, slots=True)
 class Quota:
@@ -48,33 +56,23 @@ class Quota:
 
 
 def as_group(record: Mapping[str, Any]) -> Group:
-    """Raises TransientError if the answer does not have the expected fields."""
-    try:
-        container, state = record["container"], record["current_state"]
-        counts = state["instance_status_counts"]
-        return Group(
-            name=str(record["name"]),
-            status=str(state["status"]),
-            replicas=int(record["replicas"]),
-            allocating=int(counts["allocating_count"]),
-            creating=int(counts["creating_count"]),
-            running=int(counts["running_count"]),
-            stopping=int(counts["stopping_count"]),
-            image=str(container["image"]),
-            priority=str(record.get("priority") or container.get("priority") or "high"),
-            gpu_ids=tuple(container["resources"].get("gpu_classes") or ()),
-            environment=container.get("environment_variables"),
-        )
-    except (KeyError, TypeError, ValueError) as error:
-        raise errors.TransientError(f"invalid container group from SaladCloud: {error!r}") from None
+    container, state = record["container"], record["current_state"]
+    counts = state["instance_status_counts"]
+    return Group(
+        name=str(record["name"]),
+        status=str(state["status"]),
+        replicas=int(record["replicas"]),
+        allocating=int(counts["allocating_count"]),
+        creating=int(counts["creating_count"]),
+        running=int(counts["running_count"]),
+        stopping=int(counts["stopping_count"]),
+        image=str(container["image"]),
+        priority=str(record.get("priority") or container.get("priority") or "high"),
+        gpu_ids=tuple(container["resources"].get("gpu_classes") or ()),
+        environment=container.get("environment_variables"),
+    )
 
 
 def as_quota(record: Mapping[str, Any]) -> Quota:
-    """Raises TransientError if the answer does not have the expected fields."""
-    try:
-        quotas = record["container_groups_quotas"]
-        return Quota(
-            int(quotas["container_replicas_quota"]), int(quotas["container_replicas_used"])
-        )
-    except (KeyError, TypeError, ValueError) as error:
-        raise errors.TransientError(f"invalid quota from SaladCloud: {error!r}") from None
+    quotas = record["container_groups_quotas"]
+    return Quota(int(quotas["container_replicas_quota"]), int(quotas["container_replicas_used"]))

@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict
-from pathlib import Path
 from typing import Annotated, Any
 
 import typer
@@ -18,12 +17,12 @@ from fleet.monitor import watch as watching
 from fleet.options import AsJson
 from fleet.salad import deployment, gpus
 from fleet.salad import options as salad_options
-from fleet.salad import price as salad_price
 from fleet.salad.options import File, WaitMinutes, Yes
 from fleet.salad.records import Group, Quota
 
 
-def scale(
+@console.synchronous
+async def scale(
     replicas: Annotated[int, typer.Argument(min=0, help="Total of all groups.")],
     file: File = None,
     yes: Yes = False,
@@ -32,54 +31,15 @@ def scale(
 
     imagefleet deploy salad scale 300
     """
-    console.run(_scale(file, replicas, yes=yes))
-
-
-def status(
-    file: File = None,
-    watch: watching.Watch = False,
-    as_json: AsJson = False,
-) -> None:
-    """Shows the groups, their instances and the current cost.
-
-    imagefleet deploy salad status --watch
-    """
-    with console.one_line_errors():
-        watching.check_flags(watch=watch, as_json=as_json)
-    console.run(_status(file, watch=watch, as_json=as_json))
-
-
-def drain(file: File = None, wait_minutes: WaitMinutes = 15, yes: Yes = False) -> None:
-    """Stops all workers, then the groups.
-
-    A stopped group costs nothing; `apply` starts it again. Jobs that a worker cannot release in
-    time return to the queue when their leases end.
-
-    imagefleet deploy salad drain
-    """
-    console.run(_drain(file, wait_minutes * 60, yes=yes))
-
-
-def delete(file: File = None, wait_minutes: WaitMinutes = 15, yes: Yes = False) -> None:
-    """Deletes all groups of the fleet.
-
-    Run `drain` first, so that no work is lost.
-
-    imagefleet deploy salad delete
-    """
-    console.run(_delete(file, wait_minutes * 60, yes=yes))
-
-
-async def _scale(path: Path | None, replicas: int, *, yes: bool) -> None:
-    file, folder = salad_options.read_file(path)
-    async with salad_options.connected(file, folder) as fleet:
+    fleet_file, folder = salad_options.read_file(file)
+    async with salad_options.connected(fleet_file, folder) as fleet:
         groups, known, quota = await asyncio.gather(
             fleet.existing_groups(), fleet.client.gpu_classes(), fleet.client.quota()
         )
         deployment.refuse_unscalable(groups, replicas)
         more = replicas - sum(group.replicas for group in groups)
         deployment.refuse_over_quota(more, quota)
-        price = salad_price.group_price(groups[0], known)
+        price = groups[0].price(known)
         cost = f"{price.times(replicas)} while all run" if price else "unknown price"
         console.print_note(f"{replicas:,} replicas, {more:+,}: {cost}")
         if more > 0 or any(group.is_stopped for group in groups):
@@ -87,12 +47,17 @@ async def _scale(path: Path | None, replicas: int, *, yes: bool) -> None:
         await fleet.scale(replicas, groups)
 
 
-async def _status(path: Path | None, *, watch: bool, as_json: bool) -> None:
-    file, folder = salad_options.read_file(path)
-    async with salad_options.connected(file, folder) as fleet:
+@console.synchronous
+async def status(file: File = None, watch: watching.Watch = False, as_json: AsJson = False) -> None:
+    """Shows the groups, their instances and the current cost.
+
+    imagefleet deploy salad status --watch
+    """
+    watching.check_flags(watch=watch, as_json=as_json)
+    fleet_file, folder = salad_options.read_file(file)
+    async with salad_options.connected(fleet_file, folder) as fleet:
         # Read once: they hardly change, and each refresh counts against the rate limit.
         known, quota = await asyncio.gather(fleet.client.gpu_classes(), fleet.client.quota())
-
         await watching.show(
             fleet.groups,
             lambda groups: _screen(groups, known, quota),
@@ -102,39 +67,48 @@ async def _status(path: Path | None, *, watch: bool, as_json: bool) -> None:
         )
 
 
-async def _drain(path: Path | None, wait_seconds: float, *, yes: bool) -> None:
-    file, folder = salad_options.read_file(path)
-    async with salad_options.connected(file, folder) as fleet:
+@console.synchronous
+async def drain(file: File = None, wait_minutes: WaitMinutes = 15, yes: Yes = False) -> None:
+    """Stops all workers, then the groups.
+
+    A stopped group costs nothing; `apply` starts it again. Jobs that a worker cannot release in
+    time return to the queue when their leases end.
+
+    imagefleet deploy salad drain
+    """
+    fleet_file, folder = salad_options.read_file(file)
+    async with salad_options.connected(fleet_file, folder) as fleet:
         groups = await fleet.existing_groups()
         running = sum(group.running for group in groups)
         if running:
             salad_options.confirm(f"Stop {console.counted(running, 'running worker')}?", yes=yes)
-        await fleet.drain(wait_seconds)
+        await fleet.drain(wait_minutes * 60)
 
 
-async def _delete(path: Path | None, wait_seconds: float, *, yes: bool) -> None:
-    file, folder = salad_options.read_file(path)
-    async with salad_options.connected(file, folder) as fleet:
+@console.synchronous
+async def delete(file: File = None, wait_minutes: WaitMinutes = 15, yes: Yes = False) -> None:
+    """Deletes all groups of the fleet.
+
+    Run `drain` first, so that no work is lost.
+
+    imagefleet deploy salad delete
+    """
+    fleet_file, folder = salad_options.read_file(file)
+    async with salad_options.connected(fleet_file, folder) as fleet:
         groups = await fleet.existing_groups()
         running = sum(group.running for group in groups)
         salad_options.confirm(
-            f"Delete {console.counted(len(groups), 'group')} of {file.name}"
+            f"Delete {console.counted(len(groups), 'group')} of {fleet_file.name}"
             f" ({console.counted(running, 'running worker')})?",
             yes=yes,
         )
-        await fleet.delete([group.name for group in groups], wait_seconds)
+        await fleet.delete([group.name for group in groups], wait_minutes * 60)
 
 
-def _dollars(groups: Sequence[Group], known: Sequence[gpus.GpuClass]) -> salad_price.PriceRange:
+def _dollars(groups: Sequence[Group], known: Sequence[gpus.GpuClass]) -> gpus.PriceRange:
     """The price of the running instances: only those are billed."""
-    prices = [
-        price.times(group.running)
-        for group in groups
-        if (price := salad_price.group_price(group, known))
-    ]
-    return salad_price.PriceRange(
-        sum(each.least for each in prices), sum(each.most for each in prices)
-    )
+    prices = [price.times(group.running) for group in groups if (price := group.price(known))]
+    return gpus.PriceRange(sum(each.least for each in prices), sum(each.most for each in prices))
 
 
 def _record(

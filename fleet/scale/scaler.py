@@ -12,7 +12,6 @@ from typing import Any
 
 from fleet.salad import deployment
 from fleet.salad import groups as salad_groups
-from fleet.salad import price as salad_price
 from fleet.salad.gpus import GpuClass
 from fleet.salad.records import Group
 from fleet.scale import ledger
@@ -182,7 +181,7 @@ class Scaler:
                 self._classes = await self._fleet.client.gpu_classes()
             except errors.TransientError as error:
                 log.warning("using the last prices: %s", error, extra={"action": "prices_unknown"})
-        found = [salad_price.group_price(group, self._classes) for group in groups]
+        found = [group.price(self._classes) for group in groups]
         highest = [each.most if each else 0.0 for each in found]
         # If one group has no price, that of the fleet is unknown.
         return max(highest) if highest and min(highest) > 0 else None
