@@ -101,8 +101,14 @@ class Load:
         )
 
     async def _send(self, on_confirmed: Callable[[int], None]) -> Progress:
-        if self.confirmed:
-            await self._check_queue_exists()
+        try:
+            if self.confirmed:
+                await self._storage.queue.check()
+        except errors.SetupError as error:
+            raise errors.SetupError(
+                f"according to {self._path}, {self.confirmed:,} jobs are sent, but {error.message};"
+                " --restart begins with the first job"
+            ) from None
         await self._storage.create()
         if self._path is None:
             return await self._sender.run(lambda progress: on_confirmed(progress.confirmed))
@@ -117,15 +123,6 @@ class Load:
             return await self._sender.run(confirm)
         finally:
             file.write()
-
-    async def _check_queue_exists(self) -> None:
-        try:
-            await self._storage.queue.check()
-        except errors.SetupError as error:
-            raise errors.SetupError(
-                f"according to {self._path}, {self.confirmed:,} jobs are sent, but {error.message};"
-                " --restart begins with the first job"
-            ) from None
 
 
 def _absolute_url(storage: Storage) -> str:

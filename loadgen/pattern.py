@@ -23,7 +23,7 @@ from loadgen.template import Choice
 #: Two numbers in [0, 1) for one slot: which choice, and a LoRA's strength in its range.
 Draw = tuple[float, float]
 
-_TOKEN = re.compile(r"\{\{|\}\}|\{([A-Za-z_][A-Za-z0-9_]*(?::[0-9]+)?)\}|[{}]")
+_TOKEN = re.compile(r"(\{\{|\}\}|\{[A-Za-z_][A-Za-z0-9_]*(?::[0-9]+)?\}|[{}])")
 
 
 @dataclass(frozen=True, slots=True)
@@ -31,9 +31,7 @@ class _Word:
     """A choice, ready to render: literal text and, as numbers, slots."""
 
     parts: tuple[str | int, ...]
-    lora: str | None
-    lowest: float
-    highest: float
+    choice: Choice
 
 
 @dataclass(frozen=True, slots=True)
@@ -72,7 +70,7 @@ class Patterns:
             SetupError: an unknown list, a single brace, or lists that refer to each other in a
                 circle.
         """
-        words = tuple(self._word(choice, place) for choice in choices)
+        words = tuple(_Word(self._parts(choice.text, place), choice) for choice in choices)
         cumulative = tuple(itertools.accumulate(choice.weight for choice in choices))
         self._slots.append(_Slot(cumulative, words))
         return len(self._slots) - 1
@@ -85,7 +83,7 @@ class Patterns:
         size = len(self._slots)
         stream = hashlib.shake_256(struct.pack(">QQ", seed, index)).digest(16 * size)
         # A float has 53 bits.
-        numbers = [number / 2**53 for number in _top_53_bits(stream, 2 * size)]
+        numbers = [(number >> 11) / 2**53 for number in struct.unpack(f">{2 * size}Q", stream)]
         return list(zip(numbers[::2], numbers[1::2], strict=True))
 
     def draw_in_turn(self, turn: int) -> list[Draw]:
@@ -98,36 +96,24 @@ class Patterns:
         text = "".join(
             [part if isinstance(part, str) else self.render(part, draws) for part in word.parts]
         )
-        if word.lora is None:
+        if word.choice.lora is None:
             return text
-        strength = word.lowest + (word.highest - word.lowest) * within
-        tag = f"<lora:{word.lora}:{strength:.2f}>"
+        lowest, highest = word.choice.strength
+        tag = f"<lora:{word.choice.lora}:{lowest + (highest - lowest) * within:.2f}>"
         return f"{tag}, {text}" if text else tag
 
-    def _word(self, choice: Choice, place: str) -> _Word:
-        parts = tuple(self._parts(choice.text, place))
-        return _Word(parts, choice.lora, *choice.strength)
+    def _parts(self, text: str, place: str) -> tuple[str | int, ...]:
+        pieces: list[str | int] = [*_TOKEN.split(text)]  # every second piece is a token
+        pieces[1::2] = [self._part(str(token), text, place) for token in pieces[1::2]]
+        return tuple(piece for piece in pieces if piece != "")
 
-    def _parts(self, text: str, place: str) -> list[str | int]:
-        parts: list[str | int] = []
-        end = 0
-        for token in _TOKEN.finditer(text):
-            parts.append(text[end : token.start()])
-            parts.append(self._part(token, place))
-            end = token.end()
-        parts.append(text[end:])
-        return [part for part in parts if part != ""]
-
-    def _part(self, token: re.Match[str], place: str) -> str | int:
-        placeholder = token[1]
-        if placeholder is not None:
-            return self._placeholder(placeholder, place)
-        if len(token[0]) == 1:
+    def _part(self, token: str, text: str, place: str) -> str | int:
+        if len(token) == 1:
             raise errors.SetupError(
-                f"{place}: a single {token[0]!r} near {token.string[:60]!r};"
+                f"{place}: a single {token!r} near {text[:60]!r};"
                 " a placeholder is {name}, a literal brace is {{ or }}"
             )
-        return token[0][0]
+        return token[0] if token in {"{{", "}}"} else self._placeholder(token[1:-1], place)
 
     def _placeholder(self, placeholder: str, place: str) -> int:
         if placeholder in self._numbers:
@@ -145,7 +131,3 @@ class Patterns:
         self._open.pop()
         self._numbers[placeholder] = number
         return number
-
-
-def _top_53_bits(stream: bytes, count: int) -> list[int]:
-    return [number >> 11 for number in struct.unpack(f">{count}Q", stream)]

@@ -8,7 +8,7 @@ import sys
 import uuid
 from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
-from typing import BinaryIO, Protocol
+from typing import BinaryIO
 
 from pydantic import ValidationError
 
@@ -32,23 +32,6 @@ _SAMPLE_JOBS = 200
 OnInvalid = Callable[[int, str], None]
 
 
-class Source(Protocol):
-    """Messages by position; the same identity means the same messages."""
-
-    @property
-    def identity(self) -> str: ...
-
-    @property
-    def count(self) -> int | None:
-        """All positions; None if not known before the end."""
-
-    def check(self, start: int) -> None:
-        """Raises SetupError, with the place in the file, for invalid jobs."""
-
-    def bodies(self, start: int) -> Iterator[str | None]:
-        """Messages from a position on; None for a position without one."""
-
-
 class TemplateSource:
     """Jobs from a template: job n is a function of the file's content, the seed and n."""
 
@@ -62,9 +45,6 @@ class TemplateSource:
         self._seed = read.seed if seed is None else seed
         self.identity = _digest(f"{content} seed={self._seed}".encode())
         self._id_of = hashlib.blake2b(self.identity.encode(), digest_size=_ID_BYTES)
-        self._compile(read)
-
-    def _compile(self, read: template.Template) -> None:
         self._fixed = dict(read.job)
         metadata = self._fixed.pop("metadata", None)
         self._metadata = dict(metadata) if isinstance(metadata, dict) else {}
@@ -78,7 +58,7 @@ class TemplateSource:
                 if isinstance(value, str)
             }
         except errors.SetupError as error:
-            raise errors.SetupError(f"{self._path}: {error.message}") from None
+            raise errors.SetupError(f"{path}: {error.message}") from None
 
     def check(self, start: int) -> None:
         """Checks every entry of every list once, and the first jobs."""
@@ -101,11 +81,13 @@ class TemplateSource:
 
     def _body(self, index: int, draws: list[Draw]) -> str:
         render = self._patterns.render
+        id_of = self._id_of.copy()
+        id_of.update(index.to_bytes(8))
         fields: dict[str, object] = {
             **self._fixed,
             "prompt": render(self._prompt, draws),
             "negative_prompt": render(self._negative_prompt, draws),
-            "id": self._job_id(index),
+            "id": id_of.hexdigest(),
         }
         if self._metadata:
             drawn = {key: render(slot, draws) for key, slot in self._templated.items()}
@@ -118,11 +100,6 @@ class TemplateSource:
         except errors.JobError as error:
             raise self._invalid(fields, error.message) from None
         return body
-
-    def _job_id(self, index: int) -> str:
-        hasher = self._id_of.copy()
-        hasher.update(index.to_bytes(8))
-        return hasher.hexdigest()
 
     def _invalid(self, fields: dict[str, object], reason: str) -> errors.SetupError:
         prompt = str(fields["prompt"])[:100]
@@ -228,6 +205,10 @@ def _refuse(line: int, reason: str) -> None:
 
 def _digest(data: bytes) -> str:
     return hashlib.blake2b(data, digest_size=_ID_BYTES).hexdigest()
+
+
+#: Messages by position, None for a position without one; the same identity means the same messages.
+Source = TemplateSource | JsonLinesSource | StreamSource
 
 
 def open_source(

@@ -140,7 +140,7 @@ def _named(
 def _class(name: str, benches: Sequence[Bench], table: prices.PriceTable) -> str:
     """The GPU class for *name*; one with a report need not be in the table."""
     own = prices.matching_gpus(name, [bench.gpu for bench in benches])
-    return own[0] if own else prices.find_gpu(name, table)
+    return own[0] if own else prices.find_gpu(name, table.gpus)
 
 
 def _start_up(bench: Bench | None) -> Input:

@@ -95,7 +95,7 @@ def find_price(
     if given is not None:
         return Input(given, "given", "--price-per-hour")
     try:
-        name = prices.find_gpu(gpu, table)
+        name = prices.find_gpu(gpu, table.gpus)
     except errors.SetupError as error:
         raise errors.SetupError(f"{error.message}; or give --price-per-hour") from None
     dollars = prices.gpu_dollars_per_hour(name, priority, table)

@@ -115,7 +115,7 @@ def _price(
         return given, "given with --price-per-hour"
     if gpu is None:
         return None, RECORDED_PRICE
-    name = prices.find_gpu(gpu, table)
+    name = prices.find_gpu(gpu, table.gpus)
     source = f"{name} at {priority} priority, {table.gpus[name].source}"
     return prices.gpu_dollars_per_hour(name, priority, table), source
 

@@ -75,10 +75,7 @@ def find(names: Iterable[str], known: Sequence[GpuClass]) -> list[GpuClass]:
         SetupError: a name is unknown or ambiguous.
     """
     by_name = {each.name: each for each in known}
-    table = prices.PriceTable(
-        {each.name: prices.GpuPrices({}, "SaladCloud") for each in known}, prices.FREE_STORAGE
-    )
-    found = (prices.find_gpu(name, table) for name in names)
+    found = (prices.find_gpu(name, by_name) for name in names)
     return [by_name[name] for name in dict.fromkeys(found)]
 
 

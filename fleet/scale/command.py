@@ -21,7 +21,6 @@ from fleet.salad import gpus
 from fleet.salad import options as salad_options
 from fleet.salad.options import File
 from fleet.scale import scaler
-from fleet.scale import speed as scale_speed
 from fleet.scale.decision import Goal
 from imagefleet import errors
 from imagefleet.pricing import prices
@@ -31,7 +30,8 @@ log = logging.getLogger(__name__)
 
 
 @options.from_settings(MonitorSettings)
-def command(
+@console.synchronous
+async def command(
     settings: MonitorSettings,
     max_dollars: Annotated[
         float, typer.Option(min=0.01, metavar="DOLLARS", help="Total budget, across restarts.")
@@ -102,32 +102,28 @@ def command(
     )
     given = None
     if images_per_second is not None:
-        given = scale_speed.Speed(images_per_second / images_per_job, "given")
+        given = scaler.Speed(images_per_second / images_per_job, "given")
     logs.configure("auto")
-
-    async def scale() -> None:
-        async with (
-            console.connected(settings) as client,
-            prometheus.connected_if(settings.prometheus) as server,
-            salad_options.connected(fleet_file, folder) as fleet,
-        ):
-            scaling = scaler.Scaler(
-                goal,
-                fleet,
-                client.storage,
-                ledger or Path(f"{fleet_file.name}-scale.json"),
-                scale_speed.Speeds(
-                    given=given, assumed=_assumed_speed(fleet_file, images_per_job), server=server
-                ),
-                is_dry_run=dry_run,
-            )
-            print_record = _print_line if as_json else lambda _: None
-            if once:
-                print_record(await scaling.step())
-            else:
-                await _run(scaling, print_record, until_empty=until_empty)
-
-    console.run(scale())
+    async with (
+        console.connected(settings) as client,
+        prometheus.connected_if(settings.prometheus) as server,
+        salad_options.connected(fleet_file, folder) as fleet,
+    ):
+        scaling = scaler.Scaler(
+            goal,
+            fleet,
+            client.storage,
+            ledger or Path(f"{fleet_file.name}-scale.json"),
+            scaler.Speeds(
+                given=given, assumed=_assumed_speed(fleet_file, images_per_job), server=server
+            ),
+            is_dry_run=dry_run,
+        )
+        print_record = _print_line if as_json else lambda _: None
+        if once:
+            print_record(await scaling.step())
+        else:
+            await _run(scaling, print_record, until_empty=until_empty)
 
 
 async def _run(
@@ -152,11 +148,11 @@ async def _run(
         )
 
 
-def _assumed_speed(file: salad_file.FleetFile, images_per_job: int) -> scale_speed.Speed | None:
+def _assumed_speed(file: salad_file.FleetFile, images_per_job: int) -> scaler.Speed | None:
     """The speed of the fleet's slowest GPU class by public benchmarks."""
     names = [each.name for each in gpus.find(file.gpus, gpus.built_in())]
     known = [speed for name in names if (speed := prices.ASSUMED_IMAGES_PER_SECOND.get(name))]
-    return scale_speed.Speed(min(known) / images_per_job, "assumed") if known else None
+    return scaler.Speed(min(known) / images_per_job, "assumed") if known else None
 
 
 def _print_line(record: dict[str, Any]) -> None:

@@ -83,12 +83,8 @@ def decide(goal: Goal, known: Known, *, is_due: bool) -> Decision:
 
 def _is_near_budget(goal: Goal, known: Known) -> bool:
     """True if the fleet could exceed the budget before the margin ends."""
-    ahead = (
-        known.replicas
-        * (known.price or 0.0)
-        * (goal.sample_seconds + MARGIN_SECONDS)
-        / _SECONDS_PER_HOUR
-    )
+    hours = (goal.sample_seconds + MARGIN_SECONDS) / _SECONDS_PER_HOUR
+    ahead = known.replicas * (known.price or 0.0) * hours
     return known.spent_dollars + ahead > goal.max_dollars
 
 
@@ -124,20 +120,15 @@ def _need(goal: Goal, known: Known) -> tuple[int, str]:
 
 def _most(goal: Goal, known: Known) -> tuple[int, str]:
     """The tightest limit in replicas, and its name."""
-    if known.price is None:
-        return min(known.replicas, _affordable(goal, known)), "the price is unknown"
-    if known.quota_free is None:
-        return min(known.replicas, _affordable(goal, known)), "the quota is unknown"
+    if known.price is None or known.quota_free is None:
+        unknown = "price" if known.price is None else "quota"
+        return min(known.replicas, _affordable(goal, known)), f"the {unknown} is unknown"
     limits = [
         (goal.max_replicas, f"at most {goal.max_replicas:,} are allowed"),
         (known.replicas + known.quota_free, f"the quota allows {known.quota_free:,} more"),
         (_affordable(goal, known), _spent(goal, known)),
     ]
     if goal.dollars_per_hour is not None:
-        limits.append(
-            (
-                math.floor(goal.dollars_per_hour / known.price),
-                f"at most ${goal.dollars_per_hour:,.2f}/h is allowed",
-            )
-        )
+        most = math.floor(goal.dollars_per_hour / known.price)
+        limits.append((most, f"at most ${goal.dollars_per_hour:,.2f}/h is allowed"))
     return min(limits)

@@ -5,22 +5,103 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
+from collections import deque
 from collections.abc import Callable, Sequence
-from dataclasses import asdict, replace
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
+from fleet.monitor import prometheus, rates
 from fleet.salad import deployment
 from fleet.salad import groups as salad_groups
 from fleet.salad.gpus import GpuClass
 from fleet.salad.records import Group
 from fleet.scale import ledger
-from fleet.scale import speed as scale_speed
 from fleet.scale.decision import SETTLE_SECONDS, Decision, Goal, Known, decide
 from imagefleet import errors
 from imagefleet.storage.protocol import Storage
 
 log = logging.getLogger(__name__)
+
+
+#: Work, in replica-seconds, after which the shrinking queue gives a speed.
+_MEASURED_REPLICA_SECONDS = 600.0
+
+#: Samples in the measurement: half an hour by default.
+_SAMPLES = 30
+
+
+@dataclass(frozen=True, slots=True)
+class Speed:
+    """Jobs/s of one replica, and the source of that number."""
+
+    jobs_per_second: float
+    source: str
+
+
+class QueueSpeed:
+    """A lower bound of a replica's speed, from how fast the queue shrinks."""
+
+    def __init__(self) -> None:
+        self._samples: deque[tuple[float, int, float]] = deque(maxlen=_SAMPLES)
+
+    def add(self, at: float, messages: int, running: int) -> None:
+        before_at, _, worked = self._samples[-1] if self._samples else (at, 0, 0.0)
+        self._samples.append((at, messages, worked + running * (at - before_at)))
+
+    @property
+    def jobs_per_second(self) -> float | None:
+        """None until it is measured, and while the queue grows."""
+        if not self._samples:
+            return None
+        (_, first, before), (_, last, after) = self._samples[0], self._samples[-1]
+        if after - before < _MEASURED_REPLICA_SECONDS or last >= first:
+            return None
+        return (first - last) / (after - before)
+
+
+class Speeds:
+    """The best known speed; *server* has the workers' metrics."""
+
+    def __init__(
+        self,
+        *,
+        given: Speed | None = None,
+        assumed: Speed | None = None,
+        server: prometheus.Prometheus | None = None,
+    ) -> None:
+        self.queue = QueueSpeed()
+        self._given = given
+        self._last = assumed
+        self._server = server
+
+    async def find(self) -> Speed:
+        """As given, else the last measured, else as assumed.
+
+        Raises:
+            SetupError: none of them is known.
+        """
+        if self._given:
+            return self._given
+        self._last = await self._measured() or self._last
+        if self._last is None:
+            raise errors.SetupError(
+                "the speed of a replica is unknown: give --images-per-second, or --prometheus once"
+                " workers run"
+            )
+        return self._last
+
+    async def _measured(self) -> Speed | None:
+        if self._server is not None:
+            try:
+                fleet = await rates.fleet_rates(self._server)
+            except errors.FleetError as error:
+                log.warning("no metrics: %s", error, extra={"action": "metrics_unknown"})
+            else:
+                if fleet.workers and fleet.jobs_per_second:
+                    return Speed(fleet.jobs_per_second / fleet.workers, "measured by the metrics")
+        by_queue = self.queue.jobs_per_second
+        return Speed(by_queue, "measured by the queue (lower bound)") if by_queue else None
 
 
 class Scaler:
@@ -32,7 +113,7 @@ class Scaler:
         fleet: deployment.Deployment,
         storage: Storage,
         ledger_path: Path,
-        speeds: scale_speed.Speeds,
+        speeds: Speeds,
         *,
         is_dry_run: bool = False,
         clock: Callable[[], float] = time.time,
@@ -48,9 +129,8 @@ class Scaler:
         self._classes: Sequence[GpuClass] = ()
         self._messages = 0
         self._empty_since: float | None = None
-        self._empty_seconds = 0.0
         self._due_at = clock()
-        self._has_sampled = False
+        self._known: Known | None = None
 
     @property
     def running(self) -> int:
@@ -60,7 +140,8 @@ class Scaler:
     @property
     def is_finished(self) -> bool:
         """True if the queue has been empty for long enough and no worker runs."""
-        return self._empty_seconds >= SETTLE_SECONDS and self.running == 0
+        is_empty = self._known is not None and self._known.empty_seconds >= SETTLE_SECONDS
+        return is_empty and self.running == 0
 
     async def run(self, on_decision: Callable[[dict[str, Any]], None]) -> None:
         """Samples and decides for ever; failures are logged and leave the replicas as they are."""
@@ -77,7 +158,7 @@ class Scaler:
         try:
             on_decision(await self.step())
         except (errors.TransientError, errors.SetupError) as error:
-            if isinstance(error, errors.SetupError) and not self._has_sampled:
+            if isinstance(error, errors.SetupError) and self._known is None:
                 raise
             log.warning(
                 "the replicas stay unchanged: %s", error, extra={"action": "scale_step_failed"}
@@ -96,13 +177,16 @@ class Scaler:
         if not await self._read_queue(now):
             obstacle = "the queue does not answer"
         running = sum(group.running for group in groups)
-        self._count(now, running, await self._price(groups, is_due=is_due))
+        price = await self._price(groups, is_due=is_due)
+        self._ledger = self._ledger.counted(now, running, price)
+        if not self._is_dry_run:
+            ledger.write(self._ledger_path, self._ledger)
         self._speeds.queue.add(now, self._messages, running)
         speed = await self._speeds.find()
         known = Known(
             now=now,
             messages=self._messages,
-            empty_seconds=self._empty_seconds,
+            empty_seconds=0.0 if self._empty_since is None else now - self._empty_since,
             replicas=sum(group.replicas for group in groups if not group.is_stopped),
             running=running,
             spent_dollars=self._ledger.dollars,
@@ -110,7 +194,7 @@ class Scaler:
             quota_free=await self._quota_free() if is_due else None,
             jobs_per_second=speed.jobs_per_second,
         )
-        self._has_sampled = True
+        self._known = known
         room = len(groups) * salad_groups.MAX_REPLICAS
         goal = replace(self._goal, max_replicas=min(self._goal.max_replicas, room))
         decision = decide(goal, known, is_due=is_due and not obstacle)
@@ -134,13 +218,8 @@ class Scaler:
         except errors.TransientError as error:
             log.warning("the queue does not answer: %s", error, extra={"action": "queue_unknown"})
             self._empty_since = None
-            self._empty_seconds = 0.0
             return False
-        if self._messages:
-            self._empty_since = None
-        elif self._empty_since is None:
-            self._empty_since = now
-        self._empty_seconds = 0.0 if self._empty_since is None else now - self._empty_since
+        self._empty_since = None if self._messages else self._empty_since or now
         return True
 
     async def _carry_out(
@@ -165,14 +244,8 @@ class Scaler:
             self._goal.max_dollars,
             extra={"action": "scale", "replicas": decision.replicas, "before": known.replicas},
         )
-        if self._is_dry_run:
-            return
-        await self._fleet.scale(decision.replicas, groups)
-
-    def _count(self, now: float, running: int, price: float | None) -> None:
-        self._ledger = self._ledger.counted(now, running, price)
         if not self._is_dry_run:
-            ledger.write(self._ledger_path, self._ledger)
+            await self._fleet.scale(decision.replicas, groups)
 
     async def _price(self, groups: Sequence[Group], *, is_due: bool) -> float | None:
         """$/h of a replica of the most expensive class; in an outage, by the last known prices."""

@@ -101,18 +101,18 @@ def gpu_of_driver(name: str, memory_bytes: int, table: PriceTable = BUILT_IN) ->
     return short
 
 
-def find_gpu(name: str, table: PriceTable = BUILT_IN) -> str:
+def find_gpu(name: str, known: Collection[str] = tuple(BUILT_IN.gpus)) -> str:
     """A GPU class's full name for what people write.
 
     Raises:
         SetupError: the name is unknown or ambiguous.
     """
-    found = matching_gpus(name, table.gpus)
+    found = matching_gpus(name, known)
     if len(found) == 1:
         return found[0]
     if found:
         raise errors.SetupError(f"{name!r} may mean several GPU classes: {', '.join(found)}")
-    hint = validation.suggestion(name, table.gpus) or f"; known: {', '.join(table.gpus)}"
+    hint = validation.suggestion(name, known) or f"; known: {', '.join(known)}"
     raise errors.SetupError(f"unknown GPU class {name!r}{hint}")
 
 
@@ -122,7 +122,7 @@ def gpu_dollars_per_hour(gpu: str, priority: Priority, table: PriceTable = BUILT
     Raises:
         SetupError: as for find_gpu, or the class has no price at that priority.
     """
-    name = find_gpu(gpu, table)
+    name = find_gpu(gpu, table.gpus)
     try:
         return table.gpus[name].dollars_per_hour[priority]
     except KeyError:

@@ -17,7 +17,6 @@ import pytest
 from fleet.monitor import prometheus
 from fleet.salad import client, deployment
 from fleet.scale import scaler
-from fleet.scale import speed as scale_speed
 from fleet.scale.decision import Goal
 from imagefleet import errors
 from imagefleet.storage.open import open_storage
@@ -30,7 +29,7 @@ GOAL = Goal(max_dollars=1000, max_replicas=750, dollars_per_hour=1000)
 
 
 def test_the_shrinking_queue_gives_a_speed() -> None:
-    speed = scale_speed.QueueSpeed()
+    speed = scaler.QueueSpeed()
     assert speed.jobs_per_second is None
     speed.add(0.0, 10_000, running=10)
     assert speed.jobs_per_second is None
@@ -52,19 +51,19 @@ class Metrics:
 
 async def test_a_measured_speed_replaces_the_assumed_one_and_stays() -> None:
     metrics: Any = Metrics()
-    speeds = scale_speed.Speeds(assumed=scale_speed.Speed(1.0, "assumed"), server=metrics)
+    speeds = scaler.Speeds(assumed=scaler.Speed(1.0, "assumed"), server=metrics)
 
     metrics.value = 0.0  # no worker runs yet
     assert (await speeds.find()).source == "assumed"
     metrics.value = 8.0
-    assert await speeds.find() == scale_speed.Speed(2.0, "measured by the metrics")
+    assert await speeds.find() == scaler.Speed(2.0, "measured by the metrics")
     metrics.value = None
     assert (await speeds.find()).jobs_per_second == 2.0
 
 
 async def test_an_unknown_speed_is_an_error() -> None:
     with pytest.raises(errors.SetupError, match="--images-per-second"):
-        await scale_speed.Speeds().find()
+        await scaler.Speeds().find()
 
 
 class Clock:
@@ -116,7 +115,7 @@ async def scaling(
                 fleet,
                 storage,
                 tmp_path / "ledger.json",
-                scale_speed.Speeds(given=scale_speed.Speed(0.01, "given")),
+                scaler.Speeds(given=scaler.Speed(0.01, "given")),
                 clock=clock,
                 **more,
             )
