@@ -36,6 +36,13 @@ from worker.settings import WorkerSettings
 PREFIX = "IMAGEFLEET_"
 
 AsJson = Annotated[bool, typer.Option("--json", help="Print JSON.")]
+PriceFile = Annotated[
+    Path | None, typer.Option("--price-file", metavar="FILE", help="Your own prices, as YAML.")
+]
+BenchReports = Annotated[
+    list[Path] | None,
+    typer.Option(metavar="FILE", help="A report of `imagefleet bench engine`; repeatable."),
+]
 
 #: Every settings model, with its subject and its commands for the documentation. A variable that
 #: is in none of them is refused: it is most likely a typing error.

@@ -48,9 +48,7 @@ def command(
     priority: Annotated[
         prices.Priority, typer.Option(help="SaladCloud priority of that price.")
     ] = "batch",
-    prices_path: Annotated[
-        Path | None, typer.Option("--price-file", metavar="FILE", help="Your own prices, as YAML.")
-    ] = None,
+    prices_path: options.PriceFile = None,
     samples: Annotated[int, typer.Option(min=0, max=200, help="Sample pictures on the page.")] = 24,
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON, write no page.")] = False,
 ) -> None:

@@ -10,7 +10,8 @@ import typer
 from pydantic import SecretStr
 
 from fleet import console
-from fleet.plan import inputs
+from fleet.options import BenchReports, PriceFile
+from fleet.plan import estimate
 from fleet.salad import deployment, gpus, groups, running
 from fleet.salad import file as salad_file
 from fleet.salad import options as salad_options
@@ -36,14 +37,8 @@ def render(
     ] = False,
     file: File = None,
     replicas: Replicas = None,
-    bench: Annotated[
-        list[Path] | None,
-        typer.Option(metavar="FILE", help="A report of `imagefleet bench engine`; repeatable."),
-    ] = None,
-    prices_path: Annotated[
-        Path | None,
-        typer.Option("--price-file", metavar="FILE", help="Your own prices, as YAML."),
-    ] = None,
+    bench: BenchReports = None,
+    prices_path: PriceFile = None,
     show_secrets: Annotated[
         bool, typer.Option("--show-secrets", help="Do not mask secrets.")
     ] = False,
@@ -85,8 +80,8 @@ def _dry_run(
     file, folder = salad_options.read_file(file_path)
     table = price_file.read_table(prices_path)
     classes = gpus.find(file.gpus, gpus.built_in(table))
-    benches = [inputs.read_bench(path, table) for path in bench_paths or []]
-    inputs.refuse_unused(benches, [each.name for each in classes])
+    benches = [estimate.read_bench(path, table) for path in bench_paths or []]
+    estimate.refuse_unused(benches, [each.name for each in classes])
     missing: list[str] = []
 
     def read_secret(source: salad_file.SecretSource) -> SecretStr:

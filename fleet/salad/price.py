@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from rich.table import Table
 
 from fleet import console
-from fleet.plan.inputs import Bench, bench_of
+from fleet.plan.estimate import Bench, bench_of
 from fleet.salad.gpus import GpuClass
 from fleet.salad.records import Group
 from imagefleet import errors
