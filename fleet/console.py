@@ -119,7 +119,7 @@ def print_plain(text: str, to: Console = stdout) -> None:
     to.print(text, highlight=False, markup=False, soft_wrap=True)
 
 
-def json_text(record: Mapping[str, Any] | Sequence[Any]) -> str:
+def json_text(record: Any) -> str:
     """*record* as indented JSON, times as ISO 8601."""
     text = json.dumps(record, ensure_ascii=False, indent=2, default=datetime.isoformat)
     return text + "\n"
