@@ -12,10 +12,12 @@ import sys
 import threading
 from collections.abc import AsyncIterator, Callable, Coroutine, Iterator, Mapping, Sequence
 from contextlib import asynccontextmanager, contextmanager
+from datetime import datetime
 from typing import TYPE_CHECKING, Any, NoReturn, ParamSpec, TypeVar
 
 import typer
 from rich.console import Console
+from rich.table import Column, Table
 from rich.text import Text
 
 from imagefleet import errors
@@ -131,11 +133,25 @@ def print_plain(text: str, to: Console = stdout) -> None:
     to.print(text, highlight=False, markup=False, soft_wrap=True)
 
 
+def json_text(record: Any) -> str:
+    """*record* as indented JSON, times as ISO 8601."""
+    text = json.dumps(record, ensure_ascii=False, indent=2, default=datetime.isoformat)
+    return text + "\n"
+
+
 def print_json(record: Mapping[str, Any] | Sequence[Any]) -> None:
     """Prints one JSON object (or list), whatever the terminal's width and colours."""
-    sys.stdout.write(json.dumps(record, ensure_ascii=False, indent=2) + "\n")
+    sys.stdout.write(json_text(record))
     # A closed pipe (`| head`) must show here, not as noise when Python exits.
     sys.stdout.flush()
+
+
+def totals(rows: Mapping[str, str]) -> Table:
+    """A table of names and numbers, without a frame."""
+    table = Table.grid(Column(style="bold"), Column(justify="right"), padding=(0, 2, 0, 0))
+    for row in rows.items():
+        table.add_row(*row)
+    return table
 
 
 def counted(number: int, noun: str) -> str:
@@ -143,9 +159,9 @@ def counted(number: int, noun: str) -> str:
     return f"{number:,} {noun}" + ("s" if number != 1 else "")
 
 
-def number(value: float | None) -> str:
+def number(value: float | None, digits: int = 0) -> str:
     """`12,345`, or `-` for an unknown value."""
-    return "-" if value is None else f"{value:,.0f}"
+    return "-" if value is None else f"{value:,.{digits}f}"
 
 
 def percent(fraction: float | None) -> str:

@@ -2,27 +2,26 @@
 
 from __future__ import annotations
 
-import contextlib
 import json
 import sys
 from collections import Counter
-from collections.abc import Awaitable, Callable, Iterator
 from dataclasses import asdict
-from functools import partial
-from typing import Annotated, Any
+from typing import Annotated, Any, Literal
 
 import typer
-from rich.table import Table
+from rich.table import Column, Table
 from rich.text import Text
 
 from fleet import console, options
 from imagefleet import aio, errors
-from imagefleet.storage.dead_letter_queue import Entry, OnProgress, Swept
+from imagefleet.storage.dead_letter_queue import Entry, Swept
 from imagefleet.storage.protocol import BlobStore
 from imagefleet.storage.settings import StorageSettings
 
 #: At most this many kinds of errors and refused messages are printed: about a screen.
 _SHOWN = 20
+
+_Verb = Literal["replayed", "discarded"]
 
 _NO_RECORD = "not a record of a failed job"
 
@@ -31,44 +30,23 @@ app = typer.Typer(
     help="Failed jobs wait in the poison queue, each with its error, to be replayed or discarded.",
 )
 
+Error = Annotated[
+    str | None,
+    typer.Option(metavar="TEXT", help="Only errors with this text in their class or message."),
+]
+Campaign = Annotated[str | None, typer.Option(metavar="NAME", help="Only jobs of this campaign.")]
+JobId = Annotated[str | None, typer.Option("--id", metavar="ID", help="Only this job or message.")]
+All = Annotated[bool, typer.Option("--all", help="All failed jobs.")]
 DryRun = Annotated[bool, typer.Option("--dry-run", help="Print the number of jobs and stop.")]
-
-Sweep = Callable[[aio.Fleet, OnProgress | None], Awaitable[Swept]]
-
-
-def _filters(
-    error: Annotated[
-        str | None,
-        typer.Option(metavar="TEXT", help="Only errors with this text in their class or message."),
-    ] = None,
-    campaign: Annotated[
-        str | None, typer.Option(metavar="NAME", help="Only jobs of this campaign.")
-    ] = None,
-    job_id: Annotated[
-        str | None, typer.Option("--id", metavar="ID", help="Only this job or message.")
-    ] = None,
-) -> aio.Which:
-    return {"error": error, "campaign": campaign, "id": job_id}
-
-
-@options.from_function(_filters)
-def _selection(
-    which: aio.Which,
-    everything: Annotated[bool, typer.Option("--all", help="All failed jobs.")] = False,
-) -> aio.Which:
-    if everything == any(each is not None for each in which.values()):
-        raise errors.SetupError(
-            "choose the failed jobs: --all, or one or more of --error, --campaign and --id"
-        )
-    return which
 
 
 @app.command("list")
 @options.from_settings(StorageSettings)
-@options.from_function(_filters)
 def list_command(
-    which: aio.Which,
     settings: StorageSettings,
+    error: Error = None,
+    campaign: Campaign = None,
+    job_id: JobId = None,
     limit: Annotated[int, typer.Option(min=0, metavar="COUNT", help="Jobs to list.")] = 20,
     as_json: options.AsJson = False,
 ) -> None:
@@ -78,6 +56,7 @@ def list_command(
 
     imagefleet failed list --error lora --campaign spring --limit 100
     """
+    which: aio.Which = {"error": error, "campaign": campaign, "id": job_id}
     listing = console.run(_list(settings, which, limit))
     if as_json:
         console.print_json(listing)
@@ -96,26 +75,26 @@ def show(
 
     imagefleet failed show 3fbd0a1c
     """
-    records = console.run(_show(settings, job_id))
+    records = console.run(_find(settings, job_id))
     if as_json:
         console.print_json({"jobs": records})
         return
     for record in records:
         table = Table(show_header=False, box=None)
         for name, value in record.items():
-            shown = (
-                value if isinstance(value, str) else json.dumps(value, ensure_ascii=False, indent=2)
-            )
+            shown = value if isinstance(value, str) else console.json_text(value).rstrip()
             table.add_row(f"[bold]{name}[/bold]", _plain(shown))
         console.stdout.print(table)
 
 
 @app.command(short_help="Puts failed jobs back into the job queue.")
 @options.from_settings(StorageSettings)
-@options.from_function(_selection)
 def replay(
-    which: aio.Which,
     settings: StorageSettings,
+    error: Error = None,
+    campaign: Campaign = None,
+    job_id: JobId = None,
+    everything: All = False,
     dry_run: DryRun = False,
     as_json: options.AsJson = False,
 ) -> None:
@@ -125,18 +104,21 @@ def replay(
 
     imagefleet failed replay --all --dry-run
     """
+    which = _selection(error, campaign, job_id, everything=everything)
     if dry_run:
         _print_count("would be replayed", settings, which, as_json=as_json)
     else:
-        _sweep("replayed", settings, partial(aio.Fleet.replay, **which), as_json=as_json)
+        _print_swept("replayed", settings, which, as_json=as_json)
 
 
 @app.command()
 @options.from_settings(StorageSettings)
-@options.from_function(_selection)
 def discard(
-    which: aio.Which,
     settings: StorageSettings,
+    error: Error = None,
+    campaign: Campaign = None,
+    job_id: JobId = None,
+    everything: All = False,
     dry_run: DryRun = False,
     yes: Annotated[bool, typer.Option("--yes", help="Do not ask.")] = False,
     as_json: options.AsJson = False,
@@ -147,6 +129,7 @@ def discard(
 
     imagefleet failed discard --all --yes
     """
+    which = _selection(error, campaign, job_id, everything=everything)
     if dry_run:
         _print_count("would be discarded", settings, which, as_json=as_json)
         return
@@ -156,7 +139,17 @@ def discard(
         jobs = console.counted(console.run(_count(settings, which)), "failed job")
         if not typer.confirm(f"Discard {jobs} for good?", err=True):
             return
-    _sweep("discarded", settings, partial(aio.Fleet.discard, **which), as_json=as_json)
+    _print_swept("discarded", settings, which, as_json=as_json)
+
+
+def _selection(
+    error: str | None, campaign: str | None, job_id: str | None, *, everything: bool
+) -> aio.Which:
+    if everything == any(each is not None for each in (error, campaign, job_id)):
+        raise errors.SetupError(
+            "choose the failed jobs: --all, or one or more of --error, --campaign and --id"
+        )
+    return {"error": error, "campaign": campaign, "id": job_id}
 
 
 async def _list(settings: StorageSettings, which: aio.Which, limit: int) -> dict[str, Any]:
@@ -176,7 +169,7 @@ async def _list(settings: StorageSettings, which: aio.Which, limit: int) -> dict
     return {"count": kinds.total(), "errors": counts, "jobs": jobs}
 
 
-async def _show(settings: StorageSettings, job_id: str) -> list[dict[str, Any]]:
+async def _find(settings: StorageSettings, job_id: str) -> list[dict[str, Any]]:
     async with console.connected(settings) as fleet:
         records = [
             {**_record(entry), "job": await _job(entry, fleet.storage.blobs)}
@@ -192,22 +185,13 @@ async def _count(settings: StorageSettings, which: aio.Which) -> int:
         return sum([1 async for _ in fleet.failed(**which)])
 
 
-def _sweep(verb: str, settings: StorageSettings, sweep: Sweep, *, as_json: bool) -> None:
-    async def run() -> Swept:
-        async with console.connected(settings) as fleet:
-            with _progress(verb) as on_progress:
-                return await sweep(fleet, on_progress)
-
-    swept = console.run(run())
-    if as_json:
-        refused = [asdict(each) for each in swept.refused]
-        console.print_json({verb: swept.done, "refused": refused})
-        return
-    console.stdout.print(f"{console.counted(swept.done, 'failed job')} {verb}")
-    for each in swept.refused[:_SHOWN]:
-        console.stdout.print(_plain(f"{each.id} stays: {each.reason}"), soft_wrap=True)
-    if len(swept.refused) > _SHOWN:
-        console.stdout.print(f"and {len(swept.refused) - _SHOWN:,} others stay")
+async def _sweep(verb: _Verb, settings: StorageSettings, which: aio.Which) -> Swept:
+    async with console.connected(settings) as fleet:
+        sweep = fleet.replay if verb == "replayed" else fleet.discard
+        if not console.stderr.is_terminal:
+            return await sweep(**which)
+        with console.stderr.status("") as status:
+            return await sweep(lambda count: status.update(f"{count:,} {verb}"), **which)
 
 
 async def _job(entry: Entry, blobs: BlobStore) -> object:
@@ -234,13 +218,19 @@ def _record(entry: Entry) -> dict[str, Any]:
     return {**known, "message_id": entry.message.id}
 
 
-@contextlib.contextmanager
-def _progress(verb: str) -> Iterator[OnProgress | None]:
-    if not console.stderr.is_terminal:
-        yield None
+def _print_swept(
+    verb: _Verb, settings: StorageSettings, which: aio.Which, *, as_json: bool
+) -> None:
+    swept = console.run(_sweep(verb, settings, which))
+    if as_json:
+        refused = [asdict(each) for each in swept.refused]
+        console.print_json({verb: swept.done, "refused": refused})
         return
-    with console.stderr.status("") as status:
-        yield lambda count: status.update(f"{count:,} {verb}")
+    console.stdout.print(f"{console.counted(swept.done, 'failed job')} {verb}")
+    for each in swept.refused[:_SHOWN]:
+        console.stdout.print(_plain(f"{each.id} stays: {each.reason}"), soft_wrap=True)
+    if len(swept.refused) > _SHOWN:
+        console.stdout.print(f"and {len(swept.refused) - _SHOWN:,} others stay")
 
 
 def _print_listing(listing: dict[str, Any]) -> None:
@@ -248,20 +238,23 @@ def _print_listing(listing: dict[str, Any]) -> None:
     if not count:
         console.stdout.print("no failed jobs")
         return
-    title = console.counted(count, "failed job")
-    summary = Table(title=title, title_justify="left", title_style="bold")
-    summary.add_column("count", justify="right")
-    summary.add_column("error")
-    summary.add_column("reason", overflow="fold")
+    summary = Table(
+        Column("count", justify="right"),
+        "error",
+        Column("reason", overflow="fold"),
+        title=console.counted(count, "failed job"),
+        title_justify="left",
+        title_style="bold",
+    )
     for each in kinds[:_SHOWN]:
         summary.add_row(f"{each['count']:,}", _plain(each["error"]), _plain(each["reason"]))
     console.stdout.print(summary)
     if len(kinds) > _SHOWN:
         console.stdout.print(f"and {len(kinds) - _SHOWN:,} other errors (--json lists them)")
     if jobs:
-        rows = Table(box=None)
-        for heading in ("id", "campaign", "error", "failed (UTC)"):
-            rows.add_column(heading, no_wrap=True)  # whole ids: `failed show` takes them
+        headings = ("id", "campaign", "error", "failed (UTC)")
+        # Whole ids: `failed show` takes them.
+        rows = Table(*(Column(name, no_wrap=True) for name in headings), box=None)
         for job in jobs:
             failed_at = job.get("failed_at", "")[5:16].replace("T", " ")
             cells = job["id"], job.get("campaign", ""), job["error"], failed_at

@@ -104,16 +104,17 @@ def command(
     if dry_run:
         _print_jobs(source)
         return
-    if file == "-" and (checkpoint_file or restart):
-        raise errors.SetupError("standard input has no checkpoint: it cannot be read twice")
-    path = None
-    if file != "-":
+    if file == "-":
+        if checkpoint_file or restart:
+            raise errors.SetupError("standard input has no checkpoint: it cannot be read twice")
+        path = None
+    else:
         path = checkpoint_file or checkpoint.default_path(Path(file), settings.queue)
     storage = open_storage(settings)
     load = Load(storage, source, settings, path, restart=restart)
     _announce(load, path)
     if not quiet and not load.is_done and (source.count or 0) > _MANY_JOBS:
-        _report(f"checking the jobs in {file}")
+        console.print_note(f"checking the jobs in {file}")
     load.check()  # before the event loop begins: a long file can be interrupted by Ctrl-C
     with _progress(source.count, load.confirmed, quiet=quiet) as show:
         summary = console.run(_run(storage, load, show))
@@ -134,52 +135,58 @@ class _Skipped:
     def __call__(self, line: int, reason: str) -> None:
         self.count += 1
         if self.count <= _SHOWN_SKIPPED:
-            _report(f"line {line} is skipped: {reason}")
+            console.print_note(f"line {line} is skipped: {reason}")
         elif self.count == _SHOWN_SKIPPED + 1:
-            _report("more lines are skipped; the summary counts them")
+            console.print_note("more lines are skipped; the summary counts them")
 
 
 async def _run(storage: Storage, load: Load, show: Callable[[int], None]) -> Summary:
+    """The first Ctrl-C waits for the sends in flight; the second stops at once."""
     loop = asyncio.get_running_loop()
+
+    def stop(_number: int, _frame: FrameType | None) -> None:
+        signal.signal(signal.SIGINT, signal.default_int_handler)
+        console.print_note("stopping after the sends in flight; Ctrl-C again to stop at once")
+        # Safe in a signal handler: it wakes the loop.
+        loop.call_soon_threadsafe(load.stop)
+
     async with storage:
-        # call_soon_threadsafe is also safe in a signal handler: it wakes the loop.
-        with _stopped_by_ctrl_c(lambda: loop.call_soon_threadsafe(load.stop)):
+        before = signal.signal(signal.SIGINT, stop)
+        try:
             return await load.run(show)
+        finally:
+            signal.signal(signal.SIGINT, before)
 
 
 def _announce(load: Load, path: Path | None) -> None:
     if load.is_done:
-        _report(
+        console.print_note(
             f"all {load.confirmed:,} jobs are already loaded, according to {path}; --restart sends"
             " them again, another --seed gives other jobs"
         )
     elif load.confirmed:
-        _report(f"resuming after {load.confirmed:,} jobs, according to {path}")
-
-
-@contextlib.contextmanager
-def _stopped_by_ctrl_c(stop: Callable[[], object]) -> Iterator[None]:
-    """The first Ctrl-C waits for the sends in flight; the second stops at once."""
-
-    def handle(_number: int, _frame: FrameType | None) -> None:
-        signal.signal(signal.SIGINT, signal.default_int_handler)
-        _report("stopping after the sends in flight; Ctrl-C again to stop at once")
-        stop()
-
-    before = signal.signal(signal.SIGINT, handle)
-    try:
-        yield
-    finally:
-        signal.signal(signal.SIGINT, before)
+        console.print_note(f"resuming after {load.confirmed:,} jobs, according to {path}")
 
 
 @contextlib.contextmanager
 def _progress(total: int | None, start: int, *, quiet: bool) -> Iterator[Callable[[int], None]]:
     """A bar on a terminal, occasional lines elsewhere."""
+    began = reported_at = time.monotonic()
+
+    def rate(confirmed: int) -> str:
+        return f"{(confirmed - start) / max(time.monotonic() - began, 1e-6):,.0f} jobs/s"
+
+    def show_line(confirmed: int) -> None:
+        nonlocal reported_at
+        if time.monotonic() - reported_at >= SECONDS_BETWEEN_LINES:
+            reported_at = time.monotonic()
+            of_total = "" if total is None else f" of {total:,}"
+            console.print_note(f"{confirmed:,}{of_total} jobs sent, {rate(confirmed)}")
+
     if quiet:
         yield lambda _confirmed: None
     elif not console.stderr.is_terminal:
-        yield _Lines(total, start)
+        yield show_line
     else:
         columns = (
             BarColumn(),
@@ -190,29 +197,7 @@ def _progress(total: int | None, start: int, *, quiet: bool) -> Iterator[Callabl
         )
         with Progress(*columns, console=console.stderr) as bar:
             task = bar.add_task("", total=total, completed=start, rate="")
-            began = time.monotonic()
-
-            def show(confirmed: int) -> None:
-                rate = (confirmed - start) / max(time.monotonic() - began, 1e-6)
-                bar.update(task, completed=confirmed, rate=f"{rate:,.0f} jobs/s")
-
-            yield show
-
-
-class _Lines:
-    """Progress for a log."""
-
-    def __init__(self, total: int | None, start: int) -> None:
-        self._of = "" if total is None else f" of {total:,}"
-        self._start = start
-        self._began = self._reported_at = time.monotonic()
-
-    def __call__(self, confirmed: int) -> None:
-        now = time.monotonic()
-        if now - self._reported_at >= SECONDS_BETWEEN_LINES:
-            self._reported_at = now
-            rate = (confirmed - self._start) / (now - self._began)
-            _report(f"{confirmed:,}{self._of} jobs sent, {rate:,.0f} jobs/s")
+            yield lambda confirmed: bar.update(task, completed=confirmed, rate=rate(confirmed))
 
 
 def _print_jobs(source: Source) -> None:
@@ -225,16 +210,12 @@ def _print_jobs(source: Source) -> None:
 
 def _print_summary(summary: Summary, skipped: int, path: Path | None) -> None:
     if summary.sent:
-        _report(
+        console.print_note(
             f"{console.counted(summary.sent, 'job')} sent to {summary.queue} in {summary.storage},"
             f" {summary.jobs_per_second:,.0f} jobs/s"
         )
     if skipped:
-        _report(f"{console.counted(skipped, 'line')} skipped")
+        console.print_note(f"{console.counted(skipped, 'line')} skipped")
     if not summary.finished:
         resume = "; the same command resumes there" if path else ""
-        _report(f"stopped after {console.counted(summary.confirmed, 'job')}{resume}")
-
-
-def _report(text: str) -> None:
-    console.stderr.print(text, highlight=False, markup=False, soft_wrap=True)
+        console.print_note(f"stopped after {console.counted(summary.confirmed, 'job')}{resume}")

@@ -11,7 +11,8 @@ import typer
 from fleet import console, demo, failed, health, load, options, prompt, worker
 from fleet.bench import command as bench
 from fleet.keys import command as keys
-from fleet.monitor import exporter, status, top
+from fleet.monitor import command as monitor
+from fleet.monitor import exporter
 from fleet.plan import command as plan
 from fleet.report import command as report
 from fleet.salad import command as deploy
@@ -48,8 +49,8 @@ Exit codes: 0 done, 1 unexpected error, 2 invalid input or setup, 3 broken node 
 app.command("demo")(demo.command)
 app.command("worker")(worker.command)
 app.command("load")(load.command)
-app.command("status")(status.command)
-app.command("top")(top.command)
+app.command("status")(monitor.status_command)
+app.command("top")(monitor.top_command)
 app.command("exporter")(exporter.command)
 app.add_typer(failed.app, name="failed", short_help="Lists, replays and discards failed jobs.")
 app.add_typer(keys.app, name="keys", short_help="Creates, checks and revokes SAS tokens.")

@@ -36,6 +36,13 @@ from worker.settings import WorkerSettings
 PREFIX = "IMAGEFLEET_"
 
 AsJson = Annotated[bool, typer.Option("--json", help="Print JSON.")]
+PriceFile = Annotated[
+    Path | None, typer.Option("--price-file", metavar="FILE", help="Your own prices, as YAML.")
+]
+BenchReports = Annotated[
+    list[Path] | None,
+    typer.Option(metavar="FILE", help="A report of `imagefleet bench engine`; repeatable."),
+]
 
 #: Every settings model, with its subject and its commands for the documentation. A variable that
 #: is in none of them is refused: it is most likely a typing error.
@@ -83,21 +90,7 @@ def from_settings(model: type[BaseSettings]) -> Callable[[Command[Result]], Comm
         @options.from_settings(StorageSettings)
         def status(settings: StorageSettings, watch: bool = False) -> None: ...
     """
-    return _first_argument(_parameters(model), lambda **given: read(model, given))
-
-
-def from_function(build: Callable[..., Any]) -> Callable[[Command[Result]], Command[Result]]:
-    """Gives a typer command the options of *build*, and its result as the first argument.
-
-    For options that several commands share. Innermost where decorators are stacked.
-    """
-    return _first_argument(inspect.signature(build, eval_str=True).parameters.values(), build)
-
-
-def _first_argument(
-    parameters: Iterable[inspect.Parameter], build: Callable[..., Any]
-) -> Callable[[Command[Result]], Command[Result]]:
-    shared = [each.replace(kind=inspect.Parameter.KEYWORD_ONLY) for each in parameters]
+    shared = list(_parameters(model))
 
     def decorate(command: Command[Result]) -> Command[Result]:
         first, *others = inspect.signature(command, eval_str=True).parameters.values()
@@ -107,7 +100,7 @@ def _first_argument(
         def wrapper(**arguments: Any) -> Result:
             given = {each.name: arguments.pop(each.name) for each in shared}
             with console.one_line_errors():
-                return command(**{first.name: build(**given)}, **arguments)
+                return command(**{first.name: read(model, given)}, **arguments)
 
         wrapper.__signature__ = inspect.Signature([*own, *shared])  # type: ignore[attr-defined]
         wrapper.__annotations__ = {each.name: each.annotation for each in (*own, *shared)}

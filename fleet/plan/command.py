@@ -4,27 +4,18 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import asdict
-from pathlib import Path
 from typing import Annotated
 
 import typer
-from rich.table import Table
+from rich.table import Column, Table
 
-from fleet import console
-from fleet.plan.estimate import Part, Plan, make_plan, mix_for
-from fleet.plan.inputs import (
-    Bench,
-    Input,
-    bench_of,
-    find_price,
-    find_speed,
-    read_bench,
-    refuse_unused,
-)
+from fleet import console, options
+from fleet.plan import estimate
 from imagefleet import errors
 from imagefleet.pricing import price_file, prices
 
 _DEFAULT_GPU = "RTX 3060 Ti"
+_NO_START_UP = estimate.Input(0.0, "assumed", "not included without --bench")
 
 
 def command(
@@ -46,18 +37,12 @@ def command(
         float | None,
         typer.Option(min=0.0001, metavar="DOLLARS", help="$/h of one replica."),
     ] = None,
-    prices_path: Annotated[
-        Path | None,
-        typer.Option("--price-file", metavar="FILE", help="Your own prices, as YAML."),
-    ] = None,
+    prices_path: options.PriceFile = None,
     images_per_second: Annotated[
         float | None,
         typer.Option(min=0.0001, metavar="NUMBER", help="Speed of one replica."),
     ] = None,
-    bench: Annotated[
-        list[Path] | None,
-        typer.Option(metavar="FILE", help="A report of `imagefleet bench engine`; repeatable."),
-    ] = None,
+    bench: options.BenchReports = None,
     replicas: Annotated[
         int | None, typer.Option(min=1, metavar="COUNT", help="Number of replicas.")
     ] = None,
@@ -65,7 +50,7 @@ def command(
         float | None,
         typer.Option(min=0.01, metavar="HOURS", help="Plan enough replicas to finish in time."),
     ] = None,
-    as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
+    as_json: options.AsJson = False,
 ) -> None:
     """Plans a batch: hours, dollars and images per dollar.
 
@@ -81,7 +66,7 @@ def command(
         if replicas is not None and deadline_hours is not None:
             raise errors.SetupError("give --replicas or --deadline-hours, not both")
         table = price_file.read_table(prices_path)
-        benches = [read_bench(path, table) for path in bench or []]
+        benches = [estimate.read_bench(path, table) for path in bench or []]
         named = _named(gpu, benches, replicas)
         if len(named) > 1 and (price_per_hour is not None or images_per_second is not None):
             raise errors.SetupError(
@@ -93,21 +78,16 @@ def command(
         mix = []
         for name, count in named:
             found = name if has_own else _class(name, benches, table)
-            made_on = bench_of(found, benches)
-            mix.append(
-                Part(
-                    gpu=found,
-                    replicas=count,
-                    images_per_second=find_speed(found, images_per_second, made_on),
-                    dollars_per_hour=find_price(found, known, price_per_hour, table),
-                    start_up_seconds=_start_up(made_on),
-                )
-            )
-        refuse_unused(benches, {part.gpu for part in mix})
+            made_on = estimate.bench_of(found, benches)
+            speed = estimate.find_speed(found, images_per_second, made_on)
+            price = estimate.find_price(found, known, price_per_hour, table)
+            start_up = made_on.start_up if made_on else _NO_START_UP
+            mix.append(estimate.Part(found, count, speed, price, start_up))
+        estimate.refuse_unused(benches, {part.gpu for part in mix})
         images = jobs * images_per_job
         if deadline_hours is not None:
-            mix = mix_for(images, mix, deadline_hours)
-        plan = make_plan(jobs, images, mix, table)
+            mix = estimate.mix_for(images, mix, deadline_hours)
+        plan = estimate.make_plan(jobs, images, mix, table)
     if as_json:
         console.print_json({**asdict(plan), "storage_prices": asdict(table.storage)})
     else:
@@ -115,7 +95,7 @@ def command(
 
 
 def _named(
-    names: list[str] | None, benches: Sequence[Bench], replicas: int | None
+    names: list[str] | None, benches: Sequence[estimate.Bench], replicas: int | None
 ) -> list[tuple[str, int]]:
     """GPU classes as given, and the replicas of each."""
     if not names:
@@ -137,60 +117,14 @@ def _named(
     return [(named[0][0], replicas)]
 
 
-def _class(name: str, benches: Sequence[Bench], table: prices.PriceTable) -> str:
+def _class(name: str, benches: Sequence[estimate.Bench], table: prices.PriceTable) -> str:
     """The GPU class for *name*; one with a report need not be in the table."""
     own = prices.matching_gpus(name, [bench.gpu for bench in benches])
     return own[0] if own else prices.find_gpu(name, table.gpus)
 
 
-def _start_up(bench: Bench | None) -> Input:
-    return bench.start_up if bench else Input(0.0, "assumed", "not included without --bench")
-
-
-def _show(plan: Plan, table: prices.PriceTable) -> None:
-    totals = Table(show_header=False, box=None, padding=(0, 2, 0, 0))
-    totals.add_column(style="bold")
-    totals.add_column(justify="right")
-    for name, value in _rows(plan).items():
-        totals.add_row(name, value)
-    console.stdout.print(totals)
-    if len(plan.mix) > 1:
-        console.stdout.print(_mix_table(plan.mix))
-    console.stdout.print()
-    for part in plan.mix:
-        speed, price, start_up = (
-            part.images_per_second,
-            part.dollars_per_hour,
-            part.start_up_seconds,
-        )
-        for text, each in (
-            (f"{part.gpu}: {speed.value:g} images/s", speed),
-            (f"{part.gpu}: ${price.value:g}/h", price),
-            (f"{part.gpu}: {start_up.value:g} s of start-up", start_up),
-        ):
-            console.stdout.print(f"{text}: {each.kind}: {each.source}.", highlight=False)
-    console.stdout.print(f"Storage operations: listed: {table.storage.source}.", highlight=False)
-    console.stdout.print("Interruptions, idle time and storing the images are not included.")
-
-
-def _mix_table(mix: Sequence[Part]) -> Table:
-    table = Table()
-    table.add_column("GPU")
-    for heading in ("replicas", "images/s", "$/h", "images/$, GPU only"):
-        table.add_column(heading, justify="right")
-    for part in mix:
-        table.add_row(
-            part.gpu,
-            f"{part.replicas:,}",
-            f"{part.replicas * part.images_per_second.value:,.2f}",
-            f"{part.replicas * part.dollars_per_hour.value:,.2f}",
-            console.number(part.images_per_dollar_gpu_only),
-        )
-    return table
-
-
-def _rows(plan: Plan) -> dict[str, str]:
-    return {
+def _show(plan: estimate.Plan, table: prices.PriceTable) -> None:
+    rows = {
         "images": f"{plan.images:,}",
         "replicas": f"{plan.replicas:,}",
         "hours": f"{plan.hours:,.2f}",
@@ -200,3 +134,33 @@ def _rows(plan: Plan) -> dict[str, str]:
         "images per dollar, GPU only": f"{plan.images_per_dollar_gpu_only:,.0f}",
         "images per dollar, all in": f"{plan.images_per_dollar:,.0f}",
     }
+    console.stdout.print(console.totals(rows))
+    if len(plan.mix) > 1:
+        console.stdout.print(_mix_table(plan.mix))
+    console.stdout.print()
+    for part in plan.mix:
+        speed, price = part.images_per_second, part.dollars_per_hour
+        start_up = part.start_up_seconds
+        for text, each in (
+            (f"{speed.value:g} images/s", speed),
+            (f"${price.value:g}/h", price),
+            (f"{start_up.value:g} s of start-up", start_up),
+        ):
+            line = f"{part.gpu}: {text}: {each.kind}: {each.source}."
+            console.stdout.print(line, highlight=False)
+    console.stdout.print(f"Storage operations: listed: {table.storage.source}.", highlight=False)
+    console.stdout.print("Interruptions, idle time and storing the images are not included.")
+
+
+def _mix_table(mix: Sequence[estimate.Part]) -> Table:
+    headings = ("replicas", "images/s", "$/h", "images/$, GPU only")
+    table = Table("GPU", *(Column(name, justify="right") for name in headings))
+    for part in mix:
+        table.add_row(
+            part.gpu,
+            f"{part.replicas:,}",
+            f"{part.images_in(1):,.2f}",
+            f"{part.replicas * part.dollars_per_hour.value:,.2f}",
+            console.number(part.images_per_dollar_gpu_only),
+        )
+    return table

@@ -1,16 +1,37 @@
-"""The duration and cost of a batch on a mix of GPU classes."""
+"""The duration and cost of a batch on a mix of GPU classes, from inputs that name their source."""
 
 from __future__ import annotations
 
+import json
 import math
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any, Literal
 
-from fleet.plan.inputs import Input
 from imagefleet import errors
 from imagefleet.pricing import prices
 
 _SECONDS_PER_HOUR = 3600
+
+
+@dataclass(frozen=True, slots=True)
+class Input:
+    """A number and its source."""
+
+    value: float
+    kind: Literal["measured", "given", "listed", "assumed"]
+    source: str
+
+
+@dataclass(frozen=True, slots=True)
+class Bench:
+    """A report of `imagefleet bench engine --report` on one machine."""
+
+    path: Path
+    gpu: str
+    images_per_second: Input
+    start_up: Input
 
 
 @dataclass(frozen=True, slots=True)
@@ -27,6 +48,10 @@ class Part:
     def images_per_dollar_gpu_only(self) -> float:
         """After start-up."""
         return self.images_per_second.value * _SECONDS_PER_HOUR / self.dollars_per_hour.value
+
+    def images_in(self, seconds: float) -> float:
+        """The images that all replicas make in *seconds*."""
+        return self.replicas * self.images_per_second.value * seconds
 
 
 @dataclass(frozen=True, slots=True)
@@ -49,11 +74,8 @@ def make_plan(
     jobs: int, images: int, mix: Sequence[Part], table: prices.PriceTable = prices.BUILT_IN
 ) -> Plan:
     """The plan of a batch on *mix*, whose parts share the work by their speed."""
-    images_per_second = sum(part.replicas * part.images_per_second.value for part in mix)
-    missed = sum(
-        part.replicas * part.images_per_second.value * part.start_up_seconds.value for part in mix
-    )
-    hours = (images + missed) / images_per_second / _SECONDS_PER_HOUR
+    missed = sum(part.images_in(part.start_up_seconds.value) for part in mix)
+    hours = (images + missed) / sum(part.images_in(_SECONDS_PER_HOUR) for part in mix)
     gpu_dollars = hours * sum(part.replicas * part.dollars_per_hour.value for part in mix)
     storage_dollars = prices.storage_dollars(jobs, images, table)
     return Plan(
@@ -77,12 +99,81 @@ def mix_for(images: int, mix: Sequence[Part], deadline_hours: float) -> list[Par
         SetupError: start-up alone takes longer.
     """
     seconds = deadline_hours * _SECONDS_PER_HOUR
-    made = sum(
-        part.replicas
-        * part.images_per_second.value
-        * max(0.0, seconds - part.start_up_seconds.value)
-        for part in mix
-    )
+    made = sum(part.images_in(max(0.0, seconds - part.start_up_seconds.value)) for part in mix)
     if not made:
         raise errors.SetupError("no replica is ready within the deadline: start-up is longer")
     return [replace(part, replicas=math.ceil(part.replicas * images / made)) for part in mix]
+
+
+def read_bench(path: Path, table: prices.PriceTable) -> Bench:
+    """Raises SetupError if the file is not such a report."""
+    try:
+        # The report is the last line of the benchmark's output, so a log will do.
+        text = path.read_text(encoding="utf-8").strip()
+        facts: dict[str, Any] = json.loads(text if text.startswith("{") else text.splitlines()[-1])
+        hardware = facts["hardware"]
+        name = str(hardware["device"])
+        gpu = prices.gpu_of_driver(name, int(hardware.get("memory_bytes", 0)), table)
+        speed, ready_seconds = float(facts["worker_images_per_second"]), facts["ready_seconds"]
+        work = f"{facts['width']}x{facts['height']}, {facts['steps']} steps, {facts['model']}"
+    except OSError as error:
+        raise errors.SetupError(f"the report {path}: {error.strerror or error}") from None
+    except (ValueError, KeyError, TypeError, IndexError, AttributeError) as error:
+        raise errors.SetupError(
+            f"{path} is not a report of `imagefleet bench engine --report FILE`: {error!r}"
+        ) from None
+    if not speed > 0:
+        raise errors.SetupError(f"the report {path} measured a speed of zero")
+    source = f"{path}: {name}, {work}"
+    measured_speed = Input(speed, "measured", source)
+    return Bench(path, gpu, measured_speed, Input(ready_seconds, "measured", source))
+
+
+def refuse_unused(benches: Sequence[Bench], gpus: Collection[str]) -> None:
+    """Raises SetupError for a report of a GPU class that is not among *gpus*."""
+    for bench in benches:
+        if bench.gpu not in gpus:
+            raise errors.SetupError(
+                f"{bench.path} was measured on {bench.gpu}, which is not among the GPU classes"
+                f" used here ({', '.join(gpus)}): leave it out, or add that class"
+            )
+
+
+def bench_of(gpu: str, benches: Sequence[Bench]) -> Bench | None:
+    """The last report that was measured on a *gpu*."""
+    return next((bench for bench in reversed(benches) if bench.gpu == gpu), None)
+
+
+def find_speed(gpu: str, given: float | None, bench: Bench | None) -> Input:
+    """Images/s of one *gpu*: given, measured or assumed, in this order.
+
+    Raises:
+        SetupError: none of them is known.
+    """
+    if given is not None:
+        return Input(given, "given", "--images-per-second")
+    if bench is not None:
+        return bench.images_per_second
+    if gpu not in prices.ASSUMED_IMAGES_PER_SECOND:
+        raise errors.SetupError(
+            f"no speed is known for the {gpu}: give --images-per-second or a --bench report"
+        )
+    return Input(prices.ASSUMED_IMAGES_PER_SECOND[gpu], "assumed", prices.SPEEDS_SOURCE)
+
+
+def find_price(
+    gpu: str, priority: prices.Priority, given: float | None, table: prices.PriceTable
+) -> Input:
+    """$/h of one *gpu*.
+
+    Raises:
+        SetupError: no price is known.
+    """
+    if given is not None:
+        return Input(given, "given", "--price-per-hour")
+    try:
+        name = prices.find_gpu(gpu, table.gpus)
+    except errors.SetupError as error:
+        raise errors.SetupError(f"{error.message}; or give --price-per-hour") from None
+    dollars = prices.gpu_dollars_per_hour(name, priority, table)
+    return Input(dollars, "listed", f"{priority} priority, {table.gpus[name].source}")

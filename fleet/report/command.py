@@ -3,12 +3,10 @@
 from __future__ import annotations
 
 import dataclasses
-import json
-from collections.abc import Mapping
 from dataclasses import asdict
 from datetime import UTC, datetime
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated
 
 import typer
 
@@ -19,11 +17,10 @@ from fleet.report import figures as report_figures
 from fleet.report import metrics as report_metrics
 from fleet.report import records as report_records
 from imagefleet import errors
+from imagefleet.job.message import DEFAULT_CAMPAIGN
 from imagefleet.pricing import price_file, prices
 from imagefleet.storage.open import LOCAL_SCHEME
 from imagefleet.storage.settings import StorageSettings
-
-RECORDED_PRICE = "recorded by the workers with each image"
 
 
 @options.from_settings(MonitorSettings)
@@ -31,7 +28,7 @@ def command(
     settings: MonitorSettings,
     campaign: Annotated[
         str, typer.Option(metavar="NAME", help="Jobs without a campaign are in 'default'.")
-    ] = report_records.NO_CAMPAIGN,
+    ] = DEFAULT_CAMPAIGN,
     html: Annotated[
         Path | None, typer.Option(metavar="FILE", help="The page [default: NAME-report.html].")
     ] = None,
@@ -51,9 +48,7 @@ def command(
     priority: Annotated[
         prices.Priority, typer.Option(help="SaladCloud priority of that price.")
     ] = "batch",
-    prices_path: Annotated[
-        Path | None, typer.Option("--price-file", metavar="FILE", help="Your own prices, as YAML.")
-    ] = None,
+    prices_path: options.PriceFile = None,
     samples: Annotated[int, typer.Option(min=0, max=200, help="Sample pictures on the page.")] = 24,
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON, write no page.")] = False,
 ) -> None:
@@ -69,19 +64,22 @@ def command(
     table = _table(settings, prices_path)
     price = _price(price_per_hour, gpu, priority, table)
     figures, metrics, pictures = console.run(_read(settings, campaign, table, price, samples))
-    facts = _plain({"made_at": datetime.now(UTC), **asdict(figures)})
-    facts["metrics"] = _plain(asdict(metrics)) if metrics else None
+    made_at = datetime.now(UTC)
+    facts = {
+        "made_at": made_at,
+        **asdict(figures),
+        "metrics": asdict(metrics) if metrics else None,
+    }
     if json_file is not None:
-        _write(json_file, json.dumps(facts, ensure_ascii=False, indent=2) + "\n")
+        _write(json_file, console.json_text(facts))
     if as_json:
         console.print_json(facts)
         return
     from fleet.report import page as report_page  # only this loads jinja2
 
     page = html or Path(f"{campaign}-report.html")
-    _write(page, report_page.render(figures, metrics, pictures, datetime.now(UTC)))
-    console.stdout.print(_summary(figures), soft_wrap=True, highlight=False)
-    console.stdout.print(f"Report: {page}", soft_wrap=True, highlight=False)
+    _write(page, report_page.render(figures, metrics, pictures, made_at))
+    console.print_plain(f"{_summary(figures)}\nReport: {page}")
 
 
 async def _read(
@@ -114,7 +112,7 @@ def _price(
     if given is not None:
         return given, "given with --price-per-hour"
     if gpu is None:
-        return None, RECORDED_PRICE
+        return None, "recorded by the workers with each image"
     name = prices.find_gpu(gpu, table.gpus)
     source = f"{name} at {priority} priority, {table.gpus[name].source}"
     return prices.gpu_dollars_per_hour(name, priority, table), source
@@ -133,15 +131,6 @@ def _write(path: Path, text: str) -> None:
         path.write_text(text, encoding="utf-8")
     except OSError as error:
         raise errors.SetupError(f"cannot write {path}: {error.strerror or error}") from None
-
-
-def _plain(value: Any) -> Any:
-    """*value* for JSON: times as ISO 8601."""
-    if isinstance(value, Mapping):
-        return {name: _plain(each) for name, each in value.items()}
-    if isinstance(value, (list, tuple)):
-        return [_plain(each) for each in value]
-    return value.isoformat() if isinstance(value, datetime) else value
 
 
 def _summary(figures: report_figures.Figures) -> str:

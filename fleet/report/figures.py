@@ -5,10 +5,10 @@ from __future__ import annotations
 import statistics
 from collections import Counter
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from datetime import datetime
 
-from fleet.report.records import Records, WorkerRecord
+from fleet.report.records import Records
 from imagefleet.pricing import prices
 
 #: Most points of the throughput plot: enough to see a dip.
@@ -86,7 +86,7 @@ class Figures:
     bin_seconds: int
     throughput: Sequence[Rate]
     without_record: int
-    notes: Sequence[str] = field(default_factory=list)
+    notes: Sequence[str]
 
 
 def compute(
@@ -98,15 +98,14 @@ def compute(
 ) -> Figures:
     """The figures of *records*; *given_price* ($/h) overrides the recorded prices."""
     workers = _workers(records, given_price)
-    seconds = None
-    if records.began_at is not None and records.ended_at is not None:
-        seconds = (records.ended_at - records.began_at).total_seconds()
+    began_at, ended_at = records.began_at, records.ended_at
+    seconds = (ended_at - began_at).total_seconds() if began_at and ended_at else None
     bin_seconds, throughput = _throughput(records.stored_in_second)
     return Figures(
         campaign=records.campaign,
         storage=storage_url,
-        began_at=records.began_at,
-        ended_at=records.ended_at,
+        began_at=began_at,
+        ended_at=ended_at,
         seconds=seconds,
         jobs=records.jobs,
         images=records.images,
@@ -132,7 +131,11 @@ def compute(
 
 
 def _workers(records: Records, given_price: float | None) -> list[WorkerFigures]:
-    medians = _median_speeds(list(records.workers.values()))
+    speeds: dict[str | None, list[float]] = {}
+    for worker in records.workers.values():
+        if (speed := worker.images_per_second) is not None:
+            speeds.setdefault(worker.gpu, []).append(speed)
+    slow = {gpu: SLOW_SHARE * statistics.median(each) for gpu, each in speeds.items()}
     figures = []
     for worker in records.workers.values():
         price = worker.dollars_per_hour if given_price is None else given_price
@@ -146,18 +149,10 @@ def _workers(records: Records, given_price: float | None) -> list[WorkerFigures]
                 images_per_second=speed,
                 dollars_per_hour=price or None,
                 gpu_dollars=worker.seconds / 3600 * price if price else None,
-                is_slow=speed is not None and speed < SLOW_SHARE * medians[worker.gpu],
+                is_slow=speed is not None and speed < slow[worker.gpu],
             )
         )
     return sorted(figures, key=lambda each: each.images_per_second or 0, reverse=True)
-
-
-def _median_speeds(workers: Sequence[WorkerRecord]) -> dict[str | None, float]:
-    speeds: dict[str | None, list[float]] = {}
-    for worker in workers:
-        if (speed := worker.images_per_second) is not None:
-            speeds.setdefault(worker.gpu, []).append(speed)
-    return {gpu: statistics.median(each) for gpu, each in speeds.items()}
 
 
 def _money(
@@ -169,10 +164,8 @@ def _money(
     # The messages of failed jobs are sent, received and deleted, too.
     storage_dollars = prices.storage_dollars(records.jobs + records.failed, records.images, table)
     priced = [worker.gpu_dollars for worker in workers if worker.gpu_dollars is not None]
-    if not priced or len(priced) < len(workers):
-        return Money(None, storage_dollars, None, None, None, price_source)
-    gpu_dollars = sum(priced)
-    dollars = gpu_dollars + storage_dollars
+    gpu_dollars = sum(priced) if priced and len(priced) == len(workers) else None
+    dollars = None if gpu_dollars is None else gpu_dollars + storage_dollars
     return Money(
         gpu_dollars=gpu_dollars,
         storage_dollars=storage_dollars,

@@ -13,10 +13,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from datetime import UTC, datetime, timedelta
 
+from imagefleet.job.message import DEFAULT_CAMPAIGN
 from imagefleet.storage import dead_letter_queue, protocol
-
-#: The folder of jobs without a campaign, as in `Job.blob_name`.
-NO_CAMPAIGN = "default"
 
 #: The resolution, in seconds, of an image's time in the worker: few distinct values.
 _TIME_STEP = 0.05
@@ -29,14 +27,14 @@ class WorkerRecord:
     name: str
     gpu: str | None
     dollars_per_hour: float | None
-    start_up_seconds: float | None
+    start_up_seconds: float
     first_pull_at: datetime
     last_image_at: datetime
     images: int = 0
 
     @property
     def began_at(self) -> datetime:
-        return self.first_pull_at - timedelta(seconds=self.start_up_seconds or 0)
+        return self.first_pull_at - timedelta(seconds=self.start_up_seconds)
 
     @property
     def seconds(self) -> float:
@@ -64,7 +62,6 @@ class Records:
     seconds_in_worker: Counter[int] = field(default_factory=Counter)
     deliveries: Counter[int] = field(default_factory=Counter)
     failed_by_error: Counter[tuple[str, str]] = field(default_factory=Counter)
-    failed_in_second: Counter[int] = field(default_factory=Counter)
     samples: list[str] = field(default_factory=list)
 
     @property
@@ -113,9 +110,8 @@ async def read_records(storage: protocol.Storage, campaign: str, samples: int) -
             records.samples[place] = blob.name
     records.samples.sort()
     async for entry in dead_letter_queue.browse(storage, dead_letter_queue.Selection()):
-        if entry.record is not None and (entry.record.campaign or NO_CAMPAIGN) == campaign:
+        if entry.record is not None and (entry.record.campaign or DEFAULT_CAMPAIGN) == campaign:
             records.failed_by_error[entry.record.error, entry.record.reason] += 1
-            records.failed_in_second[int(entry.record.failed_at.timestamp())] += 1
     return records
 
 
@@ -133,24 +129,19 @@ def _count_image(records: Records, blob: protocol.BlobRecord) -> None:
     records.jobs += stem in {job, f"{job}-0"}
     records.seconds_in_worker[math.ceil(seconds / _TIME_STEP)] += 1
     records.deliveries[int(_number(facts, "attempt") or 1)] += 1
-    _count_for_worker(records, blob, seconds)
-
-
-def _count_for_worker(records: Records, blob: protocol.BlobRecord, seconds: float) -> None:
-    facts = blob.metadata
     # A container that restarts on the same machine keeps its name, but not its start time.
     key = (facts.get("worker", "?"), facts.get("started_at", ""))
     pulled_at = blob.created_at - timedelta(seconds=seconds)
-    worker = records.workers.get(key)
-    if worker is None:
-        worker = records.workers[key] = WorkerRecord(
+    if key not in records.workers:
+        records.workers[key] = WorkerRecord(
             name=key[0],
             gpu=facts.get("gpu"),
             dollars_per_hour=_number(facts, "price_per_hour"),
-            start_up_seconds=_number(facts, "start_up_seconds"),
+            start_up_seconds=_number(facts, "start_up_seconds") or 0,
             first_pull_at=pulled_at,
             last_image_at=blob.created_at,
         )
+    worker = records.workers[key]
     worker.images += 1
     worker.first_pull_at = min(worker.first_pull_at, pulled_at)
     worker.last_image_at = max(worker.last_image_at, blob.created_at)

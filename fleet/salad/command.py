@@ -4,15 +4,15 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Sequence
-from pathlib import Path
 from typing import Annotated, Any
 
 import typer
 from pydantic import SecretStr
-from rich.table import Table
+from rich.table import Column, Table
 
 from fleet import console
-from fleet.plan import inputs
+from fleet.options import BenchReports, PriceFile
+from fleet.plan import estimate
 from fleet.salad import deployment, gpus, groups, running
 from fleet.salad import file as salad_file
 from fleet.salad import options as salad_options
@@ -38,14 +38,8 @@ def render(
     ] = False,
     file: File = None,
     replicas: Replicas = None,
-    bench: Annotated[
-        list[Path] | None,
-        typer.Option(metavar="FILE", help="A report of `imagefleet bench engine`; repeatable."),
-    ] = None,
-    prices_path: Annotated[
-        Path | None,
-        typer.Option("--price-file", metavar="FILE", help="Your own prices, as YAML."),
-    ] = None,
+    bench: BenchReports = None,
+    prices_path: PriceFile = None,
     show_secrets: Annotated[
         bool, typer.Option("--show-secrets", help="Do not mask secrets.")
     ] = False,
@@ -74,8 +68,8 @@ def render(
     fleet_file, folder = salad_options.read_file(file)
     table = price_file.read_table(prices_path)
     classes = gpus.find(fleet_file.gpus, gpus.built_in(table))
-    benches = [inputs.read_bench(path, table) for path in bench or []]
-    inputs.refuse_unused(benches, [each.name for each in classes])
+    benches = [estimate.read_bench(path, table) for path in bench or []]
+    estimate.refuse_unused(benches, [each.name for each in classes])
     missing: list[str] = []
 
     def read_secret(source: salad_file.SecretSource) -> SecretStr:
@@ -188,7 +182,7 @@ def _print_price(
     replicas: int,
     classes: Sequence[gpus.GpuClass],
     priority: str,
-    benches: Sequence[inputs.Bench],
+    benches: Sequence[estimate.Bench],
     source: str,
 ) -> None:
     """Prints the price of all replicas, and for each class its price and images per dollar."""
@@ -196,20 +190,18 @@ def _print_price(
     console.print_plain(
         f"{replicas:,} replicas at {priority} priority: {price}, {price.per_day} while all run."
     )
-    table = Table()
-    table.add_column("GPU")
-    for heading in ("$/h each", f"$/h for {replicas:,}", "images/s each", "images/$, GPU only"):
-        table.add_column(heading, justify="right")
+    headings = ("$/h each", f"$/h for {replicas:,}", "images/s each", "images/$, GPU only")
+    table = Table("GPU", *(Column(heading, justify="right") for heading in headings))
     for each in classes:
         dollars = each.dollars_per_hour[priority]
-        bench = inputs.bench_of(each.name, benches)
+        bench = estimate.bench_of(each.name, benches)
         speed = bench.images_per_second.value if bench else None
         table.add_row(
             each.name,
             f"{dollars:g}",
             f"{dollars * replicas:,.2f}",
-            "-" if speed is None else f"{speed:.2f}",
-            "-" if speed is None or not dollars else f"{speed * 3600 / dollars:,.0f}",
+            console.number(speed, 2),
+            console.number(speed * 3600 / dollars if speed is not None and dollars else None),
         )
     console.stdout.print(table)
     console.stdout.print(f"Prices: {source}.", highlight=False)

@@ -9,7 +9,7 @@ from typing import Annotated, Any
 
 import typer
 from rich.console import Group as Screen
-from rich.table import Table
+from rich.table import Column, Table
 from rich.text import Text
 
 from fleet import console
@@ -134,16 +134,12 @@ def _names(group: Group, known: Sequence[gpus.GpuClass]) -> list[str]:
 
 
 def _screen(groups: Sequence[Group], known: Sequence[gpus.GpuClass], quota: Quota) -> Screen:
-    table = Table()
-    table.add_column("group", overflow="fold")
-    table.add_column("state")
-    for heading in ("replicas", "running", "creating", "allocating", "stopping"):
-        table.add_column(heading, justify="right")
+    states = ("replicas", "running", "creating", "allocating", "stopping")
+    numbers = (Column(name, justify="right") for name in states)
+    table = Table(Column("group", overflow="fold"), "state", *numbers)
     for group in groups:
-        counts = (
-            group.replicas, group.running, group.creating, group.allocating, group.stopping
-        )  # fmt: skip
-        table.add_row(group.name, group.status, *(f"{each:,}" for each in counts))
+        counts = (f"{getattr(group, name):,}" for name in states)
+        table.add_row(group.name, group.status, *counts)
     running = sum(group.running for group in groups)
     replicas = sum(group.replicas for group in groups)
     classes = sorted({name for group in groups for name in _names(group, known)})

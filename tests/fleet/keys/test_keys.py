@@ -23,7 +23,7 @@ from fleet.keys import check as keys_check
 from fleet.keys import command as keys
 from fleet.keys import mint
 from fleet.keys.roles import RESOURCES, ROLES, Role
-from fleet.monitor import status
+from fleet.monitor import command as monitor
 from imagefleet import aio, errors, retry
 from imagefleet.storage import dead_letter_queue, protocol
 from imagefleet.storage.azure import account as azure_address
@@ -153,7 +153,7 @@ async def test_a_monitor_reads_everything_and_changes_nothing(
     await owner.blobs.create("spring/fox.png", b"pixels", "image/png", {"job": "1"})
     async with AzureStorage(with_role(azurite_settings, ROLES["monitor"]), retry.NEVER) as storage:
         await storage.check()
-        assert (await status.read_status(aio.Fleet(storage))).queue.messages == 1
+        assert (await monitor.read_status(aio.Fleet(storage))).queue.messages == 1
         assert [each.name async for each in storage.blobs.records("spring/")] == ["spring/fox.png"]
         assert await storage.blobs.read("spring/fox.png") == b"pixels"
         await refused(storage.queue.send(["x"]))

@@ -16,7 +16,7 @@ from typing import Any
 import aiohttp
 import pytest
 
-from fleet.monitor import rates, top
+from fleet.monitor import command, rates
 from imagefleet.storage.open import open_storage
 from imagefleet.storage.settings import StorageSettings
 
@@ -108,7 +108,7 @@ def test_top_without_a_prometheus_names_the_option(imagefleet: Imagefleet) -> No
 
 def test_unknown_figures_are_dashes() -> None:
     worker = rates.WorkerRates("i", "name", "none", "", 1.0, None, None, None, 0.0)
-    table = top.screen([worker], 20).renderables[0]
+    table = command.workers_screen([worker], 20).renderables[0]
     cells = [next(iter(column.cells)) for column in table.columns]  # type: ignore[union-attr]
 
     assert cells == ["name", "none", "", "1.00", "-", "-", "0"]

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from fleet.monitor import status, watch
+from fleet.monitor import command, watch
 from fleet.monitor.settings import MonitorSettings
 from imagefleet import aio, errors
 from imagefleet.storage.open import open_storage
@@ -27,7 +27,7 @@ async def test_depths_are_reported_as_far_as_the_storage_knows_them(storage: Sto
     await storage.poison.send(["bad"])
     await storage.queue.receive(1, lease_seconds=60)
 
-    found = await status.read_status(aio.Fleet(storage))
+    found = await command.read_status(aio.Fleet(storage))
 
     assert found.storage == storage.url
     assert found.queue.messages == 3
@@ -95,7 +95,7 @@ async def test_a_watch_outlives_an_outage(
     reads = 0
     third = asyncio.Event()
 
-    async def read(client: aio.Fleet, server: None) -> status.FleetStatus:
+    async def read(client: aio.Fleet, server: None) -> command.FleetStatus:
         nonlocal reads
         reads += 1
         if reads == 2:
@@ -104,13 +104,13 @@ async def test_a_watch_outlives_an_outage(
             third.set()
         return await read_status(client)
 
-    read_status = status.read_status
+    read_status = command.read_status
     monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr(status, "read_status", read)
+    monkeypatch.setattr(command, "read_status", read)
     monkeypatch.setattr(watch, "SECONDS", 0.01)
 
     settings = MonitorSettings(storage=filled)
-    watching = asyncio.create_task(status._show(settings, watch=True, as_json=False))
+    watching = asyncio.create_task(command._show_status(settings, watch=True, as_json=False))
     await asyncio.wait_for(third.wait(), 10)
     watching.cancel()
     await watching
@@ -123,4 +123,4 @@ async def test_a_watch_outlives_an_outage(
     [(None, "-"), (5, "5 s"), (90, "1.5 min"), (5400, "1.5 h"), (129_600, "1.5 d")],
 )
 def test_ages_have_a_fitting_unit(seconds: float | None, text: str) -> None:
-    assert status._age(seconds) == text
+    assert command._age(seconds) == text

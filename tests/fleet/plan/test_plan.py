@@ -8,8 +8,8 @@ from typing import Any
 
 import pytest
 
-from fleet.plan import estimate, inputs
-from fleet.plan.inputs import Input
+from fleet.plan import estimate
+from fleet.plan.estimate import Input
 from imagefleet import errors
 from imagefleet.pricing import prices
 
@@ -211,7 +211,7 @@ def test_a_file_that_is_not_a_report_is_refused_by_name(
     if changes == {"steps": None}:
         path.write_text("done\n")
     with pytest.raises(errors.SetupError, match=r"bench.json is not a report"):
-        inputs.read_bench(path, prices.BUILT_IN)
+        estimate.read_bench(path, prices.BUILT_IN)
 
 
 def test_a_report_of_a_gpu_that_is_not_planned_with_is_refused(
@@ -238,7 +238,7 @@ def test_a_report_may_be_the_last_line_of_a_log(bench_report: Callable[..., Path
     path = bench_report()
     path.write_text("warming up ...\n" + path.read_text() + "\n")
 
-    assert inputs.read_bench(path, prices.BUILT_IN).images_per_second.value == 3.0
+    assert estimate.read_bench(path, prices.BUILT_IN).images_per_second.value == 3.0
 
 
 def test_a_deadline_gives_the_replicas(in_process: Imagefleet) -> None:

@@ -1,0 +1,172 @@
+"""`imagefleet status`, the queues and the fleet's rates, and `top`, the workers."""
+
+from __future__ import annotations
+
+from dataclasses import asdict, dataclass
+from typing import Annotated
+
+import typer
+from rich.console import Group
+from rich.table import Column, Table
+from rich.text import Text
+
+from fleet import console, options
+from fleet.monitor import prometheus, rates
+from fleet.monitor import watch as watching
+from fleet.monitor.settings import MonitorSettings
+from imagefleet import aio, errors
+from imagefleet.storage.protocol import QueueDepth
+
+_UNITS = (("d", 86_400), ("h", 3600), ("min", 60))
+
+
+@dataclass(frozen=True, slots=True)
+class QueueStatus:
+    """A queue's depth; None for what the storage does not report."""
+
+    name: str
+    messages: int
+    visible: int | None
+    leased: int | None
+    oldest_age_seconds: float | None
+
+
+@dataclass(frozen=True, slots=True)
+class FleetStatus:
+    """The job queue and its poison queue; *fleet* only with a Prometheus."""
+
+    storage: str
+    queue: QueueStatus
+    failed: QueueStatus
+    fleet: rates.FleetRates | None = None
+
+
+@options.from_settings(MonitorSettings)
+def status_command(
+    settings: MonitorSettings,
+    watch: watching.Watch = False,
+    as_json: options.AsJson = False,
+) -> None:
+    """Shows the waiting, leased and failed jobs.
+
+    With --prometheus also the fleet's images/s and images per dollar.
+
+    imagefleet status --watch
+
+    imagefleet status --prometheus http://localhost:9090 --json
+    """
+    watching.check_flags(watch=watch, as_json=as_json)
+    console.run(_show_status(settings, watch=watch, as_json=as_json))
+
+
+@options.from_settings(MonitorSettings)
+def top_command(
+    settings: MonitorSettings,
+    count: Annotated[int, typer.Option(min=1, metavar="COUNT", help="Workers shown.")] = 20,
+    watch: watching.Watch = False,
+    as_json: Annotated[bool, typer.Option("--json", help="Print all workers as JSON.")] = False,
+) -> None:
+    """Shows the workers by their metrics, the slowest first.
+
+    imagefleet top --prometheus http://localhost:9090 --watch
+    """
+    watching.check_flags(watch=watch, as_json=as_json)
+    if settings.prometheus is None:
+        raise errors.SetupError(
+            "top reads the workers' metrics: give --prometheus, the URL of a Prometheus or"
+            " VictoriaMetrics that has them"
+        )
+    console.run(_show_workers(settings.prometheus, count, watch=watch, as_json=as_json))
+
+
+async def read_status(
+    client: aio.Fleet, server: prometheus.Prometheus | None = None
+) -> FleetStatus:
+    """Reads the depth of both queues and, with a *server*, the fleet's rates."""
+    depth, storage = await client.depth(), client.storage
+    return FleetStatus(
+        storage.url,
+        _queue_status(storage.queue.name, depth.queue),
+        _queue_status(storage.poison.name, depth.failed),
+        await rates.fleet_rates(server) if server else None,
+    )
+
+
+def workers_screen(workers: list[rates.WorkerRates], count: int) -> Group:
+    """The first *count* workers, and the number of all."""
+    table = Table(
+        *(Column(name, overflow="ellipsis", no_wrap=True) for name in ("worker", "GPU", "group")),
+        *(Column(name, justify="right") for name in ("images/s", "idle", "images/$", "failed/h")),
+    )
+    for each in workers[:count]:
+        table.add_row(
+            each.worker,
+            each.gpu,
+            each.group,
+            f"{each.images_per_second:.2f}",
+            console.percent(each.gpu_idle_fraction),
+            console.number(each.images_per_dollar),
+            console.number(each.failed_jobs),
+        )
+    shown = min(count, len(workers))
+    return Group(table, Text(f"{shown} of {console.counted(len(workers), 'worker')}"))
+
+
+async def _show_status(settings: MonitorSettings, *, watch: bool, as_json: bool) -> None:
+    async with (
+        console.connected(settings) as client,
+        prometheus.connected_if(settings.prometheus) as server,
+    ):
+        await watching.show(
+            lambda: read_status(client, server),
+            _status_screen,
+            asdict,
+            is_live=watch,
+            as_json=as_json,
+        )
+
+
+async def _show_workers(url: str, count: int, *, watch: bool, as_json: bool) -> None:
+    async with prometheus.connected(url) as server:
+        await watching.show(
+            lambda: rates.worker_rates(server),
+            lambda workers: workers_screen(workers, count),
+            lambda workers: {"workers": [asdict(each) for each in workers]},
+            is_live=watch,
+            as_json=as_json,
+        )
+
+
+def _queue_status(name: str, depth: QueueDepth) -> QueueStatus:
+    visible = None if depth.leased is None else depth.messages - depth.leased
+    return QueueStatus(name, depth.messages, visible, depth.leased, depth.oldest_age_seconds)
+
+
+def _status_screen(status: FleetStatus) -> Group:
+    headings = ("messages", "visible", "leased", "oldest")
+    table = Table("queue", *(Column(name, justify="right") for name in headings))
+    for each in (status.queue, status.failed):
+        counts = [each.messages, each.visible, each.leased]
+        shown = ["?" if count is None else f"{count:,}" for count in counts]
+        table.add_row(each.name, *shown, _age(each.oldest_age_seconds))
+    parts: list[Text | Table] = [Text(status.storage, style="bold"), table]
+    if (fleet := status.fleet) is not None:
+        rows = {
+            "workers": console.number(fleet.workers),
+            "images/s": console.number(fleet.images_per_second, 2),
+            "images per dollar, GPU only": console.number(fleet.images_per_dollar_gpu_only),
+            "images per dollar, all in": console.number(fleet.images_per_dollar),
+            "$/h": console.number(fleet.dollars_per_hour, 2),
+            "GPU idle": console.percent(fleet.gpu_idle_fraction),
+        }
+        parts.append(console.totals(rows))
+    return Group(*parts)
+
+
+def _age(seconds: float | None) -> str:
+    if seconds is None:
+        return "-"
+    for unit, size in _UNITS:
+        if seconds >= size:
+            return f"{seconds / size:.1f} {unit}"
+    return f"{seconds:.0f} s"
