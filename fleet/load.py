@@ -95,8 +95,8 @@ def command(
 
     zcat jobs.jsonl.gz | imagefleet load -
     """
-    from loadgen import checkpoint, sources
-    from loadgen.load import Load
+    from loadgen import sources
+    from loadgen.load import Load, default_path
 
     skipped = _Skipped()
     on_invalid = skipped if skip_invalid else None
@@ -109,7 +109,7 @@ def command(
             raise errors.SetupError("standard input has no checkpoint: it cannot be read twice")
         path = None
     else:
-        path = checkpoint_file or checkpoint.default_path(Path(file), settings.queue)
+        path = checkpoint_file or default_path(Path(file), settings.queue)
     storage = open_storage(settings)
     load = Load(storage, source, settings, path, restart=restart)
     _announce(load, path)

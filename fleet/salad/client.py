@@ -16,7 +16,8 @@ from typing import Any, TypeVar
 import aiohttp
 from aiolimiter import AsyncLimiter
 
-from fleet.salad import gpus, groups, records
+from fleet.salad import gpus
+from fleet.salad import groups as salad_groups
 from fleet.salad.file import FleetFile
 from imagefleet import errors, retry
 
@@ -91,10 +92,10 @@ class SaladClient:
         self._limiter = call_limiter()
         self._sleep = sleep
 
-    async def groups(self) -> list[records.Group]:
+    async def groups(self) -> list[salad_groups.Group]:
         """All groups of the project, those of other fleets included."""
         return await self._get(
-            self._containers, lambda body: [records.as_group(each) for each in body["items"]]
+            self._containers, lambda body: [salad_groups.as_group(each) for each in body["items"]]
         )
 
     async def create(self, body: Mapping[str, Any]) -> None:
@@ -123,8 +124,8 @@ class SaladClient:
             if refused.status != HTTPStatus.NOT_FOUND:
                 raise
 
-    async def quota(self) -> records.Quota:
-        return await self._get(f"{self._organization}/quotas", records.as_quota)
+    async def quota(self) -> salad_groups.Quota:
+        return await self._get(f"{self._organization}/quotas", salad_groups.as_quota)
 
     async def gpu_classes(self) -> list[gpus.GpuClass]:
         """The available GPU classes, at today's prices."""
@@ -169,7 +170,7 @@ class SaladClient:
         if body is not None:
             kind = "merge-patch+json" if method == "PATCH" else "json"
             headers["Content-Type"] = f"application/{kind}"
-            data = json.dumps(groups.reveal(body, secrets))
+            data = json.dumps(salad_groups.reveal(body, secrets))
         try:
             # A redirect would send the key to wherever it points.
             async with self._session.request(
@@ -184,7 +185,7 @@ class SaladClient:
             raise RetryLater(f"SaladCloud's API does not answer: {reason}") from None
         if not response.ok:  # it may quote what it refuses
             for secret in filter(None, secrets):
-                text = text.replace(secret, groups.MASKED)
+                text = text.replace(secret, salad_groups.MASKED)
         return _read(response, text)
 
     async def _post(self, name: str, verb: str) -> None:

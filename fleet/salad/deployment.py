@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 
 from fleet import console
 from fleet.salad import groups as salad_groups
-from fleet.salad.records import Group, Quota
+from fleet.salad.groups import Group, Quota
 from imagefleet import errors
 
 if TYPE_CHECKING:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import re
-from collections.abc import Callable
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -207,7 +206,3 @@ def _refuse_written_secret(where: str, name: str, value: object) -> None:
             f"{where}: do not write secrets into this file; refer to them as {{env: VARIABLE}} or"
             " {file: PATH}"
         )
-
-
-#: Reads the secret of a source; a dry run substitutes missing ones.
-ReadSecret = Callable[[SecretSource], SecretStr]

@@ -1,4 +1,4 @@
-"""A fleet file rendered as container groups for SaladCloud's API."""
+"""Container groups: rendered from a fleet file, and as SaladCloud's API returns them."""
 
 from __future__ import annotations
 
@@ -11,8 +11,8 @@ from typing import Any, TypeVar
 
 from pydantic import SecretStr
 
-from fleet.salad.file import FleetFile, Probe, ReadSecret, SecretSource
-from fleet.salad.gpus import GpuClass
+from fleet.salad.file import FleetFile, Probe, SecretSource
+from fleet.salad.gpus import GpuClass, PriceRange, replica_price
 from imagefleet import errors
 
 #: SaladCloud's limit per container group.
@@ -27,6 +27,9 @@ _REVISION_DIGITS = 8
 
 _Kind = TypeVar("_Kind")
 
+#: Reads the secret of a source; a dry run substitutes missing ones.
+ReadSecret = Callable[[SecretSource], SecretStr]
+
 
 @dataclass(frozen=True, slots=True)
 class GroupName:
@@ -38,6 +41,75 @@ class GroupName:
 
     def __str__(self) -> str:
         return f"{self.fleet}-{self.revision}-{self.number}"
+
+
+@dataclass(frozen=True, slots=True)
+class Group:
+    """A container group: the *replicas* requested, and its instances by state."""
+
+    name: str
+    status: str
+    replicas: int
+    allocating: int
+    creating: int
+    running: int
+    stopping: int
+    image: str
+    priority: str
+    gpu_ids: Sequence[str]
+    environment: Mapping[str, str] | None
+
+    @property
+    def is_stopped(self) -> bool:
+        return self.status == "stopped"
+
+    @property
+    def on_nodes(self) -> int:
+        """Instances to wait for in a drain; a failed allocation leaves none."""
+        return self.creating + self.running + self.stopping
+
+    def price(self, known: Sequence[GpuClass]) -> PriceRange | None:
+        """The price of one replica, or None if that of a class is unknown."""
+        classes = [each for each in known if each.id in self.gpu_ids]
+        prices_known = all(self.priority in each.dollars_per_hour for each in classes)
+        if not prices_known or len(classes) < len(self.gpu_ids) or not classes:
+            return None
+        return replica_price(classes, self.priority)
+
+
+@dataclass(frozen=True, slots=True)
+class Quota:
+    """The replicas that an organization may have; those of stopped groups count as used."""
+
+    replicas: int
+    used: int
+
+    @property
+    def free(self) -> int:
+        return max(0, self.replicas - self.used)
+
+
+def as_group(record: Mapping[str, Any]) -> Group:
+    container, state = record["container"], record["current_state"]
+    counts = state["instance_status_counts"]
+    return Group(
+        name=str(record["name"]),
+        status=str(state["status"]),
+        replicas=int(record["replicas"]),
+        allocating=int(counts["allocating_count"]),
+        creating=int(counts["creating_count"]),
+        running=int(counts["running_count"]),
+        stopping=int(counts["stopping_count"]),
+        image=str(container["image"]),
+        priority=str(record.get("priority") or container.get("priority") or "high"),
+        gpu_ids=tuple(container["resources"].get("gpu_classes") or ()),
+        environment=container.get("environment_variables"),
+    )
+
+
+def as_quota(record: Mapping[str, Any]) -> Quota:
+    quotas = record["container_groups_quotas"]
+    return Quota(int(quotas["container_replicas_quota"]), int(quotas["container_replicas_used"]))
 
 
 def parse_name(fleet: str, name: str) -> GroupName | None:
@@ -68,7 +140,8 @@ def render(
         SetupError: a secret is missing, or a variable's value is too long.
     """
     template = _template(file, gpus, read_secret)
-    revision = _revision(template)
+    text = json.dumps(reveal(template), sort_keys=True)
+    revision = hashlib.sha256(text.encode()).hexdigest()[:_REVISION_DIGITS]
     names = [parse_name(file.name, each) for each in existing]
     groups = max((each.number for each in names if each and each.revision == revision), default=1)
     return [
@@ -166,8 +239,3 @@ def _check_value(name: str, value: str) -> None:
 def _probe(probe: Probe) -> dict[str, Any]:
     times = probe.model_dump(exclude={"command"})
     return {"exec": {"command": probe.command}, **times}
-
-
-def _revision(template: Mapping[str, Any]) -> str:
-    text = json.dumps(reveal(template), sort_keys=True)
-    return hashlib.sha256(text.encode()).hexdigest()[:_REVISION_DIGITS]

@@ -17,8 +17,8 @@ from fleet.monitor import watch as watching
 from fleet.options import AsJson
 from fleet.salad import deployment, gpus
 from fleet.salad import options as salad_options
+from fleet.salad.groups import Group, Quota
 from fleet.salad.options import File, WaitMinutes, Yes
-from fleet.salad.records import Group, Quota
 
 
 @console.synchronous

@@ -15,7 +15,7 @@ from fleet.monitor import prometheus, rates
 from fleet.salad import deployment
 from fleet.salad import groups as salad_groups
 from fleet.salad.gpus import GpuClass
-from fleet.salad.records import Group
+from fleet.salad.groups import Group
 from fleet.scale import ledger
 from fleet.scale.decision import SETTLE_SECONDS, Decision, Goal, Known, decide
 from imagefleet import errors

@@ -19,7 +19,7 @@ from imagefleet.storage.open import open_storage
 from imagefleet.storage.protocol import MAX_RECEIVE
 from imagefleet.storage.settings import StorageSettings
 from imagefleet.submit import BATCH
-from loadgen import checkpoint
+from loadgen.load import POSITIONS_BETWEEN_WRITES, Checkpoint
 
 ROOT = Path(__file__).parents[2]
 
@@ -32,7 +32,7 @@ lists: {noun: [cat, dog, fox]}
 """
 
 #: Jobs that a kill may send twice: those in flight and those not yet in the checkpoint.
-WINDOW = 4 * BATCH + checkpoint.POSITIONS_BETWEEN_WRITES
+WINDOW = 4 * BATCH + POSITIONS_BETWEEN_WRITES
 
 
 @pytest.fixture
@@ -183,7 +183,7 @@ def start(tmp_path: Path) -> Iterator[Callable[..., subprocess.Popen[str]]]:
 def wait_until_confirmed(path: Path, positions: int) -> None:
     deadline = time.monotonic() + 30
     while time.monotonic() < deadline:
-        found = checkpoint.Checkpoint.read(path)
+        found = Checkpoint.read(path)
         if found is not None and found.confirmed >= positions:
             return
         time.sleep(0.01)
@@ -201,7 +201,7 @@ def test_a_killed_load_resumes_and_loses_nothing(
     wait_until_confirmed(place, 2_000)
     process.kill()
     process.wait()
-    found = checkpoint.Checkpoint.read(place)
+    found = Checkpoint.read(place)
     assert found is not None
     assert 2_000 <= found.confirmed < 30_000
     assert ids_in(settings_for(tmp_path)).total() >= found.confirmed
@@ -223,7 +223,7 @@ def test_ctrl_c_leaves_an_exact_checkpoint_and_says_how_to_resume(
     process.send_signal(signal.SIGINT)
     _, printed = process.communicate(timeout=30)
 
-    found = checkpoint.Checkpoint.read(place)
+    found = Checkpoint.read(place)
     assert found is not None
     assert process.returncode == console.EXIT_INTERRUPTED
     assert ids_in(settings_for(tmp_path)).total() == found.confirmed
