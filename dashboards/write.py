@@ -93,7 +93,12 @@ def _panel(panel: Panel) -> PanelBuilder:
     builder.title(panel.title).description(panel.answers).datasource(SOURCE).unit(panel.unit).min(0)
     if panel.decimals is not None:
         builder.decimals(panel.decimals)
-    builder.thresholds(_thresholds(panel.bad_above))
+    steps = [models.Threshold(value=None, color="green")]
+    if panel.bad_above is not None:
+        steps.append(models.Threshold(value=panel.bad_above, color="red"))
+    builder.thresholds(
+        dashboard.ThresholdsConfig().mode(models.ThresholdsMode.ABSOLUTE).steps(steps)
+    )
     queries = {"": panel.queries} if isinstance(panel.queries, str) else panel.queries
     for letter, (legend, query) in zip("ABCDEF", queries.items(), strict=False):
         target = prometheus.Dataquery().ref_id(letter).expr(query).datasource(SOURCE)
@@ -123,13 +128,6 @@ def _curves(*, stacked: bool) -> timeseries.Panel:
     if stacked:
         builder.stacking(common.StackingConfig().mode(common_models.StackingMode.NORMAL))
     return builder
-
-
-def _thresholds(bad_above: float | None) -> dashboard.ThresholdsConfig:
-    steps = [models.Threshold(value=None, color="green")]
-    if bad_above is not None:
-        steps.append(models.Threshold(value=bad_above, color="red"))
-    return dashboard.ThresholdsConfig().mode(models.ThresholdsMode.ABSOLUTE).steps(steps)
 
 
 def tables() -> str:

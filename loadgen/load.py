@@ -37,11 +37,7 @@ class Checkpoint(BaseModel):
 
     @classmethod
     def read(cls, path: Path) -> Self | None:
-        """A checkpoint, or None if there is no such file.
-
-        Raises:
-            SetupError: the file is not a checkpoint or cannot be read.
-        """
+        """The checkpoint, or None without a file; raises SetupError for any other file."""
         try:
             return cls.model_validate_json(path.read_bytes())
         except FileNotFoundError:
@@ -54,11 +50,7 @@ class Checkpoint(BaseModel):
             ) from None
 
     def write(self, path: Path) -> None:
-        """Replaces the file atomically.
-
-        Raises:
-            SetupError: the path is not writable.
-        """
+        """Replaces the file atomically; raises SetupError if it cannot be written."""
         # Not synced: after a power cut, the queue's last messages may be gone, too.
         written = path.with_name(f"{path.name}.{os.getpid()}")
         try:
@@ -78,11 +70,7 @@ def default_path(source: Path, queue: str) -> Path:
 
 
 def resume(path: Path, new: Checkpoint) -> Checkpoint:
-    """The checkpoint in the file, or *new* if there is no file.
-
-    Raises:
-        SetupError: the file belongs to another load; says what to do.
-    """
+    """The checkpoint in the file, or *new*; raises SetupError if it is of another load."""
     found = Checkpoint.read(path)
     if found is None:
         return new
@@ -119,7 +107,6 @@ class CheckpointFile:
             self.write()
 
     def write(self) -> None:
-        """Raises SetupError if the path is not writable."""
         if self._checkpoint.confirmed != self._written:
             self._checkpoint.write(self.path)
             self._written = self._checkpoint.confirmed
@@ -176,11 +163,7 @@ class Load:
         )
 
     def check(self) -> None:
-        """Checks the jobs to be sent; takes a while for a long file.
-
-        Raises:
-            SetupError: a job is not valid; names its place in the file.
-        """
+        """Raises SetupError for invalid jobs, with their places; slow for a long file."""
         if not self.is_done:
             self._source.check(self.confirmed)
 

@@ -6,8 +6,7 @@ import asyncio
 import json
 import logging
 import re
-from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
-from contextlib import asynccontextmanager
+from collections.abc import Awaitable, Callable, Mapping
 from datetime import UTC, datetime
 from email.utils import parsedate_to_datetime
 from http import HTTPStatus
@@ -18,7 +17,6 @@ from aiolimiter import AsyncLimiter
 
 from fleet.salad import gpus
 from fleet.salad import groups as salad_groups
-from fleet.salad.file import FleetFile
 from imagefleet import errors, retry
 
 log = logging.getLogger(__name__)
@@ -103,7 +101,9 @@ class SaladClient:
         try:
             await self.call("POST", self._containers, body)
         except RefusedError as refused:
-            if not (refused.is_repeat and await self._exists(body["name"])):
+            if not refused.is_repeat:
+                raise
+            if body["name"] not in {group.name for group in await self.groups()}:
                 raise
 
     async def scale(self, name: str, replicas: int) -> None:
@@ -196,13 +196,6 @@ class SaladClient:
             if not refused.is_repeat:
                 raise
 
-    async def _exists(self, name: str) -> bool:
-        try:
-            await self.call("GET", f"{self._containers}/{name}")
-        except RefusedError:
-            return False
-        return True
-
     async def _get(self, path: str, read: Callable[[Any], _Record]) -> _Record:
         answer = await self.call("GET", path)
         try:
@@ -211,14 +204,6 @@ class SaladClient:
             raise errors.TransientError(
                 f"invalid answer of SaladCloud to {path}: {error!r}"
             ) from None
-
-
-@asynccontextmanager
-async def connected(file: FleetFile, key: str) -> AsyncIterator[SaladClient]:
-    """A client of the project that *file* names."""
-    timeout = aiohttp.ClientTimeout(total=TIMEOUT_SECONDS)
-    async with aiohttp.ClientSession(timeout=timeout, trust_env=True) as session:
-        yield SaladClient(session, file.api, key, file.organization, file.project)
 
 
 def _read(response: aiohttp.ClientResponse, text: str) -> Any:

@@ -169,8 +169,6 @@ class Deployment:
     async def drain(self, wait_seconds: float) -> None:
         """Scales to zero and stops the groups once no instance is left.
 
-        Workers release their jobs; any that they cannot return when their leases end.
-
         Raises:
             TransientError: instances are left after *wait_seconds*.
         """
@@ -178,8 +176,7 @@ class Deployment:
         for group in groups:
             if group.replicas:
                 await self.resize(group.name, 0)
-        names = {group.name for group in groups}
-        await self._until_at_most(0, names, wait_seconds)
+        await self._until_at_most(0, {group.name for group in groups}, wait_seconds)
         for group in groups:
             if not group.is_stopped:
                 await self.client.stop(group.name)

@@ -69,11 +69,7 @@ def of_api(items: Iterable[Mapping[str, Any]]) -> list[GpuClass]:
 
 
 def find(names: Iterable[str], known: Sequence[GpuClass]) -> list[GpuClass]:
-    """The classes that *names* mean, each once.
-
-    Raises:
-        SetupError: a name is unknown or ambiguous.
-    """
+    """The classes that *names* mean, each once; raises SetupError for unknown or ambiguous ones."""
     by_name = {each.name: each for each in known}
     found = (prices.find_gpu(name, by_name) for name in names)
     return [by_name[name] for name in dict.fromkeys(found)]

@@ -56,10 +56,14 @@ async def connected(
     file: salad_file.FleetFile, folder: Path
 ) -> AsyncIterator[deployment.Deployment]:
     """The fleet that *file* describes, as deployed on SaladCloud."""
-    from fleet.salad import client  # loads aiohttp
+    import aiohttp  # slow to import
+
+    from fleet.salad import client
 
     key = file.api_key.read(folder).get_secret_value()
-    async with client.connected(file, key) as salad:
+    timeout = aiohttp.ClientTimeout(total=client.TIMEOUT_SECONDS)
+    async with aiohttp.ClientSession(timeout=timeout, trust_env=True) as session:
+        salad = client.SaladClient(session, file.api, key, file.organization, file.project)
         yield deployment.Deployment(salad, file.name, console.print_note)
 
 

@@ -68,11 +68,7 @@ def read(path: Path, fleet: str, now: float) -> Ledger:
 
 
 def write(path: Path, ledger: Ledger) -> None:
-    """Replaces the file atomically.
-
-    Raises:
-        SetupError: it cannot be written.
-    """
+    """Replaces the file atomically; raises SetupError if it cannot be written."""
     draft = path.with_name(path.name + ".new")
     try:
         draft.write_text(json.dumps(asdict(ledger)) + "\n", encoding="utf-8")

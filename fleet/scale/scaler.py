@@ -150,11 +150,7 @@ class Scaler:
             await asyncio.sleep(self._goal.sample_seconds)
 
     async def try_once(self, on_decision: Callable[[dict[str, Any]], None]) -> None:
-        """One step; in an outage, the replicas stay.
-
-        Raises:
-            SetupError: the very first step failed; later ones are retried.
-        """
+        """One step; after a failure the replicas stay, but the first one's SetupError is raised."""
         try:
             on_decision(await self.step())
         except (errors.TransientError, errors.SetupError) as error:
@@ -165,11 +161,7 @@ class Scaler:
             )
 
     async def step(self) -> dict[str, Any]:
-        """Takes a sample, decides, acts, and returns the record of it.
-
-        Raises:
-            TransientError: SaladCloud does not answer.
-        """
+        """Samples, decides, acts, and returns the record; raises TransientError in an outage."""
         now = self._clock()
         is_due = now >= self._due_at
         groups = await self._fleet.existing_groups()
