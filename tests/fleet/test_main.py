@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from fleet import console, options
+from fleet import console
 
 ROOT = Path(__file__).parents[2]
 COMMAND = Path(sys.executable).with_name("imagefleet")
@@ -141,12 +141,6 @@ def test_version_names_what_a_report_should_name(imagefleet: Imagefleet) -> None
 
     names = [line.split()[0] for line in result.stdout.splitlines()]
     assert names == ["imagefleet", "torch", "diffusers", "python"]
-
-
-def test_the_readme_shows_the_settings_as_they_are() -> None:
-    readme = (ROOT / "README.md").read_text(encoding="utf-8")
-
-    assert options.markdown_table() in readme, "write it anew: imagefleet settings"
 
 
 def test_the_demo_sends_the_reference_message_as_it_was_sent() -> None:
