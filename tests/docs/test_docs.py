@@ -23,6 +23,8 @@ PAGES = [
     *(ROOT / name for name in ("README.md", "CONTRIBUTING.md", "deploy/README.md")),
     ROOT / "deploy" / "salad" / "README.md",
     ROOT / "dashboards" / "README.md",
+    ROOT / "demo_model" / "README.md",
+    ROOT / "benchmarks" / "engine-notes.md",
     *sorted((ROOT / "docs").glob("*.md")),
 ]
 
