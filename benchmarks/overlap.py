@@ -131,8 +131,8 @@ async def sequential(storage: FarStorage, settings: WorkerSettings) -> float:
     while messages := await storage.queue.receive(1, settings.lease_seconds):
         job = read_job(messages[0].body, messages[0].id)
         request = contract.ImageRequest(
-            job.prompt, job.negative_prompt, (), job.sampler, job.steps, job.cfg_scale, job.seed,
-            *SIZE,
+            job.parsed_prompt, job.parsed_negative_prompt, (), job.sampler, job.steps,
+            job.cfg_scale, job.seed, *SIZE,
         )  # fmt: skip
         engine.admit(0, engine.prepare(request))
         (finished,) = engine.tick()

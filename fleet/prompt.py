@@ -88,11 +88,11 @@ def _read(
         return [encoding.ids for encoding in encoded]
 
     try:
-        words = read(text)
-        cut = chunks.cut(words.text, tokenise, tokenizer.token_to_id(",</w>"))
+        parsed = read(text)
+        cut = chunks.cut(parsed, tokenise, tokenizer.token_to_id(",</w>"))
     except errors.JobError as error:
         return _Reading(unsupported=error.message)
-    return _Reading(words.loras, cut)
+    return _Reading(parsed.loras, cut)
 
 
 def _find_tokenizer(model: Path | None) -> Path:

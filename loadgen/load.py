@@ -10,7 +10,7 @@ from pathlib import Path
 from imagefleet import errors
 from imagefleet.storage.open import LOCAL_SCHEME
 from imagefleet.storage.protocol import Storage
-from loadgen import fill
+from imagefleet.submit import BulkSender, Progress
 from loadgen.checkpoint import Checkpoint, CheckpointFile, resume
 from loadgen.sources import Source
 
@@ -53,8 +53,12 @@ class Load:
             source=source.identity, storage=_whereabouts(storage), queue=storage.queue.name
         )
         self._begun = wanted if place is None or restart else resume(place, wanted)
-        self._filler = fill.Filler(
-            storage.queue, source, start=self.confirmed, concurrency=concurrency, rate=rate
+        self._sender = BulkSender(
+            storage.queue,
+            source.bodies(self.confirmed),
+            start=self.confirmed,
+            concurrency=concurrency,
+            rate=rate,
         )
 
     @property
@@ -78,7 +82,7 @@ class Load:
 
     def stop(self) -> None:
         """Ends `run` as soon as the sends in flight are done."""
-        self._filler.stop()
+        self._sender.stop()
 
     async def run(self, on_confirmed: Callable[[int], None]) -> Summary:
         """Sends what is left; the home is open. `on_confirmed` hears of the positions stored.
@@ -87,9 +91,9 @@ class Load:
             FleetError: the storage cannot be used, or a job of the source is not valid.
         """
         began = time.monotonic()
-        progress = fill.Progress(self.confirmed, 0, finished=True)
+        progress = Progress(self.confirmed, 0, finished=True)
         if not self.is_done:
-            progress = await self._fill(on_confirmed)
+            progress = await self._send(on_confirmed)
         seconds = time.monotonic() - began
         return Summary(
             storage=self._storage.url,
@@ -102,21 +106,21 @@ class Load:
             jobs_per_second=round(progress.sent / max(seconds, 1e-6), 1),
         )
 
-    async def _fill(self, on_confirmed: Callable[[int], None]) -> fill.Progress:
+    async def _send(self, on_confirmed: Callable[[int], None]) -> Progress:
         if self.confirmed:
             await self._check_that_the_queue_still_is_there()
         await self._storage.create()
         kept = CheckpointFile(self._place, self._begun) if self._place else None
         if kept is None:
-            return await self._filler.run(lambda progress: on_confirmed(progress.confirmed))
+            return await self._sender.run(lambda progress: on_confirmed(progress.confirmed))
 
-        def confirm(progress: fill.Progress) -> None:
+        def confirm(progress: Progress) -> None:
             kept.confirm(progress.confirmed)
             on_confirmed(progress.confirmed)
 
         kept.write()  # a place that cannot be written to shows before anything is sent
         try:
-            return await self._filler.run(confirm)
+            return await self._sender.run(confirm)
         finally:
             kept.write()
 

@@ -1,8 +1,4 @@
-"""Weighted words to chunks of tokens, as AUTOMATIC1111 cuts them. Imports no torch.
-
-The text encoder takes 75 tokens at a time, so a longer prompt is cut, and each chunk encoded by
-itself.
-"""
+"""Cuts weighted words into chunks of 75 tokens, as AUTOMATIC1111 does. No torch."""
 
 from __future__ import annotations
 
@@ -10,42 +6,42 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 
 from imagefleet import errors
-from imagefleet.job import prompt
+from imagefleet.job.prompt import Prompt, weighted_parts
 
 CHUNK_TOKENS = 75
 
-#: A phrase of which this many tokens or fewer stand in a full chunk goes whole into the next one;
-#: AUTOMATIC1111's default.
+#: A phrase that starts within this many tokens of a chunk's end moves to the next chunk, if the
+#: chunk cannot hold all of it; AUTOMATIC1111's default.
 COMMA_BACKTRACK = 20
 
 #: 32 chunks are 2,400 tokens. Without a limit, one prompt of 64 KiB could fill the GPU.
 MAX_CHUNKS = 32
 
 Tokenise = Callable[[Sequence[str]], Sequence[Sequence[int]]]
-"""The token ids of each of some texts, without start and end tokens."""
+"""The token ids of each text, without start and end tokens."""
 
 
 @dataclass(frozen=True, slots=True)
 class Chunk:
-    """Up to 75 tokens and the weight of each; to fill it up is the text encoder's matter."""
+    """Up to 75 tokens and the weight of each; the text encoder pads it."""
 
     tokens: tuple[int, ...] = ()
     weights: tuple[float, ...] = ()
 
 
-def cut(text: str, tokenise: Tokenise, comma: int | None) -> tuple[Chunk, ...]:
-    """Cuts a prompt without tags into chunks, at least one; *comma* is the comma's token id.
+def cut(prompt: Prompt | str, tokenise: Tokenise, comma: int | None) -> tuple[Chunk, ...]:
+    """Cuts a prompt (text: one without LoRA tags) into chunks; *comma* is the comma's token id.
 
     Raises:
-        JobError: it is too long, or a weight in it is no number or too large.
+        JobError: it is too long, or a weight is not a number or out of range.
     """
-    sections = prompt.weighted_parts(text)
+    sections = weighted_parts(prompt) if isinstance(prompt, str) else prompt.sections
     ids = iter(tokenise([part.text for section in sections for part in section]))
     chunks: list[Chunk] = []
     for section in sections:
         tokens = [(token, part.weight) for part in section for token in next(ids)]
         chunks.extend(_cut_section(tokens, comma) or [Chunk()])
-    # A BREAK fills up its chunk, even an empty one, but begins none at the prompt's end.
+    # BREAK ends its chunk, even an empty one, but starts none at the end of the prompt.
     if len(sections) > 1 and not chunks[-1].tokens:
         chunks.pop()
     if len(chunks) > MAX_CHUNKS:

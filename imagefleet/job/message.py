@@ -1,49 +1,48 @@
-"""The job: one JSON message, a picture or a few, in the field names of AUTOMATIC1111's txt2img."""
+"""The job: one JSON message with the field names of AUTOMATIC1111's txt2img payload."""
 
 from __future__ import annotations
 
 import base64
 import binascii
-import difflib
 import hashlib
 import json
-import re
-from collections.abc import Mapping
-from typing import Annotated, Any, Literal, Self, cast
+from typing import Annotated, Literal, Self
 
 from pydantic import (
     BaseModel,
     ConfigDict,
     Field,
     JsonValue,
+    PrivateAttr,
     StringConstraints,
     ValidationError,
     field_validator,
     model_validator,
 )
 
-from imagefleet import errors
-from imagefleet.job import prompt, samplers, txt2img
+from imagefleet import errors, validation
+from imagefleet.job import samplers, txt2img
+from imagefleet.job.prompt import SAFE_NAME, Prompt, read_negative_prompt, read_prompt
 
-#: More images than this in one job would outlive any sensible lease; send more jobs instead.
+#: A job with more images would outlive any sensible lease; send more jobs instead.
 MAX_IMAGES_PER_JOB = 64
 
-#: Travels as a header beside the image, where Azure allows 8 KiB in all.
+#: Stored as a header of the image's blob; Azure allows 8 KiB for all headers.
 MAX_METADATA_BYTES = 4096
 
 SafeId = Annotated[str, StringConstraints(pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]{0,127}$")]
-SafeFileName = Annotated[str, StringConstraints(pattern=rf"^{prompt.SAFE_NAME.pattern}$")]
-Prompt = Annotated[str, StringConstraints(max_length=65_536)]
+SafeFileName = Annotated[str, StringConstraints(pattern=rf"^{SAFE_NAME.pattern}$")]
+PromptText = Annotated[str, StringConstraints(max_length=65_536)]
 Side = Annotated[int, Field(ge=64, le=2048, multiple_of=8)]
 
-#: A message may be wrong in thousands of places; a person mends a few at a time.
-_REASONS_TOLD = 5
+#: The folder of images whose jobs have no campaign.
+DEFAULT_CAMPAIGN = "default"
 
 _SUFFIXES = {"png": "png", "jpeg": "jpg", "webp": "webp"}
 
 
 class Output(BaseModel):
-    """How the picture is stored. Quality counts for JPEG and WebP; PNG is lossless."""
+    """How images are stored; `quality` is for JPEG and WebP."""
 
     model_config = ConfigDict(extra="forbid", frozen=True)
 
@@ -52,14 +51,14 @@ class Output(BaseModel):
 
 
 class Job(BaseModel):
-    """A validated job. Its `id` and `seed` are always known once it was read from a message."""
+    """A validated job; one that `read_job` returned has an `id` and a `seed`."""
 
     model_config = ConfigDict(
         extra="forbid", frozen=True, allow_inf_nan=False, hide_input_in_errors=True
     )
 
-    prompt: Prompt
-    negative_prompt: Prompt = ""
+    prompt: PromptText
+    negative_prompt: PromptText = ""
     sampler_name: str = "Euler a"
     scheduler: str | None = None
     steps: int = Field(default=20, ge=1, le=150)
@@ -76,6 +75,9 @@ class Job(BaseModel):
     output: Output = Output()
     metadata: dict[str, JsonValue] = Field(default_factory=dict)
 
+    _parsed_prompt: Prompt = PrivateAttr()
+    _parsed_negative_prompt: Prompt = PrivateAttr()
+
     @model_validator(mode="before")
     @classmethod
     def _read_txt2img(cls, payload: object) -> object:
@@ -86,24 +88,6 @@ class Job(BaseModel):
         if legacy_name and not fields.get("sampler_name"):
             fields["sampler_name"] = legacy_name
         return fields
-
-    @field_validator("prompt")
-    @classmethod
-    def _prompt_is_understood(cls, text: str) -> str:
-        try:
-            prompt.read_prompt(text)
-        except errors.JobError as error:
-            raise ValueError(error.message) from None
-        return text
-
-    @field_validator("negative_prompt")
-    @classmethod
-    def _negative_prompt_is_understood(cls, text: str) -> str:
-        try:
-            prompt.read_negative_prompt(text)
-        except errors.JobError as error:
-            raise ValueError(error.message) from None
-        return text
 
     @field_validator("sampler_name")
     @classmethod
@@ -123,7 +107,7 @@ class Job(BaseModel):
         try:
             size = len(json.dumps(metadata, ensure_ascii=False).encode())
         except UnicodeEncodeError:
-            raise ValueError("holds half of a surrogate pair, which is no text") from None
+            raise ValueError("contains half of a surrogate pair") from None
         if size > MAX_METADATA_BYTES:
             raise ValueError(f"is {size:,} bytes of JSON; {MAX_METADATA_BYTES:,} are allowed")
         return metadata
@@ -137,28 +121,54 @@ class Job(BaseModel):
             )
         return self
 
+    @model_validator(mode="after")
+    def _parse_prompts(self) -> Self:
+        field = "prompt"
+        try:
+            self._parsed_prompt = read_prompt(self.prompt)
+            field = "negative_prompt"
+            self._parsed_negative_prompt = read_negative_prompt(self.negative_prompt)
+        except errors.JobError as error:
+            raise ValueError(f"{field}: {error.message}") from None
+        return self
+
+    @property
+    def parsed_prompt(self) -> Prompt:
+        return self._parsed_prompt
+
+    @property
+    def parsed_negative_prompt(self) -> Prompt:
+        return self._parsed_negative_prompt
+
+    def identified(self, job_id: str, campaign: str | None = None) -> Self:
+        """The job with *job_id*, a seed derived from its id, *campaign*, where it has none."""
+        known_id = self.id or job_id
+        seed = self.seed if self.seed >= 0 else _seed_from(known_id)
+        campaign = self.campaign or campaign
+        return self.model_copy(update={"id": known_id, "seed": seed, "campaign": campaign})
+
     @property
     def images(self) -> int:
         return self.batch_size * self.n_iter
 
     @property
     def sampler(self) -> str:
-        """The sampler's one name inside the project."""
+        """The sampler's key (`imagefleet.job.samplers`)."""
         return samplers.find(self.sampler_name, self.scheduler).key
 
     def image_seed(self, index: int) -> int:
-        """AUTOMATIC1111's rule: each image of a job counts the seed up by one."""
+        """Each image of a job increments the seed, as in AUTOMATIC1111."""
         return (self.seed + index) % 2**32
 
     def blob_name(self, index: int) -> str:
-        """Where image *index* goes: it follows from the job alone, so that a retry meets it."""
+        """The name of image *index*: it follows from the job alone, so a retry finds it taken."""
         number = f"-{index}" if self.images > 1 else ""
-        return f"{self.campaign or 'default'}/{self.id}{number}.{_SUFFIXES[self.output.format]}"
+        return f"{job_key(self.campaign, self.id)}{number}.{_SUFFIXES[self.output.format]}"
 
     def to_message(self) -> str:
-        """One line of JSON with only what differs from the defaults, readable by `read_job`."""
+        """One line of JSON without defaults, for `read_job`."""
         fields = self.model_dump(mode="json", exclude_defaults=True)
-        # XML, in which Azure carries messages, has no place for these two.
+        # Azure carries messages in XML, which excludes these two.
         text = json.dumps(fields, ensure_ascii=False, separators=(",", ":"))
         return text.replace("\ufffe", "\\ufffe").replace("\uffff", "\\uffff")
 
@@ -166,11 +176,11 @@ class Job(BaseModel):
 def read_job(body: str, message_id: str) -> Job:
     """Reads a job from a message: plain JSON, or JSON in base64 as Azure Functions send it.
 
-    A job without an id takes the message's; without a seed, one drawn from its id, so that a
-    retry draws the same picture.
+    A job without an id takes the message's; one without a seed derives it from its id, so that a
+    retry generates the same image.
 
     Raises:
-        InvalidMessageError: the message is no valid job; says why in one sentence.
+        InvalidMessageError: the message is not a valid job; says why in one sentence.
     """
     try:
         fields = json.loads(_without_base64(body))
@@ -178,15 +188,18 @@ def read_job(body: str, message_id: str) -> Job:
         raise errors.InvalidMessageError(f"the message is not JSON: {error}") from None
     if not isinstance(fields, dict):
         raise errors.InvalidMessageError(
-            f"the message is JSON but no object: it is a {type(fields).__name__}"
+            f"the message is a JSON {type(fields).__name__}, not an object"
         )
     try:
         job = Job.model_validate(fields)
     except ValidationError as error:
-        raise errors.InvalidMessageError(_sentence(error)) from None
-    job_id = job.id or message_id
-    seed = job.seed if job.seed >= 0 else _seed_from(job_id)
-    return job.model_copy(update={"id": job_id, "seed": seed})
+        raise errors.InvalidMessageError(validation.sentence(error, Job.model_fields)) from None
+    return job.identified(message_id)
+
+
+def job_key(campaign: str | None, job_id: str | None) -> str:
+    """Identifies a job within its storage."""
+    return f"{campaign or DEFAULT_CAMPAIGN}/{job_id}"
 
 
 def _without_base64(body: str) -> str:
@@ -200,19 +213,3 @@ def _without_base64(body: str) -> str:
 
 def _seed_from(job_id: str) -> int:
     return int.from_bytes(hashlib.blake2b(job_id.encode(), digest_size=4).digest())
-
-
-def _sentence(error: ValidationError) -> str:
-    reasons = [_reason(cast("Mapping[str, Any]", detail)) for detail in error.errors()]
-    more = len(reasons) - _REASONS_TOLD
-    return "; ".join(reasons[:_REASONS_TOLD]) + (f"; and {more:,} more" if more > 0 else "")
-
-
-def _reason(detail: Mapping[str, Any]) -> str:
-    where = ".".join(str(part) for part in detail["loc"])[:80]
-    if detail["type"] == "extra_forbidden":
-        known = difflib.get_close_matches(where, Job.model_fields, n=1)
-        hint = f"; did you mean {known[0]!r}?" if known else ""
-        return f"unknown field {where!r}{hint}"
-    what = re.sub(r"^(Value error, |Input )", "", str(detail["msg"]))
-    return f"{where}: {what}" if where else what

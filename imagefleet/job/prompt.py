@@ -1,7 +1,7 @@
-"""AUTOMATIC1111's prompt syntax: emphasis, `BREAK` and `<lora:name:weight>`, without torch.
+"""AUTOMATIC1111's prompt syntax: emphasis, `BREAK` and `<lora:name:weight>`. No torch.
 
-What it has beside those, and what is not supported here (prompt editing, alternation, `AND`), is
-refused by name: drawn as words, it would give a picture that nobody asked for.
+The rest of that syntax (prompt editing, alternation, `AND`) is refused by name: treated as words,
+it would give an image that nobody asked for.
 """
 
 from __future__ import annotations
@@ -12,20 +12,19 @@ import re
 from dataclasses import dataclass
 
 from imagefleet import errors
-from imagefleet.job import prompt_editing
 
-#: A LoRA's name comes from a prompt, so from a stranger: one path segment, no leading dot.
+#: A LoRA's name comes from a prompt, so it is untrusted: one path segment, no leading dot.
 SAFE_NAME = re.compile(r"[A-Za-z0-9_][A-Za-z0-9_ .+()-]{0,127}")
 
-#: Real LoRAs are used between -2 and 2; a typing error of `35` for `0.35` is caught here.
+#: LoRAs are used between -2 and 2; this catches a typo such as `35` for `0.35`.
 WEIGHT_LIMIT = 10.0
 
 #: Words are weighted between 0 and 2. Far outside, the embeddings overflow in float16, and the
-#: images that come out as NaN would make a sound GPU look broken.
+#: resulting NaN images would make a healthy GPU look broken.
 EMPHASIS_LIMIT = 100.0
 
-#: Brackets inside more brackets than this add nothing (1.1 ** 32 is 21 already). Without an end,
-#: the time to read a prompt would grow with its square.
+#: Deeper brackets add no weight (1.1 ** 32 is already 21). Without a limit, the time to parse a
+#: prompt would grow quadratically.
 MAX_DEPTH = 32
 
 _TAG = re.compile(r"<(\w+):([^>]*)>")
@@ -33,11 +32,14 @@ _LORA_KINDS = frozenset({"lora", "lyco"})
 
 _PLAIN_FACTORS = {"(": 1.1, "[": 1 / 1.1}
 _OPENED_BY = {")": "(", "]": "["}
-#: Words, and each sign by itself; a colon that begins no weight goes with what follows it.
+#: Words, and each sign by itself; a colon that starts no weight joins the words after it.
 _EMPHASIS = re.compile(r"[()\[\]]|:\s*([+-]?[.\d]+)\s*\)|:?[^\\()\[\]:]+|:+(?=:)|:|\\[()\[\]\\]?")
 _BREAK = re.compile(r"\bBREAK\b")
 
 _AND = re.compile(r"\bAND\b")
+
+_SIGN = re.compile(r"\\.|[()\[\]:|]")
+_WHEN = re.compile(r"\s*[+-]?(?:\d+\.?\d*|\.\d+)(?:[eE][+-]?\d+)?\s*")
 
 
 @dataclass(frozen=True, slots=True)
@@ -50,33 +52,37 @@ class LoraTag:
 
 
 @dataclass(frozen=True, slots=True)
-class Prompt:
-    """A prompt's words, its tags removed as AUTOMATIC1111 removes them, and its LoRAs in order."""
-
-    text: str
-    loras: tuple[LoraTag, ...]
-
-
-@dataclass(frozen=True, slots=True)
 class Part:
-    """Words of one weight."""
+    """Words with one weight."""
 
     text: str
     weight: float
 
 
 Section = tuple[Part, ...]
-"""What stands between two BREAKs: parts, no two neighbours of one weight."""
+"""The parts between two BREAKs; no two neighbours have the same weight."""
+
+
+@dataclass(frozen=True, slots=True)
+class Prompt:
+    """A parsed prompt: its text without LoRA tags, the tags in order, the weighted parts."""
+
+    text: str
+    loras: tuple[LoraTag, ...]
+    sections: tuple[Section, ...]
+
+    def __str__(self) -> str:
+        return self.text
 
 
 def read_prompt(prompt: str) -> Prompt:
-    """Splits a prompt into words and LoRAs.
+    """Splits a prompt into weighted words and LoRAs.
 
     Raises:
         JobError: a tag is malformed, its name unsafe or its kind unsupported; or the words use
-            AND, prompt editing or alternation, or give a weight that is no number or too large.
+            AND, prompt editing or alternation, or a weight is not a number or out of range.
     """
-    # Behind the last '>' no tag ends; looking for one would take time with the text's square.
+    # No tag ends after the last '>'; searching there would take quadratic time.
     end = prompt.rfind(">") + 1
     loras = []
     for kind, arguments in _TAG.findall(prompt, 0, end):
@@ -91,30 +97,31 @@ def read_prompt(prompt: str) -> Prompt:
         raise errors.JobError(
             "the prompt joins prompts with AND, which is not supported; write 'and' for the word"
         )
-    _check_words(text)
-    return Prompt(text, tuple(loras))
+    refuse_editing(text)
+    return Prompt(text, tuple(loras), weighted_parts(text))
 
 
 def read_negative_prompt(prompt: str) -> Prompt:
-    """As `read_prompt`, but AND and what looks like a tag are words, as in AUTOMATIC1111.
+    """As `read_prompt`, but AND and LoRA tags are plain words, as in AUTOMATIC1111.
 
     Raises:
-        JobError: it uses prompt editing or alternation, or a weight is no number or too large.
+        JobError: it uses prompt editing or alternation, or a weight is not a number or out of
+            range.
     """
-    _check_words(prompt)
-    return Prompt(prompt, ())
+    refuse_editing(prompt)
+    return Prompt(prompt, (), weighted_parts(prompt))
 
 
 def weighted_parts(text: str) -> tuple[Section, ...]:
-    """The words of a prompt with their weights, section by section; at least one section.
+    """A prompt's words with their weights, section by section; at least one section.
 
-    `(x)` multiplies by 1.1, `[x]` divides by it, `(x:1.3)` multiplies by 1.3; they nest. A bracket
-    that is never closed is closed at the end; one that was never opened is a letter like others.
-    A backslash makes a bracket a letter. A BREAK ends its section inside brackets, too, where
-    AUTOMATIC1111 draws the word instead, with a negative weight.
+    `(x)` multiplies by 1.1, `[x]` divides by it, `(x:1.3)` multiplies by 1.3; they nest. An open
+    bracket is closed at the end of the prompt; a closing one without a partner is a letter, and so
+    is one after a backslash. BREAK also ends its section inside brackets, where AUTOMATIC1111
+    draws the word with a negative weight.
 
     Raises:
-        JobError: a weight is no number or too large.
+        JobError: a weight is not a number or out of range.
     """
     texts: list[list[str]] = []
     weights: list[float] = []
@@ -158,7 +165,7 @@ def _split_at_breaks(token: str) -> list[str]:
     if "BREAK" not in token:
         return [token.removeprefix("\\")]  # only an escape begins with one
     words = _BREAK.split(token)
-    # The white space around a BREAK goes with it.
+    # BREAK swallows the white space around it.
     words[1:] = [after.lstrip() for after in words[1:]]
     words[:-1] = [before.rstrip() for before in words[:-1]]
     return words
@@ -172,11 +179,11 @@ def _read_factor(number: str) -> float:
     try:
         return float(number)
     except ValueError:
-        raise errors.JobError(f"the weight {number[:20]!r} in the prompt is no number") from None
+        raise errors.JobError(f"the weight {number[:20]!r} in the prompt is not a number") from None
 
 
 def _merge(texts: list[list[str]], weights: list[float]) -> Section:
-    """Neighbours of one weight become one text, so that they are tokenised as one."""
+    """Joins neighbours of the same weight, so that they are tokenised together."""
     parts = []
     for weight, same in itertools.groupby(range(len(texts)), key=weights.__getitem__):
         text = "".join(itertools.chain.from_iterable(texts[at] for at in same))
@@ -190,20 +197,70 @@ def _merge(texts: list[list[str]], weights: list[float]) -> Section:
     return tuple(parts)
 
 
-def _check_words(text: str) -> None:
-    prompt_editing.refuse(text)
-    weighted_parts(text)
+def refuse_editing(text: str) -> None:
+    """Refuses prompt editing `[from:to:when]` and alternation `[a|b]`.
+
+    Unpaired brackets, and everything around them, are letters.
+
+    Raises:
+        JobError: the text uses one of them; quotes the place.
+    """
+    if ":" not in text and "|" not in text:
+        return
+    # For each open bracket: where it starts, and the signs directly inside it.
+    starts: list[int] = []
+    colons: list[int] = []
+    last_colons: list[int] = []
+    bars: list[int] = []
+    for match in _SIGN.finditer(text, max(0, text.find("[")), text.rfind("]") + 1):
+        sign = match[0]
+        if sign in {"(", "["}:
+            starts.append(match.start())
+            colons.append(0)
+            last_colons.append(0)
+            bars.append(0)
+        elif not starts:
+            continue
+        elif sign == ":":
+            colons[-1] += 1
+            last_colons[-1] = match.start()
+        elif sign == "|":
+            bars[-1] += 1
+        elif sign in _OPENED_BY:
+            span = starts.pop(), match.start()
+            if not _is_group(text, span, colons.pop(), last_colons.pop(), bars.pop()):
+                for stack in (starts, colons, last_colons, bars):
+                    stack.clear()
+
+
+def _is_group(text: str, span: tuple[int, int], colons: int, last_colon: int, bars: int) -> bool:
+    """Whether a bracketed span is emphasis; raises JobError for editing and alternation."""
+    start, end = span
+    if text[start] != _OPENED_BY[text[end]]:
+        return False
+    if text[start] == "(":
+        return not bars and colons <= 1
+    changing = None
+    if bars and not colons:
+        changing = "alternation [a|b]"
+    elif not bars and colons in {1, 2}:
+        when = _WHEN.match(text, last_colon + 1)
+        changing = "prompt editing [from:to:when]" if when and when.end() == end else None
+    if changing:
+        shown = text[start : min(end + 1, start + 80)]
+        raise errors.JobError(f"the prompt uses {changing}, which is not supported: {shown!r}")
+    return not bars and not colons
 
 
 def _read_tag(arguments: str) -> LoraTag:
-    """Reads `name[:text encoder weight[:unet weight]]` or the named forms `te=` and `unet=`.
+    """Reads `name[:text encoder weight[:UNet weight]]`, also with the names `te=` and `unet=`.
 
     The text encoder's weight defaults to 1, the UNet's to the text encoder's.
     """
     name, *rest = arguments.split(":")
     if not SAFE_NAME.fullmatch(name):
         raise errors.JobError(
-            f"the LoRA name {name[:80]!r} is refused: a name is letters, digits, spaces and"
+            f"the LoRA name {name[:80]!r} is refused: use letters, digits, spaces and"
             " _ . + ( ) - only, without a path"
         )
     positional = [text for text in rest if "=" not in text]
@@ -211,7 +268,7 @@ def _read_tag(arguments: str) -> LoraTag:
     unknown = sorted(named.keys() - {"te", "unet"})
     if unknown or len(positional) > 2:  # noqa: PLR2004 - te and unet
         raise errors.JobError(
-            f"<lora:{arguments[:80]}> is not understood: write <lora:name:weight>,"
+            f"cannot read <lora:{arguments[:80]}>: write <lora:name:weight>,"
             " <lora:name:text_encoder_weight:unet_weight>, or name them te= and unet="
         )
     te_text = named.get("te", positional[0] if positional else "1")

@@ -51,7 +51,7 @@ def draw(
     for ticket, text in enumerate(prompts):
         read = prompt.read_prompt(text)
         request = contract.ImageRequest(
-            prompt=read.text,
+            prompt=read,
             negative_prompt=negative_prompt,
             loras=tuple(
                 contract.Lora(

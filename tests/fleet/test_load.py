@@ -18,7 +18,8 @@ from fleet import console
 from imagefleet.storage.open import open_storage
 from imagefleet.storage.protocol import MAX_RECEIVE
 from imagefleet.storage.settings import StorageSettings
-from loadgen import checkpoint, fill
+from imagefleet.submit import BATCH
+from loadgen import checkpoint
 
 ROOT = Path(__file__).parents[2]
 
@@ -31,7 +32,7 @@ lists: {noun: [cat, dog, fox]}
 """
 
 #: What a kill may send again: what was in flight, and what the checkpoint had not noted yet.
-WINDOW = 4 * fill.BATCH + checkpoint.POSITIONS_BETWEEN_WRITES
+WINDOW = 4 * BATCH + checkpoint.POSITIONS_BETWEEN_WRITES
 
 
 @pytest.fixture

@@ -70,7 +70,7 @@ async def test_a_job_of_several_images_is_acknowledged_with_its_last(
     ("body", "reason"),
     [
         ("nonsense", "not JSON"),
-        ("[]", "no object"),
+        ("[]", "not an object"),
         ('{"prompt": "a", "stepz": 3}', "did you mean 'steps'"),
         ('{"prompt": "a", "steps": 100000}', "steps: should be less than"),
         ('{"prompt": "a", "enable_hr": true}', "enable_hr is not supported"),

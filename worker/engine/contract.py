@@ -17,6 +17,7 @@ import numpy as np
 import numpy.typing as npt
 
 from imagefleet import errors
+from imagefleet.job.prompt import Prompt
 
 Pixels = npt.NDArray[np.uint8]
 """One image: [height, width, 3], RGB."""
@@ -37,10 +38,10 @@ class Lora:
 
 @dataclass(frozen=True, slots=True)
 class ImageRequest:
-    """One image, asked for. Sizes in pixels; the prompts carry no LoRA tags any more."""
+    """One image to generate. Sizes in pixels; a prompt that is a string has no LoRA tags."""
 
-    prompt: str
-    negative_prompt: str
+    prompt: Prompt | str
+    negative_prompt: Prompt | str
     loras: tuple[Lora, ...]
     sampler: str
     steps: int

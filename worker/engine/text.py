@@ -13,6 +13,7 @@ from transformers import CLIPTextModel, CLIPTokenizer
 from imagefleet import errors
 from imagefleet.job import chunks
 from imagefleet.job.chunks import CHUNK_TOKENS, Chunk
+from imagefleet.job.prompt import Prompt
 
 #: What the text encoder takes in one run: start, a chunk, and end tokens that fill it up.
 CONTEXT_TOKENS = CHUNK_TOKENS + 2
@@ -45,13 +46,13 @@ class Tokenizer:
         # The Rust tokenizer raises "Already borrowed" when two threads meet inside it.
         self._lock = threading.Lock()
 
-    def chunks(self, text: str) -> tuple[Chunk, ...]:
+    def chunks(self, prompt: Prompt | str) -> tuple[Chunk, ...]:
         """At least one chunk.
 
         Raises:
-            JobError: it is too long, or a weight in it is no number or too large.
+            JobError: it is too long, or a weight is not a number or out of range.
         """
-        return chunks.cut(text, self._tokenise, self._comma)
+        return chunks.cut(prompt, self._tokenise, self._comma)
 
     def _tokenise(self, texts: Sequence[str]) -> Sequence[Sequence[int]]:
         if not texts:

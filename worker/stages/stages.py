@@ -19,7 +19,6 @@ from functools import partial
 from typing import TypeVar
 
 from imagefleet import errors, retry
-from imagefleet.job import prompt
 from imagefleet.job.message import Job, read_job
 from imagefleet.storage import protocol
 from worker.cost import CostMeter
@@ -174,11 +173,11 @@ class Stages:
         return job.width or width, job.height or height
 
     async def _requests(self, job: Job, size: tuple[int, int]) -> list[contract.ImageRequest]:
-        words = prompt.read_prompt(job.prompt)
+        prompt = job.parsed_prompt
         paths = await asyncio.gather(
             *(
                 retry.UNTIL_ACCESS.call(partial(self._library.resolve, tag.name))
-                for tag in words.loras
+                for tag in prompt.loras
             )
         )
         loras = [
@@ -188,13 +187,13 @@ class Stages:
                 text_encoder_weight=tag.text_encoder_weight,
                 unet_weight=tag.unet_weight,
             )
-            for tag, path in zip(words.loras, paths, strict=True)
+            for tag, path in zip(prompt.loras, paths, strict=True)
         ]
         width, height = size
         return [
             contract.ImageRequest(
-                prompt=words.text,
-                negative_prompt=job.negative_prompt,
+                prompt=prompt,
+                negative_prompt=job.parsed_negative_prompt,
                 loras=tuple(loras),
                 sampler=job.sampler,
                 steps=job.steps,
@@ -296,6 +295,8 @@ class Stages:
             "seconds": f"{time.monotonic() - image.owner.pulled_at:.3f}",
             **self._cost.record,
         }
+        if image.job.images > 1:
+            facts["images"] = str(image.job.images)
         if image.job.campaign:
             facts["campaign"] = image.job.campaign
         if image.job.metadata:

@@ -10,7 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from imagefleet import errors
-from imagefleet.job import samplers, txt2img
+from imagefleet.job import prompt, samplers, txt2img
 from imagefleet.job.message import MAX_IMAGES_PER_JOB, Job, read_job
 from imagefleet.storage import protocol
 
@@ -130,6 +130,13 @@ def test_a_job_comes_back_from_base64(job: Job) -> None:
 def test_every_message_is_one_that_queues_can_carry(job: Job) -> None:
     protocol.checked_messages([job.to_message()])
     assert "\n" not in job.to_message()
+
+
+def test_a_job_keeps_its_parsed_prompts() -> None:
+    job = read(prompt="a (red:1.2) cat <lora:x:0.5>", negative_prompt="(blurry)")
+
+    assert job.parsed_prompt == prompt.read_prompt(job.prompt)
+    assert job.parsed_negative_prompt == prompt.read_negative_prompt(job.negative_prompt)
 
 
 def test_the_reference_message_is_a_job() -> None:

@@ -4,14 +4,14 @@ import contextlib
 import time
 
 import pytest
-from hypothesis import given
+from hypothesis import example, given
 from hypothesis import strategies as st
 
 from imagefleet import errors
 from imagefleet.job import prompt
 
 
-def test_the_reference_prompt_keeps_its_words_and_gives_its_lora() -> None:
+def test_the_reference_prompt_is_split_into_words_and_its_lora() -> None:
     read = prompt.read_prompt("a jump rope, <lora:magic-fantasy-forest-v2:0.35>, ((no humans))")
 
     assert read.text == "a jump rope, , ((no humans))"
@@ -46,19 +46,19 @@ def test_loras_keep_their_order() -> None:
     "name",
     ["../secret", "a/b", "a\\b", ".hidden", "", "a\nb", "naïve", "x" * 129, "%2e%2e", "a\0b"],
 )
-def test_a_name_that_is_no_plain_file_name_is_refused(name: str) -> None:
+def test_a_name_that_is_not_a_plain_file_name_is_refused(name: str) -> None:
     with pytest.raises(errors.JobError, match="is refused"):
         prompt.read_prompt(f"<lora:{name}:1>")
 
 
 @pytest.mark.parametrize("weight", ["35", "-10.1", "nan", "inf", "-inf", "", "high", "1e9"])
-def test_a_weight_that_no_lora_has_is_refused(weight: str) -> None:
+def test_a_lora_weight_out_of_range_is_refused(weight: str) -> None:
     with pytest.raises(errors.JobError, match="between"):
         prompt.read_prompt(f"<lora:x:{weight}>")
 
 
 @pytest.mark.parametrize("tag", ["<lora:x:1:1:1>", "<lora:x:dyn=1>", "<lora:x:te=1:foo=2>"])
-def test_a_malformed_tag_is_refused_with_the_forms_that_are_right(tag: str) -> None:
+def test_a_malformed_tag_is_refused_with_the_valid_forms(tag: str) -> None:
     with pytest.raises(errors.JobError, match="<lora:name:weight>"):
         prompt.read_prompt(tag)
 
@@ -68,7 +68,7 @@ def test_another_extra_network_is_refused_instead_of_silently_dropped() -> None:
         prompt.read_prompt("a cat <hypernet:style:1>")
 
 
-def test_angle_brackets_that_are_no_tag_stay_words() -> None:
+def test_angle_brackets_that_are_not_a_tag_stay_words() -> None:
     assert prompt.read_prompt("a <3 b, x < y > z").text == "a <3 b, x < y > z"
 
 
@@ -79,7 +79,7 @@ def test_no_prompt_raises_anything_but_a_job_error(text: str) -> None:
 
 
 @given(st.text(alphabet="<>lora:te=.x1-", max_size=60))
-def test_what_is_read_holds_safe_names_and_bounded_weights(text: str) -> None:
+def test_names_are_safe_and_weights_bounded(text: str) -> None:
     try:
         read = prompt.read_prompt(text)
     except errors.JobError:
@@ -162,7 +162,7 @@ def test_emphasis_is_read_as_automatic1111_reads_it(
         ("BREAKFAST aBREAK break", [[("BREAKFAST aBREAK break", 1.0)]]),
     ],
 )
-def test_break_ends_a_section_and_takes_its_white_space_along(
+def test_break_ends_a_section_and_swallows_white_space(
     text: str, expected: list[list[tuple[str, float]]]
 ) -> None:
     assert parts(text) == expected
@@ -171,21 +171,21 @@ def test_break_ends_a_section_and_takes_its_white_space_along(
 @pytest.mark.parametrize(
     ("text", "reason"),
     [
-        ("(a:1.2.3)", "'1.2.3' in the prompt is no number"),
-        ("(a:.)", "'.' in the prompt is no number"),
+        ("(a:1.2.3)", "'1.2.3' in the prompt is not a number"),
+        ("(a:.)", "'.' in the prompt is not a number"),
         ("a (cat:101)", "gives 'cat' the weight 101; a weight is a number between -100 and 100"),
         ("((a:50):50)", "gives 'a' the weight 2.5e"),
         ("(a:" + "9" * 400 + ")", "gives 'a' the weight inf"),
     ],
 )
-def test_a_weight_that_no_prompt_means_is_refused(text: str, reason: str) -> None:
+def test_a_word_weight_out_of_range_is_refused(text: str, reason: str) -> None:
     for read in (prompt.read_prompt, prompt.read_negative_prompt):
         with pytest.raises(errors.JobError) as refusal:
             read(text)
         assert reason in refusal.value.message
 
 
-def test_a_tag_leaves_what_stood_around_it() -> None:
+def test_the_text_around_a_tag_is_kept() -> None:
     assert prompt.read_prompt("a, <lora:x:1>, (b <lora:y:1>)").text == "a, , (b )"
 
 
@@ -194,7 +194,7 @@ def test_the_same_lora_twice_is_read_twice() -> None:
     assert [lora.unet_weight for lora in loras] == [0.5, 0.25]
 
 
-def test_a_tag_in_a_negative_prompt_is_words_as_in_automatic1111() -> None:
+def test_a_tag_in_a_negative_prompt_is_plain_words_as_in_automatic1111() -> None:
     read = prompt.read_negative_prompt("blurry, <lora:x:0.5>")
     assert (read.text, read.loras) == ("blurry, <lora:x:0.5>", ())
 
@@ -203,7 +203,7 @@ prompts = st.one_of(st.text(), st.text(alphabet="()[]:|\\<>lora 1.5a,\nBREAKND")
 
 
 @given(prompts)
-def test_no_words_are_lost_and_none_are_made_up(text: str) -> None:
+def test_no_words_are_lost_or_added(text: str) -> None:
     try:
         sections = prompt.weighted_parts(text)
     except errors.JobError:
@@ -230,6 +230,114 @@ def test_both_prompts_are_read_or_refused_and_never_fail(text: str) -> None:
             prompt.weighted_parts(read(text).text)
 
 
+@pytest.mark.parametrize(
+    "text",
+    [
+        "[a:b:0.5]",
+        "a [cat:dog:10] on a hill",
+        "[cat:0.3]",
+        "[cat::0.3]",
+        "[:cat: 5 ]",
+        "[:0.5]",
+        "[a:b:-1.5e3]",
+        "[a (red:1.2) cat:dog:.5]",
+        "([a:b:0.5])",
+        "(a [b:0.5] c:1.2)",
+        "[[a:0.5]:0.7]",
+        "[a:\nb:0.5\n]",
+        "(open [a:b:0.5]",
+        "] [a:b:0.5] [",
+        r"[a\:b:0.5]",
+    ],
+)
+def test_prompt_editing_is_refused(text: str) -> None:
+    for read in (prompt.read_prompt, prompt.read_negative_prompt):
+        with pytest.raises(errors.JobError, match=r"prompt editing .* is not supported: '\["):
+            read(text)
+
+
+@pytest.mark.parametrize(
+    "text",
+    ["[a|b]", "[a|b|c]", "[|a]", "[a|]", "a [red|(blue:1.3)] cat", "([a|b]:1.2)", r"[a\|b|c]"],
+)
+def test_alternation_is_refused(text: str) -> None:
+    for read in (prompt.read_prompt, prompt.read_negative_prompt):
+        with pytest.raises(errors.JobError, match=r"alternation .* is not supported: '\["):
+            read(text)
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "[a]",
+        "[a:b]",
+        "[a:b:c]",
+        "[a:0.5:b]",
+        "[a:b:c:0.5]",
+        "[a:b:0.5",
+        "a:b:0.5]",
+        "a: b | c",
+        "(a|b)",
+        "(a:1.2) [b]",
+        "[(a:1.2)]",
+        "[a|b:0.5]",
+        "[(a|b):0.5]",
+        r"\[a:b:0.5\]",
+        r"[a\:0.5]",
+        r"[a\|b]",
+        "[(a:b:0.5]",
+        "[a:b:0.5)",
+        "[a:0.5 b]",
+    ],
+)
+def test_what_automatic1111_reads_as_words_is_words(text: str) -> None:
+    assert prompt.read_prompt(text).text == text
+
+
+@pytest.mark.parametrize(
+    "text", ["a cat AND a dog", "a cat AND a dog :1.2", "AND", "a\nAND\nb", "a,AND,b"]
+)
+def test_prompts_joined_with_and_are_refused(text: str) -> None:
+    with pytest.raises(errors.JobError, match="AND, which is not supported"):
+        prompt.read_prompt(text)
+
+
+@pytest.mark.parametrize("text", ["ANDY", "hand", "a and b", "SAND", "And", "AND_1"])
+def test_and_inside_another_word_is_that_word(text: str) -> None:
+    assert prompt.read_prompt(text).text == text
+
+
+def test_and_in_a_negative_prompt_is_a_word_as_in_automatic1111() -> None:
+    assert prompt.read_negative_prompt("cats AND dogs").text == "cats AND dogs"
+
+
+def test_tags_are_removed_before_editing_is_looked_for() -> None:
+    assert prompt.read_prompt("[<lora:x:0.5>]").text == "[]"
+    with pytest.raises(errors.JobError, match="prompt editing"):
+        prompt.read_prompt("[<lora:x:0.5>:0.5]")
+
+
+def test_a_long_span_is_quoted_in_part() -> None:
+    with pytest.raises(errors.JobError) as refusal:
+        prompt.refuse_editing(f"[{'cat ' * 1000}:0.5]")
+    assert len(refusal.value.message) < 200
+
+
+@given(st.text(), st.text(alphabet="[]():|\\ a.5"))
+@example("", "")
+def test_editing_is_found_between_any_words(before: str, inside: str) -> None:
+    """Whatever precedes it, unless brackets there change its meaning."""
+    plain = "".join(letter for letter in before if letter not in "[]():|\\")
+    with pytest.raises(errors.JobError):
+        prompt.refuse_editing(f"{plain}[a:b:0.5]{inside}")
+
+
+@given(st.text(alphabet="[](){}:|\\ a.5\n"))
+def test_looking_for_editing_raises_only_job_errors(text: str) -> None:
+    with contextlib.suppress(errors.JobError):
+        prompt.refuse_editing(text)
+
+
 def seconds_to_read(text: str) -> float:
     began_at = time.process_time()
     with contextlib.suppress(errors.JobError):
@@ -252,6 +360,6 @@ def test_a_megabyte_of_nested_brackets_is_read_in_seconds_not_in_hours(pair: str
     ["(:", "[a:", "[a|", "(a:1.1)", "[a:b]", "\\", "<a:", "BREAK ", ": ", ":1", "(a:1" + " " * 99],
 )
 @pytest.mark.parametrize("end", ["", ":|a]", ">", ")"])
-def test_the_longest_prompt_of_a_job_is_read_at_once_whatever_is_in_it(unit: str, end: str) -> None:
-    """A time that grew with the text's square would be minutes."""
+def test_the_longest_prompt_is_read_at_once_whatever_its_text(unit: str, end: str) -> None:
+    """Quadratic time would be minutes."""
     assert seconds_to_read(unit * (2**16 // len(unit)) + end) < 2

@@ -41,7 +41,7 @@ def black(request: contract.ImageRequest) -> contract.Pixels:
 
 
 def is_proof(request: contract.ImageRequest) -> bool:
-    return request.prompt not in {"good", "bad"}
+    return str(request.prompt) not in {"good", "bad"}
 
 
 def spoils_jobs(by: Draw, proofs: list[contract.ImageRequest]) -> Draw:
@@ -50,7 +50,7 @@ def spoils_jobs(by: Draw, proofs: list[contract.ImageRequest]) -> Draw:
     def draw(request: contract.ImageRequest) -> contract.Pixels:
         if is_proof(request):
             proofs.append(request)
-        return by(request) if request.prompt == "bad" else draw_noise(request)
+        return by(request) if str(request.prompt) == "bad" else draw_noise(request)
 
     return draw
 

@@ -272,7 +272,7 @@ async def test_a_campaign_that_spoils_its_images_for_windows_on_end_costs_no_nod
 
     def draw(request: contract.ImageRequest) -> contract.Pixels:
         time.sleep(0.01)
-        if request.prompt == "x":
+        if str(request.prompt) == "x":
             raise errors.TransientError("the image came out as NaN")
         return draw_noise(request)
 

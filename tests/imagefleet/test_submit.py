@@ -9,22 +9,13 @@ import pytest
 
 from imagefleet import errors, retry
 from imagefleet.storage.protocol import Storage
-from loadgen.fill import BATCH, Filler, Progress
+from imagefleet.submit import BATCH, BulkSender, Progress
 
 
-class Numbers:
-    """A source of numbered messages; every tenth position holds none."""
-
-    identity = "numbers"
-
-    def __init__(self, count: int) -> None:
-        self.count = count
-
-    def check(self, start: int) -> None: ...
-
-    def bodies(self, start: int) -> Iterator[str | None]:
-        for number in range(start, self.count):
-            yield None if number % 10 == 9 else json.dumps(number)
+def numbers(start: int, end: int) -> Iterator[str | None]:
+    """Numbered messages; every tenth position has none."""
+    for number in range(start, end):
+        yield None if number % 10 == 9 else json.dumps(number)
 
 
 def wanted(start: int, end: int) -> list[int]:
@@ -36,20 +27,20 @@ async def numbers_in(storage: Storage) -> list[int]:
 
 
 async def test_every_job_is_sent_once(storage: Storage) -> None:
-    progress = await Filler(storage.queue, Numbers(350)).run()
+    progress = await BulkSender(storage.queue, numbers(0, 350)).run()
 
     assert progress == Progress(confirmed=350, sent=315, finished=True)
     assert await numbers_in(storage) == wanted(0, 350)
 
 
-async def test_a_load_goes_on_at_its_position(storage: Storage) -> None:
-    progress = await Filler(storage.queue, Numbers(350), start=123).run()
+async def test_positions_count_from_the_start_position(storage: Storage) -> None:
+    progress = await BulkSender(storage.queue, numbers(123, 350), start=123).run()
 
     assert progress.confirmed == 350
     assert await numbers_in(storage) == wanted(123, 350)
 
 
-async def test_only_what_is_stored_without_a_gap_is_confirmed(storage: Storage) -> None:
+async def test_confirmations_stop_at_the_first_gap(storage: Storage) -> None:
     send = storage.queue.send
     confirmed: list[int] = []
     first_may_go, others_are_stored = asyncio.Event(), asyncio.Event()
@@ -63,8 +54,8 @@ async def test_only_what_is_stored_without_a_gap_is_confirmed(storage: Storage) 
             others_are_stored.set()
 
     storage.queue.send = slow_first  # type: ignore[method-assign]
-    filler = Filler(storage.queue, Numbers(3 * BATCH))
-    running = asyncio.create_task(filler.run(lambda done: confirmed.append(done.confirmed)))
+    sender = BulkSender(storage.queue, numbers(0, 3 * BATCH))
+    running = asyncio.create_task(sender.run(lambda done: confirmed.append(done.confirmed)))
     await others_are_stored.wait()
     assert confirmed == []
 
@@ -73,7 +64,7 @@ async def test_only_what_is_stored_without_a_gap_is_confirmed(storage: Storage) 
     assert confirmed == [BATCH, 2 * BATCH, 3 * BATCH]
 
 
-async def test_a_send_that_fails_for_good_leaves_a_true_count(storage: Storage) -> None:
+async def test_a_send_that_fails_for_good_leaves_a_correct_count(storage: Storage) -> None:
     send = storage.queue.send
 
     async def fail_third(bodies: Iterable[str]) -> None:
@@ -83,16 +74,16 @@ async def test_a_send_that_fails_for_good_leaves_a_true_count(storage: Storage) 
         await send(messages)
 
     storage.queue.send = fail_third  # type: ignore[method-assign]
-    filler = Filler(storage.queue, Numbers(5 * BATCH), concurrency=3)
+    sender = BulkSender(storage.queue, numbers(0, 5 * BATCH), concurrency=3)
     with pytest.raises(errors.SetupError, match="revoked"):
-        await filler.run()
+        await sender.run()
 
-    assert filler.progress.confirmed == 2 * BATCH
+    assert sender.progress.confirmed == 2 * BATCH
     assert set(wanted(0, 2 * BATCH)) <= set(await numbers_in(storage))
     assert len(asyncio.all_tasks()) == 1
 
 
-async def test_a_fault_that_passes_is_retried(storage: Storage) -> None:
+async def test_a_transient_error_is_retried(storage: Storage) -> None:
     send = storage.queue.send
     faults = iter([True, True])
 
@@ -103,32 +94,32 @@ async def test_a_fault_that_passes_is_retried(storage: Storage) -> None:
 
     storage.queue.send = fail_twice  # type: ignore[method-assign]
     retries = retry.RetryPolicy(tries=5, first_wait_seconds=0.001)
-    await Filler(storage.queue, Numbers(BATCH), retries=retries).run()
+    await BulkSender(storage.queue, numbers(0, BATCH), retries=retries).run()
 
     assert await numbers_in(storage) == wanted(0, BATCH)
 
 
 async def test_no_more_sends_are_in_flight_than_allowed(storage: Storage) -> None:
     send = storage.queue.send
-    flying, most = 0, 0
+    in_flight, most = 0, 0
 
     async def counted(bodies: Iterable[str]) -> None:
-        nonlocal flying, most
-        flying += 1
-        most = max(most, flying)
+        nonlocal in_flight, most
+        in_flight += 1
+        most = max(most, in_flight)
         await asyncio.sleep(0.01)
         await send(bodies)
-        flying -= 1
+        in_flight -= 1
 
     storage.queue.send = counted  # type: ignore[method-assign]
-    await Filler(storage.queue, Numbers(8 * BATCH), concurrency=3).run()
+    await BulkSender(storage.queue, numbers(0, 8 * BATCH), concurrency=3).run()
 
     assert most == 3
 
 
-async def test_a_stop_ends_the_load_where_it_can_go_on(storage: Storage) -> None:
-    filler = Filler(storage.queue, Numbers(100_000))
-    progress = await filler.run(lambda done: filler.stop() if done.confirmed >= 200 else None)
+async def test_a_stop_ends_where_the_next_run_can_resume(storage: Storage) -> None:
+    sender = BulkSender(storage.queue, numbers(0, 100_000))
+    progress = await sender.run(lambda done: sender.stop() if done.confirmed >= 200 else None)
 
     assert not progress.finished
     assert await numbers_in(storage) == wanted(0, progress.confirmed)
@@ -136,26 +127,26 @@ async def test_a_stop_ends_the_load_where_it_can_go_on(storage: Storage) -> None
 
 async def test_a_rate_is_kept_and_a_stop_does_not_wait_for_it(storage: Storage) -> None:
     began = time.monotonic()
-    progress = await Filler(storage.queue, Numbers(100), rate=200).run()
+    progress = await BulkSender(storage.queue, numbers(0, 100), rate=200).run()
     assert progress.confirmed == 100
     assert 0.35 < time.monotonic() - began < 3
 
-    filler = Filler(storage.queue, Numbers(100), rate=0.01)
-    running = asyncio.create_task(filler.run())
+    sender = BulkSender(storage.queue, numbers(0, 100), rate=0.01)
+    running = asyncio.create_task(sender.run())
     await asyncio.sleep(0.05)
-    filler.stop()
+    sender.stop()
     stopped = await asyncio.wait_for(running, 2)
     assert (stopped.confirmed, stopped.finished) == (1, False)
 
 
-async def test_a_cancelled_load_leaves_no_send_behind(storage: Storage) -> None:
+async def test_a_cancelled_run_leaves_no_send_behind(storage: Storage) -> None:
     begun = asyncio.Event()
-    filler = Filler(storage.queue, Numbers(10_000_000))
-    running = asyncio.create_task(filler.run(lambda _: begun.set()))
+    sender = BulkSender(storage.queue, numbers(0, 10_000_000))
+    running = asyncio.create_task(sender.run(lambda _: begun.set()))
     await begun.wait()
     running.cancel()
     with pytest.raises(asyncio.CancelledError):
         await running
 
-    assert set(wanted(0, filler.progress.confirmed)) <= set(await numbers_in(storage))
+    assert set(wanted(0, sender.progress.confirmed)) <= set(await numbers_in(storage))
     assert len(asyncio.all_tasks()) == 1

@@ -1,4 +1,4 @@
-"""Filling a queue: bounded concurrent sends, paced, and confirmed in the order of the source."""
+"""Sends many messages: bounded concurrency, an optional rate, confirmed in order."""
 
 from __future__ import annotations
 
@@ -8,30 +8,29 @@ import dataclasses
 import itertools
 import time
 from collections import deque
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 
 from imagefleet import errors, retry
 from imagefleet.storage import protocol
-from loadgen.sources import Source
 
-#: Positions in one send. The embedded queue pays once for each; more makes the window larger that
-#: a kill sends twice.
+#: Positions in one send. Each send costs local storage a disk sync; larger sends mean more
+#: duplicates when a killed load resumes.
 BATCH = 100
 
-#: Sends a second under a rate limit: smaller batches then, so that the pace is even.
-_PACED_SENDS_A_SECOND = 10
+#: Sends a second under a rate limit: smaller batches keep the rate even.
+_PACED_SENDS_PER_SECOND = 10
 
-#: While the pace is waited for, what was sent is confirmed so often.
+#: While a send waits for the rate limit, finished sends are confirmed this often.
 _PACING_STEP_SECONDS = 0.1
 
-#: A storage that is down for longer than about a minute ends the load, which can be resumed.
-_RETRIES = retry.RetryPolicy(tries=8, first_wait_seconds=1, longest_wait_seconds=30)
+#: Rides out a storage outage of about a minute.
+RETRIES = retry.RetryPolicy(tries=8, first_wait_seconds=1, longest_wait_seconds=30)
 
 
 @dataclass(frozen=True, slots=True)
 class Progress:
-    """Positions confirmed so far, how many jobs this run sent, and whether the source ended."""
+    """Positions confirmed so far, jobs sent by this run, and whether the source has ended."""
 
     confirmed: int
     sent: int
@@ -45,22 +44,25 @@ class _Sending:
     task: asyncio.Task[None]
 
 
-class Filler:
-    """Sends a source's messages to a queue from a position on."""
+class BulkSender:
+    """Sends messages to a queue; None in *bodies* is a position without one.
+
+    *start* is the position of the first of them.
+    """
 
     def __init__(
         self,
         queue: protocol.JobQueue,
-        source: Source,
+        bodies: Iterable[str | None],
         *,
         start: int = 0,
         concurrency: int = 4,
         rate: float | None = None,
-        retries: retry.RetryPolicy = _RETRIES,
+        retries: retry.RetryPolicy = RETRIES,
     ) -> None:
         self.progress = Progress(start, 0)
         self._queue = queue
-        self._source = source
+        self._bodies = iter(bodies)
         self._concurrency = concurrency
         self._rate = rate
         self._on_confirmed: Callable[[Progress], None] | None = None
@@ -70,37 +72,36 @@ class Filler:
         self._source_error: errors.FleetError | None = None
 
     def stop(self) -> None:
-        """No more sends; those in flight are waited for."""
+        """Starts no more sends; `run` waits for those in flight."""
         self._stopping.set()
 
     async def run(self, on_confirmed: Callable[[Progress], None] | None = None) -> Progress:
-        """Sends until the source ends or `stop` is called; the answer counts what is stored.
+        """Sends until the source ends or `stop` is called; returns what is stored.
 
-        *on_confirmed* hears of each batch, in order, after it and all before it are stored.
+        *on_confirmed* is called for each batch, in order, once it and all before it are stored.
 
         Raises:
-            FleetError: a send failed for good, or the source has an invalid job.
+            FleetError: a send failed for good, or the source contains an invalid job.
         """
         self._on_confirmed = on_confirmed
         try:
-            finished = await self._fill()
+            finished = await self._send_all()
             while self._window:
                 await self._confirm_oldest()
         finally:
             await self._finish_window()
         return dataclasses.replace(self.progress, finished=finished)
 
-    async def _fill(self) -> bool:
-        """Tells whether the source has ended."""
-        bodies = self._source.bodies(self.progress.confirmed)
+    async def _send_all(self) -> bool:
+        """Returns whether the source has ended."""
         position = self.progress.confirmed
         next_send = time.monotonic()
         while True:
-            await self._make_room()
+            await self._confirm_finished()
             await self._wait_until(next_send)
             if self._stopping.is_set():
                 return False
-            if not (batch := self._take(bodies)):
+            if not (batch := self._take()):
                 if self._source_error is not None:
                     raise self._source_error
                 return True
@@ -109,36 +110,36 @@ class Filler:
             task = asyncio.create_task(self._send(messages))
             self._window.append(_Sending(position, len(messages), task))
             if self._rate is not None:
-                # Counted from now: what a slow storage held up is not made up for in a burst.
+                # From now on: time lost to slow storage is not made up for in a burst.
                 next_send = max(next_send, time.monotonic()) + len(messages) / self._rate
 
-    def _take(self, bodies: Iterator[str | None]) -> list[str | None]:
+    def _take(self) -> list[str | None]:
         size = BATCH
         if self._rate is not None:
-            size = max(1, min(BATCH, int(self._rate / _PACED_SENDS_A_SECOND)))
+            size = max(1, min(BATCH, int(self._rate / _PACED_SENDS_PER_SECOND)))
         batch: list[str | None] = []
         try:
-            for body in itertools.islice(bodies, size):
+            for body in itertools.islice(self._bodies, size):
                 batch.append(body)  # noqa: PERF402 - what came before an error is kept
         except errors.FleetError as error:
-            self._source_error = error  # raised once what came before it is sent
+            self._source_error = error  # raised once everything before it is sent
         return batch
 
     async def _send(self, messages: list[str]) -> None:
         if messages:
             await self._retries.call(lambda: self._queue.send(messages))
 
-    async def _make_room(self) -> None:
-        """Confirms what is stored by now, and waits for the oldest send while too many fly."""
+    async def _confirm_finished(self) -> None:
+        """Confirms finished sends, and waits for the oldest while too many are in flight."""
         while self._window and (
             len(self._window) >= self._concurrency or self._window[0].task.done()
         ):
             await self._confirm_oldest()
 
     async def _wait_until(self, moment: float) -> None:
-        """Waits for the pace, unless told to stop; what is stored meanwhile is confirmed."""
+        """Waits for the rate limit or for `stop`, confirming finished sends meanwhile."""
         while (left := moment - time.monotonic()) > 0 and not self._stopping.is_set():
-            await self._make_room()
+            await self._confirm_finished()
             with contextlib.suppress(TimeoutError):
                 await asyncio.wait_for(self._stopping.wait(), min(left, _PACING_STEP_SECONDS))
 
@@ -151,7 +152,7 @@ class Filler:
             self._on_confirmed(self.progress)
 
     async def _finish_window(self) -> None:
-        """After an error or a cancellation: counts what is stored without a gap, ends the rest."""
+        """After an error or a cancellation: waits for the rest, confirms up to the first gap."""
         await asyncio.gather(*(each.task for each in self._window), return_exceptions=True)
         while self._window and _succeeded(self._window[0].task):
             await self._confirm_oldest()

@@ -1,0 +1,200 @@
+"""The client: `imagefleet.aio` for programs without an event loop of their own."""
+
+from __future__ import annotations
+
+import asyncio
+import threading
+from collections.abc import AsyncIterator, Coroutine, Iterable, Iterator
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any, Self, TypeVar, Unpack
+
+from imagefleet import aio, errors
+from imagefleet.aio import ConnectOptions, Depth, Which
+from imagefleet.job.message import Job
+from imagefleet.outcomes import JobFacts, Status
+from imagefleet.storage.dead_letter_queue import Entry, Swept
+
+if TYPE_CHECKING:
+    from PIL import Image
+
+_Result = TypeVar("_Result")
+
+
+def connect(storage: str | None = None, **settings: Unpack[ConnectOptions]) -> Fleet:
+    """The fleet behind a storage address; a context manager, or `close` it.
+
+    *storage* is `local:FOLDER`, an Azure connection string or `https://ACCOUNT.blob...`; it and
+    the settings default to the `IMAGEFLEET_` variables.
+
+    Raises:
+        SetupError: the address or a setting is not valid.
+    """
+    return Fleet(aio.connect(storage, **settings))
+
+
+class Fleet:
+    """Jobs go in, results come out. Any thread may use it."""
+
+    def __init__(self, fleet: aio.Fleet) -> None:
+        self._loop = _LoopThread()
+        self._fleet = fleet
+        self._loop.run(fleet.__aenter__())
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        self.close()
+
+    def close(self) -> None:
+        """Disconnects; calls that still wait raise FleetError. The jobs go on."""
+        self._loop.close(self._fleet.close())
+
+    def submit(self, jobs: Iterable[Job], *, campaign: str | None = None) -> Batch:
+        """Sends jobs; creates the queue and the container if there are none.
+
+        A job without an id gets one. *campaign* is for jobs without one. Jobs before an invalid
+        one are sent.
+
+        Raises:
+            JobError: two jobs have one id, or a job is too large for a message.
+            FleetError: the storage cannot be used.
+        """
+        return Batch(self._loop, self._loop.run(self._fleet.submit(jobs, campaign=campaign)))
+
+    def job(self, id: str, campaign: str | None = None) -> JobHandle:  # noqa: A002 - a job's field
+        """One job, by its id and campaign, or by both in one: `spring/0001`."""
+        return JobHandle(self._loop, self._fleet.job(id, campaign))
+
+    def depth(self) -> Depth:
+        """Messages in the job queue and in the queue of failed jobs."""
+        return self._loop.run(self._fleet.depth())
+
+    def failed(self, **which: Unpack[Which]) -> Iterator[Entry]:
+        """The failed jobs: `entry.record` has the error, the reason and the job."""
+        return self._loop.iterate(self._fleet.failed(**which))
+
+    def replay(self, **which: Unpack[Which]) -> Swept:
+        """Puts failed jobs back into the job queue; without a condition, all of them."""
+        return self._loop.run(self._fleet.replay(**which))
+
+    def discard(self, **which: Unpack[Which]) -> Swept:
+        """Deletes failed jobs for good; without a condition, all of them."""
+        return self._loop.run(self._fleet.discard(**which))
+
+
+class Batch:
+    """Jobs that were submitted together."""
+
+    def __init__(self, loop: _LoopThread, batch: aio.Batch) -> None:
+        self._loop = loop
+        self._batch = batch
+        self.ids = batch.ids
+
+    def __len__(self) -> int:
+        return len(self._batch)
+
+    def results(self, timeout: float | None = None) -> Iterator[Result]:
+        """Each job's result once, as they complete or fail; called again, all of them again.
+
+        Raises:
+            TimeoutError: not all are done after *timeout* seconds.
+        """
+        for result in self._loop.iterate(self._batch.results(timeout)):
+            yield Result.of(self._loop, result)
+
+
+class JobHandle:
+    """A job by its id, whoever submitted it."""
+
+    def __init__(self, loop: _LoopThread, job: aio.JobHandle) -> None:
+        self.id = job.id
+        self.campaign = job.campaign
+        self._loop = loop
+        self._job = job
+
+    @property
+    def status(self) -> Status:
+        """Pending (queued or running), completed, failed, or unknown to this storage; polled."""
+        return self._loop.run(self._job.status())
+
+    def result(self, timeout: float | None = None) -> Result:
+        """Waits until the job has completed or failed.
+
+        Raises:
+            TimeoutError: it is not done after *timeout* seconds.
+            FleetError: the job is not in this storage.
+        """
+        return Result.of(self._loop, self._loop.run(self._job.result(timeout)))
+
+
+@dataclass(frozen=True, slots=True)
+class Result(JobFacts):
+    """A job's outcome; *index* counts the images of one job."""
+
+    _loop: _LoopThread = field(kw_only=True, repr=False, compare=False)
+    _result: aio.Result = field(kw_only=True, repr=False, compare=False)
+
+    @classmethod
+    def of(cls, loop: _LoopThread, result: aio.Result) -> Self:
+        return cls(**result.fields(), _loop=loop, _result=result)
+
+    def data(self, index: int = 0) -> bytes:
+        """The image's file: PNG, JPEG or WebP.
+
+        Raises:
+            JobError: there is none, because the job failed, say.
+        """
+        return self._loop.run(self._result.data(index))
+
+    def image(self, index: int = 0) -> Image.Image:
+        """The image, decoded by Pillow."""
+        return aio.decode(self.data(index))
+
+
+class _LoopThread:
+    """An event loop in a thread, for callers in other threads."""
+
+    def __init__(self) -> None:
+        self._loop = asyncio.new_event_loop()
+        self._closing = threading.Lock()
+        self._closed = False
+        self._thread = threading.Thread(
+            target=self._loop.run_forever, name="imagefleet-client", daemon=True
+        )
+        self._thread.start()
+
+    def run(self, operation: Coroutine[Any, Any, _Result]) -> _Result:
+        """Raises FleetError once the loop is closed."""
+        with self._closing:
+            if self._closed:
+                operation.close()
+                raise errors.FleetError("this fleet is closed")
+            future = asyncio.run_coroutine_threadsafe(operation, self._loop)
+        try:
+            return future.result()
+        except BaseException:
+            future.cancel()  # Ctrl-C interrupts the caller's thread only
+            raise
+
+    def iterate(self, results: AsyncIterator[_Result]) -> Iterator[_Result]:
+        async def step() -> _Result | None:
+            return await anext(results, None)
+
+        while (result := self.run(step())) is not None:
+            yield result
+
+    def close(self, last: Coroutine[Any, Any, None]) -> None:
+        """Runs *last*, then ends the thread."""
+        with self._closing:
+            if self._closed:
+                last.close()
+                return
+            self._closed = True
+        try:
+            for step in (last, self._loop.shutdown_asyncgens()):
+                asyncio.run_coroutine_threadsafe(step, self._loop).result()
+        finally:
+            self._loop.call_soon_threadsafe(self._loop.stop)
+            self._thread.join()
+            self._loop.close()

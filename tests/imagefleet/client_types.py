@@ -1,0 +1,45 @@
+"""What a type checker sees of the client; mypy reads it, nothing runs it."""
+
+from __future__ import annotations
+
+from collections.abc import AsyncIterator, Iterator
+from typing import assert_type
+
+from PIL import Image
+
+import imagefleet
+from imagefleet import aio
+from imagefleet.outcomes import Status
+from imagefleet.storage.dead_letter_queue import Entry, Swept
+
+
+def sync() -> None:
+    with imagefleet.connect("local:./data", queue="jobs", sas_file="tokens.json") as fleet:
+        assert_type(fleet, imagefleet.Fleet)
+        jobs = [imagefleet.Job(prompt="a house", output=imagefleet.Output(format="jpeg"))]
+        batch = fleet.submit(jobs, campaign="spring")
+        assert_type(batch.results(timeout=1.5), Iterator[imagefleet.Result])
+        for result in batch.results():
+            assert_type(result.image(), Image.Image)
+            assert_type(result.data(1), bytes)
+            assert_type(result.seed, int | None)
+        assert_type(fleet.job("spring/1").status, Status)
+        assert_type(fleet.failed(error="lora"), Iterator[Entry])
+        assert_type(fleet.replay(campaign="spring"), Swept)
+    imagefleet.connect(que="jobs")  # type: ignore[call-arg]
+    fleet.submit(["a house"])  # type: ignore[list-item]
+    fleet.replay(job="1")  # type: ignore[call-arg]
+
+
+async def asynchronous() -> None:
+    async with aio.connect() as fleet:
+        batch = await fleet.submit(iter([imagefleet.Job(prompt="a house")]))
+        assert_type(batch, aio.Batch)
+        assert_type(batch.results(), AsyncIterator[aio.Result])
+        result = await fleet.job("1", campaign="spring").result(timeout=1)
+        assert_type(await result.image(), Image.Image)
+        assert_type(await fleet.depth(), aio.Depth)
+        try:
+            await result.data()
+        except imagefleet.errors.JobError as error:
+            assert_type(error.message, str)

@@ -1,0 +1,424 @@
+"""The client on both storages, with the real pipeline around the stand-in engine."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import AsyncIterator, Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+import imagefleet
+from imagefleet import Job, aio, errors
+from imagefleet.job.message import read_job
+from imagefleet.storage.open import open_storage
+from imagefleet.storage.settings import StorageSettings
+from worker.engine import contract
+from worker.pipeline import Pipeline
+from worker.settings import WorkerSettings
+from worker.testing import StandInEngine, draw_noise
+
+ROOT = Path(__file__).parents[2]
+
+Work = Callable[..., Any]
+
+local_only = pytest.mark.parametrize("storage_settings", ["local"], indirect=True)
+
+
+def draw(request: contract.ImageRequest) -> contract.Pixels:
+    if "broken" in str(request.prompt):
+        raise errors.JobError("the prompt is broken")
+    return draw_noise(request)
+
+
+@pytest.fixture(autouse=True)
+def _short_pauses(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(aio, "FIRST_PAUSE_SECONDS", 0.01)
+    monkeypatch.setattr(aio, "LONGEST_PAUSE_SECONDS", 0.1)
+
+
+@pytest.fixture
+def connect_options(storage_settings: StorageSettings) -> dict[str, str]:
+    names = ("storage", "queue", "container")
+    return {name: getattr(storage_settings, name) for name in names}
+
+
+@pytest.fixture
+async def fleet(connect_options: dict[str, Any]) -> AsyncIterator[aio.Fleet]:
+    async with aio.connect(**connect_options) as fleet:
+        yield fleet
+
+
+@pytest.fixture
+def work(storage_settings: StorageSettings, tmp_path: Path) -> Work:
+    """Runs a worker until the queue is empty."""
+    settings = WorkerSettings(
+        **storage_settings.model_dump(),
+        model=Path("stand-in"),
+        lora_cache=tmp_path / "cache",
+        until_empty=True,
+        poll_seconds=0.1,
+    )
+
+    async def run(draw: Callable[..., contract.Pixels] = draw) -> None:
+        async with open_storage(settings) as storage:
+            pipeline = Pipeline(storage, lambda: StandInEngine(draw=draw), settings)
+            await asyncio.wait_for(pipeline.run(asyncio.Event(), asyncio.Event()), 30)
+
+    return run
+
+
+async def collect(batch: aio.Batch, seconds: float = 20) -> dict[str, aio.Result]:
+    results = [result async for result in batch.results(seconds)]
+    assert len({result.id for result in results}) == len(results)
+    return {result.id: result for result in results}
+
+
+async def test_results_come_with_their_images(fleet: aio.Fleet, work: Work) -> None:
+    jobs = [Job(prompt="a house", id="house", metadata={"order": 7}), Job(prompt="a tree", seed=5)]
+    batch = await fleet.submit(jobs, campaign="spring")
+    working = asyncio.create_task(work())
+    results = await collect(batch)
+    await working
+
+    house, tree = (results[job_id] for job_id in batch.ids)
+    assert (house.id, house.status, house.campaign) == ("house", "completed", "spring")
+    assert (house.blobs, house.metadata) == (("spring/house.png",), {"order": 7})
+    assert (await house.image()).size == (16, 16)
+    assert (await house.image()).text["parameters"].startswith("a house\n")  # type: ignore[attr-defined]
+    assert (await tree.data()).startswith(b"\x89PNG")
+    assert tree.seed == 5
+    assert await collect(batch) == results, "a batch can be asked again"
+
+
+async def test_a_failed_job_is_a_result_with_its_reason(fleet: aio.Fleet, work: Work) -> None:
+    jobs = [Job(prompt=prompt, id=prompt) for prompt in ("good", "broken", "fine")]
+    batch = await fleet.submit(jobs)
+    await work()
+    results = await collect(batch)
+
+    statuses = {name: result.status for name, result in results.items()}
+    assert statuses == {"good": "completed", "broken": "failed", "fine": "completed"}
+    assert results["broken"].reason == "the prompt is broken"
+    with pytest.raises(errors.JobError, match="job broken has no image: the prompt is broken"):
+        await results["broken"].data()
+
+
+async def test_a_replayed_job_completes(fleet: aio.Fleet, work: Work) -> None:
+    batch = await fleet.submit([Job(prompt="broken", id="a")], campaign="spring")
+    await work()
+    entries = [entry async for entry in fleet.failed(campaign="spring")]
+    assert [entry.record.reason for entry in entries if entry.record] == ["the prompt is broken"]
+    assert (await fleet.depth()).failed.messages == 1
+
+    assert (await fleet.replay(id="b")).done == 0
+    assert (await fleet.replay(campaign="spring")).done == 1
+    assert await fleet.job("spring/a").status() == "pending"
+    await work(draw_noise)
+    assert (await collect(batch))["a"].status == "completed"
+
+
+async def test_a_job_submitted_again_after_its_failure_is_judged_anew(
+    fleet: aio.Fleet, work: Work
+) -> None:
+    await fleet.submit([Job(prompt="broken", id="a")])
+    await work()
+    batch = await fleet.submit([Job(prompt="good", id="a")])
+    with pytest.raises(TimeoutError, match="1 of 1 jobs are not done after 0 seconds"):
+        await collect(batch, 0)
+    await work()
+    assert (await collect(batch))["a"].status == "completed"
+
+    await fleet.discard()
+    assert await fleet.job("a").status() == "completed"
+
+
+async def test_a_batch_submitted_twice_gives_the_same_images(fleet: aio.Fleet, work: Work) -> None:
+    jobs = [Job(prompt="a house", id=f"{number}") for number in range(3)]
+    first, again = await fleet.submit(jobs), await fleet.submit(jobs)
+    await work()
+
+    results = await collect(first)
+    assert results == await collect(again)
+    assert sorted(blob for result in results.values() for blob in result.blobs) == [
+        f"default/{number}.png" for number in range(3)
+    ]
+
+
+async def test_the_same_jobs_without_ids_are_different_images(fleet: aio.Fleet) -> None:
+    batches = [await fleet.submit([Job(prompt="a house")] * 2) for _ in range(2)]
+
+    ids = [job_id for batch in batches for job_id in batch.ids]
+    assert len(set(ids)) == 4
+    bodies = [message.body async for message in fleet.storage.queue.browse()]
+    assert {read_job(body, "message").id for body in bodies} == set(ids)
+    assert len({json.loads(body)["seed"] for body in bodies}) == 4
+
+
+async def test_a_job_of_several_images_is_completed_when_all_are_there(
+    fleet: aio.Fleet, work: Work
+) -> None:
+    batch = await fleet.submit([Job(prompt="a house", id="a", seed=3, batch_size=3)])
+    blobs = fleet.storage.blobs
+    facts = {"job": "a", "seed": "4", "images": "3"}
+    await blobs.create("default/a-1.png", b"by a worker that died", "image/png", facts)
+    with pytest.raises(TimeoutError):
+        await collect(batch, 0.1)
+    assert await fleet.job("a").status() == "pending"
+
+    await work()
+    result = (await collect(batch))["a"]
+    assert result.blobs == tuple(f"default/a-{index}.png" for index in range(3))
+    assert await result.data(1) == b"by a worker that died"
+    found = await fleet.job("a").result()
+    assert (found.status, found.seed, found.blobs) == ("completed", 3, result.blobs)
+
+
+async def test_ids_that_begin_alike_are_different_jobs(fleet: aio.Fleet, work: Work) -> None:
+    await fleet.submit([Job(prompt="a house", id=job_id) for job_id in ("a-1", "a.1", "ab")])
+    await fleet.submit([Job(prompt="a house", id="a")], campaign="spring")
+    await work()
+
+    assert await fleet.job("a").status() == "unknown"
+    for job_id in ("a-1", "a.1", "ab", "spring/a"):
+        assert await fleet.job(job_id).status() == "completed", job_id
+    assert (await fleet.job("a", campaign="spring").result()).blobs == ("spring/a.png",)
+
+
+async def test_an_unknown_job_is_unknown_and_not_waited_for(fleet: aio.Fleet) -> None:
+    await fleet.submit([])
+
+    assert await fleet.job("nobody").status() == "unknown"
+    with pytest.raises(errors.FleetError, match="there is no job spring/nobody in "):
+        await fleet.job("spring/nobody").result()
+
+
+async def test_a_job_that_fails_while_it_is_waited_for(fleet: aio.Fleet, work: Work) -> None:
+    await fleet.submit([Job(prompt="broken", id="a")])
+    job = fleet.job("a")
+    assert await job.status() == "pending"
+    with pytest.raises(TimeoutError, match="the job is not done"):
+        await job.result(timeout=0.05)
+    waiting = asyncio.create_task(job.result(timeout=20))
+    await work()
+
+    assert ((await waiting).status, (await waiting).reason) == ("failed", "the prompt is broken")
+
+
+async def test_two_clients_see_only_their_own_batches(
+    connect_options: dict[str, Any], work: Work
+) -> None:
+    async with aio.connect(**connect_options) as one, aio.connect(**connect_options) as other:
+        batches = [
+            await client.submit([Job(prompt=prompt) for prompt in ("good", "broken")])
+            for client in (one, other)
+        ]
+        _, *results = await asyncio.gather(work(), *map(collect, batches))
+
+    assert [set(each) for each in results] == [set(batch.ids) for batch in batches]
+    assert [sorted(each.status for each in one.values()) for one in results] == [
+        ["completed", "failed"],
+        ["completed", "failed"],
+    ]
+
+
+async def test_closing_ends_those_who_wait(connect_options: dict[str, Any]) -> None:
+    async with aio.connect(**connect_options) as fleet:
+        batch = await fleet.submit([Job(prompt="a house", id="a")])
+        waiting = [
+            asyncio.create_task(collect(batch)),
+            asyncio.create_task(fleet.job("a").result()),
+        ]
+        await asyncio.sleep(0.05)
+    for task in waiting:
+        with pytest.raises(errors.FleetError, match="closed"):
+            await task
+    with pytest.raises(errors.FleetError, match="closed"):
+        await fleet.depth()
+    assert len(asyncio.all_tasks()) == 1
+
+
+async def test_a_hundred_thousand_jobs_take_few_requests(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async with aio.connect(f"local:{tmp_path}") as fleet:
+        await fleet.submit([])
+        listed: list[str] = []
+        monkeypatch.setattr(aio, "BulkSender", _NoSender)
+        batch = await fleet.submit(
+            (Job(prompt="a house") for _ in range(100_000)), campaign="spring"
+        )
+
+        async def names(prefix: str = "") -> AsyncIterator[str]:
+            listed.append(prefix)
+            for job_id in batch.ids:
+                yield f"spring/{job_id}.png"
+
+        monkeypatch.setattr(fleet.storage.blobs, "names", names)
+        assert len([result async for result in batch.results(60)]) == 100_000
+    (prefix,) = listed
+    assert prefix.startswith(f"spring/{batch.ids[0][:12]}-")
+
+
+class _NoSender:
+    def __init__(self, _: object, bodies: Iterator[str]) -> None:
+        self._bodies = bodies
+
+    async def run(self) -> None:
+        assert sum(1 for _ in self._bodies)
+
+
+@local_only
+@pytest.mark.parametrize("campaign", ["../up", "a b", "-x", "x" * 129, "a/b"])
+async def test_an_unsafe_campaign_is_refused(fleet: aio.Fleet, campaign: str) -> None:
+    with pytest.raises(errors.JobError, match="campaign '"):
+        await fleet.submit([Job(prompt="a house")], campaign=campaign)
+    with pytest.raises(errors.JobError, match="campaign '"):
+        fleet.job("a", campaign=campaign)
+
+
+@local_only
+async def test_a_jobs_own_campaign_goes_first(fleet: aio.Fleet, work: Work) -> None:
+    jobs = [Job(prompt="a house", id="a", campaign="autumn"), Job(prompt="a house", id="a")]
+    batch = await fleet.submit(jobs, campaign="spring")
+    await work()
+    blobs = [result.blobs async for result in batch.results(0)]
+    assert sorted(blobs) == [("autumn/a.png",), ("spring/a.png",)]
+
+
+@local_only
+async def test_two_jobs_of_one_id_are_refused(fleet: aio.Fleet) -> None:
+    with pytest.raises(errors.JobError, match="two jobs have the id default/a"):
+        await fleet.submit([Job(prompt="a house", id="a"), Job(prompt="a tree", id="a")])
+
+
+@local_only
+async def test_a_job_that_no_message_can_hold_is_refused_by_its_id(fleet: aio.Fleet) -> None:
+    long = Job(prompt="x" * 60_000, negative_prompt="y" * 60_000, id="long")
+    with pytest.raises(errors.JobError, match="job default/long: the message has 120"):
+        await fleet.submit([Job(prompt="a house", id="a"), long])
+    assert (await fleet.depth()).queue.messages == 1, "those before it are sent"
+
+
+@pytest.mark.parametrize(
+    ("options", "complaint"),
+    [
+        ({"storage": "ftp://x"}, "address is not understood"),
+        ({"storage": "local:"}, "names no folder"),
+        ({"storage": "local:x", "queue": "No_Name"}, "queue: should be 3 to 56"),
+        ({"storage": "local:x", "que": "jobs"}, "que: unknown key; did you mean 'queue'"),
+        ({"storage": "https://a123.blob.core.windows.net"}, "SAS"),
+    ],
+)
+def test_a_wrong_address_or_setting_is_one_clear_sentence(
+    options: dict[str, Any], complaint: str
+) -> None:
+    for connect in (imagefleet.connect, aio.connect):
+        with pytest.raises(errors.SetupError, match=complaint) as caught:
+            connect(**options)
+        assert "\n" not in caught.value.message
+
+
+def test_settings_come_from_the_environment(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("IMAGEFLEET_STORAGE", f"local:{tmp_path / 'data'}")
+    monkeypatch.setenv("IMAGEFLEET_QUEUE", "others")
+    with imagefleet.connect(queue="mine") as fleet:
+        fleet.submit([Job(prompt="a house")])
+        assert fleet.depth().queue.messages == 1
+    with imagefleet.connect() as fleet:
+        assert fleet.depth().queue.messages == 0
+
+
+def test_the_sync_client_does_all_that_the_async_one_does(
+    connect_options: dict[str, Any], work: Work
+) -> None:
+    with imagefleet.connect(**connect_options) as fleet:
+        jobs = (Job(prompt=prompt, id=prompt) for prompt in ("good", "broken"))
+        batch = fleet.submit(jobs, campaign="spring")
+        assert (len(batch), batch.ids) == (2, ["good", "broken"])
+        assert fleet.job("spring/good").status == "pending"
+        worker = threading.Thread(target=lambda: asyncio.run(work()))
+        worker.start()
+        results = {result.id: result for result in batch.results(timeout=30)}
+        worker.join()
+
+        assert results["good"].image().size == (16, 16)
+        assert results["good"] == fleet.job("good", campaign="spring").result()
+        assert (results["broken"].status, results["broken"].reason) == (
+            "failed",
+            "the prompt is broken",
+        )
+        assert [entry.id for entry in fleet.failed(error="broken")] == ["broken"]
+        assert fleet.depth().failed.messages == 1
+        assert fleet.replay(id="broken").done == 1
+        asyncio.run(work())
+        assert fleet.discard(campaign="spring").done == 1
+        assert fleet.job("spring/broken").status == "unknown"
+
+
+@local_only
+def test_closing_in_another_thread_ends_the_wait(connect_options: dict[str, Any]) -> None:
+    fleet = imagefleet.connect(**connect_options)
+    batch = fleet.submit([Job(prompt="a house")])
+    threading.Timer(0.2, fleet.close).start()
+    began = time.monotonic()
+    with pytest.raises(errors.FleetError, match="closed"):
+        list(batch.results())
+    assert time.monotonic() - began < 10
+    fleet.close()
+    with pytest.raises(errors.FleetError, match="closed"):
+        fleet.depth()
+
+
+@local_only
+def test_a_loop_over_results_may_end_early(connect_options: dict[str, Any], work: Work) -> None:
+    with imagefleet.connect(**connect_options) as fleet:
+        batch = fleet.submit([Job(prompt="a house") for _ in range(3)])
+        asyncio.run(work())
+        for result in batch.results():
+            assert result.status == "completed"
+            break
+        assert len(list(batch.results(0))) == 3
+
+
+def test_importing_the_package_loads_nothing_heavy() -> None:
+    program = """
+import sys, imagefleet
+heavy = {"azure", "aiohttp", "torch", "typer", "PIL", "numpy"}
+print(sorted({"pydantic", "asyncio", *heavy} & set(sys.modules)))
+imagefleet.connect("local:x").close()
+imagefleet.aio, imagefleet.errors.JobError, imagefleet.Output
+print(sorted(heavy & set(sys.modules)))
+"""
+    printed = subprocess.run(
+        [sys.executable, "-c", program], capture_output=True, text=True, check=True
+    ).stdout
+    assert printed == "[]\n[]\n"
+
+
+@local_only
+def test_the_example_runs(storage_settings: StorageSettings, tmp_path: Path, work: Work) -> None:
+    with subprocess.Popen(
+        [sys.executable, ROOT / "examples" / "client.py"],
+        cwd=tmp_path,
+        env={"PYTHONPATH": str(ROOT), "IMAGEFLEET_STORAGE": storage_settings.storage},
+        stdout=subprocess.PIPE,
+        text=True,
+    ) as example:
+        while example.poll() is None:
+            if Path(storage_settings.storage.removeprefix("local:")).exists():
+                asyncio.run(work())
+            time.sleep(0.1)
+        assert example.stdout is not None
+        printed = example.stdout.read()
+    assert example.returncode == 0
+    assert printed.count("completed") == 3
+    assert len(list(tmp_path.glob("*.png"))) == 3
