@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 import re
 import shlex
 import subprocess
 import sys
+import threading
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -16,6 +18,10 @@ import typer
 
 from fleet import main, options
 from imagefleet.job.message import read_job
+from imagefleet.storage.open import open_storage
+from worker.pipeline import Pipeline
+from worker.settings import WorkerSettings
+from worker.testing import StandInEngine
 
 ROOT = Path(__file__).parents[2]
 
@@ -192,3 +198,40 @@ def test_the_jobs_that_the_pages_show_are_valid() -> None:
         for block in blocks:
             assert json.loads(block)
             read_job(block, "0001")
+
+
+@pytest.fixture
+def worker_at(tmp_path: Path) -> Iterator[Path]:
+    """A folder whose imagefleet-data a worker with the stand-in engine works on."""
+    settings = WorkerSettings(
+        storage=f"local:{tmp_path / 'imagefleet-data'}",
+        model="stand-in",
+        lora_cache=tmp_path / "cache",
+        poll_seconds=0.1,
+    )
+    loop = asyncio.new_event_loop()
+    stop = asyncio.Event()
+
+    async def work() -> None:
+        async with open_storage(settings) as storage:
+            await storage.create()
+            await Pipeline(storage, StandInEngine, settings).run(stop, asyncio.Event())
+
+    thread = threading.Thread(target=loop.run_until_complete, args=(work(),))
+    thread.start()
+    yield tmp_path
+    loop.call_soon_threadsafe(stop.set)
+    thread.join()
+    loop.close()
+
+
+@pytest.mark.parametrize("page", ["README.md", "docs/client.md"])
+def test_the_snippets_of_the_client_run(
+    page: str, worker_at: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(worker_at)
+    names: dict[str, object] = {}
+    for snippet in fences(ROOT / page, "python"):
+        exec(compile(snippet, page, "exec"), names)
+
+    assert list(worker_at.glob("*.png"))
