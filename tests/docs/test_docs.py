@@ -170,7 +170,7 @@ def test_every_flag_in_the_text_is_known(page: Path) -> None:
 def test_every_variable_is_a_setting(page: Path) -> None:
     known = {
         options.variable(name)
-        for model in options.PROJECT_SETTINGS.values()
+        for model in options.PROJECT_SETTINGS
         for name in model.model_fields
     }
     named = {
@@ -206,8 +206,7 @@ def worker_at(tmp_path: Path) -> Iterator[Path]:
     settings = WorkerSettings(
         storage=f"local:{tmp_path / 'imagefleet-data'}",
         model="stand-in",
-        lora_cache=tmp_path / "cache",
-        poll_seconds=0.1,
+        cache=tmp_path / "cache",
     )
     loop = asyncio.new_event_loop()
     stop = asyncio.Event()
