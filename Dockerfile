@@ -3,31 +3,31 @@
 #   docker build -t imagefleet-worker .
 #   docker build -t imagefleet --target light .
 #
-# The worker has torch and, in torch's own wheels, CUDA: the host brings the NVIDIA driver and its
-# container toolkit, nothing else. `light` is the console (load, exporter, failed, deploy ...), and
-# has no torch. Both run as user 65532 and write below /cache and /tmp alone, so
+# The worker has torch and, in torch's wheels, CUDA: the host needs only the NVIDIA driver and its
+# container toolkit. `light` is the console (load, exporter, failed, deploy ...) without torch. Both
+# run as user 65532 and write only to /cache and /tmp:
 #
 #   docker run --read-only --tmpfs /tmp --volume cache:/cache --gpus all imagefleet-worker
 #
-# What is large and changes rarely comes first: a change of the code ships the last layer of the
-# worker, two megabytes, to a node that has the rest.
+# Large layers that rarely change come first: a change of the code ships only the worker's last
+# layer, 2 MB.
 #
 # Build arguments:
 #   BASE_IMAGE   any Debian with Python 3.11 or newer, its venv and (for a GPU) its headers.
 #   CONSTRAINTS  the file in the context that pins versions.
-#   EXTRAS       of pyproject.toml, beside `worker`.
-#   PIP_EXTRA_INDEX_URL  of wheels besides. PyPI's torch is CUDA 13's, for drivers from 580 on;
-#                PyTorch's own indexes have it for older drivers, and for a CPU, which makes an
-#                image of a quarter of the size.
-#   COMPILER     for Triton; empty for an image that will never see a GPU.
-#   MODEL        a path in the context, baked in at /models/checkpoint: a folder in diffusers'
-#                format, or one that holds a .safetensors file, which MODEL_FILE then names, and
-#                beside it the folder of the same name with its tokenizer. LoRAs in its loras/ are
-#                found there. Without a model of your own the demo's is baked in; to fetch one at
-#                the start instead, set IMAGEFLEET_MODEL to an https address or to store:NAME.
+#   EXTRAS       of pyproject.toml, in addition to `worker`.
+#   PIP_EXTRA_INDEX_URL  an additional package index. PyPI's torch is for CUDA 13 (driver 580);
+#                PyTorch's indexes have it for older drivers, and for CPUs, where the image has a
+#                quarter of the size.
+#   COMPILER     for Triton; empty for an image that is never used with a GPU.
+#   MODEL        a path in the context, baked in at /models/checkpoint: a folder in diffusers format,
+#                or one with a .safetensors file, named by MODEL_FILE, and next to it the folder of
+#                the same name with its tokenizer. LoRAs are found in its loras/. By default the
+#                demo model; to download a model at the start instead, set IMAGEFLEET_MODEL to an
+#                https URL or to store:NAME.
 #
-# A first start on a GPU compiles for a minute or two. What it leaves in /cache saves the next one
-# that time, on the same kind of GPU: keep /cache as a volume, or bake it in,
+# The first start on a GPU compiles for a minute or two. The next start on the same kind of GPU
+# reuses what is in /cache: keep it as a volume, or bake it in,
 #
 #   FROM imagefleet-worker
 #   COPY --chown=65532:65532 cache/ /cache/
@@ -40,7 +40,7 @@ RUN groupadd --gid 65532 imagefleet && \
       --shell /usr/sbin/nologin imagefleet && \
     install --directory --owner=65532 --group=65532 /cache && \
     python3 -m venv /opt/imagefleet
-# HOME is for what other libraries cache.
+# Libraries cache files in HOME.
 ENV PATH=/opt/imagefleet/bin:$PATH \
     PYTHONUNBUFFERED=1 \
     PIP_DISABLE_PIP_VERSION_CHECK=1 \
@@ -49,11 +49,11 @@ ENV PATH=/opt/imagefleet/bin:$PATH \
     HF_HUB_OFFLINE=1
 WORKDIR /cache
 
-# The names and versions to install, apart from the files that they stand in: a layer of packages
-# is built again when what is installed changes, not when any line of pyproject.toml does.
+# Only the names and versions to install, so that the layers of packages are rebuilt when those
+# change, not with every line of pyproject.toml.
 FROM base AS pins
 ARG CONSTRAINTS=constraints.txt
-ARG EXTRAS="azure-identity remote-write"
+ARG EXTRAS="azure-identity"
 WORKDIR /pins
 COPY pyproject.toml ./
 COPY ${CONSTRAINTS} constraints.txt
@@ -66,7 +66,7 @@ RUN { grep '^torch==' constraints.txt || echo torch; } > torch.txt && \
       open('light.txt', 'w').write('\n'.join(light)); \
       open('worker.txt', 'w').write('\n'.join([*light, *extras['worker']]))"
 
-# The project itself, where everything that it needs is left out.
+# The project without its dependencies.
 FROM base AS project
 WORKDIR /project
 COPY pyproject.toml README.md LICENSE ./
@@ -91,8 +91,8 @@ ENTRYPOINT ["imagefleet"]
 CMD ["--help"]
 
 FROM base AS worker
-# Triton compiles its launchers in C at the first start on a GPU. Python's own headers are in the
-# base image; CUDA's are in Triton's wheel; C++ is for graphs on the CPU, of which there are none.
+# Triton compiles its launchers in C at the first start on a GPU. Python's headers are in the base
+# image, CUDA's in Triton's wheel.
 ARG COMPILER="gcc libc6-dev"
 # hadolint ignore=DL3008,SC2086
 RUN if [ -n "${COMPILER}" ]; then \
@@ -106,7 +106,7 @@ RUN pip install --requirement /pins/torch.txt
 COPY --from=pins /pins/constraints.txt /pins/worker.txt /pins/
 RUN pip install --constraint /pins/constraints.txt --requirement /pins/worker.txt
 ARG MODEL=demo_model
-# Under its own name, which images are recorded with; the link has the same place in every image.
+# Under its own name, which is recorded with each image; the link has a fixed path.
 COPY ${MODEL} /models/${MODEL}
 RUN ln --symbolic "/models/${MODEL}" /models/checkpoint
 COPY --from=project /project/installed /opt/imagefleet
@@ -116,8 +116,8 @@ LABEL org.opencontainers.image.title="imagefleet-worker" \
       org.opencontainers.image.description="A worker that turns a queue of prompt jobs into images" \
       org.opencontainers.image.licenses="Apache-2.0" \
       org.opencontainers.image.revision="${REVISION}"
-# The driver's container toolkit reads the NVIDIA_ variables; utility is nvidia-smi. The folder of
-# LoRAs comes before the store, and need not exist.
+# The container toolkit reads the NVIDIA_ variables; utility is nvidia-smi. The LoRA folder has
+# precedence over the storage and need not exist.
 ENV NVIDIA_VISIBLE_DEVICES=all \
     NVIDIA_DRIVER_CAPABILITIES=compute,utility \
     TORCHINDUCTOR_CACHE_DIR=/cache/inductor \
@@ -130,8 +130,8 @@ ENV NVIDIA_VISIBLE_DEVICES=all \
     IMAGEFLEET_HOST=127.0.0.1
 USER 65532:65532
 STOPSIGNAL SIGTERM
-# Docker and compose alone read this; SaladCloud and Kubernetes have probes of their own. The start
-# may fetch and compile.
+# For Docker and compose; SaladCloud and Kubernetes have their own probes. The start may download
+# and compile.
 HEALTHCHECK --interval=30s --timeout=10s --start-period=15m --retries=3 \
   CMD ["imagefleet", "health", "live"]
 ENTRYPOINT ["imagefleet"]

@@ -23,7 +23,7 @@ from rich.console import Console
 from rich.table import Table
 
 from imagefleet.job.message import read_job
-from imagefleet.storage import protocol, wrapped
+from imagefleet.storage import protocol
 from imagefleet.storage.open import open_storage
 from worker.engine import contract
 from worker.pipeline import Pipeline
@@ -113,16 +113,14 @@ class FarBlobs:
         return self._blobs.records(prefix)
 
 
-class FarStorage(wrapped.WrappedStorage):
-    """A storage home far away."""
+class FarStorage:
+    """An open storage whose every call takes LATENCY_SECONDS longer."""
 
     def __init__(self, storage: protocol.Storage) -> None:
-        super().__init__(
-            storage,
-            queue=FarQueue(storage.queue),
-            poison=FarQueue(storage.poison),
-            blobs=FarBlobs(storage.blobs),
-        )
+        self.url, self.operations = storage.url, storage.operations
+        self.queue = FarQueue(storage.queue)
+        self.poison = FarQueue(storage.poison)
+        self.blobs = FarBlobs(storage.blobs)
 
 
 async def sequential(storage: FarStorage, settings: WorkerSettings) -> float:

@@ -1,101 +1,99 @@
-"""What the four pages show; `write.py` turns it into Grafana's JSON and the README's tables."""
+"""The four dashboards; `write.py` turns them into Grafana's JSON and the README's tables."""
 
 from __future__ import annotations
 
-from panels import INFO, JOBS, NAMED, POISON, RATE, Dashboard, Panel, Query, gained, rate
+from panels import INFO, JOBS, NAMED, POISON, RATE, Dashboard, Panel, gained, rate, share
 
+IMAGES = "imagefleet_images_total"
+DOLLARS = "imagefleet_cost_dollars_total"
 GPU_DOLLARS = 'imagefleet_cost_dollars_total{kind="gpu"}'
 STORAGE_DOLLARS = 'imagefleet_cost_dollars_total{kind="storage"}'
-LORA_HITS = 'imagefleet_lora_cache_total{result="hit"}'
-DUPLICATES = 'imagefleet_jobs_total{outcome="duplicate"}'
-DONE = 'imagefleet_jobs_total{outcome=~"completed|duplicate"}'
+WASTED_DOLLARS = "imagefleet_wasted_dollars_total"
 THROWN_AWAY = 'imagefleet_wasted_dollars_total{reason=~"failed|duplicate"}'
+BUSY_SECONDS = "imagefleet_gpu_busy_seconds_total"
+IDLE_SECONDS = "imagefleet_gpu_idle_seconds_total"
+STAGE_SECONDS = "imagefleet_stage_seconds"
+LORA_LOOKUPS = "imagefleet_lora_cache_total"
+LORA_HITS = 'imagefleet_lora_cache_total{result="hit"}'
+DONE = 'imagefleet_jobs_total{outcome=~"completed|duplicate"}'
+DUPLICATES = 'imagefleet_jobs_total{outcome="duplicate"}'
+BAD_ENDS = 'imagefleet_jobs_total{outcome=~"retried|lost|failed"}'
+
+IMAGES_BY_GPU = f"sum by (gpu) (rate({IMAGES}{RATE}) * {INFO})"
+REPLICAS_BY_GPU = "count by (gpu) (imagefleet_worker_info)"
+DOLLARS_BY_GPU = f"sum by (gpu) (rate({GPU_DOLLARS}{RATE}) * {INFO})"
+NODE_SPEED = f"rate({IMAGES}[5m]) * {NAMED}"
 
 FLEET = Dashboard(
     "fleet",
     "imagefleet: Fleet",
-    "How many images/s, from how many replicas of which cards?",
+    "How many images/s, from how many replicas of which GPUs?",
     (
         Panel(
             "Images/s",
-            "Is the fleet as fast as it should be, now?",
-            "none",
-            (Query(rate("imagefleet_images_total")),),
+            "Is the fleet as fast as it should be?",
+            rate(IMAGES),
             "stat",
+            unit="none",
             decimals=2,
         ),
         Panel(
             "Replicas",
-            "How many workers have told of themselves in the last five minutes?",
-            "short",
-            (Query("count(imagefleet_worker_info)"),),
+            "How many workers reported in the last five minutes?",
+            "count(imagefleet_worker_info)",
             "stat",
         ),
         Panel(
             "Jobs waiting",
-            "How much is left? Leased jobs are counted.",
-            "short",
-            (Query(f"sum(imagefleet:queue_messages{JOBS})"),),
+            "How much is left? Includes leased jobs.",
+            f"sum(imagefleet:queue_messages{JOBS})",
             "stat",
         ),
         Panel(
             "Time to empty",
-            "When is it done, at this speed and with what still arrives?",
-            "s",
-            (Query("max(imagefleet_queue_seconds_to_empty)"),),
+            "When is the queue empty, at this speed and with the jobs that still arrive?",
+            "max(imagefleet_queue_seconds_to_empty)",
             "stat",
+            unit="s",
         ),
         Panel(
             "Images/s by GPU",
-            "Which cards make the images?",
-            "none",
-            (
-                Query(
-                    f"sum by (gpu) (rate(imagefleet_images_total{RATE}) * {INFO})",
-                    "{{gpu}}",
-                ),
-            ),
+            "Which GPUs make the images?",
+            {"{{gpu}}": IMAGES_BY_GPU},
             "stack",
+            unit="none",
         ),
         Panel(
             "Replicas by GPU",
-            "Did replicas come or go?",
-            "short",
-            (Query("count by (gpu) (imagefleet_worker_info)", "{{gpu}}"),),
+            "Did replicas start or stop?",
+            {"{{gpu}}": REPLICAS_BY_GPU},
             "stack",
         ),
         Panel(
-            "Images/s of one replica, by GPU",
-            "How fast is each card? A fall of one class points at its nodes or its driver.",
-            "none",
-            (
-                Query(
-                    f"sum by (gpu) (rate(imagefleet_images_total{RATE}) * {INFO})"
-                    " / count by (gpu) (imagefleet_worker_info)",
-                    "{{gpu}}",
-                ),
-            ),
+            "Images/s per replica, by GPU",
+            "How fast is each GPU class? If one slows down, look at its nodes or its driver.",
+            {"{{gpu}}": f"{IMAGES_BY_GPU} / {REPLICAS_BY_GPU}"},
+            unit="none",
         ),
         Panel(
             "Jobs/s, in and out",
-            "Does the queue grow because more arrives or because less is done?",
-            "none",
-            (
-                Query("sum(imagefleet_exporter_arrivals_per_second)", "arrive"),
-                Query("sum(imagefleet_exporter_completions_per_second)", "leave"),
-            ),
+            "Does the queue grow because more jobs arrive or because fewer are done?",
+            {
+                "arrivals": "sum(imagefleet_exporter_arrivals_per_second)",
+                "completions": "sum(imagefleet_exporter_completions_per_second)",
+            },
+            unit="none",
         ),
         Panel(
             "Messages by queue and state",
-            "How deep are the queues? Azure tells the sum alone: `any`.",
-            "short",
-            (Query("max by (queue, state) (imagefleet_queue_messages)", "{{queue}}, {{state}}"),),
+            "How long are the queues? Azure reports only the sum: `any`.",
+            {"{{queue}}, {{state}}": "max by (queue, state) (imagefleet_queue_messages)"},
         ),
         Panel(
             "Age of the oldest job",
-            "How long does a job wait? An age that grows with a short queue is a stuck job.",
-            "s",
-            (Query("max by (queue) (imagefleet_queue_oldest_age_seconds)", "{{queue}}"),),
+            "How long does a job wait? If it grows while the queue is short, a job is stuck.",
+            {"{{queue}}": "max by (queue) (imagefleet_queue_oldest_age_seconds)"},
+            unit="s",
         ),
     ),
 )
@@ -103,247 +101,181 @@ FLEET = Dashboard(
 COST = Dashboard(
     "cost",
     "imagefleet: Cost",
-    "How many images does a dollar buy, and where does the rest of it go?",
+    "How many images does a dollar buy, and where does the money go?",
     (
         Panel(
             "Images per dollar now, all in",
-            "What does the fleet earn at this moment, storage operations paid?",
-            "short",
-            (Query("imagefleet:images_per_dollar:all_in"),),
+            "How efficient is the fleet now, storage operations included?",
+            "imagefleet:images_per_dollar:all_in",
             "stat",
         ),
         Panel(
             "Images per dollar now, GPU only",
             "The same by the price of the replicas alone, as others publish it.",
-            "short",
-            (Query("imagefleet:images_per_dollar:gpu"),),
+            "imagefleet:images_per_dollar:gpu",
             "stat",
         ),
         Panel(
-            "Images per dollar, time shown, all in",
-            "What did this run come to? Choose its begin and end as the time range.",
-            "short",
-            (
-                Query(
-                    f"{gained('imagefleet_images_total')}"
-                    f" / {gained('imagefleet_cost_dollars_total')}"
-                ),
-            ),
+            "Images per dollar in the time range, all in",
+            "How efficient was this run? Select its start and end as the time range.",
+            f"{gained(IMAGES)} / {gained(DOLLARS)}",
             "stat",
         ),
         Panel(
-            "Images per dollar, time shown, GPU only",
+            "Images per dollar in the time range, GPU only",
             "The same by the price of the replicas alone.",
-            "short",
-            (Query(f"{gained('imagefleet_images_total')} / {gained(GPU_DOLLARS)}"),),
+            f"{gained(IMAGES)} / {gained(GPU_DOLLARS)}",
             "stat",
         ),
         Panel(
-            "Dollars, time shown",
-            "What was spent?",
-            "currencyUSD",
-            (Query(gained("imagefleet_cost_dollars_total")),),
+            "Dollars in the time range",
+            "How much was spent?",
+            gained(DOLLARS),
             "stat",
+            unit="currencyUSD",
             decimals=2,
         ),
         Panel(
-            "Dollars per hour now",
-            "What does it cost to leave this running?",
-            "currencyUSD",
-            (Query("sum(imagefleet_price_dollars_per_hour)"),),
+            "$/h now",
+            "What does the fleet cost while it runs?",
+            "sum(imagefleet_price_dollars_per_hour)",
             "stat",
+            unit="currencyUSD",
             decimals=2,
         ),
         Panel(
             "Forecast",
-            "What will have been spent when the queue is empty? The time shown, and what is left.",
-            "currencyUSD",
-            (
-                Query(gained("imagefleet_cost_dollars_total"), "spent"),
-                Query("max(imagefleet_queue_dollars_to_empty)", "to empty"),
-            ),
+            "How much will have been spent when the queue is empty? The time range, plus the rest.",
+            {"spent": gained(DOLLARS), "to empty": "max(imagefleet_queue_dollars_to_empty)"},
             "stat",
+            unit="currencyUSD",
             decimals=2,
         ),
         Panel(
             "Images per dollar",
-            "Since when is it better or worse, and is it above the target?",
-            "short",
-            (
-                Query("imagefleet:images_per_dollar:all_in", "all in"),
-                Query("imagefleet:images_per_dollar:gpu", "GPU only"),
-                Query("imagefleet:images_per_dollar:target", "target"),
-            ),
+            "When did it change, and is it above the target?",
+            {
+                "all in": "imagefleet:images_per_dollar:all_in",
+                "GPU only": "imagefleet:images_per_dollar:gpu",
+                "target": "imagefleet:images_per_dollar:target",
+            },
         ),
         Panel(
             "Where the money goes",
-            "Dollars per hour: images that are stored, storage operations, and each kind of waste.",
-            "currencyUSD",
-            (
-                Query(
-                    f"3600 * ({rate(GPU_DOLLARS)} - {rate('imagefleet_wasted_dollars_total')})",
-                    "images",
-                ),
-                Query(
-                    f"3600 * {rate(STORAGE_DOLLARS)}",
-                    "storage operations",
-                ),
-                Query(
-                    f"3600 * {rate('imagefleet_wasted_dollars_total', 'reason')}",
-                    "wasted: {{reason}}",
-                ),
-            ),
+            "$/h for stored images, storage operations and each kind of waste.",
+            {
+                "images": f"3600 * ({rate(GPU_DOLLARS)} - {rate(WASTED_DOLLARS)})",
+                "storage operations": f"3600 * {rate(STORAGE_DOLLARS)}",
+                "wasted: {{reason}}": f"3600 * {rate(WASTED_DOLLARS, 'reason')}",
+            },
             "stack",
+            unit="currencyUSD",
         ),
         Panel(
             "Images per dollar by GPU",
-            "Which card pays, start-up and idle time included?",
-            "short",
-            (
-                Query(
-                    f"sum by (gpu) (rate(imagefleet_images_total{RATE}) * {INFO})"
-                    f" / (sum by (gpu) (rate({GPU_DOLLARS}{RATE}) * {INFO}) > 0)",
-                    "{{gpu}}",
-                ),
-            ),
+            "Which GPU class is worth its price, start-up and idle time included?",
+            {"{{gpu}}": f"{IMAGES_BY_GPU} / ({DOLLARS_BY_GPU} > 0)"},
         ),
         Panel(
-            "Wasted share of the GPU dollars",
+            "Wasted share of the GPU cost",
             "How much of the replicas' price buys no image, by reason?",
-            "percentunit",
-            (
-                Query(
-                    f"{rate('imagefleet_wasted_dollars_total', 'reason')}"
-                    f" / on () group_left () ({rate(GPU_DOLLARS)} > 0)",
-                    "{{reason}}",
-                ),
-            ),
+            {"{{reason}}": share(rate(WASTED_DOLLARS, "reason"), rate(GPU_DOLLARS))},
             "stack",
+            unit="percentunit",
         ),
         Panel(
-            "Storage operations an image",
-            "Why do storage operations cost what they do? One write and a few calls are usual.",
-            "none",
-            (
-                Query(
-                    f"{rate('imagefleet_storage_operations_total', 'kind')}"
-                    f" / on () group_left () ({rate('imagefleet_images_total')} > 0)",
-                    "{{kind}}",
-                ),
-            ),
+            "Storage operations per image",
+            "Why do storage operations cost what they do? Usual: one write and a few queue calls.",
+            {"{{kind}}": share(rate("imagefleet_storage_operations_total", "kind"), rate(IMAGES))},
+            unit="none",
         ),
     ),
-)
-
-GPU_SECONDS = (
-    f"({rate('imagefleet_gpu_busy_seconds_total')}"
-    f" + {rate('imagefleet_gpu_idle_seconds_total')} > 0)"
 )
 
 PIPELINE = Dashboard(
     "pipeline",
     "imagefleet: Pipeline",
-    "What keeps the GPUs from making images all the time?",
+    "What keeps the GPUs from being busy all the time?",
     (
         Panel(
             "GPU idle",
-            "What share of their time do the GPUs wait? Above 5 % something is wrong.",
-            "percentunit",
-            (Query("imagefleet:gpu_idle:ratio"),),
+            "What share of the time are the GPUs idle? Above 5 % something is wrong.",
+            "imagefleet:gpu_idle:ratio",
             "stat",
+            unit="percentunit",
             decimals=1,
             bad_above=0.05,
         ),
         Panel(
             "Slots in use",
             "Are the batches full?",
-            "percentunit",
-            (
-                Query(
-                    'sum(imagefleet_slots{state="busy"}) / (sum(imagefleet_slots) > 0)',
-                ),
-            ),
+            'sum(imagefleet_slots{state="busy"}) / (sum(imagefleet_slots) > 0)',
             "stat",
+            unit="percentunit",
             decimals=0,
         ),
         Panel(
-            "Recompiles, time shown",
+            "Recompiles in the time range",
             "Did the engine compile again after its warm-up? It never should.",
-            "short",
-            (Query(gained("imagefleet_engine_recompiles_total")),),
+            gained("imagefleet_engine_recompiles_total"),
             "stat",
             bad_above=1,
         ),
         Panel(
             "Start-up, median",
-            "How long is a replica paid before its first job?",
-            "s",
-            (Query("quantile(0.5, imagefleet_start_up_seconds)"),),
+            "For how long is a replica billed before its first job?",
+            "quantile(0.5, imagefleet_start_up_seconds)",
             "stat",
+            unit="s",
             decimals=0,
         ),
         Panel(
-            "Why the GPUs waited",
-            "Share of their time: no jobs (queue_empty), jobs too slow to come (starved), images"
-            " too slow to leave (backpressure).",
-            "percentunit",
-            (
-                Query(
-                    f"{rate('imagefleet_gpu_idle_seconds_total', 'reason')}"
-                    f" / on () group_left () {GPU_SECONDS}",
-                    "{{reason}}",
-                ),
-            ),
+            "GPU idle time by reason",
+            "No jobs (queue_empty), preparation too slow (starved), or encoding and upload too slow"
+            " (backpressure)?",
+            {
+                "{{reason}}": share(
+                    rate(IDLE_SECONDS, "reason"), f"{rate(BUSY_SECONDS)} + {rate(IDLE_SECONDS)}"
+                )
+            },
             "stack",
+            unit="percentunit",
         ),
         Panel(
             "Mean time by stage",
-            "Where is a job's time spent? All but generate should hide behind the GPU.",
-            "s",
-            (
-                Query(
-                    f"{rate('imagefleet_stage_seconds_sum', 'stage')}"
-                    f" / ({rate('imagefleet_stage_seconds_count', 'stage')} > 0)",
-                    "{{stage}}",
-                ),
-            ),
+            "Where does a job spend its time? All stages but generate should overlap with the GPU.",
+            {
+                "{{stage}}": f"{rate(f'{STAGE_SECONDS}_sum', 'stage')}"
+                f" / ({rate(f'{STAGE_SECONDS}_count', 'stage')} > 0)"
+            },
+            unit="s",
         ),
         Panel(
             "95th percentile by stage",
-            "Which stage has a long tail? A slow store shows in upload, pull and acknowledge.",
-            "s",
-            (
-                Query(
-                    "histogram_quantile(0.95,"
-                    f" {rate('imagefleet_stage_seconds_bucket', 'le, stage')})",
-                    "{{stage}}",
-                ),
-            ),
+            "Which stage has a long tail? Slow storage shows in upload, pull and acknowledge.",
+            {
+                "{{stage}}": "histogram_quantile(0.95,"
+                f" {rate(f'{STAGE_SECONDS}_bucket', 'le, stage')})"
+            },
+            unit="s",
         ),
         Panel(
             "Slots by state",
-            "Are places in the batches free while jobs wait?",
-            "short",
-            (Query("sum by (state) (imagefleet_slots)", "{{state}}"),),
+            "Are slots free while jobs wait?",
+            {"{{state}}": "sum by (state) (imagefleet_slots)"},
             "stack",
         ),
         Panel(
             "LoRA cache hits",
-            "Are LoRAs at hand, on disk and in memory? Misses cost a download or a load.",
-            "percentunit",
-            (
-                Query(
-                    f"{rate(LORA_HITS, 'cache')}"
-                    f" / ({rate('imagefleet_lora_cache_total', 'cache')} > 0)",
-                    "{{cache}}",
-                ),
-            ),
+            "Are LoRAs cached on disk and in memory? A miss costs a download or a load.",
+            {"{{cache}}": f"{rate(LORA_HITS, 'cache')} / ({rate(LORA_LOOKUPS, 'cache')} > 0)"},
+            unit="percentunit",
         ),
         Panel(
-            "Lease renewals a second",
-            "Are leases kept? Lost ones are work done twice.",
-            "none",
-            (Query(rate("imagefleet_lease_renewals_total", "result"), "{{result}}"),),
+            "Lease renewals/s",
+            "Are leases renewed? A lost lease means that a job runs twice.",
+            {"{{result}}": rate("imagefleet_lease_renewals_total", "result")},
+            unit="none",
         ),
     ),
 )
@@ -351,115 +283,85 @@ PIPELINE = Dashboard(
 FAILURES = Dashboard(
     "failures",
     "imagefleet: Failures",
-    "What goes wrong, how often, and is it the jobs or the nodes?",
+    "What fails, how often, and is it the jobs or the nodes?",
     (
         Panel(
-            "Failed jobs, time shown",
-            "How many jobs ended in the poison queue?",
-            "short",
-            (Query(gained("imagefleet_failed_jobs_total")),),
+            "Failed jobs in the time range",
+            "How many jobs went to the poison queue?",
+            gained("imagefleet_failed_jobs_total"),
             "stat",
             decimals=0,
             bad_above=1,
         ),
         Panel(
             "In the poison queue",
-            "How many wait for somebody to decide?",
-            "short",
-            (Query(f"sum(imagefleet:queue_messages{POISON})"),),
+            "How many failed jobs wait for a decision?",
+            f"sum(imagefleet:queue_messages{POISON})",
             "stat",
             bad_above=1,
         ),
         Panel(
-            "Done twice, time shown",
-            "What share of the jobs found its images stored already?",
-            "percentunit",
-            (
-                Query(
-                    f"{gained(DUPLICATES)} / ({gained(DONE)} > 0)",
-                ),
-            ),
+            "Duplicate jobs in the time range",
+            "What share of the jobs found their images already stored?",
+            f"{gained(DUPLICATES)} / ({gained(DONE)} > 0)",
             "stat",
+            unit="percentunit",
             decimals=2,
         ),
         Panel(
             "Silent for five minutes, of the last hour",
-            "How many workers ended or vanished?",
-            "short",
-            (
-                Query(
-                    "count(count by (job, instance)"
-                    " (count_over_time(imagefleet_worker_info[1h])))"
-                    " - (count(imagefleet_worker_info) or vector(0))"
-                ),
-            ),
+            "How many workers stopped or vanished?",
+            "count(count by (job, instance) (count_over_time(imagefleet_worker_info[1h])))"
+            " - (count(imagefleet_worker_info) or vector(0))",
             "stat",
         ),
         Panel(
-            "The exporter's last look",
-            "How old is what is shown of the queues?",
-            "s",
-            (Query("time() - max(imagefleet_exporter_last_look_timestamp_seconds)"),),
+            "Age of the exporter's last poll",
+            "How old are the figures of the queues?",
+            "time() - max(imagefleet_exporter_last_look_timestamp_seconds)",
             "stat",
+            unit="s",
             decimals=0,
             bad_above=120,
         ),
         Panel(
-            "Failed jobs a minute by error",
-            "Is it one kind of bad input (JobError and its kin), or the store and the engine?",
-            "none",
-            (Query(f"60 * {rate('imagefleet_failed_jobs_total', 'error')}", "{{error}}"),),
+            "Failed jobs/min by error",
+            "Is it bad input (JobError and its subclasses), or the storage and the engine?",
+            {"{{error}}": f"60 * {rate('imagefleet_failed_jobs_total', 'error')}"},
             "stack",
+            unit="none",
         ),
         Panel(
             "Jobs/s by outcome",
-            "What becomes of the jobs? Retried and lost ones come again.",
-            "none",
-            (Query(rate("imagefleet_jobs_total", "outcome"), "{{outcome}}"),),
+            "How do jobs end? Retried and lost ones come back.",
+            {"{{outcome}}": rate("imagefleet_jobs_total", "outcome")},
             "stack",
+            unit="none",
         ),
         Panel(
             "Poison queues",
-            "Since when do they grow?",
-            "short",
-            (Query(f"imagefleet:queue_messages{POISON}", "{{queue}}"),),
+            "When did they grow?",
+            {"{{queue}}": f"imagefleet:queue_messages{POISON}"},
         ),
         Panel(
-            "Work thrown away",
-            "Dollars per hour of images that failed or were there already.",
-            "currencyUSD",
-            (
-                Query(
-                    f"3600 * {rate(THROWN_AWAY, 'reason')}",
-                    "{{reason}}",
-                ),
-            ),
+            "Wasted work",
+            "$/h for images that failed or were already stored.",
+            {"{{reason}}": f"3600 * {rate(THROWN_AWAY, 'reason')}"},
             "stack",
+            unit="currencyUSD",
         ),
         Panel(
-            "Slowest nodes against their own class",
-            "Which nodes make fewer images than the median of their card? Under 0.67, replace it.",
-            "percentunit",
-            (
-                Query(
-                    f"bottomk(10, rate(imagefleet_images_total[5m]) * {NAMED}"
-                    " / on (gpu) group_left () (quantile by (gpu)"
-                    f" (0.5, rate(imagefleet_images_total[5m]) * {NAMED}) > 0))",
-                ),
-            ),
+            "Slowest nodes of their GPU class",
+            "Which nodes are slower than the median of their class? Replace those under 0.67.",
+            f"bottomk(10, {NODE_SPEED} / on (gpu) group_left ()"
+            f" (quantile by (gpu) (0.5, {NODE_SPEED}) > 0))",
             "table",
+            unit="percentunit",
         ),
         Panel(
             "Jobs lost or retried, by node",
-            "Is it one machine? Jobs in the time shown that did not end as they should.",
-            "short",
-            (
-                Query(
-                    "topk(10, sum by (job, instance) (increase(imagefleet_jobs_total"
-                    '{outcome=~"retried|lost|failed"}[$__range]))'
-                    f" * {NAMED})",
-                ),
-            ),
+            "Is it a single machine? Jobs in the time range that failed, were lost or retried.",
+            f"topk(10, sum by (job, instance) (increase({BAD_ENDS}[$__range])) * {NAMED})",
             "table",
         ),
     ),

@@ -1,46 +1,44 @@
-"""What a page is made of: panels, each a question and the queries that answer it."""
+"""The parts of a dashboard: panels, each a question and the queries that answer it."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
 from typing import Literal
 
-#: The counters' rate; Grafana makes it at least four pushes long.
+#: Grafana makes this interval at least four pushes long.
 RATE = "[$__rate_interval]"
 
-#: The job queue, without the poison queue beside it.
+#: The job queue, without its poison queue.
 JOBS = '{queue!~".+-poison"}'
 POISON = '{queue=~".+-poison"}'
 
-#: Only this series knows a worker's machine and GPU; everything else joins it on `instance`.
+#: Only this series has a worker's machine and GPU; everything else joins it on `instance`.
 INFO = "on (job, instance) group_left (gpu) imagefleet_worker_info"
 NAMED = "on (job, instance) group_left (worker, gpu) imagefleet_worker_info"
 
-
-@dataclass(frozen=True, slots=True)
-class Query:
-    """PromQL, and what a series of its answer is called: a text with {{label}}."""
-
-    expr: str
-    legend: str = ""
+Kind = Literal["stat", "lines", "stack", "table"]
 
 
 @dataclass(frozen=True, slots=True)
 class Panel:
-    """A figure (`stat`), curves (`lines`, `stack`) or rows of the newest values (`table`)."""
+    """A number (`stat`), curves (`lines`, `stack`) or rows of the newest values (`table`).
+
+    *queries* maps the legend of each query, a text with {{label}}, to its PromQL; a bare string is
+    a single query without a legend.
+    """
 
     title: str
     answers: str
-    unit: str
-    queries: tuple[Query, ...]
-    kind: Literal["stat", "lines", "stack", "table"] = "lines"
+    queries: dict[str, str] | str
+    kind: Kind = "lines"
+    unit: str = "short"
     decimals: int | None = None
     bad_above: float | None = None
 
 
 @dataclass(frozen=True, slots=True)
 class Dashboard:
-    """One page; its figures come first, in one row."""
+    """One dashboard; its numbers come first, in one row."""
 
     name: str
     title: str
@@ -49,10 +47,10 @@ class Dashboard:
 
 
 def gained(metric: str, by: str = "") -> str:
-    """What a counter gained in the time that is shown, exactly.
+    """The exact increase of a counter over the time range shown.
 
     `increase()` extrapolates, and misses what a worker counted before its first push: a series
-    that was not there at the beginning began at zero, and a new process is a new series.
+    that is absent at the start began at zero, and every process pushes a new series.
     """
     now = f"last_over_time({metric}[$__range])"
     before = f"last_over_time({metric}[5m] offset $__range)"
@@ -61,3 +59,8 @@ def gained(metric: str, by: str = "") -> str:
 
 def rate(metric: str, by: str = "") -> str:
     return f"sum{f' by ({by}) ' if by else ''}(rate({metric}{RATE}))"
+
+
+def share(part: str, whole: str) -> str:
+    """A ratio by the labels of *part*; without data where *whole* is zero."""
+    return f"{part} / on () group_left () ({whole} > 0)"

@@ -2,8 +2,7 @@
 
     python dashboards/write.py
 
-Through Grafana's own generator, grafana-foundation-sdk, whose types are made from the published
-schema: what it cannot express does not get into the JSON.
+Uses Grafana's generator, grafana-foundation-sdk, whose types follow the published schema.
 """
 
 from __future__ import annotations
@@ -36,7 +35,7 @@ PanelBuilder = stat.Panel | timeseries.Panel | table.Panel
 
 
 def build(page: Dashboard) -> str:
-    """One dashboard's JSON: its figures in rows of four, then the plots, two in a row."""
+    """One dashboard's JSON: its numbers in rows of four, then the plots, two in a row."""
     figures = [panel for panel in page.panels if panel.kind == "stat"]
     plots = [panel for panel in page.panels if panel.kind != "stat"]
     places = [*_rows(len(figures), 4, FIGURE_HEIGHT)]
@@ -68,7 +67,7 @@ def build(page: Dashboard) -> str:
 
 
 def _rows(count: int, in_a_row: int, height: int, top: int = 0) -> Iterator[models.GridPos]:
-    """Places for *count* panels, the rows about as full, and each stretched over the width."""
+    """Positions of *count* panels in evenly filled rows of full width."""
     in_a_row = math.ceil(count / math.ceil(count / in_a_row))
     for number in range(count):
         row, column = divmod(number, in_a_row)
@@ -82,7 +81,7 @@ def _panel(panel: Panel) -> PanelBuilder:
         builder = stat.Panel().graph_mode(common_models.BigValueGraphMode.AREA)
         builder.reduce_options(common.ReduceDataOptions().calcs(["lastNotNull"]))
     elif panel.kind == "table":
-        # Without a footer of its own, the generator writes one that its schema refuses.
+        # Without a footer, the generator writes one that its schema rejects.
         builder = table.Panel().footer(common.TableFooterOptions().reducer([]))
         builder.with_transformation(
             models.DataTransformerConfig(
@@ -96,14 +95,14 @@ def _panel(panel: Panel) -> PanelBuilder:
     if panel.decimals is not None:
         builder.decimals(panel.decimals)
     builder.thresholds(_thresholds(panel.bad_above))
-    for number, query in enumerate(panel.queries):
-        target = prometheus.Dataquery().ref_id(chr(ord("A") + number)).expr(query.expr)
-        target.datasource(SOURCE)
-        if query.legend:
-            target.legend_format(query.legend)
+    queries = {"": panel.queries} if isinstance(panel.queries, str) else panel.queries
+    for letter, (legend, query) in zip("ABCDEF", queries.items(), strict=False):
+        target = prometheus.Dataquery().ref_id(letter).expr(query).datasource(SOURCE)
+        if legend:
+            target.legend_format(legend)
         if panel.kind == "table":
             target.instant().format(PromQueryFormat.TABLE)
-        elif panel.kind == "stat" and "$__range" in query.expr:
+        elif panel.kind == "stat" and "$__range" in query:
             target.instant()
         else:
             target.range()
@@ -135,12 +134,11 @@ def _thresholds(bad_above: float | None) -> dashboard.ThresholdsConfig:
 
 
 def tables() -> str:
-    """The README's part that follows from the panels: a picture's place, and what each answers."""
+    """The README's section on the panels: the question that each answers."""
     parts = []
     for page in DASHBOARDS:
         name = page.title.partition(": ")[2]
         parts.append(f"### {name}\n\n{page.question}\n\n")
-        parts.append(f"![The page {name}, drawn by preview.py](pictures/{page.name}.png)\n\n")
         parts.append("| panel | what it answers |\n| --- | --- |\n")
         parts.extend(f"| {panel.title} | {panel.answers} |\n" for panel in page.panels)
         parts.append("\n")

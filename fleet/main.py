@@ -14,7 +14,7 @@ from fleet.keys import command as keys
 from fleet.monitor import exporter, status, top
 from fleet.plan import command as plan
 from fleet.report import command as report
-from fleet.salad import deploy
+from fleet.salad import command as deploy
 from fleet.scale import command as scale
 
 app = typer.Typer(

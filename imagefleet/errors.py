@@ -1,11 +1,13 @@
-"""One tree of errors; the class decides what happens to the job.
+"""The tree of errors; the class decides what happens to the job.
 
 FleetError
 ├── JobError        the job can never succeed        -> poison queue at once
-├── TransientError  it may succeed another time      -> retried, poison after the last attempt
+├── TransientError  a later attempt may succeed      -> retried; poison queue after the last one
 ├── LeaseLost       another worker has the message   -> dropped, never acknowledged
-├── NodeError       this machine cannot do its work  -> everything handed back, exit, replace me
+├── NodeError       this machine cannot do its work  -> jobs handed back, exit, reallocation
 └── SetupError      the operator has to act          -> one line on the terminal, exit code 2
+
+The docstring of a class is its default message.
 """
 
 from __future__ import annotations
@@ -37,18 +39,18 @@ class MissingFileError(JobError):
 
 
 class UnusableFileError(JobError):
-    """The job names a LoRA or a model that does not fit."""
+    """The job names a LoRA or a model that cannot be used."""
 
 
 class TransientError(FleetError):
-    """The storage or the engine failed in a way that may pass."""
+    """The storage or the engine failed temporarily."""
 
 
 class NoAccessError(TransientError):
-    """The storage's credentials have run out, and new ones are awaited."""
+    """The credentials of the storage have expired; waiting for new ones."""
 
 
-class LeaseLost(FleetError):  # noqa: N818 - the term of the field, and of the design
+class LeaseLost(FleetError):  # noqa: N818 - the established term
     """The lease on the message is lost: another worker may have it."""
 
 

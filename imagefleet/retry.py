@@ -1,4 +1,4 @@
-"""The one policy of retries: exponential back-off with full jitter, for errors that may pass."""
+"""The retry policy: exponential back-off with full jitter, for transient errors."""
 
 from __future__ import annotations
 
@@ -20,29 +20,29 @@ _Result = TypeVar("_Result")
 
 
 def jitter(seconds: float, low: float = 0.5, high: float = 1.0) -> float:
-    """*seconds* times a random factor, so that replicas that start together do not stay in step."""
+    """*seconds* times a random factor, so that replicas do not act in lockstep."""
     return seconds * random.uniform(low, high)  # noqa: S311 - no secret
 
 
 def backoff(retries: int, first_seconds: float, longest_seconds: float) -> float:
-    """The pause before the next try after *retries* earlier ones: doubled each time, jittered."""
+    """The pause before retry number *retries* (from 0): doubled each time, jittered."""
     return jitter(min(longest_seconds, first_seconds * 2 ** min(retries, 30)))
 
 
 def log_retry(error: errors.TransientError) -> None:
-    _LOGGER.info("trying again: %s", error.message, extra={"action": "storage_retry"})
+    _LOGGER.info("retrying: %s", error.message, extra={"action": "storage_retry"})
 
 
 @dataclass(frozen=True, slots=True)
 class RetryPolicy:
-    """How often and how patiently a call is repeated; `on_retry` is told of every repetition.
+    """How often and how long a call is retried; `on_retry` is called before each retry.
 
-    The default waits come to 8 seconds on average, 16 at most, beside the time that the tries
-    themselves take. No try begins after `give_up_seconds`. Jitter is full (0 to the whole wait),
-    so that a fleet whose storage comes back does not come back in step.
+    The default waits add up to 8 seconds on average and 16 at most, without the attempts
+    themselves. No attempt starts after `give_up_seconds`. Jitter is full (from 0), so that a fleet
+    does not return to a recovered storage in lockstep.
 
-    `waits_for_access`: credentials that have run out are waited for without end, and that counts
-    as no try.
+    With `waits_for_access`, expired credentials are waited for without limit, and such attempts
+    do not count.
     """
 
     tries: int = 6
@@ -53,10 +53,10 @@ class RetryPolicy:
     on_retry: Callable[[errors.TransientError], None] = log_retry
 
     async def call(self, operation: Callable[[], Awaitable[_Result]]) -> _Result:
-        """Awaits *operation* until it succeeds, fails for good, or the tries are used up.
+        """Awaits *operation* until it succeeds, fails permanently, or the attempts are used up.
 
         Raises:
-            FleetError: that of the last try.
+            FleetError: the error of the last attempt.
         """
         tries = tenacity.AsyncRetrying(
             stop=tenacity.stop_after_attempt(self.tries)
@@ -65,7 +65,7 @@ class RetryPolicy:
                 multiplier=self.first_wait_seconds, max=self.longest_wait_seconds
             ),
             retry=tenacity.retry_if_exception_type(errors.TransientError),
-            before_sleep=self._tell,
+            before_sleep=self._report,
             reraise=True,
         )
 
@@ -81,18 +81,18 @@ class RetryPolicy:
 
         return await tries(attempt)
 
-    def _tell(self, state: tenacity.RetryCallState) -> None:
+    def _report(self, state: tenacity.RetryCallState) -> None:
         error = state.outcome.exception() if state.outcome else None
         if isinstance(error, errors.TransientError):
             self.on_retry(error)
 
 
-#: Inside the storage. What lasts longer is the caller's to repeat, who still holds the job; and a
-#: renewal must know where it stands before its lease is over.
+#: Inside the storage. Longer outages are the caller's to retry, with the job still in flight; and
+#: a renewal must have a result before its lease ends.
 DEFAULT = RetryPolicy(give_up_seconds=30)
 
-#: For what is the caller's to repeat, except that nothing can be done without access.
+#: For operations that the caller retries: only missing access is waited for.
 UNTIL_ACCESS = RetryPolicy(tries=1, waits_for_access=True)
 
-#: Switches retries off: every fault surfaces at once.
+#: No retries: every fault surfaces at once.
 NEVER = RetryPolicy(tries=1)

@@ -1,4 +1,4 @@
-"""The one place where pydantic's errors become sentences that name the field and what to do."""
+"""Pydantic's errors as sentences that name the field and what to do."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from typing import Any, cast
 
 from pydantic import ValidationError
 
-#: A message with a hundred wrong fields need not name them all.
+#: Reasons shown of a message with many wrong fields.
 MAX_REASONS = 5
 
 _MAX_LOCATION_CHARACTERS = 120
@@ -18,7 +18,7 @@ _PREFIX = re.compile(r"^(Value error, |Input |String )")
 
 
 def sentence(error: ValidationError, known: Iterable[str] = ()) -> str:
-    """What is wrong and where, in one line; *known* are the field names to suggest from."""
+    """What is wrong and where, in one line; *known* are field names to suggest."""
     details = error.errors(include_url=False)
     reasons = [reason(cast("Mapping[str, Any]", detail), known) for detail in details]
     more = len(reasons) - MAX_REASONS
@@ -26,7 +26,7 @@ def sentence(error: ValidationError, known: Iterable[str] = ()) -> str:
 
 
 def reason(detail: Mapping[str, Any], known: Iterable[str] = ()) -> str:
-    """One of pydantic's error details as a sentence; it never quotes the input (a secret, maybe)."""
+    """One error detail as a sentence; it never quotes the input, which may be a secret."""
     where = location(detail["loc"])
     match detail["type"]:
         case "extra_forbidden":
@@ -46,7 +46,7 @@ def message(detail: Mapping[str, Any]) -> str:
 
 
 def location(parts: Sequence[object]) -> str:
-    """A path as people write it: `lists.noun[2]`."""
+    """A path like `lists.noun[2]`."""
     place = ""
     for part in parts:
         place += f"[{part}]" if isinstance(part, int) else f".{part}" if place else str(part)
@@ -54,6 +54,6 @@ def location(parts: Sequence[object]) -> str:
 
 
 def suggestion(name: str, known: Iterable[str]) -> str:
-    """`; did you mean 'cfg_scale'?`, or nothing where no known name is close."""
+    """`; did you mean 'cfg_scale'?`, or an empty string if no known name is close."""
     close = difflib.get_close_matches(name, list(known), n=1)
     return f"; did you mean {close[0]!r}?" if close else ""

@@ -1,11 +1,10 @@
-"""The two homes that every test of storage runs on: a folder, and Azurite."""
+"""The two storages that tests run on, a folder and Azurite, and fake services."""
 
 from __future__ import annotations
 
 import asyncio
 import contextlib
 import importlib.util
-import ipaddress
 import math
 import os
 import shutil
@@ -17,20 +16,16 @@ import time
 import uuid
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
 from dataclasses import dataclass, field
-from datetime import UTC, datetime, timedelta
 from pathlib import Path
 from typing import Any, NoReturn
 
 import aiohttp
 import pytest
+import trustme
 from aiohttp import web
 from azure.core.exceptions import ResourceNotFoundError
 from azure.storage.blob import BlobServiceClient
 from azure.storage.queue import QueueServiceClient
-from cryptography import x509
-from cryptography.hazmat.primitives import hashes, serialization
-from cryptography.hazmat.primitives.asymmetric import ec
-from cryptography.x509.oid import NameOID
 
 from imagefleet.storage.azure.storage import API_VERSION
 from imagefleet.storage.open import open_storage
@@ -39,13 +34,13 @@ from imagefleet.storage.settings import StorageSettings
 
 AZURITE = Path(__file__).parent / "azurite"
 
-#: Without Azurite, half of the tests say nothing: let that pass on a desk, never where it counts.
+#: Without Azurite, half of the tests are skipped: acceptable on a laptop, an error in CI.
 AZURITE_REQUIRED = bool(os.environ.get("CI") or os.environ.get("IMAGEFLEET_REQUIRE_AZURITE"))
 
 #: Where `make test` unpacks Prometheus and VictoriaMetrics; nothing is installed on the machine.
 DEBIAN = Path(__file__).parent / "dashboards" / "debian" / "usr" / "bin"
 
-#: Without them, the metrics are only written: likewise.
+#: Likewise without Prometheus and VictoriaMetrics.
 PROMETHEUS_REQUIRED = bool(os.environ.get("CI") or os.environ.get("IMAGEFLEET_REQUIRE_PROMETHEUS"))
 
 ACCOUNT = "devstoreaccount1"
@@ -54,7 +49,7 @@ ACCOUNT_KEY = (  # the well-known key of every Azurite; it opens nothing else
 )
 START_SECONDS = 30
 
-#: VictoriaMetrics keeps what comes in to itself for so long, flushed or not.
+#: VictoriaMetrics makes samples visible only after this time, flushed or not.
 FLUSH_SECONDS = 1.2
 
 
@@ -69,13 +64,13 @@ class VictoriaMetrics:
         return f"{self.url}/api/v1/import/prometheus"
 
     async def arrived(self) -> None:
-        """Returns when what was pushed up to now can be asked for."""
+        """Returns when all that was pushed so far can be queried."""
         async with aiohttp.ClientSession(self.url) as client:
             await (await client.get("/internal/force_flush")).read()
         await asyncio.sleep(FLUSH_SECONDS)
 
     async def ask(self, query: str) -> list[dict[str, Any]]:
-        # It takes a moment by its whole second, so this one's samples would be in the future.
+        # It rounds the time down to a second, before the newest samples.
         parameters = {"query": query, "time": str(math.ceil(time.time()))}
         async with (
             aiohttp.ClientSession(self.url) as client,
@@ -88,9 +83,9 @@ class VictoriaMetrics:
 
 @dataclass
 class FakeSaladMetadata:
-    """SaladCloud's metadata service as its specification has it, over real HTTP.
+    """SaladCloud's metadata service as specified, over real HTTP.
 
-    *reasons* and *deletion_costs* are what it was told; *broken* may answer in its place.
+    *reasons* and *deletion_costs* record the requests; *broken* may answer in its place.
     """
 
     url: str = ""
@@ -109,10 +104,10 @@ class FakeSaladMetadata:
         if any(name.lower().startswith("x-forwarded-") for name in request.headers):
             return _problem(403, "The request was forwarded.")
         if request.method == "GET":
-            return self._told(request.path)
-        return self._ordered(request.method, request.path, await request.json())
+            return self._get(request.path)
+        return self._change(request.method, request.path, await request.json())
 
-    def _told(self, path: str) -> web.Response:
+    def _get(self, path: str) -> web.Response:
         answers: dict[str, dict[str, Any]] = {
             "/v1/token": {"jwt": self.jwt},
             "/v1/status": {"ready": self.ready, "started": self.started},
@@ -122,7 +117,7 @@ class FakeSaladMetadata:
             return web.json_response(answers[path])
         return _problem(404, "The container instance could not be found.")
 
-    def _ordered(self, method: str, path: str, body: dict[str, Any]) -> web.Response:
+    def _change(self, method: str, path: str, body: dict[str, Any]) -> web.Response:
         match method, path, body:
             case "PUT", "/v1/deletion-cost", {"deletion_cost": int(cost)} if abs(cost) < 2**31:
                 self.deletion_costs.append(cost)
@@ -141,7 +136,7 @@ def _problem(status: int, detail: str) -> web.Response:
 
 @pytest.fixture
 async def salad_metadata_service() -> AsyncIterator[FakeSaladMetadata]:
-    """A metadata service of SaladCloud's for one test; its address is for --metadata-url."""
+    """A fake of SaladCloud's metadata service; its `url` is for --metadata-url."""
     service = FakeSaladMetadata()
     app = web.Application()
     app.router.add_route("*", "/{path:.*}", service.handle)
@@ -154,13 +149,13 @@ async def salad_metadata_service() -> AsyncIterator[FakeSaladMetadata]:
 
 
 def pytest_configure() -> None:
-    # What a shell starts in the background ignores Ctrl-C, and so does all that is started by it.
+    # A shell's background jobs ignore SIGINT, and so do their child processes.
     if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
         signal.signal(signal.SIGINT, signal.default_int_handler)
 
 
 @pytest.fixture(autouse=True)
-def _no_settings_from_outside(monkeypatch: pytest.MonkeyPatch) -> None:
+def _no_settings_from_environment(monkeypatch: pytest.MonkeyPatch) -> None:
     for name in list(os.environ):
         if name.startswith(("IMAGEFLEET_", "SALAD_")):
             monkeypatch.delenv(name)
@@ -168,7 +163,7 @@ def _no_settings_from_outside(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.fixture(scope="session")
 def azurite_address() -> Iterator[str]:
-    """The connection string of an Azurite of this test run: in memory, gone with it."""
+    """The connection string of an in-memory Azurite for this test run."""
     node = _node()
     if node is None or not (AZURITE / "node_modules" / "azurite").is_dir():
         _azurite_is_missing(f"no Azurite: run `npm ci` in {AZURITE} (Node {node or 'is missing'})")
@@ -179,13 +174,13 @@ def azurite_address() -> Iterator[str]:
 
 @pytest.fixture
 def local_settings(tmp_path: Path) -> StorageSettings:
-    """Settings of a folder that is not there yet."""
-    return StorageSettings(storage=f"local:{tmp_path / 'home'}")
+    """Settings of a folder that does not exist yet."""
+    return StorageSettings(storage=f"local:{tmp_path / 'storage'}")
 
 
 @pytest.fixture
 def azurite_settings(azurite_address: str) -> Iterator[StorageSettings]:
-    """Settings of queues and a container that are not there yet, each test's own."""
+    """Settings of queues and a container of this test alone, which do not exist yet."""
     name = f"test-{uuid.uuid4().hex[:16]}"
     settings = StorageSettings(storage=azurite_address, queue=name, container=name)
     yield settings
@@ -194,7 +189,7 @@ def azurite_settings(azurite_address: str) -> Iterator[StorageSettings]:
 
 @pytest.fixture(params=["local", "azurite"])
 def storage_settings(request: pytest.FixtureRequest) -> StorageSettings:
-    """Settings of a home that is not created yet, once for each kind of home."""
+    """Settings of a storage that is not created yet, once for each kind of storage."""
     settings = request.getfixturevalue(f"{request.param}_settings")
     assert isinstance(settings, StorageSettings)
     return settings
@@ -202,7 +197,7 @@ def storage_settings(request: pytest.FixtureRequest) -> StorageSettings:
 
 @pytest.fixture
 async def storage(storage_settings: StorageSettings) -> AsyncIterator[Storage]:
-    """A home, opened and created."""
+    """A storage, opened and created."""
     async with open_storage(storage_settings) as storage:
         await storage.create()
         yield storage
@@ -210,7 +205,7 @@ async def storage(storage_settings: StorageSettings) -> AsyncIterator[Storage]:
 
 @pytest.fixture(scope="session")
 def tool() -> Callable[[str], str]:
-    """The path of one of Debian's programs: prometheus, promtool, victoria-metrics, vmagent."""
+    """Finds prometheus, promtool, victoria-metrics or vmagent."""
 
     def find(name: str) -> str:
         if found := shutil.which(name) or shutil.which(DEBIAN / name):
@@ -227,7 +222,7 @@ def tool() -> Callable[[str], str]:
 def victoria_metrics(
     tool: Callable[[str], str], tmp_path_factory: pytest.TempPathFactory
 ) -> Iterator[VictoriaMetrics]:
-    """A server of this file's tests that metrics can be pushed to; others would show up there."""
+    """A server for the tests of one file, so that no other metrics get in."""
     (port,) = _free_ports(1)
     command = [
         tool("victoria-metrics"),
@@ -239,84 +234,38 @@ def victoria_metrics(
         yield VictoriaMetrics(url)
 
 
-@pytest.fixture
-def remote_write_prometheus(tool: Callable[[str], str], tmp_path: Path) -> Iterator[str]:
-    """The address of a Prometheus that takes remote writes."""
-    (port,) = _free_ports(1)
-    config = tmp_path / "prometheus.yaml"
-    config.write_text("scrape_configs: []\n")
-    command = [
-        tool("prometheus"),
-        f"--config.file={config}",
-        f"--storage.tsdb.path={tmp_path / 'series'}",
-        f"--web.listen-address=127.0.0.1:{port}",
-        "--web.enable-remote-write-receiver",
-    ]
-    with _metrics_server(command, port) as url:
-        yield url
-
-
 @dataclass
 class FakeBroker:
-    """A service behind TLS that hands out tokens; `answer` makes each reply, `proofs` are kept."""
+    """A service behind TLS that issues tokens by `answer` and records the identity tokens."""
 
-    url: str
     certificate: Path
+    tls: ssl.SSLContext
+    url: str = ""
     answer: Callable[[], web.Response] = lambda: web.Response(status=503)
-    proofs: list[str] = field(default_factory=list)
+    identity_tokens: list[str] = field(default_factory=list)
 
     async def handle(self, request: web.Request) -> web.Response:
         assert request.method == "POST"
-        self.proofs.append(request.headers["Authorization"].removeprefix("Bearer "))
+        self.identity_tokens.append(request.headers["Authorization"].removeprefix("Bearer "))
         return self.answer()
 
 
 @pytest.fixture
 async def broker(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> AsyncIterator[FakeBroker]:
-    """A broker on this machine, whose certificate is trusted for the time of the test."""
-    certificate, key = _certificate(tmp_path)
+    """A broker on this machine whose certificate is trusted during the test."""
+    authority = trustme.CA()
     tls = ssl.create_default_context(ssl.Purpose.CLIENT_AUTH)
-    tls.load_cert_chain(certificate, key)
+    authority.issue_cert("127.0.0.1").configure_cert(tls)
+    certificate = tmp_path / "authority.pem"
+    authority.cert_pem.write_to_path(certificate)
     monkeypatch.setenv("SSL_CERT_FILE", str(certificate))
-    fake = FakeBroker(url="", certificate=certificate)
+    fake = FakeBroker(certificate, tls)
     runner = web.ServerRunner(web.Server(fake.handle), shutdown_timeout=0)
     await runner.setup()
     await web.TCPSite(runner, "127.0.0.1", 0, ssl_context=tls).start()
     fake.url = f"https://127.0.0.1:{runner.addresses[0][1]}/tokens"
     yield fake
     await runner.cleanup()
-
-
-def _certificate(folder: Path) -> tuple[Path, Path]:
-    """A certificate of 127.0.0.1's own, and its key."""
-    key = ec.generate_private_key(ec.SECP256R1())
-    name = x509.Name([x509.NameAttribute(NameOID.COMMON_NAME, "a test")])
-    now = datetime.now(UTC)
-    certificate = (
-        x509.CertificateBuilder()
-        .subject_name(name)
-        .issuer_name(name)
-        .public_key(key.public_key())
-        .serial_number(x509.random_serial_number())
-        .not_valid_before(now - timedelta(days=1))
-        .not_valid_after(now + timedelta(days=1))
-        .add_extension(
-            x509.SubjectAlternativeName([x509.IPAddress(ipaddress.ip_address("127.0.0.1"))]),
-            critical=False,
-        )
-        .add_extension(x509.BasicConstraints(ca=True, path_length=None), critical=True)
-        .sign(key, hashes.SHA256())
-    )
-    paths = folder / "broker.pem", folder / "broker.key"
-    paths[0].write_bytes(certificate.public_bytes(serialization.Encoding.PEM))
-    paths[1].write_bytes(
-        key.private_bytes(
-            serialization.Encoding.PEM,
-            serialization.PrivateFormat.PKCS8,
-            serialization.NoEncryption(),
-        )
-    )
-    return paths
 
 
 @contextlib.contextmanager
@@ -398,7 +347,7 @@ def _connection_string(blob_port: int, queue_port: int) -> str:
 
 
 def _remove_from_azurite(settings: StorageSettings) -> None:
-    """Azurite slows down with every message that is alive in any of its queues."""
+    """Deletes queues and container: Azurite slows down with every message in any queue."""
     queues = QueueServiceClient.from_connection_string(settings.storage, api_version=API_VERSION)
     blobs = BlobServiceClient.from_connection_string(settings.storage, api_version=API_VERSION)
     with queues, blobs, contextlib.suppress(ResourceNotFoundError):
@@ -409,6 +358,6 @@ def _remove_from_azurite(settings: StorageSettings) -> None:
 
 @pytest.fixture
 def unused_port() -> int:
-    """A port that nobody listens on."""
+    """A port on which nothing listens."""
     with socket.create_server(("127.0.0.1", 0)) as bound:
         return int(bound.getsockname()[1])

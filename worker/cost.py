@@ -15,8 +15,8 @@ from typing import Literal
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
 from prometheus_client.registry import Collector
 
+from imagefleet.storage.protocol import Operations
 from worker.gpu_thread import EngineThread
-from worker.metered import Operations
 from worker.replica import Replica
 
 _SECONDS_PER_HOUR = 3600

@@ -24,7 +24,6 @@ from worker.files.loras import LoraLibrary
 from worker.gpu_thread import EngineThread
 from worker.in_flight import InFlightJob
 from worker.leases import LeaseKeeper
-from worker.metered import MeteredStorage
 from worker.metrics import EngineCollector, WorkerMetrics
 from worker.node import limits as node_limits
 from worker.node.check import NodeCheck
@@ -80,7 +79,6 @@ class Pipeline:
         The replica is billed from *began_at* on (monotonic seconds), by default from now. *limits*
         are what this node is held to, *replacement* the way off it.
         """
-        storage = metered = MeteredStorage(storage)
         self.metrics = metrics or WorkerMetrics()
         self.started = False
         self.ready = False
@@ -118,7 +116,7 @@ class Pipeline:
             cache_bytes=settings.lora_cache_megabytes * 2**20,
             max_bytes=settings.lora_megabytes * 2**20,
         )
-        self.cost = CostMeter(self.engine_thread, runs_on, metered.operations, began_at)
+        self.cost = CostMeter(self.engine_thread, runs_on, storage.operations, began_at)
         self.metrics.follow(
             EngineCollector(self.engine_thread, self._library), self.cost, self._check
         )
@@ -283,7 +281,7 @@ class Pipeline:
                             extra={"action": "depth_unknown"},
                         )
                 else:
-                    self.metrics.queues.tell(queue.name, depth)
+                    self.metrics.queues.update(queue.name, depth)
             seconds = self._settings.depth_seconds
             await asyncio.sleep(random.uniform(seconds / 2, 3 * seconds / 2))  # noqa: S311 - jitter
 

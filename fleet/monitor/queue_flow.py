@@ -160,5 +160,5 @@ class Exporter:
 
     async def _depth(self, queue: JobQueue) -> int:
         depth = await queue.depth()
-        self._gauges.tell(queue.name, depth)
+        self._gauges.update(queue.name, depth)
         return depth.messages

@@ -1,10 +1,9 @@
-"""`imagefleet plan`: how long a batch takes, what it costs and how many replicas it needs."""
+"""`imagefleet plan`: the duration, cost and replicas of a batch."""
 
 from __future__ import annotations
 
-import math
-from collections.abc import Collection, Sequence
-from dataclasses import asdict, dataclass, replace
+from collections.abc import Sequence
+from dataclasses import asdict
 from pathlib import Path
 from typing import Annotated
 
@@ -12,109 +11,40 @@ import typer
 from rich.table import Table
 
 from fleet import console
-from fleet.plan.inputs import Bench, Input, bench_of, find_price, find_speed, read_bench
+from fleet.plan.estimate import Part, Plan, make_plan, mix_for
+from fleet.plan.inputs import (
+    Bench,
+    Input,
+    bench_of,
+    find_price,
+    find_speed,
+    read_bench,
+    refuse_unused,
+)
 from imagefleet import errors
 from imagefleet.pricing import price_file, prices
 
-_SECONDS_PER_HOUR = 3600
-
 _DEFAULT_GPU = "RTX 3060 Ti"
-
-
-@dataclass(frozen=True, slots=True)
-class Part:
-    """The replicas of one GPU class: each one's speed, price and billed seconds of start-up."""
-
-    gpu: str
-    replicas: int
-    images_per_second: Input
-    dollars_per_hour: Input
-    start_up_seconds: Input
-
-    @property
-    def images_per_dollar_gpu_only(self) -> float:
-        """Once it runs."""
-        return self.images_per_second.value * _SECONDS_PER_HOUR / self.dollars_per_hour.value
-
-
-@dataclass(frozen=True, slots=True)
-class Plan:
-    """A batch on a fleet that starts at once and is busy from then on to its last second."""
-
-    jobs: int
-    images: int
-    replicas: int
-    hours: float
-    gpu_dollars: float
-    storage_dollars: float
-    dollars: float
-    images_per_dollar_gpu_only: float
-    images_per_dollar: float
-    mix: Sequence[Part]
-
-
-def make_plan(
-    jobs: int, images: int, mix: Sequence[Part], table: prices.PriceTable = prices.BUILT_IN
-) -> Plan:
-    """Hours and dollars of a batch on *mix*, whose parts share the work as fast as each can."""
-    images_per_second = sum(part.replicas * part.images_per_second.value for part in mix)
-    missed = sum(
-        part.replicas * part.images_per_second.value * part.start_up_seconds.value for part in mix
-    )
-    hours = (images + missed) / images_per_second / _SECONDS_PER_HOUR
-    gpu_dollars = hours * sum(part.replicas * part.dollars_per_hour.value for part in mix)
-    storage_dollars = prices.storage_dollars(jobs, images, table)
-    return Plan(
-        jobs=jobs,
-        images=images,
-        replicas=sum(part.replicas for part in mix),
-        hours=hours,
-        gpu_dollars=gpu_dollars,
-        storage_dollars=storage_dollars,
-        dollars=gpu_dollars + storage_dollars,
-        images_per_dollar_gpu_only=images / gpu_dollars,
-        images_per_dollar=images / (gpu_dollars + storage_dollars),
-        mix=mix,
-    )
-
-
-def mix_for(images: int, mix: Sequence[Part], deadline_hours: float) -> list[Part]:
-    """The fewest replicas, in the proportions of *mix*, that make *images* within the deadline.
-
-    Raises:
-        SetupError: the start-up alone takes longer.
-    """
-    seconds = deadline_hours * _SECONDS_PER_HOUR
-    made = sum(
-        part.replicas
-        * part.images_per_second.value
-        * max(0.0, seconds - part.start_up_seconds.value)
-        for part in mix
-    )
-    if not made:
-        raise errors.SetupError("no replica is ready within the deadline: its start-up is longer")
-    return [replace(part, replicas=math.ceil(part.replicas * images / made)) for part in mix]
 
 
 def command(
     jobs: Annotated[int, typer.Option(min=1, metavar="COUNT", help="Jobs in the batch.")],
     images_per_job: Annotated[
-        int, typer.Option(min=1, max=64, metavar="COUNT", help="Images of each job.")
+        int, typer.Option(min=1, max=64, metavar="COUNT", help="Images per job.")
     ] = 1,
     gpu: Annotated[
         list[str] | None,
         typer.Option(
             metavar="NAME[=COUNT]",
-            help="GPU class, for its price and speed; several, with their replicas, are a mix."
-            f" [default: {_DEFAULT_GPU}]",
+            help=f"GPU class; repeat it, with replicas, for a mix. [default: {_DEFAULT_GPU}]",
         ),
     ] = None,
     priority: Annotated[
-        str, typer.Option(metavar="|".join(prices.PRIORITIES), help="SaladCloud's priority.")
+        str, typer.Option(metavar="|".join(prices.PRIORITIES), help="SaladCloud priority.")
     ] = "batch",
     price_per_hour: Annotated[
         float | None,
-        typer.Option(min=0.0001, metavar="DOLLARS", help="Of one replica; instead of the table's."),
+        typer.Option(min=0.0001, metavar="DOLLARS", help="$/h of one replica."),
     ] = None,
     prices_path: Annotated[
         Path | None,
@@ -122,24 +52,24 @@ def command(
     ] = None,
     images_per_second: Annotated[
         float | None,
-        typer.Option(min=0.0001, metavar="NUMBER", help="Of one replica, as you measured it."),
+        typer.Option(min=0.0001, metavar="NUMBER", help="Speed of one replica."),
     ] = None,
     bench: Annotated[
         list[Path] | None,
-        typer.Option(metavar="FILE", help="A report of `imagefleet bench engine`; several, too."),
+        typer.Option(metavar="FILE", help="A report of `imagefleet bench engine`; repeatable."),
     ] = None,
     replicas: Annotated[
-        int | None, typer.Option(min=1, metavar="COUNT", help="Replicas at work.")
+        int | None, typer.Option(min=1, metavar="COUNT", help="Number of replicas.")
     ] = None,
     deadline_hours: Annotated[
         float | None,
-        typer.Option(min=0.01, metavar="HOURS", help="How many replicas finish in time?"),
+        typer.Option(min=0.01, metavar="HOURS", help="Plan enough replicas to finish in time."),
     ] = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
 ) -> None:
-    """Tells a batch's hours, dollars and images per dollar.
+    """Plans a batch: hours, dollars and images per dollar.
 
-    Or how many replicas a deadline needs. Each input is told with where it comes from.
+    With --deadline-hours, also the replicas needed. Every input is shown with its source.
 
     imagefleet plan --jobs 1000000 --replicas 100
 
@@ -149,13 +79,13 @@ def command(
     """
     with console.one_line_errors():
         if replicas is not None and deadline_hours is not None:
-            raise errors.SetupError("give --replicas or --deadline-hours; one follows the other")
+            raise errors.SetupError("give --replicas or --deadline-hours, not both")
         table = price_file.read_table(prices_path)
         benches = [read_bench(path, table) for path in bench or []]
         named = _named(gpu, benches, replicas)
         if len(named) > 1 and (price_per_hour is not None or images_per_second is not None):
             raise errors.SetupError(
-                "--price-per-hour and --images-per-second are of one GPU class; for a mix give"
+                "--price-per-hour and --images-per-second apply to one GPU class; for a mix use"
                 " --price-file and --bench"
             )
         known = prices.as_priority(priority)
@@ -173,7 +103,7 @@ def command(
                     start_up_seconds=_start_up(made_on),
                 )
             )
-        _refuse_unused(benches, {part.gpu for part in mix})
+        refuse_unused(benches, {part.gpu for part in mix})
         images = jobs * images_per_job
         if deadline_hours is not None:
             mix = mix_for(images, mix, deadline_hours)
@@ -187,7 +117,7 @@ def command(
 def _named(
     names: list[str] | None, benches: Sequence[Bench], replicas: int | None
 ) -> list[tuple[str, int]]:
-    """GPU classes as they were written, and how many replicas of each."""
+    """GPU classes as given, and the replicas of each."""
     if not names:
         names = [bench.gpu for bench in benches] or [_DEFAULT_GPU]
     named = []
@@ -198,33 +128,23 @@ def _named(
         if not (count.isdecimal() and int(count)):
             raise errors.SetupError(f"--gpu {text}: should be NAME or NAME=COUNT")
         if equals and replicas is not None:
-            raise errors.SetupError("give --replicas, or --gpu NAME=COUNT for each class")
+            raise errors.SetupError("give either --replicas or --gpu NAME=COUNT")
         named.append((name, int(count)))
     if replicas is None:
         return named
     if len(named) > 1:
-        raise errors.SetupError("--replicas is for one GPU class; a mix has --gpu NAME=COUNT")
+        raise errors.SetupError("--replicas is for one GPU class; for a mix use --gpu NAME=COUNT")
     return [(named[0][0], replicas)]
 
 
 def _class(name: str, benches: Sequence[Bench], table: prices.PriceTable) -> str:
-    """The GPU class for its name; a card with a report of its own need not be in the table."""
+    """The GPU class for *name*; one with a report need not be in the table."""
     own = prices.matching_gpus(name, [bench.gpu for bench in benches])
     return own[0] if own else prices.find_gpu(name, table)
 
 
-def _refuse_unused(benches: Sequence[Bench], gpus: Collection[str]) -> None:
-    """A report that was given is meant to count."""
-    for bench in benches:
-        if bench.gpu not in gpus:
-            raise errors.SetupError(
-                f"{bench.path} was measured on {bench.gpu}, which no --gpu names: leave it out, or"
-                f" add --gpu '{bench.gpu}'"
-            )
-
-
 def _start_up(bench: Bench | None) -> Input:
-    return bench.start_up if bench else Input(0.0, "assumed", "not counted without a --bench")
+    return bench.start_up if bench else Input(0.0, "assumed", "not included without --bench")
 
 
 def _show(plan: Plan, table: prices.PriceTable) -> None:
@@ -243,14 +163,14 @@ def _show(plan: Plan, table: prices.PriceTable) -> None:
             part.dollars_per_hour,
             part.start_up_seconds,
         )
-        for words, each in (
-            (f"{speed.value:g} images/s of one {part.gpu}", speed),
-            (f"${price.value:g} an hour of one {part.gpu}", price),
-            (f"{start_up.value:g} s of start-up of one {part.gpu}", start_up),
+        for text, each in (
+            (f"{part.gpu}: {speed.value:g} images/s", speed),
+            (f"{part.gpu}: ${price.value:g}/h", price),
+            (f"{part.gpu}: {start_up.value:g} s of start-up", start_up),
         ):
-            console.stdout.print(f"{words}: {each.kind}: {each.source}.", highlight=False)
+            console.stdout.print(f"{text}: {each.kind}: {each.source}.", highlight=False)
     console.stdout.print(f"Storage operations: listed: {table.storage.source}.", highlight=False)
-    console.stdout.print("Interruptions, idle time and keeping the images are not counted.")
+    console.stdout.print("Interruptions, idle time and storing the images are not included.")
 
 
 def _mix_table(mix: Sequence[Part]) -> Table:

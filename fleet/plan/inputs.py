@@ -1,9 +1,9 @@
-"""What a plan rests on: each number with where it comes from, measured, given or assumed."""
+"""The inputs of a plan, each with its source: measured, given, listed or assumed."""
 
 from __future__ import annotations
 
 import json
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
@@ -16,7 +16,7 @@ Kind = Literal["measured", "given", "listed", "assumed"]
 
 @dataclass(frozen=True, slots=True)
 class Input:
-    """A number that the plan rests on, and where it comes from."""
+    """A number and its source."""
 
     value: float
     kind: Kind
@@ -25,7 +25,7 @@ class Input:
 
 @dataclass(frozen=True, slots=True)
 class Bench:
-    """What `imagefleet bench engine --report` says of one machine."""
+    """A report of `imagefleet bench engine --report` on one machine."""
 
     path: Path
     gpu: str
@@ -34,9 +34,9 @@ class Bench:
 
 
 def read_bench(path: Path, table: prices.PriceTable) -> Bench:
-    """Raises SetupError for a file that is no such report."""
+    """Raises SetupError if the file is not such a report."""
     try:
-        # A benchmark's report is its last line: a log of its output is as good.
+        # The report is the last line of the benchmark's output, so a log will do.
         text = path.read_text(encoding="utf-8").strip()
         facts: dict[str, Any] = json.loads(text if text.startswith("{") else text.splitlines()[-1])
         hardware = facts["hardware"]
@@ -48,20 +48,30 @@ def read_bench(path: Path, table: prices.PriceTable) -> Bench:
         raise errors.SetupError(f"the report {path}: {error.strerror or error}") from None
     except (ValueError, KeyError, TypeError, IndexError, AttributeError) as error:
         raise errors.SetupError(
-            f"{path} is no report of `imagefleet bench engine --report FILE`: {error!r}"
+            f"{path} is not a report of `imagefleet bench engine --report FILE`: {error!r}"
         ) from None
     if not speed > 0:
-        raise errors.SetupError(f"the report {path} measured no image a second")
+        raise errors.SetupError(f"the report {path} measured a speed of zero")
     source = f"{path}: {name}, {work}"
     measured_speed = Input(speed, "measured", source)
     return Bench(path, gpu, measured_speed, Input(ready_seconds, "measured", source))
 
 
+def refuse_unused(benches: Sequence[Bench], gpus: Collection[str]) -> None:
+    """Raises SetupError for a report of a GPU class that is not among *gpus*."""
+    for bench in benches:
+        if bench.gpu not in gpus:
+            raise errors.SetupError(
+                f"{bench.path} was measured on {bench.gpu}, which is not among the GPU classes"
+                f" used here ({', '.join(gpus)}): leave it out, or add that class"
+            )
+
+
 def find_speed(gpu: str, given: float | None, bench: Bench | None) -> Input:
-    """Images/s of one *gpu*, the best that is known.
+    """Images/s of one *gpu*: given, measured or assumed, in this order.
 
     Raises:
-        SetupError: none is.
+        SetupError: none of them is known.
     """
     if given is not None:
         return Input(given, "given", "--images-per-second")
@@ -69,8 +79,7 @@ def find_speed(gpu: str, given: float | None, bench: Bench | None) -> Input:
         return bench.images_per_second
     if gpu not in speeds.ASSUMED_IMAGES_PER_SECOND:
         raise errors.SetupError(
-            f"no speed is known for the {gpu}: give --images-per-second, or the --bench report of"
-            " one"
+            f"no speed is known for the {gpu}: give --images-per-second or a --bench report"
         )
     return Input(speeds.ASSUMED_IMAGES_PER_SECOND[gpu], "assumed", speeds.SPEEDS_SOURCE)
 
@@ -78,7 +87,7 @@ def find_speed(gpu: str, given: float | None, bench: Bench | None) -> Input:
 def find_price(
     gpu: str, priority: prices.Priority, given: float | None, table: prices.PriceTable
 ) -> Input:
-    """Dollars per hour of one *gpu*.
+    """$/h of one *gpu*.
 
     Raises:
         SetupError: no price is known.
@@ -94,5 +103,5 @@ def find_price(
 
 
 def bench_of(gpu: str, benches: Sequence[Bench]) -> Bench | None:
-    """The last report that was made on a *gpu*."""
+    """The last report that was measured on a *gpu*."""
     return next((bench for bench in reversed(benches) if bench.gpu == gpu), None)

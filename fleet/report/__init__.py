@@ -1,1 +1,1 @@
-"""`imagefleet report`: what a campaign came to."""
+"""`imagefleet report`: the figures of a campaign."""

@@ -1,4 +1,4 @@
-"""`imagefleet report`: what a campaign came to, as one page that needs no server, and as JSON."""
+"""`imagefleet report`: the figures of a campaign, as a self-contained HTML page and as JSON."""
 
 from __future__ import annotations
 
@@ -16,7 +16,6 @@ from fleet import console, options
 from fleet.monitor import prometheus
 from fleet.report import figures as report_figures
 from fleet.report import metrics as report_metrics
-from fleet.report import page as report_page
 from fleet.report import records as report_records
 from fleet.settings import MonitorSettings
 from imagefleet import errors
@@ -24,7 +23,7 @@ from imagefleet.pricing import price_file, prices
 from imagefleet.storage.open import LOCAL_SCHEME, open_storage
 from imagefleet.storage.settings import StorageSettings
 
-RECORDED_PRICE = "recorded by the workers beside each image"
+RECORDED_PRICE = "recorded by the workers with each image"
 
 
 @options.from_settings(MonitorSettings)
@@ -34,33 +33,34 @@ def command(
         str, typer.Option(metavar="NAME", help="Jobs without a campaign are in 'default'.")
     ] = report_records.NO_CAMPAIGN,
     html: Annotated[
-        Path | None, typer.Option(metavar="FILE", help="The page; NAME-report.html by default.")
+        Path | None, typer.Option(metavar="FILE", help="The page [default: NAME-report.html].")
     ] = None,
     json_file: Annotated[
-        Path | None, typer.Option("--json-file", metavar="FILE", help="The figures, as JSON.")
+        Path | None,
+        typer.Option("--json-file", metavar="FILE", help="Also write JSON here."),
     ] = None,
     price_per_hour: Annotated[
         float | None,
         typer.Option(
-            min=0.0001, metavar="DOLLARS", help="Of one worker, instead of what it recorded."
+            min=0.0001, metavar="DOLLARS", help="$/h of one worker, instead of what it recorded."
         ),
     ] = None,
     gpu: Annotated[
-        str | None, typer.Option(metavar="NAME", help="GPU class, for its price from the table.")
+        str | None, typer.Option(metavar="NAME", help="GPU class, to use its listed price.")
     ] = None,
     priority: Annotated[
-        prices.Priority, typer.Option(help="SaladCloud's priority, for that price.")
+        prices.Priority, typer.Option(help="SaladCloud priority of that price.")
     ] = "batch",
     prices_path: Annotated[
-        Path | None, typer.Option("--price-file", metavar="FILE", help="Your own prices.")
+        Path | None, typer.Option("--price-file", metavar="FILE", help="Your own prices, as YAML.")
     ] = None,
-    samples: Annotated[int, typer.Option(min=0, max=200, help="Pictures on the page.")] = 24,
-    as_json: Annotated[bool, typer.Option("--json", help="Print JSON, and write no page.")] = False,
+    samples: Annotated[int, typer.Option(min=0, max=200, help="Sample pictures on the page.")] = 24,
+    as_json: Annotated[bool, typer.Option("--json", help="Print JSON, write no page.")] = False,
 ) -> None:
-    """Writes a page about a campaign: figures and samples.
+    """Writes a campaign's report: throughput, cost, failures, samples.
 
-    From the records beside the images in the store: totals, throughput, cost, failures, pictures.
-    With --prometheus, also what only the metrics know: all the dollars, and what was wasted.
+    It is made from the records stored with the images. With --prometheus, it also has what only the
+    metrics know: the whole cost and the waste.
 
     imagefleet report --campaign spring
 
@@ -76,10 +76,12 @@ def command(
     if as_json:
         console.print_json(facts)
         return
+    from fleet.report import page as report_page  # only this loads jinja2
+
     page = html or Path(f"{campaign}-report.html")
-    _write(page, report_page.draw(figures, metrics, pictures, datetime.now(UTC)))
+    _write(page, report_page.render(figures, metrics, pictures, datetime.now(UTC)))
     console.stdout.print(_summary(figures), soft_wrap=True, highlight=False)
-    console.stdout.print(f"The page: {page}", soft_wrap=True, highlight=False)
+    console.stdout.print(f"Report: {page}", soft_wrap=True, highlight=False)
 
 
 async def _read(
@@ -94,7 +96,7 @@ async def _read(
         records = await report_records.read_records(storage, campaign, samples)
         if not records.images and not records.failed:
             raise errors.SetupError(
-                f"nothing of the campaign {campaign!r} is in {storage.url}: no image, no failed job"
+                f"campaign {campaign!r} has no images and no failed jobs in {storage.url}"
             )
         pictures = [await storage.blobs.read(name) for name in records.samples]
     figures = report_figures.compute(records, storage.url, table, *price)
@@ -108,7 +110,7 @@ async def _read(
 def _price(
     given: float | None, gpu: str | None, priority: prices.Priority, table: prices.PriceTable
 ) -> tuple[float | None, str]:
-    """Dollars per hour of one worker, or None for what each recorded; and where it comes from."""
+    """$/h of one worker, or None for what each recorded, and the source of the price."""
     if given is not None:
         return given, "given with --price-per-hour"
     if gpu is None:
@@ -134,7 +136,7 @@ def _write(path: Path, text: str) -> None:
 
 
 def _plain(value: Any) -> Any:
-    """What JSON has a form for: times as ISO 8601."""
+    """*value* for JSON: times as ISO 8601."""
     if isinstance(value, Mapping):
         return {name: _plain(each) for name, each in value.items()}
     if isinstance(value, (list, tuple)):
@@ -145,7 +147,7 @@ def _plain(value: Any) -> Any:
 def _summary(figures: report_figures.Figures) -> str:
     facts = [console.counted(figures.images, "image")]
     if figures.images_per_second is not None:
-        facts.append(f"{figures.images_per_second:.2f} a second")
+        facts.append(f"{figures.images_per_second:.2f} images/s")
     if figures.money.images_per_dollar is not None:
-        facts.append(f"{figures.money.images_per_dollar:,.0f} a dollar")
+        facts.append(f"{figures.money.images_per_dollar:,.0f} images per dollar")
     return ", ".join([*facts, console.counted(figures.failed, "failed job")]) + "."

@@ -1,4 +1,4 @@
-"""A campaign's figures, as the report's JSON and page show them, and what they rest on."""
+"""A campaign's figures for the report's JSON and page, with notes on how to read them."""
 
 from __future__ import annotations
 
@@ -11,20 +11,20 @@ from datetime import datetime
 from fleet.report.records import Records, WorkerRecord
 from imagefleet.pricing import prices
 
-#: Bars of the plot over time: enough to see a dip, few enough for an hour's run.
-_MOST_BINS = 96
+#: Most points of the throughput plot: enough to see a dip.
+_MAX_BINS = 96
 _BIN_SECONDS = (1, 2, 5, 10, 15, 30, 60, 120, 300, 600, 900, 1800, 3600, 7200, 21_600, 86_400)
 
-#: Error texts that are shown; a fleet's failures have few causes.
-_MOST_ERRORS = 20
+#: Distinct errors shown: failures have few causes.
+_MAX_ERRORS = 20
 
-#: A worker below this share of the median speed of its own GPU class is named slow.
+#: A worker below this share of the median speed of its GPU class is slow.
 SLOW_SHARE = 2 / 3
 
 
 @dataclass(frozen=True, slots=True)
 class WorkerFigures:
-    """One run of a worker; dollars are None where no price is known."""
+    """One run of a worker; dollars are None if its price is unknown."""
 
     name: str
     gpu: str | None
@@ -38,7 +38,7 @@ class WorkerFigures:
 
 @dataclass(frozen=True, slots=True)
 class Money:
-    """What the campaign cost; the GPU's part is None where no price is known."""
+    """The cost of the campaign; the GPU part is None if a price is unknown."""
 
     gpu_dollars: float | None
     storage_dollars: float
@@ -57,7 +57,7 @@ class Failure:
 
 @dataclass(frozen=True, slots=True)
 class Rate:
-    """Images stored from *at* (Unix seconds) for one bin's length, a second."""
+    """Mean images/s of the bin that starts at *at* (Unix seconds)."""
 
     at: int
     images_per_second: float
@@ -65,7 +65,7 @@ class Rate:
 
 @dataclass(frozen=True, slots=True)
 class Figures:
-    """What the store's own records come to."""
+    """The figures computed from the records in storage."""
 
     campaign: str
     storage: str
@@ -96,7 +96,7 @@ def compute(
     given_price: float | None,
     price_source: str,
 ) -> Figures:
-    """The figures of *records*; *given_price* (dollars per hour) goes before the recorded ones."""
+    """The figures of *records*; *given_price* ($/h) overrides the recorded prices."""
     workers = _workers(records, given_price)
     seconds = None
     if records.began_at is not None and records.ended_at is not None:
@@ -120,7 +120,7 @@ def compute(
         failed=records.failed,
         failures=[
             Failure(error, reason, count)
-            for (error, reason), count in records.failed_by_error.most_common(_MOST_ERRORS)
+            for (error, reason), count in records.failed_by_error.most_common(_MAX_ERRORS)
         ],
         money=_money(records, workers, table, price_source),
         workers=workers,
@@ -132,7 +132,7 @@ def compute(
 
 
 def _workers(records: Records, given_price: float | None) -> list[WorkerFigures]:
-    usual = _usual_speeds(list(records.workers.values()))
+    medians = _median_speeds(list(records.workers.values()))
     figures = []
     for worker in records.workers.values():
         price = worker.dollars_per_hour if given_price is None else given_price
@@ -146,13 +146,13 @@ def _workers(records: Records, given_price: float | None) -> list[WorkerFigures]
                 images_per_second=speed,
                 dollars_per_hour=price or None,
                 gpu_dollars=worker.seconds / 3600 * price if price else None,
-                is_slow=speed is not None and speed < SLOW_SHARE * usual[worker.gpu],
+                is_slow=speed is not None and speed < SLOW_SHARE * medians[worker.gpu],
             )
         )
     return sorted(figures, key=lambda each: each.images_per_second or 0, reverse=True)
 
 
-def _usual_speeds(workers: Sequence[WorkerRecord]) -> dict[str | None, float]:
+def _median_speeds(workers: Sequence[WorkerRecord]) -> dict[str | None, float]:
     speeds: dict[str | None, list[float]] = {}
     for worker in workers:
         if (speed := worker.images_per_second) is not None:
@@ -166,7 +166,7 @@ def _money(
     table: prices.PriceTable,
     price_source: str,
 ) -> Money:
-    # A failed job's messages are sent, received and deleted too.
+    # The messages of failed jobs are sent, received and deleted, too.
     storage_dollars = prices.storage_dollars(records.jobs + records.failed, records.images, table)
     priced = [worker.gpu_dollars for worker in workers if worker.gpu_dollars is not None]
     if not priced or len(priced) < len(workers):
@@ -184,11 +184,11 @@ def _money(
 
 
 def _throughput(stored_in_second: Counter[int]) -> tuple[int, list[Rate]]:
-    """Bins over the whole span, the empty ones too: a pause is what one wants to see."""
+    """Bins over the whole period, empty ones included, so that a pause shows."""
     if not stored_in_second:
         return _BIN_SECONDS[0], []
     begin, end = min(stored_in_second), max(stored_in_second)
-    fitting = (step for step in _BIN_SECONDS if (end - begin) / step < _MOST_BINS)
+    fitting = (step for step in _BIN_SECONDS if (end - begin) / step < _MAX_BINS)
     step = next(fitting, _BIN_SECONDS[-1])
     bins: Counter[int] = Counter()
     for second, count in stored_in_second.items():
@@ -201,32 +201,31 @@ def _throughput(stored_in_second: Counter[int]) -> tuple[int, list[Rate]]:
 def _notes(
     records: Records, workers: Sequence[WorkerFigures], table: prices.PriceTable
 ) -> list[str]:
-    """What a reader must know before the figures are used."""
+    """What the figures include and what they leave out."""
     notes = [
-        "Images, sizes and times are the store's own records, read from beside the images.",
+        "Images, sizes and times come from the records stored with the images.",
         (
-            "A worker's time runs from its first pull of this campaign to its last image of it,"
-            " its start-up added where it is recorded; what it waited before and after, and"
-            " workers that stored nothing, are not in it. Time shared with another campaign"
-            " counts in full."
+            "A worker's time runs from its first pull to its last image of this campaign, plus"
+            " its start-up if that was recorded. Idle time before and after, and workers that"
+            " stored nothing, are not included. Time shared with another campaign counts in full."
         ),
         (
-            "Work that was thrown away (a job done twice, an image of a job that failed) leaves no"
-            " record in the store; the metrics have it (--prometheus)."
+            "Wasted work (duplicates, images of jobs that failed) leaves no record in storage; the"
+            " metrics include it (--prometheus)."
         ),
-        f"Storage operations: {table.storage.source}; keeping the images is not counted.",
+        f"Storage operations: {table.storage.source}; keeping the images is not included.",
     ]
     if records.without_record:
         notes.append(
-            f"{records.without_record:,} images have no record beside them: they count as images,"
-            " not in the workers' times or costs."
+            f"{records.without_record:,} images have no record: they are not part of the workers'"
+            " times and costs."
         )
     if not all(worker.dollars_per_hour for worker in workers):
         notes.append(
-            "Not every worker recorded its price: give --price-per-hour or --gpu for dollars."
+            "Not every worker recorded its price: give --price-per-hour or --gpu to get the cost."
         )
     if records.campaign != "default":
         notes.append(
-            "A message that was no valid job names no campaign: it counts as failed in 'default'."
+            "An invalid message names no campaign: it counts as a failed job of 'default'."
         )
     return notes

@@ -1,4 +1,4 @@
-"""What a Prometheus adds to a report: all the money, what was wasted, and why the GPUs waited."""
+"""What Prometheus adds to a report: the whole cost, the waste, and why the GPUs were idle."""
 
 from __future__ import annotations
 
@@ -7,27 +7,26 @@ from dataclasses import dataclass
 from datetime import datetime, timedelta
 
 from fleet.monitor.prometheus import Prometheus
-from fleet.report.plot import Line
 
-#: The last pushes come after the last image.
+#: The last pushes follow the last image.
 TAIL_SECONDS = 120
 
-#: Points of a plot over time.
+#: Points of each plot over time.
 _POINTS = 120
 
-#: Rates look back over at least this: several pushes.
-_LEAST_RATE_SECONDS = 60
+#: The shortest window of a rate: several pushes.
+_MIN_RATE_SECONDS = 60
 
-#: How far back a counter's value at the beginning may lie; older, it was not running then.
+#: The oldest sample that counts as a counter's value at the start of the window.
 _LOOK_BACK_SECONDS = 300
 
-#: In a job's order.
+#: In the order of the pipeline.
 _STAGES = ("pull", "prepare", "wait_gpu", "generate", "encode", "upload", "acknowledge")
 
 
 @dataclass(frozen=True, slots=True)
 class Metrics:
-    """What the fleet did from *began_at* to *ended_at*, whatever campaign it was for."""
+    """Totals of the whole fleet from *began_at* to *ended_at*, all campaigns included."""
 
     began_at: datetime
     ended_at: datetime
@@ -45,7 +44,7 @@ class Metrics:
 
 
 async def read_metrics(prometheus: Prometheus, began_at: datetime, last_at: datetime) -> Metrics:
-    """Reads the window from the campaign's first worker to shortly after its last image."""
+    """Reads the metrics from the campaign's first worker to shortly after its last image."""
     ended_at = last_at + timedelta(seconds=TAIL_SECONDS)
     window = (ended_at - began_at).total_seconds()
 
@@ -77,22 +76,12 @@ async def read_metrics(prometheus: Prometheus, began_at: datetime, last_at: date
     )
 
 
-def lines(metrics: Metrics, names: Mapping[str, str]) -> list[Line]:
-    """The curves of *names*: each with the words for its legend."""
-    return [
-        Line(words, metrics.over_time[name])
-        for name, words in names.items()
-        if metrics.over_time.get(name)
-    ]
-
-
 def _gain(metric: str, label: str, window_seconds: float) -> str:
-    """What a counter gained in a window, exactly.
+    """A query for the exact increase of a counter in a window.
 
-    `increase()` extrapolates, and misses what a worker had counted before its first push: here a
-    series that was not there at the beginning began at zero. Each process that pushes has series
-    of its own, so no counter restarts; one that is scraped and restarted at its old address would
-    count too little.
+    `increase()` extrapolates, and misses what a worker counted before its first push: here a series
+    that is absent at the start began at zero. Every process pushes its own series, so no counter
+    resets; a scraped worker that restarts at the same address is undercounted.
     """
     window = f"{window_seconds:.0f}s"
     now = f"last_over_time({metric}[{window}])"
@@ -124,4 +113,4 @@ def _step_seconds(begin: datetime, end: datetime) -> float:
 
 
 def _rate_seconds(begin: datetime, end: datetime) -> float:
-    return max(_LEAST_RATE_SECONDS, 2 * _step_seconds(begin, end))
+    return max(_MIN_RATE_SECONDS, 2 * _step_seconds(begin, end))

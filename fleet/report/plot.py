@@ -1,7 +1,7 @@
-"""Plots as inline SVG: text that any browser draws, with nothing to load and nothing to run.
+"""Plots as inline SVG. Hand-written: plotting libraries need scripts, or weigh tens of megabytes.
 
-Colours are classes (`c0` to `c5`) and text inherits, so the page's style sheet serves light,
-dark and paper. A value is read by pointing at it: each mark has a title.
+Colours are classes (`c0` to `c5`), so the page's style sheet serves light, dark and print. Every
+mark has a title, which browsers show as its tooltip.
 """
 
 from __future__ import annotations
@@ -12,6 +12,8 @@ from dataclasses import dataclass
 from datetime import UTC, datetime
 from html import escape
 
+from markupsafe import Markup
+
 WIDTH = 720
 HEIGHT = 200
 _LEFT, _RIGHT, _TOP, _BOTTOM = 56, 14, 12, 26
@@ -20,13 +22,13 @@ _NAME_WIDTH = 190
 _VALUE_WIDTH = 130
 COLOURS = 6
 
-#: Steps between two labels of a time axis, each with what a label shows.
+#: Intervals between the labels of a time axis, each with the format of a label.
 _TIME_STEPS = (
     *((seconds, "%H:%M:%S") for seconds in (1, 2, 5, 10, 15, 30)),
     *((60 * minutes, "%H:%M") for minutes in (1, 2, 5, 10, 15, 30, 60, 120, 180, 360, 720)),
     *((86_400 * days, "%d %b") for days in (1, 2, 7, 14, 30, 90, 365)),
 )
-_MOST_TIME_LABELS = 7
+_MAX_TIME_LABELS = 7
 
 
 @dataclass(frozen=True, slots=True)
@@ -39,19 +41,19 @@ class Line:
 
 @dataclass(frozen=True, slots=True)
 class Bar:
-    """A named amount, with the words that stand beside it."""
+    """A named amount; *label* is shown to its right."""
 
     name: str
     value: float
-    words: str
+    label: str
     colour: int = 0
 
 
-def time_plot(lines: Sequence[Line], what: str, *, filled: bool = False) -> str:
-    """Lines over one span of time, from zero up; *what* names the values and their unit."""
+def time_plot(lines: Sequence[Line], what: str, *, filled: bool = False) -> Markup:
+    """Lines over time, the value axis from zero; *what* names the values and their unit."""
     points = [point for line in lines for point in line.points]
     if not points:
-        return ""
+        return Markup()
     begin, end = min(at for at, _ in points), max(at for at, _ in points)
     end = max(end, begin + 1)
     marks = _marks(max(value for _, value in points))
@@ -60,13 +62,13 @@ def time_plot(lines: Sequence[Line], what: str, *, filled: bool = False) -> str:
     parts = [*_value_axis(marks, y), *_time_axis(begin, end, x)]
     for number, line in enumerate(lines):
         colour = f"c{number % COLOURS}"
-        way = " ".join(f"{x(at):.1f},{y(value):.1f}" for at, value in line.points)
+        path = " ".join(f"{x(at):.1f},{y(value):.1f}" for at, value in line.points)
         if filled and line.points:
             floor = f"{y(0):.1f}"
             first, last = x(line.points[0][0]), x(line.points[-1][0])
-            area = f"{first:.1f},{floor} {way} {last:.1f},{floor}"
+            area = f"{first:.1f},{floor} {path} {last:.1f},{floor}"
             parts.append(f'<polygon class="area {colour}" points="{area}"/>')
-        parts.append(f'<polyline class="line {colour}" points="{way}"/>')
+        parts.append(f'<polyline class="line {colour}" points="{path}"/>')
         parts.extend(
             f'<circle class="point {colour}" cx="{x(at):.1f}" cy="{y(value):.1f}" r="5">'
             f"<title>{escape(line.name)}: {number_text(value)}, {_clock(at)}</title></circle>"
@@ -75,10 +77,10 @@ def time_plot(lines: Sequence[Line], what: str, *, filled: bool = False) -> str:
     return _svg(parts, HEIGHT, what) + _legend(lines)
 
 
-def histogram(counts: Sequence[tuple[float, float, int]], what: str, unit: str) -> str:
-    """Upright bars: each from, to and how many."""
+def histogram(counts: Sequence[tuple[float, float, int]], what: str, unit: str) -> Markup:
+    """Vertical bars; each count has its lower and upper bound."""
     if not counts:
-        return ""
+        return Markup()
     marks = _marks(max(count for _, _, count in counts))
     begin, end = counts[0][0], counts[-1][1]
     x = _scale(begin, end, _LEFT, WIDTH - _RIGHT)
@@ -98,10 +100,10 @@ def histogram(counts: Sequence[tuple[float, float, int]], what: str, unit: str) 
     return _svg(parts, HEIGHT, what)
 
 
-def bars(rows: Sequence[Bar], what: str) -> str:
-    """Lying bars, one a row, each with its name before and its words after it."""
+def bars(rows: Sequence[Bar], what: str) -> Markup:
+    """Horizontal bars, one per row, with the name on the left and the label on the right."""
     if not rows:
-        return ""
+        return Markup()
     longest = max(row.value for row in rows) or 1
     length = _scale(0, longest, 0, WIDTH - _NAME_WIDTH - _VALUE_WIDTH)
     parts = []
@@ -113,19 +115,19 @@ def bars(rows: Sequence[Bar], what: str) -> str:
             f' width="{width:.1f}" height="16"/>'
         )
         name = _text(_NAME_WIDTH - 8, middle + 4, row.name, "end")
-        parts += [name, bar, _text(_NAME_WIDTH + width + 6, middle + 4, row.words, "start")]
+        parts += [name, bar, _text(_NAME_WIDTH + width + 6, middle + 4, row.label, "start")]
     return _svg(parts, len(rows) * _ROW_HEIGHT, what)
 
 
 def nice_step(span: float) -> float:
-    """The space between two of four or so marks: 1, 2, 2.5 or 5 times a power of ten."""
+    """The interval of about four marks: 1, 2, 2.5 or 5 times a power of ten."""
     rough = span / 4
     power = 10.0 ** math.floor(math.log10(rough))
     return next(step * power for step in (1, 2, 2.5, 5, 10) if rough <= step * power * 1.0001)
 
 
 def number_text(value: float) -> str:
-    """Three figures that matter: `0.0312`, `4.95`, `4,954`."""
+    """Three significant digits: `0.0312`, `4.95`, `4,954`."""
     if value == 0:
         return "0"
     digits = max(0, 2 - math.floor(math.log10(abs(value))))
@@ -144,7 +146,7 @@ def _ticks(begin: float, end: float) -> list[float]:
 
 
 def _marks(highest: float) -> list[float]:
-    """Marks of a value axis, from zero to the first that nothing exceeds."""
+    """Marks of a value axis, from zero to at least *highest*."""
     if highest <= 0:
         return [0.0, 1.0]
     step = nice_step(highest)
@@ -158,7 +160,7 @@ def _value_axis(marks: Sequence[float], y: Callable[[float], float]) -> Iterator
 
 
 def _short_text(value: float) -> str:
-    """What fits beside an axis: `50k`, `1.5M`."""
+    """A number short enough for an axis: `50k`, `1.5M`."""
     if value >= 1_000_000:  # noqa: PLR2004
         return number_text(value / 1_000_000) + "M"
     return number_text(value / 1_000) + "k" if value >= 10_000 else number_text(value)  # noqa: PLR2004
@@ -166,7 +168,7 @@ def _short_text(value: float) -> str:
 
 def _time_axis(begin: float, end: float, x: Callable[[float], float]) -> Iterator[str]:
     step, shown = next(
-        (each for each in _TIME_STEPS if (end - begin) / each[0] <= _MOST_TIME_LABELS),
+        (each for each in _TIME_STEPS if (end - begin) / each[0] <= _MAX_TIME_LABELS),
         _TIME_STEPS[-1],
     )
     tick = math.ceil(begin / step) * step
@@ -185,18 +187,18 @@ def _clock(at: float) -> str:
     return datetime.fromtimestamp(at, UTC).strftime("%d %b %H:%M:%S UTC")
 
 
-def _legend(lines: Sequence[Line]) -> str:
-    if len(lines) < 2:  # noqa: PLR2004 - one line needs no key
-        return ""
+def _legend(lines: Sequence[Line]) -> Markup:
+    if len(lines) < 2:  # noqa: PLR2004 - one line needs no legend
+        return Markup()
     keys = "".join(
         f'<span class="key c{number % COLOURS}">{escape(line.name)}</span>'
         for number, line in enumerate(lines)
     )
-    return f'<p class="legend">{keys}</p>'
+    return Markup(f'<p class="legend">{keys}</p>')  # noqa: S704 - names are escaped
 
 
-def _svg(parts: Sequence[str], height: float, what: str) -> str:
-    return (
+def _svg(parts: Sequence[str], height: float, what: str) -> Markup:
+    return Markup(  # noqa: S704 - every text in *parts* is escaped
         f'<svg viewBox="0 0 {WIDTH} {height:g}" role="img" aria-label="{escape(what)}">'
         f"{''.join(parts)}</svg>"
     )

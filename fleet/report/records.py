@@ -1,7 +1,7 @@
-"""What the store itself tells of a campaign: the records beside its images, and its failed jobs.
+"""A campaign's records in storage: the metadata of its images, and its failed jobs.
 
-Millions of images are read as one listing and kept as sums, so the memory that it takes follows
-from the hours and the workers, not from the images.
+Millions of images are summed up while they are listed: the memory needed depends on the hours and
+the workers, not on the images.
 """
 
 from __future__ import annotations
@@ -15,16 +15,16 @@ from datetime import UTC, datetime, timedelta
 
 from imagefleet.storage import dead_letter_queue, protocol
 
-#: The folder of jobs that name no campaign, as `Job.blob_name` has it.
+#: The folder of jobs without a campaign, as in `Job.blob_name`.
 NO_CAMPAIGN = "default"
 
-#: Of a time in a worker, in seconds: fine beside any image's, and few different values.
+#: The resolution, in seconds, of an image's time in the worker: few distinct values.
 _TIME_STEP = 0.05
 
 
 @dataclass(slots=True)
 class WorkerRecord:
-    """What one run of a worker left in the store; times are the store's."""
+    """One run of a worker; times are those of the storage."""
 
     name: str
     gpu: str | None
@@ -40,19 +40,19 @@ class WorkerRecord:
 
     @property
     def seconds(self) -> float:
-        """Its start-up, and from its first pull of the campaign to its last image."""
+        """Its start-up, plus the time from its first pull of the campaign to its last image."""
         return (self.last_image_at - self.began_at).total_seconds()
 
     @property
     def images_per_second(self) -> float | None:
-        """While it worked; of a single image, no rate is known."""
+        """While it worked; None after a single image."""
         working = (self.last_image_at - self.first_pull_at).total_seconds()
         return self.images / working if working > 0 and self.images > 1 else None
 
 
 @dataclass(slots=True)
 class Records:
-    """A campaign, summed up."""
+    """Totals of a campaign."""
 
     campaign: str
     jobs: int = 0
@@ -73,7 +73,7 @@ class Records:
 
     @property
     def began_at(self) -> datetime | None:
-        """The first worker's start; without any record, the first image."""
+        """The start of the first worker; without any records, the first image."""
         starts = [worker.began_at for worker in self.workers.values()]
         if not starts and self.stored_in_second:
             return datetime.fromtimestamp(min(self.stored_in_second), UTC)
@@ -88,7 +88,7 @@ class Records:
         return max(ends, default=None)
 
     def time_in_worker(self, share: float) -> float | None:
-        """From pull to stored, in seconds: of *share* of the images it was no more than this."""
+        """The quantile *share* of the seconds from pull to upload."""
         left = math.ceil(share * self.seconds_in_worker.total())
         for steps, count in sorted(self.seconds_in_worker.items()):
             left -= count
@@ -98,18 +98,18 @@ class Records:
 
 
 async def read_records(storage: protocol.Storage, campaign: str, samples: int) -> Records:
-    """Reads a campaign's records; *samples* of its images' names are chosen evenly, by chance.
+    """Reads a campaign's records and draws the names of *samples* random images.
 
-    The choice is the same each time, as long as the images are.
+    The sample is the same each time, as long as the images are.
     """
     records = Records(campaign)
-    chance = random.Random(campaign)  # noqa: S311 - a sample, no secret
+    generator = random.Random(campaign)  # noqa: S311 - no secret
     async for blob in storage.blobs.records(f"{campaign}/"):
         _count_image(records, blob)
-        # Reservoir sampling: every image has the same chance, and none is listed twice.
+        # Reservoir sampling: each image is equally likely, and one listing is enough.
         if len(records.samples) < samples:
             records.samples.append(blob.name)
-        elif (place := chance.randrange(records.images)) < samples:
+        elif (place := generator.randrange(records.images)) < samples:
             records.samples[place] = blob.name
     records.samples.sort()
     async for entry in dead_letter_queue.browse(storage, dead_letter_queue.Selection()):
@@ -128,7 +128,7 @@ def _count_image(records: Records, blob: protocol.BlobRecord) -> None:
     if seconds is None or job is None:
         records.without_record += 1
         return
-    # The first image of a job stands for it: its name has no number, or the number 0.
+    # A job is counted at its first image, whose name has no number or the number 0.
     stem = blob.name.rpartition("/")[2].rpartition(".")[0]
     records.jobs += stem in {job, f"{job}-0"}
     records.seconds_in_worker[math.ceil(seconds / _TIME_STEP)] += 1
@@ -138,7 +138,7 @@ def _count_image(records: Records, blob: protocol.BlobRecord) -> None:
 
 def _count_for_worker(records: Records, blob: protocol.BlobRecord, seconds: float) -> None:
     facts = blob.metadata
-    # A container that starts again on the same machine has the same name, not the same start.
+    # A container that restarts on the same machine keeps its name, but not its start time.
     key = (facts.get("worker", "?"), facts.get("started_at", ""))
     pulled_at = blob.created_at - timedelta(seconds=seconds)
     worker = records.workers.get(key)

@@ -1,134 +1,135 @@
-"""Calls of SaladCloud's API: under its rate limit, repeated while that may help, and in words."""
+"""A client of SaladCloud's API: what a fleet needs of it, within its rate limit."""
 
 from __future__ import annotations
 
 import asyncio
 import json
 import logging
-import random
-import re
-import time
-from collections import deque
-from collections.abc import Awaitable, Callable, Mapping
-from dataclasses import dataclass
-from datetime import UTC, datetime
-from email.utils import parsedate_to_datetime
+from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
+from contextlib import asynccontextmanager
 from http import HTTPStatus
 from typing import Any
 
 import aiohttp
+from aiolimiter import AsyncLimiter
 
-from fleet.salad import groups
-from imagefleet import errors
+from fleet.salad import gpus, groups, records, responses
+from fleet.salad.file import FleetFile
+from imagefleet import errors, retry
 
 log = logging.getLogger(__name__)
 
-#: SaladCloud takes 240 a minute of one key; the rest is left to the portal and to other commands.
-CALLS_A_MINUTE = 200
+#: SaladCloud allows 240 calls/min per API key. Any minute has at most the burst and 60 seconds of
+#: the rate, 200 calls; the rest is left to the portal and to other commands.
+CALL_BURST = 20
+CALLS_PER_SECOND = 3
 
-#: With the waits below, a call that finds no answer takes three minutes to say so.
+#: With the waits below, a call that gets no answer fails after three minutes.
 TRIES = 8
 FIRST_WAIT_SECONDS = 1.0
 LONGEST_WAIT_SECONDS = 60.0
 
-_SHOWN_CHARACTERS = 300
-
-Sleep = Callable[[float], Awaitable[None]]
+TIMEOUT_SECONDS = 60.0
 
 
-class CallLimit:
-    """At most so many calls in any minute; who comes too early waits."""
-
-    def __init__(
-        self,
-        calls: int = CALLS_A_MINUTE,
-        *,
-        clock: Callable[[], float] = time.monotonic,
-        sleep: Sleep = asyncio.sleep,
-    ) -> None:
-        self._begun: deque[float] = deque(maxlen=calls)
-        self._clock = clock
-        self._sleep = sleep
-        self._turn = asyncio.Lock()
-
-    async def wait(self) -> None:
-        async with self._turn:
-            if len(self._begun) == self._begun.maxlen:
-                await self._sleep(max(0.0, self._begun[0] + 60 - self._clock()))
-            self._begun.append(self._clock())
-
-
-@dataclass(frozen=True, slots=True)
-class Answer:
-    """What the API said; *is_repeat*: an earlier try may have done it, though it did not say so."""
-
-    status: int
-    body: Any
-    is_repeat: bool
-
-
-class Refused(errors.SetupError):
-    """SaladCloud refuses a call: its sentence says why."""
-
-    def __init__(self, answer: Answer, message: str) -> None:
-        super().__init__(message)
-        self.answer = answer
-
-
-class _Again(Exception):  # noqa: N818 - no error: the call is repeated
-    def __init__(self, words: str, after_seconds: float | None, *, may_be_done: bool) -> None:
-        super().__init__(words)
-        self.after_seconds = after_seconds
-        self.may_be_done = may_be_done
+def call_limiter() -> AsyncLimiter:
+    return AsyncLimiter(CALL_BURST, CALL_BURST / CALLS_PER_SECOND)
 
 
 class SaladClient:
-    """The API at *url*, with a key of it."""
+    """The container groups of one project, through the API at *url*.
+
+    Every method raises SetupError if SaladCloud refuses a call, TransientError if it fails.
+    """
 
     def __init__(
         self,
         session: aiohttp.ClientSession,
         url: str,
-        key: str = "",
+        key: str,
+        organization: str = "",
+        project: str = "",
         *,
-        limit: CallLimit | None = None,
-        sleep: Sleep = asyncio.sleep,
+        sleep: Callable[[float], Awaitable[None]] = asyncio.sleep,
     ) -> None:
         self._session = session
         self._key = key
         self._url = url.rstrip("/")
-        self._limit = limit or CallLimit(sleep=sleep)
+        self._organization = f"/organizations/{organization}"
+        self._containers = f"{self._organization}/projects/{project}/containers"
+        self._limiter = call_limiter()
         self._sleep = sleep
 
-    async def call(self, method: str, path: str, body: Mapping[str, Any] | None = None) -> Answer:
-        """The answer of a call that succeeded; SecretStr in *body* are sent, and never told.
+    async def groups(self) -> list[records.Group]:
+        """All groups of the project, those of other fleets included."""
+        return [records.as_group(each) for each in await self._items(self._containers)]
+
+    async def create(self, body: Mapping[str, Any]) -> None:
+        """Creates a group; a repeated call is refused if the lost one had created it."""
+        try:
+            await self.call("POST", self._containers, body)
+        except responses.RefusedError as refused:
+            if not (refused.answer.is_repeat and await self._exists(body["name"])):
+                raise
+
+    async def scale(self, name: str, replicas: int) -> None:
+        """Changes only the replicas, which restarts no worker."""
+        await self.call("PATCH", f"{self._containers}/{name}", {"replicas": replicas})
+
+    async def start(self, name: str) -> None:
+        await self._post(name, "start")
+
+    async def stop(self, name: str) -> None:
+        await self._post(name, "stop")
+
+    async def delete(self, name: str) -> None:
+        """Deletes a group; one that no longer exists is fine."""
+        try:
+            await self.call("DELETE", f"{self._containers}/{name}")
+        except responses.RefusedError as refused:
+            if refused.answer.status != HTTPStatus.NOT_FOUND:
+                raise
+
+    async def quota(self) -> records.Quota:
+        answer = await self.call("GET", f"{self._organization}/quotas")
+        return records.as_quota(answer.body)
+
+    async def gpu_classes(self) -> list[gpus.GpuClass]:
+        """The available GPU classes, at today's prices."""
+        return gpus.of_api(await self._items(f"{self._organization}/gpu-classes"))
+
+    async def call(
+        self, method: str, path: str, body: Mapping[str, Any] | None = None
+    ) -> responses.Answer:
+        """The answer of a successful call; secrets in *body* are sent, but never shown.
 
         Raises:
-            Refused: it never will (4xx).
-            TransientError: it has not in many tries.
+            RefusedError: a 4xx.
+            TransientError: every try failed.
         """
-        may_be_done = False
-        words = ""
-        for attempt in range(TRIES):
-            await self._limit.wait()
+        # Not a RetryPolicy: Retry-After sets the waits, and a repetition must know that an earlier
+        # try may have taken effect.
+        may_be_done, retries = False, 0
+        while True:
+            await self._limiter.acquire()
             try:
-                return await self._once(method, path, body, is_repeat=may_be_done)
-            except _Again as again:
-                words, may_be_done = str(again), may_be_done or again.may_be_done
-                if attempt + 1 < TRIES:
-                    seconds = _wait_seconds(attempt, again.after_seconds)
-                    log.warning(
-                        "trying again in %.0f s: %s",
-                        seconds,
-                        again,
-                        extra={"action": "salad_retry"},
-                    )
-                    await self._sleep(seconds)
-        raise errors.TransientError(f"{words}, {TRIES} times")
+                return await self._try(method, path, body, is_repeat=may_be_done)
+            except responses.RetryLater as failure:
+                if retries + 1 == TRIES:
+                    raise errors.TransientError(f"{failure}, {TRIES} times") from None
+                may_be_done = may_be_done or failure.may_be_done
+                seconds = failure.after_seconds
+                if seconds is None:
+                    seconds = retry.backoff(retries, FIRST_WAIT_SECONDS, LONGEST_WAIT_SECONDS)
+                log.warning(
+                    "retrying in %.0f s: %s", seconds, failure, extra={"action": "salad_retry"}
+                )
+                await self._sleep(seconds)
+                retries += 1
 
-    async def _once(
+    async def _try(
         self, method: str, path: str, body: Mapping[str, Any] | None, *, is_repeat: bool
-    ) -> Answer:
+    ) -> responses.Answer:
         headers = {"Accept": "application/json", "Salad-Api-Key": self._key}
         secrets = [self._key]
         data = None
@@ -137,85 +138,47 @@ class SaladClient:
             headers["Content-Type"] = f"application/{kind}"
             data = json.dumps(groups.reveal(body, secrets))
         try:
-            # A redirect would carry the key to wherever it points.
+            # A redirect would send the key to wherever it points.
             async with self._session.request(
                 method, self._url + path, data=data, headers=headers, allow_redirects=False
             ) as response:
                 text = await response.text(errors="replace")
         except aiohttp.InvalidURL:
-            raise errors.SetupError(f"{self._url} is no address of SaladCloud's API") from None
+            raise errors.SetupError(f"{self._url} is not a valid URL of SaladCloud's API") from None
         except (aiohttp.ClientError, TimeoutError) as error:
-            # The call may have arrived, and only its answer been lost.
+            # The call may have arrived and only its answer been lost.
             reason = str(error) or type(error).__name__
-            raise _Again(
-                f"SaladCloud's API does not answer: {reason}", None, may_be_done=True
-            ) from None
+            raise responses.RetryLater(f"SaladCloud's API does not answer: {reason}") from None
         if not response.ok:  # it may quote what it refuses
             for secret in filter(None, secrets):
                 text = text.replace(secret, groups.MASKED)
-        return _understood(response, text, is_repeat=is_repeat)
+        return responses.read(response, text, is_repeat=is_repeat)
+
+    async def _post(self, name: str, verb: str) -> None:
+        try:
+            await self.call("POST", f"{self._containers}/{name}/{verb}")
+        except responses.RefusedError as refused:
+            # A group cannot be stopped twice: the answer to the first call was lost.
+            if not refused.answer.is_repeat:
+                raise
+
+    async def _exists(self, name: str) -> bool:
+        try:
+            await self.call("GET", f"{self._containers}/{name}")
+        except responses.RefusedError:
+            return False
+        return True
+
+    async def _items(self, path: str) -> list[Mapping[str, Any]]:
+        body = (await self.call("GET", path)).body
+        if not (isinstance(body, dict) and isinstance(body.get("items"), list)):
+            raise errors.TransientError(f"SaladCloud's answer to {path} has no items")
+        return list(body["items"])
 
 
-def _understood(response: aiohttp.ClientResponse, text: str, *, is_repeat: bool) -> Answer:
-    status = response.status
-    body, words = _body(text)
-    answer = Answer(status, body, is_repeat)
-    said = f"HTTP {status}" + (f", {words}" if words else "")
-    if status == HTTPStatus.TOO_MANY_REQUESTS:
-        after = _retry_after(response.headers.get("Retry-After"))
-        raise _Again(f"SaladCloud wants fewer calls ({said})", after, may_be_done=False)
-    if status >= HTTPStatus.INTERNAL_SERVER_ERROR or status == HTTPStatus.REQUEST_TIMEOUT:
-        after = _retry_after(response.headers.get("Retry-After"))
-        raise _Again(f"SaladCloud's API fails ({said})", after, may_be_done=True)
-    if status == HTTPStatus.UNAUTHORIZED:
-        raise Refused(answer, f"SaladCloud does not know the API key ({said})")
-    if status >= HTTPStatus.BAD_REQUEST:
-        raise Refused(answer, f"SaladCloud refuses {response.method} {response.url.path}: {said}")
-    if status >= HTTPStatus.MULTIPLE_CHOICES or (text and body is None):
-        raise _Again(f"SaladCloud's API sends no JSON ({said})", None, may_be_done=True)
-    return answer
-
-
-def _body(text: str) -> tuple[Any, str]:
-    """The JSON and what it says of an error; of a page or a text, its words alone."""
-    try:
-        body = json.loads(text) if text else None
-    except ValueError:
-        return None, _page_words(text)
-    if not isinstance(body, dict):
-        return body, ""
-    words = [str(body[name]) for name in ("title", "detail") if body.get(name)]
-    # Which field is wrong stands beside the sentence, in what ASP.NET calls `errors`.
-    if body.get("errors"):
-        words.append(json.dumps(body["errors"]))
-    return body, ": ".join(words)[:_SHOWN_CHARACTERS]
-
-
-def _page_words(text: str) -> str:
-    """`a page titled 'Bad Gateway'`: the errors of proxies come as HTML."""
-    title = re.search(r"<title[^>]*>(.*?)</title>", text, re.IGNORECASE | re.DOTALL)
-    plain = " ".join(re.sub(r"<[^>]*>", " ", title[1] if title else text).split())
-    return f"a page that says {plain[:_SHOWN_CHARACTERS]!r}" if plain else "an empty page"
-
-
-def _retry_after(value: str | None) -> float | None:
-    """Seconds, of either form of the header."""
-    if value is None:
-        return None
-    if value.strip().isdecimal():
-        return float(value)
-    try:
-        moment = parsedate_to_datetime(value)
-    except ValueError:
-        return None
-    if moment.tzinfo is None:
-        moment = moment.replace(tzinfo=UTC)
-    return max(0.0, (moment - datetime.now(UTC)).total_seconds())
-
-
-def _wait_seconds(attempt: int, asked_for: float | None) -> float:
-    if asked_for is not None:
-        return asked_for
-    longest = min(LONGEST_WAIT_SECONDS, FIRST_WAIT_SECONDS * 2.0**attempt)
-    # Half fixed, half drawn: two commands that failed together do not come back together.
-    return longest / 2 + random.uniform(0, longest / 2)  # noqa: S311 - no secret
+@asynccontextmanager
+async def connected(file: FleetFile, key: str) -> AsyncIterator[SaladClient]:
+    """A client of the project that *file* names."""
+    timeout = aiohttp.ClientTimeout(total=TIMEOUT_SECONDS)
+    async with aiohttp.ClientSession(timeout=timeout, trust_env=True) as session:
+        yield SaladClient(session, file.api, key, file.organization, file.project)

@@ -1,6 +1,6 @@
-"""A fleet's container groups on SaladCloud, brought from how they are to how they should be.
+"""Brings a fleet's container groups on SaladCloud from their actual to their desired state.
 
-Each step looks at what is there first, so that a command that ended half-way is run again.
+Each step checks the actual state first, so an interrupted command can be run again.
 """
 
 from __future__ import annotations
@@ -18,20 +18,18 @@ from fleet.salad.records import Group, Quota
 from imagefleet import errors
 
 if TYPE_CHECKING:
-    from fleet.salad.api import SaladApi  # only those who ask a server wait for aiohttp to load
+    from fleet.salad.client import SaladClient  # loads aiohttp
 
-#: Instances come and go in minutes; one call each time.
+#: Instances start and stop within minutes; each poll is one call.
 POLL_SECONDS = 10.0
 
-#: An old set of groups ends in so many steps, and each may show that the new one is not ready.
+#: Old groups are drained in this many steps, each only once the new groups run.
 DRAIN_STEPS = 4
-
-Tell = Callable[[str], None]
 
 
 @dataclass(frozen=True, slots=True)
 class Changes:
-    """What differs: groups to create, to resize and to start, and those of older revisions."""
+    """Groups to create, resize and start, and *old* ones of earlier revisions."""
 
     create: Sequence[Mapping[str, Any]]
     resize: Mapping[str, int]
@@ -44,20 +42,20 @@ class Changes:
 
 
 def changes(bodies: Sequence[Mapping[str, Any]], existing: Sequence[Group]) -> Changes:
-    """What is to be done to have *bodies* where there is *existing*.
+    """The changes that turn the *existing* groups into those of *bodies*.
 
     Raises:
-        SetupError: a group of this revision was changed by other hands.
+        SetupError: a group of this revision was changed elsewhere.
     """
-    there = {group.name: group for group in existing}
+    by_name = {group.name: group for group in existing}
     for body in bodies:
-        if body["name"] in there:
-            _refuse_drift(body, there[body["name"]])
+        if body["name"] in by_name:
+            _refuse_drift(body, by_name[body["name"]])
     names = {body["name"] for body in bodies}
-    kept = [there[name] for name in names if name in there]
+    kept = [by_name[name] for name in names if name in by_name]
     wanted = {body["name"]: int(body["replicas"]) for body in bodies}
     return Changes(
-        create=[body for body in bodies if body["name"] not in there],
+        create=[body for body in bodies if body["name"] not in by_name],
         resize={
             each.name: wanted[each.name] for each in kept if each.replicas != wanted[each.name]
         },
@@ -68,71 +66,79 @@ def changes(bodies: Sequence[Mapping[str, Any]], existing: Sequence[Group]) -> C
 
 
 def refuse_over_quota(more_replicas: int, quota: Quota) -> None:
-    """Raises SetupError, with all the numbers, where the organization may not have so many."""
+    """Raises SetupError if the quota does not allow so many more."""
     if more_replicas > quota.free:
         raise errors.SetupError(
-            f"SaladCloud's quota is {quota.replicas:,} replicas, and {quota.used:,} are taken"
-            f" (those of stopped groups count): {more_replicas:,} more do not fit. Ask for more in"
-            " the portal, delete groups that are not needed, or take fewer --replicas"
+            f"SaladCloud's quota is {quota.replicas:,} replicas and {quota.used:,} are in use"
+            f" (stopped groups count): {more_replicas:,} more do not fit. Request a larger quota in"
+            " the portal, delete groups that you do not need, or use fewer --replicas"
         )
 
 
 def is_rolling(groups: Sequence[Group]) -> bool:
-    """Whether a second revision stands beside the first."""
+    """True while groups of several revisions exist."""
     return len({group.name.rpartition("-")[0] for group in groups}) > 1
 
 
 def refuse_unscalable(groups: Sequence[Group], replicas: int) -> None:
-    """Raises SetupError where *groups* are not one set that can hold *replicas*."""
-    if not groups:
-        raise errors.SetupError("there are no groups to scale: `imagefleet deploy salad apply`")
+    """Raises SetupError if *groups* are of several revisions or too few for *replicas*."""
     if is_rolling(groups):
         raise errors.SetupError(
-            "groups of several revisions stand: a rolling change is not done; `apply` goes on"
+            "a rolling change is unfinished: run `imagefleet deploy salad apply` to continue it"
         )
     if replicas > len(groups) * salad_groups.MAX_REPLICAS:
         raise errors.SetupError(
-            f"{len(groups)} groups of {salad_groups.MAX_REPLICAS} replicas cannot hold"
-            f" {replicas:,}: `imagefleet deploy salad apply --replicas {replicas}` creates more"
+            f"{len(groups)} groups can have {salad_groups.MAX_REPLICAS} replicas each, fewer than"
+            f" {replicas:,}: `imagefleet deploy salad apply --replicas {replicas}` adds groups"
         )
 
 
 class Deployment:
-    """The container groups of one fleet; *tell* is told of each step, in words."""
+    """The container groups of one fleet; *log* is called with a line for each step."""
 
-    def __init__(self, api: SaladApi, fleet: str, tell: Tell) -> None:
-        self.api = api
+    def __init__(self, client: SaladClient, fleet: str, log: Callable[[str], None]) -> None:
+        self.client = client
         self.fleet = fleet
-        self._tell = tell
+        self._log = log
 
     async def groups(self) -> list[Group]:
-        """The fleet's own, whatever their revision."""
+        """The fleet's groups, of all revisions."""
         found = [
             (name.revision, name.number, group)
-            for group in await self.api.groups()
+            for group in await self.client.groups()
             if (name := salad_groups.parse_name(self.fleet, group.name))
         ]
         return [group for *_, group in sorted(found, key=lambda each: each[:2])]
 
+    async def existing_groups(self) -> list[Group]:
+        """Like `groups`; raises SetupError if there are none."""
+        groups = await self.groups()
+        if not groups:
+            raise errors.SetupError(
+                f"the fleet {self.fleet} has no groups on SaladCloud: create them with"
+                " `imagefleet deploy salad apply`"
+            )
+        return groups
+
     async def carry_out(self, plan: Changes) -> None:
-        """All but what is to be done with the groups of older revisions."""
+        """Makes the changes, except for old groups: those are for `replace`."""
         for body in plan.create:
-            await self.api.create(body)
-            self._tell(f"created {body['name']}: {console.counted(body['replicas'], 'replica')}")
+            await self.client.create(body)
+            self._log(f"created {body['name']}: {console.counted(body['replicas'], 'replica')}")
         for name, replicas in plan.resize.items():
             await self.resize(name, replicas)
         for name in plan.start:
-            await self.api.start(name)
-            self._tell(f"started {name}")
+            await self.client.start(name)
+            self._log(f"started {name}")
 
     async def resize(self, name: str, replicas: int) -> None:
-        await self.api.scale(name, replicas)
-        self._tell(f"{name}: {console.counted(replicas, 'replica')} from now on")
+        await self.client.scale(name, replicas)
+        self._log(f"{name}: {console.counted(replicas, 'replica')} ")
 
     async def scale(self, replicas: int, groups: Sequence[Group]) -> None:
-        """*replicas* spread over *groups*, which are started where they stand still."""
+        """Spreads *replicas* over *groups*, and starts those that are stopped."""
         shares = salad_groups.split(replicas, len(groups))
-        # Fewer first: in between there is never more than either number.
+        # Reductions first, so that the total never exceeds the old and the new one.
         steps = sorted(
             zip(shares, groups, strict=True), key=lambda each: each[0] - each[1].replicas
         )
@@ -140,14 +146,14 @@ class Deployment:
             if share != group.replicas:
                 await self.resize(group.name, share)
             if share and group.is_stopped:
-                await self.api.start(group.name)
-                self._tell(f"started {group.name}")
+                await self.client.start(group.name)
+                self._log(f"started {group.name}")
 
     async def replace(self, old: Sequence[Group], *, enough: float, wait_seconds: float) -> None:
-        """Waits until *enough* of the new set's replicas run; then ends the *old* set, stepwise.
+        """Drains and deletes *old* groups step by step while *enough* new replicas run.
 
         Raises:
-            TransientError: too few of them run after *wait_seconds*; both sets stand.
+            TransientError: too few run after *wait_seconds*; both sets remain.
         """
         names = {group.name for group in old}
         for step in reversed(range(DRAIN_STEPS)):
@@ -161,9 +167,9 @@ class Deployment:
         await self.delete(sorted(names))
 
     async def drain(self, wait_seconds: float) -> None:
-        """No replicas, and when no instance is left, stopped.
+        """Scales to zero and stops the groups once no instance is left.
 
-        Workers hand back what they hold; what one does not, comes back when its lease ends.
+        Workers release their jobs; any that they cannot return when their leases end.
 
         Raises:
             TransientError: instances are left after *wait_seconds*.
@@ -176,81 +182,74 @@ class Deployment:
         await self._until_at_most(0, names, wait_seconds)
         for group in groups:
             if not group.is_stopped:
-                await self.api.stop(group.name)
-                self._tell(f"stopped {group.name}")
+                await self.client.stop(group.name)
+                self._log(f"stopped {group.name}")
 
     async def delete(self, names: Sequence[str], wait_seconds: float = 600) -> None:
-        """Returns when they are gone; raises TransientError where they are not in time."""
+        """Deletes groups; raises TransientError if some still exist after *wait_seconds*."""
         for name in names:
-            await self.api.delete(name)
-            self._tell(f"deleting {name}")
-        await self._until(
-            lambda groups: not any(group.name in names for group in groups),
-            lambda groups: f"{sum(group.name in names for group in groups)} groups still there",
-            wait_seconds,
-        )
+            await self.client.delete(name)
+            self._log(f"deleting {name}")
+
+        def pending(groups: Sequence[Group]) -> str:
+            left = sum(group.name in names for group in groups)
+            return f"{console.counted(left, 'group')} not deleted yet" if left else ""
+
+        await self._until_none(pending, wait_seconds)
 
     async def _until_at_most(self, instances: int, names: set[str], wait_seconds: float) -> None:
-        def left(groups: Sequence[Group]) -> int:
-            return sum(group.on_nodes for group in groups if group.name in names)
+        def pending(groups: Sequence[Group]) -> str:
+            left = sum(group.on_nodes for group in groups if group.name in names)
+            return f"{left:,} instances still run" if left > instances else ""
 
-        await self._until(
-            lambda groups: left(groups) <= instances,
-            lambda groups: f"still on their nodes: {left(groups):,}",
-            wait_seconds,
-        )
+        await self._until_none(pending, wait_seconds)
 
     async def _until_enough_run(self, old: set[str], enough: float, wait_seconds: float) -> None:
-        def new(groups: Sequence[Group]) -> tuple[int, int]:
-            fresh = [group for group in groups if group.name not in old]
-            return sum(each.running for each in fresh), sum(each.replicas for each in fresh)
+        def pending(groups: Sequence[Group]) -> str:
+            new = [group for group in groups if group.name not in old]
+            running = sum(each.running for each in new)
+            replicas = sum(each.replicas for each in new)
+            if running >= math.ceil(replicas * enough):
+                return ""
+            return f"new groups: {running:,} of {replicas:,} replicas run"
 
-        await self._until(
-            lambda groups: new(groups)[0] >= math.ceil(new(groups)[1] * enough),
-            lambda groups: "the new set: {:,} of {:,} run".format(*new(groups)),
-            wait_seconds,
-        )
+        await self._until_none(pending, wait_seconds)
 
-    async def _until(
-        self,
-        is_reached: Callable[[Sequence[Group]], bool],
-        words: Callable[[Sequence[Group]], str],
-        wait_seconds: float,
+    async def _until_none(
+        self, pending: Callable[[Sequence[Group]], str], wait_seconds: float
     ) -> None:
+        """Polls until *pending* describes nothing any more, and logs what it describes."""
         deadline = time.monotonic() + wait_seconds
-        told = ""
-        while not is_reached(groups := await self.groups()):
-            if words(groups) != told:
-                told = words(groups)
-                self._tell(told)
+        last = ""
+        while text := pending(await self.groups()):
+            if text != last:
+                self._log(text)
+            last = text
             if time.monotonic() > deadline:
                 raise errors.TransientError(
-                    f"after {wait_seconds / 60:,.0f} minutes: {told}. Nothing was undone: look with"
-                    " `imagefleet deploy salad status`, and run the same command again to go on"
+                    f"after {wait_seconds / 60:,.0f} minutes: {text}. Nothing was undone: check"
+                    " `imagefleet deploy salad status`, and run the same command again to continue"
                 )
             await asyncio.sleep(POLL_SECONDS)
 
 
 def _refuse_drift(body: Mapping[str, Any], group: Group) -> None:
     container = body["container"]
+    variables = set(container["environment_variables"])
     pairs = {
-        # A registry's name may come back in full, its digest cannot differ.
+        # The API may return the registry's full name; the digest stays.
         "image": tuple(each.rpartition("@")[2] for each in (container["image"], group.image)),
         "priority": (container["priority"], group.priority),
         "GPU classes": (set(container["resources"]["gpu_classes"]), set(group.gpu_ids)),
-        # Names alone: whether the API shows values back as they are is its own affair.
+        # Names only: the API need not return values as they were sent.
         "environment": (
-            set(container["environment_variables"]),
-            set(
-                container["environment_variables"]
-                if group.environment is None
-                else group.environment
-            ),
+            variables,
+            variables if group.environment is None else set(group.environment),
         ),
     }
     for what, (ours, theirs) in pairs.items():
         if ours != theirs:
             raise errors.SetupError(
-                f"{group.name} was changed outside of this file ({what}): change it back in the"
-                " portal, or delete the group there and apply again"
+                f"{group.name} was changed elsewhere ({what}): change it back in the portal, or"
+                " delete the group there and apply again"
             )

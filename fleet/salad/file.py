@@ -1,11 +1,10 @@
-"""The one settings file of a fleet on SaladCloud, with its secrets named and never written."""
+"""The fleet file: the configuration of a fleet on SaladCloud, without its secrets."""
 
 from __future__ import annotations
 
-import difflib
 import os
 import re
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -21,17 +20,17 @@ from pydantic import (
 )
 
 from fleet import options
-from imagefleet import errors
+from imagefleet import errors, validation
 from imagefleet.pricing.prices import Priority
 from worker.settings import WorkerSettings
 
-#: The bounds in this file are those of SaladCloud's OpenAPI specification, version 0.9.0-alpha.17,
-#: and of its nodes where they are narrower (16 CPUs, 60 GB of memory, 250 GB of disk).
+#: Bounds are those of SaladCloud's OpenAPI specification 0.9.0-alpha.17, or of its nodes where they
+#: are narrower (16 CPUs, 60 GB of memory, 250 GB of disk).
 API_URL = "https://api.salad.com/api/public"
 
 _LABEL = r"^[a-z][a-z0-9-]{0,61}[a-z0-9]$"
 
-#: Leaves room in the 63 characters of a group's name for `-REVISION-NUMBER`.
+#: A group's name has 63 characters at most, `-REVISION-NUMBER` included.
 _FLEET_NAME = r"^[a-z][a-z0-9-]{0,48}[a-z0-9]$"
 
 _DIGEST = re.compile(r"\S+@sha256:[0-9a-f]{64}")
@@ -45,7 +44,7 @@ class _Strict(BaseModel):
 
 
 class SecretSource(_Strict):
-    """Where a secret comes from: a variable of the machine that deploys, or a file there."""
+    """The source of a secret on the deploying machine: an environment variable or a file."""
 
     env: str | None = Field(default=None, pattern=r"^[A-Za-z_][A-Za-z0-9_]*$")
     file: str | None = Field(default=None, min_length=1)
@@ -57,10 +56,10 @@ class SecretSource(_Strict):
         return self
 
     def read(self, folder: Path) -> SecretStr:
-        """The secret; a file's path starts at *folder*.
+        """The secret; the path of a file is relative to *folder*.
 
         Raises:
-            SetupError: the variable is not set, or the file cannot be read.
+            SetupError: the variable is not set, or the file is unreadable or empty.
         """
         if self.env is not None:
             value = os.environ.get(self.env, "").strip()
@@ -78,7 +77,7 @@ class SecretSource(_Strict):
 
 
 class Probe(_Strict):
-    """A command in the container, how often it runs, and how often it may fail."""
+    """A health check: a command in the container, its period and thresholds."""
 
     command: list[Annotated[str, Field(min_length=1, max_length=2048)]] = Field(
         min_length=1, max_length=100
@@ -90,7 +89,7 @@ class Probe(_Strict):
     failure_threshold: int = Field(default=3, ge=1, le=20)
 
 
-#: 20 failures are the most that the API takes: with the delay, 21 minutes for model and compiler.
+#: The API allows 20 failures: with the delay, 21 minutes to load and compile the model.
 STARTUP = Probe(
     command=["imagefleet", "health", "started"],
     initial_delay_seconds=60,
@@ -102,12 +101,12 @@ LIVENESS = Probe(command=["imagefleet", "health", "live"])
 _Value = str | int | float | SecretSource
 _Provider = dict[str, str | int | SecretSource | list[dict[str, str | SecretSource]]]
 
-#: What pydantic calls the branches of these two in its errors.
+#: The names of these unions' branches in pydantic's errors.
 _BRANCHES = {"str", "int", "float", "SecretSource", "function-after[_one_of_them(), SecretSource]"}
 
 
 class FleetFile(_Strict):
-    """What `fleet.yaml` says; deploy/salad/fleet.yaml explains each entry."""
+    """The content of `fleet.yaml`; deploy/salad/fleet.yaml explains each key."""
 
     name: str = Field(pattern=_FLEET_NAME)
     organization: str = Field(pattern=_LABEL)
@@ -137,13 +136,13 @@ class FleetFile(_Strict):
     def _check(self) -> FleetFile:
         if not _DIGEST.fullmatch(self.image):
             raise ValueError(
-                "image: should end in @sha256:DIGEST, so that every node runs the same one, today"
-                " and tomorrow; `docker buildx imagetools inspect IMAGE:TAG` tells a tag's digest"
+                "image: should end in @sha256:DIGEST, so that every node runs the same image;"
+                " `docker buildx imagetools inspect IMAGE:TAG` shows a tag's digest"
             )
         if str(self.environment.get("IMAGEFLEET_STORAGE", "local:")).startswith("local:"):
             raise ValueError(
-                "environment: IMAGEFLEET_STORAGE should be the storage account's address; without"
-                " it, each worker waits for jobs in a folder of its own"
+                "environment: IMAGEFLEET_STORAGE should be the URL of the storage account;"
+                " otherwise each worker waits for jobs in a local folder"
             )
         for name, value in self.environment.items():
             _check_variable(name, value)
@@ -155,66 +154,62 @@ class FleetFile(_Strict):
 
 
 def read_file(path: Path) -> FleetFile:
-    """Raises SetupError, in a sentence that names the entry, for what is no such file."""
+    """Raises SetupError with a sentence that names the wrong key."""
     try:
         content: Any = yaml.safe_load(path.read_text(encoding="utf-8"))
         return FleetFile.model_validate(content)
     except OSError as error:
         raise errors.SetupError(
-            f"the settings file {path}: {error.strerror or error}; deploy/salad/fleet.yaml is one"
-            " to begin with"
+            f"the fleet file {path}: {error.strerror or error}; start from a copy of"
+            " deploy/salad/fleet.yaml"
         ) from None
     except (yaml.YAMLError, UnicodeDecodeError) as error:
-        raise errors.SetupError(f"the settings file {path} is no YAML: {error}") from None
+        raise errors.SetupError(f"the fleet file {path} is not valid YAML: {error}") from None
     except ValidationError as error:
-        details = error.errors(include_url=False, include_input=False)
-        # Of a union's branches, the one with a sentence of ours says what was meant.
-        detail = next((each for each in details if each["type"] == "value_error"), details[0])
-        raise errors.SetupError(f"the settings file {path}: {_complaint(detail)}") from None
+        raise errors.SetupError(f"the fleet file {path}: {_reason(error)}") from None
 
 
-def _complaint(detail: Mapping[str, Any]) -> str:
-    message = str(detail["msg"]).removeprefix("Value error, ")
-    # A union's branches are pydantic's words, not the file's.
-    where = ".".join(str(each) for each in detail["loc"] if each not in _BRANCHES)
-    if where.startswith("environment.") and detail["type"] == "string_type":
-        message = "should be text (in quotes: 'off'), a number, {env: VARIABLE} or {file: PATH}"
-    if detail["type"] == "extra_forbidden" and len(detail["loc"]) == 1:
-        close = difflib.get_close_matches(where, FleetFile.model_fields, n=1)
-        return f"{where}: no such entry" + (f"; did you mean {close[0]}?" if close else "")
-    return f"{where}: {message}" if where else message
+def _reason(error: ValidationError) -> str:
+    details = error.errors(include_url=False, include_input=False)
+    # Among the branches of a union, the one with our own sentence says most.
+    detail = next((each for each in details if each["type"] == "value_error"), details[0])
+    path = tuple(each for each in detail["loc"] if each not in _BRANCHES)
+    if path[:1] == ("environment",) and detail["type"] == "string_type":
+        what = "should be text (in quotes: 'off'), a number, {env: VARIABLE} or {file: PATH}"
+        return f"{validation.location(path)}: {what}"
+    known = FleetFile.model_fields if len(path) == 1 else Probe.model_fields
+    return validation.reason({**detail, "loc": path}, known)
 
 
 def _check_variable(name: str, value: _Value) -> None:
-    """A setting that no worker would take must not reach 750 nodes: each would exit at once."""
+    """Refuses a setting that every worker would refuse, before it reaches hundreds of nodes."""
     _refuse_written_secret(f"environment: {name}", name, value)
     if not name.upper().startswith(options.PREFIX):
         return
     fields = {options.variable(each): field for each, field in WorkerSettings.model_fields.items()}
     if name not in fields:
-        close = difflib.get_close_matches(name, fields, n=1)
-        hint = f"did you mean {close[0]}?" if close else "imagefleet worker --help lists them"
-        raise ValueError(f"environment: {name} is no setting of a worker: {hint}")
+        hint = validation.suggestion(name, fields) or "; `imagefleet worker --help` lists them"
+        raise ValueError(f"environment: {name}: unknown setting{hint}")
     if isinstance(value, SecretSource):
         return
-    # A whole model would read this machine's variables, too.
+    # Alone, since the whole model would also read this machine's variables.
     field: Any = fields[name]
     try:
         create_model("Setting", value=(field.annotation, field)).model_validate(
             {"value": str(value)}
         )
     except ValidationError as error:
-        message = error.errors(include_url=False, include_input=False)[0]["msg"]
-        raise ValueError(f"environment: {name}: {message}") from None
+        what = validation.message(error.errors(include_url=False, include_input=False)[0])
+        raise ValueError(f"environment: {name}: {what}") from None
 
 
 def _refuse_written_secret(where: str, name: str, value: object) -> None:
     if isinstance(value, str) and (_SECRET_NAME.search(name) or _SECRET_VALUE.search(value)):
         raise ValueError(
-            f"{where}: a secret is not written into this file; name where it is, as"
-            " {env: VARIABLE} or {file: PATH}"
+            f"{where}: do not write secrets into this file; refer to them as {{env: VARIABLE}} or"
+            " {file: PATH}"
         )
 
 
-#: Gives the secret of a source; a dry run has one that makes do without.
+#: Reads the secret of a source; a dry run substitutes missing ones.
 ReadSecret = Callable[[SecretSource], SecretStr]

@@ -1,4 +1,4 @@
-"""A fleet's settings as the container groups that SaladCloud's API takes."""
+"""A fleet file rendered as container groups for SaladCloud's API."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ import json
 import re
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, TypeVar
 
 from pydantic import SecretStr
 
@@ -15,20 +15,22 @@ from fleet.salad.file import FleetFile, Probe, ReadSecret, SecretSource
 from fleet.salad.gpus import GpuClass
 from imagefleet import errors
 
-#: SaladCloud's limit of one container group.
+#: SaladCloud's limit per container group.
 MAX_REPLICAS = 500
 
-#: SaladCloud's limit of an environment variable's value, in characters; an empty one is refused.
+#: SaladCloud's limit for the value of an environment variable, in characters; empty is refused.
 MAX_VALUE = 1000
 
 MASKED = "(secret)"
 
 _REVISION_DIGITS = 8
 
+_Kind = TypeVar("_Kind")
+
 
 @dataclass(frozen=True, slots=True)
 class GroupName:
-    """NAME-REVISION-NUMBER: what makes a node start anew makes a second set of groups."""
+    """NAME-REVISION-NUMBER; the revision changes with everything that restarts workers."""
 
     fleet: str
     revision: str
@@ -39,13 +41,13 @@ class GroupName:
 
 
 def parse_name(fleet: str, name: str) -> GroupName | None:
-    """What a group's name says, where it is one of *fleet*'s."""
+    """The parts of a group's name, or None if the group is not one of *fleet*."""
     found = re.fullmatch(rf"{re.escape(fleet)}-([0-9a-f]{{{_REVISION_DIGITS}}})-([1-9]\d*)", name)
     return GroupName(fleet, found[1], int(found[2])) if found else None
 
 
 def split(replicas: int, groups: int = 1) -> list[int]:
-    """Replicas of each group: as even as can be, over *groups* or as many as are needed."""
+    """Replicas per group, spread evenly over *groups* or more if needed."""
     count = max(groups, -(-replicas // MAX_REPLICAS))
     each, more = divmod(replicas, count)
     return [each + (number < more) for number in range(count)]
@@ -58,9 +60,9 @@ def render(
     replicas: int | None = None,
     existing: Iterable[str] = (),
 ) -> list[dict[str, Any]]:
-    """The bodies of the calls that create the fleet's groups; secrets stay SecretStr in them.
+    """The request bodies that create the fleet's groups; secrets stay SecretStr.
 
-    *existing* groups of the same revision keep a share, so that fewer replicas empty none.
+    *existing* groups of the same revision stay in use, also for fewer replicas.
 
     Raises:
         SetupError: a secret is missing, or a variable's value is too long.
@@ -76,36 +78,35 @@ def render(
 
 
 def reveal(value: Any, seen: list[str] | None = None) -> Any:
-    """The same with its secrets in it, for the API's ears alone; *seen* is told each of them."""
+    """*value* with its secrets in plain text, which are also appended to *seen*."""
 
-    def open_up(secret: SecretStr) -> str:
+    def plain(secret: SecretStr) -> str:
         text = secret.get_secret_value()
         if seen is not None:
             seen.append(text)
         return text
 
-    return _replace(value, open_up)
+    return _replace(value, SecretStr, plain)
 
 
 def mask(value: Any) -> Any:
-    """The same, fit for a terminal."""
-    return _replace(value, lambda _: MASKED)
+    """*value* with its secrets masked."""
+    return _replace(value, SecretStr, lambda _: MASKED)
 
 
-def _replace(value: Any, words: Callable[[SecretStr], str]) -> Any:
-    match value:
-        case SecretStr():
-            return words(value)
-        case Mapping():
-            return {name: _replace(each, words) for name, each in value.items()}
-        case list():
-            return [_replace(each, words) for each in value]
-        case _:
-            return value
+def _replace(value: Any, kind: type[_Kind], replacement: Callable[[_Kind], object]) -> Any:
+    """*value* with each *kind* in its mappings and lists replaced."""
+    if isinstance(value, kind):
+        return replacement(value)
+    if isinstance(value, Mapping):
+        return {name: _replace(each, kind, replacement) for name, each in value.items()}
+    if isinstance(value, list):
+        return [_replace(each, kind, replacement) for each in value]
+    return value
 
 
 def _template(file: FleetFile, gpus: Sequence[GpuClass], read_secret: ReadSecret) -> dict[str, Any]:
-    """A group without its name and replicas."""
+    """A request body without name and replicas."""
     container: dict[str, Any] = {
         "image": file.image,
         "priority": file.priority,
@@ -122,12 +123,12 @@ def _template(file: FleetFile, gpus: Sequence[GpuClass], read_secret: ReadSecret
     if file.command:
         container["command"] = file.command
     if file.logging:
-        container["logging"] = _resolved(file.logging, read_secret)
+        container["logging"] = _replace(file.logging, SecretSource, read_secret)
     if file.registry:
-        container["registry_authentication"] = _resolved(file.registry, read_secret)
+        container["registry_authentication"] = _replace(file.registry, SecretSource, read_secret)
     template: dict[str, Any] = {
         "autostart_policy": True,
-        # A worker ends of itself only where its node is to be replaced or it was told to.
+        # A worker exits only if its node is to be replaced or it was asked to stop.
         "restart_policy": "always",
         "container": container,
         "startup_probe": _probe(file.startup_probe),
@@ -148,30 +149,18 @@ def _environment(file: FleetFile, read_secret: ReadSecret) -> dict[str, str | Se
 
 def _check_value(name: str, value: str) -> None:
     if "\n" in value:
-        raise errors.SetupError(f"environment: {name} has several lines; SaladCloud takes one")
+        raise errors.SetupError(f"environment: {name} has several lines; SaladCloud allows one")
     if not 1 <= len(value) <= MAX_VALUE:
         raise errors.SetupError(
-            f"environment: {name} has {len(value):,} characters; SaladCloud takes 1 to"
-            f" {MAX_VALUE:,}. Give the account, the queue and each SAS token apart"
+            f"environment: {name} has {len(value):,} characters; SaladCloud allows 1 to"
+            f" {MAX_VALUE:,}. Set the account, the queue and each SAS token separately"
             " (IMAGEFLEET_STORAGE, IMAGEFLEET_QUEUE, IMAGEFLEET_QUEUE_SAS ...)"
         )
     if "accountkey=" in value.lower():
         raise errors.SetupError(
-            f"environment: {name} holds the storage account's key, which opens everything; nodes"
-            " are other people's computers: give SAS tokens (`imagefleet keys` makes them)"
+            f"environment: {name} contains the storage account's key, which grants full access;"
+            " nodes are other people's computers: use SAS tokens (`imagefleet keys` makes them)"
         )
-
-
-def _resolved(value: Any, read_secret: ReadSecret) -> Any:
-    match value:
-        case SecretSource():
-            return read_secret(value)
-        case Mapping():
-            return {name: _resolved(each, read_secret) for name, each in value.items()}
-        case list():
-            return [_resolved(each, read_secret) for each in value]
-        case _:
-            return value
 
 
 def _probe(probe: Probe) -> dict[str, Any]:

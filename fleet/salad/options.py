@@ -1,4 +1,4 @@
-"""What the verbs of `imagefleet deploy salad` share: their options, the file and the question."""
+"""Options, files and questions shared by the commands of `imagefleet deploy salad`."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from fleet.salad import deployment
 from fleet.salad import file as salad_file
 from imagefleet import errors
 
-#: Looked for in this order: one's own first, then the example of this repository.
+#: In order of precedence: the operator's own, then the example of this repository.
 DEFAULT_FILES = (Path("fleet.yaml"), Path("deploy/salad/fleet.yaml"))
 
 File = Annotated[
@@ -23,12 +23,12 @@ File = Annotated[
     typer.Option(
         "--file",
         metavar="FILE",
-        help="The fleet's settings [default: fleet.yaml, else deploy/salad/fleet.yaml].",
+        help="The fleet file [default: fleet.yaml, else deploy/salad/fleet.yaml].",
     ),
 ]
 Replicas = Annotated[
     int | None,
-    typer.Option(min=1, max=50_000, metavar="COUNT", help="Instead of the file's replicas."),
+    typer.Option(min=1, max=50_000, metavar="COUNT", help="Overrides the file's replicas."),
 ]
 AsJson = Annotated[bool, typer.Option("--json", help="Print JSON.")]
 Yes = Annotated[bool, typer.Option("--yes", help="Do not ask.")]
@@ -38,45 +38,47 @@ WaitMinutes = Annotated[
 
 
 def read_file(path: Path | None) -> tuple[salad_file.FleetFile, Path]:
-    """The settings, and the folder where the paths of its secrets start.
+    """The fleet file, and the folder that the paths of its secrets are relative to.
 
     Raises:
-        SetupError: there is no such file, or it is wrong.
+        SetupError: the file is missing or invalid.
     """
     if path is None:
         path = next((each for each in DEFAULT_FILES if each.is_file()), None)
     if path is None:
         raise errors.SetupError(
-            f"neither {' nor '.join(map(str, DEFAULT_FILES))} is here: give the settings' --file"
+            f"neither {' nor '.join(map(str, DEFAULT_FILES))} exists: give the fleet file as --file"
         )
     return salad_file.read_file(path), path.parent
 
 
 @contextlib.asynccontextmanager
-async def opened(file: salad_file.FleetFile, folder: Path) -> AsyncIterator[deployment.Deployment]:
-    """The fleet that *file* describes, as it stands on SaladCloud."""
-    from fleet.salad import api as salad_api
+async def connected(
+    file: salad_file.FleetFile, folder: Path
+) -> AsyncIterator[deployment.Deployment]:
+    """The fleet that *file* describes, as deployed on SaladCloud."""
+    from fleet.salad import client  # loads aiohttp
 
     key = file.api_key.read(folder).get_secret_value()
-    async with salad_api.connected(file, key) as api:
-        yield deployment.Deployment(api, file.name, tell)
+    async with client.connected(file, key) as salad:
+        yield deployment.Deployment(salad, file.name, log)
 
 
-def ask(question: str, *, yes: bool) -> None:
-    """Goes on with --yes, or when a person says so.
+def confirm(question: str, *, yes: bool) -> None:
+    """Asks the operator, unless --yes was given.
 
     Raises:
-        SetupError: nobody can be asked.
+        SetupError: there is no terminal to ask on.
         typer.Exit: the answer was no.
     """
     if yes:
         return
     if not sys.stdin.isatty():
-        raise errors.SetupError(f"{question} Nobody can be asked here: add --yes")
+        raise errors.SetupError(f"{question} Cannot ask without a terminal: add --yes")
     if not typer.confirm(question, err=True):
         raise typer.Exit(console.EXIT_OPERATOR_MUST_ACT)
 
 
-def tell(words: str) -> None:
-    """Progress, beside the command's own output."""
-    console.stderr.print(words, highlight=False, markup=False, soft_wrap=True)
+def log(message: str) -> None:
+    """Prints progress to stderr."""
+    console.stderr.print(message, highlight=False, markup=False, soft_wrap=True)

@@ -1,82 +1,64 @@
-"""What a fleet on SaladCloud costs, and what its dollars buy."""
+"""The cost of a fleet on SaladCloud, and its images per dollar."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from pathlib import Path
 
 from rich.table import Table
 
 from fleet import console
-from fleet.plan.inputs import Bench, bench_of, read_bench
+from fleet.plan.inputs import Bench, bench_of
 from fleet.salad.gpus import GpuClass
 from fleet.salad.records import Group
 from imagefleet import errors
-from imagefleet.pricing import prices
 
-_HOURS_A_DAY = 24
+_HOURS_PER_DAY = 24
 
 
 @dataclass(frozen=True, slots=True)
-class Range:
-    """Dollars per hour, from the cheapest of the GPU classes to the dearest."""
+class PriceRange:
+    """$/h, from the cheapest to the most expensive of the GPU classes."""
 
     least: float
     most: float
 
-    def of(self, replicas: int) -> Range:
-        return Range(self.least * replicas, self.most * replicas)
+    def times(self, replicas: int) -> PriceRange:
+        return PriceRange(self.least * replicas, self.most * replicas)
 
     def __str__(self) -> str:
-        if self.least == self.most:
-            return f"${self.most:,.2f}"
-        return f"${self.least:,.2f} to ${self.most:,.2f}"
+        return f"{self._dollars(1)}/h"
 
     @property
-    def a_day(self) -> Range:
-        return self.of(_HOURS_A_DAY)
+    def per_day(self) -> str:
+        return f"{self._dollars(_HOURS_PER_DAY)}/day"
+
+    def _dollars(self, hours: float) -> str:
+        if self.least == self.most:
+            return f"${self.most * hours:,.2f}"
+        return f"${self.least * hours:,.2f} to ${self.most * hours:,.2f}"
 
 
-def of_a_replica(classes: Sequence[GpuClass], priority: str) -> Range:
-    """A replica gets the first class that is free, so its price is a range.
+def replica_price(classes: Sequence[GpuClass], priority: str) -> PriceRange:
+    """The price of one replica: a range, since SaladCloud uses whichever class is free.
 
     Raises:
-        SetupError: one of them has no price at that priority.
+        SetupError: a class has no price at that priority.
     """
     for each in classes:
         if priority not in each.dollars_per_hour:
             raise errors.SetupError(f"no price is known for the {each.name} at {priority} priority")
     dollars = [each.dollars_per_hour[priority] for each in classes]
-    return Range(min(dollars), max(dollars))
+    return PriceRange(min(dollars), max(dollars))
 
 
-def of_group(group: Group, known: Sequence[GpuClass]) -> Range | None:
-    """Of one replica of it; None where one of its classes has no price that is known."""
+def group_price(group: Group, known: Sequence[GpuClass]) -> PriceRange | None:
+    """The price of one replica of *group*, or None if that of a class is unknown."""
     classes = [each for each in known if each.id in group.gpu_ids]
     prices_known = all(group.priority in each.dollars_per_hour for each in classes)
     if not prices_known or len(classes) < len(group.gpu_ids) or not classes:
         return None
-    return of_a_replica(classes, group.priority)
-
-
-def read_benches(
-    paths: Sequence[Path], classes: Sequence[GpuClass], table: prices.PriceTable
-) -> list[Bench]:
-    """The reports of `imagefleet bench engine`.
-
-    Raises:
-        SetupError: one is no such report, or of a class that the fleet does not take.
-    """
-    benches = [read_bench(path, table) for path in paths]
-    names = [each.name for each in classes]
-    for bench in benches:
-        if bench.gpu not in names:
-            raise errors.SetupError(
-                f"{bench.path} was measured on {bench.gpu}, which is none of the fleet's classes:"
-                f" {', '.join(names)}"
-            )
-    return benches
+    return replica_price(classes, group.priority)
 
 
 def print_price(
@@ -86,17 +68,16 @@ def print_price(
     benches: Sequence[Bench],
     source: str,
 ) -> None:
-    """The price of all replicas, and of each class with what its dollar buys."""
-    price = of_a_replica(classes, priority)
+    """Prints the price of all replicas, and for each class its price and images per dollar."""
+    price = replica_price(classes, priority).times(replicas)
     console.stdout.print(
-        f"{replicas:,} replicas at {priority} priority: {price.of(replicas)} an hour,"
-        f" {price.of(replicas).a_day} a day while all of them run.",
+        f"{replicas:,} replicas at {priority} priority: {price}, {price.per_day} while all run.",
         highlight=False,
         soft_wrap=True,
     )
     table = Table()
     table.add_column("GPU")
-    for heading in ("$/h of one", f"$/h of {replicas:,}", "images/s of one", "images/$, GPU only"):
+    for heading in ("$/h each", f"$/h for {replicas:,}", "images/s each", "images/$, GPU only"):
         table.add_column(heading, justify="right")
     for each in classes:
         dollars = each.dollars_per_hour[priority]

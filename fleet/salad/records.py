@@ -1,4 +1,4 @@
-"""What SaladCloud's API tells of container groups, their instances and the quota."""
+"""Container groups and the quota, as SaladCloud's API returns them."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from imagefleet import errors
 
 @dataclass(frozen=True, slots=True)
 class Group:
-    """A container group as it is; *replicas* are wanted, the counts are what there is."""
+    """A container group: the *replicas* requested, and its instances by state."""
 
     name: str
     status: str
@@ -30,19 +30,14 @@ class Group:
         return self.status == "stopped"
 
     @property
-    def instances(self) -> int:
-        """All that are on a node, or on their way to or from one."""
-        return self.allocating + self.creating + self.running + self.stopping
-
-    @property
     def on_nodes(self) -> int:
-        """Those whose end can be waited for: an allocation that fails leaves no instance."""
+        """Instances to wait for in a drain; a failed allocation leaves none."""
         return self.creating + self.running + self.stopping
 
 
 @dataclass(frozen=True, slots=True)
 class Quota:
-    """Replicas that an organization may have; those of stopped groups are used, too."""
+    """The replicas that an organization may have; those of stopped groups count as used."""
 
     replicas: int
     used: int
@@ -53,7 +48,7 @@ class Quota:
 
 
 def as_group(record: Mapping[str, Any]) -> Group:
-    """Raises TransientError for an answer that is not of the API's shape."""
+    """Raises TransientError if the answer does not have the expected fields."""
     try:
         container, state = record["container"], record["current_state"]
         counts = state["instance_status_counts"]
@@ -71,15 +66,15 @@ def as_group(record: Mapping[str, Any]) -> Group:
             environment=container.get("environment_variables"),
         )
     except (KeyError, TypeError, ValueError) as error:
-        raise errors.TransientError(f"SaladCloud's container group: {error!r}") from None
+        raise errors.TransientError(f"invalid container group from SaladCloud: {error!r}") from None
 
 
 def as_quota(record: Mapping[str, Any]) -> Quota:
-    """Raises TransientError for an answer that is not of the API's shape."""
+    """Raises TransientError if the answer does not have the expected fields."""
     try:
         quotas = record["container_groups_quotas"]
         return Quota(
             int(quotas["container_replicas_quota"]), int(quotas["container_replicas_used"])
         )
     except (KeyError, TypeError, ValueError) as error:
-        raise errors.TransientError(f"SaladCloud's quota: {error!r}") from None
+        raise errors.TransientError(f"invalid quota from SaladCloud: {error!r}") from None

@@ -1,4 +1,4 @@
-"""The verbs of `imagefleet deploy salad` for a fleet that stands: scale, status, drain, delete."""
+"""`imagefleet deploy salad scale`, `status`, `drain` and `delete`."""
 
 from __future__ import annotations
 
@@ -24,11 +24,11 @@ from imagefleet import errors
 
 
 def scale(
-    replicas: Annotated[int, typer.Argument(min=0, help="Of all groups together.")],
+    replicas: Annotated[int, typer.Argument(min=0, help="Total of all groups.")],
     file: File = None,
     yes: Yes = False,
 ) -> None:
-    """Changes the replicas in place; no worker restarts.
+    """Changes the replicas in place, without restarting workers.
 
     imagefleet deploy salad scale 300
     """
@@ -38,25 +38,25 @@ def scale(
 def status(
     file: File = None,
     watch: Annotated[
-        bool, typer.Option("--watch", help="Look again every two seconds, until Ctrl-C.")
+        bool, typer.Option("--watch", help="Refresh every two seconds until Ctrl-C.")
     ] = False,
     as_json: AsJson = False,
 ) -> None:
-    """Shows the groups, their instances and what they cost now.
+    """Shows the groups, their instances and the current cost.
 
     imagefleet deploy salad status --watch
     """
     with console.one_line_errors():
         if watch and as_json:
-            raise errors.SetupError("--watch is for people and --json for programs: choose one")
+            raise errors.SetupError("--watch and --json exclude each other")
     console.run(_status(file, watch=watch, as_json=as_json))
 
 
 def drain(file: File = None, wait_minutes: WaitMinutes = 15, yes: Yes = False) -> None:
-    """Ends all workers, and stops the groups when they are gone.
+    """Stops all workers, then the groups.
 
-    A stopped group costs nothing, and `apply` starts it again. What a worker cannot hand back in
-    time comes back to the queue when its lease ends.
+    A stopped group costs nothing; `apply` starts it again. Jobs that a worker cannot release in
+    time return to the queue when their leases end.
 
     imagefleet deploy salad drain
     """
@@ -64,9 +64,9 @@ def drain(file: File = None, wait_minutes: WaitMinutes = 15, yes: Yes = False) -
 
 
 def delete(file: File = None, wait_minutes: WaitMinutes = 15, yes: Yes = False) -> None:
-    """Deletes the groups, of every revision.
+    """Deletes all groups of the fleet.
 
-    After `drain`, no work is lost.
+    Run `drain` first, so that no work is lost.
 
     imagefleet deploy salad delete
     """
@@ -75,54 +75,54 @@ def delete(file: File = None, wait_minutes: WaitMinutes = 15, yes: Yes = False) 
 
 async def _scale(path: Path | None, replicas: int, *, yes: bool) -> None:
     file, folder = salad_options.read_file(path)
-    async with salad_options.opened(file, folder) as fleet:
+    async with salad_options.connected(file, folder) as fleet:
         groups, known, quota = await asyncio.gather(
-            fleet.groups(), fleet.api.gpu_classes(), fleet.api.quota()
+            fleet.existing_groups(), fleet.client.gpu_classes(), fleet.client.quota()
         )
         deployment.refuse_unscalable(groups, replicas)
         more = replicas - sum(group.replicas for group in groups)
         deployment.refuse_over_quota(more, quota)
-        price = salad_price.of_group(groups[0], known)
-        cost = f"{price.of(replicas)} an hour while all run" if price else "at an unknown price"
-        salad_options.tell(f"{replicas:,} replicas, {more:+,}: {cost}")
+        price = salad_price.group_price(groups[0], known)
+        cost = f"{price.times(replicas)} while all run" if price else "unknown price"
+        salad_options.log(f"{replicas:,} replicas, {more:+,}: {cost}")
         if more > 0 or any(group.is_stopped for group in groups):
-            salad_options.ask("Scale?", yes=yes)
+            salad_options.confirm("Scale?", yes=yes)
         await fleet.scale(replicas, groups)
 
 
 async def _status(path: Path | None, *, watch: bool, as_json: bool) -> None:
     file, folder = salad_options.read_file(path)
-    async with salad_options.opened(file, folder) as fleet:
-        # Neither changes while one looks, and each look is a call of the 240 a minute.
-        known, quota = await asyncio.gather(fleet.api.gpu_classes(), fleet.api.quota())
+    async with salad_options.connected(file, folder) as fleet:
+        # Read once: they hardly change, and each refresh counts against the rate limit.
+        known, quota = await asyncio.gather(fleet.client.gpu_classes(), fleet.client.quota())
 
-        async def look() -> Screen:
+        async def draw() -> Screen:
             return _screen(await fleet.groups(), known, quota)
 
         if watch:
-            await watching.watch(look)
+            await watching.watch(draw)
         elif as_json:
             console.print_json(_record(await fleet.groups(), known, quota))
         else:
-            console.stdout.print(await look())
+            console.stdout.print(await draw())
 
 
 async def _drain(path: Path | None, wait_seconds: float, *, yes: bool) -> None:
     file, folder = salad_options.read_file(path)
-    async with salad_options.opened(file, folder) as fleet:
-        groups = await _some(fleet)
+    async with salad_options.connected(file, folder) as fleet:
+        groups = await fleet.existing_groups()
         running = sum(group.running for group in groups)
         if running:
-            salad_options.ask(f"End {console.counted(running, 'running worker')}?", yes=yes)
+            salad_options.confirm(f"Stop {console.counted(running, 'running worker')}?", yes=yes)
         await fleet.drain(wait_seconds)
 
 
 async def _delete(path: Path | None, wait_seconds: float, *, yes: bool) -> None:
     file, folder = salad_options.read_file(path)
-    async with salad_options.opened(file, folder) as fleet:
-        groups = await _some(fleet)
+    async with salad_options.connected(file, folder) as fleet:
+        groups = await fleet.existing_groups()
         running = sum(group.running for group in groups)
-        salad_options.ask(
+        salad_options.confirm(
             f"Delete {console.counted(len(groups), 'group')} of {file.name}"
             f" ({console.counted(running, 'running worker')})?",
             yes=yes,
@@ -130,21 +130,16 @@ async def _delete(path: Path | None, wait_seconds: float, *, yes: bool) -> None:
         await fleet.delete([group.name for group in groups], wait_seconds)
 
 
-async def _some(fleet: deployment.Deployment) -> list[Group]:
-    groups = await fleet.groups()
-    if not groups:
-        raise errors.SetupError(f"there are no groups of {fleet.fleet} on SaladCloud")
-    return groups
-
-
-def _dollars(groups: Sequence[Group], known: Sequence[gpus.GpuClass]) -> salad_price.Range:
-    """An hour of what runs now: only running instances are billed."""
+def _dollars(groups: Sequence[Group], known: Sequence[gpus.GpuClass]) -> salad_price.PriceRange:
+    """The price of the running instances: only those are billed."""
     prices = [
-        (price.of(group.running))
+        price.times(group.running)
         for group in groups
-        if (price := salad_price.of_group(group, known))
+        if (price := salad_price.group_price(group, known))
     ]
-    return salad_price.Range(sum(each.least for each in prices), sum(each.most for each in prices))
+    return salad_price.PriceRange(
+        sum(each.least for each in prices), sum(each.most for each in prices)
+    )
 
 
 def _record(
@@ -173,7 +168,7 @@ def _screen(groups: Sequence[Group], known: Sequence[gpus.GpuClass], quota: Quot
     table = Table()
     table.add_column("group", overflow="fold")
     table.add_column("state")
-    for heading in ("wanted", "running", "creating", "allocating", "stopping"):
+    for heading in ("replicas", "running", "creating", "allocating", "stopping"):
         table.add_column(heading, justify="right")
     for group in groups:
         counts = (
@@ -181,11 +176,11 @@ def _screen(groups: Sequence[Group], known: Sequence[gpus.GpuClass], quota: Quot
         )  # fmt: skip
         table.add_row(group.name, group.status, *(f"{each:,}" for each in counts))
     running = sum(group.running for group in groups)
-    wanted = sum(group.replicas for group in groups)
+    replicas = sum(group.replicas for group in groups)
     classes = sorted({name for group in groups for name in _names(group, known)})
     lines = [
-        f"{running:,} of {wanted:,} replicas run: {_dollars(groups, known)} an hour now",
+        f"{running:,} of {replicas:,} replicas run: {_dollars(groups, known)} now",
         f"GPU classes: {', '.join(classes) or 'none'}",
-        f"quota: {quota.used:,} of {console.counted(quota.replicas, 'replica')} taken",
+        f"quota: {quota.used:,} of {console.counted(quota.replicas, 'replica')} used",
     ]
     return Screen(table, *(Text(line) for line in lines))

@@ -1,1 +1,1 @@
-"""`imagefleet scale`: as many replicas as the queue needs."""
+"""`imagefleet scale`: sets the replicas by the queue."""

@@ -1,4 +1,4 @@
-"""`imagefleet scale`: as many replicas as the queue, a deadline and the dollars ask for."""
+"""`imagefleet scale`: sets the replicas by the queue, a deadline and a budget."""
 
 from __future__ import annotations
 
@@ -37,59 +37,63 @@ log = logging.getLogger(__name__)
 def command(
     settings: MonitorSettings,
     max_dollars: Annotated[
-        float, typer.Option(min=0.01, metavar="DOLLARS", help="In total; kept over restarts.")
+        float, typer.Option(min=0.01, metavar="DOLLARS", help="Total budget, across restarts.")
     ],
     file: File = None,
     deadline: Annotated[
         datetime | None,
         typer.Option(
             formats=["%Y-%m-%dT%H:%M", "%Y-%m-%d %H:%M", "%Y-%m-%dT%H:%M:%S%z"],
-            help="When the queue should be empty, by this machine's clock.",
+            help="When the queue should be empty, in local time.",
         ),
     ] = None,
     dollars_per_hour: Annotated[
-        float | None, typer.Option(min=0.01, metavar="DOLLARS", help="Of the whole fleet, at most.")
+        float | None, typer.Option(min=0.01, metavar="DOLLARS", help="Most $/h of the fleet.")
     ] = None,
     max_replicas: Annotated[
-        int | None, typer.Option(min=1, metavar="COUNT", help="By default the file's replicas.")
+        int | None,
+        typer.Option(min=1, metavar="COUNT", help="By default those of the fleet file."),
     ] = None,
     images_per_second: Annotated[
         float | None,
-        typer.Option(min=0.0001, metavar="NUMBER", help="Of one replica; by default measured."),
+        typer.Option(min=0.0001, metavar="NUMBER", help="Of one replica; measured by default."),
     ] = None,
     images_per_job: Annotated[int, typer.Option(min=1, max=64, metavar="COUNT")] = 1,
     every_minutes: Annotated[
-        float, typer.Option(min=1, max=240, help="Between changes; nodes take as long to come.")
+        float, typer.Option(min=1, max=240, help="Between changes; nodes take minutes to start.")
     ] = 15,
-    look_seconds: Annotated[
-        float, typer.Option(min=1, max=600, help="Between looks, which count the dollars.")
+    sample_seconds: Annotated[
+        float, typer.Option(min=1, max=600, help="Between samples, which count the cost.")
     ] = 60,
+    look_seconds: Annotated[float | None, typer.Option(min=1, max=600, hidden=True)] = None,
     ledger: Annotated[
         Path | None,
-        typer.Option(metavar="FILE", help="What was spent [default: NAME-scale.json]."),
+        typer.Option(metavar="FILE", help="Record of the cost [default: NAME-scale.json]."),
     ] = None,
     dry_run: Annotated[
-        bool, typer.Option("--dry-run", help="Say what would be done, and do nothing.")
+        bool, typer.Option("--dry-run", help="Log decisions without acting on them.")
     ] = False,
-    once: Annotated[bool, typer.Option("--once", help="Look and act once.")] = False,
+    once: Annotated[bool, typer.Option("--once", help="Make one decision, then exit.")] = False,
     until_empty: Annotated[
-        bool, typer.Option("--until-empty", help="End when nothing waits and nothing runs.")
+        bool, typer.Option("--until-empty", help="Exit when the queue is empty and no worker runs.")
     ] = False,
-    as_json: Annotated[bool, typer.Option("--json", help="Print each look as JSON.")] = False,
+    as_json: Annotated[bool, typer.Option("--json", help="Print each decision as JSON.")] = False,
 ) -> None:
-    """Sets a fleet's replicas on SaladCloud by its queue and dollars.
+    """Scales a fleet on SaladCloud by its queue, within a budget.
 
-    It looks each minute and changes them quarter-hourly, until SIGTERM or Ctrl-C: as many as the
-    deadline needs or the budget allows, none at an empty queue, and never for more than
-    --max-dollars in total, counted from what SaladCloud says runs. It has to keep running: workers
-    that run on when it ends are billed on.
+    Samples the queue and the fleet every minute and changes the replicas every 15 minutes, until
+    SIGTERM or Ctrl-C: as many as the deadline needs or $/h allows, none for an empty queue, and
+    never for more than --max-dollars in total, counted from the workers that SaladCloud reports as
+    running. Keep it running: without it, workers continue and are billed.
 
     imagefleet scale --deadline 2026-12-01T08:00 --max-dollars 200
 
     imagefleet scale --dollars-per-hour 15 --max-dollars 100 --dry-run --once
     """
     if deadline is None and dollars_per_hour is None:
-        raise errors.SetupError("say what for: --deadline, --dollars-per-hour or both")
+        raise errors.SetupError("give a goal: --deadline, --dollars-per-hour or both")
+    if look_seconds is not None:
+        salad_options.log("--look-seconds is deprecated; use --sample-seconds")
     fleet_file, folder = salad_options.read_file(file)
     goal = Goal(
         max_dollars=max_dollars,
@@ -97,7 +101,7 @@ def command(
         deadline=deadline.timestamp() if deadline else None,
         dollars_per_hour=dollars_per_hour,
         every_seconds=every_minutes * 60,
-        look_seconds=look_seconds,
+        sample_seconds=look_seconds or sample_seconds,
     )
     given = None
     if images_per_second is not None:
@@ -113,7 +117,7 @@ def command(
                 server = await stack.enter_async_context(prometheus.connected(settings.prometheus))
             scaling = scaler.Scaler(
                 goal,
-                await stack.enter_async_context(salad_options.opened(fleet_file, folder)),
+                await stack.enter_async_context(salad_options.connected(fleet_file, folder)),
                 storage,
                 ledger or Path(f"{fleet_file.name}-scale.json"),
                 scale_speed.Speeds(
@@ -121,27 +125,27 @@ def command(
                 ),
                 is_dry_run=dry_run,
             )
-            print_record = _print_line if as_json else _ignore
+            print_record = _print_line if as_json else lambda _: None
             if once:
                 print_record(await scaling.step())
             else:
-                await _until_told(scaling, print_record, until_empty=until_empty)
+                await _run(scaling, print_record, until_empty=until_empty)
 
     console.run(scale())
 
 
-async def _until_told(
+async def _run(
     scaling: scaler.Scaler, print_record: Callable[[dict[str, Any]], None], *, until_empty: bool
 ) -> None:
-    """Ends with SIGTERM, Ctrl-C or, where it is asked for, when all is done."""
+    """Runs until SIGTERM, Ctrl-C or, with *until_empty*, the end of all work."""
 
-    def look_done(record: dict[str, Any]) -> None:
+    def on_decision(record: dict[str, Any]) -> None:
         print_record(record)
         if until_empty and scaling.is_finished:
-            log.info("nothing waits and nothing runs: done", extra={"action": "scale_done"})
+            log.info("the queue is empty and no worker runs", extra={"action": "scale_done"})
             running.cancel()
 
-    running = asyncio.create_task(scaling.run(look_done), name="scale")
+    running = asyncio.create_task(scaling.run(on_decision), name="scale")
     loop = asyncio.get_running_loop()
     for number in (signal.SIGTERM, signal.SIGINT):
         loop.add_signal_handler(number, running.cancel)
@@ -149,15 +153,15 @@ async def _until_told(
         await running
     if scaling.running:
         log.warning(
-            "%d workers run on, and nobody counts their dollars: scale again, or `imagefleet deploy"
-            " salad drain`",
+            "%d workers keep running and nothing limits their cost: run scale again, or"
+            " `imagefleet deploy salad drain`",
             scaling.running,
             extra={"action": "scale_end", "running": scaling.running},
         )
 
 
 def _assumed_speed(file: salad_file.FleetFile, images_per_job: int) -> scale_speed.Speed | None:
-    """The slowest of the fleet's classes by public records, until it is measured."""
+    """The speed of the fleet's slowest GPU class by public benchmarks."""
     names = [each.name for each in gpus.find(file.gpus, gpus.built_in())]
     known = [speed for name in names if (speed := speeds.ASSUMED_IMAGES_PER_SECOND.get(name))]
     return scale_speed.Speed(min(known) / images_per_job, "assumed") if known else None
@@ -167,7 +171,3 @@ def _print_line(record: dict[str, Any]) -> None:
     moment = datetime.fromtimestamp(record["now"]).astimezone().isoformat(timespec="seconds")
     sys.stdout.write(json.dumps({"time": moment, **record}) + "\n")
     sys.stdout.flush()
-
-
-def _ignore(record: dict[str, Any]) -> None:
-    """The log tells each decision."""

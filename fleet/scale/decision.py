@@ -1,4 +1,4 @@
-"""How many replicas there should be: a pure function of what is known, and its reason in words."""
+"""The scaling decision: a pure function of what is known, with its reason."""
 
 from __future__ import annotations
 
@@ -8,38 +8,38 @@ from datetime import UTC, datetime
 
 _SECONDS_PER_HOUR = 3600
 
-#: Azure's counts are approximate, and a queue that is empty for a moment may fill again.
+#: Azure's counts are approximate, and an empty queue may fill again.
 SETTLE_SECONDS = 120.0
 
-#: For how long the fleet could go on unwatched, in an outage of the API say, and then end, without
-#: passing the cap. More holds back more of the money until the end.
+#: For how long the fleet may run unsampled (in an outage of the API, for example) and then stop,
+#: without exceeding the budget. A longer time reserves more of the budget until the end.
 MARGIN_SECONDS = 600.0
 
-#: Replicas come and go with the wind: SaladCloud's own advice is 5 to 10 % more than are needed.
+#: Nodes are interrupted: SaladCloud recommends 5 to 10 % more replicas than needed.
 SPARE = 1.1
 
-#: A change of less than this share is not worth the start-ups that it costs.
+#: A smaller relative change is not worth its start-ups.
 HYSTERESIS = 0.1
 
 
 @dataclass(frozen=True, slots=True)
 class Goal:
-    """What the operator wants. Times are Unix seconds."""
+    """The operator's goal and limits; the deadline is in Unix seconds."""
 
     max_dollars: float
     max_replicas: int
     deadline: float | None = None
     dollars_per_hour: float | None = None
     every_seconds: float = 900
-    look_seconds: float = 60
+    sample_seconds: float = 60
 
 
 @dataclass(frozen=True, slots=True)
 class Known:
-    """What is known at one look; *price* and *quota_free* are None where nobody tells.
+    """One sample; *price* and *quota_free* are None if unknown.
 
-    *price* is an hour of one replica of the dearest class; *replicas* are those asked for,
-    *running* those that are billed; *empty_seconds* is for how long the queue has been empty.
+    *price* is $/h of one replica of the most expensive class; *replicas* are those requested and
+    *running* those billed; *empty_seconds* is how long the queue has been empty.
     """
 
     now: float
@@ -55,90 +55,89 @@ class Known:
 
 @dataclass(frozen=True, slots=True)
 class Decision:
-    """So many replicas from here on, and why."""
+    """The number of replicas, and why."""
 
     replicas: int
     reason: str
 
 
 def decide(goal: Goal, known: Known, *, is_due: bool) -> Decision:
-    """The replicas from here on.
+    """The replicas from now on.
 
-    Between the quarter-hours (*is_due* is False) they only ever become fewer: at an empty queue,
-    and where the cap is near.
+    Unless a change is due, they only ever become fewer: for an empty queue, or near the budget.
     """
     if known.empty_seconds >= SETTLE_SECONDS:
         return Decision(0, "the queue is empty")
     if not is_due:
-        if _is_near_the_cap(goal, known):
+        if _is_near_budget(goal, known):
             return Decision(min(known.replicas, _affordable(goal, known)), _spent(goal, known))
-        return Decision(known.replicas, "not yet due")
+        return Decision(known.replicas, "no change is due yet")
     need, why = _need(goal, known)
     most, bound = _most(goal, known)
     if need > most:
         return Decision(most, f"{why}, but {bound}")
     if known.replicas <= most and abs(need - known.replicas) <= HYSTERESIS * known.replicas:
-        return Decision(known.replicas, f"{why}: near enough")
+        return Decision(known.replicas, f"{why}: close enough")
     return Decision(need, why)
 
 
-def _is_near_the_cap(goal: Goal, known: Known) -> bool:
-    """Whether the fleet would pass the cap if nobody looked again until the margin's end."""
-    ahead = known.replicas * (known.price or 0.0) * _hours(goal.look_seconds + MARGIN_SECONDS)
+def _is_near_budget(goal: Goal, known: Known) -> bool:
+    """True if the fleet could exceed the budget before the margin ends."""
+    ahead = (
+        known.replicas
+        * (known.price or 0.0)
+        * (goal.sample_seconds + MARGIN_SECONDS)
+        / _SECONDS_PER_HOUR
+    )
     return known.spent_dollars + ahead > goal.max_dollars
 
 
 def _affordable(goal: Goal, known: Known) -> int:
-    """Replicas that may run until the next decision and a margin."""
+    """Replicas that the budget allows until the next decision, plus the margin."""
     left = goal.max_dollars - known.spent_dollars
     if not known.price:
         return known.replicas if left > 0 else 0
-    seconds = goal.every_seconds + goal.look_seconds + MARGIN_SECONDS
-    return max(0, math.floor(left / (known.price * _hours(seconds))))
-
-
-def _hours(seconds: float) -> float:
-    return seconds / _SECONDS_PER_HOUR
+    seconds = goal.every_seconds + goal.sample_seconds + MARGIN_SECONDS
+    return max(0, math.floor(left / (known.price * seconds / _SECONDS_PER_HOUR)))
 
 
 def _spent(goal: Goal, known: Known) -> str:
-    return f"${known.spent_dollars:,.2f} of ${goal.max_dollars:,.2f} are spent"
+    return f"${known.spent_dollars:,.2f} of ${goal.max_dollars:,.2f} spent"
 
 
 def _need(goal: Goal, known: Known) -> tuple[int, str]:
-    """Replicas that the work asks for."""
+    """The replicas that the work needs, and why."""
     if known.messages == 0:
-        return known.replicas, "the queue seems empty, and is looked at again"
+        return known.replicas, "the queue seems empty; waiting to be sure"
     speed = known.jobs_per_second
     if goal.deadline is None:
         need = math.ceil(known.messages / (speed * goal.every_seconds))
-        return need, (
-            f"{known.messages:,} jobs keep {need:,} busy for {goal.every_seconds / 60:g} minutes"
-        )
+        minutes = goal.every_seconds / 60
+        return need, f"{known.messages:,} jobs keep {need:,} replicas busy for {minutes:g} minutes"
     seconds = goal.deadline - known.now
     until = f"{datetime.fromtimestamp(goal.deadline, UTC):%Y-%m-%d %H:%M} UTC"
     if seconds <= 0:
-        return goal.max_replicas, f"{known.messages:,} jobs are left after the deadline, {until}"
+        return goal.max_replicas, f"{known.messages:,} jobs are left after the deadline ({until})"
     need = math.ceil(known.messages * SPARE / (speed * max(1.0, seconds)))
-    return need, f"{known.messages:,} jobs by {until} need {need:,}"
+    return need, f"{known.messages:,} jobs by {until} need {need:,} replicas"
 
 
 def _most(goal: Goal, known: Known) -> tuple[int, str]:
-    """The narrowest of the limits, in replicas, and its name."""
+    """The tightest limit in replicas, and its name."""
     if known.price is None:
-        return min(known.replicas, _affordable(goal, known)), "the price is not known"
+        return min(known.replicas, _affordable(goal, known)), "the price is unknown"
     if known.quota_free is None:
-        return min(known.replicas, _affordable(goal, known)), "the quota is not known"
+        return min(known.replicas, _affordable(goal, known)), "the quota is unknown"
     limits = [
-        (goal.max_replicas, f"{goal.max_replicas:,} are the most"),
-        (known.replicas + known.quota_free, f"the quota has room for {known.quota_free:,} more"),
+        (goal.max_replicas, f"at most {goal.max_replicas:,} are allowed"),
+        (known.replicas + known.quota_free, f"the quota allows {known.quota_free:,} more"),
         (_affordable(goal, known), _spent(goal, known)),
     ]
     if goal.dollars_per_hour is not None:
         limits.append(
             (
                 math.floor(goal.dollars_per_hour / known.price),
-                f"${goal.dollars_per_hour:,.2f} an hour are the most",
+                f"at most ${goal.dollars_per_hour:,.2f}/h is allowed",
             )
         )
     return min(limits)

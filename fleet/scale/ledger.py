@@ -1,4 +1,4 @@
-"""What a fleet has cost since its scaler first counted, kept in a file over the scaler's ends."""
+"""The cost of a fleet so far, kept in a file across restarts of its scaler."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ _SECONDS_PER_HOUR = 3600
 
 @dataclass(frozen=True, slots=True)
 class Ledger:
-    """Dollars up to a look, what ran then, and its price. *at* and *began* are Unix seconds."""
+    """The cost up to *at* (Unix seconds), and the replicas running and their price then."""
 
     fleet: str
     began: float
@@ -23,9 +23,9 @@ class Ledger:
     price: float | None = None
 
     def counted(self, now: float, running: int, price: float | None) -> Ledger:
-        """With the time since the last look, at the more of what ran then and what runs now.
+        """The ledger at *now*, at the larger of the replicas running then and now.
 
-        Without a price it is the last that was known; before the first, the time alone is kept.
+        Without a price the last known one applies; before the first, the time is counted later.
         """
         price = self.price if price is None else price
         if price is None:
@@ -40,7 +40,7 @@ def read(path: Path, fleet: str, now: float) -> Ledger:
     """The ledger in the file, or a new one.
 
     Raises:
-        SetupError: it cannot be read or is another fleet's: then nothing is known to be unspent.
+        SetupError: it cannot be read or belongs to another fleet, so the cost is unknown.
     """
     try:
         record = json.loads(path.read_text(encoding="utf-8"))
@@ -56,19 +56,19 @@ def read(path: Path, fleet: str, now: float) -> Ledger:
         return Ledger(fleet, now, now, 0)
     except (OSError, ValueError, KeyError, TypeError) as error:
         raise errors.SetupError(
-            f"the scaler's ledger {path} cannot be read ({error!r}): what was spent is not known;"
-            " remove it to count from nothing"
+            f"the scaler's ledger {path} cannot be read ({error!r}), so the cost is unknown; delete"
+            " it to start from zero"
         ) from None
     if ledger.fleet != fleet:
         raise errors.SetupError(
-            f"the scaler's ledger {path} is of the fleet {ledger.fleet}, not {fleet}: give another"
-            " --ledger"
+            f"the scaler's ledger {path} belongs to the fleet {ledger.fleet}, not {fleet}: use"
+            " another --ledger"
         )
     return ledger
 
 
 def write(path: Path, ledger: Ledger) -> None:
-    """Replaces the file as a whole, so that an end in between leaves the old one.
+    """Replaces the file atomically.
 
     Raises:
         SetupError: it cannot be written.

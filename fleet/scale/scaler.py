@@ -1,4 +1,4 @@
-"""Looks at the queue and at the fleet each minute, and sets the replicas each quarter-hour."""
+"""Samples the queue and the fleet every minute, and sets the replicas every 15 minutes."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ log = logging.getLogger(__name__)
 
 
 class Scaler:
-    """One fleet's replicas, by its queue and its dollars."""
+    """Scales one fleet by its queue and its budget."""
 
     def __init__(
         self,
@@ -51,56 +51,54 @@ class Scaler:
         self._empty_since: float | None = None
         self._empty_seconds = 0.0
         self._due_at = clock()
-        self._has_looked = False
+        self._has_sampled = False
 
     @property
     def running(self) -> int:
-        """Workers that are billed, as of the last look."""
+        """Workers that are billed, as of the last sample."""
         return self._ledger.running
 
     @property
     def is_finished(self) -> bool:
-        """Nothing waits, for long enough to be sure, and nothing runs."""
+        """True if the queue has been empty for long enough and no worker runs."""
         return self._empty_seconds >= SETTLE_SECONDS and self.running == 0
 
     async def run(self, on_decision: Callable[[dict[str, Any]], None]) -> None:
-        """Decides for ever; what fails is logged, leaves the replicas and is tried again."""
+        """Samples and decides for ever; failures are logged and leave the replicas as they are."""
         while True:
             await self.try_once(on_decision)
-            await asyncio.sleep(self._goal.look_seconds)
+            await asyncio.sleep(self._goal.sample_seconds)
 
     async def try_once(self, on_decision: Callable[[dict[str, Any]], None]) -> None:
-        """One look, and what follows from it; from an outage, nothing follows.
+        """One step; in an outage, the replicas stay.
 
         Raises:
-            SetupError: the very first look is refused; later on, that is outlived, too.
+            SetupError: the very first step failed; later ones are retried.
         """
         try:
             on_decision(await self.step())
         except (errors.TransientError, errors.SetupError) as error:
-            if isinstance(error, errors.SetupError) and not self._has_looked:
+            if isinstance(error, errors.SetupError) and not self._has_sampled:
                 raise
             log.warning(
-                "the replicas stay as they are: %s", error, extra={"action": "scale_look_failed"}
+                "the replicas stay unchanged: %s", error, extra={"action": "scale_step_failed"}
             )
 
     async def step(self) -> dict[str, Any]:
-        """One look, its decision carried out, and its record.
+        """Takes a sample, decides, acts, and returns the record of it.
 
         Raises:
             TransientError: SaladCloud does not answer.
         """
         now = self._clock()
         is_due = now >= self._due_at
-        groups = await self._fleet.groups()
-        if not groups:
-            raise errors.SetupError("there are no groups to scale: `imagefleet deploy salad apply`")
-        hindrance = "a rolling change is under way" if deployment.is_rolling(groups) else ""
-        if not await self._see_queue(now):
-            hindrance = "the queue does not answer"
+        groups = await self._fleet.existing_groups()
+        obstacle = "a rolling change is under way" if deployment.is_rolling(groups) else ""
+        if not await self._read_queue(now):
+            obstacle = "the queue does not answer"
         running = sum(group.running for group in groups)
         self._count(now, running, await self._price(groups, is_due=is_due))
-        self._speeds.queue.look(now, self._messages, running)
+        self._speeds.queue.add(now, self._messages, running)
         speed = await self._speeds.find()
         known = Known(
             now=now,
@@ -113,15 +111,15 @@ class Scaler:
             quota_free=await self._quota_free() if is_due else None,
             jobs_per_second=speed.jobs_per_second,
         )
-        self._has_looked = True
+        self._has_sampled = True
         room = len(groups) * salad_groups.MAX_REPLICAS
         goal = replace(self._goal, max_replicas=min(self._goal.max_replicas, room))
-        decision = decide(goal, known, is_due=is_due and not hindrance)
-        if hindrance and decision.replicas == known.replicas:
-            decision = Decision(known.replicas, hindrance)
+        decision = decide(goal, known, is_due=is_due and not obstacle)
+        if obstacle and decision.replicas == known.replicas:
+            decision = Decision(known.replicas, obstacle)
         await self._carry_out(decision, known, groups, is_due=is_due)
-        # What failed or was hindered is due at the next look still.
-        if is_due and not hindrance:
+        # A failed or blocked change stays due for the next sample.
+        if is_due and not obstacle:
             self._due_at = now + self._goal.every_seconds
         return {
             **asdict(known),
@@ -130,12 +128,12 @@ class Scaler:
             "reason": decision.reason,
         }
 
-    async def _see_queue(self, now: float) -> bool:
-        """Whether it answers; the cap has to be watched when it does not, too."""
+    async def _read_queue(self, now: float) -> bool:
+        """False if the queue does not answer; the budget is watched all the same."""
         try:
             self._messages = (await self._storage.queue.depth()).messages
         except errors.TransientError as error:
-            log.warning("without the queue: %s", error, extra={"action": "queue_unknown"})
+            log.warning("the queue does not answer: %s", error, extra={"action": "queue_unknown"})
             self._empty_since = None
             self._empty_seconds = 0.0
             return False
@@ -152,7 +150,7 @@ class Scaler:
         if decision.replicas == known.replicas:
             log.log(
                 logging.INFO if is_due else logging.DEBUG,
-                "%d replicas stay: %s",
+                "keeping %d replicas: %s",
                 known.replicas,
                 decision.reason,
                 extra={"action": "scale_keep", "replicas": known.replicas},
@@ -160,7 +158,7 @@ class Scaler:
             return
         log.info(
             "%s from %d to %d replicas: %s; $%.2f of $%.2f spent",
-            "would go" if self._is_dry_run else "going",
+            "would scale" if self._is_dry_run else "scaling",
             known.replicas,
             decision.replicas,
             decision.reason,
@@ -178,20 +176,20 @@ class Scaler:
             ledger.write(self._ledger_path, self._ledger)
 
     async def _price(self, groups: Sequence[Group], *, is_due: bool) -> float | None:
-        """Of the dearest class that a replica may get; the last that SaladCloud told."""
+        """$/h of a replica of the most expensive class; in an outage, by the last known prices."""
         if is_due or not self._classes:
             try:
-                self._classes = await self._fleet.api.gpu_classes()
+                self._classes = await self._fleet.client.gpu_classes()
             except errors.TransientError as error:
-                log.warning("at the last prices: %s", error, extra={"action": "prices_unknown"})
-        found = [salad_price.of_group(group, self._classes) for group in groups]
-        most = [each.most if each else 0.0 for each in found]
-        # One group without a price, or at none, leaves the whole fleet's unknown.
-        return max(most) if most and min(most) > 0 else None
+                log.warning("using the last prices: %s", error, extra={"action": "prices_unknown"})
+        found = [salad_price.group_price(group, self._classes) for group in groups]
+        highest = [each.most if each else 0.0 for each in found]
+        # If one group has no price, that of the fleet is unknown.
+        return max(highest) if highest and min(highest) > 0 else None
 
     async def _quota_free(self) -> int | None:
         try:
-            return (await self._fleet.api.quota()).free
+            return (await self._fleet.client.quota()).free
         except errors.TransientError as error:
-            log.warning("without the quota: %s", error, extra={"action": "quota_unknown"})
+            log.warning("the quota is unknown: %s", error, extra={"action": "quota_unknown"})
             return None

@@ -1,4 +1,4 @@
-"""How fast a replica is: as given, as measured, or as assumed until then."""
+"""The speed of a replica: given, measured, or assumed until it is measured."""
 
 from __future__ import annotations
 
@@ -11,44 +11,44 @@ from imagefleet import errors
 
 log = logging.getLogger(__name__)
 
-#: The queue's own fall tells a speed once this much work was done: ten replicas' minute.
+#: Work, in replica-seconds, after which the shrinking queue gives a speed.
 _MEASURED_REPLICA_SECONDS = 600.0
 
-#: Looks that the queue's fall is measured over: half an hour of them.
-_LOOKS = 30
+#: Samples in the measurement: half an hour by default.
+_SAMPLES = 30
 
 
 @dataclass(frozen=True, slots=True)
 class Speed:
-    """Jobs/s of one replica, and where that comes from."""
+    """Jobs/s of one replica, and the source of that number."""
 
     jobs_per_second: float
     source: str
 
 
 class QueueSpeed:
-    """What a replica does at least, by how fast the queue becomes shorter."""
+    """A lower bound of a replica's speed, from how fast the queue shrinks."""
 
     def __init__(self) -> None:
-        self._looks: deque[tuple[float, int, float]] = deque(maxlen=_LOOKS)
+        self._samples: deque[tuple[float, int, float]] = deque(maxlen=_SAMPLES)
 
-    def look(self, at: float, messages: int, running: int) -> None:
-        before_at, _, worked = self._looks[-1] if self._looks else (at, 0, 0.0)
-        self._looks.append((at, messages, worked + running * (at - before_at)))
+    def add(self, at: float, messages: int, running: int) -> None:
+        before_at, _, worked = self._samples[-1] if self._samples else (at, 0, 0.0)
+        self._samples.append((at, messages, worked + running * (at - before_at)))
 
     @property
     def jobs_per_second(self) -> float | None:
-        """None while it has not been measured, or more jobs come in than are done."""
-        if not self._looks:
+        """None until it is measured, and while the queue grows."""
+        if not self._samples:
             return None
-        (_, first, before), (_, last, after) = self._looks[0], self._looks[-1]
+        (_, first, before), (_, last, after) = self._samples[0], self._samples[-1]
         if after - before < _MEASURED_REPLICA_SECONDS or last >= first:
             return None
         return (first - last) / (after - before)
 
 
 class Speeds:
-    """The best that is known; *server* has the workers' metrics."""
+    """The best known speed; *server* has the workers' metrics."""
 
     def __init__(
         self,
@@ -63,10 +63,10 @@ class Speeds:
         self._server = server
 
     async def find(self) -> Speed:
-        """As given, else as measured now or before, else as assumed.
+        """As given, else the last measured, else as assumed.
 
         Raises:
-            SetupError: nothing tells it.
+            SetupError: none of them is known.
         """
         if self._given:
             return self._given
@@ -75,7 +75,7 @@ class Speeds:
         if self._last:
             return self._last
         raise errors.SetupError(
-            "how fast a replica is, is not known: give --images-per-second, or --prometheus once"
+            "the speed of a replica is unknown: give --images-per-second, or --prometheus once"
             " workers run"
         )
 
@@ -84,10 +84,10 @@ class Speeds:
             try:
                 fleet = await rates.fleet_rates(self._server)
             except errors.FleetError as error:
-                log.warning("without the metrics: %s", error, extra={"action": "metrics_unknown"})
+                log.warning("no metrics: %s", error, extra={"action": "metrics_unknown"})
             else:
                 if fleet.workers and fleet.jobs_per_second:
                     return Speed(fleet.jobs_per_second / fleet.workers, "measured by the metrics")
         if measured := self.queue.jobs_per_second:
-            return Speed(measured, "measured by the queue, at least")
+            return Speed(measured, "measured by the queue (lower bound)")
         return None

@@ -1,1 +1,1 @@
-"""Where jobs wait and where images go: two small protocols, implemented twice."""
+"""The job queue and the blob store: two protocols, each implemented locally and on Azure."""

@@ -1,4 +1,4 @@
-"""The operator's side of the poison queue: look at failed jobs, replay them, discard them."""
+"""The poison queue for the operator: browse, replay and discard failed jobs."""
 
 from __future__ import annotations
 
@@ -15,16 +15,16 @@ from imagefleet.storage.dead_letter import FailedJob
 
 log = logging.getLogger(__name__)
 
-#: How long a sweep keeps messages from others: killed, it leaves them invisible for so long.
+#: Lease of the messages during a sweep; after a crash they stay invisible for so long.
 LEASE_SECONDS = 60.0
 
-#: What the lease grows by for each message that waits; a slow home hands out some 500 a second.
-LEASE_SECONDS_A_MESSAGE = 0.01
+#: Added for each message in the queue: a slow storage delivers some 500 messages/s.
+LEASE_SECONDS_PER_MESSAGE = 0.01
 
 
 @dataclass(frozen=True, slots=True)
 class Entry:
-    """A message of the poison queue; *record* is None where it is no failed job's."""
+    """A message of the poison queue; `record` is None if it is not a failed job's record."""
 
     message: protocol.Message
     record: FailedJob | None
@@ -36,17 +36,17 @@ class Entry:
 
 @dataclass(frozen=True, slots=True)
 class Selection:
-    """Which failed jobs are meant: all conditions hold; none given means all jobs.
+    """Selects the failed jobs that meet all of the given conditions.
 
-    *error* is found in the error's class or, in any case of letters, in its reason. *id* is the
-    job's or the message's.
+    *error* is a part of the error's class or reason, ignoring case. *id* is the job's or the
+    message's.
     """
 
     error: str | None = None
     campaign: str | None = None
     id: str | None = None
 
-    def has(self, entry: Entry) -> bool:
+    def matches(self, entry: Entry) -> bool:
         if self.id is not None and self.id not in {entry.id, entry.message.id}:
             return False
         record = entry.record
@@ -61,7 +61,7 @@ class Selection:
 
 @dataclass(frozen=True, slots=True)
 class Refused:
-    """A message that was meant but stays, and why."""
+    """A selected message that stays in the queue, and why."""
 
     id: str
     reason: str
@@ -72,27 +72,27 @@ OnProgress = Callable[[int], None]
 
 @dataclass(slots=True)
 class Swept:
-    """What a sweep did: messages moved or discarded, and those that it had to leave."""
+    """The result of a sweep: messages replayed or discarded, and those that stay."""
 
     done: int = 0
     refused: list[Refused] = dataclasses.field(default_factory=list)
 
 
 async def browse(storage: protocol.Storage, selection: Selection) -> AsyncIterator[Entry]:
-    """Reads the failed jobs that are meant, without moving any."""
+    """Iterates over the selected failed jobs without moving them."""
     async for message in storage.poison.browse():
         entry = Entry(message, FailedJob.read(message.body))
-        if selection.has(entry):
+        if selection.matches(entry):
             yield entry
 
 
 async def replay(
     storage: protocol.Storage, selection: Selection, on_progress: OnProgress | None = None
 ) -> Swept:
-    """Puts failed jobs back into the job queue as new messages, whose deliveries count from one.
+    """Puts failed jobs back into the job queue as new messages, with a fresh delivery count.
 
-    Added to the one queue before they are deleted from the other: a kill half-way sends some of
-    them twice, under the same id, and loses none.
+    Jobs are added to the job queue before they are deleted from the poison queue: a crash between
+    the two replays some of them twice, with the same id, and loses none.
     """
     swept = Swept()
 
@@ -113,14 +113,14 @@ async def replay(
 async def discard(
     storage: protocol.Storage, selection: Selection, on_progress: OnProgress | None = None
 ) -> Swept:
-    """Deletes failed jobs for good; what is no failed job's record goes only if its id is given."""
+    """Deletes failed jobs; a message that is not a record only if it is selected by its id."""
     swept = Swept()
 
     async def choose(entries: list[Entry]) -> list[str]:
         chosen = []
         for entry in entries:
             if entry.record is None and selection.id is None:
-                swept.refused.append(Refused(entry.id, "it is no failed job's record"))
+                swept.refused.append(Refused(entry.id, "it is not a record of a failed job"))
             else:
                 chosen.append(entry.message.id)
         return chosen
@@ -131,7 +131,7 @@ async def discard(
 
 async def _message_of(entry: Entry, blobs: protocol.BlobStore) -> str:
     if entry.record is None:
-        raise errors.JobError("it is no failed job's record")
+        raise errors.JobError("it is not a record of a failed job")
     body = await entry.record.message(blobs)
     protocol.checked_messages([body])
     return body
@@ -144,34 +144,34 @@ async def _sweep(
     swept: Swept,
     on_progress: OnProgress | None,
 ) -> None:
-    """Sees each message once; deletes those whose ids *handle* returns, hands back the others.
+    """Receives each message once; deletes those whose ids *handle* returns, releases the others.
 
-    Others are held until the end: handed back at once, they would be received again. Ends when
-    as many were seen as waited at the start, whatever a worker adds meanwhile.
+    The others are released at the end, lest they be received again. The sweep ends after as many
+    messages as were in the queue at its start, whatever workers add meanwhile.
     """
     waiting = (await poison.depth()).messages
     lease_seconds = min(
-        LEASE_SECONDS + waiting * LEASE_SECONDS_A_MESSAGE, protocol.MAX_LEASE_SECONDS
+        LEASE_SECONDS + waiting * LEASE_SECONDS_PER_MESSAGE, protocol.MAX_LEASE_SECONDS
     )
-    held: dict[str, protocol.LeasedMessage] = {}
+    leased: dict[str, protocol.LeasedMessage] = {}
     try:
-        while swept.done + len(held) < waiting:
+        while swept.done + len(leased) < waiting:
             received = await poison.receive(protocol.MAX_RECEIVE, lease_seconds)
-            fresh = [message for message in received if message.id not in held]
-            # Without its body: a million of these are held at once.
-            held.update({each.id: dataclasses.replace(each, body="") for each in received})
+            fresh = [message for message in received if message.id not in leased]
+            # Without the body: there may be a million.
+            leased.update({each.id: dataclasses.replace(each, body="") for each in received})
             if not fresh:
                 break
             entries = [Entry(message, FailedJob.read(message.body)) for message in fresh]
-            done = await handle([entry for entry in entries if selection.has(entry)])
-            await _settle(poison.delete, [held[message_id] for message_id in done])
+            done = await handle([entry for entry in entries if selection.matches(entry)])
+            await _settle(poison.delete, [leased[message_id] for message_id in done])
             for message_id in done:
-                del held[message_id]
+                del leased[message_id]
             swept.done += len(done)
             if on_progress is not None:
                 on_progress(swept.done)
     finally:
-        await _hand_back(poison, list(held.values()))
+        await _hand_back(poison, list(leased.values()))
 
 
 async def _hand_back(queue: protocol.JobQueue, messages: list[protocol.LeasedMessage]) -> None:
@@ -180,7 +180,7 @@ async def _hand_back(queue: protocol.JobQueue, messages: list[protocol.LeasedMes
             await _settle(queue.release, messages[start : start + protocol.MAX_RECEIVE])
         except errors.TransientError as error:
             log.warning(
-                "failed jobs come back into view only when their lease ends: %s",
+                "failed jobs stay invisible until their leases expire: %s",
                 error.message,
                 extra={"action": "hand_back_failed"},
             )
@@ -192,11 +192,11 @@ async def _settle(
     messages: Iterable[protocol.LeasedMessage],
 ) -> None:
     async def settle(message: protocol.LeasedMessage) -> None:
-        # Lost: the lease ended on the way and another sweep has the message, which is its end too.
+        # Lost: the lease expired and another sweep has the message, which will settle it.
         with contextlib.suppress(errors.LeaseLost):
             await call(message)
 
-    # All of them are waited for, also after an error: none may go on behind the caller's back.
+    # Waits for all, even after an error, so that none goes on in the background.
     outcomes = await asyncio.gather(*map(settle, messages), return_exceptions=True)
     for outcome in outcomes:
         if isinstance(outcome, BaseException):

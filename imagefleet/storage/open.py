@@ -1,4 +1,4 @@
-"""Where jobs and images live: an address chooses the home."""
+"""Opens the storage that an address names."""
 
 from __future__ import annotations
 
@@ -14,18 +14,17 @@ LOCAL_SCHEME = "local:"
 
 def open_storage(
     settings: StorageSettings,
-    retries: retry.RetryPolicy = retry.DEFAULT,
+    retry_policy: retry.RetryPolicy = retry.DEFAULT,
     *,
     identity_token: Callable[[], Awaitable[str]] | None = None,
 ) -> Storage:
-    """The home that `settings.storage` names, to be entered with `async with`.
+    """The storage that `settings.storage` names, to be entered with `async with`.
 
-    *retries* is for the homes behind a network; *proof* gives the proof of identity (a JSON Web
-    Token) that the broker of `settings.broker_url` wants. Nothing is created or asked before it
-    is used.
+    *retry_policy* is for storage behind a network. *identity_token* fetches the identity token (a
+    JSON Web Token) for the broker at `settings.broker_url`. Nothing connects before its first use.
 
     Raises:
-        SetupError: it is no address, or one without the credentials that it needs.
+        SetupError: the address is not valid, or lacks credentials.
     """
     address = settings.storage.strip()
     if address.startswith(LOCAL_SCHEME):
@@ -33,9 +32,9 @@ def open_storage(
 
         folder = address.removeprefix(LOCAL_SCHEME)
         if not folder:
-            raise errors.SetupError("the storage 'local:' names no folder; write local:FOLDER")
+            raise errors.SetupError("the storage 'local:' lacks a folder; write local:FOLDER")
         return LocalStorage(Path(folder).expanduser(), settings)
-    # Only those who use Azure wait for its libraries to load.
+    # Azure's libraries are slow to import.
     from imagefleet.storage.azure.storage import AzureStorage
 
-    return AzureStorage(settings, retries, identity_token=identity_token)
+    return AzureStorage(settings, retry_policy, identity_token=identity_token)

@@ -1,4 +1,4 @@
-"""Where jobs wait and where images go: the settings that every command shares."""
+"""Settings of the storage, which every command shares."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from typing import Annotated, Literal
 from pydantic import AfterValidator, Field, SecretStr
 from pydantic_settings import BaseSettings, SettingsConfigDict
 
-#: Azure's rule for queues and containers, less the room for `-poison`.
+#: Azure's rule for names of queues and containers, with space left for `-poison`.
 _AZURE_NAME = re.compile(r"(?=.{3,56}$)[a-z0-9](-?[a-z0-9])*")
 
 
@@ -23,7 +23,13 @@ AzureName = Annotated[str, AfterValidator(_azure_name)]
 
 POISON_SUFFIX = "-poison"
 
-#: What has a SAS token of its own: the job queue, the poison queue and the container.
+#: Removed settings and what happens instead: for one release, a warning rather than an error.
+REMOVED_SETTINGS: dict[str, str] = {
+    "push_format": "metrics are pushed as text to VictoriaMetrics or vmagent, which forwards them"
+    " by remote write (-remoteWrite.url)",
+}
+
+#: What a SAS token is for: the job queue, the poison queue or the container.
 Resource = Literal["queue", "poison", "blob"]
 
 
@@ -37,36 +43,35 @@ class StorageSettings(BaseSettings):
     storage: str = Field(
         default="local:./imagefleet-data",
         repr=False,  # a connection string holds the account's key
-        description="Home of jobs and images: local:FOLDER for one machine, or Azure's connection"
-        " string or account URL (https://ACCOUNT.blob.core.windows.net).",
+        description="Storage of jobs and images: local:FOLDER for one machine, or an Azure Storage"
+        " account's connection string or URL (https://ACCOUNT.blob.core.windows.net).",
     )
     queue: AzureName = Field(
         default="jobs",
-        description="The job queue's name; failed jobs go to NAME-poison beside it.",
+        description="Name of the job queue; failed jobs go to the queue NAME-poison.",
     )
-    container: AzureName = Field(
-        default="images", description="The blob container that the images go to."
-    )
+    container: AzureName = Field(default="images", description="Blob container for the images.")
     queue_sas: SecretStr | None = Field(
-        default=None, description="SAS token for the job queue, where the address carries no key."
+        default=None, description="SAS token for the job queue, if --storage holds no key."
     )
     poison_sas: SecretStr | None = Field(
-        default=None, description="SAS token for the poison queue, where it is another one."
+        default=None,
+        description="SAS token for the poison queue, if it differs from the job queue's.",
     )
     blob_sas: SecretStr | None = Field(
-        default=None, description="SAS token for the container, where it is another one."
+        default=None, description="SAS token for the container, if it differs from the job queue's."
     )
 
     sas_file: Path | None = Field(
         default=None,
-        description="JSON file with the SAS tokens (queue, poison, blob) in place of these; read"
-        " again when it changes, so that tokens are renewed without a restart.",
+        description="JSON file with the SAS tokens (queue, poison, blob) instead; it is read again"
+        " when it changes, so that tokens are renewed without a restart.",
     )
     broker_url: str | None = Field(
         default=None,
         pattern=r"^https://[^\s@]+$",
-        description="A service that gives a worker on SaladCloud its SAS tokens, for the proof of"
-        " identity that the node has, and gives new ones before they end.",
+        description="Service that issues SAS tokens to workers on SaladCloud, which authenticate"
+        " with their node's identity token, and renews them before they expire.",
     )
 
     @property

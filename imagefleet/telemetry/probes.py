@@ -1,9 +1,9 @@
-"""One port for whoever looks after the process: /metrics, /started, /live and /ready."""
+"""The HTTP port for monitoring: /metrics, and the probes /started, /live and /ready."""
 
 from __future__ import annotations
 
 import contextlib
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator, Awaitable, Callable
 
 from aiohttp import web
 from prometheus_client import CollectorRegistry
@@ -18,17 +18,16 @@ async def serving(
     *,
     is_live: Callable[[], bool],
     is_ready: Callable[[], bool],
-    is_started: Callable[[], bool] | None = None,
+    is_started: Callable[[], bool] = lambda: True,
     host: str,
     port: int,
 ) -> AsyncIterator[int]:
-    """Serves while the block runs; yields the port, which port 0 leaves to the system.
+    """Serves while the block runs; yields the port (with port 0, the system chooses it).
 
-    That anything answers at all shows that the event loop runs; *is_live* speaks for the engine.
-    What starts at once needs no *is_started*.
+    Any answer shows that the event loop runs; *is_live* reports on the engine.
 
     Raises:
-        SetupError: the port is taken or not ours to take.
+        SetupError: the port is in use or not permitted.
     """
 
     async def metrics(_: web.Request) -> web.Response:
@@ -36,21 +35,13 @@ async def serving(
             body=generate_latest(registry), headers={"Content-Type": CONTENT_TYPE_LATEST}
         )
 
-    async def live(_: web.Request) -> web.Response:
-        return _answer(is_live(), "live", "the engine hangs")
-
-    async def ready(_: web.Request) -> web.Response:
-        return _answer(is_ready(), "ready", "starting or draining")
-
-    async def started(_: web.Request) -> web.Response:
-        is_so = is_started is None or is_started()
-        return _answer(is_so, "started", "loading the model and checking the node")
-
     app = web.Application()
     app.router.add_get("/metrics", metrics)
-    app.router.add_get("/started", started)
-    app.router.add_get("/live", live)
-    app.router.add_get("/ready", ready)
+    app.router.add_get(
+        "/started", _probe(is_started, "started", "loading the model and checking the node")
+    )
+    app.router.add_get("/live", _probe(is_live, "live", "the engine hangs"))
+    app.router.add_get("/ready", _probe(is_ready, "ready", "starting or draining"))
     runner = web.AppRunner(app, access_log=None)
     await runner.setup()
     try:
@@ -67,5 +58,11 @@ async def serving(
         await runner.cleanup()
 
 
-def _answer(is_so: bool, yes: str, no: str) -> web.Response:
-    return web.Response(text=(yes if is_so else no) + "\n", status=200 if is_so else 503)
+def _probe(
+    check: Callable[[], bool], yes: str, no: str
+) -> Callable[[web.Request], Awaitable[web.Response]]:
+    async def answer(_: web.Request) -> web.Response:
+        passed = check()
+        return web.Response(text=(yes if passed else no) + "\n", status=200 if passed else 503)
+
+    return answer

@@ -1,9 +1,8 @@
-"""Metrics leave a machine that nobody can reach: they are pushed.
+"""Metrics pushed as text to VictoriaMetrics or vmagent, for nodes that cannot be scraped.
 
-As text to VictoriaMetrics or vmagent, or by remote write to what takes nothing else. A node behind
-a home router cannot be scraped. Each push carries every counter's whole value, so one that fails
-costs nothing but its moment: nothing is kept for later. A node that dies stops pushing, and its
-series go stale by themselves.
+A node behind a home router is out of Prometheus' reach. Each push carries the total of every
+counter, so nothing is buffered: the push after a failed one makes up for it. When a node dies, its
+series go stale.
 """
 
 from __future__ import annotations
@@ -12,8 +11,6 @@ import asyncio
 import contextlib
 import gzip
 import logging
-import random
-import time
 import uuid
 from collections.abc import AsyncIterator, Mapping
 
@@ -23,44 +20,41 @@ from prometheus_client.exposition import CONTENT_TYPE_LATEST, generate_latest
 from yarl import URL
 
 from imagefleet import errors, retry
-from imagefleet.telemetry import remote_write
-from imagefleet.telemetry.settings import PushFormat, TelemetrySettings
+from imagefleet.telemetry.settings import TelemetrySettings
 
 log = logging.getLogger(__name__)
 
-#: An answer comes within milliseconds; a router that swallows packets must not cost a whole turn.
+#: A server answers within milliseconds; a router that drops packets must not block until the next
+#: push is due.
 TIMEOUT_SECONDS = 10.0
 
-#: The last push tells what a run came to; a server that is gone must not keep a worker alive.
+#: The last push carries a run's totals, but an unreachable server must not delay the exit.
 LAST_PUSH_SECONDS = 5.0
 
-#: Within one turn: the next one is at most a few minutes away.
-PATIENCE = retry.RetryPolicy(tries=3, longest_wait_seconds=2, on_retry=lambda _: None)
+#: For one push: the next one is minutes away at most.
+RETRY_POLICY = retry.RetryPolicy(tries=3, longest_wait_seconds=2, on_retry=lambda _: None)
 
-#: Answers that may be another one next time.
-_MAY_PASS = frozenset({408, 425, 429})
+_RETRYABLE = frozenset({408, 425, 429})
 
 
 @contextlib.asynccontextmanager
 async def pushing(
     registry: CollectorRegistry, settings: TelemetrySettings, job: str
 ) -> AsyncIterator[None]:
-    """Pushes *registry* while the block runs, and once more at its end; without an address, not.
+    """Pushes *registry* while the block runs and once more at its end, if `push_url` is set.
 
-    Every series gets the labels `job` and `instance`, the latter drawn anew for each process, as
-    a scrape would add them.
+    Every series gets the labels that a scrape would add: `job`, and `instance`, a random name
+    that does not identify the machine.
     """
     if settings.push_url is None:
         yield
         return
-    if settings.push_format == "remote-write":
-        remote_write.check_library()
     token = settings.push_token.get_secret_value() if settings.push_token else None
     headers = {"Authorization": f"Bearer {token}"} if token else {}
     timeout = aiohttp.ClientTimeout(total=TIMEOUT_SECONDS)
     async with aiohttp.ClientSession(headers=headers, timeout=timeout) as client:
-        labels = {"job": job, "instance": new_instance()}
-        pusher = Pusher(client, registry, settings.push_url, labels, PATIENCE, settings.push_format)
+        labels = {"job": job, "instance": uuid.uuid4().hex[:12]}
+        pusher = Pusher(client, registry, settings.push_url, labels)
         pushes = asyncio.create_task(pusher.run(settings.push_seconds), name="push metrics")
         try:
             yield
@@ -70,13 +64,8 @@ async def pushing(
             await pusher.push_for(LAST_PUSH_SECONDS)
 
 
-def new_instance() -> str:
-    """A name for this process that says nothing of its machine."""
-    return uuid.uuid4().hex[:12]
-
-
 class Pusher:
-    """Pushes one registry to one address; says once, not every time, that it cannot."""
+    """Pushes one registry to one address; logs the first of several failures, and the recovery."""
 
     def __init__(
         self,
@@ -84,81 +73,66 @@ class Pusher:
         registry: CollectorRegistry,
         url: str,
         labels: Mapping[str, str],
-        patience: retry.RetryPolicy = PATIENCE,
-        push_format: PushFormat = "text",
+        retry_policy: retry.RetryPolicy = RETRY_POLICY,
     ) -> None:
         self._client = client
         self._registry = registry
-        self._url = URL(url)
-        self._labels = labels
-        self._format = push_format
-        self._patience = patience
-        self._is_refused = False
+        extra_labels = [("extra_label", f"{name}={value}") for name, value in labels.items()]
+        self._url = URL(url).extend_query(extra_labels)
+        self._retry_policy = retry_policy
+        self._failing = False
 
     async def run(self, every_seconds: float) -> None:
-        """Pushes at once, so that counters are seen at zero, and then for ever."""
+        """Pushes now, so that counters start at zero, and then forever."""
         while True:
             await self.push_for(every_seconds)
-            # Jitter: a fleet that starts together must not push together.
-            await asyncio.sleep(random.uniform(0.8, 1.2) * every_seconds)  # noqa: S311
+            await asyncio.sleep(retry.jitter(every_seconds, 0.8, 1.2))
 
     async def push_for(self, seconds: float) -> bool:
-        """Pushes, with its repetitions within *seconds*; tells whether it was taken."""
+        """Pushes, retrying for at most *seconds*; False if that failed."""
         try:
             async with asyncio.timeout(seconds):
-                await self._patience.call(self.push)
+                await self._retry_policy.call(self.push)
         except (errors.FleetError, TimeoutError) as error:
-            if not self._is_refused:
+            if not self._failing:
                 log.warning(
-                    "the metrics are not taken, the work goes on: %s",
+                    "cannot push metrics, continuing without: %s",
                     str(error) or f"no answer within {seconds:g} s",
                     extra={"action": "push_failed"},
                 )
-            self._is_refused = True
+            self._failing = True
             return False
         except Exception:
-            # A defect of ours, in a collector say: no reason to end a worker, nor to tell no more.
-            log.exception("pushing the metrics met a defect", extra={"action": "push_defect"})
+            # A bug in a collector must end neither the worker nor the later pushes.
+            log.exception("a bug prevents pushing the metrics", extra={"action": "push_defect"})
             return False
-        if self._is_refused:
-            log.info("the metrics are taken again", extra={"action": "push_recovered"})
-        self._is_refused = False
+        if self._failing:
+            log.info("metrics are pushed again", extra={"action": "push_recovered"})
+        self._failing = False
         return True
 
     async def push(self) -> None:
-        """One request.
+        """Sends one request.
 
         Raises:
-            TransientError: no answer, or one that may pass; SetupError: the address or the token
-            is wrong.
+            TransientError: the server is unreachable, overloaded or broken.
+            SetupError: the address or the token is wrong.
         """
-        url, body, headers = self._request()
+        body = gzip.compress(generate_latest(self._registry), compresslevel=1)
+        headers = {"Content-Type": CONTENT_TYPE_LATEST, "Content-Encoding": "gzip"}
+        where = self._url.with_user(None).with_query(None)  # without the secrets it may hold
         try:
             async with self._client.post(
-                url, data=body, headers=headers, allow_redirects=False
+                self._url, data=body, headers=headers, allow_redirects=False
             ) as answer:
                 status, reason = answer.status, answer.reason
         except (aiohttp.ClientError, TimeoutError) as error:
-            raise errors.TransientError(f"{self._where} does not answer: {error!r}") from None
+            raise errors.TransientError(f"{where} does not answer: {error!r}") from None
         if status < 300:  # noqa: PLR2004
             return
-        if status >= 500 or status in _MAY_PASS:  # noqa: PLR2004
-            raise errors.TransientError(f"{self._where} answers {status} {reason}")
+        if status >= 500 or status in _RETRYABLE:  # noqa: PLR2004
+            raise errors.TransientError(f"{where} answered {status} {reason}")
         raise errors.SetupError(
-            f"{self._where} answers {status} {reason}; --push-url is the import address of"
-            " VictoriaMetrics or vmagent, .../api/v1/import/prometheus, or with --push-format"
-            " remote-write an address for that; --push-token is its token"
+            f"{where} answered {status} {reason}; --push-url must be an import address of"
+            " VictoriaMetrics or vmagent (.../api/v1/import/prometheus), --push-token its token"
         )
-
-    def _request(self) -> tuple[URL, bytes, Mapping[str, str]]:
-        if self._format == "remote-write":
-            body = remote_write.encode(self._registry, self._labels, time.time_ns() // 1_000_000)
-            return self._url, body, remote_write.HEADERS
-        labels = [("extra_label", f"{name}={value}") for name, value in self._labels.items()]
-        body = gzip.compress(generate_latest(self._registry), compresslevel=1)
-        headers = {"Content-Type": CONTENT_TYPE_LATEST, "Content-Encoding": "gzip"}
-        return self._url.extend_query(labels), body, headers
-
-    @property
-    def _where(self) -> str:
-        return str(self._url.with_user(None).with_query(None))

@@ -1,4 +1,4 @@
-"""What waits in a queue, as gauges; a worker and the exporter tell it alike."""
+"""Gauges of a queue, which both the worker and the exporter set."""
 
 from __future__ import annotations
 
@@ -10,8 +10,8 @@ from imagefleet.storage.protocol import QueueDepth
 class QueueGauges:
     """Depth and oldest age of queues by name.
 
-    The states of a queue add up to its messages: `visible` and `leased` where the home tells them
-    apart, `any` where it knows the sum alone, as Azure does.
+    The states add up to the messages in the queue: `visible` and `leased` on the local storage,
+    `any` on Azure, which reports only the sum.
     """
 
     def __init__(self, registry: CollectorRegistry) -> None:
@@ -23,12 +23,12 @@ class QueueGauges:
         )
         self._oldest_age = Gauge(
             "imagefleet_queue_oldest_age_seconds",
-            "Age of the oldest message that is visible; 0 where there is none.",
+            "Age of the oldest visible message; 0 if there is none.",
             ["queue"],
             registry=registry,
         )
 
-    def tell(self, queue: str, depth: QueueDepth) -> None:
+    def update(self, queue: str, depth: QueueDepth) -> None:
         if depth.leased is None:
             self._messages.labels(queue, "any").set(depth.messages)
         else:

@@ -1,4 +1,4 @@
-"""How a long-running process reports what it does: the settings of metrics and logs."""
+"""Settings of metrics and logs."""
 
 from __future__ import annotations
 
@@ -8,30 +8,24 @@ from pydantic import Field, SecretStr
 
 from imagefleet.storage.settings import StorageSettings
 
-PushFormat = Literal["text", "remote-write"]
-
 
 class TelemetrySettings(StorageSettings):
-    """How a process that runs by itself tells what it does: a worker, or the exporter."""
+    """Metrics and logs of a long-running process: a worker or the exporter."""
 
     push_url: str | None = Field(
         default=None,
         repr=False,  # it may hold a password
         pattern=r"^https?://\S+$",
-        description="Where the metrics are pushed: VictoriaMetrics' or vmagent's import address,"
-        " https://HOST/api/v1/import/prometheus, or one for remote write.",
-    )
-    push_format: PushFormat = Field(
-        default="text",
-        description="text for an import address; remote-write for a Prometheus or a service that"
-        " takes nothing else (needs imagefleet[remote-write]).",
+        description="Where metrics are pushed: the import address of VictoriaMetrics or vmagent,"
+        " https://HOST/api/v1/import/prometheus.",
     )
     push_token: SecretStr | None = Field(
-        default=None, description="Bearer token for it; or put user:password@ into the address."
+        default=None,
+        description="Bearer token for --push-url, unless the address holds user:password@.",
     )
     push_seconds: float = Field(
-        default=15, ge=1, le=240, description="How often the metrics are pushed, give or take."
+        default=15, ge=1, le=240, description="Seconds between pushes, varied by 20 %."
     )
     log_format: Literal["auto", "json", "text"] = Field(
-        default="auto", description="auto is text on a terminal and JSON lines elsewhere."
+        default="auto", description="auto logs text on a terminal, and JSON lines elsewhere."
     )

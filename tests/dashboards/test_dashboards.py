@@ -1,4 +1,4 @@
-"""The dashboards as files: what Grafana reads, without a Grafana."""
+"""The dashboards' files, checked without Grafana."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ NAMES = ["cost", "failures", "fleet", "pipeline"]
 
 METRIC = re.compile(r"\bimagefleet[_:][a-z0-9_:]+")
 
-#: What a histogram and an info add to their names.
+#: What a histogram adds to its name.
 _SUFFIXES = ("_sum", "_count", "_bucket")
 
 
@@ -65,16 +65,16 @@ def test_the_files_are_what_the_generator_writes(dashboards: Path, tmp_path: Pat
         assert written == path.read_text(), f"{path.name}: run python dashboards/write.py"
 
 
-def test_grafanas_published_schema_knows_all_that_is_in_them(page: dict[str, Any]) -> None:
+def test_the_files_match_grafanas_published_schema(page: dict[str, Any]) -> None:
     plugins.register_default_plugins()
 
     understood = Dashboard.from_json(page)
 
-    # What the schema does not know is dropped on reading, and so is missed here.
+    # Reading drops what the schema does not have.
     assert json.loads(json.dumps(understood, cls=JSONEncoder)) == page
 
 
-def test_panels_are_told_apart_and_do_not_overlap(page: dict[str, Any]) -> None:
+def test_panels_have_distinct_titles_and_do_not_overlap(page: dict[str, Any]) -> None:
     panels = page["panels"]
     assert len({panel["id"] for panel in panels}) == len(panels)
     assert len({panel["title"] for panel in panels}) == len(panels)
@@ -87,7 +87,7 @@ def test_panels_are_told_apart_and_do_not_overlap(page: dict[str, Any]) -> None:
         assert first["x"] + first["w"] <= 24
 
 
-def test_every_panel_asks_the_data_source_that_the_page_lets_choose(page: dict[str, Any]) -> None:
+def test_every_panel_queries_the_data_source_chosen_on_the_page(page: dict[str, Any]) -> None:
     variables = {each["name"]: each for each in page["templating"]["list"]}
     assert variables["datasource"]["query"] == "prometheus"
     for panel in page["panels"]:
@@ -95,7 +95,7 @@ def test_every_panel_asks_the_data_source_that_the_page_lets_choose(page: dict[s
         assert {source["uid"] for source in sources} == {"${datasource}"}
 
 
-def test_every_metric_that_is_asked_for_is_in_the_readme(dashboards: Path) -> None:
+def test_every_metric_that_is_queried_is_in_the_readme(dashboards: Path) -> None:
     asked = {name for each in expressions(dashboards) for name in METRIC.findall(each)}
     known = documented(dashboards) | recorded(dashboards)
     known |= {name + suffix for name in known for suffix in _SUFFIXES}
@@ -105,5 +105,5 @@ def test_every_metric_that_is_asked_for_is_in_the_readme(dashboards: Path) -> No
 
 
 @pytest.mark.parametrize("name", ["datasource.yaml", "dashboards.yaml"])
-def test_the_provisioning_is_of_the_version_that_grafana_reads(dashboards: Path, name: str) -> None:
+def test_the_provisioning_has_the_version_that_grafana_reads(dashboards: Path, name: str) -> None:
     assert yaml.safe_load((dashboards / "provisioning" / name).read_text())["apiVersion"] == 1

@@ -1,7 +1,7 @@
-"""A fleet that pushes to a real Prometheus, and every question that the dashboards ask of it.
+"""A fleet that pushes to a real Prometheus, and every query of the dashboards.
 
-One scenario, told once: three workers and an exporter push for a minute, one worker is killed,
-the others are stopped, and a report is made. The tests then look at what was seen.
+One scenario, run once: three workers and an exporter push for a minute, one worker is killed, the
+others are stopped, and a report is made. The tests check what was recorded.
 """
 
 from __future__ import annotations
@@ -36,10 +36,10 @@ LORA = "magic"
 JOBS = 10_000
 PUSHING_SECONDS = 60
 
-#: Prometheus' five minutes, so that a dead worker need not be waited for so long.
+#: Five minutes by default; shorter here, so that a dead worker's series go stale sooner.
 LOOK_BACK = "10s"
 
-#: What Grafana puts in: four pushes of a second each and more, and the time that is shown.
+#: Grafana's variables: at least four pushes of a second each, and the time range.
 VARIABLES = {"$__rate_interval": "10s", "$__range": f"{PUSHING_SECONDS}s"}
 
 Tool = Callable[[str], str]  # the fixture of conftest.py
@@ -48,11 +48,10 @@ Answers = dict[str, list[prometheus.Series]]
 
 @dataclass(frozen=True, slots=True)
 class Seen:
-    """What the scenario showed."""
+    """What the scenario recorded."""
 
     answers: Answers
     metrics: set[str]
-    preview: str
     before_the_kill: set[str]
     after_the_kill: set[str]
     victim: str
@@ -85,18 +84,11 @@ def test_the_panel_has_data(seen: Seen, expression: str) -> None:
     assert seen.answers[expression], f"nothing answers {expression}"
 
 
-def test_the_preview_draws_every_panel(seen: Seen) -> None:
-    assert seen.preview.count("<article") == sum(
-        len(json.loads(path.read_text())["panels"]) for path in PAGES.glob("*.json")
-    )
-    assert "no data" not in seen.preview
-
-
 def test_every_metric_that_is_pushed_is_in_the_readme(seen: Seen, dashboards: Path) -> None:
     text = (dashboards / "README.md").read_text()
     documented = set(re.findall(r"^\| `(imagefleet_[^`{]+)", text, re.MULTILINE))
     pushed = {re.sub(r"_(sum|count|bucket)$", "", name) for name in seen.metrics}
-    # The client library adds the time of each counter's birth.
+    # The client library adds the creation time of each counter.
     pushed = {name for name in pushed if not name.endswith("_created")}
     assert pushed == documented
 
@@ -106,7 +98,7 @@ def test_a_killed_workers_series_go_stale_and_the_others_stay(seen: Seen) -> Non
     assert seen.after_the_kill == seen.before_the_kill - {seen.victim}
 
 
-def test_the_metrics_and_the_records_agree_on_what_a_dollar_buys(seen: Seen) -> None:
+def test_the_metrics_and_the_records_agree_on_images_per_dollar(seen: Seen) -> None:
     records, metrics = seen.report, seen.report["metrics"]
     assert metrics["images"] == pytest.approx(records["images"], rel=0.01)
     by_records = records["money"]["images_per_dollar_gpu_only"]
@@ -118,7 +110,7 @@ def test_the_metrics_and_the_records_agree_on_what_a_dollar_buys(seen: Seen) -> 
 def start_prometheus(
     processes: contextlib.ExitStack, tool: Tool, dashboards: Path, folder: Path
 ) -> str:
-    """Starts one with the rules of the dashboards, evaluated each second; returns its address."""
+    """Starts Prometheus with the rules, evaluated every second; returns its URL."""
     for name in ("rules.yaml", "alerts.yaml"):
         text = (dashboards / "prometheus" / name).read_text()
         (folder / name).write_text(text.replace("interval: 30s", "interval: 1s"))
@@ -139,7 +131,7 @@ def start_prometheus(
 
 
 def start_vmagent(processes: contextlib.ExitStack, tool: Tool, server: str, folder: Path) -> str:
-    """Starts one that passes on to *server*; returns the address to push to."""
+    """Starts a vmagent that forwards to *server*; returns the URL to push to."""
     address = f"127.0.0.1:{free_port()}"
     command = [
         tool("vmagent"),
@@ -154,7 +146,7 @@ def start_vmagent(processes: contextlib.ExitStack, tool: Tool, server: str, fold
 
 def watch(processes: contextlib.ExitStack, server: str, push_url: str, folder: Path) -> Seen:
     model = make_model(folder)
-    storage = f"local:{folder / 'home'}"
+    storage = f"local:{folder / 'storage'}"
     asyncio.run(fill(storage))
     flags = ["--storage", storage, "--push-url", push_url, "--push-seconds", "1"]
     worker = ["worker", "--model", model, "--lora-directory", folder / "loras", "--max-batch", "4"]
@@ -188,20 +180,20 @@ def watch(processes: contextlib.ExitStack, server: str, push_url: str, folder: P
     time.sleep(PUSHING_SECONDS)
 
     answers = asyncio.run(ask_all(server))
-    metrics, preview = names_of_metrics(server), preview_of(server, folder)
+    metrics = names_of_metrics(server)
     before = busy_workers(server)
     workers[0].kill()
     victim = "worker-0"
-    # It is gone at the latest when the look-back is over, whatever the others do meanwhile.
+    # Its series are stale at the latest when the look-back is over.
     wait_until(lambda: victim not in busy_workers(server), 40, folder)
     after = busy_workers(server)
     for process in (*workers[1:], exporter):
         process.send_signal(signal.SIGTERM)
     for process in (*workers[1:], exporter):
         assert process.wait(60) == 0, logs(folder)
-    time.sleep(3)  # vmagent's way of the last push
+    time.sleep(3)  # until vmagent has forwarded the last push
     report = [COMMAND, "report", "--storage", storage, "--campaign", CAMPAIGN, "--json"]
-    told = subprocess.run(
+    printed = subprocess.run(
         [*report, "--prometheus", server],
         env=environment(),
         capture_output=True,
@@ -209,8 +201,8 @@ def watch(processes: contextlib.ExitStack, server: str, push_url: str, folder: P
         timeout=60,
         check=False,
     )
-    assert told.returncode == 0, told.stderr
-    return Seen(answers, metrics, preview, before, after, victim, json.loads(told.stdout))
+    assert printed.returncode == 0, printed.stderr
+    return Seen(answers, metrics, before, after, victim, json.loads(printed.stdout))
 
 
 def make_model(folder: Path) -> Path:
@@ -222,7 +214,7 @@ def make_model(folder: Path) -> Path:
 
 
 async def fill(storage: str) -> None:
-    """More jobs than can be done, of every kind: plain, with a LoRA, done before, and failures."""
+    """Sends more jobs than can be done: plain, with a LoRA, duplicates and bad ones."""
     job: dict[str, Any] = {"prompt": "a house", "steps": 4, "campaign": CAMPAIGN}
     messages = []
     for number in range(JOBS // 10):
@@ -250,7 +242,7 @@ async def ask_all(server: str) -> Answers:
 
 
 def busy_workers(server: str) -> set[str]:
-    """The names of the workers that Prometheus knows now, once they have made images."""
+    """The names of the workers that have made images and are not stale."""
     question = "imagefleet_worker_info and on (job, instance) imagefleet_images_total > 0"
 
     async def ask() -> set[str]:
@@ -261,16 +253,8 @@ def busy_workers(server: str) -> set[str]:
     return asyncio.run(ask())
 
 
-def preview_of(server: str, folder: Path) -> str:
-    """The four pages as drawn without a Grafana."""
-    script = PAGES.parent / "preview.py"
-    command = [sys.executable, script, server, "--minutes", "1", "--folder", folder / "preview"]
-    subprocess.run(command, check=True, timeout=60)
-    return "".join(path.read_text() for path in (folder / "preview").glob("*.html"))
-
-
 def names_of_metrics(server: str) -> set[str]:
-    """Everything that was pushed."""
+    """All metrics that were pushed."""
 
     async def ask() -> set[str]:
         async with prometheus.connected(server) as client:
@@ -312,7 +296,7 @@ def started(command: list[Any], log: Path) -> Iterator[subprocess.Popen[bytes]]:
 
 
 def environment() -> dict[str, str]:
-    """Without the settings of whoever runs the tests: the fixture that sees to it comes later."""
+    """Without the settings of the person who runs the tests; conftest removes them later."""
     kept = {name: value for name, value in os.environ.items() if "IMAGEFLEET" not in name}
     return {**kept, "OMP_NUM_THREADS": "1"}
 

@@ -1,4 +1,4 @@
-"""Recording and alert rules, judged by Prometheus' own promtool."""
+"""Recording and alert rules, checked with promtool."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ import yaml
 
 Tool = Callable[[str], str]  # the fixture of conftest.py
 
-#: What the operator is to be told of, each at least.
+#: Every alert.
 ALERTS = {
     "ImagefleetThroughputFell",
     "ImagefleetPoisonGrowing",
@@ -44,13 +44,15 @@ def promtool(tool: Tool, folder: Path, *arguments: str) -> subprocess.CompletedP
     ],
     ids=" ".join,
 )
-def test_promtool_finds_nothing_wrong(tool: Tool, dashboards: Path, arguments: list[str]) -> None:
+def test_promtool_accepts_rules_and_configuration(
+    tool: Tool, dashboards: Path, arguments: list[str]
+) -> None:
     result = promtool(tool, dashboards / "prometheus", *arguments)
 
     assert result.returncode == 0, result.stdout + result.stderr
 
 
-def test_every_alert_is_there_and_seen_to_fire(dashboards: Path) -> None:
+def test_every_alert_has_a_test_in_which_it_fires(dashboards: Path) -> None:
     folder = dashboards / "prometheus"
     groups = yaml.safe_load((folder / "alerts.yaml").read_text())["groups"]
     tests = yaml.safe_load((folder / "tests.yaml").read_text())["tests"]
@@ -64,9 +66,9 @@ def test_every_alert_is_there_and_seen_to_fire(dashboards: Path) -> None:
     assert kept_still >= ALERTS - {"ImagefleetGpuIdle"}
 
 
-@pytest.mark.parametrize(("workers", "is_told"), [(50, True), (100, False)])
-def test_a_few_bad_nodes_among_many_good_ones_are_no_alert(
-    tool: Tool, dashboards: Path, tmp_path: Path, workers: int, is_told: bool
+@pytest.mark.parametrize(("workers", "fires"), [(50, True), (100, False)])
+def test_a_few_bad_nodes_among_many_good_ones_do_not_fire_an_alert(
+    tool: Tool, dashboards: Path, tmp_path: Path, workers: int, fires: bool
 ) -> None:
     series = "imagefleet_node_reallocations_total"
     rule = {"eval_time": "30m", "alertname": "ImagefleetNodesGivenUp", "exp_alerts": []}
@@ -87,6 +89,6 @@ def test_a_few_bad_nodes_among_many_good_ones_are_no_alert(
 
     result = promtool(tool, tmp_path, "test", "rules", str(tests))
 
-    said = result.stdout + result.stderr
-    assert result.returncode == (1 if is_told else 0), said
-    assert ("4 nodes given up in an hour" in said) is is_told
+    output = result.stdout + result.stderr
+    assert result.returncode == (1 if fires else 0), output
+    assert ("4 nodes given up in an hour" in output) is fires

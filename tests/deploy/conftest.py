@@ -1,4 +1,4 @@
-"""What the tests of the images share: a builder that needs neither Docker nor a registry."""
+"""Fixtures for the images: a builder that needs neither Docker nor a registry."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ REPOSITORY = Path(__file__).parents[2]
 DEBIAN = Path(__file__).parent / "debian"
 REQUIRED = bool(os.environ.get("IMAGEFLEET_REQUIRE_CONTAINER"))
 
-#: Base, two images and what is in between; most of it torch.
+#: Base, two images and the intermediate layers; most of it torch.
 NEEDED_BYTES = 8 * 2**30
 
 #: The commands that the files under deploy/ run.
@@ -41,7 +41,7 @@ MODELS: Mapping[str, type[BaseSettings]] = {
 
 BASE = "localhost/python-base"
 
-#: Debian's Python brings tests of its own.
+#: Debian's Python contains tests.
 collect_ignore = ["debian"]
 
 ISOLATED = ("unshare", "--mount", "--pid", "--fork", "--kill-child", "--mount-proc")
@@ -49,7 +49,7 @@ ISOLATED = ("unshare", "--mount", "--pid", "--fork", "--kill-child", "--mount-pr
 
 @dataclass(frozen=True)
 class Image:
-    """A built image, by its name in the builder's storage."""
+    """A built image in the builder's storage."""
 
     builder: Builder
     name: str
@@ -63,10 +63,7 @@ class Image:
     def run(
         self, *arguments: str, data: Path, entrypoint: bool = True, **variables: str
     ) -> subprocess.CompletedProcess[str]:
-        """Runs it as its own user on a root that only reads; /cache and /tmp are memory.
-
-        *data* is at /data. Stands for `docker run --read-only --tmpfs /cache --tmpfs /tmp`.
-        """
+        """Like `docker run --read-only --tmpfs /cache --tmpfs /tmp --volume data:/data`."""
         user = self.config["User"]
         uid, gid = user.split(":")
         os.chown(data, int(uid), int(gid))
@@ -95,7 +92,7 @@ class Image:
 
 
 class Builder:
-    """Debian's buildah, unpacked beside the tests, with a storage of its own in *folder*."""
+    """Debian's buildah, unpacked in the tests' folder, with its storage in *folder*."""
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder
@@ -105,9 +102,9 @@ class Builder:
         )
 
     def shell(self, script: str, *arguments: str) -> subprocess.CompletedProcess[str]:
-        """Runs a script that can call buildah as if it were installed.
+        """Runs a script that can call buildah.
 
-        In namespaces of its own: whatever ends it, no mount and no process is left.
+        It has its own namespaces, so that no mount and no process survives it.
         """
         prelude = f"""
             set -eu
@@ -134,7 +131,7 @@ class Builder:
         )
 
     def build(self, targets: Sequence[str]) -> dict[str, Image]:
-        """Builds some targets of the Dockerfile, side by side, from the working tree."""
+        """Builds targets of the Dockerfile in parallel, from the working tree."""
         self._must(
             f"""
             builds=
@@ -165,7 +162,7 @@ class Builder:
         return done.stdout
 
     def _pip_configuration(self) -> list[str]:
-        """Has pip in the build ask where this machine's pip asks."""
+        """Makes pip in the build use this machine's package indexes."""
         listed = subprocess.run(
             [sys.executable, "-m", "pip", "config", "list"],
             capture_output=True,
@@ -177,16 +174,16 @@ class Builder:
         for name, value in re.findall(
             r"^(?:global|install|:env:)\.([a-z-]+)=(.+)$", listed, re.MULTILINE
         ):
-            places = str(ast.literal_eval(value)).split()
-            settings[name] = " ".join(places)
-            paths = (place.removeprefix("file://") for place in places)
+            sources = str(ast.literal_eval(value)).split()
+            settings[name] = " ".join(sources)
+            paths = (each.removeprefix("file://") for each in sources)
             mounts |= {path for path in paths if path[0] == "/" and Path(path).exists()}
         configuration = self.folder / "pip.conf"
         lines = [f"{name} = {value}" for name, value in settings.items()]
-        # Bytecode for every module costs more than what the few runs here would save.
+        # Compiling every module takes longer than the few runs here would save.
         lines = ["[global]", *lines, "[install]", "no-compile = true", ""]
         configuration.write_text("\n".join(lines))
-        # A folder of pages has its files beside it, which its links lead to.
+        # A `simple` folder links to files next to it.
         mounts |= {str(Path(path).parent) for path in mounts if Path(path).name == "simple"}
         return [
             *(f"--volume={path}:{path}:ro" for path in sorted(mounts)),
@@ -196,13 +193,13 @@ class Builder:
 
 @pytest.fixture(scope="session")
 def builder() -> Iterator[Builder]:
-    """A builder with a base image; what it builds is gone with the test run."""
+    """A builder with a base image, removed after the test run."""
     if not (DEBIAN / ".unpacked").is_file():
-        _skip("no buildah: `make test` unpacks it from Debian's packages, as root")
+        _skip("buildah is missing: `make test` unpacks it from Debian's packages, as root")
     if os.geteuid() != 0:
-        _skip("images are built by root alone")
+        _skip("only root can build images")
     if subprocess.run([*ISOLATED, "true"], capture_output=True, check=False).returncode:
-        _skip("no images can be built here: mounting is not allowed")
+        _skip("images cannot be built here: mounting is not allowed")
     with tempfile.TemporaryDirectory(prefix="imagefleet-images-") as folder:
         if shutil.disk_usage(folder).free < NEEDED_BYTES:
             _skip(f"building images takes {NEEDED_BYTES // 2**30} GB in {folder}")
@@ -213,7 +210,7 @@ def builder() -> Iterator[Builder]:
 
 @pytest.fixture(scope="session")
 def images(builder: Builder) -> dict[str, Image]:
-    """Both images, or the light one where torch comes with CUDA: gigabytes of it, for no test."""
+    """Both images, or only the light one if torch comes with gigabytes of CUDA."""
     pip = [sys.executable, "-m", "pip", "show", "torch"]
     torch = subprocess.run(pip, capture_output=True, text=True, check=True).stdout
     return builder.build(["light", "worker"] if "+cpu" in torch else ["light"])
@@ -227,13 +224,13 @@ def light_image(images: dict[str, Image]) -> Image:
 @pytest.fixture
 def worker_image(images: dict[str, Image]) -> Image:
     if "worker" not in images:
-        _skip("pip's torch is CUDA's here, gigabytes of it: nothing that a test should download")
+        _skip("torch comes with CUDA here, gigabytes that a test should not download")
     return images["worker"]
 
 
 @pytest.fixture
 def data(tmp_path: Path) -> Path:
-    """A folder for an image's /data."""
+    """The folder mounted at an image's /data."""
     folder = tmp_path / "data"
     folder.mkdir()
     return folder
@@ -246,11 +243,11 @@ def repository() -> Path:
 
 @pytest.fixture(scope="session")
 def command_of() -> Callable[[str], str]:
-    """The path of a program that came as a wheel."""
+    """Returns the path of a program installed from a wheel."""
 
     def find(name: str) -> str:
         found = shutil.which(name, path=Path(sys.executable).parent)
-        assert found, f"no {name} beside {sys.executable}: pip install the dev extra"
+        assert found, f"{name} is not installed: pip install the dev extra"
         return found
 
     return find
@@ -258,7 +255,7 @@ def command_of() -> Callable[[str], str]:
 
 @pytest.fixture
 def parse_command(monkeypatch: pytest.MonkeyPatch) -> Callable[..., BaseSettings]:
-    """The settings that a command line of ours comes to with some variables; runs nothing."""
+    """Parses a command line and variables into settings, without running the command."""
 
     def parse(arguments: list[str], variables: Mapping[str, str]) -> BaseSettings:
         for name in [name for name in os.environ if name.startswith("IMAGEFLEET_")]:

@@ -1,4 +1,4 @@
-"""The compose files: valid to Docker's own reader, and true to what is in the repository."""
+"""The compose files, parsed by docker compose and compared with the repository."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ def compose(repository: Path) -> Path:
 
 @pytest.fixture
 def read(compose: Path, command_of: Callable[[str], str]) -> Callable[..., Services]:
-    """What `docker compose` makes of some of the files; it needs no daemon for that."""
+    """Parses compose files with `docker compose config`, which needs no daemon."""
 
     def read(*names: str) -> Services:
         files = [part for name in names for part in ("-f", str(compose / name))]
@@ -46,20 +46,20 @@ def ours(services: Services) -> Services:
 
 
 @pytest.mark.parametrize("names", [["compose.yaml"], ["compose.yaml", "gpu.yaml"]])
-def test_docker_compose_reads_the_files(names: list[str], read: Callable[..., Services]) -> None:
+def test_docker_compose_accepts_the_files(names: list[str], read: Callable[..., Services]) -> None:
     assert read(*names).keys() == {
         *("azurite", "load", "worker", "exporter", "vmagent", "prometheus", "grafana")
     }
 
 
-def test_the_gpu_is_asked_for_in_its_own_file_alone(read: Callable[..., Services]) -> None:
+def test_only_gpu_yaml_requests_the_gpu(read: Callable[..., Services]) -> None:
     assert not read("compose.yaml")["worker"]["deploy"].get("resources")
     worker = read("compose.yaml", "gpu.yaml")["worker"]
     (device,) = worker["deploy"]["resources"]["reservations"]["devices"]
     assert (device["driver"], device["capabilities"]) == ("nvidia", ["gpu"])
 
 
-def test_every_file_that_is_mounted_and_every_folder_that_is_built_exists(
+def test_every_mounted_file_and_build_folder_exists(
     read: Callable[..., Services], repository: Path
 ) -> None:
     services = read("compose.yaml")
@@ -75,13 +75,13 @@ def test_every_file_that_is_mounted_and_every_folder_that_is_built_exists(
         assert service["build"]["target"] in stages
 
 
-def test_other_peoples_images_are_pinned(read: Callable[..., Services]) -> None:
+def test_third_party_images_are_pinned(read: Callable[..., Services]) -> None:
     services = read("compose.yaml")
     images = [each["image"] for name, each in services.items() if name not in ours(services)]
     assert [image for image in images if not re.search(r":v?\d+\.\d+\.\d+$", image)] == []
 
 
-def test_every_command_and_variable_is_understood(
+def test_every_command_and_variable_is_valid(
     read: Callable[..., Services], parse_command: Callable[..., Any]
 ) -> None:
     for service in ours(read("compose.yaml")).values():
@@ -96,7 +96,7 @@ def test_every_command_and_variable_is_understood(
         assert address is not None
 
 
-def test_our_containers_run_as_the_dockerfile_means_them_to(
+def test_our_containers_run_read_only_and_without_capabilities(
     read: Callable[..., Services],
 ) -> None:
     for service in ours(read("compose.yaml")).values():
@@ -105,14 +105,14 @@ def test_our_containers_run_as_the_dockerfile_means_them_to(
         assert "/tmp" in service["tmpfs"]
 
 
-def test_a_worker_is_given_the_time_that_its_drain_takes(read: Callable[..., Services]) -> None:
+def test_the_stop_grace_period_covers_the_drain(read: Callable[..., Services]) -> None:
     (seconds,) = re.fullmatch(
         r"(\d+)s", read("compose.yaml")["worker"]["stop_grace_period"]
     ).groups()
     assert int(seconds) >= WorkerSettings.model_fields["grace_seconds"].default + 10
 
 
-def test_the_datasource_is_the_dashboards_own_with_another_address(
+def test_the_datasource_is_that_of_the_dashboards_with_another_url(
     compose: Path, repository: Path
 ) -> None:
     theirs = repository / "dashboards" / "provisioning" / "datasource.yaml"

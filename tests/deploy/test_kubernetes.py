@@ -1,4 +1,4 @@
-"""The manifests: valid by schema, and true to each other and to the settings."""
+"""The manifests, checked against their schemas, each other and the settings."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from worker.settings import WorkerSettings
 
 Manifest = dict[str, Any]
 
-#: Of the schemas that the manifests are held against.
+#: The version of the schemas.
 KUBERNETES = "1.32"
 
 
@@ -52,7 +52,7 @@ def of_kind(manifests: list[Manifest], kind: str) -> dict[str, Manifest]:
 
 
 def pods(manifests: list[Manifest]) -> Iterator[tuple[Manifest, Manifest, Manifest]]:
-    """Of each workload: its pod's labels, the pod and its one container."""
+    """The labels, pod and container of each workload."""
     for each in manifests:
         if each["kind"] in {"Deployment", "Job"}:
             template = each["spec"]["template"]
@@ -84,23 +84,23 @@ def test_every_manifest_is_valid(manifests: list[Manifest], schemas: dict[str, M
         lambda found: found["TriggerAuthentication"]["spec"]["podIdentity"].pop("provider"),
     ],
 )
-def test_a_slip_of_the_fingers_would_be_found(
+def test_a_mistake_in_a_manifest_is_found(
     break_it: Callable[[dict[str, Manifest]], object],
     manifests: list[Manifest],
     schemas: dict[str, Manifest],
 ) -> None:
     found = {manifest["kind"]: manifest for manifest in manifests}
     break_it(found)
-    complaints = []
+    found_errors = []
     for manifest in manifests:
         try:
             check(manifest, schemas)
         except (jsonschema.ValidationError, kubernetes_validate.ValidationError) as error:
-            complaints.append(error)
-    assert len(complaints) == 1
+            found_errors.append(error)
+    assert len(found_errors) == 1
 
 
-def test_the_kustomization_holds_every_file_but_the_job_that_is_made_by_hand(
+def test_the_kustomization_has_every_file_except_the_job(
     folder: Path, kustomization: Manifest, manifests: list[Manifest]
 ) -> None:
     files = {path.name for path in folder.glob("*.yaml")}
@@ -116,7 +116,7 @@ def test_the_kustomization_holds_every_file_but_the_job_that_is_made_by_hand(
     assert used == {*images, images["imagefleet"]}
 
 
-def test_names_that_are_referred_to_exist(manifests: list[Manifest]) -> None:
+def test_referenced_names_exist(manifests: list[Manifest]) -> None:
     accounts, maps = of_kind(manifests, "ServiceAccount"), of_kind(manifests, "ConfigMap")
     for _, pod, container in pods(manifests):
         assert pod["serviceAccountName"] in accounts
@@ -133,7 +133,7 @@ def test_names_that_are_referred_to_exist(manifests: list[Manifest]) -> None:
         assert trigger["authenticationRef"]["name"] in of_kind(manifests, "TriggerAuthentication")
 
 
-def test_keda_counts_the_queue_that_the_workers_pull_from_leased_jobs_included(
+def test_keda_counts_the_workers_queue_including_leased_jobs(
     manifests: list[Manifest],
 ) -> None:
     (settings,) = of_kind(manifests, "ConfigMap").values()
@@ -143,11 +143,11 @@ def test_keda_counts_the_queue_that_the_workers_pull_from_leased_jobs_included(
     assert metadata["queueLengthStrategy"] == "all"
     address = f"https://{metadata['accountName']}.blob.core.windows.net"
     assert settings["data"]["IMAGEFLEET_STORAGE"] == address
-    # One replica more or less is KEDA's: a number here would undo its own with every apply.
+    # A number here would override KEDA's with every apply.
     assert "replicas" not in of_kind(manifests, "Deployment")["imagefleet-worker"]["spec"]
 
 
-def test_pods_of_the_identity_are_marked_for_it(manifests: list[Manifest]) -> None:
+def test_pods_are_labelled_for_workload_identity(manifests: list[Manifest]) -> None:
     (account,) = of_kind(manifests, "ServiceAccount").values()
     (auth,) = of_kind(manifests, "TriggerAuthentication").values()
     identity = account["metadata"]["annotations"]["azure.workload.identity/client-id"]
@@ -156,7 +156,7 @@ def test_pods_of_the_identity_are_marked_for_it(manifests: list[Manifest]) -> No
         assert labels["azure.workload.identity/use"] == "true"
 
 
-def test_commands_and_variables_are_understood(
+def test_commands_and_variables_are_valid(
     manifests: list[Manifest], parse_command: Callable[..., Any]
 ) -> None:
     (settings,) = of_kind(manifests, "ConfigMap").values()
@@ -167,7 +167,7 @@ def test_commands_and_variables_are_understood(
         parse_command(container.get("args", ["worker"]), image | settings["data"] | own)
 
 
-def test_a_worker_is_given_the_time_that_its_drain_takes(
+def test_the_termination_grace_period_covers_the_drain(
     manifests: list[Manifest], parse_command: Callable[..., Any]
 ) -> None:
     (settings,) = of_kind(manifests, "ConfigMap").values()
@@ -176,24 +176,24 @@ def test_a_worker_is_given_the_time_that_its_drain_takes(
     (container,) = pod["containers"]
     own = {entry["name"]: entry.get("value", "a-pod") for entry in container["env"]}
     image = {"IMAGEFLEET_MODEL": "/models/checkpoint"}
-    told = parse_command(["worker"], image | settings["data"] | own)
-    assert isinstance(told, WorkerSettings)
-    assert pod["terminationGracePeriodSeconds"] >= told.grace_seconds + 2 * HAND_BACK_SECONDS
+    parsed = parse_command(["worker"], image | settings["data"] | own)
+    assert isinstance(parsed, WorkerSettings)
+    assert pod["terminationGracePeriodSeconds"] >= parsed.grace_seconds + 2 * HAND_BACK_SECONDS
     (port,) = container["ports"]
-    assert port["containerPort"] == told.port
-    assert told.host == "0.0.0.0"  # whoever scrapes comes from outside the pod
+    assert port["containerPort"] == parsed.port
+    assert parsed.host == "0.0.0.0"  # metrics are scraped from outside the pod
 
 
-def test_a_worker_is_asked_by_the_commands_that_there_are(manifests: list[Manifest]) -> None:
+def test_probes_use_the_health_commands(manifests: list[Manifest]) -> None:
     worker = of_kind(manifests, "Deployment")["imagefleet-worker"]
     (container,) = worker["spec"]["template"]["spec"]["containers"]
-    for probe, what in (("startup", "started"), ("liveness", "live"), ("readiness", "ready")):
-        asked = container[f"{probe}Probe"]
-        assert asked["exec"]["command"] == ["imagefleet", "health", what]
+    for probe, state in (("startup", "started"), ("liveness", "live"), ("readiness", "ready")):
+        check = container[f"{probe}Probe"]
+        assert check["exec"]["command"] == ["imagefleet", "health", state]
     assert container["resources"]["limits"]["nvidia.com/gpu"] == "1"
 
 
-def test_pods_are_nobody_and_write_to_volumes_alone(manifests: list[Manifest]) -> None:
+def test_pods_are_unprivileged_and_write_only_to_volumes(manifests: list[Manifest]) -> None:
     for _, pod, container in pods(manifests):
         assert pod["securityContext"]["runAsUser"] == 65532
         assert pod["securityContext"]["runAsNonRoot"] is True

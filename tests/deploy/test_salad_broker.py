@@ -1,11 +1,11 @@
-"""The broker of tokens, asked with real signatures by a real home on Azurite."""
+"""The token broker, with real signatures and Azurite."""
 
 from __future__ import annotations
 
 import importlib.util
 import json
 import time
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator
 from datetime import timedelta
 from pathlib import Path
 from types import ModuleType
@@ -29,25 +29,24 @@ PATH = Path(__file__).parents[2] / "deploy" / "salad" / "broker" / "broker.py"
 ORGANIZATION = "2c3573b6-88de-4067-821f-1af088bd9c6a"
 GROUP = "5f1d0c52-0a0e-4cf0-9b3b-0a5f0b8f4a11"
 
-Prove = Callable[..., str]
 Client = TestClient[Any, Any]
 
 
 class Salad:
-    """Signs as SaladCloud does, and publishes its keys."""
+    """Signs identity tokens and publishes keys like SaladCloud."""
 
     def __init__(self) -> None:
         self.keys = {"old": ec.generate_private_key(ec.SECP256R1())}
-        self.asked = 0
+        self.requests = 0
         self.is_down = False
 
     async def publish(self, request: web.Request) -> web.Response:
-        self.asked += 1
+        self.requests += 1
         if self.is_down:
             return web.Response(status=500)
         return web.json_response({"keys": [self._public(name) for name in self.keys]})
 
-    def prove(self, *, key: str = "old", signed_with: Any = None, **changes: Any) -> str:
+    def sign(self, *, key: str = "old", signed_with: Any = None, **changes: Any) -> str:
         now = int(time.time())
         claims = {
             "iat": now,
@@ -91,15 +90,15 @@ async def client(
     published.router.add_get("/jwks.json", salad.publish)
     async with TestServer(published) as server:
         minter = mint.Minter(azurite_settings)
-        asked = module.Broker(
+        broker = module.Broker(
             minter, ORGANIZATION, [GROUP], timedelta(hours=1), str(server.make_url("/jwks.json"))
         )
-        async with TestClient(TestServer(module.application(asked))) as client:
+        async with TestClient(TestServer(module.application(broker))) as client:
             yield client
 
 
-async def ask(client: Client, proof: str | None) -> tuple[int, dict[str, Any]]:
-    headers = {} if proof is None else {"Authorization": f"Bearer {proof}"}
+async def ask(client: Client, identity_token: str | None) -> tuple[int, dict[str, Any]]:
+    headers = {} if identity_token is None else {"Authorization": f"Bearer {identity_token}"}
     async with client.post("/tokens", headers=headers) as response:
         return response.status, await response.json()
 
@@ -107,7 +106,7 @@ async def ask(client: Client, proof: str | None) -> tuple[int, dict[str, Any]]:
 async def test_a_node_of_the_group_gets_a_workers_tokens_that_work(
     client: Client, salad: Salad, azurite_settings: StorageSettings
 ) -> None:
-    status, body = await ask(client, salad.prove())
+    status, body = await ask(client, salad.sign())
     assert status == 200, body
     tokens = sas.read_tokens(json.dumps(body))
     settings = azurite_settings.model_copy(
@@ -125,9 +124,9 @@ async def test_a_node_of_the_group_gets_a_workers_tokens_that_work(
             assert await worker.blobs.create("fox.png", b"pixels", "image/png", {})
 
 
-async def test_salads_other_name_for_a_group_is_understood(client: Client, salad: Salad) -> None:
-    proof = salad.prove(salad_container_group_id=None, salad_workload_id=GROUP)
-    assert (await ask(client, proof))[0] == 200
+async def test_the_other_claim_for_the_group_is_accepted(client: Client, salad: Salad) -> None:
+    identity_token = salad.sign(salad_container_group_id=None, salad_workload_id=GROUP)
+    assert (await ask(client, identity_token))[0] == 200
 
 
 @pytest.mark.parametrize(
@@ -144,50 +143,52 @@ async def test_salads_other_name_for_a_group_is_understood(client: Client, salad
         ({"signed_with": ec.generate_private_key(ec.SECP256R1())}, 401),
     ],
 )
-async def test_who_cannot_prove_to_belong_gets_nothing(
+async def test_a_token_of_another_group_or_signature_is_refused(
     client: Client, salad: Salad, changes: dict[str, Any], status: int
 ) -> None:
-    answered, body = await ask(client, salad.prove(**changes))
+    answered, body = await ask(client, salad.sign(**changes))
     assert answered == status
     assert set(body) == {"error"}
 
 
-@pytest.mark.parametrize("proof", [None, "", "abc", "a.b.c"])
-async def test_what_is_no_proof_gets_nothing(client: Client, proof: str | None) -> None:
-    assert (await ask(client, proof))[0] == 401
+@pytest.mark.parametrize("identity_token", [None, "", "abc", "a.b.c"])
+async def test_an_invalid_token_is_refused(client: Client, identity_token: str | None) -> None:
+    assert (await ask(client, identity_token))[0] == 401
 
 
-async def test_a_proof_does_not_choose_its_algorithm(client: Client, salad: Salad) -> None:
-    claims = jwt.decode(salad.prove(), options={"verify_signature": False})
-    for algorithm, key in (("HS256", "a secret of the forger's own, long enough"), ("none", None)):
+async def test_the_token_does_not_choose_its_algorithm(client: Client, salad: Salad) -> None:
+    claims = jwt.decode(salad.sign(), options={"verify_signature": False})
+    for algorithm, key in (("HS256", "a secret of the attacker, long enough"), ("none", None)):
         forged = jwt.encode(claims, key, algorithm=algorithm, headers={"kid": "old"})
         assert (await ask(client, forged))[0] == 401
 
 
-async def test_the_keys_are_fetched_once_for_many_nodes_and_not_for_every_unknown_one(
+async def test_the_keys_are_fetched_once_and_not_for_every_unknown_key_id(
     client: Client, salad: Salad
 ) -> None:
     for _ in range(5):
-        assert (await ask(client, salad.prove()))[0] == 200
+        assert (await ask(client, salad.sign()))[0] == 200
     stranger = ec.generate_private_key(ec.SECP256R1())
     for _ in range(5):
-        assert (await ask(client, salad.prove(key="unknown", signed_with=stranger)))[0] == 401
-    assert salad.asked <= 2
+        assert (await ask(client, salad.sign(key="unknown", signed_with=stranger)))[0] == 401
+    assert salad.requests <= 2
 
 
-async def test_keys_that_cannot_be_had_are_no_refusal(client: Client, salad: Salad) -> None:
+async def test_unavailable_keys_are_a_temporary_error(client: Client, salad: Salad) -> None:
     salad.is_down = True
-    assert (await ask(client, salad.prove()))[0] == 503
+    assert (await ask(client, salad.sign()))[0] == 503
 
 
-async def test_a_key_of_another_kind_is_no_defect(client: Client, salad: Salad) -> None:
+async def test_a_key_of_another_curve_is_refused(client: Client, salad: Salad) -> None:
     salad.keys["other"] = ec.generate_private_key(ec.SECP384R1())
-    claims = jwt.decode(salad.prove(), options={"verify_signature": False})
-    proof = jwt.encode(claims, salad.keys["other"], algorithm="ES384", headers={"kid": "other"})
-    assert (await ask(client, proof))[0] == 401
+    claims = jwt.decode(salad.sign(), options={"verify_signature": False})
+    identity_token = jwt.encode(
+        claims, salad.keys["other"], algorithm="ES384", headers={"kid": "other"}
+    )
+    assert (await ask(client, identity_token))[0] == 401
 
 
-async def test_only_a_post_is_answered(client: Client, salad: Salad) -> None:
-    headers = {"Authorization": f"Bearer {salad.prove()}"}
+async def test_only_post_is_allowed(client: Client, salad: Salad) -> None:
+    headers = {"Authorization": f"Bearer {salad.sign()}"}
     async with client.get("/tokens", headers=headers) as response:
         assert response.status == 405

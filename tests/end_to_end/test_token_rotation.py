@@ -164,4 +164,4 @@ async def test_a_broker_gives_a_worker_new_tokens_and_may_be_down_for_a_while(
         await check_that_each_job_was_done_once(storage, output)
     assert answers[200] > 3
     assert "waiting for the broker" in output, "no token ended: this has shown nothing"
-    assert set(broker.proofs) == {salad_metadata_service.jwt}
+    assert set(broker.identity_tokens) == {salad_metadata_service.jwt}

@@ -100,4 +100,4 @@ def salad(salad_module: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) ->
     with salad_module.serving(fake):
         (tmp_path / "fleet.yaml").write_text(FLEET.format(url=fake.url, digest="5" * 64))
         yield fake
-    assert not fake.strays
+    assert not fake.violations

@@ -1,8 +1,8 @@
-"""A SaladCloud of the test's own: its API as published, with nodes that come at each look.
+"""A fake SaladCloud: its published API, with nodes that start step by step at each list call.
 
 It follows the OpenAPI specification of SaladTechnologies/salad-cloud-docs, version
-0.9.0-alpha.17: methods, content types, required fields and bounds. A request that strays from it
-is answered 400 and kept in `strays`, which every test ends by looking at.
+0.9.0-alpha.17: methods, content types, required fields and bounds. A request that violates it is
+answered with 400 and recorded in `violations`, which must be empty at the end of every test.
 """
 
 from __future__ import annotations
@@ -87,7 +87,7 @@ class Prototype(Strict):
 
 
 class Patch(Strict):
-    """What a fleet may patch without a restart; the specification knows more."""
+    """The fields that can be patched without a restart; the specification has more."""
 
     replicas: int | None = Field(default=None, ge=0, le=500)
     display_name: str | None = None
@@ -95,7 +95,7 @@ class Patch(Strict):
 
 @dataclass
 class Group:
-    """A container group; its instances come nearer to the replicas with each look at them."""
+    """A container group; its instances approach the replicas with each list call."""
 
     body: dict[str, Any]
     is_stopped: bool = False
@@ -108,7 +108,7 @@ class Group:
         return int(self.body["replicas"])
 
     def step(self, nodes: int) -> None:
-        """*nodes*: how many the whole cloud has free for it."""
+        """*nodes*: the free nodes of the whole cloud."""
         wanted = 0 if self.is_stopped else self.replicas
         self.stopping = max(0, self.running - wanted)
         self.running = min(self.running, wanted) + min(self.creating, max(0, wanted - self.running))
@@ -153,20 +153,20 @@ class Group:
 
 @dataclass
 class Fault:
-    """One answer that is not what was asked for; *lands*: the request is obeyed all the same."""
+    """One faulty answer; *lands*: the request takes effect all the same."""
 
     status: int
     body: str = ""
     content_type: str = "application/json"
     headers: dict[str, str] = field(default_factory=dict)
     method: str | None = None
-    skips: int = 0  # so many such calls are answered first
+    skips: int = 0  # this many calls are answered normally first
     lands: bool = False
     cuts_the_line: bool = False
 
 
 class SaladFake:
-    """The state of the cloud, for a test to set and to look at."""
+    """The state of the cloud, for tests to set and inspect."""
 
     def __init__(self) -> None:
         self.url = ""
@@ -176,7 +176,7 @@ class SaladFake:
         self.prices = {"batch": "0.03", "low": "0.047", "medium": "0.063", "high": "0.08"}
         self.faults: list[Fault] = []
         self.requests: list[tuple[str, str]] = []
-        self.strays: list[str] = []
+        self.violations: list[str] = []
         self.most_at_once = 0
 
     def count(self, method: str) -> int:
@@ -226,7 +226,7 @@ class SaladFake:
         except web.HTTPException as error:
             return problem(error.status, error.reason)
         except (ValidationError, ValueError) as error:
-            self.strays.append(f"{request.method} {request.path}: {error}")
+            self.violations.append(f"{request.method} {request.path}: {error}")
             return problem(400, str(error))
         return response
 
@@ -274,7 +274,7 @@ class SaladFake:
     async def _stop(self, request: web.Request) -> web.Response:
         group = self._group(request)
         if group.is_stopped:
-            return problem(400, "it is stopped")
+            return problem(400, "the group is stopped already")
         group.is_stopped = True
         return web.Response(status=202)
 
@@ -317,7 +317,7 @@ def problem(status: int, detail: str) -> web.Response:
 
 @contextmanager
 def serving(fake: SaladFake) -> Iterator[SaladFake]:
-    """The fake at `fake.url`, in a thread: a command under test has the main one."""
+    """Serves the fake at `fake.url` from a thread: the main one runs the command."""
     loop = asyncio.new_event_loop()
     thread = threading.Thread(target=loop.run_forever, name="salad-fake")
     thread.start()

@@ -155,7 +155,7 @@ def test_replaying_all_leaves_what_is_no_record_and_says_so(
     result = in_process("failed", "replay", "--all")
 
     assert "3 failed jobs replayed" in result.stdout
-    assert "stays: it is no failed job's record" in result.stdout
+    assert "stays: it is not a record of a failed job" in result.stdout
     assert depths(local_storage) == (3, 1)
 
 

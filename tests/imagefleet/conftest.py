@@ -1,4 +1,4 @@
-"""A proxy in front of Azurite that answers, breaks and hangs as it is told."""
+"""A proxy that injects faults between a client and Azurite."""
 
 from __future__ import annotations
 
@@ -15,12 +15,12 @@ from aiohttp import web
 from yarl import URL
 
 Fault = Literal["pass", "drop", "lose reply", "hang", "garbage"] | int | tuple[int, str]
-"""An HTTP status to answer with, with an error code of Azure's, or what befalls the connection."""
+"""An HTTP status, perhaps with an error code of Azure, or what happens to the connection."""
 
 
 @dataclass(slots=True)
 class FaultyAzurite:
-    """Passes requests on, except for the next ones, each of which meets the next of `faults`."""
+    """Forwards requests; each of the next ones suffers the next of `faults`."""
 
     address: str = ""
     faults: deque[Fault] = field(default_factory=deque)
@@ -43,7 +43,7 @@ class FaultyAzurite:
             case "hang":
                 await self.over.wait()
         if fault in {"pass", "lose reply"}:
-            reply = await _pass_on(request, body, upstream, session)
+            reply = await _forward(request, body, upstream, session)
             if fault == "pass":
                 return reply
         assert request.transport is not None
@@ -51,7 +51,7 @@ class FaultyAzurite:
         return web.Response()
 
 
-async def _pass_on(
+async def _forward(
     request: web.Request, body: bytes, upstream: str, session: aiohttp.ClientSession
 ) -> web.Response:
     hop_by_hop = {"connection", "keep-alive", "transfer-encoding", "content-length"}
@@ -70,7 +70,7 @@ async def _pass_on(
 
 @pytest.fixture
 async def faulty_azurite(azurite_address: str) -> AsyncIterator[FaultyAzurite]:
-    """Azurite behind a proxy with `faults`."""
+    """Azurite behind a fault-injecting proxy."""
     faulty = FaultyAzurite()
     runners = []
 

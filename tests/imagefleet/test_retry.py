@@ -1,5 +1,3 @@
-"""The policy of retries."""
-
 from __future__ import annotations
 
 import dataclasses
@@ -14,7 +12,7 @@ FAST = RetryPolicy(tries=4, first_wait_seconds=0.001, longest_wait_seconds=0.002
 
 
 class Storage:
-    """Fails as it is told, then answers."""
+    """Fails with each of *outcomes* that is an error, then returns the last."""
 
     def __init__(self, *outcomes: Exception | str) -> None:
         self.outcomes = iter(outcomes)
@@ -28,16 +26,16 @@ class Storage:
         return outcome
 
 
-async def test_a_fault_that_passes_is_not_seen_but_counted() -> None:
-    told: list[errors.TransientError] = []
+async def test_a_transient_error_is_retried_and_reported() -> None:
+    reported: list[errors.TransientError] = []
     busy = errors.TransientError("busy")
     storage = Storage(busy, busy, "done")
-    policy = RetryPolicy(first_wait_seconds=0.001, on_retry=told.append)
+    policy = RetryPolicy(first_wait_seconds=0.001, on_retry=reported.append)
     assert await policy.call(storage.call) == "done"
-    assert told == [busy, busy]
+    assert reported == [busy, busy]
 
 
-async def test_a_fault_that_stays_surfaces_after_the_last_try() -> None:
+async def test_the_error_of_the_last_attempt_is_raised() -> None:
     storage = Storage(*itertools.repeat(errors.TransientError("busy"), 9))
     with pytest.raises(errors.TransientError, match="busy"):
         await FAST.call(storage.call)
@@ -45,7 +43,7 @@ async def test_a_fault_that_stays_surfaces_after_the_last_try() -> None:
 
 
 @pytest.mark.parametrize("error", [errors.LeaseLost(), errors.SetupError(), errors.JobError()])
-async def test_what_will_not_pass_is_not_tried_again(error: errors.FleetError) -> None:
+async def test_a_permanent_error_is_not_retried(error: errors.FleetError) -> None:
     storage = Storage(error, "done")
     with pytest.raises(type(error)):
         await FAST.call(storage.call)
@@ -59,7 +57,7 @@ async def test_retries_can_be_switched_off() -> None:
     assert storage.calls == 1
 
 
-async def test_tries_that_take_long_are_not_repeated_for_ever() -> None:
+async def test_no_attempt_starts_after_the_time_limit() -> None:
     storage = Storage(errors.TransientError(), "done")
     policy = RetryPolicy(first_wait_seconds=0.001, give_up_seconds=0)
     with pytest.raises(errors.TransientError):
@@ -67,15 +65,22 @@ async def test_tries_that_take_long_are_not_repeated_for_ever() -> None:
     assert storage.calls == 1
 
 
-async def test_waiting_for_access_is_no_try() -> None:
+async def test_waiting_for_access_does_not_count_as_an_attempt() -> None:
     busy, closed = errors.TransientError("busy"), errors.NoAccessError()
     storage = Storage(*[closed] * 20, busy, *[closed] * 20, "done")
     policy = dataclasses.replace(FAST, tries=2, waits_for_access=True)
     assert await policy.call(storage.call) == "done"
 
 
-async def test_access_is_not_waited_for_where_the_caller_has_other_things_to_do() -> None:
+async def test_missing_access_counts_as_an_attempt_by_default() -> None:
     storage = Storage(*[errors.NoAccessError()] * 9)
     with pytest.raises(errors.NoAccessError):
         await FAST.call(storage.call)
     assert storage.calls == FAST.tries
+
+
+def test_a_backoff_doubles_up_to_its_limit_and_is_jittered() -> None:
+    pauses = [retry.backoff(retries, 1, 10) for retries in (0, 1, 2, 3, 4, 10_000)]
+    for pause, longest in zip(pauses, [1, 2, 4, 8, 10, 10], strict=True):
+        assert longest / 2 <= pause <= longest
+    assert len({retry.backoff(0, 1, 10) for _ in range(10)}) > 1

@@ -14,11 +14,10 @@ from prometheus_client import CollectorRegistry
 
 from imagefleet import errors
 from imagefleet.pricing import price_file, prices
-from imagefleet.storage.protocol import Storage
+from imagefleet.storage.protocol import Operations, Storage
 from worker import process
 from worker.cost import CostMeter
 from worker.engine import contract
-from worker.metered import MeteredStorage, Operations
 from worker.replica import Replica
 from worker.settings import WorkerSettings
 from worker.testing import StandInEngine, draw_noise
@@ -181,25 +180,3 @@ def test_without_a_price_there_is_no_figure_rather_than_a_wrong_one() -> None:
     assert seen["imagefleet_cost_dollars_total:storage"] == pytest.approx(0.055)
     assert "imagefleet_cost_dollars_total:gpu" not in seen
     assert "imagefleet_price_dollars_per_hour" not in seen
-
-
-async def test_each_operation_of_the_home_is_counted(
-    storage: Storage, message: Callable[..., str]
-) -> None:
-    opened = MeteredStorage(storage)
-    await opened.queue.send([message(), message()])
-    first, second = [
-        each for _ in range(2) for each in await opened.queue.receive(1, lease_seconds=30)
-    ]
-    await opened.queue.delete(await opened.queue.renew(first, 30))
-    await opened.queue.release(second)
-    await opened.poison.send(["x"])
-    assert [each.body async for each in opened.poison.browse()] == ["x"]
-    assert opened.operations.queue == 2 + 2 + 2 + 1 + 1 + 1
-    assert (await opened.queue.depth()).messages == 1
-    assert opened.operations.queue == 11
-
-    assert await opened.blobs.create("a.png", b"x", "image/png", {})
-    assert not await opened.blobs.create("a.png", b"x", "image/png", {})
-    assert await opened.blobs.read("a.png") == b"x"
-    assert (opened.operations.blob_writes, opened.operations.blob_reads) == (2, 1)

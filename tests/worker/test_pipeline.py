@@ -214,6 +214,7 @@ class FaultyStorage:
 
     def __init__(self, opened: Storage, faults: int) -> None:
         self.queue, self.poison, self.url = opened.queue, opened.poison, opened.url
+        self.operations = opened.operations
         self.blobs = FaultyBlobs(opened, faults)
 
 

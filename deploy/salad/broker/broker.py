@@ -1,8 +1,8 @@
-"""A broker of SAS tokens for workers on SaladCloud: short ones, for nodes that prove what they are.
+"""A broker that issues short-lived SAS tokens to workers on SaladCloud.
 
-A node sends the proof that SaladCloud gave it (a JSON Web Token) and gets a worker's tokens for
-an hour or two; a node that leaves the fleet gets no more. The account's key stays here. Run it
-behind something that ends TLS, since workers ask over https alone:
+A node sends its identity token (a JSON Web Token from SaladCloud) and gets a worker's SAS tokens
+for an hour or two. The account's key stays with the broker. Run it behind a proxy that terminates
+TLS, since workers use https only:
 
     pip install imagefleet 'PyJWT[crypto]'
     export IMAGEFLEET_STORAGE='DefaultEndpointsProtocol=https;AccountName=...;AccountKey=...'
@@ -29,20 +29,20 @@ from imagefleet.telemetry import logs
 
 log = logging.getLogger(__name__)
 
-#: Where SaladCloud publishes its public keys; a new one each week.
+#: SaladCloud's public keys; a new one is published every week.
 KEYS_URL = "https://matrix-rest-api.salad.com/.well-known/workload-jwks.json"
 
-#: The one that SaladCloud signs with. The token itself does not get to choose.
+#: SaladCloud's signature algorithm; the one that a token names is not trusted.
 ALGORITHM = "ES256"
 
-#: For clocks that differ; a proof holds for five minutes.
+#: Tolerated clock skew; an identity token is valid for five minutes.
 LEEWAY_SECONDS = 10
 
 GROUP_CLAIMS = ("salad_container_group_id", "salad_workload_id")
 
 
 class RefusedError(Exception):
-    """A request without tokens for an answer."""
+    """The request gets no tokens."""
 
     def __init__(self, status: int, reason: str) -> None:
         super().__init__(reason)
@@ -51,7 +51,7 @@ class RefusedError(Exception):
 
 
 class Broker:
-    """Gives a worker's tokens to the nodes of some container groups of one organization."""
+    """Issues worker tokens to the nodes of some container groups of one organization."""
 
     def __init__(
         self,
@@ -68,23 +68,23 @@ class Broker:
         self._keys = jwt.PyJWKClient(keys_url, timeout=10)
 
     async def handle(self, request: web.Request) -> web.Response:
-        """Answers a POST with tokens, or 401 (no proof), 403 (another's) or 503 (ask again)."""
-        scheme, _, proof = request.headers.get("Authorization", "").partition(" ")
+        """Answers with tokens, or 401 (invalid token), 403 (wrong group) or 503 (try again)."""
+        scheme, _, identity_token = request.headers.get("Authorization", "").partition(" ")
         try:
-            claims = await self._claims(proof if scheme == "Bearer" else "")
+            claims = await self._claims(identity_token if scheme == "Bearer" else "")
         except RefusedError as refusal:
             log.warning("refused: %s", refusal.reason, extra={"action": "refused"})
             return web.json_response({"error": refusal.reason}, status=refusal.status)
-        log.info("tokens for the machine %s", claims["sub"], extra={"action": "tokens_given"})
+        log.info("issued tokens to machine %s", claims["sub"], extra={"action": "tokens_given"})
         minted = self._minter.mint(ROLES["worker"], self._life)
         return web.json_response(keys.record(minted), headers={"Cache-Control": "no-store"})
 
-    async def _claims(self, proof: str) -> dict[str, Any]:
-        """What a proof says, once its signature, times, organization and group are right."""
+    async def _claims(self, identity_token: str) -> dict[str, Any]:
+        """The claims of a token with valid signature, times, organization and group."""
         try:
-            key = await asyncio.to_thread(self._keys.get_signing_key_from_jwt, proof)
+            key = await asyncio.to_thread(self._keys.get_signing_key_from_jwt, identity_token)
             claims: dict[str, Any] = jwt.decode(
-                proof,
+                identity_token,
                 key.key,
                 algorithms=[ALGORITHM],
                 audience=self._organization,
@@ -92,19 +92,19 @@ class Broker:
                 options={"require": ["exp", "aud", "sub"]},
             )
         except jwt.PyJWKClientConnectionError as error:
-            raise RefusedError(503, f"SaladCloud's keys are not to be had: {error}") from None
+            raise RefusedError(503, f"SaladCloud's keys cannot be fetched: {error}") from None
         except jwt.InvalidAudienceError:
-            raise RefusedError(403, "the proof is another organization's") from None
+            raise RefusedError(403, "the identity token is for another organization") from None
         except jwt.PyJWTError as error:
-            raise RefusedError(401, f"the proof is not accepted: {error}") from None
+            raise RefusedError(401, f"invalid identity token: {error}") from None
         group = next((claims[name] for name in GROUP_CLAIMS if name in claims), None)
         if group not in self._groups:
-            raise RefusedError(403, f"the container group {group} gets no tokens here")
+            raise RefusedError(403, f"no tokens for the container group {group}")
         return claims
 
 
 def application(broker: Broker) -> web.Application:
-    """The broker at every path's POST."""
+    """The broker, for POST requests at any path."""
     app = web.Application()
     app.router.add_post("/{path:.*}", broker.handle)
     return app
@@ -113,11 +113,11 @@ def application(broker: Broker) -> web.Application:
 def main(
     organization: Annotated[str, typer.Option(help="Your organization's id at SaladCloud.")],
     group: Annotated[list[str], typer.Option(help="A container group's id; may be repeated.")],
-    hours: Annotated[float, typer.Option(min=0.1, max=24, help="How long tokens hold.")] = 2,
+    hours: Annotated[float, typer.Option(min=0.1, max=24, help="Lifetime of the tokens.")] = 2,
     host: str = "127.0.0.1",
     port: int = 8081,
 ) -> None:
-    """Gives workers on SaladCloud their SAS tokens."""
+    """Issues SAS tokens to workers on SaladCloud."""
     logs.configure("auto")
     broker = Broker(mint.Minter(StorageSettings()), organization, group, timedelta(hours=hours))
     web.run_app(application(broker), host=host, port=port, access_log=None)

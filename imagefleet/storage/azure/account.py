@@ -1,9 +1,8 @@
-"""An Azure storage account's address: a connection string, or a URL and SAS tokens."""
+"""The address of an Azure Storage account: a connection string, or a URL and SAS tokens."""
 
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, TypeVar
 from urllib.parse import urlsplit
@@ -22,7 +21,7 @@ _CONNECTION_STRING = re.compile(
     r"\b(AccountName|AccountKey|BlobEndpoint|UseDevelopmentStorage)=", re.IGNORECASE
 )
 
-_SECRET_OF_ITS_OWN = re.compile(
+_HOLDS_CREDENTIAL = re.compile(
     r"\b(AccountKey|SharedAccessSignature|UseDevelopmentStorage)=", re.IGNORECASE
 )
 
@@ -33,7 +32,7 @@ _Client = TypeVar("_Client", QueueClient, ContainerClient)
 
 @dataclass(frozen=True, slots=True)
 class AzureAddress:
-    """What the SDK's clients are made from: a connection string, or both URLs of an account."""
+    """A connection string, or the URLs of both services of an account."""
 
     connection_string: str | None = None
     queue_url: str = ""
@@ -42,32 +41,27 @@ class AzureAddress:
 
     @property
     def has_key(self) -> bool:
-        """Whether it lets its bearer in by itself; a URL's SAS token is `sas`."""
-        return bool(_SECRET_OF_ITS_OWN.search(self.connection_string or ""))
+        """True if the connection string holds a credential; a URL's SAS token is in `sas`."""
+        return bool(_HOLDS_CREDENTIAL.search(self.connection_string or ""))
 
     def queue_client(self, name: str, credential: Credential, **options: Any) -> QueueClient:
-        """A client of one queue; *credential* goes before what the address itself brings."""
-        return self._client(QueueClient, self.queue_url, name, credential, options)
+        """A client for one queue; *credential* overrides that of the address."""
+        return self._client(QueueClient, self.queue_url, name, credential, **options)
 
     def container_client(
         self, name: str, credential: Credential, **options: Any
     ) -> ContainerClient:
-        """A client of one container; *credential* goes before what the address itself brings."""
-        return self._client(ContainerClient, self.blob_url, name, credential, options)
+        """A client for one container; *credential* overrides that of the address."""
+        return self._client(ContainerClient, self.blob_url, name, credential, **options)
 
     def _client(
-        self,
-        kind: type[_Client],
-        url: str,
-        name: str,
-        credential: Credential,
-        options: Mapping[str, Any],
+        self, kind: type[_Client], url: str, name: str, credential: Credential, **options: Any
     ) -> _Client:
         if self.connection_string is None:
             return kind(url, name, credential, **options)
         try:
             return kind.from_connection_string(self.connection_string, name, credential, **options)
-        except ValueError:  # its text may quote what it was given, key and all
+        except ValueError:  # its text may quote the key
             raise errors.SetupError(
                 "the Azure connection string is incomplete: it needs AccountName and AccountKey,"
                 " or BlobEndpoint, QueueEndpoint and SharedAccessSignature"
@@ -75,10 +69,10 @@ class AzureAddress:
 
 
 def read_address(address: str) -> AzureAddress:
-    """Reads an account's address; either service's URL gives the other's.
+    """Parses an address; the URL of one service implies that of the other.
 
     Raises:
-        SetupError: it is none. The message does not quote it: it may hold a key.
+        SetupError: it is not valid. The message does not quote it, as it may hold a key.
     """
     if _CONNECTION_STRING.search(address):
         return AzureAddress(connection_string=address)
@@ -86,13 +80,13 @@ def read_address(address: str) -> AzureAddress:
     host = _HOST.fullmatch(parts.netloc.lower())
     if parts.scheme != "https" or host is None:
         raise errors.SetupError(
-            "the storage's address is not understood: write local:FOLDER, an Azure connection"
+            "the storage address is not understood: write local:FOLDER, an Azure connection"
             " string, or https://ACCOUNT.blob.core.windows.net"
         )
     if parts.path.strip("/"):
         raise errors.SetupError(
-            "the storage's address ends with the account; the names of the queue and the container"
-            " are settings of their own"
+            "the URL of the storage must name only the account; set the queue and the container"
+            " with --queue and --container"
         )
     account, suffix = host.groups()
     return AzureAddress(

@@ -1,10 +1,11 @@
-"""The blob store on Azure Blob Storage: one Put Blob a picture, refused where the name is taken."""
+"""The blob store on Azure Blob Storage: one Put Blob per image, which never overwrites."""
 
 from __future__ import annotations
 
 from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
 from typing import TypeVar
 
+from azure.core.async_paging import AsyncItemPaged
 from azure.core.exceptions import HttpResponseError
 from azure.storage.blob import ContentSettings
 from azure.storage.blob.aio import ContainerClient
@@ -14,16 +15,15 @@ from imagefleet.storage import protocol
 from imagefleet.storage.azure import errors as azure_errors
 from imagefleet.storage.azure.credentials import Access
 
-#: The name is taken, so the picture is there. The second is what a token that may only create gets
-#: to hear, where one that may also write hears the first.
+#: The blob exists. Azure answers with the second code if the token may create, but not write.
 TAKEN = frozenset({"BlobAlreadyExists", "UnauthorizedBlobOverwrite"})
 
 _NAMES_PAGE = 1_000
 
-#: The most that Azure lists in one answer: who asks for records reads them all.
+#: Azure's limit: whoever lists records needs them all.
 _RECORDS_PAGE = 5_000
 
-#: The name of no blob: `check_blob_name` refuses it.
+#: Never exists: `check_blob_name` refuses this name.
 _NO_BLOB = ".imagefleet-check"
 
 _Result = TypeVar("_Result")
@@ -32,13 +32,15 @@ _Result = TypeVar("_Result")
 class AzureBlobs:
     """The blobs of one container."""
 
-    def __init__(self, client: ContainerClient, retries: retry.RetryPolicy, access: Access) -> None:
+    def __init__(
+        self, client: ContainerClient, retry_policy: retry.RetryPolicy, access: Access
+    ) -> None:
         self._client = client
-        self._retries = retries
+        self._retry_policy = retry_policy
         self._access = access
 
     async def create_container(self) -> None:
-        """Creates the container unless it is there."""
+        """Creates the container if it does not exist."""
 
         async def request() -> None:
             with azure_errors.tolerated({"ContainerAlreadyExists"}):
@@ -48,9 +50,9 @@ class AzureBlobs:
 
     async def check(self) -> None:
         """Raises SetupError if the container does not exist or the credentials are wrong."""
-        # Asks for a blob that is not there: no container's token may read the properties of the
-        # container itself, and Azure answers with the very error code of its firewall.
-        await self._call(lambda: self._is_there(_NO_BLOB))
+        # By a blob that does not exist: a container's SAS token may not read the properties of the
+        # container itself, and the error code would be that of Azure's firewall.
+        await self._call(lambda: self._exists(_NO_BLOB))
 
     async def create(
         self, name: str, data: bytes, content_type: str, metadata: Mapping[str, str]
@@ -60,8 +62,8 @@ class AzureBlobs:
 
         async def request() -> bool:
             try:
-                # Every other conflict is the same exception of the SDK's: only the code tells
-                # 'done'. It also answers the repetition of a try whose answer was lost.
+                # The SDK raises the same exception for every conflict: only this code means that
+                # the blob exists, perhaps from an attempt whose reply was lost.
                 with azure_errors.tolerated(TAKEN):
                     await self._client.upload_blob(
                         name,
@@ -72,9 +74,9 @@ class AzureBlobs:
                     )
                     return True
             except HttpResponseError as error:
-                # Azurite's answer to a token without `w` where the name is taken, too.
+                # Azurite answers so, too, if the blob exists and the token lacks `w`.
                 refused = azure_errors.code_of(error) in azure_errors.LESS_PERMISSION
-                if not refused or not await self._is_there(name):
+                if not refused or not await self._exists(name):
                     raise
             return False
 
@@ -85,7 +87,7 @@ class AzureBlobs:
 
         async def request() -> bytes | None:
             with azure_errors.tolerated({"BlobNotFound"}):
-                # Asks for a first part alone (32 MiB), and learns the size with it.
+                # Fetches only the first part (32 MiB), with which comes the size.
                 download = await self._client.download_blob(name)
                 protocol.check_blob_size(name, download.size, max_bytes)
                 return await download.readall()
@@ -110,13 +112,13 @@ class AzureBlobs:
 
         async def request() -> protocol.BlobPart | None:
             with azure_errors.tolerated({"BlobNotFound"}):
-                with azure_errors.tolerated({"InvalidRange"}):  # it ends before the offset
+                with azure_errors.tolerated({"InvalidRange"}):  # the offset is past its end
                     part = await self._client.download_blob(name, offset=offset, length=max_bytes)
-                    # The size that the SDK tells is the part's.
+                    # The SDK's `size` is that of the part.
                     total = int((part.properties.content_range or "").rpartition("/")[2])
                     return protocol.BlobPart(await part.readall(), total, part.properties.etag)
-                facts = await self._client.get_blob_client(name).get_blob_properties()
-                return protocol.BlobPart(b"", facts.size, facts.etag)
+                properties = await self._client.get_blob_client(name).get_blob_properties()
+                return protocol.BlobPart(b"", properties.size, properties.etag)
             return None
 
         return await self._call(request)
@@ -125,24 +127,26 @@ class AzureBlobs:
         blobs = self._client.list_blob_names(
             name_starts_with=prefix or None, results_per_page=_NAMES_PAGE
         )
-        pages = aiter(blobs.by_page())
-        while (page := await self._call(lambda: anext(pages, None))) is not None:
-            async for name in page:
-                yield name
+        async for name in self._listed(blobs):
+            yield name
 
     async def records(self, prefix: str = "") -> AsyncIterator[protocol.BlobRecord]:
         blobs = self._client.list_blobs(
             name_starts_with=prefix or None, include=["metadata"], results_per_page=_RECORDS_PAGE
         )
+        async for blob in self._listed(blobs):
+            yield protocol.BlobRecord(
+                blob.name, blob.size, blob.creation_time, dict(blob.metadata or {})
+            )
+
+    async def _listed(self, blobs: AsyncItemPaged[_Result]) -> AsyncIterator[_Result]:
         pages = aiter(blobs.by_page())
         while (page := await self._call(lambda: anext(pages, None))) is not None:
             async for blob in page:
-                yield protocol.BlobRecord(
-                    blob.name, blob.size, blob.creation_time, dict(blob.metadata or {})
-                )
+                yield blob
 
-    async def _is_there(self, name: str) -> bool:
-        """Whether there is such a blob; no, where the credentials may not read it."""
+    async def _exists(self, name: str) -> bool:
+        """True if the blob exists; False, too, if the credentials do not allow reading it."""
         with azure_errors.tolerated({"BlobNotFound", *azure_errors.LESS_PERMISSION}):
             await self._client.get_blob_client(name).get_blob_properties()
             return True
@@ -150,4 +154,4 @@ class AzureBlobs:
 
     async def _call(self, request: Callable[[], Awaitable[_Result]]) -> _Result:
         what = f"the container {self._client.container_name!r}"
-        return await self._retries.call(lambda: self._access.attempt(what, request))
+        return await self._retry_policy.call(lambda: self._access.attempt(what, request))

@@ -1,4 +1,4 @@
-"""What an answer of Azure means: its SDK's exceptions become errors of our tree."""
+"""Translates the exceptions of Azure's SDK into the tree of errors."""
 
 from __future__ import annotations
 
@@ -10,48 +10,48 @@ from azure.core import exceptions
 
 from imagefleet import errors
 
-#: Another worker has the message, or it is gone.
+#: Another worker has the message, or it was deleted.
 _LEASE_LOST = frozenset({"MessageNotFound", "PopReceiptMismatch"})
 
 MISSING = frozenset({"QueueNotFound", "ContainerNotFound"})
 
-#: The credentials are genuine and allow something else: a worker's SAS token may process
+#: The credentials are valid, but do not allow this request: a worker's SAS token may process
 #: messages without reading the queue's properties, and create blobs without listing them.
 LESS_PERMISSION = frozenset(
     {"AuthorizationPermissionMismatch", "AuthorizationResourceTypeMismatch"}
 )
 
-#: Said of what no token of one queue or container allows: to create or to describe it.
+#: Answers to requests that no SAS token for one queue or container allows: to create it, say.
 NOT_FOR_TOKENS = LESS_PERMISSION | {"AuthorizationFailure"}
 
-#: The credentials themselves are not accepted: expired, revoked, or not signed with a key of the
-#: account's. The second is Azurite's word for it; to Azure it is a firewall's refusal.
+#: The credentials are expired, revoked or not signed with the account's key. The second code is
+#: Azurite's; in Azure it is that of the firewall.
 _NOT_ACCEPTED = frozenset(
     {"AuthenticationFailed", "AuthorizationFailure", "InvalidAuthenticationInfo"}
 )
 
-#: One job is too big or odd for Azure; the next one may not be.
+#: The job is at fault; the next one may succeed.
 _JOB_AT_FAULT = frozenset(
     {"RequestBodyTooLarge", "MetadataTooLarge", "InvalidMetadata", "EmptyMetadataKey"}
 )
 
-#: The server says itself that it did nothing; any other fault leaves open what it did.
+#: The server did nothing; after any other error, it may have.
 _NOTHING_DONE = frozenset({429, 503})
 
 
 class ReplyLostError(errors.TransientError):
-    """The request may have been carried out: its answer was lost."""
+    """The reply was lost: the request may have been carried out."""
 
 
 class RefusedError(errors.SetupError):
-    """The credentials are expired, revoked or wrong; nothing was done."""
+    """The credentials are expired, revoked or wrong."""
 
 
 @contextmanager
 def translated(what: str) -> Iterator[None]:
-    """Raises the SDK's errors inside as ours; *what* names the resource in their messages.
+    """Translates the SDK's exceptions in the block; *what* names the resource in the messages.
 
-    Without their cause: a traceback of aiohttp's may print the URL, and with it a SAS token.
+    The cause is dropped, as aiohttp's traceback may show the URL with a SAS token.
     """
     try:
         yield
@@ -63,7 +63,7 @@ def translated(what: str) -> Iterator[None]:
 
 @contextmanager
 def tolerated(codes: Collection[str]) -> Iterator[None]:
-    """Ends the block quietly on an answer with one of these error codes."""
+    """Ends the block without an error if the answer has one of these error codes."""
     try:
         yield
     except exceptions.HttpResponseError as error:
@@ -72,7 +72,7 @@ def tolerated(codes: Collection[str]) -> Iterator[None]:
 
 
 def code_of(error: exceptions.HttpResponseError) -> str:
-    """Azure's own name of the error, from the SDK's enumeration or as it came."""
+    """Azure's error code, from the SDK's enumeration or as text."""
     code = getattr(error, "error_code", None)
     return str(getattr(code, "value", code) or "no error code")
 
@@ -83,7 +83,7 @@ def _from_response(error: exceptions.HttpResponseError, what: str) -> errors.Fle
         return errors.SetupError(f"the account key for {what} is malformed")
     answer = f"{code} (HTTP {status})"
     if code in _LEASE_LOST:
-        return errors.LeaseLost(f"the lease is lost: {what} answers {answer}")
+        return errors.LeaseLost(f"the lease is lost: {what} answered {answer}")
     if code in MISSING:
         return errors.SetupError(f"{what} does not exist; `imagefleet load` creates it")
     if status in {401, 403}:
@@ -93,11 +93,11 @@ def _from_response(error: exceptions.HttpResponseError, what: str) -> errors.Fle
             " its permissions and its expiry"
         )
     if status == 413 or code in _JOB_AT_FAULT:  # noqa: PLR2004 - Content Too Large
-        return errors.JobError(f"{what} refuses it: {answer}")
-    # Without a status: a success whose body was no answer, from a proxy between us, say.
+        return errors.JobError(f"{what} refuses the job: {answer}")
+    # Without a status: a success with an invalid body, from a proxy, say.
     maybe_done = status is None or status < 400 or status == 408 or status >= 500  # noqa: PLR2004
     lost = maybe_done and status not in _NOTHING_DONE
-    return (ReplyLostError if lost else errors.TransientError)(f"{what} answers {answer}")
+    return (ReplyLostError if lost else errors.TransientError)(f"{what} answered {answer}")
 
 
 def _from_connection(error: Exception, what: str) -> errors.FleetError:

@@ -1,8 +1,8 @@
 """The job queue on Azure Queue Storage.
 
-The SDK's traps, each of which this file steps around: `receive_messages` goes on until the queue
-is empty unless it is held to one page; `update_message` without a timeout hands the message back;
-given a message object it sends the whole body again; messages die after seven days by default.
+Pitfalls of the SDK that this module avoids: `receive_messages` reads on until the queue is empty,
+unless limited to one page; `update_message` without a timeout hands the message back, and with a
+message object it sends the whole body again; messages expire after seven days by default.
 """
 
 from __future__ import annotations
@@ -24,35 +24,34 @@ from imagefleet.storage import protocol
 from imagefleet.storage.azure import errors as azure_errors
 from imagefleet.storage.azure.credentials import Access
 
-#: Sends, or messages handed back, in flight at once: more would only queue up in Azure, which takes
-#: 2,000 messages/s a queue.
+#: Sends or releases in flight at once: more would only wait in Azure, whose limit is 2,000
+#: messages/s per queue.
 CONCURRENT_REQUESTS = 32
 
-#: Browsing more than a peek shows means leasing it. The messages are handed back at the end; if
-#: the reader dies on the way, they come back by themselves after this time. It lets about a
-#: hundred thousand be read before the first ones come back.
+#: Browsing more messages than a peek returns requires leasing them. They are released at the end,
+#: or visible again after this time if the reader crashes. It suffices for about 100,000 messages.
 BROWSE_LEASE_SECONDS = 300
 
-#: Azure's "never".
+#: For `time_to_live`: never.
 _NO_EXPIRY = -1
 
 _Result = TypeVar("_Result")
 
 
 class AzureQueue:
-    """A job queue whose order is only roughly that of the sends, as Azure promises no more."""
+    """A job queue in roughly the order of the sends; Azure guarantees none."""
 
-    def __init__(self, client: QueueClient, retries: retry.RetryPolicy, access: Access) -> None:
+    def __init__(
+        self, client: QueueClient, retry_policy: retry.RetryPolicy, access: Access
+    ) -> None:
+        self.name = client.queue_name
+        self._what = f"the queue {self.name!r}"
         self._client = client
-        self._retries = retries
+        self._retry_policy = retry_policy
         self._access = access
 
-    @property
-    def name(self) -> str:
-        return self._client.queue_name
-
     async def create(self) -> bool:
-        """Creates the queue unless it is there; tells whether the credentials are for that."""
+        """Creates the queue if it does not exist; False if the credentials do not allow that."""
 
         async def request() -> bool:
             with azure_errors.tolerated(azure_errors.NOT_FOR_TOKENS):
@@ -100,7 +99,7 @@ class AzureQueue:
             ).by_page()
             async for page in pages:
                 return [
-                    protocol.LeasedMessage(**_facts(message), receipt=str(message.pop_receipt))
+                    protocol.LeasedMessage(**_fields(message), receipt=str(message.pop_receipt))
                     async for message in page
                 ]
             return []
@@ -113,8 +112,8 @@ class AzureQueue:
         protocol.check_lease(lease_seconds)
         updated = await self._set_visible_after(message, lease_seconds)
         if updated is None:
-            # Our own lost renewal has replaced the receipt, or another worker has the message.
-            raise errors.TransientError(f"{self._what}: the answer to a renewal was lost")
+            # The lost renewal replaced the receipt, or another worker has the message.
+            raise errors.TransientError(f"{self._what}: the reply to a renewal was lost")
         return dataclasses.replace(message, receipt=str(updated.pop_receipt))
 
     async def release(self, message: protocol.LeasedMessage, delay_seconds: float = 0) -> None:
@@ -136,7 +135,7 @@ class AzureQueue:
             while page := await self.receive(protocol.MAX_RECEIVE, BROWSE_LEASE_SECONDS):
                 fresh = [message for message in page if message.id not in leased]
                 leased.update((message.id, message) for message in page)
-                if not fresh:  # the first ones are back already: the reader is slow
+                if not fresh:  # the first leases have expired: the reader is slow
                     break
                 for message in fresh:
                     yield message
@@ -151,19 +150,15 @@ class AzureQueue:
             age_seconds = max(0.0, (datetime.now(UTC) - front[0].enqueued_at).total_seconds())
         return protocol.QueueDepth(properties.approximate_message_count or 0, None, age_seconds)
 
-    @property
-    def _what(self) -> str:
-        return f"the queue {self.name!r}"
-
     async def _call(self, request: Callable[[], Awaitable[_Result]]) -> _Result:
-        """Makes a request, its errors translated, until it succeeds or the retries end."""
-        return await self._retries.call(lambda: self._access.attempt(self._what, request))
+        """Makes a request with retries and translated errors."""
+        return await self._retry_policy.call(lambda: self._access.attempt(self._what, request))
 
     async def _call_with_receipt(self, request: Callable[[], Awaitable[_Result]]) -> _Result | None:
-        """Makes a request that uses its receipt up.
+        """Makes a request that invalidates its receipt.
 
-        None: a try whose answer was lost, and then a receipt that is good no longer. That try
-        went through, or another worker has the message: no answer tells these apart.
+        Returns None if a reply was lost, and the receipt is stale in the retry: either the request
+        succeeded, or another worker has the message.
         """
         reply_lost = False
 
@@ -176,7 +171,7 @@ class AzureQueue:
                 raise
 
         try:
-            return await self._retries.call(attempt)
+            return await self._retry_policy.call(attempt)
         except errors.LeaseLost:
             if reply_lost:
                 return None
@@ -185,7 +180,7 @@ class AzureQueue:
     async def _set_visible_after(
         self, message: protocol.LeasedMessage, seconds: float
     ) -> QueueMessage | None:
-        # The message's id alone: given its content too, the SDK would send it again.
+        # By id: given the message, the SDK would send its content again.
         return await self._call_with_receipt(
             lambda: self._client.update_message(
                 message.id, message.receipt, visibility_timeout=math.ceil(seconds)
@@ -194,14 +189,14 @@ class AzureQueue:
 
     async def _peek(self, max_messages: int) -> list[protocol.Message]:
         peeked = await self._call(lambda: self._client.peek_messages(max_messages))
-        return [protocol.Message(**_facts(message)) for message in peeked]
+        return [protocol.Message(**_fields(message)) for message in peeked]
 
     async def _hand_back(self, messages: Collection[protocol.LeasedMessage]) -> None:
-        """Makes browsed messages visible again, as far as they are still ours."""
+        """Makes browsed messages visible again, unless their leases were lost."""
         slots = asyncio.Semaphore(CONCURRENT_REQUESTS)
 
         async def hand_back(message: protocol.LeasedMessage) -> None:
-            # What fails here comes back with the end of the lease.
+            # If this fails, the message is visible again when its lease expires.
             async with slots:
                 with contextlib.suppress(errors.LeaseLost, errors.TransientError):
                     await self.release(message)
@@ -209,8 +204,8 @@ class AzureQueue:
         await asyncio.gather(*(hand_back(message) for message in messages))
 
 
-def _facts(message: QueueMessage) -> dict[str, Any]:
-    """What every message of Azure's says; the SDK's types would allow None."""
+def _fields(message: QueueMessage) -> dict[str, Any]:
+    """The fields that every message has; the SDK's types would allow None."""
     return {
         "id": message.id,
         "body": message.content,

@@ -1,12 +1,12 @@
-"""The home on Azure Storage: one session and one client for each resource, for a whole process."""
+"""Azure Storage: one HTTP session, and a client each for both queues and the container."""
 
 from __future__ import annotations
 
 import urllib.request
-from types import TracebackType
-from typing import Self
+from typing import Any, Self
 
 import aiohttp
+from azure.core.pipeline import PipelineRequest
 from azure.core.pipeline.transport import AioHttpTransport
 
 from imagefleet import retry
@@ -14,18 +14,18 @@ from imagefleet.storage.azure import account, sas
 from imagefleet.storage.azure.blobs import AzureBlobs
 from imagefleet.storage.azure.credentials import Credentials
 from imagefleet.storage.azure.queue import AzureQueue
+from imagefleet.storage.protocol import Operations
 from imagefleet.storage.settings import StorageSettings
 
-#: An older version of the service's interface: all that is needed here is in it, every Azure
-#: cloud and Azurite answer it, and every release of the SDK that we allow offers it. The SDK's
-#: own choice is the newest, which Azurite refuses.
+#: An API version that every Azure cloud, Azurite and every allowed release of the SDK support. The
+#: SDK's default is the newest, which Azurite refuses.
 API_VERSION = "2023-11-03"
 
-#: Connections at once: the sends in flight (32) and as many for uploads, renewals and deletes.
+#: For the sends in flight (32), and as many uploads, renewals and deletes.
 MAX_CONNECTIONS = 64
 
-#: To a storage that is up, connecting takes milliseconds and the slowest answer under a second.
-#: The SDK's own 20 and 60 seconds would eat a lease.
+#: Connecting normally takes milliseconds, and the slowest answer less than a second. The SDK's
+#: defaults, 20 and 60 seconds, could outlast a lease.
 CONNECT_TIMEOUT_SECONDS = 5
 READ_TIMEOUT_SECONDS = 20
 
@@ -33,10 +33,10 @@ READ_TIMEOUT_SECONDS = 20
 async def surface_lost_replies(
     request: aiohttp.ClientRequest, handler: aiohttp.ClientHandlerType
 ) -> aiohttp.ClientResponse:
-    """Middleware that keeps aiohttp from repeating a PUT or DELETE on its own.
+    """Middleware that keeps aiohttp from retrying PUT and DELETE when a connection breaks.
 
-    It repeats them when a connection breaks, and after a renewal that went through, the second
-    one is refused with 'stale receipt': as if another worker had the message. We must know.
+    If the first renewal succeeded, Azure would refuse the second for its stale receipt, as if
+    another worker had the message.
     """
     try:
         return await handler(request)
@@ -47,19 +47,19 @@ async def surface_lost_replies(
 
 
 class AzureStorage:
-    """Queues and container of one storage account. Connects when it is first used.
+    """The queues and the container of one storage account. Connects on first use.
 
-    With a proxy in HTTPS_PROXY or HTTP_PROXY, requests go through it as NO_PROXY allows; without,
-    aiohttp is kept from looking for one each time, which makes requests almost twice as cheap.
+    Honours HTTPS_PROXY, HTTP_PROXY and NO_PROXY. If none is set, aiohttp does not look for a proxy
+    on each request, which takes almost half of the CPU time.
 
     Raises:
-        SetupError: the address is none, or brings no credentials.
+        SetupError: the address is not valid, or lacks credentials.
     """
 
     def __init__(
         self,
         settings: StorageSettings,
-        retries: retry.RetryPolicy,
+        retry_policy: retry.RetryPolicy,
         *,
         identity_token: sas.IdentityToken | None = None,
         read_timeout_seconds: float = READ_TIMEOUT_SECONDS,
@@ -70,26 +70,29 @@ class AzureStorage:
             read_timeout=read_timeout_seconds,
             use_env_settings=self._through_proxy,
         )
-        options = {
+        self.operations = Operations()
+        options: dict[str, Any] = {
             "transport": self._transport,
             "api_version": API_VERSION,
-            # One policy repeats, counts and bounds: ours. The SDK's knows nothing of 429, and
-            # hides the lost reply of a renewal behind the refusal of its own repetition.
+            # Only our policy retries. The SDK's does not handle 429, and would hide the lost reply
+            # to a renewal behind the refusal of its own retry.
             "retry_total": 0,
+            "raw_request_hook": self._count_queue_operation,
         }
         address = account.read_address(settings.storage.strip())
         access = self._credentials = Credentials(address, settings, identity_token)
         queue = address.queue_client(settings.queue, access.queue.credential, **options)
         poison = address.queue_client(settings.poison_queue, access.poison.credential, **options)
+        options["raw_request_hook"] = self._count_blob_operation
         container = address.container_client(settings.container, access.blob.credential, **options)
-        self.queue = AzureQueue(queue, retries, access.queue)
-        self.poison = AzureQueue(poison, retries, access.poison)
-        self.blobs = AzureBlobs(container, retries, access.blob)
+        self.queue = AzureQueue(queue, retry_policy, access.queue)
+        self.poison = AzureQueue(poison, retry_policy, access.poison)
+        self.blobs = AzureBlobs(container, retry_policy, access.blob)
         self.url = f"{container.scheme}://{container.primary_hostname}"
 
     async def create(self) -> None:
         if not await self.queue.create():
-            return  # a token for one queue creates nothing, nor need its bearer reach the rest
+            return  # a SAS token for one queue can create nothing else, nor need it
         await self.poison.create()
         await self.blobs.create_container()
 
@@ -108,11 +111,18 @@ class AzureStorage:
         )
         return self
 
-    async def __aexit__(
-        self,
-        error_type: type[BaseException] | None,
-        error: BaseException | None,
-        traceback: TracebackType | None,
-    ) -> None:
+    async def __aexit__(self, *_: object) -> None:
         await self._credentials.close()
         await self._transport.close()
+
+    # The SDK calls these for each request that it sends, retries and pages included.
+
+    def _count_queue_operation(self, _: PipelineRequest[Any]) -> None:
+        self.operations.queue += 1
+
+    def _count_blob_operation(self, request: PipelineRequest[Any]) -> None:
+        http = request.http_request
+        if http.method in {"GET", "HEAD"} and http.query.get("comp") != "list":
+            self.operations.blob_reads += 1
+        elif http.method != "DELETE":
+            self.operations.blob_writes += 1

@@ -1,4 +1,4 @@
-"""Blobs as the files of one folder: a name with slashes is a path below it."""
+"""The blob store in a folder: each blob is a file, its name a path below the folder."""
 
 from __future__ import annotations
 
@@ -7,39 +7,39 @@ import errno
 import json
 import os
 import uuid
-from collections.abc import AsyncIterator, Generator, Mapping
+from collections.abc import AsyncIterator, Callable, Generator, Mapping
 from contextlib import closing
 from datetime import UTC, datetime
 from itertools import islice
 from pathlib import Path
+from typing import TypeVar
 
 from imagefleet import errors
 from imagefleet.storage import protocol
 
-#: Beside the blobs in their folder; no segment of a blob's name begins with a dot.
+#: In the same folder; no segment of a blob's name starts with a dot.
 METADATA_FOLDER = ".metadata"
 TEMPORARY_FOLDER = ".temporary"
 
-#: Names read from the disk in one visit to a thread.
+#: Names listed per call in a thread.
 _NAMES_PAGE = 1_000
 
 _FULL = frozenset({errno.ENOSPC, errno.EDQUOT})
 _NOT_THERE = (FileNotFoundError, IsADirectoryError, NotADirectoryError)
 _REFUSED = frozenset({errno.EACCES, errno.EPERM, errno.EROFS, errno.ENOTSUP})
 
+_Result = TypeVar("_Result")
+
 
 class LocalBlobs:
-    """A folder of files, each written once, and whole or not at all."""
+    """A folder of files, each written once and atomically."""
 
-    def __init__(self, folder: Path) -> None:
+    def __init__(self, folder: Path, operations: protocol.Operations) -> None:
         self.folder = folder
+        self._operations = operations
 
-    def make_folder(self) -> None:
-        try:
-            for name in (METADATA_FOLDER, TEMPORARY_FOLDER):
-                (self.folder / name).mkdir(parents=True, exist_ok=True)
-        except OSError as error:
-            raise self._translate(error) from error
+    async def create_folder(self) -> None:
+        await self._in_thread(self._create_folder)
 
     async def create(
         self, name: str, data: bytes, content_type: str, metadata: Mapping[str, str]
@@ -47,51 +47,57 @@ class LocalBlobs:
         protocol.check_blob_name(name)
         protocol.check_metadata(metadata)
         details = json.dumps({"content_type": content_type, "metadata": dict(metadata)})
-        return await asyncio.to_thread(self._create, name, data, details.encode())
+        self._operations.blob_writes += 1
+        return await self._in_thread(self._create, name, data, details.encode())
 
     async def read(self, name: str, max_bytes: int | None = None) -> bytes | None:
         protocol.check_blob_name(name)
-        return await asyncio.to_thread(self._read, name, max_bytes)
+        self._operations.blob_reads += 1
+        return await self._in_thread(self._read, name, max_bytes)
 
     async def delete(self, name: str) -> bool:
         protocol.check_blob_name(name)
-        await asyncio.to_thread(self._delete, name)
+        await self._in_thread(self._delete, name)
         return True
 
     async def read_part(self, name: str, offset: int, max_bytes: int) -> protocol.BlobPart | None:
         protocol.check_blob_name(name)
-        return await asyncio.to_thread(self._read_part, name, offset, max_bytes)
+        self._operations.blob_reads += 1
+        return await self._in_thread(self._read_part, name, offset, max_bytes)
 
     async def names(self, prefix: str = "") -> AsyncIterator[str]:
+        self._operations.blob_writes += 1
         with closing(self._walk("", prefix)) as names:
-            while page := await asyncio.to_thread(lambda: list(islice(names, _NAMES_PAGE))):
+            while page := await self._in_thread(lambda: list(islice(names, _NAMES_PAGE))):
                 for name in page:
                     yield name
 
     async def records(self, prefix: str = "") -> AsyncIterator[protocol.BlobRecord]:
+        self._operations.blob_writes += 1
         with closing(self._walk("", prefix)) as names:
-            while page := await asyncio.to_thread(lambda: list(islice(names, _NAMES_PAGE))):
-                for record in await asyncio.to_thread(self._records, page):
+            while page := await self._in_thread(lambda: list(islice(names, _NAMES_PAGE))):
+                for record in await self._in_thread(lambda: [self._record(name) for name in page]):
                     yield record
+
+    def _create_folder(self) -> None:
+        for name in (METADATA_FOLDER, TEMPORARY_FOLDER):
+            (self.folder / name).mkdir(parents=True, exist_ok=True)
 
     def _create(self, name: str, data: bytes, details: bytes) -> bool:
         path = self.folder / name
-        try:
-            created = not path.exists() and self._write(path, name, data, details)
-            # The message is deleted next, and that reaches the disk with whatever send or
-            # checkpoint comes after: a power cut must never leave neither of the two. Syncing
-            # file and folder costs 2 ms a picture (410 pictures a second with eight at once).
-            _sync(path.parent)
-        except OSError as error:
-            raise self._translate(error) from error
+        created = not path.exists() and self._write(path, name, data, details)
+        # The message is deleted next, which reaches the disk with a later send or checkpoint: a
+        # power failure must not lose both. Syncing file and folder takes 2 ms per image (410
+        # images/s with eight at once).
+        _sync(path.parent)
         return created
 
     def _write(self, path: Path, name: str, data: bytes, details: bytes) -> bool:
-        """Puts the whole file under its name in one step, unless another one has it."""
+        """Creates the file atomically; False if the name is taken."""
         temporary = self.folder / TEMPORARY_FOLDER / uuid.uuid4().hex
         try:
-            # Before the picture, so that no reader finds one without; nobody's job hangs on it,
-            # so it need not outlive a power cut.
+            # Before the image, so that no reader finds one without. Not synced: no job depends on
+            # it.
             temporary.write_bytes(details)
             sidecar = self.folder / METADATA_FOLDER / f"{name}.json"
             sidecar.parent.mkdir(parents=True, exist_ok=True)
@@ -100,7 +106,7 @@ class LocalBlobs:
                 file.write(data)
                 file.flush()
                 os.fsync(file.fileno())
-            _make_lasting_folder(path.parent)
+            _make_durable_folder(path.parent)
             path.hardlink_to(temporary)
         except FileExistsError:
             return False
@@ -115,66 +121,56 @@ class LocalBlobs:
                 return file.read()
         except _NOT_THERE:
             return None
-        except OSError as error:
-            raise self._translate(error) from error
 
     def _read_part(self, name: str, offset: int, max_bytes: int) -> protocol.BlobPart | None:
         try:
             with (self.folder / name).open("rb") as file:
-                facts = os.fstat(file.fileno())
+                status = os.fstat(file.fileno())
                 file.seek(offset)
-                version = f"{facts.st_ino}-{facts.st_mtime_ns}"
-                return protocol.BlobPart(file.read(max_bytes), facts.st_size, version)
+                version = f"{status.st_ino}-{status.st_mtime_ns}"
+                return protocol.BlobPart(file.read(max_bytes), status.st_size, version)
         except _NOT_THERE:
             return None
-        except OSError as error:
-            raise self._translate(error) from error
 
     def _delete(self, name: str) -> None:
-        try:
-            (self.folder / name).unlink(missing_ok=True)
-            (self.folder / METADATA_FOLDER / f"{name}.json").unlink(missing_ok=True)
-        except OSError as error:
-            raise self._translate(error) from error
-
-    def _records(self, names: list[str]) -> list[protocol.BlobRecord]:
-        try:
-            return [self._record(name) for name in names]
-        except OSError as error:
-            raise self._translate(error) from error
+        (self.folder / name).unlink(missing_ok=True)
+        (self.folder / METADATA_FOLDER / f"{name}.json").unlink(missing_ok=True)
 
     def _record(self, name: str) -> protocol.BlobRecord:
-        facts = (self.folder / name).stat()
+        status = (self.folder / name).stat()
         sidecar = self.folder / METADATA_FOLDER / f"{name}.json"
         try:
             metadata = json.loads(sidecar.read_bytes())["metadata"]
         except (FileNotFoundError, ValueError, KeyError):
-            # A file that somebody put here, or whose details a power cut took.
+            # A file that was copied here, or whose metadata a power failure erased.
             metadata = {}
-        created_at = datetime.fromtimestamp(facts.st_mtime, UTC)
-        return protocol.BlobRecord(name, facts.st_size, created_at, metadata)
+        created_at = datetime.fromtimestamp(status.st_mtime, UTC)
+        return protocol.BlobRecord(name, status.st_size, created_at, metadata)
 
     def _walk(self, folder: str, prefix: str) -> Generator[str]:
-        """The names below *folder* ("" or ending in a slash) that begin with *prefix*."""
+        """The names below *folder* ("" or ending in a slash) that start with *prefix*."""
+        with os.scandir(self.folder / folder) as entries:
+            for entry in entries:
+                name = folder + entry.name
+                if entry.name.startswith("."):
+                    continue
+                if entry.is_dir(follow_symlinks=False):
+                    below = f"{name}/"
+                    if below.startswith(prefix) or prefix.startswith(below):
+                        yield from self._walk(below, prefix)
+                elif name.startswith(prefix):
+                    yield name
+
+    async def _in_thread(self, work: Callable[..., _Result], *arguments: object) -> _Result:
         try:
-            with os.scandir(self.folder / folder) as entries:
-                for entry in entries:
-                    name = folder + entry.name
-                    if entry.name.startswith("."):
-                        continue
-                    if entry.is_dir(follow_symlinks=False):
-                        below = f"{name}/"
-                        if below.startswith(prefix) or prefix.startswith(below):
-                            yield from self._walk(below, prefix)
-                    elif name.startswith(prefix):
-                        yield name
+            return await asyncio.to_thread(work, *arguments)
         except OSError as error:
             raise self._translate(error) from error
 
     def _translate(self, error: OSError) -> errors.FleetError:
         if error.errno in _FULL:
             return errors.TransientError(
-                f"the disk is full: nothing more fits into {self.folder}; free some space"
+                f"the disk is full: cannot write to {self.folder}; free some space"
             )
         if error.errno in _REFUSED:
             return errors.SetupError(f"cannot write to {self.folder}: {error.strerror}")
@@ -183,10 +179,10 @@ class LocalBlobs:
         return errors.TransientError(f"{self.folder}: {error.strerror or error}")
 
 
-def _make_lasting_folder(folder: Path) -> None:
-    """Like mkdir, but a power cut does not undo it."""
+def _make_durable_folder(folder: Path) -> None:
+    """Like mkdir, but synced to the disk."""
     if not folder.exists():
-        _make_lasting_folder(folder.parent)
+        _make_durable_folder(folder.parent)
         folder.mkdir(exist_ok=True)
         _sync(folder.parent)
 

@@ -1,9 +1,9 @@
-"""The embedded job queue: rows of one SQLite file that many processes work on at once.
+"""The local job queue: rows of a SQLite file that many processes share.
 
-A message that is ready has `visible_at` 0, a leased one the end of its lease. Leases that ended
-are swept back to 0, through the same index, before the ready ones are read in the order of their
-arrival: so a message that comes back comes first again. No hot statement reads more rows than it
-answers with. A receipt is the row's number and version, and each lease counts the version up.
+`visible_at` is 0 for a visible message, and the end of its lease for a leased one. Before messages
+are read in the order of the sends, expired leases are reset to 0 through the same index, so that a
+returned message comes first again. No frequent statement reads more rows than it returns. A receipt
+is the sequence number and version of the row; each lease increments the version.
 """
 
 from __future__ import annotations
@@ -15,6 +15,7 @@ import time
 import uuid
 from collections.abc import AsyncIterator, Callable, Iterable
 from datetime import UTC, datetime
+from typing import TypeVar
 
 from imagefleet import errors
 from imagefleet.storage import protocol
@@ -45,43 +46,47 @@ WHERE queue = ? AND visible_at = 0 AND sequence > ? ORDER BY sequence LIMIT ?
 OLDEST = """
 SELECT enqueued_at FROM messages WHERE queue = ? AND visible_at = 0 ORDER BY sequence LIMIT 1
 """
-# Reads the index from end to end: 50 ms a million, and nobody waits for a reader.
+# Scans the index: 50 ms for a million messages, which blocks no writer.
 COUNT = "SELECT count(*) FROM messages WHERE queue = ?"
 COUNT_LEASED = "SELECT count(*) FROM messages WHERE queue = ? AND visible_at > 0"
 
 _BROWSE_PAGE = 100
 
+_Result = TypeVar("_Result")
+
 
 class LocalQueue:
-    """A job queue in a file: first in, first out, by the order of the sends."""
+    """A job queue in a SQLite file, in the order of the sends."""
 
     def __init__(
-        self, file: sqlite.QueueFile, name: str, *, clock: Callable[[], float] = time.time
+        self,
+        file: sqlite.QueueFile,
+        name: str,
+        operations: protocol.Operations,
+        *,
+        clock: Callable[[], float] = time.time,
     ) -> None:
         self._file = file
-        self._name = name
+        self.name = name
+        self._operations = operations
         self._clock = clock
 
-    @property
-    def name(self) -> str:
-        return self._name
-
     async def check(self) -> None:
-        if not await self._file.has_queue(self._name):
+        if not await self._file.has_queue(self.name):
             raise errors.SetupError(
-                f"there is no queue {self._name!r} in {self._file.path.parent};"
-                " `imagefleet load` makes and fills one"
+                f"there is no queue {self.name!r} in {self._file.path.parent};"
+                " `imagefleet load` creates and fills it"
             )
 
     async def send(self, bodies: Iterable[str]) -> None:
         checked = protocol.checked_messages(bodies)
-        await self._file.run(lambda connection: self._send(connection, checked))
+        await self._run(lambda connection: self._send(connection, checked), len(checked))
 
     async def receive(
         self, max_messages: int, lease_seconds: float
     ) -> list[protocol.LeasedMessage]:
         protocol.check_receive(max_messages, lease_seconds)
-        return await self._file.run(
+        return await self._run(
             lambda connection: self._receive(connection, max_messages, lease_seconds)
         )
 
@@ -101,6 +106,7 @@ class LocalQueue:
         await self._change(DELETE, *_row(message))
 
     async def browse(self) -> AsyncIterator[protocol.Message]:
+        self._operations.queue += 1
         last = 0
         while page := await self._file.run(functools.partial(self._page, after=last)):
             for _, message in page:
@@ -108,11 +114,17 @@ class LocalQueue:
             last, _ = page[-1]
 
     async def depth(self) -> protocol.QueueDepth:
-        return await self._file.run(self._depth)
+        return await self._run(self._depth, 2)  # on Azure: the properties, and a peek for the age
+
+    async def _run(
+        self, work: Callable[[sqlite3.Connection], _Result], operations: int = 1
+    ) -> _Result:
+        self._operations.queue += operations
+        return await self._file.run(work)
 
     def _send(self, connection: sqlite3.Connection, bodies: Iterable[str]) -> None:
         now = self._clock()
-        rows = ((self._name, now, uuid.uuid4().hex, body) for body in bodies)
+        rows = ((self.name, now, uuid.uuid4().hex, body) for body in bodies)
         with sqlite.transaction(connection, durable=True):
             connection.executemany(SEND, rows)
 
@@ -120,14 +132,14 @@ class LocalQueue:
         self, connection: sqlite3.Connection, max_messages: int, lease_seconds: float
     ) -> list[protocol.LeasedMessage]:
         now = self._clock()
-        # An idle worker asks again and again; it must not take the write lock for nothing.
-        if connection.execute(ANY_VISIBLE, (self._name, now)).fetchone() is None:
+        # An idle worker polls, and must not take the write lock each time.
+        if connection.execute(ANY_VISIBLE, (self.name, now)).fetchone() is None:
             return []
         with sqlite.transaction(connection):
-            connection.execute(SWEEP, (self._name, now))
-            leased = connection.execute(LEASE, (now + lease_seconds, self._name, max_messages))
+            connection.execute(SWEEP, (self.name, now))
+            leased = connection.execute(LEASE, (now + lease_seconds, self.name, max_messages))
             rows = leased.fetchall()
-        rows.sort()  # RETURNING promises no order; each row begins with its sequence
+        rows.sort()  # RETURNING guarantees no order; each row starts with its sequence
         return [_leased(*row) for row in rows]
 
     async def _change(self, statement: str, *values: float) -> None:
@@ -135,30 +147,30 @@ class LocalQueue:
             with sqlite.transaction(connection):
                 return connection.execute(statement, values).rowcount
 
-        if not await self._file.run(change):
+        if not await self._run(change):
             raise errors.LeaseLost
 
     def _page(
         self, connection: sqlite3.Connection, *, after: int
     ) -> list[tuple[int, protocol.Message]]:
         self._sweep(connection)
-        rows = connection.execute(BROWSE, (self._name, after, _BROWSE_PAGE)).fetchall()
+        rows = connection.execute(BROWSE, (self.name, after, _BROWSE_PAGE)).fetchall()
         return [(sequence, _message(*fields)) for sequence, *fields in rows]
 
     def _depth(self, connection: sqlite3.Connection) -> protocol.QueueDepth:
         self._sweep(connection)
-        (messages,) = connection.execute(COUNT, (self._name,)).fetchone()
-        (leased,) = connection.execute(COUNT_LEASED, (self._name,)).fetchone()
-        oldest = connection.execute(OLDEST, (self._name,)).fetchone()
+        (messages,) = connection.execute(COUNT, (self.name,)).fetchone()
+        (leased,) = connection.execute(COUNT_LEASED, (self.name,)).fetchone()
+        oldest = connection.execute(OLDEST, (self.name,)).fetchone()
         age_seconds = max(0.0, self._clock() - oldest[0]) if oldest else None
         return protocol.QueueDepth(messages, leased, age_seconds)
 
     def _sweep(self, connection: sqlite3.Connection) -> None:
-        """Makes the messages whose leases ended ready again, for those who only look."""
+        """Makes messages with expired leases visible, for reads that lease nothing."""
         now = self._clock()
-        if connection.execute(ANY_EXPIRED, (self._name, now)).fetchone() is not None:
+        if connection.execute(ANY_EXPIRED, (self.name, now)).fetchone() is not None:
             with sqlite.transaction(connection):
-                connection.execute(SWEEP, (self._name, now))
+                connection.execute(SWEEP, (self.name, now))
 
 
 def _leased(

@@ -1,6 +1,6 @@
-"""The SQLite file behind the embedded queues: one connection, in a thread of its own.
+"""The SQLite file of the local queues: one connection in a dedicated thread.
 
-The file must lie on a local disk: the write-ahead log is shared between processes in memory.
+The file must be on a local disk, as the write-ahead log uses memory shared between processes.
 """
 
 from __future__ import annotations
@@ -15,11 +15,11 @@ from typing import TypeVar
 
 from imagefleet import errors, retry
 
-#: Waiting for another process's transaction. They last milliseconds; a machine may be overloaded.
+#: For another process's transaction: milliseconds, unless the machine is overloaded.
 BUSY_TIMEOUT_SECONDS = 30
 
-#: Pages (4 KiB) in the write-ahead log before they are moved to the file, which costs an fsync
-#: and a burst of writes. SQLite's own 1,000 does so every few hundred messages.
+#: Pages (4 KiB) of the write-ahead log between checkpoints, each an fsync and a burst of writes.
+#: SQLite's default, 1,000, means one every few hundred messages.
 CHECKPOINT_PAGES = 4_000
 
 _SCHEMA = (
@@ -47,7 +47,7 @@ _Result = TypeVar("_Result")
 
 
 class QueueFile:
-    """Runs transactions on one SQLite file; made for many processes, opened when first used."""
+    """Runs transactions on a SQLite file that many processes share; opens it on first use."""
 
     def __init__(self, path: Path) -> None:
         self.path = path
@@ -55,27 +55,26 @@ class QueueFile:
         self._connection: sqlite3.Connection | None = None
 
     async def run(self, work: Callable[[sqlite3.Connection], _Result]) -> _Result:
-        """Does *work* in the file's thread.
+        """Does *work* in the thread of the file.
 
         Raises:
-            TransientError: another process holds the file for too long, or the disk is full.
-            SetupError: there is no such file or queue, or it is not to be used.
+            TransientError: another process locks the file for too long, or the disk is full.
+            SetupError: the file or queue does not exist or cannot be used.
         """
         return await self._in_thread(lambda: work(self._open(create=False)))
 
     async def create(self, queues: Iterable[str]) -> None:
-        """Makes the file and the queues that are not there yet."""
+        """Creates the file and the queues if they do not exist."""
         names = list(queues)
-        # Of two processes that make a new file at once, one may be told that it is locked without
-        # waiting: SQLite's busy timeout does not hold for the switch to a write-ahead log.
+        # When two processes create the file at once, one may find it locked: SQLite's busy timeout
+        # does not apply to the switch to a write-ahead log.
         await retry.DEFAULT.call(lambda: self._in_thread(lambda: self._create(names)))
 
     async def has_queue(self, name: str) -> bool:
-        def find(connection: sqlite3.Connection) -> bool:
-            row = connection.execute("SELECT 1 FROM queues WHERE name = ?", (name,)).fetchone()
-            return row is not None
-
-        return self.path.exists() and await self.run(find)
+        find = "SELECT 1 FROM queues WHERE name = ?"
+        return self.path.exists() and await self.run(
+            lambda connection: connection.execute(find, (name,)).fetchone() is not None
+        )
 
     async def close(self) -> None:
         await self._in_thread(self._close)
@@ -94,7 +93,9 @@ class QueueFile:
         try:
             self.path.parent.mkdir(parents=True, exist_ok=True)
         except OSError as error:
-            raise errors.SetupError(f"cannot make {self.path.parent}: {error.strerror}") from error
+            raise errors.SetupError(
+                f"cannot create {self.path.parent}: {error.strerror}"
+            ) from error
         connection = self._open(create=True)
         with transaction(connection, durable=True):
             for statement in _SCHEMA:
@@ -104,7 +105,7 @@ class QueueFile:
 
     def _open(self, *, create: bool) -> sqlite3.Connection:
         if self._connection is None:
-            # A worker with a typing error in its address must not make a home that nobody fills.
+            # A typo in a worker's address must not create an empty queue.
             mode = "rwc" if create else "rw"
             connection = sqlite3.connect(
                 f"{self.path.absolute().as_uri()}?mode={mode}",
@@ -130,10 +131,10 @@ class QueueFile:
 
 @contextmanager
 def transaction(connection: sqlite3.Connection, *, durable: bool = False) -> Iterator[None]:
-    """One write transaction; *durable* ones are on the disk when it ends.
+    """A write transaction; a *durable* one is synced to the disk.
 
-    The others survive the death of every process, and only a power cut may undo the last of them:
-    a lease or an acknowledgement that is lost so repeats a job, a message lost would lose one.
+    A power failure may undo the latest others: a lost lease or acknowledgement repeats a job,
+    whereas a lost message would lose one. Crashes of processes undo neither.
     """
     connection.execute(f"PRAGMA synchronous = {'FULL' if durable else 'NORMAL'}")
     connection.execute("BEGIN IMMEDIATE")
@@ -141,7 +142,7 @@ def transaction(connection: sqlite3.Connection, *, durable: bool = False) -> Ite
         yield
         connection.execute("COMMIT")
     except BaseException:
-        if connection.in_transaction:  # some errors, a full disk say, have rolled it back already
+        if connection.in_transaction:  # some errors (a full disk) roll it back themselves
             connection.execute("ROLLBACK")
         raise
 
@@ -153,9 +154,9 @@ def _translate(error: sqlite3.Error, path: Path) -> errors.FleetError:
     if code == sqlite3.SQLITE_CANTOPEN and not path.exists():
         return errors.SetupError(f"there is no queue in {path.parent}: {path.name} is missing")
     if code in _MISSING_QUEUE:
-        return errors.SetupError(f"{path} does not hold this queue: {error}")
+        return errors.SetupError(f"{path} lacks this queue: {error}")
     if code in _NO_DATABASE:
-        return errors.SetupError(f"{path} is damaged or no queue file: {error}")
+        return errors.SetupError(f"{path} is damaged or not a queue file: {error}")
     if code in _NO_ACCESS or code == sqlite3.SQLITE_CANTOPEN:
         return errors.SetupError(f"no access to {path}: {error}")
     return errors.TransientError(f"{path}: {error}")

@@ -1,38 +1,34 @@
-"""The embedded home: one folder with a SQLite file of queues and a folder of images."""
+"""The local storage: a folder with the queues in a SQLite file, and a folder of blobs."""
 
 from __future__ import annotations
 
-import asyncio
 from pathlib import Path
-from types import TracebackType
 from typing import Self
 
 from imagefleet import errors
-from imagefleet.storage import settings as storage_settings
 from imagefleet.storage.local.blobs import LocalBlobs
 from imagefleet.storage.local.queue import LocalQueue
 from imagefleet.storage.local.sqlite import QueueFile
+from imagefleet.storage.protocol import Operations
+from imagefleet.storage.settings import StorageSettings
 
 QUEUE_FILE = "queue.sqlite"
 
 
 class LocalStorage:
-    """Queues and images of one machine. Touches the disk only when used; `create` makes it."""
+    """The queues and blobs of one machine. Accesses the disk on first use."""
 
-    def __init__(self, folder: Path, names: storage_settings.StorageSettings) -> None:
-        self._folder = folder
+    def __init__(self, folder: Path, names: StorageSettings) -> None:
+        self.url = f"local:{folder}"
         self._file = QueueFile(folder / QUEUE_FILE)
-        self.queue = LocalQueue(self._file, names.queue)
-        self.poison = LocalQueue(self._file, names.poison_queue)
-        self.blobs = LocalBlobs(folder / names.container)
-
-    @property
-    def url(self) -> str:
-        return f"local:{self._folder}"
+        self.operations = Operations()
+        self.queue = LocalQueue(self._file, names.queue, self.operations)
+        self.poison = LocalQueue(self._file, names.poison_queue, self.operations)
+        self.blobs = LocalBlobs(folder / names.container, self.operations)
 
     async def create(self) -> None:
         await self._file.create([self.queue.name, self.poison.name])
-        await asyncio.to_thread(self.blobs.make_folder)
+        await self.blobs.create_folder()
 
     async def check(self) -> None:
         for queue in (self.queue, self.poison):
@@ -43,10 +39,5 @@ class LocalStorage:
     async def __aenter__(self) -> Self:
         return self
 
-    async def __aexit__(
-        self,
-        error_type: type[BaseException] | None,
-        error: BaseException | None,
-        traceback: TracebackType | None,
-    ) -> None:
+    async def __aexit__(self, *_: object) -> None:
         await self._file.close()

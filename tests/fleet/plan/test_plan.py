@@ -8,8 +8,7 @@ from typing import Any
 
 import pytest
 
-from fleet.plan import command as plan
-from fleet.plan import inputs
+from fleet.plan import estimate, inputs
 from fleet.plan.inputs import Input
 from imagefleet import errors
 from imagefleet.pricing import prices, speeds
@@ -22,14 +21,16 @@ def part(
     dollars_per_hour: float,
     replicas: int = 1,
     start_up_seconds: float = 0,
-) -> plan.Part:
+) -> estimate.Part:
     numbers = (images_per_second, dollars_per_hour, start_up_seconds)
-    return plan.Part("a card", replicas, *(Input(number, "given", "a test") for number in numbers))
+    return estimate.Part(
+        "a card", replicas, *(Input(number, "given", "a test") for number in numbers)
+    )
 
 
 @pytest.fixture
 def bench_report(tmp_path: Path) -> Callable[..., Path]:
-    """A report of `imagefleet bench engine` in the folder of the test, with any fact changed."""
+    """Writes a report of `imagefleet bench engine` with some facts changed."""
 
     def write(name: str = "bench.json", **changes: Any) -> Path:
         facts = {
@@ -49,10 +50,10 @@ def bench_report(tmp_path: Path) -> Callable[..., Path]:
     return write
 
 
-def test_a_plan_worked_by_hand() -> None:
-    # 36,000 images at 2 a second: 18,000 s, so 5 replica hours; 1 h on 5 replicas, $0.50 at $0.10.
+def test_a_plan_matches_a_calculation_by_hand() -> None:
+    # 36,000 images at 2 images/s: 18,000 s, so 5 replica hours; 1 h on 5 replicas, $0.50 at $0.10.
     # 36,000 writes at $0.0000055 are $0.198; 3 x 9,000 operations at $0.00000005 are $0.00135.
-    found = plan.make_plan(9_000, 36_000, [part(2, 0.1, replicas=5)])
+    found = estimate.make_plan(9_000, 36_000, [part(2, 0.1, replicas=5)])
 
     assert found.hours == pytest.approx(1)
     assert found.gpu_dollars == pytest.approx(0.5)
@@ -62,35 +63,37 @@ def test_a_plan_worked_by_hand() -> None:
     assert found.images_per_dollar == pytest.approx(36_000 / 0.69935)
 
 
-def test_a_mix_worked_by_hand() -> None:
-    # 2 x 3 and 4 x 1 images/s are 10: 36,000 take an hour, at 2 x $0.20 and 4 x $0.05.
-    found = plan.make_plan(36_000, 36_000, [part(3, 0.2, replicas=2), part(1, 0.05, replicas=4)])
+def test_a_mix_matches_a_calculation_by_hand() -> None:
+    # 2 x 3 and 4 x 1 images/s are 10: 36,000 take an hour, at 2 x $0.20/h and 4 x $0.05/h.
+    found = estimate.make_plan(
+        36_000, 36_000, [part(3, 0.2, replicas=2), part(1, 0.05, replicas=4)]
+    )
 
     assert found.replicas == 6
     assert found.hours == pytest.approx(1)
     assert found.gpu_dollars == pytest.approx(0.6)
 
 
-def test_start_up_is_billed_and_makes_nothing() -> None:
-    # 1 image a second: 3,600 images take an hour, and 600 s more; both are paid at $1 an hour.
-    found = plan.make_plan(1, 3600, [part(1, 1, start_up_seconds=600)])
+def test_start_up_is_billed_and_makes_no_images() -> None:
+    # 1 image/s: 3,600 images take an hour, plus 600 s of start-up, all billed at $1/h.
+    found = estimate.make_plan(1, 3600, [part(1, 1, start_up_seconds=600)])
 
     assert found.hours == pytest.approx(7 / 6)
     assert found.gpu_dollars == pytest.approx(7 / 6)
 
 
-def test_more_replicas_take_less_time_and_no_more_money() -> None:
-    one = plan.make_plan(10, 10, [part(1, 0.1)])
-    ten = plan.make_plan(10, 10, [part(1, 0.1, replicas=10)])
+def test_more_replicas_take_less_time_and_cost_the_same() -> None:
+    one = estimate.make_plan(10, 10, [part(1, 0.1)])
+    ten = estimate.make_plan(10, 10, [part(1, 0.1, replicas=10)])
 
     assert ten.hours == pytest.approx(one.hours / 10)
     assert ten.dollars == pytest.approx(one.dollars)
 
 
-def test_the_reference_run_in_numbers() -> None:
+def test_the_reference_run_is_reproduced() -> None:
     # 750 replicas made 9,274,913 images in 24 hours for $1,872: 4,954 images per dollar.
     speed = 9_274_913 / (750 * 24 * 3600)
-    found = plan.make_plan(9_274_913, 9_274_913, [part(speed, 0.104, replicas=750)])
+    found = estimate.make_plan(9_274_913, 9_274_913, [part(speed, 0.104, replicas=750)])
 
     assert found.hours == pytest.approx(24)
     assert found.gpu_dollars == pytest.approx(1872)
@@ -103,33 +106,33 @@ def test_the_reference_run_in_numbers() -> None:
 def test_a_deadline_needs_the_fewest_replicas_that_meet_it(
     images: int, hours: float, replicas: int
 ) -> None:
-    (found,) = plan.mix_for(images, [part(2, 0.1)], deadline_hours=hours)
+    (found,) = estimate.mix_for(images, [part(2, 0.1)], deadline_hours=hours)
 
     assert found.replicas == replicas
 
 
-def test_a_deadline_keeps_the_proportions_of_a_mix_and_is_met() -> None:
-    mix = plan.mix_for(1_000_000, [part(4, 0.2), part(1, 0.05, replicas=3)], deadline_hours=1)
+def test_a_deadline_keeps_the_proportions_of_the_mix() -> None:
+    mix = estimate.mix_for(1_000_000, [part(4, 0.2), part(1, 0.05, replicas=3)], deadline_hours=1)
 
     assert [each.replicas for each in mix] == [40, 120]
-    assert plan.make_plan(1, 1_000_000, mix).hours <= 1
+    assert estimate.make_plan(1, 1_000_000, mix).hours <= 1
 
 
-def test_a_deadline_counts_the_start_up_and_one_that_is_shorter_is_refused() -> None:
+def test_a_deadline_includes_start_up_and_must_be_longer() -> None:
     slow_to_start = part(1, 0.1, start_up_seconds=1800)
 
-    (found,) = plan.mix_for(3600, [slow_to_start], deadline_hours=1)
+    (found,) = estimate.mix_for(3600, [slow_to_start], deadline_hours=1)
     assert found.replicas == 2
     with pytest.raises(errors.SetupError, match="start-up is longer"):
-        plan.mix_for(3600, [slow_to_start], deadline_hours=0.5)
+        estimate.mix_for(3600, [slow_to_start], deadline_hours=0.5)
 
 
-def test_every_assumed_speed_is_of_a_card_with_a_price() -> None:
+def test_every_gpu_with_an_assumed_speed_has_a_price() -> None:
     for gpu in speeds.ASSUMED_IMAGES_PER_SECOND:
         assert prices.find_gpu(gpu) == gpu
 
 
-def test_what_was_given_listed_and_assumed_is_told_apart(in_process: Imagefleet) -> None:
+def test_every_input_has_its_source(in_process: Imagefleet) -> None:
     result = in_process("plan", "--jobs", "1000", "--images-per-second", "2", "--json")
 
     (mine,) = json.loads(result.stdout)["mix"]
@@ -144,10 +147,10 @@ def test_what_was_given_listed_and_assumed_is_told_apart(in_process: Imagefleet)
     assert "2025-09-22" in mine["dollars_per_hour"]["source"]
 
     text = " ".join(in_process("plan", "--jobs", "1000").stdout.split())
-    assert "0.83 images/s of one RTX 3060 Ti 8GB: assumed:" in text
+    assert "RTX 3060 Ti 8GB: 0.83 images/s: assumed:" in text
 
 
-def test_a_price_and_a_speed_of_ones_own_need_no_known_card(in_process: Imagefleet) -> None:
+def test_with_a_price_and_a_speed_the_gpu_need_not_be_known(in_process: Imagefleet) -> None:
     result = in_process(
         *("plan", "--jobs", "7200", "--gpu", "mine", "--json"),
         *("--images-per-second", "1", "--price-per-hour", "1"),
@@ -156,7 +159,7 @@ def test_a_price_and_a_speed_of_ones_own_need_no_known_card(in_process: Imagefle
     assert json.loads(result.stdout)["gpu_dollars"] == pytest.approx(2)
 
 
-def test_a_bench_report_gives_the_speed_the_start_up_and_the_card(
+def test_a_bench_report_gives_speed_start_up_and_gpu(
     bench_report: Callable[..., Path], in_process: Imagefleet
 ) -> None:
     result = in_process("plan", "--jobs", "1000", "--bench", str(bench_report()), "--json")
@@ -170,7 +173,7 @@ def test_a_bench_report_gives_the_speed_the_start_up_and_the_card(
     assert mine["dollars_per_hour"]["value"] == 0.16
 
 
-def test_a_mix_takes_each_card_s_own_report(
+def test_a_mix_uses_the_report_of_each_gpu(
     bench_report: Callable[..., Path], in_process: Imagefleet
 ) -> None:
     arguments = ("plan", "--jobs", "1000", "--bench", str(bench_report()))
@@ -185,7 +188,7 @@ def test_a_mix_takes_each_card_s_own_report(
     assert "replicas 7" in " ".join(shown.split())
 
 
-def test_a_card_that_no_list_has_needs_a_report_and_a_price(
+def test_an_unlisted_gpu_needs_a_report_and_a_price(
     bench_report: Callable[..., Path], in_process: Imagefleet
 ) -> None:
     hardware = {"device": "NVIDIA H200", "memory_bytes": 150_000_000_000}
@@ -201,17 +204,17 @@ def test_a_card_that_no_list_has_needs_a_report_and_a_price(
 @pytest.mark.parametrize(
     "changes", [{"worker_images_per_second": "fast"}, {"hardware": None}, {"steps": None}]
 )
-def test_what_is_no_report_is_refused_by_name(
+def test_a_file_that_is_not_a_report_is_refused_by_name(
     changes: dict[str, Any], bench_report: Callable[..., Path]
 ) -> None:
     path = bench_report(**changes)
     if changes == {"steps": None}:
         path.write_text("done\n")
-    with pytest.raises(errors.SetupError, match=r"bench.json is no report"):
+    with pytest.raises(errors.SetupError, match=r"bench.json is not a report"):
         inputs.read_bench(path, prices.BUILT_IN)
 
 
-def test_a_report_of_another_card_than_those_planned_with_is_not_passed_over(
+def test_a_report_of_a_gpu_that_is_not_planned_with_is_refused(
     bench_report: Callable[..., Path], in_process: Imagefleet
 ) -> None:
     path = bench_report()
@@ -221,7 +224,7 @@ def test_a_report_of_another_card_than_those_planned_with_is_not_passed_over(
     assert f"{path.name} was measured on" in result.stderr
 
 
-def test_a_measured_machine_without_a_listed_price_asks_for_one(
+def test_a_measured_gpu_without_a_listed_price_needs_one(
     bench_report: Callable[..., Path], in_process: Imagefleet
 ) -> None:
     path = bench_report(hardware={"device": "x86_64"})
@@ -238,16 +241,16 @@ def test_a_report_may_be_the_last_line_of_a_log(bench_report: Callable[..., Path
     assert inputs.read_bench(path, prices.BUILT_IN).images_per_second.value == 3.0
 
 
-def test_a_deadline_is_answered_in_replicas(in_process: Imagefleet) -> None:
+def test_a_deadline_gives_the_replicas(in_process: Imagefleet) -> None:
     result = in_process("plan", "--jobs", "1000000", "--gpu", "4090", "--deadline-hours", "24")
 
     assert result.returncode == 0, result.stderr
-    # 3.75 a second makes 324,000 a day: four cards.
+    # 3.75 images/s are 324,000 images/day: four GPUs.
     assert "replicas 4" in " ".join(result.stdout.split())
     assert "assumed" in result.stdout
 
 
-def test_prices_of_ones_own_are_taken_from_a_file(tmp_path: Path, in_process: Imagefleet) -> None:
+def test_prices_can_come_from_a_file(tmp_path: Path, in_process: Imagefleet) -> None:
     path = tmp_path / "prices.yaml"
     path.write_text(
         "source: the portal, today\ngpus: {RTX 4090: {batch: 0.12}}\n"
@@ -262,22 +265,25 @@ def test_prices_of_ones_own_are_taken_from_a_file(tmp_path: Path, in_process: Im
 
 
 @pytest.mark.parametrize(
-    ("arguments", "complaint"),
+    ("arguments", "message"),
     [
-        (("--replicas", "1", "--deadline-hours", "1"), "one follows the other"),
+        (("--replicas", "1", "--deadline-hours", "1"), "--deadline-hours, not both"),
         (("--gpu", "RTX A5000"), "give --images-per-second"),
-        (("--gpu", "4090=2", "--gpu", "3060 Ti", "--replicas", "3"), "give --replicas, or --gpu"),
+        (
+            ("--gpu", "4090=2", "--gpu", "3060 Ti", "--replicas", "3"),
+            "either --replicas or --gpu",
+        ),
         (("--gpu", "4090=none"), "should be NAME or NAME=COUNT"),
         (("--gpu", "4090=0"), "should be NAME or NAME=COUNT"),
-        (("--gpu", "4090", "--gpu", "3080 Ti", "--price-per-hour", "1"), "of one GPU class"),
+        (("--gpu", "4090", "--gpu", "3080 Ti", "--price-per-hour", "1"), "apply to one GPU class"),
         (("--priority", "cheap"), "--priority: should be high"),
     ],
 )
-def test_what_does_not_go_together_is_one_line(
-    arguments: tuple[str, ...], complaint: str, in_process: Imagefleet
+def test_contradictory_options_are_a_one_line_error(
+    arguments: tuple[str, ...], message: str, in_process: Imagefleet
 ) -> None:
     result = in_process("plan", "--jobs", "1", *arguments)
 
     assert result.returncode == 2
-    assert complaint in result.stderr
+    assert message in result.stderr
     assert result.stderr.count("\n") == 1

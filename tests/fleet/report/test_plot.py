@@ -16,7 +16,7 @@ def drawing(html: str) -> ET.Element:
     return ET.fromstring(html[: html.index("</svg>") + len("</svg>")])
 
 
-def words(svg: ET.Element) -> list[str]:
+def texts(svg: ET.Element) -> list[str]:
     return [text.text or "" for text in svg.iter("text")]
 
 
@@ -24,7 +24,7 @@ def words(svg: ET.Element) -> list[str]:
     ("value", "text"),
     [(0, "0"), (0.03124, "0.0312"), (4.954, "4.95"), (4954.4, "4,954"), (30, "30"), (0.5, "0.5")],
 )
-def test_a_number_has_three_figures_that_matter(value: float, text: str) -> None:
+def test_a_number_has_three_significant_digits(value: float, text: str) -> None:
     assert plot.number_text(value) == text
 
 
@@ -44,11 +44,11 @@ def test_a_time_axis_has_a_few_labels_whatever_its_length(seconds: int) -> None:
 
     svg = drawing(plot.time_plot([line], "x"))
 
-    labels = [text for text in words(svg) if re.search(r":|[A-Z]", text)]
+    labels = [text for text in texts(svg) if re.search(r":|[A-Z]", text)]
     assert 1 <= len(labels) <= 8
 
 
-def test_lines_stay_in_their_frame_and_carry_their_values() -> None:
+def test_lines_stay_in_the_frame_and_have_their_values_as_titles() -> None:
     lines = [Line("a", [(0, 1.0), (10, 7.5)]), Line("b <", [(5, 3.0)])]
 
     html = plot.time_plot(lines, "images & more", filled=True)
@@ -63,13 +63,13 @@ def test_lines_stay_in_their_frame_and_carry_their_values() -> None:
     assert "b &lt;" in html
 
 
-def test_bars_are_as_long_as_their_values_are_large() -> None:
+def test_the_length_of_a_bar_is_proportional_to_its_value() -> None:
     svg = drawing(plot.bars([Bar("a", 2, "two"), Bar("b", 1, "one"), Bar("c", 0, "0")], "x"))
 
     lengths = [float(bar.get("width") or 0) for bar in svg.iter("rect")]
     assert lengths[0] == pytest.approx(2 * lengths[1])
     assert lengths[2] == 0
-    assert words(svg) == ["a", "two", "b", "one", "c", "0"]
+    assert texts(svg) == ["a", "two", "b", "one", "c", "0"]
 
 
 def test_a_histogram_has_a_bar_for_each_bin() -> None:
@@ -80,7 +80,7 @@ def test_a_histogram_has_a_bar_for_each_bin() -> None:
     assert heights[1] == 0
 
 
-def test_nothing_to_show_is_no_plot() -> None:
+def test_no_data_gives_no_plot() -> None:
     assert plot.time_plot([], "x") == ""
     assert plot.bars([], "x") == ""
     assert plot.histogram([], "x", "s") == ""

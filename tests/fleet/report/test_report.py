@@ -1,4 +1,4 @@
-"""The report of a campaign, from what workers leave in a store."""
+"""The report of a campaign, from the records in storage."""
 
 from __future__ import annotations
 
@@ -15,6 +15,7 @@ import numpy as np
 import pytest
 
 from fleet.report import figures as report_figures
+from fleet.report import metrics, page
 from fleet.report import records as report_records
 from imagefleet import errors
 from imagefleet.job.message import Job, Output
@@ -33,13 +34,13 @@ PIXELS = np.arange(32 * 32 * 3, dtype=np.uint8).reshape(32, 32, 3)
 
 
 def record(worker: str = "w1", seconds: float = 2.0, **more: str) -> dict[str, str]:
-    """What a worker writes beside an image."""
+    """The metadata that a worker stores with an image."""
     return {"worker": worker, "seconds": str(seconds), "attempt": "1", "job": "j", **more}
 
 
 @pytest.fixture
 async def local_storage(tmp_path: Path) -> AsyncIterator[LocalStorage]:
-    settings = StorageSettings(storage=f"local:{tmp_path / 'home'}")
+    settings = StorageSettings(storage=f"local:{tmp_path / 'storage'}")
     async with open_storage(settings) as opened:
         assert isinstance(opened, LocalStorage)
         await opened.create()
@@ -73,14 +74,14 @@ def figures_of(
     return report_figures.compute(records, "local:x", prices.BUILT_IN, price, "a test")
 
 
-async def test_a_campaign_is_told_from_its_neighbours_on_every_home(storage: Storage) -> None:
+async def test_a_campaign_is_separated_from_others_on_every_storage(storage: Storage) -> None:
     for name in ("spring/j1.png", "spring/j2-0.png", "spring/j2-1.png", "springtime/j3.png"):
         job = re.sub(r"(-\d)?\.png$", "", name.rpartition("/")[2])
         await storage.blobs.create(name, b"12345", "image/png", record(job=job, attempt="2"))
     error = errors.MissingFileError("there is no LoRA x")
     await add(storage, "{}", Job(prompt="x", id="a", campaign="spring"), error)
     await add(storage, "{}", Job(prompt="x", id="b", campaign="autumn"), error)
-    await add(storage, "no job", None, errors.InvalidMessageError("the message is not JSON"))
+    await add(storage, "not a job", None, errors.InvalidMessageError("the message is not JSON"))
 
     records = await report_records.read_records(storage, "spring", samples=2)
 
@@ -88,12 +89,12 @@ async def test_a_campaign_is_told_from_its_neighbours_on_every_home(storage: Sto
     assert records.deliveries == {2: 3}
     assert records.failed_by_error == {("MissingFileError", "there is no LoRA x"): 1}
     assert len(set(records.samples)) == 2
-    # What is no valid job names no campaign: it is told of with the jobs that name none.
+    # An invalid message names no campaign: it counts as failed with the jobs that name none.
     without = await report_records.read_records(storage, "default", samples=2)
     assert without.failed_by_error == {("InvalidMessageError", "the message is not JSON"): 1}
 
 
-async def test_a_workers_time_is_its_start_up_and_from_first_pull_to_last_image(
+async def test_a_workers_time_is_its_start_up_plus_first_pull_to_last_image(
     local_storage: LocalStorage, stored: Callable[..., AsyncIterator[None]]
 ) -> None:
     facts = {"gpu": "RTX 4090", "price_per_hour": "0.36", "start_up_seconds": "30"}
@@ -113,7 +114,7 @@ async def test_a_workers_time_is_its_start_up_and_from_first_pull_to_last_image(
     assert figures.money.images_per_dollar_gpu_only == pytest.approx(2 / 0.013)
 
 
-async def test_the_time_between_two_runs_of_a_machine_is_not_paid(
+async def test_the_time_between_two_runs_of_a_machine_is_not_billed(
     local_storage: LocalStorage, stored: Callable[..., AsyncIterator[None]]
 ) -> None:
     for name, at, started in (("a.png", 10, "1"), ("b.png", 7210, "2"), ("c.png", 7215, "2")):
@@ -124,7 +125,7 @@ async def test_the_time_between_two_runs_of_a_machine_is_not_paid(
     assert sorted(worker.seconds for worker in figures.workers) == pytest.approx([5, 10])
 
 
-async def test_a_price_that_is_given_goes_before_the_recorded_one(
+async def test_a_given_price_overrides_the_recorded_one(
     local_storage: LocalStorage, stored: Callable[..., AsyncIterator[None]]
 ) -> None:
     await stored("a.png", 3600, **record(seconds=3600, price_per_hour="0.5"))
@@ -134,7 +135,7 @@ async def test_a_price_that_is_given_goes_before_the_recorded_one(
     assert figures_of(records, price=2.0).money.gpu_dollars == pytest.approx(2.0)
 
 
-async def test_an_unknown_price_gives_no_dollars_and_says_so(
+async def test_an_unknown_price_gives_no_cost_and_a_note(
     local_storage: LocalStorage, stored: Callable[..., AsyncIterator[None]]
 ) -> None:
     await stored("a.png", 1, **record("w1", price_per_hour="0.5"))
@@ -146,7 +147,7 @@ async def test_an_unknown_price_gives_no_dollars_and_says_so(
     assert any("--price-per-hour" in note for note in figures.notes)
 
 
-async def test_an_image_without_a_record_counts_and_its_times_are_not_made_up(
+async def test_an_image_without_a_record_counts_without_a_worker(
     local_storage: LocalStorage, stored: Callable[..., AsyncIterator[None]]
 ) -> None:
     await stored("brought.png", 5)
@@ -170,7 +171,7 @@ async def test_a_pause_shows_in_the_throughput(
     assert [rate.images_per_second for rate in figures.throughput] == [2, 0, 0, 0, 1]
 
 
-async def test_a_slow_worker_is_named_against_its_own_class(
+async def test_a_worker_is_slow_compared_with_its_own_gpu_class(
     local_storage: LocalStorage, stored: Callable[..., AsyncIterator[None]]
 ) -> None:
     speeds = {"a": ("x", 1), "b": ("x", 1), "slow": ("x", 3), "other": ("y", 3)}
@@ -191,7 +192,7 @@ HOSTILE = "<script>alert(1)</script>"
 async def hostile_storage(
     local_storage: LocalStorage, stored: Callable[..., AsyncIterator[None]]
 ) -> str:
-    """The address of a home whose every text is somebody's attempt at the page's reader."""
+    """The URL of a storage whose texts all try to inject HTML."""
     facts = {"price_per_hour": "0.03", "gpu": "<b>"}
     await stored("a.png", 1, **record(HOSTILE, **facts))
     await stored("b.png", 2, **record(HOSTILE, **facts))
@@ -200,7 +201,7 @@ async def hostile_storage(
     return local_storage.url
 
 
-def test_the_page_needs_nothing_but_itself_and_believes_no_text(
+def test_the_page_is_self_contained_and_escapes_every_text(
     hostile_storage: str, in_process: Imagefleet
 ) -> None:
     result = in_process(
@@ -209,32 +210,67 @@ def test_the_page_needs_nothing_but_itself_and_believes_no_text(
     )
 
     assert result.returncode == 0, result.stderr
-    page = Path("out/page.html").read_text()
-    assert "<script" not in page
-    assert "<b>" not in page
-    assert page.count(html.escape(HOSTILE)) >= 2
-    assert not re.search(r"(src|href)=.(?!data:)|url\(|@import", page), "something is loaded"
-    assert page.count('src="data:image/webp;base64,') == 2
+    text = Path("out/page.html").read_text()
+    assert "<script" not in text
+    assert "<b>" not in text
+    assert text.count(html.escape(HOSTILE)) >= 2
+    assert not re.search(r"(src|href)=.(?!data:)|url\(|@import", text), "something is loaded"
+    assert text.count('src="data:image/webp;base64,') == 2
     figures = json.loads(Path("out/figures.json").read_text())
     assert (figures["images"], figures["failed"], figures["metrics"]) == (2, 1, None)
     assert figures["money"]["storage_dollars"] == 0  # a local folder
     assert figures["began_at"] == "2026-11-01T11:59:59+00:00"
 
 
-def test_the_figures_go_to_a_program_as_json_alone(
-    hostile_storage: str, in_process: Imagefleet
+async def test_the_page_shows_the_metrics_and_many_workers(
+    local_storage: LocalStorage, stored: Callable[..., AsyncIterator[None]]
 ) -> None:
+    for worker in range(30):
+        for number in range(2):
+            facts = record(f"w{worker}", 1 + worker / 10, price_per_hour="0.1")
+            await stored(f"{worker}-{number}.png", 10 + worker * number, **facts)
+    figures = figures_of(await report_records.read_records(local_storage, "spring", samples=0))
+    curve = [(0.0, 1.0), (60.0, 2.0)]
+    found = metrics.Metrics(
+        began_at=NOON,
+        ended_at=NOON,
+        images=60,
+        dollars={"gpu": 0.5, "storage": 0.01},
+        wasted_dollars={"start_up": 0.1, HOSTILE: 0.1},
+        jobs={"completed": 60, "failed": 0},
+        gpu_busy_seconds=90,
+        gpu_idle_seconds={"queue_empty": 10},
+        stage_mean_seconds={"wait_gpu": 2},
+        images_per_dollar_gpu_only=120,
+        images_per_dollar=None,
+        rate_seconds=60,
+        over_time={"workers": curve, "images_per_dollar": curve},
+    )
+
+    html_page = page.render(figures, found, [], NOON)
+
+    titles = ("Dollars", "GPU time", "Mean time by stage", "Images per dollar", "Workers")
+    assert all(f"<h3>{title}</h3>" in html_page for title in titles)
+    assert html_page.count("<svg") == 8
+    assert "60 completed." in html_page
+    assert "The slowest 15 of 30." in html_page
+    assert "<script" not in html_page
+
+
+def test_json_is_printed_without_a_page(hostile_storage: str, in_process: Imagefleet) -> None:
     result = in_process("report", "--campaign", "spring", "--storage", hostile_storage, "--json")
 
     assert json.loads(result.stdout)["campaign"] == "spring"
     assert not Path("spring-report.html").exists()
 
 
-def test_a_campaign_that_nothing_is_of_is_one_line_and_exit_code_2(
+def test_an_empty_campaign_is_a_one_line_error_with_exit_code_2(
     hostile_storage: str, in_process: Imagefleet
 ) -> None:
     result = in_process("report", "--campaign", "sprnig", "--storage", hostile_storage)
 
     assert result.returncode == 2
-    assert result.stderr.startswith("error: nothing of the campaign 'sprnig' is in local:")
+    assert result.stderr.startswith(
+        "error: campaign 'sprnig' has no images and no failed jobs in local:"
+    )
     assert len(result.stderr.splitlines()) == 1

@@ -1,4 +1,4 @@
-"""`imagefleet deploy salad` against a SaladCloud of the test's own."""
+"""`imagefleet deploy salad` against a fake SaladCloud."""
 
 from __future__ import annotations
 
@@ -31,8 +31,8 @@ def test_750_replicas_are_two_groups(salad: Any, in_process: Imagefleet) -> None
     assert ended.returncode == 0, ended.stderr
     assert replicas(salad) == [375, 375]
     assert [name.rpartition("-")[2] for name in salad.groups] == ["1", "2"]
-    assert "$22.50 an hour" in ended.stderr
-    assert "$540.00 a day" in ended.stderr
+    assert "$22.50/h" in ended.stderr
+    assert "$540.00/day" in ended.stderr
 
 
 def test_applying_twice_changes_nothing(salad: Any, in_process: Imagefleet) -> None:
@@ -41,11 +41,11 @@ def test_applying_twice_changes_nothing(salad: Any, in_process: Imagefleet) -> N
 
     ended = in_process("deploy", "salad", "apply")
 
-    assert "is as the file says" in ended.stderr
+    assert "is up to date" in ended.stderr
     assert {method for method, _ in salad.requests[asked:]} == {"GET"}
 
 
-def test_money_is_not_spent_unasked(salad: Any, in_process: Imagefleet) -> None:
+def test_nothing_is_created_without_confirmation(salad: Any, in_process: Imagefleet) -> None:
     ended = in_process("deploy", "salad", "apply")
 
     assert ended.returncode == 2
@@ -53,7 +53,7 @@ def test_money_is_not_spent_unasked(salad: Any, in_process: Imagefleet) -> None:
     assert not salad.groups
 
 
-def test_a_look_before_applying_changes_nothing(salad: Any, in_process: Imagefleet) -> None:
+def test_a_dry_run_of_apply_changes_nothing(salad: Any, in_process: Imagefleet) -> None:
     ended = in_process("deploy", "salad", "apply", "--dry-run")
 
     assert ended.returncode == 0
@@ -77,7 +77,7 @@ def test_a_half_created_deployment_is_resumed(
     assert ended.stderr.count("to create:") == 1
 
 
-def test_a_call_too_many_waits_as_told(
+def test_a_rate_limited_call_waits_and_succeeds(
     salad: Any, salad_module: Any, in_process: Imagefleet
 ) -> None:
     salad.faults = [
@@ -92,7 +92,7 @@ def test_a_call_too_many_waits_as_told(
     assert salad.count("POST") == 3
 
 
-def test_a_creation_whose_answer_is_lost_is_made_once(
+def test_a_creation_whose_answer_is_lost_happens_once(
     salad: Any, salad_module: Any, in_process: Imagefleet
 ) -> None:
     salad.faults = [
@@ -106,7 +106,7 @@ def test_a_creation_whose_answer_is_lost_is_made_once(
     assert replicas(salad) == [375, 375]
 
 
-def test_a_page_of_html_becomes_a_sentence(
+def test_an_html_error_page_becomes_a_sentence(
     salad: Any, salad_module: Any, in_process: Imagefleet
 ) -> None:
     page = "<html><head><title>403 Blocked</title></head><body><h1>No!</h1></body></html>"
@@ -121,7 +121,7 @@ def test_a_page_of_html_becomes_a_sentence(
     assert "<" not in last
 
 
-def test_a_gateway_that_is_down_is_outlived(
+def test_a_short_outage_of_the_gateway_is_survived(
     salad: Any, salad_module: Any, in_process: Imagefleet
 ) -> None:
     page = "<html><title>502 Bad Gateway</title></html>"
@@ -133,7 +133,7 @@ def test_a_gateway_that_is_down_is_outlived(
     assert replicas(salad) == [375, 375]
 
 
-def test_a_quota_that_is_too_small_is_told_before_anything_is_created(
+def test_a_quota_that_is_too_small_is_reported_before_anything_is_created(
     salad: Any, in_process: Imagefleet
 ) -> None:
     salad.quota = 500
@@ -146,7 +146,7 @@ def test_a_quota_that_is_too_small_is_told_before_anything_is_created(
     assert salad.count("POST") == 0
 
 
-def test_a_slip_in_a_gpu_class_has_a_suggestion(
+def test_a_misspelled_gpu_class_gets_a_suggestion(
     salad: Any, in_process: Imagefleet, tmp_path: Path
 ) -> None:
     edit(tmp_path, "RTX 3060 Ti", "RTX 3060 Tii")
@@ -159,7 +159,7 @@ def test_a_slip_in_a_gpu_class_has_a_suggestion(
         assert "RTX 3060 Ti 8GB" in ended.stderr
 
 
-def test_a_class_that_is_newer_than_our_table_is_taken_from_the_api(
+def test_a_gpu_class_that_is_not_in_our_table_comes_from_the_api(
     salad: Any, in_process: Imagefleet, tmp_path: Path
 ) -> None:
     edit(tmp_path, "RTX 3060 Ti", "RTX 6070")
@@ -173,7 +173,7 @@ def test_a_class_that_is_newer_than_our_table_is_taken_from_the_api(
     ]
 
 
-def test_more_replicas_restart_nobody(salad: Any, in_process: Imagefleet, tmp_path: Path) -> None:
+def test_more_replicas_restart_nothing(salad: Any, in_process: Imagefleet, tmp_path: Path) -> None:
     in_process("deploy", "salad", "apply", "--yes")
     names = set(salad.groups)
     edit(tmp_path, "replicas: 750", "replicas: 900")
@@ -184,7 +184,7 @@ def test_more_replicas_restart_nobody(salad: Any, in_process: Imagefleet, tmp_pa
     assert replicas(salad) == [450, 450]
 
 
-def test_a_changed_file_rolls_a_second_set_in_before_the_first_is_gone(
+def test_a_changed_file_starts_new_groups_before_old_ones_are_deleted(
     salad: Any, in_process: Imagefleet, tmp_path: Path
 ) -> None:
     in_process("deploy", "salad", "apply", "--yes")
@@ -192,7 +192,7 @@ def test_a_changed_file_rolls_a_second_set_in_before_the_first_is_gone(
         in_process("deploy", "salad", "status")
     first = set(salad.groups)
     assert sum(group.running for group in salad.groups.values()) == 750
-    edit(tmp_path, "environment:", "environment:\n  IMAGEFLEET_MAX_BATCH: 4")
+    edit(tmp_path, "environment:", "environment:\n  IMAGEFLEET_SLOTS: 4")
 
     ended = in_process("deploy", "salad", "apply", "--yes")
 
@@ -200,11 +200,11 @@ def test_a_changed_file_rolls_a_second_set_in_before_the_first_is_gone(
     assert not first & set(salad.groups)
     assert replicas(salad) == [375, 375]
     assert sum(group.running for group in salad.groups.values()) >= 600
-    # Never a restart in place: replicas are all that is ever patched, or the fake would say so.
+    # No restart in place: the fake accepts only patches of replicas.
     assert salad.most_at_once > 750
 
 
-def test_a_new_set_that_does_not_come_up_leaves_the_old_one_at_work(
+def test_new_groups_that_do_not_start_leave_the_old_ones_running(
     salad: Any, in_process: Imagefleet, tmp_path: Path
 ) -> None:
     in_process("deploy", "salad", "apply", "--yes")
@@ -212,7 +212,7 @@ def test_a_new_set_that_does_not_come_up_leaves_the_old_one_at_work(
         in_process("deploy", "salad", "status")
     old = dict(salad.groups)
     salad.nodes = 800
-    edit(tmp_path, "environment:", "environment:\n  IMAGEFLEET_MAX_BATCH: 4")
+    edit(tmp_path, "environment:", "environment:\n  IMAGEFLEET_SLOTS: 4")
 
     ended = in_process("deploy", "salad", "apply", "--yes", "--wait-minutes", "0.005")
 
@@ -227,12 +227,12 @@ def test_a_new_set_that_does_not_come_up_leaves_the_old_one_at_work(
     assert not set(old) & set(salad.groups)
 
 
-def test_both_sets_of_a_rolling_change_count_against_the_quota(
+def test_old_and_new_groups_of_a_rolling_change_count_against_the_quota(
     salad: Any, in_process: Imagefleet, tmp_path: Path
 ) -> None:
     salad.quota = 1000
     in_process("deploy", "salad", "apply", "--yes")
-    edit(tmp_path, "environment:", "environment:\n  IMAGEFLEET_MAX_BATCH: 4")
+    edit(tmp_path, "environment:", "environment:\n  IMAGEFLEET_SLOTS: 4")
 
     ended = in_process("deploy", "salad", "apply", "--yes")
 
@@ -240,7 +240,7 @@ def test_both_sets_of_a_rolling_change_count_against_the_quota(
     assert "750 more do not fit" in ended.stderr
 
 
-def test_a_group_that_was_changed_in_the_portal_is_not_overlooked(
+def test_a_group_that_was_changed_in_the_portal_is_reported(
     salad: Any, in_process: Imagefleet
 ) -> None:
     in_process("deploy", "salad", "apply", "--yes")
@@ -249,7 +249,7 @@ def test_a_group_that_was_changed_in_the_portal_is_not_overlooked(
     ended = in_process("deploy", "salad", "apply", "--yes")
 
     assert ended.returncode == 2
-    assert "was changed outside of this file (image)" in ended.stderr
+    assert "was changed elsewhere (image)" in ended.stderr
 
 
 def test_scaling_spreads_over_the_groups(salad: Any, in_process: Imagefleet) -> None:
@@ -260,7 +260,7 @@ def test_scaling_spreads_over_the_groups(salad: Any, in_process: Imagefleet) -> 
     assert replicas(salad) == [151, 150]
 
     up = in_process("deploy", "salad", "scale", "900")
-    assert up.returncode == 2  # nobody to ask
+    assert up.returncode == 2  # there is no terminal to ask on
     assert replicas(salad) == [151, 150]
 
     up = in_process("deploy", "salad", "scale", "1001", "--yes")
@@ -268,7 +268,7 @@ def test_scaling_spreads_over_the_groups(salad: Any, in_process: Imagefleet) -> 
     assert "apply --replicas 1001" in up.stderr
 
 
-def test_draining_waits_until_the_instances_are_gone_and_stops(
+def test_draining_waits_for_the_instances_and_stops_the_groups(
     salad: Any, in_process: Imagefleet
 ) -> None:
     in_process("deploy", "salad", "apply", "--yes")
@@ -299,7 +299,7 @@ def test_deleting_leaves_other_fleets_alone(salad: Any, in_process: Imagefleet) 
     assert set(salad.groups) == {"sd15-batch-two-1"}
 
 
-def test_status_tells_what_runs_and_what_it_costs(salad: Any, in_process: Imagefleet) -> None:
+def test_status_shows_what_runs_and_what_it_costs(salad: Any, in_process: Imagefleet) -> None:
     in_process("deploy", "salad", "apply", "--yes")
     in_process("deploy", "salad", "status")
 
@@ -311,10 +311,10 @@ def test_status_tells_what_runs_and_what_it_costs(salad: Any, in_process: Imagef
     assert found["quota"] == {"replicas": 2000, "used": 750}
 
     screen = in_process("deploy", "salad", "status").stdout
-    assert "750 of 750 replicas run: $22.50 an hour now" in screen
+    assert "750 of 750 replicas run: $22.50/h now" in screen
 
 
-def test_a_key_that_salad_does_not_know_is_told(
+def test_an_unknown_api_key_is_reported(
     salad: Any, in_process: Imagefleet, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("SALAD_API_KEY", "wrong-key")

@@ -1,4 +1,4 @@
-"""A settings file rendered: against the SDK's models, and against what people get wrong."""
+"""The fleet file rendered as groups, checked with the SDK's models, and its common mistakes."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ EXAMPLE = Path(__file__).parents[3] / "deploy" / "salad" / "fleet.yaml"
 
 FULL = """
 countries: [us, ca]
-command: [imagefleet, worker, --max-batch, "4"]
+command: [imagefleet, worker, --slots, "4"]
 logging:
   axiom: {host: api.axiom.co, dataset: fleet, api_token: {env: TOKEN}}
 registry:
@@ -51,7 +51,7 @@ def rendered(file: salad_file.FleetFile, secret: str = "secret", **more: Any) ->
 
 
 @pytest.mark.parametrize("more", ["", FULL])
-def test_the_groups_are_what_the_sdk_makes_of_them(more: str, tmp_path: Path) -> None:
+def test_the_sdks_models_accept_the_groups(more: str, tmp_path: Path) -> None:
     bodies = salad_groups.reveal(rendered(read(tmp_path, EXAMPLE.read_text() + more)))
 
     assert [body["replicas"] for body in bodies] == [375, 375]
@@ -61,7 +61,7 @@ def test_the_groups_are_what_the_sdk_makes_of_them(more: str, tmp_path: Path) ->
 
 
 def test_the_fake_answers_as_the_sdk_expects(salad: Any, in_process: Imagefleet) -> None:
-    """What the other tests run against is of the published shape."""
+    """The fake of the other tests follows the published specification."""
     in_process("deploy", "salad", "apply", "--yes")
 
     for group in salad.groups.values():
@@ -76,8 +76,8 @@ def test_the_fake_answers_as_the_sdk_expects(salad: Any, in_process: Imagefleet)
         assert model._unmap(record)._map() == record
 
 
-def test_the_sdk_refuses_what_is_out_of_bounds() -> None:
-    """Else the test above says nothing."""
+def test_the_sdk_refuses_an_invalid_group() -> None:
+    """Otherwise the tests above prove nothing."""
     body = salad_groups.reveal(rendered(salad_file.read_file(EXAMPLE))[0])
     body["name"] = "Not A Name"
 
@@ -86,7 +86,7 @@ def test_the_sdk_refuses_what_is_out_of_bounds() -> None:
 
 
 @given(st.integers(0, 60_000), st.integers(1, 20))
-def test_groups_share_evenly_and_none_is_over_the_limit(replicas: int, groups: int) -> None:
+def test_replicas_are_spread_evenly_within_the_limit(replicas: int, groups: int) -> None:
     shares = salad_groups.split(replicas, groups)
 
     assert sum(shares) == replicas
@@ -95,7 +95,7 @@ def test_groups_share_evenly_and_none_is_over_the_limit(replicas: int, groups: i
     assert len(shares) == max(groups, -(-replicas // 500))
 
 
-def test_a_name_says_whose_group_it_is() -> None:
+def test_the_name_of_a_group_identifies_its_fleet() -> None:
     name = salad_groups.GroupName("sd15", "0123abcd", 2)
 
     assert salad_groups.parse_name("sd15", str(name)) == name
@@ -103,7 +103,7 @@ def test_a_name_says_whose_group_it_is() -> None:
     assert salad_groups.parse_name("sd15", "sd15-batch-1") is None
 
 
-def test_what_restarts_workers_is_a_new_revision_and_replicas_are_not(tmp_path: Path) -> None:
+def test_the_revision_changes_with_what_restarts_workers(tmp_path: Path) -> None:
     file = read(tmp_path, EXAMPLE.read_text())
     other_model = read(tmp_path, EXAMPLE.read_text().replace("/models/checkpoint", "/models/b"))
 
@@ -123,56 +123,56 @@ def test_every_class_with_a_price_has_its_uuid() -> None:
 
 
 @pytest.mark.parametrize(
-    ("old", "new", "words"),
+    ("old", "new", "message"),
     [
-        ("priority: batch", "priorty: batch", "did you mean priority"),
+        ("priority: batch", "priorty: batch", "did you mean 'priority'"),
         ("replicas: 750", "replicas: 0", "replicas"),
         ("replicas: 750", "replicas: many", "replicas"),
         ("cpu: 4", "cpu: 32", "cpu"),
         ("name: sd15-batch", "name: SD15", "name"),
         ("failure_threshold: 20", "failure_threshold: 100", "startup_probe.failure_threshold"),
-        ("IMAGEFLEET_QUEUE:", "IMAGEFLEET_QEUE:", "did you mean IMAGEFLEET_QUEUE"),
+        ("IMAGEFLEET_QUEUE:", "IMAGEFLEET_QEUE:", "did you mean 'IMAGEFLEET_QUEUE'"),
         ("IMAGEFLEET_QUEUE: jobs", "IMAGEFLEET_QUEUE: No Queue", "IMAGEFLEET_QUEUE"),
         ("IMAGEFLEET_MODEL: /models/checkpoint", "IMAGEFLEET_COMPILE: off", "in quotes"),
-        ("{env: IMAGEFLEET_QUEUE_SAS}", "sv=1&sig=x", "a secret is not written into this file"),
+        ("{env: IMAGEFLEET_QUEUE_SAS}", "sv=1&sig=x", "do not write secrets into this file"),
         ("{env: IMAGEFLEET_QUEUE_SAS}", "{env: A, file: b}", "a secret is {env: VARIABLE}"),
-        ("https://acmeimages.blob", "https://key@acmeimages.blob", "a secret is not written"),
+        ("https://acmeimages.blob", "https://key@acmeimages.blob", "do not write secrets"),
         ("IMAGEFLEET_STORAGE:", "OTHER:", "IMAGEFLEET_STORAGE should be"),
         ("imagefleet@sha256:", "imagefleet:1.0#", "should end in @sha256:DIGEST"),
     ],
 )
-def test_what_is_wrong_in_the_file_is_named(old: str, new: str, words: str, tmp_path: Path) -> None:
+def test_a_mistake_in_the_file_is_named(old: str, new: str, message: str, tmp_path: Path) -> None:
     text = EXAMPLE.read_text()
     assert old in text
 
     with pytest.raises(errors.SetupError) as caught:
         read(tmp_path, text.replace(old, new, 1))
 
-    assert words in caught.value.message
+    assert message in caught.value.message
     assert "\n" not in caught.value.message
     assert "sig=x" not in caught.value.message
 
 
 @pytest.mark.parametrize(
-    ("secret", "words"),
+    ("secret", "message"),
     [
         ("x" * 1001, "IMAGEFLEET_QUEUE_SAS has 1,001 characters"),
         ("two\nlines", "several lines"),
-        ("AccountName=a;AccountKey=b", "holds the storage account's key"),
+        ("AccountName=a;AccountKey=b", "contains the storage account's key"),
     ],
 )
-def test_a_value_that_salad_would_not_take_is_told_in_a_sentence(secret: str, words: str) -> None:
-    with pytest.raises(errors.SetupError, match=words) as caught:
+def test_a_value_that_salad_would_refuse_is_reported(secret: str, message: str) -> None:
+    with pytest.raises(errors.SetupError, match=message) as caught:
         rendered(salad_file.read_file(EXAMPLE), secret)
 
     assert secret not in caught.value.message
 
 
-def test_a_value_as_long_as_may_be_passes() -> None:
+def test_a_value_of_the_maximum_length_is_accepted() -> None:
     rendered(salad_file.read_file(EXAMPLE), "x" * 1000)
 
 
-def test_secrets_come_from_variables_and_from_files_beside_the_settings(
+def test_secrets_come_from_variables_and_from_files(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     (tmp_path / "queue.sas").write_text("from the file\n")
@@ -199,7 +199,7 @@ def test_a_dry_run_needs_no_account(in_process: Imagefleet, tmp_path: Path) -> N
     assert "IMAGEFLEET_QUEUE_SAS is not set" in ended.stderr
 
 
-def test_a_dry_run_tells_the_price_and_what_a_dollar_buys(
+def test_a_dry_run_shows_the_price_and_images_per_dollar(
     in_process: Imagefleet, tmp_path: Path
 ) -> None:
     (tmp_path / "fleet.yaml").write_text(EXAMPLE.read_text())
@@ -217,13 +217,13 @@ def test_a_dry_run_tells_the_price_and_what_a_dollar_buys(
     ended = in_process("deploy", "salad", "--dry-run", "--bench", "bench.json")
 
     assert ended.returncode == 0, ended.stderr
-    assert "750 replicas at batch priority: $22.50 to $30.00 an hour" in ended.stdout
-    assert "$540.00 to $720.00 a day" in ended.stdout
-    assert "99,600" in ended.stdout  # 0.83 images/s for $0.03 an hour
+    assert "750 replicas at batch priority: $22.50 to $30.00/h" in ended.stdout
+    assert "$540.00 to $720.00/day" in ended.stdout
+    assert "99,600" in ended.stdout  # 0.83 images/s for $0.03/h
     assert "2025-09-22" in ended.stdout
 
 
-def test_secrets_are_shown_when_asked_for_alone(
+def test_secrets_are_masked_unless_requested(
     in_process: Imagefleet, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     (tmp_path / "fleet.yaml").write_text(EXAMPLE.read_text())
@@ -234,30 +234,30 @@ def test_secrets_are_shown_when_asked_for_alone(
     assert "sig=" in in_process("deploy", "salad", "--dry-run", "--show-secrets").stdout
 
 
-def test_options_before_the_verb_are_not_lost(in_process: Imagefleet) -> None:
+def test_options_before_the_command_are_refused(in_process: Imagefleet) -> None:
     ended = in_process("deploy", "salad", "--dry-run", "apply")
 
     assert ended.returncode == 2
-    assert "options go behind the verb" in ended.stderr
+    assert "put options after the command" in ended.stderr
 
 
 @pytest.mark.parametrize("answer", [True, False])
-def test_a_person_is_asked(answer: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_operator_is_asked(answer: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     asked: list[str] = []
     monkeypatch.setattr("sys.stdin", io.StringIO())
     monkeypatch.setattr("sys.stdin.isatty", lambda: True)
     monkeypatch.setattr(typer, "confirm", lambda question, err: asked.append(question) or answer)
 
     if answer:
-        salad_options.ask("Apply?", yes=False)
+        salad_options.confirm("Apply?", yes=False)
     else:
         with pytest.raises(typer.Exit):
-            salad_options.ask("Apply?", yes=False)
+            salad_options.confirm("Apply?", yes=False)
 
     assert asked == ["Apply?"]
 
 
-def test_without_a_settings_file_the_sentence_says_where_it_was_looked_for(
+def test_a_missing_fleet_file_is_reported_with_the_paths_tried(
     in_process: Imagefleet,
 ) -> None:
     ended = in_process("deploy", "salad", "--dry-run")

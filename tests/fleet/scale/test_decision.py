@@ -1,4 +1,4 @@
-"""What `imagefleet scale` decides, and what it has spent."""
+"""The decisions of `imagefleet scale`, and its ledger."""
 
 from __future__ import annotations
 
@@ -28,25 +28,25 @@ KNOWN = Known(
     jobs_per_second=1.0,
 )
 
-#: How long a replica that is told to end may be billed: SaladCloud bills what runs, not what stops.
+#: How long a replica may be billed after its removal: SaladCloud bills running instances only.
 WIND_DOWN_SECONDS = 120.0
 
-#: The longest that nobody looks: what the margin leaves for it.
+#: The longest time without a sample that the margin allows.
 OUTAGE = MARGIN_SECONDS - WIND_DOWN_SECONDS
 
 
-def test_a_deadline_takes_as_many_as_it_needs_and_a_few_to_spare() -> None:
+def test_a_deadline_gets_the_replicas_it_needs_and_a_few_to_spare() -> None:
     goal = replace(GOAL, deadline=10_000.0, dollars_per_hour=None)
 
     assert decide(goal, replace(KNOWN, replicas=50), is_due=True).replicas == 110
     assert decide(goal, replace(KNOWN, jobs_per_second=0.5), is_due=True).replicas == 220
 
 
-def test_a_deadline_that_cannot_be_met_is_told() -> None:
+def test_a_deadline_that_cannot_be_met_is_reported() -> None:
     decision = decide(replace(GOAL, deadline=100.0), KNOWN, is_due=True)
 
     assert decision.replicas == 750
-    assert "need 11,000, but 750 are the most" in decision.reason
+    assert "need 11,000 replicas, but at most 750 are allowed" in decision.reason
 
 
 def test_an_hourly_budget_is_kept() -> None:
@@ -56,13 +56,13 @@ def test_an_hourly_budget_is_kept() -> None:
     assert decide(replace(GOAL, dollars_per_hour=9), KNOWN, is_due=True).replicas == 300
 
 
-def test_a_short_queue_does_not_start_the_whole_budget() -> None:
+def test_a_short_queue_does_not_use_the_whole_budget() -> None:
     known = replace(KNOWN, messages=9_000, replicas=0, running=0)
 
     assert decide(GOAL, known, is_due=True).replicas == 10
 
 
-def test_an_empty_queue_ends_the_fleet_once_it_has_settled() -> None:
+def test_an_empty_queue_ends_the_fleet_after_a_while() -> None:
     empty = replace(KNOWN, messages=0)
 
     for is_due in (True, False):
@@ -79,11 +79,11 @@ def test_a_small_difference_is_not_worth_a_change() -> None:
 
 
 @pytest.mark.parametrize("unknown", [{"price": None}, {"quota_free": None}])
-def test_what_is_unknown_never_scales_up(unknown: dict[str, Any]) -> None:
+def test_an_unknown_price_or_quota_never_scales_up(unknown: dict[str, Any]) -> None:
     decision = decide(GOAL, replace(KNOWN, **unknown), is_due=True)
 
     assert decision.replicas == KNOWN.replicas
-    assert "is not known" in decision.reason
+    assert "is unknown" in decision.reason
 
 
 def test_the_quota_is_a_limit() -> None:
@@ -101,46 +101,46 @@ def test_the_quota_is_a_limit() -> None:
     price=st.floats(0.01, 0.5),
     speed=st.floats(0.1, 5),
     jobs=st.sampled_from([10_000, 10_000_000]),
-    looks=st.lists(
+    samples=st.lists(
         st.tuples(
-            st.sampled_from([60, 60, 90, OUTAGE]),  # seconds until the next look
-            st.sampled_from([0, 0.5, 1]),  # the share that comes of what is missing
-            st.booleans(),  # whether those that are too many end at once, or as late as they may
-            st.sampled_from([1000, 1000, 50, 0, None]),  # what is free of the quota
+            st.sampled_from([60, 60, 90, OUTAGE]),  # seconds until the next sample
+            st.sampled_from([0, 0.5, 1]),  # the share of the missing replicas that starts
+            st.booleans(),  # surplus replicas stop at once, or as late as possible
+            st.sampled_from([1000, 1000, 50, 0, None]),  # the free quota
         ),
         max_size=60,
     ),
 )
-@example(  # the cap binds, all come at once, and none goes before it must
+@example(  # the budget is the limit; replicas start at once and stop as late as possible
     goal=Goal(max_dollars=20, max_replicas=1000, dollars_per_hour=1000),
     price=0.1,
     speed=1.0,
     jobs=10_000_000,
-    looks=[(60, 1, False, 1000)] * 60,
+    samples=[(60, 1, False, 1000)] * 60,
 )
 @example(  # the same, with an outage each time
     goal=Goal(max_dollars=20, max_replicas=1000, dollars_per_hour=1000),
     price=0.1,
     speed=1.0,
     jobs=10_000_000,
-    looks=[(OUTAGE, 1, False, 1000)] * 60,
+    samples=[(OUTAGE, 1, False, 1000)] * 60,
 )
-@example(  # the same, with the looks late
+@example(  # the same, with late samples
     goal=Goal(max_dollars=20, max_replicas=1000, dollars_per_hour=1000),
     price=0.1,
     speed=1.0,
     jobs=10_000_000,
-    looks=[(90, 1, False, 1000)] * 60,
+    samples=[(90, 1, False, 1000)] * 60,
 )
-def test_the_cap_is_never_passed(
-    goal: Goal, price: float, speed: float, jobs: int, looks: list[Any]
+def test_the_budget_is_never_exceeded(
+    goal: Goal, price: float, speed: float, jobs: int, samples: list[Any]
 ) -> None:
-    """Whatever comes and goes, and if the scaler dies and somebody ends the fleet minutes later."""
+    """Also if the scaler dies and the operator stops the fleet some minutes later."""
     now, due_at, gone_by, messages = 0.0, 0.0, 0.0, float(jobs)
     ledger = scale_ledger.Ledger("fleet", began=0, at=0, running=0)
     billed = 0.0
     replicas = running = 0
-    for seconds, come, is_quick, quota in looks:
+    for seconds, come, is_quick, quota in samples:
         ledger = ledger.counted(now, running, price)
         known = Known(
             now=now,
@@ -176,7 +176,7 @@ def test_the_cap_is_never_passed(
     assert billed <= goal.max_dollars
 
 
-def test_the_ledger_counts_on_after_the_scaler_was_away(tmp_path: Path) -> None:
+def test_the_ledger_counts_the_time_that_the_scaler_was_away(tmp_path: Path) -> None:
     path = tmp_path / "ledger.json"
     ledger = scale_ledger.read(path, "fleet", now=0.0).counted(0.0, 100, 0.03)
     ledger = ledger.counted(1800.0, 100, 0.03)
@@ -188,7 +188,7 @@ def test_the_ledger_counts_on_after_the_scaler_was_away(tmp_path: Path) -> None:
     assert later.counted(7200.0, 0, None).dollars == pytest.approx(3.6)
 
 
-def test_time_without_any_price_is_counted_once_there_is_one() -> None:
+def test_time_without_a_price_is_counted_once_there_is_one() -> None:
     ledger = scale_ledger.Ledger("fleet", began=0, at=0, running=10)
 
     assert ledger.counted(3600.0, 0, None).dollars == 0
@@ -196,9 +196,7 @@ def test_time_without_any_price_is_counted_once_there_is_one() -> None:
 
 
 @pytest.mark.parametrize("content", ["", "{}", '{"fleet": "another"}', "no json"])
-def test_a_ledger_that_cannot_be_read_is_no_permission_to_spend(
-    content: str, tmp_path: Path
-) -> None:
+def test_an_unreadable_ledger_is_an_error(content: str, tmp_path: Path) -> None:
     path = tmp_path / "ledger.json"
     path.write_text(content)
 

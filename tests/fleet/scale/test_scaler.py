@@ -1,4 +1,4 @@
-"""`imagefleet scale` at work: a queue, a SaladCloud of the test's own, and time."""
+"""`imagefleet scale` with a queue, a fake SaladCloud and a fake clock."""
 
 from __future__ import annotations
 
@@ -15,7 +15,6 @@ from typing import Any
 import pytest
 
 from fleet.monitor import prometheus
-from fleet.salad import api as salad_api
 from fleet.salad import client, deployment
 from fleet.scale import scaler
 from fleet.scale import speed as scale_speed
@@ -30,18 +29,18 @@ Imagefleet = Callable[..., "subprocess.CompletedProcess[str]"]  # the fixture of
 GOAL = Goal(max_dollars=1000, max_replicas=750, dollars_per_hour=1000)
 
 
-def test_the_queue_itself_tells_a_speed() -> None:
+def test_the_shrinking_queue_gives_a_speed() -> None:
     speed = scale_speed.QueueSpeed()
     assert speed.jobs_per_second is None
-    speed.look(0.0, 10_000, running=10)
+    speed.add(0.0, 10_000, running=10)
     assert speed.jobs_per_second is None
-    speed.look(60.0, 9_400, running=10)
+    speed.add(60.0, 9_400, running=10)
 
     assert speed.jobs_per_second == pytest.approx(1.0)
 
 
 class Metrics:
-    """A Prometheus that answers every question with one number, or not at all."""
+    """A Prometheus that answers every query with one number, or not at all."""
 
     value: float | None = 8.0
 
@@ -51,11 +50,11 @@ class Metrics:
         return [prometheus.Series({}, ((0.0, 4.0 if "worker_info" in query else self.value),))]
 
 
-async def test_a_measured_speed_goes_before_an_assumed_one_and_stays() -> None:
+async def test_a_measured_speed_replaces_the_assumed_one_and_stays() -> None:
     metrics: Any = Metrics()
     speeds = scale_speed.Speeds(assumed=scale_speed.Speed(1.0, "assumed"), server=metrics)
 
-    metrics.value = 0.0  # nobody works yet
+    metrics.value = 0.0  # no worker runs yet
     assert (await speeds.find()).source == "assumed"
     metrics.value = 8.0
     assert await speeds.find() == scale_speed.Speed(2.0, "measured by the metrics")
@@ -63,13 +62,13 @@ async def test_a_measured_speed_goes_before_an_assumed_one_and_stays() -> None:
     assert (await speeds.find()).jobs_per_second == 2.0
 
 
-async def test_a_speed_that_nobody_knows_is_asked_for() -> None:
+async def test_an_unknown_speed_is_an_error() -> None:
     with pytest.raises(errors.SetupError, match="--images-per-second"):
         await scale_speed.Speeds().find()
 
 
 class Clock:
-    """Seconds that a test lets pass."""
+    """A clock that the test advances."""
 
     now = 1_000_000.0
 
@@ -78,19 +77,20 @@ class Clock:
 
 
 @pytest.fixture
-async def scaling(salad: Any, salad_module: Any, tmp_path: Path) -> Any:
-    """A scaler of two groups with no replicas and a queue of 100 jobs, and all that it sees."""
+async def scaling(
+    salad: Any, salad_module: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> Any:
+    """Two groups without replicas, a queue of 100 jobs, and a factory of scalers."""
     import aiohttp
 
     clock = Clock()
-    settings = StorageSettings(storage=f"local:{tmp_path}/home")
+    settings = StorageSettings(storage=f"local:{tmp_path}/storage")
     async with open_storage(settings) as storage, aiohttp.ClientSession() as session:
         await storage.create()
         await storage.queue.send([str(number) for number in range(100)])
-        # Hours of looks pass in no time here; the limit has a test of its own.
-        limit = client.CallLimit(calls=100_000)
-        calls = client.Calls(session, salad.url, salad_module.KEY, limit=limit)
-        api = salad_api.SaladApi(calls, "acme", "default")
+        # Hours of samples take seconds here; the rate limit has its own test.
+        monkeypatch.setattr(client, "CALL_BURST", 100_000)
+        api = client.SaladClient(session, salad.url, salad_module.KEY, "acme", "default")
         fleet = deployment.Deployment(api, "sd15-batch", lambda _: None)
         for number in (1, 2):
             salad.groups[f"sd15-batch-0123abcd-{number}"] = salad_module.Group(
@@ -124,12 +124,12 @@ async def scaling(salad: Any, salad_module: Any, tmp_path: Path) -> Any:
         yield make, clock, storage
 
 
-async def test_a_queue_is_worked_off_and_the_fleet_ends(salad: Any, scaling: Any) -> None:
+async def test_the_fleet_works_off_the_queue_and_scales_to_zero(salad: Any, scaling: Any) -> None:
     make, clock, storage = scaling
     scaler_ = make(GOAL)
 
     first = await scaler_.step()
-    assert first["wanted"] == 12  # 100 jobs at 0.01 a second each, in a quarter of an hour
+    assert first["wanted"] == 12  # 100 jobs at 0.01 jobs/s per replica, in 15 minutes
     assert [group.replicas for group in salad.groups.values()] == [6, 6]
 
     for _ in range(3):
@@ -165,7 +165,7 @@ async def test_a_leased_job_keeps_its_worker(salad: Any, scaling: Any) -> None:
     assert record["wanted"] >= 1
 
 
-async def test_an_outage_leaves_the_replicas_and_is_tried_again(
+async def test_an_outage_leaves_the_replicas_and_the_change_is_retried(
     salad: Any, salad_module: Any, scaling: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     make, clock, _ = scaling
@@ -179,7 +179,7 @@ async def test_an_outage_leaves_the_replicas_and_is_tried_again(
     assert [group.replicas for group in salad.groups.values()] == [0, 0]
 
     clock.now += 60
-    await scaler_.try_once(records.append)  # still due: what was not done is not forgotten
+    await scaler_.try_once(records.append)  # the change is still due
     assert [group.replicas for group in salad.groups.values()] == [6, 6]
 
     salad.faults = [salad_module.Fault(403, "{}", method="GET")]
@@ -187,7 +187,7 @@ async def test_an_outage_leaves_the_replicas_and_is_tried_again(
     assert [group.replicas for group in salad.groups.values()] == [6, 6]
 
 
-async def test_a_queue_that_does_not_answer_leaves_the_cap_watched(
+async def test_the_budget_is_watched_while_the_queue_does_not_answer(
     salad: Any, scaling: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     make, clock, storage = scaling
@@ -209,7 +209,7 @@ async def test_a_queue_that_does_not_answer_leaves_the_cap_watched(
     assert 5 < records[-1]["spent_dollars"] <= 10
 
 
-async def test_a_key_that_is_refused_ends_a_scaler_that_has_just_begun(
+async def test_a_refused_key_ends_a_scaler_at_its_start(
     salad: Any, salad_module: Any, scaling: Any
 ) -> None:
     make, _, _ = scaling
@@ -219,7 +219,7 @@ async def test_a_key_that_is_refused_ends_a_scaler_that_has_just_begun(
         await make(GOAL).try_once(lambda _: None)
 
 
-async def test_the_cap_outlives_the_scaler(salad: Any, scaling: Any) -> None:
+async def test_the_budget_holds_across_restarts(salad: Any, scaling: Any) -> None:
     make, clock, _ = scaling
     goal = replace(GOAL, max_dollars=0.5)
     scaler_ = make(goal)
@@ -236,7 +236,7 @@ async def test_the_cap_outlives_the_scaler(salad: Any, scaling: Any) -> None:
     assert record["wanted"] == 0
 
 
-async def test_a_dry_run_touches_nothing(salad: Any, scaling: Any, tmp_path: Path) -> None:
+async def test_a_dry_run_changes_nothing(salad: Any, scaling: Any, tmp_path: Path) -> None:
     make, _, _ = scaling
 
     record = await make(GOAL, is_dry_run=True).step()
@@ -246,14 +246,14 @@ async def test_a_dry_run_touches_nothing(salad: Any, scaling: Any, tmp_path: Pat
     assert not (tmp_path / "ledger.json").exists()
 
 
-async def test_a_price_that_is_not_told_starts_nothing(salad: Any, scaling: Any) -> None:
+async def test_without_a_price_nothing_is_started(salad: Any, scaling: Any) -> None:
     make, _, _ = scaling
     salad.prices = {"high": "0.08"}
 
     record = await make(GOAL).step()
 
     assert record["wanted"] == 0
-    assert "the price is not known" in record["reason"]
+    assert "the price is unknown" in record["reason"]
 
 
 async def test_a_rolling_change_is_left_alone(salad: Any, salad_module: Any, scaling: Any) -> None:
@@ -268,7 +268,7 @@ async def test_a_rolling_change_is_left_alone(salad: Any, salad_module: Any, sca
     assert salad.count("PATCH") == 0
 
 
-async def test_the_cap_holds_in_a_rolling_change_too(
+async def test_the_budget_holds_during_a_rolling_change(
     salad: Any, salad_module: Any, scaling: Any
 ) -> None:
     make, clock, _ = scaling
@@ -284,32 +284,34 @@ async def test_the_cap_holds_in_a_rolling_change_too(
     assert 5 < record["spent_dollars"] <= 10
 
 
-def test_the_command_says_what_it_would_do(
+def test_a_dry_run_prints_the_decision(
     salad: Any, in_process: Imagefleet, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(logs, "configure", lambda _: None)  # it would outlive this test
+    monkeypatch.setattr(logs, "configure", lambda _: None)  # it would affect later tests
     in_process("deploy", "salad", "apply", "--yes", "--replicas", "20")
     jobs = tmp_path / "jobs.jsonl"
     jobs.write_text('{"prompt": "a cat"}\n' * 1000)
     in_process("load", "jobs.jsonl")
 
     ended = in_process(
-        "scale", "--dollars-per-hour", "0.3", "--max-dollars", "5", "--once", "--dry-run", "--json"
+        *("scale", "--dollars-per-hour", "0.3", "--max-dollars", "5"),
+        *("--once", "--dry-run", "--json", "--look-seconds", "60"),
     )
 
     assert ended.returncode == 0, ended.stderr
     record = json.loads(ended.stdout)
     assert (record["replicas"], record["wanted"], record["speed"]) == (20, 2, "assumed")
+    assert "--look-seconds is deprecated; use --sample-seconds" in ended.stderr
 
 
-def test_the_command_wants_to_know_what_for(salad: Any, in_process: Imagefleet) -> None:
+def test_a_goal_is_required(salad: Any, in_process: Imagefleet) -> None:
     ended = in_process("scale", "--max-dollars", "5")
 
     assert ended.returncode == 2
     assert "--deadline, --dollars-per-hour or both" in ended.stderr
 
 
-def test_a_scaler_that_is_told_to_end_says_what_runs_on(
+def test_a_stopped_scaler_reports_the_workers_that_keep_running(
     salad: Any, in_process: Imagefleet, tmp_path: Path
 ) -> None:
     in_process("deploy", "salad", "apply", "--yes", "--replicas", "20")
@@ -321,7 +323,7 @@ def test_a_scaler_that_is_told_to_end_says_what_runs_on(
     with subprocess.Popen(
         [
             *(command, "scale", "--dollars-per-hour", "1", "--max-dollars", "5", "--json"),
-            *("--look-seconds", "1"),
+            *("--sample-seconds", "1"),
         ],
         cwd=tmp_path,
         stdout=subprocess.PIPE,
@@ -335,5 +337,5 @@ def test_a_scaler_that_is_told_to_end_says_what_runs_on(
 
     assert process.returncode == 0, log
     assert record["running"] == 20
-    assert "20 workers run on, and nobody counts their dollars" in log
+    assert "20 workers keep running and nothing limits their cost" in log
     assert json.loads((tmp_path / "sd15-batch-scale.json").read_text())["running"] == 20

@@ -1,8 +1,13 @@
-"""The contract of storage, kept by every home. What differs between homes is a test of its own."""
+"""The contract of storage, which every implementation must fulfil.
+
+The fixture `storage` runs each test on the local storage and on Azurite. What only one of them
+promises is tested in `local/` and `azure/`.
+"""
 
 from __future__ import annotations
 
 import asyncio
+import dataclasses
 from datetime import UTC, datetime, timedelta
 
 import pytest
@@ -14,9 +19,9 @@ from imagefleet.storage.settings import StorageSettings
 
 LEASE_SECONDS = 30
 SHORTEST_LEASE_SECONDS = 1
-UNTIL_IT_EXPIRED = SHORTEST_LEASE_SECONDS + 0.1
+UNTIL_EXPIRED_SECONDS = SHORTEST_LEASE_SECONDS + 0.1
 
-ODD_TEXTS = [
+BODIES = [
     "{}",
     " leading and trailing space ",
     "both \"quotes\" and 'quotes' & <angles> ]]> &amp;",
@@ -35,7 +40,7 @@ async def receive_one(storage: Storage, lease_seconds: float = LEASE_SECONDS) ->
 # Sending and receiving
 
 
-async def test_a_message_arrives_with_its_facts(storage: Storage) -> None:
+async def test_a_message_has_a_body_an_id_a_delivery_count_and_a_time(storage: Storage) -> None:
     await storage.queue.send(["a job"])
     message = await receive_one(storage)
     assert message.body == "a job"
@@ -44,19 +49,19 @@ async def test_a_message_arrives_with_its_facts(storage: Storage) -> None:
     assert abs(message.enqueued_at - datetime.now(UTC)) < timedelta(seconds=10)
 
 
-async def test_an_empty_queue_answers_at_once(storage: Storage) -> None:
+async def test_receive_returns_at_once_if_the_queue_is_empty(storage: Storage) -> None:
     async with asyncio.timeout(1):
         assert await storage.queue.receive(32, LEASE_SECONDS) == []
 
 
-async def test_messages_of_one_sender_come_in_the_order_of_the_sends(storage: Storage) -> None:
+async def test_messages_of_one_sender_are_received_in_order(storage: Storage) -> None:
     for body in "abcdef":
         await storage.queue.send([body])
     received = [await receive_one(storage) for _ in range(6)]
     assert [message.body for message in received] == list("abcdef")
 
 
-async def test_a_batch_arrives_whole_and_each_message_once(storage: Storage) -> None:
+async def test_each_message_of_a_batch_is_received_once(storage: Storage) -> None:
     bodies = [f"job {number}" for number in range(70)]
     await storage.queue.send(iter(bodies))
     received = []
@@ -65,28 +70,28 @@ async def test_a_batch_arrives_whole_and_each_message_once(storage: Storage) -> 
     assert sorted(received) == sorted(bodies)
 
 
-async def test_receive_returns_no_more_than_asked_for(storage: Storage) -> None:
+async def test_receive_returns_at_most_max_messages(storage: Storage) -> None:
     await storage.queue.send(["a", "b", "c", "d"])
     assert len(await storage.queue.receive(3, LEASE_SECONDS)) == 3
     assert len(await storage.queue.receive(32, LEASE_SECONDS)) == 1
 
 
 @pytest.mark.parametrize(("count", "lease_seconds"), [(0, 30), (33, 30), (1, 0), (1, 8 * 86400)])
-async def test_what_no_home_can_do_is_refused(
+async def test_arguments_beyond_the_limits_are_refused(
     storage: Storage, count: int, lease_seconds: float
 ) -> None:
     with pytest.raises(ValueError):
         await storage.queue.receive(count, lease_seconds)
 
 
-async def test_odd_texts_come_back_as_they_were(storage: Storage) -> None:
-    await storage.queue.send(ODD_TEXTS)
+async def test_a_body_is_received_unchanged(storage: Storage) -> None:
+    await storage.queue.send(BODIES)
     received = await storage.queue.receive(32, LEASE_SECONDS)
-    assert sorted(message.body for message in received) == sorted(ODD_TEXTS)
+    assert sorted(message.body for message in received) == sorted(BODIES)
 
 
 @pytest.mark.parametrize("character", ["\x00", "\x1b", "\ud83d", "\uffff"])
-async def test_a_character_that_no_queue_carries_is_refused_before_anything_is_sent(
+async def test_a_character_that_xml_cannot_carry_is_refused_before_anything_is_sent(
     storage: Storage, character: str
 ) -> None:
     with pytest.raises(errors.JobError, match=r"U\+"):
@@ -95,7 +100,7 @@ async def test_a_character_that_no_queue_carries_is_refused_before_anything_is_s
 
 
 @pytest.mark.parametrize("text", ["x" * 65_536, "ä" * 32_768, "&" * 13_107])
-async def test_64_kib_as_it_travels_are_carried_and_one_byte_more_is_not(
+async def test_a_message_holds_64_kib_after_escaping_and_not_a_byte_more(
     storage: Storage, text: str
 ) -> None:
     await storage.queue.send([text])
@@ -106,7 +111,7 @@ async def test_64_kib_as_it_travels_are_carried_and_one_byte_more_is_not(
     assert (await storage.queue.depth()).messages == 1
 
 
-async def test_the_poison_queue_is_another_queue(storage: Storage) -> None:
+async def test_the_poison_queue_is_separate(storage: Storage) -> None:
     await storage.poison.send(["failed"])
     assert storage.poison.name == f"{storage.queue.name}-poison"
     assert await storage.queue.receive(1, LEASE_SECONDS) == []
@@ -121,24 +126,24 @@ async def test_a_leased_message_is_hidden_until_its_lease_expires(storage: Stora
     await storage.queue.send(["a job"])
     first = await receive_one(storage, SHORTEST_LEASE_SECONDS)
     assert await storage.queue.receive(1, LEASE_SECONDS) == []
-    await asyncio.sleep(UNTIL_IT_EXPIRED)
+    await asyncio.sleep(UNTIL_EXPIRED_SECONDS)
     second = await receive_one(storage)
     assert (second.id, second.delivery_count) == (first.id, 2)
     assert second.enqueued_at == first.enqueued_at
 
 
-async def test_a_renewed_lease_outlives_the_first_one_and_the_body_stays(storage: Storage) -> None:
-    await storage.queue.send([ODD_TEXTS[3]])
+async def test_a_renewal_extends_the_lease_and_keeps_the_body(storage: Storage) -> None:
+    await storage.queue.send([BODIES[3]])
     message = await receive_one(storage, SHORTEST_LEASE_SECONDS)
     renewed = await storage.queue.renew(message, 2)
     assert (renewed.id, renewed.body, renewed.delivery_count) == (message.id, message.body, 1)
-    await asyncio.sleep(UNTIL_IT_EXPIRED)
+    await asyncio.sleep(UNTIL_EXPIRED_SECONDS)
     assert await storage.queue.receive(1, LEASE_SECONDS) == []
     await storage.queue.release(renewed)
-    assert (await receive_one(storage)).body == ODD_TEXTS[3]
+    assert (await receive_one(storage)).body == BODIES[3]
 
 
-async def test_a_renewal_kills_the_receipt_before_it(storage: Storage) -> None:
+async def test_a_renewal_invalidates_the_previous_receipt(storage: Storage) -> None:
     await storage.queue.send(["a job"])
     stale = await receive_one(storage)
     renewed = await storage.queue.renew(stale, LEASE_SECONDS)
@@ -153,10 +158,12 @@ async def test_a_renewal_kills_the_receipt_before_it(storage: Storage) -> None:
     assert (await storage.queue.depth()).messages == 0
 
 
-async def test_a_message_received_by_another_is_not_acknowledged(storage: Storage) -> None:
+async def test_a_lease_lost_to_another_receiver_neither_renews_nor_deletes(
+    storage: Storage,
+) -> None:
     await storage.queue.send(["a job"])
     slow = await receive_one(storage, SHORTEST_LEASE_SECONDS)
-    await asyncio.sleep(UNTIL_IT_EXPIRED)
+    await asyncio.sleep(UNTIL_EXPIRED_SECONDS)
     quick = await receive_one(storage)
     with pytest.raises(errors.LeaseLost):
         await storage.queue.renew(slow, LEASE_SECONDS)
@@ -165,18 +172,22 @@ async def test_a_message_received_by_another_is_not_acknowledged(storage: Storag
     await storage.queue.delete(quick)
 
 
-async def test_an_expired_lease_that_nobody_took_still_acknowledges(storage: Storage) -> None:
+async def test_an_expired_lease_remains_usable_until_another_receives_the_message(
+    storage: Storage,
+) -> None:
     await storage.queue.send(["a job", "another"])
     one = await receive_one(storage, SHORTEST_LEASE_SECONDS)
     two = await receive_one(storage, SHORTEST_LEASE_SECONDS)
-    await asyncio.sleep(UNTIL_IT_EXPIRED)
-    await storage.queue.depth()  # looking at the queue takes nothing away
+    await asyncio.sleep(UNTIL_EXPIRED_SECONDS)
+    await storage.queue.depth()  # must not end the leases
     await storage.queue.delete(one)
     await storage.queue.delete(await storage.queue.renew(two, LEASE_SECONDS))
     assert await storage.queue.receive(1, LEASE_SECONDS) == []
 
 
-async def test_a_released_message_is_there_at_once_and_its_receipt_dead(storage: Storage) -> None:
+async def test_a_released_message_is_visible_at_once_and_its_receipt_stale(
+    storage: Storage,
+) -> None:
     await storage.queue.send(["a job"])
     message = await receive_one(storage)
     await storage.queue.release(message)
@@ -185,7 +196,7 @@ async def test_a_released_message_is_there_at_once_and_its_receipt_dead(storage:
     assert (await receive_one(storage)).delivery_count == 2
 
 
-async def test_a_message_released_with_a_delay_comes_back_after_it(storage: Storage) -> None:
+async def test_a_message_released_with_a_delay_is_visible_after_it(storage: Storage) -> None:
     await storage.queue.send(["a job"])
     await storage.queue.release(await receive_one(storage), delay_seconds=1)
     assert await storage.queue.receive(1, LEASE_SECONDS) == []
@@ -193,7 +204,7 @@ async def test_a_message_released_with_a_delay_comes_back_after_it(storage: Stor
     assert (await receive_one(storage)).body == "a job"
 
 
-async def test_a_message_is_deleted_once(storage: Storage) -> None:
+async def test_a_deleted_message_can_neither_be_deleted_nor_renewed(storage: Storage) -> None:
     await storage.queue.send(["a job"])
     message = await receive_one(storage)
     await storage.queue.delete(message)
@@ -203,7 +214,7 @@ async def test_a_message_is_deleted_once(storage: Storage) -> None:
         await storage.queue.renew(message, LEASE_SECONDS)
 
 
-async def test_two_receivers_never_get_the_same_message(
+async def test_concurrent_receivers_never_get_the_same_message(
     storage_settings: StorageSettings,
 ) -> None:
     received: list[str] = []
@@ -224,10 +235,10 @@ async def test_two_receivers_never_get_the_same_message(
     assert sorted(received, key=int) == [str(number) for number in range(60)]
 
 
-# Looking without taking
+# Browsing and depth
 
 
-async def test_browsing_shows_all_and_leaves_all_visible(storage: Storage) -> None:
+async def test_browse_returns_all_messages_and_leaves_them_visible(storage: Storage) -> None:
     bodies = {f"job {number}" for number in range(70)}
     await storage.queue.send(bodies)
     browsed = [message.body async for message in storage.queue.browse()]
@@ -239,14 +250,14 @@ async def test_browsing_shows_all_and_leaves_all_visible(storage: Storage) -> No
     assert left == 70
 
 
-async def test_browsing_does_not_show_what_is_leased(storage: Storage) -> None:
+async def test_browse_does_not_return_leased_messages(storage: Storage) -> None:
     await storage.queue.send(["leased"])
     await receive_one(storage)
     await storage.queue.send(["waiting"])
     assert [message.body async for message in storage.queue.browse()] == ["waiting"]
 
 
-async def test_depth_counts_and_tells_the_oldest_age(storage: Storage) -> None:
+async def test_depth_reports_the_messages_and_the_oldest_age(storage: Storage) -> None:
     empty = await storage.queue.depth()
     assert (empty.messages, empty.oldest_age_seconds) == (0, None)
     await storage.queue.send(["a", "b"])
@@ -267,7 +278,7 @@ async def test_a_blob_is_written_once(storage: Storage) -> None:
     assert await storage.blobs.read("a/fox.png") == b"first"
 
 
-async def test_of_many_writers_of_one_name_one_wins(storage: Storage) -> None:
+async def test_one_of_many_concurrent_writers_of_a_name_succeeds(storage: Storage) -> None:
     data = [bytes([number]) * 1000 for number in range(8)]
     outcomes = await asyncio.gather(
         *(storage.blobs.create("fox.png", each, "image/png", {}) for each in data)
@@ -276,7 +287,7 @@ async def test_of_many_writers_of_one_name_one_wins(storage: Storage) -> None:
     assert await storage.blobs.read("fox.png") == data[outcomes.index(True)]
 
 
-async def test_a_blob_is_read_in_parts_each_of_which_tells_the_whole(storage: Storage) -> None:
+async def test_each_part_of_a_blob_has_the_total_size_and_the_version(storage: Storage) -> None:
     await storage.blobs.create("models/a.bin", b"0123456789", "application/octet-stream", {})
     first = await storage.blobs.read_part("models/a.bin", 0, 6)
     rest = await storage.blobs.read_part("models/a.bin", 6, 6)
@@ -290,31 +301,31 @@ async def test_a_blob_is_read_in_parts_each_of_which_tells_the_whole(storage: St
     assert await storage.blobs.read_part("models/b.bin", 0, 6) is None
 
 
-async def test_a_blob_that_is_not_there_reads_as_none(storage: Storage) -> None:
+async def test_a_missing_blob_reads_as_none(storage: Storage) -> None:
     await storage.blobs.create("a/b.png", b"x", "image/png", {})
     assert await storage.blobs.read("a/none.png") is None
     assert await storage.blobs.read("a") is None
     assert await storage.blobs.read("a/b.png/c") is None
 
 
-async def test_a_blob_that_is_deleted_is_gone_and_may_be_written_again(storage: Storage) -> None:
+async def test_a_deleted_blob_can_be_created_again(storage: Storage) -> None:
     await storage.blobs.create("a/fox.png", b"first", "image/png", {"seed": "1"})
     assert await storage.blobs.delete("a/fox.png")
-    assert await storage.blobs.delete("a/fox.png"), "gone is gone"
+    assert await storage.blobs.delete("a/fox.png"), "also if it does not exist"
     assert await storage.blobs.read("a/fox.png") is None
     assert await storage.blobs.create("a/fox.png", b"second", "image/png", {})
 
 
-async def test_names_are_told_by_prefix(storage: Storage) -> None:
+async def test_names_are_listed_by_prefix(storage: Storage) -> None:
     names = {"a/1.png", "a/2.png", "a/b/3.png", "ab/4.png", "5.png"}
     for name in names:
         await storage.blobs.create(name, b"x", "image/png", {"job": name[0]})
     for prefix in ("", "a", "a/", "a/b", "a/b/3", "ab/4.png", "nothing"):
-        told = {name async for name in storage.blobs.names(prefix)}
-        assert told == {name for name in names if name.startswith(prefix)}
+        listed = {name async for name in storage.blobs.names(prefix)}
+        assert listed == {name for name in names if name.startswith(prefix)}
 
 
-async def test_records_tell_what_is_kept_beside_each_blob(storage: Storage) -> None:
+async def test_records_have_size_metadata_and_time_of_each_blob(storage: Storage) -> None:
     await storage.blobs.create("a/1.png", b"fox", "image/png", {"job": "1", "seconds": "0.5"})
     await storage.blobs.create("a/2.png", b"", "image/png", {})
     await storage.blobs.create("b/3.png", b"x", "image/png", {"job": "3"})
@@ -329,7 +340,7 @@ async def test_records_tell_what_is_kept_beside_each_blob(storage: Storage) -> N
 @pytest.mark.parametrize(
     "name", ["", "/etc/x", "../x", "a/../../x", "a//b", "a/", ".metadata/x", "a\\b", "C:x", "a\0b"]
 )
-async def test_a_name_that_is_no_plain_path_is_refused(storage: Storage, name: str) -> None:
+async def test_a_name_must_be_a_plain_relative_path(storage: Storage, name: str) -> None:
     with pytest.raises(errors.JobError):
         await storage.blobs.create(name, b"x", "image/png", {})
     with pytest.raises(errors.JobError):
@@ -337,17 +348,42 @@ async def test_a_name_that_is_no_plain_path_is_refused(storage: Storage, name: s
 
 
 @pytest.mark.parametrize("metadata", [{"a-b": "x"}, {"a": "ä"}, {"a": "x\r\nX-Other: y"}])
-async def test_metadata_that_is_no_header_is_refused(
-    storage: Storage, metadata: dict[str, str]
-) -> None:
+async def test_metadata_must_fit_http_headers(storage: Storage, metadata: dict[str, str]) -> None:
     with pytest.raises(errors.JobError, match="metadata"):
         await storage.blobs.create("a.png", b"x", "image/png", metadata)
 
 
-# The home
+# Operations
 
 
-async def test_a_home_that_was_not_created_is_refused_in_a_sentence(
+async def test_operations_are_counted_as_azure_bills_them(storage: Storage) -> None:
+    before = dataclasses.replace(storage.operations)
+    await storage.queue.send(["a job", "another"])
+    first, second = await storage.queue.receive(2, LEASE_SECONDS)
+    await storage.queue.delete(await storage.queue.renew(first, LEASE_SECONDS))
+    await storage.queue.release(second)
+    await storage.queue.depth()
+    await storage.poison.send(["failed"])
+    assert [message.body async for message in storage.poison.browse()] == ["failed"]
+    assert storage.operations.queue - before.queue == 2 + 1 + 2 + 1 + 2 + 1 + 1
+
+    assert await storage.blobs.create("a.png", b"x", "image/png", {})
+    assert not await storage.blobs.create("a.png", b"x", "image/png", {})
+    assert [name async for name in storage.blobs.names()] == ["a.png"]
+    assert [record.name async for record in storage.blobs.records()] == ["a.png"]
+    assert storage.operations.blob_writes - before.blob_writes == 2 + 2
+
+    assert await storage.blobs.read("a.png") == b"x"
+    assert await storage.blobs.read_part("a.png", 0, 1) is not None
+    assert await storage.blobs.delete("a.png")
+    assert storage.operations.blob_reads - before.blob_reads == 2
+    assert storage.operations.blob_writes - before.blob_writes == 4, "deletes are free"
+
+
+# The storage as a whole
+
+
+async def test_a_storage_that_was_not_created_is_a_setup_error(
     storage_settings: StorageSettings,
 ) -> None:
     async with open_storage(storage_settings) as storage:
@@ -361,7 +397,7 @@ async def test_a_home_that_was_not_created_is_refused_in_a_sentence(
             await storage.blobs.create("a.png", b"x", "image/png", {})
 
 
-async def test_creating_a_home_twice_keeps_what_it_holds(storage: Storage) -> None:
+async def test_create_keeps_the_contents_of_an_existing_storage(storage: Storage) -> None:
     await storage.queue.send(["a job"])
     await storage.create()
     await storage.check()

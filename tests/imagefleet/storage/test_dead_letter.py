@@ -26,7 +26,7 @@ async def lease(storage: Storage, body: str) -> LeasedMessage:
 
 
 async def add(storage: Storage, body: str, job: Job | None = None) -> FailedJob:
-    """Buries a message and returns its record as it lies in the poison queue."""
+    """Dead-letters a message; returns its record from the poison queue."""
     message = await lease(storage, body)
     await dead_letter.add(
         storage, message, job, errors.UnusableFileError("does not fit"), "worker-1"
@@ -39,11 +39,13 @@ async def add(storage: Storage, body: str, job: Job | None = None) -> FailedJob:
 
 
 def noise(size: int) -> str:
-    """Text that no packing makes smaller than the limit leaves room for."""
+    """Text that zlib cannot compress."""
     return base64.b64encode(random.Random(1).randbytes(size)).decode()
 
 
-async def test_a_failed_job_is_kept_with_its_error_attempts_and_worker(storage: Storage) -> None:
+async def test_a_record_holds_the_job_its_error_the_attempts_and_the_worker(
+    storage: Storage,
+) -> None:
     message = await lease(storage, '{"prompt":"a cat","campaign":"spring"}')
     job = read_job(message.body, message.id)
 
@@ -60,14 +62,14 @@ async def test_a_failed_job_is_kept_with_its_error_attempts_and_worker(storage: 
 
 
 @pytest.mark.parametrize("body", ["no job", '{"prompt":5}', "ü & <b> \u2028 \U0001f408"])
-async def test_a_message_that_is_no_job_is_kept_as_it_came(storage: Storage, body: str) -> None:
+async def test_an_invalid_message_is_kept_unchanged(storage: Storage, body: str) -> None:
     record = await add(storage, body)
 
     assert await record.message(storage.blobs) == body
     assert record.campaign is None
 
 
-async def test_a_job_that_fills_its_message_is_packed(storage: Storage) -> None:
+async def test_a_job_too_large_for_a_record_is_compressed(storage: Storage) -> None:
     prompt = "a cat on a mat, " * 4_090
     job = Job(prompt=prompt, id="a", seed=5)
 
@@ -77,7 +79,7 @@ async def test_a_job_that_fills_its_message_is_packed(storage: Storage) -> None:
     assert read_job(await record.message(storage.blobs), "other") == job
 
 
-async def test_a_message_that_cannot_be_packed_waits_in_the_blob_store(storage: Storage) -> None:
+async def test_an_incompressible_message_is_kept_in_a_blob(storage: Storage) -> None:
     body = noise(49_140)
 
     record = await add(storage, body)
@@ -86,7 +88,7 @@ async def test_a_message_that_cannot_be_packed_waits_in_the_blob_store(storage: 
     assert await record.message(storage.blobs) == body
 
 
-async def test_a_message_buried_twice_meets_its_own_blob(storage: Storage) -> None:
+async def test_a_message_dead_lettered_twice_has_one_blob(storage: Storage) -> None:
     for _ in range(2):
         message = await lease(storage, noise(49_140))
         await dead_letter.add(storage, message, None, errors.JobError(), "w")
@@ -95,7 +97,7 @@ async def test_a_message_buried_twice_meets_its_own_blob(storage: Storage) -> No
     assert len(blobs) == 1
 
 
-async def test_a_full_message_whose_id_would_lift_it_over_the_limit_stays_replayable(
+async def test_a_full_message_that_its_id_would_make_too_large_can_be_replayed(
     storage: Storage,
 ) -> None:
     prompt = noise(49_200)[: MAX_MESSAGE_BYTES - len('{"prompt":""}')]
@@ -107,7 +109,7 @@ async def test_a_full_message_whose_id_would_lift_it_over_the_limit_stays_replay
     await storage.queue.send([await record.message(storage.blobs)])
 
 
-async def test_a_body_whose_blob_is_gone_is_a_job_error_that_names_it(storage: Storage) -> None:
+async def test_a_missing_blob_is_a_job_error_that_names_it(storage: Storage) -> None:
     record = FailedJob(
         id="a",
         error="JobError",
@@ -122,7 +124,7 @@ async def test_a_body_whose_blob_is_gone_is_a_job_error_that_names_it(storage: S
         await record.message(storage.blobs)
 
 
-async def test_a_lost_lease_is_told_and_the_record_is_added_all_the_same(
+async def test_a_lost_lease_is_raised_after_the_record_was_added(
     storage: Storage,
 ) -> None:
     message = await lease(storage, "no job")
@@ -135,7 +137,7 @@ async def test_a_lost_lease_is_told_and_the_record_is_added_all_the_same(
     assert (await storage.queue.depth()).messages == 1
 
 
-async def test_a_kill_after_the_record_is_added_leaves_the_job_in_both_queues(
+async def test_a_crash_after_the_record_was_added_leaves_the_job_in_both_queues(
     storage_settings: StorageSettings,
 ) -> None:
     class Killed(BaseException):
@@ -156,7 +158,7 @@ async def test_a_kill_after_the_record_is_added_leaves_the_job_in_both_queues(
         assert (await storage.queue.depth()).messages == 1
 
 
-async def test_a_poison_queue_that_takes_nothing_leaves_the_job_in_its_queue(
+async def test_a_failed_send_to_the_poison_queue_leaves_the_job_in_its_queue(
     storage: Storage,
 ) -> None:
     message = await lease(storage, "no job")
@@ -174,7 +176,7 @@ async def test_a_poison_queue_that_takes_nothing_leaves_the_job_in_its_queue(
 @pytest.mark.parametrize(
     "reason", ["x" * 100_000, "\U0001f408" * 50_000, "<&>" * 10_000, "\ud800", "\0\x1b[31m"]
 )
-async def test_an_error_of_any_text_fits_its_record(tmp_path: Path, reason: str) -> None:
+async def test_any_error_text_fits_into_a_record(tmp_path: Path, reason: str) -> None:
     async with open_storage(StorageSettings(storage=f"local:{tmp_path}")) as storage:
         await storage.create()
         message = await lease(storage, noise(49_140))
@@ -186,12 +188,12 @@ async def test_an_error_of_any_text_fits_its_record(tmp_path: Path, reason: str)
 
 
 @given(st.text() | st.recursive(st.none() | st.text(), st.lists).map(json.dumps))
-def test_no_text_in_the_poison_queue_raises(text: str) -> None:
+def test_reading_an_arbitrary_message_does_not_raise(text: str) -> None:
     assert FailedJob.read(text) is None
 
 
 @pytest.mark.parametrize("blob", ["../jobs.sqlite", "failed/../x.txt", "images/a.png", ""])
-def test_a_record_that_names_another_blob_is_no_record(blob: str) -> None:
+def test_a_record_with_a_foreign_blob_name_is_not_accepted(blob: str) -> None:
     fields = {"id": "a", "error": "E", "reason": "", "attempts": 1, "worker": "w"}
     text = json.dumps({**fields, "failed_at": "2026-01-01T00:00:00Z", "body_blob": blob})
 

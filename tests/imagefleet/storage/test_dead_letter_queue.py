@@ -36,7 +36,7 @@ async def add(
 
 
 async def ids(queue: JobQueue) -> Counter[str]:
-    """The ids of the jobs that are visible in a queue, records' in the poison queue."""
+    """The ids of the jobs that are visible in a queue."""
     found: Counter[str] = Counter()
     async for message in queue.browse():
         record = dead_letter.FailedJob.read(message.body)
@@ -44,7 +44,7 @@ async def ids(queue: JobQueue) -> Counter[str]:
     return found
 
 
-async def test_a_replayed_job_is_the_same_job_with_a_fresh_count(storage: Storage) -> None:
+async def test_a_replayed_job_is_unchanged_but_for_its_delivery_count(storage: Storage) -> None:
     await add(storage, "a")
 
     swept = await dead_letter_queue.replay(storage, Selection())
@@ -59,7 +59,7 @@ async def test_a_replayed_job_is_the_same_job_with_a_fresh_count(storage: Storag
 
 
 @pytest.mark.parametrize(
-    ("selection", "meant"),
+    ("selection", "selected"),
     [
         (Selection(), {"a", "b", "c"}),
         (Selection(error="MissingFileError"), {"a", "b"}),
@@ -70,8 +70,8 @@ async def test_a_replayed_job_is_the_same_job_with_a_fresh_count(storage: Storag
         (Selection(error="Missing", id="c"), set()),
     ],
 )
-async def test_only_what_is_meant_is_replayed_and_the_rest_is_visible_at_once(
-    storage: Storage, selection: Selection, meant: set[str]
+async def test_only_selected_jobs_are_replayed_and_the_others_stay_visible(
+    storage: Storage, selection: Selection, selected: set[str]
 ) -> None:
     await add(storage, "a")
     await add(storage, "b", campaign="summer")
@@ -80,13 +80,13 @@ async def test_only_what_is_meant_is_replayed_and_the_rest_is_visible_at_once(
     browsed = {entry.id async for entry in dead_letter_queue.browse(storage, selection)}
     swept = await dead_letter_queue.replay(storage, selection)
 
-    assert browsed == meant
-    assert swept.done == len(meant)
-    assert set(await ids(storage.queue)) == meant
-    assert set(await ids(storage.poison)) == {"a", "b", "c"} - meant
+    assert browsed == selected
+    assert swept.done == len(selected)
+    assert set(await ids(storage.queue)) == selected
+    assert set(await ids(storage.poison)) == {"a", "b", "c"} - selected
 
 
-async def test_discarded_jobs_are_gone_from_both_queues(storage: Storage) -> None:
+async def test_discarded_jobs_are_in_neither_queue(storage: Storage) -> None:
     await add(storage, "a")
     await add(storage, "b", campaign="summer")
 
@@ -97,7 +97,7 @@ async def test_discarded_jobs_are_gone_from_both_queues(storage: Storage) -> Non
     assert (await storage.queue.depth()).messages == 0
 
 
-async def test_a_message_that_is_no_record_is_shown_and_kept(storage: Storage) -> None:
+async def test_a_foreign_message_is_shown_and_kept(storage: Storage) -> None:
     await add(storage, "a")
     await storage.poison.send(["what is this?"])
 
@@ -112,7 +112,7 @@ async def test_a_message_that_is_no_record_is_shown_and_kept(storage: Storage) -
     assert left.body == "what is this?"
 
 
-async def test_a_message_that_is_no_record_goes_when_it_is_named(storage: Storage) -> None:
+async def test_a_foreign_message_is_discarded_by_its_id(storage: Storage) -> None:
     await storage.poison.send(["what is this?"])
     [left] = [message async for message in storage.poison.browse()]
 
@@ -122,7 +122,7 @@ async def test_a_message_that_is_no_record_goes_when_it_is_named(storage: Storag
     assert (await storage.poison.depth()).messages == 0
 
 
-async def test_more_than_one_page_is_replayed_and_more_than_one_page_held(
+async def test_a_sweep_handles_more_than_one_page(
     storage: Storage,
 ) -> None:
     await add(storage, *(f"a{number}" for number in range(40)))
@@ -136,7 +136,7 @@ async def test_more_than_one_page_is_replayed_and_more_than_one_page_held(
     assert len(await ids(storage.poison)) == 40
 
 
-async def test_a_worker_that_fails_jobs_as_fast_as_they_are_replayed_makes_no_endless_loop(
+async def test_a_replay_ends_even_if_the_jobs_fail_again_meanwhile(
     storage: Storage,
 ) -> None:
     await add(storage, *(f"a{number}" for number in range(10)))
@@ -156,19 +156,19 @@ async def test_a_worker_that_fails_jobs_as_fast_as_they_are_replayed_makes_no_en
     assert len(await ids(storage.poison)) == 10
 
 
-class Stopped(BaseException):
-    """Stands for a kill: nothing in the code may catch it."""
+class Crashed(BaseException):
+    """Simulates a crash: no code may catch it."""
 
 
-async def test_a_kill_between_the_two_queues_repeats_and_never_loses(storage: Storage) -> None:
+async def test_a_crash_between_the_two_queues_repeats_jobs_and_loses_none(storage: Storage) -> None:
     await add(storage, "a", "b", "c")
     delete = storage.poison.delete
 
     async def killed(message: LeasedMessage) -> None:
-        raise Stopped
+        raise Crashed
 
     storage.poison.delete = killed  # type: ignore[method-assign]
-    with pytest.raises(Stopped):
+    with pytest.raises(Crashed):
         await dead_letter_queue.replay(storage, Selection())
     storage.poison.delete = delete  # type: ignore[method-assign]
 
@@ -178,7 +178,7 @@ async def test_a_kill_between_the_two_queues_repeats_and_never_loses(storage: St
     assert await ids(storage.queue) <= Counter({"a": 2, "b": 2, "c": 2})
 
 
-async def test_a_job_queue_that_takes_nothing_leaves_every_failed_job_visible(
+async def test_a_failed_send_to_the_job_queue_leaves_the_failed_jobs_visible(
     storage: Storage,
 ) -> None:
     await add(storage, "a", "b")
@@ -193,7 +193,7 @@ async def test_a_job_queue_that_takes_nothing_leaves_every_failed_job_visible(
     assert set(await ids(storage.poison)) == {"a", "b"}
 
 
-async def test_a_lease_that_ends_during_the_sweep_is_no_error(storage: Storage) -> None:
+async def test_a_lease_that_expires_during_the_sweep_is_not_an_error(storage: Storage) -> None:
     await add(storage, "a")
     receive = storage.poison.receive
 
@@ -210,7 +210,7 @@ async def test_a_lease_that_ends_during_the_sweep_is_no_error(storage: Storage) 
     assert set(await ids(storage.queue)) == {"a"}
 
 
-async def test_a_record_that_cannot_be_replayed_stays_and_the_others_go(storage: Storage) -> None:
+async def test_a_damaged_record_stays_and_the_others_are_replayed(storage: Storage) -> None:
     await add(storage, "a", "b")
     [first, *_] = await storage.poison.receive(1, 60)
     record = dead_letter.FailedJob.read(first.body)
@@ -248,8 +248,8 @@ def test_sigkill_in_the_middle_of_a_replay_loses_no_job(tmp_path: Path) -> None:
 
         async def main():
             settings = StorageSettings(storage="local:{tmp_path}")
-            async with open_storage(settings) as home:
-                delete = home.poison.delete
+            async with open_storage(settings) as storage:
+                delete = storage.poison.delete
                 deleted = 0
 
                 async def counting(message):
@@ -259,8 +259,8 @@ def test_sigkill_in_the_middle_of_a_replay_loses_no_job(tmp_path: Path) -> None:
                         os.kill(os.getpid(), signal.SIGKILL)
                     await delete(message)
 
-                home.poison.delete = counting
-                await dead_letter_queue.replay(home, dead_letter_queue.Selection())
+                storage.poison.delete = counting
+                await dead_letter_queue.replay(storage, dead_letter_queue.Selection())
 
         asyncio.run(main())
     """)

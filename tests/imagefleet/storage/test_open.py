@@ -1,5 +1,3 @@
-"""Addresses: each chooses its home, and a wrong one is a sentence that shows no secret."""
-
 from __future__ import annotations
 
 from pathlib import Path
@@ -30,13 +28,13 @@ def urls(opened: AzureStorage) -> list[str]:
     return [client.url for client in clients]
 
 
-def test_a_folder_is_a_local_home(tmp_path: Path) -> None:
+def test_a_folder_is_a_local_storage(tmp_path: Path) -> None:
     opened = open_storage(StorageSettings(storage=f"local:{tmp_path}"))
     assert isinstance(opened, LocalStorage)
     assert opened.url == f"local:{tmp_path}"
 
 
-def test_a_local_address_may_name_the_users_folder(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_tilde_is_expanded(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("HOME", "/home/fox")
     opened = open_storage(StorageSettings(storage="local:~/fleet"))
     assert opened.url == "local:/home/fox/fleet"
@@ -51,7 +49,7 @@ def test_a_local_address_may_name_the_users_folder(monkeypatch: pytest.MonkeyPat
         "https://FLEET.Queue.core.windows.net",
     ],
 )
-def test_either_services_url_gives_both(address: str) -> None:
+def test_the_url_of_either_service_implies_the_other(address: str) -> None:
     opened = settings_for(address, queue_sas=SAS)
     assert urls(opened) == [
         "https://fleet.queue.core.windows.net/jobs",
@@ -61,16 +59,16 @@ def test_either_services_url_gives_both(address: str) -> None:
     assert opened.url == ACCOUNT
 
 
-def test_a_token_may_come_in_the_url() -> None:
+def test_a_url_may_contain_the_token() -> None:
     opened = settings_for(f"{ACCOUNT}?{SAS.get_secret_value()}")
     assert opened.url == ACCOUNT
 
 
-def test_a_connection_string_gives_an_account() -> None:
+def test_a_connection_string_names_the_account() -> None:
     assert settings_for(f"DefaultEndpointsProtocol=https;{KEY}").url == ACCOUNT
 
 
-def test_azurites_short_address_is_known() -> None:
+def test_azurites_short_connection_string_is_accepted() -> None:
     assert (
         settings_for("UseDevelopmentStorage=true").url == "http://127.0.0.1:10000/devstoreaccount1"
     )
@@ -96,7 +94,7 @@ def test_an_account_without_credentials_names_the_setting() -> None:
         f"BlobEndpoint;AccountName=x;AccountKey={SECRET}",
     ],
 )
-def test_a_wrong_address_is_a_sentence_without_secrets(address: str) -> None:
+def test_an_invalid_address_is_one_line_without_secrets(address: str) -> None:
     with pytest.raises(errors.SetupError) as caught:
         open_storage(StorageSettings(storage=address))
     assert SECRET not in caught.value.message

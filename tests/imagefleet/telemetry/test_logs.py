@@ -4,13 +4,10 @@ import json
 import logging
 import subprocess
 import sys
-from collections.abc import Callable
 
 import pytest
 
 from imagefleet.telemetry import logs
-
-Imagefleet = Callable[..., "subprocess.CompletedProcess[str]"]  # the fixture of conftest.py
 
 
 def line_of(**record: object) -> dict[str, object]:
@@ -33,7 +30,7 @@ def test_a_line_has_severity_action_message_and_job() -> None:
     }
 
 
-def test_a_line_stays_one_line_whatever_it_says() -> None:
+def test_a_record_with_line_breaks_is_one_line() -> None:
     try:
         json.loads("two\nlines")
     except ValueError:
@@ -51,7 +48,9 @@ def test_a_line_stays_one_line_whatever_it_says() -> None:
 @pytest.mark.parametrize(
     ("log_format", "is_json"), [("auto", True), ("json", True), ("text", False)]
 )
-def test_programs_get_json_unless_text_is_asked_for(log_format: str, is_json: bool) -> None:
+def test_json_is_logged_without_a_terminal_unless_text_is_set(
+    log_format: str, is_json: bool
+) -> None:
     program = (
         "import logging; from imagefleet.telemetry import logs;"
         f"logs.configure({log_format!r});"

@@ -10,7 +10,7 @@ from imagefleet import errors
 from imagefleet.telemetry import probes
 
 
-async def test_the_three_addresses_say_how_the_worker_is() -> None:
+async def test_the_probes_report_the_state_of_the_worker() -> None:
     registry = CollectorRegistry()
     Counter("imagefleet_images", "Images stored.", registry=registry).inc(3)
     state = {"live": True, "ready": False}
@@ -38,7 +38,7 @@ async def test_the_three_addresses_say_how_the_worker_is() -> None:
         assert await status("/etc/passwd") == 404
 
 
-async def test_a_port_in_use_is_the_operators_to_change() -> None:
+async def test_a_port_in_use_is_a_setup_error() -> None:
     with socket.socket() as taken:
         taken.bind(("127.0.0.1", 0))
         taken.listen()

@@ -1,4 +1,4 @@
-"""Keys and SAS tokens: a worker's may do a worker's work alone, and no message shows a secret."""
+"""Account keys and SAS tokens with restricted permissions."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ ONE_HOUR = timedelta(hours=1)
 
 
 def endpoints(settings: StorageSettings) -> str:
-    """The address without its key."""
+    """The connection string without its key."""
     return ";".join(re.findall(r"\w+Endpoint=[^;]+", settings.storage))
 
 
@@ -64,16 +64,16 @@ def with_tokens(settings: StorageSettings, **tokens: SecretStr) -> StorageSettin
 
 @pytest.fixture
 async def owner(azurite_settings: StorageSettings) -> AsyncIterator[Storage]:
-    """The home, opened with the account's key."""
+    """The storage, opened with the account's key."""
     async with open_storage(azurite_settings) as storage:
         await storage.create()
         yield storage
 
 
-async def test_a_missing_container_is_found_with_a_containers_token(
+async def test_a_missing_container_is_detected_with_a_sas_token(
     azurite_settings: StorageSettings, owner: Storage
 ) -> None:
-    """Azure answers no container's token about the container itself."""
+    """A container's SAS token cannot read the properties of the container."""
     settings = with_tokens(
         azurite_settings.model_copy(update={"container": "no-such-container"}),
         queue_sas=queue_sas(azurite_settings, azurite_settings.queue, "raup"),
@@ -85,7 +85,7 @@ async def test_a_missing_container_is_found_with_a_containers_token(
             await storage.check()
 
 
-async def test_a_token_without_overwriting_or_reading_creates_and_no_more(
+async def test_a_token_that_may_only_create_does_no_more(
     azurite_settings: StorageSettings, owner: Storage
 ) -> None:
     settings = with_tokens(
@@ -122,7 +122,7 @@ async def test_a_wrong_key_is_refused_by_the_check(
         assert key not in caught.value.message
 
 
-async def test_the_queues_token_serves_where_there_is_no_other(
+async def test_the_queues_token_is_used_if_there_is_no_other(
     azurite_settings: StorageSettings, owner: Storage
 ) -> None:
     settings = with_tokens(
@@ -132,12 +132,12 @@ async def test_the_queues_token_serves_where_there_is_no_other(
     )
     async with AzureStorage(settings, NEVER) as storage:
         await storage.queue.check()
-        # It reaches the poison queue, and is refused there: it was made for the other one.
+        # It is sent to the poison queue, too, which refuses it.
         with pytest.raises(errors.SetupError, match="poison"):
             await storage.poison.check()
 
 
-async def test_no_message_and_no_traceback_shows_a_token(
+async def test_neither_messages_nor_tracebacks_show_a_token(
     azurite_settings: StorageSettings, faulty_azurite: object, unused_tcp_port: int
 ) -> None:
     token = queue_sas(azurite_settings, azurite_settings.queue, "raup")

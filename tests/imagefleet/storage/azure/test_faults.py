@@ -1,8 +1,9 @@
-"""The home on Azure behind a network that fails: what is repeated, what surfaces, and as what."""
+"""Azure Storage behind a faulty network: what is retried, and which errors are raised."""
 
 from __future__ import annotations
 
 import asyncio
+import dataclasses
 from collections.abc import AsyncIterator, Awaitable, Callable
 from typing import Any
 
@@ -34,18 +35,18 @@ CALLS: dict[str, Callable[[AzureStorage], Awaitable[Any]]] = {
     "list blobs": _names,
 }
 
-FAULTS_THAT_MAY_PASS = [500, 502, 503, 504, 429, 408, 409, "drop", "garbage", "hang"]
+TRANSIENT_FAULTS = [500, 502, 503, 504, 429, 408, 409, "drop", "garbage", "hang"]
 
 
 @pytest.fixture
 def retried() -> list[errors.TransientError]:
-    """What the hook of the retries was told."""
+    """The errors that were retried."""
     return []
 
 
 @pytest.fixture
 def read_timeout_seconds() -> float:
-    """Half a second, for the faults that hang; on a busy machine, a sound answer may take it."""
+    """Short, for the fault "hang"; too short for other tests on a busy machine."""
     return 0.5
 
 
@@ -56,7 +57,7 @@ async def azure_storage(
     retried: list[errors.TransientError],
     read_timeout_seconds: float,
 ) -> AsyncIterator[AzureStorage]:
-    """A home behind the faulty proxy that tries three times."""
+    """Azure Storage behind the faulty proxy; makes three attempts."""
     policy = RetryPolicy(
         tries=3, first_wait_seconds=0.001, longest_wait_seconds=0.002, on_retry=retried.append
     )
@@ -68,13 +69,13 @@ async def azure_storage(
         yield azure_storage
 
 
-# Faults that pass, and faults that stay
+# Transient and lasting faults
 
 
 @pytest.mark.parametrize("read_timeout_seconds", [20.0])
 @pytest.mark.parametrize("fault", [500, 503, 429, "drop"])
 @pytest.mark.parametrize("call", CALLS)
-async def test_a_fault_that_passes_is_repeated_and_counted(
+async def test_a_transient_fault_is_retried_and_reported(
     azure_storage: AzureStorage,
     faulty_azurite: Any,
     retried: list[errors.TransientError],
@@ -86,8 +87,20 @@ async def test_a_fault_that_passes_is_repeated_and_counted(
     assert len(retried) == 2
 
 
+@pytest.mark.parametrize("read_timeout_seconds", [20.0])
+async def test_each_retry_is_an_operation(azure_storage: AzureStorage, faulty_azurite: Any) -> None:
+    operations = azure_storage.operations
+    before = dataclasses.replace(operations)
+    for call in (CALLS["send"], CALLS["create blob"], CALLS["read blob"]):
+        faulty_azurite.faults.extend([503, "drop"])
+        await call(azure_storage)
+    assert operations.queue - before.queue == 3
+    assert operations.blob_writes - before.blob_writes == 3
+    assert operations.blob_reads - before.blob_reads == 3
+
+
 @pytest.mark.parametrize("call", ["send", "receive", "create blob", "list blobs"])
-async def test_an_answer_that_is_none_is_repeated(
+async def test_a_malformed_answer_is_retried(
     azure_storage: AzureStorage,
     faulty_azurite: Any,
     retried: list[errors.TransientError],
@@ -98,8 +111,8 @@ async def test_an_answer_that_is_none_is_repeated(
     assert len(retried) == 1
 
 
-@pytest.mark.parametrize("fault", FAULTS_THAT_MAY_PASS)
-async def test_a_fault_that_stays_surfaces_as_transient_and_says_what_it_was(
+@pytest.mark.parametrize("fault", TRANSIENT_FAULTS)
+async def test_a_lasting_fault_is_raised_as_a_transient_error_that_names_it(
     azure_storage: AzureStorage, faulty_azurite: Any, fault: Any
 ) -> None:
     faulty_azurite.faults.extend([fault] * 3)
@@ -111,20 +124,19 @@ async def test_a_fault_that_stays_surfaces_as_transient_and_says_what_it_was(
     assert await azure_storage.queue.receive(1, LEASE_SECONDS) == []
 
 
-async def test_an_address_where_nobody_listens_is_transient(
+async def test_an_unreachable_address_is_a_transient_error(
     azurite_settings: StorageSettings, unused_tcp_port: int
 ) -> None:
-    nobody = f"http://127.0.0.1:{unused_tcp_port}/devstoreaccount1"
-    address = (
-        f"AccountName=devstoreaccount1;AccountKey=a2V5;BlobEndpoint={nobody};QueueEndpoint={nobody}"
-    )
+    url = f"http://127.0.0.1:{unused_tcp_port}/devstoreaccount1"
+    endpoints = f"BlobEndpoint={url};QueueEndpoint={url}"
+    address = f"AccountName=devstoreaccount1;AccountKey=a2V5;{endpoints}"
     settings = azurite_settings.model_copy(update={"storage": address})
     async with AzureStorage(settings, NEVER) as azure_storage:
         with pytest.raises(errors.TransientError, match="cannot reach the queue"):
             await azure_storage.check()
 
 
-# Replies that are lost
+# Lost replies
 
 
 async def test_a_renewal_whose_reply_was_lost_is_unknown_until_the_next_one(
@@ -141,7 +153,7 @@ async def test_a_renewal_whose_reply_was_lost_is_unknown_until_the_next_one(
 
 
 @pytest.mark.parametrize("fault", [500, 503, "drop"])
-async def test_a_renewal_that_never_arrived_is_repeated(
+async def test_a_renewal_that_did_not_arrive_is_retried(
     azure_storage: AzureStorage, faulty_azurite: Any, fault: Any
 ) -> None:
     await azure_storage.queue.send(["a job"])
@@ -150,7 +162,7 @@ async def test_a_renewal_that_never_arrived_is_repeated(
     await azure_storage.queue.delete(await azure_storage.queue.renew(message, LEASE_SECONDS))
 
 
-async def test_an_acknowledgement_whose_reply_was_lost_is_one(
+async def test_a_delete_whose_reply_was_lost_succeeds(
     azure_storage: AzureStorage, faulty_azurite: Any
 ) -> None:
     await azure_storage.queue.send(["a job"])
@@ -160,7 +172,7 @@ async def test_an_acknowledgement_whose_reply_was_lost_is_one(
     assert (await azure_storage.queue.depth()).messages == 0
 
 
-async def test_a_release_whose_reply_was_lost_is_one(
+async def test_a_release_whose_reply_was_lost_succeeds(
     azure_storage: AzureStorage, faulty_azurite: Any
 ) -> None:
     await azure_storage.queue.send(["a job"])
@@ -170,7 +182,7 @@ async def test_a_release_whose_reply_was_lost_is_one(
     assert len(await azure_storage.queue.receive(1, LEASE_SECONDS)) == 1
 
 
-async def test_a_send_whose_reply_was_lost_may_come_twice_but_comes(
+async def test_a_message_whose_reply_was_lost_is_sent_at_least_once(
     azure_storage: AzureStorage, faulty_azurite: Any
 ) -> None:
     faulty_azurite.faults.append("lose reply")
@@ -179,7 +191,7 @@ async def test_a_send_whose_reply_was_lost_may_come_twice_but_comes(
     assert {message.body for message in received} == {"a job"}
 
 
-async def test_a_blob_whose_reply_was_lost_is_there_once(
+async def test_a_blob_whose_reply_was_lost_is_created_once(
     azure_storage: AzureStorage, faulty_azurite: Any
 ) -> None:
     faulty_azurite.faults.append("lose reply")
@@ -187,7 +199,7 @@ async def test_a_blob_whose_reply_was_lost_is_there_once(
     assert await azure_storage.blobs.read("fox.png") == b"pixels"
 
 
-async def test_messages_received_in_a_lost_reply_come_back(
+async def test_messages_in_a_lost_reply_are_visible_again_later(
     azure_storage: AzureStorage, faulty_azurite: Any
 ) -> None:
     await azure_storage.queue.send(["a job"])
@@ -198,11 +210,11 @@ async def test_messages_received_in_a_lost_reply_come_back(
     assert message.delivery_count == 2
 
 
-# What is not repeated
+# What is not retried
 
 
 @pytest.mark.parametrize("code", ["MemoryExtentStoreAtSizeLimit", "ContainerBeingDeleted"])
-async def test_a_conflict_that_is_not_an_existing_blob_is_not_done(
+async def test_other_conflicts_do_not_count_as_an_existing_blob(
     azure_storage: AzureStorage, faulty_azurite: Any, code: str
 ) -> None:
     faulty_azurite.faults.extend([(409, code)] * 3)
@@ -212,14 +224,14 @@ async def test_a_conflict_that_is_not_an_existing_blob_is_not_done(
 
 
 @pytest.mark.parametrize("answer", [(409, "BlobAlreadyExists"), (403, "UnauthorizedBlobOverwrite")])
-async def test_an_existing_blob_is_done_whatever_the_token_may(
+async def test_an_existing_blob_is_recognized_whatever_the_token_permits(
     azure_storage: AzureStorage, faulty_azurite: Any, answer: tuple[int, str]
 ) -> None:
     faulty_azurite.faults.append(answer)
     assert not await azure_storage.blobs.create("fox.png", b"pixels", "image/png", {})
 
 
-async def test_too_large_is_the_jobs_fault(
+async def test_a_body_too_large_for_azure_is_a_job_error(
     azure_storage: AzureStorage, faulty_azurite: Any
 ) -> None:
     faulty_azurite.faults.append(413)
@@ -228,7 +240,7 @@ async def test_too_large_is_the_jobs_fault(
 
 
 @pytest.mark.parametrize("status", [401, 403])
-async def test_refused_credentials_are_the_operators_to_mend(
+async def test_refused_credentials_are_a_setup_error(
     azure_storage: AzureStorage,
     faulty_azurite: Any,
     retried: list[errors.TransientError],
@@ -242,7 +254,7 @@ async def test_refused_credentials_are_the_operators_to_mend(
     assert retried == []
 
 
-async def test_the_first_failed_send_ends_the_others(
+async def test_a_failed_send_cancels_the_others(
     azure_storage: AzureStorage, faulty_azurite: Any
 ) -> None:
     faulty_azurite.faults.extend([403] * 100)
@@ -252,16 +264,16 @@ async def test_the_first_failed_send_ends_the_others(
 
 
 @pytest.mark.parametrize("code", sorted(azure_errors.NOT_FOR_TOKENS))
-async def test_who_may_only_use_a_queue_finds_it_made(
+async def test_create_does_nothing_with_a_token_for_one_queue(
     azure_storage: AzureStorage, faulty_azurite: Any, code: str
 ) -> None:
     faulty_azurite.faults.append((403, code))
-    await azure_storage.create()  # neither refused, nor asked about the others
+    await azure_storage.create()  # neither an error nor further requests
     assert not faulty_azurite.faults
     await azure_storage.queue.send(["a job"])
 
 
-async def test_a_refused_blob_is_not_taken_for_one_that_is_there(
+async def test_a_refused_blob_is_not_mistaken_for_an_existing_one(
     azure_storage: AzureStorage, faulty_azurite: Any
 ) -> None:
     faulty_azurite.faults.append((403, "AuthorizationPermissionMismatch"))

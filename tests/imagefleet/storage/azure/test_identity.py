@@ -1,4 +1,4 @@
-"""The identity of a Kubernetes pod, and the address that is never asked for one."""
+"""The workload identity of a Kubernetes pod."""
 
 from __future__ import annotations
 
@@ -6,7 +6,6 @@ import ast
 import asyncio
 import json
 import os
-import ssl
 import subprocess
 import sys
 from collections.abc import AsyncIterator
@@ -23,32 +22,31 @@ from imagefleet.storage.settings import StorageSettings
 
 ROOT = Path(__file__).parents[4]
 
-#: Where a machine in Azure finds its managed identity, and one of SaladCloud's its own service.
+#: Of managed identities on Azure's machines; on SaladCloud's, of another service.
 METADATA_ADDRESS = "169.254.169.254"
 
-#: Looks at the queue's depth; prints it, or what went wrong, and every address that it connected
-#: to or asked for.
+#: Prints the depth of the queue or the error, and every address that it connected to or resolved.
 PROGRAM = """
 import asyncio, json, sys
 addresses = set()
 
-def heard(event, arguments):
+def record(event, arguments):
     if event == "socket.connect":
         addresses.add(str(arguments[1][0]))
     elif event == "socket.getaddrinfo":
         addresses.add(str(arguments[0]))
 
-sys.addaudithook(heard)
+sys.addaudithook(record)
 from imagefleet import errors, retry
 from imagefleet.storage.open import open_storage
 from imagefleet.storage.settings import StorageSettings
 
-async def look():
-    async with open_storage(StorageSettings(), retry.NEVER) as home:
-        return (await home.queue.depth()).messages
+async def depth():
+    async with open_storage(StorageSettings(), retry.NEVER) as storage:
+        return (await storage.queue.depth()).messages
 
 try:
-    result = asyncio.run(look())
+    result = asyncio.run(depth())
 except errors.FleetError as error:
     result = f"{type(error).__name__}: {error}"
 print(json.dumps({"result": result, "addresses": sorted(addresses)}))
@@ -57,7 +55,7 @@ print(json.dumps({"result": result, "addresses": sorted(addresses)}))
 
 @dataclass
 class FakeCloud:
-    """Microsoft Entra and a queue service behind one address with TLS."""
+    """Microsoft Entra and Queue Storage at one HTTPS address."""
 
     url: str
     status: int = 200
@@ -86,13 +84,11 @@ class FakeCloud:
 
 @pytest.fixture
 async def cloud(broker: Any) -> AsyncIterator[FakeCloud]:
-    """A cloud with the broker's certificate."""
-    tls = ssl.create_default_context(ssl.Purpose.CLIENT_AUTH)
-    tls.load_cert_chain(broker.certificate, broker.certificate.with_suffix(".key"))
+    """A fake cloud with the certificate of the broker."""
     fake = FakeCloud("")
     runner = web.ServerRunner(web.Server(fake.handle), shutdown_timeout=0)
     await runner.setup()
-    await web.TCPSite(runner, "127.0.0.1", 0, ssl_context=tls).start()
+    await web.TCPSite(runner, "127.0.0.1", 0, ssl_context=broker.tls).start()
     fake.url = f"https://127.0.0.1:{runner.addresses[0][1]}"
     yield fake
     await runner.cleanup()
@@ -100,7 +96,7 @@ async def cloud(broker: Any) -> AsyncIterator[FakeCloud]:
 
 @pytest.fixture
 def pod(cloud: FakeCloud, tmp_path: Path) -> dict[str, str]:
-    """The variables of a pod with workload identity."""
+    """The environment of a pod with workload identity."""
     (tmp_path / "token").write_text("the pod's own token")
     return {
         "AZURE_FEDERATED_TOKEN_FILE": str(tmp_path / "token"),
@@ -111,8 +107,8 @@ def pod(cloud: FakeCloud, tmp_path: Path) -> dict[str, str]:
     }
 
 
-async def look(**variables: str) -> dict[str, Any]:
-    """Runs the program as if on a machine with these variables."""
+async def run(**variables: str) -> dict[str, Any]:
+    """Runs the program with these environment variables."""
     process = await asyncio.create_subprocess_exec(
         *(sys.executable, "-c", PROGRAM),
         env={**os.environ, **variables},
@@ -122,41 +118,39 @@ async def look(**variables: str) -> dict[str, Any]:
     return dict(json.loads(output))
 
 
-async def test_a_pods_identity_lets_it_in(cloud: FakeCloud, pod: dict[str, str]) -> None:
-    assert await look(**pod) == {"result": 7, "addresses": ["127.0.0.1"]}
+async def test_a_pods_identity_gives_access(cloud: FakeCloud, pod: dict[str, str]) -> None:
+    assert await run(**pod) == {"result": 7, "addresses": ["127.0.0.1"]}
     assert cloud.assertions == ["the pod's own token"]
 
 
-async def test_a_pods_identity_that_is_refused_is_the_operators_to_mend(
-    cloud: FakeCloud, pod: dict[str, str]
-) -> None:
+async def test_a_refused_identity_is_a_setup_error(cloud: FakeCloud, pod: dict[str, str]) -> None:
     cloud.status = 401
-    found = await look(**pod)
+    found = await run(**pod)
     assert found["result"].startswith("SetupError: Microsoft Entra refuses the pod's identity")
     assert "AADSTS700016" in found["result"]
     assert METADATA_ADDRESS not in found["addresses"]
 
 
-async def test_a_pod_without_its_client_id_is_told_so(pod: dict[str, str]) -> None:
+async def test_a_missing_client_id_is_named(pod: dict[str, str]) -> None:
     del pod["AZURE_CLIENT_ID"]
-    found = await look(**pod)
+    found = await run(**pod)
     assert "AZURE_CLIENT_ID" in found["result"]
     assert found["addresses"] == []
 
 
-async def test_a_key_goes_before_a_pods_identity(
+async def test_a_key_takes_precedence_over_a_pods_identity(
     cloud: FakeCloud, pod: dict[str, str], azurite_settings: StorageSettings
 ) -> None:
     async with open_storage(azurite_settings) as storage:
         await storage.create()
     pod["IMAGEFLEET_STORAGE"] = azurite_settings.storage
     pod["IMAGEFLEET_QUEUE"] = azurite_settings.queue
-    assert await look(**pod) == {"result": 0, "addresses": ["127.0.0.1"]}
+    assert await run(**pod) == {"result": 0, "addresses": ["127.0.0.1"]}
     assert cloud.assertions == []
 
 
-async def test_without_credentials_nobody_is_asked_for_some() -> None:
-    found = await look(
+async def test_without_credentials_no_address_is_contacted() -> None:
+    found = await run(
         IMAGEFLEET_STORAGE="https://pictures.blob.core.windows.net",
         SALAD_MACHINE_ID="a-machine",
         IDENTITY_ENDPOINT=f"http://{METADATA_ADDRESS}/metadata/identity",
@@ -165,8 +159,8 @@ async def test_without_credentials_nobody_is_asked_for_some() -> None:
     assert found["addresses"] == []
 
 
-def test_no_credential_is_used_that_looks_around_for_another() -> None:
-    """What `DefaultAzureCredential` tries on a node of SaladCloud's is another service."""
+def test_no_code_uses_a_credential_that_tries_several_sources() -> None:
+    """`DefaultAzureCredential` would contact another service on SaladCloud's nodes."""
     searching = {"DefaultAzureCredential", "ManagedIdentityCredential", "ChainedTokenCredential"}
     for package in ("fleet", "imagefleet", "loadgen", "worker", "deploy"):
         for path in (ROOT / package).rglob("*.py"):
@@ -177,7 +171,7 @@ def test_no_credential_is_used_that_looks_around_for_another() -> None:
                 assert not names & searching, f"{path}, line {getattr(node, 'lineno', 0)}"
 
 
-def test_without_its_library_a_pods_identity_says_how_to_get_it(
+def test_a_missing_azure_identity_is_named(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setenv("AZURE_FEDERATED_TOKEN_FILE", "/var/run/secrets/token")

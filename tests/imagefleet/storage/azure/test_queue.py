@@ -1,4 +1,4 @@
-"""What is Azure's alone: how messages and blobs look to others, and the pages of a browse."""
+"""Properties of Azure Storage alone: messages and blobs as other programs see them."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ async def test_a_blob_carries_its_content_type_and_metadata(
     assert properties.metadata == {"seed": "7", "note": "<&>"}
 
 
-async def test_a_message_of_another_program_is_received_as_it_was_sent(
+async def test_a_message_of_another_program_is_received_unchanged(
     azurite_settings: StorageSettings,
 ) -> None:
     async with open_storage(azurite_settings) as storage:
@@ -54,7 +54,7 @@ async def test_a_message_of_another_program_is_received_as_it_was_sent(
         assert message.body == "eyJwcm9tcHQiOiAiYSBmb3gifQ=="
 
 
-async def test_a_browse_that_stops_half_way_hands_everything_back(
+async def test_an_interrupted_browse_releases_all_messages(
     azurite_settings: StorageSettings,
 ) -> None:
     async with open_storage(azurite_settings) as storage:

@@ -1,4 +1,4 @@
-"""Tokens that change while a process runs: what it does between the old ones and the new."""
+"""SAS tokens that change while a process runs."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ Mint = Callable[..., str]
 
 @pytest.fixture
 async def owner(azurite_settings: StorageSettings) -> AsyncIterator[Storage]:
-    """The home, opened with the account's key."""
+    """The storage, opened with the account's key."""
     async with open_storage(azurite_settings) as storage:
         await storage.create()
         yield storage
@@ -42,7 +42,7 @@ async def owner(azurite_settings: StorageSettings) -> AsyncIterator[Storage]:
 
 @pytest.fixture
 def mint(azurite_settings: StorageSettings) -> Mint:
-    """Makes the JSON of a worker's tokens with a life of its own."""
+    """Mints a worker's tokens as JSON."""
     minter = keys_mint.Minter(azurite_settings)
 
     def mint_tokens(life: timedelta = ONE_HOUR) -> str:
@@ -58,7 +58,7 @@ def file(tmp_path: Path) -> Path:
 
 @pytest.fixture
 def settings(azurite_settings: StorageSettings, file: Path) -> StorageSettings:
-    """The settings of a worker whose tokens are in the file."""
+    """Settings of a worker whose tokens are in the file."""
     storage = keys_mint.Minter(azurite_settings).storage
     return azurite_settings.model_copy(update={"storage": storage, "sas_file": file})
 
@@ -69,13 +69,13 @@ def broker_settings(settings: StorageSettings, broker: Any) -> StorageSettings:
 
 
 @pytest.fixture(autouse=True)
-def _at_once(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Looks with every request, and waits for nothing."""
-    monkeypatch.setattr(sas, "LOOK_SECONDS", 0.0)
+def _no_waiting(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Checks the file on each request, and does not wait for new tokens."""
+    monkeypatch.setattr(sas, "FILE_CHECK_SECONDS", 0.0)
     monkeypatch.setattr(credentials, "WAIT_SECONDS", 0.0)
 
 
-async def proof() -> str:
+async def identity_token() -> str:
     return "a.signed.token"
 
 
@@ -84,7 +84,7 @@ def answer(body: str, **headers: str) -> web.Response:
 
 
 def replace(file: Path, text: str | None) -> None:
-    """As `imagefleet keys --file` does: whole. None removes the file."""
+    """Replaces the file atomically, as `imagefleet keys --file` does; None removes it."""
     if text is None:
         file.unlink(missing_ok=True)
         return
@@ -96,7 +96,7 @@ def replace(file: Path, text: str | None) -> None:
 # A file
 
 
-async def test_tokens_that_ended_are_waited_for_and_the_new_ones_are_used(
+async def test_a_request_with_expired_tokens_fails_until_there_are_new_ones(
     owner: Storage, settings: StorageSettings, file: Path, mint: Mint
 ) -> None:
     replace(file, mint(timedelta(seconds=2)))
@@ -121,7 +121,7 @@ async def test_tokens_that_ended_are_waited_for_and_the_new_ones_are_used(
     assert (await owner.poison.depth()).messages == 0
 
 
-async def test_new_tokens_are_taken_before_the_old_ones_end(
+async def test_new_tokens_are_used_before_the_old_ones_expire(
     owner: Storage, settings: StorageSettings, file: Path, mint: Mint, caplog: Any
 ) -> None:
     caplog.set_level(logging.INFO, "imagefleet.storage.azure.credentials")
@@ -138,7 +138,7 @@ async def test_new_tokens_are_taken_before_the_old_ones_end(
     assert "sig=" not in caplog.text
 
 
-async def test_all_that_wait_for_new_tokens_go_on_when_they_are_there(
+async def test_all_waiting_requests_proceed_when_there_are_new_tokens(
     owner: Storage,
     settings: StorageSettings,
     file: Path,
@@ -159,7 +159,7 @@ async def test_all_that_wait_for_new_tokens_go_on_when_they_are_there(
         assert [task.result().messages for task in waiting] == [0] * 5
 
 
-async def test_a_secret_of_kubernetes_is_a_link_that_moves(
+async def test_an_updated_kubernetes_secret_is_read(
     owner: Storage, settings: StorageSettings, file: Path, tmp_path: Path, mint: Mint
 ) -> None:
     data = tmp_path / "..data"
@@ -183,7 +183,7 @@ async def test_a_secret_of_kubernetes_is_a_link_that_moves(
     "broken",
     ['{"queue": "sv=1&si', "", "[]", '{"queue": "sv=1&se=2"}', '{"queue": "sig=a b"}', "{}", None],
 )
-async def test_a_broken_file_leaves_the_last_good_tokens_and_says_so_once(
+async def test_a_broken_file_leaves_the_last_good_tokens_and_is_logged_once(
     owner: Storage, settings: StorageSettings, file: Path, mint: Mint, caplog: Any, broken: Any
 ) -> None:
     replace(file, mint())
@@ -193,13 +193,13 @@ async def test_a_broken_file_leaves_the_last_good_tokens_and_says_so_once(
         for _ in range(5):
             await storage.queue.depth()
             await asyncio.sleep(0.01)
-    complaints = [each for each in caplog.messages if "holds no SAS tokens" in each]
-    assert len(complaints) == 1
-    assert "sv=1" not in complaints[0]
+    warnings = [each for each in caplog.messages if "holds no SAS tokens" in each]
+    assert len(warnings) == 1
+    assert "sv=1" not in warnings[0]
 
 
 @pytest.mark.parametrize("text", [None, "", '{"queue": "no token"}'])
-async def test_without_tokens_from_the_start_the_operator_has_to_act(
+async def test_a_broken_file_at_the_start_is_a_setup_error(
     settings: StorageSettings, file: Path, text: str | None
 ) -> None:
     replace(file, text)
@@ -209,7 +209,7 @@ async def test_without_tokens_from_the_start_the_operator_has_to_act(
 
 
 @pytest.mark.parametrize("damage", ["ended", "signature"])
-async def test_tokens_that_never_were_accepted_are_the_operators_to_mend(
+async def test_tokens_that_were_never_accepted_are_a_setup_error(
     owner: Storage, settings: StorageSettings, file: Path, mint: Mint, damage: str
 ) -> None:
     text = mint(ENDED) if damage == "ended" else mint().replace("sig=", "sig=abc")
@@ -232,42 +232,42 @@ async def test_a_missing_permission_is_not_waited_for(
 # A broker
 
 
-async def test_a_broker_is_given_the_proof_and_asked_once_while_its_tokens_are_good(
+async def test_a_broker_is_asked_once_while_its_tokens_are_valid(
     owner: Storage, broker_settings: StorageSettings, broker: Any, mint: Mint
 ) -> None:
     broker.answer = lambda: answer(mint())
-    async with AzureStorage(broker_settings, retry.NEVER, identity_token=proof) as storage:
+    async with AzureStorage(broker_settings, retry.NEVER, identity_token=identity_token) as storage:
         await asyncio.gather(*(storage.queue.depth() for _ in range(20)))
         await storage.check()
-    assert broker.proofs == ["a.signed.token"]
+    assert broker.identity_tokens == ["a.signed.token"]
 
 
-async def test_a_broker_is_asked_again_before_its_tokens_end(
+async def test_a_broker_is_asked_again_before_its_tokens_expire(
     owner: Storage, broker_settings: StorageSettings, broker: Any, mint: Mint
 ) -> None:
     broker.answer = lambda: answer(mint(timedelta(seconds=3)))
     ends_at = time.monotonic() + 4
-    async with AzureStorage(broker_settings, retry.NEVER, identity_token=proof) as storage:
+    async with AzureStorage(broker_settings, retry.NEVER, identity_token=identity_token) as storage:
         while time.monotonic() < ends_at:
-            await storage.queue.depth()  # with NEVER, a single refusal would surface
+            await storage.queue.depth()  # without retries, a single refusal would be raised
             await asyncio.sleep(0.05)
-    assert 2 <= len(broker.proofs) <= 6
+    assert 2 <= len(broker.identity_tokens) <= 6
 
 
-async def test_a_clock_that_is_wrong_does_not_shorten_a_tokens_life(
+async def test_a_wrong_clock_does_not_shorten_a_tokens_life(
     owner: Storage, broker_settings: StorageSettings, broker: Any, mint: Mint
 ) -> None:
-    tomorrow = datetime.now(UTC) + timedelta(days=1)  # where this machine's clock is a day behind
+    tomorrow = datetime.now(UTC) + timedelta(days=1)  # this machine's clock is a day behind
     text = json.loads(mint()) | {"expires_at": (tomorrow + ONE_HOUR).isoformat()}
     broker.answer = lambda: answer(
         json.dumps(text), Date=tomorrow.strftime("%a, %d %b %Y %H:%M:%S GMT")
     )
-    source = sas.TokenBroker(broker.url, proof)
+    source = sas.TokenBroker(broker.url, identity_token)
     await source.read()
-    assert 1_700 < source._due_at - time.monotonic() < 2_800
+    assert 1_700 < source.due_at - time.monotonic() < 2_800
 
 
-async def test_while_a_broker_is_down_the_old_tokens_are_used_until_they_end(
+async def test_while_a_broker_is_down_the_old_tokens_are_used_until_they_expire(
     owner: Storage,
     broker_settings: StorageSettings,
     broker: Any,
@@ -277,78 +277,84 @@ async def test_while_a_broker_is_down_the_old_tokens_are_used_until_they_end(
 ) -> None:
     monkeypatch.setattr(sas, "_RENEWED_AFTER", (0.1, 0.1))
     broker.answer = lambda: answer(mint(timedelta(seconds=3)))
-    async with AzureStorage(broker_settings, retry.NEVER, identity_token=proof) as storage:
+    async with AzureStorage(broker_settings, retry.NEVER, identity_token=identity_token) as storage:
         await storage.check()
         broker.answer = lambda: web.Response(status=503)
         ends_at = time.monotonic() + 1.8
         while time.monotonic() < ends_at:
             await storage.queue.depth()
             await asyncio.sleep(0.05)
-        assert "the broker answers HTTP 503" in caplog.text
+        assert "the broker answered HTTP 503" in caplog.text
         await asyncio.sleep(1.5)
-        asked = len(broker.proofs)
+        asked = len(broker.identity_tokens)
         for _ in range(20):
             with pytest.raises(errors.NoAccessError, match="waiting for the broker"):
                 await storage.queue.depth()
-        assert len(broker.proofs) - asked <= 2, "a broker that is down is not stormed"
+        assert len(broker.identity_tokens) - asked <= 2, (
+            "requests to a broker that is down back off"
+        )
         broker.answer = lambda: answer(mint())
         await asyncio.wait_for(accepted(storage), 10)
 
 
-async def test_tokens_revoked_before_their_time_are_replaced_at_once(
+async def test_revoked_tokens_are_replaced_at_once(
     owner: Storage, broker_settings: StorageSettings, broker: Any, mint: Mint
 ) -> None:
     broker.answer = lambda: answer(mint())
-    async with AzureStorage(broker_settings, retry.NEVER, identity_token=proof) as storage:
+    async with AzureStorage(broker_settings, retry.NEVER, identity_token=identity_token) as storage:
         await storage.check()
         await asyncio.sleep(sas.FIRST_PAUSE_SECONDS)
         for credential in storage._credentials._to_close.credentials.values():  # type: ignore[union-attr]
             credential.update(json.loads(mint(ENDED))["queue"])
         await storage.queue.depth()
-    assert len(broker.proofs) == 2
+    assert len(broker.identity_tokens) == 2
 
 
 @pytest.mark.parametrize("status", [401, 403, 404, 302])
-async def test_a_broker_that_refuses_again_and_again_ends_the_worker(
+async def test_repeated_refusals_of_the_broker_are_a_setup_error(
     owner: Storage, broker_settings: StorageSettings, broker: Any, status: int
 ) -> None:
     broker.answer = lambda: web.Response(status=status, headers={"Location": "/elsewhere"})
     policy = retry.RetryPolicy(tries=6, first_wait_seconds=0.01, on_retry=lambda _: None)
-    async with AzureStorage(broker_settings, policy, identity_token=proof) as storage:
+    async with AzureStorage(broker_settings, policy, identity_token=identity_token) as storage:
         with pytest.raises(errors.SetupError, match=f"refuses this worker: HTTP {status}"):
             await storage.check()
-    assert len(broker.proofs) == 3
+    assert len(broker.identity_tokens) == 3
 
 
 @pytest.mark.parametrize("body", ["<html>", '{"queue": "x"}', "null", ""])
-async def test_an_answer_that_holds_no_tokens_may_be_a_better_one_next_time(
+async def test_an_invalid_answer_of_the_broker_is_a_transient_error(
     broker_settings: StorageSettings, broker: Any, body: str
 ) -> None:
     broker.answer = lambda: answer(body)
-    async with AzureStorage(broker_settings, retry.NEVER, identity_token=proof) as storage:
-        with pytest.raises(errors.TransientError, match="the broker's answer is none"):
+    async with AzureStorage(broker_settings, retry.NEVER, identity_token=identity_token) as storage:
+        with pytest.raises(errors.TransientError, match="invalid answer of the broker"):
             await storage.check()
 
 
-async def test_a_broker_with_a_strangers_certificate_is_not_told_the_proof(
+async def test_the_identity_token_is_not_sent_to_a_broker_with_an_untrusted_certificate(
     broker_settings: StorageSettings, broker: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.delenv("SSL_CERT_FILE")
-    async with AzureStorage(broker_settings, retry.NEVER, identity_token=proof) as storage:
-        with pytest.raises(errors.TransientError, match="not reached: ClientConnectorCert"):
+    async with AzureStorage(broker_settings, retry.NEVER, identity_token=identity_token) as storage:
+        with pytest.raises(
+            errors.TransientError, match="cannot reach the broker: ClientConnectorCert"
+        ):
             await storage.check()
-    assert broker.proofs == []
+    assert broker.identity_tokens == []
 
 
 @pytest.mark.parametrize("error", [errors.TransientError("no answer"), OSError("no route")])
-async def test_a_node_that_cannot_prove_itself_now_may_do_so_later(
+async def test_a_missing_identity_token_is_a_transient_error(
     broker_settings: StorageSettings, error: Exception
 ) -> None:
-    async def no_proof() -> str:
+    async def no_identity_token() -> str:
         raise error
 
-    async with AzureStorage(broker_settings, retry.NEVER, identity_token=no_proof) as storage:
-        with pytest.raises(errors.TransientError, match="no proof of this node's identity"):
+    async with AzureStorage(
+        broker_settings, retry.NEVER, identity_token=no_identity_token
+    ) as storage:
+        with pytest.raises(errors.TransientError, match="cannot get this node's identity token"):
             await storage.check()
 
 
@@ -374,7 +380,7 @@ async def until(condition: Callable[[], bool]) -> None:
 @pytest.mark.parametrize(
     "url", ["http://broker.example/tokens", "https://user:word@broker.example", "broker.example"]
 )
-def test_a_broker_is_asked_over_https_alone(url: str) -> None:
+def test_a_broker_url_must_be_https_without_a_password(url: str) -> None:
     with pytest.raises(ValidationError):
         StorageSettings(broker_url=url)
 
@@ -387,13 +393,13 @@ def test_a_broker_is_asked_over_https_alone(url: str) -> None:
         {"blob_sas": SecretStr("sig=x"), "broker_url": "https://broker.example"},
     ],
 )
-def test_two_sources_of_tokens_are_one_too_many(two: dict[str, Any]) -> None:
+def test_two_sources_of_tokens_are_a_setup_error(two: dict[str, Any]) -> None:
     settings = StorageSettings(storage="https://pictures.blob.core.windows.net", **two)
     with pytest.raises(errors.SetupError, match="keep one"):
-        open_storage(settings, identity_token=proof)
+        open_storage(settings, identity_token=identity_token)
 
 
-def test_a_broker_is_for_who_can_prove_what_it_is() -> None:
+def test_a_broker_needs_an_identity_token() -> None:
     settings = StorageSettings(
         storage="https://pictures.blob.core.windows.net", broker_url="https://broker.example"
     )
@@ -401,7 +407,7 @@ def test_a_broker_is_for_who_can_prove_what_it_is() -> None:
         open_storage(settings)
 
 
-def test_tokens_end_when_the_first_of_them_does() -> None:
+def test_tokens_expire_with_the_first_of_them() -> None:
     tokens = sas.read_tokens(
         '{"queue": "?se=2026-11-22T10%3A00%3A00Z&sig=x", "poison": "se=2026-11-22&sig=y"}'
     )

@@ -1,4 +1,4 @@
-"""Blobs in a folder: whole or not at all, and nothing outside the folder."""
+"""Blobs in a folder: atomic and durable writes."""
 
 from __future__ import annotations
 
@@ -12,12 +12,13 @@ import pytest
 from imagefleet import errors
 from imagefleet.storage.local import blobs as local_blobs
 from imagefleet.storage.local.blobs import LocalBlobs
+from imagefleet.storage.protocol import Operations
 
 
 @pytest.fixture
-def blobs(tmp_path: Path) -> LocalBlobs:
-    blobs = LocalBlobs(tmp_path / "images")
-    blobs.make_folder()
+async def blobs(tmp_path: Path) -> LocalBlobs:
+    blobs = LocalBlobs(tmp_path / "images", Operations())
+    await blobs.create_folder()
     return blobs
 
 
@@ -25,7 +26,7 @@ async def names(blobs: LocalBlobs) -> list[str]:
     return sorted([name async for name in blobs.names()])
 
 
-async def test_metadata_and_content_type_lie_beside_the_picture(blobs: LocalBlobs) -> None:
+async def test_metadata_and_content_type_are_kept_in_a_sidecar_file(blobs: LocalBlobs) -> None:
     await blobs.create("night/fox.png", b"pixels", "image/png", {"seed": "7"})
     sidecar = blobs.folder / ".metadata" / "night" / "fox.png.json"
     assert json.loads(sidecar.read_text()) == {
@@ -35,7 +36,7 @@ async def test_metadata_and_content_type_lie_beside_the_picture(blobs: LocalBlob
     assert await names(blobs) == ["night/fox.png"]
 
 
-async def test_a_disk_that_fills_up_leaves_no_half_picture(
+async def test_a_full_disk_leaves_no_partial_blob(
     blobs: LocalBlobs, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def full(handle: int) -> None:
@@ -50,7 +51,7 @@ async def test_a_disk_that_fills_up_leaves_no_half_picture(
     assert await blobs.create("fox.png", b"pixels", "image/png", {})
 
 
-async def test_what_a_crash_left_behind_is_in_nobodys_way(blobs: LocalBlobs) -> None:
+async def test_leftovers_of_a_crash_are_ignored(blobs: LocalBlobs) -> None:
     (blobs.folder / ".temporary" / "half").write_bytes(b"pix")
     (blobs.folder / ".metadata" / "fox.png.json").write_text("{}")
     assert await names(blobs) == []
@@ -58,13 +59,13 @@ async def test_what_a_crash_left_behind_is_in_nobodys_way(blobs: LocalBlobs) -> 
     assert await blobs.read("fox.png") == b"pixels"
 
 
-async def test_a_picture_without_its_details_is_told_of_all_the_same(blobs: LocalBlobs) -> None:
-    (blobs.folder / "brought.png").write_bytes(b"pixels")
+async def test_a_file_without_metadata_is_listed(blobs: LocalBlobs) -> None:
+    (blobs.folder / "copied.png").write_bytes(b"pixels")
     (record,) = [record async for record in blobs.records()]
-    assert (record.name, record.size_bytes, record.metadata) == ("brought.png", 6, {})
+    assert (record.name, record.size_bytes, record.metadata) == ("copied.png", 6, {})
 
 
-async def test_the_picture_and_its_folders_are_synced_before_create_returns(
+async def test_the_file_and_its_folders_are_synced_before_create_returns(
     blobs: LocalBlobs, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     synced = []
@@ -80,8 +81,8 @@ async def test_the_picture_and_its_folders_are_synced_before_create_returns(
         assert (blobs.folder / path).stat().st_ino in synced
 
 
-async def test_a_missing_folder_is_the_operators_to_make(tmp_path: Path) -> None:
-    blobs = LocalBlobs(tmp_path / "none")
+async def test_a_missing_folder_is_a_setup_error(tmp_path: Path) -> None:
+    blobs = LocalBlobs(tmp_path / "none", Operations())
     with pytest.raises(errors.SetupError, match="no folder"):
         await blobs.create("fox.png", b"pixels", "image/png", {})
     with pytest.raises(errors.SetupError, match="no folder"):
@@ -89,7 +90,7 @@ async def test_a_missing_folder_is_the_operators_to_make(tmp_path: Path) -> None
     assert not blobs.folder.exists()
 
 
-async def test_a_folder_that_cannot_be_written_to_is_named(
+async def test_a_read_only_folder_is_a_setup_error(
     blobs: LocalBlobs, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def refused(handle: int) -> None:
@@ -100,7 +101,7 @@ async def test_a_folder_that_cannot_be_written_to_is_named(
         await blobs.create("fox.png", b"pixels", "image/png", {})
 
 
-async def test_names_are_read_page_by_page_and_reading_may_stop(
+async def test_names_are_listed_by_pages(
     blobs: LocalBlobs, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(local_blobs, "_NAMES_PAGE", 2)

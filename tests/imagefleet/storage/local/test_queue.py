@@ -1,4 +1,4 @@
-"""The embedded queue's own promises: strict order, an index for every hot statement, crashes."""
+"""Properties of the local queue alone: strict order, indexed statements, safety in crashes."""
 
 from __future__ import annotations
 
@@ -20,14 +20,14 @@ from imagefleet.storage.local import sqlite
 from imagefleet.storage.local.queue import LocalQueue
 from imagefleet.storage.local.sqlite import QueueFile
 from imagefleet.storage.open import open_storage
-from imagefleet.storage.protocol import Message
+from imagefleet.storage.protocol import Message, Operations
 from imagefleet.storage.settings import StorageSettings
 
 LEASE_SECONDS = 30
 
 
 class Clock:
-    """A clock that stands still until it is told to go."""
+    """A clock that moves only by assignment."""
 
     def __init__(self) -> None:
         self.now = 1_700_000_000.0
@@ -43,7 +43,7 @@ def clock() -> Clock:
 
 @pytest.fixture
 async def file(tmp_path: Path) -> AsyncIterator[QueueFile]:
-    file = QueueFile(tmp_path / "home" / "queue.sqlite")
+    file = QueueFile(tmp_path / "storage" / "queue.sqlite")
     await file.create(["jobs"])
     yield file
     await file.close()
@@ -51,7 +51,7 @@ async def file(tmp_path: Path) -> AsyncIterator[QueueFile]:
 
 @pytest.fixture
 def queue(file: QueueFile, clock: Clock) -> LocalQueue:
-    return LocalQueue(file, "jobs", clock=clock)
+    return LocalQueue(file, "jobs", Operations(), clock=clock)
 
 
 def bodies(messages: list[Message]) -> list[str]:
@@ -78,7 +78,7 @@ async def test_a_message_whose_lease_expired_comes_first_again(
     assert bodies(await queue.receive(3, LEASE_SECONDS)) == ["first", "second", "third"]
 
 
-async def test_a_message_released_with_a_delay_takes_its_old_place(
+async def test_a_message_released_with_a_delay_keeps_its_place(
     queue: LocalQueue, clock: Clock
 ) -> None:
     await queue.send(["first", "second"])
@@ -89,7 +89,7 @@ async def test_a_message_released_with_a_delay_takes_its_old_place(
     assert bodies([message async for message in queue.browse()]) == ["first", "second"]
 
 
-async def test_depth_tells_what_is_leased_and_the_age_of_what_waits(
+async def test_depth_reports_leased_messages_and_the_oldest_age(
     queue: LocalQueue, clock: Clock
 ) -> None:
     await queue.send(["old"])
@@ -104,9 +104,7 @@ async def test_depth_tells_what_is_leased_and_the_age_of_what_waits(
     assert (depth.messages, depth.leased, depth.oldest_age_seconds) == (3, 0, 140)
 
 
-async def test_browsing_reads_page_after_page(
-    queue: LocalQueue, monkeypatch: pytest.MonkeyPatch
-) -> None:
+async def test_browse_reads_all_pages(queue: LocalQueue, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(local_queue, "_BROWSE_PAGE", 2)
     await queue.send("abcde")
     assert bodies([message async for message in queue.browse()]) == list("abcde")
@@ -115,7 +113,7 @@ async def test_browsing_reads_page_after_page(
 # A million messages
 
 
-HOT_STATEMENTS = {
+FREQUENT_STATEMENTS = {
     "any visible": (local_queue.ANY_VISIBLE, 2),
     "any expired": (local_queue.ANY_EXPIRED, 2),
     "sweep": (local_queue.SWEEP, 2),
@@ -128,9 +126,9 @@ HOT_STATEMENTS = {
 }
 
 
-@pytest.mark.parametrize("name", HOT_STATEMENTS)
-async def test_no_hot_statement_scans_or_sorts_the_queue(file: QueueFile, name: str) -> None:
-    statement, parameters = HOT_STATEMENTS[name]
+@pytest.mark.parametrize("name", FREQUENT_STATEMENTS)
+async def test_no_frequent_statement_scans_or_sorts_the_queue(file: QueueFile, name: str) -> None:
+    statement, parameters = FREQUENT_STATEMENTS[name]
 
     def plan(connection: sqlite3.Connection) -> list[str]:
         values = [0] * parameters
@@ -142,7 +140,7 @@ async def test_no_hot_statement_scans_or_sorts_the_queue(file: QueueFile, name: 
     assert not [step for step in steps if step.startswith("SCAN") or "TEMP B-TREE" in step]
 
 
-async def test_a_deep_queue_answers_as_fast_as_a_shallow_one(
+async def test_a_deep_queue_is_as_fast_as_a_shallow_one(
     file: QueueFile, queue: LocalQueue, clock: Clock
 ) -> None:
     def fill(connection: sqlite3.Connection) -> None:
@@ -161,7 +159,7 @@ async def test_a_deep_queue_answers_as_fast_as_a_shallow_one(
         await queue.renew(page[0], LEASE_SECONDS)
         for message in page[1:]:
             await queue.delete(message)
-    # 700 calls that each looked at every row would take 10 seconds and more.
+    # 700 calls that each scan every row would take more than 10 seconds.
     assert time.perf_counter() - started < 5
     assert (await queue.depth()).messages == 200_000 - 20 * 31
 
@@ -183,17 +181,17 @@ DRAIN = """
     from imagefleet.storage.settings import StorageSettings
 
     async def main():
-        async with open_storage(StorageSettings(storage=sys.argv[1])) as home:
-            while page := await home.queue.receive(8, 60):
+        async with open_storage(StorageSettings(storage=sys.argv[1])) as storage:
+            while page := await storage.queue.receive(8, 60):
                 for message in page:
                     print(message.body)
-                    await home.queue.delete(message)
+                    await storage.queue.delete(message)
 
     asyncio.run(main())
 """
 
 
-async def test_two_processes_drain_a_queue_and_do_each_job_once(tmp_path: Path) -> None:
+async def test_two_processes_receive_each_message_once(tmp_path: Path) -> None:
     settings = StorageSettings(storage=f"local:{tmp_path}")
     async with open_storage(settings) as storage:
         await storage.create()
@@ -206,7 +204,7 @@ async def test_two_processes_drain_a_queue_and_do_each_job_once(tmp_path: Path) 
         assert (await storage.queue.depth()).messages == 0
 
 
-async def test_a_process_killed_inside_a_transaction_harms_nobody(
+async def test_a_process_killed_inside_a_transaction_changes_nothing(
     tmp_path: Path, file: QueueFile, queue: LocalQueue
 ) -> None:
     await queue.send(["a job", "another"])
@@ -216,28 +214,28 @@ async def test_a_process_killed_inside_a_transaction_harms_nobody(
         connection = sqlite3.connect(sys.argv[1], isolation_level=None)
         connection.execute("BEGIN IMMEDIATE")
         connection.execute("DELETE FROM messages")
-        print("in the middle", flush=True)
+        print("ready", flush=True)
         time.sleep(60)
         """,
         file.path,
     )
     assert worker.stdout is not None
-    assert await asyncio.to_thread(worker.stdout.readline) == "in the middle\n"
+    assert await asyncio.to_thread(worker.stdout.readline) == "ready\n"
     worker.send_signal(signal.SIGKILL)
     worker.communicate()
     assert bodies(await queue.receive(32, LEASE_SECONDS)) == ["a job", "another"]
 
 
-async def test_many_processes_create_one_home_at_once(tmp_path: Path) -> None:
+async def test_many_processes_can_create_one_storage_at_once(tmp_path: Path) -> None:
     create = """
         import asyncio, sys
         from imagefleet.storage.open import open_storage
         from imagefleet.storage.settings import StorageSettings
 
         async def main():
-            async with open_storage(StorageSettings(storage=sys.argv[1])) as home:
-                await home.create()
-                await home.queue.send(["a job"])
+            async with open_storage(StorageSettings(storage=sys.argv[1])) as storage:
+                await storage.create()
+                await storage.queue.send(["a job"])
 
         asyncio.run(main())
     """
@@ -250,9 +248,7 @@ async def test_many_processes_create_one_home_at_once(tmp_path: Path) -> None:
         assert (await storage.queue.depth()).messages == 3
 
 
-async def test_opening_a_file_that_others_write_to_waits_for_them(
-    file: QueueFile, queue: LocalQueue
-) -> None:
+async def test_opening_a_locked_file_waits(file: QueueFile, queue: LocalQueue) -> None:
     other = sqlite3.connect(file.path, isolation_level=None)
     other.execute("BEGIN IMMEDIATE")
     sending = asyncio.create_task(queue.send(["a job"]))
@@ -267,7 +263,7 @@ async def test_opening_a_file_that_others_write_to_waits_for_them(
 # Durability and faults
 
 
-async def test_a_send_is_synced_to_the_disk_and_an_acknowledgement_need_not_be(
+async def test_a_send_is_synced_to_the_disk_and_a_lease_is_not(
     file: QueueFile, queue: LocalQueue
 ) -> None:
     def synchronous(connection: sqlite3.Connection) -> int:
@@ -283,21 +279,21 @@ async def test_a_send_is_synced_to_the_disk_and_an_acknowledgement_need_not_be(
     assert await file.run(synchronous) == full
 
 
-async def test_a_file_that_stays_locked_is_a_fault_that_may_pass(
+async def test_a_file_that_stays_locked_is_a_transient_error(
     tmp_path: Path, file: QueueFile, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(sqlite, "BUSY_TIMEOUT_SECONDS", 0.05)
-    impatient = QueueFile(file.path)
+    short_timeout = QueueFile(file.path)
     other = sqlite3.connect(file.path, isolation_level=None)
     other.execute("BEGIN IMMEDIATE")
     with pytest.raises(errors.TransientError, match="locked"):
-        await LocalQueue(impatient, "jobs").send(["a job"])
+        await LocalQueue(short_timeout, "jobs", Operations()).send(["a job"])
     other.close()
-    await LocalQueue(impatient, "jobs").send(["a job"])
-    await impatient.close()
+    await LocalQueue(short_timeout, "jobs", Operations()).send(["a job"])
+    await short_timeout.close()
 
 
-async def test_a_full_disk_is_a_fault_that_may_pass_and_sends_nothing_of_the_batch(
+async def test_a_full_disk_is_a_transient_error_and_sends_nothing_of_the_batch(
     file: QueueFile, queue: LocalQueue
 ) -> None:
     await queue.send(["a job"])
@@ -308,38 +304,38 @@ async def test_a_full_disk_is_a_fault_that_may_pass_and_sends_nothing_of_the_bat
     await queue.delete((await queue.receive(1, LEASE_SECONDS))[0])
 
 
-async def test_a_file_that_is_no_queue_is_refused(tmp_path: Path) -> None:
+async def test_a_file_that_is_not_a_database_is_a_setup_error(tmp_path: Path) -> None:
     path = tmp_path / "queue.sqlite"
     path.write_bytes(b"no database at all " * 100)
     file = QueueFile(path)
-    with pytest.raises(errors.SetupError, match="no queue file"):
-        await LocalQueue(file, "jobs").receive(1, LEASE_SECONDS)
+    with pytest.raises(errors.SetupError, match="not a queue file"):
+        await LocalQueue(file, "jobs", Operations()).receive(1, LEASE_SECONDS)
     await file.close()
 
 
-async def test_another_programs_database_is_refused(tmp_path: Path) -> None:
+async def test_the_database_of_another_program_is_a_setup_error(tmp_path: Path) -> None:
     path = tmp_path / "queue.sqlite"
     sqlite3.connect(path).close()
     file = QueueFile(path)
-    with pytest.raises(errors.SetupError, match="does not hold this queue"):
-        await LocalQueue(file, "jobs").receive(1, LEASE_SECONDS)
+    with pytest.raises(errors.SetupError, match="lacks this queue"):
+        await LocalQueue(file, "jobs", Operations()).receive(1, LEASE_SECONDS)
     await file.close()
 
 
-async def test_a_queue_that_was_not_created_is_not_made_by_a_send(file: QueueFile) -> None:
-    with pytest.raises(errors.SetupError, match="does not hold this queue"):
-        await LocalQueue(file, "other").send(["a job"])
+async def test_a_send_does_not_create_a_queue(file: QueueFile) -> None:
+    with pytest.raises(errors.SetupError, match="lacks this queue"):
+        await LocalQueue(file, "other", Operations()).send(["a job"])
 
 
-async def test_looking_for_a_home_does_not_make_one(tmp_path: Path) -> None:
-    folder = tmp_path / "typing-error"
+async def test_check_does_not_create_a_storage(tmp_path: Path) -> None:
+    folder = tmp_path / "typo"
     async with open_storage(StorageSettings(storage=f"local:{folder}")) as storage:
         with pytest.raises(errors.SetupError, match="there is no queue 'jobs'"):
             await storage.check()
     assert not folder.exists()
 
 
-async def test_the_event_loop_goes_on_while_the_file_is_locked(
+async def test_a_locked_file_does_not_block_the_event_loop(
     file: QueueFile, queue: LocalQueue
 ) -> None:
     other = sqlite3.connect(file.path, isolation_level=None)

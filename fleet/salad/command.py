@@ -1,4 +1,4 @@
-"""`imagefleet deploy salad`: a settings file becomes container groups, and they are kept so."""
+"""`imagefleet deploy salad`: turns a fleet file into container groups, and keeps them in sync."""
 
 from __future__ import annotations
 
@@ -10,6 +10,7 @@ import typer
 from pydantic import SecretStr
 
 from fleet import console
+from fleet.plan import inputs
 from fleet.salad import deployment, gpus, groups, running
 from fleet.salad import file as salad_file
 from fleet.salad import options as salad_options
@@ -18,37 +19,39 @@ from fleet.salad.options import File, Replicas, WaitMinutes, Yes
 from imagefleet import errors
 from imagefleet.pricing import price_file
 
-app = typer.Typer(
+app = typer.Typer(no_args_is_help=True, help="Deploys workers to where the GPUs are.")
+salad = typer.Typer(
     invoke_without_command=True,
     no_args_is_help=True,
-    epilog="A rolling change: edit the file and `apply` it again.",
+    epilog="To roll out a change, edit the file and `apply` it again.",
 )
+app.add_typer(salad, name="salad", short_help="SaladCloud's container groups.")
 
 
-@app.callback()
+@salad.callback()
 def render(
     context: typer.Context,
     dry_run: Annotated[
-        bool, typer.Option("--dry-run", help="Print what would be sent, and what it costs.")
+        bool, typer.Option("--dry-run", help="Print the requests and the price.")
     ] = False,
     file: File = None,
     replicas: Replicas = None,
     bench: Annotated[
         list[Path] | None,
-        typer.Option(metavar="FILE", help="A report of `imagefleet bench engine`; several, too."),
+        typer.Option(metavar="FILE", help="A report of `imagefleet bench engine`; repeatable."),
     ] = None,
     prices_path: Annotated[
         Path | None,
         typer.Option("--price-file", metavar="FILE", help="Your own prices, as YAML."),
     ] = None,
     show_secrets: Annotated[
-        bool, typer.Option("--show-secrets", help="Print the secrets, too.")
+        bool, typer.Option("--show-secrets", help="Do not mask secrets.")
     ] = False,
     as_json: Annotated[
-        bool, typer.Option("--json", help="Print the list of groups alone, as JSON.")
+        bool, typer.Option("--json", help="Print only the groups, as JSON.")
     ] = False,
 ) -> None:
-    """SaladCloud's container groups, made from one settings file.
+    """Manages the container groups of a fleet on SaladCloud, from one fleet file.
 
     imagefleet deploy salad --dry-run
 
@@ -61,12 +64,12 @@ def render(
         if context.invoked_subcommand:
             if any(options):
                 raise errors.SetupError(
-                    f"options go behind the verb: imagefleet deploy salad"
+                    "put options after the command: imagefleet deploy salad"
                     f" {context.invoked_subcommand} ..."
                 )
             return
         if not dry_run:
-            raise errors.SetupError("add --dry-run to look, or `apply` to have it")
+            raise errors.SetupError("add --dry-run for a preview, or run `apply`")
         _dry_run(file, replicas, bench, prices_path, show_secrets=show_secrets, as_json=as_json)
 
 
@@ -82,7 +85,8 @@ def _dry_run(
     file, folder = salad_options.read_file(file_path)
     table = price_file.read_table(prices_path)
     classes = gpus.find(file.gpus, gpus.built_in(table))
-    benches = salad_price.read_benches(bench_paths or [], classes, table)
+    benches = [inputs.read_bench(path, table) for path in bench_paths or []]
+    inputs.refuse_unused(benches, [each.name for each in classes])
     missing: list[str] = []
 
     def read_secret(source: salad_file.SecretSource) -> SecretStr:
@@ -96,34 +100,35 @@ def _dry_run(
 
     bodies = groups.render(file, classes, read_secret, replicas)
     console.print_json((groups.reveal if show_secrets else groups.mask)(bodies))
-    for words in dict.fromkeys(missing):
-        salad_options.tell(f"{words}: `apply` needs it, and names the groups after it")
+    for message in dict.fromkeys(missing):
+        salad_options.log(f"{message}: `apply` needs it; with it, the groups' revision differs")
     if not as_json:
         source = "; ".join(dict.fromkeys(table.gpus[each.name].source for each in classes))
         total = sum(body["replicas"] for body in bodies)
         salad_price.print_price(total, classes, file.priority, benches, source)
 
 
-@app.command()
+@salad.command()
 def apply(
     file: File = None,
     replicas: Replicas = None,
     enough: Annotated[
         float,
         typer.Option(
-            min=0, max=1, help="Share of a new set that runs before the old one is drained."
+            min=0, max=1, help="Share of new replicas that must run before old ones are drained."
         ),
     ] = 0.8,
     wait_minutes: WaitMinutes = 60,
     dry_run: Annotated[
-        bool, typer.Option("--dry-run", help="Ask SaladCloud what there is, and change nothing.")
+        bool, typer.Option("--dry-run", help="Show the changes, make none.")
     ] = False,
     yes: Yes = False,
 ) -> None:
     """Creates the groups, or changes what differs from the file.
 
-    Replicas are changed in place. Any other change restarts workers, so it gets a second set of
-    groups; when enough of it runs, the first is drained and deleted. After a failure, run it again.
+    Replicas are changed in place. Any other change restarts workers, so it creates new groups, and
+    drains and deletes the old ones once enough of the new replicas run. After a failure, run it
+    again.
 
     imagefleet deploy salad apply
 
@@ -132,13 +137,8 @@ def apply(
     console.run(_apply(file, replicas, enough, wait_minutes * 60, dry_run=dry_run, yes=yes))
 
 
-for verb in (
-    running.scale,
-    running.status,
-    running.drain,
-    running.delete,
-):
-    app.command()(verb)
+for command in (running.scale, running.status, running.drain, running.delete):
+    salad.command()(command)
 
 
 async def _apply(
@@ -151,9 +151,9 @@ async def _apply(
     yes: bool,
 ) -> None:
     file, folder = salad_options.read_file(path)
-    async with salad_options.opened(file, folder) as fleet:
+    async with salad_options.connected(file, folder) as fleet:
         known, existing, quota = await asyncio.gather(
-            fleet.api.gpu_classes(), fleet.groups(), fleet.api.quota()
+            fleet.client.gpu_classes(), fleet.groups(), fleet.client.quota()
         )
         classes = gpus.find(file.gpus, known)
         bodies = groups.render(
@@ -165,21 +165,21 @@ async def _apply(
         )
         plan = deployment.changes(bodies, existing)
         if not plan:
-            salad_options.tell(f"{file.name} is as the file says")
+            salad_options.log(f"{file.name} is up to date")
             return
         for line in _plan_lines(plan):
-            salad_options.tell(line)
+            salad_options.log(line)
         deployment.refuse_over_quota(plan.more_replicas, quota)
-        price = salad_price.of_a_replica(classes, file.priority)
-        salad_options.tell(_cost(bodies, plan, price))
+        price = salad_price.replica_price(classes, file.priority)
+        salad_options.log(_cost(bodies, plan, price))
         if dry_run:
             return
         if plan.more_replicas > 0 or plan.start or plan.old:
-            salad_options.ask("Apply?", yes=yes)
+            salad_options.confirm("Apply?", yes=yes)
         await fleet.carry_out(plan)
         if plan.old:
             await fleet.replace(plan.old, enough=enough, wait_seconds=wait_seconds)
-        salad_options.tell("done; `imagefleet deploy salad status --watch` shows how they start")
+        salad_options.log("done; `imagefleet deploy salad status --watch` shows the replicas start")
 
 
 def _plan_lines(plan: deployment.Changes) -> list[str]:
@@ -192,13 +192,15 @@ def _plan_lines(plan: deployment.Changes) -> list[str]:
         for name, count in plan.resize.items()
     ]
     lines += [f"to start: {name}" for name in plan.start]
-    lines += [f"to drain and delete, once the new set runs: {group.name}" for group in plan.old]
+    lines += [f"to drain and delete after the change: {group.name}" for group in plan.old]
     return lines
 
 
-def _cost(bodies: list[dict[str, Any]], plan: deployment.Changes, price: salad_price.Range) -> str:
-    total = price.of(sum(body["replicas"] for body in bodies))
-    words = f"cost: {total} an hour while all run, {total.a_day} a day"
+def _cost(
+    bodies: list[dict[str, Any]], plan: deployment.Changes, price: salad_price.PriceRange
+) -> str:
+    total = price.times(sum(body["replicas"] for body in bodies))
+    text = f"cost: {total}, {total.per_day} while all replicas run"
     if plan.old:
-        words += f"; besides the old set's {sum(group.replicas for group in plan.old):,} replicas"
-    return words
+        text += f"; plus {sum(group.replicas for group in plan.old):,} old replicas until drained"
+    return text
