@@ -1,9 +1,9 @@
-"""An image drawn alone against the same one beside seven others, as PSNR.
+"""PSNR of an image drawn alone and the same image drawn with seven others.
 
-    python benchmarks/batch_mates.py --engine slots --out benchmarks/results/batch-mates-h200.json
+    python benchmarks/batch_mates.py --out benchmarks/results/batch-mates-h200.json
 
-On a GPU in float16; on a CPU in float32 with fewer steps, as a trial. The last line is JSON; the
-exit code is 1 where a pair is 40 dB or less.
+float16 on a GPU; float32 with fewer steps on a CPU, as a trial. The last line is JSON; the exit
+code is 1 if a pair has 40 dB or less.
 """
 
 from __future__ import annotations
@@ -23,6 +23,7 @@ from engine_rows import decibels
 from fleet import demo_jobs
 from fleet.bench import machine, work
 from worker.engine import contract, load
+from worker.engine import device as devices
 
 LIMIT_DB = 40.0
 MODEL = demo_jobs.TRAINED
@@ -68,7 +69,7 @@ def targets(steps: int) -> dict[str, contract.ImageRequest]:
 
 
 def mates(target: contract.ImageRequest) -> list[contract.ImageRequest]:
-    """Seven others: four that share each of the target's calls, three that cannot."""
+    """Seven others: four with the target's LoRAs and steps, three with other ones."""
     steps, loras = target.steps, target.loras
     return [
         ask("a striped green balloon", 11, steps, loras, cfg_scale=3.0),
@@ -86,25 +87,17 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--steps", type=int, default=15 if on_gpu else 5)
     parser.add_argument("--precision", default="auto")
-    parser.add_argument("--engine", choices=("slots", "batch"), default="slots")
-    parser.add_argument("--out", type=Path, help="a JSON file besides")
+    parser.add_argument("--out", type=Path, help="also write the results to this JSON file")
     arguments = parser.parse_args()
-    engine = load.load_engine(
-        MODEL,
-        max_batch=8,
-        slots=8,
-        precision=arguments.precision,
-        compile="off",
-        kind=arguments.engine,
-    )
+    engine = load.load_engine(MODEL, slots=8, precision=arguments.precision, compile="off")
     pairs = [
         compare(engine, name, target, place=2 * number + 1)
         for number, (name, target) in enumerate(targets(arguments.steps).items())
     ]
-    device = load.find_device("auto")
+    device = devices.find_device("auto")
     record = {
-        "engine": arguments.engine,
-        "dtype": str(load.find_dtype(arguments.precision, device)).removeprefix("torch."),
+        "engine": "slots",
+        "dtype": str(devices.find_dtype(arguments.precision, device)).removeprefix("torch."),
         "steps": arguments.steps,
         "limit_db": LIMIT_DB,
         "worst_db": min(pair["psnr_db"] for pair in pairs),
@@ -124,19 +117,19 @@ def compare(
     (alone,) = work.draw(engine, [target])
     others = mates(target)
     together = work.draw(engine, [*others[:place], target, *others[place:]])
-    beside = together.pop(place)
+    with_others = together.pop(place)
     pair = {
         "image": name,
-        "psnr_db": round(decibels(alone, beside), 2),
-        "largest_difference_of_255": int(np.abs(alone.astype(int) - beside.astype(int)).max()),
-        # What two different pictures have, to tell what the figure is worth.
+        "psnr_db": round(decibels(alone, with_others), 2),
+        "largest_difference_of_255": int(np.abs(alone.astype(int) - with_others.astype(int)).max()),
+        # For comparison: the PSNR of two different images.
         "psnr_db_of_the_most_alike_other": round(
             max(decibels(alone, image) for image in together), 2
         ),
     }
     print(
         f"{name:11} {pair['psnr_db']:.1f} dB, at most {pair['largest_difference_of_255']}/255;"
-        f" the most alike of the others: {pair['psnr_db_of_the_most_alike_other']:.1f} dB"
+        f" the most similar other image: {pair['psnr_db_of_the_most_alike_other']:.1f} dB"
     )
     return pair
 

@@ -124,7 +124,7 @@ def _colours_right(scene: Scene, findings: list[Finding]) -> bool:
 
 
 def _places_right(scene: Scene, findings: list[Finding]) -> bool | None:
-    """Whether a stated position or relation holds; None where the caption states none."""
+    """True if the caption's position or relation holds; None if it states none."""
     found = {finding.shape: finding for finding in findings}
     first = found.get(scene.things[0].shape)
     if scene.relation not in (None, "and"):

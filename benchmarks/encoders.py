@@ -1,8 +1,8 @@
-"""Which encoder turns a 512x512 image into a PNG: time, size and whether two threads help.
+"""PNG encoders on 512x512 images: time, size and the speed-up with two threads.
 
-Pictures are smooth shapes under grain, drawn here, since photographs would have to be shipped; on
-photographs the order is the same and the sizes are given in worker/stages/encode.py. Encoders
-that are not installed are left out.
+The images are smooth shapes with grain, so that no photographs have to be shipped; on photographs
+the order is the same (worker/stages/encode.py has the sizes). Encoders that are not installed are
+skipped.
 
     python benchmarks/encoders.py
 """
@@ -27,18 +27,18 @@ from worker.engine.contract import Pixels
 from worker.stages import encode
 
 SIZE = 512
-PICTURES = 4
+IMAGES = 4
 ROUNDS = 12
 THREADS = 2
 
 Encoder = Callable[[Pixels], bytes]
 
 
-def pictures() -> list[Pixels]:
-    """Blurred blobs of colour with grain: about as hard to compress as a photograph."""
+def test_images() -> list[Pixels]:
+    """Blurred colours with grain: about as compressible as a photograph."""
     random = np.random.default_rng(0)
     drawn = []
-    for _ in range(PICTURES):
+    for _ in range(IMAGES):
         small = Image.fromarray(random.integers(0, 256, (12, 12, 3), np.uint8))
         smooth = np.asarray(small.resize((SIZE, SIZE), Image.Resampling.BICUBIC), np.float64)
         grain = random.normal(0, 2.5, smooth.shape)
@@ -77,12 +77,12 @@ def _pillow(pixels: Pixels, level: int) -> bytes:
 
 
 def measure(encoder: Encoder, images: list[Pixels]) -> dict[str, float]:
-    """Milliseconds and KiB an image, and the throughput of two threads over one."""
+    """Milliseconds and KiB per image, and the speed-up with two threads."""
     data = [encoder(image) for image in images]
     for image, file in zip(images, data, strict=True):
         decoded = np.asarray(Image.open(io.BytesIO(file)).convert("RGB"))
         if not np.array_equal(decoded, image):
-            raise RuntimeError("an encoder changed the picture")
+            raise RuntimeError("an encoder changed the image")
     seconds = []
     for _ in range(ROUNDS):
         for image in images:
@@ -103,7 +103,7 @@ def measure(encoder: Encoder, images: list[Pixels]) -> dict[str, float]:
 
 
 def main() -> None:
-    images = pictures()
+    images = test_images()
     table = Table("encoder", "ms", "KiB", f"x{THREADS} threads")
     results = {}
     for name, encoder in encoders():

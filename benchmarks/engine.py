@@ -1,11 +1,12 @@
-"""The engine's table: speed with a LoRA a job and without, limits, latency, exactness; in one go.
+"""Measures the engine: images/s with a LoRA per job and without, limits, latency, exactness.
 
     python benchmarks/engine.py --seconds 270 --out benchmarks/results/engine-h200.json
+    python benchmarks/engine.py --rows mixed,no_lora --out /tmp/two-rows.json
 
-Each group of rows has a process of its own (`engine_rows.py`), so that all load and compile at
-once, and one that fails takes nothing with it. They measure one at a time, the others halted, in
-the order of what the rows are worth, until the time is over. The results are written after each
-row. `--tiny` tries all of it on a CPU, with figures that mean nothing.
+Each group of rows has its own process (`engine_rows.py`), so that all load and compile in parallel
+and a failure affects no other group. They measure one at a time while the others are stopped, in
+the order of the rows' value, until the time is up. The results are written after each row. `--tiny`
+tries everything on a CPU, with meaningless figures.
 """
 
 from __future__ import annotations
@@ -30,28 +31,28 @@ from rich.table import Table
 
 ROWS_SCRIPT = Path(__file__).with_name("engine_rows.py")
 
-#: At the end: to stop the processes and write what there is.
+#: Kept at the end, to stop the processes and write the results.
 RESERVE_SECONDS = 3.0
 
-#: Where time is short, a row is measured for less of it, but for no smaller a share than this.
+#: With little time left, a row is measured for less, but at least for this share.
 LEAST_SHARE = 0.4
 
-#: A row that takes so much longer than expected has failed.
-PATIENCE_SECONDS = 20.0
+#: A row that takes this much longer than expected has failed.
+OVERTIME_SECONDS = 20.0
 
 
 @dataclass(frozen=True, slots=True)
 class Row:
-    """One measurement: its process, the seconds to measure for, and those it takes besides.
+    """One measurement: its process, its seconds, and its overhead in seconds.
 
-    One that *fills* is short, and may come before more valuable ones that are not ready. One that
-    *tolerates* the others at work is no measurement of time.
+    A row that *fills* gaps is short and may precede more valuable ones that are not ready. One that
+    *tolerates* running processes measures no time.
     """
 
     name: str
     group: str
     seconds: float
-    besides: float
+    overhead: float
     fills: bool = False
     tolerates: bool = False
 
@@ -75,12 +76,12 @@ ROWS = (
     Row("plain_latency_4", "plain", 0, 14),
 )
 
-#: The group that makes the model, and those that begin once it is ready: in the meantime they would
-#: only take the processor's time from it.
+#: The group that creates the model, and those that start once it is ready: before that they would
+#: only take its CPU time.
 BUILDER = "engine"
 LATE = frozenset({"latency_2", "latency_4"})
 
-#: What each figure must be and is reached for, as the issue states it.
+#: The required and the desired value of each figure.
 GOALS = {
     "mixed_lora_images_per_second": ("13", "16"),
     "no_lora_images_per_second": ("15", "18"),
@@ -118,18 +119,18 @@ class Group:
         return cls(name, process)
 
     async def wait_until_ready(self) -> None:
-        """Returns when it is, or when the process has ended."""
-        self.is_ready = bool((await self._hear()).get("ready"))
+        """Returns once it is ready or the process has ended."""
+        self.is_ready = bool((await self._read()).get("ready"))
 
-    async def measure(self, row: str, seconds: float, retry_policy: float) -> dict[str, Any]:
-        """The row's figures, or its error; all within *patience* seconds."""
+    async def measure(self, row: str, seconds: float, timeout_seconds: float) -> dict[str, Any]:
+        """The row's figures, or its error."""
         if self._process.stdin is None:
             raise RuntimeError("started without a pipe")
-        told = {"row": row, "seconds": seconds}
-        self._process.stdin.write(json.dumps(told).encode() + b"\n")
+        command = {"row": row, "seconds": seconds}
+        self._process.stdin.write(json.dumps(command).encode() + b"\n")
         try:
-            async with asyncio.timeout(retry_policy):
-                figures = await self._hear()
+            async with asyncio.timeout(timeout_seconds):
+                figures = await self._read()
         except TimeoutError:
             self.send(signal.SIGKILL)
             figures = {"error": "took far longer than expected"}
@@ -138,7 +139,7 @@ class Group:
         return figures
 
     def send(self, number: signal.Signals) -> None:
-        """A signal, to the process and those it has started."""
+        """Signals the process and its children."""
         with contextlib.suppress(ProcessLookupError):
             os.killpg(self._process.pid, number)
 
@@ -146,18 +147,18 @@ class Group:
         self.send(signal.SIGKILL)
         await self._process.wait()
 
-    async def _hear(self) -> dict[str, Any]:
+    async def _read(self) -> dict[str, Any]:
         if self._process.stdout is None:
             raise RuntimeError("started without a pipe")
         line = await self._process.stdout.readline()
         if not line:
             return {"error": f"the process ended with code {await self._process.wait()}"}
-        heard: dict[str, Any] = json.loads(line)
-        return heard
+        reply: dict[str, Any] = json.loads(line)
+        return reply
 
 
 class Benchmark:
-    """All rows, within the time there is."""
+    """Measures the rows within the given time."""
 
     def __init__(self, arguments: argparse.Namespace, ends_at: float, folder: Path) -> None:
         self._arguments = arguments
@@ -166,14 +167,14 @@ class Benchmark:
         self._began_at = time.monotonic()
         self._groups: dict[str, Group] = {}
         self._warming: dict[str, asyncio.Task[None]] = {}
-        self._wanted: list[str] = []
+        self._group_names: list[str] = []
         self._options: list[str] = []
         self.rows: dict[str, dict[str, Any]] = {}
 
     async def run(self) -> None:
         try:
             await self._start()
-            waiting = [row for row in ROWS if row.group in self._wanted]
+            waiting = [row for row in ROWS if row.name in self._arguments.rows]
             while waiting:
                 if BUILDER not in self._warming or self._warming[BUILDER].done():
                     await self._start_late()
@@ -197,33 +198,31 @@ class Benchmark:
             if (value := getattr(given, name)) is not None:
                 options += [f"--{name.replace('_', '-')}", str(value)]
         options += ["--tiny"] if given.tiny else []
-        self._wanted = list(
-            dict.fromkeys(row.group for row in ROWS if not given.rows or row.name in given.rows)
-        )
-        builds = [name for name in self._wanted if not name.startswith("exact")]
+        self._group_names = list(dict.fromkeys(row.group for row in ROWS if row.name in given.rows))
+        builds = [name for name in self._group_names if not name.startswith("exact")]
         builder = BUILDER if BUILDER in builds else next(iter(builds), "")
         self._options = [*options, "--builder", builder]
-        for name in sorted(self._wanted, key=lambda name: name != BUILDER):
+        for name in sorted(self._group_names, key=lambda name: name != BUILDER):
             if name not in LATE:
                 await self._start_group(name)
 
     async def _start_group(self, name: str) -> None:
         with self._arguments.log.open("ab") as log:
-            niceness = self._wanted.index(name) if name != BUILDER else 0
+            niceness = self._group_names.index(name) if name != BUILDER else 0
             group = await Group.start(name, self._options, log, niceness)
         self._groups[name] = group
         self._warming[name] = asyncio.create_task(group.wait_until_ready(), name=name)
 
     async def _start_late(self) -> None:
-        for name in self._wanted:
+        for name in self._group_names:
             if name not in self._groups:
                 await self._start_group(name)
 
     def _next(self, waiting: list[Row]) -> Row | None:
-        """The most valuable row that can be measured now, or that will never be."""
+        """The most valuable row whose process is ready or has failed."""
         is_first = True
         for row in waiting:
-            task = self._warming.get(row.group)  # none for those that begin late
+            task = self._warming.get(row.group)  # None for groups that start late
             is_warming = task is None or not task.done()
             if not is_warming and (is_first or row.fills or row.tolerates):
                 return row
@@ -231,7 +230,7 @@ class Benchmark:
         return None
 
     async def _wait(self) -> bool:
-        """Waits for a process to be ready; tells whether one may still come."""
+        """Waits for the next process to be ready; False if there is none or no time."""
         pending = {task for task in self._warming.values() if not task.done()}
         left = self._left()
         if not pending or left <= 0:
@@ -239,23 +238,23 @@ class Benchmark:
         done, _ = await asyncio.wait(pending, timeout=left, return_when=asyncio.FIRST_COMPLETED)
         for task in done:
             name = task.get_name()
-            self._say(f"{name} is {'ready' if self._groups[name].is_ready else 'gone'}")
+            self._log(f"{name} is {'ready' if self._groups[name].is_ready else 'gone'}")
         return bool(done)
 
     async def _measure(self, row: Row) -> None:
         group, left = self._groups[row.group], self._left()
-        seconds = min(row.seconds * self._arguments.scale, left - row.besides)
+        seconds = min(row.seconds * self._arguments.scale, left - row.overhead)
         if not group.is_ready:
             self._record(row, {"error": "its process failed; see the log"})
         elif seconds < row.seconds * self._arguments.scale * LEAST_SHARE:
-            self._record(row, {"not_measured": f"{left:.0f} s were left, too few"})
+            self._record(row, {"not_measured": f"only {left:.0f} s were left"})
         else:
-            retry_policy = min(2 * (seconds + row.besides) + PATIENCE_SECONDS, left)
-            with self._others_halted(row):
-                self._record(row, await group.measure(row.name, seconds, retry_policy))
+            timeout = min(2 * (seconds + row.overhead) + OVERTIME_SECONDS, left)
+            with self._others_stopped(row):
+                self._record(row, await group.measure(row.name, seconds, timeout))
 
     @contextlib.contextmanager
-    def _others_halted(self, row: Row) -> Iterator[None]:
+    def _others_stopped(self, row: Row) -> Iterator[None]:
         others = (
             []
             if row.tolerates
@@ -271,11 +270,11 @@ class Benchmark:
 
     def _record(self, row: Row, figures: dict[str, Any]) -> None:
         self.rows[row.name] = figures
-        self._say(f"{row.name}: {json.dumps(figures)[:300]}")
+        self._log(f"{row.name}: {json.dumps(figures)[:300]}")
         self.write()
 
     def write(self) -> dict[str, Any]:
-        """What is known by now, with null for what is not."""
+        """Writes the results so far, with null for missing ones."""
         results = summarise(self.rows) | {
             "seconds": round(time.monotonic() - self._began_at, 1),
             "commit": self._arguments.commit,
@@ -289,14 +288,14 @@ class Benchmark:
     def _left(self) -> float:
         return self._ends_at - RESERVE_SECONDS - time.monotonic()
 
-    def _say(self, text: str) -> None:
+    def _log(self, text: str) -> None:
         elapsed = time.monotonic() - self._began_at
         with self._arguments.log.open("a", encoding="utf-8") as log:
             log.write(f"{elapsed:6.1f} s  {text}\n")
 
 
 def summarise(rows: Mapping[str, Mapping[str, Any]]) -> dict[str, Any]:
-    """The figures that the issue names, and what they stand on."""
+    """The main figures, and those they are computed from."""
 
     def found(row: str, key: str = "images_per_second") -> float | None:
         return rows.get(row, {}).get(key)
@@ -363,7 +362,7 @@ def show(results: Mapping[str, Any]) -> None:
 
 
 def commit() -> str | None:
-    """The source's own, where it is a checkout."""
+    """The commit of the source, if it is a checkout."""
     asked = subprocess.run(
         ("git", "-C", str(ROWS_SCRIPT.parent), "rev-parse", "HEAD"),
         capture_output=True,
@@ -373,23 +372,32 @@ def commit() -> str | None:
     return asked.stdout.strip() or None
 
 
+def row_names(text: str = "") -> list[str]:
+    """Comma-separated names of rows; all by default."""
+    known = [row.name for row in ROWS]
+    names = text.split(",") if text else known
+    if unknown := [name for name in names if name not in known]:
+        raise argparse.ArgumentTypeError(f"unknown row {unknown[0]!r}; known: {', '.join(known)}")
+    return names
+
+
 def main() -> None:
     began_at = time.monotonic()
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--seconds", type=float, default=600, help="for all of it")
+    parser.add_argument("--seconds", type=float, default=600, help="total time")
     parser.add_argument(
         "--out", type=Path, default=Path(__file__).with_name("results") / "engine-h200.json"
     )
     parser.add_argument("--log", type=Path, default=Path("engine-benchmark.log"))
-    parser.add_argument("--rows", nargs="*", help="only the groups of these")
+    parser.add_argument("--rows", type=row_names, default=row_names(), help="such as mixed,no_lora")
     parser.add_argument("--device", default="auto")
-    parser.add_argument("--slots", type=int, help="of the engine; by free memory without it")
-    parser.add_argument("--capped-slots", type=int, help="of the one with less memory")
-    parser.add_argument("--scale", type=float, default=1, help="of each row's seconds")
-    parser.add_argument("--commit", default=commit(), help="to be stated in the results")
-    parser.add_argument("--tiny", action="store_true", help="try it with a tiny model")
+    parser.add_argument("--slots", type=int, help="images at once (default: by free memory)")
+    parser.add_argument("--capped-slots", type=int, help="the same with limited memory")
+    parser.add_argument("--scale", type=float, default=1, help="factor for each row's seconds")
+    parser.add_argument("--commit", default=commit(), help="recorded in the results")
+    parser.add_argument("--tiny", action="store_true", help="a trial with a tiny model")
     arguments = parser.parse_args()
-    signal.signal(signal.SIGTERM, lambda *_: sys.exit(1))  # which ends the processes, too
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(1))  # which also ends the processes
     with tempfile.TemporaryDirectory(prefix="imagefleet-bench-") as folder:
         benchmark = Benchmark(arguments, began_at + arguments.seconds, Path(folder) / "shared")
         asyncio.run(benchmark.run())

@@ -1,7 +1,7 @@
-"""The rows of `engine.py`, each group in a process of its own, which that starts.
+"""The rows of `engine.py`, which starts one process per group of rows.
 
-A process loads and warms up, says `ready`, and measures the rows that it is told, one a line, as
-JSON. It answers on what was its standard output; whatever the libraries print goes to its standard
+A process loads and warms up, reports `ready`, and then measures one row per line of JSON on its
+standard input. It replies on the original standard output; the libraries' output goes to standard
 error. Groups: exact, engine, base, plain, capped, latency_N.
 """
 
@@ -16,6 +16,7 @@ import logging
 import math
 import os
 import pickle
+import statistics
 import sys
 import time
 from collections.abc import Callable, Mapping, Sequence
@@ -32,36 +33,36 @@ from fleet import demo_jobs
 from fleet.bench import baseline, machine, matrix_rate, tiny_model, work
 from fleet.bench import engine as bench_engine
 from fleet.bench import jobs as bench_jobs
-from fleet.bench import latency as bench_latency
 from imagefleet import errors
 from overlap import FarStorage
 from worker.engine import contract, load
-from worker.engine.slots import mode
+from worker.engine import device as devices
+from worker.engine.slots.mode import WeightMode
 
 log = logging.getLogger("benchmark")
 
 Figures = dict[str, Any]
 Measure = Callable[[float], Figures]
-"""Measures for so many seconds."""
+"""Measures for the given seconds."""
 
 CAP_BYTES = int(7.4 * 2**30)
 
-#: What is checked against plain diffusers: every other one has a LoRA, of these weights.
+#: The images compared with plain diffusers: every other one has a LoRA, with these weights.
 EXACT_WEIGHTS = (0.35, 1.0, 0.8, 1.0)
 EXACT_PROMPTS = ("a red star in the desert", "a blue car in the city", "an orange cat",
                  "a green tree in a meadow", "a purple fish at sea", "a yellow house",
                  "a white bird by the sea", "a pink flower")  # fmt: skip
 
-#: For the model to be made in; those who wait for it give up then.
+#: To create the model; the other groups give up after it.
 BUILDING_SECONDS = 60.0
 
-#: How long each group waits once the model is there. An engine times kernels when it begins, which
-#: nobody should disturb; the measuring of the last two halts the others. `base` compiles first what
-#: `engine` compiles second and then finds in the cache, so it must not be late.
+#: Each group's pause after the model is ready. An engine times kernels at its start, which others
+#: would disturb; measuring the last two stops the others. `base` compiles first what `engine`
+#: compiles second and then finds in the cache, so it must not be late.
 STAGGER_SECONDS = {"base": 3.0, "capped": 9.0, "latency_1": 9.0, "plain": 16.0, "exact": 18.0,
                    "exact_compiled": 18.0}  # fmt: skip
 
-#: SD1.5's at the reference's size and steps, whatever is drawn in a trial.
+#: SD1.5 at the reference's size and steps, even in a trial.
 LIMIT_SIZE, LIMIT_STEPS = (512, 512), 15
 
 LATENCY_STEPS, TINY_LATENCY_STEPS = 50, 5
@@ -69,7 +70,7 @@ LATENCY_STEPS, TINY_LATENCY_STEPS = 50, 5
 
 @dataclass(frozen=True, slots=True)
 class Options:
-    """What all groups are told."""
+    """The options of all groups."""
 
     group: str
     builder: str
@@ -81,37 +82,37 @@ class Options:
 
     @property
     def torch_device(self) -> torch.device:
-        return load.find_device(self.device)
+        return devices.find_device(self.device)
 
 
 class Channel:
-    """The line to the process that measures."""
+    """Replies to `engine.py`."""
 
     def __init__(self) -> None:
         self._out = os.fdopen(os.dup(1), "w")
         os.dup2(2, 1)
 
-    def say(self, **figures: Any) -> None:
+    def reply(self, **figures: Any) -> None:
         print(json.dumps(figures), file=self._out, flush=True)
 
     def serve(self, rows: Mapping[str, Measure], *, until: str = "") -> float:
-        """Measures what it is told; returns the seconds of the row *until*, where that comes."""
-        self.say(ready=True)
+        """Measures the requested rows; returns the seconds requested for the row *until*."""
+        self.reply(ready=True)
         for line in sys.stdin:
-            told = json.loads(line)
-            name, seconds = told["row"], told["seconds"]
+            command = json.loads(line)
+            name, seconds = command["row"], command["seconds"]
             if name == until:
                 return float(seconds)
             try:
-                self.say(row=name, **rows[name](seconds))
+                self.reply(row=name, **rows[name](seconds))
             except Exception as error:  # the other rows do not depend on this one
                 log.exception("%s failed", name)
-                self.say(row=name, error=f"{type(error).__name__}: {error}"[:500])
+                self.reply(row=name, error=f"{type(error).__name__}: {error}"[:500])
         raise SystemExit(0)
 
 
 def build(options: Options) -> bench_engine.Setup:
-    """The model, the LoRAs and the jobs: made by one group, while the others wait for it."""
+    """The model, the LoRAs and the jobs; one group creates them, the others wait."""
     ready = options.folder / "ready.pickle"
     if options.group != options.builder:
         wait_for(ready)
@@ -133,34 +134,33 @@ def wait_for(file: Path) -> None:
     began_at = time.monotonic()
     while not file.exists():
         if time.monotonic() - began_at > BUILDING_SECONDS:
-            raise errors.SetupError("the model was not made in time")
+            raise errors.SetupError("the model was not created in time")
         time.sleep(0.1)
 
 
 def load_engine(
-    options: Options, model: Path, slots: int | None, compiled: Sequence[mode.Way]
+    options: Options, model: Path, slots: int | None, compiled: Sequence[WeightMode]
 ) -> contract.Engine:
-    """An engine for which the UNet is compiled in these ways, in this order; or nothing at all."""
+    """An engine with the UNet compiled for these weight modes, in this order; () for none."""
     return load.load_engine(
         model,
         options.device,
-        kind="slots",
         slots=slots,
         compile="auto" if compiled else "off",
-        compiled_ways=compiled,
+        compiled_modes=compiled,
     )
 
 
 def exact(options: Options, channel: Channel) -> None:
-    """How near the engine's images are to plain diffusers' in float32, and the card's limit."""
+    """PSNR of the engine's images against plain diffusers' in float32, and the device's limit."""
     if options.builder:
-        with contextlib.suppress(errors.SetupError):  # it draws with another model
+        with contextlib.suppress(errors.SetupError):  # it uses another model
             build(options)
     device = options.torch_device
     flops_per_image = matrix_rate.count_image_flops(Path("sd15"), *LIMIT_SIZE, LIMIT_STEPS)
     requests = exact_requests(steps=3 if options.is_tiny else 15)
 
-    compiled: Sequence[mode.Way] = ("slots",) if options.group == "exact_compiled" else ()
+    compiled: Sequence[WeightMode] = ("per_slot",) if options.group == "exact_compiled" else ()
     engine = load_engine(options, demo_jobs.TRAINED, len(requests), compiled)
 
     def psnr(_: float) -> Figures:
@@ -177,7 +177,7 @@ def exact(options: Options, channel: Channel) -> None:
     def limit(_: float) -> Figures:
         return {
             "matrix_flops_per_second": matrix_rate.measure_matrix_rate(
-                device, load.find_dtype("auto", device)
+                device, devices.find_dtype("auto", device)
             ),
             "flops_per_image": flops_per_image,
             "hardware": machine.hardware(device),
@@ -188,7 +188,7 @@ def exact(options: Options, channel: Channel) -> None:
 
 
 def exact_requests(steps: int) -> list[contract.ImageRequest]:
-    """Images of the demo checkpoint, every other one with a LoRA, of different lengths."""
+    """Images of the demo checkpoint with different steps, every other one with a LoRA."""
     folder = demo_jobs.TRAINED / "loras"
     names = sorted(path.stem for path in folder.glob("*.safetensors"))
     requests = []
@@ -214,7 +214,7 @@ def exact_requests(steps: int) -> list[contract.ImageRequest]:
 
 
 def decibels(image: contract.Pixels, reference: contract.Pixels) -> float:
-    """Peak signal-to-noise ratio; 99 stands for images that are the same."""
+    """Peak signal-to-noise ratio in dB; 99 for identical images."""
     error = float(np.mean((image.astype(float) - reference.astype(float)) ** 2))
     return 10 * math.log10(255**2 / error) if error else 99.0
 
@@ -224,15 +224,15 @@ def warm(
     setup: bench_engine.Setup,
     workload: bench_jobs.Workload,
     slots: int | None,
-    compiled: Sequence[mode.Way],
+    compiled: Sequence[WeightMode],
 ) -> tuple[contract.Engine, bench_jobs.Workload, Figures]:
-    """An engine that has drawn its first images, its jobs, and what it took."""
+    """An engine after its first images, its jobs, and the start-up's figures."""
     began_at = time.monotonic()
     engine = load_engine(options, setup.model, slots, compiled)
     workload = replace(workload, size=engine.default_size)
     bench_engine.draw_a_round(engine, workload)
     figures: Figures = {
-        "slots": work.width_of(engine),
+        "slots": work.images_at_once(engine),
         "ready_seconds": time.monotonic() - began_at,
     }
     log.info("warm: %s", figures)
@@ -246,8 +246,8 @@ def rate(
     warmth: Figures,
     seconds: float,
 ) -> Figures:
-    """Images/s of the engine itself, always full."""
-    machine.forget_peak(options.torch_device)
+    """Images/s of the engine alone, always full."""
+    machine.reset_peak(options.torch_device)
     measured = work.drive(engine, workload.requests(), seconds)
     return {
         "images_per_second": measured.images_per_second,
@@ -261,13 +261,13 @@ def rate(
 
 
 def engine(options: Options, channel: Channel) -> None:
-    """Every job another LoRA: of one length, of many, and through a whole worker far away."""
+    """Another LoRA per job: with equal steps, with mixed steps, and in a whole worker."""
     setup = build(options)
 
     def serve_and_fill() -> work.Loaded:
-        """On the engine's own thread, as in a worker."""
+        """Runs on the engine's thread, as in a worker."""
         engine, workload, warmth = warm(
-            options, setup, setup.workload, options.slots, ("slots", "merged")
+            options, setup, setup.workload, options.slots, ("per_slot", "shared")
         )
         mixed = replace(workload, steps=tuple(bench_jobs.MIXED_STEPS))
         rates: list[float] = []
@@ -284,19 +284,19 @@ def engine(options: Options, channel: Channel) -> None:
             },
             until="worker",
         )
-        width = work.width_of(engine)
+        width = work.images_at_once(engine)
         images_per_second = rates[0] if rates else width / 4
         jobs = (3 + math.ceil(seconds * images_per_second / width)) * width
         return work.Loaded(engine, [workload.message(at) for at in range(jobs)], 15)
 
     settings = bench_engine.worker_settings(setup, "far-away")
     try:
-        far = asyncio.run(work.work(settings, serve_and_fill, reach=FarStorage))
+        far = asyncio.run(work.work(settings, serve_and_fill, wrap=FarStorage))
     except errors.FleetError as error:
         log.exception("the worker failed")
-        channel.say(row="worker", error=f"{type(error).__name__}: {error}"[:500])
+        channel.reply(row="worker", error=f"{type(error).__name__}: {error}"[:500])
         return
-    channel.say(
+    channel.reply(
         row="worker",
         images_per_second=far.rate.images_per_second,
         idle_fraction=far.idle_fraction,
@@ -306,29 +306,30 @@ def engine(options: Options, channel: Channel) -> None:
 
 
 def base(options: Options, channel: Channel) -> None:
-    """No LoRA at all."""
+    """No LoRA."""
     setup = build(options)
     plain = replace(setup.workload, loras=())
-    engine, workload, warmth = warm(options, setup, plain, options.slots, ("merged", "slots"))
+    engine, workload, warmth = warm(options, setup, plain, options.slots, ("shared", "per_slot"))
     channel.serve({"no_lora": functools.partial(rate, engine, workload, options, warmth)})
 
 
 def capped(options: Options, channel: Channel) -> None:
-    """Every job another LoRA, on a card of 8 GB."""
+    """Another LoRA per job, on a GPU limited to 8 GB."""
     setup = build(options)
     if options.torch_device.type == "cuda":
-        machine.limit_memory(options.torch_device, CAP_BYTES)
+        total_bytes = torch.cuda.get_device_properties(options.torch_device).total_memory
+        torch.cuda.set_per_process_memory_fraction(CAP_BYTES / total_bytes, options.torch_device)
     engine, workload, warmth = warm(
-        options, setup, setup.workload, options.capped_slots, ("slots",)
+        options, setup, setup.workload, options.capped_slots, ("per_slot",)
     )
     channel.serve({"capped": functools.partial(rate, engine, workload, options, warmth)})
 
 
 def plain(options: Options, channel: Channel) -> None:
-    """The same jobs by diffusers and peft, and its latency."""
+    """The same jobs, and their latency, with diffusers + peft."""
     setup = build(options)
     device = options.torch_device
-    pipeline = baseline.PlainDiffusers(setup.model, device, load.find_dtype("auto", device))
+    pipeline = baseline.PlainDiffusers(setup.model, device, devices.find_dtype("auto", device))
     workload = replace(setup.workload, size=(64, 64) if options.is_tiny else (512, 512))
     requests = [workload.request(number) for number in range(1 if options.is_tiny else 4)]
     for request in requests:
@@ -345,8 +346,8 @@ def plain(options: Options, channel: Channel) -> None:
 
     def latency(batch: int, _: float) -> Figures:
         pipeline.use_loras(())
-        unhurried = latency_workload(options, setup, workload.size)
-        seconds = bench_latency.median_seconds(pipeline.draw, unhurried, batch, repeats=2)
+        jobs = latency_workload(options, setup, workload.size)
+        seconds = median_seconds(pipeline.draw, jobs, batch, repeats=2)
         return {"seconds": seconds}
 
     channel.serve(
@@ -358,17 +359,36 @@ def plain(options: Options, channel: Channel) -> None:
 
 
 def latency(batch: int, options: Options, channel: Channel) -> None:
-    """The seconds of a batch, by an engine of so many slots."""
+    """Seconds of a batch in an engine with as many slots."""
     setup = build(options)
     workload = latency_workload(options, setup, setup.workload.size)
-    engine, workload, warmth = warm(options, setup, workload, batch, ("merged",))
+    engine, workload, warmth = warm(options, setup, workload, batch, ("shared",))
 
     def measure(_: float) -> Figures:
         draw = functools.partial(work.draw, engine)
-        seconds = bench_latency.median_seconds(draw, workload, batch, repeats=3)
+        seconds = median_seconds(draw, workload, batch, repeats=3)
         return {"seconds": seconds, **warmth}
 
     channel.serve({f"latency_{batch}": measure})
+
+
+def median_seconds(
+    draw: Callable[[Sequence[contract.ImageRequest]], object],
+    workload: bench_jobs.Workload,
+    batch: int,
+    repeats: int,
+) -> float:
+    """The median after a warm-up; the texts change, so that no embedding is cached."""
+    seconds = []
+    for number in range(repeats + 1):
+        requests = [
+            replace(request, negative_prompt=f"{number} {request.negative_prompt}")
+            for request in (workload.request(number * batch + at) for at in range(batch))
+        ]
+        began_at = time.perf_counter()
+        draw(requests)
+        seconds.append(time.perf_counter() - began_at)
+    return statistics.median(seconds[1:])
 
 
 def latency_workload(
@@ -393,7 +413,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("group", choices=list(GROUPS))
     parser.add_argument("folder", type=Path)
-    parser.add_argument("--builder", default="", help="the group that makes the model")
+    parser.add_argument("--builder", default="", help="the group that creates the model")
     parser.add_argument("--device", default="auto")
     parser.add_argument("--slots", type=int)
     parser.add_argument("--capped-slots", type=int)

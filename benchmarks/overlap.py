@@ -1,10 +1,9 @@
-"""What the pipeline is for: the same jobs, one thing after the other and all at once.
+"""The pipeline's gain: the same jobs sequentially and pipelined.
 
-An engine that takes 100 ms an image and a storage that takes 300 ms a call, the latency of a home
-connection to a far region. (a) pulls, generates, uploads and acknowledges in turn, as the worker
-of the public run did; (b) is the worker's own pipeline. Both run in one process, the same jobs
-over the same embedded storage. The first images of each are left out of its rate: start-up is not
-what is compared.
+An engine with 100 ms per image and a storage with 300 ms per call, the latency of a home connection
+to a far region. (a) pulls, generates, uploads and acknowledges sequentially, as the worker of the
+public run did; (b) is the worker's own pipeline. Both run in one process, with the same jobs and
+local storage. The rates exclude the first images, since start-up is not compared.
 
     python benchmarks/overlap.py [--jobs 60]
 """
@@ -38,7 +37,7 @@ WARM_UP_JOBS = 5
 
 
 class FarQueue:
-    """A job queue whose every call takes LATENCY_SECONDS longer."""
+    """A job queue with LATENCY_SECONDS per call."""
 
     def __init__(self, queue: protocol.JobQueue) -> None:
         self._queue = queue
@@ -80,7 +79,7 @@ class FarQueue:
 
 
 class FarBlobs:
-    """A blob store whose every call takes LATENCY_SECONDS longer; notes when a blob was written."""
+    """A blob store with LATENCY_SECONDS per call that records when blobs were written."""
 
     def __init__(self, blobs: protocol.BlobStore) -> None:
         self._blobs = blobs
@@ -124,7 +123,7 @@ class FarStorage:
 
 
 async def sequential(storage: FarStorage, settings: WorkerSettings) -> float:
-    """Images/s of a worker that does one thing after the other."""
+    """Images/s of a sequential worker."""
     engine = StandInEngine(capacity=1, tick_seconds=TICK_SECONDS, size=SIZE)
     while messages := await storage.queue.receive(1, settings.lease_seconds):
         job = read_job(messages[0].body, messages[0].id)
@@ -143,7 +142,7 @@ async def sequential(storage: FarStorage, settings: WorkerSettings) -> float:
 
 
 async def pipelined(storage: FarStorage, settings: WorkerSettings) -> tuple[float, float]:
-    """Images/s, and the share of time the engine waited, of the worker's pipeline."""
+    """Images/s and the engine's idle fraction in the worker's pipeline."""
     pipeline = Pipeline(
         storage,
         lambda: StandInEngine(capacity=1, tick_seconds=TICK_SECONDS, size=SIZE),
@@ -164,11 +163,11 @@ async def measure(folder: Path, jobs: int) -> dict[str, float]:
         settings = WorkerSettings(
             storage=f"local:{folder / name}", model=Path("stand-in"), until_empty=True
         )
-        async with open_storage(settings) as near:
-            await near.create()
+        async with open_storage(settings) as local:
+            await local.create()
             bodies = [f'{{"prompt": "a house", "id": "j{number}"}}' for number in range(jobs)]
-            await near.queue.send(bodies)
-            storage = FarStorage(near)
+            await local.queue.send(bodies)
+            storage = FarStorage(local)
             if name == "sequential":
                 rates["sequential_images_per_second"] = await sequential(storage, settings)
             else:
@@ -181,12 +180,12 @@ async def measure(folder: Path, jobs: int) -> dict[str, float]:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
-    parser.add_argument("--jobs", type=int, default=60, help="jobs, the same for both")
+    parser.add_argument("--jobs", type=int, default=60, help="number of jobs")
     arguments = parser.parse_args()
     with tempfile.TemporaryDirectory() as folder:
         rates = asyncio.run(measure(Path(folder), arguments.jobs))
     table = Table("", "images/s", "engine idle")
-    table.add_row("in turn", f"{rates['sequential_images_per_second']:.2f}", "")
+    table.add_row("sequential", f"{rates['sequential_images_per_second']:.2f}", "")
     table.add_row(
         "pipeline",
         f"{rates['pipelined_images_per_second']:.2f}",

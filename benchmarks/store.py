@@ -1,8 +1,7 @@
-"""How many jobs the embedded store carries: 10,000 of them through whole workers that draw nothing.
+"""The local storage's throughput: 10,000 jobs through workers with a stand-in engine.
 
-Each worker is a process of its own with the real pipeline: it leases from the one SQLite file,
-writes a tiny PNG for each job and acknowledges it. Start-up is left out: the clock of a run goes
-from its first image to its last.
+Each worker is a process with the real pipeline: it leases from the same SQLite file, writes a tiny
+PNG per job and acknowledges it. A run is timed from its first image to its last.
 
     python benchmarks/store.py [--jobs 10000]
 """
@@ -40,7 +39,7 @@ def settings_for(folder: Path) -> WorkerSettings:
 
 def work(folder: Path) -> WorkerReport:
     """One worker process, until the queue is empty."""
-    load = lambda: StandInEngine(capacity=32, size=(16, 16))  # noqa: E731 - a factory in a word
+    load = lambda: StandInEngine(capacity=32, size=(16, 16))  # noqa: E731 - a short factory
     return asyncio.run(run_worker(settings_for(folder), load=load))
 
 
@@ -61,7 +60,7 @@ async def stored(folder: Path) -> set[str]:
 
 
 def drain(folder: Path, processes: int) -> tuple[float, list[WorkerReport]]:
-    """Runs that many workers until the queue is empty; returns the seconds of the slowest."""
+    """Runs workers until the queue is empty; returns the seconds from first to last image."""
     with multiprocessing.get_context("spawn").Pool(processes) as pool:
         runs: list[AsyncResult[WorkerReport]] = [
             pool.apply_async(work, (folder,)) for _ in range(processes)

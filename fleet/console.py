@@ -1,15 +1,17 @@
-"""The terminal's side of every command: exit codes, one-line errors and pure JSON."""
+"""What all commands share: exit codes, one-line errors, JSON, plain output and the stop signals."""
 
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import json
 import os
+import signal
 import sys
 import threading
-from collections.abc import Coroutine, Iterator, Mapping, Sequence
-from contextlib import contextmanager
-from typing import Any, NoReturn, TypeVar
+from collections.abc import AsyncIterator, Coroutine, Iterator, Mapping, Sequence
+from contextlib import asynccontextmanager, contextmanager
+from typing import TYPE_CHECKING, Any, NoReturn, TypeVar
 
 import typer
 from rich.console import Console
@@ -17,9 +19,13 @@ from rich.text import Text
 
 from imagefleet import errors
 
+if TYPE_CHECKING:
+    from imagefleet import aio
+    from imagefleet.storage.settings import StorageSettings
+
 EXIT_DONE = 0
 
-#: A bug, or a fault that outlived its retries; a bug also prints its traceback.
+#: A bug, which also prints its traceback, or a fault that outlived its retries.
 EXIT_UNEXPECTED = 1
 
 #: A setting, an argument, a credential or a resource is wrong: trying again changes nothing.
@@ -28,10 +34,10 @@ EXIT_OPERATOR_MUST_ACT = 2
 #: This machine cannot do its work: a supervisor should replace it, not restart it.
 EXIT_REPLACE_THIS_NODE = 3
 
-#: What a shell reports of a program that Ctrl-C ended (128 + SIGINT).
+#: A shell's exit code of a program that Ctrl-C ended (128 + SIGINT).
 EXIT_INTERRUPTED = 130
 
-#: The worker's name for it, worker.gpu.THREAD_NAME; the console imports no room for it.
+#: `worker.gpu_thread.THREAD_NAME`; the console imports the worker only to run it.
 ENGINE_THREAD = "engine"
 
 Result = TypeVar("Result")
@@ -41,10 +47,10 @@ stderr = Console(stderr=True)
 
 
 def run(coroutine: Coroutine[Any, Any, Result]) -> Result:
-    """Runs a command's coroutine; its errors end the command as `one_line_errors` says.
+    """Runs a command's coroutine; errors end the command as in `one_line_errors`.
 
     Raises:
-        typer.Exit: the command has failed and said why.
+        typer.Exit: the command failed; the error is printed.
     """
     with one_line_errors():
         return asyncio.run(coroutine)
@@ -52,10 +58,10 @@ def run(coroutine: Coroutine[Any, Any, Result]) -> Result:
 
 @contextmanager
 def one_line_errors() -> Iterator[None]:
-    """Turns a FleetError into one line on stderr and its exit code; bugs keep their traceback.
+    """Turns a FleetError into one line on stderr and an exit code; bugs keep their traceback.
 
     Raises:
-        typer.Exit: with the exit code that the error's class stands for.
+        typer.Exit: with the exit code of the error's class.
     """
     try:
         yield
@@ -66,16 +72,55 @@ def one_line_errors() -> Iterator[None]:
         raise typer.Exit(EXIT_INTERRUPTED) from None
 
 
+@asynccontextmanager
+async def connected(settings: StorageSettings) -> AsyncIterator[aio.Fleet]:
+    """The client of the settings' storage.
+
+    Raises:
+        SetupError: the storage or its queue cannot be used.
+    """
+    from imagefleet import aio
+    from imagefleet.storage.open import open_storage
+
+    async with aio.Fleet(open_storage(settings)) as fleet:
+        await fleet.storage.check()
+        yield fleet
+
+
+async def until_stopped(task: asyncio.Task[None]) -> None:
+    """Waits for *task*, which SIGTERM and Ctrl-C cancel; raises what it raises."""
+    loop = asyncio.get_running_loop()
+    for number in (signal.SIGTERM, signal.SIGINT):
+        loop.add_signal_handler(number, task.cancel)
+    with contextlib.suppress(asyncio.CancelledError):
+        await task
+
+
 def print_error(message: str) -> None:
-    """Each line of *message* as one red line on stderr, however narrow the terminal."""
+    """Prints each line of *message* in red on stderr."""
     for line in message.splitlines():
         stderr.print(Text(f"error: {line}", style="red"), soft_wrap=True)
 
 
+def print_warning(message: str) -> None:
+    """Prints one yellow line on stderr."""
+    stderr.print(Text(f"warning: {message}", style="yellow"), soft_wrap=True)
+
+
+def print_note(text: str) -> None:
+    """Prints text on stderr, next to the command's own output: progress, hints."""
+    print_plain(text, stderr)
+
+
+def print_plain(text: str, to: Console = stdout) -> None:
+    """Prints text as it is: no markup, no highlighting, no wrapping."""
+    to.print(text, highlight=False, markup=False, soft_wrap=True)
+
+
 def print_json(record: Mapping[str, Any] | Sequence[Any]) -> None:
-    """One JSON object (or list) on stdout, untouched by the terminal's width and colours."""
+    """Prints one JSON object (or list), whatever the terminal's width and colours."""
     sys.stdout.write(json.dumps(record, ensure_ascii=False, indent=2) + "\n")
-    # A reader that has gone (`| head`) must show here, not as noise when Python exits.
+    # A closed pipe (`| head`) must show here, not as noise when Python exits.
     sys.stdout.flush()
 
 
@@ -85,20 +130,20 @@ def counted(number: int, noun: str) -> str:
 
 
 def number(value: float | None) -> str:
-    """`12,345`, or `-` where it is not known."""
+    """`12,345`, or `-` for an unknown value."""
     return "-" if value is None else f"{value:,.0f}"
 
 
 def percent(fraction: float | None) -> str:
-    """`12.3 %`, or `-` where it is not known."""
+    """`12.3 %`, or `-` for an unknown value."""
     return "-" if fraction is None else f"{fraction:.1%}".replace("%", " %")
 
 
 def leave(code: int | None) -> NoReturn:
-    """Ends the process, whatever the engine's thread is in.
+    """Exits at once where the engine's thread still runs.
 
-    A worker that hangs in its GPU's driver, or is told to stop while it loads a model, has a
-    thread that Python cannot end; torch aborts the process when Python ends around it.
+    Python cannot end a thread that hangs in the GPU's driver or loads a model, and torch aborts
+    the process when Python exits around it.
     """
     if any(thread.name == ENGINE_THREAD for thread in threading.enumerate()):
         sys.stdout.flush()

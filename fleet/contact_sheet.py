@@ -1,4 +1,4 @@
-"""The contact sheet: many pictures on one page, each with a caption under it."""
+"""The contact sheet: all images on one page, each with its prompt as a caption."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from PIL import Image, ImageDraw, ImageFont
 
 from imagefleet.job import prompt
 
-#: The longer side of a picture on the sheet; smaller pictures are enlarged to it.
+#: The longer side of an image on the sheet; smaller ones are enlarged.
 TILE_PIXELS = 176
 
 MARGIN_PIXELS = 12
@@ -24,10 +24,10 @@ _INK = (70, 70, 74)
 
 
 def draw_contact_sheet(images: Sequence[bytes], columns: int = 6) -> bytes:
-    """A PNG with the images in rows, read like text, and under each the prompt that is in it.
+    """A PNG with the images in rows, captioned with the prompts in their metadata.
 
     Raises:
-        ValueError: there is no image.
+        ValueError: *images* is empty.
     """
     if not images:
         raise ValueError("a contact sheet needs an image")
@@ -53,7 +53,7 @@ def draw_contact_sheet(images: Sequence[bytes], columns: int = 6) -> bytes:
 
 
 def read_tile(data: bytes) -> tuple[Image.Image, str]:
-    """The image at the size of a tile and, from AUTOMATIC1111's text in it, its prompt's words."""
+    """The image at tile size, and the prompt in its AUTOMATIC1111 metadata as a caption."""
     with Image.open(io.BytesIO(data)) as image:
         parameters = str(image.info.get("parameters", ""))
         scale = TILE_PIXELS / max(image.size)
@@ -65,6 +65,6 @@ def read_tile(data: bytes) -> tuple[Image.Image, str]:
 
 
 def _lines(caption: str, font: ImageFont.FreeTypeFont | ImageFont.ImageFont) -> list[str]:
-    """The caption in as many lines as there is room for, shortened with an ellipsis."""
+    """The caption in at most `CAPTION_LINES` lines, shortened with an ellipsis."""
     characters = int(TILE_PIXELS / (font.getlength("etaoin shrdlu") / len("etaoin shrdlu")))
     return textwrap.wrap(caption, characters, max_lines=CAPTION_LINES, placeholder="…")

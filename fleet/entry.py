@@ -1,4 +1,4 @@
-"""Where `imagefleet` begins: probes go a short way, everything else to the whole console."""
+"""The console script; probes, which run every few seconds, skip the console's slow imports."""
 
 from __future__ import annotations
 
@@ -6,7 +6,6 @@ import sys
 
 
 def main() -> None:
-    """The console script."""
     if sys.argv[1:2] == ["health"]:
         from fleet import health
 

@@ -1,4 +1,4 @@
-"""`imagefleet load`: a template or a file of jobs fills the job queue."""
+"""`imagefleet load`: fills the job queue from a template or a file of jobs."""
 
 from __future__ import annotations
 
@@ -36,13 +36,13 @@ if TYPE_CHECKING:
 
 DRY_RUN_JOBS = 10
 
-#: Where no bar can be drawn, in a log, one line each so many seconds.
+#: Seconds between two lines of progress where there is no terminal.
 SECONDS_BETWEEN_LINES = 5.0
 
-#: Lines left out that are named one by one.
-_SHOWN_COMPLAINTS = 10
+#: Skipped lines that are reported one by one.
+_SHOWN_SKIPPED = 10
 
-#: Checking more jobs than this takes seconds, in which nothing else is to be seen.
+#: Checking more jobs than this takes seconds, so it is announced.
 _MANY_JOBS = 100_000
 
 
@@ -53,37 +53,41 @@ def command(
         str,
         typer.Argument(
             metavar="FILE",
-            help="A template (.yaml, .toml), a file with one job a line (.jsonl), or - for jobs"
+            help="A template (.yaml, .toml), a file with one job per line (.jsonl), or - for jobs"
             " from standard input.",
         ),
     ],
     count: Annotated[
-        int | None, typer.Option(min=1, help="So many jobs, whatever the file says.")
+        int | None, typer.Option(min=1, help="Number of jobs; overrides FILE's.")
     ] = None,
     seed: Annotated[
         int | None,
-        typer.Option(min=0, max=2**63 - 1, help="The template's seed: another one, other jobs."),
+        typer.Option(
+            min=0,
+            max=2**63 - 1,
+            help="Overrides the template's seed; another seed gives other jobs.",
+        ),
     ] = None,
     dry_run: Annotated[
-        bool, typer.Option("--dry-run", help="Print the first ten jobs and send nothing.")
+        bool, typer.Option("--dry-run", help="Print the first ten jobs; send nothing.")
     ] = False,
     restart: Annotated[
-        bool, typer.Option("--restart", help="Forget the checkpoint: begin with the first job.")
+        bool, typer.Option("--restart", help="Discard the checkpoint; begin with the first job.")
     ] = False,
     checkpoint_file: Annotated[
         Path | None,
-        typer.Option("--checkpoint", help="Where the checkpoint is kept; beside FILE without it."),
+        typer.Option("--checkpoint", help="Path of the checkpoint; default: next to FILE."),
     ] = None,
     skip_invalid: Annotated[
-        bool, typer.Option("--skip-invalid", help="Leave out lines that are no valid jobs.")
+        bool, typer.Option("--skip-invalid", help="Skip lines that are not valid jobs.")
     ] = False,
     quiet: Annotated[bool, typer.Option("--quiet", help="No progress.")] = False,
     as_json: Annotated[bool, typer.Option("--json", help="Print the summary as JSON.")] = False,
 ) -> None:
     """Fills the job queue from a template or a file of jobs.
 
-    The same file and seed give the same jobs. Interrupted or killed, the same command goes on
-    where it was: FILE's checkpoint counts the jobs that are stored for certain.
+    The same file and seed give the same jobs. After an interruption, the same command resumes at
+    its checkpoint.
 
     imagefleet load templates/demo.yaml --dry-run
 
@@ -101,72 +105,65 @@ def command(
         _print_jobs(source)
         return
     if file == "-" and (checkpoint_file or restart):
-        raise errors.SetupError("standard input cannot be read twice, so it has no checkpoint")
-    place = None
+        raise errors.SetupError("standard input has no checkpoint: it cannot be read twice")
+    path = None
     if file != "-":
-        place = checkpoint_file or checkpoint.default_path(Path(file), settings.queue)
+        path = checkpoint_file or checkpoint.default_path(Path(file), settings.queue)
     storage = open_storage(settings)
-    load = Load(
-        storage,
-        source,
-        place=place,
-        restart=restart,
-        concurrency=settings.concurrency,
-        rate=settings.rate,
-    )
-    _announce(load, place)
+    load = Load(storage, source, settings, path, restart=restart)
+    _announce(load, path)
     if not quiet and not load.is_done and (source.count or 0) > _MANY_JOBS:
-        _say(f"looking for invalid jobs in {file} before any is sent")
+        _report(f"checking the jobs in {file}")
     load.check()  # before the event loop begins: a long file can be interrupted by Ctrl-C
     with _progress(source.count, load.confirmed, quiet=quiet) as show:
         summary = console.run(_run(storage, load, show))
     if as_json:
         console.print_json({**asdict(summary), "invalid": skipped.count})
     elif not quiet:
-        _print_summary(summary, skipped.count, place)
+        _print_summary(summary, skipped.count, path)
     if not summary.finished:
         raise typer.Exit(console.EXIT_INTERRUPTED)
 
 
 class _Skipped:
-    """Tells of the first lines that are no jobs, and counts them all."""
+    """Counts the skipped lines and reports the first of them."""
 
     def __init__(self) -> None:
         self.count = 0
 
     def __call__(self, line: int, reason: str) -> None:
         self.count += 1
-        if self.count <= _SHOWN_COMPLAINTS:
-            _say(f"line {line} is left out: {reason}")
-        elif self.count == _SHOWN_COMPLAINTS + 1:
-            _say("more lines are left out; the summary counts them")
+        if self.count <= _SHOWN_SKIPPED:
+            _report(f"line {line} is skipped: {reason}")
+        elif self.count == _SHOWN_SKIPPED + 1:
+            _report("more lines are skipped; the summary counts them")
 
 
 async def _run(storage: Storage, load: Load, show: Callable[[int], None]) -> Summary:
     loop = asyncio.get_running_loop()
     async with storage:
-        # Thread-safe also means signal-safe: it wakes a loop that sleeps.
+        # call_soon_threadsafe is also safe in a signal handler: it wakes the loop.
         with _stopped_by_ctrl_c(lambda: loop.call_soon_threadsafe(load.stop)):
             return await load.run(show)
 
 
-def _announce(load: Load, place: Path | None) -> None:
+def _announce(load: Load, path: Path | None) -> None:
     if load.is_done:
-        _say(
-            f"all {load.confirmed:,} jobs are loaded already, says {place}; another --seed makes"
-            " other jobs, --restart sends the same ones again"
+        _report(
+            f"all {load.confirmed:,} jobs are already loaded, according to {path}; --restart sends"
+            " them again, another --seed gives other jobs"
         )
     elif load.confirmed:
-        _say(f"going on after {load.confirmed:,} jobs, says {place}")
+        _report(f"resuming after {load.confirmed:,} jobs, according to {path}")
 
 
 @contextlib.contextmanager
 def _stopped_by_ctrl_c(stop: Callable[[], object]) -> Iterator[None]:
-    """The first Ctrl-C lets the sends in flight end; the second ends at once."""
+    """The first Ctrl-C waits for the sends in flight; the second stops at once."""
 
     def handle(_number: int, _frame: FrameType | None) -> None:
         signal.signal(signal.SIGINT, signal.default_int_handler)
-        _say("stopping when the sends in flight are done; Ctrl-C again to stop at once")
+        _report("stopping after the sends in flight; Ctrl-C again to stop at once")
         stop()
 
     before = signal.signal(signal.SIGINT, handle)
@@ -178,7 +175,7 @@ def _stopped_by_ctrl_c(stop: Callable[[], object]) -> Iterator[None]:
 
 @contextlib.contextmanager
 def _progress(total: int | None, start: int, *, quiet: bool) -> Iterator[Callable[[int], None]]:
-    """A bar on a terminal, a line now and then elsewhere, or nothing."""
+    """A bar on a terminal, occasional lines elsewhere."""
     if quiet:
         yield lambda _confirmed: None
     elif not console.stderr.is_terminal:
@@ -208,14 +205,14 @@ class _Lines:
     def __init__(self, total: int | None, start: int) -> None:
         self._of = "" if total is None else f" of {total:,}"
         self._start = start
-        self._began = self._said_at = time.monotonic()
+        self._began = self._reported_at = time.monotonic()
 
     def __call__(self, confirmed: int) -> None:
         now = time.monotonic()
-        if now - self._said_at >= SECONDS_BETWEEN_LINES:
-            self._said_at = now
+        if now - self._reported_at >= SECONDS_BETWEEN_LINES:
+            self._reported_at = now
             rate = (confirmed - self._start) / (now - self._began)
-            _say(f"{confirmed:,}{self._of} jobs sent, {rate:,.0f} jobs/s")
+            _report(f"{confirmed:,}{self._of} jobs sent, {rate:,.0f} jobs/s")
 
 
 def _print_jobs(source: Source) -> None:
@@ -226,18 +223,18 @@ def _print_jobs(source: Source) -> None:
     sys.stdout.flush()
 
 
-def _print_summary(summary: Summary, left_out: int, place: Path | None) -> None:
+def _print_summary(summary: Summary, skipped: int, path: Path | None) -> None:
     if summary.sent:
-        _say(
+        _report(
             f"{console.counted(summary.sent, 'job')} sent to {summary.queue} in {summary.storage},"
             f" {summary.jobs_per_second:,.0f} jobs/s"
         )
-    if left_out:
-        _say(f"{console.counted(left_out, 'line')} left out")
+    if skipped:
+        _report(f"{console.counted(skipped, 'line')} skipped")
     if not summary.finished:
-        way_on = "; the same command goes on there" if place else ""
-        _say(f"stopped after {console.counted(summary.confirmed, 'job')}{way_on}")
+        resume = "; the same command resumes there" if path else ""
+        _report(f"stopped after {console.counted(summary.confirmed, 'job')}{resume}")
 
 
-def _say(text: str) -> None:
+def _report(text: str) -> None:
     console.stderr.print(text, highlight=False, markup=False, soft_wrap=True)

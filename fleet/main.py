@@ -1,4 +1,4 @@
-"""`imagefleet`, the operator's console. Each command imports its rooms only when it runs."""
+"""`imagefleet`, the operator's console. Each command imports what it needs only when it runs."""
 
 from __future__ import annotations
 
@@ -19,15 +19,15 @@ from fleet.scale import command as scale
 
 app = typer.Typer(
     name="imagefleet",
-    # Plain help: typer's boxes leave the text of a long setting's name no room.
+    # Plain help: typer's boxes leave too little width for long names of settings.
     rich_markup_mode=None,
     no_args_is_help=True,
     add_completion=False,
     pretty_exceptions_enable=False,
-    help="""Turns queues of prompt jobs into Stable Diffusion images, at the lowest cost an image.
+    help="""Turns queues of prompt jobs into Stable Diffusion images at the lowest cost per image.
 
-A queue holds the jobs, any number of workers (one for each GPU) turn them into images, and a job
-that cannot succeed waits, with its reason, in the queue's poison queue.""",
+A job queue feeds any number of workers, one per GPU. Jobs that cannot succeed go to the poison
+queue, each with its error.""",
     epilog="""\b
 A first look, without an account or a GPU:
   imagefleet demo
@@ -39,10 +39,10 @@ On one machine, with everything in the folder imagefleet-data:
   imagefleet status
   imagefleet failed list
 
-Settings are flags or variables, as you like: --queue is IMAGEFLEET_QUEUE.
+Every setting is a flag and a variable: --queue is IMAGEFLEET_QUEUE.
 
-Exit codes: 0 done, 1 unexpected, 2 something for you to set right, 3 this machine cannot do its
-work, 130 interrupted.""",
+Exit codes: 0 done, 1 unexpected error, 2 invalid input or setup, 3 broken node (replace it),
+130 interrupted.""",
 )
 
 app.command("demo")(demo.command)
@@ -52,13 +52,13 @@ app.command("status")(status.command)
 app.command("top")(top.command)
 app.command("exporter")(exporter.command)
 app.add_typer(failed.app, name="failed", short_help="Lists, replays and discards failed jobs.")
-app.add_typer(keys.app, name="keys", short_help="Makes, checks and revokes tokens for workers.")
+app.add_typer(keys.app, name="keys", short_help="Creates, checks and revokes SAS tokens.")
 app.command("plan")(plan.command)
 app.command("report")(report.command)
-app.add_typer(deploy.app, name="deploy", short_help="Deploys workers to where the GPUs are.")
+app.add_typer(deploy.app, name="deploy", short_help="Deploys workers to GPU clouds.")
 app.command("scale")(scale.command)
 app.command("prompt")(prompt.command)
-app.add_typer(bench.app, name="bench", short_help="Measures how fast this machine is.")
+app.add_typer(bench.app, name="bench", short_help="Measures this machine's speed.")
 
 
 @app.command(
@@ -67,32 +67,32 @@ app.add_typer(bench.app, name="bench", short_help="Measures how fast this machin
     context_settings={"allow_extra_args": True, "ignore_unknown_options": True},
 )
 def health_command(context: typer.Context) -> None:
-    """Asks the worker of this machine how it is, for probes."""
-    raise typer.Exit(health.main(context.args))  # where `fleet.entry` was not the way in
+    """Probes the worker on this machine: started, live or ready."""
+    raise typer.Exit(health.main(context.args))  # `python -m fleet.main`; see fleet/entry.py
 
 
 @app.command()
 def version() -> None:
-    """Prints the versions that a report of a fault should name."""
+    """Prints the versions to name in a bug report."""
     for distribution in ("imagefleet", "torch", "diffusers"):
         try:
             installed = metadata.version(distribution)
         except metadata.PackageNotFoundError:
             installed = "not installed"
-        console.stdout.print(f"{distribution} {installed}", highlight=False)
-    console.stdout.print(f"python {platform.python_version()}", highlight=False)
+        console.print_plain(f"{distribution} {installed}")
+    console.print_plain(f"python {platform.python_version()}")
 
 
 @app.command("settings", hidden=True)
 def settings_table() -> None:
-    """Prints the README's table of settings."""
+    """Prints all settings as Markdown, for docs/settings.md."""
     sys.stdout.write(options.markdown_table())
 
 
 def main() -> None:
-    """The console script: ends the process with one of the exit codes of `fleet.console`."""
+    """The console script; exits with one of the codes of `fleet.console`."""
     try:
-        # Not standalone: typer would draw a wrong option as a box of several lines.
+        # Not standalone: typer would print a wrong option as a box of several lines.
         code = app(standalone_mode=False)
     except typer.TyperException as error:
         console.print_error(error.format_message())

@@ -1,18 +1,19 @@
 """Settings as command-line options: a setting is declared once, in its pydantic model.
 
 Each field becomes a flag and an `IMAGEFLEET_` variable; a flag overrides the variable, which
-overrides the default. What is wrong is said in one line that names the setting both ways.
+overrides the default. An invalid value is one line that names the setting both ways. A renamed
+field names its old self with `json_schema_extra={"formerly": "old_name"}`; both that name and
+the names of `REMOVED` are accepted with a warning.
 """
 
 from __future__ import annotations
 
-import difflib
 import functools
 import inspect
 import os
 import re
 import types
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from enum import Enum
 from pathlib import Path
 from typing import Annotated, Any, Literal, TypeVar, Union, get_args, get_origin
@@ -20,34 +21,45 @@ from typing import Annotated, Any, Literal, TypeVar, Union, get_args, get_origin
 import typer
 from pydantic import SecretStr, ValidationError
 from pydantic.fields import FieldInfo
-from pydantic_settings import BaseSettings, SettingsError
+from pydantic_settings import BaseSettings
 
 from fleet import console
-from fleet.settings import ExporterSettings, MonitorSettings
-from imagefleet import errors
+from fleet.monitor.settings import ExporterSettings, MonitorSettings
+from imagefleet import errors, validation
+from imagefleet.storage import settings as storage_settings
 from imagefleet.storage.settings import StorageSettings
 from imagefleet.telemetry.settings import TelemetrySettings
 from loadgen.settings import LoadSettings
+from worker import settings as worker_settings
 from worker.settings import WorkerSettings
 
 PREFIX = "IMAGEFLEET_"
 
-#: Every settings model and the command it is for. A variable that none of them knows is refused:
-#: it is most likely a slip of the fingers.
-PROJECT_SETTINGS: Mapping[str, type[BaseSettings]] = {
-    "every command": StorageSettings,
-    "worker, exporter": TelemetrySettings,
-    "worker": WorkerSettings,
-    "load": LoadSettings,
-    "status, top, exporter": MonitorSettings,
-    "exporter": ExporterSettings,
+AsJson = Annotated[bool, typer.Option("--json", help="Print JSON.")]
+
+#: Every settings model, with its subject and its commands for the documentation. A variable that
+#: is in none of them is refused: it is most likely a typing error.
+PROJECT_SETTINGS: Mapping[type[BaseSettings], tuple[str, str]] = {
+    StorageSettings: ("Storage", "all commands"),
+    TelemetrySettings: ("Metrics and logs", "`worker`, `exporter`"),
+    WorkerSettings: ("Worker", "`worker`"),
+    LoadSettings: ("Load generator", "`load`"),
+    MonitorSettings: ("Monitoring", "`status`, `top`, `exporter`, `report`, `scale`"),
+    ExporterSettings: ("Exporter", "`exporter`"),
 }
 
-#: Longer values say no more about what is wrong with them.
+#: Settings of the last release by the model that had them, and what happens instead. Their flags
+#: took a value; a removed switch would need a flag of its own kind.
+REMOVED: dict[type[BaseSettings], Mapping[str, str]] = {
+    StorageSettings: storage_settings.REMOVED_SETTINGS,
+    WorkerSettings: getattr(worker_settings, "REMOVED_SETTINGS", {}),
+}
+
+#: Enough of a value to recognise it.
 _SHOWN_CHARACTERS = 60
 
 #: A connection string, SAS token or password in the wrong place must not end up in a log.
-_SECRET = re.compile(r"accountkey=|sharedaccesssignature=|\bsig=|//[^/\s]+@", re.IGNORECASE)
+SECRET_VALUE = re.compile(r"accountkey=|sharedaccesssignature=|\bsig=|//[^/\s]+@", re.IGNORECASE)
 
 _METAVARS: Mapping[object, str] = {
     int: "INTEGER",
@@ -58,6 +70,7 @@ _METAVARS: Mapping[object, str] = {
 
 Settings = TypeVar("Settings", bound=BaseSettings)
 Result = TypeVar("Result")
+Value = TypeVar("Value")
 Command = Callable[..., Result]
 
 
@@ -70,23 +83,34 @@ def from_settings(model: type[BaseSettings]) -> Callable[[Command[Result]], Comm
         @options.from_settings(StorageSettings)
         def status(settings: StorageSettings, watch: bool = False) -> None: ...
     """
+    return _first_argument(_parameters(model), lambda **given: read(model, given))
+
+
+def from_function(build: Callable[..., Any]) -> Callable[[Command[Result]], Command[Result]]:
+    """Gives a typer command the options of *build*, and its result as the first argument.
+
+    For options that several commands share. Innermost where decorators are stacked.
+    """
+    return _first_argument(inspect.signature(build, eval_str=True).parameters.values(), build)
+
+
+def _first_argument(
+    parameters: Iterable[inspect.Parameter], build: Callable[..., Any]
+) -> Callable[[Command[Result]], Command[Result]]:
+    shared = [each.replace(kind=inspect.Parameter.KEYWORD_ONLY) for each in parameters]
 
     def decorate(command: Command[Result]) -> Command[Result]:
-        own = list(inspect.signature(command, eval_str=True).parameters.values())[1:]
-        fields = [_parameter(model, name) for name in model.model_fields]
+        first, *others = inspect.signature(command, eval_str=True).parameters.values()
+        own = [each.replace(kind=inspect.Parameter.KEYWORD_ONLY) for each in others]
 
         @functools.wraps(command)
         def wrapper(**arguments: Any) -> Result:
-            given = {name: arguments.pop(name) for name in model.model_fields}
+            given = {each.name: arguments.pop(each.name) for each in shared}
             with console.one_line_errors():
-                settings = read(model, given)
-                return command(settings, **arguments)
+                return command(**{first.name: build(**given)}, **arguments)
 
-        parameters = [
-            parameter.replace(kind=inspect.Parameter.KEYWORD_ONLY) for parameter in (*own, *fields)
-        ]
-        wrapper.__signature__ = inspect.Signature(parameters)  # type: ignore[attr-defined]
-        wrapper.__annotations__ = {each.name: each.annotation for each in parameters}
+        wrapper.__signature__ = inspect.Signature([*own, *shared])  # type: ignore[attr-defined]
+        wrapper.__annotations__ = {each.name: each.annotation for each in (*own, *shared)}
         return wrapper
 
     return decorate
@@ -96,16 +120,46 @@ def read(model: type[Settings], given: Mapping[str, Any]) -> Settings:
     """Reads settings from flags (None: not given) over the environment over the defaults.
 
     Raises:
-        SetupError: a value is wrong or a variable unknown; one line for each.
+        SetupError: a value is invalid, or a variable unknown; one line for each.
     """
-    _refuse_unknown_variables(model)
     try:
-        return model(**{name: value for name, value in given.items() if value is not None})
+        flags = _by_current_name(model, given, flag)
+        variables = by_setting(model, os.environ, PROJECT_SETTINGS)
+    except ValueError as error:
+        raise errors.SetupError(str(error)) from None
+    try:
+        return model(**(variables | flags))
     except ValidationError as error:
         lines = [_complaint(model, detail) for detail in error.errors(include_url=False)]
         raise errors.SetupError("\n".join(lines)) from None
-    except SettingsError as error:
-        raise errors.SetupError(f"{error}: {error.__cause__}") from None
+
+
+def by_setting(
+    model: type[BaseSettings],
+    variables: Mapping[str, Value],
+    other_models: Iterable[type[BaseSettings]] = (),
+) -> dict[str, Value]:
+    """The values of the IMAGEFLEET_ variables by the setting of *model* that each is for.
+
+    Warns of old names and removed settings; leaves out empty values and those of *other_models*.
+
+    Raises:
+        ValueError: a variable is unknown, or given by its old name as well.
+    """
+    own = {variable(name): name for name in _accepted(model)}
+    known = own.keys() | {variable(name) for each in other_models for name in _accepted(each)}
+    given = {}
+    for name in sorted(variables):
+        if not name.upper().startswith(PREFIX):
+            continue
+        if name.upper() not in known:
+            hint = validation.suggestion(name.upper(), known)
+            raise ValueError(
+                f"unknown setting {name}{hint or '; `imagefleet worker --help` lists them'}"
+            )
+        if name.upper() in own:
+            given[own[name.upper()]] = variables[name]
+    return _by_current_name(model, given, variable)
 
 
 def variable(name: str) -> str:
@@ -117,36 +171,85 @@ def flag(name: str) -> str:
 
 
 def markdown_table() -> str:
-    """The table of all settings that the README shows."""
-    rows = ["| flag and variable | for | default | what it is |", "| --- | --- | --- | --- |"]
+    """The settings of all commands as Markdown: a heading and a table for each subject."""
+    sections = []
     seen: set[str] = set()
-    for command, model in PROJECT_SETTINGS.items():
+    for model, (subject, commands) in PROJECT_SETTINGS.items():
+        lines = [f"## {subject}", "", f"For {commands}.", ""]
+        lines += ["| flag and variable | default | description |", "| --- | --- | --- |"]
         for name, field in model.model_fields.items():
-            if name in seen:
-                continue
-            seen.add(name)
-            default = _default(field)
-            rows.append(
-                f"| `{flag(name)}`<br>`{variable(name)}` | {command} |"
-                f" {f'`{default}`' if default else ''} | {field.description} |"
-            )
-    return "\n".join(rows) + "\n"
+            if name not in seen:
+                seen.add(name)
+                names = f"`{flag(name)}`<br>`{variable(name)}`"
+                default = f"`{_default(field)}`" if _default(field) else ""
+                lines.append(f"| {names} | {default} | {field.description} |")
+        sections.append("\n".join(lines) + "\n")
+    return "\n".join(sections)
 
 
-def _parameter(model: type[BaseSettings], name: str) -> inspect.Parameter:
-    """A typer option that leaves the value as text, so that pydantic alone judges it."""
-    field = model.model_fields[name]
+def _former_names(model: type[BaseSettings]) -> dict[str, str]:
+    """The current name of each renamed setting, by its old one."""
+    return {
+        str(extra["formerly"]): name
+        for name, field in model.model_fields.items()
+        if isinstance(extra := field.json_schema_extra, dict) and "formerly" in extra
+    }
+
+
+def _removed(model: type[BaseSettings]) -> dict[str, str]:
+    return {
+        name: sentence
+        for each, removed in REMOVED.items()
+        if issubclass(model, each)
+        for name, sentence in removed.items()
+        if name not in model.model_fields
+    }
+
+
+def _accepted(model: type[BaseSettings]) -> set[str]:
+    return {*model.model_fields, *_former_names(model), *_removed(model)}
+
+
+def _by_current_name(
+    model: type[BaseSettings], given: Mapping[str, Value], spell: Callable[[str], str]
+) -> dict[str, Value]:
+    """*given* without empty values and removed settings, under the current names."""
+    former, removed = _former_names(model), _removed(model)
+    current: dict[str, Value] = {}
+    for name, value in given.items():
+        if value is None or value == "":
+            continue
+        if name in removed:
+            console.print_warning(f"{spell(name)} is ignored: {removed[name]}")
+            continue
+        new = former.get(name, name)
+        if new != name:
+            console.print_warning(f"{spell(name)} is deprecated; use {spell(new)}")
+        if new in current:
+            old = next(each for each in former if former[each] == new)
+            raise ValueError(f"{spell(new)} is also given by its old name, {spell(old)}")
+        current[new] = value
+    return current
+
+
+def _parameters(model: type[BaseSettings]) -> Iterator[inspect.Parameter]:
+    """Typer options that leave values as text, so that pydantic alone judges them."""
+    for name, field in model.model_fields.items():
+        default = _default(field)
+        notes = f"env: {variable(name)}" + (f"; default: {default}" if default else "")
+        yield _parameter(name, field, help=f"{field.description or ''} [{notes}]")
+    for old, name in _former_names(model).items():
+        yield _parameter(old, model.model_fields[name], hidden=True)
+    for name in _removed(model):
+        yield _parameter(name, FieldInfo(annotation=str), hidden=True)
+
+
+def _parameter(name: str, field: FieldInfo, **terms: Any) -> inspect.Parameter:
     kind = _bare_type(field.annotation)
     is_switch = kind is bool
     declaration = f"{flag(name)}/--no-{flag(name)[2:]}" if is_switch else flag(name)
-    default = _default(field)
-    notes = f"env: {variable(name)}" + (f"; default: {default}" if default else "")
-    option = typer.Option(
-        declaration,
-        metavar=None if is_switch else _metavar(kind),
-        help=f"{field.description or ''} [{notes}]",
-        show_default=False,
-    )
+    metavar = None if is_switch else _metavar(kind)
+    option = typer.Option(declaration, metavar=metavar, show_default=False, **terms)
     annotation = Annotated[(bool if is_switch else str) | None, option]  # type: ignore[valid-type]
     return inspect.Parameter(
         name, inspect.Parameter.KEYWORD_ONLY, default=None, annotation=annotation
@@ -171,7 +274,7 @@ def _metavar(kind: object) -> str:
 
 
 def _default(field: FieldInfo) -> str:
-    # A factory's value differs from machine to machine; the description tells what it is.
+    # A factory's value differs from machine to machine; the description says what it is.
     if field.is_required() or field.default_factory or field.default is None:
         return ""
     value = field.default
@@ -181,26 +284,16 @@ def _default(field: FieldInfo) -> str:
 
 
 def _complaint(model: type[BaseSettings], detail: Mapping[str, Any]) -> str:
-    what = re.sub(r"^(Value error, |Input |String )", "", str(detail["msg"]))
+    what = validation.reason({**detail, "loc": ()})
     if not detail["loc"]:
         return what
     name = str(detail["loc"][0])
     where = f"{flag(name)} / {variable(name)}"
-    if detail["type"] == "missing":
-        return f"{where}: is required"
-    kind = _bare_type(model.model_fields[name].annotation)
     value = str(detail["input"])
-    if kind is SecretStr or _SECRET.search(value):
+    if (
+        detail["type"] == "missing"
+        or _bare_type(model.model_fields[name].annotation) is SecretStr
+        or SECRET_VALUE.search(value)
+    ):
         return f"{where}: {what}"
     return f"{where}: {what}, not {value[:_SHOWN_CHARACTERS] or 'empty'}"
-
-
-def _refuse_unknown_variables(model: type[BaseSettings]) -> None:
-    known = {
-        variable(name) for each in (model, *PROJECT_SETTINGS.values()) for name in each.model_fields
-    }
-    for name in sorted(os.environ):
-        if name.upper().startswith(PREFIX) and name.upper() not in known:
-            close = difflib.get_close_matches(name.upper(), known, n=1)
-            hint = f"did you mean {close[0]}?" if close else "imagefleet worker --help lists them"
-            raise errors.SetupError(f"{name} is no setting of imagefleet: {hint}")

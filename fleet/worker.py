@@ -1,4 +1,4 @@
-"""`imagefleet worker`: one process for one GPU."""
+"""`imagefleet worker`: one process per GPU."""
 
 from __future__ import annotations
 
@@ -9,25 +9,25 @@ from imagefleet import errors
 from imagefleet.telemetry import logs
 from worker.settings import WorkerSettings
 
-#: What `imagefleet[worker]` adds and a worker cannot do without.
+#: The libraries of `imagefleet[worker]`.
 _LIBRARIES = ("torch", "diffusers", "transformers", "peft", "safetensors", "numpy", "PIL", "isal")
 
 
 def require_libraries() -> None:
-    """Raises SetupError, with the command that mends it, where only the console is installed."""
+    """Raises SetupError, with the command to run, where only the console is installed."""
     for name in _LIBRARIES:
         if importlib.util.find_spec(name) is None:
             raise errors.SetupError(
-                f"to make pictures, {name} is missing: pip install 'imagefleet[worker]'"
+                f"{name} is not installed; to generate images: pip install 'imagefleet[worker]'"
             )
 
 
 @options.from_settings(WorkerSettings)
 def command(settings: WorkerSettings) -> None:
-    """Works on the queue: one worker for each GPU.
+    """Generates images from the queue's jobs: one worker per GPU.
 
-    It runs until SIGTERM or Ctrl-C, which lets it finish what the GPU has begun and hand the rest
-    back, or with --until-empty until the queue is empty.
+    Runs until SIGTERM or Ctrl-C, or with --until-empty until the queue is empty. When stopped it
+    finishes the images in flight and hands the other jobs back.
 
     imagefleet worker --model ./model --until-empty
 

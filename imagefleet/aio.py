@@ -93,7 +93,7 @@ def connect(storage: str | None = None, **settings: Unpack[ConnectOptions]) -> F
 
 
 class Fleet:
-    """Jobs go in, results come out. Use it on one event loop."""
+    """A connection to a fleet's storage, for one event loop."""
 
     def __init__(self, storage: protocol.Storage) -> None:
         self.storage = storage
@@ -231,7 +231,7 @@ class JobHandle:
         self._job = job
 
     async def status(self) -> Status:
-        """Pending (queued or running), completed, failed, or unknown to this storage."""
+        """As `imagefleet.JobHandle.status`."""
         return (await self._fleet.run(self._look_up())).status
 
     async def result(self, timeout: float | None = None) -> Result:  # noqa: ASYNC109 - as above

@@ -1,4 +1,4 @@
-"""The client: `imagefleet.aio` for programs without an event loop of their own."""
+"""The client: `imagefleet.aio` for programs without an event loop."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ def connect(storage: str | None = None, **settings: Unpack[ConnectOptions]) -> F
 
 
 class Fleet:
-    """Jobs go in, results come out. Any thread may use it."""
+    """A connection to a fleet's storage, for any thread."""
 
     def __init__(self, fleet: aio.Fleet) -> None:
         self._loop = _LoopThread()
@@ -115,7 +115,10 @@ class JobHandle:
 
     @property
     def status(self) -> Status:
-        """Pending (queued or running), completed, failed, or unknown to this storage; polled."""
+        """Pending (queued or running), completed, failed, or unknown to this storage; polled.
+
+        A failed job stays failed until it is replayed, discarded or completed.
+        """
         return self._loop.run(self._job.status())
 
     def result(self, timeout: float | None = None) -> Result:
@@ -192,8 +195,8 @@ class _LoopThread:
                 return
             self._closed = True
         try:
-            for step in (last, self._loop.shutdown_asyncgens()):
-                asyncio.run_coroutine_threadsafe(step, self._loop).result()
+            asyncio.run_coroutine_threadsafe(last, self._loop).result()
+            asyncio.run_coroutine_threadsafe(self._loop.shutdown_asyncgens(), self._loop).result()
         finally:
             self._loop.call_soon_threadsafe(self._loop.stop)
             self._thread.join()

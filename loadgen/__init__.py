@@ -1,1 +1,1 @@
-"""Prompt templates become a stream of jobs, and the stream a filled queue."""
+"""The load generator: templates and files of jobs fill a queue."""

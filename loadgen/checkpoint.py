@@ -1,4 +1,4 @@
-"""How far a load has come, in a file that outlives the process."""
+"""The progress of a load, in a file."""
 
 from __future__ import annotations
 
@@ -12,14 +12,14 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
 from imagefleet import errors
 
-#: Writing it for each batch would slow the load down; a kill sends again what came after it, so
-#: both are small.
+#: A write for each batch would slow the load down; a kill repeats what came after the last write,
+#: so both are small.
 POSITIONS_BETWEEN_WRITES = 1_000
 SECONDS_BETWEEN_WRITES = 1.0
 
 
 class Checkpoint(BaseModel):
-    """One load of one source into one queue; `confirmed` counts positions stored for certain."""
+    """One load of one source into one queue; `confirmed` counts the positions that are stored."""
 
     model_config = ConfigDict(extra="forbid", frozen=True)
 
@@ -30,10 +30,10 @@ class Checkpoint(BaseModel):
 
     @classmethod
     def read(cls, path: Path) -> Self | None:
-        """Reads a checkpoint; None where there is none.
+        """A checkpoint, or None if there is no such file.
 
         Raises:
-            SetupError: the file is no checkpoint or cannot be read.
+            SetupError: the file is not a checkpoint or cannot be read.
         """
         try:
             return cls.model_validate_json(path.read_bytes())
@@ -43,17 +43,16 @@ class Checkpoint(BaseModel):
             raise errors.SetupError(f"{path} cannot be read: {error.strerror}") from None
         except ValidationError:
             raise errors.SetupError(
-                f"{path} is no checkpoint that can be read; begin anew with --restart"
+                f"{path} is not a valid checkpoint; --restart begins with the first job"
             ) from None
 
     def write(self, path: Path) -> None:
-        """Replaces the file in one step: a kill leaves the old one or the new one, whole.
+        """Replaces the file atomically.
 
         Raises:
-            SetupError: the place cannot be written to.
+            SetupError: the path is not writable.
         """
-        # Not flushed to the disk: that guards against a power cut, after which the queue's own
-        # last messages may be gone too.
+        # Not synced: after a power cut, the queue's last messages may be gone, too.
         written = path.with_name(f"{path.name}.{os.getpid()}")
         try:
             written.write_text(self.model_dump_json() + "\n", encoding="utf-8")
@@ -63,46 +62,39 @@ class Checkpoint(BaseModel):
                 written.unlink(missing_ok=True)
             raise errors.SetupError(
                 f"the checkpoint {path} cannot be written: {error.strerror};"
-                " --checkpoint FILE puts it elsewhere"
+                " choose another path with --checkpoint FILE"
             ) from None
-
-    def resumes(self, other: Checkpoint) -> bool:
-        """Whether both are about the same load."""
-        return self.model_copy(update={"confirmed": other.confirmed}) == other
 
 
 def default_path(source: Path, queue: str) -> Path:
     return source.with_name(f".{source.name}.{queue}.checkpoint.json")
 
 
-def resume(path: Path, wanted: Checkpoint) -> Checkpoint:
-    """The checkpoint to go on from: what the file holds, or *wanted* where there is none.
+def resume(path: Path, new: Checkpoint) -> Checkpoint:
+    """The checkpoint in the file, or *new* if there is no file.
 
     Raises:
-        SetupError: the file is about another load; says what to do.
+        SetupError: the file belongs to another load; says what to do.
     """
     found = Checkpoint.read(path)
     if found is None:
-        return wanted
-    if found.resumes(wanted):
+        return new
+    if found.storage != new.storage:
+        difference = f"a load into another storage ({found.storage})"
+    elif found.queue != new.queue:
+        difference = f"a load into another queue ({found.queue})"
+    elif found.source != new.source:
+        difference = "another load: the file has changed since, or the seed is different"
+    else:
         return found
     raise errors.SetupError(
-        f"{path} is the checkpoint of {_difference(found, wanted)}, of which {found.confirmed:,}"
-        " are sent; --restart forgets it and begins with the first job, --checkpoint FILE keeps"
-        " both"
+        f"{path} is the checkpoint of {difference}, {found.confirmed:,} jobs sent; --restart"
+        " discards it and begins with the first job, --checkpoint FILE keeps both"
     )
 
 
-def _difference(found: Checkpoint, wanted: Checkpoint) -> str:
-    if found.storage != wanted.storage:
-        return f"a load into another storage ({found.storage})"
-    if found.queue != wanted.queue:
-        return f"a load into another queue ({found.queue})"
-    return "another load: the file has changed since, or the seed is another one"
-
-
 class CheckpointFile:
-    """Keeps a load's checkpoint file up to date, without a write for every batch."""
+    """Updates the checkpoint file of a load, but not for every batch."""
 
     def __init__(self, path: Path, checkpoint: Checkpoint) -> None:
         self.path = path
@@ -111,7 +103,7 @@ class CheckpointFile:
         self._written_at = 0.0
 
     def confirm(self, confirmed: int) -> None:
-        """Notes that all positions below *confirmed* are stored."""
+        """All positions below *confirmed* are stored."""
         self._checkpoint = self._checkpoint.model_copy(update={"confirmed": confirmed})
         if (
             confirmed - self._written >= POSITIONS_BETWEEN_WRITES
@@ -120,11 +112,7 @@ class CheckpointFile:
             self.write()
 
     def write(self) -> None:
-        """Writes what was noted.
-
-        Raises:
-            SetupError: the place cannot be written to.
-        """
+        """Raises SetupError if the path is not writable."""
         if self._checkpoint.confirmed != self._written:
             self._checkpoint.write(self.path)
             self._written = self._checkpoint.confirmed

@@ -1,4 +1,4 @@
-"""One load, whole: a source, the queue that it fills, and the checkpoint between them."""
+"""One load: a source, the queue that it fills, and the checkpoint between them."""
 
 from __future__ import annotations
 
@@ -12,12 +12,13 @@ from imagefleet.storage.open import LOCAL_SCHEME
 from imagefleet.storage.protocol import Storage
 from imagefleet.submit import BulkSender, Progress
 from loadgen.checkpoint import Checkpoint, CheckpointFile, resume
+from loadgen.settings import LoadSettings
 from loadgen.sources import Source
 
 
 @dataclass(frozen=True, slots=True)
 class Summary:
-    """What one load did. *confirmed* counts positions of the source, earlier runs included."""
+    """The result of one load. *confirmed* counts positions of the source, earlier runs included."""
 
     storage: str
     queue: str
@@ -30,62 +31,55 @@ class Summary:
 
 
 class Load:
-    """Fills the job queue of *home*, going on where the checkpoint at *place* says.
+    """Fills a job queue; resumes at *checkpoint_path*, if there is one and *restart* is false.
 
     Raises:
-        SetupError: the checkpoint is about another load, or cannot be read.
+        SetupError: the checkpoint belongs to another load, or cannot be read.
     """
 
     def __init__(
         self,
         storage: Storage,
         source: Source,
+        settings: LoadSettings,
+        checkpoint_path: Path | None,
         *,
-        place: Path | None,
         restart: bool,
-        concurrency: int,
-        rate: float | None,
     ) -> None:
         self._storage = storage
         self._source = source
-        self._place = place
-        wanted = Checkpoint(
-            source=source.identity, storage=_whereabouts(storage), queue=storage.queue.name
+        self._path = checkpoint_path
+        new = Checkpoint(
+            source=source.identity, storage=_absolute_url(storage), queue=storage.queue.name
         )
-        self._begun = wanted if place is None or restart else resume(place, wanted)
+        self._start = resume(checkpoint_path, new) if checkpoint_path and not restart else new
+        #: Positions that earlier runs have sent.
+        self.confirmed = self._start.confirmed
+        #: Whether earlier runs have sent everything.
+        self.is_done = source.count is not None and self.confirmed >= source.count
         self._sender = BulkSender(
             storage.queue,
             source.bodies(self.confirmed),
             start=self.confirmed,
-            concurrency=concurrency,
-            rate=rate,
+            concurrency=settings.concurrency,
+            rate=settings.rate,
         )
 
-    @property
-    def confirmed(self) -> int:
-        """Positions that earlier runs have sent."""
-        return self._begun.confirmed
-
-    @property
-    def is_done(self) -> bool:
-        """Whether earlier runs have sent everything."""
-        return self._source.count is not None and self.confirmed >= self._source.count
-
     def check(self) -> None:
-        """Looks for invalid jobs among those to be sent; takes a while for a long file.
+        """Checks the jobs to be sent; takes a while for a long file.
 
         Raises:
-            SetupError: naming the place in the file.
+            SetupError: a job is not valid; names its place in the file.
         """
         if not self.is_done:
             self._source.check(self.confirmed)
 
     def stop(self) -> None:
-        """Ends `run` as soon as the sends in flight are done."""
+        """Ends `run` once the sends in flight are done."""
         self._sender.stop()
 
     async def run(self, on_confirmed: Callable[[int], None]) -> Summary:
-        """Sends what is left; the home is open. `on_confirmed` hears of the positions stored.
+        """Sends what is left to the opened storage; calls `on_confirmed` with the positions stored.
 
         Raises:
             FleetError: the storage cannot be used, or a job of the source is not valid.
@@ -108,34 +102,34 @@ class Load:
 
     async def _send(self, on_confirmed: Callable[[int], None]) -> Progress:
         if self.confirmed:
-            await self._check_that_the_queue_still_is_there()
+            await self._check_queue_exists()
         await self._storage.create()
-        kept = CheckpointFile(self._place, self._begun) if self._place else None
-        if kept is None:
+        if self._path is None:
             return await self._sender.run(lambda progress: on_confirmed(progress.confirmed))
+        file = CheckpointFile(self._path, self._start)
 
         def confirm(progress: Progress) -> None:
-            kept.confirm(progress.confirmed)
+            file.confirm(progress.confirmed)
             on_confirmed(progress.confirmed)
 
-        kept.write()  # a place that cannot be written to shows before anything is sent
+        file.write()  # fails before anything is sent if the path is not writable
         try:
             return await self._sender.run(confirm)
         finally:
-            kept.write()
+            file.write()
 
-    async def _check_that_the_queue_still_is_there(self) -> None:
+    async def _check_queue_exists(self) -> None:
         try:
             await self._storage.queue.check()
         except errors.SetupError as error:
             raise errors.SetupError(
-                f"{self._place} says that {self.confirmed:,} jobs are sent, but {error.message};"
+                f"according to {self._path}, {self.confirmed:,} jobs are sent, but {error.message};"
                 " --restart begins with the first job"
             ) from None
 
 
-def _whereabouts(storage: Storage) -> str:
-    """The home's address, the same from every directory."""
+def _absolute_url(storage: Storage) -> str:
+    """The storage's address, the same from every directory."""
     if not storage.url.startswith(LOCAL_SCHEME):
         return storage.url
     return LOCAL_SCHEME + str(Path(storage.url.removeprefix(LOCAL_SCHEME)).absolute())

@@ -1,12 +1,10 @@
-"""What a template's patterns mean: placeholders, weighted draws, and the words that come of them.
+"""A template's patterns: placeholders, weighted draws, rendering.
 
-A placeholder `{noun}` gives one word of the list `noun`, the same wherever it stands in a job;
-`{noun:2}` is a second draw. A list's words may hold placeholders themselves. `{{` and `}}` are
-braces.
+A placeholder `{noun}` is one entry of the list `noun`, the same everywhere in a job; `{noun:2}` is
+a second draw. Entries may contain placeholders. `{{` and `}}` are braces.
 
-Draws rest on SHAKE-256 alone (FIPS 202): job n is a function of the seed and n, the same in every
-process and on every version of Python. `random.Random` promises that for `random()` only, and only
-from the start of its sequence.
+Draws use SHAKE-256 (FIPS 202): job n is a function of the seed and n, on every version of Python.
+`random.Random` guarantees that for `random()` only, from the start of its sequence.
 """
 
 from __future__ import annotations
@@ -22,7 +20,7 @@ from dataclasses import dataclass
 from imagefleet import errors
 from loadgen.template import Choice
 
-#: A draw is one slot's two numbers in [0, 1): which choice, and a LoRA's strength in its range.
+#: Two numbers in [0, 1) for one slot: which choice, and a LoRA's strength in its range.
 Draw = tuple[float, float]
 
 _TOKEN = re.compile(r"\{\{|\}\}|\{([A-Za-z_][A-Za-z0-9_]*(?::[0-9]+)?)\}|[{}]")
@@ -30,7 +28,7 @@ _TOKEN = re.compile(r"\{\{|\}\}|\{([A-Za-z_][A-Za-z0-9_]*(?::[0-9]+)?)\}|[{}]")
 
 @dataclass(frozen=True, slots=True)
 class _Word:
-    """A choice, ready to render: literal text and, as numbers, the slots that go between."""
+    """A choice, ready to render: literal text and, as numbers, slots."""
 
     parts: tuple[str | int, ...]
     lora: str | None
@@ -40,26 +38,26 @@ class _Word:
 
 @dataclass(frozen=True, slots=True)
 class _Slot:
-    """One thing that is drawn for a job. *cumulative*: the sums of the weights so far."""
+    """One draw of a job; *cumulative* are the running sums of the weights."""
 
     cumulative: tuple[float, ...]
     words: tuple[_Word, ...]
 
     def pick(self, fraction: float) -> _Word:
         total = self.cumulative[-1]
-        # The last sum is no bound to look for: rounding may lift the product up to it.
+        # Rounding may lift the product up to the last sum, so that is not searched.
         place = bisect.bisect_right(self.cumulative, fraction * total, 0, len(self.words) - 1)
         return self.words[place]
 
     def fraction_of(self, word: int) -> float:
-        """A number that picks the word number *word* (counted round and round)."""
+        """A number that picks word *word*, modulo their number."""
         word %= len(self.words)
         below = self.cumulative[word - 1] if word else 0.0
         return (below + self.cumulative[word]) / 2 / self.cumulative[-1]
 
 
 class Patterns:
-    """All the slots of a template; `slot` numbers them, `draw` fills them, `render` reads them."""
+    """All slots of a template: `slot` adds one, `draw` draws for all, `render` gives the text."""
 
     def __init__(self, lists: Mapping[str, Sequence[Choice]]) -> None:
         self._lists = lists
@@ -68,10 +66,11 @@ class Patterns:
         self._open: list[str] = []
 
     def slot(self, choices: Sequence[Choice], place: str) -> int:
-        """Makes a slot of these choices and returns its number.
+        """Adds a slot with these choices and returns its number.
 
         Raises:
-            SetupError: a placeholder names no list, a brace stands alone, lists go in a circle.
+            SetupError: an unknown list, a single brace, or lists that refer to each other in a
+                circle.
         """
         words = tuple(self._word(choice, place) for choice in choices)
         cumulative = tuple(itertools.accumulate(choice.weight for choice in choices))
@@ -85,12 +84,12 @@ class Patterns:
     def draw(self, seed: int, index: int) -> list[Draw]:
         size = len(self._slots)
         stream = hashlib.shake_256(struct.pack(">QQ", seed, index)).digest(16 * size)
-        # 53 bits are what a float holds.
+        # A float has 53 bits.
         numbers = [number / 2**53 for number in _top_53_bits(stream, 2 * size)]
         return list(zip(numbers[::2], numbers[1::2], strict=True))
 
     def draw_in_turn(self, turn: int) -> list[Draw]:
-        """Every slot at its choice number *turn*: `longest` turns meet each word of each list."""
+        """Every slot at its choice *turn*: `longest` turns cover each word of each list."""
         return [(slot.fraction_of(turn), 0.5) for slot in self._slots]
 
     def render(self, slot: int, draws: Sequence[Draw]) -> str:
@@ -125,8 +124,8 @@ class Patterns:
             return self._placeholder(placeholder, place)
         if len(token[0]) == 1:
             raise errors.SetupError(
-                f"{place}: a {token[0]!r} stands alone near {token.string[:60]!r};"
-                " a placeholder is {name}, a brace itself is {{ or }}"
+                f"{place}: a single {token[0]!r} near {token.string[:60]!r};"
+                " a placeholder is {name}, a literal brace is {{ or }}"
             )
         return token[0][0]
 
@@ -136,11 +135,11 @@ class Patterns:
         name = placeholder.partition(":")[0]
         if name not in self._lists:
             known = ", ".join(sorted(self._lists)) or "none"
-            raise errors.SetupError(f"{place}: {{{placeholder}}} names no list; lists: {known}")
-        if name in self._open:
             raise errors.SetupError(
-                f"{place}: the lists go in a circle: {' -> '.join([*self._open, name])}"
+                f"{place}: there is no list for {{{placeholder}}}; lists: {known}"
             )
+        if name in self._open:
+            raise errors.SetupError(f"{place}: circular lists: {' -> '.join([*self._open, name])}")
         self._open.append(name)
         number = self.slot(self._lists[name], f"lists.{name}")
         self._open.pop()

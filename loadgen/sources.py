@@ -1,4 +1,4 @@
-"""Where jobs come from: a template, a file of JSON lines, or standard input."""
+"""Sources of jobs: a template, a file of JSON lines, standard input."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from typing import BinaryIO, Protocol
 
 from pydantic import ValidationError
 
-from imagefleet import errors
+from imagefleet import errors, validation
 from imagefleet.job.message import Job, read_job
 from imagefleet.storage import protocol
 from loadgen import template
@@ -20,49 +20,45 @@ from loadgen.pattern import Draw, Patterns
 
 LINE_SUFFIXES = frozenset({".jsonl", ".ndjson"})
 
-#: 96 bits: among a hundred million jobs, two ids meet with a chance of 10^-13.
+#: 96 bits: a collision among a hundred million jobs has a chance of 10^-13.
 _ID_BYTES = 12
 
-#: A file may be wrong from end to end; this many lines show what is the matter.
-MAX_COMPLAINTS = 10
+#: Invalid lines that an error names.
+MAX_REPORTED = 10
 
-#: Beside each list's every entry, so many of the template's first jobs are looked at.
+#: First jobs of a template that are checked before sending, besides each entry of each list.
 _SAMPLE_JOBS = 200
 
 OnInvalid = Callable[[int, str], None]
 
 
 class Source(Protocol):
-    """A stream of messages by position; the same identity gives the same at each position."""
+    """Messages by position; the same identity means the same messages."""
 
     @property
     def identity(self) -> str: ...
 
     @property
     def count(self) -> int | None:
-        """Positions in all; None where only the end of the stream tells."""
+        """All positions; None if not known before the end."""
 
     def check(self, start: int) -> None:
-        """Looks for invalid jobs before anything is sent.
-
-        Raises:
-            SetupError: naming the place in the file.
-        """
+        """Raises SetupError, with the place in the file, for invalid jobs."""
 
     def bodies(self, start: int) -> Iterator[str | None]:
-        """Messages from a position on; None where a position holds none."""
+        """Messages from a position on; None for a position without one."""
 
 
 class TemplateSource:
-    """Jobs drawn from a template: job n is a function of the file's content, the seed and n."""
+    """Jobs from a template: job n is a function of the file's content, the seed and n."""
 
     def __init__(self, path: Path, *, count: int | None = None, seed: int | None = None) -> None:
         self._path = path
         read, content = template.read_template(path)
-        wanted = read.count if count is None else count
-        if wanted is None:
-            raise errors.SetupError(f"{path} does not say how many jobs: add `count:` or --count")
-        self.count = wanted
+        jobs = read.count if count is None else count
+        if jobs is None:
+            raise errors.SetupError(f"{path} has no number of jobs: add `count:` or --count")
+        self.count = jobs
         self._seed = read.seed if seed is None else seed
         self.identity = _digest(f"{content} seed={self._seed}".encode())
         self._id_of = hashlib.blake2b(self.identity.encode(), digest_size=_ID_BYTES)
@@ -85,7 +81,7 @@ class TemplateSource:
             raise errors.SetupError(f"{self._path}: {error.message}") from None
 
     def check(self, start: int) -> None:
-        """Every word of every list once, and the first few jobs; each job is checked again."""
+        """Checks every entry of every list once, and the first jobs."""
         for turn in range(self._patterns.longest):
             self._body(0, self._patterns.draw_in_turn(turn))
         for _ in itertools.islice(self.bodies(start), _SAMPLE_JOBS):
@@ -96,10 +92,10 @@ class TemplateSource:
             yield self.body(index)
 
     def body(self, index: int) -> str:
-        """Message number *index*, made without those before it.
+        """Message *index*, independent of those before it.
 
         Raises:
-            SetupError: the template makes a job that is none, with the job's number.
+            SetupError: the template generates an invalid job.
         """
         return self._body(index, self._patterns.draw(self._seed, index))
 
@@ -118,9 +114,9 @@ class TemplateSource:
             body = Job.model_validate(fields).to_message()
             protocol.checked_messages([body])
         except ValidationError as error:
-            raise self._complaint(fields, template.sentence(error, Job.model_fields)) from None
+            raise self._invalid(fields, validation.sentence(error, Job.model_fields)) from None
         except errors.JobError as error:
-            raise self._complaint(fields, error.message) from None
+            raise self._invalid(fields, error.message) from None
         return body
 
     def _job_id(self, index: int) -> str:
@@ -128,17 +124,17 @@ class TemplateSource:
         hasher.update(index.to_bytes(8))
         return hasher.hexdigest()
 
-    def _complaint(self, fields: dict[str, object], reason: str) -> errors.SetupError:
-        beginning = str(fields["prompt"])[:100]
+    def _invalid(self, fields: dict[str, object], reason: str) -> errors.SetupError:
+        prompt = str(fields["prompt"])[:100]
         return errors.SetupError(
-            f"{self._path} makes jobs that are not valid: {reason} (the prompt is {beginning!r})"
+            f"{self._path} generates invalid jobs: {reason} (the prompt is {prompt!r})"
         )
 
 
 class JsonLinesSource:
-    """A file with one job a line. Jobs without an id take one from the file's digest and the line.
+    """A file with one job per line; empty lines are skipped.
 
-    Lines count from 1, as editors count them; empty ones hold no job.
+    A job without an id takes one from the file's digest and the line's number (from 1).
     """
 
     def __init__(
@@ -161,16 +157,14 @@ class JsonLinesSource:
     def check(self, start: int) -> None:
         if self._on_invalid is not None:
             return
-        complaints: list[str] = []
-        for _ in self._read(
-            start, lambda line, reason: complaints.append(f"line {line}: {reason}")
-        ):
-            if len(complaints) == MAX_COMPLAINTS:
+        invalid: list[str] = []
+        for _ in self._read(start, lambda line, reason: invalid.append(f"line {line}: {reason}")):
+            if len(invalid) == MAX_REPORTED:
                 break
-        if complaints:
+        if invalid:
             raise errors.SetupError(
-                f"{self._path} holds lines that are no valid jobs; nothing was sent. Mend them or"
-                " leave them out with --skip-invalid:\n" + "\n".join(complaints)
+                f"{self._path} has invalid jobs; nothing was sent. Correct them or skip them with"
+                " --skip-invalid:\n" + "\n".join(invalid)
             )
 
     def bodies(self, start: int) -> Iterator[str | None]:
@@ -183,9 +177,9 @@ class JsonLinesSource:
 
 
 class StreamSource:
-    """Standard input, one job a line: it cannot be read twice, so it has no checkpoint.
+    """Standard input, one job per line; it cannot be read twice, so it has no checkpoint.
 
-    Jobs without an id take one of this run's; sending the same stream again makes new jobs.
+    A job without an id takes a random one: the same stream again gives new jobs.
     """
 
     def __init__(
@@ -197,7 +191,7 @@ class StreamSource:
         self.count = count
 
     def check(self, start: int) -> None:
-        """Nothing: what was read is gone."""
+        """Nothing: a line that was read is gone."""
 
     def bodies(self, start: int) -> Iterator[str | None]:
         lines = itertools.islice(self._stream, start, self.count)
@@ -212,7 +206,7 @@ def _read_lines(
             text = line.decode("utf-8-sig" if number == 1 else "utf-8").strip()
             yield _message(text, f"{identity}:{number}") if text else None
         except UnicodeDecodeError:
-            on_invalid(number, "it is not UTF-8")
+            on_invalid(number, "not UTF-8")
             yield None
         except errors.JobError as error:
             on_invalid(number, error.message)
@@ -227,8 +221,8 @@ def _message(text: str, place: str) -> str:
 
 def _refuse(line: int, reason: str) -> None:
     raise errors.SetupError(
-        f"line {line} is no valid job: {reason}; the lines before it are sent"
-        " (--skip-invalid leaves such lines out)"
+        f"line {line} is not a valid job: {reason}; the lines before it are sent"
+        " (--skip-invalid skips such lines)"
     )
 
 
@@ -243,26 +237,26 @@ def open_source(
     seed: int | None = None,
     on_invalid: OnInvalid | None = None,
 ) -> Source:
-    """The source that a file's name means, `-` being standard input.
+    """The source for a file's name; `-` is standard input.
 
-    *on_invalid* hears of each line that is no job, with its number, and the line is left out;
-    without it the first such line is an error.
+    *on_invalid* is called with the number of each invalid line, which is skipped; without it, the
+    first invalid line is an error.
 
     Raises:
-        SetupError: the file cannot be read, or is of no kind that is known.
+        SetupError: the file cannot be read or has an unknown suffix.
     """
     path = Path(name)
     if path.suffix in template.SUFFIXES:
         if on_invalid is not None:
-            raise errors.SetupError("--skip-invalid is for files of jobs; a template is mended")
+            raise errors.SetupError("--skip-invalid is for files of jobs, not for templates")
         return TemplateSource(path, count=count, seed=seed)
     if seed is not None:
-        raise errors.SetupError("--seed is for templates; the lines of a file are jobs already")
+        raise errors.SetupError("--seed is for templates, not for files of jobs")
     if name == "-":
         return StreamSource(sys.stdin.buffer, count=count, on_invalid=on_invalid)
     if path.suffix in LINE_SUFFIXES:
         return JsonLinesSource(path, count=count, on_invalid=on_invalid)
     raise errors.SetupError(
-        f"{name}: the name tells what a file holds, so it ends in"
-        f" {', '.join(sorted(template.SUFFIXES | LINE_SUFFIXES))}, or is - for standard input"
+        f"{name}: the name must end in {', '.join(sorted(template.SUFFIXES | LINE_SUFFIXES))},"
+        " or be - for standard input"
     )

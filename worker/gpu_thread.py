@@ -84,7 +84,7 @@ class EngineThread:
         self._began_at = time.monotonic()
         self._load = load
         self._why_idle = why_idle
-        self._preparer: deque[tuple[int, contract.Prepared]] = deque()
+        self._preparer: deque[tuple[int, contract.PreparedRequest]] = deque()
         self._wake = threading.Condition()
         self._shut = False
         self._closing = False
@@ -113,7 +113,7 @@ class EngineThread:
         """Images that the engine has begun or holds ready."""
         return len(self._admitted_at)
 
-    async def submit(self, ticket: int, prepared: contract.Prepared) -> bool:
+    async def submit(self, ticket: int, prepared: contract.PreparedRequest) -> bool:
         """Hands a request to the engine; waits while an engine-full waits at its door.
 
         Tells whether it was taken: it is not once the door is shut.
@@ -216,7 +216,7 @@ class EngineThread:
     def _admit(self, engine: contract.Engine) -> bool:
         """Fills the engine from the intake; waits while there is nothing to do. False: stop."""
         while not self._closing:
-            admitted: list[tuple[int, contract.Prepared]] = []
+            admitted: list[tuple[int, contract.PreparedRequest]] = []
             with self._wake:
                 while self._preparer and len(admitted) < engine.free:
                     admitted.append(self._preparer.popleft())

@@ -218,16 +218,11 @@ def _load_engine(settings: WorkerSettings) -> contract.Engine:
     return load_engine(
         model.place_of(settings),
         settings.device,
-        settings.max_batch,
         precision=settings.precision,
         config=settings.config,
-        lora_cache_bytes=settings.lora_memory_megabytes * 2**20,
-        kind=settings.engine,
         slots=settings.slots,
         compile=settings.compile,
-        rank_capacity=settings.rank_capacity,
         fp16_accumulate=settings.fp16_accumulate,
-        attention=settings.attention,
     )
 
 

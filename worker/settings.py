@@ -19,6 +19,16 @@ def _name_of_this_worker() -> str:
     return f"{machine}-{os.getpid()}"
 
 
+#: Settings of earlier versions, and what happens now: they are ignored with a warning.
+REMOVED_SETTINGS: dict[str, str] = {
+    "engine": "there is one engine, which draws each image at its own step",
+    "max_batch": "--slots sets the images drawn at once",
+    "attention": "the fastest self-attention kernel is selected for each GPU",
+    "rank_capacity": "LoRAs above rank 64 are merged into the weights",
+    "lora_memory_megabytes": "2 GiB of LoRA files are kept in memory",
+}
+
+
 class WorkerSettings(TelemetrySettings):
     """The settings of one worker, so of one GPU."""
 
@@ -63,46 +73,20 @@ class WorkerSettings(TelemetrySettings):
     lora_megabytes: int = Field(
         default=1024, ge=1, le=1024, description="The largest LoRA file that is accepted."
     )
-    lora_memory_megabytes: int = Field(
-        default=2048, ge=1, le=262_144, description="LoRA files kept in memory, the latest used."
-    )
     device: str = Field(
         default="auto",
         pattern=r"^(auto|cpu|cuda(:\d+)?)$",
         description="auto, cpu, cuda or cuda:N; auto takes the GPU where there is one.",
     )
-    engine: Literal["slots", "batch"] = Field(
-        default="slots",
-        description="slots: every image at its own step, with weights of its own. batch: images"
-        " with the same LoRAs, size and steps together, uncompiled.",
-    )
     slots: int | None = Field(
         default=None,
         ge=1,
         le=64,
-        description="Images that the engine of slots draws at once; by default as many as the"
-        " GPU's memory holds, 16 at most.",
-    )
-    max_batch: int = Field(
-        default=8,
-        ge=1,
-        le=64,
-        description="Images that the engine of batches draws at once; less memory with fewer.",
+        description="Images drawn at once; by default as many as fit the GPU's memory, at most 16.",
     )
     compile: Literal["auto", "off"] = Field(
         default="auto",
         description="auto compiles for a GPU: a minute or two at the start, far faster after.",
-    )
-    rank_capacity: int = Field(
-        default=64,
-        ge=1,
-        le=1024,
-        description="LoRAs of a higher rank (those of one image together) are merged into the"
-        " weights, so they share calls with their like only; more takes more of the host's memory.",
-    )
-    attention: Literal["auto", "default", "cudnn", "cudnn_padded"] = Field(
-        default="auto",
-        description="The self-attention kernel on a GPU; auto times them and takes the fastest.",
     )
     fp16_accumulate: bool = Field(
         default=False,

@@ -55,7 +55,7 @@ class StandInEngine:
     def prepare(self, request: contract.ImageRequest) -> StandInPrepared:
         return StandInPrepared(request)
 
-    def admit(self, ticket: int, prepared: contract.Prepared) -> None:
+    def admit(self, ticket: int, prepared: contract.PreparedRequest) -> None:
         self._admitted.append((ticket, prepared.request))
 
     def tick(self) -> list[contract.Finished]:

@@ -1,1 +1,1 @@
-"""`imagefleet bench`: how fast this machine is."""
+"""`imagefleet bench`: measures the speed of this machine."""

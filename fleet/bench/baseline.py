@@ -1,4 +1,4 @@
-"""What the engine is measured against: diffusers' own pipeline with peft, one job at a time."""
+"""The baseline of all comparisons: diffusers' own pipeline with peft, one job at a time."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from transformers.utils import logging as transformers_logging
 from imagefleet import errors
 from worker.engine import checkpoint, contract
 
-#: As Stable Diffusion configures them, and as `sampler` says that its own follow.
+#: With Stable Diffusion's options; `worker.engine.sampler` follows the same.
 _SCHEDULERS: Mapping[str, tuple[Any, Mapping[str, Any]]] = {
     "euler_ancestral": (EulerAncestralDiscreteScheduler, {"timestep_spacing": "linspace"}),
     "plms": (PNDMScheduler, {"skip_prk_steps": True, "set_alpha_to_one": False}),
@@ -31,7 +31,7 @@ _NOISE = {
 
 
 class PlainDiffusers:
-    """StableDiffusionPipeline as its documentation shows it: no compiling, no batching of jobs."""
+    """StableDiffusionPipeline as in its documentation: no compilation, no batching of jobs."""
 
     def __init__(self, model: Path, device: torch.device, dtype: torch.dtype) -> None:
         """Loads the checkpoint as the engine does.
@@ -39,16 +39,18 @@ class PlainDiffusers:
         Raises:
             SetupError: as for `checkpoint.load_checkpoint`.
         """
-        # They warn of each prompt that is cut, and of image processors that nothing here uses.
+        # They warn of each truncated prompt and of unused image processors.
         diffusers_logging.set_verbosity_error()
         transformers_logging.set_verbosity_error()
         from diffusers import StableDiffusionPipeline
 
         if getattr(torch.backends.cuda.matmul, "allow_fp16_accumulation", False):
-            torch.backends.cuda.matmul.allow_fp16_accumulation = False  # the engine's option alone
+            torch.backends.cuda.matmul.allow_fp16_accumulation = False  # the engine's option
         loaded = checkpoint.load_checkpoint(model, device, dtype)
         for network in (loaded.unet, loaded.vae):
-            network.to(memory_format=torch.contiguous_format)  # channels-last is the engine's own
+            network.to(
+                memory_format=torch.contiguous_format
+            )  # channels-last is the engine's optimisation
         self._adapters: dict[Path, str] = {}
         self._prediction_type = loaded.prediction_type
         self._pipeline: Any = StableDiffusionPipeline(
@@ -64,9 +66,9 @@ class PlainDiffusers:
         self._pipeline.set_progress_bar_config(disable=True)
 
     def use_loras(self, loras: Sequence[contract.Lora]) -> None:
-        """Puts just these LoRAs on the model; one that was on it before is in memory still.
+        """Activates exactly these LoRAs; used ones stay in memory.
 
-        None at all leaves the model as if there never had been any.
+        Without any, all are unloaded and the model is as if there never were any.
         """
         if not loras:
             self._pipeline.unload_lora_weights()
@@ -76,7 +78,7 @@ class PlainDiffusers:
             if lora.path not in self._adapters:
                 name = self._adapters[lora.path] = f"lora-{len(self._adapters)}"
                 with warnings.catch_warnings():
-                    # Of a second adapter in the model, which is what is wanted.
+                    # A second adapter in one model is intended.
                     warnings.filterwarnings("ignore", "Already found a `peft_config`")
                     self._pipeline.load_lora_weights(load_file(lora.path), adapter_name=name)
         names = [self._adapters[lora.path] for lora in loras]
@@ -86,12 +88,12 @@ class PlainDiffusers:
         self._pipeline.set_adapters(names, weights)
 
     def draw(self, requests: Sequence[contract.ImageRequest]) -> list[contract.Pixels]:
-        """Draws requests that differ in their prompts and seeds alone, with the LoRAs in use now.
+        """Draws requests that differ only in prompts and seeds, with the active LoRAs.
 
-        Prompts are cut after 77 tokens and brackets in them are letters, as diffusers does it.
+        Prompts are truncated to 77 tokens and have no weights, as in diffusers.
 
         Raises:
-            SetupError: their sampler has no counterpart here.
+            SetupError: their sampler has no scheduler here.
         """
         first = requests[0]
         self._pipeline.scheduler = self._scheduler(first.sampler)

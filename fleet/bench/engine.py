@@ -1,4 +1,4 @@
-"""What `imagefleet bench engine` measures, without the terminal. Imports torch's room."""
+"""The measurements of `imagefleet bench engine`. Imports torch."""
 
 from __future__ import annotations
 
@@ -10,29 +10,32 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
 from pathlib import Path
 
+import torch
+
 from fleet import demo_jobs
 from fleet.bench import baseline, machine, matrix_rate, random_model, tiny_model, work
 from fleet.bench import jobs as bench_jobs
 from imagefleet import errors
 from worker.engine import contract, load
+from worker.engine import device as devices
 from worker.settings import WorkerSettings
 
-#: For each rate: long beside one image.
+#: Per rate: long compared with one image.
 SECONDS = {"cuda": 20.0, "cpu": 3.0}
 
-#: Twice the slots of any engine: no two images that are drawn together share a LoRA.
+#: Twice the most slots: no two images drawn at once share a LoRA.
 LORAS = 32
 
-#: Drawn one at a time by plain diffusers, after one that does not count.
+#: By plain diffusers, after one for warm-up.
 BASELINE_IMAGES = 5
 
-Step = Callable[[str, float], Callable[[float], None]]
-"""Begins a step of so many units of progress; what it returns is told how many are done."""
+StartStep = Callable[[str, float], Callable[[float], None]]
+"""Starts a step with a name and a total; the result is called with the units done."""
 
 
 @dataclass(frozen=True, slots=True)
 class Setup:
-    """A checkpoint, the jobs for it, and a folder for what the measurement leaves behind."""
+    """A checkpoint, its jobs, and a folder for temporary files."""
 
     model: Path
     workload: bench_jobs.Workload
@@ -41,7 +44,7 @@ class Setup:
 
 @dataclass(frozen=True, slots=True)
 class Options:
-    """How the engine is to be set up, and how many seconds each rate is measured for."""
+    """The engine's options, and the seconds per measured rate."""
 
     device: str = "auto"
     slots: int | None = None
@@ -52,7 +55,7 @@ class Options:
 
 @dataclass(frozen=True, slots=True)
 class EngineReport:
-    """`--report` writes these keys and those of the price; None is what was not asked for."""
+    """What `--report` writes, apart from the price; None is not measured."""
 
     model: str
     width: int
@@ -79,11 +82,11 @@ class EngineReport:
 
 
 def prepare(model: Path | None, folder: Path, device: str, loras: int = LORAS) -> Setup:
-    """The given checkpoint or, without one, a random SD1.5 for a GPU and a small one for a CPU.
+    """The given checkpoint, else a random SD1.5 on a GPU and a small one on a CPU.
 
-    The LoRAs are random: their rank is the reference's, and their content costs no time.
+    The LoRAs are random, of the reference's rank; their content does not affect the speed.
     """
-    torch_device = load.find_device(device)
+    torch_device = devices.find_device(device)
     if model is not None and not model.exists():
         raise errors.SetupError(f"the model {str(model)!r} does not exist")
     trained = demo_jobs.TRAINED if demo_jobs.TRAINED.exists() else None
@@ -112,18 +115,17 @@ def load_engine(setup: Setup, options: Options) -> contract.Engine:
 
 
 def draw_a_round(engine: contract.Engine, workload: bench_jobs.Workload) -> None:
-    """Reads each LoRA and fills the engine once, so that what is done but once is done."""
+    """Warms up: reads each LoRA and fills the engine once."""
     with ThreadPoolExecutor(work.PREPARERS) as threads:
         requests = map(workload.request, range(len(workload.loras)))
         list(threads.map(engine.prepare, requests))
-    work.draw(engine, [workload.request(at) for at in range(work.width_of(engine))])
+    work.draw(engine, [workload.request(at) for at in range(work.images_at_once(engine))])
 
 
-def measure_baseline(
-    plain: baseline.PlainDiffusers, workload: bench_jobs.Workload, images: int = BASELINE_IMAGES
-) -> float:
-    """Images/s of plain diffusers, one at a time; its LoRAs are loaded beforehand."""
-    requests = [workload.request(number) for number in range(images + 1)]
+def measure_baseline(setup: Setup, device: torch.device, workload: bench_jobs.Workload) -> float:
+    """Images/s of plain diffusers, one at a time, with its LoRAs in memory."""
+    plain = baseline.PlainDiffusers(setup.model, device, devices.find_dtype("auto", device))
+    requests = [workload.request(number) for number in range(BASELINE_IMAGES + 1)]
     for request in requests:
         plain.use_loras(request.loras)
     plain.draw(requests[:1])
@@ -131,31 +133,34 @@ def measure_baseline(
     for request in requests[1:]:
         plain.use_loras(request.loras)
         plain.draw([request])
-    return images / (time.perf_counter() - began_at)
+    return BASELINE_IMAGES / (time.perf_counter() - began_at)
 
 
-def measure(setup: Setup, options: Options, step: Step) -> EngineReport:
-    """All of it, one after the other.
+def measure(setup: Setup, options: Options, step: StartStep) -> EngineReport:
+    """Runs all measurements in turn.
 
     Raises:
-        FleetError: the model cannot be loaded or does not draw.
+        FleetError: the model cannot be loaded or an image failed.
     """
-    device = load.find_device(options.device)
+    device = devices.find_device(options.device)
     step("matrix products", 1)
     matrix_flops_per_second = matrix_rate.measure_matrix_rate(
-        device, load.find_dtype("auto", device)
+        device, devices.find_dtype("auto", device)
     )
-    machine.forget_peak(device)
+    machine.reset_peak(device)
     run = _EngineRun(setup, options, step)
     settings = worker_settings(setup, "from-queue")
-    from_queue = asyncio.run(work.work(settings, run.load, on_images=run.tell))
+    from_queue = asyncio.run(work.work(settings, run.load, on_images=run.on_images))
     workload = run.workload
     (steps,) = workload.steps
     flops = matrix_rate.count_image_flops(setup.model, *workload.size, steps)
     limit = matrix_flops_per_second / flops
     mixed, without = run.mixed.images_per_second, run.without.images_per_second
     peak_memory_bytes = machine.peak_memory_bytes(device)
-    plain = _measure_baseline(setup, options, workload, step) if options.with_baseline else None
+    plain = None
+    if options.with_baseline:
+        step("diffusers + peft, one job at a time", 1)
+        plain = measure_baseline(setup, device, workload)
     return EngineReport(
         model=str(setup.model),
         width=workload.size[0],
@@ -183,7 +188,7 @@ def measure(setup: Setup, options: Options, step: Step) -> EngineReport:
 
 
 def worker_settings(setup: Setup, name: str) -> WorkerSettings:
-    """A worker on an embedded store of its own in the set-up's folder."""
+    """A worker on a new local storage in the setup's folder."""
     return WorkerSettings(
         storage=f"local:{setup.folder / name}",
         model=setup.model,
@@ -195,13 +200,16 @@ def worker_settings(setup: Setup, name: str) -> WorkerSettings:
 
 
 class _EngineRun:
-    """What happens on the engine's thread: the engine alone first, then the worker's jobs."""
+    """Runs on the engine's thread: measures the engine alone, then loads the worker's jobs."""
 
-    def __init__(self, setup: Setup, options: Options, step: Step) -> None:
+    def __init__(self, setup: Setup, options: Options, step: StartStep) -> None:
         self._setup = setup
         self._options = options
         self._step = step
-        self.tell: Callable[[float], None] = lambda _: None
+        self._show: Callable[[float], None] = lambda _: None
+
+    def on_images(self, images: float) -> None:
+        self._show(images)
 
     def load(self) -> work.Loaded:
         began_at = time.monotonic()
@@ -210,14 +218,14 @@ class _EngineRun:
         self.workload = replace(self._setup.workload, size=engine.default_size)
         draw_a_round(engine, self.workload)
         self.ready_seconds = time.monotonic() - began_at
-        self.width = work.width_of(engine)
+        self.width = work.images_at_once(engine)
         seconds = self._options.seconds
-        self.mixed = self._drive(engine, "every job another LoRA", self.workload)
+        self.mixed = self._drive(engine, "another LoRA per job", self.workload)
         self.without = self._drive(engine, "no LoRA", replace(self.workload, loras=()))
         self.recompiles = work.recompiles_of(engine)
         rounds = 3 + math.ceil(seconds * self.mixed.images_per_second / self.width)
         jobs = rounds * self.width
-        self.tell = self._step("from the queue to the stored image", jobs)
+        self._show = self._step("whole worker, from queue to stored image", jobs)
         messages = [self.workload.message(number) for number in range(jobs)]
         return work.Loaded(engine, messages, *self.workload.steps)
 
@@ -225,14 +233,4 @@ class _EngineRun:
         self, engine: contract.Engine, name: str, workload: bench_jobs.Workload
     ) -> work.Rate:
         seconds = self._options.seconds
-        tell = self._step(name, seconds)
-        return work.drive(engine, workload.requests(), seconds, tell)
-
-
-def _measure_baseline(
-    setup: Setup, options: Options, workload: bench_jobs.Workload, step: Step
-) -> float:
-    step("diffusers + peft, one job at a time", 1)
-    device = load.find_device(options.device)
-    plain = baseline.PlainDiffusers(setup.model, device, load.find_dtype("auto", device))
-    return measure_baseline(plain, workload)
+        return work.drive(engine, workload.requests(), seconds, self._step(name, seconds))

@@ -1,4 +1,4 @@
-"""The jobs that speed is measured with: the reference message, each time another one."""
+"""The jobs of all measurements: variations of the reference message."""
 
 from __future__ import annotations
 
@@ -16,13 +16,13 @@ from imagefleet.job import samplers
 if TYPE_CHECKING:
     from worker.engine import contract
 
-#: The reference message's lengths: of its prompt and of its negative prompt.
+#: Of the reference message's prompt and negative prompt.
 PROMPT_CHUNKS, NEGATIVE_CHUNKS = 2, 1
 
-#: From the fewest to the most; each job's follow from its number, all of them come equally often.
+#: Steps of mixed jobs, all equally frequent.
 MIXED_STEPS = range(10, 41)
 
-#: Without a divisor in common with the number of mixed step counts: consecutive jobs differ much.
+#: Coprime with the number of mixed step counts, so that consecutive jobs differ much.
 _STRIDE = 17
 
 _LORA_TAG = re.compile(r"<lora:[^>]*>,? ?")
@@ -31,10 +31,9 @@ _STRENGTHS = (0.35, 0.5, 0.65, 0.8)
 
 @dataclass(frozen=True, slots=True)
 class Workload:
-    """Endless jobs that differ in seed, prompt and, where there are any, LoRA and strength.
+    """Endless jobs with different seeds, prompts and LoRAs, if there are any.
 
-    *words* are put after a number, so that no two prompts are the same text; *steps* are taken in
-    turn.
+    A prompt is the job's number and *words*; *steps* are used in turn.
     """
 
     words: str
@@ -47,7 +46,7 @@ class Workload:
     cfg_scale: float = 7.0
 
     def requests(self) -> Iterator[contract.ImageRequest]:
-        """For the engine itself."""
+        """All jobs, as requests to an engine."""
         return map(self.request, itertools.count())
 
     def request(self, number: int) -> contract.ImageRequest:
@@ -68,7 +67,7 @@ class Workload:
         )
 
     def message(self, number: int) -> str:
-        """The same job as a message of the queue."""
+        """The same job as a queue message."""
         name, strength = self._lora(number)
         tag = f" <lora:{name}:{strength}>" if name else ""
         width, height = self.size
@@ -99,9 +98,9 @@ class Workload:
 
 
 def reference_words(tokenizer: Path | None) -> tuple[str, str]:
-    """The reference message's prompt, without its LoRA, and negative prompt.
+    """The reference message's prompt, without its LoRA, and its negative prompt.
 
-    With another tokenizer than SD1.5's they are cut to as many chunks as they have with that.
+    With another tokenizer than SD1.5's, both are truncated to the same number of chunks.
     """
     message = json.loads(demo_jobs.REFERENCE_MESSAGE)
     words = _LORA_TAG.sub("", message["prompt"])
@@ -110,7 +109,7 @@ def reference_words(tokenizer: Path | None) -> tuple[str, str]:
         return words, negative
     from fleet.bench import random_model
 
-    # Room for the number that goes before the words.
+    # With room for the job's number.
     words = random_model.cut_to_chunks(tokenizer, f"1234567890 {words}", PROMPT_CHUNKS)
     negative = random_model.cut_to_chunks(tokenizer, negative, NEGATIVE_CHUNKS)
     return words.removeprefix("1234567890 "), negative

@@ -1,4 +1,4 @@
-"""The machine that a measurement ran on."""
+"""The machine that a measurement runs on."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ def hardware(device: torch.device) -> dict[str, str | int]:
 
 
 def versions() -> dict[str, str]:
-    """Of Python, CUDA and the libraries that a speed depends on."""
+    """Of Python, CUDA and the libraries that affect speed."""
     found = {"python": platform.python_version()}
     if torch.version.cuda:
         found["cuda"] = torch.version.cuda
@@ -31,23 +31,17 @@ def versions() -> dict[str, str]:
         try:
             found[library] = metadata.version(library)
         except metadata.PackageNotFoundError:
-            continue  # a checkout is no distribution, and a CPU has no Triton
+            continue  # a checkout is not a distribution, and a CPU has no Triton
     return found
 
 
 def peak_memory_bytes(device: torch.device) -> int:
-    """The most that was in use since `forget_peak`; without a GPU, of the whole process, ever."""
+    """GPU memory since `reset_peak`; on a CPU, the whole process' since its start."""
     if device.type == "cuda":
         return torch.cuda.max_memory_reserved(device)
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
 
 
-def forget_peak(device: torch.device) -> None:
+def reset_peak(device: torch.device) -> None:
     if device.type == "cuda":
         torch.cuda.reset_peak_memory_stats(device)
-
-
-def limit_memory(device: torch.device, limit_bytes: int) -> None:
-    """Lets this process have no more of a GPU's memory: a smaller card, as far as torch goes."""
-    total_bytes = torch.cuda.get_device_properties(device).total_memory
-    torch.cuda.set_per_process_memory_fraction(limit_bytes / total_bytes, device)

@@ -1,4 +1,4 @@
-"""The ceiling of an image's speed: the operations it takes over the rate of the card's products."""
+"""The upper limit of images/s: the device's matrix product rate over an image's operations."""
 
 from __future__ import annotations
 
@@ -15,16 +15,16 @@ from transformers import CLIPTextConfig, CLIPTextModel
 
 from worker.engine import checkpoint, text
 
-#: Side of the square matrices, and the products that are timed after as many that are not: more
-#: than a GPU needs to be busy, and to fall to the clock that it can hold; a second's work for both.
+#: Side of the square matrices, and the number of products, for warm-up and for timing: enough for
+#: a GPU to be saturated and to fall to its sustained clock, in a second.
 _SIDES = {"cuda": 8192, "cpu": 1024}
 _REPEATS = {"cuda": 200, "cpu": 10}
 
 
 def measure_matrix_rate(device: torch.device, dtype: torch.dtype) -> float:
-    """Floating-point operations a second of large matrix products; random numbers, the median.
+    """Floating-point operations/s of large matrix products, the median.
 
-    Not zeros: on those a GPU draws less power and so runs faster than on any real data.
+    On random numbers: on zeros a GPU draws less power and runs faster than on any real data.
     """
     side, repeats = _SIDES[device.type], _REPEATS[device.type]
     one, other = (torch.randn((side, side), device=device, dtype=dtype) for _ in range(2))
@@ -37,10 +37,10 @@ def measure_matrix_rate(device: torch.device, dtype: torch.dtype) -> float:
 
 
 def count_image_flops(model: Path, width: int, height: int, unet_calls: int) -> float:
-    """Operations of one image with guidance: both halves of each UNet call, text and decoding.
+    """Operations of one image with guidance: cond and uncond UNet calls, text encoding, decoding.
 
-    Counted on the model's own configuration, one chunk of text, without computing anything.
-    *model* is a folder in diffusers' format; anything else counts as SD1.5.
+    Counted on the meta device for prompts of one chunk. *model* is a diffusers folder; anything
+    else counts as SD1.5.
     """
     with torch.device("meta"):
         unet = UNet2DConditionModel.from_config(
@@ -68,9 +68,9 @@ def _count(call: Callable[[], object]) -> int:
 
 
 def _time_on_gpu(call: Callable[[], object], repeats: int) -> list[float]:
-    """Seconds of each call, by the GPU's own clock."""
+    """Seconds per call, by CUDA events."""
     marks = [
-        torch.cuda.Event(enable_timing=True)  # type: ignore[no-untyped-call] # as torch has it
+        torch.cuda.Event(enable_timing=True)  # type: ignore[no-untyped-call]
         for _ in range(repeats + 1)
     ]
     marks[0].record()

@@ -1,7 +1,7 @@
-"""A tiny random checkpoint of SD1.5's architecture, and LoRAs for it: no download, no GPU.
+"""A tiny random checkpoint with SD1.5's architecture, and LoRAs for it: no download, no GPU.
 
-Every module has the name that it has in the real one, so that LoRAs, checkpoint conversions and
-tests exercise the real code paths; only the widths differ. Its images are colourful patterns.
+All modules have SD1.5's names, so that LoRAs, checkpoint conversions and tests exercise the real
+code paths; only the widths differ. Its images are colourful patterns.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from transformers import CLIPTextConfig, CLIPTextModel, CLIPTokenizer
 
 _TEXT_WIDTH = 32
 
-#: LoRAs in the wild adapt the linear layers of both networks' transformer blocks (kohya's default).
+#: kohya's default adapts the linear layers of both networks' transformer blocks.
 _ADAPTED_SUFFIXES = (
     *("to_q", "to_k", "to_v", "to_out.0", "ff.net.0.proj", "ff.net.2", "proj_in", "proj_out"),
     *("q_proj", "k_proj", "v_proj", "out_proj", "fc1", "fc2"),
@@ -47,7 +47,7 @@ _SCHEDULER = {
 
 
 def build_tiny_checkpoint(folder: Path, *, size: int = 64, seed: int = 0) -> Path:
-    """Writes a random SD1.5-shaped checkpoint in diffusers format and returns its folder.
+    """Writes a random checkpoint in diffusers format; returns its folder.
 
     The same seed gives the same weights. *size* is its native width and height in pixels, a
     multiple of 8. Takes about a second.
@@ -73,34 +73,47 @@ def build_tiny_checkpoint(folder: Path, *, size: int = 64, seed: int = 0) -> Pat
 def build_tiny_lora(
     path: Path, checkpoint: Path, *, rank: int = 4, alpha: float = 2.0, seed: int = 0
 ) -> Path:
-    """Writes a random LoRA in kohya's format that fits a tiny checkpoint, and returns its path."""
+    """Writes a random LoRA in kohya's format for a tiny checkpoint; returns its path."""
     networks: dict[str, nn.Module] = {
         "lora_unet_": UNet2DConditionModel.from_config(_read_config(checkpoint / "unet")),
         "lora_te_text_model_": CLIPTextModel(
             CLIPTextConfig(**_read_config(checkpoint / "text_encoder"))
         ),
     }
-    generator = torch.Generator().manual_seed(seed)
-    tensors = {}
-    for prefix, network in networks.items():
-        for name, module in network.named_modules():
-            if not name.endswith(_ADAPTED_SUFFIXES):
-                continue
-            key = prefix + name.removeprefix("text_model.").replace(".", "_")
-            outer, inner, *kernel = module.weight.shape
-            pointwise = [1] * len(kernel)
-            down = torch.randn((rank, inner, *kernel), generator=generator)
-            up = torch.randn((outer, rank, *pointwise), generator=generator)
-            tensors[f"{key}.lora_down.weight"] = down / inner**0.5
-            tensors[f"{key}.lora_up.weight"] = up / rank**0.5
-            tensors[f"{key}.alpha"] = torch.tensor(alpha)
-    path.parent.mkdir(parents=True, exist_ok=True)
-    save_file(tensors, path)
+    layers = {
+        prefix + name.removeprefix("text_model.").replace(".", "_"): module
+        for prefix, network in networks.items()
+        for name, module in network.named_modules()
+        if name.endswith(_ADAPTED_SUFFIXES)
+    }
+    write_lora(path, layers, rank, alpha, torch.Generator().manual_seed(seed))
     return path
 
 
+def write_lora(
+    path: Path,
+    layers: Mapping[str, Any],
+    rank: int,
+    alpha: float,
+    generator: torch.Generator,
+    dtype: torch.dtype = torch.float32,
+) -> None:
+    """Writes a random LoRA in kohya's format for linear and 1x1 layers, given by key."""
+    device = generator.device
+    tensors = {}
+    for key, layer in layers.items():
+        outer, inner, *kernel = layer.weight.shape
+        down = torch.randn((rank, inner, *kernel), generator=generator, device=device)
+        up = torch.randn((outer, rank, *kernel), generator=generator, device=device)
+        tensors[f"{key}.lora_down.weight"] = (down / inner**0.5).to("cpu", dtype)
+        tensors[f"{key}.lora_up.weight"] = (up / rank**0.5).to("cpu", dtype)
+        tensors[f"{key}.alpha"] = torch.tensor(alpha)
+    path.parent.mkdir(parents=True, exist_ok=True)
+    save_file(tensors, path)
+
+
 def _tokenizer() -> CLIPTokenizer:
-    """CLIP's tokenizer with a vocabulary of bytes and no merges: every text is spelled out."""
+    """CLIP's tokenizer with a vocabulary of bytes and no merges."""
     alphabet = _byte_alphabet()
     tokens = [
         *alphabet,
@@ -136,7 +149,7 @@ def _text_encoder(tokenizer: CLIPTokenizer) -> CLIPTextModel:
 
 
 def raise_mean(text_encoder: CLIPTextModel) -> None:
-    """Gives an untrained text encoder's vectors a mean: weighing words keeps it, and it was 0."""
+    """Gives an untrained text encoder's output a mean other than 0: prompt weights divide by it."""
     for path, module in text_encoder.named_modules():
         if path.endswith("final_layer_norm"):
             nn.init.constant_(module.bias, 0.1)
@@ -151,7 +164,7 @@ def _unet(size: int) -> UNet2DConditionModel:
         attention_head_dim=4,
         norm_num_groups=8,
     )
-    # Untrained, a UNet predicts next to nothing: prompt and LoRA would hardly show in the image.
+    # An untrained UNet predicts almost 0: prompt and LoRA would hardly change the image.
     _gain(unet.conv_out, 4.0)
     return unet
 
@@ -166,8 +179,8 @@ def _vae(size: int) -> AutoencoderKL:
         norm_num_groups=8,
         scaling_factor=0.18215,
     )
-    # Untrained, a decoder turns everything into the same fine, nearly grey noise; one that blurs
-    # while it enlarges, and has contrast, draws large coloured shapes.
+    # An untrained decoder turns everything into the same fine grey noise; with blurring upsamplers
+    # and contrast it draws large coloured shapes.
     for layer in [
         vae.decoder.conv_in,
         *(block.upsamplers[0].conv for block in vae.decoder.up_blocks[:-1]),

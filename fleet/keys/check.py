@@ -1,7 +1,7 @@
-"""Finds out what the credentials in force may do, with requests that can change nothing.
+"""Finds the permissions of the credentials in use with requests that change nothing.
 
-Azure looks at a request's permission first. So each is made in a way that cannot succeed: about a
-message or a blob that is not there, or with terms that contradict each other.
+Azure checks a request's permission first. So each request is one that cannot succeed: for a missing
+message or blob, or with conditions that contradict each other.
 """
 
 from __future__ import annotations
@@ -19,6 +19,7 @@ from azure.core.exceptions import HttpResponseError
 from azure.storage.blob.aio import ContainerClient
 from azure.storage.queue.aio import QueueClient
 
+from fleet.keys.roles import RESOURCES, name_of
 from imagefleet.storage.azure import account, sas
 from imagefleet.storage.azure import errors as azure_errors
 from imagefleet.storage.azure.credentials import Access, Credentials
@@ -33,14 +34,14 @@ _TOO_BUSY = frozenset({408, 429})
 
 QUEUE_PROBES: Mapping[str, Callable[[QueueClient], Awaitable[Any]]] = {
     "r": lambda queue: queue.peek_messages(1),
-    # It would end before it could be seen.
+    # Invalid: the message would expire before it becomes visible.
     "a": lambda queue: queue.send_message("{}", visibility_timeout=60, time_to_live=1),
     "u": lambda queue: queue.update_message(_NO_MESSAGE, _NO_RECEIPT, visibility_timeout=1),
     "p": lambda queue: queue.delete_message(_NO_MESSAGE, _NO_RECEIPT),
 }
 BLOB_PROBES: Mapping[str, Callable[[ContainerClient], Awaitable[Any]]] = {
     "r": lambda blobs: blobs.get_blob_client(_NO_BLOB).get_blob_properties(),
-    # Only in place of one with this tag, which there is not.
+    # Only over a blob with this ETag, which none has.
     "c": lambda blobs: blobs.upload_blob(
         _NO_BLOB, b"", overwrite=True, etag='"0x0"', match_condition=MatchConditions.IfNotModified
     ),
@@ -52,7 +53,7 @@ BLOB_PROBES: Mapping[str, Callable[[ContainerClient], Awaitable[Any]]] = {
 
 @dataclass(frozen=True, slots=True)
 class Checked:
-    """What may be done with one resource; *until* is None where it is not told."""
+    """The permissions on one resource; *until* is None where the token does not say."""
 
     resource: Resource
     name: str
@@ -66,23 +67,21 @@ async def check(settings: StorageSettings) -> list[Checked]:
     """Tries every permission on every resource.
 
     Raises:
-        SetupError: the credentials are refused altogether, or there is no such resource.
+        SetupError: the credentials are invalid, or a resource does not exist.
     """
     address = account.read_address(settings.storage.strip())
     credentials = Credentials(address, settings)
     options = {"api_version": API_VERSION, "retry_total": 0}
     checked = []
     try:
-        queues: tuple[tuple[Resource, str, Access], ...] = (
-            ("queue", settings.queue, credentials.queue),
-            ("poison", settings.poison_queue, credentials.poison),
-        )
-        for resource, name, access in queues:
-            async with address.queue_client(name, access.credential, **options) as queue:
-                checked.append(await _try(resource, name, access, queue, QUEUE_PROBES))
-        name, access = settings.container, credentials.blob
-        async with address.container_client(name, access.credential, **options) as blobs:
-            checked.append(await _try("blob", name, access, blobs, BLOB_PROBES))
+        for resource in RESOURCES:
+            name = name_of(settings, resource)
+            access: Access = getattr(credentials, resource)
+            is_blob = resource == "blob"
+            open_client = address.container_client if is_blob else address.queue_client
+            probes = BLOB_PROBES if is_blob else QUEUE_PROBES
+            async with open_client(name, access.credential, **options) as client:
+                checked.append(await _try(resource, name, access, client, probes))
     finally:
         await credentials.close()
     return checked

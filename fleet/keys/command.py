@@ -1,4 +1,4 @@
-"""`imagefleet keys`: SAS tokens that can do no more than their bearer needs, until they end."""
+"""`imagefleet keys`: short-lived SAS tokens with the least permissions for each role."""
 
 from __future__ import annotations
 
@@ -9,6 +9,7 @@ import shlex
 import sys
 import tempfile
 from collections.abc import Callable, Mapping
+from dataclasses import asdict
 from datetime import datetime, timedelta
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
@@ -19,33 +20,29 @@ from rich.table import Table
 from fleet import console, options
 from fleet.keys.roles import RESOURCES, ROLES, Role, explain, name_of
 from imagefleet import errors
+from imagefleet.storage.open import LOCAL_SCHEME
 from imagefleet.storage.settings import StorageSettings
 
 if TYPE_CHECKING:
     from fleet.keys.check import Checked
     from fleet.keys.mint import Minted
 
-#: A run of a day or two, and a weekend on top; who rotates asks for less.
+#: A run of a day or two, and a weekend on top; less with rotation.
 DEFAULT_HOURS = 72.0
 
 MOST_HOURS = 365 * 24.0
 
-#: Beyond this, a token that leaks is a standing invitation.
+#: A leaked token is worth stealing for this long.
 WARNED_AFTER_HOURS = 7 * 24.0
 
-#: The names that hold the tokens, in the environment and in a file of tokens.
+#: The variables of the tokens.
 _VARIABLES = {resource: f"IMAGEFLEET_{resource.upper()}_SAS" for resource in RESOURCES}
 
 app = typer.Typer(
     no_args_is_help=True,
-    help="SAS tokens for workers and others, made with the account's key: each can do what its"
-    " bearer needs and no more, and ends. Making them asks Azure nothing.",
+    help="Short-lived SAS tokens for workers and other roles, signed with the account key. Each"
+    " allows what its role needs and no more. Only --policy makes a call to Azure.",
 )
-
-AsJson = Annotated[bool, typer.Option("--json", help="Print JSON.")]
-PolicyName = Annotated[
-    str, typer.Argument(metavar="POLICY", help="The policy's name, as given to --policy.")
-]
 
 
 def _mint_command(role: Role) -> Callable[..., None]:
@@ -53,28 +50,33 @@ def _mint_command(role: Role) -> Callable[..., None]:
     def mint(
         settings: StorageSettings,
         hours: Annotated[
-            float, typer.Option(min=0.05, max=MOST_HOURS, help="How long the tokens hold.")
+            float,
+            typer.Option(min=0.05, max=MOST_HOURS, metavar="HOURS", help="Lifetime of the tokens."),
         ] = DEFAULT_HOURS,
         policy: Annotated[
             str | None,
             typer.Option(
                 metavar="NAME",
-                help="Tie them to a stored policy of this name: it can be revoked, and the same"
-                " command again prolongs the tokens that are out.",
+                help="Tie them to a stored policy, which can be revoked; the same command again"
+                " extends the lifetime of the tokens already issued.",
             ),
         ] = None,
         file: Annotated[
             Path | None,
-            typer.Option(help="Write them to this file, for IMAGEFLEET_SAS_FILE; print none."),
+            typer.Option(help="Write them to this file, for IMAGEFLEET_SAS_FILE, and print none."),
         ] = None,
         as_json: Annotated[
             bool, typer.Option("--json", help="Print what --file would write.")
         ] = False,
     ) -> None:
-        minted = console.run(_mint(settings, role, timedelta(hours=hours), policy))
+        from fleet.keys import mint as keys_mint
+
+        minted = keys_mint.Minter(_on_azure(settings)).mint(role, timedelta(hours=hours), policy)
+        if policy is not None:
+            console.run(keys_mint.store_policy(settings, role, policy, minted.expires_at))
         if file is not None:
             write_tokens(file, minted)
-            _say(f"written to {file}")
+            console.print_note(f"written to {file}")
         elif as_json:
             console.print_json(record(minted))
         else:
@@ -82,15 +84,15 @@ def _mint_command(role: Role) -> Callable[..., None]:
             sys.stdout.flush()
         _explain(settings, role, minted)
         if hours > WARNED_AFTER_HOURS:
-            _say(
-                f"warning: {hours / 24:.0f} days are long for tokens that cannot be taken back"
+            console.print_warning(
+                f"tokens for {hours / 24:.0f} days cannot be revoked without --policy"
                 if policy is None
-                else f"warning: {hours / 24:.0f} days are long; revoke {policy!r} when it is over"
+                else f"tokens for {hours / 24:.0f} days: revoke {policy!r} after the run"
             )
 
-    mint.__doc__ = f"""Makes tokens for {role.what}.
+    mint.__doc__ = f"""Creates tokens for {role.what}.
 
-    Prints lines for a shell, and on standard error what they allow.
+    Prints shell commands, and on stderr what the tokens allow.
 
     imagefleet keys {role.name} --hours 24
 
@@ -109,21 +111,25 @@ def check_command(
     settings: StorageSettings,
     role: Annotated[
         str | None,
-        typer.Argument(metavar="ROLE", help=f"Whom they should suffice for: {', '.join(ROLES)}."),
+        typer.Argument(metavar="ROLE", help=f"The role to compare with: {', '.join(ROLES)}."),
     ] = None,
-    as_json: AsJson = False,
+    as_json: options.AsJson = False,
 ) -> None:
-    """Tries what the credentials in force may do, and changes nothing.
+    """Tests the permissions of the credentials in use; changes nothing.
 
-    With a role it fails where a permission is missing, and names those that are too many.
+    With a role it fails if a permission is missing, and lists the permissions beyond the role.
 
     IMAGEFLEET_SAS_FILE=tokens.json imagefleet keys check worker
     """
     if role is not None and role not in ROLES:
-        raise errors.SetupError(f"{role!r} is no role: choose one of {', '.join(ROLES)}")
-    checked = console.run(_check(settings))
+        raise errors.SetupError(f"unknown role {role!r}: choose one of {', '.join(ROLES)}")
+    from fleet.keys import check as keys_check
+
+    checked = console.run(keys_check.check(_on_azure(settings)))
     if as_json:
-        console.print_json({"resources": [_checked_record(each) for each in checked]})
+        until = [each.until and each.until.isoformat() for each in checked]
+        records = [asdict(each) | {"until": end} for each, end in zip(checked, until, strict=True)]
+        console.print_json({"resources": records})
     else:
         console.stdout.print(_checked_table(checked))
     if role is not None:
@@ -132,19 +138,27 @@ def check_command(
 
 @app.command("revoke")
 @options.from_settings(StorageSettings)
-def revoke_command(settings: StorageSettings, policy: PolicyName) -> None:
-    """Revokes the tokens of a stored policy; Azure refuses them within half a minute.
+def revoke_command(
+    settings: StorageSettings,
+    policy: Annotated[
+        str, typer.Argument(metavar="POLICY", help="The policy's name, as given to --policy.")
+    ],
+) -> None:
+    """Revokes the tokens of a stored policy, which takes up to 30 s.
 
-    Tokens without a policy end at their time, or when the account's key is regenerated.
+    Tokens without a policy end when they expire or the account key is regenerated.
 
     imagefleet keys revoke spring
     """
-    removed = console.run(_revoke(settings, policy))
-    console.stdout.print(f"revoked {policy} on {', '.join(removed)}", soft_wrap=True)
+    from fleet.keys import mint as keys_mint
+
+    keys_mint.Minter(_on_azure(settings))  # raises without an account key
+    removed = console.run(keys_mint.remove_policy(settings, policy))
+    console.print_plain(f"revoked {policy} on {', '.join(removed)}")
 
 
 def record(minted: Minted) -> dict[str, Any]:
-    """The file of tokens, and what a broker answers with."""
+    """The content of a token file, and a broker's response."""
     return {
         "role": minted.role,
         "storage": minted.storage,
@@ -154,7 +168,7 @@ def record(minted: Minted) -> dict[str, Any]:
 
 
 def export_lines(settings: StorageSettings, minted: Minted) -> list[str]:
-    """The same as variables, for a shell."""
+    """Shell commands that set the tokens as variables."""
     variables: Mapping[str, str] = {
         "IMAGEFLEET_STORAGE": minted.storage,
         "IMAGEFLEET_QUEUE": settings.queue,
@@ -165,7 +179,7 @@ def export_lines(settings: StorageSettings, minted: Minted) -> list[str]:
 
 
 def write_tokens(path: Path, minted: Minted) -> None:
-    """Replaces the file of tokens whole, so that no reader sees a half; only its owner reads it.
+    """Replaces the token file atomically; only its owner may read it.
 
     Raises:
         SetupError: it cannot be written.
@@ -182,69 +196,30 @@ def write_tokens(path: Path, minted: Minted) -> None:
                 Path(name).unlink()
             raise
     except OSError as error:
-        raise errors.SetupError(f"{path} cannot be written: {error.strerror}") from None
-
-
-async def _mint(
-    settings: StorageSettings, role: Role, life: timedelta, policy: str | None
-) -> Minted:
-    from fleet.keys import mint as keys_mint
-
-    minted = keys_mint.Minter(_on_azure(settings)).mint(role, life, policy)
-    if policy is not None:
-        await keys_mint.store_policy(settings, role, policy, minted.expires_at)
-    return minted
-
-
-async def _check(settings: StorageSettings) -> list[Checked]:
-    from fleet.keys import check as keys_check
-
-    return await keys_check.check(_on_azure(settings))
-
-
-async def _revoke(settings: StorageSettings, policy: str) -> list[str]:
-    from fleet.keys import mint as keys_mint
-
-    keys_mint.Minter(_on_azure(settings))  # says so where there is no key
-    return await keys_mint.remove_policy(settings, policy)
+        raise errors.SetupError(f"cannot write {path}: {error.strerror}") from None
 
 
 def _on_azure(settings: StorageSettings) -> StorageSettings:
-    from imagefleet.storage.open import LOCAL_SCHEME
-
     if settings.storage.strip().startswith(LOCAL_SCHEME):
         raise errors.SetupError(
-            "a folder needs no keys; IMAGEFLEET_STORAGE should be an Azure connection string"
+            "a local folder needs no tokens; set IMAGEFLEET_STORAGE to an Azure connection string"
         )
     return settings
 
 
 def _explain(settings: StorageSettings, role: Role, minted: Minted) -> None:
-    table = Table("on", "allows", box=None)
+    table = Table("resource", "allowed", box=None)
     for resource in minted.tokens:
         table.add_row(
             name_of(settings, resource), "; ".join(explain(resource, role.letters(resource)))
         )
     console.stderr.print(table)
-    until = f"until {minted.expires_at:%Y-%m-%d %H:%M} UTC"
-    if minted.policy is not None:
-        until += f", or until `imagefleet keys revoke {minted.policy}`"
-    _say(until)
-
-
-def _checked_record(checked: Checked) -> dict[str, Any]:
-    return {
-        "resource": checked.resource,
-        "name": checked.name,
-        "allowed": checked.allowed,
-        "denied": checked.denied,
-        "until": checked.until.isoformat() if checked.until else None,
-        "policy": checked.policy,
-    }
+    revoke = f", or until `imagefleet keys revoke {minted.policy}`" if minted.policy else ""
+    console.print_note(f"valid until {minted.expires_at:%Y-%m-%d %H:%M} UTC{revoke}")
 
 
 def _checked_table(checked: list[Checked]) -> Table:
-    table = Table("on", "may", "may not", "until")
+    table = Table("resource", "allowed", "denied", "valid until")
     for each in checked:
         table.add_row(
             each.name,
@@ -258,24 +233,18 @@ def _checked_table(checked: list[Checked]) -> Table:
 def _until(until: datetime | None, policy: str | None) -> str:
     if until is not None:
         return f"{until:%Y-%m-%d %H:%M} UTC"
-    return f"the policy {policy} ends" if policy else "no end: a key, or an identity"
+    return f"the end of policy {policy}" if policy else "no expiry: a key or an identity"
 
 
 def _compare(checked: list[Checked], role: Role) -> None:
-    missing, too_many = [], []
+    missing = []
     for each in checked:
         needed = role.letters(each.resource)
-        lacks = [letter for letter in needed if letter not in each.allowed]
-        spare = [letter for letter in each.allowed if letter not in needed]
-        if lacks:
-            missing.append(f"on {each.name}: {'; '.join(explain(each.resource, ''.join(lacks)))}")
-        if spare:
-            too_many.append(f"on {each.name}: {'; '.join(explain(each.resource, ''.join(spare)))}")
-    for line in too_many:
-        _say(f"more than {role.name} needs, {line}")
+        if surplus := set(each.allowed) - set(needed):
+            allowed = "; ".join(explain(each.resource, sorted(surplus)))
+            console.print_note(f"beyond the role {role.name}, on {each.name}: {allowed}")
+        if lacking := set(needed) - set(each.allowed):
+            denied = "; ".join(explain(each.resource, sorted(lacking)))
+            missing.append(f"missing for the role {role.name}, on {each.name}: {denied}")
     if missing:
-        raise errors.SetupError("\n".join(f"{role.name} lacks, {line}" for line in missing))
-
-
-def _say(text: str) -> None:
-    console.stderr.print(text, highlight=False, markup=False, soft_wrap=True)
+        raise errors.SetupError("\n".join(missing))

@@ -1,10 +1,9 @@
-"""Makes SAS tokens with an account's key, and the stored policies by which they can be revoked."""
+"""Creates SAS tokens with the account key, and the stored policies that make them revocable."""
 
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Mapping
-from contextlib import AsyncExitStack
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from datetime import UTC, datetime, timedelta
 from typing import Any
@@ -23,18 +22,23 @@ from imagefleet.storage.azure import errors as azure_errors
 from imagefleet.storage.azure.storage import API_VERSION
 from imagefleet.storage.settings import Resource, StorageSettings
 
-#: SaladCloud takes no environment variable with a longer value.
+#: SaladCloud's limit for the value of an environment variable.
 MAX_CHARACTERS = 1000
 
-#: Azure keeps no more stored policies for one queue or container.
+#: Azure's limit of stored policies for a queue or container.
 MAX_POLICIES = 5
 
 _OPTIONS = {"api_version": API_VERSION}
 
+_NO_KEY = (
+    "tokens are signed with the account key: set IMAGEFLEET_STORAGE to a connection string with"
+    " AccountName and AccountKey"
+)
+
 
 @dataclass(frozen=True, slots=True)
 class Minted:
-    """One role's tokens by resource, and the address that they are for, without its key."""
+    """The tokens of a role by resource, and the storage address without its key."""
 
     role: str
     storage: str
@@ -44,10 +48,10 @@ class Minted:
 
 
 class Minter:
-    """Makes tokens for the queues and the container of the settings. Asks Azure nothing.
+    """Creates tokens for the queues and the container of the settings, without calling Azure.
 
     Raises:
-        SetupError: the settings bring no account key.
+        SetupError: the settings have no account key.
     """
 
     def __init__(self, settings: StorageSettings) -> None:
@@ -58,16 +62,16 @@ class Minter:
         queue = address.queue_client(settings.queue, None, **_OPTIONS)
         container = address.container_client(settings.container, None, **_OPTIONS)
         key = getattr(queue.credential, "account_key", None)
-        if key is None:  # a connection string may hold a SAS token instead
+        if key is None:  # a connection string with a SAS token
             raise errors.SetupError(_NO_KEY)
         self._account = {"account_name": str(queue.account_name), "account_key": str(key)}
         self._https = queue.scheme == "https"
         self.storage = _address_without_key(queue, container, self._https)
 
     def mint(self, role: Role, life: timedelta, policy: str | None = None) -> Minted:
-        """Tokens that end after *life*, or when the stored *policy* does, if it is given.
+        """Tokens that expire after *life*, or with the stored *policy* if it is given.
 
-        They hold from now on, without a start: a node's clock or Azure's may be behind this one.
+        They have no start time: a node's or Azure's clock may be behind this one.
         """
         expires_at = (datetime.now(UTC) + life).replace(microsecond=0)
         tokens = {
@@ -78,7 +82,7 @@ class Minter:
         too_long = [each for each in (*tokens.values(), self.storage) if len(each) > MAX_CHARACTERS]
         if too_long:
             raise errors.SetupError(
-                f"a value has {len(too_long[0]):,} characters; SaladCloud takes {MAX_CHARACTERS:,}"
+                f"a value has {len(too_long[0]):,} characters; SaladCloud allows {MAX_CHARACTERS:,}"
             )
         return Minted(role.name, self.storage, tokens, expires_at, policy)
 
@@ -100,56 +104,40 @@ class Minter:
 async def store_policy(
     settings: StorageSettings, role: Role, name: str, expires_at: datetime
 ) -> None:
-    """Makes or prolongs the stored policy *name* on each resource that *role* has a token for.
+    """Creates or extends the stored policy *name* on each resource that *role* has a token for.
 
     Raises:
-        SetupError: it stands there for other permissions, or there is no room for one more.
+        SetupError: it exists with other permissions, or the resource has too many policies.
     """
-    async with AsyncExitStack() as stack:
-        for resource, client in (await _clients(settings, stack)).items():
-            letters = role.letters(resource)
-            if not letters:
-                continue
-            permission = str(_permission(resource, letters))
-            what = f"the stored policies of {name_of(settings, resource)!r}"
-            with azure_errors.translated(what):
-                policies = await _read_policies(client)
-                stands = policies.get(name)
-                if stands is not None and stands.permission != permission:
-                    raise errors.SetupError(
-                        f"the policy {name!r} of {name_of(settings, resource)!r} is for"
-                        f" {stands.permission!r}, not {permission!r}: give each role its own name"
-                    )
-                if stands is None and len(policies) >= MAX_POLICIES:
-                    raise errors.SetupError(
-                        f"{name_of(settings, resource)!r} has {MAX_POLICIES} stored policies"
-                        f" already ({', '.join(policies)}): `imagefleet keys revoke` one of them"
-                    )
-                kind = BlobPolicy if resource == "blob" else QueuePolicy
-                policies[name] = kind(permission=permission, expiry=expires_at)
-                await _write_policies(client, policies)
+
+    def store(resource: Resource, policies: dict[str, Any]) -> bool:
+        permission = str(_permission(resource, role.letters(resource)))
+        existing = policies.get(name)
+        if existing is not None and existing.permission != permission:
+            raise errors.SetupError(
+                f"the policy {name!r} of {name_of(settings, resource)!r} allows"
+                f" {existing.permission!r}, not {permission!r}: use one name per role"
+            )
+        if existing is None and len(policies) >= MAX_POLICIES:
+            raise errors.SetupError(
+                f"{name_of(settings, resource)!r} already has {MAX_POLICIES} stored policies"
+                f" ({', '.join(policies)}): `imagefleet keys revoke` one of them"
+            )
+        kind = BlobPolicy if resource == "blob" else QueuePolicy
+        policies[name] = kind(permission=permission, expiry=expires_at)
+        return True
+
+    await _change_policies(settings, [each for each in RESOURCES if role.letters(each)], store)
 
 
 async def remove_policy(settings: StorageSettings, name: str) -> list[str]:
-    """Removes the policy; its tokens are refused within half a minute. Returns where it stood."""
-    removed = []
-    async with AsyncExitStack() as stack:
-        for resource, client in (await _clients(settings, stack)).items():
-            what = f"the stored policies of {name_of(settings, resource)!r}"
-            with azure_errors.translated(what):
-                policies = await _read_policies(client)
-                if policies.pop(name, None) is not None:
-                    await _write_policies(client, policies)
-                    removed.append(name_of(settings, resource))
+    """Removes the policy, which revokes its tokens; returns the resources that had it."""
+    removed = await _change_policies(
+        settings, RESOURCES, lambda _, policies: policies.pop(name, None) is not None
+    )
     if not removed:
         raise errors.SetupError(f"there is no policy {name!r} to revoke")
     return removed
-
-
-_NO_KEY = (
-    "tokens are made with the account's key: set IMAGEFLEET_STORAGE to its connection string"
-    " (with AccountName and AccountKey)"
-)
 
 
 def _permission(resource: Resource, letters: str) -> QueueSasPermissions | ContainerSasPermissions:
@@ -162,27 +150,30 @@ def _address_without_key(queue: QueueClient, container: ContainerClient, https: 
         client.url.partition("?")[0].rpartition("/")[0] for client in (container, queue)
     )
     if https:
-        with contextlib.suppress(errors.SetupError):  # a domain of the account's own
+        with contextlib.suppress(errors.SetupError):  # a custom domain
             if account.read_address(blob_url).queue_url == queue_url:
                 return blob_url
     return f"BlobEndpoint={blob_url};QueueEndpoint={queue_url}"
 
 
-async def _clients(
-    settings: StorageSettings, stack: AsyncExitStack
-) -> dict[Resource, QueueClient | ContainerClient]:
+async def _change_policies(
+    settings: StorageSettings,
+    resources: Iterable[Resource],
+    change: Callable[[Resource, dict[str, Any]], bool],
+) -> list[str]:
+    """Stores the policies that *change* reports as changed; returns their resources' names."""
     address = account.read_address(settings.storage.strip())
-    return {
-        "queue": await stack.enter_async_context(
-            address.queue_client(settings.queue, None, **_OPTIONS)
-        ),
-        "poison": await stack.enter_async_context(
-            address.queue_client(settings.poison_queue, None, **_OPTIONS)
-        ),
-        "blob": await stack.enter_async_context(
-            address.container_client(settings.container, None, **_OPTIONS)
-        ),
-    }
+    changed = []
+    for resource in resources:
+        name = name_of(settings, resource)
+        open_client = address.container_client if resource == "blob" else address.queue_client
+        async with open_client(name, None, **_OPTIONS) as client:
+            with azure_errors.translated(f"the stored policies of {name!r}"):
+                policies = await _read_policies(client)
+                if change(resource, policies):
+                    await _write_policies(client, policies)
+                    changed.append(name)
+    return changed
 
 
 async def _read_policies(client: QueueClient | ContainerClient) -> dict[str, Any]:
@@ -196,6 +187,6 @@ async def _write_policies(client: QueueClient | ContainerClient, policies: dict[
     if isinstance(client, QueueClient):
         await client.set_queue_access_policy(signed_identifiers=policies)
         return
-    # Written as a whole: what is not repeated here, a container open to the public say, ends.
+    # The call replaces all of it: public access would end if it were not repeated.
     found = await client.get_container_access_policy()
     await client.set_container_access_policy(policies, public_access=found["public_access"])

@@ -1,15 +1,15 @@
-"""Who needs which permissions of Azure Storage: the least, found by taking each away."""
+"""The least permissions on Azure Storage that each kind of process needs."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 
 from imagefleet.storage.settings import Resource, StorageSettings
 
 RESOURCES: tuple[Resource, ...] = ("queue", "poison", "blob")
 
-#: What a letter of a SAS token allows, of those that a role here has.
+#: What each permission of a SAS token allows.
 QUEUE_PERMISSIONS: Mapping[str, str] = {
     "r": "count and peek at messages",
     "a": "add messages",
@@ -27,7 +27,7 @@ BLOB_PERMISSIONS: Mapping[str, str] = {
 
 @dataclass(frozen=True, slots=True)
 class Role:
-    """A kind of process, and the letters that it needs on each resource; none for no token."""
+    """A kind of process and its permissions on each resource; no token without any."""
 
     name: str
     what: str
@@ -44,24 +44,24 @@ ROLES: Mapping[str, Role] = {
     for role in (
         Role(
             "worker",
-            "workers, which may sit on strangers' machines",
-            # Who may process messages sees them all the same, so counting them gives nothing
-            # away; --until-empty and the gauges of the queue's depth need it.
+            "workers, which may run on untrusted machines",
+            # Reading the queue gives nothing away: a worker may process every message. The depth
+            # gauges and --until-empty need it.
             queue="rup",
             poison="a",
             blob="rc",
         ),
-        Role("load", "`imagefleet load`, where the queues are there already", queue="a"),
+        Role("load", "`imagefleet load` on existing queues", queue="a"),
         Role(
             "monitor",
-            "`imagefleet status`, `top`, `exporter`, `scale` and `report`, which change nothing",
+            "the read-only commands `status`, `exporter`, `scale` and `report`",
             queue="r",
             poison="r",
             blob="rl",
         ),
         Role(
             "operator",
-            "`imagefleet failed`, which lists, replays and discards failed jobs",
+            "`imagefleet failed`: list, replay and discard failed jobs",
             queue="ra",
             poison="rup",
             blob="r",
@@ -72,15 +72,14 @@ ROLES: Mapping[str, Role] = {
 
 def name_of(settings: StorageSettings, resource: Resource) -> str:
     """The name of the queue or container."""
-    names = {
+    return {
         "queue": settings.queue,
         "poison": settings.poison_queue,
         "blob": settings.container,
-    }
-    return names[resource]
+    }[resource]
 
 
-def explain(resource: Resource, letters: str) -> list[str]:
-    """What the letters allow, in words."""
+def explain(resource: Resource, letters: Iterable[str]) -> list[str]:
+    """What each of the letters allows."""
     words = BLOB_PERMISSIONS if resource == "blob" else QUEUE_PERMISSIONS
     return [words.get(letter, letter) for letter in letters]

@@ -1,16 +1,13 @@
-"""`imagefleet exporter`: one process that tells what the workers cannot: how the queues move."""
+"""`imagefleet exporter`: one process per fleet that exports the state of its queues."""
 
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import logging
-import signal
 
 from fleet import console, options
 from fleet.monitor import prometheus
-from fleet.settings import ExporterSettings
-from imagefleet.storage.open import open_storage
+from fleet.monitor.settings import ExporterSettings
 from imagefleet.telemetry import logs
 
 log = logging.getLogger(__name__)
@@ -18,11 +15,11 @@ log = logging.getLogger(__name__)
 
 @options.from_settings(ExporterSettings)
 def command(settings: ExporterSettings) -> None:
-    """Exports queue depths, ages, and time and dollars to empty.
+    """Exports queue depths, and the time and cost to empty the queue.
 
-    One is enough for a fleet. It serves /metrics on port 9108 unless told otherwise, or pushes
-    with --push-url; with --prometheus it knows the rate of completions from the workers' own
-    metrics instead of from the queue's depth alone.
+    A fleet needs one. It serves /metrics on --port and pushes them to --push-url if given. With
+    --prometheus it takes the completion rate from the workers' metrics instead of deriving it
+    from the queue depth.
 
     imagefleet exporter --prometheus http://localhost:9090
     """
@@ -34,40 +31,28 @@ async def _serve(settings: ExporterSettings) -> None:
     from fleet.monitor.queue_flow import Exporter
     from imagefleet.telemetry import probes, push
 
-    async with contextlib.AsyncExitStack() as stack:
-        storage = await stack.enter_async_context(open_storage(settings))
-        await storage.check()
-        server = None
-        if settings.prometheus is not None:
-            server = await stack.enter_async_context(prometheus.connected(settings.prometheus))
+    async with (
+        console.connected(settings) as client,
+        prometheus.connected_if(settings.prometheus) as server,
+    ):
+        storage = client.storage
         exporter = Exporter(storage, settings, server)
-        port = await stack.enter_async_context(
+        async with (
             probes.serving(
                 exporter.registry,
                 is_live=lambda: True,
-                is_ready=lambda: exporter.flows.looked_at is not None,
+                is_ready=lambda: exporter.has_sampled,
                 host=settings.host,
                 port=settings.port,
+            ) as port,
+            push.pushing(exporter.registry, settings, job="imagefleet-exporter"),
+        ):
+            log.info(
+                "sampling %s of %s; metrics at http://%s:%d/metrics",
+                storage.queue.name,
+                storage.url,
+                settings.host,
+                port,
+                extra={"action": "start", "port": port},
             )
-        )
-        await stack.enter_async_context(
-            push.pushing(exporter.registry, settings, job="imagefleet-exporter")
-        )
-        log.info(
-            "watching %s of %s, metrics at http://%s:%d/metrics",
-            storage.queue.name,
-            storage.url,
-            settings.host,
-            port,
-            extra={"action": "start", "port": port},
-        )
-        await _until_told(asyncio.create_task(exporter.run(), name="look"))
-
-
-async def _until_told(looking: asyncio.Task[None]) -> None:
-    """Ends with SIGTERM or Ctrl-C; raises what *looking* raised."""
-    loop = asyncio.get_running_loop()
-    for number in (signal.SIGTERM, signal.SIGINT):
-        loop.add_signal_handler(number, looking.cancel)
-    with contextlib.suppress(asyncio.CancelledError):
-        await looking
+            await console.until_stopped(asyncio.create_task(exporter.run(), name="exporter"))

@@ -1,11 +1,11 @@
-"""Questions to a Prometheus, or to what answers like one (VictoriaMetrics, Mimir)."""
+"""Queries to Prometheus or a compatible server (VictoriaMetrics, Mimir)."""
 
 from __future__ import annotations
 
 import json
 import math
 from collections.abc import AsyncIterator, Iterable, Mapping
-from contextlib import asynccontextmanager
+from contextlib import AsyncExitStack, asynccontextmanager
 from dataclasses import dataclass
 from datetime import datetime
 from http import HTTPStatus
@@ -14,9 +14,9 @@ from typing import TYPE_CHECKING, Any
 from imagefleet import errors
 
 if TYPE_CHECKING:
-    import aiohttp  # only those who ask a server wait for it to load
+    import aiohttp  # slow to import, and most commands need no server
 
-#: A day of a fleet is read in one question; who waits longer has the wrong address.
+#: Enough for a query over a fleet's whole day.
 TIMEOUT_SECONDS = 30.0
 
 _SHOWN_CHARACTERS = 200
@@ -24,7 +24,7 @@ _SHOWN_CHARACTERS = 200
 
 @dataclass(frozen=True, slots=True)
 class Series:
-    """One series of an answer: its labels, and its points as Unix seconds and value."""
+    """One series of a result: its labels, and its points as (Unix seconds, value)."""
 
     labels: Mapping[str, str]
     points: tuple[tuple[float, float], ...]
@@ -37,7 +37,7 @@ class Series:
 class Prometheus:
     """One server.
 
-    Every method raises SetupError where it refuses a question, TransientError where it fails.
+    Every method raises SetupError if the server rejects the query, TransientError if it fails.
     """
 
     def __init__(self, session: aiohttp.ClientSession, url: str) -> None:
@@ -45,50 +45,59 @@ class Prometheus:
         self._url = url.rstrip("/")
 
     async def at(self, query: str, moment: datetime) -> list[Series]:
-        """An instant vector (or scalar): each series with its one point."""
-        return await self._ask("query", {"query": query, "time": str(moment.timestamp())})
+        """An instant query: each series with its one point."""
+        return await self._query("query", {"query": query, "time": str(moment.timestamp())})
 
     async def over(
         self, query: str, begin: datetime, end: datetime, step_seconds: float
     ) -> list[Series]:
-        """A range: each series with its points, *step_seconds* apart."""
+        """A range query: each series with its points, *step_seconds* apart."""
         times = {"start": str(begin.timestamp()), "end": str(end.timestamp())}
-        return await self._ask("query_range", {"query": query, **times, "step": str(step_seconds)})
+        return await self._query(
+            "query_range", {"query": query, **times, "step": str(step_seconds)}
+        )
 
-    async def _ask(self, what: str, parameters: Mapping[str, str]) -> list[Series]:
+    async def _query(self, endpoint: str, parameters: Mapping[str, str]) -> list[Series]:
         import aiohttp
 
         try:
             async with self._session.post(
-                f"{self._url}/api/v1/{what}", data=parameters
+                f"{self._url}/api/v1/{endpoint}", data=parameters
             ) as response:
                 text = await response.text()
         except aiohttp.InvalidURL:
-            raise errors.SetupError(f"{self._url!r} is no address of a Prometheus") from None
+            raise errors.SetupError(f"not a Prometheus URL: {self._url!r}") from None
         except (aiohttp.ClientError, TimeoutError) as error:
             raise errors.TransientError(
-                f"the Prometheus does not answer: {str(error) or type(error).__name__}"
+                f"Prometheus does not answer: {str(error) or type(error).__name__}"
             ) from error
         try:
-            answer = json.loads(text)
-            if answer["status"] == "success":
-                return _series(answer["data"])
-            complaint = str(answer["error"])
+            reply = json.loads(text)
+            if reply["status"] == "success":
+                return _series(reply["data"])
+            complaint = str(reply["error"])
         except (ValueError, KeyError, TypeError):
             complaint = f"HTTP {response.status}: {text[:_SHOWN_CHARACTERS]}"
             if response.status >= HTTPStatus.INTERNAL_SERVER_ERROR:
-                raise errors.TransientError(f"the Prometheus fails: {complaint}") from None
-        raise errors.SetupError(f"the Prometheus refuses {parameters['query']}: {complaint}")
+                raise errors.TransientError(f"Prometheus failed: {complaint}") from None
+        raise errors.SetupError(f"Prometheus rejects {parameters['query']}: {complaint}")
 
 
 @asynccontextmanager
 async def connected(url: str) -> AsyncIterator[Prometheus]:
-    """A session with the server at *url*; a name and password may stand in it."""
+    """A session with the server at *url*, which may contain user:password@."""
     import aiohttp
 
     timeout = aiohttp.ClientTimeout(total=TIMEOUT_SECONDS)
     async with aiohttp.ClientSession(timeout=timeout, trust_env=True) as session:
         yield Prometheus(session, url)
+
+
+@asynccontextmanager
+async def connected_if(url: str | None) -> AsyncIterator[Prometheus | None]:
+    """As `connected`; None without a URL."""
+    async with AsyncExitStack() as stack:
+        yield await stack.enter_async_context(connected(url)) if url else None
 
 
 def _series(data: Mapping[str, Any]) -> list[Series]:
@@ -106,6 +115,6 @@ def _series(data: Mapping[str, Any]) -> list[Series]:
 
 
 def _points(pairs: Iterable[tuple[float, str]]) -> tuple[tuple[float, float], ...]:
-    """Without NaN and infinities: nothing divided by nothing is nothing to show."""
+    """Without NaN and infinities: the quotients of an idle fleet."""
     points = ((float(at), float(value)) for at, value in pairs)
     return tuple(point for point in points if math.isfinite(point[1]))

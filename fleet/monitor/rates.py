@@ -1,31 +1,33 @@
-"""A fleet's essentials, asked of Prometheus: the last minutes' rates, and money per image.
+"""Rates of a fleet and of its workers over the last minutes, queried from Prometheus.
 
-The queries stand on the workers' own series alone: they work without the recording rules.
+The queries use the workers' own series: they need no recording rules.
 """
 
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Mapping
 from dataclasses import dataclass
 from datetime import UTC, datetime
 
 from fleet.monitor.prometheus import Prometheus
 
-#: Several pushes or scrapes, and short enough to see a change.
+#: Long enough for several pushes or scrapes, short enough to show a change.
 WINDOW = "2m"
 
 _IMAGES = f"rate(imagefleet_images_total[{WINDOW}])"
 _DOLLARS = f"rate(imagefleet_cost_dollars_total[{WINDOW}])"
+_GPU_DOLLARS = f'rate(imagefleet_cost_dollars_total{{kind="gpu"}}[{WINDOW}])'
 _BUSY = f"rate(imagefleet_gpu_busy_seconds_total[{WINDOW}])"
 _IDLE = f"rate(imagefleet_gpu_idle_seconds_total[{WINDOW}])"
 _ENDED = f'rate(imagefleet_jobs_total{{outcome=~"completed|duplicate|failed"}}[{WINDOW}])'
 _FAILED = "increase(imagefleet_failed_jobs_total[1h])"
 
+_BY_INSTANCE = " by (instance) "
+
 
 @dataclass(frozen=True, slots=True)
 class FleetRates:
-    """The fleet's last minutes; None where nothing tells."""
+    """Rates of the whole fleet; None where there is no data."""
 
     workers: int
     images_per_second: float | None
@@ -38,7 +40,7 @@ class FleetRates:
 
 @dataclass(frozen=True, slots=True)
 class WorkerRates:
-    """The same of one worker; *failed_jobs* of the last hour."""
+    """Rates of one worker; *failed_jobs* in the last hour."""
 
     instance: str
     worker: str
@@ -52,78 +54,76 @@ class WorkerRates:
 
 
 async def fleet_rates(prometheus: Prometheus) -> FleetRates:
-    """Raises as Prometheus.at does."""
+    """Raises the errors of `Prometheus.at`."""
     now = datetime.now(UTC)
 
-    async def total(query: str) -> float | None:
-        found = await prometheus.at(f"sum({query})", now)
+    async def value(query: str) -> float | None:
+        found = await prometheus.at(query, now)
         return found[0].last if found else None
 
-    workers, images, jobs, busy, idle, gpu, dollars = await asyncio.gather(
-        total("imagefleet_worker_info"),
-        total(_IMAGES),
-        total(_ENDED),
-        total(_BUSY),
-        total(_IDLE),
-        total(_DOLLARS.replace("_total[", '_total{kind="gpu"}[')),
-        total(_DOLLARS),
+    workers, images, jobs, idle, dollars, per_gpu_dollar, per_dollar = await asyncio.gather(
+        value(_sum("imagefleet_worker_info")),
+        value(_sum(_IMAGES)),
+        value(_sum(_ENDED)),
+        value(_idle_fraction()),
+        value(f"3600 * {_sum(_DOLLARS)}"),
+        value(f"{_sum(_IMAGES)} / {_sum(_GPU_DOLLARS)}"),
+        value(f"{_sum(_IMAGES)} / {_sum(_DOLLARS)}"),
     )
     return FleetRates(
         workers=int(workers or 0),
         images_per_second=images,
         jobs_per_second=jobs,
-        gpu_idle_fraction=_ratio(idle, None if busy is None else busy + (idle or 0)),
-        dollars_per_hour=None if dollars is None else dollars * 3600,
-        images_per_dollar_gpu_only=_ratio(images, gpu),
-        # Without the GPU's price, the storage's alone would promise too much.
-        images_per_dollar=_ratio(images, dollars) if gpu else None,
+        gpu_idle_fraction=idle,
+        dollars_per_hour=dollars,
+        images_per_dollar_gpu_only=per_gpu_dollar,
+        # The storage's cost alone, without the GPU's, would give far too high a figure.
+        images_per_dollar=None if per_gpu_dollar is None else per_dollar,
     )
 
 
 async def worker_rates(prometheus: Prometheus) -> list[WorkerRates]:
-    """Each worker that has told of itself in the last minutes, the slowest first.
+    """The workers that reported in the last minutes, the slowest first.
 
-    Raises as Prometheus.at does.
+    Raises the errors of `Prometheus.at`.
     """
     now = datetime.now(UTC)
 
     async def by_instance(query: str) -> dict[str, float]:
-        found = await prometheus.at(f"sum by (instance) ({query})", now)
+        found = await prometheus.at(query, now)
         return {each.labels.get("instance", ""): each.last for each in found}
 
     infos = await prometheus.at("imagefleet_worker_info", now)
-    images, busy, idle, dollars, prices, failed = await asyncio.gather(
-        by_instance(_IMAGES),
-        by_instance(_BUSY),
-        by_instance(_IDLE),
-        by_instance(_DOLLARS),
-        by_instance("imagefleet_price_dollars_per_hour"),
-        by_instance(_FAILED),
+    images, idle, prices, per_dollar, failed = await asyncio.gather(
+        by_instance(_sum(_IMAGES, _BY_INSTANCE)),
+        by_instance(_idle_fraction(_BY_INSTANCE)),
+        by_instance(_sum("imagefleet_price_dollars_per_hour", _BY_INSTANCE)),
+        by_instance(f"{_sum(_IMAGES, _BY_INSTANCE)} / {_sum(_DOLLARS, _BY_INSTANCE)}"),
+        by_instance(_sum(_FAILED, _BY_INSTANCE)),
     )
     found = []
     for info in infos:
         name = info.labels.get("instance", "")
-        rate = images.get(name, 0.0)
-        price = prices.get(name)
         found.append(
             WorkerRates(
                 instance=name,
                 worker=info.labels.get("worker", ""),
                 gpu=info.labels.get("gpu", ""),
                 group=info.labels.get("group", ""),
-                images_per_second=rate,
-                gpu_idle_fraction=_share(name, idle, busy),
-                dollars_per_hour=price,
-                images_per_dollar=_ratio(rate, dollars.get(name)) if price else None,
+                images_per_second=images.get(name, 0.0),
+                gpu_idle_fraction=idle.get(name),
+                dollars_per_hour=prices.get(name),
+                images_per_dollar=per_dollar.get(name) if prices.get(name) else None,
                 failed_jobs=failed.get(name, 0.0),
             )
         )
     return sorted(found, key=lambda each: (each.images_per_second, each.instance))
 
 
-def _share(name: str, part: Mapping[str, float], rest: Mapping[str, float]) -> float | None:
-    return _ratio(part.get(name), part.get(name, 0.0) + rest[name] if name in rest else None)
+def _sum(query: str, by: str = "") -> str:
+    return f"sum{by}({query})"
 
 
-def _ratio(above: float | None, below: float | None) -> float | None:
-    return None if above is None or not below else above / below
+def _idle_fraction(by: str = "") -> str:
+    idle, busy = _sum(_IDLE, by), _sum(_BUSY, by)
+    return f"{idle} / ({idle} + {busy})"

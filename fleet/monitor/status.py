@@ -1,13 +1,9 @@
-"""`imagefleet status`: what waits, what is in hand and what has failed."""
+"""`imagefleet status`: waiting, leased and failed jobs, and the fleet's rates."""
 
 from __future__ import annotations
 
-import asyncio
-import contextlib
 from dataclasses import asdict, dataclass
-from typing import Annotated
 
-import typer
 from rich.console import Group
 from rich.table import Table
 from rich.text import Text
@@ -15,17 +11,16 @@ from rich.text import Text
 from fleet import console, options
 from fleet.monitor import prometheus, rates
 from fleet.monitor import watch as watching
-from fleet.settings import MonitorSettings
-from imagefleet import errors
-from imagefleet.storage.open import open_storage
-from imagefleet.storage.protocol import JobQueue, Storage
+from fleet.monitor.settings import MonitorSettings
+from imagefleet import aio
+from imagefleet.storage.protocol import QueueDepth
 
 _UNITS = (("d", 86_400), ("h", 3600), ("min", 60))
 
 
 @dataclass(frozen=True, slots=True)
 class QueueStatus:
-    """A queue's depth; None where the home cannot tell what is visible and what is leased."""
+    """A queue's depth; None for what the storage does not report."""
 
     name: str
     messages: int
@@ -36,7 +31,7 @@ class QueueStatus:
 
 @dataclass(frozen=True, slots=True)
 class FleetStatus:
-    """The job queue and its poison queue, at one moment; *fleet* as far as the metrics tell."""
+    """The job queue and its poison queue; *fleet* only with a Prometheus."""
 
     storage: str
     queue: QueueStatus
@@ -44,59 +39,50 @@ class FleetStatus:
     fleet: rates.FleetRates | None = None
 
 
-async def read_status(storage: Storage, server: prometheus.Prometheus | None = None) -> FleetStatus:
-    """Asks both queues for their depth, and the metrics' server, if there is one, for the rest."""
-    queue, failed = await asyncio.gather(_read(storage.queue), _read(storage.poison))
-    fleet = await rates.fleet_rates(server) if server else None
-    return FleetStatus(storage.url, queue, failed, fleet)
+async def read_status(
+    client: aio.Fleet, server: prometheus.Prometheus | None = None
+) -> FleetStatus:
+    """Reads the depth of both queues and, with a *server*, the fleet's rates."""
+    depth, storage = await client.depth(), client.storage
+    return FleetStatus(
+        storage.url,
+        _status(storage.queue.name, depth.queue),
+        _status(storage.poison.name, depth.failed),
+        await rates.fleet_rates(server) if server else None,
+    )
 
 
 @options.from_settings(MonitorSettings)
 def command(
     settings: MonitorSettings,
-    watch: Annotated[
-        bool, typer.Option("--watch", help="Look again every two seconds, until Ctrl-C.")
-    ] = False,
-    as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
+    watch: watching.Watch = False,
+    as_json: options.AsJson = False,
 ) -> None:
-    """Shows what waits, what is leased and what has failed.
+    """Shows the waiting, leased and failed jobs.
 
-    With --prometheus also what the fleet does: images/s and images per dollar.
+    With --prometheus also the fleet's images/s and images per dollar.
 
     imagefleet status --watch
 
     imagefleet status --prometheus http://localhost:9090 --json
     """
-    if watch and as_json:
-        raise errors.SetupError("--watch is for people and --json for programs: choose one")
+    watching.check_flags(watch=watch, as_json=as_json)
     console.run(_show(settings, watch=watch, as_json=as_json))
 
 
-async def _read(queue: JobQueue) -> QueueStatus:
-    depth = await queue.depth()
+def _status(name: str, depth: QueueDepth) -> QueueStatus:
     visible = None if depth.leased is None else depth.messages - depth.leased
-    return QueueStatus(queue.name, depth.messages, visible, depth.leased, depth.oldest_age_seconds)
+    return QueueStatus(name, depth.messages, visible, depth.leased, depth.oldest_age_seconds)
 
 
 async def _show(settings: MonitorSettings, *, watch: bool, as_json: bool) -> None:
-    async with contextlib.AsyncExitStack() as stack:
-        storage = await stack.enter_async_context(open_storage(settings))
-        await storage.check()
-        server = None
-        if settings.prometheus is not None:
-            server = await stack.enter_async_context(prometheus.connected(settings.prometheus))
-        if watch:
-
-            async def look() -> Group:
-                return _screen(await read_status(storage, server))
-
-            await watching.watch(look)
-            return
-        status = await read_status(storage, server)
-    if as_json:
-        console.print_json(asdict(status))
-    else:
-        console.stdout.print(_screen(status))
+    async with (
+        console.connected(settings) as client,
+        prometheus.connected_if(settings.prometheus) as server,
+    ):
+        await watching.show(
+            lambda: read_status(client, server), _screen, asdict, is_live=watch, as_json=as_json
+        )
 
 
 def _screen(status: FleetStatus) -> Group:
@@ -128,7 +114,7 @@ def _fleet_table(fleet: rates.FleetRates) -> Table:
     table.add_row("images/s", "-" if rate is None else f"{rate:,.2f}")
     table.add_row("images per dollar, GPU only", console.number(fleet.images_per_dollar_gpu_only))
     table.add_row("images per dollar, all in", console.number(fleet.images_per_dollar))
-    table.add_row("dollars per hour", "-" if dollars is None else f"{dollars:,.2f}")
+    table.add_row("$/h", "-" if dollars is None else f"{dollars:,.2f}")
     table.add_row("GPU idle", console.percent(fleet.gpu_idle_fraction))
     return table
 

@@ -13,7 +13,7 @@ from rich.text import Text
 from fleet import console, options
 from fleet.monitor import prometheus, rates
 from fleet.monitor import watch as watching
-from fleet.settings import MonitorSettings
+from fleet.monitor.settings import MonitorSettings
 from imagefleet import errors
 
 
@@ -21,42 +21,35 @@ from imagefleet import errors
 def command(
     settings: MonitorSettings,
     count: Annotated[int, typer.Option(min=1, metavar="COUNT", help="Workers shown.")] = 20,
-    watch: Annotated[
-        bool, typer.Option("--watch", help="Look again every two seconds, until Ctrl-C.")
-    ] = False,
-    as_json: Annotated[bool, typer.Option("--json", help="Print JSON, of all workers.")] = False,
+    watch: watching.Watch = False,
+    as_json: Annotated[bool, typer.Option("--json", help="Print all workers as JSON.")] = False,
 ) -> None:
-    """Shows the workers, the slowest first, by their metrics.
+    """Shows the workers by their metrics, the slowest first.
 
     imagefleet top --prometheus http://localhost:9090 --watch
     """
-    if watch and as_json:
-        raise errors.SetupError("--watch is for people and --json for programs: choose one")
+    watching.check_flags(watch=watch, as_json=as_json)
     if settings.prometheus is None:
         raise errors.SetupError(
-            "workers are told apart by their metrics alone: give --prometheus, the address of a"
-            " Prometheus or VictoriaMetrics that has them"
+            "top reads the workers' metrics: give --prometheus, the URL of a Prometheus or"
+            " VictoriaMetrics that has them"
         )
     console.run(_show(settings.prometheus, count, watch=watch, as_json=as_json))
 
 
 async def _show(url: str, count: int, *, watch: bool, as_json: bool) -> None:
     async with prometheus.connected(url) as server:
-        if watch:
-            await watching.watch(lambda: _look(server, count))
-        elif as_json:
-            workers = await rates.worker_rates(server)
-            console.print_json({"workers": [asdict(each) for each in workers]})
-        else:
-            console.stdout.print(await _look(server, count))
-
-
-async def _look(server: prometheus.Prometheus, count: int) -> Group:
-    return screen(await rates.worker_rates(server), count)
+        await watching.show(
+            lambda: rates.worker_rates(server),
+            lambda workers: screen(workers, count),
+            lambda workers: {"workers": [asdict(each) for each in workers]},
+            is_live=watch,
+            as_json=as_json,
+        )
 
 
 def screen(workers: list[rates.WorkerRates], count: int) -> Group:
-    """The first *count* of them, and how many there are."""
+    """The first *count* workers, and the number of all."""
     table = Table()
     for heading in ("worker", "GPU", "group"):
         table.add_column(heading, overflow="ellipsis", no_wrap=True)

@@ -1,11 +1,13 @@
-"""A screen that is looked at again and again, until Ctrl-C."""
+"""A result shown once, as a table or as JSON, or refreshed until Ctrl-C."""
 
 from __future__ import annotations
 
 import asyncio
 import contextlib
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Mapping
+from typing import Annotated, Any, TypeVar
 
+import typer
 from rich.console import Group
 from rich.live import Live
 from rich.text import Text
@@ -13,30 +15,59 @@ from rich.text import Text
 from fleet import console
 from imagefleet import errors
 
-#: A few calls to the store each time: often enough to watch, too seldom to cost.
+#: Often enough to follow a fleet; a few storage operations each time.
 SECONDS = 2.0
 
+Watch = Annotated[
+    bool, typer.Option("--watch", help=f"Refresh every {SECONDS:g} seconds until Ctrl-C.")
+]
 
-async def watch(look: Callable[[], Awaitable[Group]]) -> None:
-    """Shows what *look* returns; an outage is told under the last screen and outlived."""
+Result = TypeVar("Result")
+
+
+def check_flags(*, watch: bool, as_json: bool) -> None:
+    """Raises SetupError where both are given."""
+    if watch and as_json:
+        raise errors.SetupError("--watch is for people and --json for programs: choose one")
+
+
+async def show(
+    read: Callable[[], Awaitable[Result]],
+    screen: Callable[[Result], Group],
+    record: Callable[[Result], Mapping[str, Any]],
+    *,
+    is_live: bool,
+    as_json: bool,
+) -> None:
+    """Prints what *read* returns as a table or JSON, or refreshes the table until Ctrl-C."""
+
+    async def refresh() -> Group:
+        return screen(await read())
+
+    if is_live:
+        await watch(refresh)
+    elif as_json:
+        console.print_json(record(await read()))
+    else:
+        console.stdout.print(await refresh())
+
+
+async def watch(refresh: Callable[[], Awaitable[Group]]) -> None:
+    """Shows an outage below the last table and tries again."""
     # Ctrl-C is how a watch ends; asyncio turns it into this cancellation.
     with (
         contextlib.suppress(asyncio.CancelledError),
         Live(console=console.stdout, auto_refresh=False) as live,
     ):
-        seen: Group | None = None
+        last: Group | None = None
         while True:
             try:
-                seen = screen = await look()
+                last = screen = await refresh()
             except errors.TransientError as error:
-                screen = Group(*(seen.renderables if seen else ()), _no_answer(error))
+                outage = Text(f"trying again: {error.message}", style="red")
+                screen = Group(*(last.renderables if last else ()), outage)
             if console.stdout.is_terminal:
                 live.update(screen, refresh=True)
             else:
                 console.stdout.print(screen)
             await asyncio.sleep(SECONDS)
-
-
-def _no_answer(error: errors.TransientError) -> Text:
-    """A watch outlives what passes: who watches wants to see when it has."""
-    return Text(f"looking again: {error.message}", style="red")

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 from imagefleet import errors
-from imagefleet.pricing import prices, speeds
+from imagefleet.pricing import prices
 
 Kind = Literal["measured", "given", "listed", "assumed"]
 
@@ -77,11 +77,11 @@ def find_speed(gpu: str, given: float | None, bench: Bench | None) -> Input:
         return Input(given, "given", "--images-per-second")
     if bench is not None:
         return bench.images_per_second
-    if gpu not in speeds.ASSUMED_IMAGES_PER_SECOND:
+    if gpu not in prices.ASSUMED_IMAGES_PER_SECOND:
         raise errors.SetupError(
             f"no speed is known for the {gpu}: give --images-per-second or a --bench report"
         )
-    return Input(speeds.ASSUMED_IMAGES_PER_SECOND[gpu], "assumed", speeds.SPEEDS_SOURCE)
+    return Input(prices.ASSUMED_IMAGES_PER_SECOND[gpu], "assumed", prices.SPEEDS_SOURCE)
 
 
 def find_price(

@@ -14,13 +14,13 @@ import typer
 
 from fleet import console, options
 from fleet.monitor import prometheus
+from fleet.monitor.settings import MonitorSettings
 from fleet.report import figures as report_figures
 from fleet.report import metrics as report_metrics
 from fleet.report import records as report_records
-from fleet.settings import MonitorSettings
 from imagefleet import errors
 from imagefleet.pricing import price_file, prices
-from imagefleet.storage.open import LOCAL_SCHEME, open_storage
+from imagefleet.storage.open import LOCAL_SCHEME
 from imagefleet.storage.settings import StorageSettings
 
 RECORDED_PRICE = "recorded by the workers with each image"
@@ -91,8 +91,8 @@ async def _read(
     price: tuple[float | None, str],
     samples: int,
 ) -> tuple[report_figures.Figures, report_metrics.Metrics | None, list[bytes]]:
-    async with open_storage(settings) as storage:
-        await storage.check()
+    async with console.connected(settings) as client:
+        storage = client.storage
         records = await report_records.read_records(storage, campaign, samples)
         if not records.images and not records.failed:
             raise errors.SetupError(

@@ -101,7 +101,7 @@ def _dry_run(
     bodies = groups.render(file, classes, read_secret, replicas)
     console.print_json((groups.reveal if show_secrets else groups.mask)(bodies))
     for message in dict.fromkeys(missing):
-        salad_options.log(f"{message}: `apply` needs it; with it, the groups' revision differs")
+        console.print_note(f"{message}: `apply` needs it; with it, the groups' revision differs")
     if not as_json:
         source = "; ".join(dict.fromkeys(table.gpus[each.name].source for each in classes))
         total = sum(body["replicas"] for body in bodies)
@@ -165,13 +165,13 @@ async def _apply(
         )
         plan = deployment.changes(bodies, existing)
         if not plan:
-            salad_options.log(f"{file.name} is up to date")
+            console.print_note(f"{file.name} is up to date")
             return
         for line in _plan_lines(plan):
-            salad_options.log(line)
+            console.print_note(line)
         deployment.refuse_over_quota(plan.more_replicas, quota)
         price = salad_price.replica_price(classes, file.priority)
-        salad_options.log(_cost(bodies, plan, price))
+        console.print_note(_cost(bodies, plan, price))
         if dry_run:
             return
         if plan.more_replicas > 0 or plan.start or plan.old:
@@ -179,7 +179,9 @@ async def _apply(
         await fleet.carry_out(plan)
         if plan.old:
             await fleet.replace(plan.old, enough=enough, wait_seconds=wait_seconds)
-        salad_options.log("done; `imagefleet deploy salad status --watch` shows the replicas start")
+        console.print_note(
+            "done; `imagefleet deploy salad status --watch` shows the replicas start"
+        )
 
 
 def _plan_lines(plan: deployment.Changes) -> list[str]:

@@ -36,7 +36,6 @@ _FLEET_NAME = r"^[a-z][a-z0-9-]{0,48}[a-z0-9]$"
 _DIGEST = re.compile(r"\S+@sha256:[0-9a-f]{64}")
 
 _SECRET_NAME = re.compile(r"(SAS|TOKEN|KEY|PASSWORD|SECRET)$", re.IGNORECASE)
-_SECRET_VALUE = re.compile(r"accountkey=|sharedaccesssignature=|\bsig=|//[^/\s]+@", re.IGNORECASE)
 
 
 class _Strict(BaseModel):
@@ -145,7 +144,13 @@ class FleetFile(_Strict):
                 " otherwise each worker waits for jobs in a local folder"
             )
         for name, value in self.environment.items():
-            _check_variable(name, value)
+            _refuse_written_secret(f"environment: {name}", name, value)
+        try:
+            settings = options.by_setting(WorkerSettings, self.environment)
+        except ValueError as error:
+            raise ValueError(f"environment: {error}") from None
+        for setting, value in settings.items():
+            _check_setting(setting, value)
         for where, provider in (("logging", self.logging), ("registry", self.registry)):
             for fields in (provider or {}).values():
                 for name, each in fields.items():
@@ -181,30 +186,23 @@ def _reason(error: ValidationError) -> str:
     return validation.reason({**detail, "loc": path}, known)
 
 
-def _check_variable(name: str, value: _Value) -> None:
-    """Refuses a setting that every worker would refuse, before it reaches hundreds of nodes."""
-    _refuse_written_secret(f"environment: {name}", name, value)
-    if not name.upper().startswith(options.PREFIX):
-        return
-    fields = {options.variable(each): field for each, field in WorkerSettings.model_fields.items()}
-    if name not in fields:
-        hint = validation.suggestion(name, fields) or "; `imagefleet worker --help` lists them"
-        raise ValueError(f"environment: {name}: unknown setting{hint}")
+def _check_setting(setting: str, value: _Value) -> None:
+    """Refuses a value that every worker would refuse, before it reaches hundreds of nodes."""
     if isinstance(value, SecretSource):
         return
     # Alone, since the whole model would also read this machine's variables.
-    field: Any = fields[name]
+    field: Any = WorkerSettings.model_fields[setting]
     try:
         create_model("Setting", value=(field.annotation, field)).model_validate(
             {"value": str(value)}
         )
     except ValidationError as error:
         what = validation.message(error.errors(include_url=False, include_input=False)[0])
-        raise ValueError(f"environment: {name}: {what}") from None
+        raise ValueError(f"environment: {options.variable(setting)}: {what}") from None
 
 
 def _refuse_written_secret(where: str, name: str, value: object) -> None:
-    if isinstance(value, str) and (_SECRET_NAME.search(name) or _SECRET_VALUE.search(value)):
+    if isinstance(value, str) and (_SECRET_NAME.search(name) or options.SECRET_VALUE.search(value)):
         raise ValueError(
             f"{where}: do not write secrets into this file; refer to them as {{env: VARIABLE}} or"
             " {file: PATH}"

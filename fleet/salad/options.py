@@ -30,7 +30,6 @@ Replicas = Annotated[
     int | None,
     typer.Option(min=1, max=50_000, metavar="COUNT", help="Overrides the file's replicas."),
 ]
-AsJson = Annotated[bool, typer.Option("--json", help="Print JSON.")]
 Yes = Annotated[bool, typer.Option("--yes", help="Do not ask.")]
 WaitMinutes = Annotated[
     float, typer.Option(min=0, metavar="MINUTES", help="Longest wait for instances.")
@@ -61,7 +60,7 @@ async def connected(
 
     key = file.api_key.read(folder).get_secret_value()
     async with client.connected(file, key) as salad:
-        yield deployment.Deployment(salad, file.name, log)
+        yield deployment.Deployment(salad, file.name, console.print_note)
 
 
 def confirm(question: str, *, yes: bool) -> None:
@@ -77,8 +76,3 @@ def confirm(question: str, *, yes: bool) -> None:
         raise errors.SetupError(f"{question} Cannot ask without a terminal: add --yes")
     if not typer.confirm(question, err=True):
         raise typer.Exit(console.EXIT_OPERATOR_MUST_ACT)
-
-
-def log(message: str) -> None:
-    """Prints progress to stderr."""
-    console.stderr.print(message, highlight=False, markup=False, soft_wrap=True)

@@ -15,12 +15,12 @@ from rich.text import Text
 
 from fleet import console
 from fleet.monitor import watch as watching
+from fleet.options import AsJson
 from fleet.salad import deployment, gpus
 from fleet.salad import options as salad_options
 from fleet.salad import price as salad_price
-from fleet.salad.options import AsJson, File, WaitMinutes, Yes
+from fleet.salad.options import File, WaitMinutes, Yes
 from fleet.salad.records import Group, Quota
-from imagefleet import errors
 
 
 def scale(
@@ -37,9 +37,7 @@ def scale(
 
 def status(
     file: File = None,
-    watch: Annotated[
-        bool, typer.Option("--watch", help="Refresh every two seconds until Ctrl-C.")
-    ] = False,
+    watch: watching.Watch = False,
     as_json: AsJson = False,
 ) -> None:
     """Shows the groups, their instances and the current cost.
@@ -47,8 +45,7 @@ def status(
     imagefleet deploy salad status --watch
     """
     with console.one_line_errors():
-        if watch and as_json:
-            raise errors.SetupError("--watch and --json exclude each other")
+        watching.check_flags(watch=watch, as_json=as_json)
     console.run(_status(file, watch=watch, as_json=as_json))
 
 
@@ -84,7 +81,7 @@ async def _scale(path: Path | None, replicas: int, *, yes: bool) -> None:
         deployment.refuse_over_quota(more, quota)
         price = salad_price.group_price(groups[0], known)
         cost = f"{price.times(replicas)} while all run" if price else "unknown price"
-        salad_options.log(f"{replicas:,} replicas, {more:+,}: {cost}")
+        console.print_note(f"{replicas:,} replicas, {more:+,}: {cost}")
         if more > 0 or any(group.is_stopped for group in groups):
             salad_options.confirm("Scale?", yes=yes)
         await fleet.scale(replicas, groups)
@@ -96,15 +93,13 @@ async def _status(path: Path | None, *, watch: bool, as_json: bool) -> None:
         # Read once: they hardly change, and each refresh counts against the rate limit.
         known, quota = await asyncio.gather(fleet.client.gpu_classes(), fleet.client.quota())
 
-        async def draw() -> Screen:
-            return _screen(await fleet.groups(), known, quota)
-
-        if watch:
-            await watching.watch(draw)
-        elif as_json:
-            console.print_json(_record(await fleet.groups(), known, quota))
-        else:
-            console.stdout.print(await draw())
+        await watching.show(
+            fleet.groups,
+            lambda groups: _screen(groups, known, quota),
+            lambda groups: _record(groups, known, quota),
+            is_live=watch,
+            as_json=as_json,
+        )
 
 
 async def _drain(path: Path | None, wait_seconds: float, *, yes: bool) -> None:

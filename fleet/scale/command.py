@@ -3,10 +3,8 @@
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import json
 import logging
-import signal
 import sys
 from collections.abc import Callable
 from datetime import datetime
@@ -17,6 +15,7 @@ import typer
 
 from fleet import console, options
 from fleet.monitor import prometheus
+from fleet.monitor.settings import MonitorSettings
 from fleet.salad import file as salad_file
 from fleet.salad import gpus
 from fleet.salad import options as salad_options
@@ -24,10 +23,8 @@ from fleet.salad.options import File
 from fleet.scale import scaler
 from fleet.scale import speed as scale_speed
 from fleet.scale.decision import Goal
-from fleet.settings import MonitorSettings
 from imagefleet import errors
-from imagefleet.pricing import speeds
-from imagefleet.storage.open import open_storage
+from imagefleet.pricing import prices
 from imagefleet.telemetry import logs
 
 log = logging.getLogger(__name__)
@@ -93,7 +90,7 @@ def command(
     if deadline is None and dollars_per_hour is None:
         raise errors.SetupError("give a goal: --deadline, --dollars-per-hour or both")
     if look_seconds is not None:
-        salad_options.log("--look-seconds is deprecated; use --sample-seconds")
+        console.print_warning("--look-seconds is deprecated; use --sample-seconds")
     fleet_file, folder = salad_options.read_file(file)
     goal = Goal(
         max_dollars=max_dollars,
@@ -109,16 +106,15 @@ def command(
     logs.configure("auto")
 
     async def scale() -> None:
-        async with contextlib.AsyncExitStack() as stack:
-            storage = await stack.enter_async_context(open_storage(settings))
-            await storage.check()
-            server = None
-            if settings.prometheus is not None:
-                server = await stack.enter_async_context(prometheus.connected(settings.prometheus))
+        async with (
+            console.connected(settings) as client,
+            prometheus.connected_if(settings.prometheus) as server,
+            salad_options.connected(fleet_file, folder) as fleet,
+        ):
             scaling = scaler.Scaler(
                 goal,
-                await stack.enter_async_context(salad_options.connected(fleet_file, folder)),
-                storage,
+                fleet,
+                client.storage,
                 ledger or Path(f"{fleet_file.name}-scale.json"),
                 scale_speed.Speeds(
                     given=given, assumed=_assumed_speed(fleet_file, images_per_job), server=server
@@ -146,11 +142,7 @@ async def _run(
             running.cancel()
 
     running = asyncio.create_task(scaling.run(on_decision), name="scale")
-    loop = asyncio.get_running_loop()
-    for number in (signal.SIGTERM, signal.SIGINT):
-        loop.add_signal_handler(number, running.cancel)
-    with contextlib.suppress(asyncio.CancelledError):
-        await running
+    await console.until_stopped(running)
     if scaling.running:
         log.warning(
             "%d workers keep running and nothing limits their cost: run scale again, or"
@@ -163,7 +155,7 @@ async def _run(
 def _assumed_speed(file: salad_file.FleetFile, images_per_job: int) -> scale_speed.Speed | None:
     """The speed of the fleet's slowest GPU class by public benchmarks."""
     names = [each.name for each in gpus.find(file.gpus, gpus.built_in())]
-    known = [speed for name in names if (speed := speeds.ASSUMED_IMAGES_PER_SECOND.get(name))]
+    known = [speed for name in names if (speed := prices.ASSUMED_IMAGES_PER_SECOND.get(name))]
     return scale_speed.Speed(min(known) / images_per_job, "assumed") if known else None
 
 

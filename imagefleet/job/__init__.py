@@ -1,1 +1,1 @@
-"""What a job is: its message, its prompt language, its samplers."""
+"""Jobs: the message, the prompt syntax, the samplers."""

@@ -14,7 +14,7 @@ CHUNK_TOKENS = 75
 #: chunk cannot hold all of it; AUTOMATIC1111's default.
 COMMA_BACKTRACK = 20
 
-#: 32 chunks are 2,400 tokens. Without a limit, one prompt of 64 KiB could fill the GPU.
+#: 2,400 tokens. Without a limit, one prompt of 64 KiB could fill the GPU.
 MAX_CHUNKS = 32
 
 Tokenise = Callable[[Sequence[str]], Sequence[Sequence[int]]]

@@ -1,8 +1,8 @@
-"""The samplers that a job may ask for, by AUTOMATIC1111's names and k-diffusion's. No torch.
+"""The samplers of a job, by AUTOMATIC1111's and k-diffusion's names. No torch.
 
-Up to AUTOMATIC1111 1.8 a sampler's name said its schedule, too ('DPM++ 2M Karras'); from 1.9 on
-there is a field `scheduler`. Both forms are read. A name alone means what it meant before 1.9, so
-'DPM++ 2M' has no Karras schedule; with `scheduler` 'Automatic' it has, as since 1.9.
+Up to AUTOMATIC1111 1.8 a sampler's name included its schedule ('DPM++ 2M Karras'); 1.9 added the
+field `scheduler`. Both are accepted. A name alone means what it meant before 1.9, so 'DPM++ 2M' has
+no Karras schedule; with `scheduler` 'Automatic' it has, as in 1.9.
 """
 
 from __future__ import annotations
@@ -10,16 +10,16 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-#: The schedules of noise levels that a job's `scheduler` may name.
+#: Values of a job's `scheduler`.
 SCHEDULERS = ("Automatic", "Uniform", "Karras")
 
-#: The samplers for which AUTOMATIC1111's 'Automatic' is not 'Uniform'.
+#: Samplers for which AUTOMATIC1111's 'Automatic' is Karras, not Uniform.
 _AUTOMATIC_IS_KARRAS = frozenset({"dpmpp_2m"})
 
 
 @dataclass(frozen=True, slots=True)
 class Sampler:
-    """A sampler with its schedule: the engine's key, and what AUTOMATIC1111 writes for both."""
+    """A sampler with its schedule: the engine's key and AUTOMATIC1111's names."""
 
     key: str
     title: str
@@ -50,7 +50,7 @@ _ALL = (
 #: By the engine's key.
 SAMPLERS: Mapping[str, Sampler] = {sampler.key: sampler for sampler in _ALL}
 
-#: By every name that a job may use, in lower case.
+#: By every accepted name, in lower case.
 NAMES: Mapping[str, Sampler] = {
     name.lower(): sampler
     for sampler in _ALL
@@ -59,15 +59,15 @@ NAMES: Mapping[str, Sampler] = {
 
 
 def find(name: str, scheduler: str | None = None) -> Sampler:
-    """The sampler that a job means; a schedule in its name goes before `scheduler`, as in 1.9.
+    """The sampler by name; a schedule in the name overrides `scheduler`, as in 1.9.
 
     Raises:
-        ValueError: one of the two is not known; lists those that are.
+        ValueError: one of the two is unknown; lists the known ones.
     """
     sampler = NAMES.get(name.lower())
     if sampler is None:
         known = ", ".join(sampler.name for sampler in SAMPLERS.values())
-        raise ValueError(f"{name[:40]!r} is no sampler that is known here: {known}")
+        raise ValueError(f"unknown sampler {name[:40]!r}; known: {known}")
     schedule = check_scheduler(scheduler)
     if schedule == "Automatic" and sampler.key in _AUTOMATIC_IS_KARRAS:
         schedule = "Karras"
@@ -77,14 +77,14 @@ def find(name: str, scheduler: str | None = None) -> Sampler:
 
 
 def check_scheduler(name: str | None) -> str | None:
-    """The scheduler's title; None for none.
+    """The scheduler's title, or None.
 
     Raises:
-        ValueError: it is not known; lists those that are.
+        ValueError: it is unknown; lists the known ones.
     """
     if not name:
         return None
     if name.capitalize() not in SCHEDULERS:
         known = ", ".join(SCHEDULERS)
-        raise ValueError(f"{name[:40]!r} is no scheduler that is known here: {known}")
+        raise ValueError(f"unknown scheduler {name[:40]!r}; known: {known}")
     return name.capitalize()

@@ -1,7 +1,7 @@
-"""AUTOMATIC1111's txt2img payload: which of its fields a job may carry without being one of ours.
+"""Fields of AUTOMATIC1111's `POST /sdapi/v1/txt2img` that a job has no use for.
 
-The list is that of `POST /sdapi/v1/txt2img`. A field that would change the picture is refused by
-name unless it carries the value that leaves the picture alone; one that would not is accepted.
+A field that does not change the image is ignored; one that would is refused, unless its value is
+neutral.
 """
 
 from __future__ import annotations
@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-#: Fields about saving, sending and settings of the web page: no picture depends on them.
+#: Fields about saving, sending and the web page's settings.
 WITHOUT_EFFECT = frozenset(
     {
         "comments",
@@ -20,16 +20,16 @@ WITHOUT_EFFECT = frozenset(
         "override_settings_restore_afterwards",
         "save_images",
         "send_images",
-        "subseed",  # counts only with subseed_strength, which is refused below
+        "subseed",  # matters only with subseed_strength, which is refused below
     }
 )
 
-#: The second pass's own fields count only with `enable_hr`, which is refused below.
+#: The second pass's fields matter only with `enable_hr`, which is refused below.
 SECOND_PASS_PREFIXES = ("hr_", "firstphase_", "firstpass_")
 
 _EMPTY: tuple[object, ...] = (None, "", [], {})
 
-#: Fields that change the picture -> the values with which they do not.
+#: Fields that change the image -> their neutral values.
 NEUTRAL_VALUES: Mapping[str, tuple[object, ...]] = {
     "alwayson_scripts": _EMPTY,
     "denoising_strength": (None, 0, 0.7, 0.75),
@@ -57,10 +57,10 @@ NEUTRAL_VALUES: Mapping[str, tuple[object, ...]] = {
 
 
 def without_neutral_fields(payload: Mapping[str, Any]) -> dict[str, Any]:
-    """The payload without those fields of AUTOMATIC1111's that leave the picture alone.
+    """The payload without fields that do not change the image.
 
     Raises:
-        ValueError: a field that would change the picture, by name.
+        ValueError: an unsupported field would change the image; names it.
     """
     remaining = {}
     for name, value in payload.items():
@@ -70,7 +70,6 @@ def without_neutral_fields(payload: Mapping[str, Any]) -> dict[str, Any]:
             remaining[name] = value
         elif value not in NEUTRAL_VALUES[name]:
             raise ValueError(
-                f"{name} is not supported: it would change the picture; leave it out"
-                " or give it the value that switches it off"
+                f"{name} is not supported: it would change the image; remove it or switch it off"
             )
     return remaining

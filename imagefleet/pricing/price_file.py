@@ -1,19 +1,19 @@
-"""A fleet's own prices, in a file: today's GPU classes and storage over the built-in table's."""
+"""A file with a fleet's own prices, which override the built-in ones."""
 
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated
 
 import yaml
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
-from imagefleet import errors
+from imagefleet import errors, validation
 from imagefleet.pricing import prices
 
 _Dollars = Annotated[float, Field(ge=0, le=1000, allow_inf_nan=False)]
 
-#: Azure's price lists are by this many operations.
+#: Azure's price lists are per this many operations.
 _PER = 10_000
 
 
@@ -34,13 +34,13 @@ class _File(_Strict):
 
 
 def read_table(path: Path | None) -> prices.PriceTable:
-    """The built-in table with what the file says in place of its own; None: as it is.
+    """The built-in table, overridden by the file's entries.
 
-    YAML, or JSON: `source` (where the prices come from and when), `gpus` (by class, dollars an
-    hour by priority) and `storage` (dollars for 10,000 operations).
+    YAML or JSON: `source` (where and when the prices are from), `gpus` ($/h by class and priority)
+    and `storage` (dollars per 10,000 operations).
 
     Raises:
-        SetupError: the file cannot be read or is no such table; the sentence names the entry.
+        SetupError: the file cannot be read, or an entry is not valid.
     """
     if path is None:
         return prices.BUILT_IN
@@ -48,7 +48,6 @@ def read_table(path: Path | None) -> prices.PriceTable:
     gpus = dict(prices.BUILT_IN.gpus)
     for name, dollars in file.gpus.items():
         known = prices.matching_gpus(name, prices.BUILT_IN.gpus)
-        # Two classes of that name: the file has to say which, as everybody has.
         gpu = prices.find_gpu(name) if known else name
         gpus[gpu] = prices.GpuPrices(dollars, file.source)
     return prices.PriceTable(gpus, _storage_prices(file))
@@ -56,16 +55,14 @@ def read_table(path: Path | None) -> prices.PriceTable:
 
 def _read(path: Path) -> _File:
     try:
-        content: Any = yaml.safe_load(path.read_text(encoding="utf-8"))
-        return _File.model_validate(content)
+        return _File.model_validate(yaml.safe_load(path.read_text(encoding="utf-8")) or {})
     except OSError as error:
         raise errors.SetupError(f"the price file {path}: {error.strerror or error}") from None
     except (yaml.YAMLError, UnicodeDecodeError) as error:
-        raise errors.SetupError(f"the price file {path} is no YAML: {error}") from None
+        raise errors.SetupError(f"the price file {path} is not valid YAML: {error}") from None
     except ValidationError as error:
-        detail = error.errors(include_url=False, include_input=False)[0]
-        where = ".".join(str(each) for each in detail["loc"]) or "the whole"
-        raise errors.SetupError(f"the price file {path}: {where}: {detail['msg']}") from None
+        reason = validation.sentence(error, _Storage.model_fields)
+        raise errors.SetupError(f"the price file {path}: {reason}") from None
 
 
 def _storage_prices(file: _File) -> prices.StoragePrices:

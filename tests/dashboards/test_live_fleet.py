@@ -149,7 +149,7 @@ def watch(processes: contextlib.ExitStack, server: str, push_url: str, folder: P
     storage = f"local:{folder / 'storage'}"
     asyncio.run(fill(storage))
     flags = ["--storage", storage, "--push-url", push_url, "--push-seconds", "1"]
-    worker = ["worker", "--model", model, "--lora-directory", folder / "loras", "--max-batch", "4"]
+    worker = ["worker", "--model", model, "--lora-directory", folder / "loras", "--slots", "4"]
     worker += ["--depth-seconds", "1", "--gpu"]
     workers = [
         processes.enter_context(
@@ -167,7 +167,7 @@ def watch(processes: contextlib.ExitStack, server: str, push_url: str, folder: P
                 "exporter",
                 "--prometheus",
                 server,
-                "--look-seconds",
+                "--sample-seconds",
                 "1",
                 "--port",
                 "0",

@@ -34,7 +34,7 @@ def _one_thread() -> None:
 
 @pytest.fixture(scope="module")
 def engine() -> Iterator[contract.Engine]:
-    loaded = load.load_engine(DEMO_MODEL, "cpu", max_batch=8)
+    loaded = load.load_engine(DEMO_MODEL, "cpu")
     yield loaded
     loaded.close()
 

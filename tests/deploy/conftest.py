@@ -21,7 +21,7 @@ from pydantic_settings import BaseSettings
 from typer.core import TyperGroup
 
 from fleet import main, options
-from fleet.settings import ExporterSettings
+from fleet.monitor.settings import ExporterSettings
 from loadgen.settings import LoadSettings
 from worker.settings import WorkerSettings
 

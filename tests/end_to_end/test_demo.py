@@ -17,7 +17,7 @@ COMMAND = Path(sys.executable).with_name("imagefleet")
 
 KEYS = [
     *("jobs", "images", "failed", "seconds", "images_per_second", "engine_idle_fraction"),
-    *("dollars", "images_per_dollar", "mosaic"),
+    *("dollars", "images_per_dollar", "contact_sheet", "mosaic"),
 ]
 
 
@@ -66,7 +66,7 @@ def test_the_demo_shows_the_whole_way_and_begins_anew_after_ctrl_c(tmp_path: Pat
     pictures = list((tmp_path / "demo-output" / "storage" / "images").glob("*/*.png"))
     assert len(pictures) == 22
     assert "demo-output/storage/images" in result.stdout
-    with Image.open(tmp_path / report["mosaic"]) as sheet:
+    with Image.open(tmp_path / report["contact_sheet"]) as sheet:
         assert sheet.width > 1000
 
     shown = result.stdout.splitlines()[-1].strip()
@@ -85,7 +85,7 @@ def test_somebody_elses_folder_is_not_emptied(tmp_path: Path) -> None:
 
     assert result.returncode == 2
     assert result.stderr == (
-        "error: storage is there and not from a demo: give another --directory\n"
+        "error: storage exists and is not from a demo: choose another --directory\n"
     )
     assert precious.read_text() == "keep me"
 
@@ -106,6 +106,6 @@ main.main()
 
     assert result.returncode == 2
     assert result.stderr == (
-        "error: to make pictures, torch is missing: pip install 'imagefleet[worker]'\n"
+        "error: torch is not installed; to generate images: pip install 'imagefleet[worker]'\n"
     )
     assert list(tmp_path.iterdir()) == []

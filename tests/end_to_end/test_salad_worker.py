@@ -322,7 +322,7 @@ async def test_a_gpu_that_hangs_is_not_live_and_its_node_is_given_back(
         port=str(port),
     )
     await until(lambda: salad_metadata_service.reasons)
-    assert await asyncio.to_thread(health.ask, "live", "127.0.0.1", port) == (
+    assert await asyncio.to_thread(health.probe, "live", "127.0.0.1", port) == (
         False,
         "the engine hangs",
     )

@@ -57,7 +57,7 @@ def worker(model: Path | str, *flags: str | Path) -> list[Any]:
         model,
         "--lease-seconds",
         LEASE_SECONDS,
-        "--max-batch",
+        "--slots",
         "2",
         *flags,
     ]
@@ -92,7 +92,7 @@ async def test_a_signal_ends_a_worker_with_exit_code_0_and_every_job_stored_or_b
     storage: Storage, tiny_model: Path, start: Start, number: signal.Signals
 ) -> None:
     await fill(storage)
-    process = start("worker", "--model", tiny_model, "--lease-seconds", "300", "--max-batch", "2")
+    process = start("worker", "--model", tiny_model, "--lease-seconds", "300", "--slots", "2")
     await wait_for_images(storage, 1)
     process.send_signal(number)
     output = await end(process)
@@ -166,7 +166,7 @@ async def test_a_worker_tells_how_it_is_while_it_works(
         (["--model", "TINY", "--queue", "no-such-queue"], "no-such-queue"),
         (["--model", "TINY", "--storage", "ftp://somewhere"], "address is not understood"),
         (["--model", "TINY", "--lease-seconds", "soon"], "--lease-seconds"),
-        (["--model", "TINY", "--max-batch", "0"], "IMAGEFLEET_MAX_BATCH"),
+        (["--model", "TINY", "--slots", "0"], "IMAGEFLEET_SLOTS"),
         ([], "--model"),
     ],
 )

@@ -1,4 +1,4 @@
-"""The console command, run as an operator runs it: in a process of its own."""
+"""Fixtures that run the console command."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from fleet import main
 
 COMMAND = Path(sys.executable).with_name("imagefleet")
 
-#: What no output may ever show.
+#: Must never appear in any output.
 SECRET = "sv=2024-11-04&sp=up&sig=aB%2FcD3cReT%3D"
 
 FLEET = """\
@@ -37,7 +37,7 @@ Imagefleet = Callable[..., "subprocess.CompletedProcess[str]"]
 
 @pytest.fixture
 def imagefleet(tmp_path: Path) -> Imagefleet:
-    """Runs `imagefleet ARGUMENTS`, with more variables by keyword, in an empty folder."""
+    """Runs `imagefleet ARGUMENTS` in a new process and an empty folder; keywords set variables."""
 
     def run(*arguments: str, **variables: str) -> subprocess.CompletedProcess[str]:
         return subprocess.run(
@@ -58,7 +58,7 @@ def imagefleet(tmp_path: Path) -> Imagefleet:
 def in_process(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> Imagefleet:
-    """As `imagefleet`, in the process of the test: for what needs no process of its own."""
+    """As `imagefleet`, but faster: in the test's process."""
 
     def run(*arguments: str) -> subprocess.CompletedProcess[str]:
         monkeypatch.chdir(tmp_path)
@@ -75,7 +75,7 @@ def in_process(
 
 @pytest.fixture(scope="session")
 def salad_module() -> Any:
-    """tests/fleet/salad_fake.py; tests are no package that it could be imported from."""
+    """tests/fleet/salad_fake.py, loaded by path: the tests are not a package."""
     path = Path(__file__).with_name("salad_fake.py")
     spec = importlib.util.spec_from_file_location("salad_fake", path)
     assert spec is not None
@@ -88,7 +88,7 @@ def salad_module() -> Any:
 
 @pytest.fixture
 def salad(salad_module: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
-    """A SaladCloud of this test, and a `fleet.yaml` for it in the folder of the test."""
+    """A fake SaladCloud, and a `fleet.yaml` for it in the test's folder."""
     from fleet.salad import client, deployment
 
     monkeypatch.setattr(deployment, "POLL_SECONDS", 0.01)

@@ -2,6 +2,8 @@ from __future__ import annotations
 
 import asyncio
 import json
+import os
+import signal
 
 import pytest
 import typer
@@ -20,7 +22,7 @@ async def _raise(error: BaseException) -> None:
         (errors.SetupError("no queue"), console.EXIT_OPERATOR_MUST_ACT),
         (errors.NodeError("no GPU"), console.EXIT_REPLACE_THIS_NODE),
         (errors.TransientError("no answer"), console.EXIT_UNEXPECTED),
-        (errors.InvalidMessageError("no job"), console.EXIT_UNEXPECTED),
+        (errors.InvalidMessageError("invalid"), console.EXIT_UNEXPECTED),
     ],
 )
 def test_an_error_is_one_line_and_its_class_decides_the_exit_code(
@@ -43,12 +45,12 @@ def test_a_long_error_with_brackets_stays_one_plain_line(
     assert capsys.readouterr().err == f"error: {message}\n"
 
 
-def test_a_defect_keeps_its_traceback() -> None:
+def test_a_bug_keeps_its_traceback() -> None:
     with pytest.raises(ZeroDivisionError):
         console.run(_raise(ZeroDivisionError()))
 
 
-def test_ctrl_c_ends_a_command_without_a_word(capsys: pytest.CaptureFixture[str]) -> None:
+def test_ctrl_c_ends_a_command_without_output(capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(typer.Exit) as caught, console.one_line_errors():
         raise KeyboardInterrupt
 
@@ -56,11 +58,11 @@ def test_ctrl_c_ends_a_command_without_a_word(capsys: pytest.CaptureFixture[str]
     assert capsys.readouterr() == ("", "")
 
 
-def test_run_returns_what_the_coroutine_returns() -> None:
+def test_run_returns_the_coroutines_result() -> None:
     assert console.run(asyncio.sleep(0, result=7)) == 7
 
 
-def test_json_is_neither_wrapped_nor_marked_up(capsys: pytest.CaptureFixture[str]) -> None:
+def test_json_is_neither_wrapped_nor_styled(capsys: pytest.CaptureFixture[str]) -> None:
     record = {"prompt": "[red]ü " + "x" * 500, "count": 1}
 
     console.print_json(record)
@@ -68,3 +70,17 @@ def test_json_is_neither_wrapped_nor_marked_up(capsys: pytest.CaptureFixture[str
     out = capsys.readouterr().out
     assert json.loads(out) == record
     assert "ü" in out
+
+
+async def test_sigterm_ends_a_task_without_an_error() -> None:
+    task = asyncio.create_task(asyncio.sleep(60))
+    asyncio.get_running_loop().call_later(0.05, os.kill, os.getpid(), signal.SIGTERM)
+
+    await console.until_stopped(task)
+
+    assert task.cancelled()
+
+
+async def test_an_error_of_a_task_is_raised() -> None:
+    with pytest.raises(errors.TransientError):
+        await console.until_stopped(asyncio.create_task(_raise(errors.TransientError())))

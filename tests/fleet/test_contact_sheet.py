@@ -22,7 +22,7 @@ def opened(data: bytes) -> Image.Image:
     return Image.open(io.BytesIO(data)).convert("RGB")
 
 
-def test_the_sheet_is_as_large_as_its_rows_and_columns() -> None:
+def test_the_sheets_size_follows_from_its_rows_and_columns() -> None:
     sheet = opened(contact_sheet.draw_contact_sheet([picture(64, 64, "a house")] * 7, columns=3))
 
     cell = contact_sheet.TILE_PIXELS + contact_sheet.MARGIN_PIXELS
@@ -31,7 +31,7 @@ def test_the_sheet_is_as_large_as_its_rows_and_columns() -> None:
     assert sheet.height == contact_sheet.MARGIN_PIXELS + 3 * (cell + caption)
 
 
-def test_each_picture_is_enlarged_into_its_place_with_its_caption_below() -> None:
+def test_each_image_is_enlarged_with_its_caption_below() -> None:
     sheet = opened(contact_sheet.draw_contact_sheet([picture(64, 64, "a house")]))
 
     left, top, tile = (
@@ -59,7 +59,7 @@ def test_a_caption_names_the_loras_after_the_prompts_words() -> None:
     assert caption == "a rope, digital art + forest-v2"
 
 
-def test_a_long_caption_is_cut_with_an_ellipsis_and_fits_the_picture() -> None:
+def test_a_long_caption_is_shortened_to_the_images_width() -> None:
     font = ImageFont.load_default(contact_sheet.FONT_PIXELS)
 
     lines = contact_sheet._lines("a very long prompt about a house in a forest " * 5, font)
@@ -69,13 +69,13 @@ def test_a_long_caption_is_cut_with_an_ellipsis_and_fits_the_picture() -> None:
     assert all(font.getlength(line) <= contact_sheet.TILE_PIXELS for line in lines)
 
 
-def test_a_picture_without_a_prompt_has_no_caption() -> None:
+def test_an_image_without_a_prompt_has_no_caption() -> None:
     stored = io.BytesIO()
     Image.new("RGB", (8, 8)).save(stored, "PNG")
 
     assert contact_sheet.read_tile(stored.getvalue())[1] == ""
 
 
-def test_no_picture_is_no_sheet() -> None:
+def test_an_empty_sheet_is_an_error() -> None:
     with pytest.raises(ValueError, match="needs an image"):
         contact_sheet.draw_contact_sheet([])

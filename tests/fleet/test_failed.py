@@ -23,41 +23,40 @@ MISSING = errors.MissingFileError("there is no LoRA 'forest' [bold]")
 
 
 @pytest.fixture
-def local_storage(tmp_path: Path) -> StorageSettings:
-    """Three failed jobs, one of them no job, and a message that is no record."""
+def failed_jobs(tmp_path: Path) -> StorageSettings:
+    """Three failed jobs, one with an invalid message, and a message that is not a record."""
     settings = StorageSettings(storage=f"local:{tmp_path / 'imagefleet-data'}")
 
     async def prepare() -> None:
-        async with open_storage(settings) as local_storage:
-            await local_storage.create()
-            await add(local_storage, '{"prompt":"a cat","id":"cat","campaign":"spring"}')
-            await add(local_storage, '{"prompt":"a \\u001b[31mdog [red]","id":"dog"}')
-            await add(local_storage, "no job")
-            await local_storage.poison.send(["what is this?"])
+        async with open_storage(settings) as storage:
+            await storage.create()
+            await add(storage, '{"prompt":"a cat","id":"cat","campaign":"spring"}')
+            await add(storage, '{"prompt":"a \\u001b[31mdog [red]","id":"dog"}')
+            await add(storage, "no job")
+            await storage.poison.send(["what is this?"])
 
     asyncio.run(prepare())
     return settings
 
 
-async def add(local_storage: Storage, body: str) -> None:
-    await local_storage.queue.send([body])
-    [message] = await local_storage.queue.receive(1, 60)
+async def add(storage: Storage, body: str) -> None:
+    await storage.queue.send([body])
+    [message] = await storage.queue.receive(1, 60)
     try:
         job = read_job(message.body, message.id)
     except errors.JobError as error:
-        await dead_letter.add(local_storage, message, None, error, "worker-1")
+        await dead_letter.add(storage, message, None, error, "worker-1")
     else:
-        await dead_letter.add(local_storage, message, job, MISSING, "worker-1")
+        await dead_letter.add(storage, message, job, MISSING, "worker-1")
 
 
 def depths(settings: StorageSettings) -> tuple[int, int]:
     """Messages in the job queue and in the poison queue."""
 
     async def ask() -> tuple[int, int]:
-        async with open_storage(settings) as local_storage:
-            return (await local_storage.queue.depth()).messages, (
-                await local_storage.poison.depth()
-            ).messages
+        async with open_storage(settings) as storage:
+            depths = [await queue.depth() for queue in (storage.queue, storage.poison)]
+            return depths[0].messages, depths[1].messages
 
     return asyncio.run(ask())
 
@@ -67,8 +66,8 @@ def read(result: subprocess.CompletedProcess[str]) -> Any:
     return json.loads(result.stdout)
 
 
-def test_the_list_counts_by_error_and_then_names_the_jobs(
-    in_process: Imagefleet, local_storage: StorageSettings
+def test_the_list_counts_errors_and_then_lists_jobs(
+    in_process: Imagefleet, failed_jobs: StorageSettings
 ) -> None:
     listing = read(in_process("failed", "list", "--json", "--limit", "3"))
 
@@ -88,14 +87,14 @@ def test_the_list_counts_by_error_and_then_names_the_jobs(
     assert "dog" not in shown
 
 
-def test_filters_narrow_the_list(in_process: Imagefleet, local_storage: StorageSettings) -> None:
+def test_filters_narrow_the_list(in_process: Imagefleet, failed_jobs: StorageSettings) -> None:
     arguments = ["failed", "list", "--json", "--error", "FOREST", "--campaign", "spring"]
 
     assert [job["id"] for job in read(in_process(*arguments))["jobs"]] == ["cat"]
     assert "no failed jobs" in in_process("failed", "list", "--id", "none").stdout
 
 
-def test_show_prints_the_job_itself(in_process: Imagefleet, local_storage: StorageSettings) -> None:
+def test_show_prints_the_job_itself(in_process: Imagefleet, failed_jobs: StorageSettings) -> None:
     [shown] = read(in_process("failed", "show", "cat", "--json"))["jobs"]
 
     assert shown["job"]["prompt"] == "a cat"
@@ -106,8 +105,8 @@ def test_show_prints_the_job_itself(in_process: Imagefleet, local_storage: Stora
     )
 
 
-def test_a_prompt_cannot_steer_the_operators_terminal(
-    imagefleet: Imagefleet, local_storage: StorageSettings
+def test_a_prompt_cannot_send_control_sequences_to_the_terminal(
+    imagefleet: Imagefleet, failed_jobs: StorageSettings
 ) -> None:
     shown = imagefleet("failed", "show", "dog", FORCE_COLOR="1").stdout
 
@@ -115,8 +114,8 @@ def test_a_prompt_cannot_steer_the_operators_terminal(
     assert "dog [red]" in shown
 
 
-def test_what_is_no_job_and_what_is_no_record_can_be_shown(
-    in_process: Imagefleet, local_storage: StorageSettings
+def test_invalid_messages_and_foreign_messages_can_be_shown(
+    in_process: Imagefleet, failed_jobs: StorageSettings
 ) -> None:
     jobs = read(in_process("failed", "list", "--json"))["jobs"]
 
@@ -126,7 +125,7 @@ def test_what_is_no_job_and_what_is_no_record_can_be_shown(
 
 
 def test_an_unknown_id_is_one_line_and_exit_code_2(
-    in_process: Imagefleet, local_storage: StorageSettings
+    in_process: Imagefleet, failed_jobs: StorageSettings
 ) -> None:
     result = in_process("failed", "show", "none")
 
@@ -134,59 +133,59 @@ def test_an_unknown_id_is_one_line_and_exit_code_2(
     assert "no failed job 'none'" in result.stderr
 
 
-def test_replay_puts_back_what_was_named_and_nothing_else(
-    in_process: Imagefleet, local_storage: StorageSettings
+def test_replay_moves_only_the_selected_job(
+    in_process: Imagefleet, failed_jobs: StorageSettings
 ) -> None:
     assert read(in_process("failed", "replay", "--id", "dog", "--dry-run", "--json")) == {
         "count": 1
     }
-    assert depths(local_storage) == (0, 4)
+    assert depths(failed_jobs) == (0, 4)
 
     assert read(in_process("failed", "replay", "--id", "dog", "--json")) == {
         "replayed": 1,
         "refused": [],
     }
-    assert depths(local_storage) == (1, 3)
+    assert depths(failed_jobs) == (1, 3)
 
 
-def test_replaying_all_leaves_what_is_no_record_and_says_so(
-    in_process: Imagefleet, local_storage: StorageSettings
+def test_replaying_all_leaves_foreign_messages_and_reports_them(
+    in_process: Imagefleet, failed_jobs: StorageSettings
 ) -> None:
     result = in_process("failed", "replay", "--all")
 
     assert "3 failed jobs replayed" in result.stdout
     assert "stays: it is not a record of a failed job" in result.stdout
-    assert depths(local_storage) == (3, 1)
+    assert depths(failed_jobs) == (3, 1)
 
 
 @pytest.mark.parametrize("command", ["replay", "discard"])
 @pytest.mark.parametrize("filters", [[], ["--all", "--error", "x"]])
-def test_nothing_is_touched_before_it_is_clear_what_is_meant(
-    in_process: Imagefleet, local_storage: StorageSettings, command: str, filters: list[str]
+def test_an_unclear_selection_changes_nothing(
+    in_process: Imagefleet, failed_jobs: StorageSettings, command: str, filters: list[str]
 ) -> None:
     result = in_process("failed", command, *filters)
 
     assert result.returncode == console.EXIT_OPERATOR_MUST_ACT
-    assert "say which failed jobs" in result.stderr
-    assert depths(local_storage) == (0, 4)
+    assert "choose the failed jobs" in result.stderr
+    assert depths(failed_jobs) == (0, 4)
 
 
 def test_discard_asks_before_it_deletes(
-    in_process: Imagefleet, local_storage: StorageSettings
+    in_process: Imagefleet, failed_jobs: StorageSettings
 ) -> None:
     unasked = in_process("failed", "discard", "--campaign", "spring")
     assert unasked.returncode == console.EXIT_OPERATOR_MUST_ACT
     assert "--yes" in unasked.stderr
-    assert depths(local_storage) == (0, 4)
+    assert depths(failed_jobs) == (0, 4)
 
     assert read(in_process("failed", "discard", "--campaign", "spring", "--yes", "--json")) == {
         "discarded": 1,
         "refused": [],
     }
-    assert depths(local_storage) == (0, 3)
+    assert depths(failed_jobs) == (0, 3)
 
 
-def test_a_home_that_is_not_there_is_one_line_and_exit_code_2(in_process: Imagefleet) -> None:
+def test_missing_storage_is_one_line_and_exit_code_2(in_process: Imagefleet) -> None:
     result = in_process("failed", "list", "--storage", "local:none")
 
     assert result.returncode == console.EXIT_OPERATOR_MUST_ACT

@@ -18,7 +18,7 @@ ROOT = Path(__file__).parents[2]
 
 @pytest.mark.parametrize(("code", "is_so"), [(0, True), (1, False)])
 @pytest.mark.parametrize("what", ["started", "live", "ready"])
-async def test_a_probe_hears_what_the_worker_says(
+async def test_a_probe_reports_the_workers_state(
     what: str, code: int, is_so: bool, capsys: pytest.CaptureFixture[str]
 ) -> None:
     async with worker_health.serving(
@@ -31,29 +31,31 @@ async def test_a_probe_hears_what_the_worker_says(
     ) as port:
         assert await asyncio.to_thread(health.main, [what, "--port", str(port)]) == code
 
-    said = capsys.readouterr().out
-    assert said.startswith(f"{what}: " if is_so else f"not {what}: ")
-    assert said.count("\n") == 1
+    output = capsys.readouterr().out
+    assert output.startswith(f"{what}: " if is_so else f"not {what}: ")
+    assert output.count("\n") == 1
 
 
-def test_a_worker_that_hangs_is_not_live(capsys: pytest.CaptureFixture[str]) -> None:
-    with socket.create_server(("127.0.0.1", 0)) as hanging:  # the system answers, nobody else
+def test_a_hung_worker_is_not_live(capsys: pytest.CaptureFixture[str]) -> None:
+    with socket.create_server(
+        ("127.0.0.1", 0)
+    ) as hanging:  # the kernel accepts, but nothing answers
         port = str(hanging.getsockname()[1])
         assert health.main(["live", "--port", port, "--seconds", "0.2"]) == 1
 
-    assert "it hangs" in capsys.readouterr().out
+    assert "hangs: no answer within 0.2 s" in capsys.readouterr().out
 
 
-def test_a_worker_that_is_not_there_is_not_live(capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_missing_worker_is_not_live(capsys: pytest.CaptureFixture[str]) -> None:
     with socket.create_server(("127.0.0.1", 0)) as gone:
         port = str(gone.getsockname()[1])
 
     assert health.main(["live", "--port", port]) == 1
-    assert "nothing answers" in capsys.readouterr().out
+    assert "no answer from port" in capsys.readouterr().out
 
 
 @pytest.mark.parametrize("port", ["", "0", "http", "65536"])
-def test_without_a_port_it_says_which_setting_is_missing(
+def test_an_invalid_port_names_the_setting(
     port: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.setenv("IMAGEFLEET_PORT", port)
@@ -62,7 +64,7 @@ def test_without_a_port_it_says_which_setting_is_missing(
     assert "IMAGEFLEET_PORT" in capsys.readouterr().out
 
 
-async def test_the_workers_own_settings_lead_to_it_past_any_proxy(
+async def test_the_workers_settings_are_used_and_proxies_are_not(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setenv("http_proxy", "http://127.0.0.1:9")
@@ -74,7 +76,7 @@ async def test_the_workers_own_settings_lead_to_it_past_any_proxy(
         assert await asyncio.to_thread(health.main, ["started"]) == 0
 
 
-def test_a_probe_takes_a_moment_and_loads_no_library() -> None:
+def test_a_probe_is_fast_and_imports_the_standard_library_alone() -> None:
     program = """
 import sys
 from fleet import entry
@@ -96,5 +98,5 @@ print("loaded:", sorted({"typer", "pydantic", "rich", "aiohttp"} & set(sys.modul
 
     probes = [probe() for _ in range(3)]
     assert "loaded: []" in probes[0][1]
-    # Not by the clock, and the best of a few: the machine may be busy with other things.
+    # CPU time, and the best of three: the machine may be busy.
     assert min(seconds for seconds, _ in probes) < 0.5

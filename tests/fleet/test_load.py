@@ -31,7 +31,7 @@ count: 250
 lists: {noun: [cat, dog, fox]}
 """
 
-#: What a kill may send again: what was in flight, and what the checkpoint had not noted yet.
+#: Jobs that a kill may send twice: those in flight and those not yet in the checkpoint.
 WINDOW = 4 * BATCH + checkpoint.POSITIONS_BETWEEN_WRITES
 
 
@@ -80,13 +80,13 @@ def test_a_dry_run_prints_ten_jobs_and_touches_nothing(
     assert list(tmp_path.iterdir()) == [template]
 
 
-def test_a_load_that_is_done_is_not_done_again_unless_asked_for(
+def test_a_finished_load_is_repeated_only_on_request(
     in_process: Imagefleet, template: Path, tmp_path: Path
 ) -> None:
     in_process("load", "t.yaml")
     again = in_process("load", "t.yaml")
     assert again.returncode == console.EXIT_DONE
-    assert "loaded already" in again.stderr
+    assert "already loaded" in again.stderr
     assert "--restart" in again.stderr
     assert ids_in(settings_for(tmp_path)).total() == 250
 
@@ -97,7 +97,7 @@ def test_a_load_that_is_done_is_not_done_again_unless_asked_for(
     assert set(ids_in(settings_for(tmp_path)).values()) == {1, 2}
 
 
-def test_another_seed_is_refused_until_the_checkpoint_may_go(
+def test_another_seed_is_refused_while_there_is_a_checkpoint(
     in_process: Imagefleet, template: Path
 ) -> None:
     in_process("load", "t.yaml")
@@ -108,7 +108,7 @@ def test_another_seed_is_refused_until_the_checkpoint_may_go(
     assert in_process("load", "t.yaml", "--seed", "5", "--checkpoint", "c.json").returncode == 0
 
 
-def test_a_checkpoint_whose_queue_is_gone_is_told_of(
+def test_a_checkpoint_whose_queue_is_gone_is_reported(
     in_process: Imagefleet, template: Path, tmp_path: Path
 ) -> None:
     in_process("load", "t.yaml")
@@ -119,7 +119,7 @@ def test_a_checkpoint_whose_queue_is_gone_is_told_of(
     assert "250 jobs are sent, but there is no queue" in result.stderr
 
 
-def test_invalid_lines_are_refused_before_a_queue_is_made(
+def test_invalid_lines_are_refused_before_the_queue_is_created(
     in_process: Imagefleet, tmp_path: Path
 ) -> None:
     (tmp_path / "jobs.jsonl").write_text('{"prompt":"a"}\nnonsense\n{"prompt":"b"}\n')
@@ -130,14 +130,14 @@ def test_invalid_lines_are_refused_before_a_queue_is_made(
 
     skipped = in_process("load", "jobs.jsonl", "--skip-invalid", "--json")
     assert (json.loads(skipped.stdout)["sent"], json.loads(skipped.stdout)["invalid"]) == (2, 1)
-    assert "line 2 is left out" in skipped.stderr
+    assert "line 2 is skipped" in skipped.stderr
 
 
 @pytest.mark.parametrize(
     ("arguments", "sentence"),
     [
         (["none.yaml"], "none.yaml cannot be read"),
-        (["jobs.txt"], "ends in"),
+        (["jobs.txt"], "must end in"),
         (["-", "--restart"], "no checkpoint"),
         (["t.yaml", "--rate", "0"], "--rate"),
         (["t.yaml", "--rate", "inf"], "--rate"),
@@ -146,7 +146,7 @@ def test_invalid_lines_are_refused_before_a_queue_is_made(
         (["t.yaml", "--checkpoint", "no/such/folder/c.json"], "cannot be written"),
     ],
 )
-def test_what_cannot_be_loaded_is_one_line_and_exit_code_2(
+def test_an_error_is_one_line_and_exit_code_2(
     in_process: Imagefleet, template: Path, arguments: list[str], sentence: str
 ) -> None:
     result = in_process("load", *arguments)
@@ -190,7 +190,7 @@ def wait_until_confirmed(path: Path, positions: int) -> None:
     pytest.fail(f"{path} did not reach {positions}")
 
 
-def test_a_killed_load_goes_on_where_it_was_and_loses_nothing(
+def test_a_killed_load_resumes_and_loses_nothing(
     start: Callable[..., subprocess.Popen[str]],
     in_process: Imagefleet,
     template: Path,
@@ -214,23 +214,23 @@ def test_a_killed_load_goes_on_where_it_was_and_loses_nothing(
     assert ids.total() - 30_000 <= WINDOW
 
 
-def test_ctrl_c_ends_a_load_with_an_exact_checkpoint_and_says_how_to_go_on(
+def test_ctrl_c_leaves_an_exact_checkpoint_and_says_how_to_resume(
     start: Callable[..., subprocess.Popen[str]], template: Path, tmp_path: Path
 ) -> None:
     place = tmp_path / ".t.yaml.jobs.checkpoint.json"
     process = start("t.yaml", "--count", "30000", "--rate", "2000")
     wait_until_confirmed(place, 1_000)
     process.send_signal(signal.SIGINT)
-    _, told = process.communicate(timeout=30)
+    _, printed = process.communicate(timeout=30)
 
     found = checkpoint.Checkpoint.read(place)
     assert found is not None
     assert process.returncode == console.EXIT_INTERRUPTED
     assert ids_in(settings_for(tmp_path)).total() == found.confirmed
-    assert f"stopped after {found.confirmed:,} jobs; the same command goes on there" in told
+    assert f"stopped after {found.confirmed:,} jobs; the same command resumes there" in printed
 
 
-def test_ctrl_c_does_not_wait_for_the_pace(
+def test_ctrl_c_does_not_wait_for_the_rate_limit(
     start: Callable[..., subprocess.Popen[str]], template: Path, tmp_path: Path
 ) -> None:
     process = start("t.yaml", "--rate", "0.01")
@@ -256,10 +256,10 @@ def test_an_invalid_line_of_standard_input_ends_the_load_after_those_before_it(
     start: Callable[..., subprocess.Popen[str]], tmp_path: Path
 ) -> None:
     process = start("-", stdin=subprocess.PIPE)
-    _, told = process.communicate('{"prompt":"a"}\n' * 130 + "bad\n", timeout=30)
+    _, printed = process.communicate('{"prompt":"a"}\n' * 130 + "bad\n", timeout=30)
 
     assert process.returncode == console.EXIT_OPERATOR_MUST_ACT
-    assert "line 131 is no valid job" in told
+    assert "line 131 is not a valid job" in printed
     assert ids_in(settings_for(tmp_path)).total() == 130
 
 

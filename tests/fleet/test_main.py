@@ -1,4 +1,4 @@
-"""The console command as a whole, in processes of its own."""
+"""The console command as a whole, each time in a new process."""
 
 from __future__ import annotations
 
@@ -39,12 +39,12 @@ def test_help_takes_well_under_a_second(imagefleet: Imagefleet) -> None:
         after = resource.getrusage(resource.RUSAGE_CHILDREN)
         return after.ru_utime + after.ru_stime - before.ru_utime - before.ru_stime
 
-    # Not by the clock, and the best of a few: the machine may be busy with other things.
+    # CPU time, and the best of three: the machine may be busy.
     assert min(processor_seconds() for _ in range(3)) < 1
 
 
-def test_looking_at_failed_jobs_loads_neither_torch_nor_a_cloud(tmp_path: Path) -> None:
-    storage = tmp_path / "home"
+def test_listing_failed_jobs_imports_neither_torch_nor_azure(tmp_path: Path) -> None:
+    storage = tmp_path / "storage"
     storage.mkdir()
     program = f"""
 import sys
@@ -67,7 +67,7 @@ print("loaded:", sorted(heavy & set(sys.modules)))
 
 
 @pytest.mark.parametrize("command", [*COMMANDS, "failed list", "failed replay"])
-def test_every_command_says_what_it_is_for(imagefleet: Imagefleet, command: str) -> None:
+def test_every_command_has_a_help_text(imagefleet: Imagefleet, command: str) -> None:
     result = imagefleet(*command.split(), "--help")
 
     assert result.returncode == console.EXIT_DONE
@@ -91,10 +91,10 @@ def test_every_command_says_what_it_is_for(imagefleet: Imagefleet, command: str)
         (["statsu"], "error: No such command 'statsu'"),
         (["status", "--quick"], "error: No such option: --quick"),
         (["plan"], "error: Missing option '--jobs'"),
-        (["plan", "--jobs", "1", "--gpu", "RTX 9090"], "error: 'RTX 9090' is no GPU class"),
+        (["plan", "--jobs", "1", "--gpu", "RTX 9090"], "error: unknown GPU class 'RTX 9090'"),
     ],
 )
-def test_what_is_wrong_is_one_line_and_exit_code_2(
+def test_an_invalid_command_line_is_one_line_and_exit_code_2(
     imagefleet: Imagefleet, arguments: list[str], complaint: str
 ) -> None:
     result = imagefleet(*arguments)
@@ -105,7 +105,7 @@ def test_what_is_wrong_is_one_line_and_exit_code_2(
     assert result.stdout == ""
 
 
-def test_a_worker_without_its_queue_says_so_before_it_loads_a_model(
+def test_a_missing_queue_is_reported_before_the_model_is_loaded(
     imagefleet: Imagefleet,
 ) -> None:
     result = imagefleet("worker", "--model", "nowhere")
@@ -120,11 +120,11 @@ def test_an_unknown_variable_stops_every_command(imagefleet: Imagefleet) -> None
 
     assert result.returncode == console.EXIT_OPERATOR_MUST_ACT
     assert result.stderr == (
-        "error: IMAGEFLEET_STORGE is no setting of imagefleet: did you mean IMAGEFLEET_STORAGE?\n"
+        "error: unknown setting IMAGEFLEET_STORGE; did you mean 'IMAGEFLEET_STORAGE'?\n"
     )
 
 
-def test_a_reader_that_has_gone_makes_no_noise(tmp_path: Path) -> None:
+def test_a_closed_pipe_causes_no_error_output(tmp_path: Path) -> None:
     result = subprocess.run(
         f"{COMMAND} plan --jobs 10 --json | true",
         shell=True,
@@ -136,14 +136,14 @@ def test_a_reader_that_has_gone_makes_no_noise(tmp_path: Path) -> None:
     assert result.stderr == ""
 
 
-def test_version_names_what_a_report_should_name(imagefleet: Imagefleet) -> None:
+def test_version_lists_the_versions_for_a_bug_report(imagefleet: Imagefleet) -> None:
     result = imagefleet("version")
 
     names = [line.split()[0] for line in result.stdout.splitlines()]
     assert names == ["imagefleet", "torch", "diffusers", "python"]
 
 
-def test_the_demo_sends_the_reference_message_as_it_was_sent() -> None:
+def test_the_demo_sends_the_reference_message_verbatim() -> None:
     message = json.loads((ROOT / "fleet" / "reference-job.json").read_text(encoding="utf-8"))
 
     assert message["sampler_name"] == "k_euler_a"

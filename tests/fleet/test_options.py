@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import re
 from enum import Enum
 from pathlib import Path
 from typing import Annotated, Any, Literal
@@ -103,14 +104,14 @@ def test_a_flag_overrides_the_variable_and_the_variable_the_default(
     assert settings.lease_seconds == 30
 
 
-def test_an_empty_variable_is_no_value(app: typer.Typer, seen: dict[str, Any]) -> None:
+def test_an_empty_variable_is_ignored(app: typer.Typer, seen: dict[str, Any]) -> None:
     runner.invoke(app, [], env={"IMAGEFLEET_LEASE_SECONDS": ""})
 
     assert seen["settings"].lease_seconds == 30
 
 
 @pytest.mark.parametrize("way", ["flag", "variable"])
-def test_a_wrong_value_is_one_line_that_names_the_setting_both_ways(
+def test_an_invalid_value_is_one_line_that_names_flag_and_variable(
     app: typer.Typer, way: str
 ) -> None:
     arguments = ["--lease-seconds", "2"] if way == "flag" else []
@@ -126,7 +127,7 @@ def test_a_wrong_value_is_one_line_that_names_the_setting_both_ways(
     assert result.stdout == ""
 
 
-def test_two_wrong_values_are_two_lines() -> None:
+def test_two_invalid_values_are_two_lines() -> None:
     with pytest.raises(errors.SetupError) as caught:
         options.read(Settings, {"attempts": "many", "kind": "cloud"})
 
@@ -144,7 +145,7 @@ def test_a_missing_setting_is_named() -> None:
     "secret",
     ["x;AccountKey=no;y", "SharedAccessSignature=sv", "https//x?sv=1&sig=abc", "htp://me:word@x"],
 )
-def test_a_secret_in_a_wrong_value_is_not_repeated(secret: str) -> None:
+def test_an_error_does_not_repeat_a_secret(secret: str) -> None:
     with pytest.raises(errors.SetupError) as caught:
         options.read(Settings, {"attempts": secret})
 
@@ -161,12 +162,12 @@ def test_an_unknown_variable_is_refused_with_a_suggestion(
         options.read(Settings, {})
 
     assert caught.value.message == (
-        "IMAGEFLEET_QUEU is no setting of imagefleet: did you mean IMAGEFLEET_QUEUE?"
+        "unknown setting IMAGEFLEET_QUEU; did you mean 'IMAGEFLEET_QUEUE'?"
     )
 
 
-def test_a_variable_of_another_command_is_no_error(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("IMAGEFLEET_MAX_BATCH", "8")
+def test_a_variable_of_another_command_is_accepted(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("IMAGEFLEET_MAX_ATTEMPTS", "8")
 
     assert options.read(Settings, {}).attempts is None
 
@@ -184,14 +185,138 @@ def test_help_shows_description_variable_and_default(app: typer.Typer) -> None:
 
 
 def test_the_table_has_each_setting_once() -> None:
-    rows = options.markdown_table().splitlines()[2:]
+    flags = re.findall(r"^\| `(--[a-z0-9-]+)`", options.markdown_table(), re.MULTILINE)
 
-    flags = [row.split("`")[1] for row in rows]
     assert len(flags) == len(set(flags))
     assert {"--storage", "--max-attempts", "--rate"} <= set(flags)
+
+
+def test_the_table_has_a_heading_for_each_subject() -> None:
+    headings = re.findall(r"^## (.*)$", options.markdown_table(), re.MULTILINE)
+
+    assert headings[:3] == ["Storage", "Metrics and logs", "Worker"]
 
 
 def test_a_default_that_differs_from_machine_to_machine_is_not_shown() -> None:
     row = next(row for row in options.markdown_table().splitlines() if "`--name`" in row)
 
-    assert row.split("|")[3].strip() == ""
+    assert row.split("|")[2].strip() == ""
+
+
+class Renamed(BaseSettings):
+    model_config = SettingsConfigDict(env_prefix="IMAGEFLEET_", extra="forbid")
+
+    timeout: float = Field(default=30, json_schema_extra={"formerly": "wait"})
+    eager: bool = Field(default=False, json_schema_extra={"formerly": "keen"})
+
+
+@pytest.fixture
+def renamed(seen: dict[str, Any]) -> typer.Typer:
+    app = typer.Typer(rich_markup_mode=None)
+
+    @app.command()
+    @options.from_settings(Renamed)
+    def command(settings: Renamed) -> None:
+        seen.update(settings=settings)
+
+    return app
+
+
+@pytest.mark.parametrize(
+    ("arguments", "variables", "warning"),
+    [
+        (["--wait", "7"], {}, "--wait is deprecated; use --timeout"),
+        (
+            [],
+            {"IMAGEFLEET_WAIT": "7"},
+            "IMAGEFLEET_WAIT is deprecated; use IMAGEFLEET_TIMEOUT",
+        ),
+        (
+            ["--timeout", "7"],
+            {"IMAGEFLEET_WAIT": "8"},
+            "IMAGEFLEET_WAIT is deprecated; use IMAGEFLEET_TIMEOUT",
+        ),
+    ],
+)
+def test_a_renamed_setting_is_read_under_its_old_name_with_a_warning(
+    renamed: typer.Typer,
+    seen: dict[str, Any],
+    arguments: list[str],
+    variables: dict[str, str],
+    warning: str,
+) -> None:
+    result = runner.invoke(renamed, arguments, env=variables)
+
+    assert result.exit_code == 0, result.output
+    assert seen["settings"].timeout == 7
+    assert result.stderr == f"warning: {warning}\n"
+
+
+def test_a_renamed_switch_can_be_turned_off_under_its_old_name(
+    renamed: typer.Typer, seen: dict[str, Any]
+) -> None:
+    runner.invoke(renamed, ["--no-keen"], env={"IMAGEFLEET_EAGER": "yes"})
+
+    assert seen["settings"].eager is False
+
+
+@pytest.mark.parametrize(
+    ("arguments", "variables", "complaint"),
+    [
+        (["--timeout", "1", "--wait", "2"], {}, "--timeout is also given"),
+        (
+            [],
+            {"IMAGEFLEET_TIMEOUT": "1", "IMAGEFLEET_WAIT": "2"},
+            "IMAGEFLEET_TIMEOUT is also given by its old name, IMAGEFLEET_WAIT",
+        ),
+    ],
+)
+def test_a_setting_under_both_names_is_an_error(
+    renamed: typer.Typer, arguments: list[str], variables: dict[str, str], complaint: str
+) -> None:
+    result = runner.invoke(renamed, arguments, env=variables)
+
+    assert result.exit_code == console.EXIT_OPERATOR_MUST_ACT
+    assert complaint in result.stderr
+
+
+@pytest.mark.parametrize(
+    ("arguments", "variables", "name"),
+    [
+        (["--old-age", "7"], {}, "--old-age"),
+        ([], {"IMAGEFLEET_OLD_AGE": "7"}, "IMAGEFLEET_OLD_AGE"),
+    ],
+)
+def test_a_removed_setting_is_ignored_with_a_warning(
+    monkeypatch: pytest.MonkeyPatch,
+    seen: dict[str, Any],
+    arguments: list[str],
+    variables: dict[str, str],
+    name: str,
+) -> None:
+    monkeypatch.setitem(options.REMOVED, Renamed, {"old_age": "the age is always 7."})
+    app = typer.Typer(rich_markup_mode=None)
+
+    @app.command()
+    @options.from_settings(Renamed)
+    def command(settings: Renamed) -> None:
+        seen.update(settings=settings)
+
+    result = runner.invoke(app, arguments, env=variables)
+
+    assert result.exit_code == 0, result.output
+    assert result.stderr == f"warning: {name} is ignored: the age is always 7.\n"
+    assert seen["settings"] == Renamed()
+
+
+def test_help_hides_old_names(renamed: typer.Typer) -> None:
+    assert "--wait" not in runner.invoke(renamed, ["--help"]).stdout
+
+
+def test_variables_from_a_file_are_sorted_by_setting(capsys: pytest.CaptureFixture[str]) -> None:
+    variables = {"IMAGEFLEET_WAIT": "7", "HOME": "/root"}
+
+    assert options.by_setting(Renamed, variables) == {"timeout": "7"}
+    assert "deprecated" in capsys.readouterr().err
+    with pytest.raises(ValueError, match="unknown setting IMAGEFLEET_QUEUE"):
+        options.by_setting(Renamed, {"IMAGEFLEET_QUEUE": "jobs"})

@@ -35,7 +35,7 @@ def test_the_reference_message_has_77_and_70_tokens(in_process: Imagefleet) -> N
     assert (last["tokens"], last["weights"]) == ([",</w>", "detailed</w>"], [1.0, 1.1])
 
 
-def test_a_person_sees_weights_words_and_loras(in_process: Imagefleet) -> None:
+def test_the_text_output_shows_weights_words_and_loras(in_process: Imagefleet) -> None:
     result = in_process("prompt", "a (red:1.3) [castle] BREAK sea <lora:night:0.5:0.8>")
 
     assert result.returncode == console.EXIT_DONE
@@ -62,7 +62,7 @@ def test_a_person_sees_weights_words_and_loras(in_process: Imagefleet) -> None:
         (["word " * 5000], "prompt: the prompt has 67 chunks of 75 tokens"),
     ],
 )
-def test_what_is_not_supported_is_said_and_exits_with_2(
+def test_unsupported_syntax_is_named_with_exit_code_2(
     in_process: Imagefleet, arguments: list[str], reason: str
 ) -> None:
     for flags in ([], ["--json"]):
@@ -74,17 +74,17 @@ def test_what_is_not_supported_is_said_and_exits_with_2(
     assert sum(reason.partition(": ")[2] in str(one["unsupported"]) for one in read.values()) == 1
 
 
-def test_a_lora_in_a_negative_prompt_is_words_and_the_command_says_so(
+def test_a_lora_in_a_negative_prompt_is_text_with_a_note(
     in_process: Imagefleet,
 ) -> None:
     result = in_process("prompt", "a cat", "--negative", "<lora:night:0.5>")
 
     assert result.returncode == console.EXIT_DONE
     assert "LoRA night" not in result.stdout
-    assert "words like any others" in result.stdout
+    assert "a LoRA tag in a negative prompt is plain text" in result.stdout
 
 
-def test_a_models_own_tokenizer_is_used_and_a_missing_one_named(
+def test_a_models_tokenizer_is_used_and_a_missing_one_reported(
     in_process: Imagefleet, tmp_path: Path
 ) -> None:
     spelled = tmp_path / "model" / "tokenizer"
@@ -103,10 +103,10 @@ def test_a_models_own_tokenizer_is_used_and_a_missing_one_named(
     (spelled / "merges.txt").write_text("one\n")
     result = in_process("prompt", "cat", "--model", str(spelled.parent))
     assert result.returncode == console.EXIT_OPERATOR_MUST_ACT
-    assert "holds no CLIP tokenizer" in result.stderr
+    assert "is not a CLIP tokenizer" in result.stderr
 
 
-def test_without_tokenizers_one_sentence_says_what_to_install(
+def test_a_missing_tokenizers_library_is_reported_with_the_command_to_install_it(
     in_process: Imagefleet, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setitem(sys.modules, "tokenizers", None)
@@ -117,22 +117,22 @@ def test_without_tokenizers_one_sentence_says_what_to_install(
     assert "pip install tokenizers" in result.stderr
 
 
-def test_an_installation_that_carries_no_vocabulary_asks_for_one(
+def test_an_installation_without_a_vocabulary_asks_for_a_model(
     in_process: Imagefleet, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
-    """As every one but a checkout's own."""
+    """As with every installation from a wheel."""
     monkeypatch.setattr(prompt, "_TOKENIZER", tmp_path / "nowhere")
 
     result = in_process("prompt", "a cat")
 
     assert result.returncode == console.EXIT_OPERATOR_MUST_ACT
-    assert "name a --model FOLDER" in result.stderr
+    assert "give a --model FOLDER" in result.stderr
     assert len(result.stderr.splitlines()) == 1
     result = in_process("prompt", "a cat", "--model", str(VOCABULARY.parent))
     assert result.stdout.startswith("prompt: 2 tokens in 1 chunk")
 
 
-def test_no_torch_is_loaded() -> None:
+def test_torch_is_not_imported() -> None:
     program = """
 import sys
 from fleet import main
@@ -158,14 +158,14 @@ def both_tokenizers() -> tuple[object, object]:
 
 @settings(max_examples=200, deadline=None)
 @given(text=st.one_of(st.text(), st.text(alphabet="aé'sd 1,<|endoftx>\n\t\u00a0ß東😀-_")))
-def test_tokens_are_those_of_the_worker(both_tokenizers: tuple[object, object], text: str) -> None:
+def test_tokens_equal_the_workers(both_tokenizers: tuple[object, object], text: str) -> None:
     ours, workers = both_tokenizers
     tokens = ours.encode(text, add_special_tokens=False).ids  # type: ignore[attr-defined]
     reference = workers(text, add_special_tokens=False, verbose=False)  # type: ignore[operator]
     assert tokens == reference["input_ids"]
 
 
-def test_chunks_are_limited_where_the_console_and_the_worker_share_the_limit() -> None:
+def test_console_and_worker_share_the_limit_of_chunks() -> None:
     def tokenise(texts: object) -> list[list[int]]:
         return [[1] * (chunks.CHUNK_TOKENS * chunks.MAX_CHUNKS)]
 

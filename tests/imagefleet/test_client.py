@@ -15,7 +15,7 @@ from typing import Any
 import pytest
 
 import imagefleet
-from imagefleet import Job, aio, errors
+from imagefleet import Job, aio, errors, retry
 from imagefleet.job.message import read_job
 from imagefleet.storage.open import open_storage
 from imagefleet.storage.settings import StorageSettings
@@ -56,14 +56,16 @@ async def fleet(connect_options: dict[str, Any]) -> AsyncIterator[aio.Fleet]:
 
 
 @pytest.fixture
-def work(storage_settings: StorageSettings, tmp_path: Path) -> Work:
+def work(
+    storage_settings: StorageSettings, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> Work:
     """Runs a worker until the queue is empty."""
+    monkeypatch.setenv("HOME", str(tmp_path / "home"))  # of the LoRA cache
+    monkeypatch.setattr("worker.pull.UNTIL_EMPTY_PAUSE_SECONDS", 0.1, raising=False)
     settings = WorkerSettings(
         **storage_settings.model_dump(),
         model=Path("stand-in"),
-        lora_cache=tmp_path / "cache",
         until_empty=True,
-        poll_seconds=0.1,
     )
 
     async def run(draw: Callable[..., contract.Pixels] = draw) -> None:
@@ -124,7 +126,7 @@ async def test_a_replayed_job_completes(fleet: aio.Fleet, work: Work) -> None:
     assert (await collect(batch))["a"].status == "completed"
 
 
-async def test_a_job_submitted_again_after_its_failure_is_judged_anew(
+async def test_an_old_failure_does_not_count_for_a_resubmitted_job(
     fleet: aio.Fleet, work: Work
 ) -> None:
     await fleet.submit([Job(prompt="broken", id="a")])
@@ -228,7 +230,7 @@ async def test_two_clients_see_only_their_own_batches(
     ]
 
 
-async def test_closing_ends_those_who_wait(connect_options: dict[str, Any]) -> None:
+async def test_closing_ends_pending_calls(connect_options: dict[str, Any]) -> None:
     async with aio.connect(**connect_options) as fleet:
         batch = await fleet.submit([Job(prompt="a house", id="a")])
         waiting = [
@@ -275,6 +277,39 @@ class _NoSender:
 
 
 @local_only
+async def test_a_fault_in_the_middle_of_a_listing_loses_no_result(
+    fleet: aio.Fleet, work: Work, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(aio, "RETRIES", retry.RetryPolicy(tries=3, first_wait_seconds=0.001))
+    names = fleet.storage.blobs.names
+    faults = iter([True])
+
+    async def faulty(prefix: str = "") -> AsyncIterator[str]:
+        async for name in names(prefix):
+            yield name
+            if next(faults, False):
+                raise errors.TransientError
+
+    monkeypatch.setattr(fleet.storage.blobs, "names", faulty)
+    batch = await fleet.submit([Job(prompt="a house") for _ in range(3)])
+    await work()
+
+    assert set(await collect(batch)) == set(batch.ids)
+
+
+@local_only
+async def test_an_error_in_the_callers_iterable_comes_back_to_the_caller(fleet: aio.Fleet) -> None:
+    def jobs() -> Iterator[Job]:
+        yield from [Job(prompt="a house")] * 150
+        raise ZeroDivisionError
+
+    with pytest.raises(ZeroDivisionError):
+        await fleet.submit(jobs())
+    assert (await fleet.depth()).queue.messages == 100
+    assert len(asyncio.all_tasks()) == 1
+
+
+@local_only
 @pytest.mark.parametrize("campaign", ["../up", "a b", "-x", "x" * 129, "a/b"])
 async def test_an_unsafe_campaign_is_refused(fleet: aio.Fleet, campaign: str) -> None:
     with pytest.raises(errors.JobError, match="campaign '"):
@@ -284,7 +319,7 @@ async def test_an_unsafe_campaign_is_refused(fleet: aio.Fleet, campaign: str) ->
 
 
 @local_only
-async def test_a_jobs_own_campaign_goes_first(fleet: aio.Fleet, work: Work) -> None:
+async def test_a_jobs_own_campaign_has_precedence(fleet: aio.Fleet, work: Work) -> None:
     jobs = [Job(prompt="a house", id="a", campaign="autumn"), Job(prompt="a house", id="a")]
     batch = await fleet.submit(jobs, campaign="spring")
     await work()
@@ -316,7 +351,7 @@ async def test_a_job_that_no_message_can_hold_is_refused_by_its_id(fleet: aio.Fl
         ({"storage": "https://a123.blob.core.windows.net"}, "SAS"),
     ],
 )
-def test_a_wrong_address_or_setting_is_one_clear_sentence(
+def test_an_invalid_address_or_setting_is_one_clear_sentence(
     options: dict[str, Any], complaint: str
 ) -> None:
     for connect in (imagefleet.connect, aio.connect):

@@ -11,7 +11,7 @@ from loadgen.checkpoint import Checkpoint, CheckpointFile
 HERE = Checkpoint(source="s", storage="local:/data", queue="jobs")
 
 
-def test_a_load_begins_at_its_checkpoint(tmp_path: Path) -> None:
+def test_a_load_resumes_at_its_checkpoint(tmp_path: Path) -> None:
     path = tmp_path / "c.json"
     HERE.model_copy(update={"confirmed": 700_000}).write(path)
 
@@ -31,7 +31,7 @@ def test_without_a_checkpoint_a_load_begins_with_the_first_job(tmp_path: Path) -
         ({"storage": "local:/other"}, "another storage"),
     ],
 )
-def test_the_checkpoint_of_another_load_is_refused_with_what_to_do(
+def test_the_checkpoint_of_another_load_is_refused(
     tmp_path: Path, change: dict[str, str], sentence: str
 ) -> None:
     path = tmp_path / "c.json"
@@ -50,12 +50,12 @@ def test_a_damaged_checkpoint_is_never_trusted(tmp_path: Path, text: str) -> Non
         checkpoint.resume(path, HERE)
 
 
-def test_a_place_that_cannot_be_written_to_is_a_sentence(tmp_path: Path) -> None:
+def test_a_path_that_is_not_writable_is_a_setup_error(tmp_path: Path) -> None:
     with pytest.raises(errors.SetupError, match="--checkpoint FILE"):
         HERE.write(tmp_path / "none" / "c.json")
 
 
-def test_the_file_is_not_written_for_each_batch_and_never_more_than_a_window_behind(
+def test_the_file_is_not_written_for_each_batch_but_never_more_than_a_window_behind(
     tmp_path: Path,
 ) -> None:
     path = tmp_path / "c.json"
@@ -72,7 +72,7 @@ def test_the_file_is_not_written_for_each_batch_and_never_more_than_a_window_beh
     assert len(written) < 20
 
 
-def test_each_queue_has_a_checkpoint_of_its_own_beside_the_file() -> None:
+def test_each_queue_has_its_own_checkpoint_beside_the_file() -> None:
     path = checkpoint.default_path(Path("folder/t.yaml"), "jobs")
 
     assert path == Path("folder/.t.yaml.jobs.checkpoint.json")

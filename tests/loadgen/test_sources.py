@@ -48,8 +48,8 @@ def template(path: Path, text: str) -> TemplateSource:
     return TemplateSource(path, count=50)
 
 
-def test_the_jobs_of_a_template_are_what_they_always_were(path: Path) -> None:
-    """Written down: other words here would mean other jobs for everybody's templates."""
+def test_the_jobs_of_a_template_never_change(path: Path) -> None:
+    """Other values here would mean other jobs for everyone's templates."""
     jobs = [json.loads(body) for body in itertools.islice(TemplateSource(path).bodies(0), 3)]
 
     assert [job["prompt"] for job in jobs] == PROMPTS
@@ -72,7 +72,7 @@ def test_the_jobs_are_the_same_in_a_process_with_another_hash_seed(path: Path) -
     assert printed.stdout.strip() == TemplateSource(path).body(4321)
 
 
-def test_a_job_is_made_without_those_before_it(path: Path) -> None:
+def test_a_job_does_not_depend_on_those_before_it(path: Path) -> None:
     source = TemplateSource(path)
 
     assert source.body(700) == next(itertools.islice(source.bodies(0), 700, None))
@@ -126,7 +126,7 @@ def test_a_placeholder_has_one_value_in_a_job_and_its_second_draw_another(path: 
     assert any(job.prompt.split("/")[0] != job.prompt.split("/")[2] for job in jobs)
 
 
-def test_weights_are_how_often_a_choice_comes(path: Path) -> None:
+def test_weights_are_how_often_an_entry_is_drawn(path: Path) -> None:
     source = TemplateSource(path)
     jobs = [json.loads(body) for body in source.bodies(0)]
     nouns = Counter(job["metadata"]["noun"] for job in jobs)
@@ -143,7 +143,7 @@ def test_neighbouring_jobs_are_drawn_independently(path: Path) -> None:
     assert 0.34 < repeats / 5000 < 0.41  # 1/16 + 1/16 + 1/4
 
 
-def test_a_lora_comes_with_a_strength_in_its_range_and_its_words(path: Path) -> None:
+def test_a_lora_has_a_strength_in_its_range_and_its_trigger_words(path: Path) -> None:
     source = template(
         path,
         "prompt: a {lora}\nlists: {lora: [{lora: forest, strength: [0.2, 0.6], text: magic}]}",
@@ -165,17 +165,20 @@ def test_doubled_braces_are_braces(path: Path) -> None:
 @pytest.mark.parametrize(
     ("text", "sentence"),
     [
-        ("prompt: a {nuon}\nlists: {noun: [cat]}", "prompt: {nuon} names no list; lists: noun"),
-        ("prompt: a {noun}", "{noun} names no list; lists: none"),
-        ("prompt: a\njob: {metadata: {x: '{y}'}}", "job.metadata.x: {y} names no list"),
-        ("prompt: '{a}'\nlists: {a: ['{b}'], b: ['{a:2}']}", "in a circle: a -> b -> a"),
-        ("prompt: 'a { b'", "'{' stands alone"),
-        ("prompt: 'a {b c}'", "'{' stands alone"),
+        (
+            "prompt: a {nuon}\nlists: {noun: [cat]}",
+            "prompt: there is no list for {nuon}; lists: noun",
+        ),
+        ("prompt: a {noun}", "there is no list for {noun}; lists: none"),
+        ("prompt: a\njob: {metadata: {x: '{y}'}}", "job.metadata.x: there is no list for {y}"),
+        ("prompt: '{a}'\nlists: {a: ['{b}'], b: ['{a:2}']}", "circular lists: a -> b -> a"),
+        ("prompt: 'a { b'", "a single '{'"),
+        ("prompt: 'a {b c}'", "a single '{'"),
         ("prompt: '<lora:{n}:1>'\nlists: {n: [x, {text: ../y, weight: 0.0001}]}", "'../y'"),
         ("prompt: '{n}'\nlists: {n: [x, '" + "y" * 65_530 + "']}", "65,536"),
     ],
 )
-def test_a_template_that_makes_invalid_jobs_is_refused_before_the_first(
+def test_a_template_that_generates_invalid_jobs_is_refused_before_the_first(
     path: Path, text: str, sentence: str
 ) -> None:
     with pytest.raises(errors.SetupError) as caught:
@@ -192,8 +195,8 @@ def test_a_template_without_a_count_asks_for_one(path: Path) -> None:
         TemplateSource(path)
 
 
-def test_a_million_jobs_are_made_in_less_than_two_minutes(path: Path) -> None:
-    """A tenth of the measured speed would still pass: machines of tests are slow and shared."""
+def test_a_million_jobs_are_generated_in_less_than_two_minutes(path: Path) -> None:
+    """A tenth of the measured speed still passes: test machines are slow and shared."""
     source = TemplateSource(path)
     source.check(0)
     began = time.process_time()
@@ -224,7 +227,7 @@ def test_reading_from_the_middle_gives_the_same_jobs(tmp_path: Path) -> None:
     assert list(source.bodies(4)) == list(source.bodies(0))[4:]
 
 
-def test_empty_lines_carriage_returns_and_a_byte_order_mark_do_no_harm(tmp_path: Path) -> None:
+def test_empty_lines_carriage_returns_and_a_byte_order_mark_are_accepted(tmp_path: Path) -> None:
     source = lines(tmp_path, b'\xef\xbb\xbf{"prompt":"a"}\r\n\r\n  \n{"prompt":"b"}')
     source.check(0)
 
@@ -247,24 +250,24 @@ def test_invalid_lines_are_refused_by_number_before_anything_is_sent(tmp_path: P
     ]
 
 
-def test_invalid_lines_are_left_out_where_that_was_asked_for(tmp_path: Path) -> None:
-    told: list[int] = []
+def test_invalid_lines_are_skipped_on_request(tmp_path: Path) -> None:
+    reported: list[int] = []
     source = lines(
         tmp_path,
         'bad\n{"prompt":"a"}\n{"prompt":"' + "x" * 65_530 + '"}\n',
-        on_invalid=lambda line, _: told.append(line),
+        on_invalid=lambda line, _: reported.append(line),
     )
     source.check(0)
 
     assert [body is None for body in source.bodies(0)] == [True, False, True]
-    assert told == [1, 3]
+    assert reported == [1, 3]
 
 
-def test_a_file_full_of_invalid_lines_is_told_of_in_ten(tmp_path: Path) -> None:
+def test_ten_of_many_invalid_lines_are_reported(tmp_path: Path) -> None:
     with pytest.raises(errors.SetupError) as caught:
         lines(tmp_path, "bad\n" * 10_000).check(0)
 
-    assert len(caught.value.message.splitlines()) == 1 + sources.MAX_COMPLAINTS
+    assert len(caught.value.message.splitlines()) == 1 + sources.MAX_REPORTED
 
 
 def test_a_changed_file_is_another_source(tmp_path: Path) -> None:
@@ -290,20 +293,20 @@ def test_the_same_stream_twice_makes_new_jobs() -> None:
 def test_an_invalid_line_ends_a_stream_with_its_number() -> None:
     stream = StreamSource(io.BytesIO(b'{"prompt":"a"}\nbad\n'))
 
-    with pytest.raises(errors.SetupError, match="line 2 is no valid job"):
+    with pytest.raises(errors.SetupError, match="line 2 is not a valid job"):
         list(stream.bodies(0))
 
 
 @pytest.mark.parametrize(
     ("name", "options", "sentence"),
     [
-        ("jobs.txt", {}, "ends in"),
+        ("jobs.txt", {}, "must end in"),
         ("jobs.jsonl", {"seed": 1}, "--seed is for templates"),
         ("t.yaml", {"on_invalid": lambda line, reason: None}, "--skip-invalid is for files"),
         ("none.jsonl", {}, "cannot be read"),
     ],
 )
-def test_what_cannot_be_a_source_is_refused_in_a_sentence(
+def test_a_file_that_cannot_be_a_source_is_refused(
     name: str, options: dict[str, object], sentence: str
 ) -> None:
     with pytest.raises(errors.SetupError, match=sentence):

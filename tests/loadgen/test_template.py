@@ -20,7 +20,7 @@ def write(folder: Path, text: str, name: str = "t.yaml") -> Path:
     return path
 
 
-def test_yaml_and_toml_say_the_same(tmp_path: Path) -> None:
+def test_yaml_and_toml_are_equivalent(tmp_path: Path) -> None:
     yaml = write(
         tmp_path,
         "prompt: a {noun}\ncount: 3\nlists: {noun: [cat, {text: dog, weight: 2}]}\njob: {steps: 9}",
@@ -49,12 +49,12 @@ def test_comments_layout_count_and_seed_do_not_change_the_content(tmp_path: Path
         ("prompt: a\nsteps: 5", "steps: unknown key; fields of the job belong under `job:`"),
         ("prompt: a\nlists: {noun: []}", "lists.noun: the list is empty"),
         ("prompt: []", "prompt: the list is empty"),
-        ("count: 3", "prompt: is missing"),
+        ("count: 3", "prompt: is required"),
         ("prompt: a\nlists: {noun: [cat, {txt: dog}]}", "lists.noun[1].txt: unknown key"),
         ("prompt: a\nlists: {noun: [{weight: 2}]}", "lists.noun[0]: needs `text` or `lora`"),
         ("prompt: a\nlists: {noun: [{text: x, weight: 0}]}", "lists.noun[0].weight"),
         ("prompt: a\nlists: {noun: [{text: x, weight: .nan}]}", "lists.noun[0].weight"),
-        ("prompt: a\nlists: {noun: [{text: x, strength: 2}]}", "a LoRA's"),
+        ("prompt: a\nlists: {noun: [{text: x, strength: 2}]}", "is for LoRAs"),
         ("prompt: a\nlists: {noun: [{lora: ../x}]}", "lists.noun[0].lora"),
         ("prompt: a\nlists: {noun: [{lora: x, strength: 35}]}", "lists.noun[0].strength"),
         ("prompt: a\nlists: {noun: [{lora: x, strength: [2, 1]}]}", "[lowest, highest]"),
@@ -73,7 +73,7 @@ def test_comments_layout_count_and_seed_do_not_change_the_content(tmp_path: Path
         ("prompt: \x00", "is not valid yaml"),
     ],
 )
-def test_what_is_wrong_is_one_sentence_that_names_the_place(
+def test_an_error_is_one_sentence_that_names_the_place(
     tmp_path: Path, text: str, sentence: str
 ) -> None:
     with pytest.raises(errors.SetupError) as caught:
@@ -84,7 +84,7 @@ def test_what_is_wrong_is_one_sentence_that_names_the_place(
     assert "\n" not in caught.value.message
 
 
-def test_invalid_toml_and_missing_files_are_sentences(tmp_path: Path) -> None:
+def test_invalid_toml_and_missing_files_are_setup_errors(tmp_path: Path) -> None:
     with pytest.raises(errors.SetupError, match="is not valid toml"):
         template.read_template(write(tmp_path, "prompt = ", "t.toml"))
     (tmp_path / "latin.toml").write_bytes(b'prompt = "\xff"')
@@ -95,7 +95,7 @@ def test_invalid_toml_and_missing_files_are_sentences(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("path", TEMPLATES, ids=lambda path: path.name)
-def test_the_templates_that_are_shipped_are_valid(path: Path) -> None:
+def test_the_shipped_templates_are_valid(path: Path) -> None:
     read, _ = template.read_template(path)
 
     assert read.count

@@ -1,12 +1,12 @@
-"""Everything that imports torch. Knows nothing of queues, blobs or jobs' ids."""
+"""The GPU engine; the only package of the worker that imports torch."""
 
 from __future__ import annotations
 
 import os
 
-# Both are read when torch and its family are imported, so they are set before any file here can.
-# A worker loads what it was given, or nothing.
+# torch and transformers read both when they are imported, so they are set first.
+# A worker loads local files only.
 os.environ["HF_HUB_OFFLINE"] = "1"
-# On a CPU with other work to do, threads that spin while they wait for each other made the demo's
-# pictures take 80 s instead of 4.
+# On a busy CPU, OpenMP threads that spin while they wait for each other made the demo's images
+# take 80 s instead of 4.
 os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")

@@ -1,4 +1,8 @@
-"""Loads an SD1.x checkpoint from local files: a diffusers folder or one `.safetensors` file."""
+"""Loads an SD1.x checkpoint from local files: a diffusers folder or one `.safetensors` file.
+
+Single files are read here, not by diffusers' `from_single_file`: that needs the Hub or a folder for
+the configuration, does not name missing weights, and does not read the text encoder.
+"""
 
 from __future__ import annotations
 
@@ -23,10 +27,10 @@ from transformers.utils import logging as transformers_logging
 
 from imagefleet import errors
 
-#: What the libraries raise for files that are missing, truncated or of another shape.
+#: What the libraries raise for missing, truncated or mismatched files.
 _LOADING_ERRORS = (OSError, ValueError, KeyError, TypeError, RuntimeError, SafetensorError)
 
-#: A single file carries no configuration; these are SD1.5's, used where its folder gives none.
+#: SD1.5's configuration, for single files without a configuration folder.
 UNET_CONFIG = {"sample_size": 64, "cross_attention_dim": 768, "attention_head_dim": 8}
 VAE_CONFIG = {
     "down_block_types": ["DownEncoderBlock2D"] * 4,
@@ -48,7 +52,7 @@ _TEXT_PREFIX = "cond_stage_model.transformer."
 
 @dataclass(frozen=True, slots=True)
 class Checkpoint:
-    """The networks of one checkpoint, on their device, and the noise schedule they learnt."""
+    """The networks of one checkpoint on their device, and their noise schedule."""
 
     name: str
     tokenizer: CLIPTokenizer
@@ -60,17 +64,17 @@ class Checkpoint:
 
     @property
     def vae_factor(self) -> int:
-        """Pixels a latent is wide."""
+        """Pixels per latent, in each direction."""
         return int(2 ** (len(self.vae.config.block_out_channels) - 1))
 
 
 def load_checkpoint(
     model: Path, device: torch.device, dtype: torch.dtype, config: Path | None = None
 ) -> Checkpoint:
-    """Loads a checkpoint; *config* is the folder that completes a single file.
+    """Loads a checkpoint; *config* is the folder with a single file's tokenizer.
 
     Raises:
-        SetupError: something is missing, broken or of another architecture; names the file.
+        SetupError: something is missing, damaged or of another architecture; names the file.
     """
     hide_progress_bars()
     if model.is_dir():
@@ -86,10 +90,10 @@ def load_checkpoint(
     _check_architecture(model, unet, text_encoder, tokenizer)
     for network in networks:
         network.requires_grad_(requires_grad=False).eval()
-        # Not network.to(): diffusers' own warns of modules to keep in float32, even of none.
+        # diffusers' own to() warns about modules to keep in float32, even if there are none.
         nn.Module.to(network, device=device, dtype=dtype)
         if device.type == "cpu":
-            # Still pages of the file: cut short while it is in use, it would kill the process.
+            # Not mapped from the file: truncating it would kill the process.
             for parameter in network.parameters():
                 parameter.data = parameter.data.clone()
     if device.type == "cuda":
@@ -107,7 +111,7 @@ def load_checkpoint(
 
 
 def hide_progress_bars() -> None:
-    """They would tear the worker's log, and the operator's own bar, apart."""
+    """They would break the worker's log and the console's own progress bar."""
     diffusers_logging.disable_progress_bar()
     transformers_logging.disable_progress_bar()
 
@@ -126,13 +130,13 @@ def _read_folder(folder: Path) -> _Networks:
 def _read_network(network: type[Any], folder: Path) -> Any:
     if not (folder / "config.json").is_file():
         raise errors.SetupError(
-            f"{str(folder.parent)!r} is no checkpoint in diffusers format: it has no"
+            f"{str(folder.parent)!r} is not a checkpoint in diffusers format: it has no"
             f" {folder.name}/config.json"
         )
     files = [path.name for path in folder.glob("*.safetensors")]
     if not files:
         raise errors.SetupError(
-            f"{str(folder)!r} holds no .safetensors file (pickled weights are never loaded)"
+            f"{str(folder)!r} has no .safetensors file (pickled weights are never loaded)"
         )
     variant = "fp16" if all(".fp16" in name for name in files) else None
     try:
@@ -148,7 +152,7 @@ def _read_network(network: type[Any], folder: Path) -> Any:
     missing = sorted(report["missing_keys"])
     if missing:
         raise errors.SetupError(
-            f"{str(folder)!r} lacks {len(missing)} of its weights, {missing[0]} for one"
+            f"{str(folder)!r} lacks {len(missing)} of its weights, for example {missing[0]}"
         )
     return model
 
@@ -170,7 +174,7 @@ def _read_file(path: Path, config: Path) -> _Networks:
         weights = load_file(path)
     except (OSError, SafetensorError) as error:
         raise errors.SetupError(
-            f"{str(path)!r} is no readable .safetensors file (pickled checkpoints are never"
+            f"{str(path)!r} is not a readable .safetensors file (pickled checkpoints are never"
             f" loaded): {_brief(error)}"
         ) from error
     text_weights = {
@@ -179,12 +183,12 @@ def _read_file(path: Path, config: Path) -> _Networks:
         if key.startswith(_TEXT_PREFIX) and not key.endswith("position_ids")
     }
     if not text_weights:
-        raise errors.SetupError(f"{str(path)!r} is no Stable Diffusion 1.x checkpoint")
+        raise errors.SetupError(f"{str(path)!r} is not a Stable Diffusion 1.x checkpoint")
     try:
         with torch.device("meta"):
             unet = UNet2DConditionModel.from_config(network_config(config / "unet", UNET_CONFIG))
             vae = AutoencoderKL.from_config(network_config(config / "vae", VAE_CONFIG))
-        # Not on the meta device: it has buffers that no checkpoint carries.
+        # Not on the meta device: it has buffers that checkpoints do not contain.
         text_config = network_config(config / "text_encoder", TEXT_CONFIG)
         text_encoder = CLIPTextModel(CLIPTextConfig(**text_config))
         if not hasattr(text_encoder, "text_model"):
@@ -204,7 +208,7 @@ def _read_file(path: Path, config: Path) -> _Networks:
 def _fill(network: nn.Module, weights: Mapping[str, torch.Tensor]) -> None:
     missing = network.load_state_dict(weights, strict=False, assign=True).missing_keys
     if missing:
-        raise ValueError(f"{len(missing)} weights are missing, {missing[0]} for one")
+        raise ValueError(f"{len(missing)} weights are missing, for example {missing[0]}")
 
 
 def read_tokenizer(folder: Path) -> CLIPTokenizer:
@@ -213,7 +217,9 @@ def read_tokenizer(folder: Path) -> CLIPTokenizer:
     try:
         return CLIPTokenizer.from_pretrained(folder, local_files_only=True)
     except _LOADING_ERRORS as error:
-        raise errors.SetupError(f"{str(folder)!r} holds no tokenizer: {_brief(error)}") from error
+        raise errors.SetupError(
+            f"the tokenizer {str(folder)!r} cannot be loaded: {_brief(error)}"
+        ) from error
 
 
 def _check_architecture(
@@ -221,23 +227,22 @@ def _check_architecture(
 ) -> None:
     width = text_encoder.config.hidden_size
     if unet.config.cross_attention_dim != width or unet.config.addition_embed_type is not None:
-        raise errors.SetupError(f"{str(model)!r} is not of Stable Diffusion 1.x's architecture")
+        raise errors.SetupError(f"{str(model)!r} does not have Stable Diffusion 1.x's architecture")
     if unet.config.in_channels != unet.config.out_channels:
         raise errors.SetupError(f"{str(model)!r} is an inpainting checkpoint; text-to-image only")
     if not isinstance(unet.config.sample_size, int):
         raise errors.SetupError(
-            f"{str(model)!r} does not say its size: unet/config.json must have"
-            " sample_size, a number"
+            f"{str(model)!r} has no native size: sample_size in unet/config.json must be a number"
         )
-    # On a GPU an id out of range is a device-side assert, after which the process is lost.
+    # On a GPU, a token id out of range is a device-side assert, which ends the process.
     if len(tokenizer) > text_encoder.config.vocab_size:
         raise errors.SetupError(f"the tokenizer of {str(model)!r} belongs to another text encoder")
 
 
 def _alphas_cumprod(model: Path, noise: Mapping[str, Any]) -> torch.Tensor:
-    """SD's 'scaled_linear' schedule: betas that are evenly spaced in their square roots."""
+    """SD's 'scaled_linear' schedule: betas with evenly spaced square roots."""
     if noise.get("beta_schedule", "scaled_linear") != "scaled_linear":
-        raise errors.SetupError(f"{str(model)!r} has another noise schedule than Stable Diffusion")
+        raise errors.SetupError(f"{str(model)!r} does not have Stable Diffusion's noise schedule")
     start, end = noise.get("beta_start", 0.00085), noise.get("beta_end", 0.012)
     count = noise.get("num_train_timesteps", 1000)
     betas = torch.linspace(start**0.5, end**0.5, count, dtype=torch.float64) ** 2
@@ -245,7 +250,7 @@ def _alphas_cumprod(model: Path, noise: Mapping[str, Any]) -> torch.Tensor:
 
 
 def network_config(folder: Path, default: Mapping[str, object]) -> dict[str, Any]:
-    """A network's configuration from its folder, *default* where there is none."""
+    """A network's configuration from its folder, else *default*."""
     return _read_json(folder / "config.json") or dict(default)
 
 
@@ -259,6 +264,6 @@ def _read_json(path: Path) -> dict[str, Any]:
 
 
 def _brief(error: Exception) -> str:
-    """The first line: libraries append pages of weight names and links to their messages."""
+    """The first line: libraries append pages of weight names and links."""
     lines = str(error).strip().splitlines() or [type(error).__name__]
     return lines[0][:200]

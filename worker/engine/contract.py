@@ -1,9 +1,8 @@
-"""The seam between the pipeline and the GPU: image requests in, finished RGB arrays out.
+"""The interface between the pipeline and the GPU: prepared requests in, finished RGB arrays out.
 
-An engine works on several images at once. The pipeline asks how many it can still take (`free`),
-admits prepared requests, and calls `tick` as long as it is `busy`; whichever images a tick
-finishes come back by their tickets. A batch engine finishes its images together, a slot engine
-each at its own tick; the pipeline does not see the difference. Imports no torch.
+An engine draws several images at once. The pipeline admits prepared requests while some are `free`
+and calls `tick` while it is `busy`; each tick returns the images that it finished, by ticket.
+Imports no torch.
 """
 
 from __future__ import annotations
@@ -23,7 +22,7 @@ Pixels = npt.NDArray[np.uint8]
 """One image: [height, width, 3], RGB."""
 
 Outcome = Pixels | errors.FleetError
-"""What became of a request: its pixels, or the error that stands for them."""
+"""The result of a request: its pixels, or its error."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -52,8 +51,8 @@ class ImageRequest:
     clip_skip: int = 1
 
 
-class Prepared(Protocol):
-    """A request with all that can be made ready away from the GPU; opaque to the pipeline."""
+class PreparedRequest(Protocol):
+    """A request with all its work off the GPU done; opaque to the pipeline."""
 
     @property
     def request(self) -> ImageRequest: ...
@@ -61,7 +60,7 @@ class Prepared(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class Finished:
-    """What became of one admitted request."""
+    """The outcome of one admitted request."""
 
     ticket: int
     outcome: Outcome
@@ -70,50 +69,50 @@ class Finished:
 class Engine(Protocol):
     """One GPU (or CPU) with a checkpoint loaded.
 
-    `prepare` is called from several threads; all else from one thread, the engine's own.
+    `prepare` is called from several threads, everything else from the engine's thread.
     """
 
     @property
     def model_name(self) -> str:
-        """The name by which a job's `model` asks for this checkpoint."""
+        """The checkpoint's name, for a job's `model`."""
 
     @property
     def default_size(self) -> tuple[int, int]:
-        """The checkpoint's own (width, height), for jobs that name none."""
+        """The checkpoint's native (width, height), for jobs without a size."""
 
     @property
     def capacity(self) -> int:
-        """Requests that it holds at once; what `free` is counted down from."""
+        """Requests that it holds at once: `free` when it is empty."""
 
     @property
     def free(self) -> int:
-        """Requests that `admit` takes now."""
+        """Requests that can be admitted now."""
 
     @property
     def busy(self) -> bool:
-        """Whether a tick has something to do."""
+        """True if a tick has work to do."""
 
     @property
     def lora_lookups(self) -> Mapping[str, int]:
-        """Times that a LoRA's file was in memory ('hit') or was not ('miss'); counts on."""
+        """LoRA files found in memory ('hit') or read from disk ('miss') since the start."""
 
-    def prepare(self, request: ImageRequest) -> Prepared:
-        """Checks a request and reads what it needs, away from the GPU's thread.
+    def prepare(self, request: ImageRequest) -> PreparedRequest:
+        """Checks a request and reads what it needs, off the engine's thread.
 
         Raises:
-            JobError: it can never succeed here (a LoRA that does not fit, say).
+            JobError: it can never succeed here (for example, a LoRA that does not fit).
         """
 
-    def admit(self, ticket: int, prepared: Prepared) -> None:
-        """Takes a request in; called only while `free` is above zero."""
+    def admit(self, ticket: int, prepared: PreparedRequest) -> None:
+        """Adds a request; only while `free` is above zero."""
 
     def tick(self) -> list[Finished]:
-        """Does one bounded piece of work and returns what it finished.
+        """Does one bounded piece of work and returns the finished images.
 
         One image's failure is its own outcome (JobError or TransientError).
 
         Raises:
-            NodeError: the GPU itself is broken; every image in hand is void.
+            NodeError: the GPU itself is broken; all in-flight images are lost.
         """
 
     def close(self) -> None:

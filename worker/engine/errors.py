@@ -1,4 +1,4 @@
-"""What an exception out of torch means for the job and for the machine."""
+"""Maps exceptions from torch to the error tree: at fault is the job or the machine."""
 
 from __future__ import annotations
 
@@ -6,22 +6,22 @@ import torch
 
 from imagefleet import errors
 
-#: CUDA's own errors poison the process: after one of them, every later call fails as well.
+#: After one of these CUDA errors, every later call in the process fails as well.
 _STICKY = ("CUDA error", "device-side assert", "illegal memory access", "ECC error")
 
-#: Memory that ran out outside torch's allocator: reported as a CUDA error, but it passes.
+#: Out of memory outside torch's allocator: reported as a CUDA error, but recoverable.
 _MEMORY = ("out of memory", "CUBLAS_STATUS_ALLOC_FAILED")
 
 
 def is_out_of_memory(error: Exception) -> bool:
-    """Whether a smaller batch would help."""
+    """True if a smaller batch may succeed."""
     return isinstance(error, torch.cuda.OutOfMemoryError) or (
         isinstance(error, RuntimeError) and any(mark in str(error) for mark in _MEMORY)
     )
 
 
 def classify(error: Exception) -> errors.FleetError:
-    """The error that stands for an image that failed with *error*.
+    """The outcome of an image that failed with *error*.
 
     Raises:
         NodeError: the GPU itself is broken.
@@ -32,13 +32,7 @@ def classify(error: Exception) -> errors.FleetError:
         return error
     cause = f"{type(error).__name__}: {str(error).strip()[:300]}"
     if is_out_of_memory(error):
-        return errors.TransientError(f"the GPU's memory does not hold this image: {cause}")
+        return errors.TransientError(f"the GPU ran out of memory for this image: {cause}")
     if isinstance(error, RuntimeError) and any(mark in str(error) for mark in _STICKY):
         raise errors.NodeError(f"the GPU is broken: {cause}") from error
     return errors.TransientError(f"the image could not be generated: {cause}")
-
-
-def empty_cache(device: torch.device) -> None:
-    """Hands the memory that torch keeps for later back to the GPU."""
-    if device.type == "cuda":
-        torch.cuda.empty_cache()

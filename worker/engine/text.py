@@ -1,13 +1,13 @@
-"""Prompts to embeddings: chunks of 75 tokens, each encoded by itself, put side by side."""
+"""Prompts to embeddings: chunks of 75 tokens, encoded one by one and concatenated."""
 
 from __future__ import annotations
 
 import threading
-from collections import OrderedDict
 from collections.abc import Hashable, Iterable, Sequence
 from dataclasses import dataclass
 
 import torch
+from cachetools import LRUCache
 from transformers import CLIPTextModel, CLIPTokenizer
 
 from imagefleet import errors
@@ -15,22 +15,22 @@ from imagefleet.job import chunks
 from imagefleet.job.chunks import CHUNK_TOKENS, Chunk
 from imagefleet.job.prompt import Prompt
 
-#: What the text encoder takes in one run: start, a chunk, and end tokens that fill it up.
+#: Tokens of an encoded chunk: start, the chunk, and end tokens as padding.
 CONTEXT_TOKENS = CHUNK_TOKENS + 2
 
-#: Chunks that the text encoder takes in one call; bounds its memory whatever the prompts' length.
+#: Chunks per call of the text encoder: bounds its memory whatever the prompts' length.
 _CHUNKS_PER_CALL = 32
 
-#: Some 570 chunks of SD1.5 in float16: the negative prompts of all campaigns at hand, at 1 % of a
-#: small card's memory. Prompts are mostly new, and only pass through.
+#: Some 570 chunks of SD1.5 in float16: room for all campaigns' negative prompts, at 1 % of a small
+#: card's memory. Prompts are mostly new and only pass through.
 _CACHE_BYTES = 64 * 1024**2
 
 
 @dataclass(frozen=True, slots=True)
 class Context:
-    """What the UNet attends to: vectors [rows, tokens, width], filled up to the longest row.
+    """The UNet's cross-attention context: vectors [rows, tokens, width], padded to the longest row.
 
-    mask [rows, tokens] is true where a vector belongs to its row; None where all rows are as long.
+    mask [rows, tokens] is false for padding; None if all rows are equally long.
     """
 
     vectors: torch.Tensor
@@ -38,19 +38,19 @@ class Context:
 
 
 class Tokenizer:
-    """Cuts prompts into chunks; may be called from several threads."""
+    """Cuts prompts into chunks; thread-safe."""
 
     def __init__(self, tokenizer: CLIPTokenizer) -> None:
         self._tokenizer = tokenizer
         self._comma: int | None = tokenizer.get_vocab().get(",</w>")
-        # The Rust tokenizer raises "Already borrowed" when two threads meet inside it.
+        # The Rust tokenizer raises "Already borrowed" when two threads use it at once.
         self._lock = threading.Lock()
 
     def chunks(self, prompt: Prompt | str) -> tuple[Chunk, ...]:
-        """At least one chunk.
+        """A prompt's chunks, at least one.
 
         Raises:
-            JobError: it is too long, or a weight is not a number or out of range.
+            JobError: it is too long, or a weight in it is not a number or too large.
         """
         return chunks.cut(prompt, self._tokenise, self._comma)
 
@@ -64,7 +64,7 @@ class Tokenizer:
 
 
 class Encoder:
-    """The text encoder and, on its device, the vectors that it gave last; for one thread."""
+    """The text encoder, with an LRU cache of its output on the device; not thread-safe."""
 
     def __init__(
         self, text_encoder: CLIPTextModel, start: int, end: int, cache_bytes: int = _CACHE_BYTES
@@ -72,14 +72,14 @@ class Encoder:
         self._text_encoder = text_encoder
         self._start = start
         self._end = end
-        self._cache_bytes = cache_bytes
-        self._cached_bytes = 0
-        self._cache: OrderedDict[Hashable, torch.Tensor] = OrderedDict()
+        self._cache: LRUCache[Hashable, torch.Tensor] = LRUCache(
+            cache_bytes, getsizeof=lambda vectors: vectors.nbytes
+        )
 
     def encode(
         self, prompts: Sequence[Sequence[Chunk]], clip_skip: int, loras: Hashable = ()
     ) -> Context:
-        """Encodes prompts of any length; *loras* names what is merged into the text encoder now.
+        """Encodes prompts of any length; *loras* identifies what is merged into the text encoder.
 
         Raises:
             JobError: the weights in a prompt cancel each other out.
@@ -95,9 +95,8 @@ class Encoder:
         return Context(torch.nn.utils.rnn.pad_sequence(rows, batch_first=True), mask)
 
     def clear(self) -> None:
-        """Frees the memory of what is cached."""
+        """Empties the cache."""
         self._cache.clear()
-        self._cached_bytes = 0
 
     def _look_up(
         self, chunks: Iterable[Chunk], clip_skip: int, loras: Hashable
@@ -105,25 +104,20 @@ class Encoder:
         vectors: dict[Chunk, torch.Tensor] = {}
         missing = []
         for chunk in chunks:
-            key = (chunk, clip_skip, loras)
-            if key in self._cache:
-                self._cache.move_to_end(key)
-                vectors[chunk] = self._cache[key]
-            else:
+            cached = self._cache.get((chunk, clip_skip, loras))
+            if cached is None:
                 missing.append(chunk)
+            else:
+                vectors[chunk] = cached
         for at in range(0, len(missing), _CHUNKS_PER_CALL):
             part = missing[at : at + _CHUNKS_PER_CALL]
             for chunk, row in zip(part, self._compute(part, clip_skip), strict=True):
-                # A view would keep the vectors of the whole call in memory.
+                # A view would keep the whole call's vectors in memory.
                 vectors[chunk] = self._cache[chunk, clip_skip, loras] = row.clone()
-                self._cached_bytes += row.nbytes
-        while self._cached_bytes > self._cache_bytes:
-            _, dropped = self._cache.popitem(last=False)
-            self._cached_bytes -= dropped.nbytes
         return vectors
 
     def _compute(self, part: Sequence[Chunk], clip_skip: int) -> torch.Tensor:
-        """Vectors [chunks, 77, width] in the text encoder's type."""
+        """Encodes chunks to vectors [chunks, 77, width]."""
         device = self._text_encoder.device
         filling = [CHUNK_TOKENS - len(chunk.tokens) for chunk in part]
         rows = [
@@ -147,7 +141,7 @@ class Encoder:
 
 
 def _weigh(vectors: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
-    """Multiplies vectors [chunks, 77, width] by weights [chunks, 77], and restores each mean."""
+    """Multiplies vectors [chunks, 77, width] by weights [chunks, 77], then restores each mean."""
     plain = vectors.float()
     weighted = plain * weights[:, :, None]
     ratio = plain.mean(dim=(1, 2), keepdim=True) / weighted.mean(dim=(1, 2), keepdim=True)

@@ -9,11 +9,11 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from imagefleet.pricing import speeds
+from imagefleet.pricing import prices
 from worker.settings import WorkerSettings
 
-#: What a card makes here of its record in `jobs.speeds`: records are of the best software on the
-#: best host. Means over SaladCloud's nodes were 0.53 of it (RTX 4090), 0.62 (3060 Ti), 0.74
+#: A typical card's share of its record in `pricing/gpus.toml`, which had the best software and
+#: host. Means over SaladCloud's nodes were 0.53 of it (RTX 4090), 0.62 (3060 Ti), 0.74
 #: (3080) and 0.87 (3070): 15 steps at batch 4 in SaladTechnologies/sd1.5-performance.
 SHARE_OF_RECORD = 0.5
 
@@ -21,7 +21,7 @@ SHARE_OF_RECORD = 0.5
 BROKEN_SHARE = 0.25
 
 #: A class without a record is held to the slowest one's, so a quarter of that is very little.
-_SLOWEST = min(speeds.ASSUMED_IMAGES_PER_SECOND.values())
+_SLOWEST = min(prices.ASSUMED_IMAGES_PER_SECOND.values())
 
 #: Of SaladCloud's nodes a tenth upload with less than 39 megabits a second, and a fast card's
 #: PNGs (2 images/s of 400 KB) take 6.
@@ -73,7 +73,7 @@ def broken_below(gpu: str) -> float:
     """Images/s below which a card of this class is broken; 0 for what is no RTX card."""
     if not gpu.startswith("RTX "):
         return 0.0
-    record = speeds.ASSUMED_IMAGES_PER_SECOND.get(gpu, _SLOWEST)
+    record = prices.ASSUMED_IMAGES_PER_SECOND.get(gpu, _SLOWEST)
     return BROKEN_SHARE * SHARE_OF_RECORD * record
 
 

@@ -1,4 +1,4 @@
-"""The benchmark commands on a small checkpoint; what they print is measured, so never compared."""
+"""The benchmark command on a small checkpoint; its figures are not compared."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from worker.engine import checkpoint, contract, text
 from worker.testing import StandInEngine
 
 pytestmark = pytest.mark.filterwarnings(
-    # diffusers hands torch tensors to numpy 2 in a way that numpy will drop
+    # diffusers converts torch tensors to numpy in a way that numpy deprecates
     "ignore:__array__ implementation:DeprecationWarning"
 )
 
@@ -53,30 +53,16 @@ def test_the_engine_is_measured_against_the_limit_and_against_diffusers(
     assert "images per dollar" in ended.stdout
 
 
-def test_latency_is_measured_for_each_batch(in_process: Any, model: Path, tmp_path: Path) -> None:
-    arguments = ("--batch", "1", "--batch", "2", "--steps", "3", "--repeats", "1")
-    report_file = tmp_path / "report.json"
-    ended = in_process(
-        "bench", "latency", "--model", str(model), *arguments, "--report", str(report_file)
-    )
-    assert ended.returncode == 0, ended.stderr
-    rows = json.loads(report_file.read_text())["rows"]
-    assert [row["batch"] for row in rows] == [1, 2]
-    assert all(row["engine_seconds"] > 0 and row["diffusers_seconds"] > 0 for row in rows)
-
-
 @pytest.mark.parametrize(
     ("arguments", "complaint"),
     [
-        (("--device", "tpu"), "'tpu' is no device"),
+        (("--device", "tpu"), "'tpu' is not a device"),
         (("--model", "nowhere"), "'nowhere' does not exist"),
-        (("--gpu", "RTX 9999"), "no GPU class"),
+        (("--gpu", "RTX 9999"), "unknown GPU class"),
         (("--priority", "urgent"), "--priority"),
     ],
 )
-def test_what_is_wrong_is_said_in_one_line(
-    in_process: Any, arguments: tuple[str, ...], complaint: str
-) -> None:
+def test_errors_are_one_line(in_process: Any, arguments: tuple[str, ...], complaint: str) -> None:
     ended = in_process("bench", "engine", *arguments)
     assert ended.returncode == 2
     assert complaint in ended.stderr
@@ -93,7 +79,7 @@ def test_what_is_wrong_is_said_in_one_line(
         ("x86_64", 0, None),
     ],
 )
-def test_the_price_of_a_card_is_looked_up_by_its_name_and_memory(
+def test_the_price_is_looked_up_by_the_gpus_name_and_memory(
     name: str, gigabytes: float, dollars: float | None
 ) -> None:
     hardware = {"device": name, "memory_bytes": int(gigabytes * 2**30)}
@@ -110,20 +96,20 @@ def test_requests_and_messages_are_the_same_jobs(workload: jobs.Workload) -> Non
         assert (job.width, job.height) == (request.width, request.height)
 
 
-def test_no_two_jobs_of_a_round_share_lora_prompt_or_seed(workload: jobs.Workload) -> None:
+def test_jobs_of_a_round_have_different_loras_prompts_and_seeds(workload: jobs.Workload) -> None:
     requests = [workload.request(number) for number in range(3)]
     assert len({request.loras[0].name for request in requests}) == 3
     assert len({request.prompt for request in requests}) == 3
     assert len({request.seed for request in requests}) == 3
 
 
-def test_mixed_steps_come_equally_often(tmp_path: Path) -> None:
+def test_mixed_steps_are_equally_frequent(tmp_path: Path) -> None:
     steps = tuple(jobs.MIXED_STEPS)
     mixed = jobs.Workload("a", "b", (16, 16), tmp_path, steps=steps)
     assert sorted(mixed.request(number).steps for number in range(len(steps))) == list(steps)
 
 
-def test_the_reference_message_keeps_its_length_with_another_tokenizer(model: Path) -> None:
+def test_the_reference_message_keeps_its_chunks_with_another_tokenizer(model: Path) -> None:
     spelled_out = text.Tokenizer(checkpoint.read_tokenizer(model / "tokenizer"))
     words, negative = jobs.reference_words(model / "tokenizer")
     all_words, _ = jobs.reference_words(None)
@@ -133,7 +119,7 @@ def test_the_reference_message_keeps_its_length_with_another_tokenizer(model: Pa
     assert "lora" not in all_words
 
 
-def test_a_rate_counts_whole_rounds_and_leaves_the_first_out() -> None:
+def test_a_rate_counts_whole_rounds_after_the_first() -> None:
     finished_at = [1.0, 1.0, 3.0, 3.0, 5.0, 5.0, 5.5]
     rate = work.rate_of(finished_at, [10, 10, 20, 20, 30, 30, 99], 2)
     assert (rate.images, rate.unet_calls, rate.seconds) == (4, 100, 4.0)
@@ -141,7 +127,7 @@ def test_a_rate_counts_whole_rounds_and_leaves_the_first_out() -> None:
         work.rate_of(finished_at[:3], [1] * 3, 2)
 
 
-def test_an_engine_is_kept_full_and_left_empty(workload: jobs.Workload) -> None:
+def test_drive_keeps_the_engine_full_and_leaves_it_empty(workload: jobs.Workload) -> None:
     engine = StandInEngine(capacity=4, tick_seconds=0.02)
     rate = work.drive(engine, workload.requests(), 0.2)
     assert not engine.busy
@@ -150,7 +136,7 @@ def test_an_engine_is_kept_full_and_left_empty(workload: jobs.Workload) -> None:
     assert rate.images_per_second < 200
 
 
-def test_a_failed_image_is_no_speed(workload: jobs.Workload) -> None:
+def test_a_failed_image_fails_the_measurement(workload: jobs.Workload) -> None:
     def refuse(request: contract.ImageRequest) -> contract.Pixels:
         raise errors.TransientError("the image came out as NaN")
 

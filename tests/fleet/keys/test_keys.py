@@ -1,9 +1,8 @@
-"""`imagefleet keys`: what each token is said to allow it allows, and nothing else, on Azurite."""
+"""`imagefleet keys` on Azurite: each token allows what it should and nothing else."""
 
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import dataclasses
 import json
 import shlex
@@ -23,9 +22,9 @@ from fleet import options
 from fleet.keys import check as keys_check
 from fleet.keys import command as keys
 from fleet.keys import mint
-from fleet.keys.roles import ROLES, Role
+from fleet.keys.roles import RESOURCES, ROLES, Role
 from fleet.monitor import status
-from imagefleet import errors, retry
+from imagefleet import aio, errors, retry
 from imagefleet.storage import dead_letter_queue, protocol
 from imagefleet.storage.azure import account as azure_address
 from imagefleet.storage.azure import sas
@@ -37,7 +36,7 @@ from imagefleet.storage.settings import StorageSettings
 LEASE_SECONDS = 30
 ONE_HOUR = timedelta(hours=1)
 
-#: Of nobody's account: the address, the name and the key are made up.
+#: A made-up account name and key.
 REAL_ACCOUNT = (
     "DefaultEndpointsProtocol=https;AccountName=pictures;AccountKey=a2V5a2V5;"
     "EndpointSuffix=core.windows.net"
@@ -48,14 +47,14 @@ Imagefleet = Callable[..., "subprocess.CompletedProcess[str]"]  # the fixture of
 
 @pytest.fixture
 async def owner(azurite_settings: StorageSettings) -> AsyncIterator[protocol.Storage]:
-    """The home, opened with the account's key."""
+    """The storage, opened with the account key."""
     async with open_storage(azurite_settings) as storage:
         await storage.create()
         yield storage
 
 
 def with_role(settings: StorageSettings, role: Role) -> StorageSettings:
-    """The settings of who has nothing but a role's tokens."""
+    """Settings with the tokens of a role and no key."""
     minted = mint.Minter(settings).mint(role, ONE_HOUR)
     tokens = {f"{resource}_sas": SecretStr(token) for resource, token in minted.tokens.items()}
     return settings.model_copy(update={"storage": minted.storage, **tokens})
@@ -66,10 +65,10 @@ async def refused(request: Any) -> None:
         await request
 
 
-# What each role's tokens allow, used as the role uses them
+# The permissions of each role, used as the role uses them
 
 
-async def test_a_workers_tokens_do_a_workers_work_and_no_more(
+async def test_a_workers_tokens_allow_its_work_and_no_more(
     azurite_settings: StorageSettings, owner: protocol.Storage
 ) -> None:
     await owner.queue.send(["a job", "another", "a bad one"])
@@ -125,20 +124,20 @@ async def test_a_workers_tokens_neither_overwrite_nor_delete_nor_clear(
     assert (await owner.queue.depth()).messages == 1
 
 
-async def test_load_needs_nothing_but_to_add(
+async def test_load_needs_only_to_add_messages(
     azurite_settings: StorageSettings, owner: protocol.Storage, tmp_path: Path
 ) -> None:
     from loadgen import sources
     from loadgen.load import Load
+    from loadgen.settings import LoadSettings
 
     jobs = tmp_path / "jobs.jsonl"
     jobs.write_text('{"prompt": "a fox"}\n{"prompt": "an owl"}\n')
     storage = AzureStorage(with_role(azurite_settings, ROLES["load"]), retry.NEVER)
     async with storage:
         source = sources.open_source(str(jobs), count=None, seed=None, on_invalid=None)
-        place = tmp_path / "checkpoint.json"
-        options = {"place": place, "restart": False, "concurrency": 2, "rate": None}
-        summary = await Load(storage, source, **options).run(lambda _confirmed: None)
+        load = Load(storage, source, LoadSettings(), tmp_path / "checkpoint.json", restart=False)
+        summary = await load.run(lambda _confirmed: None)
         assert summary.sent == 2
         await refused(storage.queue.receive(1, LEASE_SECONDS))
         await refused(storage.queue.depth())
@@ -147,14 +146,14 @@ async def test_load_needs_nothing_but_to_add(
     assert (await owner.queue.depth()).messages == 2
 
 
-async def test_a_monitor_sees_everything_and_changes_nothing(
+async def test_a_monitor_reads_everything_and_changes_nothing(
     azurite_settings: StorageSettings, owner: protocol.Storage
 ) -> None:
     await owner.queue.send(["a job"])
     await owner.blobs.create("spring/fox.png", b"pixels", "image/png", {"job": "1"})
     async with AzureStorage(with_role(azurite_settings, ROLES["monitor"]), retry.NEVER) as storage:
         await storage.check()
-        assert (await status.read_status(storage)).queue.messages == 1
+        assert (await status.read_status(aio.Fleet(storage))).queue.messages == 1
         assert [each.name async for each in storage.blobs.records("spring/")] == ["spring/fox.png"]
         assert await storage.blobs.read("spring/fox.png") == b"pixels"
         await refused(storage.queue.send(["x"]))
@@ -232,10 +231,10 @@ async def test_a_worker_needs_each_permission_on_its_queue(
         await needed[letter](storage)
 
 
-# Tokens and what they are for
+# Creating tokens
 
 
-def test_tokens_for_azure_are_for_https_alone_and_short_enough_for_saladcloud() -> None:
+def test_azure_tokens_require_https_and_fit_into_saladclouds_variables() -> None:
     settings = StorageSettings(storage=REAL_ACCOUNT, queue="q" * 56, container="c" * 56)
     for role in ROLES.values():
         minted = mint.Minter(settings).mint(role, ONE_HOUR)
@@ -243,11 +242,11 @@ def test_tokens_for_azure_are_for_https_alone_and_short_enough_for_saladcloud() 
         for token in minted.tokens.values():
             fields = parse_qs(token)
             assert fields["spr"] == ["https"]
-            assert "st" not in fields, "a clock that is behind would not accept it yet"
+            assert "st" not in fields, "a slow clock would reject it"
             assert len(token) < mint.MAX_CHARACTERS
 
 
-def test_an_account_at_an_address_of_its_own_keeps_it() -> None:
+def test_an_account_with_custom_domains_keeps_them() -> None:
     address = (
         "AccountName=pictures;AccountKey=a2V5a2V5;BlobEndpoint=https://pictures.example.com/;"
         "QueueEndpoint=https://jobs.example.com/"
@@ -258,7 +257,7 @@ def test_an_account_at_an_address_of_its_own_keeps_it() -> None:
     )
 
 
-def test_the_printed_lines_are_for_a_shell_and_without_the_key(imagefleet: Imagefleet) -> None:
+def test_the_output_is_shell_commands_without_the_account_key(imagefleet: Imagefleet) -> None:
     result = imagefleet("keys", "worker", "--queue", "spring", IMAGEFLEET_STORAGE=REAL_ACCOUNT)
     assert result.returncode == 0, result.stderr
     variables = {}
@@ -280,7 +279,7 @@ def test_the_printed_lines_are_for_a_shell_and_without_the_key(imagefleet: Image
     assert "a2V5a2V5" not in result.stdout + result.stderr
 
 
-def test_the_file_is_its_owners_alone_and_replaced_whole(
+def test_the_token_file_is_private_and_replaced_atomically(
     imagefleet: Imagefleet, tmp_path: Path
 ) -> None:
     file = tmp_path / "tokens.json"
@@ -297,27 +296,25 @@ def test_the_file_is_its_owners_alone_and_replaced_whole(
     assert keys.DEFAULT_HOURS - 0.1 < hours <= keys.DEFAULT_HOURS
 
 
-def test_tokens_for_long_come_with_a_warning(in_process: Imagefleet) -> None:
+def test_long_lived_tokens_come_with_a_warning(in_process: Imagefleet) -> None:
     arguments = ["keys", "worker", "--storage", REAL_ACCOUNT]
     assert "warning" not in in_process(*arguments).stderr
-    assert "warning: 30 days are long" in in_process(*arguments, "--hours", "720").stderr
+    assert "warning: tokens for 30 days" in in_process(*arguments, "--hours", "720").stderr
     assert in_process(*arguments, "--hours", "9000").returncode == 2
 
 
 @pytest.mark.parametrize(
     ("address", "complaint"),
     [
-        ("local:somewhere", "a folder needs no keys"),
-        ("https://pictures.blob.core.windows.net", "made with the account's key"),
+        ("local:somewhere", "a local folder needs no tokens"),
+        ("https://pictures.blob.core.windows.net", "signed with the account key"),
         (
             "BlobEndpoint=https://a.b;QueueEndpoint=https://c.d;SharedAccessSignature=sv=1&sig=x",
-            "made with the account's key",
+            "signed with the account key",
         ),
     ],
 )
-def test_without_an_accounts_key_there_are_no_tokens(
-    in_process: Imagefleet, address: str, complaint: str
-) -> None:
+def test_tokens_need_an_account_key(in_process: Imagefleet, address: str, complaint: str) -> None:
     result = in_process("keys", "worker", "--storage", address)
     assert result.returncode == 2
     assert complaint in result.stderr
@@ -326,7 +323,7 @@ def test_without_an_accounts_key_there_are_no_tokens(
 # Checking
 
 
-def test_the_check_says_what_a_worker_lacks_and_has_too_much(
+def test_the_check_lists_missing_and_surplus_permissions(
     azurite_settings: StorageSettings, created: None, in_process: Imagefleet
 ) -> None:
     flags = flags_of(
@@ -334,11 +331,14 @@ def test_the_check_says_what_a_worker_lacks_and_has_too_much(
     )
     result = in_process("keys", "check", "worker", *flags)
     assert result.returncode == 2
-    assert f"worker lacks, on {azurite_settings.queue}: renew and hand back" in result.stderr
-    assert f"more than worker needs, on {azurite_settings.queue}: add messages" in result.stderr
+    assert (
+        f"missing for the role worker, on {azurite_settings.queue}: renew and hand back"
+        in result.stderr
+    )
+    assert f"beyond the role worker, on {azurite_settings.queue}: add messages" in result.stderr
 
 
-def test_the_check_is_content_with_a_workers_own_tokens(
+def test_the_check_accepts_a_workers_tokens(
     azurite_settings: StorageSettings, created: None, in_process: Imagefleet
 ) -> None:
     flags = flags_of(with_role(azurite_settings, ROLES["worker"]))
@@ -351,7 +351,7 @@ def test_the_check_is_content_with_a_workers_own_tokens(
     assert timedelta(minutes=59) < until <= ONE_HOUR
 
 
-def test_the_check_of_expired_tokens_says_so_in_one_line(
+def test_expired_tokens_are_one_line(
     azurite_settings: StorageSettings, created: None, in_process: Imagefleet
 ) -> None:
     minted = mint.Minter(azurite_settings).mint(ROLES["worker"], -ONE_HOUR)
@@ -366,7 +366,7 @@ def test_the_check_of_expired_tokens_says_so_in_one_line(
 # Stored policies
 
 
-def test_a_policy_is_prolonged_by_the_same_command_and_ends_when_revoked(
+def test_a_policy_is_extended_by_the_same_command_and_can_be_revoked(
     azurite_settings: StorageSettings, created: None, in_process: Imagefleet
 ) -> None:
     account = flags_of(azurite_settings)
@@ -396,14 +396,14 @@ def test_a_policy_is_prolonged_by_the_same_command_and_ends_when_revoked(
     assert "there is no policy 'spring'" in again.stderr
 
 
-def test_a_policy_is_not_given_to_another_role(
+def test_a_policy_is_for_one_role(
     azurite_settings: StorageSettings, created: None, in_process: Imagefleet
 ) -> None:
     account = flags_of(azurite_settings)
     assert in_process("keys", "worker", "--policy", "spring", *account).returncode == 0
     result = in_process("keys", "load", "--policy", "spring", *account)
     assert result.returncode == 2
-    assert "give each role its own name" in result.stderr
+    assert "use one name per role" in result.stderr
 
 
 def test_a_sixth_policy_is_refused_with_the_names_of_the_five(
@@ -420,7 +420,7 @@ def test_a_sixth_policy_is_refused_with_the_names_of_the_five(
 
 @pytest.fixture
 def created(azurite_settings: StorageSettings) -> None:
-    """The queues and the container are there; for tests without an event loop of their own."""
+    """Creates the queues and the container; for synchronous tests."""
 
     async def create() -> None:
         async with open_storage(azurite_settings) as storage:
@@ -440,8 +440,11 @@ def flags_of(settings: StorageSettings) -> list[str]:
 
 
 async def _policies(settings: StorageSettings) -> list[Any]:
-    found = []
-    async with contextlib.AsyncExitStack() as stack:
-        for client in (await mint._clients(settings, stack)).values():
-            found += (await mint._read_policies(client)).values()
+    found: list[Any] = []
+
+    def read(_: object, policies: dict[str, Any]) -> bool:
+        found.extend(policies.values())
+        return False
+
+    await mint._change_policies(settings, RESOURCES, read)
     return found

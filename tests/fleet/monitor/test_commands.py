@@ -1,4 +1,4 @@
-"""The commands that read the workers' metrics, before a real server."""
+"""The commands that read the workers' metrics, with a real server."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ Imagefleet = Callable[..., "subprocess.CompletedProcess[str]"]  # the fixture of
 
 
 def history(instance: str, gpu: str, images_per_second: float, price: float) -> str:
-    """A worker's last two minutes and a half, as pushed every ten seconds."""
+    """A worker's pushes over the last 150 s, ten seconds apart."""
     now = int(time.time() * 1000)
     labels = f'job="imagefleet-worker",instance="{instance}"'
     lines = []
@@ -61,10 +61,10 @@ async def two_workers(victoria_metrics: Any) -> Any:
     return victoria_metrics
 
 
-async def test_status_tells_images_a_second_and_a_dollar(
+async def test_status_shows_images_per_second_and_per_dollar(
     two_workers: Any, tmp_path: Path, imagefleet: Imagefleet
 ) -> None:
-    address = f"local:{tmp_path}/home"
+    address = f"local:{tmp_path}/storage"
     async with open_storage(StorageSettings(storage=address)) as storage:
         await storage.create()
     arguments = ("status", "--storage", address, "--prometheus", two_workers.url)
@@ -99,14 +99,14 @@ async def test_top_shows_the_slowest_first(two_workers: Any, imagefleet: Imagefl
     assert "1 of 2 workers" in shown.stdout
 
 
-def test_top_without_an_address_says_what_to_give(imagefleet: Imagefleet) -> None:
+def test_top_without_a_prometheus_names_the_option(imagefleet: Imagefleet) -> None:
     result = imagefleet("top")
 
     assert result.returncode == 2
     assert "give --prometheus" in result.stderr
 
 
-def test_what_is_not_known_is_a_dash_and_no_wrong_figure() -> None:
+def test_unknown_figures_are_dashes() -> None:
     worker = rates.WorkerRates("i", "name", "none", "", 1.0, None, None, None, 0.0)
     table = top.screen([worker], 20).renderables[0]
     cells = [next(iter(column.cells)) for column in table.columns]  # type: ignore[union-attr]
@@ -114,14 +114,14 @@ def test_what_is_not_known_is_a_dash_and_no_wrong_figure() -> None:
     assert cells == ["name", "none", "", "1.00", "-", "-", "0"]
 
 
-async def test_the_exporter_serves_pushes_and_ends_with_sigterm(
+async def test_the_exporter_serves_and_pushes_until_sigterm(
     victoria_metrics: Any, tmp_path: Path
 ) -> None:
-    address = f"local:{tmp_path}/home"
+    address = f"local:{tmp_path}/storage"
     async with open_storage(StorageSettings(storage=address)) as storage:
         await storage.create()
         await storage.queue.send(["a", "b"])
-    command = [COMMAND, "exporter", "--storage", address, "--port", "0", "--look-seconds", "0.2"]
+    command = [COMMAND, "exporter", "--storage", address, "--port", "0", "--sample-seconds", "0.2"]
     exporter = await asyncio.create_subprocess_exec(
         *command, "--push-url", victoria_metrics.push_url, stderr=asyncio.subprocess.PIPE
     )

@@ -1,4 +1,4 @@
-"""The client against a server that answers as Prometheus does, well and badly."""
+"""The Prometheus client with a fake server."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ Serve = Callable[[web.Response], Awaitable[str]]
 
 @pytest.fixture
 async def serve() -> AsyncIterator[Serve]:
-    """Starts a server with one answer to everything; returns its address."""
+    """Starts a server that always sends the same response; returns its URL."""
     runners = []
 
     async def start(answer: web.Response) -> str:
@@ -38,13 +38,13 @@ async def serve() -> AsyncIterator[Serve]:
         await runner.cleanup()
 
 
-def answer(kind: str, result: object) -> web.Response:
+def response_of(kind: str, result: object) -> web.Response:
     return web.json_response({"status": "success", "data": {"resultType": kind, "result": result}})
 
 
-async def test_a_vector_is_read_and_what_is_no_number_left_out(serve: Serve) -> None:
+async def test_a_vector_is_read_without_nan_and_infinity(serve: Serve) -> None:
     url = await serve(
-        answer(
+        response_of(
             "vector",
             [
                 {"metric": {"gpu": "a"}, "value": [1.5, "2.5"]},
@@ -60,13 +60,13 @@ async def test_a_vector_is_read_and_what_is_no_number_left_out(serve: Serve) -> 
 
 async def test_a_range_and_a_scalar_are_read(serve: Serve) -> None:
     matrix = await serve(
-        answer("matrix", [{"metric": {}, "values": [[1, "1"], [2, "NaN"], [3, "3"]]}])
+        response_of("matrix", [{"metric": {}, "values": [[1, "1"], [2, "NaN"], [3, "3"]]}])
     )
     async with prometheus.connected(matrix) as server:
         (series,) = await server.over("up", NOON, NOON + timedelta(seconds=2), 1)
     assert series.points == ((1.0, 1.0), (3.0, 3.0))
 
-    async with prometheus.connected(await serve(answer("scalar", [1, "7"]))) as server:
+    async with prometheus.connected(await serve(response_of("scalar", [1, "7"]))) as server:
         (series,) = await server.at("7", NOON)
     assert series.last == 7
 
@@ -80,7 +80,7 @@ async def test_a_range_and_a_scalar_are_read(serve: Serve) -> None:
         ((503, "starting"), errors.TransientError, "HTTP 503: starting"),
     ],
 )
-async def test_what_is_no_answer_is_said_in_a_sentence(
+async def test_an_error_response_is_one_sentence(
     serve: Serve, response: tuple[int, str], kind: type[errors.FleetError], sentence: str
 ) -> None:
     status, text = response
@@ -94,10 +94,10 @@ async def test_what_is_no_answer_is_said_in_a_sentence(
     ("url", "kind", "sentence"),
     [
         ("http://127.0.0.1:1", errors.TransientError, "does not answer"),
-        ("nowhere", errors.SetupError, "is no address"),
+        ("nowhere", errors.SetupError, "not a Prometheus URL"),
     ],
 )
-async def test_a_server_that_is_not_there_is_said_in_a_sentence(
+async def test_a_missing_server_is_one_sentence(
     url: str, kind: type[errors.FleetError], sentence: str
 ) -> None:
     async with prometheus.connected(url) as server:

@@ -11,8 +11,8 @@ from pathlib import Path
 import pytest
 
 from fleet.monitor import status, watch
-from fleet.settings import MonitorSettings
-from imagefleet import errors
+from fleet.monitor.settings import MonitorSettings
+from imagefleet import aio, errors
 from imagefleet.storage.open import open_storage
 from imagefleet.storage.protocol import Storage
 from imagefleet.storage.settings import StorageSettings
@@ -22,12 +22,12 @@ COMMAND = Path(sys.executable).with_name("imagefleet")
 Imagefleet = Callable[..., "subprocess.CompletedProcess[str]"]  # the fixture of conftest.py
 
 
-async def test_depths_are_told_as_far_as_the_home_knows_them(storage: Storage) -> None:
+async def test_depths_are_reported_as_far_as_the_storage_knows_them(storage: Storage) -> None:
     await storage.queue.send(["one", "two", "three"])
     await storage.poison.send(["bad"])
     await storage.queue.receive(1, lease_seconds=60)
 
-    found = await status.read_status(storage)
+    found = await status.read_status(aio.Fleet(storage))
 
     assert found.storage == storage.url
     assert found.queue.messages == 3
@@ -41,11 +41,11 @@ async def test_depths_are_told_as_far_as_the_home_knows_them(storage: Storage) -
 
 @pytest.fixture
 async def filled(tmp_path: Path) -> str:
-    """The address, in the folder of the test, of a queue with two jobs."""
-    async with open_storage(StorageSettings(storage=f"local:{tmp_path}/home")) as storage:
+    """The storage address, relative to the test's folder, of a queue with two jobs."""
+    async with open_storage(StorageSettings(storage=f"local:{tmp_path}/storage")) as storage:
         await storage.create()
         await storage.queue.send(["one", "two"])
-    return "local:home"
+    return "local:storage"
 
 
 def test_status_as_json(filled: str, imagefleet: Imagefleet) -> None:
@@ -63,7 +63,7 @@ def test_status_as_json(filled: str, imagefleet: Imagefleet) -> None:
     }
 
 
-def test_status_for_people(filled: str, imagefleet: Imagefleet) -> None:
+def test_status_as_a_table(filled: str, imagefleet: Imagefleet) -> None:
     lines = imagefleet("status", IMAGEFLEET_STORAGE=filled).stdout.splitlines()
 
     assert lines[0].strip() == filled
@@ -80,7 +80,7 @@ def test_ctrl_c_is_the_clean_end_of_a_watch(filled: str, tmp_path: Path) -> None
     ) as watch:
         assert watch.stdout is not None
         assert watch.stderr is not None
-        first = watch.stdout.readline()  # shown, so the watch has begun
+        first = watch.stdout.readline()  # the watch has begun
         watch.send_signal(signal.SIGINT)
         complaints = watch.stderr.read()
 
@@ -92,21 +92,21 @@ def test_ctrl_c_is_the_clean_end_of_a_watch(filled: str, tmp_path: Path) -> None
 async def test_a_watch_outlives_an_outage(
     filled: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    looks = 0
+    reads = 0
     third = asyncio.Event()
 
-    async def look(storage: Storage, server: None) -> status.FleetStatus:
-        nonlocal looks
-        looks += 1
-        if looks == 2:
+    async def read(client: aio.Fleet, server: None) -> status.FleetStatus:
+        nonlocal reads
+        reads += 1
+        if reads == 2:
             raise errors.TransientError("the storage does not answer")
-        if looks == 3:
+        if reads == 3:
             third.set()
-        return await read_status(storage)
+        return await read_status(client)
 
     read_status = status.read_status
     monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr(status, "read_status", look)
+    monkeypatch.setattr(status, "read_status", read)
     monkeypatch.setattr(watch, "SECONDS", 0.01)
 
     settings = MonitorSettings(storage=filled)
@@ -115,12 +115,12 @@ async def test_a_watch_outlives_an_outage(
     watching.cancel()
     await watching
 
-    assert "looking again: the storage does not answer" in capsys.readouterr().out
+    assert "trying again: the storage does not answer" in capsys.readouterr().out
 
 
 @pytest.mark.parametrize(
     ("seconds", "text"),
     [(None, "-"), (5, "5 s"), (90, "1.5 min"), (5400, "1.5 h"), (129_600, "1.5 d")],
 )
-def test_ages_are_told_in_a_unit_that_fits(seconds: float | None, text: str) -> None:
+def test_ages_have_a_fitting_unit(seconds: float | None, text: str) -> None:
     assert status._age(seconds) == text

@@ -11,7 +11,7 @@ import pytest
 from fleet.plan import estimate, inputs
 from fleet.plan.inputs import Input
 from imagefleet import errors
-from imagefleet.pricing import prices, speeds
+from imagefleet.pricing import prices
 
 Imagefleet = Callable[..., "subprocess.CompletedProcess[str]"]  # the fixture of conftest.py
 
@@ -128,7 +128,7 @@ def test_a_deadline_includes_start_up_and_must_be_longer() -> None:
 
 
 def test_every_gpu_with_an_assumed_speed_has_a_price() -> None:
-    for gpu in speeds.ASSUMED_IMAGES_PER_SECOND:
+    for gpu in prices.ASSUMED_IMAGES_PER_SECOND:
         assert prices.find_gpu(gpu) == gpu
 
 
@@ -197,7 +197,7 @@ def test_an_unlisted_gpu_needs_a_report_and_a_price(
     result = in_process(*arguments, "--price-per-hour", "4", "--gpu", "H200", "--json")
 
     assert refused.returncode == 2
-    assert "no GPU class with a known price" in refused.stderr
+    assert "unknown GPU class" in refused.stderr
     assert json.loads(result.stdout)["gpu_dollars"] == pytest.approx(4 * 1.025)
 
 

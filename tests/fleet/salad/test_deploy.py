@@ -11,6 +11,9 @@ from typing import Any
 
 import pytest
 
+from fleet import options
+from worker.settings import WorkerSettings
+
 Imagefleet = Callable[..., "subprocess.CompletedProcess[str]"]  # the fixture of conftest.py
 
 
@@ -352,3 +355,16 @@ def test_no_output_shows_a_secret(
         for text in (ended.stdout, ended.stderr):
             assert "sig=" not in text
             assert salad_module.KEY not in text
+
+
+def test_old_and_removed_settings_in_a_fleet_file_are_accepted_with_a_warning(
+    in_process: Imagefleet, salad: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setitem(options.REMOVED, WorkerSettings, {"stamina": "every worker has it"})
+    with (tmp_path / "fleet.yaml").open("a") as file:
+        file.write("  IMAGEFLEET_STAMINA: 7\n")
+
+    result = in_process("deploy", "salad", "apply", "--dry-run")
+
+    assert result.returncode == 0, result.stderr
+    assert "warning: IMAGEFLEET_STAMINA is ignored: every worker has it" in result.stderr

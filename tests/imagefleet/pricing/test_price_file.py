@@ -14,11 +14,11 @@ def write(folder: Path, text: str) -> Path:
     return path
 
 
-def test_without_a_file_the_built_in_prices_hold() -> None:
+def test_without_a_file_the_built_in_prices_apply() -> None:
     assert price_file.read_table(None) is prices.BUILT_IN
 
 
-def test_a_file_replaces_what_it_names_and_leaves_the_rest(tmp_path: Path) -> None:
+def test_a_file_overrides_only_its_own_entries(tmp_path: Path) -> None:
     path = write(
         tmp_path,
         "source: the portal on 2026-11-20\n"
@@ -39,7 +39,7 @@ def test_a_file_replaces_what_it_names_and_leaves_the_rest(tmp_path: Path) -> No
     assert table.storage.source == "the portal on 2026-11-20"
 
 
-def test_a_priority_that_the_file_does_not_price_has_no_stale_price(tmp_path: Path) -> None:
+def test_a_class_in_the_file_keeps_no_built_in_price(tmp_path: Path) -> None:
     table = price_file.read_table(write(tmp_path, "source: x\ngpus: {RTX 4090: {batch: 0.2}}\n"))
 
     with pytest.raises(errors.SetupError, match="RTX 4090 24GB at high priority"):
@@ -49,21 +49,24 @@ def test_a_priority_that_the_file_does_not_price_has_no_stale_price(tmp_path: Pa
 @pytest.mark.parametrize(
     ("text", "complaint"),
     [
-        ("gpus: {}\n", "source: Field required"),
+        ("gpus: {}\n", "source: is required"),
         ("source: x\ngpus: {RTX 3060: {batch: 1}}\n", "several GPU classes"),
         ("source: x\ngpus: {RTX 4090: {bulk: 0.1}}\n", "gpus.RTX 4090.bulk"),
         ("source: x\ngpus: {RTX 4090: {batch: -1}}\n", "greater than or equal to 0"),
         ("source: x\ngpus: {RTX 4090: {batch: .nan}}\n", "finite"),
-        ("source: x\nstorage: {writes: 1}\n", "storage.writes: Extra inputs"),
-        ("[1\n", "no YAML"),
-        ("", "the whole"),
+        ("source: x\nstorage: {writes: 1}\n", "storage.writes: unknown key"),
+        ("[1\n", "not valid YAML"),
+        ("", "source: is required"),
+        ("x\n", "should be a valid dictionary"),
     ],
 )
-def test_what_is_wrong_with_a_file_is_named(tmp_path: Path, text: str, complaint: str) -> None:
+def test_an_invalid_file_is_refused_with_the_entry(
+    tmp_path: Path, text: str, complaint: str
+) -> None:
     with pytest.raises(errors.SetupError, match=complaint):
         price_file.read_table(write(tmp_path, text))
 
 
-def test_a_file_that_is_not_there_is_named(tmp_path: Path) -> None:
+def test_a_missing_file_is_named(tmp_path: Path) -> None:
     with pytest.raises(errors.SetupError, match=r"prices\.yaml: No such file"):
         price_file.read_table(tmp_path / "prices.yaml")

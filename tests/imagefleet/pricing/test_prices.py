@@ -7,22 +7,22 @@ from imagefleet.pricing import prices
 
 
 @pytest.mark.parametrize("name", ["RTX 3060 Ti 8GB", "RTX 3060 Ti", "rtx3060ti", "3060 ti"])
-def test_a_card_is_found_as_people_write_it(name: str) -> None:
+def test_a_card_is_found_by_the_names_people_write(name: str) -> None:
     assert prices.find_gpu(name) == "RTX 3060 Ti 8GB"
 
 
-def test_a_card_with_two_memories_must_say_which() -> None:
+def test_a_name_with_two_memory_sizes_is_ambiguous() -> None:
     with pytest.raises(errors.SetupError, match="RTX 3060 8GB, RTX 3060 12GB"):
         prices.find_gpu("RTX 3060")
     assert prices.find_gpu("3060 12GB") == "RTX 3060 12GB"
 
 
-def test_a_slip_of_the_fingers_gets_a_suggestion() -> None:
+def test_a_typo_gets_a_suggestion() -> None:
     with pytest.raises(errors.SetupError, match=r"did you mean .*RTX 4090 24GB"):
         prices.find_gpu("RTX 4090 24G")
 
 
-def test_each_priority_has_its_price_and_a_higher_one_costs_no_less() -> None:
+def test_each_priority_has_its_price() -> None:
     hourly = [prices.gpu_dollars_per_hour("RTX 4090", each) for each in prices.PRIORITIES]
 
     assert hourly == [0.30, 0.253, 0.207, 0.16]

@@ -1,4 +1,4 @@
-"""What the engine is measured with and against: plain diffusers, random models, the limit."""
+"""The baselines of measurements: plain diffusers, random models, the machine's limit."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from worker.engine import contract
 CPU = torch.device("cpu")
 
 pytestmark = pytest.mark.filterwarnings(
-    # diffusers hands torch tensors to numpy 2 in a way that numpy will drop
+    # diffusers converts torch tensors to numpy in a way that numpy deprecates
     "ignore:__array__ implementation:DeprecationWarning"
 )
 
@@ -35,7 +35,7 @@ def loras(tmp_path_factory: pytest.TempPathFactory, checkpoint: Path) -> list[co
 
 
 @pytest.mark.parametrize("sampler", ["euler_ancestral", "plms"])
-def test_plain_diffusers_draws_what_the_engine_draws(
+def test_plain_diffusers_matches_the_engine(
     plain: Any, engine: Any, loras: Any, make_request: Any, draw: Any, difference: Any, sampler: str
 ) -> None:
     requests = [make_request(sampler=sampler, seed=seed) for seed in (1, 2)]
@@ -54,7 +54,7 @@ def test_plain_diffusers_draws_what_the_engine_draws(
     assert difference(plain.draw(requests[:1])[0], both[0]) <= 1
 
 
-def test_a_sampler_without_counterpart_is_refused(plain: Any, make_request: Any) -> None:
+def test_a_sampler_without_a_scheduler_is_refused(plain: Any, make_request: Any) -> None:
     with pytest.raises(errors.SetupError, match="'ddim'"):
         plain.draw([make_request(sampler="ddim")])
 
@@ -73,12 +73,12 @@ def test_an_image_of_sd15_takes_26_64_tflop(tmp_path: Path) -> None:
     assert flops == pytest.approx(26.64e12, rel=1e-3)
 
 
-def test_the_matrix_rate_is_that_of_this_machine() -> None:
+def test_the_matrix_rate_is_plausible() -> None:
     rate = matrix_rate.measure_matrix_rate(CPU, torch.float32)
     assert 1e9 < rate < 1e14
 
 
-def test_a_machine_says_what_it_is() -> None:
+def test_the_machine_is_described() -> None:
     assert machine.versions()["torch"] == torch.__version__
     assert machine.hardware(CPU)["device"]
     assert machine.peak_memory_bytes(CPU) > 2**20

@@ -1,4 +1,4 @@
-"""An image alone is the image beside seven others, on the model that has learnt to draw."""
+"""An image alone is the image drawn with seven others, on the trained demo model."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ import pytest
 
 from worker.engine import contract
 
-#: Of 255, in float32: another batch size is summed in another order.
+#: Out of 255: another batch size means another order of float32 sums.
 ROUNDING = 2
 
 LONG = "a red house in a meadow, (under a blue sky:1.2), " * 5
@@ -18,7 +18,7 @@ FOREST, NIGHT, OUTLINE = "magic-fantasy-forest-v2", "night-palette", "outline-st
 
 @pytest.fixture
 def ask(make_request: Any) -> Callable[..., contract.ImageRequest]:
-    """At the model's own size, and in as few steps as show what is meant."""
+    """At the model's native size, in a few steps."""
 
     def make(**changes: Any) -> contract.ImageRequest:
         fields = {"steps": 6, "width": 128, "height": 128, "negative_prompt": "blurry", **changes}
@@ -29,7 +29,7 @@ def ask(make_request: Any) -> Callable[..., contract.ImageRequest]:
 
 @pytest.fixture
 def others(ask: Any, demo_lora: Any) -> list[contract.ImageRequest]:
-    """Of other prompts, lengths, LoRAs, steps, samplers, guidance and sizes."""
+    """With other prompts, lengths, LoRAs, steps, samplers, guidance scales and sizes."""
     return [
         ask(seed=10, prompt=LONG),
         ask(seed=11, prompt="", negative_prompt=""),
@@ -45,7 +45,7 @@ def others(ask: Any, demo_lora: Any) -> list[contract.ImageRequest]:
     ("words", "strength", "at"),
     [("an orange cat", 0.0, 0), ("an orange cat", 0.35, 7), (LONG, 0.8, 3), (LONG, 0.0, 3)],
 )
-def test_an_image_is_the_same_beside_seven_others_that_are_nothing_like_it(
+def test_an_image_is_the_same_with_seven_different_ones(
     demo_engine: Any,
     others: list[contract.ImageRequest],
     ask: Any,
@@ -61,15 +61,15 @@ def test_an_image_is_the_same_beside_seven_others_that_are_nothing_like_it(
     alone = draw(demo_engine, one)[0]
     together = draw(demo_engine, *others[:at], one, *others[at:])
     assert difference(alone, together[at]) <= ROUNDING
-    assert alone.std() > 20, "a picture of something"
+    assert alone.std() > 20, "not a uniform image"
     for image in together[:at] + together[at + 1 :]:
         assert image.shape != alone.shape or difference(alone, image) > 100
 
 
-def test_an_image_is_the_same_in_one_call_with_seven_of_every_length(
+def test_an_image_is_the_same_in_one_call_with_seven_of_other_lengths(
     demo_engine: Any, ask: Any, demo_lora: Any, draw: Any, difference: Any
 ) -> None:
-    """The same LoRA, so that they do share each call of the UNet."""
+    """With the same LoRA, so that they share each UNet call."""
     words = ["a cat", LONG, "", LONG * 3, "a (red:1.3) star", "cat " * 76, "a BREAK b", "x"]
     requests = [
         ask(

@@ -12,9 +12,9 @@ from diffusers import AutoencoderKL, UNet2DConditionModel
 from safetensors.torch import load_file, save_file
 from transformers import CLIPTextConfig, CLIPTextModel
 
+import batch_engine
 from imagefleet import errors
 from worker.engine import checkpoint as checkpoints
-from worker.engine import load
 
 
 def load_checkpoint(model: Path, config: Path | None = None) -> checkpoints.Checkpoint:
@@ -39,10 +39,10 @@ def test_loading_touches_no_network(
     load_checkpoint(single_file, checkpoint)
 
 
-def test_a_single_file_draws_what_the_folder_draws(
+def test_a_single_file_draws_the_same_as_the_folder(
     engine: Any, checkpoint: Path, single_file: Path, make_request: Any, draw: Any, difference: Any
 ) -> None:
-    single = load.load_engine(single_file, "cpu", config=checkpoint, kind="batch")
+    single = batch_engine.load_batch_engine(single_file, config=checkpoint)
     assert single.model_name == "tiny"
     (image,) = draw(single, make_request())
     assert difference(image, draw(engine, make_request())[0]) == 0
@@ -69,10 +69,10 @@ def test_a_float16_variant_is_found(copy: Path) -> None:
     assert load_checkpoint(copy).unet.dtype == torch.float32
 
 
-def test_the_names_of_older_folders_are_understood(
+def test_key_names_of_older_folders_are_read(
     engine: Any, copy: Path, make_request: Any, draw: Any
 ) -> None:
-    """SD1.5's own release has them: the VAE's attention, and the text encoder's extra level."""
+    """As in SD1.5's own release: the VAE's attention, and the text encoder's extra level."""
     renamed = {
         "vae/diffusion_pytorch_model.safetensors": [
             (".to_q.", ".query."),
@@ -87,7 +87,7 @@ def test_the_names_of_older_folders_are_understood(
         for new, old in pairs:
             weights = {key.replace(new, old, 1): weight for key, weight in weights.items()}
         save_file(weights, copy / name, {"format": "pt"})
-    older = load.load_engine(copy, "cpu", kind="batch")
+    older = batch_engine.load_batch_engine(copy)
     assert (draw(older, make_request())[0] == draw(engine, make_request())[0]).all()
 
 
@@ -118,7 +118,7 @@ def test_truncated_weights_name_their_folder(copy: Path, part: str) -> None:
 
 
 @pytest.mark.parametrize("part", ["unet", "vae", "text_encoder"])
-def test_weights_that_lack_a_layer_are_refused_not_made_up(copy: Path, part: str) -> None:
+def test_missing_weights_are_refused_not_initialised(copy: Path, part: str) -> None:
     (file,) = (copy / part).glob("*.safetensors")
     weights = load_file(file)
     weights.pop(max(weights))
@@ -149,7 +149,7 @@ def test_pickled_weights_are_never_loaded(copy: Path) -> None:
 @pytest.mark.parametrize("name", ["model.ckpt", "model.safetensors"])
 def test_a_pickled_checkpoint_is_never_loaded(tmp_path: Path, checkpoint: Path, name: str) -> None:
     torch.save({"state_dict": {}}, tmp_path / name)
-    with pytest.raises(errors.SetupError, match=f"{name}' is no readable .safetensors file"):
+    with pytest.raises(errors.SetupError, match=f"{name}' is not a readable .safetensors file"):
         load_checkpoint(tmp_path / name, checkpoint)
 
 
@@ -158,7 +158,7 @@ def test_a_truncated_single_file_is_named(
 ) -> None:
     short = tmp_path / "short.safetensors"
     short.write_bytes(single_file.read_bytes()[:-100])
-    with pytest.raises(errors.SetupError, match=r"short.safetensors' is no readable"):
+    with pytest.raises(errors.SetupError, match=r"short.safetensors' is not a readable"):
         load_checkpoint(short, checkpoint)
 
 
@@ -168,7 +168,7 @@ def test_a_single_file_of_another_architecture_is_refused(
     weights = load_file(single_file)
     other = tmp_path / "other.safetensors"
     save_file({name: weight for name, weight in weights.items() if "cond_stage" not in name}, other)
-    with pytest.raises(errors.SetupError, match=r"other.safetensors' is no Stable Diffusion 1.x"):
+    with pytest.raises(errors.SetupError, match=r"other.safetensors' is not a Stable Diff"):
         load_checkpoint(other, checkpoint)
     (lone,) = [name for name in weights if name.endswith("time_embed.0.bias")]
     del weights[lone]
@@ -185,7 +185,7 @@ def test_a_single_file_of_another_architecture_is_refused(
         ("scheduler", {"beta_schedule": "linear"}, "noise schedule"),
     ],
 )
-def test_a_configuration_that_does_not_fit_is_refused(
+def test_a_mismatched_configuration_is_refused(
     copy: Path, part: str, change: dict[str, object], reason: str
 ) -> None:
     (file,) = (path for path in (copy / part).glob("*config.json"))

@@ -11,6 +11,7 @@ import pytest
 import torch
 from diffusers import DDIMScheduler, EulerAncestralDiscreteScheduler, PNDMScheduler
 
+import batch_engine
 from imagefleet import errors
 from imagefleet.job import samplers
 from worker.engine import sampler
@@ -20,7 +21,7 @@ LEADING = {**BETAS, "timestep_spacing": "leading", "steps_offset": 1}
 SHAPE = (2, 4, 8, 8)
 STEP_COUNTS = [1, 2, 3, 15, 20, 50]
 
-#: diffusers hands torch tensors to numpy 2 in a way that numpy will drop
+#: diffusers converts torch tensors to numpy in a way that numpy deprecates
 pytestmark = pytest.mark.filterwarnings("ignore:__array__ implementation:DeprecationWarning")
 
 Unet = Callable[..., torch.Tensor]
@@ -32,7 +33,7 @@ def alphas_cumprod() -> torch.Tensor:
 
 
 def stand_in(inputs: torch.Tensor, timesteps: torch.Tensor) -> torch.Tensor:
-    """In the UNet's place: follows its input and the time, smoothly but not linearly."""
+    """Instead of the UNet: a smooth, non-linear function of input and timestep."""
     times = (timesteps.float() / 1000).view(-1, 1, 1, 1)
     return (inputs + 0.3 * inputs.roll(1, dims=-1) * (1 - times)).tanh() * (0.5 + 0.4 * times)
 
@@ -43,7 +44,7 @@ def noises(count: int) -> list[torch.Tensor]:
 
 
 def sample(schedule: sampler.Schedule, noise: list[torch.Tensor], unet: Unet) -> torch.Tensor:
-    """Runs a schedule over all rows; the first of *noise* is where it starts from."""
+    """Runs a schedule on all rows, starting from the first of *noise*."""
     fresh = iter(noise)
     latents = next(fresh) * schedule.initial_scale
     history = sampler.first_history(latents)
@@ -63,7 +64,7 @@ def relative_difference(ours: torch.Tensor, theirs: torch.Tensor) -> float:
 
 @pytest.fixture(scope="module")
 def k_diffusion() -> types.SimpleNamespace:
-    """The real `k_diffusion.sampling` and `.external`, without what only its training needs."""
+    """The real `k_diffusion.sampling` and `.external`, without its training dependencies."""
     found = importlib.util.find_spec("k_diffusion")
     assert found, "k-diffusion is missing: `make test` installs it, without its dependencies"
     package = types.ModuleType("k_diffusion")
@@ -84,7 +85,7 @@ def k_diffusion() -> types.SimpleNamespace:
 @pytest.mark.parametrize("steps", STEP_COUNTS)
 @pytest.mark.parametrize("name", ["euler_ancestral", "euler", "dpmpp_2m"])
 @pytest.mark.parametrize("schedule_name", ["", "_karras"])
-def test_every_sampler_that_k_diffusion_has_draws_what_it_draws(
+def test_sigma_samplers_match_k_diffusion(
     k_diffusion: Any, name: str, schedule_name: str, steps: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     noise = noises(steps + 1)
@@ -96,7 +97,7 @@ def test_every_sampler_that_k_diffusion_has_draws_what_it_draws(
         sigmas = k_diffusion.sampling.get_sigmas_karras(
             steps, float(model.sigma_min), float(model.sigma_max)
         )
-    # The model of k-diffusion draws its own noise; here it takes ours.
+    # k-diffusion draws its own noise; here it uses ours.
     fresh = iter(noise[1:])
     monkeypatch.setattr(torch, "randn_like", lambda _: next(fresh))
     draw = getattr(k_diffusion.sampling, f"sample_{name}")
@@ -106,7 +107,7 @@ def test_every_sampler_that_k_diffusion_has_draws_what_it_draws(
     assert relative_difference(sample(schedule, noise, stand_in), theirs) < 1e-5
 
 
-def test_v_prediction_is_read_as_k_diffusion_reads_it(k_diffusion: Any) -> None:
+def test_v_prediction_matches_k_diffusion(k_diffusion: Any) -> None:
     sigmas = ((1 - alphas_cumprod()) / alphas_cumprod()).sqrt().float()
     scalings = k_diffusion.external.VDenoiser(None).get_scalings
 
@@ -132,7 +133,7 @@ def diffusers_sample(reference: Any, steps: int, noise: list[torch.Tensor]) -> t
 
 
 @pytest.mark.parametrize("steps", STEP_COUNTS)
-def test_plms_draws_what_diffusers_draws(steps: int) -> None:
+def test_plms_matches_diffusers(steps: int) -> None:
     noise = noises(1)
     theirs = diffusers_sample(PNDMScheduler(**LEADING, skip_prk_steps=True), steps, noise)
     schedule = sampler.make_schedule("plms", steps, alphas_cumprod(), "epsilon")
@@ -141,7 +142,7 @@ def test_plms_draws_what_diffusers_draws(steps: int) -> None:
 
 @pytest.mark.parametrize("prediction_type", ["epsilon", "v_prediction"])
 @pytest.mark.parametrize("steps", STEP_COUNTS)
-def test_ddim_draws_what_diffusers_draws(steps: int, prediction_type: str) -> None:
+def test_ddim_matches_diffusers(steps: int, prediction_type: str) -> None:
     noise = noises(1)
     reference = DDIMScheduler(
         **LEADING, prediction_type=prediction_type, set_alpha_to_one=False, clip_sample=False
@@ -152,7 +153,7 @@ def test_ddim_draws_what_diffusers_draws(steps: int, prediction_type: str) -> No
 
 
 @pytest.mark.parametrize("prediction_type", ["epsilon", "v_prediction"])
-def test_euler_ancestral_draws_what_diffusers_draws(
+def test_euler_ancestral_matches_diffusers(
     prediction_type: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     noise = noises(16)
@@ -168,14 +169,14 @@ def test_euler_ancestral_draws_what_diffusers_draws(
     assert relative_difference(sample(schedule, noise, stand_in), theirs) < 5e-5
 
 
-def test_sd15_starts_at_its_known_largest_sigma_and_ends_at_the_first_timestep() -> None:
+def test_sd15_starts_at_its_largest_sigma_and_ends_at_timestep_0() -> None:
     schedule = sampler.make_schedule("euler_ancestral", 15, alphas_cumprod(), "epsilon")
     assert schedule.initial_scale == pytest.approx(14.6146, abs=1e-4)
     timesteps = schedule.table[:, sampler.TIMESTEP].tolist()
     assert timesteps == pytest.approx([999 * at / 14 for at in range(14, -1, -1)], abs=1e-4)
 
 
-def test_noise_is_taken_by_every_ancestral_step_but_the_last_and_by_no_other_sampler() -> None:
+def test_only_ancestral_steps_but_the_last_use_noise() -> None:
     for name in samplers.SAMPLERS:
         noisy = sampler.make_schedule(name, 5, alphas_cumprod(), "epsilon").noisy
         assert noisy[-1] is False
@@ -183,7 +184,7 @@ def test_noise_is_taken_by_every_ancestral_step_but_the_last_and_by_no_other_sam
 
 
 @pytest.mark.parametrize("name", samplers.SAMPLERS)
-def test_every_sampler_of_a_job_has_a_finite_schedule_at_any_number_of_steps(name: str) -> None:
+def test_every_sampler_has_a_finite_schedule_for_any_number_of_steps(name: str) -> None:
     for steps in range(1, 151):
         schedule = sampler.make_schedule(name, steps, alphas_cumprod(), "epsilon")
         assert schedule.table.isfinite().all()
@@ -191,12 +192,12 @@ def test_every_sampler_of_a_job_has_a_finite_schedule_at_any_number_of_steps(nam
 
 
 @pytest.mark.parametrize("name", ["heun", "ddim_karras", "", "Euler a"])
-def test_an_unknown_sampler_is_refused_with_those_that_are_known(name: str) -> None:
+def test_an_unknown_sampler_is_refused_listing_the_known_ones(name: str) -> None:
     with pytest.raises(errors.JobError, match="only euler_ancestral, euler, dpmpp_2m, ddim, plms"):
         sampler.make_schedule(name, 5, alphas_cumprod(), "epsilon")
 
 
-def test_rows_of_different_samplers_do_not_touch_each_other() -> None:
+def test_rows_of_different_samplers_are_independent() -> None:
     names = ["euler_ancestral", "ddim", "dpmpp_2m_karras", "euler"]
     schedules = [sampler.make_schedule(name, 6, alphas_cumprod(), "epsilon") for name in names]
     starts, *fresh = (torch.cat([noise, noise + 1]) for noise in noises(7))
@@ -210,15 +211,15 @@ def test_rows_of_different_samplers_do_not_touch_each_other() -> None:
         torch.testing.assert_close(latents[at : at + 1], alone, rtol=1e-6, atol=1e-6)
 
 
-def test_an_image_is_the_same_alone_and_beside_others_with_other_samplers(
+def test_an_image_is_the_same_alone_and_with_other_samplers(
     engine: Any, make_request: Any, draw: Any, difference: Any
 ) -> None:
-    # PLMS calls the UNet once more than it has steps, so with one step fewer it shares the batch.
+    # PLMS makes one UNet call more than it has steps, so with one step fewer it shares the batch.
     requests = [
         make_request(seed=at, sampler=name, steps=7 if name == "plms" else 8)
         for at, name in enumerate(samplers.SAMPLERS)
     ]
-    assert len({engine.prepare(request).group for request in requests}) == 1
+    assert len({batch_engine.group(engine.prepare(request)) for request in requests}) == 1
     together = draw(engine, *requests)
     for request, beside in zip(requests, together, strict=True):
         (alone,) = draw(engine, request)

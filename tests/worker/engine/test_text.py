@@ -1,4 +1,4 @@
-"""Vectors for the UNet: encoded once, side by side at any length, and masked exactly."""
+"""Embeddings: cached, batched at any length, and masked exactly."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ START, END = 49406, 49407
 
 @pytest.fixture(scope="module")
 def clip(demo_engine: Any) -> Any:
-    """The text encoder and the tokenizer with CLIP's own vocabulary, as transformers has them."""
+    """A checkpoint with CLIP's own vocabulary."""
     return demo_engine._checkpoint
 
 
@@ -41,7 +41,7 @@ def test_a_short_prompt_without_weights_is_clips_own_output(
 
 
 @torch.inference_mode()
-def test_prompts_of_one_length_need_no_mask(
+def test_prompts_of_equal_length_need_no_mask(
     tokenizer: text.Tokenizer, encoder: text.Encoder
 ) -> None:
     context = encoder.encode([tokenizer.chunks("a BREAK b"), tokenizer.chunks("cat " * 76)], 1)
@@ -50,7 +50,7 @@ def test_prompts_of_one_length_need_no_mask(
 
 
 @torch.inference_mode()
-def test_two_chunks_beside_one_in_one_call_are_two_separate_calls(
+def test_prompts_of_different_lengths_in_one_call_match_separate_calls(
     clip: Any, tokenizer: text.Tokenizer, encoder: text.Encoder
 ) -> None:
     prompts = [tokenizer.chunks("a red house, " * 20), tokenizer.chunks("blurry, (ugly:1.3)")]
@@ -66,7 +66,7 @@ def test_two_chunks_beside_one_in_one_call_are_two_separate_calls(
         assert alone.mask is None
         apart = clip.unet(latents[row : row + 1], times[row : row + 1], alone.vectors).sample
         torch.testing.assert_close(together[row : row + 1], apart, rtol=1e-5, atol=1e-5)
-    # What lies behind the mask has no weight at all, whatever it is.
+    # Masked vectors have no influence.
     noise = torch.randn_like(context.vectors) * 10
     vectors = torch.where(context.mask[:, :, None], context.vectors, noise)  # type: ignore[index]
     other = clip.unet(latents, times, vectors, encoder_attention_mask=context.mask).sample
@@ -74,7 +74,7 @@ def test_two_chunks_beside_one_in_one_call_are_two_separate_calls(
 
 
 class CountingEncoder:
-    """In the text encoder's place: counts the chunks that it is given."""
+    """Wraps the text encoder and counts the chunks."""
 
     def __init__(self, text_encoder: Any) -> None:
         self._text_encoder = text_encoder
@@ -108,7 +108,7 @@ def test_a_chunk_is_encoded_once_for_all_prompts_that_have_it(
 
 
 @torch.inference_mode()
-def test_whatever_changes_the_vectors_is_in_the_caches_key(
+def test_the_cache_key_has_everything_that_changes_the_vectors(
     clip: Any, tokenizer: text.Tokenizer
 ) -> None:
     encoder, counter = counting(clip)
@@ -126,10 +126,10 @@ def test_whatever_changes_the_vectors_is_in_the_caches_key(
     assert counter.chunks == len(variants)
 
 
-def test_the_vectors_follow_the_loras_strength_on_the_text_encoder_and_the_base_comes_back(
+def test_the_vectors_follow_the_loras_strength_and_the_base_is_restored(
     demo_engine: Any, demo_lora: Any, make_request: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Through the engine, which names the LoRAs that the cached vectors belong to."""
+    """Through the engine, which passes the LoRAs' cache key."""
     contexts: list[torch.Tensor] = []
     encode = demo_engine._encode_prompts
     monkeypatch.setattr(
@@ -158,7 +158,7 @@ def test_the_vectors_follow_the_loras_strength_on_the_text_encoder_and_the_base_
 
 
 @torch.inference_mode()
-def test_the_cache_keeps_to_its_bytes_and_drops_the_least_recently_used(
+def test_the_cache_evicts_the_least_recently_used_above_its_size(
     clip: Any, tokenizer: text.Tokenizer
 ) -> None:
     one = 77 * clip.text_encoder.config.hidden_size * 4
@@ -168,10 +168,10 @@ def test_the_cache_keeps_to_its_bytes_and_drops_the_least_recently_used(
         encoder.encode([prompt], 1)
     assert counter.chunks == 3
     encoder.encode([b], 1)
-    assert counter.chunks == 4, "b went, as a was used since"
+    assert counter.chunks == 4, "b was evicted: a was used since"
     many = encoder.encode([a, b, c], 1)
-    assert many.vectors.shape[0] == 3, "more at once than the cache holds"
-    assert encoder._cached_bytes <= 2 * one
+    assert many.vectors.shape[0] == 3, "more at once than fit the cache"
+    assert encoder._cache.currsize <= 2 * one
     encoder.clear()
     before = counter.chunks
     encoder.encode([a], 1)
@@ -189,7 +189,7 @@ def test_many_chunks_go_through_the_text_encoder_in_several_calls(
 
 
 class OpposedEncoder:
-    """Gives vectors of which the first opposes all others."""
+    """Returns vectors whose weighted mean can become 0."""
 
     device = torch.device("cpu")
 
@@ -202,14 +202,14 @@ class OpposedEncoder:
         return SimpleNamespace(hidden_states=(vectors,))
 
 
-def test_weights_that_leave_nothing_are_the_jobs_fault() -> None:
+def test_weights_that_cancel_out_are_a_job_error() -> None:
     encoder = text.Encoder(OpposedEncoder(), start=START, end=END)  # type: ignore[arg-type]
     nothing = text.Chunk((320,) * 75, (0.0,) * 75)
     with pytest.raises(errors.JobError, match="cancel each other out"):
         encoder.encode([[nothing]], 1)
 
 
-def test_words_that_look_like_control_tokens_do_not_end_the_prompt(
+def test_text_like_control_tokens_does_not_end_the_prompt(
     tokenizer: text.Tokenizer,
 ) -> None:
     (chunk,) = tokenizer.chunks("one <|endoftext|> two")

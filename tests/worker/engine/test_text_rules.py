@@ -1,4 +1,4 @@
-"""Prompts to embeddings, against the written rules worked out here once more, the slow way.
+"""Prompts to embeddings, against a slow reference implementation of the rules.
 
 Brackets multiply what is between them. A BREAK ends a chunk. A chunk has 75 tokens; if one of its
 last 20 is a comma, what follows that comma goes into the next. Chunks are filled up with end tokens
@@ -36,7 +36,7 @@ FACTORS = {")": 1.1, "]": 1 / 1.1}
 
 @pytest.fixture(scope="module")
 def clip(demo_engine: Any) -> Any:
-    """The text encoder and the tokenizer with CLIP's own vocabulary, as transformers has them."""
+    """A checkpoint with CLIP's own vocabulary."""
     return demo_engine._checkpoint
 
 
@@ -55,7 +55,7 @@ SIGNS = {
 
 
 def signs(prompt: str) -> Iterator[tuple[str, str, str]]:
-    """Each sign's kind, the whole of it and what counts in it."""
+    """Each token's kind, text and value."""
     while prompt:
         kind, match = next(
             (kind, match)
@@ -67,7 +67,7 @@ def signs(prompt: str) -> Iterator[tuple[str, str, str]]:
 
 
 def weighted_words(prompt: str) -> list[Words]:
-    """Section by section; what has one weight may be in several pieces."""
+    """Section by section; neighbours of equal weight may be separate."""
     words: Words = []
     opened: list[tuple[str, int]] = []
 
@@ -142,7 +142,7 @@ WORDS = (
 
 
 def a_prompt(number: int) -> str:
-    """Up to some 250 tokens, with emphasis that nests, with BREAKs and brackets left open."""
+    """Up to some 250 tokens, with nested emphasis, BREAKs and unclosed brackets."""
     dice = random.Random(number)
     words = dice.choices(WORDS, k=dice.choice([0, 3, 20, 60, 61, 62, 63, 64, 90, 180]))
     for _ in range(dice.choice([0, 0, 1, 2])):
@@ -157,16 +157,16 @@ def a_prompt(number: int) -> str:
 PROMPTS = [a_prompt(number) for number in range(200)]
 
 
-def test_the_prompts_below_have_what_they_are_to_show(clip: Any) -> None:
+def test_the_prompts_cover_the_rules(clip: Any) -> None:
     found = [chunks_by_the_rules(clip, prompt) for prompt in PROMPTS]
     assert {1, 2, 3, 4} <= {len(chunks) for chunks in found}
     weights = {round(weight, 3) for chunks in found for chunk in chunks for _, weight in chunk}
     assert len(weights) > 20
     shortened = [chunk for chunks in found for chunk in chunks[:-1] if 55 < len(chunk) < 75]
-    assert len(shortened) > 20, "a comma that takes its phrase along"
+    assert len(shortened) > 20, "cut after a comma"
 
 
-def test_200_prompts_are_cut_as_the_rules_say(clip: Any, tokenizer: text.Tokenizer) -> None:
+def test_200_prompts_are_chunked_by_the_rules(clip: Any, tokenizer: text.Tokenizer) -> None:
     for prompt in PROMPTS:
         expected = chunks_by_the_rules(clip, prompt)
         found = [
@@ -176,7 +176,7 @@ def test_200_prompts_are_cut_as_the_rules_say(clip: Any, tokenizer: text.Tokeniz
 
 
 @torch.inference_mode()
-def test_200_prompts_are_encoded_as_the_rules_say(clip: Any, tokenizer: text.Tokenizer) -> None:
+def test_200_prompts_are_encoded_by_the_rules(clip: Any, tokenizer: text.Tokenizer) -> None:
     encoder = text.Encoder(clip.text_encoder, start=START, end=END)
     for first, clip_skip in zip(range(0, 200, 20), itertools.cycle([1, 2]), strict=False):
         prompts = PROMPTS[first : first + 20]
@@ -221,7 +221,7 @@ def test_the_reference_message_has_77_and_70_tokens(tokenizer: text.Tokenizer) -
         ("cat " * 80 + "BREAK", [75, 5]),
     ],
 )
-def test_where_a_prompt_is_cut(tokenizer: text.Tokenizer, prompt: str, lengths: list[int]) -> None:
+def test_chunk_lengths(tokenizer: text.Tokenizer, prompt: str, lengths: list[int]) -> None:
     assert [len(chunk.tokens) for chunk in tokenizer.chunks(prompt)] == lengths
 
 
@@ -231,7 +231,7 @@ def test_a_prompt_has_32_chunks_at_most(tokenizer: text.Tokenizer) -> None:
         tokenizer.chunks("cat " * 2401)
 
 
-def test_neighbours_of_one_weight_are_tokenised_as_one(tokenizer: text.Tokenizer) -> None:
+def test_neighbours_of_equal_weight_are_tokenised_together(tokenizer: text.Tokenizer) -> None:
     (apart,), (joined,) = tokenizer.chunks("light(house:1.2)"), tokenizer.chunks("light(house:1.0)")
     assert len(apart.tokens) == 2
     assert joined == tokenizer.chunks("lighthouse")[0]

@@ -1,7 +1,7 @@
-"""Self-attention by the kernel that is fastest for its shape on this GPU.
+"""Self-attention by the fastest kernel for its shape on this GPU.
 
-SD1.5's heads are 40, 80 and 160 wide, and the widths of 40 have most of the work: 4096 tokens. The
-kernels differ by a factor of up to two there, by generation of GPU and by version of torch.
+SD1.5's heads are 40, 80 and 160 wide; those of 40 have 4096 tokens, most of the work. There the
+kernels differ by up to a factor of two, depending on the GPU's generation and torch's version.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ Attend = Callable[[torch.Tensor, torch.Tensor, torch.Tensor], torch.Tensor]
 #: Runs of each kernel; the first ones also choose and load it.
 _WARM_UP_RUNS, _TIMED_RUNS = 3, 10
 
-#: Of the largest value: a kernel that is further off the default one is taken for broken.
+#: Share of the largest value: a kernel further off the default one counts as broken.
 _TOLERANCE = 0.02
 
 
@@ -53,32 +53,26 @@ KERNELS: Mapping[str, Attend] = {
 }
 
 
-class Chooser:
+class KernelSelector:
     """The fastest kernel for each shape, timed once; on a CPU the default one."""
 
-    def __init__(self, kernel: str) -> None:
-        """*kernel* is 'auto' or one of KERNELS."""
-        self._kernel = kernel
-        self._chosen: dict[tuple[int, ...], Attend] = {}
+    def __init__(self) -> None:
+        self._fastest: dict[tuple[int, ...], Attend] = {}
 
-    def choose(self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> Attend:
-        """The kernel for q, k, v [rows, heads, tokens, width of a head]; may overwrite them."""
+    def select(self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> Attend:
+        """The kernel for q, k, v [rows, heads, tokens, head width]; may overwrite them."""
         if q.device.type != "cuda":
             return default
         shape = tuple(q.shape)
-        if shape not in self._chosen:
-            self._chosen[shape] = self._find(q, k, v)
-        return self._chosen[shape]
+        if shape not in self._fastest:
+            self._fastest[shape] = self._find(q, k, v)
+        return self._fastest[shape]
 
     def _find(self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> Attend:
-        for tensor in (q, k, v):  # an empty board's are all alike, which would prove nothing
+        for tensor in (q, k, v):  # empty slots are all zero, which would hide a broken kernel
             tensor.normal_()
-        names = list(KERNELS) if self._kernel == "auto" else ["default", self._kernel]
-        milliseconds = {name: _time(KERNELS[name], q, k, v) for name in names}
-        if self._kernel == "auto":
-            name = min(milliseconds, key=milliseconds.__getitem__)
-        else:
-            name = self._kernel if milliseconds[self._kernel] < math.inf else "default"
+        milliseconds = {name: _time(kernel, q, k, v) for name, kernel in KERNELS.items()}
+        name = min(milliseconds, key=milliseconds.__getitem__)
         log.info(
             "self-attention of %s by %s (milliseconds: %s)",
             "x".join(map(str, q.shape)),
@@ -90,7 +84,7 @@ class Chooser:
 
 
 def _time(attend: Attend, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> float:
-    """Milliseconds of a run; infinite where the kernel does not take the shape or errs in it."""
+    """Milliseconds of the fastest run; infinite if the kernel rejects the shape or is wrong."""
     stream = torch.cuda.current_stream()
     try:
         attended = [attend(q, k, v) for _ in range(_WARM_UP_RUNS)][-1]
@@ -105,7 +99,7 @@ def _time(attend: Attend, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> 
             stream.synchronize()
             seconds.append(time.perf_counter() - began_at)
     except (RuntimeError, NotImplementedError):
-        stream.synchronize()  # raises where it is the GPU that is broken, not the kernel
+        stream.synchronize()  # raises if the GPU is broken, not just the kernel
         return math.inf
-    # Not the mean: others may be at work on the GPU.
+    # Not the mean: other processes may use the GPU as well.
     return min(seconds) * 1000

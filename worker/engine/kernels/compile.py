@@ -1,6 +1,6 @@
-"""A function on fixed tensors: compiled, then recorded as one CUDA graph; plain where that fails.
+"""A function on fixed tensors, compiled and recorded as a CUDA graph.
 
-Both only make it faster. Whatever goes wrong with either is logged, and the next simpler way taken.
+Both are optional speed-ups: if either fails, that is logged and the function runs without it.
 """
 
 from __future__ import annotations
@@ -16,18 +16,18 @@ from worker.engine import errors as engine_errors
 
 log = logging.getLogger(__name__)
 
-#: Torch's handle of the memory that CUDA graphs share; its type is not public.
+#: The memory pool that CUDA graphs share; its type is not public.
 GraphPool = Any
 
-#: Runs before a graph is recorded: libraries choose their kernels and allocate in the first ones.
+#: Runs before recording: libraries select kernels and allocate memory in the first ones.
 _WARM_UP_RUNS = 3
 
-#: 1x1 convolutions are matrix products, which Inductor can fuse with what follows.
+#: As matrix products, 1x1 convolutions can be fused with what follows.
 _INDUCTOR_OPTIONS = {"conv_1x1_as_mm": True}
 
 
 class Compiled:
-    """Calls *function* with the same tensors each time; they are its input and its output."""
+    """Calls *function* with the same tensors each time, which it updates in place."""
 
     def __init__(
         self,
@@ -38,10 +38,10 @@ class Compiled:
         backend: str | None,
         pool: GraphPool | None,
     ) -> None:
-        """*backend* is one of torch.compile's, None for as it is.
+        """*backend* is torch.compile's, None for no compilation.
 
-        With *pool* a graph is recorded, whose memory it shares with the others there: none of them
-        may run beside another, and a result counts until the next one runs only.
+        With a *pool*, a CUDA graph is recorded in its memory. Graphs of one pool must not run
+        concurrently, and an output is valid only until the next of them runs.
         """
         self.graphs = 0
         self._name = name
@@ -50,7 +50,7 @@ class Compiled:
         self._backend = backend
         self._pool = pool
         self._function = function
-        # Warmed up and recorded on one stream: kernels' work space belongs to a stream.
+        # For warm-up and recording: kernels' work space belongs to a stream.
         self._stream: torch.cuda.Stream | None = None
         if pool is not None:
             self._stream = torch.cuda.Stream()  # type: ignore[no-untyped-call]
@@ -64,7 +64,7 @@ class Compiled:
 
     @property
     def recompiles(self) -> int:
-        """Graphs that were compiled beyond the one that is meant to be."""
+        """Graphs compiled beyond the first."""
         return max(0, self.graphs - 1)
 
     @torch.no_grad()
@@ -77,14 +77,14 @@ class Compiled:
         return self._function(*self._arguments)
 
     def _warm_up(self) -> None:
-        """Compiles and records; its runs are undone, so the first real one begins as if first."""
+        """Compiles and records; restores the tensors that its runs changed."""
         self._is_warm = True
         if self._backend is None:
             return
         kept = [(each, each.clone()) for each in self._arguments if isinstance(each, torch.Tensor)]
         try:
             self._compile()
-        except Exception as error:  # torch's compiler may raise whatever it likes
+        except Exception as error:  # torch's compiler may raise anything
             if engine_errors.is_out_of_memory(error):
                 raise
             self._raise_if_broken()
@@ -117,9 +117,9 @@ class Compiled:
             torch.cuda.current_stream().wait_stream(self._stream)
 
     def _raise_if_broken(self) -> None:
-        """Tells a kernel that does not work from a GPU that does not: all later calls fail there.
+        """Raises if the GPU is broken, not just a kernel: then every later call fails.
 
-        Not by the error's text, which is "CUDA error" even where a graph was not to be recorded.
+        The error's text cannot tell: it is "CUDA error" even if only recording is not permitted.
         """
         if self._pool is not None:
             torch.cuda.synchronize()
@@ -130,7 +130,7 @@ class Compiled:
             from torch._inductor.compile_fx import compile_fx
 
             return compile_fx(graph, inputs, config_patches=_INDUCTOR_OPTIONS)
-        # Imported here, as all of the compiler: it takes seconds, and a CPU does without.
+        # Imported here: the compiler takes seconds to import, and a CPU does not need it.
         from torch._dynamo import lookup_backend
 
         return lookup_backend(self._backend or "eager")(graph, inputs)
@@ -138,15 +138,15 @@ class Compiled:
     def _try_to_record(self, pool: GraphPool) -> None:
         try:
             torch.cuda.synchronize()
-            torch.cuda.empty_cache()  # what the runs above left is of no use to the graph
+            torch.cuda.empty_cache()  # the graph cannot use what the warm-up runs left
             graph = torch.cuda.CUDAGraph()
-            # Other threads allocate page-locked memory meanwhile, which is no part of the graph.
+            # Other threads may allocate page-locked memory meanwhile, outside the graph.
             with torch.cuda.graph(
                 graph, pool=pool, stream=self._stream, capture_error_mode="thread_local"
             ):
                 output = self._function(*self._arguments)
             torch.cuda.synchronize()
-        except Exception as error:  # a library in there may not allow it
+        except Exception as error:  # some library calls cannot be recorded
             if engine_errors.is_out_of_memory(error):
                 raise
             self._raise_if_broken()
@@ -162,13 +162,12 @@ class Compiled:
 
 
 def _with_own_code(function: Callable[..., Any]) -> Callable[..., Any]:
-    """A copy that torch takes for another function.
+    """A copy with its own code object.
 
-    Torch keeps what it compiles with a function's code, and stops at the eighth: one for each
-    shape here, of engine after engine.
+    torch.compile keeps its graphs by code object and stops at the eighth; here each shape has one.
     """
     if not isinstance(function, FunctionType):
-        raise TypeError(f"{function} is no plain function")
+        raise TypeError(f"{function} is not a plain function")
     code = function.__code__.replace(co_name=f"{function.__name__}_copy")
     return FunctionType(code, function.__globals__)
 

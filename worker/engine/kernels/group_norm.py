@@ -1,8 +1,8 @@
-"""Group normalisation that the compiler turns into kernels as fast as the memory.
+"""Group normalisation that compiles to memory-bound kernels for channels-last tensors.
 
-A group's channels lie side by side in channels-last tensors, its places do not. What torch's own
-group norm is compiled to reads them group by group, in pieces of 20 bytes: the VAE spent half its
-time there. Here sums are taken channel by channel, and groups formed of the few that are left.
+Inductor compiles torch's own group norm to kernels that read channels-last tensors group by group,
+in pieces of 20 bytes: half of the VAE's time. Here sums are taken per channel first, and then
+combined into groups.
 """
 
 from __future__ import annotations
@@ -12,18 +12,18 @@ import math
 import torch
 from torch import nn
 
-from worker.engine.kernels.substitute import substitute
+from worker.engine.kernels import replace_modules
 
-#: Places that are summed up at first: enough sums to keep a GPU busy, few beside the tensor.
-_PLACES = 256
+#: Pixels per partial sum: enough sums to keep a GPU busy, few compared with the tensor.
+_PIXELS = 256
 
 
 class ChannelsLastGroupNorm(nn.GroupNorm):
-    """torch's own, with the same parameters; another way to the same numbers where compiled."""
+    """nn.GroupNorm with the same parameters; compiled on a GPU, its sums are ordered by channel."""
 
     def forward(self, input: torch.Tensor) -> torch.Tensor:  # noqa: A002 - torch's name
         is_image = input.dim() == 4  # noqa: PLR2004 - rows, channels, height, width
-        is_large = is_image and input.shape[2] * input.shape[3] >= _PLACES
+        is_large = is_image and input.shape[2] * input.shape[3] >= _PIXELS
         if is_large and torch.compiler.is_compiling() and input.device.type == "cuda":
             return normalise(input, self.num_groups, self.weight, self.bias, self.eps)
         return super().forward(input)
@@ -34,12 +34,12 @@ def normalise(
 ) -> torch.Tensor:
     """Group norm of x [rows, channels, height, width], in float32 inside.
 
-    The variance is the mean of the squares less the square of the mean: in float32, good to 1e-4
-    as long as a group's mean is less than thirty times its deviation.
+    The variance is E[x^2] - E[x]^2: in float32 accurate to 1e-4 while a group's mean is less than
+    thirty times its standard deviation.
     """
     rows, channels, height, width = x.shape
-    places = math.gcd(height * width, _PLACES)
-    values = x.permute(0, 2, 3, 1).reshape(rows, -1, places, channels).float()
+    pixels = math.gcd(height * width, _PIXELS)
+    values = x.permute(0, 2, 3, 1).reshape(rows, -1, pixels, channels).float()
     in_group = height * width * channels // groups
 
     def mean_of_groups(sums: torch.Tensor) -> torch.Tensor:
@@ -54,11 +54,11 @@ def normalise(
 
 
 def replace(network: nn.Module) -> None:
-    """Puts these in the place of all affine group norms of a network; their parameters stay."""
-    substitute(network, _ours)
+    """Replaces all affine group norms of a network; the parameters stay the same objects."""
+    replace_modules(network, _replacement)
 
 
-def _ours(norm: nn.Module) -> ChannelsLastGroupNorm | None:
+def _replacement(norm: nn.Module) -> ChannelsLastGroupNorm | None:
     if type(norm) is not nn.GroupNorm or not norm.affine:
         return None
     with torch.device("meta"):

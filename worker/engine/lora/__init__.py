@@ -1,1 +1,1 @@
-"""LoRA files: their formats, their names, and how they change the weights."""
+"""LoRA files: their formats, their key names, and merging them into weights."""

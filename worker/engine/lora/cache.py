@@ -1,4 +1,8 @@
-"""LoRA files in memory: each read once, however many ask, the least recently used ones dropped."""
+"""LoRA files in memory: each read once for all threads, the least recently used dropped.
+
+Not cachetools: where one read fails, all the threads that wait for it must fail with it, or each
+would read the bad file again.
+"""
 
 from __future__ import annotations
 
@@ -12,7 +16,7 @@ from worker.engine.lora.names import Layers
 
 
 class LoraCache:
-    """The files that were read last, *cache_bytes* of them; called from several threads."""
+    """An LRU cache of *cache_bytes*; thread-safe."""
 
     def __init__(self, layers: Layers, cache_bytes: int) -> None:
         self.lookups: Counter[str] = Counter()
@@ -22,10 +26,10 @@ class LoraCache:
         self._lock = threading.Lock()
 
     def get(self, lora: contract.Lora) -> lora_file.LoraFile:
-        """Reads a file once, however many ask for it at the same time.
+        """Reads a file, unless it is cached or another thread is reading it.
 
         Raises:
-            UnusableFileError: it is no LoRA, or none for this model.
+            UnusableFileError: it is not a LoRA, or not one for this model.
             TransientError: it could not be read.
         """
         identity = lora_file.identify(lora)
@@ -48,7 +52,7 @@ class LoraCache:
     ) -> None:
         try:
             future.set_result(lora_file.read_lora(lora, identity, self._layers))
-        except BaseException as error:  # noqa: BLE001 - whatever it is, others wait for it
+        except BaseException as error:  # noqa: BLE001 - other threads wait for it
             with self._lock:
                 del self._files[identity]
             future.set_exception(error)

@@ -1,6 +1,6 @@
-"""Reads LoRA files into one form, keyed by the model's own layer names, and checks all of it.
+"""Reads LoRA files into one form, keyed by the model's own layer names, and checks them.
 
-Whatever does not fit is refused by the LoRA's name: a change left out is another picture.
+A file with anything that does not fit is refused: leaving a change out would draw another image.
 """
 
 from __future__ import annotations
@@ -19,32 +19,39 @@ from safetensors.torch import load
 
 from imagefleet import errors
 from worker.engine import contract
-from worker.engine.lora.formats import WeightDelta, make_change
-from worker.engine.lora.names import Layers, Network, Place, made_for, split_key, unsupported_kind
+from worker.engine.lora.formats import WeightDelta, make_delta
+from worker.engine.lora.names import (
+    LayerId,
+    Layers,
+    Network,
+    made_for,
+    split_key,
+    unsupported_kind,
+)
 
 Identity = tuple[str, int, int]
-"""Path, modification time and size: a file that was replaced is another file."""
+"""Path, modification time in ns and size in bytes: a replaced file is another file."""
 
 
 @dataclass(frozen=True, slots=True)
 class LoraFile:
-    """A LoRA, ready to be applied: its changes by the names of the layers they change."""
+    """A LoRA's weight changes, by network and layer path."""
 
     identity: Identity
-    changes: Mapping[Network, Mapping[str, WeightDelta]]
+    deltas: Mapping[Network, Mapping[str, WeightDelta]]
     size_bytes: int
 
 
 @dataclass(frozen=True, slots=True)
 class _PeftConfig:
-    """What peft keeps beside a network's weights; alphas where kohya's files have tensors."""
+    """A network's peft configuration: alphas, for which kohya's files have tensors."""
 
     alpha: float | None
     alphas: Mapping[str, float]
     by_root: bool
 
     def alpha_of(self, path: str) -> float | None:
-        """That of the first name which the layer's path ends with, or is where it begins with ^."""
+        """The alpha of the first pattern that is the path's end, or with ^ the whole path."""
         whole = (path, f"text_model.{path}")  # transformers 5.6 dropped the level
         for name, alpha in self.alphas.items():
             bare = name.removeprefix("^")
@@ -54,11 +61,10 @@ class _PeftConfig:
 
 
 def identify(lora: contract.Lora) -> Identity:
-    """What tells this file from another one in its place.
+    """Identifies the file's content.
 
     Raises:
-        TransientError: it cannot be read, or is not there (any more: it was when its name was
-        looked up).
+        TransientError: it cannot be read, or was evicted from the disk meanwhile.
     """
     try:
         status = lora.path.stat()
@@ -71,41 +77,41 @@ def read_lora(lora: contract.Lora, identity: Identity, layers: Layers) -> LoraFi
     """Reads and checks one file.
 
     Raises:
-        UnusableFileError: it is no LoRA, or none for this model; names the file.
+        UnusableFileError: it is not a LoRA, or not one for this model; names the file.
         TransientError: it could not be read.
     """
     tensors, metadata = _read_tensors(lora)
     configs = _peft_configs(lora, metadata)
-    parts: dict[Place, dict[str, torch.Tensor]] = {}
-    for key, tensor in sorted(tensors.items()):  # the file's own order changes with each reading
+    by_layer: dict[LayerId, dict[str, torch.Tensor]] = {}
+    for key, tensor in sorted(tensors.items()):  # safetensors' order changes with each reading
         if kind := unsupported_kind(key):
             raise errors.UnusableFileError(
                 f"the LoRA {lora.name!r} is {kind} ({key!r}), which is not supported"
             )
         split = split_key(key)
-        place = layers.find(split[0]) if split else None
-        if split is None or place is None:
-            raise _unfit(lora, tensors, metadata, f"nothing here answers to its {key!r}")
+        layer = layers.find(split[0]) if split else None
+        if split is None or layer is None:
+            raise _unfit(lora, tensors, metadata, f"unknown key {key!r}")
         if not tensor.is_floating_point() or not tensor.float().isfinite().all():
             raise errors.UnusableFileError(
-                f"the LoRA {lora.name!r} is damaged: {key!r} holds NaN, infinity or no numbers"
+                f"the LoRA {lora.name!r} is damaged: {key!r} holds NaN, infinity or integers"
             )
-        if split[1] in parts.setdefault(place, {}):
-            raise _unfit(lora, tensors, metadata, f"it has {key!r} under another name, too")
-        parts[place][split[1]] = tensor
-    changes: dict[Network, dict[str, WeightDelta]] = {network: {} for network in get_args(Network)}
-    for (network, path), found in parts.items():
+        if split[1] in by_layer.setdefault(layer, {}):
+            raise _unfit(lora, tensors, metadata, f"it has {key!r} twice, under two names")
+        by_layer[layer][split[1]] = tensor
+    deltas: dict[Network, dict[str, WeightDelta]] = {network: {} for network in get_args(Network)}
+    for (network, path), found in by_layer.items():
         config, shape = configs[network], layers.shapes[network, path]
         try:
-            change = make_change(found, config.alpha_of(path), by_root=config.by_root)
-            # Worked out on shapes alone: where that succeeds, it does so with the numbers, too.
-            change.delta(torch.empty(shape, device="meta"))
+            delta = make_delta(found, config.alpha_of(path), by_root=config.by_root)
+            # On the meta device, which checks the shapes and computes nothing.
+            delta.compute(torch.empty(shape, device="meta"))
         except (ValueError, RuntimeError, IndexError, TypeError) as error:
-            shapes = ", ".join(f"{part} {list(tensor.shape)}" for part, tensor in found.items())
+            shapes = ", ".join(f"{name} {list(tensor.shape)}" for name, tensor in found.items())
             reason = f"for {network} {path}, of shape {list(shape)}, it has {shapes}"
             raise _unfit(lora, tensors, metadata, reason) from error
-        changes[network][path] = change
-    return LoraFile(identity, changes, sum(tensor.nbytes for tensor in tensors.values()))
+        deltas[network][path] = delta
+    return LoraFile(identity, deltas, sum(tensor.nbytes for tensor in tensors.values()))
 
 
 def _unfit(
@@ -128,9 +134,9 @@ def _unreadable(lora: contract.Lora, error: OSError) -> errors.TransientError:
 
 
 def _read_tensors(lora: contract.Lora) -> tuple[dict[str, torch.Tensor], dict[str, str]]:
-    """The file's tensors and the texts of its header.
+    """The file's tensors and the metadata of its header.
 
-    Read whole, not mapped: a file that is cut short while it is mapped kills the process.
+    Read, not mapped: a mapped file that is truncated meanwhile kills the process.
     """
     try:
         content = lora.path.read_bytes()
@@ -139,9 +145,9 @@ def _read_tensors(lora: contract.Lora) -> tuple[dict[str, torch.Tensor], dict[st
         raise _unreadable(lora, error) from error
     except SafetensorError as error:
         raise errors.UnusableFileError(
-            f"the LoRA {lora.name!r} is no complete .safetensors file: {error}"
+            f"the LoRA {lora.name!r} is not a complete .safetensors file: {error}"
         ) from error
-    except KeyError as error:  # a type of numbers that safetensors knows and torch has not
+    except KeyError as error:  # a number type that safetensors has and torch lacks
         raise errors.UnusableFileError(
             f"the LoRA {lora.name!r} holds numbers of the type {error}, which is not supported"
         ) from error
@@ -153,7 +159,7 @@ def _read_tensors(lora: contract.Lora) -> tuple[dict[str, torch.Tensor], dict[st
 
 
 def _peft_configs(lora: contract.Lora, metadata: Mapping[str, str]) -> dict[Network, _PeftConfig]:
-    """Each network's configuration of peft: diffusers keeps it in the header."""
+    """Each network's peft configuration, which diffusers writes into the header."""
     configs: dict[Network, _PeftConfig] = {}
     try:
         stated: dict[str, Any] = json.loads(metadata.get("lora_adapter_metadata", "{}"))
@@ -181,15 +187,15 @@ def _peft_configs(lora: contract.Lora, metadata: Mapping[str, str]) -> dict[Netw
 
 def _finite(alpha: Any) -> float:
     if not math.isfinite(number := float(alpha)):
-        raise ValueError(f"{alpha!r} is no alpha")
+        raise ValueError(f"{alpha!r} is not a valid alpha")
     return number
 
 
 def _layer_name(pattern: str) -> str:
-    """A key of peft's alpha_pattern: a regular expression there, in practice a layer's name.
+    """A key of peft's alpha_pattern: formally a regular expression, in practice a layer's name.
 
-    Matched as one, it could be written to take years, with all other threads waiting.
+    Never matched as an expression: a malicious one could block all threads for years.
     """
     if not re.fullmatch(r"\^?[\w.]+", pattern):
-        raise ValueError(f"{pattern[:80]!r} in its alpha_pattern is no layer's name")
+        raise ValueError(f"{pattern[:80]!r} in its alpha_pattern is not a layer's name")
     return pattern

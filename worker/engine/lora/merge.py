@@ -1,8 +1,7 @@
-"""LoRAs on the model: merged into its weights for as long as a batch needs them.
+"""Merges LoRAs of any kind into a model's weights, where they cost nothing per UNet call.
 
-Every merge starts from the checkpoint's own weights, kept beside: taking a change out again by
-subtraction would leave its rounding behind, and the next image with it. Merged, a LoRA costs
-nothing while an image is drawn, and all kinds of it are one.
+Every merge starts from a copy of the checkpoint's own weights: subtracting a change would leave its
+rounding in the next image.
 """
 
 from __future__ import annotations
@@ -15,12 +14,12 @@ from torch import nn
 
 from worker.engine.lora.file import LoraFile
 from worker.engine.lora.formats import WeightDelta
-from worker.engine.lora.names import Network, Place, adaptable_layers
+from worker.engine.lora.names import LayerId, Network, adaptable_layers
 
 
 @dataclass(frozen=True, slots=True)
-class Applied:
-    """A LoRA and how strongly it changes each network."""
+class AppliedLora:
+    """A LoRA and its strength on each network."""
 
     file: LoraFile
     weights: Mapping[Network, float]
@@ -30,52 +29,67 @@ class Applied:
         return (self.file.identity, *sorted(self.weights.items()))
 
 
+def key_of(loras: Sequence[AppliedLora]) -> tuple[object, ...]:
+    """Identifies LoRAs and their strengths."""
+    return tuple(lora.key for lora in loras)
+
+
+def restrict(loras: Sequence[AppliedLora], network: Network) -> tuple[AppliedLora, ...]:
+    """The LoRAs that change one network, with strength 0 on the other."""
+    others: dict[Network, float] = {"unet": 0.0, "text_encoder": 0.0}
+    return tuple(
+        AppliedLora(lora.file, {**others, network: weight})
+        for lora in loras
+        if (weight := lora.weights[network]) and lora.file.deltas[network]
+    )
+
+
 class Merger:
-    """The weights of one model; used by the GPU's thread alone."""
+    """The weights of one model; for the engine's thread only."""
 
     def __init__(self, unet: nn.Module, text_encoder: nn.Module) -> None:
         networks: dict[Network, nn.Module] = {"unet": unet, "text_encoder": text_encoder}
-        self._layers: dict[Place, nn.Linear | nn.Conv2d] = {
+        self._layers: dict[LayerId, nn.Linear | nn.Conv2d] = {
             (network, path): layer
             for network, module in networks.items()
             for path, layer in adaptable_layers(module).items()
         }
         # Of the layers that some LoRA has changed so far: at worst, the two networks once more.
-        self._originals: dict[Place, torch.Tensor] = {}
-        self._merged: set[Place] = set()
+        self._originals: dict[LayerId, torch.Tensor] = {}
+        self._merged: set[LayerId] = set()
         self._active: tuple[object, ...] | None = ()
 
     @torch.no_grad()
-    def activate(self, loras: Sequence[Applied]) -> None:
-        """Makes the model the base model plus just these LoRAs; without any, exactly the base."""
-        key = tuple(applied.key for applied in loras)
+    def activate(self, loras: Sequence[AppliedLora]) -> None:
+        """Sets the weights to the checkpoint's plus these LoRAs; bit-exact without any."""
+        key = key_of(loras)
         if key == self._active:
             return
-        self._active = None  # until all is done: after a failure, nothing counts as merged
-        deltas: dict[Place, list[tuple[float, WeightDelta]]] = {}
-        for applied in loras:
-            for network, changes in applied.file.changes.items():
-                if weight := applied.weights[network]:
-                    for path, change in changes.items():
-                        deltas.setdefault((network, path), []).append((weight, change))
-        for place in self._merged - deltas.keys():
-            self._layers[place].weight.copy_(self._originals[place])
+        self._active = None  # unknown until it is done: it may fail halfway
+        deltas: dict[LayerId, list[tuple[float, WeightDelta]]] = {}
+        for lora in loras:
+            for network, by_path in lora.file.deltas.items():
+                if weight := lora.weights[network]:
+                    for path, delta in by_path.items():
+                        deltas.setdefault((network, path), []).append((weight, delta))
+        for layer in self._merged - deltas.keys():
+            self._layers[layer].weight.copy_(self._originals[layer])
         self._merged = self._merged & deltas.keys()
-        for place, weighted in deltas.items():
-            self._merge(place, weighted)
+        for layer, weighted in deltas.items():
+            self._merge(layer, weighted)
         self._active = key
 
     def close(self) -> None:
-        """Frees the weights that were kept; the model is not to be used any more."""
+        """Frees the copies of the original weights; the model can no longer be used."""
         self._originals.clear()
 
-    def _merge(self, place: Place, weighted: Sequence[tuple[float, WeightDelta]]) -> None:
-        weight = self._layers[place].weight
-        if place not in self._originals:
-            self._originals[place] = weight.clone()
-        original = self._originals[place].float()
+    def _merge(self, layer: LayerId, weighted: Sequence[tuple[float, WeightDelta]]) -> None:
+        weight = self._layers[layer].weight
+        if layer not in self._originals:
+            self._originals[layer] = weight.clone()
+        original = self._originals[layer].float()
         merged = original.clone()
-        for strength, change in weighted:
-            merged += strength * change.delta(original)
-        self._merged.add(place)
+        for strength, delta in weighted:
+            merged += strength * delta.compute(original)
+        self._merged.add(layer)
         weight.copy_(merged)

@@ -1,8 +1,8 @@
-"""The names of LoRA files: which layer of the model a key means, and which part of its change.
+"""The keys of LoRA files: which layer of the model, and which tensor of its change.
 
-Three spellings of the same thing are in use: kohya's (`lora_unet_..._to_q.lora_down.weight`),
-diffusers' (`unet....to_q.lora.down.weight`, and older ones) and peft's (`....lora_A.weight`).
-LyCORIS uses kohya's for its kinds, too.
+Three naming schemes are in use: kohya's (`lora_unet_..._to_q.lora_down.weight`), diffusers'
+(`unet....to_q.lora.down.weight`, and older ones) and peft's (`....lora_A.weight`). LyCORIS uses
+kohya's for its own kinds.
 """
 
 from __future__ import annotations
@@ -15,12 +15,11 @@ import torch
 from torch import nn
 
 Network = Literal["unet", "text_encoder"]
-Place = tuple[Network, str]
-"""A layer: its network, and its path there."""
+LayerId = tuple[Network, str]
+"""A layer's network and its path there."""
 
-#: What follows the layer's name in a key, and the part's name with us. Where two kinds have parts
-#: of one meaning, the first of the names stands for both.
-_PARTS = {
+#: What follows the layer's name in a key, and our name of the tensor.
+_TENSORS = {
     r"\.alpha": "alpha",
     r"(?:\.lora_down|\.lora_A|\.lora(?:_linear_layer)?\.down|_lora\.down)\.weight": "down",
     r"(?:\.lora_up|\.lora_B|\.lora(?:_linear_layer)?\.up|_lora\.up)\.weight": "up",
@@ -31,9 +30,9 @@ _PARTS = {
     r"\.dora_scale": "dora_scale",
     r"\.lora_magnitude_vector(?:\.weight)?": "magnitude",
 }
-_PARTS_BY_PATTERN = [(re.compile(f"(.+?){ending}"), part) for ending, part in _PARTS.items()]
+_TENSORS_BY_PATTERN = [(re.compile(f"(.+?){ending}"), name) for ending, name in _TENSORS.items()]
 
-#: Kinds whose keys are known, and nothing more.
+#: Kinds that are recognised by their keys, but not supported.
 _UNSUPPORTED_KINDS = (
     (re.compile(r".+\.(oft_blocks|oft_diag|oft_R(\.weight)?)"), "an OFT or BOFT"),
     (re.compile(r".+\.on_input"), "an IA3"),
@@ -49,7 +48,7 @@ _MODELS_BY_KEY = (
     (re.compile(r".*(double_blocks|single_blocks|single_transformer_blocks)[._]"), "Flux"),
     (re.compile(r".*joint_blocks[._]"), "SD3"),
 )
-#: The start of what trainers write into the header.
+#: Prefixes of what trainers write into the header.
 _MODELS_BY_METADATA = {
     "ss_base_model_version": {
         "sd_v2": "SD2",
@@ -64,17 +63,17 @@ _MODELS_BY_METADATA = {
         "flux": "Flux",
     },
 }
-#: SD2's LoRAs have the names of SD1's layers; what tells them apart is the text's width.
+#: SD2's LoRAs have SD1's layer names; only the text encoder's width differs.
 _MODELS_BY_WIDTH = {768: "SD1", 1024: "SD2", 2048: "SDXL"}
 _TEXT_KEY = re.compile(r".*attn2[._]to_[kv]\.lora(_down|_A|\.down)\.weight")
 
 
 class Layers:
-    """The layers of a model that LoRAs can change, under every name that files give them."""
+    """The layers of a model that LoRAs can change, by every name that files use."""
 
     def __init__(self, unet: nn.Module, text_encoder: nn.Module) -> None:
-        self.shapes: dict[Place, torch.Size] = {}
-        self._by_name: dict[str, Place] = {}
+        self.shapes: dict[LayerId, torch.Size] = {}
+        self._by_name: dict[str, LayerId] = {}
         for path, layer in adaptable_layers(unet).items():
             self.shapes["unet", path] = layer.weight.shape
             for name in {path, path.removesuffix(".0")}:  # `to_out.0` was once `to_out`
@@ -82,7 +81,7 @@ class Layers:
             self._name("unet", path, "lora_unet_" + path.replace(".", "_"))
         for path, layer in adaptable_layers(text_encoder).items():
             self.shapes["text_encoder", path] = layer.weight.shape
-            # transformers 5.6 dropped the level; files have it, or not.
+            # transformers 5.6 dropped the level; files may have it.
             short = path.removeprefix("text_model.")
             old = re.sub(r"\b(?:([qkv])_proj|(out)_proj)$", r"to_\1\2", short)
             for name in {short, old, f"text_model.{short}", f"text_model.{old}"}:
@@ -94,14 +93,14 @@ class Layers:
         for name in names:
             self._by_name[name] = (network, path)
 
-    def find(self, name: str) -> Place | None:
-        """The network and the path of a layer, by the name that a LoRA file gives it."""
+    def find(self, name: str) -> LayerId | None:
+        """The layer that a LoRA file calls *name*."""
         plain = name.removeprefix("base_model.model.").replace(".processor.", ".")
         return self._by_name.get(plain)
 
 
 def adaptable_layers(network: nn.Module) -> dict[str, nn.Linear | nn.Conv2d]:
-    """The layers that LoRAs can change, by their paths."""
+    """The layers that LoRAs can change, by path."""
     return {
         path: module
         for path, module in network.named_modules()
@@ -110,21 +109,21 @@ def adaptable_layers(network: nn.Module) -> dict[str, nn.Linear | nn.Conv2d]:
 
 
 def split_key(key: str) -> tuple[str, str] | None:
-    """The layer's name and the part of its change, or None where the key has neither."""
+    """The layer's name and the tensor's, or None if the key has no known suffix."""
     plain = re.sub(r"\.default(?=\.weight$|$)", "", key)
-    for pattern, part in _PARTS_BY_PATTERN:
+    for pattern, name in _TENSORS_BY_PATTERN:
         if match := pattern.fullmatch(plain):
-            return match[1], match.expand(part)
+            return match[1], match.expand(name)
     return None
 
 
 def unsupported_kind(key: str) -> str | None:
-    """What a key belongs to, with its article, where that is known and not supported."""
+    """The unsupported kind that a key belongs to, with its article, or None."""
     return next((kind for pattern, kind in _UNSUPPORTED_KINDS if pattern.fullmatch(key)), None)
 
 
 def made_for(shapes: Mapping[str, Iterable[int]], metadata: Mapping[str, str]) -> str | None:
-    """The model that a file was made for, where its header, keys or shapes tell."""
+    """The model a file was made for, if its header, keys or shapes show it."""
     for field, models in _MODELS_BY_METADATA.items():
         stated = metadata.get(field, "")
         for start, model in models.items():

@@ -1,8 +1,8 @@
-"""Linear layers of which each slot can have weights of its own.
+"""Linear layers with shared weights, and a copy per slot.
 
-A slot's weights are the checkpoint's with its LoRAs merged in, so what a LoRA costs in a call is
-that its slot's weights are read; its rank costs nothing. Against two thin products a layer for the
-low-rank term, whose inputs and outputs are as wide as the layer's, it moves a tenth of the memory.
+A slot's weights are the checkpoint's with its LoRAs merged in, so a call only has to read more
+weights, whatever the LoRAs' rank. Two thin products per layer for the low-rank term would move ten
+times the memory, since their inputs and outputs are as wide as the layer's.
 """
 
 from __future__ import annotations
@@ -13,17 +13,17 @@ import torch
 import torch.nn.functional as F  # noqa: N812 - its name everywhere
 from torch import nn
 
-#: A change of weights as low-rank factors: up [..., out, rank], down [..., rank, in].
+#: A low-rank weight change: up [..., out, rank] and down [..., rank, in].
 Factors = tuple[torch.Tensor, torch.Tensor]
 
-#: Layers of one shape (out, in) and use, whose weights lie side by side: merged as one product.
+#: Use, out and in: layers of one shape, whose weights are stacked so that one product merges them.
 Group = tuple[str, int, int]
 
 
 class SlotLinear(nn.Module):
-    """Linear or 1x1 layers of one input and shape, as one product.
+    """Linear or 1x1 layers of one shape and the same input, as one product.
 
-    The layers keep their weights, as parts of this one's: what is merged into them is merged here.
+    The layers' weights become views of this one's: merging into them merges here.
     """
 
     weight: torch.Tensor
@@ -31,7 +31,7 @@ class SlotLinear(nn.Module):
     slots: torch.Tensor
 
     def __init__(self, layers: Mapping[str, nn.Module]) -> None:
-        """*layers* by path. The weights are there once a `WeightStack` has them."""
+        """*layers* by path; a `WeightStack` sets the weights."""
         super().__init__()
         self.layers = dict(layers)
         biases = [_parameter(layer, "bias") for layer in layers.values() if layer.bias is not None]
@@ -40,21 +40,20 @@ class SlotLinear(nn.Module):
         self.register_buffer("bias", bias, persistent=False)
         self.register_buffer("slots", None, persistent=False)
 
-    def forward(self, x: torch.Tensor, by_slot: bool) -> torch.Tensor:
-        """From x [slots, tokens of both rows, in]; *by_slot* by each slot's own weights."""
-        if not by_slot and not torch.compiler.is_compiling():
+    def forward(self, x: torch.Tensor, per_slot: bool) -> torch.Tensor:
+        """[slots, tokens of both rows, in] to [..., out], with shared or per-slot weights."""
+        if not per_slot and not torch.compiler.is_compiling():
             return F.linear(x, self.weight, self.bias)
-        if by_slot:
+        if per_slot:
             product = torch.bmm(x, self.slots[: len(x)].transpose(1, 2))
         else:
             product = F.linear(x, self.weight)
-        # Compiled, the bias is added on the way to whatever follows, and products without one have
-        # the faster kernels.
+        # Compiled, the bias is fused into what follows; products without one are faster.
         return product if self.bias is None else product + self.bias
 
 
 class WeightStack:
-    """The weights of all layers of a group, the shared ones and each slot's."""
+    """The weights of a group's layers: the shared ones, and each slot's."""
 
     def __init__(self, linears: Sequence[SlotLinear]) -> None:
         self.paths = [path for linear in linears for path in linear.layers]
@@ -70,13 +69,13 @@ class WeightStack:
         self.resize(0)
 
     def resize(self, slots: int) -> None:
-        """Makes room for the weights of *slots* slots; what they had is gone."""
+        """Allocates zero weights for *slots* slots."""
         self._own = self.shared.new_zeros((slots, *self.shared.shape))
         for linear, part in self._parts():
             linear.slots = self._own[:, part].flatten(1, 2)
 
     def load(self, slot: int, factors: Factors | None) -> None:
-        """Gives a slot the shared weights, and on top a change of all layers."""
+        """Sets a slot to the shared weights, plus a change of all layers."""
         if factors is None:
             self._own[slot].copy_(self.shared)
         else:
@@ -91,12 +90,12 @@ class WeightStack:
 
 def stack_by_shape(use: str, linears: Iterable[SlotLinear]) -> dict[Group, WeightStack]:
     """Groups *linears* by the shape of their layers."""
-    alike: dict[Group, list[SlotLinear]] = {}
+    by_shape: dict[Group, list[SlotLinear]] = {}
     for linear in linears:
         shapes = {_parameter(layer, "weight").flatten(1).shape for layer in linear.layers.values()}
         ((outer, inner),) = shapes
-        alike.setdefault((use, outer, inner), []).append(linear)
-    return {group: WeightStack(members) for group, members in alike.items()}
+        by_shape.setdefault((use, outer, inner), []).append(linear)
+    return {group: WeightStack(members) for group, members in by_shape.items()}
 
 
 def _parameter(layer: nn.Module, name: str) -> torch.Tensor:

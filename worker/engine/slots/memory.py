@@ -1,70 +1,60 @@
-"""How many slots a GPU has room for."""
+"""The number of slots that fit a GPU's memory."""
 
 from __future__ import annotations
 
 import logging
 from collections.abc import Callable
-from dataclasses import dataclass
 
 import torch
 
 log = logging.getLogger(__name__)
 
-#: Above 16, SD1.5 at 512x512 gains nothing any more on the fastest card measured (14.3 images a
-#: second at 16, 14.5 at 32), while each slot costs 0.5 GB and every image waits longer.
-MOST_SLOTS = 16
+#: Above 16, SD1.5 at 512x512 gains nothing on the fastest card measured (14.3 images/s at 16, 14.5
+#: at 32), while each slot costs 0.5 GB and every image takes longer.
+MAX_SLOTS = 16
 
-#: Images that the VAE decodes in one call at most; it is as fast with four as with more.
-MOST_DECODED = 4
+#: Images per VAE call; four are as fast as more.
+MAX_DECODED = 4
 
-#: Of the free memory, for the VAE: a decoding slot for each further image costs a drawing one.
+#: The VAE's share of the free memory: room for another image there costs a slot.
 _DECODING_SHARE = 0.125
 
-#: On a CPU, rows side by side gain little; a few keep a small model's cores busy.
+#: On a CPU, parallel rows gain little; a few keep a small model's cores busy.
 CPU_SLOTS = 4
 
-#: Left free, of what is free at the start: fragments, libraries' work space, other sizes.
+#: Share of the free memory left for fragments, libraries' work space and other image sizes.
 _MARGIN = 0.12
 
 
-@dataclass(frozen=True, slots=True)
-class Room:
-    """What a GPU's memory holds beside the model: at least one of each."""
-
-    slots: int
-    decoded: int
-    """Images decoded in one call."""
-
-
-def find_room(
+def fit(
     device: torch.device, slot_bytes: int, run: Callable[[], None], decode: Callable[[], None]
-) -> Room:
-    """Measures the room beside the model.
+) -> tuple[int, int]:
+    """Slots, and images per VAE call, that fit beside the model; at least one of each.
 
-    *slot_bytes* is what a slot holds for good; *run* ticks one slot and *decode* decodes one
-    image, so that what they take for a moment is measured.
+    *slot_bytes* is what a slot holds for good; *run* is a tick of one slot and *decode* a VAE call
+    with one image, whose peak memory is measured.
     """
     tick_bytes, decode_bytes = (_peak_bytes(device, work) for work in (run, decode))
     free = free_bytes(device)
-    decoded = max(1, min(MOST_DECODED, int(free * _DECODING_SHARE // decode_bytes)))
+    decoded = max(1, min(MAX_DECODED, int(free * _DECODING_SHARE // decode_bytes)))
     room = free * (1 - _MARGIN) - decoded * decode_bytes
-    slots = max(1, min(MOST_SLOTS, int(room // (slot_bytes + tick_bytes))))
+    slots = max(1, min(MAX_SLOTS, int(room // (slot_bytes + tick_bytes))))
     log.info(
-        "%d slots, %d images decoded at once: %.2f GiB are free; a slot takes %.2f, its tick %.2f,"
-        " an image's decoding %.2f",
+        "%d slots, %d images per VAE call: %.2f GiB free; a slot takes %.2f GiB, its tick %.2f GiB,"
+        " decoding an image %.2f GiB",
         slots,
         decoded,
         *(size / 2**30 for size in (free, slot_bytes, tick_bytes, decode_bytes)),
         extra={"action": "slots_chosen", "slots": slots},
     )
-    return Room(slots, decoded)
+    return slots, decoded
 
 
 def free_bytes(device: torch.device) -> int:
-    """What torch may still take: free on the card, within the limit set for this process."""
+    """What torch may still allocate: free on the card, within this process' limit."""
     torch.cuda.empty_cache()
     free, total = torch.cuda.mem_get_info(device)
-    # Not in every torch that is supported; there, a limit shows as memory that runs out.
+    # Missing in older supported versions of torch; there, a limit only shows as out of memory.
     fraction = getattr(torch.cuda, "get_per_process_memory_fraction", lambda _: 1.0)
     limit = total * fraction(device)
     return int(min(free, limit - torch.cuda.memory_allocated(device)))

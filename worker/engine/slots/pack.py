@@ -1,7 +1,7 @@
-"""LoRAs as data: a job's changes of one network, packed into one tensor that is copied at once.
+"""LoRAs as data: a job's weight changes in one network, packed into one tensor for one copy.
 
-Only changes of low rank on layers that slots can have of their own; other kinds (LoHa, LoKr, DoRA,
-changes of convolutions, too high a rank) are merged into the shared weights, see `lora.py`.
+Only low-rank changes of layers that slots can hold; others (LoHa, LoKr, DoRA, convolutions, too
+high a rank) are merged into the shared weights (`lora/merge.py`).
 """
 
 from __future__ import annotations
@@ -13,24 +13,24 @@ from dataclasses import dataclass
 import torch
 from torch import nn
 
-from worker.engine.lora import merge
 from worker.engine.lora.formats import WeightDelta
+from worker.engine.lora.merge import AppliedLora
 from worker.engine.lora.names import Network, adaptable_layers
 from worker.engine.slots.linear import Factors, Group
 
-#: Matrix products need their operands at multiples of 16 bytes to run at full speed.
+#: Matrix products run at full speed only on operands that are multiples of 16 bytes.
 _ALIGNMENT = 8
 
 
 @dataclass(frozen=True, slots=True)
-class Packed:
-    """The low-rank changes of one network, in one tensor: page-locked where it goes to a GPU."""
+class PackedLoras:
+    """The low-rank changes of one network in one flat tensor, page-locked for copies to a GPU."""
 
     flat: torch.Tensor
     shapes: Mapping[Group, tuple[int, int, int, int]]
-    """Of the groups that are changed: layers, out, rank, in. All ups of a group, all its downs."""
-    places: Mapping[str, tuple[Group, int]]
-    """By layer that is changed: its group, its place there. Other layers' factors are zero."""
+    """Layers, out, rank and in of each changed group; a group's ups come before its downs."""
+    positions: Mapping[str, tuple[Group, int]]
+    """The group of each changed layer, and its index there; other layers' factors are zero."""
 
     def by_group(self, flat: torch.Tensor) -> dict[Group, Factors]:
         """Views [layers, out, rank] and [layers, rank, in] of *flat*, a copy on any device."""
@@ -43,47 +43,37 @@ class Packed:
         return factors
 
     def by_layer(self, flat: torch.Tensor) -> dict[str, Factors]:
-        """The same for each layer that is changed, by path."""
+        """The same for each changed layer, by path."""
         groups = self.by_group(flat)
         return {
             path: (groups[group][0][at], groups[group][1][at])
-            for path, (group, at) in self.places.items()
+            for path, (group, at) in self.positions.items()
         }
 
 
-def restrict(loras: Sequence[merge.Applied], network: Network) -> tuple[merge.Applied, ...]:
-    """What of some LoRAs changes one network; nothing of those that change the other alone."""
-    others: dict[Network, float] = {"unet": 0.0, "text_encoder": 0.0}
-    return tuple(
-        merge.Applied(applied.file, {**others, network: weight})
-        for applied in loras
-        if (weight := applied.weights[network]) and applied.file.changes[network]
-    )
-
-
 def pack(
-    loras: Sequence[merge.Applied],
+    loras: Sequence[AppliedLora],
     network: Network,
     groups: Mapping[Group, Sequence[str]],
     *,
     rank_capacity: int,
     dtype: torch.dtype,
     pinned: bool,
-) -> Packed | None:
-    """The changes of *loras*, their strengths included; None where they are not of low rank.
+) -> PackedLoras | None:
+    """The changes of *loras* at their strengths; None if they are not of low rank.
 
-    *groups* are the paths of the layers that may be changed.
+    *groups* are the paths of the layers that slots can hold.
     """
     known = {path: (group, at) for group, paths in groups.items() for at, path in enumerate(paths)}
     weighted: dict[str, list[tuple[float, WeightDelta]]] = {}
     ranks: dict[Group, int] = {}
-    for applied in loras:
-        for path, change in applied.file.changes[network].items():
-            if path not in known or change.parts.keys() != {"down", "up"}:
+    for lora in loras:
+        for path, delta in lora.file.deltas[network].items():
+            if path not in known or delta.tensors.keys() != {"down", "up"}:
                 return None
-            weighted.setdefault(path, []).append((applied.weights[network], change))
-    for path, changes in weighted.items():
-        rank = sum(len(change.parts["down"]) for _, change in changes)
+            weighted.setdefault(path, []).append((lora.weights[network], delta))
+    for path, deltas in weighted.items():
+        rank = sum(len(delta.tensors["down"]) for _, delta in deltas)
         if rank > rank_capacity:
             return None
         group, _ = known[path]
@@ -95,22 +85,22 @@ def pack(
     }
     size = sum(layers * (outer + inner) * rank for layers, outer, rank, inner in shapes.values())
     flat = torch.zeros(size, dtype=dtype, pin_memory=pinned)
-    packed = Packed(flat, shapes, {path: known[path] for path in weighted})
+    packed = PackedLoras(flat, shapes, {path: known[path] for path in weighted})
     for path, (up, down) in packed.by_layer(flat).items():
         at = 0
-        for strength, change in weighted[path]:
-            part = slice(at, at + len(change.parts["down"]))
-            source = change.parts["up"].flatten(1)
-            # Rounded once, and without a detour where the file has the type that is wanted.
+        for strength, delta in weighted[path]:
+            part = slice(at, at + len(delta.tensors["down"]))
+            source = delta.tensors["up"].flatten(1)
+            # Rounded once, and not at all where the file has the wanted type.
             source = source if source.dtype == dtype else source.float()
-            torch.mul(source, strength * change.scale, out=up[:, part])
-            down[part] = change.parts["down"].flatten(1)
+            torch.mul(source, strength * delta.scale, out=up[:, part])
+            down[part] = delta.tensors["down"].flatten(1)
             at = part.stop
     return packed
 
 
 def group_by_shape(network: nn.Module) -> dict[Group, list[str]]:
-    """The linear layers of a network that LoRAs may change, by their shape."""
+    """The linear layers of a network that LoRAs can change, by shape."""
     groups: dict[Group, list[str]] = {}
     for path, layer in adaptable_layers(network).items():
         if isinstance(layer, nn.Linear):
@@ -120,7 +110,7 @@ def group_by_shape(network: nn.Module) -> dict[Group, list[str]]:
 
 
 class TextEncoderLoras:
-    """Merges packed LoRAs into a text encoder for as long as some prompts are encoded."""
+    """Merges packed LoRAs into a text encoder while some prompts are encoded."""
 
     def __init__(self, text_encoder: nn.Module) -> None:
         self._weights = {
@@ -133,7 +123,7 @@ class TextEncoderLoras:
 
     @contextlib.contextmanager
     def merged(self, factors: Mapping[str, Factors]) -> Iterator[None]:
-        """Puts the weights back from a copy: taking a change out again would leave its rounding."""
+        """Restores the weights from a copy: subtracting a change would leave its rounding."""
         changed = [self._weights[path] for path in factors]
         for path in factors.keys() - self._originals.keys():
             self._originals[path] = self._weights[path].clone()

@@ -1,9 +1,11 @@
-"""What is done to a request away from the GPU: checked, its prompts cut up, its LoRAs read."""
+"""The work on a request away from the GPU: checks, tokens, sampler schedule, LoRAs packed."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+
+import torch
 
 from imagefleet import errors
 from imagefleet.job import chunks
@@ -11,55 +13,87 @@ from worker.engine import contract, sampler, text
 from worker.engine.checkpoint import Checkpoint
 from worker.engine.lora import cache, merge, names
 from worker.engine.lora import file as lora_file
+from worker.engine.slots import pack
+from worker.engine.slots.linear import Group
+from worker.engine.slots.mode import LoraKey
 
-#: Each LoRA of an image is held in memory while it is drawn.
+#: Prompt chunks in the context of ordinary calls. A prompt of one chunk is repeated, which changes
+#: nothing in a softmax: no token needs a mask, which takes a third of cross-attention's time. Jobs
+#: with longer prompts share calls among themselves only.
+PLAIN_CHUNKS = 2
+
+PLAIN_TOKENS = PLAIN_CHUNKS * text.CONTEXT_TOKENS
+
+#: Longer contexts are multiples of this: masks need it, and there are fewer shapes.
+_TOKENS_ALIGNMENT = 8
+
+#: Per image: each is held in memory while it is drawn.
 _MAX_LORAS = 16
+
+#: LoRA files in memory: some 75 of rank 32.
+LORA_CACHE_BYTES = 2 * 1024**3
+
+#: LoRAs of a higher rank, those of one image added up, are merged into the shared weights: packed
+#: in page-locked memory for every job held, they would take more of the host's memory.
+RANK_CAPACITY = 64
+
+#: The layers of each network whose LoRAs can be packed.
+Groups = Mapping[names.Network, Mapping[Group, Sequence[str]]]
 
 
 @dataclass(frozen=True, slots=True)
-class Prepared:
-    """A request that an engine can begin at once."""
+class PreparedRequest:
+    """A request that the engine can start at once."""
 
     request: contract.ImageRequest
     prompt: tuple[chunks.Chunk, ...]
     negative_prompt: tuple[chunks.Chunk, ...]
-    loras: tuple[merge.Applied, ...]
     schedule: sampler.Schedule
+    loras: tuple[merge.AppliedLora, ...]
+    unet_loras: tuple[merge.AppliedLora, ...]
+    text_encoder_loras: tuple[merge.AppliedLora, ...]
+    unet_pack: pack.PackedLoras | None
+    """The UNet's LoRAs as low-rank factors; None if they must be merged instead."""
+    text_encoder_pack: pack.PackedLoras | None
 
     @property
-    def group(self) -> tuple[object, ...]:
-        """What two requests must have in common to share a call."""
-        request = self.request
-        loras = tuple(applied.key for applied in self.loras)
-        calls = len(self.schedule.table)
-        return (request.width, request.height, calls, request.clip_skip, loras)
+    def lora_key(self) -> LoraKey:
+        """What changes the UNet; () for nothing."""
+        return merge.key_of(self.unet_loras)
 
     @property
-    def text_loras(self) -> tuple[object, ...]:
-        """What is merged into the text encoder: many LoRAs change the UNet alone."""
-        return tuple(
-            (applied.file.identity, weight)
-            for applied in self.loras
-            if (weight := applied.weights["text_encoder"]) and applied.file.changes["text_encoder"]
-        )
-
-    @property
-    def pixels(self) -> int:
-        return self.request.width * self.request.height
+    def tokens(self) -> int:
+        """The context that its longer prompt needs."""
+        longest = max(len(self.prompt), len(self.negative_prompt))
+        if longest <= PLAIN_CHUNKS:
+            return PLAIN_TOKENS
+        tokens = longest * text.CONTEXT_TOKENS
+        return tokens + -tokens % _TOKENS_ALIGNMENT
 
 
 class RequestPreparer:
     """Prepares requests for one checkpoint; called from several threads."""
 
-    def __init__(self, checkpoint: Checkpoint, lora_cache_bytes: int) -> None:
+    def __init__(
+        self,
+        checkpoint: Checkpoint,
+        groups: Groups,
+        *,
+        lora_cache_bytes: int = LORA_CACHE_BYTES,
+        rank_capacity: int = RANK_CAPACITY,
+    ) -> None:
         self._checkpoint = checkpoint
+        self.groups = groups
+        self._rank_capacity = rank_capacity
+        self._dtype: torch.dtype = checkpoint.unet.dtype
+        self._pinned = checkpoint.unet.device.type == "cuda"
         self._tokenizer = text.Tokenizer(checkpoint.tokenizer)
         layers = names.Layers(checkpoint.unet, checkpoint.text_encoder)
         self._lora_cache = cache.LoraCache(layers, lora_cache_bytes)
 
     @property
     def default_size(self) -> tuple[int, int]:
-        """The checkpoint's own width and height in pixels."""
+        """The checkpoint's native width and height in pixels."""
         side = int(self._checkpoint.unet.config.sample_size) * self._checkpoint.vae_factor
         return side, side
 
@@ -67,17 +101,17 @@ class RequestPreparer:
     def lora_lookups(self) -> Mapping[str, int]:
         return self._lora_cache.lookups
 
-    def prepare(self, request: contract.ImageRequest) -> Prepared:
-        """Checks a request against this checkpoint, tokenises its prompts and reads its LoRAs.
+    def prepare(self, request: contract.ImageRequest) -> PreparedRequest:
+        """Checks a request, tokenises its prompts, reads its LoRAs and packs them.
 
         Raises:
-            JobError: this checkpoint cannot draw it, or a LoRA is missing or does not fit.
+            JobError: this checkpoint cannot draw it, or a LoRA does not fit.
             TransientError: a LoRA could not be read.
         """
         factor = self._checkpoint.vae_factor
         if request.width % factor or request.height % factor:
             raise errors.JobError(
-                f"{request.width}x{request.height} pixels are not to be had: both sides must be"
+                f"{request.width}x{request.height} pixels cannot be drawn: both sides must be"
                 f" multiples of {factor}"
             )
         layers = self._checkpoint.text_encoder.config.num_hidden_layers
@@ -91,25 +125,46 @@ class RequestPreparer:
             self._checkpoint.alphas_cumprod,
             self._checkpoint.prediction_type,
         )
-        return Prepared(
+        prompt = self._tokenizer.chunks(request.prompt)
+        negative_prompt = self._tokenizer.chunks(request.negative_prompt)
+        loras = self._read_loras(request.loras)
+        unet_loras = merge.restrict(loras, "unet")
+        text_encoder_loras = merge.restrict(loras, "text_encoder")
+        return PreparedRequest(
             request,
-            self._tokenizer.chunks(request.prompt),
-            self._tokenizer.chunks(request.negative_prompt),
-            self._read_loras(request.loras),
+            prompt,
+            negative_prompt,
             schedule,
+            loras,
+            unet_loras,
+            text_encoder_loras,
+            self._pack(unet_loras, "unet"),
+            self._pack(text_encoder_loras, "text_encoder"),
         )
 
-    def _read_loras(self, loras: Sequence[contract.Lora]) -> tuple[merge.Applied, ...]:
-        """A LoRA that is named twice counts twice; their order does not matter."""
+    def _read_loras(self, loras: Sequence[contract.Lora]) -> tuple[merge.AppliedLora, ...]:
+        """Adds up the weights of a LoRA that is named twice; the order does not matter."""
         if len(loras) > _MAX_LORAS:
-            raise errors.JobError(f"the prompt has {len(loras)} LoRAs; {_MAX_LORAS} at most")
+            raise errors.JobError(f"the prompt has {len(loras)} LoRAs; at most {_MAX_LORAS} work")
         files: dict[lora_file.Identity, lora_file.LoraFile] = {}
         weights: dict[lora_file.Identity, dict[names.Network, float]] = {}
-        for one in loras:
-            file = self._lora_cache.get(one)
+        for lora in loras:
+            file = self._lora_cache.get(lora)
             files[file.identity] = file
             sums = weights.setdefault(file.identity, {"unet": 0.0, "text_encoder": 0.0})
-            sums["unet"] += one.unet_weight
-            sums["text_encoder"] += one.text_encoder_weight
+            sums["unet"] += lora.unet_weight
+            sums["text_encoder"] += lora.text_encoder_weight
         effective = [identity for identity in sorted(files) if any(weights[identity].values())]
-        return tuple(merge.Applied(files[identity], weights[identity]) for identity in effective)
+        return tuple(merge.AppliedLora(files[each], weights[each]) for each in effective)
+
+    def _pack(
+        self, loras: Sequence[merge.AppliedLora], network: names.Network
+    ) -> pack.PackedLoras | None:
+        return pack.pack(
+            loras,
+            network,
+            self.groups[network],
+            rank_capacity=self._rank_capacity,
+            dtype=self._dtype,
+            pinned=self._pinned,
+        )

@@ -1,4 +1,4 @@
-"""Jobs on their way to a slot: which of them may share a call, and whose turn it is."""
+"""Jobs waiting for a slot: which of them may share a call, and which is next."""
 
 from __future__ import annotations
 
@@ -8,66 +8,25 @@ from typing import NamedTuple
 
 import torch
 
-from worker.engine import contract
-from worker.engine.lora import merge
-from worker.engine.slots import prepare
 from worker.engine.slots.linear import Factors, Group
-from worker.engine.slots.pack import Packed
-from worker.engine.text import CONTEXT_TOKENS
-
-#: Chunks of a prompt that ordinary calls have room for. A prompt of one chunk is there twice, which
-#: changes nothing that a softmax makes of it: no place has to be masked, a third of the time that
-#: attention to prompts takes. Jobs with longer ones share calls among themselves only.
-PLAIN_CHUNKS = 2
-
-PLAIN_TOKENS = PLAIN_CHUNKS * CONTEXT_TOKENS
-
-#: The shape of the other calls is a multiple of this: masks need it, and there are fewer shapes.
-_TOKENS_ALIGNMENT = 8
-
-
-@dataclass(frozen=True, slots=True)
-class SlotPrepared:
-    """A request with its LoRAs packed; None where they have to be merged instead."""
-
-    prepared: prepare.Prepared
-    unet_loras: tuple[merge.Applied, ...]
-    unet_changes: Packed | None
-    text_changes: Packed | None
-
-    @property
-    def request(self) -> contract.ImageRequest:
-        return self.prepared.request
-
-    @property
-    def lora_key(self) -> tuple[object, ...]:
-        """What the UNet is changed by; empty for nothing."""
-        return tuple(applied.key for applied in self.unet_loras)
-
-    @property
-    def tokens(self) -> int:
-        """What its longer prompt takes of the context."""
-        longest = max(len(self.prepared.prompt), len(self.prepared.negative_prompt))
-        if longest <= PLAIN_CHUNKS:
-            return PLAIN_TOKENS
-        tokens = longest * CONTEXT_TOKENS
-        return tokens + -tokens % _TOKENS_ALIGNMENT
+from worker.engine.slots.mode import LoraKey
+from worker.engine.slots.prepare import PLAIN_TOKENS, PreparedRequest
 
 
 class BatchKey(NamedTuple):
-    """What jobs must have in common to share calls; the slots hold jobs of one lane at a time."""
+    """What jobs must have in common to share calls; the slots hold jobs of one key at a time."""
 
     width: int
     height: int
     tokens: int
-    merged: tuple[object, ...] | None
-    """The LoRAs that have to be merged for it, where they have to."""
-    alone: int | None
-    """The ticket of a job that is suspected to break the calls of others."""
+    merged_loras: LoraKey | None
+    """The LoRAs that must be merged into the shared weights; None if slots can hold them."""
+    isolated: int | None
+    """The ticket of a job that runs alone, since it may be what breaks the calls of others."""
 
     @property
     def is_masked(self) -> bool:
-        """Whether prompts may end before the room for them does."""
+        """True if prompts may be shorter than the context."""
         return self.tokens != PLAIN_TOKENS
 
 
@@ -76,10 +35,11 @@ class Staged:
     """A job's data on the device, ready to be copied into a slot."""
 
     latents: torch.Tensor
+    """[4, height, width]"""
     vectors: torch.Tensor
-    """[2, tokens, width]: of the prompt and the negative prompt, filled up with zeros."""
+    """[2, tokens, width]: of the prompt and the negative prompt, padded with zeros."""
     mask: torch.Tensor | None
-    """[2, 1, 1, tokens]: what is added to the scores, in a masked lane."""
+    """[2, 1, 1, tokens], added to the attention scores; None for an unmasked batch key."""
     factors: dict[Group, Factors]
     generator: torch.Generator
 
@@ -89,57 +49,56 @@ class SlotJob:
     """One admitted request."""
 
     ticket: int
-    ready: SlotPrepared
+    prepared: PreparedRequest
     batch_key: BatchKey
-    overtaken: int = 0
+    overtakes: int = 0
     staged: Staged | None = None
     call: int = 0
     has_weights: bool = False
-    """Whether its slot holds its weights: while all are merged alike, it need not."""
+    """True once its slot holds its weights; not needed while the shared ones serve all slots."""
 
     @property
     def calls(self) -> int:
-        return len(self.ready.prepared.schedule.table)
+        """UNet calls from noise to image."""
+        return len(self.prepared.schedule.table)
 
     def restart(self) -> None:
-        """Back to its seed."""
+        """Back to the seed."""
         self.call, self.staged, self.has_weights = 0, None, False
 
 
 @dataclass(slots=True)
-class Waiting:
-    """Admitted jobs without a slot, the oldest first."""
+class SlotQueue:
+    """Admitted jobs without a slot, oldest first."""
 
     max_overtakes: int
-    """How often a job is overtaken at most by younger ones, those of a busier lane mostly."""
+    """Younger jobs, mostly of a more frequent batch key, that may go before a job."""
     jobs: list[SlotJob] = field(default_factory=list)
 
     def put_back(self, jobs: Iterable[SlotJob]) -> None:
         self.jobs[:0] = jobs
 
     def next_batch_key(self) -> BatchKey | None:
-        """The lane whose turn it is once all slots are free: that of the oldest job."""
+        """The oldest job's key: the next one once all slots are free."""
         return self.jobs[0].batch_key if self.jobs else None
 
-    def take(
-        self, batch_key: BatchKey, favoured: tuple[object, ...] | None = None
-    ) -> SlotJob | None:
-        """The next job of a lane, one with the LoRAs *favoured* if there is one.
+    def take(self, batch_key: BatchKey, preferred: LoraKey | None = None) -> SlotJob | None:
+        """Removes the next job of a batch key, one with the LoRAs *preferred* if there is one.
 
-        None where there is none, or none that may overtake the jobs before it.
+        None if there is no such job, or none that may overtake the jobs before it.
         """
         oldest: SlotJob | None = None
         for job in self.jobs:
             if job.batch_key == batch_key:
-                if favoured is None or job.ready.lora_key == favoured:
+                if preferred is None or job.prepared.lora_key == preferred:
                     return self._take(job)
                 oldest = oldest or job
-            if job.overtaken >= self.max_overtakes:
+            if job.overtakes >= self.max_overtakes:
                 break
         return self._take(oldest) if oldest else None
 
     def _take(self, job: SlotJob) -> SlotJob:
         at = self.jobs.index(job)
         for older in self.jobs[:at]:
-            older.overtaken += 1
+            older.overtakes += 1
         return self.jobs.pop(at)

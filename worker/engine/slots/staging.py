@@ -1,7 +1,7 @@
-"""Brings jobs to the device before a slot is free for them, beside the ticks.
+"""Copies jobs to the device before a slot is free for them, concurrently with the ticks.
 
-On a stream of its own: encoding a prompt waits for the device here and there (its tokens are
-copied, its weighted vectors checked), and so waits for this stream alone, never for the ticks.
+It uses a separate stream: encoding a prompt synchronises (its tokens are copied, its weighted
+vectors checked), so it waits for this stream only, never for the ticks.
 """
 
 from __future__ import annotations
@@ -15,15 +15,15 @@ from worker.engine import text
 from worker.engine.checkpoint import Checkpoint
 from worker.engine.lora import merge
 from worker.engine.slots import pack
-from worker.engine.slots.queue import PLAIN_CHUNKS, SlotJob, Staged
+from worker.engine.slots.prepare import PLAIN_CHUNKS, PreparedRequest
+from worker.engine.slots.queue import SlotJob, Staged
 
-#: What is added to the scores of places past a prompt's end; -inf would make a slot that nobody
-#: has used yet all NaN.
+#: Added to the attention scores past a prompt's end; -inf would make an unused slot all NaN.
 _MASKED = -10_000.0
 
 
 class Stager:
-    """The text encoder, and the way of a job's data to the device."""
+    """Encodes prompts and copies a job's data to the device."""
 
     def __init__(self, checkpoint: Checkpoint) -> None:
         self._device = checkpoint.unet.device
@@ -39,13 +39,13 @@ class Stager:
         self._merger = merge.Merger(checkpoint.unet, checkpoint.text_encoder)
         self._stream: torch.cuda.Stream | None = None
         if self._device.type == "cuda":
-            # Ahead of the ticks: it has little to do, and a slot may wait for it.
+            # High priority: it has little to do, and a slot may wait for it.
             self._stream = torch.cuda.Stream(self._device, priority=-1)  # type: ignore[no-untyped-call]
             self._stream.wait_stream(torch.cuda.current_stream())
 
     @torch.no_grad()
     def stage(self, job: SlotJob) -> None:
-        """Encodes a job's prompts and copies all that it needs, unless that is done.
+        """Encodes a job's prompts and copies its data; nothing if that is already done.
 
         Raises:
             JobError: the weights in a prompt cancel each other out.
@@ -53,11 +53,11 @@ class Stager:
         if job.staged is not None:
             return
         with torch.cuda.stream(self._stream):
-            changes = job.ready.unet_changes
-            flat = self._copy(changes.flat) if changes else None
-            factors = changes.by_group(flat) if changes and flat is not None else {}
+            packed = job.prepared.unet_pack
+            flat = self._copy(packed.flat) if packed else None
+            factors = packed.by_group(flat) if packed and flat is not None else {}
             vectors, mask = self._encode(job)
-            generator = torch.Generator().manual_seed(job.ready.request.seed)
+            generator = torch.Generator().manual_seed(job.prepared.request.seed)
             latents = self._copy(self._first_latents(job, generator))
         if self._stream is not None:
             ticks = torch.cuda.current_stream()
@@ -75,18 +75,20 @@ class Stager:
         return tensor.to(self._device, non_blocking=True)
 
     def _first_latents(self, job: SlotJob, generator: torch.Generator) -> torch.Tensor:
-        # Each from its own generator, on the CPU: an image depends on no other, and on no GPU.
-        request = job.ready.request
+        # One CPU generator per image: its noise depends on no other image, and on no GPU.
+        request = job.prepared.request
         shape = (self._channels, request.height // self._factor, request.width // self._factor)
-        return torch.randn(shape, generator=generator) * job.ready.prepared.schedule.initial_scale
+        return torch.randn(shape, generator=generator) * job.prepared.schedule.initial_scale
 
     def _encode(self, job: SlotJob) -> tuple[torch.Tensor, torch.Tensor | None]:
-        prepared = job.ready.prepared
+        """Vectors [2, tokens, width] and the mask [2, 1, 1, tokens], if any."""
+        prepared = job.prepared
         prompts = [prepared.prompt, prepared.negative_prompt]
         if not job.batch_key.is_masked:
             prompts = [prompt * (PLAIN_CHUNKS // len(prompt)) for prompt in prompts]
-        with self._changed(job):
-            context = self._encoder.encode(prompts, prepared.request.clip_skip, prepared.text_loras)
+        with self._loras_merged(prepared):
+            key = merge.key_of(prepared.text_encoder_loras)
+            context = self._encoder.encode(prompts, prepared.request.clip_skip, key)
         vectors = context.vectors.to(self._dtype)
         if not job.batch_key.is_masked:
             return vectors, None
@@ -99,14 +101,14 @@ class Stager:
         return padded, self._copy(mask)
 
     @contextlib.contextmanager
-    def _changed(self, job: SlotJob) -> Iterator[None]:
-        """The text encoder with a job's LoRAs in it."""
-        changes = job.ready.text_changes
-        if changes is not None:
-            with self._text_loras.merged(changes.by_layer(self._copy(changes.flat))):
+    def _loras_merged(self, prepared: PreparedRequest) -> Iterator[None]:
+        """The text encoder with a request's LoRAs merged in."""
+        packed = prepared.text_encoder_pack
+        if packed is not None:
+            with self._text_loras.merged(packed.by_layer(self._copy(packed.flat))):
                 yield
             return
-        self._merger.activate(pack.restrict(job.ready.prepared.loras, "text_encoder"))
+        self._merger.activate(prepared.text_encoder_loras)
         try:
             yield
         finally:

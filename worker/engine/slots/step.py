@@ -1,4 +1,4 @@
-"""One tick: every slot's image one step further, whatever its prompt, sampler, step or LoRA."""
+"""One tick: one sampler step of every slot's image, whatever its prompt, sampler or LoRA."""
 
 from __future__ import annotations
 
@@ -11,34 +11,34 @@ import torch
 from worker.engine import sampler
 from worker.engine.slots.unet import SlotUnet
 
-#: The column after the sampler's own, of the guidance scale.
+#: The column of the guidance scale, after the sampler's own columns.
 GUIDANCE = sampler.COLUMNS
 
-#: Ticks that the host may be ahead of the GPU: enough to hide its own work, few enough that a new
-#: job's slot is filled soon.
-_AHEAD = 3
+#: Ticks that the host may be ahead of the GPU: enough to hide its own work, few enough that a free
+#: slot is filled soon.
+_MAX_TICKS_AHEAD = 3
 
 
 @dataclass(frozen=True, slots=True)
 class SlotState:
-    """All that the slots hold of their images; a tick works on it in place."""
+    """The slots' tensors, which a tick updates in place."""
 
     latents: torch.Tensor
-    """[slots, 4, height, width] in float32, whatever the UNet's type."""
+    """[slots, 4, height, width], always float32."""
     history: torch.Tensor
     """[sampler.HISTORY, slots, 4, height, width]"""
     rows: torch.Tensor
-    """[slots, columns]: this call's coefficients, then the guidance scale."""
+    """[slots, columns]: this call's sampler coefficients, then the guidance scale."""
     noise: torch.Tensor
     """[slots, 4, height, width]"""
     context: torch.Tensor
-    """[2 * slots, tokens, width]: all cross-attentions' keys and values."""
+    """[2 * slots, tokens, width]: the keys and values of all cross-attentions."""
     mask: torch.Tensor | None
-    """[2 * slots, 1, 1, tokens], where prompts may be shorter than that."""
+    """[2 * slots, 1, 1, tokens], if prompts may be shorter than that."""
 
     @property
     def tensors(self) -> tuple[Any, ...]:
-        """As `tick` takes them."""
+        """In the order of `tick`'s arguments."""
         return (self.latents, self.history, self.rows, self.noise, self.context, self.mask)
 
     def first(self, slots: int) -> SlotState:
@@ -64,7 +64,7 @@ def make_slot_state(
     *,
     is_masked: bool,
 ) -> SlotState:
-    """An empty board for latents of *shape* [4, height, width]."""
+    """Zeros, for latents of *shape* [4, height, width]."""
 
     def zeros(*size: int, dtype: torch.dtype = torch.float32) -> torch.Tensor:
         return torch.zeros(size, dtype=dtype, device=device)
@@ -81,7 +81,7 @@ def make_slot_state(
 
 def tick(
     unet: SlotUnet,
-    by_slot: bool,
+    per_slot: bool,
     latents: torch.Tensor,
     history: torch.Tensor,
     rows: torch.Tensor,
@@ -89,9 +89,10 @@ def tick(
     context: torch.Tensor,
     mask: torch.Tensor | None,
 ) -> None:
-    """One UNet call and one sampler step on a board's tensors, in place.
+    """One UNet call and one sampler step of a `SlotState`'s tensors, in place.
 
-    A slot's prompt and negative prompt are rows 2 * slot and 2 * slot + 1 of the call.
+    Rows 2 * slot and 2 * slot + 1 of the call are a slot's prompt (cond) and negative prompt
+    (uncond). *per_slot* uses each slot's own weights, else the shared ones.
     """
     coefficients = rows[:, : sampler.COLUMNS]
     scaled = sampler.scale_input(coefficients, latents).to(unet.dtype)
@@ -99,7 +100,7 @@ def tick(
     if x.device.type == "cuda":
         x = x.contiguous(memory_format=torch.channels_last)
     times = coefficients[:, sampler.TIMESTEP, None].expand(-1, 2).flatten()
-    output = unet(x, times, context, mask, by_slot)
+    output = unet(x, times, context, mask, per_slot)
     cond, uncond = output.float().unflatten(0, (-1, 2)).unbind(dim=1)
     guided = uncond + rows[:, GUIDANCE, None, None, None] * (cond - uncond)
     stepped, remembered = sampler.step(coefficients, latents, guided, history, noise)
@@ -109,15 +110,17 @@ def tick(
 
 @dataclass(slots=True)
 class StepInputs:
+    """A tick's `rows` and `noise` in host memory, and the event after their copy."""
+
     rows: torch.Tensor
     noise: torch.Tensor
     copied: torch.cuda.Event | None = None
 
 
 class InputFeeder:
-    """Brings each tick's coefficients and noise to the device without waiting for the device.
+    """Copies each tick's coefficients and noise to the device asynchronously.
 
-    It waits only where the host is too far ahead, so that is what paces it.
+    It blocks only when the host is _MAX_TICKS_AHEAD, which is what paces the host.
     """
 
     def __init__(self, state: SlotState) -> None:
@@ -125,12 +128,12 @@ class InputFeeder:
         self._pinned = state.rows.device.type == "cuda"
         self._inputs = [
             StepInputs(self._host_copy(state.rows), self._host_copy(state.noise))
-            for _ in range(_AHEAD if self._pinned else 1)
+            for _ in range(_MAX_TICKS_AHEAD if self._pinned else 1)
         ]
         self._at = 0
 
     def next_inputs(self) -> StepInputs:
-        """Rows and noise in host memory, to be filled and sent."""
+        """Buffers to fill and send."""
         self._at = (self._at + 1) % len(self._inputs)
         inputs = self._inputs[self._at]
         if inputs.copied is not None:
@@ -142,7 +145,7 @@ class InputFeeder:
         if noisy:
             self._state.noise.copy_(inputs.noise, non_blocking=True)
         if self._pinned:
-            # Waiting for it sleeps: spinning would take a core from those who encode and upload.
+            # A blocking event sleeps: spinning would take a core from encoding and uploading.
             inputs.copied = torch.cuda.Event(blocking=True)  # type: ignore[no-untyped-call]
             inputs.copied.record()
 

@@ -1,10 +1,10 @@
-"""Stable Diffusion 1.x's UNet for slots: two rows a slot, and weights of its own for each.
+"""Stable Diffusion 1.x's UNet for slots: two rows per slot, with shared or per-slot weights.
 
 The same arithmetic on the same weights as diffusers' UNet2DConditionModel. What differs:
-activations stay in one layout (channels last) all the way; self-attention's q, k and v are one
-product, and so is what all resnets are told of the time; cross-attention's keys and values come
-from outside, since they change with the prompt, not with the step. Rows are in the order slot 0's
-prompt, slot 0's negative prompt, slot 1's prompt, ...
+activations stay channels-last throughout; self-attention's q, k and v are one product, and so are
+the time projections of all resnets; cross-attention's keys and values are an input, since they
+change with the prompt, not with the step. Rows are in the order slot 0's prompt (cond), slot 0's
+negative prompt (uncond), slot 1's prompt, ...
 """
 
 from __future__ import annotations
@@ -24,11 +24,11 @@ from worker.engine.kernels import attention
 from worker.engine.kernels.upsample import Upsampler
 from worker.engine.slots.linear import Factors, Group, SlotLinear, stack_by_shape
 
-_NOT_SD1 = "this UNet is not Stable Diffusion 1.x's: set engine to batch"
+_NOT_SD1 = "this UNet is not of Stable Diffusion 1.x's architecture, the only one supported"
 
 
 class SlotUnet(nn.Module):
-    """Shares its weights with the *unet* that it is made from, which stays usable."""
+    """Shares its weights with the diffusers UNet it is made from, which stays usable."""
 
     def __init__(self, unet: Any) -> None:
         super().__init__()
@@ -45,7 +45,9 @@ class SlotUnet(nn.Module):
         linears = [module for module in self.modules() if isinstance(module, SlotLinear)]
         self._stacks = stack_by_shape("slots", linears)
         crosses = [module for module in self.modules() if isinstance(module, _CrossAttention)]
-        self.times = _Times([module for module in self.modules() if isinstance(module, _Resnet)])
+        self.time_projections = _TimeProjections(
+            [module for module in self.modules() if isinstance(module, _Resnet)]
+        )
         self._self_attentions = [
             module for module in self.modules() if isinstance(module, _SelfAttention)
         ]
@@ -55,13 +57,13 @@ class SlotUnet(nn.Module):
 
     @property
     def groups(self) -> dict[Group, list[str]]:
-        """The layers for which each slot can have weights of its own."""
+        """The paths of the layers whose LoRAs slots can hold, by group."""
         stacks = {**self._stacks, **self.keys_values.stacks}
         return {group: stack.paths for group, stack in stacks.items()}
 
     @property
-    def bytes_of_a_slot(self) -> int:
-        """What a slot's own weights take."""
+    def slot_bytes(self) -> int:
+        """Size of a slot's weights."""
         return sum(stack.shared.nbytes for stack in self._stacks.values())
 
     def forward(
@@ -70,79 +72,79 @@ class SlotUnet(nn.Module):
         times: torch.Tensor,
         context: torch.Tensor,
         mask: torch.Tensor | None,
-        by_slot: bool,
+        per_slot: bool,
     ) -> torch.Tensor:
         """The UNet's output [2 * slots, 4, height, width].
 
-        x [2 * slots, 4, height, width], times [2 * slots]; context [2 * slots, tokens, width of
-        all keys and values] of `keys_values`, mask [2 * slots, 1, 1, tokens], added to the scores,
-        or None. *by_slot* takes the slots' own weights, else the shared ones.
+        x [2 * slots, 4, height, width]; times [2 * slots]; context [2 * slots, tokens, width] from
+        `keys_values`; mask [2 * slots, 1, 1, tokens], added to the attention scores, or None.
+        *per_slot* uses each slot's own weights, else the shared ones.
         """
-        time = self.times(self.time_embedding(self.time_proj(times).to(x.dtype)))
+        time = self.time_projections(self.time_embedding(self.time_proj(times).to(x.dtype)))
         x = self.conv_in(x)
         skips = [x]
         for block in self.down:
-            x = block(x, time, skips, context, mask, by_slot)
+            x = block(x, time, skips, context, mask, per_slot)
         x = self.mid_first(x, time)
         for attend, resnet in zip(self.mid.attentions, self.mid.resnets, strict=True):
-            x = resnet(attend(x, context, mask, by_slot), time)
+            x = resnet(attend(x, context, mask, per_slot), time)
         for block in self.up:
-            x = block(x, time, skips, context, mask, by_slot)
+            x = block(x, time, skips, context, mask, per_slot)
         output: torch.Tensor = self.conv_out(F.silu(self.norm_out(x)))
         return output
 
     def fold(self) -> None:
-        """Takes shorter ways from now on; to be called again whenever shared weights change."""
+        """Folds the upsamplers' weights; call again whenever the shared weights change."""
         for sampler in self._upsamplers:
             sampler.fold()
 
     def resize(self, slots: int) -> None:
-        """Makes room for the own weights of *slots* slots, all zero."""
+        """Allocates zero weights for *slots* slots."""
         for stack in self._stacks.values():
             stack.resize(slots)
 
     def close(self) -> None:
-        """Lets go of all weights."""
+        """Frees all weights."""
         self._stacks.clear()
         self.keys_values.stacks.clear()
         self.to("meta")
 
     @contextlib.contextmanager
-    def choosing(self, chooser: attention.Chooser) -> Iterator[None]:
-        """Within it, each self-attention takes the kernel that is fastest for what it sees."""
+    def selecting_kernels(self, selector: attention.KernelSelector) -> Iterator[None]:
+        """Within it, each self-attention's next call selects its fastest kernel."""
         for attend in self._self_attentions:
-            attend.kernel = functools.partial(_choose, attend, chooser)
+            attend.kernel = functools.partial(_select_and_attend, attend, selector)
         try:
             yield
         except BaseException:
-            self.attend_by_default()
+            self.use_default_attention()
             raise
 
-    def attend_by_default(self) -> None:
+    def use_default_attention(self) -> None:
         for attend in self._self_attentions:
             attend.kernel = attention.default
 
     @torch.no_grad()
     def load_slot(self, slot: int, factors: Mapping[Group, Factors]) -> None:
-        """Gives a slot the shared weights and on top its LoRAs' changes; no synchronisation."""
+        """Sets a slot to the shared weights plus its LoRAs' changes, asynchronously."""
         for group, stack in self._stacks.items():
             stack.load(slot, factors.get(group))
 
 
 class KeysValues:
-    """The keys and values of all cross-attentions: products over a prompt's vectors."""
+    """The keys and values of all cross-attentions, computed from a prompt's vectors."""
 
     def __init__(self, crosses: list[_CrossAttention], paths: Mapping[nn.Module, str]) -> None:
         layers = [layer for cross in crosses for layer in (cross.to_k, cross.to_v)]
         self.stacks = stack_by_shape("prompt", (SlotLinear({paths[each]: each}) for each in layers))
-        places: dict[str, slice] = {}
+        slices: dict[str, slice] = {}
         self.width = 0
         for (_, width, _), stack in self.stacks.items():
             for path in stack.paths:
-                places[path] = slice(self.width, self.width + width)
+                slices[path] = slice(self.width, self.width + width)
                 self.width += width
         for cross in crosses:
-            cross.keys, cross.values = (places[paths[each]] for each in (cross.to_k, cross.to_v))
+            cross.keys, cross.values = (slices[paths[each]] for each in (cross.to_k, cross.to_v))
 
     @torch.no_grad()
     def compute(self, vectors: torch.Tensor, factors: Mapping[Group, Factors]) -> torch.Tensor:
@@ -156,8 +158,8 @@ class KeysValues:
         return torch.cat(products, dim=-1)
 
 
-class _Times(nn.Module):
-    """What all resnets are told of the time, as one product instead of one for each."""
+class _TimeProjections(nn.Module):
+    """The time projections of all resnets as one product."""
 
     weight: torch.Tensor
     bias: torch.Tensor
@@ -170,17 +172,17 @@ class _Times(nn.Module):
         at = 0
         for resnet, layer in zip(resnets, layers, strict=True):
             resnet.time = slice(at, at + len(layer.weight))
-            # A part of it from now on, so that what is merged into a layer is merged here.
+            # A view of the whole, so that merging into a layer merges here.
             layer.weight = nn.Parameter(self.weight[resnet.time], requires_grad=False)
             at = resnet.time.stop
 
     def forward(self, time: torch.Tensor) -> torch.Tensor:
-        told: torch.Tensor = F.linear(F.silu(time), self.weight, self.bias)
-        return told
+        projected: torch.Tensor = F.linear(F.silu(time), self.weight, self.bias)
+        return projected
 
 
 class _Resnet(nn.Module):
-    #: Its part of what `_Times` gives.
+    #: Its columns of the output of `_TimeProjections`.
     time: slice
 
     def __init__(self, original: Any) -> None:
@@ -222,12 +224,12 @@ class _Down(_Layers):
         skips: list[torch.Tensor],
         context: torch.Tensor,
         mask: torch.Tensor | None,
-        by_slot: bool,
+        per_slot: bool,
     ) -> torch.Tensor:
         for resnet, attend in self.pairs():
             x = resnet(x, time)
             if attend is not None:
-                x = attend(x, context, mask, by_slot)
+                x = attend(x, context, mask, per_slot)
             skips.append(x)
         for sampler in self.samplers:
             x = sampler(x)
@@ -247,12 +249,12 @@ class _Up(_Layers):
         skips: list[torch.Tensor],
         context: torch.Tensor,
         mask: torch.Tensor | None,
-        by_slot: bool,
+        per_slot: bool,
     ) -> torch.Tensor:
         for resnet, attend in self.pairs():
             x = resnet(torch.cat([x, skips.pop()], dim=1), time)
             if attend is not None:
-                x = attend(x, context, mask, by_slot)
+                x = attend(x, context, mask, per_slot)
         for sampler in self.samplers:
             x = sampler(x, skips[-1].shape[2:])
         return x
@@ -267,16 +269,16 @@ class _Transformer(nn.Module):
         self.proj_out = _linear(paths, original.proj_out)
 
     def forward(
-        self, x: torch.Tensor, context: torch.Tensor, mask: torch.Tensor | None, by_slot: bool
+        self, x: torch.Tensor, context: torch.Tensor, mask: torch.Tensor | None, per_slot: bool
     ) -> torch.Tensor:
         rows, channels, height, width = x.shape
-        # Both rows of a slot as one from here on: Inductor copies what it finds in another shape
-        # than a product wants.
+        # Both rows of a slot as one from here on: Inductor copies inputs of products that it finds
+        # in another shape.
         tokens = self.norm(x).permute(0, 2, 3, 1).reshape(rows // 2, 2 * height * width, channels)
-        tokens = self.proj_in(tokens, by_slot)
+        tokens = self.proj_in(tokens, per_slot)
         for block in self.blocks:
-            tokens = block(tokens, context, mask, by_slot)
-        tokens = self.proj_out(tokens, by_slot)
+            tokens = block(tokens, context, mask, per_slot)
+        tokens = self.proj_out(tokens, per_slot)
         changed: torch.Tensor = tokens.view(rows, height, width, channels).permute(0, 3, 1, 2) + x
         return changed
 
@@ -294,12 +296,12 @@ class _Block(nn.Module):
         self.out = _linear(paths, original.ff.net[2])
 
     def forward(
-        self, x: torch.Tensor, context: torch.Tensor, mask: torch.Tensor | None, by_slot: bool
+        self, x: torch.Tensor, context: torch.Tensor, mask: torch.Tensor | None, per_slot: bool
     ) -> torch.Tensor:
-        x = x + self.attend_self(self.norm1(x), by_slot)
-        x = x + self.attend_prompt(self.norm2(x), context, mask, by_slot)
-        values, gates = self.gate(self.norm3(x), by_slot).chunk(2, dim=-1)
-        gated: torch.Tensor = x + self.out(values * F.gelu(gates), by_slot)
+        x = x + self.attend_self(self.norm1(x), per_slot)
+        x = x + self.attend_prompt(self.norm2(x), context, mask, per_slot)
+        values, gates = self.gate(self.norm3(x), per_slot).chunk(2, dim=-1)
+        gated: torch.Tensor = x + self.out(values * F.gelu(gates), per_slot)
         return gated
 
 
@@ -311,15 +313,17 @@ class _SelfAttention(nn.Module):
         self.out = _linear(paths, original.to_out[0])
         self.kernel: attention.Attend = attention.default
 
-    def forward(self, x: torch.Tensor, by_slot: bool) -> torch.Tensor:
-        q, k, v = (_by_head(each, self.heads) for each in self.qkv(x, by_slot).chunk(3, dim=-1))
+    def forward(self, x: torch.Tensor, per_slot: bool) -> torch.Tensor:
+        q, k, v = (
+            _split_heads(each, self.heads) for each in self.qkv(x, per_slot).chunk(3, dim=-1)
+        )
         attended = self.kernel(q, k, v)
-        output: torch.Tensor = self.out(_by_slot(attended), by_slot)
+        output: torch.Tensor = self.out(_merge_heads(attended), per_slot)
         return output
 
 
 class _CrossAttention(nn.Module):
-    #: Where they are in the context's last dimension.
+    #: Their slices of the context's last dimension.
     keys: slice
     values: slice
 
@@ -331,25 +335,25 @@ class _CrossAttention(nn.Module):
         self.out = _linear(paths, original.to_out[0])
 
     def forward(
-        self, x: torch.Tensor, context: torch.Tensor, mask: torch.Tensor | None, by_slot: bool
+        self, x: torch.Tensor, context: torch.Tensor, mask: torch.Tensor | None, per_slot: bool
     ) -> torch.Tensor:
-        q = _by_head(self.to_q(x, by_slot), self.heads)
+        q = _split_heads(self.to_q(x, per_slot), self.heads)
         shape = (*context.shape[:2], self.heads, -1)
         k = context[..., self.keys].view(shape).transpose(1, 2)
         v = context[..., self.values].view(shape).transpose(1, 2)
         attended = F.scaled_dot_product_attention(q, k, v, attn_mask=mask)
-        output: torch.Tensor = self.out(_by_slot(attended), by_slot)
+        output: torch.Tensor = self.out(_merge_heads(attended), per_slot)
         return output
 
 
-def _choose(
+def _select_and_attend(
     attend: _SelfAttention,
-    chooser: attention.Chooser,
+    selector: attention.KernelSelector,
     q: torch.Tensor,
     k: torch.Tensor,
     v: torch.Tensor,
 ) -> torch.Tensor:
-    attend.kernel = chooser.choose(q, k, v)
+    attend.kernel = selector.select(q, k, v)
     return attend.kernel(q, k, v)
 
 
@@ -357,13 +361,13 @@ def _linear(paths: Mapping[nn.Module, str], *layers: nn.Module) -> SlotLinear:
     return SlotLinear({paths[layer]: layer for layer in layers})
 
 
-def _by_head(x: torch.Tensor, heads: int) -> torch.Tensor:
-    """From [slots, 2 * tokens, width] to [rows, heads, tokens, width of a head], without a copy."""
+def _split_heads(x: torch.Tensor, heads: int) -> torch.Tensor:
+    """[slots, 2 * tokens, width] to a view [rows, heads, tokens, head width]."""
     slots, tokens, width = x.shape
     return x.view(2 * slots, tokens // 2, heads, width // heads).transpose(1, 2)
 
 
-def _by_slot(x: torch.Tensor) -> torch.Tensor:
-    """Back from [rows, heads, tokens, width of a head]."""
+def _merge_heads(x: torch.Tensor) -> torch.Tensor:
+    """[rows, heads, tokens, head width] back to [slots, 2 * tokens, width]."""
     rows, heads, tokens, width = x.shape
     return x.transpose(1, 2).reshape(rows // 2, 2 * tokens, heads * width)

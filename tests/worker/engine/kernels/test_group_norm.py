@@ -9,7 +9,7 @@ from worker.engine.kernels import group_norm
 
 @pytest.mark.parametrize("size", [(8, 8), (5, 7), (32, 16)])
 @pytest.mark.parametrize("offset", [0.0, 10.0])
-def test_the_numbers_are_those_of_torch_at_any_size_and_mean(
+def test_the_output_matches_torch_at_any_size_and_mean(
     size: tuple[int, int], offset: float
 ) -> None:
     torch.manual_seed(0)
@@ -24,7 +24,7 @@ def test_the_numbers_are_those_of_torch_at_any_size_and_mean(
     assert ours.is_contiguous(memory_format=torch.channels_last)
 
 
-def test_a_constant_group_does_not_come_out_as_nan() -> None:
+def test_a_constant_group_is_not_nan() -> None:
     x = torch.full((1, 8, 4, 4), 1000.3)
     ones = torch.ones(8)
     assert group_norm.normalise(x, 2, ones, ones, 1e-5).isfinite().all()

@@ -15,9 +15,7 @@ from worker.engine.kernels import upsample
 
 @pytest.mark.parametrize("size", [(8, 8), (5, 3), (1, 1)])
 @pytest.mark.parametrize("bias", [True, False])
-def test_one_convolution_of_the_small_image_gives_the_same_up_to_its_edges(
-    size: tuple[int, int], bias: bool
-) -> None:
+def test_the_folded_convolution_matches_up_to_the_edges(size: tuple[int, int], bias: bool) -> None:
     torch.manual_seed(0)
     conv = nn.Conv2d(6, 4, 3, padding=1, bias=bias)
     x = torch.randn(2, 6, *size)
@@ -27,7 +25,7 @@ def test_one_convolution_of_the_small_image_gives_the_same_up_to_its_edges(
     assert torch.allclose(ours, expected, atol=1e-5)
 
 
-def test_a_size_that_is_not_the_double_is_resized_first() -> None:
+def test_other_sizes_than_double_are_resized_first() -> None:
     torch.manual_seed(0)
     original = Upsample2D(8, use_conv=True)
     ours = upsample.Upsampler(original)
@@ -38,7 +36,7 @@ def test_a_size_that_is_not_the_double_is_resized_first() -> None:
             assert torch.allclose(ours(x, torch.Size(size)), original(x, size), atol=1e-5)
 
 
-def test_weights_that_change_are_folded_again_into_the_same_memory() -> None:
+def test_changed_weights_are_folded_into_the_same_memory() -> None:
     ours = upsample.Upsampler(Upsample2D(8, use_conv=True))
     ours.fold()
     recorded = ours.folded
@@ -49,7 +47,7 @@ def test_weights_that_change_are_folded_again_into_the_same_memory() -> None:
         ours.fold()
         expected = ours.conv(F.interpolate(x, scale_factor=2.0))
         assert torch.allclose(ours(x), expected, atol=1e-5)
-    assert ours.folded is recorded, "a CUDA graph reads where it was recorded"
+    assert ours.folded is recorded, "a CUDA graph reads the recorded address"
     assert torch.allclose(recorded, 2 * before)
 
 

@@ -1,4 +1,4 @@
-"""LoRA files in memory: read once, however many ask, and no more of them than may be."""
+"""The cache of LoRA files: concurrent reads, size and eviction."""
 
 from __future__ import annotations
 
@@ -19,23 +19,12 @@ from worker.engine.lora import file as lora_file
 from worker.engine.lora import names
 
 
-@pytest.fixture(scope="module")
-def layers(engine: Any) -> names.Layers:
-    layers: names.Layers = engine._preparer._lora_cache._layers
-    return layers
-
-
-@pytest.fixture
-def cache(layers: names.Layers) -> lora_cache.LoraCache:
-    return lora_cache.LoraCache(layers, cache_bytes=10**9)
-
-
 def named(path: Path) -> contract.Lora:
     return contract.Lora("some-style", path, 1.0, 1.0)
 
 
 def slowed(monkeypatch: pytest.MonkeyPatch) -> list[object]:
-    """Lets each reading of a file take a while; the list grows with each."""
+    """Slows down and records the reads of files."""
     reads: list[object] = []
     read = lora_file.read_lora
 
@@ -56,7 +45,7 @@ def in_threads(count: int, work: Callable[[], object]) -> None:
         thread.join()
 
 
-def test_threads_that_want_the_same_file_read_it_once(
+def test_concurrent_reads_of_one_file_read_it_once(
     cache: lora_cache.LoraCache, lora_paths: list[Path], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     reads = slowed(monkeypatch)
@@ -68,7 +57,7 @@ def test_threads_that_want_the_same_file_read_it_once(
     assert cache.lookups == {"miss": 1, "hit": 5}
 
 
-def test_threads_that_want_the_same_bad_file_all_hear_of_it_and_the_next_reads_it_again(
+def test_concurrent_reads_of_a_bad_file_all_fail_and_the_next_read_retries(
     cache: lora_cache.LoraCache,
     lora_paths: list[Path],
     tmp_path: Path,
@@ -93,7 +82,7 @@ def test_threads_that_want_the_same_bad_file_all_hear_of_it_and_the_next_reads_i
     assert cache.get(named(path)).size_bytes
 
 
-def test_other_files_are_read_at_the_same_time(
+def test_different_files_are_read_concurrently(
     cache: lora_cache.LoraCache, lora_paths: list[Path], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     meeting = threading.Barrier(2, timeout=10)
@@ -109,7 +98,7 @@ def test_other_files_are_read_at_the_same_time(
     assert cache.lookups == {"miss": 2}
 
 
-def test_a_file_larger_than_the_cache_is_read_and_not_kept(
+def test_a_file_larger_than_the_cache_is_not_kept(
     layers: names.Layers, lora_paths: list[Path]
 ) -> None:
     cache = lora_cache.LoraCache(layers, cache_bytes=1)
@@ -118,7 +107,7 @@ def test_a_file_larger_than_the_cache_is_read_and_not_kept(
     assert cache.lookups == {"miss": 2}
 
 
-def test_the_cache_keeps_to_its_bytes_and_drops_the_least_recently_used(
+def test_the_cache_evicts_the_least_recently_used_above_its_size(
     layers: names.Layers, lora_paths: list[Path], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     size = lora_cache.LoraCache(layers, 0).get(named(lora_paths[0])).size_bytes
@@ -129,7 +118,7 @@ def test_the_cache_keeps_to_its_bytes_and_drops_the_least_recently_used(
     assert cache.get(named(lora_paths[1])) is not files[1]
 
 
-def test_a_file_that_was_replaced_is_read_again(
+def test_a_replaced_file_is_read_again(
     cache: lora_cache.LoraCache, lora_paths: list[Path], tmp_path: Path
 ) -> None:
     path = tmp_path / "x.safetensors"
@@ -139,6 +128,6 @@ def test_a_file_that_was_replaced_is_read_again(
     os.utime(path, ns=(0, 1))
     second = cache.get(named(path))
     assert first.identity != second.identity
-    layer = next(iter(first.changes["unet"]))
-    ups = [file.changes["unet"][layer].parts["up"] for file in (first, second)]
+    layer = next(iter(first.deltas["unet"]))
+    ups = [file.deltas["unet"][layer].tensors["up"] for file in (first, second)]
     assert not torch.equal(*ups)

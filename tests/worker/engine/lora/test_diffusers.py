@@ -1,4 +1,4 @@
-"""LoRAs against diffusers and peft, on a model that has learnt to draw: the same images."""
+"""LoRAs on the trained demo model draw the same images as diffusers with peft."""
 
 from __future__ import annotations
 
@@ -27,9 +27,9 @@ APART: Uses = [("outline-style", 0.2, 0.9)]
 TWO: Uses = [("magic-fantasy-forest-v2", 0.6, 0.6), ("night-palette", 1.0, 0.4)]
 
 pytestmark = [
-    # diffusers hands torch tensors to numpy 2 in a way that numpy will drop
+    # diffusers converts torch tensors to numpy in a way that numpy deprecates
     pytest.mark.filterwarnings("ignore:__array__ implementation:DeprecationWarning"),
-    # two adapters in one model are what this is about
+    # two adapters in one model are intended
     pytest.mark.filterwarnings("ignore:Already found a `peft_config`:UserWarning"),
 ]
 
@@ -80,7 +80,7 @@ def draw_in_diffusers(
 
 
 @pytest.mark.parametrize("uses", [[], ONE, APART, TWO], ids=["none", "one", "apart", "two"])
-def test_loras_in_three_spellings_draw_what_diffusers_draws(
+def test_loras_in_three_key_formats_match_diffusers(
     demo_engine: contract.Engine,
     request_of: Any,
     respell: Any,
@@ -103,12 +103,12 @@ def test_loras_in_three_spellings_draw_what_diffusers_draws(
         image = draw(demo_engine, request_of(*loras))[0]
         assert difference(image, expected) <= ROUNDING
     if uses:
-        assert difference(base, expected) > 20, "or nothing was shown"
+        assert difference(base, expected) > 20, "or the test shows nothing"
     assert (base == draw(demo_engine, request_of())[0]).all()
 
 
 @pytest.mark.parametrize("spell", [convert_state_dict_to_diffusers, dict], ids=["own", "peft"])
-def test_a_file_that_diffusers_wrote_is_read_with_its_alpha_from_the_header(
+def test_a_file_saved_by_diffusers_is_read_with_alpha_from_its_header(
     demo_engine: contract.Engine,
     request_of: Any,
     draw: Any,
@@ -116,7 +116,7 @@ def test_a_file_that_diffusers_wrote_is_read_with_its_alpha_from_the_header(
     tmp_path: Path,
     spell: Callable[[Any], dict[str, torch.Tensor]],
 ) -> None:
-    uses: Uses = [("rocket", 1.0, 1.0)]  # whose alpha is half of its rank
+    uses: Uses = [("rocket", 1.0, 1.0)]  # its alpha is half of its rank
     pipeline = load_in_diffusers(uses)
     layers = {
         network: get_peft_model_state_dict(getattr(pipeline, network), adapter_name="rocket")
@@ -133,4 +133,4 @@ def test_a_file_that_diffusers_wrote_is_read_with_its_alpha_from_the_header(
     lora = contract.Lora("saved", tmp_path / "saved.safetensors", 1.0, 1.0)
     image = draw(demo_engine, request_of(lora))[0]
     assert difference(image, draw_in_diffusers(pipeline, request_of())) <= ROUNDING
-    assert difference(image, draw(demo_engine, request_of())[0]) > 20, "or nothing was shown"
+    assert difference(image, draw(demo_engine, request_of())[0]) > 20, "or the test shows nothing"

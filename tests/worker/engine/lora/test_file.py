@@ -1,4 +1,4 @@
-"""What is read from a LoRA file, and why the rest is refused: always by the LoRA's name."""
+"""Reading LoRA files, and the errors for files that do not fit."""
 
 from __future__ import annotations
 
@@ -15,20 +15,8 @@ from safetensors.torch import load_file, save_file
 from imagefleet import errors
 from worker.engine import contract
 from worker.engine.lora import cache as lora_cache
-from worker.engine.lora import names
 
 Weights = dict[str, torch.Tensor]
-
-
-@pytest.fixture(scope="module")
-def layers(engine: Any) -> names.Layers:
-    layers: names.Layers = engine._preparer._lora_cache._layers
-    return layers
-
-
-@pytest.fixture
-def cache(layers: names.Layers) -> lora_cache.LoraCache:
-    return lora_cache.LoraCache(layers, cache_bytes=10**9)
 
 
 def named(path: Path) -> contract.Lora:
@@ -55,8 +43,8 @@ FOREIGN: dict[str, torch.Tensor] = {"transformer.blocks.0.lora_A.weight": torch.
 @pytest.mark.parametrize(
     ("change", "reason"),
     [
-        (lambda _: FOREIGN, "answers to its 'transformer.blocks.0.lora_A.weight'"),
-        (lambda weights: {**weights, **FOREIGN}, "answers to its 'transformer"),
+        (lambda _: FOREIGN, "unknown key 'transformer.blocks.0.lora_A.weight'"),
+        (lambda weights: {**weights, **FOREIGN}, "unknown key 'transformer"),
         (lambda weights: {**weights, "lora_te2_x.alpha": torch.tensor(1.0)}, "lora_te2_x.alpha"),
         (lambda weights: {"emb_params": torch.zeros(3)}, "emb_params"),
         (lambda weights: {**weights, "unet.conv_in.alpha": torch.tensor(1.0)}, "fit this model"),
@@ -65,7 +53,7 @@ FOREIGN: dict[str, torch.Tensor] = {"transformer.blocks.0.lora_A.weight": torch.
                 **weights,
                 "unet.mid_block.attentions.0.proj_in.alpha": torch.ones(()),
             },
-            "mid_block.attentions.0.proj_in.alpha' under another name, too",
+            "mid_block.attentions.0.proj_in.alpha' twice, under two names",
         ),
         (lambda _: {"lora_unet_conv_in.hada_w1_a": torch.zeros(4, 4)}, "it has hada_w1_a [4, 4]"),
         (lambda _: {"lora_unet_conv_in.dora_scale": torch.ones(4)}, "it has dora_scale [4]"),
@@ -95,13 +83,13 @@ def test_a_lora_that_does_not_fit_is_refused_by_name(
         cache.get(named(path))
     assert "'some-style'" in refusal.value.message
     assert reason in refusal.value.message
-    assert str(tmp_path) not in refusal.value.message, "the worker's folders concern nobody"
+    assert str(tmp_path) not in refusal.value.message, (
+        "a message must not show the worker's folders"
+    )
 
 
-def test_a_file_that_vanished_is_another_try_for_the_job(
-    cache: lora_cache.LoraCache, tmp_path: Path
-) -> None:
-    """Its name led to it a moment ago: another worker has made room on the disk since."""
+def test_a_vanished_file_is_a_transient_error(cache: lora_cache.LoraCache, tmp_path: Path) -> None:
+    """Another worker may have evicted it from the disk since its name was looked up."""
     for path in (tmp_path / "gone.safetensors", tmp_path):
         with pytest.raises(errors.TransientError, match="'some-style' cannot be read"):
             cache.get(named(path))
@@ -130,7 +118,7 @@ UNET_KEY = "lora_unet_mid_block_attentions_0_transformer_blocks_0_attn2_to_k"
         ({f"{UNET_KEY}.lora_down.weight": torch.zeros(4, 768)}, {}, "SD1"),
     ],
 )
-def test_a_lora_of_another_model_is_refused_with_that_models_name(
+def test_a_lora_of_another_model_is_refused_naming_the_model(
     cache: lora_cache.LoraCache,
     tmp_path: Path,
     foreign: Weights,
@@ -144,11 +132,13 @@ def test_a_lora_of_another_model_is_refused_with_that_models_name(
         cache.get(named(path))
 
 
-def test_a_pickle_is_refused_unread(cache: lora_cache.LoraCache, tmp_path: Path) -> None:
+def test_a_pickle_is_refused_without_loading_it(
+    cache: lora_cache.LoraCache, tmp_path: Path
+) -> None:
     path = tmp_path / "evil.safetensors"
     torch.save({"lora_unet_conv_in.alpha": torch.tensor(1.0)}, path)
     with pytest.raises(
-        errors.UnusableFileError, match=r"'some-style' is no complete \.safetensors"
+        errors.UnusableFileError, match=r"'some-style' is not a complete \.safetensors"
     ):
         cache.get(named(path))
 
@@ -160,12 +150,12 @@ def test_a_truncated_file_is_refused(
     path = tmp_path / "short.safetensors"
     path.write_bytes(lora_paths[0].read_bytes()[:size])
     with pytest.raises(
-        errors.UnusableFileError, match=r"'some-style' is no complete \.safetensors"
+        errors.UnusableFileError, match=r"'some-style' is not a complete \.safetensors"
     ):
         cache.get(named(path))
 
 
-def test_numbers_that_torch_has_no_type_for_are_refused(
+def test_a_number_type_unknown_to_torch_is_refused(
     cache: lora_cache.LoraCache, tmp_path: Path
 ) -> None:
     path = tmp_path / "x.safetensors"
@@ -180,10 +170,10 @@ def test_numbers_that_torch_has_no_type_for_are_refused(
     ("config", "reason"),
     [
         ('{"text_encoder.alpha_pattern": {"fc1": "much"}}', "damaged metadata"),
-        ('{"unet.lora_alpha": 1e999}', "inf is no alpha"),
+        ('{"unet.lora_alpha": 1e999}', "inf is not a valid alpha"),
         (f'{{"lora_alpha": {"9" * 400}}}', "damaged metadata"),
-        ('{"unet.alpha_pattern": {"(": 3}}', "'(' in its alpha_pattern is no layer's name"),
-        (r'{"unet.alpha_pattern": {"(\\w+)+!": 3}}', "in its alpha_pattern is no layer's name"),
+        ('{"unet.alpha_pattern": {"(": 3}}', "'(' in its alpha_pattern is not a layer's name"),
+        (r'{"unet.alpha_pattern": {"(\\w+)+!": 3}}', "in its alpha_pattern is not a layer's name"),
         ('{"unet.alpha_pattern": ["to_k"]}', "damaged metadata"),
         ("[" * 100_000, "damaged metadata"),
         ('{"unet.lora_alpha": "much"}', "damaged metadata"),
@@ -191,7 +181,7 @@ def test_numbers_that_torch_has_no_type_for_are_refused(
         ("{", "damaged metadata"),
     ],
 )
-def test_settings_that_make_no_sense_are_refused(
+def test_invalid_peft_metadata_is_refused(
     cache: lora_cache.LoraCache, lora_paths: list[Path], tmp_path: Path, config: str, reason: str
 ) -> None:
     path = tmp_path / "x.safetensors"
@@ -201,7 +191,7 @@ def test_settings_that_make_no_sense_are_refused(
     assert reason in refusal.value.message
 
 
-def test_the_scale_is_alpha_over_rank_wherever_alpha_stands(
+def test_the_scale_is_alpha_over_rank_wherever_alpha_is_stored(
     cache: lora_cache.LoraCache, lora_paths: list[Path], tmp_path: Path
 ) -> None:
     weights = load_file(lora_paths[0])
@@ -216,12 +206,12 @@ def test_the_scale_is_alpha_over_rank_wherever_alpha_stands(
     ):
         save_file(kept, path, {"lora_adapter_metadata": json.dumps(config)})
         os.utime(path, ns=(0, len(scales)))
-        (scale,) = {change.scale for change in cache.get(named(path)).changes["unet"].values()}
+        (scale,) = {change.scale for change in cache.get(named(path)).deltas["unet"].values()}
         scales.append(scale)
     assert scales == [0.5, 2.0, 0.25, 4.0, 1.0]
 
 
-def test_layers_may_have_alphas_of_their_own_in_the_header(
+def test_the_header_may_set_alpha_per_layer(
     cache: lora_cache.LoraCache, lora_paths: list[Path], tmp_path: Path
 ) -> None:
     path = tmp_path / "x.safetensors"
@@ -237,7 +227,7 @@ def test_layers_may_have_alphas_of_their_own_in_the_header(
     }
     config = {"lora_adapter_metadata": json.dumps(patterns)}
     save_file(without(".alpha")(load_file(lora_paths[0])), path, config)
-    changes = cache.get(named(path)).changes
+    changes = cache.get(named(path)).deltas
     odd = {name: each.scale for name, each in changes["unet"].items() if each.scale != 1.0}
     assert odd.pop("mid_block.attentions.0.proj_in") == 2.0
     assert set(odd.values()) == {0.5}
@@ -246,7 +236,7 @@ def test_layers_may_have_alphas_of_their_own_in_the_header(
     assert changes["text_encoder"]["encoder.layers.1.mlp.fc1"].scale == 1.0
 
 
-def test_prepare_refuses_a_bad_lora_even_at_weight_zero(
+def test_prepare_reads_a_lora_even_at_weight_zero(
     engine: Any, make_request: Any, tmp_path: Path
 ) -> None:
     gone = contract.Lora("gone", tmp_path / "gone.safetensors", 0.0, 0.0)

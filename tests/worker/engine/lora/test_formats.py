@@ -1,4 +1,4 @@
-"""Each kind of LoRA against its definition, written out in numpy, value by value."""
+"""Each kind of LoRA against its definition in numpy."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ def numbers(*shapes: tuple[int, ...]) -> list[Array]:
 
 
 def tucker(core: Array, outer: Array, inner: Array) -> Array:
-    """From core [rank, rank, h, w], outer [rank, outputs], inner [rank, inputs]."""
+    """Core [rank, rank, h, w], outer [rank, out], inner [rank, in] to [out, in, h, w]."""
     result = np.zeros((outer.shape[1], inner.shape[1], *core.shape[2:]))
     for r in range(len(outer)):
         for s in range(len(inner)):
@@ -143,7 +143,7 @@ UNRANKED = (lokr_of_wholes, difference_of_weights)
 
 
 def merged(engine: Any, make_request: Any, path: Path, layer: str, parts: Tensors) -> Array:
-    """The layer's weight with a LoRA of just these parts; the base's is back, to the bit, after."""
+    """The layer's weight with a LoRA of these tensors; the base's is restored bit-exactly."""
     tensors = {
         f"{layer}.{name}": torch.from_numpy(np.asarray(part, np.float32)).contiguous()
         for name, part in parts.items()
@@ -169,7 +169,7 @@ def weight_of(engine: Any, layer: str) -> torch.Tensor:
 
 @pytest.mark.parametrize(("layer", "kind"), KINDS)
 @pytest.mark.parametrize("alpha", [None, 2.0])
-def test_a_kind_changes_the_weight_as_it_is_defined(
+def test_each_kind_changes_the_weight_as_defined(
     engine: Any,
     make_request: Any,
     tmp_path: Path,
@@ -191,7 +191,7 @@ def test_a_kind_changes_the_weight_as_it_is_defined(
 
 @pytest.mark.parametrize(("layer", "kind"), [(LINEAR, lora), (CONV, locon), (LINEAR, lokr)])
 @pytest.mark.parametrize("norms_of", ["outputs", "inputs", "peft"])
-def test_dora_gives_the_changed_weight_norms_of_its_own(
+def test_dora_rescales_the_changed_weight_to_its_norms(
     engine: Any,
     make_request: Any,
     tmp_path: Path,
@@ -214,7 +214,7 @@ def test_dora_gives_the_changed_weight_norms_of_its_own(
     parts |= {
         "outputs": {"dora_scale": magnitudes.reshape(-1, 1, *kernel)},
         "inputs": {"dora_scale": magnitudes.reshape(1, -1, *kernel)},
-        # peft has a leading 1 for convolutions, and still means the outputs
+        # peft's norms of outputs have a leading 1 for convolutions
         "peft": {
             "lora_magnitude_vector.weight": magnitudes.reshape(
                 (1, -1, *kernel) if kernel else (-1,)
@@ -236,7 +236,7 @@ def test_dora_gives_the_changed_weight_norms_of_its_own(
         ("lora_B.bias", "a change of biases"),
     ],
 )
-def test_a_kind_that_is_not_supported_is_refused_by_its_name(
+def test_an_unsupported_kind_is_refused_by_name(
     engine: Any, make_request: Any, tmp_path: Path, part: str, kind: str
 ) -> None:
     with pytest.raises(errors.UnusableFileError, match=f"'x' is {kind} .* is not supported"):
@@ -244,7 +244,7 @@ def test_a_kind_that_is_not_supported_is_refused_by_its_name(
 
 
 @pytest.mark.parametrize(("layer", "kind"), KINDS)
-def test_parts_that_are_missing_or_of_another_shape_are_refused(
+def test_missing_tensors_and_wrong_shapes_are_refused(
     engine: Any,
     make_request: Any,
     tmp_path: Path,

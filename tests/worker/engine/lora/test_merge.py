@@ -1,4 +1,4 @@
-"""LoRAs on the model: what they change, what they leave alone, and whose picture they are in."""
+"""Merged LoRAs: their images, and the weights they leave unchanged."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ def use(path: Path, text_encoder: float = 0.8, unet: float | None = None) -> con
     return contract.Lora(path.stem, path, text_encoder, text_encoder if unet is None else unet)
 
 
-def test_a_lora_changes_the_image_and_leaves_no_trace_in_the_next(
+def test_a_lora_changes_its_image_and_not_the_next(
     engine: Any, lora_paths: list[Path], make_request: Any, draw: Any, difference: Any
 ) -> None:
     before = draw(engine, make_request())[0]
@@ -34,7 +34,7 @@ def test_a_lora_changes_the_image_and_leaves_no_trace_in_the_next(
     assert (styled == draw(engine, make_request(loras=(use(lora_paths[0]),)))[0]).all()
 
 
-def test_different_loras_in_one_stream_go_to_their_own_tickets(
+def test_different_loras_stay_with_their_own_tickets(
     engine: Any, lora_paths: list[Path], make_request: Any, draw: Any, difference: Any
 ) -> None:
     first, second, _ = lora_paths
@@ -105,7 +105,7 @@ def test_each_network_has_its_own_weight(
 
 
 @pytest.mark.parametrize("spelling", ["peft", "diffusers", "old diffusers"])
-def test_every_spelling_of_a_lora_draws_the_same_image(
+def test_every_key_format_of_a_lora_draws_the_same_image(
     engine: Any,
     checkpoint: Path,
     lora_paths: list[Path],
@@ -126,7 +126,7 @@ def test_every_spelling_of_a_lora_draws_the_same_image(
     assert (kohya == respelt).all()
 
 
-def test_convolutions_and_ranks_of_their_own_are_merged_and_taken_out_to_the_bit(
+def test_convolutions_and_different_ranks_are_merged_and_unmerged_bit_exactly(
     engine: Any, make_request: Any, tmp_path: Path
 ) -> None:
     generator = torch.Generator().manual_seed(0)
@@ -153,7 +153,7 @@ def test_convolutions_and_ranks_of_their_own_are_merged_and_taken_out_to_the_bit
     assert torch.equal(unet.conv_in.weight, before)
 
 
-def test_a_hundred_changes_of_loras_leave_the_very_weights_of_the_checkpoint(
+def test_a_hundred_merges_leave_the_checkpoints_weights_bit_exact(
     engine: Any, lora_paths: list[Path], make_request: Any
 ) -> None:
     networks = (engine._checkpoint.unet, engine._checkpoint.text_encoder)
@@ -173,7 +173,7 @@ def test_a_hundred_changes_of_loras_leave_the_very_weights_of_the_checkpoint(
         assert all(torch.equal(after[name], tensor) for name, tensor in state.items())
 
 
-def test_an_image_alone_is_the_image_beside_seven_others_with_other_loras(
+def test_an_image_is_the_same_alone_and_with_seven_others_with_other_loras(
     engine: Any, lora_paths: list[Path], make_request: Any, draw: Any, difference: Any
 ) -> None:
     one = make_request(loras=(use(lora_paths[0], 0.35),), seed=77)
@@ -188,19 +188,17 @@ def test_an_image_alone_is_the_image_beside_seven_others_with_other_loras(
     assert (base == draw(engine, make_request())[0]).all()
 
 
-def test_a_prompt_of_all_loras_there_are_is_refused(
-    engine: Any, lora_paths: list[Path], make_request: Any
-) -> None:
+def test_too_many_loras_are_refused(engine: Any, lora_paths: list[Path], make_request: Any) -> None:
     with pytest.raises(errors.JobError, match="17 LoRAs"):
         engine.prepare(make_request(loras=(use(lora_paths[0]),) * 17))
 
 
-def test_a_merge_that_fails_halfway_harms_no_other_image(
+def test_a_failed_merge_affects_no_other_image(
     make_engine: Any, lora_paths: list[Path], make_request: Any, draw: Any, monkeypatch: Any
 ) -> None:
     engine = make_engine()
     before = draw(engine, make_request())[0]
-    delta, calls = formats.WeightDelta.delta, itertools.count()
+    delta, calls = formats.WeightDelta.compute, itertools.count()
 
     def refuse(*arguments: Any) -> torch.Tensor:
         if next(calls) > 20:
@@ -210,7 +208,7 @@ def test_a_merge_that_fails_halfway_harms_no_other_image(
     styled = make_request(loras=(use(lora_paths[0]),))
     engine.prepare(styled)
     with monkeypatch.context() as patched:
-        patched.setattr(formats.WeightDelta, "delta", refuse)
+        patched.setattr(formats.WeightDelta, "compute", refuse)
         failed, plain = draw(engine, styled, make_request())
     assert isinstance(failed, errors.TransientError)
     assert "not today" in failed.message

@@ -8,9 +8,10 @@ import pytest
 import torch
 from diffusers import AutoencoderKL, UNet2DConditionModel
 
+import batch_engine
 from fleet.bench import tiny_model
 from worker.engine import checkpoint as checkpoints
-from worker.engine import contract, load
+from worker.engine import contract
 from worker.engine.kernels import compile as compiling
 from worker.engine.slots import engine as slot_engine
 
@@ -19,7 +20,7 @@ ROUNDING = 2
 
 @pytest.fixture(scope="module")
 def small_model(checkpoint: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The tiny checkpoint with fewer blocks: each of them is seconds of tracing."""
+    """The tiny checkpoint with fewer blocks, each of which takes seconds to trace."""
     folder = tmp_path_factory.mktemp("model") / "small"
     shutil.copytree(checkpoint, folder)
     shutil.rmtree(folder / "unet")
@@ -51,25 +52,25 @@ def small_model(checkpoint: Path, tmp_path_factory: pytest.TempPathFactory) -> P
 
 @pytest.fixture(scope="module")
 def compiled_engine(small_model: Path) -> slot_engine.SlotEngine:
-    """Traced as on a GPU, whole or not at all; only the kernels are not generated."""
+    """Traced as on a GPU with fullgraph, without generating kernels."""
     loaded = checkpoints.load_checkpoint(small_model, torch.device("cpu"), torch.float32)
-    engine = slot_engine.SlotEngine(loaded, 2, lora_cache_bytes=2**30, backend="eager")
+    engine = slot_engine.SlotEngine(loaded, 2, backend="eager")
     engine.warm_up(*engine.default_size)
     return engine
 
 
 @pytest.fixture(scope="module")
 def plain_engine(small_model: Path) -> contract.Engine:
-    return load.load_engine(small_model, "cpu", kind="batch")
+    return batch_engine.load_batch_engine(small_model)
 
 
-def test_the_tick_and_the_vae_are_one_graph_each_without_a_break(
+def test_the_tick_and_the_vae_compile_to_one_graph_each(
     compiled_engine: slot_engine.SlotEngine,
 ) -> None:
-    (call,) = compiled_engine._calls._warm.values()
+    (call,) = compiled_engine._runner._compiled.values()
     assert {weight_mode: each.graphs for weight_mode, each in call.compiled.items()} == {
-        "slots": 1,
-        "merged": 1,
+        "per_slot": 1,
+        "shared": 1,
     }
     assert all(each.is_compiled for each in call.compiled.values())
     ((_, vae),) = compiled_engine._decoder._compiled.values()
@@ -77,7 +78,7 @@ def test_the_tick_and_the_vae_are_one_graph_each_without_a_break(
     assert vae.is_compiled
 
 
-def test_nothing_is_compiled_again_whatever_the_jobs_are_and_the_images_stay(
+def test_no_job_causes_a_recompile_and_the_images_match(
     compiled_engine: slot_engine.SlotEngine,
     plain_engine: contract.Engine,
     small_model: Path,
@@ -107,7 +108,7 @@ def test_nothing_is_compiled_again_whatever_the_jobs_are_and_the_images_stay(
         assert difference(image, draw(plain_engine, request)[0]) <= ROUNDING
 
 
-def test_what_the_compiled_shape_has_no_room_for_runs_as_it_is(
+def test_other_shapes_run_uncompiled(
     compiled_engine: slot_engine.SlotEngine,
     plain_engine: contract.Engine,
     make_request: Any,
@@ -128,11 +129,11 @@ def _double(x: torch.Tensor) -> torch.Tensor:
 
 
 def _break_the_graph(x: torch.Tensor) -> torch.Tensor:
-    print(x)  # noqa: T201 - torch cannot compile it
+    print(x)  # noqa: T201 - cannot be compiled
     return x.mul_(2)
 
 
-def test_warming_up_changes_nothing() -> None:
+def test_the_warm_up_restores_its_tensors() -> None:
     x = torch.ones(3)
     call = compiling.Compiled("it", _double, (x,), backend="eager", pool=None)
     assert call().tolist() == [2.0] * 3
@@ -140,7 +141,9 @@ def test_warming_up_changes_nothing() -> None:
     assert call.graphs == 1
 
 
-def test_what_does_not_compile_runs_as_it_is(caplog: pytest.LogCaptureFixture) -> None:
+def test_a_function_that_cannot_be_compiled_runs_uncompiled(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
     x = torch.ones(3)
     call = compiling.Compiled("it", _break_the_graph, (x,), backend="eager", pool=None)
     assert call().tolist() == [2.0] * 3
@@ -148,7 +151,7 @@ def test_what_does_not_compile_runs_as_it_is(caplog: pytest.LogCaptureFixture) -
     assert "it runs uncompiled" in caplog.text
 
 
-def test_however_many_are_compiled_none_is_one_too_many() -> None:
+def test_any_number_of_functions_can_be_compiled() -> None:
     for size in range(12):
         call = compiling.Compiled(
             "it", _double, (torch.ones(size + 2),), backend="eager", pool=None
@@ -157,15 +160,13 @@ def test_however_many_are_compiled_none_is_one_too_many() -> None:
         assert call.is_compiled
 
 
-def test_a_way_that_is_not_compiled_is_not_taken(
+def test_a_weight_mode_that_is_not_compiled_is_not_used(
     small_model: Path, plain_engine: contract.Engine, make_request: Any, draw: Any, difference: Any
 ) -> None:
     loaded = checkpoints.load_checkpoint(small_model, torch.device("cpu"), torch.float32)
-    engine = slot_engine.SlotEngine(
-        loaded, 2, lora_cache_bytes=2**30, backend="eager", compiled_ways=("slots",)
-    )
+    engine = slot_engine.SlotEngine(loaded, 2, backend="eager", compiled_modes=("per_slot",))
     engine.warm_up(*engine.default_size)
     request = make_request(width=32, height=32)
     (image,) = draw(engine, request)
-    assert engine.weight_mode == "slots"
+    assert engine.weight_mode == "per_slot"
     assert difference(image, draw(plain_engine, request)[0]) <= ROUNDING

@@ -15,8 +15,8 @@ from worker.engine import contract
 from worker.engine.slots import engine as slots
 from worker.engine.slots import mode, runner
 
-#: Of 255. A call of another number of rows is summed in another order in float32; rounding to 8
-#: bits may then fall the other way. A slot mixed up with another differs by 100 and more.
+#: Out of 255. Another number of rows means another order of float32 sums, which may change the
+#: rounding to 8 bits. Slots mixed up would differ by 100 and more.
 ROUNDING = 2
 
 
@@ -27,7 +27,7 @@ def lora(path: Path, weight: float = 1.0, text_encoder_weight: float | None = No
 
 @pytest.fixture(scope="session")
 def mixed_requests(make_request: Any, lora_paths: list[Path]) -> list[contract.ImageRequest]:
-    """Prompts of one to three chunks, each sampler, steps, guidance, LoRAs: none as another."""
+    """One to three chunks, every sampler, different steps, guidance scales and LoRAs."""
     soft, strong, both = lora(lora_paths[0], 0.4), lora(lora_paths[1], 2.0), lora(lora_paths[2])
     return [
         make_request(),
@@ -41,8 +41,10 @@ def mixed_requests(make_request: Any, lora_paths: list[Path]) -> list[contract.I
     ]
 
 
-def record_ways(monkeypatch: pytest.MonkeyPatch, engine: slots.SlotEngine) -> list[tuple[str, int]]:
-    """The way of each call from now on, and how many slots hold an image in it."""
+def record_modes(
+    monkeypatch: pytest.MonkeyPatch, engine: slots.SlotEngine
+) -> list[tuple[str, int]]:
+    """Records the weight mode and the number of images of each call from now on."""
     calls: list[tuple[str, int]] = []
     original = runner.StepRunner.run
 
@@ -54,7 +56,7 @@ def record_ways(monkeypatch: pytest.MonkeyPatch, engine: slots.SlotEngine) -> li
     return calls
 
 
-def test_images_beside_others_are_those_of_the_plain_engine_alone(
+def test_images_in_mixed_slots_match_the_oracle(
     engine: Any, slot_engine: Any, mixed_requests: Any, draw: Any, difference: Any
 ) -> None:
     together = draw(slot_engine, *mixed_requests)
@@ -62,7 +64,7 @@ def test_images_beside_others_are_those_of_the_plain_engine_alone(
         assert difference(image, draw(engine, request)[0]) <= ROUNDING
 
 
-def test_an_image_does_not_depend_on_its_slot_or_on_what_the_slot_held_before(
+def test_an_image_does_not_depend_on_its_slot_or_the_slots_last_image(
     slot_engine: Any, mixed_requests: Any, draw: Any, difference: Any
 ) -> None:
     alone = [draw(slot_engine, request)[0] for request in mixed_requests]
@@ -72,7 +74,7 @@ def test_an_image_does_not_depend_on_its_slot_or_on_what_the_slot_held_before(
         assert difference(image, alone[at]) <= ROUNDING
 
 
-def test_a_strong_lora_leaks_nothing_into_the_slot_beside_it(
+def test_a_strong_lora_does_not_affect_the_next_slot(
     slot_engine: Any, make_request: Any, lora_paths: list[Path], draw: Any, difference: Any
 ) -> None:
     plain, strong = make_request(seed=1), make_request(seed=1, loras=(lora(lora_paths[0], 5.0),))
@@ -84,20 +86,20 @@ def test_a_strong_lora_leaks_nothing_into_the_slot_beside_it(
         assert difference(images[requests.index(strong)], alone) > 30
 
 
-def test_a_slot_is_filled_again_the_tick_after_its_image_is_done(
+def test_a_slot_is_refilled_the_tick_after_its_image_is_done(
     make_slot_engine: Any, make_request: Any, draw: Any, monkeypatch: Any
 ) -> None:
     engine = make_slot_engine(slots=2)
-    calls = record_ways(monkeypatch, engine)
+    calls = record_modes(monkeypatch, engine)
     steps = [2, 5, 1, 3, 4, 2, 2]
     requests = [make_request(steps=count, seed=count) for count in steps]
     draw(engine, *requests)
     busy = [count for _, count in calls]
     assert sum(busy) == sum(steps)
-    assert busy[:-2] == [2] * (len(busy) - 2), "only at the very end may a slot be empty"
+    assert busy[:-2] == [2] * (len(busy) - 2), "a slot may be empty only at the end"
 
 
-def test_an_image_comes_out_as_soon_as_its_own_steps_are_done(
+def test_an_image_is_returned_as_soon_as_its_steps_are_done(
     make_slot_engine: Any, make_request: Any
 ) -> None:
     engine = make_slot_engine(slots=3)
@@ -109,11 +111,11 @@ def test_an_image_comes_out_as_soon_as_its_own_steps_are_done(
     assert ticks == [[1], [2], [], [0]]
 
 
-def test_sizes_are_drawn_apart_and_none_starves_the_other(
+def test_sizes_are_drawn_separately_and_neither_starves(
     make_slot_engine: Any, make_request: Any, draw: Any, monkeypatch: Any
 ) -> None:
     engine = make_slot_engine(slots=2)
-    engine._waiting.max_overtakes = 3
+    engine._queue.max_overtakes = 3
     finished: list[int] = []
     waiting = list(range(24))
     rare = {4, 17}
@@ -129,11 +131,9 @@ def test_sizes_are_drawn_apart_and_none_starves_the_other(
         assert overtaken <= 5, (ticket, finished)
 
 
-def test_a_stream_of_one_size_waits_for_no_more_than_its_share_of_another(
-    make_slot_engine: Any, make_request: Any
-) -> None:
+def test_two_equally_frequent_sizes_alternate(make_slot_engine: Any, make_request: Any) -> None:
     engine = make_slot_engine(slots=2)
-    engine._waiting.max_overtakes = 3
+    engine._queue.max_overtakes = 3
     sizes = [64, 72] * 10
     finished: list[int] = []
     waiting = list(enumerate(sizes))
@@ -146,23 +146,23 @@ def test_a_stream_of_one_size_waits_for_no_more_than_its_share_of_another(
         assert abs(finished.index(ticket) - ticket) <= 8
 
 
-def test_alike_loras_are_merged_and_mixed_ones_are_not(
+def test_equal_loras_use_shared_weights_and_mixed_ones_per_slot_weights(
     slot_engine: Any, make_request: Any, lora_paths: list[Path], draw: Any, monkeypatch: Any
 ) -> None:
-    calls = record_ways(monkeypatch, slot_engine)
+    calls = record_modes(monkeypatch, slot_engine)
     one, other = lora(lora_paths[0]), lora(lora_paths[1])
     draw(slot_engine, *(make_request(seed=seed, loras=(one,), steps=9) for seed in range(3)))
-    assert {weight_mode for weight_mode, _ in calls} == {"merged"}
+    assert {weight_mode for weight_mode, _ in calls} == {"shared"}
     calls.clear()
     draw(slot_engine, make_request(loras=(one,)), make_request(loras=(other,)))
-    assert calls[0][0] == "slots"
+    assert calls[0][0] == "per_slot"
     calls.clear()
     draw(slot_engine, make_request(loras=()), make_request(loras=()))
-    assert {weight_mode for weight_mode, _ in calls} == {"merged"}
-    assert slot_engine.weight_mode == "merged"
+    assert {weight_mode for weight_mode, _ in calls} == {"shared"}
+    assert slot_engine.weight_mode == "shared"
 
 
-def test_going_from_merged_to_mixed_and_back_leaves_the_weights_of_the_checkpoint(
+def test_switching_weight_modes_leaves_the_checkpoints_weights(
     make_slot_engine: Any, make_request: Any, lora_paths: list[Path], draw: Any, difference: Any
 ) -> None:
     engine = make_slot_engine()
@@ -184,7 +184,7 @@ def test_going_from_merged_to_mixed_and_back_leaves_the_weights_of_the_checkpoin
 
 
 @pytest.mark.parametrize("kind", ["rank", "convolution"])
-def test_a_lora_that_no_slot_can_hold_goes_merged_and_beside_its_like_only(
+def test_a_lora_that_cannot_be_packed_is_merged_and_drawn_separately(
     make_slot_engine: Any,
     make_engine: Any,
     make_request: Any,
@@ -205,7 +205,7 @@ def test_a_lora_that_no_slot_can_hold_goes_merged_and_beside_its_like_only(
         save_file(tensors, path)
     capacity = 8 if kind == "rank" else 64
     engine = make_slot_engine(rank_capacity=capacity)
-    calls = record_ways(monkeypatch, engine)
+    calls = record_modes(monkeypatch, engine)
     requests = [
         make_request(seed=1, loras=(lora(lora_paths[0]),)),
         make_request(seed=2, loras=(lora(path),)),
@@ -213,7 +213,7 @@ def test_a_lora_that_no_slot_can_hold_goes_merged_and_beside_its_like_only(
         make_request(seed=4, loras=(lora(path),)),
     ]
     images = draw(engine, *requests)
-    assert calls == [("slots", 2)] * 4 + [("merged", 2)] * 4
+    assert calls == [("per_slot", 2)] * 4 + [("shared", 2)] * 4
     plain = make_engine()
     for request, image in zip(requests, images, strict=True):
         assert difference(image, draw(plain, request)[0]) <= ROUNDING
@@ -235,7 +235,7 @@ def test_free_counts_down_from_capacity_and_comes_back(
     assert engine.tick() == []
 
 
-def test_an_image_that_comes_out_as_nan_fails_alone_and_its_slot_recovers(
+def test_only_a_nan_image_fails_and_its_slot_recovers(
     make_slot_engine: Any, make_request: Any, draw: Any, difference: Any, monkeypatch: Any
 ) -> None:
     engine = make_slot_engine(slots=2)
@@ -244,7 +244,7 @@ def test_an_image_that_comes_out_as_nan_fails_alone_and_its_slot_recovers(
 
     def first_latents(job: Any, generator: torch.Generator) -> torch.Tensor:
         latents: torch.Tensor = original(job, generator)
-        return latents * torch.nan if job.ready.request.seed == 666 else latents
+        return latents * torch.nan if job.prepared.request.seed == 666 else latents
 
     monkeypatch.setattr(engine._stager, "_first_latents", first_latents)
     seeds = [1, 666, 1, 2]
@@ -256,13 +256,13 @@ def test_an_image_that_comes_out_as_nan_fails_alone_and_its_slot_recovers(
     assert difference(images[3], sound[1]) <= ROUNDING
 
 
-def test_a_job_that_cannot_begin_fails_alone(
+def test_only_a_job_that_cannot_start_fails(
     slot_engine: Any, make_request: Any, draw: Any, monkeypatch: Any
 ) -> None:
     original = slot_engine._stager._encode
 
     def encode(job: Any) -> Any:
-        if job.ticket in {1, 5}:  # one begins at once, one is staged ahead
+        if job.ticket in {1, 5}:  # one starts at once, one is staged ahead
             raise errors.JobError("the weights in the prompt cancel each other out")
         return original(job)
 
@@ -280,7 +280,7 @@ def test_a_closed_engine_holds_nothing(make_slot_engine: Any, make_request: Any)
     assert not engine.busy
 
 
-def test_images_have_the_size_asked_for(slot_engine: Any, make_request: Any, draw: Any) -> None:
+def test_images_have_the_requested_size(slot_engine: Any, make_request: Any, draw: Any) -> None:
     assert slot_engine.default_size == (64, 64)
     assert slot_engine.model_name == "tiny"
     (image,) = draw(slot_engine, make_request(width=88, height=40))

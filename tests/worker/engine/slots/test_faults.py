@@ -15,12 +15,12 @@ ROUNDING = 2
 def fail(
     monkeypatch: pytest.MonkeyPatch, engine: Any, error: Exception, when: Any
 ) -> list[list[int]]:
-    """Makes ticks fail; returns the seeds in each tick, of those that failed as well."""
+    """Makes ticks fail; returns the seeds of each tick, failed ones included."""
     ticks: list[list[int]] = []
     original = runner.StepRunner.run
 
     def run(self: runner.StepRunner, weight_mode: mode.WeightMode, slots: int) -> None:
-        seeds = [job.ready.request.seed for job in engine._active.values()]
+        seeds = [job.prepared.request.seed for job in engine._active.values()]
         ticks.append(seeds)
         if when(seeds):
             raise error
@@ -30,7 +30,7 @@ def fail(
     return ticks
 
 
-def test_out_of_memory_at_a_tick_leaves_fewer_slots_and_fails_no_image(
+def test_out_of_memory_in_a_tick_reduces_the_slots_and_fails_no_image(
     make_slot_engine: Any, make_request: Any, draw: Any, difference: Any, monkeypatch: Any
 ) -> None:
     engine = make_slot_engine(slots=4)
@@ -47,7 +47,7 @@ def test_out_of_memory_at_a_tick_leaves_fewer_slots_and_fails_no_image(
         assert difference(image, expected) <= ROUNDING
 
 
-def test_images_half_way_begin_again_when_the_memory_runs_out(
+def test_unfinished_images_restart_after_out_of_memory(
     make_slot_engine: Any, make_request: Any, draw: Any, difference: Any, monkeypatch: Any
 ) -> None:
     engine = make_slot_engine(slots=2)
@@ -61,7 +61,7 @@ def test_images_half_way_begin_again_when_the_memory_runs_out(
     assert [difference(*pair) <= ROUNDING for pair in zip(images, sound, strict=True)] == [True] * 2
 
 
-def test_one_image_that_does_not_fit_the_memory_is_tried_elsewhere(
+def test_an_image_too_large_for_the_memory_is_a_transient_error(
     make_slot_engine: Any, make_request: Any, draw: Any, monkeypatch: Any
 ) -> None:
     engine = make_slot_engine(slots=2)
@@ -70,10 +70,10 @@ def test_one_image_that_does_not_fit_the_memory_is_tried_elsewhere(
     (outcome,) = draw(engine, make_request())
     assert isinstance(outcome, errors.TransientError)
     assert "memory" in outcome.message
-    assert engine.slots == 2, "one image too large says nothing of two small ones"
+    assert engine.slots == 2, "a large image does not reduce the slots"
 
 
-def test_the_image_that_breaks_a_tick_fails_alone_and_says_why(
+def test_only_the_image_that_breaks_a_tick_fails_with_the_reason(
     make_slot_engine: Any, make_request: Any, draw: Any, difference: Any, monkeypatch: Any
 ) -> None:
     engine = make_slot_engine(slots=3)
@@ -90,7 +90,7 @@ def test_the_image_that_breaks_a_tick_fails_alone_and_says_why(
     assert [666] in ticks
 
 
-def test_a_broken_gpu_is_no_images_fault(
+def test_a_broken_gpu_is_a_node_error(
     make_slot_engine: Any, make_request: Any, draw: Any, monkeypatch: Any
 ) -> None:
     engine = make_slot_engine()
@@ -100,7 +100,7 @@ def test_a_broken_gpu_is_no_images_fault(
         draw(engine, make_request())
 
 
-def test_a_merge_that_fails_half_way_harms_no_other_image(
+def test_a_failed_merge_affects_no_other_image(
     make_slot_engine: Any,
     make_request: Any,
     lora_paths: Any,
@@ -129,7 +129,7 @@ def test_a_merge_that_fails_half_way_harms_no_other_image(
     assert difference(draw(engine, make_request())[0], plain) == 0
 
 
-def test_out_of_memory_while_decoding_takes_smaller_slices(
+def test_out_of_memory_while_decoding_reduces_the_slices(
     make_slot_engine: Any, make_request: Any, draw: Any, difference: Any, monkeypatch: Any
 ) -> None:
     from worker.engine import decoder

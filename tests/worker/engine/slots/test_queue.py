@@ -19,22 +19,22 @@ class _Ready:
         self.lora_key = key
 
 
-def queue(*batch_keys: Any, max_overtakes: int = 2) -> slot_queue.Waiting:
-    """Jobs with their place as their ticket; a lane may come with the LoRAs of its job."""
+def queue(*batch_keys: Any, max_overtakes: int = 2) -> slot_queue.SlotQueue:
+    """Jobs with their position as ticket, by batch key or (batch key, LoRA key)."""
     pairs = [batch_key if type(batch_key) is tuple else (batch_key, ()) for batch_key in batch_keys]
     jobs: list[Any] = [
         slot_queue.SlotJob(at, _Ready(key), batch_key)  # type: ignore[arg-type]
         for at, (batch_key, key) in enumerate(pairs)
     ]
-    return slot_queue.Waiting(max_overtakes, jobs)
+    return slot_queue.SlotQueue(max_overtakes, jobs)
 
 
-def tickets(waiting: slot_queue.Waiting, batch_key: Any, favoured: Any = None) -> list[int]:
-    taken = iter(lambda: waiting.take(batch_key, favoured), None)
+def tickets(waiting: slot_queue.SlotQueue, batch_key: Any, preferred: Any = None) -> list[int]:
+    taken = iter(lambda: waiting.take(batch_key, preferred), None)
     return [job.ticket for job in taken if job is not None]
 
 
-def test_a_lane_takes_its_own_jobs_in_their_order() -> None:
+def test_a_batch_key_takes_its_own_jobs_in_order() -> None:
     waiting = queue(A, A, B, A)
     assert waiting.next_batch_key() == A
     assert tickets(waiting, A) == [0, 1, 3]
@@ -43,20 +43,20 @@ def test_a_lane_takes_its_own_jobs_in_their_order() -> None:
     assert waiting.next_batch_key() is None
 
 
-def test_a_job_is_overtaken_as_often_as_patience_allows_and_no_more() -> None:
+def test_a_job_is_overtaken_at_most_max_overtakes_times() -> None:
     waiting = queue(B, A, A, A, A, max_overtakes=2)
-    assert tickets(waiting, A) == [1, 2], "after two, the older one's turn has come"
+    assert tickets(waiting, A) == [1, 2], "after two, the older one is next"
     assert waiting.next_batch_key() == B
     assert tickets(waiting, B) == [0]
     assert tickets(waiting, A) == [3, 4]
 
 
-def test_an_impatient_job_holds_back_younger_ones_only() -> None:
+def test_a_job_at_its_limit_blocks_younger_jobs_only() -> None:
     waiting = queue(A, B, A, A, max_overtakes=0)
     assert tickets(waiting, A) == [0]
 
 
-def test_jobs_with_the_favoured_loras_go_first_but_not_for_ever() -> None:
+def test_preferred_loras_go_first_up_to_the_limit() -> None:
     one = ("one",)
     waiting = queue((A, ()), *[(A, one)] * 4, max_overtakes=3)
     assert tickets(waiting, A, one) == [1, 2, 3, 0, 4]
@@ -70,20 +70,20 @@ def test_jobs_put_back_come_first() -> None:
     assert tickets(waiting, A) == [0, 1]
 
 
-def test_the_way_is_the_one_that_costs_less() -> None:
-    costs = mode.Costs(slots_tick=1.1, merged_tick=1.0, merge=1.0)
+def test_the_cheaper_weight_mode_is_chosen() -> None:
+    costs = mode.Costs(per_slot_seconds=1.1, shared_seconds=1.0, merge_seconds=1.0)
     one, other = ("one",), ("other",)
-    assert mode.choose([one, other], (), 100, costs) == ("slots", ())
-    assert mode.choose([one, one], (), 100, costs) == ("merged", one)
-    assert mode.choose([one, one], (), 5, costs) == ("slots", ()), "not worth a merge any more"
-    assert mode.choose([one, one], one, 1, costs) == ("merged", one), "merged already"
-    assert mode.choose([(), ()], one, 1, costs) == ("merged", ()), "the checkpoint's own"
-    assert mode.choose([()], None, 1, costs) == ("merged", ())
-    assert mode.ticks_alike([3, 7], [15, 15, 15], 2) == 7 + 23
+    assert mode.choose([one, other], (), 100, costs) == ("per_slot", ())
+    assert mode.choose([one, one], (), 100, costs) == ("shared", one)
+    assert mode.choose([one, one], (), 5, costs) == ("per_slot", ()), "a merge no longer pays"
+    assert mode.choose([one, one], one, 1, costs) == ("shared", one), "merged already"
+    assert mode.choose([(), ()], one, 1, costs) == ("shared", ()), "the checkpoint's own weights"
+    assert mode.choose([()], None, 1, costs) == ("shared", ())
+    assert mode.ticks_until_change([3, 7], [15, 15, 15], 2) == 7 + 23
 
 
 @pytest.mark.parametrize("weights", [(1.0, 1.0), (0.5, -2.0)])
-def test_packed_loras_are_their_changes_added_up(
+def test_packed_loras_equal_the_sum_of_their_changes(
     slot_engine: Any, make_request: Any, lora_paths: list[Path], weights: tuple[float, float]
 ) -> None:
     loras = tuple(
@@ -91,26 +91,26 @@ def test_packed_loras_are_their_changes_added_up(
         for path, weight in zip(lora_paths, weights, strict=False)
     )
     prepared = slot_engine.prepare(make_request(loras=loras))
-    packed = prepared.unet_changes
-    groups = slot_engine._groups["unet"]
-    assert packed.places.keys() == {path for paths in groups.values() for path in paths}
+    packed = prepared.unet_pack
+    groups = slot_engine._preparer.groups["unet"]
+    assert packed.positions.keys() == {path for paths in groups.values() for path in paths}
     for path, (up, down) in packed.by_layer(packed.flat).items():
-        assert up.shape[1] % 8 == 0, "matrix products want their operands aligned"
+        assert up.shape[1] % 8 == 0, "matrix products need aligned operands"
         whole = torch.zeros(len(up), down.shape[1])
         for applied in prepared.unet_loras:
-            change = applied.file.changes["unet"][path]
-            delta = change.delta(torch.zeros_like(whole))
+            change = applied.file.deltas["unet"][path]
+            delta = change.compute(torch.zeros_like(whole))
             whole += applied.weights["unet"] * delta
         assert torch.allclose(up @ down, whole, atol=1e-5)
 
 
-def test_what_is_not_of_low_rank_is_not_packed(
+def test_only_low_rank_changes_are_packed(
     slot_engine: Any, make_request: Any, lora_paths: list[Path]
 ) -> None:
     style = contract.Lora("style", lora_paths[0], 1.0, 1.0)
     loras = slot_engine.prepare(make_request(loras=(style,))).unet_loras
     settings: dict[str, Any] = {"dtype": torch.float32, "pinned": False}
-    groups = slot_engine._groups["unet"]
+    groups = slot_engine._preparer.groups["unet"]
     assert pack.pack(loras, "unet", groups, rank_capacity=4, **settings) is not None
     assert pack.pack(loras, "unet", groups, rank_capacity=3, **settings) is None
     assert pack.pack(loras, "unet", {}, rank_capacity=4, **settings) is None

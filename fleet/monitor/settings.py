@@ -1,0 +1,45 @@
+"""Settings of the commands that monitor a fleet."""
+
+from __future__ import annotations
+
+from pydantic import Field
+
+from imagefleet.storage.settings import StorageSettings
+from imagefleet.telemetry.settings import TelemetrySettings
+
+
+class MonitorSettings(StorageSettings):
+    """Sources of a fleet's state: its storage and its metrics."""
+
+    prometheus: str | None = Field(
+        default=None,
+        repr=False,  # it may hold a password
+        pattern=r"^https?://\S+$",
+        description="URL of the Prometheus or VictoriaMetrics with the workers' metrics; it may"
+        " contain user:password@.",
+    )
+
+
+class ExporterSettings(TelemetrySettings, MonitorSettings):
+    """Settings of the queue exporter."""
+
+    sample_seconds: float = Field(
+        default=15,
+        ge=0.1,
+        le=3600,
+        description="Seconds between samples of the queue depths.",
+        json_schema_extra={"formerly": "look_seconds"},
+    )
+    fleet_dollars_per_hour: float | None = Field(
+        default=None,
+        ge=0,
+        description="Price of the whole fleet in $/h, for the cost to empty the queue; by default"
+        " from the workers' metrics.",
+    )
+    host: str = Field(
+        default="127.0.0.1",
+        description="Address of /metrics, /live and /ready; 0.0.0.0 for all interfaces.",
+    )
+    port: int = Field(
+        default=9108, ge=0, le=65_535, description="Port of /metrics; 0 picks a free one."
+    )

@@ -1,0 +1,210 @@
+"""The oracle: a plain engine that runs alike requests as one batch, from noise to pixels.
+
+diffusers' own UNet, uncompiled, LoRAs merged into its weights: the arithmetic that the slot engine
+is compared with.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+
+import torch
+from diffusers import AutoencoderKL, UNet2DConditionModel
+
+from imagefleet import errors
+from worker.engine import checkpoint, contract, device, sampler, text
+from worker.engine import errors as engine_errors
+from worker.engine.decoder import to_pixels
+from worker.engine.lora import merge
+from worker.engine.slots.prepare import PreparedRequest, RequestPreparer
+
+#: Requests held per image of a batch.
+_LOOKAHEAD_BATCHES = 2
+
+#: Pixels decoded per VAE call: bounds its memory.
+_DECODE_PIXELS = 1024 * 1024
+
+
+def load_batch_engine(
+    model: Path,
+    *,
+    max_batch: int = 8,
+    precision: device.Precision = "auto",
+    config: Path | None = None,
+) -> BatchEngine:
+    """Loads a checkpoint on the CPU and the batch engine on it."""
+    cpu = torch.device("cpu")
+    dtype = device.find_dtype(precision, cpu)
+    return BatchEngine(checkpoint.load_checkpoint(model, cpu, dtype, config), max_batch)
+
+
+def group(prepared: PreparedRequest) -> tuple[object, ...]:
+    """What two requests must have in common to share a UNet call."""
+    request = prepared.request
+    loras = tuple(applied.key for applied in prepared.loras)
+    calls = len(prepared.schedule.table)
+    return (request.width, request.height, calls, request.clip_skip, loras)
+
+
+class BatchEngine:
+    """A `contract.Engine` whose images start and finish together, at most *max_batch* of them."""
+
+    def __init__(self, loaded: checkpoint.Checkpoint, max_batch: int) -> None:
+        self._checkpoint = loaded
+        self._preparer = RequestPreparer(loaded, {"unet": {}, "text_encoder": {}})
+        self._encoder = text.Encoder(
+            loaded.text_encoder,
+            start=loaded.tokenizer.bos_token_id,
+            end=loaded.tokenizer.eos_token_id,
+        )
+        self._merger = merge.Merger(loaded.unet, loaded.text_encoder)
+        self._max_batch = max_batch
+        self._pending: dict[int, PreparedRequest] = {}
+
+    @property
+    def model_name(self) -> str:
+        return self._checkpoint.name
+
+    @property
+    def default_size(self) -> tuple[int, int]:
+        return self._preparer.default_size
+
+    @property
+    def capacity(self) -> int:
+        return self._max_batch * _LOOKAHEAD_BATCHES
+
+    @property
+    def free(self) -> int:
+        return self.capacity - len(self._pending)
+
+    @property
+    def busy(self) -> bool:
+        return bool(self._pending)
+
+    @property
+    def lora_lookups(self) -> Mapping[str, int]:
+        return self._preparer.lora_lookups
+
+    def prepare(self, request: contract.ImageRequest) -> PreparedRequest:
+        return self._preparer.prepare(request)
+
+    def admit(self, ticket: int, prepared: contract.PreparedRequest) -> None:
+        if not isinstance(prepared, PreparedRequest):
+            raise TypeError("prepared by another engine")
+        self._pending[ticket] = prepared
+
+    def tick(self) -> list[contract.Finished]:
+        """Draws the oldest request and all that can share its UNet calls."""
+        tickets = self._next_batch()
+        batch = [self._pending.pop(ticket) for ticket in tickets]
+        outcomes = self._run(batch)
+        return [contract.Finished(*pair) for pair in zip(tickets, outcomes, strict=True)]
+
+    def close(self) -> None:
+        self._pending.clear()
+        self._encoder.clear()
+        self._merger.close()
+        for network in (self._checkpoint.unet, self._checkpoint.vae, self._checkpoint.text_encoder):
+            network.to("meta")
+
+    def _next_batch(self) -> list[int]:
+        oldest = next(iter(self._pending.values()), None)
+        if oldest is None:
+            return []
+        shared = group(oldest)
+        alike = [ticket for ticket, other in self._pending.items() if group(other) == shared]
+        return alike[: self._max_batch]
+
+    def _run(self, batch: Sequence[PreparedRequest]) -> list[contract.Outcome]:
+        try:
+            self._merger.activate(batch[0].loras)
+            return self._generate(batch)
+        except Exception as error:  # noqa: BLE001 - any failure is this batch's outcome
+            return [engine_errors.classify(error)] * len(batch)
+
+    @torch.inference_mode()
+    def _generate(self, batch: Sequence[PreparedRequest]) -> list[contract.Outcome]:
+        unet, factor = self._checkpoint.unet, self._checkpoint.vae_factor
+        latents = denoise(unet, batch, self._encode_prompts(batch), factor)
+        request = batch[0].request
+        return decode(self._checkpoint.vae, latents, request.width * request.height)
+
+    def _encode_prompts(self, batch: Sequence[PreparedRequest]) -> text.Context:
+        """The rows of the prompts, then of the negative prompts."""
+        prompts = [prepared.prompt for prepared in batch]
+        negative_prompts = [prepared.negative_prompt for prepared in batch]
+        first = batch[0]
+        return self._encoder.encode(
+            [*prompts, *negative_prompts],
+            first.request.clip_skip,
+            merge.key_of(first.text_encoder_loras),
+        )
+
+
+def denoise(
+    unet: UNet2DConditionModel,
+    images: Sequence[PreparedRequest],
+    context: text.Context,
+    vae_factor: int,
+) -> torch.Tensor:
+    """Latents [batch, 4, height, width] in float32.
+
+    The images have the same size and number of UNet calls. *context* has the rows of the prompts,
+    then of the negative prompts. Each image draws its noise from its own CPU generator.
+    """
+    device, first = unet.device, images[0].request
+    shape = (unet.config.in_channels, first.height // vae_factor, first.width // vae_factor)
+    schedules = [image.schedule for image in images]
+    generators = [torch.Generator().manual_seed(image.request.seed) for image in images]
+    scales = _per_image([image.request.cfg_scale for image in images], device)
+
+    starts = _per_image([schedule.initial_scale for schedule in schedules], device)
+    latents = draw_noise(generators, shape).to(device) * starts
+    history = sampler.first_history(latents)
+    tables = torch.stack([schedule.table for schedule in schedules], dim=1).to(device)
+    for call, rows in enumerate(tables):
+        inputs = sampler.scale_input(rows, latents).to(unet.dtype)
+        output = unet(
+            inputs.repeat(2, 1, 1, 1),
+            rows[:, sampler.TIMESTEP].repeat(2),
+            encoder_hidden_states=context.vectors,
+            encoder_attention_mask=context.mask,
+            return_dict=False,
+        )[0]
+        cond, uncond = output.float().chunk(2)
+        guided = uncond + scales * (cond - uncond)
+        noisy = [
+            generator if schedule.noisy[call] else None
+            for generator, schedule in zip(generators, schedules, strict=True)
+        ]
+        noise = draw_noise(noisy, shape).to(device) if any(noisy) else None
+        latents, history = sampler.step(rows, latents, guided, history, noise)
+    return latents
+
+
+def draw_noise(
+    generators: Sequence[torch.Generator | None], shape: tuple[int, int, int]
+) -> torch.Tensor:
+    """Noise [rows, *shape]; zeros for a row without a generator."""
+    return torch.stack(
+        [
+            torch.randn(shape, generator=generator) if generator else torch.zeros(shape)
+            for generator in generators
+        ]
+    )
+
+
+def _per_image(numbers: Sequence[float], device: torch.device) -> torch.Tensor:
+    return torch.tensor(numbers, device=device)[:, None, None, None]
+
+
+def decode(vae: AutoencoderKL, latents: torch.Tensor, pixels: int) -> list[contract.Outcome]:
+    """Images of *pixels* from latents [batch, 4, height, width], or an error for NaN."""
+    outcomes: list[contract.Outcome] = []
+    for part in torch.split(latents, max(1, _DECODE_PIXELS // pixels)):
+        scaled = (part / vae.config.scaling_factor).to(vae.dtype)
+        levels, is_finite = to_pixels(vae.decode(scaled, return_dict=False)[0].float())
+        for image, ok in zip(levels.numpy(), is_finite.tolist(), strict=True):
+            outcomes.append(image if ok else errors.TransientError("the image is NaN"))
+    return outcomes
