@@ -169,9 +169,7 @@ def test_every_flag_in_the_text_is_known(page: Path) -> None:
 @by_page
 def test_every_variable_is_a_setting(page: Path) -> None:
     known = {
-        options.variable(name)
-        for model in options.PROJECT_SETTINGS
-        for name in model.model_fields
+        options.variable(name) for model in options.PROJECT_SETTINGS for name in model.model_fields
     }
     named = {
         name
