@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from fleet import console, options
+from fleet import console, demo_jobs, options
 from imagefleet import errors
 from imagefleet.job import chunks
 from imagefleet.job import prompt as prompts
@@ -19,7 +19,7 @@ if TYPE_CHECKING:
     import tokenizers
 
 #: CLIP's vocabulary, which all SD1.x checkpoints share.
-_TOKENIZER = Path(__file__).resolve().parent.parent / "demo_model" / "tokenizer"
+_TOKENIZER = demo_jobs.TRAINED / "tokenizer"
 
 #: CLIP's pre-tokenization: words, digits and punctuation.
 _WORD = (

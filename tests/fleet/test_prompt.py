@@ -120,7 +120,6 @@ def test_a_missing_tokenizers_library_is_reported_with_the_command_to_install_it
 def test_an_installation_without_a_vocabulary_asks_for_a_model(
     in_process: Imagefleet, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
-    """As with every installation from a wheel."""
     monkeypatch.setattr(prompt, "_TOKENIZER", tmp_path / "nowhere")
 
     result = in_process("prompt", "a cat")

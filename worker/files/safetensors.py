@@ -1,4 +1,4 @@
-"""What must hold of a LoRA's bytes before anything else looks at them."""
+"""Checks of a LoRA's bytes before anything else reads them."""
 
 from __future__ import annotations
 
@@ -10,14 +10,13 @@ from io import BufferedReader, BytesIO
 
 from imagefleet import errors
 
-#: A manifest is read again after this long; a LoRA that was replaced is fetched anew by then.
+#: A manifest is read again after this time; a replaced LoRA is fetched again by then.
 MANIFEST_SECONDS = 300.0
 
 #: The format's own limit. Without one, eight stray bytes could ask for all memory.
 _MAX_HEADER_BYTES = 100_000_000
 
-
-#: What reading JSON of another shape than the one expected may raise.
+#: What reading JSON of an unexpected shape may raise.
 _MALFORMED = (
     *(ValueError, TypeError, KeyError, IndexError, AttributeError),
     *(OverflowError, RecursionError),
@@ -25,7 +24,7 @@ _MALFORMED = (
 
 
 class Manifest:
-    """The SHA-256 of LoRAs by their names, `{"name": "sha256"}`; none where there is no file."""
+    """The SHA-256 of LoRAs by name, `{"name": "sha256"}`; empty where there is no file."""
 
     def __init__(self, where: str, read: Callable[[], Awaitable[bytes | None]]) -> None:
         self._where = where
@@ -37,39 +36,37 @@ class Manifest:
         """The hash that the file must have, or None where any will do.
 
         Raises:
-            TransientError: the manifest cannot be read, or is none.
+            TransientError: the manifest cannot be read or is not valid.
         """
         if self._read_at is None or time.monotonic() - self._read_at > MANIFEST_SECONDS:
-            self._hashes = self._parse(await self._read() or b"{}")
+            content = await self._read() or b"{}"
+            try:
+                hashes = json.loads(content)
+                self._hashes = {str(key): value.lower() for key, value in hashes.items()}
+            except _MALFORMED as error:
+                # It may be half-written; going on without it would mean to trust any file.
+                raise errors.TransientError(
+                    f'{self._where} is not a JSON manifest, {{"name": "sha256", ...}}: {error}'
+                ) from error
             self._read_at = time.monotonic()
         return self._hashes.get(name)
 
     def forget(self) -> None:
-        """Has it read again the next time: it and a file disagree, and one of them is old."""
+        """Reads it again the next time: it and a file disagree, and one of them is old."""
         self._read_at = None
-
-    def _parse(self, content: bytes) -> dict[str, str]:
-        try:
-            hashes = json.loads(content)
-            return {str(name): value.lower() for name, value in hashes.items()}
-        except _MALFORMED as error:
-            # It may be half-written; and to go on without it would be to trust any file.
-            raise errors.TransientError(
-                f'{self._where} is not the JSON of a manifest, {{"name": "sha256", ...}}: {error}'
-            ) from error
 
 
 def check_content(name: str, file: BufferedReader | BytesIO, size: int, sha256: str | None) -> None:
-    """Checks that a LoRA is all there, and the one that the manifest means.
+    """Checks that a LoRA is complete and matches the manifest.
 
     Raises:
-        TransientError: it is cut short, or has another hash.
-        UnusableFileError: it is no safetensors file.
+        TransientError: it is truncated, or has another hash.
+        UnusableFileError: it is not a safetensors file.
     """
     expected = _expected_bytes(name, file)
     if expected is None or size < expected:
         raise errors.TransientError(
-            f"the LoRA {name}.safetensors is cut short: it has {size:,} bytes"
+            f"the LoRA {name}.safetensors is truncated: it has {size:,} bytes"
             + (f" of {expected:,}" if expected else "")
         )
     if sha256 is None:
@@ -77,12 +74,12 @@ def check_content(name: str, file: BufferedReader | BytesIO, size: int, sha256: 
     file.seek(0)
     if hashlib.file_digest(file, "sha256").hexdigest() != sha256:
         raise errors.TransientError(
-            f"the LoRA {name}.safetensors has another SHA-256 than the manifest.json beside it says"
+            f"the SHA-256 of the LoRA {name}.safetensors is not the one in its manifest.json"
         )
 
 
 def _expected_bytes(name: str, file: BufferedReader | BytesIO) -> int | None:
-    """The size that the header speaks of, or None where not even the header is all there."""
+    """The file's size according to its header, or None if not even the header is complete."""
     start = file.read(8)
     if len(start) < 8:  # noqa: PLR2004 - the header's length
         return None
@@ -96,5 +93,5 @@ def _expected_bytes(name: str, file: BufferedReader | BytesIO) -> int | None:
         return int(8 + header_bytes + max(ends, default=0))
     except _MALFORMED as error:
         raise errors.UnusableFileError(
-            f"the LoRA {name}.safetensors is no .safetensors file"
+            f"the LoRA {name}.safetensors is not a safetensors file"
         ) from error

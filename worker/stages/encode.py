@@ -1,9 +1,9 @@
-"""Pixels become a file: PNG, JPEG or WebP with AUTOMATIC1111's parameters in it.
+"""Encodes pixels as PNG, JPEG or WebP with AUTOMATIC1111's parameters.
 
 PNG is written here, around Intel's igzip (the `isal` package): 2 ms and 410 KB for a 512x512
 photograph where Pillow takes 57 ms and 378 KB at its default level and 19 ms and 423 KB at its
 fastest (`benchmarks/encoders.py`). OpenCV (7 ms) and imagecodecs (6 ms) are slower, a hundred
-times as large to install, and write no text; fpng (0.7 ms) names no licence.
+times as large to install, and write no text; fpng (0.7 ms) has no licence.
 """
 
 from __future__ import annotations
@@ -25,10 +25,10 @@ from worker.engine.contract import Pixels
 #: igzip's levels 1 to 3 differ by under 1 % in size on photographs; 1 is the fastest.
 COMPRESSION_LEVEL = 1
 
-#: PNG's filter "up": each byte less the one above; smaller than "sub" on photographs.
+#: PNG's filter "up": each byte minus the one above; smaller than "sub" on photographs.
 FILTER_UP = 2
 
-#: What one segment of a JPEG holds, and so all of its EXIF.
+#: The size of one JPEG segment, which limits the EXIF data.
 _JPEG_EXIF_BYTES = 65_533
 
 CONTENT_TYPES = {"png": "image/png", "jpeg": "image/jpeg", "webp": "image/webp"}
@@ -47,7 +47,7 @@ def encode(pixels: Pixels, output: Output, parameters: str) -> EncodedImage:
 
     Raises:
         JobError: the parameters are too long for a JPEG.
-        TransientError: the image is all one colour, which no working engine draws.
+        TransientError: the image is all one colour, which no working engine generates.
     """
     refuse_one_colour(pixels)
     if output.format == "png":
@@ -58,7 +58,7 @@ def encode(pixels: Pixels, output: Output, parameters: str) -> EncodedImage:
 
 
 def refuse_one_colour(pixels: Pixels) -> None:
-    """Looks for what no working engine draws.
+    """Refuses what no working engine generates.
 
     Raises:
         TransientError: the image is all one colour.
@@ -112,8 +112,8 @@ def _with_pillow(pixels: Pixels, output: Output, parameters: str) -> bytes:
     exif.get_ifd(ExifTags.IFD.Exif)[ExifTags.Base.UserComment] = comment
     if output.format == "jpeg" and len(exif.tobytes()) > _JPEG_EXIF_BYTES:
         raise errors.JobError(
-            "the prompts are too long to be written into a JPEG, which has room for some 32,000"
-            " letters: choose png or webp, or shorten them"
+            "the prompts are too long for a JPEG's metadata (about 32,000 characters): shorten them"
+            " or choose png or webp"
         )
     buffer = io.BytesIO()
     image.save(buffer, output.format, quality=output.quality, exif=exif)

@@ -1,4 +1,4 @@
-"""The text that AUTOMATIC1111 (1.9 and later) writes into its pictures, which viewers read."""
+"""The text that AUTOMATIC1111 (1.9 and later) writes into its images, which viewers read."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from imagefleet.job.message import Job
 def parameters(job: Job, index: int, size: tuple[int, int], model: str) -> str:
     """The `parameters` of image *index* of a job; *size* is (width, height) in pixels.
 
-    'RNG: CPU' lets AUTOMATIC1111 draw the same noise: its own default is the GPU's.
+    'RNG: CPU' makes AUTOMATIC1111 draw the same noise; its default is the GPU's generator.
     """
     width, height = size
     sampler = samplers.SAMPLERS[job.sampler]
@@ -35,7 +35,7 @@ def parameters(job: Job, index: int, size: tuple[int, int], model: str) -> str:
 
 
 def _quoted(fact: str) -> str:
-    """As a JSON string where it holds what would end it early."""
+    """As a JSON string if it contains a delimiter."""
     if any(mark in fact for mark in ",:\n"):
         return json.dumps(fact, ensure_ascii=False)
     return fact

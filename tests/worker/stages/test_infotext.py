@@ -25,7 +25,7 @@ def facts_of(**fields: Any) -> str:
     return infotext.parameters(job_of(**fields), 0, (512, 512), "m").split("\n")[-1]
 
 
-def test_the_text_has_the_three_parts_that_viewers_look_for() -> None:
+def test_the_text_has_the_three_parts_that_viewers_expect() -> None:
     job = job_of(
         prompt="a house, <lora:x:0.5>",
         negative_prompt="people",
@@ -45,7 +45,7 @@ def test_the_text_has_the_three_parts_that_viewers_look_for() -> None:
     ]
 
 
-def test_what_is_not_there_is_not_written() -> None:
+def test_unset_fields_are_not_written() -> None:
     assert infotext.parameters(job_of(sampler_name="DDIM"), 0, (64, 64), "m").split("\n") == [
         "a house",
         (
@@ -107,7 +107,7 @@ words = st.text(st.characters(exclude_characters="\0\r", exclude_categories=["Cs
 @example("a cat, (red:1.3)\nBREAK Steps: 5, a: b", "ugly,\nSize: 1x1", "png")
 @example("猫 🎨", "ä", "jpeg")
 @example("", "", "webp")
-def test_sd_parsers_reads_back_what_the_job_said(prompt: str, negative: str, name: str) -> None:
+def test_sd_parsers_reads_the_jobs_values_back(prompt: str, negative: str, name: str) -> None:
     job = job_of(sampler_name="k_dpmpp_2m_ka", steps=15, cfg_scale=6.5, seed=2**32 - 1)
     # Not read from a message: what the words mean, and whether they are allowed, is not asked here.
     job = job.model_copy(update={"prompt": prompt, "negative_prompt": negative})
