@@ -12,7 +12,6 @@ import typer
 
 from fleet import console, demo_jobs, options
 from imagefleet import errors
-from imagefleet.job import chunks
 from imagefleet.job import prompt as prompts
 
 if TYPE_CHECKING:
@@ -77,7 +76,7 @@ def _read(
 
     try:
         parsed = read(text)
-        cut = chunks.cut(parsed, tokenise, tokenizer.token_to_id(",</w>"))
+        cut = prompts.cut_into_chunks(parsed, tokenise, tokenizer.token_to_id(",</w>"))
     except errors.JobError as error:
         return {"tokens": 0, "chunks": [], "loras": [], "unsupported": error.message}
     return {

@@ -23,9 +23,8 @@ from worker.files.loras import LoraLibrary
 from worker.gpu_thread import EngineThread
 from worker.leases import LeaseKeeper
 from worker.metrics import EngineCollector, WorkerMetrics
-from worker.node import limits as node_limits
 from worker.node.check import NodeCheck
-from worker.node.watchdog import Diagnose, NodeWatchdog
+from worker.node.watchdog import NO_LIMITS, Diagnose, NodeLimits, NodeWatchdog
 from worker.pull import Puller
 from worker.salad.reallocation import Reallocation
 from worker.settings import WorkerSettings
@@ -75,7 +74,7 @@ class Pipeline:
         runs_on: replica.Replica = replica.UNKNOWN,
         began_at: float | None = None,
         metrics: WorkerMetrics | None = None,
-        limits: node_limits.NodeLimits = node_limits.NO_LIMITS,
+        limits: NodeLimits = NO_LIMITS,
         reallocation: Reallocation | None = None,
     ) -> None:
         """*load* returns the engine; it is called on the engine's thread.

@@ -17,7 +17,7 @@ from worker import replica, tasks
 from worker.engine import contract
 from worker.files import model
 from worker.metrics import WorkerMetrics
-from worker.node import limits
+from worker.node.watchdog import limits_of
 from worker.pipeline import Pipeline
 from worker.salad import deletion_cost, wait_for_operator
 from worker.salad import metadata as salad_metadata
@@ -150,9 +150,7 @@ class _Worker:
                 runs_on=runs_on,
                 began_at=self._began_at,
                 metrics=self._metrics,
-                limits=limits.limits_of(
-                    self._settings, runs_on.gpu, on_salad=self._metadata is not None
-                ),
+                limits=limits_of(self._settings, runs_on.gpu, on_salad=self._metadata is not None),
                 reallocation=self._reallocation,
             )
             log.info(

@@ -24,7 +24,7 @@ from prometheus_client.registry import Collector
 from imagefleet import errors, retry
 from imagefleet.storage import protocol
 from worker.engine import contract
-from worker.node.limits import NodeLimits, standard_images
+from worker.node.watchdog import NodeLimits, standard_images
 from worker.settings import WorkerSettings
 
 log = logging.getLogger(__name__)

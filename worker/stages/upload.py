@@ -17,7 +17,7 @@ from worker.engine import contract
 from worker.metrics import WorkerMetrics
 from worker.node.watchdog import NodeWatchdog
 from worker.settle import InFlightImage, InFlightJob, Settler
-from worker.stages import encode, infotext
+from worker.stages import encode
 
 #: Threads that encode: a PNG takes 2 ms, so two keep up with any GPU.
 ENCODERS = 2
@@ -71,7 +71,7 @@ class EncodeStage:
 
     async def _encode(self, generated: GeneratedImage) -> None:
         image = generated.image
-        text = infotext.parameters(image.job, image.index, image.size, self.model_name)
+        text = encode.parameters(image.job, image.index, image.size, self.model_name)
         loop = asyncio.get_running_loop()
         try:
             with self.metrics.stage_seconds.labels("encode").time():

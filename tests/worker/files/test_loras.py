@@ -16,7 +16,6 @@ from imagefleet import errors
 from imagefleet.job import prompt
 from imagefleet.storage.protocol import Storage
 from worker.engine import contract
-from worker.files import safetensors
 from worker.files.loras import LoraLibrary
 from worker.testing import StandInEngine, StandInPrepared
 
@@ -228,7 +227,7 @@ async def test_a_replaced_lora_is_fetched_again_once_the_manifest_names_it(
     blobs.replace("style", lora_bytes("new"))
     blobs.state(style=sha256(lora_bytes("new")))
     assert (await loras.resolve("style")).read_bytes() == lora_bytes("old"), "too early"
-    monkeypatch.setattr(safetensors, "MANIFEST_SECONDS", -1.0)
+    monkeypatch.setattr("worker.files.loras.MANIFEST_SECONDS", -1.0)
     path = await loras.resolve("style")
     assert path.read_bytes() == lora_bytes("new")
     assert len(blobs.reads) == 2

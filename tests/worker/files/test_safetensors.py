@@ -11,13 +11,13 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from imagefleet import errors
-from worker.files import safetensors
+from worker.files import loras
 
 LoraBytes = Any  # the fixture of conftest.py
 
 
 def check(data: bytes, sha256: str | None = None) -> None:
-    safetensors.check_content("style", io.BytesIO(data), len(data), sha256)
+    loras.check_content("style", io.BytesIO(data), len(data), sha256)
 
 
 def with_header(header: bytes, data: bytes = b"") -> bytes:
@@ -93,8 +93,8 @@ class Source:
         return self.content
 
 
-def manifest(source: Source) -> safetensors.Manifest:
-    return safetensors.Manifest("loras/manifest.json in the storage", source.read)
+def manifest(source: Source) -> loras.Manifest:
+    return loras.Manifest("loras/manifest.json in the storage", source.read)
 
 
 async def test_a_manifest_gives_hashes_by_name_in_any_case() -> None:
@@ -123,7 +123,7 @@ async def test_a_manifest_is_read_again_after_a_while_and_when_told_to_forget_it
     hashes.forget()
     assert await hashes.sha256("a") == "2"
     source.content = None
-    monkeypatch.setattr(safetensors, "MANIFEST_SECONDS", -1.0)
+    monkeypatch.setattr(loras, "MANIFEST_SECONDS", -1.0)
     assert await hashes.sha256("a") is None
 
 

@@ -15,7 +15,7 @@ from imagefleet.storage.protocol import Storage
 from worker.engine import contract
 from worker.node import check as node_check
 from worker.node.check import NodeCheck
-from worker.node.limits import NodeLimits, broken_below, limits_of, standard_images
+from worker.node.watchdog import NodeLimits, broken_below, limits_of, standard_images
 from worker.settings import WorkerSettings
 from worker.testing import StandInEngine
 

@@ -15,8 +15,7 @@ from imagefleet.storage.protocol import Storage
 from worker.engine import contract
 from worker.metrics import WorkerMetrics
 from worker.node import watchdog
-from worker.node.limits import NodeLimits
-from worker.node.watchdog import NodeWatchdog
+from worker.node.watchdog import NodeLimits, NodeWatchdog
 from worker.pipeline import Pipeline
 from worker.salad.metadata import SaladMetadata
 from worker.salad.reallocation import Reallocation
