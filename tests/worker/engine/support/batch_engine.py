@@ -68,7 +68,7 @@ class BatchEngine:
 
     @property
     def default_size(self) -> tuple[int, int]:
-        return self._preparer.default_size
+        return self._checkpoint.default_size
 
     @property
     def capacity(self) -> int:
