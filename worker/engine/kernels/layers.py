@@ -108,18 +108,22 @@ def _time(attend: Attend, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> 
         expected = default_attention(q, k, v)
         if (attended - expected).abs().max() > _TOLERANCE * expected.abs().max():
             return math.inf
-        seconds = []
-        for _ in range(_TIMED_RUNS):
-            stream.synchronize()
-            began_at = time.perf_counter()
-            attend(q, k, v)
-            stream.synchronize()
-            seconds.append(time.perf_counter() - began_at)
+        return fastest_seconds(lambda: attend(q, k, v), _TIMED_RUNS) * 1000
     except (RuntimeError, NotImplementedError):
         stream.synchronize()  # raises if the GPU is broken, not just the kernel
         return math.inf
-    # Not the mean: other processes may use the GPU as well.
-    return min(seconds) * 1000
+
+
+def fastest_seconds(call: Callable[[], object], runs: int) -> float:
+    """Seconds of the fastest run on a GPU; not the mean: other processes may use it as well."""
+    stream, seconds = torch.cuda.current_stream(), []
+    for _ in range(runs):
+        stream.synchronize()
+        began_at = time.perf_counter()
+        call()
+        stream.synchronize()
+        seconds.append(time.perf_counter() - began_at)
+    return min(seconds)
 
 
 class ChannelsLastGroupNorm(nn.GroupNorm):

@@ -25,14 +25,8 @@ from safetensors.torch import load
 
 from imagefleet import errors
 from worker.engine import contract
-from worker.engine.lora.names import (
-    LayerId,
-    Layers,
-    Network,
-    made_for,
-    split_key,
-    unsupported_kind,
-)
+from worker.engine.lora import names
+from worker.engine.lora.names import Network
 
 Tensors = Mapping[str, torch.Tensor]
 
@@ -204,7 +198,7 @@ def identify(lora: contract.Lora) -> Identity:
     return (str(lora.path), status.st_mtime_ns, status.st_size)
 
 
-def read_lora(lora: contract.Lora, identity: Identity, layers: Layers) -> LoraFile:
+def read_lora(lora: contract.Lora, identity: Identity, layers: names.Layers) -> LoraFile:
     """Reads and checks one file.
 
     Raises:
@@ -213,13 +207,13 @@ def read_lora(lora: contract.Lora, identity: Identity, layers: Layers) -> LoraFi
     """
     tensors, metadata = _read_tensors(lora)
     configs = _peft_configs(lora, metadata)
-    by_layer: dict[LayerId, dict[str, torch.Tensor]] = {}
+    by_layer: dict[names.LayerId, dict[str, torch.Tensor]] = {}
     for key, tensor in sorted(tensors.items()):  # safetensors' order changes with each reading
-        if kind := unsupported_kind(key):
+        if kind := names.unsupported_kind(key):
             raise errors.UnusableFileError(
                 f"the LoRA {lora.name!r} is {kind} ({key!r}), which is not supported"
             )
-        split = split_key(key)
+        split = names.split_key(key)
         layer = layers.find(split[0]) if split else None
         if split is None or layer is None:
             raise _unfit(lora, tensors, metadata, f"unknown key {key!r}")
@@ -251,7 +245,7 @@ def _unfit(
     metadata: Mapping[str, str],
     reason: str,
 ) -> errors.UnusableFileError:
-    model = made_for({key: tensor.shape for key, tensor in tensors.items()}, metadata)
+    model = names.made_for({key: tensor.shape for key, tensor in tensors.items()}, metadata)
     origin = f" (it was made for {model})" if model else ""
     return errors.UnusableFileError(
         f"the LoRA {lora.name!r} does not fit this model{origin}: {reason}"
@@ -339,7 +333,7 @@ class LoraCache:
     each would read the bad file again.
     """
 
-    def __init__(self, layers: Layers, cache_bytes: int) -> None:
+    def __init__(self, layers: names.Layers, cache_bytes: int) -> None:
         self.lookups: Counter[str] = Counter()
         self._layers = layers
         self._cache_bytes = cache_bytes

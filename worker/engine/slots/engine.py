@@ -174,7 +174,13 @@ class SlotEngine:
             raise RuntimeError("warm up only while no image is being drawn")
         began_at = time.monotonic()
         batch_key = self._runner.plain_batch_key(width, height)
-        while not self._try_to_warm_up(batch_key):
+        while True:
+            try:
+                self._runner.warm_up(batch_key)
+                break
+            except Exception as error:
+                if self.slots == 1 or not engine_errors.is_out_of_memory(error):
+                    raise
             self._shrink(self.slots // 2)
         self._decoder.warm_up(self._runner.make_slot_state(batch_key, 1).latents.shape[1:])
         log.info(
@@ -186,16 +192,6 @@ class SlotEngine:
             self._runner.costs,
             extra={"action": "warm"},
         )
-
-    def _try_to_warm_up(self, batch_key: BatchKey) -> bool:
-        """False if the memory does not hold this many slots."""
-        try:
-            self._runner.warm_up(batch_key)
-        except Exception as error:
-            if self.slots == 1 or not engine_errors.is_out_of_memory(error):
-                raise
-            return False
-        return True
 
     def close(self) -> None:
         self._queue.jobs.clear()
@@ -386,21 +382,17 @@ class SlotEngine:
         self._unet.resize(slots)
         torch.cuda.empty_cache()
 
+    @torch.no_grad()
     def _fit_memory(self) -> None:
         """Sets the slots that fit the GPU's memory, for images of the checkpoint's native size."""
         width, height = self.default_size
         state = self._runner.make_slot_state(self._runner.plain_batch_key(width, height), 1)
 
-        @torch.no_grad()
-        def run() -> None:
-            tick(self._unet, False, *state)
-
-        @torch.no_grad()
-        def decode_one() -> None:
-            decoder.decode(self._checkpoint.vae, state.latents)
-
         state_bytes = sum(tensor.nbytes for tensor in state if tensor is not None)
         self._runner.slots, decoded = memory.fit(
-            self._device, self._unet.slot_bytes + state_bytes, run, decode_one
+            self._device,
+            self._unet.slot_bytes + state_bytes,
+            lambda: tick(self._unet, False, *state),
+            lambda: decoder.decode(self._checkpoint.vae, state.latents),
         )
         self._decoder.slice_pixels = decoded * width * height

@@ -29,6 +29,9 @@ Factors = tuple[torch.Tensor, torch.Tensor]
 #: Use, out and in: layers of one shape, whose weights are stacked so that one product merges them.
 Group = tuple[str, int, int]
 
+#: Matrix products run at full speed only on operands that are multiples of 16 bytes.
+_ALIGNMENT = 8
+
 
 class SlotLinear(nn.Module):
     """Linear or 1x1 layers of one shape and the same input, as one product.
@@ -113,10 +116,6 @@ def _parameter(layer: nn.Module, name: str) -> torch.Tensor:
     if not isinstance(value, torch.Tensor):
         raise TypeError(f"a layer has no {name}")
     return value.detach()
-
-
-#: Matrix products run at full speed only on operands that are multiples of 16 bytes.
-_ALIGNMENT = 8
 
 
 @dataclass(frozen=True, slots=True)

@@ -6,7 +6,6 @@ Each batch key has tensors of its own, compiled where that pays.
 from __future__ import annotations
 
 import logging
-import time
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -17,7 +16,7 @@ import torch
 from worker.engine import sampler
 from worker.engine.checkpoint import Checkpoint
 from worker.engine.kernels.compile import Compiled, GraphPool
-from worker.engine.kernels.layers import KernelSelector
+from worker.engine.kernels.layers import KernelSelector, fastest_seconds
 from worker.engine.slots.prepare import PLAIN_TOKENS
 from worker.engine.slots.queue import WEIGHT_MODES, BatchKey, Costs, WeightMode
 from worker.engine.slots.unet import SlotUnet
@@ -264,12 +263,11 @@ class StepRunner:
         self._compiled[batch_key] = _Step(state, InputFeeder(state), compiled)
         self._to_compile.add(batch_key)
         if self._device.type == "cuda" and len(compiled) == len(WEIGHT_MODES):
-            seconds = {weight_mode: _time(each) for weight_mode, each in compiled.items()}
-            self.costs = replace(
-                self.costs,
-                per_slot_seconds=seconds["per_slot"],
-                shared_seconds=seconds["shared"],
-            )
+            seconds = {
+                f"{weight_mode}_seconds": fastest_seconds(each, _TIMED_TICKS)
+                for weight_mode, each in compiled.items()
+            }
+            self.costs = replace(self.costs, **seconds)
 
     def reset(self, *, compile_again: bool) -> None:
         """Frees all slot states and compiled ticks."""
@@ -313,15 +311,3 @@ class StepRunner:
             )
             compiled[weight_mode]()
         return compiled
-
-
-def _time(call: Compiled) -> float:
-    """Seconds of the fastest of a few runs: other processes may use the GPU as well."""
-    seconds = []
-    for _ in range(_TIMED_TICKS):
-        torch.cuda.synchronize()
-        began_at = time.perf_counter()
-        call()
-        torch.cuda.synchronize()
-        seconds.append(time.perf_counter() - began_at)
-    return min(seconds)
