@@ -29,15 +29,17 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 import numpy as np
 import torch
 
+import tiny_model
 from fleet import demo_jobs
-from fleet.bench import baseline, machine, matrix_rate, tiny_model, work
+from fleet.bench import baseline, machine, work
 from fleet.bench import engine as bench_engine
 from fleet.bench import jobs as bench_jobs
 from imagefleet import errors
 from overlap import FarStorage
 from worker.engine import contract, load
 from worker.engine import device as devices
-from worker.engine.slots.mode import WeightMode
+from worker.engine.slots.engine import SlotEngine
+from worker.engine.slots.queue import WeightMode
 
 log = logging.getLogger("benchmark")
 
@@ -140,7 +142,7 @@ def wait_for(file: Path) -> None:
 
 def load_engine(
     options: Options, model: Path, slots: int | None, compiled: Sequence[WeightMode]
-) -> contract.Engine:
+) -> SlotEngine:
     """An engine with the UNet compiled for these weight modes, in this order; () for none."""
     return load.load_engine(
         model,
@@ -157,7 +159,7 @@ def exact(options: Options, channel: Channel) -> None:
         with contextlib.suppress(errors.SetupError):  # it uses another model
             build(options)
     device = options.torch_device
-    flops_per_image = matrix_rate.count_image_flops(Path("sd15"), *LIMIT_SIZE, LIMIT_STEPS)
+    flops_per_image = machine.count_image_flops(Path("sd15"), *LIMIT_SIZE, LIMIT_STEPS)
     requests = exact_requests(steps=3 if options.is_tiny else 15)
 
     compiled: Sequence[WeightMode] = ("per_slot",) if options.group == "exact_compiled" else ()
@@ -176,7 +178,7 @@ def exact(options: Options, channel: Channel) -> None:
 
     def limit(_: float) -> Figures:
         return {
-            "matrix_flops_per_second": matrix_rate.measure_matrix_rate(
+            "matrix_flops_per_second": machine.measure_matrix_rate(
                 device, devices.find_dtype("auto", device)
             ),
             "flops_per_image": flops_per_image,
@@ -225,7 +227,7 @@ def warm(
     workload: bench_jobs.Workload,
     slots: int | None,
     compiled: Sequence[WeightMode],
-) -> tuple[contract.Engine, bench_jobs.Workload, Figures]:
+) -> tuple[SlotEngine, bench_jobs.Workload, Figures]:
     """An engine after its first images, its jobs, and the start-up's figures."""
     began_at = time.monotonic()
     engine = load_engine(options, setup.model, slots, compiled)
@@ -240,7 +242,7 @@ def warm(
 
 
 def rate(
-    engine: contract.Engine,
+    engine: SlotEngine,
     workload: bench_jobs.Workload,
     options: Options,
     warmth: Figures,
@@ -255,7 +257,7 @@ def rate(
         "images": measured.images,
         "seconds": measured.seconds,
         "peak_memory_bytes": machine.peak_memory_bytes(options.torch_device),
-        "recompiles_after_warmup": work.recompiles_of(engine),
+        "recompiles_after_warmup": engine.recompiles,
         **warmth,
     }
 
@@ -264,7 +266,7 @@ def engine(options: Options, channel: Channel) -> None:
     """Another LoRA per job: with equal steps, with mixed steps, and in a whole worker."""
     setup = build(options)
 
-    def serve_and_fill() -> work.Loaded:
+    def serve_and_fill() -> tuple[contract.Engine, list[str]]:
         """Runs on the engine's thread, as in a worker."""
         engine, workload, warmth = warm(
             options, setup, setup.workload, options.slots, ("per_slot", "shared")
@@ -287,21 +289,21 @@ def engine(options: Options, channel: Channel) -> None:
         width = work.images_at_once(engine)
         images_per_second = rates[0] if rates else width / 4
         jobs = (3 + math.ceil(seconds * images_per_second / width)) * width
-        return work.Loaded(engine, [workload.message(at) for at in range(jobs)], 15)
+        return engine, [workload.message(at) for at in range(jobs)]
 
     settings = bench_engine.worker_settings(setup, "far-away")
     try:
-        far = asyncio.run(work.work(settings, serve_and_fill, wrap=FarStorage))
+        far, idle_fraction = asyncio.run(work.work(settings, serve_and_fill, wrap=FarStorage))
     except errors.FleetError as error:
         log.exception("the worker failed")
         channel.reply(row="worker", error=f"{type(error).__name__}: {error}"[:500])
         return
     channel.reply(
         row="worker",
-        images_per_second=far.rate.images_per_second,
-        idle_fraction=far.idle_fraction,
-        images=far.rate.images,
-        seconds=far.rate.seconds,
+        images_per_second=far.images_per_second,
+        idle_fraction=idle_fraction,
+        images=far.images,
+        seconds=far.seconds,
     )
 
 

@@ -73,13 +73,15 @@ def command(
     """
     with console.one_line_errors():
         worker.require_libraries()
+        model = demo_jobs.find_checkpoint()
+        valid = (model / "demo_jobs.jsonl").read_text(encoding="utf-8").splitlines()
+        messages = demo_jobs.messages(valid)
         storage = directory / "storage"
         _prepare(storage)
-        model, loras, messages = _find_checkpoint(directory)
         given = {
             "storage": f"local:{storage}",
             "model": model,
-            "lora_directory": loras,
+            "lora_directory": model / "loras",
             "until_empty": True,
             "cache": storage / "cache",
             "name": "demo",
@@ -107,23 +109,6 @@ def _prepare(storage: Path) -> None:
         (storage / _MARKER).touch()
     except OSError as error:
         raise errors.SetupError(f"cannot write to {storage.parent}: {error.strerror}") from None
-
-
-def _find_checkpoint(directory: Path) -> tuple[Path, Path, list[str]]:
-    """Checkpoint, LoRAs and messages: the trained ones of a source checkout, or random ones."""
-    trained = demo_jobs.TRAINED
-    if trained.is_dir():
-        valid = (trained / "demo_jobs.jsonl").read_text(encoding="utf-8").splitlines()
-        return trained, trained / "loras", demo_jobs.messages(valid)
-    console.print_plain(
-        "The demo checkpoint is not installed: a random one draws patterns instead."
-    )
-    from fleet.bench import tiny_model
-
-    model = tiny_model.build_tiny_checkpoint(directory / "random-model")
-    loras = directory / "random-loras"
-    tiny_model.build_tiny_lora(loras / f"{demo_jobs.REFERENCE_LORA}.safetensors", model)
-    return model, loras, demo_jobs.messages()
 
 
 @dataclass(slots=True)

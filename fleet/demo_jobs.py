@@ -1,4 +1,4 @@
-"""The demo's 24 messages: the reference job verbatim, 21 more, and two invalid ones."""
+"""The demo's checkpoint and its 24 messages: the reference job, 21 more, and two invalid ones."""
 
 from __future__ import annotations
 
@@ -6,10 +6,9 @@ import json
 from collections.abc import Iterable
 from pathlib import Path
 
-REFERENCE_MESSAGE = Path(__file__).with_name("reference-job.json").read_text(encoding="utf-8")
+from imagefleet import errors
 
-#: The LoRA in the reference job's prompt.
-REFERENCE_LORA = "magic-fantasy-forest-v2"
+REFERENCE_MESSAGE = Path(__file__).with_name("reference-job.json").read_text(encoding="utf-8")
 
 CAMPAIGN = "demo"
 
@@ -28,15 +27,21 @@ MISSING_LORA_MESSAGE = json.dumps(
     }
 )
 
-#: Prompts for the random checkpoint: 7 things in 3 lights, a third of them with the LoRA.
-_THINGS = ("lighthouse", "sailing boat", "windmill", "castle", "bridge", "cottage", "mountain")
-_LIGHTS = ("at dawn", "by moonlight", f"in a forest, <lora:{REFERENCE_LORA}:0.5>")
+
+def find_checkpoint() -> Path:
+    """The folder of the demo's checkpoint.
+
+    Raises:
+        SetupError: it is missing.
+    """
+    if not TRAINED.is_dir():
+        raise errors.SetupError(f"the demo checkpoint {str(TRAINED)!r} does not exist")
+    return TRAINED
 
 
-def messages(valid: Iterable[str] | None = None) -> list[str]:
-    """All messages in order; *valid*: the 21 jobs that come with the demo checkpoint."""
-    given = [json.dumps(job) for job in _random_model_jobs()] if valid is None else list(valid)
-    named = [_with_id(text, number) for number, text in enumerate(given, start=1)]
+def messages(valid: Iterable[str]) -> list[str]:
+    """All messages in order; *valid*: the 21 jobs that come with the checkpoint."""
+    named = [_with_id(text, number) for number, text in enumerate(valid, start=1)]
     return [
         REFERENCE_MESSAGE,
         *named[:7],
@@ -44,14 +49,6 @@ def messages(valid: Iterable[str] | None = None) -> list[str]:
         *named[7:14],
         MISSING_LORA_MESSAGE,
         *named[14:],
-    ]
-
-
-def _random_model_jobs() -> list[dict[str, object]]:
-    return [
-        {"prompt": f"a {thing} {light}", "steps": 15, "sampler_name": "Euler a"}
-        for light in _LIGHTS
-        for thing in _THINGS
     ]
 
 

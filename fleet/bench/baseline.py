@@ -47,10 +47,8 @@ class PlainDiffusers:
         if getattr(torch.backends.cuda.matmul, "allow_fp16_accumulation", False):
             torch.backends.cuda.matmul.allow_fp16_accumulation = False  # the engine's option
         loaded = checkpoint.load_checkpoint(model, device, dtype)
-        for network in (loaded.unet, loaded.vae):
-            network.to(
-                memory_format=torch.contiguous_format
-            )  # channels-last is the engine's optimisation
+        for network in (loaded.unet, loaded.vae):  # channels-last is the engine's optimisation
+            network.to(memory_format=torch.contiguous_format)
         self._adapters: dict[Path, str] = {}
         self._prediction_type = loaded.prediction_type
         self._pipeline: Any = StableDiffusionPipeline(

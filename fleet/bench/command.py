@@ -6,9 +6,8 @@ import json
 import tempfile
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import asdict
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
@@ -17,7 +16,7 @@ from fleet import console, worker
 from imagefleet.pricing import prices
 
 if TYPE_CHECKING:
-    from fleet.bench.engine import EngineReport, StartStep
+    from fleet.bench.engine import StartStep
 
 app = typer.Typer(
     no_args_is_help=True,
@@ -97,20 +96,14 @@ def engine_command(
         with tempfile.TemporaryDirectory(prefix="imagefleet-bench-") as name, _steps() as step:
             folder = Path(name)
             step("creating the LoRAs" if model else "creating the model and the LoRAs", 1)
-            report = bench_engine.measure(
-                bench_engine.prepare(model, folder, device), options, step
-            )
-    images_per_dollar = (
-        report.worker_images_per_second * _SECONDS_PER_HOUR / price if price else None
-    )
-    _show(report, price, images_per_dollar)
+            setup = bench_engine.prepare(model, folder, device)
+            report = bench_engine.measure(setup, options, step)
+    per_hour = report["worker_images_per_second"] * _SECONDS_PER_HOUR
+    report |= {"dollars_per_hour": price, "images_per_dollar": per_hour / price if price else None}
+    _show(report)
     if report_file is not None:
-        figures = asdict(report) | {
-            "dollars_per_hour": price,
-            "images_per_dollar": images_per_dollar,
-        }
         report_file.parent.mkdir(parents=True, exist_ok=True)
-        report_file.write_text(json.dumps(figures, indent=2) + "\n", encoding="utf-8")
+        report_file.write_text(json.dumps(report, indent=2) + "\n", encoding="utf-8")
 
 
 def _dollars_per_hour(
@@ -145,30 +138,36 @@ def _steps() -> Iterator[StartStep]:
             progress.update(task_id, total=1, completed=1)
 
 
-def _show(report: EngineReport, price: float | None, images_per_dollar: float | None) -> None:
-    limit = report.matrix_limit_images_per_second
+def _show(report: Mapping[str, Any]) -> None:
     rows = {
-        "machine": str(report.hardware["device"]),
-        "model": f"{report.model}, {report.width}x{report.height}, {report.steps} steps",
-        "images at once": f"{report.slots}",
-        "ready after": f"{report.ready_seconds:.1f} s",
-        "another LoRA per job": f"{report.mixed_lora_images_per_second:.2f} images/s,"
-        f" {report.matrix_limit_fraction:.0%} of the limit",
-        "no LoRA": f"{report.no_lora_images_per_second:.2f} images/s",
-        "whole worker": f"{report.worker_images_per_second:.2f} images/s",
-        "engine idle": f"{report.idle_fraction:.1%} of the time",
-        "limit": f"{limit:.2f} images/s: {report.flops_per_image / 1e12:.4g} TFLOP per image at"
-        f" {report.matrix_flops_per_second / 1e12:.4g} TFLOP/s, as measured",
-        "peak memory": f"{report.peak_memory_bytes / 2**30:.2f} GiB",
+        "machine": "{hardware[device]}",
+        "model": "{model}, {width}x{height}, {steps} steps",
+        "images at once": "{slots}",
+        "ready after": "{ready_seconds:.1f} s",
+        "another LoRA per job": "{mixed_lora_images_per_second:.2f} images/s,"
+        " {matrix_limit_fraction:.0%} of the limit",
+        "no LoRA": "{no_lora_images_per_second:.2f} images/s",
+        "whole worker": "{worker_images_per_second:.2f} images/s",
+        "engine idle": "{idle_fraction:.1%} of the time",
+        "limit": "{matrix_limit_images_per_second:.2f} images/s: {tflop:.4g} TFLOP per image at"
+        " {tflop_per_second:.4g} TFLOP/s, as measured",
+        "peak memory": "{peak_gib:.2f} GiB",
     }
-    if report.over_diffusers_peft is not None:
+    if report["over_diffusers_peft"] is not None:
         rows["diffusers + peft"] = (
-            f"{report.diffusers_peft_images_per_second:.2f} images/s; this engine is"
-            f" {report.over_diffusers_peft:.1f}x as fast"
+            "{diffusers_peft_images_per_second:.2f} images/s; this engine is"
+            " {over_diffusers_peft:.1f}x as fast"
         )
-    if images_per_dollar is not None:
-        rows["images per dollar"] = f"{images_per_dollar:,.0f} at {price:g} $/h"
-    else:
-        rows["images per dollar"] = "unknown price: give --price-per-hour or --gpu"
-    for name, value in rows.items():
-        console.stdout.print(f"{name:<28}{value}", soft_wrap=True, highlight=False)
+    rows["images per dollar"] = (
+        "{images_per_dollar:,.0f} at {dollars_per_hour:g} $/h"
+        if report["images_per_dollar"] is not None
+        else "unknown price: give --price-per-hour or --gpu"
+    )
+    scaled = {
+        "tflop": report["flops_per_image"] / 1e12,
+        "tflop_per_second": report["matrix_flops_per_second"] / 1e12,
+        "peak_gib": report["peak_memory_bytes"] / 2**30,
+    }
+    for name, row in rows.items():
+        line = f"{name:<28}{row.format_map({**report, **scaled})}"
+        console.stdout.print(line, soft_wrap=True, highlight=False)

@@ -5,15 +5,16 @@ from __future__ import annotations
 import asyncio
 import math
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import Any
 
 import torch
 
 from fleet import demo_jobs
-from fleet.bench import baseline, machine, matrix_rate, random_model, tiny_model, work
+from fleet.bench import baseline, machine, random_model, work
 from fleet.bench import jobs as bench_jobs
 from imagefleet import errors
 from worker.engine import contract, load
@@ -53,65 +54,23 @@ class Options:
     fp16_accumulate: bool = False
 
 
-@dataclass(frozen=True, slots=True)
-class EngineReport:
-    """What `--report` writes, apart from the price; None is not measured."""
-
-    model: str
-    width: int
-    height: int
-    steps: int
-    slots: int
-    ready_seconds: float
-    mixed_lora_images_per_second: float
-    no_lora_images_per_second: float
-    mixed_over_no_lora: float
-    worker_images_per_second: float
-    idle_fraction: float
-    flops_per_image: float
-    matrix_flops_per_second: float
-    matrix_limit_images_per_second: float
-    matrix_limit_fraction: float
-    peak_memory_bytes: int
-    fp16_accumulate: bool
-    recompiles_after_warmup: int | None
-    diffusers_peft_images_per_second: float | None
-    over_diffusers_peft: float | None
-    hardware: Mapping[str, str | int]
-    versions: Mapping[str, str]
-
-
 def prepare(model: Path | None, folder: Path, device: str, loras: int = LORAS) -> Setup:
-    """The given checkpoint, else a random SD1.5 on a GPU and a small one on a CPU.
+    """The given checkpoint, else a random SD1.5 on a GPU and the demo's on a CPU.
 
     The LoRAs are random, of the reference's rank; their content does not affect the speed.
     """
     torch_device = devices.find_device(device)
     if model is not None and not model.exists():
         raise errors.SetupError(f"the model {str(model)!r} does not exist")
-    trained = demo_jobs.TRAINED if demo_jobs.TRAINED.exists() else None
     if model is None and torch_device.type == "cuda":
-        tokenizer = trained / "tokenizer" if trained else None
-        model = random_model.build_random_checkpoint(
-            folder / "random-sd15", torch_device, tokenizer=tokenizer
-        )
+        model = random_model.build_random_checkpoint(folder / "random-sd15", torch_device)
     elif model is None:
-        model = trained or tiny_model.build_tiny_checkpoint(folder / "random-tiny")
+        model = demo_jobs.find_checkpoint()
     directory = folder / "loras"
     names = random_model.build_random_loras(directory, model, loras, torch_device)
-    words, negative = bench_jobs.reference_words(model / "tokenizer" if model.is_dir() else None)
-    return Setup(
-        model, bench_jobs.Workload(words, negative, (0, 0), directory, tuple(names)), folder
-    )
-
-
-def load_engine(setup: Setup, options: Options) -> contract.Engine:
-    return load.load_engine(
-        setup.model,
-        options.device,
-        slots=options.slots,
-        fp16_accumulate=options.fp16_accumulate,
-    )
+    words, negative = bench_jobs.reference_words()
+    workload = bench_jobs.Workload(words, negative, (0, 0), directory, tuple(names))
+    return Setup(model, workload, folder)
 
 
 def draw_a_round(engine: contract.Engine, workload: bench_jobs.Workload) -> None:
@@ -136,55 +95,53 @@ def measure_baseline(setup: Setup, device: torch.device, workload: bench_jobs.Wo
     return BASELINE_IMAGES / (time.perf_counter() - began_at)
 
 
-def measure(setup: Setup, options: Options, step: StartStep) -> EngineReport:
-    """Runs all measurements in turn.
+def measure(setup: Setup, options: Options, step: StartStep) -> dict[str, Any]:
+    """The figures of `--report`, apart from the price; None for what was not measured.
 
     Raises:
         FleetError: the model cannot be loaded or an image failed.
     """
     device = devices.find_device(options.device)
     step("matrix products", 1)
-    matrix_flops_per_second = matrix_rate.measure_matrix_rate(
-        device, devices.find_dtype("auto", device)
-    )
+    matrix_rate = machine.measure_matrix_rate(device, devices.find_dtype("auto", device))
     machine.reset_peak(device)
     run = _EngineRun(setup, options, step)
     settings = worker_settings(setup, "from-queue")
-    from_queue = asyncio.run(work.work(settings, run.load, on_images=run.on_images))
+    from_queue, idle_fraction = asyncio.run(work.work(settings, run.load, on_images=run.on_images))
     workload = run.workload
     (steps,) = workload.steps
-    flops = matrix_rate.count_image_flops(setup.model, *workload.size, steps)
-    limit = matrix_flops_per_second / flops
+    flops = machine.count_image_flops(setup.model, *workload.size, steps)
+    limit = matrix_rate / flops
     mixed, without = run.mixed.images_per_second, run.without.images_per_second
     peak_memory_bytes = machine.peak_memory_bytes(device)
     plain = None
     if options.with_baseline:
         step("diffusers + peft, one job at a time", 1)
         plain = measure_baseline(setup, device, workload)
-    return EngineReport(
-        model=str(setup.model),
-        width=workload.size[0],
-        height=workload.size[1],
-        steps=steps,
-        slots=run.width,
-        ready_seconds=run.ready_seconds,
-        mixed_lora_images_per_second=mixed,
-        no_lora_images_per_second=without,
-        mixed_over_no_lora=mixed / without,
-        worker_images_per_second=from_queue.rate.images_per_second,
-        idle_fraction=from_queue.idle_fraction,
-        flops_per_image=flops,
-        matrix_flops_per_second=matrix_flops_per_second,
-        matrix_limit_images_per_second=limit,
-        matrix_limit_fraction=mixed / limit,
-        peak_memory_bytes=peak_memory_bytes,
-        fp16_accumulate=options.fp16_accumulate,
-        recompiles_after_warmup=run.recompiles,
-        diffusers_peft_images_per_second=plain,
-        over_diffusers_peft=mixed / plain if plain else None,
-        hardware=machine.hardware(device),
-        versions=machine.versions(),
-    )
+    return {
+        "model": str(setup.model),
+        "width": workload.size[0],
+        "height": workload.size[1],
+        "steps": steps,
+        "slots": run.width,
+        "ready_seconds": run.ready_seconds,
+        "mixed_lora_images_per_second": mixed,
+        "no_lora_images_per_second": without,
+        "mixed_over_no_lora": mixed / without,
+        "worker_images_per_second": from_queue.images_per_second,
+        "idle_fraction": idle_fraction,
+        "flops_per_image": flops,
+        "matrix_flops_per_second": matrix_rate,
+        "matrix_limit_images_per_second": limit,
+        "matrix_limit_fraction": mixed / limit,
+        "peak_memory_bytes": peak_memory_bytes,
+        "fp16_accumulate": options.fp16_accumulate,
+        "recompiles_after_warmup": run.recompiles,
+        "diffusers_peft_images_per_second": plain,
+        "over_diffusers_peft": mixed / plain if plain else None,
+        "hardware": machine.hardware(device),
+        "versions": machine.versions(),
+    }
 
 
 def worker_settings(setup: Setup, name: str) -> WorkerSettings:
@@ -209,23 +166,27 @@ class _EngineRun:
     def on_images(self, images: float) -> None:
         self._show(images)
 
-    def load(self) -> work.Loaded:
+    def load(self) -> tuple[contract.Engine, list[str]]:
+        options = self._options
         began_at = time.monotonic()
         self._step("loading and compiling the model", 1)
-        engine = load_engine(self._setup, self._options)
+        engine = load.load_engine(
+            self._setup.model,
+            options.device,
+            slots=options.slots,
+            fp16_accumulate=options.fp16_accumulate,
+        )
         self.workload = replace(self._setup.workload, size=engine.default_size)
         draw_a_round(engine, self.workload)
         self.ready_seconds = time.monotonic() - began_at
-        self.width = work.images_at_once(engine)
-        seconds = self._options.seconds
+        self.width = engine.slots
         self.mixed = self._drive(engine, "another LoRA per job", self.workload)
         self.without = self._drive(engine, "no LoRA", replace(self.workload, loras=()))
-        self.recompiles = work.recompiles_of(engine)
-        rounds = 3 + math.ceil(seconds * self.mixed.images_per_second / self.width)
+        self.recompiles = engine.recompiles
+        rounds = 3 + math.ceil(options.seconds * self.mixed.images_per_second / self.width)
         jobs = rounds * self.width
         self._show = self._step("whole worker, from queue to stored image", jobs)
-        messages = [self.workload.message(number) for number in range(jobs)]
-        return work.Loaded(engine, messages, *self.workload.steps)
+        return engine, [self.workload.message(number) for number in range(jobs)]
 
     def _drive(
         self, engine: contract.Engine, name: str, workload: bench_jobs.Workload

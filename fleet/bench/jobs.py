@@ -8,16 +8,10 @@ import re
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 from fleet import demo_jobs
 from imagefleet.job import samplers
-
-if TYPE_CHECKING:
-    from worker.engine import contract
-
-#: Of the reference message's prompt and negative prompt.
-PROMPT_CHUNKS, NEGATIVE_CHUNKS = 2, 1
+from worker.engine import contract
 
 #: Steps of mixed jobs, all equally frequent.
 MIXED_STEPS = range(10, 41)
@@ -50,12 +44,10 @@ class Workload:
         return map(self.request, itertools.count())
 
     def request(self, number: int) -> contract.ImageRequest:
-        from worker.engine import contract
-
         name, strength = self._lora(number)
         path = self.lora_directory / f"{name}.safetensors"
         return contract.ImageRequest(
-            prompt=self._prompt(number),
+            prompt=f"{number} {self.words}",
             negative_prompt=self.negative_prompt,
             loras=(contract.Lora(name, path, strength, strength),) if name else (),
             sampler=self.sampler,
@@ -70,22 +62,18 @@ class Workload:
         """The same job as a queue message."""
         name, strength = self._lora(number)
         tag = f" <lora:{name}:{strength}>" if name else ""
-        width, height = self.size
         job = {
             "id": f"{number:06}",
-            "prompt": self._prompt(number) + tag,
+            "prompt": f"{number} {self.words}{tag}",
             "negative_prompt": self.negative_prompt,
             "sampler_name": samplers.SAMPLERS[self.sampler].name,
             "steps": self._steps(number),
             "cfg_scale": self.cfg_scale,
             "seed": number,
-            "width": width,
-            "height": height,
+            "width": self.size[0],
+            "height": self.size[1],
         }
         return json.dumps(job)
-
-    def _prompt(self, number: int) -> str:
-        return f"{number} {self.words}"
 
     def _steps(self, number: int) -> int:
         return self.steps[number * _STRIDE % len(self.steps)]
@@ -97,19 +85,7 @@ class Workload:
         return self.loras[at], _STRENGTHS[(rounds + at) % len(_STRENGTHS)]
 
 
-def reference_words(tokenizer: Path | None) -> tuple[str, str]:
-    """The reference message's prompt, without its LoRA, and its negative prompt.
-
-    With another tokenizer than SD1.5's, both are truncated to the same number of chunks.
-    """
+def reference_words() -> tuple[str, str]:
+    """The reference message's prompt, without its LoRA, and its negative prompt."""
     message = json.loads(demo_jobs.REFERENCE_MESSAGE)
-    words = _LORA_TAG.sub("", message["prompt"])
-    negative = message["negative_prompt"]
-    if tokenizer is None:
-        return words, negative
-    from fleet.bench import random_model
-
-    # With room for the job's number.
-    words = random_model.cut_to_chunks(tokenizer, f"1234567890 {words}", PROMPT_CHUNKS)
-    negative = random_model.cut_to_chunks(tokenizer, negative, NEGATIVE_CHUNKS)
-    return words.removeprefix("1234567890 "), negative
+    return _LORA_TAG.sub("", message["prompt"]), message["negative_prompt"]

@@ -1,14 +1,29 @@
-"""The machine that a measurement runs on."""
+"""The machine that a measurement runs on, and its limit: the rate of its matrix products."""
 
 from __future__ import annotations
 
+import itertools
 import platform
 import resource
+import statistics
+import time
+from collections.abc import Callable
 from importlib import metadata
+from pathlib import Path
 
 import torch
+from diffusers import AutoencoderKL, UNet2DConditionModel
+from torch.utils.flop_counter import FlopCounterMode
+from transformers import CLIPTextConfig, CLIPTextModel
+
+from worker.engine import checkpoint, text
 
 _LIBRARIES = ("imagefleet", "torch", "diffusers", "transformers", "peft", "triton")
+
+#: Side of the square matrices, and the number of products, for warm-up and for timing: enough for
+#: a GPU to be saturated and to fall to its sustained clock, in a second.
+_SIDES = {"cuda": 8192, "cpu": 1024}
+_REPEATS = {"cuda": 200, "cpu": 10}
 
 
 def hardware(device: torch.device) -> dict[str, str | int]:
@@ -45,3 +60,69 @@ def peak_memory_bytes(device: torch.device) -> int:
 def reset_peak(device: torch.device) -> None:
     if device.type == "cuda":
         torch.cuda.reset_peak_memory_stats(device)
+
+
+def measure_matrix_rate(device: torch.device, dtype: torch.dtype) -> float:
+    """Floating-point operations/s of large matrix products, the median.
+
+    On random numbers: on zeros a GPU draws less power and runs faster than on any real data.
+    """
+    side, repeats = _SIDES[device.type], _REPEATS[device.type]
+    one, other = (torch.randn((side, side), device=device, dtype=dtype) for _ in range(2))
+    product = torch.empty_like(one)
+    for _ in range(repeats):
+        torch.matmul(one, other, out=product)
+    timed = _time_on_gpu if device.type == "cuda" else _time_on_cpu
+    seconds = timed(lambda: torch.matmul(one, other, out=product), repeats)
+    return 2 * side**3 / statistics.median(seconds)
+
+
+def count_image_flops(model: Path, width: int, height: int, unet_calls: int) -> float:
+    """Operations of one image with guidance: cond and uncond UNet calls, text encoding, decoding.
+
+    Counted on the meta device for prompts of one chunk. *model* is a diffusers folder; anything
+    else counts as SD1.5.
+    """
+    with torch.device("meta"):
+        unet = UNet2DConditionModel.from_config(
+            checkpoint.network_config(model / "unet", checkpoint.UNET_CONFIG)
+        )
+        vae = AutoencoderKL.from_config(
+            checkpoint.network_config(model / "vae", checkpoint.VAE_CONFIG)
+        )
+        text_config = checkpoint.network_config(model / "text_encoder", checkpoint.TEXT_CONFIG)
+        text_encoder = CLIPTextModel(CLIPTextConfig(**text_config))
+        factor = checkpoint.vae_factor(vae)
+        latent = torch.empty(1, unet.config.in_channels, height // factor, width // factor)
+        ids = torch.zeros((1, text.CONTEXT_TOKENS), dtype=torch.long)
+        context = torch.empty(1, text.CONTEXT_TOKENS, unet.config.cross_attention_dim)
+        unet_flops = _count(lambda: unet(latent, torch.empty(1), context))
+        text_flops = _count(lambda: text_encoder(ids))
+        vae_flops = _count(lambda: vae.decode(latent))
+    return 2 * unet_calls * unet_flops + 2 * text_flops + vae_flops
+
+
+def _count(call: Callable[[], object]) -> int:
+    with FlopCounterMode(display=False) as counter, torch.no_grad():
+        call()
+    return int(counter.get_total_flops())
+
+
+def _time_on_gpu(call: Callable[[], object], repeats: int) -> list[float]:
+    """Seconds per call, by CUDA events."""
+    marks = [torch.cuda.Event(enable_timing=True) for _ in range(repeats + 1)]  # type: ignore[no-untyped-call]
+    marks[0].record()
+    for mark in marks[1:]:
+        call()
+        mark.record()
+    torch.cuda.synchronize()
+    return [before.elapsed_time(after) / 1000 for before, after in itertools.pairwise(marks)]
+
+
+def _time_on_cpu(call: Callable[[], object], repeats: int) -> list[float]:
+    seconds = []
+    for _ in range(repeats):
+        began_at = time.perf_counter()
+        call()
+        seconds.append(time.perf_counter() - began_at)
+    return seconds

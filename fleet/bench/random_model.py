@@ -3,15 +3,18 @@
 from __future__ import annotations
 
 import shutil
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 import torch
 from diffusers import AutoencoderKL, UNet2DConditionModel
+from safetensors.torch import save_file
+from torch import nn
 from transformers import CLIPTextConfig, CLIPTextModel
 
-from fleet.bench import tiny_model
-from worker.engine import checkpoint, text
+from fleet import demo_jobs
+from worker.engine import checkpoint
 from worker.engine.lora import names as lora_names
 
 #: kohya's default LoRA adapts these twelve layers in each of the UNet's sixteen transformers.
@@ -21,29 +24,25 @@ _ADAPTED_SUFFIXES = (
 )
 
 
-def build_random_checkpoint(
-    folder: Path, device: torch.device, *, tokenizer: Path | None = None, seed: int = 0
-) -> Path:
+def build_random_checkpoint(folder: Path, device: torch.device) -> Path:
     """Writes SD1.5 with random float16 weights in diffusers' format; returns its folder, 2 GB.
 
-    Takes a second on a GPU, a minute on a CPU. *tokenizer* is the folder of SD1.5's; by default
-    every letter is a token.
+    Takes a second on a GPU, a minute on a CPU.
     """
     checkpoint.hide_progress_bars()
-    tiny_model.build_tiny_checkpoint(folder)
-    if tokenizer is not None:
-        shutil.rmtree(folder / "tokenizer")
-        shutil.copytree(tokenizer, folder / "tokenizer")
-    for part in ("unet", "vae", "text_encoder"):
-        shutil.rmtree(folder / part)
+    # SD1.5's own, as is the noise schedule that a checkpoint without one gets.
+    shutil.copytree(demo_jobs.find_checkpoint() / "tokenizer", folder / "tokenizer")
     gpus = [device] if device.type == "cuda" else []
     with torch.random.fork_rng(devices=gpus), torch.device(device):
-        torch.manual_seed(seed)
-        _save(UNet2DConditionModel(**checkpoint.UNET_CONFIG), folder / "unet")
-        _save(AutoencoderKL(**checkpoint.VAE_CONFIG), folder / "vae")
-        text_encoder = CLIPTextModel(CLIPTextConfig(**checkpoint.TEXT_CONFIG))
-        tiny_model.raise_mean(text_encoder)
-        _save(text_encoder, folder / "text_encoder")
+        torch.manual_seed(0)
+        networks: dict[str, Any] = {
+            "unet": UNet2DConditionModel(**checkpoint.UNET_CONFIG),
+            "vae": AutoencoderKL(**checkpoint.VAE_CONFIG),
+            "text_encoder": CLIPTextModel(CLIPTextConfig(**checkpoint.TEXT_CONFIG)),
+        }
+    raise_mean(networks["text_encoder"])
+    for part, network in networks.items():
+        network.half().save_pretrained(folder / part)
     return folder
 
 
@@ -66,18 +65,34 @@ def build_random_loras(
     names = [f"random-{number:03}" for number in range(count)]
     for name in names:
         path = folder / f"{name}.safetensors"
-        tiny_model.write_lora(path, layers, rank, float(rank), generator, torch.float16)
+        write_lora(path, layers, rank, float(rank), generator, torch.float16)
     return names
 
 
-def cut_to_chunks(tokenizer: Path, words: str, chunks: int) -> str:
-    """The start of *words* that fits into *chunks* with the tokenizer in a folder."""
-    tokens = text.Tokenizer(checkpoint.read_tokenizer(tokenizer))
-    parts = words.split(" ")
-    while len(parts) > 1 and len(tokens.chunks(" ".join(parts))) > chunks:
-        parts.pop()
-    return " ".join(parts)
+def write_lora(
+    path: Path,
+    layers: Mapping[str, Any],
+    rank: int,
+    alpha: float,
+    generator: torch.Generator,
+    dtype: torch.dtype = torch.float32,
+) -> None:
+    """Writes a random LoRA in kohya's format for linear and 1x1 layers, given by key."""
+    device = generator.device
+    tensors = {}
+    for key, layer in layers.items():
+        outer, inner, *kernel = layer.weight.shape
+        down = torch.randn((rank, inner, *kernel), generator=generator, device=device)
+        up = torch.randn((outer, rank, *kernel), generator=generator, device=device)
+        tensors[f"{key}.lora_down.weight"] = (down / inner**0.5).to("cpu", dtype)
+        tensors[f"{key}.lora_up.weight"] = (up / rank**0.5).to("cpu", dtype)
+        tensors[f"{key}.alpha"] = torch.tensor(alpha)
+    path.parent.mkdir(parents=True, exist_ok=True)
+    save_file(tensors, path)
 
 
-def _save(network: Any, folder: Path) -> None:
-    network.half().save_pretrained(folder)
+def raise_mean(text_encoder: CLIPTextModel) -> None:
+    """Gives an untrained text encoder's output a mean other than 0: prompt weights divide by it."""
+    for path, module in text_encoder.named_modules():
+        if path.endswith("final_layer_norm"):
+            nn.init.constant_(module.bias, 0.1)

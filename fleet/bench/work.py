@@ -40,31 +40,9 @@ class Rate:
         return self.unet_calls / self.seconds
 
 
-@dataclass(frozen=True, slots=True)
-class WorkerRate:
-    """A whole worker's rate, from the queue to the stored image."""
-
-    rate: Rate
-    idle_fraction: float
-
-
-@dataclass(frozen=True, slots=True)
-class Loaded:
-    """An engine and a worker's jobs: messages of *steps* steps each."""
-
-    engine: contract.Engine
-    messages: Sequence[str]
-    steps: int
-
-
 def images_at_once(engine: contract.Engine) -> int:
     """Images that finish together if all jobs are alike; at most the capacity."""
     return int(getattr(engine, "slots", engine.capacity))
-
-
-def recompiles_of(engine: contract.Engine) -> int | None:
-    """None for an engine that compiles nothing."""
-    return getattr(engine, "recompiles", None)
 
 
 def draw(
@@ -98,16 +76,27 @@ def drive(
         FleetError: an image failed.
     """
     width = images_at_once(engine)
+    preparing: deque[Future[contract.PreparedRequest]] = deque()
+    steps: dict[int, int] = {}
     finished_at: list[float] = []
     calls: list[int] = []
     with ThreadPoolExecutor(PREPARERS) as threads:
-        feeder = _Feeder(engine, requests, threads, width)
         while not _is_enough(finished_at, width, seconds):
-            feeder.fill()
+            while engine.free:
+                while len(preparing) < 2 * width:
+                    preparing.append(threads.submit(engine.prepare, next(requests)))
+                # As the worker does; waits only to fill the engine for the first time.
+                if len(steps) >= width and engine.busy and not preparing[0].done():
+                    break
+                prepared = preparing.popleft().result()
+                ticket = len(steps)
+                engine.admit(ticket, prepared)
+                steps[ticket] = prepared.request.steps
             for finished in engine.tick():
-                request = feeder.take(finished)
+                if isinstance(finished.outcome, errors.FleetError):
+                    raise finished.outcome
                 finished_at.append(time.perf_counter())
-                calls.append(request.steps)
+                calls.append(steps[finished.ticket])
             if finished_at:
                 on_progress(finished_at[-1] - finished_at[0])
         while engine.busy:
@@ -119,7 +108,7 @@ def rate_of(finished_at: Sequence[float], calls: Sequence[int], width: int) -> R
     """The rate over whole rounds of *width* images, without the first round.
 
     Images that start together finish together, so a part of a round would be an error of up to a
-    round. *calls* are each image's UNet calls.
+    round. *calls* are each image's UNet calls, if they are to be counted.
     """
     counted = (len(finished_at) - width) // width * width
     if counted <= 0:
@@ -130,15 +119,16 @@ def rate_of(finished_at: Sequence[float], calls: Sequence[int], width: int) -> R
 
 async def work(
     settings: WorkerSettings,
-    load: Callable[[], Loaded],
+    load: Callable[[], tuple[contract.Engine, Sequence[str]]],
     *,
     wrap: Callable[[protocol.Storage], protocol.Storage] = lambda storage: storage,
     on_images: Callable[[float], None] = lambda _: None,
-) -> WorkerRate:
-    """Runs a whole worker until its queue is empty.
+) -> tuple[Rate, float]:
+    """A whole worker's rate, from the queue to the stored image, and the engine's idle fraction.
 
-    *load* runs on the engine's thread and may measure there. The rate excludes the first and the
-    last round of images. *wrap* may wrap the worker's storage, for example to add latency.
+    *load* runs on the engine's thread, may measure there, and returns the engine and the messages
+    to work on. The rate excludes the first and the last round of images, and counts no UNet calls.
+    *wrap* may wrap the worker's storage, for example to add latency.
 
     Raises:
         FleetError: a job or the worker failed.
@@ -148,7 +138,7 @@ async def work(
     loop = asyncio.get_running_loop()
     completed_at: list[float] = []
     others: Counter[str] = Counter()
-    all_loaded: list[Loaded] = []
+    width = 0
 
     def on_settled(outcome: str) -> None:
         if outcome == "completed":
@@ -161,60 +151,19 @@ async def work(
         await storage.create()
 
         def load_and_fill() -> contract.Engine:
-            loaded = load()
-            asyncio.run_coroutine_threadsafe(storage.queue.send(loaded.messages), loop).result()
-            all_loaded.append(loaded)
-            return loaded.engine
+            nonlocal width
+            engine, messages = load()
+            asyncio.run_coroutine_threadsafe(storage.queue.send(messages), loop).result()
+            width = images_at_once(engine)
+            return engine
 
         pipeline = Pipeline(wrap(storage), load_and_fill, settings, on_settled=on_settled)
         await pipeline.run(asyncio.Event(), asyncio.Event())
     if others:
         ends = ", ".join(f"{count} {outcome}" for outcome, count in others.items())
         raise errors.NodeError(f"not every job was completed: {ends}")
-    (loaded,) = all_loaded
-    width = images_at_once(loaded.engine)
-    kept = completed_at[: len(completed_at) - width]
-    rate = rate_of(kept, [loaded.steps] * len(kept), width)
-    return WorkerRate(rate, pipeline.engine_thread.clock.idle_fraction)
-
-
-class _Feeder:
-    """Prepares requests ahead in other threads, as the worker does, and admits them."""
-
-    def __init__(
-        self,
-        engine: contract.Engine,
-        requests: Iterator[contract.ImageRequest],
-        threads: ThreadPoolExecutor,
-        width: int,
-    ) -> None:
-        self._engine = engine
-        self._requests = requests
-        self._threads = threads
-        self._width = width
-        self._preparing: deque[Future[contract.PreparedRequest]] = deque()
-        self._in_engine: dict[int, contract.ImageRequest] = {}
-        self._tickets = 0
-
-    def fill(self) -> None:
-        """Admits prepared requests; blocks only to fill the engine for the first time."""
-        engine = self._engine
-        while engine.free:
-            while len(self._preparing) < 2 * self._width:
-                self._preparing.append(self._threads.submit(engine.prepare, next(self._requests)))
-            is_begun = self._tickets >= self._width and engine.busy
-            if is_begun and not self._preparing[0].done():
-                return
-            prepared = self._preparing.popleft().result()
-            engine.admit(self._tickets, prepared)
-            self._in_engine[self._tickets] = prepared.request
-            self._tickets += 1
-
-    def take(self, finished: contract.Finished) -> contract.ImageRequest:
-        """The request of a finished image; raises its error, if any."""
-        if isinstance(finished.outcome, errors.FleetError):
-            raise finished.outcome
-        return self._in_engine.pop(finished.ticket)
+    rate = rate_of(completed_at[: len(completed_at) - width], (), width)
+    return rate, pipeline.engine_thread.clock.idle_fraction
 
 
 def _is_enough(finished_at: Sequence[float], width: int, seconds: float) -> bool:

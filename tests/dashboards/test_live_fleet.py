@@ -216,7 +216,7 @@ def watch(processes: contextlib.ExitStack, server: str, push_url: str, folder: P
 
 
 def make_model(folder: Path) -> Path:
-    from fleet.bench import tiny_model
+    import tiny_model
 
     model = tiny_model.build_tiny_checkpoint(folder / "tiny")
     tiny_model.build_tiny_lora(folder / "loras" / f"{LORA}.safetensors", model)

@@ -15,6 +15,7 @@ from safetensors import safe_open
 
 from demo_world import captions, judge, world
 from fleet import demo_jobs
+from imagefleet import errors
 from imagefleet.job import message, prompt
 from worker.engine import contract, load
 
@@ -133,6 +134,14 @@ def test_the_demos_jobs_are_valid_and_each_has_a_seed() -> None:
     assert messages[0] == demo_jobs.REFERENCE_MESSAGE
     assert all(json.loads(line)["seed"] for line in lines)
     assert all(message.read_job(line, message_id="1").steps == 15 for line in lines)
+
+
+def test_a_missing_checkpoint_is_one_sentence(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.setattr(demo_jobs, "TRAINED", tmp_path / "nowhere")
+    with pytest.raises(errors.SetupError, match="nowhere' does not exist"):
+        demo_jobs.find_checkpoint()
 
 
 def test_the_judge_knows_what_a_program_drew(critic: judge.Judge) -> None:

@@ -20,7 +20,7 @@ Start = Callable[..., "subprocess.Popen[str]"]
 @pytest.fixture(scope="session")
 def tiny_model(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A tiny random checkpoint in diffusers' format."""
-    from fleet.bench import tiny_model as tiny
+    import tiny_model as tiny
 
     folder = tmp_path_factory.mktemp("models") / "tiny"
     tiny.build_tiny_checkpoint(folder)

@@ -61,11 +61,10 @@ class Checkpoint:
     vae: AutoencoderKL
     alphas_cumprod: torch.Tensor
     prediction_type: str
-
-    @property
-    def vae_factor(self) -> int:
-        """Pixels per latent, in each direction."""
-        return int(2 ** (len(self.vae.config.block_out_channels) - 1))
+    vae_factor: int
+    """Pixels per latent, in each direction."""
+    default_size: tuple[int, int]
+    """The native width and height in pixels."""
 
 
 def load_checkpoint(
@@ -99,6 +98,8 @@ def load_checkpoint(
     if device.type == "cuda":
         for network in (unet, vae):
             network.to(memory_format=torch.channels_last)
+    factor = vae_factor(vae)
+    side = unet.config.sample_size * factor
     return Checkpoint(
         name=name,
         tokenizer=tokenizer,
@@ -107,7 +108,14 @@ def load_checkpoint(
         vae=vae,
         alphas_cumprod=_alphas_cumprod(model, noise),
         prediction_type=noise.get("prediction_type", "epsilon"),
+        vae_factor=factor,
+        default_size=(side, side),
     )
+
+
+def vae_factor(vae: AutoencoderKL) -> int:
+    """Pixels per latent, in each direction."""
+    return int(2 ** (len(vae.config.block_out_channels) - 1))
 
 
 def hide_progress_bars() -> None:

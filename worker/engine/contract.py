@@ -72,13 +72,12 @@ class Engine(Protocol):
     `prepare` is called from several threads, everything else from the engine's thread.
     """
 
-    @property
-    def model_name(self) -> str:
-        """The checkpoint's name, for a job's `model`."""
-
-    @property
-    def default_size(self) -> tuple[int, int]:
-        """The checkpoint's native (width, height), for jobs without a size."""
+    model_name: str
+    """The checkpoint's name, for a job's `model`."""
+    default_size: tuple[int, int]
+    """The checkpoint's native (width, height), for jobs without a size."""
+    lora_lookups: Mapping[str, int]
+    """LoRA files found in memory ('hit') or read from disk ('miss') since the start."""
 
     @property
     def capacity(self) -> int:
@@ -91,10 +90,6 @@ class Engine(Protocol):
     @property
     def busy(self) -> bool:
         """True if a tick has work to do."""
-
-    @property
-    def lora_lookups(self) -> Mapping[str, int]:
-        """LoRA files found in memory ('hit') or read from disk ('miss') since the start."""
 
     def prepare(self, request: ImageRequest) -> PreparedRequest:
         """Checks a request and reads what it needs, off the engine's thread.

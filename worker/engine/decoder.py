@@ -11,7 +11,7 @@ import torch
 from diffusers import AutoencoderKL
 
 from imagefleet import errors
-from worker.engine import contract
+from worker.engine import checkpoint, contract
 from worker.engine import errors as engine_errors
 from worker.engine.kernels.compile import Compiled, GraphPool
 
@@ -61,6 +61,7 @@ class Decoder:
         pool: GraphPool | None = None,
     ) -> None:
         self._vae = vae
+        self._pixels_per_latent = checkpoint.vae_factor(vae) ** 2
         self.slice_pixels = _SLICE_PIXELS
         self.max_images = _MAX_IMAGES
         self._backend = backend
@@ -149,8 +150,7 @@ class Decoder:
         return max(1, min(self.max_images, _MAX_IMAGES, self.slice_pixels // self._pixels(shape)))
 
     def _pixels(self, shape: torch.Size) -> int:
-        factor = 2 ** (len(self._vae.config.block_out_channels) - 1)
-        return int(shape[1] * shape[2] * factor**2)
+        return int(shape[1] * shape[2]) * self._pixels_per_latent
 
     def _decode_or_share(self, part: Sequence[_FinishedLatents]) -> None:
         """Decodes a slice; if that fails, in halves, down to single images."""

@@ -7,11 +7,11 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Literal
 
 from imagefleet import errors
-from worker.engine.slots import mode
 
 if TYPE_CHECKING:
     from worker.engine.device import Precision
     from worker.engine.slots.engine import SlotEngine
+    from worker.engine.slots.queue import WeightMode
 
 Compile = Literal["auto", "off"]
 
@@ -24,7 +24,7 @@ def load_engine(
     config: Path | None = None,
     slots: int | None = None,
     compile: Compile = "auto",  # noqa: A002 - torch's name for it
-    compiled_modes: Sequence[mode.WeightMode] = mode.ALL,
+    compiled_modes: Sequence[WeightMode] = ("per_slot", "shared"),
     fp16_accumulate: bool = False,
 ) -> SlotEngine:
     """Loads a checkpoint (a diffusers folder or one `.safetensors` file) and the engine on it.

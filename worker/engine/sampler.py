@@ -113,11 +113,6 @@ def scale_input(rows: torch.Tensor, latents: torch.Tensor) -> torch.Tensor:
     return latents * rows[:, _INPUT_SCALE, None, None, None]
 
 
-def first_history(latents: torch.Tensor) -> torch.Tensor:
-    """The estimates before the first call: zeros [HISTORY, batch, 4, height, width]."""
-    return latents.new_zeros((HISTORY, *latents.shape))
-
-
 def step(
     rows: torch.Tensor,
     latents: torch.Tensor,

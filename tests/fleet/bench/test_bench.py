@@ -9,11 +9,12 @@ from typing import Any
 import pytest
 import torch
 
+import tiny_model
 from fleet.bench import command as bench
-from fleet.bench import jobs, tiny_model, work
+from fleet.bench import jobs, work
 from imagefleet import errors
 from imagefleet.job.message import read_job
-from worker.engine import checkpoint, contract, text
+from worker.engine import contract
 from worker.testing import StandInEngine
 
 pytestmark = pytest.mark.filterwarnings(
@@ -107,16 +108,6 @@ def test_mixed_steps_are_equally_frequent(tmp_path: Path) -> None:
     steps = tuple(jobs.MIXED_STEPS)
     mixed = jobs.Workload("a", "b", (16, 16), tmp_path, steps=steps)
     assert sorted(mixed.request(number).steps for number in range(len(steps))) == list(steps)
-
-
-def test_the_reference_message_keeps_its_chunks_with_another_tokenizer(model: Path) -> None:
-    spelled_out = text.Tokenizer(checkpoint.read_tokenizer(model / "tokenizer"))
-    words, negative = jobs.reference_words(model / "tokenizer")
-    all_words, _ = jobs.reference_words(None)
-    assert len(spelled_out.chunks(f"999999 {words}")) == jobs.PROMPT_CHUNKS
-    assert len(spelled_out.chunks(negative)) == jobs.NEGATIVE_CHUNKS
-    assert all_words.startswith(words)
-    assert "lora" not in all_words
 
 
 def test_a_rate_counts_whole_rounds_after_the_first() -> None:

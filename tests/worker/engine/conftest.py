@@ -14,7 +14,7 @@ from safetensors.torch import save_file
 
 import batch_engine
 import key_names
-from fleet.bench import tiny_model
+import tiny_model
 from worker.engine import checkpoint as checkpoints
 from worker.engine import contract, device, load
 from worker.engine.slots import engine as slots

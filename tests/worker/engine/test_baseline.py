@@ -10,7 +10,7 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from fleet.bench import baseline, machine, matrix_rate, random_model
+from fleet.bench import baseline, machine, random_model
 from imagefleet import errors
 from worker.engine import contract
 
@@ -69,12 +69,12 @@ def test_random_loras_change_the_twelve_linear_layers_of_each_transformer(
 
 
 def test_an_image_of_sd15_takes_26_64_tflop(tmp_path: Path) -> None:
-    flops = matrix_rate.count_image_flops(tmp_path / "no folder: SD1.5", 512, 512, 15)
+    flops = machine.count_image_flops(tmp_path / "no folder: SD1.5", 512, 512, 15)
     assert flops == pytest.approx(26.64e12, rel=1e-3)
 
 
 def test_the_matrix_rate_is_plausible() -> None:
-    rate = matrix_rate.measure_matrix_rate(CPU, torch.float32)
+    rate = machine.measure_matrix_rate(CPU, torch.float32)
     assert 1e9 < rate < 1e14
 
 

@@ -47,7 +47,7 @@ def sample(schedule: sampler.Schedule, noise: list[torch.Tensor], unet: Unet) ->
     """Runs a schedule on all rows, starting from the first of *noise*."""
     fresh = iter(noise)
     latents = next(fresh) * schedule.initial_scale
-    history = sampler.first_history(latents)
+    history = latents.new_zeros((sampler.HISTORY, *latents.shape))
     for row, noisy in zip(schedule.table, schedule.noisy, strict=True):
         rows = row.expand(len(latents), -1)
         output = unet(sampler.scale_input(rows, latents), rows[:, sampler.TIMESTEP])
@@ -202,7 +202,7 @@ def test_rows_of_different_samplers_are_independent() -> None:
     schedules = [sampler.make_schedule(name, 6, alphas_cumprod(), "epsilon") for name in names]
     starts, *fresh = (torch.cat([noise, noise + 1]) for noise in noises(7))
     latents = starts * torch.tensor([each.initial_scale for each in schedules]).view(-1, 1, 1, 1)
-    history = sampler.first_history(latents)
+    history = latents.new_zeros((sampler.HISTORY, *latents.shape))
     for call, rows in enumerate(torch.stack([each.table for each in schedules], dim=1)):
         output = stand_in(sampler.scale_input(rows, latents), rows[:, sampler.TIMESTEP])
         latents, history = sampler.step(rows, latents, output, history, fresh[call])

@@ -5,7 +5,7 @@ from typing import Any
 
 import numpy as np
 
-from fleet.bench import tiny_model
+import tiny_model
 
 
 def test_the_same_seed_builds_the_same_files(checkpoint: Path, tmp_path: Path) -> None:

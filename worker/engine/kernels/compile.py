@@ -87,14 +87,7 @@ class Compiled:
         except Exception as error:  # torch's compiler may raise anything
             if engine_errors.is_out_of_memory(error):
                 raise
-            self._raise_if_broken()
-            log.warning(
-                "%s runs uncompiled: %s",
-                self._name,
-                _brief(error),
-                exc_info=True,
-                extra={"action": "compile_failed"},
-            )
+            self._go_without("uncompiled", error, "compile_failed")
             self._function, self._backend = self._plain, None
         if self._pool is not None:
             self._try_to_record(self._pool)
@@ -116,13 +109,17 @@ class Compiled:
         if self._stream is not None:
             torch.cuda.current_stream().wait_stream(self._stream)
 
-    def _raise_if_broken(self) -> None:
-        """Raises if the GPU is broken, not just a kernel: then every later call fails.
+    def _go_without(self, what: str, error: Exception, action: str) -> None:
+        """Logs a failure; raises if the GPU is broken, not just a kernel: every later call fails.
 
         The error's text cannot tell: it is "CUDA error" even if only recording is not permitted.
         """
         if self._pool is not None:
             torch.cuda.synchronize()
+        brief = f"{type(error).__name__}: {str(error).strip()[:300]}"
+        log.warning(
+            "%s runs %s: %s", self._name, what, brief, exc_info=error, extra={"action": action}
+        )
 
     def _counting_backend(self, graph: Any, inputs: Any) -> Any:
         self.graphs += 1
@@ -149,14 +146,7 @@ class Compiled:
         except Exception as error:  # some library calls cannot be recorded
             if engine_errors.is_out_of_memory(error):
                 raise
-            self._raise_if_broken()
-            log.warning(
-                "%s runs without a CUDA graph: %s",
-                self._name,
-                _brief(error),
-                exc_info=True,
-                extra={"action": "capture_failed"},
-            )
+            self._go_without("without a CUDA graph", error, "capture_failed")
         else:
             self._graph, self._output = graph, output
 
@@ -170,7 +160,3 @@ def _with_own_code(function: Callable[..., Any]) -> Callable[..., Any]:
         raise TypeError(f"{function} is not a plain function")
     code = function.__code__.replace(co_name=f"{function.__name__}_copy")
     return FunctionType(code, function.__globals__)
-
-
-def _brief(error: Exception) -> str:
-    return f"{type(error).__name__}: {str(error).strip()[:300]}"

@@ -1,6 +1,9 @@
 """Reads LoRA files into one form, keyed by the model's own layer names, and checks them.
 
-A file with anything that does not fit is refused: leaving a change out would draw another image.
+LoRA and LoCon (also in kohya's Tucker form), LoHa, LoKr and full differences, as LyCORIS and
+kohya's scripts write them, each with or without DoRA's magnitudes: any change is computed as one
+dense delta. A file with anything that does not fit is refused: leaving a change out would draw
+another image.
 """
 
 from __future__ import annotations
@@ -9,7 +12,10 @@ import json
 import math
 import re
 import struct
-from collections.abc import Mapping
+import threading
+from collections import Counter, OrderedDict
+from collections.abc import Callable, Mapping
+from concurrent.futures import Future
 from dataclasses import dataclass
 from typing import Any, get_args
 
@@ -19,15 +25,134 @@ from safetensors.torch import load
 
 from imagefleet import errors
 from worker.engine import contract
-from worker.engine.lora.formats import WeightDelta, make_delta
-from worker.engine.lora.names import (
-    LayerId,
-    Layers,
-    Network,
-    made_for,
-    split_key,
-    unsupported_kind,
+from worker.engine.lora import names
+from worker.engine.lora.names import Network
+
+Tensors = Mapping[str, torch.Tensor]
+
+#: Tensors of any kind: a strength, and DoRA's norms by LyCORIS' and peft's name.
+_EXTRAS = frozenset({"alpha", "dora_scale", "magnitude"})
+
+#: Tensors whose first dimension is the rank; without any of them, alpha means nothing.
+_RANKED = ("down", "hada_w1_b", "lokr_w2_b", "lokr_w1_b")
+
+
+@dataclass(frozen=True, slots=True)
+class WeightDelta:
+    """One layer's change: weight += strength * compute(weight).
+
+    The tensors are on the CPU in the file's type; their names depend on the kind.
+    """
+
+    tensors: Tensors
+    scale: float
+
+    def compute(self, weight: torch.Tensor) -> torch.Tensor:
+        """The change at strength 1 in float32, with the shape and device of *weight*.
+
+        *weight* is the checkpoint's own in float32: DoRA's change depends on it.
+
+        Raises:
+            ValueError, RuntimeError, IndexError: the tensors do not fit each other or the weight.
+        """
+        tensors = {
+            name: each.to(weight.device, torch.float32) for name, each in self.tensors.items()
+        }
+        product = _PRODUCTS[frozenset(tensors) - _EXTRAS](tensors).flatten(1)
+        if product.shape != weight.flatten(1).shape:
+            raise ValueError(f"the change is {list(product.shape)}")
+        delta = self.scale * product.reshape(weight.shape)
+        magnitude, scale = tensors.get("magnitude"), tensors.get("dora_scale")
+        if magnitude is not None:
+            return _decomposed(weight, delta, magnitude, of_outputs=True)
+        if scale is not None:  # older files hold the norms of the inputs, [1, inputs, ...]
+            return _decomposed(weight, delta, scale, of_outputs=len(scale) == len(weight))
+        return delta
+
+
+def make_delta(tensors: Tensors, alpha: float | None, *, by_root: bool = False) -> WeightDelta:
+    """The change that a layer's tensors describe; *alpha* applies if they have none.
+
+    *by_root* divides alpha by the square root of the rank (rsLoRA), not by the rank.
+
+    Raises:
+        ValueError: the tensors are of no known kind, or incomplete.
+    """
+    if frozenset(tensors) - _EXTRAS not in _PRODUCTS:
+        raise ValueError("the tensors are of no known kind")
+    if "alpha" in tensors:
+        alpha = float(tensors["alpha"].item())
+    rank = next((len(tensors[name]) for name in _RANKED if name in tensors), None)
+    kept = {name: tensor for name, tensor in tensors.items() if name != "alpha"}
+    if alpha is None or rank is None:
+        return WeightDelta(kept, 1.0)
+    if rank == 0:
+        raise ValueError("the rank is 0")
+    return WeightDelta(kept, alpha / (rank**0.5 if by_root else rank))
+
+
+def _lora(tensors: Tensors) -> torch.Tensor:
+    down, up = tensors["down"].flatten(1), tensors["up"].flatten(1)
+    return _tucker(tensors["mid"], up.T, down) if "mid" in tensors else up @ down
+
+
+def _loha(tensors: Tensors) -> torch.Tensor:
+    return _half(tensors, "hada", "1") * _half(tensors, "hada", "2")
+
+
+def _lokr(tensors: Tensors) -> torch.Tensor:
+    # The second half's columns end with the kernel, as a weight's do.
+    return torch.kron(_half(tensors, "lokr", "1"), _half(tensors, "lokr", "2"))
+
+
+def _half(tensors: Tensors, kind: str, half: str) -> torch.Tensor:
+    if (whole := tensors.get(f"{kind}_w{half}")) is not None:
+        return whole.flatten(1)
+    first, second = tensors[f"{kind}_w{half}_a"], tensors[f"{kind}_w{half}_b"]
+    core = tensors.get(f"{kind}_t{half}")
+    return first @ second.flatten(1) if core is None else _tucker(core, first, second).flatten(1)
+
+
+def _full(tensors: Tensors) -> torch.Tensor:
+    return tensors["diff"]
+
+
+def _tucker(core: torch.Tensor, outer: torch.Tensor, inner: torch.Tensor) -> torch.Tensor:
+    """Core [rank, rank, *kernel], outer [rank, out], inner [rank, in] to [out, in, *kernel]."""
+    product: torch.Tensor = torch.einsum("rs...,ro,si->oi...", core, outer, inner)
+    return product
+
+
+def _decomposed(
+    weight: torch.Tensor, delta: torch.Tensor, norms: torch.Tensor, *, of_outputs: bool
+) -> torch.Tensor:
+    """DoRA: the changed weight rescaled to *norms*, minus the original weight.
+
+    The strength multiplies this difference, as in AUTOMATIC1111; in peft it is inside the norm.
+    """
+    changed = weight + delta
+    others = [dim for dim in range(weight.ndim) if dim != (0 if of_outputs else 1)]
+    own = torch.linalg.vector_norm(changed, dim=others, keepdim=True)
+    smallest = torch.finfo(torch.float32).tiny
+    renormed: torch.Tensor = changed * (norms.reshape(own.shape) / own.clamp_min(smallest))
+    return renormed - weight
+
+
+_LOHA = frozenset({"hada_w1_a", "hada_w1_b", "hada_w2_a", "hada_w2_b"})
+_LOKR_HALVES = (
+    ({"lokr_w1"}, {"lokr_w1_a", "lokr_w1_b"}),
+    ({"lokr_w2"}, {"lokr_w2_a", "lokr_w2_b"}, {"lokr_w2_a", "lokr_w2_b", "lokr_t2"}),
 )
+
+#: The kinds, by the names of their tensors.
+_PRODUCTS: Mapping[frozenset[str], Callable[[Tensors], torch.Tensor]] = {
+    frozenset({"down", "up"}): _lora,
+    frozenset({"down", "up", "mid"}): _lora,
+    _LOHA: _loha,
+    _LOHA | {"hada_t1", "hada_t2"}: _loha,
+    frozenset({"diff"}): _full,
+    **{frozenset(one | two): _lokr for one in _LOKR_HALVES[0] for two in _LOKR_HALVES[1]},
+}
 
 Identity = tuple[str, int, int]
 """Path, modification time in ns and size in bytes: a replaced file is another file."""
@@ -73,7 +198,7 @@ def identify(lora: contract.Lora) -> Identity:
     return (str(lora.path), status.st_mtime_ns, status.st_size)
 
 
-def read_lora(lora: contract.Lora, identity: Identity, layers: Layers) -> LoraFile:
+def read_lora(lora: contract.Lora, identity: Identity, layers: names.Layers) -> LoraFile:
     """Reads and checks one file.
 
     Raises:
@@ -82,13 +207,13 @@ def read_lora(lora: contract.Lora, identity: Identity, layers: Layers) -> LoraFi
     """
     tensors, metadata = _read_tensors(lora)
     configs = _peft_configs(lora, metadata)
-    by_layer: dict[LayerId, dict[str, torch.Tensor]] = {}
+    by_layer: dict[names.LayerId, dict[str, torch.Tensor]] = {}
     for key, tensor in sorted(tensors.items()):  # safetensors' order changes with each reading
-        if kind := unsupported_kind(key):
+        if kind := names.unsupported_kind(key):
             raise errors.UnusableFileError(
                 f"the LoRA {lora.name!r} is {kind} ({key!r}), which is not supported"
             )
-        split = split_key(key)
+        split = names.split_key(key)
         layer = layers.find(split[0]) if split else None
         if split is None or layer is None:
             raise _unfit(lora, tensors, metadata, f"unknown key {key!r}")
@@ -120,7 +245,7 @@ def _unfit(
     metadata: Mapping[str, str],
     reason: str,
 ) -> errors.UnusableFileError:
-    model = made_for({key: tensor.shape for key, tensor in tensors.items()}, metadata)
+    model = names.made_for({key: tensor.shape for key, tensor in tensors.items()}, metadata)
     origin = f" (it was made for {model})" if model else ""
     return errors.UnusableFileError(
         f"the LoRA {lora.name!r} does not fit this model{origin}: {reason}"
@@ -199,3 +324,62 @@ def _layer_name(pattern: str) -> str:
     if not re.fullmatch(r"\^?[\w.]+", pattern):
         raise ValueError(f"{pattern[:80]!r} in its alpha_pattern is not a layer's name")
     return pattern
+
+
+class LoraCache:
+    """An LRU cache of *cache_bytes*: each file is read once for all threads; thread-safe.
+
+    Not cachetools: where one read fails, all the threads that wait for it must fail with it, or
+    each would read the bad file again.
+    """
+
+    def __init__(self, layers: names.Layers, cache_bytes: int) -> None:
+        self.lookups: Counter[str] = Counter()
+        self._layers = layers
+        self._cache_bytes = cache_bytes
+        self._files: OrderedDict[Identity, Future[LoraFile]] = OrderedDict()
+        self._lock = threading.Lock()
+
+    def get(self, lora: contract.Lora) -> LoraFile:
+        """Reads a file, unless it is cached or another thread is reading it.
+
+        Raises:
+            UnusableFileError: it is not a LoRA, or not one for this model.
+            TransientError: it could not be read.
+        """
+        identity = identify(lora)
+        with self._lock:
+            future = self._files.get(identity)
+            is_new = future is None
+            if future is None:
+                future = self._files[identity] = Future()
+            self._files.move_to_end(identity)
+            self.lookups["miss" if is_new else "hit"] += 1
+        if is_new:
+            self._fill(future, identity, lora)
+        return future.result()
+
+    def _fill(
+        self,
+        future: Future[LoraFile],
+        identity: Identity,
+        lora: contract.Lora,
+    ) -> None:
+        try:
+            future.set_result(read_lora(lora, identity, self._layers))
+        except BaseException as error:  # noqa: BLE001 - other threads wait for it
+            with self._lock:
+                del self._files[identity]
+            future.set_exception(error)
+            return
+        with self._lock:
+            self._evict()
+
+    def _evict(self) -> None:
+        read = {key: future for key, future in self._files.items() if future.done()}
+        total = sum(future.result().size_bytes for future in read.values())
+        for identity, future in read.items():
+            if total <= self._cache_bytes:
+                return
+            total -= future.result().size_bytes
+            del self._files[identity]

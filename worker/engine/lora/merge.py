@@ -12,9 +12,11 @@ from dataclasses import dataclass
 import torch
 from torch import nn
 
-from worker.engine.lora.file import LoraFile
-from worker.engine.lora.formats import WeightDelta
+from worker.engine.lora.file import LoraFile, WeightDelta
 from worker.engine.lora.names import LayerId, Network, adaptable_layers
+
+LoraKey = tuple[object, ...]
+"""What identifies LoRAs with their strengths; () for none."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -25,11 +27,11 @@ class AppliedLora:
     weights: Mapping[Network, float]
 
     @property
-    def key(self) -> tuple[object, ...]:
+    def key(self) -> LoraKey:
         return (self.file.identity, *sorted(self.weights.items()))
 
 
-def key_of(loras: Sequence[AppliedLora]) -> tuple[object, ...]:
+def key_of(loras: Sequence[AppliedLora]) -> LoraKey:
     """Identifies LoRAs and their strengths."""
     return tuple(lora.key for lora in loras)
 
@@ -57,7 +59,7 @@ class Merger:
         # Of the layers that some LoRA has changed so far: at worst, the two networks once more.
         self._originals: dict[LayerId, torch.Tensor] = {}
         self._merged: set[LayerId] = set()
-        self._active: tuple[object, ...] | None = ()
+        self._active: LoraKey | None = ()
 
     @torch.no_grad()
     def activate(self, loras: Sequence[AppliedLora]) -> None:

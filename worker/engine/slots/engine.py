@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
 
 import torch
@@ -18,14 +18,13 @@ from imagefleet import errors
 from worker.engine import contract, decoder
 from worker.engine import errors as engine_errors
 from worker.engine.checkpoint import Checkpoint
-from worker.engine.kernels import group_norm, upsample
+from worker.engine.kernels import layers
 from worker.engine.lora import merge
-from worker.engine.slots import memory, mode, pack, prepare
+from worker.engine.slots import linear, memory, prepare, queue
 from worker.engine.slots.prepare import PreparedRequest
 from worker.engine.slots.queue import BatchKey, SlotJob, SlotQueue
-from worker.engine.slots.runner import StepRunner
 from worker.engine.slots.staging import Stager
-from worker.engine.slots.step import GUIDANCE, tick
+from worker.engine.slots.step import GUIDANCE, StepRunner, tick
 from worker.engine.slots.unet import SlotUnet
 
 log = logging.getLogger(__name__)
@@ -52,7 +51,7 @@ class SlotEngine:
         slots: int | None = None,
         *,
         backend: str | None = None,
-        compiled_modes: Sequence[mode.WeightMode] = mode.ALL,
+        compiled_modes: Sequence[queue.WeightMode] = queue.WEIGHT_MODES,
         lora_cache_bytes: int = prepare.LORA_CACHE_BYTES,
         rank_capacity: int = prepare.RANK_CAPACITY,
     ) -> None:
@@ -61,14 +60,20 @@ class SlotEngine:
         *backend* is torch.compile's, None for no compilation; the UNet is compiled for the
         *compiled_modes*, in this order. LoRAs above *rank_capacity* are merged.
         """
+        self.model_name = checkpoint.name
+        self.default_size = checkpoint.default_size
+        self.weight_mode: queue.WeightMode = "shared"
+        """The last tick's."""
+        self.recompiles = 0
+        """Graphs compiled after the warm-up; above 0 is a bug."""
         self._checkpoint = checkpoint
         self._device: torch.device = checkpoint.unet.device
         self._on_gpu = self._device.type == "cuda"
         self._compiles = backend is not None
         if self._compiles:
-            group_norm.replace(checkpoint.unet)
-            group_norm.replace(checkpoint.vae)
-            upsample.replace(checkpoint.vae)
+            layers.replace_group_norms(checkpoint.unet)
+            layers.replace_group_norms(checkpoint.vae)
+            layers.replace_upsamplers(checkpoint.vae)
         self._stager = Stager(checkpoint)
         self._merger = merge.Merger(checkpoint.unet, checkpoint.text_encoder)
         self._unet = SlotUnet(checkpoint.unet)
@@ -78,11 +83,12 @@ class SlotEngine:
             checkpoint,
             {
                 "unet": self._unet.groups,
-                "text_encoder": pack.group_by_shape(checkpoint.text_encoder),
+                "text_encoder": linear.group_by_shape(checkpoint.text_encoder),
             },
             lora_cache_bytes=lora_cache_bytes,
             rank_capacity=rank_capacity,
         )
+        self.lora_lookups = self._preparer.lora_lookups
         pool = torch.cuda.graph_pool_handle() if self._on_gpu else None
         self._decoder = decoder.Decoder(checkpoint.vae, backend=backend, pool=pool)
         self._runner = StepRunner(
@@ -97,19 +103,9 @@ class SlotEngine:
             self._fit_memory()
         self._unet.resize(self.slots)
         self._decoder.max_images = self.slots
-        self._weight_mode: mode.WeightMode = "shared"
-        self._merged: mode.LoraKey | None = ()
+        self._merged: merge.LoraKey | None = ()
         self._active: dict[int, SlotJob] = {}
         self._queue = SlotQueue(_OVERTAKES_PER_SLOT * self.slots)
-        self._recompiles = 0
-
-    @property
-    def model_name(self) -> str:
-        return self._checkpoint.name
-
-    @property
-    def default_size(self) -> tuple[int, int]:
-        return self._preparer.default_size
 
     @property
     def slots(self) -> int:
@@ -127,20 +123,6 @@ class SlotEngine:
     @property
     def busy(self) -> bool:
         return bool(self._active or self._queue.jobs or self._decoder.busy)
-
-    @property
-    def lora_lookups(self) -> Mapping[str, int]:
-        return self._preparer.lora_lookups
-
-    @property
-    def weight_mode(self) -> mode.WeightMode:
-        """The last tick's."""
-        return self._weight_mode
-
-    @property
-    def recompiles(self) -> int:
-        """Graphs compiled after the warm-up; above 0 is a bug."""
-        return self._recompiles
 
     def prepare(self, request: contract.ImageRequest) -> PreparedRequest:
         """See `RequestPreparer.prepare`."""
@@ -182,7 +164,7 @@ class SlotEngine:
             # Outside the handler, where the error's traceback no longer holds any tensors.
             self._recover(finished, failure, out_of_memory=out_of_memory)
         self._decoder.run(flush=not self._active)
-        self._recompiles = self._runner.recompiles + self._decoder.recompiles
+        self.recompiles = self._runner.recompiles + self._decoder.recompiles
         is_last = not self._active and not self._queue.jobs
         return finished + self._decoder.collect(wait=is_last and not finished)
 
@@ -192,7 +174,13 @@ class SlotEngine:
             raise RuntimeError("warm up only while no image is being drawn")
         began_at = time.monotonic()
         batch_key = self._runner.plain_batch_key(width, height)
-        while not self._try_to_warm_up(batch_key):
+        while True:
+            try:
+                self._runner.warm_up(batch_key)
+                break
+            except Exception as error:
+                if self.slots == 1 or not engine_errors.is_out_of_memory(error):
+                    raise
             self._shrink(self.slots // 2)
         self._decoder.warm_up(self._runner.make_slot_state(batch_key, 1).latents.shape[1:])
         log.info(
@@ -204,16 +192,6 @@ class SlotEngine:
             self._runner.costs,
             extra={"action": "warm"},
         )
-
-    def _try_to_warm_up(self, batch_key: BatchKey) -> bool:
-        """False if the memory does not hold this many slots."""
-        try:
-            self._runner.warm_up(batch_key)
-        except Exception as error:
-            if self.slots == 1 or not engine_errors.is_out_of_memory(error):
-                raise
-            return False
-        return True
 
     def close(self) -> None:
         self._queue.jobs.clear()
@@ -247,7 +225,7 @@ class SlotEngine:
         self._choose_weight_mode(batch_key)
         for slot in started:
             self._start(slot, self._active[slot])
-        if self._weight_mode == "per_slot":
+        if self.weight_mode == "per_slot":
             for slot, job in self._active.items():
                 if not job.has_weights and job.staged is not None:
                     self._unet.load_slot(slot, job.staged.factors)
@@ -273,15 +251,17 @@ class SlotEngine:
     def _choose_weight_mode(self, batch_key: BatchKey) -> None:
         jobs = self._active.values()
         if batch_key.merged_loras is not None:
-            self._weight_mode, to_merge = "shared", batch_key.merged_loras
+            self.weight_mode, to_merge = "shared", batch_key.merged_loras
         else:
             keys = {job.prepared.lora_key for job in jobs}
             waiting = [job.calls for job in self._queue.jobs if job.prepared.lora_key in keys]
             remaining = [job.calls - job.call for job in jobs]
-            ticks = mode.ticks_until_change(remaining, waiting, self.slots)
-            self._weight_mode, to_merge = mode.choose(keys, self._merged, ticks, self._runner.costs)
-            if not self._runner.can_run(self._weight_mode):
-                self._weight_mode, to_merge = "per_slot", ()
+            ticks = queue.ticks_until_change(remaining, waiting, self.slots)
+            self.weight_mode, to_merge = queue.choose_mode(
+                keys, self._merged, ticks, self._runner.costs
+            )
+            if not self._runner.can_run(self.weight_mode):
+                self.weight_mode, to_merge = "per_slot", ()
         if to_merge != self._merged:
             loras = next(job.prepared.unet_loras for job in jobs) if to_merge else ()
             self._merged = None  # unknown until it is done: it may fail halfway
@@ -317,7 +297,7 @@ class SlotEngine:
         state.history[:, slot].zero_()
         if state.mask is not None and staged.mask is not None:
             state.mask[rows].copy_(staged.mask)
-        factors = staged.factors if self._weight_mode == "per_slot" else {}
+        factors = staged.factors if self.weight_mode == "per_slot" else {}
         state.context[rows].copy_(self._unet.keys_values.compute(staged.vectors, factors))
 
     def _step(self) -> None:
@@ -335,7 +315,7 @@ class SlotEngine:
                 torch.randn(shape, generator=job.staged.generator, out=inputs.noise[slot])
                 noisy = True
         step.feeder.send(inputs, noisy=noisy)
-        self._runner.run(self._weight_mode, max(self._active) + 1)
+        self._runner.run(self.weight_mode, max(self._active) + 1)
         for slot, job in list(self._active.items()):
             job.call += 1
             if job.call == job.calls:
@@ -402,21 +382,17 @@ class SlotEngine:
         self._unet.resize(slots)
         torch.cuda.empty_cache()
 
+    @torch.no_grad()
     def _fit_memory(self) -> None:
         """Sets the slots that fit the GPU's memory, for images of the checkpoint's native size."""
         width, height = self.default_size
         state = self._runner.make_slot_state(self._runner.plain_batch_key(width, height), 1)
 
-        @torch.no_grad()
-        def run() -> None:
-            tick(self._unet, False, *state.tensors)
-
-        @torch.no_grad()
-        def decode_one() -> None:
-            decoder.decode(self._checkpoint.vae, state.latents)
-
-        state_bytes = sum(tensor.nbytes for tensor in state.tensors if tensor is not None)
+        state_bytes = sum(tensor.nbytes for tensor in state if tensor is not None)
         self._runner.slots, decoded = memory.fit(
-            self._device, self._unet.slot_bytes + state_bytes, run, decode_one
+            self._device,
+            self._unet.slot_bytes + state_bytes,
+            lambda: tick(self._unet, False, *state),
+            lambda: decoder.decode(self._checkpoint.vae, state.latents),
         )
         self._decoder.slice_pixels = decoded * width * height

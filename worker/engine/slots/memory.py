@@ -27,7 +27,7 @@ _MARGIN = 0.12
 
 
 def fit(
-    device: torch.device, slot_bytes: int, run: Callable[[], None], decode: Callable[[], None]
+    device: torch.device, slot_bytes: int, run: Callable[[], object], decode: Callable[[], object]
 ) -> tuple[int, int]:
     """Slots, and images per VAE call, that fit beside the model; at least one of each.
 
@@ -60,7 +60,7 @@ def free_bytes(device: torch.device) -> int:
     return int(min(free, limit - torch.cuda.memory_allocated(device)))
 
 
-def _peak_bytes(device: torch.device, work: Callable[[], None]) -> int:
+def _peak_bytes(device: torch.device, work: Callable[[], object]) -> int:
     work()  # the first run also loads kernels
     torch.cuda.synchronize(device)
     before = torch.cuda.memory_allocated(device)

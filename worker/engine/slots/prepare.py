@@ -11,11 +11,9 @@ from imagefleet import errors
 from imagefleet.job.prompt import Chunk
 from worker.engine import contract, sampler, text
 from worker.engine.checkpoint import Checkpoint
-from worker.engine.lora import cache, merge, names
 from worker.engine.lora import file as lora_file
-from worker.engine.slots import pack
-from worker.engine.slots.linear import Group
-from worker.engine.slots.mode import LoraKey
+from worker.engine.lora import merge, names
+from worker.engine.slots import linear
 
 #: Prompt chunks in the context of ordinary calls. A prompt of one chunk is repeated, which changes
 #: nothing in a softmax: no token needs a mask, which takes a third of cross-attention's time. Jobs
@@ -38,7 +36,7 @@ LORA_CACHE_BYTES = 2 * 1024**3
 RANK_CAPACITY = 64
 
 #: The layers of each network whose LoRAs can be packed.
-Groups = Mapping[names.Network, Mapping[Group, Sequence[str]]]
+Groups = Mapping[names.Network, Mapping[linear.Group, Sequence[str]]]
 
 
 @dataclass(frozen=True, slots=True)
@@ -52,12 +50,12 @@ class PreparedRequest:
     loras: tuple[merge.AppliedLora, ...]
     unet_loras: tuple[merge.AppliedLora, ...]
     text_encoder_loras: tuple[merge.AppliedLora, ...]
-    unet_pack: pack.PackedLoras | None
+    unet_pack: linear.PackedLoras | None
     """The UNet's LoRAs as low-rank factors; None if they must be merged instead."""
-    text_encoder_pack: pack.PackedLoras | None
+    text_encoder_pack: linear.PackedLoras | None
 
     @property
-    def lora_key(self) -> LoraKey:
+    def lora_key(self) -> merge.LoraKey:
         """What changes the UNet; () for nothing."""
         return merge.key_of(self.unet_loras)
 
@@ -89,17 +87,8 @@ class RequestPreparer:
         self._pinned = checkpoint.unet.device.type == "cuda"
         self._tokenizer = text.Tokenizer(checkpoint.tokenizer)
         layers = names.Layers(checkpoint.unet, checkpoint.text_encoder)
-        self._lora_cache = cache.LoraCache(layers, lora_cache_bytes)
-
-    @property
-    def default_size(self) -> tuple[int, int]:
-        """The checkpoint's native width and height in pixels."""
-        side = int(self._checkpoint.unet.config.sample_size) * self._checkpoint.vae_factor
-        return side, side
-
-    @property
-    def lora_lookups(self) -> Mapping[str, int]:
-        return self._lora_cache.lookups
+        self._lora_cache = lora_file.LoraCache(layers, lora_cache_bytes)
+        self.lora_lookups: Mapping[str, int] = self._lora_cache.lookups
 
     def prepare(self, request: contract.ImageRequest) -> PreparedRequest:
         """Checks a request, tokenises its prompts, reads its LoRAs and packs them.
@@ -159,8 +148,8 @@ class RequestPreparer:
 
     def _pack(
         self, loras: Sequence[merge.AppliedLora], network: names.Network
-    ) -> pack.PackedLoras | None:
-        return pack.pack(
+    ) -> linear.PackedLoras | None:
+        return linear.pack(
             loras,
             network,
             self.groups[network],

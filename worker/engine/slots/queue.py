@@ -1,16 +1,22 @@
-"""Jobs waiting for a slot: which of them may share a call, and which is next."""
+"""Jobs waiting for a slot: which of them may share a call, which is next, and with what weights."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+import math
+from collections.abc import Collection, Iterable, Sequence
 from dataclasses import dataclass, field
-from typing import NamedTuple
+from typing import Literal, NamedTuple, get_args
 
 import torch
 
+from worker.engine.lora.merge import LoraKey
 from worker.engine.slots.linear import Factors, Group
-from worker.engine.slots.mode import LoraKey
 from worker.engine.slots.prepare import PLAIN_TOKENS, PreparedRequest
+
+WeightMode = Literal["per_slot", "shared"]
+"""Each slot its own weights, or one set for all: the checkpoint's own, or with LoRAs merged in."""
+
+WEIGHT_MODES: tuple[WeightMode, ...] = get_args(WeightMode)
 
 
 class BatchKey(NamedTuple):
@@ -102,3 +108,37 @@ class SlotQueue:
         for older in self.jobs[:at]:
             older.overtakes += 1
         return self.jobs.pop(at)
+
+
+@dataclass(frozen=True, slots=True)
+class Costs:
+    """Seconds of a tick in each mode, and of merging LoRAs into the shared weights.
+
+    The defaults are guesses until a GPU is timed; a CPU never is.
+    """
+
+    per_slot_seconds: float = 0.105
+    shared_seconds: float = 0.1
+    merge_seconds: float = 0.02
+
+
+def choose_mode(
+    keys: Collection[LoraKey], merged: LoraKey | None, ticks: int, costs: Costs
+) -> tuple[WeightMode, LoraKey]:
+    """The mode for slots with the LoRAs *keys*, and what the shared weights must hold for it.
+
+    *merged* is what the shared weights hold now, None if unknown; *ticks* is for how long the slots
+    are expected to keep these LoRAs.
+    """
+    if len(set(keys)) != 1:
+        return "per_slot", ()
+    (key,) = set(keys)
+    if key in (merged, ()):
+        return "shared", key
+    saved_seconds = ticks * (costs.per_slot_seconds - costs.shared_seconds)
+    return ("shared", key) if saved_seconds > costs.merge_seconds else ("per_slot", ())
+
+
+def ticks_until_change(remaining: Sequence[int], waiting: Sequence[int], slots: int) -> int:
+    """Ticks until the LoRAs change: UNet calls *remaining* in the slots, and of jobs *waiting*."""
+    return max(remaining, default=0) + math.ceil(sum(waiting) / slots)

@@ -14,7 +14,7 @@ import torch
 from worker.engine import text
 from worker.engine.checkpoint import Checkpoint
 from worker.engine.lora import merge
-from worker.engine.slots import pack
+from worker.engine.slots.linear import TextEncoderLoras
 from worker.engine.slots.prepare import PLAIN_CHUNKS, PreparedRequest
 from worker.engine.slots.queue import SlotJob, Staged
 
@@ -35,7 +35,7 @@ class Stager:
             start=checkpoint.tokenizer.bos_token_id,
             end=checkpoint.tokenizer.eos_token_id,
         )
-        self._text_loras = pack.TextEncoderLoras(checkpoint.text_encoder)
+        self._text_loras = TextEncoderLoras(checkpoint.text_encoder)
         self._merger = merge.Merger(checkpoint.unet, checkpoint.text_encoder)
         self._stream: torch.cuda.Stream | None = None
         if self._device.type == "cuda":

@@ -20,8 +20,7 @@ import torch.nn.functional as F  # noqa: N812 - its name everywhere
 from torch import nn
 
 from imagefleet import errors
-from worker.engine.kernels import attention
-from worker.engine.kernels.upsample import Upsampler
+from worker.engine.kernels.layers import Attend, KernelSelector, Upsampler, default_attention
 from worker.engine.slots.linear import Factors, Group, SlotLinear, stack_by_shape
 
 _NOT_SD1 = "this UNet is not of Stable Diffusion 1.x's architecture, the only one supported"
@@ -110,7 +109,7 @@ class SlotUnet(nn.Module):
         self.to("meta")
 
     @contextlib.contextmanager
-    def selecting_kernels(self, selector: attention.KernelSelector) -> Iterator[None]:
+    def selecting_kernels(self, selector: KernelSelector) -> Iterator[None]:
         """Within it, each self-attention's next call selects its fastest kernel."""
         for attend in self._self_attentions:
             attend.kernel = functools.partial(_select_and_attend, attend, selector)
@@ -122,7 +121,7 @@ class SlotUnet(nn.Module):
 
     def use_default_attention(self) -> None:
         for attend in self._self_attentions:
-            attend.kernel = attention.default
+            attend.kernel = default_attention
 
     @torch.no_grad()
     def load_slot(self, slot: int, factors: Mapping[Group, Factors]) -> None:
@@ -311,7 +310,7 @@ class _SelfAttention(nn.Module):
         self.heads = original.heads
         self.qkv = _linear(paths, original.to_q, original.to_k, original.to_v)
         self.out = _linear(paths, original.to_out[0])
-        self.kernel: attention.Attend = attention.default
+        self.kernel: Attend = default_attention
 
     def forward(self, x: torch.Tensor, per_slot: bool) -> torch.Tensor:
         q, k, v = (
@@ -348,7 +347,7 @@ class _CrossAttention(nn.Module):
 
 def _select_and_attend(
     attend: _SelfAttention,
-    selector: attention.KernelSelector,
+    selector: KernelSelector,
     q: torch.Tensor,
     k: torch.Tensor,
     v: torch.Tensor,

@@ -4,7 +4,7 @@ import pytest
 import torch
 from torch import nn
 
-from worker.engine.kernels import group_norm
+from worker.engine.kernels import layers
 
 
 @pytest.mark.parametrize("size", [(8, 8), (5, 7), (32, 16)])
@@ -19,7 +19,7 @@ def test_the_output_matches_torch_at_any_size_and_mean(
     x = torch.randn(3, 24, *size).to(memory_format=torch.channels_last) + offset
     with torch.no_grad():
         expected = norm(x)
-        ours = group_norm.normalise(x, 4, norm.weight, norm.bias, norm.eps)
+        ours = layers.normalise(x, 4, norm.weight, norm.bias, norm.eps)
     assert torch.allclose(ours, expected, atol=1e-3 if offset else 1e-5)
     assert ours.is_contiguous(memory_format=torch.channels_last)
 
@@ -27,16 +27,16 @@ def test_the_output_matches_torch_at_any_size_and_mean(
 def test_a_constant_group_is_not_nan() -> None:
     x = torch.full((1, 8, 4, 4), 1000.3)
     ones = torch.ones(8)
-    assert group_norm.normalise(x, 2, ones, ones, 1e-5).isfinite().all()
+    assert layers.normalise(x, 2, ones, ones, 1e-5).isfinite().all()
 
 
 def test_a_network_keeps_its_parameters_and_their_names() -> None:
     network = nn.Sequential(nn.Conv2d(4, 8, 1), nn.Sequential(nn.GroupNorm(2, 8, eps=1e-6)))
     before = dict(network.named_parameters())
-    group_norm.replace(network)
+    layers.replace_group_norms(network)
     after = dict(network.named_parameters())
     assert list(before) == list(after)
     assert all(before[name] is after[name] for name in before)
     norm = network[1][0]
-    assert isinstance(norm, group_norm.ChannelsLastGroupNorm)
+    assert isinstance(norm, layers.ChannelsLastGroupNorm)
     assert norm.eps == 1e-6

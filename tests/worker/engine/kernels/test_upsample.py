@@ -10,7 +10,7 @@ from diffusers import AutoencoderKL
 from diffusers.models.upsampling import Upsample2D
 from torch import nn
 
-from worker.engine.kernels import upsample
+from worker.engine.kernels import layers
 
 
 @pytest.mark.parametrize("size", [(8, 8), (5, 3), (1, 1)])
@@ -21,14 +21,14 @@ def test_the_folded_convolution_matches_up_to_the_edges(size: tuple[int, int], b
     x = torch.randn(2, 6, *size)
     with torch.no_grad():
         expected = conv(F.interpolate(x, scale_factor=2.0))
-        ours = upsample.upsample(x, upsample.fold(conv.weight), conv.bias)
+        ours = layers.upsample(x, layers.fold(conv.weight), conv.bias)
     assert torch.allclose(ours, expected, atol=1e-5)
 
 
 def test_other_sizes_than_double_are_resized_first() -> None:
     torch.manual_seed(0)
     original = Upsample2D(8, use_conv=True)
-    ours = upsample.Upsampler(original)
+    ours = layers.Upsampler(original)
     ours.fold()
     x = torch.randn(1, 8, 3, 3)
     with torch.no_grad():
@@ -37,7 +37,7 @@ def test_other_sizes_than_double_are_resized_first() -> None:
 
 
 def test_changed_weights_are_folded_into_the_same_memory() -> None:
-    ours = upsample.Upsampler(Upsample2D(8, use_conv=True))
+    ours = layers.Upsampler(Upsample2D(8, use_conv=True))
     ours.fold()
     recorded = ours.folded
     assert recorded is not None
@@ -54,8 +54,8 @@ def test_changed_weights_are_folded_into_the_same_memory() -> None:
 def test_an_autoencoder_decodes_as_before_and_keeps_its_parameters(checkpoint: Path) -> None:
     vae = AutoencoderKL.from_pretrained(checkpoint / "vae").eval()
     ours = copy.deepcopy(vae)
-    upsample.replace(ours)
-    assert any(isinstance(module, upsample.Upsampler) for module in ours.modules())
+    layers.replace_upsamplers(ours)
+    assert any(isinstance(module, layers.Upsampler) for module in ours.modules())
     assert dict(ours.named_parameters()).keys() == dict(vae.named_parameters()).keys()
     latents = torch.randn(1, 4, 8, 8)
     with torch.no_grad():

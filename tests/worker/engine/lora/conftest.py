@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from worker.engine.lora import cache as lora_cache
+from worker.engine.lora import file as lora_file
 from worker.engine.lora import names
 
 
@@ -17,5 +17,5 @@ def layers(engine: Any) -> names.Layers:
 
 
 @pytest.fixture
-def cache(layers: names.Layers) -> lora_cache.LoraCache:
-    return lora_cache.LoraCache(layers, cache_bytes=10**9)
+def cache(layers: names.Layers) -> lora_file.LoraCache:
+    return lora_file.LoraCache(layers, cache_bytes=10**9)

@@ -14,7 +14,6 @@ import torch
 
 from imagefleet import errors
 from worker.engine import contract
-from worker.engine.lora import cache as lora_cache
 from worker.engine.lora import file as lora_file
 from worker.engine.lora import names
 
@@ -46,7 +45,7 @@ def in_threads(count: int, work: Callable[[], object]) -> None:
 
 
 def test_concurrent_reads_of_one_file_read_it_once(
-    cache: lora_cache.LoraCache, lora_paths: list[Path], monkeypatch: pytest.MonkeyPatch
+    cache: lora_file.LoraCache, lora_paths: list[Path], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     reads = slowed(monkeypatch)
     got: list[lora_file.LoraFile] = []
@@ -58,7 +57,7 @@ def test_concurrent_reads_of_one_file_read_it_once(
 
 
 def test_concurrent_reads_of_a_bad_file_all_fail_and_the_next_read_retries(
-    cache: lora_cache.LoraCache,
+    cache: lora_file.LoraCache,
     lora_paths: list[Path],
     tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
@@ -83,7 +82,7 @@ def test_concurrent_reads_of_a_bad_file_all_fail_and_the_next_read_retries(
 
 
 def test_different_files_are_read_concurrently(
-    cache: lora_cache.LoraCache, lora_paths: list[Path], monkeypatch: pytest.MonkeyPatch
+    cache: lora_file.LoraCache, lora_paths: list[Path], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     meeting = threading.Barrier(2, timeout=10)
     read = lora_file.read_lora
@@ -101,7 +100,7 @@ def test_different_files_are_read_concurrently(
 def test_a_file_larger_than_the_cache_is_not_kept(
     layers: names.Layers, lora_paths: list[Path]
 ) -> None:
-    cache = lora_cache.LoraCache(layers, cache_bytes=1)
+    cache = lora_file.LoraCache(layers, cache_bytes=1)
     first = cache.get(named(lora_paths[0]))
     assert cache.get(named(lora_paths[0])) is not first
     assert cache.lookups == {"miss": 2}
@@ -110,8 +109,8 @@ def test_a_file_larger_than_the_cache_is_not_kept(
 def test_the_cache_evicts_the_least_recently_used_above_its_size(
     layers: names.Layers, lora_paths: list[Path], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    size = lora_cache.LoraCache(layers, 0).get(named(lora_paths[0])).size_bytes
-    cache = lora_cache.LoraCache(layers, cache_bytes=2 * size)
+    size = lora_file.LoraCache(layers, 0).get(named(lora_paths[0])).size_bytes
+    cache = lora_file.LoraCache(layers, cache_bytes=2 * size)
     files = [cache.get(named(lora_paths[at])) for at in (0, 1, 0, 2)]
     assert cache.get(named(lora_paths[0])) is files[0]
     assert cache.get(named(lora_paths[2])) is files[3]
@@ -119,7 +118,7 @@ def test_the_cache_evicts_the_least_recently_used_above_its_size(
 
 
 def test_a_replaced_file_is_read_again(
-    cache: lora_cache.LoraCache, lora_paths: list[Path], tmp_path: Path
+    cache: lora_file.LoraCache, lora_paths: list[Path], tmp_path: Path
 ) -> None:
     path = tmp_path / "x.safetensors"
     path.write_bytes(lora_paths[0].read_bytes())

@@ -14,7 +14,7 @@ from safetensors.torch import load_file, save_file
 
 from imagefleet import errors
 from worker.engine import contract
-from worker.engine.lora import cache as lora_cache
+from worker.engine.lora import file as lora_file
 
 Weights = dict[str, torch.Tensor]
 
@@ -71,7 +71,7 @@ FOREIGN: dict[str, torch.Tensor] = {"transformer.blocks.0.lora_A.weight": torch.
     ],
 )
 def test_a_lora_that_does_not_fit_is_refused_by_name(
-    cache: lora_cache.LoraCache,
+    cache: lora_file.LoraCache,
     lora_paths: list[Path],
     tmp_path: Path,
     change: Callable[[Weights], Weights],
@@ -88,7 +88,7 @@ def test_a_lora_that_does_not_fit_is_refused_by_name(
     )
 
 
-def test_a_vanished_file_is_a_transient_error(cache: lora_cache.LoraCache, tmp_path: Path) -> None:
+def test_a_vanished_file_is_a_transient_error(cache: lora_file.LoraCache, tmp_path: Path) -> None:
     """Another worker may have evicted it from the disk since its name was looked up."""
     for path in (tmp_path / "gone.safetensors", tmp_path):
         with pytest.raises(errors.TransientError, match="'some-style' cannot be read"):
@@ -119,7 +119,7 @@ UNET_KEY = "lora_unet_mid_block_attentions_0_transformer_blocks_0_attn2_to_k"
     ],
 )
 def test_a_lora_of_another_model_is_refused_naming_the_model(
-    cache: lora_cache.LoraCache,
+    cache: lora_file.LoraCache,
     tmp_path: Path,
     foreign: Weights,
     metadata: dict[str, str],
@@ -132,9 +132,7 @@ def test_a_lora_of_another_model_is_refused_naming_the_model(
         cache.get(named(path))
 
 
-def test_a_pickle_is_refused_without_loading_it(
-    cache: lora_cache.LoraCache, tmp_path: Path
-) -> None:
+def test_a_pickle_is_refused_without_loading_it(cache: lora_file.LoraCache, tmp_path: Path) -> None:
     path = tmp_path / "evil.safetensors"
     torch.save({"lora_unet_conv_in.alpha": torch.tensor(1.0)}, path)
     with pytest.raises(
@@ -145,7 +143,7 @@ def test_a_pickle_is_refused_without_loading_it(
 
 @pytest.mark.parametrize("size", [0, 4, 100, -100])
 def test_a_truncated_file_is_refused(
-    cache: lora_cache.LoraCache, lora_paths: list[Path], tmp_path: Path, size: int
+    cache: lora_file.LoraCache, lora_paths: list[Path], tmp_path: Path, size: int
 ) -> None:
     path = tmp_path / "short.safetensors"
     path.write_bytes(lora_paths[0].read_bytes()[:size])
@@ -156,7 +154,7 @@ def test_a_truncated_file_is_refused(
 
 
 def test_a_number_type_unknown_to_torch_is_refused(
-    cache: lora_cache.LoraCache, tmp_path: Path
+    cache: lora_file.LoraCache, tmp_path: Path
 ) -> None:
     path = tmp_path / "x.safetensors"
     key = "lora_unet_conv_in.lora_down.weight"
@@ -182,7 +180,7 @@ def test_a_number_type_unknown_to_torch_is_refused(
     ],
 )
 def test_invalid_peft_metadata_is_refused(
-    cache: lora_cache.LoraCache, lora_paths: list[Path], tmp_path: Path, config: str, reason: str
+    cache: lora_file.LoraCache, lora_paths: list[Path], tmp_path: Path, config: str, reason: str
 ) -> None:
     path = tmp_path / "x.safetensors"
     save_file(load_file(lora_paths[0]), path, {"lora_adapter_metadata": config})
@@ -192,7 +190,7 @@ def test_invalid_peft_metadata_is_refused(
 
 
 def test_the_scale_is_alpha_over_rank_wherever_alpha_is_stored(
-    cache: lora_cache.LoraCache, lora_paths: list[Path], tmp_path: Path
+    cache: lora_file.LoraCache, lora_paths: list[Path], tmp_path: Path
 ) -> None:
     weights = load_file(lora_paths[0])
     path = tmp_path / "x.safetensors"
@@ -212,7 +210,7 @@ def test_the_scale_is_alpha_over_rank_wherever_alpha_is_stored(
 
 
 def test_the_header_may_set_alpha_per_layer(
-    cache: lora_cache.LoraCache, lora_paths: list[Path], tmp_path: Path
+    cache: lora_file.LoraCache, lora_paths: list[Path], tmp_path: Path
 ) -> None:
     path = tmp_path / "x.safetensors"
     patterns = {

@@ -12,7 +12,7 @@ from safetensors.torch import save_file
 
 from imagefleet import errors
 from worker.engine import contract
-from worker.engine.lora import formats
+from worker.engine.lora import file as lora_file
 
 #: See test_batch_engine.
 ROUNDING = 2
@@ -198,7 +198,7 @@ def test_a_failed_merge_affects_no_other_image(
 ) -> None:
     engine = make_engine()
     before = draw(engine, make_request())[0]
-    delta, calls = formats.WeightDelta.compute, itertools.count()
+    delta, calls = lora_file.WeightDelta.compute, itertools.count()
 
     def refuse(*arguments: Any) -> torch.Tensor:
         if next(calls) > 20:
@@ -208,7 +208,7 @@ def test_a_failed_merge_affects_no_other_image(
     styled = make_request(loras=(use(lora_paths[0]),))
     engine.prepare(styled)
     with monkeypatch.context() as patched:
-        patched.setattr(formats.WeightDelta, "compute", refuse)
+        patched.setattr(lora_file.WeightDelta, "compute", refuse)
         failed, plain = draw(engine, styled, make_request())
     assert isinstance(failed, errors.TransientError)
     assert "not today" in failed.message

@@ -9,7 +9,7 @@ import torch
 from diffusers import AutoencoderKL, UNet2DConditionModel
 
 import batch_engine
-from fleet.bench import tiny_model
+import tiny_model
 from worker.engine import checkpoint as checkpoints
 from worker.engine import contract
 from worker.engine.kernels import compile as compiling

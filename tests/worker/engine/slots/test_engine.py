@@ -9,11 +9,11 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from fleet.bench import tiny_model
+import tiny_model
 from imagefleet import errors
 from worker.engine import contract
 from worker.engine.slots import engine as slots
-from worker.engine.slots import mode, runner
+from worker.engine.slots import queue, step
 
 #: Out of 255. Another number of rows means another order of float32 sums, which may change the
 #: rounding to 8 bits. Slots mixed up would differ by 100 and more.
@@ -46,13 +46,13 @@ def record_modes(
 ) -> list[tuple[str, int]]:
     """Records the weight mode and the number of images of each call from now on."""
     calls: list[tuple[str, int]] = []
-    original = runner.StepRunner.run
+    original = step.StepRunner.run
 
-    def run(self: runner.StepRunner, weight_mode: mode.WeightMode, count: int) -> None:
+    def run(self: step.StepRunner, weight_mode: queue.WeightMode, count: int) -> None:
         calls.append((weight_mode, len(engine._active)))
         original(self, weight_mode, count)
 
-    monkeypatch.setattr(runner.StepRunner, "run", run)
+    monkeypatch.setattr(step.StepRunner, "run", run)
     return calls
 
 

@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from imagefleet import errors
-from worker.engine.slots import mode, runner
+from worker.engine.slots import queue, step
 
 ROUNDING = 2
 
@@ -17,16 +17,16 @@ def fail(
 ) -> list[list[int]]:
     """Makes ticks fail; returns the seeds of each tick, failed ones included."""
     ticks: list[list[int]] = []
-    original = runner.StepRunner.run
+    original = step.StepRunner.run
 
-    def run(self: runner.StepRunner, weight_mode: mode.WeightMode, slots: int) -> None:
+    def run(self: step.StepRunner, weight_mode: queue.WeightMode, slots: int) -> None:
         seeds = [job.prepared.request.seed for job in engine._active.values()]
         ticks.append(seeds)
         if when(seeds):
             raise error
         original(self, weight_mode, slots)
 
-    monkeypatch.setattr(runner.StepRunner, "run", run)
+    monkeypatch.setattr(step.StepRunner, "run", run)
     return ticks
 
 

@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from worker.engine import contract
-from worker.engine.slots import mode, pack
+from worker.engine.slots import linear
 from worker.engine.slots import queue as slot_queue
 
 A = slot_queue.BatchKey(512, 512, 160, None, None)
@@ -71,15 +71,19 @@ def test_jobs_put_back_come_first() -> None:
 
 
 def test_the_cheaper_weight_mode_is_chosen() -> None:
-    costs = mode.Costs(per_slot_seconds=1.1, shared_seconds=1.0, merge_seconds=1.0)
+    costs = slot_queue.Costs(per_slot_seconds=1.1, shared_seconds=1.0, merge_seconds=1.0)
     one, other = ("one",), ("other",)
-    assert mode.choose([one, other], (), 100, costs) == ("per_slot", ())
-    assert mode.choose([one, one], (), 100, costs) == ("shared", one)
-    assert mode.choose([one, one], (), 5, costs) == ("per_slot", ()), "a merge no longer pays"
-    assert mode.choose([one, one], one, 1, costs) == ("shared", one), "merged already"
-    assert mode.choose([(), ()], one, 1, costs) == ("shared", ()), "the checkpoint's own weights"
-    assert mode.choose([()], None, 1, costs) == ("shared", ())
-    assert mode.ticks_until_change([3, 7], [15, 15, 15], 2) == 7 + 23
+    assert slot_queue.choose_mode([one, other], (), 100, costs) == ("per_slot", ())
+    assert slot_queue.choose_mode([one, one], (), 100, costs) == ("shared", one)
+    assert slot_queue.choose_mode([one, one], (), 5, costs) == ("per_slot", ()), (
+        "a merge no longer pays"
+    )
+    assert slot_queue.choose_mode([one, one], one, 1, costs) == ("shared", one), "merged already"
+    assert slot_queue.choose_mode([(), ()], one, 1, costs) == ("shared", ()), (
+        "the checkpoint's own weights"
+    )
+    assert slot_queue.choose_mode([()], None, 1, costs) == ("shared", ())
+    assert slot_queue.ticks_until_change([3, 7], [15, 15, 15], 2) == 7 + 23
 
 
 @pytest.mark.parametrize("weights", [(1.0, 1.0), (0.5, -2.0)])
@@ -111,7 +115,7 @@ def test_only_low_rank_changes_are_packed(
     loras = slot_engine.prepare(make_request(loras=(style,))).unet_loras
     settings: dict[str, Any] = {"dtype": torch.float32, "pinned": False}
     groups = slot_engine._preparer.groups["unet"]
-    assert pack.pack(loras, "unet", groups, rank_capacity=4, **settings) is not None
-    assert pack.pack(loras, "unet", groups, rank_capacity=3, **settings) is None
-    assert pack.pack(loras, "unet", {}, rank_capacity=4, **settings) is None
-    assert pack.pack((), "unet", {}, rank_capacity=4, **settings) is not None
+    assert linear.pack(loras, "unet", groups, rank_capacity=4, **settings) is not None
+    assert linear.pack(loras, "unet", groups, rank_capacity=3, **settings) is None
+    assert linear.pack(loras, "unet", {}, rank_capacity=4, **settings) is None
+    assert linear.pack((), "unet", {}, rank_capacity=4, **settings) is not None

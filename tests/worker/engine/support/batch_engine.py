@@ -68,7 +68,7 @@ class BatchEngine:
 
     @property
     def default_size(self) -> tuple[int, int]:
-        return self._preparer.default_size
+        return self._checkpoint.default_size
 
     @property
     def capacity(self) -> int:
@@ -161,7 +161,7 @@ def denoise(
 
     starts = _per_image([schedule.initial_scale for schedule in schedules], device)
     latents = draw_noise(generators, shape).to(device) * starts
-    history = sampler.first_history(latents)
+    history = latents.new_zeros((sampler.HISTORY, *latents.shape))
     tables = torch.stack([schedule.table for schedule in schedules], dim=1).to(device)
     for call, rows in enumerate(tables):
         inputs = sampler.scale_input(rows, latents).to(unet.dtype)

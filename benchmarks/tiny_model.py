@@ -18,6 +18,8 @@ from safetensors.torch import save_file
 from torch import nn
 from transformers import CLIPTextConfig, CLIPTextModel, CLIPTokenizer
 
+from fleet.bench import random_model
+
 _TEXT_WIDTH = 32
 
 #: kohya's default adapts the linear layers of both networks' transformer blocks.
@@ -86,30 +88,8 @@ def build_tiny_lora(
         for name, module in network.named_modules()
         if name.endswith(_ADAPTED_SUFFIXES)
     }
-    write_lora(path, layers, rank, alpha, torch.Generator().manual_seed(seed))
+    random_model.write_lora(path, layers, rank, alpha, torch.Generator().manual_seed(seed))
     return path
-
-
-def write_lora(
-    path: Path,
-    layers: Mapping[str, Any],
-    rank: int,
-    alpha: float,
-    generator: torch.Generator,
-    dtype: torch.dtype = torch.float32,
-) -> None:
-    """Writes a random LoRA in kohya's format for linear and 1x1 layers, given by key."""
-    device = generator.device
-    tensors = {}
-    for key, layer in layers.items():
-        outer, inner, *kernel = layer.weight.shape
-        down = torch.randn((rank, inner, *kernel), generator=generator, device=device)
-        up = torch.randn((outer, rank, *kernel), generator=generator, device=device)
-        tensors[f"{key}.lora_down.weight"] = (down / inner**0.5).to("cpu", dtype)
-        tensors[f"{key}.lora_up.weight"] = (up / rank**0.5).to("cpu", dtype)
-        tensors[f"{key}.alpha"] = torch.tensor(alpha)
-    path.parent.mkdir(parents=True, exist_ok=True)
-    save_file(tensors, path)
 
 
 def _tokenizer() -> CLIPTokenizer:
@@ -144,15 +124,8 @@ def _text_encoder(tokenizer: CLIPTokenizer) -> CLIPTextModel:
         pad_token_id=tokenizer.eos_token_id,
     )
     text_encoder = CLIPTextModel(config)
-    raise_mean(text_encoder)
+    random_model.raise_mean(text_encoder)
     return text_encoder
-
-
-def raise_mean(text_encoder: CLIPTextModel) -> None:
-    """Gives an untrained text encoder's output a mean other than 0: prompt weights divide by it."""
-    for path, module in text_encoder.named_modules():
-        if path.endswith("final_layer_norm"):
-            nn.init.constant_(module.bias, 0.1)
 
 
 def _unet(size: int) -> UNet2DConditionModel:
