@@ -117,14 +117,12 @@ def read(model: type[Settings], given: Mapping[str, Any]) -> Settings:
     """
     try:
         flags = _by_current_name(model, given, flag)
-        variables = by_setting(model, os.environ, PROJECT_SETTINGS)
-    except ValueError as error:
-        raise errors.SetupError(str(error)) from None
-    try:
-        return model(**(variables | flags))
+        return model(**(by_setting(model, os.environ, PROJECT_SETTINGS) | flags))
     except ValidationError as error:
         lines = [_complaint(model, detail) for detail in error.errors(include_url=False)]
         raise errors.SetupError("\n".join(lines)) from None
+    except ValueError as error:
+        raise errors.SetupError(str(error)) from None
 
 
 def by_setting(

@@ -129,19 +129,13 @@ def _load_tokenizer(folder: Path) -> tokenizers.Tokenizer:
     except Exception as error:  # the library raises only this class
         raise errors.SetupError(f"{str(folder)!r} is not a CLIP tokenizer: {error}") from error
     tokenizer = tokenizers.Tokenizer(model)
+    spaces = normalizers.Replace(tokenizers.Regex(r"\s+"), " ")
     tokenizer.normalizer = normalizers.Sequence(
-        [
-            normalizers.NFC(),
-            normalizers.Replace(tokenizers.Regex(r"\s+"), " "),
-            normalizers.Lowercase(),
-        ]
+        [normalizers.NFC(), spaces, normalizers.Lowercase()]
     )
-    tokenizer.pre_tokenizer = pre_tokenizers.Sequence(
-        [
-            pre_tokenizers.Split(tokenizers.Regex(_WORD), behavior="removed", invert=True),
-            pre_tokenizers.ByteLevel(add_prefix_space=False),
-        ]
-    )
+    words = pre_tokenizers.Split(tokenizers.Regex(_WORD), behavior="removed", invert=True)
+    to_bytes = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    tokenizer.pre_tokenizer = pre_tokenizers.Sequence([words, to_bytes])
     tokenizer.decoder = decoders.ByteLevel()
     tokenizer.add_special_tokens(["<|startoftext|>", "<|endoftext|>"])
     return tokenizer

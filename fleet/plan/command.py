@@ -98,10 +98,8 @@ def _named(
     names: list[str] | None, benches: Sequence[estimate.Bench], replicas: int | None
 ) -> list[tuple[str, int]]:
     """GPU classes as given, and the replicas of each."""
-    if not names:
-        names = [bench.gpu for bench in benches] or [_DEFAULT_GPU]
     named = []
-    for text in names:
+    for text in names or [bench.gpu for bench in benches] or [_DEFAULT_GPU]:
         name, equals, count = text.rpartition("=")
         if not equals:
             name, count = text, "1"
