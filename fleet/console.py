@@ -49,22 +49,14 @@ stderr = Console(stderr=True)
 
 
 def run(coroutine: Coroutine[Any, Any, Result]) -> Result:
-    """Runs a command's coroutine; errors end the command as in `one_line_errors`.
-
-    Raises:
-        typer.Exit: the command failed; the error is printed.
-    """
+    """Runs a command's coroutine; errors end the command as in `one_line_errors`."""
     with one_line_errors():
         return asyncio.run(coroutine)
 
 
 @contextmanager
 def one_line_errors() -> Iterator[None]:
-    """Turns a FleetError into one line on stderr and an exit code; bugs keep their traceback.
-
-    Raises:
-        typer.Exit: with the exit code of the error's class.
-    """
+    """Turns a FleetError into one line on stderr and an exit code; bugs keep their traceback."""
     try:
         yield
     except errors.FleetError as error:

@@ -129,8 +129,7 @@ def command(
 class _Skipped:
     """Counts the skipped lines and reports the first of them."""
 
-    def __init__(self) -> None:
-        self.count = 0
+    count = 0
 
     def __call__(self, line: int, reason: str) -> None:
         self.count += 1

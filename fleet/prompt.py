@@ -130,9 +130,8 @@ def _load_tokenizer(folder: Path) -> tokenizers.Tokenizer:
         raise errors.SetupError(f"{str(folder)!r} is not a CLIP tokenizer: {error}") from error
     tokenizer = tokenizers.Tokenizer(model)
     spaces = normalizers.Replace(tokenizers.Regex(r"\s+"), " ")
-    tokenizer.normalizer = normalizers.Sequence(
-        [normalizers.NFC(), spaces, normalizers.Lowercase()]
-    )
+    rules = [normalizers.NFC(), spaces, normalizers.Lowercase()]
+    tokenizer.normalizer = normalizers.Sequence(rules)
     words = pre_tokenizers.Split(tokenizers.Regex(_WORD), behavior="removed", invert=True)
     to_bytes = pre_tokenizers.ByteLevel(add_prefix_space=False)
     tokenizer.pre_tokenizer = pre_tokenizers.Sequence([words, to_bytes])

@@ -100,22 +100,19 @@ def _spent(metrics: Metrics) -> list[Bar]:
         Bar(kinds.get(kind, kind), each, _dollars(each)) for kind, each in metrics.dollars.items()
     ]
     gpu = metrics.dollars.get("gpu", 0.0)
-    rows += [
+    return rows + [
         Bar(f"of the GPU: {_words(reason)}", each, f"{_dollars(each)}, {_share(each, gpu)}", _BAD)
         for reason, each in metrics.wasted_dollars.items()
     ]
-    return rows
 
 
 def _gpu_time(metrics: Metrics) -> list[Bar]:
     busy = metrics.gpu_busy_seconds
     total = busy + sum(metrics.gpu_idle_seconds.values())
-    rows = [Bar("busy", busy, _share(busy, total))]
-    rows += [
+    return [Bar("busy", busy, _share(busy, total))] + [
         Bar(f"idle: {_words(reason)}", each, _share(each, total), _BAD)
         for reason, each in metrics.gpu_idle_seconds.items()
     ]
-    return rows
 
 
 def _lines(metrics: Metrics, **legends: str) -> list[Line]:
