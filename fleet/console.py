@@ -61,7 +61,12 @@ def one_line_errors() -> Iterator[None]:
         yield
     except errors.FleetError as error:
         print_error(error.message)
-        raise typer.Exit(_exit_code(error)) from None
+        code = EXIT_UNEXPECTED
+        if isinstance(error, errors.SetupError):
+            code = EXIT_OPERATOR_MUST_ACT
+        elif isinstance(error, errors.NodeError):
+            code = EXIT_REPLACE_THIS_NODE
+        raise typer.Exit(code) from None
     except KeyboardInterrupt:
         raise typer.Exit(EXIT_INTERRUPTED) from None
 
@@ -158,11 +163,3 @@ def leave(code: int | None) -> NoReturn:
         sys.stderr.flush()
         os._exit(code or EXIT_DONE)
     sys.exit(code)
-
-
-def _exit_code(error: errors.FleetError) -> int:
-    if isinstance(error, errors.SetupError):
-        return EXIT_OPERATOR_MUST_ACT
-    if isinstance(error, errors.NodeError):
-        return EXIT_REPLACE_THIS_NODE
-    return EXIT_UNEXPECTED

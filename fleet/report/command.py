@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-import dataclasses
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import Annotated
@@ -121,7 +120,7 @@ def _price(
 def _table(settings: StorageSettings, path: Path | None) -> prices.PriceTable:
     table = price_file.read_table(path)
     if settings.storage.strip().startswith(LOCAL_SCHEME):
-        return dataclasses.replace(table, storage=prices.FREE_STORAGE)
+        return replace(table, storage=prices.FREE_STORAGE)
     return table
 
 
