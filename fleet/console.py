@@ -118,8 +118,7 @@ def print_plain(text: str, to: Console = stdout) -> None:
 
 def json_text(record: Any) -> str:
     """*record* as indented JSON, times as ISO 8601."""
-    text = json.dumps(record, ensure_ascii=False, indent=2, default=datetime.isoformat)
-    return text + "\n"
+    return json.dumps(record, ensure_ascii=False, indent=2, default=datetime.isoformat) + "\n"
 
 
 def print_json(record: Mapping[str, Any] | Sequence[Any]) -> None:

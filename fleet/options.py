@@ -188,13 +188,11 @@ def _former_names(model: type[BaseSettings]) -> dict[str, str]:
 
 
 def _removed(model: type[BaseSettings]) -> dict[str, str]:
-    return {
-        name: sentence
-        for each, removed in REMOVED.items()
-        if issubclass(model, each)
-        for name, sentence in removed.items()
-        if name not in model.model_fields
-    }
+    removed: dict[str, str] = {}
+    for each, sentences in REMOVED.items():
+        if issubclass(model, each):
+            removed |= sentences
+    return {name: text for name, text in removed.items() if name not in model.model_fields}
 
 
 def _accepted(model: type[BaseSettings]) -> set[str]:

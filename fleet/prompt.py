@@ -72,8 +72,7 @@ def _read(
     """The parsed prompt as JSON, or the reason why it is not supported."""
 
     def tokenise(texts: Sequence[str]) -> list[list[int]]:
-        encoded = tokenizer.encode_batch(list(texts), add_special_tokens=False)
-        return [encoding.ids for encoding in encoded]
+        return [each.ids for each in tokenizer.encode_batch(list(texts), add_special_tokens=False)]
 
     try:
         parsed = read(text)

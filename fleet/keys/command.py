@@ -197,9 +197,8 @@ def _on_azure(settings: StorageSettings) -> StorageSettings:
 def _explain(settings: StorageSettings, role: Role, minted: Minted) -> None:
     table = Table("resource", "allowed", box=None)
     for resource in minted.tokens:
-        table.add_row(
-            name_of(settings, resource), "; ".join(explain(resource, role.letters(resource)))
-        )
+        allowed = "; ".join(explain(resource, role.letters(resource)))
+        table.add_row(name_of(settings, resource), allowed)
     console.stderr.print(table)
     revoke = f", or until `imagefleet keys revoke {minted.policy}`" if minted.policy else ""
     console.print_note(f"valid until {minted.expires_at:%Y-%m-%d %H:%M} UTC{revoke}")

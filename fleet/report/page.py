@@ -5,7 +5,8 @@ from __future__ import annotations
 import base64
 import importlib.util
 import io
-from collections.abc import Iterator, Mapping, Sequence
+from collections import Counter
+from collections.abc import Mapping, Sequence
 from datetime import datetime
 from typing import Any
 
@@ -61,7 +62,7 @@ def _plots(figures: Figures) -> dict[str, Markup]:
         for at in (rate.at, rate.at + figures.bin_seconds)
     ]
     speeds = [worker.images_per_second for worker in figures.workers if worker.images_per_second]
-    bins = list(_bins(speeds)) if len(speeds) > _SPEED_BINS else []
+    bins = _bins(speeds) if len(speeds) > _SPEED_BINS else []
     return {
         "throughput": time_plot([Line("images/s", points)], "Images/s stored", filled=True),
         "money": bars(_costs(figures), "Dollars by kind"),
@@ -133,14 +134,11 @@ def _sample(picture: bytes) -> Mapping[str, Any]:
     return {"data": data, "caption": caption, "width": tile.width, "height": tile.height}
 
 
-def _bins(values: Sequence[float]) -> Iterator[tuple[float, float, int]]:
+def _bins(values: Sequence[float]) -> list[tuple[float, float, int]]:
     low, high = min(values), max(values)
     width = (high - low) / _SPEED_BINS or 1.0
-    counts = [0] * _SPEED_BINS
-    for value in values:
-        counts[min(int((value - low) / width), _SPEED_BINS - 1)] += 1
-    for number, count in enumerate(counts):
-        yield low + number * width, low + (number + 1) * width, count
+    counts = Counter(min(int((value - low) / width), _SPEED_BINS - 1) for value in values)
+    return [(low + n * width, low + (n + 1) * width, counts[n]) for n in range(_SPEED_BINS)]
 
 
 def _words(slug: str) -> str:

@@ -172,12 +172,10 @@ def _time_axis(begin: float, end: float, x: Callable[[float], float]) -> Iterato
         (each for each in _TIME_STEPS if (end - begin) / each[0] <= _MAX_TIME_LABELS),
         _TIME_STEPS[-1],
     )
-    tick = math.ceil(begin / step) * step
-    while tick <= end:
-        label = datetime.fromtimestamp(tick, UTC).strftime(shown)
-        anchor = "middle" if x(tick) < WIDTH - 2 * _RIGHT else "end"
-        yield _text(x(tick), HEIGHT - 8, label, anchor)
-        tick += step
+    for number in range(math.ceil(begin / step), math.floor(end / step) + 1):
+        at = x(number * step)
+        label = datetime.fromtimestamp(number * step, UTC).strftime(shown)
+        yield _text(at, HEIGHT - 8, label, "middle" if at < WIDTH - 2 * _RIGHT else "end")
 
 
 def _text(x: float, y: float, text: str, anchor: str) -> str:
