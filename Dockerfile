@@ -70,6 +70,7 @@ RUN { grep '^torch==' constraints.txt || echo torch; } > torch.txt && \
 FROM base AS project
 WORKDIR /project
 COPY pyproject.toml README.md LICENSE ./
+COPY demo_model demo_model
 COPY fleet fleet
 COPY imagefleet imagefleet
 COPY loadgen loadgen
@@ -123,8 +124,7 @@ ENV NVIDIA_VISIBLE_DEVICES=all \
     TORCHINDUCTOR_CACHE_DIR=/cache/inductor \
     TRITON_CACHE_DIR=/cache/triton \
     IMAGEFLEET_MODEL=/models/checkpoint${MODEL_FILE:+/$MODEL_FILE} \
-    IMAGEFLEET_MODEL_CACHE=/cache/models \
-    IMAGEFLEET_LORA_CACHE=/cache/loras \
+    IMAGEFLEET_CACHE=/cache \
     IMAGEFLEET_LORA_DIRECTORY=/models/checkpoint/loras \
     IMAGEFLEET_PORT=8080 \
     IMAGEFLEET_HOST=127.0.0.1

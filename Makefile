@@ -1,5 +1,5 @@
-# Five words: `demo` and `test` to begin with, `check` while you work, `bench` and `chaos` for what
-# the README claims. Each sets up what it needs, from Python 3.11 or newer, make and git alone.
+# `demo` and `test` to begin with, `check` while you work, `bench` and `chaos` for what the README
+# claims, `docs` for the site. Each sets up what it needs, from Python 3.11 or newer, make and git.
 
 VENV := .venv
 BIN := $(VENV)/bin
@@ -11,7 +11,7 @@ CONTAINER := tests/deploy/debian/.unpacked
 # Nothing here may load a model over the network.
 export HF_HUB_OFFLINE := 1
 
-.PHONY: demo test check bench chaos
+.PHONY: demo test check bench chaos docs
 
 demo: $(INSTALLED)
 	$(BIN)/imagefleet demo
@@ -32,6 +32,11 @@ bench: $(INSTALLED)
 # Workers that are killed half-way, on both homes.
 chaos: $(INSTALLED) $(AZURITE)
 	IMAGEFLEET_REQUIRE_AZURITE=1 $(BIN)/pytest tests/end_to_end
+
+# The table of settings, and all pages as a site in site/; a dead link fails.
+docs: $(INSTALLED)
+	$(BIN)/python docs/write_settings.py
+	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict --quiet
 
 $(INSTALLED): pyproject.toml constraints.txt
 	@for python in $(PYTHON) python3 python3.13 python3.12 python3.11; do \

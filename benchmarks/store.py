@@ -32,9 +32,7 @@ SEND_BATCH = 1000
 
 
 def settings_for(folder: Path) -> WorkerSettings:
-    return WorkerSettings(
-        storage=f"local:{folder}", model=Path("stand-in"), until_empty=True, depth_seconds=0
-    )
+    return WorkerSettings(storage=f"local:{folder}", model=Path("stand-in"), until_empty=True)
 
 
 def work(folder: Path) -> WorkerReport:

@@ -81,8 +81,7 @@ def command(
             "model": model,
             "lora_directory": loras,
             "until_empty": True,
-            "poll_seconds": 0.2,
-            "lora_cache": storage / "fetched-loras",
+            "cache": storage / "cache",
             "name": "demo",
         }
         settings = options.read(WorkerSettings, given)

@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 import platform
-import sys
 from importlib import metadata
 
 import typer
 
-from fleet import console, demo, failed, health, load, options, prompt, worker
+from fleet import console, demo, failed, health, load, prompt, worker
 from fleet.bench import command as bench
 from fleet.keys import command as keys
 from fleet.monitor import command as monitor
@@ -81,12 +80,6 @@ def version() -> None:
             installed = "not installed"
         console.print_plain(f"{distribution} {installed}")
     console.print_plain(f"python {platform.python_version()}")
-
-
-@app.command("settings", hidden=True)
-def settings_table() -> None:
-    """Prints all settings as Markdown, for docs/settings.md."""
-    sys.stdout.write(options.markdown_table())
 
 
 def main() -> None:

@@ -59,7 +59,7 @@ PROJECT_SETTINGS: Mapping[type[BaseSettings], tuple[str, str]] = {
 #: took a value; a removed switch would need a flag of its own kind.
 REMOVED: dict[type[BaseSettings], Mapping[str, str]] = {
     StorageSettings: storage_settings.REMOVED_SETTINGS,
-    WorkerSettings: getattr(worker_settings, "REMOVED_SETTINGS", {}),
+    WorkerSettings: worker_settings.REMOVED_SETTINGS,
 }
 
 #: Enough of a value to recognise it.

@@ -10,16 +10,15 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from fleet import console, options
+from fleet import console, demo_jobs, options
 from imagefleet import errors
-from imagefleet.job import chunks
 from imagefleet.job import prompt as prompts
 
 if TYPE_CHECKING:
     import tokenizers
 
 #: CLIP's vocabulary, which all SD1.x checkpoints share.
-_TOKENIZER = Path(__file__).resolve().parent.parent / "demo_model" / "tokenizer"
+_TOKENIZER = demo_jobs.TRAINED / "tokenizer"
 
 #: CLIP's pre-tokenization: words, digits and punctuation.
 _WORD = (
@@ -76,7 +75,7 @@ def _read(
 
     try:
         parsed = read(text)
-        cut = chunks.cut(parsed, tokenise, tokenizer.token_to_id(",</w>"))
+        cut = prompts.cut_into_chunks(parsed, tokenise, tokenizer.token_to_id(",</w>"))
     except errors.JobError as error:
         return {"tokens": 0, "chunks": [], "loras": [], "unsupported": error.message}
     return {

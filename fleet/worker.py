@@ -10,7 +10,10 @@ from imagefleet.telemetry import logs
 from worker.settings import WorkerSettings
 
 #: The libraries of `imagefleet[worker]`.
-_LIBRARIES = ("torch", "diffusers", "transformers", "peft", "safetensors", "numpy", "PIL", "isal")
+_LIBRARIES = (
+    *("torch", "diffusers", "transformers", "peft", "safetensors", "numpy", "PIL", "isal"),
+    *("filelock", "pynvml"),
+)
 
 
 def require_libraries() -> None:

@@ -136,7 +136,7 @@ def _problem(status: int, detail: str) -> web.Response:
 
 @pytest.fixture
 async def salad_metadata_service() -> AsyncIterator[FakeSaladMetadata]:
-    """A fake of SaladCloud's metadata service; its `url` is for --metadata-url."""
+    """A fake of SaladCloud's metadata service; its `url` is for SALAD_METADATA_URL."""
     service = FakeSaladMetadata()
     app = web.Application()
     app.router.add_route("*", "/{path:.*}", service.handle)

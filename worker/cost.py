@@ -1,8 +1,8 @@
-"""What a replica costs from its start on, and what of that came to nothing.
+"""The cost of a replica from its start, and the part of it that was wasted.
 
-A replica is billed while it runs: the loading of the model, waiting and draining included. Of the
-GPU's dollars, start-up, idle and busy time add up to the whole; what failed and duplicate images
-took is part of the busy time.
+A replica is billed while it runs: loading the model, waiting and draining included. Start-up, idle
+and busy time add up to the GPU's cost; the time of failed and duplicate images is part of the busy
+time.
 """
 
 from __future__ import annotations
@@ -22,11 +22,11 @@ from worker.replica import Replica
 _SECONDS_PER_HOUR = 3600
 
 LostImage = Literal["failed", "duplicate"]
-"""Why an image that the GPU made is not stored by this worker."""
+"""Why an image that the GPU generated is not stored by this worker."""
 
 
 class CostMeter(Collector):
-    """One replica's money, reckoned anew at each look; dollars of the GPU only at a known price."""
+    """One replica's cost, computed at each scrape; the GPU's only where its price is known."""
 
     def __init__(
         self,
@@ -35,7 +35,7 @@ class CostMeter(Collector):
         operations: Operations,
         began_at: float | None = None,
     ) -> None:
-        """*began_at*: when the replica began to be billed (monotonic seconds); None: now."""
+        """*began_at*: the start of billing (monotonic seconds); None: now."""
         self._engine_thread = engine_thread
         self._replica = replica
         self._operations = operations
@@ -52,12 +52,12 @@ class CostMeter(Collector):
 
     @property
     def gpu_dollars(self) -> float | None:
-        """From the start until now; None where the price is not known."""
+        """From the start until now; None where the price is unknown."""
         return self._dollars(time.monotonic() - self._began_at)
 
     @property
     def storage_dollars(self) -> float:
-        """Of the operations so far; keeping the images is billed by the month."""
+        """Of the operations so far; storing the images is billed by the month."""
         prices = self._replica.storage_prices
         return (
             self._operations.queue * prices.queue_operation
@@ -67,7 +67,7 @@ class CostMeter(Collector):
 
     @property
     def record(self) -> dict[str, str]:
-        """What each image's record says of this replica, in ASCII; see fleet.report.records."""
+        """This replica's part of each image's metadata, in ASCII; see fleet.report.records."""
         return self._record
 
     def ready(self) -> None:
@@ -76,19 +76,19 @@ class CostMeter(Collector):
         self._record["start_up_seconds"] = f"{self._ready_at - self._began_at:.3f}"
 
     def lost(self, reason: LostImage) -> None:
-        """An image that the GPU made will not be stored: the mean time of one is wasted."""
+        """A generated image will not be stored: the mean time of one is wasted."""
         clock = self._engine_thread.clock
         if clock.images:
             self._lost_seconds[reason] += clock.busy_seconds / clock.images
 
     def wasted_seconds(self) -> dict[str, float]:
-        """Seconds of the replica by what they were wasted on."""
+        """Wasted seconds of the replica by reason."""
         now = time.monotonic()
         ready_at = now if self._ready_at is None else self._ready_at
         clock, tick_began_at = self._engine_thread.clock, self._engine_thread.tick_began_at
         in_tick = 0.0 if tick_began_at is None else now - tick_began_at
-        # The engine's thread writes both while this reads them. A counter that went back, be it by
-        # a tick, would count its whole value again in Prometheus.
+        # The engine's thread writes both while this reads them. Prometheus takes a counter that
+        # decreases, even by one tick, for a reset and adds its whole value again.
         self._idle_seconds = max(self._idle_seconds, now - ready_at - clock.busy_seconds - in_tick)
         return {
             "start_up": ready_at - self._began_at,
@@ -99,7 +99,7 @@ class CostMeter(Collector):
     def collect(self) -> Iterator[Metric]:
         cost = CounterMetricFamily(
             "imagefleet_cost_dollars",
-            "What this replica has cost: its time while running, and its storage operations.",
+            "Cost of this replica: its running time and its storage operations.",
             labels=["kind"],
         )
         cost.add_metric(["storage"], self.storage_dollars)
@@ -107,7 +107,7 @@ class CostMeter(Collector):
             cost.add_metric(["gpu"], gpu_dollars)
             wasted = CounterMetricFamily(
                 "imagefleet_wasted_dollars",
-                "Dollars of the GPU that no stored image came of, by reason.",
+                "GPU cost without a stored image, by reason.",
                 labels=["reason"],
             )
             for reason, seconds in self.wasted_seconds().items():
@@ -115,12 +115,12 @@ class CostMeter(Collector):
             yield wasted
             yield GaugeMetricFamily(
                 "imagefleet_price_dollars_per_hour",
-                "The price of this replica.",
+                "Price of this replica.",
                 value=self._replica.dollars_per_hour,
             )
         yield cost
         operations = CounterMetricFamily(
-            "imagefleet_storage_operations", "Billed operations by kind.", labels=["kind"]
+            "imagefleet_storage_operations", "Billed storage operations by kind.", labels=["kind"]
         )
         operations.add_metric(["queue"], self._operations.queue)
         operations.add_metric(["blob_write"], self._operations.blob_writes)

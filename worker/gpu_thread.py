@@ -1,8 +1,7 @@
-"""The engine's own thread: nothing that waits for a network or a disk ever runs on it.
+"""The engine's thread: nothing that waits for a network or a disk ever runs on it.
 
-The event loop hands prepared images in and takes finished ones out; both ways are bounded, so a
-slow upload holds the GPU back before it fills the memory. The thread keeps the two clocks that
-matter, busy and idle.
+The event loop submits prepared requests and takes finished images; both queues are bounded, so slow
+uploads block the GPU before they fill the memory. The thread measures busy and idle time.
 """
 
 from __future__ import annotations
@@ -21,20 +20,24 @@ from worker.engine import contract
 
 log = logging.getLogger(__name__)
 
-#: How often an idle engine thread books the time it has waited.
+#: How often an idle engine thread counts the time it has waited.
 IDLE_TICK_SECONDS = 0.5
 
-#: A worker that stops waits no longer than this for the engine to come out of a call.
+#: A worker that stops waits at most this long for the engine to return from a call.
 STOP_SECONDS = 2.0
 
-#: Python cannot end a thread that is inside torch, and torch crashes when Python ends around it:
-#: who finds this thread alive at exit must leave by `os._exit`.
+#: A call of the engine longer than this means a broken node: the largest batch on the slowest card
+#: takes far less, and probes see the hang before a lease runs out more than twice.
+STALL_SECONDS = 300.0
+
+#: Python cannot end a thread that is inside torch, and torch crashes when Python exits around it:
+#: if this thread is alive at exit, the process must leave by `os._exit`.
 THREAD_NAME = "engine"
 
 
 @dataclass(frozen=True, slots=True)
 class Delivery:
-    """What became of one ticket, and when the engine had it (monotonic seconds)."""
+    """The outcome of one ticket, and its times at the engine (monotonic seconds)."""
 
     finished: contract.Finished
     admitted_at: float
@@ -43,7 +46,7 @@ class Delivery:
 
 @dataclass(slots=True)
 class GpuClock:
-    """How the engine's time was spent, in seconds, from its first image on."""
+    """The engine's busy and idle seconds, from its first image on."""
 
     busy_seconds: float = 0.0
     idle_seconds: dict[str, float] = field(default_factory=lambda: defaultdict(float))
@@ -51,7 +54,7 @@ class GpuClock:
     first_at: float | None = None
     last_at: float | None = None
     first_image_seconds: float | None = None
-    """From the worker's start, the engine's loading and compiling included."""
+    """From the worker's start, loading and compiling included."""
 
     @property
     def idle_fraction(self) -> float:
@@ -60,22 +63,18 @@ class GpuClock:
             return 0.0
         return max(0.0, 1 - self.busy_seconds / (self.last_at - self.first_at))
 
-    @property
-    def images_per_busy_second(self) -> float:
-        return self.images / self.busy_seconds if self.busy_seconds else 0.0
-
 
 class EngineThread:
-    """Feeds one engine from the event loop and brings back what it finished.
+    """Feeds one engine from the event loop and returns what it finished.
 
-    `submit` and `finished` belong to the event loop; the engine is touched by its thread alone,
-    its loading included, but for `prepare`.
+    `submit` and `finished` belong to the event loop; everything of the engine but `prepare` runs on
+    its thread alone, loading included.
     """
 
     def __init__(
         self, load: Callable[[], contract.Engine], *, why_idle: Callable[[], str], backlog: int
     ) -> None:
-        """*backlog*: finished images that may wait to be encoded before the engine must wait."""
+        """*backlog*: finished images that may wait to be encoded before the engine blocks."""
         self.clock = GpuClock()
         self.capacity = 0
         self.lora_lookups: Mapping[str, int] = {}
@@ -84,17 +83,17 @@ class EngineThread:
         self._began_at = time.monotonic()
         self._load = load
         self._why_idle = why_idle
-        self._preparer: deque[tuple[int, contract.PreparedRequest]] = deque()
+        self._waiting: deque[tuple[int, contract.PreparedRequest]] = deque()
         self._wake = threading.Condition()
-        self._shut = False
-        self._closing = False
+        self._accepting = True
+        self._stopping = False
         self._backlog = threading.Semaphore(backlog)
         self._finished: asyncio.Queue[Delivery] = asyncio.Queue()
         self._admitted_at: dict[int, float] = {}
         self._loop = asyncio.get_running_loop()
         self._loaded: asyncio.Future[contract.Engine] = self._loop.create_future()
         self._ended: asyncio.Future[None] = self._loop.create_future()
-        self._room: asyncio.Semaphore | None = None
+        self._may_wait: asyncio.Semaphore | None = None
         self._thread = threading.Thread(target=self._run, name=THREAD_NAME, daemon=True)
 
     async def start(self) -> contract.Engine:
@@ -104,39 +103,39 @@ class EngineThread:
         self.capacity = engine.capacity
         self.lora_lookups = engine.lora_lookups
         self.recompiles = lambda: int(getattr(engine, "recompiles", 0))
-        # As many wait at its door as it holds.
-        self._room = asyncio.Semaphore(engine.capacity)
+        # As many requests may wait for the engine as it holds.
+        self._may_wait = asyncio.Semaphore(engine.capacity)
         return engine
 
     @property
     def in_engine(self) -> int:
-        """Images that the engine has begun or holds ready."""
+        """Images that the engine has begun or is about to begin."""
         return len(self._admitted_at)
 
     async def submit(self, ticket: int, prepared: contract.PreparedRequest) -> bool:
-        """Hands a request to the engine; waits while an engine-full waits at its door.
+        """Queues a request, once fewer than the engine's capacity are waiting.
 
-        Tells whether it was taken: it is not once the door is shut.
+        Returns whether it was accepted: not after `stop_accepting`.
         """
-        if self._room is None:
-            raise RuntimeError("start the lane first")
-        await self._room.acquire()
+        if self._may_wait is None:
+            raise RuntimeError("start the engine thread first")
+        await self._may_wait.acquire()
         with self._wake:
-            if not self._shut:
-                self._preparer.append((ticket, prepared))
+            if self._accepting:
+                self._waiting.append((ticket, prepared))
                 self._wake.notify()
                 return True
-        self._room.release()
+        self._may_wait.release()
         return False
 
-    def shut(self) -> list[int]:
-        """Takes nothing in any more; returns the tickets that the engine has not begun."""
+    def stop_accepting(self) -> list[int]:
+        """Accepts no more requests; returns the tickets that the engine has not begun."""
         with self._wake:
-            self._shut = True
-            tickets = [ticket for ticket, _ in self._preparer]
-            self._preparer.clear()
-        if self._room is not None:
-            self._room.release()  # and so, one after the other, whoever waits at the door
+            self._accepting = False
+            tickets = [ticket for ticket, _ in self._waiting]
+            self._waiting.clear()
+        if self._may_wait is not None:
+            self._may_wait.release()  # every blocked `submit` wakes the next one
         return tickets
 
     async def finished(self) -> Delivery:
@@ -145,32 +144,33 @@ class EngineThread:
         self._backlog.release()
         return delivery
 
-    def hangs(self, stall_seconds: float) -> bool:
+    @property
+    def is_stalled(self) -> bool:
         """Whether the engine has been in one call for longer than any call takes."""
         began_at = self.tick_began_at
-        return began_at is not None and time.monotonic() - began_at > stall_seconds
+        return began_at is not None and time.monotonic() - began_at > STALL_SECONDS
 
-    async def watch(self, stall_seconds: float) -> None:
+    async def watch(self) -> None:
         """Side task: raises NodeError when the engine broke or one tick takes too long."""
         while True:
-            await asyncio.wait({self._ended}, timeout=min(1.0, stall_seconds / 4))
+            await asyncio.wait({self._ended}, timeout=min(1.0, STALL_SECONDS / 4))
             if self._ended.done():
                 self._ended.result()
                 return
-            if self.hangs(stall_seconds):
+            if self.is_stalled:
                 raise errors.NodeError(
-                    f"the engine has been in one call for over {stall_seconds:g} s: it hangs"
+                    f"the engine has been in one call for over {STALL_SECONDS:g} s: it hangs"
                 )
 
     async def stop(self) -> None:
-        """Ends the thread after the call it is in; leaves one behind that stays in it."""
+        """Ends the thread after its current call; one that hangs is left behind."""
         with self._wake:
-            self._closing = True
+            self._stopping = True
             self._wake.notify()
         if self._thread.is_alive():
             await asyncio.to_thread(self._thread.join, STOP_SECONDS)
         if self._ended.done():
-            self._ended.exception()  # seen: whoever watched it has raised it
+            self._ended.exception()  # retrieved: `watch` has raised it
 
     def _run(self) -> None:
         try:
@@ -205,7 +205,7 @@ class EngineThread:
             if outcomes and self.clock.first_image_seconds is None:
                 self.clock.first_image_seconds = ended_at - self._began_at
                 log.info(
-                    "the first image came %.1f s after the start",
+                    "first image %.1f s after the start",
                     self.clock.first_image_seconds,
                     extra={"action": "first_image"},
                 )
@@ -214,19 +214,19 @@ class EngineThread:
                 self._deliver(Delivery(finished, admitted_at, ended_at))
 
     def _admit(self, engine: contract.Engine) -> bool:
-        """Fills the engine from the intake; waits while there is nothing to do. False: stop."""
-        while not self._closing:
+        """Fills the engine; waits while there is nothing to do. False: stop."""
+        while not self._stopping:
             admitted: list[tuple[int, contract.PreparedRequest]] = []
             with self._wake:
-                while self._preparer and len(admitted) < engine.free:
-                    admitted.append(self._preparer.popleft())
+                while self._waiting and len(admitted) < engine.free:
+                    admitted.append(self._waiting.popleft())
                     self._admitted_at[admitted[-1][0]] = time.monotonic()
                 if not admitted and not engine.busy:
                     self._wait_for_work()
             for ticket, prepared in admitted:
                 engine.admit(ticket, prepared)
             if admitted:
-                self._call(self._make_room, len(admitted))
+                self._call(self._let_in, len(admitted))
             if engine.busy:
                 return True
         return False
@@ -240,17 +240,17 @@ class EngineThread:
     def _deliver(self, delivery: Delivery) -> None:
         if not self._backlog.acquire(blocking=False):
             began_at = time.monotonic()
-            while not self._closing and not self._backlog.acquire(timeout=IDLE_TICK_SECONDS):
-                pass  # nobody makes room any more once the lane is closing
+            while not self._stopping and not self._backlog.acquire(timeout=IDLE_TICK_SECONDS):
+                pass  # once the thread stops, nothing is taken any more
             self.clock.idle_seconds["backpressure"] += time.monotonic() - began_at
         self._call(self._finished.put_nowait, delivery)
 
-    def _make_room(self, count: int) -> None:
-        if self._room is not None:
+    def _let_in(self, count: int) -> None:
+        if self._may_wait is not None:
             for _ in range(count):
-                self._room.release()
+                self._may_wait.release()
 
     def _call(self, function: Callable[..., object], *arguments: object) -> None:
-        # The loop is gone when the worker is killed by an error: then nobody waits for this.
+        # The loop is closed when an error kills the worker: then nothing waits for this.
         with contextlib.suppress(RuntimeError):
             self._loop.call_soon_threadsafe(function, *arguments)

@@ -1,7 +1,7 @@
-"""One keeper renews every lease in hand, from the pull to the acknowledgement.
+"""One keeper renews every lease, from the pull to the acknowledgement.
 
-Each renewal replaces a message's receipt, so renewing, releasing and deleting the same message
-stand behind one lock: a delete with the receipt of a moment ago would lose to its own renewal.
+Each renewal replaces a message's receipt, so renewing, releasing and deleting one message share a
+lock: a delete with the previous receipt would fail.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from imagefleet.storage import protocol
 
 log = logging.getLogger(__name__)
 
-#: Renewals in flight at once: a hundred leases fall due together after one large pull.
+#: Renewals in flight: after a large pull a hundred leases are due together.
 CONCURRENT_RENEWALS = 16
 
 #: A renewal is tried this many times before its lease runs out.
@@ -28,16 +28,16 @@ RenewalResult = Literal["renewed", "unknown", "lost"]
 
 
 class LeaseState(enum.Enum):
-    """What is known of a lease."""
+    """What is known about a lease."""
 
     HELD = "held"
-    UNKNOWN = "unknown"  # a renewal's reply was lost: it may or may not have happened
+    UNKNOWN = "unknown"  # a renewal's reply was lost
     LOST = "lost"
     ENDED = "ended"  # deleted or handed back by us
 
 
 class Lease:
-    """One message in hand: its newest receipt and what is known of the lease."""
+    """One leased message: its latest receipt and what is known about the lease."""
 
     def __init__(self, message: protocol.LeasedMessage, expires_at: float) -> None:
         self.message = message
@@ -52,7 +52,7 @@ class Lease:
 
 
 class LeaseKeeper:
-    """Renews leases at half their time; its death must stop the worker."""
+    """Renews leases at half their time; its end must stop the worker."""
 
     def __init__(
         self,
@@ -68,13 +68,13 @@ class LeaseKeeper:
         self._slots = asyncio.Semaphore(CONCURRENT_RENEWALS)
 
     def hold(self, message: protocol.LeasedMessage, leased_at: float) -> Lease:
-        """Takes charge of a message leased by a call that began at *leased_at* (monotonic)."""
+        """Keeps a message leased by a call that began at *leased_at* (monotonic seconds)."""
         lease = Lease(message, leased_at + self.lease_seconds)
         self._leases.add(lease)
         return lease
 
     async def run(self) -> None:
-        """Renews for ever; raises what is neither transient nor a lost lease."""
+        """Renews forever; raises what is neither transient nor a lost lease."""
         pause_seconds = self.lease_seconds / 2 / TRIES_PER_LEASE
         while True:
             half_way = time.monotonic() + self.lease_seconds / 2
@@ -90,7 +90,7 @@ class LeaseKeeper:
         """
         async with lease.lock:
             lease.check()
-            await self._ending(lease, self._queue.delete(lease.message))
+            await self._end(lease, self._queue.delete(lease.message))
 
     async def release(self, lease: Lease, delay_seconds: float = 0) -> None:
         """Hands the message back, visible again after *delay_seconds*.
@@ -100,17 +100,17 @@ class LeaseKeeper:
         """
         async with lease.lock:
             lease.check()
-            await self._ending(lease, self._queue.release(lease.message, delay_seconds))
+            await self._end(lease, self._queue.release(lease.message, delay_seconds))
 
     def drop(self, lease: Lease) -> None:
-        """Forgets a lease: it runs out by itself, or has already."""
+        """Forgets a lease, which expires by itself."""
         self._leases.discard(lease)
 
-    async def _ending(self, lease: Lease, call: Awaitable[None]) -> None:
+    async def _end(self, lease: Lease, call: Awaitable[None]) -> None:
         try:
             await call
         except errors.LeaseLost:
-            self._lost(lease)
+            self._mark_lost(lease)
             raise
         lease.state = LeaseState.ENDED
         self._leases.discard(lease)
@@ -123,14 +123,14 @@ class LeaseKeeper:
             try:
                 lease.message = await self._queue.renew(lease.message, self.lease_seconds)
             except errors.LeaseLost:
-                self._lost(lease)
+                self._mark_lost(lease)
                 self._on_renewal("lost")
             except errors.TransientError as error:
-                # Neither kept nor lost: the service may have renewed and its reply got lost.
+                # Neither held nor lost: the reply may have been lost after the renewal.
                 lease.state = LeaseState.UNKNOWN
                 self._on_renewal("unknown")
                 log.warning(
-                    "a lease could not be renewed yet: %s",
+                    "renewing a lease failed, retrying: %s",
                     error,
                     extra={"action": "lease_unknown", "message_id": lease.message.id},
                 )
@@ -139,7 +139,7 @@ class LeaseKeeper:
                 lease.expires_at = asked_at + self.lease_seconds
                 self._on_renewal("renewed")
 
-    def _lost(self, lease: Lease) -> None:
+    def _mark_lost(self, lease: Lease) -> None:
         lease.state = LeaseState.LOST
         self._leases.discard(lease)
         log.warning(

@@ -1,8 +1,9 @@
-"""What a worker tells Prometheus; the names are those of the design."""
+"""A worker's Prometheus metrics."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator
+from functools import partial
 
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, Info
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
@@ -18,10 +19,10 @@ STAGES = ("pull", "prepare", "wait_gpu", "generate", "encode", "upload", "acknow
 #: From a local SQLite call to a slow batch on a small card, doubling.
 STAGE_SECONDS_BUCKETS = tuple(0.001 * 2**power for power in range(17))
 
-#: Why an engine waits: no jobs, jobs that come too slowly, or a way out that is too slow.
+#: Why an engine is idle: no jobs, jobs that arrive too slowly, or uploads that are too slow.
 IDLE_REASONS = ("queue_empty", "starved", "backpressure")
 
-#: The errors that end a job in the poison queue.
+#: The errors that send a job to the poison queue.
 FAILURES: tuple[type[errors.FleetError], ...] = (
     errors.JobError,
     errors.InvalidMessageError,
@@ -32,88 +33,73 @@ FAILURES: tuple[type[errors.FleetError], ...] = (
 
 
 class WorkerMetrics:
-    """The counters that the stages count up; one registry a worker."""
+    """The metrics that the stages update, and one registry per worker."""
 
     def __init__(self) -> None:
         self.registry = CollectorRegistry()
-        self.images = Counter("imagefleet_images", "Images stored.", registry=self.registry)
-        self.jobs = Counter(
-            "imagefleet_jobs", "Jobs by what became of them.", ["outcome"], registry=self.registry
-        )
+        counter = partial(Counter, registry=self.registry)
+        self.images = counter("imagefleet_images", "Images stored.")
+        self.jobs = counter("imagefleet_jobs", "Jobs by outcome.", ["outcome"])
         self.stage_seconds = Histogram(
             "imagefleet_stage_seconds",
-            "Time that a job or an image spends in each stage.",
+            "Time of a job or an image in each stage.",
             ["stage"],
             buckets=STAGE_SECONDS_BUCKETS,
             registry=self.registry,
         )
-        self.lease_renewals = Counter(
-            "imagefleet_lease_renewals",
-            "Renewals of leases by their result.",
-            ["result"],
-            registry=self.registry,
+        self.lease_renewals = counter(
+            "imagefleet_lease_renewals", "Lease renewals by result.", ["result"]
         )
-        self.failed_jobs = Counter(
-            "imagefleet_failed_jobs",
-            "Jobs that went to the poison queue, by the class of their error.",
-            ["error"],
-            registry=self.registry,
+        self.failed_jobs = counter(
+            "imagefleet_failed_jobs", "Jobs sent to the poison queue, by class of error.", ["error"]
         )
-        self.node_windows = Counter(
-            "imagefleet_node_watch_windows",
-            "Windows of the node's watch by what they showed.",
-            ["result"],
-            registry=self.registry,
+        self.node_windows = counter(
+            "imagefleet_node_watch_windows", "Windows of the node watchdog by result.", ["result"]
         )
-        self.reallocations = Counter(
-            "imagefleet_node_reallocations",
-            "Times that this worker asked for another node, by the answer.",
-            ["result"],
-            registry=self.registry,
+        self.reallocations = counter(
+            "imagefleet_node_reallocations", "Requests for another node, by result.", ["result"]
         )
         self.waiting = Gauge(
             "imagefleet_waiting_for_operator",
-            "1 while this worker waits for storage, a queue or credentials to be put right.",
+            "1 while this worker waits for storage, a queue or credentials to be fixed.",
             registry=self.registry,
         )
         self._worker: Info | None = None
         self.queues = QueueGauges(self.registry)
-        self._followed: tuple[Collector, ...] = ()
-        self._begin_at_zero()
+        self._collectors: tuple[Collector, ...] = ()
+        self._start_at_zero()
 
-    def introduce(self, **labels: str) -> None:
-        """Tells who this worker is, in a series that others are joined to; none is there before."""
+    def set_worker_info(self, **labels: str) -> None:
+        """Labels of this worker, in one series that the others are joined with."""
         if self._worker is None:
             self._worker = Info("imagefleet_worker", "This worker, always 1.", registry=None)
             self.registry.register(self._worker)
         self._worker.info(labels)
 
-    def follow(self, *collectors: Collector) -> None:
-        """Asks these at each scrape, in place of those of the pipeline before."""
-        for collector in self._followed:
+    def collect_from(self, *collectors: Collector) -> None:
+        """Registers a pipeline's collectors in place of those of the previous one."""
+        for collector in self._collectors:
             self.registry.unregister(collector)
         for collector in collectors:
             self.registry.register(collector)
-        self._followed = collectors
+        self._collectors = collectors
 
-    def _begin_at_zero(self) -> None:
-        """Shows each counter before its first event: `increase` does not see a first value of 1."""
-        for outcome in ("completed", "duplicate", "retried", "failed", "lost", "handed_back"):
-            self.jobs.labels(outcome)
-        for result in ("renewed", "unknown", "lost"):
-            self.lease_renewals.labels(result)
-        for stage in STAGES:
-            self.stage_seconds.labels(stage)
-        for result in ("passed", "failed", "unknown"):
-            self.node_windows.labels(result)
-        for result in ("granted", "refused"):
-            self.reallocations.labels(result)
-        for error in FAILURES:
-            self.failed_jobs.labels(error.__name__)
+    def _start_at_zero(self) -> None:
+        """Creates each series before its first event: `increase` misses a first value of 1."""
+        for metric, values in (
+            (self.jobs, ("completed", "duplicate", "retried", "failed", "lost", "handed_back")),
+            (self.lease_renewals, ("renewed", "unknown", "lost")),
+            (self.stage_seconds, STAGES),
+            (self.node_windows, ("passed", "failed", "unknown")),
+            (self.reallocations, ("granted", "refused")),
+            (self.failed_jobs, (error.__name__ for error in FAILURES)),
+        ):
+            for value in values:
+                metric.labels(value)
 
 
 class EngineCollector(Collector):
-    """Reads the engine's clock, its slots and the LoRA look-ups at each scrape."""
+    """The engine's clock, its slots and the LoRA caches' hits, read at each scrape."""
 
     def __init__(self, engine_thread: EngineThread, library: LoraLibrary) -> None:
         self._engine_thread = engine_thread
@@ -122,10 +108,10 @@ class EngineCollector(Collector):
     def collect(self) -> Iterator[Metric]:
         clock = self._engine_thread.clock
         yield CounterMetricFamily(
-            "imagefleet_gpu_busy_seconds", "Time the engine worked.", value=clock.busy_seconds
+            "imagefleet_gpu_busy_seconds", "Time the engine was busy.", value=clock.busy_seconds
         )
         idle = CounterMetricFamily(
-            "imagefleet_gpu_idle_seconds", "Time the engine waited, by reason.", labels=["reason"]
+            "imagefleet_gpu_idle_seconds", "Time the engine was idle, by reason.", labels=["reason"]
         )
         waited = dict.fromkeys(IDLE_REASONS, 0.0) | clock.idle_seconds.copy()
         for reason, seconds in sorted(waited.items()):
@@ -139,20 +125,19 @@ class EngineCollector(Collector):
             )
         yield CounterMetricFamily(
             "imagefleet_engine_recompiles",
-            "Compilations after the warm-up; more than 0 is a fault of the engine.",
+            "Compilations after the warm-up; more than 0 is a bug.",
             value=self._engine_thread.recompiles(),
         )
         slots = GaugeMetricFamily(
-            "imagefleet_slots", "Places of the engine's batch by state.", labels=["state"]
+            "imagefleet_slots", "Slots of the engine by state.", labels=["state"]
         )
-        slots.add_metric(["busy"], self._engine_thread.in_engine)
-        slots.add_metric(
-            ["free"], max(0, self._engine_thread.capacity - self._engine_thread.in_engine)
-        )
+        busy = self._engine_thread.in_engine
+        slots.add_metric(["busy"], busy)
+        slots.add_metric(["free"], max(0, self._engine_thread.capacity - busy))
         yield slots
         lookups = CounterMetricFamily(
             "imagefleet_lora_cache",
-            "Look-ups of LoRA files, on disk and in memory.",
+            "LoRA cache lookups, on disk and in memory.",
             labels=["cache", "result"],
         )
         for cache, counts in (

@@ -1,4 +1,4 @@
-"""A worker as a process: storage, engine, port and signals around one pipeline."""
+"""A worker process: storage, engine, port and signals around one pipeline."""
 
 from __future__ import annotations
 
@@ -8,16 +8,16 @@ import logging
 import signal
 import time
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from imagefleet import errors
 from imagefleet.storage.open import open_storage
 from imagefleet.telemetry import probes, push
-from worker import replica
+from worker import replica, tasks
 from worker.engine import contract
 from worker.files import model
 from worker.metrics import WorkerMetrics
-from worker.node import limits
+from worker.node.watchdog import limits_of
 from worker.pipeline import Pipeline
 from worker.salad import deletion_cost, wait_for_operator
 from worker.salad import metadata as salad_metadata
@@ -30,10 +30,7 @@ log = logging.getLogger(__name__)
 
 @dataclass(frozen=True, slots=True)
 class WorkerReport:
-    """What one run of a worker came to; jobs are counted by outcome.
-
-    *gpu_dollars* is None where the price of this machine is not known.
-    """
+    """The totals of one run; *jobs* by outcome, *gpu_dollars* None where the price is unknown."""
 
     images: int
     jobs: Mapping[str, int]
@@ -52,23 +49,22 @@ async def run_worker(
 ) -> WorkerReport:
     """Runs a worker until a signal, or with `until_empty` until the queue is empty.
 
-    *load* stands for the engine that the settings describe; *on_settled* hears of each job's end.
+    *load* replaces the engine that the settings describe; *on_settled* is called for every job.
 
-    On SaladCloud it ends for no reason that another node would meet as well: an empty queue is
-    looked at now and then (`until_empty` is ignored), and for storage, credentials and whatever
-    else only the operator can set right it waits (`worker.salad.wait_for_operator`). A broken node
-    is given back (`worker.salad.reallocation`). SIGTERM need not come before the end there; what
-    counts is the leases.
+    On SaladCloud it does not end for what another node would meet as well: it goes on polling an
+    empty queue (`until_empty` is ignored), and waits for storage, credentials and whatever else
+    only the operator can fix (`worker.salad.wait_for_operator`). A broken node is given up
+    (`worker.salad.reallocation`). SIGTERM may not come before the end there; leases cover that.
 
     Raises:
         SetupError: a queue, a credential or the model is missing; NodeError: the machine is
-        broken. Whatever was in hand has been handed back by then.
+        broken. Jobs in flight have been handed back by then.
     """
     load = load or (lambda: _load_engine(settings))
-    metadata = salad_metadata.find_metadata(settings.metadata_url)
+    metadata = salad_metadata.find_metadata()
     if metadata is not None and settings.until_empty:
         log.warning(
-            "--until-empty is ignored: SaladCloud starts again what ends",
+            "--until-empty is ignored: SaladCloud restarts a worker that exits",
             extra={"action": "until_empty_ignored"},
         )
         settings = settings.model_copy(update={"until_empty": False})
@@ -76,30 +72,24 @@ async def run_worker(
         return await _Worker(settings, load, on_settled, metadata, stop, hurry).run()
 
 
+@dataclass
 class _Worker:
-    """One process: its port and metrics last, its pipeline may be another after a long wait."""
+    """One process: one port and one set of metrics; a new pipeline for every attempt."""
 
-    def __init__(
-        self,
-        settings: WorkerSettings,
-        load: Callable[[], contract.Engine],
-        on_settled: Callable[[Outcome], None],
-        metadata: salad_metadata.SaladMetadata | None,
-        stop: asyncio.Event,
-        hurry: asyncio.Event,
-    ) -> None:
-        self._settings = settings
-        self._load = load
-        self._on_settled = on_settled
-        self._metadata = metadata
-        self._stop = stop
-        self._hurry = hurry
-        self._began_at = time.monotonic()
-        self._metrics = WorkerMetrics()
-        self._reallocation = Reallocation(metadata, self._metrics)
-        self._pipeline: Pipeline | None = None
-        self._has_started = False
-        self._port = settings.port
+    _settings: WorkerSettings
+    _load: Callable[[], contract.Engine]
+    _on_settled: Callable[[Outcome], None]
+    _metadata: salad_metadata.SaladMetadata | None
+    _stop: asyncio.Event
+    _hurry: asyncio.Event
+    _began_at: float = field(default_factory=time.monotonic)
+    _metrics: WorkerMetrics = field(default_factory=WorkerMetrics)
+    _pipeline: Pipeline | None = None
+    _has_started: bool = False
+    _port: int = 0
+
+    def __post_init__(self) -> None:
+        self._reallocation = Reallocation(self._metadata, self._metrics)
 
     async def run(self) -> WorkerReport:
         settings = self._settings
@@ -113,7 +103,7 @@ class _Worker:
                 port=settings.port,
             ) as self._port,
             push.pushing(self._metrics.registry, settings, job="imagefleet-worker"),
-            deletion_cost.telling(self._metadata, self._jobs_in_flight),
+            deletion_cost.updating(self._metadata, self._jobs_in_flight),
         ):
             if self._metadata is None:
                 await self._attempt()
@@ -121,7 +111,7 @@ class _Worker:
                 await self._run_on_salad()
             report = self._report()
         log.info(
-            "done: %d images in %.0f s, the engine waited %.1f %% of the time; jobs: %s",
+            "done: %d images in %.0f s, the engine was idle %.1f %% of the time; jobs: %s",
             report.images,
             report.seconds,
             100 * report.engine_idle_fraction,
@@ -132,16 +122,15 @@ class _Worker:
 
     async def _run_on_salad(self) -> None:
         try:
-            await wait_for_operator.patiently(
+            await wait_for_operator.retry_until_fixed(
                 self._attempt,
-                longest_seconds=self._settings.setup_patience_seconds,
                 stop=self._stop,
-                tell_waiting=self._tell_waiting,
+                set_waiting=self._set_waiting,
                 has_worked=lambda: self._pipeline is not None and self._pipeline.started,
             )
         except errors.NodeError as error:
-            if await self._reallocation.ask(error.message):
-                await wait_for_operator.unless(self._stop, self._reallocation.stay())
+            if await self._reallocation.request(error.message):
+                await tasks.run_until(self._stop, self._reallocation.wait())
             if not self._stop.is_set():
                 raise
 
@@ -151,7 +140,7 @@ class _Worker:
         runs_on = await asyncio.to_thread(replica.find_replica, self._settings)
         identity_token = None if self._metadata is None else self._metadata.token
         async with open_storage(self._settings, identity_token=identity_token) as storage:
-            if not await wait_for_operator.unless(self._stop, storage.check()):
+            if not await tasks.run_until(self._stop, storage.check()):
                 return
             self._pipeline = Pipeline(
                 storage,
@@ -161,9 +150,7 @@ class _Worker:
                 runs_on=runs_on,
                 began_at=self._began_at,
                 metrics=self._metrics,
-                limits=limits.limits_of(
-                    self._settings, runs_on.gpu, on_salad=self._metadata is not None
-                ),
+                limits=limits_of(self._settings, runs_on.gpu, on_salad=self._metadata is not None),
                 reallocation=self._reallocation,
             )
             log.info(
@@ -174,22 +161,20 @@ class _Worker:
                 self._port,
                 extra={"action": "start", "port": self._port},
             )
-            if await model.fetched(self._settings, storage.blobs, self._stop):
+            if await tasks.run_until(self._stop, model.fetch(self._settings, storage.blobs)):
                 await self._pipeline.run(self._stop, self._hurry)
 
     def _is_live(self) -> bool:
-        return self._pipeline is None or not self._pipeline.engine_thread.hangs(
-            self._settings.stall_seconds
-        )
+        return self._pipeline is None or not self._pipeline.engine_thread.is_stalled
 
     def _is_started(self) -> bool:
-        """Whether SaladCloud may stop looking for a start: a node that waits is no bad node."""
+        """Whether the start-up is over for SaladCloud; a node that waits is not a bad one."""
         if self._pipeline is not None and self._pipeline.started:
             self._has_started = True
         return self._has_started
 
-    def _tell_waiting(self, waits: bool) -> None:
-        self._metrics.waiting.set(waits)
+    def _set_waiting(self, is_waiting: bool) -> None:
+        self._metrics.waiting.set(is_waiting)
         self._has_started = True
 
     def _jobs_in_flight(self) -> int:
@@ -212,11 +197,11 @@ class _Worker:
 
 
 def _load_engine(settings: WorkerSettings) -> contract.Engine:
-    # Imported on the engine's thread: torch takes seconds to load, and the port answers meanwhile.
+    # Imported on the engine's thread: torch takes seconds to load, while the port already answers.
     from worker.engine.load import load_engine
 
     return load_engine(
-        model.place_of(settings),
+        model.local_path(settings),
         settings.device,
         precision=settings.precision,
         config=settings.config,
@@ -232,18 +217,18 @@ def _signals() -> Iterator[tuple[asyncio.Event, asyncio.Event]]:
     stop, hurry = asyncio.Event(), asyncio.Event()
     loop = asyncio.get_running_loop()
 
-    def heard(name: str) -> None:
+    def on_signal(name: str) -> None:
         (hurry if stop.is_set() else stop).set()
         log.info(
             "%s: %s",
             name,
-            "handing back what is in hand" if hurry.is_set() else "finishing what has begun",
+            "handing back jobs in flight" if hurry.is_set() else "finishing what has begun",
             extra={"action": "signal", "signal": name},
         )
 
     numbers = (signal.SIGTERM, signal.SIGINT)
     for number in numbers:
-        loop.add_signal_handler(number, heard, number.name)
+        loop.add_signal_handler(number, on_signal, number.name)
     try:
         yield stop, hurry
     finally:

@@ -1,12 +1,14 @@
-"""What a worker runs on, and what an hour of it costs."""
+"""The machine that a worker runs on, and its price."""
 
 from __future__ import annotations
 
 import logging
 import os
-import shutil
-import subprocess
+import queue
+import threading
 from dataclasses import dataclass
+
+import pynvml
 
 from imagefleet import errors
 from imagefleet.pricing import price_file, prices
@@ -15,11 +17,13 @@ from worker.settings import WorkerSettings
 
 log = logging.getLogger(__name__)
 
-#: The driver of a card that hangs may not answer at all; then the model's loading will tell.
+#: The driver of a hung card may not answer at all; loading the model will then fail.
 DRIVER_SECONDS = 10.0
 
-#: Where the driver shows no card.
+#: The GPU class where the driver reports no card.
 NO_GPU = "none"
+
+_NO_DRIVER = (pynvml.NVMLError_LibraryNotFound, pynvml.NVMLError_DriverNotLoaded)
 
 
 @dataclass(frozen=True, slots=True)
@@ -31,15 +35,15 @@ class Replica:
     storage_prices: prices.StoragePrices
 
 
-#: A replica that nobody has asked about.
+#: For tests and measurements without a price.
 UNKNOWN = Replica("unknown", None, prices.FREE_STORAGE)
 
 
 def find_replica(settings: WorkerSettings) -> Replica:
-    """Asks the settings, else the driver and the price table; blocks while the driver answers.
+    """The GPU and prices by the settings, else by driver and price table; blocks on the driver.
 
-    A group of several GPU classes gets whichever is free, so the card that is there counts. An
-    unknown price is logged, and no reason not to work.
+    A group of several GPU classes gets whichever is free, so the actual card counts. An unknown
+    price is logged and does not stop the worker.
 
     Raises:
         SetupError: the price file is wrong.
@@ -52,7 +56,7 @@ def find_replica(settings: WorkerSettings) -> Replica:
             dollars_per_hour = prices.gpu_dollars_per_hour(gpu, settings.priority, table)
         except errors.SetupError as error:
             log.warning(
-                "what an image costs is not measured: %s; or give --price-per-hour",
+                "the cost of images is not measured: %s; or set --price-per-hour",
                 error,
                 extra={"action": "price_unknown"},
             )
@@ -61,31 +65,46 @@ def find_replica(settings: WorkerSettings) -> Replica:
 
 
 def _gpu(settings: WorkerSettings, table: prices.PriceTable) -> str:
-    """The GPU class, as the settings name it or as the driver's card is one."""
+    """The GPU class by the settings, else by the driver."""
     if settings.gpu is not None:
         found = prices.matching_gpus(settings.gpu, table.gpus)
         return found[0] if len(found) == 1 else settings.gpu
-    program = shutil.which("nvidia-smi")
-    if settings.device == "cpu" or program is None:
+    if settings.device == "cpu":
         return NO_GPU
-    command = [program, "--query-gpu=name,memory.total", "--format=csv,noheader,nounits"]
+    answers: queue.SimpleQueue[tuple[str, int] | Exception] = queue.SimpleQueue()
+    # A daemon thread: a driver that hangs must keep the worker neither from starting nor exiting.
+    thread = threading.Thread(target=_ask_driver, args=(settings.device, answers), daemon=True)
+    thread.start()
     try:
-        answer = subprocess.run(  # noqa: S603 - the driver's own program, nothing from a job
-            [*command, f"--id={_card(settings.device)}"],
-            capture_output=True,
-            text=True,
-            timeout=DRIVER_SECONDS,
-            check=True,
-        ).stdout
-        name, mebibytes = answer.splitlines()[0].rsplit(",", 1)
-        return prices.gpu_of_driver(name, int(mebibytes) * 2**20, table)
-    except (OSError, subprocess.SubprocessError, ValueError, IndexError) as error:
-        log.warning("the GPU's name is not known: %s", error, extra={"action": "gpu_unknown"})
+        answer = answers.get(timeout=DRIVER_SECONDS)
+    except queue.Empty:
+        answer = TimeoutError(f"the driver does not answer within {DRIVER_SECONDS:g} s")
+    if isinstance(answer, _NO_DRIVER):
         return NO_GPU
+    if isinstance(answer, Exception):
+        log.warning("the GPU's name is not known: %s", answer, extra={"action": "gpu_unknown"})
+        return NO_GPU
+    return prices.gpu_of_driver(*answer, table)
+
+
+def _ask_driver(device: str, answers: queue.SimpleQueue[tuple[str, int] | Exception]) -> None:
+    """Puts the card's name and memory in bytes, or the error."""
+    try:
+        pynvml.nvmlInit()
+        card = _card(device)
+        handle = (
+            pynvml.nvmlDeviceGetHandleByIndex(int(card))
+            if card.isdecimal()
+            else pynvml.nvmlDeviceGetHandleByUUID(card)
+        )
+        memory = pynvml.nvmlDeviceGetMemoryInfo(handle)
+        answers.put((pynvml.nvmlDeviceGetName(handle), int(memory.total)))
+    except Exception as error:  # noqa: BLE001 - no answer of the driver ends a worker
+        answers.put(error)
 
 
 def _card(device: str) -> str:
-    """The card that `cuda:N` means among those that this process may see."""
+    """Index or UUID of the card that `cuda:N` means among CUDA_VISIBLE_DEVICES."""
     number = int(device.partition(":")[2] or 0)
     visible = os.environ.get("CUDA_VISIBLE_DEVICES", "").split(",")
     return visible[number].strip() if number < len(visible) and visible[number] else str(number)

@@ -1,4 +1,4 @@
-"""What a worker can be told: each field is a flag and an IMAGEFLEET_ variable."""
+"""Worker settings: each field is a flag and an IMAGEFLEET_ variable."""
 
 from __future__ import annotations
 
@@ -13,76 +13,83 @@ from imagefleet.pricing.prices import Priority
 from imagefleet.storage.protocol import MAX_LEASE_SECONDS
 from imagefleet.telemetry.settings import TelemetrySettings
 
+#: Settings of earlier versions, and what happens now: they are ignored with a warning.
+REMOVED_SETTINGS: dict[str, str] = {
+    "engine": "there is one engine, which generates each image at its own step",
+    "max_batch": "--slots sets the images generated at once",
+    "attention": "the fastest self-attention kernel is selected for each GPU",
+    "rank_capacity": "LoRAs above rank 64 are merged into the weights",
+    "lora_memory_megabytes": "2 GiB of LoRA files are kept in memory",
+    "model_cache": "fetched models are kept in the models folder of --cache",
+    "lora_megabytes": "LoRA files of up to 1024 MiB are accepted",
+    "encode_threads": "2 threads encode images",
+    "uploads": "16 uploads are in flight at once",
+    "poll_seconds": "an empty queue is polled every 10 seconds at the latest",
+    "stall_seconds": "a GPU call of more than 300 seconds means a broken node",
+    "engine_failures": "10 failed images in a row make the worker check its node",
+    "depth_seconds": "the queues' depth is measured every 60 seconds",
+    "min_upload_megabits": "on SaladCloud a node that uploads at less than 2 Mbit/s is broken",
+    "setup_patience_seconds": "on SaladCloud a worker waits an hour for storage or credentials",
+    "metadata_url": "set SALAD_METADATA_URL to use another metadata service",
+}
+
 
 def _name_of_this_worker() -> str:
     machine = os.environ.get("SALAD_MACHINE_ID") or socket.gethostname()
     return f"{machine}-{os.getpid()}"
 
 
-#: Settings of earlier versions, and what happens now: they are ignored with a warning.
-REMOVED_SETTINGS: dict[str, str] = {
-    "engine": "there is one engine, which draws each image at its own step",
-    "max_batch": "--slots sets the images drawn at once",
-    "attention": "the fastest self-attention kernel is selected for each GPU",
-    "rank_capacity": "LoRAs above rank 64 are merged into the weights",
-    "lora_memory_megabytes": "2 GiB of LoRA files are kept in memory",
-}
-
-
 class WorkerSettings(TelemetrySettings):
-    """The settings of one worker, so of one GPU."""
+    """Settings of one worker, which uses one GPU."""
 
     model: Annotated[str, BeforeValidator(str)] = Field(
         repr=False,  # an address may hold a token
-        description="The checkpoint: a folder in diffusers' format or one .safetensors file; or"
-        " fetched at the start, as a .safetensors file or a .tar of such a folder, from https:// or"
-        " from the store's models/ (store:NAME).",
+        description="The checkpoint: a folder in diffusers format or a .safetensors file. Or one to"
+        " fetch at the start, as a .safetensors file or a .tar of such a folder: an https:// URL,"
+        " or store:NAME for models/NAME in the storage.",
     )
     model_sha256: str | None = Field(
         default=None,
         pattern=r"^[0-9a-fA-F]{64}$",
-        description="The SHA-256 that a fetched model must have; plain http:// is taken only with"
-        " it.",
-    )
-    model_cache: Path = Field(
-        default=Path("~/.cache/imagefleet/models"),
-        description="Where a fetched model is kept; workers may share it.",
+        description="SHA-256 of a fetched model; required for plain http://.",
     )
     config: Path | None = Field(
         default=None,
         description="For a single-file checkpoint: the folder with its tokenizer and, unless it"
-        " is SD1.5's, its configuration; by default the folder of the file's own name beside it.",
+        " is SD1.5's, its configuration; by default a folder next to it with the file's name.",
     )
     precision: Literal["auto", "float16", "bfloat16", "float32"] = Field(
-        default="auto", description="Of the weights; auto is float16 on a GPU, float32 on a CPU."
+        default="auto",
+        description="Precision of the weights; auto is float16 on a GPU, float32 on a CPU.",
     )
     lora_directory: Path | None = Field(
         default=None,
-        description="Folder of NAME.safetensors files, looked in before the store's loras/.",
+        description="Folder of NAME.safetensors files, searched before loras/ in the storage.",
     )
-    lora_cache: Path = Field(
-        default=Path("~/.cache/imagefleet/loras"),
-        description="Where LoRAs fetched from the store are kept; workers may share it.",
+    cache: Path = Field(
+        default=Path("~/.cache/imagefleet"),
+        description="Folder for fetched models and LoRAs; workers may share it.",
+        json_schema_extra={"formerly": "lora_cache"},
     )
-    lora_cache_megabytes: int = Field(
+    cache_megabytes: int = Field(
         default=20_480,
         ge=1,
         le=16_777_216,
-        description="LoRA files kept there, the latest used; those of the last minute always.",
-    )
-    lora_megabytes: int = Field(
-        default=1024, ge=1, le=1024, description="The largest LoRA file that is accepted."
+        description="Size limit of the cached LoRAs; the least recently used are removed first."
+        " Models do not count and are not removed.",
+        json_schema_extra={"formerly": "lora_cache_megabytes"},
     )
     device: str = Field(
         default="auto",
         pattern=r"^(auto|cpu|cuda(:\d+)?)$",
-        description="auto, cpu, cuda or cuda:N; auto takes the GPU where there is one.",
+        description="auto, cpu, cuda or cuda:N; auto is the GPU if there is one.",
     )
     slots: int | None = Field(
         default=None,
         ge=1,
         le=64,
-        description="Images drawn at once; by default as many as fit the GPU's memory, at most 16.",
+        description="Images generated at once; by default as many as fit the GPU's memory, at"
+        " most 16.",
     )
     compile: Literal["auto", "off"] = Field(
         default="auto",
@@ -90,124 +97,90 @@ class WorkerSettings(TelemetrySettings):
     )
     fp16_accumulate: bool = Field(
         default=False,
-        description="Sum matrix products in float16: up to twice as fast on GeForce cards, images"
-        " some 50 dB from those without.",
+        description="Accumulate matrix products in float16: up to twice as fast on GeForce"
+        " cards; images differ slightly (about 50 dB PSNR).",
     )
     lease_seconds: float = Field(
         default=120,
         ge=2,
         le=MAX_LEASE_SECONDS,
-        description="A dead worker's jobs come back after this long; renewed at half of it.",
+        description="Lease of a job, renewed at half of it; a dead worker's jobs are delivered"
+        " again after this time.",
     )
     max_attempts: int = Field(
-        default=5, ge=1, le=100, description="Deliveries of a job before it counts as failed."
+        default=5, ge=1, le=100, description="Deliveries of a job before it has failed."
     )
     prefetch_seconds: float = Field(
         default=10,
         ge=0,
         le=600,
-        description="Work pulled ahead of the GPU; more rides out slow storage, less leaves"
-        " other workers their share near the end of a queue.",
+        description="Work pulled ahead of the GPU; more tolerates slow storage, less shares the"
+        " end of a queue more evenly among workers.",
     )
-    encode_threads: int = Field(default=2, ge=1, le=64, description="Threads that encode images.")
-    uploads: int = Field(default=16, ge=1, le=256, description="Uploads in flight at once.")
     grace_seconds: float = Field(
         default=20,
         ge=0,
         le=3600,
-        description="After SIGTERM: time to finish what the GPU has begun; the rest is handed"
-        " back, which may take 10 s more where the storage does not answer.",
-    )
-    poll_seconds: float = Field(
-        default=10, ge=0.1, le=600, description="Longest pause between looks at an empty queue."
+        description="Time after SIGTERM to finish what the GPU has begun; the rest is handed"
+        " back, which may take 10 s more if the storage does not answer.",
     )
     until_empty: bool = Field(
-        default=False, description="Exit once the queue is empty and nothing is leased any more."
-    )
-    stall_seconds: float = Field(
-        default=300, ge=1, description="A GPU call longer than this means a broken node."
-    )
-    engine_failures: int = Field(
-        default=10,
-        ge=1,
-        description="Failed images in a row after which a plain image is drawn; if that fails as"
-        " well, the node counts as broken.",
-    )
-    host: str = Field(
-        default="127.0.0.1",
-        description="Address of /metrics, /started, /live and /ready; 0.0.0.0 for all.",
-    )
-    port: int = Field(
-        default=0,
-        ge=0,
-        le=65_535,
-        description="Port of /metrics, /started, /live and /ready; 0 takes any free one and logs"
-        " it; probes (`imagefleet health`) need one of your choice.",
+        default=False, description="Exit once the queue is empty and no message is leased."
     )
     start_up_seconds: float | None = Field(
         default=None,
         ge=0,
         le=86_400,
-        description="Longest start-up (the model's loading and the node's check) before a node"
-        " counts as broken; by default 1200 on SaladCloud and 0, no limit, elsewhere.",
+        description="Limit for the start-up (loading the model and checking the node); a node"
+        " that exceeds it is broken. By default 1200 on SaladCloud and 0, no limit, elsewhere.",
     )
     min_images_per_second: float | None = Field(
         default=None,
         ge=0,
         le=1000,
-        description="A slower node counts as broken, measured at the start and over 15 minutes of"
-        " work, in images of 512x512 and 15 steps; by default an eighth of the GPU class's record"
-        " on SaladCloud and 0, unchecked, elsewhere.",
+        description="A node below this speed is broken, measured at the start and over 15 minutes"
+        " of work in 512x512 images of 15 steps. By default an eighth of the GPU class's record on"
+        " SaladCloud and 0, unchecked, elsewhere.",
     )
-    min_upload_megabits: float | None = Field(
-        default=None,
+    host: str = Field(
+        default="127.0.0.1",
+        description="Address to serve /metrics, /started, /live and /ready on; 0.0.0.0 for all.",
+    )
+    port: int = Field(
+        default=0,
         ge=0,
-        le=100_000,
-        description="Megabits a second to the store; a node with less counts as broken. By"
-        " default 2 on SaladCloud and 0, unchecked, elsewhere.",
-    )
-    setup_patience_seconds: float = Field(
-        default=3600,
-        ge=0,
-        le=604_800,
-        description="On SaladCloud: how long a worker waits for storage, a queue or credentials"
-        " that no other node would have either, before it ends with exit code 0.",
-    )
-    metadata_url: str | None = Field(
-        default=None,
-        pattern=r"^http://\S+$",
-        description="SaladCloud's metadata service; its own address on SaladCloud, none elsewhere."
-        " Another one, for tests, makes a worker behave as on SaladCloud.",
-    )
-    depth_seconds: float = Field(
-        default=60, ge=0, description="How often the queues' depth is measured; 0 for never."
-    )
-    price_per_hour: float | None = Field(
-        default=None,
-        ge=0,
-        le=1000,
-        description="Dollars per hour of this machine; by default the price table's.",
-    )
-    priority: Priority = Field(
-        default="batch", description="SaladCloud's priority of this replica, for its price."
-    )
-    gpu: str | None = Field(
-        default=None,
-        min_length=1,
-        max_length=64,
-        description="GPU class, for its price and the metrics; by default the driver is asked.",
-    )
-    price_file: Path | None = Field(
-        default=None, description="YAML of GPU and storage prices in place of the built-in ones."
-    )
-    group: str = Field(
-        default_factory=lambda: os.environ.get("SALAD_CONTAINER_GROUP_NAME", ""),
-        max_length=128,
-        description="The container group, for the metrics; SaladCloud tells it by itself.",
+        le=65_535,
+        description="Port of /metrics, /started, /live and /ready; 0 picks a free one and logs"
+        " it. Probes (`imagefleet health`) need a fixed one.",
     )
     name: str = Field(
         default_factory=_name_of_this_worker,
         min_length=1,
         max_length=128,
-        description="This worker's name in failed jobs and logs; machine and process by default.",
+        description="This worker's name in metrics, failed jobs and images; by default machine"
+        " and process.",
+    )
+    group: str = Field(
+        default_factory=lambda: os.environ.get("SALAD_CONTAINER_GROUP_NAME", ""),
+        max_length=128,
+        description="Container group, for the metrics; set by SaladCloud itself.",
+    )
+    gpu: str | None = Field(
+        default=None,
+        min_length=1,
+        max_length=64,
+        description="GPU class, for its price and the metrics; by default the driver's.",
+    )
+    priority: Priority = Field(
+        default="batch", description="This replica's priority on SaladCloud, for its price."
+    )
+    price_per_hour: float | None = Field(
+        default=None,
+        ge=0,
+        le=1000,
+        description="Price of this machine in $/h; by default from the price table.",
+    )
+    price_file: Path | None = Field(
+        default=None,
+        description="YAML file of GPU and storage prices that replaces the built-in table.",
     )

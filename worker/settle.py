@@ -1,161 +1,217 @@
-"""How a job ends here: the class of an error decides, and nothing ends twice."""
+"""Jobs in flight and how each ends: the class of an error decides, and no job ends twice."""
 
 from __future__ import annotations
 
 import asyncio
 import logging
-import random
+import time
 from collections import Counter
 from collections.abc import Awaitable, Callable
+from dataclasses import dataclass, field
 from typing import Literal
 
 from imagefleet import errors, retry
+from imagefleet.job.message import Job
 from imagefleet.storage import dead_letter, protocol
-from worker.in_flight import InFlightJob
-from worker.leases import LeaseKeeper
+from worker.cost import CostMeter
+from worker.leases import Lease, LeaseKeeper
 from worker.metrics import WorkerMetrics
 
 log = logging.getLogger(__name__)
 
 Outcome = Literal["completed", "duplicate", "retried", "failed", "lost", "handed_back"]
 
-#: A job that failed waits this long before its next attempt, doubling with each.
+#: The pause before a failed job's next attempt, doubled with each.
 FIRST_RETRY_SECONDS = 2.0
 LONGEST_RETRY_SECONDS = 120.0
 
 
+@dataclass(slots=True, eq=False)
+class InFlightJob:
+    """One leased message. It is settled once: acknowledged, dead-lettered, retried or released.
+
+    Two stages may want to settle it at the same time (one image fails while another is stored);
+    the first to call `settle` does it.
+    """
+
+    lease: Lease
+    pulled_at: float = field(default_factory=time.monotonic)
+    job: Job | None = None
+    images_to_generate: int = 0
+    images_to_store: int = 0
+    images_written: int = 0
+    ahead: bool = True  # of the engine: pulled, and not generated yet
+    submitted: bool = False  # every image has been submitted to the engine
+    settled: bool = False
+
+    @property
+    def id(self) -> str:
+        """The job's id; its message's where it has none, or could not be read."""
+        return (self.job.id if self.job else None) or self.lease.message.id
+
+    def settle(self) -> bool:
+        """True for the first caller, which settles the job."""
+        first = not self.settled
+        self.settled = True
+        return first
+
+
+@dataclass(slots=True, eq=False)
+class InFlightImage:
+    """One image of a job in flight; *ready_at* is when it was ready for the engine."""
+
+    owner: InFlightJob
+    job: Job
+    index: int
+    size: tuple[int, int]
+    ready_at: float = field(default_factory=time.monotonic)
+
+
+@dataclass(slots=True, eq=False)
 class Settler:
-    """Ends jobs, each once, and keeps the list of those that are not ended yet."""
+    """Ends jobs, each once, and keeps the set of those in flight."""
 
-    def __init__(
-        self,
-        storage: protocol.Storage,
-        keeper: LeaseKeeper,
-        metrics: WorkerMetrics,
-        *,
-        max_attempts: int,
-        worker_name: str,
-        retry_policy: retry.RetryPolicy,
-        on_settled: Callable[[InFlightJob, Outcome], None],
-    ) -> None:
-        self.outcomes: Counter[str] = Counter()
-        self.in_flight: set[InFlightJob] = set()
-        self.nothing_in_flight = asyncio.Event()
+    storage: protocol.Storage
+    keeper: LeaseKeeper
+    metrics: WorkerMetrics
+    cost: CostMeter
+    max_attempts: int
+    worker_name: str
+    retry_policy: retry.RetryPolicy
+    on_settled: Callable[[InFlightJob, Outcome], None]
+    outcomes: Counter[str] = field(default_factory=Counter, init=False)
+    in_flight: set[InFlightJob] = field(default_factory=set, init=False)
+    nothing_in_flight: asyncio.Event = field(default_factory=asyncio.Event, init=False)
+
+    def __post_init__(self) -> None:
         self.nothing_in_flight.set()
-        self._storage = storage
-        self._keeper = keeper
-        self._metrics = metrics
-        self._max_attempts = max_attempts
-        self._worker_name = worker_name
-        self._retry_policy = retry_policy
-        self._on_settled = on_settled
 
-    def take(self, in_flight: InFlightJob) -> None:
-        """From here on the job is in hand until it is settled."""
-        self.in_flight.add(in_flight)
+    def add(self, entry: InFlightJob) -> None:
+        """From here on the job is in flight, until it is settled."""
+        self.in_flight.add(entry)
         self.nothing_in_flight.clear()
 
-    async def completed(self, in_flight: InFlightJob) -> None:
-        """Every image is stored: acknowledges."""
-        if in_flight.settle():
-            outcome: Outcome = "completed" if in_flight.images_written else "duplicate"
-            await self._end(in_flight, outcome, lambda: self._keeper.acknowledge(in_flight.lease))
+    async def attempt(
+        self,
+        entry: InFlightJob,
+        work: Callable[[], Awaitable[None]],
+        *,
+        image_is_generated: bool = False,
+    ) -> None:
+        """Awaits *work* unless the job is settled; an error, a lost lease's too, ends the job.
 
-    async def failed(self, in_flight: InFlightJob, error: Exception) -> None:
+        Either way an image that the GPU has generated for it is wasted.
+
+        Raises:
+            NodeError, SetupError: the error is not the job's.
+        """
+        if not entry.settled:
+            try:
+                entry.lease.check()
+                await work()
+            except Exception as error:  # noqa: BLE001 - `failed` tells them apart by class
+                if image_is_generated:
+                    self.cost.lost("failed")
+                await self.failed(entry, error)
+        elif image_is_generated:
+            self.cost.lost("failed")
+
+    async def completed(self, entry: InFlightJob) -> None:
+        """Every image is stored: acknowledges the message."""
+        if entry.settle():
+            outcome: Outcome = "completed" if entry.images_written else "duplicate"
+            await self._end(entry, outcome, lambda: self.keeper.acknowledge(entry.lease))
+
+    async def failed(self, entry: InFlightJob, error: Exception) -> None:
         """One of its images, or the job itself, failed.
 
         Raises:
-            NodeError, SetupError: *error* is not about the job.
+            NodeError, SetupError: *error* is not the job's.
         """
         if isinstance(error, (errors.NodeError, errors.SetupError)):
             raise error
-        if not in_flight.settle():
+        if not entry.settle():
             return
         if isinstance(error, errors.LeaseLost):
-            self._ended(in_flight, "lost")
+            self._ended(entry, "lost")
             return
         if not isinstance(error, errors.FleetError):
-            # A defect of ours. Retried like a fault: were it to end the worker, one such job
-            # could end a whole fleet.
+            # A bug of ours. Retried like a fault: if it ended the worker, one job could end a
+            # whole fleet.
             log.error(
-                "job %s met a defect",
-                in_flight.id,
+                "job %s hit a bug",
+                entry.id,
                 exc_info=error,
-                extra={"action": "job_defect", "job_id": in_flight.id},
+                extra={"action": "job_defect", "job_id": entry.id},
             )
             error = errors.TransientError(f"{type(error).__name__}: {error}")
-        attempts = in_flight.lease.message.delivery_count
-        if isinstance(error, errors.JobError) or attempts >= self._max_attempts:
-            await self._dead_letter(in_flight, error)
+        attempts = entry.lease.message.delivery_count
+        if isinstance(error, errors.JobError) or attempts >= self.max_attempts:
+            await self._dead_letter(entry, error)
         else:
-            await self._retry(in_flight, error, attempts)
+            await self._retry(entry, error, attempts)
 
-    async def hand_back(self, in_flight: InFlightJob) -> None:
+    async def hand_back(self, entry: InFlightJob) -> None:
         """Not begun, or not finished in time: another worker may have it at once."""
-        if in_flight.settle():
-            await self._end(in_flight, "handed_back", lambda: self._keeper.release(in_flight.lease))
+        if entry.settle():
+            await self._end(entry, "handed_back", lambda: self.keeper.release(entry.lease))
 
-    async def _dead_letter(self, in_flight: InFlightJob, error: errors.FleetError) -> None:
+    async def _dead_letter(self, entry: InFlightJob, error: errors.FleetError) -> None:
         log.warning(
-            "job %s failed for good: %s",
-            in_flight.id,
+            "job %s failed permanently: %s",
+            entry.id,
             error,
-            extra={"action": "job_failed", "job_id": in_flight.id, "error": type(error).__name__},
+            extra={"action": "job_failed", "job_id": entry.id, "error": type(error).__name__},
         )
 
         async def add() -> None:
-            async with in_flight.lease.lock:
-                in_flight.lease.check()
-                message = in_flight.lease.message
-                await dead_letter.add(
-                    self._storage, message, in_flight.job, error, self._worker_name
-                )
-                self._keeper.drop(in_flight.lease)
+            async with entry.lease.lock:
+                entry.lease.check()
+                message = entry.lease.message
+                await dead_letter.add(self.storage, message, entry.job, error, self.worker_name)
+                self.keeper.drop(entry.lease)
 
-        if await self._end(in_flight, "failed", add) == "failed":
-            self._metrics.failed_jobs.labels(type(error).__name__).inc()
+        if await self._end(entry, "failed", add) == "failed":
+            self.metrics.failed_jobs.labels(type(error).__name__).inc()
 
-    async def _retry(self, in_flight: InFlightJob, error: errors.FleetError, attempts: int) -> None:
-        longest = min(LONGEST_RETRY_SECONDS, FIRST_RETRY_SECONDS * 2 ** (attempts - 1))
-        delay_seconds = random.uniform(longest / 2, longest)  # noqa: S311 - jitter
+    async def _retry(self, entry: InFlightJob, error: errors.FleetError, attempts: int) -> None:
+        delay_seconds = retry.backoff(attempts - 1, FIRST_RETRY_SECONDS, LONGEST_RETRY_SECONDS)
         log.warning(
-            "job %s failed, attempt %d of %d, again in %.0f s: %s",
-            in_flight.id,
+            "job %s failed, attempt %d of %d, retrying in %.0f s: %s",
+            entry.id,
             attempts,
-            self._max_attempts,
+            self.max_attempts,
             delay_seconds,
             error,
-            extra={"action": "job_retried", "job_id": in_flight.id, "error": type(error).__name__},
+            extra={"action": "job_retried", "job_id": entry.id, "error": type(error).__name__},
         )
-        await self._end(
-            in_flight, "retried", lambda: self._keeper.release(in_flight.lease, delay_seconds)
-        )
+        await self._end(entry, "retried", lambda: self.keeper.release(entry.lease, delay_seconds))
 
     async def _end(
-        self, in_flight: InFlightJob, outcome: Outcome, call: Callable[[], Awaitable[None]]
+        self, entry: InFlightJob, outcome: Outcome, call: Callable[[], Awaitable[None]]
     ) -> Outcome:
-        """Tells what it ended as: *outcome*, or lost where the storage did not take it."""
+        """Returns *outcome*, or `lost` where the storage did not accept it."""
         try:
-            await self._retry_policy.call(call)
+            await self.retry_policy.call(call)
         except errors.LeaseLost:
             outcome = "lost"
         except errors.TransientError as error:
-            # The lease runs out and the job comes again; what is stored stays stored.
+            # The lease expires and the job is delivered again; what is stored stays stored.
             log.warning(
-                "the storage does not answer; job %s will come again: %s",
-                in_flight.id,
+                "the storage does not answer; job %s will be delivered again: %s",
+                entry.id,
                 error,
-                extra={"action": "job_abandoned", "job_id": in_flight.id},
+                extra={"action": "job_abandoned", "job_id": entry.id},
             )
             outcome = "lost"
-        self._ended(in_flight, outcome)
+        self._ended(entry, outcome)
         return outcome
 
-    def _ended(self, in_flight: InFlightJob, outcome: Outcome) -> None:
-        self._keeper.drop(in_flight.lease)
-        self.in_flight.discard(in_flight)
+    def _ended(self, entry: InFlightJob, outcome: Outcome) -> None:
+        self.keeper.drop(entry.lease)
+        self.in_flight.discard(entry)
         if not self.in_flight:
             self.nothing_in_flight.set()
         self.outcomes[outcome] += 1
-        self._metrics.jobs.labels(outcome).inc()
-        self._on_settled(in_flight, outcome)
+        self.metrics.jobs.labels(outcome).inc()
+        self.on_settled(entry, outcome)

@@ -1,4 +1,4 @@
-"""A stand-in for the engine, for tests and measurements of everything around it. No torch."""
+"""A stand-in for the engine, for tests and measurements of everything around it, without torch."""
 
 from __future__ import annotations
 
@@ -15,16 +15,16 @@ from worker.engine import contract
 
 @dataclass(frozen=True, slots=True)
 class StandInPrepared:
-    """Nothing but the request."""
+    """Only the request."""
 
     request: contract.ImageRequest
 
 
 class StandInEngine:
-    """Draws noise from the request's seed, one batch a tick, each tick as long as it is told.
+    """Returns noise drawn from the request's seed, one batch per tick of *tick_seconds*.
 
-    *draw* may take the place of the drawing, to fail on some requests, say; its errors become
-    outcomes as those of a real engine do, and NodeError breaks it.
+    *draw* replaces the noise, to fail on some requests, say; its errors become outcomes as a real
+    engine's do, and NodeError breaks it.
     """
 
     model_name = "stand-in"
@@ -77,6 +77,6 @@ class StandInEngine:
 
 
 def draw_noise(request: contract.ImageRequest) -> contract.Pixels:
-    """Noise of the request's size that follows from its seed."""
+    """Noise of the request's size, determined by its seed."""
     random = np.random.default_rng(request.seed)
     return random.integers(0, 256, (request.height, request.width, 3), np.uint8)

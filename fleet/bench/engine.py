@@ -194,8 +194,6 @@ def worker_settings(setup: Setup, name: str) -> WorkerSettings:
         model=setup.model,
         lora_directory=setup.workload.lora_directory,
         until_empty=True,
-        poll_seconds=0.2,
-        depth_seconds=0,
     )
 
 

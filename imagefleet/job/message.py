@@ -6,7 +6,8 @@ import base64
 import binascii
 import hashlib
 import json
-from typing import Annotated, Literal, Self
+from collections.abc import Mapping
+from typing import Annotated, Any, Literal, Self
 
 from pydantic import (
     BaseModel,
@@ -21,8 +22,74 @@ from pydantic import (
 )
 
 from imagefleet import errors, validation
-from imagefleet.job import samplers, txt2img
+from imagefleet.job import samplers
 from imagefleet.job.prompt import SAFE_NAME, Prompt, read_negative_prompt, read_prompt
+
+#: Fields about saving, sending and the web page's settings.
+WITHOUT_EFFECT = frozenset(
+    {
+        "comments",
+        "do_not_save_grid",
+        "do_not_save_samples",
+        "force_task_id",
+        "infotext",
+        "override_settings_restore_afterwards",
+        "save_images",
+        "send_images",
+        "subseed",  # matters only with subseed_strength, which is refused below
+    }
+)
+
+#: The second pass's fields matter only with `enable_hr`, which is refused below.
+SECOND_PASS_PREFIXES = ("hr_", "firstphase_", "firstpass_")
+
+_EMPTY: tuple[object, ...] = (None, "", [], {})
+
+#: Fields that change the image -> their neutral values.
+NEUTRAL_VALUES: Mapping[str, tuple[object, ...]] = {
+    "alwayson_scripts": _EMPTY,
+    "denoising_strength": (None, 0, 0.7, 0.75),
+    "disable_extra_networks": (None, False),
+    "distilled_cfg_scale": (None, 3.5),
+    "enable_hr": (None, False),
+    "eta": (None, 1),
+    "override_settings": _EMPTY,
+    "refiner_checkpoint": _EMPTY,
+    "refiner_switch_at": (None, 0, 0.8, 1),
+    "restore_faces": (None, False),
+    "s_churn": (None, 0),
+    "s_min_uncond": (None, 0),
+    "s_noise": (None, 1),
+    "s_tmax": (None, 0),
+    "s_tmin": (None, 0),
+    "script_args": _EMPTY,
+    "script_name": _EMPTY,
+    "seed_resize_from_h": (None, -1, 0),
+    "seed_resize_from_w": (None, -1, 0),
+    "styles": _EMPTY,
+    "subseed_strength": (None, 0),
+    "tiling": (None, False),
+}
+
+
+def without_neutral_fields(payload: Mapping[str, Any]) -> dict[str, Any]:
+    """The payload without fields that do not change the image.
+
+    Raises:
+        ValueError: an unsupported field would change the image; names it.
+    """
+    remaining = {}
+    for name, value in payload.items():
+        if name in WITHOUT_EFFECT or name.startswith(SECOND_PASS_PREFIXES):
+            continue
+        if name not in NEUTRAL_VALUES:
+            remaining[name] = value
+        elif value not in NEUTRAL_VALUES[name]:
+            raise ValueError(
+                f"{name} is not supported: it would change the image; remove it or switch it off"
+            )
+    return remaining
+
 
 #: A job with more images would outlive any sensible lease; send more jobs instead.
 MAX_IMAGES_PER_JOB = 64
@@ -83,7 +150,7 @@ class Job(BaseModel):
     def _read_txt2img(cls, payload: object) -> object:
         if not isinstance(payload, dict):
             return payload
-        fields = txt2img.without_neutral_fields(payload)
+        fields = without_neutral_fields(payload)
         legacy_name = fields.pop("sampler_index", None)
         if legacy_name and not fields.get("sampler_name"):
             fields["sampler_name"] = legacy_name

@@ -27,6 +27,7 @@ POISON_SUFFIX = "-poison"
 REMOVED_SETTINGS: dict[str, str] = {
     "push_format": "metrics are pushed as text to VictoriaMetrics or vmagent, which forwards them"
     " by remote write (-remoteWrite.url)",
+    "push_seconds": "metrics are pushed every 15 seconds",
 }
 
 #: What a SAS token is for: the job queue, the poison queue or the container.

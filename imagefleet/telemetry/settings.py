@@ -23,9 +23,6 @@ class TelemetrySettings(StorageSettings):
         default=None,
         description="Bearer token for --push-url, unless the address holds user:password@.",
     )
-    push_seconds: float = Field(
-        default=15, ge=1, le=240, description="Seconds between pushes, varied by 20 %."
-    )
     log_format: Literal["auto", "json", "text"] = Field(
         default="auto", description="auto logs text on a terminal, and JSON lines elsewhere."
     )

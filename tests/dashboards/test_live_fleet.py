@@ -29,6 +29,15 @@ from imagefleet.storage.open import open_storage
 from imagefleet.storage.settings import StorageSettings
 
 COMMAND = Path(sys.executable).with_name("imagefleet")
+
+#: The command, with pushes and measurements every second.
+FAST_COMMAND = """
+from fleet.entry import main
+from imagefleet.telemetry import push
+from worker import pipeline
+push.PUSH_SECONDS = pipeline.DEPTH_SECONDS = 1.0
+main()
+"""
 PAGES = Path(__file__).parents[2] / "dashboards" / "grafana"
 
 CAMPAIGN = "live"
@@ -148,13 +157,14 @@ def watch(processes: contextlib.ExitStack, server: str, push_url: str, folder: P
     model = make_model(folder)
     storage = f"local:{folder / 'storage'}"
     asyncio.run(fill(storage))
-    flags = ["--storage", storage, "--push-url", push_url, "--push-seconds", "1"]
+    flags = ["--storage", storage, "--push-url", push_url]
     worker = ["worker", "--model", model, "--lora-directory", folder / "loras", "--slots", "4"]
-    worker += ["--depth-seconds", "1", "--gpu"]
+    worker += ["--gpu"]
+    fast = [sys.executable, "-c", FAST_COMMAND]
     workers = [
         processes.enter_context(
             started(
-                [COMMAND, *worker, gpu, "--name", f"worker-{number}", *flags],
+                [*fast, *worker, gpu, "--name", f"worker-{number}", *flags],
                 folder / f"worker-{number}.log",
             )
         )
@@ -163,7 +173,7 @@ def watch(processes: contextlib.ExitStack, server: str, push_url: str, folder: P
     exporter = processes.enter_context(
         started(
             [
-                COMMAND,
+                *fast,
                 "exporter",
                 "--prometheus",
                 server,

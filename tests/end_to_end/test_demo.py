@@ -1,4 +1,4 @@
-"""The demo as a newcomer runs it: a process of its own, its output read as a person reads it."""
+"""The demo as a user runs it: a separate process whose output is read."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ def interrupt_a_demo(cwd: Path) -> subprocess.CompletedProcess[str]:
 
 
 @pytest.mark.timeout(600)  # two runs of a real engine on a CPU
-def test_the_demo_shows_the_whole_way_and_begins_anew_after_ctrl_c(tmp_path: Path) -> None:
+def test_the_demo_runs_end_to_end_and_starts_anew_after_ctrl_c(tmp_path: Path) -> None:
     interrupted = interrupt_a_demo(tmp_path)
     assert interrupted.returncode == 130, interrupted.stderr
     assert "of 24 jobs" in interrupted.stdout
@@ -76,7 +76,7 @@ def test_the_demo_shows_the_whole_way_and_begins_anew_after_ctrl_c(tmp_path: Pat
     assert "no-such-style" in failed.stdout
 
 
-def test_somebody_elses_folder_is_not_emptied(tmp_path: Path) -> None:
+def test_a_folder_that_is_not_the_demos_is_not_emptied(tmp_path: Path) -> None:
     precious = tmp_path / "storage" / "precious.txt"
     precious.parent.mkdir()
     precious.write_text("keep me")
@@ -91,9 +91,7 @@ def test_somebody_elses_folder_is_not_emptied(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("arguments", [["demo"], ["worker", "--model", "model"]])
-def test_where_torch_is_missing_one_line_says_what_to_install(
-    tmp_path: Path, arguments: list[str]
-) -> None:
+def test_without_torch_one_line_says_what_to_install(tmp_path: Path, arguments: list[str]) -> None:
     program = f"""
 import importlib.util, sys
 from fleet import main

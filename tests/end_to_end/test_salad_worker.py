@@ -31,7 +31,7 @@ from worker.testing import StandInEngine
 
 ROOT = Path(__file__).parents[2]
 
-#: A worker process around a stand-in for the engine; what takes minutes in life is made short.
+#: A worker process with a stand-in engine; what takes minutes in production is made short.
 PROGRAM = """
 import time
 import typer
@@ -39,12 +39,13 @@ from fleet import console
 from imagefleet import errors
 from imagefleet.storage.local import queue as local_queue
 from imagefleet.telemetry import logs
-from worker import process
+from worker import gpu_thread, process, pull
 from worker.salad import reallocation, wait_for_operator
 from worker.settings import WorkerSettings
 from worker.testing import StandInEngine
 
 wait_for_operator.FIRST_PAUSE_SECONDS = 0.2
+pull.LONGEST_PAUSE_SECONDS = 1
 
 def broken(request):
     raise errors.NodeError("the GPU fell off the bus")
@@ -58,16 +59,16 @@ except typer.Exit as ended:
     console.leave(ended.exit_code)
 """
 
-#: Prints when the queue is asked.
-TELL_POLLS = """
+#: Prints the time of each poll.
+PRINT_POLLS = """
 receive = local_queue.LocalQueue.receive
-async def told(self, *arguments):
+async def printing(self, *arguments):
     print("poll", time.monotonic(), flush=True)
     return await receive(self, *arguments)
-local_queue.LocalQueue.receive = told
+local_queue.LocalQueue.receive = printing
 """
 
-#: What a worker hears once whose SAS token has expired.
+#: The error of an expired SAS token, once.
 EXPIRED_ONCE = """
 receive = local_queue.LocalQueue.receive
 polls = []
@@ -88,31 +89,29 @@ Program = Callable[..., "subprocess.Popen[str]"]  # the fixture below
 def on_salad(
     local_settings: StorageSettings, salad_metadata_service: Any, tmp_path: Path
 ) -> dict[str, str]:
-    """The environment of a worker in a container of SaladCloud's."""
+    """The environment of a worker in a SaladCloud container."""
     return {
         **os.environ,
         "PYTHONPATH": str(ROOT),
         "SALAD_MACHINE_ID": "6f1c",
-        "IMAGEFLEET_METADATA_URL": salad_metadata_service.url,
+        "SALAD_METADATA_URL": salad_metadata_service.url,
         "IMAGEFLEET_STORAGE": local_settings.storage,
         "IMAGEFLEET_MODEL": "stand-in",
         "IMAGEFLEET_DEVICE": "cpu",
-        "IMAGEFLEET_LORA_CACHE": str(tmp_path / "cache"),
-        "IMAGEFLEET_POLL_SECONDS": "1",
-        "IMAGEFLEET_DEPTH_SECONDS": "0",
+        "IMAGEFLEET_CACHE": str(tmp_path / "cache"),
     }
 
 
 @pytest.fixture
 def start(on_salad: dict[str, str]) -> Iterator[Program]:
-    """Starts a worker process; whatever still runs at the end of the test is killed."""
+    """Starts worker processes; those that still run at the end of the test are killed."""
     started: list[subprocess.Popen[str]] = []
 
     def begin(
         changes: str = "", engine: str = "StandInEngine()", **settings: str
     ) -> subprocess.Popen[str]:
         variables = {f"IMAGEFLEET_{name.upper()}": value for name, value in settings.items()}
-        begun = subprocess.Popen(
+        process = subprocess.Popen(
             [sys.executable, "-c", PROGRAM.format(changes=changes, engine=engine)],
             env={**on_salad, **variables},
             stdin=subprocess.DEVNULL,
@@ -120,8 +119,8 @@ def start(on_salad: dict[str, str]) -> Iterator[Program]:
             stderr=subprocess.STDOUT,
             text=True,
         )
-        started.append(begun)
-        return begun
+        started.append(process)
+        return process
 
     yield begin
     for each in started:
@@ -131,14 +130,14 @@ def start(on_salad: dict[str, str]) -> Iterator[Program]:
 
 @pytest.fixture
 def port() -> int:
-    """A port that nobody listens on."""
+    """A free port."""
     with socket.create_server(("127.0.0.1", 0)) as bound:
         return int(bound.getsockname()[1])
 
 
 @pytest.fixture
 async def local_storage(local_settings: StorageSettings) -> AsyncIterator[Storage]:
-    """A home that is there."""
+    """A storage that exists."""
     async with open_storage(local_settings) as opened:
         await opened.create()
         yield opened
@@ -162,19 +161,19 @@ async def depth_is(local_storage: Storage, messages: int) -> None:
 
 
 async def line_with(worker: subprocess.Popen[str], words: str) -> str:
-    """The next line that the worker prints with these words in it."""
+    """The worker's next line that contains *words*."""
     assert worker.stdout is not None
     async with asyncio.timeout(30):
         while line := await asyncio.to_thread(worker.stdout.readline):
             if words in line:
                 return line
-    raise AssertionError(f"the worker ended without saying {words!r}")
+    raise AssertionError(f"the worker ended without printing {words!r}")
 
 
-async def test_an_empty_queue_is_looked_at_ever_more_rarely_and_ends_no_worker(
+async def test_an_empty_queue_is_polled_ever_more_rarely_and_does_not_end_a_worker(
     local_storage: Storage, start: Program
 ) -> None:
-    worker = start(TELL_POLLS, until_empty="yes")
+    worker = start(PRINT_POLLS, until_empty="yes")
     polls = [float((await line_with(worker, "poll ")).split()[1]) for _ in range(9)]
     assert worker.poll() is None, "the worker ended at an empty queue"
     worker.send_signal(signal.SIGTERM)
@@ -184,10 +183,10 @@ async def test_an_empty_queue_is_looked_at_ever_more_rarely_and_ends_no_worker(
     pauses = [after - before for before, after in itertools.pairwise(polls)]
     assert pauses[0] < 0.3
     assert all(0.45 < pause < 1.3 for pause in pauses[4:]), pauses
-    assert len({round(pause, 2) for pause in pauses[4:]}) > 1, "every worker asks in step"
+    assert len({round(pause, 2) for pause in pauses[4:]}) > 1, "all workers poll in step"
 
 
-async def test_storage_that_is_gone_at_the_start_is_waited_for_and_the_probes_are_told(
+async def test_a_worker_waits_for_missing_storage_and_reports_it_to_the_probes(
     local_settings: StorageSettings, start: Program, port: int
 ) -> None:
     worker = start(port=str(port))
@@ -214,7 +213,7 @@ async def test_storage_that_is_gone_at_the_start_is_waited_for_and_the_probes_ar
     assert worker.returncode == 0, output
 
 
-async def test_a_token_that_expires_in_the_middle_is_waited_for_and_the_work_goes_on(
+async def test_a_worker_waits_for_a_new_token_and_works_on(
     local_storage: Storage, start: Program, port: int
 ) -> None:
     worker = start(EXPIRED_ONCE, port=str(port))
@@ -226,16 +225,16 @@ async def test_a_token_that_expires_in_the_middle_is_waited_for_and_the_work_goe
         client.get("/metrics") as answer,
     ):
         series = [line.rpartition(" ")[0] for line in (await answer.text()).splitlines()]
-    assert len(series) == len(set(series)), "the first pipeline is still told of"
+    assert len(series) == len(set(series)), "the first pipeline is still in the metrics"
     worker.send_signal(signal.SIGTERM)
     output = await end(worker)
     assert worker.returncode == 0, output
 
 
-async def test_storage_that_never_comes_ends_a_worker_without_blaming_the_node(
+async def test_a_worker_without_storage_ends_after_a_while_without_blaming_the_node(
     start: Program, salad_metadata_service: Any
 ) -> None:
-    worker = start(setup_patience_seconds="1")
+    worker = start("wait_for_operator.GIVE_UP_SECONDS = 1")
     output = await end(worker)
 
     assert worker.returncode == 0, output
@@ -253,7 +252,7 @@ async def test_a_signal_ends_the_waiting(start: Program) -> None:
     assert worker.returncode == 0, output
 
 
-async def test_a_node_that_is_too_slow_three_times_is_given_back_once_before_any_job(
+async def test_a_node_that_is_too_slow_three_times_is_reallocated_once_before_any_job(
     local_storage: Storage, start: Program, salad_metadata_service: Any
 ) -> None:
     await local_storage.queue.send(['{"prompt": "a house", "id": "j"}'])
@@ -273,13 +272,13 @@ async def test_a_node_that_is_too_slow_three_times_is_given_back_once_before_any
     assert json.loads(line_of(output, "node_check"))["passed"] is False
 
 
-async def test_a_node_that_works_too_slowly_in_three_windows_is_given_back_once(
+async def test_a_node_that_works_too_slowly_in_three_windows_is_reallocated_once(
     local_storage: Storage, start: Program, salad_metadata_service: Any
 ) -> None:
     await local_storage.queue.send(
         f'{{"prompt": "a house", "id": "j{number}"}}' for number in range(200)
     )
-    # Fast enough for the check of the start; but 16x16 pixels are a thousandth of a whole image.
+    # Fast enough for the start-up check, but 16x16 pixels are a thousandth of a standard image.
     worker = start(
         "from worker.node import watchdog; watchdog.WINDOW_SECONDS = 0.2",
         engine="StandInEngine(tick_seconds=0.02)",
@@ -293,17 +292,17 @@ async def test_a_node_that_works_too_slowly_in_three_windows_is_given_back_once(
     assert worker.poll() is None, "it must stay until it is stopped"
     assert len(salad_metadata_service.reasons) == 1
     depth = await local_storage.queue.depth()
-    assert (depth.messages, depth.leased) == (left, 0), "it took work again"
+    assert (depth.messages, depth.leased) == (left, 0), "it pulled again"
     worker.send_signal(signal.SIGTERM)
     output = await end(worker)
     assert worker.returncode == 0, output
 
 
-async def test_a_broken_node_that_is_not_ended_in_time_ends_with_the_code_for_another_one(
+async def test_a_broken_node_that_is_not_stopped_in_time_exits_with_the_code_for_another_one(
     local_storage: Storage, start: Program, salad_metadata_service: Any
 ) -> None:
     await local_storage.queue.send(['{"prompt": "a house", "id": "j"}'])
-    worker = start("reallocation.STAY_SECONDS = 0.2", engine="StandInEngine(draw=broken)")
+    worker = start("reallocation.WAIT_SECONDS = 0.2", engine="StandInEngine(draw=broken)")
     output = await end(worker)
 
     assert worker.returncode == 3, output
@@ -311,14 +310,13 @@ async def test_a_broken_node_that_is_not_ended_in_time_ends_with_the_code_for_an
     assert len(await local_storage.queue.receive(1, 30)) == 1, "the job was not handed back"
 
 
-async def test_a_gpu_that_hangs_is_not_live_and_its_node_is_given_back(
+async def test_a_gpu_that_hangs_is_not_live_and_its_node_is_reallocated(
     local_storage: Storage, start: Program, salad_metadata_service: Any, port: int
 ) -> None:
     await local_storage.queue.send(['{"prompt": "a house", "id": "j"}'])
     worker = start(
-        "reallocation.STAY_SECONDS = 1",
+        "reallocation.WAIT_SECONDS = gpu_thread.STALL_SECONDS = 1",
         engine="StandInEngine(tick_seconds=60)",
-        stall_seconds="1",
         port=str(port),
     )
     await until(lambda: salad_metadata_service.reasons)
@@ -332,18 +330,19 @@ async def test_a_gpu_that_hangs_is_not_live_and_its_node_is_given_back(
     assert "it hangs" in salad_metadata_service.reasons[0]
 
 
-async def test_a_broken_node_with_nobody_to_ask_ends_at_once_with_that_code(
-    local_storage: Storage, start: Program
+async def test_a_broken_node_without_a_metadata_service_exits_at_once_with_that_code(
+    local_storage: Storage, start: Program, on_salad: dict[str, str]
 ) -> None:
     await local_storage.queue.send(['{"prompt": "a house", "id": "j"}'])
-    worker = start(engine="StandInEngine(draw=broken)", metadata_url="http://127.0.0.1:9")
+    on_salad["SALAD_METADATA_URL"] = "http://127.0.0.1:9"
+    worker = start(engine="StandInEngine(draw=broken)")
     output = await end(worker)
 
     assert worker.returncode == 3, output
     assert "reallocation_failed" in output
 
 
-async def test_the_deletion_cost_rises_with_the_work_in_hand_and_falls_to_nothing(
+async def test_the_deletion_cost_follows_the_jobs_in_flight(
     local_storage: Storage, start: Program, salad_metadata_service: Any
 ) -> None:
     await local_storage.queue.send(
@@ -358,7 +357,7 @@ async def test_the_deletion_cost_rises_with_the_work_in_hand_and_falls_to_nothin
     costs = salad_metadata_service.deletion_costs
     assert max(costs) >= 4
     assert costs.index(0) == len(costs) - 1
-    assert len(costs) <= 6, "told though it hardly changed"
+    assert len(costs) <= 6, "updated although it hardly changed"
 
 
 async def absent(_: web.Request) -> web.StreamResponse:
@@ -395,7 +394,7 @@ async def test_a_metadata_service_that_fails_costs_no_image(
     monkeypatch.setattr("worker.salad.deletion_cost.EVERY_SECONDS", 0.02)
     monkeypatch.setattr(
         "worker.salad.metadata.find_metadata",
-        lambda address: metadata.SaladMetadata(address, timeout_seconds=0.1),
+        lambda: metadata.SaladMetadata(salad_metadata_service.url, timeout_seconds=0.1),
     )
     salad_metadata_service.broken = broken
     await storage.queue.send(f'{{"prompt": "a house", "id": "j{number}"}}' for number in range(20))
@@ -412,9 +411,7 @@ async def test_a_metadata_service_that_fails_costs_no_image(
                 **storage_settings.model_dump(),
                 model=Path("stand-in"),
                 device="cpu",
-                lora_cache=tmp_path / "cache",
-                metadata_url=salad_metadata_service.url,
-                depth_seconds=0,
+                cache=tmp_path / "cache",
             ),
             load=lambda: StandInEngine(tick_seconds=0.1),
             on_settled=settled,
@@ -423,8 +420,8 @@ async def test_a_metadata_service_that_fails_costs_no_image(
     )
 
     assert report.jobs == {"completed": 20}
-    told = [record for record in caplog.records if "deletion cost" in record.getMessage()]
-    assert len(told) == 1, "a failure is told once"
+    warnings = [record for record in caplog.records if "deletion cost" in record.getMessage()]
+    assert len(warnings) == 1, "a failure is logged once"
 
 
 def line_of(output: str, action: str) -> str:

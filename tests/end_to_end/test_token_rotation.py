@@ -1,4 +1,4 @@
-"""A worker process whose tokens end every few seconds: every job is done, once, by one process."""
+"""A worker process whose tokens expire every few seconds: every job is done once."""
 
 from __future__ import annotations
 
@@ -25,31 +25,29 @@ from imagefleet.storage.settings import StorageSettings
 
 JOBS = 72
 
-#: Tokens hold for two or three seconds, Azure's times being whole ones; the jobs take about eleven.
+#: Tokens are valid for two or three seconds (Azure's times are whole); the jobs take about eleven.
 LIFE = timedelta(seconds=3)
 
-#: A worker with an engine that needs no GPU and draws four images in 0.6 s. Each job may be
-#: delivered once: any that failed, or was lost on the way, would end in the poison queue.
+#: A worker with an engine that needs no GPU and generates four images in 0.6 s. Each job may be
+#: delivered once: any that failed or was lost would end in the poison queue.
 WORKER = """
 import asyncio
 from imagefleet.telemetry import logs
 from worker import process
+from worker.node import limits
 from worker.settings import WorkerSettings
 from worker.testing import StandInEngine
 
 logs.configure("text")
+limits.MIN_UPLOAD_MEGABITS = 0  # Azurite is not a line to measure
 settings = WorkerSettings(
-    model="none", until_empty=True, max_attempts=1, lease_seconds=10, prefetch_seconds=3, uploads=4
+    model="none", until_empty=True, max_attempts=1, lease_seconds=10, prefetch_seconds=3
 )
 asyncio.run(process.run_worker(settings, load=lambda: StandInEngine(tick_seconds=0.6)))
 """
 
-#: The engine needs no GPU, and Azurite is no line to measure.
-NO_NODE_CHECKS = {
-    "IMAGEFLEET_DEVICE": "cpu",
-    "IMAGEFLEET_MIN_IMAGES_PER_SECOND": "0",
-    "IMAGEFLEET_MIN_UPLOAD_MEGABITS": "0",
-}
+#: The engine needs no GPU.
+NO_NODE_CHECKS = {"IMAGEFLEET_DEVICE": "cpu", "IMAGEFLEET_MIN_IMAGES_PER_SECOND": "0"}
 
 Mint = Callable[[], str]
 
@@ -62,7 +60,7 @@ def mint(azurite_settings: StorageSettings) -> Mint:
 
 @pytest.fixture
 def start(azurite_settings: StorageSettings) -> Iterator[Callable[..., subprocess.Popen[str]]]:
-    """Starts the worker with nothing but the variables that it is given."""
+    """Starts the worker with the given variables."""
     started = []
 
     def start_worker(**variables: str) -> subprocess.Popen[str]:
@@ -103,7 +101,7 @@ async def check_that_each_job_was_done_once(storage: Storage, output: str) -> No
     assert "sig=" not in output
 
 
-async def test_tokens_in_a_file_are_rotated_under_a_worker_some_of_them_too_late(
+async def test_a_worker_survives_tokens_that_are_rotated_in_a_file_sometimes_too_late(
     azurite_settings: StorageSettings, mint: Mint, start: Any, tmp_path: Path
 ) -> None:
     file = tmp_path / "tokens.json"
@@ -120,7 +118,7 @@ async def test_tokens_in_a_file_are_rotated_under_a_worker_some_of_them_too_late
         ended = asyncio.create_task(asyncio.to_thread(process.communicate, timeout=60))
         rotations = 0
         while not ended.done():
-            # Every third time the tokens have ended for two seconds.
+            # Every third time the tokens have been expired for two seconds.
             await asyncio.wait({ended}, timeout=5 if rotations % 3 == 2 else 1.5)
             rotate()
             rotations += 1
@@ -128,10 +126,10 @@ async def test_tokens_in_a_file_are_rotated_under_a_worker_some_of_them_too_late
         assert process.returncode == 0, output
         await check_that_each_job_was_done_once(storage, output)
     assert rotations > 3
-    assert "waiting for the file" in output, "no token ended: this has shown nothing"
+    assert "waiting for the file" in output, "no token expired: this proves nothing"
 
 
-async def test_a_broker_gives_a_worker_new_tokens_and_may_be_down_for_a_while(
+async def test_a_worker_gets_new_tokens_from_a_broker_that_is_down_for_a_while(
     azurite_settings: StorageSettings,
     mint: Mint,
     start: Any,
@@ -141,7 +139,7 @@ async def test_a_broker_gives_a_worker_new_tokens_and_may_be_down_for_a_while(
     answers: Counter[int] = Counter()
 
     def answer() -> web.Response:
-        # The third and the one after it fail: until the tokens in force have ended.
+        # The third and fourth request fail, until the current tokens have expired.
         status = 503 if 2 <= answers.total() < 4 else 200
         answers[status] += 1
         return web.Response(status=status, text=mint() if status == 200 else "")
@@ -152,16 +150,16 @@ async def test_a_broker_gives_a_worker_new_tokens_and_may_be_down_for_a_while(
         process = start(
             IMAGEFLEET_BROKER_URL=broker.url,
             SSL_CERT_FILE=str(broker.certificate),
-            IMAGEFLEET_METADATA_URL=salad_metadata_service.url,
+            SALAD_METADATA_URL=salad_metadata_service.url,
             **NO_NODE_CHECKS,
         )
         async with asyncio.timeout(60):
             while (await storage.queue.depth()).messages:
                 await asyncio.sleep(0.2)
-        process.terminate()  # on SaladCloud, an empty queue is no reason to end
+        process.terminate()  # on SaladCloud, an empty queue does not end a worker
         output, _ = await asyncio.to_thread(process.communicate, timeout=30)
         assert process.returncode == 0, output
         await check_that_each_job_was_done_once(storage, output)
     assert answers[200] > 3
-    assert "waiting for the broker" in output, "no token ended: this has shown nothing"
+    assert "waiting for the broker" in output, "no token expired: this proves nothing"
     assert set(broker.identity_tokens) == {salad_metadata_service.jwt}

@@ -1,4 +1,4 @@
-"""Real worker processes, real signals, the real engine on a tiny checkpoint, both homes."""
+"""Real worker processes, signals and engine on a tiny checkpoint, with both storages."""
 
 from __future__ import annotations
 
@@ -22,12 +22,12 @@ LEASE_SECONDS = "3"
 Start = Callable[..., "subprocess.Popen[str]"]  # the fixture of conftest.py
 
 
-#: What does not depend on the home is tried on one.
+#: What does not depend on the storage is tested on one.
 local_only = pytest.mark.parametrize("storage_settings", ["local"], indirect=True)
 
 
 async def fill(storage: Storage, steps: int = 30) -> set[str]:
-    """Sends the jobs; returns the names that their images will have."""
+    """Sends the jobs; returns the names that tsecond images will have."""
     await storage.queue.send(
         f'{{"prompt": "a house", "id": "j{number}", "steps": {steps}}}' for number in range(JOBS)
     )
@@ -63,19 +63,19 @@ def worker(model: Path | str, *flags: str | Path) -> list[Any]:
     ]
 
 
-async def test_a_worker_killed_in_the_middle_costs_no_image_and_makes_none_twice(
+async def test_a_worker_killed_in_the_middle_costs_no_image_and_generates_none_twice(
     storage: Storage, tiny_model: Path, start: Start
 ) -> None:
     expected = await fill(storage)
-    victim = start(*worker(tiny_model))
+    first = start(*worker(tiny_model))
     await wait_for_images(storage, 3)
-    victim.kill()
-    await end(victim)
+    first.kill()
+    await end(first)
     before = {name: await storage.blobs.read(name) for name in await names(storage)}
-    assert len(before) < JOBS, "the worker was killed too late to show anything"
-    heir = start(*worker(tiny_model, "--until-empty"))
-    output = await end(heir)
-    assert heir.returncode == 0, output
+    assert len(before) < JOBS, "the worker was killed too late to prove anything"
+    second = start(*worker(tiny_model, "--until-empty"))
+    output = await end(second)
+    assert second.returncode == 0, output
     assert await names(storage) == expected
     for name, data in before.items():
         assert await storage.blobs.read(name) == data, f"{name} was written a second time"
@@ -118,7 +118,7 @@ async def test_a_signal_while_the_model_loads_ends_the_worker_too(
     assert "Traceback" not in output
 
 
-async def test_two_workers_at_once_share_the_jobs_and_make_none_twice(
+async def test_two_workers_share_the_jobs_and_generate_none_twice(
     storage: Storage, tiny_model: Path, start: Start
 ) -> None:
     expected = await fill(storage, steps=4)
@@ -130,7 +130,7 @@ async def test_two_workers_at_once_share_the_jobs_and_make_none_twice(
 
 
 @local_only
-async def test_a_worker_tells_how_it_is_while_it_works(
+async def test_a_worker_serves_probes_and_metrics_while_it_works(
     storage: Storage, tiny_model: Path, start: Start
 ) -> None:
     await storage.queue.send(['{"prompt": "a house", "steps": 2}'])
@@ -170,7 +170,7 @@ async def test_a_worker_tells_how_it_is_while_it_works(
         ([], "--model"),
     ],
 )
-async def test_what_the_operator_has_to_mend_is_one_line_and_exit_code_2(
+async def test_what_the_operator_has_to_fix_is_one_line_and_exit_code_2(
     storage: Storage, tiny_model: Path, start: Start, flags: list[str], sentence: str
 ) -> None:
     process = start("worker", *(str(tiny_model) if flag == "TINY" else flag for flag in flags))
@@ -183,7 +183,7 @@ async def test_what_the_operator_has_to_mend_is_one_line_and_exit_code_2(
 
 
 @local_only
-async def test_a_model_that_is_fetched_from_the_store_draws_like_any_other(
+async def test_a_model_fetched_from_the_storage_works_like_any_other(
     storage: Storage, tiny_model: Path, start: Start, tmp_path: Path
 ) -> None:
     packed = tmp_path / "tiny.tar"
@@ -192,7 +192,7 @@ async def test_a_model_that_is_fetched_from_the_store_draws_like_any_other(
     await storage.blobs.create("models/tiny.tar", packed.read_bytes(), "application/x-tar", {})
     await storage.queue.send(['{"prompt": "a house", "id": "j", "steps": 2}'])
     cache = tmp_path / "cache"
-    process = start(*worker("store:tiny.tar", "--model-cache", cache, "--until-empty"))
+    process = start(*worker("store:tiny.tar", "--cache", cache, "--until-empty"))
     assert "1 completed" in await end(process)
     assert "default/j.png" in await names(storage)
-    assert list(cache.glob("*/tiny/model_index.json"))
+    assert list(cache.glob("models/*/tiny/model_index.json"))

@@ -11,7 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from fleet import console, demo_jobs, prompt
-from imagefleet.job import chunks
+from imagefleet.job import prompt as prompts
 
 VOCABULARY = Path(__file__).parents[2] / "demo_model" / "tokenizer"
 
@@ -120,7 +120,6 @@ def test_a_missing_tokenizers_library_is_reported_with_the_command_to_install_it
 def test_an_installation_without_a_vocabulary_asks_for_a_model(
     in_process: Imagefleet, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
-    """As with every installation from a wheel."""
     monkeypatch.setattr(prompt, "_TOKENIZER", tmp_path / "nowhere")
 
     result = in_process("prompt", "a cat")
@@ -167,6 +166,6 @@ def test_tokens_equal_the_workers(both_tokenizers: tuple[object, object], text: 
 
 def test_console_and_worker_share_the_limit_of_chunks() -> None:
     def tokenise(texts: object) -> list[list[int]]:
-        return [[1] * (chunks.CHUNK_TOKENS * chunks.MAX_CHUNKS)]
+        return [[1] * (prompts.CHUNK_TOKENS * prompts.MAX_CHUNKS)]
 
-    assert len(chunks.cut("x", tokenise, None)) == chunks.MAX_CHUNKS
+    assert len(prompts.cut_into_chunks("x", tokenise, None)) == prompts.MAX_CHUNKS

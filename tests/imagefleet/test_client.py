@@ -345,7 +345,7 @@ async def test_a_job_that_no_message_can_hold_is_refused_by_its_id(fleet: aio.Fl
     ("options", "complaint"),
     [
         ({"storage": "ftp://x"}, "address is not understood"),
-        ({"storage": "local:"}, "names no folder"),
+        ({"storage": "local:"}, "lacks a folder"),
         ({"storage": "local:x", "queue": "No_Name"}, "queue: should be 3 to 56"),
         ({"storage": "local:x", "que": "jobs"}, "que: unknown key; did you mean 'queue'"),
         ({"storage": "https://a123.blob.core.windows.net"}, "SAS"),
@@ -448,10 +448,14 @@ def test_the_example_runs(storage_settings: StorageSettings, tmp_path: Path, wor
         stdout=subprocess.PIPE,
         text=True,
     ) as example:
-        while example.poll() is None:
-            if Path(storage_settings.storage.removeprefix("local:")).exists():
-                asyncio.run(work())
-            time.sleep(0.1)
+        images = Path(storage_settings.storage.removeprefix("local:")) / "images"
+        try:
+            while example.poll() is None:
+                if images.exists():  # created last
+                    asyncio.run(work())
+                time.sleep(0.1)
+        finally:
+            example.kill()
         assert example.stdout is not None
         printed = example.stdout.read()
     assert example.returncode == 0

@@ -1,4 +1,4 @@
-"""What the worker's tests share: settings over both homes, and a pipeline run to its end."""
+"""Fixtures of the worker's tests: settings for both storages, and a pipeline run to its end."""
 
 from __future__ import annotations
 
@@ -19,14 +19,14 @@ from worker.replica import UNKNOWN, Replica
 from worker.settings import WorkerSettings
 from worker.testing import StandInEngine
 
-#: Faults are repeated as often as in life, but at once.
+#: Faults are retried as often as in production, but at once.
 IMPATIENT = retry.RetryPolicy(
     tries=5, first_wait_seconds=0.001, longest_wait_seconds=0.001, waits_for_access=True
 )
 
 
 class RunPipeline(Protocol):
-    """Runs a pipeline over the test's storage until the queue is empty, or as it is told."""
+    """Runs a pipeline on the test's storage, by default until the queue is empty."""
 
     async def __call__(
         self,
@@ -41,6 +41,12 @@ class RunPipeline(Protocol):
     ) -> Pipeline: ...
 
 
+@pytest.fixture(autouse=True)
+def _short_pauses(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("worker.pull.UNTIL_EMPTY_PAUSE_SECONDS", 0.1)
+    monkeypatch.setattr("worker.pull.LONGEST_PAUSE_SECONDS", 0.1)
+
+
 @pytest.fixture
 def worker_settings(
     storage_settings: StorageSettings, tmp_path: Path
@@ -49,10 +55,8 @@ def worker_settings(
         fields = {
             **storage_settings.model_dump(),
             "model": Path("stand-in"),
-            "lora_cache": tmp_path / "cache",
+            "cache": tmp_path / "cache",
             "until_empty": True,
-            "depth_seconds": 0,
-            "poll_seconds": 0.1,
             "name": "test-worker",
             **changes,
         }

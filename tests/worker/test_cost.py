@@ -24,15 +24,15 @@ from worker.testing import StandInEngine, draw_noise
 
 RunPipeline = Callable[..., Any]  # the fixture of conftest.py
 
-#: So that storage weighs in as it does in life, where an image takes some ten times as long.
+#: Prices at which storage matters as in production, where an image takes ten times as long.
 PRICE_FILE = """
 source: a test
 storage: {blob_writes_per_10000: 0.055, queue_operations_per_10000: 0.0005}
 """
 
 
-class Lane:
-    """What the meter sees of the GPU's lane."""
+class FakeEngineThread:
+    """The part of an engine thread that the meter reads."""
 
     def __init__(self) -> None:
         from worker.gpu_thread import GpuClock
@@ -51,7 +51,7 @@ def values(meter: CostMeter) -> dict[str, float]:
     }
 
 
-async def test_images_a_dollar_by_the_metrics_are_those_of_the_runs_own_records(
+async def test_images_per_dollar_by_the_metrics_match_the_runs_records(
     storage: Storage,
     victoria_metrics: Any,  # the fixture of conftest.py
     worker_settings: Callable[..., WorkerSettings],
@@ -118,7 +118,7 @@ async def test_start_up_idle_and_busy_add_up_to_the_whole(
     assert start_up + idle + busy == pytest.approx(whole, abs=0.02)
 
 
-async def test_an_image_that_was_there_already_is_wasted_as_a_duplicate(
+async def test_an_image_that_is_stored_already_is_wasted_as_a_duplicate(
     storage: Storage, run_pipeline: RunPipeline, message: Callable[..., str]
 ) -> None:
     await storage.queue.send([message(id="a"), message(id="b")])
@@ -135,7 +135,7 @@ async def test_an_image_that_was_there_already_is_wasted_as_a_duplicate(
     assert seen["imagefleet_wasted_dollars_total:failed"] == 0
 
 
-async def test_what_the_gpu_made_for_nothing_is_wasted_as_failed(
+async def test_images_of_failed_jobs_are_wasted_as_failed(
     storage: Storage, run_pipeline: RunPipeline, message: Callable[..., str]
 ) -> None:
     def draw(request: contract.ImageRequest) -> contract.Pixels:
@@ -161,9 +161,9 @@ async def test_what_the_gpu_made_for_nothing_is_wasted_as_failed(
     assert sample("imagefleet_failed_jobs_total", {"error": "MissingFileError"}) == 0
 
 
-def test_a_wasted_dollar_is_never_taken_back() -> None:
+def test_wasted_dollars_never_decrease() -> None:
     # The engine's thread books a tick only at its end; seen in between, idle must not shrink.
-    engine_thread = Lane()
+    engine_thread = FakeEngineThread()
     meter = CostMeter(engine_thread, Replica("x", 3600.0, prices.FREE_STORAGE), Operations())  # type: ignore[arg-type]
     meter.ready()
     time.sleep(0.02)
@@ -173,9 +173,9 @@ def test_a_wasted_dollar_is_never_taken_back() -> None:
     assert meter.wasted_seconds()["idle"] == before > 0
 
 
-def test_without_a_price_there_is_no_figure_rather_than_a_wrong_one() -> None:
+def test_without_a_price_no_cost_is_reported() -> None:
     replica = Replica("none", None, prices.BUILT_IN.storage)
-    seen = values(CostMeter(Lane(), replica, Operations(blob_writes=10_000)))  # type: ignore[arg-type]
+    seen = values(CostMeter(FakeEngineThread(), replica, Operations(blob_writes=10_000)))  # type: ignore[arg-type]
 
     assert seen["imagefleet_cost_dollars_total:storage"] == pytest.approx(0.055)
     assert "imagefleet_cost_dollars_total:gpu" not in seen

@@ -67,7 +67,7 @@ async def test_the_engine_is_loaded_and_used_on_one_thread_that_is_not_the_loops
     assert threading.get_ident() not in threads
 
 
-async def test_a_model_that_cannot_be_loaded_is_the_callers_error() -> None:
+async def test_an_error_while_loading_the_model_is_raised_by_start() -> None:
     def load() -> contract.Engine:
         raise errors.SetupError("there is no model")
 
@@ -90,7 +90,7 @@ async def test_a_tick_does_not_hold_up_the_event_loop() -> None:
     assert longest < 0.1
 
 
-async def test_submitting_waits_when_a_batch_waits_at_the_door() -> None:
+async def test_submitting_blocks_while_a_batch_is_waiting() -> None:
     async with engine_thread_with(StandInEngine(capacity=2, tick_seconds=0.05)) as engine_thread:
         submitted = 0
 
@@ -102,13 +102,13 @@ async def test_submitting_waits_when_a_batch_waits_at_the_door() -> None:
 
         submitting = asyncio.create_task(submit_all())
         await asyncio.sleep(0.02)
-        assert submitted <= 2 + 2 + 2  # in the engine, at its door, and one tick further
+        assert submitted <= 2 + 2 + 2  # in the engine, waiting, and one tick further
         for _ in range(40):
             await engine_thread.finished()
         await submitting
 
 
-async def test_an_engine_whose_images_nobody_takes_waits_and_books_it_as_backpressure() -> None:
+async def test_an_engine_whose_images_are_not_taken_blocks_and_counts_it_as_backpressure() -> None:
     async with engine_thread_with(StandInEngine(capacity=1), backlog=2) as engine_thread:
         for ticket in range(4):
             await engine_thread.submit(ticket, prepared(ticket))
@@ -119,7 +119,7 @@ async def test_an_engine_whose_images_nobody_takes_waits_and_books_it_as_backpre
         assert engine_thread.clock.idle_seconds["backpressure"] > 0.05
 
 
-async def test_behind_a_shut_door_only_what_has_begun_is_finished() -> None:
+async def test_after_stop_accepting_only_what_has_begun_is_finished() -> None:
     release = threading.Event()
 
     def draw(request: contract.ImageRequest) -> contract.Pixels:
@@ -133,7 +133,7 @@ async def test_behind_a_shut_door_only_what_has_begun_is_finished() -> None:
         assert await engine_thread.submit(1, prepared(1))
         waiting = [asyncio.create_task(engine_thread.submit(2 + n, prepared(2))) for n in range(3)]
         await asyncio.sleep(0.01)
-        assert engine_thread.shut() == [1]
+        assert engine_thread.stop_accepting() == [1]
         assert await asyncio.gather(*waiting) == [False, False, False]
         assert not await engine_thread.submit(5, prepared(5))
         release.set()
@@ -147,35 +147,36 @@ async def test_a_broken_engine_is_a_node_error() -> None:
         raise errors.NodeError("CUDA error: an illegal memory access was encountered")
 
     async with engine_thread_with(StandInEngine(draw=draw)) as engine_thread:
-        watching = asyncio.create_task(engine_thread.watch(60))
+        watching = asyncio.create_task(engine_thread.watch())
         await engine_thread.submit(0, prepared(0))
         with pytest.raises(errors.NodeError, match="illegal memory access"):
             await watching
 
 
-async def test_an_engine_with_a_defect_is_a_node_error_too(
+async def test_an_engine_with_a_bug_is_a_node_error_too(
     caplog: pytest.LogCaptureFixture,
 ) -> None:
     def draw(_: contract.ImageRequest) -> contract.Pixels:
         raise ZeroDivisionError
 
     async with engine_thread_with(StandInEngine(draw=draw)) as engine_thread:
-        watching = asyncio.create_task(engine_thread.watch(60))
+        watching = asyncio.create_task(engine_thread.watch())
         await engine_thread.submit(0, prepared(0))
         with pytest.raises(errors.NodeError, match="ZeroDivisionError"):
             await watching
     assert "the engine failed" in caplog.text
 
 
-async def test_an_engine_that_hangs_is_a_node_error() -> None:
+async def test_an_engine_that_hangs_is_a_node_error(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("worker.gpu_thread.STALL_SECONDS", 0.1)
     async with engine_thread_with(StandInEngine(tick_seconds=0.5)) as engine_thread:
         await engine_thread.submit(0, prepared(0))
         with pytest.raises(errors.NodeError, match="it hangs"):
-            await engine_thread.watch(0.1)
+            await engine_thread.watch()
         await engine_thread.finished()
 
 
-async def test_idle_time_is_booked_only_from_the_first_image_on() -> None:
+async def test_idle_time_counts_only_from_the_first_image_on() -> None:
     async with engine_thread_with(StandInEngine(tick_seconds=0.05)) as engine_thread:
         await asyncio.sleep(0.1)
         assert not engine_thread.clock.idle_seconds

@@ -33,7 +33,7 @@ async def running(keeper: LeaseKeeper) -> AsyncIterator[None]:
             await task
 
 
-async def test_a_kept_lease_outlives_its_time_and_nobody_else_gets_the_message(
+async def test_a_renewed_lease_outlives_its_time_and_no_other_worker_gets_the_message(
     storage: Storage,
 ) -> None:
     results: list[str] = []
@@ -48,7 +48,7 @@ async def test_a_kept_lease_outlives_its_time_and_nobody_else_gets_the_message(
     assert (await storage.queue.depth()).messages == 0
 
 
-async def test_an_acknowledgement_during_renewals_never_meets_a_stale_receipt(
+async def test_an_acknowledgement_during_renewals_never_uses_a_stale_receipt(
     storage: Storage,
 ) -> None:
     keeper = LeaseKeeper(storage.queue, LEASE_SECONDS)
@@ -78,7 +78,7 @@ async def test_a_lease_that_another_worker_took_over_is_lost_and_not_acknowledge
     await storage.queue.delete(taken_over)  # still the other worker's to end
 
 
-async def test_a_lease_handed_back_is_anothers_at_once(storage: Storage) -> None:
+async def test_a_lease_handed_back_is_available_at_once(storage: Storage) -> None:
     keeper = LeaseKeeper(storage.queue, 60)
     lease = await take(storage, keeper)
     await keeper.release(lease)
@@ -103,7 +103,7 @@ class FlakyQueue:
         await self._queue.delete(message)
 
 
-async def test_a_renewal_without_an_answer_is_neither_kept_nor_lost_until_the_next(
+async def test_a_lease_is_unknown_after_a_renewal_without_a_reply_until_the_next(
     storage: Storage, caplog: pytest.LogCaptureFixture
 ) -> None:
     results: list[str] = []
@@ -118,10 +118,10 @@ async def test_a_renewal_without_an_answer_is_neither_kept_nor_lost_until_the_ne
             await asyncio.sleep(0.01)
         await keeper.acknowledge(lease)
     assert results[:2] == ["unknown", "renewed"]
-    assert "could not be renewed yet" in caplog.text
+    assert "renewing a lease failed" in caplog.text
 
 
-async def test_a_renewal_that_is_refused_for_good_ends_the_keeper(storage: Storage) -> None:
+async def test_a_permanently_refused_renewal_ends_the_keeper(storage: Storage) -> None:
     class ClosedQueue(FlakyQueue):
         async def renew(self, message: LeasedMessage, lease_seconds: float) -> LeasedMessage:
             raise errors.SetupError("the SAS token has expired")
@@ -132,7 +132,7 @@ async def test_a_renewal_that_is_refused_for_good_ends_the_keeper(storage: Stora
         await asyncio.wait_for(keeper.run(), 5)
 
 
-async def test_a_dropped_lease_is_not_renewed_any_more(storage: Storage) -> None:
+async def test_a_dropped_lease_is_no_longer_renewed(storage: Storage) -> None:
     keeper = LeaseKeeper(storage.queue, LEASE_SECONDS)
     lease = await take(storage, keeper)
     keeper.drop(lease)

@@ -1,4 +1,4 @@
-"""The whole way of a job, over both homes, with an engine that stands in for the GPU."""
+"""A job's whole way on both storages, with a stand-in engine."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ async def is_empty(storage: Storage) -> bool:
     return (await storage.queue.depth()).messages == 0
 
 
-async def test_each_job_becomes_the_picture_of_its_own_seed(
+async def test_each_job_becomes_the_image_of_its_seed(
     storage: Storage, run_pipeline: RunPipeline, message: Callable[..., str]
 ) -> None:
     await storage.queue.send(message(id=f"j{seed}", seed=seed) for seed in range(20))
@@ -79,7 +79,7 @@ async def test_a_job_of_several_images_is_acknowledged_with_its_last(
         ('{"prompt": "a", "model": "another"}', "asks for the model 'another'"),
     ],
 )
-async def test_a_job_that_can_never_succeed_is_poison_at_once_and_the_worker_goes_on(
+async def test_a_job_that_can_never_succeed_goes_to_the_poison_queue_at_once(
     storage: Storage,
     run_pipeline: RunPipeline,
     message: Callable[..., str],
@@ -140,15 +140,20 @@ async def test_an_image_of_one_colour_is_retried_and_never_stored(
     assert pipeline.settler.outcomes == {"retried": 1, "completed": 1}
 
 
-async def test_a_node_that_fails_image_after_image_takes_itself_out(
-    storage: Storage, run_pipeline: RunPipeline, message: Callable[..., str]
+async def test_a_node_that_fails_image_after_image_stops(
+    storage: Storage,
+    run_pipeline: RunPipeline,
+    message: Callable[..., str],
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
+    monkeypatch.setattr("worker.node.watchdog.FAILURES_IN_A_ROW", 4)
+
     def draw(_: contract.ImageRequest) -> contract.Pixels:
         raise errors.TransientError("the image came out as NaN")
 
     await storage.queue.send(message(id=f"j{number}") for number in range(8))
     with pytest.raises(errors.NodeError, match="4 images in a row"):
-        await run_pipeline(StandInEngine(draw=draw), engine_failures=4)
+        await run_pipeline(StandInEngine(draw=draw))
     assert (await storage.queue.depth()).messages == 8  # handed back or waiting: none is lost
 
 
@@ -165,7 +170,7 @@ async def test_a_broken_engine_hands_everything_back_for_another_worker(
     assert len(messages) == 6  # at once, not after 300 s
 
 
-async def test_a_blob_that_is_there_already_makes_the_job_done_and_a_duplicate(
+async def test_a_blob_that_exists_already_completes_the_job_as_a_duplicate(
     storage: Storage, run_pipeline: RunPipeline, message: Callable[..., str]
 ) -> None:
     await storage.blobs.create("default/j.png", b"the first", "image/png", {})
@@ -176,7 +181,7 @@ async def test_a_blob_that_is_there_already_makes_the_job_done_and_a_duplicate(
     assert await is_empty(storage)
 
 
-async def test_a_job_that_killed_all_its_workers_is_poison_without_another_try(
+async def test_a_job_that_killed_all_its_workers_goes_to_the_poison_queue_untried(
     storage: Storage, run_pipeline: RunPipeline, message: Callable[..., str]
 ) -> None:
     await storage.queue.send([message(id="killer", campaign="c")])
@@ -210,7 +215,7 @@ class FaultyBlobs:
 
 
 class FaultyStorage:
-    """A home whose blobs fail at first."""
+    """A storage whose blobs fail at first."""
 
     def __init__(self, opened: Storage, faults: int) -> None:
         self.queue, self.poison, self.url = opened.queue, opened.poison, opened.url
@@ -228,7 +233,7 @@ async def test_an_upload_that_fails_is_repeated_without_generating_again(
     assert pipeline.settler.outcomes == {"completed": 3}
 
 
-async def test_a_storage_that_stays_down_gives_the_job_back_instead_of_losing_it(
+async def test_storage_that_stays_down_retries_the_job_instead_of_losing_it(
     storage: Storage,
     run_pipeline: RunPipeline,
     message: Callable[..., str],
@@ -254,7 +259,7 @@ class WaitingBlobs(FaultyBlobs):
         return await super().read(name, max_bytes)
 
 
-async def test_the_loras_of_a_job_are_fetched_side_by_side(
+async def test_the_loras_of_a_job_are_fetched_concurrently(
     storage: Storage,
     run_pipeline: RunPipeline,
     message: Callable[..., str],
@@ -394,7 +399,7 @@ async def test_until_empty_waits_for_what_a_dead_worker_still_leases(
     assert pipeline.settler.outcomes == {"completed": 1}
 
 
-async def test_the_engine_waits_for_nothing_while_there_are_jobs(
+async def test_the_engine_is_hardly_idle_while_there_are_jobs(
     storage: Storage, run_pipeline: RunPipeline, message: Callable[..., str]
 ) -> None:
     await storage.queue.send(message(id=f"j{number}") for number in range(40))
@@ -422,11 +427,11 @@ async def test_the_engine_waits_for_nothing_while_there_are_jobs(
         assert sample("imagefleet_stage_seconds_count", {"stage": stage}) == 40
 
 
-async def test_the_depth_of_both_queues_is_measured_beside_the_work(
+async def test_the_depth_of_both_queues_is_measured(
     storage: Storage, run_pipeline: RunPipeline, message: Callable[..., str]
 ) -> None:
     await storage.queue.send([message(id="j"), "nonsense"])
-    pipeline = await run_pipeline(StandInEngine(tick_seconds=0.3), depth_seconds=60)
+    pipeline = await run_pipeline(StandInEngine(tick_seconds=0.3))
     sample = pipeline.metrics.registry.get_sample_value
     for queue in (storage.queue, storage.poison):
         depth = await queue.depth()

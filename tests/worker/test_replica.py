@@ -1,9 +1,11 @@
 from __future__ import annotations
 
-from collections.abc import Callable
+import threading
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
+import pynvml
 import pytest
 
 from imagefleet import errors
@@ -14,19 +16,40 @@ from worker.settings import WorkerSettings
 AZURE = "https://account.blob.core.windows.net"
 
 
+class Driver:
+    """A fake NVML: one card by any index or UUID, an error, or no answer."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.name: str = "NVIDIA GeForce RTX 4090"
+        self.mebibytes = 24564
+        self.error: Exception | None = None
+        self.answers = threading.Event()
+        self.answers.set()
+        self.cards: list[str] = []
+        for name in ("nvmlInit", "nvmlDeviceGetName", "nvmlDeviceGetMemoryInfo"):
+            monkeypatch.setattr(pynvml, name, getattr(self, name))
+        monkeypatch.setattr(pynvml, "nvmlDeviceGetHandleByIndex", self.handle)
+        monkeypatch.setattr(pynvml, "nvmlDeviceGetHandleByUUID", self.handle)
+
+    def nvmlInit(self) -> None:  # noqa: N802 - NVML's name
+        self.answers.wait()
+        if self.error is not None:
+            raise self.error
+
+    def handle(self, card: int | str) -> object:
+        self.cards.append(str(card))
+        return self
+
+    def nvmlDeviceGetName(self, handle: object) -> str:  # noqa: N802 - NVML's name
+        return self.name
+
+    def nvmlDeviceGetMemoryInfo(self, handle: object) -> SimpleNamespace:  # noqa: N802
+        return SimpleNamespace(total=self.mebibytes * 2**20)
+
+
 @pytest.fixture
-def driver(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[[str], Path]:
-    """Puts a program in the place of nvidia-smi; its arguments end up in the returned file."""
-
-    def install(script: str) -> Path:
-        program = tmp_path / "bin" / "nvidia-smi"
-        program.parent.mkdir(exist_ok=True)
-        program.write_text(f'#!/bin/sh\necho "$@" > {tmp_path}/arguments\n{script}\n')
-        program.chmod(0o755)
-        monkeypatch.setenv("PATH", f"{program.parent}:/usr/bin:/bin")
-        return tmp_path / "arguments"
-
-    return install
+def driver(monkeypatch: pytest.MonkeyPatch) -> Driver:
+    return Driver(monkeypatch)
 
 
 def find(**changes: Any) -> replica.Replica:
@@ -45,34 +68,56 @@ def find(**changes: Any) -> replica.Replica:
         ("NVIDIA GeForce RTX 4090 Laptop GPU, 16376", "RTX 4090 Laptop GPU", None),
     ],
 )
-def test_the_card_that_is_there_has_its_price(
-    answer: str, gpu: str, dollars: float | None, driver: Callable[[str], Path]
+def test_the_actual_card_has_its_price(
+    answer: str, gpu: str, dollars: float | None, driver: Driver
 ) -> None:
-    driver(f'echo "{answer}"')
+    name, mebibytes = answer.split(", ")
+    driver.name, driver.mebibytes = name, int(mebibytes)
     found = find()
 
     assert (found.gpu, found.dollars_per_hour) == (gpu, dollars)
     assert found.storage_prices == prices.BUILT_IN.storage
 
 
-@pytest.mark.parametrize("script", ["exit 9", "echo nonsense", "echo '[N/A], [N/A]'", "true"])
-def test_a_driver_that_does_not_tell_ends_no_worker(
-    script: str, driver: Callable[[str], Path], caplog: pytest.LogCaptureFixture
+@pytest.mark.parametrize(
+    "error",
+    [
+        pynvml.NVMLError(pynvml.NVML_ERROR_NO_PERMISSION),
+        pynvml.NVMLError(pynvml.NVML_ERROR_NOT_FOUND),
+        pynvml.NVMLError(pynvml.NVML_ERROR_UNKNOWN),
+        ValueError("nonsense"),
+    ],
+)
+def test_a_driver_that_fails_does_not_stop_a_worker(
+    error: Exception, driver: Driver, caplog: pytest.LogCaptureFixture
 ) -> None:
-    driver(script)
+    driver.error = error
     found = find()
 
     assert (found.gpu, found.dollars_per_hour) == (replica.NO_GPU, None)
     assert "the GPU's name is not known" in caplog.text
 
 
-def test_a_driver_that_hangs_is_given_up(
-    driver: Callable[[str], Path], monkeypatch: pytest.MonkeyPatch
+@pytest.mark.parametrize(
+    "code", [pynvml.NVML_ERROR_LIBRARY_NOT_FOUND, pynvml.NVML_ERROR_DRIVER_NOT_LOADED]
+)
+def test_without_a_driver_there_is_no_gpu_and_no_warning(
+    code: int, driver: Driver, caplog: pytest.LogCaptureFixture
 ) -> None:
-    monkeypatch.setattr(replica, "DRIVER_SECONDS", 0.1)
-    driver("exec sleep 30")
+    driver.error = pynvml.NVMLError(code)
 
     assert find().gpu == replica.NO_GPU
+    assert not caplog.records
+
+
+def test_a_driver_that_hangs_is_given_up(driver: Driver, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(replica, "DRIVER_SECONDS", 0.1)
+    driver.answers.clear()
+    driver.error = TimeoutError()  # for the thread, once it is released
+    try:
+        assert find().gpu == replica.NO_GPU
+    finally:
+        driver.answers.set()
 
 
 @pytest.mark.parametrize(
@@ -83,20 +128,19 @@ def test_the_driver_is_asked_for_the_card_that_the_worker_uses(
     device: str,
     visible: str | None,
     card: str,
-    driver: Callable[[str], Path],
+    driver: Driver,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
     if visible is not None:
         monkeypatch.setenv("CUDA_VISIBLE_DEVICES", visible)
-    arguments = driver("echo 'NVIDIA GeForce RTX 4090, 24564'")
     find(device=device)
 
-    assert f"--id={card}" in arguments.read_text().split()
+    assert driver.cards == [card]
 
 
-def test_settings_come_before_the_driver(driver: Callable[[str], Path]) -> None:
-    driver("exit 1")
+def test_settings_come_before_the_driver(driver: Driver) -> None:
+    driver.error = pynvml.NVMLError(pynvml.NVML_ERROR_UNKNOWN)
 
     assert find(gpu="3060ti", priority="high").dollars_per_hour == 0.08
     assert find(gpu="3060ti").gpu == "RTX 3060 Ti 8GB"
@@ -104,19 +148,19 @@ def test_settings_come_before_the_driver(driver: Callable[[str], Path]) -> None:
     assert find(price_per_hour=0).dollars_per_hour == 0
 
 
-def test_a_gpu_without_a_price_is_told_and_ends_no_worker(
+def test_a_gpu_without_a_price_is_logged_and_does_not_stop_a_worker(
     caplog: pytest.LogCaptureFixture,
 ) -> None:
     assert find(gpu="RTX 3060").dollars_per_hour is None
-    assert "RTX 3060 8GB, RTX 3060 12GB; or give --price-per-hour" in caplog.text
+    assert "RTX 3060 8GB, RTX 3060 12GB; or set --price-per-hour" in caplog.text
 
 
-def test_a_folder_costs_nothing_an_operation(tmp_path: Path) -> None:
+def test_operations_on_a_folder_cost_nothing(tmp_path: Path) -> None:
     settings = WorkerSettings(model=Path("m"), storage=f"local:{tmp_path}", device="cpu")
 
     assert replica.find_replica(settings).storage_prices.blob_write == 0
 
 
-def test_a_wrong_price_file_is_the_operators_to_mend(tmp_path: Path) -> None:
+def test_a_wrong_price_file_is_a_setup_error(tmp_path: Path) -> None:
     with pytest.raises(errors.SetupError, match="price file"):
         find(price_file=tmp_path / "none.yaml")

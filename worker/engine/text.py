@@ -11,9 +11,7 @@ from cachetools import LRUCache
 from transformers import CLIPTextModel, CLIPTokenizer
 
 from imagefleet import errors
-from imagefleet.job import chunks
-from imagefleet.job.chunks import CHUNK_TOKENS, Chunk
-from imagefleet.job.prompt import Prompt
+from imagefleet.job.prompt import CHUNK_TOKENS, Chunk, Prompt, cut_into_chunks
 
 #: Tokens of an encoded chunk: start, the chunk, and end tokens as padding.
 CONTEXT_TOKENS = CHUNK_TOKENS + 2
@@ -52,7 +50,7 @@ class Tokenizer:
         Raises:
             JobError: it is too long, or a weight in it is not a number or too large.
         """
-        return chunks.cut(prompt, self._tokenise, self._comma)
+        return cut_into_chunks(prompt, self._tokenise, self._comma)
 
     def _tokenise(self, texts: Sequence[str]) -> Sequence[Sequence[int]]:
         if not texts:

@@ -1,68 +1,77 @@
-"""LoRAs kept on this machine's disk; several workers may share the folder."""
+"""Fetched files on this machine's disk, in folders that several workers may share."""
 
 from __future__ import annotations
 
 import contextlib
+import errno
 import logging
 import os
 import shutil
 import tempfile
 import time
-from collections.abc import Iterator
+from collections.abc import AsyncIterator, Iterator
 from pathlib import Path
+
+from filelock import AsyncFileLock, Timeout
 
 from imagefleet import errors
 
 log = logging.getLogger(__name__)
 
-#: A file used this recently stays, over the limit if need be: some job of some worker is about to
-#: read it. Where that took longer and the file is gone, the job is tried again.
+#: A file used this recently stays, even above the limit: a worker is about to read it. If reading
+#: starts later and the file is gone, the job is retried.
 IN_USE_SECONDS = 60.0
 
-#: What a worker that was killed left behind; no download takes this long.
-_ABANDONED_SECONDS = 3600.0
+#: Left free besides a model, for the images and logs of other programs.
+SPARE_BYTES = 64 * 2**20
 
 SUFFIX = ".safetensors"
 
+#: Partial files of killed workers are removed after this time; no download takes as long.
+_ABANDONED_SECONDS = 3600.0
 
-class LoraFolder:
-    """Files of *max_bytes* in all, less on a disk that is full; the least recently used ones go.
+_LOCK_POLL_SECONDS = 0.5
 
-    A file's access time is its last use; its modification time stays, since the memory's cache
-    goes by that.
+_REFUSED = frozenset({errno.EACCES, errno.EPERM, errno.EROFS})
+
+
+class DiskCache:
+    """One folder; where *max_bytes* are given, the least recently used files are evicted.
+
+    A file's access time is its last use; its modification time does not change, since the cache in
+    memory compares it.
     """
 
-    def __init__(self, folder: Path, max_bytes: int) -> None:
-        self._folder = folder.expanduser()
+    def __init__(self, folder: Path, max_bytes: int | None = None) -> None:
+        self.folder = folder.expanduser()
         self._max_bytes = max_bytes
 
     def find(self, name: str) -> Path | None:
-        """The file of that name, marked as used just now."""
-        path = self._folder / f"{name}{SUFFIX}"
+        """The file of that name, marked as used now."""
+        path = self.folder / f"{name}{SUFFIX}"
         try:
             os.utime(path, ns=(time.time_ns(), path.stat().st_mtime_ns))
         except FileNotFoundError:
             return None
-        except OSError as error:  # on a disk that only reads, say: the file is there all the same
+        except OSError as error:  # the disk may be read-only; the file exists all the same
             log.debug("%s cannot be marked as used: %s", path, error)
         return path
 
     def drop(self, path: Path) -> None:
-        """Removes a file; raises NodeError where the disk does not let it."""
-        with self._translated():
+        with self.errors():
             path.unlink(missing_ok=True)
 
     def store(self, name: str, data: bytes) -> Path:
-        """Writes a file that is there in full or not at all, whoever else writes it too.
+        """Writes a file atomically, so that no worker sees a part of it.
 
         Raises:
-            NodeError: the disk does not take it.
+            NodeError, SetupError: the disk is full or broken, or the folder not writable.
         """
-        path = self._folder / f"{name}{SUFFIX}"
-        with self._translated():
-            self._folder.mkdir(parents=True, exist_ok=True)
-            self._make_room(len(data))
-            descriptor, temporary = tempfile.mkstemp(dir=self._folder, prefix=".", suffix=".part")
+        path = self.folder / f"{name}{SUFFIX}"
+        with self.errors():
+            self.folder.mkdir(parents=True, exist_ok=True)
+            self._evict(len(data))
+            descriptor, temporary = tempfile.mkstemp(dir=self.folder, prefix=".", suffix=".part")
             try:
                 with os.fdopen(descriptor, "wb") as file:
                     file.write(data)
@@ -71,23 +80,53 @@ class LoraFolder:
                 Path(temporary).unlink(missing_ok=True)
         return path
 
+    def check_room(self, needed_bytes: int) -> None:
+        """Raises NodeError if the disk has too little room for *needed_bytes* more."""
+        free = shutil.disk_usage(self.folder).free
+        if needed_bytes + SPARE_BYTES > free:
+            raise errors.NodeError(
+                f"{needed_bytes / 1e6:,.0f} MB more are needed in {self.folder}, where"
+                f" {free / 1e6:,.0f} MB are free: use a larger disk or another --cache"
+            )
+
+    @contextlib.asynccontextmanager
+    async def lock(self) -> AsyncIterator[None]:
+        """Lets in one worker of this machine at a time; the system frees a killed worker's lock."""
+        with self.errors():
+            self.folder.mkdir(parents=True, exist_ok=True)
+            lock = AsyncFileLock(self.folder / "lock", poll_interval=_LOCK_POLL_SECONDS)
+            try:
+                await lock.acquire(blocking=False)
+            except Timeout:
+                log.info("waiting for another worker's download", extra={"action": "model_awaited"})
+                await lock.acquire()
+        try:
+            yield
+        finally:
+            await lock.release()
+
     @contextlib.contextmanager
-    def _translated(self) -> Iterator[None]:
+    def errors(self) -> Iterator[None]:
+        """Translates OSError: a missing permission is for the operator, the rest the node's fault.
+
+        If a job were retried for it, this worker would quickly use up the attempts of every job
+        in the queue.
+        """
         try:
             yield
         except OSError as error:
-            # Tried again here, every job with a LoRA would fail, and fast: this worker would eat up
-            # the attempts of a whole queue.
-            raise errors.NodeError(
-                f"the LoRA cache {self._folder} cannot be written: {error.strerror or error}"
+            kind = errors.SetupError if error.errno in _REFUSED else errors.NodeError
+            raise kind(
+                f"the cache {self.folder} cannot be written: {error.strerror or error}"
             ) from error
 
-    def _make_room(self, size: int) -> None:
+    def _evict(self, size: int) -> None:
         now = time.time()
         files = sorted(self._files(), key=lambda each: each[1].st_atime_ns)
         total = size + sum(status.st_size for _, status in files)
-        free = shutil.disk_usage(self._folder).free
-        excess = max(total - self._max_bytes, size - free)
+        excess = size - shutil.disk_usage(self.folder).free
+        if self._max_bytes is not None:
+            excess = max(excess, total - self._max_bytes)
         for path, status in files:
             is_part = path.suffix != SUFFIX
             kept_seconds = _ABANDONED_SECONDS if is_part else IN_USE_SECONDS
@@ -97,7 +136,7 @@ class LoraFolder:
             excess -= status.st_size
 
     def _files(self) -> Iterator[tuple[Path, os.stat_result]]:
-        for path in self._folder.iterdir():
+        for path in self.folder.iterdir():
             if path.suffix in {SUFFIX, ".part"}:
-                with contextlib.suppress(FileNotFoundError):  # another worker made room, too
+                with contextlib.suppress(FileNotFoundError):  # evicted by another worker
                     yield path, path.stat()

@@ -1,4 +1,4 @@
-"""Where a model is fetched from: an address, or the store. Both can go on in the middle."""
+"""Sources to fetch a file from: a URL, or the storage. Both can resume in the middle."""
 
 from __future__ import annotations
 
@@ -6,9 +6,7 @@ import contextlib
 import re
 import urllib.request
 from collections.abc import AsyncIterator
-from contextlib import AbstractAsyncContextManager
 from dataclasses import dataclass
-from typing import Protocol
 
 import aiohttp
 from yarl import URL
@@ -16,14 +14,14 @@ from yarl import URL
 from imagefleet import errors
 from imagefleet.storage import protocol
 
-#: A server that sends nothing for this long will not any more; asked again, it may.
+#: A server that sends nothing for this long is given up, and asked again.
 STALL_SECONDS = 30.0
 
 _CONNECT_SECONDS = 10.0
 
 _CHUNK_BYTES = 2**20
 
-#: Large enough that the time between two requests is nothing, small enough for any memory.
+#: Large enough for the pauses between requests not to matter, small enough for any memory.
 _PART_BYTES = 16 * 2**20
 
 _CONTENT_RANGE = re.compile(r"bytes (\d+)-\d+/(\d+)")
@@ -31,9 +29,9 @@ _CONTENT_RANGE = re.compile(r"bytes (\d+)-\d+/(\d+)")
 
 @dataclass(frozen=True, slots=True)
 class Opened:
-    """An answer: bytes from *offset* on, which may be 0 although more was asked for.
+    """A response: bytes from *offset* on, which may be 0 although more was requested.
 
-    The same *version* means the same bytes; None where the server does not tell.
+    The same *version* means the same bytes; None where the server has none.
     """
 
     offset: int
@@ -42,37 +40,28 @@ class Opened:
     chunks: AsyncIterator[bytes]
 
 
-class ModelChangedError(errors.TransientError):
-    """The model is another one than when its download began."""
-
-
-class Source(Protocol):
-    """A file that somebody else has; *label* names it without any secret."""
-
-    @property
-    def label(self) -> str: ...
-
-    def opened(self, offset: int, version: str | None) -> AbstractAsyncContextManager[Opened]:
-        """Opens the file at *offset*, or at 0 if it no longer has that *version*.
-
-        Raises:
-            TransientError: it may work another time, also from inside the block; SetupError: it
-            will not.
-        """
+class FileChangedError(errors.TransientError):
+    """The file has changed since its download began."""
 
 
 class HttpSource:
-    """A file behind an http or https address."""
+    """A file at an http or https URL."""
 
-    def __init__(self, address: str, *, must_be_private: bool) -> None:
-        """*must_be_private* refuses to be redirected to plain http."""
+    def __init__(self, address: str, *, requires_https: bool) -> None:
+        """*requires_https* refuses redirects to plain http."""
         self._url = URL(address)
-        self._must_be_private = must_be_private
-        # The query may be a SAS token, and before the host may stand a password.
+        self._requires_https = requires_https
+        # The query may be a SAS token, and the user part a password.
         self.label = str(self._url.with_query(None).with_user(None))
 
     @contextlib.asynccontextmanager
     async def opened(self, offset: int, version: str | None) -> AsyncIterator[Opened]:
+        """Opens the file at *offset*, or at 0 if it no longer has that *version*.
+
+        Raises:
+            TransientError: a later try may succeed, also from inside the block; SetupError: none
+            will.
+        """
         headers = {"Accept-Encoding": "identity"}
         if offset:
             headers["Range"] = f"bytes={offset}-"
@@ -87,54 +76,49 @@ class HttpSource:
                 aiohttp.ClientSession(timeout=timeout, trust_env=through_proxy) as session,
                 session.get(self._url, headers=headers) as response,
             ):
-                self._check(response)
                 yield self._answer(response, offset)
         except (aiohttp.ClientError, TimeoutError, OSError) as error:
-            # Without its cause, whose text may end in the address with its token.
+            # Without its cause, whose text may contain the address with its token.
             raise errors.TransientError(
                 f"the download of {self.label} broke off: {type(error).__name__}"
             ) from None
 
-    def _check(self, response: aiohttp.ClientResponse) -> None:
-        if self._must_be_private and response.url.scheme != "https":
-            raise errors.SetupError(
-                f"{self.label} leads to a plain http address: give --model-sha256, so that nobody"
-                " on the way can change the model"
-            )
-        status = response.status
-        if status in {200, 206}:
-            return
-        said = f"{self.label} answers HTTP {status}"
-        if status == 416:  # noqa: PLR2004 - Range Not Satisfiable: it is shorter than before
-            raise ModelChangedError(f"{said}: the model has changed")
-        if status in {408, 429} or status >= 500:  # noqa: PLR2004 - it may pass
-            raise errors.TransientError(said)
-        raise errors.SetupError(f"{said}: check --model, and the token in it if there is one")
-
     def _answer(self, response: aiohttp.ClientResponse, offset: int) -> Opened:
-        total = response.content_length
-        if response.status == 200:  # noqa: PLR2004 - all of it, whatever was asked for
-            offset = 0
-        else:
-            found = _CONTENT_RANGE.fullmatch(response.headers.get("Content-Range", ""))
-            if not found or int(found[1]) != offset:
-                raise errors.TransientError(f"{self.label} answers with another part of the file")
-            total = int(found[2])
+        if self._requires_https and response.url.scheme != "https":
+            raise errors.SetupError(
+                f"{self.label} redirects to plain http, where the model could be changed on"
+                " its way: set --model-sha256"
+            )
         etag = response.headers.get("ETag", "W/")
         version = response.headers.get("Last-Modified") if etag.startswith("W/") else etag
-        return Opened(offset, total, version, response.content.iter_chunked(_CHUNK_BYTES))
+        chunks = response.content.iter_chunked(_CHUNK_BYTES)
+        answer = f"{self.label} answers HTTP {response.status}"
+        match response.status:
+            case 200:  # all of it, whatever was requested
+                return Opened(0, response.content_length, version, chunks)
+            case 206:
+                found = _CONTENT_RANGE.fullmatch(response.headers.get("Content-Range", ""))
+                if not found or int(found[1]) != offset:
+                    raise errors.TransientError(f"{answer} with another part of the file")
+                return Opened(offset, int(found[2]), version, chunks)
+            case 416:  # Range Not Satisfiable: it is shorter than before
+                raise FileChangedError(f"{answer}: the file has changed")
+            case status if status in {408, 429} or status >= 500:  # noqa: PLR2004
+                raise errors.TransientError(answer)
+        raise errors.SetupError(f"{answer}: check --model, and its token if it has one")
 
 
-class StoreSource:
-    """The blob `models/NAME` of the store that the images go to."""
+class BlobSource:
+    """The blob `models/NAME` in the storage."""
 
     def __init__(self, blobs: protocol.BlobStore, name: str) -> None:
         self._blobs = blobs
         self._blob = f"models/{name}"
-        self.label = f"the store's {self._blob}"
+        self.label = f"{self._blob} in the storage"
 
     @contextlib.asynccontextmanager
     async def opened(self, offset: int, version: str | None) -> AsyncIterator[Opened]:
+        """As `HttpSource.opened`."""
         first = await self._part(offset)
         if offset and first.version != version:
             offset, first = 0, await self._part(0)
@@ -149,12 +133,15 @@ class StoreSource:
                 return
             part = await self._part(offset)
             if part.version != version:
-                raise ModelChangedError(f"{self.label} was replaced while it was fetched")
+                raise FileChangedError(f"{self.label} was replaced during its download")
 
     async def _part(self, offset: int) -> protocol.BlobPart:
         part = await self._blobs.read_part(self._blob, offset, _PART_BYTES)
         if part is None:
             raise errors.SetupError(
-                f"there is no {self._blob} in the store: upload it, or mend --model"
+                f"there is no {self._blob} in the storage: upload it or correct --model"
             )
         return part
+
+
+Source = HttpSource | BlobSource

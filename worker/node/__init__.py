@@ -1,1 +1,1 @@
-"""Whether a node can do its work, before and while it works."""
+"""Checks that a node can do its work, before and while it works."""

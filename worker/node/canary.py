@@ -1,8 +1,8 @@
-"""Whose fault spoilt images are: the jobs', or this node's.
+"""Finds out whether failed images are the fault of the jobs or of this node.
 
-A LoRA that gives NaN, or a size that a GPU class has not the memory for, spoils every image of a
+A LoRA that gives NaN, or a size too large for a GPU class's memory, fails every image of a
 campaign on any node, and each node that is given up for it is kept from the group for 48 hours.
-So before spoilt images count against a node, a plain one is drawn beside the work.
+So before failed images count against a node, a plain image is generated alongside the work.
 """
 
 from __future__ import annotations
@@ -19,17 +19,17 @@ from worker.stages import encode
 
 log = logging.getLogger(__name__)
 
-#: The engine's own work until the proof has to be there, with all that waits before it: the
-#: largest images on the slowest card. No time on the wall, since a storage that is down holds the
-#: engine back, and the proof with it; an engine that hangs is `GpuLane.watch`'s.
+#: The engine's work until the canary has to be finished, with all that waits before it: the
+#: largest images on the slowest card. Not wall time, since storage that is down blocks the engine
+#: and the canary with it; an engine that hangs is for `EngineThread.watch`.
 LONGEST_BUSY_SECONDS = 600.0
 
-#: Between two looks at the engine's clock.
-LOOK_SECONDS = 1.0
+#: Between two readings of the engine's clock.
+POLL_SECONDS = 1.0
 
 
 class Canary:
-    """Draws plain images, one at a time, with tickets that belong to no job."""
+    """Generates plain images, one at a time, with tickets that belong to no job."""
 
     def __init__(
         self, engine: contract.Engine, engine_thread: EngineThread, tickets: Iterator[int]
@@ -41,34 +41,34 @@ class Canary:
         self._outcome: asyncio.Future[contract.Outcome | None] | None = None
         self._one_at_a_time = asyncio.Lock()
 
-    async def verdict(self, alarm: str) -> str | None:
-        """What is wrong with this node; None where its jobs are at fault, or the worker drains."""
+    async def diagnose(self, alarm: str) -> str | None:
+        """What is wrong with this node; None if its jobs are at fault, or the worker drains."""
         async with self._one_at_a_time:
-            drawing = asyncio.create_task(self._draw(), name="proof")
+            generating = asyncio.create_task(self._generate(), name="canary")
             try:
-                is_drawn = await self._bounded(drawing)
+                is_generated = await self._bounded(generating)
             except errors.FleetError as error:
                 return f"{alarm}; and a plain image failed as well: {error}"
             finally:
-                drawing.cancel()
-        if is_drawn:
+                generating.cancel()
+        if is_generated:
             log.warning(
-                "%s; but a plain image came out well: the jobs are at fault, not this node",
+                "%s; but a plain image succeeded: the jobs are at fault, not this node",
                 alarm,
                 extra={"action": "node_proved"},
             )
         return None
 
     def finished(self, ticket: int, outcome: contract.Outcome | None) -> None:
-        """A ticket of no job is through; None: the worker drains, and it was not begun."""
+        """The outcome of a ticket without a job; None: not begun, since the worker drains."""
         if ticket == self._ticket and self._outcome is not None and not self._outcome.done():
             self._outcome.set_result(outcome)
 
-    async def _draw(self) -> bool:
-        """Whether the image was drawn; False: the worker drains.
+    async def _generate(self) -> bool:
+        """Returns whether the image was generated; False: the worker drains.
 
         Raises:
-            FleetError: the image is none.
+            FleetError: the image failed.
         """
         ticket = self._ticket = next(self._tickets)
         finished = self._outcome = asyncio.get_running_loop().create_future()
@@ -81,12 +81,12 @@ class Canary:
             encode.refuse_one_colour(outcome)
         return outcome is not None
 
-    async def _bounded(self, drawing: asyncio.Task[bool]) -> bool:
+    async def _bounded(self, generating: asyncio.Task[bool]) -> bool:
         clock = self._engine_thread.clock
         latest = clock.busy_seconds + LONGEST_BUSY_SECONDS
-        while not (await asyncio.wait({drawing}, timeout=LOOK_SECONDS))[0]:
+        while not (await asyncio.wait({generating}, timeout=POLL_SECONDS))[0]:
             if clock.busy_seconds > latest:
                 raise errors.TransientError(
                     f"it did not come in {LONGEST_BUSY_SECONDS:g} s of the engine's work"
                 )
-        return drawing.result()
+        return generating.result()

@@ -1,8 +1,8 @@
-"""Before the first job: whether this node can do the work at all.
+"""The check of a node before its first job.
 
-The disk is looked at everywhere and told; the GPU is asked, an image drawn and a blob sent only
-where a limit says so: on SaladCloud, or by a setting. What is measured counts against a node when
-it is missed three times, since a node that is given up is kept from the group for 48 hours.
+Free disk space is measured everywhere; free GPU memory, the speed of the GPU and of the upload
+only where there is a limit: on SaladCloud, or by a setting. A speed counts against a node after
+three failed measurements, since a node that is given up is kept from the group for 48 hours.
 """
 
 from __future__ import annotations
@@ -11,7 +11,6 @@ import asyncio
 import contextlib
 import logging
 import os
-import random
 import shutil
 import time
 import uuid
@@ -22,10 +21,10 @@ from pathlib import Path
 from prometheus_client.core import GaugeMetricFamily, Metric
 from prometheus_client.registry import Collector
 
-from imagefleet import errors
+from imagefleet import errors, retry
 from imagefleet.storage import protocol
 from worker.engine import contract
-from worker.node.limits import NodeLimits, standard_images
+from worker.node.watchdog import NodeLimits, standard_images
 from worker.settings import WorkerSettings
 
 log = logging.getLogger(__name__)
@@ -36,25 +35,25 @@ TRIES = 3
 #: Between two uploads: a neighbour's download may be over by then.
 UPLOAD_PAUSE_SECONDS = 5.0
 
-#: For the connection, which is none of the line's speed.
+#: For opening the connection, which says nothing about the line's speed.
 UPLOAD_SLACK_SECONDS = 1.0
 
-#: Enough to see a line's speed, and sent as images are: several at once, none over 1 MiB.
+#: Enough to measure a line, and sent as images are: several at once, none over 1 MiB.
 UPLOAD_BYTES = 4_000_000
 UPLOAD_BLOBS = 4
 
-#: No campaign's folder: names of campaigns do not begin with a hyphen. What a token without the
-#: right to delete leaves there is a rule of the storage's life cycle to remove.
+#: Not a campaign's folder: their names do not begin with a hyphen. What a token without the right
+#: to delete leaves there is for a life-cycle rule of the storage account.
 UPLOAD_FOLDER = "-node-checks"
 
-#: What is drawn; an image's cost hangs on its steps and its size alone.
+#: An image's cost depends on its steps and its size alone.
 _STEPS = 15
 _PROMPT = "photo of a house by a lake, volumetric light"
 
 
 @dataclass(slots=True)
 class Findings:
-    """What was measured; None: it was not."""
+    """The measurements; None: not measured."""
 
     free_disk_bytes: int | None = None
     free_gpu_bytes: int | None = None
@@ -63,7 +62,7 @@ class Findings:
 
 
 class NodeCheck(Collector):
-    """The start-up check of one node, and what it found, for the metrics."""
+    """The start-up check of one node, with its findings as metrics."""
 
     def __init__(
         self,
@@ -80,23 +79,23 @@ class NodeCheck(Collector):
         self._seconds = 0.0
 
     def load(self, load: Callable[[], contract.Engine]) -> contract.Engine:
-        """Loads the engine between the checks that need it; on the engine's own thread.
+        """Loads the engine between the checks before and after it; on the engine's thread.
 
         Raises:
             NodeError: a check failed.
         """
-        self._look_at_disk()
-        self._look_at_gpu()
+        self._check_disk()
+        self._check_gpu()
         engine = load()
         if self._limits.images_per_second:
-            self._draw(engine)
+            self._check_speed(engine)
         return engine
 
     async def upload(self) -> None:
-        """Sends a blob to the store, and removes it where the credentials allow that.
+        """Measures the upload to the storage; removes the blobs where the credentials allow it.
 
         Raises:
-            NodeError: it took too long, three times; TransientError, SetupError: the store or the
+            NodeError: too slow, three times; TransientError, SetupError: the storage or the
             credentials are at fault, as on any other node.
         """
         least = self._limits.upload_bits_per_second
@@ -109,18 +108,17 @@ class NodeCheck(Collector):
             if speed >= least:
                 return
             if left:
-                await asyncio.sleep(random.uniform(0.5, 1.5) * UPLOAD_PAUSE_SECONDS)  # noqa: S311
+                await asyncio.sleep(retry.jitter(UPLOAD_PAUSE_SECONDS, high=1.5))
         raise errors.NodeError(
-            f"the upload to the store has {speed / 1e6:.2f} megabits a second, less than"
-            f" {least / 1e6:g} (--min-upload-megabits)"
+            f"the upload to the storage runs at {speed / 1e6:.2f} Mbit/s, less than {least / 1e6:g}"
         )
 
     @contextlib.asynccontextmanager
-    async def within_its_time(self) -> AsyncIterator[None]:
-        """The whole start-up happens inside; in the end one line tells what was found.
+    async def start_up(self) -> AsyncIterator[None]:
+        """Limits the time of the whole start-up, which runs inside, and logs the findings.
 
         Raises:
-            NodeError: a check failed, or all of it took too long.
+            NodeError: a check failed, or the start-up took too long.
         """
         limit_seconds = self._limits.start_up_seconds
         limit = asyncio.timeout(limit_seconds or None)
@@ -145,7 +143,7 @@ class NodeCheck(Collector):
         self._seconds = time.monotonic() - self._began_at
         log.log(
             logging.INFO if self.passed else logging.ERROR,
-            "the node's check %s after %.1f s",
+            "the node check %s after %.1f s",
             "passed" if self.passed else f"failed: {failure}",
             self._seconds,
             extra={
@@ -163,18 +161,18 @@ class NodeCheck(Collector):
         found = self.findings
         speed = found.upload_bits_per_second
         for name, what, value in (
-            ("passed", "Whether this node passed its check at the start.", float(self.passed)),
-            ("seconds", "How long the start took, loading and compiling included.", self._seconds),
-            ("free_disk_bytes", "Free on the disk of the LoRA cache.", found.free_disk_bytes),
-            ("free_gpu_bytes", "Free before the model was loaded.", found.free_gpu_bytes),
-            ("images_per_second", "Of 512x512 and 15 steps.", found.images_per_second),
-            ("upload_bytes_per_second", "To the store.", None if speed is None else speed / 8),
+            ("passed", "1 if this node passed its start-up check.", float(self.passed)),
+            ("seconds", "Start-up time, loading and compiling included.", self._seconds),
+            ("free_disk_bytes", "Free disk space for the cache.", found.free_disk_bytes),
+            ("free_gpu_bytes", "GPU memory free before the model loads.", found.free_gpu_bytes),
+            ("images_per_second", "Speed in 15-step 512x512 images.", found.images_per_second),
+            ("upload_bytes_per_second", "Upload speed.", None if speed is None else speed / 8),
         ):
             if value is not None:
                 yield GaugeMetricFamily(f"imagefleet_node_check_{name}", what, value=value)
 
-    def _look_at_disk(self) -> None:
-        folder = self._settings.lora_cache.expanduser()
+    def _check_disk(self) -> None:
+        folder = self._settings.cache.expanduser()
         free = self.findings.free_disk_bytes = shutil.disk_usage(_existing(folder)).free
         if free < self._limits.free_disk_bytes:
             raise errors.NodeError(
@@ -182,9 +180,9 @@ class NodeCheck(Collector):
                 f" {self._limits.free_disk_bytes / 2**20:,.0f}"
             )
 
-    def _look_at_gpu(self) -> None:
+    def _check_gpu(self) -> None:
         least, device = self._limits.free_gpu_bytes, self._settings.device
-        # Where no GPU is rented, `auto` may mean the CPU, and a wrong number is the operator's.
+        # Without a limit no GPU is rented: `auto` may mean the CPU.
         if device == "cpu" or not least:
             return
         from worker.engine import device as cuda_check  # torch takes seconds to load
@@ -195,10 +193,10 @@ class NodeCheck(Collector):
                 f"the GPU has {free / 2**20:,.0f} MiB free; a worker needs {least / 2**20:,.0f}"
             )
 
-    def _draw(self, engine: contract.Engine) -> None:
-        """Fills the engine with images until one fill is fast enough.
+    def _check_speed(self, engine: contract.Engine) -> None:
+        """Generates batches of images until one is fast enough.
 
-        The first is not counted against the node: it also chooses kernels.
+        The first does not count against the node: it also selects kernels.
         """
         least = self._limits.images_per_second
         speed = 0.0
@@ -211,9 +209,9 @@ class NodeCheck(Collector):
         )
 
     async def _send(self, longest_seconds: float) -> float:
-        """Bits a second; what takes longer than allowed is given up, and counts as that long."""
+        """Bits per second; a transfer over the time limit is given up and counts as that long."""
         names = [f"{UPLOAD_FOLDER}/{uuid.uuid4().hex}" for _ in range(UPLOAD_BLOBS)]
-        data = os.urandom(UPLOAD_BYTES // UPLOAD_BLOBS)  # nothing on the way makes it smaller
+        data = os.urandom(UPLOAD_BYTES // UPLOAD_BLOBS)  # incompressible
         began_at = time.monotonic()
         with contextlib.suppress(TimeoutError):
             async with asyncio.timeout(longest_seconds + UPLOAD_SLACK_SECONDS):
@@ -232,7 +230,7 @@ class NodeCheck(Collector):
                     return
         except errors.FleetError as error:
             log.info(
-                "blobs of the check stay in %s: %s",
+                "the check's blobs in %s were not removed: %s",
                 UPLOAD_FOLDER,
                 error,
                 extra={"action": "check_blobs_stay"},
@@ -240,7 +238,7 @@ class NodeCheck(Collector):
 
 
 def plain_request(engine: contract.Engine, seed: int) -> contract.ImageRequest:
-    """An image that every sound node draws: of the checkpoint's own size, without a LoRA."""
+    """An image that every healthy node can generate: the checkpoint's own size, no LoRA."""
     width, height = engine.default_size
     return contract.ImageRequest(
         prompt=_PROMPT,
@@ -256,23 +254,23 @@ def plain_request(engine: contract.Engine, seed: int) -> contract.ImageRequest:
 
 
 def _images_per_second(engine: contract.Engine) -> float:
-    """The speed of one fill of the engine; an image that fails counts as none."""
+    """The speed of one full batch; a failed image does not count."""
     requests = [plain_request(engine, seed) for seed in range(engine.capacity)]
     began_at = time.monotonic()
     for ticket, request in enumerate(requests):
         engine.admit(ticket, engine.prepare(request))
-    drawn = 0
+    generated = 0
     while engine.busy:
         for finished in engine.tick():
-            drawn += not isinstance(finished.outcome, errors.FleetError)
+            generated += not isinstance(finished.outcome, errors.FleetError)
     seconds = time.monotonic() - began_at
-    # A smaller image is not worth less: what it costs beside its pixels weighs more.
+    # A smaller image is not worth less: the costs that do not depend on its size weigh more.
     worth = max(1.0, standard_images(_STEPS, *engine.default_size))
-    return drawn * worth / max(seconds, 1e-9)
+    return generated * worth / max(seconds, 1e-9)
 
 
 def _existing(folder: Path) -> Path:
-    """The folder, or the nearest one above it that is there and may be looked at."""
+    """The folder, or the nearest one above it that exists and can be accessed."""
     while not os.access(folder, os.F_OK):
         folder = folder.absolute().parent
     return folder

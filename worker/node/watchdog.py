@@ -1,13 +1,13 @@
-"""While a node works: whether it still does what it can, window by window.
+"""Measures a node while it works, window by window.
 
-One slow image, one bad minute or a storage that is down says nothing of a node. Only what lasts
-for three windows in a row counts, and only what is the node's own: images that take too long on
-the GPU, images that the GPU spoils (a plain one among them: `worker.node_proof`), and an upload so
-slow that the GPU waits for it. Storage that answers with errors is everybody's trouble, and a GPU
-call that never ends is `GpuLane.watch`'s.
+One slow image, one bad minute or storage that is down says nothing about a node. Only what lasts
+for three windows in a row counts, and only what is the node's own fault: images that take too
+long on the GPU, images that fail on it (a plain one as well: `worker.node.canary`), and uploads so
+slow that the GPU waits for them. Storage errors concern every node, and a GPU call that never ends
+is for `EngineThread.watch`.
 
-A node that lost its platform, not its network, works on unseen (SaladCloud starts another in its
-place): leases and blobs that are written once make that harmless, so nothing here looks for it.
+A node that lost its platform, but not its network, works on unseen (SaladCloud starts another one
+in its place): leases and blobs that are written once make that harmless, so it is not detected.
 """
 
 from __future__ import annotations
@@ -18,43 +18,125 @@ import logging
 import time
 from collections.abc import Awaitable, Callable, Iterator
 from dataclasses import dataclass, field
+from typing import NoReturn
 
 from imagefleet import errors
+from imagefleet.pricing import prices
 from worker.gpu_thread import EngineThread
 from worker.metrics import WorkerMetrics
-from worker.node.limits import NodeLimits
+from worker.settings import WorkerSettings
+
+#: A card's speed here as a share of its record in `pricing/gpus.toml`, which had the best software
+#: and host. Means over SaladCloud's nodes were 0.53 of it (RTX 4090), 0.62 (3060 Ti), 0.74
+#: (3080) and 0.87 (3070): 15 steps at batch 4 in SaladTechnologies/sd1.5-performance.
+SHARE_OF_RECORD = 0.5
+
+#: Below this share of the expected speed a node is broken: SaladCloud's own advice.
+BROKEN_SHARE = 0.25
+
+#: For a class without a record: a quarter of the slowest one's is very little.
+_SLOWEST = min(prices.ASSUMED_IMAGES_PER_SECOND.values())
+
+#: On SaladCloud a tenth of the nodes upload at less than 39 Mbit/s, and a fast card's PNGs
+#: (2 images/s of 400 KB) take 6. Elsewhere uploads are not checked.
+MIN_UPLOAD_MEGABITS = 2.0
+
+#: SaladCloud allowed 300 s in its largest test; a slow disk and compiling take longer.
+START_UP_SECONDS = 1200.0
+
+#: SD1.5 in float16 with room for a small batch; a desktop may hold some of a 6 GB card.
+FREE_GPU_BYTES = 3 * 2**30
+
+#: Room for LoRAs, compiled kernels and logs.
+FREE_DISK_BYTES = 2**30
+
+
+@dataclass(frozen=True, slots=True)
+class NodeLimits:
+    """0: not checked; images are of 512x512 and 15 steps."""
+
+    images_per_second: float = 0.0
+    upload_bits_per_second: float = 0.0
+    start_up_seconds: float = 0.0
+    free_gpu_bytes: int = 0
+    free_disk_bytes: int = 0
+
+
+#: For a machine that is not rented by the hour.
+NO_LIMITS = NodeLimits()
+
+
+def limits_of(settings: WorkerSettings, gpu: str, *, on_salad: bool) -> NodeLimits:
+    """The settings' limits; without them the defaults on SaladCloud, and none elsewhere."""
+
+    def limit(given: float | None, by_default: float) -> float:
+        if given is not None:
+            return given
+        return by_default if on_salad else 0.0
+
+    return NodeLimits(
+        images_per_second=limit(settings.min_images_per_second, broken_below(gpu)),
+        upload_bits_per_second=1e6 * MIN_UPLOAD_MEGABITS if on_salad else 0.0,
+        start_up_seconds=limit(settings.start_up_seconds, START_UP_SECONDS),
+        free_gpu_bytes=FREE_GPU_BYTES if on_salad else 0,
+        free_disk_bytes=FREE_DISK_BYTES if on_salad else 0,
+    )
+
+
+def broken_below(gpu: str) -> float:
+    """Images/s below which a card of this class is broken; 0 for anything but an RTX card."""
+    if not gpu.startswith("RTX "):
+        return 0.0
+    record = prices.ASSUMED_IMAGES_PER_SECOND.get(gpu, _SLOWEST)
+    return BROKEN_SHARE * SHARE_OF_RECORD * record
+
+
+def standard_images(steps: int, width: int, height: int) -> float:
+    """How many images of 15 steps at 512x512 an image is worth.
+
+    Its decoding and its text cost as much as 1.6 of SD1.5's steps (2.52 of 1.606 TFLOP).
+    """
+    return (steps + 1.57) / (15 + 1.57) * (width * height) / (512 * 512)
+
 
 log = logging.getLogger(__name__)
 
-#: SaladCloud's own samples look at five minutes.
+Diagnose = Callable[[str], Awaitable[str | None]]
+"""Returns what is wrong with the node after an alarm; None: nothing, the jobs are at fault."""
+
+#: As in SaladCloud's own samples.
 WINDOW_SECONDS = 300.0
 
-#: Windows in a row that have to fail before the node is given up: a game that its owner starts, a
-#: hot summer's hour or a large download may pass.
+#: Failed windows in a row before the node is given up: a game that its owner starts, a hot hour or
+#: a large download may pass.
 FAILED_WINDOWS = 3
 
-#: The share of a window that the GPU must have worked before its speed says anything.
+#: The share of a window that the GPU must have worked before its speed means anything.
 LEAST_BUSY_SHARE = 0.2
 
-#: Spoilt images that say something of a node, if they are also half of all.
-LEAST_SPOILT = 4
-SPOILT_SHARE = 0.5
+#: Failed images that count against a node, if they are also half of all.
+LEAST_FAILED = 4
+FAILED_SHARE = 0.5
 
-#: The share of a window that the GPU waited for the way out before the upload counts as too slow.
+#: Failed images in a row that raise an alarm: more than one broken job has, fewer than a slow card
+#: generates in a minute.
+FAILURES_IN_A_ROW = 10
+
+#: The share of a window that the GPU waited for uploads before they count as too slow.
 BLOCKED_SHARE = 0.5
 
 
 @dataclass(slots=True)
 class _Window:
-    """What happened since *began_at* (monotonic seconds), and the lane's clock at that time."""
+    """What happened since *began_at* (monotonic seconds), and the engine's clock at that time."""
 
     began_at: float
     busy_seconds: float
     blocked_seconds: float
-    images: float = 0.0  # of 512x512 and 15 steps
-    drawn: int = 0
-    failed_image: int = 0
-    last_failed_image: str = ""  # words alone: an error may hold the GPU's memory
+    images: int = 0
+    standard_images: float = 0.0  # of 512x512 and 15 steps
+    failed_images: int = 0
+    last_error: str = ""  # only the text: an error may hold GPU memory
     uploaded_bytes: int = 0
     uploading_seconds: float = 0.0
     storage_faults: int = 0
@@ -67,7 +149,7 @@ class _Uploads:
 
 
 class NodeWatchdog:
-    """Counts what one node does, and says after each window what that means."""
+    """Counts what one node does and judges it after each window."""
 
     def __init__(
         self, engine_thread: EngineThread, limits: NodeLimits, metrics: WorkerMetrics
@@ -77,26 +159,38 @@ class NodeWatchdog:
         self._limits = limits
         self._windows = metrics.node_windows
         self._uploads = _Uploads()
+        self._failures_in_a_row = 0
+        self._alarms: asyncio.Queue[str] = asyncio.Queue()
         self._window = self._new_window()
 
     @property
-    def is_on(self) -> bool:
-        """Whether there is anything to hold the node to."""
+    def has_limits(self) -> bool:
         return bool(self._limits.images_per_second or self._limits.upload_bits_per_second)
 
-    def drawn(self, standard_images: float) -> None:
-        """The GPU is through with an image, worth so many of 512x512 and 15 steps."""
-        self._window.drawn += 1
-        self._window.images += standard_images
+    def image_generated(self, steps: int, width: int, height: int) -> None:
+        """The GPU finished an image, failed or not."""
+        self._window.images += 1
+        self._window.standard_images += standard_images(steps, width, height)
 
-    def failed_image(self, error: errors.FleetError) -> None:
-        """What the engine made of an image is none, and its job may have no part in that."""
-        self._window.failed_image += 1
-        self._window.last_failed_image = str(error)
+    def image_succeeded(self) -> None:
+        self._failures_in_a_row = 0
+
+    def image_failed(self, error: errors.FleetError) -> None:
+        """An image failed on the GPU; a JobError is its job's fault and does not count."""
+        if not isinstance(error, errors.TransientError):
+            return
+        self._window.failed_images += 1
+        self._window.last_error = str(error)
+        self._failures_in_a_row += 1
+        # Once: what fails while the alarm is diagnosed is part of it.
+        if self._failures_in_a_row == FAILURES_IN_A_ROW:
+            self._alarms.put_nowait(
+                f"the engine failed {FAILURES_IN_A_ROW} images in a row, the last with: {error}"
+            )
 
     @contextlib.contextmanager
     def uploading(self, size_bytes: int) -> Iterator[None]:
-        """One upload; where several overlap, their time counts once."""
+        """One upload; overlapping ones count their time once."""
         self._count_uploading()
         self._uploads.in_flight += 1
         try:
@@ -109,24 +203,29 @@ class NodeWatchdog:
             self._count_uploading()
             self._uploads.in_flight -= 1
 
-    async def broken(self, verdict: Callable[[str], Awaitable[str | None]]) -> str:
-        """Returns, with the reason, when so many windows in a row have failed.
+    async def watch_failures(self, diagnose: Diagnose) -> NoReturn:
+        """Side task: raises NodeError once an alarm turns out to be the node's fault."""
+        while True:
+            reason = await diagnose(await self._alarms.get())
+            if reason is not None:
+                raise errors.NodeError(reason)
+            self._failures_in_a_row = 0
 
-        *verdict* tells whether the node is at fault where images are spoilt; None: it is not.
-        """
+    async def wait_until_broken(self, diagnose: Diagnose) -> str:
+        """Returns the reason once too many windows in a row have failed."""
         self._window = self._new_window()
         while True:
             await asyncio.sleep(WINDOW_SECONDS)
-            for alarm in self._spoils(self._window):
-                if await verdict(alarm) is None:
-                    self._window.failed_image = 0
+            for alarm in self._too_many_failed(self._window):
+                if await diagnose(alarm) is None:
+                    self._window.failed_images = 0
             reason = self._close_window()
             if reason is not None and self.failed_in_a_row >= FAILED_WINDOWS:
                 self.failed_in_a_row = 0
                 return reason
 
     def _close_window(self) -> str | None:
-        """What was wrong in the window that ends now; None: nothing, or there is no telling."""
+        """What was wrong in the window that ends now; None: nothing, or too little was measured."""
         self._count_uploading()
         window, self._window = self._window, self._new_window()
         seconds = self._window.began_at - window.began_at
@@ -134,11 +233,11 @@ class NodeWatchdog:
         blocked_seconds = self._window.blocked_seconds - window.blocked_seconds
         wrong = [
             *self._too_slow(window, busy_seconds, seconds),
-            *self._spoils(window),
-            *self._uploads_too_slowly(window, blocked_seconds, seconds),
+            *self._too_many_failed(window),
+            *self._uploads_too_slow(window, blocked_seconds, seconds),
         ]
         if not wrong and busy_seconds < LEAST_BUSY_SHARE * seconds:
-            # An idle node has shown nothing, and takes nothing back.
+            # An idle node shows nothing, and does not reset the count.
             self._windows.labels("unknown").inc()
             return None
         self._windows.labels("failed" if wrong else "passed").inc()
@@ -148,7 +247,7 @@ class NodeWatchdog:
         self.failed_in_a_row += 1
         reason = "; ".join(wrong)
         log.warning(
-            "this node works badly, %d times in a row of %d: %s",
+            "this node failed %d windows in a row, of %d: %s",
             self.failed_in_a_row,
             FAILED_WINDOWS,
             reason,
@@ -159,21 +258,18 @@ class NodeWatchdog:
     def _too_slow(self, window: _Window, busy_seconds: float, seconds: float) -> Iterator[str]:
         least = self._limits.images_per_second
         if least and busy_seconds >= LEAST_BUSY_SHARE * seconds:
-            speed = window.images / busy_seconds
+            speed = window.standard_images / busy_seconds
             if speed < least:
                 yield f"the GPU makes {speed:.3g} images/s, less than {least:.3g}"
 
-    def _spoils(self, window: _Window) -> Iterator[str]:
-        if (
-            window.failed_image >= LEAST_SPOILT
-            and window.failed_image >= SPOILT_SHARE * window.drawn
-        ):
+    def _too_many_failed(self, window: _Window) -> Iterator[str]:
+        if window.failed_images >= max(LEAST_FAILED, FAILED_SHARE * window.images):
             yield (
-                f"the GPU spoilt {window.failed_image} of {window.drawn} images, the last with:"
-                f" {window.last_failed_image}"
+                f"{window.failed_images} of {window.images} images failed on the GPU, the last"
+                f" with: {window.last_error}"
             )
 
-    def _uploads_too_slowly(
+    def _uploads_too_slow(
         self, window: _Window, blocked_seconds: float, seconds: float
     ) -> Iterator[str]:
         least = self._limits.upload_bits_per_second
@@ -186,7 +282,7 @@ class NodeWatchdog:
             speed = 8 * window.uploaded_bytes / window.uploading_seconds
             if speed < least:
                 yield (
-                    f"the upload to the store has {speed / 1e6:.2f} megabits a second, less than"
+                    f"the upload to the storage runs at {speed / 1e6:.2f} Mbit/s, less than"
                     f" {least / 1e6:g}, and the GPU waits for it"
                 )
 

@@ -1,6 +1,6 @@
-"""Which replica SaladCloud should rather keep when a group is made smaller: one with work in hand.
+"""Which replica SaladCloud should keep when a group is made smaller: one with jobs in flight.
 
-It concerns intended reductions alone; an owner who comes back ends any replica, unasked.
+It matters only for intended reductions; an owner who returns stops any replica.
 """
 
 from __future__ import annotations
@@ -8,61 +8,60 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import logging
-import random
 from collections.abc import AsyncIterator, Callable
+from typing import NoReturn
 
-from imagefleet import errors
+from imagefleet import errors, retry
+from worker import tasks
 from worker.salad import metadata as salad_metadata
 
 log = logging.getLogger(__name__)
 
-#: A group is made smaller every quarter of an hour at most; the service is asked no more often
-#: than this, and only when the answer differs.
+#: Between two updates, sent only when the cost has changed: a group is made smaller every quarter
+#: of an hour at most.
 EVERY_SECONDS = 15.0
 
-#: Work in hand that has not doubled or halved since is the same to whoever compares replicas.
-_MATERIAL = 2
+#: A smaller change does not matter when replicas are compared.
+_MATERIAL_FACTOR = 2
 
 
 @contextlib.asynccontextmanager
-async def telling(
+async def updating(
     metadata: salad_metadata.SaladMetadata | None,
     jobs_in_flight: Callable[[], int],
 ) -> AsyncIterator[None]:
-    """Keeps the deletion cost at the jobs in hand while the block runs; nobody waits for it."""
+    """Keeps the deletion cost at the number of jobs in flight while the block runs."""
     if metadata is None:
         yield
         return
-    task = asyncio.create_task(_tell(metadata, jobs_in_flight), name="deletion cost")
-    try:
+    async with tasks.background(_update(metadata, jobs_in_flight), "deletion cost"):
         yield
-    finally:
-        task.cancel()
-        await asyncio.gather(task, return_exceptions=True)
 
 
-async def _tell(metadata: salad_metadata.SaladMetadata, jobs_in_flight: Callable[[], int]) -> None:
-    told = 0  # what a new container has
+async def _update(
+    metadata: salad_metadata.SaladMetadata, jobs_in_flight: Callable[[], int]
+) -> NoReturn:
+    current = 0  # a new container's
     has_failed = False
     while True:
         cost = jobs_in_flight()
-        if _is_material(told, cost):
+        if _is_material(current, cost):
             try:
                 await metadata.set_deletion_cost(cost)
             except errors.TransientError as error:
                 if not has_failed:
                     log.warning(
-                        "the deletion cost is not told, the work goes on: %s",
+                        "the deletion cost is not updated, the work goes on: %s",
                         error,
                         extra={"action": "deletion_cost_failed"},
                     )
                 has_failed = True
             else:
-                told, has_failed = cost, False
-        await asyncio.sleep(random.uniform(0.8, 1.2) * EVERY_SECONDS)  # noqa: S311 - jitter
+                current, has_failed = cost, False
+        await asyncio.sleep(retry.jitter(EVERY_SECONDS, 0.8, 1.2))
 
 
-def _is_material(told: int, cost: int) -> bool:
-    if not told or not cost:
-        return told != cost
-    return cost >= _MATERIAL * told or told >= _MATERIAL * cost
+def _is_material(current: int, cost: int) -> bool:
+    if not current or not cost:
+        return current != cost
+    return cost >= _MATERIAL_FACTOR * current or current >= _MATERIAL_FACTOR * cost

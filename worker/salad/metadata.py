@@ -1,15 +1,14 @@
-"""SaladCloud's metadata service: a node's own word about itself, and the way off a bad one.
+"""SaladCloud's metadata service: identity, deletion cost and reallocation of this node.
 
 As published (salad-cloud-docs, api-specs/salad-cloud-imds.yaml, 0.9.0-alpha.3). It answers only
-inside a container on SaladCloud, at an address that on Azure is another service. Each request
-carries `Metadata: true` and no X-Forwarded header, goes through no proxy and is never redirected.
+inside a container on SaladCloud; on Azure the same address is a different service. Requests carry
+`Metadata: true` and no X-Forwarded header, go through no proxy and follow no redirects.
 """
 
 from __future__ import annotations
 
 import json
 import os
-from dataclasses import dataclass
 from typing import Any
 
 import aiohttp
@@ -18,37 +17,32 @@ from imagefleet import errors
 
 ADDRESS = "http://169.254.169.254"
 
-#: The service is on the node itself: what does not answer within seconds will not.
+#: The service is on the node itself, so it answers within seconds or not at all.
 TIMEOUT_SECONDS = 3.0
 
-#: The platform takes no longer text.
+#: The service rejects longer texts.
 MAX_REASON_CHARACTERS = 1000
 
-#: The range that SaladCloud's own interface takes (the metadata service's is any 32-bit integer).
+#: The limit of SaladCloud's own API (the metadata service takes any 32-bit integer).
 MAX_DELETION_COST = 100_000
 
-#: Set in each of its containers, and nowhere else.
-_VARIABLE = "SALAD_MACHINE_ID"
+#: Set in every container on SaladCloud, and only there.
+_MACHINE_VARIABLE = "SALAD_MACHINE_ID"
 
-#: A token has 1,000 characters at most; a page that is no answer of the service may have any.
+#: Another address of the service; a worker then behaves as on SaladCloud. For tests.
+_ADDRESS_VARIABLE = "SALAD_METADATA_URL"
+
+#: A token has 1,000 characters at most; the page of another service may have any number.
 _MAX_ANSWER_BYTES = 65_536
 
 _OK, _NO_CONTENT = 200, 204
 
 
-@dataclass(frozen=True, slots=True)
-class Status:
-    """What the platform's probes found of this container."""
-
-    ready: bool
-    started: bool
-
-
 class SaladMetadata:
     """The metadata service of the node that this process runs on.
 
-    Every method raises TransientError where the service does not answer, or answers anything but
-    what its specification says. Calls are rare, so each has a connection of its own.
+    Every method raises TransientError if the service does not answer as specified. Calls are rare,
+    so each opens its own connection.
     """
 
     def __init__(self, address: str = ADDRESS, timeout_seconds: float = TIMEOUT_SECONDS) -> None:
@@ -56,48 +50,27 @@ class SaladMetadata:
         self._timeout = aiohttp.ClientTimeout(total=timeout_seconds)
 
     async def token(self) -> str:
-        """A JWT that proves which container this is; good for 2 minutes at least, 5 at most."""
-        jwt = (await self._get("/v1/token")).get("jwt")
+        """A JWT that identifies this container, valid for 2 to 5 minutes."""
+        body = await self._request("GET", "/v1/token", None, _OK)
+        try:
+            jwt = json.loads(body)["jwt"]
+        except (ValueError, KeyError, TypeError):
+            jwt = None
         if not isinstance(jwt, str) or not jwt:
             raise errors.TransientError("SaladCloud's metadata service answers without a token")
         return jwt
 
-    async def status(self) -> Status:
-        answer = await self._get("/v1/status")
-        ready, started = answer.get("ready"), answer.get("started")
-        if not isinstance(ready, bool) or not isinstance(started, bool):
-            raise errors.TransientError("SaladCloud's metadata service answers without a status")
-        return Status(ready, started)
-
-    async def deletion_cost(self) -> int:
-        cost = (await self._get("/v1/deletion-cost")).get("deletion_cost")
-        if not isinstance(cost, int):
-            raise errors.TransientError("SaladCloud's metadata service answers without a cost")
-        return cost
-
     async def set_deletion_cost(self, cost: int) -> None:
-        """Of several replicas, one of the lowest cost goes first when the group is made smaller."""
+        """Replicas of the lowest cost are stopped first when the group is made smaller."""
         body = {"deletion_cost": max(0, min(cost, MAX_DELETION_COST))}
         await self._send("PUT", "/v1/deletion-cost", body)
 
     async def reallocate(self, reason: str) -> None:
-        """Asks for another node; this one is kept from the group for 48 hours.
+        """Requests another node; this one is kept from the group for 48 hours.
 
-        *reason* goes to SaladCloud's support; what is over 1,000 characters of it is cut off.
+        *reason* goes to SaladCloud's support, cut off after 1,000 characters.
         """
         await self._send("POST", "/v1/reallocate", {"reason": reason[:MAX_REASON_CHARACTERS]})
-
-    async def _get(self, path: str) -> dict[str, Any]:
-        body = await self._request("GET", path, None, _OK)
-        try:
-            answer = json.loads(body)
-        except ValueError:
-            answer = None
-        if not isinstance(answer, dict):
-            raise errors.TransientError(
-                f"SaladCloud's metadata service answers {path} with no JSON"
-            )
-        return answer
 
     async def _send(self, method: str, path: str, body: dict[str, Any]) -> None:
         await self._request(method, path, body, _NO_CONTENT)
@@ -106,7 +79,7 @@ class SaladMetadata:
         self, method: str, path: str, body: dict[str, Any] | None, expected: int
     ) -> bytes:
         try:
-            # A session reads no proxy from the environment unless it is told to.
+            # By default a session ignores proxies in the environment.
             async with (
                 aiohttp.ClientSession(
                     timeout=self._timeout, cookie_jar=aiohttp.DummyCookieJar()
@@ -133,15 +106,16 @@ class SaladMetadata:
         return content
 
 
-def find_metadata(address: str | None) -> SaladMetadata | None:
-    """The service at *address*; without one, the node's own on SaladCloud and none elsewhere."""
-    if address is not None:
+def find_metadata() -> SaladMetadata | None:
+    """The node's service on SaladCloud, else None; `SALAD_METADATA_URL` overrides both."""
+    address = os.environ.get(_ADDRESS_VARIABLE)
+    if address:
         return SaladMetadata(address)
-    return SaladMetadata() if os.environ.get(_VARIABLE) else None
+    return SaladMetadata() if os.environ.get(_MACHINE_VARIABLE) else None
 
 
 def _detail(content: bytes) -> str:
-    """What an error of the service says for itself; pages of anything else say nothing here."""
+    """The text of one of the service's errors; empty for any other page."""
     try:
         detail = json.loads(content)["detail"]
     except (ValueError, KeyError, TypeError):

@@ -1,9 +1,9 @@
-"""Leaving a node that cannot do its work, in favour of another one.
+"""Reallocation: leaving a node that cannot do its work for another one.
 
-A container that ends with a code other than 0 is moved to another node by itself, but says
-nothing of why; asked through its metadata service, SaladCloud is told. Either way the node is
-kept from the group for 48 hours. So a worker asks first, once, and then stays until it is ended:
-an exit beside the answer could count against the node, or the next one, a second time.
+SaladCloud moves a container that ends with a code other than 0 to another node, but without a
+reason; a request to its metadata service carries one. Either way the node is kept from the group
+for 48 hours. So a worker requests once, then waits to be stopped: if it exited as well, that could
+count against this node, or the next one, a second time.
 """
 
 from __future__ import annotations
@@ -17,54 +17,53 @@ from worker.salad import metadata as salad_metadata
 
 log = logging.getLogger(__name__)
 
-#: SaladCloud's platform may take minutes to stop a container; what is still here then ends itself.
-STAY_SECONDS = 600.0
+#: SaladCloud may take minutes to stop a container; one that is still running then exits.
+WAIT_SECONDS = 600.0
 
 
 class Reallocation:
-    """The way off one node; *metadata* is None where there is nobody to ask."""
+    """Requests another node; *metadata* is None off SaladCloud, where none can be requested."""
 
     def __init__(
         self,
         metadata: salad_metadata.SaladMetadata | None,
         metrics: WorkerMetrics,
     ) -> None:
-        self.granted = False
         self._metadata = metadata
-        self._asked = metrics.reallocations
+        self._requests = metrics.reallocations
+        self._granted = False
 
     @property
     def is_possible(self) -> bool:
-        """Whether there is anybody to ask."""
         return self._metadata is not None
 
-    async def ask(self, reason: str) -> bool:
-        """Asks for another node, and no more once that is granted; tells whether it is.
+    async def request(self, reason: str) -> bool:
+        """Requests another node unless that is granted already; returns whether it is granted.
 
-        A call whose answer is lost counts as refused: the next one comes a quarter of an hour
-        later, if this container is still there.
+        A request whose reply is lost counts as refused: the next one comes a quarter of an hour
+        later, if this container is still running.
         """
-        if self._metadata is None or self.granted:
-            return self.granted
+        if self._metadata is None or self._granted:
+            return self._granted
         try:
             await self._metadata.reallocate(reason)
         except errors.TransientError as error:
-            self._asked.labels("refused").inc()
+            self._requests.labels("refused").inc()
             log.error(  # noqa: TRY400 - its message says it all
-                "another node was asked for in vain: %s",
+                "requesting another node failed: %s",
                 error,
                 extra={"action": "reallocation_failed", "reason": reason},
             )
         else:
-            self.granted = True
-            self._asked.labels("granted").inc()
+            self._granted = True
+            self._requests.labels("granted").inc()
             log.warning(
-                "asked for another node, and wait to be stopped: %s",
+                "requested another node, waiting to be stopped: %s",
                 reason,
                 extra={"action": "reallocation", "reason": reason},
             )
-        return self.granted
+        return self._granted
 
-    async def stay(self) -> None:
-        """Waits to be ended, without end but for the time that this takes at most."""
-        await asyncio.sleep(STAY_SECONDS)
+    async def wait(self) -> None:
+        """Waits for SaladCloud to stop this container, at most for WAIT_SECONDS."""
+        await asyncio.sleep(WAIT_SECONDS)

@@ -1,14 +1,15 @@
-"""Pixels become a file: PNG, JPEG or WebP with AUTOMATIC1111's parameters in it.
+"""Encodes pixels as PNG, JPEG or WebP with AUTOMATIC1111's parameters.
 
 PNG is written here, around Intel's igzip (the `isal` package): 2 ms and 410 KB for a 512x512
 photograph where Pillow takes 57 ms and 378 KB at its default level and 19 ms and 423 KB at its
 fastest (`benchmarks/encoders.py`). OpenCV (7 ms) and imagecodecs (6 ms) are slower, a hundred
-times as large to install, and write no text; fpng (0.7 ms) names no licence.
+times as large to install, and write no text; fpng (0.7 ms) has no licence.
 """
 
 from __future__ import annotations
 
 import io
+import json
 import struct
 import zlib
 from dataclasses import dataclass
@@ -19,16 +20,17 @@ from isal import isal_zlib
 from PIL import ExifTags, Image
 
 from imagefleet import errors
-from imagefleet.job.message import Output
+from imagefleet.job import samplers
+from imagefleet.job.message import Job, Output
 from worker.engine.contract import Pixels
 
 #: igzip's levels 1 to 3 differ by under 1 % in size on photographs; 1 is the fastest.
 COMPRESSION_LEVEL = 1
 
-#: PNG's filter "up": each byte less the one above; smaller than "sub" on photographs.
+#: PNG's filter "up": each byte minus the one above; smaller than "sub" on photographs.
 FILTER_UP = 2
 
-#: What one segment of a JPEG holds, and so all of its EXIF.
+#: The size of one JPEG segment, which limits the EXIF data.
 _JPEG_EXIF_BYTES = 65_533
 
 CONTENT_TYPES = {"png": "image/png", "jpeg": "image/jpeg", "webp": "image/webp"}
@@ -47,7 +49,7 @@ def encode(pixels: Pixels, output: Output, parameters: str) -> EncodedImage:
 
     Raises:
         JobError: the parameters are too long for a JPEG.
-        TransientError: the image is all one colour, which no working engine draws.
+        TransientError: the image is all one colour, which no working engine generates.
     """
     refuse_one_colour(pixels)
     if output.format == "png":
@@ -58,7 +60,7 @@ def encode(pixels: Pixels, output: Output, parameters: str) -> EncodedImage:
 
 
 def refuse_one_colour(pixels: Pixels) -> None:
-    """Looks for what no working engine draws.
+    """Refuses what no working engine generates.
 
     Raises:
         TransientError: the image is all one colour.
@@ -112,9 +114,42 @@ def _with_pillow(pixels: Pixels, output: Output, parameters: str) -> bytes:
     exif.get_ifd(ExifTags.IFD.Exif)[ExifTags.Base.UserComment] = comment
     if output.format == "jpeg" and len(exif.tobytes()) > _JPEG_EXIF_BYTES:
         raise errors.JobError(
-            "the prompts are too long to be written into a JPEG, which has room for some 32,000"
-            " letters: choose png or webp, or shorten them"
+            "the prompts are too long for a JPEG's metadata (about 32,000 characters): shorten them"
+            " or choose png or webp"
         )
     buffer = io.BytesIO()
     image.save(buffer, output.format, quality=output.quality, exif=exif)
     return buffer.getvalue()
+
+
+def parameters(job: Job, index: int, size: tuple[int, int], model: str) -> str:
+    """The `parameters` of image *index* of a job; *size* is (width, height) in pixels.
+
+    'RNG: CPU' makes AUTOMATIC1111 draw the same noise; its default is the GPU's generator.
+    """
+    width, height = size
+    sampler = samplers.SAMPLERS[job.sampler]
+    facts = {
+        "Steps": str(job.steps),
+        "Sampler": sampler.title,
+        "Schedule type": sampler.schedule_type,
+        "CFG scale": str(job.cfg_scale).removesuffix(".0"),
+        "Seed": str(job.image_seed(index)),
+        "Size": f"{width}x{height}",
+        "Model": model,
+        "Clip skip": str(job.clip_skip) if job.clip_skip > 1 else None,
+        "RNG": "CPU",
+        "Version": "imagefleet",
+    }
+    lines = [job.prompt]
+    if job.negative_prompt:
+        lines.append(f"Negative prompt: {job.negative_prompt}")
+    lines.append(", ".join(f"{name}: {_quoted(fact)}" for name, fact in facts.items() if fact))
+    return "\n".join(lines).strip()
+
+
+def _quoted(fact: str) -> str:
+    """As a JSON string if it contains a delimiter."""
+    if any(mark in fact for mark in ",:\n"):
+        return json.dumps(fact, ensure_ascii=False)
+    return fact

@@ -7,8 +7,7 @@ from typing import Self
 
 from imagefleet import errors
 from imagefleet.storage.local.blobs import LocalBlobs
-from imagefleet.storage.local.queue import LocalQueue
-from imagefleet.storage.local.sqlite import QueueFile
+from imagefleet.storage.local.queue import LocalQueue, QueueFile
 from imagefleet.storage.protocol import Operations
 from imagefleet.storage.settings import StorageSettings
 

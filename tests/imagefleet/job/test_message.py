@@ -10,7 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from imagefleet import errors
-from imagefleet.job import prompt, samplers, txt2img
+from imagefleet.job import message, prompt, samplers
 from imagefleet.job.message import MAX_IMAGES_PER_JOB, Job, read_job
 from imagefleet.storage import protocol
 
@@ -79,7 +79,7 @@ def test_any_values_of_known_fields_raise_only_invalid_message(
     assert refusal(json.dumps({"prompt": "", **fields})) != ""
 
 
-@given(st.dictionaries(st.sampled_from(sorted(txt2img.NEUTRAL_VALUES)), json_values, min_size=1))
+@given(st.dictionaries(st.sampled_from(sorted(message.NEUTRAL_VALUES)), json_values, min_size=1))
 def test_any_values_of_foreign_fields_raise_only_invalid_message(
     fields: dict[str, object],
 ) -> None:
@@ -226,7 +226,7 @@ def test_a_field_that_would_change_the_image_is_refused_by_name(field: str, valu
 
 
 def test_fields_that_do_not_change_the_image_are_accepted() -> None:
-    neutral = {name: values[0] for name, values in txt2img.NEUTRAL_VALUES.items()}
+    neutral = {name: values[0] for name, values in message.NEUTRAL_VALUES.items()}
 
     assert read(**neutral, save_images=True, hr_scale=2, subseed=5) == read()
 

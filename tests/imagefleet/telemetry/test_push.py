@@ -83,10 +83,13 @@ async def until(condition: Callable[[], bool]) -> None:
 
 
 async def test_counters_are_pushed_at_zero_at_each_interval_and_at_the_end(
-    recorder: Recorder, images: tuple[CollectorRegistry, Counter]
+    recorder: Recorder,
+    images: tuple[CollectorRegistry, Counter],
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
+    monkeypatch.setattr(push, "PUSH_SECONDS", 1)
     registry, counter = images
-    settings = TelemetrySettings(push_url=recorder.url, push_seconds=1, push_token="s3cret")
+    settings = TelemetrySettings(push_url=recorder.url, push_token="s3cret")
     async with push.pushing(registry, settings, job="imagefleet-worker"):
         await until(lambda: len(recorder.pushes) == 1)
         counter.inc(3)

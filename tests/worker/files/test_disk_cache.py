@@ -23,7 +23,7 @@ def folder(tmp_path: Path) -> Path:
 
 @pytest.fixture
 def age(folder: Path) -> Callable[[str, float], None]:
-    """Makes a file look as if it was last used so many seconds ago."""
+    """Sets a file's last use to so many seconds ago."""
 
     def make(name: str, seconds: float) -> None:
         path = folder / f"{name}.safetensors"
@@ -38,7 +38,7 @@ def names(folder: Path) -> set[str]:
 
 
 def test_what_is_stored_is_found_and_what_is_not_is_not(folder: Path) -> None:
-    loras = disk_cache.LoraFolder(folder, 1000)
+    loras = disk_cache.DiskCache(folder, 1000)
     assert loras.find("a") is None
     path = loras.store("a", b"bytes")
     assert loras.find("a") == path == folder / "a.safetensors"
@@ -49,8 +49,10 @@ def test_what_is_stored_is_found_and_what_is_not_is_not(folder: Path) -> None:
     assert loras.find("a") is None
 
 
-def test_the_least_recently_used_make_room(folder: Path, age: Callable[[str, float], None]) -> None:
-    loras = disk_cache.LoraFolder(folder, 250)
+def test_the_least_recently_used_are_evicted(
+    folder: Path, age: Callable[[str, float], None]
+) -> None:
+    loras = disk_cache.DiskCache(folder, 250)
     for days, name in ((3, "a"), (2, "b")):
         loras.store(name, b"x" * 100)
         age(name, days * DAY)
@@ -63,10 +65,10 @@ def test_the_least_recently_used_make_room(folder: Path, age: Callable[[str, flo
     assert names(folder) == {"d"}
 
 
-def test_a_file_that_some_job_is_about_to_read_stays_over_the_limit(
+def test_a_file_in_use_stays_above_the_limit(
     folder: Path, age: Callable[[str, float], None]
 ) -> None:
-    loras = disk_cache.LoraFolder(folder, 150)
+    loras = disk_cache.DiskCache(folder, 150)
     loras.store("a", b"x" * 100)
     loras.store("b", b"x" * 100)
     assert names(folder) == {"a", "b"}
@@ -77,10 +79,10 @@ def test_a_file_that_some_job_is_about_to_read_stays_over_the_limit(
     assert names(folder) == {"b", "c"}
 
 
-def test_a_full_disk_makes_room_below_the_limit(
+def test_a_full_disk_evicts_files_below_the_limit(
     folder: Path, age: Callable[[str, float], None], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    loras = disk_cache.LoraFolder(folder, 10**9)
+    loras = disk_cache.DiskCache(folder, 10**9)
     for days, name in ((3, "a"), (2, "b"), (1, "c")):
         loras.store(name, b"x" * 100)
         age(name, days * DAY)
@@ -89,9 +91,9 @@ def test_a_full_disk_makes_room_below_the_limit(
     assert names(folder) == {"c", "d"}
 
 
-def test_a_use_does_not_make_another_file_of_it(folder: Path) -> None:
-    """The memory's cache goes by the time of modification."""
-    loras = disk_cache.LoraFolder(folder, 1000)
+def test_finding_a_file_keeps_its_modification_time(folder: Path) -> None:
+    """The cache in memory compares it."""
+    loras = disk_cache.DiskCache(folder, 1000)
     path = loras.store("a", b"bytes")
     os.utime(path, ns=(1, 2))
     loras.find("a")
@@ -99,10 +101,10 @@ def test_a_use_does_not_make_another_file_of_it(folder: Path) -> None:
     assert time.time() - path.stat().st_atime < 10
 
 
-def test_what_a_killed_worker_left_half_written_goes_and_what_is_being_written_stays(
+def test_partial_files_of_killed_workers_are_removed_and_current_ones_stay(
     folder: Path,
 ) -> None:
-    loras = disk_cache.LoraFolder(folder, 1000)
+    loras = disk_cache.DiskCache(folder, 1000)
     loras.store("a", b"bytes")
     old, new = folder / ".old.part", folder / ".new.part"
     for path, seconds in ((old, DAY), (new, 60)):
@@ -113,10 +115,10 @@ def test_what_a_killed_worker_left_half_written_goes_and_what_is_being_written_s
     assert names(folder) == {"a", "b", ".new.part", "notes.txt"}
 
 
-def test_a_write_that_fails_leaves_nothing_and_is_the_machines_fault(
+def test_a_failed_write_leaves_nothing_and_is_the_machines_fault(
     folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    loras = disk_cache.LoraFolder(folder, 1000)
+    loras = disk_cache.DiskCache(folder, 1000)
     loras.store("a", b"first")
 
     def refuse(*_: object) -> Path:
@@ -129,19 +131,19 @@ def test_a_write_that_fails_leaves_nothing_and_is_the_machines_fault(
     assert (folder / "a.safetensors").read_bytes() == b"first"
 
 
-def test_a_folder_that_cannot_be_is_the_machines_fault(tmp_path: Path) -> None:
+def test_a_folder_that_cannot_be_created_is_the_machines_fault(tmp_path: Path) -> None:
     (tmp_path / "file").write_text("in the way")
     with pytest.raises(errors.NodeError, match="file"):
-        disk_cache.LoraFolder(tmp_path / "file" / "cache", 1000).store("a", b"bytes")
+        disk_cache.DiskCache(tmp_path / "file" / "cache", 1000).store("a", b"bytes")
 
 
-def test_workers_that_share_a_folder_see_whole_files_only(folder: Path) -> None:
-    workers = [disk_cache.LoraFolder(folder, 150) for _ in range(4)]
+def test_workers_that_share_a_folder_see_only_complete_files(folder: Path) -> None:
+    workers = [disk_cache.DiskCache(folder, 150) for _ in range(4)]
     contents = {bytes([letter]) * 100_000 for letter in b"abcd"}
     workers[0].store("a", next(iter(contents)))
     seen: set[bytes] = set()
 
-    def work(worker: disk_cache.LoraFolder, content: bytes) -> None:
+    def work(worker: disk_cache.DiskCache, content: bytes) -> None:
         for _ in range(20):
             worker.store("a", content)
             path = worker.find("a")

@@ -1,4 +1,4 @@
-"""Where a LoRA's file comes from, and what stands in for one that is not right."""
+"""Where a LoRA's file comes from, and what happens to a damaged one."""
 
 from __future__ import annotations
 
@@ -16,7 +16,6 @@ from imagefleet import errors
 from imagefleet.job import prompt
 from imagefleet.storage.protocol import Storage
 from worker.engine import contract
-from worker.files import safetensors
 from worker.files.loras import LoraLibrary
 from worker.testing import StandInEngine, StandInPrepared
 
@@ -24,7 +23,7 @@ LoraBytes = Callable[[str], bytes]  # the fixture of conftest.py
 
 
 class WatchedBlobs:
-    """The store's blobs: counts the reads of LoRAs, answers when told to, and can be replaced."""
+    """The storage's blobs: counts reads of LoRAs, waits for *answer*, and can be replaced."""
 
     def __init__(self, storage: Storage) -> None:
         self._blobs = storage.blobs
@@ -50,9 +49,11 @@ Library = Callable[..., LoraLibrary]
 
 
 @pytest.fixture
-def library(tmp_path: Path) -> Library:
+def library(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Library:
+    monkeypatch.setattr("worker.files.loras.MAX_BYTES", 1000)
+
     def make(blobs: Any, **changes: Any) -> LoraLibrary:
-        settings = {"directory": None, "cache_bytes": 10_000, "max_bytes": 1000, **changes}
+        settings = {"directory": None, "cache_bytes": 10_000, **changes}
         return LoraLibrary(blobs, cache=tmp_path / "cache", **settings)
 
     return make
@@ -67,7 +68,7 @@ def sha256(data: bytes) -> str:
     return hashlib.sha256(data).hexdigest()
 
 
-async def test_a_lora_of_the_store_is_fetched_once_for_all_who_want_it(
+async def test_a_lora_is_fetched_once_for_all_jobs_that_need_it(
     storage: Storage, library: Library, lora_bytes: LoraBytes
 ) -> None:
     await put(storage, "style", lora_bytes("style"))
@@ -85,7 +86,7 @@ async def test_a_lora_of_the_store_is_fetched_once_for_all_who_want_it(
     assert loras.lookups == {"miss": 5, "hit": 1}
 
 
-async def test_what_another_run_of_the_worker_fetched_is_on_the_disk(
+async def test_a_lora_fetched_by_an_earlier_run_is_in_the_cache(
     storage: Storage, library: Library, lora_bytes: LoraBytes
 ) -> None:
     await put(storage, "style", lora_bytes("style"))
@@ -95,7 +96,7 @@ async def test_what_another_run_of_the_worker_fetched_is_on_the_disk(
     assert blobs.reads == []
 
 
-async def test_a_fetch_goes_on_when_the_job_that_began_it_is_called_off(
+async def test_a_fetch_goes_on_when_the_job_that_began_it_is_cancelled(
     storage: Storage, library: Library, lora_bytes: LoraBytes
 ) -> None:
     await put(storage, "style", lora_bytes("style"))
@@ -112,7 +113,7 @@ async def test_a_fetch_goes_on_when_the_job_that_began_it_is_called_off(
     assert len(blobs.reads) == 1
 
 
-async def test_a_fetch_that_fails_when_nobody_waits_any_more_is_no_defect(
+async def test_a_fetch_that_fails_when_no_job_waits_any_more_is_not_a_bug(
     storage: Storage, library: Library
 ) -> None:
     blobs = WatchedBlobs(storage)
@@ -125,21 +126,21 @@ async def test_a_fetch_that_fails_when_nobody_waits_any_more_is_no_defect(
     blobs.answer.set()
     while loras._fetches:
         await asyncio.sleep(0.001)
-    # An exception that nobody saw is a warning, and so an error of this test.
+    # An exception that is never retrieved is a warning, and so fails this test.
 
 
 async def test_a_failed_fetch_is_not_remembered(
     storage: Storage, library: Library, lora_bytes: LoraBytes
 ) -> None:
     loras = library(storage.blobs)
-    with pytest.raises(errors.MissingFileError, match=r"no LoRA style\.safetensors in the store's"):
+    with pytest.raises(errors.MissingFileError, match=r"LoRA style\.safetensors in the storage's"):
         await loras.resolve("style")
     await put(storage, "style", lora_bytes("style"))
     assert (await loras.resolve("style")).read_bytes() == lora_bytes("style")
 
 
 @pytest.mark.parametrize("name", ["a b", "a+b", "a(b)", "_a", "a.b", "A-1.", "a..b", "x" * 128])
-async def test_every_name_that_a_prompt_may_give_is_one_that_both_homes_and_the_disk_take(
+async def test_every_name_allowed_in_a_prompt_works_in_both_storages_and_on_the_disk(
     storage: Storage, library: Library, lora_bytes: LoraBytes, name: str, tmp_path: Path
 ) -> None:
     assert prompt.SAFE_NAME.fullmatch(name)
@@ -149,7 +150,7 @@ async def test_every_name_that_a_prompt_may_give_is_one_that_both_homes_and_the_
     assert path.parent == tmp_path / "cache"
 
 
-async def test_the_folder_comes_before_the_store(
+async def test_the_folder_comes_before_the_storage(
     storage: Storage, library: Library, lora_bytes: LoraBytes, tmp_path: Path
 ) -> None:
     await put(storage, "style", lora_bytes("store"))
@@ -161,12 +162,12 @@ async def test_the_folder_comes_before_the_store(
     assert await loras.resolve("style") == mine
     assert (await loras.resolve("other")).read_bytes() == lora_bytes("other")
     with pytest.raises(
-        errors.MissingFileError, match=r"nowhere\.safetensors in .*mine or the store"
+        errors.MissingFileError, match=r"nowhere\.safetensors in .*mine or the storage"
     ):
         await loras.resolve("nowhere")
 
 
-async def test_a_file_over_the_limit_is_refused_unread_wherever_it_lies(
+async def test_a_file_above_the_limit_is_refused_unread_wherever_it_is(
     storage: Storage, library: Library, lora_bytes: LoraBytes, tmp_path: Path
 ) -> None:
     await put(storage, "large", lora_bytes("x" * 1001))
@@ -181,23 +182,23 @@ async def test_a_file_over_the_limit_is_refused_unread_wherever_it_lies(
     assert not (tmp_path / "cache").exists()
 
 
-async def test_what_is_no_lora_is_refused_and_what_is_cut_short_tried_again(
+async def test_what_is_not_a_lora_is_refused_and_a_truncated_one_is_retried(
     storage: Storage, library: Library, lora_bytes: LoraBytes, tmp_path: Path
 ) -> None:
     await put(storage, "page", b"<html>not found</html>")
     blobs = WatchedBlobs(storage)
     loras = library(blobs)
-    with pytest.raises(errors.UnusableFileError, match=r"page\.safetensors is no"):
+    with pytest.raises(errors.UnusableFileError, match=r"page\.safetensors is not a safetensors"):
         await loras.resolve("page")
     blobs.replace("style", lora_bytes("style")[:-1])
-    with pytest.raises(errors.TransientError, match=r"style\.safetensors is cut short"):
+    with pytest.raises(errors.TransientError, match=r"style\.safetensors is truncated"):
         await loras.resolve("style")
     assert not (tmp_path / "cache").exists(), "neither was kept"
     blobs.replace("style", lora_bytes("style"))
     assert (await loras.resolve("style")).read_bytes() == lora_bytes("style")
 
 
-async def test_a_file_on_the_disk_that_went_bad_is_fetched_again(
+async def test_a_damaged_file_in_the_cache_is_fetched_again(
     storage: Storage, library: Library, lora_bytes: LoraBytes
 ) -> None:
     await put(storage, "style", lora_bytes("style"))
@@ -211,7 +212,7 @@ async def test_a_file_on_the_disk_that_went_bad_is_fetched_again(
         assert path.read_bytes() == lora_bytes("style")
 
 
-async def test_a_lora_that_was_replaced_in_the_store_is_fetched_anew_once_its_manifest_says_so(
+async def test_a_replaced_lora_is_fetched_again_once_the_manifest_names_it(
     storage: Storage,
     library: Library,
     lora_bytes: LoraBytes,
@@ -225,8 +226,8 @@ async def test_a_lora_that_was_replaced_in_the_store_is_fetched_anew_once_its_ma
 
     blobs.replace("style", lora_bytes("new"))
     blobs.state(style=sha256(lora_bytes("new")))
-    assert (await loras.resolve("style")).read_bytes() == lora_bytes("old"), "not known so soon"
-    monkeypatch.setattr(safetensors, "MANIFEST_SECONDS", -1.0)
+    assert (await loras.resolve("style")).read_bytes() == lora_bytes("old"), "too early"
+    monkeypatch.setattr("worker.files.loras.MANIFEST_SECONDS", -1.0)
     path = await loras.resolve("style")
     assert path.read_bytes() == lora_bytes("new")
     assert len(blobs.reads) == 2
@@ -234,20 +235,20 @@ async def test_a_lora_that_was_replaced_in_the_store_is_fetched_anew_once_its_ma
     assert len(blobs.reads) == 2
 
 
-async def test_between_a_lora_and_its_manifest_being_replaced_the_job_waits(
+async def test_a_job_is_retried_between_the_replacements_of_a_lora_and_its_manifest(
     storage: Storage, library: Library, lora_bytes: LoraBytes
 ) -> None:
     blobs = WatchedBlobs(storage)
     blobs.state(style=sha256(lora_bytes("old")))
     blobs.replace("style", lora_bytes("new"))
     loras = library(blobs)
-    with pytest.raises(errors.TransientError, match="another SHA-256"):
+    with pytest.raises(errors.TransientError, match=r"SHA-256 .* is not the one"):
         await loras.resolve("style")
     blobs.state(style=sha256(lora_bytes("new")))
     assert (await loras.resolve("style")).read_bytes() == lora_bytes("new"), "read again at once"
 
 
-async def test_a_broken_manifest_trusts_no_file(
+async def test_with_a_broken_manifest_no_file_is_trusted(
     storage: Storage, library: Library, lora_bytes: LoraBytes
 ) -> None:
     await put(storage, "style", lora_bytes("style"))
@@ -255,7 +256,7 @@ async def test_a_broken_manifest_trusts_no_file(
     loras = library(blobs)
     await loras.resolve("style")
     blobs.replaced["loras/manifest.json"] = b"{"
-    with pytest.raises(errors.TransientError, match=r"manifest\.json is not"):
+    with pytest.raises(errors.TransientError, match=r"manifest\.json in the storage is not"):
         await library(blobs).resolve("style")
 
 
@@ -267,14 +268,14 @@ async def test_a_folder_may_have_a_manifest_too(
     (folder / "style.safetensors").write_bytes(lora_bytes("a"))
     (folder / "manifest.json").write_text(json.dumps({"style": sha256(lora_bytes("b"))}))
     loras = library(storage.blobs, directory=folder)
-    with pytest.raises(errors.TransientError, match="another SHA-256"):
+    with pytest.raises(errors.TransientError, match=r"SHA-256 .* is not the one"):
         await loras.resolve("style")
     (folder / "style.safetensors").write_bytes(lora_bytes("b"))
     os.utime(folder / "style.safetensors", ns=(0, 1))
     assert await loras.resolve("style") == folder / "style.safetensors"
 
 
-async def test_the_disk_holds_no_more_than_it_may(
+async def test_the_cache_stays_within_its_limit(
     storage: Storage, library: Library, lora_bytes: LoraBytes, tmp_path: Path
 ) -> None:
     size = len(lora_bytes("1"))
@@ -331,7 +332,7 @@ async def test_a_lora_is_fetched_and_read_while_the_gpu_draws_other_jobs(
 
 
 class WithBlobs:
-    """A home whose LoRAs come from somewhere else."""
+    """A storage whose LoRAs come from somewhere else."""
 
     def __init__(self, storage: Storage, loras: WatchedBlobs) -> None:
         self._storage = storage

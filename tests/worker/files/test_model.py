@@ -1,4 +1,4 @@
-"""A real server, and connections that break."""
+"""Downloads from a real server over connections that break."""
 
 from __future__ import annotations
 
@@ -20,7 +20,8 @@ from imagefleet import errors, retry
 from imagefleet.storage.open import open_storage
 from imagefleet.storage.protocol import BlobStore, Storage
 from imagefleet.storage.settings import StorageSettings
-from worker.files import model, sources
+from worker import tasks
+from worker.files import disk_cache, download, model, sources
 from worker.settings import WorkerSettings
 
 CONTENT = os.urandom(3_000_000)
@@ -95,7 +96,7 @@ def make_settings(server: ModelServer, tmp_path: Path) -> MakeSettings:
         fields = {
             "model": server.url,
             "model_sha256": SHA256,
-            "model_cache": tmp_path / "cache",
+            "cache": tmp_path / "cache",
             "storage": f"local:{tmp_path}",
             **changes,
         }
@@ -112,8 +113,8 @@ def blobs(local_settings: StorageSettings) -> BlobStore:
 async def fetch(
     settings: WorkerSettings, blobs: BlobStore, retry_policy: retry.RetryPolicy = IMPATIENT
 ) -> Path:
-    assert await model.fetched(settings, blobs, asyncio.Event(), retry_policy)
-    return model.place_of(settings)
+    await model.fetch(settings, blobs, retry_policy)
+    return model.local_path(settings)
 
 
 def tar_of(names: dict[str, bytes]) -> bytes:
@@ -134,7 +135,7 @@ async def test_a_path_is_used_as_it_is_and_nothing_is_fetched(
     assert server.ranges == []
 
 
-async def test_a_connection_that_breaks_is_gone_on_with_where_it_was(
+async def test_a_broken_download_resumes_where_it_was(
     make_settings: MakeSettings, server: ModelServer, blobs: BlobStore
 ) -> None:
     server.breaks_after = [1_000_000, 500_000]
@@ -153,12 +154,12 @@ async def test_more_breaks_than_tries_are_survived_while_something_arrives(
     blobs: BlobStore,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(model, "PROGRESS_BYTES", 100_000)
+    monkeypatch.setattr(download, "PROGRESS_BYTES", 100_000)
     server.breaks_after = [300_000] * 8
     assert (await fetch(make_settings(), blobs)).read_bytes() == CONTENT
 
 
-async def test_a_worker_started_again_goes_on_where_the_last_one_was(
+async def test_a_restarted_worker_resumes_the_download(
     make_settings: MakeSettings, server: ModelServer, blobs: BlobStore
 ) -> None:
     server.breaks_after, server.hangs = [1_000_000], True
@@ -174,7 +175,7 @@ async def test_a_worker_started_again_goes_on_where_the_last_one_was(
     assert server.sent_bytes < 1.2 * len(CONTENT)
 
 
-async def test_what_was_fetched_once_is_not_asked_for_again(
+async def test_what_was_fetched_once_is_not_requested_again(
     make_settings: MakeSettings, server: ModelServer, blobs: BlobStore
 ) -> None:
     await fetch(make_settings(), blobs)
@@ -192,7 +193,7 @@ async def test_a_server_without_ranges_sends_all_of_it_again(
     assert server.sent_bytes == 2_000_000 + len(CONTENT)
 
 
-async def test_two_versions_of_a_model_are_not_put_together(
+async def test_two_versions_of_a_model_are_not_mixed(
     make_settings: MakeSettings, server: ModelServer, blobs: BlobStore
 ) -> None:
     server.content, server.etag = os.urandom(2_500_000), '"v0"'
@@ -203,11 +204,11 @@ async def test_two_versions_of_a_model_are_not_put_together(
     assert (await fetch(make_settings(), blobs)).read_bytes() == CONTENT
 
 
-async def test_an_old_part_that_nothing_but_the_hash_tells_is_fetched_anew(
+async def test_an_old_part_that_only_the_hash_detects_is_fetched_again(
     make_settings: MakeSettings, server: ModelServer, blobs: BlobStore
 ) -> None:
     server.etag = None
-    folder = model.place_of(make_settings()).parent
+    folder = model.local_path(make_settings()).parent
     folder.mkdir(parents=True)
     (folder / "sd15.safetensors.part").write_bytes(b"of another version")
     state = {"total_bytes": len(CONTENT), "version": None}
@@ -222,7 +223,7 @@ async def test_another_hash_is_refused_with_both_named(
     settings = make_settings(model_sha256="0" * 64)
     with pytest.raises(errors.SetupError, match=f"{SHA256}, not {'0' * 64}"):
         await fetch(settings, blobs)
-    assert {each.name for each in model.place_of(settings).parent.iterdir()} == {"lock"}
+    assert {each.name for each in model.local_path(settings).parent.iterdir()} == {"lock"}
 
 
 @pytest.mark.parametrize(
@@ -250,13 +251,13 @@ async def test_an_address_that_cannot_be_right_is_refused_before_anything_is_sen
 
 
 async def test_without_a_hash_https_must_not_lead_to_plain_http(server: ModelServer) -> None:
-    source = sources.HttpSource(server.url, must_be_private=True)
+    source = sources.HttpSource(server.url, requires_https=True)
     with pytest.raises(errors.SetupError, match="--model-sha256"):
         async with source.opened(0, None):
             pass
 
 
-async def test_a_refusal_is_said_at_once_and_without_the_token(
+async def test_a_refusal_is_reported_at_once_and_without_the_token(
     make_settings: MakeSettings, server: ModelServer, blobs: BlobStore
 ) -> None:
     server.statuses = [403] * 9
@@ -266,7 +267,7 @@ async def test_a_refusal_is_said_at_once_and_without_the_token(
     assert len(server.ranges) == 1
 
 
-async def test_a_server_that_is_busy_is_asked_again_and_one_that_stays_so_given_up(
+async def test_a_busy_server_is_asked_again_and_given_up_if_it_stays_busy(
     make_settings: MakeSettings, server: ModelServer, blobs: BlobStore
 ) -> None:
     server.statuses = [503, 429]
@@ -276,7 +277,7 @@ async def test_a_server_that_is_busy_is_asked_again_and_one_that_stays_so_given_
         await fetch(make_settings(model=server.url.replace("sd15", "other")), blobs)
 
 
-async def test_a_server_that_falls_silent_is_left_and_asked_again(
+async def test_a_stalled_server_is_given_up_and_asked_again(
     make_settings: MakeSettings,
     server: ModelServer,
     blobs: BlobStore,
@@ -300,23 +301,23 @@ async def test_two_workers_share_one_download(
     assert len(server.ranges) == 1
 
 
-async def test_a_worker_that_is_told_to_stop_does_not_wait_for_the_model(
+async def test_a_worker_that_stops_does_not_wait_for_the_model(
     make_settings: MakeSettings, server: ModelServer, blobs: BlobStore
 ) -> None:
     server.breaks_after, server.hangs = [1_000_000], True
     stop = asyncio.Event()
     asyncio.get_running_loop().call_later(0.1, stop.set)
-    fetched = model.fetched(make_settings(), blobs, stop, IMPATIENT)
-    assert not await asyncio.wait_for(fetched, 3)
+    fetching = model.fetch(make_settings(), blobs, IMPATIENT)
+    assert not await asyncio.wait_for(tasks.run_until(stop, fetching), 3)
 
 
-async def test_a_disk_that_is_too_small_is_told_before_it_is_full(
+async def test_a_disk_that_is_too_small_is_reported_before_it_is_full(
     make_settings: MakeSettings,
     server: ModelServer,
     blobs: BlobStore,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(model, "_SPARE_BYTES", 10**15)
+    monkeypatch.setattr(disk_cache, "SPARE_BYTES", 10**15)
     with pytest.raises(errors.NodeError, match="larger disk"):
         await fetch(make_settings(), blobs)
 
@@ -326,14 +327,14 @@ async def test_a_cache_that_cannot_be_written_is_for_the_operator(
 ) -> None:
     (tmp_path / "file").touch()
     with pytest.raises(errors.FleetError, match="cannot be written"):
-        await fetch(make_settings(model_cache=tmp_path / "file"), blobs)
+        await fetch(make_settings(cache=tmp_path / "file"), blobs)
 
 
 # Folders in diffusers' format, as .tar
 
 
 @pytest.mark.parametrize("top", ["", "sd15/"])
-async def test_a_tar_becomes_the_folder_that_is_in_it(
+async def test_a_tar_becomes_the_folder_in_it(
     top: str, make_settings: MakeSettings, server: ModelServer, blobs: BlobStore
 ) -> None:
     names = {f"{top}model_index.json": b"{}", f"{top}unet/config.json": b'{"a": 1}'}
@@ -349,12 +350,12 @@ async def test_a_tar_becomes_the_folder_that_is_in_it(
 @pytest.mark.parametrize(
     ("content", "complaint"),
     [
-        (tar_of({"../outside": b"x", "model_index.json": b"{}"}), "no .tar that can be unpacked"),
-        (b"no tar at all" * 1000, "no .tar that can be unpacked"),
-        (tar_of({"unet/config.json": b"{}"}), "no model_index.json"),
+        (tar_of({"../outside": b"x", "model_index.json": b"{}"}), "cannot be unpacked as a .tar"),
+        (b"no tar at all" * 1000, "cannot be unpacked as a .tar"),
+        (tar_of({"unet/config.json": b"{}"}), "model_index.json is missing"),
     ],
 )
-async def test_a_tar_that_is_none_or_leads_outside_is_refused(
+async def test_an_invalid_tar_or_one_that_leads_outside_is_refused(
     content: bytes,
     complaint: str,
     make_settings: MakeSettings,
@@ -370,10 +371,10 @@ async def test_a_tar_that_is_none_or_leads_outside_is_refused(
     assert "outside" not in {name for _, _, names in os.walk(tmp_path) for name in names}
 
 
-# The store's models/
+# models/ in the storage
 
 
-async def test_a_model_comes_from_the_store(
+async def test_a_model_comes_from_the_storage(
     storage: Storage, make_settings: MakeSettings, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(sources, "_PART_BYTES", 300_000)
@@ -384,12 +385,12 @@ async def test_a_model_comes_from_the_store(
     assert (await fetch(settings, storage.blobs)).read_bytes() == content
 
 
-async def test_a_part_of_a_model_that_the_store_has_no_more_is_fetched_anew(
+async def test_a_part_of_a_model_that_the_storage_has_no_more_is_fetched_again(
     storage: Storage, make_settings: MakeSettings
 ) -> None:
     await storage.blobs.create("models/v15.safetensors", CONTENT[:1000], "text/plain", {})
     settings = make_settings(model="store:v15.safetensors", model_sha256=None)
-    folder = model.place_of(settings).parent
+    folder = model.local_path(settings).parent
     folder.mkdir(parents=True)
     (folder / "v15.safetensors.part").write_bytes(b"of one that was larger" * 100)
     state = {"total_bytes": 10_000, "version": "old"}
@@ -397,7 +398,7 @@ async def test_a_part_of_a_model_that_the_store_has_no_more_is_fetched_anew(
     assert (await fetch(settings, storage.blobs)).read_bytes() == CONTENT[:1000]
 
 
-async def test_a_model_that_the_store_does_not_have_is_named(
+async def test_a_model_that_is_not_in_the_storage_is_named(
     storage: Storage, make_settings: MakeSettings
 ) -> None:
     settings = make_settings(model="store:v15.safetensors", model_sha256=None)

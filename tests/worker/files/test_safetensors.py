@@ -11,13 +11,13 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from imagefleet import errors
-from worker.files import safetensors
+from worker.files import loras
 
 LoraBytes = Any  # the fixture of conftest.py
 
 
 def check(data: bytes, sha256: str | None = None) -> None:
-    safetensors.check_content("style", io.BytesIO(data), len(data), sha256)
+    loras.check_content("style", io.BytesIO(data), len(data), sha256)
 
 
 def with_header(header: bytes, data: bytes = b"") -> bytes:
@@ -30,17 +30,19 @@ def test_a_whole_file_passes_and_with_its_hash_too(lora_bytes: LoraBytes) -> Non
     check(data, hashlib.sha256(data).hexdigest())
 
 
-def test_a_file_of_another_hash_is_another_try(lora_bytes: LoraBytes) -> None:
-    """It or the manifest is about to be replaced, or the way from the store garbled it."""
+def test_a_file_with_another_hash_is_retried(lora_bytes: LoraBytes) -> None:
+    """It or the manifest is about to be replaced, or it was damaged on its way."""
     wanted = hashlib.sha256(lora_bytes("a")).hexdigest()
-    with pytest.raises(errors.TransientError, match=r"style\.safetensors has another SHA-256"):
+    with pytest.raises(
+        errors.TransientError, match=r"SHA-256 .* style\.safetensors is not the one"
+    ):
         check(lora_bytes("b"), wanted)
 
 
-def test_a_file_cut_short_anywhere_is_another_try(lora_bytes: LoraBytes) -> None:
+def test_a_file_truncated_anywhere_is_retried(lora_bytes: LoraBytes) -> None:
     data = lora_bytes("a")
     for size in range(len(data)):
-        with pytest.raises(errors.TransientError, match=r"style\.safetensors is cut short"):
+        with pytest.raises(errors.TransientError, match=r"style\.safetensors is truncated"):
             check(data[:size])
 
 
@@ -67,8 +69,8 @@ def test_a_file_cut_short_anywhere_is_another_try(lora_bytes: LoraBytes) -> None
         with_header(b"\xff\xfe"),
     ],
 )
-def test_what_is_no_safetensors_file_is_refused_by_name(data: bytes) -> None:
-    with pytest.raises(errors.UnusableFileError, match=r"style\.safetensors is no \.safetensors"):
+def test_what_is_not_a_safetensors_file_is_refused_by_name(data: bytes) -> None:
+    with pytest.raises(errors.UnusableFileError, match=r"style\.safetensors is not a safetensors"):
         check(data)
 
 
@@ -91,8 +93,8 @@ class Source:
         return self.content
 
 
-def manifest(source: Source) -> safetensors.Manifest:
-    return safetensors.Manifest("the store's loras/manifest.json", source.read)
+def manifest(source: Source) -> loras.Manifest:
+    return loras.Manifest("loras/manifest.json in the storage", source.read)
 
 
 async def test_a_manifest_gives_hashes_by_name_in_any_case() -> None:
@@ -121,18 +123,18 @@ async def test_a_manifest_is_read_again_after_a_while_and_when_told_to_forget_it
     hashes.forget()
     assert await hashes.sha256("a") == "2"
     source.content = None
-    monkeypatch.setattr(safetensors, "MANIFEST_SECONDS", -1.0)
+    monkeypatch.setattr(loras, "MANIFEST_SECONDS", -1.0)
     assert await hashes.sha256("a") is None
 
 
 @pytest.mark.parametrize("content", [b"{", b"[]", b'{"a": 1}', b'"a"', b"\xff", b"[" * 100_000])
-async def test_a_manifest_that_is_none_stops_the_look_up_instead_of_trusting_any_file(
+async def test_an_invalid_manifest_stops_the_lookup_instead_of_trusting_any_file(
     content: bytes,
 ) -> None:
     source = Source(content)
     hashes = manifest(source)
     for _ in range(2):
-        with pytest.raises(errors.TransientError, match=r"the store's loras/manifest\.json is not"):
+        with pytest.raises(errors.TransientError, match=r"manifest\.json in the storage is not"):
             await hashes.sha256("a")
     source.content = b'{"a": "1"}'
     assert await hashes.sha256("a") == "1"

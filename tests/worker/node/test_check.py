@@ -15,7 +15,7 @@ from imagefleet.storage.protocol import Storage
 from worker.engine import contract
 from worker.node import check as node_check
 from worker.node.check import NodeCheck
-from worker.node.limits import NodeLimits, broken_below, limits_of, standard_images
+from worker.node.watchdog import NodeLimits, broken_below, limits_of, standard_images
 from worker.settings import WorkerSettings
 from worker.testing import StandInEngine
 
@@ -24,8 +24,8 @@ MakeSettings = Callable[..., WorkerSettings]  # the fixture of conftest.py
 local_only = pytest.mark.parametrize("storage_settings", ["local"], indirect=True)
 
 
-class Fills:
-    """Counts the images of a stand-in engine, which takes so long for each fill of one."""
+class Batches:
+    """Counts the images of a stand-in engine, which takes so long for each batch of one."""
 
     def __init__(self, *seconds: float) -> None:
         self.seconds = list(seconds)
@@ -53,47 +53,47 @@ def check(storage: Storage, worker_settings: MakeSettings) -> Callable[..., Node
 
 
 @local_only
-def test_a_fast_node_draws_once_and_goes_to_work(check: Callable[..., NodeCheck]) -> None:
-    fills = Fills(0.0)
+def test_a_fast_node_generates_once_and_starts_to_work(check: Callable[..., NodeCheck]) -> None:
+    batches = Batches(0.0)
     found = check(images_per_second=5)
-    found.load(fills.load)
+    found.load(batches.load)
 
-    assert fills.count == 1
+    assert batches.count == 1
     assert found.findings.images_per_second is not None
     assert found.findings.images_per_second > 5
 
 
 @local_only
-def test_a_slow_first_image_says_nothing_of_a_node(check: Callable[..., NodeCheck]) -> None:
-    fills = Fills(0.3, 0.3, 0.3, 0.0)
-    check(images_per_second=10).load(fills.load)
+def test_a_slow_first_batch_does_not_count_against_a_node(check: Callable[..., NodeCheck]) -> None:
+    batches = Batches(0.3, 0.3, 0.3, 0.0)
+    check(images_per_second=10).load(batches.load)
 
-    assert fills.count == 4
+    assert batches.count == 4
 
 
 @local_only
-def test_a_node_that_is_slow_three_times_after_its_first_image_is_broken(
+def test_a_node_that_is_slow_three_times_after_its_first_batch_is_broken(
     check: Callable[..., NodeCheck],
 ) -> None:
-    fills = Fills(0.15)
+    batches = Batches(0.15)
     with pytest.raises(errors.NodeError, match=r"images/s, less than 10"):
-        check(images_per_second=10).load(fills.load)
+        check(images_per_second=10).load(batches.load)
 
-    assert fills.count == 1 + 3
+    assert batches.count == 1 + 3
 
 
 @local_only
-def test_without_a_limit_nothing_is_drawn_or_sent(check: Callable[..., NodeCheck]) -> None:
-    fills = Fills(0.0)
+def test_without_a_limit_nothing_is_generated_or_sent(check: Callable[..., NodeCheck]) -> None:
+    batches = Batches(0.0)
     found = check()
-    found.load(fills.load)
+    found.load(batches.load)
     asyncio.run(found.upload())
 
-    assert fills.count == 0
+    assert batches.count == 0
     assert found.findings.upload_bits_per_second is None
 
 
-async def test_the_blob_of_the_check_is_sent_for_real_and_removed(
+async def test_the_checks_blobs_are_really_sent_and_removed(
     storage: Storage, check: Callable[..., NodeCheck]
 ) -> None:
     found = check(upload_bits_per_second=1e6)
@@ -105,7 +105,7 @@ async def test_the_blob_of_the_check_is_sent_for_real_and_removed(
 
 
 class Line:
-    """Blobs behind a line that is as slow, or as bad, as it is told."""
+    """Blobs behind a line with the given delays, or the given error."""
 
     def __init__(self, *seconds: float, error: errors.FleetError | None = None) -> None:
         self.seconds = list(seconds)
@@ -114,7 +114,7 @@ class Line:
 
     @property
     def sent(self) -> int:
-        """How often the check has tried."""
+        """The check's tries."""
         return math.ceil(self.blobs / node_check.UPLOAD_BLOBS)
 
     async def create(
@@ -141,14 +141,14 @@ async def test_a_line_that_is_slow_three_times_is_a_broken_node(
 ) -> None:
     line = Line(0.2)
     limit = 8 * node_check.UPLOAD_BYTES / 0.1
-    with pytest.raises(errors.NodeError, match="--min-upload-megabits"):
+    with pytest.raises(errors.NodeError, match="Mbit/s, less than"):
         await check(line, upload_bits_per_second=limit).upload()
 
     assert line.sent == 3
 
 
 @local_only
-async def test_a_line_that_is_slow_once_is_none(
+async def test_a_line_that_is_slow_once_is_not(
     check: Callable[..., NodeCheck], at_once: None
 ) -> None:
     line = Line(0.2, 0.0)
@@ -162,13 +162,13 @@ async def test_a_line_that_never_ends_is_given_up(
     check: Callable[..., NodeCheck], at_once: None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(node_check, "UPLOAD_SLACK_SECONDS", 0.05)
-    with pytest.raises(errors.NodeError, match="--min-upload-megabits"):
+    with pytest.raises(errors.NodeError, match="Mbit/s, less than"):
         await check(Line(60), upload_bits_per_second=8 * node_check.UPLOAD_BYTES / 0.05).upload()
 
 
 @local_only
 @pytest.mark.parametrize("kind", [errors.TransientError, errors.SetupError])
-async def test_a_store_that_is_down_is_no_nodes_fault(
+async def test_storage_that_is_down_is_not_the_nodes_fault(
     kind: type[errors.FleetError], check: Callable[..., NodeCheck]
 ) -> None:
     with pytest.raises(kind):
@@ -176,27 +176,27 @@ async def test_a_store_that_is_down_is_no_nodes_fault(
 
 
 @local_only
-async def test_a_start_that_takes_too_long_is_a_broken_node(
+async def test_a_start_up_that_takes_too_long_is_a_broken_node(
     check: Callable[..., NodeCheck], caplog: pytest.LogCaptureFixture
 ) -> None:
     found = check(start_up_seconds=0.05)
     with pytest.raises(errors.NodeError, match="--start-up-seconds"):
-        async with found.within_its_time():
+        async with found.start_up():
             await asyncio.sleep(10)
 
     assert found.passed is False
-    assert "the node's check failed" in caplog.text
+    assert "the node check failed" in caplog.text
 
 
 @local_only
-async def test_what_was_found_is_one_line_and_the_metrics(
+async def test_the_findings_are_one_log_line_and_the_metrics(
     check: Callable[..., NodeCheck], caplog: pytest.LogCaptureFixture
 ) -> None:
     caplog.set_level("INFO")
     found = check(images_per_second=1)
     assert list(found.collect()) == []
-    async with found.within_its_time():
-        found.load(Fills(0.0).load)
+    async with found.start_up():
+        found.load(Batches(0.0).load)
 
     (line,) = [record for record in caplog.records if vars(record).get("action") == "node_check"]
     facts = vars(line)
@@ -204,40 +204,40 @@ async def test_what_was_found_is_one_line_and_the_metrics(
     assert facts["images_per_second"] > 1
     assert facts["free_disk_bytes"] > 0
     assert facts["limits"]["images_per_second"] == 1
-    told = {family.name: family.samples[0].value for family in found.collect()}
-    assert told["imagefleet_node_check_passed"] == 1
-    assert told["imagefleet_node_check_images_per_second"] == facts["images_per_second"]
-    assert "imagefleet_node_check_free_gpu_bytes" not in told
+    samples = {family.name: family.samples[0].value for family in found.collect()}
+    assert samples["imagefleet_node_check_passed"] == 1
+    assert samples["imagefleet_node_check_images_per_second"] == facts["images_per_second"]
+    assert "imagefleet_node_check_free_gpu_bytes" not in samples
 
 
 @local_only
 def test_a_full_disk_is_a_broken_node(check: Callable[..., NodeCheck]) -> None:
     with pytest.raises(errors.NodeError, match="disk"):
-        check(free_disk_bytes=2**60).load(Fills(0.0).load)
+        check(free_disk_bytes=2**60).load(Batches(0.0).load)
 
 
 @local_only
-def test_a_rented_gpu_that_torch_cannot_use_is_a_broken_node_and_no_cpu(
+def test_a_rented_gpu_that_torch_cannot_use_is_a_broken_node_and_not_a_cpu(
     check: Callable[..., NodeCheck], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     import torch
 
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
-    fills = Fills(0.0)
-    for device in ("auto", "cuda:7"):  # elsewhere the engine's loading says what is wrong
-        check(device=device).load(fills.load)
+    batches = Batches(0.0)
+    for device in ("auto", "cuda:7"):  # without a limit, loading the engine reports it
+        check(device=device).load(batches.load)
     with pytest.raises(errors.NodeError, match="no CUDA GPU"):
-        check(device="auto", free_gpu_bytes=1).load(fills.load)
+        check(device="auto", free_gpu_bytes=1).load(batches.load)
 
 
 def settings(**changes: Any) -> WorkerSettings:
     return WorkerSettings(model=Path("m"), **changes)
 
 
-def test_off_saladcloud_nothing_is_asked_of_a_machine_that_was_not_set() -> None:
+def test_off_saladcloud_there_are_no_limits_but_those_that_are_set() -> None:
     assert limits_of(settings(), "RTX 4090 24GB", on_salad=False) == NodeLimits()
-    given = settings(min_images_per_second=2, min_upload_megabits=3, start_up_seconds=4)
-    assert limits_of(given, "none", on_salad=False) == NodeLimits(2, 3e6, 4)
+    given = settings(min_images_per_second=2, start_up_seconds=4)
+    assert limits_of(given, "none", on_salad=False) == NodeLimits(2, 0, 4)
 
 
 def test_on_saladcloud_a_node_is_held_to_an_eighth_of_its_classs_record() -> None:
@@ -246,18 +246,18 @@ def test_on_saladcloud_a_node_is_held_to_an_eighth_of_its_classs_record() -> Non
     assert limits.images_per_second == pytest.approx(0.83 / 8)
     assert limits.upload_bits_per_second == 2e6
     assert limits.start_up_seconds == 1200
-    off = settings(min_images_per_second=0, min_upload_megabits=0, start_up_seconds=0)
+    off = settings(min_images_per_second=0, start_up_seconds=0)
     switched_off = limits_of(off, "RTX 3060 Ti 8GB", on_salad=True)
-    assert switched_off.images_per_second == switched_off.upload_bits_per_second == 0
+    assert switched_off.images_per_second == 0
     assert switched_off.start_up_seconds == 0
 
 
-def test_a_class_without_a_record_is_held_to_little_and_an_unknown_card_to_nothing() -> None:
+def test_a_class_without_a_record_has_a_low_limit_and_an_unknown_card_none() -> None:
     assert broken_below("RTX 3050 8GB") == pytest.approx(0.6 / 8)
     assert broken_below("H200") == broken_below("none") == broken_below("GTX 1050") == 0
 
 
-def test_an_image_counts_for_what_it_costs() -> None:
+def test_an_image_is_weighted_by_its_cost() -> None:
     assert standard_images(15, 512, 512) == 1
     assert standard_images(50, 512, 512) == pytest.approx(3.1, abs=0.05)
     assert standard_images(15, 1024, 1024) == 4

@@ -15,8 +15,7 @@ from imagefleet.storage.protocol import Storage
 from worker.engine import contract
 from worker.metrics import WorkerMetrics
 from worker.node import watchdog
-from worker.node.limits import NodeLimits
-from worker.node.watchdog import NodeWatchdog
+from worker.node.watchdog import NodeLimits, NodeWatchdog
 from worker.pipeline import Pipeline
 from worker.salad.metadata import SaladMetadata
 from worker.salad.reallocation import Reallocation
@@ -31,7 +30,7 @@ local_only = pytest.mark.parametrize("storage_settings", ["local"], indirect=Tru
 
 
 class Clock:
-    """A node's time and its engine's, which pass as the test says."""
+    """A node's time and its engine's, set by the test."""
 
     def __init__(self) -> None:
         self.now = 0.0
@@ -43,7 +42,7 @@ class Clock:
 
 
 @dataclass
-class Lane:
+class FakeEngineThread:
     clock: Clock
 
 
@@ -54,19 +53,19 @@ class Node:
         self.clock = Clock()
         monkeypatch.setattr(watchdog, "time", self.clock)
         self.metrics = WorkerMetrics()
-        self.watch = NodeWatchdog(Lane(self.clock), LIMITS, self.metrics)  # type: ignore[arg-type]
+        self.watch = NodeWatchdog(FakeEngineThread(self.clock), LIMITS, self.metrics)  # type: ignore[arg-type]
 
     def window(
         self,
         images: int = 0,
         busy_seconds: float = 0.0,
-        failed_image: int = 0,
+        failed: int = 0,
         blocked: float = 0.0,
     ) -> str | None:
         for _ in range(images):
-            self.watch.drawn(1.0)
-        for _ in range(failed_image):
-            self.watch.failed_image(errors.TransientError("NaN"))
+            self.watch.image_generated(15, 512, 512)
+        for _ in range(failed):
+            self.watch.image_failed(errors.TransientError("NaN"))
         self.clock.busy_seconds += busy_seconds
         self.clock.idle_seconds["backpressure"] = (
             self.clock.idle_seconds.get("backpressure", 0.0) + blocked
@@ -94,59 +93,59 @@ def test_one_slow_image_is_not(node: Node) -> None:
     assert node.watch.failed_in_a_row == 0
 
 
-def test_time_that_a_node_waited_is_not_held_against_it_nor_for_it(node: Node) -> None:
+def test_idle_time_counts_neither_against_a_node_nor_for_it(node: Node) -> None:
     node.window(images=100, busy_seconds=290)
     assert node.window(images=80, busy_seconds=70) is None  # the queue was empty for long
     assert node.watch.failed_in_a_row == 0
     node.window(images=100, busy_seconds=290)
     assert node.window() is None
     assert node.watch.failed_in_a_row == 1
-    told = node.metrics.registry.get_sample_value
+    sample = node.metrics.registry.get_sample_value
     results = {
-        result: told("imagefleet_node_watch_windows_total", {"result": result})
+        result: sample("imagefleet_node_watch_windows_total", {"result": result})
         for result in ("passed", "failed", "unknown")
     }
     assert results == {"passed": 1, "failed": 2, "unknown": 1}
 
 
-def test_a_gpu_that_spoils_images_is_a_broken_node_and_a_few_are_not(node: Node) -> None:
-    assert node.window(images=400, busy_seconds=290, failed_image=20) is None
-    assert node.window(images=3, failed_image=3) is None
-    assert node.window(images=400, busy_seconds=290, failed_image=300) == (
-        "the GPU spoilt 300 of 400 images, the last with: NaN"
+def test_many_failed_images_are_a_broken_node_and_a_few_are_not(node: Node) -> None:
+    assert node.window(images=400, busy_seconds=290, failed=20) is None
+    assert node.window(images=3, failed=3) is None
+    assert node.window(images=400, busy_seconds=290, failed=300) == (
+        "300 of 400 images failed on the GPU, the last with: NaN"
     )
 
 
-@pytest.mark.parametrize("is_sound", [True, False])
-async def test_spoilt_images_count_only_where_a_plain_one_fails_as_well(
-    node: Node, monkeypatch: pytest.MonkeyPatch, is_sound: bool
+@pytest.mark.parametrize("is_healthy", [True, False])
+async def test_failed_images_count_only_if_a_plain_one_fails_as_well(
+    node: Node, monkeypatch: pytest.MonkeyPatch, is_healthy: bool
 ) -> None:
     monkeypatch.setattr(watchdog, "WINDOW_SECONDS", 0.001)
     alarms = []
 
-    async def verdict(alarm: str) -> str | None:
+    async def diagnose(alarm: str) -> str | None:
         alarms.append(alarm)
         node.clock.now += 300
-        return None if is_sound else "and so is a plain one"
+        return None if is_healthy else "and so is a plain one"
 
-    async def spoil() -> None:
+    async def fail() -> None:
         while True:
-            node.watch.drawn(1.0)
-            node.watch.failed_image(errors.TransientError("NaN"))
+            node.watch.image_generated(15, 512, 512)
+            node.watch.image_failed(errors.TransientError("NaN"))
             await asyncio.sleep(0)
 
-    spoiling = asyncio.create_task(spoil())
-    watching = asyncio.create_task(node.watch.broken(verdict))
+    failing = asyncio.create_task(fail())
+    watching = asyncio.create_task(node.watch.wait_until_broken(diagnose))
     try:
         await until(lambda: len(alarms) > watchdog.FAILED_WINDOWS or watching.done())
-        assert watching.done() is not is_sound
+        assert watching.done() is not is_healthy
     finally:
-        spoiling.cancel()
+        failing.cancel()
         watching.cancel()
-    told = node.metrics.registry.get_sample_value
-    failed = told("imagefleet_node_watch_windows_total", {"result": "failed"})
-    assert failed == (0 if is_sound else 3)
-    assert is_sound or "the last with: NaN" in watching.result()
+    sample = node.metrics.registry.get_sample_value
+    failed = sample("imagefleet_node_watch_windows_total", {"result": "failed"})
+    assert failed == (0 if is_healthy else 3)
+    assert is_healthy or "the last with: NaN" in watching.result()
 
 
 def upload(node: Node, megabytes: float, seconds: float, at_once: int = 1) -> None:
@@ -162,17 +161,17 @@ def test_an_upload_so_slow_that_the_gpu_waits_is_a_broken_node(node: Node) -> No
     upload(node, megabytes=1, seconds=100, at_once=4)
 
     assert node.window(blocked=250) == (
-        "the upload to the store has 0.32 megabits a second, less than 1, and the GPU waits for it"
+        "the upload to the storage runs at 0.32 Mbit/s, less than 1, and the GPU waits for it"
     )
 
 
-def test_a_slow_upload_that_nobody_waits_for_is_not(node: Node) -> None:
+def test_a_slow_upload_that_the_gpu_does_not_wait_for_is_not(node: Node) -> None:
     upload(node, megabytes=1, seconds=100)
 
     assert node.window(images=400, busy_seconds=290) is None
 
 
-def test_a_store_that_is_down_is_no_nodes_fault(node: Node) -> None:
+def test_storage_that_is_down_is_not_the_nodes_fault(node: Node) -> None:
     upload(node, megabytes=1, seconds=100)
     with pytest.raises(errors.TransientError), node.watch.uploading(1):
         raise errors.TransientError
@@ -187,7 +186,7 @@ def run_watched(
     salad_metadata_service: Any,
     monkeypatch: pytest.MonkeyPatch,
 ) -> Callable[..., Any]:
-    """Starts a pipeline on a node of SaladCloud's whose windows are short."""
+    """Starts a pipeline on a SaladCloud node with short windows."""
     monkeypatch.setattr(watchdog, "WINDOW_SECONDS", 0.15)
 
     def start(engine: contract.Engine, stop: asyncio.Event) -> tuple[Pipeline, Any]:
@@ -216,30 +215,30 @@ async def until(condition: Callable[[], bool]) -> None:
 
 
 def slow_engine() -> StandInEngine:
-    """Each image is a thousandth of a standard one; a start-up check takes it for fast."""
+    """Each image is a thousandth of a standard one; the start-up check passes it."""
     return StandInEngine(tick_seconds=0.02)
 
 
-async def test_a_node_that_fails_three_times_is_given_back_once_and_takes_no_more(
+async def test_a_node_that_fails_three_times_is_reallocated_once_and_pulls_no_more(
     storage: Storage, run_watched: Callable[..., Any], salad_metadata_service: Any
 ) -> None:
     await fill(storage)
     pipeline, running = run_watched(slow_engine(), asyncio.Event())
     await until(lambda: bool(salad_metadata_service.reasons))
-    assert not pipeline.settler.in_flight, "asked before what was in hand was finished"
+    assert not pipeline.settler.in_flight, "requested before the jobs in flight were finished"
     settled = pipeline.settler.outcomes.total()
     with pytest.raises(errors.NodeError, match="images/s"):
         await asyncio.wait_for(running, 10)
 
     assert len(salad_metadata_service.reasons) == 1
     assert "images/s, less than 1" in salad_metadata_service.reasons[0]
-    assert pipeline.settler.outcomes == {"completed": settled}, "it took work again"
+    assert pipeline.settler.outcomes == {"completed": settled}, "it pulled again"
     assert not pipeline.ready
     assert (await storage.queue.depth()).messages == 200 - settled
 
 
 @local_only
-async def test_a_node_that_is_not_taken_back_works_on(
+async def test_a_node_whose_reallocation_is_refused_works_on(
     storage: Storage, run_watched: Callable[..., Any], salad_metadata_service: Any
 ) -> None:
     asked = []
@@ -262,7 +261,7 @@ async def test_a_node_that_is_not_taken_back_works_on(
 
 
 @local_only
-async def test_a_campaign_that_spoils_its_images_for_windows_on_end_costs_no_node(
+async def test_a_campaign_whose_images_fail_for_several_windows_costs_no_node(
     storage: Storage,
     run_watched: Callable[..., Any],
     salad_metadata_service: Any,

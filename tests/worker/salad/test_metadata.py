@@ -12,15 +12,11 @@ from worker.salad import metadata as salad_metadata
 from worker.salad.metadata import SaladMetadata
 
 
-async def test_each_call_is_one_that_the_service_takes(salad_metadata_service: Any) -> None:
+async def test_each_call_is_one_that_the_service_accepts(salad_metadata_service: Any) -> None:
     metadata = SaladMetadata(salad_metadata_service.url + "/")
-    salad_metadata_service.started = False
-
     assert await metadata.token() == "header.claims.signature"
-    assert await metadata.status() == salad_metadata.Status(ready=True, started=False)
     await metadata.reallocate("too slow")
     await metadata.set_deletion_cost(7)
-    assert await metadata.deletion_cost() == 7
     assert salad_metadata_service.reasons == ["too slow"]
     assert salad_metadata_service.deletion_costs == [7]
 
@@ -42,10 +38,12 @@ async def test_no_proxy_comes_between(
     for name in ("http_proxy", "HTTP_PROXY", "all_proxy", "ALL_PROXY"):
         monkeypatch.setenv(name, "http://127.0.0.1:9")
 
-    assert (await SaladMetadata(salad_metadata_service.url).status()).ready
+    assert await SaladMetadata(salad_metadata_service.url).token() == "header.claims.signature"
 
 
-async def test_what_is_too_long_or_too_high_is_cut(salad_metadata_service: Any) -> None:
+async def test_long_reasons_and_high_costs_are_cut(
+    salad_metadata_service: Any,
+) -> None:
     metadata = SaladMetadata(salad_metadata_service.url)
     await metadata.reallocate("x" * 2000)
     await metadata.set_deletion_cost(10**9)
@@ -86,7 +84,7 @@ async def moved(_: web.Request) -> web.StreamResponse:
         (moved, "302"),
     ],
 )
-async def test_every_other_answer_is_a_fault_that_may_pass(
+async def test_every_other_answer_is_a_transient_error(
     broken: Any, says: str, salad_metadata_service: Any
 ) -> None:
     salad_metadata_service.broken = broken
@@ -94,8 +92,6 @@ async def test_every_other_answer_is_a_fault_that_may_pass(
 
     for call in (
         metadata.token(),
-        metadata.status(),
-        metadata.deletion_cost(),
         metadata.set_deletion_cost(1),
         metadata.reallocate("slow"),
     ):
@@ -103,15 +99,17 @@ async def test_every_other_answer_is_a_fault_that_may_pass(
             await call
 
 
-async def test_a_service_that_is_not_there_is_a_fault_that_may_pass() -> None:
+async def test_a_missing_service_is_a_transient_error() -> None:
     with pytest.raises(errors.TransientError, match="does not answer"):
         await SaladMetadata("http://127.0.0.1:9").token()
 
 
-def test_it_is_asked_on_saladcloud_and_where_the_settings_name_it_alone(
+def test_it_is_used_only_on_saladcloud_and_where_a_variable_names_it(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    assert salad_metadata.find_metadata(None) is None
-    assert salad_metadata.find_metadata("http://127.0.0.1:1") is not None
+    assert salad_metadata.find_metadata() is None
+    monkeypatch.setenv("SALAD_METADATA_URL", "http://127.0.0.1:1")
+    assert salad_metadata.find_metadata() is not None
+    monkeypatch.delenv("SALAD_METADATA_URL")
     monkeypatch.setenv("SALAD_MACHINE_ID", "6f1c")
-    assert salad_metadata.find_metadata(None) is not None
+    assert salad_metadata.find_metadata() is not None

@@ -10,7 +10,7 @@ from worker.salad import wait_for_operator
 
 
 class Attempts:
-    """Attempts that fail in turn with what they are told."""
+    """Attempts that end in turn with *ends*."""
 
     def __init__(self, *ends: Exception | str) -> None:
         self.ends = list(ends)
@@ -23,32 +23,29 @@ class Attempts:
             raise end
         return end
 
-    async def run(
-        self, longest_seconds: float = 60, has_worked: Callable[[], bool] = lambda: False
-    ) -> str | None:
-        return await wait_for_operator.patiently(
+    async def run(self, has_worked: Callable[[], bool] = lambda: False) -> str | None:
+        return await wait_for_operator.retry_until_fixed(
             self.attempt,
-            longest_seconds=longest_seconds,
             stop=self.stop,
-            tell_waiting=self.waits.append,
+            set_waiting=self.waits.append,
             has_worked=has_worked,
         )
 
 
 @pytest.fixture
 def pauses(monkeypatch: pytest.MonkeyPatch) -> list[float]:
-    """The longest that each pause may take, with the jitter taken out and the time as well."""
-    drawn: list[float] = []
+    """The longest duration of each pause, which takes no time here."""
+    pauses: list[float] = []
 
-    def uniform(_: float, longest: float) -> float:
-        drawn.append(longest)
+    def jitter(seconds: float) -> float:
+        pauses.append(seconds)
         return 0.0
 
-    monkeypatch.setattr("worker.salad.wait_for_operator.random.uniform", uniform)
-    return drawn
+    monkeypatch.setattr("imagefleet.retry.jitter", jitter)
+    return pauses
 
 
-async def test_what_the_operator_mends_is_waited_for(pauses: list[float]) -> None:
+async def test_a_worker_waits_for_what_the_operator_fixes(pauses: list[float]) -> None:
     attempts = Attempts(errors.SetupError("no queue"), errors.TransientError("503"), "done")
 
     assert await attempts.run() == "done"
@@ -58,22 +55,23 @@ async def test_what_the_operator_mends_is_waited_for(pauses: list[float]) -> Non
 
 async def test_pauses_grow_to_five_minutes(pauses: list[float]) -> None:
     attempts = Attempts(*[errors.SetupError()] * 8, "done")
-    await attempts.run(longest_seconds=3600)
+    await attempts.run()
 
     assert pauses == [5, 10, 20, 40, 80, 160, 300, 300]
 
 
-async def test_a_worker_that_has_worked_waits_anew(pauses: list[float]) -> None:
+async def test_a_worker_that_has_worked_starts_to_wait_anew(pauses: list[float]) -> None:
     attempts = Attempts(*[errors.SetupError()] * 4, "done")
     await attempts.run(has_worked=lambda: True)
 
     assert pauses == [5, 5, 5, 5]
 
 
-async def test_patience_ends(pauses: list[float]) -> None:
+async def test_the_waiting_ends(pauses: list[float], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(wait_for_operator, "GIVE_UP_SECONDS", 30)
     attempts = Attempts(*[errors.SetupError()] * 9)
 
-    assert await attempts.run(longest_seconds=30) is None
+    assert await attempts.run() is None
     assert pauses == [5, 10, 20]
 
 

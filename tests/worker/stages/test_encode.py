@@ -21,7 +21,7 @@ def opened(file: encode.EncodedImage) -> Image.Image:
     return image
 
 
-def test_a_png_comes_back_pixel_for_pixel() -> None:
+def test_a_png_decodes_to_the_same_pixels() -> None:
     file = encode.encode(NOISE, Output(), "a prompt")
     image = opened(file)
     assert (image.format, file.content_type) == ("PNG", "image/png")
@@ -63,7 +63,7 @@ def test_lossy_formats_carry_the_parameters_as_exif_and_look_alike(name: str) ->
     assert np.abs(difference).mean() < 4
 
 
-def test_prompts_too_long_for_a_jpegs_exif_are_the_jobs_fault_and_fit_elsewhere() -> None:
+def test_prompts_too_long_for_a_jpegs_exif_are_the_jobs_fault_and_fit_other_formats() -> None:
     long = "a" * 40_000
     with pytest.raises(errors.JobError, match="choose png or webp"):
         encode.encode(NOISE, Output(format="jpeg"), long)
@@ -89,7 +89,7 @@ def test_an_image_of_one_colour_is_never_encoded(colour: tuple[int, int, int]) -
         encode.encode(np.full((8, 8, 3), colour, np.uint8), Output(), "")
 
 
-def test_one_pixel_of_another_colour_is_a_picture() -> None:
+def test_one_pixel_of_another_colour_is_enough() -> None:
     pixels = np.zeros((8, 8, 3), np.uint8)
     pixels[7, 7] = 1
     assert np.array_equal(np.asarray(opened(encode.encode(pixels, Output(), ""))), pixels)

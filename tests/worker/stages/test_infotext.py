@@ -12,7 +12,7 @@ from PIL import Image
 from sd_parsers import ParserManager
 
 from imagefleet.job.message import Job, read_job
-from worker.stages import encode, infotext
+from worker.stages import encode
 
 NOISE = np.random.default_rng(0).integers(0, 256, (16, 16, 3), np.uint8)
 
@@ -22,10 +22,10 @@ def job_of(**fields: Any) -> Job:
 
 
 def facts_of(**fields: Any) -> str:
-    return infotext.parameters(job_of(**fields), 0, (512, 512), "m").split("\n")[-1]
+    return encode.parameters(job_of(**fields), 0, (512, 512), "m").split("\n")[-1]
 
 
-def test_the_text_has_the_three_parts_that_viewers_look_for() -> None:
+def test_the_text_has_the_three_parts_that_viewers_expect() -> None:
     job = job_of(
         prompt="a house, <lora:x:0.5>",
         negative_prompt="people",
@@ -35,7 +35,7 @@ def test_the_text_has_the_three_parts_that_viewers_look_for() -> None:
         batch_size=2,
         clip_skip=2,
     )
-    assert infotext.parameters(job, 1, (512, 768), "dreamy").split("\n") == [
+    assert encode.parameters(job, 1, (512, 768), "dreamy").split("\n") == [
         "a house, <lora:x:0.5>",
         "Negative prompt: people",
         (
@@ -45,15 +45,15 @@ def test_the_text_has_the_three_parts_that_viewers_look_for() -> None:
     ]
 
 
-def test_what_is_not_there_is_not_written() -> None:
-    assert infotext.parameters(job_of(sampler_name="DDIM"), 0, (64, 64), "m").split("\n") == [
+def test_unset_fields_are_not_written() -> None:
+    assert encode.parameters(job_of(sampler_name="DDIM"), 0, (64, 64), "m").split("\n") == [
         "a house",
         (
             "Steps: 20, Sampler: DDIM, CFG scale: 7, Seed: 1, Size: 64x64, Model: m, RNG: CPU,"
             " Version: imagefleet"
         ),
     ]
-    assert infotext.parameters(job_of(prompt=""), 0, (64, 64), "m").startswith("Steps: 20")
+    assert encode.parameters(job_of(prompt=""), 0, (64, 64), "m").startswith("Steps: 20")
 
 
 @pytest.mark.parametrize(
@@ -86,7 +86,7 @@ def test_settings_are_spelt_as_a1111_spells_them(fields: dict[str, Any], written
     ],
 )
 def test_a_value_that_would_break_the_line_is_quoted(model: str, written: str) -> None:
-    text = infotext.parameters(job_of(), 0, (64, 64), model)
+    text = encode.parameters(job_of(), 0, (64, 64), model)
     assert written in text.split("\n")[1]
 
 
@@ -107,11 +107,11 @@ words = st.text(st.characters(exclude_characters="\0\r", exclude_categories=["Cs
 @example("a cat, (red:1.3)\nBREAK Steps: 5, a: b", "ugly,\nSize: 1x1", "png")
 @example("猫 🎨", "ä", "jpeg")
 @example("", "", "webp")
-def test_sd_parsers_reads_back_what_the_job_said(prompt: str, negative: str, name: str) -> None:
+def test_sd_parsers_reads_the_jobs_values_back(prompt: str, negative: str, name: str) -> None:
     job = job_of(sampler_name="k_dpmpp_2m_ka", steps=15, cfg_scale=6.5, seed=2**32 - 1)
     # Not read from a message: what the words mean, and whether they are allowed, is not asked here.
     job = job.model_copy(update={"prompt": prompt, "negative_prompt": negative})
-    text = infotext.parameters(job, 0, (512, 768), "dreamy")
+    text = encode.parameters(job, 0, (512, 768), "dreamy")
     file = encode.encode(NOISE, job.output.model_copy(update={"format": name}), text)
 
     read = ParserManager().parse(opened(file.data))

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 import torch
 
 from imagefleet import errors
-from imagefleet.job import chunks
+from imagefleet.job.prompt import Chunk
 from worker.engine import contract, sampler, text
 from worker.engine.checkpoint import Checkpoint
 from worker.engine.lora import cache, merge, names
@@ -46,8 +46,8 @@ class PreparedRequest:
     """A request that the engine can start at once."""
 
     request: contract.ImageRequest
-    prompt: tuple[chunks.Chunk, ...]
-    negative_prompt: tuple[chunks.Chunk, ...]
+    prompt: tuple[Chunk, ...]
+    negative_prompt: tuple[Chunk, ...]
     schedule: sampler.Schedule
     loras: tuple[merge.AppliedLora, ...]
     unet_loras: tuple[merge.AppliedLora, ...]

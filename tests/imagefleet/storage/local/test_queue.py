@@ -16,9 +16,7 @@ import pytest
 
 from imagefleet import errors
 from imagefleet.storage.local import queue as local_queue
-from imagefleet.storage.local import sqlite
-from imagefleet.storage.local.queue import LocalQueue
-from imagefleet.storage.local.sqlite import QueueFile
+from imagefleet.storage.local.queue import LocalQueue, QueueFile
 from imagefleet.storage.open import open_storage
 from imagefleet.storage.protocol import Message, Operations
 from imagefleet.storage.settings import StorageSettings
@@ -282,7 +280,7 @@ async def test_a_send_is_synced_to_the_disk_and_a_lease_is_not(
 async def test_a_file_that_stays_locked_is_a_transient_error(
     tmp_path: Path, file: QueueFile, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(sqlite, "BUSY_TIMEOUT_SECONDS", 0.05)
+    monkeypatch.setattr(local_queue, "BUSY_TIMEOUT_SECONDS", 0.05)
     short_timeout = QueueFile(file.path)
     other = sqlite3.connect(file.path, isolation_level=None)
     other.execute("BEGIN IMMEDIATE")

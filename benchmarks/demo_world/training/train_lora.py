@@ -14,8 +14,8 @@ from torch.utils.hooks import RemovableHandle
 from transformers import CLIPTextModel
 
 from demo_world import networks
-from demo_world.schedule import Schedule, autocast, set_learning_rate
-from demo_world.train_unet import (
+from demo_world.training.schedule import Schedule, autocast, set_learning_rate
+from demo_world.training.train_unet import (
     CAPTION_DROPOUT,
     LatentSet,
     NoiseTask,

@@ -9,7 +9,7 @@ from torch import Tensor
 from torch.nn import functional
 
 from demo_world import networks
-from demo_world.schedule import Schedule, autocast, compiled, set_learning_rate
+from demo_world.training.schedule import Schedule, autocast, compiled, set_learning_rate
 
 # Its check of torch's version would cut the compiled graph in pieces; torch here is newer.
 upsampling.is_torch_version = lambda *_: False

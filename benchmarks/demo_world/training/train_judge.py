@@ -7,10 +7,10 @@ from diffusers import AutoencoderKL
 from torch import Tensor
 from torch.nn import functional
 
-from demo_world import train_vae
 from demo_world.judge import Judge
-from demo_world.schedule import Schedule, autocast, set_learning_rate
 from demo_world.shapes import SHAPES
+from demo_world.training import train_vae
+from demo_world.training.schedule import Schedule, autocast, set_learning_rate
 from demo_world.world import COLOURS
 
 BATCH = 256

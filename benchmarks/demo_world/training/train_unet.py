@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from transformers import CLIPTextModel
 
 from demo_world import captions, networks
-from demo_world.schedule import Schedule, autocast, compiled, set_learning_rate
+from demo_world.training.schedule import Schedule, autocast, compiled, set_learning_rate
 
 BATCH = 1024
 LEARNING_RATE = 1.2e-3

@@ -1,0 +1,1 @@
+"""Trains the demo checkpoint, its LoRAs and the judge."""

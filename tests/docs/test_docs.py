@@ -1,0 +1,234 @@
+"""README and docs/: no dead link, no command or flag that does not exist, snippets that compile."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import re
+import shlex
+import subprocess
+import sys
+import threading
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import typer
+
+from fleet import main, options
+from imagefleet.job.message import read_job
+from imagefleet.storage.open import open_storage
+from worker.pipeline import Pipeline
+from worker.settings import WorkerSettings
+from worker.testing import StandInEngine
+
+ROOT = Path(__file__).parents[2]
+
+PAGES = [
+    *(ROOT / name for name in ("README.md", "CONTRIBUTING.md", "deploy/README.md")),
+    ROOT / "deploy" / "salad" / "README.md",
+    ROOT / "dashboards" / "README.md",
+    ROOT / "demo_model" / "README.md",
+    ROOT / "benchmarks" / "engine-notes.md",
+    *sorted((ROOT / "docs").glob("*.md")),
+]
+
+#: Not settings: switches of the test suite.
+_TESTS_VARIABLE = re.compile(r"IMAGEFLEET_REQUIRE_\w+")
+
+#: Flags of other programs, where a page shows them by themselves.
+_FOREIGN_FLAGS = {"--build-arg", "--target", "--strict"}
+
+_FENCE = re.compile(r"^```(\w*)\n(.*?)^```$", re.MULTILINE | re.DOTALL)
+_INLINE = re.compile(r"`([^`\n]+(?:\n[^`\n]+)?)`")
+_LINK = re.compile(r"\]\(([^)\s]+)\)")
+_FLAG = re.compile(r"--[a-z][a-z0-9-]*")
+_ENDS_COMMAND = re.compile(r"\s(?:&&|\|\|?|;|>)\s|\)\s*$|\s#\s")
+
+by_page = pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(ROOT)))
+
+
+def text_of(page: Path) -> str:
+    return page.read_text(encoding="utf-8")
+
+
+def prose_of(page: Path) -> str:
+    return _FENCE.sub("", text_of(page))
+
+
+def fences(page: Path, *languages: str) -> Iterator[str]:
+    for language, content in _FENCE.findall(text_of(page)):
+        if language in languages:
+            yield content
+
+
+def commands(page: Path) -> Iterator[list[str]]:
+    """The words of each `imagefleet ...` that a page shows, without the program's own name."""
+    shown = [line for block in fences(page, "", "sh", "console") for line in logical_lines(block)]
+    shown += [" ".join(inline.split()) for inline in _INLINE.findall(prose_of(page))]
+    for line in shown:
+        for match in re.finditer(r"(?<![\w/.-])imagefleet (?=[a-z-])", line):
+            if line[: match.start()].rstrip().endswith(("-t", "pip install", "FROM", "import")):
+                continue
+            yield shlex.split(_ENDS_COMMAND.split(line[match.end() :] + " ")[0])
+
+
+def logical_lines(block: str) -> list[str]:
+    return block.replace("\\\n", " ").splitlines()
+
+
+def find_command(words: list[str]) -> tuple[Any, list[str]]:
+    """The typer command that words name, and the words that are left for it."""
+    command: Any = typer.main.get_command(main.app)
+    rest = list(words)
+    while rest and hasattr(command, "commands") and rest[0] in command.commands:
+        command = command.commands[rest.pop(0)]
+    return command, rest
+
+
+def all_flags() -> set[str]:
+    def of(command: Any) -> set[str]:
+        own = {flag for option in command.params for flag in (*option.opts, *option.secondary_opts)}
+        return own.union(*(of(each) for each in getattr(command, "commands", {}).values()))
+
+    return of(typer.main.get_command(main.app))
+
+
+def test_the_site_builds_without_a_dead_link(tmp_path: Path) -> None:
+    arguments = ["build", "--strict", "--quiet", "--site-dir", str(tmp_path / "site")]
+    result = subprocess.run(
+        [sys.executable, "-m", "mkdocs", *arguments],
+        cwd=ROOT,
+        env={"PATH": "", "NO_MKDOCS_2_WARNING": "1"},
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+
+    assert result.returncode == 0, result.stdout + result.stderr
+    assert (tmp_path / "site" / "index.html").is_file()
+    fetched = re.findall(
+        r'<(?:script|link|img)[^>]+(?:src|href)="(https?://[^"]+)"',
+        "".join(page.read_text(encoding="utf-8") for page in tmp_path.rglob("*.html")),
+    )
+    assert fetched == [], "the site has to work without a network"
+
+
+def test_the_readme_is_short() -> None:
+    assert len(text_of(ROOT / "README.md").splitlines()) <= 150
+
+
+def test_the_page_of_settings_is_current() -> None:
+    page = text_of(ROOT / "docs" / "settings.md")
+
+    assert options.markdown_table() in page, "write it anew: make docs"
+
+
+@by_page
+def test_every_relative_link_leads_to_a_file(page: Path) -> None:
+    links = [link.split("#")[0] for link in _LINK.findall(prose_of(page)) if "://" not in link]
+
+    missing = [link for link in links if not (page.parent / link).exists()]
+
+    assert missing == []
+
+
+@by_page
+def test_every_command_and_flag_exists(page: Path) -> None:
+    wrong = []
+    for words in commands(page):
+        command, rest = find_command(words)
+        if command.name == "health":  # it parses its own arguments, without typer
+            continue
+        flags = {
+            flag for option in command.params for flag in (*option.opts, *option.secondary_opts)
+        }
+        unknown = [
+            word for word in rest if _FLAG.fullmatch(word.split("=")[0]) and word not in flags
+        ]
+        is_group = hasattr(command, "commands")
+        if unknown or (is_group and rest and not rest[0].isupper() and rest[0][0] != "-"):
+            wrong.append(" ".join(words))
+
+    assert wrong == []
+
+
+@by_page
+def test_every_flag_in_the_text_is_known(page: Path) -> None:
+    known = all_flags() | _FOREIGN_FLAGS
+    lone = {
+        inline.split()[0].split("=")[0]
+        for inline in _INLINE.findall(prose_of(page))
+        if _FLAG.match(inline)
+    }
+
+    assert lone - known == set()
+
+
+@by_page
+def test_every_variable_is_a_setting(page: Path) -> None:
+    known = {
+        options.variable(name) for model in options.PROJECT_SETTINGS for name in model.model_fields
+    }
+    named = {
+        name
+        for name in re.findall(r"IMAGEFLEET_[A-Z0-9_]*[A-Z0-9]", text_of(page))
+        if not _TESTS_VARIABLE.fullmatch(name)
+    }
+
+    assert named - known == set()
+
+
+@by_page
+def test_every_python_snippet_compiles(page: Path) -> None:
+    for snippet in fences(page, "python"):
+        compile(snippet, str(page), "exec")
+
+
+def test_the_jobs_that_the_pages_show_are_valid() -> None:
+    for page in (ROOT / "README.md", ROOT / "docs" / "jobs.md"):
+        blocks = [
+            *fences(page, "json"),
+            *re.findall(r"^\{\"id\".*\}$", text_of(page), re.MULTILINE),
+        ]
+        assert blocks
+        for block in blocks:
+            assert json.loads(block)
+            read_job(block, "0001")
+
+
+@pytest.fixture
+def worker_at(tmp_path: Path) -> Iterator[Path]:
+    """A folder whose imagefleet-data a worker with the stand-in engine works on."""
+    settings = WorkerSettings(
+        storage=f"local:{tmp_path / 'imagefleet-data'}",
+        model="stand-in",
+        cache=tmp_path / "cache",
+    )
+    loop = asyncio.new_event_loop()
+    stop = asyncio.Event()
+
+    async def work() -> None:
+        async with open_storage(settings) as storage:
+            await storage.create()
+            await Pipeline(storage, StandInEngine, settings).run(stop, asyncio.Event())
+
+    thread = threading.Thread(target=loop.run_until_complete, args=(work(),))
+    thread.start()
+    yield tmp_path
+    loop.call_soon_threadsafe(stop.set)
+    thread.join()
+    loop.close()
+
+
+@pytest.mark.parametrize("page", ["README.md", "docs/client.md"])
+def test_the_snippets_of_the_client_run(
+    page: str, worker_at: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(worker_at)
+    names: dict[str, object] = {}
+    for snippet in fences(ROOT / page, "python"):
+        exec(compile(snippet, page, "exec"), names)
+
+    assert list(worker_at.glob("*.png"))

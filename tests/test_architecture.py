@@ -1,0 +1,151 @@
+"""The house: which way imports point, where torch is, and how large folders and files may grow."""
+
+from __future__ import annotations
+
+import ast
+import itertools
+from collections import Counter
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[1]
+
+#: A package may import those named with it, and itself.
+ALLOWED = {
+    "imagefleet": {"imagefleet"},
+    "loadgen": {"imagefleet", "loadgen"},
+    "worker": {"imagefleet", "worker"},
+    "fleet": {"imagefleet", "loadgen", "worker", "fleet"},
+}
+
+TORCH = {"torch", "diffusers", "transformers", "peft", "accelerate"}
+
+#: The engine, and what measures torch itself.
+USES_TORCH = ("worker.engine", "fleet.bench")
+
+FILES_IN_A_FOLDER = 14
+LINES_IN_A_FILE = 500
+
+
+#: What `make test` unpacks into the tests' folders.
+UNPACKED = {"debian", "node_modules"}
+
+
+def sources(*folders: str) -> list[Path]:
+    return sorted(
+        path
+        for folder in folders
+        for path in (ROOT / folder).rglob("*.py")
+        if UNPACKED.isdisjoint(path.relative_to(ROOT).parts)
+    )
+
+
+def module_name(path: Path) -> str:
+    parts = path.relative_to(ROOT).with_suffix("").parts
+    return ".".join(parts[:-1] if parts[-1] == "__init__" else parts)
+
+
+MODULES = {module_name(path): path for path in sources(*ALLOWED)}
+
+
+def imports(path: Path, *, at_start: bool = False) -> Iterator[str]:
+    """The modules that a file imports; *at_start*: only when it is itself imported."""
+    tree = ast.parse(path.read_text(encoding="utf-8"))
+    for node in _statements(tree) if at_start else ast.walk(tree):
+        if isinstance(node, ast.Import):
+            yield from (name.name for name in node.names)
+        elif isinstance(node, ast.ImportFrom) and node.module is not None:
+            for name in node.names:
+                inner = f"{node.module}.{name.name}"
+                yield inner if inner in MODULES else node.module
+
+
+def _statements(node: ast.AST) -> Iterator[ast.AST]:
+    """Every statement outside of functions and of `if TYPE_CHECKING`."""
+    for child in ast.iter_child_nodes(node):
+        if isinstance(child, ast.FunctionDef | ast.AsyncFunctionDef | ast.Lambda):
+            continue
+        if isinstance(child, ast.If) and "TYPE_CHECKING" in ast.dump(child.test):
+            continue
+        yield child
+        yield from _statements(child)
+
+
+GRAPH = {
+    name: {each for each in imports(path, at_start=True) if each in MODULES and each != name}
+    for name, path in MODULES.items()
+}
+
+
+def test_no_import_points_up_or_to_a_neighbour() -> None:
+    wrong = [
+        f"{name} imports {imported}"
+        for name, path in MODULES.items()
+        for imported in imports(path)
+        if (package := imported.split(".")[0]) in {*ALLOWED, "tests", "benchmarks"}
+        and package not in ALLOWED[name.split(".")[0]]
+    ]
+    assert wrong == []
+
+
+def test_no_module_imports_itself_by_way_of_others() -> None:
+    done: set[str] = set()
+
+    def circle(name: str, way: tuple[str, ...]) -> tuple[str, ...] | None:
+        if name in way:
+            return (*way[way.index(name) :], name)
+        if name in done:
+            return None
+        found = (circle(each, (*way, name)) for each in sorted(GRAPH[name]))
+        first = next(filter(None, found), None)
+        done.add(name)
+        return first
+
+    assert [found for name in GRAPH if (found := circle(name, ()))] == []
+
+
+def test_torch_is_imported_by_the_engine_and_its_measurements_alone() -> None:
+    wrong = [
+        f"{name} imports {imported}"
+        for name, path in MODULES.items()
+        for imported in imports(path)
+        if imported.split(".")[0] in TORCH and not name.startswith(USES_TORCH)
+    ]
+    assert wrong == []
+
+
+def test_the_engine_knows_nothing_of_queues_and_blobs() -> None:
+    wrong = [
+        f"{name} imports {imported}"
+        for name in MODULES
+        if name.startswith("worker.engine")
+        for imported in GRAPH[name]
+        if imported.startswith("imagefleet.storage")
+        or (imported.startswith("worker.") and not imported.startswith("worker.engine"))
+    ]
+    assert wrong == []
+
+
+@pytest.mark.parametrize("folder", [*ALLOWED, "dashboards", "benchmarks", "tests"])
+def test_no_folder_is_so_full_that_names_need_prefixes(folder: str) -> None:
+    files = Counter(path.parent.relative_to(ROOT) for path in sources(folder))
+    assert {str(name): count for name, count in files.items() if count > FILES_IN_A_FOLDER} == {}
+
+
+def test_no_file_is_longer_than_a_reader_takes_in() -> None:
+    lengths = {
+        str(path.relative_to(ROOT)): len(path.read_text(encoding="utf-8").splitlines())
+        for path in itertools.chain(sources(*ALLOWED, "dashboards", "benchmarks", "tests"))
+    }
+    assert {name: lines for name, lines in lengths.items() if lines > LINES_IN_A_FILE} == {}
+
+
+def test_every_package_says_what_it_is() -> None:
+    silent = [
+        name
+        for name, path in MODULES.items()
+        if not ast.get_docstring(ast.parse(path.read_text(encoding="utf-8")))
+    ]
+    assert silent == []

@@ -1,0 +1,159 @@
+"""The encode and upload stages: pixels become files, files become blobs, and a job is done."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import time
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass, field
+from functools import partial
+from typing import NoReturn
+
+from imagefleet import errors, retry
+from imagefleet.storage import protocol
+from worker.cost import CostMeter
+from worker.engine import contract
+from worker.metrics import WorkerMetrics
+from worker.node.watchdog import NodeWatchdog
+from worker.settle import InFlightImage, InFlightJob, Settler
+from worker.stages import encode
+
+#: Threads that encode: a PNG takes 2 ms, so two keep up with any GPU.
+ENCODERS = 2
+
+#: Uploads in flight: storage that takes a second for each still keeps up with 16 images/s.
+UPLOADS = 16
+
+#: Encoded images that may wait, for each upload in flight.
+WAITING_PER_UPLOAD = 2
+
+
+@dataclass(frozen=True, slots=True)
+class GeneratedImage:
+    """An image as the engine returned it."""
+
+    image: InFlightImage
+    pixels: contract.Pixels
+
+
+@dataclass(frozen=True, slots=True)
+class _EncodedImage:
+    image: InFlightImage
+    file: encode.EncodedImage
+
+
+@dataclass(slots=True, eq=False)
+class EncodeStage:
+    """Encodes generated images on threads; feeds the upload stage."""
+
+    model_name: str
+    upload: UploadStage
+    settler: Settler
+    metrics: WorkerMetrics
+    watchdog: NodeWatchdog
+    queue: asyncio.Queue[GeneratedImage] = field(
+        default_factory=lambda: asyncio.Queue(ENCODERS), init=False
+    )
+    _threads: ThreadPoolExecutor = field(
+        default_factory=lambda: ThreadPoolExecutor(ENCODERS, "encode"), init=False
+    )
+
+    async def run(self) -> NoReturn:
+        while True:
+            generated = await self.queue.get()
+            await self.settler.attempt(
+                generated.image.owner, partial(self._encode, generated), image_is_generated=True
+            )
+
+    def close(self) -> None:
+        self._threads.shutdown(wait=False, cancel_futures=True)
+
+    async def _encode(self, generated: GeneratedImage) -> None:
+        image = generated.image
+        text = encode.parameters(image.job, image.index, image.size, self.model_name)
+        loop = asyncio.get_running_loop()
+        try:
+            with self.metrics.stage_seconds.labels("encode").time():
+                file = await loop.run_in_executor(
+                    self._threads, encode.encode, generated.pixels, image.job.output, text
+                )
+        except errors.TransientError as error:  # an image of one colour is the engine's failure
+            self.watchdog.image_failed(error)
+            raise
+        self.watchdog.image_succeeded()
+        await self.upload.queue.put(_EncodedImage(image, file))
+
+
+@dataclass(slots=True, eq=False)
+class UploadStage:
+    """Stores files as blobs, and acknowledges a job once all its images are stored."""
+
+    blobs: protocol.BlobStore
+    settler: Settler
+    metrics: WorkerMetrics
+    cost: CostMeter
+    watchdog: NodeWatchdog
+    retry_policy: retry.RetryPolicy
+    worker_name: str
+    images_written: int = 0
+    queue: asyncio.Queue[_EncodedImage] = field(
+        default_factory=lambda: asyncio.Queue(WAITING_PER_UPLOAD * UPLOADS), init=False
+    )
+    _stored: asyncio.Queue[InFlightJob] = field(
+        default_factory=lambda: asyncio.Queue(UPLOADS), init=False
+    )
+
+    async def run(self) -> NoReturn:
+        while True:
+            encoded = await self.queue.get()
+            await self.settler.attempt(
+                encoded.image.owner, partial(self._upload, encoded), image_is_generated=True
+            )
+
+    async def acknowledge(self) -> NoReturn:
+        while True:
+            entry = await self._stored.get()
+            with self.metrics.stage_seconds.labels("acknowledge").time():
+                await self.settler.completed(entry)
+
+    async def _upload(self, encoded: _EncodedImage) -> None:
+        image, file = encoded.image, encoded.file
+        entry = image.owner
+        name = image.job.blob_name(image.index)
+        metadata = self._metadata(image)
+
+        async def create() -> bool:
+            entry.lease.check()
+            with self.watchdog.uploading(len(file.data)):
+                return await self.blobs.create(name, file.data, file.content_type, metadata)
+
+        with self.metrics.stage_seconds.labels("upload").time():
+            written = await self.retry_policy.call(create)
+        if written:
+            entry.images_written += 1
+            self.images_written += 1
+            self.metrics.images.inc()
+        else:
+            self.cost.lost("duplicate")
+        entry.images_to_store -= 1
+        if not entry.images_to_store:
+            await self._stored.put(entry)
+
+    def _metadata(self, image: InFlightImage) -> dict[str, str]:
+        """The blob's metadata; Azure requires ASCII values."""
+        facts = {
+            "job": str(image.job.id),
+            "seed": str(image.job.image_seed(image.index)),
+            "worker": self.worker_name.encode("ascii", "replace").decode(),
+            "attempt": str(image.owner.lease.message.delivery_count),
+            "seconds": f"{time.monotonic() - image.owner.pulled_at:.3f}",
+            **self.cost.record,
+        }
+        if image.job.images > 1:
+            facts["images"] = str(image.job.images)
+        if image.job.campaign:
+            facts["campaign"] = image.job.campaign
+        if image.job.metadata:
+            facts["metadata"] = json.dumps(image.job.metadata)
+        return facts

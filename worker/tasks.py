@@ -1,0 +1,75 @@
+"""Tasks: the first of several to end, and named side tasks that must not end at all."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine, Iterable
+from typing import Any, NoReturn
+
+
+async def first_of(
+    *works: Awaitable[Any], timeout_seconds: float | None = None
+) -> set[asyncio.Future[Any]]:
+    """Waits until one of *works* ends, cancels the others and returns those that ended.
+
+    Raises:
+        Exception: what one of them raised.
+    """
+    tasks: list[asyncio.Future[Any]] = [asyncio.ensure_future(work) for work in works]
+    try:
+        done, _ = await asyncio.wait(
+            tasks, timeout=timeout_seconds, return_when=asyncio.FIRST_COMPLETED
+        )
+    finally:
+        await cancel(tasks)
+    for task in done:
+        task.result()
+    return done
+
+
+async def run_until(stop: asyncio.Event, work: Coroutine[Any, Any, Any]) -> bool:
+    """Runs *work*, cancelled once *stop* is set; returns whether it finished."""
+    task = asyncio.ensure_future(work)
+    return task in await first_of(task, stop.wait())
+
+
+@contextlib.asynccontextmanager
+async def background(
+    work: Coroutine[Any, Any, Any], name: str
+) -> AsyncIterator[asyncio.Future[Any]]:
+    """A task that runs during the block and is cancelled at its end."""
+    task = asyncio.create_task(work, name=name)
+    try:
+        yield task
+    finally:
+        await cancel([task])
+
+
+async def cancel(tasks: Iterable[asyncio.Future[Any]]) -> None:
+    tasks = list(tasks)
+    for task in tasks:
+        task.cancel()
+    await asyncio.gather(*tasks, return_exceptions=True)
+
+
+class SideTasks:
+    """Endless tasks; `watch` raises as soon as one of them ends, so that the worker stops."""
+
+    def __init__(self) -> None:
+        self._tasks: list[asyncio.Task[Any]] = []
+
+    def start(
+        self, name: str, work: Callable[[], Coroutine[Any, Any, None]], count: int = 1
+    ) -> None:
+        self._tasks += [asyncio.create_task(work(), name=name) for _ in range(count)]
+
+    async def watch(self) -> NoReturn:
+        """Raises what a task raised, or RuntimeError for one that returned."""
+        done, _ = await asyncio.wait(self._tasks, return_when=asyncio.FIRST_COMPLETED)
+        for task in done:
+            task.result()
+        raise RuntimeError(f"the task {done.pop().get_name()!r} ended, which it must not")
+
+    async def cancel(self) -> None:
+        await cancel(self._tasks)
