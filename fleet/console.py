@@ -51,11 +51,7 @@ stderr = Console(stderr=True)
 
 
 def run(coroutine: Coroutine[Any, Any, Result]) -> Result:
-    """Runs a command's coroutine; errors end the command as in `one_line_errors`.
-
-    Raises:
-        typer.Exit: the command failed; the error is printed.
-    """
+    """Runs a command's coroutine; errors end the command as in `one_line_errors`."""
     with one_line_errors():
         return asyncio.run(coroutine)
 
@@ -74,16 +70,17 @@ def synchronous(
 
 @contextmanager
 def one_line_errors() -> Iterator[None]:
-    """Turns a FleetError into one line on stderr and an exit code; bugs keep their traceback.
-
-    Raises:
-        typer.Exit: with the exit code of the error's class.
-    """
+    """Turns a FleetError into one line on stderr and an exit code; bugs keep their traceback."""
     try:
         yield
     except errors.FleetError as error:
         print_error(error.message)
-        raise typer.Exit(_exit_code(error)) from None
+        code = EXIT_UNEXPECTED
+        if isinstance(error, errors.SetupError):
+            code = EXIT_OPERATOR_MUST_ACT
+        elif isinstance(error, errors.NodeError):
+            code = EXIT_REPLACE_THIS_NODE
+        raise typer.Exit(code) from None
     except KeyboardInterrupt:
         raise typer.Exit(EXIT_INTERRUPTED) from None
 
@@ -135,8 +132,7 @@ def print_plain(text: str, to: Console = stdout) -> None:
 
 def json_text(record: Any) -> str:
     """*record* as indented JSON, times as ISO 8601."""
-    text = json.dumps(record, ensure_ascii=False, indent=2, default=datetime.isoformat)
-    return text + "\n"
+    return json.dumps(record, ensure_ascii=False, indent=2, default=datetime.isoformat) + "\n"
 
 
 def print_json(record: Mapping[str, Any] | Sequence[Any]) -> None:
@@ -180,11 +176,3 @@ def leave(code: int | None) -> NoReturn:
         sys.stderr.flush()
         os._exit(code or EXIT_DONE)
     sys.exit(code)
-
-
-def _exit_code(error: errors.FleetError) -> int:
-    if isinstance(error, errors.SetupError):
-        return EXIT_OPERATOR_MUST_ACT
-    if isinstance(error, errors.NodeError):
-        return EXIT_REPLACE_THIS_NODE
-    return EXIT_UNEXPECTED

@@ -105,10 +105,7 @@ def replay(
     imagefleet failed replay --all --dry-run
     """
     which = _selection(error, campaign, job_id, everything=everything)
-    if dry_run:
-        _print_count("would be replayed", settings, which, as_json=as_json)
-    else:
-        _print_swept("replayed", settings, which, as_json=as_json)
+    _run("replayed", settings, which, dry_run=dry_run, as_json=as_json)
 
 
 @app.command()
@@ -130,16 +127,13 @@ def discard(
     imagefleet failed discard --all --yes
     """
     which = _selection(error, campaign, job_id, everything=everything)
-    if dry_run:
-        _print_count("would be discarded", settings, which, as_json=as_json)
-        return
-    if not yes:
+    if not (yes or dry_run):
         if not sys.stdin.isatty():
             raise errors.SetupError("discard deletes for good; without a terminal it needs --yes")
         jobs = console.counted(console.run(_count(settings, which)), "failed job")
         if not typer.confirm(f"Discard {jobs} for good?", err=True):
             return
-    _print_swept("discarded", settings, which, as_json=as_json)
+    _run("discarded", settings, which, dry_run=dry_run, as_json=as_json)
 
 
 def _selection(
@@ -218,9 +212,16 @@ def _record(entry: Entry) -> dict[str, Any]:
     return {**known, "message_id": entry.message.id}
 
 
-def _print_swept(
-    verb: _Verb, settings: StorageSettings, which: aio.Which, *, as_json: bool
+def _run(
+    verb: _Verb, settings: StorageSettings, which: aio.Which, *, dry_run: bool, as_json: bool
 ) -> None:
+    if dry_run:
+        count = console.run(_count(settings, which))
+        if as_json:
+            console.print_json({"count": count})
+        else:
+            console.stdout.print(f"{console.counted(count, 'failed job')} would be {verb}")
+        return
     swept = console.run(_sweep(verb, settings, which))
     if as_json:
         refused = [asdict(each) for each in swept.refused]
@@ -262,14 +263,6 @@ def _print_listing(listing: dict[str, Any]) -> None:
         console.stdout.print(rows)
     if count > len(jobs):
         console.stdout.print(f"the first {len(jobs):,} are shown (--limit)")
-
-
-def _print_count(verb: str, settings: StorageSettings, which: aio.Which, *, as_json: bool) -> None:
-    count = console.run(_count(settings, which))
-    if as_json:
-        console.print_json({"count": count})
-    else:
-        console.stdout.print(f"{console.counted(count, 'failed job')} {verb}")
 
 
 def _plain(text: str) -> Text:

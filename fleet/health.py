@@ -7,6 +7,7 @@ alone: about 0.01 s of CPU instead of 0.5 s. It connects directly, whatever prox
 from __future__ import annotations
 
 import argparse
+import http
 import http.client
 import os
 import sys
@@ -17,8 +18,6 @@ TIMEOUT_SECONDS = 3.0
 
 #: Where to reach a worker that listens on all interfaces.
 _EVERYWHERE = {"0.0.0.0": "127.0.0.1", "::": "::1"}  # noqa: S104 - to connect to, not to bind
-
-_OK = 200
 
 
 def main(arguments: Sequence[str]) -> int:
@@ -60,4 +59,4 @@ def probe(what: str, host: str, port: int, seconds: float = TIMEOUT_SECONDS) -> 
         return False, f"no answer from port {port} of {host}: {error}"
     finally:
         connection.close()
-    return response.status == _OK, words
+    return response.status == http.HTTPStatus.OK, words

@@ -15,14 +15,7 @@ from types import FrameType
 from typing import TYPE_CHECKING, Annotated
 
 import typer
-from rich.progress import (
-    BarColumn,
-    MofNCompleteColumn,
-    Progress,
-    TaskProgressColumn,
-    TextColumn,
-    TimeRemainingColumn,
-)
+from rich import progress
 
 from fleet import console, options
 from imagefleet import errors
@@ -129,8 +122,7 @@ def command(
 class _Skipped:
     """Counts the skipped lines and reports the first of them."""
 
-    def __init__(self) -> None:
-        self.count = 0
+    count = 0
 
     def __call__(self, line: int, reason: str) -> None:
         self.count += 1
@@ -189,13 +181,13 @@ def _progress(total: int | None, start: int, *, quiet: bool) -> Iterator[Callabl
         yield show_line
     else:
         columns = (
-            BarColumn(),
-            MofNCompleteColumn(),
-            TaskProgressColumn(),
-            TextColumn("{task.fields[rate]}"),
-            TimeRemainingColumn(),
+            progress.BarColumn(),
+            progress.MofNCompleteColumn(),
+            progress.TaskProgressColumn(),
+            progress.TextColumn("{task.fields[rate]}"),
+            progress.TimeRemainingColumn(),
         )
-        with Progress(*columns, console=console.stderr) as bar:
+        with progress.Progress(*columns, console=console.stderr) as bar:
             task = bar.add_task("", total=total, completed=start, rate="")
             yield lambda confirmed: bar.update(task, completed=confirmed, rate=rate(confirmed))
 

@@ -11,7 +11,6 @@ from fleet import console, demo, failed, health, load, prompt, worker
 from fleet.bench import command as bench
 from fleet.keys import command as keys
 from fleet.monitor import command as monitor
-from fleet.monitor import exporter
 from fleet.plan import command as plan
 from fleet.report import command as report
 from fleet.salad import command as deploy
@@ -50,7 +49,7 @@ app.command("worker")(worker.command)
 app.command("load")(load.command)
 app.command("status")(monitor.status_command)
 app.command("top")(monitor.top_command)
-app.command("exporter")(exporter.command)
+app.command("exporter")(monitor.exporter_command)
 app.add_typer(failed.app, name="failed", short_help="Lists, replays and discards failed jobs.")
 app.add_typer(keys.app, name="keys", short_help="Creates, checks and revokes SAS tokens.")
 app.command("plan")(plan.command)

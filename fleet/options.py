@@ -117,14 +117,12 @@ def read(model: type[Settings], given: Mapping[str, Any]) -> Settings:
     """
     try:
         flags = _by_current_name(model, given, flag)
-        variables = by_setting(model, os.environ, PROJECT_SETTINGS)
-    except ValueError as error:
-        raise errors.SetupError(str(error)) from None
-    try:
-        return model(**(variables | flags))
+        return model(**(by_setting(model, os.environ, PROJECT_SETTINGS) | flags))
     except ValidationError as error:
         lines = [_complaint(model, detail) for detail in error.errors(include_url=False)]
         raise errors.SetupError("\n".join(lines)) from None
+    except ValueError as error:
+        raise errors.SetupError(str(error)) from None
 
 
 def by_setting(
@@ -190,13 +188,11 @@ def _former_names(model: type[BaseSettings]) -> dict[str, str]:
 
 
 def _removed(model: type[BaseSettings]) -> dict[str, str]:
-    return {
-        name: sentence
-        for each, removed in REMOVED.items()
-        if issubclass(model, each)
-        for name, sentence in removed.items()
-        if name not in model.model_fields
-    }
+    removed: dict[str, str] = {}
+    for each, sentences in REMOVED.items():
+        if issubclass(model, each):
+            removed |= sentences
+    return {name: text for name, text in removed.items() if name not in model.model_fields}
 
 
 def _accepted(model: type[BaseSettings]) -> set[str]:

@@ -71,8 +71,7 @@ def _read(
     """The parsed prompt as JSON, or the reason why it is not supported."""
 
     def tokenise(texts: Sequence[str]) -> list[list[int]]:
-        encoded = tokenizer.encode_batch(list(texts), add_special_tokens=False)
-        return [encoding.ids for encoding in encoded]
+        return [each.ids for each in tokenizer.encode_batch(list(texts), add_special_tokens=False)]
 
     try:
         parsed = read(text)
@@ -128,19 +127,12 @@ def _load_tokenizer(folder: Path) -> tokenizers.Tokenizer:
     except Exception as error:  # the library raises only this class
         raise errors.SetupError(f"{str(folder)!r} is not a CLIP tokenizer: {error}") from error
     tokenizer = tokenizers.Tokenizer(model)
-    tokenizer.normalizer = normalizers.Sequence(
-        [
-            normalizers.NFC(),
-            normalizers.Replace(tokenizers.Regex(r"\s+"), " "),
-            normalizers.Lowercase(),
-        ]
-    )
-    tokenizer.pre_tokenizer = pre_tokenizers.Sequence(
-        [
-            pre_tokenizers.Split(tokenizers.Regex(_WORD), behavior="removed", invert=True),
-            pre_tokenizers.ByteLevel(add_prefix_space=False),
-        ]
-    )
+    spaces = normalizers.Replace(tokenizers.Regex(r"\s+"), " ")
+    rules = [normalizers.NFC(), spaces, normalizers.Lowercase()]
+    tokenizer.normalizer = normalizers.Sequence(rules)
+    words = pre_tokenizers.Split(tokenizers.Regex(_WORD), behavior="removed", invert=True)
+    to_bytes = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    tokenizer.pre_tokenizer = pre_tokenizers.Sequence([words, to_bytes])
     tokenizer.decoder = decoders.ByteLevel()
     tokenizer.add_special_tokens(["<|startoftext|>", "<|endoftext|>"])
     return tokenizer

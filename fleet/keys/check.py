@@ -26,18 +26,19 @@ from imagefleet.storage.azure.credentials import Access, Credentials
 from imagefleet.storage.azure.storage import API_VERSION
 from imagefleet.storage.settings import Resource, StorageSettings
 
-_NO_MESSAGE = "00000000-0000-0000-0000-000000000000"
-_NO_RECEIPT = "AgAAAAMAAAAAAAAAAAAAAAAAAAA="
+#: The id and the receipt of a message that does not exist.
+_NO_MESSAGE = ("00000000-0000-0000-0000-000000000000", "AgAAAAMAAAAAAAAAAAAAAAAAAAA=")
 _NO_BLOB = ".imagefleet-check"
 
-_TOO_BUSY = frozenset({408, 429})
+#: Refused for another reason than the request: the credential as a whole, or too many requests.
+_NOT_AN_ANSWER = frozenset({401, 403, 408, 429})
 
 QUEUE_PROBES: Mapping[str, Callable[[QueueClient], Awaitable[Any]]] = {
     "r": lambda queue: queue.peek_messages(1),
     # Invalid: the message would expire before it becomes visible.
     "a": lambda queue: queue.send_message("{}", visibility_timeout=60, time_to_live=1),
-    "u": lambda queue: queue.update_message(_NO_MESSAGE, _NO_RECEIPT, visibility_timeout=1),
-    "p": lambda queue: queue.delete_message(_NO_MESSAGE, _NO_RECEIPT),
+    "u": lambda queue: queue.update_message(*_NO_MESSAGE, visibility_timeout=1),
+    "p": lambda queue: queue.delete_message(*_NO_MESSAGE),
 }
 BLOB_PROBES: Mapping[str, Callable[[ContainerClient], Awaitable[Any]]] = {
     "r": lambda blobs: blobs.get_blob_client(_NO_BLOB).get_blob_properties(),
@@ -96,7 +97,8 @@ async def _try(
         if await access.attempt(what, functools.partial(_is_allowed, probe, client)):
             allowed += letter
     denied = "".join(letter for letter in probes if letter not in allowed)
-    token = _token(access)
+    credential = access.credential
+    token = credential.signature if isinstance(credential, AzureSasCredential) else ""
     (policy,) = parse_qs(token).get("si", [None])
     return Checked(resource, name, allowed, denied, sas.expiry(token), policy)
 
@@ -108,13 +110,7 @@ async def _is_allowed(probe: Callable[[Any], Awaitable[Any]], client: Any) -> bo
         code, status = azure_errors.code_of(error), error.status_code or 0
         if code in azure_errors.LESS_PERMISSION:
             return False
-        if code in azure_errors.MISSING or status in _TOO_BUSY:
-            raise
-        if status in {401, 403} or not 400 <= status < 500:  # noqa: PLR2004 - client errors
+        is_client_error = 400 <= status < 500 and status not in _NOT_AN_ANSWER  # noqa: PLR2004
+        if code in azure_errors.MISSING or not is_client_error:
             raise
     return True
-
-
-def _token(access: Access) -> str:
-    credential = access.credential
-    return credential.signature if isinstance(credential, AzureSasCredential) else ""

@@ -2,15 +2,12 @@
 
 from __future__ import annotations
 
-import contextlib
-import json
-import os
 import shlex
 import sys
 import tempfile
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from dataclasses import asdict
-from datetime import datetime, timedelta
+from datetime import timedelta
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -18,7 +15,7 @@ import typer
 from rich.table import Table
 
 from fleet import console, options
-from fleet.keys.roles import RESOURCES, ROLES, Role, explain, name_of
+from fleet.keys.roles import ROLES, Role, explain, name_of
 from imagefleet import errors
 from imagefleet.storage.open import LOCAL_SCHEME
 from imagefleet.storage.settings import StorageSettings
@@ -30,13 +27,10 @@ if TYPE_CHECKING:
 #: A run of a day or two, and a weekend on top; less with rotation.
 DEFAULT_HOURS = 72.0
 
-MOST_HOURS = 365 * 24.0
+MAX_HOURS = 365 * 24.0
 
 #: A leaked token is worth stealing for this long.
 WARNED_AFTER_HOURS = 7 * 24.0
-
-#: The variables of the tokens.
-_VARIABLES = {resource: f"IMAGEFLEET_{resource.upper()}_SAS" for resource in RESOURCES}
 
 app = typer.Typer(
     no_args_is_help=True,
@@ -51,7 +45,7 @@ def _mint_command(role: Role) -> Callable[..., None]:
         settings: StorageSettings,
         hours: Annotated[
             float,
-            typer.Option(min=0.05, max=MOST_HOURS, metavar="HOURS", help="Lifetime of the tokens."),
+            typer.Option(min=0.05, max=MAX_HOURS, metavar="HOURS", help="Lifetime of the tokens."),
         ] = DEFAULT_HOURS,
         policy: Annotated[
             str | None,
@@ -127,9 +121,7 @@ def check_command(
 
     checked = console.run(keys_check.check(_on_azure(settings)))
     if as_json:
-        until = [each.until and each.until.isoformat() for each in checked]
-        records = [asdict(each) | {"until": end} for each, end in zip(checked, until, strict=True)]
-        console.print_json({"resources": records})
+        console.print_json({"resources": [asdict(each) for each in checked]})
     else:
         console.stdout.print(_checked_table(checked))
     if role is not None:
@@ -169,11 +161,11 @@ def record(minted: Minted) -> dict[str, Any]:
 
 def export_lines(settings: StorageSettings, minted: Minted) -> list[str]:
     """Shell commands that set the tokens as variables."""
-    variables: Mapping[str, str] = {
+    variables = {
         "IMAGEFLEET_STORAGE": minted.storage,
         "IMAGEFLEET_QUEUE": settings.queue,
         "IMAGEFLEET_CONTAINER": settings.container,
-        **{_VARIABLES[resource]: token for resource, token in minted.tokens.items()},
+        **{f"IMAGEFLEET_{name.upper()}_SAS": token for name, token in minted.tokens.items()},
     }
     return [f"export {name}={shlex.quote(value)}" for name, value in variables.items()]
 
@@ -185,16 +177,11 @@ def write_tokens(path: Path, minted: Minted) -> None:
         SetupError: it cannot be written.
     """
     try:
-        number, name = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name}.")  # mode 600
-        try:
-            with os.fdopen(number, "w", encoding="utf-8") as file:
-                json.dump(record(minted), file, indent=2)
-                file.write("\n")
-            Path(name).replace(path)
-        except BaseException:
-            with contextlib.suppress(FileNotFoundError):
-                Path(name).unlink()
-            raise
+        with tempfile.TemporaryDirectory(dir=path.parent, prefix=f".{path.name}.") as folder:
+            new = Path(folder, path.name)
+            new.touch(mode=0o600)
+            new.write_text(console.json_text(record(minted)), encoding="utf-8")
+            new.replace(path)
     except OSError as error:
         raise errors.SetupError(f"cannot write {path}: {error.strerror}") from None
 
@@ -210,9 +197,8 @@ def _on_azure(settings: StorageSettings) -> StorageSettings:
 def _explain(settings: StorageSettings, role: Role, minted: Minted) -> None:
     table = Table("resource", "allowed", box=None)
     for resource in minted.tokens:
-        table.add_row(
-            name_of(settings, resource), "; ".join(explain(resource, role.letters(resource)))
-        )
+        allowed = "; ".join(explain(resource, role.letters(resource)))
+        table.add_row(name_of(settings, resource), allowed)
     console.stderr.print(table)
     revoke = f", or until `imagefleet keys revoke {minted.policy}`" if minted.policy else ""
     console.print_note(f"valid until {minted.expires_at:%Y-%m-%d %H:%M} UTC{revoke}")
@@ -221,19 +207,16 @@ def _explain(settings: StorageSettings, role: Role, minted: Minted) -> None:
 def _checked_table(checked: list[Checked]) -> Table:
     table = Table("resource", "allowed", "denied", "valid until")
     for each in checked:
+        until = "no expiry: a key or an identity"
+        if each.policy:
+            until = f"the end of policy {each.policy}"
         table.add_row(
             each.name,
             "\n".join(explain(each.resource, each.allowed)) or "nothing",
             "\n".join(explain(each.resource, each.denied)) or "-",
-            _until(each.until, each.policy),
+            f"{each.until:%Y-%m-%d %H:%M} UTC" if each.until else until,
         )
     return table
-
-
-def _until(until: datetime | None, policy: str | None) -> str:
-    if until is not None:
-        return f"{until:%Y-%m-%d %H:%M} UTC"
-    return f"the end of policy {policy}" if policy else "no expiry: a key or an identity"
 
 
 def _compare(checked: list[Checked], role: Role) -> None:

@@ -79,10 +79,10 @@ class Minter:
             for resource in RESOURCES
             if role.letters(resource)
         }
-        too_long = [each for each in (*tokens.values(), self.storage) if len(each) > MAX_CHARACTERS]
-        if too_long:
+        longest = max(map(len, (*tokens.values(), self.storage)))
+        if longest > MAX_CHARACTERS:
             raise errors.SetupError(
-                f"a value has {len(too_long[0]):,} characters; SaladCloud allows {MAX_CHARACTERS:,}"
+                f"a value has {longest:,} characters; SaladCloud allows {MAX_CHARACTERS:,}"
             )
         return Minted(role.name, self.storage, tokens, expires_at, policy)
 

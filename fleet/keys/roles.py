@@ -36,7 +36,8 @@ class Role:
     blob: str = ""
 
     def letters(self, resource: Resource) -> str:
-        return {"queue": self.queue, "poison": self.poison, "blob": self.blob}[resource]
+        letters: str = getattr(self, resource)
+        return letters
 
 
 ROLES: Mapping[str, Role] = {
@@ -72,11 +73,9 @@ ROLES: Mapping[str, Role] = {
 
 def name_of(settings: StorageSettings, resource: Resource) -> str:
     """The name of the queue or container."""
-    return {
-        "queue": settings.queue,
-        "poison": settings.poison_queue,
-        "blob": settings.container,
-    }[resource]
+    if resource == "blob":
+        return settings.container
+    return settings.queue if resource == "queue" else settings.poison_queue
 
 
 def explain(resource: Resource, letters: Iterable[str]) -> list[str]:

@@ -1,7 +1,9 @@
-"""`imagefleet status`, the queues and the fleet's rates, and `top`, the workers."""
+"""`imagefleet status`, `top` and `exporter`: the state of the queues and of the workers."""
 
 from __future__ import annotations
 
+import asyncio
+import logging
 from dataclasses import asdict, dataclass
 from typing import Annotated
 
@@ -13,9 +15,12 @@ from rich.text import Text
 from fleet import console, options
 from fleet.monitor import prometheus, rates
 from fleet.monitor import watch as watching
-from fleet.monitor.settings import MonitorSettings
+from fleet.monitor.settings import ExporterSettings, MonitorSettings
 from imagefleet import aio, errors
 from imagefleet.storage.protocol import QueueDepth
+from imagefleet.telemetry import logs
+
+log = logging.getLogger(__name__)
 
 _UNITS = (("d", 86_400), ("h", 3600), ("min", 60))
 
@@ -79,6 +84,20 @@ def top_command(
     console.run(_show_workers(settings.prometheus, count, watch=watch, as_json=as_json))
 
 
+@options.from_settings(ExporterSettings)
+def exporter_command(settings: ExporterSettings) -> None:
+    """Exports queue depths, and the time and cost to empty the queue.
+
+    A fleet needs one. It serves /metrics on --port and pushes them to --push-url if given. With
+    --prometheus it takes the completion rate from the workers' metrics instead of deriving it
+    from the queue depth.
+
+    imagefleet exporter --prometheus http://localhost:9090
+    """
+    logs.configure(settings.log_format)
+    console.run(_export(settings))
+
+
 async def read_status(
     client: aio.Fleet, server: prometheus.Prometheus | None = None
 ) -> FleetStatus:
@@ -135,6 +154,37 @@ async def _show_workers(url: str, count: int, *, watch: bool, as_json: bool) -> 
             is_live=watch,
             as_json=as_json,
         )
+
+
+async def _export(settings: ExporterSettings) -> None:
+    from fleet.monitor.queue_flow import Exporter
+    from imagefleet.telemetry import probes, push
+
+    async with (
+        console.connected(settings) as client,
+        prometheus.connected_if(settings.prometheus) as server,
+    ):
+        storage = client.storage
+        exporter = Exporter(storage, settings, server)
+        async with (
+            probes.serving(
+                exporter.registry,
+                is_live=lambda: True,
+                is_ready=lambda: exporter.has_sampled,
+                host=settings.host,
+                port=settings.port,
+            ) as port,
+            push.pushing(exporter.registry, settings, job="imagefleet-exporter"),
+        ):
+            log.info(
+                "sampling %s of %s; metrics at http://%s:%d/metrics",
+                storage.queue.name,
+                storage.url,
+                settings.host,
+                port,
+                extra={"action": "start", "port": port},
+            )
+            await console.until_stopped(asyncio.create_task(exporter.run(), name="exporter"))
 
 
 def _queue_status(name: str, depth: QueueDepth) -> QueueStatus:

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import AsyncIterator, Iterable, Mapping
-from contextlib import AsyncExitStack, asynccontextmanager
+from collections.abc import AsyncIterator, Mapping
+from contextlib import AbstractAsyncContextManager, asynccontextmanager, nullcontext
 from dataclasses import dataclass
 from datetime import datetime
 from http import HTTPStatus
@@ -46,24 +46,22 @@ class Prometheus:
 
     async def at(self, query: str, moment: datetime) -> list[Series]:
         """An instant query: each series with its one point."""
-        return await self._query("query", {"query": query, "time": str(moment.timestamp())})
+        return await self._query("query", query, time=moment.timestamp())
 
     async def over(
         self, query: str, begin: datetime, end: datetime, step_seconds: float
     ) -> list[Series]:
         """A range query: each series with its points, *step_seconds* apart."""
-        times = {"start": str(begin.timestamp()), "end": str(end.timestamp())}
-        return await self._query(
-            "query_range", {"query": query, **times, "step": str(step_seconds)}
-        )
+        times = {"start": begin.timestamp(), "end": end.timestamp(), "step": step_seconds}
+        return await self._query("query_range", query, **times)
 
-    async def _query(self, endpoint: str, parameters: Mapping[str, str]) -> list[Series]:
+    async def _query(self, endpoint: str, query: str, **times: float) -> list[Series]:
         import aiohttp
 
+        url, data = f"{self._url}/api/v1/{endpoint}", {"query": query}
+        data |= {name: str(seconds) for name, seconds in times.items()}
         try:
-            async with self._session.post(
-                f"{self._url}/api/v1/{endpoint}", data=parameters
-            ) as response:
+            async with self._session.post(url, data=data) as response:
                 text = await response.text()
         except aiohttp.InvalidURL:
             raise errors.SetupError(f"not a Prometheus URL: {self._url!r}") from None
@@ -80,7 +78,7 @@ class Prometheus:
             complaint = f"HTTP {response.status}: {text[:_SHOWN_CHARACTERS]}"
             if response.status >= HTTPStatus.INTERNAL_SERVER_ERROR:
                 raise errors.TransientError(f"Prometheus failed: {complaint}") from None
-        raise errors.SetupError(f"Prometheus rejects {parameters['query']}: {complaint}")
+        raise errors.SetupError(f"Prometheus rejects {query}: {complaint}")
 
 
 @asynccontextmanager
@@ -93,28 +91,20 @@ async def connected(url: str) -> AsyncIterator[Prometheus]:
         yield Prometheus(session, url)
 
 
-@asynccontextmanager
-async def connected_if(url: str | None) -> AsyncIterator[Prometheus | None]:
+def connected_if(url: str | None) -> AbstractAsyncContextManager[Prometheus | None]:
     """As `connected`; None without a URL."""
-    async with AsyncExitStack() as stack:
-        yield await stack.enter_async_context(connected(url)) if url else None
+    return connected(url) if url else nullcontext()
 
 
 def _series(data: Mapping[str, Any]) -> list[Series]:
     result = data["result"]
-    pairs: list[tuple[dict[str, str], list[tuple[float, str]]]]
-    match data["resultType"]:
-        case "scalar":
-            pairs = [({}, [result])]
-        case "vector":
-            pairs = [(each["metric"], [each["value"]]) for each in result]
-        case _:
-            pairs = [(each["metric"], each["values"]) for each in result]
-    found = (Series(labels, _points(points)) for labels, points in pairs)
-    return [series for series in found if series.points]
-
-
-def _points(pairs: Iterable[tuple[float, str]]) -> tuple[tuple[float, float], ...]:
-    """Without NaN and infinities: the quotients of an idle fleet."""
-    points = ((float(at), float(value)) for at, value in pairs)
-    return tuple(point for point in points if math.isfinite(point[1]))
+    if data["resultType"] == "scalar":
+        result = [{"metric": {}, "value": result}]
+    found = []
+    for each in result:
+        pairs = each["values"] if "values" in each else [each["value"]]
+        points = ((float(at), float(value)) for at, value in pairs)
+        # NaN and infinities are the quotients of an idle fleet.
+        if finite := tuple(point for point in points if math.isfinite(point[1])):
+            found.append(Series(each["metric"], finite))
+    return found

@@ -73,22 +73,19 @@ def figures(
     """The exporter's gauges as far as they are known; *price*: $/h, in place of the metrics'."""
     net, seconds = flow.net_per_second, flow.seconds_to_empty
     completions = fleet.jobs_per_second if fleet else None
-    if completions is None and net is not None:
-        completions = max(0.0, -net)
     if price is None and fleet is not None:
         price = fleet.dollars_per_hour
-    dollars = None
-    if seconds is not None and price is not None:
-        dollars = seconds / 3600 * price if seconds else 0.0
-    known = {
-        "imagefleet_exporter_arrivals_per_second": (
-            None if net is None else max(0.0, net + (completions or 0))
-        ),
-        "imagefleet_exporter_completions_per_second": completions,
-        "imagefleet_queue_seconds_to_empty": seconds,
-        "imagefleet_queue_dollars_to_empty": dollars,
-    }
-    return {name: value for name, value in known.items() if value is not None}
+    known = {}
+    if net is not None:
+        completions = max(0.0, -net) if completions is None else completions
+        known["imagefleet_exporter_arrivals_per_second"] = max(0.0, net + completions)
+    if completions is not None:
+        known["imagefleet_exporter_completions_per_second"] = completions
+    if seconds is not None:
+        known["imagefleet_queue_seconds_to_empty"] = seconds
+        if price is not None:
+            known["imagefleet_queue_dollars_to_empty"] = seconds / 3600 * price
+    return known
 
 
 class Exporter(Collector):

@@ -22,8 +22,6 @@ _IDLE = f"rate(imagefleet_gpu_idle_seconds_total[{WINDOW}])"
 _ENDED = f'rate(imagefleet_jobs_total{{outcome=~"completed|duplicate|failed"}}[{WINDOW}])'
 _FAILED = "increase(imagefleet_failed_jobs_total[1h])"
 
-_BY_INSTANCE = " by (instance) "
-
 
 @dataclass(frozen=True, slots=True)
 class FleetRates:
@@ -62,13 +60,13 @@ async def fleet_rates(prometheus: Prometheus) -> FleetRates:
         return found[0].last if found else None
 
     workers, images, jobs, idle, dollars, per_gpu_dollar, per_dollar = await asyncio.gather(
-        value(_sum("imagefleet_worker_info")),
-        value(_sum(_IMAGES)),
-        value(_sum(_ENDED)),
-        value(_idle_fraction()),
-        value(f"3600 * {_sum(_DOLLARS)}"),
-        value(f"{_sum(_IMAGES)} / {_sum(_GPU_DOLLARS)}"),
-        value(f"{_sum(_IMAGES)} / {_sum(_DOLLARS)}"),
+        value("sum(imagefleet_worker_info)"),
+        value(f"sum({_IMAGES})"),
+        value(f"sum({_ENDED})"),
+        value(_idle_fraction("sum")),
+        value(f"3600 * sum({_DOLLARS})"),
+        value(f"sum({_IMAGES}) / sum({_GPU_DOLLARS})"),
+        value(f"sum({_IMAGES}) / sum({_DOLLARS})"),
     )
     return FleetRates(
         workers=int(workers or 0),
@@ -88,42 +86,36 @@ async def worker_rates(prometheus: Prometheus) -> list[WorkerRates]:
     Raises the errors of `Prometheus.at`.
     """
     now = datetime.now(UTC)
+    infos = await prometheus.at("imagefleet_worker_info", now)
 
     async def by_instance(query: str) -> dict[str, float]:
         found = await prometheus.at(query, now)
         return {each.labels.get("instance", ""): each.last for each in found}
 
-    infos = await prometheus.at("imagefleet_worker_info", now)
+    each_sum = "sum by (instance) "
     images, idle, prices, per_dollar, failed = await asyncio.gather(
-        by_instance(_sum(_IMAGES, _BY_INSTANCE)),
-        by_instance(_idle_fraction(_BY_INSTANCE)),
-        by_instance(_sum("imagefleet_price_dollars_per_hour", _BY_INSTANCE)),
-        by_instance(f"{_sum(_IMAGES, _BY_INSTANCE)} / {_sum(_DOLLARS, _BY_INSTANCE)}"),
-        by_instance(_sum(_FAILED, _BY_INSTANCE)),
+        by_instance(f"{each_sum}({_IMAGES})"),
+        by_instance(_idle_fraction(each_sum)),
+        by_instance(f"{each_sum}(imagefleet_price_dollars_per_hour)"),
+        by_instance(f"{each_sum}({_IMAGES}) / {each_sum}({_DOLLARS})"),
+        by_instance(f"{each_sum}({_FAILED})"),
     )
-    found = []
-    for info in infos:
-        name = info.labels.get("instance", "")
-        found.append(
-            WorkerRates(
-                instance=name,
-                worker=info.labels.get("worker", ""),
-                gpu=info.labels.get("gpu", ""),
-                group=info.labels.get("group", ""),
-                images_per_second=images.get(name, 0.0),
-                gpu_idle_fraction=idle.get(name),
-                dollars_per_hour=prices.get(name),
-                images_per_dollar=per_dollar.get(name) if prices.get(name) else None,
-                failed_jobs=failed.get(name, 0.0),
-            )
+    found = [
+        WorkerRates(
+            instance=(name := labels.get("instance", "")),
+            worker=labels.get("worker", ""),
+            gpu=labels.get("gpu", ""),
+            group=labels.get("group", ""),
+            images_per_second=images.get(name, 0.0),
+            gpu_idle_fraction=idle.get(name),
+            dollars_per_hour=prices.get(name),
+            images_per_dollar=per_dollar.get(name) if prices.get(name) else None,
+            failed_jobs=failed.get(name, 0.0),
         )
+        for labels in (info.labels for info in infos)
+    ]
     return sorted(found, key=lambda each: (each.images_per_second, each.instance))
 
 
-def _sum(query: str, by: str = "") -> str:
-    return f"sum{by}({query})"
-
-
-def _idle_fraction(by: str = "") -> str:
-    idle, busy = _sum(_IDLE, by), _sum(_BUSY, by)
-    return f"{idle} / ({idle} + {busy})"
+def _idle_fraction(total: str) -> str:
+    return f"{total}({_IDLE}) / ({total}({_IDLE}) + {total}({_BUSY}))"

@@ -39,35 +39,30 @@ async def show(
     is_live: bool,
     as_json: bool,
 ) -> None:
-    """Prints what *read* returns as a table or JSON, or refreshes the table until Ctrl-C."""
+    """Prints what *read* returns as a table or JSON, or refreshes the table until Ctrl-C.
 
-    async def refresh() -> Group:
-        return screen(await read())
-
-    if is_live:
-        await watch(refresh)
-    elif as_json:
+    While it refreshes, an outage is shown below the last table.
+    """
+    if as_json:
         console.print_json(record(await read()))
-    else:
-        console.stdout.print(await refresh())
-
-
-async def watch(refresh: Callable[[], Awaitable[Group]]) -> None:
-    """Shows an outage below the last table and tries again."""
+        return
+    if not is_live:
+        console.stdout.print(screen(await read()))
+        return
     # Ctrl-C is how a watch ends; asyncio turns it into this cancellation.
     with (
         contextlib.suppress(asyncio.CancelledError),
         Live(console=console.stdout, auto_refresh=False) as live,
     ):
-        last: Group | None = None
+        last = Group()
         while True:
             try:
-                last = screen = await refresh()
+                last = shown = screen(await read())
             except errors.TransientError as error:
                 outage = Text(f"trying again: {error.message}", style="red")
-                screen = Group(*(last.renderables if last else ()), outage)
+                shown = Group(*last.renderables, outage)
             if console.stdout.is_terminal:
-                live.update(screen, refresh=True)
+                live.update(shown, refresh=True)
             else:
-                console.stdout.print(screen)
+                console.stdout.print(shown)
             await asyncio.sleep(SECONDS)

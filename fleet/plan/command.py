@@ -34,13 +34,11 @@ def command(
         str, typer.Option(metavar="|".join(prices.PRIORITIES), help="SaladCloud priority.")
     ] = "batch",
     price_per_hour: Annotated[
-        float | None,
-        typer.Option(min=0.0001, metavar="DOLLARS", help="$/h of one replica."),
+        float | None, typer.Option(min=0.0001, metavar="DOLLARS", help="$/h of one replica.")
     ] = None,
     prices_path: options.PriceFile = None,
     images_per_second: Annotated[
-        float | None,
-        typer.Option(min=0.0001, metavar="NUMBER", help="Speed of one replica."),
+        float | None, typer.Option(min=0.0001, metavar="NUMBER", help="Speed of one replica.")
     ] = None,
     bench: options.BenchReports = None,
     replicas: Annotated[
@@ -77,7 +75,10 @@ def command(
         has_own = price_per_hour is not None and images_per_second is not None
         mix = []
         for name, count in named:
-            found = name if has_own else _class(name, benches, table)
+            found = name
+            if not has_own:  # a class with a report need not be in the table
+                measured = prices.matching_gpus(name, [each.gpu for each in benches])
+                found = measured[0] if measured else prices.find_gpu(name, table.gpus)
             made_on = estimate.bench_of(found, benches)
             speed = estimate.find_speed(found, images_per_second, made_on)
             price = estimate.find_price(found, known, price_per_hour, table)
@@ -98,10 +99,8 @@ def _named(
     names: list[str] | None, benches: Sequence[estimate.Bench], replicas: int | None
 ) -> list[tuple[str, int]]:
     """GPU classes as given, and the replicas of each."""
-    if not names:
-        names = [bench.gpu for bench in benches] or [_DEFAULT_GPU]
     named = []
-    for text in names:
+    for text in names or [bench.gpu for bench in benches] or [_DEFAULT_GPU]:
         name, equals, count = text.rpartition("=")
         if not equals:
             name, count = text, "1"
@@ -115,12 +114,6 @@ def _named(
     if len(named) > 1:
         raise errors.SetupError("--replicas is for one GPU class; for a mix use --gpu NAME=COUNT")
     return [(named[0][0], replicas)]
-
-
-def _class(name: str, benches: Sequence[estimate.Bench], table: prices.PriceTable) -> str:
-    """The GPU class for *name*; one with a report need not be in the table."""
-    own = prices.matching_gpus(name, [bench.gpu for bench in benches])
-    return own[0] if own else prices.find_gpu(name, table.gpus)
 
 
 def _show(plan: estimate.Plan, table: prices.PriceTable) -> None:

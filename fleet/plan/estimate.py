@@ -114,7 +114,7 @@ def read_bench(path: Path, table: prices.PriceTable) -> Bench:
         hardware = facts["hardware"]
         name = str(hardware["device"])
         gpu = prices.gpu_of_driver(name, int(hardware.get("memory_bytes", 0)), table)
-        speed, ready_seconds = float(facts["worker_images_per_second"]), facts["ready_seconds"]
+        speed, ready = float(facts["worker_images_per_second"]), facts["ready_seconds"]
         work = f"{facts['width']}x{facts['height']}, {facts['steps']} steps, {facts['model']}"
     except OSError as error:
         raise errors.SetupError(f"the report {path}: {error.strerror or error}") from None
@@ -124,9 +124,8 @@ def read_bench(path: Path, table: prices.PriceTable) -> Bench:
         ) from None
     if not speed > 0:
         raise errors.SetupError(f"the report {path} measured a speed of zero")
-    source = f"{path}: {name}, {work}"
-    measured_speed = Input(speed, "measured", source)
-    return Bench(path, gpu, measured_speed, Input(ready_seconds, "measured", source))
+    measured = [Input(each, "measured", f"{path}: {name}, {work}") for each in (speed, ready)]
+    return Bench(path, gpu, *measured)
 
 
 def refuse_unused(benches: Sequence[Bench], gpus: Collection[str]) -> None:
@@ -145,11 +144,7 @@ def bench_of(gpu: str, benches: Sequence[Bench]) -> Bench | None:
 
 
 def find_speed(gpu: str, given: float | None, bench: Bench | None) -> Input:
-    """Images/s of one *gpu*: given, measured or assumed, in this order.
-
-    Raises:
-        SetupError: none of them is known.
-    """
+    """Images/s of one *gpu*: given, measured or assumed; raises SetupError if none is known."""
     if given is not None:
         return Input(given, "given", "--images-per-second")
     if bench is not None:
@@ -164,11 +159,7 @@ def find_speed(gpu: str, given: float | None, bench: Bench | None) -> Input:
 def find_price(
     gpu: str, priority: prices.Priority, given: float | None, table: prices.PriceTable
 ) -> Input:
-    """$/h of one *gpu*.
-
-    Raises:
-        SetupError: no price is known.
-    """
+    """$/h of one *gpu*, given or listed; raises SetupError if neither is known."""
     if given is not None:
         return Input(given, "given", "--price-per-hour")
     try:

@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-import dataclasses
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import Annotated
@@ -20,7 +19,6 @@ from imagefleet import errors
 from imagefleet.job.message import DEFAULT_CAMPAIGN
 from imagefleet.pricing import price_file, prices
 from imagefleet.storage.open import LOCAL_SCHEME
-from imagefleet.storage.settings import StorageSettings
 
 
 @options.from_settings(MonitorSettings)
@@ -33,8 +31,7 @@ def command(
         Path | None, typer.Option(metavar="FILE", help="The page [default: NAME-report.html].")
     ] = None,
     json_file: Annotated[
-        Path | None,
-        typer.Option("--json-file", metavar="FILE", help="Also write JSON here."),
+        Path | None, typer.Option("--json-file", metavar="FILE", help="Also write JSON here.")
     ] = None,
     price_per_hour: Annotated[
         float | None,
@@ -61,7 +58,9 @@ def command(
 
     imagefleet report --campaign spring --prometheus http://localhost:9090 --json-file spring.json
     """
-    table = _table(settings, prices_path)
+    table = price_file.read_table(prices_path)
+    if settings.storage.strip().startswith(LOCAL_SCHEME):
+        table = replace(table, storage=prices.FREE_STORAGE)
     price = _price(price_per_hour, gpu, priority, table)
     figures, metrics, pictures = console.run(_read(settings, campaign, table, price, samples))
     made_at = datetime.now(UTC)
@@ -116,13 +115,6 @@ def _price(
     name = prices.find_gpu(gpu, table.gpus)
     source = f"{name} at {priority} priority, {table.gpus[name].source}"
     return prices.gpu_dollars_per_hour(name, priority, table), source
-
-
-def _table(settings: StorageSettings, path: Path | None) -> prices.PriceTable:
-    table = price_file.read_table(path)
-    if settings.storage.strip().startswith(LOCAL_SCHEME):
-        return dataclasses.replace(table, storage=prices.FREE_STORAGE)
-    return table
 
 
 def _write(path: Path, text: str) -> None:

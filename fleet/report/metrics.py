@@ -47,6 +47,9 @@ async def read_metrics(prometheus: Prometheus, began_at: datetime, last_at: date
     """Reads the metrics from the campaign's first worker to shortly after its last image."""
     ended_at = last_at + timedelta(seconds=TAIL_SECONDS)
     window = (ended_at - began_at).total_seconds()
+    step = max(1.0, (last_at - began_at).total_seconds() / _POINTS)
+    span = (began_at, last_at, step)
+    rate_seconds = max(_MIN_RATE_SECONDS, 2 * step)
 
     async def gained(metric: str, label: str = "") -> dict[str, float]:
         found = await prometheus.at(_gain(metric, label, window), ended_at)
@@ -71,8 +74,11 @@ async def read_metrics(prometheus: Prometheus, began_at: datetime, last_at: date
         },
         images_per_dollar_gpu_only=images / gpu if gpu else None,
         images_per_dollar=images / total if total else None,
-        rate_seconds=_rate_seconds(began_at, last_at),
-        over_time=await _over_time(prometheus, began_at, last_at),
+        rate_seconds=rate_seconds,
+        over_time={
+            name: series[0].points if (series := await prometheus.over(query, *span)) else ()
+            for name, query in _queries_over_time(f"{rate_seconds:.0f}s").items()
+        },
     )
 
 
@@ -90,27 +96,13 @@ def _gain(metric: str, label: str, window_seconds: float) -> str:
     return f"sum{by} ({now} - ({before} or 0 * {now}))"
 
 
-async def _over_time(
-    prometheus: Prometheus, begin: datetime, end: datetime
-) -> dict[str, Sequence[tuple[float, float]]]:
-    step = _step_seconds(begin, end)
-    span = f"{_rate_seconds(begin, end):.0f}s"
-    images = f"sum(rate(imagefleet_images_total[{span}]))"
-    dollars = f"sum(rate(imagefleet_cost_dollars_total[{span}]))"
-    gpu_dollars = f'sum(rate(imagefleet_cost_dollars_total{{kind="gpu"}}[{span}]))'
-    queries = {
+def _queries_over_time(window: str) -> dict[str, str]:
+    images = f"sum(rate(imagefleet_images_total[{window}]))"
+    dollars = f"sum(rate(imagefleet_cost_dollars_total[{window}]))"
+    gpu_dollars = f'sum(rate(imagefleet_cost_dollars_total{{kind="gpu"}}[{window}]))'
+    return {
         "workers": "count(imagefleet_worker_info)",
         "images_per_second": images,
         "images_per_dollar_gpu_only": f"{images} / ({gpu_dollars} > 0)",
         "images_per_dollar": f"{images} / ({dollars} > 0)",
     }
-    found = {name: await prometheus.over(each, begin, end, step) for name, each in queries.items()}
-    return {name: series[0].points if series else () for name, series in found.items()}
-
-
-def _step_seconds(begin: datetime, end: datetime) -> float:
-    return max(1.0, (end - begin).total_seconds() / _POINTS)
-
-
-def _rate_seconds(begin: datetime, end: datetime) -> float:
-    return max(_MIN_RATE_SECONDS, 2 * _step_seconds(begin, end))

@@ -5,7 +5,8 @@ from __future__ import annotations
 import base64
 import importlib.util
 import io
-from collections.abc import Iterator, Mapping, Sequence
+from collections import Counter
+from collections.abc import Mapping, Sequence
 from datetime import datetime
 from typing import Any
 
@@ -61,7 +62,7 @@ def _plots(figures: Figures) -> dict[str, Markup]:
         for at in (rate.at, rate.at + figures.bin_seconds)
     ]
     speeds = [worker.images_per_second for worker in figures.workers if worker.images_per_second]
-    bins = list(_bins(speeds)) if len(speeds) > _SPEED_BINS else []
+    bins = _bins(speeds) if len(speeds) > _SPEED_BINS else []
     return {
         "throughput": time_plot([Line("images/s", points)], "Images/s stored", filled=True),
         "money": bars(_costs(figures), "Dollars by kind"),
@@ -100,22 +101,19 @@ def _spent(metrics: Metrics) -> list[Bar]:
         Bar(kinds.get(kind, kind), each, _dollars(each)) for kind, each in metrics.dollars.items()
     ]
     gpu = metrics.dollars.get("gpu", 0.0)
-    rows += [
+    return rows + [
         Bar(f"of the GPU: {_words(reason)}", each, f"{_dollars(each)}, {_share(each, gpu)}", _BAD)
         for reason, each in metrics.wasted_dollars.items()
     ]
-    return rows
 
 
 def _gpu_time(metrics: Metrics) -> list[Bar]:
     busy = metrics.gpu_busy_seconds
     total = busy + sum(metrics.gpu_idle_seconds.values())
-    rows = [Bar("busy", busy, _share(busy, total))]
-    rows += [
+    return [Bar("busy", busy, _share(busy, total))] + [
         Bar(f"idle: {_words(reason)}", each, _share(each, total), _BAD)
         for reason, each in metrics.gpu_idle_seconds.items()
     ]
-    return rows
 
 
 def _lines(metrics: Metrics, **legends: str) -> list[Line]:
@@ -136,14 +134,11 @@ def _sample(picture: bytes) -> Mapping[str, Any]:
     return {"data": data, "caption": caption, "width": tile.width, "height": tile.height}
 
 
-def _bins(values: Sequence[float]) -> Iterator[tuple[float, float, int]]:
+def _bins(values: Sequence[float]) -> list[tuple[float, float, int]]:
     low, high = min(values), max(values)
     width = (high - low) / _SPEED_BINS or 1.0
-    counts = [0] * _SPEED_BINS
-    for value in values:
-        counts[min(int((value - low) / width), _SPEED_BINS - 1)] += 1
-    for number, count in enumerate(counts):
-        yield low + number * width, low + (number + 1) * width, count
+    counts = Counter(min(int((value - low) / width), _SPEED_BINS - 1) for value in values)
+    return [(low + n * width, low + (n + 1) * width, counts[n]) for n in range(_SPEED_BINS)]
 
 
 def _words(slug: str) -> str:

@@ -71,7 +71,8 @@ def time_plot(lines: Sequence[Line], what: str, *, filled: bool = False) -> Mark
         parts.append(f'<polyline class="line {colour}" points="{path}"/>')
         parts.extend(
             f'<circle class="point {colour}" cx="{x(at):.1f}" cy="{y(value):.1f}" r="5">'
-            f"<title>{escape(line.name)}: {number_text(value)}, {_clock(at)}</title></circle>"
+            f"<title>{escape(line.name)}: {number_text(value)},"
+            f" {datetime.fromtimestamp(at, UTC):%d %b %H:%M:%S} UTC</title></circle>"
             for at, value in line.points
         )
     return _svg(parts, HEIGHT, what) + _legend(lines)
@@ -119,7 +120,7 @@ def bars(rows: Sequence[Bar], what: str) -> Markup:
     return _svg(parts, len(rows) * _ROW_HEIGHT, what)
 
 
-def nice_step(span: float) -> float:
+def _nice_step(span: float) -> float:
     """The interval of about four marks: 1, 2, 2.5 or 5 times a power of ten."""
     rough = span / 4
     power = 10.0 ** math.floor(math.log10(rough))
@@ -140,7 +141,7 @@ def _scale(begin: float, end: float, low: float, high: float) -> Callable[[float
 
 
 def _ticks(begin: float, end: float) -> list[float]:
-    step = nice_step(end - begin)
+    step = _nice_step(end - begin)
     first = math.ceil(begin / step)
     return [number * step for number in range(first, math.floor(end / step + 1e-9) + 1)]
 
@@ -149,7 +150,7 @@ def _marks(highest: float) -> list[float]:
     """Marks of a value axis, from zero to at least *highest*."""
     if highest <= 0:
         return [0.0, 1.0]
-    step = nice_step(highest)
+    step = _nice_step(highest)
     return [number * step for number in range(math.ceil(highest / step - 1e-9) + 1)]
 
 
@@ -171,20 +172,14 @@ def _time_axis(begin: float, end: float, x: Callable[[float], float]) -> Iterato
         (each for each in _TIME_STEPS if (end - begin) / each[0] <= _MAX_TIME_LABELS),
         _TIME_STEPS[-1],
     )
-    tick = math.ceil(begin / step) * step
-    while tick <= end:
-        label = datetime.fromtimestamp(tick, UTC).strftime(shown)
-        anchor = "middle" if x(tick) < WIDTH - 2 * _RIGHT else "end"
-        yield _text(x(tick), HEIGHT - 8, label, anchor)
-        tick += step
+    for number in range(math.ceil(begin / step), math.floor(end / step) + 1):
+        at = x(number * step)
+        label = datetime.fromtimestamp(number * step, UTC).strftime(shown)
+        yield _text(at, HEIGHT - 8, label, "middle" if at < WIDTH - 2 * _RIGHT else "end")
 
 
 def _text(x: float, y: float, text: str, anchor: str) -> str:
     return f'<text x="{x:.1f}" y="{y:.1f}" text-anchor="{anchor}">{escape(text)}</text>'
-
-
-def _clock(at: float) -> str:
-    return datetime.fromtimestamp(at, UTC).strftime("%d %b %H:%M:%S UTC")
 
 
 def _legend(lines: Sequence[Line]) -> Markup:
