@@ -10,8 +10,8 @@ from pathlib import Path
 from types import FrameType
 
 import pytest
-import tiny_model
 
+import tiny_model
 from imagefleet.storage.local.queue import LocalQueue
 from imagefleet.storage.open import open_storage
 from worker import process
