@@ -6,6 +6,7 @@ it would give an image that nobody asked for.
 
 from __future__ import annotations
 
+import functools
 import itertools
 import math
 import re
@@ -102,6 +103,8 @@ def read_prompt(prompt: str) -> Prompt:
     return Prompt(text, tuple(loras), weighted_parts(text))
 
 
+# A campaign's jobs share a few negative prompts.
+@functools.lru_cache(maxsize=256)
 def read_negative_prompt(prompt: str) -> Prompt:
     """As `read_prompt`, but AND and LoRA tags are plain words, as in AUTOMATIC1111.
 

