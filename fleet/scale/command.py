@@ -6,6 +6,7 @@ import asyncio
 import json
 import logging
 import sys
+import time
 from collections.abc import Callable
 from datetime import datetime
 from pathlib import Path
@@ -19,7 +20,7 @@ from fleet.monitor.settings import MonitorSettings
 from fleet.salad import file as salad_file
 from fleet.salad import gpus
 from fleet.salad import options as salad_options
-from fleet.salad.options import File
+from fleet.salad.options import File, Yes
 from fleet.scale import scaler
 from fleet.scale.decision import Goal
 from imagefleet import errors
@@ -74,6 +75,7 @@ async def command(
     until_empty: Annotated[
         bool, typer.Option("--until-empty", help="Exit when the queue is empty and no worker runs.")
     ] = False,
+    yes: Yes = False,
     as_json: Annotated[bool, typer.Option("--json", help="Print each decision as JSON.")] = False,
 ) -> None:
     """Scales a fleet on SaladCloud by its queue, within a budget.
@@ -81,7 +83,8 @@ async def command(
     Samples the queue and the fleet every minute and changes the replicas every 15 minutes, until
     SIGTERM or Ctrl-C: as many as the deadline needs or $/h allows, none for an empty queue, and
     never for more than --max-dollars in total, counted from the workers that SaladCloud reports as
-    running. Keep it running: without it, workers continue and are billed.
+    running. Keep it running: without it, workers continue and are billed. It asks once before it
+    spends; a service needs --yes.
 
     imagefleet scale --deadline 2026-12-01T08:00 --max-dollars 200
 
@@ -89,6 +92,9 @@ async def command(
     """
     if deadline is None and dollars_per_hour is None:
         raise errors.SetupError("give a goal: --deadline, --dollars-per-hour or both")
+    if deadline and deadline.timestamp() <= time.time():
+        past = deadline.astimezone().isoformat(" ", "minutes")
+        raise errors.SetupError(f"--deadline {past} is in the past: give a later one")
     if look_seconds is not None:
         console.print_warning("--look-seconds is deprecated; use --sample-seconds")
     fleet_file, folder = salad_options.read_file(file)
@@ -100,6 +106,11 @@ async def command(
         every_seconds=every_minutes * 60,
         sample_seconds=look_seconds or sample_seconds,
     )
+    if not dry_run:
+        most = console.counted(goal.max_replicas, "replica")
+        salad_options.confirm(
+            f"Spend up to ${max_dollars:,.2f} on {fleet_file.name}, at most {most}?", yes=yes
+        )
     given = None
     if images_per_second is not None:
         given = scaler.Speed(images_per_second / images_per_job, "given")

@@ -11,8 +11,10 @@ from dataclasses import replace
 from datetime import datetime
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import pytest
+import typer
 
 from fleet.monitor import prometheus
 from fleet.salad import client, deployment
@@ -310,6 +312,55 @@ def test_a_goal_is_required(salad: Any, in_process: Imagefleet) -> None:
     assert "--deadline, --dollars-per-hour or both" in ended.stderr
 
 
+@pytest.mark.parametrize("also", [(), ("--dollars-per-hour", "3"), ("--dry-run",), ("--yes",)])
+def test_a_deadline_in_the_past_is_refused(
+    salad: Any, in_process: Imagefleet, also: tuple[str, ...]
+) -> None:
+    ended = in_process("scale", "--deadline", "2020-01-31T08:00", "--max-dollars", "5", *also)
+
+    assert ended.returncode == 2
+    assert "--deadline 2020-01-31 08:00" in ended.stderr
+    assert "is in the past" in ended.stderr
+    assert not salad.requests
+
+
+@pytest.mark.parametrize("goal", [("--deadline", "2999-01-01T08:00"), ("--dollars-per-hour", "3")])
+def test_without_a_terminal_scaling_needs_yes(
+    salad: Any, in_process: Imagefleet, goal: tuple[str, str]
+) -> None:
+    ended = in_process("scale", *goal, "--max-dollars", "5", "--max-replicas", "7", "--once")
+
+    assert ended.returncode == 2
+    assert "Spend up to $5.00 on sd15-batch, at most 7 replicas?" in ended.stderr
+    assert "without a terminal: add --yes" in " ".join(ended.stderr.split())
+    assert not salad.requests
+
+
+@pytest.mark.parametrize("answer", [True, False])
+def test_on_a_terminal_scaling_asks_once(
+    salad: Any,
+    in_process: Imagefleet,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    answer: bool,
+) -> None:
+    monkeypatch.setattr(logs, "configure", lambda _: None)  # it would affect later tests
+    in_process("deploy", "salad", "apply", "--yes", "--replicas", "20")
+    (tmp_path / "jobs.jsonl").write_text('{"prompt": "a cat"}\n' * 1000)
+    in_process("load", "jobs.jsonl")
+    asked: list[str] = []
+    monkeypatch.setattr(sys, "stdin", mock.Mock(isatty=lambda: True))
+    monkeypatch.setattr(typer, "confirm", lambda text, **_: asked.append(text) or answer)
+    before = len(salad.requests)
+
+    ended = in_process("scale", "--dollars-per-hour", "0.3", "--max-dollars", "5", "--once")
+
+    assert len(asked) == 1
+    assert ended.returncode == (0 if answer else 2), ended.stderr
+    assert sum(group.replicas for group in salad.groups.values()) == (2 if answer else 20)
+    assert (len(salad.requests) > before) is answer
+
+
 def test_a_stopped_scaler_reports_the_workers_that_keep_running(
     salad: Any, in_process: Imagefleet, tmp_path: Path
 ) -> None:
@@ -322,7 +373,7 @@ def test_a_stopped_scaler_reports_the_workers_that_keep_running(
     with subprocess.Popen(
         [
             *(command, "scale", "--dollars-per-hour", "1", "--max-dollars", "5", "--json"),
-            *("--sample-seconds", "1"),
+            *("--sample-seconds", "1", "--yes"),
         ],
         cwd=tmp_path,
         stdout=subprocess.PIPE,
