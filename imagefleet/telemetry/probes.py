@@ -7,9 +7,9 @@ from collections.abc import AsyncIterator, Awaitable, Callable
 
 from aiohttp import web
 from prometheus_client import CollectorRegistry
-from prometheus_client.exposition import CONTENT_TYPE_LATEST, generate_latest
 
 from imagefleet import errors
+from imagefleet.telemetry import exposition
 
 
 @contextlib.asynccontextmanager
@@ -32,7 +32,7 @@ async def serving(
 
     async def metrics(_: web.Request) -> web.Response:
         return web.Response(
-            body=generate_latest(registry), headers={"Content-Type": CONTENT_TYPE_LATEST}
+            body=exposition.render(registry), headers={"Content-Type": exposition.CONTENT_TYPE}
         )
 
     app = web.Application()

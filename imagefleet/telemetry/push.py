@@ -16,10 +16,10 @@ from collections.abc import AsyncIterator, Mapping
 
 import aiohttp
 from prometheus_client import CollectorRegistry
-from prometheus_client.exposition import CONTENT_TYPE_LATEST, generate_latest
 from yarl import URL
 
 from imagefleet import errors, retry
+from imagefleet.telemetry import exposition
 from imagefleet.telemetry.settings import TelemetrySettings
 
 log = logging.getLogger(__name__)
@@ -121,8 +121,8 @@ class Pusher:
             TransientError: the server is unreachable, overloaded or broken.
             SetupError: the address or the token is wrong.
         """
-        body = gzip.compress(generate_latest(self._registry), compresslevel=1)
-        headers = {"Content-Type": CONTENT_TYPE_LATEST, "Content-Encoding": "gzip"}
+        body = gzip.compress(exposition.render(self._registry), compresslevel=1)
+        headers = {"Content-Type": exposition.CONTENT_TYPE, "Content-Encoding": "gzip"}
         where = self._url.with_user(None).with_query(None)  # without the secrets it may hold
         try:
             async with self._client.post(

@@ -34,7 +34,9 @@ async def test_the_probes_report_the_state_of_the_worker() -> None:
         assert (await status("/live"), await status("/ready")) == (503, 200)
         async with client.get("/metrics") as response:
             assert response.headers["Content-Type"].startswith("text/plain; version=")
-            assert "imagefleet_images_total 3.0" in await response.text()
+            text = await response.text()
+            assert "imagefleet_images_total 3.0" in text
+            assert "_created" not in text
         assert await status("/etc/passwd") == 404
 
 

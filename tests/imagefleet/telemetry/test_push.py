@@ -15,7 +15,7 @@ from aiohttp import web
 from prometheus_client import CollectorRegistry, Counter
 
 from imagefleet import errors, retry
-from imagefleet.telemetry import push
+from imagefleet.telemetry import exposition, push
 from imagefleet.telemetry.settings import TelemetrySettings
 
 FAST = retry.RetryPolicy(tries=3, first_wait_seconds=0.001, on_retry=lambda _: None)
@@ -194,6 +194,7 @@ async def test_an_error_of_the_worker_propagates_after_the_last_push(
     with pytest.raises(errors.NodeError):
         await work()
     assert "imagefleet_images_total 1.0" in recorder.pushes[-1].text
+    assert "_created" not in recorder.pushes[-1].text
 
 
 async def test_a_bug_in_a_collector_is_logged_and_does_not_end_the_worker(
@@ -226,9 +227,7 @@ async def test_victoria_metrics_stores_the_samples_with_their_labels(
 
 
 def test_a_push_of_a_worker_is_small(images: tuple[CollectorRegistry, Counter]) -> None:
-    from prometheus_client.exposition import generate_latest
-
     from worker.metrics import WorkerMetrics
 
-    text = generate_latest(WorkerMetrics().registry)
+    text = exposition.render(WorkerMetrics().registry)
     assert len(gzip.compress(text, 1)) < 8_000
