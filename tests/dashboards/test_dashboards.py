@@ -95,6 +95,15 @@ def test_every_panel_queries_the_data_source_chosen_on_the_page(page: dict[str, 
         assert {source["uid"] for source in sources} == {"${datasource}"}
 
 
+def test_failed_jobs_do_not_count_as_lost_or_retried(dashboards: Path) -> None:
+    panels = json.loads((dashboards / "grafana" / "failures.json").read_text())["panels"]
+    (panel,) = [each for each in panels if each["title"] == "Jobs lost or retried, by node"]
+
+    (outcomes,) = re.findall(r'outcome=~"([^"]+)"', panel["targets"][0]["expr"])
+
+    assert set(outcomes.split("|")) == {"lost", "retried"}
+
+
 def test_every_metric_that_is_queried_is_in_the_readme(dashboards: Path) -> None:
     asked = {name for each in expressions(dashboards) for name in METRIC.findall(each)}
     known = documented(dashboards) | recorded(dashboards)
