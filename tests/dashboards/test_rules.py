@@ -66,6 +66,17 @@ def test_every_alert_has_a_test_in_which_it_fires(dashboards: Path) -> None:
     assert kept_still >= ALERTS - {"ImagefleetGpuIdle"}
 
 
+def test_every_alert_links_to_its_section_of_the_runbook(dashboards: Path) -> None:
+    groups = yaml.safe_load((dashboards / "prometheus" / "alerts.yaml").read_text())["groups"]
+    for rule in (rule for group in groups for rule in group["rules"]):
+        page, _, anchor = rule["annotations"]["runbook_url"].partition("#")
+        text = (dashboards.parent / page).read_text()
+
+        assert anchor == rule["alert"].lower()
+        section = text.partition(f"\n### {rule['alert']}\n\n")[2].partition("\n\n")[0]
+        assert len(section) > 100, f"{page} does not say what to do about {rule['alert']}"
+
+
 @pytest.mark.parametrize(("workers", "fires"), [(50, True), (100, False)])
 def test_a_few_bad_nodes_among_many_good_ones_do_not_fire_an_alert(
     tool: Tool, dashboards: Path, tmp_path: Path, workers: int, fires: bool
