@@ -25,6 +25,9 @@ METRIC = re.compile(r"\bimagefleet[_:][a-z0-9_:]+")
 #: What a histogram adds to its name.
 _SUFFIXES = ("_sum", "_count", "_bucket")
 
+#: What Grafana reads from a Prometheus annotation query and its schema does not have.
+_PROMETHEUS_ONLY = ("titleFormat", "tagKeys")
+
 
 @pytest.fixture(params=NAMES)
 def page(request: pytest.FixtureRequest, dashboards: Path) -> dict[str, Any]:
@@ -68,10 +71,25 @@ def test_the_files_are_what_the_generator_writes(dashboards: Path, tmp_path: Pat
 def test_the_files_match_grafanas_published_schema(page: dict[str, Any]) -> None:
     plugins.register_default_plugins()
 
+    (marks,) = page["annotations"]["list"]
+    for name in _PROMETHEUS_ONLY:
+        del marks[name]
+
     understood = Dashboard.from_json(page)
 
     # Reading drops what the schema does not have.
     assert json.loads(json.dumps(understood, cls=JSONEncoder)) == page
+
+
+def test_firing_alerts_are_marked_on_the_curves(page: dict[str, Any], dashboards: Path) -> None:
+    groups = yaml.safe_load((dashboards / "prometheus" / "alerts.yaml").read_text())["groups"]
+    (marks,) = page["annotations"]["list"]
+
+    pattern = re.search(r'alertname=~"([^"]+)", alertstate="firing"', marks["expr"])
+    assert pattern is not None
+    assert all(re.fullmatch(pattern[1], rule["alert"]) for each in groups for rule in each["rules"])
+    assert marks["titleFormat"] == "{{alertname}}"
+    assert (marks["enable"], marks["datasource"]["uid"]) == (True, "${datasource}")
 
 
 def test_panels_have_distinct_titles_and_do_not_overlap(page: dict[str, Any]) -> None:
