@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import platform
 from importlib import metadata
+from typing import Any
 
 import typer
+from typer.core import TyperGroup
 
 from fleet import console, demo, failed, health, load, prompt, worker
 from fleet.bench import command as bench
@@ -15,6 +17,15 @@ from fleet.plan import command as plan
 from fleet.report import command as report
 from fleet.salad import command as deploy
 from fleet.scale import command as scale
+
+
+class Group(TyperGroup):
+    """A group of commands whose help, without a command, is no error."""
+
+    def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
+        help_only = self.no_args_is_help and not ctx.resilient_parsing
+        return super().parse_args(ctx, args or (["--help"] if help_only else []))
+
 
 app = typer.Typer(
     name="imagefleet",
@@ -80,6 +91,16 @@ def version() -> None:
             installed = "not installed"
         console.print_plain(f"{distribution} {installed}")
     console.print_plain(f"python {platform.python_version()}")
+
+
+def _use_help_classes(group: typer.Typer) -> None:
+    group.info.cls = Group
+    for each in group.registered_groups:
+        if each.typer_instance:
+            _use_help_classes(each.typer_instance)
+
+
+_use_help_classes(app)
 
 
 def main() -> None:

@@ -32,6 +32,16 @@ def test_help_names_the_commands_in_their_order(imagefleet: Imagefleet) -> None:
     assert result.returncode == console.EXIT_DONE
 
 
+@pytest.mark.parametrize("group", ["", "failed", "keys", "deploy", "deploy salad", "bench"])
+def test_a_group_without_a_command_prints_its_help(imagefleet: Imagefleet, group: str) -> None:
+    result = imagefleet(*group.split())
+
+    assert result.stdout == imagefleet(*group.split(), "--help").stdout
+    assert result.stdout.startswith(f"Usage: imagefleet {group}".rstrip())
+    assert result.stderr == ""
+    assert result.returncode == console.EXIT_DONE
+
+
 def test_help_takes_well_under_a_second(imagefleet: Imagefleet) -> None:
     def processor_seconds() -> float:
         before = resource.getrusage(resource.RUSAGE_CHILDREN)
