@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import platform
 from importlib import metadata
-from typing import Any
+from typing import Annotated, Any
 
 import typer
 from typer.core import TyperGroup
@@ -33,6 +33,7 @@ app = typer.Typer(
     rich_markup_mode=None,
     no_args_is_help=True,
     add_completion=False,
+    context_settings={"help_option_names": ["-h", "--help"]},
     pretty_exceptions_enable=False,
     help="""Turns queues of prompt jobs into Stable Diffusion images at the lowest cost per image.
 
@@ -54,6 +55,25 @@ Every setting is a flag and a variable: --queue is IMAGEFLEET_QUEUE.
 Exit codes: 0 done, 1 unexpected error, 2 invalid input or setup, 3 broken node (replace it),
 130 interrupted.""",
 )
+
+
+def _print_version(wanted: bool) -> None:
+    if wanted:
+        console.print_plain(f"imagefleet {metadata.version('imagefleet')}")
+        raise typer.Exit
+
+
+@app.callback()
+def root(
+    version: Annotated[
+        bool,
+        typer.Option(
+            "--version", is_eager=True, callback=_print_version, help="Print the version and exit."
+        ),
+    ] = False,
+) -> None:
+    """The options of `imagefleet` itself."""
+
 
 app.command("demo")(demo.command)
 app.command("worker")(worker.command)

@@ -32,6 +32,15 @@ def test_help_names_the_commands_in_their_order(imagefleet: Imagefleet) -> None:
     assert result.returncode == console.EXIT_DONE
 
 
+@pytest.mark.parametrize("command", ["", "worker", "keys", "keys worker", "deploy salad", "health"])
+def test_h_is_short_for_help(imagefleet: Imagefleet, command: str) -> None:
+    short = imagefleet(*command.split(), "-h")
+
+    assert short.stdout == imagefleet(*command.split(), "--help").stdout
+    assert "-h, --help" in short.stdout
+    assert short.returncode == console.EXIT_DONE
+
+
 @pytest.mark.parametrize("group", ["", "failed", "keys", "deploy", "deploy salad", "bench"])
 def test_a_group_without_a_command_prints_its_help(imagefleet: Imagefleet, group: str) -> None:
     result = imagefleet(*group.split())
@@ -151,6 +160,13 @@ def test_version_lists_the_versions_for_a_bug_report(imagefleet: Imagefleet) -> 
 
     names = [line.split()[0] for line in result.stdout.splitlines()]
     assert names == ["imagefleet", "torch", "diffusers", "python"]
+
+
+def test_the_version_flag_prints_the_first_line_of_the_command(imagefleet: Imagefleet) -> None:
+    result = imagefleet("--version")
+
+    assert result.stdout == imagefleet("version").stdout.splitlines(keepends=True)[0]
+    assert result.returncode == console.EXIT_DONE
 
 
 def test_the_demo_sends_the_reference_message_verbatim() -> None:
