@@ -32,7 +32,6 @@ app = typer.Typer(
     # Plain help: typer's boxes leave too little width for long names of settings.
     rich_markup_mode=None,
     no_args_is_help=True,
-    add_completion=False,
     context_settings={"help_option_names": ["-h", "--help"]},
     pretty_exceptions_enable=False,
     help="""Turns queues of prompt jobs into Stable Diffusion images at the lowest cost per image.

@@ -41,6 +41,35 @@ def test_h_is_short_for_help(imagefleet: Imagefleet, command: str) -> None:
     assert short.returncode == console.EXIT_DONE
 
 
+@pytest.mark.parametrize("shell", ["bash", "zsh", "fish"])
+def test_the_completion_script_of_a_shell_is_printed(imagefleet: Imagefleet, shell: str) -> None:
+    result = imagefleet(_IMAGEFLEET_COMPLETE=f"source_{shell}")
+
+    assert f"_IMAGEFLEET_COMPLETE=complete_{shell}" in result.stdout
+    assert result.stderr == ""
+    assert result.returncode == console.EXIT_DONE
+
+
+@pytest.mark.parametrize(
+    ("words", "completions"),
+    [
+        ("imagefleet re", ["report"]),
+        ("imagefleet failed l", ["list"]),
+        ("imagefleet worker --lease", ["--lease-seconds"]),
+    ],
+)
+def test_bash_completes_commands_and_flags(
+    imagefleet: Imagefleet, words: str, completions: list[str]
+) -> None:
+    result = imagefleet(
+        _IMAGEFLEET_COMPLETE="complete_bash",
+        COMP_WORDS=words,
+        COMP_CWORD=str(len(words.split()) - 1),
+    )
+
+    assert result.stdout.split() == completions
+
+
 @pytest.mark.parametrize("group", ["", "failed", "keys", "deploy", "deploy salad", "bench"])
 def test_a_group_without_a_command_prints_its_help(imagefleet: Imagefleet, group: str) -> None:
     result = imagefleet(*group.split())
