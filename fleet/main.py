@@ -7,7 +7,7 @@ from importlib import metadata
 from typing import Annotated, Any
 
 import typer
-from typer.core import TyperGroup
+from typer.core import TyperCommand, TyperGroup
 
 from fleet import console, demo, failed, health, load, prompt, worker
 from fleet.bench import command as bench
@@ -17,6 +17,21 @@ from fleet.plan import command as plan
 from fleet.report import command as report
 from fleet.salad import command as deploy
 from fleet.scale import command as scale
+
+
+class Command(TyperCommand):
+    """A command whose help has its flags under the subjects of the settings."""
+
+    def format_options(self, ctx: Any, formatter: Any) -> None:
+        subjects: dict[str, list[tuple[str, str]]] = {}
+        for each in self.get_params(ctx):
+            if row := each.get_help_record(ctx):
+                usual = "Arguments" if each.param_type_name == "argument" else "Options"
+                subject = getattr(each, "rich_help_panel", None) or usual
+                subjects.setdefault(subject, []).append(row)
+        for subject, rows in subjects.items():
+            with formatter.section(subject):
+                formatter.write_dl(rows)
 
 
 class Group(TyperGroup):
@@ -32,7 +47,8 @@ app = typer.Typer(
     # Plain help: typer's boxes leave too little width for long names of settings.
     rich_markup_mode=None,
     no_args_is_help=True,
-    context_settings={"help_option_names": ["-h", "--help"]},
+    # Help is as wide as the terminal, up to a width that is still easy to read.
+    context_settings={"help_option_names": ["-h", "--help"], "max_content_width": 140},
     pretty_exceptions_enable=False,
     help="""Turns queues of prompt jobs into Stable Diffusion images at the lowest cost per image.
 
@@ -114,6 +130,8 @@ def version() -> None:
 
 def _use_help_classes(group: typer.Typer) -> None:
     group.info.cls = Group
+    for command in group.registered_commands:
+        command.cls = Command
     for each in group.registered_groups:
         if each.typer_instance:
             _use_help_classes(each.typer_instance)

@@ -41,6 +41,42 @@ def test_h_is_short_for_help(imagefleet: Imagefleet, command: str) -> None:
     assert short.returncode == console.EXIT_DONE
 
 
+def _subjects(help_text: str) -> dict[str, list[str]]:
+    """The flags in a help text by their heading."""
+    subjects: dict[str, list[str]] = {}
+    for line in help_text.splitlines():
+        if line.endswith(":") and not line.startswith(" "):
+            flags = subjects[line.removesuffix(":")] = []
+        elif subjects and line.startswith("  -"):
+            flags.append(line.split()[0].rstrip(","))
+    return subjects
+
+
+def test_the_flags_of_a_command_are_grouped_by_subject(imagefleet: Imagefleet) -> None:
+    worker = _subjects(imagefleet("worker", "--help").stdout)
+    assert list(worker) == ["Storage", "Metrics and logs", "Worker", "Options"]
+    assert worker["Storage"][:2] == ["--storage", "--queue"]
+    assert {"--push-url", "--log-format"} <= set(worker["Metrics and logs"])
+    assert {"--model", "--slots"} <= set(worker["Worker"])
+    assert worker["Options"] == ["-h"]
+
+    failed = _subjects(imagefleet("failed", "list", "--help").stdout)
+    assert list(failed) == ["Options", "Storage"]
+    assert {"--campaign", "-h"} <= set(failed["Options"])
+
+
+@pytest.mark.parametrize(("terminal", "expected"), [(60, 60), (120, 120), (300, 140)])
+def test_help_uses_the_width_of_the_terminal(
+    imagefleet: Imagefleet, terminal: int, expected: int
+) -> None:
+    widths = [
+        len(line)
+        for line in imagefleet("worker", "--help", COLUMNS=str(terminal)).stdout.splitlines()
+    ]
+
+    assert expected - 20 < max(widths) <= expected
+
+
 @pytest.mark.parametrize("shell", ["bash", "zsh", "fish"])
 def test_the_completion_script_of_a_shell_is_printed(imagefleet: Imagefleet, shell: str) -> None:
     result = imagefleet(_IMAGEFLEET_COMPLETE=f"source_{shell}")
