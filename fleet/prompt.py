@@ -105,13 +105,9 @@ def _find_tokenizer(model: Path | None) -> Path:
 
 def _load_tokenizer(folder: Path) -> tokenizers.Tokenizer:
     """CLIP's tokenizer, with the rules that transformers gives it."""
-    try:
-        import tokenizers
-        from tokenizers import decoders, models, normalizers, pre_tokenizers
-    except ModuleNotFoundError as error:
-        raise errors.SetupError(
-            "tokenizers is not installed; to count tokens: pip install tokenizers"
-        ) from error
+    import tokenizers
+    from tokenizers import decoders, models, normalizers, pre_tokenizers
+
     try:
         if not (folder / "vocab.json").is_file():
             tokenizer = tokenizers.Tokenizer.from_file(str(folder / "tokenizer.json"))

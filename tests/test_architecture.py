@@ -10,6 +10,8 @@ from pathlib import Path
 
 import pytest
 
+from worker.settings import WorkerSettings
+
 ROOT = Path(__file__).parents[1]
 
 #: A package may import those named with it, and itself.
@@ -27,6 +29,7 @@ USES_TORCH = ("worker.engine", "fleet.bench")
 
 FILES_IN_A_FOLDER = 14
 LINES_IN_A_FILE = 500
+WORKER_SETTINGS = 38
 
 
 #: What `make test` unpacks into the tests' folders.
@@ -149,3 +152,7 @@ def test_every_package_says_what_it_is() -> None:
         if not ast.get_docstring(ast.parse(path.read_text(encoding="utf-8")))
     ]
     assert silent == []
+
+
+def test_a_worker_has_no_more_settings_than_anyone_reads() -> None:
+    assert len(WorkerSettings.model_fields) <= WORKER_SETTINGS

@@ -106,17 +106,6 @@ def test_a_models_tokenizer_is_used_and_a_missing_one_reported(
     assert "is not a CLIP tokenizer" in result.stderr
 
 
-def test_a_missing_tokenizers_library_is_reported_with_the_command_to_install_it(
-    in_process: Imagefleet, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setitem(sys.modules, "tokenizers", None)
-
-    result = in_process("prompt", "a cat")
-
-    assert result.returncode == console.EXIT_OPERATOR_MUST_ACT
-    assert "pip install tokenizers" in result.stderr
-
-
 def test_an_installation_without_a_vocabulary_asks_for_a_model(
     in_process: Imagefleet, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
