@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import platform
 from importlib import metadata
+from typing import Annotated, Any
 
 import typer
+from typer.core import TyperCommand, TyperGroup
 
 from fleet import console, demo, failed, health, load, prompt, worker
 from fleet.bench import command as bench
@@ -16,12 +18,37 @@ from fleet.report import command as report
 from fleet.salad import command as deploy
 from fleet.scale import command as scale
 
+
+class Command(TyperCommand):
+    """A command whose help has its flags under the subjects of the settings."""
+
+    def format_options(self, ctx: Any, formatter: Any) -> None:
+        subjects: dict[str, list[tuple[str, str]]] = {}
+        for each in self.get_params(ctx):
+            if row := each.get_help_record(ctx):
+                usual = "Arguments" if each.param_type_name == "argument" else "Options"
+                subject = getattr(each, "rich_help_panel", None) or usual
+                subjects.setdefault(subject, []).append(row)
+        for subject, rows in subjects.items():
+            with formatter.section(subject):
+                formatter.write_dl(rows)
+
+
+class Group(TyperGroup):
+    """A group of commands whose help, without a command, is no error."""
+
+    def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
+        help_only = self.no_args_is_help and not ctx.resilient_parsing
+        return super().parse_args(ctx, args or (["--help"] if help_only else []))
+
+
 app = typer.Typer(
     name="imagefleet",
     # Plain help: typer's boxes leave too little width for long names of settings.
     rich_markup_mode=None,
     no_args_is_help=True,
-    add_completion=False,
+    # Help is as wide as the terminal, up to a width that is still easy to read.
+    context_settings={"help_option_names": ["-h", "--help"], "max_content_width": 140},
     pretty_exceptions_enable=False,
     help="""Turns queues of prompt jobs into Stable Diffusion images at the lowest cost per image.
 
@@ -43,6 +70,25 @@ Every setting is a flag and a variable: --queue is IMAGEFLEET_QUEUE.
 Exit codes: 0 done, 1 unexpected error, 2 invalid input or setup, 3 broken node (replace it),
 130 interrupted.""",
 )
+
+
+def _print_version(wanted: bool) -> None:
+    if wanted:
+        console.print_plain(f"imagefleet {metadata.version('imagefleet')}")
+        raise typer.Exit
+
+
+@app.callback()
+def root(
+    version: Annotated[
+        bool,
+        typer.Option(
+            "--version", is_eager=True, callback=_print_version, help="Print the version and exit."
+        ),
+    ] = False,
+) -> None:
+    """The options of `imagefleet` itself."""
+
 
 app.command("demo")(demo.command)
 app.command("worker")(worker.command)
@@ -80,6 +126,18 @@ def version() -> None:
             installed = "not installed"
         console.print_plain(f"{distribution} {installed}")
     console.print_plain(f"python {platform.python_version()}")
+
+
+def _use_help_classes(group: typer.Typer) -> None:
+    group.info.cls = Group
+    for command in group.registered_commands:
+        command.cls = Command
+    for each in group.registered_groups:
+        if each.typer_instance:
+            _use_help_classes(each.typer_instance)
+
+
+_use_help_classes(app)
 
 
 def main() -> None:

@@ -226,11 +226,24 @@ def _parameters(model: type[BaseSettings]) -> Iterator[inspect.Parameter]:
     for name, field in model.model_fields.items():
         default = _default(field)
         notes = f"env: {variable(name)}" + (f"; default: {default}" if default else "")
-        yield _parameter(name, field, help=f"{field.description or ''} [{notes}]")
+        text = f"{field.description or ''} [{notes}]"
+        yield _parameter(name, field, help=text, rich_help_panel=_subject(model, name))
     for old, name in _former_names(model).items():
         yield _parameter(old, model.model_fields[name], hidden=True)
     for name in _removed(model):
         yield _parameter(name, FieldInfo(annotation=str), hidden=True)
+
+
+def _subject(model: type[BaseSettings], name: str) -> str | None:
+    """The subject in the documentation of *model*'s setting *name*."""
+    return next(
+        (
+            subject
+            for each, (subject, _) in PROJECT_SETTINGS.items()
+            if issubclass(model, each) and name in each.model_fields
+        ),
+        None,
+    )
 
 
 def _parameter(name: str, field: FieldInfo, **terms: Any) -> inspect.Parameter:

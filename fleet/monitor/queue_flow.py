@@ -133,10 +133,14 @@ class Exporter(Collector):
         Raises:
             TransientError: the storage does not answer.
         """
-        messages, _ = await asyncio.gather(
-            self._depth(self._storage.queue), self._depth(self._storage.poison)
-        )
-        self._flow.add_sample(time.monotonic(), messages)
+        try:
+            # Not gather: on an error its other request would go on, and log "Connector is closed".
+            async with asyncio.TaskGroup() as group:
+                depth = group.create_task(self._depth(self._storage.queue))
+                group.create_task(self._depth(self._storage.poison))
+        except BaseExceptionGroup as failures:
+            raise failures.exceptions[0] from None
+        self._flow.add_sample(time.monotonic(), depth.result())
         fleet = None
         if self._server is not None:
             try:

@@ -32,6 +32,90 @@ def test_help_names_the_commands_in_their_order(imagefleet: Imagefleet) -> None:
     assert result.returncode == console.EXIT_DONE
 
 
+@pytest.mark.parametrize("command", ["", "worker", "keys", "keys worker", "deploy salad", "health"])
+def test_h_is_short_for_help(imagefleet: Imagefleet, command: str) -> None:
+    short = imagefleet(*command.split(), "-h")
+
+    assert short.stdout == imagefleet(*command.split(), "--help").stdout
+    assert "-h, --help" in short.stdout
+    assert short.returncode == console.EXIT_DONE
+
+
+def _subjects(help_text: str) -> dict[str, list[str]]:
+    """The flags in a help text by their heading."""
+    subjects: dict[str, list[str]] = {}
+    for line in help_text.splitlines():
+        if line.endswith(":") and not line.startswith(" "):
+            flags = subjects[line.removesuffix(":")] = []
+        elif subjects and line.startswith("  -"):
+            flags.append(line.split()[0].rstrip(","))
+    return subjects
+
+
+def test_the_flags_of_a_command_are_grouped_by_subject(imagefleet: Imagefleet) -> None:
+    worker = _subjects(imagefleet("worker", "--help").stdout)
+    assert list(worker) == ["Storage", "Metrics and logs", "Worker", "Options"]
+    assert worker["Storage"][:2] == ["--storage", "--queue"]
+    assert {"--push-url", "--log-format"} <= set(worker["Metrics and logs"])
+    assert {"--model", "--slots"} <= set(worker["Worker"])
+    assert worker["Options"] == ["-h"]
+
+    failed = _subjects(imagefleet("failed", "list", "--help").stdout)
+    assert list(failed) == ["Options", "Storage"]
+    assert {"--campaign", "-h"} <= set(failed["Options"])
+
+
+@pytest.mark.parametrize(("terminal", "expected"), [(60, 60), (120, 120), (300, 140)])
+def test_help_uses_the_width_of_the_terminal(
+    imagefleet: Imagefleet, terminal: int, expected: int
+) -> None:
+    widths = [
+        len(line)
+        for line in imagefleet("worker", "--help", COLUMNS=str(terminal)).stdout.splitlines()
+    ]
+
+    assert expected - 20 < max(widths) <= expected
+
+
+@pytest.mark.parametrize("shell", ["bash", "zsh", "fish"])
+def test_the_completion_script_of_a_shell_is_printed(imagefleet: Imagefleet, shell: str) -> None:
+    result = imagefleet(_IMAGEFLEET_COMPLETE=f"source_{shell}")
+
+    assert f"_IMAGEFLEET_COMPLETE=complete_{shell}" in result.stdout
+    assert result.stderr == ""
+    assert result.returncode == console.EXIT_DONE
+
+
+@pytest.mark.parametrize(
+    ("words", "completions"),
+    [
+        ("imagefleet re", ["report"]),
+        ("imagefleet failed l", ["list"]),
+        ("imagefleet worker --lease", ["--lease-seconds"]),
+    ],
+)
+def test_bash_completes_commands_and_flags(
+    imagefleet: Imagefleet, words: str, completions: list[str]
+) -> None:
+    result = imagefleet(
+        _IMAGEFLEET_COMPLETE="complete_bash",
+        COMP_WORDS=words,
+        COMP_CWORD=str(len(words.split()) - 1),
+    )
+
+    assert result.stdout.split() == completions
+
+
+@pytest.mark.parametrize("group", ["", "failed", "keys", "deploy", "deploy salad", "bench"])
+def test_a_group_without_a_command_prints_its_help(imagefleet: Imagefleet, group: str) -> None:
+    result = imagefleet(*group.split())
+
+    assert result.stdout == imagefleet(*group.split(), "--help").stdout
+    assert result.stdout.startswith(f"Usage: imagefleet {group}".rstrip())
+    assert result.stderr == ""
+    assert result.returncode == console.EXIT_DONE
+
+
 def test_help_takes_well_under_a_second(imagefleet: Imagefleet) -> None:
     def processor_seconds() -> float:
         before = resource.getrusage(resource.RUSAGE_CHILDREN)
@@ -141,6 +225,13 @@ def test_version_lists_the_versions_for_a_bug_report(imagefleet: Imagefleet) -> 
 
     names = [line.split()[0] for line in result.stdout.splitlines()]
     assert names == ["imagefleet", "torch", "diffusers", "python"]
+
+
+def test_the_version_flag_prints_the_first_line_of_the_command(imagefleet: Imagefleet) -> None:
+    result = imagefleet("--version")
+
+    assert result.stdout == imagefleet("version").stdout.splitlines(keepends=True)[0]
+    assert result.returncode == console.EXIT_DONE
 
 
 def test_the_demo_sends_the_reference_message_verbatim() -> None:

@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import asyncio
 import math
 from pathlib import Path
 
@@ -128,3 +129,27 @@ async def test_an_outage_is_counted_and_the_last_values_stay(
     assert exporter.registry.get_sample_value("imagefleet_exporter_failed_looks_total") == 1
     messages = {"queue": "jobs", "state": "visible"}
     assert exporter.registry.get_sample_value("imagefleet_queue_messages", messages) == 0
+
+
+async def test_an_error_of_one_queue_cancels_the_request_to_the_other(
+    storage: Storage, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    ended = []
+
+    async def refused() -> QueueDepth:
+        await asyncio.sleep(0)
+        raise errors.SetupError("no permission")
+
+    async def slow() -> QueueDepth:
+        try:
+            await asyncio.sleep(60)
+        finally:
+            ended.append(True)
+        raise AssertionError
+
+    monkeypatch.setattr(storage.queue, "depth", refused)
+    monkeypatch.setattr(storage.poison, "depth", slow)
+
+    with pytest.raises(errors.SetupError, match="no permission"):
+        await Exporter(storage, ExporterSettings(), None).sample()
+    assert ended
