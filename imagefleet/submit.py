@@ -58,7 +58,7 @@ class BulkSender:
         start: int = 0,
         concurrency: int = 4,
         rate: float | None = None,
-        retries: retry.RetryPolicy = RETRIES,
+        retry_policy: retry.RetryPolicy = RETRIES,
     ) -> None:
         self.progress = Progress(start, 0)
         self._queue = queue
@@ -66,7 +66,7 @@ class BulkSender:
         self._concurrency = concurrency
         self._rate = rate
         self._on_confirmed: Callable[[Progress], None] | None = None
-        self._retries = retries
+        self._retry_policy = retry_policy
         self._stopping = asyncio.Event()
         self._window: deque[_Sending] = deque()
         self._source_error: errors.FleetError | None = None
@@ -127,7 +127,7 @@ class BulkSender:
 
     async def _send(self, messages: list[str]) -> None:
         if messages:
-            await self._retries.call(lambda: self._queue.send(messages))
+            await self._retry_policy.call(lambda: self._queue.send(messages))
 
     async def _confirm_finished(self) -> None:
         """Confirms finished sends, and waits for the oldest while too many are in flight."""

@@ -71,6 +71,22 @@ NEUTRAL_VALUES: Mapping[str, tuple[object, ...]] = {
     "tiling": (None, False),
 }
 
+#: A job with more images would outlive any sensible lease; send more jobs instead.
+MAX_IMAGES_PER_JOB = 64
+
+#: Stored as a header of the image's blob; Azure allows 8 KiB for all headers.
+MAX_METADATA_BYTES = 4096
+
+SafeId = Annotated[str, StringConstraints(pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]{0,127}$")]
+SafeFileName = Annotated[str, StringConstraints(pattern=rf"^{SAFE_NAME.pattern}$")]
+PromptText = Annotated[str, StringConstraints(max_length=65_536)]
+Side = Annotated[int, Field(ge=64, le=2048, multiple_of=8)]
+
+#: The folder of images whose jobs have no campaign.
+DEFAULT_CAMPAIGN = "default"
+
+_SUFFIXES = {"png": "png", "jpeg": "jpg", "webp": "webp"}
+
 
 def without_neutral_fields(payload: Mapping[str, Any]) -> dict[str, Any]:
     """The payload without fields that do not change the image.
@@ -89,23 +105,6 @@ def without_neutral_fields(payload: Mapping[str, Any]) -> dict[str, Any]:
                 f"{name} is not supported: it would change the image; remove it or switch it off"
             )
     return remaining
-
-
-#: A job with more images would outlive any sensible lease; send more jobs instead.
-MAX_IMAGES_PER_JOB = 64
-
-#: Stored as a header of the image's blob; Azure allows 8 KiB for all headers.
-MAX_METADATA_BYTES = 4096
-
-SafeId = Annotated[str, StringConstraints(pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]{0,127}$")]
-SafeFileName = Annotated[str, StringConstraints(pattern=rf"^{SAFE_NAME.pattern}$")]
-PromptText = Annotated[str, StringConstraints(max_length=65_536)]
-Side = Annotated[int, Field(ge=64, le=2048, multiple_of=8)]
-
-#: The folder of images whose jobs have no campaign.
-DEFAULT_CAMPAIGN = "default"
-
-_SUFFIXES = {"png": "png", "jpeg": "jpg", "webp": "webp"}
 
 
 class Output(BaseModel):

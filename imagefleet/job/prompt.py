@@ -1,4 +1,4 @@
-"""AUTOMATIC1111's prompt syntax: emphasis, `BREAK` and `<lora:name:weight>`. No torch.
+"""AUTOMATIC1111's prompt syntax: emphasis, `BREAK`, `<lora:name:weight>`; and chunks. No torch.
 
 The rest of that syntax (prompt editing, alternation, `AND`) is refused by name: treated as words,
 it would give an image that nobody asked for.
@@ -42,6 +42,18 @@ _AND = re.compile(r"\bAND\b")
 
 _SIGN = re.compile(r"\\.|[()\[\]:|]")
 _WHEN = re.compile(r"\s*[+-]?(?:\d+\.?\d*|\.\d+)(?:[eE][+-]?\d+)?\s*")
+
+CHUNK_TOKENS = 75
+
+#: A phrase that starts within this many tokens of a chunk's end moves to the next chunk, if the
+#: chunk cannot hold all of it; AUTOMATIC1111's default.
+COMMA_BACKTRACK = 20
+
+#: 2,400 tokens. Without a limit, one prompt of 64 KiB could fill the GPU.
+MAX_CHUNKS = 32
+
+Tokenise = Callable[[Sequence[str]], Sequence[Sequence[int]]]
+"""The token ids of each text, without start and end tokens."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -292,19 +304,6 @@ def _read_weight(text: str, tag: str) -> float:
             f" -{WEIGHT_LIMIT:g} and {WEIGHT_LIMIT:g}"
         )
     return weight
-
-
-CHUNK_TOKENS = 75
-
-#: A phrase that starts within this many tokens of a chunk's end moves to the next chunk, if the
-#: chunk cannot hold all of it; AUTOMATIC1111's default.
-COMMA_BACKTRACK = 20
-
-#: 2,400 tokens. Without a limit, one prompt of 64 KiB could fill the GPU.
-MAX_CHUNKS = 32
-
-Tokenise = Callable[[Sequence[str]], Sequence[Sequence[int]]]
-"""The token ids of each text, without start and end tokens."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -94,7 +94,7 @@ async def test_a_transient_error_is_retried(storage: Storage) -> None:
 
     storage.queue.send = fail_twice  # type: ignore[method-assign]
     retries = retry.RetryPolicy(tries=5, first_wait_seconds=0.001)
-    await BulkSender(storage.queue, numbers(0, BATCH), retries=retries).run()
+    await BulkSender(storage.queue, numbers(0, BATCH), retry_policy=retries).run()
 
     assert await numbers_in(storage) == wanted(0, BATCH)
 

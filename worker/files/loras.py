@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import hashlib
-import io
 import json
 import logging
 import time
@@ -18,6 +17,8 @@ from imagefleet import errors
 from imagefleet.storage import protocol
 from worker.files.disk_cache import SUFFIX, DiskCache
 
+log = logging.getLogger(__name__)
+
 #: A manifest is read again after this time; a replaced LoRA is fetched again by then.
 MANIFEST_SECONDS = 300.0
 
@@ -29,6 +30,11 @@ _MALFORMED = (
     *(ValueError, TypeError, KeyError, IndexError, AttributeError),
     *(OverflowError, RecursionError),
 )
+
+#: The largest LoRA file: it is checked in memory before it is stored, and eight may arrive at once.
+MAX_BYTES = 2**30
+
+_MANIFEST = "manifest.json"
 
 
 class Manifest:
@@ -105,14 +111,6 @@ def _expected_bytes(name: str, file: BufferedReader | BytesIO) -> int | None:
         ) from error
 
 
-log = logging.getLogger(__name__)
-
-#: The largest LoRA file: it is checked in memory before it is stored, and eight may arrive at once.
-MAX_BYTES = 2**30
-
-_MANIFEST = "manifest.json"
-
-
 class LoraLibrary:
     """Resolves LoRA names to files. A name is one safe path segment, checked with the prompt."""
 
@@ -187,7 +185,7 @@ class LoraLibrary:
         if data is None:
             folder = f"{self._directory} or " if self._directory else ""
             raise errors.MissingFileError(f"no LoRA {name}{SUFFIX} in {folder}the storage's loras/")
-        check = partial(check_content, name, io.BytesIO(data), len(data))
+        check = partial(check_content, name, BytesIO(data), len(data))
         await self._verify(self._storage_manifest, name, check)
         return await asyncio.to_thread(self._cache.store, name, data)
 

@@ -26,6 +26,8 @@ from worker.gpu_thread import EngineThread
 from worker.metrics import WorkerMetrics
 from worker.settings import WorkerSettings
 
+log = logging.getLogger(__name__)
+
 #: A card's speed here as a share of its record in `pricing/gpus.toml`, which had the best software
 #: and host. Means over SaladCloud's nodes were 0.53 of it (RTX 4090), 0.62 (3060 Ti), 0.74
 #: (3080) and 0.87 (3070): 15 steps at batch 4 in SaladTechnologies/sd1.5-performance.
@@ -49,6 +51,30 @@ FREE_GPU_BYTES = 3 * 2**30
 
 #: Room for LoRAs, compiled kernels and logs.
 FREE_DISK_BYTES = 2**30
+
+Diagnose = Callable[[str], Awaitable[str | None]]
+"""Returns what is wrong with the node after an alarm; None: nothing, the jobs are at fault."""
+
+#: As in SaladCloud's own samples.
+WINDOW_SECONDS = 300.0
+
+#: Failed windows in a row before the node is given up: a game that its owner starts, a hot hour or
+#: a large download may pass.
+FAILED_WINDOWS = 3
+
+#: The share of a window that the GPU must have worked before its speed means anything.
+LEAST_BUSY_SHARE = 0.2
+
+#: Failed images that count against a node, if they are also half of all.
+LEAST_FAILED = 4
+FAILED_SHARE = 0.5
+
+#: Failed images in a row that raise an alarm: more than one broken job has, fewer than a slow card
+#: generates in a minute.
+FAILURES_IN_A_ROW = 10
+
+#: The share of a window that the GPU waited for uploads before they count as too slow.
+BLOCKED_SHARE = 0.5
 
 
 @dataclass(frozen=True, slots=True)
@@ -97,33 +123,6 @@ def standard_images(steps: int, width: int, height: int) -> float:
     Its decoding and its text cost as much as 1.6 of SD1.5's steps (2.52 of 1.606 TFLOP).
     """
     return (steps + 1.57) / (15 + 1.57) * (width * height) / (512 * 512)
-
-
-log = logging.getLogger(__name__)
-
-Diagnose = Callable[[str], Awaitable[str | None]]
-"""Returns what is wrong with the node after an alarm; None: nothing, the jobs are at fault."""
-
-#: As in SaladCloud's own samples.
-WINDOW_SECONDS = 300.0
-
-#: Failed windows in a row before the node is given up: a game that its owner starts, a hot hour or
-#: a large download may pass.
-FAILED_WINDOWS = 3
-
-#: The share of a window that the GPU must have worked before its speed means anything.
-LEAST_BUSY_SHARE = 0.2
-
-#: Failed images that count against a node, if they are also half of all.
-LEAST_FAILED = 4
-FAILED_SHARE = 0.5
-
-#: Failed images in a row that raise an alarm: more than one broken job has, fewer than a slow card
-#: generates in a minute.
-FAILURES_IN_A_ROW = 10
-
-#: The share of a window that the GPU waited for uploads before they count as too slow.
-BLOCKED_SHARE = 0.5
 
 
 @dataclass(slots=True)

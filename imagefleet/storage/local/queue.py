@@ -54,6 +54,37 @@ _NO_ACCESS = frozenset({sqlite3.SQLITE_READONLY, sqlite3.SQLITE_PERM, sqlite3.SQ
 
 _Result = TypeVar("_Result")
 
+SEND = "INSERT INTO messages (queue, enqueued_at, id, body) VALUES (?, ?, ?, ?)"
+ANY_VISIBLE = "SELECT 1 FROM messages WHERE queue = ? AND visible_at <= ? LIMIT 1"
+ANY_EXPIRED = """
+SELECT 1 FROM messages WHERE queue = ? AND visible_at > 0 AND visible_at <= ? LIMIT 1
+"""
+SWEEP = "UPDATE messages SET visible_at = 0 WHERE queue = ? AND visible_at > 0 AND visible_at <= ?"
+LEASE = """
+UPDATE messages
+SET visible_at = ?, version = version + 1, delivery_count = delivery_count + 1
+WHERE sequence IN (
+    SELECT sequence FROM messages WHERE queue = ? AND visible_at = 0 ORDER BY sequence LIMIT ?
+)
+RETURNING sequence, version, id, body, delivery_count, enqueued_at
+"""
+SET_VISIBLE_AT = """
+UPDATE messages SET visible_at = ?, version = version + 1 WHERE sequence = ? AND version = ?
+"""
+DELETE = "DELETE FROM messages WHERE sequence = ? AND version = ?"
+BROWSE = """
+SELECT sequence, id, body, delivery_count, enqueued_at FROM messages
+WHERE queue = ? AND visible_at = 0 AND sequence > ? ORDER BY sequence LIMIT ?
+"""
+OLDEST = """
+SELECT enqueued_at FROM messages WHERE queue = ? AND visible_at = 0 ORDER BY sequence LIMIT 1
+"""
+# Scans the index: 50 ms for a million messages, which blocks no writer.
+COUNT = "SELECT count(*) FROM messages WHERE queue = ?"
+COUNT_LEASED = "SELECT count(*) FROM messages WHERE queue = ? AND visible_at > 0"
+
+_BROWSE_PAGE = 100
+
 
 class QueueFile:
     """Runs transactions on a SQLite file that many processes share; opens it on first use."""
@@ -169,38 +200,6 @@ def _translate(error: sqlite3.Error, path: Path) -> errors.FleetError:
     if code in _NO_ACCESS or code == sqlite3.SQLITE_CANTOPEN:
         return errors.SetupError(f"no access to {path}: {error}")
     return errors.TransientError(f"{path}: {error}")
-
-
-SEND = "INSERT INTO messages (queue, enqueued_at, id, body) VALUES (?, ?, ?, ?)"
-ANY_VISIBLE = "SELECT 1 FROM messages WHERE queue = ? AND visible_at <= ? LIMIT 1"
-ANY_EXPIRED = """
-SELECT 1 FROM messages WHERE queue = ? AND visible_at > 0 AND visible_at <= ? LIMIT 1
-"""
-SWEEP = "UPDATE messages SET visible_at = 0 WHERE queue = ? AND visible_at > 0 AND visible_at <= ?"
-LEASE = """
-UPDATE messages
-SET visible_at = ?, version = version + 1, delivery_count = delivery_count + 1
-WHERE sequence IN (
-    SELECT sequence FROM messages WHERE queue = ? AND visible_at = 0 ORDER BY sequence LIMIT ?
-)
-RETURNING sequence, version, id, body, delivery_count, enqueued_at
-"""
-SET_VISIBLE_AT = """
-UPDATE messages SET visible_at = ?, version = version + 1 WHERE sequence = ? AND version = ?
-"""
-DELETE = "DELETE FROM messages WHERE sequence = ? AND version = ?"
-BROWSE = """
-SELECT sequence, id, body, delivery_count, enqueued_at FROM messages
-WHERE queue = ? AND visible_at = 0 AND sequence > ? ORDER BY sequence LIMIT ?
-"""
-OLDEST = """
-SELECT enqueued_at FROM messages WHERE queue = ? AND visible_at = 0 ORDER BY sequence LIMIT 1
-"""
-# Scans the index: 50 ms for a million messages, which blocks no writer.
-COUNT = "SELECT count(*) FROM messages WHERE queue = ?"
-COUNT_LEASED = "SELECT count(*) FROM messages WHERE queue = ? AND visible_at > 0"
-
-_BROWSE_PAGE = 100
 
 
 class LocalQueue:
