@@ -1,4 +1,4 @@
-"""AUTOMATIC1111's prompt syntax: emphasis, `BREAK`, `<lora:name:weight>`; and chunks. No torch.
+"""AUTOMATIC1111's prompts: emphasis, `BREAK`, `<lora:name:weight>`, chunks of 75 tokens. No torch.
 
 The rest of that syntax (prompt editing, alternation, `AND`) is refused by name: treated as words,
 it would give an image that nobody asked for.
