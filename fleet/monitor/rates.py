@@ -5,11 +5,11 @@ The queries use the workers' own series: they need no recording rules.
 
 from __future__ import annotations
 
-import asyncio
 from dataclasses import dataclass
 from datetime import UTC, datetime
 
 from fleet.monitor.prometheus import Prometheus
+from imagefleet import concurrency
 
 #: Long enough for several pushes or scrapes, short enough to show a change.
 WINDOW = "2m"
@@ -59,7 +59,7 @@ async def fleet_rates(prometheus: Prometheus) -> FleetRates:
         found = await prometheus.at(query, now)
         return found[0].last if found else None
 
-    workers, images, jobs, idle, dollars, per_gpu_dollar, per_dollar = await asyncio.gather(
+    workers, images, jobs, idle, dollars, per_gpu_dollar, per_dollar = await concurrency.gather(
         value("sum(imagefleet_worker_info)"),
         value(f"sum({_IMAGES})"),
         value(f"sum({_ENDED})"),
@@ -93,7 +93,7 @@ async def worker_rates(prometheus: Prometheus) -> list[WorkerRates]:
         return {each.labels.get("instance", ""): each.last for each in found}
 
     each_sum = "sum by (instance) "
-    images, idle, prices, per_dollar, failed = await asyncio.gather(
+    images, idle, prices, per_dollar, failed = await concurrency.gather(
         by_instance(f"{each_sum}({_IMAGES})"),
         by_instance(_idle_fraction(each_sum)),
         by_instance(f"{each_sum}(imagefleet_price_dollars_per_hour)"),
