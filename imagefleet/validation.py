@@ -14,6 +14,14 @@ MAX_REASONS = 5
 
 _MAX_LOCATION_CHARACTERS = 120
 
+#: Patterns of fields, in words.
+_PATTERNS = {
+    r"^https?://\S+$": "should be a URL that begins with http:// or https://",
+    r"^https://[^\s@]+$": "should be a URL that begins with https://, without a password",
+    r"^(auto|cpu|cuda(:\d+)?)$": "should be auto, cpu, cuda or cuda:N",
+    r"^[0-9a-fA-F]{64}$": "should be 64 hexadecimal digits",
+}
+
 _PREFIX = re.compile(r"^(Value error, |Input |String )")
 
 
@@ -41,7 +49,10 @@ def reason(detail: Mapping[str, Any], known: Iterable[str] = ()) -> str:
 
 
 def message(detail: Mapping[str, Any]) -> str:
-    """Pydantic's text without its prefixes."""
+    """Pydantic's text without its prefixes, and with a known pattern in words."""
+    pattern = str(detail.get("ctx", {}).get("pattern"))
+    if pattern in _PATTERNS:
+        return _PATTERNS[pattern]
     return _PREFIX.sub("", str(detail["msg"]))
 
 
