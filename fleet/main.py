@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import platform
+import re
 from importlib import metadata
 from typing import Annotated, Any
 
 import typer
 from typer.core import TyperCommand, TyperGroup
 
-from fleet import console, demo, failed, health, load, prompt, worker
+from fleet import console, demo, failed, health, load, options, prompt, worker
 from fleet.bench import command as bench
 from fleet.keys import command as keys
 from fleet.monitor import command as monitor
@@ -18,17 +19,37 @@ from fleet.report import command as report
 from fleet.salad import command as deploy
 from fleet.scale import command as scale
 
+#: Types of options in typer's help and in that of the settings.
+_METAVARS = {
+    "path": "PATH",
+    "str": "TEXT",
+    "int( range)?": "INTEGER",
+    "float( range)?": "NUMBER",
+}
+
+#: `Invalid value for '--jobs': Input should be ...`, which settings report without these words.
+_INVALID_VALUE = re.compile(r"^Invalid value for '([^']+)': (?:Input |Value error, )?")
+
 
 class Command(TyperCommand):
     """A command whose help has its flags under the subjects of the settings."""
+
+    def collect_usage_pieces(self, ctx: Any) -> list[str]:
+        return [piece.strip("{}") for piece in super().collect_usage_pieces(ctx)]
 
     def format_options(self, ctx: Any, formatter: Any) -> None:
         subjects: dict[str, list[tuple[str, str]]] = {}
         for each in self.get_params(ctx):
             if row := each.get_help_record(ctx):
-                usual = "Arguments" if each.param_type_name == "argument" else "Options"
-                subject = getattr(each, "rich_help_panel", None) or usual
-                subjects.setdefault(subject, []).append(row)
+                is_argument = each.param_type_name == "argument"
+                subject = getattr(each, "rich_help_panel", None)
+                subject = subject or ("Arguments" if is_argument else "Options")
+                # Types as the settings show them: PATH rather than <path>.
+                kind = "" if is_argument else r" \1"
+                name = re.sub(r" <(.*)>", kind, row[0])
+                for theirs, ours in _METAVARS.items():
+                    name = re.sub(rf" {theirs}$", f" {ours}", name)
+                subjects.setdefault(subject, []).append((name, row[1]))
         for subject, rows in subjects.items():
             with formatter.section(subject):
                 formatter.write_dl(rows)
@@ -117,15 +138,20 @@ def health_command(context: typer.Context) -> None:
 
 
 @app.command()
-def version() -> None:
+def version(as_json: options.AsJson = False) -> None:
     """Prints the versions to name in a bug report."""
+    versions: dict[str, str | None] = {}
     for distribution in ("imagefleet", "torch", "diffusers"):
         try:
-            installed = metadata.version(distribution)
+            versions[distribution] = metadata.version(distribution)
         except metadata.PackageNotFoundError:
-            installed = "not installed"
-        console.print_plain(f"{distribution} {installed}")
-    console.print_plain(f"python {platform.python_version()}")
+            versions[distribution] = None
+    versions["python"] = platform.python_version()
+    if as_json:
+        console.print_json(versions)
+        return
+    for name, installed in versions.items():
+        console.print_plain(f"{name} {installed or 'not installed'}")
 
 
 def _use_help_classes(group: typer.Typer) -> None:
@@ -146,7 +172,7 @@ def main() -> None:
         # Not standalone: typer would print a wrong option as a box of several lines.
         code = app(standalone_mode=False)
     except typer.TyperException as error:
-        console.print_error(error.format_message())
+        console.print_error(_INVALID_VALUE.sub(r"\1: ", error.format_message()))
         code = console.EXIT_OPERATOR_MUST_ACT
     except typer.Abort:
         code = console.EXIT_INTERRUPTED
