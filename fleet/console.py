@@ -169,7 +169,7 @@ def print_tables(*parts: ConsoleRenderable | str, to: Console = stdout) -> None:
         to = Console(file=to.file, width=_UNLIMITED_WIDTH)
     for part in parts:
         keep_whole(part)
-        to.print(part, crop=False, highlight=False)
+        to.print(Text(part) if isinstance(part, str) else part, crop=False, highlight=False)
 
 
 def keep_whole(part: ConsoleRenderable | str) -> None:
@@ -215,8 +215,10 @@ def check_writable(path: Path | None) -> None:
     folder = next(each for each in path.absolute().parents if each.exists())
     if path.is_dir():
         raise errors.SetupError(f"cannot write {path}: it is a folder")
-    if not folder.is_dir() or not os.access(folder, os.W_OK):
-        raise errors.SetupError(f"cannot write {path}: {folder} is no folder to write in")
+    if not folder.is_dir():
+        raise errors.SetupError(f"cannot write {path}: {folder} is a file")
+    if not os.access(folder, os.W_OK):
+        raise errors.SetupError(f"cannot write {path}: no permission to write in {folder}")
 
 
 @contextmanager

@@ -41,18 +41,22 @@ class Command(TyperCommand):
         subjects: dict[str, list[tuple[str, str]]] = {}
         for each in self.get_params(ctx):
             if row := each.get_help_record(ctx):
-                is_argument = each.param_type_name == "argument"
-                subject = getattr(each, "rich_help_panel", None)
-                subject = subject or ("Arguments" if is_argument else "Options")
-                # Types as the settings show them: PATH rather than <path>.
-                kind = "" if is_argument else r" \1"
-                name = re.sub(r" <(.*)>", kind, row[0])
-                for theirs, ours in _METAVARS.items():
-                    name = re.sub(rf" {theirs}$", f" {ours}", name)
-                subjects.setdefault(subject, []).append((name, row[1]))
+                usual = "Arguments" if each.param_type_name == "argument" else "Options"
+                subject = getattr(each, "rich_help_panel", None) or usual
+                subjects.setdefault(subject, []).append(_as_of_a_setting(*row))
         for subject, rows in subjects.items():
             with formatter.section(subject):
                 formatter.write_dl(rows)
+
+
+def _as_of_a_setting(name: str, text: str) -> tuple[str, str]:
+    """A row of typer's help with types and bounds as people write them."""
+    # An argument's name is its metavar; an option's type follows its name.
+    name = re.sub(r" <(.*)>", r" \1" if name.startswith("-") else "", name)
+    for theirs, ours in _METAVARS.items():
+        name = re.sub(rf" {theirs}$", f" {ours}", name)
+    text = re.sub(r"([\d.]+)<=x<=([\d.]+)(?=[;\]])", r"\1 to \2", text)
+    return name, re.sub(r"x>=([\d.]+)(?=[;\]])", r"at least \1", text)
 
 
 class Group(TyperGroup):

@@ -130,7 +130,7 @@ def _show(plan: estimate.Plan, table: prices.PriceTable) -> None:
     console.print_tables(console.totals(rows))
     if len(plan.mix) > 1:
         console.print_tables("", _mix_table(plan.mix))
-    console.print_plain("")
+    console.print_tables("")
     for part in plan.mix:
         speed, price = part.images_per_second, part.dollars_per_hour
         start_up = part.start_up_seconds
@@ -140,9 +140,11 @@ def _show(plan: estimate.Plan, table: prices.PriceTable) -> None:
             (f"{start_up.value:g} s of start-up", start_up),
         ):
             line = f"{part.gpu}: {text}: {each.kind}: {each.source}."
-            console.print_plain(line)
-    console.print_plain(f"Storage operations: listed: {table.storage.source}.")
-    console.print_plain("Interruptions, idle time and storing the images are not included.")
+            console.print_tables(line)
+    console.print_tables(
+        f"Storage operations: listed: {table.storage.source}.",
+        "Interruptions, idle time and storing the images are not included.",
+    )
 
 
 def _mix_table(mix: Sequence[estimate.Part]) -> Table:

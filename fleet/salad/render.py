@@ -69,15 +69,15 @@ def render(
         )
         return
     console.print_json(shown)
-    console.print_plain(
-        f"{total:,} replicas at {fleet_file.priority} priority: {price}, {price.per_day} while all"
-        " run."
-    )
-    console.print_tables(_price_table(rows, total))
     source = "; ".join(dict.fromkeys(table.gpus[each.name].source for each in classes))
-    console.print_plain(f"Prices: {source}.")
+    console.print_tables(
+        f"{total:,} replicas at {fleet_file.priority} priority: {price}, {price.per_day} while all"
+        " run.",
+        _price_table(rows, total),
+        f"Prices: {source}.",
+    )
     if not benches:
-        console.print_plain(
+        console.print_tables(
             "For images per dollar give --bench, the JSON of `imagefleet bench engine --json-file`."
         )
 

@@ -387,6 +387,17 @@ def test_an_unknown_api_key_is_reported(
     assert "wrong-key" not in ended.stderr
 
 
+def test_an_unknown_project_is_reported_with_where_it_stands(
+    salad: Any, in_process: Imagefleet, tmp_path: Path
+) -> None:
+    edit(tmp_path, "project: default", "project: defualt")
+
+    ended = in_process("deploy", "salad", "status")
+
+    assert ended.returncode == 2
+    assert "check the organization and the project of the fleet file" in ended.stderr
+
+
 def test_no_output_shows_a_secret(
     salad: Any, salad_module: Any, in_process: Imagefleet, tmp_path: Path
 ) -> None:
