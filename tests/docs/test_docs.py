@@ -16,7 +16,7 @@ from typing import Any
 import pytest
 import typer
 
-from fleet import main, options
+from fleet import console, main, options
 from imagefleet.job.message import read_job
 from imagefleet.storage.open import open_storage
 from worker.pipeline import Pipeline
@@ -123,6 +123,16 @@ def test_the_page_of_settings_is_current() -> None:
     page = text_of(ROOT / "docs" / "settings.md")
 
     assert options.markdown_table() in page, "write it anew: make docs"
+
+
+def test_every_exit_code_is_in_the_runbook_with_what_to_do() -> None:
+    codes = {value for name, value in vars(console).items() if name.startswith("EXIT_")}
+    page = text_of(ROOT / "docs" / "troubleshooting.md")
+    table = page.partition("## Exit codes")[2].partition("\n## ")[0]
+    rows = dict(re.findall(r"^\| (\d+) \|[^|]+\|([^|]*)\|$", table, re.MULTILINE))
+
+    assert {int(code) for code in rows} == codes
+    assert [code for code, what_to_do in rows.items() if not what_to_do.strip()] == ["0"]
 
 
 @by_page
