@@ -97,15 +97,33 @@ class LeaseKeeper:
             lease.check()
             await self._end(lease, self._queue.delete(lease.message))
 
-    async def release(self, lease: Lease, delay_seconds: float = 0) -> None:
-        """Hands the message back, visible again after *delay_seconds*.
+    async def rewrite(self, lease: Lease, body: str) -> None:
+        """Renews the lease and replaces the message's text.
 
         Raises:
             LeaseLost, TransientError
         """
         async with lease.lock:
             lease.check()
-            await self._end(lease, self._queue.release(lease.message, delay_seconds))
+            asked_at = time.monotonic()
+            try:
+                lease.message = await self._queue.renew(lease.message, self.lease_seconds, body)
+            except errors.LeaseLost:
+                self._mark_lost(lease)
+                raise
+            lease.expires_at = asked_at + self.lease_seconds
+
+    async def release(
+        self, lease: Lease, delay_seconds: float = 0, body: str | None = None
+    ) -> None:
+        """Hands the message back, visible again after *delay_seconds*, with *body* as its text.
+
+        Raises:
+            LeaseLost, TransientError
+        """
+        async with lease.lock:
+            lease.check()
+            await self._end(lease, self._queue.release(lease.message, delay_seconds, body))
 
     def drop(self, lease: Lease) -> None:
         """Forgets a lease, which expires by itself."""

@@ -189,7 +189,6 @@ class Pipeline:
             self._library,
             self.settler,
             self.metrics,
-            self._settings.max_attempts,
         )
         pull = asyncio.create_task(self._puller.run(prepare.queue.put), name="pull")
         side_tasks = self._start_side_tasks(prepare, generate, encode, upload)

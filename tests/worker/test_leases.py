@@ -93,7 +93,9 @@ class FlakyQueue:
         self._queue = queue
         self._lost_replies = lost_replies
 
-    async def renew(self, message: LeasedMessage, lease_seconds: float) -> LeasedMessage:
+    async def renew(
+        self, message: LeasedMessage, lease_seconds: float, body: str | None = None
+    ) -> LeasedMessage:
         if self._lost_replies:
             self._lost_replies -= 1
             raise errors.TransientError("the connection was dropped")
@@ -138,7 +140,9 @@ async def test_an_outage_with_many_leases_is_one_warning(
 
 async def test_a_permanently_refused_renewal_ends_the_keeper(storage: Storage) -> None:
     class ClosedQueue(FlakyQueue):
-        async def renew(self, message: LeasedMessage, lease_seconds: float) -> LeasedMessage:
+        async def renew(
+            self, message: LeasedMessage, lease_seconds: float, body: str | None = None
+        ) -> LeasedMessage:
             raise errors.SetupError("the SAS token has expired")
 
     keeper = LeaseKeeper(ClosedQueue(storage.queue, 0), LEASE_SECONDS)  # type: ignore[arg-type]

@@ -57,6 +57,11 @@ class LocalBlobs:
         self._operations.blob_reads += 1
         return await self._in_thread(self._read, name, max_bytes)
 
+    async def metadata(self, name: str) -> Mapping[str, str] | None:
+        protocol.check_blob_name(name)
+        self._operations.blob_reads += 1
+        return await self._in_thread(self._metadata, name)
+
     async def delete(self, name: str) -> bool:
         protocol.check_blob_name(name)
         await self._in_thread(self._delete, name)
@@ -141,14 +146,20 @@ class LocalBlobs:
 
     def _record(self, name: str) -> protocol.BlobRecord:
         status = (self.folder / name).stat()
-        sidecar = self.folder / METADATA_FOLDER / f"{name}.json"
+        created_at = datetime.fromtimestamp(status.st_mtime, UTC)
+        metadata = self._metadata(name) or {}
+        return protocol.BlobRecord(name, status.st_size, created_at, metadata)
+
+    def _metadata(self, name: str) -> dict[str, str] | None:
+        if not (self.folder / name).is_file():
+            return None
         try:
-            metadata = json.loads(sidecar.read_bytes())["metadata"]
+            sidecar = self.folder / METADATA_FOLDER / f"{name}.json"
+            metadata: dict[str, str] = json.loads(sidecar.read_bytes())["metadata"]
         except (FileNotFoundError, ValueError, KeyError):
             # A file that was copied here, or whose metadata a power failure erased.
-            metadata = {}
-        created_at = datetime.fromtimestamp(status.st_mtime, UTC)
-        return protocol.BlobRecord(name, status.st_size, created_at, metadata)
+            return {}
+        return metadata
 
     def _walk(self, folder: str, prefix: str) -> Generator[str]:
         """The names below *folder* ("" or ending in a slash) that start with *prefix*."""
