@@ -42,6 +42,8 @@ class FailedJob(BaseModel):
     attempts: int
     worker: str
     failed_at: AwareDatetime
+    source: str | None = None
+    """The id of the message that failed: a record sent again after a lost reply has the same."""
     body: str | None = None
     packed_body: str | None = None
     body_blob: BlobName | None = None
@@ -99,6 +101,7 @@ async def add(
         attempts=Deliveries.of(message).failed + 1,
         worker=_truncated(worker, _MAX_NAME_CHARACTERS),
         failed_at=datetime.now(UTC),
+        source=message.id,
         body=body,
     )
     await storage.poison.send([await _encode_to_fit(record, body, storage.blobs)])
