@@ -54,11 +54,11 @@ def _subjects(help_text: str) -> dict[str, list[str]]:
 
 def test_the_flags_of_a_command_are_grouped_by_subject(imagefleet: Imagefleet) -> None:
     worker = _subjects(imagefleet("worker", "--help").stdout)
-    assert list(worker) == ["Storage", "Metrics and logs", "Worker", "Options"]
+    assert list(worker) == ["Options", "Storage", "Metrics and logs", "Worker"]
     assert worker["Storage"][:2] == ["--storage", "--queue"]
     assert {"--push-url", "--log-format"} <= set(worker["Metrics and logs"])
     assert {"--model", "--slots"} <= set(worker["Worker"])
-    assert worker["Options"] == ["-h"]
+    assert worker["Options"] == ["--fail-on-failed", "-h"]
 
     failed = _subjects(imagefleet("failed", "list", "--help").stdout)
     assert list(failed) == ["Options", "Storage"]
@@ -162,9 +162,9 @@ def test_every_command_has_a_help_text(imagefleet: Imagefleet, command: str) -> 
 @pytest.mark.parametrize(
     ("arguments", "complaint"),
     [
-        (["worker"], "error: --model / IMAGEFLEET_MODEL: is required"),
+        (["worker", "--log-format", "text"], "error: --model / IMAGEFLEET_MODEL: is required"),
         (
-            ["worker", "--model", "m", "--lease-seconds", "soon"],
+            ["worker", "--model", "m", "--lease-seconds", "soon", "--log-format=text"],
             "error: --lease-seconds / IMAGEFLEET_LEASE_SECONDS: should be a valid number",
         ),
         (
