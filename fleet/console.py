@@ -11,6 +11,7 @@ import os
 import signal
 import sys
 import threading
+import traceback
 from collections.abc import AsyncIterator, Callable, Coroutine, Iterator, Mapping, Sequence
 from contextlib import asynccontextmanager, contextmanager
 from datetime import datetime
@@ -129,6 +130,14 @@ def report_error(message: str, code: int) -> None:
         log.error("%s", message, extra={"action": _ACTIONS[code], "exit_code": code})
     else:
         print_error(message)
+
+
+def report_bug(error: Exception) -> None:
+    """Logs or prints an exception that ends the process, with its traceback."""
+    if logs.are_json():
+        logs.log_unhandled(error, exit_code=EXIT_UNEXPECTED)
+    else:
+        traceback.print_exception(error)
 
 
 def print_error(message: str) -> None:

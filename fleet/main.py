@@ -177,7 +177,7 @@ def main() -> None:
         code = console.EXIT_INTERRUPTED
     except Exception as error:  # noqa: BLE001 - a bug, with its traceback
         code = console.EXIT_UNEXPECTED
-        sys.excepthook(type(error), error, error.__traceback__)
+        console.report_bug(error)
     console.leave(code)
 
 

@@ -148,8 +148,8 @@ class ProgressMeter:
         images_per_second, jobs_per_second = None, None
         if phase in WORKING:
             images_per_second, jobs_per_second = self._rates(now, counts)
-        else:
-            self._samples.clear()
+        else:  # the first images are made from here on
+            self._samples = deque([(now, counts)])
         left = self._jobs_left(counts)
         seconds_left, is_own_pace = self._seconds_left(left, jobs_per_second)
         return Progress(

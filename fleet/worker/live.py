@@ -19,6 +19,8 @@ if TYPE_CHECKING:
 #: Often enough for a resized terminal, rarely enough for a slow connection.
 REFRESHES_PER_SECOND = 4
 
+_STYLES = {"WARNING": "yellow", "ERROR": "red", "CRITICAL": "red"}
+
 
 class LogHandler(logging.Handler):
     """Prints each record above the live line, if there is one; long lines are not wrapped."""
@@ -29,7 +31,8 @@ class LogHandler(logging.Handler):
 
     def emit(self, record: logging.LogRecord) -> None:
         try:
-            self._console.print(Text(self.format(record)), soft_wrap=True)
+            style = _STYLES.get(record.levelname, "")
+            self._console.print(Text(self.format(record), style), soft_wrap=True)
         except Exception:  # noqa: BLE001 - as the handlers of the standard library do
             self.handleError(record)
 

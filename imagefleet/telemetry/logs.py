@@ -81,6 +81,18 @@ def take_over_libraries() -> None:
             logger.propagate = True
 
 
+def log_unhandled(error: BaseException, where: str = "", *, exit_code: int | None = 1) -> None:
+    """Logs an exception that nothing has handled; *exit_code*: of the process, if that ends."""
+    log.error(
+        "%s%s: %s",
+        where,
+        type(error).__name__,
+        error,
+        exc_info=error,
+        extra={"action": UNEXPECTED_ACTION, "exit_code": exit_code},
+    )
+
+
 def _other_action(record: logging.LogRecord) -> str:
     """asyncio, for one, logs what nothing has handled as an error with its traceback."""
     is_failure = record.exc_info and record.levelname in {"ERROR", "CRITICAL"}
@@ -88,28 +100,18 @@ def _other_action(record: logging.LogRecord) -> str:
 
 
 def _log_unhandled(
-    kind: type[BaseException],
-    error: BaseException | None,
-    _: TracebackType | None,
-    where: str = "",
+    kind: type[BaseException], error: BaseException | None, _: TracebackType | None
 ) -> None:
-    log.error(
-        "%s%s: %s",
-        where,
-        kind.__name__,
-        error,
-        exc_info=error,
-        extra={"action": UNEXPECTED_ACTION, "exit_code": None if where else 1},
-    )
+    log_unhandled(error or kind())
 
 
 def _log_in_thread(failure: threading.ExceptHookArgs) -> None:
     if failure.exc_type is not SystemExit:
         name = failure.thread.name if failure.thread else "?"
-        where = f"in the thread {name!r}: "
-        _log_unhandled(failure.exc_type, failure.exc_value, failure.exc_traceback, where)
+        error = failure.exc_value or failure.exc_type()
+        log_unhandled(error, f"in the thread {name!r}: ", exit_code=None)
 
 
 def _log_unraisable(failure: Any) -> None:  # sys.UnraisableHookArgs exists for type checkers only
     where = f"{failure.err_msg or 'Exception ignored in'} {failure.object!r}: "
-    _log_unhandled(failure.exc_type, failure.exc_value, failure.exc_traceback, where)
+    log_unhandled(failure.exc_value or failure.exc_type(), where, exit_code=None)

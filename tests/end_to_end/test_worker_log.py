@@ -192,6 +192,30 @@ async def test_failed_jobs_change_the_exit_code_only_if_asked(
     assert log[-1]["failed_jobs"] == 1
 
 
+async def test_on_saladcloud_failed_jobs_are_not_the_nodes_fault(
+    storage: Storage,
+    stand_in_worker: StandInWorker,
+    environment: dict[str, str],
+    salad_metadata_service: Any,  # the fixture of conftest.py
+) -> None:
+    await storage.queue.send(["no job"])
+    on_salad = {
+        "SALAD_MACHINE_ID": "6f1c",
+        "SALAD_METADATA_URL": salad_metadata_service.url,
+        "IMAGEFLEET_DEVICE": "cpu",
+    }
+    worker = start(stand_in_worker("--fail-on-failed"), {**environment, **on_salad})
+    async with asyncio.timeout(60):
+        while not (await storage.poison.depth()).messages:
+            assert worker.poll() is None, worker.communicate()
+            await asyncio.sleep(0.05)
+    worker.send_signal(signal.SIGTERM)
+    _, output = await asyncio.to_thread(worker.communicate, timeout=30)
+
+    assert worker.returncode == 0, output
+    assert log_of(output)[-1]["failed_jobs"] == 1
+
+
 async def test_without_failed_jobs_fail_on_failed_changes_nothing(
     storage: Storage, stand_in_worker: StandInWorker, environment: dict[str, str]
 ) -> None:
@@ -205,7 +229,7 @@ async def test_without_failed_jobs_fail_on_failed_changes_nothing(
 async def test_a_worker_that_wakes_after_its_leases_are_gone_works_on(
     storage: Storage, stand_in_worker: StandInWorker, environment: dict[str, str]
 ) -> None:
-    await storage.queue.send(f'{{"prompt": "a house", "id": "j{each}"}}' for each in range(60))
+    await storage.queue.send(f'{{"prompt": "a house", "id": "j{each}"}}' for each in range(30))
     command = stand_in_worker("--until-empty", "--lease-seconds", "2")
     worker = start(command, environment)
     async with asyncio.timeout(60):
@@ -224,5 +248,5 @@ async def test_a_worker_that_wakes_after_its_leases_are_gone_works_on(
     log = log_of(output)
     assert [line for line in log if line["action"] == "lease_lost"]
     assert not [line for line in log if "exception" in line]
-    assert len([name async for name in storage.blobs.names()]) == 60
+    assert len([name async for name in storage.blobs.names()]) == 30
     assert (await storage.queue.depth()).messages == 0

@@ -189,6 +189,34 @@ def test_an_invalid_command_line_is_one_line_and_exit_code_2(
     assert result.stdout == ""
 
 
+@pytest.mark.parametrize(
+    ("arguments", "variables", "is_json"),
+    [
+        (["exporter"], {}, True),
+        (["exporter", "--portt", "1"], {}, True),
+        (["worker", "--log-format", "yaml"], {}, True),
+        (["worker"], {"IMAGEFLEET_LOG_FORMAT": "json"}, True),
+        (["worker"], {"IMAGEFLEET_LOG_FORMAT": "text"}, False),
+        (["worker", "--log-format=text"], {"IMAGEFLEET_LOG_FORMAT": "json"}, False),
+        (["status"], {"IMAGEFLEET_LOG_FORMAT": "json"}, False),
+    ],
+)
+def test_an_error_of_a_service_is_a_line_of_its_log(
+    imagefleet: Imagefleet, arguments: list[str], variables: dict[str, str], is_json: bool
+) -> None:
+    result = imagefleet(*arguments, **variables)
+
+    assert result.returncode == console.EXIT_OPERATOR_MUST_ACT
+    assert result.stdout == ""
+    (line,) = result.stderr.splitlines()
+    if is_json:
+        record = json.loads(line)
+        assert (record["severity"], record["action"]) == ("ERROR", "setup_error")
+        assert record["exit_code"] == console.EXIT_OPERATOR_MUST_ACT
+    else:
+        assert line.startswith("error: ")
+
+
 def test_a_missing_queue_is_reported_before_the_model_is_loaded(
     imagefleet: Imagefleet,
 ) -> None:
