@@ -189,7 +189,7 @@ def _show(report: DemoReport, settings: WorkerSettings, storage: Path) -> None:
         "contact sheet": report.contact_sheet,
         "images/s": f"{report.images_per_second:.2f}"
         f" ({report.seconds:.1f} s without loading the model)",
-        "engine idle": f"{report.engine_idle_fraction:.1%} of the time",
+        "engine idle": f"{console.percent(report.engine_idle_fraction)} of the time",
         "images per dollar": f"{report.images_per_dollar:,.0f}: this machine's speed at the price"
         f" of an {PRICED_GPU} ({PRICED_PRIORITY} priority, {price:.2f} $/h). The demo's model is a"
         " hundredth of Stable Diffusion's size: not comparable",
