@@ -171,6 +171,21 @@ def salad_module(load_file: Callable[[Path], Any]) -> Any:
     return load_file(Path(__file__).parent / "fleet" / "salad_fake.py")
 
 
+@pytest.hookimpl(optionalhook=True)
+def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
+    """`--dist loadfile`, with the two files that need the images on one process: built once."""
+    if config.getvalue("dist") != "loadfile":
+        return None
+    from xdist.scheduler import LoadFileScheduling
+
+    class Scheduling(LoadFileScheduling):
+        def _split_scope(self, nodeid: str) -> str:
+            scope: str = super()._split_scope(nodeid)
+            return scope.replace("test_ten_commands.py", "test_container.py")
+
+    return Scheduling(config, log)
+
+
 def pytest_configure() -> None:
     # A shell's background jobs ignore SIGINT, and so do their child processes.
     if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
