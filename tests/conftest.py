@@ -11,6 +11,7 @@ import signal
 import socket
 import ssl
 import subprocess
+import sys
 import time
 import uuid
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
@@ -139,6 +140,43 @@ async def salad_metadata_service() -> AsyncIterator[FakeSaladMetadata]:
     service.url = f"http://127.0.0.1:{runner.addresses[0][1]}"
     yield service
     await runner.cleanup()
+
+
+@pytest.fixture(scope="session")
+def load_file() -> Callable[[Path], Any]:
+    """Imports a Python file by its path: neither the tests nor deploy/ are packages."""
+
+    def load(path: Path) -> Any:
+        spec = importlib.util.spec_from_file_location(path.stem, path)
+        assert spec is not None
+        assert spec.loader is not None
+        module = importlib.util.module_from_spec(spec)
+        sys.modules[spec.name] = module
+        spec.loader.exec_module(module)
+        return module
+
+    return load
+
+
+@pytest.fixture(scope="session")
+def salad_module(load_file: Callable[[Path], Any]) -> Any:
+    """tests/fleet/salad_fake.py."""
+    return load_file(Path(__file__).parent / "fleet" / "salad_fake.py")
+
+
+@pytest.hookimpl(optionalhook=True)
+def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
+    """`--dist loadfile`, with the two files that need the images on one process: built once."""
+    if config.getvalue("dist") != "loadfile":
+        return None
+    from xdist.scheduler import LoadFileScheduling
+
+    class Scheduling(LoadFileScheduling):
+        def _split_scope(self, nodeid: str) -> str:
+            scope: str = super()._split_scope(nodeid)
+            return scope.replace("test_ten_commands.py", "test_container.py")
+
+    return Scheduling(config, log)
 
 
 def pytest_configure() -> None:
