@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import importlib.util
 
+import typer
+
 from fleet import console, options
 from imagefleet import errors
 from imagefleet.telemetry import logs
@@ -30,7 +32,8 @@ def command(settings: WorkerSettings) -> None:
     """Generates images from the queue's jobs: one worker per GPU.
 
     Runs until SIGTERM or Ctrl-C, or with --until-empty until the queue is empty. When stopped it
-    finishes the images in flight and hands the other jobs back.
+    finishes the images in flight and hands the other jobs back. With --until-empty, exit code 0
+    says that the queue is empty, 143 that SIGTERM came first.
 
     imagefleet worker --model ./model --until-empty
 
@@ -40,4 +43,7 @@ def command(settings: WorkerSettings) -> None:
     from worker import process
 
     logs.configure(settings.log_format)
-    console.run(process.run_worker(settings))
+    report = console.run(process.run_worker(settings))
+    if report.stopped_by is not None:
+        # As a shell has it. With 0 a Kubernetes Job would not replace a worker that was evicted.
+        raise typer.Exit(128 + report.stopped_by)

@@ -8,7 +8,7 @@ import logging
 import signal
 import time
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 from imagefleet import errors
 from imagefleet.storage.open import open_storage
@@ -30,7 +30,10 @@ log = logging.getLogger(__name__)
 
 @dataclass(frozen=True, slots=True)
 class WorkerReport:
-    """The totals of one run; *jobs* by outcome, *gpu_dollars* None where the price is unknown."""
+    """The totals of one run; *jobs* by outcome, *gpu_dollars* None where the price is unknown.
+
+    *stopped_by* is the signal that ended a run with `until_empty` before the queue was empty.
+    """
 
     images: int
     jobs: Mapping[str, int]
@@ -39,6 +42,7 @@ class WorkerReport:
     engine_idle_fraction: float
     gpu_dollars: float | None
     storage_dollars: float
+    stopped_by: signal.Signals | None = None
 
 
 async def run_worker(
@@ -68,8 +72,9 @@ async def run_worker(
             extra={"action": "until_empty_ignored"},
         )
         settings = settings.model_copy(update={"until_empty": False})
-    with _signals() as (stop, hurry):
-        return await _Worker(settings, load, on_settled, metadata, stop, hurry).run()
+    with _signals() as (stop, hurry, received):
+        report = await _Worker(settings, load, on_settled, metadata, stop, hurry).run()
+    return replace(report, stopped_by=received[0]) if received and settings.until_empty else report
 
 
 @dataclass
@@ -212,25 +217,27 @@ def _load_engine(settings: WorkerSettings) -> contract.Engine:
 
 
 @contextlib.contextmanager
-def _signals() -> Iterator[tuple[asyncio.Event, asyncio.Event]]:
-    """The first SIGTERM or SIGINT sets *stop*, the second *hurry*."""
+def _signals() -> Iterator[tuple[asyncio.Event, asyncio.Event, list[signal.Signals]]]:
+    """The first SIGTERM or SIGINT sets *stop*, the second *hurry*; the list has those received."""
     stop, hurry = asyncio.Event(), asyncio.Event()
+    received: list[signal.Signals] = []
     loop = asyncio.get_running_loop()
 
-    def on_signal(name: str) -> None:
+    def on_signal(number: signal.Signals) -> None:
+        received.append(number)
         (hurry if stop.is_set() else stop).set()
         log.info(
             "%s: %s",
-            name,
+            number.name,
             "handing back jobs in flight" if hurry.is_set() else "finishing what has begun",
-            extra={"action": "signal", "signal": name},
+            extra={"action": "signal", "signal": number.name},
         )
 
     numbers = (signal.SIGTERM, signal.SIGINT)
     for number in numbers:
-        loop.add_signal_handler(number, on_signal, number.name)
+        loop.add_signal_handler(number, on_signal, number)
     try:
-        yield stop, hurry
+        yield stop, hurry, received
     finally:
         for number in numbers:
             loop.remove_signal_handler(number)
