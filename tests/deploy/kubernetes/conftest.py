@@ -2,12 +2,17 @@
 
 from __future__ import annotations
 
+import copy
+import json
 import shutil
 import subprocess
 import sys
-from collections.abc import Callable, Iterator, Sequence
+import threading
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from typing import Any
+from urllib.parse import urlsplit
 
 import jsonschema
 import kubernetes_validate
@@ -89,12 +94,25 @@ def build(kubectl: str, tmp_path: Path) -> Callable[..., subprocess.CompletedPro
     return run
 
 
+@pytest.fixture(scope="session")
+def rendered() -> dict[str, Manifests]:
+    """What has been rendered, so that no test waits for it twice."""
+    return {}
+
+
 @pytest.fixture
-def render(build: Callable[..., subprocess.CompletedProcess[str]]) -> Render:
+def render(
+    build: Callable[..., subprocess.CompletedProcess[str]], rendered: dict[str, Manifests]
+) -> Render:
+    """Renders the kustomization with components, and with replacements made in its text."""
+
     def run(*components: str, **replaced: Any) -> Manifests:
-        built = build(components, **replaced)
-        assert built.returncode == 0, built.stderr
-        return Manifests(yaml.load_all(built.stdout, yaml.CSafeLoader))
+        key = json.dumps([components, replaced])
+        if key not in rendered:
+            built = build(components, **replaced)
+            assert built.returncode == 0, built.stderr
+            rendered[key] = Manifests(yaml.load_all(built.stdout, yaml.CSafeLoader))
+        return copy.deepcopy(rendered[key])
 
     return run
 
@@ -134,3 +152,50 @@ def errors_of() -> Callable[[Sequence[Manifest]], list[Exception]]:
         return found
 
     return check
+
+
+class Api:
+    """Kubernetes' API, as far as a test needs it: *answers* by path."""
+
+    def __init__(self) -> None:
+        self.answers: Mapping[str, Manifest] = {}
+        self.requests: list[str] = []
+        stopping = self._stopping = threading.Event()
+        api = self
+
+        class Handler(BaseHTTPRequestHandler):
+            def do_GET(self) -> None:
+                url = urlsplit(self.path)
+                api.requests.append(self.path)
+                answer = api.answers.get(url.path)
+                if answer is None:
+                    self.send_error(403)
+                    return
+                self.send_response(200)
+                self.send_header("Content-Type", "application/json")
+                self.end_headers()
+                if "watch=" in url.query:
+                    stopping.wait(60)
+                else:
+                    self.wfile.write(json.dumps(answer).encode())
+
+            def log_message(self, *_: object) -> None:
+                pass
+
+        self._server = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
+        self._thread = threading.Thread(target=self._server.serve_forever)
+        self._thread.start()
+        self.address = f"http://127.0.0.1:{self._server.server_port}"
+
+    def close(self) -> None:
+        self._stopping.set()
+        self._server.shutdown()
+        self._thread.join()
+        self._server.server_close()
+
+
+@pytest.fixture
+def api() -> Iterator[Api]:
+    server = Api()
+    yield server
+    server.close()

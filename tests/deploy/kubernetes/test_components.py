@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import re
 import subprocess
 from collections.abc import Callable
@@ -14,16 +15,61 @@ from fleet import console
 
 Errors = Callable[[list[Any]], list[Exception]]  # these three: the fixtures of conftest.py
 Render = Callable[..., Any]
+CreateJob = Callable[..., dict[str, Any]]
 Build = Callable[..., subprocess.CompletedProcess[str]]
 
 JOB_NAME = "batch.kubernetes.io/job-name"
 
 
-def job_of(manifests: Any) -> dict[str, Any]:
-    """What `kubectl create job spring --from cronjob/imagefleet-worker` creates."""
-    template = manifests.of_kind("CronJob")["imagefleet-worker"]["spec"]["jobTemplate"]
-    metadata = template["metadata"] | {"name": "spring", "namespace": "imagefleet"}
-    return {"apiVersion": "batch/v1", "kind": "Job", "metadata": metadata, "spec": template["spec"]}
+CRON_JOBS = "/apis/batch/v1/namespaces/imagefleet/cronjobs"
+
+#: What kubectl asks before it asks for the CronJob.
+DISCOVERY = {
+    "/api": {"kind": "APIVersions", "versions": ["v1"]},
+    "/api/v1": {"kind": "APIResourceList", "groupVersion": "v1", "resources": []},
+    "/apis": {
+        "kind": "APIGroupList",
+        "apiVersion": "v1",
+        "groups": [
+            {"name": "batch", "versions": [{"groupVersion": "batch/v1", "version": "v1"}]},
+        ],
+    },
+    "/apis/batch/v1": {
+        "kind": "APIResourceList",
+        "apiVersion": "v1",
+        "groupVersion": "batch/v1",
+        "resources": [
+            {"name": "cronjobs", "singularName": "cronjob", "namespaced": True, "kind": "CronJob"}
+        ],
+    },
+}
+
+
+@pytest.fixture
+def create_job(api: Any, kubectl: str, tmp_path: Path) -> Callable[..., dict[str, Any]]:
+    """What `kubectl create job NAME --from cronjob/NAME` makes of a rendered CronJob."""
+
+    def create(rendered: Any, name: str = "imagefleet-worker") -> dict[str, Any]:
+        cron_job = rendered.of_kind("CronJob")[name]
+        api.answers = DISCOVERY | {f"{CRON_JOBS}/{name}": cron_job}
+        server = ("--server", api.address, "--namespace", "imagefleet")
+        made = subprocess.run(
+            [
+                *(kubectl, *server, "create", "job", "spring", "--from", f"cronjob/{name}"),
+                *("--dry-run=client", "--output", "json"),
+            ],
+            env={"HOME": str(tmp_path)},
+            capture_output=True,
+            text=True,
+            check=False,
+        )
+        assert made.returncode == 0, made.stderr
+        job: dict[str, Any] = json.loads(made.stdout)
+        # The API server gives the CronJob its id.
+        job["metadata"]["ownerReferences"][0]["uid"] = "an-id"
+        return job
+
+    return create
 
 
 def selects(selector: dict[str, Any], labels: dict[str, str]) -> bool:
@@ -83,7 +129,16 @@ def test_workers_and_nothing_else_are_placed_on_gpu_nodes_and_give_way(render: R
     assert -10 <= value < 0  # below, the cluster autoscaler adds no nodes
 
 
-def test_the_disruption_budget_covers_workers_but_no_pods_of_a_job(render: Render) -> None:
+def test_a_load_is_a_job_of_its_own(plain: Any, create_job: CreateJob, errors_of: Errors) -> None:
+    job = create_job(plain, "imagefleet-load")
+    assert errors_of([job]) == []
+    (container,) = job["spec"]["template"]["spec"]["containers"]
+    assert container["args"][0] == "load"
+
+
+def test_the_disruption_budget_covers_workers_but_no_pods_of_a_job(
+    render: Render, create_job: CreateJob
+) -> None:
     rendered = render("disruption-budget")
     (budget,) = rendered.of_kind("PodDisruptionBudget").values()
     selected = [
@@ -92,15 +147,17 @@ def test_the_disruption_budget_covers_workers_but_no_pods_of_a_job(render: Rende
         if selects(budget["spec"]["selector"], labels)
     ]
     assert selected == ["worker"]
-    labels = job_of(render("job"))["spec"]["template"]["metadata"]["labels"]
+    labels = create_job(render("job"))["spec"]["template"]["metadata"]["labels"]
     # The Job controller adds this label.
     assert not selects(budget["spec"]["selector"], labels | {JOB_NAME: "spring"})
 
 
 class TestJobMode:
     @pytest.fixture
-    def job(self, render: Render, components: tuple[str, ...]) -> dict[str, Any]:
-        return job_of(render(*components))
+    def job(
+        self, render: Render, components: tuple[str, ...], create_job: CreateJob
+    ) -> dict[str, Any]:
+        return create_job(render(*components))
 
     def test_replaces_the_deployment_and_its_scaling(self, render: Render) -> None:
         rendered = render("job")

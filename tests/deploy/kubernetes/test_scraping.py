@@ -9,14 +9,11 @@ from __future__ import annotations
 import json
 import re
 import subprocess
-import threading
 import time
 import urllib.request
 from collections.abc import Callable, Iterator
-from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from typing import Any
-from urllib.parse import parse_qs, urlsplit
 
 import pytest
 import yaml
@@ -58,49 +55,17 @@ def pods_of(rendered: Any) -> list[dict[str, Any]]:
 
 
 @pytest.fixture
-def api_server(render: Render) -> Iterator[str]:
-    """Kubernetes' API, as far as the discovery of pods needs it."""
-    pods = pods_of(render("job"))
-
-    class Handler(BaseHTTPRequestHandler):
-        def do_GET(self) -> None:
-            url = urlsplit(self.path)
-            query = parse_qs(url.query)
-            if url.path != PODS or query["labelSelector"] != [
-                "app.kubernetes.io/part-of=imagefleet"
-            ]:
-                self.send_error(403, "the role allows the pods of one namespace")
-                return
-            self.send_response(200)
-            self.send_header("Content-Type", "application/json")
-            self.end_headers()
-            if "watch" in query:
-                stopping.wait(60)
-                return
-            listed = {"kind": "PodList", "metadata": {"resourceVersion": "1"}, "items": pods}
-            self.wfile.write(json.dumps(listed).encode())
-
-        def log_message(self, *_: object) -> None:
-            pass
-
-    stopping = threading.Event()
-    server = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
-    thread = threading.Thread(target=server.serve_forever)
-    thread.start()
-    yield f"http://127.0.0.1:{server.server_port}"
-    stopping.set()
-    server.shutdown()
-    thread.join()
-    server.server_close()
-
-
-@pytest.fixture
 def targets(
-    api_server: str, render: Render, tool: Tool, unused_port: int, tmp_path: Path
+    api: Any, render: Render, tool: Tool, unused_port: int, tmp_path: Path
 ) -> Iterator[list[dict[str, Any]]]:
     """What vmagent makes of the scrape configuration."""
+    pods = pods_of(render("job"))
+    # All else is forbidden, as by the role.
+    api.answers = {
+        PODS: {"kind": "PodList", "metadata": {"resourceVersion": "1"}, "items": pods},
+    }
     config = config_of(render("scrape-config"))
-    config["scrape_configs"][0]["kubernetes_sd_configs"][0]["api_server"] = api_server
+    config["scrape_configs"][0]["kubernetes_sd_configs"][0]["api_server"] = api.address
     file = tmp_path / "prometheus.yaml"
     file.write_text(yaml.safe_dump(config))
     address = f"127.0.0.1:{unused_port}"
@@ -139,8 +104,9 @@ def found_by(address: str) -> list[dict[str, Any]]:
 
 
 def test_running_workers_and_the_exporter_are_found_with_the_labels_that_dashboards_join_on(
-    targets: list[dict[str, Any]],
+    targets: list[dict[str, Any]], api: Any
 ) -> None:
+    assert all("labelSelector=app.kubernetes.io%2Fpart-of%3Dimagefleet" in r for r in api.requests)
     found = {
         target["scrapeUrl"]: (target["labels"]["job"], target["labels"]["instance"])
         for target in targets
