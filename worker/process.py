@@ -9,7 +9,7 @@ import signal
 import time
 from collections import Counter
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import NoReturn
 
 from imagefleet import errors
@@ -69,9 +69,10 @@ async def run_worker(
             extra={"action": "until_empty_ignored"},
         )
         settings = settings.model_copy(update={"until_empty": False})
-    with _signals() as (stop, hurry):
+    with _signals() as (stop, hurry, received):
         worker = _Worker(settings, load, on_settled, on_progress, metadata, stop, hurry)
-        return await worker.run()
+        report = await worker.run()
+    return replace(report, stopped_by=received[0]) if received and settings.until_empty else report
 
 
 @dataclass
@@ -283,25 +284,27 @@ class _Worker:
 
 
 @contextlib.contextmanager
-def _signals() -> Iterator[tuple[asyncio.Event, asyncio.Event]]:
-    """The first SIGTERM or SIGINT sets *stop*, the second *hurry*."""
+def _signals() -> Iterator[tuple[asyncio.Event, asyncio.Event, list[signal.Signals]]]:
+    """The first SIGTERM or SIGINT sets *stop*, the second *hurry*; the list has those received."""
     stop, hurry = asyncio.Event(), asyncio.Event()
+    received: list[signal.Signals] = []
     loop = asyncio.get_running_loop()
 
-    def on_signal(name: str) -> None:
+    def on_signal(number: signal.Signals) -> None:
+        received.append(number)
         (hurry if stop.is_set() else stop).set()
         log.info(
             "%s: %s",
-            name,
+            number.name,
             "handing back jobs in flight" if hurry.is_set() else "finishing what has begun",
-            extra={"action": "signal", "signal": name},
+            extra={"action": "signal", "signal": number.name},
         )
 
     numbers = (signal.SIGTERM, signal.SIGINT)
     for number in numbers:
-        loop.add_signal_handler(number, on_signal, number.name)
+        loop.add_signal_handler(number, on_signal, number)
     try:
-        yield stop, hurry
+        yield stop, hurry, received
     finally:
         for number in numbers:
             loop.remove_signal_handler(number)
