@@ -89,7 +89,7 @@ class Pipeline:
         self._settings = settings
         self._retry_policy = retry_policy
         self._on_settled = on_settled
-        self._check = NodeCheck(storage.blobs, settings, limits)
+        self._check = NodeCheck(storage.blobs, settings, limits, self.metrics)
         self.engine_thread = EngineThread(
             lambda: self._check.load(load),
             why_idle=self._why_idle,

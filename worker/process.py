@@ -83,12 +83,12 @@ class _Worker:
     _stop: asyncio.Event
     _hurry: asyncio.Event
     _began_at: float = field(default_factory=time.monotonic)
-    _metrics: WorkerMetrics = field(default_factory=WorkerMetrics)
     _pipeline: Pipeline | None = None
     _has_started: bool = False
     _port: int = 0
 
     def __post_init__(self) -> None:
+        self._metrics = WorkerMetrics(self._settings.fleet_name)
         self._reallocation = Reallocation(self._metadata, self._metrics)
 
     async def run(self) -> WorkerReport:

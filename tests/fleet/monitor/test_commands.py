@@ -25,10 +25,18 @@ COMMAND = Path(sys.executable).with_name("imagefleet")
 Imagefleet = Callable[..., "subprocess.CompletedProcess[str]"]  # the fixture of conftest.py
 
 
-def history(instance: str, gpu: str, images_per_second: float, price: float) -> str:
-    """A worker's pushes over the last 150 s, ten seconds apart."""
+#: The fleet of a storage in a folder `storage`.
+FLEET = "storage/jobs"
+
+
+def history(
+    instance: str, gpu: str, images_per_second: float, price: float, fleet: str | None = FLEET
+) -> str:
+    """A worker's pushes over the last 150 s, ten seconds apart; without *fleet*, an older one's."""
     now = int(time.time() * 1000)
     labels = f'job="imagefleet-worker",instance="{instance}"'
+    if fleet:
+        labels += f',fleet="{fleet}"'
     lines = []
     for ago in range(150, -1, -10):
         seconds = 150 - ago
@@ -50,8 +58,12 @@ def history(instance: str, gpu: str, images_per_second: float, price: float) -> 
 
 @pytest.fixture
 async def two_workers(victoria_metrics: Any) -> Any:
-    """A server with the history of a fast worker and of a slow one."""
+    """A server with the history of a fast worker and of a slow one, and of another fleet's."""
     text = history("fast", "RTX 4090 24GB", 4.0, 0.16) + history("slow", "RTX 3060 8GB", 0.5, 0.04)
+    return await pushed(victoria_metrics, text + history("other", "RTX 4090", 9.0, 0.2, "b/jobs"))
+
+
+async def pushed(victoria_metrics: Any, text: str) -> Any:
     async with (
         aiohttp.ClientSession() as client,
         client.post(victoria_metrics.push_url, data=text) as response,
@@ -84,7 +96,7 @@ async def test_status_shows_images_per_second_and_per_dollar(
 
 
 async def test_top_shows_the_slowest_first(two_workers: Any, imagefleet: Imagefleet) -> None:
-    arguments = ("top", "--prometheus", two_workers.url)
+    arguments = ("top", "--fleet", FLEET, "--prometheus", two_workers.url)
     result = await asyncio.to_thread(imagefleet, *arguments, "--json")
     workers = json.loads(result.stdout)["workers"]
 
@@ -97,6 +109,46 @@ async def test_top_shows_the_slowest_first(two_workers: Any, imagefleet: Imagefl
     assert "slow-name" in shown.stdout
     assert "fast-name" not in shown.stdout
     assert "1 of 2 workers" in shown.stdout
+
+
+async def test_all_fleets_are_added_up_only_where_that_is_asked_for(
+    two_workers: Any, imagefleet: Imagefleet
+) -> None:
+    everything = ("top", "--prometheus", two_workers.url, "--fleet", "all", "--json")
+    workers = json.loads((await asyncio.to_thread(imagefleet, *everything)).stdout)["workers"]
+
+    assert {each["worker"] for each in workers} == {"fast-name", "slow-name", "other-name"}
+
+
+async def test_a_fleet_without_workers_is_told_which_fleets_have_some(
+    two_workers: Any, imagefleet: Imagefleet
+) -> None:
+    arguments = ("top", "--prometheus", two_workers.url, "--storage", "local:./nobody")
+    shown = await asyncio.to_thread(imagefleet, *arguments, COLUMNS="120")
+
+    text = " ".join(shown.stdout.split())
+    assert "0 of 0 workers" in text
+    assert "no worker of fleet nobody/jobs; --fleet chooses another, such as b/jobs, storag" in text
+
+
+async def test_workers_of_an_older_version_are_not_silently_left_out(
+    two_workers: Any, tmp_path: Path, imagefleet: Imagefleet
+) -> None:
+    await pushed(two_workers, history("old", "RTX 4090 24GB", 2.0, 0.1, fleet=None))
+    address = f"local:{tmp_path}/storage"
+    async with open_storage(StorageSettings(storage=address)) as storage:
+        await storage.create()
+    arguments = ("status", "--storage", address, "--prometheus", two_workers.url)
+
+    found = json.loads((await asyncio.to_thread(imagefleet, *arguments, "--json")).stdout)
+    text = " ".join((await asyncio.to_thread(imagefleet, *arguments)).stdout.split())
+    everything = await asyncio.to_thread(imagefleet, *arguments, "--fleet", "all", "--json")
+
+    assert found["fleet"]["workers"] == 2
+    assert "1 worker without the label fleet" in found["fleet"]["left_out"]
+    assert found["fleet"]["left_out"] in text
+    added_up = json.loads(everything.stdout)["fleet"]
+    assert (added_up["workers"], added_up["left_out"]) == (4, None)
 
 
 def test_top_without_a_prometheus_names_the_option(imagefleet: Imagefleet) -> None:
@@ -138,7 +190,10 @@ async def test_the_exporter_serves_and_pushes_until_sigterm(
                 await asyncio.sleep(0.05)
                 async with client.get("/metrics") as response:
                     seen = await response.text()
-        assert 'imagefleet_queue_messages{queue="jobs",state="visible"} 2.0' in seen
+        assert (
+            'imagefleet_queue_messages{fleet="storage/jobs",queue="jobs",state="visible"} 2.0'
+            in seen
+        )
     finally:
         exporter.send_signal(signal.SIGTERM)
     assert await asyncio.wait_for(exporter.wait(), 20) == 0
