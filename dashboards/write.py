@@ -214,8 +214,10 @@ def _table(panel: Panel) -> table.Panel:
     columns = list(panel.queries)
     fields = ["Value"] if len(columns) == 1 else [f"Value #{letter}" for letter in "ABCDEF"]
     hidden = ("Time", "__name__", "instance", "job")
+    shown = ("fleet", "worker", "gpu", "fault", *fields)
     organize = {
         "excludeByName": dict.fromkeys(hidden, True),
+        "indexByName": {name: number for number, name in enumerate(shown)},
         "renameByName": dict(zip(fields, columns, strict=False)),
     }
     if len(columns) > 1:

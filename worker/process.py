@@ -140,8 +140,6 @@ class _Worker:
         runs_on = await asyncio.to_thread(replica.find_replica, self._settings)
         identity_token = None if self._metadata is None else self._metadata.token
         async with open_storage(self._settings, identity_token=identity_token) as storage:
-            if not await tasks.run_until(self._stop, storage.check()):
-                return
             self._pipeline = Pipeline(
                 storage,
                 self._load,
@@ -153,6 +151,9 @@ class _Worker:
                 limits=limits_of(self._settings, runs_on.gpu, on_salad=self._metadata is not None),
                 reallocation=self._reallocation,
             )
+            # After the pipeline, whose metrics name this worker also while it waits.
+            if not await tasks.run_until(self._stop, storage.check()):
+                return
             log.info(
                 "pulling from %s of %s, metrics at http://%s:%d/metrics",
                 storage.queue.name,

@@ -46,6 +46,11 @@ COST = Dashboard(
             "The same by the price of the replicas alone, as others publish it.",
             GPU_ONLY,
         ),
+        Dollars(
+            "$/h now",
+            "What does the fleet cost while it runs?",
+            f"sum by (fleet) ({series('imagefleet_price_dollars_per_hour')})",
+        ),
         Figure(
             "Images per dollar in the time range, all in",
             "How efficient was this run? Select its start and end as the time range.",
@@ -60,11 +65,6 @@ COST = Dashboard(
             "Dollars in the time range",
             "How much was spent?",
             gained(DOLLARS),
-        ),
-        Dollars(
-            "$/h now",
-            "What does the fleet cost while it runs?",
-            f"sum by (fleet) ({series('imagefleet_price_dollars_per_hour')})",
         ),
         Dollars(
             "Forecast",

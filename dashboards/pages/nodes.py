@@ -95,20 +95,20 @@ NODES = Dashboard(
             bad_above=1,
         ),
         Stack(
-            "Faults of nodes",
+            "Faults of nodes, in an hour",
             "What was wrong, at the start or in a window of work? One fault on many nodes points at"
             " a limit or the model.",
-            {"{{fault}}": f"sum by (fault) (increase({FAULTS}{RATE}))"},
+            {"{{fault}}": f"sum by (fault) (increase({FAULTS}[1h]))"},
         ),
         Stack(
-            "Windows of work",
-            "How do the nodes do, five minutes at a time? Unknown: too little work to tell.",
-            {"{{result}}": f"sum by (result) (increase({WINDOWS}{RATE}))"},
+            "Windows of work, in an hour",
+            "How do the nodes do, five minutes at a time? Unknown: too little work to judge.",
+            {"{{result}}": f"sum by (result) (increase({WINDOWS}[1h]))"},
         ),
         Stack(
-            "Requests for another node",
+            "Requests for another node, in an hour",
             "When were nodes exchanged? A refused request is repeated.",
-            {"{{result}}": f"sum by (result) (increase({REALLOCATIONS}{RATE}))"},
+            {"{{result}}": f"sum by (result) (increase({REALLOCATIONS}[1h]))"},
         ),
         Panel(
             "Start-up and first image",
@@ -154,6 +154,7 @@ NODES = Dashboard(
                 "start-up": f"{START_UP} * {NAMED}",
                 "first image": f"{FIRST_IMAGE} * {NAMED}",
                 "check passed": f"{PASSED} * {NAMED}",
+                "failed windows": f"sum by (fleet, job, instance) ({FAILED_WINDOWS}) * {NAMED}",
                 "$/h": f"{series('imagefleet_price_dollars_per_hour')} * {NAMED}",
             },
             unit="none",
@@ -162,6 +163,7 @@ NODES = Dashboard(
                 "start-up": "s",
                 "first image": "s",
                 "check passed": "bool_yes_no",
+                "failed windows": "none",
                 "$/h": "currencyUSD",
             },
         ),

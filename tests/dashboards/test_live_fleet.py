@@ -185,6 +185,18 @@ def test_the_pages_offer_both_fleets(seen: Seen) -> None:
     assert seen.fleets == {FLEET, OTHER_FLEET}
 
 
+def test_the_columns_of_a_table_meet_in_one_row_for_each_worker(seen: Seen) -> None:
+    columns = [
+        found for name, found in seen.everything.items() if name.startswith("nodes: Workers: ")
+    ]
+    busy = {f"worker-{number}" for number in range(3)} | {"other-0"}
+
+    assert len(columns) == 6
+    rows = [{labels for labels in each if dict(labels)["worker"] in busy} for each in columns]
+    assert len(rows[0]) == 4
+    assert all(each == rows[0] for each in rows)
+
+
 def test_the_nodes_page_says_why_a_node_failed(seen: Seen) -> None:
     (row,) = seen.other["nodes: Faults by node in the time range: A"]
     assert (dict(row)["worker"], dict(row)["fault"]) == ("broken", "start_up_time")
