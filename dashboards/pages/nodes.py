@@ -158,7 +158,6 @@ NODES = Dashboard(
                 "$/h": f"{series('imagefleet_price_dollars_per_hour')} * {NAMED}",
             },
             unit="none",
-            decimals=2,
             units={
                 "start-up": "s",
                 "first image": "s",
