@@ -94,7 +94,7 @@ class Pipeline:
         self._retry_policy = retry_policy
         self._on_settled = on_settled
         self._on_depth = on_depth
-        self._check = NodeCheck(storage.blobs, settings, limits)
+        self._check = NodeCheck(storage.blobs, settings, limits, self.metrics)
         self.engine_thread = EngineThread(
             lambda: self._check.load(lambda: self._load(load)),
             why_idle=self._why_idle,
