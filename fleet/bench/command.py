@@ -11,7 +11,8 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
 
-from fleet import console, options, worker
+from fleet import console, options
+from fleet.worker import command as worker
 from imagefleet import errors
 from imagefleet.pricing import prices
 
