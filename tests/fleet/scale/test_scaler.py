@@ -335,8 +335,9 @@ def test_a_dry_run_prints_the_decision(
 
 
 def test_two_scalers_with_one_ledger_are_refused(
-    salad: Any, in_process: Imagefleet, tmp_path: Path
+    salad: Any, in_process: Imagefleet, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    monkeypatch.setattr(logs, "configure", lambda _: None)  # it would affect later tests
     with console.only_one(tmp_path / "sd15-batch-scale.json", "the first"):
         ended = in_process(
             *("scale", "--dollars-per-hour", "1", "--max-dollars", "5", "--once", "--yes")
