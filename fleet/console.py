@@ -48,6 +48,9 @@ EXIT_JOBS_FAILED = 4
 #: A shell's exit code of a program that Ctrl-C ended (128 + SIGINT).
 EXIT_INTERRUPTED = 130
 
+#: The same for SIGTERM: a worker that should have emptied the queue.
+EXIT_TERMINATED = 143
+
 #: The `action` in the log of an error that ends the process, by its exit code.
 _ACTIONS = {
     EXIT_UNEXPECTED: logs.UNEXPECTED_ACTION,

@@ -94,7 +94,7 @@ class Pipeline:
         self._retry_policy = retry_policy
         self._on_settled = on_settled
         self._on_depth = on_depth
-        self._check = NodeCheck(storage.blobs, settings, limits)
+        self._check = NodeCheck(storage.blobs, settings, limits, self.metrics)
         self.engine_thread = EngineThread(
             lambda: self._check.load(lambda: self._load(load)),
             why_idle=self._why_idle,
@@ -218,7 +218,6 @@ class Pipeline:
             self._library,
             self.settler,
             self.metrics,
-            self._settings.max_attempts,
         )
         pull = asyncio.create_task(self._puller.run(prepare.queue.put), name="pull")
         side_tasks = self._start_side_tasks(prepare, generate, encode, upload)

@@ -9,7 +9,7 @@ import signal
 import time
 from collections import Counter
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import NoReturn
 
 from imagefleet import errors
@@ -69,9 +69,10 @@ async def run_worker(
             extra={"action": "until_empty_ignored"},
         )
         settings = settings.model_copy(update={"until_empty": False})
-    with _signals() as (stop, hurry):
+    with _signals() as (stop, hurry, received):
         worker = _Worker(settings, load, on_settled, on_progress, metadata, stop, hurry)
-        return await worker.run()
+        report = await worker.run()
+    return replace(report, stopped_by=received[0]) if received and settings.until_empty else report
 
 
 @dataclass
@@ -86,7 +87,6 @@ class _Worker:
     _stop: asyncio.Event
     _hurry: asyncio.Event
     _began_at: float = field(default_factory=time.monotonic)
-    _metrics: WorkerMetrics = field(default_factory=WorkerMetrics)
     _meter: ProgressMeter = field(default_factory=ProgressMeter)
     _pipeline: Pipeline | None = None
     _jobs: Counter[str] = field(default_factory=Counter)
@@ -96,6 +96,7 @@ class _Worker:
     _port: int = 0
 
     def __post_init__(self) -> None:
+        self._metrics = WorkerMetrics(self._settings.fleet_name)
         self._reallocation = Reallocation(self._metadata, self._metrics)
 
     async def run(self) -> WorkerReport:
@@ -145,8 +146,6 @@ class _Worker:
         runs_on = await asyncio.to_thread(replica.find_replica, self._settings)
         identity_token = None if self._metadata is None else self._metadata.token
         async with open_storage(self._settings, identity_token=identity_token) as storage:
-            if not await tasks.run_until(self._stop, storage.check()):
-                return
             self._pipeline = Pipeline(
                 storage,
                 self._load or self._load_engine,
@@ -159,6 +158,9 @@ class _Worker:
                 limits=limits_of(self._settings, runs_on.gpu, on_salad=self._metadata is not None),
                 reallocation=self._reallocation,
             )
+            # After the pipeline, whose metrics name this worker also while it waits.
+            if not await tasks.run_until(self._stop, storage.check()):
+                return
             log.info(
                 "pulling from %s of %s, metrics at http://%s:%d/metrics",
                 storage.queue.name,
@@ -283,25 +285,27 @@ class _Worker:
 
 
 @contextlib.contextmanager
-def _signals() -> Iterator[tuple[asyncio.Event, asyncio.Event]]:
-    """The first SIGTERM or SIGINT sets *stop*, the second *hurry*."""
+def _signals() -> Iterator[tuple[asyncio.Event, asyncio.Event, list[signal.Signals]]]:
+    """The first SIGTERM or SIGINT sets *stop*, the second *hurry*; the list has those received."""
     stop, hurry = asyncio.Event(), asyncio.Event()
+    received: list[signal.Signals] = []
     loop = asyncio.get_running_loop()
 
-    def on_signal(name: str) -> None:
+    def on_signal(number: signal.Signals) -> None:
+        received.append(number)
         (hurry if stop.is_set() else stop).set()
         log.info(
             "%s: %s",
-            name,
+            number.name,
             "handing back jobs in flight" if hurry.is_set() else "finishing what has begun",
-            extra={"action": "signal", "signal": name},
+            extra={"action": "signal", "signal": number.name},
         )
 
     numbers = (signal.SIGTERM, signal.SIGINT)
     for number in numbers:
-        loop.add_signal_handler(number, on_signal, number.name)
+        loop.add_signal_handler(number, on_signal, number)
     try:
-        yield stop, hurry
+        yield stop, hurry, received
     finally:
         for number in numbers:
             loop.remove_signal_handler(number)

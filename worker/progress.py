@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import math
+import signal
 from collections import deque
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass
@@ -99,7 +100,10 @@ class Progress:
 
 @dataclass(frozen=True, slots=True)
 class WorkerReport:
-    """The totals of one run; *jobs* by outcome, *gpu_dollars* None where the price is unknown."""
+    """The totals of one run; *jobs* by outcome, *gpu_dollars* None where the price is unknown.
+
+    *stopped_by* is the signal that ended a run with `until_empty` before the queue was empty.
+    """
 
     images: int
     jobs: Mapping[str, int]
@@ -109,6 +113,7 @@ class WorkerReport:
     engine_idle_fraction: float
     gpu_dollars: float | None
     storage_dollars: float
+    stopped_by: signal.Signals | None = None
 
     @property
     def failed_jobs(self) -> int:

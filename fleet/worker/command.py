@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import importlib.util
+import signal
 from typing import TYPE_CHECKING, Annotated
 
 import typer
@@ -47,7 +48,8 @@ def command(
     """Generates images from the queue's jobs: one worker per GPU.
 
     Runs until SIGTERM or Ctrl-C, or with --until-empty until the queue is empty. When stopped it
-    finishes the images in flight and hands the other jobs back.
+    finishes the images in flight and hands the other jobs back. With --until-empty, exit code 0
+    says that the queue is empty, 143 that SIGTERM came first.
 
     A terminal shows its progress in a line at the bottom, a log in a line a minute.
 
@@ -57,6 +59,10 @@ def command(
     """
     require_libraries()
     report = _run_on_terminal(settings) if _has_terminal(settings) else _run(settings)
+    if report.stopped_by is not None:
+        # With 0 a Kubernetes Job would not replace a worker that was evicted.
+        was_terminated = report.stopped_by is signal.SIGTERM
+        raise typer.Exit(console.EXIT_TERMINATED if was_terminated else console.EXIT_INTERRUPTED)
     if fail_on_failed and report.failed_jobs and not _is_on_salad():
         raise typer.Exit(console.EXIT_JOBS_FAILED)
 
