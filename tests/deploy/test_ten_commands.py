@@ -130,11 +130,13 @@ def connection(azurite_address: str) -> Iterator[str]:
         for name in ("jobs", "jobs-poison"):
             with contextlib.suppress(ResourceNotFoundError):
                 queues.delete_queue(name)
-    with ContainerClient.from_connection_string(
-        azurite_address, "images", api_version=API_VERSION
-    ) as images:
-        with contextlib.suppress(ResourceNotFoundError):
-            images.delete_container()
+    with (
+        ContainerClient.from_connection_string(
+            azurite_address, "images", api_version=API_VERSION
+        ) as images,
+        contextlib.suppress(ResourceNotFoundError),
+    ):
+        images.delete_container()
 
 
 @pytest.fixture
