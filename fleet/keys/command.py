@@ -15,8 +15,8 @@ import typer
 from rich.table import Table
 
 from fleet import console, options
-from fleet.keys.roles import ROLES, Role, explain, name_of
 from imagefleet import errors
+from imagefleet.storage.azure.roles import ROLES, Role, explain, name_of
 from imagefleet.storage.open import LOCAL_SCHEME
 from imagefleet.storage.settings import StorageSettings
 
@@ -208,7 +208,9 @@ def _checked_table(checked: list[Checked]) -> Table:
     table = Table("resource", "allowed", "denied", "valid until")
     for each in checked:
         until = "no expiry: a key or an identity"
-        if each.policy:
+        if not each.allowed:
+            until = "-"
+        elif each.policy:
             until = f"the end of policy {each.policy}"
         table.add_row(
             each.name,
