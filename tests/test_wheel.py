@@ -9,6 +9,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import importlib.util
+import io
 import json
 import os
 import re
@@ -31,6 +32,7 @@ from typing import Any
 import pytest
 import typer
 from packaging.requirements import Requirement
+from PIL import Image
 
 from fleet.main import app
 from imagefleet.storage.dead_letter import FailedJob
@@ -246,6 +248,9 @@ def work(tmp_path_factory: pytest.TempPathFactory, azurite_address: str, salad: 
     (folder / "jobs.jsonl").write_text('{"prompt": "a fox"}\n{"prompt": "an owl"}\n')
     (folder / "fleet.yaml").write_text(FLEET_FILE.format(salad=salad.url, digest="5" * 64))
 
+    stored = io.BytesIO()
+    Image.new("RGB", (64, 64), "teal").save(stored, "PNG")
+
     async def fill() -> None:
         async with open_storage(
             StorageSettings(storage=f"local:{folder}/imagefleet-data")
@@ -253,7 +258,7 @@ def work(tmp_path_factory: pytest.TempPathFactory, azurite_address: str, salad: 
             await local.create()
             await local.poison.send([job.encode() for job in FAILED_JOBS])
             facts = {"worker": "w1", "seconds": "2", "attempt": "1", "job": "0001"}
-            await local.blobs.create("spring/0001.png", b"pixels", "image/png", facts)
+            await local.blobs.create("spring/0001.png", stored.getvalue(), "image/png", facts)
         async with open_storage(StorageSettings(storage=azurite_address)) as azurite:
             await azurite.create()
 
@@ -337,7 +342,7 @@ def test_users_type_checkers_find_the_types(unpacked: Path) -> None:
 def test_the_environment_has_no_development_packages(
     environment: Path, variables: dict[str, str], tmp_path: Path
 ) -> None:
-    for name in ("torch", "pytest", "PIL", "numpy", "azure.identity"):
+    for name in ("torch", "pytest", "numpy", "azure.identity"):
         program = f"import {name}"
         found = subprocess.run(
             [environment / "bin" / "python", "-c", program],
@@ -371,6 +376,16 @@ def test_a_command_works_away_from_the_checkout(
     assert result.returncode == case.exit_code, result.stdout + result.stderr
     assert "Traceback" not in result.stderr
     assert re.search(case.printed, result.stdout + result.stderr, re.MULTILINE)
+
+
+def test_the_report_shows_pictures_without_the_workers_libraries(
+    run: Callable[..., subprocess.CompletedProcess[str]], work: Path
+) -> None:
+    result = run("report", "--campaign", "spring", "--html", "pictures.html")
+    assert result.returncode == 0, result.stderr
+    text = (work / "pictures.html").read_text()
+    assert 'src="data:image/webp;base64,' in text
+    assert f'href="{(work / "imagefleet-data/images/spring/0001.png").as_uri()}"' in text
 
 
 def test_the_exporter_serves_the_queue_and_ends_when_asked(

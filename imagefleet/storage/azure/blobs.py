@@ -124,6 +124,9 @@ class AzureBlobs:
 
         return await self._call("r", request)
 
+    def address(self, name: str) -> str:
+        return self._client.get_blob_client(name).url.partition("?")[0]
+
     async def names(self, prefix: str = "") -> AsyncIterator[str]:
         blobs = self._client.list_blob_names(
             name_starts_with=prefix or None, results_per_page=_NAMES_PAGE
