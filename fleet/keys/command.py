@@ -57,7 +57,10 @@ def _mint_command(role: Role) -> Callable[..., None]:
         ] = None,
         file: Annotated[
             Path | None,
-            typer.Option(help="Write them to this file, for IMAGEFLEET_SAS_FILE, and print none."),
+            typer.Option(
+                metavar="FILE",
+                help="Write them to this file, for IMAGEFLEET_SAS_FILE, and print none.",
+            ),
         ] = None,
         as_json: Annotated[
             bool, typer.Option("--json", help="Print what --file would write.")

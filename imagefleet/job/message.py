@@ -82,7 +82,7 @@ MAX_METADATA_BYTES = 4096
 def _matches(pattern: re.Pattern[str], allowed: str) -> AfterValidator:
     def check(text: str) -> str:
         if not pattern.fullmatch(text):
-            raise ValueError(f"use 1 to 128 {allowed} only, without a path")
+            raise ValueError(f"use 1 to 128 {allowed}")
         return text
 
     return AfterValidator(check)
@@ -92,10 +92,12 @@ SafeId = Annotated[
     str,
     _matches(
         re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,127}"),
-        "letters, digits and . _ - (a letter or digit first)",
+        "letters, digits and . _ - only, beginning with a letter or a digit",
     ),
 ]
-SafeFileName = Annotated[str, _matches(SAFE_NAME, "letters, digits, spaces and _ . + ( ) -")]
+SafeFileName = Annotated[
+    str, _matches(SAFE_NAME, "letters, digits, spaces and _ . + ( ) - only, without a path")
+]
 PromptText = Annotated[str, StringConstraints(max_length=65_536)]
 Side = Annotated[int, Field(ge=64, le=2048, multiple_of=8)]
 
@@ -270,16 +272,27 @@ def read_job(body: str, message_id: str) -> Job:
     try:
         fields = json.loads(_without_base64(body))
     except (ValueError, RecursionError) as error:
-        raise errors.InvalidMessageError(f"the message is not JSON: {error}") from None
+        reason = f"is not JSON: {error}" if body.strip() else "is empty"
+        raise errors.InvalidMessageError(f"the message {reason}") from None
     if not isinstance(fields, dict):
         raise errors.InvalidMessageError(
-            f"the message is a JSON {type(fields).__name__}, not an object"
+            f"the message is a JSON {_JSON_TYPES[type(fields)]}, not an object"
         )
     try:
         job = Job.model_validate(fields)
     except ValidationError as error:
         raise errors.InvalidMessageError(validation.sentence(error, Job.model_fields)) from None
     return job.identified(message_id)
+
+
+_JSON_TYPES: Mapping[type, str] = {
+    bool: "boolean",
+    float: "number",
+    int: "number",
+    list: "array",
+    str: "string",
+    type(None): "null",
+}
 
 
 def job_key(campaign: str | None, job_id: str | None) -> str:

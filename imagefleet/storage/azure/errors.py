@@ -116,6 +116,11 @@ def _date_of(error: exceptions.HttpResponseError) -> datetime:
 
 def _from_connection(error: Exception, what: str) -> errors.FleetError:
     cause = getattr(error, "inner_exception", None) or error
+    if isinstance(cause, aiohttp.ClientConnectorDNSError):
+        return errors.TransientError(
+            f"cannot reach {what}: there is no host {cause.host!r}; check the account's name in"
+            " --storage, and the network"
+        )
     # The text of a ClientResponseError ends in the URL.
     text = cause.message if isinstance(cause, aiohttp.ClientResponseError) else str(cause)
     message = f"cannot reach {what}: {type(cause).__name__} {text}".rstrip()

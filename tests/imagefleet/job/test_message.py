@@ -303,6 +303,20 @@ def test_any_override_settings_raise_only_invalid_message(settings: object) -> N
     assert refusal(json.dumps({"prompt": "", "override_settings": settings})) != ""
 
 
+@pytest.mark.parametrize(
+    ("body", "expected"),
+    [
+        ("", "the message is empty"),
+        ("null", "the message is a JSON null, not an object"),
+        ("[1]", "the message is a JSON array, not an object"),
+        ("7", "the message is a JSON number, not an object"),
+        ('{"prompt": "a", "output": "png"}', "output: should be an object of names and values"),
+    ],
+)
+def test_a_refusal_uses_the_words_of_json(body: str, expected: str) -> None:
+    assert refusal(body) == expected
+
+
 @pytest.mark.parametrize("field", ["id", "campaign", "model"])
 def test_an_unsafe_name_is_refused_with_what_is_allowed(field: str) -> None:
     with pytest.raises(errors.InvalidMessageError, match=rf"{field}: use 1 to 128 letters, digits"):
