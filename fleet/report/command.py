@@ -64,6 +64,8 @@ def command(
     price = _price(price_per_hour, gpu, priority, table)
     figures, metrics, pictures = console.run(_read(settings, campaign, table, price, samples))
     made_at = datetime.now(UTC)
+    if metrics and metrics.left_out:
+        console.print_warning(metrics.left_out)
     facts = {
         "made_at": made_at,
         **asdict(figures),
@@ -103,7 +105,7 @@ async def _read(
     figures = report_figures.compute(records, storage.url, table, *price)
     metrics = None
     if settings.prometheus is not None and figures.began_at and figures.ended_at:
-        async with prometheus.connected(settings.prometheus) as server:
+        async with prometheus.connected(settings.prometheus, settings.queried_fleet) as server:
             metrics = await report_metrics.read_metrics(server, figures.began_at, figures.ended_at)
     return figures, metrics, pictures
 

@@ -72,6 +72,9 @@ NEUTRAL_VALUES: Mapping[str, tuple[object, ...]] = {
     "tiling": (None, False),
 }
 
+#: A message's record of its earlier deliveries (`imagefleet.storage.deliveries`), not of the job.
+DELIVERIES_FIELD = "deliveries"
+
 #: A job with more images would outlive any sensible lease; send more jobs instead.
 MAX_IMAGES_PER_JOB = 64
 
@@ -270,7 +273,7 @@ def read_job(body: str, message_id: str) -> Job:
         InvalidMessageError: the message is not a valid job; says why in one sentence.
     """
     try:
-        fields = json.loads(_without_base64(body))
+        fields = message_fields(body)
     except (ValueError, RecursionError) as error:
         reason = f"is not JSON: {error}" if body.strip() else "is empty"
         raise errors.InvalidMessageError(f"the message {reason}") from None
@@ -278,6 +281,7 @@ def read_job(body: str, message_id: str) -> Job:
         raise errors.InvalidMessageError(
             f"the message is a JSON {_JSON_TYPES[type(fields)]}, not an object"
         )
+    fields.pop(DELIVERIES_FIELD, None)
     try:
         job = Job.model_validate(fields)
     except ValidationError as error:
@@ -293,6 +297,15 @@ _JSON_TYPES: Mapping[type, str] = {
     str: "string",
     type(None): "null",
 }
+
+
+def message_fields(body: str) -> Any:
+    """The JSON of a message, plain or in base64.
+
+    Raises:
+        ValueError, RecursionError: it is not JSON.
+    """
+    return json.loads(_without_base64(body))
 
 
 def job_key(campaign: str | None, job_id: str | None) -> str:

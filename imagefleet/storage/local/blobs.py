@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import errno
 import json
 import os
@@ -25,6 +26,7 @@ TEMPORARY_FOLDER = ".temporary"
 _NAMES_PAGE = 1_000
 
 _FULL = frozenset({errno.ENOSPC, errno.EDQUOT})
+_IN_THE_WAY = (FileExistsError, IsADirectoryError, NotADirectoryError)
 _NOT_THERE = (FileNotFoundError, IsADirectoryError, NotADirectoryError)
 _REFUSED = frozenset({errno.EACCES, errno.EPERM, errno.EROFS, errno.ENOTSUP})
 
@@ -54,6 +56,11 @@ class LocalBlobs:
         protocol.check_blob_name(name)
         self._operations.blob_reads += 1
         return await self._in_thread(self._read, name, max_bytes)
+
+    async def metadata(self, name: str) -> Mapping[str, str] | None:
+        protocol.check_blob_name(name)
+        self._operations.blob_reads += 1
+        return await self._in_thread(self._metadata, name)
 
     async def delete(self, name: str) -> bool:
         protocol.check_blob_name(name)
@@ -88,7 +95,7 @@ class LocalBlobs:
 
     def _create(self, name: str, data: bytes, details: bytes) -> bool:
         path = self.folder / name
-        created = not path.exists() and self._write(path, name, data, details)
+        created = not path.is_file() and self._write(path, name, data, details)
         # The message is deleted next, which reaches the disk with a later send or checkpoint: a
         # power failure must not lose both. Syncing file and folder takes 2 ms per image (410
         # images/s with eight at once).
@@ -97,8 +104,11 @@ class LocalBlobs:
 
     def _write(self, path: Path, name: str, data: bytes, details: bytes) -> bool:
         """Creates the file atomically; False if the name is taken."""
+        if not self.folder.is_dir():
+            raise self._no_folder()
         temporary = self.folder / TEMPORARY_FOLDER / uuid.uuid4().hex
         try:
+            temporary.parent.mkdir(exist_ok=True)
             # Before the image, so that no reader finds one without. Not synced: no job depends on
             # it.
             temporary.write_bytes(details)
@@ -110,12 +120,10 @@ class LocalBlobs:
                 file.flush()
                 os.fsync(file.fileno())
             _make_durable_folder(path.parent)
-            path.hardlink_to(temporary)
-        except FileExistsError:
-            return False
+            return _link(temporary, path)
         finally:
-            temporary.unlink(missing_ok=True)
-        return True
+            with contextlib.suppress(FileNotFoundError, NotADirectoryError):
+                temporary.unlink()
 
     def _read(self, name: str, max_bytes: int | None) -> bytes | None:
         try:
@@ -141,14 +149,20 @@ class LocalBlobs:
 
     def _record(self, name: str) -> protocol.BlobRecord:
         status = (self.folder / name).stat()
-        sidecar = self.folder / METADATA_FOLDER / f"{name}.json"
+        created_at = datetime.fromtimestamp(status.st_mtime, UTC)
+        metadata = self._metadata(name) or {}
+        return protocol.BlobRecord(name, status.st_size, created_at, metadata)
+
+    def _metadata(self, name: str) -> dict[str, str] | None:
+        if not (self.folder / name).is_file():
+            return None
         try:
-            metadata = json.loads(sidecar.read_bytes())["metadata"]
+            sidecar = self.folder / METADATA_FOLDER / f"{name}.json"
+            metadata: dict[str, str] = json.loads(sidecar.read_bytes())["metadata"]
         except (FileNotFoundError, ValueError, KeyError):
             # A file that was copied here, or whose metadata a power failure erased.
-            metadata = {}
-        created_at = datetime.fromtimestamp(status.st_mtime, UTC)
-        return protocol.BlobRecord(name, status.st_size, created_at, metadata)
+            return {}
+        return metadata
 
     def _walk(self, folder: str, prefix: str) -> Generator[str]:
         """The names below *folder* ("" or ending in a slash) that start with *prefix*."""
@@ -177,9 +191,28 @@ class LocalBlobs:
             )
         if error.errno in _REFUSED:
             return errors.SetupError(f"cannot write to {self.folder}: {error.strerror}")
+        if isinstance(error, _IN_THE_WAY):
+            return errors.SetupError(
+                f"{error.filename2 or error.filename} is in the way: a file where there should be"
+                " a folder, or the reverse; move it away"
+            )
         if not self.folder.is_dir():
-            return errors.SetupError(f"there is no folder {self.folder} for the images")
+            return self._no_folder()
         return errors.TransientError(f"{self.folder}: {error.strerror or error}")
+
+    def _no_folder(self) -> errors.SetupError:
+        return errors.SetupError(f"there is no folder {self.folder} for the images")
+
+
+def _link(temporary: Path, path: Path) -> bool:
+    """Gives the finished file its name; False if a file has it."""
+    try:
+        path.hardlink_to(temporary)
+    except FileExistsError:
+        if not path.is_file():
+            raise
+        return False
+    return True
 
 
 def _make_durable_folder(folder: Path) -> None:
