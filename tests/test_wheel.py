@@ -58,7 +58,7 @@ FAILED_JOBS = [
 ]
 
 #: What a command says that needs the libraries of the worker, which are not installed here.
-NEEDS_WORKER = r"^error: .*pip install 'imagefleet\[worker\]'$"
+NEEDS_WORKER = r"torch is not installed; .*pip install 'imagefleet\[worker\]'"
 
 FLEET_FILE = """\
 name: sd15-batch
