@@ -22,6 +22,9 @@ _PATTERNS = {
     r"^[0-9a-fA-F]{64}$": "should be 64 hexadecimal digits",
 }
 
+#: Pydantic calls it a dictionary, or an instance of a class.
+_OBJECT_EXPECTED = frozenset({"dict_type", "model_type", "model_attributes_type"})
+
 _PREFIX = re.compile(r"^(Value error, |Input |String )")
 
 
@@ -49,7 +52,9 @@ def reason(detail: Mapping[str, Any], known: Iterable[str] = ()) -> str:
 
 
 def message(detail: Mapping[str, Any]) -> str:
-    """Pydantic's text without its prefixes, and with a known pattern in words."""
+    """Pydantic's text without its prefixes, in words for people who know no Python."""
+    if detail["type"] in _OBJECT_EXPECTED:
+        return "should be an object of names and values"
     pattern = str(detail.get("ctx", {}).get("pattern"))
     if pattern in _PATTERNS:
         return _PATTERNS[pattern]
