@@ -88,7 +88,7 @@ class Pipeline:
         self.metrics = metrics or WorkerMetrics()
         self.started = False
         self.ready = False
-        self.start_up_phase: Phase = "fetching the model"
+        self.start_up_phase: Phase = "connecting to the storage"
         self._storage = storage
         self._settings = settings
         self._retry_policy = retry_policy

@@ -169,6 +169,7 @@ class _Worker:
                 self._port,
                 extra={"action": "start", "port": self._port},
             )
+            self._pipeline.start_up_phase = "fetching the model"
             if await tasks.run_until(self._stop, model.fetch(self._settings, storage.blobs)):
                 await self._pipeline.run(self._stop, self._hurry)
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import importlib.util
 import signal
+import sys
 from typing import TYPE_CHECKING, Annotated
 
 import typer
@@ -68,8 +69,10 @@ def command(
 
 
 def _has_terminal(settings: WorkerSettings) -> bool:
+    # rich alone takes a pipe for a terminal where FORCE_COLOR is set.
     return (
         settings.log_format != "json"
+        and sys.stderr.isatty()
         and console.stderr.is_terminal
         and not console.stderr.is_dumb_terminal
     )
