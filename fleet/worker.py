@@ -36,6 +36,11 @@ def command(settings: WorkerSettings) -> None:
 
     imagefleet worker --model ./model.safetensors --lora-directory ./loras --port 9100
     """
+    from worker.files import check
+    from worker.salad import metadata
+
+    if metadata.find_metadata() is None:  # there a worker waits for the operator instead
+        check.check(settings)
     require_libraries()
     from worker import process
 

@@ -15,7 +15,7 @@ from imagefleet.storage.open import open_storage
 from imagefleet.telemetry import probes, push
 from worker import replica, tasks
 from worker.engine import contract
-from worker.files import model
+from worker.files import check, model
 from worker.metrics import WorkerMetrics
 from worker.node.watchdog import limits_of
 from worker.pipeline import Pipeline
@@ -197,14 +197,17 @@ class _Worker:
 
 
 def _load_engine(settings: WorkerSettings) -> contract.Engine:
+    path = model.local_path(settings)
+    check.check_path(path)
     # Imported on the engine's thread: torch takes seconds to load, while the port already answers.
     from worker.engine.load import load_engine
 
     return load_engine(
-        model.local_path(settings),
+        path,
         settings.device,
         precision=settings.precision,
         config=settings.config,
+        prediction_type=check.prediction_type(path),
         slots=settings.slots,
         compile=settings.compile,
         fp16_accumulate=settings.fp16_accumulate,

@@ -24,7 +24,24 @@ from worker import tasks
 from worker.files import disk_cache, download, model, sources
 from worker.settings import WorkerSettings
 
-CONTENT = os.urandom(3_000_000)
+#: The names that tell a Stable Diffusion 1.x checkpoint.
+SD1_NAMES = (
+    "model.diffusion_model.input_blocks.0.0.weight",
+    "cond_stage_model.transformer.text_model.final_layer_norm.weight",
+    "first_stage_model.decoder.conv_in.weight",
+)
+
+
+def checkpoint_of(data: bytes, *names: str) -> bytes:
+    """A safetensors file with these tensors, the first of which has the data."""
+    entry = {"dtype": "U8", "shape": [len(data)], "data_offsets": [0, len(data)]}
+    none = {"dtype": "U8", "shape": [0], "data_offsets": [len(data)] * 2}
+    entries = dict.fromkeys(names or SD1_NAMES, none) | {(names or SD1_NAMES)[0]: entry}
+    header = json.dumps(entries).encode()
+    return len(header).to_bytes(8, "little") + header + data
+
+
+CONTENT = checkpoint_of(os.urandom(3_000_000))
 SHA256 = hashlib.sha256(CONTENT).hexdigest()
 IMPATIENT = retry.RetryPolicy(tries=4, first_wait_seconds=0.001, longest_wait_seconds=0.001)
 
@@ -196,7 +213,7 @@ async def test_a_server_without_ranges_sends_all_of_it_again(
 async def test_two_versions_of_a_model_are_not_mixed(
     make_settings: MakeSettings, server: ModelServer, blobs: BlobStore
 ) -> None:
-    server.content, server.etag = os.urandom(2_500_000), '"v0"'
+    server.content, server.etag = checkpoint_of(os.urandom(2_500_000)), '"v0"'
     server.breaks_after = [1_000_000, *[0] * 8]
     with pytest.raises(errors.TransientError, match="broke off"):
         await fetch(make_settings(), blobs)
@@ -351,7 +368,7 @@ async def test_a_tar_becomes_the_folder_in_it(
     ("content", "complaint"),
     [
         (tar_of({"../outside": b"x", "model_index.json": b"{}"}), "cannot be unpacked as a .tar"),
-        (b"no tar at all" * 1000, "cannot be unpacked as a .tar"),
+        (b"no tar at all" * 1000, "not a readable .safetensors file"),
         (tar_of({"unet/config.json": b"{}"}), "model_index.json is missing"),
     ],
 )
@@ -379,7 +396,7 @@ async def test_a_model_comes_from_the_storage(
 ) -> None:
     monkeypatch.setattr(sources, "_PART_BYTES", 300_000)
     kind = "application/octet-stream"
-    content = CONTENT[:800_000]
+    content = checkpoint_of(os.urandom(800_000))
     await storage.blobs.create("models/sd/v15.safetensors", content, kind, {})
     settings = make_settings(model="store:sd/v15.safetensors", model_sha256=None)
     assert (await fetch(settings, storage.blobs)).read_bytes() == content
@@ -388,14 +405,15 @@ async def test_a_model_comes_from_the_storage(
 async def test_a_part_of_a_model_that_the_storage_has_no_more_is_fetched_again(
     storage: Storage, make_settings: MakeSettings
 ) -> None:
-    await storage.blobs.create("models/v15.safetensors", CONTENT[:1000], "text/plain", {})
+    content = checkpoint_of(b"weights" * 100)
+    await storage.blobs.create("models/v15.safetensors", content, "text/plain", {})
     settings = make_settings(model="store:v15.safetensors", model_sha256=None)
     folder = model.local_path(settings).parent
     folder.mkdir(parents=True)
     (folder / "v15.safetensors.part").write_bytes(b"of one that was larger" * 100)
     state = {"total_bytes": 10_000, "version": "old"}
     (folder / "v15.safetensors.part.json").write_text(json.dumps(state))
-    assert (await fetch(settings, storage.blobs)).read_bytes() == CONTENT[:1000]
+    assert (await fetch(settings, storage.blobs)).read_bytes() == content
 
 
 async def test_a_model_that_is_not_in_the_storage_is_named(
