@@ -13,6 +13,9 @@ from imagefleet import errors
 #: Another worker has the message, or it was deleted.
 _LEASE_LOST = frozenset({"MessageNotFound", "PopReceiptMismatch"})
 
+#: The blob exists. Azure answers with the second code if the token may create, but not write.
+TAKEN = frozenset({"BlobAlreadyExists", "UnauthorizedBlobOverwrite"})
+
 MISSING = frozenset({"QueueNotFound", "ContainerNotFound"})
 
 #: The credentials are valid, but do not allow this request: a worker's SAS token may process
