@@ -225,9 +225,9 @@ def _read_file(path: Path, config: Path) -> _Networks:
         with torch.device("meta"):
             unet = UNet2DConditionModel.from_config(network_config(config / "unet", UNET_CONFIG))
             vae = AutoencoderKL.from_config(network_config(config / "vae", VAE_CONFIG))
-        # Not on the meta device: it has buffers that checkpoints do not contain.
-        text_config = network_config(config / "text_encoder", TEXT_CONFIG)
-        text_encoder = CLIPTextModel(CLIPTextConfig(**text_config))
+            text_config = network_config(config / "text_encoder", TEXT_CONFIG)
+            text_encoder = CLIPTextModel(CLIPTextConfig(**text_config))
+        _number_positions(text_encoder)
         if hasattr(text_encoder, "text_model"):
             text_weights = {f"text_model.{key}": weight for key, weight in text_weights.items()}
         _fill(unet, convert_ldm_unet_checkpoint(weights, unet.config))
@@ -238,6 +238,14 @@ def _read_file(path: Path, config: Path) -> _Networks:
             f"{str(path)!r} does not fit Stable Diffusion 1.x: {_brief(error)}"
         ) from error
     return unet, vae, text_encoder
+
+
+def _number_positions(text_encoder: CLIPTextModel) -> None:
+    """Fills the only buffer, which checkpoints need not contain."""
+    numbers = torch.arange(text_encoder.config.max_position_embeddings).unsqueeze(0)
+    for module in text_encoder.modules():
+        if hasattr(module, "position_ids"):
+            module.register_buffer("position_ids", numbers, persistent=False)
 
 
 def _fill(network: nn.Module, weights: Mapping[str, torch.Tensor]) -> None:

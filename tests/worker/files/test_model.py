@@ -51,6 +51,7 @@ class ModelServer:
     """Serves one file; the next answers break off after so many bytes, or are only a status."""
 
     content: bytes = CONTENT
+    disposition: str | None = None
     etag: str | None = '"v1"'
     takes_ranges: bool = True
     breaks_after: list[int] = field(default_factory=list)
@@ -77,6 +78,8 @@ class ModelServer:
             response.headers["Content-Range"] = f"bytes {begin}-{last}/{len(self.content)}"
         if self.etag:
             response.headers["ETag"] = self.etag
+        if self.disposition:
+            response.headers["Content-Disposition"] = self.disposition
         response.content_length = len(self.content) - begin
         await response.prepare(request)
         rest = self.content[begin:]
@@ -307,6 +310,103 @@ async def test_a_stalled_server_is_given_up_and_asked_again(
         await asyncio.sleep(0.01)
     server.hangs = False  # the first answer is in it already
     assert (await running).read_bytes() == CONTENT
+
+
+# Addresses that do not tell what they are of
+
+
+@pytest.mark.parametrize(
+    ("disposition", "name"),
+    [
+        ('attachment; filename="dreamshaper_8.safetensors"', "dreamshaper_8"),
+        ("attachment; filename*=UTF-8''epic%20v2.safetensors", "epic v2"),
+        ('attachment; filename="../../outside.safetensors"', "128713"),
+        ('attachment; filename="..%2Foutside.safetensors"', "128713"),
+        ('attachment; filename="a.ckpt"', "128713"),
+        ("inline", "128713"),
+        (None, "128713"),
+    ],
+)
+async def test_an_address_without_a_suffix_is_taken_by_its_content_and_the_servers_name(
+    disposition: str | None,
+    name: str,
+    make_settings: MakeSettings,
+    server: ModelServer,
+    blobs: BlobStore,
+    tmp_path: Path,
+) -> None:
+    server.disposition = disposition
+    address = server.url.replace("models/sd15.safetensors", "api/download/models/128713?type=Model")
+    settings = make_settings(model=f"{address}&token=one")
+
+    place = await fetch(settings, blobs)
+
+    assert place.name == f"{name}.safetensors"
+    assert place.read_bytes() == CONTENT
+    assert {each.name for each in place.parent.iterdir()} == {place.name, "lock"}
+    renewed = make_settings(model=f"{address}&token=another")
+    assert await fetch(renewed, blobs) == place
+    assert len(server.ranges) == 1
+    assert "outside" not in str(list(os.walk(tmp_path)))
+
+
+async def test_such_a_download_resumes_with_its_name(
+    make_settings: MakeSettings, server: ModelServer, blobs: BlobStore
+) -> None:
+    server.disposition = 'attachment; filename="dreams.safetensors"'
+    server.breaks_after = [1_500_000] + [0] * 9
+    settings = make_settings(model=server.url.replace("sd15.safetensors", "1"))
+    with pytest.raises(errors.TransientError):
+        await fetch(settings, blobs)
+    server.breaks_after, server.disposition = [], None
+    assert (await fetch(settings, blobs)).name == "dreams.safetensors"
+    assert server.sent_bytes < 1.2 * len(CONTENT)
+
+
+async def test_a_tar_without_a_suffix_is_unpacked(
+    make_settings: MakeSettings, server: ModelServer, blobs: BlobStore
+) -> None:
+    server.content = tar_of({"model_index.json": b"{}"})
+    server.disposition = 'attachment; filename="sd15.tar"'
+    sha256 = hashlib.sha256(server.content).hexdigest()
+    settings = make_settings(model=server.url.replace("sd15.safetensors", "1"), model_sha256=sha256)
+    place = await fetch(settings, blobs)
+    assert (place.name, [each.name for each in place.iterdir()]) == ("sd15", ["model_index.json"])
+
+
+@pytest.mark.parametrize(
+    ("content", "reason"),
+    [
+        (b"<!doctype html><title>Log in</title>" + b" " * 2_000_000, "is a web page"),
+        (b'{"error": "Unauthorized"}', "is JSON"),
+        (b"PK\x03\x04" + os.urandom(1000), "is a pickle.*convert it: python -c"),
+        (checkpoint_of(b"", "lora_unet_mid_block_attentions_0_proj_in.alpha"), "is a LoRA for"),
+        (checkpoint_of(bytes(3_000_000), "conditioner.embedders.1.model.x"), "an SDXL checkpoint"),
+        (CONTENT[:-1], "is cut off"),
+    ],
+    ids=["page", "json", "pickle", "LoRA", "SDXL", "cut off"],
+)
+@pytest.mark.parametrize("path", ["models/1?token=secret", "models/sd15.safetensors"])
+async def test_a_download_that_is_no_checkpoint_is_refused_and_not_kept(
+    path: str,
+    content: bytes,
+    reason: str,
+    make_settings: MakeSettings,
+    server: ModelServer,
+    blobs: BlobStore,
+) -> None:
+    server.content = content
+    is_cut_off = reason == "is cut off"  # which only its end tells
+    server.breaks_after = [] if is_cut_off else [1_500_000]
+    settings = make_settings(
+        model=server.url.replace("models/sd15.safetensors", path),
+        model_sha256=hashlib.sha256(content).hexdigest(),
+    )
+    with pytest.raises(errors.SetupError, match=reason) as refused:
+        await fetch(settings, blobs)
+    assert "secret" not in refused.value.message
+    assert len(server.ranges) == 1
+    assert {each.name for each in model.local_path(settings).parent.iterdir()} == {"lock"}
 
 
 async def test_two_workers_share_one_download(
