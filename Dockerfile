@@ -14,12 +14,11 @@
 #
 # Build arguments:
 #   BASE_IMAGE   any Debian with Python 3.11 or newer, its venv and (for a GPU) its headers.
-#   CONSTRAINTS  the file in the context that pins versions.
+#   CUDA         12.8: torch 2.11 from PyTorch's index, for NVIDIA driver 525 or newer, RTX 20 to 50.
+#                13: torch 2.13 from PyPI, for driver 580 or newer. none: torch for CPUs, a quarter
+#                of the size.
+#   PYTORCH_INDEX  for CPUs: PyTorch's index, or a copy of it.
 #   EXTRAS       of pyproject.toml, in addition to `worker`.
-#   PIP_EXTRA_INDEX_URL  an additional package index. PyPI's torch is for CUDA 13 (driver 580);
-#                PyTorch's indexes have it for older drivers, and for CPUs, where the image has a
-#                quarter of the size.
-#   COMPILER     for Triton; empty for an image that is never used with a GPU.
 #   MODEL        a path in the context, baked in at /models/checkpoint: a folder in diffusers format,
 #                or one with a .safetensors file, named by MODEL_FILE, and next to it the folder of
 #                the same name with its tokenizer. LoRAs are found in its loras/. By default the
@@ -52,12 +51,19 @@ WORKDIR /cache
 # Only the names and versions to install, so that the layers of packages are rebuilt when those
 # change, not with every line of pyproject.toml.
 FROM base AS pins
-ARG CONSTRAINTS=constraints.txt
+ARG CUDA=12.8
+ARG PYTORCH_INDEX=https://download.pytorch.org/whl
 ARG EXTRAS="azure-identity"
 WORKDIR /pins
-COPY pyproject.toml ./
-COPY ${CONSTRAINTS} constraints.txt
-RUN { grep '^torch==' constraints.txt || echo torch; } > torch.txt && \
+COPY pyproject.toml constraints.txt constraints-cu128.txt ./
+RUN case "${CUDA}" in \
+      12.8) cat constraints-cu128.txt ;; \
+      13) grep '^torch==' constraints.txt ;; \
+      none) grep '^torch==' constraints.txt && \
+        echo "${PYTORCH_INDEX:+--extra-index-url ${PYTORCH_INDEX}/cpu}" ;; \
+      *) echo "CUDA=${CUDA} is unknown: use 12.8, 13 or none" >&2; exit 1 ;; \
+    esac > torch.txt && \
+    sed --in-place '/^torch==/d' constraints.txt && \
     EXTRAS="${EXTRAS}" python3 -c "import os, tomllib; \
       project = tomllib.load(open('pyproject.toml', 'rb'))['project']; \
       extras = project['optional-dependencies']; \
@@ -92,18 +98,19 @@ ENTRYPOINT ["imagefleet"]
 CMD ["--help"]
 
 FROM base AS worker
+ARG CUDA=12.8
 # Triton compiles its launchers in C at the first start on a GPU. Python's headers are in the base
 # image, CUDA's in Triton's wheel.
-ARG COMPILER="gcc libc6-dev"
-# hadolint ignore=DL3008,SC2086
-RUN if [ -n "${COMPILER}" ]; then \
+# hadolint ignore=DL3008
+RUN if [ "${CUDA}" != none ]; then \
       apt-get update && \
-      apt-get install --yes --no-install-recommends ${COMPILER} && \
+      apt-get install --yes --no-install-recommends gcc libc6-dev && \
       apt-get clean && rm -rf /var/lib/apt/lists/*; \
     fi
-ARG PIP_EXTRA_INDEX_URL=""
 COPY --from=pins /pins/torch.txt /pins/
-RUN pip install --requirement /pins/torch.txt
+RUN pip install --constraint /pins/torch.txt torch
+COPY deploy/check_torch.py /pins/
+RUN python -B /pins/check_torch.py "${CUDA}"
 COPY --from=pins /pins/constraints.txt /pins/worker.txt /pins/
 RUN pip install --constraint /pins/constraints.txt --requirement /pins/worker.txt
 ARG MODEL=demo_model

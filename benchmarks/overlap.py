@@ -57,14 +57,16 @@ class FarQueue:
         return await self._queue.receive(max_messages, lease_seconds)
 
     async def renew(
-        self, message: protocol.LeasedMessage, lease_seconds: float
+        self, message: protocol.LeasedMessage, lease_seconds: float, body: str | None = None
     ) -> protocol.LeasedMessage:
         await asyncio.sleep(LATENCY_SECONDS)
-        return await self._queue.renew(message, lease_seconds)
+        return await self._queue.renew(message, lease_seconds, body)
 
-    async def release(self, message: protocol.LeasedMessage, delay_seconds: float = 0) -> None:
+    async def release(
+        self, message: protocol.LeasedMessage, delay_seconds: float = 0, body: str | None = None
+    ) -> None:
         await asyncio.sleep(LATENCY_SECONDS)
-        await self._queue.release(message, delay_seconds)
+        await self._queue.release(message, delay_seconds, body)
 
     async def delete(self, message: protocol.LeasedMessage) -> None:
         await asyncio.sleep(LATENCY_SECONDS)
@@ -96,6 +98,10 @@ class FarBlobs:
     async def read(self, name: str, max_bytes: int | None = None) -> bytes | None:
         await asyncio.sleep(LATENCY_SECONDS)
         return await self._blobs.read(name, max_bytes)
+
+    async def metadata(self, name: str) -> Mapping[str, str] | None:
+        await asyncio.sleep(LATENCY_SECONDS)
+        return await self._blobs.metadata(name)
 
     async def delete(self, name: str) -> bool:
         await asyncio.sleep(LATENCY_SECONDS)

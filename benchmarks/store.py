@@ -21,7 +21,8 @@ from rich.console import Console
 from rich.table import Table
 
 from imagefleet.storage.open import open_storage
-from worker.process import WorkerReport, run_worker
+from worker.process import run_worker
+from worker.progress import WorkerReport
 from worker.settings import WorkerSettings
 from worker.testing import StandInEngine
 

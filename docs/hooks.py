@@ -31,7 +31,9 @@ OUTSIDE = {
             "dashboards/README.md",
             "demo_model/README.md",
             "deploy/README.md",
+            "deploy/kubernetes/README.md",
             "deploy/salad/README.md",
+            "deploy/skypilot/README.md",
         )
     },
 }

@@ -6,10 +6,12 @@ import asyncio
 import contextlib
 import functools
 import json
+import logging
 import os
 import signal
 import sys
 import threading
+import traceback
 from collections.abc import AsyncIterator, Callable, Coroutine, Iterator, Mapping, Sequence
 from contextlib import asynccontextmanager, contextmanager
 from datetime import datetime
@@ -21,10 +23,13 @@ from rich.table import Column, Table
 from rich.text import Text
 
 from imagefleet import errors
+from imagefleet.telemetry import logs
 
 if TYPE_CHECKING:
     from imagefleet import aio
     from imagefleet.storage.settings import StorageSettings
+
+log = logging.getLogger(__name__)
 
 EXIT_DONE = 0
 
@@ -37,8 +42,21 @@ EXIT_OPERATOR_MUST_ACT = 2
 #: This machine cannot do its work: a supervisor should replace it, not restart it.
 EXIT_REPLACE_THIS_NODE = 3
 
+#: With --fail-on-failed: done, but jobs went to the poison queue.
+EXIT_JOBS_FAILED = 4
+
 #: A shell's exit code of a program that Ctrl-C ended (128 + SIGINT).
 EXIT_INTERRUPTED = 130
+
+#: The same for SIGTERM: a worker that should have emptied the queue.
+EXIT_TERMINATED = 143
+
+#: The `action` in the log of an error that ends the process, by its exit code.
+_ACTIONS = {
+    EXIT_UNEXPECTED: logs.UNEXPECTED_ACTION,
+    EXIT_OPERATOR_MUST_ACT: "setup_error",
+    EXIT_REPLACE_THIS_NODE: "node_error",
+}
 
 #: `worker.gpu_thread.THREAD_NAME`; the console imports the worker only to run it.
 ENGINE_THREAD = "engine"
@@ -74,12 +92,12 @@ def one_line_errors() -> Iterator[None]:
     try:
         yield
     except errors.FleetError as error:
-        print_error(error.message)
         code = EXIT_UNEXPECTED
         if isinstance(error, errors.SetupError):
             code = EXIT_OPERATOR_MUST_ACT
         elif isinstance(error, errors.NodeError):
             code = EXIT_REPLACE_THIS_NODE
+        report_error(error.message, code)
         raise typer.Exit(code) from None
     except KeyboardInterrupt:
         raise typer.Exit(EXIT_INTERRUPTED) from None
@@ -109,6 +127,22 @@ async def until_stopped(task: asyncio.Task[None]) -> None:
         await task
 
 
+def report_error(message: str, code: int) -> None:
+    """Says why the process ends: in its log where that is JSON lines, else in red on stderr."""
+    if logs.are_json():
+        log.error("%s", message, extra={"action": _ACTIONS[code], "exit_code": code})
+    else:
+        print_error(message)
+
+
+def report_bug(error: Exception) -> None:
+    """Logs or prints an exception that ends the process, with its traceback."""
+    if logs.are_json():
+        logs.log_unhandled(error, exit_code=EXIT_UNEXPECTED)
+    else:
+        traceback.print_exception(error)
+
+
 def print_error(message: str) -> None:
     """Prints each line of *message* in red on stderr."""
     for line in message.splitlines():
@@ -116,7 +150,10 @@ def print_error(message: str) -> None:
 
 
 def print_warning(message: str) -> None:
-    """Prints one yellow line on stderr."""
+    """Prints one yellow line on stderr; logs it where the log is JSON lines."""
+    if logs.are_json():
+        log.warning("%s", message, extra={"action": "warning"})
+        return
     stderr.print(Text(f"warning: {message}", style="yellow"), soft_wrap=True)
 
 
@@ -140,6 +177,12 @@ def print_json(record: Mapping[str, Any] | Sequence[Any]) -> None:
     sys.stdout.write(json_text(record))
     # A closed pipe (`| head`) must show here, not as noise when Python exits.
     sys.stdout.flush()
+
+
+def print_facts(facts: Mapping[str, str], to: Console = stdout) -> None:
+    """Prints names and facts, a line each."""
+    for name, fact in facts.items():
+        print_plain(f"{name:<18} {fact}", to)
 
 
 def totals(rows: Mapping[str, str]) -> Table:

@@ -13,10 +13,10 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 import typer
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 
-from fleet import console, demo_jobs, options, worker
+from fleet import console, demo_jobs, options
 from fleet.demo_jobs import INVALID_MESSAGE
+from fleet.worker import command as worker
 from imagefleet import aio, errors
 from imagefleet.job.message import Job
 from imagefleet.pricing import prices
@@ -25,7 +25,7 @@ from worker.settings import WorkerSettings
 
 if TYPE_CHECKING:
     from worker.engine import contract
-    from worker.process import WorkerReport
+    from worker.progress import WorkerReport
 
 #: The price in the report: the card with the most images per dollar in SaladCloud's benchmarks.
 PRICED_GPU = "RTX 3060 Ti"
@@ -127,7 +127,7 @@ async def _demo(settings: WorkerSettings, directory: Path, messages: list[str]) 
     async with aio.Fleet(open_storage(settings)) as fleet:
         batch = await fleet.submit(jobs, campaign=demo_jobs.CAMPAIGN)
         await fleet.storage.queue.send([INVALID_MESSAGE])  # the client would refuse it
-        watch, worker_report = await _work(settings, directory / "worker.log", len(messages))
+        watch, worker_report = await _work(settings, directory / "worker.log")
         if watch.ended_jobs < len(messages):
             console.print_plain(f"Stopped after {watch.ended_jobs} of {len(messages)} jobs.")
             raise typer.Exit(console.EXIT_INTERRUPTED)
@@ -151,35 +151,34 @@ async def _demo(settings: WorkerSettings, directory: Path, messages: list[str]) 
     )
 
 
-async def _work(settings: WorkerSettings, log: Path, jobs: int) -> tuple[_Stopwatch, WorkerReport]:
+async def _work(settings: WorkerSettings, log: Path) -> tuple[_Stopwatch, WorkerReport]:
+    from fleet.worker import live
     from worker import process
 
     watch = _Stopwatch()
-    # On the terminal, the worker's log would break the progress bar.
+    # The demo shows a worker's figures; its log says too much for a first look.
     log_format = "%(asctime)s %(levelname)s %(message)s"
     logging.basicConfig(
         filename=log, filemode="w", level=logging.INFO, format=log_format, force=True
     )
-    columns = TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn()
-    with Progress(*columns, TimeElapsedColumn(), console=console.stdout) as progress:
-        task = progress.add_task("loading the model", total=jobs)
 
-        def load() -> contract.Engine:
-            from worker.engine.load import load_engine
+    def load() -> contract.Engine:
+        from worker.engine.load import load_engine
 
-            # Compiling takes longer than the whole demo.
-            engine = load_engine(Path(settings.model), settings.device, compile="off")
-            watch.ready_at = time.monotonic()
-            progress.update(task, description="generating images")
-            return engine
+        # Compiling takes longer than the whole demo.
+        engine = load_engine(Path(settings.model), settings.device, compile="off")
+        watch.ready_at = time.monotonic()
+        return engine
 
-        def on_settled(outcome: str) -> None:
-            if outcome in _ENDED:
-                watch.ended_at = time.monotonic()
-                watch.ended_jobs += 1
-                progress.update(task, completed=watch.ended_jobs)
+    def on_settled(outcome: str) -> None:
+        if outcome in _ENDED:
+            watch.ended_at = time.monotonic()
+            watch.ended_jobs += 1
 
-        report = await process.run_worker(settings, load=load, on_settled=on_settled)
+    with live.showing(console.stdout) as show:
+        report = await process.run_worker(
+            settings, load=load, on_settled=on_settled, on_progress=show
+        )
     return watch, report
 
 
@@ -190,14 +189,13 @@ def _show(report: DemoReport, settings: WorkerSettings, storage: Path) -> None:
         "contact sheet": report.contact_sheet,
         "images/s": f"{report.images_per_second:.2f}"
         f" ({report.seconds:.1f} s without loading the model)",
-        "engine idle": f"{report.engine_idle_fraction:.1%} of the time",
+        "engine idle": f"{console.percent(report.engine_idle_fraction)} of the time",
         "images per dollar": f"{report.images_per_dollar:,.0f}: this machine's speed at the price"
         f" of an {PRICED_GPU} ({PRICED_PRIORITY} priority, {price:.2f} $/h). The demo's model is a"
         " hundredth of Stable Diffusion's size: not comparable",
         "failed jobs": f"{report.failed}, invalid on purpose; list them with:",
     }
-    for name, fact in facts.items():
-        console.print_plain(f"{name:<18} {fact}")
+    console.print_facts(facts)
     # As it was called: by name, or by a path where it is not on the PATH.
     script = sys.argv[0]
     name = Path(script).name

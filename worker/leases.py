@@ -9,6 +9,7 @@ from __future__ import annotations
 import asyncio
 import enum
 import logging
+import math
 import time
 from collections.abc import Awaitable, Callable
 from typing import Literal
@@ -23,6 +24,9 @@ CONCURRENT_RENEWALS = 16
 
 #: A renewal is tried this many times before its lease runs out.
 TRIES_PER_LEASE = 10
+
+#: Between two warnings of failed renewals: in an outage every lease of the fleet fails for minutes.
+SECONDS_BETWEEN_WARNINGS = 60.0
 
 RenewalResult = Literal["renewed", "unknown", "lost"]
 
@@ -66,6 +70,7 @@ class LeaseKeeper:
         self._on_renewal = on_renewal
         self._leases: set[Lease] = set()
         self._slots = asyncio.Semaphore(CONCURRENT_RENEWALS)
+        self._warned_at = -math.inf
 
     def hold(self, message: protocol.LeasedMessage, leased_at: float) -> Lease:
         """Keeps a message leased by a call that began at *leased_at* (monotonic seconds)."""
@@ -92,15 +97,33 @@ class LeaseKeeper:
             lease.check()
             await self._end(lease, self._queue.delete(lease.message))
 
-    async def release(self, lease: Lease, delay_seconds: float = 0) -> None:
-        """Hands the message back, visible again after *delay_seconds*.
+    async def rewrite(self, lease: Lease, body: str) -> None:
+        """Renews the lease and replaces the message's text.
 
         Raises:
             LeaseLost, TransientError
         """
         async with lease.lock:
             lease.check()
-            await self._end(lease, self._queue.release(lease.message, delay_seconds))
+            asked_at = time.monotonic()
+            try:
+                lease.message = await self._queue.renew(lease.message, self.lease_seconds, body)
+            except errors.LeaseLost:
+                self._mark_lost(lease)
+                raise
+            lease.expires_at = asked_at + self.lease_seconds
+
+    async def release(
+        self, lease: Lease, delay_seconds: float = 0, body: str | None = None
+    ) -> None:
+        """Hands the message back, visible again after *delay_seconds*, with *body* as its text.
+
+        Raises:
+            LeaseLost, TransientError
+        """
+        async with lease.lock:
+            lease.check()
+            await self._end(lease, self._queue.release(lease.message, delay_seconds, body))
 
     def drop(self, lease: Lease) -> None:
         """Forgets a lease, which expires by itself."""
@@ -129,15 +152,22 @@ class LeaseKeeper:
                 # Neither held nor lost: the reply may have been lost after the renewal.
                 lease.state = LeaseState.UNKNOWN
                 self._on_renewal("unknown")
-                log.warning(
-                    "renewing a lease failed, retrying: %s",
-                    error,
-                    extra={"action": "lease_unknown", "message_id": lease.message.id},
-                )
+                self._warn(error)
             else:
                 lease.state = LeaseState.HELD
                 lease.expires_at = asked_at + self.lease_seconds
                 self._on_renewal("renewed")
+
+    def _warn(self, error: errors.TransientError) -> None:
+        now = time.monotonic()
+        if now - self._warned_at >= SECONDS_BETWEEN_WARNINGS:
+            self._warned_at = now
+            log.warning(
+                "leases cannot be renewed, retrying (%d in flight): %s",
+                len(self._leases),
+                error,
+                extra={"action": "lease_unknown", "in_flight": len(self._leases)},
+            )
 
     def _mark_lost(self, lease: Lease) -> None:
         lease.state = LeaseState.LOST

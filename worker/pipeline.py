@@ -25,6 +25,7 @@ from worker.leases import LeaseKeeper
 from worker.metrics import EngineCollector, WorkerMetrics
 from worker.node.check import NodeCheck
 from worker.node.watchdog import NO_LIMITS, Diagnose, NodeLimits, NodeWatchdog
+from worker.progress import Phase
 from worker.pull import Puller
 from worker.salad.reallocation import Reallocation
 from worker.settings import WorkerSettings
@@ -70,6 +71,7 @@ class Pipeline:
         settings: WorkerSettings,
         *,
         on_settled: Callable[[Outcome], None] = lambda _: None,
+        on_depth: Callable[[int], None] = lambda _: None,
         retry_policy: retry.RetryPolicy = STORAGE_RETRIES,
         runs_on: replica.Replica = replica.UNKNOWN,
         began_at: float | None = None,
@@ -79,19 +81,22 @@ class Pipeline:
     ) -> None:
         """*load* returns the engine; it is called on the engine's thread.
 
+        *on_depth* is called with the number of messages in the queue whenever that is measured.
         The replica is billed from *began_at* on (monotonic seconds), by default from now. A node
         that does not meet *limits* asks for *reallocation*.
         """
         self.metrics = metrics or WorkerMetrics()
         self.started = False
         self.ready = False
+        self.start_up_phase: Phase = "fetching the model"
         self._storage = storage
         self._settings = settings
         self._retry_policy = retry_policy
         self._on_settled = on_settled
+        self._on_depth = on_depth
         self._check = NodeCheck(storage.blobs, settings, limits)
         self.engine_thread = EngineThread(
-            lambda: self._check.load(load),
+            lambda: self._check.load(lambda: self._load(load)),
             why_idle=self._why_idle,
             backlog=ENCODE_BACKLOG,
         )
@@ -132,7 +137,25 @@ class Pipeline:
             group=settings.group,
             priority=settings.priority,
         )
-        self.images_written = 0
+        self._upload: UploadStage | None = None
+        self._is_draining = False
+
+    @property
+    def images_written(self) -> int:
+        return self._upload.images_written if self._upload else 0
+
+    @property
+    def phase(self) -> Phase:
+        if not self.started:
+            return self.start_up_phase
+        if self._is_draining:
+            return "draining"
+        return "generating" if self.settler.in_flight else "waiting for jobs"
+
+    @property
+    def why_waiting(self) -> str | None:
+        """Why there are no jobs."""
+        return self._puller.why_waiting
 
     async def run(self, stop: asyncio.Event, hurry: asyncio.Event) -> None:
         """Works until *stop* is set, or with --until-empty until the queue is empty; then drains.
@@ -143,6 +166,7 @@ class Pipeline:
             NodeError: this machine cannot do its work; SetupError: the operator has to act.
             Jobs in flight have been handed back by then.
         """
+        self.start_up_phase = "loading the model"
         starting = asyncio.create_task(self._start_up(), name="start up")
         try:
             if starting in await tasks.first_of(starting, stop.wait()):
@@ -160,11 +184,16 @@ class Pipeline:
             await uploading
         return engine
 
+    def _load(self, load: Callable[[], contract.Engine]) -> contract.Engine:
+        engine = load()
+        self.start_up_phase = "checking the node"
+        return engine
+
     async def _work(
         self, engine: contract.Engine, stop: asyncio.Event, hurry: asyncio.Event
     ) -> None:
         self.cost.ready()
-        upload = UploadStage(
+        upload = self._upload = UploadStage(
             self._storage.blobs,
             self.settler,
             self.metrics,
@@ -189,14 +218,13 @@ class Pipeline:
             self._library,
             self.settler,
             self.metrics,
-            self._settings.max_attempts,
         )
         pull = asyncio.create_task(self._puller.run(prepare.queue.put), name="pull")
         side_tasks = self._start_side_tasks(prepare, generate, encode, upload)
         self.started = self.ready = True
         try:
             await tasks.first_of(asyncio.shield(pull), stop.wait(), side_tasks.watch())
-            self.ready = False
+            self.ready, self._is_draining = False, True
             with contextlib.suppress(TimeoutError):
                 async with asyncio.timeout(self._settings.grace_seconds):
                     await self._stop_pulling(pull)
@@ -210,7 +238,6 @@ class Pipeline:
             await side_tasks.cancel()
             prepare.close()
             encode.close()
-            self.images_written = upload.images_written
 
     def _start_side_tasks(
         self,
@@ -295,6 +322,8 @@ class Pipeline:
                         )
                 else:
                     self.metrics.queues.update(queue.name, depth)
+                    if queue.name == self._storage.queue.name:
+                        self._on_depth(depth.messages)
             await asyncio.sleep(retry.jitter(DEPTH_SECONDS, high=1.5))
 
 

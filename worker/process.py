@@ -7,18 +7,21 @@ import contextlib
 import logging
 import signal
 import time
-from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass, field
+from collections import Counter
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field, replace
+from typing import NoReturn
 
 from imagefleet import errors
 from imagefleet.storage.open import open_storage
 from imagefleet.telemetry import probes, push
-from worker import replica, tasks
+from worker import progress, replica, tasks
 from worker.engine import contract
 from worker.files import check, model
 from worker.metrics import WorkerMetrics
 from worker.node.watchdog import limits_of
 from worker.pipeline import Pipeline
+from worker.progress import Counts, Phase, Progress, ProgressMeter, WorkerReport
 from worker.salad import deletion_cost, wait_for_operator
 from worker.salad import metadata as salad_metadata
 from worker.salad.reallocation import Reallocation
@@ -27,18 +30,14 @@ from worker.settle import Outcome
 
 log = logging.getLogger(__name__)
 
+#: Between two samples of a worker's figures, each a few additions.
+SAMPLE_SECONDS = 1.0
 
-@dataclass(frozen=True, slots=True)
-class WorkerReport:
-    """The totals of one run; *jobs* by outcome, *gpu_dollars* None where the price is unknown."""
+#: Between two lines of progress in the log.
+PROGRESS_SECONDS = 60.0
 
-    images: int
-    jobs: Mapping[str, int]
-    seconds: float
-    engine_busy_seconds: float
-    engine_idle_fraction: float
-    gpu_dollars: float | None
-    storage_dollars: float
+#: After these a job is no longer in the queue.
+_ENDED = ("completed", "duplicate", "failed")
 
 
 async def run_worker(
@@ -46,10 +45,13 @@ async def run_worker(
     *,
     load: Callable[[], contract.Engine] | None = None,
     on_settled: Callable[[Outcome], None] = lambda _: None,
+    on_progress: Callable[[Progress], None] | None = None,
 ) -> WorkerReport:
     """Runs a worker until a signal, or with `until_empty` until the queue is empty.
 
     *load* replaces the engine that the settings describe; *on_settled* is called for every job.
+    *on_progress* is called every second, in place of a line a minute, and one at the end, in the
+    log.
 
     On SaladCloud it does not end for what another node would meet as well: it goes on polling an
     empty queue (`until_empty` is ignored), and waits for storage, credentials and whatever else
@@ -60,7 +62,6 @@ async def run_worker(
         SetupError: a queue, a credential or the model is missing; NodeError: the machine is
         broken. Jobs in flight have been handed back by then.
     """
-    load = load or (lambda: _load_engine(settings))
     metadata = salad_metadata.find_metadata()
     if metadata is not None and settings.until_empty:
         log.warning(
@@ -68,8 +69,10 @@ async def run_worker(
             extra={"action": "until_empty_ignored"},
         )
         settings = settings.model_copy(update={"until_empty": False})
-    with _signals() as (stop, hurry):
-        return await _Worker(settings, load, on_settled, metadata, stop, hurry).run()
+    with _signals() as (stop, hurry, received):
+        worker = _Worker(settings, load, on_settled, on_progress, metadata, stop, hurry)
+        report = await worker.run()
+    return replace(report, stopped_by=received[0]) if received and settings.until_empty else report
 
 
 @dataclass
@@ -77,14 +80,19 @@ class _Worker:
     """One process: one port and one set of metrics; a new pipeline for every attempt."""
 
     _settings: WorkerSettings
-    _load: Callable[[], contract.Engine]
+    _load: Callable[[], contract.Engine] | None
     _on_settled: Callable[[Outcome], None]
+    _on_progress: Callable[[Progress], None] | None
     _metadata: salad_metadata.SaladMetadata | None
     _stop: asyncio.Event
     _hurry: asyncio.Event
     _began_at: float = field(default_factory=time.monotonic)
     _metrics: WorkerMetrics = field(default_factory=WorkerMetrics)
+    _meter: ProgressMeter = field(default_factory=ProgressMeter)
     _pipeline: Pipeline | None = None
+    _jobs: Counter[str] = field(default_factory=Counter)
+    _earlier_images: int = 0  # of earlier attempts on SaladCloud
+    _waiting_for: Phase | None = None
     _has_started: bool = False
     _port: int = 0
 
@@ -104,20 +112,15 @@ class _Worker:
             ) as self._port,
             push.pushing(self._metrics.registry, settings, job="imagefleet-worker"),
             deletion_cost.updating(self._metadata, self._jobs_in_flight),
+            tasks.background(self._show_progress(), "show progress"),
         ):
             if self._metadata is None:
                 await self._attempt()
             else:
                 await self._run_on_salad()
             report = self._report()
-        log.info(
-            "done: %d images in %.0f s, the engine was idle %.1f %% of the time; jobs: %s",
-            report.images,
-            report.seconds,
-            100 * report.engine_idle_fraction,
-            ", ".join(f"{count} {outcome}" for outcome, count in report.jobs.items()) or "none",
-            extra={"action": "stop"},
-        )
+        if self._on_progress is None:
+            progress.log_report(report)
         return report
 
     async def _run_on_salad(self) -> None:
@@ -130,12 +133,15 @@ class _Worker:
             )
         except errors.NodeError as error:
             if await self._reallocation.request(error.message):
+                self._waiting_for = "waiting for another node"
                 await tasks.run_until(self._stop, self._reallocation.wait())
             if not self._stop.is_set():
                 raise
 
     async def _attempt(self) -> None:
         """Opens the storage and works until there is a reason to end."""
+        if self._pipeline is not None:
+            self._earlier_images += self._pipeline.images_written
         self._pipeline = None
         runs_on = await asyncio.to_thread(replica.find_replica, self._settings)
         identity_token = None if self._metadata is None else self._metadata.token
@@ -144,9 +150,10 @@ class _Worker:
                 return
             self._pipeline = Pipeline(
                 storage,
-                self._load,
+                self._load or self._load_engine,
                 self._settings,
-                on_settled=self._on_settled,
+                on_settled=self._settled,
+                on_depth=self._measured,
                 runs_on=runs_on,
                 began_at=self._began_at,
                 metrics=self._metrics,
@@ -175,65 +182,132 @@ class _Worker:
 
     def _set_waiting(self, is_waiting: bool) -> None:
         self._metrics.waiting.set(is_waiting)
+        self._waiting_for = "waiting for the operator" if is_waiting else None
         self._has_started = True
 
     def _jobs_in_flight(self) -> int:
         return len(self._pipeline.settler.in_flight) if self._pipeline is not None else 0
 
+    def _settled(self, outcome: Outcome) -> None:
+        self._jobs[outcome] += 1
+        self._on_settled(outcome)
+
+    def _measured(self, messages: int) -> None:
+        self._meter.measured(time.monotonic(), messages, self._counts())
+
+    def _counts(self) -> Counts:
+        pipeline, dollars = self._pipeline, None
+        if pipeline is not None and (gpu_dollars := pipeline.cost.gpu_dollars) is not None:
+            dollars = gpu_dollars + pipeline.cost.storage_dollars
+        return Counts(
+            images=self._images(),
+            ended_jobs=sum(self._jobs[outcome] for outcome in _ENDED),
+            failed_jobs=self._jobs["failed"],
+            jobs_in_flight=self._jobs_in_flight(),
+            dollars=dollars,
+        )
+
+    def _images(self) -> int:
+        return self._earlier_images + (self._pipeline.images_written if self._pipeline else 0)
+
+    def _phase(self) -> Phase:
+        if self._stop.is_set():
+            return "draining"
+        if self._waiting_for is not None:
+            return self._waiting_for
+        return self._pipeline.phase if self._pipeline else "connecting to the storage"
+
+    def _progress(self) -> Progress:
+        now = time.monotonic()
+        why_waiting = self._pipeline.why_waiting if self._pipeline else None
+        return self._meter.read(
+            now, now - self._began_at, self._phase(), self._counts(), why_waiting
+        )
+
+    async def _show_progress(self) -> NoReturn:
+        """Calls `on_progress` every second, or logs a line a minute."""
+        logged_at = self._began_at
+        try:
+            while True:
+                figures = self._progress()
+                if self._on_progress is not None:
+                    self._on_progress(figures)
+                elif time.monotonic() - logged_at >= PROGRESS_SECONDS:
+                    logged_at = time.monotonic()
+                    progress.log_progress(figures)
+                if self._stop.is_set():
+                    await asyncio.sleep(SAMPLE_SECONDS)
+                else:  # a drain shows at once
+                    await tasks.first_of(self._stop.wait(), timeout_seconds=SAMPLE_SECONDS)
+        except Exception:
+            # No reason to end a worker.
+            log.exception("progress is no longer shown", extra={"action": "progress_failed"})
+            raise
+
     def _report(self) -> WorkerReport:
         seconds = time.monotonic() - self._began_at
         pipeline = self._pipeline
         if pipeline is None:
-            return WorkerReport(0, {}, seconds, 0.0, 0.0, None, 0.0)
+            return WorkerReport(
+                self._images(), dict(self._jobs), seconds, seconds, 0.0, 0.0, None, 0.0
+            )
         return WorkerReport(
-            images=pipeline.images_written,
-            jobs=dict(pipeline.settler.outcomes),
+            images=self._images(),
+            jobs=dict(self._jobs),
             seconds=seconds,
+            start_up_seconds=pipeline.cost.wasted_seconds()["start_up"],
             engine_busy_seconds=pipeline.engine_thread.clock.busy_seconds,
             engine_idle_fraction=pipeline.engine_thread.clock.idle_fraction,
             gpu_dollars=pipeline.cost.gpu_dollars,
             storage_dollars=pipeline.cost.storage_dollars,
         )
 
+    def _load_engine(self) -> contract.Engine:
+        settings = self._settings
+        path = model.local_path(settings)
+        check.check_path(path)
+        # Imported on the engine's thread: torch takes seconds to load, and the port answers.
+        from worker.engine.load import load_engine
 
-def _load_engine(settings: WorkerSettings) -> contract.Engine:
-    path = model.local_path(settings)
-    check.check_path(path)
-    # Imported on the engine's thread: torch takes seconds to load, while the port already answers.
-    from worker.engine.load import load_engine
+        return load_engine(
+            path,
+            settings.device,
+            precision=settings.precision,
+            config=settings.config,
+            prediction_type=check.prediction_type(path),
+            slots=settings.slots,
+            compile=settings.compile,
+            fp16_accumulate=settings.fp16_accumulate,
+            on_compile=self._compiles,
+        )
 
-    return load_engine(
-        path,
-        settings.device,
-        precision=settings.precision,
-        config=settings.config,
-        prediction_type=check.prediction_type(path),
-        slots=settings.slots,
-        compile=settings.compile,
-        fp16_accumulate=settings.fp16_accumulate,
-    )
+    def _compiles(self) -> None:
+        if self._pipeline is not None:
+            self._pipeline.start_up_phase = "compiling"
 
 
 @contextlib.contextmanager
-def _signals() -> Iterator[tuple[asyncio.Event, asyncio.Event]]:
-    """The first SIGTERM or SIGINT sets *stop*, the second *hurry*."""
+def _signals() -> Iterator[tuple[asyncio.Event, asyncio.Event, list[signal.Signals]]]:
+    """The first SIGTERM or SIGINT sets *stop*, the second *hurry*; the list has those received."""
     stop, hurry = asyncio.Event(), asyncio.Event()
+    received: list[signal.Signals] = []
     loop = asyncio.get_running_loop()
 
-    def on_signal(name: str) -> None:
+    def on_signal(number: signal.Signals) -> None:
+        received.append(number)
         (hurry if stop.is_set() else stop).set()
         log.info(
             "%s: %s",
-            name,
+            number.name,
             "handing back jobs in flight" if hurry.is_set() else "finishing what has begun",
-            extra={"action": "signal", "signal": name},
+            extra={"action": "signal", "signal": number.name},
         )
 
     numbers = (signal.SIGTERM, signal.SIGINT)
     for number in numbers:
-        loop.add_signal_handler(number, on_signal, number.name)
+        loop.add_signal_handler(number, on_signal, number)
     try:
-        yield stop, hurry
+        yield stop, hurry, received
     finally:
         for number in numbers:
             loop.remove_signal_handler(number)

@@ -46,6 +46,7 @@ class Puller:
     metrics: WorkerMetrics
     settings: WorkerSettings
     _queue_was_empty: bool = False
+    _queue_answers: bool = True
     _paused: bool = False
     _ahead: int = 0  # jobs pulled whose images the engine has not finished
     _jobs_generated: int = 0
@@ -55,6 +56,15 @@ class Puller:
     def why_idle(self) -> str:
         """Why an idle engine has no work."""
         return "queue_empty" if self._queue_was_empty and not self._ahead else "starved"
+
+    @property
+    def why_waiting(self) -> str | None:
+        """Why there are no jobs; None before the first reply."""
+        if self._paused:
+            return "the node failed its checks"
+        if not self._queue_answers:
+            return "the queue does not answer"
+        return "the queue is empty" if self._queue_was_empty else None
 
     def generated(self, entry: InFlightJob) -> None:
         """The engine finished a job."""
@@ -98,8 +108,10 @@ class Puller:
                     return
             except errors.TransientError as error:
                 log.warning("the queue does not answer: %s", error, extra={"action": "pull_failed"})
-                messages = []
-            self._queue_was_empty = not messages
+                messages, self._queue_answers = [], False
+            else:
+                self._queue_answers = True
+            self._queue_was_empty = self._queue_answers and not messages
             for message in messages:
                 entry = InFlightJob(self.keeper.hold(message, asked_at))
                 self._ahead += 1

@@ -108,7 +108,7 @@ class WorkerSettings(TelemetrySettings):
         " again after this time.",
     )
     max_attempts: int = Field(
-        default=5, ge=1, le=100, description="Deliveries of a job before it has failed."
+        default=5, ge=1, le=100, description="Attempts at a job before it has failed."
     )
     prefetch_seconds: float = Field(
         default=10,

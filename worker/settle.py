@@ -13,6 +13,7 @@ from typing import Literal
 from imagefleet import errors, retry
 from imagefleet.job.message import Job
 from imagefleet.storage import dead_letter, protocol
+from imagefleet.storage.deliveries import SUSPECT_AFTER, Deliveries
 from worker.cost import CostMeter
 from worker.leases import Lease, LeaseKeeper
 from worker.metrics import WorkerMetrics
@@ -43,6 +44,17 @@ class InFlightJob:
     ahead: bool = True  # of the engine: pulled, and not generated yet
     submitted: bool = False  # every image has been submitted to the engine
     settled: bool = False
+
+    @property
+    def deliveries(self) -> Deliveries:
+        """How the earlier deliveries of its message ended."""
+        return Deliveries.of(self.lease.message)
+
+    @property
+    def is_suspect(self) -> bool:
+        """True if the job may be what its workers died of."""
+        message = self.lease.message
+        return message.delivery_count > SUSPECT_AFTER and self.deliveries.is_suspect
 
     @property
     def id(self) -> str:
@@ -145,7 +157,7 @@ class Settler:
                 extra={"action": "job_defect", "job_id": entry.id},
             )
             error = errors.TransientError(f"{type(error).__name__}: {error}")
-        attempts = entry.lease.message.delivery_count
+        attempts = entry.deliveries.failed + 1
         if isinstance(error, errors.JobError) or attempts >= self.max_attempts:
             await self._dead_letter(entry, error)
         else:
@@ -154,7 +166,7 @@ class Settler:
     async def hand_back(self, entry: InFlightJob) -> None:
         """Not begun, or not finished in time: another worker may have it at once."""
         if entry.settle():
-            await self._end(entry, "handed_back", lambda: self.keeper.release(entry.lease))
+            await self._end(entry, "handed_back", lambda: self._release(entry, failed=False))
 
     async def _dead_letter(self, entry: InFlightJob, error: errors.FleetError) -> None:
         log.warning(
@@ -185,7 +197,13 @@ class Settler:
             error,
             extra={"action": "job_retried", "job_id": entry.id, "error": type(error).__name__},
         )
-        await self._end(entry, "retried", lambda: self.keeper.release(entry.lease, delay_seconds))
+        await self._end(
+            entry, "retried", lambda: self._release(entry, failed=True, delay_seconds=delay_seconds)
+        )
+
+    async def _release(self, entry: InFlightJob, *, failed: bool, delay_seconds: float = 0) -> None:
+        body = entry.deliveries.ended(failed=failed).write_to(entry.lease.message.body)
+        await self.keeper.release(entry.lease, delay_seconds, body)
 
     async def _end(
         self, entry: InFlightJob, outcome: Outcome, call: Callable[[], Awaitable[None]]

@@ -12,7 +12,8 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
 
-from fleet import console, worker
+from fleet import console
+from fleet.worker import command as worker
 from imagefleet.pricing import prices
 
 if TYPE_CHECKING:

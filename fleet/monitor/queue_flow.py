@@ -1,12 +1,10 @@
-"""The rates of a job queue, and the time and cost to empty it."""
+"""The exporter: the rates of a job queue, and the time and cost to empty it."""
 
 from __future__ import annotations
 
 import asyncio
 import logging
-import math
 import time
-from collections import deque
 from collections.abc import Iterator
 
 from prometheus_client import CollectorRegistry
@@ -17,12 +15,10 @@ from fleet.monitor import prometheus, rates
 from fleet.monitor.settings import ExporterSettings
 from imagefleet import errors
 from imagefleet.storage.protocol import JobQueue, Storage
+from imagefleet.telemetry.queue_flow import QueueFlow
 from imagefleet.telemetry.queue_gauges import QueueGauges
 
 log = logging.getLogger(__name__)
-
-#: Long enough to even out Azure's approximate counts, short enough to show a change.
-WINDOW_SECONDS = 300.0
 
 _GAUGES = {
     "imagefleet_exporter_arrivals_per_second": (
@@ -35,36 +31,6 @@ _GAUGES = {
     "imagefleet_queue_dollars_to_empty": "Cost of the fleet until the queue is empty.",
     "imagefleet_exporter_last_look_timestamp_seconds": "Time of the last sample of the queues.",
 }
-
-
-class QueueFlow:
-    """The rate of change of a queue's depth over the last minutes."""
-
-    def __init__(self, window_seconds: float = WINDOW_SECONDS) -> None:
-        self._window_seconds = window_seconds
-        self._samples: deque[tuple[float, int]] = deque()
-
-    def add_sample(self, at: float, messages: int) -> None:
-        """*at*: monotonic seconds."""
-        self._samples.append((at, messages))
-        while len(self._samples) > 1 and at - self._samples[1][0] >= self._window_seconds:
-            self._samples.popleft()
-
-    @property
-    def net_per_second(self) -> float | None:
-        """Arrivals minus completions; None before the second sample."""
-        (first_at, first), (last_at, last) = self._samples[0], self._samples[-1]
-        return (last - first) / (last_at - first_at) if last_at > first_at else None
-
-    @property
-    def seconds_to_empty(self) -> float | None:
-        """At the current rate: 0 when empty, infinite while it does not shrink."""
-        messages, net = self._samples[-1][1], self.net_per_second
-        if messages == 0:
-            return 0.0
-        if net is None:
-            return None
-        return messages / -net if net < 0 else math.inf
 
 
 def figures(

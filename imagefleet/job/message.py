@@ -71,6 +71,9 @@ NEUTRAL_VALUES: Mapping[str, tuple[object, ...]] = {
     "tiling": (None, False),
 }
 
+#: A message's record of its earlier deliveries (`imagefleet.storage.deliveries`), not of the job.
+DELIVERIES_FIELD = "deliveries"
+
 #: A job with more images would outlive any sensible lease; send more jobs instead.
 MAX_IMAGES_PER_JOB = 64
 
@@ -249,18 +252,28 @@ def read_job(body: str, message_id: str) -> Job:
         InvalidMessageError: the message is not a valid job; says why in one sentence.
     """
     try:
-        fields = json.loads(_without_base64(body))
+        fields = message_fields(body)
     except (ValueError, RecursionError) as error:
         raise errors.InvalidMessageError(f"the message is not JSON: {error}") from None
     if not isinstance(fields, dict):
         raise errors.InvalidMessageError(
             f"the message is a JSON {type(fields).__name__}, not an object"
         )
+    fields.pop(DELIVERIES_FIELD, None)
     try:
         job = Job.model_validate(fields)
     except ValidationError as error:
         raise errors.InvalidMessageError(validation.sentence(error, Job.model_fields)) from None
     return job.identified(message_id)
+
+
+def message_fields(body: str) -> Any:
+    """The JSON of a message, plain or in base64.
+
+    Raises:
+        ValueError, RecursionError: it is not JSON.
+    """
+    return json.loads(_without_base64(body))
 
 
 def job_key(campaign: str | None, job_id: str | None) -> str:

@@ -15,6 +15,7 @@ from pydantic import AwareDatetime, BaseModel, ConfigDict, StringConstraints, Va
 from imagefleet import errors
 from imagefleet.job.message import Job
 from imagefleet.storage import protocol
+from imagefleet.storage.deliveries import Deliveries
 
 #: An engine's error may list a page of tensor shapes; its first lines name the cause.
 MAX_REASON_CHARACTERS = 2_000
@@ -41,6 +42,8 @@ class FailedJob(BaseModel):
     attempts: int
     worker: str
     failed_at: AwareDatetime
+    source: str | None = None
+    """The id of the message that failed: a record sent again after a lost reply has the same."""
     body: str | None = None
     packed_body: str | None = None
     body_blob: BlobName | None = None
@@ -95,9 +98,10 @@ async def add(
         campaign=job.campaign if job else None,
         error=type(error).__name__,
         reason=_truncated(error.message, MAX_REASON_CHARACTERS),
-        attempts=message.delivery_count,
+        attempts=Deliveries.of(message).failed + 1,
         worker=_truncated(worker, _MAX_NAME_CHARACTERS),
         failed_at=datetime.now(UTC),
+        source=message.id,
         body=body,
     )
     await storage.poison.send([await _encode_to_fit(record, body, storage.blobs)])

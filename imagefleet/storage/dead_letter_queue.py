@@ -33,6 +33,11 @@ class Entry:
     def id(self) -> str:
         return self.record.id if self.record else self.message.id
 
+    @property
+    def source(self) -> str:
+        """The message that failed: two entries of one source are copies of one failure."""
+        return (self.record and self.record.source) or self.message.id
+
 
 @dataclass(frozen=True, slots=True)
 class Selection:
@@ -79,10 +84,12 @@ class Swept:
 
 
 async def browse(storage: protocol.Storage, selection: Selection) -> AsyncIterator[Entry]:
-    """Iterates over the selected failed jobs without moving them."""
+    """Iterates over the selected failed jobs, each once, without moving them."""
+    seen: set[str] = set()
     async for message in storage.poison.browse():
         entry = Entry(message, FailedJob.read(message.body))
-        if selection.matches(entry):
+        if selection.matches(entry) and entry.source not in seen:
+            seen.add(entry.source)
             yield entry
 
 
@@ -146,16 +153,19 @@ async def _sweep(
 ) -> None:
     """Receives each message once; deletes those whose ids *handle* returns, releases the others.
 
-    The others are released at the end, lest they be received again. The sweep ends after as many
-    messages as were in the queue at its start, whatever workers add meanwhile.
+    A copy of a failure that was handled is deleted, too. The others are released at the end, lest
+    they be received again. The sweep ends after as many messages as were in the queue at its start,
+    whatever workers add meanwhile.
     """
     waiting = (await poison.depth()).messages
     lease_seconds = min(
         LEASE_SECONDS + waiting * LEASE_SECONDS_PER_MESSAGE, protocol.MAX_LEASE_SECONDS
     )
     leased: dict[str, protocol.LeasedMessage] = {}
+    seen: set[str] = set()
+    deleted = 0
     try:
-        while swept.done + len(leased) < waiting:
+        while deleted + len(leased) < waiting:
             received = await poison.receive(protocol.MAX_RECEIVE, lease_seconds)
             fresh = [message for message in received if message.id not in leased]
             # Without the body: there may be a million.
@@ -163,10 +173,19 @@ async def _sweep(
             if not fresh:
                 break
             entries = [Entry(message, FailedJob.read(message.body)) for message in fresh]
-            done = await handle([entry for entry in entries if selection.matches(entry)])
-            await _settle(poison.delete, [leased[message_id] for message_id in done])
-            for message_id in done:
+            chosen: list[Entry] = []
+            copies: list[str] = []
+            for entry in filter(selection.matches, entries):
+                if entry.source in seen:
+                    copies.append(entry.message.id)
+                else:
+                    seen.add(entry.source)
+                    chosen.append(entry)
+            done = await handle(chosen)
+            await _settle(poison.delete, [leased[each] for each in (*done, *copies)])
+            for message_id in (*done, *copies):
                 del leased[message_id]
+            deleted += len(done) + len(copies)
             swept.done += len(done)
             if on_progress is not None:
                 on_progress(swept.done)

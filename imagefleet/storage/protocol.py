@@ -89,15 +89,21 @@ class JobQueue(Protocol):
         If cancelled, it may leave messages leased until their leases expire.
         """
 
-    async def renew(self, message: LeasedMessage, lease_seconds: float) -> LeasedMessage:
+    async def renew(
+        self, message: LeasedMessage, lease_seconds: float, body: str | None = None
+    ) -> LeasedMessage:
         """Extends a lease to *lease_seconds* from now; returns the message with its new receipt.
+
+        *body* replaces the message's text.
 
         Raises:
             LeaseLost: the receipt is stale, or the message was deleted.
         """
 
-    async def release(self, message: LeasedMessage, delay_seconds: float = 0) -> None:
-        """Hands a message back: others see it after *delay_seconds*.
+    async def release(
+        self, message: LeasedMessage, delay_seconds: float = 0, body: str | None = None
+    ) -> None:
+        """Hands a message back: others see it after *delay_seconds*, with *body* as its text.
 
         Raises:
             LeaseLost: as for renew.
@@ -179,6 +185,9 @@ class BlobStore(Protocol):
             UnusableFileError: it has more than *max_bytes*, and was not read.
         """
 
+    async def metadata(self, name: str) -> Mapping[str, str] | None:
+        """A blob's metadata; None if it does not exist, or the credentials do not allow reading."""
+
     async def delete(self, name: str) -> bool:
         """Deletes a blob if it exists; False if the credentials do not allow that."""
 
@@ -240,6 +249,11 @@ class Storage(Protocol):
 def message_bytes(body: str) -> int:
     """The size of a message as Azure counts it: UTF-8 after XML escaping."""
     return len(escape(body).encode(errors="surrogatepass"))
+
+
+def fits(body: str) -> bool:
+    """True if a queue can carry the message."""
+    return message_bytes(body) <= MAX_MESSAGE_BYTES and not _NOT_XML.search(body)
 
 
 def checked_messages(bodies: Iterable[str]) -> list[str]:

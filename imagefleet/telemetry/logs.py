@@ -5,11 +5,20 @@ from __future__ import annotations
 import json
 import logging
 import sys
+import threading
 from datetime import UTC, datetime
+from types import TracebackType
 from typing import Any, Literal
+
+log = logging.getLogger(__name__)
+
+LogFormat = Literal["auto", "json", "text"]
 
 #: The `action` of records of other libraries.
 OTHER_ACTION = "other"
+
+#: The `action` of exceptions that nothing has handled.
+UNEXPECTED_ACTION = "unexpected_error"
 
 #: What every record has; all else comes from `extra`.
 _STANDARD = frozenset(vars(logging.makeLogRecord({}))) | {"message", "asctime", "taskName"}
@@ -30,7 +39,7 @@ class JsonLines(logging.Formatter):
         line: dict[str, Any] = {
             "time": datetime.fromtimestamp(record.created, UTC).isoformat(timespec="milliseconds"),
             "severity": record.levelname,
-            "action": extra.pop("action", OTHER_ACTION),
+            "action": extra.pop("action", _other_action(record)),
             "message": record.getMessage(),
             **extra,
         }
@@ -39,13 +48,70 @@ class JsonLines(logging.Formatter):
         return json.dumps(line, ensure_ascii=False, default=str)
 
 
-def configure(log_format: Literal["auto", "json", "text"]) -> None:
-    """Logs to stderr; `auto` is text on a terminal and JSON lines elsewhere."""
-    handler = logging.StreamHandler()
+def configure(log_format: LogFormat, handler: logging.Handler | None = None) -> None:
+    """Logs to stderr (or *handler*); `auto` is text on a terminal and JSON lines elsewhere.
+
+    Python's warnings are log records as well. With JSON lines, so are unhandled exceptions: a log
+    collector understands nothing else on stderr.
+    """
+    handler = handler or logging.StreamHandler()
     if log_format == "text" or (log_format == "auto" and sys.stderr.isatty()):
         handler.setFormatter(logging.Formatter("%(asctime)s %(levelname)s %(message)s"))
     else:
         handler.setFormatter(JsonLines())
+        sys.excepthook = _log_unhandled
+        sys.unraisablehook = _log_unraisable
+        threading.excepthook = _log_in_thread
     logging.basicConfig(level=logging.INFO, handlers=[handler], force=True)
+    logging.captureWarnings(capture=True)
     for name in _VERBOSE:
         logging.getLogger(name).setLevel(logging.WARNING)
+
+
+def are_json() -> bool:
+    """Whether this process logs JSON lines."""
+    return any(isinstance(each.formatter, JsonLines) for each in logging.getLogger().handlers)
+
+
+def take_over_libraries() -> None:
+    """Sends the records of libraries that print their own, as torch's do, to this log instead."""
+    for logger in list(logging.Logger.manager.loggerDict.values()):
+        if isinstance(logger, logging.Logger) and logger.handlers:
+            logger.handlers.clear()
+            logger.propagate = True
+
+
+def log_unhandled(error: BaseException, where: str = "", *, exit_code: int | None = 1) -> None:
+    """Logs an exception that nothing has handled; *exit_code*: of the process, if that ends."""
+    log.error(
+        "%s%s: %s",
+        where,
+        type(error).__name__,
+        error,
+        exc_info=error,
+        extra={"action": UNEXPECTED_ACTION, "exit_code": exit_code},
+    )
+
+
+def _other_action(record: logging.LogRecord) -> str:
+    """asyncio, for one, logs what nothing has handled as an error with its traceback."""
+    is_failure = record.exc_info and record.levelname in {"ERROR", "CRITICAL"}
+    return UNEXPECTED_ACTION if is_failure else OTHER_ACTION
+
+
+def _log_unhandled(
+    kind: type[BaseException], error: BaseException | None, _: TracebackType | None
+) -> None:
+    log_unhandled(error or kind())
+
+
+def _log_in_thread(failure: threading.ExceptHookArgs) -> None:
+    if failure.exc_type is not SystemExit:
+        name = failure.thread.name if failure.thread else "?"
+        error = failure.exc_value or failure.exc_type()
+        log_unhandled(error, f"in the thread {name!r}: ", exit_code=None)
+
+
+def _log_unraisable(failure: Any) -> None:  # sys.UnraisableHookArgs exists for type checkers only
+    where = f"{failure.err_msg or 'Exception ignored in'} {failure.object!r}: "
+    log_unhandled(failure.exc_value or failure.exc_type(), where, exit_code=None)

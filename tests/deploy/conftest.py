@@ -64,6 +64,13 @@ class Image:
         self, *arguments: str, data: Path, entrypoint: bool = True, **variables: str
     ) -> subprocess.CompletedProcess[str]:
         """Like `docker run --read-only --tmpfs /cache --tmpfs /tmp --volume data:/data`."""
+        command = self.command(*arguments, data=data, entrypoint=entrypoint, **variables)
+        return subprocess.run(command, capture_output=True, text=True, check=False)
+
+    def command(
+        self, *arguments: str, data: Path, entrypoint: bool = True, **variables: str
+    ) -> list[str]:
+        """The command that `run` runs; when it is killed, so is all in the container."""
         user = self.config["User"]
         uid, gid = user.split(":")
         os.chown(data, int(uid), int(gid))
@@ -88,7 +95,7 @@ class Image:
             buildah rm "$container" >/dev/null
             exit $status
         """
-        return self.builder.shell(script, *settings, *command)
+        return self.builder.command(script, *settings, *command)
 
 
 class Builder:
@@ -102,7 +109,17 @@ class Builder:
         )
 
     def shell(self, script: str, *arguments: str) -> subprocess.CompletedProcess[str]:
-        """Runs a script that can call buildah.
+        """Runs a script that can call buildah."""
+        return subprocess.run(
+            self.command(script, *arguments),
+            capture_output=True,
+            text=True,
+            check=False,
+            cwd=REPOSITORY,
+        )
+
+    def command(self, script: str, *arguments: str) -> list[str]:
+        """The command that runs a script which can call buildah.
 
         It has its own namespaces, so that no mount and no process survives it.
         """
@@ -111,13 +128,21 @@ class Builder:
             mount -t overlay overlay -o lowerdir={DEBIAN}/usr:/usr /usr
             buildah() {{ command buildah {self._flags} "$@"; }}
         """
-        return subprocess.run(
-            [*ISOLATED, "sh", "-c", prelude + script, "sh", *arguments],
-            capture_output=True,
-            text=True,
-            check=False,
-            cwd=REPOSITORY,
+        return [*ISOLATED, "sh", "-c", prelude + script, "sh", *arguments]
+
+    @property
+    def build_line(self) -> str:
+        """`buildah build` on the base image; targets and arguments follow."""
+        return (
+            "buildah build --layers --pull-never --isolation chroot --format docker"
+            f" --signature-policy {DEBIAN}/etc/containers/policy.json"
+            f" --build-arg BASE_IMAGE={BASE}"
         )
+
+    @property
+    def cpu_build_line(self) -> str:
+        """Without gigabytes of CUDA; pip finds torch where it found the tests' own."""
+        return f"{self.build_line} --build-arg CUDA=none --build-arg PYTORCH_INDEX="
 
     def make_base(self) -> None:
         policy = f"--signature-policy {DEBIAN}/etc/containers/policy.json"
@@ -136,21 +161,33 @@ class Builder:
             f"""
             builds=
             for target in {" ".join(targets)}; do
-              buildah build --layers --pull-never --isolation chroot --format docker \
-                --signature-policy {DEBIAN}/etc/containers/policy.json \
-                --build-arg BASE_IMAGE={BASE} --build-arg COMPILER= \
-                --target $target --tag localhost/$target "$@" . &
+              {self.cpu_build_line} --target $target --tag localhost/$target "$@" . &
               builds="$builds $!"
             done
             failed=0
             for build in $builds; do wait $build || failed=1; done
             exit $failed
             """,
-            *self._pip_configuration(),
+            *self.pip_volumes(),
         )
-        return {target: self._image(f"localhost/{target}") for target in targets}
+        return {target: self.image(f"localhost/{target}") for target in targets}
 
-    def _image(self, name: str) -> Image:
+    def read_pins(self, arguments: Mapping[str, str]) -> tuple[list[str], list[str]]:
+        """The lines of torch.txt and constraints.txt that a build with *arguments* installs by."""
+        given = " ".join(f"--build-arg {name}={value}" for name, value in arguments.items())
+        printed = self._must(
+            f"""
+            {self.build_line} {given} --target pins --tag localhost/pins . >&2
+            container=$(buildah from --pull-never localhost/pins)
+            mounted=$(buildah mount "$container")
+            cat "$mounted/pins/torch.txt"; echo; cat "$mounted/pins/constraints.txt"
+            buildah rm "$container" >&2
+            """
+        )
+        torch, _, others = printed.partition("\n\n")
+        return torch.splitlines(), others.splitlines()
+
+    def image(self, name: str) -> Image:
         inspected = json.loads(self._must(f"buildah inspect --type image {name}"))
         layers = json.loads(inspected["Manifest"])["layers"]
         sizes = tuple(layer["size"] for layer in layers)
@@ -161,7 +198,7 @@ class Builder:
         assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-3000:]
         return done.stdout
 
-    def _pip_configuration(self) -> list[str]:
+    def pip_volumes(self) -> list[str]:
         """Makes pip in the build use this machine's package indexes."""
         listed = subprocess.run(
             [sys.executable, "-m", "pip", "config", "list"],

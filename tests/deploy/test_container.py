@@ -78,6 +78,42 @@ def test_the_worker_image_drains_a_queue_unprivileged_with_a_read_only_root(
 
 
 @BUILDS
+def test_the_worker_image_has_the_torch_it_was_built_for(worker_image: Any, data: Path) -> None:
+    right, wrong = (
+        worker_image.run("python", "/pins/check_torch.py", wanted, data=data, entrypoint=False)
+        for wanted in ("none", "12.8")
+    )
+    assert right.returncode == 0, right.stderr
+    assert wrong.returncode == 1
+    assert "it is for CPUs, not for CUDA 12.8" in wrong.stderr
+
+
+@pytest.mark.parametrize(
+    ("arguments", "lines"),
+    [
+        ({}, ["--extra-index-url https://download.pytorch.org/whl/cu128", "torch==2.11.0+cu128"]),
+        ({"CUDA": "13"}, ["torch==2.13.0"]),
+        (
+            {"CUDA": "none"},
+            ["torch==2.13.0", "--extra-index-url https://download.pytorch.org/whl/cpu"],
+        ),
+    ],
+)
+def test_the_cuda_argument_selects_torch_and_its_index(
+    arguments: dict[str, str], lines: list[str], builder: Any
+) -> None:
+    torch, others = builder.read_pins(arguments)
+    assert [line for line in torch if re.match(r"(--|torch=)", line)] == lines
+    assert not [line for line in others if line.startswith("torch==")]
+    assert len(others) > 50
+
+
+def test_an_unknown_cuda_version_fails_the_build(builder: Any) -> None:
+    with pytest.raises(AssertionError, match=r"CUDA=12\.6 is unknown: use 12\.8, 13 or none"):
+        builder.read_pins({"CUDA": "12.6"})
+
+
+@BUILDS
 def test_the_worker_image_has_its_command_user_and_health_check(worker_image: Any) -> None:
     config = worker_image.config
     assert config["Entrypoint"] == ["imagefleet"]

@@ -135,6 +135,8 @@ async def test_the_other_claim_for_the_group_is_accepted(client: Client, salad: 
         ({"aud": "another-organization"}, 403),
         ({"salad_container_group_id": "another-group"}, 403),
         ({"salad_container_group_id": None}, 403),
+        ({"salad_container_group_id": [GROUP]}, 403),
+        ({"salad_container_group_id": {GROUP: True}}, 403),
         ({"aud": None}, 401),
         ({"exp": None}, 401),
         ({"sub": None}, 401),
@@ -172,6 +174,17 @@ async def test_the_keys_are_fetched_once_and_not_for_every_unknown_key_id(
     for _ in range(5):
         assert (await ask(client, salad.sign(key="unknown", signed_with=stranger)))[0] == 401
     assert salad.requests <= 2
+
+
+async def test_a_forged_key_id_cannot_add_lines_to_the_log(
+    client: Client, salad: Salad, caplog: pytest.LogCaptureFixture
+) -> None:
+    stranger = ec.generate_private_key(ec.SECP256R1())
+    forged = "x\n2026-01-01 INFO issued tokens to machine y\x1b[2J" + "z" * 2_000
+    assert (await ask(client, salad.sign(key=forged, signed_with=stranger)))[0] == 401
+    (line,) = [each.getMessage() for each in caplog.records if "refused" in each.getMessage()]
+    assert line.isprintable()
+    assert len(line) < 400
 
 
 async def test_unavailable_keys_are_a_temporary_error(client: Client, salad: Salad) -> None:

@@ -16,7 +16,7 @@ from typing import Any
 import pytest
 import typer
 
-from fleet import main, options
+from fleet import console, main, options
 from imagefleet.job.message import read_job
 from imagefleet.storage.open import open_storage
 from worker.pipeline import Pipeline
@@ -27,7 +27,7 @@ ROOT = Path(__file__).parents[2]
 
 PAGES = [
     *(ROOT / name for name in ("README.md", "CONTRIBUTING.md", "deploy/README.md")),
-    ROOT / "deploy" / "salad" / "README.md",
+    *(ROOT / "deploy" / name / "README.md" for name in ("kubernetes", "salad", "skypilot")),
     ROOT / "dashboards" / "README.md",
     ROOT / "demo_model" / "README.md",
     ROOT / "benchmarks" / "engine-notes.md",
@@ -38,7 +38,10 @@ PAGES = [
 _TESTS_VARIABLE = re.compile(r"IMAGEFLEET_REQUIRE_\w+")
 
 #: Flags of other programs, where a page shows them by themselves.
-_FOREIGN_FLAGS = {"--build-arg", "--target", "--strict"}
+_FOREIGN_FLAGS = {
+    *("--build-arg", "--target", "--strict"),
+    *("--env", "--num-jobs", "--secret-file"),
+}
 
 _FENCE = re.compile(r"^```(\w*)\n(.*?)^```$", re.MULTILINE | re.DOTALL)
 _INLINE = re.compile(r"`([^`\n]+(?:\n[^`\n]+)?)`")
@@ -69,7 +72,11 @@ def commands(page: Path) -> Iterator[list[str]]:
     shown += [" ".join(inline.split()) for inline in _INLINE.findall(prose_of(page))]
     for line in shown:
         for match in re.finditer(r"(?<![\w/.-])imagefleet (?=[a-z-])", line):
-            if line[: match.start()].rstrip().endswith(("-t", "pip install", "FROM", "import")):
+            if (
+                line[: match.start()]
+                .rstrip()
+                .endswith(("-t", "--namespace", "pip install", "FROM", "import"))
+            ):
                 continue
             yield shlex.split(_ENDS_COMMAND.split(line[match.end() :] + " ")[0])
 
@@ -123,6 +130,16 @@ def test_the_page_of_settings_is_current() -> None:
     page = text_of(ROOT / "docs" / "settings.md")
 
     assert options.markdown_table() in page, "write it anew: make docs"
+
+
+def test_every_exit_code_is_in_the_runbook_with_what_to_do() -> None:
+    codes = {value for name, value in vars(console).items() if name.startswith("EXIT_")}
+    page = text_of(ROOT / "docs" / "troubleshooting.md")
+    table = page.partition("## Exit codes")[2].partition("\n## ")[0]
+    rows = dict(re.findall(r"^\| (\d+) \|[^|]+\|([^|]*)\|$", table, re.MULTILINE))
+
+    assert {int(code) for code in rows} == codes
+    assert [code for code, what_to_do in rows.items() if not what_to_do.strip()] == ["0"]
 
 
 @by_page

@@ -12,9 +12,42 @@ import pytest
 
 from imagefleet.storage.settings import StorageSettings
 
+ROOT = Path(__file__).parents[2]
 COMMAND = Path(sys.executable).with_name("imagefleet")
 
 Start = Callable[..., "subprocess.Popen[str]"]
+
+
+#: `imagefleet` with an engine that is loaded at once and makes 20 images/s.
+STAND_IN = """
+import asyncio, fcntl, logging, os, sys, termios, threading, time, warnings
+from fleet import main
+from imagefleet import errors
+from worker import process
+from worker.testing import StandInEngine
+
+if os.isatty(0):
+    fcntl.ioctl(0, termios.TIOCSCTTY, 0)  # so that Ctrl-C reaches it
+
+def load(worker):
+    {loading}
+    return StandInEngine(capacity=4, tick_seconds=0.2)
+
+process._Worker._load_engine = load
+{changes}
+main.main()
+"""
+
+
+@pytest.fixture
+def stand_in_worker() -> Callable[..., list[str | Path]]:
+    """The command line of a worker with a stand-in engine, and Python that runs before it."""
+
+    def make(*flags: str | Path, loading: str = "", changes: str = "") -> list[str | Path]:
+        program = STAND_IN.format(loading=loading, changes=changes)
+        return [sys.executable, "-c", program, "worker", "--model", ROOT / "demo_model", *flags]
+
+    return make
 
 
 @pytest.fixture(scope="session")

@@ -90,7 +90,9 @@ def test_a_folder_that_is_not_the_demos_is_not_emptied(tmp_path: Path) -> None:
     assert precious.read_text() == "keep me"
 
 
-@pytest.mark.parametrize("arguments", [["demo"], ["worker", "--model", "model"]])
+@pytest.mark.parametrize(
+    "arguments", [["demo"], ["worker", "--model", "model", "--log-format", "text"]]
+)
 def test_without_torch_one_line_says_what_to_install(tmp_path: Path, arguments: list[str]) -> None:
     program = f"""
 import importlib.util, sys

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib.util
 import os
 import subprocess
 import sys
@@ -71,19 +70,6 @@ def in_process(
         )
 
     return run
-
-
-@pytest.fixture(scope="session")
-def salad_module() -> Any:
-    """tests/fleet/salad_fake.py, loaded by path: the tests are not a package."""
-    path = Path(__file__).with_name("salad_fake.py")
-    spec = importlib.util.spec_from_file_location("salad_fake", path)
-    assert spec is not None
-    assert spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    sys.modules[spec.name] = module
-    spec.loader.exec_module(module)
-    return module
 
 
 @pytest.fixture

@@ -174,6 +174,7 @@ class SaladFake:
         self.quota = 2000
         self.nodes = 10_000
         self.prices = {"batch": "0.03", "low": "0.047", "medium": "0.063", "high": "0.08"}
+        self.class_prices: dict[str, dict[str, str]] = {}  # of classes with prices of their own
         self.faults: list[Fault] = []
         self.requests: list[tuple[str, str]] = []
         self.violations: list[str] = []
@@ -291,8 +292,17 @@ class SaladFake:
             "RTX 3070 (8 GB)": "951131f6-5acf-489c-b303-0906be8b26ef",
             "RTX 6070 (16 GB)": "11111111-2222-4333-8444-555555555555",  # newer than our table
         }
-        prices = [{"priority": name, "price": price} for name, price in self.prices.items()]
-        items = [{"id": key, "name": name, "prices": prices} for name, key in classes.items()]
+        items = [
+            {
+                "id": key,
+                "name": name,
+                "prices": [
+                    {"priority": priority, "price": price}
+                    for priority, price in self.class_prices.get(name, self.prices).items()
+                ],
+            }
+            for name, key in classes.items()
+        ]
         return web.json_response({"items": items})
 
     @property

@@ -54,11 +54,11 @@ def _subjects(help_text: str) -> dict[str, list[str]]:
 
 def test_the_flags_of_a_command_are_grouped_by_subject(imagefleet: Imagefleet) -> None:
     worker = _subjects(imagefleet("worker", "--help").stdout)
-    assert list(worker) == ["Storage", "Metrics and logs", "Worker", "Options"]
+    assert list(worker) == ["Options", "Storage", "Metrics and logs", "Worker"]
     assert worker["Storage"][:2] == ["--storage", "--queue"]
     assert {"--push-url", "--log-format"} <= set(worker["Metrics and logs"])
     assert {"--model", "--slots"} <= set(worker["Worker"])
-    assert worker["Options"] == ["-h"]
+    assert worker["Options"] == ["--fail-on-failed", "-h"]
 
     failed = _subjects(imagefleet("failed", "list", "--help").stdout)
     assert list(failed) == ["Options", "Storage"]
@@ -162,9 +162,9 @@ def test_every_command_has_a_help_text(imagefleet: Imagefleet, command: str) -> 
 @pytest.mark.parametrize(
     ("arguments", "complaint"),
     [
-        (["worker"], "error: --model / IMAGEFLEET_MODEL: is required"),
+        (["worker", "--log-format", "text"], "error: --model / IMAGEFLEET_MODEL: is required"),
         (
-            ["worker", "--model", "m", "--lease-seconds", "soon"],
+            ["worker", "--model", "m", "--lease-seconds", "soon", "--log-format=text"],
             "error: --lease-seconds / IMAGEFLEET_LEASE_SECONDS: should be a valid number",
         ),
         (
@@ -187,6 +187,34 @@ def test_an_invalid_command_line_is_one_line_and_exit_code_2(
     assert result.stderr.startswith(complaint)
     assert len(result.stderr.splitlines()) == 1
     assert result.stdout == ""
+
+
+@pytest.mark.parametrize(
+    ("arguments", "variables", "is_json"),
+    [
+        (["exporter"], {}, True),
+        (["exporter", "--portt", "1"], {}, True),
+        (["worker", "--log-format", "yaml"], {}, True),
+        (["worker"], {"IMAGEFLEET_LOG_FORMAT": "json"}, True),
+        (["worker"], {"IMAGEFLEET_LOG_FORMAT": "text"}, False),
+        (["worker", "--log-format=text"], {"IMAGEFLEET_LOG_FORMAT": "json"}, False),
+        (["status"], {"IMAGEFLEET_LOG_FORMAT": "json"}, False),
+    ],
+)
+def test_an_error_of_a_service_is_a_line_of_its_log(
+    imagefleet: Imagefleet, arguments: list[str], variables: dict[str, str], is_json: bool
+) -> None:
+    result = imagefleet(*arguments, **variables)
+
+    assert result.returncode == console.EXIT_OPERATOR_MUST_ACT
+    assert result.stdout == ""
+    (line,) = result.stderr.splitlines()
+    if is_json:
+        record = json.loads(line)
+        assert (record["severity"], record["action"]) == ("ERROR", "setup_error")
+        assert record["exit_code"] == console.EXIT_OPERATOR_MUST_ACT
+    else:
+        assert line.startswith("error: ")
 
 
 def test_a_missing_queue_is_reported_before_the_model_is_loaded(

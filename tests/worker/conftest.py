@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -18,13 +18,6 @@ from worker.pipeline import Pipeline
 from worker.replica import UNKNOWN, Replica
 from worker.settings import WorkerSettings
 from worker.testing import StandInEngine
-
-#: Names of tensors that tell a Stable Diffusion 1.x checkpoint.
-SD1_NAMES = (
-    "model.diffusion_model.input_blocks.0.0.weight",
-    "cond_stage_model.transformer.text_model.final_layer_norm.weight",
-    "first_stage_model.decoder.conv_in.weight",
-)
 
 #: Faults are retried as often as in production, but at once.
 IMPATIENT = retry.RetryPolicy(
@@ -104,20 +97,6 @@ def message() -> Callable[..., str]:
 
     def make(**fields: object) -> str:
         return json.dumps({"prompt": "a house", **fields})
-
-    return make
-
-
-@pytest.fixture
-def safetensors_bytes() -> Callable[..., bytes]:
-    """A safetensors file with tensors of these names, by default a checkpoint's; all are empty."""
-
-    def make(*names: str, data: bytes = b".", metadata: Mapping[str, str] | None = None) -> bytes:
-        none = {"dtype": "U8", "shape": [0], "data_offsets": [0, 0]}
-        entries: dict[str, object] = dict.fromkeys(names or SD1_NAMES, none)
-        entries[next(iter(entries))] = {**none, "data_offsets": [0, len(data)]}
-        header = json.dumps({"__metadata__": metadata or {}, **entries}).encode()
-        return len(header).to_bytes(8, "little") + header + data
 
     return make
 

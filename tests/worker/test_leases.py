@@ -93,7 +93,9 @@ class FlakyQueue:
         self._queue = queue
         self._lost_replies = lost_replies
 
-    async def renew(self, message: LeasedMessage, lease_seconds: float) -> LeasedMessage:
+    async def renew(
+        self, message: LeasedMessage, lease_seconds: float, body: str | None = None
+    ) -> LeasedMessage:
         if self._lost_replies:
             self._lost_replies -= 1
             raise errors.TransientError("the connection was dropped")
@@ -118,12 +120,29 @@ async def test_a_lease_is_unknown_after_a_renewal_without_a_reply_until_the_next
             await asyncio.sleep(0.01)
         await keeper.acknowledge(lease)
     assert results[:2] == ["unknown", "renewed"]
-    assert "renewing a lease failed" in caplog.text
+    assert "leases cannot be renewed" in caplog.text
+
+
+async def test_an_outage_with_many_leases_is_one_warning(
+    storage: Storage, caplog: pytest.LogCaptureFixture
+) -> None:
+    results: list[str] = []
+    queue = FlakyQueue(storage.queue, lost_replies=30)
+    keeper = LeaseKeeper(queue, LEASE_SECONDS, on_renewal=results.append)  # type: ignore[arg-type]
+    for number in range(10):
+        await take(storage, keeper, f"m{number}")
+    async with running(keeper):
+        while "renewed" not in results:
+            await asyncio.sleep(0.01)
+    assert results.count("unknown") == 30
+    assert caplog.text.count("leases cannot be renewed") == 1
 
 
 async def test_a_permanently_refused_renewal_ends_the_keeper(storage: Storage) -> None:
     class ClosedQueue(FlakyQueue):
-        async def renew(self, message: LeasedMessage, lease_seconds: float) -> LeasedMessage:
+        async def renew(
+            self, message: LeasedMessage, lease_seconds: float, body: str | None = None
+        ) -> LeasedMessage:
             raise errors.SetupError("the SAS token has expired")
 
     keeper = LeaseKeeper(ClosedQueue(storage.queue, 0), LEASE_SECONDS)  # type: ignore[arg-type]

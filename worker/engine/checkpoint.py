@@ -28,6 +28,7 @@ from transformers.utils import logging as transformers_logging
 
 from imagefleet import errors
 from imagefleet.job import clip
+from imagefleet.telemetry import logs
 
 #: What the libraries raise for missing, truncated or mismatched files.
 _LOADING_ERRORS = (OSError, ValueError, KeyError, TypeError, RuntimeError, SafetensorError)
@@ -95,6 +96,7 @@ def load_checkpoint(
     Raises:
         SetupError: something is missing, damaged or of another architecture; names the file.
     """
+    logs.take_over_libraries()
     hide_progress_bars()
     if model.is_dir():
         name, folder, networks = model.resolve().name, model, _read_folder(model)

@@ -2,17 +2,26 @@
 
 from __future__ import annotations
 
+import logging
 from typing import Literal
 
+import pynvml
 import torch
 
 from imagefleet import errors
+
+log = logging.getLogger(__name__)
 
 Precision = Literal["auto", "float16", "bfloat16", "float32"]
 
 #: For torch's work on the CPU while a GPU draws (packing LoRAs, noise): several threads prepare
 #: jobs, and with all cores for each they wait for each other.
 _CPU_THREADS = 2
+
+#: The oldest NVIDIA driver by CUDA's major version. It runs the machine code of all minor versions;
+#: a newer one is needed only for code in PTX, which torch's wheels and Triton do not leave to the
+#: driver. https://docs.nvidia.com/deploy/cuda-compatibility/minor-version-compatibility.html
+OLDEST_DRIVERS = {11: 450, 12: 525, 13: 580}
 
 #: Side of the matrices whose product checks a GPU.
 _CHECK_SIDE = 256
@@ -22,8 +31,13 @@ def find_device(name: str) -> torch.device:
     """The device for 'auto', 'cpu', 'cuda' or 'cuda:N'; a GPU's always has its number.
 
     Raises:
-        SetupError: there is no such device.
+        SetupError: there is no such device, or NVIDIA's driver is too old for torch.
     """
+    if name != "cpu" and (problem := _driver_problem()):
+        raise errors.SetupError(
+            f"{problem}. Update the driver, or use a torch for an older CUDA version (in the image:"
+            " the build argument CUDA), or the CPU (--device cpu)"
+        )
     if name == "auto":
         name = "cuda" if torch.cuda.is_available() else "cpu"
     unknown = f"{name!r} is not a device: use auto, cpu, cuda or cuda:N"
@@ -36,8 +50,20 @@ def find_device(name: str) -> torch.device:
     gpus = torch.cuda.device_count()
     if device.type == "cuda" and (device.index or 0) >= gpus:
         raise errors.SetupError(f"the device {name!r} does not exist; torch finds {gpus} CUDA GPUs")
+    if device.type == "cpu":
+        return device
+    if needed := _needed_driver():
+        found = find_driver()
+        log.info(
+            "torch %s for CUDA %s needs NVIDIA driver %d or newer; found %s",
+            torch.__version__,
+            torch.version.cuda,
+            needed,
+            found,
+            extra={"action": "driver", "needed": needed, "found": found},
+        )
     # Some of torch's functions accept a CUDA device only with its number.
-    return torch.device("cuda", device.index or 0) if device.type == "cuda" else device
+    return torch.device("cuda", device.index or 0)
 
 
 def find_dtype(precision: Precision, device: torch.device) -> torch.dtype:
@@ -64,8 +90,10 @@ def free_gpu_bytes(name: str) -> int:
     """The GPU's free memory, after a matrix product on it came out right; *name* as in settings.
 
     Raises:
-        NodeError: there is no GPU, or it fails or miscalculates.
+        NodeError: there is no GPU, its driver is too old, or it fails or miscalculates.
     """
+    if problem := _driver_problem():
+        raise errors.NodeError(problem)
     if not torch.cuda.is_available():
         raise errors.NodeError("torch finds no CUDA GPU it can use on this node")
     device = torch.device("cuda" if name == "auto" else name)
@@ -78,3 +106,33 @@ def free_gpu_bytes(name: str) -> int:
     if total != _CHECK_SIDE**3:
         raise errors.NodeError(f"the GPU miscalculates: {total:g} instead of {_CHECK_SIDE**3}")
     return int(free_bytes)
+
+
+def find_driver() -> str | None:
+    """The version of NVIDIA's driver, as in '570.124.06'; None without one."""
+    try:
+        pynvml.nvmlInit()
+        return str(pynvml.nvmlSystemGetDriverVersion())
+    except pynvml.NVMLError:
+        return None
+
+
+def _needed_driver() -> int | None:
+    """The oldest driver for this torch; None if it was built without CUDA."""
+    cuda = torch.version.cuda
+    return OLDEST_DRIVERS.get(int(cuda.partition(".")[0])) if cuda else None
+
+
+def _driver_problem() -> str | None:
+    """What is wrong with the driver; None also where there is none, or torch has no CUDA."""
+    needed = _needed_driver()
+    # An old one works with NVIDIA's packages for forward compatibility.
+    if needed is None or torch.cuda.is_available():
+        return None
+    found = find_driver()
+    if found is None or int(found.partition(".")[0]) >= needed:
+        return None
+    return (
+        f"NVIDIA driver {found} is too old: torch {torch.__version__} for CUDA"
+        f" {torch.version.cuda} needs {needed} or newer"
+    )

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Literal
 
@@ -27,6 +27,7 @@ def load_engine(
     compile: Compile = "auto",  # noqa: A002 - torch's name for it
     compiled_modes: Sequence[WeightMode] = ("per_slot", "shared"),
     fp16_accumulate: bool = False,
+    on_compile: Callable[[], None] = lambda: None,
 ) -> SlotEngine:
     """Loads a checkpoint (a diffusers folder or one `.safetensors` file) and the engine on it.
 
@@ -45,6 +46,7 @@ def load_engine(
         compiled_modes: the weight modes the UNet is compiled for, in this order.
         fp16_accumulate: sums matrix products in float16: up to twice the rate on GeForce cards,
             at some loss of accuracy.
+        on_compile: called when the checkpoint is loaded and compiling begins, if it does.
 
     Raises:
         SetupError: a library, the device or a part of the checkpoint is missing or does not fit.
@@ -69,5 +71,7 @@ def load_engine(
         compiled_modes=compiled_modes,
     )
     if on_gpu:
+        if compile == "auto":
+            on_compile()
         engine.warm_up(*engine.default_size)
     return engine

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import itertools
 from collections.abc import Iterator
 from dataclasses import dataclass, field
@@ -31,26 +32,29 @@ class GenerateStage:
     metrics: WorkerMetrics
     watchdog: NodeWatchdog
     canary: Canary = field(init=False)
+    nothing_at_engine: asyncio.Event = field(default_factory=asyncio.Event, init=False)
     _tickets: Iterator[int] = field(default_factory=itertools.count, init=False)
     _at_engine: dict[int, InFlightImage] = field(default_factory=dict, init=False)
 
     def __post_init__(self) -> None:
         self.canary = Canary(self.engine, self.engine_thread, self._tickets)
+        self.nothing_at_engine.set()
 
     async def submit(self, image: InFlightImage, request: contract.PreparedRequest) -> bool:
         """Waits until the engine's thread accepts the request; False: the worker drains."""
         ticket = next(self._tickets)
         self._at_engine[ticket] = image
+        self.nothing_at_engine.clear()
         if await self.engine_thread.submit(ticket, request):
             return True
-        del self._at_engine[ticket]
+        self._take(ticket)
         return False
 
     def stop_accepting(self) -> list[InFlightJob]:
         """Returns the jobs in flight that the engine has not begun, or only in part."""
         not_begun: set[InFlightJob] = set()
         for ticket in self.engine_thread.stop_accepting():
-            image = self._at_engine.pop(ticket, None)
+            image = self._take(ticket)
             if image is None:
                 self.canary.finished(ticket, None)
             else:
@@ -63,7 +67,7 @@ class GenerateStage:
         while True:
             delivery = await self.engine_thread.finished()
             ticket, outcome = delivery.finished.ticket, delivery.finished.outcome
-            image = self._at_engine.pop(ticket, None)
+            image = self._take(ticket)
             if image is None:
                 self.canary.finished(ticket, outcome)
                 continue
@@ -79,6 +83,13 @@ class GenerateStage:
             await self.settler.attempt(
                 entry, partial(self._pass_on, image, outcome), image_is_generated=True
             )
+
+    def _take(self, ticket: int) -> InFlightImage | None:
+        """The image of a ticket that has left the engine; None: it was the canary's."""
+        image = self._at_engine.pop(ticket, None)
+        if not self._at_engine:
+            self.nothing_at_engine.set()
+        return image
 
     async def _pass_on(self, image: InFlightImage, outcome: contract.Outcome) -> None:
         if isinstance(outcome, errors.FleetError):

@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
+import logging
+from collections.abc import AsyncIterator
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from functools import partial
@@ -17,8 +20,47 @@ from worker.metrics import WorkerMetrics
 from worker.settle import InFlightImage, InFlightJob, Settler
 from worker.stages.generate import GenerateStage
 
+log = logging.getLogger(__name__)
+
 #: Jobs prepared at once: one that waits for its LoRA's download must not hold up the others.
 PREPARERS = 8
+
+
+class Isolation:
+    """A lock that many hold at once as `shared`, or one as `alone`, which goes first."""
+
+    def __init__(self) -> None:
+        self._changed = asyncio.Condition()
+        self._shared = 0
+        self._is_alone = False
+
+    @contextlib.asynccontextmanager
+    async def shared(self) -> AsyncIterator[None]:
+        async with self._changed:
+            await self._changed.wait_for(lambda: not self._is_alone)
+            self._shared += 1
+        try:
+            yield
+        finally:
+            self._shared -= 1
+            await self._notify()
+
+    @contextlib.asynccontextmanager
+    async def alone(self) -> AsyncIterator[None]:
+        async with self._changed:
+            await self._changed.wait_for(lambda: not self._is_alone)
+            self._is_alone = True
+        try:
+            async with self._changed:
+                await self._changed.wait_for(lambda: not self._shared)
+            yield
+        finally:
+            self._is_alone = False
+            await self._notify()
+
+    async def _notify(self) -> None:
+        async with self._changed:
+            self._changed.notify_all()
 
 
 @dataclass(slots=True, eq=False)
@@ -30,10 +72,10 @@ class PrepareStage:
     library: LoraLibrary
     settler: Settler
     metrics: WorkerMetrics
-    max_attempts: int
     queue: asyncio.Queue[InFlightJob] = field(
         default_factory=lambda: asyncio.Queue(protocol.MAX_RECEIVE), init=False
     )
+    _isolation: Isolation = field(default_factory=Isolation, init=False)
     _threads: ThreadPoolExecutor = field(
         default_factory=lambda: ThreadPoolExecutor(PREPARERS, "prepare"), init=False
     )
@@ -41,10 +83,42 @@ class PrepareStage:
     async def run(self) -> NoReturn:
         while True:
             entry = await self.queue.get()
-            await self.settler.attempt(entry, partial(self._prepare, entry))
+            work = self._generate_alone if entry.is_suspect else self._generate_with_others
+            await self.settler.attempt(entry, partial(work, entry))
 
     def close(self) -> None:
         self._threads.shutdown(wait=False, cancel_futures=True)
+
+    async def _generate_with_others(self, entry: InFlightJob) -> None:
+        async with self._isolation.shared():
+            await self._prepare(entry)
+
+    async def _generate_alone(self, entry: InFlightJob) -> None:
+        """Generates a job whose workers have died, so that no other dies with this one.
+
+        Raises:
+            JobError: the workers that generated it alone died as well.
+        """
+        self._read(entry)
+        if entry.deliveries.is_condemned:
+            raise errors.JobError(
+                f"the workers that had the job died or lost their leases"
+                f" {entry.deliveries.lost} times, {entry.deliveries.lost_alone} of them while they"
+                " generated nothing else"
+            )
+        async with self._isolation.alone():
+            await self.generate.nothing_at_engine.wait()
+            log.warning(
+                "job %s is generated alone: %d workers that had it died or lost their leases",
+                entry.id,
+                entry.deliveries.lost,
+                extra={"action": "job_alone", "message_id": entry.id},
+            )
+            if body := entry.deliveries.marked_alone().write_to(entry.lease.message.body):
+                keeper = self.settler.keeper
+                await self.settler.retry_policy.call(partial(keeper.rewrite, entry.lease, body))
+            await self._prepare(entry)
+            await self.generate.nothing_at_engine.wait()
 
     async def _prepare(self, entry: InFlightJob) -> None:
         with self.metrics.stage_seconds.labels("prepare").time():
@@ -66,11 +140,6 @@ class PrepareStage:
         message = entry.lease.message
         job = read_job(message.body, message.id)
         entry.job = job  # from here on, a failure is recorded with the job's id and campaign
-        if message.delivery_count > self.max_attempts:
-            raise errors.JobError(
-                f"the job was delivered {message.delivery_count} times and never ended: the"
-                " workers that had it died or lost their leases"
-            )
         if job.model not in {None, self.engine.model_name}:
             raise errors.MissingFileError(
                 f"the job asks for the model {job.model!r}; this worker has"

@@ -129,7 +129,7 @@ class UploadStage:
                 return await self.blobs.create(name, file.data, file.content_type, metadata)
 
         with self.metrics.stage_seconds.labels("upload").time():
-            written = await self.retry_policy.call(create)
+            written = await self.retry_policy.call(create) or await self._wrote(name, metadata)
         if written:
             entry.images_written += 1
             self.images_written += 1
@@ -139,6 +139,13 @@ class UploadStage:
         entry.images_to_store -= 1
         if not entry.images_to_store:
             await self._stored.put(entry)
+
+    async def _wrote(self, name: str, metadata: dict[str, str]) -> bool:
+        """True if the blob is this very image, stored by a request whose reply was lost."""
+        try:
+            return await self.blobs.metadata(name) == metadata
+        except errors.TransientError:
+            return False
 
     def _metadata(self, image: InFlightImage) -> dict[str, str]:
         """The blob's metadata; Azure requires ASCII values."""

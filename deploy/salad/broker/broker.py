@@ -73,7 +73,8 @@ class Broker:
         try:
             claims = await self._claims(identity_token if scheme == "Bearer" else "")
         except RefusedError as refusal:
-            log.warning("refused: %s", refusal.reason, extra={"action": "refused"})
+            # A caller chooses parts of the reason: escaped, they cannot forge another line.
+            log.warning("refused: %.300a", refusal.reason, extra={"action": "refused"})
             return web.json_response({"error": refusal.reason}, status=refusal.status)
         log.info("issued tokens to machine %s", claims["sub"], extra={"action": "tokens_given"})
         minted = self._minter.mint(ROLES["worker"], self._life)
@@ -98,7 +99,7 @@ class Broker:
         except jwt.PyJWTError as error:
             raise RefusedError(401, f"invalid identity token: {error}") from None
         group = next((claims[name] for name in GROUP_CLAIMS if name in claims), None)
-        if group not in self._groups:
+        if not isinstance(group, str) or group not in self._groups:
             raise RefusedError(403, f"no tokens for the container group {group}")
         return claims
 

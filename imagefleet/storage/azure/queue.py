@@ -107,17 +107,23 @@ class AzureQueue:
         return await self._call(request)
 
     async def renew(
-        self, message: protocol.LeasedMessage, lease_seconds: float
+        self, message: protocol.LeasedMessage, lease_seconds: float, body: str | None = None
     ) -> protocol.LeasedMessage:
         protocol.check_lease(lease_seconds)
-        updated = await self._set_visible_after(message, lease_seconds)
+        updated = await self._set_visible_after(message, lease_seconds, body)
         if updated is None:
             # The lost renewal replaced the receipt, or another worker has the message.
             raise errors.TransientError(f"{self._what}: the reply to a renewal was lost")
-        return dataclasses.replace(message, receipt=str(updated.pop_receipt))
+        return dataclasses.replace(
+            message,
+            receipt=str(updated.pop_receipt),
+            body=message.body if body is None else body,
+        )
 
-    async def release(self, message: protocol.LeasedMessage, delay_seconds: float = 0) -> None:
-        await self._set_visible_after(message, delay_seconds)
+    async def release(
+        self, message: protocol.LeasedMessage, delay_seconds: float = 0, body: str | None = None
+    ) -> None:
+        await self._set_visible_after(message, delay_seconds, body)
 
     async def delete(self, message: protocol.LeasedMessage) -> None:
         await self._call_with_receipt(
@@ -178,12 +184,12 @@ class AzureQueue:
             raise
 
     async def _set_visible_after(
-        self, message: protocol.LeasedMessage, seconds: float
+        self, message: protocol.LeasedMessage, seconds: float, body: str | None
     ) -> QueueMessage | None:
         # By id: given the message, the SDK would send its content again.
         return await self._call_with_receipt(
             lambda: self._client.update_message(
-                message.id, message.receipt, visibility_timeout=math.ceil(seconds)
+                message.id, message.receipt, body, visibility_timeout=math.ceil(seconds)
             )
         )
 

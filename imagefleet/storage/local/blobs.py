@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import errno
 import json
 import os
@@ -29,6 +30,7 @@ _COPIED_BYTES = 8 * 2**20
 _NAMES_PAGE = 1_000
 
 _FULL = frozenset({errno.ENOSPC, errno.EDQUOT})
+_IN_THE_WAY = (FileExistsError, IsADirectoryError, NotADirectoryError)
 _NOT_THERE = (FileNotFoundError, IsADirectoryError, NotADirectoryError)
 _REFUSED = frozenset({errno.EACCES, errno.EPERM, errno.EROFS, errno.ENOTSUP})
 
@@ -82,6 +84,11 @@ class LocalBlobs:
         self._operations.blob_reads += 1
         return await self._in_thread(self._read, name, max_bytes)
 
+    async def metadata(self, name: str) -> Mapping[str, str] | None:
+        protocol.check_blob_name(name)
+        self._operations.blob_reads += 1
+        return await self._in_thread(self._metadata, name)
+
     async def delete(self, name: str) -> bool:
         protocol.check_blob_name(name)
         await self._in_thread(self._delete, name)
@@ -112,7 +119,7 @@ class LocalBlobs:
 
     def _create(self, name: str, write: Callable[[BinaryIO], None], details: bytes) -> bool:
         path = self.folder / name
-        created = not path.exists() and self._write(path, name, write, details)
+        created = not path.is_file() and self._write(path, name, write, details)
         # The message is deleted next, which reaches the disk with a later send or checkpoint: a
         # power failure must not lose both. Syncing file and folder takes 2 ms per image (410
         # images/s with eight at once).
@@ -123,8 +130,11 @@ class LocalBlobs:
         self, path: Path, name: str, write: Callable[[BinaryIO], None], details: bytes
     ) -> bool:
         """Creates the file atomically; False if the name is taken."""
+        if not self.folder.is_dir():
+            raise self._no_folder()
         temporary = self.folder / TEMPORARY_FOLDER / uuid.uuid4().hex
         try:
+            temporary.parent.mkdir(exist_ok=True)
             # Before the image, so that no reader finds one without. Not synced: no job depends on
             # it.
             temporary.write_bytes(details)
@@ -133,12 +143,10 @@ class LocalBlobs:
             temporary.replace(sidecar)
             _write_durably(temporary, write)
             _make_durable_folder(path.parent)
-            path.hardlink_to(temporary)
-        except FileExistsError:
-            return False
+            return _link(temporary, path)
         finally:
-            temporary.unlink(missing_ok=True)
-        return True
+            with contextlib.suppress(FileNotFoundError, NotADirectoryError):
+                temporary.unlink()
 
     def _replace(self, name: str, data: bytes, version: str) -> bool:
         path = self.folder / name
@@ -176,14 +184,20 @@ class LocalBlobs:
 
     def _record(self, name: str) -> protocol.BlobRecord:
         status = (self.folder / name).stat()
-        sidecar = self.folder / METADATA_FOLDER / f"{name}.json"
+        created_at = datetime.fromtimestamp(status.st_mtime, UTC)
+        metadata = self._metadata(name) or {}
+        return protocol.BlobRecord(name, status.st_size, created_at, metadata)
+
+    def _metadata(self, name: str) -> dict[str, str] | None:
+        if not (self.folder / name).is_file():
+            return None
         try:
-            metadata = json.loads(sidecar.read_bytes())["metadata"]
+            sidecar = self.folder / METADATA_FOLDER / f"{name}.json"
+            metadata: dict[str, str] = json.loads(sidecar.read_bytes())["metadata"]
         except (FileNotFoundError, ValueError, KeyError):
             # A file that was copied here, or whose metadata a power failure erased.
-            metadata = {}
-        created_at = datetime.fromtimestamp(status.st_mtime, UTC)
-        return protocol.BlobRecord(name, status.st_size, created_at, metadata)
+            return {}
+        return metadata
 
     def _walk(self, folder: str, prefix: str) -> Generator[str]:
         """The names below *folder* ("" or ending in a slash) that start with *prefix*."""
@@ -212,9 +226,28 @@ class LocalBlobs:
             )
         if error.errno in _REFUSED:
             return errors.SetupError(f"cannot write to {self.folder}: {error.strerror}")
+        if isinstance(error, _IN_THE_WAY):
+            return errors.SetupError(
+                f"{error.filename2 or error.filename} is in the way: a file where there should be"
+                " a folder, or the reverse; move it away"
+            )
         if not self.folder.is_dir():
-            return errors.SetupError(f"there is no folder {self.folder} for the images")
+            return self._no_folder()
         return errors.TransientError(f"{self.folder}: {error.strerror or error}")
+
+    def _no_folder(self) -> errors.SetupError:
+        return errors.SetupError(f"there is no folder {self.folder} for the images")
+
+
+def _link(temporary: Path, path: Path) -> bool:
+    """Gives the finished file its name; False if a file has it."""
+    try:
+        path.hardlink_to(temporary)
+    except FileExistsError:
+        if not path.is_file():
+            raise
+        return False
+    return True
 
 
 def _version(status: os.stat_result) -> str:

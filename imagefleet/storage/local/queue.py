@@ -68,8 +68,9 @@ WHERE sequence IN (
 )
 RETURNING sequence, version, id, body, delivery_count, enqueued_at
 """
-SET_VISIBLE_AT = """
-UPDATE messages SET visible_at = ?, version = version + 1 WHERE sequence = ? AND version = ?
+UPDATE = """
+UPDATE messages SET visible_at = ?, body = coalesce(?, body), version = version + 1
+WHERE sequence = ? AND version = ?
 """
 DELETE = "DELETE FROM messages WHERE sequence = ? AND version = ?"
 BROWSE = """
@@ -238,16 +239,22 @@ class LocalQueue:
         )
 
     async def renew(
-        self, message: protocol.LeasedMessage, lease_seconds: float
+        self, message: protocol.LeasedMessage, lease_seconds: float, body: str | None = None
     ) -> protocol.LeasedMessage:
         protocol.check_lease(lease_seconds)
         sequence, version = _row(message)
-        await self._change(SET_VISIBLE_AT, self._clock() + lease_seconds, sequence, version)
-        return dataclasses.replace(message, receipt=_receipt(sequence, version + 1))
+        await self._change(UPDATE, self._clock() + lease_seconds, body, sequence, version)
+        return dataclasses.replace(
+            message,
+            receipt=_receipt(sequence, version + 1),
+            body=message.body if body is None else body,
+        )
 
-    async def release(self, message: protocol.LeasedMessage, delay_seconds: float = 0) -> None:
+    async def release(
+        self, message: protocol.LeasedMessage, delay_seconds: float = 0, body: str | None = None
+    ) -> None:
         visible_at = self._clock() + delay_seconds if delay_seconds > 0 else 0
-        await self._change(SET_VISIBLE_AT, visible_at, *_row(message))
+        await self._change(UPDATE, visible_at, body, *_row(message))
 
     async def delete(self, message: protocol.LeasedMessage) -> None:
         await self._change(DELETE, *_row(message))
@@ -289,7 +296,7 @@ class LocalQueue:
         rows.sort()  # RETURNING guarantees no order; each row starts with its sequence
         return [_leased(*row) for row in rows]
 
-    async def _change(self, statement: str, *values: float) -> None:
+    async def _change(self, statement: str, *values: float | str | None) -> None:
         def change(connection: sqlite3.Connection) -> int:
             with transaction(connection):
                 return connection.execute(statement, values).rowcount

@@ -17,6 +17,7 @@ from aiohttp import web
 import tiny_model
 from fleet import console
 from fleet.files import listing, pack, preview, transfer
+from header_files import LORA, SD1, file_of
 from imagefleet import errors
 from imagefleet.storage.open import open_storage
 from imagefleet.storage.protocol import BlobStore, Storage
@@ -24,22 +25,6 @@ from imagefleet.storage.settings import StorageSettings
 from worker.files import kinds
 
 Imagefleet = Callable[..., "subprocess.CompletedProcess[str]"]  # the fixture of conftest.py
-
-SD1 = (
-    "model.diffusion_model.input_blocks.0.0.weight",
-    "cond_stage_model.transformer.text_model.final_layer_norm.weight",
-    "first_stage_model.decoder.conv_in.weight",
-)
-LORA = "lora_te_text_model_encoder_layers_0_mlp_fc1.alpha"
-
-
-def safetensors_bytes(*names: str, **metadata: str) -> bytes:
-    entries: dict[str, object] = {
-        name: {"dtype": "U8", "shape": [0], "data_offsets": [0, 0]} for name in names or SD1
-    }
-    entries["__metadata__"] = {key.replace("__", "."): value for key, value in metadata.items()}
-    header = json.dumps(entries).encode()
-    return len(header).to_bytes(8, "little") + header
 
 
 def sha256(data: bytes) -> str:
@@ -49,14 +34,14 @@ def sha256(data: bytes) -> str:
 @pytest.fixture
 def checkpoint(tmp_path: Path) -> Path:
     path = tmp_path / "dreams.safetensors"
-    path.write_bytes(safetensors_bytes())
+    path.write_bytes(file_of())
     return path
 
 
 @pytest.fixture
 def lora(tmp_path: Path) -> Path:
     path = tmp_path / "rocket.safetensors"
-    path.write_bytes(safetensors_bytes(LORA))
+    path.write_bytes(file_of(*LORA))
     return path
 
 
@@ -99,7 +84,7 @@ def test_a_checkpoint_is_stored_under_its_name_with_the_workers_flags(
     ]
     assert "dreams.safetensors  SD 1.x" in in_process("model", "list", *flags).stdout
 
-    checkpoint.write_bytes(safetensors_bytes(*SD1, "another"))
+    checkpoint.write_bytes(file_of(*SD1, "another"))
     refused = in_process("model", "add", checkpoint.name, "--no-test", *flags)
     assert refused.returncode == console.EXIT_OPERATOR_MUST_ACT
     assert "exists and is another file" in refused.stderr
@@ -138,7 +123,7 @@ def test_v_prediction_that_only_a_yaml_tells_is_not_lost(
 ) -> None:
     checkpoint.with_suffix(".yaml").write_text("model: {params: {parameterization: v}}")
     assert "write it into the file first" in in_process("model", "add", checkpoint.name).stderr
-    checkpoint.write_bytes(safetensors_bytes(modelspec__prediction_type="v"))
+    checkpoint.write_bytes(file_of(modelspec__prediction_type="v"))
     result = in_process("model", "add", checkpoint.name, "--no-test")
     assert result.returncode == console.EXIT_DONE, result.stderr
 
@@ -208,7 +193,7 @@ async def address(tmp_path: Path) -> AsyncIterator[str]:
 
     async def answer(_: web.Request) -> web.Response:
         named = {"Content-Disposition": 'attachment; filename="dreams.safetensors"'}
-        return web.Response(body=safetensors_bytes(), headers=named)
+        return web.Response(body=file_of(), headers=named)
 
     runner = web.ServerRunner(web.Server(answer), shutdown_timeout=0)
     await runner.setup()
@@ -220,7 +205,7 @@ async def address(tmp_path: Path) -> AsyncIterator[str]:
 async def test_a_download_has_the_servers_name_and_is_removed_once_it_is_stored(
     address: str, tmp_path: Path
 ) -> None:
-    expected = sha256(safetensors_bytes())
+    expected = sha256(file_of())
     with pytest.raises(RuntimeError, match="the upload failed"):
         async with transfer.local_file(address, expected, kinds.SD1, tmp_path) as path:
             raise RuntimeError("the upload failed")
@@ -232,7 +217,7 @@ async def test_a_download_has_the_servers_name_and_is_removed_once_it_is_stored(
 
 
 async def test_a_download_of_another_kind_is_refused(address: str, tmp_path: Path) -> None:
-    expected = sha256(safetensors_bytes())
+    expected = sha256(file_of())
     with pytest.raises(errors.SetupError, match="is a Stable Diffusion"):
         async with transfer.local_file(address, expected, kinds.SD1_LORA, tmp_path):
             pass
@@ -253,7 +238,7 @@ def test_a_lora_is_stored_with_its_hash_in_the_manifest_if_there_is_one(
 
     listed = in_process("lora", "add", lora.name, "--manifest", "--json", *flags)
     assert json.loads(listed.stdout)["in_manifest"] is True
-    lora.write_bytes(safetensors_bytes(LORA, "x"))
+    lora.write_bytes(file_of(*LORA, "x"))
     in_process("lora", "add", lora.name, "--name", "night (v2)", *flags)
 
     (manifest,) = blobs_in(storage_settings, "loras/manifest.json")
@@ -282,7 +267,7 @@ def test_what_is_no_lora_for_sd1_never_reaches_the_storage(
     tmp_path: Path,
 ) -> None:
     (tmp_path / "old.pt").touch()
-    (tmp_path / "sdxl.safetensors").write_bytes(safetensors_bytes("lora_te2_text_model_x.alpha"))
+    (tmp_path / "sdxl.safetensors").write_bytes(file_of("lora_te2_text_model_x.alpha"))
     result = in_process("lora", "add", *arguments)
     assert result.returncode == console.EXIT_OPERATOR_MUST_ACT
     assert reason in result.stderr

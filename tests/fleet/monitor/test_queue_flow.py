@@ -7,12 +7,13 @@ from pathlib import Path
 import pytest
 
 from fleet.monitor import queue_flow
-from fleet.monitor.queue_flow import Exporter, QueueFlow
+from fleet.monitor.queue_flow import Exporter
 from fleet.monitor.rates import FleetRates
 from fleet.monitor.settings import ExporterSettings
 from imagefleet import errors
 from imagefleet.storage.open import open_storage
 from imagefleet.storage.protocol import QueueDepth, Storage
+from imagefleet.telemetry.queue_flow import QueueFlow
 
 
 def flow_of(*samples: tuple[float, int], window_seconds: float = 300) -> QueueFlow:

@@ -97,6 +97,35 @@ async def test_discarded_jobs_are_in_neither_queue(storage: Storage) -> None:
     assert (await storage.queue.depth()).messages == 0
 
 
+async def test_a_record_sent_again_after_a_lost_reply_is_one_failed_job(storage: Storage) -> None:
+    await add(storage, "a", "b")
+    [first, second] = [message async for message in storage.poison.browse()]
+    await storage.poison.send([first.body, second.body, first.body])
+
+    listed = [entry.id async for entry in dead_letter_queue.browse(storage, Selection())]
+    assert sorted(listed) == ["a", "b"]
+
+    swept = await dead_letter_queue.replay(storage, Selection(id="a"))
+    assert (swept.done, swept.refused) == (1, [])
+    assert await ids(storage.queue) == {"a": 1}
+    assert await ids(storage.poison) == {"b": 2}
+
+    swept = await dead_letter_queue.discard(storage, Selection())
+    assert swept.done == 1
+    assert (await storage.poison.depth()).messages == 0
+
+
+async def test_a_job_that_fails_again_after_its_replay_is_another_failure(
+    storage: Storage,
+) -> None:
+    await add(storage, "a")
+    await dead_letter_queue.replay(storage, Selection())
+    [message] = await storage.queue.receive(1, 60)
+    await dead_letter.add(storage, message, read_job(message.body, message.id), MISSING, "w")
+    await add(storage, "a")
+    assert len([each async for each in dead_letter_queue.browse(storage, Selection())]) == 2
+
+
 async def test_a_foreign_message_is_shown_and_kept(storage: Storage) -> None:
     await add(storage, "a")
     await storage.poison.send(["what is this?"])

@@ -1,9 +1,11 @@
 from __future__ import annotations
 
 import sys
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import pynvml
 import pytest
 import torch
 
@@ -37,6 +39,86 @@ def test_a_gpu_always_has_its_number(monkeypatch: pytest.MonkeyPatch) -> None:
     assert device.find_device("auto") == torch.device("cuda", 0)
     assert device.find_device("cuda") == torch.device("cuda", 0)
     assert device.find_device("cuda:1") == torch.device("cuda", 1)
+
+
+@pytest.fixture
+def gpu(monkeypatch: pytest.MonkeyPatch) -> Callable[..., None]:
+    """Makes torch one for *cuda* on a machine with NVIDIA's driver *version*, or with none."""
+
+    def pretend(cuda: str | None, version: str | None, *, works: bool) -> None:
+        def init() -> None:
+            if version is None:
+                raise pynvml.NVMLError(pynvml.NVML_ERROR_LIBRARY_NOT_FOUND)
+
+        monkeypatch.setattr(torch.version, "cuda", cuda)
+        monkeypatch.setattr(torch.cuda, "is_available", lambda: works)
+        monkeypatch.setattr(torch.cuda, "device_count", lambda: int(works))
+        monkeypatch.setattr(pynvml, "nvmlInit", init)
+        monkeypatch.setattr(pynvml, "nvmlSystemGetDriverVersion", lambda: version)
+
+    return pretend
+
+
+@pytest.mark.parametrize(
+    ("cuda", "driver", "needed"),
+    [("12.8", "570.124.06", 525), ("12.8", "525.60.13", 525), ("13.0", "580.95.05", 580)],
+)
+def test_one_line_says_which_driver_is_needed_and_which_was_found(
+    cuda: str,
+    driver: str,
+    needed: int,
+    gpu: Callable[..., None],
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    gpu(cuda, driver, works=True)
+    caplog.set_level("INFO")
+    device.find_device("auto")
+
+    (line,) = caplog.messages
+    assert line.endswith(
+        f"for CUDA {cuda} needs NVIDIA driver {needed} or newer; found {driver}"
+    ), line
+
+
+@pytest.mark.parametrize(
+    ("cuda", "driver", "needed"), [("13.0", "570.124.06", 580), ("12.8", "470.82.01", 525)]
+)
+@pytest.mark.parametrize("name", ["auto", "cuda"])
+def test_a_driver_too_old_is_named_and_the_cpu_not_taken_for_the_gpu(
+    cuda: str, driver: str, needed: int, name: str, gpu: Callable[..., None]
+) -> None:
+    gpu(cuda, driver, works=False)
+    too_old = f"NVIDIA driver {driver} is too old: .* for CUDA {cuda} needs {needed} or newer"
+    with pytest.raises(errors.SetupError, match=f"{too_old}. Update the driver"):
+        device.find_device(name)
+    assert device.find_device("cpu").type == "cpu"
+
+
+def test_on_a_rented_node_a_driver_too_old_is_the_nodes_fault(gpu: Callable[..., None]) -> None:
+    gpu("13.0", "570.124.06", works=False)
+    with pytest.raises(errors.NodeError, match=r"driver 570.124.06 is too old: .* needs 580"):
+        device.free_gpu_bytes("auto")
+
+
+@pytest.mark.parametrize(
+    ("cuda", "driver"), [(None, None), (None, "470.82.01"), ("13.0", None), ("13.0", "580.95.05")]
+)
+def test_a_machine_without_a_gpu_hears_nothing_of_drivers(
+    cuda: str | None, driver: str | None, gpu: Callable[..., None], caplog: pytest.LogCaptureFixture
+) -> None:
+    gpu(cuda, driver, works=False)
+    caplog.set_level("INFO")
+
+    assert device.find_device("auto").type == "cpu"
+    assert not caplog.messages
+
+
+def test_nvidias_forward_compatibility_makes_do_with_an_old_driver(
+    gpu: Callable[..., None],
+) -> None:
+    gpu("13.0", "535.183.01", works=True)
+
+    assert device.find_device("auto").type == "cuda"
 
 
 def test_auto_precision_is_float32_on_a_cpu(

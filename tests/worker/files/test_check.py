@@ -12,14 +12,11 @@ from typing import Any
 
 import pytest
 
+from header_files import LORA, SDXL, file_of
 from imagefleet import errors
 from worker.files import addresses, check
 from worker.settings import WorkerSettings
 
-SafetensorsBytes = Callable[..., bytes]  # the fixture of conftest.py
-
-SDXL = ("conditioner.embedders.1.model.positional_embedding", "first_stage_model.x")
-LORA = ("lora_te_text_model_encoder_layers_0_mlp_fc1.alpha",)
 NO_VAE = ("model.diffusion_model.input_blocks.0.0.weight", "cond_stage_model.transformer.x")
 
 MakeSettings = Callable[..., WorkerSettings]
@@ -34,13 +31,13 @@ def make_settings(tmp_path: Path) -> MakeSettings:
 
 
 @pytest.fixture
-def folder(tmp_path: Path, safetensors_bytes: SafetensorsBytes) -> Path:
+def folder(tmp_path: Path) -> Path:
     """A folder that looks like a checkpoint in diffusers format."""
     made = tmp_path / "model"
     for part in ("unet", "vae", "text_encoder"):
         (made / part).mkdir(parents=True)
         (made / part / "config.json").write_text("{}")
-        (made / part / "model.safetensors").write_bytes(safetensors_bytes("x"))
+        (made / part / "model.safetensors").write_bytes(file_of("x", data=b"."))
     (made / "model_index.json").write_text('{"_class_name": "StableDiffusionPipeline"}')
     return made
 
@@ -56,9 +53,9 @@ def refusal(path: Path) -> str:
 # Single files
 
 
-def test_a_single_file_of_sd1_passes(tmp_path: Path, safetensors_bytes: SafetensorsBytes) -> None:
+def test_a_single_file_of_sd1_passes(tmp_path: Path) -> None:
     path = tmp_path / "model.safetensors"
-    path.write_bytes(safetensors_bytes())
+    path.write_bytes(file_of())
     check.check_path(path)
 
 
@@ -71,10 +68,10 @@ def test_a_single_file_of_sd1_passes(tmp_path: Path, safetensors_bytes: Safetens
     ],
 )
 def test_another_kind_is_named_with_what_to_do(
-    names: tuple[str, ...], reason: str, tmp_path: Path, safetensors_bytes: SafetensorsBytes
+    names: tuple[str, ...], reason: str, tmp_path: Path
 ) -> None:
     path = tmp_path / "model.safetensors"
-    path.write_bytes(safetensors_bytes(*names))
+    path.write_bytes(file_of(*names))
     assert reason in refusal(path)
 
 
@@ -110,11 +107,9 @@ def test_what_is_no_safetensors_file_is_called_what_it_is(
     assert reason in refusal(path)
 
 
-def test_a_cut_off_file_is_told_by_its_size(
-    tmp_path: Path, safetensors_bytes: SafetensorsBytes
-) -> None:
+def test_a_cut_off_file_is_told_by_its_size(tmp_path: Path) -> None:
     path = tmp_path / "model.safetensors"
-    whole = safetensors_bytes(data=b"weights")
+    whole = file_of(data=b"weights")
     path.write_bytes(whole[:-1])
     assert f"it has {len(whole) - 1} of {len(whole)} bytes" in refusal(path)
 
@@ -230,27 +225,23 @@ def test_a_damaged_folder_names_what_is_wrong(folder: Path) -> None:
     assert "is not JSON" in refusal(folder)
 
 
-def test_a_folder_around_a_file_says_which_file_to_name(
-    tmp_path: Path, safetensors_bytes: SafetensorsBytes
-) -> None:
+def test_a_folder_around_a_file_says_which_file_to_name(tmp_path: Path) -> None:
     assert "it has no unet/config.json" in refusal(tmp_path)
     (tmp_path / "a.ckpt").touch()
     assert "a.ckpt is a pickle" in refusal(tmp_path)
-    (tmp_path / "b.safetensors").write_bytes(safetensors_bytes(*LORA))
+    (tmp_path / "b.safetensors").write_bytes(file_of(*LORA))
     assert "'b.safetensors' is a LoRA for Stable Diffusion 1.x" in refusal(tmp_path)
-    (tmp_path / "c.safetensors").write_bytes(safetensors_bytes())
+    (tmp_path / "c.safetensors").write_bytes(file_of())
     assert f"--model {tmp_path}/c.safetensors" in refusal(tmp_path)
 
 
 # What the UNet predicts
 
 
-def test_a_yaml_beside_the_file_tells_v_prediction(
-    tmp_path: Path, safetensors_bytes: SafetensorsBytes
-) -> None:
+def test_a_yaml_beside_the_file_tells_v_prediction(tmp_path: Path) -> None:
     """As AUTOMATIC1111 has it."""
     path = tmp_path / "model.safetensors"
-    path.write_bytes(safetensors_bytes(metadata={"modelspec.prediction_type": "epsilon"}))
+    path.write_bytes(file_of(modelspec__prediction_type="epsilon"))
     assert check.prediction_type(path) == "epsilon"
     beside = path.with_suffix(".yaml")
     beside.write_text("model:\n  target: ldm\n  params:\n    parameterization: v\n")
@@ -261,11 +252,9 @@ def test_a_yaml_beside_the_file_tells_v_prediction(
 
 
 @pytest.mark.parametrize("content", ["model: [", "a: b\n" * 50_000, "!!python/object:os.system {}"])
-def test_a_yaml_that_cannot_be_read_is_named(
-    content: str, tmp_path: Path, safetensors_bytes: SafetensorsBytes
-) -> None:
+def test_a_yaml_that_cannot_be_read_is_named(content: str, tmp_path: Path) -> None:
     path = tmp_path / "model.safetensors"
-    path.write_bytes(safetensors_bytes())
+    path.write_bytes(file_of())
     path.with_suffix(".yaml").write_text(content)
     with pytest.raises(errors.SetupError, match=r"model\.yaml' beside the checkpoint"):
         check.prediction_type(path)
@@ -278,9 +267,9 @@ def test_a_yaml_that_cannot_be_read_is_named(
     "model", ["gone", "runwayml/stable-diffusion-v1-5", "sdxl.safetensors", "a.ckpt", "folder"]
 )
 def test_the_command_refuses_a_wrong_model_before_it_imports_anything_heavy(
-    model: str, tmp_path: Path, safetensors_bytes: SafetensorsBytes
+    model: str, tmp_path: Path
 ) -> None:
-    (tmp_path / "sdxl.safetensors").write_bytes(safetensors_bytes(*SDXL))
+    (tmp_path / "sdxl.safetensors").write_bytes(file_of(*SDXL))
     (tmp_path / "a.ckpt").touch()
     (tmp_path / "folder").mkdir()
     program = """
@@ -303,6 +292,6 @@ print("loaded", sorted(heavy & set(sys.modules)))
         check=True,
     )
     assert result.stdout == "exit 2\nloaded []\n"
-    assert result.stderr.startswith("error: ")
-    assert len(result.stderr.splitlines()) == 1
+    (line,) = result.stderr.splitlines()
+    assert json.loads(line)["severity"] == "ERROR"
     assert not (tmp_path / "imagefleet-data").exists()

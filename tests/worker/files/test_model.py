@@ -16,6 +16,7 @@ from typing import Any
 import pytest
 from aiohttp import web
 
+from header_files import LORA, SDXL, file_of
 from imagefleet import errors, retry
 from imagefleet.storage.open import open_storage
 from imagefleet.storage.protocol import BlobStore, Storage
@@ -24,24 +25,7 @@ from worker import tasks
 from worker.files import disk_cache, download, model, sources
 from worker.settings import WorkerSettings
 
-#: The names that tell a Stable Diffusion 1.x checkpoint.
-SD1_NAMES = (
-    "model.diffusion_model.input_blocks.0.0.weight",
-    "cond_stage_model.transformer.text_model.final_layer_norm.weight",
-    "first_stage_model.decoder.conv_in.weight",
-)
-
-
-def checkpoint_of(data: bytes, *names: str) -> bytes:
-    """A safetensors file with these tensors, the first of which has the data."""
-    entry = {"dtype": "U8", "shape": [len(data)], "data_offsets": [0, len(data)]}
-    none = {"dtype": "U8", "shape": [0], "data_offsets": [len(data)] * 2}
-    entries = dict.fromkeys(names or SD1_NAMES, none) | {(names or SD1_NAMES)[0]: entry}
-    header = json.dumps(entries).encode()
-    return len(header).to_bytes(8, "little") + header + data
-
-
-CONTENT = checkpoint_of(os.urandom(3_000_000))
+CONTENT = file_of(data=os.urandom(3_000_000))
 SHA256 = hashlib.sha256(CONTENT).hexdigest()
 IMPATIENT = retry.RetryPolicy(tries=4, first_wait_seconds=0.001, longest_wait_seconds=0.001)
 
@@ -216,7 +200,7 @@ async def test_a_server_without_ranges_sends_all_of_it_again(
 async def test_two_versions_of_a_model_are_not_mixed(
     make_settings: MakeSettings, server: ModelServer, blobs: BlobStore
 ) -> None:
-    server.content, server.etag = checkpoint_of(os.urandom(2_500_000)), '"v0"'
+    server.content, server.etag = file_of(data=os.urandom(2_500_000)), '"v0"'
     server.breaks_after = [1_000_000, *[0] * 8]
     with pytest.raises(errors.TransientError, match="broke off"):
         await fetch(make_settings(), blobs)
@@ -363,25 +347,14 @@ async def test_such_a_download_resumes_with_its_name(
     assert server.sent_bytes < 1.2 * len(CONTENT)
 
 
-async def test_a_tar_without_a_suffix_is_unpacked(
-    make_settings: MakeSettings, server: ModelServer, blobs: BlobStore
-) -> None:
-    server.content = tar_of({"model_index.json": b"{}"})
-    server.disposition = 'attachment; filename="sd15.tar"'
-    sha256 = hashlib.sha256(server.content).hexdigest()
-    settings = make_settings(model=server.url.replace("sd15.safetensors", "1"), model_sha256=sha256)
-    place = await fetch(settings, blobs)
-    assert (place.name, [each.name for each in place.iterdir()]) == ("sd15", ["model_index.json"])
-
-
 @pytest.mark.parametrize(
     ("content", "reason"),
     [
         (b"<!doctype html><title>Log in</title>" + b" " * 2_000_000, "is a web page"),
         (b'{"error": "Unauthorized"}', "is JSON"),
         (b"PK\x03\x04" + os.urandom(1000), "is a pickle.*convert it: python -c"),
-        (checkpoint_of(b"", "lora_unet_mid_block_attentions_0_proj_in.alpha"), "is a LoRA for"),
-        (checkpoint_of(bytes(3_000_000), "conditioner.embedders.1.model.x"), "an SDXL checkpoint"),
+        (file_of(*LORA), "is a LoRA for"),
+        (file_of(*SDXL, data=bytes(3_000_000)), "an SDXL checkpoint"),
         (CONTENT[:-1], "is cut off"),
     ],
     ids=["page", "json", "pickle", "LoRA", "SDXL", "cut off"],
@@ -450,13 +423,14 @@ async def test_a_cache_that_cannot_be_written_is_for_the_operator(
 # Folders in diffusers' format, as .tar
 
 
+@pytest.mark.parametrize("suffix", [".tar", ""])
 @pytest.mark.parametrize("top", ["", "sd15/"])
 async def test_a_tar_becomes_the_folder_in_it(
-    top: str, make_settings: MakeSettings, server: ModelServer, blobs: BlobStore
+    suffix: str, top: str, make_settings: MakeSettings, server: ModelServer, blobs: BlobStore
 ) -> None:
     names = {f"{top}model_index.json": b"{}", f"{top}unet/config.json": b'{"a": 1}'}
     server.content = tar_of(names)
-    server.url = server.url.replace(".safetensors", ".tar")
+    server.url = server.url.replace(".safetensors", suffix)
     sha256 = hashlib.sha256(server.content).hexdigest()
     place = await fetch(make_settings(model=server.url, model_sha256=sha256.upper()), blobs)
     assert place.name == "sd15"
@@ -496,7 +470,7 @@ async def test_a_model_comes_from_the_storage(
 ) -> None:
     monkeypatch.setattr(sources, "_PART_BYTES", 300_000)
     kind = "application/octet-stream"
-    content = checkpoint_of(os.urandom(800_000))
+    content = file_of(data=os.urandom(800_000))
     await storage.blobs.create("models/sd/v15.safetensors", content, kind, {})
     settings = make_settings(model="store:sd/v15.safetensors", model_sha256=None)
     assert (await fetch(settings, storage.blobs)).read_bytes() == content
@@ -505,7 +479,7 @@ async def test_a_model_comes_from_the_storage(
 async def test_a_part_of_a_model_that_the_storage_has_no_more_is_fetched_again(
     storage: Storage, make_settings: MakeSettings
 ) -> None:
-    content = checkpoint_of(b"weights" * 100)
+    content = file_of(data=b"weights" * 100)
     await storage.blobs.create("models/v15.safetensors", content, "text/plain", {})
     settings = make_settings(model="store:v15.safetensors", model_sha256=None)
     folder = model.local_path(settings).parent

@@ -111,3 +111,23 @@ async def test_names_are_listed_by_pages(
     async for name in blobs.names():
         assert name.startswith("a/")
         break
+
+
+@pytest.mark.parametrize("path", [".metadata/night", "night", ".temporary", "night/fox.png/x"])
+async def test_what_is_in_the_way_of_an_image_does_not_count_as_the_image(
+    blobs: LocalBlobs, path: str
+) -> None:
+    obstacle = blobs.folder / path
+    if obstacle.is_dir():
+        obstacle.rmdir()
+    obstacle.parent.mkdir(parents=True, exist_ok=True)
+    obstacle.write_bytes(b"")
+    with pytest.raises(errors.SetupError, match="is in the way"):
+        await blobs.create("night/fox.png", b"pixels", "image/png", {})
+
+
+async def test_hidden_folders_that_were_deleted_are_made_again(blobs: LocalBlobs) -> None:
+    for name in (".metadata", ".temporary"):
+        (blobs.folder / name).rmdir()
+    assert await blobs.create("fox.png", b"pixels", "image/png", {})
+    assert await blobs.read("fox.png") == b"pixels"

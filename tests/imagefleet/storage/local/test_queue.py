@@ -116,7 +116,7 @@ FREQUENT_STATEMENTS = {
     "any expired": (local_queue.ANY_EXPIRED, 2),
     "sweep": (local_queue.SWEEP, 2),
     "lease": (local_queue.LEASE, 3),
-    "renew": (local_queue.SET_VISIBLE_AT, 3),
+    "renew": (local_queue.UPDATE, 4),
     "delete": (local_queue.DELETE, 2),
     "browse": (local_queue.BROWSE, 3),
     "oldest": (local_queue.OLDEST, 1),

@@ -1,0 +1,129 @@
+"""`imagefleet worker`: one process per GPU."""
+
+from __future__ import annotations
+
+import asyncio
+import importlib.util
+import signal
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from fleet import console, options
+from imagefleet import errors
+from imagefleet.telemetry import logs
+from worker.settings import WorkerSettings
+
+if TYPE_CHECKING:
+    from worker.progress import WorkerReport
+
+#: The libraries of `imagefleet[worker]`.
+_LIBRARIES = (
+    *("torch", "diffusers", "transformers", "peft", "safetensors", "numpy", "PIL", "isal"),
+    *("filelock", "pynvml"),
+)
+
+
+def require_libraries() -> None:
+    """Raises SetupError, with the command to run, where only the console is installed."""
+    for name in _LIBRARIES:
+        if importlib.util.find_spec(name) is None:
+            raise errors.SetupError(
+                f"{name} is not installed; to generate images: pip install 'imagefleet[worker]'"
+            )
+
+
+@options.from_settings(WorkerSettings)
+def command(
+    settings: WorkerSettings,
+    fail_on_failed: Annotated[
+        bool,
+        typer.Option(
+            "--fail-on-failed",
+            help="Exit with code 4 if a job of this worker went to the poison queue; not on"
+            " SaladCloud.",
+        ),
+    ] = False,
+) -> None:
+    """Generates images from the queue's jobs: one worker per GPU.
+
+    Runs until SIGTERM or Ctrl-C, or with --until-empty until the queue is empty. When stopped it
+    finishes the images in flight and hands the other jobs back. With --until-empty, exit code 0
+    says that the queue is empty, 143 that SIGTERM came first.
+
+    A terminal shows its progress in a line at the bottom, a log in a line a minute.
+
+    imagefleet worker --model ./model --until-empty
+
+    imagefleet worker --model ./model.safetensors --lora-directory ./loras --port 9100
+    """
+    if not _has_terminal(settings):
+        logs.configure(settings.log_format)
+    _refuse_wrong_model(settings)
+    require_libraries()
+    report = _run_on_terminal(settings) if _has_terminal(settings) else _run(settings)
+    if report.stopped_by is not None:
+        # With 0 a Kubernetes Job would not replace a worker that was evicted.
+        was_terminated = report.stopped_by is signal.SIGTERM
+        raise typer.Exit(console.EXIT_TERMINATED if was_terminated else console.EXIT_INTERRUPTED)
+    if fail_on_failed and report.failed_jobs and not _is_on_salad():
+        raise typer.Exit(console.EXIT_JOBS_FAILED)
+
+
+def _refuse_wrong_model(settings: WorkerSettings) -> None:
+    """Raises SetupError before anything heavy is imported."""
+    from worker.files import check
+
+    if not _is_on_salad():  # there a worker waits for the operator instead
+        check.check(settings)
+
+
+def _has_terminal(settings: WorkerSettings) -> bool:
+    return (
+        settings.log_format != "json"
+        and console.stderr.is_terminal
+        and not console.stderr.is_dumb_terminal
+    )
+
+
+def _is_on_salad() -> bool:
+    """There, an exit code other than 0 says that the node is broken."""
+    from worker.salad import metadata
+
+    return metadata.find_metadata() is not None
+
+
+def _run(settings: WorkerSettings) -> WorkerReport:
+    from worker import process
+
+    return console.run(process.run_worker(settings))
+
+
+def _run_on_terminal(settings: WorkerSettings) -> WorkerReport:
+    from fleet.worker import live
+    from worker import process
+
+    logs.configure("text", live.LogHandler(console.stderr))
+    # An error is printed when the live line is gone.
+    with console.one_line_errors(), live.showing(console.stderr) as show:
+        report = asyncio.run(process.run_worker(settings, on_progress=show))
+    _show(report)
+    return report
+
+
+def _show(report: WorkerReport) -> None:
+    from worker.progress import duration
+
+    seconds, start_up = duration(report.seconds), duration(report.start_up_seconds)
+    per_dollar = report.images_per_dollar
+    facts = {
+        "images": f"{report.images:,}",
+        "failed jobs": f"{report.failed_jobs:,}",
+        "time": f"{seconds}, of which {start_up} to start up",
+        "images/s": f"{report.images_per_second:.2f}",
+        "engine idle": f"{console.percent(report.engine_idle_fraction)} of the time",
+        "images per dollar": (
+            "unknown without --price-per-hour" if per_dollar is None else f"{per_dollar:,.0f}"
+        ),
+    }
+    console.print_facts(facts, console.stderr)

@@ -1,0 +1,421 @@
+"""A storm: real workers that are killed and frozen at random, over a storage with faults.
+
+    python tests/chaos/storm.py --storage both --jobs 2000 --kills 100 --faults 1000
+
+It fills a queue with `imagefleet load`, killed and resumed; runs workers with a stand-in engine;
+kills (SIGKILL), freezes beyond the lease (SIGSTOP, SIGCONT) and stops (SIGTERM) them at random
+moments; and replays failed jobs with a command that is killed as well. Then the faults end, the
+rest is done, and it prints the tally: a table, and one JSON object on the last line. Exit code 1
+if a job was lost, an image is visible twice or wrong, or a good job failed.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import contextlib
+import io
+import json
+import os
+import random
+import signal
+import subprocess
+import sys
+import tempfile
+import time
+from collections import Counter
+from collections.abc import AsyncIterator, Iterator
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+
+import numpy as np
+from PIL import Image
+
+from imagefleet.storage import dead_letter
+from imagefleet.storage.open import open_storage
+from imagefleet.storage.protocol import Storage
+from imagefleet.storage.settings import StorageSettings
+from proxy import Fault, FaultProxy
+from storm_worker import BAD_STEPS, SIDE
+from worker.engine import contract
+from worker.testing import draw_noise
+
+HERE = Path(__file__).parent
+ROOT = HERE.parents[1]
+
+WORKERS = 4
+CAPACITY = 4
+
+#: Two fleets share the queue, with leases of their own.
+LEASES_SECONDS = (4, 6)
+
+#: One job in so many is bad: it fails for good, however often it is replayed.
+BAD_EVERY = 50
+
+#: What happens to workers, and to requests on their way to Azurite.
+BLOWS = {"kill": 6, "freeze": 2, "term": 2}
+FAULTS: dict[Fault, int] = {
+    "drop": 3,
+    "lose reply": 3,
+    "delay": 2,
+    "truncate": 2,
+    "slow reply": 1,
+    500: 2,
+    503: 2,
+    429: 2,
+}
+
+#: A request to Azurite, or on local storage a call of a worker, fails with this probability.
+FAULT_SHARE = 0.15
+
+#: After the storm: leases have to expire, and suspects are generated one by one.
+CALM_SECONDS = 300.0
+
+
+@dataclass(slots=True)
+class Tally:
+    """What the storm did, and what is left of it."""
+
+    storage: str
+    jobs: int
+    seconds: float = 0.0
+    kills: int = 0
+    freezes: int = 0
+    terms: int = 0
+    other_kills: int = 0  # of load and replay
+    faults: int = 0
+    redeliveries: int = 0
+    duplicates_suppressed: int = 0
+    images_generated: int = 0
+    images_wasted: int = 0
+    lost: int = 0
+    visible_duplicates: int = 0
+    wrong_images: int = 0
+    good_jobs_failed: int = 0
+    bad_jobs_missing: int = 0
+    workers_ended_by_themselves: int = 0
+
+    @property
+    def is_clean(self) -> bool:
+        return not (
+            self.lost
+            or self.visible_duplicates
+            or self.wrong_images
+            or self.good_jobs_failed
+            or self.bad_jobs_missing
+            or self.workers_ended_by_themselves
+        )
+
+
+@dataclass
+class Storm:
+    """One storm on one storage."""
+
+    settings: StorageSettings
+    """The storage itself, for the tally."""
+    disturbed: StorageSettings
+    """The same for the workers, on Azurite behind the proxy."""
+    tally: Tally
+    folder: Path
+    random: random.Random
+    kills: int
+    faults: int
+    tick_seconds: float
+    fault_share: float
+    """Of the workers' calls; 0 where the proxy makes the faults."""
+    log: Path = field(init=False)
+    events: Path = field(init=False)
+    expected_exits: set[int] = field(default_factory=set)
+    workers: list[subprocess.Popen[bytes]] = field(default_factory=list)
+    frozen: set[int] = field(default_factory=set)
+
+    def __post_init__(self) -> None:
+        self.events = self.folder / "events"
+        self.events.touch()
+        self.log = self.folder / "workers.log"
+
+    async def run(self) -> None:
+        began_at = time.monotonic()
+        await self._fill()
+        self._start_missing_workers()
+        replays = asyncio.create_task(self._replay_now_and_then())
+        try:
+            while not self._is_enough():
+                await asyncio.sleep(self.random.uniform(0.05, 2.0 / len(self.workers)))
+                if self._blows() < self.kills:
+                    self._blow()
+                self._start_missing_workers()
+        finally:
+            replays.cancel()
+            await asyncio.gather(replays, return_exceptions=True)
+
+        self.tally.seconds = round(time.monotonic() - began_at, 1)
+
+    async def calm(self, storage: Storage) -> None:
+        """Without faults, until nothing is left in the queue."""
+        async with asyncio.timeout(CALM_SECONDS):
+            while (await storage.queue.depth()).messages:
+                self._start_missing_workers()
+                await asyncio.sleep(0.2)
+        for process in self.workers:
+            self.expected_exits.add(process.pid)
+            process.terminate()
+        for process in self.workers:
+            await asyncio.to_thread(process.wait, 60)
+
+    def kill_all(self) -> None:
+        for process in self.workers:
+            process.kill()
+            process.wait()
+
+    def _is_enough(self) -> bool:
+        self._count_faults()
+        return self._blows() >= self.kills and self.tally.faults >= self.faults
+
+    def _blows(self) -> int:
+        return self.tally.kills + self.tally.freezes + self.tally.terms
+
+    def _count_faults(self) -> None:
+        if self.fault_share:
+            self.tally.faults = self.events.read_text().count("fault\n")
+
+    def _blow(self) -> None:
+        victims = [each for each in self.workers if each.poll() is None]
+        victims = [each for each in victims if each.pid not in self.frozen]
+        if not victims:
+            return
+        victim = self.random.choice(victims)
+        (blow,) = self.random.choices(list(BLOWS), list(BLOWS.values()))
+        if blow == "kill":
+            self.expected_exits.add(victim.pid)
+            victim.kill()
+            self.tally.kills += 1
+        elif blow == "term":
+            self.expected_exits.add(victim.pid)
+            victim.terminate()
+            self.tally.terms += 1
+        else:
+            victim.send_signal(signal.SIGSTOP)
+            self.frozen.add(victim.pid)
+            frozen_seconds = self.random.uniform(0.5, 1.5) * max(LEASES_SECONDS)
+            asyncio.get_running_loop().call_later(frozen_seconds, self._wake, victim)
+            self.tally.freezes += 1
+
+    def _wake(self, process: subprocess.Popen[bytes]) -> None:
+        self.frozen.discard(process.pid)
+        if process.poll() is None:
+            process.send_signal(signal.SIGCONT)
+
+    def _start_missing_workers(self) -> None:
+        for process in [each for each in self.workers if each.poll() is not None]:
+            self.workers.remove(process)
+            if process.pid not in self.expected_exits:
+                self.tally.workers_ended_by_themselves += 1
+        while len(self.workers) < WORKERS:
+            self._start_worker()
+
+    def _start_worker(self) -> None:
+        lease = LEASES_SECONDS[self.random.randrange(len(LEASES_SECONDS))]
+        arguments = [self.events, self.tick_seconds, self.fault_share, self.random.random()]
+        flags = ["--model", "none", "--lease-seconds", lease, "--grace-seconds", 2]
+        with self.log.open("ab") as log:
+            self.workers.append(
+                subprocess.Popen(
+                    [sys.executable, HERE / "storm_worker.py", *map(str, (*arguments, *flags))],
+                    env=self._environment(),
+                    stdin=subprocess.DEVNULL,
+                    stdout=log,
+                    stderr=log,
+                )
+            )
+
+    async def _fill(self) -> None:
+        """`imagefleet load`, killed twice before it may end."""
+        jobs = self.folder / "jobs.jsonl"
+        jobs.write_text("".join(f"{json.dumps(job)}\n" for job in all_jobs(self.tally.jobs)))
+        checkpoint = self.folder / "load.checkpoint"
+        command = ["load", jobs, "--checkpoint", checkpoint, "--json"]
+        for seconds in (self.random.uniform(0.6, 1.5), self.random.uniform(0.6, 1.5), 300.0):
+            if await self._command(seconds, *command) == 0:
+                return
+        raise RuntimeError(f"imagefleet load failed: {self.log.read_text()[-2000:]}")
+
+    async def _replay_now_and_then(self) -> None:
+        while True:
+            await asyncio.sleep(self.random.uniform(3, 8))
+            await self._command(self.random.uniform(0.8, 4), "failed", "replay", "--all")
+
+    async def _command(self, kill_after_seconds: float, *arguments: str | Path) -> int:
+        """Runs the console; kills it after some time."""
+        with self.log.open("ab") as log:
+            process = await asyncio.create_subprocess_exec(
+                *(sys.executable, "-m", "fleet.entry", *map(str, arguments)),
+                env=self._environment(),
+                stdin=subprocess.DEVNULL,
+                stdout=log,
+                stderr=log,
+            )
+        try:
+            return await asyncio.wait_for(process.wait(), kill_after_seconds)
+        except (TimeoutError, asyncio.CancelledError) as error:
+            process.kill()
+            await process.wait()
+            self.tally.other_kills += 1
+            if isinstance(error, asyncio.CancelledError):
+                raise
+            return -signal.SIGKILL
+
+    def _environment(self) -> dict[str, str]:
+        return {
+            **{name: value for name, value in os.environ.items() if "IMAGEFLEET" not in name},
+            "PYTHONPATH": os.pathsep.join([str(ROOT), str(HERE)]),
+            "IMAGEFLEET_STORAGE": self.disturbed.storage,
+            "IMAGEFLEET_QUEUE": self.disturbed.queue,
+            "IMAGEFLEET_CONTAINER": self.disturbed.container,
+        }
+
+
+def all_jobs(count: int) -> Iterator[dict[str, object]]:
+    for number in range(count):
+        bad = number % BAD_EVERY == BAD_EVERY - 1
+        steps = {"steps": BAD_STEPS} if bad else {}
+        yield {"id": f"j{number}", "prompt": "a house", "seed": number, **steps}
+
+
+async def count_up(storm: Storm, storage: Storage) -> None:
+    """Compares what is stored and what failed with the jobs."""
+    tally = storm.tally
+    good = {f"default/j{job['seed']}.png" for job in all_jobs(tally.jobs) if "steps" not in job}
+    bad = {str(job["id"]) for job in all_jobs(tally.jobs) if "steps" in job}
+    stored = Counter[str]()
+    async for record in storage.blobs.records("default/"):
+        stored[record.name] += 1
+        tally.redeliveries += int(record.metadata.get("attempt", 1)) - 1
+        seed = int(record.name.removeprefix("default/j").removesuffix(".png"))
+        data = await storage.blobs.read(record.name) or b""
+        tally.wrong_images += not is_image_of(seed, data)
+    failed = set()
+    async for message in storage.poison.browse():
+        failed_job = dead_letter.FailedJob.read(message.body)
+        failed.add(failed_job.id if failed_job else message.id)
+    tally.lost = len(good - stored.keys())
+    tally.visible_duplicates = stored.total() - len(stored) + len(stored.keys() - good)
+    tally.good_jobs_failed = len(failed - bad)
+    tally.bad_jobs_missing = len(bad - failed)
+    events = Counter(line.split()[0] for line in storm.events.read_text().splitlines())
+    tally.images_generated = events["drawn"]
+    tally.images_wasted = events["drawn"] - len(stored)
+    tally.duplicates_suppressed = events["duplicate"]
+
+
+def is_image_of(seed: int, data: bytes) -> bool:
+    request = contract.ImageRequest("", "", (), "", 1, 1.0, seed, SIDE, SIDE)
+    try:
+        image = Image.open(io.BytesIO(data))
+        return bool(np.array_equal(np.asarray(image), draw_noise(request)))
+    except OSError:
+        return False
+
+
+@contextlib.asynccontextmanager
+async def disturbances(
+    settings: StorageSettings, share: float, chance: random.Random, tally: Tally
+) -> AsyncIterator[tuple[StorageSettings, FaultProxy | None]]:
+    """The settings for the workers: on Azurite behind the proxy, which counts its faults."""
+    if settings.storage.startswith("local:"):
+        yield settings, None
+        return
+    names, weights = list(FAULTS), list(FAULTS.values())
+
+    def next_fault() -> Fault:
+        if chance.random() >= share:
+            return "pass"
+        tally.faults += 1
+        return chance.choices(names, weights)[0]
+
+    proxy = FaultProxy(next_fault)
+    async with proxy.running(settings.storage):
+        yield settings.model_copy(update={"storage": proxy.address}), proxy
+
+
+async def weather(
+    settings: StorageSettings,
+    *,
+    jobs: int,
+    kills: int,
+    faults: int,
+    seconds: float,
+    seed: int,
+) -> Tally:
+    """One storm of about *seconds*, and the calm after it; returns the tally."""
+    kind = "local" if settings.storage.startswith("local:") else "azurite"
+    tally = Tally(kind, jobs)
+    with tempfile.TemporaryDirectory(prefix="imagefleet-storm-") as folder:
+        async with (
+            open_storage(settings) as storage,
+            disturbances(settings, FAULT_SHARE, random.Random(seed), tally) as (disturbed, proxy),
+        ):
+            await storage.create()
+            storm = Storm(
+                settings,
+                disturbed,
+                tally,
+                Path(folder),
+                random.Random(seed),
+                kills=kills,
+                faults=faults,
+                tick_seconds=seconds * WORKERS * CAPACITY / jobs,
+                fault_share=0.0 if proxy else FAULT_SHARE,
+            )
+            try:
+                await storm.run()
+                if proxy:
+                    proxy.next_fault = lambda: "pass"
+                storm.fault_share = 0.0
+                storm.tick_seconds = 0.0
+                await storm.calm(storage)
+            finally:
+                storm.kill_all()
+            await count_up(storm, storage)
+            if not tally.is_clean:
+                sys.stderr.write(storm.log.read_text()[-20_000:])
+    return tally
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--storage", choices=["local", "azurite", "both"], default="both")
+    parser.add_argument("--jobs", type=int, default=2000)
+    parser.add_argument("--kills", type=int, default=100, help="of workers, freezes included")
+    parser.add_argument("--faults", type=int, default=1000)
+    parser.add_argument(
+        "--seconds", type=float, default=150, help="of work for undisturbed workers"
+    )
+    parser.add_argument("--seed", type=int, default=int(time.time()))
+    arguments = parser.parse_args()
+    kinds = ["local", "azurite"] if arguments.storage == "both" else [arguments.storage]
+    given = {
+        name: getattr(arguments, name) for name in ("jobs", "kills", "faults", "seconds", "seed")
+    }
+    tallies = [run_on(kind, given) for kind in kinds]
+    rows = [asdict(tally) for tally in tallies]
+    for name in rows[0]:
+        print(f"{name.replace('_', ' '):30}", *(f"{row[name]!s:>10}" for row in rows))
+    print(json.dumps({"seed": arguments.seed, "storms": rows}))
+    sys.exit(not all(tally.is_clean for tally in tallies))
+
+
+def run_on(kind: str, given: dict[str, float]) -> Tally:
+    import azurite
+
+    with contextlib.ExitStack() as stack:
+        if kind == "local":
+            folder = stack.enter_context(tempfile.TemporaryDirectory(prefix="imagefleet-storm-"))
+            settings = StorageSettings(storage=f"local:{folder}/storage")
+        else:
+            settings = StorageSettings(storage=stack.enter_context(azurite.running()))
+        return asyncio.run(weather(settings, **given))  # type: ignore[arg-type]
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,114 @@
+"""A real worker process with a stand-in engine, which a storm may kill at any moment.
+
+    python storm_worker.py EVENTS TICK_SECONDS FAULT_SHARE SEED [FLAGS OF imagefleet worker]
+
+Each event is a line appended to the file EVENTS, which survives SIGKILL: `drawn SEED`, the outcome
+of a job, `fault`. FAULT_SHARE of the calls to the storage fail before or after their effect.
+"""
+
+from __future__ import annotations
+
+import os
+import random
+import sys
+from typing import Any
+
+import numpy as np
+
+from fleet import console, options
+from imagefleet import errors
+from imagefleet.storage import open as storage_open
+from imagefleet.storage import protocol
+from imagefleet.telemetry import logs
+from worker import process
+from worker.engine import contract
+from worker.settings import WorkerSettings
+from worker.testing import StandInEngine, draw_noise
+
+#: Jobs with this many steps are bad: they fail for good.
+BAD_STEPS = 13
+
+SIDE = 64
+
+_CALLS = {"receive", "renew", "release", "delete", "send", "create", "read", "metadata"}
+
+
+class Faulty:
+    """Forwards to a queue or a blob store; some calls fail, before or after their effect."""
+
+    def __init__(self, inner: Any, share: float, events: Events) -> None:
+        self._inner = inner
+        self._share = share
+        self._events = events
+
+    def __getattr__(self, name: str) -> Any:
+        call = getattr(self._inner, name)
+        if name not in _CALLS:
+            return call
+
+        async def faulty(*arguments: Any, **named: Any) -> Any:
+            chance = random.random()
+            if chance < self._share / 2:
+                self._events.write("fault")
+                raise errors.TransientError("a fault before the effect")
+            result = await call(*arguments, **named)
+            if chance < self._share:
+                self._events.write("fault")
+                raise errors.TransientError("a fault after the effect")
+            return result
+
+        return faulty
+
+
+class Events:
+    """Appends lines to a file, each in one write, so that those of several processes stay whole."""
+
+    def __init__(self, path: str) -> None:
+        self._file = os.open(path, os.O_WRONLY | os.O_APPEND | os.O_CREAT)
+
+    def write(self, line: str) -> None:
+        os.write(self._file, f"{line}\n".encode())
+
+
+def main() -> None:
+    path, tick_seconds, share, seed, *flags = sys.argv[1:]
+    random.seed(seed)
+    events = Events(path)
+
+    def draw(request: contract.ImageRequest) -> np.ndarray[Any, Any]:
+        if request.steps == BAD_STEPS:
+            raise errors.UnusableFileError("a bad job")
+        events.write(f"drawn {request.seed}")
+        return draw_noise(request)
+
+    def opened(settings: Any, *arguments: Any, **named: Any) -> protocol.Storage:
+        storage: Any = storage_open.open_storage(settings, *arguments, **named)
+        for name in ("queue", "poison", "blobs"):
+            setattr(storage, name, Faulty(getattr(storage, name), float(share), events))
+        return storage
+
+    if float(share):
+        process.open_storage = opened  # type: ignore[assignment]
+    engine = StandInEngine(
+        capacity=4, tick_seconds=float(tick_seconds), size=(SIDE, SIDE), draw=draw
+    )
+
+    @options.from_settings(WorkerSettings)
+    def command(settings: WorkerSettings) -> None:
+        logs.configure("json")
+        work = process.run_worker(settings, load=lambda: engine, on_settled=events.write)
+        console.run(work)
+
+    import typer
+
+    app = typer.Typer(pretty_exceptions_enable=False)
+    app.command()(command)
+    try:
+        code = app(flags, standalone_mode=False)
+    except typer.Exit as left:
+        code = left.exit_code
+    console.leave(code)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,207 @@
+"""Components of the kustomization: what each one changes, and that they go together."""
+
+from __future__ import annotations
+
+import json
+import re
+import subprocess
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from fleet import console
+
+Errors = Callable[[list[Any]], list[Exception]]  # these three: the fixtures of conftest.py
+Render = Callable[..., Any]
+CreateJob = Callable[..., dict[str, Any]]
+Build = Callable[..., subprocess.CompletedProcess[str]]
+
+JOB_NAME = "batch.kubernetes.io/job-name"
+
+
+CRON_JOBS = "/apis/batch/v1/namespaces/imagefleet/cronjobs"
+
+#: What kubectl asks before it asks for the CronJob.
+DISCOVERY = {
+    "/api": {"kind": "APIVersions", "versions": ["v1"]},
+    "/api/v1": {"kind": "APIResourceList", "groupVersion": "v1", "resources": []},
+    "/apis": {
+        "kind": "APIGroupList",
+        "apiVersion": "v1",
+        "groups": [
+            {"name": "batch", "versions": [{"groupVersion": "batch/v1", "version": "v1"}]},
+        ],
+    },
+    "/apis/batch/v1": {
+        "kind": "APIResourceList",
+        "apiVersion": "v1",
+        "groupVersion": "batch/v1",
+        "resources": [
+            {"name": "cronjobs", "singularName": "cronjob", "namespaced": True, "kind": "CronJob"}
+        ],
+    },
+}
+
+
+@pytest.fixture
+def create_job(api: Any, kubectl: str, tmp_path: Path) -> Callable[..., dict[str, Any]]:
+    """What `kubectl create job NAME --from cronjob/NAME` makes of a rendered CronJob."""
+
+    def create(rendered: Any, name: str = "imagefleet-worker") -> dict[str, Any]:
+        cron_job = rendered.of_kind("CronJob")[name]
+        api.answers = DISCOVERY | {f"{CRON_JOBS}/{name}": cron_job}
+        server = ("--server", api.address, "--namespace", "imagefleet")
+        made = subprocess.run(
+            [
+                *(kubectl, *server, "create", "job", "spring", "--from", f"cronjob/{name}"),
+                *("--dry-run=client", "--output", "json"),
+            ],
+            env={"HOME": str(tmp_path)},
+            capture_output=True,
+            text=True,
+            check=False,
+        )
+        assert made.returncode == 0, made.stderr
+        job: dict[str, Any] = json.loads(made.stdout)
+        # The API server gives the CronJob its id.
+        job["metadata"]["ownerReferences"][0]["uid"] = "an-id"
+        return job
+
+    return create
+
+
+def selects(selector: dict[str, Any], labels: dict[str, str]) -> bool:
+    """Kubernetes' label selector, as far as the manifests use it."""
+    absent = selector.get("matchExpressions", [])
+    assert all(each["operator"] == "DoesNotExist" for each in absent)
+    return selector["matchLabels"].items() <= labels.items() and not any(
+        each["key"] in labels for each in absent
+    )
+
+
+def test_every_component_is_a_line_of_the_kustomization_and_of_the_readme(
+    repository: Path, components: tuple[str, ...]
+) -> None:
+    folder = repository / "deploy" / "kubernetes"
+    assert sorted(components) == sorted(path.name for path in (folder / "components").iterdir())
+    described = re.findall(r"^\| `([a-z-]+)` \|", (folder / "README.md").read_text(), re.MULTILINE)
+    assert tuple(described) == components
+
+
+def test_every_component_works_alone(
+    components: tuple[str, ...], render: Render, plain: Any, errors_of: Errors
+) -> None:
+    for name in components:
+        rendered = render(name)
+        assert rendered != plain, name
+        assert errors_of(rendered) == []
+
+
+@pytest.mark.parametrize("component", ["gpu-nodes", "priority-class"])
+def test_a_component_that_comes_after_the_job_is_an_error_not_a_silence(
+    component: str, build: Build
+) -> None:
+    built = build(["job", component])
+    assert built.returncode != 0
+    assert "Deployment" in built.stderr
+
+
+def test_all_pods_pull_with_the_secret(render: Render) -> None:
+    rendered = render("image-pull-secret")
+    (account,) = rendered.of_kind("ServiceAccount").values()
+    assert account["imagePullSecrets"] == [{"name": "registry"}]
+    for _, pod, _ in rendered.pods():
+        assert pod["serviceAccountName"] == account["metadata"]["name"]
+        assert "imagePullSecrets" not in pod, "would replace the account's"
+
+
+def test_workers_and_nothing_else_are_placed_on_gpu_nodes_and_give_way(render: Render) -> None:
+    rendered = render("gpu-nodes", "priority-class")
+    _, worker, container = rendered.worker()
+    assert worker["nodeSelector"] == {"nvidia.com/gpu.present": "true"}
+    assert worker["priorityClassName"] == "imagefleet-batch"
+    for _, pod, other in rendered.pods():
+        if other["name"] != container["name"]:
+            assert not {"nodeSelector", "tolerations", "priorityClassName"} & pod.keys()
+    value = rendered.of_kind("PriorityClass")["imagefleet-batch"]["value"]
+    assert -10 <= value < 0  # below, the cluster autoscaler adds no nodes
+
+
+def test_a_load_is_a_job_of_its_own(plain: Any, create_job: CreateJob, errors_of: Errors) -> None:
+    job = create_job(plain, "imagefleet-load")
+    assert errors_of([job]) == []
+    (container,) = job["spec"]["template"]["spec"]["containers"]
+    assert container["args"][0] == "load"
+
+
+def test_the_disruption_budget_covers_workers_but_no_pods_of_a_job(
+    render: Render, create_job: CreateJob
+) -> None:
+    rendered = render("disruption-budget")
+    (budget,) = rendered.of_kind("PodDisruptionBudget").values()
+    selected = [
+        container["name"]
+        for labels, _, container in rendered.pods()
+        if selects(budget["spec"]["selector"], labels)
+    ]
+    assert selected == ["worker"]
+    labels = create_job(render("job"))["spec"]["template"]["metadata"]["labels"]
+    # The Job controller adds this label.
+    assert not selects(budget["spec"]["selector"], labels | {JOB_NAME: "spring"})
+
+
+class TestJobMode:
+    @pytest.fixture
+    def job(
+        self, render: Render, components: tuple[str, ...], create_job: CreateJob
+    ) -> dict[str, Any]:
+        return create_job(render(*components))
+
+    def test_replaces_the_deployment_and_its_scaling(self, render: Render) -> None:
+        rendered = render("job")
+        assert not rendered.of_kind("ScaledObject")
+        assert not rendered.of_kind("TriggerAuthentication")
+        assert set(rendered.of_kind("Deployment")) == {"imagefleet-exporter"}
+        cron_job = rendered.of_kind("CronJob")["imagefleet-worker"]
+        assert cron_job["spec"]["suspend"] is True, "workers would start before there are jobs"
+
+    def test_its_pod_is_that_of_the_deployment(
+        self, job: dict[str, Any], render: Render, components: tuple[str, ...]
+    ) -> None:
+        _, pod, container = render(*components[:-1]).worker()
+        its_pod = job["spec"]["template"]["spec"]
+        (its_container,) = its_pod["containers"]
+        assert its_container == container | {"args": ["worker", "--until-empty"]}
+        assert its_pod == pod | {"restartPolicy": "Never", "containers": [its_container]}
+
+    def test_is_a_work_queue(self, job: dict[str, Any], errors_of: Errors) -> None:
+        assert errors_of([job]) == []
+        # With completions, pods would start again on an empty queue.
+        assert "completions" not in job["spec"]
+        assert job["spec"]["parallelism"] > 1
+
+    def test_exit_codes_do_what_they_mean(self, job: dict[str, Any]) -> None:
+        def outcome(exit_code: int, *, disrupted: bool = False) -> str:
+            """The action of the first rule that fits a failed pod, as Kubernetes takes it."""
+            for rule in job["spec"]["podFailurePolicy"]["rules"]:
+                if codes := rule.get("onExitCodes"):
+                    assert codes["operator"] == "In"
+                    assert codes["containerName"] == "worker"
+                    if exit_code in codes["values"]:
+                        return str(rule["action"])
+                elif disrupted:
+                    assert rule["onPodConditions"] == [
+                        {"type": "DisruptionTarget", "status": "True"}
+                    ]
+                    return str(rule["action"])
+            return "Count"
+
+        assert outcome(console.EXIT_OPERATOR_MUST_ACT) == "FailJob"
+        assert outcome(console.EXIT_REPLACE_THIS_NODE) == "Count"  # by backoffLimit, and replaced
+        assert outcome(console.EXIT_UNEXPECTED) == "Count"
+        assert outcome(143, disrupted=True) == "Ignore"  # evicted and drained: only replaced
+        assert outcome(137, disrupted=True) == "Ignore"  # or too slow at that
+        assert outcome(143) == "Count"  # a failed liveness probe
+        assert job["spec"]["backoffLimit"] >= job["spec"]["parallelism"]

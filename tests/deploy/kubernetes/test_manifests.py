@@ -1,0 +1,203 @@
+"""The rendered manifests, checked against their schemas, each other and the settings."""
+
+from __future__ import annotations
+
+import re
+import shutil
+import subprocess
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+
+from worker.pipeline import HAND_BACK_SECONDS
+from worker.settings import WorkerSettings
+
+Errors = Callable[[list[Any]], list[Exception]]  # these two: the fixtures of conftest.py
+Render = Callable[..., Any]
+
+MULTI = re.MULTILINE | re.DOTALL
+DIGEST = "sha256:" + 64 * "1"
+
+
+def test_every_manifest_is_valid(manifests: Any, errors_of: Errors) -> None:
+    assert len(manifests) >= 9
+    assert errors_of(manifests) == []
+
+
+@pytest.mark.parametrize(
+    "break_it",
+    [
+        lambda found: found["Deployment"]["spec"]["template"]["spec"].update(volums=[]),
+        lambda found: found["ScaledObject"]["spec"]["triggers"][0]["metadata"].update(length="5"),
+        lambda found: found["ScaledObject"]["spec"]["triggers"][0]["metadata"].update(
+            queueLength=5
+        ),
+        lambda found: found["TriggerAuthentication"]["spec"]["podIdentity"].pop("provider"),
+        lambda found: found["PodMonitor"]["spec"]["podMetricsEndpoints"][0].update(intervall="15s"),
+        lambda found: found["PodMonitor"]["spec"]["podMetricsEndpoints"][0].update(interval="15"),
+        lambda found: found["CronJob"]["spec"]["jobTemplate"]["spec"].update(backOffLimit=5),
+    ],
+)
+def test_a_mistake_in_a_manifest_is_found(
+    break_it: Callable[[dict[str, Any]], object], render: Render, errors_of: Errors
+) -> None:
+    manifests = render("pod-monitor")
+    break_it({manifest["kind"]: manifest for manifest in manifests})
+    assert len(errors_of(manifests)) == 1
+
+
+def test_the_kustomization_has_every_file_of_the_base(repository: Path) -> None:
+    base = repository / "deploy" / "kubernetes" / "base"
+    kustomization = yaml.safe_load((base / "kustomization.yaml").read_text())
+    files = {path.name for path in base.glob("*.yaml")}
+    assert files - set(kustomization["resources"]) == {"kustomization.yaml"}
+
+
+def test_one_entry_per_image_changes_all_manifests(
+    repository: Path, components: tuple[str, ...], render: Render
+) -> None:
+    shipped = yaml.safe_load(
+        (repository / "deploy" / "kubernetes" / "kustomization.yaml").read_text()
+    )["images"]
+    names = ["imagefleet-worker", "imagefleet"]
+    assert [image["name"] for image in shipped] == names
+
+    ours = [{"name": name, "newName": f"ghcr.io/us/{name}", "digest": DIGEST} for name in names]
+
+    expected = {f"ghcr.io/us/{name}@{DIGEST}" for name in names}
+    for manifests in (render(images=ours), render(*components, images=ours)):
+        used = {
+            pod["containers"][0]["name"]: pod["containers"][0]["image"]
+            for _, pod, _ in manifests.pods()
+        }
+        assert set(used.values()) == expected
+        assert set(used) == {"worker", "exporter", "load"}
+        assert used["load"] == used["exporter"] != used["worker"]
+
+
+def test_all_is_in_the_namespace_that_the_base_makes(manifests: Any) -> None:
+    (namespace,) = manifests.of_kind("Namespace")
+    elsewhere = {
+        (each["kind"], each["metadata"]["name"]): each["metadata"].get("namespace")
+        for each in manifests
+        if each["metadata"].get("namespace") != namespace
+    }
+    # Without a namespace, and what Prometheus mounts.
+    allowed = {
+        ("Namespace", namespace): None,
+        ("PriorityClass", "imagefleet-batch"): None,
+        ("ConfigMap", "imagefleet-scrape-config"): "monitoring",
+    }
+    assert elsewhere.items() <= allowed.items()
+
+
+def test_referenced_names_exist(manifests: Any) -> None:
+    accounts, maps = manifests.of_kind("ServiceAccount"), manifests.of_kind("ConfigMap")
+    for _, pod, container in manifests.pods():
+        assert pod["serviceAccountName"] in accounts
+        for source in container["envFrom"]:
+            assert source["configMapRef"]["name"] in maps
+        volumes = {volume["name"] for volume in pod["volumes"]}
+        assert {mount["name"] for mount in container["volumeMounts"]} == volumes
+        if "priorityClassName" in pod:
+            assert pod["priorityClassName"] in manifests.of_kind("PriorityClass")
+    for deployment in manifests.of_kind("Deployment").values():
+        selected = deployment["spec"]["selector"]["matchLabels"].items()
+        assert selected <= deployment["spec"]["template"]["metadata"]["labels"].items()
+    for scaled in manifests.of_kind("ScaledObject").values():
+        assert scaled["spec"]["scaleTargetRef"]["name"] in manifests.of_kind("Deployment")
+        (trigger,) = scaled["spec"]["triggers"]
+        assert trigger["authenticationRef"]["name"] in manifests.of_kind("TriggerAuthentication")
+
+
+def test_keda_counts_the_workers_queue_including_leased_jobs(plain: Any) -> None:
+    settings = plain.of_kind("ConfigMap")["imagefleet-settings"]
+    (scaled,) = plain.of_kind("ScaledObject").values()
+    metadata = scaled["spec"]["triggers"][0]["metadata"]
+    assert metadata["queueName"] == settings["data"]["IMAGEFLEET_QUEUE"]
+    assert metadata["queueLengthStrategy"] == "all"
+    address = f"https://{metadata['accountName']}.blob.core.windows.net"
+    assert settings["data"]["IMAGEFLEET_STORAGE"] == address
+    # A number here would override KEDA's with every apply.
+    assert "replicas" not in plain.of_kind("Deployment")["imagefleet-worker"]["spec"]
+
+
+def test_pods_are_labelled_for_workload_identity(plain: Any, manifests: Any) -> None:
+    (account,) = plain.of_kind("ServiceAccount").values()
+    (auth,) = plain.of_kind("TriggerAuthentication").values()
+    identity = account["metadata"]["annotations"]["azure.workload.identity/client-id"]
+    assert auth["spec"]["podIdentity"] == {"provider": "azure-workload", "identityId": identity}
+    for labels, _, _ in manifests.pods():
+        assert labels["azure.workload.identity/use"] == "true"
+
+
+def test_nothing_is_loaded_by_an_apply(plain: Any) -> None:
+    load = plain.of_kind("CronJob")["imagefleet-load"]
+    assert load["spec"]["suspend"] is True
+
+
+def test_commands_and_variables_are_valid(
+    manifests: Any, parse_command: Callable[..., Any]
+) -> None:
+    settings = manifests.of_kind("ConfigMap")["imagefleet-settings"]
+    for _, _, container in manifests.pods():
+        own = {entry["name"]: entry.get("value", "a-pod") for entry in container.get("env", [])}
+        assert {name[:11] for name in own} <= {"IMAGEFLEET_"}
+        image = {"IMAGEFLEET_MODEL": "/models/checkpoint"}
+        parse_command(container.get("args", ["worker"]), image | settings["data"] | own)
+
+
+def test_the_termination_grace_period_covers_the_drain(
+    manifests: Any, parse_command: Callable[..., Any]
+) -> None:
+    settings = manifests.of_kind("ConfigMap")["imagefleet-settings"]
+    _, pod, container = manifests.worker()
+    own = {entry["name"]: entry.get("value", "a-pod") for entry in container["env"]}
+    image = {"IMAGEFLEET_MODEL": "/models/checkpoint"}
+    parsed = parse_command(["worker"], image | settings["data"] | own)
+    assert isinstance(parsed, WorkerSettings)
+    assert pod["terminationGracePeriodSeconds"] >= parsed.grace_seconds + 2 * HAND_BACK_SECONDS
+    (port,) = container["ports"]
+    assert port["containerPort"] == parsed.port
+    assert parsed.host == "0.0.0.0"  # metrics are scraped from outside the pod
+
+
+def test_probes_use_the_health_commands(manifests: Any) -> None:
+    _, _, container = manifests.worker()
+    for probe, state in (("startup", "started"), ("liveness", "live"), ("readiness", "ready")):
+        check = container[f"{probe}Probe"]
+        assert check["exec"]["command"] == ["imagefleet", "health", state]
+    assert container["resources"]["limits"]["nvidia.com/gpu"] == "1"
+
+
+def test_pods_are_unprivileged_and_write_only_to_volumes(manifests: Any) -> None:
+    for _, pod, container in manifests.pods():
+        assert pod["securityContext"]["runAsUser"] == 65532
+        assert pod["securityContext"]["runAsNonRoot"] is True
+        assert pod["securityContext"]["seccompProfile"] == {"type": "RuntimeDefault"}
+        assert container["securityContext"] == {
+            "readOnlyRootFilesystem": True,
+            "allowPrivilegeEscalation": False,
+            "capabilities": {"drop": ["ALL"]},
+        }
+
+
+def test_the_kustomization_of_the_readme_leaves_no_placeholder(
+    repository: Path, kubectl: str, tmp_path: Path, errors_of: Errors
+) -> None:
+    deploy = repository / "deploy" / "kubernetes"
+    (shown,) = re.findall(
+        r"^```yaml\n(# fleet/.+?)^```$", (deploy / "README.md").read_text(), MULTI
+    )
+    shutil.copytree(deploy, tmp_path / "imagefleet" / "deploy" / "kubernetes")
+    (tmp_path / "fleet").mkdir()
+    (tmp_path / "fleet" / "kustomization.yaml").write_text(shown)
+    built = subprocess.run(
+        [kubectl, "kustomize", tmp_path / "fleet"], capture_output=True, text=True, check=False
+    )
+    assert built.returncode == 0, built.stderr
+    assert not re.search(r"ACCOUNT|0{8}|registry\.example|image: imagefleet", built.stdout)
+    assert errors_of(list(yaml.safe_load_all(built.stdout))) == []

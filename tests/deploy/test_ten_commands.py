@@ -1,0 +1,386 @@
+"""deploy/README.md's ten commands, read from it and run in order.
+
+The storage is Azurite, SaladCloud its fake. The image is really built, with torch for CPUs and the
+demo's checkpoint, and its worker really draws. `az`, `docker` and the editor are small programs on
+the PATH; `docker push` only prints the digest, as no registry is at hand.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import io
+import json
+import os
+import pty
+import re
+import shlex
+import shutil
+import signal
+import subprocess
+import sys
+import textwrap
+import threading
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import pytest
+from azure.storage.blob import ContainerClient
+from azure.storage.queue import QueueClient, QueueServiceClient
+from PIL import Image, ImageStat
+
+from imagefleet.storage.azure.storage import API_VERSION
+
+#: What takes minutes in production is made short; the commands' own code is as it is.
+IMAGEFLEET = """
+import sys
+from fleet import main
+from fleet.salad import deployment
+from fleet.scale import decision, scaler
+deployment.POLL_SECONDS = 0.2
+decision.SETTLE_SECONDS = scaler.SETTLE_SECONDS = 1
+if sys.argv[1:2] == ["scale"]:
+    sys.argv += ["--sample-seconds", "1"]
+main.main()
+"""
+
+AZ = """
+import sys
+match sys.argv[1:]:
+    case ["group", "create", "--name", "acme", "--location", _]:
+        pass
+    case ["storage", "account", "create", "--name", "acmeimages", "--resource-group", "acme",
+          "--location", _, "--sku", "Standard_LRS"]:
+        pass
+    case ["storage", "account", "show-connection-string", "--name", "acmeimages",
+          "--output", "tsv"]:
+        print({connection!r})
+    case _:
+        sys.exit(f"az: {{sys.argv[1:]}}?")
+"""
+
+#: The operator's edits of the fleet file, and the address of the fake.
+EDITOR = """
+import re, sys
+from pathlib import Path
+path = Path(sys.argv[1])
+text = path.read_text()
+for old, new in (
+    (r"^organization: .*", "organization: acme\\napi: {salad}"),
+    (r"^image: .*", "image: registry.example.com/acme/imagefleet@" + Path("digest").read_text()),
+    (r"(?<=  IMAGEFLEET_STORAGE: ).*", {storage!r}),
+):
+    text, count = re.subn(old, new.strip(), text, flags=re.MULTILINE)
+    assert count == 1, old
+path.write_text(text)
+"""
+
+JOBS_OF_THE_TRIAL = 4
+JOBS = 3
+
+
+@dataclass(frozen=True)
+class Step:
+    """The lines of one numbered command; *comment* is what the document says about them."""
+
+    number: int
+    comment: str
+    lines: list[str]
+
+
+@pytest.fixture
+def steps(repository: Path) -> list[Step]:
+    text = (repository / "deploy" / "README.md").read_text()
+    _, _, after = text.partition("## From nothing to images on SaladCloud")
+    block = after.split("```")[1].partition("\n")[2]
+    found = [Step(0, "", [])]
+    for line in block.splitlines():
+        if numbered := re.match(r"# (\d+) +(.*)", line):
+            found.append(Step(int(numbered[1]), numbered[2], []))
+        elif line.startswith("#"):
+            last = found[-1]
+            found[-1] = Step(last.number, f"{last.comment} {line[1:].strip()}", last.lines)
+        elif line:
+            found[-1].lines.append(line)
+    return found
+
+
+@pytest.fixture
+def salad(salad_module: Any) -> Iterator[Any]:
+    fake = salad_module.SaladFake()
+    fake.class_prices["RTX 3070 (8 GB)"] = {"batch": "0.04"}
+    with salad_module.serving(fake):
+        yield fake
+    assert not fake.violations
+
+
+@pytest.fixture
+def connection(azurite_address: str) -> Iterator[str]:
+    """Azurite's connection string; the queue and the container that the document uses are new."""
+    yield azurite_address
+    with QueueServiceClient.from_connection_string(
+        azurite_address, api_version=API_VERSION
+    ) as queues:
+        for name in ("jobs", "jobs-poison"):
+            queues.delete_queue(name)
+    with ContainerClient.from_connection_string(
+        azurite_address, "images", api_version=API_VERSION
+    ) as images:
+        images.delete_container()
+
+
+@pytest.fixture
+def checkout(repository: Path, tmp_path: Path) -> Path:
+    """A checkout as the document asks for, with a checkpoint and jobs of one's own."""
+    folder = tmp_path / "checkout"
+    for name in ("fleet", "imagefleet", "loadgen", "worker", "templates", "demo_model"):
+        shutil.copytree(
+            repository / name, folder / name, ignore=shutil.ignore_patterns("__pycache__")
+        )
+    shutil.copytree(repository / "deploy" / "salad", folder / "deploy" / "salad")
+    shutil.copy2(repository / "deploy" / "check_torch.py", folder / "deploy")
+    for path in repository.iterdir():
+        if path.is_file() and path.name != ".git":
+            shutil.copy2(path, folder)
+    shutil.copytree(
+        repository / "demo_model",
+        folder / "models" / "dreamshaper-8",
+        # buildah takes a copy of the same files for the one in its cache, whatever its path.
+        ignore=shutil.ignore_patterns("README.md", "demo_jobs.jsonl"),
+    )
+    jobs = (repository / "demo_model" / "demo_jobs.jsonl").read_text().splitlines()
+    (folder / "jobs.jsonl").write_text("\n".join(jobs[:JOBS]))
+    # A GPU would draw 200 of 512x640 in minutes.
+    template = folder / "templates" / "catalogue.toml"
+    text = template.read_text()
+    for old, new in (
+        ("count = 200", f"count = {JOBS_OF_THE_TRIAL}"),
+        ("steps = 25", "steps = 8"),
+        ("width = 512", "width = 128"),
+        ("height = 640", "height = 128"),
+    ):
+        assert old in text
+        text = text.replace(old, new)
+    template.write_text(text)
+    return folder
+
+
+class Operator:
+    """Types the document's lines into a shell in *folder*, at a terminal where it answers yes."""
+
+    def __init__(self, folder: Path, environment: dict[str, str]) -> None:
+        self._folder = folder
+        self._environment = environment
+        self._exports = folder / ".exports"
+        self._exports.write_text("")
+
+    def type(self, line: str, until: Callable[[], bool] | None = None) -> str:
+        """Runs a line and returns all that it printed; with *until*, Ctrl-C ends it then."""
+        script = f". {self._exports}; {line}\nstatus=$?; export -p > {self._exports}; exit $status"
+        terminal, stdin = pty.openpty()
+        os.write(terminal, b"y\ny\n")
+        with (
+            contextlib.closing(os.fdopen(terminal, "rb", buffering=0)),
+            subprocess.Popen(
+                ["bash", "-c", script],
+                cwd=self._folder,
+                env=self._environment,
+                stdin=stdin,
+                stdout=subprocess.PIPE,
+                stderr=subprocess.STDOUT,
+                text=True,
+                start_new_session=True,
+            ) as shell,
+        ):
+            os.close(stdin)
+            if until is not None:
+                wait(until, shell)
+                os.killpg(shell.pid, signal.SIGINT)
+            printed, _ = shell.communicate(timeout=90)
+        assert until or shell.returncode == 0, f"{line}\n{printed}"
+        assert "Traceback" not in printed, printed
+        return printed
+
+    def exported(self, name: str) -> str:
+        script = f'. {self._exports}; printf %s "${name}"'
+        return subprocess.run(
+            ["bash", "-c", script], env={}, capture_output=True, text=True, check=True
+        ).stdout
+
+
+class Node:
+    """Starts SaladCloud's replicas: the worker of the image that a group names, with its variables.
+
+    One process stands for all of them. It runs on this machine's CPU, so without SaladCloud's own
+    variables: with them it would ask for a node with a GPU.
+    """
+
+    def __init__(self, salad: Any, builder: Any, data: Path) -> None:
+        self.log = data / "worker.log"
+        self.log.write_text("")
+        self._salad = salad
+        self._builder = builder
+        self._data = data
+        self._is_over = threading.Event()
+        self._worker: subprocess.Popen[bytes] | None = None
+        self._thread = threading.Thread(target=self._run, name="node")
+        self._thread.start()
+
+    def end(self) -> None:
+        self._is_over.set()
+        self._thread.join()
+
+    def _run(self) -> None:
+        while not self._is_over.wait(0.1):
+            groups = list(self._salad.groups.values())
+            for group in groups:
+                group.step(self._salad.nodes)
+            running = [group for group in groups if group.running]
+            if running and self._worker is None:
+                self._start(running[0].body["container"])
+            elif not running:
+                self._kill()
+        self._kill()
+
+    def _start(self, container: dict[str, Any]) -> None:
+        image = self._builder.image(container["image"])
+        variables = {**container["environment_variables"], "IMAGEFLEET_PORT": "0"}
+        command = image.command(*image.config["Cmd"], data=self._data, **variables)
+        with self.log.open("a") as log:
+            self._worker = subprocess.Popen(command, stdout=log, stderr=subprocess.STDOUT)
+
+    def _kill(self) -> None:
+        """As SaladCloud may, without notice."""
+        if self._worker is not None:
+            self._worker.kill()
+            self._worker.wait()
+            self._worker = None
+
+
+@pytest.fixture
+def node(salad: Any, builder: Any, data: Path) -> Iterator[Node]:
+    started = Node(salad, builder, data)
+    yield started
+    started.end()
+    sys.stdout.write(started.log.read_text())  # shown where the test fails
+
+
+def wait(until: Callable[[], bool], shell: subprocess.Popen[str] | None = None) -> None:
+    deadline = time.monotonic() + 120
+    while not until():
+        assert time.monotonic() < deadline, "too late"
+        assert shell is None or shell.poll() is None, shell and shell.communicate()[0]
+        time.sleep(0.1)
+
+
+@pytest.fixture
+def operator(
+    checkout: Path,
+    repository: Path,
+    builder: Any,
+    connection: str,
+    salad: Any,
+    tmp_path: Path,
+) -> Operator:
+    endpoints = dict(part.split("=", 1) for part in connection.strip(";").split(";"))
+    storage = ";".join(f"{name}={endpoints[name]}" for name in ("BlobEndpoint", "QueueEndpoint"))
+    build = builder.command(f'{builder.cpu_build_line} "$@"', *builder.pip_volumes())
+    digest = builder.command("buildah inspect --type image --format '{{.FromImageDigest}}' $1")
+    programs = {
+        "imagefleet": f"#!{sys.executable}{IMAGEFLEET}",
+        "az": f"#!{sys.executable}{AZ.format(connection=connection)}",
+        "edit": f"#!{sys.executable}{EDITOR.format(salad=salad.url, storage=storage)}",
+        "docker": textwrap.dedent(f"""\
+            #!/bin/bash
+            set -e
+            command=$1; shift
+            case $command in
+              build) {shlex.join(build)} "$@" ;;
+              push) {shlex.join(digest)} "$1" > digest; echo "1: digest: $(cat digest)" ;;
+              *) exit 2 ;;
+            esac
+            """),
+    }
+    path = tmp_path / "bin"
+    path.mkdir()
+    for name, text in programs.items():
+        (path / name).write_text(text)
+        (path / name).chmod(0o755)
+    environment = {
+        **os.environ,
+        "PATH": f"{path}:{os.environ['PATH']}",
+        "PYTHONPATH": str(repository),
+        "EDITOR": "edit",
+        "COLUMNS": "120",
+        "no_proxy": "127.0.0.1",
+    }
+    return Operator(checkout, environment)
+
+
+@pytest.mark.timeout(600)  # the first test that needs the images builds them
+def test_the_ten_commands_lead_from_nothing_to_images(
+    steps: list[Step],
+    images: dict[str, Any],
+    operator: Operator,
+    salad: Any,
+    salad_module: Any,
+    node: Node,
+    checkout: Path,
+    connection: str,
+) -> None:
+    if "worker" not in images:
+        pytest.skip("torch comes with CUDA here, gigabytes that a test should not download")
+    queue = QueueClient.from_connection_string(connection, "jobs", api_version=API_VERSION)
+    blobs = ContainerClient.from_connection_string(connection, "images", api_version=API_VERSION)
+    printed: dict[int, str] = {}
+
+    def are_there(count: int) -> bool:
+        names = list(blobs.list_blob_names()) if blobs.exists() else []
+        return sum(name.endswith((".jpg", ".png")) for name in names) >= count
+
+    def do(number: int, until: Callable[[], bool] | None = None) -> None:
+        step = steps[number]
+        assert step.number == number
+        assert step.lines
+        for line in step.lines:
+            watched = until if "--watch" in line else None
+            typed = line.replace("SALAD_API_KEY=...", f"SALAD_API_KEY={salad_module.KEY}")
+            printed[number] = printed.get(number, "") + operator.type(typed, watched)
+        # What the document says a command costs is what the command says.
+        for dollars in re.findall(r"\$[\d.]+ to \$[\d.]+/h", step.comment):
+            assert dollars in printed[number], (number, dollars, printed[number])
+
+    assert [step.number for step in steps] == list(range(11))
+    with queue, blobs:
+        do(0)
+        do(1)
+        assert operator.exported("IMAGEFLEET_STORAGE") == connection
+        do(2)
+        do(3)
+        assert (checkout / "digest").read_text().strip() in (checkout / "fleet.yaml").read_text()
+        do(4)
+        assert queue.get_queue_properties().approximate_message_count == JOBS_OF_THE_TRIAL
+        do(5)
+        assert "AccountKey" not in (checkout / "worker.env").read_text()
+        do(6)
+        assert not salad.requests
+        do(7)
+        assert "Apply?" in printed[7]
+        assert [group.replicas for group in salad.groups.values()] == [5]
+        do(8, until=lambda: are_there(1))
+        assert sum(group.replicas for group in salad.groups.values()) == 750
+        do(9)
+        assert are_there(JOBS_OF_THE_TRIAL + JOBS)
+        assert queue.get_queue_properties().approximate_message_count == 0
+        do(10)
+        (picture, *_) = [name for name in blobs.list_blob_names() if name.startswith("catalogue/")]
+        with Image.open(io.BytesIO(blobs.download_blob(picture).readall())) as image:
+            assert image.format == "JPEG"
+            assert image.size == (128, 128)
+            assert max(deviation for deviation in ImageStat.Stat(image).stddev) > 10
+    assert not salad.groups
+    report = json.loads(operator.type("imagefleet report --campaign catalogue --json"))
+    assert report["images"] == JOBS_OF_THE_TRIAL
+    assert (checkout / "catalogue-report.html").stat().st_size > 10_000

@@ -1,0 +1,257 @@
+"""A worker's log as a collector reads it: JSON lines and nothing else, however the worker ends."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import os
+import signal
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from imagefleet.storage.protocol import Storage
+from imagefleet.storage.settings import StorageSettings
+
+ROOT = Path(__file__).parents[2]
+COMMAND = Path(sys.executable).with_name("imagefleet")
+
+#: A worker with a stand-in engine, a flag and some Python each (fixture of conftest.py).
+StandInWorker = Callable[..., list[Any]]
+
+pytestmark = pytest.mark.parametrize("storage_settings", ["local"], indirect=True)
+
+BUG = "from fleet.worker import command; command.require_libraries = lambda: 1 / 0"
+
+#: A line for each way in which something may go wrong beside the work.
+NOISE = """
+warnings.warn("old ways", stacklevel=1)
+library = logging.getLogger("transformers.models")
+logging.getLogger("transformers").addHandler(logging.StreamHandler())
+logging.getLogger("transformers").propagate = False
+from imagefleet.telemetry import logs
+configure = logs.configure
+def noisy(*arguments):
+    configure(*arguments)
+    logs.take_over_libraries()
+    library.warning("a token\\nis too long")
+    warnings.warn("a kernel is slow", stacklevel=1)
+    thread = threading.Thread(target=lambda: 1 / 0, name="uploader")
+    thread.start()
+    thread.join()
+    class Closing:
+        def __del__(self):
+            raise ValueError("closed twice")
+    Closing()
+logs.configure = noisy
+run_worker = process.run_worker
+async def forgetful(*arguments, **options):
+    asyncio.get_running_loop().call_soon(lambda: [][0])
+    return await run_worker(*arguments, **options)
+process.run_worker = forgetful
+"""
+
+
+@pytest.fixture
+def environment(storage_settings: StorageSettings, tmp_path: Path) -> dict[str, str]:
+    return {
+        **os.environ,
+        "PYTHONPATH": str(ROOT),
+        "IMAGEFLEET_STORAGE": storage_settings.storage,
+        "IMAGEFLEET_CACHE": str(tmp_path / "cache"),
+    }
+
+
+def log_of(output: bytes) -> list[dict[str, Any]]:
+    return [json.loads(line) for line in output.splitlines()]
+
+
+async def run(command: list[Any], environment: dict[str, str]) -> tuple[int, list[dict[str, Any]]]:
+    """The exit code and the lines of the log; nothing may be printed beside it."""
+    done = await asyncio.to_thread(
+        subprocess.run, command, env=environment, capture_output=True, timeout=60, check=False
+    )
+    assert done.stdout == b""
+    return done.returncode, log_of(done.stderr)
+
+
+def start(command: list[Any], environment: dict[str, str]) -> subprocess.Popen[bytes]:
+    return subprocess.Popen(command, env=environment, stderr=subprocess.PIPE)
+
+
+@pytest.mark.parametrize(
+    ("flags", "program", "variables", "code", "action", "message"),
+    [
+        (["--log-format"], {}, {}, 2, "setup_error", "requires an argument"),
+        ([], {}, {"IMAGEFLEET_SLOTZ": "2"}, 2, "setup_error", "unknown setting IMAGEFLEET_SLOTZ"),
+        (["--queue", "nowhere"], {}, {}, 2, "setup_error", "no queue 'nowhere'"),
+        ([], {"loading": "raise errors.NodeError('no GPU')"}, {}, 3, "node_error", "no GPU"),
+        ([], {"loading": "{}['weights']"}, {}, 1, "unexpected_error", "KeyError: 'weights'"),
+        ([], {"changes": BUG}, {}, 1, "unexpected_error", "ZeroDivisionError"),
+    ],
+)
+async def test_each_way_to_fail_ends_with_a_json_line(
+    storage: Storage,
+    stand_in_worker: StandInWorker,
+    environment: dict[str, str],
+    flags: list[str],
+    program: dict[str, str],
+    variables: dict[str, str],
+    code: int,
+    action: str,
+    message: str,
+) -> None:
+    command = stand_in_worker(*flags, **program)
+
+    ended_with, log = await run(command, {**environment, **variables})
+
+    assert ended_with == code
+    assert (log[-1]["severity"], log[-1]["action"], log[-1]["exit_code"]) == ("ERROR", action, code)
+    assert message in log[-1]["message"]
+    assert ("exception" in log[-1]) == (code == 1)
+
+
+async def test_warnings_threads_and_other_libraries_write_json_lines_too(
+    storage: Storage, stand_in_worker: StandInWorker, environment: dict[str, str]
+) -> None:
+    await storage.queue.send(['{"prompt": "a house", "id": "j1"}'])
+    command = stand_in_worker("--until-empty", "--lora-cache", "old", changes=NOISE)
+
+    # Before main begins only the interpreter could hear a warning.
+    code, log = await run(command, {**environment, "PYTHONWARNINGS": "ignore:old ways"})
+
+    assert code == 0
+    messages = {line["action"]: line["message"] for line in log}
+    assert "1 completed" in messages["stop"]
+    assert "--lora-cache is deprecated" in messages["warning"]
+    said = "\n".join(f"{line['severity']} {line['action']} {line['message']}" for line in log)
+    for words in (
+        "WARNING other a token",
+        "UserWarning: a kernel is slow",
+        "ERROR unexpected_error in the thread 'uploader': ZeroDivisionError",
+        "ERROR unexpected_error Exception ignored in",
+        "ERROR unexpected_error Exception in callback",
+    ):
+        assert words in said
+
+
+async def test_torch_and_its_companions_write_nothing_else(
+    storage: Storage, tiny_model: Path, environment: dict[str, str]
+) -> None:
+    await storage.queue.send(['{"prompt": "a house", "steps": 2}'])
+    command = [COMMAND, "worker", "--model", tiny_model, "--until-empty"]
+
+    code, log = await run(command, {**environment, "OMP_NUM_THREADS": "1"})
+
+    assert code == 0
+    assert log[-1]["images"] == 1
+    assert {line["action"] for line in log} == {"start", "node_check", "first_image", "stop"}
+
+
+async def test_a_log_has_a_line_a_minute_with_the_figures_and_why_nothing_is_done(
+    storage: Storage, stand_in_worker: StandInWorker, environment: dict[str, str]
+) -> None:
+    await storage.queue.send(f'{{"prompt": "a house", "id": "j{each}"}}' for each in range(40))
+    await storage.queue.send(["no job"])
+    command = stand_in_worker(
+        *("--price-per-hour", "0.1"), changes="process.PROGRESS_SECONDS = 1.0  # in place of 60"
+    )
+    worker = start(command, environment)
+    async with asyncio.timeout(60):
+        while (await storage.queue.depth()).messages:
+            await asyncio.sleep(0.05)
+        await asyncio.sleep(2.5)
+    worker.send_signal(signal.SIGTERM)
+    _, output = await asyncio.to_thread(worker.communicate, timeout=30)
+
+    assert worker.returncode == 0, "a failed job changes it only with --fail-on-failed"
+    log = log_of(output)
+    *lines, last = (line for line in log if line["action"] == "progress")
+    working = next(line for line in lines if line["images"])
+    assert working["phase"] == "generating"
+    assert working["jobs_left"] == pytest.approx(40 - working["images"], abs=5)
+    assert working["images_per_second"] == pytest.approx(20, rel=0.6)
+    assert working["seconds_left"] == pytest.approx(working["jobs_left"] / 20, rel=0.6)
+    assert working["is_own_pace"] is True
+    assert working["images_per_dollar"] > 0
+    assert "left, " in working["message"]
+    assert (last["images"], last["failed_jobs"]) == (40, 1)
+    assert last["message"].startswith("waiting for jobs: the queue is empty: 40 images, 1 failed")
+    (end,) = (line for line in log if line["action"] == "stop")
+    assert (end["images"], end["failed_jobs"]) == (40, 1)
+    assert end["images_per_dollar"] > 0
+
+
+async def test_fail_on_failed_gives_failed_jobs_an_exit_code(
+    storage: Storage, stand_in_worker: StandInWorker, environment: dict[str, str]
+) -> None:
+    await storage.queue.send(['{"prompt": "a house"}', "no job"])
+
+    code, log = await run(stand_in_worker("--until-empty", "--fail-on-failed"), environment)
+
+    assert code == 4
+    assert (log[-1]["images"], log[-1]["failed_jobs"]) == (1, 1)
+
+
+async def test_on_saladcloud_failed_jobs_are_not_the_nodes_fault(
+    storage: Storage,
+    stand_in_worker: StandInWorker,
+    environment: dict[str, str],
+    salad_metadata_service: Any,  # the fixture of conftest.py
+) -> None:
+    await storage.queue.send(["no job"])
+    on_salad = {
+        "SALAD_MACHINE_ID": "6f1c",
+        "SALAD_METADATA_URL": salad_metadata_service.url,
+        "IMAGEFLEET_DEVICE": "cpu",
+    }
+    worker = start(stand_in_worker("--fail-on-failed"), {**environment, **on_salad})
+    async with asyncio.timeout(60):
+        while not (await storage.poison.depth()).messages:
+            assert worker.poll() is None, worker.communicate()
+            await asyncio.sleep(0.05)
+    worker.send_signal(signal.SIGTERM)
+    _, output = await asyncio.to_thread(worker.communicate, timeout=30)
+
+    assert worker.returncode == 0, output
+    assert log_of(output)[-1]["failed_jobs"] == 1
+
+
+async def test_without_failed_jobs_fail_on_failed_changes_nothing(
+    storage: Storage, stand_in_worker: StandInWorker, environment: dict[str, str]
+) -> None:
+    await storage.queue.send(['{"prompt": "a house"}'])
+
+    code, _ = await run(stand_in_worker("--until-empty", "--fail-on-failed"), environment)
+
+    assert code == 0
+
+
+async def test_a_worker_that_wakes_after_its_leases_are_gone_works_on(
+    storage: Storage, stand_in_worker: StandInWorker, environment: dict[str, str]
+) -> None:
+    await storage.queue.send(f'{{"prompt": "a house", "id": "j{each}"}}' for each in range(30))
+    command = stand_in_worker("--until-empty", "--lease-seconds", "2")
+    worker = start(command, environment)
+    async with asyncio.timeout(60):
+        while not [name async for name in storage.blobs.names()]:
+            await asyncio.sleep(0.05)
+        worker.send_signal(signal.SIGSTOP)
+        await asyncio.sleep(2.2)
+        taken = []
+        while messages := await storage.queue.receive(32, 2):
+            taken += messages  # another worker, which dies: its leases end, too
+        worker.send_signal(signal.SIGCONT)
+    _, output = await asyncio.to_thread(worker.communicate, timeout=60)
+
+    assert worker.returncode == 0, output
+    assert taken
+    log = log_of(output)
+    assert [line for line in log if line["action"] == "lease_lost"]
+    assert not [line for line in log if "exception" in line]
+    assert len([name async for name in storage.blobs.names()]) == 30
+    assert (await storage.queue.depth()).messages == 0

@@ -1,0 +1,142 @@
+"""Jobs whose workers died: generated alone, so that the job or the chance is found out."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+
+from imagefleet import errors
+from imagefleet.storage import dead_letter
+from imagefleet.storage.deliveries import Deliveries
+from imagefleet.storage.protocol import Storage
+from worker.engine import contract
+from worker.stages.prepare import Isolation
+from worker.testing import StandInEngine, draw_noise
+
+RunPipeline = Callable[..., Any]  # the fixture of conftest.py
+
+
+async def vanish(storage: Storage, times: int, *, alone: bool = False) -> None:
+    """Takes the next message as workers do that die with it, *alone* while nothing else runs."""
+    for _ in range(times):
+        (leased,) = await storage.queue.receive(1, 30)
+        body = Deliveries.of(leased).marked_alone().write_to(leased.body) if alone else None
+        await storage.queue.release(leased, body=body)
+
+
+async def test_a_job_that_killed_the_workers_that_had_it_alone_goes_to_the_poison_queue_untried(
+    storage: Storage, run_pipeline: RunPipeline, message: Callable[..., str]
+) -> None:
+    await storage.queue.send([message(id="killer", campaign="c")])
+    await vanish(storage, 2)
+    await vanish(storage, 2, alone=True)
+    pipeline = await run_pipeline()
+    (poisoned,) = [each async for each in storage.poison.browse()]
+    record = dead_letter.FailedJob.read(poisoned.body)
+    assert record is not None
+    assert "lost their leases 4 times, 2 of them while they generated nothing else" in record.reason
+    assert (record.id, record.campaign) == ("killer", "c")
+    assert pipeline.engine_thread.clock.images == 0
+
+
+async def test_a_job_that_was_only_held_by_workers_that_vanished_is_generated_alone(
+    storage: Storage, run_pipeline: RunPipeline, message: Callable[..., str]
+) -> None:
+    company: dict[int, int] = {}
+    engine = StandInEngine(capacity=4, tick_seconds=0.05)
+    tick = engine.tick
+
+    def counted_tick() -> list[contract.Finished]:
+        for _, request in engine._admitted:
+            company[request.seed] = len(engine._admitted)
+        return tick()
+
+    engine.tick = counted_tick  # type: ignore[method-assign]
+    await storage.queue.send([message(id="innocent", seed=100)])
+    await vanish(storage, 9)
+    await storage.queue.send(message(id=f"j{seed}", seed=seed) for seed in range(12))
+    pipeline = await run_pipeline(engine, max_attempts=2)
+    assert dict(pipeline.settler.outcomes) == {"completed": 13}
+    assert company.pop(100) == 1
+    assert max(company.values()) > 1
+    assert (await storage.queue.depth()).messages == 0
+
+
+async def test_a_job_handed_back_by_many_workers_is_no_suspect(
+    storage: Storage, run_pipeline: RunPipeline, message: Callable[..., str]
+) -> None:
+    await storage.queue.send([message(id="j")])
+    for _ in range(4):
+        (leased,) = await storage.queue.receive(1, 30)
+        body = Deliveries.of(leased).ended(failed=False).write_to(leased.body)
+        await storage.queue.release(leased, body=body)
+    (leased,) = await storage.queue.receive(1, 30)
+    assert Deliveries.of(leased) == Deliveries(known=4)
+    await storage.queue.release(leased)
+    pipeline = await run_pipeline(max_attempts=1)
+    assert dict(pipeline.settler.outcomes) == {"completed": 1}
+
+
+async def test_a_suspect_that_fails_leaves_the_way_free_for_the_others(
+    storage: Storage, run_pipeline: RunPipeline, message: Callable[..., str]
+) -> None:
+    def draw(request: contract.ImageRequest) -> contract.Pixels:
+        if request.seed == 100:
+            raise errors.JobError("too large")
+        return draw_noise(request)
+
+    await storage.queue.send(message(id=f"bad{number}", seed=100) for number in range(3))
+    for _ in range(3):
+        for leased in await storage.queue.receive(3, 30):
+            await storage.queue.release(leased)
+    await storage.queue.send(message(id=f"j{seed}", seed=seed) for seed in range(5))
+    pipeline = await run_pipeline(StandInEngine(draw=draw))
+    assert dict(pipeline.settler.outcomes) == {"failed": 3, "completed": 5}
+
+
+async def test_nothing_shares_the_time_of_a_suspect() -> None:
+    isolation = Isolation()
+    running: list[str] = []
+    together: set[tuple[str, ...]] = set()
+
+    async def work(name: str) -> None:
+        async with isolation.alone() if name.startswith("suspect") else isolation.shared():
+            running.append(name)
+            for _ in range(3):
+                together.add(tuple(sorted(running)))
+                await asyncio.sleep(0)
+            running.remove(name)
+
+    names = ["a", "b", "suspect 1", "c", "suspect 2", "d"]
+    await asyncio.wait_for(asyncio.gather(*(work(name) for name in names)), 5)
+    assert [each for each in together if len(each) > 1 and "suspect" in str(each)] == []
+    assert max(map(len, together)) > 1
+
+
+@pytest.mark.parametrize("stage", ["waiting", "inside"])
+async def test_a_cancelled_suspect_lets_the_others_go_on(stage: str) -> None:
+    isolation = Isolation()
+    release = asyncio.Event()
+
+    async def share() -> None:
+        async with isolation.shared():
+            await release.wait()
+
+    async def be_alone() -> None:
+        async with isolation.alone():
+            await asyncio.Event().wait()
+
+    sharing = asyncio.create_task(share())
+    await asyncio.sleep(0)
+    suspect = asyncio.create_task(be_alone())
+    await asyncio.sleep(0.01)
+    if stage == "inside":
+        release.set()
+        await asyncio.sleep(0.01)
+    suspect.cancel()
+    await asyncio.gather(suspect, return_exceptions=True)
+    release.set()
+    await asyncio.wait_for(asyncio.gather(sharing, share()), 5)

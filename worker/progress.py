@@ -1,0 +1,247 @@
+"""A worker's figures: now, for a terminal's live line or a log's line a minute, and at its end."""
+
+from __future__ import annotations
+
+import logging
+import math
+import signal
+from collections import deque
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass
+from typing import Literal
+
+from imagefleet.telemetry.queue_flow import QueueFlow
+
+log = logging.getLogger(__name__)
+
+Phase = Literal[
+    "connecting to the storage",
+    "fetching the model",
+    "loading the model",
+    "compiling",
+    "checking the node",
+    "generating",
+    "waiting for jobs",
+    "draining",
+    "waiting for the operator",
+    "waiting for another node",
+]
+
+#: The start-up is over, and nothing is waited for that stops the work.
+WORKING: frozenset[Phase] = frozenset({"generating", "waiting for jobs", "draining"})
+
+#: Over which images/s are measured.
+WINDOW_SECONDS = 60.0
+
+_UNITS = (("d", 86_400), ("h", 3600), ("min", 60))
+
+
+@dataclass(frozen=True, slots=True)
+class Counts:
+    """What a worker has counted since its start; *dollars* None where its price is unknown."""
+
+    images: int = 0
+    ended_jobs: int = 0
+    """Completed, duplicate or failed: out of the queue."""
+    failed_jobs: int = 0
+    jobs_in_flight: int = 0
+    dollars: float | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Progress:
+    """What one worker does and has done; None for what is not known (yet)."""
+
+    phase: Phase
+    why_waiting: str | None
+    seconds: float
+    images: int
+    failed_jobs: int
+    jobs_in_flight: int
+    images_per_second: float | None
+    """Over the last minute."""
+    images_per_dollar: float | None
+    """All in, since the start."""
+    jobs_left: int | None
+    """In the queue, those in flight on any worker included."""
+    seconds_left: float | None
+    """Until the queue is empty: at the pace it shrinks at, whoever draws from it."""
+    is_own_pace: bool
+    """Whether `seconds_left` is at this worker's pace alone: the queue was measured only once."""
+
+    @property
+    def state(self) -> str:
+        """The phase in words."""
+        if self.phase == "draining":
+            return f"draining, {self.jobs_in_flight:,} in flight"
+        return f"{self.phase}: {self.why_waiting}" if self.why_waiting else self.phase
+
+    @property
+    def figures(self) -> list[str]:
+        """The figures in words: what is known and says something in this phase."""
+        if self.phase not in WORKING:
+            return [duration(self.seconds)]
+        is_generating = self.phase == "generating"
+        shown = [f"{self.images:,} image{'s' * (self.images != 1)}"]
+        if self.failed_jobs:
+            shown.append(f"{self.failed_jobs:,} failed")
+        if self.images_per_second is not None and (is_generating or self.images_per_second):
+            shown.append(f"{self.images_per_second:.2f} images/s")
+        if is_generating:
+            shown.append(f"{self.jobs_in_flight:,} in flight")
+        if is_generating and self.jobs_left is not None:
+            shown.append(f"{self.jobs_left:,} left")
+        if self.images_per_dollar is not None:
+            shown.append(f"{self.images_per_dollar:,.0f} images/$")
+        if is_generating and self.seconds_left is not None:
+            shown.append(f"{'~' if self.is_own_pace else ''}{duration(self.seconds_left)} to go")
+        return shown
+
+
+@dataclass(frozen=True, slots=True)
+class WorkerReport:
+    """The totals of one run; *jobs* by outcome, *gpu_dollars* None where the price is unknown.
+
+    *stopped_by* is the signal that ended a run with `until_empty` before the queue was empty.
+    """
+
+    images: int
+    jobs: Mapping[str, int]
+    seconds: float
+    start_up_seconds: float
+    engine_busy_seconds: float
+    engine_idle_fraction: float
+    gpu_dollars: float | None
+    storage_dollars: float
+    stopped_by: signal.Signals | None = None
+
+    @property
+    def failed_jobs(self) -> int:
+        return self.jobs.get("failed", 0)
+
+    @property
+    def images_per_second(self) -> float:
+        """Without the start-up."""
+        return self.images / max(self.seconds - self.start_up_seconds, 1e-9)
+
+    @property
+    def images_per_dollar(self) -> float | None:
+        """All in; None where the price is unknown."""
+        return self.images / (self.gpu_dollars + self.storage_dollars) if self.gpu_dollars else None
+
+
+class ProgressMeter:
+    """Turns counts into figures: rates over the last minute, and what is left in the queue."""
+
+    def __init__(self) -> None:
+        self._samples: deque[tuple[float, Counts]] = deque()
+        self._flow = QueueFlow()
+        self._depth: tuple[int, int] | None = None
+
+    def measured(self, at: float, messages: int, counts: Counts) -> None:
+        """The queue's depth *at* (monotonic seconds), and what was counted until then."""
+        self._flow.add_sample(at, messages)
+        self._depth = messages, counts.ended_jobs
+
+    def read(
+        self, now: float, seconds: float, phase: Phase, counts: Counts, why_waiting: str | None
+    ) -> Progress:
+        """The figures *now* (monotonic seconds), *seconds* after the start.
+
+        Called every second or so: the rates come from what was counted at the earlier calls.
+        """
+        images_per_second, jobs_per_second = None, None
+        if phase in WORKING:
+            images_per_second, jobs_per_second = self._rates(now, counts)
+        else:  # the first images are made from here on
+            self._samples = deque([(now, counts)])
+        left = self._jobs_left(counts)
+        seconds_left, is_own_pace = self._seconds_left(left, jobs_per_second)
+        return Progress(
+            phase=phase,
+            why_waiting=why_waiting if phase == "waiting for jobs" else None,
+            seconds=seconds,
+            images=counts.images,
+            failed_jobs=counts.failed_jobs,
+            jobs_in_flight=counts.jobs_in_flight,
+            images_per_second=images_per_second if counts.images else None,
+            images_per_dollar=counts.images / counts.dollars if counts.dollars else None,
+            jobs_left=left,
+            seconds_left=seconds_left,
+            is_own_pace=is_own_pace,
+        )
+
+    def _rates(self, now: float, counts: Counts) -> tuple[float | None, float | None]:
+        """Images and jobs per second."""
+        self._samples.append((now, counts))
+        while now - self._samples[0][0] > WINDOW_SECONDS and now - self._samples[1][0] >= (
+            WINDOW_SECONDS
+        ):
+            self._samples.popleft()
+        began_at, before = self._samples[0]
+        seconds = now - began_at
+        if not seconds:
+            return None, None
+        return (
+            (counts.images - before.images) / seconds,
+            (counts.ended_jobs - before.ended_jobs) / seconds,
+        )
+
+    def _jobs_left(self, counts: Counts) -> int | None:
+        """The queue's last depth, less the jobs that this worker has ended since."""
+        if self._depth is None:
+            return None
+        messages, ended = self._depth
+        return max(messages - (counts.ended_jobs - ended), counts.jobs_in_flight)
+
+    def _seconds_left(
+        self, left: int | None, jobs_per_second: float | None
+    ) -> tuple[float | None, bool]:
+        if left is None:
+            return None, False
+        net = self._flow.net_per_second
+        pace = jobs_per_second if net is None else -net
+        if pace is None or pace <= 0:
+            return None, False  # nothing ends, or the queue does not shrink
+        return left / pace, net is None
+
+
+def log_progress(progress: Progress) -> None:
+    log.info(
+        "%s: %s",
+        progress.state,
+        ", ".join(progress.figures),
+        extra={"action": "progress", **_rounded(asdict(progress))},
+    )
+
+
+def log_report(report: WorkerReport) -> None:
+    log.info(
+        "done: %d images in %.0f s, the engine was idle %.1f %% of the time; jobs: %s",
+        report.images,
+        report.seconds,
+        100 * report.engine_idle_fraction,
+        ", ".join(f"{count} {outcome}" for outcome, count in report.jobs.items()) or "none",
+        extra={
+            "action": "stop",
+            **_rounded(asdict(report)),
+            "failed_jobs": report.failed_jobs,
+            "images_per_second": round(report.images_per_second, 3),
+            "images_per_dollar": report.images_per_dollar,
+        },
+    )
+
+
+def _rounded(fields: Mapping[str, object]) -> dict[str, object]:
+    return {
+        name: round(value, 3) if isinstance(value, float) else value
+        for name, value in fields.items()
+    }
+
+
+def duration(seconds: float) -> str:
+    """`45 s`, `12.3 min`, `3.5 h`."""
+    for unit, size in _UNITS:
+        if seconds >= size:
+            return f"{seconds / size:.1f} {unit}"
+    return f"{math.ceil(seconds)} s"
