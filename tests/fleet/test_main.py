@@ -17,7 +17,7 @@ ROOT = Path(__file__).parents[2]
 COMMAND = Path(sys.executable).with_name("imagefleet")
 COMMANDS = [
     *("demo", "worker", "load", "status", "top", "exporter", "plan", "report", "scale", "prompt"),
-    *("health", "version", "failed", "keys", "deploy"),
+    *("health", "version", "failed", "keys", "deploy", "model", "lora"),
 ]
 
 Imagefleet = Callable[..., "subprocess.CompletedProcess[str]"]  # the fixture of conftest.py

@@ -1,8 +1,12 @@
 from __future__ import annotations
 
 import json
+import re
+import shlex
 import shutil
 import socket
+import subprocess
+import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any, NoReturn
@@ -18,6 +22,7 @@ import key_names
 import tiny_model
 from imagefleet import errors
 from worker.engine import checkpoint as checkpoints
+from worker.files import check
 
 
 def load_checkpoint(
@@ -254,6 +259,39 @@ def test_pickled_weights_are_never_loaded(copy: Path) -> None:
     file.unlink()
     with pytest.raises(errors.SetupError, match="pickled weights are never loaded"):
         load_checkpoint(copy)
+
+
+def test_the_programs_in_the_documents_convert_and_complete_checkpoints(
+    single_file: Path, checkpoint: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    page = (Path(__file__).parents[3] / "docs" / "models.md").read_text()
+    convert, complete, state_v = re.findall(
+        r"^```python\n(.*?)^```$", page, re.MULTILINE | re.DOTALL
+    )
+    monkeypatch.chdir(tmp_path)
+    shutil.copy(single_file, "another.safetensors")
+    weights = {
+        key: weight for key, weight in load_file(single_file).items() if "first_stage" not in key
+    }
+    torch.save({"state_dict": weights, "epoch": 3}, "model.ckpt")
+
+    for program in (convert, complete, state_v):
+        exec(compile(program, "models.md", "exec"), {})
+
+    assert check.kind_of_file(Path("model.safetensors")).name.endswith("without its VAE")
+    check.check_path(Path("whole.safetensors"))
+    load_checkpoint(Path("whole.safetensors"), checkpoint)
+    assert check.prediction_type(Path("model-v.safetensors")) == "v_prediction"
+
+
+def test_the_command_that_refuses_a_pickle_converts_it(single_file: Path, tmp_path: Path) -> None:
+    path = tmp_path / "it's old.ckpt"
+    torch.save(load_file(single_file), path)
+    with pytest.raises(errors.SetupError) as refused:
+        check.check_path(path)
+    command = shlex.split(refused.value.message.partition("convert it: ")[2])
+    subprocess.run([sys.executable, *command[1:]], check=True, timeout=60)
+    check.check_path(path.with_suffix(".safetensors"))
 
 
 @pytest.mark.parametrize("name", ["model.ckpt", "model.safetensors"])
