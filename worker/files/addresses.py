@@ -91,11 +91,11 @@ def hub_advice(text: str) -> str | None:
     """What to do with the id of a repository on Hugging Face; None if *text* is none."""
     if not _HUB_ID.fullmatch(text):
         return None
-    new = _MOVED.get(text, text)
-    return (
-        f"if it is a model on Hugging Face, download it: `hf download {new} --local-dir ./model`,"
-        " and then --model ./model"
-    )
+    start = "if it is a model on Hugging Face, download it:"
+    if text in _MOVED:
+        start = "its repository on Hugging Face is gone; download its copy:"
+    command = f"hf download {_MOVED.get(text, text)} --local-dir ./model"
+    return f"{start} `{command}`, and then --model ./model"
 
 
 def pickle_advice(path: str) -> str:
