@@ -15,6 +15,7 @@ from typer.core import TyperCommand, TyperGroup
 
 from fleet import console, demo, failed, health, load, prompt
 from fleet.bench import command as bench
+from fleet.files import lora, model
 from fleet.keys import command as keys
 from fleet.monitor import command as monitor
 from fleet.plan import command as plan
@@ -112,6 +113,8 @@ app.command("report")(report.command)
 app.add_typer(deploy.app, name="deploy", short_help="Deploys workers to GPU clouds.")
 app.command("scale")(scale.command)
 app.command("prompt")(prompt.command)
+app.add_typer(model.app, name="model", short_help="Stores and lists checkpoints.")
+app.add_typer(lora.app, name="lora", short_help="Stores and lists LoRAs.")
 app.add_typer(bench.app, name="bench", short_help="Measures this machine's speed.")
 
 
