@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import json
 import re
 import shlex
 from dataclasses import dataclass
@@ -103,10 +104,10 @@ def pickle_advice(path: str) -> str:
     new = str(PurePosixPath(path).with_suffix(".safetensors"))
     program = (
         "import torch; from safetensors.torch import save_file;"
-        f" w = torch.load({path!r}, map_location='cpu', weights_only=True);"
-        " w = w.get('state_dict', w);"
+        f' w = torch.load({json.dumps(path)}, map_location="cpu", weights_only=True);'
+        ' w = w.get("state_dict", w);'
         " save_file({k: v.clone().contiguous() for k, v in w.items() if torch.is_tensor(v)},"
-        f" {new!r})"
+        f" {json.dumps(new)})"
     )
     return (
         "a pickle, which may run any program when it is loaded, so it never is: take the model's"
