@@ -220,7 +220,7 @@ def test_an_error_of_a_service_is_a_line_of_its_log(
 def test_a_missing_queue_is_reported_before_the_model_is_loaded(
     imagefleet: Imagefleet,
 ) -> None:
-    result = imagefleet("worker", "--model", "nowhere")
+    result = imagefleet("worker", "--model", str(ROOT / "demo_model"))
 
     assert result.returncode == console.EXIT_OPERATOR_MUST_ACT
     assert "there is no queue 'jobs'" in result.stderr
