@@ -17,7 +17,7 @@
 #   CUDA         12.8: torch 2.11 from PyTorch's index, for NVIDIA driver 525 or newer, RTX 20 to 50.
 #                13: torch 2.13 from PyPI, for driver 580 or newer. none: torch for CPUs, a quarter
 #                of the size.
-#   PYTORCH_INDEX  for CPUs: PyTorch's index, or a copy of it.
+#   PYTORCH_INDEX  of wheels for CUDA 12.8 and for CPUs: PyTorch's, or a copy of it.
 #   EXTRAS       of pyproject.toml, in addition to `worker`.
 #   MODEL        a path in the context, baked in at /models/checkpoint: a folder in diffusers format,
 #                or one with a .safetensors file, named by MODEL_FILE. LoRAs are found in its
@@ -56,7 +56,7 @@ ARG EXTRAS="azure-identity"
 WORKDIR /pins
 COPY pyproject.toml constraints.txt constraints-cu128.txt ./
 RUN case "${CUDA}" in \
-      12.8) cat constraints-cu128.txt ;; \
+      12.8) sed "s#https://download.pytorch.org/whl#${PYTORCH_INDEX}#" constraints-cu128.txt ;; \
       13) grep '^torch==' constraints.txt ;; \
       none) grep '^torch==' constraints.txt && \
         echo "${PYTORCH_INDEX:+--extra-index-url ${PYTORCH_INDEX}/cpu}" ;; \

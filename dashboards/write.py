@@ -1,4 +1,4 @@
-"""Writes the dashboards' JSON and the README's tables from `pages.py`.
+"""Writes the dashboards' JSON and the README's tables from `pages/`.
 
     python dashboards/write.py
 
@@ -7,10 +7,11 @@ Uses Grafana's generator, grafana-foundation-sdk, whose types follow the publish
 
 from __future__ import annotations
 
+import itertools
 import json
 import math
 import re
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 from grafana_foundation_sdk.builders import common, dashboard, prometheus, stat, table, timeseries
@@ -20,6 +21,7 @@ from grafana_foundation_sdk.models import dashboard as models
 from grafana_foundation_sdk.models.prometheus import PromQueryFormat
 
 from pages import DASHBOARDS, Dashboard, Panel
+from pages.queries import CHOSEN, INFO
 
 FOLDER = Path(__file__).parent
 
@@ -31,20 +33,48 @@ PLOT_HEIGHT = 8
 SOURCE = models.DataSourceRef(type_val="prometheus", uid="${datasource}")
 
 
-class AlertMarks(models.AnnotationQuery):
-    """Marks on every curve while an alert fires."""
+#: Fleets with workers or with an exporter alone.
+FLEETS = 'label_values({__name__=~"imagefleet_(worker_info|queue_messages)"}, fleet)'
+WORKERS = f"label_values({INFO}, worker)"
 
-    def __init__(self) -> None:
-        expression = 'ALERTS{alertname=~"Imagefleet.+", alertstate="firing"}'
-        super().__init__("Alerts", SOURCE, icon_color="red", expr=expression)
+#: A name in a table leads to the worker's details.
+WORKER_LINK = (
+    "/d/imagefleet-nodes/imagefleet-nodes?var-fleet=${__data.fields.fleet}"
+    "&var-worker=${__data.fields.worker}&${datasource:queryparam}&${__url_time_range}"
+)
+
+_VERSIONS = "count by (fleet, version, group)"
+
+
+class Marks(models.AnnotationQuery):
+    """Marks on every curve while *expression* has a value."""
+
+    def __init__(self, name: str, colour: str, expression: str, title: str, tags: str) -> None:
+        super().__init__(name, SOURCE, icon_color=colour, expr=expression)
+        self._title, self._tags = title, tags
 
     def to_json(self) -> dict[str, object]:
         # The schema lacks what only Prometheus has; without them, the marks have no text.
-        return {
-            **super().to_json(),
-            "titleFormat": "{{alertname}}",
-            "tagKeys": "severity,queue",
-        }
+        return {**super().to_json(), "titleFormat": self._title, "tagKeys": self._tags}
+
+
+MARKS = (
+    Marks(
+        "Alerts",
+        "red",
+        f'ALERTS{{alertname=~"Imagefleet.+", alertstate="firing", {CHOSEN}}}',
+        "{{alertname}}",
+        "severity,fleet,queue",
+    ),
+    # Workers of a version or a group that none had in the hour before.
+    Marks(
+        "Roll-outs",
+        "blue",
+        f"{_VERSIONS} ({INFO}) unless {_VERSIONS} (last_over_time({INFO}[1h] offset 5m))",
+        "{{version}} {{group}}",
+        "fleet",
+    ),
+)
 
 
 PanelBuilder = stat.Panel | timeseries.Panel | table.Panel
@@ -52,11 +82,6 @@ PanelBuilder = stat.Panel | timeseries.Panel | table.Panel
 
 def build(page: Dashboard) -> str:
     """One dashboard's JSON: its numbers in rows of four, then the plots, two in a row."""
-    figures = [panel for panel in page.panels if panel.kind == "stat"]
-    plots = [panel for panel in page.panels if panel.kind != "stat"]
-    places = [*_rows(len(figures), 4, FIGURE_HEIGHT)]
-    top = places[-1].y + FIGURE_HEIGHT
-    places += _rows(len(plots), 2, PLOT_HEIGHT, top)
     builder = (
         dashboard.Dashboard(f"imagefleet: {page.name.capitalize()}")
         .uid(f"imagefleet-{page.name}")
@@ -69,6 +94,13 @@ def build(page: Dashboard) -> str:
         .with_variable(
             dashboard.DatasourceVariable("datasource").label("Prometheus").type("prometheus")
         )
+        .with_variable(
+            _choice("fleet", FLEETS)
+            .multi(multi=True)
+            .include_all(include_all=True)
+            .all_value(".*")  # the workers of an older version, without the label, as well
+            .current(models.VariableOption(text=["All"], value=["$__all"], selected=True))
+        )
         .link(
             dashboard.DashboardLink("imagefleet")
             .type(models.DashboardLinkType.DASHBOARDS)
@@ -77,11 +109,42 @@ def build(page: Dashboard) -> str:
             .keep_time(keep_time=True)
         )
     )
-    for number, (panel, place) in enumerate(zip((*figures, *plots), places, strict=True), 1):
-        builder.with_panel(_panel(panel).id(number).grid_pos(place))
+    if page.worker_panels:
+        builder.with_variable(_choice("worker", WORKERS))
+    figures = [panel for panel in page.panels if panel.kind == "stat"]
+    plots = [panel for panel in page.panels if panel.kind != "stat"]
+    number = itertools.count(1)
+    top = _place(builder, figures, number, 4, FIGURE_HEIGHT, 0)
+    top = _place(builder, plots, number, 2, PLOT_HEIGHT, top)
+    if page.worker_panels:
+        place = models.GridPos(x=0, y=top, w=GRID, h=1)
+        builder.with_row(dashboard.Row("Worker $worker").id(next(number)).grid_pos(place))
+        _place(builder, page.worker_panels, number, 2, PLOT_HEIGHT, top + 1)
     built = builder.build()
-    built.annotations = models.AnnotationContainer([AlertMarks()])
+    built.annotations = models.AnnotationContainer(list(MARKS))
     return json.dumps(built, cls=JSONEncoder, indent=2, sort_keys=True) + "\n"
+
+
+def _choice(name: str, query: str) -> dashboard.QueryVariable:
+    """A variable with the values that the server has."""
+    choice = dashboard.QueryVariable(name).label(name.capitalize()).datasource(SOURCE).query(query)
+    choice.refresh(models.VariableRefresh.ON_TIME_RANGE_CHANGED)
+    return choice.sort(models.VariableSort.ALPHABETICAL_ASC)
+
+
+def _place(
+    builder: dashboard.Dashboard,
+    panels: Sequence[Panel],
+    number: Iterator[int],
+    in_a_row: int,
+    height: int,
+    top: int,
+) -> int:
+    """Adds *panels* from *top* on; returns the line below them."""
+    places = [*_rows(len(panels), in_a_row, height, top)]
+    for panel, place in zip(panels, places, strict=True):
+        builder.with_panel(_panel(panel).id(next(number)).grid_pos(place))
+    return places[-1].y + height
 
 
 def _rows(count: int, in_a_row: int, height: int, top: int = 0) -> Iterator[models.GridPos]:
@@ -99,29 +162,26 @@ def _panel(panel: Panel) -> PanelBuilder:
         builder = stat.Panel().graph_mode(common_models.BigValueGraphMode.AREA)
         builder.reduce_options(common.ReduceDataOptions().calcs(["lastNotNull"]))
     elif panel.kind == "table":
-        # Without a footer, the generator writes one that its schema rejects.
-        builder = table.Panel().footer(common.TableFooterOptions().reducer([]))
-        builder.with_transformation(
-            models.DataTransformerConfig(
-                id_val="organize",
-                options={"excludeByName": {"Time": True, "instance": True, "job": True}},
-            )
-        )
+        builder = _table(panel)
     else:
         builder = _curves(stacked=panel.kind == "stack")
+        if panel.bad_above is not None:
+            builder.thresholds_style(
+                common.GraphThresholdsStyleConfig().mode(
+                    common_models.GraphTresholdsStyleMode.DASHED_AND_AREA
+                )
+            )
     builder.title(panel.title).description(panel.answers).datasource(SOURCE).unit(panel.unit).min(0)
     if panel.decimals is not None:
         builder.decimals(panel.decimals)
-    steps = [models.Threshold(value=None, color="green")]
-    if panel.bad_above is not None:
-        steps.append(models.Threshold(value=panel.bad_above, color="red"))
     builder.thresholds(
-        dashboard.ThresholdsConfig().mode(models.ThresholdsMode.ABSOLUTE).steps(steps)
+        dashboard.ThresholdsConfig().mode(models.ThresholdsMode.ABSOLUTE).steps(_steps(panel))
     )
-    queries = {"": panel.queries} if isinstance(panel.queries, str) else panel.queries
+    # Grafana shows the name only where there are several.
+    queries = {"{{fleet}}": panel.queries} if isinstance(panel.queries, str) else panel.queries
     for letter, (legend, query) in zip("ABCDEF", queries.items(), strict=False):
         target = prometheus.Dataquery().ref_id(letter).expr(query).datasource(SOURCE)
-        if legend:
+        if panel.kind != "table":
             target.legend_format(legend)
         if panel.kind == "table":
             target.instant().format(PromQueryFormat.TABLE)
@@ -130,6 +190,46 @@ def _panel(panel: Panel) -> PanelBuilder:
         else:
             target.range()
         builder.with_target(target)
+    return builder
+
+
+def _steps(panel: Panel) -> list[models.Threshold]:
+    """The colours of a value, from the lowest on."""
+    good = "green" if panel.kind == "stat" else "transparent"
+    if panel.bad_below is not None:
+        return [
+            models.Threshold(value=None, color="red"),
+            models.Threshold(value=panel.bad_below, color=good),
+        ]
+    steps = [models.Threshold(value=None, color=good)]
+    if panel.bad_above is not None:
+        steps.append(models.Threshold(value=panel.bad_above, color="red"))
+    return steps
+
+
+def _table(panel: Panel) -> table.Panel:
+    """A row for each worker, whose name leads to its details, and a column for each query."""
+    # Without a footer, the generator writes one that its schema rejects.
+    builder = table.Panel().footer(common.TableFooterOptions().reducer([]))
+    columns = list(panel.queries)
+    fields = ["Value"] if len(columns) == 1 else [f"Value #{letter}" for letter in "ABCDEF"]
+    hidden = ("Time", "__name__", "instance", "job")
+    shown = ("fleet", "worker", "gpu", "fault", *fields)
+    organize = {
+        "excludeByName": dict.fromkeys(hidden, True),
+        "indexByName": {name: number for number, name in enumerate(shown)},
+        "renameByName": dict(zip(fields, columns, strict=False)),
+    }
+    if len(columns) > 1:
+        builder.with_transformation(models.DataTransformerConfig(id_val="merge", options={}))
+    builder.with_transformation(models.DataTransformerConfig(id_val="organize", options=organize))
+    link = {"title": "Details of this worker", "url": WORKER_LINK}
+    builder.override_by_name("worker", [models.DynamicConfigValue("links", [link])])
+    for column, unit in panel.units.items():
+        builder.override_by_name(column, [models.DynamicConfigValue("unit", unit)])
+    if panel.bad_above is not None or panel.bad_below is not None:
+        cells = models.DynamicConfigValue("custom.cellOptions", {"type": "color-background"})
+        builder.override_by_name(columns[0], [cells])
     return builder
 
 
@@ -155,7 +255,8 @@ def tables() -> str:
     for page in DASHBOARDS:
         parts.append(f"### {page.name.capitalize()}\n\n{page.question}\n\n")
         parts.append("| panel | what it answers |\n| --- | --- |\n")
-        parts.extend(f"| {panel.title} | {panel.answers} |\n" for panel in page.panels)
+        panels = (*page.panels, *page.worker_panels)
+        parts.extend(f"| {panel.title} | {panel.answers} |\n" for panel in panels)
         parts.append("\n")
     return "".join(parts)
 

@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import io
 import math
+import re
 import textwrap
 from collections.abc import Sequence
 
-from PIL import Image, ImageDraw, ImageFont
+from PIL import ExifTags, Image, ImageDraw, ImageFont
 
+from imagefleet import errors
 from imagefleet.job import prompt
 
 #: The longer side of an image on the sheet; smaller ones are enlarged.
@@ -18,6 +20,11 @@ MARGIN_PIXELS = 12
 FONT_PIXELS = 12
 LINE_PIXELS = 15
 CAPTION_LINES = 2
+
+#: The lines that follow the prompt in AUTOMATIC1111's text.
+_AFTER_PROMPT = re.compile(r"(?:^|\n)(?:Negative prompt: |Steps: )")
+
+_UNICODE = b"UNICODE\0"
 
 _PAPER = (250, 250, 248)
 _INK = (70, 70, 74)
@@ -54,14 +61,38 @@ def draw_contact_sheet(images: Sequence[bytes], columns: int = 6) -> bytes:
 
 def read_tile(data: bytes) -> tuple[Image.Image, str]:
     """The image at tile size, and the prompt in its AUTOMATIC1111 metadata as a caption."""
+    tile, text = read_image(data, TILE_PIXELS)
+    words, loras = read_words(text)
+    return tile, " + ".join([words, *(lora.name for lora in loras)])
+
+
+def read_image(data: bytes, longer_side: int) -> tuple[Image.Image, str]:
+    """The image at this size, and the prompt in its AUTOMATIC1111 metadata."""
     with Image.open(io.BytesIO(data)) as image:
-        parameters = str(image.info.get("parameters", ""))
-        scale = TILE_PIXELS / max(image.size)
-        size = (round(image.width * scale), round(image.height * scale))
+        parameters = _parameters(image)
+        scale = longer_side / max(image.size)
+        size = (max(1, round(image.width * scale)), max(1, round(image.height * scale)))
         tile = image.convert("RGB").resize(size, Image.Resampling.LANCZOS)
-    read = prompt.read_prompt(parameters.partition("\n")[0])
-    words = " ".join(read.text.replace(" ,", "").split()).strip(" ,")
-    return tile, " + ".join([words, *(lora.name for lora in read.loras)])
+    return tile, _AFTER_PROMPT.split(parameters, 1)[0]
+
+
+def _parameters(image: Image.Image) -> str:
+    """AUTOMATIC1111's text: a chunk of a PNG, a comment in the Exif data of other formats."""
+    if (text := image.info.get("parameters")) is not None:
+        return str(text)
+    comment = image.getexif().get_ifd(ExifTags.IFD.Exif).get(ExifTags.Base.UserComment, b"")
+    if isinstance(comment, bytes) and comment.startswith(_UNICODE):
+        return comment.removeprefix(_UNICODE).decode("utf-16-be", errors="replace")
+    return ""
+
+
+def read_words(text: str) -> tuple[str, Sequence[prompt.LoraTag]]:
+    """A prompt without its LoRAs, and these."""
+    try:
+        read = prompt.read_prompt(text)
+    except errors.JobError:  # an image of another program
+        return text, ()
+    return " ".join(read.text.replace(" ,", "").split()).strip(" ,"), read.loras
 
 
 def _lines(caption: str, font: ImageFont.FreeTypeFont | ImageFont.ImageFont) -> list[str]:

@@ -275,11 +275,8 @@ class _Pace:
 
 
 def decode(data: bytes) -> Image.Image:
-    """Raises SetupError if Pillow is not installed."""
-    try:
-        from PIL import Image
-    except ModuleNotFoundError:
-        raise errors.SetupError("image() needs Pillow: pip install pillow") from None
+    from PIL import Image
+
     image = Image.open(io.BytesIO(data))
     image.load()
     return image

@@ -14,6 +14,9 @@ MAX_REASONS = 5
 
 _MAX_LOCATION_CHARACTERS = 120
 
+#: Pydantic calls it a dictionary, or an instance of a class.
+_OBJECT_EXPECTED = frozenset({"dict_type", "model_type", "model_attributes_type"})
+
 _PREFIX = re.compile(r"^(Value error, |Input |String )")
 
 
@@ -41,7 +44,9 @@ def reason(detail: Mapping[str, Any], known: Iterable[str] = ()) -> str:
 
 
 def message(detail: Mapping[str, Any]) -> str:
-    """Pydantic's text without its prefixes."""
+    """Pydantic's text without its prefixes, in words for people who know no Python."""
+    if detail["type"] in _OBJECT_EXPECTED:
+        return "should be an object of names and values"
     return _PREFIX.sub("", str(detail["msg"]))
 
 

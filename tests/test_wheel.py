@@ -1,85 +1,430 @@
-"""The wheel: what it installs, and that its commands work away from a checkout."""
+"""The wheel: what it installs, and that every command works away from a checkout.
+
+The commands run in an environment that holds the wheel and what it declares, and nothing else: a
+dependency that only the development environment has would be missed.
+"""
 
 from __future__ import annotations
 
+import asyncio
+import contextlib
+import importlib.util
+import io
 import json
 import os
+import re
+import shlex
 import subprocess
 import sys
+import threading
+import time
+import urllib.request
+import venv
 import zipfile
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from datetime import UTC, datetime
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from importlib import metadata
 from pathlib import Path
+from typing import Any
 
 import pytest
+import typer
+from packaging.requirements import Requirement
+from PIL import Image
+
+from fleet.main import app
+from imagefleet.storage.dead_letter import FailedJob
+from imagefleet.storage.open import open_storage
+from imagefleet.storage.settings import StorageSettings
 
 ROOT = Path(__file__).parents[1]
 
+AZURE = "DefaultEndpointsProtocol=https;AccountName=pictures;AccountKey=a2V5a2V5"
+
+FAILED_JOBS = [
+    FailedJob(
+        id=job_id,
+        campaign="spring",
+        error="MissingFileError",
+        reason="there is no LoRA fox",
+        attempts=1,
+        worker="w1",
+        failed_at=datetime(2026, 11, 1, tzinfo=UTC),
+        body='{"prompt": "a fox"}',
+    )
+    for job_id in ("j1", "j2")
+]
+
+#: What a command says that needs the libraries of the worker, which are not installed here.
+NEEDS_WORKER = r"torch is not installed; .*pip install 'imagefleet\[worker\]'"
+
+FLEET_FILE = """\
+name: sd15-batch
+organization: acme
+project: default
+api: {salad}
+image: registry.example.com/acme/imagefleet@sha256:{digest}
+replicas: 2
+gpus: [RTX 3060 Ti]
+environment:
+  IMAGEFLEET_STORAGE: https://acmeimages.blob.core.windows.net
+"""
+
+
+@dataclass(frozen=True)
+class Case:
+    """What a command is run with, and a pattern of what it prints."""
+
+    arguments: str
+    printed: str
+    exit_code: int = 0
+
+
+#: Every command, in an order in which each finds what it needs. {azurite}, {prometheus} and
+#: {port} are addresses.
+COMMANDS: dict[str, Case] = {
+    "version": Case("", r"imagefleet \d.*\ntorch not installed\n"),
+    "prompt": Case("'a ((red)) house <lora:rocket:0.5>' --negative blurry", r"1\.21 +red"),
+    "plan": Case("--jobs 1000 --gpu 'RTX 4090'", r"images per dollar"),
+    "load": Case("jobs.jsonl --storage local:other", r"2 jobs"),
+    "status": Case("--json", r'"messages": 0'),
+    "top": Case("--prometheus {prometheus}", r"of 0 workers"),
+    "report": Case("--campaign spring", r"Report: spring-report\.html"),
+    "failed list": Case("", r"MissingFileError"),
+    "failed show": Case("j1", r"there is no LoRA fox"),
+    "failed replay": Case("--id j1", r"1 .*replayed"),
+    "failed discard": Case("--all --yes", r"1 .*discarded"),
+    "keys worker": Case(f"--storage '{AZURE}'", r"IMAGEFLEET_QUEUE_SAS="),
+    "keys load": Case(f"--storage '{AZURE}' --json", r'"queue": "'),
+    "keys monitor": Case("--storage '{azurite}' --policy spring", r"IMAGEFLEET_BLOB_SAS="),
+    "keys operator": Case(f"--storage '{AZURE}' --file tokens.json", r"^$"),
+    "keys check": Case("--storage '{azurite}'", r"lease and delete messages"),
+    "keys revoke": Case("spring --storage '{azurite}'", r"revoked spring on jobs"),
+    "deploy salad": Case("--dry-run", r"RTX 3060 Ti"),
+    "deploy salad apply": Case("--yes", r"sd15-batch"),
+    "deploy salad status": Case("", r"sd15-batch"),
+    "deploy salad scale": Case("1 --yes", r"sd15-batch"),
+    "scale": Case("--dollars-per-hour 1 --max-dollars 1 --dry-run --once", r"replicas"),
+    "deploy salad drain": Case("--yes --wait-minutes 0", r"1 instances? still runs?", 1),
+    "deploy salad delete": Case("--yes", r"sd15-batch"),
+    "health": Case("live --port {port}", r"^not live: no answer", 1),
+    "worker": Case("--model model", NEEDS_WORKER, 2),
+    "demo": Case("", NEEDS_WORKER, 2),
+    "bench engine": Case("", NEEDS_WORKER, 2),
+}
+
+
+#: Commands that run until they are stopped, which have tests of their own.
+SERVICES = {"exporter"}
+
+#: Runs commands in an environment, each in a fork, as the console's imports take half a second.
+#: Reads [arguments, file for the output, file for the errors] by line, and answers exit codes.
+FORK_SERVER = """
+import json, os, sys
+from fleet import main
+for line in sys.stdin:
+    arguments, output, errors = json.loads(line)
+    child = os.fork()
+    if not child:
+        for number, path in enumerate((os.devnull, output, errors)):
+            opened = os.open(path, os.O_RDWR | os.O_CREAT | os.O_TRUNC)
+            os.dup2(opened, number)
+        sys.stdin, sys.argv = open(0), ["imagefleet", *arguments]
+        try:
+            main.main()
+        except SystemExit as end:
+            sys.stdout.flush(), sys.stderr.flush()
+            os._exit(end.code if isinstance(end.code, int) else int(end.code is not None))
+        os._exit(99)
+    print(os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]), flush=True)
+"""
+
+
+def commands() -> set[str]:
+    """Every command that the console has, those groups included that do something themselves."""
+
+    def walk(command: Any, path: tuple[str, ...]) -> Iterator[str]:
+        if not hasattr(command, "commands") or command.invoke_without_command:
+            yield " ".join(path)
+        for name, each in getattr(command, "commands", {}).items():
+            yield from walk(each, (*path, name))
+
+    return set(walk(typer.main.get_command(app), ()))
+
 
 @pytest.fixture(scope="module")
-def installed(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A folder with what the wheel installs."""
+def wheel(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("wheel")
     build = [sys.executable, "-m", "hatchling", "build", "--target", "wheel", "--directory", folder]
     subprocess.run(build, cwd=ROOT, check=True, capture_output=True)
     (wheel,) = folder.glob("*.whl")
+    return wheel
+
+
+@pytest.fixture(scope="module")
+def unpacked(wheel: Path) -> Path:
+    """A folder with what the wheel installs."""
     with zipfile.ZipFile(wheel) as archive:
-        archive.extractall(folder / "installed")
-    return folder / "installed"
+        archive.extractall(wheel.parent / "unpacked")
+    return wheel.parent / "unpacked"
 
 
-def run(installed: Path, cwd: Path, *arguments: str) -> subprocess.CompletedProcess[str]:
-    return subprocess.run(
-        [sys.executable, "-c", "from fleet.main import main; main()", *arguments],
-        cwd=cwd,
-        env={**os.environ, "PYTHONPATH": str(installed), "PYTHONSAFEPATH": "1"},
+def declared(requirements: list[str]) -> dict[str, metadata.Distribution]:
+    """The installed distributions that these requirements ask for, directly or not."""
+    found: dict[str, metadata.Distribution] = {}
+    left = [Requirement(each) for each in requirements]
+    seen: set[str] = set()
+    while left:
+        requirement = left.pop()
+        for extra in {"", *requirement.extras}:
+            key = f"{requirement.name.lower()}[{extra}]"
+            if key in seen:
+                continue
+            seen.add(key)
+            distribution = found.setdefault(
+                requirement.name.lower(), metadata.distribution(requirement.name)
+            )
+            left.extend(
+                each
+                for each in map(Requirement, distribution.requires or [])
+                if each.marker is None or each.marker.evaluate({"extra": extra})
+            )
+    return found
+
+
+def link(distribution: metadata.Distribution, site_packages: Path) -> None:
+    """Installs a distribution once more, without a copy."""
+    for file in distribution.files or []:
+        if ".." not in file.parts and (source := Path(distribution.locate_file(file))).is_file():
+            target = site_packages / file
+            target.parent.mkdir(parents=True, exist_ok=True)
+            try:
+                target.hardlink_to(source)
+            except OSError:  # on another disk
+                target.write_bytes(source.read_bytes())
+
+
+@pytest.fixture(scope="module")
+def environment(wheel: Path) -> Path:
+    """A virtual environment with the wheel and its base dependencies only."""
+    folder = wheel.parent / "environment"
+    venv.create(folder, with_pip=False, symlinks=True)
+    subprocess.run(
+        [
+            *(sys.executable, "-m", "pip", "--python", folder / "bin" / "python", "install"),
+            *("--quiet", "--no-deps", "--no-index", "--disable-pip-version-check", wheel),
+        ],
+        check=True,
+    )
+    (site_packages,) = folder.glob("lib/python*/site-packages")
+    (installed,) = metadata.distributions(path=[str(site_packages)])
+    base = [each for each in installed.requires or [] if "extra ==" not in each]
+    for distribution in declared(base).values():
+        link(distribution, site_packages)
+    return folder
+
+
+@pytest.fixture(scope="module")
+def variables(
+    environment: Path, salad: Any, tmp_path_factory: pytest.TempPathFactory
+) -> dict[str, str]:
+    """All that the commands see of this machine."""
+    return {
+        "PATH": f"{environment / 'bin'}:/usr/bin:/bin",
+        "HOME": str(tmp_path_factory.mktemp("home")),
+        "SALAD_API_KEY": salad.key,
+        "no_proxy": "127.0.0.1",
+        "COLUMNS": "120",
+        "LANG": "C.UTF-8",
+    }
+
+
+@pytest.fixture(scope="module")
+def work(tmp_path_factory: pytest.TempPathFactory, azurite_address: str, salad: Any) -> Path:
+    """The folder in which the commands run, with jobs to load, a failed one, and a stored image."""
+    folder = tmp_path_factory.mktemp("work")
+    (folder / "jobs.jsonl").write_text('{"prompt": "a fox"}\n{"prompt": "an owl"}\n')
+    (folder / "fleet.yaml").write_text(FLEET_FILE.format(salad=salad.url, digest="5" * 64))
+
+    stored = io.BytesIO()
+    Image.new("RGB", (64, 64), "teal").save(stored, "PNG")
+
+    async def fill() -> None:
+        async with open_storage(
+            StorageSettings(storage=f"local:{folder}/imagefleet-data")
+        ) as local:
+            await local.create()
+            await local.poison.send([job.encode() for job in FAILED_JOBS])
+            facts = {"worker": "w1", "seconds": "2", "attempt": "1", "job": "0001"}
+            await local.blobs.create("spring/0001.png", stored.getvalue(), "image/png", facts)
+        async with open_storage(StorageSettings(storage=azurite_address)) as azurite:
+            await azurite.create()
+
+    asyncio.run(fill())
+    return folder
+
+
+@pytest.fixture(scope="module")
+def salad() -> Iterator[Any]:
+    """The fake SaladCloud of the tests in tests/fleet."""
+    spec = importlib.util.spec_from_file_location("salad_fake", ROOT / "tests/fleet/salad_fake.py")
+    assert spec is not None
+    assert spec.loader is not None
+    module = sys.modules[spec.name] = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    fake = module.SaladFake()
+    fake.key = module.KEY
+    with module.serving(fake):
+        yield fake
+    assert not fake.violations
+
+
+@pytest.fixture(scope="module")
+def prometheus() -> Iterator[str]:
+    """A Prometheus that knows no metric."""
+
+    class Empty(BaseHTTPRequestHandler):
+        def do_GET(self) -> None:
+            self.send_response(200)
+            self.end_headers()
+            data = {"resultType": "vector", "result": []}
+            self.wfile.write(json.dumps({"status": "success", "data": data}).encode())
+
+        do_POST = do_GET  # noqa: N815 - the name is given
+
+        def log_message(self, *_: object) -> None:
+            pass
+
+    with ThreadingHTTPServer(("127.0.0.1", 0), Empty) as server:
+        threading.Thread(target=server.serve_forever).start()
+        yield f"http://127.0.0.1:{server.server_port}"
+        server.shutdown()
+
+
+@pytest.fixture(scope="module")
+def run(
+    environment: Path, variables: dict[str, str], work: Path
+) -> Iterator[Callable[..., subprocess.CompletedProcess[str]]]:
+    """Runs a command of the installed wheel."""
+    with subprocess.Popen(
+        [environment / "bin" / "python", "-c", FORK_SERVER],
+        cwd=work,
+        env={**variables, "PYTHONSAFEPATH": "1"},
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        text=True,
+    ) as server:
+        assert server.stdin is not None
+        assert server.stdout is not None
+
+        def run_command(*arguments: str) -> subprocess.CompletedProcess[str]:
+            output, errors = variables["HOME"] + "-output", variables["HOME"] + "-errors"
+            print(json.dumps([arguments, output, errors]), file=server.stdin, flush=True)
+            code = int(server.stdout.readline())
+            texts = (Path(file).read_text() for file in (output, errors))
+            return subprocess.CompletedProcess(arguments, code, *texts)
+
+        yield run_command
+        server.stdin.close()
+
+
+def test_nothing_is_installed_beside_the_four_packages(unpacked: Path) -> None:
+    names = {path.name for path in unpacked.iterdir() if path.suffix != ".dist-info"}
+    assert names == {"fleet", "imagefleet", "loadgen", "worker"}
+
+
+def test_users_type_checkers_find_the_types(unpacked: Path) -> None:
+    assert (unpacked / "imagefleet" / "py.typed").is_file()
+
+
+def test_the_environment_has_no_development_packages(
+    environment: Path, variables: dict[str, str], tmp_path: Path
+) -> None:
+    for name in ("torch", "pytest", "numpy", "azure.identity"):
+        program = f"import {name}"
+        found = subprocess.run(
+            [environment / "bin" / "python", "-c", program],
+            cwd=tmp_path,
+            env=variables,
+            capture_output=True,
+            check=False,
+        )
+        assert b"ModuleNotFoundError" in found.stderr, name
+
+
+def test_every_command_is_run_here() -> None:
+    missing = commands() - set(COMMANDS) - SERVICES
+    assert not missing, f"add what they are run with to COMMANDS: {sorted(missing)}"
+    assert set(COMMANDS) <= commands()
+
+
+@pytest.mark.parametrize("command", COMMANDS)
+def test_a_command_works_away_from_the_checkout(
+    command: str,
+    run: Callable[..., subprocess.CompletedProcess[str]],
+    azurite_address: str,
+    prometheus: str,
+    unused_port: int,
+) -> None:
+    case = COMMANDS[command]
+    arguments = case.arguments.format(
+        azurite=azurite_address, prometheus=prometheus, port=unused_port
+    )
+    result = run(*command.split(), *shlex.split(arguments))
+    assert result.returncode == case.exit_code, result.stdout + result.stderr
+    assert "Traceback" not in result.stderr
+    assert re.search(case.printed, result.stdout + result.stderr, re.MULTILINE)
+
+
+def test_the_report_shows_pictures_without_the_workers_libraries(
+    run: Callable[..., subprocess.CompletedProcess[str]], work: Path
+) -> None:
+    result = run("report", "--campaign", "spring", "--html", "pictures.html")
+    assert result.returncode == 0, result.stderr
+    text = (work / "pictures.html").read_text()
+    assert 'src="data:image/webp;base64,' in text
+    assert f'href="{(work / "imagefleet-data/images/spring/0001.png").as_uri()}"' in text
+
+
+def test_the_exporter_serves_the_queue_and_ends_when_asked(
+    environment: Path, variables: dict[str, str], work: Path, unused_port: int
+) -> None:
+    with subprocess.Popen(
+        [environment / "bin" / "imagefleet", "exporter", "--port", str(unused_port)],
+        cwd=work,
+        env=variables,
+        stderr=subprocess.PIPE,
+    ) as exporter:
+        url = f"http://127.0.0.1:{unused_port}/metrics"
+        deadline = time.monotonic() + 30
+        text = ""
+        while "imagefleet_queue_messages{" not in text and time.monotonic() < deadline:
+            with contextlib.suppress(OSError), urllib.request.urlopen(url, timeout=1) as answer:
+                text = answer.read().decode()
+            time.sleep(0.05)
+        exporter.terminate()
+        assert exporter.wait(30) == 0
+    assert "imagefleet_queue_messages{" in text
+
+
+def test_the_demo_draws_its_pictures_away_from_the_checkout(unpacked: Path, tmp_path: Path) -> None:
+    demo = subprocess.run(
+        [
+            sys.executable,
+            "-c",
+            "from fleet.main import main; main()",
+            "demo",
+            "--report",
+            "report.json",
+        ],
+        cwd=tmp_path,
+        env={**os.environ, "PYTHONPATH": str(unpacked), "PYTHONSAFEPATH": "1"},
         capture_output=True,
         text=True,
         timeout=60,
         check=False,
     )
-
-
-def test_nothing_is_installed_beside_the_four_packages(installed: Path) -> None:
-    names = {path.name for path in installed.iterdir() if path.suffix != ".dist-info"}
-    assert names == {"fleet", "imagefleet", "loadgen", "worker"}
-
-
-def test_users_type_checkers_find_the_types(installed: Path) -> None:
-    assert (installed / "imagefleet" / "py.typed").is_file()
-
-
-def test_the_modules_come_from_the_wheel(installed: Path, tmp_path: Path) -> None:
-    program = "import imagefleet, loadgen; print(imagefleet.__file__, loadgen.__file__)"
-    found = subprocess.run(
-        [sys.executable, "-c", program],
-        cwd=tmp_path,
-        env={**os.environ, "PYTHONPATH": str(installed), "PYTHONSAFEPATH": "1"},
-        capture_output=True,
-        text=True,
-        check=True,
-    )
-    assert all(path.startswith(str(installed)) for path in found.stdout.split())
-
-
-@pytest.mark.parametrize(
-    "arguments",
-    [
-        ("version",),
-        ("prompt", "a ((red)) house <lora:rocket:0.5>"),
-        ("plan", "--jobs", "1000", "--gpu", "RTX 4090"),
-    ],
-    ids=lambda arguments: arguments[0],
-)
-def test_commands_work_away_from_the_checkout(
-    installed: Path, tmp_path: Path, arguments: tuple[str, ...]
-) -> None:
-    result = run(installed, tmp_path, *arguments)
-    assert result.returncode == 0, result.stderr
-    assert result.stdout.strip()
-
-
-def test_the_demo_draws_its_pictures_away_from_the_checkout(
-    installed: Path, tmp_path: Path
-) -> None:
-    result = run(installed, tmp_path, "demo", "--report", "report.json")
-    assert result.returncode == 0, result.stderr
+    assert demo.returncode == 0, demo.stderr
     assert json.loads((tmp_path / "report.json").read_text())["images"] == 22

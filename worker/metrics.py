@@ -4,12 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from functools import partial
+from typing import Literal, get_args
 
-from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, Info
+from prometheus_client import Counter, Gauge, Histogram, Info
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
 from prometheus_client.registry import Collector
 
 from imagefleet import errors
+from imagefleet.telemetry import exposition
 from imagefleet.telemetry.queue_gauges import QueueGauges
 from worker.files.loras import LoraLibrary
 from worker.gpu_thread import EngineThread
@@ -21,6 +23,17 @@ STAGE_SECONDS_BUCKETS = tuple(0.001 * 2**power for power in range(17))
 
 #: Why an engine is idle: no jobs, jobs that arrive too slowly, or uploads that are too slow.
 IDLE_REASONS = ("queue_empty", "starved", "backpressure")
+
+NodeFault = Literal[
+    "disk",
+    "gpu_memory",
+    "engine",
+    "start_up_time",
+    "gpu_speed",
+    "upload_speed",
+    "failed_images",
+]
+"""What is wrong with a node; `engine`: loading the model or the first images failed."""
 
 #: The errors that send a job to the poison queue.
 FAILURES: tuple[type[errors.FleetError], ...] = (
@@ -35,8 +48,9 @@ FAILURES: tuple[type[errors.FleetError], ...] = (
 class WorkerMetrics:
     """The metrics that the stages update, and one registry per worker."""
 
-    def __init__(self) -> None:
-        self.registry = CollectorRegistry()
+    def __init__(self, fleet: str | None = None) -> None:
+        """*fleet*: a label of every series; None: no such label."""
+        self.registry = exposition.LabelledRegistry({"fleet": fleet} if fleet else {})
         counter = partial(Counter, registry=self.registry)
         self.images = counter("imagefleet_images", "Images stored.")
         self.jobs = counter("imagefleet_jobs", "Jobs by outcome.", ["outcome"])
@@ -58,6 +72,11 @@ class WorkerMetrics:
         )
         self.reallocations = counter(
             "imagefleet_node_reallocations", "Requests for another node, by result.", ["result"]
+        )
+        self.node_faults = counter(
+            "imagefleet_node_faults",
+            "Faults of this node, found by its start-up check or in a window of work.",
+            ["fault"],
         )
         self.waiting = Gauge(
             "imagefleet_waiting_for_operator",
@@ -92,6 +111,7 @@ class WorkerMetrics:
             (self.stage_seconds, STAGES),
             (self.node_windows, ("passed", "failed", "unknown")),
             (self.reallocations, ("granted", "refused")),
+            (self.node_faults, get_args(NodeFault)),
             (self.failed_jobs, (error.__name__ for error in FAILURES)),
         ):
             for value in values:

@@ -88,13 +88,13 @@ class Pipeline:
         self.metrics = metrics or WorkerMetrics()
         self.started = False
         self.ready = False
-        self.start_up_phase: Phase = "fetching the model"
+        self.start_up_phase: Phase = "connecting to the storage"
         self._storage = storage
         self._settings = settings
         self._retry_policy = retry_policy
         self._on_settled = on_settled
         self._on_depth = on_depth
-        self._check = NodeCheck(storage.blobs, settings, limits)
+        self._check = NodeCheck(storage.blobs, settings, limits, self.metrics)
         self.engine_thread = EngineThread(
             lambda: self._check.load(lambda: self._load(load)),
             why_idle=self._why_idle,

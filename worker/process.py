@@ -87,7 +87,6 @@ class _Worker:
     _stop: asyncio.Event
     _hurry: asyncio.Event
     _began_at: float = field(default_factory=time.monotonic)
-    _metrics: WorkerMetrics = field(default_factory=WorkerMetrics)
     _meter: ProgressMeter = field(default_factory=ProgressMeter)
     _pipeline: Pipeline | None = None
     _jobs: Counter[str] = field(default_factory=Counter)
@@ -97,6 +96,7 @@ class _Worker:
     _port: int = 0
 
     def __post_init__(self) -> None:
+        self._metrics = WorkerMetrics(self._settings.fleet_name)
         self._reallocation = Reallocation(self._metadata, self._metrics)
 
     async def run(self) -> WorkerReport:
@@ -146,8 +146,6 @@ class _Worker:
         runs_on = await asyncio.to_thread(replica.find_replica, self._settings)
         identity_token = None if self._metadata is None else self._metadata.token
         async with open_storage(self._settings, identity_token=identity_token) as storage:
-            if not await tasks.run_until(self._stop, storage.check()):
-                return
             self._pipeline = Pipeline(
                 storage,
                 self._load or self._load_engine,
@@ -160,6 +158,9 @@ class _Worker:
                 limits=limits_of(self._settings, runs_on.gpu, on_salad=self._metadata is not None),
                 reallocation=self._reallocation,
             )
+            # After the pipeline, whose metrics name this worker also while it waits.
+            if not await tasks.run_until(self._stop, storage.check()):
+                return
             log.info(
                 "pulling from %s of %s, metrics at http://%s:%d/metrics",
                 storage.queue.name,
@@ -168,6 +169,7 @@ class _Worker:
                 self._port,
                 extra={"action": "start", "port": self._port},
             )
+            self._pipeline.start_up_phase = "fetching the model"
             if await tasks.run_until(self._stop, model.fetch(self._settings, storage.blobs)):
                 await self._pipeline.run(self._stop, self._hurry)
 

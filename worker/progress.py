@@ -174,9 +174,7 @@ class ProgressMeter:
     def _rates(self, now: float, counts: Counts) -> tuple[float | None, float | None]:
         """Images and jobs per second."""
         self._samples.append((now, counts))
-        while now - self._samples[0][0] > WINDOW_SECONDS and now - self._samples[1][0] >= (
-            WINDOW_SECONDS
-        ):
+        while len(self._samples) > 1 and now - self._samples[1][0] >= WINDOW_SECONDS:
             self._samples.popleft()
         began_at, before = self._samples[0]
         seconds = now - began_at
@@ -216,6 +214,8 @@ def log_progress(progress: Progress) -> None:
 
 
 def log_report(report: WorkerReport) -> None:
+    fields = _rounded(asdict(report))
+    del fields["stopped_by"]  # not known yet; the signal has a line of its own
     log.info(
         "done: %d images in %.0f s, the engine was idle %.1f %% of the time; jobs: %s",
         report.images,
@@ -224,7 +224,7 @@ def log_report(report: WorkerReport) -> None:
         ", ".join(f"{count} {outcome}" for outcome, count in report.jobs.items()) or "none",
         extra={
             "action": "stop",
-            **_rounded(asdict(report)),
+            **fields,
             "failed_jobs": report.failed_jobs,
             "images_per_second": round(report.images_per_second, 3),
             "images_per_dollar": report.images_per_dollar,

@@ -19,10 +19,11 @@ from azure.core.exceptions import HttpResponseError
 from azure.storage.blob.aio import ContainerClient
 from azure.storage.queue.aio import QueueClient
 
-from fleet.keys.roles import RESOURCES, name_of
 from imagefleet.storage.azure import account, sas
 from imagefleet.storage.azure import errors as azure_errors
 from imagefleet.storage.azure.credentials import Access, Credentials
+from imagefleet.storage.azure.refusals import LESS_PERMISSION
+from imagefleet.storage.azure.roles import RESOURCES, name_of
 from imagefleet.storage.azure.storage import API_VERSION
 from imagefleet.storage.settings import Resource, StorageSettings
 
@@ -81,6 +82,9 @@ async def check(settings: StorageSettings) -> list[Checked]:
             is_blob = resource == "blob"
             open_client = address.container_client if is_blob else address.queue_client
             probes = BLOB_PROBES if is_blob else QUEUE_PROBES
+            if access.is_missing:
+                checked.append(Checked(resource, name, "", "".join(probes), None, None))
+                continue
             async with open_client(name, access.credential, **options) as client:
                 checked.append(await _try(resource, name, access, client, probes))
     finally:
@@ -94,7 +98,7 @@ async def _try(
     what = f"the {'container' if resource == 'blob' else 'queue'} {name!r}"
     allowed = ""
     for letter, probe in probes.items():
-        if await access.attempt(what, functools.partial(_is_allowed, probe, client)):
+        if await access.attempt(what, letter, functools.partial(_is_allowed, probe, client)):
             allowed += letter
     denied = "".join(letter for letter in probes if letter not in allowed)
     credential = access.credential
@@ -108,7 +112,7 @@ async def _is_allowed(probe: Callable[[Any], Awaitable[Any]], client: Any) -> bo
         await probe(client)
     except HttpResponseError as error:
         code, status = azure_errors.code_of(error), error.status_code or 0
-        if code in azure_errors.LESS_PERMISSION:
+        if code in LESS_PERMISSION:
             return False
         is_client_error = 400 <= status < 500 and status not in _NOT_AN_ANSWER  # noqa: PLR2004
         if code in azure_errors.MISSING or not is_client_error:

@@ -15,8 +15,8 @@ import typer
 from rich.table import Table
 
 from fleet import console, options
-from fleet.keys.roles import ROLES, Role, explain, name_of
 from imagefleet import errors
+from imagefleet.storage.azure.roles import ROLES, Role, explain, name_of
 from imagefleet.storage.open import LOCAL_SCHEME
 from imagefleet.storage.settings import StorageSettings
 
@@ -57,7 +57,10 @@ def _mint_command(role: Role) -> Callable[..., None]:
         ] = None,
         file: Annotated[
             Path | None,
-            typer.Option(help="Write them to this file, for IMAGEFLEET_SAS_FILE, and print none."),
+            typer.Option(
+                metavar="FILE",
+                help="Write them to this file, for IMAGEFLEET_SAS_FILE, and print none.",
+            ),
         ] = None,
         as_json: Annotated[
             bool, typer.Option("--json", help="Print what --file would write.")
@@ -208,7 +211,9 @@ def _checked_table(checked: list[Checked]) -> Table:
     table = Table("resource", "allowed", "denied", "valid until")
     for each in checked:
         until = "no expiry: a key or an identity"
-        if each.policy:
+        if not each.allowed:
+            until = "-"
+        elif each.policy:
             until = f"the end of policy {each.policy}"
         table.add_row(
             each.name,

@@ -15,10 +15,10 @@ from azure.storage.queue import AccessPolicy as QueuePolicy
 from azure.storage.queue import QueueSasPermissions, generate_queue_sas
 from azure.storage.queue.aio import QueueClient
 
-from fleet.keys.roles import RESOURCES, Role, name_of
 from imagefleet import errors
 from imagefleet.storage.azure import account
 from imagefleet.storage.azure import errors as azure_errors
+from imagefleet.storage.azure.roles import RESOURCES, Role, name_of
 from imagefleet.storage.azure.storage import API_VERSION
 from imagefleet.storage.settings import Resource, StorageSettings
 

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import asyncio
 import logging
+from contextlib import AbstractAsyncContextManager
 from dataclasses import asdict, dataclass
+from datetime import UTC, datetime
 from typing import Annotated
 
 import typer
@@ -81,7 +83,8 @@ def top_command(
             "top reads the workers' metrics: give --prometheus, the URL of a Prometheus or"
             " VictoriaMetrics that has them"
         )
-    console.run(_show_workers(settings.prometheus, count, watch=watch, as_json=as_json))
+    server = prometheus.connected(settings.prometheus, settings.queried_fleet)
+    console.run(_show_workers(server, count, watch=watch, as_json=as_json))
 
 
 @options.from_settings(ExporterSettings)
@@ -134,7 +137,7 @@ def workers_screen(workers: list[rates.WorkerRates], count: int) -> Group:
 async def _show_status(settings: MonitorSettings, *, watch: bool, as_json: bool) -> None:
     async with (
         console.connected(settings) as client,
-        prometheus.connected_if(settings.prometheus) as server,
+        prometheus.connected_if(settings.prometheus, settings.queried_fleet) as server,
     ):
         await watching.show(
             lambda: read_status(client, server),
@@ -145,12 +148,23 @@ async def _show_status(settings: MonitorSettings, *, watch: bool, as_json: bool)
         )
 
 
-async def _show_workers(url: str, count: int, *, watch: bool, as_json: bool) -> None:
-    async with prometheus.connected(url) as server:
+async def _show_workers(
+    connecting: AbstractAsyncContextManager[prometheus.Prometheus],
+    count: int,
+    *,
+    watch: bool,
+    as_json: bool,
+) -> None:
+    async with connecting as server:
+
+        async def read() -> tuple[list[rates.WorkerRates], str | None]:
+            workers = await rates.worker_rates(server)
+            return workers, await rates.left_out(server, datetime.now(UTC))
+
         await watching.show(
-            lambda: rates.worker_rates(server),
-            lambda workers: workers_screen(workers, count),
-            lambda workers: {"workers": [asdict(each) for each in workers]},
+            read,
+            lambda found: Group(workers_screen(found[0], count), *_notes(found[1])),
+            lambda found: {"workers": [asdict(each) for each in found[0]], "left_out": found[1]},
             is_live=watch,
             as_json=as_json,
         )
@@ -162,7 +176,7 @@ async def _export(settings: ExporterSettings) -> None:
 
     async with (
         console.connected(settings) as client,
-        prometheus.connected_if(settings.prometheus) as server,
+        prometheus.connected_if(settings.prometheus, settings.queried_fleet) as server,
     ):
         storage = client.storage
         exporter = Exporter(storage, settings, server)
@@ -210,7 +224,12 @@ def _status_screen(status: FleetStatus) -> Group:
             "GPU idle": console.percent(fleet.gpu_idle_fraction),
         }
         parts.append(console.totals(rows))
+        parts += _notes(fleet.left_out)
     return Group(*parts)
+
+
+def _notes(sentence: str | None) -> list[Text]:
+    return [Text(sentence, style="yellow")] if sentence else []
 
 
 def _age(seconds: float | None) -> str:

@@ -35,12 +35,14 @@ class Series:
 
 
 class Prometheus:
-    """One server.
+    """One server, and the fleet that is asked about; None: every fleet.
 
+    `$fleet`, the last matcher in each selector of a query, becomes a matcher of the fleet's label.
     Every method raises SetupError if the server rejects the query, TransientError if it fails.
     """
 
-    def __init__(self, session: aiohttp.ClientSession, url: str) -> None:
+    def __init__(self, session: aiohttp.ClientSession, url: str, fleet: str | None = None) -> None:
+        self.fleet = fleet
         self._session = session
         self._url = url.rstrip("/")
 
@@ -58,6 +60,7 @@ class Prometheus:
     async def _query(self, endpoint: str, query: str, **times: float) -> list[Series]:
         import aiohttp
 
+        query = query.replace("$fleet", "" if self.fleet is None else f'fleet="{self.fleet}"')
         url, data = f"{self._url}/api/v1/{endpoint}", {"query": query}
         data |= {name: str(seconds) for name, seconds in times.items()}
         try:
@@ -82,18 +85,20 @@ class Prometheus:
 
 
 @asynccontextmanager
-async def connected(url: str) -> AsyncIterator[Prometheus]:
+async def connected(url: str, fleet: str | None = None) -> AsyncIterator[Prometheus]:
     """A session with the server at *url*, which may contain user:password@."""
     import aiohttp
 
     timeout = aiohttp.ClientTimeout(total=TIMEOUT_SECONDS)
     async with aiohttp.ClientSession(timeout=timeout, trust_env=True) as session:
-        yield Prometheus(session, url)
+        yield Prometheus(session, url, fleet)
 
 
-def connected_if(url: str | None) -> AbstractAsyncContextManager[Prometheus | None]:
+def connected_if(
+    url: str | None, fleet: str | None
+) -> AbstractAsyncContextManager[Prometheus | None]:
     """As `connected`; None without a URL."""
-    return connected(url) if url else nullcontext()
+    return connected(url, fleet) if url else nullcontext()
 
 
 def _series(data: Mapping[str, Any]) -> list[Series]:

@@ -7,7 +7,6 @@ import logging
 import time
 from collections.abc import Iterator
 
-from prometheus_client import CollectorRegistry
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
 from prometheus_client.registry import Collector
 
@@ -15,6 +14,7 @@ from fleet.monitor import prometheus, rates
 from fleet.monitor.settings import ExporterSettings
 from imagefleet import errors
 from imagefleet.storage.protocol import JobQueue, Storage
+from imagefleet.telemetry import exposition
 from imagefleet.telemetry.queue_flow import QueueFlow
 from imagefleet.telemetry.queue_gauges import QueueGauges
 
@@ -60,7 +60,7 @@ class Exporter(Collector):
     def __init__(
         self, storage: Storage, settings: ExporterSettings, server: prometheus.Prometheus | None
     ) -> None:
-        self.registry = CollectorRegistry()
+        self.registry = exposition.LabelledRegistry({"fleet": settings.fleet_name})
         self.failed_samples = 0
         self._gauges = QueueGauges(self.registry)
         self._storage = storage
@@ -68,6 +68,7 @@ class Exporter(Collector):
         self._server = server
         self._flow = QueueFlow()
         self._figures: dict[str, float] = {}
+        self._left_out: str | None = None
         self.registry.register(self)
 
     @property
@@ -114,6 +115,10 @@ class Exporter(Collector):
             except errors.FleetError as error:
                 self.failed_samples += 1
                 log.warning("without the metrics: %s", error, extra={"action": "metrics_unknown"})
+            else:
+                if fleet.left_out and fleet.left_out != self._left_out:
+                    log.warning("%s", fleet.left_out, extra={"action": "workers_left_out"})
+                self._left_out = fleet.left_out
         self._figures = {
             **figures(self._flow, fleet, self._settings.fleet_dollars_per_hour),
             "imagefleet_exporter_last_look_timestamp_seconds": time.time(),

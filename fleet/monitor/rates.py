@@ -9,23 +9,29 @@ import asyncio
 from dataclasses import dataclass
 from datetime import UTC, datetime
 
+from fleet import console
 from fleet.monitor.prometheus import Prometheus
+from imagefleet.telemetry import fleet as fleet_names
 
 #: Long enough for several pushes or scrapes, short enough to show a change.
 WINDOW = "2m"
 
-_IMAGES = f"rate(imagefleet_images_total[{WINDOW}])"
-_DOLLARS = f"rate(imagefleet_cost_dollars_total[{WINDOW}])"
-_GPU_DOLLARS = f'rate(imagefleet_cost_dollars_total{{kind="gpu"}}[{WINDOW}])'
-_BUSY = f"rate(imagefleet_gpu_busy_seconds_total[{WINDOW}])"
-_IDLE = f"rate(imagefleet_gpu_idle_seconds_total[{WINDOW}])"
-_ENDED = f'rate(imagefleet_jobs_total{{outcome=~"completed|duplicate|failed"}}[{WINDOW}])'
-_FAILED = "increase(imagefleet_failed_jobs_total[1h])"
+#: Of the names that a message suggests.
+_SHOWN_FLEETS = 5
+
+_INFO = "imagefleet_worker_info{$fleet}"
+_IMAGES = f"rate(imagefleet_images_total{{$fleet}}[{WINDOW}])"
+_DOLLARS = f"rate(imagefleet_cost_dollars_total{{$fleet}}[{WINDOW}])"
+_GPU_DOLLARS = f'rate(imagefleet_cost_dollars_total{{kind="gpu",$fleet}}[{WINDOW}])'
+_BUSY = f"rate(imagefleet_gpu_busy_seconds_total{{$fleet}}[{WINDOW}])"
+_IDLE = f"rate(imagefleet_gpu_idle_seconds_total{{$fleet}}[{WINDOW}])"
+_ENDED = f'rate(imagefleet_jobs_total{{outcome=~"completed|duplicate|failed",$fleet}}[{WINDOW}])'
+_FAILED = "increase(imagefleet_failed_jobs_total{$fleet}[1h])"
 
 
 @dataclass(frozen=True, slots=True)
 class FleetRates:
-    """Rates of the whole fleet; None where there is no data."""
+    """Rates of the whole fleet; None where there is no data. *left_out*: see the function."""
 
     workers: int
     images_per_second: float | None
@@ -34,6 +40,7 @@ class FleetRates:
     dollars_per_hour: float | None
     images_per_dollar_gpu_only: float | None
     images_per_dollar: float | None
+    left_out: str | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -60,7 +67,7 @@ async def fleet_rates(prometheus: Prometheus) -> FleetRates:
         return found[0].last if found else None
 
     workers, images, jobs, idle, dollars, per_gpu_dollar, per_dollar = await asyncio.gather(
-        value("sum(imagefleet_worker_info)"),
+        value(f"sum({_INFO})"),
         value(f"sum({_IMAGES})"),
         value(f"sum({_ENDED})"),
         value(_idle_fraction("sum")),
@@ -77,7 +84,28 @@ async def fleet_rates(prometheus: Prometheus) -> FleetRates:
         images_per_dollar_gpu_only=per_gpu_dollar,
         # The storage's cost alone, without the GPU's, would give far too high a figure.
         images_per_dollar=None if per_gpu_dollar is None else per_dollar,
+        left_out=await left_out(prometheus, now),
     )
+
+
+async def left_out(prometheus: Prometheus, at: datetime, window: str = WINDOW) -> str | None:
+    """A sentence about workers whose label keeps them out of the queries; None: nothing to say.
+
+    Without it, a fleet of an older version, or one under another name, would seem to stand still.
+    """
+    if prometheus.fleet is None:
+        return None
+    counts = f"count by (fleet) (last_over_time(imagefleet_worker_info[{window}]))"
+    workers = {each.labels.get("fleet", ""): each.last for each in await prometheus.at(counts, at)}
+    if unlabelled := int(workers.pop("", 0)):
+        return (
+            f"{console.counted(unlabelled, 'worker')} without the label fleet, of an older version,"
+            f" left out: update them, or give --fleet {fleet_names.ALL}"
+        )
+    if workers and prometheus.fleet not in workers:
+        others = ", ".join(sorted(workers)[:_SHOWN_FLEETS])
+        return f"no worker of fleet {prometheus.fleet}; --fleet chooses another, such as {others}"
+    return None
 
 
 async def worker_rates(prometheus: Prometheus) -> list[WorkerRates]:
@@ -86,7 +114,7 @@ async def worker_rates(prometheus: Prometheus) -> list[WorkerRates]:
     Raises the errors of `Prometheus.at`.
     """
     now = datetime.now(UTC)
-    infos = await prometheus.at("imagefleet_worker_info", now)
+    infos = await prometheus.at(_INFO, now)
 
     async def by_instance(query: str) -> dict[str, float]:
         found = await prometheus.at(query, now)
@@ -96,7 +124,7 @@ async def worker_rates(prometheus: Prometheus) -> list[WorkerRates]:
     images, idle, prices, per_dollar, failed = await asyncio.gather(
         by_instance(f"{each_sum}({_IMAGES})"),
         by_instance(_idle_fraction(each_sum)),
-        by_instance(f"{each_sum}(imagefleet_price_dollars_per_hour)"),
+        by_instance(f"{each_sum}(imagefleet_price_dollars_per_hour{{$fleet}})"),
         by_instance(f"{each_sum}({_IMAGES}) / {each_sum}({_DOLLARS})"),
         by_instance(f"{each_sum}({_FAILED})"),
     )

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 from pydantic import Field
 
-from imagefleet.storage.settings import StorageSettings
-from imagefleet.telemetry.settings import TelemetrySettings
+from imagefleet.telemetry import fleet as fleet_names
+from imagefleet.telemetry.settings import FleetSettings, TelemetrySettings
 
 
-class MonitorSettings(StorageSettings):
+class MonitorSettings(FleetSettings):
     """Sources of a fleet's state: its storage and its metrics."""
 
     prometheus: str | None = Field(
@@ -18,6 +18,11 @@ class MonitorSettings(StorageSettings):
         description="URL of the Prometheus or VictoriaMetrics with the workers' metrics; it may"
         " contain user:password@.",
     )
+
+    @property
+    def queried_fleet(self) -> str | None:
+        """The fleet whose metrics are read; None: every fleet's."""
+        return None if self.fleet == fleet_names.ALL else self.fleet_name
 
 
 class ExporterSettings(TelemetrySettings, MonitorSettings):

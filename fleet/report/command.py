@@ -64,6 +64,8 @@ def command(
     price = _price(price_per_hour, gpu, priority, table)
     figures, metrics, pictures = console.run(_read(settings, campaign, table, price, samples))
     made_at = datetime.now(UTC)
+    if metrics and metrics.left_out:
+        console.print_warning(metrics.left_out)
     facts = {
         "made_at": made_at,
         **asdict(figures),
@@ -87,7 +89,7 @@ async def _read(
     table: prices.PriceTable,
     price: tuple[float | None, str],
     samples: int,
-) -> tuple[report_figures.Figures, report_metrics.Metrics | None, list[bytes]]:
+) -> tuple[report_figures.Figures, report_metrics.Metrics | None, list[report_records.Picture]]:
     async with console.connected(settings) as client:
         storage = client.storage
         records = await report_records.read_records(storage, campaign, samples)
@@ -95,13 +97,17 @@ async def _read(
             raise errors.SetupError(
                 f"campaign {campaign!r} has no images and no failed jobs in {storage.url}"
             )
-        pictures = [await storage.blobs.read(name) for name in records.samples]
+        pictures = [
+            report_records.Picture(sample.job, storage.blobs.address(sample.blob), data)
+            for sample in records.samples
+            if (data := await storage.blobs.read(sample.blob)) is not None
+        ]
     figures = report_figures.compute(records, storage.url, table, *price)
     metrics = None
     if settings.prometheus is not None and figures.began_at and figures.ended_at:
-        async with prometheus.connected(settings.prometheus) as server:
+        async with prometheus.connected(settings.prometheus, settings.queried_fleet) as server:
             metrics = await report_metrics.read_metrics(server, figures.began_at, figures.ended_at)
-    return figures, metrics, [picture for picture in pictures if picture is not None]
+    return figures, metrics, pictures
 
 
 def _price(

@@ -6,6 +6,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from datetime import datetime, timedelta
 
+from fleet.monitor import rates
 from fleet.monitor.prometheus import Prometheus
 
 #: The last pushes follow the last image.
@@ -41,6 +42,7 @@ class Metrics:
     images_per_dollar: float | None
     rate_seconds: float
     over_time: Mapping[str, Sequence[tuple[float, float]]]
+    left_out: str | None = None
 
 
 async def read_metrics(prometheus: Prometheus, began_at: datetime, last_at: datetime) -> Metrics:
@@ -79,6 +81,7 @@ async def read_metrics(prometheus: Prometheus, began_at: datetime, last_at: date
             name: series[0].points if (series := await prometheus.over(query, *span)) else ()
             for name, query in _queries_over_time(f"{rate_seconds:.0f}s").items()
         },
+        left_out=await rates.left_out(prometheus, ended_at, f"{window:.0f}s"),
     )
 
 
@@ -90,18 +93,18 @@ def _gain(metric: str, label: str, window_seconds: float) -> str:
     resets; a scraped worker that restarts at the same address is undercounted.
     """
     window = f"{window_seconds:.0f}s"
-    now = f"last_over_time({metric}[{window}])"
-    before = f"last_over_time({metric}[{_LOOK_BACK_SECONDS}s] offset {window})"
+    now = f"last_over_time({metric}{{$fleet}}[{window}])"
+    before = f"last_over_time({metric}{{$fleet}}[{_LOOK_BACK_SECONDS}s] offset {window})"
     by = f" by ({label})" if label else ""
     return f"sum{by} ({now} - ({before} or 0 * {now}))"
 
 
 def _queries_over_time(window: str) -> dict[str, str]:
-    images = f"sum(rate(imagefleet_images_total[{window}]))"
-    dollars = f"sum(rate(imagefleet_cost_dollars_total[{window}]))"
-    gpu_dollars = f'sum(rate(imagefleet_cost_dollars_total{{kind="gpu"}}[{window}]))'
+    images = f"sum(rate(imagefleet_images_total{{$fleet}}[{window}]))"
+    dollars = f"sum(rate(imagefleet_cost_dollars_total{{$fleet}}[{window}]))"
+    gpu_dollars = f'sum(rate(imagefleet_cost_dollars_total{{kind="gpu",$fleet}}[{window}]))'
     return {
-        "workers": "count(imagefleet_worker_info)",
+        "workers": "count(imagefleet_worker_info{$fleet})",
         "images_per_second": images,
         "images_per_dollar_gpu_only": f"{images} / ({gpu_dollars} > 0)",
         "images_per_dollar": f"{images} / ({dollars} > 0)",

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import base64
-import importlib.util
 import io
+import textwrap
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from datetime import datetime
@@ -12,35 +12,45 @@ from typing import Any
 
 import jinja2
 from markupsafe import Markup
+from PIL import UnidentifiedImageError
 
+from fleet import contact_sheet
 from fleet.console import counted
 from fleet.report.figures import Figures
 from fleet.report.metrics import Metrics
 from fleet.report.plot import Bar, Line, bars, histogram, number_text, time_plot
+from fleet.report.records import Picture
 
 #: Rows of the table of workers, the slowest first.
 _MAX_WORKERS = 15
 
 _SPEED_BINS = 24
-_WEBP_QUALITY = 82
+#: The longer side of a sample: twice its size on the page, for screens of high resolution.
+_SAMPLE_PIXELS = 384
+_WEBP_QUALITY = 80
+
+#: Of a prompt; the rest is shown on demand.
+_SHOWN_CHARACTERS = 110
+
+#: For a figure that cannot be computed.
+_UNKNOWN = "n/a"
 
 #: The colour of waste.
 _BAD = 3
 
 
 def render(
-    figures: Figures, metrics: Metrics | None, pictures: Sequence[bytes], made_at: datetime
+    figures: Figures, metrics: Metrics | None, pictures: Sequence[Picture], made_at: datetime
 ) -> str:
-    """The page; *pictures* are encoded images, shown as thumbnails captioned with their prompts."""
+    """The page; *pictures* are shown as thumbnails with their jobs' ids, prompts and LoRAs."""
     environment = jinja2.Environment(
         loader=jinja2.PackageLoader("fleet.report", ""),
         autoescape=True,
         trim_blocks=True,
         undefined=jinja2.StrictUndefined,
     )
-    filters = (_dollars, _moment, _number, _seconds, _size, _span, _words)
+    filters = (gpu_name, _dollars, _moment, _number, _seconds, _size, _span, _words)
     environment.filters.update({each.__name__.lstrip("_"): each for each in filters})
-    has_pillow = importlib.util.find_spec("PIL") is not None
     return environment.get_template("page.html.jinja").render(
         counted=counted,
         figures=figures,
@@ -48,9 +58,7 @@ def render(
         made_at=made_at,
         plots=_plots(figures) | (_metrics_plots(metrics) if metrics else {}),
         slowest=list(reversed(figures.workers))[:_MAX_WORKERS],
-        has_pictures=bool(pictures),
-        has_pillow=has_pillow,
-        samples=[_sample(picture) for picture in pictures] if has_pillow else [],
+        samples=[_sample(picture) for picture in pictures],
     )
 
 
@@ -89,7 +97,7 @@ def _costs(figures: Figures) -> list[Bar]:
     by_gpu: dict[str, float] = {}
     if figures.money.gpu_dollars is not None:
         for worker in figures.workers:
-            name = worker.gpu or "GPU"
+            name = gpu_name(worker.gpu)
             by_gpu[name] = by_gpu.get(name, 0.0) + (worker.gpu_dollars or 0.0)
     rows = [*sorted(by_gpu.items()), ("storage operations", figures.money.storage_dollars)]
     return [Bar(name, dollars, _dollars(dollars)) for name, dollars in rows]
@@ -124,14 +132,24 @@ def _lines(metrics: Metrics, **legends: str) -> list[Line]:
     ]
 
 
-def _sample(picture: bytes) -> Mapping[str, Any]:
-    from fleet import contact_sheet  # needs Pillow
-
-    tile, caption = contact_sheet.read_tile(picture)
+def _sample(picture: Picture) -> Mapping[str, Any]:
+    known = {"job": picture.job, "address": picture.address}
+    try:
+        tile, text = contact_sheet.read_image(picture.data, _SAMPLE_PIXELS)
+    except (UnidentifiedImageError, OSError):
+        return {**known, "data": None, "words": "", "short": "", "loras": ()}
+    words, loras = contact_sheet.read_words(text)
     stored = io.BytesIO()
     tile.save(stored, "WEBP", quality=_WEBP_QUALITY)
-    data = base64.b64encode(stored.getvalue()).decode()
-    return {"data": data, "caption": caption, "width": tile.width, "height": tile.height}
+    return {
+        **known,
+        "data": base64.b64encode(stored.getvalue()).decode(),
+        "width": tile.width,
+        "height": tile.height,
+        "words": words,
+        "short": textwrap.shorten(words, _SHOWN_CHARACTERS, placeholder=" …"),
+        "loras": [f"{lora.name} {number_text(lora.unet_weight)}" for lora in loras],
+    }
 
 
 def _bins(values: Sequence[float]) -> list[tuple[float, float, int]]:
@@ -141,18 +159,22 @@ def _bins(values: Sequence[float]) -> list[tuple[float, float, int]]:
     return [(low + n * width, low + (n + 1) * width, counts[n]) for n in range(_SPEED_BINS)]
 
 
+def gpu_name(recorded: str | None) -> str:
+    return {None: "GPU", "none": "no GPU"}.get(recorded, recorded or "GPU")
+
+
 def _words(slug: str) -> str:
     return slug.replace("_", " ")
 
 
 def _number(value: float | None, spec: str = ",") -> str:
-    return "?" if value is None else format(value, spec)
+    return _UNKNOWN if value is None else format(value, spec)
 
 
 def _dollars(value: float | None) -> str:
     if value is None:
-        return "?"
-    return f"${value:,.2f}" if value >= 1 or value == 0 else f"${number_text(value)}"
+        return _UNKNOWN
+    return f"${value:,.2f}" if value >= 0.1 or value == 0 else f"${number_text(value)}"  # noqa: PLR2004
 
 
 def _share(part: float, whole: float) -> str:
@@ -160,12 +182,12 @@ def _share(part: float, whole: float) -> str:
 
 
 def _seconds(value: float | None) -> str:
-    return "?" if value is None else f"{number_text(value)} s"
+    return _UNKNOWN if value is None else f"{number_text(value)} s"
 
 
 def _span(seconds: float | None) -> str:
     if seconds is None:
-        return "?"
+        return _UNKNOWN
     minutes, rest = divmod(round(seconds), 60)
     if minutes >= 60:  # noqa: PLR2004 - an hour
         return f"{minutes // 60:,} h {minutes % 60:02d} min"

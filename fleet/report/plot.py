@@ -1,7 +1,8 @@
-"""Plots as inline SVG. Hand-written: plotting libraries need scripts, or weigh tens of megabytes.
+"""Plots as inline SVG and HTML. Plotting libraries need scripts, or weigh tens of megabytes.
 
-Colours are classes (`c0` to `c5`), so the page's style sheet serves light, dark and print. Every
-mark has a title, which browsers show as its tooltip.
+Only lines and areas are SVG, which is stretched to the page's width; all text is HTML, so that it
+keeps its size on a phone. Colours are classes (`c0` to `c5`), so the page's style sheet serves
+light, dark and print. Every mark has a title, which browsers show as its tooltip.
 """
 
 from __future__ import annotations
@@ -14,12 +15,9 @@ from html import escape
 
 from markupsafe import Markup
 
-WIDTH = 720
+#: The SVG's own units; its shape on the page is up to the style sheet.
+WIDTH = 1000
 HEIGHT = 200
-_LEFT, _RIGHT, _TOP, _BOTTOM = 56, 14, 12, 26
-_ROW_HEIGHT = 24
-_NAME_WIDTH = 190
-_VALUE_WIDTH = 130
 COLOURS = 6
 
 #: Intervals between the labels of a time axis, each with the format of a label.
@@ -28,7 +26,7 @@ _TIME_STEPS = (
     *((60 * minutes, "%H:%M") for minutes in (1, 2, 5, 10, 15, 30, 60, 120, 180, 360, 720)),
     *((86_400 * days, "%d %b") for days in (1, 2, 7, 14, 30, 90, 365)),
 )
-_MAX_TIME_LABELS = 7
+_MAX_TIME_LABELS = 6
 
 
 @dataclass(frozen=True, slots=True)
@@ -56,26 +54,28 @@ def time_plot(lines: Sequence[Line], what: str, *, filled: bool = False) -> Mark
         return Markup()
     begin, end = min(at for at, _ in points), max(at for at, _ in points)
     end = max(end, begin + 1)
-    marks = _marks(max(value for _, value in points))
-    x = _scale(begin, end, _LEFT, WIDTH - _RIGHT)
-    y = _scale(0, marks[-1], HEIGHT - _BOTTOM, _TOP)
-    parts = [*_value_axis(marks, y), *_time_axis(begin, end, x)]
+    values = [value for _, value in points]
+    marks = _marks(max(values))
+    x, y = _scale(begin, end, 0, WIDTH), _scale(0, marks[-1], HEIGHT, 0)
+    parts = []
     for number, line in enumerate(lines):
         colour = f"c{number % COLOURS}"
         path = " ".join(f"{x(at):.1f},{y(value):.1f}" for at, value in line.points)
         if filled and line.points:
-            floor = f"{y(0):.1f}"
             first, last = x(line.points[0][0]), x(line.points[-1][0])
-            area = f"{first:.1f},{floor} {path} {last:.1f},{floor}"
+            area = f"{first:.1f},{HEIGHT} {path} {last:.1f},{HEIGHT}"
             parts.append(f'<polygon class="area {colour}" points="{area}"/>')
         parts.append(f'<polyline class="line {colour}" points="{path}"/>')
+        # A line of no length with round ends is a dot, however the drawing is stretched.
         parts.extend(
-            f'<circle class="point {colour}" cx="{x(at):.1f}" cy="{y(value):.1f}" r="5">'
+            f'<path class="point {colour}" d="M{x(at):.1f} {y(value):.1f}h0">'
             f"<title>{escape(line.name)}: {number_text(value)},"
-            f" {datetime.fromtimestamp(at, UTC):%d %b %H:%M:%S} UTC</title></circle>"
+            f" {datetime.fromtimestamp(at, UTC):%d %b %H:%M:%S} UTC</title></path>"
             for at, value in line.points
         )
-    return _svg(parts, HEIGHT, what) + _legend(lines)
+    spoken = f"{what}: from {number_text(min(values))} to {number_text(max(values))}"
+    ticks = [(x(at), label) for at, label in _time_ticks(begin, end)]
+    return _plot(parts, marks, ticks, spoken) + _legend(lines)
 
 
 def histogram(counts: Sequence[tuple[float, float, int]], what: str, unit: str) -> Markup:
@@ -84,40 +84,32 @@ def histogram(counts: Sequence[tuple[float, float, int]], what: str, unit: str) 
         return Markup()
     marks = _marks(max(count for _, _, count in counts))
     begin, end = counts[0][0], counts[-1][1]
-    x = _scale(begin, end, _LEFT, WIDTH - _RIGHT)
-    y = _scale(0, marks[-1], HEIGHT - _BOTTOM, _TOP)
-    parts = list(_value_axis(marks, y))
-    parts.extend(
-        _text(x(tick), HEIGHT - 8, f"{number_text(tick)} {unit}", "middle")
-        for tick in _ticks(begin, end)
-    )
-    for low, high, count in counts:
-        width = max(x(high) - x(low) - 1, 0.5)
-        parts.append(
-            f'<rect class="bar c0" x="{x(low):.1f}" y="{y(count):.1f}" width="{width:.1f}"'
-            f' height="{y(0) - y(count):.1f}"><title>{number_text(low)} to'
-            f" {number_text(high)} {unit}: {count:,}</title></rect>"
-        )
-    return _svg(parts, HEIGHT, what)
+    x, y = _scale(begin, end, 0, WIDTH), _scale(0, marks[-1], HEIGHT, 0)
+    parts = [
+        f'<rect class="bar c0" x="{x(low):.1f}" y="{y(count):.1f}"'
+        f' width="{max(x(high) - x(low) - 3, 1):.1f}" height="{HEIGHT - y(count):.1f}">'
+        f"<title>{number_text(low)} to {number_text(high)} {unit}: {count:,}</title></rect>"
+        for low, high, count in counts
+    ]
+    ticks = [(x(tick), f"{number_text(tick)} {unit}") for tick in _ticks(begin, end)]
+    spoken = f"{what}: from {number_text(begin)} to {number_text(end)} {unit}"
+    return _plot(parts, marks, ticks, spoken)
 
 
 def bars(rows: Sequence[Bar], what: str) -> Markup:
-    """Horizontal bars, one per row, with the name on the left and the label on the right."""
+    """Horizontal bars, one per row, each with its name and label."""
     if not rows:
         return Markup()
     longest = max(row.value for row in rows) or 1
-    length = _scale(0, longest, 0, WIDTH - _NAME_WIDTH - _VALUE_WIDTH)
-    parts = []
-    for number, row in enumerate(rows):
-        middle = number * _ROW_HEIGHT + _ROW_HEIGHT / 2
-        width = max(length(row.value), 1 if row.value else 0)
-        bar = (
-            f'<rect class="bar c{row.colour}" x="{_NAME_WIDTH}" y="{middle - 8:.1f}"'
-            f' width="{width:.1f}" height="16"/>'
-        )
-        name = _text(_NAME_WIDTH - 8, middle + 4, row.name, "end")
-        parts += [name, bar, _text(_NAME_WIDTH + width + 6, middle + 4, row.label, "start")]
-    return _svg(parts, len(rows) * _ROW_HEIGHT, what)
+    items = "".join(
+        f'<li><span class="name">{escape(row.name)}</span>'
+        f'<span class="track"><span class="bar c{row.colour}"'
+        f' style="width:max({int(row.value > 0)}px, {100 * row.value / longest:.1f}%)">'
+        "</span></span>"
+        f'<span class="label">{escape(row.label)}</span></li>'
+        for row in rows
+    )
+    return Markup(f'<ul class="bars" aria-label="{escape(what)}">{items}</ul>')  # noqa: S704
 
 
 def _nice_step(span: float) -> float:
@@ -154,12 +146,6 @@ def _marks(highest: float) -> list[float]:
     return [number * step for number in range(math.ceil(highest / step - 1e-9) + 1)]
 
 
-def _value_axis(marks: Sequence[float], y: Callable[[float], float]) -> Iterator[str]:
-    for value in marks:
-        yield f'<path class="grid" d="M{_LEFT} {y(value):.1f}H{WIDTH - _RIGHT}"/>'
-        yield _text(_LEFT - 8, y(value) + 4, _short_text(value), "end")
-
-
 def _short_text(value: float) -> str:
     """A number short enough for an axis: `50k`, `1.5M`."""
     if value >= 1_000_000:  # noqa: PLR2004
@@ -167,19 +153,13 @@ def _short_text(value: float) -> str:
     return number_text(value / 1_000) + "k" if value >= 10_000 else number_text(value)  # noqa: PLR2004
 
 
-def _time_axis(begin: float, end: float, x: Callable[[float], float]) -> Iterator[str]:
+def _time_ticks(begin: float, end: float) -> Iterator[tuple[float, str]]:
     step, shown = next(
         (each for each in _TIME_STEPS if (end - begin) / each[0] <= _MAX_TIME_LABELS),
         _TIME_STEPS[-1],
     )
     for number in range(math.ceil(begin / step), math.floor(end / step) + 1):
-        at = x(number * step)
-        label = datetime.fromtimestamp(number * step, UTC).strftime(shown)
-        yield _text(at, HEIGHT - 8, label, "middle" if at < WIDTH - 2 * _RIGHT else "end")
-
-
-def _text(x: float, y: float, text: str, anchor: str) -> str:
-    return f'<text x="{x:.1f}" y="{y:.1f}" text-anchor="{anchor}">{escape(text)}</text>'
+        yield number * step, datetime.fromtimestamp(number * step, UTC).strftime(shown)
 
 
 def _legend(lines: Sequence[Line]) -> Markup:
@@ -192,8 +172,33 @@ def _legend(lines: Sequence[Line]) -> Markup:
     return Markup(f'<p class="legend">{keys}</p>')  # noqa: S704 - names are escaped
 
 
-def _svg(parts: Sequence[str], height: float, what: str) -> Markup:
-    return Markup(  # noqa: S704 - every text in *parts* is escaped
-        f'<svg viewBox="0 0 {WIDTH} {height:g}" role="img" aria-label="{escape(what)}">'
-        f"{''.join(parts)}</svg>"
+def _plot(
+    parts: Sequence[str], marks: Sequence[float], ticks: Sequence[tuple[float, str]], spoken: str
+) -> Markup:
+    """The drawing with its axes; *ticks* are places on the drawing's width and their labels."""
+    lines = "".join(
+        f'<path class="grid" d="M0 {HEIGHT * (1 - mark / marks[-1]):.1f}H{WIDTH}"/>'
+        for mark in marks
     )
+    values = "".join(
+        f'<span style="bottom:{100 * mark / marks[-1]:.1f}%">{_short_text(mark)}</span>'
+        for mark in marks
+    )
+    labels = "".join(
+        f'<span class="{_side(place)}" style="left:{100 * place / WIDTH:.1f}%">'
+        f"{escape(label)}</span>"
+        for place, label in ticks
+    )
+    return Markup(  # noqa: S704 - every text is escaped
+        f'<div class="plot" role="img" aria-label="{escape(spoken)}">'
+        f'<div class="values">{values}</div>'
+        f'<svg viewBox="0 0 {WIDTH} {HEIGHT}" preserveAspectRatio="none">'
+        f"{lines}{''.join(parts)}</svg>"
+        f'<div class="ticks">{labels}</div></div>'
+    )
+
+
+def _side(place: float) -> str:
+    """Where a label stands to its tick: beside it at the edges, lest it leave the page."""
+    share = place / WIDTH
+    return "first" if share < 0.1 else "last" if share > 0.88 else "mid"  # noqa: PLR2004

@@ -48,6 +48,23 @@ class WorkerRecord:
         return self.images / working if working > 0 and self.images > 1 else None
 
 
+@dataclass(frozen=True, slots=True)
+class SampleName:
+    """An image drawn as a sample."""
+
+    blob: str
+    job: str
+
+
+@dataclass(frozen=True, slots=True)
+class Picture:
+    """A sample with the bytes of its file and where that is."""
+
+    job: str
+    address: str
+    data: bytes
+
+
 @dataclass(slots=True)
 class Records:
     """Totals of a campaign."""
@@ -62,7 +79,7 @@ class Records:
     seconds_in_worker: Counter[int] = field(default_factory=Counter)
     deliveries: Counter[int] = field(default_factory=Counter)
     failed_by_error: Counter[tuple[str, str]] = field(default_factory=Counter)
-    samples: list[str] = field(default_factory=list)
+    samples: list[SampleName] = field(default_factory=list)
 
     @property
     def failed(self) -> int:
@@ -95,7 +112,7 @@ class Records:
 
 
 async def read_records(storage: protocol.Storage, campaign: str, samples: int) -> Records:
-    """Reads a campaign's records and draws the names of *samples* random images.
+    """Reads a campaign's records and draws *samples* random images.
 
     The sample is the same each time, as long as the images are.
     """
@@ -105,14 +122,19 @@ async def read_records(storage: protocol.Storage, campaign: str, samples: int) -
         _count_image(records, blob)
         # Reservoir sampling: each image is equally likely, and one listing is enough.
         if len(records.samples) < samples:
-            records.samples.append(blob.name)
+            records.samples.append(_sample(blob))
         elif (place := generator.randrange(records.images)) < samples:
-            records.samples[place] = blob.name
-    records.samples.sort()
+            records.samples[place] = _sample(blob)
+    records.samples.sort(key=lambda sample: sample.blob)
     async for entry in dead_letter_queue.browse(storage, dead_letter_queue.Selection()):
         if entry.record is not None and (entry.record.campaign or DEFAULT_CAMPAIGN) == campaign:
             records.failed_by_error[entry.record.error, entry.record.reason] += 1
     return records
+
+
+def _sample(blob: protocol.BlobRecord) -> SampleName:
+    stem = blob.name.rpartition("/")[2].rpartition(".")[0]
+    return SampleName(blob.name, blob.metadata.get("job", stem))
 
 
 def _count_image(records: Records, blob: protocol.BlobRecord) -> None:

@@ -117,7 +117,7 @@ async def command(
     logs.configure("auto")
     async with (
         console.connected(settings) as client,
-        prometheus.connected_if(settings.prometheus) as server,
+        prometheus.connected_if(settings.prometheus, settings.queried_fleet) as server,
         salad_options.connected(fleet_file, folder) as fleet,
     ):
         scaling = scaler.Scaler(

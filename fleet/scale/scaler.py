@@ -74,6 +74,7 @@ class Speeds:
         self._given = given
         self._last = assumed
         self._server = server
+        self._left_out: str | None = None
 
     async def find(self) -> Speed:
         """As given, else the last measured, else as assumed.
@@ -98,6 +99,9 @@ class Speeds:
             except errors.FleetError as error:
                 log.warning("no metrics: %s", error, extra={"action": "metrics_unknown"})
             else:
+                if fleet.left_out and fleet.left_out != self._left_out:
+                    log.warning("%s", fleet.left_out, extra={"action": "workers_left_out"})
+                self._left_out = fleet.left_out
                 if fleet.workers and fleet.jobs_per_second:
                     return Speed(fleet.jobs_per_second / fleet.workers, "measured by the metrics")
         by_queue = self.queue.jobs_per_second

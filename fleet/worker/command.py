@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import importlib.util
 import signal
+import sys
 from typing import TYPE_CHECKING, Annotated
 
 import typer
@@ -57,10 +58,10 @@ def command(
 
     imagefleet worker --model ./model.safetensors --lora-directory ./loras --port 9100
     """
+    require_libraries()
     if not _has_terminal(settings):
         logs.configure(settings.log_format)
     _refuse_wrong_model(settings)
-    require_libraries()
     report = _run_on_terminal(settings) if _has_terminal(settings) else _run(settings)
     if report.stopped_by is not None:
         # With 0 a Kubernetes Job would not replace a worker that was evicted.
@@ -79,8 +80,10 @@ def _refuse_wrong_model(settings: WorkerSettings) -> None:
 
 
 def _has_terminal(settings: WorkerSettings) -> bool:
+    # rich alone takes a pipe for a terminal where FORCE_COLOR is set.
     return (
         settings.log_format != "json"
+        and sys.stderr.isatty()
         and console.stderr.is_terminal
         and not console.stderr.is_dumb_terminal
     )

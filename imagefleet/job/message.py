@@ -6,10 +6,12 @@ import base64
 import binascii
 import hashlib
 import json
+import re
 from collections.abc import Mapping
 from typing import Annotated, Any, Literal, Self
 
 from pydantic import (
+    AfterValidator,
     BaseModel,
     ConfigDict,
     Field,
@@ -22,7 +24,7 @@ from pydantic import (
 )
 
 from imagefleet import errors, validation
-from imagefleet.job import samplers
+from imagefleet.job import override_settings, samplers
 from imagefleet.job.prompt import SAFE_NAME, Prompt, read_negative_prompt, read_prompt
 
 #: Fields about saving, sending and the web page's settings.
@@ -53,7 +55,6 @@ NEUTRAL_VALUES: Mapping[str, tuple[object, ...]] = {
     "distilled_cfg_scale": (None, 3.5),
     "enable_hr": (None, False),
     "eta": (None, 1),
-    "override_settings": _EMPTY,
     "refiner_checkpoint": _EMPTY,
     "refiner_switch_at": (None, 0, 0.8, 1),
     "restore_faces": (None, False),
@@ -80,8 +81,26 @@ MAX_IMAGES_PER_JOB = 64
 #: Stored as a header of the image's blob; Azure allows 8 KiB for all headers.
 MAX_METADATA_BYTES = 4096
 
-SafeId = Annotated[str, StringConstraints(pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]{0,127}$")]
-SafeFileName = Annotated[str, StringConstraints(pattern=rf"^{SAFE_NAME.pattern}$")]
+
+def _matches(pattern: re.Pattern[str], allowed: str) -> AfterValidator:
+    def check(text: str) -> str:
+        if not pattern.fullmatch(text):
+            raise ValueError(f"use 1 to 128 {allowed}")
+        return text
+
+    return AfterValidator(check)
+
+
+SafeId = Annotated[
+    str,
+    _matches(
+        re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,127}"),
+        "letters, digits and . _ - only, beginning with a letter or a digit",
+    ),
+]
+SafeFileName = Annotated[
+    str, _matches(SAFE_NAME, "letters, digits, spaces and _ . + ( ) - only, without a path")
+]
 PromptText = Annotated[str, StringConstraints(max_length=65_536)]
 Side = Annotated[int, Field(ge=64, le=2048, multiple_of=8)]
 
@@ -153,6 +172,8 @@ class Job(BaseModel):
         if not isinstance(payload, dict):
             return payload
         fields = without_neutral_fields(payload)
+        if (settings := fields.pop("override_settings", None)) not in _EMPTY:
+            fields |= override_settings.fields(settings, fields)
         legacy_name = fields.pop("sampler_index", None)
         if legacy_name and not fields.get("sampler_name"):
             fields["sampler_name"] = legacy_name
@@ -254,10 +275,11 @@ def read_job(body: str, message_id: str) -> Job:
     try:
         fields = message_fields(body)
     except (ValueError, RecursionError) as error:
-        raise errors.InvalidMessageError(f"the message is not JSON: {error}") from None
+        reason = f"is not JSON: {error}" if body.strip() else "is empty"
+        raise errors.InvalidMessageError(f"the message {reason}") from None
     if not isinstance(fields, dict):
         raise errors.InvalidMessageError(
-            f"the message is a JSON {type(fields).__name__}, not an object"
+            f"the message is a JSON {_JSON_TYPES[type(fields)]}, not an object"
         )
     fields.pop(DELIVERIES_FIELD, None)
     try:
@@ -265,6 +287,16 @@ def read_job(body: str, message_id: str) -> Job:
     except ValidationError as error:
         raise errors.InvalidMessageError(validation.sentence(error, Job.model_fields)) from None
     return job.identified(message_id)
+
+
+_JSON_TYPES: Mapping[type, str] = {
+    bool: "boolean",
+    float: "number",
+    int: "number",
+    list: "array",
+    str: "string",
+    type(None): "null",
+}
 
 
 def message_fields(body: str) -> Any:

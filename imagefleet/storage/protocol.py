@@ -197,6 +197,9 @@ class BlobStore(Protocol):
         For blobs too large for memory: the caller reads on until it has `total_bytes`.
         """
 
+    def address(self, name: str) -> str:
+        """The blob's URL (`file:` on a local storage), without any credential."""
+
     def names(self, prefix: str = "") -> AsyncIterator[str]: ...
 
     def records(self, prefix: str = "") -> AsyncIterator[BlobRecord]:

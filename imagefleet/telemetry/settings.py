@@ -4,12 +4,29 @@ from __future__ import annotations
 
 from typing import Literal
 
-from pydantic import Field, SecretStr
+from pydantic import Field, SecretStr, field_validator
 
 from imagefleet.storage.settings import StorageSettings
+from imagefleet.telemetry import fleet as fleet_names
 
 
-class TelemetrySettings(StorageSettings):
+class FleetSettings(StorageSettings):
+    """The fleet that a process belongs to or that a command asks about."""
+
+    fleet: str | None = Field(
+        default=None,
+        pattern=fleet_names.PATTERN,
+        description="Name of the fleet, the label `fleet` of its metrics; by default STORAGE/QUEUE"
+        " from the account's or the folder's name. Commands that read metrics: `all` for every"
+        " fleet.",
+    )
+
+    @property
+    def fleet_name(self) -> str:
+        return self.fleet or fleet_names.derived(self.storage, self.queue)
+
+
+class TelemetrySettings(FleetSettings):
     """Metrics and logs of a long-running process: a worker or the exporter."""
 
     push_url: str | None = Field(
@@ -26,3 +43,10 @@ class TelemetrySettings(StorageSettings):
     log_format: Literal["auto", "json", "text"] = Field(
         default="auto", description="auto logs text on a terminal, and JSON lines elsewhere."
     )
+
+    @field_validator("fleet")
+    @classmethod
+    def _is_one_fleet(cls, fleet: str | None) -> str | None:
+        if fleet == fleet_names.ALL:
+            raise ValueError(f"should name one fleet: {fleet_names.ALL!r} stands for every fleet")
+        return fleet

@@ -18,7 +18,7 @@ from grafana_foundation_sdk.cog import plugins
 from grafana_foundation_sdk.cog.encoder import JSONEncoder
 from grafana_foundation_sdk.models.dashboard import Dashboard
 
-NAMES = ["cost", "failures", "fleet", "pipeline"]
+NAMES = ["cost", "failures", "fleet", "nodes", "pipeline"]
 
 METRIC = re.compile(r"\bimagefleet[_:][a-z0-9_:]+")
 
@@ -36,10 +36,15 @@ def page(request: pytest.FixtureRequest, dashboards: Path) -> dict[str, Any]:
     return loaded
 
 
+def panels(page: dict[str, Any]) -> list[dict[str, Any]]:
+    """Its panels without the heading of a row."""
+    return [panel for panel in page["panels"] if panel["type"] != "row"]
+
+
 def expressions(dashboards: Path) -> Iterator[str]:
     """Every query of every panel, and of every rule."""
     for path in sorted((dashboards / "grafana").glob("*.json")):
-        for panel in json.loads(path.read_text())["panels"]:
+        for panel in panels(json.loads(path.read_text())):
             yield from (target["expr"] for target in panel["targets"])
     for name in ("rules.yaml", "alerts.yaml"):
         groups = yaml.safe_load((dashboards / "prometheus" / name).read_text())["groups"]
@@ -71,9 +76,9 @@ def test_the_files_are_what_the_generator_writes(dashboards: Path, tmp_path: Pat
 def test_the_files_match_grafanas_published_schema(page: dict[str, Any]) -> None:
     plugins.register_default_plugins()
 
-    (marks,) = page["annotations"]["list"]
-    for name in _PROMETHEUS_ONLY:
-        del marks[name]
+    for marks in page["annotations"]["list"]:
+        for name in _PROMETHEUS_ONLY:
+            del marks[name]
 
     understood = Dashboard.from_json(page)
 
@@ -83,7 +88,7 @@ def test_the_files_match_grafanas_published_schema(page: dict[str, Any]) -> None
 
 def test_firing_alerts_are_marked_on_the_curves(page: dict[str, Any], dashboards: Path) -> None:
     groups = yaml.safe_load((dashboards / "prometheus" / "alerts.yaml").read_text())["groups"]
-    (marks,) = page["annotations"]["list"]
+    marks = page["annotations"]["list"][0]
 
     pattern = re.search(r'alertname=~"([^"]+)", alertstate="firing"', marks["expr"])
     assert pattern is not None
@@ -93,12 +98,12 @@ def test_firing_alerts_are_marked_on_the_curves(page: dict[str, Any], dashboards
 
 
 def test_panels_have_distinct_titles_and_do_not_overlap(page: dict[str, Any]) -> None:
-    panels = page["panels"]
-    assert len({panel["id"] for panel in panels}) == len(panels)
-    assert len({panel["title"] for panel in panels}) == len(panels)
-    for panel in panels:
+    everything = page["panels"]
+    assert len({panel["id"] for panel in everything}) == len(everything)
+    assert len({panel["title"] for panel in everything}) == len(everything)
+    for panel in panels(page):
         assert panel["description"].endswith((".", "?")), f"{panel['title']} answers nothing"
-    for first, second in combinations([panel["gridPos"] for panel in panels], 2):
+    for first, second in combinations([panel["gridPos"] for panel in everything], 2):
         beside = first["x"] + first["w"] <= second["x"] or second["x"] + second["w"] <= first["x"]
         below = first["y"] + first["h"] <= second["y"] or second["y"] + second["h"] <= first["y"]
         assert beside or below
@@ -108,14 +113,94 @@ def test_panels_have_distinct_titles_and_do_not_overlap(page: dict[str, Any]) ->
 def test_every_panel_queries_the_data_source_chosen_on_the_page(page: dict[str, Any]) -> None:
     variables = {each["name"]: each for each in page["templating"]["list"]}
     assert variables["datasource"]["query"] == "prometheus"
-    for panel in page["panels"]:
+    for panel in panels(page):
         sources = [panel["datasource"], *(target["datasource"] for target in panel["targets"])]
         assert {source["uid"] for source in sources} == {"${datasource}"}
 
 
+def test_every_page_lets_choose_fleets_and_every_query_asks_for_those_alone(
+    page: dict[str, Any],
+) -> None:
+    (choice,) = [each for each in page["templating"]["list"] if each["name"] == "fleet"]
+    assert (choice["multi"], choice["includeAll"]) == (True, True)
+    assert choice["current"]["value"] == ["$__all"]
+    # Matches the workers of an older version, which have no such label, too.
+    assert choice["allValue"] == ".*"
+
+    asked = [target["expr"] for panel in panels(page) for target in panel["targets"]]
+    asked += [marks["expr"] for marks in page["annotations"]["list"]]
+    for expression in asked:
+        selectors = re.findall(r"\b(?:ALERTS|imagefleet[_:][a-z0-9_:]+)(\{[^}]*\})?", expression)
+        assert selectors, expression
+        assert all('fleet=~"$fleet"' in each for each in selectors), expression
+        for joined in re.findall(r"\bon \(([^)]+)\) group_left", expression):
+            assert joined.startswith("fleet"), expression
+
+
+def test_a_roll_out_is_marked_with_its_version_and_group(page: dict[str, Any]) -> None:
+    marks = page["annotations"]["list"][1]
+
+    assert (marks["name"], marks["titleFormat"]) == ("Roll-outs", "{{version}} {{group}}")
+    assert marks["iconColor"] != page["annotations"]["list"][0]["iconColor"]
+
+
+def test_a_limit_is_drawn_into_its_curves_and_colours_numbers(page: dict[str, Any]) -> None:
+    for panel in panels(page):
+        defaults = panel["fieldConfig"]["defaults"]
+        colours = [step["color"] for step in defaults["thresholds"]["steps"]]
+        style = defaults.get("custom", {}).get("thresholdsStyle", {}).get("mode")
+        if panel["type"] == "timeseries":
+            assert (style == "dashed+area") is ("red" in colours), panel["title"]
+            assert colours[0] == "transparent"
+        elif panel["type"] == "stat":
+            assert "green" in colours
+
+
+def test_the_idle_limit_is_that_of_the_alert(dashboards: Path) -> None:
+    groups = yaml.safe_load((dashboards / "prometheus" / "alerts.yaml").read_text())["groups"]
+    (alert,) = [
+        rule["expr"]
+        for group in groups
+        for rule in group["rules"]
+        if rule["alert"] == "ImagefleetGpuIdle"
+    ]
+    pipeline = json.loads((dashboards / "grafana" / "pipeline.json").read_text())
+    limits = [
+        panel["fieldConfig"]["defaults"]["thresholds"]["steps"][-1]["value"]
+        for panel in panels(pipeline)
+        if panel["title"].startswith("GPU idle")
+    ]
+
+    assert limits == [float(alert.rpartition(">")[2])] * 2
+
+
+def test_a_workers_name_in_a_table_leads_to_its_details(
+    page: dict[str, Any], dashboards: Path
+) -> None:
+    nodes = json.loads((dashboards / "grafana" / "nodes.json").read_text())
+    details = [panel for panel in panels(nodes) if "$worker" in panel["title"]]
+    assert len(details) == 4
+    assert "worker" in {each["name"] for each in nodes["templating"]["list"]}
+
+    for panel in panels(page):
+        if panel["type"] == "table":
+            (link,) = [
+                value["value"][0]["url"]
+                for override in panel["fieldConfig"]["overrides"]
+                if override["matcher"]["options"] == "worker"
+                for value in override["properties"]
+            ]
+            assert link.startswith(f"/d/{nodes['uid']}/")
+            assert "var-worker=${__data.fields.worker}" in link
+            assert "var-fleet=${__data.fields.fleet}" in link
+            assert all("(worker" in each["expr"] for each in panel["targets"]), panel["title"]
+
+
 def test_failed_jobs_do_not_count_as_lost_or_retried(dashboards: Path) -> None:
-    panels = json.loads((dashboards / "grafana" / "failures.json").read_text())["panels"]
-    (panel,) = [each for each in panels if each["title"] == "Jobs lost or retried, by node"]
+    failures = json.loads((dashboards / "grafana" / "failures.json").read_text())
+    (panel,) = [
+        each for each in panels(failures) if each["title"] == "Jobs lost or retried, by node"
+    ]
 
     (outcomes,) = re.findall(r'outcome=~"([^"]+)"', panel["targets"][0]["expr"])
 

@@ -1,7 +1,9 @@
-"""A fleet that pushes to a real Prometheus, and every query of the dashboards.
+"""Two fleets that push to a real Prometheus, and every query of the dashboards and rules.
 
-One scenario, run once: three workers and an exporter push for a minute, one worker is killed, the
-others are stopped, and a report is made. The tests check what was recorded.
+One scenario, run once: three workers and an exporter push for a minute, and so do one worker and
+the exporter of another fleet; a node fails its check; one worker is killed, the others are stopped,
+and a report is made. A second Prometheus gets the first fleet alone. The tests check what was
+recorded.
 """
 
 from __future__ import annotations
@@ -18,11 +20,12 @@ import sys
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from datetime import UTC, datetime
+from datetime import UTC, datetime, timedelta
 from pathlib import Path
 from typing import Any
 
 import pytest
+import yaml
 
 from fleet.monitor import prometheus
 from imagefleet.storage.open import open_storage
@@ -43,23 +46,48 @@ PAGES = Path(__file__).parents[2] / "dashboards" / "grafana"
 CAMPAIGN = "live"
 LORA = "magic"
 JOBS = 10_000
+
+#: Named after the folders of their storages.
+FLEET = "storage/jobs"
+OTHER_FLEET = "other/jobs"
 PUSHING_SECONDS = 60
 
 #: Five minutes by default; shorter here, so that a dead worker's series go stale sooner.
 LOOK_BACK = "10s"
 
 #: Grafana's variables: at least four pushes of a second each, and the time range.
-VARIABLES = {"$__rate_interval": "10s", "$__range": f"{PUSHING_SECONDS}s"}
+VARIABLES = {
+    "$__rate_interval": "10s",
+    "$__range": f"{PUSHING_SECONDS}s",
+    "$worker": "worker-1",
+}
+
+#: What `$fleet` is if all are chosen, as in the pages.
+ALL = ".*"
+
+#: Nothing to see on a fleet that works.
+EMPTY = {"nodes: Waiting workers: A"}
+
+#: Until vmagent has sent a sample to both servers.
+ARRIVAL_SECONDS = 4
 
 Tool = Callable[[str], str]  # the fixture of conftest.py
-Answers = dict[str, list[prometheus.Series]]
+Values = dict[frozenset[tuple[str, str]], float]
+Answers = dict[str, Values]
 
 
 @dataclass(frozen=True, slots=True)
 class Seen:
     """What the scenario recorded."""
 
-    answers: Answers
+    everything: Answers
+    chosen: Answers
+    other: Answers
+    alone: Answers
+    rules: dict[str, Values]
+    rules_alone: dict[str, Values]
+    fleets: set[str]
+    without_fleet: set[str]
     metrics: set[str]
     before_the_kill: set[str]
     after_the_kill: set[str]
@@ -67,14 +95,25 @@ class Seen:
     report: dict[str, Any]
 
 
-def queries() -> list[Any]:
-    """Every query of every panel, named by its page, panel and letter."""
-    found = []
+def queries() -> dict[str, str]:
+    """Every query of every panel by its page, panel and letter, and those of the marks."""
+    found = {}
     for path in sorted(PAGES.glob("*.json")):
-        for panel in json.loads(path.read_text())["panels"]:
-            for target in panel["targets"]:
-                name = f"{path.stem}: {panel['title']}: {target['refId']}"
-                found.append(pytest.param(target["expr"], id=name))
+        page = json.loads(path.read_text())
+        for panel in page["panels"]:
+            for target in panel.get("targets", ()):
+                found[f"{path.stem}: {panel['title']}: {target['refId']}"] = target["expr"]
+    found["roll-outs"] = page["annotations"]["list"][1]["expr"]
+    return found
+
+
+def rules(kind: str) -> dict[str, str]:
+    """The expressions of the rules that `record`, or of those that `alert`."""
+    found = {}
+    for name in ("rules.yaml", "alerts.yaml"):
+        groups = yaml.safe_load((PAGES.parent / "prometheus" / name).read_text())["groups"]
+        every = [rule for group in groups for rule in group["rules"]]
+        found |= {rule[kind]: rule["expr"] for rule in every if kind in rule}
     return found
 
 
@@ -82,15 +121,87 @@ def queries() -> list[Any]:
 def seen(tool: Tool, dashboards: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Seen]:
     folder = tmp_path_factory.mktemp("live")
     with contextlib.ExitStack() as processes:
-        server = start_prometheus(processes, tool, dashboards, folder)
-        push_url = start_vmagent(processes, tool, server, folder)
-        yield watch(processes, server, push_url, folder)
+        write_rules(dashboards, folder)
+        server, alone = (start_prometheus(processes, tool, folder, name) for name in ("all", "one"))
+        push_url = start_vmagent(processes, tool, server, alone, folder)
+        yield watch(processes, server, alone, push_url, folder)
+
+
+def is_close(values: Values, to: Values, name: str) -> bool:
+    """Records are written at other moments on each server; all else is the same to the digit."""
+    is_recorded = "imagefleet:" in queries().get(name, "") or name.startswith("imagefleet:")
+    tolerance = {"rel": 0.1, "abs": 0.05} if is_recorded else {"rel": 1e-6, "abs": 1e-9}
+    return values == {labels: pytest.approx(value, **tolerance) for labels, value in to.items()}
 
 
 @pytest.mark.timeout(300)
-@pytest.mark.parametrize("expression", queries())
-def test_the_panel_has_data(seen: Seen, expression: str) -> None:
-    assert seen.answers[expression], f"nothing answers {expression}"
+@pytest.mark.parametrize("name", queries())
+def test_the_panel_has_data_unless_nothing_is_wrong(seen: Seen, name: str) -> None:
+    assert bool(seen.everything[name]) is (name not in EMPTY), queries()[name]
+
+
+@pytest.mark.parametrize("name", queries())
+def test_a_panel_of_one_fleet_shows_what_that_fleet_alone_would(seen: Seen, name: str) -> None:
+    assert is_close(seen.chosen[name], seen.alone[name], name), queries()[name]
+
+
+@pytest.mark.parametrize("name", queries())
+def test_all_fleets_are_shown_apart_or_added_up_knowingly(seen: Seen, name: str) -> None:
+    """Each fleet's values, or, by other labels, at least the smaller one and at most their sum."""
+    everything, chosen, other = seen.everything[name], seen.chosen[name], seen.other[name]
+
+    assert everything.keys() == chosen.keys() | other.keys()
+    for labels, value in everything.items():
+        parts = [each[labels] for each in (chosen, other) if labels in each]
+        if "fleet" in dict(labels):
+            assert len(parts) == 1, queries()[name]
+        slack = 1e-6 + 0.01 * abs(value)
+        assert min(parts) - slack <= value <= sum(parts) + slack, queries()[name]
+
+
+@pytest.mark.parametrize("name", rules("record"))
+def test_a_rule_gives_each_fleet_what_it_alone_would(seen: Seen, name: str) -> None:
+    by_fleet = {dict(labels)["fleet"] for labels in seen.rules[name]}
+    of_one = {
+        labels: value
+        for labels, value in seen.rules[name].items()
+        if dict(labels)["fleet"] == FLEET
+    }
+
+    assert by_fleet == {FLEET, OTHER_FLEET}
+    assert is_close(of_one, seen.rules_alone[name], name)
+
+
+@pytest.mark.parametrize("name", rules("alert"))
+def test_an_alert_is_about_one_fleet(seen: Seen, name: str) -> None:
+    assert all("fleet" in dict(labels) for labels in seen.rules[name])
+
+
+def test_every_series_has_its_fleet(seen: Seen) -> None:
+    assert seen.without_fleet == set()
+
+
+def test_the_pages_offer_both_fleets(seen: Seen) -> None:
+    assert seen.fleets == {FLEET, OTHER_FLEET}
+
+
+def test_the_columns_of_a_table_meet_in_one_row_for_each_worker(seen: Seen) -> None:
+    columns = [
+        found for name, found in seen.everything.items() if name.startswith("nodes: Workers: ")
+    ]
+    busy = {f"worker-{number}" for number in range(3)} | {"other-0"}
+
+    assert len(columns) == 6
+    rows = [{labels for labels in each if dict(labels)["worker"] in busy} for each in columns]
+    assert len(rows[0]) == 4
+    assert all(each == rows[0] for each in rows)
+
+
+def test_the_nodes_page_says_why_a_node_failed(seen: Seen) -> None:
+    (row,) = seen.other["nodes: Faults by node in the time range: A"]
+    assert (dict(row)["worker"], dict(row)["fault"]) == ("broken", "start_up_time")
+    failed = "nodes: Failed node checks in the time range: A"
+    assert [*seen.other[failed].values(), *seen.chosen[failed].values()] == [1, 0]
 
 
 def test_every_metric_that_is_pushed_is_in_the_readme(seen: Seen, dashboards: Path) -> None:
@@ -114,35 +225,42 @@ def test_the_metrics_and_the_records_agree_on_images_per_dollar(seen: Seen) -> N
     assert records["failed"] > 0
 
 
-def start_prometheus(
-    processes: contextlib.ExitStack, tool: Tool, dashboards: Path, folder: Path
-) -> str:
-    """Starts Prometheus with the rules, evaluated every second; returns its URL."""
+def write_rules(dashboards: Path, folder: Path) -> None:
+    """The rules, evaluated every second."""
     for name in ("rules.yaml", "alerts.yaml"):
         text = (dashboards / "prometheus" / name).read_text()
         (folder / name).write_text(text.replace("interval: 30s", "interval: 1s"))
-    config = folder / "prometheus.yaml"
-    config.write_text("global: {evaluation_interval: 1s}\nrule_files: [rules.yaml, alerts.yaml]\n")
+    config = "global: {evaluation_interval: 1s}\nrule_files: [rules.yaml, alerts.yaml]\n"
+    (folder / "prometheus.yaml").write_text(config)
+
+
+def start_prometheus(processes: contextlib.ExitStack, tool: Tool, folder: Path, name: str) -> str:
+    """Starts a Prometheus; returns its URL."""
     address = f"127.0.0.1:{free_port()}"
     command = [
         tool("prometheus"),
-        f"--config.file={config}",
-        f"--storage.tsdb.path={folder / 'data'}",
+        f"--config.file={folder / 'prometheus.yaml'}",
+        f"--storage.tsdb.path={folder / name}",
         f"--web.listen-address={address}",
         f"--query.lookback-delta={LOOK_BACK}",
         "--web.enable-remote-write-receiver",
         "--log.level=error",
     ]
-    processes.enter_context(started(command, folder / "prometheus.log"))
+    processes.enter_context(started(command, folder / f"prometheus-{name}.log"))
     return f"http://{address}"
 
 
-def start_vmagent(processes: contextlib.ExitStack, tool: Tool, server: str, folder: Path) -> str:
-    """Starts a vmagent that forwards to *server*; returns the URL to push to."""
+def start_vmagent(
+    processes: contextlib.ExitStack, tool: Tool, server: str, alone: str, folder: Path
+) -> str:
+    """Starts a vmagent that forwards to *server*, and one fleet to *alone*; the URL to push to."""
     address = f"127.0.0.1:{free_port()}"
-    command = [
-        tool("vmagent"),
-        f"-remoteWrite.url={server}/api/v1/write",
+    command = [tool("vmagent")]
+    for url, fleets in ((server, ".*"), (alone, FLEET)):
+        keep = folder / f"keep-{len(command)}.yaml"
+        keep.write_text(f"- {{action: keep, source_labels: [fleet], regex: '{fleets}'}}\n")
+        command += [f"-remoteWrite.url={url}/api/v1/write", f"-remoteWrite.urlRelabelConfig={keep}"]
+    command += [
         f"-remoteWrite.tmpDataPath={folder / 'vmagent'}",
         f"-httpListenAddr={address}",
         "-loggerLevel=ERROR",
@@ -151,44 +269,53 @@ def start_vmagent(processes: contextlib.ExitStack, tool: Tool, server: str, fold
     return f"http://{address}/api/v1/import/prometheus"
 
 
-def watch(processes: contextlib.ExitStack, server: str, push_url: str, folder: Path) -> Seen:
+def watch(
+    processes: contextlib.ExitStack, server: str, alone: str, push_url: str, folder: Path
+) -> Seen:
     model = make_model(folder)
-    storage = f"local:{folder / 'storage'}"
-    asyncio.run(fill(storage))
-    flags = ["--storage", storage, "--push-url", push_url]
-    worker = ["worker", "--model", model, "--lora-directory", folder / "loras", "--slots", "4"]
-    worker += ["--gpu"]
+    storage, other = f"local:{folder / 'storage'}", f"local:{folder / 'other'}"
+    asyncio.run(fill(storage, JOBS))
+    asyncio.run(fill(other, JOBS // 4))
     fast = [sys.executable, "-c", FAST_COMMAND]
+
+    def start(name: str, *arguments: Any) -> subprocess.Popen[bytes]:
+        command = [*fast, *arguments, "--push-url", push_url]
+        return processes.enter_context(started(command, folder / f"{name}.log"))
+
+    def start_worker(name: str, gpu: str, address: str, *arguments: Any) -> subprocess.Popen[bytes]:
+        flags = ["--model", model, "--lora-directory", folder / "loras", "--slots", "4"]
+        flags += ["--gpu", gpu, "--name", name, "--storage", address]
+        return start(name, "worker", *flags, *arguments)
+
+    def start_exporter(name: str, address: str) -> subprocess.Popen[bytes]:
+        flags = ["--prometheus", server, "--sample-seconds", "1", "--port", "0"]
+        return start(name, "exporter", *flags, "--storage", address)
+
     workers = [
-        processes.enter_context(
-            started(
-                [*fast, *worker, gpu, "--name", f"worker-{number}", *flags],
-                folder / f"worker-{number}.log",
-            )
-        )
+        start_worker(f"worker-{number}", gpu, storage)
         for number, gpu in enumerate(["RTX 3060 Ti", "RTX 3060 Ti", "RTX 4090"])
     ]
-    exporter = processes.enter_context(
-        started(
-            [
-                *fast,
-                "exporter",
-                "--prometheus",
-                server,
-                "--sample-seconds",
-                "1",
-                "--port",
-                "0",
-                *flags,
-            ],
-            folder / "exporter.log",
-        )
-    )
-    wait_until(lambda: len(busy_workers(server)) == 3, 90, folder)
+    others = [start_worker("other-0", "RTX 3060 Ti", other), start_exporter("exporter-2", other)]
+    exporter = start_exporter("exporter", storage)
+    wait_until(lambda: len(busy_workers(server, ALL)) == 4, 90, folder)
+    broken = start_worker("broken", "RTX 4090", other, "--start-up-seconds", "0.1")
     time.sleep(PUSHING_SECONDS)
 
-    answers = asyncio.run(ask_all(server))
+    assert broken.poll() not in (None, 0), logs(folder)
+    time.sleep(ARRIVAL_SECONDS)
+    moment = now() - timedelta(seconds=ARRIVAL_SECONDS)
+    recorded, alerting = rules("record"), rules("alert")
+    answers = asyncio.run(ask_all(server, queries(), ALL, moment))
+    chosen = asyncio.run(ask_all(server, queries(), FLEET, moment))
+    of_other = asyncio.run(ask_all(server, queries(), OTHER_FLEET, moment))
+    of_alone = asyncio.run(ask_all(alone, queries(), ALL, moment))
+    of_rules = asyncio.run(ask_all(server, recorded | alerting, ALL, moment))
+    rules_alone = asyncio.run(ask_all(alone, recorded, ALL, moment))
+    fleets = asyncio.run(offered_fleets(server))
+    without_fleet = names_of_metrics(server, ', fleet=""')
     metrics = names_of_metrics(server)
+    for process in others:
+        process.kill()
     before = busy_workers(server)
     workers[0].kill()
     victim = "worker-0"
@@ -210,7 +337,21 @@ def watch(processes: contextlib.ExitStack, server: str, push_url: str, folder: P
         check=False,
     )
     assert printed.returncode == 0, printed.stderr
-    return Seen(answers, metrics, before, after, victim, json.loads(printed.stdout))
+    return Seen(
+        answers,
+        chosen,
+        of_other,
+        of_alone,
+        of_rules,
+        rules_alone,
+        fleets,
+        without_fleet,
+        metrics,
+        before,
+        after,
+        victim,
+        json.loads(printed.stdout),
+    )
 
 
 def make_model(folder: Path) -> Path:
@@ -221,11 +362,11 @@ def make_model(folder: Path) -> Path:
     return model
 
 
-async def fill(storage: str) -> None:
+async def fill(storage: str, jobs: int) -> None:
     """Sends more jobs than can be done: plain, with a LoRA, duplicates and bad ones."""
     job: dict[str, Any] = {"prompt": "a house", "steps": 4, "campaign": CAMPAIGN}
     messages = []
-    for number in range(JOBS // 10):
+    for number in range(jobs // 10):
         messages += [{**job, "id": f"j{number}-{each}"} for each in range(4)]
         lora = f"a house <lora:{LORA}:0.5>"
         messages += [{**job, "id": f"l{number}-{each}", "prompt": lora} for each in range(3)]
@@ -237,21 +378,33 @@ async def fill(storage: str) -> None:
         await opened.queue.send(json.dumps(message) for message in messages)
 
 
-async def ask_all(server: str) -> Answers:
+async def ask_all(server: str, asked: dict[str, str], fleet: str, moment: datetime) -> Answers:
+    """The values at *moment* with Grafana's variables filled in."""
     answers = {}
     async with prometheus.connected(server) as client:
-        for each in queries():
-            (expression,) = each.values
-            asked = expression
-            for name, value in VARIABLES.items():
-                asked = asked.replace(name, value)
-            answers[expression] = await client.at(asked, now())
+        for name, query in asked.items():
+            for variable, value in {**VARIABLES, "$fleet": fleet}.items():
+                query = query.replace(variable, value)  # noqa: PLW2901
+            found = await client.at(query, moment)
+            answers[name] = {frozenset(each.labels.items()): each.last for each in found}
     return answers
 
 
-def busy_workers(server: str) -> set[str]:
+async def offered_fleets(server: str) -> set[str]:
+    """What the choice of fleets on the pages offers."""
+    page = json.loads((PAGES / "fleet.json").read_text())
+    (choice,) = [each for each in page["templating"]["list"] if each["name"] == "fleet"]
+    selector = re.fullmatch(r"label_values\((.+), fleet\)", choice["query"])
+    assert selector is not None
+    async with prometheus.connected(server) as client:
+        found = await client.at(f"count by (fleet) ({selector[1]})", now())
+    return {each.labels["fleet"] for each in found}
+
+
+def busy_workers(server: str, fleet: str = FLEET) -> set[str]:
     """The names of the workers that have made images and are not stale."""
-    question = "imagefleet_worker_info and on (job, instance) imagefleet_images_total > 0"
+    info = f'imagefleet_worker_info{{fleet=~"{fleet}"}}'
+    question = f"{info} and on (job, instance) imagefleet_images_total > 0"
 
     async def ask() -> set[str]:
         async with prometheus.connected(server) as client:
@@ -261,12 +414,14 @@ def busy_workers(server: str) -> set[str]:
     return asyncio.run(ask())
 
 
-def names_of_metrics(server: str) -> set[str]:
-    """All metrics that were pushed."""
+def names_of_metrics(server: str, matcher: str = "") -> set[str]:
+    """All metrics that were pushed, or those with other labels that match."""
 
     async def ask() -> set[str]:
         async with prometheus.connected(server) as client:
-            found = await client.at('count by (__name__) ({__name__=~"imagefleet_.+"})', now())
+            found = await client.at(
+                f'count by (__name__) ({{__name__=~"imagefleet_.+"{matcher}}})', now()
+            )
         return {series.labels["__name__"] for series in found}
 
     return asyncio.run(ask())

@@ -53,8 +53,11 @@ def test_docker_compose_accepts_the_files(names: list[str], read: Callable[..., 
 
 
 def test_only_gpu_yaml_requests_the_gpu(read: Callable[..., Services]) -> None:
-    assert not read("compose.yaml")["worker"]["deploy"].get("resources")
+    without = read("compose.yaml")["worker"]
+    assert not without["deploy"].get("resources")
+    assert without["build"]["args"]["CUDA"] == "none"
     worker = read("compose.yaml", "gpu.yaml")["worker"]
+    assert worker["build"]["args"]["CUDA"] == "12.8"
     (device,) = worker["deploy"]["resources"]["reservations"]["devices"]
     assert (device["driver"], device["capabilities"]) == ("nvidia", ["gpu"])
 

@@ -92,6 +92,10 @@ def test_the_worker_image_has_the_torch_it_was_built_for(worker_image: Any, data
     ("arguments", "lines"),
     [
         ({}, ["--extra-index-url https://download.pytorch.org/whl/cu128", "torch==2.11.0+cu128"]),
+        (
+            {"PYTORCH_INDEX": "https://mirror.example/whl"},
+            ["--extra-index-url https://mirror.example/whl/cu128", "torch==2.11.0+cu128"],
+        ),
         ({"CUDA": "13"}, ["torch==2.13.0"]),
         (
             {"CUDA": "none"},

@@ -63,12 +63,13 @@ async def visited_files(settings: WorkerSettings, monkeypatch: pytest.MonkeyPatc
         await delete(self, *arguments)  # type: ignore[arg-type]
         in_flight.clear()
 
-    async def measure_nothing(_: Pipeline) -> None:
+    async def measure_nothing(_: object) -> None:
         await asyncio.Event().wait()
 
     monkeypatch.setattr(LocalQueue, "receive", leased)
     monkeypatch.setattr(LocalQueue, "delete", acknowledged)
     monkeypatch.setattr(Pipeline, "_measure_queues", measure_nothing)
+    monkeypatch.setattr(process._Worker, "_show_progress", measure_nothing)
     async with open_storage(settings) as storage:
         await storage.create()
         await storage.queue.send([MESSAGE])

@@ -202,7 +202,14 @@ async def test_a_worker_waits_for_missing_storage_and_reports_it_to_the_probes(
         # A probe that fails would cost the group this node, which is as good as any other.
         assert [await status(path) for path in ("/started", "/live", "/ready")] == [200, 200, 503]
         async with client.get("/metrics") as answer:
-            assert "imagefleet_waiting_for_operator" in await answer.text()
+            shown = await answer.text()
+        assert "imagefleet_waiting_for_operator{" in shown
+        # Its name leads the operator to its log, and its fleet to the fleet's page.
+        (info,) = re.findall(r"^imagefleet_worker_info\{.+\}", shown, re.MULTILINE)
+        assert re.search(r'worker="[^"]+"', info)
+        folder = Path(local_settings.storage.removeprefix("local:")).name
+        samples = [line for line in shown.splitlines() if not line.startswith("#")]
+        assert all(f'fleet="{folder}/{local_settings.queue}"' in line for line in samples)
     async with open_storage(local_settings) as local_storage:
         await local_storage.create()
         await local_storage.queue.send(['{"prompt": "a house", "id": "j"}'])

@@ -18,7 +18,7 @@ from aiohttp import web
 
 from fleet.keys import command as keys
 from fleet.keys import mint as keys_mint
-from fleet.keys.roles import ROLES
+from imagefleet.storage.azure.roles import ROLES
 from imagefleet.storage.open import open_storage
 from imagefleet.storage.protocol import Storage
 from imagefleet.storage.settings import StorageSettings

@@ -63,6 +63,7 @@ def environment(storage_settings: StorageSettings, tmp_path: Path) -> dict[str, 
         "PYTHONPATH": str(ROOT),
         "IMAGEFLEET_STORAGE": storage_settings.storage,
         "IMAGEFLEET_CACHE": str(tmp_path / "cache"),
+        "FORCE_COLOR": "1",  # makes no terminal of a pipe
     }
 
 

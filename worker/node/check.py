@@ -24,6 +24,7 @@ from prometheus_client.registry import Collector
 from imagefleet import errors, retry
 from imagefleet.storage import protocol
 from worker.engine import contract
+from worker.metrics import NodeFault, WorkerMetrics
 from worker.node.watchdog import NodeLimits, standard_images
 from worker.settings import WorkerSettings
 
@@ -69,9 +70,12 @@ class NodeCheck(Collector):
         blobs: protocol.BlobStore,
         settings: WorkerSettings,
         limits: NodeLimits,
+        metrics: WorkerMetrics,
     ) -> None:
         self.findings = Findings()
         self.passed: bool | None = None
+        self._faults = metrics.node_faults
+        self._fault: NodeFault = "engine"  # unless a check below fails
         self._blobs = blobs
         self._settings = settings
         self._limits = limits
@@ -109,8 +113,10 @@ class NodeCheck(Collector):
                 return
             if left:
                 await asyncio.sleep(retry.jitter(UPLOAD_PAUSE_SECONDS, high=1.5))
-        raise errors.NodeError(
-            f"the upload to the storage runs at {speed / 1e6:.2f} Mbit/s, less than {least / 1e6:g}"
+        raise self._broken(
+            "upload_speed",
+            f"the upload to the storage runs at {speed / 1e6:.2f} Mbit/s, less than"
+            f" {least / 1e6:g}",
         )
 
     @contextlib.asynccontextmanager
@@ -131,15 +137,22 @@ class NodeCheck(Collector):
         except TimeoutError:
             if not limit.expired():
                 raise
-            failure = errors.NodeError(
-                f"this node is not ready after {limit_seconds:g} s (--start-up-seconds)"
+            failure = self._broken(
+                "start_up_time",
+                f"this node is not ready after {limit_seconds:g} s (--start-up-seconds)",
             )
             self._end(failure)
             raise failure from None
         self._end(None)
 
+    def _broken(self, fault: NodeFault, message: str) -> errors.NodeError:
+        self._fault = fault
+        return errors.NodeError(message)
+
     def _end(self, failure: errors.NodeError | None) -> None:
         self.passed = failure is None
+        if failure is not None:
+            self._faults.labels(self._fault).inc()
         self._seconds = time.monotonic() - self._began_at
         log.log(
             logging.INFO if self.passed else logging.ERROR,
@@ -175,9 +188,10 @@ class NodeCheck(Collector):
         folder = self._settings.cache.expanduser()
         free = self.findings.free_disk_bytes = shutil.disk_usage(_existing(folder)).free
         if free < self._limits.free_disk_bytes:
-            raise errors.NodeError(
+            raise self._broken(
+                "disk",
                 f"the disk of {folder} has {free / 2**20:,.0f} MiB free; a worker needs"
-                f" {self._limits.free_disk_bytes / 2**20:,.0f}"
+                f" {self._limits.free_disk_bytes / 2**20:,.0f}",
             )
 
     def _check_gpu(self) -> None:
@@ -189,8 +203,9 @@ class NodeCheck(Collector):
 
         free = self.findings.free_gpu_bytes = cuda_check.free_gpu_bytes(device)
         if free < least:
-            raise errors.NodeError(
-                f"the GPU has {free / 2**20:,.0f} MiB free; a worker needs {least / 2**20:,.0f}"
+            raise self._broken(
+                "gpu_memory",
+                f"the GPU has {free / 2**20:,.0f} MiB free; a worker needs {least / 2**20:,.0f}",
             )
 
     def _check_speed(self, engine: contract.Engine) -> None:
@@ -204,8 +219,9 @@ class NodeCheck(Collector):
             speed = self.findings.images_per_second = _images_per_second(engine)
             if speed >= least:
                 return
-        raise errors.NodeError(
-            f"the GPU makes {speed:.3g} images/s, less than {least:.3g} (--min-images-per-second)"
+        raise self._broken(
+            "gpu_speed",
+            f"the GPU makes {speed:.3g} images/s, less than {least:.3g} (--min-images-per-second)",
         )
 
     async def _send(self, longest_seconds: float) -> float:

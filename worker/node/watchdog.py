@@ -23,7 +23,7 @@ from typing import NoReturn
 from imagefleet import errors
 from imagefleet.pricing import prices
 from worker.gpu_thread import EngineThread
-from worker.metrics import WorkerMetrics
+from worker.metrics import NodeFault, WorkerMetrics
 from worker.settings import WorkerSettings
 
 log = logging.getLogger(__name__)
@@ -157,6 +157,7 @@ class NodeWatchdog:
         self._engine_thread = engine_thread
         self._limits = limits
         self._windows = metrics.node_windows
+        self._faults = metrics.node_faults
         self._uploads = _Uploads()
         self._failures_in_a_row = 0
         self._alarms: asyncio.Queue[str] = asyncio.Queue()
@@ -230,11 +231,12 @@ class NodeWatchdog:
         seconds = self._window.began_at - window.began_at
         busy_seconds = self._window.busy_seconds - window.busy_seconds
         blocked_seconds = self._window.blocked_seconds - window.blocked_seconds
-        wrong = [
-            *self._too_slow(window, busy_seconds, seconds),
-            *self._too_many_failed(window),
-            *self._uploads_too_slow(window, blocked_seconds, seconds),
-        ]
+        judged: dict[NodeFault, Iterator[str]] = {
+            "gpu_speed": self._too_slow(window, busy_seconds, seconds),
+            "failed_images": self._too_many_failed(window),
+            "upload_speed": self._uploads_too_slow(window, blocked_seconds, seconds),
+        }
+        wrong = [(fault, reason) for fault, reasons in judged.items() for reason in reasons]
         if not wrong and busy_seconds < LEAST_BUSY_SHARE * seconds:
             # An idle node shows nothing, and does not reset the count.
             self._windows.labels("unknown").inc()
@@ -244,7 +246,9 @@ class NodeWatchdog:
             self.failed_in_a_row = 0
             return None
         self.failed_in_a_row += 1
-        reason = "; ".join(wrong)
+        for fault, _ in wrong:
+            self._faults.labels(fault).inc()
+        reason = "; ".join(reason for _, reason in wrong)
         log.warning(
             "this node failed %d windows in a row, of %d: %s",
             self.failed_in_a_row,

@@ -23,7 +23,7 @@ from aiohttp import web
 
 from fleet.keys import command as keys
 from fleet.keys import mint
-from fleet.keys.roles import ROLES
+from imagefleet.storage.azure.roles import ROLES
 from imagefleet.storage.settings import StorageSettings
 from imagefleet.telemetry import logs
 

@@ -41,7 +41,7 @@ class AzureAddress:
 
     @property
     def has_key(self) -> bool:
-        """True if the connection string holds a credential; a URL's SAS token is in `sas`."""
+        """True if the connection string holds a credential; a SAS token is in `sas` as well."""
         return bool(_HOLDS_CREDENTIAL.search(self.connection_string or ""))
 
     def queue_client(self, name: str, credential: Credential, **options: Any) -> QueueClient:
@@ -75,7 +75,8 @@ def read_address(address: str) -> AzureAddress:
         SetupError: it is not valid. The message does not quote it, as it may hold a key.
     """
     if _CONNECTION_STRING.search(address):
-        return AzureAddress(connection_string=address)
+        sas = re.search(r"\bSharedAccessSignature=([^;\s]+)", address, re.IGNORECASE)
+        return AzureAddress(connection_string=address, sas=sas and sas[1].removeprefix("?"))
     parts = urlsplit(address)
     host = _HOST.fullmatch(parts.netloc.lower())
     if parts.scheme != "https" or host is None:

@@ -17,6 +17,7 @@ from imagefleet.storage import protocol
 from imagefleet.storage.azure import errors as azure_errors
 from imagefleet.storage.azure.block_upload import BlockUpload
 from imagefleet.storage.azure.credentials import Access
+from imagefleet.storage.azure.refusals import LESS_PERMISSION
 
 _NAMES_PAGE = 1_000
 
@@ -46,13 +47,13 @@ class AzureBlobs:
             with azure_errors.tolerated({"ContainerAlreadyExists"}):
                 await self._client.create_container()
 
-        await self._call(request)
+        await self._call("", request)
 
     async def check(self) -> None:
         """Raises SetupError if the container does not exist or the credentials are wrong."""
         # By a blob that does not exist: a container's SAS token may not read the properties of the
         # container itself, and the error code would be that of Azure's firewall.
-        await self._call(lambda: self._exists(_NO_BLOB))
+        await self._call("r", lambda: self._exists(_NO_BLOB))
 
     async def create(
         self, name: str, data: bytes, content_type: str, metadata: Mapping[str, str]
@@ -75,12 +76,12 @@ class AzureBlobs:
                     return True
             except HttpResponseError as error:
                 # Azurite answers so, too, if the blob exists and the token lacks `w`.
-                refused = azure_errors.code_of(error) in azure_errors.LESS_PERMISSION
+                refused = azure_errors.code_of(error) in LESS_PERMISSION
                 if not refused or not await self._exists(name):
                     raise
             return False
 
-        return await self._call(request)
+        return await self._call("c", request)
 
     async def upload(
         self,
@@ -128,30 +129,30 @@ class AzureBlobs:
                 return await download.readall()
             return None
 
-        return await self._call(request)
+        return await self._call("r", request)
 
     async def metadata(self, name: str) -> Mapping[str, str] | None:
         protocol.check_blob_name(name)
 
         async def request() -> Mapping[str, str] | None:
-            with azure_errors.tolerated({"BlobNotFound", *azure_errors.LESS_PERMISSION}):
+            with azure_errors.tolerated({"BlobNotFound", *LESS_PERMISSION}):
                 properties = await self._client.get_blob_client(name).get_blob_properties()
                 return dict(properties.metadata or {})
             return None
 
-        return await self._call(request)
+        return await self._call("r", request)
 
     async def delete(self, name: str) -> bool:
         protocol.check_blob_name(name)
 
         async def request() -> bool:
-            with azure_errors.tolerated(azure_errors.LESS_PERMISSION):
+            with azure_errors.tolerated(LESS_PERMISSION):
                 with azure_errors.tolerated({"BlobNotFound"}):
                     await self._client.delete_blob(name)
                 return True
             return False
 
-        return await self._call(request)
+        return await self._call("d", request)
 
     async def read_part(self, name: str, offset: int, max_bytes: int) -> protocol.BlobPart | None:
         protocol.check_blob_name(name)
@@ -167,7 +168,10 @@ class AzureBlobs:
                 return protocol.BlobPart(b"", properties.size, properties.etag)
             return None
 
-        return await self._call(request)
+        return await self._call("r", request)
+
+    def address(self, name: str) -> str:
+        return self._client.get_blob_client(name).url.partition("?")[0]
 
     async def names(self, prefix: str = "") -> AsyncIterator[str]:
         blobs = self._client.list_blob_names(
@@ -187,17 +191,19 @@ class AzureBlobs:
 
     async def _listed(self, blobs: AsyncItemPaged[_Result]) -> AsyncIterator[_Result]:
         pages = aiter(blobs.by_page())
-        while (page := await self._call(lambda: anext(pages, None))) is not None:
+        while (page := await self._call("l", lambda: anext(pages, None))) is not None:
             async for blob in page:
                 yield blob
 
     async def _exists(self, name: str) -> bool:
         """True if the blob exists; False, too, if the credentials do not allow reading it."""
-        with azure_errors.tolerated({"BlobNotFound", *azure_errors.LESS_PERMISSION}):
+        with azure_errors.tolerated({"BlobNotFound", *LESS_PERMISSION}):
             await self._client.get_blob_client(name).get_blob_properties()
             return True
         return False
 
-    async def _call(self, request: Callable[[], Awaitable[_Result]]) -> _Result:
+    async def _call(self, permission: str, request: Callable[[], Awaitable[_Result]]) -> _Result:
         what = f"the container {self._client.container_name!r}"
-        return await self._retry_policy.call(lambda: self._access.attempt(what, request))
+        return await self._retry_policy.call(
+            lambda: self._access.attempt(what, permission, request)
+        )

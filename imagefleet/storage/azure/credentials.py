@@ -7,6 +7,7 @@ wait for new ones as for a storage that is down: no job fails for it, and none i
 from __future__ import annotations
 
 import asyncio
+import dataclasses
 import logging
 import os
 import time
@@ -20,6 +21,7 @@ from pydantic import SecretStr
 
 from imagefleet import errors
 from imagefleet.storage.azure import errors as azure_errors
+from imagefleet.storage.azure import refusals
 from imagefleet.storage.azure import sas as sas_tokens
 from imagefleet.storage.azure.account import AzureAddress
 from imagefleet.storage.settings import Resource, StorageSettings
@@ -40,25 +42,56 @@ _Result = TypeVar("_Result")
 class Access:
     """One resource's credential; None if the address itself holds one."""
 
-    def __init__(self, credential: AzureSasCredential | AsyncTokenCredential | None) -> None:
+    def __init__(
+        self,
+        resource: Resource,
+        credential: AzureSasCredential | AsyncTokenCredential | None,
+        of_job_queue: AzureSasCredential | AsyncTokenCredential | None,
+    ) -> None:
         self.credential = credential
+        self._resource = resource
+        self._of_job_queue = of_job_queue
 
-    async def attempt(self, what: str, request: Callable[[], Awaitable[_Result]]) -> _Result:
-        """Makes a request once; raises errors of our tree, which name *what*."""
-        with azure_errors.translated(what):
+    async def attempt(
+        self, what: str, permission: str, request: Callable[[], Awaitable[_Result]]
+    ) -> _Result:
+        """Makes a request once; raises errors of our tree, which name *what*.
+
+        *permission* is the letter (`roles`) that the request needs; empty for what no token allows.
+        """
+        with azure_errors.translated(what, self._in_use(), permission):
             return await request()
+
+    @property
+    def is_missing(self) -> bool:
+        """True if there is no token for the resource, so that the job queue's is tried."""
+        return self._in_use().is_job_queues
+
+    def _in_use(self) -> refusals.Credential:
+        token, job_queues = _token_of(self.credential), _token_of(self._of_job_queue)
+        return refusals.Credential(
+            self._resource,
+            token,
+            is_identity=self.credential is not None and not token,
+            # An account's token, which has the field `ss`, is for all resources.
+            is_job_queues=self._resource != "queue"
+            and token == job_queues != ""
+            and "ss=" not in token,
+        )
 
 
 class RotatingAccess(Access):
     """One resource's credential, updated by RotatingTokens."""
 
-    def __init__(self, tokens: RotatingTokens, credential: AzureSasCredential) -> None:
-        super().__init__(credential)
+    def __init__(self, resource: Resource, tokens: RotatingTokens) -> None:
+        self._sas = tokens.credentials[resource]
+        super().__init__(resource, self._sas, tokens.credentials["queue"])
         self._tokens = tokens
-        self._sas = credential
         self._accepted = False
 
-    async def attempt(self, what: str, request: Callable[[], Awaitable[_Result]]) -> _Result:
+    async def attempt(
+        self, what: str, permission: str, request: Callable[[], Awaitable[_Result]]
+    ) -> _Result:
         """As Access; a request whose token was refused is repeated with a newer one.
 
         Raises:
@@ -69,19 +102,25 @@ class RotatingAccess(Access):
             await self._tokens.refresh_if_due()
             used = self._sas.signature
             try:
-                result = await super().attempt(what, request)
+                result = await super().attempt(what, permission, request)
             except azure_errors.RefusedError as refusal:
                 wait_seconds = WAIT_SECONDS if self._accepted else 0.0
-                if await self._tokens.wait_for_newer(self._sas, used, wait_seconds):
+                if await self._tokens.wait_for_newer(self._sas, used, refusal, wait_seconds):
                     continue
                 source = self._tokens.source.name
                 if self._accepted:
                     raise errors.NoAccessError(
                         f"{refusal.message}; waiting for {source} to provide a new one"
                     ) from None
-                raise errors.SetupError(f"{refusal.message}; it came from {source}") from None
+                raise errors.SetupError(
+                    f"{refusal.message} (the token came from {source})"
+                ) from None
             self._accepted = True
             return result
+
+    def _in_use(self) -> refusals.Credential:
+        is_from_broker = isinstance(self._tokens.source, sas_tokens.TokenBroker)
+        return dataclasses.replace(super()._in_use(), is_from_broker=is_from_broker)
 
 
 class RotatingTokens:
@@ -110,7 +149,11 @@ class RotatingTokens:
             self._refresh()
 
     async def wait_for_newer(
-        self, credential: AzureSasCredential, refused: str, wait_seconds: float
+        self,
+        credential: AzureSasCredential,
+        refused: str,
+        refusal: azure_errors.RefusedError,
+        wait_seconds: float,
     ) -> bool:
         """Reads the source until *credential* holds another token than *refused*; False if not.
 
@@ -130,7 +173,8 @@ class RotatingTokens:
             if not self._refusal_logged:
                 self._refusal_logged = True
                 log.warning(
-                    "Azure refuses the SAS tokens: waiting for %s to provide new ones",
+                    "%s; waiting for %s to provide new ones",
+                    refusal.message,
                     self.source.name,
                     extra={"action": "tokens_refused"},
                 )
@@ -190,25 +234,33 @@ class Credentials:
         source = sas_tokens.source_of(settings, identity_token)
         if source is not None:
             tokens = self._to_close = RotatingTokens(source)
-            accesses = [RotatingAccess(tokens, each) for each in tokens.credentials.values()]
+            accesses = [RotatingAccess(resource, tokens) for resource in tokens.credentials]
         else:
             identity: AsyncTokenCredential | None = None
             queue_sas = settings.queue_sas or (SecretStr(address.sas) if address.sas else None)
             if queue_sas is None and not address.has_key:
                 identity = self._to_close = _workload_identity(settings.queue)
+            of_queue = AzureSasCredential(queue_sas.get_secret_value()) if queue_sas else identity
+            own = {"poison": settings.poison_sas, "blob": settings.blob_sas}
             accesses = [
-                Access(AzureSasCredential(sas.get_secret_value()) if sas else identity)
-                for sas in (
-                    queue_sas,
-                    settings.poison_sas or queue_sas,
-                    settings.blob_sas or queue_sas,
+                Access(
+                    resource,
+                    AzureSasCredential(token.get_secret_value())
+                    if (token := own.get(resource))
+                    else of_queue,
+                    of_queue,
                 )
+                for resource in get_args(Resource)
             ]
         self.queue, self.poison, self.blob = accesses
 
     async def close(self) -> None:
         if self._to_close is not None:
             await self._to_close.close()
+
+
+def _token_of(credential: AzureSasCredential | AsyncTokenCredential | None) -> str:
+    return credential.signature if isinstance(credential, AzureSasCredential) else ""
 
 
 def _workload_identity(queue: str) -> AsyncTokenCredential:

@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Collection, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
+from datetime import UTC, datetime
+from email.utils import parsedate_to_datetime
 
 import aiohttp
 from azure.core import exceptions
 
 from imagefleet import errors
+from imagefleet.storage.azure import refusals
 
 #: Another worker has the message, or it was deleted.
 _LEASE_LOST = frozenset({"MessageNotFound", "PopReceiptMismatch"})
@@ -18,14 +21,8 @@ TAKEN = frozenset({"BlobAlreadyExists", "UnauthorizedBlobOverwrite"})
 
 MISSING = frozenset({"QueueNotFound", "ContainerNotFound"})
 
-#: The credentials are valid, but do not allow this request: a worker's SAS token may process
-#: messages without reading the queue's properties, and create blobs without listing them.
-LESS_PERMISSION = frozenset(
-    {"AuthorizationPermissionMismatch", "AuthorizationResourceTypeMismatch"}
-)
-
 #: Answers to requests that no SAS token for one queue or container allows: to create it, say.
-NOT_FOR_TOKENS = LESS_PERMISSION | {"AuthorizationFailure"}
+NOT_FOR_TOKENS = refusals.LESS_PERMISSION | {"AuthorizationFailure"}
 
 #: The credentials are expired, revoked or not signed with the account's key. The second code is
 #: Azurite's; in Azure it is that of the firewall.
@@ -42,6 +39,9 @@ _JOB_AT_FAULT = frozenset(
 _NOTHING_DONE = frozenset({429, 503})
 
 
+_ACCOUNT_KEY = refusals.Credential()
+
+
 class ReplyLostError(errors.TransientError):
     """The reply was lost: the request may have been carried out."""
 
@@ -51,15 +51,18 @@ class RefusedError(errors.SetupError):
 
 
 @contextmanager
-def translated(what: str) -> Iterator[None]:
+def translated(
+    what: str, credential: refusals.Credential = _ACCOUNT_KEY, permission: str = ""
+) -> Iterator[None]:
     """Translates the SDK's exceptions in the block; *what* names the resource in the messages.
 
-    The cause is dropped, as aiohttp's traceback may show the URL with a SAS token.
+    A refusal is explained by the *credential* and by the *permission* that the request needs. The
+    cause is dropped, as aiohttp's traceback may show the URL with a SAS token.
     """
     try:
         yield
     except exceptions.HttpResponseError as error:
-        raise _from_response(error, what) from None
+        raise _from_response(error, what, credential, permission) from None
     except (exceptions.AzureError, aiohttp.ClientError, OSError) as error:
         raise _from_connection(error, what) from None
 
@@ -80,7 +83,12 @@ def code_of(error: exceptions.HttpResponseError) -> str:
     return str(getattr(code, "value", code) or "no error code")
 
 
-def _from_response(error: exceptions.HttpResponseError, what: str) -> errors.FleetError:
+def _from_response(
+    error: exceptions.HttpResponseError,
+    what: str,
+    credential: refusals.Credential,
+    permission: str,
+) -> errors.FleetError:
     status, code = error.status_code, code_of(error)
     if isinstance(error, exceptions.ClientAuthenticationError) and status is None:
         return errors.SetupError(f"the account key for {what} is malformed")
@@ -89,12 +97,10 @@ def _from_response(error: exceptions.HttpResponseError, what: str) -> errors.Fle
         return errors.LeaseLost(f"the lease is lost: {what} answered {answer}")
     if code in MISSING:
         return errors.SetupError(f"{what} does not exist; `imagefleet load` creates it")
-    if status in {401, 403}:
+    if status == 401 or status == 403:  # noqa: PLR1714, PLR2004 - narrows the type
         kind = RefusedError if code in _NOT_ACCEPTED else errors.SetupError
-        return kind(
-            f"Azure refuses access to {what}: {answer}; check the account key or the SAS token,"
-            " its permissions and its expiry"
-        )
+        reply = refusals.Answer(code, status, _date_of(error))
+        return kind(refusals.sentence(what, credential, permission, reply))
     if status == 413 or code in _JOB_AT_FAULT:  # noqa: PLR2004 - Content Too Large
         return errors.JobError(f"{what} refuses the job: {answer}")
     # Without a status: a success with an invalid body, from a proxy, say.
@@ -103,8 +109,21 @@ def _from_response(error: exceptions.HttpResponseError, what: str) -> errors.Fle
     return (ReplyLostError if lost else errors.TransientError)(f"{what} answered {answer}")
 
 
+def _date_of(error: exceptions.HttpResponseError) -> datetime:
+    """Azure's time, by which it judges tokens; else this machine's."""
+    headers = getattr(error.response, "headers", {})
+    with suppress(ValueError):
+        return parsedate_to_datetime(headers.get("Date", "")).astimezone(UTC)
+    return datetime.now(UTC)
+
+
 def _from_connection(error: Exception, what: str) -> errors.FleetError:
     cause = getattr(error, "inner_exception", None) or error
+    if isinstance(cause, aiohttp.ClientConnectorDNSError):
+        return errors.TransientError(
+            f"cannot reach {what}: there is no host {cause.host!r}; check the account's name in"
+            " --storage, and the network"
+        )
     # The text of a ClientResponseError ends in the URL.
     text = cause.message if isinstance(cause, aiohttp.ClientResponseError) else str(cause)
     message = f"cannot reach {what}: {type(cause).__name__} {text}".rstrip()

@@ -23,6 +23,7 @@ from imagefleet import errors, retry
 from imagefleet.storage import protocol
 from imagefleet.storage.azure import errors as azure_errors
 from imagefleet.storage.azure.credentials import Access
+from imagefleet.storage.azure.refusals import LESS_PERMISSION
 
 #: Sends or releases in flight at once: more would only wait in Azure, whose limit is 2,000
 #: messages/s per queue.
@@ -60,16 +61,16 @@ class AzureQueue:
                 return True
             return False
 
-        return await self._call(request)
+        return await self._call("", request)
 
     async def check(self) -> None:
         """Raises SetupError if the queue does not exist or the credentials are wrong."""
 
         async def request() -> None:
-            with azure_errors.tolerated(azure_errors.LESS_PERMISSION):
+            with azure_errors.tolerated(LESS_PERMISSION):
                 await self._client.get_queue_properties()
 
-        await self._call(request)
+        await self._call("r", request)
 
     async def send(self, bodies: Iterable[str]) -> None:
         remaining = iter(protocol.checked_messages(bodies))
@@ -77,7 +78,7 @@ class AzureQueue:
         async def send_some() -> None:
             for body in remaining:
                 request = partial(self._client.send_message, body, time_to_live=_NO_EXPIRY)
-                await self._call(request)
+                await self._call("a", request)
 
         try:
             async with asyncio.TaskGroup() as senders:
@@ -104,7 +105,7 @@ class AzureQueue:
                 ]
             return []
 
-        return await self._call(request)
+        return await self._call("p", request)
 
     async def renew(
         self, message: protocol.LeasedMessage, lease_seconds: float, body: str | None = None
@@ -127,7 +128,7 @@ class AzureQueue:
 
     async def delete(self, message: protocol.LeasedMessage) -> None:
         await self._call_with_receipt(
-            lambda: self._client.delete_message(message.id, message.receipt)
+            "p", lambda: self._client.delete_message(message.id, message.receipt)
         )
 
     async def browse(self) -> AsyncIterator[protocol.Message]:
@@ -149,18 +150,22 @@ class AzureQueue:
             await self._hand_back(leased.values())
 
     async def depth(self) -> protocol.QueueDepth:
-        properties = await self._call(self._client.get_queue_properties)
+        properties = await self._call("r", self._client.get_queue_properties)
         front = await self._peek(1)
         age_seconds = None
         if front:
             age_seconds = max(0.0, (datetime.now(UTC) - front[0].enqueued_at).total_seconds())
         return protocol.QueueDepth(properties.approximate_message_count or 0, None, age_seconds)
 
-    async def _call(self, request: Callable[[], Awaitable[_Result]]) -> _Result:
-        """Makes a request with retries and translated errors."""
-        return await self._retry_policy.call(lambda: self._access.attempt(self._what, request))
+    async def _call(self, permission: str, request: Callable[[], Awaitable[_Result]]) -> _Result:
+        """Makes a request, which needs *permission*, with retries and translated errors."""
+        return await self._retry_policy.call(
+            lambda: self._access.attempt(self._what, permission, request)
+        )
 
-    async def _call_with_receipt(self, request: Callable[[], Awaitable[_Result]]) -> _Result | None:
+    async def _call_with_receipt(
+        self, permission: str, request: Callable[[], Awaitable[_Result]]
+    ) -> _Result | None:
         """Makes a request that invalidates its receipt.
 
         Returns None if a reply was lost, and the receipt is stale in the retry: either the request
@@ -171,7 +176,7 @@ class AzureQueue:
         async def attempt() -> _Result:
             nonlocal reply_lost
             try:
-                return await self._access.attempt(self._what, request)
+                return await self._access.attempt(self._what, permission, request)
             except azure_errors.ReplyLostError:
                 reply_lost = True
                 raise
@@ -188,13 +193,14 @@ class AzureQueue:
     ) -> QueueMessage | None:
         # By id: given the message, the SDK would send its content again.
         return await self._call_with_receipt(
+            "u",
             lambda: self._client.update_message(
                 message.id, message.receipt, body, visibility_timeout=math.ceil(seconds)
-            )
+            ),
         )
 
     async def _peek(self, max_messages: int) -> list[protocol.Message]:
-        peeked = await self._call(lambda: self._client.peek_messages(max_messages))
+        peeked = await self._call("r", lambda: self._client.peek_messages(max_messages))
         return [protocol.Message(**_fields(message)) for message in peeked]
 
     async def _hand_back(self, messages: Collection[protocol.LeasedMessage]) -> None:

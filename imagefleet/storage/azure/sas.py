@@ -247,10 +247,19 @@ def read_tokens(text: str | bytes) -> Tokens:
 
 def expiry(token: str) -> datetime | None:
     """When a SAS token expires; None if its stored access policy determines that."""
-    (text,) = parse_qs(token).get("se", [""])
+    return _moment(token, "se")
+
+
+def start(token: str) -> datetime | None:
+    """When a SAS token becomes valid; None if it always was."""
+    return _moment(token, "st")
+
+
+def _moment(token: str, field: str) -> datetime | None:
+    (text,) = parse_qs(token).get(field, [""])
     with contextlib.suppress(ValueError):
-        end = datetime.fromisoformat(text)
-        return end if end.tzinfo else end.replace(tzinfo=UTC)
+        moment = datetime.fromisoformat(text)
+        return moment if moment.tzinfo else moment.replace(tzinfo=UTC)
     return None
 
 

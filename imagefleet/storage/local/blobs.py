@@ -99,6 +99,9 @@ class LocalBlobs:
         self._operations.blob_reads += 1
         return await self._in_thread(self._read_part, name, offset, max_bytes)
 
+    def address(self, name: str) -> str:
+        return (self.folder / name).absolute().as_uri()
+
     async def names(self, prefix: str = "") -> AsyncIterator[str]:
         self._operations.blob_writes += 1
         with closing(self._walk("", prefix)) as names:

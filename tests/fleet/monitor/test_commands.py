@@ -9,7 +9,9 @@ import signal
 import subprocess
 import sys
 import time
+import uuid
 from collections.abc import Callable
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -25,16 +27,20 @@ COMMAND = Path(sys.executable).with_name("imagefleet")
 Imagefleet = Callable[..., "subprocess.CompletedProcess[str]"]  # the fixture of conftest.py
 
 
-def history(instance: str, gpu: str, images_per_second: float, price: float) -> str:
-    """A worker's pushes over the last 150 s, ten seconds apart."""
+def history(
+    worker: str, gpu: str, images_per_second: float, price: float, fleet: str | None
+) -> str:
+    """A worker's pushes over the last 150 s, ten seconds apart; without *fleet*, an older one's."""
     now = int(time.time() * 1000)
-    labels = f'job="imagefleet-worker",instance="{instance}"'
+    labels = f'job="imagefleet-worker",instance="{uuid.uuid4().hex}"'
+    if fleet:
+        labels += f',fleet="{fleet}"'
     lines = []
     for ago in range(150, -1, -10):
         seconds = 150 - ago
         at = now - 1000 * ago
         values = {
-            f'imagefleet_worker_info{{{labels},worker="{instance}-name",gpu="{gpu}",group="g"}}': 1,
+            f'imagefleet_worker_info{{{labels},worker="{worker}",gpu="{gpu}",group="g"}}': 1,
             f"imagefleet_images_total{{{labels}}}": images_per_second * seconds,
             f'imagefleet_cost_dollars_total{{{labels},kind="gpu"}}': price * seconds / 3600,
             f'imagefleet_cost_dollars_total{{{labels},kind="storage"}}': price * seconds / 14_400,
@@ -48,26 +54,47 @@ def history(instance: str, gpu: str, images_per_second: float, price: float) -> 
     return "\n".join(lines) + "\n"
 
 
+@dataclass(frozen=True)
+class TwoFleets:
+    """A server with the metrics of two fleets, which no other test has used."""
+
+    url: str
+    folder: str
+    other: str
+
+    @property
+    def fleet(self) -> str:
+        """That of a storage in *folder*."""
+        return f"{self.folder}/jobs"
+
+
 @pytest.fixture
-async def two_workers(victoria_metrics: Any) -> Any:
-    """A server with the history of a fast worker and of a slow one."""
-    text = history("fast", "RTX 4090 24GB", 4.0, 0.16) + history("slow", "RTX 3060 8GB", 0.5, 0.04)
+async def two_fleets(victoria_metrics: Any) -> TwoFleets:
+    """A fast worker and a slow one, and another fleet's."""
+    name = uuid.uuid4().hex[:12]
+    fleets = TwoFleets(victoria_metrics.url, f"a-{name}", f"b-{name}/jobs")
+    text = history("fast", "RTX 4090 24GB", 4.0, 0.16, fleets.fleet)
+    text += history("slow", "RTX 3060 8GB", 0.5, 0.04, fleets.fleet)
+    await pushed(victoria_metrics, text + history("other", "RTX 4090 24GB", 9, 0.2, fleets.other))
+    return fleets
+
+
+async def pushed(victoria_metrics: Any, text: str) -> None:
     async with (
         aiohttp.ClientSession() as client,
         client.post(victoria_metrics.push_url, data=text) as response,
     ):
         assert response.status == 204
     await victoria_metrics.arrived()
-    return victoria_metrics
 
 
 async def test_status_shows_images_per_second_and_per_dollar(
-    two_workers: Any, tmp_path: Path, imagefleet: Imagefleet
+    two_fleets: TwoFleets, tmp_path: Path, imagefleet: Imagefleet
 ) -> None:
-    address = f"local:{tmp_path}/storage"
+    address = f"local:{tmp_path}/{two_fleets.folder}"
     async with open_storage(StorageSettings(storage=address)) as storage:
         await storage.create()
-    arguments = ("status", "--storage", address, "--prometheus", two_workers.url)
+    arguments = ("status", "--storage", address, "--prometheus", two_fleets.url)
     result = await asyncio.to_thread(imagefleet, *arguments, "--json")
     fleet = json.loads(result.stdout)["fleet"]
 
@@ -83,20 +110,41 @@ async def test_status_shows_images_per_second_and_per_dollar(
     assert "GPU idle 25.0 %" in text
 
 
-async def test_top_shows_the_slowest_first(two_workers: Any, imagefleet: Imagefleet) -> None:
-    arguments = ("top", "--prometheus", two_workers.url)
+async def test_top_shows_the_slowest_first(two_fleets: TwoFleets, imagefleet: Imagefleet) -> None:
+    arguments = ("top", "--fleet", two_fleets.fleet, "--prometheus", two_fleets.url)
     result = await asyncio.to_thread(imagefleet, *arguments, "--json")
     workers = json.loads(result.stdout)["workers"]
 
-    assert [each["worker"] for each in workers] == ["slow-name", "fast-name"]
+    assert [each["worker"] for each in workers] == ["slow", "fast"]
     assert workers[1]["gpu"] == "RTX 4090 24GB"
     assert workers[1]["images_per_second"] == pytest.approx(4, rel=0.01)
     assert workers[1]["images_per_dollar"] == pytest.approx(4 * 3600 / 0.2, rel=0.01)
 
     shown = await asyncio.to_thread(imagefleet, *arguments, "--count", "1", COLUMNS="120")
-    assert "slow-name" in shown.stdout
-    assert "fast-name" not in shown.stdout
+    assert "slow" in shown.stdout
+    assert "fast" not in shown.stdout
     assert "1 of 2 workers" in shown.stdout
+
+
+async def test_all_fleets_are_added_up_only_where_that_is_asked_for(
+    two_fleets: TwoFleets, imagefleet: Imagefleet
+) -> None:
+    everything = ("top", "--prometheus", two_fleets.url, "--fleet", "all", "--json")
+    workers = json.loads((await asyncio.to_thread(imagefleet, *everything)).stdout)["workers"]
+
+    assert {each["worker"] for each in workers} >= {"fast", "slow", "other"}
+
+
+async def test_a_fleet_without_workers_is_told_which_fleets_have_some(
+    two_fleets: TwoFleets, imagefleet: Imagefleet
+) -> None:
+    arguments = ("top", "--prometheus", two_fleets.url, "--storage", "local:./nobody")
+    shown = await asyncio.to_thread(imagefleet, *arguments, COLUMNS="120")
+
+    text = " ".join(shown.stdout.split())
+    assert "0 of 0 workers" in text
+    assert "no worker of fleet nobody/jobs; --fleet chooses another, such as " in text
+    assert re.search(r" [ab]-[0-9a-f]{12}/jobs", text)
 
 
 def test_top_without_a_prometheus_names_the_option(imagefleet: Imagefleet) -> None:
@@ -138,10 +186,34 @@ async def test_the_exporter_serves_and_pushes_until_sigterm(
                 await asyncio.sleep(0.05)
                 async with client.get("/metrics") as response:
                     seen = await response.text()
-        assert 'imagefleet_queue_messages{queue="jobs",state="visible"} 2.0' in seen
+        assert (
+            'imagefleet_queue_messages{fleet="storage/jobs",queue="jobs",state="visible"} 2.0'
+            in seen
+        )
     finally:
         exporter.send_signal(signal.SIGTERM)
     assert await asyncio.wait_for(exporter.wait(), 20) == 0
     await victoria_metrics.arrived()
     query = 'imagefleet_queue_messages{job="imagefleet-exporter",queue="jobs",state="visible"}'
     assert [each["value"][1] for each in await victoria_metrics.ask(query)] == ["2"]
+
+
+async def test_workers_of_an_older_version_are_not_silently_left_out(
+    victoria_metrics: Any, two_fleets: TwoFleets, tmp_path: Path, imagefleet: Imagefleet
+) -> None:
+    await pushed(victoria_metrics, history("old", "RTX 4090 24GB", 2.0, 0.1, fleet=None))
+    address = f"local:{tmp_path}/{two_fleets.folder}"
+    async with open_storage(StorageSettings(storage=address)) as storage:
+        await storage.create()
+    arguments = ("status", "--storage", address, "--prometheus", two_fleets.url)
+
+    found = json.loads((await asyncio.to_thread(imagefleet, *arguments, "--json")).stdout)
+    text = " ".join((await asyncio.to_thread(imagefleet, *arguments)).stdout.split())
+    everything = await asyncio.to_thread(imagefleet, *arguments, "--fleet", "all", "--json")
+
+    assert found["fleet"]["workers"] == 2
+    assert "1 worker without the label fleet" in found["fleet"]["left_out"]
+    assert found["fleet"]["left_out"] in text
+    added_up = json.loads(everything.stdout)["fleet"]
+    assert added_up["workers"] >= 4
+    assert added_up["left_out"] is None

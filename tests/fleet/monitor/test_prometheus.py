@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import AsyncIterator, Awaitable, Callable
 from datetime import UTC, datetime, timedelta
 
 import pytest
 from aiohttp import web
 
-from fleet.monitor import prometheus
+from fleet.monitor import prometheus, rates
+from fleet.report import metrics
 from imagefleet import errors
 
 NOON = datetime(2026, 11, 1, 12, 0, tzinfo=UTC)
@@ -17,13 +19,23 @@ Serve = Callable[[web.Response], Awaitable[str]]
 
 
 @pytest.fixture
-async def serve() -> AsyncIterator[Serve]:
+def asked() -> list[str]:
+    """The queries that the server got."""
+    return []
+
+
+@pytest.fixture
+async def serve(asked: list[str]) -> AsyncIterator[Serve]:
     """Starts a server that always sends the same response; returns its URL."""
     runners = []
 
     async def start(answer: web.Response) -> str:
-        async def handle(_: web.Request) -> web.Response:
-            return answer
+        async def handle(request: web.Request) -> web.Response:
+            asked.append(str((await request.post())["query"]))
+            # A response is sent once.
+            return web.Response(
+                status=answer.status, text=answer.text, content_type=answer.content_type
+            )
 
         app = web.Application()
         app.router.add_post("/api/v1/{what}", handle)
@@ -103,3 +115,26 @@ async def test_a_missing_server_is_one_sentence(
     async with prometheus.connected(url) as server:
         with pytest.raises(kind, match=sentence):
             await server.at("up", NOON)
+
+
+@pytest.mark.parametrize("fleet", ["acme/jobs", None])
+async def test_every_query_asks_for_the_fleet_alone(
+    serve: Serve, asked: list[str], fleet: str | None
+) -> None:
+    async with prometheus.connected(await serve(response_of("vector", [])), fleet) as server:
+        await rates.fleet_rates(server)
+        await rates.worker_rates(server)
+        await metrics.read_metrics(server, NOON, NOON + timedelta(hours=1))
+
+    # One asks which fleets there are, to say whose workers are left out.
+    queries = [query for query in asked if "count by (fleet)" not in query]
+    assert len(asked) - len(queries) == (0 if fleet is None else 2)
+    assert len(queries) > 20
+    for query in queries:
+        selectors = re.findall(r"imagefleet_\w+(\{[^}]*\})?", query)
+        assert "$fleet" not in query
+        assert selectors
+        if fleet is None:
+            assert "fleet=" not in query
+        else:
+            assert all('fleet="acme/jobs"}' in each for each in selectors), query

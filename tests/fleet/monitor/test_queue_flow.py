@@ -2,6 +2,7 @@ from __future__ import annotations
 
 import asyncio
 import math
+from collections.abc import Mapping
 from pathlib import Path
 
 import pytest
@@ -92,10 +93,12 @@ async def test_depths_and_ages_of_both_queues_are_exported(storage: Storage) -> 
     await storage.queue.send(["a", "b", "c"])
     await storage.queue.receive(1, lease_seconds=60)
     await storage.poison.send(["x"])
-    exporter = Exporter(storage, ExporterSettings(), None)
+    exporter = Exporter(storage, ExporterSettings(fleet="mine"), None)
     await exporter.sample()
-    value = exporter.registry.get_sample_value
     depth = await storage.queue.depth()
+
+    def value(name: str, labels: Mapping[str, str] | None = None) -> float | None:
+        return exporter.registry.get_sample_value(name, {**(labels or {}), "fleet": "mine"})
 
     def messages(queue: str, state: str) -> float | None:
         return value("imagefleet_queue_messages", {"queue": queue, "state": state})
@@ -114,7 +117,7 @@ async def test_depths_and_ages_of_both_queues_are_exported(storage: Storage) -> 
 async def test_an_outage_is_counted_and_the_last_values_stay(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    settings = ExporterSettings(storage=f"local:{tmp_path}", sample_seconds=0.1)
+    settings = ExporterSettings(storage=f"local:{tmp_path}", sample_seconds=0.1, fleet="mine")
     async with open_storage(settings) as storage:
         await storage.create()
         exporter = Exporter(storage, settings, None)
@@ -127,9 +130,9 @@ async def test_an_outage_is_counted_and_the_last_values_stay(
         monkeypatch.setattr(storage.queue, "depth", no_answer)
         with pytest.raises(errors.SetupError):
             await exporter.run()
-    assert exporter.registry.get_sample_value("imagefleet_exporter_failed_looks_total") == 1
-    messages = {"queue": "jobs", "state": "visible"}
-    assert exporter.registry.get_sample_value("imagefleet_queue_messages", messages) == 0
+    value, mine = exporter.registry.get_sample_value, {"fleet": "mine"}
+    assert value("imagefleet_exporter_failed_looks_total", mine) == 1
+    assert value("imagefleet_queue_messages", {"queue": "jobs", "state": "visible", **mine}) == 0
 
 
 async def test_an_error_of_one_queue_cancels_the_request_to_the_other(

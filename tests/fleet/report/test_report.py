@@ -10,10 +10,15 @@ import subprocess
 from collections.abc import AsyncIterator, Callable
 from datetime import UTC, datetime, timedelta
 from pathlib import Path
+from typing import Any
+from urllib.parse import urlsplit
+from urllib.request import url2pathname
 
 import numpy as np
 import pytest
+from pydantic import SecretStr
 
+from fleet.keys import mint
 from fleet.report import figures as report_figures
 from fleet.report import metrics, page
 from fleet.report import records as report_records
@@ -21,6 +26,7 @@ from imagefleet import errors
 from imagefleet.job.message import Job, Output
 from imagefleet.pricing import prices
 from imagefleet.storage import dead_letter
+from imagefleet.storage.azure.roles import ROLES
 from imagefleet.storage.local.storage import LocalStorage
 from imagefleet.storage.open import open_storage
 from imagefleet.storage.protocol import Storage
@@ -214,7 +220,9 @@ def test_the_page_is_self_contained_and_escapes_every_text(
     assert "<script" not in text
     assert "<b>" not in text
     assert text.count(html.escape(HOSTILE)) >= 2
-    assert not re.search(r"(src|href)=.(?!data:)|url\(|@import", text), "something is loaded"
+    assert not re.search(r"src=.(?!data:)|url\(|@import|<link", text), "something is loaded"
+    for address in re.findall(r'href="([^"]*)"', text):
+        assert Path(url2pathname(urlsplit(address).path)).is_file(), address
     assert text.count('src="data:image/webp;base64,') == 2
     figures = json.loads(Path("out/figures.json").read_text())
     assert (figures["images"], figures["failed"], figures["metrics"]) == (2, 1, None)
@@ -251,10 +259,90 @@ async def test_the_page_shows_the_metrics_and_many_workers(
 
     titles = ("Dollars", "GPU time", "Mean time by stage", "Images per dollar", "Workers")
     assert all(f"<h3>{title}</h3>" in html_page for title in titles)
-    assert html_page.count("<svg") == 8
+    assert html_page.count("<svg") == 4
+    assert html_page.count('<ul class="bars"') == 4
     assert "60 completed." in html_page
     assert "The slowest 15 of 30." in html_page
     assert "<script" not in html_page
+
+
+async def page_of(storage: Storage, samples: int = 24) -> str:
+    """The page of the campaign `spring`."""
+    records = await report_records.read_records(storage, "spring", samples)
+    pictures = [
+        report_records.Picture(each.job, storage.blobs.address(each.blob), data)
+        for each in records.samples
+        if (data := await storage.blobs.read(each.blob))
+    ]
+    return page.render(figures_of(records), None, pictures, NOON)
+
+
+@pytest.mark.parametrize("kind", ["png", "jpeg", "webp"])
+async def test_a_sample_shows_its_id_its_prompt_and_its_loras(
+    local_storage: LocalStorage, kind: Any
+) -> None:
+    words = "a " + "very " * 60 + "red house"
+    parameters = f"{words} <lora:outline-style:0.8>\nNegative prompt: blurry\nSteps: 15"
+    image = encode.encode(PIXELS, Output(format=kind), parameters)
+    await local_storage.blobs.create("spring/0001-3.x", image.data, "image/x", record(job="0001"))
+
+    text = html.unescape(await page_of(local_storage))
+
+    address = (local_storage.blobs.folder / "spring" / "0001-3.x").as_uri()
+    assert f'<a href="{address}">0001</a>' in text
+    assert f"</summary>{words}</details>" in text, "the whole prompt is on the page"
+    assert "<li>outline-style 0.8</li>" in text
+    assert "blurry" not in text
+
+
+async def test_a_link_to_an_image_on_azure_has_no_token(azurite_settings: StorageSettings) -> None:
+    async with open_storage(azurite_settings) as owner:
+        await owner.create()
+        await owner.blobs.create("spring/a b.png", b"x", "image/png", {})
+    minted = mint.Minter(azurite_settings).mint(ROLES["monitor"], timedelta(hours=1))
+    tokens = {f"{name}_sas": SecretStr(token) for name, token in minted.tokens.items()}
+    settings = azurite_settings.model_copy(update={"storage": minted.storage, **tokens})
+    async with open_storage(settings) as storage:
+        text = await page_of(storage)
+    assert f"/{azurite_settings.container}/spring/a%20b.png" in text
+    assert "sig=" not in text
+
+
+async def test_what_is_no_image_or_of_another_program_is_listed_as_well(
+    local_storage: LocalStorage,
+) -> None:
+    foreign = encode.encode(PIXELS, Output(), "a cat AND a dog\nSteps: 1").data
+    await local_storage.blobs.create("spring/foreign.png", foreign, "image/png", {})
+    await local_storage.blobs.create("spring/broken.png", b"pixels", "image/png", {})
+
+    text = await page_of(local_storage)
+
+    assert "<p>a cat AND a dog</p>" in text
+    assert "not an image" in text
+    assert text.count("<figure>") == 2
+
+
+async def test_a_campaign_of_failures_alone_says_so(local_storage: LocalStorage) -> None:
+    error = errors.MissingFileError("there is no LoRA x")
+    await add(local_storage, "{}", Job(prompt="x", id="a", campaign="spring"), error)
+
+    text = await page_of(local_storage)
+
+    assert "No image of this campaign is stored" in text
+    assert "100.00% of the jobs" in text
+    assert "images/s" not in text.lower().partition("<main>")[2]
+    assert "n/a" not in text
+
+
+async def test_a_campaign_of_one_image_has_no_plot_over_time(
+    local_storage: LocalStorage, stored: Callable[..., AsyncIterator[None]]
+) -> None:
+    await stored("a.png", 1, **record(job="a"))
+
+    text = await page_of(local_storage)
+
+    assert "<svg" not in text
+    assert "1 job, " in text
 
 
 def test_json_is_printed_without_a_page(hostile_storage: str, in_process: Imagefleet) -> None:

@@ -44,10 +44,13 @@ class Metrics:
     """A Prometheus that answers every query with one number, or not at all."""
 
     value: float | None = 8.0
+    fleet: str | None = None
 
     async def at(self, query: str, moment: datetime) -> list[prometheus.Series]:
         if self.value is None:
             raise errors.TransientError("no answer")
+        if query.startswith("count by (fleet)"):
+            return [prometheus.Series({"fleet": "theirs"}, ((0.0, 4.0),))]
         return [prometheus.Series({}, ((0.0, 4.0 if "worker_info" in query else self.value),))]
 
 
@@ -389,3 +392,17 @@ def test_a_stopped_scaler_reports_the_workers_that_keep_running(
     assert record["running"] == 20
     assert "20 workers keep running and nothing limits their cost" in log
     assert json.loads((tmp_path / "sd15-batch-scale.json").read_text())["running"] == 20
+
+
+async def test_workers_that_the_speed_leaves_out_are_logged_once(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    metrics: Any = Metrics()
+    metrics.fleet = "mine/jobs"
+    speeds = scaler.Speeds(assumed=scaler.Speed(1.0, "assumed"), server=metrics)
+
+    for _ in range(2):
+        await speeds.find()
+
+    (line,) = [each for each in caplog.records if "theirs" in each.getMessage()]
+    assert line.action == "workers_left_out"

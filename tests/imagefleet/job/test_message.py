@@ -10,7 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from imagefleet import errors
-from imagefleet.job import message, prompt, samplers
+from imagefleet.job import message, override_settings, prompt, samplers
 from imagefleet.job.message import MAX_IMAGES_PER_JOB, Job, read_job
 from imagefleet.storage import protocol
 
@@ -229,6 +229,98 @@ def test_fields_that_do_not_change_the_image_are_accepted() -> None:
     neutral = {name: values[0] for name, values in message.NEUTRAL_VALUES.items()}
 
     assert read(**neutral, save_images=True, hr_scale=2, subseed=5) == read()
+
+
+@pytest.mark.parametrize(
+    "title",
+    [
+        "dreamshaper_8",
+        "dreamshaper_8.safetensors",
+        "dreamshaper_8.safetensors [879db523c3]",
+        "dreamshaper_8 [879db523c3]",
+        "sd/1.5/dreamshaper_8.ckpt [879db523c3]",
+        "sd\\dreamshaper_8.safetensors",
+    ],
+)
+def test_the_checkpoint_of_override_settings_is_the_model(title: str) -> None:
+    job = read(
+        override_settings={"sd_model_checkpoint": title, "CLIP_stop_at_last_layers": 2},
+        override_settings_restore_afterwards=True,
+    )
+
+    assert (job.model, job.clip_skip) == ("dreamshaper_8", 2)
+    assert job == read(model="dreamshaper_8", clip_skip=2)
+
+
+def test_override_settings_that_agree_with_the_fields_are_accepted() -> None:
+    settings = {"sd_model_checkpoint": "a.safetensors", "CLIP_stop_at_last_layers": 2}
+
+    assert read(model="a", clip_skip=2, override_settings=settings).model == "a"
+
+
+@pytest.mark.parametrize(
+    ("field", "value", "setting"),
+    [("model", "b", "sd_model_checkpoint"), ("clip_skip", 1, "CLIP_stop_at_last_layers")],
+)
+def test_an_override_that_contradicts_a_field_is_refused_naming_both(
+    field: str, value: object, setting: str
+) -> None:
+    override = {"sd_model_checkpoint": "a", "CLIP_stop_at_last_layers": 2}[setting]
+    with pytest.raises(
+        errors.InvalidMessageError,
+        match=rf"override_settings\.{setting} contradicts the field {field}",
+    ):
+        read(**{field: value}, override_settings={setting: override})
+
+
+def test_override_settings_that_do_not_change_the_image_are_accepted() -> None:
+    neutral = {name: values[-1] for name, values in override_settings.NEUTRAL_VALUES.items()}
+    saving = {"samples_format": "jpg", "save_txt": True, "return_grid": False, "outdir_grids": "x"}
+
+    assert read(override_settings=neutral | saving) == read()
+    assert read(override_settings={"sd_model_checkpoint": None}) == read()
+
+
+@pytest.mark.parametrize("setting", ["sd_vae", "eta_noise_seed_delta", "clip_skip_everything"])
+def test_an_override_that_changes_the_image_is_refused_by_name(setting: str) -> None:
+    with pytest.raises(errors.InvalidMessageError, match=rf"override_settings\.{setting} is not"):
+        read(override_settings={setting: 31337})
+
+
+def test_a_misspelt_override_is_refused_with_a_suggestion() -> None:
+    with pytest.raises(errors.InvalidMessageError, match="did you mean 'sd_model_checkpoint'"):
+        read(override_settings={"sd_model_chekpoint": "a"})
+
+
+@given(
+    st.dictionaries(
+        st.sampled_from([*override_settings.FIELDS, "sd_vae", "samples_format"]) | st.text(),
+        json_values,
+    )
+    | json_values
+)
+def test_any_override_settings_raise_only_invalid_message(settings: object) -> None:
+    assert refusal(json.dumps({"prompt": "", "override_settings": settings})) != ""
+
+
+@pytest.mark.parametrize(
+    ("body", "expected"),
+    [
+        ("", "the message is empty"),
+        ("null", "the message is a JSON null, not an object"),
+        ("[1]", "the message is a JSON array, not an object"),
+        ("7", "the message is a JSON number, not an object"),
+        ('{"prompt": "a", "output": "png"}', "output: should be an object of names and values"),
+    ],
+)
+def test_a_refusal_uses_the_words_of_json(body: str, expected: str) -> None:
+    assert refusal(body) == expected
+
+
+@pytest.mark.parametrize("field", ["id", "campaign", "model"])
+def test_an_unsafe_name_is_refused_with_what_is_allowed(field: str) -> None:
+    with pytest.raises(errors.InvalidMessageError, match=rf"{field}: use 1 to 128 letters, digits"):
+        read(**{field: "../etc"})
 
 
 def test_the_older_sampler_field_is_read() -> None:

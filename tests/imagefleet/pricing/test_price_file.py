@@ -57,7 +57,7 @@ def test_a_class_in_the_file_keeps_no_built_in_price(tmp_path: Path) -> None:
         ("source: x\nstorage: {writes: 1}\n", "storage.writes: unknown key"),
         ("[1\n", "not valid YAML"),
         ("", "source: is required"),
-        ("x\n", "should be a valid dictionary"),
+        ("x\n", "should be an object of names and values"),
     ],
 )
 def test_an_invalid_file_is_refused_with_the_entry(

@@ -9,6 +9,7 @@ from __future__ import annotations
 import asyncio
 import dataclasses
 import os
+import re
 from datetime import UTC, datetime, timedelta
 from pathlib import Path
 
@@ -441,6 +442,12 @@ async def test_operations_are_counted_as_azure_bills_them(storage: Storage) -> N
     assert await storage.blobs.delete("a.png")
     assert storage.operations.blob_reads - before.blob_reads == 2
     assert storage.operations.blob_writes - before.blob_writes == 4, "deletes are free"
+
+
+def test_a_blobs_address_names_it_and_holds_no_secret(storage: Storage) -> None:
+    address = storage.blobs.address("spring/a b.png")
+
+    assert re.fullmatch(r"(file|http)://[^?]+/spring/a%20b\.png", address)
 
 
 # The storage as a whole

@@ -79,6 +79,7 @@ def test_the_matrix_rate_is_plausible() -> None:
 
 
 def test_the_machine_is_described() -> None:
-    assert machine.versions()["torch"] == torch.__version__
+    # The wheel may have the local version (+cu130) in its name or not.
+    assert machine.versions()["torch"].partition("+")[0] == torch.__version__.partition("+")[0]
     assert machine.hardware(CPU)["device"]
     assert machine.peak_memory_bytes(CPU) > 2**20

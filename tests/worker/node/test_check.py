@@ -5,7 +5,7 @@ import math
 import time
 from collections.abc import Callable, Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, get_args
 
 import numpy as np
 import pytest
@@ -13,6 +13,7 @@ import pytest
 from imagefleet import errors
 from imagefleet.storage.protocol import Storage
 from worker.engine import contract
+from worker.metrics import NodeFault, WorkerMetrics
 from worker.node import check as node_check
 from worker.node.check import NodeCheck
 from worker.node.watchdog import NodeLimits, broken_below, limits_of, standard_images
@@ -42,11 +43,17 @@ class Batches:
 
 @pytest.fixture
 def check(storage: Storage, worker_settings: MakeSettings) -> Callable[..., NodeCheck]:
-    def make(blobs: Any = None, device: str = "cpu", **limits: float) -> NodeCheck:
+    def make(
+        blobs: Any = None,
+        device: str = "cpu",
+        metrics: WorkerMetrics | None = None,
+        **limits: float,
+    ) -> NodeCheck:
         return NodeCheck(
             blobs or storage.blobs,
             worker_settings(device=device),
             NodeLimits(**limits),  # type: ignore[arg-type]
+            metrics or WorkerMetrics(),
         )
 
     return make
@@ -214,6 +221,58 @@ async def test_the_findings_are_one_log_line_and_the_metrics(
 def test_a_full_disk_is_a_broken_node(check: Callable[..., NodeCheck]) -> None:
     with pytest.raises(errors.NodeError, match="disk"):
         check(free_disk_bytes=2**60).load(Batches(0.0).load)
+
+
+def faults(metrics: WorkerMetrics) -> dict[str, float]:
+    """The node's faults that were counted."""
+    counted = {
+        each: metrics.registry.get_sample_value("imagefleet_node_faults_total", {"fault": each})
+        for each in get_args(NodeFault)
+    }
+    return {fault: count for fault, count in counted.items() if count}
+
+
+@local_only
+@pytest.mark.parametrize(
+    ("limits", "fault"),
+    [
+        ({"free_disk_bytes": 2**60}, "disk"),
+        ({"images_per_second": 1e9}, "gpu_speed"),
+        ({"start_up_seconds": 0.01}, "start_up_time"),
+    ],
+)
+async def test_the_metrics_say_which_check_failed(
+    check: Callable[..., NodeCheck], limits: dict[str, float], fault: str
+) -> None:
+    metrics = WorkerMetrics()
+    node = check(metrics=metrics, **limits)
+
+    async def start_up() -> None:
+        async with node.start_up():
+            node.load(Batches(0.0).load)
+            await asyncio.sleep(1)
+
+    with pytest.raises(errors.NodeError):
+        await start_up()
+
+    assert faults(metrics) == {fault: 1}
+    assert node.passed is False
+
+
+@local_only
+async def test_a_node_whose_engine_does_not_load_has_a_fault_of_its_engine(
+    check: Callable[..., NodeCheck],
+) -> None:
+    metrics = WorkerMetrics()
+
+    async def start_up() -> None:
+        async with check(metrics=metrics).start_up():
+            raise errors.NodeError("the GPU miscalculates")
+
+    with pytest.raises(errors.NodeError):
+        await start_up()
+
+    assert faults(metrics) == {"engine": 1}
 
 
 @local_only

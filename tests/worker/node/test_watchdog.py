@@ -84,6 +84,9 @@ def test_three_slow_windows_in_a_row_are_a_broken_node(node: Node) -> None:
 
     assert reasons == ["the GPU makes 0.345 images/s, less than 1"] * 3
     assert node.watch.failed_in_a_row == 3
+    sample = node.metrics.registry.get_sample_value
+    assert sample("imagefleet_node_faults_total", {"fault": "gpu_speed"}) == 3
+    assert sample("imagefleet_node_faults_total", {"fault": "failed_images"}) == 0
 
 
 def test_one_slow_image_is_not(node: Node) -> None:

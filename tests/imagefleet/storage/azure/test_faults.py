@@ -136,6 +136,15 @@ async def test_an_unreachable_address_is_a_transient_error(
             await azure_storage.check()
 
 
+async def test_a_misspelt_account_is_named() -> None:
+    storage = "AccountName=picturs;AccountKey=a2V5;EndpointSuffix=core.windows.invalid"
+    async with AzureStorage(StorageSettings(storage=storage), NEVER) as azure_storage:
+        with pytest.raises(
+            errors.TransientError, match=r"no host 'picturs\.queue\..*check the account's name"
+        ):
+            await azure_storage.check()
+
+
 # Lost replies
 
 

@@ -59,6 +59,7 @@ class FakeCloud:
 
     url: str
     status: int = 200
+    denies: bool = False
     assertions: list[str] = field(default_factory=list)
 
     async def handle(self, request: web.Request) -> web.Response:
@@ -76,6 +77,10 @@ class FakeCloud:
         if request.headers.get("Authorization") != "Bearer pod":
             return web.Response(
                 status=401, headers={"x-ms-error-code": "InvalidAuthenticationInfo"}
+            )
+        if self.denies:
+            return web.Response(
+                status=403, headers={"x-ms-error-code": "AuthorizationPermissionMismatch"}
             )
         if request.path.endswith("/messages"):
             return web.Response(text="<QueueMessagesList/>", content_type="application/xml")
@@ -129,6 +134,15 @@ async def test_a_refused_identity_is_a_setup_error(cloud: FakeCloud, pod: dict[s
     assert found["result"].startswith("SetupError: Microsoft Entra refuses the pod's identity")
     assert "AADSTS700016" in found["result"]
     assert METADATA_ADDRESS not in found["addresses"]
+
+
+async def test_an_identity_without_a_permission_is_told_azures_role(
+    cloud: FakeCloud, pod: dict[str, str]
+) -> None:
+    cloud.denies = True
+    found = await run(**pod)
+    assert "the pod's identity may not count and peek at messages" in found["result"]
+    assert "assign it the Azure role 'Storage Queue Data Reader'" in found["result"]
 
 
 async def test_a_missing_client_id_is_named(pod: dict[str, str]) -> None:

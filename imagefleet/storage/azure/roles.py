@@ -25,6 +25,20 @@ BLOB_PERMISSIONS: Mapping[str, str] = {
 }
 
 
+#: Azure's roles for identities: the least that has each permission. To update a message, the roles
+#: for processing messages do not suffice.
+_AZURE_QUEUE_ROLES: Mapping[str, str] = {
+    "r": "Storage Queue Data Reader",
+    "a": "Storage Queue Data Message Sender",
+    "u": "Storage Queue Data Contributor",
+    "p": "Storage Queue Data Message Processor",
+}
+_AZURE_BLOB_ROLES: Mapping[str, str] = {
+    "r": "Storage Blob Data Reader",
+    "l": "Storage Blob Data Reader",
+}
+
+
 @dataclass(frozen=True, slots=True)
 class Role:
     """A kind of process and its permissions on each resource; no token without any."""
@@ -38,6 +52,11 @@ class Role:
     def letters(self, resource: Resource) -> str:
         letters: str = getattr(self, resource)
         return letters
+
+    @property
+    def size(self) -> int:
+        """The number of its permissions."""
+        return sum(len(self.letters(resource)) for resource in RESOURCES)
 
 
 ROLES: Mapping[str, Role] = {
@@ -62,7 +81,7 @@ ROLES: Mapping[str, Role] = {
         ),
         Role(
             "operator",
-            "`imagefleet failed`: list, replay and discard failed jobs",
+            "`imagefleet failed`, that is to list, replay and discard failed jobs",
             queue="ra",
             poison="rup",
             blob="r",
@@ -76,6 +95,25 @@ def name_of(settings: StorageSettings, resource: Resource) -> str:
     if resource == "blob":
         return settings.container
     return settings.queue if resource == "queue" else settings.poison_queue
+
+
+def with_permission(resource: Resource, letter: str) -> list[Role]:
+    """The roles that have it, the one with the fewest permissions first."""
+    able = (role for role in ROLES.values() if letter in role.letters(resource))
+    return sorted(able, key=lambda role: role.size)
+
+
+def of_token(resource: Resource, letters: str) -> Role | None:
+    """The role that has exactly these permissions on the resource."""
+    same = (role for role in ROLES.values() if set(role.letters(resource)) == set(letters) != set())
+    return next(same, None)
+
+
+def azure_role(resource: Resource, letter: str) -> str:
+    """The least of Azure's own roles that gives an identity this permission."""
+    if resource == "blob":
+        return _AZURE_BLOB_ROLES.get(letter, "Storage Blob Data Contributor")
+    return _AZURE_QUEUE_ROLES.get(letter, "Storage Queue Data Contributor")
 
 
 def explain(resource: Resource, letters: Iterable[str]) -> list[str]:

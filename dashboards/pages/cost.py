@@ -1,0 +1,116 @@
+"""What the images cost."""
+
+from __future__ import annotations
+
+from pages.panel import Dashboard, Dollars, Figure, Panel, Stack
+from pages.queries import (
+    DOLLARS,
+    GPU_DOLLARS,
+    IMAGES,
+    IMAGES_BY_GPU,
+    RATE,
+    WITH_GPU,
+    gained,
+    rate,
+    series,
+    share,
+)
+
+ALL_IN = series("imagefleet:images_per_dollar:all_in")
+GPU_ONLY = series("imagefleet:images_per_dollar:gpu")
+TARGET = series("imagefleet:images_per_dollar:target")
+STORAGE_DOLLARS = series("imagefleet_cost_dollars_total", 'kind="storage"')
+WASTED_DOLLARS = series("imagefleet_wasted_dollars_total")
+OPERATIONS = series("imagefleet_storage_operations_total")
+DOLLARS_BY_GPU = f"sum by (gpu) (rate({GPU_DOLLARS}{RATE}) * {WITH_GPU})"
+
+COST = Dashboard(
+    "cost",
+    "How many images does a dollar buy, and where does the money go?",
+    (
+        Figure(
+            "Images per dollar now, all in",
+            "How efficient is the fleet now, storage operations included?",
+            ALL_IN,
+        ),
+        Figure(
+            "Images per dollar now, of the target",
+            "Is the fleet worth its price? The target is a recording rule.",
+            f"{ALL_IN} / {TARGET}",
+            unit="percentunit",
+            decimals=0,
+            bad_below=1,
+        ),
+        Figure(
+            "Images per dollar now, GPU only",
+            "The same by the price of the replicas alone, as others publish it.",
+            GPU_ONLY,
+        ),
+        Dollars(
+            "$/h now",
+            "What does the fleet cost while it runs?",
+            f"sum by (fleet) ({series('imagefleet_price_dollars_per_hour')})",
+        ),
+        Figure(
+            "Images per dollar in the time range, all in",
+            "How efficient was this run? Select its start and end as the time range.",
+            f"{gained(IMAGES)} / {gained(DOLLARS)}",
+        ),
+        Figure(
+            "Images per dollar in the time range, GPU only",
+            "The same by the price of the replicas alone.",
+            f"{gained(IMAGES)} / {gained(GPU_DOLLARS)}",
+        ),
+        Dollars(
+            "Dollars in the time range",
+            "How much was spent?",
+            gained(DOLLARS),
+        ),
+        Dollars(
+            "Forecast",
+            "How much will have been spent when the queue is empty? The time range, plus the rest.",
+            {
+                "spent: {{fleet}}": gained(DOLLARS),
+                "to empty: {{fleet}}": "max by (fleet)"
+                f" ({series('imagefleet_queue_dollars_to_empty')})",
+            },
+        ),
+        Panel(
+            "Images per dollar",
+            "When did it change, and is it above the target?",
+            {
+                "all in: {{fleet}}": ALL_IN,
+                "GPU only: {{fleet}}": GPU_ONLY,
+                "target: {{fleet}}": TARGET,
+            },
+        ),
+        Stack(
+            "Where the money goes",
+            "$/h for stored images, storage operations and each kind of waste.",
+            {
+                "images": f"3600 * ({rate(GPU_DOLLARS)} - {rate(WASTED_DOLLARS)})",
+                "storage operations": f"3600 * {rate(STORAGE_DOLLARS)}",
+                "wasted: {{reason}}": f"3600 * {rate(WASTED_DOLLARS, 'reason')}",
+            },
+            unit="currencyUSD",
+        ),
+        Panel(
+            "Images per dollar by GPU",
+            "Which GPU class is worth its price, start-up and idle time included?",
+            {"{{gpu}}": f"{IMAGES_BY_GPU} / ({DOLLARS_BY_GPU} > 0)"},
+        ),
+        Stack(
+            "Wasted share of the GPU cost",
+            "How much of the replicas' price buys no image, by reason? Above a fifth is too much.",
+            {"{{reason}}": share(rate(WASTED_DOLLARS, "reason"), rate(GPU_DOLLARS))},
+            unit="percentunit",
+            bad_above=0.2,
+        ),
+        Panel(
+            "Storage operations per image",
+            "Why do storage operations cost what they do? Usual: one write and a few queue calls.",
+            {"{{kind}}": share(rate(OPERATIONS, "kind"), rate(IMAGES))},
+            unit="none",
+        ),
+    ),
+)

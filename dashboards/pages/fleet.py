@@ -1,0 +1,81 @@
+"""How fast the fleet is."""
+
+from __future__ import annotations
+
+from pages.panel import Dashboard, Figure, Panel, Stack
+from pages.queries import (
+    IMAGES,
+    IMAGES_BY_GPU,
+    INFO,
+    QUEUES,
+    REPLICAS_BY_GPU,
+    WAITING_JOBS,
+    rate,
+    series,
+)
+
+FLEET = Dashboard(
+    "fleet",
+    "How many images/s, from how many replicas of which GPUs?",
+    (
+        Figure(
+            "Images/s",
+            "Is the fleet as fast as it should be?",
+            rate(IMAGES, "fleet"),
+            unit="none",
+            decimals=2,
+        ),
+        Figure(
+            "Replicas",
+            "How many workers reported in the last five minutes?",
+            f"count by (fleet) ({INFO})",
+        ),
+        Figure(
+            "Jobs waiting",
+            "How much is left? Includes leased jobs.",
+            f"sum by (fleet) ({WAITING_JOBS})",
+        ),
+        Figure(
+            "Time to empty",
+            "When is the queue empty, at this speed and with the jobs that still arrive?",
+            f"max by (fleet) ({series('imagefleet_queue_seconds_to_empty')})",
+            unit="s",
+        ),
+        Stack(
+            "Images/s by GPU",
+            "Which GPUs make the images?",
+            {"{{gpu}}": IMAGES_BY_GPU},
+            unit="none",
+        ),
+        Stack("Replicas by GPU", "Did replicas start or stop?", {"{{gpu}}": REPLICAS_BY_GPU}),
+        Panel(
+            "Images/s per replica, by GPU",
+            "How fast is each GPU class? If one slows down, look at its nodes or its driver.",
+            {"{{gpu}}": f"{IMAGES_BY_GPU} / {REPLICAS_BY_GPU}"},
+            unit="none",
+        ),
+        Panel(
+            "Jobs/s, in and out",
+            "Does the queue grow because more jobs arrive or because fewer are done?",
+            {
+                "arrivals": f"sum({series('imagefleet_exporter_arrivals_per_second')})",
+                "completions": f"sum({series('imagefleet_exporter_completions_per_second')})",
+            },
+            unit="none",
+        ),
+        Panel(
+            "Messages by queue and state",
+            "How long are the queues? Azure reports only the sum: `any`.",
+            {"{{fleet}}: {{queue}}, {{state}}": f"max by (fleet, queue, state) ({QUEUES})"},
+        ),
+        Panel(
+            "Age of the oldest job",
+            "How long does a job wait? If it grows while the queue is short, a job is stuck.",
+            {
+                "{{fleet}}: {{queue}}": "max by (fleet, queue)"
+                f" ({series('imagefleet_queue_oldest_age_seconds')})"
+            },
+            unit="s",
+        ),
+    ),
+)

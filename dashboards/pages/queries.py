@@ -1,0 +1,61 @@
+"""Parts of the queries; each asks only for the fleets chosen on the page."""
+
+from __future__ import annotations
+
+#: Grafana makes this interval at least four pushes long.
+RATE = "[$__rate_interval]"
+
+#: The fleets chosen on the page.
+CHOSEN = 'fleet=~"$fleet"'
+
+#: The job queue, without its poison queue.
+JOBS = 'queue!~".+-poison"'
+POISON = 'queue=~".+-poison"'
+
+
+def series(metric: str, *matchers: str) -> str:
+    """The series of the chosen fleets."""
+    return f"{metric}{{{', '.join((*matchers, CHOSEN))}}}"
+
+
+def gained(metric: str) -> str:
+    """The exact increase of a counter over the time range shown, by fleet.
+
+    `increase()` extrapolates, and misses what a worker counted before its first push: a series
+    that is absent at the start began at zero, and every process pushes a new series.
+    """
+    now = f"last_over_time({metric}[$__range])"
+    before = f"last_over_time({metric}[5m] offset $__range)"
+    return f"sum by (fleet) ({now} - ({before} or 0 * {now}))"
+
+
+def rate(metric: str, by: str = "") -> str:
+    """Without *by*, of the chosen fleets together."""
+    return f"sum{f' by ({by}) ' if by else ''}(rate({metric}{RATE}))"
+
+
+def share(part: str, whole: str) -> str:
+    """A ratio by the labels of *part*; without data where *whole* is zero."""
+    return f"{part} / on () group_left () ({whole} > 0)"
+
+
+IMAGES = series("imagefleet_images_total")
+INFO = series("imagefleet_worker_info")
+QUEUES = series("imagefleet_queue_messages")
+WAITING_JOBS = series("imagefleet:queue_messages", JOBS)
+FAILED_JOBS = series("imagefleet:queue_messages", POISON)
+START_UP = series("imagefleet_start_up_seconds")
+STAGE_SUM = series("imagefleet_stage_seconds_sum")
+STAGE_COUNT = series("imagefleet_stage_seconds_count")
+BUSY_SECONDS = series("imagefleet_gpu_busy_seconds_total")
+IDLE_SECONDS = series("imagefleet_gpu_idle_seconds_total")
+JOBS_ENDED = series("imagefleet_jobs_total")
+DOLLARS = series("imagefleet_cost_dollars_total")
+GPU_DOLLARS = series("imagefleet_cost_dollars_total", 'kind="gpu"')
+
+#: Only this series has a worker's machine and GPU; everything else joins it on `instance`.
+WITH_GPU = f"on (fleet, job, instance) group_left (gpu) {INFO}"
+NAMED = f"on (fleet, job, instance) group_left (worker, gpu) {INFO}"
+
+IMAGES_BY_GPU = f"sum by (gpu) (rate({IMAGES}{RATE}) * {WITH_GPU})"
+REPLICAS_BY_GPU = f"count by (gpu) ({INFO})"

@@ -1,0 +1,107 @@
+"""A command whose tokens do not suffice names the role that does: on Azurite, for every role."""
+
+from __future__ import annotations
+
+import asyncio
+import re
+import subprocess
+from collections.abc import Callable
+from datetime import UTC, datetime, timedelta
+from pathlib import Path
+
+import pytest
+
+from fleet import options
+from fleet.keys import mint
+from imagefleet.storage.azure.roles import ROLES
+from imagefleet.storage.dead_letter import FailedJob
+from imagefleet.storage.open import open_storage
+from imagefleet.storage.settings import StorageSettings
+
+Imagefleet = Callable[..., "subprocess.CompletedProcess[str]"]  # the fixture of conftest.py
+
+FAILED_JOB = FailedJob(
+    id="j1",
+    campaign="spring",
+    error="MissingFileError",
+    reason="there is no LoRA",
+    attempts=1,
+    worker="w",
+    failed_at=datetime.now(UTC),
+    body='{"prompt": "a fox"}',
+)
+
+#: Commands, and the roles whose tokens suffice.
+COMMANDS: dict[tuple[str, ...], set[str]] = {
+    ("load", "jobs.jsonl", "--restart"): {"load", "operator"},
+    ("status",): {"monitor", "operator"},
+    ("failed", "list"): {"monitor", "operator"},
+    ("failed", "show", "j1"): {"monitor", "operator"},
+    ("failed", "replay", "--id", "j1"): {"operator"},
+    ("failed", "discard", "--id", "j1", "--yes"): {"operator"},
+    ("report", "--campaign", "spring", "--json"): {"monitor"},
+}
+
+
+@pytest.fixture
+def with_a_failed_job(azurite_settings: StorageSettings, tmp_path: Path) -> StorageSettings:
+    async def fill() -> None:
+        async with open_storage(azurite_settings) as storage:
+            await storage.create()
+            await storage.poison.send([FAILED_JOB.encode()])
+
+    (tmp_path / "jobs.jsonl").write_text('{"prompt": "a fox"}\n')
+    asyncio.run(fill())
+    return azurite_settings
+
+
+def flags(settings: StorageSettings, role: str, life: timedelta) -> list[str]:
+    minted = mint.Minter(settings).mint(ROLES[role], life)
+    found = ["--storage", minted.storage, "--queue", settings.queue]
+    found += ["--container", settings.container]
+    for resource, token in minted.tokens.items():
+        found += [options.flag(f"{resource}_sas"), token]
+    return found
+
+
+@pytest.mark.parametrize("role", ROLES)
+def test_a_role_that_does_not_suffice_is_told_of_one_that_does(
+    with_a_failed_job: StorageSettings, in_process: Imagefleet, role: str
+) -> None:
+    tokens = flags(with_a_failed_job, role, timedelta(hours=1))
+    for command, able in COMMANDS.items():
+        result = in_process(*command, *tokens)
+        if role in able:
+            assert "imagefleet keys" not in result.stderr, (command, result.stderr)
+            continue
+        assert result.returncode == 2, (command, result.stdout, result.stderr)
+        assert len(result.stderr.splitlines()) == 1, result.stderr
+        named = re.findall(r"`imagefleet keys (\w+)`", result.stderr)
+        assert able & set(named), (command, result.stderr)
+        assert "sig=" not in result.stderr
+
+
+@pytest.mark.parametrize("role", ROLES)
+def test_the_check_of_a_roles_own_tokens_passes(
+    with_a_failed_job: StorageSettings, in_process: Imagefleet, role: str
+) -> None:
+    tokens = flags(with_a_failed_job, role, timedelta(hours=1))
+    result = in_process("keys", "check", role, *tokens)
+    assert result.returncode == 0, result.stderr
+    other = next(each for each in ROLES if each not in {role, "load"})
+    result = in_process("keys", "check", other, *tokens)
+    assert result.returncode == 2
+    assert f"missing for the role {other}" in result.stderr
+
+
+@pytest.mark.parametrize("role", ROLES)
+def test_every_command_with_expired_tokens_says_when_they_expired(
+    with_a_failed_job: StorageSettings, in_process: Imagefleet, role: str
+) -> None:
+    tokens = flags(with_a_failed_job, role, timedelta(days=-2))
+    ended = datetime.now(UTC) - timedelta(days=2)
+    for command in COMMANDS:
+        result = in_process(*command, *tokens)
+        assert result.returncode == 2
+        assert re.search(rf"expired on {ended:%Y-%m-%d} \d\d:\d\d UTC, 2 days ago", result.stderr)
+        assert f"mint new ones with `imagefleet keys {role}`" in result.stderr, result.stderr

@@ -1,0 +1,159 @@
+"""The report in a real browser: nothing is cut off on a phone, and no text is tiny.
+
+Skipped where there is no Chromium or Chrome.
+"""
+
+from __future__ import annotations
+
+import html
+import io
+import json
+import re
+import shutil
+import subprocess
+from datetime import UTC, datetime, timedelta
+from typing import Any
+
+import pytest
+from PIL import Image, PngImagePlugin
+
+from fleet.report import figures, metrics, page, records
+from imagefleet.pricing import prices
+
+NOON = datetime(2026, 11, 1, 12, 0, tzinfo=UTC)
+
+BROWSERS = ("chromium", "chromium-browser", "google-chrome", "google-chrome-stable", "chrome")
+
+WIDTHS = (320, 400, 768, 1280)
+
+LONG_WORD = "no-spaces-" * 12
+
+#: Measures each page in a frame of each width; a window cannot be as narrow as a phone.
+MEASURE = """
+<script>
+addEventListener("load", () => {
+  const found = [...document.querySelectorAll("iframe")].map(frame => {
+    const root = frame.contentDocument.documentElement, view = frame.contentWindow;
+    const texts = [...root.querySelectorAll("body *")].filter(each =>
+      each.tagName !== "title" &&
+      [...each.childNodes].some(node => node.nodeType === 3 && node.data.trim()));
+    const shown = texts.filter(each => each.getClientRects().length &&
+      !each.closest("thead") && each.getBoundingClientRect().width);
+    return {
+      page: frame.title, width: frame.clientWidth, scroll: root.scrollWidth,
+      client: root.clientWidth,
+      smallest: Math.min(...texts.map(each => parseFloat(view.getComputedStyle(each).fontSize))),
+      cut: shown.filter(each => each.getBoundingClientRect().right > root.clientWidth + 1 ||
+        each.getBoundingClientRect().left < -1).map(each => each.textContent.slice(0, 60)),
+      texts: shown.length,
+    };
+  });
+  document.body.textContent = JSON.stringify(found);
+});
+</script>
+"""
+
+
+def campaign(workers: int, failures: int) -> figures.Figures:
+    """A campaign with long names everywhere."""
+    found = records.Records("spring-catalogue-2026-" + "long" * 10)
+    for number in range(workers):
+        last = NOON + timedelta(hours=8 - number / 100)
+        gpu = ("NVIDIA GeForce RTX 3060 Ti", "NVIDIA GeForce RTX 5090 Laptop GPU", None)[number % 3]
+        name = f"3f2b9c{number:02d}-77aa-4e0f-9a51-c0ffee{number:06d}"
+        found.workers[name, "1"] = records.WorkerRecord(name, gpu, 0.1, 30, NOON, last, 40_000)
+        found.images += 40_000
+        for minute in range(0, 480, 5):
+            found.stored_in_second[int(NOON.timestamp()) + 60 * minute + number] += 416
+    found.jobs = found.images
+    found.image_bytes = 390_000 * found.images
+    for number in range(failures):
+        found.failed_by_error["InvalidMessageError", f"{number} {LONG_WORD}"] = 10**number
+    return figures.compute(found, f"https://{LONG_WORD}", prices.BUILT_IN, None, "a test")
+
+
+def everything() -> metrics.Metrics:
+    curve = [(NOON.timestamp() + 600 * step, 15_000.0 + step) for step in range(48)]
+    return metrics.Metrics(
+        began_at=NOON,
+        ended_at=NOON,
+        images=2_345_678,
+        dollars={"gpu": 1234.5, "storage": 7.1},
+        wasted_dollars={"start_up": 10.1, "duplicates": 0.002},
+        jobs={"completed": 2_345_678, "failed": 1252},
+        gpu_busy_seconds=9e5,
+        gpu_idle_seconds={"queue_empty": 1e4, "backpressure": 20},
+        stage_mean_seconds={"wait_gpu": 2.1, "acknowledge": 0.06},
+        images_per_dollar_gpu_only=19_000,
+        images_per_dollar=18_000,
+        rate_seconds=600,
+        over_time={"workers": curve, "images_per_dollar": curve},
+    )
+
+
+def picture(number: int) -> records.Picture:
+    info = PngImagePlugin.PngInfo()
+    prompts = ["a house", "a cat, " * 100, f"a rope <lora:{'x' * 100}:0.35>"]
+    info.add_text("parameters", f"{prompts[number % 3]}\nSteps: 15")
+    stored = io.BytesIO()
+    Image.new("RGB", ((64, 64), (64, 96), (96, 64))[number % 3], "teal").save(
+        stored, "PNG", pnginfo=info
+    )
+    address = f"https://a.blob.core.windows.net/images/{number}.png"
+    return records.Picture(f"{number:04d}-{LONG_WORD}", address, stored.getvalue())
+
+
+@pytest.fixture(scope="module")
+def measured(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
+    """What a browser makes of several reports at several widths."""
+    browser = next(filter(None, map(shutil.which, BROWSERS)), None)
+    if browser is None:
+        pytest.skip(f"no browser: one of {', '.join(BROWSERS)} is needed")
+    folder = tmp_path_factory.mktemp("pages")
+    pages = {
+        "full": page.render(campaign(40, 4), everything(), [picture(n) for n in range(6)], NOON),
+        "failures": page.render(campaign(0, 2), None, [], NOON),
+        "one worker": page.render(campaign(1, 0), None, [picture(0)], NOON),
+    }
+    frames = "".join(
+        f'<iframe title="{name}" style="width:{width}px;height:600px;border:0"'
+        f' srcdoc="{html.escape(text)}"></iframe>'
+        for name, text in pages.items()
+        for width in WIDTHS
+    )
+    file = folder / "frames.html"
+    file.write_text(f"<!doctype html><meta charset=utf-8><body>{frames}{MEASURE}")
+    command = [browser, "--headless=new", "--no-sandbox", "--disable-gpu", "--dump-dom"]
+    command += [f"--user-data-dir={folder / 'profile'}", file.as_uri()]
+    dumped = subprocess.run(command, capture_output=True, text=True, timeout=100, check=True)
+    found = re.search(r"\[\{.*\}\]", html.unescape(dumped.stdout), re.DOTALL)
+    assert found, dumped.stdout[-2000:]
+    return list(json.loads(found[0]))
+
+
+def test_nothing_is_cut_off_at_any_width(measured: list[dict[str, Any]]) -> None:
+    assert len(measured) == 3 * len(WIDTHS)
+    for each in measured:
+        where = (each["page"], each["width"])
+        assert each["texts"] > 20, where
+        assert each["scroll"] <= each["client"], where
+        assert each["cut"] == [], where
+
+
+def test_no_text_is_smaller_than_12_pixels(measured: list[dict[str, Any]]) -> None:
+    for each in measured:
+        assert each["smallest"] >= 12, (each["page"], each["width"], each["smallest"])
+
+
+def test_the_style_sheet_has_no_width_beyond_a_phones() -> None:
+    """Holds without a browser as well."""
+    text = page.render(campaign(1, 1), None, [], NOON)
+    style = text[text.index("<style>") : text.index("</style>")]
+    widths = re.findall(r"(?<!max-)(?:min-)?width: *([\d.]+)(px|rem)", style)
+    assert widths
+    for number, unit in widths:
+        assert float(number) * (16 if unit == "rem" else 1) <= 320
+    sizes = re.findall(r"font(?:-size)?: *([\d.]+)(px|rem)", style)
+    assert sizes
+    for number, unit in sizes:
+        assert float(number) * (16 if unit == "rem" else 1) >= 12

@@ -1,0 +1,227 @@
+"""What a refused request says: when the token ended, or which role would suffice."""
+
+from __future__ import annotations
+
+import re
+from datetime import UTC, datetime, timedelta
+from typing import Any
+from urllib.parse import quote
+
+import pytest
+from azure.storage.blob import ContainerSasPermissions, generate_container_sas
+from azure.storage.queue import QueueSasPermissions, generate_queue_sas
+from pydantic import SecretStr
+
+from imagefleet import errors
+from imagefleet.retry import NEVER
+from imagefleet.storage.azure import refusals, roles
+from imagefleet.storage.azure.refusals import Answer, Credential
+from imagefleet.storage.azure.storage import AzureStorage
+from imagefleet.storage.open import open_storage
+from imagefleet.storage.settings import StorageSettings
+
+ONE_HOUR = timedelta(hours=1)
+NOON = datetime(2026, 11, 22, 12, 0, tzinfo=UTC)
+
+
+@pytest.fixture
+async def created(azurite_settings: StorageSettings) -> StorageSettings:
+    async with open_storage(azurite_settings) as storage:
+        await storage.create()
+    return azurite_settings
+
+
+def with_tokens(settings: StorageSettings, begin: timedelta | None, end: timedelta) -> Any:
+    """Tokens of the role `worker` that are valid between these times from now."""
+    name, key = re.findall(r"Account(?:Name|Key)=([^;]+)", settings.storage)
+    now = datetime.now(UTC)
+    terms: dict[str, Any] = {
+        "account_name": name,
+        "account_key": key,
+        "start": None if begin is None else now + begin,
+        "expiry": now + end,
+    }
+    tokens = {
+        f"{queue}_sas": SecretStr(
+            generate_queue_sas(
+                queue_name=queue_name, permission=QueueSasPermissions.from_string(letters), **terms
+            )
+        )
+        for queue, queue_name, letters in (
+            ("queue", settings.queue, "rup"),
+            ("poison", settings.poison_queue, "a"),
+        )
+    }
+    tokens["blob_sas"] = SecretStr(
+        generate_container_sas(
+            container_name=settings.container,
+            permission=ContainerSasPermissions.from_string("rc"),
+            **terms,
+        )
+    )
+    endpoints = ";".join(re.findall(r"\w+Endpoint=[^;]+", settings.storage))
+    return settings.model_copy(update={"storage": endpoints, **tokens})
+
+
+async def complaints(settings: StorageSettings) -> list[str]:
+    """What a request to each of the three resources says."""
+    found = []
+    async with AzureStorage(settings, NEVER) as storage:
+        for request in (
+            storage.queue.receive(1, 30),
+            storage.poison.send(["x"]),
+            storage.blobs.create("fox.png", b"pixels", "image/png", {}),
+        ):
+            with pytest.raises(errors.SetupError) as caught:
+                await request
+            found.append(caught.value.message)
+    return found
+
+
+async def test_an_expired_token_says_when_it_expired_and_how_to_get_a_new_one(
+    created: StorageSettings,
+) -> None:
+    settings = with_tokens(created, None, timedelta(days=-2, minutes=-1))
+    ended = datetime.now(UTC) - timedelta(days=2, minutes=1)
+    names = (
+        f"the queue '{created.queue}'",
+        f"the queue '{created.poison_queue}'",
+        f"the container '{created.container}'",
+    )
+    for name, complaint in zip(names, await complaints(settings), strict=True):
+        assert complaint == (
+            f"the SAS token of {name} expired on {ended:%Y-%m-%d %H:%M} UTC, 2 days ago: mint new"
+            " ones with `imagefleet keys worker`"
+        )
+
+
+async def test_a_token_of_the_future_says_from_when_on_it_is_valid(
+    created: StorageSettings,
+) -> None:
+    settings = with_tokens(created, timedelta(hours=3, minutes=1), timedelta(hours=9))
+    for complaint in await complaints(settings):
+        assert re.search(r"is not valid before 20\d\d-.* UTC, in 3 hours: wait", complaint)
+
+
+async def test_a_damaged_token_is_not_called_expired(created: StorageSettings) -> None:
+    settings = with_tokens(created, None, ONE_HOUR)
+    damaged = {
+        name: SecretStr(re.sub(r"sig=.{4}", "sig=AAAA", token.get_secret_value()))
+        for name in ("queue_sas", "poison_sas", "blob_sas")
+        if (token := getattr(settings, name))
+    }
+    for complaint in await complaints(settings.model_copy(update=damaged)):
+        assert complaint.startswith("Azure does not accept the SAS token of the ")
+        assert "it is not signed with the account's present key" in complaint
+
+
+async def test_a_missing_token_is_named_and_the_role_that_has_one(
+    created: StorageSettings,
+) -> None:
+    settings = with_tokens(created, None, ONE_HOUR).model_copy(
+        update={"poison_sas": None, "blob_sas": None}
+    )
+    async with AzureStorage(settings, NEVER) as storage:
+        with pytest.raises(errors.SetupError) as caught:
+            await anext(storage.blobs.names())
+    assert caught.value.message == (
+        f"there is no SAS token for the container '{created.container}', and the job queue's is"
+        " not valid there: the role `monitor` may (`imagefleet keys monitor`)"
+    )
+
+
+async def test_a_token_in_a_connection_string_is_explained_as_well(
+    created: StorageSettings,
+) -> None:
+    expired = with_tokens(created, None, -ONE_HOUR).queue_sas.get_secret_value()
+    endpoints = ";".join(re.findall(r"\w+Endpoint=[^;]+", created.storage))
+    settings = created.model_copy(
+        update={"storage": f"{endpoints};SharedAccessSignature={expired}"}
+    )
+    async with AzureStorage(settings, NEVER) as storage:
+        with pytest.raises(errors.SetupError, match=r"expired on .*, 1 hour ago"):
+            await storage.queue.receive(1, 30)
+
+
+def token(**fields: str) -> str:
+    known = {"sp": "rup", "sig": "c2lnbmF0dXJl", **fields}
+    return "&".join(f"{name}={quote(value)}" for name, value in known.items())
+
+
+def sentence(credential: Credential, permission: str, code: str, at: datetime = NOON) -> str:
+    return refusals.sentence("the queue 'jobs'", credential, permission, Answer(code, 403, at))
+
+
+def test_azures_clock_decides_and_a_wrong_one_of_this_machine_is_named() -> None:
+    behind = datetime.now(UTC) + timedelta(days=3, minutes=1)  # Azure's time
+    ends = behind - timedelta(hours=5)
+    text = sentence(
+        Credential("queue", token(se=f"{ends:%Y-%m-%dT%H:%M:%SZ}")),
+        "p",
+        "AuthenticationFailed",
+        behind,
+    )
+    assert "UTC, 5 hours ago; this machine's clock is 3 days behind Azure's: mint" in text
+    key = sentence(Credential("queue"), "p", "AuthenticationFailed", behind - timedelta(days=4))
+    assert "this machine's clock is 23 hours ahead of Azure's" in key
+
+
+def test_the_tokens_of_a_stored_policy_are_extended_by_name() -> None:
+    text = sentence(Credential("queue", "sig=x&si=spring"), "p", "AuthenticationFailed")
+    assert "its stored policy 'spring' has ended or was revoked" in text
+    assert "`imagefleet keys ROLE --policy spring`" in text
+
+
+def test_the_tokens_of_a_broker_are_not_minted_by_hand() -> None:
+    credential = Credential("queue", token(se="2026-11-20T08:00:00Z"), is_from_broker=True)
+    text = sentence(credential, "p", "AuthenticationFailed")
+    assert text.startswith("the SAS token of the queue 'jobs' expired on 2026-11-20 08:00 UTC")
+    assert "imagefleet keys" not in text
+
+
+def test_a_permission_that_the_token_lacks_is_named_whatever_azure_calls_it() -> None:
+    credential = Credential("queue", token(se="2099-01-01"))
+    text = sentence(credential, "a", "AuthorizationFailure")
+    assert "may not add messages" in text
+    assert "`imagefleet keys load`" in text
+
+
+@pytest.mark.parametrize(
+    ("code", "reason"),
+    [
+        ("AuthorizationFailure", "firewall"),
+        ("AuthorizationSourceIPMismatch", "another IP address"),
+        ("AuthorizationProtocolMismatch", "requires https"),
+    ],
+)
+def test_other_refusals_have_their_own_reason(code: str, reason: str) -> None:
+    assert reason in sentence(Credential("queue", token(se="2099-01-01")), "p", code)
+
+
+@pytest.mark.parametrize(
+    ("resource", "letter", "role"),
+    [
+        ("queue", "p", "Storage Queue Data Message Processor"),
+        ("queue", "a", "Storage Queue Data Message Sender"),
+        ("queue", "u", "Storage Queue Data Contributor"),
+        ("blob", "c", "Storage Blob Data Contributor"),
+        ("blob", "l", "Storage Blob Data Reader"),
+        ("queue", "", "Storage Queue Data Contributor"),
+    ],
+)
+def test_an_identity_is_told_azures_role(resource: Any, letter: str, role: str) -> None:
+    credential = Credential(resource, is_identity=True)
+    text = sentence(credential, letter, "AuthorizationPermissionMismatch")
+    assert text.startswith("the pod's identity may not ")
+    assert f"assign it the Azure role '{role}'" in text
+    assert "imagefleet keys" not in text
+
+
+def test_every_permission_of_every_role_has_words_and_a_role() -> None:
+    for role in roles.ROLES.values():
+        for resource in roles.RESOURCES:
+            for letter in role.letters(resource):
+                assert roles.explain(resource, letter) != [letter]
+                assert role in roles.with_permission(resource, letter)
+            if letters := role.letters(resource):
+                assert roles.of_token(resource, letters) is role

@@ -1,0 +1,124 @@
+"""The label `fleet`: which fleet a process or a command belongs to."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+from prometheus_client import CollectorRegistry, Counter, Gauge
+
+from fleet.monitor.settings import ExporterSettings, MonitorSettings
+from imagefleet.telemetry import exposition, fleet
+from imagefleet.telemetry.settings import FleetSettings
+from worker.settings import WorkerSettings
+
+KEY = "c2VjcmV0LWtleQ=="
+SIGNATURE = "sv=2023-11-03&sp=raup&sig=secret%3D"
+
+
+@pytest.mark.parametrize(
+    "storage",
+    [
+        f"AccountName=Acme;AccountKey={KEY};EndpointSuffix=core.windows.net",
+        "https://acme.blob.core.windows.net",
+        "https://acme.queue.core.windows.net/",
+        f" https://acme.blob.core.windows.net?{SIGNATURE}",
+        f"BlobEndpoint=https://acme.blob.core.windows.net/;SharedAccessSignature={SIGNATURE}",
+        "QueueEndpoint=https://acme.z01.queue.storage.azure.net;SharedAccessSignature=sig=x",
+    ],
+)
+def test_every_way_to_name_an_account_gives_the_same_fleet(storage: str) -> None:
+    assert fleet.derived(storage, "jobs") == "acme/jobs"
+
+
+@pytest.mark.parametrize(
+    "storage",
+    [
+        "UseDevelopmentStorage=true",
+        f"AccountName=devstoreaccount1;AccountKey={KEY};BlobEndpoint=http://azurite:10000/other;",
+        "BlobEndpoint=http://azurite:10000/devstoreaccount1;SharedAccessSignature=sig=secret",
+    ],
+)
+def test_an_emulators_account_is_in_its_path(storage: str) -> None:
+    assert fleet.derived(storage, "jobs") == "devstoreaccount1/jobs"
+
+
+def test_a_local_storage_is_its_folder_however_it_is_written(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    folder = tmp_path / "my data"
+    folder.mkdir()
+    monkeypatch.chdir(folder)
+
+    for storage in (f"local:{folder}", "local:.", f"local:../{folder.name}/"):
+        assert fleet.derived(storage, "spring") == "my-data/spring"
+
+
+@pytest.mark.parametrize(
+    "storage",
+    [
+        f"AccountKey={KEY}",
+        f"https://user:{KEY}@hooks.example.com/services/{KEY}?{SIGNATURE}",
+        f"https://[{KEY}",
+        "local:",
+        "local:/",
+        "",
+        KEY,
+    ],
+)
+def test_an_address_that_cannot_be_opened_gives_a_name_without_its_secret(storage: str) -> None:
+    name = fleet.derived(storage, "jobs")
+
+    assert name.endswith("/jobs")
+    assert FleetSettings(fleet=name).fleet_name == name
+    assert "secret" not in name
+    assert KEY.strip("=") not in name
+
+
+def test_worker_exporter_and_commands_agree() -> None:
+    names = {"storage": "https://acme.blob.core.windows.net", "queue": "spring"}
+
+    worker = WorkerSettings(model="m", **names)
+    exporter = ExporterSettings(**names, queue_sas=f"?{SIGNATURE}")
+    console = MonitorSettings(
+        storage=f"AccountName=acme;AccountKey={KEY}", queue="spring", prometheus="http://x"
+    )
+
+    assert worker.fleet_name == exporter.fleet_name == console.queried_fleet == "acme/spring"
+    assert WorkerSettings(model="m", **names, fleet="mine").fleet_name == "mine"
+
+
+def test_all_stands_for_every_fleet_and_names_none() -> None:
+    assert MonitorSettings(fleet="all").queried_fleet is None
+    with pytest.raises(ValueError, match="should name one fleet"):
+        WorkerSettings(model="m", fleet="all")
+    with pytest.raises(ValueError, match="should name one fleet"):
+        ExporterSettings(fleet="all")
+
+
+@pytest.mark.parametrize("name", ['a"b', "a b", "a{b}", "-x", "x" * 200])
+def test_a_name_that_queries_would_have_to_quote_is_refused(name: str) -> None:
+    with pytest.raises(ValueError, match="fleet"):
+        FleetSettings(fleet=name)
+
+
+def test_every_line_of_the_text_has_the_label() -> None:
+    registry = exposition.LabelledRegistry({"fleet": "acme/jobs"})
+    Counter("done", "Done.", ["kind"], registry=registry).labels("a").inc()
+    Gauge("left", "Left.", registry=registry)
+
+    for _ in range(2):  # nothing piles up from one scrape to the next
+        lines = exposition.render(registry).decode().splitlines()
+        samples = [line for line in lines if not line.startswith("#")]
+        assert samples == [
+            'done_total{fleet="acme/jobs",kind="a"} 1.0',
+            'left{fleet="acme/jobs"} 0.0',
+        ]
+
+
+def test_without_labels_nothing_is_added() -> None:
+    plain, labelled = CollectorRegistry(), exposition.LabelledRegistry({})
+    for registry in (plain, labelled):
+        Gauge("left", "Left.", registry=registry)
+
+    assert exposition.render(labelled) == exposition.render(plain)
