@@ -4,21 +4,27 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import fcntl
 import functools
+import hashlib
 import json
 import logging
 import os
 import signal
 import sys
+import tempfile
 import threading
 import traceback
 from collections.abc import AsyncIterator, Callable, Coroutine, Iterator, Mapping, Sequence
 from contextlib import asynccontextmanager, contextmanager
 from datetime import datetime
+from pathlib import Path
 from typing import TYPE_CHECKING, Any, NoReturn, ParamSpec, TypeVar
 
 import typer
-from rich.console import Console
+from rich import box
+from rich.cells import cell_len
+from rich.console import Console, ConsoleRenderable, Group
 from rich.table import Column, Table
 from rich.text import Text
 
@@ -60,6 +66,9 @@ _ACTIONS = {
 
 #: `worker.gpu_thread.THREAD_NAME`; the console imports the worker only to run it.
 ENGINE_THREAD = "engine"
+
+#: Wider than any table, for output to a pipe or file.
+_UNLIMITED_WIDTH = 10_000
 
 Parameters = ParamSpec("Parameters")
 Result = TypeVar("Result")
@@ -167,6 +176,48 @@ def print_plain(text: str, to: Console = stdout) -> None:
     to.print(text, highlight=False, markup=False, emoji=False, soft_wrap=True)
 
 
+def name_column(heading: str) -> Column:
+    """A column of names, ids or addresses, which `print_tables` neither cuts nor wraps."""
+    return Column(heading, no_wrap=True)
+
+
+def number_column(heading: str) -> Column:
+    """A column of figures, which `print_tables` neither cuts nor wraps."""
+    return Column(heading, justify="right", no_wrap=True)
+
+
+def table(*columns: Column | str, title: str | None = None) -> Table:
+    """A table without vertical lines: a selected row is its text."""
+    return Table(
+        *columns,
+        title=title,
+        title_justify="left",
+        title_style="bold",
+        box=box.SIMPLE_HEAD,
+        padding=(0, 1, 0, 0),
+        pad_edge=False,
+        show_edge=False,
+    )
+
+
+def print_tables(*parts: ConsoleRenderable | str, to: Console = stdout) -> None:
+    """Prints tables and text with whole names and figures; a terminal's width limits the rest."""
+    if not to.is_terminal:
+        to = Console(file=to.file, width=_UNLIMITED_WIDTH)
+    for part in parts:
+        keep_whole(part)
+        to.print(Text(part) if isinstance(part, str) else part, crop=False, highlight=False)
+
+
+def keep_whole(part: ConsoleRenderable | str) -> None:
+    """Gives the columns of names and figures in a table, or in a group's, their whole width."""
+    for each in part.renderables if isinstance(part, Group) else [part]:
+        for column in each.columns if isinstance(each, Table) else []:
+            if column.no_wrap:
+                texts = [*str(column.header).splitlines(), *map(str, column.cells)]
+                column.min_width = max(map(cell_len, texts), default=0)
+
+
 def json_text(record: Any) -> str:
     """*record* as indented JSON, times as ISO 8601."""
     return json.dumps(record, ensure_ascii=False, indent=2, default=datetime.isoformat) + "\n"
@@ -177,6 +228,62 @@ def print_json(record: Mapping[str, Any] | Sequence[Any]) -> None:
     sys.stdout.write(json_text(record))
     # A closed pipe (`| head`) must show here, not as noise when Python exits.
     sys.stdout.flush()
+
+
+def print_json_line(record: Mapping[str, Any]) -> None:
+    """Prints one JSON object as one line, the form of each document of a stream."""
+    sys.stdout.write(json.dumps(record, ensure_ascii=False, default=datetime.isoformat) + "\n")
+    sys.stdout.flush()
+
+
+def write_file(path: Path, text: str) -> None:
+    """Writes a text file and its folder; raises SetupError if that is not possible."""
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text(text, encoding="utf-8")
+    except OSError as error:
+        raise errors.SetupError(f"cannot write {path}: {error.strerror or error}") from None
+
+
+def check_writable(path: Path | None) -> None:
+    """Raises SetupError now, rather than after minutes of work, for a file that cannot be."""
+    if path is None:
+        return
+    folder = next(each for each in path.absolute().parents if each.exists())
+    if path.is_dir():
+        raise errors.SetupError(f"cannot write {path}: it is a folder")
+    if not folder.is_dir():
+        raise errors.SetupError(f"cannot write {path}: {folder} is a file")
+    if not os.access(folder, os.W_OK):
+        raise errors.SetupError(f"cannot write {path}: no permission to write in {folder}")
+
+
+@contextmanager
+def only_one(path: Path, what: str) -> Iterator[None]:
+    """Raises SetupError if another process of this user on this machine has *path* to itself."""
+    digest = hashlib.blake2b(str(path.absolute()).encode(), digest_size=12).hexdigest()
+    lock = Path(tempfile.gettempdir(), f"imagefleet-{os.getuid()}-{digest}.lock")
+    with lock.open("w") as file:
+        try:
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            raise errors.SetupError(f"{what}: wait for it or end it first") from None
+        yield
+
+
+def confirm(question: str, *, yes: bool) -> None:
+    """Asks the operator, unless --yes was given.
+
+    Raises:
+        SetupError: there is no terminal to ask on.
+        typer.Exit: the answer was no.
+    """
+    if yes:
+        return
+    if not sys.stdin.isatty():
+        raise errors.SetupError(f"{question} Cannot ask without a terminal: add --yes")
+    if not typer.confirm(question, err=True):
+        raise typer.Exit(EXIT_OPERATOR_MUST_ACT)
 
 
 def print_facts(facts: Mapping[str, str], to: Console = stdout) -> None:

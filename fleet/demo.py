@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import logging
 import shlex
 import shutil
@@ -40,7 +39,7 @@ _MARKER = "made-by-imagefleet-demo"
 
 @dataclass(frozen=True, slots=True)
 class DemoReport:
-    """The demo's figures, as `--report` writes them."""
+    """The demo's figures, as `--json` prints them."""
 
     jobs: int
     images: int
@@ -57,10 +56,9 @@ def command(
     directory: Annotated[
         Path, typer.Option(help="Folder for the queue, the images and the contact sheet.")
     ] = Path("demo-output"),
-    report_file: Annotated[
-        Path | None,
-        typer.Option("--report", metavar="FILE", help="Write the figures to this file as JSON."),
-    ] = None,
+    json_file: options.JsonFile = None,
+    report_file: options.OldReport = None,
+    as_json: options.AsJson = False,
 ) -> None:
     """Generates images on this machine: no account, no GPU.
 
@@ -69,15 +67,16 @@ def command(
 
     imagefleet demo
 
-    imagefleet demo --directory /tmp/demo --report /tmp/demo.json
+    imagefleet demo --directory /tmp/demo --json-file /tmp/demo.json
     """
     with console.one_line_errors():
+        json_file = options.renamed("--report", report_file, "--json-file", json_file)
+        console.check_writable(json_file)
         worker.require_libraries()
         model = demo_jobs.find_checkpoint()
         valid = (model / "demo_jobs.jsonl").read_text(encoding="utf-8").splitlines()
         messages = demo_jobs.messages(valid)
         storage = directory / "storage"
-        _prepare(storage)
         given = {
             "storage": f"local:{storage}",
             "model": model,
@@ -87,13 +86,19 @@ def command(
             "name": "demo",
         }
         settings = options.read(WorkerSettings, given)
-    report = console.run(_demo(settings, directory, messages))
-    _show(report, settings, storage)
-    if report_file is not None:
-        report_file.parent.mkdir(parents=True, exist_ok=True)
-        # `mosaic`: the old name of `contact_sheet`, for one more release.
-        record = {**asdict(report), "mosaic": report.contact_sheet}
-        report_file.write_text(json.dumps(record, indent=2) + "\n", encoding="utf-8")
+        in_use = f"another `imagefleet demo` is at work in {directory}"
+        with console.only_one(storage, in_use):
+            _prepare(storage)
+            report = console.run(_demo(settings, directory, messages))
+    # `mosaic`: the old name of `contact_sheet`, for one more release.
+    record = {**asdict(report), "mosaic": report.contact_sheet}
+    if json_file is not None:
+        with console.one_line_errors():
+            console.write_file(json_file, console.json_text(record))
+    if as_json:
+        console.print_json(record)
+    else:
+        _show(report, settings, storage)
 
 
 def _prepare(storage: Path) -> None:
@@ -129,7 +134,7 @@ async def _demo(settings: WorkerSettings, directory: Path, messages: list[str]) 
         await fleet.storage.queue.send([INVALID_MESSAGE])  # the client would refuse it
         watch, worker_report = await _work(settings, directory / "worker.log")
         if watch.ended_jobs < len(messages):
-            console.print_plain(f"Stopped after {watch.ended_jobs} of {len(messages)} jobs.")
+            console.print_note(f"stopped after {watch.ended_jobs} of {len(messages)} jobs")
             raise typer.Exit(console.EXIT_INTERRUPTED)
         failed = (await fleet.depth()).failed.messages
         results = {result.id: result async for result in batch.results()}
@@ -175,7 +180,7 @@ async def _work(settings: WorkerSettings, log: Path) -> tuple[_Stopwatch, Worker
             watch.ended_at = time.monotonic()
             watch.ended_jobs += 1
 
-    with live.showing(console.stdout) as show:
+    with live.showing(console.stderr) as show:
         report = await process.run_worker(
             settings, load=load, on_settled=on_settled, on_progress=show
         )

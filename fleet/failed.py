@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import sys
 from collections import Counter
 from dataclasses import asdict
 from typing import Annotated, Any, Literal
@@ -37,7 +36,7 @@ Error = Annotated[
 Campaign = Annotated[str | None, typer.Option(metavar="NAME", help="Only jobs of this campaign.")]
 JobId = Annotated[str | None, typer.Option("--id", metavar="ID", help="Only this job or message.")]
 All = Annotated[bool, typer.Option("--all", help="All failed jobs.")]
-DryRun = Annotated[bool, typer.Option("--dry-run", help="Print the number of jobs and stop.")]
+DryRun = Annotated[bool, options.dry_run("the number of jobs")]
 
 
 @app.command("list")
@@ -80,11 +79,11 @@ def show(
         console.print_json({"jobs": records})
         return
     for record in records:
-        table = Table(show_header=False, box=None)
+        table = Table(Column(no_wrap=True), Column(overflow="fold"), show_header=False, box=None)
         for name, value in record.items():
             shown = value if isinstance(value, str) else console.json_text(value).rstrip()
             table.add_row(f"[bold]{name}[/bold]", _plain(shown))
-        console.stdout.print(table)
+        console.print_tables(table)
 
 
 @app.command(short_help="Puts failed jobs back into the job queue.")
@@ -117,7 +116,7 @@ def discard(
     job_id: JobId = None,
     everything: All = False,
     dry_run: DryRun = False,
-    yes: Annotated[bool, typer.Option("--yes", help="Do not ask.")] = False,
+    yes: options.Yes = False,
     as_json: options.AsJson = False,
 ) -> None:
     """Deletes failed jobs for good.
@@ -127,12 +126,9 @@ def discard(
     imagefleet failed discard --all --yes
     """
     which = _selection(error, campaign, job_id, everything=everything)
-    if not (yes or dry_run):
-        if not sys.stdin.isatty():
-            raise errors.SetupError("discard deletes for good; without a terminal it needs --yes")
-        jobs = console.counted(console.run(_count(settings, which)), "failed job")
-        if not typer.confirm(f"Discard {jobs} for good?", err=True):
-            return
+    if not (yes or dry_run) and (count := console.run(_count(settings, which))):
+        jobs = console.counted(count, "failed job")
+        console.confirm(f"Discard {jobs} for good?", yes=yes)
     _run("discarded", settings, which, dry_run=dry_run, as_json=as_json)
 
 
@@ -239,28 +235,26 @@ def _print_listing(listing: dict[str, Any]) -> None:
     if not count:
         console.stdout.print("no failed jobs")
         return
-    summary = Table(
-        Column("count", justify="right"),
-        "error",
+    summary = console.table(
+        console.number_column("count"),
+        console.name_column("error"),
         Column("reason", overflow="fold"),
         title=console.counted(count, "failed job"),
-        title_justify="left",
-        title_style="bold",
     )
     for each in kinds[:_SHOWN]:
         summary.add_row(f"{each['count']:,}", _plain(each["error"]), _plain(each["reason"]))
-    console.stdout.print(summary)
+    console.print_tables(summary)
     if len(kinds) > _SHOWN:
         console.stdout.print(f"and {len(kinds) - _SHOWN:,} other errors (--json lists them)")
     if jobs:
-        headings = ("id", "campaign", "error", "failed (UTC)")
-        # Whole ids: `failed show` takes them.
-        rows = Table(*(Column(name, no_wrap=True) for name in headings), box=None)
+        # `failed show` takes ids, `--campaign` campaigns and `--error` errors.
+        names = map(console.name_column, ("id", "campaign", "error"))
+        rows = console.table(*names, Column("failed (UTC)", no_wrap=True))
         for job in jobs:
             failed_at = job.get("failed_at", "")[5:16].replace("T", " ")
             cells = job["id"], job.get("campaign", ""), job["error"], failed_at
             rows.add_row(*map(_plain, cells))
-        console.stdout.print(rows)
+        console.print_tables("", rows)
     if count > len(jobs):
         console.stdout.print(f"the first {len(jobs):,} are shown (--limit)")
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import functools
 import itertools
 import signal
 import sys
@@ -15,7 +16,7 @@ from types import FrameType
 from typing import TYPE_CHECKING, Annotated
 
 import typer
-from rich import progress
+from rich import markup, progress
 
 from fleet import console, options
 from imagefleet import errors
@@ -35,8 +36,8 @@ SECONDS_BETWEEN_LINES = 5.0
 #: Skipped lines that are reported one by one.
 _SHOWN_SKIPPED = 10
 
-#: Checking more jobs than this takes seconds, so it is announced.
-_MANY_JOBS = 100_000
+#: A file below this size is checked in a moment.
+_LONG_FILE_BYTES = 5_000_000
 
 
 @options.from_settings(LoadSettings)
@@ -61,9 +62,7 @@ def command(
             help="Overrides the template's seed; another seed gives other jobs.",
         ),
     ] = None,
-    dry_run: Annotated[
-        bool, typer.Option("--dry-run", help="Print the first ten jobs; send nothing.")
-    ] = False,
+    dry_run: Annotated[bool, options.dry_run("the first ten jobs as JSON lines")] = False,
     restart: Annotated[
         bool, typer.Option("--restart", help="Discard the checkpoint; begin with the first job.")
     ] = False,
@@ -93,8 +92,14 @@ def command(
 
     skipped = _Skipped()
     on_invalid = skipped if skip_invalid else None
-    source = sources.open_source(file, count=count, seed=seed, on_invalid=on_invalid)
+    reading = functools.partial(_reading, Path(file), is_shown=not (quiet or as_json))
+    with reading("reading") as on_read:
+        source = sources.open_source(
+            file, count=count, seed=seed, on_invalid=on_invalid, on_read=on_read
+        )
     if dry_run:
+        with reading("checking") as on_read:
+            source.check(0, on_read)
         _print_jobs(source)
         return
     if file == "-":
@@ -103,18 +108,22 @@ def command(
         path = None
     else:
         path = checkpoint_file or default_path(Path(file), settings.queue)
-    storage = open_storage(settings)
-    load = Load(storage, source, settings, path, restart=restart)
-    _announce(load, path)
-    if not quiet and not load.is_done and (source.count or 0) > _MANY_JOBS:
-        console.print_note(f"checking the jobs in {file}")
-    load.check()  # before the event loop begins: a long file can be interrupted by Ctrl-C
-    with _progress(source.count, load.confirmed, quiet=quiet) as show:
-        summary = console.run(_run(storage, load, show))
+    in_use = f"another `imagefleet load` is at work with the checkpoint {path}"
+    with console.only_one(path, in_use) if path else contextlib.nullcontext():
+        storage = open_storage(settings)
+        load = Load(storage, source, settings, path, restart=restart)
+        _announce(load, file, path)
+        with reading("checking") as on_read:
+            load.check(on_read)  # before the event loop begins: Ctrl-C can interrupt a long file
+        is_live = console.stderr.is_terminal and not as_json
+        with _progress(source.count, load.confirmed, is_live=is_live, quiet=quiet) as show:
+            summary = console.run(_run(storage, load, show))
     if as_json:
         console.print_json({**asdict(summary), "invalid": skipped.count})
     elif not quiet:
         _print_summary(summary, skipped.count, path)
+        if not load.is_done and not summary.sent and not skipped.count and summary.finished:
+            console.print_note(f"no jobs in {file}: nothing was sent")
     if not summary.finished:
         raise typer.Exit(console.EXIT_INTERRUPTED)
 
@@ -150,19 +159,46 @@ async def _run(storage: Storage, load: Load, show: Callable[[int], None]) -> Sum
             signal.signal(signal.SIGINT, before)
 
 
-def _announce(load: Load, path: Path | None) -> None:
-    if load.is_done:
+def _announce(load: Load, file: str, path: Path | None) -> None:
+    jobs = console.counted(load.confirmed, "job")
+    if load.is_done and not load.confirmed:
+        console.print_note(f"{file} is empty: nothing was sent")
+    elif load.is_done:
         console.print_note(
-            f"all {load.confirmed:,} jobs are already loaded, according to {path}; --restart sends"
-            " them again, another --seed gives other jobs"
+            f"nothing to send: {file} is already loaded ({jobs}), according to {path}; --restart"
+            " sends it again"
         )
     elif load.confirmed:
-        console.print_note(f"resuming after {load.confirmed:,} jobs, according to {path}")
+        console.print_note(f"resuming after {jobs}, according to {path}")
 
 
 @contextlib.contextmanager
-def _progress(total: int | None, start: int, *, quiet: bool) -> Iterator[Callable[[int], None]]:
-    """A bar on a terminal, occasional lines elsewhere."""
+def _reading(path: Path, doing: str, *, is_shown: bool) -> Iterator[Callable[[int], None]]:
+    """A bar of the bytes that are read of a long file, on a terminal, and the end by Ctrl-C."""
+    size = path.stat().st_size if path.is_file() else 0
+    try:
+        if not is_shown or not console.stderr.is_terminal or size < _LONG_FILE_BYTES:
+            yield lambda _read_bytes: None
+            return
+        columns = (
+            progress.TextColumn("{task.description}"),
+            progress.BarColumn(),
+            progress.DownloadColumn(),
+            progress.TimeRemainingColumn(),
+        )
+        with progress.Progress(*columns, console=console.stderr, transient=True) as bar:
+            task = bar.add_task(f"{doing} {markup.escape(path.name)}", total=size)
+            yield lambda read_bytes: bar.update(task, completed=read_bytes)
+    except KeyboardInterrupt:
+        console.print_note(f"stopped while {doing} {path}; nothing was sent")
+        raise
+
+
+@contextlib.contextmanager
+def _progress(
+    total: int | None, start: int, *, is_live: bool, quiet: bool
+) -> Iterator[Callable[[int], None]]:
+    """A bar if *is_live*, else occasional lines."""
     began = reported_at = time.monotonic()
 
     def rate(confirmed: int) -> str:
@@ -177,7 +213,7 @@ def _progress(total: int | None, start: int, *, quiet: bool) -> Iterator[Callabl
 
     if quiet:
         yield lambda _confirmed: None
-    elif not console.stderr.is_terminal:
+    elif not is_live:
         yield show_line
     else:
         columns = (
@@ -193,7 +229,6 @@ def _progress(total: int | None, start: int, *, quiet: bool) -> Iterator[Callabl
 
 
 def _print_jobs(source: Source) -> None:
-    source.check(0)
     jobs = (body for body in source.bodies(0) if body is not None)
     for body in itertools.islice(jobs, DRY_RUN_JOBS):
         sys.stdout.write(body + "\n")

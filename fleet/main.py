@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 import os
 import platform
+import re
 import sys
 from collections.abc import Mapping, Sequence
 from importlib import metadata
@@ -13,7 +14,7 @@ from typing import Annotated, Any, get_args
 import typer
 from typer.core import TyperCommand, TyperGroup
 
-from fleet import console, demo, failed, health, load, prompt
+from fleet import console, demo, failed, health, load, options, prompt
 from fleet.bench import command as bench
 from fleet.files import lora, model
 from fleet.keys import command as keys
@@ -28,9 +29,23 @@ from imagefleet.telemetry import logs
 #: Commands whose stderr is a log, which a program may read.
 _SERVICES = ("worker", "exporter")
 
+#: Types of options in typer's help and in that of the settings.
+_METAVARS = {
+    "path": "PATH",
+    "str": "TEXT",
+    "int( range)?": "INTEGER",
+    "float( range)?": "NUMBER",
+}
+
+#: `Invalid value for '--jobs': Input should be ...`, which settings report without these words.
+_INVALID_VALUE = re.compile(r"^Invalid value for '([^']+)': (?:Input |Value error, )?")
+
 
 class Command(TyperCommand):
     """A command whose help has its flags under the subjects of the settings."""
+
+    def collect_usage_pieces(self, ctx: Any) -> list[str]:
+        return [piece.strip("{}") for piece in super().collect_usage_pieces(ctx)]
 
     def format_options(self, ctx: Any, formatter: Any) -> None:
         subjects: dict[str, list[tuple[str, str]]] = {}
@@ -38,10 +53,20 @@ class Command(TyperCommand):
             if row := each.get_help_record(ctx):
                 usual = "Arguments" if each.param_type_name == "argument" else "Options"
                 subject = getattr(each, "rich_help_panel", None) or usual
-                subjects.setdefault(subject, []).append(row)
+                subjects.setdefault(subject, []).append(_as_of_a_setting(*row))
         for subject, rows in subjects.items():
             with formatter.section(subject):
                 formatter.write_dl(rows)
+
+
+def _as_of_a_setting(name: str, text: str) -> tuple[str, str]:
+    """A row of typer's help with types and bounds as people write them."""
+    # An argument's name is its metavar; an option's type follows its name.
+    name = re.sub(r" <(.*)>", r" \1" if name.startswith("-") else "", name)
+    for theirs, ours in _METAVARS.items():
+        name = re.sub(rf" {theirs}$", f" {ours}", name)
+    text = re.sub(r"([\d.]+)<=x<=([\d.]+)(?=[;\]])", r"\1 to \2", text)
+    return name, re.sub(r"x>=([\d.]+)(?=[;\]])", r"at least \1", text)
 
 
 class Group(TyperGroup):
@@ -129,15 +154,20 @@ def health_command(context: typer.Context) -> None:
 
 
 @app.command()
-def version() -> None:
+def version(as_json: options.AsJson = False) -> None:
     """Prints the versions to name in a bug report."""
+    versions: dict[str, str | None] = {}
     for distribution in ("imagefleet", "torch", "diffusers"):
         try:
-            installed = metadata.version(distribution)
+            versions[distribution] = metadata.version(distribution)
         except metadata.PackageNotFoundError:
-            installed = "not installed"
-        console.print_plain(f"{distribution} {installed}")
-    console.print_plain(f"python {platform.python_version()}")
+            versions[distribution] = None
+    versions["python"] = platform.python_version()
+    if as_json:
+        console.print_json(versions)
+        return
+    for name, installed in versions.items():
+        console.print_plain(f"{name} {installed or 'not installed'}")
 
 
 def _use_help_classes(group: typer.Typer) -> None:
@@ -175,7 +205,7 @@ def main() -> None:
         code = app(standalone_mode=False)
     except typer.TyperException as error:
         code = console.EXIT_OPERATOR_MUST_ACT
-        console.report_error(error.format_message(), code)
+        console.report_error(_INVALID_VALUE.sub(r"\1: ", error.format_message()), code)
     except typer.Abort:
         code = console.EXIT_INTERRUPTED
     except Exception as error:  # noqa: BLE001 - a bug, with its traceback

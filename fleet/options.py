@@ -36,12 +36,19 @@ from worker.settings import WorkerSettings
 PREFIX = "IMAGEFLEET_"
 
 AsJson = Annotated[bool, typer.Option("--json", help="Print JSON.")]
+AsJsonLines = Annotated[bool, typer.Option("--json", help="Print JSON, one object per line.")]
+JsonFile = Annotated[
+    Path | None,
+    typer.Option("--json-file", metavar="FILE", help="Also write the JSON to this file."),
+]
+OldReport = Annotated[Path | None, typer.Option("--report", hidden=True)]
+Yes = Annotated[bool, typer.Option("--yes", help="Do not ask.")]
 PriceFile = Annotated[
     Path | None, typer.Option("--price-file", metavar="FILE", help="Your own prices, as YAML.")
 ]
 BenchReports = Annotated[
     list[Path] | None,
-    typer.Option(metavar="FILE", help="A report of `imagefleet bench engine`; repeatable."),
+    typer.Option(metavar="FILE", help="JSON of `imagefleet bench engine`; repeatable."),
 ]
 
 #: Every settings model, with its subject and its commands for the documentation. A variable that
@@ -153,6 +160,19 @@ def by_setting(
     return _by_current_name(model, given, variable)
 
 
+def dry_run(what: str) -> Any:
+    """The option --dry-run, which means the same everywhere; *what* it shows differs."""
+    return typer.Option("--dry-run", help=f"Show {what}; change nothing.")
+
+
+def renamed(old_flag: str, old: Value | None, new_flag: str, new: Value) -> Value:
+    """The value of an option that may be given by the name of the last release, with a warning."""
+    if old is None:
+        return new
+    console.print_warning(f"{old_flag} is deprecated; use {new_flag}")
+    return old
+
+
 def variable(name: str) -> str:
     return PREFIX + name.upper()
 
@@ -163,19 +183,33 @@ def flag(name: str) -> str:
 
 def markdown_table() -> str:
     """The settings of all commands as Markdown: a heading and a table for each subject."""
-    sections = []
+    sections: dict[str, list[str]] = {}
     seen: set[str] = set()
-    for model, (subject, commands) in PROJECT_SETTINGS.items():
-        lines = [f"## {subject}", "", f"For {commands}.", ""]
-        lines += ["| flag and variable | default | description |", "| --- | --- | --- |"]
+    for model, (_, commands) in PROJECT_SETTINGS.items():
         for name, field in model.model_fields.items():
-            if name not in seen:
-                seen.add(name)
-                names = f"`{flag(name)}`<br>`{variable(name)}`"
-                default = f"`{_default(field)}`" if _default(field) else ""
-                lines.append(f"| {names} | {default} | {field.description} |")
-        sections.append("\n".join(lines) + "\n")
-    return "\n".join(sections)
+            if name in seen:
+                continue
+            seen.add(name)
+            heading = [f"## {subject(model, name)}", "", f"For {commands}.", ""]
+            heading += ["| flag and variable | default | description |", "| --- | --- | --- |"]
+            lines = sections.setdefault(subject(model, name), heading)
+            names = f"`{flag(name)}`<br>`{variable(name)}`"
+            default = f"`{_default(field)}`" if _default(field) else ""
+            lines.append(f"| {names} | {default} | {field.description} |")
+    return "\n".join("\n".join(lines) + "\n" for lines in sections.values())
+
+
+def subject(model: type[BaseSettings], name: str) -> str:
+    """The subject of *model*'s setting *name*, in help and documentation."""
+    of_worker = (each for each, names in worker_settings.SUBJECTS.items() if name in names)
+    of_model = (
+        text
+        for each, (text, _) in PROJECT_SETTINGS.items()
+        if issubclass(model, each) and name in each.model_fields
+    )
+    if issubclass(model, WorkerSettings):
+        return next(of_worker, next(of_model))
+    return next(of_model, "")
 
 
 def _former_names(model: type[BaseSettings]) -> dict[str, str]:
@@ -227,23 +261,11 @@ def _parameters(model: type[BaseSettings]) -> Iterator[inspect.Parameter]:
         default = _default(field)
         notes = f"env: {variable(name)}" + (f"; default: {default}" if default else "")
         text = f"{field.description or ''} [{notes}]"
-        yield _parameter(name, field, help=text, rich_help_panel=_subject(model, name))
+        yield _parameter(name, field, help=text, rich_help_panel=subject(model, name) or None)
     for old, name in _former_names(model).items():
         yield _parameter(old, model.model_fields[name], hidden=True)
     for name in _removed(model):
         yield _parameter(name, FieldInfo(annotation=str), hidden=True)
-
-
-def _subject(model: type[BaseSettings], name: str) -> str | None:
-    """The subject in the documentation of *model*'s setting *name*."""
-    return next(
-        (
-            subject
-            for each, (subject, _) in PROJECT_SETTINGS.items()
-            if issubclass(model, each) and name in each.model_fields
-        ),
-        None,
-    )
 
 
 def _parameter(name: str, field: FieldInfo, **terms: Any) -> inspect.Parameter:

@@ -14,6 +14,14 @@ MAX_REASONS = 5
 
 _MAX_LOCATION_CHARACTERS = 120
 
+#: Patterns of fields, in words.
+_PATTERNS = {
+    r"^https?://\S+$": "should be a URL that begins with http:// or https://",
+    r"^https://[^\s@]+$": "should be a URL that begins with https://, without a password",
+    r"^(auto|cpu|cuda(:\d+)?)$": "should be auto, cpu, cuda or cuda:N",
+    r"^[0-9a-fA-F]{64}$": "should be 64 hexadecimal digits",
+}
+
 #: Pydantic calls it a dictionary, or an instance of a class.
 _OBJECT_EXPECTED = frozenset({"dict_type", "model_type", "model_attributes_type"})
 
@@ -47,6 +55,9 @@ def message(detail: Mapping[str, Any]) -> str:
     """Pydantic's text without its prefixes, in words for people who know no Python."""
     if detail["type"] in _OBJECT_EXPECTED:
         return "should be an object of names and values"
+    pattern = str(detail.get("ctx", {}).get("pattern"))
+    if pattern in _PATTERNS:
+        return _PATTERNS[pattern]
     return _PREFIX.sub("", str(detail["msg"]))
 
 

@@ -17,7 +17,7 @@ from imagefleet.storage.open import LOCAL_SCHEME
 from imagefleet.storage.protocol import Storage
 from imagefleet.submit import BulkSender, Progress
 from loadgen.settings import LoadSettings
-from loadgen.sources import Source
+from loadgen.sources import OnRead, Source
 
 #: A write for each batch would slow the load down; a kill repeats what came after the last write,
 #: so both are small.
@@ -162,10 +162,10 @@ class Load:
             rate=settings.rate,
         )
 
-    def check(self) -> None:
+    def check(self, on_read: OnRead) -> None:
         """Raises SetupError for invalid jobs, with their places; slow for a long file."""
         if not self.is_done:
-            self._source.check(self.confirmed)
+            self._source.check(self.confirmed, on_read)
 
     def stop(self) -> None:
         """Ends `run` once the sends in flight are done."""

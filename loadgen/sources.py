@@ -31,6 +31,16 @@ _SAMPLE_JOBS = 200
 
 OnInvalid = Callable[[int, str], None]
 
+#: Called with the bytes read so far.
+OnRead = Callable[[int], None]
+
+#: A file is read in lines; a call for each would take longer than the line.
+_BYTES_BETWEEN_CALLS = 1_000_000
+
+
+def _ignore(read_bytes: int) -> None:
+    """For callers that show no progress."""
+
 
 class TemplateSource:
     """Jobs from a template: job n is a function of the file's content, the seed and n."""
@@ -60,7 +70,7 @@ class TemplateSource:
         except errors.SetupError as error:
             raise errors.SetupError(f"{path}: {error.message}") from None
 
-    def check(self, start: int) -> None:
+    def check(self, start: int, _on_read: OnRead = _ignore) -> None:
         """Checks every entry of every list once, and the first jobs."""
         for turn in range(self._patterns.longest):
             self._body(0, self._patterns.draw_in_turn(turn))
@@ -115,7 +125,12 @@ class JsonLinesSource:
     """
 
     def __init__(
-        self, path: Path, *, count: int | None = None, on_invalid: OnInvalid | None = None
+        self,
+        path: Path,
+        *,
+        count: int | None = None,
+        on_invalid: OnInvalid | None = None,
+        on_read: OnRead = _ignore,
     ) -> None:
         self._path = path
         self._on_invalid = on_invalid
@@ -123,7 +138,7 @@ class JsonLinesSource:
         lines = 0
         try:
             with path.open("rb") as file:
-                for line in file:
+                for line in _reported(file, on_read):
                     hasher.update(line)
                     lines += 1
         except OSError as error:
@@ -131,11 +146,16 @@ class JsonLinesSource:
         self.identity = hasher.hexdigest()
         self.count = lines if count is None else min(count, lines)
 
-    def check(self, start: int) -> None:
+    def check(self, start: int, on_read: OnRead = _ignore) -> None:
+        """Checks each line that is to be sent, unless invalid ones are skipped."""
         if self._on_invalid is not None:
             return
         invalid: list[str] = []
-        for _ in self._read(start, lambda line, reason: invalid.append(f"line {line}: {reason}")):
+
+        def note(line: int, reason: str) -> None:
+            invalid.append(f"line {line}: {reason}")
+
+        for _ in self._read(start, note, on_read):
             if len(invalid) == MAX_REPORTED:
                 break
         if invalid:
@@ -147,9 +167,11 @@ class JsonLinesSource:
     def bodies(self, start: int) -> Iterator[str | None]:
         return self._read(start, self._on_invalid or _refuse)
 
-    def _read(self, start: int, on_invalid: OnInvalid) -> Iterator[str | None]:
+    def _read(
+        self, start: int, on_invalid: OnInvalid, on_read: OnRead = _ignore
+    ) -> Iterator[str | None]:
         with self._path.open("rb") as file:
-            lines = itertools.islice(file, start, self.count)
+            lines = itertools.islice(_reported(file, on_read), start, self.count)
             yield from _read_lines(lines, self.identity, start + 1, on_invalid)
 
 
@@ -167,12 +189,24 @@ class StreamSource:
         self.identity = uuid.uuid4().hex
         self.count = count
 
-    def check(self, start: int) -> None:
+    def check(self, start: int, on_read: OnRead = _ignore) -> None:
         """Nothing: a line that was read is gone."""
 
     def bodies(self, start: int) -> Iterator[str | None]:
         lines = itertools.islice(self._stream, start, self.count)
         return _read_lines(lines, self.identity, start + 1, self._on_invalid)
+
+
+def _reported(lines: Iterable[bytes], on_read: OnRead) -> Iterator[bytes]:
+    """*lines*, with calls of *on_read* in between."""
+    read_bytes = reported_bytes = 0
+    for line in lines:
+        read_bytes += len(line)
+        if read_bytes - reported_bytes >= _BYTES_BETWEEN_CALLS:
+            reported_bytes = read_bytes
+            on_read(read_bytes)
+        yield line
+    on_read(read_bytes)
 
 
 def _read_lines(
@@ -217,11 +251,12 @@ def open_source(
     count: int | None = None,
     seed: int | None = None,
     on_invalid: OnInvalid | None = None,
+    on_read: OnRead = _ignore,
 ) -> Source:
     """The source for a file's name; `-` is standard input.
 
     *on_invalid* is called with the number of each invalid line, which is skipped; without it, the
-    first invalid line is an error.
+    first invalid line is an error. *on_read*: a file's jobs are counted before this returns.
 
     Raises:
         SetupError: the file cannot be read or has an unknown suffix.
@@ -236,7 +271,7 @@ def open_source(
     if name == "-":
         return StreamSource(sys.stdin.buffer, count=count, on_invalid=on_invalid)
     if path.suffix in LINE_SUFFIXES:
-        return JsonLinesSource(path, count=count, on_invalid=on_invalid)
+        return JsonLinesSource(path, count=count, on_invalid=on_invalid, on_read=on_read)
     raise errors.SetupError(
         f"{name}: the name must end in {', '.join(sorted(template.SUFFIXES | LINE_SUFFIXES))},"
         " or be - for standard input"

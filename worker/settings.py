@@ -33,6 +33,20 @@ REMOVED_SETTINGS: dict[str, str] = {
     "metadata_url": "set SALAD_METADATA_URL to use another metadata service",
 }
 
+#: The settings of a worker by subject, in the order of the help and the documentation.
+SUBJECTS: dict[str, tuple[str, ...]] = {
+    "Model and LoRAs": (
+        *("model", "model_sha256", "config", "precision", "lora_directory"),
+        *("cache", "cache_megabytes"),
+    ),
+    "GPU": ("device", "slots", "compile", "fp16_accumulate"),
+    "Jobs and leases": (
+        *("lease_seconds", "max_attempts", "prefetch_seconds", "grace_seconds", "until_empty"),
+    ),
+    "Node": ("start_up_seconds", "min_images_per_second", "host", "port"),
+    "Cost and labels": ("name", "group", "gpu", "priority", "price_per_hour", "price_file"),
+}
+
 
 def _name_of_this_worker() -> str:
     machine = os.environ.get("SALAD_MACHINE_ID") or socket.gethostname()

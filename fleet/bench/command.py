@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import tempfile
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
@@ -12,8 +11,9 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
 
-from fleet import console
+from fleet import console, options
 from fleet.worker import command as worker
+from imagefleet import errors
 from imagefleet.pricing import prices
 
 if TYPE_CHECKING:
@@ -64,10 +64,9 @@ def engine_command(
     priority: Annotated[
         str, typer.Option(metavar="|".join(prices.PRIORITIES), help="SaladCloud's priority.")
     ] = "batch",
-    report_file: Annotated[
-        Path | None,
-        typer.Option("--report", metavar="FILE", help="Also write the results to this JSON file."),
-    ] = None,
+    json_file: options.JsonFile = None,
+    report_file: options.OldReport = None,
+    as_json: options.AsJson = False,
 ) -> None:
     """Measures images/s: with another LoRA per job, without LoRA, and for a whole worker.
 
@@ -77,9 +76,13 @@ def engine_command(
 
     imagefleet bench engine
 
-    imagefleet bench engine --baseline --gpu "RTX 4090" --report bench.json
+    imagefleet bench engine --baseline --gpu "RTX 4090" --json-file bench.json
     """
     with console.one_line_errors():
+        json_file = options.renamed("--report", report_file, "--json-file", json_file)
+        console.check_writable(json_file)
+        if model is not None and not model.exists():  # before torch is imported
+            raise errors.SetupError(f"the model {str(model)!r} does not exist")
         worker.require_libraries()
         from fleet.bench import engine as bench_engine
         from fleet.bench import machine
@@ -87,7 +90,7 @@ def engine_command(
 
         torch_device = devices.find_device(device)
         price = _dollars_per_hour(price_per_hour, gpu, priority, machine.hardware(torch_device))
-        options = bench_engine.Options(
+        measured = bench_engine.Options(
             device,
             slots,
             seconds or bench_engine.SECONDS[torch_device.type],
@@ -98,13 +101,16 @@ def engine_command(
             folder = Path(name)
             step("creating the LoRAs" if model else "creating the model and the LoRAs", 1)
             setup = bench_engine.prepare(model, folder, device)
-            report = bench_engine.measure(setup, options, step)
+            report = bench_engine.measure(setup, measured, step)
     per_hour = report["worker_images_per_second"] * _SECONDS_PER_HOUR
     report |= {"dollars_per_hour": price, "images_per_dollar": per_hour / price if price else None}
-    _show(report)
-    if report_file is not None:
-        report_file.parent.mkdir(parents=True, exist_ok=True)
-        report_file.write_text(json.dumps(report, indent=2) + "\n", encoding="utf-8")
+    if json_file is not None:
+        with console.one_line_errors():
+            console.write_file(json_file, console.json_text(report))
+    if as_json:
+        console.print_json(report)
+    else:
+        _show(report)
 
 
 def _dollars_per_hour(

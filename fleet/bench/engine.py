@@ -96,7 +96,7 @@ def measure_baseline(setup: Setup, device: torch.device, workload: bench_jobs.Wo
 
 
 def measure(setup: Setup, options: Options, step: StartStep) -> dict[str, Any]:
-    """The figures of `--report`, apart from the price; None for what was not measured.
+    """The figures of `--json`, apart from the price; None for what was not measured.
 
     Raises:
         FleetError: the model cannot be loaded or an image failed.

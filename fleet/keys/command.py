@@ -63,7 +63,7 @@ def _mint_command(role: Role) -> Callable[..., None]:
             ),
         ] = None,
         as_json: Annotated[
-            bool, typer.Option("--json", help="Print what --file would write.")
+            bool, typer.Option("--json", help="Print JSON, as --file writes it.")
         ] = False,
     ) -> None:
         from fleet.keys import mint as keys_mint
@@ -74,6 +74,9 @@ def _mint_command(role: Role) -> Callable[..., None]:
         if file is not None:
             write_tokens(file, minted)
             console.print_note(f"written to {file}")
+            if as_json:
+                facts = {key: record(minted)[key] for key in ("role", "storage", "expires_at")}
+                console.print_json({**facts, "file": str(file)})
         elif as_json:
             console.print_json(record(minted))
         else:
@@ -126,7 +129,7 @@ def check_command(
     if as_json:
         console.print_json({"resources": [asdict(each) for each in checked]})
     else:
-        console.stdout.print(_checked_table(checked))
+        console.print_tables(_checked_table(checked))
     if role is not None:
         _compare(checked, ROLES[role])
 
@@ -138,6 +141,7 @@ def revoke_command(
     policy: Annotated[
         str, typer.Argument(metavar="POLICY", help="The policy's name, as given to --policy.")
     ],
+    as_json: options.AsJson = False,
 ) -> None:
     """Revokes the tokens of a stored policy, which takes up to 30 s.
 
@@ -149,7 +153,10 @@ def revoke_command(
 
     keys_mint.Minter(_on_azure(settings))  # raises without an account key
     removed = console.run(keys_mint.remove_policy(settings, policy))
-    console.print_plain(f"revoked {policy} on {', '.join(removed)}")
+    if as_json:
+        console.print_json({"policy": policy, "revoked": removed})
+    else:
+        console.print_plain(f"revoked {policy} on {', '.join(removed)}")
 
 
 def record(minted: Minted) -> dict[str, Any]:
@@ -198,17 +205,17 @@ def _on_azure(settings: StorageSettings) -> StorageSettings:
 
 
 def _explain(settings: StorageSettings, role: Role, minted: Minted) -> None:
-    table = Table("resource", "allowed", box=None)
+    table = console.table(console.name_column("resource"), "allowed")
     for resource in minted.tokens:
         allowed = "; ".join(explain(resource, role.letters(resource)))
         table.add_row(name_of(settings, resource), allowed)
-    console.stderr.print(table)
+    console.print_tables(table, to=console.stderr)
     revoke = f", or until `imagefleet keys revoke {minted.policy}`" if minted.policy else ""
     console.print_note(f"valid until {minted.expires_at:%Y-%m-%d %H:%M} UTC{revoke}")
 
 
 def _checked_table(checked: list[Checked]) -> Table:
-    table = Table("resource", "allowed", "denied", "valid until")
+    table = console.table(console.name_column("resource"), "allowed", "denied", "valid until")
     for each in checked:
         until = "no expiry: a key or an identity"
         if not each.allowed:

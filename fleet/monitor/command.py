@@ -4,14 +4,16 @@ from __future__ import annotations
 
 import asyncio
 import logging
+from collections.abc import Sequence
 from contextlib import AbstractAsyncContextManager
 from dataclasses import asdict, dataclass
 from datetime import UTC, datetime
 from typing import Annotated
 
 import typer
-from rich.console import Group
-from rich.table import Column, Table
+from rich.cells import cell_len
+from rich.console import Console, ConsoleOptions, Group, RenderResult
+from rich.table import Table
 from rich.text import Text
 
 from fleet import console, options
@@ -23,6 +25,13 @@ from imagefleet.storage.protocol import QueueDepth
 from imagefleet.telemetry import logs
 
 log = logging.getLogger(__name__)
+
+#: The columns of `top`.
+_NAMES = ("worker", "GPU", "group")
+_FIGURES = ("images/s", "idle", "images/$", "failed/h")
+
+#: Columns between two columns of `console.table`.
+_GAP = 2
 
 _UNITS = (("d", 86_400), ("h", 3600), ("min", 60))
 
@@ -62,7 +71,6 @@ def status_command(
 
     imagefleet status --prometheus http://localhost:9090 --json
     """
-    watching.check_flags(watch=watch, as_json=as_json)
     console.run(_show_status(settings, watch=watch, as_json=as_json))
 
 
@@ -77,7 +85,6 @@ def top_command(
 
     imagefleet top --prometheus http://localhost:9090 --watch
     """
-    watching.check_flags(watch=watch, as_json=as_json)
     if settings.prometheus is None:
         raise errors.SetupError(
             "top reads the workers' metrics: give --prometheus, the URL of a Prometheus or"
@@ -114,24 +121,61 @@ async def read_status(
     )
 
 
+class WorkersTable:
+    """A row per worker in the width there is: figures are whole, and as many names as fit.
+
+    In a narrow terminal the group is left out first, then the GPU; at last a worker's name, which
+    is its machine and its process, loses its middle.
+    """
+
+    def __init__(self, workers: Sequence[rates.WorkerRates]) -> None:
+        self._names = [(each.worker, each.gpu, each.group) for each in workers]
+        self._figures = [
+            (
+                f"{each.images_per_second:.2f}",
+                console.percent(each.gpu_idle_fraction),
+                console.number(each.images_per_dollar),
+                console.number(each.failed_jobs),
+            )
+            for each in workers
+        ]
+
+    def __rich_console__(self, _console: Console, options: ConsoleOptions) -> RenderResult:
+        yield self.table(options.max_width)
+
+    def table(self, width: int) -> Table:
+        figures = _widths(_FIGURES, self._figures)
+        names = _widths(_NAMES, self._names)
+        left = width - sum(figures) - _GAP * len(figures)
+        shown = next((each for each in (3, 2) if sum(names[:each]) + _GAP * (each - 1) <= left), 1)
+        room = max(left, len(_NAMES[0])) if shown == 1 else names[0]
+        table = console.table(
+            *map(console.name_column, _NAMES[:shown]), *map(console.number_column, _FIGURES)
+        )
+        for (worker, *others), row in zip(self._names, self._figures, strict=True):
+            table.add_row(_shortened(worker, room), *others[: shown - 1], *row)
+        return table
+
+
 def workers_screen(workers: list[rates.WorkerRates], count: int) -> Group:
     """The first *count* workers, and the number of all."""
-    table = Table(
-        *(Column(name, overflow="ellipsis", no_wrap=True) for name in ("worker", "GPU", "group")),
-        *(Column(name, justify="right") for name in ("images/s", "idle", "images/$", "failed/h")),
-    )
-    for each in workers[:count]:
-        table.add_row(
-            each.worker,
-            each.gpu,
-            each.group,
-            f"{each.images_per_second:.2f}",
-            console.percent(each.gpu_idle_fraction),
-            console.number(each.images_per_dollar),
-            console.number(each.failed_jobs),
-        )
     shown = min(count, len(workers))
-    return Group(table, Text(f"{shown} of {console.counted(len(workers), 'worker')}"))
+    return Group(
+        WorkersTable(workers[:count]),
+        Text(f"{shown} of {console.counted(len(workers), 'worker')}"),
+    )
+
+
+def _widths(headings: Sequence[str], rows: Sequence[Sequence[str]]) -> list[int]:
+    return [max(map(cell_len, column)) for column in zip(headings, *rows, strict=True)]
+
+
+def _shortened(name: str, width: int) -> str:
+    """*name* without its middle: its ends tell machines and processes apart."""
+    if cell_len(name) <= width:
+        return name
+    tail = (width - 1) // 3
+    return f"{name[: width - 1 - tail]}…{name[len(name) - tail :]}"
 
 
 async def _show_status(settings: MonitorSettings, *, watch: bool, as_json: bool) -> None:
@@ -208,7 +252,7 @@ def _queue_status(name: str, depth: QueueDepth) -> QueueStatus:
 
 def _status_screen(status: FleetStatus) -> Group:
     headings = ("messages", "visible", "leased", "oldest")
-    table = Table("queue", *(Column(name, justify="right") for name in headings))
+    table = console.table(console.name_column("queue"), *map(console.number_column, headings))
     for each in (status.queue, status.failed):
         counts = [each.messages, each.visible, each.leased]
         shown = ["?" if count is None else f"{count:,}" for count in counts]

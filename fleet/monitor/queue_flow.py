@@ -12,7 +12,7 @@ from prometheus_client.registry import Collector
 
 from fleet.monitor import prometheus, rates
 from fleet.monitor.settings import ExporterSettings
-from imagefleet import errors
+from imagefleet import concurrency, errors
 from imagefleet.storage.protocol import JobQueue, Storage
 from imagefleet.telemetry import exposition
 from imagefleet.telemetry.queue_flow import QueueFlow
@@ -100,14 +100,10 @@ class Exporter(Collector):
         Raises:
             TransientError: the storage does not answer.
         """
-        try:
-            # Not gather: on an error its other request would go on, and log "Connector is closed".
-            async with asyncio.TaskGroup() as group:
-                depth = group.create_task(self._depth(self._storage.queue))
-                group.create_task(self._depth(self._storage.poison))
-        except BaseExceptionGroup as failures:
-            raise failures.exceptions[0] from None
-        self._flow.add_sample(time.monotonic(), depth.result())
+        depth, _ = await concurrency.gather(
+            self._depth(self._storage.queue), self._depth(self._storage.poison)
+        )
+        self._flow.add_sample(time.monotonic(), depth)
         fleet = None
         if self._server is not None:
             try:

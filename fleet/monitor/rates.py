@@ -5,12 +5,12 @@ The queries use the workers' own series: they need no recording rules.
 
 from __future__ import annotations
 
-import asyncio
 from dataclasses import dataclass
 from datetime import UTC, datetime
 
 from fleet import console
 from fleet.monitor.prometheus import Prometheus
+from imagefleet import concurrency
 from imagefleet.telemetry import fleet as fleet_names
 
 #: Long enough for several pushes or scrapes, short enough to show a change.
@@ -66,7 +66,7 @@ async def fleet_rates(prometheus: Prometheus) -> FleetRates:
         found = await prometheus.at(query, now)
         return found[0].last if found else None
 
-    workers, images, jobs, idle, dollars, per_gpu_dollar, per_dollar = await asyncio.gather(
+    workers, images, jobs, idle, dollars, per_gpu_dollar, per_dollar = await concurrency.gather(
         value(f"sum({_INFO})"),
         value(f"sum({_IMAGES})"),
         value(f"sum({_ENDED})"),
@@ -121,7 +121,7 @@ async def worker_rates(prometheus: Prometheus) -> list[WorkerRates]:
         return {each.labels.get("instance", ""): each.last for each in found}
 
     each_sum = "sum by (instance) "
-    images, idle, prices, per_dollar, failed = await asyncio.gather(
+    images, idle, prices, per_dollar, failed = await concurrency.gather(
         by_instance(f"{each_sum}({_IMAGES})"),
         by_instance(_idle_fraction(each_sum)),
         by_instance(f"{each_sum}(imagefleet_price_dollars_per_hour{{$fleet}})"),

@@ -1,11 +1,11 @@
-"""A result shown once, as a table or as JSON, or refreshed until Ctrl-C."""
+"""A result shown once or until Ctrl-C, as a table or as JSON."""
 
 from __future__ import annotations
 
 import asyncio
 import contextlib
 from collections.abc import Awaitable, Callable, Mapping
-from typing import Annotated, Any, TypeVar
+from typing import Annotated, Any, NoReturn, TypeVar
 
 import typer
 from rich.console import Group
@@ -19,16 +19,10 @@ from imagefleet import errors
 SECONDS = 2.0
 
 Watch = Annotated[
-    bool, typer.Option("--watch", help=f"Refresh every {SECONDS:g} seconds until Ctrl-C.")
+    bool, typer.Option("--watch", help=f"Repeat every {SECONDS:g} seconds until Ctrl-C.")
 ]
 
 Result = TypeVar("Result")
-
-
-def check_flags(*, watch: bool, as_json: bool) -> None:
-    """Raises SetupError where both are given."""
-    if watch and as_json:
-        raise errors.SetupError("--watch is for people and --json for programs: choose one")
 
 
 async def show(
@@ -39,21 +33,40 @@ async def show(
     is_live: bool,
     as_json: bool,
 ) -> None:
-    """Prints what *read* returns as a table or JSON, or refreshes the table until Ctrl-C.
+    """Prints what *read* returns as a table or JSON, or repeats that until Ctrl-C.
 
-    While it refreshes, an outage is shown below the last table.
+    While it repeats, an outage is shown below the last table, or on stderr with JSON, which is then
+    one object per line.
     """
-    if as_json:
-        console.print_json(record(await read()))
-        return
     if not is_live:
-        console.stdout.print(screen(await read()))
+        found = await read()
+        if as_json:
+            console.print_json(record(found))
+        else:
+            console.print_tables(screen(found))
         return
     # Ctrl-C is how a watch ends; asyncio turns it into this cancellation.
-    with (
-        contextlib.suppress(asyncio.CancelledError),
-        Live(console=console.stdout, auto_refresh=False) as live,
-    ):
+    with contextlib.suppress(asyncio.CancelledError):
+        if as_json:
+            await _stream(read, record)
+        await _refresh(read, screen)
+
+
+async def _stream(
+    read: Callable[[], Awaitable[Result]], record: Callable[[Result], Mapping[str, Any]]
+) -> NoReturn:
+    while True:
+        try:
+            console.print_json_line(record(await read()))
+        except errors.TransientError as error:
+            console.print_warning(f"trying again: {error.message}")
+        await asyncio.sleep(SECONDS)
+
+
+async def _refresh(
+    read: Callable[[], Awaitable[Result]], screen: Callable[[Result], Group]
+) -> NoReturn:
+    with Live(console=console.stdout, auto_refresh=False) as live:
         last = Group()
         while True:
             try:
@@ -62,7 +75,8 @@ async def show(
                 outage = Text(f"trying again: {error.message}", style="red")
                 shown = Group(*last.renderables, outage)
             if console.stdout.is_terminal:
+                console.keep_whole(shown)
                 live.update(shown, refresh=True)
             else:
-                console.stdout.print(shown)
+                console.print_tables(shown)
             await asyncio.sleep(SECONDS)

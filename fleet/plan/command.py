@@ -7,7 +7,7 @@ from dataclasses import asdict
 from typing import Annotated
 
 import typer
-from rich.table import Column, Table
+from rich.table import Table
 
 from fleet import console, options
 from fleet.plan import estimate
@@ -127,10 +127,10 @@ def _show(plan: estimate.Plan, table: prices.PriceTable) -> None:
         "images per dollar, GPU only": f"{plan.images_per_dollar_gpu_only:,.0f}",
         "images per dollar, all in": f"{plan.images_per_dollar:,.0f}",
     }
-    console.stdout.print(console.totals(rows))
+    console.print_tables(console.totals(rows))
     if len(plan.mix) > 1:
-        console.stdout.print(_mix_table(plan.mix))
-    console.stdout.print()
+        console.print_tables("", _mix_table(plan.mix))
+    console.print_tables("")
     for part in plan.mix:
         speed, price = part.images_per_second, part.dollars_per_hour
         start_up = part.start_up_seconds
@@ -140,14 +140,16 @@ def _show(plan: estimate.Plan, table: prices.PriceTable) -> None:
             (f"{start_up.value:g} s of start-up", start_up),
         ):
             line = f"{part.gpu}: {text}: {each.kind}: {each.source}."
-            console.stdout.print(line, highlight=False)
-    console.stdout.print(f"Storage operations: listed: {table.storage.source}.", highlight=False)
-    console.stdout.print("Interruptions, idle time and storing the images are not included.")
+            console.print_tables(line)
+    console.print_tables(
+        f"Storage operations: listed: {table.storage.source}.",
+        "Interruptions, idle time and storing the images are not included.",
+    )
 
 
 def _mix_table(mix: Sequence[estimate.Part]) -> Table:
-    headings = ("replicas", "images/s", "$/h", "images/$, GPU only")
-    table = Table("GPU", *(Column(name, justify="right") for name in headings))
+    headings = ("replicas", "images/s", "$/h", "images/$,\nGPU only")
+    table = console.table(console.name_column("GPU"), *map(console.number_column, headings))
     for part in mix:
         table.add_row(
             part.gpu,

@@ -26,7 +26,7 @@ class Input:
 
 @dataclass(frozen=True, slots=True)
 class Bench:
-    """A report of `imagefleet bench engine --report` on one machine."""
+    """The JSON of `imagefleet bench engine` on one machine."""
 
     path: Path
     gpu: str
@@ -120,7 +120,7 @@ def read_bench(path: Path, table: prices.PriceTable) -> Bench:
         raise errors.SetupError(f"the report {path}: {error.strerror or error}") from None
     except (ValueError, KeyError, TypeError, IndexError, AttributeError) as error:
         raise errors.SetupError(
-            f"{path} is not a report of `imagefleet bench engine --report FILE`: {error!r}"
+            f"{path} is not the JSON of `imagefleet bench engine --json-file FILE`: {error!r}"
         ) from None
     if not speed > 0:
         raise errors.SetupError(f"the report {path} measured a speed of zero")

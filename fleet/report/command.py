@@ -30,9 +30,7 @@ def command(
     html: Annotated[
         Path | None, typer.Option(metavar="FILE", help="The page [default: NAME-report.html].")
     ] = None,
-    json_file: Annotated[
-        Path | None, typer.Option("--json-file", metavar="FILE", help="Also write JSON here.")
-    ] = None,
+    json_file: options.JsonFile = None,
     price_per_hour: Annotated[
         float | None,
         typer.Option(
@@ -72,14 +70,14 @@ def command(
         "metrics": asdict(metrics) if metrics else None,
     }
     if json_file is not None:
-        _write(json_file, console.json_text(facts))
+        console.write_file(json_file, console.json_text(facts))
     if as_json:
         console.print_json(facts)
         return
     from fleet.report import page as report_page  # only this loads jinja2
 
     page = html or Path(f"{campaign}-report.html")
-    _write(page, report_page.render(figures, metrics, pictures, made_at))
+    console.write_file(page, report_page.render(figures, metrics, pictures, made_at))
     console.print_plain(f"{_summary(figures)}\nReport: {page}")
 
 
@@ -121,14 +119,6 @@ def _price(
     name = prices.find_gpu(gpu, table.gpus)
     source = f"{name} at {priority} priority, {table.gpus[name].source}"
     return prices.gpu_dollars_per_hour(name, priority, table), source
-
-
-def _write(path: Path, text: str) -> None:
-    try:
-        path.parent.mkdir(parents=True, exist_ok=True)
-        path.write_text(text, encoding="utf-8")
-    except OSError as error:
-        raise errors.SetupError(f"cannot write {path}: {error.strerror or error}") from None
 
 
 def _summary(figures: report_figures.Figures) -> str:

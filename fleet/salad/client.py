@@ -227,6 +227,8 @@ def _read(response: aiohttp.ClientResponse, text: str) -> Any:
         raise RefusedError(f"SaladCloud does not know the API key ({details})", status)
     if status >= HTTPStatus.BAD_REQUEST:
         path = response.url.path
+        if status == HTTPStatus.NOT_FOUND and response.method == "GET":
+            details += "; check the organization and the project of the fleet file"
         raise RefusedError(f"SaladCloud refuses {response.method} {path}: {details}", status)
     if status >= HTTPStatus.MULTIPLE_CHOICES or (text and body is None):
         raise RetryLater(f"SaladCloud's API does not return JSON ({details})")

@@ -2,23 +2,19 @@
 
 from __future__ import annotations
 
-import asyncio
-from collections.abc import Sequence
+from dataclasses import asdict
+from pathlib import Path
 from typing import Annotated, Any
 
 import typer
-from pydantic import SecretStr
-from rich.table import Column, Table
 
-from fleet import console
-from fleet.options import BenchReports, PriceFile
-from fleet.plan import estimate
+from fleet import console, options
+from fleet.options import AsJson, Yes
 from fleet.salad import deployment, gpus, groups, running
-from fleet.salad import file as salad_file
 from fleet.salad import options as salad_options
-from fleet.salad.options import File, Replicas, WaitMinutes, Yes
-from imagefleet import errors
-from imagefleet.pricing import price_file
+from fleet.salad.options import File, Replicas, WaitMinutes
+from fleet.salad.render import render
+from imagefleet import concurrency, errors
 
 app = typer.Typer(no_args_is_help=True, help="Deploys workers to where the GPUs are.")
 salad = typer.Typer(
@@ -31,64 +27,39 @@ app.add_typer(salad, name="salad", short_help="SaladCloud's container groups.")
 
 @salad.callback()
 @console.one_line_errors()
-def render(
+def group(
     context: typer.Context,
-    dry_run: Annotated[
-        bool, typer.Option("--dry-run", help="Print the requests and the price.")
-    ] = False,
-    file: File = None,
-    replicas: Replicas = None,
-    bench: BenchReports = None,
-    prices_path: PriceFile = None,
-    show_secrets: Annotated[
-        bool, typer.Option("--show-secrets", help="Do not mask secrets.")
-    ] = False,
-    as_json: Annotated[
-        bool, typer.Option("--json", help="Print only the groups, as JSON.")
-    ] = False,
+    dry_run: Annotated[bool, typer.Option("--dry-run", hidden=True)] = False,
+    file: Annotated[Path | None, typer.Option(hidden=True)] = None,
+    replicas: Annotated[int | None, typer.Option(min=1, max=50_000, hidden=True)] = None,
+    bench: Annotated[list[Path] | None, typer.Option(hidden=True)] = None,
+    price_file: Annotated[Path | None, typer.Option(hidden=True)] = None,
+    show_secrets: Annotated[bool, typer.Option("--show-secrets", hidden=True)] = False,
+    as_json: Annotated[bool, typer.Option("--json", hidden=True)] = False,
 ) -> None:
     """Manages the container groups of a fleet on SaladCloud, from one fleet file.
 
-    imagefleet deploy salad --dry-run
+    imagefleet deploy salad render
 
-    imagefleet deploy salad --dry-run --replicas 750 --json
+    imagefleet deploy salad apply --dry-run
 
     imagefleet deploy salad apply
     """
-    options = (dry_run, file, replicas, bench, prices_path, show_secrets, as_json)
+    given = (dry_run, file, replicas, bench, price_file, show_secrets, as_json)
     if context.invoked_subcommand:
-        if any(options):
+        if any(given):
             raise errors.SetupError(
                 "put options after the command: imagefleet deploy salad"
                 f" {context.invoked_subcommand} ..."
             )
         return
     if not dry_run:
-        raise errors.SetupError("add --dry-run for a preview, or run `apply`")
-    fleet_file, folder = salad_options.read_file(file)
-    table = price_file.read_table(prices_path)
-    classes = gpus.find(fleet_file.gpus, gpus.built_in(table))
-    benches = [estimate.read_bench(path, table) for path in bench or []]
-    estimate.refuse_unused(benches, [each.name for each in classes])
-    missing: list[str] = []
+        raise errors.SetupError("choose a command: `imagefleet deploy salad --help` lists them")
+    console.print_warning("`deploy salad --dry-run` is deprecated; use `deploy salad render`")
+    render(file, replicas, bench, price_file, show_secrets, as_json)
 
-    def read_secret(source: salad_file.SecretSource) -> SecretStr:
-        try:
-            return source.read(folder)
-        except errors.SetupError as error:
-            if show_secrets:
-                raise
-            missing.append(error.message)
-            return SecretStr(groups.MASKED)
 
-    bodies = groups.render(fleet_file, classes, read_secret, replicas)
-    console.print_json((groups.reveal if show_secrets else groups.mask)(bodies))
-    for message in dict.fromkeys(missing):
-        console.print_note(f"{message}: `apply` needs it; with it, the groups' revision differs")
-    if not as_json:
-        source = "; ".join(dict.fromkeys(table.gpus[each.name].source for each in classes))
-        total = sum(body["replicas"] for body in bodies)
-        _print_price(total, classes, fleet_file.priority, benches, source)
+salad.command("render")(render)
 
 
 @salad.command()
@@ -103,10 +74,9 @@ async def apply(
         ),
     ] = 0.8,
     wait_minutes: WaitMinutes = 60,
-    dry_run: Annotated[
-        bool, typer.Option("--dry-run", help="Show the changes, make none.")
-    ] = False,
+    dry_run: Annotated[bool, options.dry_run("the changes and their price")] = False,
     yes: Yes = False,
+    as_json: AsJson = False,
 ) -> None:
     """Creates the groups, or changes what differs from the file.
 
@@ -114,13 +84,13 @@ async def apply(
     drains and deletes the old ones once enough of the new replicas run. After a failure, run it
     again.
 
-    imagefleet deploy salad apply
+    imagefleet deploy salad apply --dry-run
 
     imagefleet deploy salad apply --replicas 20 --yes
     """
     fleet_file, folder = salad_options.read_file(file)
     async with salad_options.connected(fleet_file, folder) as fleet:
-        known, existing, quota = await asyncio.gather(
+        known, existing, quota = await concurrency.gather(
             fleet.client.gpu_classes(), fleet.groups(), fleet.client.quota()
         )
         classes = gpus.find(fleet_file.gpus, known)
@@ -132,28 +102,40 @@ async def apply(
             existing=[group.name for group in existing],
         )
         plan = deployment.changes(bodies, existing)
-        if not plan:
-            console.print_note(f"{fleet_file.name} is up to date")
-            return
-        for line in _plan_lines(plan):
-            console.print_note(line)
-        deployment.refuse_over_quota(plan.more_replicas, quota)
-        price = gpus.replica_price(classes, fleet_file.priority)
-        console.print_note(_cost(bodies, plan, price))
-        if dry_run:
-            return
-        if plan.more_replicas > 0 or plan.start or plan.old:
-            salad_options.confirm("Apply?", yes=yes)
-        await fleet.carry_out(plan)
-        if plan.old:
-            await fleet.replace(plan.old, enough=enough, wait_seconds=wait_minutes * 60)
-        console.print_note(
-            "done; `imagefleet deploy salad status --watch` shows the replicas start"
+        price = gpus.replica_price(classes, fleet_file.priority).times(
+            sum(body["replicas"] for body in bodies)
         )
+        if plan:
+            for line in _plan_lines(plan):
+                console.print_note(line)
+            deployment.refuse_over_quota(plan.more_replicas, quota)
+            console.print_note(_cost(plan, price))
+        else:
+            console.print_note(f"{fleet_file.name} is up to date")
+        if plan and not dry_run:
+            if plan.more_replicas > 0 or plan.start or plan.old:
+                console.confirm("Apply?", yes=yes)
+            await fleet.carry_out(plan)
+            if plan.old:
+                await fleet.replace(plan.old, enough=enough, wait_seconds=wait_minutes * 60)
+            console.print_note(
+                "done; `imagefleet deploy salad status --watch` shows the replicas start"
+            )
+    if as_json:
+        console.print_json({"fleet": fleet_file.name, "dry_run": dry_run, **_record(plan, price)})
 
 
-for command in (running.scale, running.status, running.drain, running.delete):
+for command in (running.resize, running.status, running.drain, running.delete):
     salad.command()(command)
+
+
+@salad.command("scale", hidden=True)
+def scale(
+    replicas: running.ReplicaCount, file: File = None, yes: Yes = False, as_json: AsJson = False
+) -> None:
+    """The old name of `resize`."""
+    console.print_warning("`deploy salad scale` is deprecated; use `deploy salad resize`")
+    running.resize(replicas, file, yes, as_json)
 
 
 def _plan_lines(plan: deployment.Changes) -> list[str]:
@@ -170,42 +152,19 @@ def _plan_lines(plan: deployment.Changes) -> list[str]:
     return lines
 
 
-def _cost(bodies: list[dict[str, Any]], plan: deployment.Changes, price: gpus.PriceRange) -> str:
-    total = price.times(sum(body["replicas"] for body in bodies))
+def _cost(plan: deployment.Changes, total: gpus.PriceRange) -> str:
     text = f"cost: {total}, {total.per_day} while all replicas run"
     if plan.old:
         text += f"; plus {sum(group.replicas for group in plan.old):,} old replicas until drained"
     return text
 
 
-def _print_price(
-    replicas: int,
-    classes: Sequence[gpus.GpuClass],
-    priority: str,
-    benches: Sequence[estimate.Bench],
-    source: str,
-) -> None:
-    """Prints the price of all replicas, and for each class its price and images per dollar."""
-    price = gpus.replica_price(classes, priority).times(replicas)
-    console.print_plain(
-        f"{replicas:,} replicas at {priority} priority: {price}, {price.per_day} while all run."
-    )
-    headings = ("$/h each", f"$/h for {replicas:,}", "images/s each", "images/$, GPU only")
-    table = Table("GPU", *(Column(heading, justify="right") for heading in headings))
-    for each in classes:
-        dollars = each.dollars_per_hour[priority]
-        bench = estimate.bench_of(each.name, benches)
-        speed = bench.images_per_second.value if bench else None
-        table.add_row(
-            each.name,
-            f"{dollars:g}",
-            f"{dollars * replicas:,.2f}",
-            console.number(speed, 2),
-            console.number(speed * 3600 / dollars if speed is not None and dollars else None),
-        )
-    console.stdout.print(table)
-    console.stdout.print(f"Prices: {source}.", highlight=False)
-    if not benches:
-        console.stdout.print(
-            "For images per dollar give --bench, a report of `imagefleet bench engine --report`."
-        )
+def _record(plan: deployment.Changes, total: gpus.PriceRange) -> dict[str, Any]:
+    return {
+        "create": {body["name"]: body["replicas"] for body in plan.create},
+        "resize": dict(plan.resize),
+        "start": list(plan.start),
+        "delete": [group.name for group in plan.old],
+        "more_replicas": plan.more_replicas,
+        "dollars_per_hour": asdict(total),
+    }

@@ -133,10 +133,10 @@ class Deployment:
 
     async def resize(self, name: str, replicas: int) -> None:
         await self.client.scale(name, replicas)
-        self._log(f"{name}: {console.counted(replicas, 'replica')} ")
+        self._log(f"{name}: {console.counted(replicas, 'replica')}")
 
-    async def scale(self, replicas: int, groups: Sequence[Group]) -> None:
-        """Spreads *replicas* over *groups*, and starts those that are stopped."""
+    async def scale(self, replicas: int, groups: Sequence[Group]) -> dict[str, int]:
+        """Spreads *replicas* over *groups*, starts those that are stopped, returns the shares."""
         shares = salad_groups.split(replicas, len(groups))
         # Reductions first, so that the total never exceeds the old and the new one.
         steps = sorted(
@@ -148,6 +148,7 @@ class Deployment:
             if share and group.is_stopped:
                 await self.client.start(group.name)
                 self._log(f"started {group.name}")
+        return {group.name: share for share, group in zip(shares, groups, strict=True)}
 
     async def replace(self, old: Sequence[Group], *, enough: float, wait_seconds: float) -> None:
         """Drains and deletes *old* groups step by step while *enough* new replicas run.

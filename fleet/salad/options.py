@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import sys
 from collections.abc import AsyncIterator
 from pathlib import Path
 from typing import Annotated
@@ -30,7 +29,6 @@ Replicas = Annotated[
     int | None,
     typer.Option(min=1, max=50_000, metavar="COUNT", help="Overrides the file's replicas."),
 ]
-Yes = Annotated[bool, typer.Option("--yes", help="Do not ask.")]
 WaitMinutes = Annotated[
     float, typer.Option(min=0, metavar="MINUTES", help="Longest wait for instances.")
 ]
@@ -65,18 +63,3 @@ async def connected(
     async with aiohttp.ClientSession(timeout=timeout, trust_env=True) as session:
         salad = client.SaladClient(session, file.api, key, file.organization, file.project)
         yield deployment.Deployment(salad, file.name, console.print_note)
-
-
-def confirm(question: str, *, yes: bool) -> None:
-    """Asks the operator, unless --yes was given.
-
-    Raises:
-        SetupError: there is no terminal to ask on.
-        typer.Exit: the answer was no.
-    """
-    if yes:
-        return
-    if not sys.stdin.isatty():
-        raise errors.SetupError(f"{question} Cannot ask without a terminal: add --yes")
-    if not typer.confirm(question, err=True):
-        raise typer.Exit(console.EXIT_OPERATOR_MUST_ACT)

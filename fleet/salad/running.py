@@ -1,39 +1,42 @@
-"""`imagefleet deploy salad scale`, `status`, `drain` and `delete`."""
+"""`imagefleet deploy salad resize`, `status`, `drain` and `delete`."""
 
 from __future__ import annotations
 
-import asyncio
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict
 from typing import Annotated, Any
 
 import typer
 from rich.console import Group as Screen
-from rich.table import Column, Table
 from rich.text import Text
 
 from fleet import console
 from fleet.monitor import watch as watching
-from fleet.options import AsJson
+from fleet.options import AsJson, Yes
 from fleet.salad import deployment, gpus
 from fleet.salad import options as salad_options
 from fleet.salad.groups import Group, Quota
-from fleet.salad.options import File, WaitMinutes, Yes
+from fleet.salad.options import File, WaitMinutes
+from imagefleet import concurrency
+
+ReplicaCount = Annotated[
+    int, typer.Argument(metavar="REPLICAS", min=0, help="Total of all groups.")
+]
 
 
 @console.synchronous
-async def scale(
-    replicas: Annotated[int, typer.Argument(min=0, help="Total of all groups.")],
-    file: File = None,
-    yes: Yes = False,
+async def resize(
+    replicas: ReplicaCount, file: File = None, yes: Yes = False, as_json: AsJson = False
 ) -> None:
-    """Changes the replicas in place, without restarting workers.
+    """Sets the number of replicas in place, without restarting workers.
 
-    imagefleet deploy salad scale 300
+    `imagefleet scale` sets it by the queue instead, again and again.
+
+    imagefleet deploy salad resize 300
     """
     fleet_file, folder = salad_options.read_file(file)
     async with salad_options.connected(fleet_file, folder) as fleet:
-        groups, known, quota = await asyncio.gather(
+        groups, known, quota = await concurrency.gather(
             fleet.existing_groups(), fleet.client.gpu_classes(), fleet.client.quota()
         )
         deployment.refuse_unscalable(groups, replicas)
@@ -43,8 +46,17 @@ async def scale(
         cost = f"{price.times(replicas)} while all run" if price else "unknown price"
         console.print_note(f"{replicas:,} replicas, {more:+,}: {cost}")
         if more > 0 or any(group.is_stopped for group in groups):
-            salad_options.confirm("Scale?", yes=yes)
-        await fleet.scale(replicas, groups)
+            console.confirm("Resize?", yes=yes)
+        shares = await fleet.scale(replicas, groups)
+    if as_json:
+        console.print_json(
+            {
+                "replicas": replicas,
+                "more_replicas": more,
+                "groups": shares,
+                "dollars_per_hour": asdict(price.times(replicas)) if price else None,
+            }
+        )
 
 
 @console.synchronous
@@ -53,11 +65,10 @@ async def status(file: File = None, watch: watching.Watch = False, as_json: AsJs
 
     imagefleet deploy salad status --watch
     """
-    watching.check_flags(watch=watch, as_json=as_json)
     fleet_file, folder = salad_options.read_file(file)
     async with salad_options.connected(fleet_file, folder) as fleet:
         # Read once: they hardly change, and each refresh counts against the rate limit.
-        known, quota = await asyncio.gather(fleet.client.gpu_classes(), fleet.client.quota())
+        known, quota = await concurrency.gather(fleet.client.gpu_classes(), fleet.client.quota())
         await watching.show(
             fleet.groups,
             lambda groups: _screen(groups, known, quota),
@@ -68,7 +79,9 @@ async def status(file: File = None, watch: watching.Watch = False, as_json: AsJs
 
 
 @console.synchronous
-async def drain(file: File = None, wait_minutes: WaitMinutes = 15, yes: Yes = False) -> None:
+async def drain(
+    file: File = None, wait_minutes: WaitMinutes = 15, yes: Yes = False, as_json: AsJson = False
+) -> None:
     """Stops all workers, then the groups.
 
     A stopped group costs nothing; `apply` starts it again. Jobs that a worker cannot release in
@@ -81,12 +94,16 @@ async def drain(file: File = None, wait_minutes: WaitMinutes = 15, yes: Yes = Fa
         groups = await fleet.existing_groups()
         running = sum(group.running for group in groups)
         if running:
-            salad_options.confirm(f"Stop {console.counted(running, 'running worker')}?", yes=yes)
+            console.confirm(f"Stop {console.counted(running, 'running worker')}?", yes=yes)
         await fleet.drain(wait_minutes * 60)
+    if as_json:
+        console.print_json({"drained": [group.name for group in groups]})
 
 
 @console.synchronous
-async def delete(file: File = None, wait_minutes: WaitMinutes = 15, yes: Yes = False) -> None:
+async def delete(
+    file: File = None, wait_minutes: WaitMinutes = 15, yes: Yes = False, as_json: AsJson = False
+) -> None:
     """Deletes all groups of the fleet.
 
     Run `drain` first, so that no work is lost.
@@ -97,12 +114,15 @@ async def delete(file: File = None, wait_minutes: WaitMinutes = 15, yes: Yes = F
     async with salad_options.connected(fleet_file, folder) as fleet:
         groups = await fleet.existing_groups()
         running = sum(group.running for group in groups)
-        salad_options.confirm(
+        console.confirm(
             f"Delete {console.counted(len(groups), 'group')} of {fleet_file.name}"
             f" ({console.counted(running, 'running worker')})?",
             yes=yes,
         )
-        await fleet.delete([group.name for group in groups], wait_minutes * 60)
+        names = [group.name for group in groups]
+        await fleet.delete(names, wait_minutes * 60)
+    if as_json:
+        console.print_json({"deleted": names})
 
 
 def _dollars(groups: Sequence[Group], known: Sequence[gpus.GpuClass]) -> gpus.PriceRange:
@@ -134,12 +154,21 @@ def _names(group: Group, known: Sequence[gpus.GpuClass]) -> list[str]:
 
 
 def _screen(groups: Sequence[Group], known: Sequence[gpus.GpuClass], quota: Quota) -> Screen:
-    states = ("replicas", "running", "creating", "allocating", "stopping")
-    numbers = (Column(name, justify="right") for name in states)
-    table = Table(Column("group", overflow="fold"), "state", *numbers)
+    table = console.table(
+        console.name_column("group"),
+        console.number_column("replicas"),
+        console.number_column("running"),
+        "state",
+    )
     for group in groups:
-        counts = (f"{getattr(group, name):,}" for name in states)
-        table.add_row(group.name, group.status, *counts)
+        counts = {name: getattr(group, name) for name in ("allocating", "creating", "stopping")}
+        others = [f"{count:,} {name}" for name, count in counts.items() if count]
+        table.add_row(
+            group.name,
+            f"{group.replicas:,}",
+            f"{group.running:,}",
+            ", ".join([group.status, *others]),
+        )
     running = sum(group.running for group in groups)
     replicas = sum(group.replicas for group in groups)
     classes = sorted({name for group in groups for name in _names(group, known)})

@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 import asyncio
-import json
+import contextlib
 import logging
-import sys
 import time
 from collections.abc import Callable
 from datetime import datetime
@@ -20,7 +19,7 @@ from fleet.monitor.settings import MonitorSettings
 from fleet.salad import file as salad_file
 from fleet.salad import gpus
 from fleet.salad import options as salad_options
-from fleet.salad.options import File, Yes
+from fleet.salad.options import File
 from fleet.scale import scaler
 from fleet.scale.decision import Goal
 from imagefleet import errors
@@ -39,10 +38,11 @@ async def command(
     ],
     file: File = None,
     deadline: Annotated[
-        datetime | None,
+        str | None,
         typer.Option(
-            formats=["%Y-%m-%dT%H:%M", "%Y-%m-%d %H:%M", "%Y-%m-%dT%H:%M:%S%z"],
-            help="When the queue should be empty, in local time.",
+            metavar="TIME",
+            help="When the queue should be empty: 2026-12-01T08:00, in local time, or with its"
+            " zone, 2026-12-01T08:00Z.",
         ),
     ] = None,
     dollars_per_hour: Annotated[
@@ -68,15 +68,13 @@ async def command(
         Path | None,
         typer.Option(metavar="FILE", help="Record of the cost [default: NAME-scale.json]."),
     ] = None,
-    dry_run: Annotated[
-        bool, typer.Option("--dry-run", help="Log decisions without acting on them.")
-    ] = False,
+    dry_run: Annotated[bool, options.dry_run("each decision in the log")] = False,
     once: Annotated[bool, typer.Option("--once", help="Make one decision, then exit.")] = False,
     until_empty: Annotated[
         bool, typer.Option("--until-empty", help="Exit when the queue is empty and no worker runs.")
     ] = False,
-    yes: Yes = False,
-    as_json: Annotated[bool, typer.Option("--json", help="Print each decision as JSON.")] = False,
+    yes: options.Yes = False,
+    as_json: options.AsJsonLines = False,
 ) -> None:
     """Scales a fleet on SaladCloud by its queue, within a budget.
 
@@ -92,49 +90,65 @@ async def command(
     """
     if deadline is None and dollars_per_hour is None:
         raise errors.SetupError("give a goal: --deadline, --dollars-per-hour or both")
-    if deadline and deadline.timestamp() <= time.time():
-        past = deadline.astimezone().isoformat(" ", "minutes")
-        raise errors.SetupError(f"--deadline {past} is in the past: give a later one")
-    if look_seconds is not None:
-        console.print_warning("--look-seconds is deprecated; use --sample-seconds")
+    end = _read_deadline(deadline) if deadline else None
     fleet_file, folder = salad_options.read_file(file)
     goal = Goal(
         max_dollars=max_dollars,
         max_replicas=max_replicas or fleet_file.replicas,
-        deadline=deadline.timestamp() if deadline else None,
+        deadline=end,
         dollars_per_hour=dollars_per_hour,
         every_seconds=every_minutes * 60,
-        sample_seconds=look_seconds or sample_seconds,
+        sample_seconds=options.renamed(
+            "--look-seconds", look_seconds, "--sample-seconds", sample_seconds
+        ),
     )
     if not dry_run:
         most = console.counted(goal.max_replicas, "replica")
-        salad_options.confirm(
+        console.confirm(
             f"Spend up to ${max_dollars:,.2f} on {fleet_file.name}, at most {most}?", yes=yes
         )
     given = None
     if images_per_second is not None:
         given = scaler.Speed(images_per_second / images_per_job, "given")
     logs.configure("auto")
-    async with (
-        console.connected(settings) as client,
-        prometheus.connected_if(settings.prometheus, settings.queried_fleet) as server,
-        salad_options.connected(fleet_file, folder) as fleet,
-    ):
-        scaling = scaler.Scaler(
-            goal,
-            fleet,
-            client.storage,
-            ledger or Path(f"{fleet_file.name}-scale.json"),
-            scaler.Speeds(
-                given=given, assumed=_assumed_speed(fleet_file, images_per_job), server=server
-            ),
-            is_dry_run=dry_run,
-        )
-        print_record = _print_line if as_json else lambda _: None
-        if once:
-            print_record(await scaling.step())
-        else:
-            await _run(scaling, print_record, until_empty=until_empty)
+    ledger = ledger or Path(f"{fleet_file.name}-scale.json")
+    in_use = f"another `imagefleet scale` keeps the ledger {ledger}"
+    # A preview may run beside the scaler itself.
+    with contextlib.nullcontext() if dry_run else console.only_one(ledger, in_use):
+        async with (
+            console.connected(settings) as client,
+            prometheus.connected_if(settings.prometheus, settings.queried_fleet) as server,
+            salad_options.connected(fleet_file, folder) as fleet,
+        ):
+            scaling = scaler.Scaler(
+                goal,
+                fleet,
+                client.storage,
+                ledger,
+                scaler.Speeds(
+                    given=given, assumed=_assumed_speed(fleet_file, images_per_job), server=server
+                ),
+                is_dry_run=dry_run,
+            )
+            print_record = _print_record if as_json else lambda _: None
+            if once:
+                print_record(await scaling.step())
+            else:
+                await _run(scaling, print_record, until_empty=until_empty)
+
+
+def _read_deadline(text: str) -> float:
+    """A deadline in Unix seconds; raises SetupError for one that is past or not understood."""
+    try:
+        moment = datetime.fromisoformat(text).astimezone()
+    except ValueError:
+        raise errors.SetupError(
+            f"--deadline {text}: should be a date and a time, such as 2026-12-01T08:00"
+        ) from None
+    if moment.timestamp() <= time.time():
+        past = moment.isoformat(" ", "minutes")
+        raise errors.SetupError(f"--deadline {past} is in the past: give a later one")
+    return moment.timestamp()
 
 
 async def _run(
@@ -166,7 +180,6 @@ def _assumed_speed(file: salad_file.FleetFile, images_per_job: int) -> scaler.Sp
     return scaler.Speed(min(known) / images_per_job, "assumed") if known else None
 
 
-def _print_line(record: dict[str, Any]) -> None:
+def _print_record(record: dict[str, Any]) -> None:
     moment = datetime.fromtimestamp(record["now"]).astimezone().isoformat(timespec="seconds")
-    sys.stdout.write(json.dumps({"time": moment, **record}) + "\n")
-    sys.stdout.flush()
+    console.print_json_line({"time": moment, **record})

@@ -33,6 +33,10 @@ class Goal:
     every_seconds: float = 900
     sample_seconds: float = 60
 
+    def has_passed(self, now: float) -> bool:
+        """True after the deadline: from then on the replicas only become fewer."""
+        return self.deadline is not None and now >= self.deadline
+
 
 @dataclass(frozen=True, slots=True)
 class Known:
@@ -65,6 +69,7 @@ def decide(goal: Goal, known: Known, *, is_due: bool) -> Decision:
     """The replicas from now on.
 
     Unless a change is due, they only ever become fewer: for an empty queue, or near the budget.
+    After the deadline, too: more would be paid for without meeting it.
     """
     if known.empty_seconds >= SETTLE_SECONDS:
         return Decision(0, "the queue is empty")
@@ -106,15 +111,17 @@ def _need(goal: Goal, known: Known) -> tuple[int, str]:
     if known.messages == 0:
         return known.replicas, "the queue seems empty; waiting to be sure"
     speed = known.jobs_per_second
+    busy = math.ceil(known.messages / (speed * goal.every_seconds))
     if goal.deadline is None:
-        need = math.ceil(known.messages / (speed * goal.every_seconds))
         minutes = goal.every_seconds / 60
-        return need, f"{known.messages:,} jobs keep {need:,} replicas busy for {minutes:g} minutes"
-    seconds = goal.deadline - known.now
+        return busy, f"{known.messages:,} jobs keep {busy:,} replicas busy for {minutes:g} minutes"
     until = f"{datetime.fromtimestamp(goal.deadline, UTC):%Y-%m-%d %H:%M} UTC"
-    if seconds <= 0:
-        return goal.max_replicas, f"{known.messages:,} jobs are left after the deadline ({until})"
-    need = math.ceil(known.messages * SPARE / (speed * max(1.0, seconds)))
+    if goal.has_passed(known.now):
+        # More replicas cannot meet it any more: the rest is done by those there are.
+        need = min(known.replicas, busy)
+        return need, f"{known.messages:,} jobs are left after the deadline ({until})"
+    seconds = max(1.0, goal.deadline - known.now)
+    need = math.ceil(known.messages * SPARE / (speed * seconds))
     return need, f"{known.messages:,} jobs by {until} need {need:,} replicas"
 
 

@@ -135,6 +135,7 @@ class Scaler:
         self._empty_since: float | None = None
         self._due_at = clock()
         self._known: Known | None = None
+        self._is_late = False
 
     @property
     def running(self) -> int:
@@ -191,6 +192,7 @@ class Scaler:
             jobs_per_second=speed.jobs_per_second,
         )
         self._known = known
+        self._report_missed_deadline(known)
         room = len(groups) * salad_groups.MAX_REPLICAS
         goal = replace(self._goal, max_replicas=min(self._goal.max_replicas, room))
         decision = decide(goal, known, is_due=is_due and not obstacle)
@@ -206,6 +208,17 @@ class Scaler:
             "wanted": decision.replicas,
             "reason": decision.reason,
         }
+
+    def _report_missed_deadline(self, known: Known) -> None:
+        if self._is_late or not known.messages or not self._goal.has_passed(known.now):
+            return
+        self._is_late = True
+        log.warning(
+            "the deadline has passed with %d jobs left: the replicas are not increased any more;"
+            " for more, run scale again with a later --deadline",
+            known.messages,
+            extra={"action": "deadline_missed", "messages": known.messages},
+        )
 
     async def _read_queue(self, now: float) -> bool:
         """False if the queue does not answer; the budget is watched all the same."""

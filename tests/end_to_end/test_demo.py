@@ -50,10 +50,10 @@ def interrupt_a_demo(cwd: Path) -> subprocess.CompletedProcess[str]:
 def test_the_demo_runs_end_to_end_and_starts_anew_after_ctrl_c(tmp_path: Path) -> None:
     interrupted = interrupt_a_demo(tmp_path)
     assert interrupted.returncode == 130, interrupted.stderr
-    assert "of 24 jobs" in interrupted.stdout
+    assert "of 24 jobs" in interrupted.stderr
     assert "Traceback" not in interrupted.stderr
 
-    result = run(COMMAND, "demo", "--report", "figures/demo.json", cwd=tmp_path)
+    result = run(COMMAND, "demo", "--json-file", "figures/demo.json", cwd=tmp_path)
 
     assert result.returncode == 0, result.stderr
     report = json.loads((tmp_path / "figures" / "demo.json").read_text())

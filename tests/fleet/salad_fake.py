@@ -179,6 +179,7 @@ class SaladFake:
         self.requests: list[tuple[str, str]] = []
         self.violations: list[str] = []
         self.most_at_once = 0
+        self.slow_seconds = 0.0  # before each answer that is no fault
 
     def count(self, method: str) -> int:
         return sum(each == method for each, _ in self.requests)
@@ -207,6 +208,7 @@ class SaladFake:
             fault.skips -= 1
             fault = None
         if fault is None:
+            await asyncio.sleep(self.slow_seconds)
             return await self._served(request, handler)
         self.faults.remove(fault)
         if fault.lands:

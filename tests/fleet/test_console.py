@@ -4,6 +4,7 @@ import asyncio
 import json
 import os
 import signal
+from pathlib import Path
 
 import pytest
 import typer
@@ -84,3 +85,29 @@ async def test_sigterm_ends_a_task_without_an_error() -> None:
 async def test_an_error_of_a_task_is_raised() -> None:
     with pytest.raises(errors.TransientError):
         await console.until_stopped(asyncio.create_task(_raise(errors.TransientError())))
+
+
+def test_a_file_that_cannot_be_written_is_reported_before_the_work(tmp_path: Path) -> None:
+    (tmp_path / "file").touch()
+
+    console.check_writable(None)
+    console.check_writable(tmp_path / "file")
+    console.check_writable(tmp_path / "new" / "folder" / "file")
+    for path, reason in ((tmp_path, "is a folder"), (tmp_path / "file" / "x", "file is a file")):
+        with pytest.raises(errors.SetupError, match=reason):
+            console.check_writable(path)
+    assert [each.name for each in tmp_path.iterdir()] == ["file"]
+
+
+def test_only_one_process_has_a_path_to_itself(tmp_path: Path) -> None:
+    with console.only_one(tmp_path / "ledger", "the first"):
+        with (
+            pytest.raises(errors.SetupError, match="the second: wait for it or end it first"),
+            console.only_one(tmp_path / "ledger", "the second"),
+        ):
+            pytest.fail("two at once")
+        with console.only_one(tmp_path / "another", "a third"):
+            pass
+    with console.only_one(tmp_path / "ledger", "the next"):
+        pass
+    assert not list(tmp_path.iterdir())

@@ -3,6 +3,8 @@ from __future__ import annotations
 import asyncio
 import json
 import os
+import pty
+import re
 import signal
 import subprocess
 import sys
@@ -143,6 +145,7 @@ def test_invalid_lines_are_refused_before_the_queue_is_created(
         (["t.yaml", "--rate", "inf"], "--rate"),
         (["t.yaml", "--count", "0"], "--count"),
         (["t.yaml", "--concurrency", "many"], "--concurrency"),
+        (["t.yaml", "--storage", "local:t.yaml"], "t.yaml is a file, not a folder"),
         (["t.yaml", "--checkpoint", "no/such/folder/c.json"], "cannot be written"),
     ],
 )
@@ -240,6 +243,97 @@ def test_ctrl_c_does_not_wait_for_the_rate_limit(
 
     assert process.returncode == console.EXIT_INTERRUPTED
     assert ids_in(settings_for(tmp_path)).total() <= 1
+
+
+LINE = '{"prompt":"a red house in a forest, digital art, no ' + "x" * 400 + '"}\n'
+
+
+def long_file(folder: Path, beginning: str = "") -> str:
+    """A file that takes about a second to check."""
+    (folder / "long.jsonl").write_text(beginning + LINE * 13_000)
+    return "long.jsonl"
+
+
+def on_a_terminal(
+    folder: Path, *arguments: str, ctrl_c_after: str | None = None
+) -> tuple[int, str]:
+    """The exit code and the output of `imagefleet load` in a terminal of 80 columns."""
+    pid, terminal = pty.fork()
+    if pid == 0:
+        os.chdir(folder)
+        os.environ.update(PYTHONPATH=str(ROOT), TERM="xterm", COLUMNS="80")
+        os.execv(sys.executable, [sys.executable, "-m", "fleet.main", "load", *arguments])
+    output = ""
+    while True:
+        try:
+            output += os.read(terminal, 65_536).decode()
+        except OSError:  # the program has ended
+            break
+        if ctrl_c_after is not None and ctrl_c_after in output:
+            os.write(terminal, b"\x03")
+            ctrl_c_after = None
+    os.close(terminal)
+    return os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]), output
+
+
+def test_ctrl_c_ends_the_bar_of_a_long_check_and_nothing_is_sent(tmp_path: Path) -> None:
+    code, output = on_a_terminal(tmp_path, long_file(tmp_path), ctrl_c_after="checking long.jsonl")
+
+    assert code == console.EXIT_INTERRUPTED
+    plain = re.sub(r"\x1b\[[?\d;]*\w", "", output)
+    assert re.search(r"checking long.jsonl .* \d\.\d/5\.\d MB", plain), plain
+    assert plain.rstrip().endswith("stopped while checking long.jsonl; nothing was sent")
+    assert "\x1b[?25h" in output, "the cursor is shown again"
+    assert "Traceback" not in output
+    assert [each.name for each in tmp_path.iterdir()] == ["long.jsonl"]
+
+
+@pytest.mark.parametrize("flag", ["--json", "--quiet"])
+def test_for_programs_a_long_check_has_no_bar(tmp_path: Path, flag: str) -> None:
+    file = long_file(tmp_path, beginning="no job\n" * 10)
+
+    assert "checking" in on_a_terminal(tmp_path, file)[1]
+    code, output = on_a_terminal(tmp_path, file, flag)
+
+    assert code == console.EXIT_OPERATOR_MUST_ACT
+    assert "checking" not in output
+    assert "line 10: the message is not JSON" in output
+
+
+def test_a_long_check_has_no_bar_in_a_pipe(in_process: Imagefleet, tmp_path: Path) -> None:
+    result = in_process("load", long_file(tmp_path, beginning="no job\n" * 10))
+
+    assert result.returncode == console.EXIT_OPERATOR_MUST_ACT
+    assert "checking" not in result.stderr
+
+
+@pytest.mark.parametrize(
+    ("content", "sentence"),
+    [("", "jobs.jsonl is empty: nothing was sent"), ("\n \n", "no jobs in jobs.jsonl")],
+)
+def test_a_file_without_jobs_is_reported(
+    in_process: Imagefleet, tmp_path: Path, content: str, sentence: str
+) -> None:
+    (tmp_path / "jobs.jsonl").write_text(content)
+
+    result = in_process("load", "jobs.jsonl")
+
+    assert result.returncode == console.EXIT_DONE
+    assert sentence in result.stderr
+    assert len(result.stderr.splitlines()) == 1
+
+
+def test_a_load_that_runs_already_is_not_begun_again(
+    in_process: Imagefleet, template: Path, tmp_path: Path
+) -> None:
+    with console.only_one(tmp_path / ".t.yaml.jobs.checkpoint.json", "the first"):
+        second = in_process("load", "t.yaml")
+        elsewhere = in_process("load", "t.yaml", "--queue", "other")
+
+    assert second.returncode == console.EXIT_OPERATOR_MUST_ACT
+    assert "another `imagefleet load` is at work" in second.stderr
+    assert elsewhere.returncode == console.EXIT_DONE
+    assert in_process("load", "t.yaml").returncode == console.EXIT_DONE
 
 
 def test_jobs_come_from_standard_input(

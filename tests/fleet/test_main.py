@@ -54,10 +54,12 @@ def _subjects(help_text: str) -> dict[str, list[str]]:
 
 def test_the_flags_of_a_command_are_grouped_by_subject(imagefleet: Imagefleet) -> None:
     worker = _subjects(imagefleet("worker", "--help").stdout)
-    assert list(worker) == ["Options", "Storage", "Metrics and logs", "Worker"]
+    subjects = ["Model and LoRAs", "GPU", "Jobs and leases", "Node", "Cost and labels"]
+    assert list(worker) == ["Options", "Storage", "Metrics and logs", *subjects]
     assert worker["Storage"][:2] == ["--storage", "--queue"]
     assert {"--push-url", "--log-format"} <= set(worker["Metrics and logs"])
-    assert {"--model", "--slots"} <= set(worker["Worker"])
+    assert worker["Model and LoRAs"][0] == "--model"
+    assert max(map(len, worker.values())) <= 10, "a list that nobody reads"
     assert worker["Options"] == ["--fail-on-failed", "-h"]
 
     failed = _subjects(imagefleet("failed", "list", "--help").stdout)
@@ -171,11 +173,16 @@ def test_every_command_has_a_help_text(imagefleet: Imagefleet, command: str) -> 
             ["status"],
             "error: there is no queue 'jobs' in imagefleet-data",
         ),
-        (["status", "--watch", "--json"], "error: --watch is for people and --json for programs"),
         (["statsu"], "error: No such command 'statsu'"),
         (["status", "--quick"], "error: No such option: --quick"),
         (["plan"], "error: Missing option '--jobs'"),
         (["plan", "--jobs", "1", "--gpu", "RTX 9090"], "error: unknown GPU class 'RTX 9090'"),
+        (["plan", "--jobs", "ten"], "error: --jobs: should be a valid integer"),
+        (
+            ["top", "--prometheus", "x"],
+            "error: --prometheus / IMAGEFLEET_PROMETHEUS: should be a URL that begins with http://",
+        ),
+        (["bench", "engine", "--model", "none"], "error: the model 'none' does not exist"),
     ],
 )
 def test_an_invalid_command_line_is_one_line_and_exit_code_2(

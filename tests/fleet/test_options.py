@@ -13,8 +13,13 @@ from typer.testing import CliRunner
 
 from fleet import console, options
 from imagefleet import errors
+from imagefleet.telemetry.settings import TelemetrySettings
+from worker import settings as worker_settings
+from worker.settings import WorkerSettings
 
 runner = CliRunner()
+
+MODELS = list(options.PROJECT_SETTINGS)
 
 
 class Colour(Enum):
@@ -194,7 +199,17 @@ def test_the_table_has_each_setting_once() -> None:
 def test_the_table_has_a_heading_for_each_subject() -> None:
     headings = re.findall(r"^## (.*)$", options.markdown_table(), re.MULTILINE)
 
-    assert headings[:3] == ["Storage", "Metrics and logs", "Worker"]
+    assert headings[:4] == ["Storage", "Metrics and logs", "Model and LoRAs", "GPU"]
+    assert len(headings) == len(set(headings))
+
+
+def test_every_setting_of_a_worker_has_one_subject() -> None:
+    own = WorkerSettings.model_fields.keys() - TelemetrySettings.model_fields.keys()
+    named = [name for names in worker_settings.SUBJECTS.values() for name in names]
+
+    assert len(named) == len(set(named))
+    assert set(named) == own
+    assert all(options.subject(model, name) for model in MODELS for name in model.model_fields)
 
 
 def test_a_default_that_differs_from_machine_to_machine_is_not_shown() -> None:

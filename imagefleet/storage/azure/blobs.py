@@ -19,6 +19,7 @@ from imagefleet.storage.azure import errors as azure_errors
 from imagefleet.storage.azure.block_upload import BlockUpload
 from imagefleet.storage.azure.credentials import Access
 from imagefleet.storage.azure.refusals import LESS_PERMISSION
+from imagefleet.storage.azure.roles import ANY_PERMISSION
 
 _NAMES_PAGE = 1_000
 
@@ -54,7 +55,7 @@ class AzureBlobs:
         """Raises SetupError if the container does not exist or the credentials are wrong."""
         # By a blob that does not exist: a container's SAS token may not read the properties of the
         # container itself, and the error code would be that of Azure's firewall.
-        await self._call("r", lambda: self._exists(_NO_BLOB))
+        await self._call(ANY_PERMISSION, lambda: self._exists(_NO_BLOB))
 
     async def create(
         self, name: str, data: bytes, content_type: str, metadata: Mapping[str, str]

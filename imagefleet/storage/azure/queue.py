@@ -19,11 +19,12 @@ from typing import Any, TypeVar
 from azure.storage.queue import QueueMessage
 from azure.storage.queue.aio import QueueClient
 
-from imagefleet import errors, retry
+from imagefleet import concurrency, errors, retry
 from imagefleet.storage import protocol
 from imagefleet.storage.azure import errors as azure_errors
 from imagefleet.storage.azure.credentials import Access
 from imagefleet.storage.azure.refusals import LESS_PERMISSION
+from imagefleet.storage.azure.roles import ANY_PERMISSION
 
 #: Sends or releases in flight at once: more would only wait in Azure, whose limit is 2,000
 #: messages/s per queue.
@@ -70,7 +71,7 @@ class AzureQueue:
             with azure_errors.tolerated(LESS_PERMISSION):
                 await self._client.get_queue_properties()
 
-        await self._call("r", request)
+        await self._call(ANY_PERMISSION, request)
 
     async def send(self, bodies: Iterable[str]) -> None:
         remaining = iter(protocol.checked_messages(bodies))
@@ -80,12 +81,7 @@ class AzureQueue:
                 request = partial(self._client.send_message, body, time_to_live=_NO_EXPIRY)
                 await self._call("a", request)
 
-        try:
-            async with asyncio.TaskGroup() as senders:
-                for _ in range(CONCURRENT_REQUESTS):
-                    senders.create_task(send_some())
-        except BaseExceptionGroup as failures:
-            raise failures.exceptions[0] from None
+        await concurrency.gather(*(send_some() for _ in range(CONCURRENT_REQUESTS)))
 
     async def receive(
         self, max_messages: int, lease_seconds: float
@@ -213,7 +209,7 @@ class AzureQueue:
                 with contextlib.suppress(errors.LeaseLost, errors.TransientError):
                     await self.release(message)
 
-        await asyncio.gather(*(hand_back(message) for message in messages))
+        await concurrency.gather(*(hand_back(message) for message in messages))
 
 
 def _fields(message: QueueMessage) -> dict[str, Any]:

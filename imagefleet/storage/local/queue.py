@@ -133,6 +133,8 @@ class QueueFile:
     def _create(self, queues: Iterable[str]) -> None:
         try:
             self.path.parent.mkdir(parents=True, exist_ok=True)
+        except FileExistsError:
+            raise errors.SetupError(f"{self.path.parent} is a file, not a folder") from None
         except OSError as error:
             raise errors.SetupError(
                 f"cannot create {self.path.parent}: {error.strerror}"

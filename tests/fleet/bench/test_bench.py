@@ -38,7 +38,7 @@ def test_the_engine_is_measured_against_the_limit_and_against_diffusers(
     in_process: Any, model: Path, tmp_path: Path
 ) -> None:
     arguments = ("--model", str(model), "--seconds", "0.3", "--slots", "2", "--baseline")
-    priced = ("--price-per-hour", "0.36", "--report", str(tmp_path / "new" / "report.json"))
+    priced = ("--price-per-hour", "0.36", "--json-file", str(tmp_path / "new" / "report.json"))
     ended = in_process("bench", "engine", *arguments, *priced)
     assert ended.returncode == 0, ended.stderr
     report = json.loads((tmp_path / "new" / "report.json").read_text())

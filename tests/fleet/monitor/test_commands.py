@@ -156,8 +156,8 @@ def test_top_without_a_prometheus_names_the_option(imagefleet: Imagefleet) -> No
 
 def test_unknown_figures_are_dashes() -> None:
     worker = rates.WorkerRates("i", "name", "none", "", 1.0, None, None, None, 0.0)
-    table = command.workers_screen([worker], 20).renderables[0]
-    cells = [next(iter(column.cells)) for column in table.columns]  # type: ignore[union-attr]
+    table = command.WorkersTable([worker]).table(80)
+    cells = [next(iter(column.cells)) for column in table.columns]
 
     assert cells == ["name", "none", "", "1.00", "-", "-", "0"]
 

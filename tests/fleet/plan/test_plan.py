@@ -210,7 +210,7 @@ def test_a_file_that_is_not_a_report_is_refused_by_name(
     path = bench_report(**changes)
     if changes == {"steps": None}:
         path.write_text("done\n")
-    with pytest.raises(errors.SetupError, match=r"bench.json is not a report"):
+    with pytest.raises(errors.SetupError, match=r"bench.json is not the JSON of"):
         estimate.read_bench(path, prices.BUILT_IN)
 
 

@@ -154,7 +154,7 @@ def test_a_misspelled_gpu_class_gets_a_suggestion(
 ) -> None:
     edit(tmp_path, "RTX 3060 Ti", "RTX 3060 Tii")
 
-    for arguments in (["apply", "--yes"], ["--dry-run"]):
+    for arguments in (["apply", "--yes"], ["render"]):
         ended = in_process("deploy", "salad", *arguments)
 
         assert ended.returncode == 2
@@ -255,20 +255,78 @@ def test_a_group_that_was_changed_in_the_portal_is_reported(
     assert "was changed elsewhere (image)" in ended.stderr
 
 
-def test_scaling_spreads_over_the_groups(salad: Any, in_process: Imagefleet) -> None:
+def test_resizing_spreads_over_the_groups(salad: Any, in_process: Imagefleet) -> None:
     in_process("deploy", "salad", "apply", "--yes")
 
-    down = in_process("deploy", "salad", "scale", "301")
+    down = in_process("deploy", "salad", "resize", "301")
     assert down.returncode == 0, down.stderr
     assert replicas(salad) == [151, 150]
 
-    up = in_process("deploy", "salad", "scale", "900")
+    up = in_process("deploy", "salad", "resize", "900")
     assert up.returncode == 2  # there is no terminal to ask on
     assert replicas(salad) == [151, 150]
 
-    up = in_process("deploy", "salad", "scale", "1001", "--yes")
+    up = in_process("deploy", "salad", "resize", "1001", "--yes")
     assert up.returncode == 2
     assert "apply --replicas 1001" in up.stderr
+
+
+def test_the_old_name_of_resize_works_with_a_warning(salad: Any, in_process: Imagefleet) -> None:
+    in_process("deploy", "salad", "apply", "--yes")
+
+    ended = in_process("deploy", "salad", "scale", "300")
+
+    assert ended.returncode == 0, ended.stderr
+    assert replicas(salad) == [150, 150]
+    assert "warning: `deploy salad scale` is deprecated; use `deploy salad resize`" in ended.stderr
+    assert " scale " not in in_process("deploy", "salad", "--help").stdout
+
+
+@pytest.mark.parametrize("arguments", [["apply", "--yes"], ["resize", "3"], ["status"]])
+@pytest.mark.parametrize("skips", [0, 1, 2])
+def test_one_refused_call_of_several_is_the_only_line(
+    salad: Any,
+    salad_module: Any,
+    in_process: Imagefleet,
+    arguments: list[str],
+    skips: int,
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    in_process("deploy", "salad", "apply", "--yes")
+    salad.slow_seconds = 0.05  # the others are under way when one is refused
+    salad.faults = [salad_module.Fault(403, '{"title": "Forbidden"}', method="GET", skips=skips)]
+
+    ended = in_process("deploy", "salad", *arguments)
+
+    assert ended.returncode == 2
+    assert ended.stdout == ""
+    logged = [each.message for each in caplog.records if each.name.startswith("fleet")]
+    [line] = [*logged, *ended.stderr.splitlines()]
+    assert line.startswith("error: SaladCloud refuses GET /organizations/acme/")
+    assert "Forbidden" in line
+
+
+def test_each_change_has_its_json(salad: Any, in_process: Imagefleet) -> None:
+    def read(*arguments: str) -> Any:
+        ended = in_process("deploy", "salad", *arguments, "--json")
+        assert ended.returncode == 0, ended.stderr
+        return json.loads(ended.stdout)
+
+    planned = read("apply", "--dry-run")
+    assert planned["dry_run"] is True
+    assert not salad.groups
+    applied = read("apply", "--yes")
+    assert applied == {**planned, "dry_run": False}
+    names = list(salad.groups)
+    assert applied["create"] == dict.fromkeys(names, 375)
+    assert applied["dollars_per_hour"]["most"] == pytest.approx(22.5)
+    again = read("apply")
+    assert (again["create"], again["resize"], again["more_replicas"]) == ({}, {}, 0)
+    resized = read("resize", "301")
+    assert resized["groups"] == dict(zip(names, [151, 150], strict=True))
+    assert resized["more_replicas"] == -449
+    assert read("drain", "--yes") == {"drained": names}
+    assert read("delete", "--yes") == {"deleted": names}
 
 
 def test_draining_waits_for_the_instances_and_stops_the_groups(
@@ -329,6 +387,17 @@ def test_an_unknown_api_key_is_reported(
     assert "wrong-key" not in ended.stderr
 
 
+def test_an_unknown_project_is_reported_with_where_it_stands(
+    salad: Any, in_process: Imagefleet, tmp_path: Path
+) -> None:
+    edit(tmp_path, "project: default", "project: defualt")
+
+    ended = in_process("deploy", "salad", "status")
+
+    assert ended.returncode == 2
+    assert "check the organization and the project of the fleet file" in ended.stderr
+
+
 def test_no_output_shows_a_secret(
     salad: Any, salad_module: Any, in_process: Imagefleet, tmp_path: Path
 ) -> None:
@@ -340,11 +409,11 @@ def test_no_output_shows_a_secret(
         for arguments in (
             ["apply", "--yes"],
             ["apply", "--yes"],
-            ["--dry-run"],
-            ["--dry-run", "--json"],
+            ["render"],
+            ["render", "--json"],
             ["status"],
             ["status", "--json"],
-            ["scale", "10"],
+            ["resize", "10"],
             ["drain", "--yes"],
             ["delete", "--yes"],
         )

@@ -18,6 +18,7 @@ from hypothesis import strategies as st
 from pydantic import SecretStr
 from salad_cloud_sdk import models
 
+from fleet import console
 from fleet.salad import file as salad_file
 from fleet.salad import gpus
 from fleet.salad import groups as salad_groups
@@ -189,17 +190,19 @@ def test_secrets_come_from_variables_and_from_files(
             missing.read(tmp_path)
 
 
-def test_a_dry_run_needs_no_account(in_process: Imagefleet, tmp_path: Path) -> None:
+def test_rendering_needs_no_account(in_process: Imagefleet, tmp_path: Path) -> None:
     (tmp_path / "fleet.yaml").write_text(EXAMPLE.read_text())
 
-    ended = in_process("deploy", "salad", "--dry-run", "--replicas", "1001", "--json")
+    ended = in_process("deploy", "salad", "render", "--replicas", "1001", "--json")
 
-    groups = json.loads(ended.stdout)
-    assert [group["replicas"] for group in groups] == [334, 334, 333]
+    found = json.loads(ended.stdout)
+    assert [group["replicas"] for group in found["groups"]] == [334, 334, 333]
+    assert found["dollars_per_hour"] == pytest.approx({"least": 30.03, "most": 40.04})
+    assert found["gpus"][0]["images_per_second"] is None
     assert "IMAGEFLEET_QUEUE_SAS is not set" in ended.stderr
 
 
-def test_a_dry_run_shows_the_price_and_images_per_dollar(
+def test_rendering_shows_the_price_and_images_per_dollar(
     in_process: Imagefleet, tmp_path: Path
 ) -> None:
     (tmp_path / "fleet.yaml").write_text(EXAMPLE.read_text())
@@ -214,7 +217,7 @@ def test_a_dry_run_shows_the_price_and_images_per_dollar(
     }
     (tmp_path / "bench.json").write_text(json.dumps(report))
 
-    ended = in_process("deploy", "salad", "--dry-run", "--bench", "bench.json")
+    ended = in_process("deploy", "salad", "render", "--bench", "bench.json")
 
     assert ended.returncode == 0, ended.stderr
     assert "750 replicas at batch priority: $22.50 to $30.00/h" in ended.stdout
@@ -230,8 +233,21 @@ def test_secrets_are_masked_unless_requested(
     for name in ("QUEUE", "POISON", "BLOB"):
         monkeypatch.setenv(f"IMAGEFLEET_{name}_SAS", "sv=1&sig=shown")
 
-    assert "sig=" not in in_process("deploy", "salad", "--dry-run").stdout
-    assert "sig=" in in_process("deploy", "salad", "--dry-run", "--show-secrets").stdout
+    assert "sig=" not in in_process("deploy", "salad", "render").stdout
+    assert "sig=" in in_process("deploy", "salad", "render", "--show-secrets").stdout
+
+
+def test_the_old_name_of_render_works_with_a_warning(
+    in_process: Imagefleet, tmp_path: Path
+) -> None:
+    (tmp_path / "fleet.yaml").write_text(EXAMPLE.read_text())
+
+    new = in_process("deploy", "salad", "render", "--json", "--replicas", "7")
+    old = in_process("deploy", "salad", "--dry-run", "--json", "--replicas", "7")
+
+    assert old.stdout == new.stdout
+    assert old.stderr.startswith("warning: `deploy salad --dry-run` is deprecated; use `deploy")
+    assert new.stderr == old.stderr.partition("\n")[2]
 
 
 def test_options_before_the_command_are_refused(in_process: Imagefleet) -> None:
@@ -249,10 +265,10 @@ def test_the_operator_is_asked(answer: bool, monkeypatch: pytest.MonkeyPatch) ->
     monkeypatch.setattr(typer, "confirm", lambda question, err: asked.append(question) or answer)
 
     if answer:
-        salad_options.confirm("Apply?", yes=False)
+        console.confirm("Apply?", yes=False)
     else:
         with pytest.raises(typer.Exit):
-            salad_options.confirm("Apply?", yes=False)
+            console.confirm("Apply?", yes=False)
 
     assert asked == ["Apply?"]
 
@@ -260,7 +276,7 @@ def test_the_operator_is_asked(answer: bool, monkeypatch: pytest.MonkeyPatch) ->
 def test_a_missing_fleet_file_is_reported_with_the_paths_tried(
     in_process: Imagefleet,
 ) -> None:
-    ended = in_process("deploy", "salad", "--dry-run")
+    ended = in_process("deploy", "salad", "render")
 
     assert ended.returncode == 2
     assert all(str(path) in ended.stderr for path in salad_options.DEFAULT_FILES)

@@ -49,6 +49,22 @@ def test_a_deadline_that_cannot_be_met_is_reported() -> None:
     assert "need 11,000 replicas, but at most 750 are allowed" in decision.reason
 
 
+def test_after_the_deadline_the_replicas_only_become_fewer() -> None:
+    goal = replace(GOAL, deadline=100.0)
+    late = replace(KNOWN, now=100.0)
+
+    many = decide(goal, late, is_due=True)
+    assert many.replicas == KNOWN.replicas
+    assert "1,000,000 jobs are left after the deadline" in many.reason
+    # The last jobs need fewer, and jobs that arrive after the end start nothing.
+    assert decide(goal, replace(late, messages=9_000), is_due=True).replicas == 10
+    assert decide(goal, replace(late, replicas=0, running=0), is_due=True).replicas == 0
+    # The other limits hold.
+    assert decide(goal, replace(late, spent_dollars=999.9), is_due=True).replicas == 7
+    cheap = replace(goal, dollars_per_hour=1.5)
+    assert decide(cheap, late, is_due=True).replicas == 50
+
+
 def test_an_hourly_budget_is_kept() -> None:
     decision = decide(replace(GOAL, dollars_per_hour=3), KNOWN, is_due=True)
 

@@ -16,6 +16,7 @@ from unittest import mock
 import pytest
 import typer
 
+from fleet import console
 from fleet.monitor import prometheus
 from fleet.salad import client, deployment
 from fleet.scale import scaler
@@ -150,6 +151,31 @@ async def test_the_fleet_works_off_the_queue_and_scales_to_zero(salad: Any, scal
     assert scaler_.is_finished
     assert all(group.replicas == 0 for group in salad.groups.values())
     assert 0 < last["spent_dollars"] < 12 * 0.03 * 7 / 60 + 1e-9
+
+
+async def test_after_the_deadline_nothing_is_added_and_one_line_says_so(
+    salad: Any, scaling: Any, caplog: pytest.LogCaptureFixture
+) -> None:
+    make, clock, storage = scaling
+    goal = replace(GOAL, dollars_per_hour=None, deadline=clock.now + 1000)
+    scaler_ = make(goal)
+    first = await scaler_.step()
+    assert first["wanted"] == 12  # 100 jobs at 0.01 jobs/s in 1,000 s, and a tenth to spare
+    await storage.queue.send([str(number) for number in range(5_000)])
+
+    replicas = []
+    for _ in range(60):
+        clock.now += 60
+        replicas.append((await scaler_.step())["wanted"])
+
+    before, after = replicas[:16], replicas[16:]
+    assert max(before) > 12, "the new jobs need more until the deadline"
+    assert after == sorted(after, reverse=True)
+    assert after[0] == max(before)
+    assert after[-1] == 567  # the 5,100 jobs keep no more busy for 15 minutes
+    missed = [each for each in caplog.records if each.__dict__.get("action") == "deadline_missed"]
+    assert len(missed) == 1
+    assert "with 5100 jobs left: the replicas are not increased any more" in missed[0].message
 
 
 async def test_a_leased_job_keeps_its_worker(salad: Any, scaling: Any) -> None:
@@ -306,6 +332,32 @@ def test_a_dry_run_prints_the_decision(
     record = json.loads(ended.stdout)
     assert (record["replicas"], record["wanted"], record["speed"]) == (20, 2, "assumed")
     assert "--look-seconds is deprecated; use --sample-seconds" in ended.stderr
+
+
+def test_two_scalers_with_one_ledger_are_refused(
+    salad: Any, in_process: Imagefleet, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(logs, "configure", lambda _: None)  # it would affect later tests
+    with console.only_one(tmp_path / "sd15-batch-scale.json", "the first"):
+        ended = in_process(
+            *("scale", "--dollars-per-hour", "1", "--max-dollars", "5", "--once", "--yes")
+        )
+
+    assert ended.returncode == 2
+    assert "another `imagefleet scale` keeps the ledger sd15-batch-scale.json" in ended.stderr
+    assert not salad.requests
+
+
+@pytest.mark.parametrize("deadline", ["tomorrow", "8:00", "2026-13-01T08:00"])
+def test_a_deadline_that_is_no_time_is_refused_with_an_example(
+    in_process: Imagefleet, deadline: str
+) -> None:
+    ended = in_process("scale", "--deadline", deadline, "--max-dollars", "5")
+
+    assert ended.returncode == 2
+    assert ended.stderr == (
+        f"error: --deadline {deadline}: should be a date and a time, such as 2026-12-01T08:00\n"
+    )
 
 
 def test_a_goal_is_required(salad: Any, in_process: Imagefleet) -> None:

@@ -1,0 +1,109 @@
+"""`imagefleet deploy salad render`: the requests and the price of a fleet file, without a call."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import asdict
+from typing import Annotated, Any
+
+import typer
+from pydantic import SecretStr
+from rich.table import Table
+
+from fleet import console
+from fleet.options import AsJson, BenchReports, PriceFile
+from fleet.plan import estimate
+from fleet.salad import file as salad_file
+from fleet.salad import gpus, groups
+from fleet.salad import options as salad_options
+from fleet.salad.options import File, Replicas
+from imagefleet import errors
+from imagefleet.pricing import price_file
+
+
+@console.one_line_errors()
+def render(
+    file: File = None,
+    replicas: Replicas = None,
+    bench: BenchReports = None,
+    prices_path: PriceFile = None,
+    show_secrets: Annotated[
+        bool, typer.Option("--show-secrets", help="Do not mask secrets.")
+    ] = False,
+    as_json: AsJson = False,
+) -> None:
+    """Prints the groups of a fleet file, as `apply` creates them, and their price.
+
+    It makes no call and needs no API key: prices are those of the built-in table or --price-file.
+
+    imagefleet deploy salad render
+
+    imagefleet deploy salad render --replicas 750 --json
+    """
+    fleet_file, folder = salad_options.read_file(file)
+    table = price_file.read_table(prices_path)
+    classes = gpus.find(fleet_file.gpus, gpus.built_in(table))
+    benches = [estimate.read_bench(path, table) for path in bench or []]
+    estimate.refuse_unused(benches, [each.name for each in classes])
+    missing: list[str] = []
+
+    def read_secret(source: salad_file.SecretSource) -> SecretStr:
+        try:
+            return source.read(folder)
+        except errors.SetupError as error:
+            if show_secrets:
+                raise
+            missing.append(error.message)
+            return SecretStr(groups.MASKED)
+
+    bodies = groups.render(fleet_file, classes, read_secret, replicas)
+    shown = (groups.reveal if show_secrets else groups.mask)(bodies)
+    total = sum(body["replicas"] for body in bodies)
+    price = gpus.replica_price(classes, fleet_file.priority).times(total)
+    rows = [_row(each, fleet_file.priority, benches) for each in classes]
+    for message in dict.fromkeys(missing):
+        console.print_note(f"{message}: `apply` needs it; with it, the groups' revision differs")
+    if as_json:
+        console.print_json(
+            {"groups": shown, "replicas": total, "dollars_per_hour": asdict(price), "gpus": rows}
+        )
+        return
+    console.print_json(shown)
+    source = "; ".join(dict.fromkeys(table.gpus[each.name].source for each in classes))
+    console.print_tables(
+        f"{total:,} replicas at {fleet_file.priority} priority: {price}, {price.per_day} while all"
+        " run.",
+        _price_table(rows, total),
+        f"Prices: {source}.",
+    )
+    if not benches:
+        console.print_tables(
+            "For images per dollar give --bench, the JSON of `imagefleet bench engine --json-file`."
+        )
+
+
+def _row(gpu: gpus.GpuClass, priority: str, benches: Sequence[estimate.Bench]) -> dict[str, Any]:
+    """The price and the speed of one replica of a class; None for what is not known."""
+    dollars = gpu.dollars_per_hour[priority]
+    bench = estimate.bench_of(gpu.name, benches)
+    speed = bench.images_per_second.value if bench else None
+    return {
+        "gpu": gpu.name,
+        "dollars_per_hour": dollars,
+        "images_per_second": speed,
+        "images_per_dollar_gpu_only": speed * 3600 / dollars if speed and dollars else None,
+    }
+
+
+def _price_table(rows: Sequence[dict[str, Any]], replicas: int) -> Table:
+    headings = ("$/h each", f"$/h for {replicas:,}", "images/s each", "images/$,\nGPU only")
+    table = console.table(console.name_column("GPU"), *map(console.number_column, headings))
+    for row in rows:
+        table.add_row(
+            row["gpu"],
+            f"{row['dollars_per_hour']:g}",
+            f"{row['dollars_per_hour'] * replicas:,.2f}",
+            console.number(row["images_per_second"], 2),
+            console.number(row["images_per_dollar_gpu_only"]),
+        )
+    return table

@@ -1,0 +1,277 @@
+"""What all commands have in common: --json, --dry-run, --yes, and tables with whole names."""
+
+from __future__ import annotations
+
+import asyncio
+import io
+import json
+import re
+import signal
+import subprocess
+import sys
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import typer
+from rich.console import Console
+
+from fleet import console, main
+from fleet.monitor import command as monitor
+from fleet.monitor import rates
+from fleet.salad import gpus, groups, running
+from imagefleet import errors
+from imagefleet.job.message import read_job
+from imagefleet.storage import dead_letter
+from imagefleet.storage.open import open_storage
+from imagefleet.storage.settings import StorageSettings
+
+COMMAND = Path(sys.executable).with_name("imagefleet")
+
+Imagefleet = Callable[..., "subprocess.CompletedProcess[str]"]  # the fixture of conftest.py
+
+#: Commands without --json, and why.
+WITHOUT_JSON = {
+    "worker": "it prints nothing but its log, which is JSON with --log-format json",
+    "exporter": "likewise; its figures are metrics",
+    "health": "a probe: its exit code is the answer",
+}
+
+#: Commands that change what is billed or cannot be undone. The others cost nothing, or a few
+#: storage operations: `load` fills a queue, but starts no worker.
+ASKING = {
+    "failed discard",
+    "scale",
+    *(f"deploy salad {name}" for name in ("apply", "resize", "drain", "delete")),
+}
+
+#: The arguments of a call that succeeds, for commands that need no other service.
+CALLS = {
+    "load": ("jobs.jsonl",),
+    "status": (),
+    "failed list": (),
+    "failed show": ("cat",),
+    "failed replay": ("--id", "nobody"),
+    "failed discard": ("--all", "--dry-run"),
+    "plan": ("--jobs", "10"),
+    "prompt": ("a cat",),
+    "version": (),
+    "deploy salad render": (),
+    "deploy salad apply": ("--dry-run",),
+}
+
+#: As long as Azure and SaladCloud allow.
+GROUP = f"sd15-batch-{'x' * 30}-0123abcd-12"
+QUEUE = "jobs-" + "q" * 51
+JOB = "0123456789abcdef01234567"
+WORKER = "0d8f5c1e-77a2-4c1b-9a3e-5b2f0e7d9c11-17"
+
+
+def commands() -> dict[str, Any]:
+    """Every command that the help shows, by its words."""
+
+    def below(command: Any, words: tuple[str, ...]) -> Iterator[tuple[str, Any]]:
+        if not hasattr(command, "commands"):
+            yield " ".join(words), command
+            return
+        for name, each in command.commands.items():
+            if not each.hidden:
+                yield from below(each, (*words, name))
+
+    return dict(below(typer.main.get_command(main.app), ()))
+
+
+ALL = commands()
+
+
+def option(command: Any, flag: str) -> Any:
+    return next((each for each in command.params if flag in each.opts), None)
+
+
+@pytest.mark.parametrize("name", [name for name in ALL if name not in WITHOUT_JSON])
+def test_every_command_with_figures_has_json(name: str) -> None:
+    found = option(ALL[name], "--json")
+
+    assert found is not None, "add options.AsJson, or a reason to WITHOUT_JSON"
+    assert found.is_flag
+    assert "JSON" in found.help
+
+
+def test_commands_without_json_exist_and_have_none() -> None:
+    assert all(option(ALL[name], "--json") is None for name in WITHOUT_JSON)
+
+
+def test_figures_go_to_a_file_by_one_option() -> None:
+    files = {
+        flag
+        for command in ALL.values()
+        for each in command.params
+        if each.metavar == "FILE" and not each.hidden and "JSON" in (each.help or "")
+        for flag in each.opts
+    }
+
+    assert files == {"--json-file", "--bench"}  # the latter is read
+
+
+def test_a_dry_run_has_one_meaning() -> None:
+    runs = {name: found for name in ALL if (found := option(ALL[name], "--dry-run"))}
+
+    assert len(runs) == 5
+    for found in runs.values():
+        assert re.fullmatch(r"Show .*; change nothing\.", found.help)
+
+
+def test_every_command_that_spends_or_deletes_asks_or_takes_yes() -> None:
+    assert {name for name in ALL if option(ALL[name], "--yes")} == ASKING
+
+
+@pytest.mark.parametrize("name", [name for name in ALL if name != "health"])
+def test_the_help_has_the_types_of_the_settings_and_bounds_in_words(name: str) -> None:
+    command = ALL[name]
+    context = command.make_context("imagefleet", [], resilient_parsing=True)
+    help_text = command.get_help(context)
+
+    assert "Usage: imagefleet" in help_text
+    assert re.findall(r"<(?:path|str|int|float|high)\b|\{\w+\}|\bx[<>]=", help_text) == []
+
+
+def fail_job(folder: Path, reason: str, **fields: str) -> None:
+    """Adds a failed job to the default storage of *folder*."""
+
+    async def add() -> None:
+        address = f"local:{folder / 'imagefleet-data'}"
+        async with open_storage(StorageSettings(storage=address)) as storage:
+            await storage.create()
+            await storage.queue.send([json.dumps({"prompt": "a cat", **fields})])
+            [message] = await storage.queue.receive(1, 60)
+            job = read_job(message.body, message.id)
+            error = errors.MissingFileError(reason)
+            await dead_letter.add(storage, message, job, error, "worker-1")
+
+    asyncio.run(add())
+
+
+@pytest.fixture
+def filled(tmp_path: Path) -> Path:
+    """A storage in the test's folder with a failed job, and a file of jobs."""
+    (tmp_path / "jobs.jsonl").write_text('{"prompt": "a cat", "id": "one"}\n')
+    fail_job(tmp_path, "no [bold]", id="cat")
+    return tmp_path
+
+
+@pytest.mark.parametrize("name", CALLS)
+def test_json_is_one_document_and_nothing_else(
+    salad: Any, filled: Path, in_process: Imagefleet, name: str
+) -> None:
+    plain = in_process(*name.split(), *CALLS[name])
+    ended = in_process(*name.split(), *CALLS[name], "--json")
+
+    assert ended.returncode == plain.returncode == console.EXIT_DONE, ended.stderr
+    assert isinstance(json.loads(ended.stdout), dict)
+
+
+@pytest.mark.parametrize("name", ["failed list", "status", "deploy salad status", "report"])
+def test_an_error_leaves_stdout_empty_with_json_too(
+    salad: Any, in_process: Imagefleet, name: str
+) -> None:
+    ended = in_process(*name.split(), "--json", "--queue" if "salad" not in name else "--file", "x")
+
+    assert ended.returncode == console.EXIT_OPERATOR_MUST_ACT
+    assert ended.stdout == ""
+    assert ended.stderr.startswith("error: ")
+
+
+def test_a_watch_with_json_is_a_document_per_line(filled: Path) -> None:
+    with subprocess.Popen(
+        [COMMAND, "status", "--watch", "--json"],
+        cwd=filled,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+    ) as process:
+        assert process.stdout is not None
+        lines = [process.stdout.readline() for _ in range(2)]
+        process.send_signal(signal.SIGINT)
+        rest, complaints = process.communicate(timeout=30)
+
+    assert [json.loads(line)["failed"]["messages"] for line in lines] == [1, 1]
+    assert (rest, complaints, process.returncode) == ("", "", console.EXIT_DONE)
+
+
+def printed(width: int | None, *parts: Any) -> str:
+    """What a terminal of so many columns shows, or None for a pipe."""
+    out = io.StringIO()
+    to = Console(file=out, width=width or 80, force_terminal=width is not None, color_system=None)
+    console.print_tables(*parts, to=to)
+    return out.getvalue()
+
+
+def group_screen() -> Any:
+    group = groups.Group(GROUP, "running", 375, 12, 3, 360, 0, "image", "batch", ("id",), None)
+    return running._screen([group], gpus.built_in(), groups.Quota(2000, 750))
+
+
+def queue_screen() -> Any:
+    queue = monitor.QueueStatus(QUEUE, 1_000_000, 990_000, 10_000, 86_400.0)
+    return monitor._status_screen(monitor.FleetStatus("local:x", queue, queue))
+
+
+@pytest.mark.parametrize("width", [60, 80, 200, None])
+@pytest.mark.parametrize(
+    ("screen", "whole"),
+    [
+        (group_screen, [GROUP, "375", "360"]),
+        (queue_screen, [QUEUE, "1,000,000", "990,000", "10,000"]),
+    ],
+)
+def test_names_and_figures_are_whole_at_any_width(
+    width: int | None, screen: Callable[[], Any], whole: list[str]
+) -> None:
+    row = next(line for line in printed(width, screen()).splitlines() if whole[0] in line)
+
+    assert row.split()[0] == whole[0], "a selected word is the name"
+    assert [each for each in whole if each not in row.split()] == []
+
+
+@pytest.mark.parametrize("columns", ["60", "80", "200"])
+def test_the_ids_of_failed_jobs_are_whole_when_piped(
+    in_process: Imagefleet, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, columns: str
+) -> None:
+    reason = "there is no LoRA " + "l" * 100
+    fail_job(tmp_path, reason, id=JOB, campaign="c" * 40)
+    monkeypatch.setenv("COLUMNS", columns)
+
+    lines = in_process("failed", "list").stdout.splitlines()
+
+    assert sum(reason in line for line in lines) == 1
+    assert [line.split()[:2] for line in lines if JOB in line] == [[JOB, "c" * 40]]
+
+
+@pytest.mark.parametrize(
+    ("width", "headings"),
+    [
+        (60, "worker images/s idle images/$ failed/h"),
+        (70, "worker images/s idle images/$ failed/h"),
+        (100, "worker GPU images/s idle images/$ failed/h"),
+        (130, "worker GPU group images/s idle images/$ failed/h"),
+    ],
+)
+def test_top_fits_a_narrow_terminal(width: int, headings: str) -> None:
+    worker = rates.WorkerRates(
+        *("i", WORKER, "RTX 3060 Ti 8GB", "sd15-batch-0123abcd-1"),
+        *(12.34, 0.105, 0.04, 123_456, 1234),
+    )
+
+    first, _, row, total = printed(width, monitor.workers_screen([worker] * 2, 1)).splitlines()
+
+    assert first.split() == headings.split()
+    assert max(map(len, (first, row))) <= width
+    assert row.split()[-5:] == ["12.34", "10.5", "%", "123,456", "1,234"]
+    assert total == "1 of 2 workers"
+    if width >= 100:
+        assert WORKER in row
+    else:
+        assert row.startswith(WORKER[:8])
+        assert row.split()[0].endswith("-17")
+    assert "sd15-batch-0123abcd-1" in printed(None, monitor.workers_screen([worker], 1))

@@ -1,0 +1,34 @@
+from __future__ import annotations
+
+import asyncio
+
+import pytest
+
+from imagefleet import concurrency, errors
+
+
+async def test_the_results_are_in_the_order_of_the_calls() -> None:
+    slow = asyncio.sleep(0.01, result="slow")
+
+    assert await concurrency.gather(slow, asyncio.sleep(0, result=2)) == ("slow", 2)
+    assert await concurrency.gather() == ()
+
+
+async def test_an_error_cancels_the_other_calls_before_it_is_raised() -> None:
+    ended: list[str] = []
+
+    async def call() -> None:
+        try:
+            await asyncio.sleep(60)
+        finally:
+            ended.append("cancelled")
+
+    async def fail() -> None:
+        await asyncio.sleep(0)
+        raise errors.TransientError("no answer")
+
+    with pytest.raises(errors.TransientError, match="no answer") as caught:
+        await concurrency.gather(call(), fail(), call())
+
+    assert ended == ["cancelled", "cancelled"]
+    assert caught.value.__suppress_context__
