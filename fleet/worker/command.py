@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 #: The libraries of `imagefleet[worker]`.
 _LIBRARIES = (
     *("torch", "diffusers", "transformers", "peft", "safetensors", "numpy", "PIL", "isal"),
-    *("filelock", "pynvml"),
+    "pynvml",
 )
 
 
