@@ -20,9 +20,8 @@
 #   PYTORCH_INDEX  of wheels for CUDA 12.8 and for CPUs: PyTorch's, or a copy of it.
 #   EXTRAS       of pyproject.toml, in addition to `worker`.
 #   MODEL        a path in the context, baked in at /models/checkpoint: a folder in diffusers format,
-#                or one with a .safetensors file, named by MODEL_FILE, and next to it the folder of
-#                the same name with its tokenizer. LoRAs are found in its loras/. By default the
-#                demo model; to download a model at the start instead, set IMAGEFLEET_MODEL to an
+#                or one with a .safetensors file, named by MODEL_FILE. LoRAs are found in its
+#                loras/. By default the demo model; to download a model at the start instead, set IMAGEFLEET_MODEL to an
 #                https URL or to store:NAME.
 #
 # The first start on a GPU compiles for a minute or two. The next start on the same kind of GPU

@@ -17,11 +17,13 @@ from pathlib import Path
 import torch
 from diffusers import StableDiffusionPipeline
 from torch import Tensor
+from transformers import CLIPTokenizer
 
 from demo_world import captions, networks
 from demo_world.captions import Phrase
 from demo_world.judge import Finding, Judge, load_judge
 from demo_world.world import COLOURS, NEW_OBJECT, Scene, SceneOptions, sample_scene
+from imagefleet.job import clip
 
 ROOT = Path(__file__).resolve().parents[1]
 STEPS = 15
@@ -71,7 +73,9 @@ class Painter:
 
     def __init__(self, folder: Path, device: str) -> None:
         dtype = torch.float32 if device == "cpu" else torch.float16
-        self.pipeline = StableDiffusionPipeline.from_pretrained(folder, dtype=dtype).to(device)
+        self.pipeline = StableDiffusionPipeline.from_pretrained(
+            folder, tokenizer=CLIPTokenizer.from_pretrained(clip.TOKENIZER), dtype=dtype
+        ).to(device)
         self.pipeline.set_progress_bar_config(disable=True)
         self.images_drawn = 0
 

@@ -19,6 +19,7 @@ from torch import nn
 from transformers import CLIPTextConfig, CLIPTextModel, CLIPTokenizer
 
 from fleet.bench import random_model
+from imagefleet.job import clip
 
 _TEXT_WIDTH = 32
 
@@ -48,15 +49,19 @@ _SCHEDULER = {
 }
 
 
-def build_tiny_checkpoint(folder: Path, *, size: int = 64, seed: int = 0) -> Path:
+def build_tiny_checkpoint(
+    folder: Path, *, size: int = 64, seed: int = 0, clips_tokenizer: bool = False
+) -> Path:
     """Writes a random checkpoint in diffusers format; returns its folder.
 
     The same seed gives the same weights. *size* is its native width and height in pixels, a
-    multiple of 8. Takes about a second.
+    multiple of 8. *clips_tokenizer* is SD1.5's, for which it has no folder. Takes about a second.
     """
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
         tokenizer = _tokenizer()
+        if clips_tokenizer:
+            tokenizer = CLIPTokenizer.from_pretrained(clip.TOKENIZER)
         text_encoder = _text_encoder(tokenizer)
         unet = _unet(size)
         vae = _vae(size)
@@ -66,7 +71,8 @@ def build_tiny_checkpoint(folder: Path, *, size: int = 64, seed: int = 0) -> Pat
     save_file(
         text_encoder.state_dict(), folder / "text_encoder" / "model.safetensors", {"format": "pt"}
     )
-    tokenizer.save_pretrained(folder / "tokenizer")
+    if not clips_tokenizer:
+        tokenizer.save_pretrained(folder / "tokenizer")
     _write_json(folder / "scheduler" / "scheduler_config.json", _SCHEDULER)
     _write_json(folder / "model_index.json", _INDEX)
     return folder

@@ -26,6 +26,7 @@ from demo_world.shapes import SHAPES
 from demo_world.training import train_judge, train_lora, train_unet, train_vae
 from demo_world.training.train_unet import LatentSet
 from demo_world.world import NEW_OBJECT, STYLES, SceneOptions
+from imagefleet.job import clip
 
 STAGES = ("vae", "judge", "unet", "soften", "loras")
 #: Everything that the autoencoder and the judge must know: styles and the new object too.
@@ -124,7 +125,7 @@ class _Run:
         self.settings = replace(self.settings, **changes)
         self.resume: bool = arguments.resume
         self._base: LatentSet | None = None
-        tokenizer = CLIPTokenizer.from_pretrained(self.output / "tokenizer")
+        tokenizer = CLIPTokenizer.from_pretrained(clip.TOKENIZER)
         writer = CaptionWriter(tokenizer, tokenizer.get_vocab())
         sets = _picture_sets(arguments.stages, self.settings, self.cache)
         self.studio = Studio(sets, writer, arguments.processes) if sets else None

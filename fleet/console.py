@@ -172,8 +172,8 @@ def print_note(text: str) -> None:
 
 
 def print_plain(text: str, to: Console = stdout) -> None:
-    """Prints text as it is: no markup, no highlighting, no wrapping."""
-    to.print(text, highlight=False, markup=False, soft_wrap=True)
+    """Prints text as it is: no markup, no highlighting, no emoji for `:rocket:`, no wrapping."""
+    to.print(text, highlight=False, markup=False, emoji=False, soft_wrap=True)
 
 
 def name_column(heading: str) -> Column:

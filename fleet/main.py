@@ -16,6 +16,7 @@ from typer.core import TyperCommand, TyperGroup
 
 from fleet import console, demo, failed, health, load, options, prompt
 from fleet.bench import command as bench
+from fleet.files import lora, model
 from fleet.keys import command as keys
 from fleet.monitor import command as monitor
 from fleet.plan import command as plan
@@ -102,7 +103,7 @@ On one machine, with everything in the folder imagefleet-data:
 Every setting is a flag and a variable: --queue is IMAGEFLEET_QUEUE.
 
 Exit codes: 0 done, 1 unexpected error, 2 invalid input or setup, 3 broken node (replace it),
-4 jobs failed (worker --fail-on-failed), 130 interrupted.""",
+4 jobs failed (worker --fail-on-failed), 130 interrupted, 143 terminated (worker --until-empty).""",
 )
 
 
@@ -137,6 +138,8 @@ app.command("report")(report.command)
 app.add_typer(deploy.app, name="deploy", short_help="Deploys workers to GPU clouds.")
 app.command("scale")(scale.command)
 app.command("prompt")(prompt.command)
+app.add_typer(model.app, name="model", short_help="Stores and lists checkpoints.")
+app.add_typer(lora.app, name="lora", short_help="Stores and lists LoRAs.")
 app.add_typer(bench.app, name="bench", short_help="Measures this machine's speed.")
 
 

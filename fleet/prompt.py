@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import json
 from collections.abc import Callable, Sequence
 from dataclasses import asdict
 from pathlib import Path
@@ -10,15 +11,13 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from fleet import console, demo_jobs, options
+from fleet import console, options
 from imagefleet import errors
+from imagefleet.job import clip
 from imagefleet.job import prompt as prompts
 
 if TYPE_CHECKING:
     import tokenizers
-
-#: CLIP's vocabulary, which all SD1.x checkpoints share.
-_TOKENIZER = demo_jobs.TRAINED / "tokenizer"
 
 #: CLIP's pre-tokenization: words, digits and punctuation.
 _WORD = (
@@ -33,7 +32,7 @@ def command(
     model: Annotated[
         Path | None,
         typer.Option(
-            metavar="FOLDER",
+            metavar="PATH",
             help="A checkpoint or its tokenizer folder; by default CLIP's tokenizer.",
         ),
     ] = None,
@@ -94,13 +93,22 @@ def _read(
 
 
 def _find_tokenizer(model: Path | None) -> Path:
-    candidates = [_TOKENIZER] if model is None else [model / "tokenizer", model]
+    if model is None or model.is_file():
+        return clip.TOKENIZER  # a single file has none of its own
+    candidates = [clip.tokenizer_of(model, _vocabulary_size(model)), model]
     for folder in candidates:
         if any((folder / name).is_file() for name in ("vocab.json", "tokenizer.json")):
             return folder
-    if model is None:
-        raise errors.SetupError("this installation has no tokenizer: give a --model FOLDER")
     raise errors.SetupError(f"no tokenizer in {str(candidates[0])!r}")
+
+
+def _vocabulary_size(model: Path) -> int:
+    """Of the text encoder of a checkpoint in diffusers format; 0 where there is none."""
+    try:
+        config = json.loads((model / "text_encoder" / "config.json").read_bytes())
+        return int(config["vocab_size"])
+    except (OSError, ValueError, KeyError, TypeError):
+        return 0
 
 
 def _load_tokenizer(folder: Path) -> tokenizers.Tokenizer:

@@ -35,6 +35,7 @@ from packaging.requirements import Requirement
 from PIL import Image
 
 from fleet.main import app
+from header_files import LORA, file_of
 from imagefleet.storage.dead_letter import FailedJob
 from imagefleet.storage.open import open_storage
 from imagefleet.storage.settings import StorageSettings
@@ -111,6 +112,10 @@ COMMANDS: dict[str, Case] = {
     "scale": Case("--dollars-per-hour 1 --max-dollars 1 --dry-run --once", r"replicas"),
     "deploy salad drain": Case("--yes --wait-minutes 0", r"1 instances? still runs?", 1),
     "deploy salad delete": Case("--yes", r"sd15-batch"),
+    "model add": Case("dreams.safetensors", r"--model store:dreams\.safetensors --model-sha256"),
+    "model list": Case("", r"dreams\.safetensors +SD 1\.x"),
+    "lora add": Case("rocket.safetensors --manifest", r"^<lora:rocket:1>$"),
+    "lora list": Case("--json", r'"name": "rocket\.safetensors"'),
     "health": Case("live --port {port}", r"^not live: no answer", 1),
     "worker": Case("--model model", NEEDS_WORKER, 2),
     "demo": Case("", NEEDS_WORKER, 2),
@@ -248,6 +253,8 @@ def work(tmp_path_factory: pytest.TempPathFactory, azurite_address: str, salad: 
     """The folder in which the commands run, with jobs to load, a failed one, and a stored image."""
     folder = tmp_path_factory.mktemp("work")
     (folder / "jobs.jsonl").write_text('{"prompt": "a fox"}\n{"prompt": "an owl"}\n')
+    (folder / "dreams.safetensors").write_bytes(file_of())
+    (folder / "rocket.safetensors").write_bytes(file_of(*LORA))
     (folder / "fleet.yaml").write_text(FLEET_FILE.format(salad=salad.url, digest="5" * 64))
 
     stored = io.BytesIO()

@@ -17,7 +17,7 @@ from imagefleet.storage.open import open_storage
 from imagefleet.telemetry import probes, push
 from worker import progress, replica, tasks
 from worker.engine import contract
-from worker.files import model
+from worker.files import check, model
 from worker.metrics import WorkerMetrics
 from worker.node.watchdog import limits_of
 from worker.pipeline import Pipeline
@@ -265,15 +265,18 @@ class _Worker:
         )
 
     def _load_engine(self) -> contract.Engine:
+        settings = self._settings
+        path = model.local_path(settings)
+        check.check_path(path)
         # Imported on the engine's thread: torch takes seconds to load, and the port answers.
         from worker.engine.load import load_engine
 
-        settings = self._settings
         return load_engine(
-            model.local_path(settings),
+            path,
             settings.device,
             precision=settings.precision,
             config=settings.config,
+            prediction_type=check.prediction_type(path),
             slots=settings.slots,
             compile=settings.compile,
             fp16_accumulate=settings.fp16_accumulate,

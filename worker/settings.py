@@ -58,9 +58,9 @@ class WorkerSettings(TelemetrySettings):
 
     model: Annotated[str, BeforeValidator(str)] = Field(
         repr=False,  # an address may hold a token
-        description="The checkpoint: a folder in diffusers format or a .safetensors file. Or one to"
-        " fetch at the start, as a .safetensors file or a .tar of such a folder: an https:// URL,"
-        " or store:NAME for models/NAME in the storage.",
+        description="The Stable Diffusion 1.x checkpoint: a .safetensors file or a folder in"
+        " diffusers format. Or one to fetch at the start, as a .safetensors file or a .tar of such"
+        " a folder: an https:// URL, or store:NAME for models/NAME in the storage.",
     )
     model_sha256: str | None = Field(
         default=None,
@@ -69,8 +69,8 @@ class WorkerSettings(TelemetrySettings):
     )
     config: Path | None = Field(
         default=None,
-        description="For a single-file checkpoint: the folder with its tokenizer and, unless it"
-        " is SD1.5's, its configuration; by default a folder next to it with the file's name.",
+        description="For a single-file checkpoint whose configuration or tokenizer is not SD1.5's:"
+        " the folder with them; by default a folder next to it with the file's name.",
     )
     precision: Literal["auto", "float16", "bfloat16", "float32"] = Field(
         default="auto",

@@ -58,7 +58,7 @@ def write_tokenizer(vocabulary_file: Path, folder: Path) -> None:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("vocabulary_file", type=Path, help="bpe_simple_vocab_16e6.txt.gz")
-    parser.add_argument("--output", type=Path, default=Path("demo_model/tokenizer"))
+    parser.add_argument("--output", type=Path, default=Path("imagefleet/job/clip_tokenizer"))
     arguments = parser.parse_args()
     write_tokenizer(arguments.vocabulary_file, arguments.output)
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import shutil
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -13,7 +12,6 @@ from safetensors.torch import save_file
 from torch import nn
 from transformers import CLIPTextConfig, CLIPTextModel
 
-from fleet import demo_jobs
 from worker.engine import checkpoint
 from worker.engine.lora import names as lora_names
 
@@ -30,8 +28,6 @@ def build_random_checkpoint(folder: Path, device: torch.device) -> Path:
     Takes a second on a GPU, a minute on a CPU.
     """
     checkpoint.hide_progress_bars()
-    # SD1.5's own, as is the noise schedule that a checkpoint without one gets.
-    shutil.copytree(demo_jobs.find_checkpoint() / "tokenizer", folder / "tokenizer")
     gpus = [device] if device.type == "cuda" else []
     with torch.random.fork_rng(devices=gpus), torch.device(device):
         torch.manual_seed(0)

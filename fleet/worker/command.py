@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 #: The libraries of `imagefleet[worker]`.
 _LIBRARIES = (
     *("torch", "diffusers", "transformers", "peft", "safetensors", "numpy", "PIL", "isal"),
-    *("filelock", "pynvml"),
+    "pynvml",
 )
 
 
@@ -59,6 +59,9 @@ def command(
     imagefleet worker --model ./model.safetensors --lora-directory ./loras --port 9100
     """
     require_libraries()
+    if not _has_terminal(settings):
+        logs.configure(settings.log_format)
+    _refuse_wrong_model(settings)
     report = _run_on_terminal(settings) if _has_terminal(settings) else _run(settings)
     if report.stopped_by is not None:
         # With 0 a Kubernetes Job would not replace a worker that was evicted.
@@ -66,6 +69,14 @@ def command(
         raise typer.Exit(console.EXIT_TERMINATED if was_terminated else console.EXIT_INTERRUPTED)
     if fail_on_failed and report.failed_jobs and not _is_on_salad():
         raise typer.Exit(console.EXIT_JOBS_FAILED)
+
+
+def _refuse_wrong_model(settings: WorkerSettings) -> None:
+    """Raises SetupError before anything heavy is imported."""
+    from worker.files import check
+
+    if not _is_on_salad():  # there a worker waits for the operator instead
+        check.check(settings)
 
 
 def _has_terminal(settings: WorkerSettings) -> bool:
@@ -88,7 +99,6 @@ def _is_on_salad() -> bool:
 def _run(settings: WorkerSettings) -> WorkerReport:
     from worker import process
 
-    logs.configure(settings.log_format)
     return console.run(process.run_worker(settings))
 
 

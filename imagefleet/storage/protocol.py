@@ -9,9 +9,10 @@ implementation.
 from __future__ import annotations
 
 import re
-from collections.abc import AsyncIterator, Iterable, Mapping
+from collections.abc import AsyncIterator, Callable, Iterable, Mapping
 from dataclasses import dataclass
 from datetime import datetime
+from pathlib import Path
 from typing import Protocol, Self
 from xml.sax.saxutils import escape
 
@@ -145,7 +146,7 @@ class BlobPart:
 
 
 class BlobStore(Protocol):
-    """A store of blobs that are written once. Every method may raise TransientError."""
+    """A store of blobs, which only `replace` overwrites. Every method may raise TransientError."""
 
     async def create(
         self, name: str, data: bytes, content_type: str, metadata: Mapping[str, str]
@@ -154,6 +155,27 @@ class BlobStore(Protocol):
 
         Raises:
             JobError: the name is not a plain relative path, or the metadata cannot be HTTP headers.
+        """
+
+    async def upload(
+        self,
+        name: str,
+        file: Path,
+        content_type: str,
+        metadata: Mapping[str, str],
+        on_progress: Callable[[int], None] = lambda _: None,
+    ) -> bool:
+        """Like create, from a file too large for memory; a reader sees all of it or nothing.
+
+        *on_progress* gets the bytes stored so far. After an error the same call sends again only
+        what the storage does not have.
+        """
+
+    async def replace(self, name: str, data: bytes, content_type: str, version: str | None) -> bool:
+        """Overwrites a blob; returns False if it has no longer that *version*.
+
+        None: it does not exist. For the few blobs that people edit: a local storage does not notice
+        two processes that overwrite the same one in the same moment.
         """
 
     async def read(self, name: str, max_bytes: int | None = None) -> bytes | None:

@@ -12,11 +12,12 @@ import pytest
 import torch
 from diffusers import StableDiffusionPipeline
 from safetensors import safe_open
+from transformers import CLIPTokenizer
 
 from demo_world import captions, judge, world
 from fleet import demo_jobs
 from imagefleet import errors
-from imagefleet.job import message, prompt
+from imagefleet.job import clip, message, prompt
 from worker.engine import contract, load
 
 DEMO_MODEL = Path(__file__).parents[2] / "demo_model"
@@ -95,8 +96,9 @@ def test_all_weights_are_float16() -> None:
 
 
 @pytest.mark.filterwarnings("ignore")  # diffusers warns of what it imports, not of this model
-def test_diffusers_loads_it_untouched(critic: judge.Judge) -> None:
-    pipeline = StableDiffusionPipeline.from_pretrained(DEMO_MODEL)
+def test_diffusers_loads_it_with_the_packages_tokenizer(critic: judge.Judge) -> None:
+    tokenizer = CLIPTokenizer.from_pretrained(clip.TOKENIZER)
+    pipeline = StableDiffusionPipeline.from_pretrained(DEMO_MODEL, tokenizer=tokenizer)
     pipeline.set_progress_bar_config(disable=True)
     generator = torch.Generator().manual_seed(SEED)
 

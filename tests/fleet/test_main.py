@@ -17,7 +17,7 @@ ROOT = Path(__file__).parents[2]
 COMMAND = Path(sys.executable).with_name("imagefleet")
 COMMANDS = [
     *("demo", "worker", "load", "status", "top", "exporter", "plan", "report", "scale", "prompt"),
-    *("health", "version", "failed", "keys", "deploy"),
+    *("health", "version", "failed", "keys", "deploy", "model", "lora"),
 ]
 
 Imagefleet = Callable[..., "subprocess.CompletedProcess[str]"]  # the fixture of conftest.py
@@ -227,7 +227,7 @@ def test_an_error_of_a_service_is_a_line_of_its_log(
 def test_a_missing_queue_is_reported_before_the_model_is_loaded(
     imagefleet: Imagefleet,
 ) -> None:
-    result = imagefleet("worker", "--model", "nowhere")
+    result = imagefleet("worker", "--model", str(ROOT / "demo_model"))
 
     assert result.returncode == console.EXIT_OPERATOR_MUST_ACT
     assert "there is no queue 'jobs'" in result.stderr

@@ -11,9 +11,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from fleet import console, demo_jobs, prompt
+from imagefleet.job import clip
 from imagefleet.job import prompt as prompts
-
-VOCABULARY = Path(__file__).parents[2] / "demo_model" / "tokenizer"
 
 Imagefleet = Callable[..., "subprocess.CompletedProcess[str]"]  # the fixture of conftest.py
 
@@ -106,18 +105,22 @@ def test_a_models_tokenizer_is_used_and_a_missing_one_reported(
     assert "is not a CLIP tokenizer" in result.stderr
 
 
-def test_an_installation_without_a_vocabulary_asks_for_a_model(
-    in_process: Imagefleet, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+def test_a_checkpoint_without_a_tokenizer_has_clips_if_its_vocabulary_fits(
+    in_process: Imagefleet, tmp_path: Path
 ) -> None:
-    monkeypatch.setattr(prompt, "_TOKENIZER", tmp_path / "nowhere")
+    single = tmp_path / "model.safetensors"
+    single.touch()
+    for model in (single, demo_jobs.TRAINED):
+        result = in_process("prompt", "a cat", "--model", str(model))
+        assert result.stdout.startswith("prompt: 2 tokens in 1 chunk")
+    config = tmp_path / "other" / "text_encoder" / "config.json"
+    config.parent.mkdir(parents=True)
+    config.write_text('{"vocab_size": 514}')
 
-    result = in_process("prompt", "a cat")
+    result = in_process("prompt", "a cat", "--model", str(tmp_path / "other"))
 
     assert result.returncode == console.EXIT_OPERATOR_MUST_ACT
-    assert "give a --model FOLDER" in result.stderr
-    assert len(result.stderr.splitlines()) == 1
-    result = in_process("prompt", "a cat", "--model", str(VOCABULARY.parent))
-    assert result.stdout.startswith("prompt: 2 tokens in 1 chunk")
+    assert "no tokenizer in" in result.stderr
 
 
 def test_torch_is_not_imported() -> None:
@@ -140,8 +143,8 @@ print("loaded:", sorted({"torch", "transformers", "diffusers"} & set(sys.modules
 @pytest.fixture(scope="module")
 def both_tokenizers() -> tuple[object, object]:
     transformers = pytest.importorskip("transformers")
-    reference = transformers.CLIPTokenizer.from_pretrained(VOCABULARY, local_files_only=True)
-    return prompt._load_tokenizer(VOCABULARY), reference
+    reference = transformers.CLIPTokenizer.from_pretrained(clip.TOKENIZER, local_files_only=True)
+    return prompt._load_tokenizer(clip.TOKENIZER), reference
 
 
 @settings(max_examples=200, deadline=None)

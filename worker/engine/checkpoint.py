@@ -1,7 +1,8 @@
 """Loads an SD1.x checkpoint from local files: a diffusers folder or one `.safetensors` file.
 
 Single files are read here, not by diffusers' `from_single_file`: that needs the Hub or a folder for
-the configuration, does not name missing weights, and does not read the text encoder.
+the configuration, does not name missing weights, and does not read the text encoder. Their kind was
+found before, from the header alone (`worker.files.kinds`).
 """
 
 from __future__ import annotations
@@ -26,6 +27,7 @@ from transformers import CLIPTextConfig, CLIPTextModel, CLIPTokenizer
 from transformers.utils import logging as transformers_logging
 
 from imagefleet import errors
+from imagefleet.job import clip
 from imagefleet.telemetry import logs
 
 #: What the libraries raise for missing, truncated or mismatched files.
@@ -50,6 +52,17 @@ TEXT_CONFIG = {
 }
 _TEXT_PREFIX = "cond_stage_model.transformer."
 
+#: An average of the UNet's weights during training, which some files have beside the weights.
+_AVERAGE_PREFIX = "model_ema."
+
+_PREDICTION_TYPES = frozenset({"epsilon", "v_prediction"})
+
+#: Any of them makes a folder a single file's configuration.
+_CONFIGURATION = (
+    *("tokenizer", "unet/config.json", "vae/config.json", "text_encoder/config.json"),
+    "scheduler/scheduler_config.json",
+)
+
 
 @dataclass(frozen=True, slots=True)
 class Checkpoint:
@@ -69,9 +82,16 @@ class Checkpoint:
 
 
 def load_checkpoint(
-    model: Path, device: torch.device, dtype: torch.dtype, config: Path | None = None
+    model: Path,
+    device: torch.device,
+    dtype: torch.dtype,
+    config: Path | None = None,
+    prediction_type: str | None = None,
 ) -> Checkpoint:
-    """Loads a checkpoint; *config* is the folder with a single file's tokenizer.
+    """Loads a checkpoint.
+
+    *config* is a folder with a single file's configuration; *prediction_type* holds where there is
+    no configuration of the scheduler.
 
     Raises:
         SetupError: something is missing, damaged or of another architecture; names the file.
@@ -85,9 +105,11 @@ def load_checkpoint(
         name, networks = model.stem, _read_file(model, folder)
     else:
         raise errors.SetupError(f"the model {str(model)!r} does not exist")
-    tokenizer = read_tokenizer(folder / "tokenizer")
-    noise = _read_json(folder / "scheduler" / "scheduler_config.json")
     unet, vae, text_encoder = networks
+    tokenizer = _find_tokenizer(folder, text_encoder.config.vocab_size)
+    noise = {"prediction_type": prediction_type or "epsilon"} | _read_json(
+        folder / "scheduler" / "scheduler_config.json"
+    )
     _check_architecture(model, unet, text_encoder, tokenizer)
     for network in networks:
         network.requires_grad_(requires_grad=False).eval()
@@ -109,7 +131,7 @@ def load_checkpoint(
         unet=unet,
         vae=vae,
         alphas_cumprod=_alphas_cumprod(model, noise),
-        prediction_type=noise.get("prediction_type", "epsilon"),
+        prediction_type=_prediction_type(model, noise),
         vae_factor=factor,
         default_size=(side, side),
     )
@@ -168,27 +190,34 @@ def _read_network(network: type[Any], folder: Path) -> Any:
 
 
 def _config_folder(model: Path, config: Path | None) -> Path:
+    """Where a single file's configuration is, if anywhere: without one it is SD1.5's."""
     candidates = [config] if config else [model.with_suffix(""), model.parent]
     for folder in candidates:
-        if (folder / "tokenizer").is_dir():
+        if any((folder / name).exists() for name in _CONFIGURATION):
             return folder
-    raise errors.SetupError(
-        f"{str(model)!r} is a single file, which carries no tokenizer, and there is none in"
-        f" {str(candidates[0] / 'tokenizer')!r}: put the tokenizer folder of any SD1.5 model in"
-        " diffusers format there"
-    )
+    if config:
+        raise errors.SetupError(
+            f"--config {str(config)!r} has no configuration: neither a tokenizer folder nor, say,"
+            " unet/config.json; SD1.5's checkpoints need no --config"
+        )
+    return candidates[0]
 
 
 def _read_file(path: Path, config: Path) -> _Networks:
     try:
-        weights = load_file(path)
+        weights = {
+            key: weight
+            for key, weight in load_file(path).items()
+            if not key.startswith(_AVERAGE_PREFIX)
+        }
     except (OSError, SafetensorError) as error:
         raise errors.SetupError(
             f"{str(path)!r} is not a readable .safetensors file (pickled checkpoints are never"
             f" loaded): {_brief(error)}"
         ) from error
     text_weights = {
-        key.removeprefix(_TEXT_PREFIX): weight
+        # Some files lack this level.
+        key.removeprefix(_TEXT_PREFIX).removeprefix("text_model."): weight
         for key, weight in weights.items()
         if key.startswith(_TEXT_PREFIX) and not key.endswith("position_ids")
     }
@@ -198,13 +227,11 @@ def _read_file(path: Path, config: Path) -> _Networks:
         with torch.device("meta"):
             unet = UNet2DConditionModel.from_config(network_config(config / "unet", UNET_CONFIG))
             vae = AutoencoderKL.from_config(network_config(config / "vae", VAE_CONFIG))
-        # Not on the meta device: it has buffers that checkpoints do not contain.
-        text_config = network_config(config / "text_encoder", TEXT_CONFIG)
-        text_encoder = CLIPTextModel(CLIPTextConfig(**text_config))
-        if not hasattr(text_encoder, "text_model"):
-            text_weights = {
-                key.removeprefix("text_model."): weight for key, weight in text_weights.items()
-            }
+            text_config = network_config(config / "text_encoder", TEXT_CONFIG)
+            text_encoder = CLIPTextModel(CLIPTextConfig(**text_config))
+        _number_positions(text_encoder)
+        if hasattr(text_encoder, "text_model"):
+            text_weights = {f"text_model.{key}": weight for key, weight in text_weights.items()}
         _fill(unet, convert_ldm_unet_checkpoint(weights, unet.config))
         _fill(vae, convert_ldm_vae_checkpoint(weights, vae.config))
         _fill(text_encoder, text_weights)
@@ -215,15 +242,27 @@ def _read_file(path: Path, config: Path) -> _Networks:
     return unet, vae, text_encoder
 
 
+def _number_positions(text_encoder: CLIPTextModel) -> None:
+    """Fills the only buffer, which checkpoints need not contain."""
+    numbers = torch.arange(text_encoder.config.max_position_embeddings).unsqueeze(0)
+    for module in text_encoder.modules():
+        if hasattr(module, "position_ids"):
+            module.register_buffer("position_ids", numbers, persistent=False)
+
+
 def _fill(network: nn.Module, weights: Mapping[str, torch.Tensor]) -> None:
     missing = network.load_state_dict(weights, strict=False, assign=True).missing_keys
     if missing:
         raise ValueError(f"{len(missing)} weights are missing, for example {missing[0]}")
 
 
-def read_tokenizer(folder: Path) -> CLIPTokenizer:
+def _find_tokenizer(checkpoint: Path, vocabulary_size: int) -> CLIPTokenizer:
+    folder = clip.tokenizer_of(checkpoint, vocabulary_size)
     if not folder.is_dir():
-        raise errors.SetupError(f"the model's tokenizer is missing: {str(folder)!r}")
+        raise errors.SetupError(
+            f"the model's tokenizer is missing: {str(folder)!r}; its text encoder has"
+            f" {vocabulary_size:,} tokens, and CLIP's tokenizer {clip.VOCABULARY_SIZE:,}"
+        )
     try:
         return CLIPTokenizer.from_pretrained(folder, local_files_only=True)
     except _LOADING_ERRORS as error:
@@ -247,6 +286,16 @@ def _check_architecture(
     # On a GPU, a token id out of range is a device-side assert, which ends the process.
     if len(tokenizer) > text_encoder.config.vocab_size:
         raise errors.SetupError(f"the tokenizer of {str(model)!r} belongs to another text encoder")
+
+
+def _prediction_type(model: Path, noise: Mapping[str, Any]) -> str:
+    found = noise["prediction_type"]
+    if found not in _PREDICTION_TYPES:
+        raise errors.SetupError(
+            f"{str(model)!r} predicts {str(found)[:40]!r}; imagefleet generates with checkpoints"
+            " that predict epsilon or v_prediction"
+        )
+    return str(found)
 
 
 def _alphas_cumprod(model: Path, noise: Mapping[str, Any]) -> torch.Tensor:

@@ -22,6 +22,7 @@ def load_engine(
     *,
     precision: Precision = "auto",
     config: Path | None = None,
+    prediction_type: str | None = None,
     slots: int | None = None,
     compile: Compile = "auto",  # noqa: A002 - torch's name for it
     compiled_modes: Sequence[WeightMode] = ("per_slot", "shared"),
@@ -37,8 +38,9 @@ def load_engine(
         model: the checkpoint.
         device: 'auto', 'cpu', 'cuda' or 'cuda:N'.
         precision: of the weights; 'auto' is float16 on a GPU, float32 on a CPU.
-        config: the folder with a single file's tokenizer, and its configuration unless it is
+        config: a folder with a single file's configuration and tokenizer, unless they are
             SD1.5's; by default the folder of the same name beside the file, or the file's own.
+        prediction_type: 'epsilon' or 'v_prediction', where no configuration of the scheduler says.
         slots: images drawn at once; None takes as many as the GPU's memory holds.
         compile: 'auto' compiles on a GPU, a minute or two at the start.
         compiled_modes: the weight modes the UNet is compiled for, in this order.
@@ -58,7 +60,8 @@ def load_engine(
             f"the worker needs {error.name}, which is not installed: pip install imagefleet[worker]"
         ) from error
     found = devices.find_device(device)
-    loaded = checkpoint.load_checkpoint(model, found, devices.find_dtype(precision, found), config)
+    dtype = devices.find_dtype(precision, found)
+    loaded = checkpoint.load_checkpoint(model, found, dtype, config, prediction_type)
     devices.set_up(found, fp16_accumulate=fp16_accumulate)
     on_gpu = found.type == "cuda"
     engine = slot_engine.SlotEngine(

@@ -8,13 +8,18 @@ import hashlib
 import json
 import logging
 import time
+from collections.abc import Callable
 from io import FileIO
+from pathlib import Path
 
 from imagefleet import errors, retry
 from worker.files.disk_cache import DiskCache
 from worker.files.sources import FileChangedError, Opened, Source
 
 log = logging.getLogger(__name__)
+
+#: The format and the kind of a file are known by then.
+HEAD_BYTES = 2**20
 
 #: A connection that brought this much resets the count of tries: over a bad line, a large file
 #: takes many.
@@ -27,23 +32,43 @@ class Download:
     """A file that grows to its full size as NAME.part, over broken connections and restarts."""
 
     def __init__(
-        self, cache: DiskCache, name: str, source: Source, sha256: str | None, *, copies: int
+        self,
+        cache: DiskCache,
+        name: str,
+        source: Source,
+        sha256: str | None,
+        *,
+        copies: int,
+        check: Callable[[Path, bool], None],
+        on_progress: Callable[[int, int | None], None],
     ) -> None:
-        """*copies*: how often the file's size must fit on the disk."""
+        """*copies*: how often the file's size must fit on the disk.
+
+        *check* gets the partial file once its first `HEAD_BYTES` have arrived, and again when it is
+        whole; it raises SetupError for what is not wanted, which is then removed.
+        """
+        self.file_name: str | None = None
         self.part = cache.folder / f"{name}.part"
         self._state = cache.folder / f"{name}.part.json"
         self._cache = cache
         self._source = source
         self._sha256 = sha256
         self._copies = copies
+        self._check = check
+        self._is_head_checked = False
+        self._on_progress = on_progress
         self._is_resumed = False
         self._logged_at = -_SECONDS_BETWEEN_LOGS
 
     async def run(self, retry_policy: retry.RetryPolicy) -> None:
-        """Raises SetupError if the file has another hash; TransientError after the last try."""
+        """Raises SetupError if the file is another; TransientError after the last try."""
         while True:
             while not await retry_policy.call(self._advance):
                 pass
+            try:
+                self._check_content(is_whole=True)
+            except FileChangedError:
+                continue
             found = await asyncio.to_thread(self._find_sha256)
             if self._sha256 in {None, found}:
                 return
@@ -58,6 +83,7 @@ class Download:
 
     def forget(self) -> None:
         """Removes the partial file, so that the next try starts anew."""
+        self._is_head_checked = False
         self._cache.drop(self._state)
         self._cache.drop(self.part)
 
@@ -85,6 +111,7 @@ class Download:
         try:
             state = json.loads(self._state.read_bytes())
             total, version = state["total_bytes"], state["version"]
+            self.file_name = state.get("file_name")
         except (OSError, ValueError, KeyError, TypeError):
             return 0, None, None
         if version is None and self._sha256 is None:
@@ -99,7 +126,12 @@ class Download:
                 self._cache.check_room(self._copies * total - size)
             if size == 0:
                 self.part.write_bytes(b"")
-                state = {"total_bytes": total, "version": opened.version}
+                self.file_name = opened.file_name
+                state = {
+                    "total_bytes": total,
+                    "version": opened.version,
+                    "file_name": opened.file_name,
+                }
                 self._state.write_text(json.dumps(state), encoding="utf-8")
             # Unbuffered: a full disk must raise here, and not once more on closing.
             file = self.part.open("r+b", buffering=0)
@@ -109,12 +141,28 @@ class Download:
                 with self._cache.errors():
                     await asyncio.to_thread(_write, file, chunk)
                 size += len(chunk)
+                self._on_progress(size, total)
+                if size >= HEAD_BYTES and not self._is_head_checked:
+                    self._check_content(is_whole=False)
                 bytes_per_second = (size - opened.offset) / max(time.monotonic() - began_at, 1e-3)
                 self._log_progress(size, total, bytes_per_second)
             with self._cache.errors():
                 file.truncate()
         if total not in {None, size}:
             raise errors.TransientError(f"the connection to {self._source.label} broke off")
+
+    def _check_content(self, *, is_whole: bool) -> None:
+        self._is_head_checked = True
+        with self._cache.errors():
+            try:
+                self._check(self.part, is_whole)
+            except errors.SetupError as error:
+                self.forget()
+                if not self._is_resumed:
+                    raise
+                # It came in parts, perhaps of two versions.
+                self._is_resumed = False
+                raise FileChangedError(error.message) from error
 
     def _log_progress(self, size: int, total: int | None, bytes_per_second: float) -> None:
         now = time.monotonic()

@@ -15,6 +15,7 @@ from pathlib import Path
 
 from imagefleet import errors
 from imagefleet.storage import protocol
+from worker.files import safetensors
 from worker.files.disk_cache import SUFFIX, DiskCache
 
 log = logging.getLogger(__name__)
@@ -22,19 +23,10 @@ log = logging.getLogger(__name__)
 #: A manifest is read again after this time; a replaced LoRA is fetched again by then.
 MANIFEST_SECONDS = 300.0
 
-#: The format's own limit. Without one, eight stray bytes could ask for all memory.
-_MAX_HEADER_BYTES = 100_000_000
-
-#: What reading JSON of an unexpected shape may raise.
-_MALFORMED = (
-    *(ValueError, TypeError, KeyError, IndexError, AttributeError),
-    *(OverflowError, RecursionError),
-)
-
 #: The largest LoRA file: it is checked in memory before it is stored, and eight may arrive at once.
 MAX_BYTES = 2**30
 
-_MANIFEST = "manifest.json"
+MANIFEST = "manifest.json"
 
 
 class Manifest:
@@ -53,21 +45,24 @@ class Manifest:
             TransientError: the manifest cannot be read or is not valid.
         """
         if self._read_at is None or time.monotonic() - self._read_at > MANIFEST_SECONDS:
-            content = await self._read() or b"{}"
-            try:
-                hashes = json.loads(content)
-                self._hashes = {str(key): value.lower() for key, value in hashes.items()}
-            except _MALFORMED as error:
-                # It may be half-written; going on without it would mean to trust any file.
-                raise errors.TransientError(
-                    f'{self._where} is not a JSON manifest, {{"name": "sha256", ...}}: {error}'
-                ) from error
+            # It may be half-written; going on without it would mean to trust any file.
+            self._hashes = read_manifest(self._where, await self._read() or b"{}")
             self._read_at = time.monotonic()
         return self._hashes.get(name)
 
     def forget(self) -> None:
         """Reads it again the next time: it and a file disagree, and one of them is old."""
         self._read_at = None
+
+
+def read_manifest(where: str, content: bytes) -> dict[str, str]:
+    """The SHA-256 by name; raises TransientError if *content* is not valid."""
+    try:
+        return {str(key): value.lower() for key, value in json.loads(content).items()}
+    except (ValueError, TypeError, AttributeError, RecursionError) as error:
+        raise errors.TransientError(
+            f'{where} is not a JSON manifest, {{"name": "sha256", ...}}: {error}'
+        ) from error
 
 
 def check_content(name: str, file: BufferedReader | BytesIO, size: int, sha256: str | None) -> None:
@@ -94,18 +89,11 @@ def check_content(name: str, file: BufferedReader | BytesIO, size: int, sha256: 
 
 def _expected_bytes(name: str, file: BufferedReader | BytesIO) -> int | None:
     """The file's size according to its header, or None if not even the header is complete."""
-    start = file.read(8)
-    if len(start) < 8:  # noqa: PLR2004 - the header's length
-        return None
-    header_bytes = int.from_bytes(start, "little")
-    header = file.read(header_bytes) if header_bytes <= _MAX_HEADER_BYTES else b"too long"
-    if header[:1] in {b"", b"{"} and len(header) < header_bytes:
-        return None
     try:
-        entries: dict[str, dict[str, list[int]]] = json.loads(header)
-        ends = [entry["data_offsets"][1] for key, entry in entries.items() if key[:2] != "__"]
-        return int(8 + header_bytes + max(ends, default=0))
-    except _MALFORMED as error:
+        return safetensors.read_header(file).file_bytes
+    except safetensors.TruncatedError:
+        return None
+    except safetensors.MalformedError as error:
         raise errors.UnusableFileError(
             f"the LoRA {name}.safetensors is not a safetensors file"
         ) from error
@@ -124,10 +112,10 @@ class LoraLibrary:
         self._cache = DiskCache(cache, cache_bytes)
         self._fetches: dict[str, asyncio.Task[Path]] = {}
         self._storage_manifest = Manifest(
-            f"loras/{_MANIFEST} in the storage", lambda: blobs.read(f"loras/{_MANIFEST}")
+            f"loras/{MANIFEST} in the storage", lambda: blobs.read(f"loras/{MANIFEST}")
         )
         self._directory_manifest = Manifest(
-            f"{directory}/{_MANIFEST}", lambda: asyncio.to_thread(_read, directory)
+            f"{directory}/{MANIFEST}", lambda: asyncio.to_thread(_read, directory)
         )
         # What was checked in full, and against which hash: by path, modification time and size.
         self._checked: dict[Path, tuple[int, int, str | None]] = {}
@@ -217,6 +205,6 @@ class LoraLibrary:
 
 def _read(directory: Path | None) -> bytes | None:
     try:
-        return (directory / _MANIFEST).read_bytes() if directory else None
+        return (directory / MANIFEST).read_bytes() if directory else None
     except FileNotFoundError:
         return None

@@ -7,33 +7,30 @@ broken connections and restarts; the model itself appears in one step, complete 
 from __future__ import annotations
 
 import asyncio
-import hashlib
 import logging
-import re
 import shutil
 import tarfile
-from pathlib import Path
-
-from yarl import URL
+from collections.abc import Callable
+from pathlib import Path, PurePosixPath
 
 from imagefleet import errors, retry
 from imagefleet.storage import protocol
-from worker.files.disk_cache import DiskCache
+from worker.files import addresses, check, kinds, safetensors
+from worker.files.addresses import STORE_SCHEME, Address
+from worker.files.disk_cache import SUFFIX, DiskCache
 from worker.files.download import Download
 from worker.files.sources import BlobSource, HttpSource, Source
 from worker.settings import WorkerSettings
 
 log = logging.getLogger(__name__)
 
-STORE_SCHEME = "store:"
-
-_IS_URL = re.compile(r"https?://", re.IGNORECASE)
-
-#: A plain name with the extension of a single file or of a packed folder.
-_FILE_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9 ._+-]{0,150}\.(safetensors|tar)")
-
 #: A few minutes without a byte, on average.
 STORAGE_RETRIES = retry.RetryPolicy(tries=15, longest_wait_seconds=30)
+
+_UNPACKING = "unpacking"
+
+Progress = Callable[[int, int | None], None]
+"""Called with the bytes so far and in all; None: unknown."""
 
 
 def local_path(settings: WorkerSettings) -> Path:
@@ -42,40 +39,11 @@ def local_path(settings: WorkerSettings) -> Path:
     Raises:
         SetupError: it is neither a path nor an address to fetch a model from.
     """
-    return _resolve(settings)[0]
-
-
-def _resolve(settings: WorkerSettings) -> tuple[Path, str | None]:
-    """The local path, and the name of the file to fetch; None: the model is a path."""
-    address, sha256 = settings.model, settings.model_sha256
-    is_url = _IS_URL.match(address)
-    if not is_url and not address.startswith(STORE_SCHEME):
-        if sha256 is not None:
-            raise errors.SetupError("--model-sha256 is for a model that is fetched; this is a path")
-        return Path(address).expanduser(), None
-    if address.lower().startswith("http:") and sha256 is None:
-        raise errors.SetupError(
-            "a model could be changed on its way over plain http: set --model-sha256 or use https"
-        )
-    if is_url:
-        # A token in the query is renewed; the model stays the same.
-        identity, name = str(URL(address).with_query(None).with_user(None)), URL(address).name
-    else:
-        blob = address.removeprefix(STORE_SCHEME)
-        try:
-            protocol.check_blob_name(blob)
-        except errors.JobError as error:
-            raise errors.SetupError(f"the model cannot be fetched: {error.message}") from None
-        identity = f"{settings.storage} {settings.container} {address}"
-        name = blob.rpartition("/")[2]
-    if not _FILE_NAME.fullmatch(name):
-        raise errors.SetupError(
-            f"the model {name[:80]!r} cannot be fetched: its name must end in .safetensors, or in"
-            " .tar for a folder in diffusers format"
-        )
-    sha256 = sha256.lower() if sha256 else None
-    key = hashlib.sha256(f"{identity}\n{sha256}".encode()).hexdigest()[:16]
-    return settings.cache.expanduser() / "models" / key / name.removesuffix(".tar"), name
+    address = _address(settings)
+    if address is None:
+        return Path(settings.model).expanduser()
+    folder = _folder(settings, address)
+    return find_fetched(folder, address) or folder / address.stem
 
 
 async def fetch(
@@ -86,44 +54,151 @@ async def fetch(
     """Fetches the model unless it is on this machine; cancelled, it resumes the next time.
 
     Raises:
-        SetupError: the address, the token or the hash is wrong; NodeError: the disk has no room for
-        the model; TransientError: nothing has arrived for minutes, whatever the reason.
+        SetupError: the address, the token, the hash or the kind of file is wrong; NodeError: the
+        disk has no room for the model; TransientError: nothing has arrived for minutes, whatever
+        the reason.
     """
-    path, name = _resolve(settings)
-    if name is None or path.exists():
+    address = _address(settings)
+    if address is None:
         return
-    address, sha256 = settings.model, settings.model_sha256
-    source: Source = (
-        BlobSource(blobs, address.removeprefix(STORE_SCHEME))
-        if address.startswith(STORE_SCHEME)
-        else HttpSource(address, requires_https=sha256 is None)
+    folder = _folder(settings, address)
+    if find_fetched(folder, address):
+        return
+    if settings.model_sha256 is None:
+        log.warning(
+            "%s is not verified: set --model-sha256",
+            _source(address, None, blobs).label,
+            extra={"action": "model_unchecked"},
+        )
+    path = await fetch_to(
+        folder, address, settings.model_sha256, blobs, retry_policy, wanted=kinds.SD1
     )
-    cache = DiskCache(path.parent)
+    log.info("the model is at %s", path, extra={"action": "model_fetched"})
+
+
+async def fetch_to(
+    folder: Path,
+    address: Address,
+    sha256: str | None,
+    blobs: protocol.BlobStore | None,
+    retry_policy: retry.RetryPolicy = STORAGE_RETRIES,
+    *,
+    wanted: kinds.Kind,
+    on_progress: Progress = lambda _so_far, _total: None,
+) -> Path:
+    """Downloads a file of the *wanted* kind into *folder*, one process at a time; returns its path.
+
+    A .tar is unpacked. Another kind of file is refused as soon as its first bytes tell.
+
+    Raises:
+        SetupError, NodeError, TransientError: as `fetch`.
+    """
+    cache = DiskCache(folder)
     async with cache.lock():
-        if path.exists():
-            return
-        if sha256 is None:
-            log.warning(
-                "%s is not verified: set --model-sha256",
-                source.label,
-                extra={"action": "model_unchecked"},
-            )
-        is_tar = name.endswith(".tar")
-        # A packed folder needs its room twice.
-        download = Download(cache, name, source, sha256 and sha256.lower(), copies=1 + is_tar)
+        if found := find_fetched(folder, address):
+            return found
+        source = _source(address, sha256, blobs)
+        name = address.file_name or "model"
+        download = Download(
+            cache,
+            name,
+            source,
+            sha256 and sha256.lower(),
+            copies=1 + name.endswith(".tar"),  # a packed folder needs its room twice
+            check=lambda part, is_whole: _check_part(part, source.label, wanted, is_whole=is_whole),
+            on_progress=on_progress,
+        )
         await download.run(retry_policy)
         with cache.errors():
+            is_tar = check.format_of(_head(download.part)) == "tar"
+            path = folder / _final_name(address, download.file_name, is_tar=is_tar)
             if is_tar:
                 await asyncio.to_thread(_unpack, download.part, path, cache)
             else:
                 download.part.replace(path)
             download.forget()
-        log.info("the model is at %s", path, extra={"action": "model_fetched"})
+        return path
+
+
+def find_fetched(folder: Path, address: Address) -> Path | None:
+    """The file or folder that `fetch_to` left in *folder*."""
+    if address.file_name is not None:
+        path = folder / address.file_name.removesuffix(".tar")
+        return path if path.exists() else None
+    if not folder.is_dir():
+        return None
+    # Its name is the server's.
+    return next(
+        (
+            each
+            for each in sorted(folder.iterdir())
+            if each.suffix == SUFFIX or (each.is_dir() and each.name != _UNPACKING)
+        ),
+        None,
+    )
+
+
+def _address(settings: WorkerSettings) -> Address | None:
+    storage = f"{settings.storage} {settings.container}"
+    return addresses.read_address(settings.model, settings.model_sha256, storage)
+
+
+def _folder(settings: WorkerSettings, address: Address) -> Path:
+    sha256 = settings.model_sha256
+    name = address.folder_name(sha256.lower() if sha256 else None)
+    return settings.cache.expanduser() / "models" / name
+
+
+def _source(address: Address, sha256: str | None, blobs: protocol.BlobStore | None) -> Source:
+    if blobs is not None and address.text.startswith(STORE_SCHEME):
+        return BlobSource(blobs, address.text.removeprefix(STORE_SCHEME))
+    return HttpSource(address.text, requires_https=sha256 is None)
+
+
+def _final_name(address: Address, sent_name: str | None, *, is_tar: bool) -> str:
+    """The name in the cache, which is the checkpoint's: the server's, where that is safe."""
+    name = address.file_name or sent_name or ""
+    suffix = ".tar" if is_tar else SUFFIX
+    if not (addresses.FILE_NAME.fullmatch(name) and name.endswith(suffix)):
+        name = f"{address.stem}{suffix}"
+    return name.removesuffix(".tar")
+
+
+def _check_part(part: Path, label: str, wanted: kinds.Kind, *, is_whole: bool) -> None:
+    """Raises SetupError if what has arrived so far cannot become a file of that kind."""
+    found = check.format_of(_head(part))
+    if found not in {"safetensors", "tar"}:
+        raise errors.SetupError(f"{label!r} is {check.describe(found, PurePosixPath(label).name)}")
+    if found == "tar":
+        if wanted is not kinds.SD1:
+            raise errors.SetupError(f"{label!r} is a .tar archive, not {wanted.name}")
+        return
+    try:
+        with part.open("rb") as file:
+            header = safetensors.read_header(file)
+    except safetensors.TruncatedError:
+        if not is_whole:
+            return
+        raise errors.SetupError(f"{label!r} is cut off: not even its header is whole") from None
+    except safetensors.MalformedError:
+        raise errors.SetupError(f"{label!r} is not a readable .safetensors file") from None
+    if (kind := kinds.find_kind(header)) != wanted:
+        raise errors.SetupError(check.refusal(label, kind))
+    size = part.stat().st_size
+    if is_whole and size < header.file_bytes:
+        raise errors.SetupError(
+            f"{label!r} is cut off: it has {size:,} of {header.file_bytes:,} bytes"
+        )
+
+
+def _head(part: Path) -> bytes:
+    with part.open("rb") as file:
+        return file.read(check.HEAD_BYTES)
 
 
 def _unpack(archive: Path, path: Path, cache: DiskCache) -> None:
     """Unpacks the folder with a model_index.json: the archive's top level, or one folder in it."""
-    folder = cache.folder / "unpacking"
+    folder = cache.folder / _UNPACKING
     shutil.rmtree(folder, ignore_errors=True)
     try:
         with tarfile.open(archive, "r:") as tar:

@@ -38,6 +38,8 @@ class Opened:
     total_bytes: int | None
     version: str | None
     chunks: AsyncIterator[bytes]
+    file_name: str | None = None
+    """As the server calls it; untrusted."""
 
 
 class FileChangedError(errors.TransientError):
@@ -95,7 +97,9 @@ class HttpSource:
         answer = f"{self.label} answers HTTP {response.status}"
         match response.status:
             case 200:  # all of it, whatever was requested
-                return Opened(0, response.content_length, version, chunks)
+                disposition = response.content_disposition
+                file_name = disposition.filename if disposition else None
+                return Opened(0, response.content_length, version, chunks, file_name)
             case 206:
                 found = _CONTENT_RANGE.fullmatch(response.headers.get("Content-Range", ""))
                 if not found or int(found[1]) != offset:
@@ -105,7 +109,7 @@ class HttpSource:
                 raise FileChangedError(f"{answer}: the file has changed")
             case status if status in {408, 429} or status >= 500:  # noqa: PLR2004
                 raise errors.TransientError(answer)
-        raise errors.SetupError(f"{answer}: check --model, and its token if it has one")
+        raise errors.SetupError(f"{answer}: check the address, and its token if it has one")
 
 
 class BlobSource:

@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
+from functools import partial
+from pathlib import Path
 from typing import TypeVar
 
+from azure.core import MatchConditions
 from azure.core.async_paging import AsyncItemPaged
 from azure.core.exceptions import HttpResponseError
 from azure.storage.blob import ContentSettings
@@ -13,11 +16,10 @@ from azure.storage.blob.aio import ContainerClient
 from imagefleet import retry
 from imagefleet.storage import protocol
 from imagefleet.storage.azure import errors as azure_errors
+from imagefleet.storage.azure.block_upload import BlockUpload
 from imagefleet.storage.azure.credentials import Access
 from imagefleet.storage.azure.refusals import LESS_PERMISSION
-
-#: The blob exists. Azure answers with the second code if the token may create, but not write.
-TAKEN = frozenset({"BlobAlreadyExists", "UnauthorizedBlobOverwrite"})
+from imagefleet.storage.azure.roles import ANY_PERMISSION
 
 _NAMES_PAGE = 1_000
 
@@ -53,7 +55,7 @@ class AzureBlobs:
         """Raises SetupError if the container does not exist or the credentials are wrong."""
         # By a blob that does not exist: a container's SAS token may not read the properties of the
         # container itself, and the error code would be that of Azure's firewall.
-        await self._call("r", lambda: self._exists(_NO_BLOB))
+        await self._call(ANY_PERMISSION, lambda: self._exists(_NO_BLOB))
 
     async def create(
         self, name: str, data: bytes, content_type: str, metadata: Mapping[str, str]
@@ -65,7 +67,7 @@ class AzureBlobs:
             try:
                 # The SDK raises the same exception for every conflict: only this code means that
                 # the blob exists, perhaps from an attempt whose reply was lost.
-                with azure_errors.tolerated(TAKEN):
+                with azure_errors.tolerated(azure_errors.TAKEN):
                     await self._client.upload_blob(
                         name,
                         data,
@@ -82,6 +84,42 @@ class AzureBlobs:
             return False
 
         return await self._call("c", request)
+
+    async def upload(
+        self,
+        name: str,
+        file: Path,
+        content_type: str,
+        metadata: Mapping[str, str],
+        on_progress: Callable[[int], None] = lambda _: None,
+    ) -> bool:
+        protocol.check_blob_name(name)
+        protocol.check_metadata(metadata)
+        if await self._call("r", lambda: self._exists(name)):
+            return False
+        client = self._client.get_blob_client(name)
+        upload = BlockUpload(client, file, partial(self._call, "c"), on_progress)
+        return await upload.run(content_type, metadata)
+
+    async def replace(self, name: str, data: bytes, content_type: str, version: str | None) -> bool:
+        protocol.check_blob_name(name)
+        if version is None:
+            return await self.create(name, data, content_type, {})
+
+        async def request() -> bool:
+            with azure_errors.tolerated({"ConditionNotMet", "BlobNotFound"}):
+                await self._client.upload_blob(
+                    name,
+                    data,
+                    overwrite=True,
+                    content_settings=ContentSettings(content_type=content_type),
+                    etag=version,
+                    match_condition=MatchConditions.IfNotModified,
+                )
+                return True
+            return False
+
+        return await self._call("w", request)
 
     async def read(self, name: str, max_bytes: int | None = None) -> bytes | None:
         protocol.check_blob_name(name)

@@ -16,6 +16,9 @@ from imagefleet.storage.azure import refusals
 #: Another worker has the message, or it was deleted.
 _LEASE_LOST = frozenset({"MessageNotFound", "PopReceiptMismatch"})
 
+#: The blob exists. Azure answers with the second code if the token may create, but not write.
+TAKEN = frozenset({"BlobAlreadyExists", "UnauthorizedBlobOverwrite"})
+
 MISSING = frozenset({"QueueNotFound", "ContainerNotFound"})
 
 #: Answers to requests that no SAS token for one queue or container allows: to create it, say.

@@ -24,6 +24,7 @@ from imagefleet.storage import protocol
 from imagefleet.storage.azure import errors as azure_errors
 from imagefleet.storage.azure.credentials import Access
 from imagefleet.storage.azure.refusals import LESS_PERMISSION
+from imagefleet.storage.azure.roles import ANY_PERMISSION
 
 #: Sends or releases in flight at once: more would only wait in Azure, whose limit is 2,000
 #: messages/s per queue.
@@ -70,7 +71,7 @@ class AzureQueue:
             with azure_errors.tolerated(LESS_PERMISSION):
                 await self._client.get_queue_properties()
 
-        await self._call("r", request)
+        await self._call(ANY_PERMISSION, request)
 
     async def send(self, bodies: Iterable[str]) -> None:
         remaining = iter(protocol.checked_messages(bodies))

@@ -111,12 +111,14 @@ def _lacks(token: str, permission: str, answer: Answer) -> bool:
     if answer.code in LESS_PERMISSION:
         return True
     (letters,) = _fields(token).get("sp", [""])
-    return bool(letters and permission) and permission not in letters
+    return bool(letters and permission) and permission not in letters + roles.ANY_PERMISSION
 
 
 def _doing(credential: Credential, permission: str) -> str:
     if credential.resource is None or not permission:
         return "create or change the resource itself"
+    if permission == roles.ANY_PERMISSION:
+        return "be used for it"
     return roles.explain(credential.resource, permission)[0].partition(",")[0]
 
 

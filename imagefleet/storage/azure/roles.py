@@ -9,6 +9,9 @@ from imagefleet.storage.settings import Resource, StorageSettings
 
 RESOURCES: tuple[Resource, ...] = ("queue", "poison", "blob")
 
+#: In place of a letter, for a request that needs a valid token of the resource, whatever it allows.
+ANY_PERMISSION = "*"
+
 #: What each permission of a SAS token allows.
 QUEUE_PERMISSIONS: Mapping[str, str] = {
     "r": "count and peek at messages",
@@ -99,7 +102,11 @@ def name_of(settings: StorageSettings, resource: Resource) -> str:
 
 def with_permission(resource: Resource, letter: str) -> list[Role]:
     """The roles that have it, the one with the fewest permissions first."""
-    able = (role for role in ROLES.values() if letter in role.letters(resource))
+    able = (
+        role
+        for role in ROLES.values()
+        if role.letters(resource) and letter in role.letters(resource) + ANY_PERMISSION
+    )
     return sorted(able, key=lambda role: role.size)
 
 

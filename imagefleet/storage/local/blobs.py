@@ -11,9 +11,10 @@ import uuid
 from collections.abc import AsyncIterator, Callable, Generator, Mapping
 from contextlib import closing
 from datetime import UTC, datetime
+from functools import partial
 from itertools import islice
 from pathlib import Path
-from typing import TypeVar
+from typing import BinaryIO, TypeVar
 
 from imagefleet import errors
 from imagefleet.storage import protocol
@@ -21,6 +22,9 @@ from imagefleet.storage import protocol
 #: In the same folder; no segment of a blob's name starts with a dot.
 METADATA_FOLDER = ".metadata"
 TEMPORARY_FOLDER = ".temporary"
+
+#: Copied between two reports of an upload's progress.
+_COPIED_BYTES = 8 * 2**20
 
 #: Names listed per call in a thread.
 _NAMES_PAGE = 1_000
@@ -50,7 +54,30 @@ class LocalBlobs:
         protocol.check_metadata(metadata)
         details = json.dumps({"content_type": content_type, "metadata": dict(metadata)})
         self._operations.blob_writes += 1
-        return await self._in_thread(self._create, name, data, details.encode())
+        write = partial(_write_bytes, data)
+        return await self._in_thread(self._create, name, write, details.encode())
+
+    async def upload(
+        self,
+        name: str,
+        file: Path,
+        content_type: str,
+        metadata: Mapping[str, str],
+        on_progress: Callable[[int], None] = lambda _: None,
+    ) -> bool:
+        protocol.check_blob_name(name)
+        protocol.check_metadata(metadata)
+        details = json.dumps({"content_type": content_type, "metadata": dict(metadata)})
+        self._operations.blob_writes += 1
+        write = partial(_copy, file, on_progress)
+        return await self._in_thread(self._create, name, write, details.encode())
+
+    async def replace(self, name: str, data: bytes, content_type: str, version: str | None) -> bool:
+        protocol.check_blob_name(name)
+        if version is None:
+            return await self.create(name, data, content_type, {})
+        self._operations.blob_writes += 1
+        return await self._in_thread(self._replace, name, data, version)
 
     async def read(self, name: str, max_bytes: int | None = None) -> bytes | None:
         protocol.check_blob_name(name)
@@ -93,16 +120,18 @@ class LocalBlobs:
         for name in (METADATA_FOLDER, TEMPORARY_FOLDER):
             (self.folder / name).mkdir(parents=True, exist_ok=True)
 
-    def _create(self, name: str, data: bytes, details: bytes) -> bool:
+    def _create(self, name: str, write: Callable[[BinaryIO], None], details: bytes) -> bool:
         path = self.folder / name
-        created = not path.is_file() and self._write(path, name, data, details)
+        created = not path.is_file() and self._write(path, name, write, details)
         # The message is deleted next, which reaches the disk with a later send or checkpoint: a
         # power failure must not lose both. Syncing file and folder takes 2 ms per image (410
         # images/s with eight at once).
         _sync(path.parent)
         return created
 
-    def _write(self, path: Path, name: str, data: bytes, details: bytes) -> bool:
+    def _write(
+        self, path: Path, name: str, write: Callable[[BinaryIO], None], details: bytes
+    ) -> bool:
         """Creates the file atomically; False if the name is taken."""
         if not self.folder.is_dir():
             raise self._no_folder()
@@ -115,15 +144,25 @@ class LocalBlobs:
             sidecar = self.folder / METADATA_FOLDER / f"{name}.json"
             sidecar.parent.mkdir(parents=True, exist_ok=True)
             temporary.replace(sidecar)
-            with temporary.open("wb") as file:
-                file.write(data)
-                file.flush()
-                os.fsync(file.fileno())
+            _write_durably(temporary, write)
             _make_durable_folder(path.parent)
             return _link(temporary, path)
         finally:
             with contextlib.suppress(FileNotFoundError, NotADirectoryError):
                 temporary.unlink()
+
+    def _replace(self, name: str, data: bytes, version: str) -> bool:
+        path = self.folder / name
+        temporary = self.folder / TEMPORARY_FOLDER / uuid.uuid4().hex
+        try:
+            _write_durably(temporary, partial(_write_bytes, data))
+            if not path.is_file() or _version(path.stat()) != version:
+                return False
+            temporary.replace(path)
+        finally:
+            temporary.unlink(missing_ok=True)
+        _sync(path.parent)
+        return True
 
     def _read(self, name: str, max_bytes: int | None) -> bytes | None:
         try:
@@ -138,8 +177,7 @@ class LocalBlobs:
             with (self.folder / name).open("rb") as file:
                 status = os.fstat(file.fileno())
                 file.seek(offset)
-                version = f"{status.st_ino}-{status.st_mtime_ns}"
-                return protocol.BlobPart(file.read(max_bytes), status.st_size, version)
+                return protocol.BlobPart(file.read(max_bytes), status.st_size, _version(status))
         except _NOT_THERE:
             return None
 
@@ -213,6 +251,30 @@ def _link(temporary: Path, path: Path) -> bool:
             raise
         return False
     return True
+
+
+def _version(status: os.stat_result) -> str:
+    return f"{status.st_ino}-{status.st_mtime_ns}"
+
+
+def _write_bytes(data: bytes, file: BinaryIO) -> None:
+    file.write(data)
+
+
+def _copy(source: Path, on_progress: Callable[[int], None], file: BinaryIO) -> None:
+    copied = 0
+    with source.open("rb") as original:
+        while data := original.read(_COPIED_BYTES):
+            file.write(data)
+            copied += len(data)
+            on_progress(copied)
+
+
+def _write_durably(path: Path, write: Callable[[BinaryIO], None]) -> None:
+    with path.open("wb") as file:
+        write(file)
+        file.flush()
+        os.fsync(file.fileno())
 
 
 def _make_durable_folder(folder: Path) -> None:

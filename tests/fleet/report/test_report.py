@@ -263,6 +263,9 @@ async def test_the_page_shows_the_metrics_and_many_workers(
     assert html_page.count('<ul class="bars"') == 4
     assert "60 completed." in html_page
     assert "The slowest 15 of 30." in html_page
+    slow = sum(worker.is_slow for worker in figures.workers)
+    assert f"of their GPU class: {slow} workers." in html_page
+    assert re.search(r"<td[^>]*><span>w\d+ <span class=.slow.>slow</span></span></td>", html_page)
     assert "<script" not in html_page
 
 

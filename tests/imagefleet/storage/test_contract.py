@@ -8,8 +8,10 @@ from __future__ import annotations
 
 import asyncio
 import dataclasses
+import os
 import re
 from datetime import UTC, datetime, timedelta
+from pathlib import Path
 
 import pytest
 
@@ -319,6 +321,49 @@ async def test_each_part_of_a_blob_has_the_total_size_and_the_version(storage: S
     assert {first.total_bytes, rest.total_bytes, past.total_bytes} == {10}
     assert first.version == rest.version == past.version
     assert await storage.blobs.read_part("models/b.bin", 0, 6) is None
+
+
+async def test_a_file_is_uploaded_whole_once_and_with_its_progress(
+    storage: Storage, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for module in ("azure.block_upload.BLOCK_BYTES", "local.blobs._COPIED_BYTES"):
+        monkeypatch.setattr(f"imagefleet.storage.{module}", 1000)
+    # The same block occurs twice, and the last is shorter.
+    content = os.urandom(1000) + bytes(1000) * 2 + os.urandom(6500)
+    file = tmp_path / "model"
+    file.write_bytes(content)
+    stored: list[int] = []
+    what = {"sha256": "1f"}
+
+    assert await storage.blobs.upload("models/a.tar", file, "text/plain", what, stored.append)
+
+    assert await storage.blobs.read("models/a.tar") == content
+    assert stored == sorted(stored)
+    assert (len(stored), stored[-1]) == (10, 9500)
+    (record,) = [record async for record in storage.blobs.records("models/")]
+    assert (record.size_bytes, dict(record.metadata)) == (9500, what)
+    file.write_bytes(b"another")
+    assert not await storage.blobs.upload("models/a.tar", file, "text/plain", {})
+    assert await storage.blobs.read("models/a.tar") == content
+
+
+async def test_an_empty_file_is_uploaded_too(storage: Storage, tmp_path: Path) -> None:
+    (tmp_path / "empty").touch()
+    assert await storage.blobs.upload("models/empty", tmp_path / "empty", "text/plain", {})
+    assert await storage.blobs.read("models/empty") == b""
+
+
+async def test_a_blob_is_replaced_only_in_the_version_that_was_read(storage: Storage) -> None:
+    blobs, name = storage.blobs, "loras/manifest.json"
+    assert await blobs.replace(name, b"1", "application/json", None)
+    assert not await blobs.replace(name, b"2", "application/json", None)
+    first = await blobs.read_part(name, 0, 10)
+    assert first is not None
+    assert await blobs.replace(name, b"2", "application/json", first.version)
+    assert not await blobs.replace(name, b"3", "application/json", first.version)
+    assert await blobs.read(name) == b"2"
+    assert not await blobs.replace("loras/none.json", b"3", "application/json", first.version)
+    assert await blobs.read("loras/none.json") is None
 
 
 async def test_a_missing_blob_reads_as_none(storage: Storage) -> None:

@@ -1,8 +1,13 @@
 from __future__ import annotations
 
 import json
+import re
+import shlex
 import shutil
 import socket
+import subprocess
+import sys
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any, NoReturn
 
@@ -13,12 +18,18 @@ from safetensors.torch import load_file, save_file
 from transformers import CLIPTextConfig, CLIPTextModel
 
 import batch_engine
+import key_names
+import tiny_model
 from imagefleet import errors
 from worker.engine import checkpoint as checkpoints
+from worker.files import check
 
 
-def load_checkpoint(model: Path, config: Path | None = None) -> checkpoints.Checkpoint:
-    return checkpoints.load_checkpoint(model, torch.device("cpu"), torch.float32, config)
+def load_checkpoint(
+    model: Path, config: Path | None = None, prediction_type: str | None = None
+) -> checkpoints.Checkpoint:
+    cpu = torch.device("cpu")
+    return checkpoints.load_checkpoint(model, cpu, torch.float32, config, prediction_type)
 
 
 @pytest.fixture
@@ -54,13 +65,117 @@ def test_a_single_file_finds_the_folder_of_its_own_name(copy: Path, single_file:
     assert load_checkpoint(beside).name == "copy"
 
 
-def test_a_single_file_without_a_tokenizer_says_where_to_put_one(
+@pytest.fixture(scope="module")
+def with_clips_vocabulary(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A tiny checkpoint in diffusers format, without a tokenizer."""
+    folder = tmp_path_factory.mktemp("clip") / "tiny"
+    return tiny_model.build_tiny_checkpoint(folder, clips_tokenizer=True)
+
+
+def test_a_single_file_alone_is_enough(
+    with_clips_vocabulary: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its tokenizer is the package's, its configuration SD1.5's: here with the tiny widths."""
+    parts = {"unet": "UNET_CONFIG", "vae": "VAE_CONFIG", "text_encoder": "TEXT_CONFIG"}
+    for part, name in parts.items():
+        config = json.loads((with_clips_vocabulary / part / "config.json").read_text())
+        monkeypatch.setattr(checkpoints, name, config)
+    path = tmp_path / "alone" / "dreams.safetensors"
+    path.parent.mkdir()
+    save_file(key_names.original_layout(with_clips_vocabulary), path)
+
+    loaded = load_checkpoint(path)
+
+    assert loaded.name == "dreams"
+    assert loaded.tokenizer("a red house").input_ids == [49406, 320, 736, 1212, 49407]
+    assert loaded.prediction_type == "epsilon"
+
+
+def test_a_folder_without_a_tokenizer_has_clips_if_its_vocabulary_fits(
+    with_clips_vocabulary: Path, tmp_path: Path
+) -> None:
+    assert len(load_checkpoint(with_clips_vocabulary).tokenizer) == 49_408
+    path = tmp_path / "tiny.safetensors"
+    save_file(key_names.original_layout(with_clips_vocabulary), path)
+    assert len(load_checkpoint(path, with_clips_vocabulary).tokenizer) == 49_408
+
+
+def test_a_config_folder_without_a_configuration_is_named(
     single_file: Path, tmp_path: Path
 ) -> None:
-    with pytest.raises(errors.SetupError, match=r"carries no tokenizer.*put the tokenizer folder"):
-        load_checkpoint(single_file)
-    with pytest.raises(errors.SetupError, match="nowhere/tokenizer"):
+    with pytest.raises(errors.SetupError, match=r"nowhere' has no configuration"):
         load_checkpoint(single_file, tmp_path / "nowhere")
+
+
+Weights = dict[str, torch.Tensor]
+
+
+def without_text_model(weights: Weights) -> Weights:
+    return {key.replace("transformer.text_model.", "transformer."): weights[key] for key in weights}
+
+
+def with_positions(weights: Weights, kind: torch.dtype) -> Weights:
+    key = "cond_stage_model.transformer.text_model.embeddings.position_ids"
+    return weights | {key: torch.arange(77).unsqueeze(0).to(kind)}
+
+
+def with_averages(weights: Weights) -> Weights:
+    unet = {key: key.split(".", 1)[1] for key in weights if key.startswith("model.diffusion_model")}
+    flat = {key: f"model_ema.{name.replace('.', '')}" for key, name in unet.items()}
+    averages = {name: weights[key] * 2 for key, name in flat.items()}
+    others = {"model_ema.decay": torch.tensor(0.9999), "model_ema.num_updates": torch.tensor(7)}
+    return weights | averages | others | {"betas": torch.zeros(1000)}
+
+
+def in_mixed_precision(weights: Weights) -> Weights:
+    kinds = (torch.float16, torch.bfloat16, torch.float32)
+    return {key: weights[key].to(kinds[at % 3]) for at, key in enumerate(weights)}
+
+
+@pytest.mark.parametrize(
+    ("change", "same"),
+    [
+        (without_text_model, True),
+        (lambda weights: with_positions(weights, torch.int64), True),
+        (lambda weights: with_positions(weights, torch.float16), True),
+        (with_averages, True),
+        (in_mixed_precision, False),
+    ],
+    ids=["no text_model", "integer positions", "float positions", "EMA beside", "mixed precision"],
+)
+def test_variants_of_single_files_draw_the_same(
+    change: Callable[[Weights], Weights],
+    same: bool,
+    tmp_path: Path,
+    engine: Any,
+    checkpoint: Path,
+    make_request: Any,
+    draw: Any,
+    difference: Any,
+    capfd: pytest.CaptureFixture[str],
+) -> None:
+    path = tmp_path / "variant.safetensors"
+    save_file(change(key_names.original_layout(checkpoint)), path)
+
+    single = batch_engine.load_batch_engine(path, config=checkpoint)
+
+    (image,) = draw(single, make_request())
+    assert difference(image, draw(engine, make_request())[0]) <= (0 if same else 12)
+    assert "EMA" not in capfd.readouterr().err
+
+
+def test_v_prediction_holds_where_no_scheduler_says_otherwise(
+    single_file: Path, checkpoint: Path, tmp_path: Path
+) -> None:
+    config = Path(shutil.copytree(checkpoint, tmp_path / "config"))
+    scheduler = config / "scheduler" / "scheduler_config.json"
+    assert load_checkpoint(single_file, config).prediction_type == "epsilon"
+    assert load_checkpoint(single_file, config, "v_prediction").prediction_type == "v_prediction"
+    scheduler.write_text('{"prediction_type": "epsilon"}')
+    assert load_checkpoint(single_file, config, "v_prediction").prediction_type == "epsilon"
+    scheduler.write_text('{"prediction_type": "sample"}')
+    with pytest.raises(errors.SetupError, match="predicts 'sample'"):
+        load_checkpoint(single_file, config)
 
 
 def test_a_float16_variant_is_found(copy: Path) -> None:
@@ -144,6 +259,39 @@ def test_pickled_weights_are_never_loaded(copy: Path) -> None:
     file.unlink()
     with pytest.raises(errors.SetupError, match="pickled weights are never loaded"):
         load_checkpoint(copy)
+
+
+def test_the_programs_in_the_documents_convert_and_complete_checkpoints(
+    single_file: Path, checkpoint: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    page = (Path(__file__).parents[3] / "docs" / "models.md").read_text()
+    convert, complete, state_v = re.findall(
+        r"^```python\n(.*?)^```$", page, re.MULTILINE | re.DOTALL
+    )
+    monkeypatch.chdir(tmp_path)
+    shutil.copy(single_file, "another.safetensors")
+    weights = {
+        key: weight for key, weight in load_file(single_file).items() if "first_stage" not in key
+    }
+    torch.save({"state_dict": weights, "epoch": 3}, "model.ckpt")
+
+    for program in (convert, complete, state_v):
+        exec(compile(program, "models.md", "exec"), {})
+
+    assert check.kind_of_file(Path("model.safetensors")).name.endswith("without its VAE")
+    check.check_path(Path("whole.safetensors"))
+    load_checkpoint(Path("whole.safetensors"), checkpoint)
+    assert check.prediction_type(Path("model-v.safetensors")) == "v_prediction"
+
+
+def test_the_command_that_refuses_a_pickle_converts_it(single_file: Path, tmp_path: Path) -> None:
+    path = tmp_path / "it's old.ckpt"
+    torch.save(load_file(single_file), path)
+    with pytest.raises(errors.SetupError) as refused:
+        check.check_path(path)
+    command = shlex.split(refused.value.message.partition("convert it: ")[2])
+    subprocess.run([sys.executable, *command[1:]], check=True, timeout=60)
+    check.check_path(path.with_suffix(".safetensors"))
 
 
 @pytest.mark.parametrize("name", ["model.ckpt", "model.safetensors"])

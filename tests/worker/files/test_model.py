@@ -16,6 +16,7 @@ from typing import Any
 import pytest
 from aiohttp import web
 
+from header_files import LORA, SDXL, file_of
 from imagefleet import errors, retry
 from imagefleet.storage.open import open_storage
 from imagefleet.storage.protocol import BlobStore, Storage
@@ -24,7 +25,7 @@ from worker import tasks
 from worker.files import disk_cache, download, model, sources
 from worker.settings import WorkerSettings
 
-CONTENT = os.urandom(3_000_000)
+CONTENT = file_of(data=os.urandom(3_000_000))
 SHA256 = hashlib.sha256(CONTENT).hexdigest()
 IMPATIENT = retry.RetryPolicy(tries=4, first_wait_seconds=0.001, longest_wait_seconds=0.001)
 
@@ -34,6 +35,7 @@ class ModelServer:
     """Serves one file; the next answers break off after so many bytes, or are only a status."""
 
     content: bytes = CONTENT
+    disposition: str | None = None
     etag: str | None = '"v1"'
     takes_ranges: bool = True
     breaks_after: list[int] = field(default_factory=list)
@@ -60,6 +62,8 @@ class ModelServer:
             response.headers["Content-Range"] = f"bytes {begin}-{last}/{len(self.content)}"
         if self.etag:
             response.headers["ETag"] = self.etag
+        if self.disposition:
+            response.headers["Content-Disposition"] = self.disposition
         response.content_length = len(self.content) - begin
         await response.prepare(request)
         rest = self.content[begin:]
@@ -196,7 +200,7 @@ async def test_a_server_without_ranges_sends_all_of_it_again(
 async def test_two_versions_of_a_model_are_not_mixed(
     make_settings: MakeSettings, server: ModelServer, blobs: BlobStore
 ) -> None:
-    server.content, server.etag = os.urandom(2_500_000), '"v0"'
+    server.content, server.etag = file_of(data=os.urandom(2_500_000)), '"v0"'
     server.breaks_after = [1_000_000, *[0] * 8]
     with pytest.raises(errors.TransientError, match="broke off"):
         await fetch(make_settings(), blobs)
@@ -292,6 +296,92 @@ async def test_a_stalled_server_is_given_up_and_asked_again(
     assert (await running).read_bytes() == CONTENT
 
 
+# Addresses that do not tell what they are of
+
+
+@pytest.mark.parametrize(
+    ("disposition", "name"),
+    [
+        ('attachment; filename="dreamshaper_8.safetensors"', "dreamshaper_8"),
+        ("attachment; filename*=UTF-8''epic%20v2.safetensors", "epic v2"),
+        ('attachment; filename="../../outside.safetensors"', "128713"),
+        ('attachment; filename="..%2Foutside.safetensors"', "128713"),
+        ('attachment; filename="a.ckpt"', "128713"),
+        ("inline", "128713"),
+        (None, "128713"),
+    ],
+)
+async def test_an_address_without_a_suffix_is_taken_by_its_content_and_the_servers_name(
+    disposition: str | None,
+    name: str,
+    make_settings: MakeSettings,
+    server: ModelServer,
+    blobs: BlobStore,
+    tmp_path: Path,
+) -> None:
+    server.disposition = disposition
+    address = server.url.replace("models/sd15.safetensors", "api/download/models/128713?type=Model")
+    settings = make_settings(model=f"{address}&token=one")
+
+    place = await fetch(settings, blobs)
+
+    assert place.name == f"{name}.safetensors"
+    assert place.read_bytes() == CONTENT
+    assert {each.name for each in place.parent.iterdir()} == {place.name, "lock"}
+    renewed = make_settings(model=f"{address}&token=another")
+    assert await fetch(renewed, blobs) == place
+    assert len(server.ranges) == 1
+    assert "outside" not in str(list(os.walk(tmp_path)))
+
+
+async def test_such_a_download_resumes_with_its_name(
+    make_settings: MakeSettings, server: ModelServer, blobs: BlobStore
+) -> None:
+    server.disposition = 'attachment; filename="dreams.safetensors"'
+    server.breaks_after = [1_500_000] + [0] * 9
+    settings = make_settings(model=server.url.replace("sd15.safetensors", "1"))
+    with pytest.raises(errors.TransientError):
+        await fetch(settings, blobs)
+    server.breaks_after, server.disposition = [], None
+    assert (await fetch(settings, blobs)).name == "dreams.safetensors"
+    assert server.sent_bytes < 1.2 * len(CONTENT)
+
+
+@pytest.mark.parametrize(
+    ("content", "reason"),
+    [
+        (b"<!doctype html><title>Log in</title>" + b" " * 2_000_000, "is a web page"),
+        (b'{"error": "Unauthorized"}', "is JSON"),
+        (b"PK\x03\x04" + os.urandom(1000), "is a pickle.*convert it: python -c"),
+        (file_of(*LORA), "is a LoRA for"),
+        (file_of(*SDXL, data=bytes(3_000_000)), "an SDXL checkpoint"),
+        (CONTENT[:-1], "is cut off"),
+    ],
+    ids=["page", "json", "pickle", "LoRA", "SDXL", "cut off"],
+)
+@pytest.mark.parametrize("path", ["models/1?token=secret", "models/sd15.safetensors"])
+async def test_a_download_that_is_no_checkpoint_is_refused_and_not_kept(
+    path: str,
+    content: bytes,
+    reason: str,
+    make_settings: MakeSettings,
+    server: ModelServer,
+    blobs: BlobStore,
+) -> None:
+    server.content = content
+    is_cut_off = reason == "is cut off"  # which only its end tells
+    server.breaks_after = [] if is_cut_off else [1_500_000]
+    settings = make_settings(
+        model=server.url.replace("models/sd15.safetensors", path),
+        model_sha256=hashlib.sha256(content).hexdigest(),
+    )
+    with pytest.raises(errors.SetupError, match=reason) as refused:
+        await fetch(settings, blobs)
+    assert "secret" not in refused.value.message
+    assert len(server.ranges) == 1
+    assert {each.name for each in model.local_path(settings).parent.iterdir()} == {"lock"}
+
+
 async def test_two_workers_share_one_download(
     make_settings: MakeSettings, server: ModelServer, blobs: BlobStore
 ) -> None:
@@ -333,13 +423,14 @@ async def test_a_cache_that_cannot_be_written_is_for_the_operator(
 # Folders in diffusers' format, as .tar
 
 
+@pytest.mark.parametrize("suffix", [".tar", ""])
 @pytest.mark.parametrize("top", ["", "sd15/"])
 async def test_a_tar_becomes_the_folder_in_it(
-    top: str, make_settings: MakeSettings, server: ModelServer, blobs: BlobStore
+    suffix: str, top: str, make_settings: MakeSettings, server: ModelServer, blobs: BlobStore
 ) -> None:
     names = {f"{top}model_index.json": b"{}", f"{top}unet/config.json": b'{"a": 1}'}
     server.content = tar_of(names)
-    server.url = server.url.replace(".safetensors", ".tar")
+    server.url = server.url.replace(".safetensors", suffix)
     sha256 = hashlib.sha256(server.content).hexdigest()
     place = await fetch(make_settings(model=server.url, model_sha256=sha256.upper()), blobs)
     assert place.name == "sd15"
@@ -351,7 +442,7 @@ async def test_a_tar_becomes_the_folder_in_it(
     ("content", "complaint"),
     [
         (tar_of({"../outside": b"x", "model_index.json": b"{}"}), "cannot be unpacked as a .tar"),
-        (b"no tar at all" * 1000, "cannot be unpacked as a .tar"),
+        (b"no tar at all" * 1000, "not a readable .safetensors file"),
         (tar_of({"unet/config.json": b"{}"}), "model_index.json is missing"),
     ],
 )
@@ -379,7 +470,7 @@ async def test_a_model_comes_from_the_storage(
 ) -> None:
     monkeypatch.setattr(sources, "_PART_BYTES", 300_000)
     kind = "application/octet-stream"
-    content = CONTENT[:800_000]
+    content = file_of(data=os.urandom(800_000))
     await storage.blobs.create("models/sd/v15.safetensors", content, kind, {})
     settings = make_settings(model="store:sd/v15.safetensors", model_sha256=None)
     assert (await fetch(settings, storage.blobs)).read_bytes() == content
@@ -388,14 +479,15 @@ async def test_a_model_comes_from_the_storage(
 async def test_a_part_of_a_model_that_the_storage_has_no_more_is_fetched_again(
     storage: Storage, make_settings: MakeSettings
 ) -> None:
-    await storage.blobs.create("models/v15.safetensors", CONTENT[:1000], "text/plain", {})
+    content = file_of(data=b"weights" * 100)
+    await storage.blobs.create("models/v15.safetensors", content, "text/plain", {})
     settings = make_settings(model="store:v15.safetensors", model_sha256=None)
     folder = model.local_path(settings).parent
     folder.mkdir(parents=True)
     (folder / "v15.safetensors.part").write_bytes(b"of one that was larger" * 100)
     state = {"total_bytes": 10_000, "version": "old"}
     (folder / "v15.safetensors.part.json").write_text(json.dumps(state))
-    assert (await fetch(settings, storage.blobs)).read_bytes() == CONTENT[:1000]
+    assert (await fetch(settings, storage.blobs)).read_bytes() == content
 
 
 async def test_a_model_that_is_not_in_the_storage_is_named(

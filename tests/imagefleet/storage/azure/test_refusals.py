@@ -130,6 +130,22 @@ async def test_a_missing_token_is_named_and_the_role_that_has_one(
     )
 
 
+async def test_the_check_names_every_role_with_a_token_for_what_has_none(
+    created: StorageSettings,
+) -> None:
+    """A worker checks its storage before it needs a permission: the role `worker` must be named."""
+    settings = with_tokens(created, None, ONE_HOUR).model_copy(
+        update={"poison_sas": None, "blob_sas": None}
+    )
+    async with AzureStorage(settings, NEVER) as storage:
+        await storage.queue.check()
+        for resource in (storage.poison, storage.blobs):
+            with pytest.raises(errors.SetupError, match="there is no SAS token") as caught:
+                await resource.check()
+            named = set(re.findall(r"`imagefleet keys (\w+)`", caught.value.message))
+            assert named == {"worker", "monitor", "operator"}
+
+
 async def test_a_token_in_a_connection_string_is_explained_as_well(
     created: StorageSettings,
 ) -> None:

@@ -13,7 +13,9 @@ from diffusers import EulerAncestralDiscreteScheduler, StableDiffusionPipeline
 from diffusers.utils import convert_state_dict_to_diffusers
 from peft import get_peft_model_state_dict
 from safetensors.torch import load_file, save_file
+from transformers import CLIPTokenizer
 
+from imagefleet.job import clip
 from worker.engine import contract
 
 DEMO_MODEL = Path(__file__).parents[4] / "demo_model"
@@ -49,7 +51,11 @@ def load_in_diffusers(uses: Uses) -> StableDiffusionPipeline:
         DEMO_MODEL / "scheduler", timestep_spacing="linspace"
     )
     pipeline = StableDiffusionPipeline.from_pretrained(
-        DEMO_MODEL, scheduler=scheduler, safety_checker=None, feature_extractor=None
+        DEMO_MODEL,
+        scheduler=scheduler,
+        tokenizer=CLIPTokenizer.from_pretrained(clip.TOKENIZER),
+        safety_checker=None,
+        feature_extractor=None,
     )
     pipeline.set_progress_bar_config(disable=True)
     for name, _, _ in uses:

@@ -1,0 +1,1 @@
+"""`imagefleet model` and `imagefleet lora`: checkpoints and LoRAs in the storage."""

@@ -1,0 +1,59 @@
+"""What is in a folder of the storage, as a table or JSON."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from datetime import datetime
+from pathlib import PurePosixPath
+
+from rich.table import Table
+from rich.text import Text
+
+from fleet import console
+from fleet.files import transfer
+from imagefleet.storage.settings import StorageSettings
+
+
+@dataclass(frozen=True, slots=True)
+class Row:
+    """A file in the storage; *kind* and *sha256* are known of those that `add` stored."""
+
+    name: str
+    kind: str | None
+    bytes: int
+    added_at: datetime
+    sha256: str | None
+
+
+async def read(settings: StorageSettings, folder: str, suffixes: tuple[str, ...]) -> list[Row]:
+    """The files of *folder*, by name."""
+    async with console.connected(settings) as fleet:
+        return [
+            Row(
+                name=PurePosixPath(each.name).relative_to(folder).as_posix(),
+                kind=each.metadata.get(transfer.KIND),
+                bytes=each.size_bytes,
+                added_at=each.created_at,
+                sha256=each.metadata.get(transfer.SHA256),
+            )
+            for each in await transfer.records(fleet.storage, folder, suffixes)
+        ]
+
+
+def show(rows: Sequence[Row], if_empty: str) -> None:
+    """Prints a table, or the sentence *if_empty* on stderr."""
+    if not rows:
+        console.print_note(if_empty)
+        return
+    table = Table("name", "kind", "MB", "added", "SHA-256", box=None)
+    table.columns[2].justify = "right"
+    for row in rows:
+        table.add_row(
+            Text(row.name),  # no emoji for `:rocket:`
+            Text(row.kind or "-"),
+            console.number(row.bytes / 1e6, 1),
+            f"{row.added_at:%Y-%m-%d %H:%M}",
+            row.sha256[:12] if row.sha256 else "-",
+        )
+    console.stdout.print(table)

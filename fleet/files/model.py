@@ -1,0 +1,177 @@
+"""`imagefleet model`: checkpoints in the storage, which workers fetch as store:NAME."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import tempfile
+from collections.abc import AsyncIterator
+from dataclasses import asdict
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from fleet import console, options
+from imagefleet import errors
+from imagefleet.storage.open import open_storage
+from imagefleet.storage.settings import StorageSettings
+
+if TYPE_CHECKING:
+    from fleet.files.preview import Preview
+    from fleet.files.transfer import Stored
+
+FOLDER = "models"
+
+Source = Annotated[
+    str,
+    typer.Argument(
+        metavar="FILE|FOLDER|URL",
+        help="A .safetensors file, a folder in diffusers format, or the https:// address of one.",
+    ),
+]
+Sha256 = Annotated[
+    str | None,
+    typer.Option(
+        "--sha256",
+        "--model-sha256",
+        metavar="HEX",
+        help="The SHA-256 that the file must have; required for plain http://.",
+    ),
+]
+Cache = Annotated[
+    Path, typer.Option(metavar="FOLDER", help="Where a download is kept until it is stored.")
+]
+CACHE = Path("~/.cache/imagefleet")
+
+app = typer.Typer(
+    no_args_is_help=True,
+    help="Checkpoints in the storage: a worker fetches one as --model store:NAME.",
+)
+
+
+@app.command("add")
+@options.from_settings(StorageSettings)
+def add_command(
+    settings: StorageSettings,
+    source: Source,
+    name: Annotated[
+        str | None, typer.Option(metavar="NAME", help="Its name; by default the file's.")
+    ] = None,
+    sha256: Sha256 = None,
+    test: Annotated[
+        bool, typer.Option("--test/--no-test", help="Draw an image first, if torch is installed.")
+    ] = True,
+    cache: Cache = CACHE,
+    as_json: options.AsJson = False,
+) -> None:
+    """Puts a checkpoint into the storage and prints the worker's flags.
+
+    It must be a Stable Diffusion 1.x checkpoint. A test image is drawn on this machine and written
+    to the current folder. An interrupted download or upload goes on where it was.
+
+    imagefleet model add dreamshaper-8.safetensors
+
+    imagefleet model add 'https://civitai.com/api/download/models/128713?token=...'
+    """
+    from worker.files import check, kinds
+
+    async def add() -> tuple[Stored, Preview | None]:
+        from fleet.files import preview, transfer
+
+        async with transfer.local_file(source, sha256, kinds.SD1, cache) as path:
+            check.check_path(path)
+            _check_prediction(path)
+            blob = f"{FOLDER}/{_blob_name(name, path)}"
+            drawn = None
+            if test and preview.can_draw():
+                console.print_note("drawing a test image; --no-test skips it")
+                target = Path(f"{Path(blob).stem}.png")
+                drawn = await asyncio.to_thread(preview.draw, path, target)
+                console.print_note(_describe(drawn))
+            async with _as_file(path, cache) as file, open_storage(settings) as storage:
+                await storage.create()
+                return await transfer.store(storage, blob, file, "SD 1.x"), drawn
+
+    stored, drawn = console.run(add())
+    flags = _flags(stored)
+    if as_json:
+        image = None if drawn is None else {**asdict(drawn), "path": str(drawn.path)}
+        console.print_json({**asdict(stored), "flags": flags, "image": image})
+        return
+    console.print_note(
+        f"{stored.blob} {'is stored' if stored.is_new else 'was stored before'}:"
+        f" {stored.bytes / 1e6:,.0f} MB; a worker uses it with these flags:"
+    )
+    console.print_plain(flags)
+
+
+@app.command("list")
+@options.from_settings(StorageSettings)
+def list_command(settings: StorageSettings, as_json: options.AsJson = False) -> None:
+    """Lists the checkpoints in the storage.
+
+    imagefleet model list
+    """
+    from fleet.files import listing
+
+    rows = console.run(listing.read(settings, FOLDER, (".safetensors", ".tar")))
+    if as_json:
+        console.print_json({"models": [asdict(row) for row in rows]})
+    else:
+        listing.show(rows, "no checkpoints in the storage: `imagefleet model add` stores one")
+
+
+def _blob_name(name: str | None, path: Path) -> str:
+    from worker.files import addresses
+
+    suffix = ".tar" if path.is_dir() else ".safetensors"
+    own = path.resolve().name if path.is_dir() else path.stem
+    blob = (name or own).removesuffix(suffix) + suffix
+    if not addresses.FILE_NAME.fullmatch(blob):
+        raise errors.SetupError(
+            f"the name {(name or own)[:80]!r} is refused: give a --name of letters, digits, spaces"
+            " and _ . + - only"
+        )
+    return blob
+
+
+def _check_prediction(path: Path) -> None:
+    """Raises SetupError if only a .yaml beside the file tells that it predicts v."""
+    from worker.files import check, kinds
+
+    if path.is_dir():
+        return
+    stated = kinds.prediction_type(check.read_header(path))
+    if check.prediction_type(path) not in {stated, "epsilon"}:
+        raise errors.SetupError(
+            f"{str(path)!r} predicts v, as the .yaml beside it says, and a stored file has none"
+            " beside it: write it into the file first (see 'v-prediction' in docs/models.md)"
+        )
+
+
+@contextlib.asynccontextmanager
+async def _as_file(path: Path, cache: Path) -> AsyncIterator[Path]:
+    """*path*, or for a folder a temporary .tar of it."""
+    from fleet.files import pack, transfer
+
+    size = sum(each.stat().st_size for each in pack.files_of(path))
+    if size == 0:  # a single file
+        yield path
+        return
+    with tempfile.TemporaryDirectory(dir=transfer.room_for(cache, size)) as folder:
+        target = Path(folder, "model.tar")
+        with transfer.showing("packing") as show:
+            await asyncio.to_thread(pack.pack, path, target, lambda packed: show(packed, size))
+        yield target
+
+
+def _describe(drawn: Preview) -> str:
+    return (
+        f"test image: {drawn.path} ({drawn.width}x{drawn.height}, {drawn.steps} steps on"
+        f" {drawn.device}, {drawn.seconds:.0f} s with loading)"
+    )
+
+
+def _flags(stored: Stored) -> str:
+    return f"--model store:{stored.blob.removeprefix(f'{FOLDER}/')} --model-sha256 {stored.sha256}"

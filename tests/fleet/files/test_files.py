@@ -1,0 +1,330 @@
+"""`imagefleet model` and `imagefleet lora`: files on their way into the storage, and lists."""
+
+from __future__ import annotations
+
+import asyncio
+import hashlib
+import json
+import subprocess
+import tarfile
+from collections.abc import AsyncIterator, Callable
+from pathlib import Path
+
+import pytest
+import torch
+from aiohttp import web
+
+import tiny_model
+from fleet import console
+from fleet.files import listing, pack, preview, transfer
+from header_files import LORA, SD1, file_of
+from imagefleet import errors
+from imagefleet.storage.open import open_storage
+from imagefleet.storage.protocol import BlobStore, Storage
+from imagefleet.storage.settings import StorageSettings
+from worker.files import kinds
+
+Imagefleet = Callable[..., "subprocess.CompletedProcess[str]"]  # the fixture of conftest.py
+
+
+def sha256(data: bytes) -> str:
+    return hashlib.sha256(data).hexdigest()
+
+
+@pytest.fixture
+def checkpoint(tmp_path: Path) -> Path:
+    path = tmp_path / "dreams.safetensors"
+    path.write_bytes(file_of())
+    return path
+
+
+@pytest.fixture
+def lora(tmp_path: Path) -> Path:
+    path = tmp_path / "rocket.safetensors"
+    path.write_bytes(file_of(*LORA))
+    return path
+
+
+@pytest.fixture
+def flags(storage_settings: StorageSettings) -> list[str]:
+    """The storage as flags: a folder, then Azurite."""
+    names = ("storage", "queue", "container")
+    return [f"--{name}={getattr(storage_settings, name)}" for name in names]
+
+
+def blobs_in(settings: StorageSettings, *names: str) -> list[bytes | None]:
+    async def read() -> list[bytes | None]:
+        async with open_storage(settings) as storage:
+            return [await storage.blobs.read(name) for name in names]
+
+    return asyncio.run(read())
+
+
+# A checkpoint
+
+
+def test_a_checkpoint_is_stored_under_its_name_with_the_workers_flags(
+    in_process: Imagefleet,
+    checkpoint: Path,
+    flags: list[str],
+    storage_settings: StorageSettings,
+) -> None:
+    result = in_process("model", "add", checkpoint.name, "--no-test", *flags)
+
+    assert result.returncode == console.EXIT_DONE, result.stderr
+    content = checkpoint.read_bytes()
+    assert result.stdout == (f"--model store:dreams.safetensors --model-sha256 {sha256(content)}\n")
+    assert blobs_in(storage_settings, "models/dreams.safetensors") == [content]
+
+    again = in_process("model", "add", checkpoint.name, "--no-test", "--json", *flags)
+    assert json.loads(again.stdout)["is_new"] is False
+    listed = json.loads(in_process("model", "list", "--json", *flags).stdout)["models"]
+    assert [(each["name"], each["kind"], each["sha256"]) for each in listed] == [
+        ("dreams.safetensors", "SD 1.x", sha256(content))
+    ]
+    assert "dreams.safetensors  SD 1.x" in in_process("model", "list", *flags).stdout
+
+    checkpoint.write_bytes(file_of(*SD1, "another"))
+    refused = in_process("model", "add", checkpoint.name, "--no-test", *flags)
+    assert refused.returncode == console.EXIT_OPERATOR_MUST_ACT
+    assert "exists and is another file" in refused.stderr
+    assert blobs_in(storage_settings, "models/dreams.safetensors") == [content]
+
+
+@pytest.mark.parametrize(
+    ("arguments", "reason"),
+    [
+        (["gone.safetensors"], "does not exist"),
+        (["rocket.safetensors"], "is a LoRA for Stable Diffusion 1.x; `imagefleet lora add`"),
+        (["old.ckpt"], "is a pickle"),
+        (["dreams.safetensors", "--name", "../x"], "the name '../x' is refused"),
+        (["dreams.safetensors", "--sha256", "0" * 64], "another SHA-256"),
+        (["http://127.0.0.1:1/a.safetensors"], "set --model-sha256 or use https"),
+        (["https://civitai.com/models/1"], "is a web page"),
+    ],
+)
+def test_what_is_no_checkpoint_never_reaches_the_storage(
+    arguments: list[str],
+    reason: str,
+    in_process: Imagefleet,
+    checkpoint: Path,
+    lora: Path,
+    tmp_path: Path,
+) -> None:
+    (tmp_path / "old.ckpt").touch()
+    result = in_process("model", "add", *arguments)
+    assert result.returncode == console.EXIT_OPERATOR_MUST_ACT
+    assert reason in result.stderr
+    assert not (tmp_path / "imagefleet-data").exists()
+
+
+def test_v_prediction_that_only_a_yaml_tells_is_not_lost(
+    in_process: Imagefleet, checkpoint: Path
+) -> None:
+    checkpoint.with_suffix(".yaml").write_text("model: {params: {parameterization: v}}")
+    assert "write it into the file first" in in_process("model", "add", checkpoint.name).stderr
+    checkpoint.write_bytes(file_of(modelspec__prediction_type="v"))
+    result = in_process("model", "add", checkpoint.name, "--no-test")
+    assert result.returncode == console.EXIT_DONE, result.stderr
+
+
+def test_a_folder_is_packed_drawn_and_loads_where_it_is_unpacked(
+    in_process: Imagefleet, tmp_path: Path
+) -> None:
+    # Two threads on a busy machine wait for each other: 5x slower.
+    torch.set_num_threads(1)
+    model = tiny_model.build_tiny_checkpoint(tmp_path / "tiny")
+    (model / "safety_checker").mkdir()
+    (model / "safety_checker" / "pytorch_model.bin").write_bytes(b"a pickle")
+    (model / "model_index.json").unlink()
+
+    result = in_process("model", "add", "tiny", "--json", "--cache", "cache")
+
+    assert result.returncode == console.EXIT_DONE, result.stderr
+    added = json.loads(result.stdout)
+    assert added["blob"] == "models/tiny.tar"
+    assert (tmp_path / added["image"]["path"]).read_bytes().startswith(b"\x89PNG")
+    stored = tmp_path / "imagefleet-data" / "images" / "models" / "tiny.tar"
+    assert sha256(stored.read_bytes()) == added["sha256"]
+    with tarfile.open(stored) as tar:
+        names = set(tar.getnames())
+        tar.extractall(tmp_path / "unpacked", filter="data")
+    assert "model_index.json" in names
+    assert not any("safety" in name for name in names)
+    assert preview.draw(tmp_path / "unpacked", tmp_path / "again.png").width == 64
+    assert list((tmp_path / "cache" / "added").iterdir()) == []
+
+
+def test_the_same_folder_gives_the_same_bytes(tmp_path: Path) -> None:
+    for name in ("one", "two"):
+        (tmp_path / name / "unet").mkdir(parents=True)
+        (tmp_path / name / "unet" / "config.json").write_text("{}")
+        (tmp_path / name / "model_index.json").write_text("{}")
+        progress: list[int] = []
+        pack.pack(tmp_path / name, tmp_path / f"{name}.tar", progress.append)
+        assert progress[-1] == 4
+    assert (tmp_path / "one.tar").read_bytes() == (tmp_path / "two.tar").read_bytes()
+
+
+def test_without_torch_no_image_is_tried(
+    in_process: Imagefleet, checkpoint: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(preview, "can_draw", lambda: False)
+    result = in_process("model", "add", checkpoint.name, "--json")
+    assert json.loads(result.stdout)["image"] is None
+
+
+def test_a_checkpoint_that_draws_nothing_is_not_stored(
+    in_process: Imagefleet, tmp_path: Path, checkpoint: Path
+) -> None:
+    """It has the names of a checkpoint and none of its weights."""
+    result = in_process("model", "add", checkpoint.name)
+    assert result.returncode == console.EXIT_OPERATOR_MUST_ACT
+    assert "does not fit Stable Diffusion 1.x" in result.stderr
+    assert not (tmp_path / "imagefleet-data").exists()
+
+
+# From a URL
+
+
+@pytest.fixture
+async def address(tmp_path: Path) -> AsyncIterator[str]:
+    """Of the file that a server calls dreams.safetensors."""
+
+    async def answer(_: web.Request) -> web.Response:
+        named = {"Content-Disposition": 'attachment; filename="dreams.safetensors"'}
+        return web.Response(body=file_of(), headers=named)
+
+    runner = web.ServerRunner(web.Server(answer), shutdown_timeout=0)
+    await runner.setup()
+    await web.TCPSite(runner, "127.0.0.1", 0).start()
+    yield f"http://127.0.0.1:{runner.addresses[0][1]}/api/download/models/1"
+    await runner.cleanup()
+
+
+async def test_a_download_has_the_servers_name_and_is_removed_once_it_is_stored(
+    address: str, tmp_path: Path
+) -> None:
+    expected = sha256(file_of())
+    with pytest.raises(RuntimeError, match="the upload failed"):
+        async with transfer.local_file(address, expected, kinds.SD1, tmp_path) as path:
+            raise RuntimeError("the upload failed")
+    assert path.is_file(), "it is not downloaded again the next time"
+    async with transfer.local_file(address, expected, kinds.SD1, tmp_path) as again:
+        assert again == path
+        assert path.name == "dreams.safetensors"
+    assert not path.exists()
+
+
+async def test_a_download_of_another_kind_is_refused(address: str, tmp_path: Path) -> None:
+    expected = sha256(file_of())
+    with pytest.raises(errors.SetupError, match="is a Stable Diffusion"):
+        async with transfer.local_file(address, expected, kinds.SD1_LORA, tmp_path):
+            pass
+
+
+# LoRAs
+
+
+def test_a_lora_is_stored_with_its_hash_in_the_manifest_if_there_is_one(
+    in_process: Imagefleet, lora: Path, flags: list[str], storage_settings: StorageSettings
+) -> None:
+    result = in_process("lora", "add", lora.name, *flags)
+    assert result.returncode == console.EXIT_DONE, result.stderr
+    assert result.stdout == "<lora:rocket:1>\n"
+    first = sha256(lora.read_bytes())
+    stored, manifest = blobs_in(storage_settings, "loras/rocket.safetensors", "loras/manifest.json")
+    assert (stored, manifest) == (lora.read_bytes(), None)
+
+    listed = in_process("lora", "add", lora.name, "--manifest", "--json", *flags)
+    assert json.loads(listed.stdout)["in_manifest"] is True
+    lora.write_bytes(file_of(*LORA, "x"))
+    in_process("lora", "add", lora.name, "--name", "night (v2)", *flags)
+
+    (manifest,) = blobs_in(storage_settings, "loras/manifest.json")
+    assert manifest is not None
+    assert json.loads(manifest) == {"rocket": first, "night (v2)": sha256(lora.read_bytes())}
+    rows = json.loads(in_process("lora", "list", "--json", *flags).stdout)["loras"]
+    assert [row["name"] for row in rows] == ["night (v2).safetensors", "rocket.safetensors"]
+
+
+@pytest.mark.parametrize(
+    ("arguments", "reason"),
+    [
+        (["dreams.safetensors"], "is a Stable Diffusion 1.x checkpoint; `imagefleet model add`"),
+        (["sdxl.safetensors"], "is a LoRA for SDXL; imagefleet uses LoRAs for"),
+        (["rocket.safetensors", "--name", "a:b"], "the name 'a:b' is refused"),
+        (["gone.safetensors"], "cannot be read: No such file"),
+        (["old.pt"], "is a pickle"),
+    ],
+)
+def test_what_is_no_lora_for_sd1_never_reaches_the_storage(
+    arguments: list[str],
+    reason: str,
+    in_process: Imagefleet,
+    checkpoint: Path,
+    lora: Path,
+    tmp_path: Path,
+) -> None:
+    (tmp_path / "old.pt").touch()
+    (tmp_path / "sdxl.safetensors").write_bytes(file_of("lora_te2_text_model_x.alpha"))
+    result = in_process("lora", "add", *arguments)
+    assert result.returncode == console.EXIT_OPERATOR_MUST_ACT
+    assert reason in result.stderr
+    assert not (tmp_path / "imagefleet-data").exists()
+
+
+async def test_a_manifest_that_others_change_meanwhile_keeps_their_hashes(
+    storage: Storage, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from fleet.files import lora as commands
+
+    blobs = storage.blobs
+    await commands._list_hash(storage, "a", "1", create=True)
+    read_part = type(blobs).read_part
+    others = iter(["b", "c"])
+
+    async def read_late(self: BlobStore, name: str, offset: int, most: int) -> object:
+        part = await read_part(self, name, offset, most)  # type: ignore[arg-type]
+        if other := next(others, None):
+            content = json.loads(await blobs.read(name) or b"") | {other: "2"}
+            assert part is not None
+            assert await blobs.replace(
+                name, json.dumps(content).encode(), "text/plain", part.version
+            )
+        return part
+
+    monkeypatch.setattr(type(blobs), "read_part", read_late)
+    assert await commands._list_hash(storage, "z", "3", create=False)
+    content = await blobs.read("loras/manifest.json")
+    assert json.loads(content or b"") == {"a": "1", "b": "2", "c": "2", "z": "3"}
+
+
+# Lists
+
+
+def test_an_empty_list_says_how_to_fill_it(in_process: Imagefleet, lora: Path) -> None:
+    in_process("lora", "add", lora.name)
+    result = in_process("model", "list")
+    assert (result.stdout, result.returncode) == ("", console.EXIT_DONE)
+    assert "`imagefleet model add` stores one" in result.stderr
+
+
+async def test_a_file_that_was_put_there_by_hand_is_listed_too(
+    local_settings: StorageSettings,
+) -> None:
+    async with open_storage(local_settings) as storage:
+        await storage.create()
+        for name in ("models/sub/a.tar", "models/b.safetensors", "models/notes.txt"):
+            await storage.blobs.create(name, b"12345", "text/plain", {})
+    rows = await listing.read(local_settings, "models", (".safetensors", ".tar"))
+    assert [(row.name, row.kind, row.bytes) for row in rows] == [
+        ("b.safetensors", None, 5),
+        ("sub/a.tar", None, 5),
+    ]
+
+
+def test_a_tag_is_printed_as_it_is(capsys: pytest.CaptureFixture[str]) -> None:
+    """Rich would draw a rocket."""
+    console.print_plain("<lora:rocket:1>")
+    assert capsys.readouterr().out == "<lora:rocket:1>\n"

@@ -1,0 +1,27 @@
+"""Safetensors files as far as their headers go: the names that tell what a file is, no weights."""
+
+from __future__ import annotations
+
+import json
+
+#: Tensors that tell a Stable Diffusion 1.x checkpoint.
+SD1 = (
+    "model.diffusion_model.input_blocks.0.0.weight",
+    "cond_stage_model.transformer.text_model.final_layer_norm.weight",
+    "first_stage_model.decoder.conv_in.weight",
+)
+LORA = ("lora_te_text_model_encoder_layers_0_mlp_fc1.alpha",)
+SDXL = ("conditioner.embedders.1.model.positional_embedding", "first_stage_model.x")
+
+
+def file_of(*names: str, data: bytes = b"", **metadata: str) -> bytes:
+    """A file with tensors of these names, by default a checkpoint's; the first has the data.
+
+    In the keys of the metadata, `__` stands for a dot.
+    """
+    names = names or SD1
+    none = {"dtype": "U8", "shape": [0], "data_offsets": [len(data)] * 2}
+    first = {"dtype": "U8", "shape": [len(data)], "data_offsets": [0, len(data)]}
+    stated = {key.replace("__", "."): value for key, value in metadata.items()}
+    header = json.dumps({"__metadata__": stated, **dict.fromkeys(names, none), names[0]: first})
+    return len(header.encode()).to_bytes(8, "little") + header.encode() + data

@@ -1,0 +1,190 @@
+"""What `--model` may name: a path, or an address to fetch a checkpoint from."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import re
+import shlex
+from dataclasses import dataclass
+from pathlib import PurePosixPath
+
+from yarl import URL
+
+from imagefleet import errors
+from imagefleet.storage import protocol
+
+STORE_SCHEME = "store:"
+
+#: A plain name with the suffix of a single file or of a packed folder.
+FILE_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9 ._+-]{0,150}\.(safetensors|tar)")
+
+#: Such a name without its suffix.
+STEM = re.compile(r"[A-Za-z0-9][A-Za-z0-9 ._+-]{0,150}")
+
+PICKLE_SUFFIXES = frozenset({".ckpt", ".pt", ".pth", ".bin"})
+
+_IS_URL = re.compile(r"https?://", re.IGNORECASE)
+
+#: A repository on Hugging Face, which also looks like a relative path.
+_HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]{0,95}/[A-Za-z0-9][\w.-]{0,95}")
+
+#: Repositories that are gone, and where their files are now.
+_MOVED = {
+    "runwayml/stable-diffusion-v1-5": "stable-diffusion-v1-5/stable-diffusion-v1-5",
+    "runwayml/stable-diffusion-inpainting": "stable-diffusion-v1-5/stable-diffusion-inpainting",
+}
+
+#: Parameters of signed addresses: they are renewed, and the file stays the same.
+_CREDENTIALS = re.compile(
+    r"token|(api_?)?key|signature|expires|policy|key-pair-id|x-(amz|goog)-.*|response-content-.*"
+    r"|sig|s[veprtsi]|spr|srt|sdd|sk(oid|tid|t|e|s|v)",  # Azure's
+    re.IGNORECASE,
+)
+
+
+@dataclass(frozen=True, slots=True)
+class Address:
+    """Where a model is fetched from.
+
+    The same *identity* means the same model, whatever token the address has. *file_name* is None
+    where the address does not tell; *stem* is its name until the server says a better one.
+    """
+
+    text: str
+    identity: str
+    file_name: str | None
+    stem: str
+
+    @property
+    def blob(self) -> str | None:
+        """The name below models/ in the storage, of an address there."""
+        is_in_storage = self.text.startswith(STORE_SCHEME)
+        return self.text.removeprefix(STORE_SCHEME) if is_in_storage else None
+
+    def folder_name(self, sha256: str | None) -> str:
+        """The folder's name in the cache."""
+        return hashlib.sha256(f"{self.identity}\n{sha256}".encode()).hexdigest()[:16]
+
+
+def read_address(text: str, sha256: str | None, storage: str) -> Address | None:
+    """The address in *text*; None if it is a path. *storage* identifies the fleet's storage.
+
+    Raises:
+        SetupError: it can be no address of a model.
+    """
+    if _IS_URL.match(text):
+        address = _read_url(text)
+    elif text.startswith(STORE_SCHEME):
+        address = _read_store(text, storage)
+    else:
+        if sha256 is not None:
+            raise errors.SetupError("--model-sha256 is for a model that is fetched; this is a path")
+        return None
+    if text.lower().startswith("http:") and sha256 is None:
+        raise errors.SetupError(
+            "a model could be changed on its way over plain http: set --model-sha256 or use https"
+        )
+    return address
+
+
+def hub_advice(text: str) -> str | None:
+    """What to do with the id of a repository on Hugging Face; None if *text* is none."""
+    if not _HUB_ID.fullmatch(text):
+        return None
+    start = "if it is a model on Hugging Face, download it:"
+    if text in _MOVED:
+        start = "its repository on Hugging Face is gone; download its copy:"
+    command = f"hf download {_MOVED.get(text, text)} --local-dir ./model"
+    return f"{start} `{command}`, and then --model ./model"
+
+
+def pickle_advice(path: str) -> str:
+    """How to convert a pickled checkpoint: one sentence with a command."""
+    new = str(PurePosixPath(path).with_suffix(".safetensors"))
+    program = (
+        "import torch; from safetensors.torch import save_file;"
+        f' w = torch.load({json.dumps(path)}, map_location="cpu", weights_only=True);'
+        ' w = w.get("state_dict", w);'
+        " save_file({k: v.clone().contiguous() for k, v in w.items() if torch.is_tensor(v)},"
+        f" {json.dumps(new)})"
+    )
+    return (
+        "a pickle, which may run any program when it is loaded, so it never is: take the model's"
+        f" .safetensors version, or convert it: python -c {shlex.quote(program)}"
+    )
+
+
+def _read_url(text: str) -> Address:
+    try:
+        url = URL(text)
+        host = (url.host or "").lower().removeprefix("www.")
+    except ValueError as error:
+        raise errors.SetupError(f"--model is not a valid address: {error}") from None
+    bare = url.with_query(None).with_user(None).with_fragment(None)
+    if host in {"huggingface.co", "hf.co"}:
+        _refuse_hub_page(url, str(bare))
+    if host == "civitai.com":
+        _refuse_civitai_page(url, str(bare))
+    suffix = PurePosixPath(url.name).suffix.lower()
+    if suffix in PICKLE_SUFFIXES:
+        raise errors.SetupError(f"{str(bare)!r} is {pickle_advice(url.name)}")
+    if suffix in {".safetensors", ".tar"}:
+        if not FILE_NAME.fullmatch(url.name):
+            raise _refused_name(url.name)
+        return Address(text, str(bare), url.name, PurePosixPath(url.name).stem)
+    if not url.name or "/" in url.name:
+        raise _refused_name(url.name)
+    # Without a suffix, the parameters may name the file, and its content tells what it is.
+    kept = [(key, value) for key, value in url.query.items() if not _CREDENTIALS.fullmatch(key)]
+    stem = url.name if STEM.fullmatch(url.name) else "model"
+    return Address(text, str(bare.with_query(sorted(kept))), None, stem)
+
+
+def _read_store(text: str, storage: str) -> Address:
+    blob = text.removeprefix(STORE_SCHEME)
+    name = blob.rpartition("/")[2]
+    try:
+        protocol.check_blob_name(blob)
+    except errors.JobError as error:
+        raise errors.SetupError(f"the model cannot be fetched: {error.message}") from None
+    if not FILE_NAME.fullmatch(name):
+        raise _refused_name(name)
+    return Address(text, f"{storage} {text}", name, PurePosixPath(name).stem)
+
+
+def _refused_name(name: str) -> errors.SetupError:
+    return errors.SetupError(
+        f"the model {name[:80]!r} cannot be fetched: its name must end in .safetensors, or in"
+        " .tar for a folder in diffusers format"
+    )
+
+
+def _refuse_hub_page(url: URL, bare: str) -> None:
+    """Only /OWNER/NAME/resolve/REVISION/FILE is a file."""
+    parts = [part for part in url.path.split("/") if part]
+    if parts[2:3] == ["resolve"] and len(parts) > 4:  # noqa: PLR2004
+        return
+    if parts[2:3] == ["blob"] and len(parts) > 4:  # noqa: PLR2004
+        file = bare.replace("/blob/", "/resolve/", 1)
+        raise errors.SetupError(f"{bare!r} is a web page; the file itself is at {file}")
+    identity = "/".join(parts[:2])
+    advice = hub_advice(identity) or "the address of a file has /resolve/ in it"
+    raise errors.SetupError(f"{bare!r} is a web page, not a file; {advice}")
+
+
+def _refuse_civitai_page(url: URL, bare: str) -> None:
+    """Only /api/download/models/NUMBER is a file."""
+    if url.path.startswith("/api/download/"):
+        return
+    number = url.query.get("modelVersionId", "")
+    known = number if number.isdecimal() else "NUMBER"
+    raise errors.SetupError(
+        f"{bare!r} is a web page; --model https://civitai.com/api/download/models/{known}"
+        + (
+            " downloads the file"
+            if known == number
+            else " downloads the file, with the number from the page's download button"
+        )
+        + "; many models also need a token: append ?token=YOUR_TOKEN"
+    )

@@ -1,0 +1,253 @@
+"""Whether `--model` can be right, told in milliseconds: before torch, the network and the weights.
+
+The engine checks what only the weights tell.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+import stat
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any, BinaryIO
+
+import yaml
+
+from imagefleet import errors
+from worker.files import addresses, kinds, safetensors
+from worker.settings import WorkerSettings
+
+#: Enough to tell a file's format: a tar's magic comes last.
+HEAD_BYTES = 512
+
+#: How files begin that are taken for a checkpoint; torch's pickles are in zip files since 2020.
+_FORMATS = {
+    "pickle": rb"PK\x03\x04|\x80[\x02-\x05]",
+    "gzip": rb"\x1f\x8b",
+    "page": rb"(\xef\xbb\xbf)?\s*<",
+    "json": rb"(\xef\xbb\xbf)?\s*[{\[]",
+    "git-lfs": rb"version https://git-lfs",
+}
+
+#: AUTOMATIC1111's configuration of a checkpoint; those in use have 2 KB.
+_MAX_YAML_BYTES = 2**16
+_MAX_JSON_BYTES = 2**20
+
+_PARTS = ("unet", "vae", "text_encoder")
+
+#: Pipelines in diffusers format by the start of their class, the longest first.
+_PIPELINES = (
+    ("StableDiffusionXL", "an SDXL checkpoint"),
+    ("StableDiffusion3", "a Stable Diffusion 3 checkpoint"),
+    ("StableDiffusionInpaint", "an inpainting checkpoint"),
+    ("StableDiffusionInstructPix2Pix", "a checkpoint that edits pictures"),
+    ("StableDiffusionUpscale", "an upscaler"),
+    ("StableDiffusionDepth", "a depth-to-image checkpoint"),
+)
+_SD2_WIDTH = 1024
+_INPAINTING_INPUTS = 9
+
+_ONLY_SD1 = "imagefleet generates with Stable Diffusion 1.x checkpoints"
+
+
+def check(settings: WorkerSettings) -> None:
+    """Raises SetupError if the worker could never load its model; no network is used."""
+    if settings.config is not None and not settings.config.expanduser().is_dir():
+        raise errors.SetupError(f"--config {str(settings.config)!r} is not a folder")
+    identity = f"{settings.storage} {settings.container}"
+    if addresses.read_address(settings.model, settings.model_sha256, identity) is None:
+        check_path(Path(settings.model).expanduser())
+
+
+def check_path(path: Path) -> None:
+    """Raises SetupError unless *path* is a checkpoint that the engine can load."""
+    try:
+        mode = path.stat().st_mode
+        if stat.S_ISDIR(mode):
+            _check_folder(path)
+        elif path.suffix.lower() in addresses.PICKLE_SUFFIXES:
+            raise errors.SetupError(f"{str(path)!r} is {addresses.pickle_advice(str(path))}")
+        else:
+            kind = kind_of_file(path)
+            if kind != kinds.SD1:
+                raise errors.SetupError(refusal(str(path), kind))
+    except FileNotFoundError:
+        advice = addresses.hub_advice(str(path))
+        raise errors.SetupError(
+            f"the model {str(path)!r} does not exist" + (f"; {advice}" if advice else "")
+        ) from None
+    except OSError as error:
+        raise errors.SetupError(
+            f"the model {str(path)!r} cannot be read: {error.strerror or error}"
+        ) from error
+
+
+def kind_of_file(path: Path) -> kinds.Kind:
+    """The kind of a safetensors file.
+
+    Raises:
+        SetupError: it is none, or cut off.
+    """
+    return kinds.find_kind(read_header(path))
+
+
+def read_header(path: Path) -> safetensors.Header:
+    """The header of a safetensors file; raises SetupError as `kind_of_file`."""
+    with path.open("rb") as file:
+        size = path.stat().st_size
+        found = format_of(file.read(HEAD_BYTES))
+        if found != "safetensors":
+            raise errors.SetupError(f"{str(path)!r} is {describe(found, str(path))}")
+        file.seek(0)
+        try:
+            header = safetensors.read_header(file)
+        except safetensors.TruncatedError:
+            raise errors.SetupError(
+                f"{str(path)!r} is cut off: it has {size:,} bytes; download or copy it again"
+            ) from None
+        except safetensors.MalformedError:
+            raise errors.SetupError(
+                f"{str(path)!r} is damaged: its header is not one of a safetensors file"
+            ) from None
+    if size < header.file_bytes:
+        raise errors.SetupError(
+            f"{str(path)!r} is cut off: it has {size:,} of {header.file_bytes:,} bytes; download or"
+            " copy it again"
+        )
+    return header
+
+
+def refusal(what: str, kind: kinds.Kind) -> str:
+    """The sentence that refuses a file of that kind."""
+    return f"{what!r} is {kind.name}; {kind.advice}"
+
+
+def format_of(head: bytes) -> str:
+    """The format by the first `HEAD_BYTES`: safetensors, tar, one of `_FORMATS`, or unknown."""
+    # An empty .tar is of zeros alone.
+    if head[257:262] == b"ustar" or (len(head) == HEAD_BYTES and not any(head)):
+        return "tar"
+    if head[8:9] == b"{" and int.from_bytes(head[:8], "little") <= safetensors.MAX_HEADER_BYTES:
+        return "safetensors"
+    return next((name for name, start in _FORMATS.items() if re.match(start, head)), "unknown")
+
+
+def describe(found: str, name: str) -> str:
+    """What a file of a format that is no checkpoint is, and what to do, after 'it is'."""
+    return {
+        "pickle": addresses.pickle_advice(name),
+        "tar": "a .tar archive: unpack it with tar -xf, and name the folder in it",
+        "gzip": "compressed: unpack it first",
+        "page": "a web page, not a checkpoint: take the address of the file itself, with a token if"
+        " the site asks for a login",
+        "json": "JSON, not a checkpoint: perhaps a server's error message",
+        "git-lfs": "a Git LFS pointer, not the file itself: run `git lfs pull` in its repository",
+    }.get(found, "not a readable .safetensors file (it does not begin like one)")
+
+
+def prediction_type(path: Path) -> str | None:
+    """What a single file's UNet predicts, by a .yaml beside it or its header; None: unknown.
+
+    Raises:
+        SetupError: the .yaml cannot be read.
+    """
+    if not path.is_file():
+        return None
+    beside = path.with_suffix(".yaml")
+    if beside.is_file():
+        stated = _parameterization(beside)
+        if stated is not None:
+            return stated
+    return kinds.prediction_type(read_header(path))
+
+
+def _parameterization(path: Path) -> str | None:
+    """As AUTOMATIC1111 reads it: model.params.parameterization, 'v' or 'eps'."""
+    try:
+        with path.open("rb") as file:
+            content: Any = yaml.safe_load(_limited(file, _MAX_YAML_BYTES))
+    except (OSError, ValueError, RecursionError, yaml.YAMLError):
+        raise errors.SetupError(
+            f"{str(path)!r} beside the checkpoint is not a readable configuration"
+        ) from None
+    for key in ("model", "params", "parameterization"):
+        content = content.get(key) if isinstance(content, dict) else None
+    return {"v": "v_prediction", "eps": "epsilon"}.get(content) if content else None
+
+
+def _check_folder(folder: Path) -> None:
+    index = _read_json(folder / "model_index.json")
+    pipeline = str(index.get("_class_name", ""))
+    for start, name in _PIPELINES:
+        if pipeline.startswith(start):
+            raise errors.SetupError(f"{str(folder)!r} is {name}; {_ONLY_SD1}")
+    if pipeline and not pipeline.startswith("StableDiffusion"):
+        raise errors.SetupError(f"{str(folder)!r} is a checkpoint of {pipeline[:60]}; {_ONLY_SD1}")
+    if not any((folder / part).is_dir() for part in _PARTS):
+        raise errors.SetupError(_not_a_checkpoint(folder))
+    for part in _PARTS:
+        _check_part(folder / part)
+    unet = _read_json(folder / "unet" / "config.json")
+    if unet.get("addition_embed_type") is not None:
+        raise errors.SetupError(f"{str(folder)!r} is an SDXL checkpoint; {_ONLY_SD1}")
+    if unet.get("in_channels") == _INPAINTING_INPUTS:
+        raise errors.SetupError(f"{str(folder)!r} is an inpainting checkpoint; {_ONLY_SD1}")
+    if unet.get("cross_attention_dim") == _SD2_WIDTH:
+        raise errors.SetupError(
+            f"{str(folder)!r} is a Stable Diffusion 2.x checkpoint; {_ONLY_SD1}"
+        )
+
+
+def _check_part(folder: Path) -> None:
+    if not (folder / "config.json").is_file():
+        raise errors.SetupError(
+            f"{str(folder.parent)!r} is not a checkpoint in diffusers format: it has no"
+            f" {folder.name}/config.json"
+        )
+    files = sorted(folder.glob("*.safetensors"))
+    if not files:
+        pickles = [each.name for each in folder.iterdir() if _is_pickle(each)]
+        raise errors.SetupError(
+            f"{str(folder)!r} has no .safetensors file"
+            + (f", only {pickles[0]}, a pickle, and pickles are never loaded" if pickles else "")
+            + ": download the folder's .safetensors files as well"
+        )
+    for file in files:
+        read_header(file)
+
+
+def _not_a_checkpoint(folder: Path) -> str:
+    """What to name instead of a folder without a checkpoint in diffusers format."""
+    files = sorted(folder.glob("*.safetensors"))
+    start = f"{str(folder)!r} is not a checkpoint in diffusers format"
+    for file in files:
+        if kind_of_file(file) == kinds.SD1:
+            return f"{start}; it has the file of one: --model {file}"
+    if files:
+        return f"{start}; {refusal(files[0].name, kind_of_file(files[0]))}"
+    if pickle := next((each for each in sorted(folder.iterdir()) if _is_pickle(each)), None):
+        return f"{start}; {pickle.name} is {addresses.pickle_advice(str(pickle))}"
+    return f"{start}: it has no unet/config.json"
+
+
+def _is_pickle(path: Path) -> bool:
+    return path.suffix.lower() in addresses.PICKLE_SUFFIXES
+
+
+def _read_json(path: Path) -> Mapping[str, Any]:
+    try:
+        with path.open("rb") as file:
+            content = json.loads(_limited(file, _MAX_JSON_BYTES))
+    except FileNotFoundError:
+        return {}
+    except (ValueError, RecursionError):
+        raise errors.SetupError(f"{str(path)!r} is not JSON") from None
+    return content if isinstance(content, dict) else {}
+
+
+def _limited(file: BinaryIO, max_bytes: int) -> bytes:
+    content = file.read(max_bytes + 1)
+    if len(content) > max_bytes:
+        raise ValueError(f"more than {max_bytes} bytes")
+    return content

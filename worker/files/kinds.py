@@ -1,0 +1,225 @@
+"""What a safetensors file is, told by the names and shapes in its header."""
+
+from __future__ import annotations
+
+import re
+from dataclasses import dataclass
+
+from worker.files.safetensors import Header
+
+_ONLY_SD1 = "imagefleet generates with Stable Diffusion 1.x checkpoints"
+_WHOLE = "use the version of the checkpoint that has everything in one file"
+_LORA_PLACE = (
+    "`imagefleet lora add` puts it where workers find it, and prompts use it as <lora:NAME:0.8>"
+)
+
+
+@dataclass(frozen=True, slots=True)
+class Kind:
+    """A kind of file: its name for messages, with the article, and what to do with it."""
+
+    name: str
+    advice: str = _ONLY_SD1
+
+
+SD1 = Kind("a Stable Diffusion 1.x checkpoint", "`imagefleet model add` is for checkpoints")
+SD1_LORA = Kind("a LoRA for Stable Diffusion 1.x", _LORA_PLACE)
+
+_LORA_ADVICE = "imagefleet uses LoRAs for Stable Diffusion 1.x"
+_SDXL_LORA = Kind("a LoRA for SDXL", _LORA_ADVICE)
+_SD2_LORA = Kind("a LoRA for Stable Diffusion 2.x", _LORA_ADVICE)
+_OTHER_LORA = Kind("a LoRA for another architecture (Flux, SD3 or similar)", _LORA_ADVICE)
+
+_SDXL = Kind("an SDXL checkpoint")
+_REFINER = Kind("an SDXL refiner checkpoint")
+_SD2 = Kind("a Stable Diffusion 2.x checkpoint")
+_INPAINTING = Kind(
+    "a Stable Diffusion 1.x inpainting checkpoint",
+    "imagefleet generates from text: use the version that is not for inpainting",
+)
+_EDITING = Kind(
+    "a checkpoint that edits pictures (InstructPix2Pix)", "imagefleet generates from text"
+)
+_NO_VAE = Kind(
+    "a Stable Diffusion 1.x checkpoint without its VAE",
+    f"{_WHOLE}, or add a VAE (see 'Incomplete files' in docs/models.md)",
+)
+_NO_TEXT_ENCODER = Kind("a Stable Diffusion 1.x checkpoint without its text encoder", _WHOLE)
+_UNET = Kind("the UNet of a checkpoint alone", _WHOLE)
+_AVERAGE = Kind("the averaged weights (EMA) of a checkpoint alone", _WHOLE)
+_VAE = Kind("a VAE alone", _WHOLE)
+_TEXT_ENCODER = Kind("a text encoder alone", _WHOLE)
+_EMBEDDING = Kind(
+    "a textual inversion embedding", "imagefleet does not use embeddings: take a LoRA instead"
+)
+_DIFFUSERS_PARTS = Kind(
+    "a whole pipeline in diffusers' key names", "save it as a folder in diffusers format"
+)
+
+#: Patterns for the names of tensors, by the kind that they tell; the first that occurs decides.
+_TELLING_NAMES: tuple[tuple[Kind, str], ...] = (
+    (
+        Kind("a ControlNet", "imagefleet does not use ControlNets"),
+        r"^(control_model\.|(module\.)?controlnet_|lora_controlnet$|(.+\.)?input_hint_block\.)",
+    ),
+    (
+        Kind("an IP-Adapter", "imagefleet does not use adapters"),
+        r"^(ip_adapter\.|image_proj(_model)?\.)",
+    ),
+    (
+        Kind("a T2I-Adapter", "imagefleet does not use adapters"),
+        r"^adapter\.|^body\.\d+\.(resnets|block1|in_conv)\b",
+    ),
+    (
+        Kind("a motion module (AnimateDiff)", "imagefleet generates single images"),
+        r"\bmotion_modules\.",
+    ),
+    (_EMBEDDING, r"^(emb_params|string_to_param|clip_[gl])$"),
+    (
+        SD1_LORA,  # or for another architecture: see _lora
+        (
+            r"^(lora|lycoris|oft)_|[._]lora_([AB]|down|up)\b|[._]lora(_linear_layer)?\.(down|up)\."
+            r"|\.(hada_w1_a|lokr_w[12](_a)?|oft_blocks|dora_scale)$"
+        ),
+    ),
+    (_DIFFUSERS_PARTS, r"^unet\.(conv_in|down_blocks)\."),
+    (Kind("a Stable Diffusion 3 checkpoint"), r"^(model\.diffusion_model\.)?joint_blocks\."),
+    (
+        Kind("a HunyuanVideo checkpoint"),
+        r"(^|\.)txt_in\.individual_token_refiner\.",
+    ),
+    (
+        Kind("a Flux checkpoint"),
+        r"^(model\.diffusion_model\.)?(double_blocks\.|single_transformer_blocks\.)",
+    ),
+    (
+        Kind("a Stable Cascade checkpoint"),
+        r"^(model\.diffusion_model\.)?(clip_txt_mapper|clip_mapper|clf\.1)\b",
+    ),
+    (
+        Kind("a diffusion transformer (SD3, Z-Image, Wan, Qwen-Image or similar)"),
+        (
+            r"^(model\.diffusion_model\.|net\.)?(double_layers|double_stream_blocks"
+            r"|transformer_blocks|patchify_proj|patch_embedding|cap_embedder|x_embedder|adaln_single"
+            r"|pos_embed|txt_in|blocks\.\d+\.|layers\.\d+\.)"
+        ),
+    ),
+    (_REFINER, r"^conditioner\.embedders\.0\.model\."),
+    (_SDXL, r"^conditioner\.embedders\."),
+    (SD1, r"^model\.diffusion_model\.input_blocks\."),  # or another with a UNet: see _with_unet
+    (_AVERAGE, r"^model_ema\."),
+    (_UNET, r"^(diffusion_model\.)?(input_blocks|time_embed|time_embedding)\."),
+    (_VAE, r"^(first_stage_model\.|vae\.)?(encoder|decoder)\.conv_in\.|^taesd_|^post_quant_conv\."),
+    (
+        _TEXT_ENCODER,
+        (
+            r"^(cond_stage_model\.)?(transformer\.)?(text_model\.|resblocks\.|text_projection)"
+            r"|^(embeddings\.token_embedding|encoder\.block\.|shared\.weight|model\.layers\.)"
+        ),
+    ),
+    (Kind("an image encoder alone"), r"^(vision_model|visual)\."),
+    (
+        Kind("an upscaler", "imagefleet does not use upscalers"),
+        r"^(conv_first\.|(params|params_ema|model)\.\d|body\.\d+\.rdb|RRDB_trunk\.|model\.1\.sub)",
+    ),
+)
+
+#: The width of the prompt's encoding, which the UNet's cross-attention takes in.
+_BY_CONTEXT = {1024: _SD2, 1280: _REFINER, 2048: _SDXL}
+_LORA_BY_CONTEXT = {1024: _SD2_LORA, 1280: _SDXL_LORA, 2048: _SDXL_LORA}
+
+#: Inputs of the UNet besides the four of the image: a mask and a masked image, or another image.
+_BY_INPUTS = {9: _INPAINTING, 8: _EDITING}
+
+_INPUTS = "model.diffusion_model.input_blocks.0.0.weight"
+_CROSS_ATTENTION = re.compile(r"\.attn2\.to_k\.weight$")
+_LORA_CROSS_ATTENTION = re.compile(
+    r"attn2[._]to_k[._].*(lora_down|lora_A|lora\.down|lora_linear_layer\.down|hada_w1_b)\b"
+)
+_SDXL_LORA_NAME = re.compile(
+    r"^(lora_te2_|text_encoder_2\.)|transformer_blocks[._][1-9]", re.MULTILINE
+)
+_OTHER_LORA_NAME = re.compile(
+    r"(double|single|joint)_blocks[._]|^(lora_)?transformer[._]|single_transformer_blocks[._]"
+    r"|^(diffusion_model|lora_unet)[._](blocks|layers|transformer_blocks)[._]",
+    re.MULTILINE,
+)
+
+#: How training tools name the base model of a LoRA (ss_base_model_version).
+_LORA_BY_BASE = (("sdxl", _SDXL_LORA), ("sd_v2", _SD2_LORA), ("sd_v1", SD1_LORA))
+
+_ARCHITECTURE = "modelspec.architecture"
+_PREDICTION = "modelspec.prediction_type"
+_MOST_EMBEDDING_TENSORS = 3
+
+
+def find_kind(header: Header) -> Kind:
+    """The kind of file that has this header. Names of tensors go before what its author says."""
+    names = "\n".join(header.shapes)
+    for kind, pattern in _TELLING_NAMES:
+        if re.search(pattern, names, re.MULTILINE):
+            if kind is SD1_LORA:
+                return _lora(header, names)
+            return _with_unet(header, names) if kind in {SD1, _SDXL} else kind
+    if 0 < len(header.shapes) <= _MOST_EMBEDDING_TENSORS and all(
+        len(shape) == 2 and shape[1] in {768, 1024, 1280}  # noqa: PLR2004 - [vectors, width]
+        for shape in header.shapes.values()
+    ):
+        return _EMBEDDING
+    if architecture := header.metadata.get(_ARCHITECTURE):
+        return Kind(f"a model of the architecture {architecture[:60]!r}")
+    first = next(iter(header.shapes), None)
+    return Kind(
+        "an empty safetensors file"
+        if first is None
+        else f"no known kind of model (its first tensor is {first[:60]!r})"
+    )
+
+
+def prediction_type(header: Header) -> str | None:
+    """What a checkpoint's UNet predicts, where its file says so: 'epsilon' or 'v_prediction'."""
+    if "v_pred" in header.shapes:  # an empty tensor that marks such files
+        return "v_prediction"
+    stated = header.metadata.get(_PREDICTION, "").lower()
+    return {"epsilon": "epsilon", "v": "v_prediction", "v_prediction": "v_prediction"}.get(stated)
+
+
+def _with_unet(header: Header, names: str) -> Kind:
+    """The kind of a checkpoint of Stable Diffusion 1.x to XL."""
+    kind = _BY_CONTEXT.get(_size(header, _CROSS_ATTENTION, axis=-1))
+    if kind is None and re.search(r"^conditioner\.embedders\.1\.", names, re.MULTILINE):
+        kind = _SDXL
+    if kind is None and re.search(r"^cond_stage_model\.model\.", names, re.MULTILINE):
+        kind = _SD2
+    if kind is not None:
+        return kind
+    inputs = header.shapes.get(_INPUTS, ())
+    if len(inputs) > 1 and inputs[1] in _BY_INPUTS:
+        return _BY_INPUTS[inputs[1]]
+    if not re.search(r"^cond_stage_model\.transformer\.", names, re.MULTILINE):
+        return _NO_TEXT_ENCODER
+    if not re.search(r"^(first_stage_model|vae)\.", names, re.MULTILINE):
+        return _NO_VAE
+    return SD1
+
+
+def _lora(header: Header, names: str) -> Kind:
+    if _OTHER_LORA_NAME.search(names):
+        return _OTHER_LORA
+    width = _size(header, _LORA_CROSS_ATTENTION, axis=1)
+    if width in _LORA_BY_CONTEXT:
+        return _LORA_BY_CONTEXT[width]
+    if _SDXL_LORA_NAME.search(names):
+        return _SDXL_LORA
+    base = header.metadata.get("ss_base_model_version", "")
+    architecture = header.metadata.get(_ARCHITECTURE, "")
+    stated = base or architecture.replace("stable-diffusion-", "sd_").replace("sd_xl", "sdxl")
+    return next((kind for start, kind in _LORA_BY_BASE if stated.startswith(start)), SD1_LORA)
+
+
+def _size(header: Header, pattern: re.Pattern[str], axis: int) -> int:
+    """The size along *axis* of the first tensor whose name has *pattern*; 0 without one."""
+    for name, shape in header.shapes.items():
+        if pattern.search(name) and len(shape) > 1:
+            return shape[axis]
+    return 0
