@@ -196,7 +196,7 @@ def _show(report: DemoReport, settings: WorkerSettings, storage: Path) -> None:
         f" ({report.seconds:.1f} s without loading the model)",
         "engine idle": f"{console.percent(report.engine_idle_fraction)} of the time",
         "images per dollar": f"{report.images_per_dollar:,.0f}: this machine's speed at the price"
-        f" of an {PRICED_GPU} ({PRICED_PRIORITY} priority, {price:.2f} $/h). The demo's model is a"
+        f" of an {PRICED_GPU} ({PRICED_PRIORITY} priority, ${price:.2f}/h). The demo's model is a"
         " hundredth of Stable Diffusion's size: not comparable",
         "failed jobs": f"{report.failed}, invalid on purpose; list them with:",
     }

@@ -166,7 +166,7 @@ def _show(report: Mapping[str, Any]) -> None:
             " {over_diffusers_peft:.1f}x as fast"
         )
     rows["images per dollar"] = (
-        "{images_per_dollar:,.0f} at {dollars_per_hour:g} $/h"
+        "{images_per_dollar:,.0f} at ${dollars_per_hour:g}/h"
         if report["images_per_dollar"] is not None
         else "unknown price: give --price-per-hour or --gpu"
     )
