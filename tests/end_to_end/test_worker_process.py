@@ -129,6 +129,12 @@ async def test_two_workers_share_the_jobs_and_generate_none_twice(
     assert not any("duplicate" in output for output in outputs), outputs
 
 
+def value(metrics: str, series: str) -> float:
+    """The value of a series in the text of the metrics; 0 where it is missing."""
+    found = re.search(f"^{re.escape(series)} (\\S+)$", metrics, re.MULTILINE)
+    return float(found[1]) if found else 0.0
+
+
 @local_only
 async def test_a_worker_serves_probes_and_metrics_while_it_works(
     storage: Storage, tiny_model: Path, start: Start
@@ -148,14 +154,12 @@ async def test_a_worker_serves_probes_and_metrics_while_it_works(
         assert (await ask("/ready"))[0] == 503, "ready before the model was loaded"
         while (await ask("/ready"))[0] == 503:
             await asyncio.sleep(0.1)
-        while 'imagefleet_jobs_total{outcome="completed"} 1.0' not in (await ask("/metrics"))[1]:
+        completed = 'imagefleet_jobs_total{fleet="storage/jobs",outcome="completed"}'
+        while value(metrics := (await ask("/metrics"))[1], completed) != 1:
             await asyncio.sleep(0.1)
-        _, metrics = await ask("/metrics")
-    assert "imagefleet_images_total 1.0" in metrics
-    cost = r'^imagefleet_cost_dollars_total{kind="gpu"} (\S+)$'
-    dollars = re.search(cost, metrics, re.MULTILINE)
-    assert dollars is not None
-    assert 0 < float(dollars[1]) < 0.03
+    assert value(metrics, 'imagefleet_images_total{fleet="storage/jobs"}') == 1
+    dollars = value(metrics, 'imagefleet_cost_dollars_total{fleet="storage/jobs",kind="gpu"}')
+    assert 0 < dollars < 0.03
 
 
 @local_only

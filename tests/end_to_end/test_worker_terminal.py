@@ -228,7 +228,7 @@ async def test_ctrl_c_drains_and_says_so(storage: Storage, start: Start) -> None
     await fill(storage, 400)
     slow = """
 from worker import testing
-testing.StandInEngine.tick = (lambda tick: lambda self: (time.sleep(1), tick(self))[1])(
+testing.StandInEngine.tick = (lambda tick: lambda self: (time.sleep(3), tick(self))[1])(
     testing.StandInEngine.tick
 )
 """

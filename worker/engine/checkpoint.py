@@ -323,6 +323,8 @@ def _read_json(path: Path) -> dict[str, Any]:
 
 
 def _brief(error: Exception) -> str:
-    """The first line: libraries append pages of weight names and links."""
-    lines = str(error).strip().splitlines() or [type(error).__name__]
-    return lines[0][:200]
+    """The first line that says something: libraries append pages of weight names and links."""
+    lines = [line.strip() for line in str(error).splitlines() if line.strip()]
+    # torch's first line is only a heading: "Error(s) in loading state_dict for ...:".
+    said = next((line for line in lines if not line.endswith(":")), type(error).__name__)
+    return said[:200]
