@@ -10,6 +10,7 @@ import hashlib
 import json
 import logging
 import os
+import re
 import signal
 import sys
 import tempfile
@@ -69,6 +70,8 @@ ENGINE_THREAD = "engine"
 
 #: Wider than any table, for output to a pipe or file.
 _UNLIMITED_WIDTH = 10_000
+
+_SURROGATE = re.compile("[\ud800-\udfff]")
 
 Parameters = ParamSpec("Parameters")
 Result = TypeVar("Result")
@@ -155,7 +158,7 @@ def report_bug(error: Exception) -> None:
 def print_error(message: str) -> None:
     """Prints each line of *message* in red on stderr."""
     for line in message.splitlines():
-        stderr.print(Text(f"error: {line}", style="red"), soft_wrap=True)
+        stderr.print(untrusted(f"error: {line}", "red"), soft_wrap=True)
 
 
 def print_warning(message: str) -> None:
@@ -163,7 +166,7 @@ def print_warning(message: str) -> None:
     if logs.are_json():
         log.warning("%s", message, extra={"action": "warning"})
         return
-    stderr.print(Text(f"warning: {message}", style="yellow"), soft_wrap=True)
+    stderr.print(untrusted(f"warning: {message}", "yellow"), soft_wrap=True)
 
 
 def print_note(text: str) -> None:
@@ -218,9 +221,17 @@ def keep_whole(part: ConsoleRenderable | str) -> None:
                 column.min_width = max(map(cell_len, texts), default=0)
 
 
+def untrusted(text: str, style: str = "") -> Text:
+    """Text from elsewhere: neither markup nor a terminal's control sequences take effect."""
+    shown = (each if each.isprintable() or each == "\n" else "\ufffd" for each in text)
+    return Text("".join(shown), style)
+
+
 def json_text(record: Any) -> str:
     """*record* as indented JSON, times as ISO 8601."""
-    return json.dumps(record, ensure_ascii=False, indent=2, default=datetime.isoformat) + "\n"
+    text = json.dumps(record, ensure_ascii=False, indent=2, default=datetime.isoformat) + "\n"
+    # A lone surrogate, which JSON can hold, could not be encoded.
+    return _SURROGATE.sub(lambda found: f"\\u{ord(found[0]):04x}", text)
 
 
 def print_json(record: Mapping[str, Any] | Sequence[Any]) -> None:

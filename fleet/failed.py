@@ -9,7 +9,6 @@ from typing import Annotated, Any, Literal
 
 import typer
 from rich.table import Column, Table
-from rich.text import Text
 
 from fleet import console, options
 from imagefleet import aio, errors
@@ -82,7 +81,7 @@ def show(
         table = Table(Column(no_wrap=True), Column(overflow="fold"), show_header=False, box=None)
         for name, value in record.items():
             shown = value if isinstance(value, str) else console.json_text(value).rstrip()
-            table.add_row(f"[bold]{name}[/bold]", _plain(shown))
+            table.add_row(f"[bold]{name}[/bold]", console.untrusted(shown))
         console.print_tables(table)
 
 
@@ -225,7 +224,7 @@ def _run(
         return
     console.stdout.print(f"{console.counted(swept.done, 'failed job')} {verb}")
     for each in swept.refused[:_SHOWN]:
-        console.stdout.print(_plain(f"{each.id} stays: {each.reason}"), soft_wrap=True)
+        console.stdout.print(console.untrusted(f"{each.id} stays: {each.reason}"), soft_wrap=True)
     if len(swept.refused) > _SHOWN:
         console.stdout.print(f"and {len(swept.refused) - _SHOWN:,} others stay")
 
@@ -242,7 +241,11 @@ def _print_listing(listing: dict[str, Any]) -> None:
         title=console.counted(count, "failed job"),
     )
     for each in kinds[:_SHOWN]:
-        summary.add_row(f"{each['count']:,}", _plain(each["error"]), _plain(each["reason"]))
+        summary.add_row(
+            f"{each['count']:,}",
+            console.untrusted(each["error"]),
+            console.untrusted(each["reason"]),
+        )
     console.print_tables(summary)
     if len(kinds) > _SHOWN:
         console.stdout.print(f"and {len(kinds) - _SHOWN:,} other errors (--json lists them)")
@@ -253,12 +256,7 @@ def _print_listing(listing: dict[str, Any]) -> None:
         for job in jobs:
             failed_at = job.get("failed_at", "")[5:16].replace("T", " ")
             cells = job["id"], job.get("campaign", ""), job["error"], failed_at
-            rows.add_row(*map(_plain, cells))
+            rows.add_row(*map(console.untrusted, cells))
         console.print_tables("", rows)
     if count > len(jobs):
         console.stdout.print(f"the first {len(jobs):,} are shown (--limit)")
-
-
-def _plain(text: str) -> Text:
-    """Untrusted text: neither markup nor a terminal's control sequences take effect."""
-    return Text("".join(each if each.isprintable() or each == "\n" else "\ufffd" for each in text))

@@ -8,7 +8,6 @@ from datetime import datetime
 from pathlib import PurePosixPath
 
 from rich.table import Table
-from rich.text import Text
 
 from fleet import console
 from fleet.files import transfer
@@ -50,8 +49,8 @@ def show(rows: Sequence[Row], if_empty: str) -> None:
     table.columns[2].justify = "right"
     for row in rows:
         table.add_row(
-            Text(row.name),  # no emoji for `:rocket:`
-            Text(row.kind or "-"),
+            console.untrusted(row.name),
+            console.untrusted(row.kind or "-"),
             console.number(row.bytes / 1e6, 1),
             f"{row.added_at:%Y-%m-%d %H:%M}",
             row.sha256[:12] if row.sha256 else "-",

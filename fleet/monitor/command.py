@@ -153,7 +153,8 @@ class WorkersTable:
             *map(console.name_column, _NAMES[:shown]), *map(console.number_column, _FIGURES)
         )
         for (worker, *others), row in zip(self._names, self._figures, strict=True):
-            table.add_row(_shortened(worker, room), *others[: shown - 1], *row)
+            cells = (_shortened(worker, room), *others[: shown - 1], *row)
+            table.add_row(*map(console.untrusted, cells))
         return table
 
 

@@ -164,10 +164,10 @@ def _screen(groups: Sequence[Group], known: Sequence[gpus.GpuClass], quota: Quot
         counts = {name: getattr(group, name) for name in ("allocating", "creating", "stopping")}
         others = [f"{count:,} {name}" for name, count in counts.items() if count]
         table.add_row(
-            group.name,
+            console.untrusted(group.name),
             f"{group.replicas:,}",
             f"{group.running:,}",
-            ", ".join([group.status, *others]),
+            console.untrusted(", ".join([group.status, *others])),
         )
     running = sum(group.running for group in groups)
     replicas = sum(group.replicas for group in groups)

@@ -73,6 +73,26 @@ def test_json_is_neither_wrapped_nor_styled(capsys: pytest.CaptureFixture[str]) 
     assert "ü" in out
 
 
+def test_half_a_surrogate_pair_in_a_record_is_escaped(capsys: pytest.CaptureFixture[str]) -> None:
+    record = {"metadata": {"\ud800": "a\udfffb"}}
+
+    console.print_json(record)
+
+    out = capsys.readouterr().out
+    assert out.encode()
+    assert json.loads(out) == record
+
+
+def test_a_jobs_text_controls_neither_the_terminal_nor_its_markup(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    console.print_error("job [/red] \x1b[2J\x07\x9b31m failed")
+
+    err = capsys.readouterr().err
+    assert "[/red]" in err
+    assert all(each.isprintable() or each == "\n" for each in err)
+
+
 async def test_sigterm_ends_a_task_without_an_error() -> None:
     task = asyncio.create_task(asyncio.sleep(60))
     asyncio.get_running_loop().call_later(0.05, os.kill, os.getpid(), signal.SIGTERM)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import io
 import json
 import re
 import signal
@@ -17,6 +18,7 @@ from typing import Any
 
 import aiohttp
 import pytest
+from rich.console import Console
 
 from fleet.monitor import command, rates
 from imagefleet.storage.open import open_storage
@@ -157,9 +159,21 @@ def test_top_without_a_prometheus_names_the_option(imagefleet: Imagefleet) -> No
 def test_unknown_figures_are_dashes() -> None:
     worker = rates.WorkerRates("i", "name", "none", "", 1.0, None, None, None, 0.0)
     table = command.WorkersTable([worker]).table(80)
-    cells = [next(iter(column.cells)) for column in table.columns]
+    cells = [str(next(iter(column.cells))) for column in table.columns]
 
     assert cells == ["name", "none", "", "1.00", "-", "-", "0"]
+
+
+def test_a_workers_labels_control_neither_the_terminal_nor_its_markup() -> None:
+    worker = rates.WorkerRates("i", "w\x1b[2J[/red]", "g[bold]", "", 1.0, None, None, None, 0.0)
+    console = Console(file=io.StringIO(), force_terminal=True, width=120)
+
+    console.print(command.WorkersTable([worker]))
+
+    shown = console.file.getvalue()  # type: ignore[attr-defined]
+    assert "w\ufffd[2J[/red]" in shown
+    assert "g[bold]" in shown
+    assert "\x1b[2J" not in shown
 
 
 async def test_the_exporter_serves_and_pushes_until_sigterm(

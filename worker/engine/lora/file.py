@@ -33,6 +33,9 @@ Tensors = Mapping[str, torch.Tensor]
 #: Tensors of any kind: a strength, and DoRA's norms by LyCORIS' and peft's name.
 _EXTRAS = frozenset({"alpha", "dora_scale", "magnitude"})
 
+#: Of a tensor's name in a message.
+_SHOWN_CHARACTERS = 200
+
 #: Tensors whose first dimension is the rank; without any of them, alpha means nothing.
 _RANKED = ("down", "hada_w1_b", "lokr_w2_b", "lokr_w1_b")
 
@@ -211,18 +214,18 @@ def read_lora(lora: contract.Lora, identity: Identity, layers: names.Layers) -> 
     for key, tensor in sorted(tensors.items()):  # safetensors' order changes with each reading
         if kind := names.unsupported_kind(key):
             raise errors.UnusableFileError(
-                f"the LoRA {lora.name!r} is {kind} ({key!r}), which is not supported"
+                f"the LoRA {lora.name!r} is {kind} ({_short(key)}), which is not supported"
             )
         split = names.split_key(key)
         layer = layers.find(split[0]) if split else None
         if split is None or layer is None:
-            raise _unfit(lora, tensors, metadata, f"unknown key {key!r}")
+            raise _unfit(lora, tensors, metadata, f"unknown key {_short(key)}")
         if not tensor.is_floating_point() or not tensor.float().isfinite().all():
             raise errors.UnusableFileError(
-                f"the LoRA {lora.name!r} is damaged: {key!r} holds NaN, infinity or integers"
+                f"the LoRA {lora.name!r} is damaged: {_short(key)} holds NaN, infinity or integers"
             )
         if split[1] in by_layer.setdefault(layer, {}):
-            raise _unfit(lora, tensors, metadata, f"it has {key!r} twice, under two names")
+            raise _unfit(lora, tensors, metadata, f"it has {_short(key)} twice, under two names")
         by_layer[layer][split[1]] = tensor
     deltas: dict[Network, dict[str, WeightDelta]] = {network: {} for network in get_args(Network)}
     for (network, path), found in by_layer.items():
@@ -237,6 +240,11 @@ def read_lora(lora: contract.Lora, identity: Identity, layers: names.Layers) -> 
             raise _unfit(lora, tensors, metadata, reason) from error
         deltas[network][path] = delta
     return LoraFile(identity, deltas, sum(tensor.nbytes for tensor in tensors.values()))
+
+
+def _short(key: str) -> str:
+    """A tensor's name for a message: whoever made the file may have made it megabytes long."""
+    return repr(key if len(key) <= _SHOWN_CHARACTERS else f"{key[:_SHOWN_CHARACTERS]}...")
 
 
 def _unfit(

@@ -134,7 +134,7 @@ def made_for(shapes: Mapping[str, Iterable[int]], metadata: Mapping[str, str]) -
             if pattern.match(key):
                 return model
         if _TEXT_KEY.fullmatch(key):
-            found = _MODELS_BY_WIDTH.get(tuple(shape)[-1])
+            found = _MODELS_BY_WIDTH.get((0, *shape)[-1])
             if found:
                 return found
     return None

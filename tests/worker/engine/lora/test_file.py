@@ -153,6 +153,28 @@ def test_a_truncated_file_is_refused(
         cache.get(named(path))
 
 
+@pytest.mark.parametrize("suffix", ["x", ".lora_mid.weight", ".diff_b", ".lora_down.weight"])
+def test_a_tensors_name_of_megabytes_is_not_quoted_whole(
+    cache: lora_file.LoraCache, tmp_path: Path, suffix: str
+) -> None:
+    path = tmp_path / "x.safetensors"
+    save_file({"lora_unet_" + "n" * 3_000_000 + suffix: torch.zeros(1)}, path)
+    with pytest.raises(errors.UnusableFileError, match="some-style") as caught:
+        cache.get(named(path))
+    assert len(caught.value.message) < 1_000
+
+
+@pytest.mark.parametrize("shape", [(), (0,), (1,) * 50])
+def test_a_tensor_of_an_absurd_shape_is_the_files_fault(
+    cache: lora_file.LoraCache, tmp_path: Path, shape: tuple[int, ...]
+) -> None:
+    path = tmp_path / "x.safetensors"
+    for part in ("lora_down.weight", "alpha", "hada_w1_b", "lokr_w2", "diff", "dora_scale"):
+        save_file({f"{UNET_KEY}.{part}": torch.zeros(shape)}, path)
+        with pytest.raises(errors.UnusableFileError, match="some-style"):
+            lora_file.read_lora(named(path), lora_file.identify(named(path)), cache._layers)
+
+
 def test_a_number_type_unknown_to_torch_is_refused(
     cache: lora_file.LoraCache, tmp_path: Path
 ) -> None:
