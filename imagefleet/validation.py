@@ -31,9 +31,11 @@ _PREFIX = re.compile(r"^(Value error, |Input |String )")
 def sentence(error: ValidationError, known: Iterable[str] = ()) -> str:
     """What is wrong and where, in one line; *known* are field names to suggest."""
     details = error.errors(include_url=False)
-    reasons = [reason(cast("Mapping[str, Any]", detail), known) for detail in details]
-    more = len(reasons) - MAX_REASONS
-    return "; ".join(reasons[:MAX_REASONS]) + (f"; and {more:,} more" if more > 0 else "")
+    # No more than are shown: to look for the nearest of all names takes time.
+    shown = details[:MAX_REASONS]
+    reasons = [reason(cast("Mapping[str, Any]", detail), known) for detail in shown]
+    more = len(details) - len(shown)
+    return "; ".join(reasons) + (f"; and {more:,} more" if more > 0 else "")
 
 
 def reason(detail: Mapping[str, Any], known: Iterable[str] = ()) -> str:

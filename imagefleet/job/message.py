@@ -195,9 +195,10 @@ class Job(BaseModel):
     @classmethod
     def _metadata_is_small(cls, metadata: dict[str, JsonValue]) -> dict[str, JsonValue]:
         try:
-            size = len(json.dumps(metadata, ensure_ascii=False).encode())
+            json.dumps(metadata, ensure_ascii=False).encode()
         except UnicodeEncodeError:
             raise ValueError("contains half of a surrogate pair") from None
+        size = len(json.dumps(metadata))  # in ASCII, as the header has it
         if size > MAX_METADATA_BYTES:
             raise ValueError(f"is {size:,} bytes of JSON; {MAX_METADATA_BYTES:,} are allowed")
         return metadata

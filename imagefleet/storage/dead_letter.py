@@ -72,7 +72,9 @@ class FailedJob(BaseModel):
             return self.body
         if self.packed_body is not None:
             return _unpack(self.packed_body)
-        stored = await blobs.read(self.body_blob) if self.body_blob else None
+        # Bounded: whoever forged the record may have stored gigabytes under the name.
+        limit = protocol.MAX_MESSAGE_BYTES
+        stored = await blobs.read(self.body_blob, limit) if self.body_blob else None
         if stored is None:
             raise errors.JobError(f"the message of job {self.id} is missing: {self.body_blob}")
         return stored.decode(errors="replace")

@@ -7,6 +7,7 @@ broken connections and restarts; the model itself appears in one step, complete 
 from __future__ import annotations
 
 import asyncio
+import errno
 import logging
 import shutil
 import tarfile
@@ -28,6 +29,9 @@ log = logging.getLogger(__name__)
 STORAGE_RETRIES = retry.RetryPolicy(tries=15, longest_wait_seconds=30)
 
 _UNPACKING = "unpacking"
+
+#: Of a name in an archive, in a message.
+_SHOWN_CHARACTERS = 80
 
 Progress = Callable[[int, int | None], None]
 """Called with the bytes so far and in all; None: unknown."""
@@ -196,6 +200,37 @@ def _head(part: Path) -> bytes:
         return file.read(check.HEAD_BYTES)
 
 
+def _extract(tar: tarfile.TarFile, member: tarfile.TarInfo, folder: Path) -> None:
+    """Extracts a file or a folder.
+
+    Links are refused: several in a row lead out of the folder past the checks of older Pythons.
+
+    Raises:
+        tarfile.TarError: it is neither, or has no place in the folder.
+    """
+    shown = repr(member.name[:_SHOWN_CHARACTERS])
+    name = PurePosixPath(member.name)
+    if name.is_absolute() or ".." in name.parts:
+        raise tarfile.TarError(f"{shown} leads outside")
+    if member.issym() or member.islnk():
+        raise tarfile.TarError(f"{shown} is a link; `tar --dereference` packs the file instead")
+    if not member.isfile() and not member.isdir():
+        raise tarfile.TarError(f"{shown} is neither a file nor a folder")
+    target = folder / name
+    try:
+        (target if member.isdir() else target.parent).mkdir(parents=True, exist_ok=True)
+        source = tar.extractfile(member)
+        if source is not None:
+            with source, target.open("xb") as file:
+                shutil.copyfileobj(source, file)
+    except (FileExistsError, IsADirectoryError, NotADirectoryError, ValueError):
+        raise tarfile.TarError(f"{shown} is no name, or there twice") from None
+    except OSError as error:
+        if error.errno == errno.ENAMETOOLONG:
+            raise tarfile.TarError(f"{shown}... is too long") from None
+        raise
+
+
 def _unpack(archive: Path, path: Path, cache: DiskCache) -> None:
     """Unpacks the folder with a model_index.json: the archive's top level, or one folder in it."""
     folder = cache.folder / _UNPACKING
@@ -203,8 +238,8 @@ def _unpack(archive: Path, path: Path, cache: DiskCache) -> None:
     try:
         with tarfile.open(archive, "r:") as tar:
             cache.check_room(sum(member.size for member in tar))
-            # The filter refuses paths and links that lead outside, and devices.
-            tar.extractall(folder, filter="data")
+            for member in tar:
+                _extract(tar, member, folder)
     except tarfile.TarError as error:
         archive.unlink()
         raise errors.SetupError(f"{path.name}.tar cannot be unpacked as a .tar: {error}") from None

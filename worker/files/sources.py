@@ -86,7 +86,8 @@ class HttpSource:
             ) from None
 
     def _answer(self, response: aiohttp.ClientResponse, offset: int) -> Opened:
-        if self._requires_https and response.url.scheme != "https":
+        hops = (*response.history, response)
+        if self._requires_https and any(hop.url.scheme != "https" for hop in hops):
             raise errors.SetupError(
                 f"{self.label} redirects to plain http, where the model could be changed on"
                 " its way: set --model-sha256"

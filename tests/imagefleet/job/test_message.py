@@ -194,7 +194,7 @@ def test_blob_names_follow_from_the_job_alone() -> None:
         ("sampler_name", ["LMS", "", "DDIM Karras", "DPM++ 2M SDE", None]),
         ("scheduler", ["Exponential", "SGM Uniform", 5]),
         ("output", [{"format": "gif"}, {"quality": 0}, {"qualty": 5}, "png"]),
-        ("metadata", ["x", {"a": "x" * 4096}]),
+        ("metadata", ["x", {"a": "x" * 4096}, {"a": "\u4e00" * 1400}]),
         ("prompt", [None, 5, "x" * 65_537, "<lora:../x:1>", "a AND b", "[a|b]", "(a:1.1.1)"]),
         ("negative_prompt", [None, "x" * 65_537, "[a:b:0.5]", "[a|b]", "(a:1000)"]),
     ],

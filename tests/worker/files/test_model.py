@@ -11,10 +11,12 @@ import tarfile
 from collections.abc import AsyncIterator, Callable
 from dataclasses import dataclass, field
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 from aiohttp import web
+from yarl import URL
 
 from header_files import LORA, SDXL, file_of
 from imagefleet import errors, retry
@@ -121,13 +123,15 @@ async def fetch(
     return model.local_path(settings)
 
 
-def tar_of(names: dict[str, bytes]) -> bytes:
+def tar_of(names: dict[str, bytes], *others: tarfile.TarInfo) -> bytes:
     packed = io.BytesIO()
     with tarfile.open(fileobj=packed, mode="w") as tar:
         for name, content in names.items():
             entry = tarfile.TarInfo(name)
             entry.size = len(content)
             tar.addfile(entry, io.BytesIO(content))
+        for other in others:
+            tar.addfile(other)
     return packed.getvalue()
 
 
@@ -259,6 +263,14 @@ async def test_without_a_hash_https_must_not_lead_to_plain_http(server: ModelSer
     with pytest.raises(errors.SetupError, match="--model-sha256"):
         async with source.opened(0, None):
             pass
+
+
+def test_without_a_hash_not_even_one_hop_may_be_plain_http() -> None:
+    source = sources.HttpSource("https://a.example/sd15.safetensors", requires_https=True)
+    hop = SimpleNamespace(url=URL("http://b.example/sd15"))
+    response: Any = SimpleNamespace(url=URL("https://c.example/sd15"), history=(hop,))
+    with pytest.raises(errors.SetupError, match="plain http"):
+        source._answer(response, 0)
 
 
 async def test_a_refusal_is_reported_at_once_and_without_the_token(
@@ -438,10 +450,23 @@ async def test_a_tar_becomes_the_folder_in_it(
     assert {each.name for each in place.parent.iterdir()} == {"sd15", "lock"}
 
 
+def entry_of(name: str, kind: bytes, link: str = "") -> tarfile.TarInfo:
+    entry = tarfile.TarInfo(name)
+    entry.type, entry.linkname = kind, link
+    return entry
+
+
 @pytest.mark.parametrize(
     ("content", "complaint"),
     [
         (tar_of({"../outside": b"x", "model_index.json": b"{}"}), "cannot be unpacked as a .tar"),
+        (tar_of({"/tmp/outside": b"x"}), "leads outside"),
+        (tar_of({"a": b"x", "a/b": b"y"}), "'a/b' is no name, or there twice"),
+        (tar_of({"a": b"x", "./a": b"y"}), "'./a' is no name, or there twice"),
+        (tar_of({f"{'n' * 300}/outside": b"x"}), "is too long"),
+        (tar_of({}, entry_of("pipe", tarfile.FIFOTYPE)), "is neither a file nor a folder"),
+        (tar_of({}, entry_of("a", tarfile.SYMTYPE, "unet")), "tar --dereference"),
+        (tar_of({"a": b"x"}, entry_of("b", tarfile.LNKTYPE, "a")), "is a link"),
         (b"no tar at all" * 1000, "not a readable .safetensors file"),
         (tar_of({"unet/config.json": b"{}"}), "model_index.json is missing"),
     ],
