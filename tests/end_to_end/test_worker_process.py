@@ -26,7 +26,7 @@ Start = Callable[..., "subprocess.Popen[str]"]  # the fixture of conftest.py
 local_only = pytest.mark.parametrize("storage_settings", ["local"], indirect=True)
 
 
-async def fill(storage: Storage, steps: int = 30) -> set[str]:
+async def fill(storage: Storage, steps: int = 15) -> set[str]:
     """Sends the jobs; returns the names that tsecond images will have."""
     await storage.queue.send(
         f'{{"prompt": "a house", "id": "j{number}", "steps": {steps}}}' for number in range(JOBS)
