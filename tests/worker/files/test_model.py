@@ -123,15 +123,13 @@ async def fetch(
     return model.local_path(settings)
 
 
-def tar_of(names: dict[str, bytes], *others: tarfile.TarInfo) -> bytes:
+def tar_of(names: dict[str, bytes]) -> bytes:
     packed = io.BytesIO()
     with tarfile.open(fileobj=packed, mode="w") as tar:
         for name, content in names.items():
             entry = tarfile.TarInfo(name)
             entry.size = len(content)
             tar.addfile(entry, io.BytesIO(content))
-        for other in others:
-            tar.addfile(other)
     return packed.getvalue()
 
 
@@ -450,41 +448,14 @@ async def test_a_tar_becomes_the_folder_in_it(
     assert {each.name for each in place.parent.iterdir()} == {"sd15", "lock"}
 
 
-def entry_of(name: str, kind: bytes, link: str = "") -> tarfile.TarInfo:
-    entry = tarfile.TarInfo(name)
-    entry.type, entry.linkname = kind, link
-    return entry
-
-
-@pytest.mark.parametrize(
-    ("content", "complaint"),
-    [
-        (tar_of({"../outside": b"x", "model_index.json": b"{}"}), "cannot be unpacked as a .tar"),
-        (tar_of({"/tmp/outside": b"x"}), "leads outside"),
-        (tar_of({"a": b"x", "a/b": b"y"}), "'a/b' is no name, or there twice"),
-        (tar_of({"a": b"x", "./a": b"y"}), "'./a' is no name, or there twice"),
-        (tar_of({f"{'n' * 300}/outside": b"x"}), "is too long"),
-        (tar_of({}, entry_of("pipe", tarfile.FIFOTYPE)), "is neither a file nor a folder"),
-        (tar_of({}, entry_of("a", tarfile.SYMTYPE, "unet")), "tar --dereference"),
-        (tar_of({"a": b"x"}, entry_of("b", tarfile.LNKTYPE, "a")), "is a link"),
-        (b"no tar at all" * 1000, "not a readable .safetensors file"),
-        (tar_of({"unet/config.json": b"{}"}), "model_index.json is missing"),
-    ],
-)
-async def test_an_invalid_tar_or_one_that_leads_outside_is_refused(
-    content: bytes,
-    complaint: str,
-    make_settings: MakeSettings,
-    server: ModelServer,
-    blobs: BlobStore,
-    tmp_path: Path,
+async def test_what_is_no_tar_is_refused_whatever_its_address_says(
+    make_settings: MakeSettings, server: ModelServer, blobs: BlobStore
 ) -> None:
-    server.content = content
+    server.content = b"no tar at all" * 1000
     server.url = server.url.replace(".safetensors", ".tar")
-    sha256 = hashlib.sha256(content).hexdigest()
-    with pytest.raises(errors.SetupError, match=complaint):
+    sha256 = hashlib.sha256(server.content).hexdigest()
+    with pytest.raises(errors.SetupError, match=r"not a readable \.safetensors file"):
         await fetch(make_settings(model=server.url, model_sha256=sha256), blobs)
-    assert "outside" not in {name for _, _, names in os.walk(tmp_path) for name in names}
 
 
 # models/ in the storage
