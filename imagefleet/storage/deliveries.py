@@ -19,8 +19,9 @@ from imagefleet.storage import protocol
 #: job is the cause or was only there.
 SUSPECT_AFTER = 2
 
-#: A node may vanish by chance even then: so many losses alone are no chance.
-CONDEMNED_AFTER = 2
+#: A node may vanish by chance even then: so many losses alone are no chance, not even where a
+#: worker lives for seconds.
+CONDEMNED_AFTER = 5
 
 Count = Annotated[int, Field(ge=0, le=1_000_000)]
 

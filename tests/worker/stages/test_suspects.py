@@ -10,7 +10,7 @@ import pytest
 
 from imagefleet import errors
 from imagefleet.storage import dead_letter
-from imagefleet.storage.deliveries import Deliveries
+from imagefleet.storage.deliveries import CONDEMNED_AFTER, Deliveries
 from imagefleet.storage.protocol import Storage
 from worker.engine import contract
 from worker.stages.prepare import Isolation
@@ -32,12 +32,12 @@ async def test_a_job_that_killed_the_workers_that_had_it_alone_goes_to_the_poiso
 ) -> None:
     await storage.queue.send([message(id="killer", campaign="c")])
     await vanish(storage, 2)
-    await vanish(storage, 2, alone=True)
+    await vanish(storage, CONDEMNED_AFTER, alone=True)
     pipeline = await run_pipeline()
     (poisoned,) = [each async for each in storage.poison.browse()]
     record = dead_letter.FailedJob.read(poisoned.body)
     assert record is not None
-    assert "lost their leases 4 times, 2 of them while they generated nothing else" in record.reason
+    assert "lost their leases 7 times, 5 of them while they generated nothing else" in record.reason
     assert (record.id, record.campaign) == ("killer", "c")
     assert pipeline.engine_thread.clock.images == 0
 
