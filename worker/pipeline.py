@@ -218,6 +218,7 @@ class Pipeline:
             self._library,
             self.settler,
             self.metrics,
+            self._settings.until_empty,
         )
         pull = asyncio.create_task(self._puller.run(prepare.queue.put), name="pull")
         side_tasks = self._start_side_tasks(prepare, generate, encode, upload)
