@@ -42,6 +42,7 @@ class ConnectOptions(TypedDict, total=False):
 
     queue: str
     container: str
+    files_container: str
     queue_sas: str
     poison_sas: str
     blob_sas: str

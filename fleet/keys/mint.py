@@ -18,7 +18,7 @@ from azure.storage.queue.aio import QueueClient
 from imagefleet import errors
 from imagefleet.storage.azure import account
 from imagefleet.storage.azure import errors as azure_errors
-from imagefleet.storage.azure.roles import RESOURCES, Role, name_of
+from imagefleet.storage.azure.roles import RESOURCES, Role, is_container, name_of
 from imagefleet.storage.azure.storage import API_VERSION
 from imagefleet.storage.settings import Resource, StorageSettings
 
@@ -96,7 +96,7 @@ class Minter:
         else:
             terms["expiry"] = expires_at
             terms["permission"] = _permission(resource, letters)
-        if resource == "blob":
+        if is_container(resource):
             return generate_container_sas(container_name=name, **terms)
         return generate_queue_sas(queue_name=name, **terms)
 
@@ -123,7 +123,7 @@ async def store_policy(
                 f"{name_of(settings, resource)!r} already has {MAX_POLICIES} stored policies"
                 f" ({', '.join(policies)}): `imagefleet keys revoke` one of them"
             )
-        kind = BlobPolicy if resource == "blob" else QueuePolicy
+        kind = BlobPolicy if is_container(resource) else QueuePolicy
         policies[name] = kind(permission=permission, expiry=expires_at)
         return True
 
@@ -141,7 +141,7 @@ async def remove_policy(settings: StorageSettings, name: str) -> list[str]:
 
 
 def _permission(resource: Resource, letters: str) -> QueueSasPermissions | ContainerSasPermissions:
-    kind = ContainerSasPermissions if resource == "blob" else QueueSasPermissions
+    kind = ContainerSasPermissions if is_container(resource) else QueueSasPermissions
     return kind.from_string(letters)
 
 
@@ -166,7 +166,7 @@ async def _change_policies(
     changed = []
     for resource in resources:
         name = name_of(settings, resource)
-        open_client = address.container_client if resource == "blob" else address.queue_client
+        open_client = address.container_client if is_container(resource) else address.queue_client
         async with open_client(name, None, **_OPTIONS) as client:
             with azure_errors.translated(f"the stored policies of {name!r}"):
                 policies = await _read_policies(client)

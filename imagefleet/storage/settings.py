@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import re
 from pathlib import Path
-from typing import Annotated, Literal
+from typing import Annotated, Literal, Self
 
-from pydantic import AfterValidator, Field, SecretStr
+from pydantic import AfterValidator, Field, SecretStr, model_validator
 from pydantic_settings import BaseSettings, SettingsConfigDict
 
 #: Azure's rule for names of queues and containers, with space left for `-poison`.
@@ -30,8 +30,9 @@ REMOVED_SETTINGS: dict[str, str] = {
     "push_seconds": "metrics are pushed every 15 seconds",
 }
 
-#: What a SAS token is for: the job queue, the poison queue or the container.
-Resource = Literal["queue", "poison", "blob"]
+#: What a SAS token is for: the job queue, the poison queue, the container of images or that of
+#: LoRAs and models.
+Resource = Literal["queue", "poison", "blob", "files"]
 
 
 class StorageSettings(BaseSettings):
@@ -52,6 +53,10 @@ class StorageSettings(BaseSettings):
         description="Name of the job queue; failed jobs go to the queue NAME-poison.",
     )
     container: AzureName = Field(default="images", description="Blob container for the images.")
+    files_container: AzureName = Field(
+        default="files",
+        description="Blob container for LoRAs and models, which workers only read.",
+    )
     queue_sas: SecretStr | None = Field(
         default=None, description="SAS token for the job queue, if --storage holds no key."
     )
@@ -78,3 +83,12 @@ class StorageSettings(BaseSettings):
     @property
     def poison_queue(self) -> str:
         return self.queue + POISON_SUFFIX
+
+    @model_validator(mode="after")
+    def _check_containers(self) -> Self:
+        if self.container == self.files_container:
+            raise ValueError(
+                "container and files_container must differ: whoever stores images could replace"
+                " LoRAs and models"
+            )
+        return self

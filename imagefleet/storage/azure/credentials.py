@@ -252,7 +252,7 @@ class Credentials:
                 )
                 for resource in get_args(Resource)
             ]
-        self.queue, self.poison, self.blob = accesses
+        self.queue, self.poison, self.blob, self.files = accesses
 
     async def close(self) -> None:
         if self._to_close is not None:

@@ -77,10 +77,11 @@ class Tokens(BaseModel):
     queue: _SasToken
     poison: _SasToken | None = None
     blob: _SasToken | None = None
+    files: _SasToken | None = None
     expires_at: AwareDatetime | None = None
 
     def of(self, resource: Resource) -> str:
-        token = {"queue": self.queue, "poison": self.poison, "blob": self.blob}[resource]
+        token = getattr(self, resource)
         return (token or self.queue).get_secret_value()
 
     @property
