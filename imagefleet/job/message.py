@@ -118,6 +118,12 @@ COMPARABLE_STEPS = 10
 #: Drawings that came too late for their names: below the image's name, one for each worker.
 DUPLICATES = "-duplicates/"
 
+#: Images that `imagefleet redo` has replaced: below the image's name.
+REPLACED = "-replaced/"
+
+#: What workers and the operator store beside images begins so.
+ASIDE = "-"
+
 _SUFFIXES = {"png": "png", "jpeg": "jpg", "webp": "webp"}
 
 
