@@ -97,6 +97,8 @@ COMMANDS: dict[str, Case] = {
     "failed show": Case("j1", r"there is no LoRA fox"),
     "failed replay": Case("--id j1", r"1 .*replayed"),
     "failed discard": Case("--all --yes", r"1 .*discarded"),
+    "verify": Case("--campaign spring", r"no second drawings"),
+    "redo": Case("--worker nobody", r"no images to draw again"),
     "keys worker": Case(f"--storage '{AZURE}'", r"IMAGEFLEET_QUEUE_SAS="),
     "keys load": Case(f"--storage '{AZURE}' --json", r'"queue": "'),
     "keys monitor": Case("--storage '{azurite}' --policy spring", r"IMAGEFLEET_BLOB_SAS="),
