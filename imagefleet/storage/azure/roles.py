@@ -48,7 +48,7 @@ class Role:
 
     name: str
     what: str
-    queue: str
+    queue: str = ""
     poison: str = ""
     blob: str = ""
     files: str = ""
@@ -90,6 +90,11 @@ ROLES: Mapping[str, Role] = {
             queue="ra",
             poison="rup",
             blob="r",
+        ),
+        Role(
+            "files",
+            "`imagefleet lora` and `imagefleet model`, which add and list what workers read",
+            files="rcwl",
         ),
     )
 }
