@@ -43,9 +43,7 @@ class ConnectOptions(TypedDict, total=False):
     queue: str
     container: str
     files_container: str
-    queue_sas: str
-    poison_sas: str
-    blob_sas: str
+    sas: str
     sas_file: str | Path
 
 

@@ -82,11 +82,11 @@ async def check(settings: StorageSettings) -> list[Checked]:
             is_blob = is_container(resource)
             open_client = address.container_client if is_blob else address.queue_client
             probes = BLOB_PROBES if is_blob else QUEUE_PROBES
-            if access.is_missing:
-                checked.append(Checked(resource, name, "", "".join(probes), None, None))
-                continue
             async with open_client(name, access.credential, **options) as client:
-                checked.append(await _try(resource, name, access, client, probes))
+                try:
+                    checked.append(await _try(resource, name, access, client, probes))
+                except azure_errors.NoTokenError:
+                    checked.append(Checked(resource, name, "", "".join(probes), None, None))
     finally:
         await credentials.close()
     return checked

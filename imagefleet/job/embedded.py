@@ -11,7 +11,6 @@ import json
 import struct
 from typing import Any
 
-from imagefleet.job.message import DELIVERIES_FIELD, Job, message_fields
 from imagefleet.storage import protocol
 
 #: Of the text chunk.
@@ -26,16 +25,6 @@ _CHECKSUM_BYTES = 4
 
 #: Before the pixels; a file with more is not from a worker.
 _MAX_CHUNKS = 64
-
-
-def text(body: str, job: Job) -> str:
-    """A job's message for its image: as received, its signature included, with its id.
-
-    Without the record of its deliveries, which is the queue's.
-    """
-    fields = message_fields(body)
-    fields.pop(DELIVERIES_FIELD, None)
-    return _json(fields if fields.get("id") else {**fields, "id": job.id})
 
 
 def find(data: bytes) -> str | None:
@@ -53,7 +42,7 @@ def find(data: bytes) -> str | None:
     return next(filter(protocol.fits, forms), None)
 
 
-def _json(fields: dict[str, Any], *, ascii_only: bool = True) -> str:
+def _json(fields: dict[str, Any], *, ascii_only: bool) -> str:
     return json.dumps(fields, ensure_ascii=ascii_only, separators=(",", ":"))
 
 

@@ -334,6 +334,18 @@ def message_fields(body: str) -> Any:
     return json.loads(_without_base64(body))
 
 
+def text_for_image(body: str, job: Job) -> str:
+    """A job's message for its image's file (`imagefleet.job.embedded`), in ASCII.
+
+    As it was received, its signature included, with its id, and without its deliveries.
+    """
+    fields = message_fields(body)
+    fields.pop(DELIVERIES_FIELD, None)
+    if not fields.get("id"):
+        fields["id"] = job.id
+    return json.dumps(fields, separators=(",", ":"))
+
+
 def job_key(campaign: str | None, job_id: str | None) -> str:
     """Identifies a job within its storage."""
     return f"{campaign or DEFAULT_CAMPAIGN}/{job_id}"

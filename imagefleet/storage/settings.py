@@ -28,6 +28,9 @@ REMOVED_SETTINGS: dict[str, str] = {
     "push_format": "metrics are pushed as text to VictoriaMetrics or vmagent, which forwards them"
     " by remote write (-remoteWrite.url)",
     "push_seconds": "metrics are pushed every 15 seconds",
+    "queue_sas": "the tokens are in IMAGEFLEET_SAS, which `imagefleet keys` prints",
+    "poison_sas": "the tokens are in IMAGEFLEET_SAS, which `imagefleet keys` prints",
+    "blob_sas": "the tokens are in IMAGEFLEET_SAS, which `imagefleet keys` prints",
 }
 
 #: What a SAS token is for: the job queue, the poison queue, the container of images or that of
@@ -57,21 +60,15 @@ class StorageSettings(BaseSettings):
         default="files",
         description="Blob container for LoRAs and models, which workers only read.",
     )
-    queue_sas: SecretStr | None = Field(
-        default=None, description="SAS token for the job queue, if --storage holds no key."
-    )
-    poison_sas: SecretStr | None = Field(
+    sas: SecretStr | None = Field(
         default=None,
-        description="SAS token for the poison queue, if it differs from the job queue's.",
+        description="SAS tokens if --storage holds no key: JSON with queue, poison, blob and files,"
+        " as `imagefleet keys` prints it, or one token of the whole account.",
     )
-    blob_sas: SecretStr | None = Field(
-        default=None, description="SAS token for the container, if it differs from the job queue's."
-    )
-
     sas_file: Path | None = Field(
         default=None,
-        description="JSON file with the SAS tokens (queue, poison, blob) instead; it is read again"
-        " when it changes, so that tokens are renewed without a restart.",
+        description="File with that JSON instead; it is read again when it changes, so that tokens"
+        " are renewed without a restart.",
     )
     broker_url: str | None = Field(
         default=None,

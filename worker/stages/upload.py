@@ -12,8 +12,7 @@ from functools import partial
 from typing import NoReturn
 
 from imagefleet import errors, retry
-from imagefleet.job import embedded
-from imagefleet.job.message import DUPLICATES
+from imagefleet.job.message import DUPLICATES, text_for_image
 from imagefleet.storage import protocol
 from worker.cost import CostMeter
 from worker.engine import contract
@@ -75,7 +74,7 @@ class EncodeStage:
     async def _encode(self, generated: GeneratedImage) -> None:
         image = generated.image
         text = encode.parameters(image.job, image.index, image.size, self.model_name)
-        job = embedded.text(image.owner.lease.message.body, image.job)
+        job = text_for_image(image.owner.lease.message.body, image.job)
         loop = asyncio.get_running_loop()
         try:
             with self.metrics.stage_seconds.labels("encode").time():
@@ -127,13 +126,22 @@ class UploadStage:
         name = image.job.blob_name(image.index)
         metadata = self._metadata(image)
 
+        is_in_doubt = False
+
         async def create() -> bool:
+            nonlocal is_in_doubt
             entry.lease.check()
-            with self.watchdog.uploading(len(file.data)):
-                return await self.blobs.create(name, file.data, file.content_type, metadata)
+            try:
+                with self.watchdog.uploading(len(file.data)):
+                    stored = self.blobs.create(name, file.data, file.content_type, metadata)
+                    # A name taken after a reply was lost is taken by this very image.
+                    return await stored or is_in_doubt
+            except errors.TransientError as error:
+                is_in_doubt = is_in_doubt or error.outcome_is_unknown
+                raise
 
         with self.metrics.stage_seconds.labels("upload").time():
-            written = await self.retry_policy.call(create) or await self._wrote(name, metadata)
+            written = await self.retry_policy.call(create)
         if image.job.verify:
             self.cost.lost("second_drawing")
         elif written:
@@ -160,13 +168,6 @@ class UploadStage:
             return await self.blobs.create(aside, file.data, file.content_type, metadata)
 
         await self.retry_policy.call(create)
-
-    async def _wrote(self, name: str, metadata: dict[str, str]) -> bool:
-        """True if the blob is this very image, stored by a request whose reply was lost."""
-        try:
-            return await self.blobs.metadata(name) == metadata
-        except errors.TransientError:
-            return False
 
     def _metadata(self, image: InFlightImage) -> dict[str, str]:
         """The blob's metadata; Azure requires ASCII values."""

@@ -48,7 +48,7 @@ class Role:
 
     name: str
     what: str
-    queue: str
+    queue: str = ""
     poison: str = ""
     blob: str = ""
     files: str = ""
@@ -73,7 +73,7 @@ ROLES: Mapping[str, Role] = {
             # gauges and --until-empty need it.
             queue="rup",
             poison="a",
-            blob="rc",
+            blob="c",
             files="r",
         ),
         Role("load", "`imagefleet load` on existing queues", queue="a"),
@@ -90,6 +90,11 @@ ROLES: Mapping[str, Role] = {
             queue="ra",
             poison="rup",
             blob="r",
+        ),
+        Role(
+            "files",
+            "`imagefleet lora` and `imagefleet model`, which add and list what workers read",
+            files="rcwl",
         ),
     )
 }

@@ -11,7 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from imagefleet.job import embedded
-from imagefleet.job.message import Output, read_job
+from imagefleet.job.message import Output, read_job, text_for_image
 from imagefleet.storage import protocol
 from worker.stages import encode
 
@@ -19,7 +19,7 @@ NOISE = np.random.default_rng(0).integers(0, 256, (16, 16, 3), np.uint8)
 
 
 def file_of(body: str, form: str = "png", parameters: str = "a cat") -> bytes:
-    text = embedded.text(body, read_job(body, "message-1"))
+    text = text_for_image(body, read_job(body, "message-1"))
     return encode.encode(NOISE, Output(format=form), parameters, text).data  # type: ignore[arg-type]
 
 
