@@ -118,10 +118,11 @@ async def _run(
 
     async with console.connected(settings) as fleet:
         storage = fleet.storage
+        if not dry_run:
+            await replace.check_access(storage)
         journals = [each async for each in replace.unfinished(storage)]
         finished = replace.Replaced()
         if not dry_run:
-            await replace.check_access(storage)
             for journal in journals:
                 await replace.finish(storage, journal, finished)
         with console.counting("listed", None, quiet=quiet) as on_listed:
