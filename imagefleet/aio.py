@@ -14,13 +14,13 @@ from typing import TYPE_CHECKING, Any, NamedTuple, Self, TypedDict, TypeVar, Unp
 
 from pydantic import TypeAdapter, ValidationError
 
-from imagefleet import errors, outcomes, retry, validation
+from imagefleet import errors, outcomes, retry, signing, validation
 from imagefleet.job.message import DEFAULT_CAMPAIGN, Job, SafeId
 from imagefleet.outcomes import JobFacts, Status
 from imagefleet.storage import dead_letter_queue, protocol
 from imagefleet.storage.dead_letter_queue import Entry, OnProgress, Selection, Swept
 from imagefleet.storage.open import open_storage
-from imagefleet.storage.settings import StorageSettings
+from imagefleet.storage.settings import SignerSettings
 from imagefleet.submit import RETRIES, BulkSender
 
 if TYPE_CHECKING:
@@ -46,6 +46,8 @@ class ConnectOptions(TypedDict, total=False):
     poison_sas: str
     blob_sas: str
     sas_file: str | Path
+    signing_key: str | Path
+    trusted_key: str
 
 
 class Which(TypedDict, total=False):
@@ -86,17 +88,20 @@ def connect(storage: str | None = None, **settings: Unpack[ConnectOptions]) -> F
     """As `imagefleet.connect`, to be entered with `async with`."""
     given: dict[str, Any] = {**settings} if storage is None else {"storage": storage, **settings}
     try:
-        return Fleet(open_storage(StorageSettings(**given)))
+        all_settings = SignerSettings(**given)
+        return Fleet(open_storage(all_settings), signing.Keys.of(all_settings))
     except ValidationError as error:
-        reason = validation.sentence(error, StorageSettings.model_fields)
+        reason = validation.sentence(error, SignerSettings.model_fields)
         raise errors.SetupError(reason) from None
 
 
 class Fleet:
     """A connection to a fleet's storage, for one event loop."""
 
-    def __init__(self, storage: protocol.Storage) -> None:
+    def __init__(self, storage: protocol.Storage, keys: signing.Keys = signing.NO_KEYS) -> None:
+        """Signs what it submits, and replays only what is signed, if *keys* say so."""
         self.storage = storage
+        self.keys = keys
         self._created = False
         self._closed = False
         self._running: set[asyncio.Task[Any]] = set()
@@ -153,7 +158,9 @@ class Fleet:
             failed = dead_letter_queue.browse(self.storage, Selection())
             old_failures = {entry.message.id async for entry in failed}
         expected: dict[str, JobFacts] = {}
-        messages = outcomes.messages(itertools.chain(first, rest), campaign, expected)
+        messages = outcomes.messages(
+            itertools.chain(first, rest), campaign, expected, self.keys.signing
+        )
         await BulkSender(self.storage.queue, messages).run()
         return Batch(self, expected.values(), old_failures)
 

@@ -13,7 +13,7 @@ from typing import Annotated, Self
 from pydantic import AwareDatetime, BaseModel, ConfigDict, StringConstraints, ValidationError
 
 from imagefleet import errors
-from imagefleet.job.message import Job
+from imagefleet.job.message import Job, is_signed, without_deliveries
 from imagefleet.storage import protocol
 from imagefleet.storage.deliveries import Deliveries
 
@@ -111,8 +111,8 @@ async def add(
 
 
 def _replayable(message: protocol.LeasedMessage, job: Job | None) -> str:
-    if job is None:
-        return message.body
+    if job is None or is_signed(message.body):  # a signature is of the fields as they were sent
+        return without_deliveries(message.body)
     body = job.to_message()
     # The job's generated id and seed may make a full message too large.
     return body if protocol.message_bytes(body) <= protocol.MAX_MESSAGE_BYTES else message.body
