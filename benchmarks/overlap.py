@@ -126,6 +126,7 @@ class FarStorage:
         self.queue = FarQueue(storage.queue)
         self.poison = FarQueue(storage.poison)
         self.blobs = FarBlobs(storage.blobs)
+        self.files = FarBlobs(storage.files)
 
 
 async def sequential(storage: FarStorage, settings: WorkerSettings) -> float:

@@ -124,7 +124,7 @@ class Pipeline:
         )
         self._trusted = trusted_keys(settings.trusted_key)
         self._library = LoraLibrary(
-            storage.blobs,
+            storage.files,
             directory=settings.lora_directory,
             cache=settings.cache / "loras",
             cache_bytes=settings.cache_megabytes * 2**20,

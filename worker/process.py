@@ -160,7 +160,10 @@ class _Worker:
                 reallocation=self._reallocation,
             )
             # After the pipeline, whose metrics name this worker also while it waits.
-            if not await tasks.run_until(self._stop, storage.check()):
+            if not (
+                await tasks.run_until(self._stop, storage.check())
+                and await tasks.run_until(self._stop, storage.files.check())
+            ):
                 return
             log.info(
                 "pulling from %s of %s, metrics at http://%s:%d/metrics",
@@ -175,8 +178,8 @@ class _Worker:
                 await self._pipeline.run(self._stop, self._hurry)
 
     async def _fetch_model(self, storage: protocol.Storage) -> None:
-        self._settings = await model.pinned(self._settings, storage.blobs)
-        await model.fetch(self._settings, storage.blobs)
+        self._settings = await model.pinned(self._settings, storage.files)
+        await model.fetch(self._settings, storage.files)
 
     def _is_live(self) -> bool:
         return self._pipeline is None or not self._pipeline.engine_thread.is_stalled

@@ -47,7 +47,7 @@ class Listing:
                 return True
             content = manifest.encode(self.folder, files | {name: sha256}, self.keys.signing)
             manifest.parse(self._where, content)  # raises if it has become too large
-            if await self.storage.blobs.replace(self.blob, content, "application/json", version):
+            if await self.storage.files.replace(self.blob, content, "application/json", version):
                 return True
         raise errors.TransientError(
             f"{self.blob} is being changed by others: run the same command again in a moment"
@@ -55,11 +55,11 @@ class Listing:
 
     @property
     def _where(self) -> str:
-        return f"{self.blob} in the storage"
+        return f"{self.blob} in the container {self.storage.files.name!r}"
 
     async def _read(self) -> tuple[manifest.Contents | None, str | None]:
         """What is there and its version, if these keys may change it."""
-        part = await self.storage.blobs.read_part(self.blob, 0, manifest.MAX_BYTES + 1)
+        part = await self.storage.files.read_part(self.blob, 0, manifest.MAX_BYTES + 1)
         if part is None:
             return None, None
         contents = manifest.parse(self._where, part.data)

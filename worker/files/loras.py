@@ -80,7 +80,7 @@ class LoraLibrary:
         self._cache = DiskCache(cache, cache_bytes)
         self._fetches: dict[str, asyncio.Task[Path]] = {}
         self._storage_manifest = Manifest(
-            f"{_MANIFEST} in the storage",
+            f"{_MANIFEST} in the container {blobs.name!r}",
             lambda: blobs.read(_MANIFEST, manifest.MAX_BYTES),
             folder=FOLDER,
             trusted=trusted,
@@ -144,7 +144,9 @@ class LoraLibrary:
         data = await self._blobs.read(f"loras/{name}{SUFFIX}", max_bytes=MAX_BYTES)
         if data is None:
             folder = f"{self._directory} or " if self._directory else ""
-            raise errors.MissingFileError(f"no LoRA {name}{SUFFIX} in {folder}the storage's loras/")
+            raise errors.MissingFileError(
+                f"no LoRA {name}{SUFFIX} in {folder}loras/ of the container {self._blobs.name!r}"
+            )
         check = partial(check_content, name, BytesIO(data), len(data))
         await self._verify(self._storage_manifest, name, check)
         return await asyncio.to_thread(self._cache.store, name, data)

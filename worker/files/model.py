@@ -71,7 +71,7 @@ async def pinned(
         return settings
     name = f"{FOLDER}/{manifest.NAME}"
     listed = manifest.Manifest(
-        f"{name} in the storage",
+        f"{name} in the container {blobs.name!r}",
         lambda: blobs.read(name, manifest.MAX_BYTES),
         folder=FOLDER,
         trusted=trusted,
@@ -178,7 +178,7 @@ def find_fetched(folder: Path, address: Address) -> Path | None:
 
 
 def _address(settings: WorkerSettings) -> Address | None:
-    storage = f"{settings.storage} {settings.container}"
+    storage = f"{settings.storage} {settings.files_container}"
     return addresses.read_address(settings.model, settings.model_sha256, storage)
 
 

@@ -42,6 +42,10 @@ class AzureBlobs:
         self._retry_policy = retry_policy
         self._access = access
 
+    @property
+    def name(self) -> str:
+        return str(self._client.container_name)
+
     async def create_container(self) -> None:
         """Creates the container if it does not exist."""
 
@@ -206,7 +210,7 @@ class AzureBlobs:
         return False
 
     async def _call(self, permission: str, request: Callable[[], Awaitable[_Result]]) -> _Result:
-        what = f"the container {self._client.container_name!r}"
+        what = f"the container {self.name!r}"
         return await self._retry_policy.call(
             lambda: self._access.attempt(what, permission, request)
         )

@@ -50,6 +50,10 @@ class RefusedError(errors.SetupError):
     """The credentials are expired, revoked or wrong."""
 
 
+class NoTokenError(errors.SetupError):
+    """There is no SAS token for the resource."""
+
+
 @contextmanager
 def translated(
     what: str, credential: refusals.Credential = _ACCOUNT_KEY, permission: str = ""

@@ -44,8 +44,17 @@ class LocalBlobs:
         self.folder = folder
         self._operations = operations
 
+    @property
+    def name(self) -> str:
+        return self.folder.name
+
     async def create_folder(self) -> None:
         await self._in_thread(self._create_folder)
+
+    async def check(self) -> None:
+        """Raises SetupError if there is no such folder."""
+        if not self.folder.is_dir():
+            raise self._no_folder()
 
     async def create(
         self, name: str, data: bytes, content_type: str, metadata: Mapping[str, str]
@@ -239,7 +248,7 @@ class LocalBlobs:
         return errors.TransientError(f"{self.folder}: {error.strerror or error}")
 
     def _no_folder(self) -> errors.SetupError:
-        return errors.SetupError(f"there is no folder {self.folder} for the images")
+        return errors.SetupError(f"there is no folder {self.folder}; `imagefleet load` creates it")
 
 
 def _link(temporary: Path, path: Path) -> bool:

@@ -37,7 +37,7 @@ def keys_of(signing: SigningKey, *others: SigningKey) -> Keys:
 
 
 async def contents(storage: Storage, name: str = LORAS) -> manifest.Contents:
-    content = await storage.blobs.read(name)
+    content = await storage.files.read(name)
     assert content is not None
     return manifest.parse(name, content)
 
@@ -45,7 +45,7 @@ async def contents(storage: Storage, name: str = LORAS) -> manifest.Contents:
 async def test_a_manifest_that_others_change_meanwhile_keeps_their_hashes(
     storage: Storage, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    blobs = storage.blobs
+    blobs = storage.files
     assert await Listing(storage, "loras", NO_KEYS, create=True).add("a", "1")
     read_part = type(blobs).read_part
     others = iter(["b", "c"])

@@ -25,7 +25,7 @@ class Source:
         return self.content
 
 
-WHERE = "loras/manifest.json in the storage"
+WHERE = "loras/manifest.json in the container 'files'"
 
 
 def plain(source: Source) -> Manifest:
@@ -69,7 +69,9 @@ async def test_an_invalid_manifest_stops_the_lookup_instead_of_trusting_any_file
     source = Source(content)
     hashes = plain(source)
     for _ in range(2):
-        with pytest.raises(errors.TransientError, match=r"manifest\.json in the storage is not"):
+        with pytest.raises(
+            errors.TransientError, match=r"manifest\.json in the container 'files' is not"
+        ):
             await hashes.sha256("a")
     source.content = b'{"a": "1"}'
     assert await hashes.sha256("a") == "1"

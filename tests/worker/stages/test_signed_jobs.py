@@ -148,10 +148,10 @@ async def test_both_keys_are_taken_while_keys_change(
 
 async def put_loras(storage: Storage, content: bytes | None, **files: bytes) -> None:
     for name, data in files.items():
-        await storage.blobs.create(f"loras/{name}.safetensors", data, "application/x", {})
+        await storage.files.create(f"loras/{name}.safetensors", data, "application/x", {})
     if content is not None:
-        version = await storage.blobs.read_part("loras/manifest.json", 0, 1)
-        assert await storage.blobs.replace(
+        version = await storage.files.read_part("loras/manifest.json", 0, 1)
+        assert await storage.files.replace(
             "loras/manifest.json", content, "application/json", version and version.version
         )
 
