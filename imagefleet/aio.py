@@ -18,7 +18,9 @@ from imagefleet import errors, outcomes, retry, signing, validation
 from imagefleet.job.message import DEFAULT_CAMPAIGN, Job, SafeId
 from imagefleet.outcomes import JobFacts, Status
 from imagefleet.storage import dead_letter_queue, protocol
-from imagefleet.storage.dead_letter_queue import Entry, OnProgress, Selection, Swept
+from imagefleet.storage.dead_letter import Entry
+from imagefleet.storage.dead_letter_check import Check
+from imagefleet.storage.dead_letter_queue import OnProgress, Preview, Selection, Swept
 from imagefleet.storage.open import open_storage
 from imagefleet.storage.settings import SignerSettings
 from imagefleet.submit import RETRIES, BulkSender
@@ -185,15 +187,46 @@ class Fleet:
         while (entry := await self.run(step())) is not None:
             yield entry
 
-    async def replay(self, on_progress: OnProgress | None = None, **which: Unpack[Which]) -> Swept:
-        """Puts failed jobs back into the job queue; without a condition, all of them."""
+    async def preview_replay(self, *, invalid: bool = False, **which: Unpack[Which]) -> Preview:
+        """What `replay` with the same arguments would send, and what would stay."""
+        check = Check(self.keys.trusted, takes_invalid=invalid)
         selection = Selection(**which)
-        return await self.run(dead_letter_queue.replay(self.storage, selection, on_progress))
+        return await self.run(dead_letter_queue.preview(self.storage, selection, check))
 
-    async def discard(self, on_progress: OnProgress | None = None, **which: Unpack[Which]) -> Swept:
-        """Deletes failed jobs for good; without a condition, all of them."""
+    async def replay(
+        self,
+        on_progress: OnProgress | None = None,
+        *,
+        invalid: bool = False,
+        **which: Unpack[Which],
+    ) -> Swept:
+        """As `imagefleet.Fleet.replay`."""
+        check = Check(self.keys.trusted, takes_invalid=invalid)
         selection = Selection(**which)
-        return await self.run(dead_letter_queue.discard(self.storage, selection, on_progress))
+        return await self.run(dead_letter_queue.replay(self.storage, selection, on_progress, check))
+
+    async def discard(
+        self,
+        on_progress: OnProgress | None = None,
+        *,
+        unsigned: bool = False,
+        **which: Unpack[Which],
+    ) -> Swept:
+        """As `imagefleet.Fleet.discard`."""
+        keep_signed = self.checks_signatures() if unsigned else None
+        selection = Selection(**which)
+        return await self.run(
+            dead_letter_queue.discard(self.storage, selection, on_progress, keep_signed)
+        )
+
+    def checks_signatures(self) -> Check:
+        """Raises SetupError without a key to check with."""
+        if self.keys.trusted is None:
+            raise errors.SetupError(
+                "which jobs are signed is not known without a key: set IMAGEFLEET_SIGNING_KEY or"
+                " IMAGEFLEET_TRUSTED_KEY"
+            )
+        return Check(self.keys.trusted)
 
 
 class Batch:
