@@ -9,9 +9,12 @@ from cryptography.hazmat.primitives.asymmetric import ec, ed25519
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from imagefleet import errors, signing
+import imagefleet
+from imagefleet import Job, aio, errors, signing
+from imagefleet.job.message import read_job
 from imagefleet.signing import Keys, SigningKey, TrustedKeys
-from imagefleet.storage.settings import SignerSettings
+from imagefleet.storage import dead_letter
+from imagefleet.storage.settings import SignerSettings, StorageSettings
 
 JSON = st.recursive(
     st.none() | st.booleans() | st.integers() | st.floats(allow_nan=False) | st.text(),
@@ -138,3 +141,46 @@ def test_a_commands_keys_trust_its_own_signature_and_that_of_others(
     for signer in (own, key):
         assert keys.trusted.accept("job", {}, signer.sign("job", {}))
     assert Keys.of(SignerSettings()) == signing.NO_KEYS
+
+
+# The client
+
+
+async def test_what_the_client_submits_is_signed_with_its_id_and_campaign(
+    key: SigningKey, local_settings: StorageSettings, tmp_path: Path
+) -> None:
+    own = SigningKey.create(tmp_path / "own.pem")
+    options = {"storage": local_settings.storage, "signing_key": tmp_path / "own.pem"}
+    async with aio.connect(**options) as fleet:
+        batch = await fleet.submit([Job(prompt="a"), Job(prompt="b", id="b")], campaign="spring")
+        bodies = [each.body async for each in fleet.storage.queue.browse()]
+        jobs = [read_job(body, "m", TrustedKeys.read(own.public)) for body in bodies]
+        assert [(job.id, job.campaign) for job in jobs] == [(each, "spring") for each in batch.ids]
+        with pytest.raises(errors.UntrustedJobError):
+            read_job(bodies[0], "m", TrustedKeys.read(key.public))
+
+
+def test_a_wrong_key_of_the_client_is_a_sentence(local_settings: StorageSettings) -> None:
+    with pytest.raises(errors.SetupError, match="trusted_key: should be a public key"):
+        imagefleet.connect(local_settings.storage, trusted_key="x")
+    with pytest.raises(errors.SetupError, match="IMAGEFLEET_SIGNING_KEY: the file cannot be read"):
+        imagefleet.connect(local_settings.storage, signing_key="no-such-file")
+
+
+async def test_the_client_replays_signed_jobs_alone(
+    key: SigningKey, local_settings: StorageSettings
+) -> None:
+    async with aio.connect(local_settings.storage, trusted_key=key.public) as fleet:
+        await fleet.storage.create()
+        bodies = [Job(prompt="a", id="a").to_message(key), Job(prompt="b", id="b").to_message()]
+        await fleet.storage.queue.send(bodies)
+        for message in await fleet.storage.queue.receive(2, 60):
+            error = errors.JobError("too large")
+            await dead_letter.add(fleet.storage, message, None, error, "w")
+        assert (await fleet.preview_replay()).unsigned == 1
+        assert (await fleet.replay()).done == 1
+        assert (await fleet.discard(unsigned=True)).done == 1
+        assert [each.body async for each in fleet.storage.queue.browse()] == bodies[:1]
+    async with aio.connect(local_settings.storage) as fleet:
+        with pytest.raises(errors.SetupError, match="not known without a key"):
+            await fleet.discard(unsigned=True)
