@@ -159,6 +159,9 @@ class BlobStore(Protocol):
     ) -> bool:
         """Writes a blob durably; returns False if the name is taken (If-None-Match: *).
 
+        A name taken by an attempt of this call whose reply was lost counts as written. So it is to
+        the caller who repeats the call after an error with `outcome_is_unknown`.
+
         Raises:
             JobError: the name is not a plain relative path, or the metadata cannot be HTTP headers.
         """
@@ -190,9 +193,6 @@ class BlobStore(Protocol):
         Raises:
             UnusableFileError: it has more than *max_bytes*, and was not read.
         """
-
-    async def metadata(self, name: str) -> Mapping[str, str] | None:
-        """A blob's metadata; None if it does not exist, or the credentials do not allow reading."""
 
     async def delete(self, name: str) -> bool:
         """Deletes a blob if it exists; False if the credentials do not allow that."""

@@ -197,9 +197,6 @@ class FaultyBlobs:
             raise errors.TransientError("503 server busy")
         return await self._blobs.create(name, data, content_type, metadata)
 
-    async def metadata(self, name: str) -> Mapping[str, str] | None:
-        return await self._blobs.metadata(name)
-
     async def read(self, name: str, max_bytes: int | None = None) -> bytes | None:
         return await self._blobs.read(name, max_bytes)
 
@@ -238,15 +235,17 @@ async def test_storage_that_stays_down_retries_the_job_instead_of_losing_it(
 
 
 class LostReplies(FaultyBlobs):
-    """Blobs that are written, but whose replies are lost on the way at first."""
+    """Blobs whose first writes are carried out, but their replies are lost on the way."""
 
     async def create(
         self, name: str, data: bytes, content_type: str, metadata: Mapping[str, str]
     ) -> bool:
         written = await self._blobs.create(name, data, content_type, metadata)
-        if self.faults:
+        if written and self.faults:
             self.faults -= 1
-            raise errors.TransientError("the connection was reset")
+            error = errors.TransientError("the connection was reset")
+            error.outcome_is_unknown = True
+            raise error
         return written
 
 

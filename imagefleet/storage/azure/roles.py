@@ -73,7 +73,7 @@ ROLES: Mapping[str, Role] = {
             # gauges and --until-empty need it.
             queue="rup",
             poison="a",
-            blob="rc",
+            blob="c",
             files="r",
         ),
         Role("load", "`imagefleet load` on existing queues", queue="a"),

@@ -279,7 +279,7 @@ def test_the_output_is_shell_commands_without_the_account_key(imagefleet: Imagef
     assert {name: parse_qs(value)["sp"] for name, value in tokens.items()} == {
         "queue": ["rup"],
         "poison": ["a"],
-        "blob": ["rc"],
+        "blob": ["c"],
         "files": ["r"],
     }
     assert not variables
@@ -354,7 +354,7 @@ def test_the_check_accepts_a_workers_tokens(
     assert result.returncode == 0, result.stderr
     assert result.stderr == ""
     resources = json.loads(result.stdout)["resources"]
-    assert [each["allowed"] for each in resources] == ["rup", "a", "rc", "r"]
+    assert [each["allowed"] for each in resources] == ["rup", "a", "c", "r"]
     until = datetime.fromisoformat(resources[0]["until"]) - datetime.now(UTC)
     assert timedelta(minutes=59) < until <= ONE_HOUR
 
@@ -390,7 +390,7 @@ def test_a_policys_tokens_expire_by_themselves_and_are_revoked_at_once(
             ends = datetime.fromisoformat(fields["se"][0]) - datetime.now(UTC)
             assert timedelta(minutes=119) < ends <= timedelta(hours=2)
     policies = asyncio.run(_policies(azurite_settings))
-    assert sorted(each.permission for each in policies) == sorted(["rup", "a", "rc", "r"])
+    assert sorted(each.permission for each in policies) == sorted(["rup", "a", "c", "r"])
     assert not any(each.expiry for each in policies)
     bearers = [
         flags_of(

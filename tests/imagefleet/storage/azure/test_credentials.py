@@ -81,7 +81,7 @@ async def test_a_missing_container_is_detected_with_a_sas_token(
         azurite_settings.model_copy(update={"container": "no-such-container"}),
         queue=queue_sas(azurite_settings, azurite_settings.queue, "raup"),
         poison=queue_sas(azurite_settings, azurite_settings.poison_queue, "a"),
-        blob=container_sas(azurite_settings, "rc", "no-such-container"),
+        blob=container_sas(azurite_settings, "c", "no-such-container"),
     )
     async with AzureStorage(settings, NEVER) as storage:
         with pytest.raises(errors.SetupError, match="'no-such-container' does not exist"):
@@ -91,17 +91,27 @@ async def test_a_missing_container_is_detected_with_a_sas_token(
 async def test_a_token_that_may_only_create_does_no_more(
     azurite_settings: StorageSettings, owner: Storage
 ) -> None:
-    settings = with_tokens(
-        azurite_settings,
-        queue=queue_sas(azurite_settings, azurite_settings.queue, "pu"),
-        blob=container_sas(azurite_settings, "c"),
-    )
+    settings = with_tokens(azurite_settings, blob=container_sas(azurite_settings, "c"))
     async with AzureStorage(settings, NEVER) as storage:
         await storage.blobs.check()
+        assert [name async for name in owner.blobs.names()] == [], "the check creates nothing"
         assert await storage.blobs.create("fox.png", b"pixels", "image/png", {})
+        assert not await storage.blobs.create("fox.png", b"others", "image/png", {})
+        assert await owner.blobs.read("fox.png") == b"pixels"
         with pytest.raises(errors.SetupError, match="AuthorizationPermissionMismatch"):
             await storage.blobs.read("fox.png")
         assert not await storage.blobs.delete("fox.png")
+
+
+async def test_a_token_that_may_not_even_create_is_not_told_that_the_name_is_taken(
+    azurite_settings: StorageSettings, owner: Storage
+) -> None:
+    await owner.blobs.create("fox.png", b"pixels", "image/png", {})
+    settings = with_tokens(azurite_settings, blob=container_sas(azurite_settings, "l"))
+    async with AzureStorage(settings, NEVER) as storage:
+        for name in ("fox.png", "owl.png"):
+            with pytest.raises(errors.SetupError, match="may not create blobs"):
+                await storage.blobs.create(name, b"pixels", "image/png", {})
 
 
 async def test_an_expired_token_is_refused_by_the_check(
