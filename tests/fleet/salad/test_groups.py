@@ -133,6 +133,7 @@ def test_every_class_with_a_price_has_its_uuid() -> None:
         ("name: sd15-batch", "name: SD15", "name"),
         ("failure_threshold: 20", "failure_threshold: 100", "startup_probe.failure_threshold"),
         ("IMAGEFLEET_QUEUE:", "IMAGEFLEET_QEUE:", "did you mean 'IMAGEFLEET_QUEUE'"),
+        ("IMAGEFLEET_QUEUE:", "IMAGEFLEET_SIGNING_KEY:", "unknown setting IMAGEFLEET_SIGNING_KEY"),
         ("IMAGEFLEET_QUEUE: jobs", "IMAGEFLEET_QUEUE: No Queue", "IMAGEFLEET_QUEUE"),
         ("IMAGEFLEET_MODEL: /models/checkpoint", "IMAGEFLEET_COMPILE: off", "in quotes"),
         ("{env: IMAGEFLEET_SAS}", "sv=1&sig=x", "do not write secrets into this file"),

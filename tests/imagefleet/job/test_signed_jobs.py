@@ -8,6 +8,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from cryptography.hazmat.primitives import serialization
+from cryptography.hazmat.primitives.asymmetric import ed25519
 
 from imagefleet import errors
 from imagefleet.job.message import Job, is_signed, read_job, without_deliveries
@@ -153,3 +155,15 @@ def test_a_field_written_twice_means_the_one_that_is_checked(
     with pytest.raises(errors.UntrustedJobError):
         read_job(body[:-1] + ',"prompt":"another"}', "m", trusted)
     assert read_job('{"prompt":"another",' + body[1:], "m", trusted).prompt == JOB.prompt
+
+
+def test_another_program_signs_as_the_documentation_says(tmp_path: Path) -> None:
+    SigningKey.create(tmp_path / "key.pem")
+    private = serialization.load_pem_private_key((tmp_path / "key.pem").read_bytes(), None)
+    assert isinstance(private, ed25519.Ed25519PrivateKey)
+    fields = {"prompt": "a hut, é", "id": "hut", "steps": 15, "cfg_scale": 7.5}
+    text = "imagefleet job 1\n" + json.dumps(fields, sort_keys=True, separators=(",", ":"))
+    signature = base64.b64encode(private.sign(text.encode("ascii"))).decode()
+    public = base64.b64encode(private.public_key().public_bytes_raw()).decode()
+    body = json.dumps({**fields, "signature": signature}, ensure_ascii=False)
+    assert read_job(body, "m", TrustedKeys.read(public)).id == "hut"
