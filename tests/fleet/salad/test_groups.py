@@ -24,8 +24,8 @@ from fleet.salad import gpus
 from fleet.salad import groups as salad_groups
 from fleet.salad import options as salad_options
 from imagefleet import errors
-from imagefleet.signing import SigningKey
 from imagefleet.pricing import prices
+from imagefleet.signing import SigningKey
 
 Imagefleet = Callable[..., "subprocess.CompletedProcess[str]"]  # the fixture of conftest.py
 
