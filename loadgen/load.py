@@ -13,18 +13,13 @@ from typing import Self
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
-from imagefleet import errors
+from imagefleet import errors, signing
 from imagefleet.storage.open import LOCAL_SCHEME
 from imagefleet.storage.protocol import Storage
 from imagefleet.submit import BulkSender, Progress
 from loadgen.second_drawing import Sample
 from loadgen.settings import LoadSettings
 from loadgen.sources import OnRead, Source
-
-#: A write for each batch would slow the load down; a kill repeats what came after the last write,
-#: so both are small.
-POSITIONS_BETWEEN_WRITES = 1_000
-SECONDS_BETWEEN_WRITES = 1.0
 
 
 class Checkpoint(BaseModel):
@@ -92,31 +87,6 @@ def resume(path: Path, new: Checkpoint) -> Checkpoint:
     )
 
 
-class CheckpointFile:
-    """Updates the checkpoint file of a load, but not for every batch."""
-
-    def __init__(self, path: Path, checkpoint: Checkpoint) -> None:
-        self.path = path
-        self._checkpoint = checkpoint
-        self._written = -1
-        self._written_at = 0.0
-
-    def confirm(self, confirmed: int) -> None:
-        """All positions below *confirmed* are stored."""
-        self._checkpoint = self._checkpoint.model_copy(update={"confirmed": confirmed})
-        if (
-            confirmed - self._written >= POSITIONS_BETWEEN_WRITES
-            or time.monotonic() - self._written_at >= SECONDS_BETWEEN_WRITES
-        ):
-            self.write()
-
-    def write(self) -> None:
-        if self._checkpoint.confirmed != self._written:
-            self._checkpoint.write(self.path)
-            self._written = self._checkpoint.confirmed
-            self._written_at = time.monotonic()
-
-
 @dataclass(frozen=True, slots=True)
 class Summary:
     """The result of one load. *confirmed* counts positions of the source, earlier runs included."""
@@ -163,7 +133,8 @@ class Load:
         self.confirmed = self._start.confirmed
         #: Whether earlier runs have sent everything.
         self.is_done = source.count is not None and self.confirmed >= source.count
-        sample = Sample(settings.second_drawings, self._start.sample_key)
+        signing_key = signing.Keys.of(settings).signing
+        sample = Sample(settings.second_drawings, self._start.sample_key, signing_key)
         self._sender = BulkSender(
             storage.queue,
             source.bodies(self.confirmed),
@@ -217,17 +188,15 @@ class Load:
         await self._storage.create()
         if self._path is None:
             return await self._sender.run(lambda progress: on_confirmed(progress.confirmed))
-        file = CheckpointFile(self._path, self._start)
+        path = self._path
 
         def confirm(progress: Progress) -> None:
-            file.confirm(progress.confirmed)
+            # For each batch: what a killed load has sent since is sent again.
+            self._start.model_copy(update={"confirmed": progress.confirmed}).write(path)
             on_confirmed(progress.confirmed)
 
-        file.write()  # fails before anything is sent if the path is not writable
-        try:
-            return await self._sender.run(confirm)
-        finally:
-            file.write()
+        self._start.write(path)  # fails before anything is sent if the path is not writable
+        return await self._sender.run(confirm)
 
 
 def _absolute_url(storage: Storage) -> str:

@@ -5,21 +5,21 @@ from __future__ import annotations
 from pydantic import Field
 
 from imagefleet.storage.open import LOCAL_SCHEME
-from imagefleet.storage.settings import StorageSettings
+from imagefleet.storage.settings import SignerSettings
 
 #: Of a fleet on other people's computers: it finds a node of a hundred that draws wrong within
 #: about 20,000 images, and costs half a percent.
 DEFAULT_VERIFY_SHARE = 0.005
 
 
-class LoadSettings(StorageSettings):
+class LoadSettings(SignerSettings):
     """Each field is a flag and an IMAGEFLEET_ variable."""
 
     concurrency: int = Field(
         default=4,
         ge=1,
         le=64,
-        description="Batches of 100 jobs in flight at once; after a kill, those in flight are sent"
+        description="Batches of 32 jobs in flight at once; after a kill, those in flight are sent"
         " again.",
     )
     rate: float | None = Field(

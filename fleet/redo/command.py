@@ -11,8 +11,8 @@ import typer
 
 from fleet import console, options
 from fleet.options import Since
-from imagefleet import errors
-from imagefleet.storage.settings import StorageSettings
+from imagefleet import errors, signing
+from imagefleet.storage.settings import SignerSettings
 
 if TYPE_CHECKING:
     from fleet.redo import select
@@ -22,9 +22,9 @@ if TYPE_CHECKING:
 _SHOWN = 20
 
 
-@options.from_settings(StorageSettings)
+@options.from_settings(SignerSettings)
 def command(
-    settings: StorageSettings,
+    settings: SignerSettings,
     worker: Annotated[
         str | None, typer.Option(metavar="ID", help="Images of this worker, by its name.")
     ] = None,
@@ -83,8 +83,11 @@ def command(
         since=options.read_moment("--since", since),
         until=options.read_moment("--until", until),
     )
-    given = _read_jobs(jobs)
-    result = console.run(_run(settings, wanted, given, dry_run=dry_run, yes=yes, quiet=as_json))
+    keys = signing.Keys.of(settings)
+    given = _read_jobs(jobs, keys.signing)
+    result = console.run(
+        _run(settings, wanted, given, keys.trusted, dry_run=dry_run, yes=yes, quiet=as_json)
+    )
     if as_json:
         console.print_json(result)
     else:
@@ -93,20 +96,21 @@ def command(
         raise typer.Exit(console.EXIT_IMAGES_WRONG)
 
 
-def _read_jobs(path: Path | None) -> dict[str, str]:
-    """The messages in a file of jobs, by the jobs' keys."""
+def _read_jobs(path: Path | None, key: signing.SigningKey | None) -> dict[str, str]:
+    """The messages in a file of jobs, signed with *key*, by the jobs' keys."""
     if path is None:
         return {}
     from fleet.redo.jobs import by_key
     from loadgen import sources
 
-    return by_key(sources.open_source(str(path)).bodies(0))
+    return by_key(sources.open_source(str(path), key=key).bodies(0))
 
 
 async def _run(
-    settings: StorageSettings,
+    settings: SignerSettings,
     wanted: select.Wanted,
     given: dict[str, str],
+    trusted: signing.TrustedKeys | None = None,
     *,
     dry_run: bool,
     yes: bool,
@@ -141,7 +145,7 @@ async def _run(
         cost = "" if found.dollars is None else f", which took about ${found.dollars:,.2f}"
         images = console.counted(len(found.images), "image")
         console.confirm(f"Have {images} drawn again{cost}?", yes=yes)
-        finder = JobFinder(storage.blobs, given)
+        finder = JobFinder(storage.blobs, given, trusted)
         await finder.list_duplicates(
             wanted.blob or (f"{wanted.campaign}/" if wanted.campaign else "")
         )

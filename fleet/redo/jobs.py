@@ -9,6 +9,7 @@ from collections.abc import Iterable, Mapping
 from fleet.verify import picture
 from imagefleet import errors
 from imagefleet.job.message import DUPLICATES, Job, job_key, read_job
+from imagefleet.signing import TrustedKeys
 from imagefleet.storage.protocol import BlobStore
 
 #: The number of an image of a job that has several.
@@ -16,11 +17,18 @@ _NUMBER = re.compile(r"-\d+$")
 
 
 class JobFinder:
-    """The messages that draw images again; *given* by their job's key."""
+    """The messages that draw images again; *given* by their job's key.
 
-    def __init__(self, blobs: BlobStore, given: Mapping[str, str]) -> None:
+    With *trusted* keys, a job that is not signed with one of them counts as none: no worker takes
+    it.
+    """
+
+    def __init__(
+        self, blobs: BlobStore, given: Mapping[str, str], trusted: TrustedKeys | None = None
+    ) -> None:
         self._blobs = blobs
         self._given = given
+        self._trusted = trusted
         self._duplicates: dict[str, list[str]] = defaultdict(list)
 
     async def list_duplicates(self, prefix: str) -> None:
@@ -48,7 +56,8 @@ class JobFinder:
                 "the image and its duplicates have different jobs: give the right one with --jobs"
             )
         if not found:
-            raise errors.JobError("it has no job in it: give its job with --jobs")
+            signed = "" if self._trusted is None else " that is signed with a trusted key"
+            raise errors.JobError(f"it has no job in it{signed}: give its job with --jobs")
         return found.popitem()[1]
 
     async def _jobs(self, name: str, data: bytes) -> list[tuple[str, Job]]:
@@ -58,7 +67,9 @@ class JobFinder:
                 files.append(await self._blobs.read(duplicate, picture.MAX_BYTES) or b"")
             except errors.UnusableFileError:
                 continue
-        return [found for file in files if (found := picture.job_in(file)) is not None]
+        return [
+            found for file in files if (found := picture.job_in(file, self._trusted)) is not None
+        ]
 
 
 def draws(job: Job, name: str) -> bool:

@@ -11,6 +11,7 @@ from PIL import Image
 from imagefleet import errors, likeness
 from imagefleet.job import embedded
 from imagefleet.job.message import Job, read_job
+from imagefleet.signing import TrustedKeys
 
 #: Above any image of a job, which has 2048 pixels a side at most: the file and its pixels.
 MAX_BYTES = 32 * 2**20
@@ -39,10 +40,13 @@ def read(data: bytes) -> Picture | None:
         return None
 
 
-def job_in(data: bytes) -> tuple[str, Job] | None:
-    """The message in an image's file and its job; None if there is none, or none that is valid."""
+def job_in(data: bytes, trusted: TrustedKeys | None = None) -> tuple[str, Job] | None:
+    """The message in an image's file and its job; None if there is none that is valid.
+
+    With *trusted* keys, only one that is signed with one of them is.
+    """
     message = embedded.find(data)
     try:
-        return None if message is None else (message, read_job(message, "none"))
+        return None if message is None else (message, read_job(message, "none", trusted))
     except errors.JobError:
         return None

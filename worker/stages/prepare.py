@@ -13,6 +13,7 @@ from typing import NoReturn
 
 from imagefleet import errors, retry
 from imagefleet.job.message import Job, job_key, read_job
+from imagefleet.signing import TrustedKeys
 from imagefleet.storage import protocol
 from worker.engine import contract
 from worker.files.loras import LoraLibrary
@@ -86,6 +87,7 @@ class PrepareStage:
     settler: Settler
     metrics: WorkerMetrics
     until_empty: bool
+    trusted: TrustedKeys | None = None
     queue: asyncio.Queue[InFlightJob] = field(
         default_factory=lambda: asyncio.Queue(protocol.MAX_RECEIVE), init=False
     )
@@ -171,7 +173,7 @@ class PrepareStage:
 
     def _read(self, entry: InFlightJob) -> Job:
         message = entry.lease.message
-        job = read_job(message.body, message.id)
+        job = read_job(message.body, message.id, self.trusted)
         entry.job = job  # from here on, a failure is recorded with the job's id and campaign
         if job.model not in {None, self.engine.model_name}:
             raise errors.MissingFileError(
