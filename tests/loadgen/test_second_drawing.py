@@ -7,6 +7,7 @@ from pathlib import Path
 import pytest
 
 from imagefleet.job.message import read_job
+from imagefleet.signing import SigningKey, TrustedKeys
 from imagefleet.storage.open import open_storage
 from imagefleet.storage.protocol import MAX_MESSAGE_BYTES
 from imagefleet.storage.settings import StorageSettings
@@ -40,6 +41,18 @@ def test_a_second_drawing_is_the_same_job_stored_apart() -> None:
     assert (first.images_to_draw, second.images_to_draw) == (4, 1)
     assert (first.blob_name(0), second.blob_name(0)) == ("c/a-0.png", "-checks/c/a-0.png")
     assert Sample(1, "k").second_drawing(message) is None
+
+
+def test_a_second_drawing_is_signed_where_jobs_are(tmp_path: Path) -> None:
+    key = SigningKey.create(tmp_path / "key.pem")
+    trusted = TrustedKeys.read(key.public)
+    signed = read_job('{"prompt": "a cat", "id": "a"}', "").to_message(key)
+
+    message = Sample(1, "k", key).second_drawing(signed)
+
+    assert message is not None
+    assert read_job(message, "", trusted).verify
+    assert Sample(1, "k").second_drawing(signed) is None, "nobody could sign it"
 
 
 def test_jobs_of_few_steps_are_not_compared() -> None:

@@ -14,6 +14,8 @@ import pytest
 from fleet import console
 from fleet.redo import command, replace, select
 from fleet.verify import pairs, picture
+from imagefleet.job.message import read_job
+from imagefleet.signing import SigningKey, TrustedKeys
 from imagefleet.storage import open as opening
 from imagefleet.storage.open import open_storage
 from imagefleet.storage.protocol import Storage
@@ -235,6 +237,26 @@ async def test_an_image_and_its_duplicate_with_different_jobs_need_the_right_one
     assert (await redo(storage_settings, blob="default/j0.png", given=given))["jobs"] == 1
     await run_worker("good")
     assert await differing(storage) == []
+
+
+async def test_a_forged_job_is_not_drawn_where_jobs_are_signed(
+    storage: Storage, storage_settings: StorageSettings, run_worker: RunWorker, tmp_path: Path
+) -> None:
+    key = SigningKey.create(tmp_path / "key.pem")
+    signed = read_job(messages(1)[0], "").to_message(key)
+    for name, body in (("thief", '{"prompt": "another", "id": "j0"}'), ("good", signed)):
+        await storage.queue.send([body])
+        await run_worker(name)
+
+    trusted = TrustedKeys.read(key.public)
+    choice = select.Wanted(worker="thief")
+    result = await command._run(
+        storage_settings, choice, {}, trusted, dry_run=False, yes=True, quiet=True
+    )
+
+    (message,) = await storage.queue.receive(1, 30)
+    assert result["jobs"] == 1
+    assert read_job(message.body, "", trusted).prompt == "a cat"
 
 
 async def test_suspect_images_are_those_of_their_records_that_are_still_the_workers(
