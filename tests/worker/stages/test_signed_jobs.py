@@ -138,12 +138,20 @@ async def test_a_failed_job_keeps_the_signature_of_what_was_sent(
 
 
 async def test_both_keys_are_taken_while_keys_change(
-    storage: Storage, run_pipeline: RunPipeline, key: SigningKey, tmp_path: Path
+    storage: Storage,
+    run_pipeline: RunPipeline,
+    key: SigningKey,
+    tmp_path: Path,
+    caplog: pytest.LogCaptureFixture,
 ) -> None:
+    caplog.set_level("INFO")
     new = SigningKey.create(tmp_path / "new.pem")
     await storage.queue.send([job("old").to_message(key), job("new").to_message(new)])
     pipeline = await run_pipeline(trusted_key=f"{key.public},{new.public}")
     assert dict(pipeline.settler.outcomes) == {"completed": 2}
+    assert f"jobs must be signed with {key.public},{new.public}" in caplog.text
+    await run_pipeline()
+    assert "jobs need no signature" in caplog.text
 
 
 async def put_loras(storage: Storage, content: bytes | None, **files: bytes) -> None:
