@@ -50,6 +50,7 @@ NodeFault = Literal[
 FAILURES: tuple[type[errors.FleetError], ...] = (
     errors.JobError,
     errors.InvalidMessageError,
+    errors.UntrustedJobError,
     errors.MissingFileError,
     errors.UnusableFileError,
     errors.TransientError,

@@ -26,7 +26,8 @@ _SHOWN = 20
 def command(
     settings: SignerSettings,
     worker: Annotated[
-        str | None, typer.Option(metavar="ID", help="Images of this worker, by its name.")
+        str | None,
+        typer.Option(metavar="ID", help="Images of this worker, or machine on SaladCloud."),
     ] = None,
     suspect: Annotated[
         bool,

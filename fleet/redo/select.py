@@ -9,6 +9,7 @@ from datetime import datetime
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
+from fleet.verify.quarantine import node_of
 from imagefleet import concurrency, errors
 from imagefleet.job.message import ASIDE, CHECKS, DUPLICATES
 from imagefleet.storage.protocol import BlobRecord, BlobStore
@@ -87,7 +88,8 @@ async def _by_worker(blobs: BlobStore, wanted: Wanted, on_listed: Callable[[], N
     runs: dict[tuple[float, str], list[datetime]] = {}
     async for record in _records(blobs, wanted.campaign):
         on_listed()
-        if record.metadata.get("worker") != wanted.worker or not _is_between(record, wanted):
+        worker = record.metadata.get("worker", "")
+        if wanted.worker not in {worker, node_of(worker)} or not _is_between(record, wanted):
             continue
         found.images[record.name] = record.metadata
         if price := _price(record.metadata):

@@ -34,7 +34,7 @@ def command(
     yes: options.Yes = False,
     as_json: options.AsJson = False,
 ) -> None:
-    """Compares images with their second drawings; names the workers that draw wrong.
+    """Names workers that draw wrong, by second drawings of jobs.
 
     `imagefleet load --verify-share` has some jobs drawn by two workers; a drawing whose name was
     taken is kept, too. A worker is named when pairs with two others speak against it: a single

@@ -349,6 +349,23 @@ async def test_a_choice_that_is_none_is_refused(
     assert ended.returncode == console.EXIT_OPERATOR_MUST_ACT
 
 
+async def test_a_machine_is_all_its_workers_and_no_other(storage: Storage) -> None:
+    machine = "0d8f5c1e-77a2-4c1b-9a3e-5b2f0e7d9c11"
+    names = [machine, f"{machine}-7", f"{machine}-17", f"{machine[:-1]}0-7", "a-7", "a"]
+    for number, worker in enumerate(names):
+        metadata = {"worker": worker}
+        await storage.blobs.create(f"default/{number}.png", b"x", "image/png", metadata)
+
+    async def selected(worker: str) -> list[str]:
+        wanted = select.Wanted(worker=worker)
+        found = await select.select(storage.blobs, wanted, lambda: None)
+        return sorted(found.by_worker)
+
+    assert await selected(machine) == sorted(names[:3])
+    assert await selected("a") == ["a"]
+    assert await selected("a-7") == ["a-7"]
+
+
 def test_the_cost_is_that_of_the_drawing() -> None:
     began_at = datetime(2026, 12, 1, tzinfo=UTC)
     stored = [began_at + timedelta(minutes=10 * number) for number in range(7)]
