@@ -181,8 +181,8 @@ async def test_a_killed_redo_loses_nothing_at_any_step_and_the_next_one_finishes
         assert [name async for name in storage.files.names()] == []
         for name in [*names, *await below(storage, "-")]:
             await storage.blobs.delete(name)
-        step += 1 if "local:" in storage.url else 4
-    assert kills >= (20 if "local:" in storage.url else 5)
+        step += 1 if "local:" in storage.url else 7
+    assert kills >= (20 if "local:" in storage.url else 3)
 
 
 async def below(storage: Storage, prefix: str) -> list[str]:

@@ -112,7 +112,7 @@ async def test_images_of_many_good_workers_give_no_false_alarm(
     local_settings: StorageSettings, draw_good: Callable[[int], contract.Pixels]
 ) -> None:
     """Each drawing differs from the others by rounding."""
-    count, workers = 150, 7
+    count, workers = 80, 7
     async with open_storage(local_settings) as storage:
         await storage.create()
         for number in range(count):

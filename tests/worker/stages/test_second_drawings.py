@@ -34,8 +34,13 @@ async def workers_of(storage: Storage) -> dict[str, str]:
 
 
 async def test_the_second_drawing_is_another_workers_and_no_image_of_the_jobs(
-    storage: Storage, run_pipeline: RunPipeline, message: Callable[..., str]
+    storage: Storage,
+    run_pipeline: RunPipeline,
+    message: Callable[..., str],
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
+    monkeypatch.setattr("worker.stages.prepare.HAND_BACKS", 100)  # one of two takes it each time
+    monkeypatch.setattr("worker.stages.prepare.HAND_BACK_SECONDS_UNTIL_EMPTY", 0.1)
     job = {"id": "j", "seed": 7, "campaign": "c", "batch_size": 2}
     await storage.queue.send([message(**job), message(**job, verify=True)])
     first, second = await asyncio.gather(run_pipeline(name="a"), run_pipeline(name="b"))
