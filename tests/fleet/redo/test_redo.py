@@ -13,7 +13,7 @@ import pytest
 
 from fleet import console
 from fleet.redo import command, replace, select
-from fleet.verify import pairs, picture
+from fleet.verify import pairs, picture, verdict
 from imagefleet.job.message import read_job
 from imagefleet.signing import SigningKey, TrustedKeys
 from imagefleet.storage import open as opening
@@ -126,6 +126,23 @@ async def test_a_bad_workers_images_since_a_moment_are_replaced_and_no_others(
     assert len(copies) == 6
     assert {each.metadata["worker"] for each in copies} == {"bad"}
     assert [name async for name in storage.files.names()] == []
+
+
+async def test_a_third_drawing_decides_a_pair_that_two_workers_leave_undecided(
+    storage: Storage, storage_settings: StorageSettings, run_worker: RunWorker, bad_picture: Draw
+) -> None:
+    await storage.queue.send(messages(1))
+    await run_worker("a", bad_picture)
+    await storage.queue.send(messages(1, verify=True))
+    await run_worker("b")
+    compared = [each async for each in pairs.listed(storage, None, None)]
+    found = await pairs.compare(storage, compared, lambda: None)
+    assert verdict.undecided(found, verdict.judge(found)) == found != []
+
+    await redo(storage_settings, blob="default/j0.png")
+    await run_worker("c")
+
+    assert await differing(storage) == []
 
 
 async def test_a_thiefs_garbage_is_replaced_by_the_job_in_the_duplicate_kept_aside(
