@@ -417,6 +417,15 @@ def test_a_policys_tokens_expire_by_themselves_and_are_revoked_at_once(
     assert "there is no policy 'spring'" in again.stderr
 
 
+def test_a_policy_is_revoked_even_where_a_container_is_gone(
+    azurite_settings: StorageSettings, created: None, in_process: Imagefleet
+) -> None:
+    account = flags_of(azurite_settings.model_copy(update={"container": "no-such-images"}))
+    assert in_process("keys", "files", "--policy", "spring", *account).returncode == 0
+    revoked = in_process("keys", "revoke", "spring", *account)
+    assert revoked.stdout == f"revoked spring on {azurite_settings.files_container}\n"
+
+
 def test_a_token_of_a_policy_is_refused_after_its_own_expiry(
     azurite_settings: StorageSettings, created: None, in_process: Imagefleet
 ) -> None:
