@@ -21,7 +21,7 @@ from imagefleet.storage.open import open_storage
 from imagefleet.storage.protocol import MAX_RECEIVE
 from imagefleet.storage.settings import StorageSettings
 from imagefleet.submit import BATCH
-from loadgen.load import POSITIONS_BETWEEN_WRITES, Checkpoint
+from loadgen.load import Checkpoint
 
 ROOT = Path(__file__).parents[2]
 
@@ -33,8 +33,8 @@ count: 250
 lists: {noun: [cat, dog, fox]}
 """
 
-#: Jobs that a kill may send twice: those in flight and those not yet in the checkpoint.
-WINDOW = 4 * BATCH + POSITIONS_BETWEEN_WRITES
+#: Jobs that a kill may send twice: those in flight.
+WINDOW = 4 * BATCH
 
 
 @pytest.fixture
