@@ -93,11 +93,6 @@ class LocalBlobs:
         self._operations.blob_reads += 1
         return await self._in_thread(self._read, name, max_bytes)
 
-    async def metadata(self, name: str) -> Mapping[str, str] | None:
-        protocol.check_blob_name(name)
-        self._operations.blob_reads += 1
-        return await self._in_thread(self._metadata, name)
-
     async def delete(self, name: str) -> bool:
         protocol.check_blob_name(name)
         await self._in_thread(self._delete, name)
@@ -197,12 +192,9 @@ class LocalBlobs:
     def _record(self, name: str) -> protocol.BlobRecord:
         status = (self.folder / name).stat()
         created_at = datetime.fromtimestamp(status.st_mtime, UTC)
-        metadata = self._metadata(name) or {}
-        return protocol.BlobRecord(name, status.st_size, created_at, metadata)
+        return protocol.BlobRecord(name, status.st_size, created_at, self._metadata(name))
 
-    def _metadata(self, name: str) -> dict[str, str] | None:
-        if not (self.folder / name).is_file():
-            return None
+    def _metadata(self, name: str) -> dict[str, str]:
         try:
             sidecar = self.folder / METADATA_FOLDER / f"{name}.json"
             metadata: dict[str, str] = json.loads(sidecar.read_bytes())["metadata"]
