@@ -169,10 +169,6 @@ class Pipeline:
             NodeError: this machine cannot do its work; SetupError: the operator has to act.
             Jobs in flight have been handed back by then.
         """
-        # So that a key that did not arrive is noticed.
-        key = self._settings.trusted_key
-        needed = f"must be signed with {key}" if key else "need no signature (--trusted-key)"
-        log.info("jobs %s", needed, extra={"action": "signatures"})
         self.start_up_phase = "loading the model"
         starting = asyncio.create_task(self._start_up(), name="start up")
         try:

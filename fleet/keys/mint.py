@@ -152,7 +152,10 @@ async def store_policy(settings: StorageSettings, role: Role, name: str) -> None
 async def remove_policy(settings: StorageSettings, name: str) -> list[str]:
     """Removes the policy, which revokes its tokens; returns the resources that had it."""
     removed = await _change_policies(
-        settings, RESOURCES, lambda _, policies: policies.pop(name, None) is not None
+        settings,
+        RESOURCES,
+        lambda _, policies: policies.pop(name, None) is not None,
+        but_missing=True,
     )
     if not removed:
         raise errors.SetupError(f"there is no policy {name!r} to revoke")
@@ -179,15 +182,23 @@ async def _change_policies(
     settings: StorageSettings,
     resources: Iterable[Resource],
     change: Callable[[Resource, dict[str, Any]], bool],
+    *,
+    but_missing: bool = False,
 ) -> list[str]:
-    """Stores the policies that *change* reports as changed; returns their resources' names."""
+    """Stores the policies that *change* reports as changed; returns their resources' names.
+
+    *but_missing* leaves out queues and containers that do not exist.
+    """
     address = account.read_address(settings.storage.strip())
     changed = []
     for resource in resources:
         name = name_of(settings, resource)
         open_client = address.container_client if is_container(resource) else address.queue_client
         async with open_client(name, None, **_OPTIONS) as client:
-            with azure_errors.translated(f"the stored policies of {name!r}"):
+            with (
+                azure_errors.translated(f"the stored policies of {name!r}"),
+                azure_errors.tolerated(azure_errors.MISSING if but_missing else ()),
+            ):
                 policies = await _read_policies(client)
                 if change(resource, policies):
                     await _write_policies(client, policies)
