@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import json
 import logging
+import math
 import sys
 import threading
+import time
 from datetime import UTC, datetime
 from types import TracebackType
 from typing import Any, Literal
@@ -46,6 +48,21 @@ class JsonLines(logging.Formatter):
         if record.exc_info:
             line["exception"] = self.formatException(record.exc_info)
         return json.dumps(line, ensure_ascii=False, default=str)
+
+
+class Occasion:
+    """Says when a warning is due again: an outage makes the same one for every call."""
+
+    def __init__(self, seconds: float = 60.0) -> None:
+        self._seconds = seconds
+        self._last_at = -math.inf
+
+    def is_due(self) -> bool:
+        now = time.monotonic()
+        if now - self._last_at < self._seconds:
+            return False
+        self._last_at = now
+        return True
 
 
 def configure(log_format: LogFormat, handler: logging.Handler | None = None) -> None:

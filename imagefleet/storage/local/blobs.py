@@ -18,6 +18,7 @@ from typing import BinaryIO, TypeVar
 
 from imagefleet import errors
 from imagefleet.storage import protocol
+from imagefleet.storage.local.file import DISK_FULL
 
 #: In the same folder; no segment of a blob's name starts with a dot.
 METADATA_FOLDER = ".metadata"
@@ -29,7 +30,6 @@ _COPIED_BYTES = 8 * 2**20
 #: Names listed per call in a thread.
 _NAMES_PAGE = 1_000
 
-_FULL = frozenset({errno.ENOSPC, errno.EDQUOT})
 _IN_THE_WAY = (FileExistsError, IsADirectoryError, NotADirectoryError)
 _NOT_THERE = (FileNotFoundError, IsADirectoryError, NotADirectoryError)
 _REFUSED = frozenset({errno.EACCES, errno.EPERM, errno.EROFS, errno.ENOTSUP})
@@ -223,8 +223,8 @@ class LocalBlobs:
             raise self._translate(error) from error
 
     def _translate(self, error: OSError) -> errors.FleetError:
-        if error.errno in _FULL:
-            return errors.TransientError(
+        if error.errno in DISK_FULL:
+            return errors.StorageFullError(
                 f"the disk is full: cannot write to {self.folder}; free some space"
             )
         if error.errno in _REFUSED:
