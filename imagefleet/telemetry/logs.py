@@ -50,6 +50,14 @@ class JsonLines(logging.Formatter):
         return json.dumps(line, ensure_ascii=False, default=str)
 
 
+class _StandardError(logging.StreamHandler):  # type: ignore[type-arg]  # generic for mypy only
+    """Leaves out what cannot be written: a full disk or a closed pipe ends no worker."""
+
+    def handleError(self, record: logging.LogRecord) -> None:  # noqa: N802 - logging's name
+        if not isinstance(sys.exception(), OSError):
+            super().handleError(record)
+
+
 class Occasion:
     """Says when a warning is due again: an outage makes the same one for every call."""
 
@@ -71,7 +79,7 @@ def configure(log_format: LogFormat, handler: logging.Handler | None = None) -> 
     Python's warnings are log records as well. With JSON lines, so are unhandled exceptions: a log
     collector understands nothing else on stderr.
     """
-    handler = handler or logging.StreamHandler()
+    handler = handler or _StandardError()
     if log_format == "text" or (log_format == "auto" and sys.stderr.isatty()):
         handler.setFormatter(logging.Formatter("%(asctime)s %(levelname)s %(message)s"))
     else:

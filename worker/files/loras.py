@@ -143,8 +143,13 @@ class LoraLibrary:
 
     async def _in_directory(self, name: str) -> Path | None:
         path = self._directory and self._directory / f"{name}{SUFFIX}"
-        if path is None or not path.is_file():
+        if path is None:
             return None
+        try:
+            if not path.is_file():
+                return None
+        except OSError as error:
+            raise _unreadable(path.parent, error.strerror) from error
         await self._verify(self._directory_manifest, name, partial(self._check, name, path))
         return path
 
@@ -171,6 +176,9 @@ class LoraLibrary:
         await self._storage_manifest.sha256(name)  # a broken one costs no download
         data = await self._blobs.read(f"loras/{name}{SUFFIX}", max_bytes=MAX_BYTES)
         if data is None:
+            if self._directory and not self._directory.is_dir():
+                # Unmounted, say: the jobs are not at fault.
+                raise _unreadable(self._directory, "it does not exist")
             folder = f"{self._directory} or " if self._directory else ""
             raise errors.MissingFileError(f"no LoRA {name}{SUFFIX} in {folder}the storage's loras/")
         check = partial(check_content, name, BytesIO(data), len(data))
@@ -208,3 +216,9 @@ def _read(directory: Path | None) -> bytes | None:
         return (directory / MANIFEST).read_bytes() if directory else None
     except FileNotFoundError:
         return None
+    except OSError as error:
+        raise _unreadable(directory, error.strerror) from error
+
+
+def _unreadable(directory: Path | None, reason: str | None) -> errors.SetupError:
+    return errors.SetupError(f"--lora-directory {directory} cannot be read: {reason}")

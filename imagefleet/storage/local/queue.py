@@ -284,8 +284,13 @@ class LocalQueue:
         """Makes messages with expired leases visible, for reads that lease nothing."""
         now = self._lease_clock()
         if connection.execute(ANY_EXPIRED, (self.name, now)).fetchone() is not None:
-            with transaction(connection):
-                connection.execute(SWEEP, (self.name, now))
+            try:
+                with transaction(connection):
+                    connection.execute(SWEEP, (self.name, now))
+            except sqlite3.OperationalError as error:
+                # On a full disk the rest can be read all the same.
+                if error.sqlite_errorcode != sqlite3.SQLITE_FULL:
+                    raise
 
 
 def _leased(
