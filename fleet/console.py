@@ -255,11 +255,20 @@ def print_json_line(record: Mapping[str, Any]) -> None:
     sys.stdout.flush()
 
 
-def write_file(path: Path, text: str) -> None:
-    """Writes a text file and its folder; raises SetupError if that is not possible."""
+def write_file(path: Path, content: str | bytes) -> None:
+    """Writes a file whole or not at all, and its folder; raises SetupError if it cannot be."""
+    data = content.encode() if isinstance(content, str) else content
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
-        path.write_text(text, encoding="utf-8")
+        if path.exists() and not path.is_file():
+            path.write_bytes(data)  # /dev/stdout, say
+            return
+        draft = path.with_name(f"{path.name}.{os.getpid()}")
+        try:
+            draft.write_bytes(data)
+            draft.replace(path.resolve())
+        finally:
+            draft.unlink(missing_ok=True)
     except OSError as error:
         raise errors.SetupError(f"cannot write {path}: {error.strerror or error}") from None
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from collections.abc import Callable
 from pathlib import Path
 
 #: It goes on while the machine sleeps, as leases and prices do. macOS has no other that does.
@@ -21,3 +22,9 @@ def boot_id() -> str | None:
         return _BOOT_ID.read_text(encoding="ascii").strip() or None
     except (OSError, ValueError):
         return None
+
+
+def steady_clock() -> Callable[[], float]:
+    """The time of day as it is now (Unix seconds), going on whatever it is set to later."""
+    ahead = time.time() - seconds()
+    return lambda: ahead + seconds()
