@@ -32,7 +32,7 @@ def delete(settings: StorageSettings, what: str) -> None:
     if settings.storage.startswith(LOCAL_SCHEME):
         folder = Path(settings.storage.removeprefix(LOCAL_SCHEME))
         if what == "container":
-            shutil.rmtree(folder / "images")
+            shutil.rmtree((folder / "images").rename(folder / "deleted"))
         else:
             for file in folder.glob("queue.sqlite*"):
                 file.unlink()

@@ -142,10 +142,10 @@ class LocalBlobs:
             # it.
             temporary.write_bytes(details)
             sidecar = self.folder / METADATA_FOLDER / f"{name}.json"
-            sidecar.parent.mkdir(parents=True, exist_ok=True)
+            _make_durable_folder(sidecar.parent, self.folder)
             temporary.replace(sidecar)
             _write_durably(temporary, write)
-            _make_durable_folder(path.parent)
+            _make_durable_folder(path.parent, self.folder)
             return _link(temporary, path)
         finally:
             with contextlib.suppress(FileNotFoundError, NotADirectoryError):
@@ -277,10 +277,10 @@ def _write_durably(path: Path, write: Callable[[BinaryIO], None]) -> None:
         os.fsync(file.fileno())
 
 
-def _make_durable_folder(folder: Path) -> None:
-    """Like mkdir, but synced to the disk."""
-    if not folder.exists():
-        _make_durable_folder(folder.parent)
+def _make_durable_folder(folder: Path, root: Path) -> None:
+    """Like mkdir, but synced to the disk; *root*, which somebody may have deleted, is not made."""
+    if folder != root and not folder.exists():
+        _make_durable_folder(folder.parent, root)
         folder.mkdir(exist_ok=True)
         _sync(folder.parent)
 
