@@ -92,6 +92,7 @@ def work(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Work:
 
     async def run(settings: StorageSettings, **changes: Any) -> Pipeline:
         engine = changes.pop("engine", None) or StandInEngine()
+        on_settled = changes.pop("on_settled", lambda _: None)
         fields = {
             **settings.model_dump(),
             "model": "stand-in",
@@ -102,7 +103,11 @@ def work(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Work:
         }
         async with open_storage(settings) as storage:
             pipeline = Pipeline(
-                storage, lambda: engine, WorkerSettings(**fields), retry_policy=IMPATIENT
+                storage,
+                lambda: engine,
+                WorkerSettings(**fields),
+                on_settled=on_settled,
+                retry_policy=IMPATIENT,
             )
             running = pipeline.run(asyncio.Event(), asyncio.Event())
             await asyncio.wait_for(running, 30)

@@ -228,7 +228,7 @@ class LocalBlobs:
                 f"the disk is full: cannot write to {self.folder}; free some space"
             )
         if error.errno in _REFUSED:
-            return errors.SetupError(f"cannot write to {self.folder}: {error.strerror}")
+            return errors.SetupError(f"no access to {self.folder}: {error.strerror}")
         if isinstance(error, _IN_THE_WAY):
             return errors.SetupError(
                 f"{error.filename2 or error.filename} is in the way: a file where there should be"

@@ -85,7 +85,7 @@ def create(path: Path) -> None:
         raise errors.SetupError(f"{path.parent} is a file, not a folder") from None
     except OSError as error:
         raise errors.SetupError(f"cannot create {path.parent}: {error.strerror}") from error
-    if path.exists():
+    if exists(path):
         return
     log = log_of(path)
     if log.exists() and log.stat().st_size and not path.exists():
@@ -166,6 +166,17 @@ def clock_ahead(connection: sqlite3.Connection) -> float:
             connection.execute("ROLLBACK")
         raise
     return ahead
+
+
+def exists(path: Path) -> bool:
+    """Raises SetupError where that cannot be told."""
+    try:
+        path.stat()
+    except (FileNotFoundError, NotADirectoryError):
+        return False
+    except OSError as error:
+        raise _translated_os_error(error, path) from error
+    return True
 
 
 def identity(path: Path) -> tuple[int, int] | None:

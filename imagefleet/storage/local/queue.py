@@ -86,9 +86,11 @@ class QueueFile:
 
     async def has_queue(self, name: str) -> bool:
         find = "SELECT 1 FROM queues WHERE name = ?"
-        return self.path.exists() and await self.run(
-            lambda connection: connection.execute(find, (name,)).fetchone() is not None
-        )
+
+        def has(connection: sqlite3.Connection) -> bool:
+            return connection.execute(find, (name,)).fetchone() is not None
+
+        return await self._in_thread(lambda: sqlite_file.exists(self.path) and has(self._open()))
 
     def now(self) -> float:
         """The clock of the leases; only for *work* in `run`."""
