@@ -13,13 +13,15 @@ from pathlib import Path
 from typing import Any, TextIO
 
 import pytest
+from prometheus_client import CollectorRegistry
 
 from fleet import console
+from fleet.scale import command as scale
 from imagefleet import errors
 from imagefleet.storage.open import open_storage
 from imagefleet.storage.protocol import Storage
 from imagefleet.storage.settings import StorageSettings
-from imagefleet.telemetry import logs
+from imagefleet.telemetry import logs, probes
 from worker.files.disk_cache import DiskCache
 
 Imagefleet = Callable[..., tuple[int, str]]
@@ -181,6 +183,30 @@ def test_a_log_to_a_full_disk_says_nothing_of_itself_and_goes_on(
     handler.stream = sys.stderr
     handler.emit(record)
     assert capsys.readouterr().err == "a line\n"
+
+
+async def test_a_probe_whose_answer_cannot_be_written_does_not_restart_a_good_worker(
+    full: TextIO,
+) -> None:
+    async with probes.serving(
+        CollectorRegistry(),
+        is_live=lambda: True,
+        is_ready=lambda: True,
+        is_started=lambda: True,
+        host="127.0.0.1",
+        port=0,
+    ) as port:
+        command = (sys.executable, "-m", "fleet.entry", "health", "live", "--port", str(port))
+        probe = await asyncio.create_subprocess_exec(*command, stdout=full)
+        assert await probe.wait() == 0
+
+
+def test_a_scaler_whose_output_is_full_goes_on_watching_the_budget(
+    full: TextIO, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(sys, "stdout", full)
+    scale._print_record({"now": 0.0})
+    assert "the decision cannot be printed" in caplog.text
 
 
 def test_a_page_that_cannot_be_written_leaves_the_old_one(mount: Mount) -> None:
