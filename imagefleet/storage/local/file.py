@@ -179,15 +179,6 @@ def exists(path: Path) -> bool:
     return True
 
 
-def identity(path: Path) -> tuple[int, int] | None:
-    """Tells a file from another of its name; None if there is none."""
-    try:
-        status = path.stat()
-    except OSError:
-        return None
-    return status.st_dev, status.st_ino
-
-
 def log_of(path: Path) -> Path:
     return path.with_name(f"{path.name}-wal")
 

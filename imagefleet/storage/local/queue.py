@@ -118,7 +118,7 @@ class QueueFile:
                 connection.executemany("INSERT OR IGNORE INTO queues (name) VALUES (?)", rows)
 
     def _open(self) -> sqlite3.Connection:
-        identity = sqlite_file.identity(self.path)
+        identity = _identity(self.path)
         if self._connection is not None and identity != self._identity:
             # Deleted, or replaced: its jobs are gone, and new ones are in the new file.
             self._close()
@@ -154,6 +154,15 @@ def transaction(connection: sqlite3.Connection, *, durable: bool = False) -> Ite
         if connection.in_transaction:  # some errors (a full disk) roll it back themselves
             connection.execute("ROLLBACK")
         raise
+
+
+def _identity(path: Path) -> tuple[int, int] | None:
+    """Tells a file from another of its name; None if there is none."""
+    try:
+        status = path.stat()
+    except OSError:
+        return None
+    return status.st_dev, status.st_ino
 
 
 class LocalQueue:
