@@ -7,6 +7,7 @@ import contextlib
 import errno
 import json
 import os
+import time
 import uuid
 from collections.abc import AsyncIterator, Callable, Generator, Mapping
 from contextlib import closing
@@ -29,6 +30,9 @@ _COPIED_BYTES = 8 * 2**20
 
 #: Names listed per call in a thread.
 _NAMES_PAGE = 1_000
+
+#: Files of uploads that broke off are removed after this time; no upload takes as long.
+_ABANDONED_SECONDS = 86_400.0
 
 _IN_THE_WAY = (FileExistsError, IsADirectoryError, NotADirectoryError)
 _NOT_THERE = (FileNotFoundError, IsADirectoryError, NotADirectoryError)
@@ -119,6 +123,11 @@ class LocalBlobs:
     def _create_folder(self) -> None:
         for name in (METADATA_FOLDER, TEMPORARY_FOLDER):
             (self.folder / name).mkdir(parents=True, exist_ok=True)
+        for leftover in (self.folder / TEMPORARY_FOLDER).iterdir():
+            with contextlib.suppress(OSError):
+                # Whichever way the clock was set since.
+                if abs(time.time() - leftover.stat().st_mtime) > _ABANDONED_SECONDS:
+                    leftover.unlink()
 
     def _create(self, name: str, write: Callable[[BinaryIO], None], details: bytes) -> bool:
         path = self.folder / name
