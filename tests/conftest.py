@@ -161,8 +161,8 @@ def load_file() -> Callable[[Path], Any]:
 
 @pytest.fixture(scope="session")
 def salad_module(load_file: Callable[[Path], Any]) -> Any:
-    """tests/fleet/salad_fake.py."""
-    return load_file(Path(__file__).parent / "fleet" / "salad_fake.py")
+    """tests/chaos/salad_fake.py."""
+    return load_file(Path(__file__).parent / "chaos" / "salad_fake.py")
 
 
 @pytest.hookimpl(optionalhook=True)

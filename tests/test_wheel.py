@@ -278,7 +278,7 @@ def work(tmp_path_factory: pytest.TempPathFactory, azurite_address: str, salad: 
 @pytest.fixture(scope="module")
 def salad() -> Iterator[Any]:
     """The fake SaladCloud of the tests in tests/fleet."""
-    spec = importlib.util.spec_from_file_location("salad_fake", ROOT / "tests/fleet/salad_fake.py")
+    spec = importlib.util.spec_from_file_location("salad_fake", ROOT / "tests/chaos/salad_fake.py")
     assert spec is not None
     assert spec.loader is not None
     module = sys.modules[spec.name] = importlib.util.module_from_spec(spec)
