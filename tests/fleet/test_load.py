@@ -16,7 +16,7 @@ from typing import IO
 
 import pytest
 
-from fleet import console
+from fleet import console, options
 from imagefleet.storage.open import open_storage
 from imagefleet.storage.protocol import MAX_RECEIVE
 from imagefleet.storage.settings import StorageSettings
@@ -57,7 +57,8 @@ def settings_for(folder: Path) -> StorageSettings:
 
 
 def flags(settings: StorageSettings) -> list[str]:
-    return [f"--{name}={getattr(settings, name)}" for name in ("storage", "queue", "container")]
+    names = ("storage", "queue", "container", "files_container")
+    return [f"{options.flag(name)}={getattr(settings, name)}" for name in names]
 
 
 def test_a_template_fills_the_queue(

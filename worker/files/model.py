@@ -174,7 +174,7 @@ def _remove_leftovers(folder: Path) -> None:
 
 
 def _address(settings: WorkerSettings) -> Address | None:
-    storage = f"{settings.storage} {settings.container}"
+    storage = f"{settings.storage} {settings.files_container}"
     return addresses.read_address(settings.model, settings.model_sha256, storage)
 
 
