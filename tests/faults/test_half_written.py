@@ -28,7 +28,7 @@ CONTENT = file_of(data=b"x" * 100_000)
 
 
 async def put(storage: Storage, name: str, content: bytes) -> None:
-    assert await storage.blobs.create(name, content, "application/octet-stream", {})
+    assert await storage.files.create(name, content, "application/octet-stream", {})
 
 
 # Models
@@ -44,9 +44,9 @@ def settings(local_settings: StorageSettings, tmp_path: Path) -> WorkerSettings:
 async def fetched(settings: WorkerSettings) -> Path:
     async with open_storage(settings) as storage:
         await storage.create()
-        if await storage.blobs.metadata("models/sd.safetensors") is None:
+        if not [name async for name in storage.files.names("models/")]:
             await put(storage, "models/sd.safetensors", CONTENT)
-        await model.fetch(settings, storage.blobs)
+        await model.fetch(settings, storage.files)
     return model.local_path(settings)
 
 
@@ -103,6 +103,19 @@ async def test_a_folder_of_loras_that_is_gone_sends_no_job_to_the_poison_queue(
         (folder / "style.safetensors").write_bytes(CONTENT)
         pipeline = await work(local_settings, lora_directory=folder)
     assert dict(pipeline.settler.outcomes) == {"completed": 5}
+
+
+async def test_a_container_of_loras_that_is_gone_sends_no_job_to_the_poison_queue(
+    local_settings: StorageSettings, jobs: Jobs, work: Work, tmp_path: Path
+) -> None:
+    async with open_storage(local_settings) as storage:
+        await storage.create()
+        shutil.rmtree(tmp_path / "storage" / local_settings.files_container)
+        await storage.queue.send(jobs(5, prompt="a house <lora:style:1>"))
+        with pytest.raises(errors.SetupError, match="no folder"):
+            await work(local_settings)
+        depth = await storage.queue.depth()
+    assert (depth.messages, depth.leased) == (5, 0)
 
 
 async def test_a_lora_that_is_still_being_copied_is_waited_for(

@@ -177,6 +177,7 @@ class LoraLibrary:
         await self._storage_manifest.sha256(name)  # a broken one costs no download
         data = await self._blobs.read(f"loras/{name}{SUFFIX}", max_bytes=MAX_BYTES)
         if data is None:
+            await self._blobs.check()  # without its container, the job is not at fault
             if self._directory and not self._directory.is_dir():
                 # Unmounted, say: the jobs are not at fault.
                 raise _unreadable(self._directory, "it does not exist")
