@@ -165,8 +165,9 @@ def report_bug(error: Exception) -> None:
 
 def print_error(message: str) -> None:
     """Prints each line of *message* in red on stderr."""
-    for line in message.splitlines():
-        stderr.print(untrusted(f"error: {line}", "red"), soft_wrap=True)
+    with _unless_lost():
+        for line in message.splitlines():
+            stderr.print(untrusted(f"error: {line}", "red"), soft_wrap=True)
 
 
 def print_warning(message: str) -> None:
@@ -174,12 +175,19 @@ def print_warning(message: str) -> None:
     if logs.are_json():
         log.warning("%s", message, extra={"action": "warning"})
         return
-    stderr.print(untrusted(f"warning: {message}", "yellow"), soft_wrap=True)
+    with _unless_lost():
+        stderr.print(untrusted(f"warning: {message}", "yellow"), soft_wrap=True)
 
 
 def print_note(text: str) -> None:
     """Prints text on stderr, next to the command's own output: progress, hints."""
-    print_plain(text, stderr)
+    with _unless_lost():
+        print_plain(text, stderr)
+
+
+def _unless_lost() -> contextlib.suppress:
+    """What is said on the way must not end the work: the disk of a log may be full."""
+    return contextlib.suppress(OSError)
 
 
 def print_plain(text: str, to: Console = stdout) -> None:
@@ -255,11 +263,20 @@ def print_json_line(record: Mapping[str, Any]) -> None:
     sys.stdout.flush()
 
 
-def write_file(path: Path, text: str) -> None:
-    """Writes a text file and its folder; raises SetupError if that is not possible."""
+def write_file(path: Path, content: str | bytes) -> None:
+    """Writes a file whole or not at all, and its folder; raises SetupError if it cannot be."""
+    data = content.encode() if isinstance(content, str) else content
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
-        path.write_text(text, encoding="utf-8")
+        if path.exists() and not path.is_file():
+            path.write_bytes(data)  # /dev/stdout, say
+            return
+        draft = path.with_name(f"{path.name}.{os.getpid()}")
+        try:
+            draft.write_bytes(data)
+            draft.replace(path.resolve())
+        finally:
+            draft.unlink(missing_ok=True)
     except OSError as error:
         raise errors.SetupError(f"cannot write {path}: {error.strerror or error}") from None
 
@@ -357,8 +374,11 @@ def leave(code: int | None) -> NoReturn:
     Python cannot end a thread that hangs in the GPU's driver or loads a model, and torch aborts
     the process when Python exits around it.
     """
+    for stream in (sys.stdout, sys.stderr):
+        try:
+            stream.flush()
+        except OSError:  # Python would try again, and exit with another code
+            os.dup2(os.open(os.devnull, os.O_WRONLY), stream.fileno())
     if any(thread.name == ENGINE_THREAD for thread in threading.enumerate()):
-        sys.stdout.flush()
-        sys.stderr.flush()
         os._exit(code or EXIT_DONE)
     sys.exit(code)

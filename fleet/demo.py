@@ -36,6 +36,9 @@ _ENDED = frozenset({"completed", "duplicate", "failed"})
 #: Marks a storage folder as the demo's: only such a folder is emptied.
 _MARKER = "made-by-imagefleet-demo"
 
+#: The worker would wait for space, and the demo's log is on the same disk.
+_LEAST_FREE_BYTES = 20_000_000
+
 
 @dataclass(frozen=True, slots=True)
 class DemoReport:
@@ -104,17 +107,23 @@ def command(
 
 def _prepare(storage: Path) -> None:
     """Creates an empty storage folder; refuses to empty one that is not a demo's."""
-    if storage.exists():
-        if not (storage / _MARKER).exists():
-            raise errors.SetupError(
-                f"{storage} exists and is not from a demo: choose another --directory"
-            )
-        shutil.rmtree(storage)
+    if storage.exists() and not (storage / _MARKER).exists():
+        raise errors.SetupError(
+            f"{storage} exists and is not from a demo: choose another --directory"
+        )
     try:
+        if storage.exists():
+            shutil.rmtree(storage)
         storage.mkdir(parents=True)
         (storage / _MARKER).touch()
+        free = shutil.disk_usage(storage).free
     except OSError as error:
         raise errors.SetupError(f"cannot write to {storage.parent}: {error.strerror}") from None
+    if free < _LEAST_FREE_BYTES:
+        raise errors.SetupError(
+            f"the disk of {storage.parent} is full: free {_LEAST_FREE_BYTES / 1e6:.0f} MB, or"
+            " choose another --directory"
+        )
 
 
 @dataclass(slots=True)
@@ -141,7 +150,7 @@ async def _demo(settings: WorkerSettings, directory: Path, messages: list[str]) 
         results = {result.id: result async for result in batch.results()}
         images = [await results[each].data() for each in batch.ids if results[each].blobs]
     sheet = directory / "contact-sheet.png"
-    sheet.write_bytes(contact_sheet.draw_contact_sheet(images))
+    console.write_file(sheet, contact_sheet.draw_contact_sheet(images))
     seconds = watch.ended_at - watch.ready_at
     dollars = seconds / 3600 * prices.gpu_dollars_per_hour(PRICED_GPU, PRICED_PRIORITY)
     return DemoReport(

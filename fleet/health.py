@@ -42,7 +42,11 @@ def main(arguments: Sequence[str]) -> int:
     else:
         host = _EVERYWHERE.get(given.host, given.host)
         is_so, answer = probe(given.what, host, int(given.port), given.seconds)
-    sys.stdout.write(f"{'' if is_so else 'not '}{given.what}: {answer}\n")
+    try:
+        sys.stdout.write(f"{'' if is_so else 'not '}{given.what}: {answer}\n")
+        sys.stdout.flush()
+    except OSError:  # a full disk or a closed pipe is no reason to restart a worker
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
     return 0 if is_so else 1
 
 

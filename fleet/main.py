@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import itertools
 import os
 import platform
@@ -38,6 +39,8 @@ _METAVARS = {
     "int( range)?": "INTEGER",
     "float( range)?": "NUMBER",
 }
+
+_DISK_FULL = frozenset({errno.ENOSPC, errno.EDQUOT})
 
 #: `Invalid value for '--jobs': Input should be ...`, which settings report without these words.
 _INVALID_VALUE = re.compile(r"^Invalid value for '([^']+)': (?:Input |Value error, )?")
@@ -213,6 +216,13 @@ def main() -> None:
         console.report_error(_INVALID_VALUE.sub(r"\1: ", error.format_message()), code)
     except typer.Abort:
         code = console.EXIT_INTERRUPTED
+    except OSError as error:
+        code = console.EXIT_UNEXPECTED
+        if error.errno in _DISK_FULL:
+            place = error.filename or "the output"
+            console.report_error(f"the disk is full: cannot write {place}; free some space", code)
+        else:
+            console.report_bug(error)
     except Exception as error:  # noqa: BLE001 - a bug, with its traceback
         code = console.EXIT_UNEXPECTED
         console.report_bug(error)

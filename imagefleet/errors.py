@@ -57,6 +57,10 @@ class NoAccessError(TransientError):
     """The credentials of the storage have expired; waiting for new ones."""
 
 
+class StorageFullError(TransientError):
+    """The disk of the storage is full; waiting for space."""
+
+
 class LeaseLost(FleetError):  # noqa: N818 - the established term
     """The lease on the message is lost: another worker may have it."""
 

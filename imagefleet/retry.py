@@ -41,8 +41,8 @@ class RetryPolicy:
     themselves. No attempt starts after `give_up_seconds`. Jitter is full (from 0), so that a fleet
     does not return to a recovered storage in lockstep.
 
-    With `waits_for_access`, expired credentials are waited for without limit, and such attempts
-    do not count.
+    With `waits_for_access`, new credentials for expired ones, and space on the full disk of a
+    storage, are waited for without limit, and such attempts do not count.
     """
 
     tries: int = 6
@@ -73,7 +73,7 @@ class RetryPolicy:
             while True:
                 try:
                     return await operation()
-                except errors.NoAccessError as error:
+                except (errors.NoAccessError, errors.StorageFullError) as error:
                     if not self.waits_for_access:
                         raise
                     self.on_retry(error)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import itertools
+import os
 import sys
 import uuid
 from collections.abc import Callable, Iterable, Iterator
@@ -162,6 +163,7 @@ class JsonLinesSource:
         lines = 0
         try:
             with path.open("rb") as file:
+                self._version = _version(file)
                 for line in _reported(file, on_read):
                     hasher.update(line)
                     lines += 1
@@ -195,8 +197,17 @@ class JsonLinesSource:
         self, start: int, on_invalid: OnInvalid, read: ReadLine, on_read: OnRead = _ignore
     ) -> Iterator[str | None]:
         with self._path.open("rb") as file:
+            self._check_version(file)
             lines = itertools.islice(_reported(file, on_read), start, self.count)
             yield from _read_lines(lines, self.identity, start + 1, on_invalid, read)
+            self._check_version(file)
+
+    def _check_version(self, file: BinaryIO) -> None:
+        if _version(file) != self._version:
+            raise errors.SetupError(
+                f"{self._path} has changed while it was being loaded: what was sent stays;"
+                " --restart begins with its first job"
+            )
 
 
 class StreamSource:
@@ -226,6 +237,11 @@ class StreamSource:
         lines = itertools.islice(self._stream, start, self.count)
         read = partial(_message, key=self._key)
         return _read_lines(lines, self.identity, start + 1, self._on_invalid, read)
+
+
+def _version(file: BinaryIO) -> tuple[int, int, int, int]:
+    status = os.fstat(file.fileno())
+    return status.st_dev, status.st_ino, status.st_size, status.st_mtime_ns
 
 
 def _reported(lines: Iterable[bytes], on_read: OnRead) -> Iterator[bytes]:

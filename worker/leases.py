@@ -9,13 +9,13 @@ from __future__ import annotations
 import asyncio
 import enum
 import logging
-import math
 import time
 from collections.abc import Awaitable, Callable
 from typing import Literal
 
 from imagefleet import errors
 from imagefleet.storage import protocol
+from imagefleet.telemetry import logs
 
 log = logging.getLogger(__name__)
 
@@ -24,9 +24,6 @@ CONCURRENT_RENEWALS = 16
 
 #: A renewal is tried this many times before its lease runs out.
 TRIES_PER_LEASE = 10
-
-#: Between two warnings of failed renewals: in an outage every lease of the fleet fails for minutes.
-SECONDS_BETWEEN_WARNINGS = 60.0
 
 RenewalResult = Literal["renewed", "unknown", "lost"]
 
@@ -70,7 +67,7 @@ class LeaseKeeper:
         self._on_renewal = on_renewal
         self._leases: set[Lease] = set()
         self._slots = asyncio.Semaphore(CONCURRENT_RENEWALS)
-        self._warned_at = -math.inf
+        self._warning = logs.Occasion()
 
     def hold(self, message: protocol.LeasedMessage, leased_at: float) -> Lease:
         """Keeps a message leased by a call that began at *leased_at* (monotonic seconds)."""
@@ -159,9 +156,7 @@ class LeaseKeeper:
                 self._on_renewal("renewed")
 
     def _warn(self, error: errors.TransientError) -> None:
-        now = time.monotonic()
-        if now - self._warned_at >= SECONDS_BETWEEN_WARNINGS:
-            self._warned_at = now
+        if self._warning.is_due():
             log.warning(
                 "leases cannot be renewed, retrying (%d in flight): %s",
                 len(self._leases),

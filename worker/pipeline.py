@@ -17,6 +17,7 @@ from typing import NoReturn
 from imagefleet import errors, retry
 from imagefleet.signing import trusted_keys
 from imagefleet.storage import protocol
+from imagefleet.telemetry import logs
 from worker import replica, tasks
 from worker.cost import CostMeter
 from worker.engine import contract
@@ -52,8 +53,13 @@ LAST_JOBS_SECONDS = 120.0
 DEPTH_SECONDS = 60.0
 
 
+#: In an outage every upload in flight fails again and again.
+_outage_warning = logs.Occasion()
+
+
 def _log_outage(error: errors.TransientError) -> None:
-    log.warning("the storage does not answer: %s", error, extra={"action": "storage_outage"})
+    if _outage_warning.is_due():
+        log.warning("the storage does not answer: %s", error, extra={"action": "storage_outage"})
 
 
 #: Storage that is down for a few minutes costs no generated image; leases are renewed meanwhile.

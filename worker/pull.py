@@ -11,6 +11,7 @@ from dataclasses import dataclass, field
 
 from imagefleet import errors, retry
 from imagefleet.storage import protocol
+from imagefleet.telemetry import logs
 from worker import tasks
 from worker.gpu_thread import EngineThread
 from worker.leases import LeaseKeeper
@@ -52,6 +53,7 @@ class Puller:
     _jobs_generated: int = 0
     _less_ahead: asyncio.Event = field(default_factory=asyncio.Event, init=False)
     _stopped: asyncio.Event = field(default_factory=asyncio.Event, init=False)
+    _warning: logs.Occasion = field(default_factory=logs.Occasion, init=False)
 
     def why_idle(self) -> str:
         """Why an idle engine has no work."""
@@ -107,7 +109,10 @@ class Puller:
                 if not messages and await self._is_done():
                     return
             except errors.TransientError as error:
-                log.warning("the queue does not answer: %s", error, extra={"action": "pull_failed"})
+                if self._warning.is_due():
+                    log.warning(
+                        "the queue does not answer: %s", error, extra={"action": "pull_failed"}
+                    )
                 messages, self._queue_answers = [], False
             else:
                 self._queue_answers = True

@@ -31,6 +31,9 @@ TRIES = 8
 FIRST_WAIT_SECONDS = 1.0
 LONGEST_WAIT_SECONDS = 60.0
 
+#: A server, or a proxy, may ask for hours; meanwhile nobody would watch the budget.
+LONGEST_RETRY_AFTER_SECONDS = 120.0
+
 TIMEOUT_SECONDS = 60.0
 
 _SHOWN_CHARACTERS = 300
@@ -217,7 +220,8 @@ def _read(response: aiohttp.ClientResponse, text: str) -> Any:
     status = response.status
     body, message = _body(text)
     details = f"HTTP {status}" + (f", {message}" if message else "")
-    after_seconds = _retry_after(response.headers.get("Retry-After"))
+    headers = response.headers
+    after_seconds = _retry_after(headers.get("Retry-After"), headers.get("Date"))
     if status == HTTPStatus.TOO_MANY_REQUESTS:
         raise RetryLater(
             f"SaladCloud's rate limit is reached ({details})", after_seconds, may_be_done=False
@@ -258,16 +262,25 @@ def _page_text(text: str) -> str:
     return f"a page titled {plain[:_SHOWN_CHARACTERS]!r}" if plain else "an empty page"
 
 
-def _retry_after(value: str | None) -> float | None:
-    """The seconds of a Retry-After header, which has a number or a date."""
+def _retry_after(value: str | None, date: str | None) -> float | None:
+    """The seconds of a Retry-After header, which has a number or a date.
+
+    *date* is the server's time: this machine's clock may be wrong by hours.
+    """
     if value is None:
         return None
     if value.strip().isdecimal():
-        return float(value)
+        return min(LONGEST_RETRY_AFTER_SECONDS, float(value))
+    until = _moment(value)
+    if until is None:
+        return None
+    seconds = (until - (_moment(date or "") or datetime.now(UTC))).total_seconds()
+    return min(LONGEST_RETRY_AFTER_SECONDS, max(0.0, seconds))
+
+
+def _moment(text: str) -> datetime | None:
     try:
-        moment = parsedate_to_datetime(value)
+        moment = parsedate_to_datetime(text)
     except ValueError:
         return None
-    if moment.tzinfo is None:
-        moment = moment.replace(tzinfo=UTC)
-    return max(0.0, (moment - datetime.now(UTC)).total_seconds())
+    return moment if moment.tzinfo else moment.replace(tzinfo=UTC)

@@ -182,4 +182,9 @@ def _assumed_speed(file: salad_file.FleetFile, images_per_job: int) -> scaler.Sp
 
 def _print_record(record: dict[str, Any]) -> None:
     moment = datetime.fromtimestamp(record["now"]).astimezone().isoformat(timespec="seconds")
-    console.print_json_line({"time": moment, **record})
+    try:
+        console.print_json_line({"time": moment, **record})
+    except OSError as error:  # a full disk, a closed pipe: somebody has to watch the budget
+        log.warning(
+            "the decision cannot be printed: %s", error, extra={"action": "decision_not_printed"}
+        )

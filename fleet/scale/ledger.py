@@ -2,13 +2,18 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
+import os
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 
-from imagefleet import errors
+from imagefleet import errors, uptime
 
 _SECONDS_PER_HOUR = 3600
+
+#: Clocks are set by seconds all the time.
+_NOTABLE_SECONDS = 300.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -39,8 +44,12 @@ class Ledger:
 def read(path: Path, fleet: str, now: float) -> Ledger:
     """The ledger in the file, or a new one.
 
+    The time since its last entry is that of the machine's uptime, and only if the machine was
+    restarted that of its clock.
+
     Raises:
-        SetupError: it cannot be read or belongs to another fleet, so the cost is unknown.
+        SetupError: it cannot be read, belongs to another fleet or is of the future, so the cost is
+            unknown.
     """
     try:
         record = json.loads(path.read_text(encoding="utf-8"))
@@ -52,6 +61,8 @@ def read(path: Path, fleet: str, now: float) -> Ledger:
             dollars=float(record["dollars"]),
             price=None if record["price"] is None else float(record["price"]),
         )
+        if record.get("boot") is not None and record["boot"] == uptime.boot_id():
+            ledger = replace(ledger, at=now - (uptime.seconds() - float(record["uptime"])))
     except FileNotFoundError:
         return Ledger(fleet, now, now, 0)
     except (OSError, ValueError, KeyError, TypeError) as error:
@@ -64,14 +75,28 @@ def read(path: Path, fleet: str, now: float) -> Ledger:
             f"the scaler's ledger {path} belongs to the fleet {ledger.fleet}, not {fleet}: use"
             " another --ledger"
         )
+    if ledger.at - now > _NOTABLE_SECONDS:
+        hours = (ledger.at - now) / _SECONDS_PER_HOUR
+        raise errors.SetupError(
+            f"the last entry of the scaler's ledger {path} is {hours:,.1f} hours in the future, so"
+            " the cost since is unknown: set this machine's clock"
+        )
     return ledger
 
 
 def write(path: Path, ledger: Ledger) -> None:
     """Replaces the file atomically; raises SetupError if it cannot be written."""
+    record = {**asdict(ledger), "boot": uptime.boot_id(), "uptime": uptime.seconds()}
     draft = path.with_name(path.name + ".new")
     try:
-        draft.write_text(json.dumps(asdict(ledger)) + "\n", encoding="utf-8")
+        with draft.open("w", encoding="utf-8") as file:
+            file.write(json.dumps(record) + "\n")
+            file.flush()
+            os.fsync(file.fileno())
         draft.replace(path)
     except OSError as error:
-        raise errors.SetupError(f"the scaler's ledger {path}: {error.strerror or error}") from None
+        with contextlib.suppress(OSError):
+            draft.unlink(missing_ok=True)
+        raise errors.SetupError(
+            f"the scaler's ledger {path} cannot be written: {error.strerror or error}"
+        ) from None

@@ -18,7 +18,7 @@ from fleet.salad.gpus import GpuClass
 from fleet.salad.groups import Group
 from fleet.scale import ledger
 from fleet.scale.decision import SETTLE_SECONDS, Decision, Goal, Known, decide
-from imagefleet import errors
+from imagefleet import errors, uptime
 from imagefleet.storage.protocol import Storage
 
 log = logging.getLogger(__name__)
@@ -120,20 +120,23 @@ class Scaler:
         speeds: Speeds,
         *,
         is_dry_run: bool = False,
-        clock: Callable[[], float] = time.time,
+        clock: Callable[[], float] | None = None,
+        wall_clock: Callable[[], float] = time.time,
     ) -> None:
+        """*clock*, which nobody sets, counts the cost; *wall_clock* is for the deadline."""
         self._goal = goal
         self._fleet = fleet
         self._storage = storage
         self._ledger_path = ledger_path
         self._speeds = speeds
         self._is_dry_run = is_dry_run
-        self._clock = clock
-        self._ledger = ledger.read(ledger_path, fleet.fleet, clock())
+        self._clock = clock or uptime.steady_clock()
+        self._wall_clock = wall_clock
+        self._ledger = ledger.read(ledger_path, fleet.fleet, self._clock())
         self._classes: Sequence[GpuClass] = ()
         self._messages = 0
         self._empty_since: float | None = None
-        self._due_at = clock()
+        self._due_at = self._clock()
         self._known: Known | None = None
         self._is_late = False
 
@@ -176,12 +179,12 @@ class Scaler:
         running = sum(group.running for group in groups)
         price = await self._price(groups, is_due=is_due)
         self._ledger = self._ledger.counted(now, running, price)
-        if not self._is_dry_run:
-            ledger.write(self._ledger_path, self._ledger)
+        if not self._write_ledger():
+            obstacle = "the ledger cannot be written"
         self._speeds.queue.add(now, self._messages, running)
         speed = await self._speeds.find()
         known = Known(
-            now=now,
+            now=self._wall_clock(),
             messages=self._messages,
             empty_seconds=0.0 if self._empty_since is None else now - self._empty_since,
             replicas=sum(group.replicas for group in groups if not group.is_stopped),
@@ -208,6 +211,22 @@ class Scaler:
             "wanted": decision.replicas,
             "reason": decision.reason,
         }
+
+    def _write_ledger(self) -> bool:
+        """False if it cannot be written any more; the budget is watched all the same."""
+        try:
+            if not self._is_dry_run:
+                ledger.write(self._ledger_path, self._ledger)
+        except errors.SetupError as error:
+            if self._known is None:
+                raise
+            log.warning(
+                "%s: the replicas are not increased meanwhile",
+                error,
+                extra={"action": "ledger_not_written"},
+            )
+            return False
+        return True
 
     def _report_missed_deadline(self, known: Known) -> None:
         if self._is_late or not known.messages or not self._goal.has_passed(known.now):

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import json
 import logging
+import math
 import sys
 import threading
+import time
 from datetime import UTC, datetime
 from types import TracebackType
 from typing import Any, Literal
@@ -48,13 +50,36 @@ class JsonLines(logging.Formatter):
         return json.dumps(line, ensure_ascii=False, default=str)
 
 
+class _StandardError(logging.StreamHandler):  # type: ignore[type-arg]  # generic for mypy only
+    """Leaves out what cannot be written: a full disk or a closed pipe ends no worker."""
+
+    def handleError(self, record: logging.LogRecord) -> None:  # noqa: N802 - logging's name
+        if not isinstance(sys.exception(), OSError):
+            super().handleError(record)
+
+
+class Occasion:
+    """Says when a warning is due again: an outage makes the same one for every call."""
+
+    def __init__(self, seconds: float = 60.0) -> None:
+        self._seconds = seconds
+        self._last_at = -math.inf
+
+    def is_due(self) -> bool:
+        now = time.monotonic()
+        if now - self._last_at < self._seconds:
+            return False
+        self._last_at = now
+        return True
+
+
 def configure(log_format: LogFormat, handler: logging.Handler | None = None) -> None:
     """Logs to stderr (or *handler*); `auto` is text on a terminal and JSON lines elsewhere.
 
     Python's warnings are log records as well. With JSON lines, so are unhandled exceptions: a log
     collector understands nothing else on stderr.
     """
-    handler = handler or logging.StreamHandler()
+    handler = handler or _StandardError()
     if log_format == "text" or (log_format == "auto" and sys.stderr.isatty()):
         handler.setFormatter(logging.Formatter("%(asctime)s %(levelname)s %(message)s"))
     else:

@@ -65,16 +65,22 @@ async def test_no_attempt_starts_after_the_time_limit() -> None:
     assert storage.calls == 1
 
 
-async def test_waiting_for_access_does_not_count_as_an_attempt() -> None:
-    busy, closed = errors.TransientError("busy"), errors.NoAccessError()
+@pytest.mark.parametrize("closed", [errors.NoAccessError(), errors.StorageFullError()])
+async def test_waiting_for_access_or_space_does_not_count_as_an_attempt(
+    closed: errors.TransientError,
+) -> None:
+    busy = errors.TransientError("busy")
     storage = Storage(*[closed] * 20, busy, *[closed] * 20, "done")
     policy = dataclasses.replace(FAST, tries=2, waits_for_access=True)
     assert await policy.call(storage.call) == "done"
 
 
-async def test_missing_access_counts_as_an_attempt_by_default() -> None:
-    storage = Storage(*[errors.NoAccessError()] * 9)
-    with pytest.raises(errors.NoAccessError):
+@pytest.mark.parametrize("closed", [errors.NoAccessError(), errors.StorageFullError()])
+async def test_missing_access_or_space_counts_as_an_attempt_by_default(
+    closed: errors.TransientError,
+) -> None:
+    storage = Storage(*[closed] * 9)
+    with pytest.raises(type(closed)):
         await FAST.call(storage.call)
     assert storage.calls == FAST.tries
 

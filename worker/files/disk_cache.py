@@ -8,6 +8,7 @@ import logging
 import os
 import shutil
 import tempfile
+import threading
 import time
 from collections.abc import AsyncIterator, Iterator
 from pathlib import Path
@@ -33,6 +34,8 @@ _ABANDONED_SECONDS = 3600.0
 _LOCK_POLL_SECONDS = 0.5
 
 _REFUSED = frozenset({errno.EACCES, errno.EPERM, errno.EROFS})
+_FULL = frozenset({errno.ENOSPC, errno.EDQUOT})
+_IN_THE_WAY = (FileExistsError, IsADirectoryError, NotADirectoryError)
 
 
 class DiskCache:
@@ -45,13 +48,14 @@ class DiskCache:
     def __init__(self, folder: Path, max_bytes: int | None = None) -> None:
         self.folder = folder.expanduser()
         self._max_bytes = max_bytes
+        self._storing = threading.Lock()
 
     def find(self, name: str) -> Path | None:
         """The file of that name, marked as used now."""
         path = self.folder / f"{name}{SUFFIX}"
         try:
             os.utime(path, ns=(time.time_ns(), path.stat().st_mtime_ns))
-        except FileNotFoundError:
+        except (FileNotFoundError, NotADirectoryError):
             return None
         except OSError as error:  # the disk may be read-only; the file exists all the same
             log.debug("%s cannot be marked as used: %s", path, error)
@@ -68,16 +72,16 @@ class DiskCache:
             NodeError, SetupError: the disk is full or broken, or the folder not writable.
         """
         path = self.folder / f"{name}{SUFFIX}"
-        with self.errors():
-            self.folder.mkdir(parents=True, exist_ok=True)
-            self._evict(len(data))
-            descriptor, temporary = tempfile.mkstemp(dir=self.folder, prefix=".", suffix=".part")
+        with self._storing, self.errors():
             try:
-                with os.fdopen(descriptor, "wb") as file:
-                    file.write(data)
-                Path(temporary).replace(path)
-            finally:
-                Path(temporary).unlink(missing_ok=True)
+                self._evict(len(data))
+                self._write(path, data)
+            except OSError as error:
+                if error.errno not in {*_FULL, errno.ENOENT}:
+                    raise
+                # Another program took the room, or removed the folder.
+                self._evict(len(data), least_bytes=len(data))
+                self._write(path, data)
         return path
 
     def check_room(self, needed_bytes: int) -> None:
@@ -107,7 +111,7 @@ class DiskCache:
 
     @contextlib.contextmanager
     def errors(self) -> Iterator[None]:
-        """Translates OSError: a missing permission is for the operator, the rest the node's fault.
+        """Translates OSError: permissions and names are for the operator, the rest is the node's.
 
         If a job were retried for it, this worker would quickly use up the attempts of every job
         in the queue.
@@ -115,22 +119,32 @@ class DiskCache:
         try:
             yield
         except OSError as error:
-            kind = errors.SetupError if error.errno in _REFUSED else errors.NodeError
-            raise kind(
-                f"the cache {self.folder} cannot be written: {error.strerror or error}"
-            ) from error
+            raise _translated(self.folder, error) from error
 
-    def _evict(self, size: int) -> None:
+    def _write(self, path: Path, data: bytes) -> None:
+        descriptor, temporary = tempfile.mkstemp(dir=self.folder, prefix=".", suffix=".part")
+        try:
+            with os.fdopen(descriptor, "wb") as file:
+                file.write(data)
+            Path(temporary).replace(path)
+        finally:
+            Path(temporary).unlink(missing_ok=True)
+
+    def _evict(self, size: int, *, least_bytes: int = 0) -> None:
+        """Makes room for *size* bytes, and removes *least_bytes* in any case, if they can be."""
+        self.folder.mkdir(parents=True, exist_ok=True)
         now = time.time()
         files = sorted(self._files(), key=lambda each: each[1].st_atime_ns)
         total = size + sum(status.st_size for _, status in files)
-        excess = size - shutil.disk_usage(self.folder).free
+        excess = max(least_bytes, size - shutil.disk_usage(self.folder).free)
         if self._max_bytes is not None:
             excess = max(excess, total - self._max_bytes)
         for path, status in files:
             is_part = path.suffix != SUFFIX
             kept_seconds = _ABANDONED_SECONDS if is_part else IN_USE_SECONDS
-            if now - status.st_atime < kept_seconds or (excess <= 0 and not is_part):
+            # A time in the future is one before the clock was set back.
+            is_kept = abs(now - status.st_atime) < kept_seconds
+            if is_kept or (excess <= 0 and not is_part):
                 continue
             self.drop(path)
             excess -= status.st_size
@@ -140,3 +154,17 @@ class DiskCache:
             if path.suffix in {SUFFIX, ".part"}:
                 with contextlib.suppress(FileNotFoundError):  # evicted by another worker
                     yield path, path.stat()
+
+
+def _translated(folder: Path, error: OSError) -> errors.FleetError:
+    if isinstance(error, _IN_THE_WAY):
+        return errors.SetupError(
+            f"the cache {folder} cannot be written: at {error.filename2 or error.filename} is a"
+            " file in the place of a folder, or the reverse; move it away, or use another --cache"
+        )
+    if error.errno in _FULL:
+        return errors.NodeError(
+            f"the disk of the cache {folder} is full: use a larger disk or another --cache"
+        )
+    kind = errors.SetupError if error.errno in _REFUSED else errors.NodeError
+    return kind(f"the cache {folder} cannot be written: {error.strerror or error}")

@@ -198,8 +198,13 @@ class LoraLibrary:
 
     async def _in_directory(self, name: str) -> Path | None:
         path = self._directory and self._directory / f"{name}{SUFFIX}"
-        if path is None or not path.is_file():
+        if path is None:
             return None
+        try:
+            if not path.is_file():
+                return None
+        except OSError as error:
+            raise _unreadable(path.parent, error.strerror) from error
         await self._verify(self._directory_manifest, name, partial(self._check, name, path))
         return path
 
@@ -226,6 +231,10 @@ class LoraLibrary:
         await self._storage_manifest.sha256(name)  # a broken one costs no download
         data = await self._blobs.read(f"loras/{name}{SUFFIX}", max_bytes=MAX_BYTES)
         if data is None:
+            await self._blobs.check()  # without its container, the job is not at fault
+            if self._directory and not self._directory.is_dir():
+                # Unmounted, say: the jobs are not at fault.
+                raise _unreadable(self._directory, "it does not exist")
             folder = f"{self._directory} or " if self._directory else ""
             raise errors.MissingFileError(
                 f"no LoRA {name}{SUFFIX} in {folder}loras/ of the container {self._blobs.name!r}"
@@ -268,3 +277,9 @@ def _read(directory: Path | None) -> bytes | None:
             return file.read(manifest.MAX_BYTES + 1)
     except FileNotFoundError:
         return None
+    except OSError as error:
+        raise _unreadable(directory, error.strerror) from error
+
+
+def _unreadable(directory: Path | None, reason: str | None) -> errors.SetupError:
+    return errors.SetupError(f"--lora-directory {directory} cannot be read: {reason}")

@@ -7,6 +7,7 @@ broken connections and restarts; the model itself appears in one step, complete 
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import errno
 import logging
 import shutil
@@ -102,8 +103,15 @@ async def fetch(
     if address is None:
         return
     folder = _folder(settings, address)
-    if find_fetched(folder, address):
-        return
+    if found := find_fetched(folder, address):
+        if is_whole(found):
+            _remove_leftovers(folder)
+            return
+        log.warning(
+            "fetching %s again: it is cut off or damaged", found, extra={"action": "model_dropped"}
+        )
+        with DiskCache(folder).errors():
+            shutil.rmtree(found) if found.is_dir() else found.unlink(missing_ok=True)
     if settings.model_sha256 is None:
         log.warning(
             "%s is not verified: set --model-sha256",
@@ -176,6 +184,29 @@ def find_fetched(folder: Path, address: Address) -> Path | None:
         ),
         None,
     )
+
+
+def is_whole(path: Path) -> bool:
+    """False if a power failure, or whoever copied it, left only a part of a model."""
+    files = path.rglob(f"*{SUFFIX}") if path.is_dir() else [path]
+    for each in files:
+        try:
+            with each.open("rb") as file:
+                if safetensors.read_header(file).file_bytes > each.stat().st_size:
+                    return False
+        except safetensors.MalformedError:
+            return False
+    return not path.is_dir() or (path / "model_index.json").is_file()
+
+
+def _remove_leftovers(folder: Path) -> None:
+    """What a worker left that was killed once the model was in its place."""
+    for each in folder.iterdir():
+        with contextlib.suppress(OSError):  # a cache may be read-only
+            if each.name == _UNPACKING:
+                shutil.rmtree(each)
+            elif each.name.endswith((".part", ".part.json")):
+                each.unlink()
 
 
 def _address(settings: WorkerSettings) -> Address | None:

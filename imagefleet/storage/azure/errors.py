@@ -21,6 +21,9 @@ TAKEN = frozenset({"BlobAlreadyExists", "UnauthorizedBlobOverwrite"})
 
 MISSING = frozenset({"QueueNotFound", "ContainerNotFound"})
 
+#: The name is taken until Azure has removed what was there.
+_BEING_DELETED = frozenset({"QueueBeingDeleted", "ContainerBeingDeleted"})
+
 #: Answers to requests that no SAS token for one queue or container allows: to create it, say.
 NOT_FOR_TOKENS = refusals.LESS_PERMISSION | {"AuthorizationFailure"}
 
@@ -105,6 +108,8 @@ def _from_response(
     if isinstance(error, exceptions.ClientAuthenticationError) and status is None:
         return errors.SetupError(f"the account key for {what} is malformed")
     answer = f"{code} (HTTP {status})"
+    if code in _BEING_DELETED:
+        answer += ": it is being deleted, and its name is free again in a minute or so"
     if code in _LEASE_LOST:
         return errors.LeaseLost(f"the lease is lost: {what} answered {answer}")
     if code in MISSING:

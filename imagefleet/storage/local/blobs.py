@@ -7,6 +7,7 @@ import contextlib
 import errno
 import json
 import os
+import time
 import uuid
 from collections.abc import AsyncIterator, Callable, Generator, Mapping
 from contextlib import closing
@@ -18,6 +19,7 @@ from typing import BinaryIO, TypeVar
 
 from imagefleet import errors
 from imagefleet.storage import protocol
+from imagefleet.storage.local.file import DISK_FULL
 
 #: In the same folder; no segment of a blob's name starts with a dot.
 METADATA_FOLDER = ".metadata"
@@ -29,7 +31,9 @@ _COPIED_BYTES = 8 * 2**20
 #: Names listed per call in a thread.
 _NAMES_PAGE = 1_000
 
-_FULL = frozenset({errno.ENOSPC, errno.EDQUOT})
+#: Files of uploads that broke off are removed after this time; no upload takes as long.
+_ABANDONED_SECONDS = 86_400.0
+
 _IN_THE_WAY = (FileExistsError, IsADirectoryError, NotADirectoryError)
 _NOT_THERE = (FileNotFoundError, IsADirectoryError, NotADirectoryError)
 _REFUSED = frozenset({errno.EACCES, errno.EPERM, errno.EROFS, errno.ENOTSUP})
@@ -132,6 +136,11 @@ class LocalBlobs:
     def _create_folder(self) -> None:
         for name in (METADATA_FOLDER, TEMPORARY_FOLDER):
             (self.folder / name).mkdir(parents=True, exist_ok=True)
+        for leftover in (self.folder / TEMPORARY_FOLDER).iterdir():
+            with contextlib.suppress(OSError):
+                # Whichever way the clock was set since.
+                if abs(time.time() - leftover.stat().st_mtime) > _ABANDONED_SECONDS:
+                    leftover.unlink()
 
     def _create(self, name: str, write: Callable[[BinaryIO], None], details: bytes) -> bool:
         path = self.folder / name
@@ -155,10 +164,10 @@ class LocalBlobs:
             # it.
             temporary.write_bytes(details)
             sidecar = self.folder / METADATA_FOLDER / f"{name}.json"
-            sidecar.parent.mkdir(parents=True, exist_ok=True)
+            _make_durable_folder(sidecar.parent, self.folder)
             temporary.replace(sidecar)
             _write_durably(temporary, write)
-            _make_durable_folder(path.parent)
+            _make_durable_folder(path.parent, self.folder)
             return _link(temporary, path)
         finally:
             with contextlib.suppress(FileNotFoundError, NotADirectoryError):
@@ -233,12 +242,12 @@ class LocalBlobs:
             raise self._translate(error) from error
 
     def _translate(self, error: OSError) -> errors.FleetError:
-        if error.errno in _FULL:
-            return errors.TransientError(
+        if error.errno in DISK_FULL:
+            return errors.StorageFullError(
                 f"the disk is full: cannot write to {self.folder}; free some space"
             )
         if error.errno in _REFUSED:
-            return errors.SetupError(f"cannot write to {self.folder}: {error.strerror}")
+            return errors.SetupError(f"no access to {self.folder}: {error.strerror}")
         if isinstance(error, _IN_THE_WAY):
             return errors.SetupError(
                 f"{error.filename2 or error.filename} is in the way: a file where there should be"
@@ -287,10 +296,10 @@ def _write_durably(path: Path, write: Callable[[BinaryIO], None]) -> None:
         os.fsync(file.fileno())
 
 
-def _make_durable_folder(folder: Path) -> None:
-    """Like mkdir, but synced to the disk."""
-    if not folder.exists():
-        _make_durable_folder(folder.parent)
+def _make_durable_folder(folder: Path, root: Path) -> None:
+    """Like mkdir, but synced to the disk; *root*, which somebody may have deleted, is not made."""
+    if folder != root and not folder.exists():
+        _make_durable_folder(folder.parent, root)
         folder.mkdir(exist_ok=True)
         _sync(folder.parent)
 

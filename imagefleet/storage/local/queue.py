@@ -21,36 +21,9 @@ from datetime import UTC, datetime
 from pathlib import Path
 from typing import TypeVar
 
-from imagefleet import errors, retry
+from imagefleet import errors, uptime
 from imagefleet.storage import protocol
-
-#: For another process's transaction: milliseconds, unless the machine is overloaded.
-BUSY_TIMEOUT_SECONDS = 30
-
-#: Pages (4 KiB) of the write-ahead log between checkpoints, each an fsync and a burst of writes.
-#: SQLite's default, 1,000, means one every few hundred messages.
-CHECKPOINT_PAGES = 4_000
-
-_SCHEMA = (
-    "CREATE TABLE IF NOT EXISTS queues (name TEXT PRIMARY KEY) WITHOUT ROWID",
-    """
-    CREATE TABLE IF NOT EXISTS messages (
-        sequence INTEGER PRIMARY KEY AUTOINCREMENT,
-        queue TEXT NOT NULL REFERENCES queues (name),
-        visible_at REAL NOT NULL DEFAULT 0,
-        version INTEGER NOT NULL DEFAULT 0,
-        delivery_count INTEGER NOT NULL DEFAULT 0,
-        enqueued_at REAL NOT NULL,
-        id TEXT NOT NULL,
-        body TEXT NOT NULL
-    )
-    """,
-    "CREATE INDEX IF NOT EXISTS messages_in_order ON messages (queue, visible_at, sequence)",
-)
-
-_MISSING_QUEUE = frozenset({sqlite3.SQLITE_ERROR, sqlite3.SQLITE_CONSTRAINT})
-_NO_DATABASE = frozenset({sqlite3.SQLITE_NOTADB, sqlite3.SQLITE_CORRUPT})
-_NO_ACCESS = frozenset({sqlite3.SQLITE_READONLY, sqlite3.SQLITE_PERM, sqlite3.SQLITE_AUTH})
+from imagefleet.storage.local import file as sqlite_file
 
 _Result = TypeVar("_Result")
 
@@ -70,9 +43,9 @@ RETURNING sequence, version, id, body, delivery_count, enqueued_at
 """
 UPDATE = """
 UPDATE messages SET visible_at = ?, body = coalesce(?, body), version = version + 1
-WHERE sequence = ? AND version = ?
+WHERE sequence = ? AND version = ? AND id = ?
 """
-DELETE = "DELETE FROM messages WHERE sequence = ? AND version = ?"
+DELETE = "DELETE FROM messages WHERE sequence = ? AND version = ? AND id = ?"
 BROWSE = """
 SELECT sequence, id, body, delivery_count, enqueued_at FROM messages
 WHERE queue = ? AND visible_at = 0 AND sequence > ? ORDER BY sequence LIMIT ?
@@ -94,6 +67,8 @@ class QueueFile:
         self.path = path
         self._thread = ThreadPoolExecutor(max_workers=1, thread_name_prefix="queue-file")
         self._connection: sqlite3.Connection | None = None
+        self._identity: tuple[int, int] | None = None
+        self._clock_ahead = 0.0
 
     async def run(self, work: Callable[[sqlite3.Connection], _Result]) -> _Result:
         """Does *work* in the thread of the file.
@@ -102,20 +77,24 @@ class QueueFile:
             TransientError: another process locks the file for too long, or the disk is full.
             SetupError: the file or queue does not exist or cannot be used.
         """
-        return await self._in_thread(lambda: work(self._open(create=False)))
+        return await self._in_thread(lambda: work(self._open()))
 
     async def create(self, queues: Iterable[str]) -> None:
         """Creates the file and the queues if they do not exist."""
         names = list(queues)
-        # When two processes create the file at once, one may find it locked: SQLite's busy timeout
-        # does not apply to the switch to a write-ahead log.
-        await retry.DEFAULT.call(lambda: self._in_thread(lambda: self._create(names)))
+        await self._in_thread(lambda: self._create(names))
 
     async def has_queue(self, name: str) -> bool:
         find = "SELECT 1 FROM queues WHERE name = ?"
-        return self.path.exists() and await self.run(
-            lambda connection: connection.execute(find, (name,)).fetchone() is not None
-        )
+
+        def has(connection: sqlite3.Connection) -> bool:
+            return connection.execute(find, (name,)).fetchone() is not None
+
+        return await self._in_thread(lambda: sqlite_file.exists(self.path) and has(self._open()))
+
+    def now(self) -> float:
+        """The clock of the leases; only for *work* in `run`."""
+        return self._clock_ahead + time.clock_gettime(uptime.CLOCK)
 
     async def close(self) -> None:
         await self._in_thread(self._close)
@@ -126,44 +105,31 @@ class QueueFile:
             try:
                 return work()
             except sqlite3.Error as error:
-                raise _translate(error, self.path) from error
+                raise sqlite_file.translated(error, self.path) from error
 
         return await asyncio.get_running_loop().run_in_executor(self._thread, translated)
 
     def _create(self, queues: Iterable[str]) -> None:
-        try:
-            self.path.parent.mkdir(parents=True, exist_ok=True)
-        except FileExistsError:
-            raise errors.SetupError(f"{self.path.parent} is a file, not a folder") from None
-        except OSError as error:
-            raise errors.SetupError(
-                f"cannot create {self.path.parent}: {error.strerror}"
-            ) from error
-        connection = self._open(create=True)
-        with transaction(connection, durable=True):
-            for statement in _SCHEMA:
-                connection.execute(statement)
-            rows = [(name,) for name in queues]
-            connection.executemany("INSERT OR IGNORE INTO queues (name) VALUES (?)", rows)
+        sqlite_file.create(self.path)
+        connection = self._open()
+        known = set(connection.execute("SELECT name FROM queues"))
+        if rows := [(name,) for name in queues if (name,) not in known]:
+            with transaction(connection, durable=True):
+                connection.executemany("INSERT OR IGNORE INTO queues (name) VALUES (?)", rows)
 
-    def _open(self, *, create: bool) -> sqlite3.Connection:
+    def _open(self) -> sqlite3.Connection:
+        identity = _identity(self.path)
+        if self._connection is not None and identity != self._identity:
+            # Deleted, or replaced: its jobs are gone, and new ones are in the new file.
+            self._close()
         if self._connection is None:
-            # A typo in a worker's address must not create an empty queue.
-            mode = "rwc" if create else "rw"
-            connection = sqlite3.connect(
-                f"{self.path.absolute().as_uri()}?mode={mode}",
-                uri=True,
-                timeout=BUSY_TIMEOUT_SECONDS,
-                isolation_level=None,
-            )
+            connection = sqlite_file.connect(self.path)
             try:
-                connection.execute("PRAGMA journal_mode = WAL")
-                connection.execute(f"PRAGMA wal_autocheckpoint = {CHECKPOINT_PAGES}")
-                connection.execute("PRAGMA foreign_keys = ON")
+                self._clock_ahead = sqlite_file.clock_ahead(connection)
             except BaseException:
                 connection.close()
                 raise
-            self._connection = connection
+            self._connection, self._identity = connection, identity
         return self._connection
 
     def _close(self) -> None:
@@ -190,19 +156,13 @@ def transaction(connection: sqlite3.Connection, *, durable: bool = False) -> Ite
         raise
 
 
-def _translate(error: sqlite3.Error, path: Path) -> errors.FleetError:
-    code = getattr(error, "sqlite_errorcode", sqlite3.SQLITE_ERROR) & 0xFF
-    if code == sqlite3.SQLITE_FULL:
-        return errors.TransientError(f"the disk is full: {path} cannot grow; free some space")
-    if code == sqlite3.SQLITE_CANTOPEN and not path.exists():
-        return errors.SetupError(f"there is no queue in {path.parent}: {path.name} is missing")
-    if code in _MISSING_QUEUE:
-        return errors.SetupError(f"{path} lacks this queue: {error}")
-    if code in _NO_DATABASE:
-        return errors.SetupError(f"{path} is damaged or not a queue file: {error}")
-    if code in _NO_ACCESS or code == sqlite3.SQLITE_CANTOPEN:
-        return errors.SetupError(f"no access to {path}: {error}")
-    return errors.TransientError(f"{path}: {error}")
+def _identity(path: Path) -> tuple[int, int] | None:
+    """Tells a file from another of its name; None if there is none."""
+    try:
+        status = path.stat()
+    except OSError:
+        return None
+    return status.st_dev, status.st_ino
 
 
 class LocalQueue:
@@ -214,12 +174,14 @@ class LocalQueue:
         name: str,
         operations: protocol.Operations,
         *,
-        clock: Callable[[], float] = time.time,
+        clock: Callable[[], float] | None = None,
     ) -> None:
+        """*clock* replaces both this machine's and that of the leases, for tests."""
         self._file = file
         self.name = name
         self._operations = operations
-        self._clock = clock
+        self._clock = clock or time.time
+        self._lease_clock = clock or file.now
 
     async def check(self) -> None:
         if not await self._file.has_queue(self.name):
@@ -245,7 +207,7 @@ class LocalQueue:
     ) -> protocol.LeasedMessage:
         protocol.check_lease(lease_seconds)
         sequence, version = _row(message)
-        await self._change(UPDATE, self._clock() + lease_seconds, body, sequence, version)
+        await self._update(message, lease_seconds, body)
         return dataclasses.replace(
             message,
             receipt=_receipt(sequence, version + 1),
@@ -255,11 +217,10 @@ class LocalQueue:
     async def release(
         self, message: protocol.LeasedMessage, delay_seconds: float = 0, body: str | None = None
     ) -> None:
-        visible_at = self._clock() + delay_seconds if delay_seconds > 0 else 0
-        await self._change(UPDATE, visible_at, body, *_row(message))
+        await self._update(message, delay_seconds, body)
 
     async def delete(self, message: protocol.LeasedMessage) -> None:
-        await self._change(DELETE, *_row(message))
+        await self._change(lambda connection: connection.execute(DELETE, _key(message)))
 
     async def browse(self) -> AsyncIterator[protocol.Message]:
         self._operations.queue += 1
@@ -287,7 +248,7 @@ class LocalQueue:
     def _receive(
         self, connection: sqlite3.Connection, max_messages: int, lease_seconds: float
     ) -> list[protocol.LeasedMessage]:
-        now = self._clock()
+        now = self._lease_clock()
         # An idle worker polls, and must not take the write lock each time.
         if connection.execute(ANY_VISIBLE, (self.name, now)).fetchone() is None:
             return []
@@ -298,12 +259,21 @@ class LocalQueue:
         rows.sort()  # RETURNING guarantees no order; each row starts with its sequence
         return [_leased(*row) for row in rows]
 
-    async def _change(self, statement: str, *values: float | str | None) -> None:
-        def change(connection: sqlite3.Connection) -> int:
-            with transaction(connection):
-                return connection.execute(statement, values).rowcount
+    async def _update(
+        self, message: protocol.LeasedMessage, seconds: float, body: str | None
+    ) -> None:
+        def update(connection: sqlite3.Connection) -> sqlite3.Cursor:
+            visible_at = self._lease_clock() + seconds if seconds > 0 else 0
+            return connection.execute(UPDATE, (visible_at, body, *_key(message)))
 
-        if not await self._run(change):
+        await self._change(update)
+
+    async def _change(self, change: Callable[[sqlite3.Connection], sqlite3.Cursor]) -> None:
+        def changed(connection: sqlite3.Connection) -> int:
+            with transaction(connection):
+                return change(connection).rowcount
+
+        if not await self._run(changed):
             raise errors.LeaseLost
 
     def _page(
@@ -323,10 +293,15 @@ class LocalQueue:
 
     def _sweep(self, connection: sqlite3.Connection) -> None:
         """Makes messages with expired leases visible, for reads that lease nothing."""
-        now = self._clock()
+        now = self._lease_clock()
         if connection.execute(ANY_EXPIRED, (self.name, now)).fetchone() is not None:
-            with transaction(connection):
-                connection.execute(SWEEP, (self.name, now))
+            try:
+                with transaction(connection):
+                    connection.execute(SWEEP, (self.name, now))
+            except sqlite3.OperationalError as error:
+                # On a full disk the rest can be read all the same.
+                if error.sqlite_errorcode != sqlite3.SQLITE_FULL:
+                    raise
 
 
 def _leased(
@@ -354,3 +329,8 @@ def _receipt(sequence: int, version: int) -> str:
 def _row(message: protocol.LeasedMessage) -> tuple[int, int]:
     sequence, _, version = message.receipt.partition(".")
     return int(sequence), int(version)
+
+
+def _key(message: protocol.LeasedMessage) -> tuple[int, int, str]:
+    """With its id: where the file was replaced by another, the number may be another message's."""
+    return *_row(message), message.id

@@ -76,6 +76,31 @@ async def test_retry_after_sets_the_wait(
     assert waits == [pytest.approx(17, abs=2)]
 
 
+async def test_a_wrong_clock_here_does_not_change_the_wait_until_a_date(
+    salad: Any, salad_module: Any, api: Any, waits: list[float]
+) -> None:
+    sent_at = datetime(2020, 1, 1, tzinfo=UTC)
+    headers = {
+        "Date": format_datetime(sent_at, usegmt=True),
+        "Retry-After": format_datetime(sent_at + timedelta(seconds=17), usegmt=True),
+    }
+    salad.faults = [salad_module.Fault(429, headers=headers)]
+
+    await api.call("GET", "/organizations/acme/quotas")
+
+    assert waits == [17]
+
+
+async def test_a_wait_of_hours_is_not_taken_for_the_budget_is_not_watched_meanwhile(
+    salad: Any, salad_module: Any, api: Any, waits: list[float]
+) -> None:
+    salad.faults = [salad_module.Fault(503, headers={"Retry-After": "86400"})]
+
+    await api.call("GET", "/organizations/acme/quotas")
+
+    assert waits == [client.LONGEST_RETRY_AFTER_SECONDS]
+
+
 async def test_waits_become_longer_and_tries_end(
     salad: Any, salad_module: Any, api: Any, waits: list[float]
 ) -> None:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import errno
+import os
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -12,7 +14,7 @@ from hypothesis import strategies as st
 
 from fleet.scale import ledger as scale_ledger
 from fleet.scale.decision import MARGIN_SECONDS, SETTLE_SECONDS, Goal, Known, decide
-from imagefleet import errors
+from imagefleet import errors, uptime
 
 GOAL = Goal(max_dollars=1000, max_replicas=750, dollars_per_hour=1000)
 
@@ -192,7 +194,10 @@ def test_the_budget_is_never_exceeded(
     assert billed <= goal.max_dollars
 
 
-def test_the_ledger_counts_the_time_that_the_scaler_was_away(tmp_path: Path) -> None:
+def test_the_ledger_counts_the_time_that_the_scaler_was_away(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(uptime, "boot_id", lambda: None)  # as on macOS
     path = tmp_path / "ledger.json"
     ledger = scale_ledger.read(path, "fleet", now=0.0).counted(0.0, 100, 0.03)
     ledger = ledger.counted(1800.0, 100, 0.03)
@@ -202,6 +207,48 @@ def test_the_ledger_counts_the_time_that_the_scaler_was_away(tmp_path: Path) -> 
 
     assert later.dollars == pytest.approx(3.0)
     assert later.counted(7200.0, 0, None).dollars == pytest.approx(3.6)
+
+
+def test_between_two_scalers_the_machines_uptime_counts_not_its_clock(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path = tmp_path / "ledger.json"
+    monkeypatch.setattr(uptime, "boot_id", lambda: "a boot")
+    monkeypatch.setattr(uptime, "seconds", lambda: 500.0)
+    scale_ledger.write(path, scale_ledger.Ledger("fleet", 0, 100_000.0, 100, price=0.03))
+    monkeypatch.setattr(uptime, "seconds", lambda: 500.0 + 3600.0)
+
+    for now in (1_000.0, 900_000.0):
+        later = scale_ledger.read(path, "fleet", now).counted(now, 100, 0.03)
+        assert later.dollars == pytest.approx(3.0)
+
+
+def test_a_ledger_of_the_future_is_an_error_for_its_cost_is_unknown(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path = tmp_path / "ledger.json"
+    scale_ledger.write(path, scale_ledger.Ledger("fleet", 0, 100_000.0, 100, price=0.03))
+    monkeypatch.setattr(uptime, "boot_id", lambda: "the next boot")
+    assert scale_ledger.read(path, "fleet", 99_990.0).running == 100
+    with pytest.raises(errors.SetupError, match=r"10\.0 hours in the future.*set this machine"):
+        scale_ledger.read(path, "fleet", 64_000.0)
+
+
+def test_a_write_that_fails_leaves_the_ledger_as_it_was(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path = tmp_path / "ledger.json"
+    ledger = scale_ledger.Ledger("fleet", 0, 100.0, 100, price=0.03)
+    scale_ledger.write(path, ledger)
+
+    def full(_: int) -> None:
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    monkeypatch.setattr(os, "fsync", full)
+    with pytest.raises(errors.SetupError, match="No space left"):
+        scale_ledger.write(path, ledger.counted(200.0, 50, 0.03))
+    assert scale_ledger.read(path, "fleet", 100.0).running == 100
+    assert list(tmp_path.iterdir()) == [path]
 
 
 def test_time_without_a_price_is_counted_once_there_is_one() -> None:

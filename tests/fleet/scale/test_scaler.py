@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 import signal
 import subprocess
@@ -122,8 +123,7 @@ async def scaling(
                 storage,
                 tmp_path / "ledger.json",
                 scaler.Speeds(given=scaler.Speed(0.01, "given")),
-                clock=clock,
-                **more,
+                **{"clock": clock, "wall_clock": clock, **more},
             )
 
         yield make, clock, storage
@@ -264,6 +264,46 @@ async def test_the_budget_holds_across_restarts(salad: Any, scaling: Any) -> Non
 
     assert 0.3 < record["spent_dollars"] <= 0.5
     assert record["wanted"] == 0
+
+
+async def test_a_clock_that_is_set_moves_the_deadline_and_no_dollar(
+    salad: Any, scaling: Any
+) -> None:
+    make, clock, _ = scaling
+    wall = Clock()
+    goal = replace(GOAL, dollars_per_hour=None, deadline=clock.now + 7200)
+    scaler_ = make(goal, wall_clock=wall)
+    spent = []
+    for jump in (0.0, 0.0, 3600.0, -36_000.0, 0.0):
+        wall.now, clock.now = wall.now + 60 + jump, clock.now + 60
+        spent.append((await scaler_.step())["spent_dollars"])
+    minutes = [after - before for before, after in itertools.pairwise(spent)]
+    assert minutes[1:] == pytest.approx([2 * 0.03 / 60] * 3)  # two replicas
+    wall.now = goal.deadline
+    assert "after the deadline" in (await make(goal, wall_clock=wall).step())["reason"]
+
+
+async def test_the_budget_is_watched_while_the_ledger_cannot_be_written(
+    salad: Any, scaling: Any, tmp_path: Path
+) -> None:
+    """A scaler that only failed would leave the fleet as it is, and billed, for ever."""
+    make, clock, _ = scaling
+    scaler_ = make(replace(GOAL, max_dollars=0.5))
+    (tmp_path / "ledger.json").mkdir()
+    with pytest.raises(errors.SetupError, match="cannot be written"):  # nothing has begun
+        await scaler_.try_once(lambda _: None)
+    (tmp_path / "ledger.json").rmdir()
+    await scaler_.step()
+    (tmp_path / "ledger.json").unlink()
+    (tmp_path / "ledger.json").mkdir()
+    records = []
+    for _ in range(120):
+        clock.now += 60
+        records.append(await scaler_.step())
+
+    assert records[0]["reason"] == "the ledger cannot be written"
+    assert 0.3 < records[-1]["spent_dollars"] <= 0.5
+    assert records[-1]["wanted"] < records[0]["wanted"]
 
 
 async def test_a_dry_run_changes_nothing(salad: Any, scaling: Any, tmp_path: Path) -> None:

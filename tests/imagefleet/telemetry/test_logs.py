@@ -63,3 +63,12 @@ def test_json_is_logged_without_a_terminal_unless_text_is_set(
     (line,) = result.stderr.splitlines()
     assert line.startswith("{") is is_json
     assert line.endswith("INFO hello") is not is_json
+
+
+def test_a_warning_of_an_outage_is_due_once_a_minute(monkeypatch: pytest.MonkeyPatch) -> None:
+    now = 5.0
+    monkeypatch.setattr(logs.time, "monotonic", lambda: now)
+    occasion = logs.Occasion()
+    assert [occasion.is_due() for _ in range(3)] == [True, False, False]
+    now += 60
+    assert [occasion.is_due() for _ in range(3)] == [True, False, False]

@@ -125,16 +125,47 @@ def test_a_failed_write_leaves_nothing_and_is_the_machines_fault(
         raise OSError(28, "No space left on device")
 
     monkeypatch.setattr(Path, "replace", refuse)
-    with pytest.raises(errors.NodeError, match=r"cannot be written: No space left on device"):
+    with pytest.raises(errors.NodeError, match=r"the disk of the cache .* is full"):
         loras.store("a", b"second")
     assert names(folder) == {"a"}
     assert (folder / "a.safetensors").read_bytes() == b"first"
 
 
-def test_a_folder_that_cannot_be_created_is_the_machines_fault(tmp_path: Path) -> None:
+def test_what_is_in_the_way_of_the_cache_is_for_the_operator(tmp_path: Path) -> None:
     (tmp_path / "file").write_text("in the way")
-    with pytest.raises(errors.NodeError, match="file"):
-        disk_cache.DiskCache(tmp_path / "file" / "cache", 1000).store("a", b"bytes")
+    for folder in (tmp_path / "file", tmp_path / "file" / "cache"):
+        loras = disk_cache.DiskCache(folder, 1000)
+        assert loras.find("a") is None
+        with pytest.raises(errors.SetupError, match="file in the place of a folder"):
+            loras.store("a", b"bytes")
+    (tmp_path / "a.safetensors").mkdir()
+    loras = disk_cache.DiskCache(tmp_path, 1000)
+    with pytest.raises(errors.SetupError, match=r"a\.safetensors is a file in the place"):
+        loras.store("a", b"bytes")
+    with pytest.raises(errors.SetupError, match=r"a\.safetensors is a file in the place"):
+        loras.drop(tmp_path / "a.safetensors")
+
+
+@pytest.mark.parametrize("jump", [-DAY, DAY])
+def test_a_clock_that_is_set_does_not_keep_old_files_for_ever(
+    folder: Path, age: Callable[[str, float], None], jump: float
+) -> None:
+    """What was used before the clock was set back was used in the future."""
+    loras = disk_cache.DiskCache(folder, 250)
+    for name in ("a", "b"):
+        loras.store(name, b"x" * 100)
+        age(name, jump)
+    loras.store("c", b"x" * 100)
+    assert len(names(folder)) == 2
+    assert "c" in names(folder)
+
+
+def test_a_folder_deleted_while_a_worker_runs_is_made_again(folder: Path) -> None:
+    loras = disk_cache.DiskCache(folder, 1000)
+    loras.store("a", b"bytes")
+    shutil.rmtree(folder)
+    assert loras.find("a") is None
+    assert loras.store("a", b"bytes").read_bytes() == b"bytes"
 
 
 def test_workers_that_share_a_folder_see_only_complete_files(folder: Path) -> None:

@@ -39,6 +39,9 @@ class WatchedBlobs:
             await self.answer.wait()
         return self.replaced.get(name) or await self._blobs.read(name, max_bytes)
 
+    async def check(self) -> None:
+        await self._blobs.check()
+
     def replace(self, name: str, data: bytes) -> None:
         self.replaced[f"loras/{name}.safetensors"] = data
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import errno
 import json
 import os
+import time
 from pathlib import Path
 
 import pytest
@@ -57,6 +58,15 @@ async def test_leftovers_of_a_crash_are_ignored(blobs: LocalBlobs) -> None:
     assert await names(blobs) == []
     assert await blobs.create("fox.png", b"pixels", "image/png", {})
     assert await blobs.read("fox.png") == b"pixels"
+
+
+async def test_what_killed_workers_left_is_removed_a_day_later(blobs: LocalBlobs) -> None:
+    for name, age_seconds in (("new", 60), ("old", 100_000), ("of the future", -100_000)):
+        path = blobs.folder / ".temporary" / name
+        path.write_bytes(b"pix")
+        os.utime(path, (time.time() - age_seconds,) * 2)
+    await blobs.create_folder()
+    assert [path.name for path in (blobs.folder / ".temporary").iterdir()] == ["new"]
 
 
 async def test_a_file_without_metadata_is_listed(blobs: LocalBlobs) -> None:
