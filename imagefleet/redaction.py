@@ -24,16 +24,22 @@ _HOST = re.compile(r"([\w.-]+|\[[0-9A-Fa-f:.]+\])(:\d{1,5})?")
 _SECRETS = (
     (re.compile(r"(?i)\b(AccountKey|SharedAccessSignature)=[^;\s'\"]+"), rf"\1={MASKED}"),
     # Bounded: a hostile text must not take quadratic time.
-    (re.compile(r"(?<=://)[^\s'\"]{1,300}@(?!sha256:)"), ""),
+    (re.compile(r"(:/{1,2})[^\s/'\"][^\s'\"]{0,300}@(?!sha256:)"), r"\1"),
     (re.compile(r"(?<![\w/.-])[\w.-]{1,100}:[^\s'\"@/]{1,200}@(?!sha256:)"), ""),
-    (re.compile(r"(?i)\b(https?://[^\s?'\"]{0,300})\?[^\s'\"]+"), rf"\1?{MASKED}"),
+    (re.compile(r"(?i)(\w://[^\s?'\"]{0,300})\?[^\s'\"]+"), rf"\1?{MASKED}"),
+    (
+        re.compile(
+            r"(?i)([?&][\w-]{0,40}(?:token|key|signature|secret|password|pwd)=)(?!YOUR_)[^&;\s'\"]+"
+        ),
+        rf"\1{MASKED}",
+    ),
     (re.compile(r"(?i)\bsig=[^&;\s'\"]+"), f"sig={MASKED}"),
     (re.compile(r"(?i)\b(Bearer|Basic)\s+[\w.~+/=-]{8,}"), rf"\1 {MASKED}"),
     (re.compile(r"(?<![\w-])eyJ[\w-]+\.[\w-]+\.[\w-]+"), MASKED),
 )
 
 #: Cheaper than the patterns, which nearly no text needs.
-_MAY_HOLD_SECRET = re.compile(r"(?i)key=|signature=|://|@|sig=|bearer|basic|eyj")
+_MAY_HOLD_SECRET = re.compile(r"(?i)key=|signature=|@|[?&]|sig=|bearer|basic|eyj")
 
 
 def address(text: str) -> str:
@@ -63,7 +69,8 @@ def printable(text: str) -> str:
     return CONTROLS.sub("\ufffd", text)
 
 
-def _checked(text: str) -> str:
+def check_address(text: str) -> str:
+    """Raises ValueError, without quoting it, if *text* is no URL with a host and a valid port."""
     try:
         parts = urlsplit(text)
     except ValueError:
@@ -74,10 +81,10 @@ def _checked(text: str) -> str:
         port = parts.port
     except ValueError:
         port = 0
-    if port == 0:
+    if port == 0 or parts.netloc.endswith(":"):
         raise ValueError("should be a URL whose port is a number from 1 to 65535")
     return text
 
 
-WebAddress = Annotated[str, AfterValidator(_checked)]
+WebAddress = Annotated[str, AfterValidator(check_address)]
 """A URL with a host; its errors do not quote it, as it may hold a password."""

@@ -9,7 +9,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Literal
 
-from imagefleet import errors
+from imagefleet import errors, redaction
 from imagefleet.pricing import prices
 
 _SECONDS_PER_HOUR = 3600
@@ -120,7 +120,8 @@ def read_bench(path: Path, table: prices.PriceTable) -> Bench:
         raise errors.SetupError(f"the report {path}: {error.strerror or error}") from None
     except (ValueError, KeyError, TypeError, IndexError, AttributeError) as error:
         raise errors.SetupError(
-            f"{path} is not the JSON of `imagefleet bench engine --json-file FILE`: {error!r}"
+            f"{path} is not the JSON of `imagefleet bench engine --json-file FILE`:"
+            f" {type(error).__name__}: {redaction.reason(error)}"
         ) from None
     if not speed > 0:
         raise errors.SetupError(f"the report {path} measured a speed of zero")

@@ -11,7 +11,7 @@ from pathlib import PurePosixPath
 
 from yarl import URL
 
-from imagefleet import errors
+from imagefleet import errors, redaction
 from imagefleet.storage import protocol
 
 STORE_SCHEME = "store:"
@@ -117,10 +117,12 @@ def pickle_advice(path: str) -> str:
 
 def _read_url(text: str) -> Address:
     try:
-        url = URL(text)
+        url = URL(redaction.check_address(text))
         host = (url.host or "").lower().removeprefix("www.")
     except ValueError as error:
-        raise errors.SetupError(f"--model is not a valid address: {error}") from None
+        raise errors.SetupError(
+            f"--model is not a valid address: {redaction.reason(error)}"
+        ) from None
     bare = url.with_query(None).with_user(None).with_fragment(None)
     if host in {"huggingface.co", "hf.co"}:
         _refuse_hub_page(url, str(bare))
