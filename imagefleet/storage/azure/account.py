@@ -113,6 +113,6 @@ def _check_key(connection_string: str) -> None:
         base64.b64decode(found[1] if found else "", validate=True)
     except ValueError:
         raise errors.SetupError(
-            "the AccountKey in the storage address is malformed: it should be base64, as Azure"
+            "the account key in the storage address is malformed: it should be base64, as Azure"
             " shows it; was it cut off?"
         ) from None
