@@ -47,7 +47,7 @@ def address(text: str) -> str:
     found = _URL.match(text)
     if not found or not _HOST.fullmatch(found[2]):
         return MASKED
-    return f"{found[1].lower()}://{found[2]}{found[3]}"
+    return message(f"{found[1].lower()}://{found[2]}{found[3]}")
 
 
 def message(text: str) -> str:

@@ -24,6 +24,7 @@ def parse(content: str | bytes) -> Any:
         YamlError: it is not YAML, or its aliases make it huge or endless.
     """
     try:
+        # Not libyaml's loader: lists nested thousands deep overflow its stack, and crash Python.
         document = yaml.safe_load(content)
     except yaml.MarkedYAMLError as error:
         # Not its text, which quotes the line, perhaps with a secret.

@@ -86,7 +86,10 @@ def read_address(address: str) -> AzureAddress:
                 raise errors.SetupError(f"the {kind} in the storage address {error}") from None
         sas = re.search(r"\bSharedAccessSignature=([^;\s]+)", address, re.IGNORECASE)
         return AzureAddress(connection_string=address, sas=sas and sas[1].removeprefix("?"))
-    parts = urlsplit(address)
+    try:
+        parts = urlsplit(address)
+    except ValueError:
+        parts = urlsplit("")
     host = _HOST.fullmatch(parts.netloc.lower())
     if parts.scheme != "https" or host is None:
         raise errors.SetupError(
