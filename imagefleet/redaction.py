@@ -8,6 +8,9 @@ from urllib.parse import urlsplit
 
 from pydantic import AfterValidator
 
+#: Of an address.
+_SHOWN_CHARACTERS = 500
+
 #: In place of a secret.
 MASKED = "(secret)"
 
@@ -47,7 +50,7 @@ def address(text: str) -> str:
     found = _URL.match(text)
     if not found or not _HOST.fullmatch(found[2]):
         return MASKED
-    return message(f"{found[1].lower()}://{found[2]}{found[3]}")
+    return message(f"{found[1].lower()}://{found[2]}{found[3]}"[:_SHOWN_CHARACTERS])
 
 
 def message(text: str) -> str:

@@ -26,7 +26,7 @@ import pytest
 import typer
 from aiolimiter import AsyncLimiter
 
-from fleet import main
+from fleet import main, options
 from fleet.monitor import prometheus
 from fleet.salad import client, deployment
 from imagefleet.storage.azure.storage import AzureStorage
@@ -341,6 +341,45 @@ def test_wrong_storage_addresses_are_one_sentence_without_their_secrets(
         code = run(command, *arguments)
 
         assert code in {1, 2}, (command, kind)
+
+
+#: The command that is tried with the settings of each model.
+COMMAND_OF = {"WorkerSettings": "worker", "LoadSettings": "load", "ExporterSettings": "exporter"}
+
+IN_THE_WRONG_PLACE = (
+    f"DefaultEndpointsProtocol=https;AccountName=acme;AccountKey={MARK}AccountKey",
+    SAS,
+    f"https://u:{MARK}Pass@h/x{QUERY}",
+)
+
+
+@pytest.mark.parametrize("model", options.PROJECT_SETTINGS, ids=lambda each: each.__name__)
+def test_a_secret_in_the_place_of_another_setting_is_not_shown(
+    run: Run, monkeypatch: pytest.MonkeyPatch, model: Any
+) -> None:
+    command = COMMAND_OF.get(model.__name__, "status")
+    for name in model.model_fields:
+        for value in IN_THE_WRONG_PLACE:
+            with monkeypatch.context() as only:
+                only.setenv("IMAGEFLEET_MODEL", "no.safetensors")
+                only.setenv(options.variable(name), value)
+
+                code = run(command, *(["jobs.jsonl"] if command == "load" else []))
+
+            assert code != 1 or name == "storage", (name, value)
+
+
+@pytest.mark.parametrize("name", ["sas_file", "price_file", "config", "lora_directory", "model"])
+def test_a_file_of_secrets_in_the_place_of_another_is_not_quoted(
+    run: Run, monkeypatch: pytest.MonkeyPatch, name: str
+) -> None:
+    monkeypatch.setenv("IMAGEFLEET_STORAGE", "https://acme.blob.core.windows.net")
+    monkeypatch.setenv("IMAGEFLEET_MODEL", "store:dreams.safetensors")
+    monkeypatch.setenv(options.variable(name), "secret.txt")
+
+    assert run("worker") == 2
+    if name == "sas_file":
+        assert run("status") == 2
 
 
 #: Ways in which a service is broken: its status, and what else is wrong with it.

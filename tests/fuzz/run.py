@@ -12,6 +12,7 @@ from __future__ import annotations
 import argparse
 import json
 import logging
+import os
 import random
 import resource
 import sys
@@ -113,8 +114,9 @@ def _report(tallies: dict[str, Tally], seconds: float, seed: int | None) -> None
         "accepted": sum(each.accepted for each in tallies.values()),
         "found": sum(len(each.found) for each in tallies.values()),
     }
-    print(json.dumps(totals))
-    sys.exit(1 if totals["found"] else 0)
+    print(json.dumps(totals), flush=True)
+    # libFuzzer would take sys.exit() for a crash.
+    os._exit(1 if totals["found"] else 0)
 
 
 def _with_atheris(names: list[str] | None, seconds: float) -> None:
