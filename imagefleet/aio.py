@@ -42,9 +42,8 @@ class ConnectOptions(TypedDict, total=False):
 
     queue: str
     container: str
-    queue_sas: str
-    poison_sas: str
-    blob_sas: str
+    files_container: str
+    sas: str
     sas_file: str | Path
 
 

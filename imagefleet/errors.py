@@ -45,6 +45,9 @@ class UnusableFileError(JobError):
 class TransientError(FleetError):
     """The storage or the engine failed temporarily."""
 
+    #: The request may have been carried out, because only its reply was lost.
+    outcome_is_unknown = False
+
 
 class NoAccessError(TransientError):
     """The credentials of the storage have expired; waiting for new ones."""

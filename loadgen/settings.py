@@ -14,7 +14,7 @@ class LoadSettings(StorageSettings):
         default=4,
         ge=1,
         le=64,
-        description="Batches of 100 jobs in flight at once; after a kill, those in flight are sent"
+        description="Batches of 32 jobs in flight at once; after a kill, those in flight are sent"
         " again.",
     )
     rate: float | None = Field(

@@ -122,7 +122,7 @@ class Pipeline:
             storage.queue, self._keeper, self.settler, self.engine_thread, self.metrics, settings
         )
         self._library = LoraLibrary(
-            storage.blobs,
+            storage.files,
             directory=settings.lora_directory,
             cache=settings.cache / "loras",
             cache_bytes=settings.cache_megabytes * 2**20,

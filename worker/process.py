@@ -159,7 +159,10 @@ class _Worker:
                 reallocation=self._reallocation,
             )
             # After the pipeline, whose metrics name this worker also while it waits.
-            if not await tasks.run_until(self._stop, storage.check()):
+            if not (
+                await tasks.run_until(self._stop, storage.check())
+                and await tasks.run_until(self._stop, storage.files.check())
+            ):
                 return
             log.info(
                 "pulling from %s of %s, metrics at http://%s:%d/metrics",
@@ -170,7 +173,7 @@ class _Worker:
                 extra={"action": "start", "port": self._port},
             )
             self._pipeline.start_up_phase = "fetching the model"
-            if await tasks.run_until(self._stop, model.fetch(self._settings, storage.blobs)):
+            if await tasks.run_until(self._stop, model.fetch(self._settings, storage.files)):
                 await self._pipeline.run(self._stop, self._hurry)
 
     def _is_live(self) -> bool:

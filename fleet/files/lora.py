@@ -125,7 +125,7 @@ async def _list_hash(storage: Storage, name: str, sha256: str, *, create: bool) 
 
     blob = f"{FOLDER}/{loras.MANIFEST}"
     for _ in range(_MANIFEST_TRIES):
-        part = await storage.blobs.read_part(blob, 0, _MAX_MANIFEST_BYTES)
+        part = await storage.files.read_part(blob, 0, _MAX_MANIFEST_BYTES)
         if part is None and not create:
             return False
         hashes = loras.read_manifest(f"{blob} in the storage", part.data) if part else {}
@@ -133,7 +133,7 @@ async def _list_hash(storage: Storage, name: str, sha256: str, *, create: bool) 
             return True
         content = json.dumps({**hashes, name: sha256}, indent=2, sort_keys=True).encode()
         version = part.version if part else None
-        if await storage.blobs.replace(blob, content, "application/json", version):
+        if await storage.files.replace(blob, content, "application/json", version):
             return True
     raise errors.TransientError(
         f"{blob} is being changed by others: run the same command again in a moment"

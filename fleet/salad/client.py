@@ -188,7 +188,8 @@ class SaladClient:
             ) from None
         shown = text
         for secret in filter(None, secrets):  # it may quote what it refuses
-            shown = shown.replace(secret, salad_groups.MASKED)
+            for quoted in (secret, json.dumps(secret)[1:-1]):
+                shown = shown.replace(quoted, salad_groups.MASKED)
         return _read(response, text, shown)
 
     async def _post(self, name: str, verb: str) -> None:

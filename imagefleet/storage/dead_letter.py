@@ -76,7 +76,8 @@ class FailedJob(BaseModel):
         limit = protocol.MAX_MESSAGE_BYTES
         stored = await blobs.read(self.body_blob, limit) if self.body_blob else None
         if stored is None:
-            raise errors.JobError(f"the message of job {self.id} is missing: {self.body_blob}")
+            shown = self.id[:_MAX_NAME_CHARACTERS]
+            raise errors.JobError(f"the message of job {shown} is missing: {self.body_blob}")
         return stored.decode(errors="replace")
 
 

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import re
 from pathlib import Path
-from typing import Annotated, Literal
+from typing import Annotated, Literal, Self
 
-from pydantic import AfterValidator, Field, SecretStr
+from pydantic import AfterValidator, Field, SecretStr, model_validator
 from pydantic_settings import BaseSettings, SettingsConfigDict
 
 from imagefleet.redaction import WebAddress
@@ -30,10 +30,14 @@ REMOVED_SETTINGS: dict[str, str] = {
     "push_format": "metrics are pushed as text to VictoriaMetrics or vmagent, which forwards them"
     " by remote write (-remoteWrite.url)",
     "push_seconds": "metrics are pushed every 15 seconds",
+    "queue_sas": "the tokens are in IMAGEFLEET_SAS, which `imagefleet keys` prints",
+    "poison_sas": "the tokens are in IMAGEFLEET_SAS, which `imagefleet keys` prints",
+    "blob_sas": "the tokens are in IMAGEFLEET_SAS, which `imagefleet keys` prints",
 }
 
-#: What a SAS token is for: the job queue, the poison queue or the container.
-Resource = Literal["queue", "poison", "blob"]
+#: What a SAS token is for: the job queue, the poison queue, the container of images or that of
+#: LoRAs and models.
+Resource = Literal["queue", "poison", "blob", "files"]
 
 
 class StorageSettings(BaseSettings):
@@ -54,21 +58,19 @@ class StorageSettings(BaseSettings):
         description="Name of the job queue; failed jobs go to the queue NAME-poison.",
     )
     container: AzureName = Field(default="images", description="Blob container for the images.")
-    queue_sas: SecretStr | None = Field(
-        default=None, description="SAS token for the job queue, if --storage holds no key."
+    files_container: AzureName = Field(
+        default="files",
+        description="Blob container for LoRAs and models, which workers only read.",
     )
-    poison_sas: SecretStr | None = Field(
+    sas: SecretStr | None = Field(
         default=None,
-        description="SAS token for the poison queue, if it differs from the job queue's.",
+        description="SAS tokens if --storage holds no key: JSON with queue, poison, blob and files,"
+        " as `imagefleet keys` prints it, or one token of the whole account.",
     )
-    blob_sas: SecretStr | None = Field(
-        default=None, description="SAS token for the container, if it differs from the job queue's."
-    )
-
     sas_file: Path | None = Field(
         default=None,
-        description="JSON file with the SAS tokens (queue, poison, blob) instead; it is read again"
-        " when it changes, so that tokens are renewed without a restart.",
+        description="File with that JSON instead; it is read again when it changes, so that tokens"
+        " are renewed without a restart.",
     )
     broker_url: WebAddress | None = Field(
         default=None,
@@ -81,3 +83,12 @@ class StorageSettings(BaseSettings):
     @property
     def poison_queue(self) -> str:
         return self.queue + POISON_SUFFIX
+
+    @model_validator(mode="after")
+    def _check_containers(self) -> Self:
+        if self.container == self.files_container:
+            raise ValueError(
+                "container and files_container must differ: whoever stores images could replace"
+                " LoRAs and models"
+            )
+        return self

@@ -16,12 +16,12 @@ from typing import IO
 
 import pytest
 
-from fleet import console
+from fleet import console, options
 from imagefleet.storage.open import open_storage
 from imagefleet.storage.protocol import MAX_RECEIVE
 from imagefleet.storage.settings import StorageSettings
 from imagefleet.submit import BATCH
-from loadgen.load import POSITIONS_BETWEEN_WRITES, Checkpoint
+from loadgen.load import Checkpoint
 
 ROOT = Path(__file__).parents[2]
 
@@ -33,8 +33,8 @@ count: 250
 lists: {noun: [cat, dog, fox]}
 """
 
-#: Jobs that a kill may send twice: those in flight and those not yet in the checkpoint.
-WINDOW = 4 * BATCH + POSITIONS_BETWEEN_WRITES
+#: Jobs that a kill may send twice: those in flight.
+WINDOW = 4 * BATCH
 
 
 @pytest.fixture
@@ -57,7 +57,8 @@ def settings_for(folder: Path) -> StorageSettings:
 
 
 def flags(settings: StorageSettings) -> list[str]:
-    return [f"--{name}={getattr(settings, name)}" for name in ("storage", "queue", "container")]
+    names = ("storage", "queue", "container", "files_container")
+    return [f"{options.flag(name)}={getattr(settings, name)}" for name in names]
 
 
 def test_a_template_fills_the_queue(

@@ -86,6 +86,7 @@ ARGUMENTS: dict[str, tuple[str, ...]] = {
     "keys load": (),
     "keys monitor": ("--file", "tokens.json"),
     "keys operator": ("--json",),
+    "keys files": ("--hours", "1"),
     "keys check": ("worker",),
     "keys revoke": ("spring",),
     "deploy salad render": (),

@@ -70,6 +70,7 @@ class _Service(BaseHTTPRequestHandler):
 def service(monkeypatch: pytest.MonkeyPatch) -> Iterator[str]:
     monkeypatch.setenv("no_proxy", "127.0.0.1")
     server = ThreadingHTTPServer(("127.0.0.1", 0), _Service)
+    server.handle_error = lambda *_: None  # type: ignore[method-assign]
     threading.Thread(target=server.serve_forever, args=(0.01,), daemon=True).start()
     yield f"http://127.0.0.1:{server.server_port}"
     server.shutdown()
@@ -102,8 +103,9 @@ async def _fill(settings: StorageSettings) -> None:
     async with open_storage(settings) as opened:
         await opened.create()
         await opened.poison.send([failed.encode(), other.encode()])
-        for name in ("loras/a.safetensors", "models/a.safetensors", "default/a.png"):
-            await opened.blobs.create(name, b"x", "image/png", {"job": "a"})
+        await opened.blobs.create("default/a.png", b"x", "image/png", {"job": "a"})
+        for name in ("loras/a.safetensors", "models/a.safetensors"):
+            await opened.files.create(name, b"x", "image/png", {"job": "a"})
 
 
 #: Each with what it shows of others' texts.

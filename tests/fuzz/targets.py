@@ -69,17 +69,11 @@ class Target:
 
     def check(self, data: bytes) -> bool:
         """True if *data* was accepted; raises FoundError for what must not be."""
-        began = time.thread_time()
-        refusal = None
-        try:
-            self.read(data)
-        except self.declared as error:
-            refusal = error
-        except Exception as error:
-            raise FoundError(f"{type(error).__name__}: {str(error)[:300]}") from error
-        seconds = time.thread_time() - began
-        if seconds > self.max_seconds:
-            raise FoundError(f"it took {seconds:.2f} s of CPU")
+        refusal, seconds = self._timed(data)
+        if seconds > self.max_seconds:  # again: Python may have collected garbage
+            refusal, again = self._timed(data)
+            if min(seconds, again) > self.max_seconds:
+                raise FoundError(f"it took {min(seconds, again):.2f} s of CPU")
         if refusal is not None:
             text = str(refusal)
             if len(text) > MAX_MESSAGE_CHARACTERS:
@@ -88,6 +82,18 @@ class Target:
                 raise FoundError(f"a message that controls a terminal: {text[:200]!r}")
             console.json_text({"reason": text}).encode()
         return refusal is None
+
+    def _timed(self, data: bytes) -> tuple[Exception | None, float]:
+        """The declared error, if there was one, and the seconds of CPU."""
+        began = time.thread_time()
+        refusal = None
+        try:
+            self.read(data)
+        except self.declared as error:
+            refusal = error
+        except Exception as error:
+            raise FoundError(f"{type(error).__name__}: {str(error)[:300]}") from error
+        return refusal, time.thread_time() - began
 
 
 class InMemory:

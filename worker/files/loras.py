@@ -112,7 +112,8 @@ class LoraLibrary:
         self._cache = DiskCache(cache, cache_bytes)
         self._fetches: dict[str, asyncio.Task[Path]] = {}
         self._storage_manifest = Manifest(
-            f"loras/{MANIFEST} in the storage", lambda: blobs.read(f"loras/{MANIFEST}")
+            f"loras/{MANIFEST} in the container {blobs.name!r}",
+            lambda: blobs.read(f"loras/{MANIFEST}"),
         )
         self._directory_manifest = Manifest(
             f"{directory}/{MANIFEST}", lambda: asyncio.to_thread(_read, directory)
@@ -172,7 +173,9 @@ class LoraLibrary:
         data = await self._blobs.read(f"loras/{name}{SUFFIX}", max_bytes=MAX_BYTES)
         if data is None:
             folder = f"{self._directory} or " if self._directory else ""
-            raise errors.MissingFileError(f"no LoRA {name}{SUFFIX} in {folder}the storage's loras/")
+            raise errors.MissingFileError(
+                f"no LoRA {name}{SUFFIX} in {folder}loras/ of the container {self._blobs.name!r}"
+            )
         check = partial(check_content, name, BytesIO(data), len(data))
         await self._verify(self._storage_manifest, name, check)
         return await asyncio.to_thread(self._cache.store, name, data)

@@ -143,7 +143,7 @@ def find_fetched(folder: Path, address: Address) -> Path | None:
 
 
 def _address(settings: WorkerSettings) -> Address | None:
-    storage = f"{settings.storage} {settings.container}"
+    storage = f"{settings.storage} {settings.files_container}"
     return addresses.read_address(settings.model, settings.model_sha256, storage)
 
 

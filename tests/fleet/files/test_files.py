@@ -48,14 +48,14 @@ def lora(tmp_path: Path) -> Path:
 @pytest.fixture
 def flags(storage_settings: StorageSettings) -> list[str]:
     """The storage as flags: a folder, then Azurite."""
-    names = ("storage", "queue", "container")
-    return [f"--{name}={getattr(storage_settings, name)}" for name in names]
+    names = ("storage", "queue", "container", "files_container")
+    return [f"--{name.replace('_', '-')}={getattr(storage_settings, name)}" for name in names]
 
 
 def blobs_in(settings: StorageSettings, *names: str) -> list[bytes | None]:
     async def read() -> list[bytes | None]:
         async with open_storage(settings) as storage:
-            return [await storage.blobs.read(name) for name in names]
+            return [await storage.files.read(name) for name in names]
 
     return asyncio.run(read())
 
@@ -144,7 +144,7 @@ def test_a_folder_is_packed_drawn_and_loads_where_it_is_unpacked(
     added = json.loads(result.stdout)
     assert added["blob"] == "models/tiny.tar"
     assert (tmp_path / added["image"]["path"]).read_bytes().startswith(b"\x89PNG")
-    stored = tmp_path / "imagefleet-data" / "images" / "models" / "tiny.tar"
+    stored = tmp_path / "imagefleet-data" / "files" / "models" / "tiny.tar"
     assert sha256(stored.read_bytes()) == added["sha256"]
     with tarfile.open(stored) as tar:
         names = set(tar.getnames())
@@ -279,7 +279,7 @@ async def test_a_manifest_that_others_change_meanwhile_keeps_their_hashes(
 ) -> None:
     from fleet.files import lora as commands
 
-    blobs = storage.blobs
+    blobs = storage.files
     await commands._list_hash(storage, "a", "1", create=True)
     read_part = type(blobs).read_part
     others = iter(["b", "c"])
@@ -316,7 +316,7 @@ async def test_a_file_that_was_put_there_by_hand_is_listed_too(
     async with open_storage(local_settings) as storage:
         await storage.create()
         for name in ("models/sub/a.tar", "models/b.safetensors", "models/notes.txt"):
-            await storage.blobs.create(name, b"12345", "text/plain", {})
+            await storage.files.create(name, b"12345", "text/plain", {})
     rows = await listing.read(local_settings, "models", (".safetensors", ".tar"))
     assert [(row.name, row.kind, row.bytes) for row in rows] == [
         ("b.safetensors", None, 5),

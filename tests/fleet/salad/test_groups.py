@@ -135,8 +135,8 @@ def test_every_class_with_a_price_has_its_uuid() -> None:
         ("IMAGEFLEET_QUEUE:", "IMAGEFLEET_QEUE:", "did you mean 'IMAGEFLEET_QUEUE'"),
         ("IMAGEFLEET_QUEUE: jobs", "IMAGEFLEET_QUEUE: No Queue", "IMAGEFLEET_QUEUE"),
         ("IMAGEFLEET_MODEL: /models/checkpoint", "IMAGEFLEET_COMPILE: off", "in quotes"),
-        ("{env: IMAGEFLEET_QUEUE_SAS}", "sv=1&sig=x", "do not write secrets into this file"),
-        ("{env: IMAGEFLEET_QUEUE_SAS}", "{env: A, file: b}", "a secret is {env: VARIABLE}"),
+        ("{env: IMAGEFLEET_SAS}", "sv=1&sig=x", "do not write secrets into this file"),
+        ("{env: IMAGEFLEET_SAS}", "{env: A, file: b}", "a secret is {env: VARIABLE}"),
         ("https://acmeimages.blob", "https://key@acmeimages.blob", "do not write secrets"),
         ("IMAGEFLEET_STORAGE:", "OTHER:", "IMAGEFLEET_STORAGE should be"),
         ("imagefleet@sha256:", "imagefleet:1.0#", "should end in @sha256:DIGEST"),
@@ -157,7 +157,7 @@ def test_a_mistake_in_the_file_is_named(old: str, new: str, message: str, tmp_pa
 @pytest.mark.parametrize(
     ("secret", "message"),
     [
-        ("x" * 1001, "IMAGEFLEET_QUEUE_SAS has 1,001 characters"),
+        ("x" * 1001, "IMAGEFLEET_SAS has 1,001 characters"),
         ("two\nlines", "several lines"),
         ("AccountName=a;AccountKey=b", "contains the storage account's key"),
     ],
@@ -199,7 +199,7 @@ def test_rendering_needs_no_account(in_process: Imagefleet, tmp_path: Path) -> N
     assert [group["replicas"] for group in found["groups"]] == [334, 334, 333]
     assert found["dollars_per_hour"] == pytest.approx({"least": 30.03, "most": 40.04})
     assert found["gpus"][0]["images_per_second"] is None
-    assert "IMAGEFLEET_QUEUE_SAS is not set" in ended.stderr
+    assert "IMAGEFLEET_SAS is not set" in ended.stderr
 
 
 def test_rendering_shows_the_price_and_images_per_dollar(
@@ -230,8 +230,7 @@ def test_secrets_are_masked_unless_requested(
     in_process: Imagefleet, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     (tmp_path / "fleet.yaml").write_text(EXAMPLE.read_text())
-    for name in ("QUEUE", "POISON", "BLOB"):
-        monkeypatch.setenv(f"IMAGEFLEET_{name}_SAS", "sv=1&sig=shown")
+    monkeypatch.setenv("IMAGEFLEET_SAS", '{"queue":"sv=1&sig=shown"}')
 
     assert "sig=" not in in_process("deploy", "salad", "render").stdout
     assert "sig=" in in_process("deploy", "salad", "render", "--show-secrets").stdout

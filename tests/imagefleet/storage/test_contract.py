@@ -207,14 +207,6 @@ async def test_a_message_released_with_a_delay_is_visible_after_it(storage: Stor
     assert (await receive_one(storage)).body == "a job"
 
 
-async def test_the_metadata_of_one_blob(storage: Storage) -> None:
-    assert await storage.blobs.metadata("a/fox.png") is None
-    await storage.blobs.create("a/fox.png", b"pixels", "image/png", {"seed": "7", "job": "fox"})
-    await storage.blobs.create("a/owl.png", b"pixels", "image/png", {})
-    assert await storage.blobs.metadata("a/fox.png") == {"seed": "7", "job": "fox"}
-    assert await storage.blobs.metadata("a/owl.png") == {}
-
-
 async def test_a_renewal_and_a_release_can_replace_the_text(storage: Storage) -> None:
     await storage.queue.send(["a job"])
     renewed = await storage.queue.renew(await receive_one(storage), LEASE_SECONDS, '{"a": "<ä>"}')
@@ -464,8 +456,22 @@ async def test_a_storage_that_was_not_created_is_a_setup_error(
             await storage.queue.send(["a job"])
         with pytest.raises(errors.SetupError):
             await storage.queue.receive(1, LEASE_SECONDS)
-        with pytest.raises(errors.SetupError):
-            await storage.blobs.create("a.png", b"x", "image/png", {})
+        for blobs in (storage.blobs, storage.files):
+            with pytest.raises(errors.SetupError, match="imagefleet load"):
+                await blobs.check()
+            with pytest.raises(errors.SetupError):
+                await blobs.create("a.png", b"x", "image/png", {})
+
+
+async def test_images_and_files_are_apart(storage: Storage) -> None:
+    assert storage.blobs.name != storage.files.name
+    for number, blobs in enumerate((storage.blobs, storage.files)):
+        await blobs.check()
+        assert await blobs.create("loras/fox.safetensors", str(number).encode(), "text/plain", {})
+    assert await storage.files.read("loras/fox.safetensors") == b"1"
+    assert [name async for name in storage.blobs.names("loras/")] == ["loras/fox.safetensors"]
+    assert await storage.blobs.delete("loras/fox.safetensors")
+    assert [name async for name in storage.files.names()] == ["loras/fox.safetensors"]
 
 
 async def test_create_keeps_the_contents_of_an_existing_storage(storage: Storage) -> None:
