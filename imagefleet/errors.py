@@ -34,6 +34,10 @@ class InvalidMessageError(JobError):
     """The message is not a valid job."""
 
 
+class UntrustedJobError(JobError):
+    """The job is not signed with the trusted key."""
+
+
 class MissingFileError(JobError):
     """The job names a LoRA or a model that does not exist."""
 

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from pydantic import Field
 
-from imagefleet.storage.settings import StorageSettings
+from imagefleet.storage.settings import SignerSettings
 
 
-class LoadSettings(StorageSettings):
+class LoadSettings(SignerSettings):
     """Each field is a flag and an IMAGEFLEET_ variable."""
 
     concurrency: int = Field(

@@ -104,6 +104,7 @@ COMMANDS: dict[str, Case] = {
     "keys files": Case(f"--storage '{AZURE}' --json", r'"files": "'),
     "keys check": Case("--storage '{azurite}'", r"lease and delete messages"),
     "keys revoke": Case("spring --storage '{azurite}'", r"revoked spring on jobs"),
+    "keys signing": Case("--file new-key.pem", r"export IMAGEFLEET_TRUSTED_KEY="),
     "deploy salad": Case("--dry-run", r"RTX 3060 Ti"),
     "deploy salad render": Case("", r"RTX 3060 Ti"),
     "deploy salad apply": Case("--yes", r"sd15-batch"),

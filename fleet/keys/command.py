@@ -15,6 +15,7 @@ import typer
 from rich.table import Table
 
 from fleet import console, options
+from fleet.keys import signing
 from imagefleet import errors
 from imagefleet.storage.azure.roles import ROLES, Role, explain, name_of
 from imagefleet.storage.open import LOCAL_SCHEME
@@ -103,6 +104,9 @@ def _mint_command(role: Role) -> Callable[..., None]:
 
 for _role in ROLES.values():
     app.command(_role.name, short_help=f"For {_role.what}.")(_mint_command(_role))
+
+
+app.command("signing", short_help="The key pair of signed jobs.")(signing.command)
 
 
 @app.command("check")

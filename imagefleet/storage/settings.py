@@ -23,6 +23,17 @@ def _azure_name(name: str) -> str:
 
 AzureName = Annotated[str, AfterValidator(_azure_name)]
 
+
+def _public_keys(text: str) -> str:
+    from imagefleet.signing import TrustedKeys  # its library is slow to import
+
+    TrustedKeys.read(text)
+    return text
+
+
+#: One or more public keys, separated by commas.
+PublicKeys = Annotated[str, AfterValidator(_public_keys)]
+
 POISON_SUFFIX = "-poison"
 
 #: Removed settings and what happens instead: for one release, a warning rather than an error.
@@ -92,3 +103,19 @@ class StorageSettings(BaseSettings):
                 " LoRAs and models"
             )
         return self
+
+
+class SignerSettings(StorageSettings):
+    """Settings of what fills the queue, replays failed jobs and adds files; never a worker's."""
+
+    signing_key: Path | None = Field(
+        default=None,
+        description="File of the private key (`imagefleet keys signing`) that signs jobs and the"
+        " list of LoRAs and models, for workers with --trusted-key.",
+    )
+    trusted_key: PublicKeys | None = Field(
+        default=None,
+        repr=False,  # the private key, if somebody mistakes the two
+        description="Public keys, besides --signing-key's, whose signatures count when failed jobs"
+        " are sent again.",
+    )

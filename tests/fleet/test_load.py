@@ -17,6 +17,8 @@ from typing import IO
 import pytest
 
 from fleet import console, options
+from imagefleet.job.message import read_job
+from imagefleet.signing import SigningKey, TrustedKeys
 from imagefleet.storage.open import open_storage
 from imagefleet.storage.protocol import MAX_RECEIVE
 from imagefleet.storage.settings import StorageSettings
@@ -70,6 +72,24 @@ def test_a_template_fills_the_queue(
     assert result.returncode == console.EXIT_DONE
     assert (summary["sent"], summary["total"], summary["finished"]) == (250, 250, True)
     assert len(ids_in(storage_settings)) == 250
+
+
+def test_with_a_signing_key_every_job_is_signed(
+    in_process: Imagefleet, template: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    key = SigningKey.create(tmp_path / "key.pem")
+    monkeypatch.setenv("IMAGEFLEET_SIGNING_KEY", str(tmp_path / "key.pem"))
+    result = in_process("load", "t.yaml")
+    assert result.returncode == console.EXIT_DONE, result.stderr
+
+    async def bodies() -> list[str]:
+        async with open_storage(settings_for(tmp_path)) as storage:
+            return [each.body async for each in storage.queue.browse()]
+
+    trusted = TrustedKeys.read(key.public)
+    read = [read_job(body, "m", trusted) for body in asyncio.run(bodies())]
+    assert {job.id for job in read} == set(ids_in(settings_for(tmp_path)))
+    assert len(read) == 250
 
 
 def test_a_dry_run_prints_ten_jobs_and_touches_nothing(

@@ -37,7 +37,7 @@ from imagefleet.storage import deliveries, protocol
 from imagefleet.storage.azure import account, sas
 from imagefleet.storage.dead_letter import FailedJob
 from loadgen import sources
-from worker.files import addresses, kinds, loras, safetensors
+from worker.files import addresses, kinds, manifest, safetensors
 
 ROOT = Path(__file__).parents[2]
 
@@ -264,7 +264,7 @@ def _tokens(data: bytes) -> None:
 
 
 def _manifest(data: bytes) -> None:
-    hashes = loras.read_manifest("the manifest", data)
+    hashes = manifest.parse("the manifest", data).files
     assert all(isinstance(each, str) for each in hashes.values())
 
 
@@ -452,7 +452,11 @@ TARGETS: dict[str, Target] = {
             b"eyJhbGciOiJFUzI1NiIsImtpZCI6ImsifQ.eyJhdWQiOiJvcmdhbml6YXRpb24ifQ.AAAA",
         ),
     ),
-    "manifest": Target(_manifest, (errors.TransientError,), (b'{"rocket": "' + b"a" * 64 + b'"}',)),
+    "manifest": Target(
+        _manifest,
+        (errors.TransientError, errors.SetupError),
+        (b'{"rocket": "' + b"a" * 64 + b'"}',),
+    ),
     "metrics reply": Target(
         _metrics_reply,
         (errors.SetupError,),

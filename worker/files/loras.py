@@ -1,68 +1,113 @@
-"""LoRA files: from a folder, or from `loras/` in the storage through the disk cache."""
+"""LoRA files from a folder, or from `loras/` in the storage through the disk cache; manifests."""
 
 from __future__ import annotations
 
 import asyncio
 import hashlib
-import json
 import logging
 import time
 from collections import Counter
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Mapping
 from functools import partial
 from io import BufferedReader, BytesIO
 from pathlib import Path
 
 from imagefleet import errors
+from imagefleet.signing import TrustedKeys
 from imagefleet.storage import protocol
-from worker.files import safetensors
+from worker.files import manifest, safetensors
 from worker.files.disk_cache import SUFFIX, DiskCache
 
 log = logging.getLogger(__name__)
 
-#: A manifest is read again after this time; a replaced LoRA is fetched again by then.
-MANIFEST_SECONDS = 300.0
-
 #: The largest LoRA file: it is checked in memory before it is stored, and eight may arrive at once.
 MAX_BYTES = 2**30
 
-MANIFEST = "manifest.json"
+#: A manifest is read again after this time; a replaced file is fetched again by then.
+MANIFEST_SECONDS = 300.0
+
+FOLDER = "loras"
+_MANIFEST = f"{FOLDER}/{manifest.NAME}"
 
 
 class Manifest:
-    """The SHA-256 of LoRAs by name, `{"name": "sha256"}`; empty where there is no file."""
+    """The manifest of a folder, read again from time to time; there need not be one.
 
-    def __init__(self, where: str, read: Callable[[], Awaitable[bytes | None]]) -> None:
+    With *trusted* keys it must be signed by one of them, and what it does not list is refused.
+    """
+
+    def __init__(
+        self,
+        where: str,
+        read: Callable[[], Awaitable[bytes | None]],
+        *,
+        folder: str = "",
+        trusted: TrustedKeys | None = None,
+    ) -> None:
         self._where = where
         self._read = read
-        self._hashes: dict[str, str] = {}
+        self._folder = folder
+        self._trusted = trusted
+        self._hashes: Mapping[str, str] = {}
         self._read_at: float | None = None
 
     async def sha256(self, name: str) -> str | None:
         """The hash that the file must have, or None where any will do.
 
         Raises:
-            TransientError: the manifest cannot be read or is not valid.
+            TransientError: the manifest cannot be read, or is damaged; SetupError: it is too
+            large. With trusted keys also MissingFileError: it does not list the file; SetupError:
+            it is missing, damaged or not signed.
         """
-        if self._read_at is None or time.monotonic() - self._read_at > MANIFEST_SECONDS:
-            # It may be half-written; going on without it would mean to trust any file.
-            self._hashes = read_manifest(self._where, await self._read() or b"{}")
-            self._read_at = time.monotonic()
-        return self._hashes.get(name)
+        now = time.monotonic()
+        if self._read_at is None or now - self._read_at > MANIFEST_SECONDS:
+            await self._load()
+        if self._trusted is None or name in self._hashes:
+            return self._hashes.get(name)
+        if self._read_at is None or self._read_at < now:
+            await self._load()  # the file may be new
+        if name not in self._hashes:
+            raise errors.MissingFileError(
+                f"{self._where}, which is signed, does not list {name!r}:"
+                f" `{manifest.ADD_COMMANDS[self._folder]}` with IMAGEFLEET_SIGNING_KEY lists it"
+            )
+        return self._hashes[name]
 
     def forget(self) -> None:
         """Reads it again the next time: it and a file disagree, and one of them is old."""
         self._read_at = None
 
+    async def _load(self) -> None:
+        began_at = time.monotonic()
+        try:
+            content = await self._read()
+        except errors.UnusableFileError:
+            raise manifest.too_large(self._where) from None
+        # It may be half-written; going on without it would mean to trust any file. In a thread:
+        # a large one takes half a second.
+        self._hashes = await asyncio.to_thread(self._checked, content)
+        self._read_at = began_at
 
-def read_manifest(where: str, content: bytes) -> dict[str, str]:
-    """The SHA-256 by name; raises TransientError if *content* is not valid."""
-    try:
-        return {str(key): value.lower() for key, value in json.loads(content).items()}
-    except (ValueError, TypeError, AttributeError, RecursionError) as error:
-        raise errors.TransientError(
-            f'{where} is not a JSON manifest, {{"name": "sha256", ...}}: {error}'
-        ) from error
+    def _checked(self, content: bytes | None) -> Mapping[str, str]:
+        if self._trusted is None:
+            return {} if content is None else manifest.parse(self._where, content).files
+        if content is None:
+            raise self._untrusted("there is none")
+        try:
+            contents = manifest.parse(self._where, content)
+        except errors.TransientError as error:
+            raise self._untrusted(error.message) from None
+        if not contents.is_signed_by(self._trusted, self._folder):
+            raise self._untrusted("another key signed it" if contents.is_signed else "it is plain")
+        return contents.files
+
+    def _untrusted(self, why: str) -> errors.SetupError:
+        # Not the job's fault: a damaged manifest would send every job with a LoRA to the poison
+        # queue.
+        return errors.SetupError(
+            f"{self._where} must be signed with the trusted key, but {why}:"
+            f" `{manifest.ADD_COMMANDS[self._folder]}` with IMAGEFLEET_SIGNING_KEY signs it"
+        )
 
 
 def check_content(name: str, file: BufferedReader | BytesIO, size: int, sha256: str | None) -> None:
@@ -103,20 +148,28 @@ class LoraLibrary:
     """Resolves LoRA names to files. A name is one safe path segment, checked with the prompt."""
 
     def __init__(
-        self, blobs: protocol.BlobStore, *, directory: Path | None, cache: Path, cache_bytes: int
+        self,
+        blobs: protocol.BlobStore,
+        *,
+        directory: Path | None,
+        cache: Path,
+        cache_bytes: int,
+        trusted: TrustedKeys | None = None,
     ) -> None:
-        """*directory* comes before the storage."""
+        """*directory* comes before the storage, whose files one of the *trusted* keys must list."""
         self.lookups: Counter[str] = Counter()
         self._blobs = blobs
         self._directory = directory
         self._cache = DiskCache(cache, cache_bytes)
         self._fetches: dict[str, asyncio.Task[Path]] = {}
         self._storage_manifest = Manifest(
-            f"loras/{MANIFEST} in the container {blobs.name!r}",
-            lambda: blobs.read(f"loras/{MANIFEST}"),
+            f"{_MANIFEST} in the container {blobs.name!r}",
+            lambda: blobs.read(_MANIFEST, manifest.MAX_BYTES),
+            folder=FOLDER,
+            trusted=trusted,
         )
         self._directory_manifest = Manifest(
-            f"{directory}/{MANIFEST}", lambda: asyncio.to_thread(_read, directory)
+            f"{directory}/{manifest.NAME}", lambda: asyncio.to_thread(_read, directory)
         )
         # What was checked in full, and against which hash: by path, modification time and size.
         self._checked: dict[Path, tuple[int, int, str | None]] = {}
@@ -125,10 +178,11 @@ class LoraLibrary:
         """The file of the LoRA *name*, complete and matching its manifest.
 
         Raises:
-            MissingFileError: it does not exist.
+            MissingFileError: it does not exist, or a signed manifest does not list it.
             UnusableFileError: it is too large, or not a safetensors file.
             TransientError: the storage did not answer, or the file is truncated or does not match.
             NodeError, SetupError: the cache cannot be written.
+            SetupError: the manifest is too large, or not signed with the trusted key.
         """
         path = await self._in_directory(name) or await self._in_cache(name)
         self.lookups["hit" if path else "miss"] += 1
@@ -181,13 +235,13 @@ class LoraLibrary:
         return await asyncio.to_thread(self._cache.store, name, data)
 
     async def _verify(
-        self, manifest: Manifest, name: str, check: Callable[[str | None], None]
+        self, listed: Manifest, name: str, check: Callable[[str | None], None]
     ) -> None:
-        sha256 = await manifest.sha256(name)
+        sha256 = await listed.sha256(name)
         try:
             await asyncio.to_thread(check, sha256)
         except errors.TransientError:
-            manifest.forget()  # one of the two may be old
+            listed.forget()  # one of the two may be old
             raise
 
     def _check(self, name: str, path: Path, sha256: str | None) -> None:
@@ -207,7 +261,10 @@ class LoraLibrary:
 
 
 def _read(directory: Path | None) -> bytes | None:
+    if directory is None:
+        return None
     try:
-        return (directory / MANIFEST).read_bytes() if directory else None
+        with (directory / manifest.NAME).open("rb") as file:
+            return file.read(manifest.MAX_BYTES + 1)
     except FileNotFoundError:
         return None

@@ -20,7 +20,6 @@ from fleet.files import listing, pack, preview, transfer
 from header_files import LORA, SD1, file_of
 from imagefleet import errors
 from imagefleet.storage.open import open_storage
-from imagefleet.storage.protocol import BlobStore, Storage
 from imagefleet.storage.settings import StorageSettings
 from worker.files import kinds
 
@@ -272,32 +271,6 @@ def test_what_is_no_lora_for_sd1_never_reaches_the_storage(
     assert result.returncode == console.EXIT_OPERATOR_MUST_ACT
     assert reason in result.stderr
     assert not (tmp_path / "imagefleet-data").exists()
-
-
-async def test_a_manifest_that_others_change_meanwhile_keeps_their_hashes(
-    storage: Storage, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    from fleet.files import lora as commands
-
-    blobs = storage.files
-    await commands._list_hash(storage, "a", "1", create=True)
-    read_part = type(blobs).read_part
-    others = iter(["b", "c"])
-
-    async def read_late(self: BlobStore, name: str, offset: int, most: int) -> object:
-        part = await read_part(self, name, offset, most)  # type: ignore[arg-type]
-        if other := next(others, None):
-            content = json.loads(await blobs.read(name) or b"") | {other: "2"}
-            assert part is not None
-            assert await blobs.replace(
-                name, json.dumps(content).encode(), "text/plain", part.version
-            )
-        return part
-
-    monkeypatch.setattr(type(blobs), "read_part", read_late)
-    assert await commands._list_hash(storage, "z", "3", create=False)
-    content = await blobs.read("loras/manifest.json")
-    assert json.loads(content or b"") == {"a": "1", "b": "2", "c": "2", "z": "3"}
 
 
 # Lists

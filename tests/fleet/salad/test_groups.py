@@ -25,6 +25,7 @@ from fleet.salad import groups as salad_groups
 from fleet.salad import options as salad_options
 from imagefleet import errors
 from imagefleet.pricing import prices
+from imagefleet.signing import SigningKey
 
 Imagefleet = Callable[..., "subprocess.CompletedProcess[str]"]  # the fixture of conftest.py
 
@@ -133,6 +134,8 @@ def test_every_class_with_a_price_has_its_uuid() -> None:
         ("name: sd15-batch", "name: SD15", "name"),
         ("failure_threshold: 20", "failure_threshold: 100", "startup_probe.failure_threshold"),
         ("IMAGEFLEET_QUEUE:", "IMAGEFLEET_QEUE:", "did you mean 'IMAGEFLEET_QUEUE'"),
+        ("IMAGEFLEET_QUEUE:", "IMAGEFLEET_SIGNING_KEY:", "do not write secrets into this file"),
+        ("IMAGEFLEET_QUEUE:", "IMAGEFLEET_TRUSTED_KEY:", "IMAGEFLEET_TRUSTED_KEY: should be a pub"),
         ("IMAGEFLEET_QUEUE: jobs", "IMAGEFLEET_QUEUE: No Queue", "IMAGEFLEET_QUEUE"),
         ("IMAGEFLEET_MODEL: /models/checkpoint", "IMAGEFLEET_COMPILE: off", "in quotes"),
         ("{env: IMAGEFLEET_SAS}", "sv=1&sig=x", "do not write secrets into this file"),
@@ -167,6 +170,13 @@ def test_a_value_that_salad_would_refuse_is_reported(secret: str, message: str) 
         rendered(salad_file.read_file(EXAMPLE), secret)
 
     assert secret not in caught.value.message
+
+
+def test_a_trusted_key_is_no_secret(tmp_path: Path) -> None:
+    public = SigningKey.create(tmp_path / "key.pem").public
+    line = f"IMAGEFLEET_TRUSTED_KEY: {public}\n  IMAGEFLEET_QUEUE: jobs"
+    file = read(tmp_path, EXAMPLE.read_text().replace("IMAGEFLEET_QUEUE: jobs", line, 1))
+    assert file.environment["IMAGEFLEET_TRUSTED_KEY"] == public
 
 
 def test_a_value_of_the_maximum_length_is_accepted() -> None:
