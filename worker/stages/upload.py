@@ -15,6 +15,7 @@ from imagefleet.storage import protocol
 from worker.cost import CostMeter
 from worker.engine import contract
 from worker.metrics import WorkerMetrics
+from worker.node.suspects import Suspects
 from worker.node.watchdog import NodeWatchdog
 from worker.settle import InFlightImage, InFlightJob, Settler
 from worker.stages import encode
@@ -96,6 +97,7 @@ class UploadStage:
     watchdog: NodeWatchdog
     retry_policy: retry.RetryPolicy
     worker_name: str
+    suspects: Suspects
     images_written: int = 0
     queue: asyncio.Queue[_EncodedImage] = field(
         default_factory=lambda: asyncio.Queue(WAITING_PER_UPLOAD * UPLOADS), init=False
@@ -137,6 +139,7 @@ class UploadStage:
                 is_in_doubt = is_in_doubt or error.outcome_is_unknown
                 raise
 
+        self.suspects.storing(name, image.generated_at)
         with self.metrics.stage_seconds.labels("upload").time():
             written = await self.retry_policy.call(create)
         if written:
@@ -144,6 +147,7 @@ class UploadStage:
             self.images_written += 1
             self.metrics.images.inc()
         else:
+            self.suspects.not_stored(name)
             self.cost.lost("duplicate")
         entry.images_to_store -= 1
         if not entry.images_to_store:
