@@ -233,6 +233,7 @@ class Pipeline:
             self._library,
             self.settler,
             self.metrics,
+            self._settings.until_empty,
             self._trusted,
         )
         checks = generate.checks
