@@ -117,6 +117,7 @@ COMMANDS: dict[str, Case] = {
     "deploy salad drain": Case("--yes --wait-minutes 0", r"1 instances? still runs?", 1),
     "deploy salad delete": Case("--yes", r"sd15-batch"),
     "model add": Case("dreams.safetensors", r"--model store:dreams\.safetensors --model-sha256"),
+    "model canary": Case("dreams.safetensors", NEEDS_WORKER, 2),
     "model list": Case("", r"dreams\.safetensors +SD 1\.x"),
     "lora add": Case("rocket.safetensors --manifest", r"^<lora:rocket:1>$"),
     "lora list": Case("--json", r'"name": "rocket\.safetensors"'),

@@ -14,11 +14,14 @@ import time
 from collections import defaultdict, deque
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
+from typing import Any, TypeVar
 
 from imagefleet import errors
 from worker.engine import contract
 
 log = logging.getLogger(__name__)
+
+Result = TypeVar("Result")
 
 #: How often an idle engine thread counts the time it has waited.
 IDLE_TICK_SECONDS = 0.5
@@ -84,8 +87,12 @@ class EngineThread:
         self._load = load
         self._why_idle = why_idle
         self._waiting: deque[tuple[int, contract.PreparedRequest]] = deque()
+        self._calls: deque[tuple[Callable[[], object], asyncio.Future[Any]]] = deque()
+        self._urgent: deque[tuple[int, contract.PreparedRequest]] = deque()
+        self._drawing: dict[int, asyncio.Future[Delivery | None]] = {}
         self._wake = threading.Condition()
         self._accepting = True
+        self._holds_jobs = False
         self._stopping = False
         self._backlog = threading.Semaphore(backlog)
         self._finished: asyncio.Queue[Delivery] = asyncio.Queue()
@@ -128,15 +135,50 @@ class EngineThread:
         self._may_wait.release()
         return False
 
+    async def draw(self, ticket: int, prepared: contract.PreparedRequest) -> Delivery | None:
+        """Draws a request that is no job's before all that wait, however many they are.
+
+        Its outcome does not wait for jobs' images to be encoded. None: the worker drains.
+        """
+        delivered: asyncio.Future[Delivery | None] = self._loop.create_future()
+        with self._wake:
+            if not self._accepting:
+                return None
+            self._urgent.append((ticket, prepared))
+            self._drawing[ticket] = delivered
+            self._wake.notify()
+        return await delivered
+
+    def hold_jobs(self, *, hold: bool) -> None:
+        """Lets the engine begin no more jobs, but what `draw` asks for, or lets it go on."""
+        with self._wake:
+            self._holds_jobs = hold
+            self._wake.notify()
+
     def stop_accepting(self) -> list[int]:
         """Accepts no more requests; returns the tickets that the engine has not begun."""
         with self._wake:
             self._accepting = False
             tickets = [ticket for ticket, _ in self._waiting]
             self._waiting.clear()
+            for ticket, _ in self._urgent:
+                self._call(_set_result, self._drawing.pop(ticket), None)
+            self._urgent.clear()
         if self._may_wait is not None:
             self._may_wait.release()  # every blocked `submit` wakes the next one
         return tickets
+
+    async def call(self, function: Callable[[], Result]) -> Result:
+        """Calls *function* on the engine's thread, between two ticks.
+
+        Raises:
+            Exception: what *function* raised; one that the thread no longer calls never returns.
+        """
+        answer: asyncio.Future[Result] = self._loop.create_future()
+        with self._wake:
+            self._calls.append((function, answer))
+            self._wake.notify()
+        return await answer
 
     async def finished(self) -> Delivery:
         """The next outcome."""
@@ -216,20 +258,39 @@ class EngineThread:
     def _admit(self, engine: contract.Engine) -> bool:
         """Fills the engine; waits while there is nothing to do. False: stop."""
         while not self._stopping:
+            self._answer_calls()
             admitted: list[tuple[int, contract.PreparedRequest]] = []
+            waited = 0
             with self._wake:
-                while self._waiting and len(admitted) < engine.free:
-                    admitted.append(self._waiting.popleft())
+                while len(admitted) < engine.free:
+                    is_job = not (self._urgent or self._holds_jobs)
+                    queue = self._waiting if is_job else self._urgent
+                    if not queue:
+                        break
+                    waited += is_job
+                    admitted.append(queue.popleft())
                     self._admitted_at[admitted[-1][0]] = time.monotonic()
-                if not admitted and not engine.busy:
+                if not admitted and not engine.busy and not self._calls:
                     self._wait_for_work()
             for ticket, prepared in admitted:
                 engine.admit(ticket, prepared)
-            if admitted:
-                self._call(self._let_in, len(admitted))
+            if waited:
+                self._call(self._let_in, waited)
             if engine.busy:
                 return True
         return False
+
+    def _answer_calls(self) -> None:
+        while self._calls:
+            function, answer = self._calls.popleft()
+            self.tick_began_at = time.monotonic()
+            try:
+                result = function()
+            except Exception as error:  # noqa: BLE001 - raised again by `call`
+                self._call(_set_exception, answer, error)
+            else:
+                self._call(_set_result, answer, result)
+            self.tick_began_at = None
 
     def _wait_for_work(self) -> None:
         began_at = time.monotonic()
@@ -238,6 +299,9 @@ class EngineThread:
             self.clock.idle_seconds[self._why_idle()] += time.monotonic() - began_at
 
     def _deliver(self, delivery: Delivery) -> None:
+        if drawing := self._drawing.pop(delivery.finished.ticket, None):
+            self._call(_set_result, drawing, delivery)
+            return
         if not self._backlog.acquire(blocking=False):
             began_at = time.monotonic()
             while not self._stopping and not self._backlog.acquire(timeout=IDLE_TICK_SECONDS):
@@ -254,3 +318,13 @@ class EngineThread:
         # The loop is closed when an error kills the worker: then nothing waits for this.
         with contextlib.suppress(RuntimeError):
             self._loop.call_soon_threadsafe(function, *arguments)
+
+
+def _set_result(answer: asyncio.Future[Any], result: object) -> None:
+    if not answer.done():  # its caller may have been cancelled
+        answer.set_result(result)
+
+
+def _set_exception(answer: asyncio.Future[Any], error: Exception) -> None:
+    if not answer.done():
+        answer.set_exception(error)

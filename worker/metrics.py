@@ -43,6 +43,9 @@ NodeFault = Literal[
     "gpu_speed",
     "upload_speed",
     "failed_images",
+    "wrong_images",
+    "weights",
+    "quarantined",
 ]
 """What is wrong with a node; `engine`: loading the model or the first images failed."""
 
@@ -87,8 +90,17 @@ class WorkerMetrics:
         )
         self.node_faults = counter(
             "imagefleet_node_faults",
-            "Faults of this node, found by its start-up check or in a window of work.",
+            "Faults of this node, found by its checks at the start and while it works.",
             ["fault"],
+        )
+        self.canaries = counter(
+            "imagefleet_node_canaries",
+            "Checks of this node by images whose result is known, by result.",
+            ["result"],
+        )
+        self.suspect_images = counter(
+            "imagefleet_suspect_images",
+            "Images stored by this node between its last good check and one that failed.",
         )
         self.waiting = Gauge(
             "imagefleet_waiting_for_operator",
@@ -124,6 +136,7 @@ class WorkerMetrics:
             (self.node_windows, ("passed", "failed", "unknown")),
             (self.reallocations, ("granted", "refused")),
             (self.node_faults, get_args(NodeFault)),
+            (self.canaries, ("passed", "failed")),
             (self.failed_jobs, (error.__name__ for error in FAILURES)),
         ):
             for value in values:
@@ -179,3 +192,8 @@ class EngineCollector(Collector):
             for result in ("hit", "miss"):
                 lookups.add_metric([cache, result], counts.get(result, 0))
         yield lookups
+        yield CounterMetricFamily(
+            "imagefleet_loras_without_effect",
+            "LoRA files read that change nothing: all their deltas are zero.",
+            value=self._engine_thread.lora_lookups.get("no_effect", 0),
+        )

@@ -25,7 +25,11 @@ from worker.files.loras import LoraLibrary
 from worker.gpu_thread import EngineThread
 from worker.leases import LeaseKeeper
 from worker.metrics import EngineCollector, WorkerMetrics
+from worker.node import reference, suspects
 from worker.node.check import NodeCheck
+from worker.node.quarantine import Quarantine
+from worker.node.self_check import NodeSelfCheck
+from worker.node.suspects import Suspects
 from worker.node.watchdog import NO_LIMITS, Diagnose, NodeLimits, NodeWatchdog
 from worker.progress import Phase
 from worker.pull import Puller
@@ -44,6 +48,9 @@ ENCODE_BACKLOG = 64
 #: The time for handing back what is left: storage that does not answer must not keep a worker from
 #: exiting, since the leases expire by themselves.
 HAND_BACK_SECONDS = 5.0
+
+#: The time for the record of suspect images, which nobody else can write.
+RECORD_SECONDS = 60.0
 
 #: A broken node may finish its jobs in flight, which takes a good one ten seconds.
 LAST_JOBS_SECONDS = 120.0
@@ -146,6 +153,7 @@ class Pipeline:
             group=settings.group,
             priority=settings.priority,
         )
+        self._quarantine = Quarantine(storage.files, frozenset({settings.name, suspects.machine()}))
         self._upload: UploadStage | None = None
         self._is_draining = False
 
@@ -175,6 +183,9 @@ class Pipeline:
             NodeError: this machine cannot do its work; SetupError: the operator has to act.
             Jobs in flight have been handed back by then.
         """
+        if reason := await self._quarantine.reason():
+            self.metrics.node_faults.labels("quarantined").inc()
+            raise errors.NodeError(f"this node is quarantined: {reason}")
         self.start_up_phase = "loading the model"
         starting = asyncio.create_task(self._start_up(), name="start up")
         try:
@@ -210,6 +221,7 @@ class Pipeline:
             self._watchdog,
             self._retry_policy,
             self._settings.name,
+            Suspects(self._settings.name, self._storage.blobs, self.metrics, self._retry_policy),
         )
         encode = EncodeStage(engine.model_name, upload, self.settler, self.metrics, self._watchdog)
         generate = GenerateStage(
@@ -230,10 +242,13 @@ class Pipeline:
             self._settings.until_empty,
             self._trusted,
         )
-        pull = asyncio.create_task(self._puller.run(prepare.queue.put), name="pull")
+        checks = generate.checks
         side_tasks = self._start_side_tasks(prepare, generate, encode, upload)
-        self.started = self.ready = True
+        pull: asyncio.Task[None] | None = None
         try:
+            await tasks.first_of(self._check_images(checks), stop.wait(), side_tasks.watch())
+            pull = asyncio.create_task(self._puller.run(prepare.queue.put), name="pull")
+            self.started = self.ready = True
             await tasks.first_of(asyncio.shield(pull), stop.wait(), side_tasks.watch())
             self.ready, self._is_draining = False, True
             with contextlib.suppress(TimeoutError):
@@ -244,11 +259,15 @@ class Pipeline:
                     await tasks.first_of(finished, hurry.wait(), side_tasks.watch())
         finally:
             self.ready = False
-            await self._stop_pulling(pull)
+            generate.stop_accepting()  # what waits for the engine would keep the pull waiting
+            if pull is not None:
+                await self._stop_pulling(pull)
             await self._hand_back(self.settler.in_flight)
             await side_tasks.cancel()
             prepare.close()
             encode.close()
+            await self._record_suspects(checks, upload.suspects)
+            checks.close()
 
     def _start_side_tasks(
         self,
@@ -257,13 +276,18 @@ class Pipeline:
         encode: EncodeStage,
         upload: UploadStage,
     ) -> tasks.SideTasks:
-        diagnose = generate.canary.diagnose
+        checks = generate.checks
+        diagnose = checks.diagnose
         side_tasks = tasks.SideTasks()
         side_tasks.start("keep leases", self._keeper.run)
         side_tasks.start("watch engine", self.engine_thread.watch)
         side_tasks.start("watch failures", lambda: self._watchdog.watch_failures(diagnose))
         if self._watchdog.has_limits:
             side_tasks.start("watch node", lambda: self._watch_node(diagnose))
+        if checks.is_possible:
+            side_tasks.start("watch images", checks.watch_images)
+            side_tasks.start("watch weights", checks.watch_weights)
+        side_tasks.start("watch quarantine", lambda: self._quarantine.watch(checks.quarantined))
         side_tasks.start("measure queues", self._measure_queues)
         side_tasks.start("prepare", prepare.run, PREPARERS)
         side_tasks.start("generate", generate.run)
@@ -271,6 +295,20 @@ class Pipeline:
         side_tasks.start("upload", upload.run, UPLOADS)
         side_tasks.start("acknowledge", upload.acknowledge, UPLOADS)
         return side_tasks
+
+    async def _check_images(self, checks: NodeSelfCheck) -> None:
+        """Raises NodeError if this node draws wrong images."""
+        if checks.is_possible:
+            await checks.start_up(
+                await reference.find(self._settings, self._storage.files, self._retry_policy)
+            )
+
+    async def _record_suspects(self, checks: NodeSelfCheck, stored: Suspects) -> None:
+        if checks.fault is None:
+            return
+        with contextlib.suppress(TimeoutError):
+            async with asyncio.timeout(RECORD_SECONDS):
+                await stored.record(stored.since(checks.fault.check), checks.fault.message)
 
     async def _stop_pulling(self, pull: asyncio.Task[None]) -> None:
         """Lets a receive in flight end: cancelled, it would leave its messages leased."""

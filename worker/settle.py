@@ -84,13 +84,17 @@ class InFlightJob:
 
 @dataclass(slots=True, eq=False)
 class InFlightImage:
-    """One image of a job in flight; *ready_at* is when it was ready for the engine."""
+    """One image of a job in flight; *ready_at* is when it was ready for the engine.
+
+    *generated_at* is when the engine had finished it; both in monotonic seconds.
+    """
 
     owner: InFlightJob
     job: Job
     index: int
     size: tuple[int, int]
     ready_at: float = field(default_factory=time.monotonic)
+    generated_at: float = 0.0
 
 
 @dataclass(slots=True, eq=False)

@@ -40,6 +40,7 @@ class StandInEngine:
         self.capacity = capacity
         self.default_size = size
         self.lora_lookups: Mapping[str, int] = {}
+        self.self_check: contract.SelfCheck | None = None
         self._tick_seconds = tick_seconds
         self._draw = draw or draw_noise
         self._admitted: deque[tuple[int, contract.ImageRequest]] = deque()

@@ -20,6 +20,7 @@ from imagefleet.storage.settings import SignerSettings, StorageSettings
 if TYPE_CHECKING:
     from fleet.files.preview import Preview
     from fleet.files.transfer import Stored
+    from worker.node.reference import Reference
 
 FOLDER = "models"
 
@@ -68,7 +69,7 @@ def add_command(
     ] = None,
     sha256: Sha256 = None,
     test: Annotated[
-        bool, typer.Option("--test/--no-test", help="Draw an image first, if torch is installed.")
+        bool, typer.Option("--test/--no-test", help="Draw images first, if torch is installed.")
     ] = True,
     manifest: Manifest = False,
     cache: Cache = CACHE,
@@ -77,8 +78,9 @@ def add_command(
     """Puts a checkpoint into the storage and prints the worker's flags.
 
     It must be a Stable Diffusion 1.x checkpoint. A test image is drawn on this machine and written
-    to the current folder. An interrupted download or upload goes on where it was. If the storage
-    has a models/manifest.json, or there is a signing key, its hash is listed there.
+    to the current folder, and so are the reference images by which nodes check what they draw. An
+    interrupted download or upload goes on where it was. If the storage has a models/manifest.json,
+    or there is a signing key, its hash is listed there.
 
     imagefleet model add dreamshaper-8.safetensors
 
@@ -86,8 +88,8 @@ def add_command(
     """
     from worker.files import check, kinds
 
-    async def add() -> tuple[Stored, Preview | None, bool]:
-        from fleet.files import preview, transfer
+    async def add() -> tuple[Stored, Preview | None, bool, str | None]:
+        from fleet.files import canary, preview, transfer
         from fleet.files.listed import Listing
 
         keys = signing.Keys.of(settings)
@@ -95,26 +97,29 @@ def add_command(
             check.check_path(path)
             _check_prediction(path)
             blob = f"{FOLDER}/{_blob_name(name, path)}"
-            drawn = None
+            drawn = expected = None
             if test and preview.can_draw():
                 console.print_note("drawing a test image; --no-test skips it")
                 target = Path(f"{Path(blob).stem}.png")
                 drawn = await asyncio.to_thread(preview.draw, path, target)
                 console.print_note(_describe(drawn))
+                expected = await asyncio.to_thread(_draw_reference, path)
             async with _as_file(path, cache) as file, open_storage(settings) as storage:
                 await storage.create()
                 listing = Listing(storage, FOLDER, keys, create=manifest)
                 await listing.check()
                 stored = await transfer.store(storage, blob, file, "SD 1.x")
                 listed = await listing.add(blob.removeprefix(f"{FOLDER}/"), stored.sha256)
-                return stored, drawn, listed
+                if expected is None:
+                    return stored, drawn, listed, None
+                return stored, drawn, listed, await canary.store(storage.files, blob, expected)
 
-    stored, drawn, is_listed = console.run(add())
+    stored, drawn, is_listed, reference = console.run(add())
     flags = _flags(stored)
     if as_json:
         image = None if drawn is None else {**asdict(drawn), "path": str(drawn.path)}
         record = {**asdict(stored), "flags": flags, "image": image, "in_manifest": is_listed}
-        console.print_json(record)
+        console.print_json({**record, "reference": reference})
         return
     console.print_note(
         f"{stored.blob} {'is stored' if stored.is_new else 'was stored before'}:"
@@ -139,6 +144,55 @@ def list_command(settings: StorageSettings, as_json: options.AsJson = False) -> 
         console.print_json({"models": [asdict(row) for row in rows]})
     else:
         listing.show(rows, "no checkpoints in the storage: `imagefleet model add` stores one")
+
+
+@app.command("canary")
+def canary_command(
+    path: Annotated[
+        Path,
+        typer.Argument(
+            metavar="FILE|FOLDER", help="A .safetensors file, or a folder in diffusers format."
+        ),
+    ],
+    as_json: options.AsJson = False,
+) -> None:
+    """Draws a checkpoint's reference images and puts them beside it.
+
+    A node compares what it draws with them, at the start and among the jobs. `model add` does the
+    same for a checkpoint in the storage.
+
+    imagefleet model canary dreamshaper-8.safetensors
+    """
+    from fleet.worker.command import require_libraries
+
+    require_libraries()
+    from fleet.files import canary
+    from worker.files import check
+    from worker.node import reference
+
+    check.check_path(path)
+    found = canary.draw(path, console.print_note)
+    target = reference.beside(path)
+    target.write_bytes(canary.encode(found))
+    if as_json:
+        facts = found.model_dump(exclude={"images"})
+        console.print_json({"path": str(target), **facts})
+    else:
+        console.print_note(
+            f"the reference images of {found.width}x{found.height}; wrong from a distance of"
+            f" {found.tolerance:g} on:"
+        )
+        console.print_plain(str(target))
+
+
+def _draw_reference(path: Path) -> Reference | None:
+    from fleet.files import canary
+
+    try:
+        return canary.draw(path, console.print_note)
+    except errors.SetupError as error:
+        console.print_note(f"stored without reference images: {error}")
+        return None
 
 
 def described(settings: SignerSettings, folder: str) -> str:

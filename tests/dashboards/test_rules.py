@@ -21,6 +21,7 @@ ALERTS = {
     "ImagefleetNoCompletions",
     "ImagefleetWaitingForOperator",
     "ImagefleetNodesGivenUp",
+    "ImagefleetSuspectImages",
 }
 
 

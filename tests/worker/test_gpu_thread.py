@@ -188,3 +188,64 @@ async def test_idle_time_counts_only_from_the_first_image_on() -> None:
     assert engine_thread.clock.busy_seconds == pytest.approx(0.1, abs=0.05)
     assert engine_thread.clock.idle_seconds["starved"] == pytest.approx(0.1, abs=0.05)
     assert engine_thread.clock.idle_fraction == pytest.approx(0.5, abs=0.15)
+
+
+async def test_a_canary_passes_jobs_that_wait_and_images_that_nobody_takes() -> None:
+    order: list[int] = []
+
+    def draw(request: contract.ImageRequest) -> contract.Pixels:
+        order.append(request.seed)
+        return draw_noise(request)
+
+    engine = StandInEngine(capacity=1, tick_seconds=0.01, draw=draw)
+    async with engine_thread_with(engine, backlog=4) as engine_thread:
+        for ticket in range(3):
+            submitting = asyncio.create_task(engine_thread.submit(ticket, prepared(ticket)))
+            await asyncio.sleep(0)
+        delivery = await engine_thread.draw(99, prepared(99))
+        assert delivery is not None
+        assert delivery.finished.ticket == 99
+        assert order.index(99) < 2
+        for _ in range(3):
+            assert (await engine_thread.finished()).finished.ticket != 99
+        await submitting
+        assert engine_thread.stop_accepting() == []
+        assert await engine_thread.draw(100, prepared(100)) is None
+
+
+async def test_held_jobs_wait_while_a_canary_is_drawn_and_go_on_then() -> None:
+    async with engine_thread_with(StandInEngine()) as engine_thread:
+        engine_thread.hold_jobs(hold=True)
+        await engine_thread.submit(1, prepared(1))
+        assert await engine_thread.draw(2, prepared(2)) is not None
+        assert engine_thread.in_engine == 0
+        engine_thread.hold_jobs(hold=False)
+        assert (await engine_thread.finished()).finished.ticket == 1
+
+
+async def test_a_canary_that_the_engine_has_not_begun_ends_with_a_drain() -> None:
+    drawing, may_end = threading.Event(), threading.Event()
+
+    def draw(request: contract.ImageRequest) -> contract.Pixels:
+        drawing.set()
+        may_end.wait()
+        return draw_noise(request)
+
+    async with engine_thread_with(StandInEngine(capacity=1, draw=draw)) as engine_thread:
+        await engine_thread.submit(1, prepared(1))
+        await asyncio.to_thread(drawing.wait)
+        waiting = asyncio.create_task(engine_thread.draw(2, prepared(2)))
+        await asyncio.sleep(0.01)
+        engine_thread.stop_accepting()
+        assert await waiting is None
+        may_end.set()
+
+
+async def test_a_call_runs_on_the_engines_thread_between_ticks_and_raises_its_error() -> None:
+    engine = StandInEngine()
+    async with engine_thread_with(engine) as engine_thread:
+        assert await engine_thread.call(threading.get_ident) == engine_thread._thread.ident
+        with pytest.raises(ZeroDivisionError):
+            await engine_thread.call(lambda: 1 / 0)
+        await engine_thread.submit(0, prepared(0))
+        assert (await engine_thread.finished()).finished.ticket == 0

@@ -29,6 +29,7 @@ from transformers.utils import logging as transformers_logging
 from imagefleet import errors
 from imagefleet.job import clip
 from imagefleet.telemetry import logs
+from worker.engine import checksums
 
 #: What the libraries raise for missing, truncated or mismatched files.
 _LOADING_ERRORS = (OSError, ValueError, KeyError, TypeError, RuntimeError, SafetensorError)
@@ -79,6 +80,14 @@ class Checkpoint:
     """Pixels per latent, in each direction."""
     default_size: tuple[int, int]
     """The native width and height in pixels."""
+    weight_sums: checksums.Sums
+    """Of the networks' weights as they were on the CPU (`networks`)."""
+    weights_id: str
+    """Identifies the weights, in whatever file and precision they are."""
+
+    @property
+    def networks(self) -> dict[str, nn.Module]:
+        return {"unet": self.unet, "vae": self.vae, "text_encoder": self.text_encoder}
 
 
 def load_checkpoint(
@@ -111,10 +120,16 @@ def load_checkpoint(
         folder / "scheduler" / "scheduler_config.json"
     )
     _check_architecture(model, unet, text_encoder, tokenizer)
+    by_name = {"unet": unet, "vae": vae, "text_encoder": text_encoder}
+    weights_id = "" if dtype == checksums.IDENTITY_TYPE else checksums.identify(by_name)
     for network in networks:
         network.requires_grad_(requires_grad=False).eval()
         # diffusers' own to() warns about modules to keep in float32, even if there are none.
-        nn.Module.to(network, device=device, dtype=dtype)
+        nn.Module.to(network, dtype=dtype)
+    # On the CPU, before any of them is on the device.
+    weight_sums = checksums.sum_bits(checksums.named_parameters(by_name))
+    for network in networks:
+        nn.Module.to(network, device=device)
         if device.type == "cpu":
             # Not mapped from the file: truncating it would kill the process.
             for parameter in network.parameters():
@@ -134,6 +149,8 @@ def load_checkpoint(
         prediction_type=_prediction_type(model, noise),
         vae_factor=factor,
         default_size=(side, side),
+        weight_sums=weight_sums,
+        weights_id=weights_id or checksums.identity(weight_sums),
     )
 
 

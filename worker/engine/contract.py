@@ -66,6 +66,23 @@ class Finished:
     outcome: Outcome
 
 
+class SelfCheck(Protocol):
+    """What an engine offers to a node that checks itself."""
+
+    @property
+    def weights_id(self) -> str:
+        """Identifies the checkpoint's weights, in whatever file and precision they are."""
+
+    def find_fault(self) -> str | None:
+        """What is wrong with the weights on the device; None: they are the checkpoint's own.
+
+        For the engine's thread, between two ticks.
+        """
+
+    def write_lora(self, path: Path) -> None:
+        """Writes a LoRA that changes every image, the same on every node."""
+
+
 class Engine(Protocol):
     """One GPU (or CPU) with a checkpoint loaded.
 
@@ -77,7 +94,14 @@ class Engine(Protocol):
     default_size: tuple[int, int]
     """The checkpoint's native (width, height), for jobs without a size."""
     lora_lookups: Mapping[str, int]
-    """LoRA files found in memory ('hit') or read from disk ('miss') since the start."""
+    """LoRA files found in memory ('hit') or read from disk ('miss') since the start.
+
+    'no_effect': those that change nothing.
+    """
+
+    @property
+    def self_check(self) -> SelfCheck | None:
+        """None: it has no weights, as a stand-in."""
 
     @property
     def capacity(self) -> int:

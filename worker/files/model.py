@@ -55,6 +55,14 @@ def local_path(settings: WorkerSettings) -> Path:
     return find_fetched(folder, address) or folder / address.stem
 
 
+def stored_blob(settings: WorkerSettings) -> str | None:
+    """The name of the model's blob in the container of files; None: it is elsewhere."""
+    address = _address(settings)
+    if address is None or not address.text.startswith(STORE_SCHEME):
+        return None
+    return f"models/{address.text.removeprefix(STORE_SCHEME)}"
+
+
 async def pinned(
     settings: WorkerSettings,
     blobs: protocol.BlobStore,

@@ -9,11 +9,12 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
 
 from imagefleet import errors
 from worker.engine import contract
-from worker.gpu_thread import EngineThread
+from worker.gpu_thread import Delivery, EngineThread
 from worker.node import check
 from worker.stages import encode
 
@@ -28,8 +29,16 @@ LONGEST_BUSY_SECONDS = 600.0
 POLL_SECONDS = 1.0
 
 
+@dataclass(frozen=True, slots=True)
+class Drawn:
+    """A canary's image, and how long the engine had it."""
+
+    pixels: contract.Pixels
+    seconds: float
+
+
 class Canary:
-    """Generates plain images, one at a time, with tickets that belong to no job."""
+    """Generates images with tickets that belong to no job."""
 
     def __init__(
         self, engine: contract.Engine, engine_thread: EngineThread, tickets: Iterator[int]
@@ -37,21 +46,15 @@ class Canary:
         self._engine = engine
         self._engine_thread = engine_thread
         self._tickets = tickets
-        self._ticket: int | None = None
-        self._outcome: asyncio.Future[contract.Outcome | None] | None = None
         self._one_at_a_time = asyncio.Lock()
 
     async def diagnose(self, alarm: str) -> str | None:
         """What is wrong with this node; None if its jobs are at fault, or the worker drains."""
-        async with self._one_at_a_time:
-            generating = asyncio.create_task(self._generate(), name="canary")
-            try:
-                is_generated = await self._bounded(generating)
-            except errors.FleetError as error:
-                return f"{alarm}; and a plain image failed as well: {error}"
-            finally:
-                generating.cancel()
-        if is_generated:
+        try:
+            drawn = await self.draw([check.plain_request(self._engine, seed=0)])
+        except errors.FleetError as error:
+            return f"{alarm}; and a plain image failed as well: {error}"
+        if drawn is not None:
             log.warning(
                 "%s; but a plain image succeeded: the jobs are at fault, not this node",
                 alarm,
@@ -59,29 +62,38 @@ class Canary:
             )
         return None
 
-    def finished(self, ticket: int, outcome: contract.Outcome | None) -> None:
-        """The outcome of a ticket without a job; None: not begun, since the worker drains."""
-        if ticket == self._ticket and self._outcome is not None and not self._outcome.done():
-            self._outcome.set_result(outcome)
-
-    async def _generate(self) -> bool:
-        """Returns whether the image was generated; False: the worker drains.
+    async def draw(self, requests: Sequence[contract.ImageRequest]) -> list[Drawn] | None:
+        """The images of *requests*; None: the worker drains.
 
         Raises:
-            FleetError: the image failed.
+            FleetError: one failed, or they did not come in time.
         """
-        ticket = self._ticket = next(self._tickets)
-        finished = self._outcome = asyncio.get_running_loop().create_future()
-        request = check.plain_request(self._engine, seed=0)
-        prepared = await asyncio.to_thread(self._engine.prepare, request)
-        outcome = await finished if await self._engine_thread.submit(ticket, prepared) else None
-        if isinstance(outcome, errors.FleetError):
-            raise outcome
-        if outcome is not None:
-            encode.refuse_one_colour(outcome)
-        return outcome is not None
+        async with self._one_at_a_time:
+            generating = asyncio.create_task(self._generate(requests), name="canary")
+            try:
+                return await self._bounded(generating)
+            finally:
+                generating.cancel()
 
-    async def _bounded(self, generating: asyncio.Task[bool]) -> bool:
+    async def _generate(self, requests: Sequence[contract.ImageRequest]) -> list[Drawn] | None:
+        deliveries = await asyncio.gather(*(self._deliver(request) for request in requests))
+        drawn = []
+        for delivery in deliveries:
+            if delivery is None:
+                return None
+            outcome = delivery.finished.outcome
+            if isinstance(outcome, errors.FleetError):
+                raise outcome
+            encode.refuse_one_colour(outcome)
+            drawn.append(Drawn(outcome, delivery.finished_at - delivery.admitted_at))
+        return drawn
+
+    async def _deliver(self, request: contract.ImageRequest) -> Delivery | None:
+        ticket = next(self._tickets)
+        prepared = await asyncio.to_thread(self._engine.prepare, request)
+        return await self._engine_thread.draw(ticket, prepared)
+
+    async def _bounded(self, generating: asyncio.Task[list[Drawn] | None]) -> list[Drawn] | None:
         clock = self._engine_thread.clock
         latest = clock.busy_seconds + LONGEST_BUSY_SECONDS
         while not (await asyncio.wait({generating}, timeout=POLL_SECONDS))[0]:

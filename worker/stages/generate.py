@@ -4,16 +4,19 @@ from __future__ import annotations
 
 import asyncio
 import itertools
+from collections import deque
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from functools import partial
 from typing import NoReturn
 
 from imagefleet import errors
+from worker import tasks
 from worker.engine import contract
-from worker.gpu_thread import EngineThread
+from worker.gpu_thread import Delivery, EngineThread
 from worker.metrics import WorkerMetrics
 from worker.node.canary import Canary
+from worker.node.self_check import NodeSelfCheck
 from worker.node.watchdog import NodeWatchdog
 from worker.pull import Puller
 from worker.settle import InFlightImage, InFlightJob, Settler
@@ -31,13 +34,20 @@ class GenerateStage:
     settler: Settler
     metrics: WorkerMetrics
     watchdog: NodeWatchdog
-    canary: Canary = field(init=False)
+    checks: NodeSelfCheck = field(init=False)
     nothing_at_engine: asyncio.Event = field(default_factory=asyncio.Event, init=False)
     _tickets: Iterator[int] = field(default_factory=itertools.count, init=False)
+    _held: deque[Delivery] = field(default_factory=deque, init=False)
     _at_engine: dict[int, InFlightImage] = field(default_factory=dict, init=False)
 
     def __post_init__(self) -> None:
-        self.canary = Canary(self.engine, self.engine_thread, self._tickets)
+        self.checks = NodeSelfCheck(
+            self.engine,
+            self.engine_thread,
+            Canary(self.engine, self.engine_thread, self._tickets),
+            self.metrics,
+            self.encode.upload.suspects,
+        )
         self.nothing_at_engine.set()
 
     async def submit(self, image: InFlightImage, request: contract.PreparedRequest) -> bool:
@@ -54,23 +64,16 @@ class GenerateStage:
         """Returns the jobs in flight that the engine has not begun, or only in part."""
         not_begun: set[InFlightJob] = set()
         for ticket in self.engine_thread.stop_accepting():
-            image = self._take(ticket)
-            if image is None:
-                self.canary.finished(ticket, None)
-            else:
-                not_begun.add(image.owner)
+            not_begun.add(self._take(ticket).owner)
         return [
             entry for entry in self.settler.in_flight if entry in not_begun or not entry.submitted
         ]
 
     async def run(self) -> NoReturn:
         while True:
-            delivery = await self.engine_thread.finished()
-            ticket, outcome = delivery.finished.ticket, delivery.finished.outcome
-            image = self._take(ticket)
-            if image is None:
-                self.canary.finished(ticket, outcome)
-                continue
+            delivery = await self._next()
+            image = self._take(delivery.finished.ticket)
+            image.generated_at = delivery.finished_at
             entry = image.owner
             self.watchdog.image_generated(image.job.steps, *image.size)
             waited = self.metrics.stage_seconds.labels("wait_gpu")
@@ -81,18 +84,46 @@ class GenerateStage:
             if not entry.images_to_generate:
                 self.puller.generated(entry)
             await self.settler.attempt(
-                entry, partial(self._pass_on, image, outcome), image_is_generated=True
+                entry, partial(self._pass_on, image, delivery), image_is_generated=True
             )
 
-    def _take(self, ticket: int) -> InFlightImage | None:
-        """The image of a ticket that has left the engine; None: it was the canary's."""
-        image = self._at_engine.pop(ticket, None)
+    async def _next(self) -> Delivery:
+        """The next outcome; while the node is in doubt, they are kept back here."""
+        trusted = self.checks.trusted
+        while True:
+            if trusted.is_set() and self._held:
+                return self._held.popleft()
+            finished = asyncio.ensure_future(self.engine_thread.finished())
+            waits = (
+                [finished]
+                if trusted.is_set()
+                else [finished, asyncio.ensure_future(trusted.wait())]
+            )
+            try:
+                await asyncio.wait(waits, return_when=asyncio.FIRST_COMPLETED)
+                if finished.done():
+                    self._held.append(finished.result())
+            finally:
+                await tasks.cancel(waits)
+
+    def _take(self, ticket: int) -> InFlightImage:
+        """The image of a ticket that has left the engine."""
+        image = self._at_engine.pop(ticket)
         if not self._at_engine:
             self.nothing_at_engine.set()
         return image
 
-    async def _pass_on(self, image: InFlightImage, outcome: contract.Outcome) -> None:
+    async def _pass_on(self, image: InFlightImage, delivery: Delivery) -> None:
+        outcome = delivery.finished.outcome
         if isinstance(outcome, errors.FleetError):
             self.watchdog.image_failed(outcome)
             raise outcome
+        if self.checks.is_possible:
+            self.checks.generated(
+                await self.checks.fingerprint(outcome),
+                seed=image.job.image_seed(image.index),
+                steps=image.job.steps,
+                size=image.size,
+                seconds=delivery.finished_at - delivery.admitted_at,
+            )
         await self.encode.queue.put(GeneratedImage(image, outcome))

@@ -17,6 +17,7 @@ from imagefleet.storage import protocol
 from worker.cost import CostMeter
 from worker.engine import contract
 from worker.metrics import WorkerMetrics
+from worker.node.suspects import Suspects
 from worker.node.watchdog import NodeWatchdog
 from worker.settle import InFlightImage, InFlightJob, Settler
 from worker.stages import encode
@@ -99,6 +100,7 @@ class UploadStage:
     watchdog: NodeWatchdog
     retry_policy: retry.RetryPolicy
     worker_name: str
+    suspects: Suspects
     images_written: int = 0
     queue: asyncio.Queue[_EncodedImage] = field(
         default_factory=lambda: asyncio.Queue(WAITING_PER_UPLOAD * UPLOADS), init=False
@@ -140,6 +142,7 @@ class UploadStage:
                 is_in_doubt = is_in_doubt or error.outcome_is_unknown
                 raise
 
+        self.suspects.storing(name, image.generated_at)
         with self.metrics.stage_seconds.labels("upload").time():
             written = await self.retry_policy.call(create)
         if image.job.verify:
@@ -149,6 +152,7 @@ class UploadStage:
             self.images_written += 1
             self.metrics.images.inc()
         else:
+            self.suspects.not_stored(name)
             self.cost.lost("duplicate")
             await self._keep_aside(name, encoded, metadata)
         entry.images_to_store -= 1

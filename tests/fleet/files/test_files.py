@@ -10,18 +10,20 @@ import tarfile
 from collections.abc import AsyncIterator, Callable
 from pathlib import Path
 
+import numpy as np
 import pytest
 import torch
 from aiohttp import web
 
 import tiny_model
 from fleet import console
-from fleet.files import listing, pack, preview, transfer
+from fleet.files import canary, listing, pack, preview, transfer
 from header_files import LORA, SD1, file_of
-from imagefleet import errors
+from imagefleet import errors, likeness
 from imagefleet.storage.open import open_storage
 from imagefleet.storage.settings import StorageSettings
 from worker.files import kinds
+from worker.node import reference
 
 Imagefleet = Callable[..., "subprocess.CompletedProcess[str]"]  # the fixture of conftest.py
 
@@ -152,6 +154,23 @@ def test_a_folder_is_packed_drawn_and_loads_where_it_is_unpacked(
     assert not any("safety" in name for name in names)
     assert preview.draw(tmp_path / "unpacked", tmp_path / "again.png").width == 64
     assert list((tmp_path / "cache" / "added").iterdir()) == []
+
+    # Its reference images, which a node that has the file from the storage finds by its name.
+    assert added["reference"] == "models/tiny.canary.json"
+    beside_it = json.loads(in_process("model", "canary", "unpacked", "--json").stdout)
+    found = reference.read((tmp_path / beside_it["path"]).read_bytes())
+    stored = tmp_path / "imagefleet-data" / "files" / "models" / "tiny.canary.json"
+    assert reference.read(stored.read_bytes()) == found
+    assert found.size == (64, 64)
+
+
+def test_a_checkpoint_whose_images_are_all_alike_has_no_reference_images(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    drawn = dict.fromkeys(reference.KINDS, likeness.fingerprint(np.zeros((64, 64, 3), np.uint8)))
+    monkeypatch.setattr(canary, "_draw", lambda *_: ("weights", (64, 64), drawn))
+    with pytest.raises(errors.SetupError, match=r"wrong ones by 0\.0"):
+        canary.draw(tmp_path / "model.safetensors", lambda _: None)
 
 
 def test_the_same_folder_gives_the_same_bytes(tmp_path: Path) -> None:

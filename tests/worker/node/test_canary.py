@@ -175,16 +175,9 @@ async def canary_at(engine: StandInEngine) -> AsyncIterator[tuple[Canary, Engine
     engine_thread = EngineThread(lambda: engine, why_idle=lambda: "starved", backlog=64)
     canary = Canary(await engine_thread.start(), engine_thread, itertools.count())
 
-    async def collect() -> None:
-        while True:
-            delivery = await engine_thread.finished()
-            canary.finished(delivery.finished.ticket, delivery.finished.outcome)
-
-    collecting = asyncio.create_task(collect())
     try:
         yield canary, engine_thread
     finally:
-        collecting.cancel()
         await engine_thread.stop()
 
 
@@ -192,7 +185,7 @@ async def test_two_alarms_at_a_time_are_never_two_canaries_in_flight() -> None:
     at_once = []
 
     def draw(request: contract.ImageRequest) -> contract.Pixels:
-        at_once.append(len(engine._admitted) + len(engine_thread._waiting))
+        at_once.append(len(engine._admitted) + len(engine_thread._urgent))
         return draw_noise(request)
 
     engine = StandInEngine(draw=draw, tick_seconds=0.05)
@@ -217,10 +210,9 @@ async def test_a_canary_that_the_drain_cancels_proves_nothing(
         await asyncio.to_thread(drawing.wait)
         other = Canary(canary._engine, engine_thread, itertools.count(CANARIES))
         waiting = asyncio.create_task(other.diagnose("waiting"))
-        while not engine_thread._waiting:
+        while not engine_thread._urgent:
             await asyncio.sleep(0.01)
-        for ticket in engine_thread.stop_accepting():
-            other.finished(ticket, None)
+        assert engine_thread.stop_accepting() == []  # no jobs
         assert await waiting is None
         assert await other.diagnose("after") is None
         assert not [record for record in caplog.records if record.name == "worker.node.canary"]

@@ -9,6 +9,7 @@ another image.
 from __future__ import annotations
 
 import json
+import logging
 import math
 import re
 import struct
@@ -27,6 +28,8 @@ from imagefleet import errors
 from worker.engine import contract
 from worker.engine.lora import names
 from worker.engine.lora.names import Network
+
+log = logging.getLogger(__name__)
 
 Tensors = Mapping[str, torch.Tensor]
 
@@ -71,6 +74,13 @@ class WeightDelta:
         if scale is not None:  # older files hold the norms of the inputs, [1, inputs, ...]
             return _decomposed(weight, delta, scale, of_outputs=len(scale) == len(weight))
         return delta
+
+    @property
+    def is_zero(self) -> bool:
+        """Whether it changes nothing, at any strength."""
+        if self.tensors.keys() & _EXTRAS:
+            return False  # DoRA's norms are a change of their own
+        return self.scale == 0 or any(not tensor.any() for tensor in self.tensors.values())
 
 
 def make_delta(tensors: Tensors, alpha: float | None, *, by_root: bool = False) -> WeightDelta:
@@ -168,6 +178,11 @@ class LoraFile:
     identity: Identity
     deltas: Mapping[Network, Mapping[str, WeightDelta]]
     size_bytes: int
+
+    @property
+    def is_zero(self) -> bool:
+        """Whether it changes nothing."""
+        return all(delta.is_zero for by_path in self.deltas.values() for delta in by_path.values())
 
 
 @dataclass(frozen=True, slots=True)
@@ -347,6 +362,7 @@ class LoraCache:
         self._cache_bytes = cache_bytes
         self._files: OrderedDict[Identity, Future[LoraFile]] = OrderedDict()
         self._lock = threading.Lock()
+        self._without_effect: set[Identity] = set()
 
     def get(self, lora: contract.Lora) -> LoraFile:
         """Reads a file, unless it is cached or another thread is reading it.
@@ -374,7 +390,9 @@ class LoraCache:
         lora: contract.Lora,
     ) -> None:
         try:
-            future.set_result(read_lora(lora, identity, self._layers))
+            file = read_lora(lora, identity, self._layers)
+            self._report_no_effect(lora, file)
+            future.set_result(file)
         except BaseException as error:  # noqa: BLE001 - other threads wait for it
             with self._lock:
                 del self._files[identity]
@@ -382,6 +400,19 @@ class LoraCache:
             return
         with self._lock:
             self._evict()
+
+    def _report_no_effect(self, lora: contract.Lora, file: LoraFile) -> None:
+        """Warns of a LoRA that changes nothing, once; its images are right."""
+        with self._lock:
+            if not file.is_zero or file.identity in self._without_effect:
+                return
+            self._without_effect.add(file.identity)
+            self.lookups["no_effect"] += 1
+        log.warning(
+            "the LoRA %r changes nothing: all its deltas are zero",
+            lora.name,
+            extra={"action": "lora_without_effect", "lora": lora.name},
+        )
 
     def _evict(self) -> None:
         read = {key: future for key, future in self._files.items() if future.done()}

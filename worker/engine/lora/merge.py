@@ -81,6 +81,14 @@ class Merger:
             self._merge(layer, weighted)
         self._active = key
 
+    @property
+    def originals(self) -> Mapping[str, torch.Tensor]:
+        """The checkpoint's own weights of the layers that are changed now, by network and path."""
+        return {
+            f"{network}.{path}.weight": self._originals[network, path]
+            for network, path in self._merged
+        }
+
     def close(self) -> None:
         """Frees the copies of the original weights; the model can no longer be used."""
         self._originals.clear()

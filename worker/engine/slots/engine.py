@@ -20,6 +20,7 @@ from worker.engine import errors as engine_errors
 from worker.engine.checkpoint import Checkpoint
 from worker.engine.kernels import layers
 from worker.engine.lora import merge
+from worker.engine.self_check import SelfCheck
 from worker.engine.slots import linear, memory, prepare, queue
 from worker.engine.slots.prepare import PreparedRequest
 from worker.engine.slots.queue import BatchKey, SlotJob, SlotQueue
@@ -79,6 +80,9 @@ class SlotEngine:
         self._unet = SlotUnet(checkpoint.unet)
         if self._compiles:
             self._unet.fold()
+        self.self_check = SelfCheck(
+            checkpoint, self._merger, {"unet": self._unet, "vae": checkpoint.vae}
+        )
         self._preparer = prepare.RequestPreparer(
             checkpoint,
             {

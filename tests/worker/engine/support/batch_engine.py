@@ -50,6 +50,8 @@ def group(prepared: PreparedRequest) -> tuple[object, ...]:
 class BatchEngine:
     """A `contract.Engine` whose images start and finish together, at most *max_batch* of them."""
 
+    self_check = None
+
     def __init__(self, loaded: checkpoint.Checkpoint, max_batch: int) -> None:
         self._checkpoint = loaded
         self._preparer = RequestPreparer(loaded, {"unet": {}, "text_encoder": {}})

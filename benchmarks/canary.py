@@ -1,0 +1,259 @@
+"""How far the same image is from itself, drawn another way, and from every wrong one.
+
+    python benchmarks/canary.py --save h100.json
+    python benchmarks/canary.py --compare h100.json
+
+Draws jobs and canaries of the demo checkpoint in each precision, with 1, 4 and 16 slots and
+compiled (on a GPU), and spoils them in each way that a broken node does. --compare adds the
+fingerprints that --save wrote on another machine. Prints a table, what the checks cost, and as its
+last line one JSON object; the exit code is 1 if a canary drawn right is above `SAME_BELOW`, or one
+drawn wrong below it.
+"""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+import json
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+
+import numpy as np
+import torch
+
+from fleet import demo_jobs
+from fleet.bench import machine, work
+from imagefleet import likeness
+from imagefleet.likeness import Fingerprint
+from worker.engine import contract, load
+from worker.engine import device as devices
+from worker.node import images, reference
+
+MODEL = demo_jobs.TRAINED
+THINGS = ("star", "heart", "house", "tree", "boat", "car", "mushroom", "cup", "apple", "cat")
+COLOURS = ("red", "blue", "yellow", "green")
+PLACES = ("at night", "in a forest", "at sea", "in the snow")
+LORAS = ("night-palette", "outline-style", "magic-fantasy-forest-v2")
+
+Pixels = contract.Pixels
+
+
+def job(number: int, steps: int) -> contract.ImageRequest:
+    """A job with one LoRA."""
+    name, weight = LORAS[number % 3], (0.35, 0.8, 1.0)[number // 2 % 3]
+    path = MODEL / "loras" / f"{name}.safetensors"
+    return contract.ImageRequest(
+        prompt=f"a {COLOURS[number % 4]} {THINGS[number % 10]} {PLACES[number // 3 % 4]}",
+        negative_prompt="blurry",
+        loras=(contract.Lora(name, path, weight, weight),),
+        sampler=("euler_ancestral", "dpmpp_2m_karras")[number % 2],
+        steps=steps,
+        cfg_scale=7.0,
+        seed=100 + number,
+        width=128,
+        height=128,
+    )
+
+
+def noise(pixels: Pixels) -> Pixels:
+    """2 % of the range."""
+    added = np.random.default_rng(0).normal(0, 0.02 * 255, pixels.shape)
+    return (pixels + added).round().clip(0, 255).astype(np.uint8)
+
+
+def garbled_tile(pixels: Pixels) -> Pixels:
+    changed = pixels.copy()
+    height, width = (side // 8 for side in pixels.shape[:2])
+    random = np.random.default_rng(0)
+    changed[height : 2 * height, width : 2 * width] = random.integers(0, 256, (height, width, 3))
+    return changed
+
+
+def swapped_channels(pixels: Pixels) -> Pixels:
+    return pixels[..., ::-1].copy()
+
+
+SPOILT: dict[str, Callable[[Pixels], Pixels]] = {
+    "noise of 2 %": noise,
+    "garbled tile": garbled_tile,
+    "swapped channels": swapped_channels,
+}
+
+
+def halved_latents(engine: Any) -> None:
+    vae = engine._checkpoint.vae  # noqa: SLF001 - a fault, on purpose
+    vae.register_to_config(scaling_factor=2 * vae.config.scaling_factor)
+
+
+def ways(on_gpu: bool) -> Iterator[tuple[str, dict[str, Any]]]:
+    """Engines that draw right, by name; the first is the reference."""
+    yield "float32, 4 slots", {"precision": "float32", "slots": 4, "compile": "off"}
+    for precision in ("float16", "bfloat16") if on_gpu else ("bfloat16",):
+        yield f"{precision}, 4 slots", {"precision": precision, "slots": 4, "compile": "off"}
+    precision = "float16" if on_gpu else "float32"
+    for slots in (1, 16):
+        settings = {"precision": precision, "slots": slots, "compile": "off"}
+        yield f"{precision}, {slots} slots", settings
+    if on_gpu:
+        yield "float16, 16 slots, compiled", {"precision": "float16", "slots": 16}
+
+
+@dataclasses.dataclass
+class Drawings:
+    """The pixels of jobs, and of canaries by kind."""
+
+    jobs: list[Pixels]
+    canaries: list[Pixels]
+    milliseconds: dict[str, float]
+
+
+def draw(
+    settings: dict[str, Any],
+    requests: list[contract.ImageRequest],
+    lora: Path,
+    fault: Callable[[Any], None] | None = None,
+) -> Drawings:
+    print(f"drawing {len(requests)} jobs: {settings}", file=sys.stderr, flush=True)
+    engine = load.load_engine(MODEL, **settings)
+    if fault is not None:
+        fault(engine)
+    engine.self_check.write_lora(lora)
+    drawn: list[Pixels] = []
+    for first in range(0, len(requests), engine.capacity):
+        drawn += work.draw(engine, requests[first : first + engine.capacity])
+    asked = [reference.request(kind, engine.default_size, lora) for kind in reference.KINDS]
+    canaries = [work.draw(engine, [request])[0] for request in asked]
+    took = {
+        "checksum": median(engine.self_check.find_fault),
+        "canary": median(lambda: work.draw(engine, asked[:1])),
+        "image": median(lambda: work.draw(engine, requests[:1])),
+    }
+    engine.close()
+    return Drawings(drawn, canaries, took)
+
+
+def median(call: Callable[[], object]) -> float:
+    """Milliseconds of the middle one of three calls."""
+    taken = []
+    for _ in range(3):
+        began_at = time.perf_counter()
+        call()
+        taken.append(1000 * (time.perf_counter() - began_at))
+    return sorted(taken)[1]
+
+
+def main() -> int:
+    on_gpu = torch.cuda.is_available()
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--jobs", type=int, default=40 if on_gpu else 8)
+    parser.add_argument("--steps", type=int, default=15)
+    parser.add_argument("--save", type=Path, help="write the fingerprints to this file")
+    parser.add_argument("--compare", type=Path, help="fingerprints of another machine")
+    arguments = parser.parse_args()
+    if not on_gpu:
+        torch.set_num_threads(1)  # several wait for each other on a busy machine
+    requests = [job(number, arguments.steps) for number in range(arguments.jobs)]
+    folder = tempfile.TemporaryDirectory()
+    lora = Path(folder.name, "canary.safetensors")
+    right = {name: draw(settings, requests, lora) for name, settings in ways(on_gpu)}
+    first = next(iter(right))
+    settings = dict(ways(on_gpu))[first]
+    rows: dict[str, dict[str, Any]] = {}
+    own = prints(right[first])
+    for name in list(right)[1:]:
+        rows[name] = row(own, prints(right[name]), is_right=True)
+    saved = {name: [likeness.to_text(each) for each in prints(right[name])] for name in right}
+    if arguments.compare:
+        for name, texts in json.loads(arguments.compare.read_text())["images"].items():
+            found = [likeness.from_text(text) for text in texts]
+            rows[f"other machine: {name}"] = row(own, found, is_right=True)
+    if (MODEL / "canary.json").exists():
+        stored = reference.read((MODEL / "canary.json").read_bytes()).fingerprints
+        kinds = [stored[kind] for kind in reference.KINDS]
+        for name in right:
+            rows[f"reference file: {name}"] = row(kinds, prints(right[name])[-3:], is_right=True)
+    for name, spoil in SPOILT.items():
+        spoilt = [spoil(each) for each in [*right[first].jobs, *right[first].canaries]]
+        rows[name] = row(own, [likeness.fingerprint(each) for each in spoilt], is_right=False)
+    others = [dataclasses.replace(request, seed=request.seed + 1000) for request in requests]
+    plain = [dataclasses.replace(request, loras=()) for request in requests]
+    for name, changed in {"another seed": others, "LoRA left out": plain}.items():
+        rows[name] = row(own, prints(draw(settings, changed, lora))[:-3], is_right=False)
+    rows["halved latents"] = row(
+        own, prints(draw(settings, requests, lora, halved_latents)), is_right=False
+    )
+    cached = [own[0]] * len(requests) + [own[-1]] * 3
+    rows["cached image"] = row(own[1:-1], cached[1:-1], is_right=False)
+    record = {
+        "same_below": likeness.SAME_BELOW,
+        "jobs": len(requests),
+        "steps": arguments.steps,
+        "rows": rows,
+        "milliseconds": {name: each.milliseconds for name, each in right.items()},
+        "fingerprint_512_milliseconds": fingerprint_milliseconds(),
+        "hardware": machine.hardware(devices.find_device("auto")),
+        "versions": machine.versions(),
+    }
+    show(record)
+    if arguments.save:
+        arguments.save.write_text(json.dumps({**record, "images": saved}), encoding="utf-8")
+    print(json.dumps(record))
+    folder.cleanup()
+    return 0 if all(each["canaries_right"] for each in rows.values()) else 1
+
+
+def prints(drawn: Drawings) -> list[Fingerprint]:
+    """The fingerprints of the jobs, and of the three canaries after them."""
+    return [likeness.fingerprint(each) for each in [*drawn.jobs, *drawn.canaries]]
+
+
+def row(one: list[Fingerprint], other: list[Fingerprint], *, is_right: bool) -> dict[str, Any]:
+    """Distances of pairs; the last three are canaries where all are compared."""
+    found = [likeness.distance(*pair) for pair in zip(one, other, strict=False)]
+    jobs, canaries = found[:-3], found[-3:]
+    if len(other) < len(one):  # no canaries
+        jobs, canaries = found, []
+    below = [each < likeness.SAME_BELOW for each in canaries]
+    return {
+        "is_right": is_right,
+        "jobs_min": round(min(jobs, default=0.0), 2),
+        "jobs_median": round(float(np.median(jobs)), 2) if jobs else 0.0,
+        "jobs_max": round(max(jobs, default=0.0), 2),
+        "jobs_misjudged": sum((each < likeness.SAME_BELOW) != is_right for each in jobs),
+        "canaries": [round(each, 2) for each in canaries],
+        "canaries_right": all(below) if is_right else not any(below),
+    }
+
+
+def fingerprint_milliseconds() -> dict[str, float]:
+    pixels = np.random.default_rng(0).integers(0, 256, (512, 512, 3)).astype(np.uint8)
+    found, checks = likeness.fingerprint(pixels), images.ImageChecks()
+    for seed in range(images.RECENT):
+        checks.repetition(found + seed, seed, (512, 512))
+    return {
+        "fingerprint": round(median(lambda: likeness.fingerprint(pixels)), 3),
+        "repetition": round(median(lambda: checks.repetition(found + 99, 99, (512, 512))), 3),
+    }
+
+
+def show(record: dict[str, Any]) -> None:
+    print(f"{'drawn':38} {'jobs: min':>9} {'median':>7} {'max':>7} {'wrong':>6}  canaries")
+    for name, each in record["rows"].items():
+        canaries = " ".join(f"{distance:6.2f}" for distance in each["canaries"])
+        print(
+            f"{name:38} {each['jobs_min']:9.2f} {each['jobs_median']:7.2f} {each['jobs_max']:7.2f}"
+            f" {each['jobs_misjudged']:6}  {canaries}"
+        )
+    print(f"below {record['same_below']:g} is the same")
+    for name, took in record["milliseconds"].items():
+        print(f"{name:38} " + ", ".join(f"{what} {taken:.1f} ms" for what, taken in took.items()))
+
+
+if __name__ == "__main__":
+    sys.exit(main())

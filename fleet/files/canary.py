@@ -1,0 +1,111 @@
+"""A checkpoint's reference images, drawn on this machine, for the nodes' checks of themselves."""
+
+from __future__ import annotations
+
+import tempfile
+from collections.abc import Callable, Mapping
+from pathlib import Path
+
+from imagefleet import errors, likeness
+from imagefleet.likeness import Fingerprint
+from imagefleet.storage import protocol
+from worker.engine import contract
+from worker.engine.device import Precision
+from worker.files import check
+from worker.node import reference
+from worker.node.reference import Kind, Reference
+
+#: Drawn in both, which tells how far right images of this checkpoint are apart.
+_PRECISIONS: Mapping[str, tuple[Precision, Precision]] = {
+    "cuda": ("float16", "bfloat16"),
+    "cpu": ("float32", "bfloat16"),
+}
+
+#: A tolerance is so many times what the two precisions differ by.
+_MARGIN = 2.0
+
+
+def draw(model: Path, on_note: Callable[[str], None]) -> Reference:
+    """Draws a checkpoint's reference images, in two precisions.
+
+    Raises:
+        SetupError: it cannot be loaded, or its images say nothing.
+    """
+    from worker.engine import device as devices
+
+    device = devices.find_device("auto").type
+    drawn = []
+    for precision in _PRECISIONS[device]:
+        on_note(f"drawing the reference images in {precision} on the {device}")
+        drawn.append(_draw(model, precision))
+    (weights, size, images), (_, _, others) = drawn
+    apart = max(likeness.distance(images[kind], others[kind]) for kind in reference.KINDS)
+    tolerance = max(likeness.SAME_BELOW, _MARGIN * apart)
+    nearest = min(
+        likeness.distance(images["with_lora"], images[kind])
+        for kind in ("other_seed", "without_lora")
+    )
+    if tolerance > min(reference.MAX_TOLERANCE, nearest):
+        raise errors.SetupError(
+            f"{str(model)!r} has no use for reference images: right ones differ by {apart:.1f} from"
+            f" one precision to another, and wrong ones by {nearest:.1f}"
+        )
+    return Reference(
+        version=reference.VERSION,
+        weights=weights,
+        width=size[0],
+        height=size[1],
+        steps=reference.STEPS,
+        tolerance=round(tolerance, 1),
+        images={kind: likeness.to_text(image) for kind, image in images.items()},
+    )
+
+
+def encode(found: Reference) -> bytes:
+    """The content of a reference file."""
+    return (found.model_dump_json(indent=1) + "\n").encode()
+
+
+async def store(files: protocol.BlobStore, blob: str, found: Reference) -> str:
+    """Stores the reference of the checkpoint *blob* in place of an older one; returns its name."""
+    name = reference.stored_name(blob)
+    stored = await files.read_part(name, 0, 1)
+    if not await files.replace(
+        name, encode(found), "application/json", None if stored is None else stored.version
+    ):
+        raise errors.TransientError(f"{name} is being written by another command: try again")
+    return name
+
+
+def _draw(
+    model: Path, precision: Precision
+) -> tuple[str, tuple[int, int], dict[Kind, Fingerprint]]:
+    """The weights' identity, the images' size and their fingerprints."""
+    from worker.engine import load
+
+    engine = load.load_engine(
+        model,
+        slots=len(reference.KINDS),
+        precision=precision,
+        compile="off",
+        prediction_type=check.prediction_type(model),
+    )
+    self_check = engine.self_check
+    found: dict[Kind, Fingerprint] = {}
+    with tempfile.TemporaryDirectory() as folder:
+        lora = Path(folder, "canary.safetensors")
+        self_check.write_lora(lora)
+        for ticket, kind in enumerate(reference.KINDS):
+            asked = reference.request(kind, engine.default_size, lora)
+            engine.admit(ticket, engine.prepare(asked))
+        while engine.busy:
+            for finished in engine.tick():
+                found[reference.KINDS[finished.ticket]] = _fingerprint(model, finished.outcome)
+    engine.close()
+    return self_check.weights_id, engine.default_size, found
+
+
+def _fingerprint(model: Path, outcome: contract.Outcome) -> Fingerprint:
+    if isinstance(outcome, errors.FleetError):
+        raise errors.SetupError(f"{str(model)!r} loads, but draws no image: {outcome.message}")
+    return likeness.fingerprint(outcome)

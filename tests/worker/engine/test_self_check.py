@@ -1,0 +1,170 @@
+"""The engine's checks of itself: a flipped bit is found, and its LoRA changes images."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from imagefleet import errors, likeness, retry
+from imagefleet.storage.protocol import Storage
+from worker.engine import checkpoint as checkpoints
+from worker.engine import checksums, contract, load
+from worker.engine.slots import engine as slots
+from worker.pipeline import Pipeline
+from worker.settings import WorkerSettings
+
+DEMO_MODEL = Path(__file__).parents[3] / "demo_model"
+
+
+def flip(tensor: torch.Tensor, bit: int) -> None:
+    """Flips one bit of one element."""
+    integers = {2: torch.int16, 4: torch.int32}[tensor.element_size()]
+    tensor.detach().view(integers).flatten()[-1:] ^= 1 << bit
+
+
+@pytest.mark.parametrize(
+    ("precision", "network"),
+    [("float32", "unet"), ("float16", "vae"), ("bfloat16", "text_encoder")],
+)
+def test_one_flipped_bit_of_any_network_is_found_and_named(
+    make_slot_engine: Callable[..., slots.SlotEngine], precision: str, network: str
+) -> None:
+    engine = make_slot_engine(precision)
+    assert engine.self_check.find_fault() is None
+    name, parameter = list(getattr(engine._checkpoint, network).named_parameters())[3]
+    for bit in (0, 14):
+        flip(parameter, bit)
+        fault = engine.self_check.find_fault()
+        assert fault == f"the weights on the device are not the checkpoint's: {network}.{name}"
+        flip(parameter, bit)
+        assert engine.self_check.find_fault() is None
+
+
+def test_a_flipped_bit_is_found_in_what_is_made_of_the_weights(
+    make_slot_engine: Callable[..., slots.SlotEngine],
+) -> None:
+    engine = make_slot_engine("float32")
+    assert engine.self_check.find_fault() is None
+    flip(engine._unet.time_projections.bias, 3)
+    assert str(engine.self_check.find_fault()).endswith("unet's own time_projections.bias")
+
+
+def test_merged_loras_are_no_fault_and_a_flipped_bit_beside_them_is(
+    make_slot_engine: Callable[..., slots.SlotEngine],
+    lora_paths: list[Path],
+    make_request: Any,
+    draw: Any,
+) -> None:
+    engine = make_slot_engine("float32", rank_capacity=1)  # so that they are merged
+    lora = contract.Lora("style", lora_paths[0], 1.0, 1.0)
+    (image,) = draw(engine, make_request(loras=(lora,)))
+    assert not isinstance(image, Exception)
+    assert engine._merger.originals
+    assert engine.self_check.find_fault() is None
+    merged = next(iter(engine._merger._originals.values()))
+    flip(merged, 5)
+    assert engine.self_check.find_fault() is not None
+    flip(merged, 5)
+    draw(engine, make_request())  # without: restored
+    assert engine.self_check.find_fault() is None
+
+
+def test_a_vae_that_was_widened_is_no_fault(
+    make_slot_engine: Callable[..., slots.SlotEngine],
+) -> None:
+    engine = make_slot_engine("float16")
+    engine._checkpoint.vae.float()
+    assert engine.self_check.find_fault() is None
+
+
+def test_the_same_weights_have_one_identity_in_each_file_and_precision(
+    checkpoint: Path, single_file: Path, tmp_path: Path
+) -> None:
+    cpu = torch.device("cpu")
+    config = checkpoint  # a single file of other sizes needs it
+    found = {
+        checkpoints.load_checkpoint(path, cpu, dtype, config).weights_id
+        for path, dtype in (
+            (checkpoint, torch.float16),
+            (single_file, torch.float32),
+            (checkpoint, torch.bfloat16),
+        )
+    }
+    assert len(found) == 1
+    loaded = checkpoints.load_checkpoint(checkpoint, cpu, torch.float32)
+    flip(loaded.unet.conv_in.weight, 20)
+    assert checksums.identify(loaded.networks) not in found
+
+
+def test_its_lora_is_the_same_everywhere_and_changes_the_image(
+    make_slot_engine: Callable[..., slots.SlotEngine],
+    make_request: Any,
+    draw: Any,
+    tmp_path: Path,
+) -> None:
+    engine = make_slot_engine("float32")
+    engine.self_check.write_lora(tmp_path / "one.safetensors")
+    make_slot_engine("float32").self_check.write_lora(tmp_path / "two.safetensors")
+    one, two = ((tmp_path / name).read_bytes() for name in ("one.safetensors", "two.safetensors"))
+    assert one == two
+    lora = contract.Lora("check", tmp_path / "one.safetensors", 1.0, 1.0)
+    prepared = engine.prepare(make_request(loras=(lora,)))
+    assert prepared.unet_pack is not None  # the way of most jobs' LoRAs: a copy of each slot
+    with_lora, without = draw(engine, make_request(loras=(lora,)), make_request())
+    assert likeness.distance(likeness.fingerprint(with_lora), likeness.fingerprint(without)) > 1
+
+
+# The demo model in the whole pipeline
+
+
+@pytest.mark.parametrize("storage_settings", ["local"], indirect=True)
+@pytest.mark.parametrize(
+    ("damage", "found"),
+    [
+        ("the decoder at the start", "a canary .* is .* from its reference"),
+        ("one bit while it works", "the weights on the device are not the checkpoint's: vae"),
+    ],
+)
+async def test_a_damaged_demo_model_ends_the_worker(
+    storage: Storage,
+    worker_settings: Callable[..., WorkerSettings],
+    monkeypatch: pytest.MonkeyPatch,
+    damage: str,
+    found: str,
+) -> None:
+    monkeypatch.setattr("worker.node.self_check.WEIGHTS_SECONDS", 0.1)
+    torch.set_num_threads(1)
+    jobs = [
+        {"prompt": "a star", "id": f"j{n}", "steps": 1, "width": 64, "height": 64}
+        for n in range(40)
+    ]
+    await storage.queue.send(map(json.dumps, jobs))
+    engine = load.load_engine(DEMO_MODEL, "cpu", slots=4)
+    vae = engine._checkpoint.vae
+    finished: list[str] = []
+
+    def settled(outcome: str) -> None:
+        finished.append(outcome)
+        if len(finished) == 5:
+            flip(vae.decoder.conv_in.weight, 1)
+
+    if damage.startswith("the decoder"):
+        vae.register_to_config(scaling_factor=2 * vae.config.scaling_factor)
+    pipeline = Pipeline(
+        storage,
+        lambda: engine,
+        worker_settings(model=DEMO_MODEL),
+        on_settled=settled,
+        retry_policy=retry.NEVER,
+    )
+    with pytest.raises(errors.NodeError, match=f"this node draws wrong images: {found}"):
+        await pipeline.run(asyncio.Event(), asyncio.Event())
+    suspects = [name async for name in storage.blobs.names("-suspect/")]
+    assert len(suspects) == (damage == "one bit while it works")
+    assert (await storage.queue.depth()).leased == 0

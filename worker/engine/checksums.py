@@ -1,0 +1,65 @@
+"""Sums over the bits of a checkpoint's weights, to compare those on the device with the file's.
+
+A card of a desktop has no ECC: a bit that flips in its memory stays until the weights are loaded
+again, and changes every image a little.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Mapping
+
+import numpy as np
+import torch
+from torch import nn
+
+Sums = dict[str, int]
+"""The sum of each parameter's bits, by its network and path."""
+
+#: Integers of the same size, as which the bits are summed up.
+_INTEGERS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
+
+#: The type that identifies a checkpoint, in whatever precision it is loaded.
+IDENTITY_TYPE = torch.float16
+
+
+def named_parameters(networks: Mapping[str, nn.Module]) -> dict[str, torch.Tensor]:
+    """The parameters of all networks, by network and path."""
+    return {
+        f"{name}.{path}": parameter.detach()
+        for name, network in networks.items()
+        for path, parameter in network.named_parameters()
+    }
+
+
+@torch.no_grad()
+def sum_bits(tensors: Mapping[str, torch.Tensor]) -> Sums:
+    """The sums, computed where the tensors are; any flipped bit changes one.
+
+    The order of the elements in memory does not matter.
+    """
+    if all(tensor.device.type == "cpu" for tensor in tensors.values()):
+        # Seven times as fast as torch's own sum of small integers.
+        return {
+            name: int(_bits(each).numpy().sum(dtype=np.int64)) for name, each in tensors.items()
+        }
+    sums = [_bits(each).sum(dtype=torch.int64) for each in tensors.values()]
+    return dict(zip(tensors, torch.stack(sums).tolist(), strict=True))  # one copy to the host
+
+
+def _bits(tensor: torch.Tensor) -> torch.Tensor:
+    return tensor.view(_INTEGERS[tensor.element_size()])
+
+
+def identify(networks: Mapping[str, nn.Module]) -> str:
+    """A checkpoint's identity from its weights on the CPU: the same in any file and precision."""
+    sums: Sums = {}
+    for name, parameter in named_parameters(networks).items():
+        sums |= sum_bits({name: parameter.to(IDENTITY_TYPE)})
+    return identity(sums)
+
+
+def identity(sums: Sums) -> str:
+    """The identity that float16 weights of these sums have."""
+    lines = "\n".join(f"{name} {total}" for name, total in sorted(sums.items()))
+    return hashlib.sha256(lines.encode()).hexdigest()[:32]

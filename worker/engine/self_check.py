@@ -1,0 +1,117 @@
+"""A node's checks of its own engine: the weights on the device, and a LoRA of no file."""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Mapping
+from pathlib import Path
+
+import numpy as np
+import torch
+from safetensors import SafetensorError
+from safetensors.torch import save_file
+from torch import nn
+
+from imagefleet import errors
+from worker.engine import checksums
+from worker.engine.checkpoint import Checkpoint
+from worker.engine.lora import merge
+from worker.engine.lora.names import adaptable_layers
+
+#: A LoRA's usual rank is 8 or more; a lower one is as good a check.
+LORA_RANK = 4
+
+#: The size of the LoRA's change as a share of each weight's (Frobenius norms). The demo model's
+#: image of 4 steps changes by 30 levels of 255 where it changes most; at 0.5 it would be chaotic,
+#: and differ from one precision to the other.
+LORA_SHARE = 0.2
+
+#: Keys of kohya's format.
+_PREFIXES = {"unet": "lora_unet_", "text_encoder": "lora_te_text_model_"}
+
+
+#: Buffers that are made of the weights when they are loaded: several layers' biases as one, and
+#: folded kernels. The slots' own weights change with every job.
+_DERIVED = ("bias", "folded")
+
+
+class SelfCheck:
+    """See `contract.SelfCheck`."""
+
+    def __init__(
+        self, checkpoint: Checkpoint, merger: merge.Merger, computing: Mapping[str, nn.Module]
+    ) -> None:
+        """*computing*: the modules that compute, with buffers made of the checkpoint's weights."""
+        self.weights_id = checkpoint.weights_id
+        self._networks = checkpoint.networks
+        self._merger = merger
+        self._computing = computing
+        self._expected = dict(checkpoint.weight_sums)
+        tensors = {**checksums.named_parameters(self._networks), **self._derived()}
+        self._types = {name: tensor.dtype for name, tensor in tensors.items()}
+
+    def find_fault(self) -> str | None:
+        """Compares the bits of the weights on the device with those that the CPU read.
+
+        LoRAs that are merged now do not count; the slots' own copies are not compared.
+        """
+        originals = self._merger.originals
+        tensors = {**checksums.named_parameters(self._networks), **originals}
+        if not originals:
+            tensors |= self._derived()
+        # A VAE that overflowed was widened, which is exact in both directions.
+        own = {name: each.to(self._types.get(name, each.dtype)) for name, each in tensors.items()}
+        found = checksums.sum_bits(own)
+        if not originals:
+            # The first ones are what they have to stay.
+            self._expected = found | self._expected
+        differing = [name for name, total in found.items() if self._expected[name] != total]
+        if not differing:
+            return None
+        more = f" and {len(differing) - 1} more" if len(differing) > 1 else ""
+        return f"the weights on the device are not the checkpoint's: {differing[0]}{more}"
+
+    def _derived(self) -> dict[str, torch.Tensor]:
+        return {
+            f"{network}'s own {name}": buffer
+            for network, module in self._computing.items()
+            for name, buffer in module.named_buffers()
+            if name.endswith(_DERIVED)
+        }
+
+    def write_lora(self, path: Path) -> None:
+        """Writes a LoRA on all attentions: noise drawn from the layers' names.
+
+        Raises:
+            NodeError: the disk does not take it.
+        """
+        tensors: dict[str, torch.Tensor] = {}
+        for network in ("unet", "text_encoder"):
+            for layer_path, layer in _attention_layers(self._networks[network]).items():
+                name = layer_path.removeprefix("text_model.").replace(".", "_")
+                key = f"{_PREFIXES[network]}{name}"
+                outer, inner = layer.weight.shape
+                up, down = _noise(f"{key} up", outer), _noise(f"{key} down", inner)
+                size = layer.weight.float().norm().item()
+                scale = LORA_SHARE * size / np.linalg.norm(up @ down.T).item()
+                tensors[f"{key}.lora_up.weight"] = torch.from_numpy(scale * up).half()
+                tensors[f"{key}.lora_down.weight"] = torch.from_numpy(down.T.copy()).half()
+        try:
+            save_file(tensors, path)
+        except (OSError, SafetensorError) as error:
+            raise errors.NodeError(f"{str(path)!r} cannot be written: {error}") from error
+
+
+def _attention_layers(network: nn.Module) -> Mapping[str, nn.Linear]:
+    return {
+        path: layer
+        for path, layer in adaptable_layers(network).items()
+        if isinstance(layer, nn.Linear) and "attn" in path
+    }
+
+
+def _noise(name: str, length: int) -> np.ndarray:
+    """[length, LORA_RANK] between -1 and 1; no library's next version draws it differently."""
+    data = hashlib.shake_256(name.encode()).digest(length * LORA_RANK)
+    levels = np.frombuffer(data, np.uint8).astype(np.float32).reshape(length, LORA_RANK)
+    return levels / 127.5 - 1

@@ -1,0 +1,85 @@
+"""The list of nodes that may lease no more, as `imagefleet verify --quarantine` writes it."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import time
+from collections.abc import Callable
+from typing import NoReturn
+
+from pydantic import BaseModel, Field, ValidationError
+
+from imagefleet import errors, retry, validation
+from imagefleet.storage import protocol
+
+log = logging.getLogger(__name__)
+
+BLOB = "quarantine.json"
+
+#: Some ten thousand nodes.
+MAX_BYTES = 4_000_000
+
+#: Between two readings.
+PERIOD_SECONDS = 300.0
+
+#: Between two lines of the log about a list that cannot be read.
+LOG_SECONDS = 60.0
+
+
+class _Node(BaseModel):
+    name: str = Field(max_length=1000)
+    reason: str = ""
+
+
+class _List(BaseModel):
+    nodes: list[_Node]
+
+
+class Quarantine:
+    """Looks one node up, by the names of its worker and of its machine."""
+
+    def __init__(self, files: protocol.BlobStore, names: frozenset[str]) -> None:
+        self._files = files
+        self._names = names
+        self._logged_at: float | None = None
+
+    async def reason(self) -> str | None:
+        """Why this node is on the list; None: it is not, or nobody can tell."""
+        try:
+            data = await self._files.read(BLOB, MAX_BYTES)
+            nodes = [] if data is None else _List.model_validate_json(data).nodes
+        except ValidationError as error:
+            self._unreadable(validation.sentence(error))
+        except errors.FleetError as error:
+            self._unreadable(str(error))
+        else:
+            for node in nodes:
+                if node.name in self._names:
+                    why = f": {node.reason[:200]}" if node.reason else ""
+                    return f"{node.name} is in {BLOB}{why}"
+        return None
+
+    async def watch(self, listed: Callable[[str], None]) -> NoReturn:
+        """Side task: reads the list every five minutes.
+
+        Raises:
+            NodeError: this node is on it; *listed* was called with the reason.
+        """
+        while True:
+            await asyncio.sleep(retry.jitter(PERIOD_SECONDS))
+            if reason := await self.reason():
+                listed(reason)
+                raise errors.NodeError(f"this node is quarantined: {reason}")
+
+    def _unreadable(self, why: str) -> None:
+        now = time.monotonic()
+        if self._logged_at is None or now - self._logged_at >= LOG_SECONDS:
+            self._logged_at = now
+            log.warning(
+                "%s in the container %r cannot be read; this node works on: %s",
+                BLOB,
+                self._files.name,
+                why,
+                extra={"action": "quarantine_unread"},
+            )

@@ -1,0 +1,350 @@
+"""A node's checks of what it draws: canary images, its weights, and what jobs' images look like.
+
+Community nodes are strangers' computers, whose cards are overclocked, hot and without ECC. A
+canary goes the same way as jobs do, up to the pixels that would be encoded, and is compared with
+the reference that came with the checkpoint, or without one with this node's own first canary. A
+check that fails is repeated at once: a node is given up if it fails twice in a row, or twice within
+ten checks. Either way its images since the last good check are recorded as suspect.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import random
+import shutil
+import tempfile
+import time
+from collections import deque
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import NoReturn
+
+from imagefleet import errors, likeness, retry
+from imagefleet.likeness import Fingerprint
+from worker.engine import contract
+from worker.gpu_thread import EngineThread
+from worker.metrics import NodeFault, WorkerMetrics
+from worker.node import reference as references
+from worker.node.canary import Canary
+from worker.node.images import MOST_COPIES, ImageChecks
+from worker.node.reference import Kind, Reference
+from worker.node.suspects import Check, Suspects
+
+log = logging.getLogger(__name__)
+
+#: Images between two canaries, at random: a node that goes wrong stores 200 images at most, with
+#: the 96 that may be in its engine and before its encoders. A canary of 4 steps costs a third of an
+#: image of 15: 0.37 % of the work.
+LEAST_IMAGES, MOST_IMAGES = 80, 104
+
+#: Images between two that ask for a canary: a campaign may repeat itself rightly.
+LEAST_BETWEEN_SUSPICIONS = 50
+
+#: Between two checks of the weights, 10 ms each on a GPU.
+WEIGHTS_SECONDS = 300.0
+
+#: Failed checks that are too many, of so many recent ones; each was repeated, with success.
+MOST_FAILED, OF_RECENT = 2, 10
+
+#: Below this distance two images are one: the LoRA, or the seed, had no effect. The same image in
+#: another slot is 0.02 away.
+_NO_EFFECT_BELOW = 2.0
+
+_LORA = "canary.safetensors"
+
+#: Those drawn among the jobs: each has the LoRA.
+_AMONG_JOBS: tuple[Kind, ...] = ("with_lora", "other_seed")
+
+#: Sizes of jobs, besides the checkpoint's own, that canaries are drawn in: a canary of another
+#: size than the jobs' would leave the engine's slots idle.
+_MOST_SIZES = 8
+
+
+@dataclass(frozen=True, slots=True)
+class Fault:
+    """What is wrong with this node, and the check that found it."""
+
+    kind: NodeFault
+    check: Check
+    message: str
+
+
+class _DrainsError(Exception):
+    """The worker drains, and draws no canaries any more."""
+
+
+@dataclass(slots=True, eq=False)
+class NodeSelfCheck:
+    """Checks one engine; without `contract.SelfCheck`, as for a stand-in, nothing."""
+
+    engine: contract.Engine
+    engine_thread: EngineThread
+    canary: Canary
+    metrics: WorkerMetrics
+    suspects: Suspects
+    images: ImageChecks = field(default_factory=ImageChecks, init=False)
+    _threads: ThreadPoolExecutor = field(
+        default_factory=lambda: ThreadPoolExecutor(1, "fingerprint"), init=False
+    )
+    trusted: asyncio.Event = field(default_factory=asyncio.Event, init=False)
+    """Not set between a check that failed and its repetition."""
+    fault: Fault | None = field(default=None, init=False)
+    """Why this node is given up."""
+    _reference: Reference | None = field(default=None, init=False)
+    _own: dict[tuple[tuple[int, int], Kind], Fingerprint] = field(default_factory=dict, init=False)
+    _folder: Path | None = field(default=None, init=False)
+    _job_size: tuple[int, int] | None = field(default=None, init=False)
+    _images_left: int = field(default=0, init=False)
+    _since_suspicion: int = field(default=LEAST_BETWEEN_SUSPICIONS, init=False)
+    _due: asyncio.Event = field(default_factory=asyncio.Event, init=False)
+    _why_due: str | None = field(default=None, init=False)
+    _recent: deque[bool] = field(default_factory=lambda: deque(maxlen=OF_RECENT), init=False)
+    _one_at_a_time: asyncio.Lock = field(default_factory=asyncio.Lock, init=False)
+
+    def __post_init__(self) -> None:
+        self.trusted.set()
+
+    @property
+    def is_possible(self) -> bool:
+        return self.engine.self_check is not None
+
+    async def start_up(self, reference: Reference | None) -> None:
+        """Checks the weights, and that a seed and a LoRA change the image as they should.
+
+        Raises:
+            NodeError: this node draws wrong images.
+        """
+        self_check = self.engine.self_check
+        if self_check is None:
+            return
+        try:
+            self._folder = Path(await asyncio.to_thread(tempfile.mkdtemp, prefix="imagefleet-"))
+        except OSError as error:
+            raise errors.NodeError(f"no temporary file can be written here: {error}") from error
+        lora = self._folder / _LORA
+        await self.engine_thread.call(lambda: self_check.write_lora(lora))
+        if reference is not None and (why := reference.why_unusable(self.engine)):
+            log.warning(
+                "the model's reference images are not used: %s; `imagefleet model canary` makes"
+                " new ones",
+                why,
+                extra={"action": "reference_ignored"},
+            )
+            reference = None
+        elif reference is None:
+            log.warning(
+                "the model has no reference images, so this node's own first ones must do:"
+                " `imagefleet model canary` makes them",
+                extra={"action": "reference_missing"},
+            )
+        self._reference = reference
+        self._begin_anew()
+        await self._check_or_give_up(references.KINDS)
+
+    async def watch_images(self) -> NoReturn:
+        """Side task: draws a canary at random times among the jobs, and at once on suspicion.
+
+        Raises:
+            NodeError: this node draws wrong images.
+        """
+        while True:
+            await self._due.wait()
+            why, self._why_due = self._why_due, None
+            self._begin_anew()
+            kind = random.choice(_AMONG_JOBS)  # noqa: S311 - no secret
+            if await self._check_or_give_up((kind,)) and why is not None:
+                log.info(
+                    "%s; but a canary came out right", why, extra={"action": "suspicion_ended"}
+                )
+
+    async def watch_weights(self) -> NoReturn:
+        """Side task: compares the weights on the device with the file's every few minutes.
+
+        Raises:
+            NodeError: they differ.
+        """
+        while True:
+            await asyncio.sleep(retry.jitter(WEIGHTS_SECONDS))
+            async with self._one_at_a_time:
+                # Read a second time: the sum itself may have been computed wrongly.
+                if await self._weights_fault() and (fault := await self._weights_fault()):
+                    raise self._give_up(fault)
+
+    async def diagnose(self, alarm: str) -> str | None:
+        """What is wrong with this node, for images that fail; see `Canary.diagnose`."""
+        reason = await self.canary.diagnose(alarm)
+        if reason is not None:
+            self.fault = Fault("failed_images", "images", reason)
+        elif self.is_possible:
+            await self._check_or_give_up(references.KINDS)
+        return reason
+
+    def generated(
+        self, image: Fingerprint, seed: int, steps: int, size: tuple[int, int], seconds: float
+    ) -> None:
+        """A job's image is finished; *seconds* it was in the engine."""
+        self._job_size = size
+        self._since_suspicion += 1
+        why = self.images.repetition(image, seed, size) or self.images.haste(seconds, steps, size)
+        if self.images.copies >= MOST_COPIES:
+            self._ask(f"{why or 'images repeat'}, {self.images.copies} times to the bit")
+        elif why is not None and self._since_suspicion >= LEAST_BETWEEN_SUSPICIONS:
+            log.warning("%s: checking this node", why, extra={"action": "image_suspected"})
+            self._ask(why)
+        self._images_left -= 1
+        if self._images_left <= 0:
+            self._due.set()
+
+    def quarantined(self, reason: str) -> None:
+        """The operator's list names this node."""
+        self._give_up(Fault("quarantined", "images", reason))
+
+    async def fingerprint(self, pixels: contract.Pixels) -> Fingerprint:
+        """On a thread: a millisecond for each image."""
+        loop = asyncio.get_running_loop()
+        return await loop.run_in_executor(self._threads, likeness.fingerprint, pixels)
+
+    def close(self) -> None:
+        self._threads.shutdown(wait=False, cancel_futures=True)
+        if self._folder is not None:
+            shutil.rmtree(self._folder, ignore_errors=True)
+
+    def _ask(self, why: str) -> None:
+        self._since_suspicion = 0
+        self._why_due = why
+        self._due.set()
+
+    def _begin_anew(self) -> None:
+        self._images_left = random.randint(LEAST_IMAGES, MOST_IMAGES)  # noqa: S311 - no secret
+        self._due.clear()
+
+    async def _check_or_give_up(self, kinds: tuple[Kind, ...]) -> bool:
+        """Draws the *kinds*, once more if they are wrong; returns whether the first were right.
+
+        What was stored before a check that failed once only is suspect all the same.
+
+        Raises:
+            NodeError: the node is broken.
+        """
+        async with self._one_at_a_time:
+            if self.images.copies >= MOST_COPIES:
+                message = f"{self.images.copies} images were copies of another seed's, to the bit"
+                raise self._give_up(Fault("wrong_images", "images", message))
+            since = self.suspects.since("images")
+            try:
+                fault = await self._find_fault(kinds, with_weights=len(kinds) > 1)
+            except _DrainsError:
+                return True
+            self._recent.append(fault is None)
+            if fault is None:
+                return True
+            self.trusted.clear()
+            self.engine_thread.hold_jobs(hold=True)
+            log.warning(
+                "%s: checking this node again", fault.message, extra={"action": "canary_failed"}
+            )
+            try:
+                again = await self._find_fault(kinds, with_weights=True)
+            except _DrainsError:
+                again = fault
+            if again is not None:
+                raise self._give_up(again)
+            if self._recent.count(False) >= MOST_FAILED:
+                message = f"{fault.message}, the second time within {OF_RECENT} checks"
+                raise self._give_up(Fault(fault.kind, fault.check, message))
+            self.engine_thread.hold_jobs(hold=False)
+            self.trusted.set()
+            await self.suspects.record(since, fault.message)
+            return False
+
+    def _give_up(self, fault: Fault) -> errors.NodeError:
+        self.fault = fault
+        self.metrics.node_faults.labels(fault.kind).inc()
+        return errors.NodeError(f"this node draws wrong images: {fault.message}")
+
+    async def _find_fault(self, kinds: tuple[Kind, ...], *, with_weights: bool) -> Fault | None:
+        fault = await self._weights_fault() if with_weights else None
+        if fault is None:
+            began_at = time.monotonic()
+            try:
+                message = await self._image_fault(kinds)
+            except errors.FleetError as error:
+                message = f"a canary failed: {error}"
+            if message is None:
+                self.suspects.good("images", began_at)
+            else:
+                fault = Fault("wrong_images", "images", message)
+        self.metrics.canaries.labels("failed" if fault else "passed").inc()
+        return fault
+
+    async def _weights_fault(self) -> Fault | None:
+        if (self_check := self.engine.self_check) is None:
+            return None
+        began_at = time.monotonic()
+        message = await self.engine_thread.call(self_check.find_fault)
+        if message is None:
+            self.suspects.good("weights", began_at)
+            return None
+        return Fault("weights", "weights", message)
+
+    async def _image_fault(self, kinds: tuple[Kind, ...]) -> str | None:
+        """What is wrong with canaries drawn now.
+
+        Raises:
+            _DrainsError: they are not; FleetError: one failed.
+        """
+        own, jobs = self.engine.default_size, self._size_of_jobs()
+        sizes = [jobs]
+        if jobs != own and any((jobs, kind) not in self._own for kind in kinds):
+            sizes = [own, jobs]  # the first of its size is worth something on a good node only
+        for size in sizes:
+            lora = None if self._folder is None else self._folder / _LORA
+            drawn = await self.canary.draw([references.request(each, size, lora) for each in kinds])
+            if drawn is None:
+                raise _DrainsError
+            for image in drawn:
+                self.images.canary_took(image.seconds, references.STEPS, size)
+            prints = [likeness.fingerprint(image.pixels) for image in drawn]
+            found = dict(zip(kinds, prints, strict=True))
+            if message := self._alike(found) or self._differs(found, size):
+                return message
+        return None
+
+    def _size_of_jobs(self) -> tuple[int, int]:
+        """The last job's, so that a canary shares its batch; before, the checkpoint's own."""
+        size = self._job_size or self.engine.default_size
+        sizes = {each for each, _ in self._own}
+        return size if size in sizes or len(sizes) < _MOST_SIZES else self.engine.default_size
+
+    def _differs(self, found: dict[Kind, Fingerprint], size: tuple[int, int]) -> str | None:
+        """Compares images with the reference; without one, the first of a kind becomes it."""
+        for kind, image in found.items():
+            expected, tolerance = self._own.get((size, kind)), likeness.SAME_BELOW
+            if self._reference is not None and size == self._reference.size:
+                expected = self._reference.fingerprints[kind]
+                tolerance = self._reference.tolerance
+            if expected is None:
+                continue
+            distance = likeness.distance(image, expected)
+            if distance >= tolerance:
+                return (
+                    f"a canary ({kind}) is {distance:.1f} from its reference, {tolerance:g} at most"
+                )
+        for kind, image in found.items():
+            self._own.setdefault((size, kind), image)
+        return None
+
+    def _alike(self, found: dict[Kind, Fingerprint]) -> str | None:
+        """Whether images that must differ do not."""
+        pairs: tuple[tuple[Kind, str], ...] = (
+            ("other_seed", "the seed"),
+            ("without_lora", "the LoRA"),
+        )
+        for kind, what in pairs:
+            if "with_lora" not in found or kind not in found:
+                continue
+            if likeness.distance(found["with_lora"], found[kind]) < _NO_EFFECT_BELOW:
+                return f"{what} has no effect on a canary"
+        return None
