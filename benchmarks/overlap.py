@@ -99,10 +99,6 @@ class FarBlobs:
         await asyncio.sleep(LATENCY_SECONDS)
         return await self._blobs.read(name, max_bytes)
 
-    async def metadata(self, name: str) -> Mapping[str, str] | None:
-        await asyncio.sleep(LATENCY_SECONDS)
-        return await self._blobs.metadata(name)
-
     async def delete(self, name: str) -> bool:
         await asyncio.sleep(LATENCY_SECONDS)
         return await self._blobs.delete(name)
@@ -126,6 +122,7 @@ class FarStorage:
         self.queue = FarQueue(storage.queue)
         self.poison = FarQueue(storage.poison)
         self.blobs = FarBlobs(storage.blobs)
+        self.files = FarBlobs(storage.files)
 
 
 async def sequential(storage: FarStorage, settings: WorkerSettings) -> float:

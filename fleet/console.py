@@ -122,10 +122,14 @@ async def connected(settings: StorageSettings) -> AsyncIterator[aio.Fleet]:
     Raises:
         SetupError: the storage or its queue cannot be used.
     """
-    from imagefleet import aio
+    from imagefleet import aio, signing
     from imagefleet.storage.open import open_storage
+    from imagefleet.storage.settings import SignerSettings
 
-    async with aio.Fleet(open_storage(settings)) as fleet:
+    keys = signing.NO_KEYS
+    if isinstance(settings, SignerSettings):
+        keys = signing.Keys.of(settings)
+    async with aio.Fleet(open_storage(settings), keys) as fleet:
         await fleet.storage.check()
         yield fleet
 

@@ -19,7 +19,7 @@ import typer
 from rich import markup, progress
 
 from fleet import console, options
-from imagefleet import errors
+from imagefleet import errors, signing
 from imagefleet.storage.open import open_storage
 from imagefleet.storage.protocol import Storage
 from loadgen.settings import LoadSettings
@@ -94,8 +94,9 @@ def command(
     on_invalid = skipped if skip_invalid else None
     reading = functools.partial(_reading, Path(file), is_shown=not (quiet or as_json))
     with reading("reading") as on_read:
+        key = signing.Keys.of(settings).signing
         source = sources.open_source(
-            file, count=count, seed=seed, on_invalid=on_invalid, on_read=on_read
+            file, count=count, seed=seed, on_invalid=on_invalid, on_read=on_read, key=key
         )
     if dry_run:
         with reading("checking") as on_read:

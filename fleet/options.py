@@ -27,7 +27,7 @@ from fleet import console
 from fleet.monitor.settings import ExporterSettings, MonitorSettings
 from imagefleet import errors, validation
 from imagefleet.storage import settings as storage_settings
-from imagefleet.storage.settings import StorageSettings
+from imagefleet.storage.settings import SignerSettings, StorageSettings
 from imagefleet.telemetry.settings import TelemetrySettings
 from loadgen.settings import LoadSettings
 from worker import settings as worker_settings
@@ -57,6 +57,7 @@ PROJECT_SETTINGS: Mapping[type[BaseSettings], tuple[str, str]] = {
     StorageSettings: ("Storage", "all commands"),
     TelemetrySettings: ("Metrics and logs", "`worker`, `exporter`"),
     WorkerSettings: ("Worker", "`worker`"),
+    SignerSettings: ("Signatures", "`load`, `failed`, `lora`, `model`"),
     LoadSettings: ("Load generator", "`load`"),
     MonitorSettings: ("Monitoring", "`status`, `top`, `exporter`, `report`, `scale`"),
     ExporterSettings: ("Exporter", "`exporter`"),
@@ -317,6 +318,7 @@ def _complaint(model: type[BaseSettings], detail: Mapping[str, Any]) -> str:
     if (
         detail["type"] == "missing"
         or _bare_type(model.model_fields[name].annotation) is SecretStr
+        or not model.model_fields[name].repr
         or SECRET_VALUE.search(value)
     ):
         return f"{where}: {what}"

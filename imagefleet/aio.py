@@ -14,13 +14,15 @@ from typing import TYPE_CHECKING, Any, NamedTuple, Self, TypedDict, TypeVar, Unp
 
 from pydantic import TypeAdapter, ValidationError
 
-from imagefleet import errors, outcomes, retry, validation
+from imagefleet import errors, outcomes, retry, signing, validation
 from imagefleet.job.message import DEFAULT_CAMPAIGN, Job, SafeId
 from imagefleet.outcomes import JobFacts, Status
 from imagefleet.storage import dead_letter_queue, protocol
-from imagefleet.storage.dead_letter_queue import Entry, OnProgress, Selection, Swept
+from imagefleet.storage.dead_letter import Entry
+from imagefleet.storage.dead_letter_check import Check
+from imagefleet.storage.dead_letter_queue import OnProgress, Preview, Selection, Swept
 from imagefleet.storage.open import open_storage
-from imagefleet.storage.settings import StorageSettings
+from imagefleet.storage.settings import SignerSettings
 from imagefleet.submit import RETRIES, BulkSender
 
 if TYPE_CHECKING:
@@ -42,10 +44,11 @@ class ConnectOptions(TypedDict, total=False):
 
     queue: str
     container: str
-    queue_sas: str
-    poison_sas: str
-    blob_sas: str
+    files_container: str
+    sas: str
     sas_file: str | Path
+    signing_key: str | Path
+    trusted_key: str
 
 
 class Which(TypedDict, total=False):
@@ -86,17 +89,20 @@ def connect(storage: str | None = None, **settings: Unpack[ConnectOptions]) -> F
     """As `imagefleet.connect`, to be entered with `async with`."""
     given: dict[str, Any] = {**settings} if storage is None else {"storage": storage, **settings}
     try:
-        return Fleet(open_storage(StorageSettings(**given)))
+        all_settings = SignerSettings(**given)
+        return Fleet(open_storage(all_settings), signing.Keys.of(all_settings))
     except ValidationError as error:
-        reason = validation.sentence(error, StorageSettings.model_fields)
+        reason = validation.sentence(error, SignerSettings.model_fields)
         raise errors.SetupError(reason) from None
 
 
 class Fleet:
     """A connection to a fleet's storage, for one event loop."""
 
-    def __init__(self, storage: protocol.Storage) -> None:
+    def __init__(self, storage: protocol.Storage, keys: signing.Keys = signing.NO_KEYS) -> None:
+        """Signs what it submits, and replays only what is signed, if *keys* say so."""
         self.storage = storage
+        self.keys = keys
         self._created = False
         self._closed = False
         self._running: set[asyncio.Task[Any]] = set()
@@ -153,7 +159,9 @@ class Fleet:
             failed = dead_letter_queue.browse(self.storage, Selection())
             old_failures = {entry.message.id async for entry in failed}
         expected: dict[str, JobFacts] = {}
-        messages = outcomes.messages(itertools.chain(first, rest), campaign, expected)
+        messages = outcomes.messages(
+            itertools.chain(first, rest), campaign, expected, self.keys.signing
+        )
         await BulkSender(self.storage.queue, messages).run()
         return Batch(self, expected.values(), old_failures)
 
@@ -179,15 +187,46 @@ class Fleet:
         while (entry := await self.run(step())) is not None:
             yield entry
 
-    async def replay(self, on_progress: OnProgress | None = None, **which: Unpack[Which]) -> Swept:
-        """Puts failed jobs back into the job queue; without a condition, all of them."""
+    async def preview_replay(self, *, invalid: bool = False, **which: Unpack[Which]) -> Preview:
+        """What `replay` with the same arguments would send, and what would stay."""
+        check = Check(self.keys.trusted, takes_invalid=invalid)
         selection = Selection(**which)
-        return await self.run(dead_letter_queue.replay(self.storage, selection, on_progress))
+        return await self.run(dead_letter_queue.preview(self.storage, selection, check))
 
-    async def discard(self, on_progress: OnProgress | None = None, **which: Unpack[Which]) -> Swept:
-        """Deletes failed jobs for good; without a condition, all of them."""
+    async def replay(
+        self,
+        on_progress: OnProgress | None = None,
+        *,
+        invalid: bool = False,
+        **which: Unpack[Which],
+    ) -> Swept:
+        """As `imagefleet.Fleet.replay`."""
+        check = Check(self.keys.trusted, takes_invalid=invalid)
         selection = Selection(**which)
-        return await self.run(dead_letter_queue.discard(self.storage, selection, on_progress))
+        return await self.run(dead_letter_queue.replay(self.storage, selection, on_progress, check))
+
+    async def discard(
+        self,
+        on_progress: OnProgress | None = None,
+        *,
+        unsigned: bool = False,
+        **which: Unpack[Which],
+    ) -> Swept:
+        """As `imagefleet.Fleet.discard`."""
+        keep_signed = self.checks_signatures() if unsigned else None
+        selection = Selection(**which)
+        return await self.run(
+            dead_letter_queue.discard(self.storage, selection, on_progress, keep_signed)
+        )
+
+    def checks_signatures(self) -> Check:
+        """Raises SetupError without a key to check with."""
+        if self.keys.trusted is None:
+            raise errors.SetupError(
+                "which jobs are signed is not known without a key: set IMAGEFLEET_SIGNING_KEY or"
+                " IMAGEFLEET_TRUSTED_KEY"
+            )
+        return Check(self.keys.trusted)
 
 
 class Batch:

@@ -12,7 +12,8 @@ from imagefleet import aio, errors
 from imagefleet.aio import ConnectOptions, Depth, Which
 from imagefleet.job.message import Job
 from imagefleet.outcomes import JobFacts, Status
-from imagefleet.storage.dead_letter_queue import Entry, Swept
+from imagefleet.storage.dead_letter import Entry
+from imagefleet.storage.dead_letter_queue import Swept
 
 if TYPE_CHECKING:
     from PIL import Image
@@ -74,13 +75,20 @@ class Fleet:
         """The failed jobs: `entry.record` has the error, the reason and the job."""
         return self._loop.iterate(self._fleet.failed(**which))
 
-    def replay(self, **which: Unpack[Which]) -> Swept:
-        """Puts failed jobs back into the job queue; without a condition, all of them."""
-        return self._loop.run(self._fleet.replay(**which))
+    def replay(self, *, invalid: bool = False, **which: Unpack[Which]) -> Swept:
+        """Puts failed jobs back into the job queue; without a condition, all of them.
 
-    def discard(self, **which: Unpack[Which]) -> Swept:
-        """Deletes failed jobs for good; without a condition, all of them."""
-        return self._loop.run(self._fleet.discard(**which))
+        With a key only those that are signed. *invalid*: also jobs that this version takes for
+        invalid, for newer workers.
+        """
+        return self._loop.run(self._fleet.replay(invalid=invalid, **which))
+
+    def discard(self, *, unsigned: bool = False, **which: Unpack[Which]) -> Swept:
+        """Deletes failed jobs for good; without a condition, all of them.
+
+        *unsigned*: only what is not signed with a key of this fleet.
+        """
+        return self._loop.run(self._fleet.discard(unsigned=unsigned, **which))
 
 
 class Batch:

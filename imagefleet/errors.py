@@ -34,6 +34,10 @@ class InvalidMessageError(JobError):
     """The message is not a valid job."""
 
 
+class UntrustedJobError(JobError):
+    """The job is not signed with the trusted key."""
+
+
 class MissingFileError(JobError):
     """The job names a LoRA or a model that does not exist."""
 
@@ -44,6 +48,9 @@ class UnusableFileError(JobError):
 
 class TransientError(FleetError):
     """The storage or the engine failed temporarily."""
+
+    #: The request may have been carried out, because only its reply was lost.
+    outcome_is_unknown = False
 
 
 class NoAccessError(TransientError):

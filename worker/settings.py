@@ -11,6 +11,7 @@ from pydantic import BeforeValidator, Field
 
 from imagefleet.pricing.prices import Priority
 from imagefleet.storage.protocol import MAX_LEASE_SECONDS
+from imagefleet.storage.settings import PublicKeys
 from imagefleet.telemetry.settings import TelemetrySettings
 
 #: Settings of earlier versions, and what happens now: they are ignored with a warning.
@@ -41,7 +42,8 @@ SUBJECTS: dict[str, tuple[str, ...]] = {
     ),
     "GPU": ("device", "slots", "compile", "fp16_accumulate"),
     "Jobs and leases": (
-        *("lease_seconds", "max_attempts", "prefetch_seconds", "grace_seconds", "until_empty"),
+        *("trusted_key", "lease_seconds", "max_attempts", "prefetch_seconds", "grace_seconds"),
+        "until_empty",
     ),
     "Node": ("start_up_seconds", "min_images_per_second", "host", "port"),
     "Cost and labels": ("name", "group", "gpu", "priority", "price_per_hour", "price_file"),
@@ -113,6 +115,13 @@ class WorkerSettings(TelemetrySettings):
         default=False,
         description="Accumulate matrix products in float16: up to twice as fast on GeForce"
         " cards; images differ slightly (about 50 dB PSNR).",
+    )
+    trusted_key: PublicKeys | None = Field(
+        default=None,
+        repr=False,  # the private key, if somebody mistakes the two
+        description="Public key (`imagefleet keys signing`) with which each job, and the list of"
+        " LoRAs and models, must be signed; several, separated by commas, during a change of keys."
+        " By default nothing need be signed.",
     )
     lease_seconds: float = Field(
         default=120,

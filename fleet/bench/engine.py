@@ -151,6 +151,7 @@ def worker_settings(setup: Setup, name: str) -> WorkerSettings:
         model=setup.model,
         lora_directory=setup.workload.lora_directory,
         until_empty=True,
+        trusted_key=None,  # its jobs are not signed
     )
 
 

@@ -11,6 +11,7 @@ from rich.table import Table
 
 from fleet import console
 from fleet.files import transfer
+from imagefleet.storage.open import open_storage
 from imagefleet.storage.settings import StorageSettings
 
 
@@ -27,7 +28,8 @@ class Row:
 
 async def read(settings: StorageSettings, folder: str, suffixes: tuple[str, ...]) -> list[Row]:
     """The files of *folder*, by name."""
-    async with console.connected(settings) as fleet:
+    async with open_storage(settings) as storage:
+        await storage.files.check()
         return [
             Row(
                 name=PurePosixPath(each.name).relative_to(folder).as_posix(),
@@ -36,7 +38,7 @@ async def read(settings: StorageSettings, folder: str, suffixes: tuple[str, ...]
                 added_at=each.created_at,
                 sha256=each.metadata.get(transfer.SHA256),
             )
-            for each in await transfer.records(fleet.storage, folder, suffixes)
+            for each in await transfer.records(storage, folder, suffixes)
         ]
 
 

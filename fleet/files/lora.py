@@ -2,35 +2,30 @@
 
 from __future__ import annotations
 
-import json
 from dataclasses import asdict
 from typing import TYPE_CHECKING, Annotated
 
 import typer
 
 from fleet import console, options
-from fleet.files.model import CACHE, Cache, Sha256
-from imagefleet import errors
+from fleet.files.model import CACHE, Cache, Manifest, Sha256, described
+from imagefleet import errors, signing
 from imagefleet.job.prompt import SAFE_NAME
 from imagefleet.storage.open import open_storage
-from imagefleet.storage.protocol import Storage
-from imagefleet.storage.settings import StorageSettings
+from imagefleet.storage.settings import SignerSettings, StorageSettings
 
 if TYPE_CHECKING:
     from fleet.files.transfer import Stored
 
 FOLDER = "loras"
 
-_MANIFEST_TRIES = 5
-_MAX_MANIFEST_BYTES = 2**25
-
 app = typer.Typer(no_args_is_help=True, help="LoRAs in the storage, for the prompts of all jobs.")
 
 
 @app.command("add")
-@options.from_settings(StorageSettings)
+@options.from_settings(SignerSettings)
 def add_command(
-    settings: StorageSettings,
+    settings: SignerSettings,
     source: Annotated[
         str,
         typer.Argument(
@@ -41,19 +36,14 @@ def add_command(
         str | None, typer.Option(metavar="NAME", help="Its name in prompts; by default the file's.")
     ] = None,
     sha256: Sha256 = None,
-    manifest: Annotated[
-        bool,
-        typer.Option(
-            "--manifest", help="List its hash in loras/manifest.json, even if there is none yet."
-        ),
-    ] = False,
+    manifest: Manifest = False,
     cache: Cache = CACHE,
     as_json: options.AsJson = False,
 ) -> None:
     """Puts a LoRA into the storage and prints its tag for prompts.
 
-    It must be one for Stable Diffusion 1.x. If the storage has a loras/manifest.json, its hash is
-    listed there: workers refuse another file of its name.
+    It must be one for Stable Diffusion 1.x. If the storage has a loras/manifest.json, or there is a
+    signing key, its hash is listed there: workers refuse another file of its name.
 
     imagefleet lora add magic-fantasy-forest-v2.safetensors
 
@@ -63,7 +53,9 @@ def add_command(
 
     async def add() -> tuple[Stored, str, bool]:
         from fleet.files import transfer
+        from fleet.files.listed import Listing
 
+        keys = signing.Keys.of(settings)
         async with transfer.local_file(source, sha256, kinds.SD1_LORA, cache) as path:
             transfer.check_lora(path)
             if path.stat().st_size > loras.MAX_BYTES:
@@ -74,10 +66,11 @@ def add_command(
             stem = _checked_name(name or path.stem)
             async with open_storage(settings) as storage:
                 await storage.create()
+                listing = Listing(storage, FOLDER, keys, create=manifest)
+                await listing.check()
                 blob = f"{FOLDER}/{stem}.safetensors"
                 stored = await transfer.store(storage, blob, path, "SD 1.x LoRA")
-                is_listed = await _list_hash(storage, stem, stored.sha256, create=manifest)
-                return stored, stem, is_listed
+                return stored, stem, await listing.add(stem, stored.sha256)
 
     stored, stem, is_listed = console.run(add())
     tag = f"<lora:{stem}:1>"
@@ -87,7 +80,7 @@ def add_command(
     console.print_note(
         f"{stored.blob} {'is stored' if stored.is_new else 'was stored before'}:"
         f" {stored.bytes / 1e6:,.1f} MB, SHA-256 {stored.sha256}"
-        + (", listed in loras/manifest.json" if is_listed else "")
+        + (f", {described(settings, FOLDER)}" if is_listed else "")
         + "; prompts use it as"
     )
     console.print_plain(tag)
@@ -117,24 +110,3 @@ def _checked_name(stem: str) -> str:
             " _ . + ( ) - only, as prompts may have it"
         )
     return name
-
-
-async def _list_hash(storage: Storage, name: str, sha256: str, *, create: bool) -> bool:
-    """Adds a hash to the manifest; returns False if there is none, and none was to be created."""
-    from worker.files import loras
-
-    blob = f"{FOLDER}/{loras.MANIFEST}"
-    for _ in range(_MANIFEST_TRIES):
-        part = await storage.blobs.read_part(blob, 0, _MAX_MANIFEST_BYTES)
-        if part is None and not create:
-            return False
-        hashes = loras.read_manifest(f"{blob} in the storage", part.data) if part else {}
-        if hashes.get(name) == sha256:
-            return True
-        content = json.dumps({**hashes, name: sha256}, indent=2, sort_keys=True).encode()
-        version = part.version if part else None
-        if await storage.blobs.replace(blob, content, "application/json", version):
-            return True
-    raise errors.TransientError(
-        f"{blob} is being changed by others: run the same command again in a moment"
-    )

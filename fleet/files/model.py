@@ -13,9 +13,9 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from fleet import console, options
-from imagefleet import errors
+from imagefleet import errors, signing
 from imagefleet.storage.open import open_storage
-from imagefleet.storage.settings import StorageSettings
+from imagefleet.storage.settings import SignerSettings, StorageSettings
 
 if TYPE_CHECKING:
     from fleet.files.preview import Preview
@@ -43,6 +43,14 @@ Cache = Annotated[
     Path, typer.Option(metavar="FOLDER", help="Where a download is kept until it is stored.")
 ]
 CACHE = Path("~/.cache/imagefleet")
+Manifest = Annotated[
+    bool,
+    typer.Option(
+        "--manifest",
+        help="List its hash in the folder's manifest.json even if there is none yet; with a signing"
+        " key, also sign one that is not signed, with all that it lists.",
+    ),
+]
 
 app = typer.Typer(
     no_args_is_help=True,
@@ -51,9 +59,9 @@ app = typer.Typer(
 
 
 @app.command("add")
-@options.from_settings(StorageSettings)
+@options.from_settings(SignerSettings)
 def add_command(
-    settings: StorageSettings,
+    settings: SignerSettings,
     source: Source,
     name: Annotated[
         str | None, typer.Option(metavar="NAME", help="Its name; by default the file's.")
@@ -62,13 +70,15 @@ def add_command(
     test: Annotated[
         bool, typer.Option("--test/--no-test", help="Draw an image first, if torch is installed.")
     ] = True,
+    manifest: Manifest = False,
     cache: Cache = CACHE,
     as_json: options.AsJson = False,
 ) -> None:
     """Puts a checkpoint into the storage and prints the worker's flags.
 
     It must be a Stable Diffusion 1.x checkpoint. A test image is drawn on this machine and written
-    to the current folder. An interrupted download or upload goes on where it was.
+    to the current folder. An interrupted download or upload goes on where it was. If the storage
+    has a models/manifest.json, or there is a signing key, its hash is listed there.
 
     imagefleet model add dreamshaper-8.safetensors
 
@@ -76,9 +86,11 @@ def add_command(
     """
     from worker.files import check, kinds
 
-    async def add() -> tuple[Stored, Preview | None]:
+    async def add() -> tuple[Stored, Preview | None, bool]:
         from fleet.files import preview, transfer
+        from fleet.files.listed import Listing
 
+        keys = signing.Keys.of(settings)
         async with transfer.local_file(source, sha256, kinds.SD1, cache) as path:
             check.check_path(path)
             _check_prediction(path)
@@ -91,17 +103,24 @@ def add_command(
                 console.print_note(_describe(drawn))
             async with _as_file(path, cache) as file, open_storage(settings) as storage:
                 await storage.create()
-                return await transfer.store(storage, blob, file, "SD 1.x"), drawn
+                listing = Listing(storage, FOLDER, keys, create=manifest)
+                await listing.check()
+                stored = await transfer.store(storage, blob, file, "SD 1.x")
+                listed = await listing.add(blob.removeprefix(f"{FOLDER}/"), stored.sha256)
+                return stored, drawn, listed
 
-    stored, drawn = console.run(add())
+    stored, drawn, is_listed = console.run(add())
     flags = _flags(stored)
     if as_json:
         image = None if drawn is None else {**asdict(drawn), "path": str(drawn.path)}
-        console.print_json({**asdict(stored), "flags": flags, "image": image})
+        record = {**asdict(stored), "flags": flags, "image": image, "in_manifest": is_listed}
+        console.print_json(record)
         return
     console.print_note(
         f"{stored.blob} {'is stored' if stored.is_new else 'was stored before'}:"
-        f" {stored.bytes / 1e6:,.0f} MB; a worker uses it with these flags:"
+        f" {stored.bytes / 1e6:,.0f} MB"
+        + (f", {described(settings, FOLDER)}" if is_listed else "")
+        + "; a worker uses it with these flags:"
     )
     console.print_plain(flags)
 
@@ -120,6 +139,12 @@ def list_command(settings: StorageSettings, as_json: options.AsJson = False) -> 
         console.print_json({"models": [asdict(row) for row in rows]})
     else:
         listing.show(rows, "no checkpoints in the storage: `imagefleet model add` stores one")
+
+
+def described(settings: SignerSettings, folder: str) -> str:
+    """What `add` says of a file that it has listed."""
+    how = "and signed in" if settings.signing_key else "in"
+    return f"listed {how} {folder}/manifest.json"
 
 
 def _blob_name(name: str | None, path: Path) -> str:

@@ -86,7 +86,7 @@ async def store(storage: Storage, blob: str, path: Path, kind: str) -> Stored:
     sha256, size = await asyncio.to_thread(_identify, path)
     metadata = {SHA256: sha256, KIND: kind}
     with showing("uploading") as show:
-        is_new = await storage.blobs.upload(
+        is_new = await storage.files.upload(
             blob, path, CONTENT_TYPE, metadata, lambda stored: show(stored, size)
         )
     if not is_new and (found := await _sha256_in(storage, blob)) != sha256:
@@ -100,7 +100,7 @@ async def store(storage: Storage, blob: str, path: Path, kind: str) -> Stored:
 
 async def records(storage: Storage, folder: str, suffixes: tuple[str, ...]) -> list[BlobRecord]:
     """The files of a folder in the storage, by name."""
-    found = [each async for each in storage.blobs.records(f"{folder}/")]
+    found = [each async for each in storage.files.records(f"{folder}/")]
     return sorted(
         (each for each in found if each.name.endswith(suffixes)), key=lambda each: each.name
     )
@@ -165,7 +165,7 @@ def _identify(path: Path) -> tuple[str, int]:
 
 
 async def _sha256_in(storage: Storage, blob: str) -> str | None:
-    async for record in storage.blobs.records(blob):
+    async for record in storage.files.records(blob):
         if record.name == blob:
             return record.metadata.get(SHA256)
     return None

@@ -23,7 +23,7 @@ from imagefleet.storage.azure import account, sas
 from imagefleet.storage.azure import errors as azure_errors
 from imagefleet.storage.azure.credentials import Access, Credentials
 from imagefleet.storage.azure.refusals import LESS_PERMISSION
-from imagefleet.storage.azure.roles import RESOURCES, name_of
+from imagefleet.storage.azure.roles import RESOURCES, is_container, name_of
 from imagefleet.storage.azure.storage import API_VERSION
 from imagefleet.storage.settings import Resource, StorageSettings
 
@@ -79,14 +79,14 @@ async def check(settings: StorageSettings) -> list[Checked]:
         for resource in RESOURCES:
             name = name_of(settings, resource)
             access: Access = getattr(credentials, resource)
-            is_blob = resource == "blob"
+            is_blob = is_container(resource)
             open_client = address.container_client if is_blob else address.queue_client
             probes = BLOB_PROBES if is_blob else QUEUE_PROBES
-            if access.is_missing:
-                checked.append(Checked(resource, name, "", "".join(probes), None, None))
-                continue
             async with open_client(name, access.credential, **options) as client:
-                checked.append(await _try(resource, name, access, client, probes))
+                try:
+                    checked.append(await _try(resource, name, access, client, probes))
+                except azure_errors.NoTokenError:
+                    checked.append(Checked(resource, name, "", "".join(probes), None, None))
     finally:
         await credentials.close()
     return checked
@@ -95,7 +95,7 @@ async def check(settings: StorageSettings) -> list[Checked]:
 async def _try(
     resource: Resource, name: str, access: Access, client: Any, probes: Mapping[str, Any]
 ) -> Checked:
-    what = f"the {'container' if resource == 'blob' else 'queue'} {name!r}"
+    what = f"the {'container' if is_container(resource) else 'queue'} {name!r}"
     allowed = ""
     for letter, probe in probes.items():
         if await access.attempt(what, letter, functools.partial(_is_allowed, probe, client)):

@@ -15,6 +15,7 @@ import typer
 from rich.table import Table
 
 from fleet import console, options
+from fleet.keys import signing
 from imagefleet import errors
 from imagefleet.storage.azure.roles import ROLES, Role, explain, name_of
 from imagefleet.storage.open import LOCAL_SCHEME
@@ -51,8 +52,8 @@ def _mint_command(role: Role) -> Callable[..., None]:
             str | None,
             typer.Option(
                 metavar="NAME",
-                help="Tie them to a stored policy, which can be revoked; the same command again"
-                " extends the lifetime of the tokens already issued.",
+                help="Tie them to a stored policy, so that `imagefleet keys revoke NAME` ends them"
+                " before they expire. The same name again makes more tokens of that policy.",
             ),
         ] = None,
         file: Annotated[
@@ -70,7 +71,7 @@ def _mint_command(role: Role) -> Callable[..., None]:
 
         minted = keys_mint.Minter(_on_azure(settings)).mint(role, timedelta(hours=hours), policy)
         if policy is not None:
-            console.run(keys_mint.store_policy(settings, role, policy, minted.expires_at))
+            console.run(keys_mint.store_policy(settings, role, policy))
         if file is not None:
             write_tokens(file, minted)
             console.print_note(f"written to {file}")
@@ -103,6 +104,9 @@ def _mint_command(role: Role) -> Callable[..., None]:
 
 for _role in ROLES.values():
     app.command(_role.name, short_help=f"For {_role.what}.")(_mint_command(_role))
+
+
+app.command("signing", short_help="The key pair of signed jobs.")(signing.command)
 
 
 @app.command("check")
@@ -145,7 +149,8 @@ def revoke_command(
 ) -> None:
     """Revokes the tokens of a stored policy, which takes up to 30 s.
 
-    Tokens without a policy end when they expire or the account key is regenerated.
+    Tokens without a policy end when they expire or the account key is regenerated. A policy of
+    the same name would make revoked tokens valid again until they expire: take another name.
 
     imagefleet keys revoke spring
     """
@@ -175,7 +180,8 @@ def export_lines(settings: StorageSettings, minted: Minted) -> list[str]:
         "IMAGEFLEET_STORAGE": minted.storage,
         "IMAGEFLEET_QUEUE": settings.queue,
         "IMAGEFLEET_CONTAINER": settings.container,
-        **{f"IMAGEFLEET_{name.upper()}_SAS": token for name, token in minted.tokens.items()},
+        "IMAGEFLEET_FILES_CONTAINER": settings.files_container,
+        "IMAGEFLEET_SAS": minted.sas,
     }
     return [f"export {name}={shlex.quote(value)}" for name, value in variables.items()]
 
@@ -217,18 +223,21 @@ def _explain(settings: StorageSettings, role: Role, minted: Minted) -> None:
 def _checked_table(checked: list[Checked]) -> Table:
     table = console.table(console.name_column("resource"), "allowed", "denied", "valid until")
     for each in checked:
-        until = "no expiry: a key or an identity"
-        if not each.allowed:
-            until = "-"
-        elif each.policy:
-            until = f"the end of policy {each.policy}"
         table.add_row(
             each.name,
             "\n".join(explain(each.resource, each.allowed)) or "nothing",
             "\n".join(explain(each.resource, each.denied)) or "-",
-            f"{each.until:%Y-%m-%d %H:%M} UTC" if each.until else until,
+            _until(each),
         )
     return table
+
+
+def _until(checked: Checked) -> str:
+    if not checked.allowed:
+        return "-"
+    ends = [f"{checked.until:%Y-%m-%d %H:%M} UTC"] if checked.until else []
+    ends += [f"the end of policy {checked.policy}"] if checked.policy else []
+    return " or ".join(ends) or "no expiry: a key or an identity"
 
 
 def _compare(checked: list[Checked], role: Role) -> None:

@@ -1,8 +1,13 @@
-"""Creates SAS tokens with the account key, and the stored policies that make them revocable."""
+"""Creates SAS tokens with the account key, and the stored policies that make them revocable.
+
+A token of a policy has its own expiry, and its permissions from the policy: Azure takes each from
+one of the two. It ends with whichever ends first.
+"""
 
 from __future__ import annotations
 
 import contextlib
+import json
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from datetime import UTC, datetime, timedelta
@@ -18,7 +23,7 @@ from azure.storage.queue.aio import QueueClient
 from imagefleet import errors
 from imagefleet.storage.azure import account
 from imagefleet.storage.azure import errors as azure_errors
-from imagefleet.storage.azure.roles import RESOURCES, Role, name_of
+from imagefleet.storage.azure.roles import RESOURCES, Role, is_container, name_of
 from imagefleet.storage.azure.storage import API_VERSION
 from imagefleet.storage.settings import Resource, StorageSettings
 
@@ -46,9 +51,14 @@ class Minted:
     expires_at: datetime
     policy: str | None = None
 
+    @property
+    def sas(self) -> str:
+        """The tokens as the value of IMAGEFLEET_SAS."""
+        return json.dumps(self.tokens, separators=(",", ":"))
+
 
 class Minter:
-    """Creates tokens for the queues and the container of the settings, without calling Azure.
+    """Creates tokens for the queues and containers of the settings, without calling Azure.
 
     Raises:
         SetupError: the settings have no account key.
@@ -69,9 +79,10 @@ class Minter:
         self.storage = _address_without_key(queue, container, self._https)
 
     def mint(self, role: Role, life: timedelta, policy: str | None = None) -> Minted:
-        """Tokens that expire after *life*, or with the stored *policy* if it is given.
+        """Tokens that expire after *life*, or as soon as the stored *policy* is removed, if given.
 
-        They have no start time: a node's or Azure's clock may be behind this one.
+        `store_policy` creates it. They have no start time: a node's or Azure's clock may be behind
+        this one.
         """
         expires_at = (datetime.now(UTC) + life).replace(microsecond=0)
         tokens = {
@@ -79,32 +90,35 @@ class Minter:
             for resource in RESOURCES
             if role.letters(resource)
         }
-        longest = max(map(len, (*tokens.values(), self.storage)))
-        if longest > MAX_CHARACTERS:
-            raise errors.SetupError(
-                f"a value has {longest:,} characters; SaladCloud allows {MAX_CHARACTERS:,}"
-            )
-        return Minted(role.name, self.storage, tokens, expires_at, policy)
+        minted = Minted(role.name, self.storage, tokens, expires_at, policy)
+        for name, value in (("IMAGEFLEET_SAS", minted.sas), ("IMAGEFLEET_STORAGE", minted.storage)):
+            if len(value) > MAX_CHARACTERS:
+                raise errors.SetupError(
+                    f"{name} has {len(value):,} characters; SaladCloud allows {MAX_CHARACTERS:,}:"
+                    " use shorter names"
+                )
+        return minted
 
     def _token(
         self, resource: Resource, letters: str, expires_at: datetime, policy: str | None
     ) -> str:
         name = name_of(self._settings, resource)
-        terms: dict[str, Any] = {**self._account, "protocol": "https" if self._https else None}
+        terms: dict[str, Any] = {
+            **self._account,
+            "protocol": "https" if self._https else None,
+            "expiry": expires_at,
+        }
         if policy is not None:
             terms["policy_id"] = policy
         else:
-            terms["expiry"] = expires_at
             terms["permission"] = _permission(resource, letters)
-        if resource == "blob":
+        if is_container(resource):
             return generate_container_sas(container_name=name, **terms)
         return generate_queue_sas(queue_name=name, **terms)
 
 
-async def store_policy(
-    settings: StorageSettings, role: Role, name: str, expires_at: datetime
-) -> None:
-    """Creates or extends the stored policy *name* on each resource that *role* has a token for.
+async def store_policy(settings: StorageSettings, role: Role, name: str) -> None:
+    """Creates the stored policy *name* on each resource that *role* has a token for.
 
     Raises:
         SetupError: it exists with other permissions, or the resource has too many policies.
@@ -118,14 +132,19 @@ async def store_policy(
                 f"the policy {name!r} of {name_of(settings, resource)!r} allows"
                 f" {existing.permission!r}, not {permission!r}: use one name per role"
             )
+        if existing is not None and existing.expiry:
+            raise errors.SetupError(
+                f"the policy {name!r} of {name_of(settings, resource)!r} has an expiry, as earlier"
+                " versions gave it, and Azure takes a token's from one of the two: use another name"
+            )
         if existing is None and len(policies) >= MAX_POLICIES:
             raise errors.SetupError(
                 f"{name_of(settings, resource)!r} already has {MAX_POLICIES} stored policies"
                 f" ({', '.join(policies)}): `imagefleet keys revoke` one of them"
             )
-        kind = BlobPolicy if resource == "blob" else QueuePolicy
-        policies[name] = kind(permission=permission, expiry=expires_at)
-        return True
+        kind = BlobPolicy if is_container(resource) else QueuePolicy
+        policies[name] = kind(permission=permission)
+        return existing is None
 
     await _change_policies(settings, [each for each in RESOURCES if role.letters(each)], store)
 
@@ -141,7 +160,7 @@ async def remove_policy(settings: StorageSettings, name: str) -> list[str]:
 
 
 def _permission(resource: Resource, letters: str) -> QueueSasPermissions | ContainerSasPermissions:
-    kind = ContainerSasPermissions if resource == "blob" else QueueSasPermissions
+    kind = ContainerSasPermissions if is_container(resource) else QueueSasPermissions
     return kind.from_string(letters)
 
 
@@ -166,7 +185,7 @@ async def _change_policies(
     changed = []
     for resource in resources:
         name = name_of(settings, resource)
-        open_client = address.container_client if resource == "blob" else address.queue_client
+        open_client = address.container_client if is_container(resource) else address.queue_client
         async with open_client(name, None, **_OPTIONS) as client:
             with azure_errors.translated(f"the stored policies of {name!r}"):
                 policies = await _read_policies(client)

@@ -185,7 +185,8 @@ class SaladClient:
             raise RetryLater(f"SaladCloud's API does not answer: {reason}") from None
         if not response.ok:  # it may quote what it refuses
             for secret in filter(None, secrets):
-                text = text.replace(secret, salad_groups.MASKED)
+                for quoted in (secret, json.dumps(secret)[1:-1]):
+                    text = text.replace(quoted, salad_groups.MASKED)
         return _read(response, text)
 
     async def _post(self, name: str, verb: str) -> None:

@@ -34,7 +34,8 @@ _FLEET_NAME = r"^[a-z][a-z0-9-]{0,48}[a-z0-9]$"
 
 _DIGEST = re.compile(r"\S+@sha256:[0-9a-f]{64}")
 
-_SECRET_NAME = re.compile(r"(SAS|TOKEN|KEY|PASSWORD|SECRET)$", re.IGNORECASE)
+#: A trusted key is public.
+_SECRET_NAME = re.compile(r"(SAS|TOKEN|(?<!TRUSTED_)KEY|PASSWORD|SECRET)$", re.IGNORECASE)
 
 
 class _Strict(BaseModel):

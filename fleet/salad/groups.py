@@ -226,8 +226,8 @@ def _check_value(name: str, value: str) -> None:
     if not 1 <= len(value) <= MAX_VALUE:
         raise errors.SetupError(
             f"environment: {name} has {len(value):,} characters; SaladCloud allows 1 to"
-            f" {MAX_VALUE:,}. Set the account, the queue and each SAS token separately"
-            " (IMAGEFLEET_STORAGE, IMAGEFLEET_QUEUE, IMAGEFLEET_QUEUE_SAS ...)"
+            f" {MAX_VALUE:,}. Set the account, the queue and the SAS tokens separately"
+            " (IMAGEFLEET_STORAGE, IMAGEFLEET_QUEUE, IMAGEFLEET_SAS ...)"
         )
     if "accountkey=" in value.lower():
         raise errors.SetupError(

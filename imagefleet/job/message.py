@@ -8,7 +8,7 @@ import hashlib
 import json
 import re
 from collections.abc import Mapping
-from typing import Annotated, Any, Literal, Self
+from typing import TYPE_CHECKING, Annotated, Any, Literal, Self
 
 from pydantic import (
     AfterValidator,
@@ -26,6 +26,9 @@ from pydantic import (
 from imagefleet import errors, validation
 from imagefleet.job import override_settings, samplers
 from imagefleet.job.prompt import SAFE_NAME, Prompt, read_negative_prompt, read_prompt
+
+if TYPE_CHECKING:
+    from imagefleet.signing import SigningKey, TrustedKeys
 
 #: Fields about saving, sending and the web page's settings.
 WITHOUT_EFFECT = frozenset(
@@ -74,6 +77,12 @@ NEUTRAL_VALUES: Mapping[str, tuple[object, ...]] = {
 
 #: A message's record of its earlier deliveries (`imagefleet.storage.deliveries`), not of the job.
 DELIVERIES_FIELD = "deliveries"
+
+#: A message's signature over all its other fields except the record of its deliveries.
+SIGNATURE_FIELD = "signature"
+
+#: What is signed; a signature of something else is not valid for a job.
+PURPOSE = "job"
 
 #: A job with more images would outlive any sensible lease; send more jobs instead.
 MAX_IMAGES_PER_JOB = 64
@@ -194,13 +203,11 @@ class Job(BaseModel):
     @field_validator("metadata")
     @classmethod
     def _metadata_is_small(cls, metadata: dict[str, JsonValue]) -> dict[str, JsonValue]:
-        try:
-            json.dumps(metadata, ensure_ascii=False).encode()
-        except UnicodeEncodeError:
-            raise ValueError("contains half of a surrogate pair") from None
-        size = len(json.dumps(metadata))  # in ASCII, as the header has it
-        if size > MAX_METADATA_BYTES:
-            raise ValueError(f"is {size:,} bytes of JSON; {MAX_METADATA_BYTES:,} are allowed")
+        text = json.dumps(metadata)  # in ASCII, as the header has it
+        if len(text) > MAX_METADATA_BYTES:
+            raise ValueError(f"is {len(text):,} bytes of JSON; {MAX_METADATA_BYTES:,} are allowed")
+        if "\\ud" in text and not _is_encodable(metadata):
+            raise ValueError("contains half of a surrogate pair")
         return metadata
 
     @model_validator(mode="after")
@@ -256,15 +263,23 @@ class Job(BaseModel):
         number = f"-{index}" if self.images > 1 else ""
         return f"{job_key(self.campaign, self.id)}{number}.{_SUFFIXES[self.output.format]}"
 
-    def to_message(self) -> str:
-        """One line of JSON without defaults, for `read_job`."""
+    def to_message(self, key: SigningKey | None = None) -> str:
+        """One line of JSON without defaults, for `read_job`; signed with *key*.
+
+        Raises:
+            ValueError: a job to be signed has no id.
+        """
         fields = self.model_dump(mode="json", exclude_defaults=True)
+        if key is not None:
+            if self.id is None:
+                raise ValueError("a signed job needs an id")
+            fields[SIGNATURE_FIELD] = key.sign(PURPOSE, fields)
         # Azure carries messages in XML, which excludes these two.
         text = json.dumps(fields, ensure_ascii=False, separators=(",", ":"))
         return text.replace("\ufffe", "\\ufffe").replace("\uffff", "\\uffff")
 
 
-def read_job(body: str, message_id: str) -> Job:
+def read_job(body: str, message_id: str, trusted: TrustedKeys | None = None) -> Job:
     """Reads a job from a message: plain JSON, or JSON in base64 as Azure Functions send it.
 
     A job without an id takes the message's; one without a seed derives it from its id, so that a
@@ -272,6 +287,7 @@ def read_job(body: str, message_id: str) -> Job:
 
     Raises:
         InvalidMessageError: the message is not a valid job; says why in one sentence.
+        UntrustedJobError: none of the *trusted* keys has signed it.
     """
     try:
         fields = message_fields(body)
@@ -283,6 +299,9 @@ def read_job(body: str, message_id: str) -> Job:
             f"the message is a JSON {_JSON_TYPES[type(fields)]}, not an object"
         )
     fields.pop(DELIVERIES_FIELD, None)
+    signature = fields.pop(SIGNATURE_FIELD, None)
+    if trusted is not None:
+        _check_signature(fields, signature, trusted)
     try:
         job = Job.model_validate(fields)
     except ValidationError as error:
@@ -309,6 +328,47 @@ def message_fields(body: str) -> Any:
     return json.loads(_without_base64(body))
 
 
+def is_signed(body: str) -> bool:
+    """Whether a message carries a signature, which may be anyone's."""
+    if body.startswith("{") and SIGNATURE_FIELD not in body:
+        return False  # the most common case, without parsing it
+    return SIGNATURE_FIELD in _fields_if_any(body)
+
+
+def without_deliveries(body: str) -> str:
+    """A message as it was sent, without the record of its deliveries."""
+    fields = _fields_if_any(body)
+    if DELIVERIES_FIELD not in fields:
+        return body
+    del fields[DELIVERIES_FIELD]
+    return json.dumps(fields, separators=(",", ":"))
+
+
+def _fields_if_any(body: str) -> dict[str, Any]:
+    try:
+        fields = message_fields(body)
+    except (ValueError, RecursionError):
+        return {}
+    return fields if isinstance(fields, dict) else {}
+
+
+def _check_signature(fields: dict[str, Any], signature: object, trusted: TrustedKeys) -> None:
+    """Raises UntrustedJobError; reads nothing else of a job that is not signed."""
+    if signature is None:
+        why = "it carries no signature"
+    elif not trusted.accept(PURPOSE, fields, signature):
+        why = "it was changed after it was signed, or another key signed it"
+    elif fields.get("id") is None:
+        # Its message's id would take the place: sent again, it would be another job.
+        why = "it has no `id`, which a signed job needs"
+    else:
+        return
+    raise errors.UntrustedJobError(
+        f"the job is not signed with the trusted key: {why}. If it is yours, send it again with"
+        " IMAGEFLEET_SIGNING_KEY; else discard it"
+    )
+
+
 def job_key(campaign: str | None, job_id: str | None) -> str:
     """Identifies a job within its storage."""
     return f"{campaign or DEFAULT_CAMPAIGN}/{job_id}"
@@ -321,6 +381,14 @@ def _without_base64(body: str) -> str:
         return base64.b64decode(body.strip(), validate=True).decode()
     except (binascii.Error, ValueError):
         return body
+
+
+def _is_encodable(metadata: dict[str, JsonValue]) -> bool:
+    try:
+        json.dumps(metadata, ensure_ascii=False).encode()
+    except UnicodeEncodeError:
+        return False
+    return True
 
 
 def _seed_from(job_id: str) -> int:

@@ -7,13 +7,14 @@ import binascii
 import hashlib
 import json
 import zlib
+from dataclasses import dataclass
 from datetime import UTC, datetime
 from typing import Annotated, Self
 
 from pydantic import AwareDatetime, BaseModel, ConfigDict, StringConstraints, ValidationError
 
 from imagefleet import errors
-from imagefleet.job.message import Job
+from imagefleet.job.message import Job, is_signed, without_deliveries
 from imagefleet.storage import protocol
 from imagefleet.storage.deliveries import Deliveries
 
@@ -77,7 +78,33 @@ class FailedJob(BaseModel):
         stored = await blobs.read(self.body_blob, limit) if self.body_blob else None
         if stored is None:
             raise errors.JobError(f"the message of job {self.id} is missing: {self.body_blob}")
+        if _blob_name(stored) != self.body_blob:
+            raise errors.JobError(f"{self.body_blob} is not the message of job {self.id}")
         return stored.decode(errors="replace")
+
+
+@dataclass(frozen=True, slots=True)
+class Entry:
+    """A message of the poison queue; `record` is None if it is not a failed job's record."""
+
+    message: protocol.Message
+    record: FailedJob | None
+
+    @property
+    def id(self) -> str:
+        return self.record.id if self.record else self.message.id
+
+    @property
+    def source(self) -> str:
+        """Names the failure: two entries of one source are copies.
+
+        It covers the job, lest a record that somebody made up pass for the one to keep.
+        """
+        record = self.record
+        if record is None or record.source is None:
+            return self.message.id
+        told = (record.source, record.id, record.body, record.packed_body, record.body_blob)
+        return hashlib.blake2b(json.dumps(told).encode(), digest_size=16).hexdigest()
 
 
 async def add(
@@ -111,8 +138,8 @@ async def add(
 
 
 def _replayable(message: protocol.LeasedMessage, job: Job | None) -> str:
-    if job is None:
-        return message.body
+    if job is None or is_signed(message.body):  # a signature is of the fields as they were sent
+        return without_deliveries(message.body)
     body = job.to_message()
     # The job's generated id and seed may make a full message too large.
     return body if protocol.message_bytes(body) <= protocol.MAX_MESSAGE_BYTES else message.body
@@ -127,9 +154,13 @@ async def _encode_to_fit(record: FailedJob, body: str, blobs: protocol.BlobStore
     # Only random data compresses so badly. The name is a hash of the content, so an existing blob
     # is the right one.
     data = body.encode()
-    name = f"failed/{hashlib.blake2b(data, digest_size=16).hexdigest()}.txt"
+    name = _blob_name(data)
     await blobs.create(name, data, "text/plain; charset=utf-8", {})
     return record.model_copy(update={"body": None, "body_blob": name}).encode()
+
+
+def _blob_name(message: bytes) -> str:
+    return f"failed/{hashlib.blake2b(message, digest_size=16).hexdigest()}.txt"
 
 
 def _unpack(packed: str) -> str:

@@ -6,12 +6,14 @@ import asyncio
 import contextlib
 import dataclasses
 import logging
+from collections import Counter
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterable
 from dataclasses import dataclass
 
 from imagefleet import errors
 from imagefleet.storage import protocol
-from imagefleet.storage.dead_letter import FailedJob
+from imagefleet.storage.dead_letter import Entry, FailedJob
+from imagefleet.storage.dead_letter_check import Check
 
 log = logging.getLogger(__name__)
 
@@ -21,22 +23,10 @@ LEASE_SECONDS = 60.0
 #: Added for each message in the queue: a slow storage delivers some 500 messages/s.
 LEASE_SECONDS_PER_MESSAGE = 0.01
 
+#: Prompts and refused records that a preview has.
+PREVIEWED = 5
 
-@dataclass(frozen=True, slots=True)
-class Entry:
-    """A message of the poison queue; `record` is None if it is not a failed job's record."""
-
-    message: protocol.Message
-    record: FailedJob | None
-
-    @property
-    def id(self) -> str:
-        return self.record.id if self.record else self.message.id
-
-    @property
-    def source(self) -> str:
-        """The message that failed: two entries of one source are copies of one failure."""
-        return (self.record and self.record.source) or self.message.id
+NO_CHECK = Check()
 
 
 @dataclass(frozen=True, slots=True)
@@ -70,6 +60,7 @@ class Refused:
 
     id: str
     reason: str
+    is_unsigned: bool = False
 
 
 OnProgress = Callable[[int], None]
@@ -93,10 +84,49 @@ async def browse(storage: protocol.Storage, selection: Selection) -> AsyncIterat
             yield entry
 
 
+@dataclass(slots=True)
+class Preview:
+    """What a replay would send, by campaign and error, and what would stay."""
+
+    count: int = 0
+    kinds: Counter[tuple[str | None, str]] = dataclasses.field(default_factory=Counter)
+    prompts: list[str] = dataclasses.field(default_factory=list)
+    unsigned: int = 0
+    refused: int = 0
+    """Besides those that are not signed; *reasons* has the first."""
+    reasons: list[Refused] = dataclasses.field(default_factory=list)
+
+
+async def preview(storage: protocol.Storage, selection: Selection, check: Check) -> Preview:
+    """Reads what a replay would send, and moves nothing."""
+    found = Preview()
+    async for entry in browse(storage, selection):
+        try:
+            _, job = await check.job(entry, storage.blobs)
+        except errors.UntrustedJobError:
+            found.unsigned += 1
+        except errors.JobError as error:
+            found.refused += 1
+            if len(found.reasons) < PREVIEWED:
+                found.reasons.append(Refused(entry.id, error.message))
+        else:
+            found.count += 1
+            error_class = entry.record.error if entry.record else ""
+            found.kinds[job.campaign if job else None, error_class] += 1
+            if job is not None and len(found.prompts) < PREVIEWED:
+                found.prompts.append(job.prompt)
+    return found
+
+
 async def replay(
-    storage: protocol.Storage, selection: Selection, on_progress: OnProgress | None = None
+    storage: protocol.Storage,
+    selection: Selection,
+    on_progress: OnProgress | None = None,
+    check: Check = NO_CHECK,
 ) -> Swept:
     """Puts failed jobs back into the job queue as new messages, with a fresh delivery count.
+
+    Those that *check* refuses stay.
 
     Jobs are added to the job queue before they are deleted from the poison queue: a crash between
     the two replays some of them twice, with the same id, and loses none.
@@ -107,9 +137,10 @@ async def replay(
         bodies: dict[str, str] = {}
         for entry in entries:
             try:
-                bodies[entry.message.id] = await _message_of(entry, storage.blobs)
+                bodies[entry.message.id], _ = await check.job(entry, storage.blobs)
             except errors.JobError as error:
-                swept.refused.append(Refused(entry.id, error.message))
+                is_unsigned = isinstance(error, errors.UntrustedJobError)
+                swept.refused.append(Refused(entry.id, error.message, is_unsigned))
         await storage.queue.send(bodies.values())
         return list(bodies)
 
@@ -118,15 +149,24 @@ async def replay(
 
 
 async def discard(
-    storage: protocol.Storage, selection: Selection, on_progress: OnProgress | None = None
+    storage: protocol.Storage,
+    selection: Selection,
+    on_progress: OnProgress | None = None,
+    keep_signed: Check | None = None,
 ) -> Swept:
-    """Deletes failed jobs; a message that is not a record only if it is selected by its id."""
+    """Deletes failed jobs; a message that is not a record only if it is selected by its id.
+
+    *keep_signed*: deletes whatever is not signed with that check's keys, and nothing else.
+    """
     swept = Swept()
 
     async def choose(entries: list[Entry]) -> list[str]:
         chosen = []
         for entry in entries:
-            if entry.record is None and selection.id is None:
+            if keep_signed is not None:
+                if not await keep_signed.is_signed(entry, storage.blobs):
+                    chosen.append(entry.message.id)
+            elif entry.record is None and selection.id is None:
                 swept.refused.append(Refused(entry.id, "it is not a record of a failed job"))
             else:
                 chosen.append(entry.message.id)
@@ -134,14 +174,6 @@ async def discard(
 
     await _sweep(storage.poison, selection, choose, swept, on_progress)
     return swept
-
-
-async def _message_of(entry: Entry, blobs: protocol.BlobStore) -> str:
-    if entry.record is None:
-        raise errors.JobError("it is not a record of a failed job")
-    body = await entry.record.message(blobs)
-    protocol.checked_messages([body])
-    return body
 
 
 async def _sweep(

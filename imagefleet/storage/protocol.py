@@ -148,10 +148,19 @@ class BlobPart:
 class BlobStore(Protocol):
     """A store of blobs, which only `replace` overwrites. Every method may raise TransientError."""
 
+    @property
+    def name(self) -> str: ...
+
+    async def check(self) -> None:
+        """Raises SetupError if it does not exist or access is refused."""
+
     async def create(
         self, name: str, data: bytes, content_type: str, metadata: Mapping[str, str]
     ) -> bool:
         """Writes a blob durably; returns False if the name is taken (If-None-Match: *).
+
+        A name taken by an attempt of this call whose reply was lost counts as written. So it is to
+        the caller who repeats the call after an error with `outcome_is_unknown`.
 
         Raises:
             JobError: the name is not a plain relative path, or the metadata cannot be HTTP headers.
@@ -185,9 +194,6 @@ class BlobStore(Protocol):
             UnusableFileError: it has more than *max_bytes*, and was not read.
         """
 
-    async def metadata(self, name: str) -> Mapping[str, str] | None:
-        """A blob's metadata; None if it does not exist, or the credentials do not allow reading."""
-
     async def delete(self, name: str) -> bool:
         """Deletes a blob if it exists; False if the credentials do not allow that."""
 
@@ -219,7 +225,7 @@ class Operations:
 
 
 class Storage(Protocol):
-    """The job queue, its poison queue and the blobs."""
+    """The job queue, its poison queue, the images, and the files that workers read."""
 
     @property
     def url(self) -> str:
@@ -232,17 +238,25 @@ class Storage(Protocol):
     def poison(self) -> JobQueue: ...
 
     @property
-    def blobs(self) -> BlobStore: ...
+    def blobs(self) -> BlobStore:
+        """The images, and what else workers store."""
+
+    @property
+    def files(self) -> BlobStore:
+        """LoRAs and models, which workers only read."""
 
     @property
     def operations(self) -> Operations:
         """The operations of this object so far."""
 
     async def create(self) -> None:
-        """Creates the queues and the container if they do not exist."""
+        """Creates the queues and the containers if they do not exist."""
 
     async def check(self) -> None:
-        """Raises SetupError if a queue or the container does not exist or access is refused."""
+        """Raises SetupError if a queue or the images do not exist or access is refused.
+
+        Not the files: only workers need them, and only their tokens allow them.
+        """
 
     async def __aenter__(self) -> Self: ...
 

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import re
 from pathlib import Path
-from typing import Annotated, Literal
+from typing import Annotated, Literal, Self
 
-from pydantic import AfterValidator, Field, SecretStr
+from pydantic import AfterValidator, Field, SecretStr, model_validator
 from pydantic_settings import BaseSettings, SettingsConfigDict
 
 #: Azure's rule for names of queues and containers, with space left for `-poison`.
@@ -21,6 +21,17 @@ def _azure_name(name: str) -> str:
 
 AzureName = Annotated[str, AfterValidator(_azure_name)]
 
+
+def _public_keys(text: str) -> str:
+    from imagefleet.signing import TrustedKeys  # its library is slow to import
+
+    TrustedKeys.read(text)
+    return text
+
+
+#: One or more public keys, separated by commas.
+PublicKeys = Annotated[str, AfterValidator(_public_keys)]
+
 POISON_SUFFIX = "-poison"
 
 #: Removed settings and what happens instead: for one release, a warning rather than an error.
@@ -28,10 +39,14 @@ REMOVED_SETTINGS: dict[str, str] = {
     "push_format": "metrics are pushed as text to VictoriaMetrics or vmagent, which forwards them"
     " by remote write (-remoteWrite.url)",
     "push_seconds": "metrics are pushed every 15 seconds",
+    "queue_sas": "the tokens are in IMAGEFLEET_SAS, which `imagefleet keys` prints",
+    "poison_sas": "the tokens are in IMAGEFLEET_SAS, which `imagefleet keys` prints",
+    "blob_sas": "the tokens are in IMAGEFLEET_SAS, which `imagefleet keys` prints",
 }
 
-#: What a SAS token is for: the job queue, the poison queue or the container.
-Resource = Literal["queue", "poison", "blob"]
+#: What a SAS token is for: the job queue, the poison queue, the container of images or that of
+#: LoRAs and models.
+Resource = Literal["queue", "poison", "blob", "files"]
 
 
 class StorageSettings(BaseSettings):
@@ -52,21 +67,19 @@ class StorageSettings(BaseSettings):
         description="Name of the job queue; failed jobs go to the queue NAME-poison.",
     )
     container: AzureName = Field(default="images", description="Blob container for the images.")
-    queue_sas: SecretStr | None = Field(
-        default=None, description="SAS token for the job queue, if --storage holds no key."
+    files_container: AzureName = Field(
+        default="files",
+        description="Blob container for LoRAs and models, which workers only read.",
     )
-    poison_sas: SecretStr | None = Field(
+    sas: SecretStr | None = Field(
         default=None,
-        description="SAS token for the poison queue, if it differs from the job queue's.",
+        description="SAS tokens if --storage holds no key: JSON with queue, poison, blob and files,"
+        " as `imagefleet keys` prints it, or one token of the whole account.",
     )
-    blob_sas: SecretStr | None = Field(
-        default=None, description="SAS token for the container, if it differs from the job queue's."
-    )
-
     sas_file: Path | None = Field(
         default=None,
-        description="JSON file with the SAS tokens (queue, poison, blob) instead; it is read again"
-        " when it changes, so that tokens are renewed without a restart.",
+        description="File with that JSON instead; it is read again when it changes, so that tokens"
+        " are renewed without a restart.",
     )
     broker_url: str | None = Field(
         default=None,
@@ -78,3 +91,28 @@ class StorageSettings(BaseSettings):
     @property
     def poison_queue(self) -> str:
         return self.queue + POISON_SUFFIX
+
+    @model_validator(mode="after")
+    def _check_containers(self) -> Self:
+        if self.container == self.files_container:
+            raise ValueError(
+                "container and files_container must differ: whoever stores images could replace"
+                " LoRAs and models"
+            )
+        return self
+
+
+class SignerSettings(StorageSettings):
+    """Settings of what fills the queue, replays failed jobs and adds files; never a worker's."""
+
+    signing_key: Path | None = Field(
+        default=None,
+        description="File of the private key (`imagefleet keys signing`) that signs jobs and the"
+        " list of LoRAs and models, for workers with --trusted-key.",
+    )
+    trusted_key: PublicKeys | None = Field(
+        default=None,
+        repr=False,  # the private key, if somebody mistakes the two
+        description="Public keys, besides --signing-key's, whose signatures count when failed jobs"
+        " are sent again.",
+    )

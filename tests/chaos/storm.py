@@ -4,9 +4,10 @@
 
 It fills a queue with `imagefleet load`, killed and resumed; runs workers with a stand-in engine;
 kills (SIGKILL), freezes beyond the lease (SIGSTOP, SIGCONT) and stops (SIGTERM) them at random
-moments; and replays failed jobs with a command that is killed as well. Then the faults end, the
-rest is done, and it prints the tally: a table, and one JSON object on the last line. Exit code 1
-if a job was lost, an image is visible twice or wrong, or a good job failed.
+moments; replays failed jobs and scales a fleet on a fake SaladCloud, both killed as well. Then the
+faults end, the rest is done, and it prints the tally: a table, and one JSON object on the last
+line. Exit code 1 if a job was lost, an image is visible twice or wrong, a good job failed, or the
+scaler counted less than the fleet cost.
 """
 
 from __future__ import annotations
@@ -24,8 +25,9 @@ import sys
 import tempfile
 import time
 from collections import Counter
-from collections.abc import AsyncIterator, Iterator
+from collections.abc import AsyncIterator, Callable, Iterator, Mapping
 from dataclasses import asdict, dataclass, field
+from functools import partial
 from pathlib import Path
 
 import numpy as np
@@ -36,6 +38,7 @@ from imagefleet.storage.open import open_storage
 from imagefleet.storage.protocol import Storage
 from imagefleet.storage.settings import StorageSettings
 from proxy import Fault, FaultProxy
+from scaler import KilledScaler
 from storm_worker import BAD_STEPS, SIDE
 from worker.engine import contract
 from worker.testing import draw_noise
@@ -60,6 +63,7 @@ FAULTS: dict[Fault, int] = {
     "delay": 2,
     "truncate": 2,
     "slow reply": 1,
+    "hang": 1,
     500: 2,
     503: 2,
     429: 2,
@@ -67,6 +71,9 @@ FAULTS: dict[Fault, int] = {
 
 #: A request to Azurite, or on local storage a call of a worker, fails with this probability.
 FAULT_SHARE = 0.15
+
+#: The load takes so long, undisturbed: it has to be killed in the middle.
+FILL_SECONDS = 2.0
 
 #: After the storm: leases have to expire, and suspects are generated one by one.
 CALM_SECONDS = 300.0
@@ -82,7 +89,8 @@ class Tally:
     kills: int = 0
     freezes: int = 0
     terms: int = 0
-    other_kills: int = 0  # of load and replay
+    other_kills: int = 0  # of load, replay and scale
+    sent_twice: int = 0  # by the killed loads
     faults: int = 0
     redeliveries: int = 0
     duplicates_suppressed: int = 0
@@ -94,6 +102,7 @@ class Tally:
     good_jobs_failed: int = 0
     bad_jobs_missing: int = 0
     workers_ended_by_themselves: int = 0
+    scaler_errors: int = 0
 
     @property
     def is_clean(self) -> bool:
@@ -104,6 +113,7 @@ class Tally:
             or self.good_jobs_failed
             or self.bad_jobs_missing
             or self.workers_ended_by_themselves
+            or self.scaler_errors
         )
 
 
@@ -134,21 +144,26 @@ class Storm:
         self.events.touch()
         self.log = self.folder / "workers.log"
 
-    async def run(self) -> None:
+    async def run(self, storage: Storage) -> None:
         began_at = time.monotonic()
         await self._fill()
+        self.tally.sent_twice = (await storage.queue.depth()).messages - self.tally.jobs
         self._start_missing_workers()
-        replays = asyncio.create_task(self._replay_now_and_then())
-        try:
-            while not self._is_enough():
-                await asyncio.sleep(self.random.uniform(0.05, 2.0 / len(self.workers)))
-                if self._blows() < self.kills:
-                    self._blow()
-                self._start_missing_workers()
-        finally:
-            replays.cancel()
-            await asyncio.gather(replays, return_exceptions=True)
-
+        scaler = KilledScaler(self.folder, self.random, self._command)
+        async with scaler.running():
+            replays = asyncio.create_task(self._replay_now_and_then())
+            try:
+                while not self._is_enough():
+                    await asyncio.sleep(self.random.uniform(0.05, 2.0 / len(self.workers)))
+                    if self._blows() < self.kills:
+                        self._blow()
+                    self._start_missing_workers()
+            finally:
+                replays.cancel()
+                await asyncio.gather(replays, return_exceptions=True)
+        for error in scaler.errors:
+            sys.stderr.write(f"the scaler: {error}\n")
+        self.tally.scaler_errors = len(scaler.errors)
         self.tally.seconds = round(time.monotonic() - began_at, 1)
 
     async def calm(self, storage: Storage) -> None:
@@ -234,28 +249,40 @@ class Storm:
         jobs = self.folder / "jobs.jsonl"
         jobs.write_text("".join(f"{json.dumps(job)}\n" for job in all_jobs(self.tally.jobs)))
         checkpoint = self.folder / "load.checkpoint"
-        command = ["load", jobs, "--checkpoint", checkpoint, "--json"]
-        for seconds in (self.random.uniform(0.6, 1.5), self.random.uniform(0.6, 1.5), 300.0):
-            if await self._command(seconds, *command) == 0:
-                return
-        raise RuntimeError(f"imagefleet load failed: {self.log.read_text()[-2000:]}")
+        rate = self.tally.jobs / FILL_SECONDS
+        command = ["load", jobs, "--checkpoint", checkpoint, "--rate", str(rate), "--json"]
+        for sending_seconds in (self.random.uniform(0.1, 0.8), self.random.uniform(0.1, 0.8)):
+            began_at = time.time()
+            await self._command(
+                sending_seconds, *command, has_begun=partial(_is_newer, checkpoint, began_at)
+            )
+        if await self._command(300.0, *command):
+            raise RuntimeError(f"imagefleet load failed: {self.log.read_text()[-2000:]}")
 
     async def _replay_now_and_then(self) -> None:
         while True:
             await asyncio.sleep(self.random.uniform(3, 8))
-            await self._command(self.random.uniform(0.8, 4), "failed", "replay", "--all")
+            await self._command(self.random.uniform(0.7, 2), "failed", "replay", "--all")
 
-    async def _command(self, kill_after_seconds: float, *arguments: str | Path) -> int:
-        """Runs the console; kills it after some time."""
+    async def _command(
+        self,
+        kill_after_seconds: float,
+        *arguments: str | Path,
+        has_begun: Callable[[], bool] = lambda: True,
+        environment: Mapping[str, str] | None = None,
+    ) -> int:
+        """Runs the console; kills it some time after it has begun. Returns its exit code."""
         with self.log.open("ab") as log:
             process = await asyncio.create_subprocess_exec(
                 *(sys.executable, "-m", "fleet.entry", *map(str, arguments)),
-                env=self._environment(),
+                env=self._environment() | (environment or {}),
                 stdin=subprocess.DEVNULL,
                 stdout=log,
                 stderr=log,
             )
         try:
+            while process.returncode is None and not has_begun():
+                await asyncio.sleep(0.01)
             return await asyncio.wait_for(process.wait(), kill_after_seconds)
         except (TimeoutError, asyncio.CancelledError) as error:
             process.kill()
@@ -273,6 +300,10 @@ class Storm:
             "IMAGEFLEET_QUEUE": self.disturbed.queue,
             "IMAGEFLEET_CONTAINER": self.disturbed.container,
         }
+
+
+def _is_newer(path: Path, moment: float) -> bool:
+    return path.exists() and path.stat().st_mtime > moment
 
 
 def all_jobs(count: int) -> Iterator[dict[str, object]]:
@@ -294,14 +325,16 @@ async def count_up(storm: Storm, storage: Storage) -> None:
         seed = int(record.name.removeprefix("default/j").removesuffix(".png"))
         data = await storage.blobs.read(record.name) or b""
         tally.wrong_images += not is_image_of(seed, data)
-    failed = set()
+    failed: dict[str, str] = {}
     async for message in storage.poison.browse():
-        failed_job = dead_letter.FailedJob.read(message.body)
-        failed.add(failed_job.id if failed_job else message.id)
+        record = dead_letter.FailedJob.read(message.body)
+        failed[record.id if record else message.id] = record.reason if record else "no record"
+    for job in failed.keys() - bad:
+        sys.stderr.write(f"the good job {job} failed: {failed[job]}\n")
     tally.lost = len(good - stored.keys())
     tally.visible_duplicates = stored.total() - len(stored) + len(stored.keys() - good)
-    tally.good_jobs_failed = len(failed - bad)
-    tally.bad_jobs_missing = len(bad - failed)
+    tally.good_jobs_failed = len(failed.keys() - bad)
+    tally.bad_jobs_missing = len(bad - failed.keys())
     events = Counter(line.split()[0] for line in storm.events.read_text().splitlines())
     tally.images_generated = events["drawn"]
     tally.images_wasted = events["drawn"] - len(stored)
@@ -368,9 +401,10 @@ async def weather(
                 fault_share=0.0 if proxy else FAULT_SHARE,
             )
             try:
-                await storm.run()
+                await storm.run(storage)
                 if proxy:
                     proxy.next_fault = lambda: "pass"
+                    proxy.over.set()
                 storm.fault_share = 0.0
                 storm.tick_seconds = 0.0
                 await storm.calm(storage)

@@ -17,4 +17,5 @@ async def test_killed_workers_and_faults_lose_no_job_and_show_none_twice(
     assert tally.is_clean, tally
     assert tally.kills + tally.freezes + tally.terms >= 5
     assert tally.faults >= 25
+    assert tally.other_kills >= 3
     assert tally.images_generated >= 58

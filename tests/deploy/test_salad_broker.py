@@ -16,10 +16,10 @@ import pytest
 from aiohttp import web
 from aiohttp.test_utils import TestClient, TestServer
 from cryptography.hazmat.primitives.asymmetric import ec
+from pydantic import SecretStr
 
 from fleet.keys import mint
 from imagefleet import retry
-from imagefleet.storage.azure import sas
 from imagefleet.storage.azure.storage import AzureStorage
 from imagefleet.storage.open import open_storage
 from imagefleet.storage.settings import StorageSettings
@@ -108,19 +108,14 @@ async def test_a_node_of_the_group_gets_a_workers_tokens_that_work(
 ) -> None:
     status, body = await ask(client, salad.sign())
     assert status == 200, body
-    tokens = sas.read_tokens(json.dumps(body))
     settings = azurite_settings.model_copy(
-        update={
-            "storage": body["storage"],
-            "queue_sas": tokens.queue,
-            "poison_sas": tokens.poison,
-            "blob_sas": tokens.blob,
-        }
+        update={"storage": body["storage"], "sas": SecretStr(json.dumps(body))}
     )
     async with open_storage(azurite_settings) as owner:
         await owner.create()
         async with AzureStorage(settings, retry.NEVER) as worker:
             await worker.check()
+            await worker.files.check()
             assert await worker.blobs.create("fox.png", b"pixels", "image/png", {})
 
 

@@ -122,7 +122,7 @@ def salad(salad_module: Any) -> Iterator[Any]:
 
 @pytest.fixture
 def connection(azurite_address: str) -> Iterator[str]:
-    """Azurite's connection string; the queue and the container that the document uses are new."""
+    """Azurite's connection string; the queue and the containers that the document uses are new."""
     yield azurite_address
     with QueueServiceClient.from_connection_string(
         azurite_address, api_version=API_VERSION
@@ -130,13 +130,14 @@ def connection(azurite_address: str) -> Iterator[str]:
         for name in ("jobs", "jobs-poison"):
             with contextlib.suppress(ResourceNotFoundError):
                 queues.delete_queue(name)
-    with (
-        ContainerClient.from_connection_string(
-            azurite_address, "images", api_version=API_VERSION
-        ) as images,
-        contextlib.suppress(ResourceNotFoundError),
-    ):
-        images.delete_container()
+    for name in ("images", "files"):
+        with (
+            ContainerClient.from_connection_string(
+                azurite_address, name, api_version=API_VERSION
+            ) as container,
+            contextlib.suppress(ResourceNotFoundError),
+        ):
+            container.delete_container()
 
 
 @pytest.fixture

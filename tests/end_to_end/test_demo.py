@@ -13,6 +13,8 @@ from pathlib import Path
 import pytest
 from PIL import Image
 
+from imagefleet.signing import SigningKey
+
 COMMAND = Path(sys.executable).with_name("imagefleet")
 
 KEYS = [
@@ -47,7 +49,12 @@ def interrupt_a_demo(cwd: Path) -> subprocess.CompletedProcess[str]:
 
 
 @pytest.mark.timeout(600)  # two runs of a real engine on a CPU
-def test_the_demo_runs_end_to_end_and_starts_anew_after_ctrl_c(tmp_path: Path) -> None:
+def test_the_demo_runs_end_to_end_and_starts_anew_after_ctrl_c(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    # The fleet's own key: the demo's jobs are not signed.
+    key = SigningKey.create(tmp_path / "key.pem")
+    monkeypatch.setenv("IMAGEFLEET_TRUSTED_KEY", key.public)
     interrupted = interrupt_a_demo(tmp_path)
     assert interrupted.returncode == 130, interrupted.stderr
     assert "of 24 jobs" in interrupted.stderr

@@ -71,6 +71,7 @@ def start(azurite_settings: StorageSettings) -> Iterator[Callable[..., subproces
                 "IMAGEFLEET_STORAGE": keys_mint.Minter(azurite_settings).storage,
                 "IMAGEFLEET_QUEUE": azurite_settings.queue,
                 "IMAGEFLEET_CONTAINER": azurite_settings.container,
+                "IMAGEFLEET_FILES_CONTAINER": azurite_settings.files_container,
                 **variables,
             },
             stdout=subprocess.PIPE,

@@ -193,7 +193,7 @@ async def test_a_model_fetched_from_the_storage_works_like_any_other(
     packed = tmp_path / "tiny.tar"
     with tarfile.open(packed, "w") as tar:
         tar.add(tiny_model, "tiny")
-    await storage.blobs.create("models/tiny.tar", packed.read_bytes(), "application/x-tar", {})
+    await storage.files.create("models/tiny.tar", packed.read_bytes(), "application/x-tar", {})
     await storage.queue.send(['{"prompt": "a house", "id": "j", "steps": 2}'])
     cache = tmp_path / "cache"
     process = start(*worker("store:tiny.tar", "--cache", cache, "--until-empty"))

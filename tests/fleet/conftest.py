@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import subprocess
 import sys
@@ -28,7 +29,7 @@ replicas: 750
 gpus: [RTX 3060 Ti]
 environment:
   IMAGEFLEET_STORAGE: https://acmeimages.blob.core.windows.net
-  IMAGEFLEET_QUEUE_SAS: {{env: QUEUE_SAS}}
+  IMAGEFLEET_SAS: {{env: SAS}}
 """
 
 Imagefleet = Callable[..., "subprocess.CompletedProcess[str]"]
@@ -80,7 +81,7 @@ def salad(salad_module: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) ->
     monkeypatch.setattr(deployment, "POLL_SECONDS", 0.01)
     monkeypatch.setattr(client, "FIRST_WAIT_SECONDS", 0.01)
     monkeypatch.setenv("SALAD_API_KEY", salad_module.KEY)
-    monkeypatch.setenv("QUEUE_SAS", SECRET)
+    monkeypatch.setenv("SAS", json.dumps({"queue": SECRET}))
     monkeypatch.setenv("no_proxy", "127.0.0.1")
     fake = salad_module.SaladFake()
     with salad_module.serving(fake):

@@ -38,10 +38,11 @@ WITHOUT_JSON = {
     "health": "a probe: its exit code is the answer",
 }
 
-#: Commands that change what is billed or cannot be undone. The others cost nothing, or a few
-#: storage operations: `load` fills a queue, but starts no worker.
+#: Commands that change what is billed, cannot be undone, or trust what others have written. The
+#: rest costs nothing, or a few storage operations: `load` fills a queue, but starts no worker.
 ASKING = {
     "failed discard",
+    "failed replay",
     "scale",
     *(f"deploy salad {name}" for name in ("apply", "resize", "drain", "delete")),
 }

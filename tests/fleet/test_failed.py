@@ -1,8 +1,12 @@
 from __future__ import annotations
 
 import asyncio
+import base64
+import hashlib
 import json
+import re
 import subprocess
+import zlib
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -11,7 +15,8 @@ import pytest
 
 from fleet import console
 from imagefleet import errors
-from imagefleet.job.message import read_job
+from imagefleet.job.message import Job, read_job
+from imagefleet.signing import SigningKey
 from imagefleet.storage import dead_letter
 from imagefleet.storage.open import open_storage
 from imagefleet.storage.protocol import Storage
@@ -136,8 +141,13 @@ def test_an_unknown_id_is_one_line_and_exit_code_2(
 def test_replay_moves_only_the_selected_job(
     in_process: Imagefleet, failed_jobs: StorageSettings
 ) -> None:
-    assert read(in_process("failed", "replay", "--id", "dog", "--dry-run", "--json")) == {
-        "count": 1
+    preview = read(in_process("failed", "replay", "--id", "dog", "--dry-run", "--json"))
+    assert preview == {
+        "count": 1,
+        "jobs": [{"campaign": None, "error": "MissingFileError", "count": 1}],
+        "prompts": ["a \x1b[31mdog [red]"],
+        "unsigned": 0,
+        "refused": 0,
     }
     assert depths(failed_jobs) == (0, 4)
 
@@ -148,14 +158,39 @@ def test_replay_moves_only_the_selected_job(
     assert depths(failed_jobs) == (1, 3)
 
 
-def test_replaying_all_leaves_foreign_messages_and_reports_them(
+def test_a_replay_of_several_jobs_shows_them_and_asks(
     in_process: Imagefleet, failed_jobs: StorageSettings
 ) -> None:
-    result = in_process("failed", "replay", "--all")
+    unasked = in_process("failed", "replay", "--all")
+    assert unasked.returncode == console.EXIT_OPERATOR_MUST_ACT
+    assert "--yes" in unasked.stderr
+    shown = in_process("failed", "replay", "--all", "--dry-run").stdout
+    for printed in (unasked.stderr, shown):
+        assert "2 failed jobs would be replayed" in printed
+        assert re.search(r"1 +spring +MissingFileError", printed)
+        assert "a \ufffd[31mdog [red]" in printed, "no control sequence"
+        assert "stays: its job is not valid for this version: the message is not JSON" in printed
+    assert depths(failed_jobs) == (0, 4)
 
-    assert "3 failed jobs replayed" in result.stdout
+
+def test_replaying_all_leaves_what_is_no_job_and_says_why(
+    in_process: Imagefleet, failed_jobs: StorageSettings
+) -> None:
+    result = in_process("failed", "replay", "--all", "--yes")
+
+    assert "2 failed jobs replayed" in result.stdout
     assert "stays: it is not a record of a failed job" in result.stdout
-    assert depths(failed_jobs) == (3, 1)
+    assert "stays: its job is not valid for this version" in result.stdout
+    assert depths(failed_jobs) == (2, 2)
+
+
+def test_jobs_that_newer_workers_may_take_are_replayed_on_request(
+    in_process: Imagefleet, failed_jobs: StorageSettings
+) -> None:
+    assert (
+        read(in_process("failed", "replay", "--all", "--invalid", "--yes", "--json"))["replayed"]
+        == 3
+    )
 
 
 @pytest.mark.parametrize("command", ["replay", "discard"])
@@ -183,6 +218,123 @@ def test_discard_asks_before_it_deletes(
         "refused": [],
     }
     assert depths(failed_jobs) == (0, 3)
+
+
+# With a signing key
+
+
+THIEFS = "a thief's house"
+
+
+@pytest.fixture
+def signed_jobs(failed_jobs: StorageSettings, tmp_path: Path) -> tuple[StorageSettings, SigningKey]:
+    """As `failed_jobs`, with two signed jobs and what a thief of a worker's token adds."""
+    key = SigningKey.create(tmp_path / "key.pem")
+
+    async def prepare() -> None:
+        async with open_storage(failed_jobs) as storage:
+            for name in ("fox", "owl"):
+                await add(storage, Job(prompt=f"a {name}", id=name, campaign="c").to_message(key))
+            [real] = [
+                record.model_dump(mode="json", exclude_none=True)
+                async for each in storage.poison.browse()
+                if (record := dead_letter.FailedJob.read(each.body)) and record.id == "fox"
+            ]
+            signed = json.loads(real["body"])
+            data = Job(prompt=THIEFS, id="blob").to_message().encode()
+            digest = hashlib.blake2b(data, digest_size=16).hexdigest()
+            await storage.blobs.create(f"failed/{digest}.txt", data, "text/plain", {})
+            await storage.blobs.create(f"failed/{'0' * 32}.txt", data, "text/plain", {})
+            packed = base64.b64encode(zlib.compress(data)).decode()
+            forged = [
+                {"body": Job(prompt=THIEFS, id="unsigned").to_message()},
+                {"body": json.dumps({**signed, "prompt": THIEFS})},
+                {"body": json.dumps({**signed, "id": "another"})},
+                {"body": Job(prompt=THIEFS, id="x").to_message(SigningKey.create(tmp_path / "x"))},
+                {"packed_body": packed},
+                {"body_blob": f"failed/{digest}.txt"},
+                {"body_blob": f"failed/{'0' * 32}.txt"},
+                {"body_blob": f"failed/{'1' * 32}.txt"},
+            ]
+            del real["body"]
+            await storage.poison.send(json.dumps({**real, **each}) for each in forged)
+
+    asyncio.run(prepare())
+    return failed_jobs, key
+
+
+def prompts(settings: StorageSettings) -> list[str]:
+    async def read_all() -> list[str]:
+        async with open_storage(settings) as storage:
+            return sorted(
+                [json.loads(each.body)["prompt"] async for each in storage.queue.browse()]
+            )
+
+    return asyncio.run(read_all())
+
+
+@pytest.mark.parametrize("variable", ["SIGNING", "TRUSTED"])
+def test_what_a_thief_put_there_does_not_come_back_as_jobs(
+    in_process: Imagefleet,
+    signed_jobs: tuple[StorageSettings, SigningKey],
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    variable: str,
+) -> None:
+    settings, key = signed_jobs
+    value = str(tmp_path / "key.pem") if variable == "SIGNING" else key.public
+    monkeypatch.setenv(f"IMAGEFLEET_{variable}_KEY", value)
+
+    preview = read(in_process("failed", "replay", "--all", "--invalid", "--dry-run", "--json"))
+    assert (preview["count"], preview["unsigned"]) == (2, 9)
+    assert sorted(preview["prompts"]) == ["a fox", "a owl"]
+
+    result = in_process("failed", "replay", "--all", "--invalid", "--yes")
+    assert "2 failed jobs replayed" in result.stdout
+    assert (
+        "9 records are not signed with your key: `imagefleet failed discard --unsigned`"
+        in result.stdout
+    )
+    assert "is not the message of job fox" in result.stdout
+    assert prompts(settings) == ["a fox", "a owl"]
+    assert depths(settings) == (2, 12)
+
+    assert "--yes" in in_process("failed", "discard", "--unsigned").stderr
+    assert read(in_process("failed", "discard", "--unsigned", "--dry-run", "--json"))["count"] == 12
+    assert read(in_process("failed", "discard", "--unsigned", "--yes", "--json")) == {
+        "discarded": 12,
+        "refused": [],
+    }
+    assert depths(settings) == (2, 0)
+
+
+def test_the_list_says_which_failed_jobs_are_signed(
+    in_process: Imagefleet,
+    signed_jobs: tuple[StorageSettings, SigningKey],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    assert "signed" not in in_process("failed", "list").stdout
+    monkeypatch.setenv("IMAGEFLEET_TRUSTED_KEY", signed_jobs[1].public)
+    jobs = read(in_process("failed", "list", "--json"))["jobs"]
+    assert [job["signed"] for job in jobs].count(True) == 2
+    shown = in_process("failed", "list").stdout
+    assert re.search(r"^owl .* yes *$", shown, re.MULTILINE)
+    assert re.search(r"^cat .* NO *$", shown, re.MULTILINE)
+
+
+def test_signed_jobs_stay_when_the_unsigned_are_discarded(
+    in_process: Imagefleet,
+    signed_jobs: tuple[StorageSettings, SigningKey],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    refused = in_process("failed", "discard", "--unsigned", "--yes")
+    assert refused.returncode == console.EXIT_OPERATOR_MUST_ACT
+    assert "set IMAGEFLEET_SIGNING_KEY or IMAGEFLEET_TRUSTED_KEY" in refused.stderr
+    assert depths(signed_jobs[0]) == (0, 14)
+    monkeypatch.setenv("IMAGEFLEET_TRUSTED_KEY", signed_jobs[1].public)
+    in_process("failed", "discard", "--unsigned", "--yes")
+    listed = read(in_process("failed", "list", "--json"))["jobs"]
+    assert sorted(job["id"] for job in listed) == ["fox", "owl"]
 
 
 def test_missing_storage_is_one_line_and_exit_code_2(in_process: Imagefleet) -> None:

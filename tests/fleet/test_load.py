@@ -16,12 +16,14 @@ from typing import IO
 
 import pytest
 
-from fleet import console
+from fleet import console, options
+from imagefleet.job.message import read_job
+from imagefleet.signing import SigningKey, TrustedKeys
 from imagefleet.storage.open import open_storage
 from imagefleet.storage.protocol import MAX_RECEIVE
 from imagefleet.storage.settings import StorageSettings
 from imagefleet.submit import BATCH
-from loadgen.load import POSITIONS_BETWEEN_WRITES, Checkpoint
+from loadgen.load import Checkpoint
 
 ROOT = Path(__file__).parents[2]
 
@@ -33,8 +35,8 @@ count: 250
 lists: {noun: [cat, dog, fox]}
 """
 
-#: Jobs that a kill may send twice: those in flight and those not yet in the checkpoint.
-WINDOW = 4 * BATCH + POSITIONS_BETWEEN_WRITES
+#: Jobs that a kill may send twice: those in flight.
+WINDOW = 4 * BATCH
 
 
 @pytest.fixture
@@ -57,7 +59,8 @@ def settings_for(folder: Path) -> StorageSettings:
 
 
 def flags(settings: StorageSettings) -> list[str]:
-    return [f"--{name}={getattr(settings, name)}" for name in ("storage", "queue", "container")]
+    names = ("storage", "queue", "container", "files_container")
+    return [f"{options.flag(name)}={getattr(settings, name)}" for name in names]
 
 
 def test_a_template_fills_the_queue(
@@ -69,6 +72,24 @@ def test_a_template_fills_the_queue(
     assert result.returncode == console.EXIT_DONE
     assert (summary["sent"], summary["total"], summary["finished"]) == (250, 250, True)
     assert len(ids_in(storage_settings)) == 250
+
+
+def test_with_a_signing_key_every_job_is_signed(
+    in_process: Imagefleet, template: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    key = SigningKey.create(tmp_path / "key.pem")
+    monkeypatch.setenv("IMAGEFLEET_SIGNING_KEY", str(tmp_path / "key.pem"))
+    result = in_process("load", "t.yaml")
+    assert result.returncode == console.EXIT_DONE, result.stderr
+
+    async def bodies() -> list[str]:
+        async with open_storage(settings_for(tmp_path)) as storage:
+            return [each.body async for each in storage.queue.browse()]
+
+    trusted = TrustedKeys.read(key.public)
+    read = [read_job(body, "m", trusted) for body in asyncio.run(bodies())]
+    assert {job.id for job in read} == set(ids_in(settings_for(tmp_path)))
+    assert len(read) == 250
 
 
 def test_a_dry_run_prints_ten_jobs_and_touches_nothing(

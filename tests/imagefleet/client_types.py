@@ -10,7 +10,8 @@ from PIL import Image
 import imagefleet
 from imagefleet import aio
 from imagefleet.outcomes import Status
-from imagefleet.storage.dead_letter_queue import Entry, Swept
+from imagefleet.storage.dead_letter import Entry
+from imagefleet.storage.dead_letter_queue import Swept
 
 
 def sync() -> None:

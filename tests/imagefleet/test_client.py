@@ -45,7 +45,7 @@ def _short_pauses(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.fixture
 def connect_options(storage_settings: StorageSettings) -> dict[str, str]:
-    names = ("storage", "queue", "container")
+    names = ("storage", "queue", "container", "files_container")
     return {name: getattr(storage_settings, name) for name in names}
 
 

@@ -6,7 +6,7 @@ import pytest
 
 from imagefleet import errors
 from loadgen import load
-from loadgen.load import Checkpoint, CheckpointFile
+from loadgen.load import Checkpoint
 
 HERE = Checkpoint(source="s", storage="local:/data", queue="jobs")
 
@@ -53,23 +53,6 @@ def test_a_damaged_checkpoint_is_never_trusted(tmp_path: Path, text: str) -> Non
 def test_a_path_that_is_not_writable_is_a_setup_error(tmp_path: Path) -> None:
     with pytest.raises(errors.SetupError, match="--checkpoint FILE"):
         HERE.write(tmp_path / "none" / "c.json")
-
-
-def test_the_file_is_not_written_for_each_batch_but_never_more_than_a_window_behind(
-    tmp_path: Path,
-) -> None:
-    path = tmp_path / "c.json"
-    kept = CheckpointFile(path, HERE)
-    kept.write()
-    written = set()
-    for confirmed in range(100, 10_001, 100):
-        kept.confirm(confirmed)
-        found = Checkpoint.read(path)
-        assert found is not None
-        assert confirmed - found.confirmed < load.POSITIONS_BETWEEN_WRITES
-        written.add(found.confirmed)
-
-    assert len(written) < 20
 
 
 def test_each_queue_has_its_own_checkpoint_beside_the_file() -> None:

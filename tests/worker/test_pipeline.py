@@ -16,7 +16,7 @@ from PIL import Image
 
 from imagefleet import errors, retry
 from imagefleet.storage import dead_letter
-from imagefleet.storage.protocol import Storage
+from imagefleet.storage.protocol import BlobStore, Storage
 from worker.engine import contract
 from worker.testing import StandInEngine, draw_noise
 
@@ -184,8 +184,9 @@ async def test_a_blob_that_exists_already_completes_the_job_as_a_duplicate(
 class FaultyBlobs:
     """Blobs whose first writes fail."""
 
-    def __init__(self, opened: Storage, faults: int) -> None:
-        self._blobs = opened.blobs
+    def __init__(self, blobs: BlobStore, faults: int) -> None:
+        self.name = blobs.name
+        self._blobs = blobs
         self.faults = faults
 
     async def create(
@@ -195,9 +196,6 @@ class FaultyBlobs:
             self.faults -= 1
             raise errors.TransientError("503 server busy")
         return await self._blobs.create(name, data, content_type, metadata)
-
-    async def metadata(self, name: str) -> Mapping[str, str] | None:
-        return await self._blobs.metadata(name)
 
     async def read(self, name: str, max_bytes: int | None = None) -> bytes | None:
         return await self._blobs.read(name, max_bytes)
@@ -209,7 +207,8 @@ class FaultyStorage:
     def __init__(self, opened: Storage, faults: int) -> None:
         self.queue, self.poison, self.url = opened.queue, opened.poison, opened.url
         self.operations = opened.operations
-        self.blobs = FaultyBlobs(opened, faults)
+        self.blobs = FaultyBlobs(opened.blobs, faults)
+        self.files = opened.files
 
 
 async def test_an_upload_that_fails_is_repeated_without_generating_again(
@@ -236,15 +235,17 @@ async def test_storage_that_stays_down_retries_the_job_instead_of_losing_it(
 
 
 class LostReplies(FaultyBlobs):
-    """Blobs that are written, but whose replies are lost on the way at first."""
+    """Blobs whose first writes are carried out, but their replies are lost on the way."""
 
     async def create(
         self, name: str, data: bytes, content_type: str, metadata: Mapping[str, str]
     ) -> bool:
         written = await self._blobs.create(name, data, content_type, metadata)
-        if self.faults:
+        if written and self.faults:
             self.faults -= 1
-            raise errors.TransientError("the connection was reset")
+            error = errors.TransientError("the connection was reset")
+            error.outcome_is_unknown = True
+            raise error
         return written
 
 
@@ -254,7 +255,7 @@ async def test_an_image_whose_reply_was_lost_is_the_workers_own_not_a_duplicate(
     await storage.blobs.create("default/j2.png", b"another worker's", "image/png", {"job": "j2"})
     await storage.queue.send(message(id=f"j{number}") for number in range(3))
     opened = FaultyStorage(storage, faults=0)
-    opened.blobs = LostReplies(storage, faults=3)
+    opened.blobs = LostReplies(storage.blobs, faults=3)
     pipeline = await run_pipeline(opened=opened)
     assert pipeline.settler.outcomes == {"completed": 2, "duplicate": 1}
     assert pipeline.images_written == 2
@@ -263,8 +264,8 @@ async def test_an_image_whose_reply_was_lost_is_the_workers_own_not_a_duplicate(
 class WaitingBlobs(FaultyBlobs):
     """Blobs of which two LoRAs are read at once, or none."""
 
-    def __init__(self, opened: Storage) -> None:
-        super().__init__(opened, faults=0)
+    def __init__(self, files: BlobStore) -> None:
+        super().__init__(files, faults=0)
         self._both = asyncio.Barrier(2)
 
     async def read(self, name: str, max_bytes: int | None = None) -> bytes | None:
@@ -280,10 +281,10 @@ async def test_the_loras_of_a_job_are_fetched_concurrently(
     lora_bytes: Callable[[str], bytes],
 ) -> None:
     for name in ("fox", "owl"):
-        await storage.blobs.create(f"loras/{name}.safetensors", lora_bytes(name), "text/plain", {})
+        await storage.files.create(f"loras/{name}.safetensors", lora_bytes(name), "text/plain", {})
     await storage.queue.send([message(id="j", prompt="<lora:fox:1> and <lora:owl:1>")])
     opened = FaultyStorage(storage, faults=0)
-    opened.blobs = WaitingBlobs(storage)
+    opened.files = WaitingBlobs(storage.files)
     pipeline = await run_pipeline(opened=opened)
     assert pipeline.settler.outcomes == {"completed": 1}
 
@@ -318,10 +319,11 @@ async def test_credentials_that_run_out_cost_a_job_no_attempt(
 ) -> None:
     at_once = dataclasses.replace(retry.UNTIL_ACCESS, longest_wait_seconds=0.001)
     monkeypatch.setattr(retry, "UNTIL_ACCESS", at_once)
-    await storage.blobs.create("loras/fox.safetensors", lora_bytes("x"), "text/plain", {})
+    await storage.files.create("loras/fox.safetensors", lora_bytes("x"), "text/plain", {})
     await storage.queue.send([message(id="j", prompt=prompt)])
     opened = FaultyStorage(storage, faults=0)
-    opened.blobs = ClosedBlobs(storage, faults=9)  # more than there are tries
+    opened.blobs = ClosedBlobs(storage.blobs, faults=9)  # more than there are tries
+    opened.files = ClosedBlobs(storage.files, faults=9)
     pipeline = await run_pipeline(opened=opened, max_attempts=1)
     assert pipeline.settler.outcomes == {"completed": 1}
 

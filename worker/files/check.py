@@ -55,7 +55,7 @@ def check(settings: WorkerSettings) -> None:
     """Raises SetupError if the worker could never load its model; no network is used."""
     if settings.config is not None and not settings.config.expanduser().is_dir():
         raise errors.SetupError(f"--config {str(settings.config)!r} is not a folder")
-    identity = f"{settings.storage} {settings.container}"
+    identity = f"{settings.storage} {settings.files_container}"
     if addresses.read_address(settings.model, settings.model_sha256, identity) is None:
         check_path(Path(settings.model).expanduser())
 

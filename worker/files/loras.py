@@ -4,65 +4,27 @@ from __future__ import annotations
 
 import asyncio
 import hashlib
-import json
 import logging
-import time
 from collections import Counter
-from collections.abc import Awaitable, Callable
+from collections.abc import Callable
 from functools import partial
 from io import BufferedReader, BytesIO
 from pathlib import Path
 
 from imagefleet import errors
+from imagefleet.signing import TrustedKeys
 from imagefleet.storage import protocol
-from worker.files import safetensors
+from worker.files import manifest, safetensors
 from worker.files.disk_cache import SUFFIX, DiskCache
+from worker.files.manifest import Manifest
 
 log = logging.getLogger(__name__)
-
-#: A manifest is read again after this time; a replaced LoRA is fetched again by then.
-MANIFEST_SECONDS = 300.0
 
 #: The largest LoRA file: it is checked in memory before it is stored, and eight may arrive at once.
 MAX_BYTES = 2**30
 
-MANIFEST = "manifest.json"
-
-
-class Manifest:
-    """The SHA-256 of LoRAs by name, `{"name": "sha256"}`; empty where there is no file."""
-
-    def __init__(self, where: str, read: Callable[[], Awaitable[bytes | None]]) -> None:
-        self._where = where
-        self._read = read
-        self._hashes: dict[str, str] = {}
-        self._read_at: float | None = None
-
-    async def sha256(self, name: str) -> str | None:
-        """The hash that the file must have, or None where any will do.
-
-        Raises:
-            TransientError: the manifest cannot be read or is not valid.
-        """
-        if self._read_at is None or time.monotonic() - self._read_at > MANIFEST_SECONDS:
-            # It may be half-written; going on without it would mean to trust any file.
-            self._hashes = read_manifest(self._where, await self._read() or b"{}")
-            self._read_at = time.monotonic()
-        return self._hashes.get(name)
-
-    def forget(self) -> None:
-        """Reads it again the next time: it and a file disagree, and one of them is old."""
-        self._read_at = None
-
-
-def read_manifest(where: str, content: bytes) -> dict[str, str]:
-    """The SHA-256 by name; raises TransientError if *content* is not valid."""
-    try:
-        return {str(key): value.lower() for key, value in json.loads(content).items()}
-    except (ValueError, TypeError, AttributeError, RecursionError) as error:
-        raise errors.TransientError(
-            f'{where} is not a JSON manifest, {{"name": "sha256", ...}}: {error}'
-        ) from error
+FOLDER = "loras"
+_MANIFEST = f"{FOLDER}/{manifest.NAME}"
 
 
 def check_content(name: str, file: BufferedReader | BytesIO, size: int, sha256: str | None) -> None:
@@ -103,19 +65,28 @@ class LoraLibrary:
     """Resolves LoRA names to files. A name is one safe path segment, checked with the prompt."""
 
     def __init__(
-        self, blobs: protocol.BlobStore, *, directory: Path | None, cache: Path, cache_bytes: int
+        self,
+        blobs: protocol.BlobStore,
+        *,
+        directory: Path | None,
+        cache: Path,
+        cache_bytes: int,
+        trusted: TrustedKeys | None = None,
     ) -> None:
-        """*directory* comes before the storage."""
+        """*directory* comes before the storage, whose files one of the *trusted* keys must list."""
         self.lookups: Counter[str] = Counter()
         self._blobs = blobs
         self._directory = directory
         self._cache = DiskCache(cache, cache_bytes)
         self._fetches: dict[str, asyncio.Task[Path]] = {}
         self._storage_manifest = Manifest(
-            f"loras/{MANIFEST} in the storage", lambda: blobs.read(f"loras/{MANIFEST}")
+            f"{_MANIFEST} in the container {blobs.name!r}",
+            lambda: blobs.read(_MANIFEST, manifest.MAX_BYTES),
+            folder=FOLDER,
+            trusted=trusted,
         )
         self._directory_manifest = Manifest(
-            f"{directory}/{MANIFEST}", lambda: asyncio.to_thread(_read, directory)
+            f"{directory}/{manifest.NAME}", lambda: asyncio.to_thread(_read, directory)
         )
         # What was checked in full, and against which hash: by path, modification time and size.
         self._checked: dict[Path, tuple[int, int, str | None]] = {}
@@ -124,10 +95,11 @@ class LoraLibrary:
         """The file of the LoRA *name*, complete and matching its manifest.
 
         Raises:
-            MissingFileError: it does not exist.
+            MissingFileError: it does not exist, or a signed manifest does not list it.
             UnusableFileError: it is too large, or not a safetensors file.
             TransientError: the storage did not answer, or the file is truncated or does not match.
             NodeError, SetupError: the cache cannot be written.
+            SetupError: the manifest is too large, or not signed with the trusted key.
         """
         path = await self._in_directory(name) or await self._in_cache(name)
         self.lookups["hit" if path else "miss"] += 1
@@ -172,19 +144,21 @@ class LoraLibrary:
         data = await self._blobs.read(f"loras/{name}{SUFFIX}", max_bytes=MAX_BYTES)
         if data is None:
             folder = f"{self._directory} or " if self._directory else ""
-            raise errors.MissingFileError(f"no LoRA {name}{SUFFIX} in {folder}the storage's loras/")
+            raise errors.MissingFileError(
+                f"no LoRA {name}{SUFFIX} in {folder}loras/ of the container {self._blobs.name!r}"
+            )
         check = partial(check_content, name, BytesIO(data), len(data))
         await self._verify(self._storage_manifest, name, check)
         return await asyncio.to_thread(self._cache.store, name, data)
 
     async def _verify(
-        self, manifest: Manifest, name: str, check: Callable[[str | None], None]
+        self, listed: Manifest, name: str, check: Callable[[str | None], None]
     ) -> None:
-        sha256 = await manifest.sha256(name)
+        sha256 = await listed.sha256(name)
         try:
             await asyncio.to_thread(check, sha256)
         except errors.TransientError:
-            manifest.forget()  # one of the two may be old
+            listed.forget()  # one of the two may be old
             raise
 
     def _check(self, name: str, path: Path, sha256: str | None) -> None:
@@ -204,7 +178,10 @@ class LoraLibrary:
 
 
 def _read(directory: Path | None) -> bytes | None:
+    if directory is None:
+        return None
     try:
-        return (directory / MANIFEST).read_bytes() if directory else None
+        with (directory / manifest.NAME).open("rb") as file:
+            return file.read(manifest.MAX_BYTES + 1)
     except FileNotFoundError:
         return None

@@ -15,8 +15,9 @@ from collections.abc import Callable
 from pathlib import Path, PurePosixPath
 
 from imagefleet import errors, retry
+from imagefleet.signing import trusted_keys
 from imagefleet.storage import protocol
-from worker.files import addresses, check, kinds, safetensors
+from worker.files import addresses, check, kinds, manifest, safetensors
 from worker.files.addresses import STORE_SCHEME, Address
 from worker.files.disk_cache import SUFFIX, DiskCache
 from worker.files.download import Download
@@ -27,6 +28,8 @@ log = logging.getLogger(__name__)
 
 #: A few minutes without a byte, on average.
 STORAGE_RETRIES = retry.RetryPolicy(tries=15, longest_wait_seconds=30)
+
+FOLDER = "models"
 
 _UNPACKING = "unpacking"
 
@@ -48,6 +51,38 @@ def local_path(settings: WorkerSettings) -> Path:
         return Path(settings.model).expanduser()
     folder = _folder(settings, address)
     return find_fetched(folder, address) or folder / address.stem
+
+
+async def pinned(
+    settings: WorkerSettings,
+    blobs: protocol.BlobStore,
+    retry_policy: retry.RetryPolicy = STORAGE_RETRIES,
+) -> WorkerSettings:
+    """The settings with the hash that a signed manifest gives for a model in the storage.
+
+    Without a trusted key, or with a hash given, they stay as they are.
+
+    Raises:
+        SetupError: no manifest that is signed with the trusted key lists the model.
+    """
+    trusted = trusted_keys(settings.trusted_key)
+    is_stored = settings.model.startswith(STORE_SCHEME)
+    if trusted is None or settings.model_sha256 is not None or not is_stored:
+        return settings
+    name = f"{FOLDER}/{manifest.NAME}"
+    listed = manifest.Manifest(
+        f"{name} in the container {blobs.name!r}",
+        lambda: blobs.read(name, manifest.MAX_BYTES),
+        folder=FOLDER,
+        trusted=trusted,
+    )
+    try:
+        sha256 = await retry_policy.call(
+            lambda: listed.sha256(settings.model.removeprefix(STORE_SCHEME))
+        )
+    except errors.MissingFileError as error:
+        raise errors.SetupError(error.message) from None
+    return settings.model_copy(update={"model_sha256": sha256})
 
 
 async def fetch(
@@ -143,7 +178,7 @@ def find_fetched(folder: Path, address: Address) -> Path | None:
 
 
 def _address(settings: WorkerSettings) -> Address | None:
-    storage = f"{settings.storage} {settings.container}"
+    storage = f"{settings.storage} {settings.files_container}"
     return addresses.read_address(settings.model, settings.model_sha256, storage)
 
 

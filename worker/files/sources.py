@@ -114,12 +114,12 @@ class HttpSource:
 
 
 class BlobSource:
-    """The blob `models/NAME` in the storage."""
+    """The blob `models/NAME` in the container of files."""
 
     def __init__(self, blobs: protocol.BlobStore, name: str) -> None:
         self._blobs = blobs
         self._blob = f"models/{name}"
-        self.label = f"{self._blob} in the storage"
+        self.label = f"{self._blob} in the container {blobs.name!r}"
 
     @contextlib.asynccontextmanager
     async def opened(self, offset: int, version: str | None) -> AsyncIterator[Opened]:
@@ -144,7 +144,7 @@ class BlobSource:
         part = await self._blobs.read_part(self._blob, offset, _PART_BYTES)
         if part is None:
             raise errors.SetupError(
-                f"there is no {self._blob} in the storage: upload it or correct --model"
+                f"there is no {self.label}: `imagefleet model add` stores it, or correct --model"
             )
         return part
 

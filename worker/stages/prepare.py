@@ -13,6 +13,7 @@ from typing import NoReturn
 
 from imagefleet import errors, retry
 from imagefleet.job.message import Job, read_job
+from imagefleet.signing import TrustedKeys
 from imagefleet.storage import protocol
 from worker.engine import contract
 from worker.files.loras import LoraLibrary
@@ -72,6 +73,7 @@ class PrepareStage:
     library: LoraLibrary
     settler: Settler
     metrics: WorkerMetrics
+    trusted: TrustedKeys | None = None
     queue: asyncio.Queue[InFlightJob] = field(
         default_factory=lambda: asyncio.Queue(protocol.MAX_RECEIVE), init=False
     )
@@ -138,7 +140,7 @@ class PrepareStage:
 
     def _read(self, entry: InFlightJob) -> Job:
         message = entry.lease.message
-        job = read_job(message.body, message.id)
+        job = read_job(message.body, message.id, self.trusted)
         entry.job = job  # from here on, a failure is recorded with the job's id and campaign
         if job.model not in {None, self.engine.model_name}:
             raise errors.MissingFileError(

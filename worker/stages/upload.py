@@ -123,13 +123,22 @@ class UploadStage:
         name = image.job.blob_name(image.index)
         metadata = self._metadata(image)
 
+        is_in_doubt = False
+
         async def create() -> bool:
+            nonlocal is_in_doubt
             entry.lease.check()
-            with self.watchdog.uploading(len(file.data)):
-                return await self.blobs.create(name, file.data, file.content_type, metadata)
+            try:
+                with self.watchdog.uploading(len(file.data)):
+                    stored = self.blobs.create(name, file.data, file.content_type, metadata)
+                    # A name taken after a reply was lost is taken by this very image.
+                    return await stored or is_in_doubt
+            except errors.TransientError as error:
+                is_in_doubt = is_in_doubt or error.outcome_is_unknown
+                raise
 
         with self.metrics.stage_seconds.labels("upload").time():
-            written = await self.retry_policy.call(create) or await self._wrote(name, metadata)
+            written = await self.retry_policy.call(create)
         if written:
             entry.images_written += 1
             self.images_written += 1
@@ -139,13 +148,6 @@ class UploadStage:
         entry.images_to_store -= 1
         if not entry.images_to_store:
             await self._stored.put(entry)
-
-    async def _wrote(self, name: str, metadata: dict[str, str]) -> bool:
-        """True if the blob is this very image, stored by a request whose reply was lost."""
-        try:
-            return await self.blobs.metadata(name) == metadata
-        except errors.TransientError:
-            return False
 
     def _metadata(self, image: InFlightImage) -> dict[str, str]:
         """The blob's metadata; Azure requires ASCII values."""

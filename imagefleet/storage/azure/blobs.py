@@ -13,7 +13,7 @@ from azure.core.exceptions import HttpResponseError
 from azure.storage.blob import ContentSettings
 from azure.storage.blob.aio import ContainerClient
 
-from imagefleet import retry
+from imagefleet import errors, retry
 from imagefleet.storage import protocol
 from imagefleet.storage.azure import errors as azure_errors
 from imagefleet.storage.azure.block_upload import BlockUpload
@@ -42,6 +42,10 @@ class AzureBlobs:
         self._retry_policy = retry_policy
         self._access = access
 
+    @property
+    def name(self) -> str:
+        return str(self._client.container_name)
+
     async def create_container(self) -> None:
         """Creates the container if it does not exist."""
 
@@ -53,9 +57,18 @@ class AzureBlobs:
 
     async def check(self) -> None:
         """Raises SetupError if the container does not exist or the credentials are wrong."""
-        # By a blob that does not exist: a container's SAS token may not read the properties of the
-        # container itself, and the error code would be that of Azure's firewall.
-        await self._call(ANY_PERMISSION, lambda: self._exists(_NO_BLOB))
+
+        async def request() -> None:
+            # By a blob that does not exist: a container's SAS token may not read the properties of
+            # the container itself, and the error code would be that of Azure's firewall.
+            try:
+                await self._exists(_NO_BLOB)
+            except HttpResponseError as error:
+                if azure_errors.code_of(error) not in LESS_PERMISSION:
+                    raise
+                await self._may_create()
+
+        await self._call(ANY_PERMISSION, request)
 
     async def create(
         self, name: str, data: bytes, content_type: str, metadata: Mapping[str, str]
@@ -77,13 +90,12 @@ class AzureBlobs:
                     )
                     return True
             except HttpResponseError as error:
-                # Azurite answers so, too, if the blob exists and the token lacks `w`.
-                refused = azure_errors.code_of(error) in LESS_PERMISSION
-                if not refused or not await self._exists(name):
+                # Not Azure's answer, whose roles and tokens need moments to reach all its servers.
+                if not azure_errors.is_azurites_overwrite(error) or not await self._may_create():
                     raise
             return False
 
-        return await self._call("c", request)
+        return await self._create(request)
 
     async def upload(
         self,
@@ -99,7 +111,8 @@ class AzureBlobs:
             return False
         client = self._client.get_blob_client(name)
         upload = BlockUpload(client, file, partial(self._call, "c"), on_progress)
-        return await upload.run(content_type, metadata)
+        await upload.send()
+        return await self._create(lambda: upload.commit(content_type, metadata))
 
     async def replace(self, name: str, data: bytes, content_type: str, version: str | None) -> bool:
         protocol.check_blob_name(name)
@@ -130,17 +143,6 @@ class AzureBlobs:
                 download = await self._client.download_blob(name)
                 protocol.check_blob_size(name, download.size, max_bytes)
                 return await download.readall()
-            return None
-
-        return await self._call("r", request)
-
-    async def metadata(self, name: str) -> Mapping[str, str] | None:
-        protocol.check_blob_name(name)
-
-        async def request() -> Mapping[str, str] | None:
-            with azure_errors.tolerated({"BlobNotFound", *LESS_PERMISSION}):
-                properties = await self._client.get_blob_client(name).get_blob_properties()
-                return dict(properties.metadata or {})
             return None
 
         return await self._call("r", request)
@@ -199,14 +201,46 @@ class AzureBlobs:
                 yield blob
 
     async def _exists(self, name: str) -> bool:
-        """True if the blob exists; False, too, if the credentials do not allow reading it."""
-        with azure_errors.tolerated({"BlobNotFound", *LESS_PERMISSION}):
+        with azure_errors.tolerated({"BlobNotFound"}):
             await self._client.get_blob_client(name).get_blob_properties()
             return True
         return False
 
+    async def _may_create(self) -> bool:
+        """True if the credentials allow creating blobs; creates none."""
+        with azure_errors.tolerated(LESS_PERMISSION):
+            with azure_errors.tolerated({"ConditionNotMet"}):
+                # Only over a blob with this ETag, which none has.
+                await self._client.upload_blob(
+                    _NO_BLOB,
+                    b"",
+                    overwrite=True,
+                    etag='"0x0"',
+                    match_condition=MatchConditions.IfNotModified,
+                )
+            return True
+        return False
+
+    async def _create(self, request: Callable[[], Awaitable[bool]]) -> bool:
+        """Calls *request*, which returns False if the name is taken.
+
+        Taken after an attempt whose reply was lost: that attempt created the blob.
+        """
+        is_in_doubt = False
+
+        async def attempt() -> bool:
+            nonlocal is_in_doubt
+            try:
+                return await self._attempt("c", request) or is_in_doubt
+            except errors.TransientError as error:
+                is_in_doubt = is_in_doubt or error.outcome_is_unknown
+                error.outcome_is_unknown = is_in_doubt
+                raise
+
+        return await self._retry_policy.call(attempt)
+
     async def _call(self, permission: str, request: Callable[[], Awaitable[_Result]]) -> _Result:
-        what = f"the container {self._client.container_name!r}"
-        return await self._retry_policy.call(
-            lambda: self._access.attempt(what, permission, request)
-        )
+        return await self._retry_policy.call(lambda: self._attempt(permission, request))
+
+    async def _attempt(self, permission: str, request: Callable[[], Awaitable[_Result]]) -> _Result:
+        return await self._access.attempt(f"the container {self.name!r}", permission, request)

@@ -44,16 +44,16 @@ class BlockUpload:
         self._on_progress = on_progress
         self._stored_bytes = 0
         self._there: set[str] = set()
+        self._ids: list[str] = []
 
-    async def run(self, content_type: str, metadata: Mapping[str, str]) -> bool:
-        """Returns False if the name is taken."""
+    async def send(self) -> None:
+        """Stores what is missing; `commit` makes it a blob."""
         await self._call(self._find_blocks)
         blocks = _blocks(self._file)
-        ids: list[str] = []
         running: set[asyncio.Task[None]] = set()
         try:
             while (block := await asyncio.to_thread(next, blocks, None)) is not None:
-                ids.append(block[0])
+                self._ids.append(block[0])
                 if len(running) == _CONCURRENT_BLOCKS:
                     done, running = await asyncio.wait(running, return_when=asyncio.FIRST_COMPLETED)
                     for task in done:
@@ -64,18 +64,17 @@ class BlockUpload:
             for task in running:
                 task.cancel()
 
-        async def commit() -> bool:
-            with azure_errors.tolerated(azure_errors.TAKEN):
-                await self._client.commit_block_list(
-                    [BlobBlock(block_id=each) for each in ids],
-                    content_settings=ContentSettings(content_type=content_type),
-                    metadata=dict(metadata),
-                    match_condition=MatchConditions.IfMissing,  # If-None-Match: *
-                )
-                return True
-            return False
-
-        return await self._call(commit)
+    async def commit(self, content_type: str, metadata: Mapping[str, str]) -> bool:
+        """One request; returns False if the name is taken."""
+        with azure_errors.tolerated(azure_errors.TAKEN):
+            await self._client.commit_block_list(
+                [BlobBlock(block_id=each) for each in self._ids],
+                content_settings=ContentSettings(content_type=content_type),
+                metadata=dict(metadata),
+                match_condition=MatchConditions.IfMissing,  # If-None-Match: *
+            )
+            return True
+        return False
 
     async def _find_blocks(self) -> bool:
         """Blocks of an earlier attempt."""

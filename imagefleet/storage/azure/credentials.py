@@ -17,7 +17,6 @@ from typing import Any, TypeVar, get_args
 from azure.core.credentials import AzureSasCredential
 from azure.core.credentials_async import AsyncTokenCredential
 from azure.core.exceptions import ClientAuthenticationError
-from pydantic import SecretStr
 
 from imagefleet import errors
 from imagefleet.storage.azure import errors as azure_errors
@@ -46,11 +45,9 @@ class Access:
         self,
         resource: Resource,
         credential: AzureSasCredential | AsyncTokenCredential | None,
-        of_job_queue: AzureSasCredential | AsyncTokenCredential | None,
     ) -> None:
         self.credential = credential
         self._resource = resource
-        self._of_job_queue = of_job_queue
 
     async def attempt(
         self, what: str, permission: str, request: Callable[[], Awaitable[_Result]]
@@ -58,26 +55,22 @@ class Access:
         """Makes a request once; raises errors of our tree, which name *what*.
 
         *permission* is the letter (`roles`) that the request needs; empty for what no token allows.
+
+        Raises:
+            NoTokenError: there are tokens, but none for this resource.
         """
+        if isinstance(self.credential, AzureSasCredential) and not self.credential.signature:
+            raise azure_errors.NoTokenError(
+                refusals.missing_token(what, self._resource, permission)
+            )
         with azure_errors.translated(what, self._in_use(), permission):
             return await request()
 
-    @property
-    def is_missing(self) -> bool:
-        """True if there is no token for the resource, so that the job queue's is tried."""
-        return self._in_use().is_job_queues
-
     def _in_use(self) -> refusals.Credential:
-        token, job_queues = _token_of(self.credential), _token_of(self._of_job_queue)
-        return refusals.Credential(
-            self._resource,
-            token,
-            is_identity=self.credential is not None and not token,
-            # An account's token, which has the field `ss`, is for all resources.
-            is_job_queues=self._resource != "queue"
-            and token == job_queues != ""
-            and "ss=" not in token,
-        )
+        credential = self.credential
+        token = credential.signature if isinstance(credential, AzureSasCredential) else ""
+        is_identity = credential is not None and not token
+        return refusals.Credential(self._resource, token, is_identity=is_identity)
 
 
 class RotatingAccess(Access):
@@ -85,7 +78,7 @@ class RotatingAccess(Access):
 
     def __init__(self, resource: Resource, tokens: RotatingTokens) -> None:
         self._sas = tokens.credentials[resource]
-        super().__init__(resource, self._sas, tokens.credentials["queue"])
+        super().__init__(resource, self._sas)
         self._tokens = tokens
         self._accepted = False
 
@@ -187,7 +180,7 @@ class RotatingTokens:
 
     @property
     def _has_tokens(self) -> bool:
-        return bool(self.credentials["queue"].signature)
+        return any(each.signature for each in self.credentials.values())
 
     def _refresh(self) -> asyncio.Task[None]:
         if self._refreshing is None or self._refreshing.done():
@@ -217,7 +210,7 @@ class RotatingTokens:
 
 
 class Credentials:
-    """The credentials of the queue, the poison queue and the container.
+    """The credentials of the queues and the containers.
 
     Raises:
         SetupError: there are no credentials, or two kinds of them.
@@ -237,30 +230,18 @@ class Credentials:
             accesses = [RotatingAccess(resource, tokens) for resource in tokens.credentials]
         else:
             identity: AsyncTokenCredential | None = None
-            queue_sas = settings.queue_sas or (SecretStr(address.sas) if address.sas else None)
-            if queue_sas is None and not address.has_key:
+            fixed = sas_tokens.fixed_tokens(settings, address.sas)
+            if fixed is None and not address.has_key:
                 identity = self._to_close = _workload_identity(settings.queue)
-            of_queue = AzureSasCredential(queue_sas.get_secret_value()) if queue_sas else identity
-            own = {"poison": settings.poison_sas, "blob": settings.blob_sas}
             accesses = [
-                Access(
-                    resource,
-                    AzureSasCredential(token.get_secret_value())
-                    if (token := own.get(resource))
-                    else of_queue,
-                    of_queue,
-                )
+                Access(resource, AzureSasCredential(fixed.of(resource)) if fixed else identity)
                 for resource in get_args(Resource)
             ]
-        self.queue, self.poison, self.blob = accesses
+        self.queue, self.poison, self.blob, self.files = accesses
 
     async def close(self) -> None:
         if self._to_close is not None:
             await self._to_close.close()
-
-
-def _token_of(credential: AzureSasCredential | AsyncTokenCredential | None) -> str:
-    return credential.signature if isinstance(credential, AzureSasCredential) else ""
 
 
 def _workload_identity(queue: str) -> AsyncTokenCredential:
@@ -271,9 +252,9 @@ def _workload_identity(queue: str) -> AsyncTokenCredential:
     """
     if not os.environ.get(FEDERATED_TOKEN_FILE):
         raise errors.SetupError(
-            f"no credentials for {queue!r}: set IMAGEFLEET_QUEUE_SAS (and, where they differ,"
-            " IMAGEFLEET_POISON_SAS and IMAGEFLEET_BLOB_SAS), or IMAGEFLEET_SAS_FILE, or give a"
-            f" connection string; a pod with workload identity has {FEDERATED_TOKEN_FILE} set"
+            f"no credentials for {queue!r}: set IMAGEFLEET_SAS or IMAGEFLEET_SAS_FILE"
+            " (`imagefleet keys` makes both), or give a connection string; a pod with workload"
+            f" identity has {FEDERATED_TOKEN_FILE} set"
         )
     try:
         from azure.identity.aio import WorkloadIdentityCredential

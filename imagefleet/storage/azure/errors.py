@@ -45,9 +45,15 @@ _ACCOUNT_KEY = refusals.Credential()
 class ReplyLostError(errors.TransientError):
     """The reply was lost: the request may have been carried out."""
 
+    outcome_is_unknown = True
+
 
 class RefusedError(errors.SetupError):
     """The credentials are expired, revoked or wrong."""
+
+
+class NoTokenError(errors.SetupError):
+    """There is no SAS token for the resource."""
 
 
 @contextmanager
@@ -81,6 +87,12 @@ def code_of(error: exceptions.HttpResponseError) -> str:
     """Azure's error code, from the SDK's enumeration or as text."""
     code = getattr(error, "error_code", None)
     return str(getattr(code, "value", code) or "no error code")
+
+
+def is_azurites_overwrite(error: exceptions.HttpResponseError) -> bool:
+    """True for what Azurite may answer where Azure answers UnauthorizedBlobOverwrite."""
+    server = getattr(error.response, "headers", {}).get("Server", "")
+    return server.startswith("Azurite") and code_of(error) in refusals.LESS_PERMISSION
 
 
 def _from_response(

@@ -62,7 +62,10 @@ class AzureQueue:
                 return True
             return False
 
-        return await self._call("", request)
+        try:
+            return await self._call("", request)
+        except azure_errors.NoTokenError:
+            return False
 
     async def check(self) -> None:
         """Raises SetupError if the queue does not exist or the credentials are wrong."""

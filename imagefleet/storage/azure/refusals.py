@@ -36,7 +36,6 @@ class Credential:
     resource: Resource | None = None
     token: str = ""
     is_identity: bool = False
-    is_job_queues: bool = False  # the token, for want of one for this resource
     is_from_broker: bool = False
 
 
@@ -63,6 +62,11 @@ def sentence(what: str, credential: Credential, permission: str, answer: Answer)
     return f"Azure refuses access to {what}: {reason}{_skew(answer)} ({_short(answer)})"
 
 
+def missing_token(what: str, resource: Resource, permission: str) -> str:
+    """There is no token for a request for *what* that needs *permission*."""
+    return f"there is no SAS token for {what}{_remedy(resource, permission)}"
+
+
 def _of_token(what: str, credential: Credential, permission: str, answer: Answer) -> str:
     token = f"the SAS token of {what}"
     ends_at, begins_at = sas.expiry(credential.token), sas.start(credential.token)
@@ -72,11 +76,6 @@ def _of_token(what: str, credential: Credential, permission: str, answer: Answer
     if begins_at and begins_at > answer.at:
         wait = f"{_moment(begins_at)}, in {_span(begins_at - answer.at)}{_skew(answer)}"
         return f"{token} is not valid before {wait}: wait, or mint one without a start"
-    if credential.is_job_queues and answer.code not in LESS_PERMISSION:
-        return (
-            f"there is no SAS token for {what}, and the job queue's is not valid there"
-            f"{_remedy(credential.resource, permission)}"
-        )
     if _lacks(credential.token, permission, answer):
         return f"{token} may not {_doing(credential, permission)} ({_short(answer)})" + _remedy(
             credential.resource, permission
@@ -140,7 +139,7 @@ def _renewal(credential: Credential) -> str:
     role = roles.of_token(credential.resource, letters) if credential.resource else None
     command = f"imagefleet keys {role.name if role else 'ROLE'}"
     if policy:
-        return f": `{command} --policy {policy}` extends the policy"
+        command += " --policy NAME"  # one of that name would bring the revoked tokens back
     return f": mint new ones with `{command}`"
 
 

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 from imagefleet.storage.settings import Resource, StorageSettings
 
-RESOURCES: tuple[Resource, ...] = ("queue", "poison", "blob")
+RESOURCES: tuple[Resource, ...] = ("queue", "poison", "blob", "files")
 
 #: In place of a letter, for a request that needs a valid token of the resource, whatever it allows.
 ANY_PERMISSION = "*"
@@ -48,9 +48,10 @@ class Role:
 
     name: str
     what: str
-    queue: str
+    queue: str = ""
     poison: str = ""
     blob: str = ""
+    files: str = ""
 
     def letters(self, resource: Resource) -> str:
         letters: str = getattr(self, resource)
@@ -72,7 +73,8 @@ ROLES: Mapping[str, Role] = {
             # gauges and --until-empty need it.
             queue="rup",
             poison="a",
-            blob="rc",
+            blob="c",
+            files="r",
         ),
         Role("load", "`imagefleet load` on existing queues", queue="a"),
         Role(
@@ -89,15 +91,29 @@ ROLES: Mapping[str, Role] = {
             poison="rup",
             blob="r",
         ),
+        Role(
+            "files",
+            "`imagefleet lora` and `imagefleet model`, which add and list what workers read",
+            files="rcwl",
+        ),
     )
 }
 
 
 def name_of(settings: StorageSettings, resource: Resource) -> str:
     """The name of the queue or container."""
-    if resource == "blob":
-        return settings.container
-    return settings.queue if resource == "queue" else settings.poison_queue
+    names: dict[Resource, str] = {
+        "queue": settings.queue,
+        "poison": settings.poison_queue,
+        "blob": settings.container,
+        "files": settings.files_container,
+    }
+    return names[resource]
+
+
+def is_container(resource: Resource) -> bool:
+    """Whether it is a container of blobs, not a queue."""
+    return resource in {"blob", "files"}
 
 
 def with_permission(resource: Resource, letter: str) -> list[Role]:
@@ -118,12 +134,12 @@ def of_token(resource: Resource, letters: str) -> Role | None:
 
 def azure_role(resource: Resource, letter: str) -> str:
     """The least of Azure's own roles that gives an identity this permission."""
-    if resource == "blob":
+    if is_container(resource):
         return _AZURE_BLOB_ROLES.get(letter, "Storage Blob Data Contributor")
     return _AZURE_QUEUE_ROLES.get(letter, "Storage Queue Data Contributor")
 
 
 def explain(resource: Resource, letters: Iterable[str]) -> list[str]:
     """What each of the letters allows."""
-    words = BLOB_PERMISSIONS if resource == "blob" else QUEUE_PERMISSIONS
+    words = BLOB_PERMISSIONS if is_container(resource) else QUEUE_PERMISSIONS
     return [words.get(letter, letter) for letter in letters]

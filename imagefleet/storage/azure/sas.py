@@ -11,7 +11,7 @@ from collections.abc import Awaitable, Callable
 from datetime import UTC, datetime
 from email.utils import parsedate_to_datetime
 from pathlib import Path
-from typing import Annotated, get_args
+from typing import Annotated, Self, get_args
 from urllib.parse import parse_qs
 
 import aiohttp
@@ -22,6 +22,7 @@ from pydantic import (
     ConfigDict,
     SecretStr,
     ValidationError,
+    model_validator,
 )
 
 from imagefleet import errors, retry, validation
@@ -67,21 +68,37 @@ _SasToken = Annotated[SecretStr, AfterValidator(_checked_token)]
 
 
 class Tokens(BaseModel):
-    """`{"queue": ..., "poison": ..., "blob": ..., "expires_at": ...}`; only `queue` is required.
+    """`{"queue": ..., "poison": ..., "blob": ..., "files": ..., "expires_at": ...}`.
 
-    Without tokens of their own, the poison queue and the container use the queue's.
+    A role has tokens only for what it needs; one of the whole account is for what has none.
     """
 
     model_config = ConfigDict(frozen=True, extra="ignore", hide_input_in_errors=True)
 
-    queue: _SasToken
+    queue: _SasToken | None = None
     poison: _SasToken | None = None
     blob: _SasToken | None = None
+    files: _SasToken | None = None
     expires_at: AwareDatetime | None = None
 
+    @model_validator(mode="after")
+    def _check_that_there_is_one(self) -> Self:
+        if not any(self._by_resource().values()):
+            raise ValueError(f"a token of {', '.join(get_args(Resource))} is missing")
+        return self
+
     def of(self, resource: Resource) -> str:
-        token = {"queue": self.queue, "poison": self.poison, "blob": self.blob}[resource]
-        return (token or self.queue).get_secret_value()
+        """The token for it; empty if there is none."""
+        tokens = self._by_resource()
+        accounts = (token for token in tokens.values() if "ss" in parse_qs(token))
+        return tokens[resource] or next(accounts, "")
+
+    def _by_resource(self) -> dict[Resource, str]:
+        given = {"queue": self.queue, "poison": self.poison, "blob": self.blob, "files": self.files}
+        return {
+            resource: token.get_secret_value() if (token := given[resource]) else ""
+            for resource in get_args(Resource)
+        }
 
     @property
     def ends_at(self) -> datetime | None:
@@ -215,11 +232,11 @@ def source_of(
     Raises:
         SetupError: they name two, or a broker where no identity token is available.
     """
-    fixed = settings.queue_sas or settings.poison_sas or settings.blob_sas
-    if sum(each is not None for each in (settings.sas_file, settings.broker_url, fixed)) > 1:
+    given = (settings.sas_file, settings.broker_url, settings.sas)
+    if sum(each is not None for each in given) > 1:
         raise errors.SetupError(
             "there are several sources of SAS tokens: keep one of IMAGEFLEET_SAS_FILE,"
-            " IMAGEFLEET_BROKER_URL and IMAGEFLEET_QUEUE_SAS"
+            " IMAGEFLEET_BROKER_URL and IMAGEFLEET_SAS"
         )
     if settings.sas_file is not None:
         return TokenFile(settings.sas_file)
@@ -228,9 +245,30 @@ def source_of(
     if identity_token is None:
         raise errors.SetupError(
             "IMAGEFLEET_BROKER_URL works only for workers on SaladCloud, which have an identity"
-            " token; elsewhere set IMAGEFLEET_SAS_FILE or IMAGEFLEET_QUEUE_SAS"
+            " token; elsewhere set IMAGEFLEET_SAS_FILE or IMAGEFLEET_SAS"
         )
     return TokenBroker(settings.broker_url, identity_token)
+
+
+def fixed_tokens(settings: StorageSettings, in_address: str | None) -> Tokens | None:
+    """The tokens of IMAGEFLEET_SAS, or the one in the storage's address, which is for all.
+
+    Raises:
+        SetupError: IMAGEFLEET_SAS holds no token.
+    """
+    text = settings.sas.get_secret_value().strip() if settings.sas else in_address
+    if text is None:
+        return None
+    try:
+        if text.startswith("{"):
+            return read_tokens(text)
+        token = _checked_token(SecretStr(text))
+    except ValueError as error:
+        reason = str(error) if text.startswith("{") else "it is neither JSON nor a token"
+        raise errors.SetupError(
+            f"IMAGEFLEET_SAS holds no SAS tokens: {reason}; `imagefleet keys` prints them"
+        ) from None
+    return Tokens(queue=token, poison=token, blob=token, files=token)
 
 
 def read_tokens(text: str | bytes) -> Tokens:

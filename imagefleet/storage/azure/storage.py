@@ -1,4 +1,4 @@
-"""Azure Storage: one HTTP session, and a client each for both queues and the container."""
+"""Azure Storage: one HTTP session, and a client for each queue and container."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ async def surface_lost_replies(
 
 
 class AzureStorage:
-    """The queues and the container of one storage account. Connects on first use.
+    """The queues and the containers of one storage account. Connects on first use.
 
     Honours HTTPS_PROXY, HTTP_PROXY and NO_PROXY. If none is set, aiohttp does not look for a proxy
     on each request, which takes almost half of the CPU time.
@@ -87,7 +87,11 @@ class AzureStorage:
         container = address.container_client(settings.container, access.blob.credential, **options)
         self.queue = AzureQueue(queue, retry_policy, access.queue)
         self.poison = AzureQueue(poison, retry_policy, access.poison)
+        files = address.container_client(
+            settings.files_container, access.files.credential, **options
+        )
         self.blobs = AzureBlobs(container, retry_policy, access.blob)
+        self.files = AzureBlobs(files, retry_policy, access.files)
         self.url = f"{container.scheme}://{container.primary_hostname}"
 
     async def create(self) -> None:
@@ -95,6 +99,7 @@ class AzureStorage:
             return  # a SAS token for one queue can create nothing else, nor need it
         await self.poison.create()
         await self.blobs.create_container()
+        await self.files.create_container()
 
     async def check(self) -> None:
         await self.queue.check()

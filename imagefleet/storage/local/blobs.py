@@ -44,8 +44,17 @@ class LocalBlobs:
         self.folder = folder
         self._operations = operations
 
+    @property
+    def name(self) -> str:
+        return self.folder.name
+
     async def create_folder(self) -> None:
         await self._in_thread(self._create_folder)
+
+    async def check(self) -> None:
+        """Raises SetupError if there is no such folder."""
+        if not self.folder.is_dir():
+            raise self._no_folder()
 
     async def create(
         self, name: str, data: bytes, content_type: str, metadata: Mapping[str, str]
@@ -83,11 +92,6 @@ class LocalBlobs:
         protocol.check_blob_name(name)
         self._operations.blob_reads += 1
         return await self._in_thread(self._read, name, max_bytes)
-
-    async def metadata(self, name: str) -> Mapping[str, str] | None:
-        protocol.check_blob_name(name)
-        self._operations.blob_reads += 1
-        return await self._in_thread(self._metadata, name)
 
     async def delete(self, name: str) -> bool:
         protocol.check_blob_name(name)
@@ -188,12 +192,9 @@ class LocalBlobs:
     def _record(self, name: str) -> protocol.BlobRecord:
         status = (self.folder / name).stat()
         created_at = datetime.fromtimestamp(status.st_mtime, UTC)
-        metadata = self._metadata(name) or {}
-        return protocol.BlobRecord(name, status.st_size, created_at, metadata)
+        return protocol.BlobRecord(name, status.st_size, created_at, self._metadata(name))
 
-    def _metadata(self, name: str) -> dict[str, str] | None:
-        if not (self.folder / name).is_file():
-            return None
+    def _metadata(self, name: str) -> dict[str, str]:
         try:
             sidecar = self.folder / METADATA_FOLDER / f"{name}.json"
             metadata: dict[str, str] = json.loads(sidecar.read_bytes())["metadata"]
@@ -239,7 +240,7 @@ class LocalBlobs:
         return errors.TransientError(f"{self.folder}: {error.strerror or error}")
 
     def _no_folder(self) -> errors.SetupError:
-        return errors.SetupError(f"there is no folder {self.folder} for the images")
+        return errors.SetupError(f"there is no folder {self.folder}; `imagefleet load` creates it")
 
 
 def _link(temporary: Path, path: Path) -> bool:

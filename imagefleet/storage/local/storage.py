@@ -1,11 +1,10 @@
-"""The local storage: a folder with the queues in a SQLite file, and a folder of blobs."""
+"""The local storage: a folder with the queues in a SQLite file, and two folders of blobs."""
 
 from __future__ import annotations
 
 from pathlib import Path
 from typing import Self
 
-from imagefleet import errors
 from imagefleet.storage.local.blobs import LocalBlobs
 from imagefleet.storage.local.queue import LocalQueue, QueueFile
 from imagefleet.storage.protocol import Operations
@@ -24,16 +23,17 @@ class LocalStorage:
         self.queue = LocalQueue(self._file, names.queue, self.operations)
         self.poison = LocalQueue(self._file, names.poison_queue, self.operations)
         self.blobs = LocalBlobs(folder / names.container, self.operations)
+        self.files = LocalBlobs(folder / names.files_container, self.operations)
 
     async def create(self) -> None:
         await self._file.create([self.queue.name, self.poison.name])
         await self.blobs.create_folder()
+        await self.files.create_folder()
 
     async def check(self) -> None:
         for queue in (self.queue, self.poison):
             await queue.check()
-        if not self.blobs.folder.is_dir():
-            raise errors.SetupError(f"there is no folder {self.blobs.folder} for the images")
+        await self.blobs.check()
 
     async def __aenter__(self) -> Self:
         return self

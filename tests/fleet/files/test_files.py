@@ -20,7 +20,6 @@ from fleet.files import listing, pack, preview, transfer
 from header_files import LORA, SD1, file_of
 from imagefleet import errors
 from imagefleet.storage.open import open_storage
-from imagefleet.storage.protocol import BlobStore, Storage
 from imagefleet.storage.settings import StorageSettings
 from worker.files import kinds
 
@@ -48,14 +47,14 @@ def lora(tmp_path: Path) -> Path:
 @pytest.fixture
 def flags(storage_settings: StorageSettings) -> list[str]:
     """The storage as flags: a folder, then Azurite."""
-    names = ("storage", "queue", "container")
-    return [f"--{name}={getattr(storage_settings, name)}" for name in names]
+    names = ("storage", "queue", "container", "files_container")
+    return [f"--{name.replace('_', '-')}={getattr(storage_settings, name)}" for name in names]
 
 
 def blobs_in(settings: StorageSettings, *names: str) -> list[bytes | None]:
     async def read() -> list[bytes | None]:
         async with open_storage(settings) as storage:
-            return [await storage.blobs.read(name) for name in names]
+            return [await storage.files.read(name) for name in names]
 
     return asyncio.run(read())
 
@@ -144,7 +143,7 @@ def test_a_folder_is_packed_drawn_and_loads_where_it_is_unpacked(
     added = json.loads(result.stdout)
     assert added["blob"] == "models/tiny.tar"
     assert (tmp_path / added["image"]["path"]).read_bytes().startswith(b"\x89PNG")
-    stored = tmp_path / "imagefleet-data" / "images" / "models" / "tiny.tar"
+    stored = tmp_path / "imagefleet-data" / "files" / "models" / "tiny.tar"
     assert sha256(stored.read_bytes()) == added["sha256"]
     with tarfile.open(stored) as tar:
         names = set(tar.getnames())
@@ -274,32 +273,6 @@ def test_what_is_no_lora_for_sd1_never_reaches_the_storage(
     assert not (tmp_path / "imagefleet-data").exists()
 
 
-async def test_a_manifest_that_others_change_meanwhile_keeps_their_hashes(
-    storage: Storage, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    from fleet.files import lora as commands
-
-    blobs = storage.blobs
-    await commands._list_hash(storage, "a", "1", create=True)
-    read_part = type(blobs).read_part
-    others = iter(["b", "c"])
-
-    async def read_late(self: BlobStore, name: str, offset: int, most: int) -> object:
-        part = await read_part(self, name, offset, most)  # type: ignore[arg-type]
-        if other := next(others, None):
-            content = json.loads(await blobs.read(name) or b"") | {other: "2"}
-            assert part is not None
-            assert await blobs.replace(
-                name, json.dumps(content).encode(), "text/plain", part.version
-            )
-        return part
-
-    monkeypatch.setattr(type(blobs), "read_part", read_late)
-    assert await commands._list_hash(storage, "z", "3", create=False)
-    content = await blobs.read("loras/manifest.json")
-    assert json.loads(content or b"") == {"a": "1", "b": "2", "c": "2", "z": "3"}
-
-
 # Lists
 
 
@@ -316,7 +289,7 @@ async def test_a_file_that_was_put_there_by_hand_is_listed_too(
     async with open_storage(local_settings) as storage:
         await storage.create()
         for name in ("models/sub/a.tar", "models/b.safetensors", "models/notes.txt"):
-            await storage.blobs.create(name, b"12345", "text/plain", {})
+            await storage.files.create(name, b"12345", "text/plain", {})
     rows = await listing.read(local_settings, "models", (".safetensors", ".tar"))
     assert [(row.name, row.kind, row.bytes) for row in rows] == [
         ("b.safetensors", None, 5),

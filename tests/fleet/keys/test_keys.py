@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import asyncio
 import dataclasses
+import itertools
 import json
+import re
 import shlex
 import stat
 import subprocess
@@ -16,6 +18,7 @@ from urllib.parse import parse_qs
 
 import pytest
 from azure.core.exceptions import HttpResponseError
+from azure.storage.queue import AccessPolicy as QueuePolicy
 from pydantic import SecretStr
 
 from fleet import options
@@ -56,8 +59,7 @@ async def owner(azurite_settings: StorageSettings) -> AsyncIterator[protocol.Sto
 def with_role(settings: StorageSettings, role: Role) -> StorageSettings:
     """Settings with the tokens of a role and no key."""
     minted = mint.Minter(settings).mint(role, ONE_HOUR)
-    tokens = {f"{resource}_sas": SecretStr(token) for resource, token in minted.tokens.items()}
-    return settings.model_copy(update={"storage": minted.storage, **tokens})
+    return settings.model_copy(update={"storage": minted.storage, "sas": SecretStr(minted.sas)})
 
 
 async def refused(request: Any) -> None:
@@ -72,14 +74,15 @@ async def test_a_workers_tokens_allow_its_work_and_no_more(
     azurite_settings: StorageSettings, owner: protocol.Storage
 ) -> None:
     await owner.queue.send(["a job", "another", "a bad one"])
-    await owner.blobs.create("loras/fox.safetensors", b"weights", "application/octet-stream", {})
+    await owner.files.create("loras/fox.safetensors", b"weights", "application/octet-stream", {})
     async with AzureStorage(with_role(azurite_settings, ROLES["worker"]), retry.NEVER) as worker:
         await worker.check()
+        await worker.files.check()
         assert (await worker.queue.depth()).messages == 3
         done, back, bad = await worker.queue.receive(32, LEASE_SECONDS)
         done = await worker.queue.renew(done, LEASE_SECONDS)
-        assert await worker.blobs.read("loras/fox.safetensors") == b"weights"
-        assert await worker.blobs.read("loras/none.safetensors") is None
+        assert await worker.files.read("loras/fox.safetensors") == b"weights"
+        assert await worker.files.read("loras/none.safetensors") is None
         assert await worker.blobs.create("fox.png", b"pixels", "image/png", {"seed": "1"})
         assert not await worker.blobs.create("fox.png", b"others", "image/png", {"seed": "1"})
         await worker.queue.delete(done)
@@ -235,15 +238,17 @@ async def test_a_worker_needs_each_permission_on_its_queue(
 
 
 def test_azure_tokens_require_https_and_fit_into_saladclouds_variables() -> None:
-    settings = StorageSettings(storage=REAL_ACCOUNT, queue="q" * 56, container="c" * 56)
-    for role in ROLES.values():
-        minted = mint.Minter(settings).mint(role, ONE_HOUR)
+    settings = StorageSettings(
+        storage=REAL_ACCOUNT, queue="q" * 56, container="c" * 56, files_container="f" * 56
+    )
+    for role, policy in itertools.product(ROLES.values(), (None, "p" * 64)):
+        minted = mint.Minter(settings).mint(role, ONE_HOUR, policy)
         assert minted.storage == "https://pictures.blob.core.windows.net"
         for token in minted.tokens.values():
             fields = parse_qs(token)
             assert fields["spr"] == ["https"]
             assert "st" not in fields, "a slow clock would reject it"
-            assert len(token) < mint.MAX_CHARACTERS
+        assert len(minted.sas) < mint.MAX_CHARACTERS
 
 
 def test_an_account_with_custom_domains_keeps_them() -> None:
@@ -269,12 +274,15 @@ def test_the_output_is_shell_commands_without_the_account_key(imagefleet: Imagef
     assert variables.pop("IMAGEFLEET_STORAGE") == "https://pictures.blob.core.windows.net"
     assert variables.pop("IMAGEFLEET_QUEUE") == "spring"
     assert variables.pop("IMAGEFLEET_CONTAINER") == "images"
-    permissions = {name: parse_qs(value)["sp"] for name, value in variables.items()}
-    assert permissions == {
-        "IMAGEFLEET_QUEUE_SAS": ["rup"],
-        "IMAGEFLEET_POISON_SAS": ["a"],
-        "IMAGEFLEET_BLOB_SAS": ["rc"],
+    assert variables.pop("IMAGEFLEET_FILES_CONTAINER") == "files"
+    tokens = json.loads(variables.pop("IMAGEFLEET_SAS"))
+    assert {name: parse_qs(value)["sp"] for name, value in tokens.items()} == {
+        "queue": ["rup"],
+        "poison": ["a"],
+        "blob": ["c"],
+        "files": ["r"],
     }
+    assert not variables
     assert "create blobs, never overwrite one" in result.stderr
     assert "a2V5a2V5" not in result.stdout + result.stderr
 
@@ -345,9 +353,9 @@ def test_the_check_accepts_a_workers_tokens(
     result = in_process("keys", "check", "worker", *flags, "--json")
     assert result.returncode == 0, result.stderr
     assert result.stderr == ""
-    queue, poison, blob = json.loads(result.stdout)["resources"]
-    assert [each["allowed"] for each in (queue, poison, blob)] == ["rup", "a", "rc"]
-    until = datetime.fromisoformat(queue["until"]) - datetime.now(UTC)
+    resources = json.loads(result.stdout)["resources"]
+    assert [each["allowed"] for each in resources] == ["rup", "a", "c", "r"]
+    until = datetime.fromisoformat(resources[0]["until"]) - datetime.now(UTC)
     assert timedelta(minutes=59) < until <= ONE_HOUR
 
 
@@ -355,8 +363,9 @@ def test_expired_tokens_are_one_line(
     azurite_settings: StorageSettings, created: None, in_process: Imagefleet
 ) -> None:
     minted = mint.Minter(azurite_settings).mint(ROLES["worker"], -ONE_HOUR)
-    tokens = {f"{resource}_sas": SecretStr(token) for resource, token in minted.tokens.items()}
-    settings = azurite_settings.model_copy(update={"storage": minted.storage, **tokens})
+    settings = azurite_settings.model_copy(
+        update={"storage": minted.storage, "sas": SecretStr(minted.sas)}
+    )
     result = in_process("keys", "check", *flags_of(settings))
     assert result.returncode == 2
     assert "expired on" in result.stderr
@@ -366,34 +375,74 @@ def test_expired_tokens_are_one_line(
 # Stored policies
 
 
-def test_a_policy_is_extended_by_the_same_command_and_can_be_revoked(
+def test_a_policys_tokens_expire_by_themselves_and_are_revoked_at_once(
     azurite_settings: StorageSettings, created: None, in_process: Imagefleet
 ) -> None:
+    """Azure takes the expiry from the token or from the policy, and the permissions likewise."""
     account = flags_of(azurite_settings)
-    names = ["--queue", azurite_settings.queue, "--container", azurite_settings.container]
-    short = in_process(
-        "keys", "worker", "--hours", "0.05", "--policy", "spring", "--json", *account
-    )
-    assert short.returncode == 0, short.stderr
-    tokens = json.loads(short.stdout)
-    bearer = [
-        *("--storage", tokens["storage"], *names),
-        *("--queue-sas", tokens["queue"], "--poison-sas", tokens["poison"]),
-        *("--blob-sas", tokens["blob"]),
-    ]
-    assert "sp=" not in tokens["queue"], "the policy says what the token allows"
-    assert in_process("keys", "check", "worker", *bearer).returncode == 0
-
-    assert in_process("keys", "worker", "--policy", "spring", *account).returncode == 0
+    mint_two_hours = ("keys", "worker", "--hours", "2", "--policy", "spring", "--json", *account)
+    minted = [in_process(*mint_two_hours) for _ in range(2)]
+    records = [json.loads(each.stdout) for each in minted]
+    for resource, token in records[0].items():
+        if resource in RESOURCES:
+            fields = parse_qs(token)
+            assert (fields["si"], fields.get("sp")) == (["spring"], None)
+            ends = datetime.fromisoformat(fields["se"][0]) - datetime.now(UTC)
+            assert timedelta(minutes=119) < ends <= timedelta(hours=2)
     policies = asyncio.run(_policies(azurite_settings))
-    assert {each.permission for each in policies} == {"rup", "a", "rc"}
-    ends = min(datetime.fromisoformat(str(each.expiry)) for each in policies)
-    assert ends > datetime.now(UTC) + timedelta(hours=keys.DEFAULT_HOURS - 1)
+    assert sorted(each.permission for each in policies) == sorted(["rup", "a", "c", "r"])
+    assert not any(each.expiry for each in policies)
+    bearers = [
+        flags_of(
+            azurite_settings.model_copy(
+                update={"storage": each["storage"], "sas": SecretStr(json.dumps(each))}
+            )
+        )
+        for each in records
+    ]
+    for bearer in bearers:
+        checked = in_process("keys", "check", "worker", *bearer)
+        assert checked.returncode == 0, checked.stderr
+        assert "or the end of policy spring" in checked.stdout
 
-    assert in_process("keys", "revoke", "spring", *account).returncode == 0
-    assert in_process("keys", "check", *bearer).returncode == 2
+    revoked = in_process("keys", "revoke", "spring", *account)
+    assert revoked.returncode == 0
+    names = (azurite_settings.queue, azurite_settings.files_container)
+    assert all(name in revoked.stdout for name in names)
+    for bearer in bearers:
+        refused = in_process("keys", "check", *bearer)
+        assert refused.returncode == 2
+        assert "its stored policy 'spring' has ended or was revoked" in refused.stderr
     again = in_process("keys", "revoke", "spring", *account)
     assert "there is no policy 'spring'" in again.stderr
+
+
+def test_a_token_of_a_policy_is_refused_after_its_own_expiry(
+    azurite_settings: StorageSettings, created: None, in_process: Imagefleet
+) -> None:
+    asyncio.run(mint.store_policy(azurite_settings, ROLES["worker"], "spring"))
+    minted = mint.Minter(azurite_settings).mint(ROLES["worker"], -ONE_HOUR, "spring")
+    settings = azurite_settings.model_copy(
+        update={"storage": minted.storage, "sas": SecretStr(minted.sas)}
+    )
+    result = in_process("keys", "check", *flags_of(settings))
+    assert result.returncode == 2
+    assert re.search(r"expired on .*, 1 hour ago: .*`imagefleet keys ROLE --policy", result.stderr)
+
+
+def test_a_policy_of_an_earlier_version_needs_another_name(
+    azurite_settings: StorageSettings, created: None, in_process: Imagefleet
+) -> None:
+    """It holds the expiry of tokens that are in use."""
+
+    def store(_: object, policies: dict[str, Any]) -> bool:
+        policies["spring"] = QueuePolicy(permission="rup", expiry=datetime.now(UTC) + ONE_HOUR)
+        return True
+
+    asyncio.run(mint._change_policies(azurite_settings, ["queue"], store))
+    result = in_process("keys", "worker", "--policy", "spring", *flags_of(azurite_settings))
+    assert result.returncode == 2
+    assert "use another name" in result.stderr
 
 
 def test_a_policy_is_for_one_role(
@@ -431,12 +480,9 @@ def created(azurite_settings: StorageSettings) -> None:
 
 def flags_of(settings: StorageSettings) -> list[str]:
     flags = ["--storage", settings.storage]
-    for name in ("queue", "container"):
-        flags += [f"--{name}", getattr(settings, name)]
-    for name in ("queue_sas", "poison_sas", "blob_sas"):
-        if (token := getattr(settings, name)) is not None:
-            flags += [options.flag(name), token.get_secret_value()]
-    return flags
+    for name in ("queue", "container", "files_container"):
+        flags += [options.flag(name), getattr(settings, name)]
+    return flags if settings.sas is None else [*flags, "--sas", settings.sas.get_secret_value()]
 
 
 async def _policies(settings: StorageSettings) -> list[Any]:

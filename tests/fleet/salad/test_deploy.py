@@ -401,7 +401,7 @@ def test_an_unknown_project_is_reported_with_where_it_stands(
 def test_no_output_shows_a_secret(
     salad: Any, salad_module: Any, in_process: Imagefleet, tmp_path: Path
 ) -> None:
-    secret = os.environ["QUEUE_SAS"]
+    secret = os.environ["SAS"]
     echo = json.dumps({"title": "Bad", "detail": f"'{secret}' or {salad_module.KEY} is refused"})
     salad.faults = [salad_module.Fault(400, echo, method="POST")]
     outputs = [

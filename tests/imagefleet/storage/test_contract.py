@@ -207,14 +207,6 @@ async def test_a_message_released_with_a_delay_is_visible_after_it(storage: Stor
     assert (await receive_one(storage)).body == "a job"
 
 
-async def test_the_metadata_of_one_blob(storage: Storage) -> None:
-    assert await storage.blobs.metadata("a/fox.png") is None
-    await storage.blobs.create("a/fox.png", b"pixels", "image/png", {"seed": "7", "job": "fox"})
-    await storage.blobs.create("a/owl.png", b"pixels", "image/png", {})
-    assert await storage.blobs.metadata("a/fox.png") == {"seed": "7", "job": "fox"}
-    assert await storage.blobs.metadata("a/owl.png") == {}
-
-
 async def test_a_renewal_and_a_release_can_replace_the_text(storage: Storage) -> None:
     await storage.queue.send(["a job"])
     renewed = await storage.queue.renew(await receive_one(storage), LEASE_SECONDS, '{"a": "<ä>"}')

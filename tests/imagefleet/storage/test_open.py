@@ -24,7 +24,12 @@ def settings_for(storage: str, **settings: object) -> AzureStorage:
 
 
 def urls(opened: AzureStorage) -> list[str]:
-    clients = (opened.queue._client, opened.poison._client, opened.blobs._client)
+    clients = (
+        opened.queue._client,
+        opened.poison._client,
+        opened.blobs._client,
+        opened.files._client,
+    )
     return [client.url for client in clients]
 
 
@@ -50,11 +55,12 @@ def test_a_tilde_is_expanded(monkeypatch: pytest.MonkeyPatch) -> None:
     ],
 )
 def test_the_url_of_either_service_implies_the_other(address: str) -> None:
-    opened = settings_for(address, queue_sas=SAS)
+    opened = settings_for(address, sas=SAS)
     assert urls(opened) == [
         "https://fleet.queue.core.windows.net/jobs",
         "https://fleet.queue.core.windows.net/jobs-poison",
         "https://fleet.blob.core.windows.net/images",
+        "https://fleet.blob.core.windows.net/files",
     ]
     assert opened.url == ACCOUNT
 
@@ -75,7 +81,7 @@ def test_azurites_short_connection_string_is_accepted() -> None:
 
 
 def test_an_account_without_credentials_names_the_setting() -> None:
-    with pytest.raises(errors.SetupError, match="IMAGEFLEET_QUEUE_SAS"):
+    with pytest.raises(errors.SetupError, match="set IMAGEFLEET_SAS or"):
         open_storage(StorageSettings(storage=ACCOUNT))
 
 

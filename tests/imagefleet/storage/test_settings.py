@@ -32,7 +32,7 @@ def test_empty_variables_are_ignored(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_the_repr_hides_secrets() -> None:
-    settings = StorageSettings.model_validate({"queue_sas": "sv=1&sig=abc"})
+    settings = StorageSettings.model_validate({"sas": "sv=1&sig=abc"})
 
     assert "abc" not in repr(settings)
 
@@ -42,3 +42,9 @@ def test_a_validation_error_does_not_quote_the_value() -> None:
         StorageSettings.model_validate({"queue": "AccountKey=abc"})
 
     assert "abc" not in str(caught.value)
+
+
+def test_images_and_files_are_never_in_one_container() -> None:
+    """Whoever may create images could create LoRAs and a manifest there."""
+    with pytest.raises(ValidationError, match="must differ"):
+        StorageSettings(container="pictures", files_container="pictures")

@@ -79,7 +79,7 @@ def test_worker_exporter_and_commands_agree() -> None:
     names = {"storage": "https://acme.blob.core.windows.net", "queue": "spring"}
 
     worker = WorkerSettings(model="m", **names)
-    exporter = ExporterSettings(**names, queue_sas=f"?{SIGNATURE}")
+    exporter = ExporterSettings(**names, sas=f"?{SIGNATURE}")
     console = MonitorSettings(
         storage=f"AccountName=acme;AccountKey={KEY}", queue="spring", prometheus="http://x"
     )

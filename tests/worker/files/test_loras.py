@@ -23,10 +23,11 @@ LoraBytes = Callable[[str], bytes]  # the fixture of conftest.py
 
 
 class WatchedBlobs:
-    """The storage's blobs: counts reads of LoRAs, waits for *answer*, and can be replaced."""
+    """The storage's files: counts reads of LoRAs, waits for *answer*, and can be replaced."""
 
     def __init__(self, storage: Storage) -> None:
-        self._blobs = storage.blobs
+        self.name = storage.files.name
+        self._blobs = storage.files
         self.reads: list[str] = []
         self.answer = asyncio.Event()
         self.answer.set()
@@ -61,7 +62,7 @@ def library(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Library:
 
 async def put(storage: Storage, name: str, data: bytes) -> None:
     blob = f"loras/{name}.safetensors"
-    assert await storage.blobs.create(blob, data, "application/octet-stream", {})
+    assert await storage.files.create(blob, data, "application/octet-stream", {})
 
 
 def sha256(data: bytes) -> str:
@@ -90,7 +91,7 @@ async def test_a_lora_fetched_by_an_earlier_run_is_in_the_cache(
     storage: Storage, library: Library, lora_bytes: LoraBytes
 ) -> None:
     await put(storage, "style", lora_bytes("style"))
-    await library(storage.blobs).resolve("style")
+    await library(storage.files).resolve("style")
     blobs = WatchedBlobs(storage)
     assert (await library(blobs).resolve("style")).read_bytes() == lora_bytes("style")
     assert blobs.reads == []
@@ -132,8 +133,10 @@ async def test_a_fetch_that_fails_when_no_job_waits_any_more_is_not_a_bug(
 async def test_a_failed_fetch_is_not_remembered(
     storage: Storage, library: Library, lora_bytes: LoraBytes
 ) -> None:
-    loras = library(storage.blobs)
-    with pytest.raises(errors.MissingFileError, match=r"LoRA style\.safetensors in the storage's"):
+    loras = library(storage.files)
+    with pytest.raises(
+        errors.MissingFileError, match=r"style\.safetensors in loras/ of the container"
+    ):
         await loras.resolve("style")
     await put(storage, "style", lora_bytes("style"))
     assert (await loras.resolve("style")).read_bytes() == lora_bytes("style")
@@ -145,7 +148,7 @@ async def test_every_name_allowed_in_a_prompt_works_in_both_storages_and_on_the_
 ) -> None:
     assert prompt.SAFE_NAME.fullmatch(name)
     await put(storage, name, lora_bytes(name))
-    path = await library(storage.blobs).resolve(name)
+    path = await library(storage.files).resolve(name)
     assert path.read_bytes() == lora_bytes(name)
     assert path.parent == tmp_path / "cache"
 
@@ -158,11 +161,11 @@ async def test_the_folder_comes_before_the_storage(
     mine = tmp_path / "mine" / "style.safetensors"
     mine.parent.mkdir()
     mine.write_bytes(lora_bytes("mine"))
-    loras = library(storage.blobs, directory=mine.parent)
+    loras = library(storage.files, directory=mine.parent)
     assert await loras.resolve("style") == mine
     assert (await loras.resolve("other")).read_bytes() == lora_bytes("other")
     with pytest.raises(
-        errors.MissingFileError, match=r"nowhere\.safetensors in .*mine or the storage"
+        errors.MissingFileError, match=r"nowhere\.safetensors in .*mine or loras/ of the container"
     ):
         await loras.resolve("nowhere")
 
@@ -175,7 +178,7 @@ async def test_a_file_above_the_limit_is_refused_unread_wherever_it_is(
     mine.parent.mkdir()
     with mine.open("wb") as file:
         file.truncate(10**12)
-    loras = library(storage.blobs, directory=mine.parent)
+    loras = library(storage.files, directory=mine.parent)
     for name in ("large", "huge"):
         with pytest.raises(errors.UnusableFileError, match=rf"{name}\.safetensors has .* at most"):
             await loras.resolve(name)
@@ -202,13 +205,13 @@ async def test_a_damaged_file_in_the_cache_is_fetched_again(
     storage: Storage, library: Library, lora_bytes: LoraBytes
 ) -> None:
     await put(storage, "style", lora_bytes("style"))
-    path = await library(storage.blobs).resolve("style")
+    path = await library(storage.files).resolve("style")
     for damage in (b"", lora_bytes("style")[:-1], b"<html>not found</html>", None):
         if damage is None:
             path.unlink()
         else:
             path.write_bytes(damage)
-        assert await library(storage.blobs).resolve("style") == path
+        assert await library(storage.files).resolve("style") == path
         assert path.read_bytes() == lora_bytes("style")
 
 
@@ -227,7 +230,7 @@ async def test_a_replaced_lora_is_fetched_again_once_the_manifest_names_it(
     blobs.replace("style", lora_bytes("new"))
     blobs.state(style=sha256(lora_bytes("new")))
     assert (await loras.resolve("style")).read_bytes() == lora_bytes("old"), "too early"
-    monkeypatch.setattr("worker.files.loras.MANIFEST_SECONDS", -1.0)
+    monkeypatch.setattr("worker.files.manifest.MAX_AGE_SECONDS", -1.0)
     path = await loras.resolve("style")
     assert path.read_bytes() == lora_bytes("new")
     assert len(blobs.reads) == 2
@@ -256,7 +259,7 @@ async def test_with_a_broken_manifest_no_file_is_trusted(
     loras = library(blobs)
     await loras.resolve("style")
     blobs.replaced["loras/manifest.json"] = b"{"
-    with pytest.raises(errors.TransientError, match=r"manifest\.json in the storage is not"):
+    with pytest.raises(errors.TransientError, match=r"manifest\.json in the container .* is not"):
         await library(blobs).resolve("style")
 
 
@@ -267,7 +270,7 @@ async def test_a_folder_may_have_a_manifest_too(
     folder.mkdir()
     (folder / "style.safetensors").write_bytes(lora_bytes("a"))
     (folder / "manifest.json").write_text(json.dumps({"style": sha256(lora_bytes("b"))}))
-    loras = library(storage.blobs, directory=folder)
+    loras = library(storage.files, directory=folder)
     with pytest.raises(errors.TransientError, match=r"SHA-256 .* is not the one"):
         await loras.resolve("style")
     (folder / "style.safetensors").write_bytes(lora_bytes("b"))
@@ -279,7 +282,7 @@ async def test_the_cache_stays_within_its_limit(
     storage: Storage, library: Library, lora_bytes: LoraBytes, tmp_path: Path
 ) -> None:
     size = len(lora_bytes("1"))
-    loras = library(storage.blobs, cache_bytes=2 * size)
+    loras = library(storage.files, cache_bytes=2 * size)
     for name in "123":
         await put(storage, name, lora_bytes(name))
         path = await loras.resolve(name)
@@ -336,15 +339,7 @@ class WithBlobs:
 
     def __init__(self, storage: Storage, loras: WatchedBlobs) -> None:
         self._storage = storage
-        self._loras = loras
-        self.create = storage.blobs.create
-
-    @property
-    def blobs(self) -> WithBlobs:
-        return self
-
-    async def read(self, name: str, max_bytes: int | None = None) -> bytes | None:
-        return await self._loras.read(name, max_bytes)
+        self.files = loras
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self._storage, name)

@@ -113,7 +113,7 @@ def make_settings(server: ModelServer, tmp_path: Path) -> MakeSettings:
 
 @pytest.fixture
 def blobs(local_settings: StorageSettings) -> BlobStore:
-    return open_storage(local_settings).blobs
+    return open_storage(local_settings).files
 
 
 async def fetch(
@@ -467,23 +467,23 @@ async def test_a_model_comes_from_the_storage(
     monkeypatch.setattr(sources, "_PART_BYTES", 300_000)
     kind = "application/octet-stream"
     content = file_of(data=os.urandom(800_000))
-    await storage.blobs.create("models/sd/v15.safetensors", content, kind, {})
+    await storage.files.create("models/sd/v15.safetensors", content, kind, {})
     settings = make_settings(model="store:sd/v15.safetensors", model_sha256=None)
-    assert (await fetch(settings, storage.blobs)).read_bytes() == content
+    assert (await fetch(settings, storage.files)).read_bytes() == content
 
 
 async def test_a_part_of_a_model_that_the_storage_has_no_more_is_fetched_again(
     storage: Storage, make_settings: MakeSettings
 ) -> None:
     content = file_of(data=b"weights" * 100)
-    await storage.blobs.create("models/v15.safetensors", content, "text/plain", {})
+    await storage.files.create("models/v15.safetensors", content, "text/plain", {})
     settings = make_settings(model="store:v15.safetensors", model_sha256=None)
     folder = model.local_path(settings).parent
     folder.mkdir(parents=True)
     (folder / "v15.safetensors.part").write_bytes(b"of one that was larger" * 100)
     state = {"total_bytes": 10_000, "version": "old"}
     (folder / "v15.safetensors.part.json").write_text(json.dumps(state))
-    assert (await fetch(settings, storage.blobs)).read_bytes() == content
+    assert (await fetch(settings, storage.files)).read_bytes() == content
 
 
 async def test_a_model_that_is_not_in_the_storage_is_named(
@@ -491,4 +491,4 @@ async def test_a_model_that_is_not_in_the_storage_is_named(
 ) -> None:
     settings = make_settings(model="store:v15.safetensors", model_sha256=None)
     with pytest.raises(errors.SetupError, match="models/v15"):
-        await fetch(settings, storage.blobs)
+        await fetch(settings, storage.files)

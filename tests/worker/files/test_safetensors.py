@@ -3,7 +3,6 @@ from __future__ import annotations
 import contextlib
 import hashlib
 import io
-import json
 from typing import Any
 
 import pytest
@@ -79,62 +78,3 @@ def test_no_bytes_raise_anything_but_a_refusal(data: bytes) -> None:
     for sha256 in (None, "0" * 64):
         with contextlib.suppress(errors.TransientError, errors.UnusableFileError):
             check(data, sha256)
-
-
-class Source:
-    """A manifest that can be replaced; counts how often it is read."""
-
-    def __init__(self, content: bytes | None) -> None:
-        self.content = content
-        self.reads = 0
-
-    async def read(self) -> bytes | None:
-        self.reads += 1
-        return self.content
-
-
-def manifest(source: Source) -> loras.Manifest:
-    return loras.Manifest("loras/manifest.json in the storage", source.read)
-
-
-async def test_a_manifest_gives_hashes_by_name_in_any_case() -> None:
-    source = Source(json.dumps({"a": "ABC", "b": "def"}).encode())
-    hashes = manifest(source)
-    assert [await hashes.sha256(name) for name in ("a", "b", "c")] == ["abc", "def", None]
-    assert source.reads == 1
-
-
-async def test_without_a_manifest_any_file_will_do() -> None:
-    source = Source(None)
-    hashes = manifest(source)
-    assert await hashes.sha256("a") is None
-    assert await hashes.sha256("a") is None
-    assert source.reads == 1, "that there is none is remembered as well"
-
-
-async def test_a_manifest_is_read_again_after_a_while_and_when_told_to_forget_it(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    source = Source(b'{"a": "1"}')
-    hashes = manifest(source)
-    assert await hashes.sha256("a") == "1"
-    source.content = b'{"a": "2"}'
-    assert await hashes.sha256("a") == "1"
-    hashes.forget()
-    assert await hashes.sha256("a") == "2"
-    source.content = None
-    monkeypatch.setattr(loras, "MANIFEST_SECONDS", -1.0)
-    assert await hashes.sha256("a") is None
-
-
-@pytest.mark.parametrize("content", [b"{", b"[]", b'{"a": 1}', b'"a"', b"\xff", b"[" * 100_000])
-async def test_an_invalid_manifest_stops_the_lookup_instead_of_trusting_any_file(
-    content: bytes,
-) -> None:
-    source = Source(content)
-    hashes = manifest(source)
-    for _ in range(2):
-        with pytest.raises(errors.TransientError, match=r"manifest\.json in the storage is not"):
-            await hashes.sha256("a")
-    source.content = b'{"a": "1"}'
-    assert await hashes.sha256("a") == "1"

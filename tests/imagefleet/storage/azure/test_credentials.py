@@ -2,13 +2,21 @@
 
 from __future__ import annotations
 
+import json
 import re
 import traceback
 from collections.abc import AsyncIterator
 from datetime import UTC, datetime, timedelta
 
 import pytest
-from azure.storage.blob import ContainerSasPermissions, generate_container_sas
+from azure.storage.blob import (
+    AccountSasPermissions,
+    ContainerSasPermissions,
+    ResourceTypes,
+    Services,
+    generate_account_sas,
+    generate_container_sas,
+)
 from azure.storage.queue import QueueSasPermissions, generate_queue_sas
 from pydantic import SecretStr
 
@@ -34,32 +42,27 @@ def account_of(settings: StorageSettings) -> dict[str, str]:
 
 def queue_sas(
     settings: StorageSettings, queue: str, permissions: str, *, expires_in: timedelta = ONE_HOUR
-) -> SecretStr:
-    return SecretStr(
-        generate_queue_sas(
-            **account_of(settings),
-            queue_name=queue,
-            permission=QueueSasPermissions.from_string(permissions),
-            expiry=datetime.now(UTC) + expires_in,
-        )
+) -> str:
+    return generate_queue_sas(
+        **account_of(settings),
+        queue_name=queue,
+        permission=QueueSasPermissions.from_string(permissions),
+        expiry=datetime.now(UTC) + expires_in,
     )
 
 
-def container_sas(
-    settings: StorageSettings, permissions: str, container: str | None = None
-) -> SecretStr:
-    return SecretStr(
-        generate_container_sas(
-            **account_of(settings),
-            container_name=container or settings.container,
-            permission=ContainerSasPermissions.from_string(permissions),
-            expiry=datetime.now(UTC) + ONE_HOUR,
-        )
+def container_sas(settings: StorageSettings, permissions: str, container: str | None = None) -> str:
+    return generate_container_sas(
+        **account_of(settings),
+        container_name=container or settings.container,
+        permission=ContainerSasPermissions.from_string(permissions),
+        expiry=datetime.now(UTC) + ONE_HOUR,
     )
 
 
-def with_tokens(settings: StorageSettings, **tokens: SecretStr) -> StorageSettings:
-    return settings.model_copy(update={"storage": endpoints(settings), **tokens})
+def with_tokens(settings: StorageSettings, **tokens: str) -> StorageSettings:
+    sas = SecretStr(json.dumps(tokens))
+    return settings.model_copy(update={"storage": endpoints(settings), "sas": sas})
 
 
 @pytest.fixture
@@ -76,9 +79,9 @@ async def test_a_missing_container_is_detected_with_a_sas_token(
     """A container's SAS token cannot read the properties of the container."""
     settings = with_tokens(
         azurite_settings.model_copy(update={"container": "no-such-container"}),
-        queue_sas=queue_sas(azurite_settings, azurite_settings.queue, "raup"),
-        poison_sas=queue_sas(azurite_settings, azurite_settings.poison_queue, "a"),
-        blob_sas=container_sas(azurite_settings, "rc", "no-such-container"),
+        queue=queue_sas(azurite_settings, azurite_settings.queue, "raup"),
+        poison=queue_sas(azurite_settings, azurite_settings.poison_queue, "a"),
+        blob=container_sas(azurite_settings, "c", "no-such-container"),
     )
     async with AzureStorage(settings, NEVER) as storage:
         with pytest.raises(errors.SetupError, match="'no-such-container' does not exist"):
@@ -88,24 +91,34 @@ async def test_a_missing_container_is_detected_with_a_sas_token(
 async def test_a_token_that_may_only_create_does_no_more(
     azurite_settings: StorageSettings, owner: Storage
 ) -> None:
-    settings = with_tokens(
-        azurite_settings,
-        queue_sas=queue_sas(azurite_settings, azurite_settings.queue, "pu"),
-        blob_sas=container_sas(azurite_settings, "c"),
-    )
+    settings = with_tokens(azurite_settings, blob=container_sas(azurite_settings, "c"))
     async with AzureStorage(settings, NEVER) as storage:
         await storage.blobs.check()
+        assert [name async for name in owner.blobs.names()] == [], "the check creates nothing"
         assert await storage.blobs.create("fox.png", b"pixels", "image/png", {})
+        assert not await storage.blobs.create("fox.png", b"others", "image/png", {})
+        assert await owner.blobs.read("fox.png") == b"pixels"
         with pytest.raises(errors.SetupError, match="AuthorizationPermissionMismatch"):
             await storage.blobs.read("fox.png")
         assert not await storage.blobs.delete("fox.png")
+
+
+async def test_a_token_that_may_not_even_create_is_not_told_that_the_name_is_taken(
+    azurite_settings: StorageSettings, owner: Storage
+) -> None:
+    await owner.blobs.create("fox.png", b"pixels", "image/png", {})
+    settings = with_tokens(azurite_settings, blob=container_sas(azurite_settings, "l"))
+    async with AzureStorage(settings, NEVER) as storage:
+        for name in ("fox.png", "owl.png"):
+            with pytest.raises(errors.SetupError, match="may not create blobs"):
+                await storage.blobs.create(name, b"pixels", "image/png", {})
 
 
 async def test_an_expired_token_is_refused_by_the_check(
     azurite_settings: StorageSettings, owner: Storage
 ) -> None:
     expired = queue_sas(azurite_settings, azurite_settings.queue, "pu", expires_in=-ONE_HOUR)
-    async with AzureStorage(with_tokens(azurite_settings, queue_sas=expired), NEVER) as storage:
+    async with AzureStorage(with_tokens(azurite_settings, queue=expired), NEVER) as storage:
         with pytest.raises(errors.SetupError, match=r"expired on .* UTC, 1 hour ago"):
             await storage.check()
 
@@ -122,29 +135,66 @@ async def test_a_wrong_key_is_refused_by_the_check(
         assert key not in caught.value.message
 
 
-async def test_the_queues_token_is_used_if_there_is_no_other(
+async def test_a_resource_without_a_token_is_not_asked(
     azurite_settings: StorageSettings, owner: Storage
 ) -> None:
-    settings = with_tokens(
-        azurite_settings,
-        queue_sas=queue_sas(azurite_settings, azurite_settings.queue, "raup"),
-        poison_sas=None,
-    )
-    async with AzureStorage(settings, NEVER) as storage:
+    token = queue_sas(azurite_settings, azurite_settings.queue, "raup")
+    async with AzureStorage(with_tokens(azurite_settings, queue=token), NEVER) as storage:
         await storage.queue.check()
-        # It is sent to the poison queue, too, which refuses it.
-        with pytest.raises(errors.SetupError, match="poison"):
+        before = storage.operations.queue
+        with pytest.raises(errors.SetupError, match="there is no SAS token"):
             await storage.poison.check()
+        assert storage.operations.queue == before
+        await storage.create()  # as far as the tokens allow, that is nothing
+
+
+async def test_the_token_of_an_account_is_for_all_resources(
+    azurite_settings: StorageSettings, owner: Storage
+) -> None:
+    token = generate_account_sas(
+        **account_of(azurite_settings),
+        resource_types=ResourceTypes(container=True, object=True),
+        permission=AccountSasPermissions.from_string("rwdlacup"),
+        expiry=datetime.now(UTC) + ONE_HOUR,
+        services=Services(blob=True, queue=True),
+    )
+    for text in (token, f"?{token}", json.dumps({"queue": token})):
+        settings = azurite_settings.model_copy(
+            update={"storage": endpoints(azurite_settings), "sas": SecretStr(text)}
+        )
+        async with AzureStorage(settings, NEVER) as storage:
+            await storage.check()
+            await storage.files.check()
+
+
+@pytest.mark.parametrize(
+    ("text", "complaint"),
+    [
+        ("sp=rup", "it is neither JSON nor a token"),
+        ("{", "Invalid JSON"),
+        ("{}", "a token of queue, poison, blob, files is missing"),
+        ('{"blob": "sig"}', "blob: is not a SAS token"),
+    ],
+)
+def test_a_setting_without_tokens_is_one_line(text: str, complaint: str) -> None:
+    settings = StorageSettings(storage="https://fleet.blob.core.windows.net", sas=text)
+    with pytest.raises(errors.SetupError, match=complaint) as caught:
+        open_storage(settings)
+    assert caught.value.message.startswith("IMAGEFLEET_SAS holds no SAS tokens: ")
+    assert "\n" not in caught.value.message
 
 
 async def test_neither_messages_nor_tracebacks_show_a_token(
     azurite_settings: StorageSettings, faulty_azurite: object, unused_tcp_port: int
 ) -> None:
     token = queue_sas(azurite_settings, azurite_settings.queue, "raup")
-    signature = token.get_secret_value().split("sig=")[1][:20]
+    signature = token.split("sig=")[1][:20]
     nobody = f"http://127.0.0.1:{unused_tcp_port}/devstoreaccount1"
     settings = azurite_settings.model_copy(
-        update={"storage": f"BlobEndpoint={nobody};QueueEndpoint={nobody}", "queue_sas": token}
+        update={
+            "storage": f"BlobEndpoint={nobody};QueueEndpoint={nobody}",
+            "sas": SecretStr(json.dumps({"queue": token})),
+        }
     )
     async with AzureStorage(settings, NEVER) as storage:
         with pytest.raises(errors.TransientError) as caught:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import dataclasses
 from collections.abc import AsyncIterator, Awaitable, Callable
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -200,12 +201,45 @@ async def test_a_message_whose_reply_was_lost_is_sent_at_least_once(
     assert {message.body for message in received} == {"a job"}
 
 
-async def test_a_blob_whose_reply_was_lost_is_created_once(
+@pytest.mark.parametrize("faults", [["lose reply"], ["lose reply", 503], [503, "lose reply"]])
+async def test_a_blob_whose_reply_was_lost_is_created_once_and_is_its_creators(
+    azure_storage: AzureStorage, faulty_azurite: Any, faults: list[Any]
+) -> None:
+    faulty_azurite.faults.extend(faults)
+    assert await azure_storage.blobs.create("fox.png", b"pixels", "image/png", {})
+    assert await azure_storage.blobs.read("fox.png") == b"pixels"
+    assert not await azure_storage.blobs.create("fox.png", b"pixels", "image/png", {})
+
+
+@pytest.mark.parametrize("fault", [503, 429])
+async def test_a_blob_of_another_is_not_taken_for_ones_own_after_a_refused_attempt(
+    azure_storage: AzureStorage, faulty_azurite: Any, fault: Any
+) -> None:
+    await azure_storage.blobs.create("fox.png", b"another's", "image/png", {})
+    faulty_azurite.faults.append(fault)
+    assert not await azure_storage.blobs.create("fox.png", b"pixels", "image/png", {})
+
+
+async def test_an_error_after_a_lost_reply_says_that_the_blob_may_have_been_created(
     azure_storage: AzureStorage, faulty_azurite: Any
 ) -> None:
-    faulty_azurite.faults.append("lose reply")
-    assert not await azure_storage.blobs.create("fox.png", b"pixels", "image/png", {})
-    assert await azure_storage.blobs.read("fox.png") == b"pixels"
+    """The caller's own retry must know; the last error alone says that nothing was done."""
+    for faults, is_unknown in ((["lose reply", 503, 503], True), ([503, 503, 503], False)):
+        faulty_azurite.faults.extend(faults)
+        with pytest.raises(errors.TransientError) as caught:
+            await azure_storage.blobs.create("fox.png", b"pixels", "image/png", {})
+        assert caught.value.outcome_is_unknown == is_unknown
+
+
+async def test_a_file_whose_commits_reply_was_lost_is_uploaded(
+    azure_storage: AzureStorage, faulty_azurite: Any, tmp_path: Path
+) -> None:
+    (tmp_path / "model").write_bytes(b"weights")
+    # It looks for the blob and for blocks, and sends one block.
+    faulty_azurite.faults.extend(["pass", "pass", "pass", "lose reply"])
+    stored = await azure_storage.files.upload("models/a", tmp_path / "model", "text/plain", {})
+    assert stored
+    assert await azure_storage.files.read("models/a") == b"weights"
 
 
 async def test_messages_in_a_lost_reply_are_visible_again_later(

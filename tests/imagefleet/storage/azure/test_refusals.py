@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import re
 from datetime import UTC, datetime, timedelta
 from typing import Any
@@ -42,25 +43,31 @@ def with_tokens(settings: StorageSettings, begin: timedelta | None, end: timedel
         "expiry": now + end,
     }
     tokens = {
-        f"{queue}_sas": SecretStr(
-            generate_queue_sas(
-                queue_name=queue_name, permission=QueueSasPermissions.from_string(letters), **terms
-            )
+        queue: generate_queue_sas(
+            queue_name=queue_name, permission=QueueSasPermissions.from_string(letters), **terms
         )
         for queue, queue_name, letters in (
             ("queue", settings.queue, "rup"),
             ("poison", settings.poison_queue, "a"),
         )
     }
-    tokens["blob_sas"] = SecretStr(
-        generate_container_sas(
-            container_name=settings.container,
-            permission=ContainerSasPermissions.from_string("rc"),
-            **terms,
-        )
+    tokens["blob"] = generate_container_sas(
+        container_name=settings.container,
+        permission=ContainerSasPermissions.from_string(roles.ROLES["worker"].blob),
+        **terms,
     )
     endpoints = ";".join(re.findall(r"\w+Endpoint=[^;]+", settings.storage))
-    return settings.model_copy(update={"storage": endpoints, **tokens})
+    return having(settings.model_copy(update={"storage": endpoints}), tokens)
+
+
+def having(settings: StorageSettings, tokens: dict[str, str]) -> StorageSettings:
+    return settings.model_copy(update={"sas": SecretStr(json.dumps(tokens))})
+
+
+def tokens_of(settings: StorageSettings) -> dict[str, str]:
+    assert settings.sas is not None
+    tokens: dict[str, str] = json.loads(settings.sas.get_secret_value())
+    return tokens
 
 
 async def complaints(settings: StorageSettings) -> list[str]:
@@ -106,11 +113,10 @@ async def test_a_token_of_the_future_says_from_when_on_it_is_valid(
 async def test_a_damaged_token_is_not_called_expired(created: StorageSettings) -> None:
     settings = with_tokens(created, None, ONE_HOUR)
     damaged = {
-        name: SecretStr(re.sub(r"sig=.{4}", "sig=AAAA", token.get_secret_value()))
-        for name in ("queue_sas", "poison_sas", "blob_sas")
-        if (token := getattr(settings, name))
+        resource: re.sub(r"sig=.{4}", "sig=AAAA", each)
+        for resource, each in tokens_of(settings).items()
     }
-    for complaint in await complaints(settings.model_copy(update=damaged)):
+    for complaint in await complaints(having(settings, damaged)):
         assert complaint.startswith("Azure does not accept the SAS token of the ")
         assert "it is not signed with the account's present key" in complaint
 
@@ -118,15 +124,14 @@ async def test_a_damaged_token_is_not_called_expired(created: StorageSettings) -
 async def test_a_missing_token_is_named_and_the_role_that_has_one(
     created: StorageSettings,
 ) -> None:
-    settings = with_tokens(created, None, ONE_HOUR).model_copy(
-        update={"poison_sas": None, "blob_sas": None}
-    )
+    settings = with_tokens(created, None, ONE_HOUR)
+    settings = having(settings, {"queue": tokens_of(settings)["queue"]})
     async with AzureStorage(settings, NEVER) as storage:
         with pytest.raises(errors.SetupError) as caught:
             await anext(storage.blobs.names())
     assert caught.value.message == (
-        f"there is no SAS token for the container '{created.container}', and the job queue's is"
-        " not valid there: the role `monitor` may (`imagefleet keys monitor`)"
+        f"there is no SAS token for the container '{created.container}': the role `monitor` may"
+        " (`imagefleet keys monitor`)"
     )
 
 
@@ -134,9 +139,8 @@ async def test_the_check_names_every_role_with_a_token_for_what_has_none(
     created: StorageSettings,
 ) -> None:
     """A worker checks its storage before it needs a permission: the role `worker` must be named."""
-    settings = with_tokens(created, None, ONE_HOUR).model_copy(
-        update={"poison_sas": None, "blob_sas": None}
-    )
+    settings = with_tokens(created, None, ONE_HOUR)
+    settings = having(settings, {"queue": tokens_of(settings)["queue"]})
     async with AzureStorage(settings, NEVER) as storage:
         await storage.queue.check()
         for resource in (storage.poison, storage.blobs):
@@ -149,7 +153,7 @@ async def test_the_check_names_every_role_with_a_token_for_what_has_none(
 async def test_a_token_in_a_connection_string_is_explained_as_well(
     created: StorageSettings,
 ) -> None:
-    expired = with_tokens(created, None, -ONE_HOUR).queue_sas.get_secret_value()
+    expired = tokens_of(with_tokens(created, None, -ONE_HOUR))["queue"]
     endpoints = ";".join(re.findall(r"\w+Endpoint=[^;]+", created.storage))
     settings = created.model_copy(
         update={"storage": f"{endpoints};SharedAccessSignature={expired}"}
@@ -182,10 +186,10 @@ def test_azures_clock_decides_and_a_wrong_one_of_this_machine_is_named() -> None
     assert "this machine's clock is 23 hours ahead of Azure's" in key
 
 
-def test_the_tokens_of_a_stored_policy_are_extended_by_name() -> None:
+def test_the_tokens_of_a_revoked_policy_need_another_name() -> None:
     text = sentence(Credential("queue", "sig=x&si=spring"), "p", "AuthenticationFailed")
     assert "its stored policy 'spring' has ended or was revoked" in text
-    assert "`imagefleet keys ROLE --policy spring`" in text
+    assert "`imagefleet keys ROLE --policy NAME`" in text
 
 
 def test_the_tokens_of_a_broker_are_not_minted_by_hand() -> None:

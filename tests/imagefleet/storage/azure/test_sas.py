@@ -391,8 +391,8 @@ def test_a_broker_url_must_be_https_without_a_password(url: str) -> None:
     "two",
     [
         {"sas_file": Path("tokens.json"), "broker_url": "https://broker.example"},
-        {"sas_file": Path("tokens.json"), "queue_sas": SecretStr("sig=x")},
-        {"blob_sas": SecretStr("sig=x"), "broker_url": "https://broker.example"},
+        {"sas_file": Path("tokens.json"), "sas": SecretStr("sig=x")},
+        {"sas": SecretStr("sig=x"), "broker_url": "https://broker.example"},
     ],
 )
 def test_two_sources_of_tokens_are_a_setup_error(two: dict[str, Any]) -> None:
@@ -414,5 +414,6 @@ def test_tokens_expire_with_the_first_of_them() -> None:
         '{"queue": "?se=2026-11-22T10%3A00%3A00Z&sig=x", "poison": "se=2026-11-22&sig=y"}'
     )
     assert tokens.ends_at == datetime(2026, 11, 22, tzinfo=UTC)
-    assert tokens.of("blob") == tokens.of("queue") == "se=2026-11-22T10%3A00%3A00Z&sig=x"
+    assert tokens.of("queue") == "se=2026-11-22T10%3A00%3A00Z&sig=x"
+    assert tokens.of("blob") == ""
     assert "sig" not in repr(tokens)

@@ -1,0 +1,79 @@
+"""Lists stored files in their folder's manifest, which workers read (`worker.files.manifest`)."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from imagefleet import errors
+from imagefleet.signing import Keys
+from imagefleet.storage.protocol import Storage
+from worker.files import manifest
+
+#: Others may change the manifest at the same time.
+_TRIES = 5
+
+
+@dataclass(frozen=True, slots=True)
+class Listing:
+    """The manifest of *folder*; *create* starts one, and signs a plain one for a key."""
+
+    storage: Storage
+    folder: str
+    keys: Keys
+    create: bool = False
+
+    @property
+    def blob(self) -> str:
+        return f"{self.folder}/{manifest.NAME}"
+
+    async def check(self) -> None:
+        """Raises SetupError if nothing may be listed: before a long upload, rather than after."""
+        await self._read()
+
+    async def add(self, name: str, sha256: str) -> bool:
+        """Lists a file's hash; False if there is no manifest, and none was to be created.
+
+        Raises:
+            SetupError: the manifest is signed, and not with these keys, or it is not signed.
+            TransientError: others are changing it.
+        """
+        for _ in range(_TRIES):
+            contents, version = await self._read()
+            if contents is None and not (self.create or self.keys.signing):
+                return False
+            files = dict(contents.files) if contents else {}
+            is_as_wanted = contents is not None and contents.is_signed == bool(self.keys.signing)
+            if is_as_wanted and files.get(name) == sha256:
+                return True
+            content = manifest.encode(self.folder, files | {name: sha256}, self.keys.signing)
+            manifest.parse(self._where, content)  # raises if it has become too large
+            if await self.storage.files.replace(self.blob, content, "application/json", version):
+                return True
+        raise errors.TransientError(
+            f"{self.blob} is being changed by others: run the same command again in a moment"
+        )
+
+    @property
+    def _where(self) -> str:
+        return f"{self.blob} in the container {self.storage.files.name!r}"
+
+    async def _read(self) -> tuple[manifest.Contents | None, str | None]:
+        """What is there and its version, if these keys may change it."""
+        part = await self.storage.files.read_part(self.blob, 0, manifest.MAX_BYTES + 1)
+        if part is None:
+            return None, None
+        contents = manifest.parse(self._where, part.data)
+        if contents.is_signed and not contents.is_signed_by(self.keys.trusted, self.folder):
+            raise errors.SetupError(
+                f"{self._where} is signed, and not with your key: set IMAGEFLEET_SIGNING_KEY, and"
+                " IMAGEFLEET_TRUSTED_KEY to the former key where keys are changing"
+            )
+        if contents.is_signed and self.keys.signing is None:
+            raise errors.SetupError(f"{self._where} is signed: set IMAGEFLEET_SIGNING_KEY")
+        if self.keys.signing and not contents.is_signed and contents.files and not self.create:
+            count = len(contents.files)
+            raise errors.SetupError(
+                f"{self._where} is not signed, and lists {count:,} file{'s' * (count != 1)}: look"
+                " through it, then sign it as it is with --manifest, or delete it"
+            )
+        return contents, part.version

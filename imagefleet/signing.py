@@ -1,0 +1,184 @@
+"""Signatures (Ed25519): whose jobs and files a worker takes, whatever else is in the storage."""
+
+from __future__ import annotations
+
+import base64
+import json
+import os
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Self
+
+from imagefleet import errors
+
+if TYPE_CHECKING:
+    from cryptography.hazmat.primitives.asymmetric.ed25519 import (
+        Ed25519PrivateKey,
+        Ed25519PublicKey,
+    )
+
+    from imagefleet.storage.settings import SignerSettings
+
+#: Keys that a worker trusts at the same time: each may cost a check of each job.
+MAX_TRUSTED_KEYS = 8
+
+#: Characters of a signature in a message.
+SIGNATURE_CHARACTERS = 88
+
+_KEY_BYTES = 32
+
+#: Far more than a key; whatever file is named by mistake.
+_MAX_FILE_BYTES = 2**16
+
+#: The text that is signed has one form for one content.
+_CANONICAL = json.JSONEncoder(sort_keys=True, separators=(",", ":"))
+
+
+class SigningKey:
+    """The private key of those who fill the queue; nothing prints it."""
+
+    def __init__(self, key: Ed25519PrivateKey) -> None:
+        self._key = key
+        self.public = base64.b64encode(key.public_key().public_bytes_raw()).decode()
+
+    @classmethod
+    def create(cls, path: Path) -> Self:
+        """Makes a new key in a new file, which only its owner may read.
+
+        Raises:
+            FileExistsError: there is a file; OSError: it cannot be written.
+        """
+        from cryptography.hazmat.primitives import serialization
+        from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
+
+        key = Ed25519PrivateKey.generate()
+        text = key.private_bytes(
+            serialization.Encoding.PEM,
+            serialization.PrivateFormat.PKCS8,
+            serialization.NoEncryption(),
+        )
+        handle = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600)
+        with os.fdopen(handle, "wb") as file:
+            file.write(text)
+        return cls(key)
+
+    @classmethod
+    def read(cls, path: Path) -> Self:
+        """The key in a PEM file.
+
+        Raises:
+            SetupError: it cannot be read, or is not an Ed25519 key. It does not say what was
+            given for the path: that may be the key itself.
+        """
+        from cryptography.exceptions import UnsupportedAlgorithm
+        from cryptography.hazmat.primitives import serialization
+        from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
+
+        setting = "--signing-key / IMAGEFLEET_SIGNING_KEY"
+        try:
+            with path.expanduser().open("rb") as file:
+                text = file.read(_MAX_FILE_BYTES)
+        except (OSError, ValueError) as error:
+            reason = getattr(error, "strerror", None) or "it is no path"
+            raise errors.SetupError(f"{setting}: the file cannot be read: {reason}") from None
+        try:
+            key = serialization.load_pem_private_key(text, password=None)
+        except (ValueError, TypeError, UnsupportedAlgorithm):
+            key = None
+        if not isinstance(key, Ed25519PrivateKey):
+            raise errors.SetupError(
+                f"{setting}: the file is not an Ed25519 private key in PEM without a password;"
+                " `imagefleet keys signing` makes one"
+            )
+        return cls(key)
+
+    def sign(self, purpose: str, fields: Mapping[str, Any]) -> str:
+        """The signature of *fields*; it is not valid for another *purpose*."""
+        return base64.b64encode(self._key.sign(_signed_bytes(purpose, fields))).decode()
+
+
+class TrustedKeys:
+    """The public keys of those whose jobs and files are taken."""
+
+    def __init__(self, keys: Iterable[Ed25519PublicKey]) -> None:
+        self._keys = tuple(keys)
+
+    @classmethod
+    def read(cls, text: str) -> Self:
+        """Reads public keys, separated by commas.
+
+        Raises:
+            ValueError: one of them is not a public key. The key is not quoted: it may be the
+            private one.
+        """
+        from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PublicKey
+
+        names = list(dict.fromkeys(each.strip() for each in text.split(",")))
+        if len(names) > MAX_TRUSTED_KEYS:
+            raise ValueError(f"has {len(names)} keys; {MAX_TRUSTED_KEYS} are allowed")
+        return cls(Ed25519PublicKey.from_public_bytes(_raw(name)) for name in names)
+
+    def accept(self, purpose: str, fields: Mapping[str, Any], signature: object) -> bool:
+        """Whether one of the keys has signed *fields* for that *purpose*."""
+        from cryptography.exceptions import InvalidSignature
+
+        if not isinstance(signature, str) or len(signature) != SIGNATURE_CHARACTERS:
+            return False
+        try:
+            given = base64.b64decode(signature, validate=True)
+            signed = _signed_bytes(purpose, fields)
+        except (ValueError, RecursionError):
+            return False
+        for key in self._keys:
+            try:
+                key.verify(given, signed)
+            except InvalidSignature:
+                continue
+            return True
+        return False
+
+
+def trusted_keys(text: str | None) -> TrustedKeys | None:
+    """The keys in a setting's text; None where it has none."""
+    return TrustedKeys.read(text) if text else None
+
+
+@dataclass(frozen=True, slots=True)
+class Keys:
+    """The keys of a command or program: one to sign with, and those whose signatures count."""
+
+    signing: SigningKey | None = None
+    trusted: TrustedKeys | None = None
+
+    @classmethod
+    def of(cls, settings: SignerSettings) -> Self:
+        """The keys that *settings* name.
+
+        Raises:
+            SetupError: the file of the signing key is missing or wrong.
+        """
+        path = settings.signing_key
+        signing = None if path is None else SigningKey.read(path)
+        names = [key for key in (signing and signing.public, settings.trusted_key) if key]
+        return cls(signing, trusted_keys(",".join(names)))
+
+
+NO_KEYS = Keys()
+
+
+def _signed_bytes(purpose: str, fields: Mapping[str, Any]) -> bytes:
+    return f"imagefleet {purpose} 1\n{_CANONICAL.encode(fields)}".encode("ascii")
+
+
+def _raw(name: str) -> bytes:
+    try:
+        raw = base64.b64decode(name, validate=True)
+    except ValueError:
+        raw = b""
+    if len(raw) != _KEY_BYTES:
+        raise ValueError(
+            "should be a public key as `imagefleet keys signing` prints it, or several with commas"
+            " between"
+        )
+    return raw

@@ -1,0 +1,155 @@
+"""The tokens of the role `worker` suffice for all of its work, and no letter of them is spare."""
+
+from __future__ import annotations
+
+import base64
+import dataclasses
+import json
+import os
+import time
+from collections import Counter
+from collections.abc import AsyncIterator
+from datetime import timedelta
+from pathlib import Path
+
+import pytest
+from pydantic import SecretStr
+
+from fleet.keys import mint
+from imagefleet import errors
+from imagefleet.storage.azure.roles import RESOURCES, ROLES, Role, name_of
+from imagefleet.storage.open import open_storage
+from imagefleet.storage.protocol import Storage
+from imagefleet.storage.settings import Resource, StorageSettings
+from worker import process
+from worker.engine import contract
+from worker.node.watchdog import NO_LIMITS
+from worker.settings import WorkerSettings
+from worker.settle import Outcome
+from worker.testing import StandInEngine, draw_noise
+
+#: The shortest lease, renewed after half of it.
+LEASE_SECONDS = 2
+LONGER_THAN_HALF_A_LEASE = 1.2
+
+WORKER = ROLES["worker"]
+
+#: Each permission of the role and what the worker cannot do without it.
+NEEDED: dict[tuple[Resource, str], str] = {
+    ("queue", "r"): "count and peek at messages",
+    ("queue", "u"): "renew and hand back leased messages",
+    ("queue", "p"): "lease and delete messages",
+    ("poison", "a"): "add messages",
+    ("blob", "c"): "create blobs",
+    ("files", "r"): "read blobs",
+}
+
+LORA = json.dumps({"x": {"dtype": "U8", "shape": [1], "data_offsets": [0, 1]}}).encode()
+
+#: Random and as long as a message: it fits into no record, and goes into a blob of its own.
+HUGE = base64.b64encode(os.urandom(49_050)).decode()
+
+JOBS = [
+    {"id": "plain", "prompt": "a house"},
+    {"id": "taken", "prompt": "a house"},
+    {"id": "styled", "prompt": "a house <lora:fox:1>"},
+    {"id": "slow", "prompt": "a slow house"},
+    {"id": "retried", "prompt": "a house at the second attempt"},
+    {"id": "bad", "prompt": "a house", "sampler_name": "none"},
+    {"id": "huge", "prompt": "a house", "unknown": HUGE},
+]
+
+ENDS = {"completed": 4, "duplicate": 1, "retried": 1, "failed": 2}
+
+
+class Engine(StandInEngine):
+    """Draws one image at a time: one takes long, one fails at first."""
+
+    def __init__(self) -> None:
+        super().__init__(capacity=1, draw=self._draw_or_fail)
+        self._has_failed = False
+
+    def _draw_or_fail(self, request: contract.ImageRequest) -> contract.Pixels:
+        if "slow" in str(request.prompt):
+            time.sleep(LONGER_THAN_HALF_A_LEASE)
+        if "second attempt" in str(request.prompt) and not self._has_failed:
+            self._has_failed = True
+            raise errors.TransientError("a failure")
+        return draw_noise(request)
+
+
+@pytest.fixture
+async def owner(azurite_settings: StorageSettings) -> AsyncIterator[Storage]:
+    """The storage with a LoRA, the jobs, and an image of one of them."""
+    async with open_storage(azurite_settings) as storage:
+        await storage.create()
+        lora = len(LORA).to_bytes(8, "little") + LORA + b"x"
+        await storage.files.create("loras/fox.safetensors", lora, "text/plain", {})
+        await storage.blobs.create("default/taken.png", b"another's", "image/png", {})
+        await storage.queue.send(json.dumps(job) for job in JOBS)
+        yield storage
+
+
+@pytest.fixture(autouse=True)
+def _hasty_worker_that_checks_its_upload(monkeypatch: pytest.MonkeyPatch) -> None:
+    limits = dataclasses.replace(NO_LIMITS, upload_bits_per_second=1.0)
+    monkeypatch.setattr("worker.process.limits_of", lambda *_, **__: limits)
+    monkeypatch.setattr("worker.node.check.UPLOAD_BYTES", 4_000)
+    monkeypatch.setattr("worker.pull.UNTIL_EMPTY_PAUSE_SECONDS", 0.1)
+    monkeypatch.setattr("worker.settle.FIRST_RETRY_SECONDS", 0.05)
+
+
+async def work(settings: StorageSettings, role: Role, cache: Path) -> Counter[Outcome]:
+    """What becomes of the jobs of a whole worker with the tokens of *role*."""
+    minted = mint.Minter(settings).mint(role, timedelta(hours=1))
+    outcomes: Counter[Outcome] = Counter()
+    worker = WorkerSettings(
+        **settings.model_dump(exclude={"storage", "sas"}),
+        storage=minted.storage,
+        sas=SecretStr(minted.sas),
+        model="stand-in",
+        cache=cache,
+        name="a worker",
+        lease_seconds=LEASE_SECONDS,
+        until_empty=True,
+    )
+    await process.run_worker(
+        worker, load=Engine, on_settled=lambda outcome: outcomes.update([outcome])
+    )
+    return outcomes
+
+
+async def test_a_workers_tokens_suffice_for_all_that_it_does(
+    azurite_settings: StorageSettings, owner: Storage, tmp_path: Path
+) -> None:
+    assert await work(azurite_settings, WORKER, tmp_path) == ENDS
+    names = [name async for name in owner.blobs.names()]
+    folders = Counter(name.partition("/")[0] for name in names)
+    assert folders == {"default": 5, "failed": 1, "-node-checks": 4}
+    assert await owner.blobs.read("default/taken.png") == b"another's"
+    assert (await owner.poison.depth()).messages == 2
+
+
+def test_each_permission_of_the_role_has_its_work() -> None:
+    assert set(NEEDED) == {
+        (resource, letter) for resource in RESOURCES for letter in WORKER.letters(resource)
+    }
+
+
+@pytest.mark.parametrize(("resource", "letter"), NEEDED)
+async def test_without_any_one_permission_a_worker_cannot_do_its_work(
+    azurite_settings: StorageSettings,
+    owner: Storage,
+    tmp_path: Path,
+    resource: Resource,
+    letter: str,
+) -> None:
+    rest = getattr(WORKER, resource).replace(letter, "")
+    less = dataclasses.replace(WORKER, **{resource: rest})
+    with pytest.raises(errors.SetupError) as caught:
+        await work(azurite_settings, less, tmp_path)
+    complaint = caught.value.message
+    assert repr(name_of(azurite_settings, resource)) in complaint
+    what = f"may not {NEEDED[resource, letter]}" if rest else "there is no SAS token for"
+    assert what in complaint
+    assert "`imagefleet keys worker`" in complaint

@@ -1,0 +1,96 @@
+"""Sources whose jobs are signed."""
+
+from __future__ import annotations
+
+import io
+import json
+from pathlib import Path
+
+import pytest
+
+from imagefleet import errors
+from imagefleet.job.message import Job, read_job
+from imagefleet.signing import SigningKey, TrustedKeys
+from imagefleet.storage.protocol import MAX_MESSAGE_BYTES, message_bytes
+from loadgen.sources import SIGNATURE_BYTES, JsonLinesSource, StreamSource, TemplateSource
+
+TEMPLATE = """
+prompt: "a {noun} & <friends>"
+count: 300
+seed: 3
+lists: {noun: [cat, "döner", fox]}
+job: {steps: 15, metadata: {noun: "{noun}", price: 0.1}}
+"""
+
+
+@pytest.fixture
+def key(tmp_path: Path) -> SigningKey:
+    return SigningKey.create(tmp_path / "key.pem")
+
+
+@pytest.fixture
+def trusted(key: SigningKey) -> TrustedKeys:
+    return TrustedKeys.read(key.public)
+
+
+def test_a_templates_jobs_are_signed_and_the_same_after_a_resume(
+    key: SigningKey, trusted: TrustedKeys, tmp_path: Path
+) -> None:
+    path = tmp_path / "t.yaml"
+    path.write_text(TEMPLATE)
+    signed = TemplateSource(path, key=key)
+    bodies = list(signed.bodies(0))
+    assert list(TemplateSource(path, key=key).bodies(200)) == bodies[200:], "to the byte"
+    for body, plain in zip(bodies, TemplateSource(path).bodies(0), strict=True):
+        assert read_job(body, "m", trusted) == read_job(plain, "m")
+
+
+def test_a_files_jobs_get_ids_and_are_signed(
+    key: SigningKey, trusted: TrustedKeys, tmp_path: Path
+) -> None:
+    path = tmp_path / "jobs.jsonl"
+    path.write_text('{"prompt": "a"}\n\n{"prompt": "b", "id": "own", "save_images": true}\n')
+    with_key = JsonLinesSource(path, key=key)
+    with_key.check(0)
+    bodies = [body for body in with_key.bodies(0) if body]
+    jobs = [read_job(body, "m", trusted) for body in bodies]
+    assert [job.id for job in jobs][1:] == ["own"]
+    plain = [read_job(body, "m") for body in JsonLinesSource(path).bodies(0) if body]
+    assert jobs == plain
+    assert list(JsonLinesSource(path, key=key).bodies(2)) == bodies[1:]
+
+
+def test_a_stream_is_signed(key: SigningKey, trusted: TrustedKeys) -> None:
+    source = StreamSource(io.BytesIO(b'{"prompt": "a"}\n'), key=key)
+    (body,) = source.bodies(0)
+    assert read_job(body or "", "m", trusted).prompt == "a"
+
+
+def test_a_job_without_room_for_its_signature_stops_the_load_before_it_begins(
+    key: SigningKey, tmp_path: Path
+) -> None:
+    def file_of(prompt_length: int) -> JsonLinesSource:
+        path = tmp_path / "jobs.jsonl"
+        path.write_text(Job(prompt="x" * prompt_length, id="a", seed=1).to_message())
+        return JsonLinesSource(path, key=key)
+
+    plain = Job(prompt="", id="a", seed=1).to_message()
+    room = MAX_MESSAGE_BYTES - message_bytes(plain) - SIGNATURE_BYTES
+    full = file_of(room)
+    full.check(0)
+    (body,) = full.bodies(0)
+    assert message_bytes(body or "") == MAX_MESSAGE_BYTES
+    with pytest.raises(errors.SetupError, match="line 1: the message has 65,537 bytes"):
+        file_of(room + 1).check(0)
+
+
+def test_a_line_that_somebody_signed_is_sent_as_it_is_or_signed_anew(
+    key: SigningKey, tmp_path: Path
+) -> None:
+    other = SigningKey.create(tmp_path / "other.pem")
+    theirs = json.dumps(json.loads(Job(prompt="a", id="a", cfg_scale=7).to_message(other)))
+    path = tmp_path / "jobs.jsonl"
+    path.write_text(theirs)
+    assert list(JsonLinesSource(path).bodies(0)) == [theirs]
+    (body,) = JsonLinesSource(path, key=key).bodies(0)
+    assert read_job(body or "", "m", TrustedKeys.read(key.public)).id == "a"

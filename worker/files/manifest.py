@@ -1,0 +1,175 @@
+"""A folder's manifest: the SHA-256 that its files must have, signed or not.
+
+`loras/manifest.json` and `models/manifest.json` are either plain, `{"name": "sha256", ...}`, or
+signed, `{"folder": "loras", "files": {"name": "sha256", ...}, "signature": "..."}`. A signed one is
+complete: workers with a trusted key take no other file.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import time
+from collections.abc import Awaitable, Callable, Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+from imagefleet import errors
+from imagefleet.signing import SigningKey, TrustedKeys
+
+NAME = "manifest.json"
+
+#: A manifest is read again after this time; a replaced file is fetched again by then.
+MAX_AGE_SECONDS = 300.0
+
+#: Some 100 bytes a file.
+MAX_BYTES = 16 * 2**20
+MAX_FILES = 100_000
+
+#: The command that lists a file, by folder.
+ADD_COMMANDS = {"loras": "imagefleet lora add", "models": "imagefleet model add"}
+
+
+@dataclass(frozen=True, slots=True)
+class Contents:
+    """What a manifest says."""
+
+    files: Mapping[str, str] = field(default_factory=dict)
+    signed: Mapping[str, Any] = field(default_factory=dict)
+    """What its signature covers; empty where it is plain."""
+    signature: object = None
+
+    @property
+    def is_signed(self) -> bool:
+        return self.signature is not None
+
+    def is_signed_by(self, trusted: TrustedKeys | None, folder: str) -> bool:
+        """Whether one of the keys has signed it, for this folder."""
+        is_for_it = self.signed.get("folder") == folder
+        return is_for_it and bool(
+            trusted and trusted.accept(_purpose(folder), self.signed, self.signature)
+        )
+
+
+def parse(where: str, content: bytes) -> Contents:
+    """What a manifest says.
+
+    Raises:
+        TransientError: it is damaged; SetupError: it is too large.
+    """
+    if len(content) > MAX_BYTES:
+        raise too_large(where)
+    try:
+        found = json.loads(content)
+        is_plain = not isinstance(found.get("files"), dict)
+        files = found if is_plain else found["files"]
+        hashes = {name: sha256.lower() for name, sha256 in files.items()}
+    except (ValueError, TypeError, AttributeError, RecursionError) as error:
+        raise errors.TransientError(
+            f'{where} is not a JSON manifest, {{"name": "sha256", ...}}: {error}'
+        ) from None
+    if len(hashes) > MAX_FILES:
+        raise too_large(where)
+    if is_plain:
+        return Contents(hashes)
+    signature = found.pop("signature", None)
+    return Contents(hashes, found, signature)
+
+
+def encode(folder: str, files: Mapping[str, str], key: SigningKey | None) -> bytes:
+    """A manifest's content: plain without a *key*."""
+    fields: dict[str, Any] = dict(files)
+    if key is not None:
+        fields = {"folder": folder, "files": fields}
+        fields["signature"] = key.sign(_purpose(folder), fields)
+    return json.dumps(fields, indent=2, sort_keys=True).encode()
+
+
+def too_large(where: str) -> errors.SetupError:
+    return errors.SetupError(
+        f"{where} is too large: {MAX_BYTES / 2**20:.0f} MiB and {MAX_FILES:,} files are allowed"
+    )
+
+
+class Manifest:
+    """The manifest of a folder, read again from time to time; there need not be one.
+
+    With *trusted* keys it must be signed by one of them, and what it does not list is refused.
+    """
+
+    def __init__(
+        self,
+        where: str,
+        read: Callable[[], Awaitable[bytes | None]],
+        *,
+        folder: str = "",
+        trusted: TrustedKeys | None = None,
+    ) -> None:
+        self._where = where
+        self._read = read
+        self._folder = folder
+        self._trusted = trusted
+        self._hashes: Mapping[str, str] = {}
+        self._read_at: float | None = None
+
+    async def sha256(self, name: str) -> str | None:
+        """The hash that the file must have, or None where any will do.
+
+        Raises:
+            TransientError: the manifest cannot be read, or is damaged; SetupError: it is too
+            large. With trusted keys also MissingFileError: it does not list the file; SetupError:
+            it is missing, damaged or not signed.
+        """
+        now = time.monotonic()
+        if self._read_at is None or now - self._read_at > MAX_AGE_SECONDS:
+            await self._load()
+        if self._trusted is None or name in self._hashes:
+            return self._hashes.get(name)
+        if self._read_at is None or self._read_at < now:
+            await self._load()  # the file may be new
+        if name not in self._hashes:
+            raise errors.MissingFileError(
+                f"{self._where}, which is signed, does not list {name!r}:"
+                f" `{ADD_COMMANDS[self._folder]}` with IMAGEFLEET_SIGNING_KEY lists it"
+            )
+        return self._hashes[name]
+
+    def forget(self) -> None:
+        """Reads it again the next time: it and a file disagree, and one of them is old."""
+        self._read_at = None
+
+    async def _load(self) -> None:
+        began_at = time.monotonic()
+        try:
+            content = await self._read()
+        except errors.UnusableFileError:
+            raise too_large(self._where) from None
+        # It may be half-written; going on without it would mean to trust any file. In a thread:
+        # a large one takes half a second.
+        self._hashes = await asyncio.to_thread(self._checked, content)
+        self._read_at = began_at
+
+    def _checked(self, content: bytes | None) -> Mapping[str, str]:
+        if self._trusted is None:
+            return parse(self._where, b"{}" if content is None else content).files
+        if content is None:
+            raise self._untrusted("there is none")
+        try:
+            contents = parse(self._where, content)
+        except errors.TransientError as error:
+            raise self._untrusted(error.message) from None
+        if not contents.is_signed_by(self._trusted, self._folder):
+            raise self._untrusted("another key signed it" if contents.is_signed else "it is plain")
+        return contents.files
+
+    def _untrusted(self, why: str) -> errors.SetupError:
+        # Not the job's fault: a damaged manifest would send every job with a LoRA to the poison
+        # queue.
+        return errors.SetupError(
+            f"{self._where} must be signed with the trusted key, but {why}:"
+            f" `{ADD_COMMANDS[self._folder]}` with IMAGEFLEET_SIGNING_KEY signs it"
+        )
+
+
+def _purpose(folder: str) -> str:
+    return f"manifest of {folder}"
