@@ -13,8 +13,9 @@
 # layer, 2 MB.
 #
 # Build arguments:
-#   BASE_IMAGE   any Debian with Python 3.11, its venv and (for a GPU) its headers; pinned by digest.
-#                For a newer one: docker buildx imagetools inspect python:3.11-slim
+#   BASE_IMAGE   any Debian with Python 3.11, its venv and (for a GPU) its headers; pinned by digest,
+#                as public repositories name it; no registry could be asked for it here. For a
+#                newer one: docker buildx imagetools inspect python:3.11-slim
 #   CUDA         12.8: torch 2.11 from PyTorch's index, for NVIDIA driver 525 or newer, RTX 20 to 50.
 #                13: torch 2.13 from PyPI, for driver 580 or newer. none: torch for CPUs, a quarter
 #                of the size.

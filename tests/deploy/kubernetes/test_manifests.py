@@ -79,6 +79,11 @@ def test_one_entry_per_image_changes_all_manifests(
         assert used["load"] == used["exporter"] != used["worker"]
 
 
+def test_a_tag_that_moves_is_in_no_shipped_manifest(plain: Any) -> None:
+    for _, _, container in plain.pods():
+        assert re.search(r"@sha256:[0-9a-f]{64}$", container["image"])
+
+
 def test_all_is_in_the_namespace_that_the_base_makes(manifests: Any) -> None:
     (namespace,) = manifests.of_kind("Namespace")
     elsewhere = {
