@@ -33,7 +33,7 @@ def command(settings: BrokerSettings) -> None:
         raise errors.SetupError(
             f"{error.name} is not installed; for the broker: pip install 'imagefleet[broker]'"
         ) from None
-    fleets = settings.fleets.split(",") if settings.fleets else ()
+    fleets = settings.salad_fleets.split(",") if settings.salad_fleets else ()
     broker = service.Broker(settings, identity.Identities(settings.organization, fleets))
     console.run(_serve(service.application(broker), settings))
 
@@ -43,7 +43,7 @@ async def _serve(app: web.Application, settings: BrokerSettings) -> None:
         log.info(
             "issuing tokens on port %d to nodes of %s",
             port,
-            settings.fleets or settings.organization,
+            settings.salad_fleets or settings.organization,
             extra={"action": "broker_started"},
         )
         await console.until_stopped(asyncio.create_task(_forever(), name="broker"))

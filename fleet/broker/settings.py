@@ -27,7 +27,7 @@ class BrokerSettings(StorageSettings):
         description="Your organization at SaladCloud, by its name in the portal's address or by its"
         " id. Required.",
     )
-    fleets: Annotated[str, AfterValidator(_names)] | None = Field(
+    salad_fleets: Annotated[str, AfterValidator(_names)] | None = Field(
         default=None,
         description="Names of the fleets, as in their fleet files, or of single container groups,"
         " separated by commas; by default the whole organization.",

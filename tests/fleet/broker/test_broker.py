@@ -88,11 +88,11 @@ async def start(
 
         @contextlib.asynccontextmanager
         async def run(**own: Any) -> AsyncIterator[Client]:
-            given = {"organization": NAME, "fleets": "other,sd15-batch", **own}
+            given = {"organization": NAME, "salad_fleets": "other,sd15-batch", **own}
             settings = BrokerSettings(**azurite_settings.model_dump(), **given)
             identities = Identities(
                 settings.organization,
-                settings.fleets.split(",") if settings.fleets else (),
+                settings.salad_fleets.split(",") if settings.salad_fleets else (),
                 str(server.make_url("/jwks.json")),
             )
             app = service.application(service.Broker(settings, identities))
@@ -151,7 +151,7 @@ async def test_the_organization_is_known_by_its_name_or_its_id(
 async def test_without_fleets_all_groups_of_the_organization_get_tokens(
     start: Any, salad: Salad
 ) -> None:
-    async with start(fleets=None) as client:
+    async with start(salad_fleets=None) as client:
         assert (await ask(client, salad.sign(salad_workload_name=None)))[0] == 200
 
 

@@ -32,7 +32,7 @@ def quiet(monkeypatch: pytest.MonkeyPatch) -> None:
     ("arguments", "reason"),
     [
         (("--storage", KEY), "--organization is required"),
-        (("--storage", KEY, "--organization", "acme", "--fleets", "a,"), "names of fleets"),
+        (("--storage", KEY, "--organization", "acme", "--salad-fleets", "a,"), "names of fleets"),
         (("--storage", KEY, "--organization", "acme", "--policy", "A policy"), "--policy"),
         (("--organization", "acme", "--storage", "https://acme.blob.core.windows.net"), "key"),
         (("--organization", "acme"), "connection string"),
