@@ -175,7 +175,7 @@ async def remove_policy(settings: StorageSettings, name: str) -> list[str]:
             del policies[each]
         return bool(ours)
 
-    removed = await _change_policies(settings, RESOURCES, remove)
+    removed = await _change_policies(settings, RESOURCES, remove, but_missing=True)
     if not removed:
         raise errors.SetupError(f"there is no policy {name!r} to revoke")
     return removed
@@ -201,15 +201,23 @@ async def _change_policies(
     settings: StorageSettings,
     resources: Iterable[Resource],
     change: Callable[[Resource, dict[str, Any]], bool | None],
+    *,
+    but_missing: bool = False,
 ) -> list[str]:
-    """Stores the policies that *change* reports as changed; returns their resources' names."""
+    """Stores the policies that *change* reports as changed; returns their resources' names.
+
+    *but_missing* leaves out queues and containers that do not exist.
+    """
     address = account.read_address(settings.storage.strip())
     changed = []
     for resource in resources:
         name = name_of(settings, resource)
         open_client = address.container_client if is_container(resource) else address.queue_client
         async with open_client(name, None, **_OPTIONS) as client:
-            with azure_errors.translated(f"the stored policies of {name!r}"):
+            with (
+                azure_errors.translated(f"the stored policies of {name!r}"),
+                azure_errors.tolerated(azure_errors.MISSING if but_missing else ()),
+            ):
                 policies = await _read_policies(client)
                 if change(resource, policies):
                     await _write_policies(client, policies)

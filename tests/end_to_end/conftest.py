@@ -68,6 +68,7 @@ def environment(storage_settings: StorageSettings) -> dict[str, str]:
         "IMAGEFLEET_STORAGE": storage_settings.storage,
         "IMAGEFLEET_QUEUE": storage_settings.queue,
         "IMAGEFLEET_CONTAINER": storage_settings.container,
+        "IMAGEFLEET_FILES_CONTAINER": storage_settings.files_container,
         "IMAGEFLEET_LOG_FORMAT": "text",
         "OMP_NUM_THREADS": "1",
     }

@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-import asyncio
 import dataclasses
 import itertools
 import json
-import re
 import shlex
 import stat
 import subprocess
@@ -18,7 +16,6 @@ from urllib.parse import parse_qs
 
 import pytest
 from azure.core.exceptions import HttpResponseError
-from azure.storage.queue import AccessPolicy as QueuePolicy
 from pydantic import SecretStr
 
 from fleet import options
@@ -30,7 +27,7 @@ from imagefleet import aio, errors, retry
 from imagefleet.storage import dead_letter_queue, protocol
 from imagefleet.storage.azure import account as azure_address
 from imagefleet.storage.azure import sas
-from imagefleet.storage.azure.roles import RESOURCES, ROLES, Role
+from imagefleet.storage.azure.roles import ROLES, Role
 from imagefleet.storage.azure.storage import API_VERSION, AzureStorage
 from imagefleet.storage.dead_letter import FailedJob
 from imagefleet.storage.open import open_storage
@@ -372,125 +369,8 @@ def test_expired_tokens_are_one_line(
     assert len(result.stderr.splitlines()) == 1
 
 
-# Stored policies
-
-
-def test_a_policys_tokens_expire_by_themselves_and_are_revoked_at_once(
-    azurite_settings: StorageSettings, created: None, in_process: Imagefleet
-) -> None:
-    """Azure takes the expiry from the token or from the policy, and the permissions likewise."""
-    account = flags_of(azurite_settings)
-    mint_two_hours = ("keys", "worker", "--hours", "2", "--policy", "spring", "--json", *account)
-    minted = [in_process(*mint_two_hours) for _ in range(2)]
-    records = [json.loads(each.stdout) for each in minted]
-    for resource, token in records[0].items():
-        if resource in RESOURCES:
-            fields = parse_qs(token)
-            assert (fields["si"], fields.get("sp")) == (["spring"], None)
-            ends = datetime.fromisoformat(fields["se"][0]) - datetime.now(UTC)
-            assert timedelta(minutes=119) < ends <= timedelta(hours=2)
-    policies = asyncio.run(_policies(azurite_settings))
-    assert sorted(each.permission for each in policies) == sorted(["rup", "a", "c", "r"])
-    assert not any(each.expiry for each in policies)
-    bearers = [
-        flags_of(
-            azurite_settings.model_copy(
-                update={"storage": each["storage"], "sas": SecretStr(json.dumps(each))}
-            )
-        )
-        for each in records
-    ]
-    for bearer in bearers:
-        checked = in_process("keys", "check", "worker", *bearer)
-        assert checked.returncode == 0, checked.stderr
-        assert "or the end of policy spring" in checked.stdout
-
-    revoked = in_process("keys", "revoke", "spring", *account)
-    assert revoked.returncode == 0
-    names = (azurite_settings.queue, azurite_settings.files_container)
-    assert all(name in revoked.stdout for name in names)
-    for bearer in bearers:
-        refused = in_process("keys", "check", *bearer)
-        assert refused.returncode == 2
-        assert "its stored policy 'spring' has ended or was revoked" in refused.stderr
-    again = in_process("keys", "revoke", "spring", *account)
-    assert "there is no policy 'spring'" in again.stderr
-
-
-def test_a_token_of_a_policy_is_refused_after_its_own_expiry(
-    azurite_settings: StorageSettings, created: None, in_process: Imagefleet
-) -> None:
-    asyncio.run(mint.store_policy(azurite_settings, ROLES["worker"], "spring"))
-    minted = mint.Minter(azurite_settings).mint(ROLES["worker"], -ONE_HOUR, "spring")
-    settings = azurite_settings.model_copy(
-        update={"storage": minted.storage, "sas": SecretStr(minted.sas)}
-    )
-    result = in_process("keys", "check", *flags_of(settings))
-    assert result.returncode == 2
-    assert re.search(r"expired on .*, 1 hour ago: .*`imagefleet keys ROLE --policy", result.stderr)
-
-
-def test_a_policy_of_an_earlier_version_needs_another_name(
-    azurite_settings: StorageSettings, created: None, in_process: Imagefleet
-) -> None:
-    """It holds the expiry of tokens that are in use."""
-
-    def store(_: object, policies: dict[str, Any]) -> bool:
-        policies["spring"] = QueuePolicy(permission="rup", expiry=datetime.now(UTC) + ONE_HOUR)
-        return True
-
-    asyncio.run(mint._change_policies(azurite_settings, ["queue"], store))
-    result = in_process("keys", "worker", "--policy", "spring", *flags_of(azurite_settings))
-    assert result.returncode == 2
-    assert "use another name" in result.stderr
-
-
-def test_a_policy_is_for_one_role(
-    azurite_settings: StorageSettings, created: None, in_process: Imagefleet
-) -> None:
-    account = flags_of(azurite_settings)
-    assert in_process("keys", "worker", "--policy", "spring", *account).returncode == 0
-    result = in_process("keys", "load", "--policy", "spring", *account)
-    assert result.returncode == 2
-    assert "use one name per role" in result.stderr
-
-
-def test_a_sixth_policy_is_refused_with_the_names_of_the_five(
-    azurite_settings: StorageSettings, created: None, in_process: Imagefleet
-) -> None:
-    account = flags_of(azurite_settings)
-    for number in range(5):
-        policy = f"p{number}"
-        assert in_process("keys", "load", "--policy", policy, *account).returncode == 0
-    result = in_process("keys", "load", "--policy", "p5", *account)
-    assert result.returncode == 2
-    assert "p0, p1, p2, p3, p4" in result.stderr
-
-
-@pytest.fixture
-def created(azurite_settings: StorageSettings) -> None:
-    """Creates the queues and the container; for synchronous tests."""
-
-    async def create() -> None:
-        async with open_storage(azurite_settings) as storage:
-            await storage.create()
-
-    asyncio.run(create())
-
-
 def flags_of(settings: StorageSettings) -> list[str]:
     flags = ["--storage", settings.storage]
     for name in ("queue", "container", "files_container"):
         flags += [options.flag(name), getattr(settings, name)]
     return flags if settings.sas is None else [*flags, "--sas", settings.sas.get_secret_value()]
-
-
-async def _policies(settings: StorageSettings) -> list[Any]:
-    found: list[Any] = []
-
-    def read(_: object, policies: dict[str, Any]) -> bool:
-        found.extend(policies.values())
-        return False
-
-    await mint._change_policies(settings, RESOURCES, read)
-    return found

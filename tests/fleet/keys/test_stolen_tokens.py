@@ -121,8 +121,8 @@ def _container_deeds(of: Callable[[Thief], ContainerClient], name: str) -> dict[
     }
 
 
-#: What a worker does as well. With `c`, Azure lets a token take a snapshot: a copy of its own that
-#: changes no image.
+#: What a worker does as well. With `c` a token may take a snapshot, which changes no image. Azure,
+#: unlike Azurite, also lets it stage blocks, which it can commit under a new name alone.
 ALLOWED = {
     ("jobs", "peek"),
     ("jobs", "count"),

@@ -303,8 +303,9 @@ async def test_a_link_to_an_image_on_azure_has_no_token(azurite_settings: Storag
         await owner.create()
         await owner.blobs.create("spring/a b.png", b"x", "image/png", {})
     minted = mint.Minter(azurite_settings).mint(ROLES["monitor"], timedelta(hours=1))
-    tokens = {f"{name}_sas": SecretStr(token) for name, token in minted.tokens.items()}
-    settings = azurite_settings.model_copy(update={"storage": minted.storage, **tokens})
+    settings = azurite_settings.model_copy(
+        update={"storage": minted.storage, "sas": SecretStr(minted.sas)}
+    )
     async with open_storage(settings) as storage:
         text = await page_of(storage)
     assert f"/{azurite_settings.container}/spring/a%20b.png" in text

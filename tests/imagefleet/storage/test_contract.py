@@ -456,8 +456,22 @@ async def test_a_storage_that_was_not_created_is_a_setup_error(
             await storage.queue.send(["a job"])
         with pytest.raises(errors.SetupError):
             await storage.queue.receive(1, LEASE_SECONDS)
-        with pytest.raises(errors.SetupError):
-            await storage.blobs.create("a.png", b"x", "image/png", {})
+        for blobs in (storage.blobs, storage.files):
+            with pytest.raises(errors.SetupError, match="imagefleet load"):
+                await blobs.check()
+            with pytest.raises(errors.SetupError):
+                await blobs.create("a.png", b"x", "image/png", {})
+
+
+async def test_images_and_files_are_apart(storage: Storage) -> None:
+    assert storage.blobs.name != storage.files.name
+    for number, blobs in enumerate((storage.blobs, storage.files)):
+        await blobs.check()
+        assert await blobs.create("loras/fox.safetensors", str(number).encode(), "text/plain", {})
+    assert await storage.files.read("loras/fox.safetensors") == b"1"
+    assert [name async for name in storage.blobs.names("loras/")] == ["loras/fox.safetensors"]
+    assert await storage.blobs.delete("loras/fox.safetensors")
+    assert [name async for name in storage.files.names()] == ["loras/fox.safetensors"]
 
 
 async def test_create_keeps_the_contents_of_an_existing_storage(storage: Storage) -> None:

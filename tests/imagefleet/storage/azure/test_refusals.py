@@ -226,6 +226,8 @@ def test_other_refusals_have_their_own_reason(code: str, reason: str) -> None:
         ("queue", "u", "Storage Queue Data Contributor"),
         ("blob", "c", "Storage Blob Data Contributor"),
         ("blob", "l", "Storage Blob Data Reader"),
+        ("files", "r", "Storage Blob Data Reader"),
+        ("files", "w", "Storage Blob Data Contributor"),
         ("queue", "", "Storage Queue Data Contributor"),
     ],
 )

@@ -1,0 +1,139 @@
+"""Tokens of a stored policy on Azurite: they expire by themselves, and are revoked at once."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import re
+import subprocess
+from collections.abc import Callable
+from datetime import UTC, datetime, timedelta
+from typing import Any
+from urllib.parse import parse_qs
+
+import pytest
+from azure.storage.queue import AccessPolicy as QueuePolicy
+
+from fleet.keys import mint
+from imagefleet.storage.azure.roles import RESOURCES, ROLES
+from imagefleet.storage.settings import StorageSettings
+
+ONE_HOUR = timedelta(hours=1)
+
+Imagefleet = Callable[..., "subprocess.CompletedProcess[str]"]  # the fixture of conftest.py
+
+
+@pytest.fixture
+def account(azurite_settings: StorageSettings, created: None) -> list[str]:
+    """The storage and the account's key as flags."""
+    return ["--storage", azurite_settings.storage, *names_of(azurite_settings)]
+
+
+def names_of(settings: StorageSettings) -> list[str]:
+    containers = ["--container", settings.container, "--files-container", settings.files_container]
+    return ["--queue", settings.queue, *containers]
+
+
+def bearing(settings: StorageSettings, record: dict[str, str]) -> list[str]:
+    """The tokens of a record as flags."""
+    return ["--storage", record["storage"], *names_of(settings), "--sas", json.dumps(record)]
+
+
+def test_a_policys_tokens_expire_by_themselves_and_are_revoked_at_once(
+    azurite_settings: StorageSettings, account: list[str], in_process: Imagefleet
+) -> None:
+    """Azure takes the expiry from the token or from the policy, and the permissions likewise."""
+    mint_two_hours = ("keys", "worker", "--hours", "2", "--policy", "spring", "--json", *account)
+    minted = [in_process(*mint_two_hours) for _ in range(2)]
+    records = [json.loads(each.stdout) for each in minted]
+    for resource, token in records[0].items():
+        if resource in RESOURCES:
+            fields = parse_qs(token)
+            assert (fields["si"], fields.get("sp")) == (["spring"], None)
+            ends = datetime.fromisoformat(fields["se"][0]) - datetime.now(UTC)
+            assert timedelta(minutes=119) < ends <= timedelta(hours=2)
+    policies = asyncio.run(_policies(azurite_settings))
+    assert sorted(each.permission for each in policies) == sorted(["rup", "a", "c", "r"])
+    assert not any(each.expiry for each in policies)
+    bearers = [bearing(azurite_settings, each) for each in records]
+    for bearer in bearers:
+        checked = in_process("keys", "check", "worker", *bearer)
+        assert checked.returncode == 0, checked.stderr
+        assert "or the end of policy spring" in checked.stdout
+
+    revoked = in_process("keys", "revoke", "spring", *account)
+    assert revoked.returncode == 0
+    names = (azurite_settings.queue, azurite_settings.files_container)
+    assert all(name in revoked.stdout for name in names)
+    for bearer in bearers:
+        refused = in_process("keys", "check", *bearer)
+        assert refused.returncode == 2
+        assert "its stored policy 'spring' has ended or was revoked" in refused.stderr
+    again = in_process("keys", "revoke", "spring", *account)
+    assert "there is no policy 'spring'" in again.stderr
+
+
+def test_a_policy_is_revoked_even_where_a_container_is_gone(
+    azurite_settings: StorageSettings, account: list[str], in_process: Imagefleet
+) -> None:
+    gone = ["--container", "no-such-images"]
+    assert in_process("keys", "files", "--policy", "spring", *account, *gone).returncode == 0
+    revoked = in_process("keys", "revoke", "spring", *account, *gone)
+    assert revoked.stdout == f"revoked spring on {azurite_settings.files_container}\n"
+
+
+def test_a_token_of_a_policy_is_refused_after_its_own_expiry(
+    azurite_settings: StorageSettings, account: list[str], in_process: Imagefleet
+) -> None:
+    asyncio.run(mint.store_policy(azurite_settings, ROLES["worker"], "spring"))
+    minted = mint.Minter(azurite_settings).mint(ROLES["worker"], -ONE_HOUR, "spring")
+    record = {"storage": minted.storage, **minted.tokens}
+    result = in_process("keys", "check", *bearing(azurite_settings, record))
+    assert result.returncode == 2
+    assert re.search(r"expired on .*, 1 hour ago: .*`imagefleet keys ROLE --policy", result.stderr)
+
+
+def test_a_policy_of_an_earlier_version_needs_another_name(
+    azurite_settings: StorageSettings, account: list[str], in_process: Imagefleet
+) -> None:
+    """It holds the expiry of tokens that are in use."""
+
+    def store(_: object, policies: dict[str, Any]) -> bool:
+        policies["spring"] = QueuePolicy(permission="rup", expiry=datetime.now(UTC) + ONE_HOUR)
+        return True
+
+    asyncio.run(mint._change_policies(azurite_settings, ["queue"], store))
+    result = in_process("keys", "worker", "--policy", "spring", *account)
+    assert result.returncode == 2
+    assert "use another name" in result.stderr
+
+
+def test_a_policy_is_for_one_role(
+    azurite_settings: StorageSettings, account: list[str], in_process: Imagefleet
+) -> None:
+    assert in_process("keys", "worker", "--policy", "spring", *account).returncode == 0
+    result = in_process("keys", "load", "--policy", "spring", *account)
+    assert result.returncode == 2
+    assert "use one name per role" in result.stderr
+
+
+def test_a_sixth_policy_is_refused_with_the_names_of_the_five(
+    azurite_settings: StorageSettings, account: list[str], in_process: Imagefleet
+) -> None:
+    for number in range(5):
+        policy = f"p{number}"
+        assert in_process("keys", "load", "--policy", policy, *account).returncode == 0
+    result = in_process("keys", "load", "--policy", "p5", *account)
+    assert result.returncode == 2
+    assert "p0, p1, p2, p3, p4" in result.stderr
+
+
+async def _policies(settings: StorageSettings) -> list[Any]:
+    found: list[Any] = []
+
+    def read(_: object, policies: dict[str, Any]) -> bool:
+        found.extend(policies.values())
+        return False
+
+    await mint._change_policies(settings, RESOURCES, read)
+    return found
