@@ -165,8 +165,10 @@ class _Worker:
                 and await tasks.run_until(self._stop, storage.files.check())
             ):
                 return
+            key = self._settings.trusted_key
             log.info(
-                "pulling from %s of %s, metrics at http://%s:%d/metrics",
+                "pulling %sfrom %s of %s, metrics at http://%s:%d/metrics",
+                f"jobs signed with {key} " if key else "",
                 storage.queue.name,
                 storage.url,
                 self._settings.host,

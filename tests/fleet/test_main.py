@@ -63,7 +63,7 @@ def test_the_flags_of_a_command_are_grouped_by_subject(imagefleet: Imagefleet) -
     assert worker["Options"] == ["--fail-on-failed", "-h"]
 
     failed = _subjects(imagefleet("failed", "list", "--help").stdout)
-    assert list(failed) == ["Options", "Storage"]
+    assert list(failed) == ["Options", "Storage", "Signatures"]
     assert {"--campaign", "-h"} <= set(failed["Options"])
 
 

@@ -19,6 +19,7 @@ from imagefleet import Job, aio, errors, retry
 from imagefleet.job.message import read_job
 from imagefleet.storage.open import open_storage
 from imagefleet.storage.settings import StorageSettings
+from imagefleet.submit import BATCH
 from worker.engine import contract
 from worker.pipeline import Pipeline
 from worker.settings import WorkerSettings
@@ -305,7 +306,7 @@ async def test_an_error_in_the_callers_iterable_comes_back_to_the_caller(fleet: 
 
     with pytest.raises(ZeroDivisionError):
         await fleet.submit(jobs())
-    assert (await fleet.depth()).queue.messages == 100
+    assert (await fleet.depth()).queue.messages == 150 - 150 % BATCH
     assert len(asyncio.all_tasks()) == 1
 
 

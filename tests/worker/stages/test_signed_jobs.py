@@ -18,8 +18,10 @@ from imagefleet.signing import SigningKey, TrustedKeys
 from imagefleet.storage import dead_letter
 from imagefleet.storage.deliveries import Deliveries
 from imagefleet.storage.protocol import Storage
+from worker import process
 from worker.engine import contract
 from worker.files import manifest
+from worker.settings import WorkerSettings
 from worker.testing import StandInEngine, draw_noise
 
 RunPipeline = Callable[..., Any]  # the fixture of conftest.py
@@ -144,6 +146,21 @@ async def test_both_keys_are_taken_while_keys_change(
     await storage.queue.send([job("old").to_message(key), job("new").to_message(new)])
     pipeline = await run_pipeline(trusted_key=f"{key.public},{new.public}")
     assert dict(pipeline.settler.outcomes) == {"completed": 2}
+
+
+async def test_a_worker_says_at_its_start_whose_jobs_it_takes(
+    storage: Storage,
+    worker_settings: Callable[..., WorkerSettings],
+    key: SigningKey,
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    """A key that did not arrive is noticed by its absence."""
+    caplog.set_level("INFO")
+    await storage.queue.send([job("good").to_message(key), job("unsigned").to_message()])
+    settings = worker_settings(trusted_key=key.public)
+    report = await process.run_worker(settings, load=StandInEngine)
+    assert f"pulling jobs signed with {key.public} from {storage.queue.name}" in caplog.text
+    assert report.jobs == {"completed": 1, "failed": 1}
 
 
 async def put_loras(storage: Storage, content: bytes | None, **files: bytes) -> None:
