@@ -99,6 +99,10 @@ class FarBlobs:
         await asyncio.sleep(LATENCY_SECONDS)
         return await self._blobs.read(name, max_bytes)
 
+    async def metadata(self, name: str) -> Mapping[str, str] | None:
+        await asyncio.sleep(LATENCY_SECONDS)
+        return await self._blobs.metadata(name)
+
     async def delete(self, name: str) -> bool:
         await asyncio.sleep(LATENCY_SECONDS)
         return await self._blobs.delete(name)

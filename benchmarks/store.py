@@ -55,7 +55,7 @@ async def fill(folder: Path, jobs: int) -> float:
 
 async def stored(folder: Path) -> set[str]:
     async with open_storage(settings_for(folder)) as storage:
-        return {name async for name in storage.blobs.names()}
+        return {name async for name in storage.blobs.names() if not name.startswith("-")}
 
 
 def drain(folder: Path, processes: int) -> tuple[float, list[WorkerReport]]:

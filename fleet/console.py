@@ -23,7 +23,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, NoReturn, ParamSpec, TypeVar
 
 import typer
-from rich import box
+from rich import box, progress
 from rich.cells import cell_len
 from rich.console import Console, ConsoleRenderable, Group
 from rich.table import Column, Table
@@ -51,6 +51,10 @@ EXIT_REPLACE_THIS_NODE = 3
 
 #: With --fail-on-failed: done, but jobs went to the poison queue.
 EXIT_JOBS_FAILED = 4
+
+#: Of `verify` and `redo`: done, but some images differ from what others drew, or could not be
+#: replaced.
+EXIT_IMAGES_WRONG = 4
 
 #: A shell's exit code of a program that Ctrl-C ended (128 + SIGINT).
 EXIT_INTERRUPTED = 130
@@ -313,6 +317,23 @@ def totals(rows: Mapping[str, str]) -> Table:
     for row in rows.items():
         table.add_row(*row)
     return table
+
+
+@contextmanager
+def counting(verb: str, total: int | None, *, quiet: bool = False) -> Iterator[Callable[[], None]]:
+    """A bar on a terminal, which each call of the function moves on by one."""
+    if quiet or not stderr.is_terminal:
+        yield lambda: None
+        return
+    columns = (
+        progress.TextColumn("{task.description}"),
+        progress.BarColumn(),
+        progress.MofNCompleteColumn(),
+        progress.TimeRemainingColumn(),
+    )
+    with progress.Progress(*columns, console=stderr, transient=True) as bar:
+        task = bar.add_task(verb, total=total)
+        yield lambda: bar.advance(task)
 
 
 def counted(number: int, noun: str) -> str:

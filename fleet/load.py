@@ -238,9 +238,11 @@ def _print_jobs(source: Source) -> None:
 
 def _print_summary(summary: Summary, skipped: int, path: Path | None) -> None:
     if summary.sent:
+        second = summary.second_drawings
+        also = f" and {console.counted(second, 'second drawing')}" if second else ""
         console.print_note(
-            f"{console.counted(summary.sent, 'job')} sent to {summary.queue} in {summary.storage},"
-            f" {summary.jobs_per_second:,.0f} jobs/s"
+            f"{console.counted(summary.sent, 'job')}{also} sent to {summary.queue} in"
+            f" {summary.storage}, {summary.jobs_per_second:,.0f} jobs/s"
         )
     if skipped:
         console.print_note(f"{console.counted(skipped, 'line')} skipped")

@@ -21,9 +21,11 @@ from fleet.files import lora, model
 from fleet.keys import command as keys
 from fleet.monitor import command as monitor
 from fleet.plan import command as plan
+from fleet.redo import command as redo
 from fleet.report import command as report
 from fleet.salad import command as deploy
 from fleet.scale import command as scale
+from fleet.verify import command as verify
 from fleet.worker import command as worker
 from imagefleet.telemetry import logs
 
@@ -104,7 +106,8 @@ On one machine, with everything in the folder imagefleet-data:
 Every setting is a flag and a variable: --queue is IMAGEFLEET_QUEUE.
 
 Exit codes: 0 done, 1 unexpected error, 2 invalid input or setup, 3 broken node (replace it),
-4 jobs failed (worker --fail-on-failed), 130 interrupted, 143 terminated (worker --until-empty).""",
+4 jobs failed (worker --fail-on-failed) or images are wrong (verify, redo), 130 interrupted,
+143 terminated (worker --until-empty).""",
 )
 
 
@@ -137,6 +140,8 @@ app.add_typer(keys.app, name="keys", short_help="Creates, checks and revokes SAS
 app.command("broker")(broker.command)
 app.command("plan")(plan.command)
 app.command("report")(report.command)
+app.command("verify")(verify.command)
+app.command("redo")(redo.command)
 app.add_typer(deploy.app, name="deploy", short_help="Deploys workers to GPU clouds.")
 app.command("scale")(scale.command)
 app.command("prompt")(prompt.command)

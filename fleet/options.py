@@ -14,6 +14,7 @@ import os
 import re
 import types
 from collections.abc import Callable, Iterable, Iterator, Mapping
+from datetime import datetime
 from enum import Enum
 from pathlib import Path
 from typing import Annotated, Any, Literal, TypeVar, Union, get_args, get_origin
@@ -44,6 +45,14 @@ JsonFile = Annotated[
 ]
 OldReport = Annotated[Path | None, typer.Option("--report", hidden=True)]
 Yes = Annotated[bool, typer.Option("--yes", help="Do not ask.")]
+Since = Annotated[
+    str | None,
+    typer.Option(
+        metavar="TIME",
+        help="Only what was stored since then: 2026-12-01T08:00, in local time, or with its zone,"
+        " 2026-12-01T08:00Z.",
+    ),
+]
 PriceFile = Annotated[
     Path | None, typer.Option("--price-file", metavar="FILE", help="Your own prices, as YAML.")
 ]
@@ -174,6 +183,19 @@ def renamed(old_flag: str, old: Value | None, new_flag: str, new: Value) -> Valu
         return new
     console.print_warning(f"{old_flag} is deprecated; use {new_flag}")
     return old
+
+
+def read_moment(flag: str, text: str | None) -> datetime | None:
+    """The date and time given for *flag*; raises SetupError for one that is not understood."""
+    if text is None:
+        return None
+    try:
+        return datetime.fromisoformat(text).astimezone()
+    except (ValueError, OverflowError, OSError):
+        raise errors.SetupError(
+            f"{flag} {text[:_SHOWN_CHARACTERS]}: should be a date and a time, such as"
+            " 2026-12-01T08:00"
+        ) from None
 
 
 def variable(name: str) -> str:

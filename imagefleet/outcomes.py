@@ -62,6 +62,11 @@ def messages(
     token = uuid.uuid4().hex[:12]
     for number, given in enumerate(jobs, start=1):
         job = given.identified(f"{token}-{number:06}", campaign)
+        if job.verify:
+            raise errors.JobError(
+                f"job {job_key(job.campaign, job.id)} is a second drawing (verify), which has no"
+                " result to wait for"
+            )
         facts = JobFacts(
             str(job.id),
             job.campaign or DEFAULT_CAMPAIGN,

@@ -35,19 +35,23 @@ class Progress:
     confirmed: int
     sent: int
     finished: bool = False
+    second_drawings: int = 0
+    """Messages sent in addition to the jobs, for second drawings."""
 
 
 @dataclass(frozen=True, slots=True)
 class _Sending:
     end: int
     jobs: int
+    second_drawings: int
     task: asyncio.Task[None]
 
 
 class BulkSender:
     """Sends messages to a queue; None in *bodies* is a position without one.
 
-    *start* is the position of the first of them.
+    *start* is the position of the first of them. *second_drawing* returns a second message for
+    some of the bodies, which is sent with the same batch.
     """
 
     def __init__(
@@ -58,6 +62,7 @@ class BulkSender:
         start: int = 0,
         concurrency: int = 4,
         rate: float | None = None,
+        second_drawing: Callable[[str], str | None] = lambda _: None,
         retry_policy: retry.RetryPolicy = RETRIES,
     ) -> None:
         self.progress = Progress(start, 0)
@@ -65,6 +70,7 @@ class BulkSender:
         self._bodies = iter(bodies)
         self._concurrency = concurrency
         self._rate = rate
+        self._second_drawing = second_drawing
         self._on_confirmed: Callable[[Progress], None] | None = None
         self._retry_policy = retry_policy
         self._stopping = asyncio.Event()
@@ -107,11 +113,14 @@ class BulkSender:
                 return True
             position += len(batch)
             messages = [body for body in batch if body is not None]
-            task = asyncio.create_task(self._send(messages))
-            self._window.append(_Sending(position, len(messages), task))
+            # After the batch, so that the worker that pulls a job has mostly not its second one.
+            second = [also for body in messages if (also := self._second_drawing(body))]
+            task = asyncio.create_task(self._send([*messages, *second]))
+            self._window.append(_Sending(position, len(messages), len(second), task))
             if self._rate is not None:
                 # From now on: time lost to slow storage is not made up for in a burst.
-                next_send = max(next_send, time.monotonic()) + len(messages) / self._rate
+                sent = len(messages) + len(second)
+                next_send = max(next_send, time.monotonic()) + sent / self._rate
 
     def _take(self) -> list[str | None]:
         size = BATCH
@@ -147,7 +156,11 @@ class BulkSender:
         oldest = self._window[0]
         await oldest.task
         self._window.popleft()
-        self.progress = Progress(oldest.end, self.progress.sent + oldest.jobs)
+        self.progress = Progress(
+            oldest.end,
+            self.progress.sent + oldest.jobs,
+            second_drawings=self.progress.second_drawings + oldest.second_drawings,
+        )
         if self._on_confirmed is not None:
             self._on_confirmed(self.progress)
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import os
+import secrets
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -12,10 +13,11 @@ from typing import Self
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
-from imagefleet import errors
+from imagefleet import errors, signing
 from imagefleet.storage.open import LOCAL_SCHEME
 from imagefleet.storage.protocol import Storage
 from imagefleet.submit import BulkSender, Progress
+from loadgen.second_drawing import Sample
 from loadgen.settings import LoadSettings
 from loadgen.sources import OnRead, Source
 
@@ -29,6 +31,8 @@ class Checkpoint(BaseModel):
     storage: str
     queue: str
     confirmed: int = Field(default=0, ge=0)
+    sample_key: str = ""
+    """Chooses the jobs that are drawn twice; random, so that a worker does not know them."""
 
     @classmethod
     def read(cls, path: Path) -> Self | None:
@@ -76,7 +80,7 @@ def resume(path: Path, new: Checkpoint) -> Checkpoint:
     elif found.source != new.source:
         difference = "another load: the file has changed since, or the seed is different"
     else:
-        return found
+        return found.model_copy(update={"sample_key": found.sample_key or new.sample_key})
     raise errors.SetupError(
         f"{path} is the checkpoint of {difference}, {found.confirmed:,} jobs sent; --restart"
         " discards it and begins with the first job, --checkpoint FILE keeps both"
@@ -95,6 +99,8 @@ class Summary:
     finished: bool
     seconds: float
     jobs_per_second: float
+    second_drawings: int
+    """Messages in addition to the jobs (`--verify-share`)."""
 
 
 class Load:
@@ -117,19 +123,25 @@ class Load:
         self._source = source
         self._path = checkpoint_path
         new = Checkpoint(
-            source=source.identity, storage=_absolute_url(storage), queue=storage.queue.name
+            source=source.identity,
+            storage=_absolute_url(storage),
+            queue=storage.queue.name,
+            sample_key=secrets.token_hex(16),
         )
         self._start = resume(checkpoint_path, new) if checkpoint_path and not restart else new
         #: Positions that earlier runs have sent.
         self.confirmed = self._start.confirmed
         #: Whether earlier runs have sent everything.
         self.is_done = source.count is not None and self.confirmed >= source.count
+        signing_key = signing.Keys.of(settings).signing
+        sample = Sample(settings.second_drawings, self._start.sample_key, signing_key)
         self._sender = BulkSender(
             storage.queue,
             source.bodies(self.confirmed),
             start=self.confirmed,
             concurrency=settings.concurrency,
             rate=settings.rate,
+            second_drawing=sample.second_drawing,
         )
 
     def check(self, on_read: OnRead) -> None:
@@ -161,6 +173,7 @@ class Load:
             finished=progress.finished,
             seconds=round(seconds, 3),
             jobs_per_second=round(progress.sent / max(seconds, 1e-6), 1),
+            second_drawings=progress.second_drawings,
         )
 
     async def _send(self, on_confirmed: Callable[[int], None]) -> Progress:

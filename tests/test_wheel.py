@@ -97,6 +97,8 @@ COMMANDS: dict[str, Case] = {
     "failed show": Case("j1", r"there is no LoRA fox"),
     "failed replay": Case("--id j1", r"1 .*replayed"),
     "failed discard": Case("--all --yes", r"1 .*discarded"),
+    "verify": Case("--campaign spring", r"no second drawings"),
+    "redo": Case("--worker nobody", r"no images to draw again"),
     "keys worker": Case(f"--storage '{AZURE}'", r"IMAGEFLEET_SAS="),
     "keys load": Case(f"--storage '{AZURE}' --json", r'"queue": "'),
     "keys monitor": Case("--storage '{azurite}' --policy spring", r"IMAGEFLEET_SAS="),
@@ -353,7 +355,7 @@ def test_users_type_checkers_find_the_types(unpacked: Path) -> None:
 def test_the_environment_has_no_development_packages(
     environment: Path, variables: dict[str, str], tmp_path: Path
 ) -> None:
-    for name in ("torch", "pytest", "numpy", "azure.identity"):
+    for name in ("torch", "pytest", "diffusers", "azure.identity"):
         program = f"import {name}"
         found = subprocess.run(
             [environment / "bin" / "python", "-c", program],

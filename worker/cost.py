@@ -10,7 +10,7 @@ from __future__ import annotations
 import time
 from collections.abc import Iterator
 from datetime import UTC, datetime
-from typing import Literal
+from typing import Literal, get_args
 
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
 from prometheus_client.registry import Collector
@@ -21,8 +21,8 @@ from worker.replica import Replica
 
 _SECONDS_PER_HOUR = 3600
 
-LostImage = Literal["failed", "duplicate"]
-"""Why an image that the GPU generated is not stored by this worker."""
+LostImage = Literal["failed", "duplicate", "second_drawing"]
+"""Why an image that the GPU generated is not stored by this worker as a job's."""
 
 
 class CostMeter(Collector):
@@ -48,7 +48,7 @@ class CostMeter(Collector):
             self._record["price_per_hour"] = f"{replica.dollars_per_hour:g}"
         self._ready_at: float | None = None
         self._idle_seconds = 0.0
-        self._lost_seconds: dict[str, float] = {"failed": 0.0, "duplicate": 0.0}
+        self._lost_seconds: dict[str, float] = dict.fromkeys(get_args(LostImage), 0.0)
 
     @property
     def gpu_dollars(self) -> float | None:
@@ -76,7 +76,7 @@ class CostMeter(Collector):
         self._record["start_up_seconds"] = f"{self._ready_at - self._began_at:.3f}"
 
     def lost(self, reason: LostImage) -> None:
-        """A generated image will not be stored: the mean time of one is wasted."""
+        """A generated image is no job's: counts the mean time of one."""
         clock = self._engine_thread.clock
         if clock.images:
             self._lost_seconds[reason] += clock.busy_seconds / clock.images

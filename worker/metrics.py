@@ -16,6 +16,17 @@ from imagefleet.telemetry.queue_gauges import QueueGauges
 from worker.files.loras import LoraLibrary
 from worker.gpu_thread import EngineThread
 
+OUTCOMES = (
+    "completed",
+    "duplicate",
+    "verified",
+    "unverified",
+    "retried",
+    "failed",
+    "lost",
+    "handed_back",
+)
+
 STAGES = ("pull", "prepare", "wait_gpu", "generate", "encode", "upload", "acknowledge")
 
 #: From a local SQLite call to a slow batch on a small card, doubling.
@@ -39,6 +50,7 @@ NodeFault = Literal[
 FAILURES: tuple[type[errors.FleetError], ...] = (
     errors.JobError,
     errors.InvalidMessageError,
+    errors.UntrustedJobError,
     errors.MissingFileError,
     errors.UnusableFileError,
     errors.TransientError,
@@ -106,7 +118,7 @@ class WorkerMetrics:
     def _start_at_zero(self) -> None:
         """Creates each series before its first event: `increase` misses a first value of 1."""
         for metric, values in (
-            (self.jobs, ("completed", "duplicate", "retried", "failed", "lost", "handed_back")),
+            (self.jobs, OUTCOMES),
             (self.lease_renewals, ("renewed", "unknown", "lost")),
             (self.stage_seconds, STAGES),
             (self.node_windows, ("passed", "failed", "unknown")),

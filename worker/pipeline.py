@@ -221,6 +221,7 @@ class Pipeline:
             self._library,
             self.settler,
             self.metrics,
+            self._settings.until_empty,
             self._trusted,
         )
         pull = asyncio.create_task(self._puller.run(prepare.queue.put), name="pull")

@@ -38,7 +38,7 @@ SAMPLE_SECONDS = 1.0
 PROGRESS_SECONDS = 60.0
 
 #: After these a job is no longer in the queue.
-_ENDED = ("completed", "duplicate", "failed")
+_ENDED = ("completed", "duplicate", "failed", "verified", "unverified")
 
 
 async def run_worker(

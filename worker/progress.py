@@ -42,7 +42,7 @@ class Counts:
 
     images: int = 0
     ended_jobs: int = 0
-    """Completed, duplicate or failed: out of the queue."""
+    """Out of the queue, whatever the outcome."""
     failed_jobs: int = 0
     jobs_in_flight: int = 0
     dollars: float | None = None

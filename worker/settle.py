@@ -20,7 +20,17 @@ from worker.metrics import WorkerMetrics
 
 log = logging.getLogger(__name__)
 
-Outcome = Literal["completed", "duplicate", "retried", "failed", "lost", "handed_back"]
+Outcome = Literal[
+    "completed",
+    "duplicate",
+    "verified",
+    "unverified",
+    "retried",
+    "failed",
+    "lost",
+    "handed_back",
+]
+"""How a job ended here; `verified` and `unverified`: a second drawing is stored, or none is."""
 
 #: The pause before a failed job's next attempt, doubled with each.
 FIRST_RETRY_SECONDS = 2.0
@@ -55,6 +65,10 @@ class InFlightJob:
         """True if the job may be what its workers died of."""
         message = self.lease.message
         return message.delivery_count > SUSPECT_AFTER and self.deliveries.is_suspect
+
+    @property
+    def is_second_drawing(self) -> bool:
+        return self.job is not None and self.job.verify
 
     @property
     def id(self) -> str:
@@ -132,6 +146,8 @@ class Settler:
         """Every image is stored: acknowledges the message."""
         if entry.settle():
             outcome: Outcome = "completed" if entry.images_written else "duplicate"
+            if entry.is_second_drawing:
+                outcome = "verified"
             await self._end(entry, outcome, lambda: self.keeper.acknowledge(entry.lease))
 
     async def failed(self, entry: InFlightJob, error: Exception) -> None:
@@ -158,15 +174,37 @@ class Settler:
             )
             error = errors.TransientError(f"{type(error).__name__}: {error}")
         attempts = entry.deliveries.failed + 1
-        if isinstance(error, errors.JobError) or attempts >= self.max_attempts:
+        is_final = isinstance(error, errors.JobError) or attempts >= self.max_attempts
+        if is_final and entry.is_second_drawing:
+            # Not a failed job: whoever waits for the job must not be told that it failed.
+            await self._end_unverified(entry, error.message)
+        elif is_final:
             await self._dead_letter(entry, error)
         else:
             await self._retry(entry, error, attempts)
 
-    async def hand_back(self, entry: InFlightJob) -> None:
-        """Not begun, or not finished in time: another worker may have it at once."""
+    async def hand_back(self, entry: InFlightJob, delay_seconds: float = 0) -> None:
+        """Not begun, or not finished in time: another worker may have it, by default at once."""
         if entry.settle():
-            await self._end(entry, "handed_back", lambda: self._release(entry, failed=False))
+            await self._end(
+                entry,
+                "handed_back",
+                lambda: self._release(entry, failed=False, delay_seconds=delay_seconds),
+            )
+
+    async def unverified(self, entry: InFlightJob, reason: str) -> None:
+        """There will be no second drawing: acknowledges the message that asks for it."""
+        if entry.settle():
+            await self._end_unverified(entry, reason)
+
+    async def _end_unverified(self, entry: InFlightJob, reason: str) -> None:
+        log.info(
+            "job %s is not drawn a second time: %s",
+            entry.id,
+            reason,
+            extra={"action": "job_unverified", "job_id": entry.id},
+        )
+        await self._end(entry, "unverified", lambda: self.keeper.acknowledge(entry.lease))
 
     async def _dead_letter(self, entry: InFlightJob, error: errors.FleetError) -> None:
         log.warning(

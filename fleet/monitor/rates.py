@@ -25,7 +25,10 @@ _DOLLARS = f"rate(imagefleet_cost_dollars_total{{$fleet}}[{WINDOW}])"
 _GPU_DOLLARS = f'rate(imagefleet_cost_dollars_total{{kind="gpu",$fleet}}[{WINDOW}])'
 _BUSY = f"rate(imagefleet_gpu_busy_seconds_total{{$fleet}}[{WINDOW}])"
 _IDLE = f"rate(imagefleet_gpu_idle_seconds_total{{$fleet}}[{WINDOW}])"
-_ENDED = f'rate(imagefleet_jobs_total{{outcome=~"completed|duplicate|failed",$fleet}}[{WINDOW}])'
+_ENDED = (
+    f'rate(imagefleet_jobs_total{{outcome=~"completed|duplicate|failed|verified|unverified",$fleet}}'
+    f"[{WINDOW}])"
+)
 _FAILED = "increase(imagefleet_failed_jobs_total{$fleet}[1h])"
 
 

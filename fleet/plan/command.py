@@ -143,7 +143,8 @@ def _show(plan: estimate.Plan, table: prices.PriceTable) -> None:
             console.print_tables(line)
     console.print_tables(
         f"Storage operations: listed: {table.storage.source}.",
-        "Interruptions, idle time and storing the images are not included.",
+        "Interruptions, idle time, second drawings (`imagefleet load --verify-share`, by default"
+        " 0.5 % more) and storing the images are not included.",
     )
 
 

@@ -194,6 +194,9 @@ class BlobStore(Protocol):
             UnusableFileError: it has more than *max_bytes*, and was not read.
         """
 
+    async def metadata(self, name: str) -> Mapping[str, str] | None:
+        """A blob's metadata; None if it does not exist."""
+
     async def delete(self, name: str) -> bool:
         """Deletes a blob if it exists; False if the credentials do not allow that."""
 

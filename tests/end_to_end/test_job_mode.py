@@ -31,7 +31,7 @@ async def exit_code(process: subprocess.Popen[str]) -> int:
 
 
 async def images(storage: Storage) -> set[str]:
-    return {name async for name in storage.blobs.names()}
+    return {name async for name in storage.blobs.names() if not name.startswith("-")}
 
 
 @on_azurite

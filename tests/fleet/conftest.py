@@ -2,17 +2,28 @@
 
 from __future__ import annotations
 
+import asyncio
+import dataclasses
 import json
 import os
 import subprocess
 import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
+import numpy as np
 import pytest
 
 from fleet import main
+from imagefleet.pricing import prices
+from imagefleet.storage.protocol import Storage
+from imagefleet.storage.settings import StorageSettings
+from worker.engine import contract
+from worker.pipeline import Pipeline
+from worker.replica import Replica
+from worker.settings import WorkerSettings
+from worker.testing import StandInEngine
 
 COMMAND = Path(sys.executable).with_name("imagefleet")
 
@@ -69,6 +80,73 @@ def in_process(
         return subprocess.CompletedProcess(
             arguments, int(ended.value.code or 0), *capsys.readouterr()
         )
+
+    return run
+
+
+def draw_picture(request: contract.ImageRequest) -> contract.Pixels:
+    """A picture of large shapes by its seed, never twice the same to the last bit."""
+    shapes = np.random.default_rng(request.seed).integers(10, 246, (8, 8, 3))
+    rounding = np.random.default_rng().integers(-1, 2, (request.height, request.width, 3))
+    scale = request.height // 8
+    return (shapes.repeat(scale, 0).repeat(scale, 1) + rounding).astype(np.uint8)
+
+
+def draw_another(request: contract.ImageRequest) -> contract.Pixels:
+    """A good picture of another job: a cached image, say."""
+    return draw_picture(dataclasses.replace(request, seed=request.seed + 1))
+
+
+@pytest.fixture
+def bad_picture() -> Callable[[contract.ImageRequest], contract.Pixels]:
+    return draw_another
+
+
+@pytest.fixture
+def draw_good() -> Callable[[int], contract.Pixels]:
+    """The picture of a seed, as a good worker draws it."""
+
+    def draw(seed: int) -> contract.Pixels:
+        request = contract.ImageRequest("", "", (), "euler", 20, 7.0, seed, 64, 64)
+        return draw_picture(request)
+
+    return draw
+
+
+class RunWorker(Protocol):
+    """Runs a worker until the queue is empty."""
+
+    async def __call__(
+        self, name: str, draw: Callable[[contract.ImageRequest], contract.Pixels] = draw_picture
+    ) -> None: ...
+
+
+@pytest.fixture
+def run_worker(
+    storage: Storage,
+    storage_settings: StorageSettings,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> RunWorker:
+    monkeypatch.setattr("worker.pull.UNTIL_EMPTY_PAUSE_SECONDS", 0.1)
+
+    async def run(
+        name: str, draw: Callable[[contract.ImageRequest], contract.Pixels] = draw_picture
+    ) -> None:
+        settings = WorkerSettings(
+            **storage_settings.model_dump(),
+            model="stand-in",
+            cache=tmp_path / "cache",
+            until_empty=True,
+            name=name,
+        )
+        pipeline = Pipeline(
+            storage,
+            lambda: StandInEngine(size=(64, 64), draw=draw),
+            settings,
+            runs_on=Replica("a GPU", 0.036, prices.FREE_STORAGE),
+        )
+        await asyncio.wait_for(pipeline.run(asyncio.Event(), asyncio.Event()), 30)
 
     return run
 

@@ -44,7 +44,9 @@ WITHOUT_JSON = {
 ASKING = {
     "failed discard",
     "failed replay",
+    "redo",
     "scale",
+    "verify",
     *(f"deploy salad {name}" for name in ("apply", "resize", "drain", "delete")),
 }
 
@@ -57,6 +59,8 @@ CALLS = {
     "failed replay": ("--id", "nobody"),
     "failed discard": ("--all", "--dry-run"),
     "plan": ("--jobs", "10"),
+    "redo": ("--worker", "nobody"),
+    "verify": (),
     "prompt": ("a cat",),
     "version": (),
     "deploy salad render": (),
@@ -119,7 +123,7 @@ def test_figures_go_to_a_file_by_one_option() -> None:
 def test_a_dry_run_has_one_meaning() -> None:
     runs = {name: found for name in ALL if (found := option(ALL[name], "--dry-run"))}
 
-    assert len(runs) == 5
+    assert len(runs) == 6
     for found in runs.values():
         assert re.fullmatch(r"Show .*; change nothing\.", found.help)
 

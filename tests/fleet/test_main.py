@@ -16,8 +16,8 @@ from fleet import console
 ROOT = Path(__file__).parents[2]
 COMMAND = Path(sys.executable).with_name("imagefleet")
 COMMANDS = [
-    *("demo", "worker", "load", "status", "top", "exporter", "plan", "report", "scale", "prompt"),
-    *("health", "version", "failed", "keys", "deploy", "model", "lora"),
+    *("demo", "worker", "load", "status", "top", "exporter", "plan", "report", "verify"),
+    *("redo", "scale", "prompt", "health", "version", "failed", "keys", "deploy", "model", "lora"),
 ]
 
 Imagefleet = Callable[..., "subprocess.CompletedProcess[str]"]  # the fixture of conftest.py
@@ -91,7 +91,7 @@ def test_the_completion_script_of_a_shell_is_printed(imagefleet: Imagefleet, she
 @pytest.mark.parametrize(
     ("words", "completions"),
     [
-        ("imagefleet re", ["report"]),
+        ("imagefleet rep", ["report"]),
         ("imagefleet failed l", ["list"]),
         ("imagefleet worker --lease", ["--lease-seconds"]),
     ],

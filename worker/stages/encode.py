@@ -20,7 +20,7 @@ from isal import isal_zlib
 from PIL import ExifTags, Image
 
 from imagefleet import errors
-from imagefleet.job import samplers
+from imagefleet.job import embedded, samplers
 from imagefleet.job.message import Job, Output
 from worker.engine.contract import Pixels
 
@@ -44,8 +44,10 @@ class EncodedImage:
     content_type: str
 
 
-def encode(pixels: Pixels, output: Output, parameters: str) -> EncodedImage:
-    """Encodes one image, [height, width, 3] RGB, with its parameters as text.
+def encode(pixels: Pixels, output: Output, parameters: str, job: str = "") -> EncodedImage:
+    """Encodes one image, [height, width, 3] RGB, with its parameters and its job as text.
+
+    A JPEG goes without the job where both are too long for it.
 
     Raises:
         JobError: the parameters are too long for a JPEG.
@@ -53,9 +55,9 @@ def encode(pixels: Pixels, output: Output, parameters: str) -> EncodedImage:
     """
     refuse_one_colour(pixels)
     if output.format == "png":
-        data = _png(pixels, parameters)
+        data = _png(pixels, parameters, job)
     else:
-        data = _with_pillow(pixels, output, parameters)
+        data = _with_pillow(pixels, output, parameters, job)
     return EncodedImage(data, CONTENT_TYPES[output.format])
 
 
@@ -69,14 +71,16 @@ def refuse_one_colour(pixels: Pixels) -> None:
         raise errors.TransientError("the image came out all one colour; it is not stored")
 
 
-def _png(pixels: Pixels, parameters: str) -> bytes:
+def _png(pixels: Pixels, parameters: str, job: str) -> bytes:
     height, width, _ = pixels.shape
     header = struct.pack(">IIBBBBB", width, height, 8, 2, 0, 0, 0)  # 8 bits, RGB
     return b"".join(
         (
             b"\x89PNG\r\n\x1a\n",
             _chunk(b"IHDR", header),
+            # First: some viewers show the first text of a file, whatever its name.
             _text_chunk("parameters", parameters),
+            _text_chunk(embedded.PNG_KEYWORD, job) if job else b"",
             _chunk(b"IDAT", isal_zlib.compress(_filtered(pixels), COMPRESSION_LEVEL)),
             _chunk(b"IEND", b""),
         )
@@ -106,20 +110,29 @@ def _text_chunk(keyword: str, text: str) -> bytes:
         return _chunk(b"iTXt", keyword.encode() + b"\0\0\0\0\0" + text.encode())
 
 
-def _with_pillow(pixels: Pixels, output: Output, parameters: str) -> bytes:
+def _with_pillow(pixels: Pixels, output: Output, parameters: str, job: str) -> bytes:
     # A new Image for each call: Pillow keeps save()'s options on the object between threads.
     image = Image.fromarray(pixels)
-    exif = Image.Exif()
-    comment = b"UNICODE\0" + parameters.encode("utf-16-be")
-    exif.get_ifd(ExifTags.IFD.Exif)[ExifTags.Base.UserComment] = comment
+    exif = _exif(parameters, job)
     if output.format == "jpeg" and len(exif.tobytes()) > _JPEG_EXIF_BYTES:
-        raise errors.JobError(
-            "the prompts are too long for a JPEG's metadata (about 32,000 characters): shorten them"
-            " or choose png or webp"
-        )
+        exif = _exif(parameters, "")
+        if len(exif.tobytes()) > _JPEG_EXIF_BYTES:
+            raise errors.JobError(
+                "the prompts are too long for a JPEG's metadata (about 32,000 characters): shorten"
+                " them or choose png or webp"
+            )
     buffer = io.BytesIO()
     image.save(buffer, output.format, quality=output.quality, exif=exif)
     return buffer.getvalue()
+
+
+def _exif(parameters: str, job: str) -> Image.Exif:
+    exif = Image.Exif()
+    fields = exif.get_ifd(ExifTags.IFD.Exif)
+    fields[ExifTags.Base.UserComment] = b"UNICODE\0" + parameters.encode("utf-16-be")
+    if job:
+        fields[ExifTags.Base.ImageHistory] = job
+    return exif
 
 
 def parameters(job: Job, index: int, size: tuple[int, int], model: str) -> str:

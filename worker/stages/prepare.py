@@ -12,7 +12,7 @@ from functools import partial
 from typing import NoReturn
 
 from imagefleet import errors, retry
-from imagefleet.job.message import Job, read_job
+from imagefleet.job.message import Job, job_key, read_job
 from imagefleet.signing import TrustedKeys
 from imagefleet.storage import protocol
 from worker.engine import contract
@@ -22,6 +22,19 @@ from worker.settle import InFlightImage, InFlightJob, Settler
 from worker.stages.generate import GenerateStage
 
 log = logging.getLogger(__name__)
+
+#: Jobs that a worker remembers, so that it does not draw the same image a second time: many times
+#: what it holds, since a job and its second drawing are sent together.
+REMEMBERED = 10_000
+
+#: A second drawing that comes to the worker of the first is handed back so many times: with five
+#: other workers it reaches one of them but for one time in eight thousand.
+HAND_BACKS = 5
+
+#: Until others may have it. With --until-empty, where somebody waits for the end, others ask for
+#: jobs at least once a second.
+HAND_BACK_SECONDS = 10.0
+HAND_BACK_SECONDS_UNTIL_EMPTY = 0.5
 
 #: Jobs prepared at once: one that waits for its LoRA's download must not hold up the others.
 PREPARERS = 8
@@ -73,11 +86,13 @@ class PrepareStage:
     library: LoraLibrary
     settler: Settler
     metrics: WorkerMetrics
+    until_empty: bool
     trusted: TrustedKeys | None = None
     queue: asyncio.Queue[InFlightJob] = field(
         default_factory=lambda: asyncio.Queue(protocol.MAX_RECEIVE), init=False
     )
     _isolation: Isolation = field(default_factory=Isolation, init=False)
+    _drawn_here: dict[str, None] = field(default_factory=dict, init=False)
     _threads: ThreadPoolExecutor = field(
         default_factory=lambda: ThreadPoolExecutor(PREPARERS, "prepare"), init=False
     )
@@ -125,6 +140,8 @@ class PrepareStage:
     async def _prepare(self, entry: InFlightJob) -> None:
         with self.metrics.stage_seconds.labels("prepare").time():
             job = self._read(entry)
+            if job.verify and await self._left_to_others(entry, job):
+                return
             size = self._size(job)
             loop = asyncio.get_running_loop()
             prepared = [
@@ -138,6 +155,22 @@ class PrepareStage:
                 return  # the worker drains, and hands this job back
         entry.submitted = True
 
+    async def _left_to_others(self, entry: InFlightJob, job: Job) -> bool:
+        """Hands a second drawing back if the first is this worker's: it would prove nothing."""
+        if job_key(job.campaign, job.id) not in self._drawn_here:
+            return False
+        if entry.lease.message.delivery_count - entry.deliveries.failed <= HAND_BACKS:
+            seconds = HAND_BACK_SECONDS_UNTIL_EMPTY if self.until_empty else HAND_BACK_SECONDS
+            await self.settler.hand_back(entry, retry.jitter(seconds))
+        else:
+            await self.settler.unverified(entry, "no other worker has taken it")
+        return True
+
+    def _remember(self, job: Job) -> None:
+        self._drawn_here[job_key(job.campaign, job.id)] = None
+        if len(self._drawn_here) > REMEMBERED:
+            del self._drawn_here[next(iter(self._drawn_here))]
+
     def _read(self, entry: InFlightJob) -> Job:
         message = entry.lease.message
         job = read_job(message.body, message.id, self.trusted)
@@ -147,6 +180,8 @@ class PrepareStage:
                 f"the job asks for the model {job.model!r}; this worker has"
                 f" {self.engine.model_name!r}"
             )
+        if not job.verify:
+            self._remember(job)
         return job
 
     def _size(self, job: Job) -> tuple[int, int]:
@@ -184,5 +219,5 @@ class PrepareStage:
                 height=height,
                 clip_skip=job.clip_skip,
             )
-            for index in range(job.images)
+            for index in range(job.images_to_draw)
         ]

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import re
 import time
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
@@ -11,6 +12,7 @@ from functools import partial
 from typing import NoReturn
 
 from imagefleet import errors, retry
+from imagefleet.job.message import DUPLICATES, text_for_image
 from imagefleet.storage import protocol
 from worker.cost import CostMeter
 from worker.engine import contract
@@ -72,11 +74,12 @@ class EncodeStage:
     async def _encode(self, generated: GeneratedImage) -> None:
         image = generated.image
         text = encode.parameters(image.job, image.index, image.size, self.model_name)
+        job = text_for_image(image.owner.lease.message.body, image.job)
         loop = asyncio.get_running_loop()
         try:
             with self.metrics.stage_seconds.labels("encode").time():
                 file = await loop.run_in_executor(
-                    self._threads, encode.encode, generated.pixels, image.job.output, text
+                    self._threads, encode.encode, generated.pixels, image.job.output, text, job
                 )
         except errors.TransientError as error:  # an image of one colour is the engine's failure
             self.watchdog.image_failed(error)
@@ -139,15 +142,32 @@ class UploadStage:
 
         with self.metrics.stage_seconds.labels("upload").time():
             written = await self.retry_policy.call(create)
-        if written:
+        if image.job.verify:
+            self.cost.lost("second_drawing")
+        elif written:
             entry.images_written += 1
             self.images_written += 1
             self.metrics.images.inc()
         else:
             self.cost.lost("duplicate")
+            await self._keep_aside(name, encoded, metadata)
         entry.images_to_store -= 1
         if not entry.images_to_store:
             await self._stored.put(entry)
+
+    async def _keep_aside(
+        self, name: str, encoded: _EncodedImage, metadata: dict[str, str]
+    ) -> None:
+        """Stores a duplicate, so that what took its name first can be compared with it."""
+        suffix = name.rpartition(".")[2]
+        aside = f"{DUPLICATES}{name}/{_file_name(self.worker_name)}.{suffix}"
+        file, lease = encoded.file, encoded.image.owner.lease
+
+        async def create() -> bool:
+            lease.check()
+            return await self.blobs.create(aside, file.data, file.content_type, metadata)
+
+        await self.retry_policy.call(create)
 
     def _metadata(self, image: InFlightImage) -> dict[str, str]:
         """The blob's metadata; Azure requires ASCII values."""
@@ -166,3 +186,8 @@ class UploadStage:
         if image.job.metadata:
             facts["metadata"] = json.dumps(image.job.metadata)
         return facts
+
+
+def _file_name(worker: str) -> str:
+    """A worker's name as a part of a blob's."""
+    return re.sub(r"[^A-Za-z0-9._-]", "_", worker).lstrip(".") or "_"

@@ -147,6 +147,17 @@ class AzureBlobs:
 
         return await self._call("r", request)
 
+    async def metadata(self, name: str) -> Mapping[str, str] | None:
+        protocol.check_blob_name(name)
+
+        async def request() -> Mapping[str, str] | None:
+            with azure_errors.tolerated({"BlobNotFound"}):
+                properties = await self._client.get_blob_client(name).get_blob_properties()
+                return dict(properties.metadata or {})
+            return None
+
+        return await self._call("r", request)
+
     async def delete(self, name: str) -> bool:
         protocol.check_blob_name(name)
 

@@ -79,17 +79,18 @@ ROLES: Mapping[str, Role] = {
         Role("load", "`imagefleet load` on existing queues", queue="a"),
         Role(
             "monitor",
-            "the read-only commands `status`, `exporter`, `scale` and `report`",
+            "the read-only commands `status`, `exporter`, `scale`, `report` and `verify`",
             queue="r",
             poison="r",
             blob="rl",
         ),
         Role(
             "operator",
-            "`imagefleet failed`, that is to list, replay and discard failed jobs",
+            "`imagefleet failed`, `redo` and `verify --quarantine`",
             queue="ra",
             poison="rup",
-            blob="r",
+            blob="rcdl",
+            files="rcwdl",
         ),
         Role(
             "files",

@@ -93,6 +93,15 @@ class LocalBlobs:
         self._operations.blob_reads += 1
         return await self._in_thread(self._read, name, max_bytes)
 
+    async def metadata(self, name: str) -> Mapping[str, str] | None:
+        protocol.check_blob_name(name)
+        self._operations.blob_reads += 1
+
+        def read() -> Mapping[str, str] | None:
+            return self._metadata(name) if (self.folder / name).is_file() else None
+
+        return await self._in_thread(read)
+
     async def delete(self, name: str) -> bool:
         protocol.check_blob_name(name)
         await self._in_thread(self._delete, name)

@@ -186,7 +186,9 @@ async def test_an_operator_lists_replays_and_discards_failed_jobs(
         await owner.poison.send([record.encode()])
         assert (await dead_letter_queue.discard(storage, everything)).done == 1
         await refused(storage.queue.receive(1, LEASE_SECONDS))
-        await refused(storage.blobs.create("owl.png", b"pixels", "image/png", {}))
+        await owner.blobs.create("owl.png", b"pixels", "image/png", {})
+        await refused(storage.blobs.replace("owl.png", b"", "image/png", '"1"'))
+        assert await storage.blobs.delete("owl.png")
 
 
 @pytest.mark.parametrize("letters", ["r", "a", "u", "p", "raup"])

@@ -365,6 +365,14 @@ async def test_a_missing_blob_reads_as_none(storage: Storage) -> None:
     assert await storage.blobs.read("a/b.png/c") is None
 
 
+async def test_the_metadata_of_one_blob(storage: Storage) -> None:
+    assert await storage.blobs.metadata("a/fox.png") is None
+    await storage.blobs.create("a/fox.png", b"pixels", "image/png", {"seed": "7", "job": "fox"})
+    await storage.blobs.create("a/owl.png", b"pixels", "image/png", {})
+    assert await storage.blobs.metadata("a/fox.png") == {"seed": "7", "job": "fox"}
+    assert await storage.blobs.metadata("a/owl.png") == {}
+
+
 async def test_a_deleted_blob_can_be_created_again(storage: Storage) -> None:
     await storage.blobs.create("a/fox.png", b"first", "image/png", {"seed": "1"})
     assert await storage.blobs.delete("a/fox.png")

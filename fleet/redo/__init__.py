@@ -1,0 +1,1 @@
+"""`imagefleet redo`: images that may be wrong are drawn again, and replaced."""

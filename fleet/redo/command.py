@@ -1,0 +1,214 @@
+"""`imagefleet redo`: has images drawn again, by other workers, and replaces them."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import asdict
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from fleet import console, options
+from fleet.options import Since
+from imagefleet import errors, signing
+from imagefleet.storage.settings import SignerSettings
+
+if TYPE_CHECKING:
+    from fleet.redo import select
+    from imagefleet.storage.protocol import Storage
+
+#: Lines of a list: about a screen.
+_SHOWN = 20
+
+
+@options.from_settings(SignerSettings)
+def command(
+    settings: SignerSettings,
+    worker: Annotated[
+        str | None,
+        typer.Option(metavar="ID", help="Images of this worker, or machine on SaladCloud."),
+    ] = None,
+    suspect: Annotated[
+        bool,
+        typer.Option(
+            "--suspect", help="Images that nodes which failed their checks have marked as suspect."
+        ),
+    ] = False,
+    blob: Annotated[
+        str | None, typer.Option(metavar="NAME", help="This image, such as default/a.png.")
+    ] = None,
+    campaign: Annotated[
+        str | None, typer.Option(metavar="NAME", help="Only images of this campaign.")
+    ] = None,
+    since: Since = None,
+    until: Annotated[
+        str | None, typer.Option(metavar="TIME", help="Only what was stored until then.")
+    ] = None,
+    jobs: Annotated[
+        Path | None,
+        typer.Option(
+            metavar="FILE",
+            help="The jobs, a line each or as a template, for images without their job in them; it"
+            " takes precedence.",
+        ),
+    ] = None,
+    dry_run: Annotated[bool, options.dry_run("the number of images by worker")] = False,
+    yes: options.Yes = False,
+    as_json: options.AsJson = False,
+) -> None:
+    """Has images drawn again, and replaces them.
+
+    Each image is put aside under -replaced/, then its job is sent again, as the image has it in
+    itself. If this is interrupted, the next run finishes what was begun. It deletes images: the
+    tokens of `imagefleet keys operator` allow that. Exit code 4: some images stay, because their
+    jobs are not known.
+
+    imagefleet redo --worker 0d8f5c1e-7 --since 2026-12-01T08:00 --dry-run
+
+    imagefleet redo --suspect
+
+    imagefleet redo --blob default/a.png
+    """
+    from fleet.redo import select
+
+    if sum((worker is not None, suspect, blob is not None)) != 1:
+        raise errors.SetupError("choose the images: --worker, --suspect or --blob")
+    if worker is None and (since or until):
+        raise errors.SetupError("--since and --until go with --worker")
+    wanted = select.Wanted(
+        worker=worker,
+        suspect=suspect,
+        blob=blob,
+        campaign=campaign,
+        since=options.read_moment("--since", since),
+        until=options.read_moment("--until", until),
+    )
+    keys = signing.Keys.of(settings)
+    given = _read_jobs(jobs, keys.signing)
+    result = console.run(
+        _run(settings, wanted, given, keys.trusted, dry_run=dry_run, yes=yes, quiet=as_json)
+    )
+    if as_json:
+        console.print_json(result)
+    else:
+        _show(result, dry_run=dry_run)
+    if result.get("not_redone"):
+        raise typer.Exit(console.EXIT_IMAGES_WRONG)
+
+
+def _read_jobs(path: Path | None, key: signing.SigningKey | None) -> dict[str, str]:
+    """The messages in a file of jobs, signed with *key*, by the jobs' keys."""
+    if path is None:
+        return {}
+    from fleet.redo.jobs import by_key
+    from loadgen import sources
+
+    return by_key(sources.open_source(str(path), key=key).bodies(0))
+
+
+async def _run(
+    settings: SignerSettings,
+    wanted: select.Wanted,
+    given: dict[str, str],
+    trusted: signing.TrustedKeys | None = None,
+    *,
+    dry_run: bool,
+    yes: bool,
+    quiet: bool,
+) -> dict[str, Any]:
+    from fleet.redo import replace
+    from fleet.redo import select as selecting
+    from fleet.redo.jobs import JobFinder
+
+    async with console.connected(settings) as fleet:
+        storage = fleet.storage
+        if not dry_run:
+            await replace.check_access(storage)
+        journals = [each async for each in replace.unfinished(storage)]
+        finished = replace.Replaced()
+        if not dry_run:
+            for journal in journals:
+                await replace.finish(storage, journal, finished)
+        with console.counting("listed", None, quiet=quiet) as on_listed:
+            found = await selecting.select(storage.blobs, wanted, on_listed)
+        result = {
+            "images": len(found.images),
+            "workers": dict(found.by_worker.most_common()),
+            "dollars": found.dollars,
+            "damaged_records": found.damaged_records,
+            "unfinished_runs": len(journals),
+            "images_of_unfinished_runs": finished.images,
+        }
+        if dry_run or not found.images:
+            return result
+        await _warn_of_nodes_at_work(storage, found)
+        cost = "" if found.dollars is None else f", which took about ${found.dollars:,.2f}"
+        images = console.counted(len(found.images), "image")
+        console.confirm(f"Have {images} drawn again{cost}?", yes=yes)
+        finder = JobFinder(storage.blobs, given, trusted)
+        await finder.list_duplicates(
+            wanted.blob or (f"{wanted.campaign}/" if wanted.campaign else "")
+        )
+        replaced = replace.Replaced()
+        with console.counting("replaced", len(found.images), quiet=quiet) as on_image:
+            refused = await replace.replace(storage, found.images, finder, replaced, on_image)
+    return {
+        **result,
+        "replaced": replaced.images,
+        "jobs": replaced.jobs,
+        "not_redone": [asdict(each) for each in refused],
+    }
+
+
+async def _warn_of_nodes_at_work(storage: Storage, found: select.Selection) -> None:
+    """A worker that may draw its own images again, as wrong as before."""
+    from fleet.verify import quarantine
+
+    known = {node.name for node in (await quarantine.read(storage.files))[0].nodes}
+    for worker in sorted(set(found.by_worker) - {""}):
+        if known.isdisjoint({worker, quarantine.node_of(worker)}):
+            console.print_warning(
+                f"{worker} is not in the quarantine and may draw its images again; `imagefleet"
+                " verify --quarantine` adds workers that draw wrong"
+            )
+
+
+def _show(result: dict[str, Any], *, dry_run: bool) -> None:
+    if finished := result["images_of_unfinished_runs"]:
+        console.print_note(f"finished a run that was interrupted: {_images(finished)}")
+    elif result["unfinished_runs"]:
+        console.print_note("a run was interrupted; the next one finishes it")
+    if damaged := result["damaged_records"]:
+        console.print_warning(f"{console.counted(damaged, 'suspect record')} cannot be read")
+    if not result["images"]:
+        console.print_plain("no images to draw again")
+        return
+    if dry_run:
+        _show_workers(result)
+        return
+    jobs = console.counted(result["jobs"], "job")
+    console.print_plain(f"{_images(result['replaced'])} put aside, {jobs} sent")
+    _show_refused(result["not_redone"])
+
+
+def _show_workers(result: dict[str, Any]) -> None:
+    table = console.table(console.name_column("worker"), console.number_column("images"))
+    for worker, count in list(result["workers"].items())[:_SHOWN]:
+        table.add_row(console.untrusted(worker or "(none)"), f"{count:,}")
+    console.print_tables(table)
+    dollars = result["dollars"]
+    cost = "" if dollars is None else f"; drawing them took about ${dollars:,.2f}"
+    console.print_plain(f"{_images(result['images'])} would be drawn again{cost}")
+
+
+def _show_refused(refused: Sequence[dict[str, str]]) -> None:
+    for each in refused[:_SHOWN]:
+        line = console.untrusted(f"{each['image']} stays: {each['reason']}")
+        console.stdout.print(line, soft_wrap=True)
+    if len(refused) > _SHOWN:
+        console.print_plain(f"and {len(refused) - _SHOWN:,} others stay (--json lists them)")
+
+
+def _images(count: int) -> str:
+    return console.counted(count, "image")

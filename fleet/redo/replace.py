@@ -1,0 +1,178 @@
+"""Replaces images so that none is lost, wherever this is killed.
+
+A copy of each image, then a journal of what is about to happen, then the deletions, then the jobs,
+and the journal's deletion last. Whoever finds a journal finishes it. Journals are among the files,
+which workers only read: one forged by a worker could delete any image.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import uuid
+from collections.abc import AsyncIterator, Callable, Mapping
+from dataclasses import dataclass
+
+from pydantic import BaseModel, ConfigDict, ValidationError
+
+from fleet.redo.jobs import JobFinder
+from imagefleet import concurrency, errors
+from imagefleet.job.message import DUPLICATES, REPLACED
+from imagefleet.storage.protocol import Storage
+
+JOURNALS = "redo/"
+
+#: Images of one journal: their files are in memory at the same time, and a kill repeats them.
+BATCH = 32
+
+#: Above an image of a job.
+MAX_IMAGE_BYTES = 32 * 2**20
+
+#: A message of 64 KiB for each.
+_MAX_JOURNAL_BYTES = 2**24
+
+_CONTENT_TYPES = {"png": "image/png", "jpg": "image/jpeg", "webp": "image/webp"}
+
+
+class Entry(BaseModel):
+    """One image to be replaced: the drawing that is meant, by its metadata, and its job."""
+
+    model_config = ConfigDict(extra="forbid", frozen=True)
+
+    name: str
+    metadata: dict[str, str]
+    message: str | None
+    """None for a duplicate, which is only put aside."""
+
+
+class Journal(BaseModel):
+    """The images that are being replaced."""
+
+    model_config = ConfigDict(extra="forbid", frozen=True)
+
+    entries: list[Entry]
+
+
+@dataclass(frozen=True, slots=True)
+class Refused:
+    """An image that stays as it is, and why."""
+
+    image: str
+    reason: str
+
+
+@dataclass(slots=True)
+class Replaced:
+    """What was done: images put aside, and jobs sent."""
+
+    images: int = 0
+    jobs: int = 0
+
+
+async def check_access(storage: Storage) -> None:
+    """Raises SetupError if the credentials may not delete images."""
+    if not await storage.blobs.delete(f"{REPLACED}{uuid.uuid4().hex}"):
+        raise errors.SetupError(
+            "the credentials may not delete images: `redo` needs the account's key, an identity"
+            " with the role Storage Blob Data Contributor, or the tokens of `imagefleet keys"
+            " operator`"
+        )
+
+
+async def unfinished(storage: Storage) -> AsyncIterator[str]:
+    """The journals of runs that were killed."""
+    async for name in storage.files.names(JOURNALS):
+        yield name
+
+
+async def replace(
+    storage: Storage,
+    images: Mapping[str, Mapping[str, str]],
+    finder: JobFinder,
+    replaced: Replaced,
+    on_image: Callable[[], None],
+) -> list[Refused]:
+    """Replaces *images*, given with their metadata; returns those that stay."""
+    refused: list[Refused] = []
+    # In this order a job's images are together, so that it is sent once.
+    names = sorted(images, key=lambda name: (images[name].get("job", ""), name))
+    for start in range(0, len(names), BATCH):
+        batch = names[start : start + BATCH]
+        prepared = await concurrency.gather(
+            *(_prepare(storage, name, images[name], finder) for name in batch)
+        )
+        refused += [each for each in prepared if isinstance(each, Refused)]
+        entries = [each for each in prepared if isinstance(each, Entry)]
+        if entries:
+            journal = f"{JOURNALS}{uuid.uuid4().hex}.json"
+            data = Journal(entries=entries).model_dump_json().encode()
+            await storage.files.create(journal, data, "application/json", {})
+            await finish(storage, journal, replaced)
+        for _ in batch:
+            on_image()
+    return refused
+
+
+async def finish(storage: Storage, journal: str, replaced: Replaced) -> None:
+    """Does what a journal says as far as it is not done.
+
+    Raises:
+        SetupError: it is damaged, or the credentials do not suffice.
+    """
+    data = await storage.files.read(journal, _MAX_JOURNAL_BYTES)
+    if data is None:  # another run has just finished it
+        return
+    try:
+        entries = Journal.model_validate_json(data).entries
+    except ValidationError:
+        raise errors.SetupError(
+            f"{journal} in {storage.files.name} is damaged: delete it"
+        ) from None
+    gone = await concurrency.gather(*(_delete(storage, entry) for entry in entries))
+    missing = [entry for entry, is_gone in zip(entries, gone, strict=True) if is_gone]
+    messages = list(dict.fromkeys(entry.message for entry in missing if entry.message))
+    await storage.queue.send(messages)
+    if not await storage.files.delete(journal):
+        raise errors.SetupError(f"the credentials may not delete {journal} in {storage.files.name}")
+    replaced.images += len(missing)
+    replaced.jobs += len(messages)
+
+
+async def _prepare(
+    storage: Storage, name: str, metadata: Mapping[str, str], finder: JobFinder
+) -> Entry | Refused:
+    """Keeps a copy of the image once its job is known."""
+    try:
+        data = await storage.blobs.read(name, MAX_IMAGE_BYTES)
+    except errors.UnusableFileError as error:
+        return Refused(name, error.message)
+    if data is None:
+        return Refused(name, "it is gone")
+    message = None
+    if not name.startswith(DUPLICATES):
+        try:
+            message = await finder.message(name, data)
+        except errors.JobError as error:
+            return Refused(name, error.message)
+    await _keep(storage, name, metadata, data)
+    return Entry(name=name, metadata=dict(metadata), message=message)
+
+
+async def _keep(storage: Storage, name: str, metadata: Mapping[str, str], data: bytes) -> None:
+    suffix = name.rpartition(".")[2]
+    content_type = _CONTENT_TYPES.get(suffix, "application/octet-stream")
+    facts = json.dumps(dict(metadata), sort_keys=True).encode()
+    digest = hashlib.blake2b(facts + data, digest_size=8).hexdigest()
+    # The same drawing has the same name, so one that is there is this one, of a run before.
+    copy = f"{REPLACED}{name}/{digest}.{suffix}"
+    await storage.blobs.create(copy, data, content_type, metadata)
+
+
+async def _delete(storage: Storage, entry: Entry) -> bool:
+    """Deletes the drawing that is meant; False if another is in its place."""
+    found = await storage.blobs.metadata(entry.name)
+    if found is not None and dict(found) != entry.metadata:
+        return False
+    if found is not None and not await storage.blobs.delete(entry.name):
+        raise errors.SetupError(f"the credentials may not delete {entry.name}")
+    return True

@@ -1,0 +1,173 @@
+"""Which images are to be drawn again: a worker's, those of suspect records, or one by its name."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import AsyncIterator, Callable, Iterable, Mapping
+from dataclasses import dataclass, field
+from datetime import datetime
+
+from pydantic import BaseModel, ConfigDict, Field, ValidationError
+
+from fleet.verify.quarantine import node_of
+from imagefleet import concurrency, errors
+from imagefleet.job.message import ASIDE, CHECKS, DUPLICATES
+from imagefleet.storage.protocol import BlobRecord, BlobStore
+
+#: Records of nodes that failed their checks, which workers store.
+SUSPECT_RECORDS = "-suspect/"
+
+#: Above a record of 50,000 images, the most of a worker.
+_MAX_RECORD_BYTES = 2**24
+
+#: Images looked up at once.
+_CONCURRENCY = 16
+
+_SECONDS_PER_HOUR = 3600
+
+Metadata = Mapping[str, str]
+
+
+class SuspectRecord(BaseModel):
+    """The images of a node since its last good check. Untrusted: a worker stores it."""
+
+    model_config = ConfigDict(extra="ignore", frozen=True)
+
+    worker: str = Field(min_length=1, max_length=200)
+    images: list[str] = Field(default_factory=list, max_length=100_000)
+
+
+@dataclass(slots=True)
+class Selection:
+    """Images by name, each with its metadata, and what drawing them cost where it is known."""
+
+    images: dict[str, Metadata] = field(default_factory=dict)
+    dollars: float | None = None
+    damaged_records: int = 0
+
+    @property
+    def by_worker(self) -> Counter[str]:
+        return Counter(each.get("worker", "") for each in self.images.values())
+
+
+@dataclass(frozen=True, slots=True)
+class Wanted:
+    """The command's arguments."""
+
+    worker: str | None = None
+    suspect: bool = False
+    blob: str | None = None
+    campaign: str | None = None
+    since: datetime | None = None
+    until: datetime | None = None
+
+
+async def select(blobs: BlobStore, wanted: Wanted, on_listed: Callable[[], None]) -> Selection:
+    """Reads which images are wanted; *on_listed* is called for each that is looked at."""
+    if wanted.blob is not None:
+        return await _by_name(blobs, wanted.blob)
+    if wanted.suspect:
+        return await _by_records(blobs, wanted.campaign, on_listed)
+    return await _by_worker(blobs, wanted, on_listed)
+
+
+def is_image(name: str) -> bool:
+    """Whether a job draws it: an image, or a second drawing."""
+    return name.startswith(CHECKS) or not name.startswith(ASIDE)
+
+
+async def _by_name(blobs: BlobStore, name: str) -> Selection:
+    metadata = await blobs.metadata(name) if is_image(name) else None
+    if metadata is None:
+        raise errors.SetupError(f"there is no image {name!r}: give the name of its blob")
+    return Selection({name: metadata})
+
+
+async def _by_worker(blobs: BlobStore, wanted: Wanted, on_listed: Callable[[], None]) -> Selection:
+    found = Selection()
+    runs: dict[tuple[float, str], list[datetime]] = {}
+    async for record in _records(blobs, wanted.campaign):
+        on_listed()
+        worker = record.metadata.get("worker", "")
+        if wanted.worker not in {worker, node_of(worker)} or not _is_between(record, wanted):
+            continue
+        found.images[record.name] = record.metadata
+        if price := _price(record.metadata):
+            run = price, record.metadata.get("started_at", "")
+            runs.setdefault(run, []).append(record.created_at)
+    costs = [_dollars(price, stored) for (price, _), stored in runs.items() if len(stored) > 1]
+    found.dollars = sum(costs) if costs else None
+    return found
+
+
+async def _records(blobs: BlobStore, campaign: str | None) -> AsyncIterator[BlobRecord]:
+    prefixes = (
+        [""] if campaign is None else [f"{each}{campaign}/" for each in ("", CHECKS, DUPLICATES)]
+    )
+    for prefix in prefixes:
+        async for record in blobs.records(prefix):
+            if is_image(record.name) or record.name.startswith(DUPLICATES):
+                yield record
+
+
+def _is_between(record: BlobRecord, wanted: Wanted) -> bool:
+    return (wanted.since is None or record.created_at >= wanted.since) and (
+        wanted.until is None or record.created_at <= wanted.until
+    )
+
+
+async def _by_records(
+    blobs: BlobStore, campaign: str | None, on_listed: Callable[[], None]
+) -> Selection:
+    found = Selection()
+    suspects: dict[str, str] = {}
+    async for name in blobs.names(SUSPECT_RECORDS):
+        if not name.endswith(".json"):
+            continue
+        record = await _read_record(blobs, name)
+        if record is None:
+            found.damaged_records += 1
+            continue
+        images = (each for each in record.images if is_image(each))
+        suspects |= {each: record.worker for each in images if _is_in(each, campaign)}
+    left = iter(suspects.items())
+
+    async def look_up() -> None:
+        for name, worker in left:
+            on_listed()
+            try:
+                metadata = await blobs.metadata(name)
+            except errors.JobError:  # no name of a blob
+                continue
+            # Another worker's: it was replaced already.
+            if metadata is not None and metadata.get("worker") == worker:
+                found.images[name] = metadata
+
+    await concurrency.gather(*(look_up() for _ in range(_CONCURRENCY)))
+    return found
+
+
+def _is_in(name: str, campaign: str | None) -> bool:
+    return campaign is None or name.removeprefix(CHECKS).startswith(f"{campaign}/")
+
+
+async def _read_record(blobs: BlobStore, name: str) -> SuspectRecord | None:
+    try:
+        data = await blobs.read(name, _MAX_RECORD_BYTES)
+        return SuspectRecord.model_validate_json(data or b"")
+    except (ValidationError, errors.UnusableFileError):
+        return None
+
+
+def _price(metadata: Metadata) -> float | None:
+    try:
+        dollars_per_hour = float(metadata["price_per_hour"])
+    except (KeyError, ValueError):
+        return None
+    return dollars_per_hour if 0 < dollars_per_hour < 1000 else None  # noqa: PLR2004 - $/h, or noise
+
+
+def _dollars(price_per_hour: float, stored: Iterable[datetime]) -> float:
+    moments = sorted(stored)
+    hours = (moments[-1] - moments[0]).total_seconds() / _SECONDS_PER_HOUR
+    return price_per_hour * hours * len(moments) / (len(moments) - 1)

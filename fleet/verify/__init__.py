@@ -1,0 +1,1 @@
+"""`imagefleet verify`: images that two workers drew are compared, and who draws wrong is named."""

@@ -1,0 +1,159 @@
+"""`imagefleet verify`: compares images that two workers drew."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass
+from typing import Annotated, Any, get_args
+
+import typer
+
+from fleet import console, options
+from fleet.options import Since
+from imagefleet.storage.settings import StorageSettings
+
+#: Lines of each table: about a screen.
+_SHOWN = 20
+
+
+@options.from_settings(StorageSettings)
+def command(
+    settings: StorageSettings,
+    campaign: Annotated[
+        str | None, typer.Option(metavar="NAME", help="Only images of this campaign.")
+    ] = None,
+    since: Since = None,
+    quarantine: Annotated[
+        bool,
+        typer.Option(
+            "--quarantine",
+            help="Add the workers that draw wrong to quarantine.json: they lease no more jobs.",
+        ),
+    ] = False,
+    yes: options.Yes = False,
+    as_json: options.AsJson = False,
+) -> None:
+    """Names workers that draw wrong, by second drawings of jobs.
+
+    `imagefleet load --verify-share` has some jobs drawn by two workers; a drawing whose name was
+    taken is kept, too. A worker is named when pairs with two others speak against it: a single
+    pair does not tell which of the two is wrong. Exit code 4: some pairs differ.
+
+    imagefleet verify --campaign spring
+
+    imagefleet verify --since 2026-12-01T08:00 --quarantine
+    """
+    from fleet.verify import pairs, verdict
+
+    moment = options.read_moment("--since", since)
+    compared, newest = console.run(_compare(settings, campaign, moment, quiet=as_json))
+    records = verdict.judge(compared)
+    wrong = [each.worker for each in records if each.draws_wrong]
+    undecided = verdict.undecided(compared, records)
+    new: list[str] = []
+    if quarantine and wrong:
+        console.confirm(f"Quarantine {console.counted(len(wrong), 'worker')}?", yes=yes)
+        new = console.run(_quarantine(settings, wrong))
+    counts = Counter(pair.result for pair in compared)
+    different = [pair for pair in compared if pair.result == "different"]
+    if as_json:
+        console.print_json(
+            {
+                "pairs": len(compared),
+                **{each: counts[each] for each in get_args(pairs.Result)},
+                "newest": newest,
+                "workers": [{**asdict(each), "draws_wrong": each.draws_wrong} for each in records],
+                "different_pairs": [asdict(each) for each in different],
+                "undecided": [each.image for each in undecided],
+                "quarantined": new,
+            }
+        )
+    else:
+        _show(_Findings(counts, different, records, wrong, undecided))
+        if quarantine:
+            console.print_note(f"{console.counted(len(new), 'worker')} added to the quarantine")
+    if different:
+        raise typer.Exit(console.EXIT_IMAGES_WRONG)
+
+
+async def _compare(
+    settings: StorageSettings, campaign: str | None, since: Any, *, quiet: bool
+) -> tuple[list[Any], Any]:
+    """The pairs, and when the newest second drawing was stored."""
+    from fleet.verify import pairs
+
+    async with console.connected(settings) as fleet:
+        storage = fleet.storage
+        seconds = [each async for each in pairs.listed(storage, campaign, since)]
+        with console.counting("compared", len(seconds), quiet=quiet) as on_pair:
+            compared = await pairs.compare(storage, seconds, on_pair)
+    return compared, max((each.created_at for each in seconds), default=None)
+
+
+async def _quarantine(settings: StorageSettings, workers: Sequence[str]) -> list[str]:
+    from fleet.verify import quarantine
+
+    async with console.connected(settings) as fleet:
+        reason = "its images differ from those of other workers (imagefleet verify)"
+        return await quarantine.add(fleet.storage.files, workers, reason)
+
+
+@dataclass(frozen=True, slots=True)
+class _Findings:
+    counts: Counter[Any]
+    different: Sequence[Any]
+    records: Sequence[Any]
+    wrong: Sequence[str]
+    undecided: Sequence[Any]
+
+
+def _show(found: _Findings) -> None:
+    counts = found.counts
+    if not counts.total():
+        console.print_plain("no second drawings: `imagefleet load --verify-share` asks for them")
+        return
+    rows = {
+        "pairs alike": counts["alike"],
+        "pairs that differ": counts["different"],
+        "by one worker twice": counts["same_worker"],
+        "without their image": counts["not_there"],
+        "no readable image": counts["unreadable"],
+        "of too few steps": counts["few_steps"],
+    }
+    shown = {name: f"{count:,}" for name, count in rows.items() if count}
+    console.print_tables(console.totals(shown))
+    if not found.different:
+        return
+    workers = console.table(
+        console.name_column("worker"), *map(console.number_column, ("pairs", "differ")), "verdict"
+    )
+    involved = [each for each in found.records if each.different]
+    for each in involved[:_SHOWN]:
+        verdict = "draws wrong" if each.draws_wrong else ""
+        name = console.untrusted(each.worker or "(none: no worker's record)")
+        workers.add_row(name, f"{each.compared:,}", f"{each.different:,}", verdict)
+    images = console.table(
+        console.name_column("image"),
+        console.name_column("drawn by"),
+        console.name_column("and by"),
+        console.number_column("distance"),
+        "",
+    )
+    undecided = {pair.second for pair in found.undecided}
+    for pair in sorted(found.different, key=lambda each: each.second not in undecided)[:_SHOWN]:
+        note = pair.note or ("undecided" if pair.second in undecided else "")
+        names = (console.untrusted(each or "(none)") for each in (pair.image, *pair.workers))
+        images.add_row(*names, console.number(pair.distance, 1), note)
+    console.print_tables("", workers, "", images)
+    if len(found.different) > _SHOWN:
+        console.print_plain(f"and {len(found.different) - _SHOWN:,} others (--json lists them)")
+    if found.wrong:
+        console.print_note(
+            "`imagefleet redo --worker WORKER --since TIME` replaces what such a worker drew"
+        )
+    if found.undecided:
+        console.print_note(
+            "undecided: `imagefleet redo --blob IMAGE` has it drawn a third time; then run this"
+            " again"
+        )

@@ -1,0 +1,116 @@
+"""Pairs of drawings: an image, and the second drawing or duplicate of it by another worker."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator, Callable, Sequence
+from dataclasses import dataclass
+from datetime import datetime
+from typing import Literal
+
+from fleet.verify import picture
+from imagefleet import concurrency, errors, likeness
+from imagefleet.job.message import CHECKS, COMPARABLE_STEPS, DUPLICATES
+from imagefleet.storage.protocol import BlobRecord, Storage
+
+#: Pairs read at once: two images each, some 400 KB in all.
+CONCURRENCY = 16
+
+#: An image without a worker's record: no worker stored it.
+NO_RECORD = ""
+
+Result = Literal["alike", "different", "same_worker", "not_there", "unreadable", "few_steps"]
+"""`not_there`: the image is not drawn yet; `few_steps`: it may come out different rightly."""
+
+
+@dataclass(frozen=True, slots=True)
+class Second:
+    """The second drawing of an image, as listed."""
+
+    image: str
+    blob: str
+    worker: str
+    created_at: datetime
+
+
+@dataclass(frozen=True, slots=True)
+class Pair:
+    """What came of comparing an image with its second drawing."""
+
+    image: str
+    second: str
+    workers: tuple[str, str]
+    """Of the image and of the second drawing."""
+    result: Result
+    distance: float | None = None
+    note: str | None = None
+
+
+async def listed(
+    storage: Storage, campaign: str | None, since: datetime | None
+) -> AsyncIterator[Second]:
+    """The second drawings and duplicates in the storage that were stored since then."""
+    folder = "" if campaign is None else f"{campaign}/"
+    for prefix in (CHECKS, DUPLICATES):
+        async for record in storage.blobs.records(prefix + folder):
+            if since is None or record.created_at >= since:
+                name = record.name.removeprefix(prefix)
+                image = name if prefix == CHECKS else name.rpartition("/")[0]
+                yield Second(image, record.name, worker_of(record), record.created_at)
+
+
+def worker_of(record: BlobRecord) -> str:
+    return record.metadata.get("worker", NO_RECORD)
+
+
+async def compare(
+    storage: Storage, seconds: Sequence[Second], on_pair: Callable[[], None]
+) -> list[Pair]:
+    """Compares each second drawing with its image, some at once, in the order given."""
+    pairs: list[Pair | None] = [None] * len(seconds)
+    left = iter(enumerate(seconds))
+
+    async def work() -> None:
+        for place, second in left:
+            pairs[place] = await _compare(storage, second)
+            on_pair()
+
+    await concurrency.gather(*(work() for _ in range(min(CONCURRENCY, len(seconds)))))
+    return [pair for pair in pairs if pair is not None]
+
+
+async def _compare(storage: Storage, second: Second) -> Pair:
+    facts = await storage.blobs.metadata(second.image)
+    if facts is None:
+        return Pair(second.image, second.blob, (NO_RECORD, second.worker), "not_there")
+    workers = facts.get("worker", NO_RECORD), second.worker
+    if len(set(workers)) == 1:
+        return Pair(second.image, second.blob, workers, "same_worker")
+    first, other = [await _read(storage, name) for name in (second.image, second.blob)]
+    if first is None or other is None:  # deleted meanwhile, for a redo
+        return Pair(second.image, second.blob, workers, "not_there")
+    result, distance, note = await asyncio.to_thread(_judge, first, other)
+    return Pair(second.image, second.blob, workers, result, distance, note)
+
+
+async def _read(storage: Storage, name: str) -> bytes | None:
+    try:
+        return await storage.blobs.read(name, picture.MAX_BYTES)
+    except errors.UnusableFileError:  # too large for an image
+        return b"too large"
+
+
+def _judge(first: bytes, second: bytes) -> tuple[Result, float | None, str | None]:
+    a, b = picture.read(first), picture.read(second)
+    if a is None and b is None:
+        return "unreadable", None, None
+    if a is None or b is None:
+        return "different", None, "the image cannot be read" if a is None else "its second cannot"
+    if a.size != b.size:
+        return "different", None, "sizes {}x{} and {}x{}".format(*a.size, *b.size)
+    distance = likeness.distance(a.fingerprint, b.fingerprint)
+    if distance < likeness.SAME_BELOW:
+        return "alike", distance, None
+    found = picture.job_in(second)
+    few = found is not None and found[1].steps < COMPARABLE_STEPS
+    return "few_steps" if few else "different", distance, None

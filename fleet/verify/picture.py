@@ -1,0 +1,52 @@
+"""Reads an image's file as what it is compared by; the file may be anything."""
+
+from __future__ import annotations
+
+import io
+from dataclasses import dataclass
+
+import numpy as np
+from PIL import Image
+
+from imagefleet import errors, likeness
+from imagefleet.job import embedded
+from imagefleet.job.message import Job, read_job
+from imagefleet.signing import TrustedKeys
+
+#: Above any image of a job, which has 2048 pixels a side at most: the file and its pixels.
+MAX_BYTES = 32 * 2**20
+MAX_PIXELS = 2048 * 2048
+
+_FORMATS = ("PNG", "JPEG", "WEBP")
+
+
+@dataclass(frozen=True, slots=True)
+class Picture:
+    """An image: its (width, height) in pixels and its fingerprint."""
+
+    size: tuple[int, int]
+    fingerprint: likeness.Fingerprint
+
+
+def read(data: bytes) -> Picture | None:
+    """The picture of a file; None if it is no image that a worker can have stored."""
+    try:
+        with Image.open(io.BytesIO(data), formats=_FORMATS) as image:
+            if image.width * image.height > MAX_PIXELS:  # before the pixels take memory
+                return None
+            pixels = np.asarray(image.convert("RGB"))
+            return Picture(image.size, likeness.fingerprint(pixels))
+    except Exception:  # noqa: BLE001 - Pillow raises what it comes upon in a damaged file
+        return None
+
+
+def job_in(data: bytes, trusted: TrustedKeys | None = None) -> tuple[str, Job] | None:
+    """The message in an image's file and its job; None if there is none that is valid.
+
+    With *trusted* keys, only one that is signed with one of them is.
+    """
+    message = embedded.find(data)
+    try:
+        return None if message is None else (message, read_job(message, "none", trusted))
+    except errors.JobError:
+        return None

@@ -1,0 +1,82 @@
+"""The quarantine list: nodes that lease no more jobs."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable
+from datetime import UTC, datetime
+
+from pydantic import AwareDatetime, BaseModel, ConfigDict, Field, ValidationError
+
+from imagefleet import errors
+from imagefleet.storage.protocol import BlobStore
+
+BLOB = "quarantine.json"
+
+_MAX_BYTES = 4_000_000
+
+#: By default a worker is named by the machine, which SaladCloud identifies by a UUID, and process.
+_SALAD_WORKER = re.compile(r"([0-9a-f]{8}(?:-[0-9a-f]{4}){3}-[0-9a-f]{12})-\d+")
+_TRIES = 5
+
+
+class Node(BaseModel):
+    """A node by its worker's name or its machine's id."""
+
+    model_config = ConfigDict(extra="allow", frozen=True)
+
+    name: str = Field(min_length=1, max_length=200)
+    reason: str = ""
+    at: AwareDatetime
+
+
+class Quarantine(BaseModel):
+    """The whole list."""
+
+    model_config = ConfigDict(extra="allow", frozen=True)
+
+    nodes: list[Node] = Field(default_factory=list)
+
+
+async def read(files: BlobStore) -> tuple[Quarantine, str | None]:
+    """The list and its version; an empty one if there is none.
+
+    Raises:
+        SetupError: somebody has written something else there.
+    """
+    part = await files.read_part(BLOB, 0, _MAX_BYTES)
+    if part is None:
+        return Quarantine(), None
+    try:
+        return Quarantine.model_validate_json(part.data), part.version
+    except ValidationError:
+        raise errors.SetupError(
+            f"{BLOB} in {files.name} is not a list of nodes: correct or delete it"
+        ) from None
+
+
+def node_of(worker: str) -> str:
+    """The machine of a worker on SaladCloud, whose name changes with each process; else itself."""
+    found = _SALAD_WORKER.fullmatch(worker)
+    return found[1] if found else worker
+
+
+async def add(files: BlobStore, workers: Iterable[str], reason: str) -> list[str]:
+    """Adds the workers' nodes to the list; returns those that were not there.
+
+    Raises:
+        TransientError: others change the list all the time.
+    """
+    wanted = list(dict.fromkeys(map(node_of, workers)))
+    for _ in range(_TRIES):
+        found, version = await read(files)
+        known = {node.name for node in found.nodes}
+        now = datetime.now(UTC).replace(microsecond=0)
+        new = [Node(name=each, reason=reason, at=now) for each in wanted if each not in known]
+        if not new:
+            return []
+        changed = found.model_copy(update={"nodes": [*found.nodes, *new]})
+        data = changed.model_dump_json(indent=2).encode()
+        if await files.replace(BLOB, data, "application/json", version):
+            return [node.name for node in new]
+    raise errors.TransientError(f"{BLOB} is being changed by others: run the command again")

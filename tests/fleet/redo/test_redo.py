@@ -1,0 +1,393 @@
+"""`imagefleet redo`: what is replaced, by what, and that a kill at any step loses nothing."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from collections.abc import Callable
+from datetime import UTC, datetime, timedelta
+from pathlib import Path
+from typing import Any, Self
+
+import pytest
+
+from fleet import console
+from fleet.redo import command, replace, select
+from fleet.verify import pairs, picture, verdict
+from imagefleet.job.message import read_job
+from imagefleet.signing import SigningKey, TrustedKeys
+from imagefleet.storage import open as opening
+from imagefleet.storage.open import open_storage
+from imagefleet.storage.protocol import Storage
+from imagefleet.storage.settings import StorageSettings
+from worker.engine import contract
+
+RunWorker = Callable[..., Any]  # the fixtures of conftest.py
+Imagefleet = Callable[..., Any]
+Draw = Callable[..., contract.Pixels]
+
+
+class Killed(BaseException):
+    """As SIGKILL: nothing catches it."""
+
+
+class Dying:
+    """A storage, or a part of one, whose user is killed right after the call number *left*."""
+
+    def __init__(self, part: Any, left: list[int]) -> None:
+        self._part = part
+        self._left = left
+
+    def __getattr__(self, name: str) -> Any:
+        found = getattr(self._part, name)
+        if name in {"queue", "poison", "blobs", "files"}:
+            return Dying(found, self._left)
+        if name not in {"create", "delete", "send", "read", "metadata"}:
+            return found
+
+        async def call(*arguments: Any, **options: Any) -> Any:
+            result = await found(*arguments, **options)
+            self._left[0] -= 1
+            if self._left[0] <= 0:
+                raise Killed
+            return result
+
+        return call
+
+    async def __aenter__(self) -> Self:
+        await self._part.__aenter__()
+        return self
+
+    async def __aexit__(self, *_: object) -> None:
+        await self._part.__aexit__(None, None, None)
+
+
+def messages(count: int, **fields: object) -> list[str]:
+    return [
+        json.dumps({"prompt": "a cat", "id": f"j{number}", "seed": 100 * number, **fields})
+        for number in range(count)
+    ]
+
+
+async def workers(storage: Storage) -> dict[str, str]:
+    """The worker of each image."""
+    return {
+        record.name: record.metadata.get("worker", "")
+        async for record in storage.blobs.records()
+        if select.is_image(record.name)
+    }
+
+
+async def differing(storage: Storage) -> list[str]:
+    seconds = [each async for each in pairs.listed(storage, None, None)]
+    compared = await pairs.compare(storage, seconds, lambda: None)
+    return [pair.image for pair in compared if pair.result == "different"]
+
+
+async def redo(
+    settings: StorageSettings, *, given: dict[str, str] | None = None, **wanted: Any
+) -> dict[str, Any]:
+    choice = select.Wanted(**wanted)
+    return await command._run(settings, choice, given or {}, dry_run=False, yes=True, quiet=True)
+
+
+async def test_a_bad_workers_images_since_a_moment_are_replaced_and_no_others(
+    storage: Storage, storage_settings: StorageSettings, run_worker: RunWorker, bad_picture: Draw
+) -> None:
+    await storage.queue.send(messages(1, campaign="before"))
+    await run_worker("bad")
+    await asyncio.sleep(1.1)  # Azure knows the seconds
+    since = datetime.now(UTC).replace(microsecond=0)
+    await storage.queue.send(messages(3, output={"format": "webp"}))
+    await run_worker("bad", bad_picture)
+    await storage.queue.send(messages(3, campaign="b", batch_size=2))
+    await run_worker("good")
+    await storage.queue.send(messages(3, verify=True, output={"format": "webp"}))
+    await run_worker("good")
+    await storage.queue.send(messages(3, campaign="b", batch_size=2, verify=True))
+    await run_worker("bad", bad_picture)
+    assert len(await differing(storage)) == 6
+
+    result = await redo(storage_settings, worker="bad", since=since)
+    assert (result["images"], result["replaced"], result["jobs"]) == (6, 6, 6)
+    assert result["not_redone"] == []
+    await run_worker("third")
+
+    found = await workers(storage)
+    assert found.pop("before/j0.png") == "bad"
+    assert {name for name, worker in found.items() if worker == "third"} == {
+        *(f"default/j{number}.webp" for number in range(3)),
+        *(f"-checks/b/j{number}-0.png" for number in range(3)),
+    }
+    assert set(found.values()) == {"good", "third"}
+    assert len(found) == 3 + 6 + 6
+    assert await differing(storage) == []
+    copies = [each async for each in storage.blobs.records("-replaced/")]
+    assert len(copies) == 6
+    assert {each.metadata["worker"] for each in copies} == {"bad"}
+    assert [name async for name in storage.files.names()] == []
+
+
+async def test_a_third_drawing_decides_a_pair_that_two_workers_leave_undecided(
+    storage: Storage, storage_settings: StorageSettings, run_worker: RunWorker, bad_picture: Draw
+) -> None:
+    await storage.queue.send(messages(1))
+    await run_worker("a", bad_picture)
+    await storage.queue.send(messages(1, verify=True))
+    await run_worker("b")
+    compared = [each async for each in pairs.listed(storage, None, None)]
+    found = await pairs.compare(storage, compared, lambda: None)
+    assert verdict.undecided(found, verdict.judge(found)) == found != []
+
+    await redo(storage_settings, blob="default/j0.png")
+    await run_worker("c")
+
+    assert await differing(storage) == []
+
+
+async def test_a_thiefs_garbage_is_replaced_by_the_job_in_the_duplicate_kept_aside(
+    storage: Storage, storage_settings: StorageSettings, run_worker: RunWorker
+) -> None:
+    await storage.blobs.create("default/j0.png", b"garbage", "image/png", {})
+    await storage.queue.send(messages(1))
+    await run_worker("good")
+    assert await differing(storage) == ["default/j0.png"]
+
+    result = await redo(storage_settings, blob="default/j0.png")
+    await run_worker("other")
+
+    assert (result["replaced"], result["jobs"]) == (1, 1)
+    assert await workers(storage) == {"default/j0.png": "other"}
+    assert await differing(storage) == []
+
+
+async def test_a_killed_redo_loses_nothing_at_any_step_and_the_next_one_finishes_it(
+    storage: Storage,
+    storage_settings: StorageSettings,
+    run_worker: RunWorker,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(replace, "BATCH", 2)
+    names = {f"default/j{number}.png" for number in range(3)}
+    kills = 0
+    step = 1
+    while True:
+        await storage.queue.send(messages(3))
+        await run_worker("bad")
+        left = [step]
+        monkeypatch.setattr(
+            opening,
+            "open_storage",
+            lambda _, left=left: Dying(open_storage(storage_settings), left),
+        )
+        try:
+            await redo(storage_settings, worker="bad")
+        except Killed:
+            kills += 1
+        else:
+            break
+        finally:
+            monkeypatch.undo()
+            monkeypatch.setattr(replace, "BATCH", 2)
+        copies = {each.split("/", 1)[1].rpartition("/")[0] for each in await below(storage, "-rep")}
+        assert names - set(await workers(storage)) <= copies
+
+        await redo(storage_settings, worker="bad")
+        await run_worker("good")
+        assert await workers(storage) == dict.fromkeys(names, "good")
+        assert [name async for name in storage.files.names()] == []
+        for name in [*names, *await below(storage, "-")]:
+            await storage.blobs.delete(name)
+        step += 1 if "local:" in storage.url else 7
+    assert kills >= (20 if "local:" in storage.url else 3)
+
+
+async def below(storage: Storage, prefix: str) -> list[str]:
+    return [name async for name in storage.blobs.names(prefix)]
+
+
+async def test_images_without_their_job_stay_unless_it_is_given(
+    storage: Storage, storage_settings: StorageSettings
+) -> None:
+    record = {"worker": "bad", "job": "j0"}
+    for name in ("default/j0.png", "default/j1-1.png", "default/j2.png"):
+        await storage.blobs.create(name, b"garbage", "image/png", record)
+    batch = json.dumps({"prompt": "b", "id": "j1", "batch_size": 2})
+    given = {"default/j0": messages(1)[0], "default/j1": batch}
+
+    result = await redo(storage_settings, worker="bad", given=given)
+
+    assert result["not_redone"] == [
+        {"image": "default/j2.png", "reason": "it has no job in it: give its job with --jobs"}
+    ]
+    assert (result["replaced"], result["jobs"]) == (2, 2)
+    assert set(await workers(storage)) == {"default/j2.png"}
+
+
+async def test_an_image_that_names_another_image_as_its_jobs_is_not_believed(
+    storage: Storage, storage_settings: StorageSettings, run_worker: RunWorker
+) -> None:
+    await storage.queue.send(messages(1))
+    await run_worker("good")
+    data = await storage.blobs.read("default/j0.png")
+    assert data is not None
+    await storage.blobs.create("default/victim.png", data, "image/png", {"worker": "bad"})
+
+    result = await redo(storage_settings, worker="bad")
+
+    assert [each["image"] for each in result["not_redone"]] == ["default/victim.png"]
+    assert (await storage.queue.depth()).messages == 0
+
+
+async def test_an_image_and_its_duplicate_with_different_jobs_need_the_right_one(
+    storage: Storage, storage_settings: StorageSettings, run_worker: RunWorker
+) -> None:
+    forged = json.dumps({"prompt": "another", "id": "j0"})
+    await storage.queue.send([forged])
+    await run_worker("thief")
+    await storage.queue.send(messages(1))
+    await run_worker("good")
+
+    refused = await redo(storage_settings, blob="default/j0.png")
+    assert "different jobs" in refused["not_redone"][0]["reason"]
+    given = {"default/j0": messages(1)[0]}
+    assert (await redo(storage_settings, blob="default/j0.png", given=given))["jobs"] == 1
+    await run_worker("good")
+    assert await differing(storage) == []
+
+
+async def test_a_forged_job_is_not_drawn_where_jobs_are_signed(
+    storage: Storage, storage_settings: StorageSettings, run_worker: RunWorker, tmp_path: Path
+) -> None:
+    key = SigningKey.create(tmp_path / "key.pem")
+    signed = read_job(messages(1)[0], "").to_message(key)
+    for name, body in (("thief", '{"prompt": "another", "id": "j0"}'), ("good", signed)):
+        await storage.queue.send([body])
+        await run_worker(name)
+
+    trusted = TrustedKeys.read(key.public)
+    choice = select.Wanted(worker="thief")
+    result = await command._run(
+        storage_settings, choice, {}, trusted, dry_run=False, yes=True, quiet=True
+    )
+
+    (message,) = await storage.queue.receive(1, 30)
+    assert result["jobs"] == 1
+    assert read_job(message.body, "", trusted).prompt == "a cat"
+
+
+async def test_suspect_images_are_those_of_their_records_that_are_still_the_workers(
+    storage: Storage, storage_settings: StorageSettings, run_worker: RunWorker
+) -> None:
+    await storage.queue.send(messages(3))
+    await run_worker("bad")
+    await storage.queue.send(messages(1, campaign="good"))
+    await run_worker("good")
+    record = {
+        "worker": "bad",
+        "machine": "m",
+        "images": ["default/j0.png", "default/j1.png", "good/j0.png", "default/none.png", "../x"],
+    }
+    for name, content in (("1", json.dumps(record)), ("2", "{}"), ("3", "[" * 10_000)):
+        blob = f"-suspect/bad/20261201T00000{name}Z.json"
+        await storage.blobs.create(blob, content.encode(), "application/json", {})
+
+    result = await redo(storage_settings, suspect=True)
+    await run_worker("third")
+
+    assert (result["images"], result["replaced"], result["damaged_records"]) == (2, 2, 2)
+    assert await workers(storage) == {
+        "default/j0.png": "third",
+        "default/j1.png": "third",
+        "default/j2.png": "bad",
+        "good/j0.png": "good",
+    }
+    assert (await redo(storage_settings, suspect=True))["images"] == 0
+
+
+async def test_a_worker_forges_no_journal_since_it_stores_no_files(
+    storage: Storage, storage_settings: StorageSettings, run_worker: RunWorker
+) -> None:
+    await storage.queue.send(messages(1))
+    await run_worker("good")
+    (record,) = [each async for each in storage.blobs.records()]
+    entry = replace.Entry(name=record.name, metadata=dict(record.metadata), message=None)
+    journal = replace.Journal(entries=[entry]).model_dump_json().encode()
+    await storage.blobs.create("redo/forged.json", journal, "application/json", {})
+
+    await redo(storage_settings, worker="nobody")
+
+    assert "default/j0.png" in await workers(storage)
+
+
+@pytest.fixture
+async def drawn(local_settings: StorageSettings, tmp_path: Path) -> StorageSettings:
+    """Two images of one worker, a second apart, in the folder that commands use by default."""
+    settings = StorageSettings(storage=f"local:{tmp_path / 'imagefleet-data'}")
+    async with open_storage(settings) as storage:
+        await storage.create()
+        record = {"worker": "bad\x1b[31m", "price_per_hour": "3.6"}
+        for number in range(2):
+            await storage.blobs.create(
+                f"default/j{number}.png", b"x", "image/png", {**record, "worker": "bad"}
+            )
+    return settings
+
+
+async def test_a_dry_run_counts_and_changes_nothing_and_without_yes_nothing_is_done(
+    drawn: StorageSettings, in_process: Imagefleet
+) -> None:
+    ended = await asyncio.to_thread(in_process, "redo", "--worker", "bad", "--dry-run")
+    assert (ended.returncode, "2 images would be drawn again" in ended.stdout) == (0, True)
+    asked = await asyncio.to_thread(in_process, "redo", "--worker", "bad")
+    assert asked.returncode == console.EXIT_OPERATOR_MUST_ACT
+    assert "add --yes" in asked.stderr
+    async with open_storage(drawn) as storage:
+        assert len(await workers(storage)) == 2
+    done = await asyncio.to_thread(in_process, "redo", "--worker", "bad", "--yes", "--json")
+    assert done.returncode == console.EXIT_IMAGES_WRONG
+    assert len(json.loads(done.stdout)["not_redone"]) == 2
+    assert "bad is not in the quarantine" in done.stderr
+
+
+@pytest.mark.parametrize(
+    "arguments",
+    [
+        (),
+        ("--suspect", "--worker", "a"),
+        ("--suspect", "--since", "2026-12-01"),
+        ("--blob", "-replaced/default/a.png/1.png"),
+    ],
+)
+async def test_a_choice_that_is_none_is_refused(
+    drawn: StorageSettings, in_process: Imagefleet, arguments: tuple[str, ...]
+) -> None:
+    ended = await asyncio.to_thread(in_process, "redo", "--yes", *arguments)
+    assert ended.returncode == console.EXIT_OPERATOR_MUST_ACT
+
+
+async def test_a_machine_is_all_its_workers_and_no_other(storage: Storage) -> None:
+    machine = "0d8f5c1e-77a2-4c1b-9a3e-5b2f0e7d9c11"
+    names = [machine, f"{machine}-7", f"{machine}-17", f"{machine[:-1]}0-7", "a-7", "a"]
+    for number, worker in enumerate(names):
+        metadata = {"worker": worker}
+        await storage.blobs.create(f"default/{number}.png", b"x", "image/png", metadata)
+
+    async def selected(worker: str) -> list[str]:
+        wanted = select.Wanted(worker=worker)
+        found = await select.select(storage.blobs, wanted, lambda: None)
+        return sorted(found.by_worker)
+
+    assert await selected(machine) == sorted(names[:3])
+    assert await selected("a") == ["a"]
+    assert await selected("a-7") == ["a-7"]
+
+
+def test_the_cost_is_that_of_the_drawing() -> None:
+    began_at = datetime(2026, 12, 1, tzinfo=UTC)
+    stored = [began_at + timedelta(minutes=10 * number) for number in range(7)]
+    assert select._dollars(0.6, stored) == pytest.approx(0.7)
+
+
+def test_a_picture_has_no_job_that_is_not_valid() -> None:
+    assert picture.job_in(b"") is None

@@ -1,0 +1,208 @@
+"""`imagefleet verify` on what real workers stored, good ones and bad."""
+
+from __future__ import annotations
+
+import asyncio
+import io
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+from PIL import Image
+
+from fleet import console
+from fleet.verify import pairs, picture, quarantine
+from imagefleet import errors
+from imagefleet.storage.open import open_storage
+from imagefleet.storage.protocol import Storage
+from imagefleet.storage.settings import StorageSettings
+from worker.engine import contract
+
+RunWorker = Callable[..., Any]  # the fixtures of conftest.py
+Imagefleet = Callable[..., Any]
+
+SIZE = 64
+
+
+def jobs(numbers: range, **fields: object) -> list[str]:
+    return [
+        json.dumps({"prompt": "a cat", "id": f"j{number}", "seed": 100 * number, **fields})
+        for number in numbers
+    ]
+
+
+async def compared(storage: Storage) -> list[pairs.Pair]:
+    seconds = [each async for each in pairs.listed(storage, None, None)]
+    return await pairs.compare(storage, seconds, lambda: None)
+
+
+@pytest.fixture
+async def drawn_by_three(
+    storage: Storage, run_worker: RunWorker, bad_picture: Callable[..., contract.Pixels]
+) -> Storage:
+    """Images of a bad worker and a good one, and second drawings by two others."""
+    await storage.queue.send(jobs(range(4)))
+    await run_worker("bad", bad_picture)
+    await storage.queue.send(jobs(range(4, 12)))
+    await run_worker("good")
+    for name, numbers in (("second", range(0, 12, 2)), ("third", range(1, 12, 2))):
+        await storage.queue.send(jobs(numbers, verify=True))
+        await run_worker(name)
+    return storage
+
+
+def verify(
+    in_process: Imagefleet, settings: StorageSettings, *arguments: str
+) -> tuple[int, dict[str, Any]]:
+    flags = [
+        f"--{name.replace('_', '-')}={value}"
+        for name, value in settings.model_dump().items()
+        if value is not None
+    ]
+    ended = in_process("verify", *flags, *arguments, "--json")
+    assert ended.stdout, ended.stderr
+    return ended.returncode, json.loads(ended.stdout)
+
+
+async def test_a_worker_that_draws_wrong_is_named_and_no_good_one(
+    drawn_by_three: Storage,
+    storage_settings: StorageSettings,
+    in_process: Imagefleet,
+) -> None:
+    code, found = await asyncio.to_thread(verify, in_process, storage_settings)
+
+    assert code == console.EXIT_IMAGES_WRONG
+    assert (found["pairs"], found["alike"], found["different"]) == (12, 8, 4)
+    assert [each["worker"] for each in found["workers"] if each["draws_wrong"]] == ["bad"]
+    assert found["workers"][0] == {
+        "worker": "bad",
+        "compared": 4,
+        "different": 4,
+        "witnesses": 2,
+        "draws_wrong": True,
+    }
+    assert found["undecided"] == []
+
+    ended = await asyncio.to_thread(
+        in_process, "verify", f"--storage={storage_settings.storage}",
+        f"--queue={storage_settings.queue}", f"--container={storage_settings.container}",
+        f"--files-container={storage_settings.files_container}", "--quarantine", "--yes",
+    )  # fmt: skip
+    assert "draws wrong" in ended.stdout
+    assert "1 worker added to the quarantine" in ended.stderr
+    nodes = (await quarantine.read(drawn_by_three.files))[0].nodes
+    assert [node.name for node in nodes] == ["bad"]
+
+
+async def test_garbage_under_a_jobs_name_is_found_by_the_duplicate_kept_aside(
+    storage: Storage, run_worker: RunWorker
+) -> None:
+    await storage.blobs.create("default/j0.png", b"garbage", "image/png", {})
+    await storage.queue.send(jobs(range(2)))
+    await run_worker("good")
+
+    (pair,) = await compared(storage)
+    assert (pair.image, pair.result) == ("default/j0.png", "different")
+    assert pair.workers == (pairs.NO_RECORD, "good")
+
+
+async def test_images_of_many_good_workers_give_no_false_alarm(
+    local_settings: StorageSettings, draw_good: Callable[[int], contract.Pixels]
+) -> None:
+    """Each drawing differs from the others by rounding."""
+    count, workers = 80, 7
+    async with open_storage(local_settings) as storage:
+        await storage.create()
+        for number in range(count):
+            for place, prefix in enumerate(("", "-checks/")):
+                file = io.BytesIO()
+                Image.fromarray(draw_good(number)).save(file, "WEBP", quality=90)
+                worker = {"worker": f"w{(number + place) % workers}"}
+                await storage.blobs.create(
+                    f"{prefix}default/j{number}.webp", file.getvalue(), "image/webp", worker
+                )
+        assert {pair.result for pair in await compared(storage)} == {"alike"}
+
+
+async def test_pairs_that_prove_nothing_are_counted_apart(storage: Storage) -> None:
+    async def put(name: str, worker: str, data: bytes = b"no image") -> None:
+        await storage.blobs.create(name, data, "image/png", {"worker": worker})
+
+    await put("-checks/default/none.png", "a")
+    await put("default/same.png", "a")
+    await put("-checks/default/same.png", "a")
+    await put("default/unreadable.png", "a")
+    await put("-duplicates/default/unreadable.png/b.png", "b")
+    results = {pair.image: pair.result for pair in await compared(storage)}
+    assert results == {
+        "default/none.png": "not_there",
+        "default/same.png": "same_worker",
+        "default/unreadable.png": "unreadable",
+    }
+
+
+async def test_a_campaigns_pairs_since_a_moment(storage: Storage) -> None:
+    for name in ("a/x.png", "ab/x.png"):
+        await storage.blobs.create(f"-checks/{name}", b"x", "image/png", {"worker": "a"})
+    listed = [each async for each in pairs.listed(storage, "a", None)]
+    assert [each.image for each in listed] == ["a/x.png"]
+    newest = listed[0].created_at
+    assert len([each async for each in pairs.listed(storage, None, newest)]) == 2
+    assert [each async for each in pairs.listed(storage, None, newest.replace(year=2999))] == []
+
+
+async def test_jobs_of_few_steps_differ_rightly(storage: Storage, run_worker: RunWorker) -> None:
+    await storage.queue.send(jobs(range(2), steps=4))
+    await run_worker("a")
+    await storage.queue.send(jobs(range(1, 2), steps=4, verify=True))
+    await storage.queue.send(jobs(range(1), steps=4, verify=True))
+    await run_worker("b", _other)
+    assert {pair.result for pair in await compared(storage)} == {"few_steps"}
+
+
+def _other(request: contract.ImageRequest) -> contract.Pixels:
+    import numpy as np
+
+    return np.random.default_rng(9).integers(0, 256, (request.height, request.width, 3), np.uint8)
+
+
+@pytest.mark.parametrize("size", [(2048, 2056), (60_000, 60_000)])
+def test_a_file_of_more_pixels_than_any_job_is_not_decoded(size: tuple[int, int]) -> None:
+    file = io.BytesIO()
+    Image.new("1", (8, 8)).save(file, "PNG")
+    width, height = (side.to_bytes(4) for side in size)
+    data = file.getvalue()
+    assert picture.read(data) is not None
+    assert picture.read(data[:16] + width + height + data[24:]) is None
+
+
+async def test_the_quarantine_keeps_what_others_wrote_and_has_each_node_once(
+    storage: Storage,
+) -> None:
+    machine = "0d8f5c1e-77a2-4c1b-9a3e-5b2f0e7d9c11"
+    assert await quarantine.add(storage.files, ["a"], "why") == ["a"]
+    assert await quarantine.add(storage.files, ["a", f"{machine}-17", f"{machine}-18"], "") == [
+        machine
+    ]
+    written = json.loads(await storage.files.read("quarantine.json") or b"")
+    assert [(node["name"], node["reason"]) for node in written["nodes"]] == [
+        ("a", "why"),
+        (machine, ""),
+    ]
+    assert all(node["at"].endswith("Z") for node in written["nodes"])
+
+
+async def test_a_quarantine_list_that_is_none_is_never_overwritten(storage: Storage) -> None:
+    await storage.files.create("quarantine.json", b"[]", "application/json", {})
+    with pytest.raises(errors.SetupError, match="not a list of nodes"):
+        await quarantine.add(storage.files, ["a"], "")
+
+
+def test_nothing_to_compare_is_said_and_is_no_error(in_process: Imagefleet, tmp_path: Path) -> None:
+    (tmp_path / "j.jsonl").write_text('{"prompt": "a"}\n')
+    in_process("load", "j.jsonl")
+    ended = in_process("verify")
+    assert (ended.returncode, "no second drawings" in ended.stdout) == (0, True)
+    assert in_process("verify", "--since", "yesterday").returncode == 2

@@ -1,0 +1,103 @@
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from pathlib import Path
+
+import pytest
+
+from imagefleet.job.message import read_job
+from imagefleet.signing import SigningKey, TrustedKeys
+from imagefleet.storage.open import open_storage
+from imagefleet.storage.protocol import MAX_MESSAGE_BYTES
+from imagefleet.storage.settings import StorageSettings
+from loadgen.load import Checkpoint, Load, Summary
+from loadgen.second_drawing import Sample
+from loadgen.settings import LoadSettings
+from loadgen.sources import JsonLinesSource
+
+BODIES = [json.dumps({"prompt": f"a cat {number}", "id": f"j{number}"}) for number in range(4000)]
+
+
+def chosen(share: float, key: str = "k", bodies: Sequence[str] = BODIES) -> list[str]:
+    sample = Sample(share, key)
+    return [body for body in bodies if sample.second_drawing(body)]
+
+
+def test_the_sample_has_its_share_and_is_the_same_each_time_for_its_key_alone() -> None:
+    assert 150 < len(chosen(0.05)) < 250
+    assert chosen(0.05) == chosen(0.05)
+    assert set(chosen(0.05)) & set(chosen(0.05, "other")) != set(chosen(0.05))
+    assert (chosen(0), chosen(1)) == ([], BODIES)
+
+
+def test_a_second_drawing_is_the_same_job_stored_apart() -> None:
+    body = '{"prompt":"ein Hündchen","id":"a","campaign":"c","batch_size":4}'
+    message = Sample(1, "k").second_drawing(body)
+
+    assert message is not None
+    first, second = read_job(body, ""), read_job(message, "")
+    assert second.model_copy(update={"verify": False}) == first
+    assert (first.images_to_draw, second.images_to_draw) == (4, 1)
+    assert (first.blob_name(0), second.blob_name(0)) == ("c/a-0.png", "-checks/c/a-0.png")
+    assert Sample(1, "k").second_drawing(message) is None
+
+
+def test_a_second_drawing_is_signed_where_jobs_are(tmp_path: Path) -> None:
+    key = SigningKey.create(tmp_path / "key.pem")
+    trusted = TrustedKeys.read(key.public)
+    signed = read_job('{"prompt": "a cat", "id": "a"}', "").to_message(key)
+
+    message = Sample(1, "k", key).second_drawing(signed)
+
+    assert message is not None
+    assert read_job(message, "", trusted).verify
+    assert Sample(1, "k").second_drawing(signed) is None, "nobody could sign it"
+
+
+def test_jobs_of_few_steps_are_not_compared() -> None:
+    assert chosen(1, bodies=['{"prompt":"a","steps":4}', '{"prompt":"a","steps":15}']) == [
+        '{"prompt":"a","steps":15}'
+    ]
+
+
+def test_a_job_that_fills_its_message_is_drawn_once() -> None:
+    body = json.dumps({"prompt": "", "negative_prompt": "b" * (MAX_MESSAGE_BYTES - 40)})
+    assert Sample(1, "k").second_drawing(body) is None
+
+
+def test_a_share_is_the_default_where_workers_are_strangers() -> None:
+    azure = "https://acme.blob.core.windows.net"
+    assert LoadSettings(storage="local:x").second_drawings == 0
+    assert LoadSettings(storage=azure).second_drawings == 0.005
+    assert LoadSettings(storage=azure, verify_share=0).second_drawings == 0
+    with pytest.raises(ValueError, match="verify_share"):
+        LoadSettings(verify_share=1.5)
+
+
+async def test_a_load_that_resumes_chooses_the_same_and_counts_jobs_as_before(
+    local_settings: StorageSettings, tmp_path: Path
+) -> None:
+    path, checkpoint = tmp_path / "jobs.jsonl", tmp_path / "c.json"
+    path.write_text("\n".join(BODIES[:1000]))
+    settings = LoadSettings(storage=local_settings.storage, verify_share=0.1)
+
+    async def load() -> Summary:
+        async with open_storage(local_settings) as storage:
+            source = JsonLinesSource(path)
+            return await Load(storage, source, settings, checkpoint, restart=False).run(print)
+
+    first = await load()
+    kept = Checkpoint.read(checkpoint)
+    assert kept is not None
+    kept.model_copy(update={"confirmed": 900}).write(checkpoint)  # killed, it would be
+    second = await load()
+
+    async with open_storage(local_settings) as storage:
+        bodies = [message.body async for message in storage.queue.browse()]
+    ids = [job.id for body in bodies if (job := read_job(body, "")).verify]
+    assert (first.sent, first.confirmed, second.sent) == (1000, 1000, 100)
+    assert len(bodies) == 1100 + first.second_drawings + second.second_drawings
+    assert len(ids) == first.second_drawings + second.second_drawings
+    assert len(set(ids)) == first.second_drawings
+    assert 50 < first.second_drawings < 150

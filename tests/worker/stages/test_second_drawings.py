@@ -1,0 +1,175 @@
+"""Second drawings and duplicates: what is stored beside the images, by whom, and how it counts."""
+
+from __future__ import annotations
+
+import asyncio
+import io
+import json
+import time
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+import pytest
+from PIL import Image
+
+from imagefleet import errors
+from imagefleet.job import embedded
+from imagefleet.job.message import MAX_IMAGES_PER_JOB, read_job
+from imagefleet.storage.protocol import MAX_MESSAGE_BYTES, Storage
+from worker.engine import contract
+from worker.testing import StandInEngine, draw_noise
+
+RunPipeline = Callable[..., Any]  # the fixture of conftest.py
+
+
+@pytest.fixture
+def one_hand_back(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("worker.stages.prepare.HAND_BACKS", 1)
+
+
+async def workers_of(storage: Storage) -> dict[str, str]:
+    """The worker of each blob."""
+    return {each.name: each.metadata["worker"] async for each in storage.blobs.records()}
+
+
+async def test_the_second_drawing_is_another_workers_and_no_image_of_the_jobs(
+    storage: Storage,
+    run_pipeline: RunPipeline,
+    message: Callable[..., str],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr("worker.stages.prepare.HAND_BACKS", 100)  # one of two takes it each time
+    monkeypatch.setattr("worker.stages.prepare.HAND_BACK_SECONDS_UNTIL_EMPTY", 0.1)
+    job = {"id": "j", "seed": 7, "campaign": "c", "batch_size": 2}
+    await storage.queue.send([message(**job), message(**job, verify=True)])
+    first, second = await asyncio.gather(run_pipeline(name="a"), run_pipeline(name="b"))
+
+    found = await workers_of(storage)
+    assert set(found) == {"c/j-0.png", "c/j-1.png", "-checks/c/j-0.png"}
+    assert found["c/j-0.png"] != found["-checks/c/j-0.png"]
+    pixels = [
+        np.asarray(Image.open(io.BytesIO(await storage.blobs.read(name) or b"")))
+        for name in ("c/j-0.png", "-checks/c/j-0.png")
+    ]
+    assert np.array_equal(*pixels)
+    assert first.images_written + second.images_written == 2
+    outcomes = first.settler.outcomes + second.settler.outcomes
+    assert outcomes["completed"] == outcomes["verified"] == 1
+    assert (await storage.queue.depth()).messages == 0
+
+
+@pytest.mark.usefixtures("one_hand_back")
+async def test_a_lone_worker_draws_nothing_twice_and_still_ends(
+    storage: Storage, run_pipeline: RunPipeline, message: Callable[..., str]
+) -> None:
+    jobs = [message(id=f"j{number}", seed=number) for number in range(20)]
+    checks = [message(id=f"j{number}", seed=number, verify=True) for number in range(20)]
+    await storage.queue.send([*jobs, *checks])
+    began_at = time.monotonic()
+    pipeline = await run_pipeline()
+
+    assert set(await workers_of(storage)) == {f"default/j{number}.png" for number in range(20)}
+    assert pipeline.settler.outcomes["completed"] == pipeline.settler.outcomes["unverified"] == 20
+    assert pipeline.engine_thread.clock.images == 20
+    assert (await storage.queue.depth()).messages == 0
+    assert time.monotonic() - began_at < 10
+
+
+@pytest.mark.usefixtures("one_hand_back")
+async def test_a_message_too_large_for_a_count_is_not_handed_back_for_ever(
+    storage: Storage, run_pipeline: RunPipeline, message: Callable[..., str]
+) -> None:
+    fields = {"prompt": "a " * 3000, "negative_prompt": ""}
+    size = len(message(**fields, id="j", verify=True))
+    fields["negative_prompt"] = "b " * ((MAX_MESSAGE_BYTES - size) // 2)
+    await storage.queue.send([message(**fields, id="k"), message(**fields, id="k", verify=True)])
+    pipeline = await run_pipeline()
+    assert pipeline.settler.outcomes["unverified"] == 1
+    assert (await storage.queue.depth()).messages == 0
+
+
+@pytest.mark.parametrize("error", [errors.JobError("no"), errors.TransientError("never")])
+async def test_a_second_drawing_that_fails_is_no_failed_job(
+    storage: Storage,
+    run_pipeline: RunPipeline,
+    message: Callable[..., str],
+    monkeypatch: pytest.MonkeyPatch,
+    error: errors.FleetError,
+) -> None:
+    monkeypatch.setattr("worker.settle.FIRST_RETRY_SECONDS", 0.01)
+
+    def draw(request: contract.ImageRequest) -> contract.Pixels:
+        raise error
+
+    await storage.queue.send([message(id="j", verify=True)])
+    pipeline = await run_pipeline(StandInEngine(draw=draw), max_attempts=2)
+    assert (await storage.poison.depth()).messages == (await storage.queue.depth()).messages == 0
+    assert pipeline.settler.outcomes["unverified"] == 1
+    assert pipeline.settler.outcomes["failed"] == 0
+
+
+async def test_second_drawings_cost_time_but_are_no_images(
+    storage: Storage, run_pipeline: RunPipeline, message: Callable[..., str]
+) -> None:
+    await storage.queue.send([message(id="a"), message(id="b", verify=True)])
+    engine = StandInEngine(tick_seconds=0.05)
+    pipeline = await run_pipeline(engine)
+    read = pipeline.metrics.registry.get_sample_value
+    assert read("imagefleet_images_total") == 1
+    assert read("imagefleet_jobs_total", {"outcome": "verified"}) == 1
+    assert pipeline.cost.wasted_seconds()["second_drawing"] > 0
+    assert pipeline.cost.wasted_seconds()["duplicate"] == 0
+
+
+async def test_what_took_an_images_name_has_the_workers_drawing_kept_beside_it(
+    storage: Storage, run_pipeline: RunPipeline, message: Callable[..., str]
+) -> None:
+    await storage.blobs.create("default/victim.png", b"garbage", "image/png", {})
+    await storage.queue.send([message(id="victim", seed=3)])
+    pipeline = await run_pipeline(name="../we/ird")
+
+    kept = "-duplicates/default/victim.png/_we_ird.png"
+    assert set(await workers_of_any(storage)) == {"default/victim.png", kept}
+    data = await storage.blobs.read(kept)
+    assert data is not None
+    request = contract.ImageRequest("a house", "", (), "euler_ancestral", 20, 7.0, 3, 16, 16)
+    assert np.array_equal(np.asarray(Image.open(io.BytesIO(data))), draw_noise(request))
+    assert dict(pipeline.settler.outcomes) == {"duplicate": 1}
+
+
+async def workers_of_any(storage: Storage) -> list[str]:
+    return [name async for name in storage.blobs.names()]
+
+
+async def test_a_worker_keeps_one_duplicate_of_an_image_and_none_of_a_second_drawing(
+    storage: Storage, run_pipeline: RunPipeline, message: Callable[..., str]
+) -> None:
+    await storage.blobs.create("default/j.png", b"garbage", "image/png", {})
+    await storage.blobs.create("-checks/default/j.png", b"garbage", "image/png", {})
+    await storage.queue.send([message(id="j"), message(id="j")])
+    await run_pipeline()
+    await storage.queue.send([message(id="j", verify=True)])
+    await run_pipeline(name="other")
+    assert set(await workers_of_any(storage)) == {
+        "default/j.png",
+        "-checks/default/j.png",
+        "-duplicates/default/j.png/test-worker.png",
+    }
+
+
+async def test_every_image_of_a_job_has_the_job_with_it(
+    storage: Storage, run_pipeline: RunPipeline, message: Callable[..., str]
+) -> None:
+    body = message(id="j", batch_size=2, output={"format": "webp"}, metadata={"a": "ü"})
+    await storage.queue.send([body])
+    (leased,) = await storage.queue.receive(1, 30)
+    await storage.queue.release(leased, body=json.dumps({**json.loads(body), "deliveries": {}}))
+    await run_pipeline()
+    for index in range(2):
+        data = await storage.blobs.read(f"default/j-{index}.webp")
+        assert data is not None
+        found = embedded.find(data)
+        assert found is not None
+        assert json.loads(found) == json.loads(body)
+        assert read_job(found, "").images == 2 <= MAX_IMAGES_PER_JOB
