@@ -1,5 +1,5 @@
 # `demo` and `test` to begin with, `check` while you work, `bench` and `chaos` for what the README
-# claims, `docs` for the site. Each sets up what it needs, from Python 3.11 or newer, make and git.
+# claims, `fuzz` for readers of untrusted text, `docs` for the site. Each sets up what it needs, from Python 3.11 or newer, make and git.
 
 VENV := .venv
 BIN := $(VENV)/bin
@@ -11,7 +11,7 @@ CONTAINER := tests/deploy/debian/.unpacked
 # Nothing here may load a model over the network.
 export HF_HUB_OFFLINE := 1
 
-.PHONY: demo test check bench chaos docs
+.PHONY: demo test check bench chaos fuzz docs
 
 demo: $(INSTALLED)
 	$(BIN)/imagefleet demo
@@ -33,6 +33,12 @@ bench: $(INSTALLED)
 # minutes. `make test` has a short one.
 chaos: $(INSTALLED) $(AZURITE)
 	PYTHONPATH=. $(BIN)/python tests/chaos/storm.py --jobs 2000 --kills 100 --faults 1000
+
+# Everything that reads what others wrote, with damaged examples; and every command under every failure
+# that could make it print a secret. `make test` has a short one.
+fuzz: $(INSTALLED)
+	$(BIN)/python tests/fuzz/run.py --seconds 600
+	EVERY_FAILURE=1 $(BIN)/pytest --quiet tests/fleet/test_secrets.py
 
 # The table of settings, and all pages as a site in site/; a dead link fails.
 docs: $(INSTALLED)

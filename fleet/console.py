@@ -29,7 +29,8 @@ from rich.console import Console, ConsoleRenderable, Group
 from rich.table import Column, Table
 from rich.text import Text
 
-from imagefleet import errors
+from imagefleet import errors, redaction
+from imagefleet.redaction import printable
 from imagefleet.telemetry import logs
 
 if TYPE_CHECKING:
@@ -74,8 +75,6 @@ ENGINE_THREAD = "engine"
 
 #: Wider than any table, for output to a pipe or file.
 _UNLIMITED_WIDTH = 10_000
-
-_SURROGATE = re.compile("[\ud800-\udfff]")
 
 Parameters = ParamSpec("Parameters")
 Result = TypeVar("Result")
@@ -160,12 +159,13 @@ def report_bug(error: Exception) -> None:
     if logs.are_json():
         logs.log_unhandled(error, exit_code=EXIT_UNEXPECTED)
     else:
-        traceback.print_exception(error)
+        text = "".join(traceback.format_exception(error))
+        print_plain(redaction.message(text), stderr)
 
 
 def print_error(message: str) -> None:
     """Prints each line of *message* in red on stderr."""
-    for line in message.splitlines():
+    for line in redaction.message(message).splitlines():
         stderr.print(untrusted(f"error: {line}", "red"), soft_wrap=True)
 
 
@@ -174,17 +174,17 @@ def print_warning(message: str) -> None:
     if logs.are_json():
         log.warning("%s", message, extra={"action": "warning"})
         return
-    stderr.print(untrusted(f"warning: {message}", "yellow"), soft_wrap=True)
+    stderr.print(untrusted(f"warning: {redaction.message(message)}", "yellow"), soft_wrap=True)
 
 
 def print_note(text: str) -> None:
     """Prints text on stderr, next to the command's own output: progress, hints."""
-    print_plain(text, stderr)
+    print_plain(redaction.message(text), stderr)
 
 
 def print_plain(text: str, to: Console = stdout) -> None:
-    """Prints text as it is: no markup, no highlighting, no emoji for `:rocket:`, no wrapping."""
-    to.print(text, highlight=False, markup=False, emoji=False, soft_wrap=True)
+    """Prints text without markup, highlighting, emoji for `:rocket:`, wrapping and controls."""
+    to.print(printable(text), highlight=False, markup=False, emoji=False, soft_wrap=True)
 
 
 def name_column(heading: str) -> Column:
@@ -217,7 +217,7 @@ def print_tables(*parts: ConsoleRenderable | str, to: Console = stdout) -> None:
         to = Console(file=to.file, width=_UNLIMITED_WIDTH)
     for part in parts:
         keep_whole(part)
-        to.print(Text(part) if isinstance(part, str) else part, crop=False, highlight=False)
+        to.print(untrusted(part) if isinstance(part, str) else part, crop=False, highlight=False)
 
 
 def keep_whole(part: ConsoleRenderable | str) -> None:
@@ -231,15 +231,12 @@ def keep_whole(part: ConsoleRenderable | str) -> None:
 
 def untrusted(text: str, style: str = "") -> Text:
     """Text from elsewhere: neither markup nor a terminal's control sequences take effect."""
-    shown = (each if each.isprintable() or each == "\n" else "\ufffd" for each in text)
-    return Text("".join(shown), style)
+    return Text(printable(text), style)
 
 
 def json_text(record: Any) -> str:
     """*record* as indented JSON, times as ISO 8601."""
-    text = json.dumps(record, ensure_ascii=False, indent=2, default=datetime.isoformat) + "\n"
-    # A lone surrogate, which JSON can hold, could not be encoded.
-    return _SURROGATE.sub(lambda found: f"\\u{ord(found[0]):04x}", text)
+    return _escaped(json.dumps(record, ensure_ascii=False, indent=2, default=datetime.isoformat))
 
 
 def print_json(record: Mapping[str, Any] | Sequence[Any]) -> None:
@@ -251,15 +248,25 @@ def print_json(record: Mapping[str, Any] | Sequence[Any]) -> None:
 
 def print_json_line(record: Mapping[str, Any]) -> None:
     """Prints one JSON object as one line, the form of each document of a stream."""
-    sys.stdout.write(json.dumps(record, ensure_ascii=False, default=datetime.isoformat) + "\n")
+    sys.stdout.write(_escaped(json.dumps(record, ensure_ascii=False, default=datetime.isoformat)))
     sys.stdout.flush()
+
+
+def _escaped(text: str) -> str:
+    """JSON as a line whose strings can be encoded, and control no terminal that shows them."""
+    return redaction.CONTROLS.sub(_escape, text) + "\n"
+
+
+def _escape(found: re.Match[str]) -> str:
+    return json.dumps(found[0])[1:-1]
 
 
 def write_file(path: Path, text: str) -> None:
     """Writes a text file and its folder; raises SetupError if that is not possible."""
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
-        path.write_text(text, encoding="utf-8")
+        # Half of a surrogate pair, which JSON can hold, cannot be encoded.
+        path.write_text(text, encoding="utf-8", errors="replace")
     except OSError as error:
         raise errors.SetupError(f"cannot write {path}: {error.strerror or error}") from None
 

@@ -6,12 +6,14 @@ import io
 import math
 import re
 import textwrap
+import warnings
 from collections.abc import Sequence
 
-from PIL import ExifTags, Image, ImageDraw, ImageFont
+from PIL import ExifTags, Image, ImageDraw, ImageFont, UnidentifiedImageError
 
 from imagefleet import errors
 from imagefleet.job import prompt
+from imagefleet.redaction import printable
 
 #: The longer side of an image on the sheet; smaller ones are enlarged.
 TILE_PIXELS = 176
@@ -26,8 +28,25 @@ _AFTER_PROMPT = re.compile(r"(?:^|\n)(?:Negative prompt: |Steps: )")
 
 _UNICODE = b"UNICODE\0"
 
+#: As workers store them; Pillow reads dozens of formats, some through other programs.
+_FORMATS = ("PNG", "JPEG", "WEBP")
+
+#: Four times the largest image of a job. A file of 20 KB may expand to gigabytes.
+MAX_PIXELS = 4 * 2048 * 2048
+
+#: Of the file; a job's largest PNG, of pure noise, has half of it.
+MAX_BYTES = 2 * 3 * 2048 * 2048
+
+#: A prompt's limit, twice for the negative one, and the figures. Pillow limits what compressed text
+#: expands to (a MiB).
+_MAX_CHARACTERS = 150_000
+
 _PAPER = (250, 250, 248)
 _INK = (70, 70, 74)
+
+
+class DamagedImageError(ValueError):
+    """A file is not an image that a worker stored, or too large; says why."""
 
 
 def draw_contact_sheet(images: Sequence[bytes], columns: int = 6) -> bytes:
@@ -60,16 +79,48 @@ def draw_contact_sheet(images: Sequence[bytes], columns: int = 6) -> bytes:
 
 
 def read_tile(data: bytes) -> tuple[Image.Image, str]:
-    """The image at tile size, and the prompt in its AUTOMATIC1111 metadata as a caption."""
-    tile, text = read_image(data, TILE_PIXELS)
+    """The image at tile size, and the prompt in its AUTOMATIC1111 metadata as a caption.
+
+    An empty tile, with the reason, for what is no image.
+    """
+    try:
+        tile, text = read_image(data, TILE_PIXELS)
+    except DamagedImageError as error:
+        return Image.new("RGB", (TILE_PIXELS, TILE_PIXELS), _PAPER), str(error)
     words, loras = read_words(text)
     return tile, " + ".join([words, *(lora.name for lora in loras)])
 
 
 def read_image(data: bytes, longer_side: int) -> tuple[Image.Image, str]:
-    """The image at this size, and the prompt in its AUTOMATIC1111 metadata."""
-    with Image.open(io.BytesIO(data)) as image:
-        parameters = _parameters(image)
+    """The image at this size, and the prompt in its AUTOMATIC1111 metadata.
+
+    Raises:
+        DamagedImageError: it is no image of a worker, or larger than one can be.
+    """
+    if len(data) > MAX_BYTES:
+        raise DamagedImageError(f"has {len(data):,} bytes; {MAX_BYTES:,} at most are read")
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # of Pillow, about what is damaged or huge
+            return _read_image(data, longer_side)
+    except DamagedImageError:
+        raise
+    except UnidentifiedImageError:
+        raise DamagedImageError("is not a PNG, JPEG or WebP image") from None
+    except Image.DecompressionBombError:
+        raise DamagedImageError(f"has more than {MAX_PIXELS:,} pixels") from None
+    except Exception as error:  # noqa: BLE001 - Pillow's parsers raise a dozen kinds
+        reason = printable(" ".join(str(error).split()))[:200]
+        raise DamagedImageError(f"is a damaged image ({reason or type(error).__name__})") from None
+
+
+def _read_image(data: bytes, longer_side: int) -> tuple[Image.Image, str]:
+    with Image.open(io.BytesIO(data), formats=_FORMATS) as image:
+        if image.width * image.height > MAX_PIXELS:
+            raise DamagedImageError(
+                f"has {image.width:,} x {image.height:,} pixels; {MAX_PIXELS:,} at most are read"
+            )
+        parameters = printable(_parameters(image)[:_MAX_CHARACTERS])
         scale = longer_side / max(image.size)
         size = (max(1, round(image.width * scale)), max(1, round(image.height * scale)))
         tile = image.convert("RGB").resize(size, Image.Resampling.LANCZOS)
@@ -82,7 +133,8 @@ def _parameters(image: Image.Image) -> str:
         return str(text)
     comment = image.getexif().get_ifd(ExifTags.IFD.Exif).get(ExifTags.Base.UserComment, b"")
     if isinstance(comment, bytes) and comment.startswith(_UNICODE):
-        return comment.removeprefix(_UNICODE).decode("utf-16-be", errors="replace")
+        text = comment[len(_UNICODE) : len(_UNICODE) + 2 * _MAX_CHARACTERS]
+        return text.decode("utf-16-be", errors="replace")
     return ""
 
 

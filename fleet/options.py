@@ -27,7 +27,7 @@ from pydantic_settings import BaseSettings
 from fleet import console
 from fleet.broker.settings import BrokerSettings
 from fleet.monitor.settings import ExporterSettings, MonitorSettings
-from imagefleet import errors, validation
+from imagefleet import errors, redaction, validation
 from imagefleet.storage import settings as storage_settings
 from imagefleet.storage.settings import SignerSettings, StorageSettings
 from imagefleet.telemetry.settings import TelemetrySettings
@@ -339,11 +339,13 @@ def _complaint(model: type[BaseSettings], detail: Mapping[str, Any]) -> str:
     name = str(detail["loc"][0])
     where = f"{flag(name)} / {variable(name)}"
     value = str(detail["input"])
+    field = model.model_fields[name]
     if (
         detail["type"] == "missing"
-        or _bare_type(model.model_fields[name].annotation) is SecretStr
-        or not model.model_fields[name].repr
+        or _bare_type(field.annotation) is SecretStr
+        or not field.repr
         or SECRET_VALUE.search(value)
+        or redaction.message(value) != value
     ):
         return f"{where}: {what}"
     return f"{where}: {what}, not {value[:_SHOWN_CHARACTERS] or 'empty'}"

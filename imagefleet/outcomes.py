@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import json
 import os
 import re
 import uuid
@@ -15,6 +14,8 @@ from typing import TYPE_CHECKING, Any, Literal
 from pydantic import JsonValue
 
 from imagefleet import errors
+from imagefleet.job import image_record
+from imagefleet.job.image_record import ImageRecord
 from imagefleet.job.message import DEFAULT_CAMPAIGN, Job, job_key
 from imagefleet.storage import dead_letter_queue, protocol
 from imagefleet.storage.dead_letter_queue import Selection
@@ -130,14 +131,14 @@ async def look_up(storage: protocol.Storage, job: JobFacts) -> JobFacts:
     elsewhere = (await storage.queue.depth()).messages + (await storage.poison.depth()).messages
     if images := await _images(storage, job):
         first = min(images)
-        facts = images[first].metadata
-        if len(images) >= int(facts.get("images", 1)):
+        facts = _facts(images[first])
+        if len(images) >= facts.images:
             return dataclasses.replace(
                 job,
                 status="completed",
-                seed=(int(facts["seed"]) - first) % 2**32 if "seed" in facts else None,
+                seed=None if facts.seed is None else (facts.seed - first) % 2**32,
                 blobs=tuple(images[index].name for index in sorted(images)),
-                metadata=json.loads(facts.get("metadata", "{}")),
+                metadata=facts.metadata,
             )
     async for entry in dead_letter_queue.browse(storage, Selection()):
         elsewhere -= 1
@@ -149,7 +150,7 @@ async def look_up(storage: protocol.Storage, job: JobFacts) -> JobFacts:
 
 async def _images(storage: protocol.Storage, job: JobFacts) -> dict[int, protocol.BlobRecord]:
     """By index; `a-1.png` is image 1 of job `a` or the only one of job `a-1`."""
-    name = re.compile(rf"{re.escape(job.key)}(?:-(\d+))?\.\w+")
+    name = re.compile(rf"{re.escape(job.key)}(?:-(\d{{1,4}}))?\.\w+")
     images = {}
     for separator in ".-":
         async for record in storage.blobs.records(job.key + separator):
@@ -157,6 +158,15 @@ async def _images(storage: protocol.Storage, job: JobFacts) -> dict[int, protoco
             if match and record.metadata.get("job", job.id) == job.id:
                 images[int(match[1] or 0)] = record
     return images
+
+
+def _facts(record: protocol.BlobRecord) -> ImageRecord:
+    """The image's record; that of an image without one where it is damaged."""
+    try:
+        found = image_record.read(record.metadata)
+    except errors.JobError:
+        found = None
+    return found or ImageRecord(job="unknown")
 
 
 def _common_prefixes(names: Iterable[str]) -> list[str]:

@@ -16,7 +16,6 @@ _MAX_LOCATION_CHARACTERS = 120
 
 #: Patterns of fields, in words.
 _PATTERNS = {
-    r"^https?://\S+$": "should be a URL that begins with http:// or https://",
     r"^https://[^\s@]+$": "should be a URL that begins with https://, without a password",
     r"^(auto|cpu|cuda(:\d+)?)$": "should be auto, cpu, cuda or cuda:N",
     r"^[0-9a-fA-F]{64}$": "should be 64 hexadecimal digits",

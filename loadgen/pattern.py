@@ -26,6 +26,11 @@ Draw = tuple[float, float]
 _TOKEN = re.compile(r"(\{\{|\}\}|\{[A-Za-z_][A-Za-z0-9_]*(?::[0-9]+)?\}|[{}])")
 
 
+#: Lists that name each other twice double the text at each level; a prompt holds 65,536 characters.
+_MAX_CHARACTERS = 1_000_000
+_MAX_DEPTH = 50
+
+
 @dataclass(frozen=True, slots=True)
 class _Word:
     """A choice, ready to render: literal text and, as numbers, slots."""
@@ -62,15 +67,22 @@ class Patterns:
         self._slots: list[_Slot] = []
         self._numbers: dict[str, int] = {}
         self._open: list[str] = []
+        self._sizes: list[int] = []
 
     def slot(self, choices: Sequence[Choice], place: str) -> int:
         """Adds a slot with these choices and returns its number.
 
         Raises:
             SetupError: an unknown list, a single brace, or lists that refer to each other in a
-                circle.
+                circle, or so often that their text is endless.
         """
         words = tuple(_Word(self._parts(choice.text, place), choice) for choice in choices)
+        size = max(sum(map(self._size, word.parts)) for word in words)
+        if size > _MAX_CHARACTERS:
+            raise errors.SetupError(
+                f"{place}: its placeholders make a text of more than {_MAX_CHARACTERS:,} characters"
+            )
+        self._sizes.append(size)
         cumulative = tuple(itertools.accumulate(choice.weight for choice in choices))
         self._slots.append(_Slot(cumulative, words))
         return len(self._slots) - 1
@@ -102,6 +114,10 @@ class Patterns:
         tag = f"<lora:{word.choice.lora}:{lowest + (highest - lowest) * within:.2f}>"
         return f"{tag}, {text}" if text else tag
 
+    def _size(self, part: str | int) -> int:
+        """At most so many characters; one for a placeholder itself, which may be empty."""
+        return len(part) if isinstance(part, str) else 1 + self._sizes[part]
+
     def _parts(self, text: str, place: str) -> tuple[str | int, ...]:
         pieces: list[str | int] = [*_TOKEN.split(text)]  # every second piece is a token
         pieces[1::2] = [self._part(str(token), text, place) for token in pieces[1::2]]
@@ -126,6 +142,8 @@ class Patterns:
             )
         if name in self._open:
             raise errors.SetupError(f"{place}: circular lists: {' -> '.join([*self._open, name])}")
+        if len(self._open) == _MAX_DEPTH:
+            raise errors.SetupError(f"{place}: lists are nested more than {_MAX_DEPTH} deep")
         self._open.append(name)
         number = self.slot(self._lists[name], f"lists.{name}")
         self._open.pop()

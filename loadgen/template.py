@@ -8,7 +8,6 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Annotated, Any, Self
 
-import yaml
 from pydantic import (
     BaseModel,
     BeforeValidator,
@@ -21,7 +20,7 @@ from pydantic import (
     model_validator,
 )
 
-from imagefleet import errors, validation
+from imagefleet import errors, redaction, validation, yaml_file
 from imagefleet.job import prompt
 from imagefleet.job.message import Job, SafeFileName
 
@@ -146,11 +145,11 @@ def _load(path: Path) -> dict[str, Any]:
         data = path.read_bytes()
         if path.suffix == ".toml":
             return tomllib.loads(data.decode())
-        document = yaml.safe_load(data)
+        document = yaml_file.parse(data)
     except OSError as error:
         raise errors.SetupError(f"{path} cannot be read: {error.strerror}") from None
-    except (yaml.YAMLError, ValueError) as error:  # tomllib's and the decoder's are ValueErrors
-        reason = " ".join(str(error).split())
+    except (ValueError, RecursionError) as error:
+        reason = redaction.reason(error)
         raise errors.SetupError(f"{path} is not valid {path.suffix[1:]}: {reason}") from None
     if not isinstance(document, dict):
         raise errors.SetupError(f"{path}: a template is a mapping with at least `prompt`")

@@ -82,6 +82,9 @@ def engine_command(
         json_file = options.renamed("--report", report_file, "--json-file", json_file)
         console.check_writable(json_file)
         if model is not None and not model.exists():  # before torch is imported
+            from worker.files import check
+
+            check.refuse_address(model)
             raise errors.SetupError(f"the model {str(model)!r} does not exist")
         worker.require_libraries()
         from fleet.bench import engine as bench_engine

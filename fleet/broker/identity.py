@@ -31,9 +31,9 @@ class RefusedError(Exception):
     """The request gets no tokens."""
 
     def __init__(self, status: int, reason: str) -> None:
-        super().__init__(reason)
         self.status = status
-        self.reason = reason
+        self.reason = reason[:300]  # a caller chooses parts of it
+        super().__init__(self.reason)
 
 
 @dataclass(frozen=True, slots=True)

@@ -54,12 +54,13 @@ class Policy:
                     async with asyncio.timeout(LONGEST_CHECK_SECONDS):
                         self._name = await self._find() or await self._make()
                 except (errors.TransientError, TimeoutError) as error:
+                    reason = str(error) or "the storage does not answer"
                     if not self._name:
-                        raise errors.TransientError(f"cannot read the policies: {error}") from None
+                        raise errors.TransientError(f"cannot read the policies: {reason}") from None
                     log.warning(
                         "cannot read the policies, and goes on with %s: %s",
                         self._name,
-                        error,
+                        reason,
                         extra={"action": "policy_unchecked"},
                     )
                 self._checked_at = time.monotonic()

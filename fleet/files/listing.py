@@ -55,6 +55,6 @@ def show(rows: Sequence[Row], if_empty: str) -> None:
             console.untrusted(row.kind or "-"),
             console.number(row.bytes / 1e6, 1),
             f"{row.added_at:%Y-%m-%d %H:%M}",
-            row.sha256[:12] if row.sha256 else "-",
+            console.untrusted((row.sha256 or "-")[:12]),
         )
     console.stdout.print(table)

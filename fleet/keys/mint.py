@@ -67,7 +67,7 @@ class Minter:
 
     def __init__(self, settings: StorageSettings) -> None:
         address = account.read_address(settings.storage.strip())
-        if not address.has_key:
+        if not address.has_key or address.sas is not None:
             raise errors.SetupError(_NO_KEY)
         self._settings = settings
         queue = address.queue_client(settings.queue, None, **_OPTIONS)

@@ -258,7 +258,7 @@ def _status_screen(status: FleetStatus) -> Group:
         counts = [each.messages, each.visible, each.leased]
         shown = ["?" if count is None else f"{count:,}" for count in counts]
         table.add_row(each.name, *shown, _age(each.oldest_age_seconds))
-    parts: list[Text | Table] = [Text(status.storage, style="bold"), table]
+    parts: list[Text | Table] = [console.untrusted(status.storage, "bold"), table]
     if (fleet := status.fleet) is not None:
         rows = {
             "workers": console.number(fleet.workers),
@@ -274,7 +274,7 @@ def _status_screen(status: FleetStatus) -> Group:
 
 
 def _notes(sentence: str | None) -> list[Text]:
-    return [Text(sentence, style="yellow")] if sentence else []
+    return [console.untrusted(sentence, "yellow")] if sentence else []
 
 
 def _age(seconds: float | None) -> str:

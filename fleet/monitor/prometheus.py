@@ -2,16 +2,17 @@
 
 from __future__ import annotations
 
-import json
 import math
 from collections.abc import AsyncIterator, Mapping
 from contextlib import AbstractAsyncContextManager, asynccontextmanager, nullcontext
 from dataclasses import dataclass
 from datetime import datetime
 from http import HTTPStatus
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Annotated, Literal
 
-from imagefleet import errors
+from pydantic import BaseModel, Field, TypeAdapter, ValidationError
+
+from imagefleet import errors, redaction
 
 if TYPE_CHECKING:
     import aiohttp  # slow to import, and most commands need no server
@@ -20,6 +21,48 @@ if TYPE_CHECKING:
 TIMEOUT_SECONDS = 30.0
 
 _SHOWN_CHARACTERS = 200
+
+#: A day of a large fleet is a few MB; another service at the address may send any number.
+_MAX_REPLY_BYTES = 64 * 2**20
+
+#: Workers push what they like: a figure beyond these is none of a fleet.
+_MIN_VALUE, _MAX_VALUE = 1e-15, 1e15
+
+#: The year 3000.
+_LATEST = 32_503_680_000
+
+_Point = tuple[float, float]
+
+
+class _Result(BaseModel):
+    metric: dict[str, str]
+    value: _Point | None = None
+    values: list[_Point] = []
+
+
+class _Scalar(BaseModel):
+    resultType: Literal["scalar"]  # noqa: N815 - Prometheus' name
+    result: _Point
+
+
+class _Vector(BaseModel):
+    resultType: Literal["vector", "matrix"]  # noqa: N815
+    result: list[_Result]
+
+
+class _Success(BaseModel):
+    status: Literal["success"]
+    data: Annotated[_Scalar | _Vector, Field(discriminator="resultType")]
+
+
+class _Failure(BaseModel):
+    status: Literal["error"]
+    error: str
+
+
+_REPLY: TypeAdapter[_Success | _Failure] = TypeAdapter(
+    Annotated[_Success | _Failure, Field(discriminator="status")]
+)
 
 
 @dataclass(frozen=True, slots=True)
@@ -63,25 +106,40 @@ class Prometheus:
         query = query.replace("$fleet", "" if self.fleet is None else f'fleet="{self.fleet}"')
         url, data = f"{self._url}/api/v1/{endpoint}", {"query": query}
         data |= {name: str(seconds) for name, seconds in times.items()}
+        shown = redaction.address(self._url)
         try:
             async with self._session.post(url, data=data) as response:
-                text = await response.text()
+                content = await _content(response)
         except aiohttp.InvalidURL:
-            raise errors.SetupError(f"not a Prometheus URL: {self._url!r}") from None
-        except (aiohttp.ClientError, TimeoutError) as error:
+            raise errors.SetupError(f"not a Prometheus URL: {shown}") from None
+        except (aiohttp.ClientError, TimeoutError, OSError) as error:
             raise errors.TransientError(
-                f"Prometheus does not answer: {str(error) or type(error).__name__}"
-            ) from error
+                f"Prometheus at {shown} does not answer: {redaction.reason(error)}"
+            ) from None
         try:
-            reply = json.loads(text)
-            if reply["status"] == "success":
-                return _series(reply["data"])
-            complaint = str(reply["error"])
-        except (ValueError, KeyError, TypeError):
-            complaint = f"HTTP {response.status}: {text[:_SHOWN_CHARACTERS]}"
+            reply = _REPLY.validate_json(content)
+        except ValidationError:
+            start = content[:_SHOWN_CHARACTERS].decode(errors="replace")
+            answer = f"HTTP {response.status}: {redaction.printable(redaction.message(start))}"
             if response.status >= HTTPStatus.INTERNAL_SERVER_ERROR:
-                raise errors.TransientError(f"Prometheus failed: {complaint}") from None
+                raise errors.TransientError(f"Prometheus at {shown} failed: {answer}") from None
+            raise errors.SetupError(
+                f"{shown} does not answer as a Prometheus does: {answer}"
+            ) from None
+        if isinstance(reply, _Success):
+            return _series(reply.data)
+        complaint = redaction.printable(reply.error[:_SHOWN_CHARACTERS])
         raise errors.SetupError(f"Prometheus rejects {query}: {complaint}")
+
+
+async def _content(response: aiohttp.ClientResponse) -> bytes:
+    """The reply's body, cut off where it is too long to be one."""
+    content = bytearray()
+    async for chunk in response.content.iter_any():
+        content += chunk
+        if len(content) > _MAX_REPLY_BYTES:
+            break
+    return bytes(content)
 
 
 @asynccontextmanager
@@ -101,15 +159,17 @@ def connected_if(
     return connected(url, fleet) if url else nullcontext()
 
 
-def _series(data: Mapping[str, Any]) -> list[Series]:
-    result = data["result"]
-    if data["resultType"] == "scalar":
-        result = [{"metric": {}, "value": result}]
+def _series(data: _Scalar | _Vector) -> list[Series]:
     found = []
-    for each in result:
-        pairs = each["values"] if "values" in each else [each["value"]]
-        points = ((float(at), float(value)) for at, value in pairs)
+    results = [_Result(metric={}, value=data.result)] if isinstance(data, _Scalar) else data.result
+    for each in results:
+        points = each.values or ([each.value] if each.value else [])
         # NaN and infinities are the quotients of an idle fleet.
-        if finite := tuple(point for point in points if math.isfinite(point[1])):
-            found.append(Series(each["metric"], finite))
+        usable = tuple(
+            (at, value if abs(value) >= _MIN_VALUE else 0.0)
+            for at, value in points
+            if 0 <= at <= _LATEST and math.isfinite(value) and abs(value) <= _MAX_VALUE
+        )
+        if usable:
+            found.append(Series(each.metric, usable))
     return found

@@ -18,6 +18,7 @@ WINDOW = "2m"
 
 #: Of the names that a message suggests.
 _SHOWN_FLEETS = 5
+_SHOWN_CHARACTERS = 80
 
 _INFO = "imagefleet_worker_info{$fleet}"
 _IMAGES = f"rate(imagefleet_images_total{{$fleet}}[{WINDOW}])"
@@ -106,7 +107,7 @@ async def left_out(prometheus: Prometheus, at: datetime, window: str = WINDOW) -
             f" left out: update them, or give --fleet {fleet_names.ALL}"
         )
     if workers and prometheus.fleet not in workers:
-        others = ", ".join(sorted(workers)[:_SHOWN_FLEETS])
+        others = ", ".join(name[:_SHOWN_CHARACTERS] for name in sorted(workers)[:_SHOWN_FLEETS])
         return f"no worker of fleet {prometheus.fleet}; --fleet chooses another, such as {others}"
     return None
 

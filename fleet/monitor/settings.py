@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from pydantic import Field
 
+from imagefleet.redaction import WebAddress
 from imagefleet.telemetry import fleet as fleet_names
 from imagefleet.telemetry.settings import FleetSettings, TelemetrySettings
 
@@ -11,10 +12,9 @@ from imagefleet.telemetry.settings import FleetSettings, TelemetrySettings
 class MonitorSettings(FleetSettings):
     """Sources of a fleet's state: its storage and its metrics."""
 
-    prometheus: str | None = Field(
+    prometheus: WebAddress | None = Field(
         default=None,
         repr=False,  # it may hold a password
-        pattern=r"^https?://\S+$",
         description="URL of the Prometheus or VictoriaMetrics with the workers' metrics; it may"
         " contain user:password@.",
     )

@@ -10,7 +10,6 @@ from typing import Annotated, Any, NoReturn, TypeVar
 import typer
 from rich.console import Group
 from rich.live import Live
-from rich.text import Text
 
 from fleet import console
 from imagefleet import errors
@@ -72,7 +71,7 @@ async def _refresh(
             try:
                 last = shown = screen(await read())
             except errors.TransientError as error:
-                outage = Text(f"trying again: {error.message}", style="red")
+                outage = console.untrusted(f"trying again: {error.message}", "red")
                 shown = Group(*last.renderables, outage)
             if console.stdout.is_terminal:
                 console.keep_whole(shown)

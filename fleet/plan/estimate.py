@@ -9,7 +9,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Literal
 
-from imagefleet import errors
+from imagefleet import errors, redaction
 from imagefleet.pricing import prices
 
 _SECONDS_PER_HOUR = 3600
@@ -114,16 +114,20 @@ def read_bench(path: Path, table: prices.PriceTable) -> Bench:
         hardware = facts["hardware"]
         name = str(hardware["device"])
         gpu = prices.gpu_of_driver(name, int(hardware.get("memory_bytes", 0)), table)
-        speed, ready = float(facts["worker_images_per_second"]), facts["ready_seconds"]
+        speed, ready = float(facts["worker_images_per_second"]), float(facts["ready_seconds"])
         work = f"{facts['width']}x{facts['height']}, {facts['steps']} steps, {facts['model']}"
     except OSError as error:
         raise errors.SetupError(f"the report {path}: {error.strerror or error}") from None
-    except (ValueError, KeyError, TypeError, IndexError, AttributeError) as error:
+    except (
+        *(ValueError, KeyError, TypeError, IndexError, AttributeError),
+        *(RecursionError, OverflowError),
+    ) as error:
         raise errors.SetupError(
-            f"{path} is not the JSON of `imagefleet bench engine --json-file FILE`: {error!r}"
+            f"{path} is not the JSON of `imagefleet bench engine --json-file FILE`:"
+            f" {type(error).__name__}: {redaction.reason(error)}"
         ) from None
-    if not speed > 0:
-        raise errors.SetupError(f"the report {path} measured a speed of zero")
+    if not 0 < speed < math.inf or not 0 <= ready < math.inf:
+        raise errors.SetupError(f"the report {path} measured no speed or no start-up")
     measured = [Input(each, "measured", f"{path}: {name}, {work}") for each in (speed, ready)]
     return Bench(path, gpu, *measured)
 

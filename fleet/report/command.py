@@ -5,9 +5,10 @@ from __future__ import annotations
 from dataclasses import asdict, replace
 from datetime import UTC, datetime
 from pathlib import Path
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated
 
 import typer
+from pydantic import TypeAdapter, ValidationError
 
 from fleet import console, options
 from fleet.monitor import prometheus
@@ -15,10 +16,16 @@ from fleet.monitor.settings import MonitorSettings
 from fleet.report import figures as report_figures
 from fleet.report import metrics as report_metrics
 from fleet.report import records as report_records
-from imagefleet import errors
-from imagefleet.job.message import DEFAULT_CAMPAIGN
+from imagefleet import errors, validation
+from imagefleet.job.message import DEFAULT_CAMPAIGN, SafeId
 from imagefleet.pricing import price_file, prices
 from imagefleet.storage.open import LOCAL_SCHEME
+
+if TYPE_CHECKING:
+    from fleet.report.samples import Sample
+
+#: Of what is damaged, on stderr; the page and the JSON have some more.
+_SHOWN_REASONS = 3
 
 
 @options.from_settings(MonitorSettings)
@@ -56,12 +63,15 @@ def command(
 
     imagefleet report --campaign spring --prometheus http://localhost:9090 --json-file spring.json
     """
+    _check_name(campaign)
     table = price_file.read_table(prices_path)
     if settings.storage.strip().startswith(LOCAL_SCHEME):
         table = replace(table, storage=prices.FREE_STORAGE)
     price = _price(price_per_hour, gpu, priority, table)
-    figures, metrics, pictures = console.run(_read(settings, campaign, table, price, samples))
+    figures, metrics, sampled = console.run(_read(settings, campaign, table, price, samples))
     made_at = datetime.now(UTC)
+    if figures.skipped:
+        console.print_warning(_skipped(figures.skipped))
     if metrics and metrics.left_out:
         console.print_warning(metrics.left_out)
     facts = {
@@ -77,7 +87,7 @@ def command(
     from fleet.report import page as report_page  # only this loads jinja2
 
     page = html or Path(f"{campaign}-report.html")
-    console.write_file(page, report_page.render(figures, metrics, pictures, made_at))
+    console.write_file(page, report_page.render(figures, metrics, sampled, made_at))
     console.print_plain(f"{_summary(figures)}\nReport: {page}")
 
 
@@ -87,7 +97,9 @@ async def _read(
     table: prices.PriceTable,
     price: tuple[float | None, str],
     samples: int,
-) -> tuple[report_figures.Figures, report_metrics.Metrics | None, list[report_records.Picture]]:
+) -> tuple[report_figures.Figures, report_metrics.Metrics | None, list[Sample]]:
+    from fleet.report import samples as report_samples  # only this loads Pillow
+
     async with console.connected(settings) as client:
         storage = client.storage
         records = await report_records.read_records(storage, campaign, samples)
@@ -95,17 +107,20 @@ async def _read(
             raise errors.SetupError(
                 f"campaign {campaign!r} has no images and no failed jobs in {storage.url}"
             )
-        pictures = [
-            report_records.Picture(sample.job, storage.blobs.address(sample.blob), data)
-            for sample in records.samples
-            if (data := await storage.blobs.read(sample.blob)) is not None
-        ]
+        sampled = await report_samples.read(storage.blobs, records)
     figures = report_figures.compute(records, storage.url, table, *price)
     metrics = None
     if settings.prometheus is not None and figures.began_at and figures.ended_at:
         async with prometheus.connected(settings.prometheus, settings.queried_fleet) as server:
             metrics = await report_metrics.read_metrics(server, figures.began_at, figures.ended_at)
-    return figures, metrics, pictures
+    return figures, metrics, sampled
+
+
+def _check_name(campaign: str) -> None:
+    try:
+        TypeAdapter(SafeId).validate_python(campaign)
+    except ValidationError as error:
+        raise errors.SetupError(f"--campaign: {validation.sentence(error)}") from None
 
 
 def _price(
@@ -119,6 +134,17 @@ def _price(
     name = prices.find_gpu(gpu, table.gpus)
     source = f"{name} at {priority} priority, {table.gpus[name].source}"
     return prices.gpu_dollars_per_hour(name, priority, table), source
+
+
+def _skipped(skipped: report_records.Skipped) -> str:
+    """What is left out, and the first reasons."""
+    shown = "; ".join(skipped.reasons[:_SHOWN_REASONS])
+    more = skipped.records + skipped.samples - min(len(skipped.reasons), _SHOWN_REASONS)
+    return (
+        f"damaged and left out: {console.counted(skipped.records, 'record')} of images,"
+        f" {console.counted(skipped.samples, 'sample')}: {shown}"
+        + (f"; and {more:,} more" if more else "")
+    )
 
 
 def _summary(figures: report_figures.Figures) -> str:

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import math
 import statistics
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
 from datetime import datetime
 
-from fleet.report.records import Records
+from fleet.report.records import Records, Skipped
 from imagefleet.pricing import prices
 
 #: Most points of the throughput plot: enough to see a dip.
@@ -86,6 +87,7 @@ class Figures:
     bin_seconds: int
     throughput: Sequence[Rate]
     without_record: int
+    skipped: Skipped
     notes: Sequence[str]
 
 
@@ -126,6 +128,7 @@ def compute(
         bin_seconds=bin_seconds,
         throughput=throughput,
         without_record=records.without_record,
+        skipped=records.skipped,
         notes=_notes(records, workers, table),
     )
 
@@ -182,7 +185,8 @@ def _throughput(stored_in_second: Counter[int]) -> tuple[int, list[Rate]]:
         return _BIN_SECONDS[0], []
     begin, end = min(stored_in_second), max(stored_in_second)
     fitting = (step for step in _BIN_SECONDS if (end - begin) / step < _MAX_BINS)
-    step = next(fitting, _BIN_SECONDS[-1])
+    # Files brought from elsewhere may be years apart.
+    step = next(fitting, math.ceil((end - begin) / _MAX_BINS))
     bins: Counter[int] = Counter()
     for second, count in stored_in_second.items():
         bins[second // step] += count
@@ -210,8 +214,7 @@ def _notes(
     ]
     if records.without_record:
         notes.append(
-            f"{records.without_record:,} images have no record: they are not part of the workers'"
-            " times and costs."
+            f"{_without_record(records.without_record)} not part of the workers' times and costs."
         )
     if not all(worker.dollars_per_hour for worker in workers):
         notes.append(
@@ -222,3 +225,11 @@ def _notes(
             "An invalid message names no campaign: it counts as a failed job of 'default'."
         )
     return notes
+
+
+def _without_record(images: int) -> str:
+    return (
+        "1 image has no record: it is"
+        if images == 1
+        else f"{images:,} images have no record: they are"
+    )

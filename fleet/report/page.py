@@ -2,36 +2,23 @@
 
 from __future__ import annotations
 
-import base64
-import io
-import textwrap
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from datetime import datetime
-from typing import Any
 
 import jinja2
 from markupsafe import Markup
-from PIL import UnidentifiedImageError
 
-from fleet import contact_sheet
 from fleet.console import counted
 from fleet.report.figures import Figures
 from fleet.report.metrics import Metrics
 from fleet.report.plot import Bar, Line, bars, histogram, number_text, time_plot
-from fleet.report.records import Picture
+from fleet.report.samples import Sample
 
 #: Rows of the table of workers, the slowest first.
 _MAX_WORKERS = 15
 
 _SPEED_BINS = 24
-#: The longer side of a sample: twice its size on the page, for screens of high resolution.
-_SAMPLE_PIXELS = 384
-_WEBP_QUALITY = 80
-
-#: Of a prompt; the rest is shown on demand.
-_SHOWN_CHARACTERS = 110
-
 #: For a figure that cannot be computed.
 _UNKNOWN = "n/a"
 
@@ -40,9 +27,9 @@ _BAD = 3
 
 
 def render(
-    figures: Figures, metrics: Metrics | None, pictures: Sequence[Picture], made_at: datetime
+    figures: Figures, metrics: Metrics | None, samples: Sequence[Sample], made_at: datetime
 ) -> str:
-    """The page; *pictures* are shown as thumbnails with their jobs' ids, prompts and LoRAs."""
+    """The page; *samples* are shown as thumbnails with their jobs' ids, prompts and LoRAs."""
     environment = jinja2.Environment(
         loader=jinja2.PackageLoader("fleet.report", ""),
         autoescape=True,
@@ -58,7 +45,7 @@ def render(
         made_at=made_at,
         plots=_plots(figures) | (_metrics_plots(metrics) if metrics else {}),
         slowest=list(reversed(figures.workers))[:_MAX_WORKERS],
-        samples=[_sample(picture) for picture in pictures],
+        samples=samples,
     )
 
 
@@ -132,26 +119,6 @@ def _lines(metrics: Metrics, **legends: str) -> list[Line]:
     ]
 
 
-def _sample(picture: Picture) -> Mapping[str, Any]:
-    known = {"job": picture.job, "address": picture.address}
-    try:
-        tile, text = contact_sheet.read_image(picture.data, _SAMPLE_PIXELS)
-    except (UnidentifiedImageError, OSError):
-        return {**known, "data": None, "words": "", "short": "", "loras": ()}
-    words, loras = contact_sheet.read_words(text)
-    stored = io.BytesIO()
-    tile.save(stored, "WEBP", quality=_WEBP_QUALITY)
-    return {
-        **known,
-        "data": base64.b64encode(stored.getvalue()).decode(),
-        "width": tile.width,
-        "height": tile.height,
-        "words": words,
-        "short": textwrap.shorten(words, _SHOWN_CHARACTERS, placeholder=" …"),
-        "loras": [f"{lora.name} {number_text(lora.unet_weight)}" for lora in loras],
-    }
-
-
 def _bins(values: Sequence[float]) -> list[tuple[float, float, int]]:
     low, high = min(values), max(values)
     width = (high - low) / _SPEED_BINS or 1.0
@@ -164,7 +131,7 @@ def gpu_name(recorded: str | None) -> str:
 
 
 def _words(slug: str) -> str:
-    return slug.replace("_", " ")
+    return slug[:80].replace("_", " ")
 
 
 def _number(value: float | None, spec: str = ",") -> str:

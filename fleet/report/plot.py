@@ -123,6 +123,8 @@ def number_text(value: float) -> str:
     """Three significant digits: `0.0312`, `4.95`, `4,954`."""
     if value == 0:
         return "0"
+    if not 1e-9 < abs(value) < 1e12:  # noqa: PLR2004 - too many digits; and infinite, not a number
+        return f"{value:.3g}"
     digits = max(0, 2 - math.floor(math.log10(abs(value))))
     text = f"{value:,.{digits}f}"
     return text.rstrip("0").rstrip(".") if "." in text else text

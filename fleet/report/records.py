@@ -9,15 +9,24 @@ from __future__ import annotations
 import math
 import random
 from collections import Counter
-from collections.abc import Mapping
 from dataclasses import dataclass, field
 from datetime import UTC, datetime, timedelta
 
+from imagefleet import errors
+from imagefleet.job import image_record
 from imagefleet.job.message import DEFAULT_CAMPAIGN
-from imagefleet.storage import dead_letter_queue, protocol
+from imagefleet.redaction import printable
+from imagefleet.storage import dead_letter, dead_letter_queue, protocol
 
 #: The resolution, in seconds, of an image's time in the worker: few distinct values.
 _TIME_STEP = 0.05
+
+#: Records are untrusted: no number of forged names may fill the memory.
+_MAX_WORKERS = 50_000
+_MAX_FAILURE_KINDS = 5_000
+
+#: Of what is damaged, each with its reason.
+_SHOWN_REASONS = 10
 
 
 @dataclass(slots=True)
@@ -56,13 +65,28 @@ class SampleName:
     job: str
 
 
-@dataclass(frozen=True, slots=True)
-class Picture:
-    """A sample with the bytes of its file and where that is."""
+@dataclass(slots=True)
+class Skipped:
+    """What is left out because it is damaged: numbers, and the first reasons."""
 
-    job: str
-    address: str
-    data: bytes
+    records: int = 0
+    samples: int = 0
+    reasons: list[str] = field(default_factory=list)
+
+    def __bool__(self) -> bool:
+        return bool(self.records or self.samples)
+
+    def add_record(self, blob: str, reason: str) -> None:
+        self.records += 1
+        self._note(blob, reason)
+
+    def add_sample(self, blob: str, reason: str) -> None:
+        self.samples += 1
+        self._note(blob, reason)
+
+    def _note(self, blob: str, reason: str) -> None:
+        if len(self.reasons) < _SHOWN_REASONS:
+            self.reasons.append(printable(f"{blob[:200]}: {reason[:300]}"))
 
 
 @dataclass(slots=True)
@@ -80,6 +104,7 @@ class Records:
     deliveries: Counter[int] = field(default_factory=Counter)
     failed_by_error: Counter[tuple[str, str]] = field(default_factory=Counter)
     samples: list[SampleName] = field(default_factory=list)
+    skipped: Skipped = field(default_factory=Skipped)
 
     @property
     def failed(self) -> int:
@@ -128,38 +153,57 @@ async def read_records(storage: protocol.Storage, campaign: str, samples: int) -
     records.samples.sort(key=lambda sample: sample.blob)
     async for entry in dead_letter_queue.browse(storage, dead_letter_queue.Selection()):
         if entry.record is not None and (entry.record.campaign or DEFAULT_CAMPAIGN) == campaign:
-            records.failed_by_error[entry.record.error, entry.record.reason] += 1
+            _count_failure(records, entry.record)
     return records
 
 
 def _sample(blob: protocol.BlobRecord) -> SampleName:
-    stem = blob.name.rpartition("/")[2].rpartition(".")[0]
-    return SampleName(blob.name, blob.metadata.get("job", stem))
+    return SampleName(blob.name, printable(blob.metadata.get("job", _stem(blob))[:200]))
+
+
+def _stem(blob: protocol.BlobRecord) -> str:
+    return blob.name.rpartition("/")[2].rpartition(".")[0]
+
+
+def _count_failure(records: Records, failed: dead_letter.FailedJob) -> None:
+    kind = (
+        printable(failed.error[:200]),
+        printable(failed.reason[: dead_letter.MAX_REASON_CHARACTERS]),
+    )
+    is_known = kind in records.failed_by_error
+    if not is_known and len(records.failed_by_error) >= _MAX_FAILURE_KINDS:
+        kind = ("other errors", "")
+    records.failed_by_error[kind] += 1
 
 
 def _count_image(records: Records, blob: protocol.BlobRecord) -> None:
     records.images += 1
     records.image_bytes += blob.size_bytes
     records.stored_in_second[int(blob.created_at.timestamp())] += 1
-    facts = blob.metadata
-    seconds, job = _number(facts, "seconds"), facts.get("job")
-    if seconds is None or job is None:
+    try:
+        facts = image_record.read(blob.metadata)
+    except errors.JobError as error:
+        records.skipped.add_record(blob.name, error.message)
+        return
+    if facts is None or facts.seconds is None:
         records.without_record += 1
         return
-    # A job is counted at its first image, whose name has no number or the number 0.
-    stem = blob.name.rpartition("/")[2].rpartition(".")[0]
-    records.jobs += stem in {job, f"{job}-0"}
-    records.seconds_in_worker[math.ceil(seconds / _TIME_STEP)] += 1
-    records.deliveries[int(_number(facts, "attempt") or 1)] += 1
     # A container that restarts on the same machine keeps its name, but not its start time.
-    key = (facts.get("worker", "?"), facts.get("started_at", ""))
-    pulled_at = blob.created_at - timedelta(seconds=seconds)
+    key = (facts.worker, facts.started_at)
+    if key not in records.workers and len(records.workers) >= _MAX_WORKERS:
+        records.skipped.add_record(blob.name, f"there are more than {_MAX_WORKERS:,} workers")
+        return
+    # A job is counted at its first image, whose name has no number or the number 0.
+    records.jobs += _stem(blob) in {facts.job, f"{facts.job}-0"}
+    records.seconds_in_worker[math.ceil(facts.seconds / _TIME_STEP)] += 1
+    records.deliveries[facts.attempt] += 1
+    pulled_at = blob.created_at - timedelta(seconds=facts.seconds)
     if key not in records.workers:
         records.workers[key] = WorkerRecord(
-            name=key[0],
-            gpu=facts.get("gpu"),
-            dollars_per_hour=_number(facts, "price_per_hour"),
-            start_up_seconds=_number(facts, "start_up_seconds") or 0,
+            name=facts.worker,
+            gpu=facts.gpu,
+            dollars_per_hour=facts.price_per_hour,
+            start_up_seconds=facts.start_up_seconds,
             first_pull_at=pulled_at,
             last_image_at=blob.created_at,
         )
@@ -167,11 +211,3 @@ def _count_image(records: Records, blob: protocol.BlobRecord) -> None:
     worker.images += 1
     worker.first_pull_at = min(worker.first_pull_at, pulled_at)
     worker.last_image_at = max(worker.last_image_at, blob.created_at)
-
-
-def _number(facts: Mapping[str, str], name: str) -> float | None:
-    try:
-        number = float(facts[name])
-    except (KeyError, ValueError):
-        return None
-    return number if math.isfinite(number) else None

@@ -17,7 +17,7 @@ from aiolimiter import AsyncLimiter
 
 from fleet.salad import gpus
 from fleet.salad import groups as salad_groups
-from imagefleet import errors, retry
+from imagefleet import errors, redaction, retry
 
 log = logging.getLogger(__name__)
 
@@ -178,16 +178,19 @@ class SaladClient:
             ) as response:
                 text = await response.text(errors="replace")
         except aiohttp.InvalidURL:
-            raise errors.SetupError(f"{self._url} is not a valid URL of SaladCloud's API") from None
+            raise errors.SetupError(
+                f"not a valid URL of SaladCloud's API: {redaction.address(self._url)}"
+            ) from None
         except (aiohttp.ClientError, TimeoutError) as error:
             # The call may have arrived and only its answer been lost.
-            reason = str(error) or type(error).__name__
-            raise RetryLater(f"SaladCloud's API does not answer: {reason}") from None
-        if not response.ok:  # it may quote what it refuses
-            for secret in filter(None, secrets):
-                for quoted in (secret, json.dumps(secret)[1:-1]):
-                    text = text.replace(quoted, salad_groups.MASKED)
-        return _read(response, text)
+            raise RetryLater(
+                f"SaladCloud's API does not answer: {redaction.reason(error)}"
+            ) from None
+        shown = text
+        for secret in filter(None, secrets):  # it may quote what it refuses
+            for quoted in (secret, json.dumps(secret)[1:-1]):
+                shown = shown.replace(quoted, salad_groups.MASKED)
+        return _read(response, text, shown)
 
     async def _post(self, name: str, verb: str) -> None:
         try:
@@ -207,8 +210,8 @@ class SaladClient:
             ) from None
 
 
-def _read(response: aiohttp.ClientResponse, text: str) -> Any:
-    """The JSON in a response whose body is *text*.
+def _read(response: aiohttp.ClientResponse, text: str, shown: str) -> Any:
+    """The JSON in a response whose body is *text*; messages quote it as *shown*.
 
     Raises:
         RefusedError: it is a 4xx.
@@ -216,6 +219,8 @@ def _read(response: aiohttp.ClientResponse, text: str) -> Any:
     """
     status = response.status
     body, message = _body(text)
+    if message:
+        message = redaction.printable(redaction.message(_body(shown)[1]))
     details = f"HTTP {status}" + (f", {message}" if message else "")
     after_seconds = _retry_after(response.headers.get("Retry-After"))
     if status == HTTPStatus.TOO_MANY_REQUESTS:

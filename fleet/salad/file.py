@@ -7,7 +7,6 @@ import re
 from pathlib import Path
 from typing import Annotated, Any
 
-import yaml
 from pydantic import (
     BaseModel,
     ConfigDict,
@@ -19,8 +18,9 @@ from pydantic import (
 )
 
 from fleet import options
-from imagefleet import errors, validation
+from imagefleet import errors, validation, yaml_file
 from imagefleet.pricing.prices import Priority
+from imagefleet.redaction import WebAddress
 from worker.settings import WorkerSettings
 
 #: Bounds are those of SaladCloud's OpenAPI specification 0.9.0-alpha.17, or of its nodes where they
@@ -110,7 +110,7 @@ class FleetFile(_Strict):
     name: str = Field(pattern=_FLEET_NAME)
     organization: str = Field(pattern=_LABEL)
     project: str = Field(pattern=_LABEL)
-    api: str = Field(default=API_URL, pattern=r"^https?://\S+$")
+    api: WebAddress = API_URL
     api_key: SecretSource = SecretSource(env="SALAD_API_KEY")
     image: str = Field(max_length=1024)
     replicas: int = Field(ge=1, le=50_000)
@@ -161,14 +161,13 @@ class FleetFile(_Strict):
 def read_file(path: Path) -> FleetFile:
     """Raises SetupError with a sentence that names the wrong key."""
     try:
-        content: Any = yaml.safe_load(path.read_text(encoding="utf-8"))
-        return FleetFile.model_validate(content)
+        return FleetFile.model_validate(yaml_file.parse(path.read_bytes()))
     except OSError as error:
         raise errors.SetupError(
             f"the fleet file {path}: {error.strerror or error}; start from a copy of"
             " deploy/salad/fleet.yaml"
         ) from None
-    except (yaml.YAMLError, UnicodeDecodeError) as error:
+    except yaml_file.YamlError as error:
         raise errors.SetupError(f"the fleet file {path} is not valid YAML: {error}") from None
     except ValidationError as error:
         raise errors.SetupError(f"the fleet file {path}: {_reason(error)}") from None

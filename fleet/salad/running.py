@@ -8,7 +8,6 @@ from typing import Annotated, Any
 
 import typer
 from rich.console import Group as Screen
-from rich.text import Text
 
 from fleet import console
 from fleet.monitor import watch as watching
@@ -177,4 +176,4 @@ def _screen(groups: Sequence[Group], known: Sequence[gpus.GpuClass], quota: Quot
         f"GPU classes: {', '.join(classes) or 'none'}",
         f"quota: {quota.used:,} of {console.counted(quota.replicas, 'replica')} used",
     ]
-    return Screen(table, *(Text(line) for line in lines))
+    return Screen(table, *map(console.untrusted, lines))

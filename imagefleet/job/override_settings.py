@@ -7,6 +7,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from imagefleet import validation
+from imagefleet.redaction import printable
 
 #: Settings that are fields of a job.
 FIELDS: Mapping[str, str] = {
@@ -114,7 +115,8 @@ def _refuse_change(name: str, value: object) -> None:
     if name not in NEUTRAL_VALUES:
         hint = validation.suggestion(name, [*FIELDS, *NEUTRAL_VALUES])
         raise ValueError(
-            f"override_settings.{name} is not supported: it may change the image; remove it{hint}"
+            f"override_settings.{printable(name[:80])} is not supported: it may change the image;"
+            f" remove it{hint}"
         )
     if value not in NEUTRAL_VALUES[name]:
         raise ValueError(

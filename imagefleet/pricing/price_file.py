@@ -5,10 +5,9 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Annotated
 
-import yaml
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
-from imagefleet import errors, validation
+from imagefleet import errors, validation, yaml_file
 from imagefleet.pricing import prices
 
 _Dollars = Annotated[float, Field(ge=0, le=1000, allow_inf_nan=False)]
@@ -55,10 +54,10 @@ def read_table(path: Path | None) -> prices.PriceTable:
 
 def _read(path: Path) -> _File:
     try:
-        return _File.model_validate(yaml.safe_load(path.read_text(encoding="utf-8")) or {})
+        return _File.model_validate(yaml_file.parse(path.read_bytes()) or {})
     except OSError as error:
         raise errors.SetupError(f"the price file {path}: {error.strerror or error}") from None
-    except (yaml.YAMLError, UnicodeDecodeError) as error:
+    except yaml_file.YamlError as error:
         raise errors.SetupError(f"the price file {path} is not valid YAML: {error}") from None
     except ValidationError as error:
         reason = validation.sentence(error, _Storage.model_fields)

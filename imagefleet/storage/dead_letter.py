@@ -77,9 +77,11 @@ class FailedJob(BaseModel):
         limit = protocol.MAX_MESSAGE_BYTES
         stored = await blobs.read(self.body_blob, limit) if self.body_blob else None
         if stored is None:
-            raise errors.JobError(f"the message of job {self.id} is missing: {self.body_blob}")
+            shown = self.id[:_MAX_NAME_CHARACTERS]
+            raise errors.JobError(f"the message of job {shown} is missing: {self.body_blob}")
         if _blob_name(stored) != self.body_blob:
-            raise errors.JobError(f"{self.body_blob} is not the message of job {self.id}")
+            shown = self.id[:_MAX_NAME_CHARACTERS]
+            raise errors.JobError(f"{self.body_blob} is not the message of job {shown}")
         return stored.decode(errors="replace")
 
 

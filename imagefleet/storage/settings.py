@@ -9,6 +9,8 @@ from typing import Annotated, Literal, Self
 from pydantic import AfterValidator, Field, SecretStr, model_validator
 from pydantic_settings import BaseSettings, SettingsConfigDict
 
+from imagefleet.redaction import WebAddress
+
 #: Azure's rule for names of queues and containers, with space left for `-poison`.
 _AZURE_NAME = re.compile(r"(?=.{3,56}$)[a-z0-9](-?[a-z0-9])*")
 
@@ -81,8 +83,9 @@ class StorageSettings(BaseSettings):
         description="File with that JSON instead; it is read again when it changes, so that tokens"
         " are renewed without a restart.",
     )
-    broker_url: str | None = Field(
+    broker_url: WebAddress | None = Field(
         default=None,
+        repr=False,  # people append a token
         pattern=r"^https://[^\s@]+$",
         description="Service that issues SAS tokens to workers on SaladCloud, which authenticate"
         " with their node's identity token, and renews them before they expire.",

@@ -10,6 +10,8 @@ from datetime import UTC, datetime
 from types import TracebackType
 from typing import Any, Literal
 
+from imagefleet import redaction
+
 log = logging.getLogger(__name__)
 
 LogFormat = Literal["auto", "json", "text"]
@@ -45,7 +47,23 @@ class JsonLines(logging.Formatter):
         }
         if record.exc_info:
             line["exception"] = self.formatException(record.exc_info)
-        return json.dumps(line, ensure_ascii=False, default=str)
+        shown = {
+            name: redaction.message(value) if isinstance(value, str) else value
+            for name, value in line.items()
+        }
+        text = json.dumps(shown, ensure_ascii=False, default=lambda it: redaction.message(str(it)))
+        return redaction.CONTROLS.sub(lambda found: json.dumps(found[0])[1:-1], text)
+
+
+class TextLines(logging.Formatter):
+    """A line for people; further lines of a message are indented, lest they pass for records."""
+
+    def __init__(self) -> None:
+        super().__init__("%(asctime)s %(levelname)s %(message)s")
+
+    def format(self, record: logging.LogRecord) -> str:
+        text = redaction.printable(redaction.message(super().format(record)))
+        return text.replace("\n", "\n  ")
 
 
 def configure(log_format: LogFormat, handler: logging.Handler | None = None) -> None:
@@ -56,7 +74,7 @@ def configure(log_format: LogFormat, handler: logging.Handler | None = None) -> 
     """
     handler = handler or logging.StreamHandler()
     if log_format == "text" or (log_format == "auto" and sys.stderr.isatty()):
-        handler.setFormatter(logging.Formatter("%(asctime)s %(levelname)s %(message)s"))
+        handler.setFormatter(TextLines())
     else:
         handler.setFormatter(JsonLines())
         sys.excepthook = _log_unhandled

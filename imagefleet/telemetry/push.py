@@ -18,7 +18,7 @@ import aiohttp
 from prometheus_client import CollectorRegistry
 from yarl import URL
 
-from imagefleet import errors, retry
+from imagefleet import errors, redaction, retry
 from imagefleet.telemetry import exposition
 from imagefleet.telemetry.settings import TelemetrySettings
 
@@ -123,14 +123,16 @@ class Pusher:
         """
         body = gzip.compress(exposition.render(self._registry), compresslevel=1)
         headers = {"Content-Type": exposition.CONTENT_TYPE, "Content-Encoding": "gzip"}
-        where = self._url.with_user(None).with_query(None)  # without the secrets it may hold
+        where = redaction.address(str(self._url))
         try:
             async with self._client.post(
                 self._url, data=body, headers=headers, allow_redirects=False
             ) as answer:
                 status, reason = answer.status, answer.reason
         except (aiohttp.ClientError, TimeoutError) as error:
-            raise errors.TransientError(f"{where} does not answer: {error!r}") from None
+            raise errors.TransientError(
+                f"{where} does not answer: {redaction.reason(error)}"
+            ) from None
         if status < 300:  # noqa: PLR2004
             return
         if status >= 500 or status in _RETRYABLE:  # noqa: PLR2004

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
-from typing import Literal
+from typing import Literal, Self
+from urllib.parse import urlsplit
 
-from pydantic import Field, SecretStr, field_validator
+from pydantic import Field, SecretStr, field_validator, model_validator
 
+from imagefleet.redaction import WebAddress
 from imagefleet.storage.settings import StorageSettings
 from imagefleet.telemetry import fleet as fleet_names
 
@@ -29,10 +31,9 @@ class FleetSettings(StorageSettings):
 class TelemetrySettings(FleetSettings):
     """Metrics and logs of a long-running process: a worker or the exporter."""
 
-    push_url: str | None = Field(
+    push_url: WebAddress | None = Field(
         default=None,
         repr=False,  # it may hold a password
-        pattern=r"^https?://\S+$",
         description="Where metrics are pushed: the import address of VictoriaMetrics or vmagent,"
         " https://HOST/api/v1/import/prometheus.",
     )
@@ -50,3 +51,9 @@ class TelemetrySettings(FleetSettings):
         if fleet == fleet_names.ALL:
             raise ValueError(f"should name one fleet: {fleet_names.ALL!r} stands for every fleet")
         return fleet
+
+    @model_validator(mode="after")
+    def _is_one_login(self) -> Self:
+        if self.push_token is not None and urlsplit(self.push_url or "").username is not None:
+            raise ValueError("give --push-token or user:password@ in --push-url, not both")
+        return self

@@ -162,6 +162,12 @@ def test_doubled_braces_are_braces(path: Path) -> None:
     assert json.loads(template(path, "prompt: '{{a}} }}'").body(0))["prompt"] == "{a} }"
 
 
+def doubling(levels: int) -> str:
+    """Lists each of which names the next twice."""
+    named = (f"l{n}: ['{{l{n + 1}}}{{l{n + 1}:2}}']" for n in range(levels))
+    return "{" + ", ".join([*named, f"l{levels}: ['']"]) + "}"
+
+
 @pytest.mark.parametrize(
     ("text", "sentence"),
     [
@@ -172,6 +178,8 @@ def test_doubled_braces_are_braces(path: Path) -> None:
         ("prompt: a {noun}", "there is no list for {noun}; lists: none"),
         ("prompt: a\njob: {metadata: {x: '{y}'}}", "job.metadata.x: there is no list for {y}"),
         ("prompt: '{a}'\nlists: {a: ['{b}'], b: ['{a:2}']}", "circular lists: a -> b -> a"),
+        (f"prompt: '{{l0}}'\nlists: {doubling(40)}", "more than 1,000,000 characters"),
+        (f"prompt: '{{l0}}'\nlists: {doubling(400)}", "nested more than 50 deep"),
         ("prompt: 'a { b'", "a single '{'"),
         ("prompt: 'a {b c}'", "a single '{'"),
         ("prompt: '<lora:{n}:1>'\nlists: {n: [x, {text: ../y, weight: 0.0001}]}", "'../y'"),

@@ -11,7 +11,7 @@ from pathlib import PurePosixPath
 
 from yarl import URL
 
-from imagefleet import errors
+from imagefleet import errors, redaction
 from imagefleet.storage import protocol
 
 STORE_SCHEME = "store:"
@@ -117,18 +117,21 @@ def pickle_advice(path: str) -> str:
 
 def _read_url(text: str) -> Address:
     try:
-        url = URL(text)
+        url = URL(redaction.check_address(text))
         host = (url.host or "").lower().removeprefix("www.")
     except ValueError as error:
-        raise errors.SetupError(f"--model is not a valid address: {error}") from None
+        raise errors.SetupError(
+            f"--model is not a valid address: {redaction.reason(error)}"
+        ) from None
     bare = url.with_query(None).with_user(None).with_fragment(None)
+    shown = redaction.address(text)
     if host in {"huggingface.co", "hf.co"}:
-        _refuse_hub_page(url, str(bare))
+        _refuse_hub_page(url, shown)
     if host == "civitai.com":
-        _refuse_civitai_page(url, str(bare))
+        _refuse_civitai_page(url, shown)
     suffix = PurePosixPath(url.name).suffix.lower()
     if suffix in PICKLE_SUFFIXES:
-        raise errors.SetupError(f"{str(bare)!r} is {pickle_advice(url.name)}")
+        raise errors.SetupError(f"{shown!r} is {pickle_advice(url.name[:200])}")
     if suffix in {".safetensors", ".tar"}:
         if not FILE_NAME.fullmatch(url.name):
             raise _refused_name(url.name)
@@ -178,7 +181,7 @@ def _refuse_civitai_page(url: URL, bare: str) -> None:
     if url.path.startswith("/api/download/"):
         return
     number = url.query.get("modelVersionId", "")
-    known = number if number.isdecimal() else "NUMBER"
+    known = number[:20] if number.isdecimal() else "NUMBER"
     raise errors.SetupError(
         f"{bare!r} is a web page; --model https://civitai.com/api/download/models/{known}"
         + (

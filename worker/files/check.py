@@ -12,9 +12,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, BinaryIO
 
-import yaml
-
-from imagefleet import errors
+from imagefleet import errors, yaml_file
 from worker.files import addresses, kinds, safetensors
 from worker.settings import WorkerSettings
 
@@ -62,6 +60,7 @@ def check(settings: WorkerSettings) -> None:
 
 def check_path(path: Path) -> None:
     """Raises SetupError unless *path* is a checkpoint that the engine can load."""
+    refuse_address(path)
     try:
         mode = path.stat().st_mode
         if stat.S_ISDIR(mode):
@@ -81,6 +80,14 @@ def check_path(path: Path) -> None:
         raise errors.SetupError(
             f"the model {str(path)!r} cannot be read: {error.strerror or error}"
         ) from error
+
+
+def refuse_address(path: Path) -> None:
+    """Raises SetupError, without quoting it, as it may hold a token."""
+    if re.match(r"\w{2,}:/", str(path)):
+        raise errors.SetupError(
+            "the model is an address where a path is needed, or one of another kind than https://"
+        )
 
 
 def kind_of_file(path: Path) -> kinds.Kind:
@@ -166,14 +173,15 @@ def _parameterization(path: Path) -> str | None:
     """As AUTOMATIC1111 reads it: model.params.parameterization, 'v' or 'eps'."""
     try:
         with path.open("rb") as file:
-            content: Any = yaml.safe_load(_limited(file, _MAX_YAML_BYTES))
-    except (OSError, ValueError, RecursionError, yaml.YAMLError):
+            content = yaml_file.parse(_limited(file, _MAX_YAML_BYTES))
+    except (OSError, ValueError):
         raise errors.SetupError(
             f"{str(path)!r} beside the checkpoint is not a readable configuration"
         ) from None
     for key in ("model", "params", "parameterization"):
         content = content.get(key) if isinstance(content, dict) else None
-    return {"v": "v_prediction", "eps": "epsilon"}.get(content) if content else None
+    known = {"v": "v_prediction", "eps": "epsilon"}
+    return known.get(content) if isinstance(content, str) else None
 
 
 def _check_folder(folder: Path) -> None:

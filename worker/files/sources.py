@@ -11,7 +11,7 @@ from dataclasses import dataclass
 import aiohttp
 from yarl import URL
 
-from imagefleet import errors
+from imagefleet import errors, redaction
 from imagefleet.storage import protocol
 
 #: A server that sends nothing for this long is given up, and asked again.
@@ -53,8 +53,7 @@ class HttpSource:
         """*requires_https* refuses redirects to plain http."""
         self._url = URL(address)
         self._requires_https = requires_https
-        # The query may be a SAS token, and the user part a password.
-        self.label = str(self._url.with_query(None).with_user(None))
+        self.label = redaction.address(address)
 
     @contextlib.asynccontextmanager
     async def opened(self, offset: int, version: str | None) -> AsyncIterator[Opened]:

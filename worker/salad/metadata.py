@@ -13,7 +13,7 @@ from typing import Any
 
 import aiohttp
 
-from imagefleet import errors
+from imagefleet import errors, redaction
 
 ADDRESS = "http://169.254.169.254"
 
@@ -96,7 +96,8 @@ class SaladMetadata:
                 content = await answer.content.read(_MAX_ANSWER_BYTES)
         except (aiohttp.ClientError, TimeoutError, OSError) as error:
             raise errors.TransientError(
-                f"SaladCloud's metadata service does not answer: {type(error).__name__} {error}"
+                f"SaladCloud's metadata service does not answer: {type(error).__name__}"
+                f" {redaction.reason(error)}"
             ) from None
         if status != expected:
             raise errors.TransientError(

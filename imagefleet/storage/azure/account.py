@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import base64
 import re
 from dataclasses import dataclass
 from typing import Any, TypeVar
@@ -12,7 +13,7 @@ from azure.core.credentials_async import AsyncTokenCredential
 from azure.storage.blob.aio import ContainerClient
 from azure.storage.queue.aio import QueueClient
 
-from imagefleet import errors
+from imagefleet import errors, redaction
 
 #: `ACCOUNT.blob.core.windows.net`; other clouds and private links have other suffixes.
 _HOST = re.compile(r"([a-z0-9-]{3,50})\.(?:blob|queue)\.([a-z0-9.-]+)")
@@ -20,6 +21,8 @@ _HOST = re.compile(r"([a-z0-9-]{3,50})\.(?:blob|queue)\.([a-z0-9.-]+)")
 _CONNECTION_STRING = re.compile(
     r"\b(AccountName|AccountKey|BlobEndpoint|UseDevelopmentStorage)=", re.IGNORECASE
 )
+
+_ENDPOINT = re.compile(r"\b((?:Blob|Queue)Endpoint)=([^;]+)", re.IGNORECASE)
 
 _HOLDS_CREDENTIAL = re.compile(
     r"\b(AccountKey|SharedAccessSignature|UseDevelopmentStorage)=", re.IGNORECASE
@@ -75,9 +78,18 @@ def read_address(address: str) -> AzureAddress:
         SetupError: it is not valid. The message does not quote it, as it may hold a key.
     """
     if _CONNECTION_STRING.search(address):
+        _check_key(address)
+        for kind, endpoint in _ENDPOINT.findall(address):
+            try:
+                redaction.check_address(endpoint)
+            except ValueError as error:
+                raise errors.SetupError(f"the {kind} in the storage address {error}") from None
         sas = re.search(r"\bSharedAccessSignature=([^;\s]+)", address, re.IGNORECASE)
         return AzureAddress(connection_string=address, sas=sas and sas[1].removeprefix("?"))
-    parts = urlsplit(address)
+    try:
+        parts = urlsplit(address)
+    except ValueError:
+        parts = urlsplit("")
     host = _HOST.fullmatch(parts.netloc.lower())
     if parts.scheme != "https" or host is None:
         raise errors.SetupError(
@@ -95,3 +107,15 @@ def read_address(address: str) -> AzureAddress:
         blob_url=f"https://{account}.blob.{suffix}",
         sas=parts.query or None,
     )
+
+
+def _check_key(connection_string: str) -> None:
+    """The SDK would raise binascii's error only at the first request, or quote the key."""
+    found = re.search(r"\bAccountKey=([^;\s]*)", connection_string, re.IGNORECASE)
+    try:
+        base64.b64decode(found[1] if found else "", validate=True)
+    except ValueError:
+        raise errors.SetupError(
+            "the account key in the storage address is malformed: it should be base64, as Azure"
+            " shows it; was it cut off?"
+        ) from None

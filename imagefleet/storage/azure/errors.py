@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import traceback
 from collections.abc import Collection, Iterator
 from contextlib import contextmanager, suppress
 from datetime import UTC, datetime
@@ -71,6 +72,11 @@ def translated(
         raise _from_response(error, what, credential, permission) from None
     except (exceptions.AzureError, aiohttp.ClientError, OSError) as error:
         raise _from_connection(error, what) from None
+    except (ValueError, TypeError, AttributeError, LookupError, SyntaxError) as error:
+        # The SDK does not check that a success has the answer of Azure: a proxy may have sent it.
+        if not _is_of_the_sdk(error):
+            raise
+        raise ReplyLostError(f"{what} sent an answer that is not one of Azure Storage") from None
 
 
 @contextmanager
@@ -119,6 +125,13 @@ def _from_response(
     maybe_done = status is None or status < 400 or status == 408 or status >= 500  # noqa: PLR2004
     lost = maybe_done and status not in _NOTHING_DONE
     return (ReplyLostError if lost else errors.TransientError)(f"{what} answered {answer}")
+
+
+def _is_of_the_sdk(error: Exception) -> bool:
+    """Whether the SDK, or the XML parser that it uses, raised the error; not our own code."""
+    frames = list(traceback.walk_tb(error.__traceback__))
+    module = str(frames[-1][0].f_globals.get("__name__")) if frames else ""
+    return module.startswith(("azure.", "xml.", "email.", "isodate"))
 
 
 def _date_of(error: exceptions.HttpResponseError) -> datetime:

@@ -25,7 +25,7 @@ from pydantic import (
     model_validator,
 )
 
-from imagefleet import errors, retry, validation
+from imagefleet import errors, redaction, retry, validation
 from imagefleet.storage.settings import Resource, StorageSettings
 
 #: A signed token as it stands in a query, without its question mark.
@@ -188,7 +188,7 @@ class TokenBroker:
             identity_token = await self._identity_token()
         except (errors.FleetError, aiohttp.ClientError, OSError) as error:
             raise errors.TransientError(
-                f"cannot get this node's identity token for the broker: {error}"
+                f"cannot get this node's identity token for the broker: {redaction.reason(error)}"
             ) from None
         headers = {"Authorization": f"Bearer {identity_token}", "Accept": "application/json"}
         timeout = aiohttp.ClientTimeout(total=_TIMEOUT_SECONDS)

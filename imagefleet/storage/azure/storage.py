@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import urllib.request
 from typing import Any, Self
 
@@ -28,6 +29,9 @@ MAX_CONNECTIONS = 64
 #: defaults, 20 and 60 seconds, could outlast a lease.
 CONNECT_TIMEOUT_SECONDS = 5
 READ_TIMEOUT_SECONDS = 20
+
+# It warns, with a traceback, of each answer that is no XML; the error says so already.
+logging.getLogger("azure.storage").setLevel(logging.ERROR)
 
 
 async def surface_lost_replies(

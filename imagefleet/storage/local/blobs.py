@@ -26,6 +26,9 @@ TEMPORARY_FOLDER = ".temporary"
 #: Copied between two reports of an upload's progress.
 _COPIED_BYTES = 8 * 2**20
 
+#: The year 3000.
+_LATEST = 32_503_680_000
+
 #: Names listed per call in a thread.
 _NAMES_PAGE = 1_000
 
@@ -200,17 +203,21 @@ class LocalBlobs:
 
     def _record(self, name: str) -> protocol.BlobRecord:
         status = (self.folder / name).stat()
-        created_at = datetime.fromtimestamp(status.st_mtime, UTC)
+        # A file's time may be anything; a datetime ends with the year 9999.
+        created_at = datetime.fromtimestamp(min(max(status.st_mtime, 0), _LATEST), UTC)
         return protocol.BlobRecord(name, status.st_size, created_at, self._metadata(name))
 
     def _metadata(self, name: str) -> dict[str, str]:
         try:
             sidecar = self.folder / METADATA_FOLDER / f"{name}.json"
-            metadata: dict[str, str] = json.loads(sidecar.read_bytes())["metadata"]
-        except (FileNotFoundError, ValueError, KeyError):
+            metadata = json.loads(sidecar.read_bytes())["metadata"]
+        except (FileNotFoundError, ValueError, KeyError, TypeError, RecursionError):
             # A file that was copied here, or whose metadata a power failure erased.
             return {}
-        return metadata
+        is_whole = isinstance(metadata, dict) and all(
+            isinstance(each, str) for each in metadata.values()
+        )
+        return metadata if is_whole else {}
 
     def _walk(self, folder: str, prefix: str) -> Generator[str]:
         """The names below *folder* ("" or ending in a slash) that start with *prefix*."""

@@ -129,10 +129,10 @@ async def test_a_wrong_key_is_refused_by_the_check(
 ) -> None:
     address = re.sub(r"AccountKey=[^;]+", f"AccountKey={key}", azurite_settings.storage)
     settings = azurite_settings.model_copy(update={"storage": address})
-    async with AzureStorage(settings, NEVER) as storage:
-        with pytest.raises(errors.SetupError, match="key") as caught:
+    with pytest.raises(errors.SetupError, match="key") as caught:
+        async with AzureStorage(settings, NEVER) as storage:
             await storage.check()
-        assert key not in caught.value.message
+    assert key not in caught.value.message
 
 
 async def test_a_resource_without_a_token_is_not_asked(

@@ -1,0 +1,93 @@
+"""Addresses and texts for messages: without secrets, and without what controls a terminal."""
+
+from __future__ import annotations
+
+import re
+from typing import Annotated
+from urllib.parse import urlsplit
+
+from pydantic import AfterValidator
+
+#: Of an address.
+_SHOWN_CHARACTERS = 500
+
+#: In place of a secret.
+MASKED = "(secret)"
+
+#: Control characters, changes of the direction of writing, invisible ones, half surrogate pairs.
+CONTROLS = re.compile(
+    "[\x00-\x08\x0b-\x1f\x7f-\x9f\u061c\u200b\u200e\u200f\u2028-\u202e\u2060-\u206f\ufeff\ufff9-\ufffb"
+    "\ud800-\udfff\U000e0000-\U000e007f]"
+)
+
+_URL = re.compile(r"(?i)(https?)://(?:[^/?#]*@)?([^/?#@]*)([^?#]*)")
+_HOST = re.compile(r"([\w.-]+|\[[0-9A-Fa-f:.]+\])(:\d{1,5})?")
+
+#: What libraries may quote: keys, SAS tokens, JSON Web Tokens, passwords and queries of addresses.
+_SECRETS = (
+    (re.compile(r"(?i)\b(AccountKey|SharedAccessSignature)=[^;\s'\"]+"), rf"\1={MASKED}"),
+    # Bounded: a hostile text must not take quadratic time.
+    (re.compile(r"(:/{1,2})[^\s/'\"][^\s'\"]{0,300}@(?!sha256:)"), r"\1"),
+    (re.compile(r"(?<![\w/.-])[\w.-]{1,100}:[^\s'\"@/]{1,200}@(?!sha256:)"), ""),
+    (re.compile(r"(?i)(\w://[^\s?'\"]{0,300})\?[^\s'\"]+"), rf"\1?{MASKED}"),
+    (
+        re.compile(
+            r"(?i)([?&][\w-]{0,40}(?:token|key|signature|secret|password|pwd)=)(?!YOUR_)[^&;\s'\"]+"
+        ),
+        rf"\1{MASKED}",
+    ),
+    (re.compile(r"(?i)\bsig=[^&;\s'\"]+"), f"sig={MASKED}"),
+    (re.compile(r"(?i)\b(Bearer|Basic)\s+[\w.~+/=-]{8,}"), rf"\1 {MASKED}"),
+    (re.compile(r"(?<![\w-])eyJ[\w-]+\.[\w-]+\.[\w-]+"), MASKED),
+)
+
+#: Cheaper than the patterns, which nearly no text needs.
+_MAY_HOLD_SECRET = re.compile(r"(?i)key=|signature=|@|[?&]|sig=|bearer|basic|eyj")
+
+
+def address(text: str) -> str:
+    """A URL without user, password, query and fragment; of what is no URL, nothing."""
+    found = _URL.match(text)
+    if not found or not _HOST.fullmatch(found[2]):
+        return MASKED
+    return message(f"{found[1].lower()}://{found[2]}{found[3]}"[:_SHOWN_CHARACTERS])
+
+
+def message(text: str) -> str:
+    """A text without the secrets that can be recognised in it: the last line of defence."""
+    if _MAY_HOLD_SECRET.search(text):
+        for pattern, instead in _SECRETS:
+            text = pattern.sub(instead, text)
+    return text
+
+
+def reason(error: BaseException) -> str:
+    """Why a request failed, in a few words; the text of some errors has the whole address."""
+    text = " ".join(str(error).split())
+    return printable(message(text))[:300] if text else type(error).__name__
+
+
+def printable(text: str) -> str:
+    """*text* with U+FFFD for what controls a terminal; tabs and line feeds stay."""
+    return CONTROLS.sub("\ufffd", text)
+
+
+def check_address(text: str) -> str:
+    """Raises ValueError, without quoting it, if *text* is no URL with a host and a valid port."""
+    try:
+        parts = urlsplit(text)
+    except ValueError:
+        parts = urlsplit("")
+    if parts.scheme not in {"http", "https"} or not parts.hostname or re.search(r"\s", text):
+        raise ValueError("should be a URL that begins with http:// or https://")
+    try:
+        port = parts.port
+    except ValueError:
+        port = 0
+    if port == 0 or parts.netloc.endswith(":"):
+        raise ValueError("should be a URL whose port is a number from 1 to 65535")
+    return text
+
+
+WebAddress = Annotated[str, AfterValidator(check_address)]
+"""A URL with a host; its errors do not quote it, as it may hold a password."""

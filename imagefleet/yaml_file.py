@@ -1,0 +1,52 @@
+"""Reads YAML that people write, or forge: errors never quote it, and it cannot grow."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import yaml
+
+#: With every alias written out: reading one costs nothing, but its content is walked each time.
+MAX_VALUES = 1_000_000
+
+#: Of PyYAML's reason, which names a character or a key.
+_SHOWN_CHARACTERS = 120
+
+
+class YamlError(ValueError):
+    """It is not valid YAML; says what is wrong, in which line."""
+
+
+def parse(content: str | bytes) -> Any:
+    """The content of a document.
+
+    Raises:
+        YamlError: it is not YAML, or its aliases make it huge or endless.
+    """
+    try:
+        # Not libyaml's loader: lists nested thousands deep overflow its stack, and crash Python.
+        document = yaml.safe_load(content)
+    except yaml.MarkedYAMLError as error:
+        # Not its text, which quotes the line, perhaps with a secret.
+        mark = error.problem_mark or error.context_mark
+        where = f" in line {mark.line + 1}, column {mark.column + 1}" if mark else ""
+        raise YamlError(f"{(error.problem or 'invalid')[:_SHOWN_CHARACTERS]}{where}") from None
+    except RecursionError:
+        raise YamlError("it is nested too deeply") from None
+    # PyYAML's constructors raise all of these for a scalar that is not of its type.
+    except (yaml.YAMLError, ValueError, LookupError, TypeError, AttributeError, OverflowError):
+        raise YamlError("a value is not of its type, or not text") from None
+    if _values(document, {}) > MAX_VALUES:
+        raise YamlError(f"it has more than {MAX_VALUES:,} values, or contains itself")
+    return document
+
+
+def _values(node: object, known: dict[int, int]) -> int:
+    """The number of values below *node*, aliases written out; more than any for a circle."""
+    if not isinstance(node, dict | list | set | tuple):
+        return 1
+    if id(node) not in known:
+        known[id(node)] = MAX_VALUES + 1  # until it is counted: met again, it contains itself
+        parts = [*node, *node.values()] if isinstance(node, dict) else list(node)
+        known[id(node)] = 1 + sum(_values(part, known) for part in parts)
+    return known[id(node)]

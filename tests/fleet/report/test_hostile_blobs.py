@@ -1,0 +1,238 @@
+"""Blobs that a stolen token or a failing disk leaves: the report counts them and goes on."""
+
+from __future__ import annotations
+
+import asyncio
+import io
+import json
+import os
+import resource
+import struct
+import subprocess
+import zlib
+from collections.abc import Callable, Mapping
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from fleet import contact_sheet
+from imagefleet import errors
+from imagefleet.job import image_record
+from imagefleet.job.message import Output
+from imagefleet.storage.dead_letter import FailedJob
+from imagefleet.storage.local.blobs import METADATA_FOLDER
+from imagefleet.storage.open import open_storage
+from imagefleet.storage.settings import StorageSettings
+from worker.stages import encode
+
+Imagefleet = Callable[..., "subprocess.CompletedProcess[str]"]  # the fixture of conftest.py
+
+PIXELS = np.arange(32 * 32 * 3, dtype=np.uint8).reshape(32, 32, 3)
+GOOD = {"worker": "w1", "seconds": "2.0", "attempt": "1", "job": "good", "price_per_hour": "0.1"}
+
+SIGNATURE = b"\x89PNG\r\n\x1a\n"
+
+
+def png(
+    *chunks: tuple[bytes, bytes], width: int = 32, height: int = 32, rows: bytes = b""
+) -> bytes:
+    header = struct.pack(">IIBBBBB", width, height, 8, 2, 0, 0, 0)
+    every = [(b"IHDR", header), *chunks, (b"IDAT", rows), (b"IEND", b"")]
+    return SIGNATURE + b"".join(encode._chunk(*each) for each in every)
+
+
+def black_rows(width: int, height: int) -> bytes:
+    """As many black pixels, in a thousandth of their size."""
+    packer, row = zlib.compressobj(9), bytes(1 + 3 * width)
+    return b"".join(packer.compress(row) for _ in range(height)) + packer.flush()
+
+
+#: A prompt's text that expands to 50 MB.
+TEXT_BOMB = zlib.compress(b"x" * 50_000_000, 9)
+
+PICTURES: dict[str, bytes] = {
+    "not-an-image": b"<script>alert(1)</script>",
+    "empty": b"",
+    "cut": encode.encode(PIXELS, Output(), "a\nSteps: 1").data[:200],
+    "and": encode.encode(PIXELS, Output(), "a cat AND (a dog:1e999\nSteps: 1").data,
+    "huge": png(width=30_000, height=9_600, rows=zlib.compress(bytes(1_000))),
+    "wide": png(width=2**31 - 1, height=1, rows=zlib.compress(bytes(1_000))),
+    "pixels": png(width=6_000, height=6_000, rows=black_rows(6_000, 600)),
+    "zTXt": png((b"zTXt", b"parameters\0\0" + TEXT_BOMB), rows=black_rows(32, 32)),
+    "iTXt": png((b"iTXt", b"parameters\0\1\0\0\0" + TEXT_BOMB), rows=black_rows(32, 32)),
+    "iCCP": png((b"iCCP", b"icc\0\0" + TEXT_BOMB), rows=black_rows(32, 32)),
+    "escapes": png((b"tEXt", b"parameters\0\x1b[2J\x9bred <b>"), rows=black_rows(32, 32)),
+}
+
+RECORDS: dict[str, Mapping[str, str]] = {
+    "seconds": {"seconds": "1e300"},
+    "negative": {"seconds": "-1e300"},
+    "nan": {"seconds": "nan"},
+    "price": {"price_per_hour": "inf"},
+    "expensive": {"price_per_hour": "-1e308"},
+    "start": {"start_up_seconds": "1e300"},
+    "attempt": {"attempt": "1e308"},
+    "attempts": {"attempt": "9" * 400},
+    "worker": {"worker": "w" * 5000},
+    "path": {"job": "../../etc/passwd"},
+    "metadata": {"metadata": "{" * 2000},
+    "infinite": {"metadata": '{"a": 1e999}'},
+    "images": {"images": "1000000000"},
+}
+
+
+def report(
+    in_process: Imagefleet, *arguments: str
+) -> tuple[subprocess.CompletedProcess[str], str, str]:
+    """The command's outcome, its JSON and its page."""
+    result = in_process("report", *arguments, "--json-file", "figures.json")
+    assert result.returncode == 0, result.stderr
+    return result, Path("figures.json").read_text(), Path("spring-report.html").read_text()
+
+
+async def fill(settings: StorageSettings) -> None:
+    async with open_storage(settings) as storage:
+        await storage.create()
+        create = storage.blobs.create
+        for number in range(2):
+            data = encode.encode(PIXELS, Output(), "a house\nSteps: 1").data
+            await create(f"spring/good-{number}.png", data, "image/png", GOOD)
+        for name, data in PICTURES.items():
+            await create(f"spring/p-{name}.png", data, "image/png", {**GOOD, "job": f"p-{name}"})
+        for name, facts in RECORDS.items():
+            await create(f"spring/r-{name}.png", b"", "image/png", {**GOOD, **facts})
+        failed = FailedJob.model_validate(
+            {
+                "id": "x",
+                "campaign": "spring",
+                "error": "\x1b[31m" * 1000,
+                "reason": "<script>\ud800\x9b\x00" * 900,
+                "attempts": 1,
+                "worker": "w",
+                "failed_at": "9999-12-31T23:59:59Z",
+            }
+        )
+        await storage.poison.send([failed.encode()])
+
+
+async def test_hostile_blobs_are_left_out_with_their_number_and_reasons(
+    storage_settings: StorageSettings, in_process: Imagefleet
+) -> None:
+    await fill(storage_settings)
+    before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+
+    result, text, page = await asyncio.to_thread(
+        report,
+        in_process,
+        *("--campaign", "spring", "--storage", storage_settings.storage),
+        *("--queue", storage_settings.queue, "--container", storage_settings.container),
+        *("--samples", "200", "--price-per-hour", "1"),
+    )
+
+    grown = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before
+    assert grown < 300_000, "kilobytes of memory"
+    damaged = len(RECORDS)
+    unreadable = len(PICTURES) - 2 + len(RECORDS)  # AND and escapes are only texts
+    left_out = f"damaged and left out: {damaged} records of images, {unreadable} samples: "
+    assert result.stderr.startswith(f"warning: {left_out}")
+    assert f"and {damaged + unreadable - 3:,} more" in result.stderr
+    figures = json.loads(text, parse_constant=pytest.fail)
+    assert figures["images"] == 2 + len(PICTURES) + len(RECORDS)
+    assert figures["skipped"]["records"] == damaged
+    assert figures["skipped"]["samples"] == unreadable
+    assert len(figures["skipped"]["reasons"]) == 10
+    assert sum(each["images"] for each in figures["workers"]) == 2 + len(PICTURES)
+    assert f"{damaged} records of images,\n{unreadable} samples" in page
+    assert page.count("not an image") == unreadable
+    assert "a cat AND (a dog:1e999" in page
+    assert "<script" not in page
+    shown = page + result.stdout + result.stderr
+    assert not set(shown) & {"\x1b", "\x9b", "\x00", "\ud800"}
+    assert len(page) < 300_000
+
+
+@pytest.mark.parametrize(
+    "sidecar",
+    [
+        b"[]",
+        b'{"metadata": 5}',
+        b'{"metadata": {"job": 5, "seconds": null}}',
+        b"[" * 100_000,
+        b"\xff",
+    ],
+)
+async def test_a_damaged_file_of_metadata_is_an_image_without_a_record(
+    local_settings: StorageSettings, in_process: Imagefleet, sidecar: bytes
+) -> None:
+    await fill_one(local_settings)
+    images = Path(local_settings.storage.removeprefix("local:"), "images")
+    (images / METADATA_FOLDER / "spring" / "a.png.json").write_bytes(sidecar)
+
+    result = await asyncio.to_thread(
+        in_process, "report", "--campaign", "spring", "--storage", local_settings.storage, "--json"
+    )
+
+    assert result.returncode == 0, result.stderr
+    assert json.loads(result.stdout)["without_record"] == 1
+
+
+@pytest.mark.parametrize("at", [-62_000_000_000, 0, 4_000_000_000, 250_000_000_000_000])
+async def test_files_whose_time_is_wrong_do_not_fill_the_page(
+    local_settings: StorageSettings, in_process: Imagefleet, at: int
+) -> None:
+    await fill_one(local_settings)
+    images = Path(local_settings.storage.removeprefix("local:"), "images")
+    (images / "spring" / "b.png").write_bytes((images / "spring" / "a.png").read_bytes())
+    os.utime(images / "spring" / "b.png", (at, at))
+
+    _, _, page = await asyncio.to_thread(
+        report, in_process, "--campaign", "spring", "--storage", local_settings.storage
+    )
+
+    assert len(page) < 200_000
+
+
+async def fill_one(settings: StorageSettings) -> None:
+    async with open_storage(settings) as storage:
+        await storage.create()
+        await storage.blobs.create(
+            "spring/a.png", encode.encode(PIXELS, Output(), "x").data, "image/png", GOOD
+        )
+
+
+def test_the_record_of_a_worker_is_read_whole() -> None:
+    facts = {
+        **GOOD,
+        "images": "2",
+        "seed": "4294967295",
+        "metadata": '{"a": [1, null]}',
+        "new": "1",
+    }
+
+    record = image_record.read(facts)
+
+    assert record is not None
+    assert (record.seconds, record.attempt, record.price_per_hour) == (2.0, 1, 0.1)
+    assert (record.images, record.seed, record.metadata) == (2, 2**32 - 1, {"a": [1, None]})
+
+
+@pytest.mark.parametrize("name", RECORDS)
+def test_a_damaged_record_says_what_is_wrong_without_quoting_it(name: str) -> None:
+    with pytest.raises(errors.JobError) as raised:
+        image_record.read({**GOOD, **RECORDS[name]})
+
+    assert len(raised.value.message) < 200
+    assert next(iter(RECORDS[name])) in raised.value.message
+
+
+def test_a_contact_sheet_has_an_empty_tile_for_what_is_no_image() -> None:
+    sheet = contact_sheet.draw_contact_sheet(list(PICTURES.values()))
+
+    assert sheet.startswith(SIGNATURE)
+    assert len(sheet) < 1_000_000
+
+
+def test_a_file_of_gigabytes_is_not_read() -> None:
+    with pytest.raises(contact_sheet.DamagedImageError, match="bytes"):
+        contact_sheet.read_image(io.BytesIO(bytes(contact_sheet.MAX_BYTES + 1)).getvalue(), 10)

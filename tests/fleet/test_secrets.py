@@ -1,0 +1,460 @@
+"""No command prints a secret, or a traceback, whatever fails.
+
+Every secret here holds one mark. It is planted into all settings that may hold one; then each
+command runs in this process under each kind of wrong setting and against each kind of broken
+service, and the mark is looked for in what it printed, logged, raised and wrote.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import base64
+import functools
+import json
+import logging
+import os
+import signal
+import sys
+import threading
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from pathlib import Path
+from typing import Any
+
+import pytest
+import typer
+from aiolimiter import AsyncLimiter
+
+from fleet import main, options
+from fleet.monitor import prometheus
+from fleet.salad import client, deployment
+from imagefleet.storage.azure.storage import AzureStorage
+from imagefleet.storage.open import open_storage
+from imagefleet.storage.settings import StorageSettings
+from imagefleet.telemetry import push
+from worker.files import sources
+
+#: Every command under every failure takes a minute.
+EVERY_FAILURE = "EVERY_FAILURE" in os.environ
+
+#: In every secret, and 16 characters of base64 with what follows.
+MARK = "S3cr3t"
+
+#: What a server sees of `u:S3cr3tPass`, and the key's bytes.
+DERIVED = (
+    base64.b64encode(f"u:{MARK}Pass".encode()).decode(),
+    repr(base64.b64decode(f"{MARK}AccountK==")),
+)
+
+SAS = f"sv=2024-11-04&sp=raup&sig={MARK}Signature%3D"
+QUERY = f"?token={MARK}Query&{SAS}"
+
+FLEET_FILE = """\
+name: sd15-batch
+organization: acme
+project: default
+api: {api}
+image: registry.example.com/acme/imagefleet@sha256:{digest}
+replicas: 1
+gpus: [RTX 3060 Ti]
+environment:
+  IMAGEFLEET_STORAGE: https://acmeimages.blob.core.windows.net
+  IMAGEFLEET_PUSH_TOKEN: {{env: PLANTED}}
+  IMAGEFLEET_PUSH_URL: {{file: secret.txt}}
+"""
+
+#: Every command with arguments that take it as far as it gets. {url}: an address with secrets.
+ARGUMENTS: dict[str, tuple[str, ...]] = {
+    "demo": ("--directory", "fleet.yaml/x"),
+    "worker": ("--model", "{url}", "--model-sha256", "0" * 64),
+    "load": ("jobs.jsonl", "--restart"),
+    "status": (),
+    "top": (),
+    "exporter": ("--port", "0"),
+    "broker": ("--organization", "acme", "--port", "0"),
+    "plan": ("--jobs", "10", "--price-file", "secret.txt"),
+    "report": ("--price-file", "prices.yaml"),
+    "scale": ("--max-dollars", "1", "--dollars-per-hour", "1", "--once", "--yes"),
+    "prompt": ("a cat", "--model", "secret.txt"),
+    "health": ("live", "--port", "{port}"),
+    "version": (),
+    "failed list": (),
+    "failed show": ("cat",),
+    "failed replay": ("--all",),
+    "failed discard": ("--all", "--yes"),
+    "keys worker": ("--policy", "spring"),
+    "keys load": (),
+    "keys monitor": ("--file", "tokens.json"),
+    "keys operator": ("--json",),
+    "keys files": ("--hours", "1"),
+    "keys check": ("worker",),
+    "keys revoke": ("spring",),
+    "keys signing": ("--file", "key.pem"),
+    "verify": (),
+    "redo": ("--worker", "w1", "--yes"),
+    "deploy salad render": (),
+    "deploy salad apply": ("--yes", "--wait-minutes", "0"),
+    "deploy salad resize": ("2", "--yes"),
+    "deploy salad status": (),
+    "deploy salad drain": ("--yes", "--wait-minutes", "0"),
+    "deploy salad delete": ("--yes", "--wait-minutes", "0"),
+    "deploy salad scale": ("2", "--yes"),
+    "model add": ("{url}", "--sha256", "0" * 64, "--cache", "cache"),
+    "model list": (),
+    "lora add": ("{url}", "--sha256", "0" * 64, "--cache", "cache"),
+    "lora list": (),
+    "bench engine": ("--model", "{url}"),
+}
+
+#: They need no service, and some of them seconds.
+OFFLINE = {
+    *("demo", "plan", "prompt", "version", "keys signing"),
+    *("bench engine", "deploy salad render"),
+}
+
+ON_STORAGE = {each for each in ARGUMENTS.keys() - OFFLINE - {"health"} if "salad" not in each}
+
+
+@dataclass
+class Broken:
+    """A service that is broken in one way, and says whatever it was told."""
+
+    port: int = 0
+    status: int = 500
+    how: str = "echo"
+    asked: list[str] = field(default_factory=list)
+
+    def handler(self) -> type[BaseHTTPRequestHandler]:
+        broken = self
+
+        class Handler(BaseHTTPRequestHandler):
+            def answer(self) -> None:
+                broken.asked.append(self.path)
+                length = int(self.headers.get("Content-Length") or 0)
+                sent = self.rfile.read(length)
+                if broken.how == "reset":
+                    self.connection.close()
+                    return
+                body = f"{self.command} {self.path}\n{self.headers}".encode() + sent
+                if broken.how == "json":
+                    body = json.dumps(
+                        {"status": "error", "error": self.path, "title": [1]}
+                    ).encode()
+                self.send_response(broken.status)
+                if broken.how == "redirect":
+                    self.send_header("Location", f"http://u:{MARK}Pass@127.0.0.1:1/x{QUERY}")
+                self.send_header("Content-Length", str(len(body) + 9 * (broken.how == "cut")))
+                self.end_headers()
+                self.wfile.write(body)
+
+            do_GET = do_POST = do_PUT = do_DELETE = do_HEAD = do_PATCH = answer  # noqa: N815
+
+            def log_message(self, *_: object) -> None: ...
+
+        return Handler
+
+
+@pytest.fixture
+def broken() -> Iterator[Broken]:
+    service = Broken()
+    server = ThreadingHTTPServer(("127.0.0.1", 0), service.handler())
+    server.handle_error = lambda *_: None  # type: ignore[method-assign]
+    service.port = server.server_port
+    thread = threading.Thread(target=server.serve_forever, args=(0.01,), daemon=True)
+    thread.start()
+    yield service
+    server.shutdown()
+    server.server_close()
+
+
+@pytest.fixture(autouse=True)
+def _as_it_was(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """A service takes over the log and the hooks for what nothing handles."""
+    handlers, level = logging.root.handlers[:], logging.root.level
+    hooks = sys.excepthook, sys.unraisablehook, threading.excepthook
+    yield
+    logging.root.handlers[:], logging.root.level = handlers, level
+    sys.excepthook, sys.unraisablehook, threading.excepthook = hooks
+    logging.captureWarnings(capture=False)
+
+
+@pytest.fixture(autouse=True)
+def _impatient(monkeypatch: pytest.MonkeyPatch) -> None:
+    """No pause takes time, and a command that goes on for ever is interrupted."""
+    pauses = 0
+
+    async def sleep(_seconds: float, result: object = None) -> object:
+        nonlocal pauses
+        pauses += 1
+        if pauses % 30 == 0:
+            os.kill(os.getpid(), signal.SIGINT)
+        return await real_sleep(0, result)
+
+    real_sleep = asyncio.sleep
+    monkeypatch.setattr(asyncio, "sleep", sleep)
+    for module, name in (
+        *((prometheus, "TIMEOUT_SECONDS"), (client, "TIMEOUT_SECONDS")),
+        *((push, "TIMEOUT_SECONDS"), (push, "LAST_PUSH_SECONDS"), (sources, "STALL_SECONDS")),
+    ):
+        monkeypatch.setattr(module, name, 0.2)
+    for module, name in (
+        *((client, "FIRST_WAIT_SECONDS"), (client, "LONGEST_WAIT_SECONDS")),
+        (deployment, "POLL_SECONDS"),
+    ):
+        monkeypatch.setattr(module, name, 0.001)
+    monkeypatch.setattr(client, "call_limiter", lambda: AsyncLimiter(10_000))
+    monkeypatch.setitem(AzureStorage.__init__.__kwdefaults__, "read_timeout_seconds", 0.2)
+
+
+def some(failures: list[tuple[Any, Any]], command: str) -> list[tuple[Any, Any]]:
+    """A fifth of them, other ones for each command; `make fuzz` tries all."""
+    first = sorted(ARGUMENTS).index(command)
+    return failures if EVERY_FAILURE else failures[first % 5 :: 5]
+
+
+@functools.cache
+def built() -> Any:
+    """All commands, which typer would build anew for each call."""
+    return typer.main.get_command(main.app)
+
+
+def commands() -> list[str]:
+    def below(command: Any, words: tuple[str, ...]) -> Iterator[str]:
+        if not hasattr(command, "commands"):
+            yield " ".join(words)
+            return
+        for name, each in command.commands.items():
+            yield from below(each, (*words, name))
+
+    return list(below(built(), ()))
+
+
+def test_every_command_is_tried() -> None:
+    assert set(ARGUMENTS) == set(commands())
+
+
+Run = Callable[..., int]
+
+
+@pytest.fixture
+def run(
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+    caplog: pytest.LogCaptureFixture,
+) -> Run:
+    """Runs a command; fails if the mark is in anything that it left."""
+    secret = tmp_path / "secret.txt"
+    given = {
+        "secret.txt": f"token: {MARK}File\n{MARK}: [\n",
+        "prices.yaml": "source: me\n",
+        "jobs.jsonl": '{"prompt": "a cat"}\n',
+        "fleet.yaml": FLEET_FILE.format(api="http://127.0.0.1:1", digest="5" * 64),
+    }
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(main, "app", built())
+    monkeypatch.setenv("no_proxy", "127.0.0.1")
+    monkeypatch.setenv("SALAD_API_KEY", f"{MARK}SaladKey")
+    monkeypatch.setenv("PLANTED", f"{MARK}FleetEnvironment")
+    for name, text in given.items():
+        (tmp_path / name).write_text(text)
+    assert MARK in secret.read_text()
+
+    def run(command: str, *arguments: str) -> int:
+        monkeypatch.setattr(sys, "argv", ["imagefleet", *command.split(), *arguments])
+        caplog.clear()
+        capsys.readouterr()
+        with pytest.raises(SystemExit) as ended:
+            main.main()
+        code = int(ended.value.code or 0)
+        printed = "".join(capsys.readouterr())
+        # What a server sent stays as it is, in a download's .part.
+        written = "".join(
+            each.read_text(errors="replace")
+            for each in tmp_path.rglob("*")
+            if each.is_file() and each.name not in given and each.suffix != ".part"
+        )
+        for place, text in (("printed", printed), ("logged", caplog.text), ("written", written)):
+            found = [each for each in (MARK, *DERIVED) if each.lower() in text.lower()]
+            assert not found, f"{command} has {place} {found}: {text[-3000:]}"
+        assert "Traceback" not in printed, f"{command}: {printed[-3000:]}"
+        assert "Traceback" not in caplog.text, f"{command}: {caplog.text[-3000:]}"
+        if code == 2 and printed.strip():
+            assert len(printed) < 6_000, printed
+        return code
+
+    return run
+
+
+def connection_string(port: object, credential: str = f"AccountKey={MARK}AccountKey") -> str:
+    endpoints = (f"{kind}Endpoint=http://127.0.0.1:{port}/acme" for kind in ("Blob", "Queue"))
+    return f"{';'.join(endpoints)};AccountName=acme;{credential}"
+
+
+#: Addresses with secrets, none of which is one.
+ADDRESSES = {
+    "a word for a port": f"http://u:{MARK}Pass@h:port/x{QUERY}",
+    "a port out of range": f"http://u:{MARK}Pass@h:99999/x{QUERY}",
+    "no scheme": f"u:{MARK}Pass@h:9090/x{QUERY}",
+    "no scheme and no user": f"h:9090/x{QUERY}",
+    "another scheme": f"htp://u:{MARK}Pass@h:9090/x{QUERY}",
+    "a space": f"http://u:{MARK} Pass@h/x{QUERY}",
+    "half of a bracket": f"http://u:{MARK}Pass@[::1/x{QUERY}",
+    "no host": f"http://u:{MARK}Pass@/x{QUERY}",
+    "a slash in the password": f"http://u:/{MARK}Pass@h:80/x{QUERY}",
+    "an escape": f"http://u:{MARK}Pass@h\x1b[31m/x{QUERY}",
+}
+
+STORAGES = {
+    "a key that is not base64": connection_string(1, f"AccountKey={MARK}*not*base64*"),
+    "a key cut off": connection_string(1, f"AccountKey={MARK}A"),
+    "no name": f"DefaultEndpointsProtocol=https;AccountKey={MARK}AccountKey",
+    "a bad port": connection_string(MARK),
+    "a port out of range": connection_string(99999),
+    "a URL with a password": f"https://u:{MARK}Pass@acme.blob.core.windows.net",
+    "a URL of a container": f"https://acme.blob.core.windows.net/images?{SAS}",
+    "another URL": f"https://example.com/{QUERY}",
+    "half a token": connection_string(1, f"SharedAccessSignature={MARK}"),
+    "a word": f"AccountKey={MARK}",
+}
+
+
+@pytest.mark.parametrize("command", [each for each in ARGUMENTS if each != "health"])
+def test_wrong_addresses_are_one_sentence_without_their_secrets(
+    run: Run, monkeypatch: pytest.MonkeyPatch, tmp_path: Path, command: str
+) -> None:
+    for kind, address in some(list(ADDRESSES.items()), command):
+        for name in ("PROMETHEUS", "PUSH_URL", "BROKER_URL", "MODEL"):
+            monkeypatch.setenv(f"IMAGEFLEET_{name}", address)
+        (tmp_path / "fleet.yaml").write_text(
+            FLEET_FILE.format(api=json.dumps(address), digest="5" * 64)
+        )
+        arguments = (each.format(url=address, port=1) for each in ARGUMENTS[command])
+
+        code = run(command, *arguments)
+
+        assert code == 2 or command in {"version", "prompt", "keys signing"}, (command, kind)
+
+
+@pytest.mark.parametrize("command", sorted(ON_STORAGE))
+def test_wrong_storage_addresses_are_one_sentence_without_their_secrets(
+    run: Run, monkeypatch: pytest.MonkeyPatch, command: str
+) -> None:
+    monkeypatch.setenv("IMAGEFLEET_PROMETHEUS", "http://127.0.0.1:1")
+    for kind, address in some(list(STORAGES.items()), command):
+        monkeypatch.setenv("IMAGEFLEET_STORAGE", address)
+        arguments = (each.format(url="model.safetensors", port=1) for each in ARGUMENTS[command])
+
+        code = run(command, *arguments)
+
+        assert code in {1, 2}, (command, kind)
+
+
+#: The command that is tried with the settings of each model.
+COMMAND_OF = {
+    "WorkerSettings": "worker",
+    "LoadSettings": "load",
+    "ExporterSettings": "exporter",
+    "BrokerSettings": "broker",
+}
+
+IN_THE_WRONG_PLACE = (
+    f"DefaultEndpointsProtocol=https;AccountName=acme;AccountKey={MARK}AccountKey",
+    SAS,
+    f"https://u:{MARK}Pass@h/x{QUERY}",
+)
+
+
+@pytest.mark.parametrize("model", options.PROJECT_SETTINGS, ids=lambda each: each.__name__)
+def test_a_secret_in_the_place_of_another_setting_is_not_shown(
+    run: Run, monkeypatch: pytest.MonkeyPatch, model: Any
+) -> None:
+    command = COMMAND_OF.get(model.__name__, "status")
+    for name in model.model_fields:
+        for value in IN_THE_WRONG_PLACE:
+            with monkeypatch.context() as only:
+                only.setenv("IMAGEFLEET_MODEL", "no.safetensors")
+                only.setenv(options.variable(name), value)
+
+                code = run(command, *(["jobs.jsonl"] if command == "load" else []))
+
+            assert code != 1 or name == "storage", (name, value)
+
+
+@pytest.mark.parametrize("name", ["sas_file", "price_file", "config", "lora_directory", "model"])
+def test_a_file_of_secrets_in_the_place_of_another_is_not_quoted(
+    run: Run, monkeypatch: pytest.MonkeyPatch, name: str
+) -> None:
+    monkeypatch.setenv("IMAGEFLEET_STORAGE", "https://acme.blob.core.windows.net")
+    monkeypatch.setenv("IMAGEFLEET_MODEL", "store:dreams.safetensors")
+    monkeypatch.setenv(options.variable(name), "secret.txt")
+
+    assert run("worker") == 2
+    if name == "sas_file":
+        assert run("status") == 2
+
+
+#: Ways in which a service is broken: its status, and what else is wrong with it.
+SERVICES = [
+    *((status, "echo") for status in (200, 400, 401, 403, 404, 409, 429, 500)),
+    *((200, "json"), (403, "json"), (302, "redirect"), (200, "reset"), (200, "cut")),
+    *((0, "unreachable"), (0, "tls")),
+]
+
+
+#: Those that reach another service only with a storage that works.
+BEHIND_STORAGE = ("worker", "status", "exporter", "report", "scale")
+
+
+@pytest.fixture
+async def working(tmp_path: Path) -> str:
+    """A storage with one image."""
+    settings = StorageSettings(storage=f"local:{tmp_path}/data")
+    async with open_storage(settings) as storage:
+        await storage.create()
+        await storage.blobs.create("default/a.png", b"", "image/png", {"job": "a", "seconds": "1"})
+    return settings.storage
+
+
+@pytest.mark.parametrize(
+    ("command", "storage_works"),
+    [
+        *((each, False) for each in sorted(ARGUMENTS.keys() - OFFLINE)),
+        *((each, True) for each in BEHIND_STORAGE),
+    ],
+)
+def test_broken_services_are_one_sentence_without_the_secrets_sent_to_them(
+    run: Run,
+    monkeypatch: pytest.MonkeyPatch,
+    tmp_path: Path,
+    broken: Broken,
+    working: str,
+    command: str,
+    storage_works: bool,
+) -> None:
+    for status, how in some(SERVICES, command):
+        broken.status, broken.how = status, how
+        port = 1 if how == "unreachable" else broken.port
+        scheme = "https" if how == "tls" else "http"
+        address = f"{scheme}://u:{MARK}Pass@127.0.0.1:{port}"
+        unusable = connection_string(port).replace("http:", f"{scheme}:")
+        for name, value in {
+            "STORAGE": working if storage_works else unusable,
+            "PROMETHEUS": f"{address}/p",
+            "PUSH_URL": f"{address}/push{QUERY}",
+        }.items():
+            monkeypatch.setenv(f"IMAGEFLEET_{name}", value)
+        monkeypatch.delenv("IMAGEFLEET_PUSH_TOKEN", raising=False)
+        if how == "echo":  # instead of a password
+            monkeypatch.setenv("IMAGEFLEET_PUSH_TOKEN", f"{MARK}PushToken")
+            monkeypatch.setenv("IMAGEFLEET_PUSH_URL", f"{scheme}://127.0.0.1:{port}/push{QUERY}")
+        (tmp_path / "fleet.yaml").write_text(
+            FLEET_FILE.format(api=f"{address}/salad", digest="5" * 64)
+        )
+        url = f"{address}/dreams.safetensors{QUERY}"
+        arguments = (each.format(url=url, port=port) for each in ARGUMENTS[command])
+
+        code = run(command, *arguments)
+
+        assert code in {0, 1, 2, 130}, (command, status, how)

@@ -1,0 +1,488 @@
+"""What is fuzzed: everything that reads what others wrote, with valid examples to start from.
+
+A target may raise only the errors that it declares, within a fifth of a second, and with a message
+that a terminal and a log can take.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import io
+import json
+import re
+import struct
+import sys
+import time
+import zlib
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from datetime import UTC, datetime, timedelta
+from pathlib import Path
+from typing import Any
+
+import jwt
+from cryptography.hazmat.primitives.asymmetric import ec
+from pydantic import ValidationError
+
+from fleet import console, contact_sheet
+from fleet.monitor import prometheus
+from fleet.plan import estimate
+from fleet.report import figures, plot, records
+from fleet.salad import file as salad_file
+from header_files import LORA, SD1, SDXL
+from imagefleet import errors, redaction
+from imagefleet.job import image_record, message, prompt
+from imagefleet.pricing import price_file, prices
+from imagefleet.storage import deliveries, protocol
+from imagefleet.storage.azure import account, sas
+from imagefleet.storage.dead_letter import FailedJob
+from loadgen import sources
+from worker.files import addresses, kinds, loras, safetensors
+
+ROOT = Path(__file__).parents[2]
+
+#: Of CPU, on an input of up to 200 KB.
+MAX_SECONDS = 0.2
+
+#: PyYAML reads 100 KB/s. Such files are the operator's own.
+MAX_YAML_SECONDS = 4.0
+
+#: A log's line, or a few lines of a terminal.
+MAX_MESSAGE_CHARACTERS = 3_000
+
+NOON = datetime(2026, 11, 1, 12, tzinfo=UTC)
+LOOP = asyncio.new_event_loop()
+
+
+class FoundError(AssertionError):
+    """A target broke its promise with an input."""
+
+
+@dataclass(frozen=True)
+class Target:
+    """A function that reads bytes, the errors that it may raise, and valid examples."""
+
+    read: Callable[[bytes], object]
+    declared: tuple[type[Exception], ...]
+    seeds: tuple[bytes, ...]
+    max_seconds: float = MAX_SECONDS
+
+    def check(self, data: bytes) -> bool:
+        """True if *data* was accepted; raises FoundError for what must not be."""
+        refusal, seconds = self._timed(data)
+        if seconds > self.max_seconds:  # again: Python may have collected garbage
+            refusal, again = self._timed(data)
+            if min(seconds, again) > self.max_seconds:
+                raise FoundError(f"it took {min(seconds, again):.2f} s of CPU")
+        if refusal is not None:
+            text = str(refusal)
+            if len(text) > MAX_MESSAGE_CHARACTERS:
+                raise FoundError(f"a message of {len(text):,} characters: {text[:200]!r}")
+            if redaction.CONTROLS.search(console.untrusted(text).plain):
+                raise FoundError(f"a message that controls a terminal: {text[:200]!r}")
+            console.json_text({"reason": text}).encode()
+        return refusal is None
+
+    def _timed(self, data: bytes) -> tuple[Exception | None, float]:
+        """The declared error, if there was one, and the seconds of CPU."""
+        began = time.thread_time()
+        refusal = None
+        try:
+            self.read(data)
+        except self.declared as error:
+            refusal = error
+        except Exception as error:
+            raise FoundError(f"{type(error).__name__}: {str(error)[:300]}") from error
+        return refusal, time.thread_time() - began
+
+
+class InMemory:
+    """A path to bytes that are in no file."""
+
+    def __init__(self, data: bytes, name: str) -> None:
+        self._data = data
+        self.name = name
+        self.suffix = Path(name).suffix
+
+    def __str__(self) -> str:
+        return self.name
+
+    def read_bytes(self) -> bytes:
+        return self._data
+
+    def read_text(self, encoding: str = "utf-8") -> str:
+        return self._data.decode(encoding)
+
+
+class _NoBlobs:
+    async def read(self, name: str, max_bytes: int | None = None) -> bytes | None:
+        protocol.check_blob_name(name)
+        return None
+
+
+def _text(data: bytes) -> str:
+    """As a queue or a header may hold it: any characters, half surrogate pairs included."""
+    return data.decode("utf-8", "surrogatepass" if b"\xed" in data else "replace")
+
+
+def _lenient(data: bytes) -> str:
+    try:
+        return _text(data)
+    except UnicodeDecodeError:
+        return data.decode("latin-1")
+
+
+def _job(data: bytes) -> None:
+    job = message.read_job(_lenient(data), "an-id")
+    again = message.read_job(job.to_message(), "another-id")
+    assert again == job, "a job is the same after its message"
+    assert 0 <= job.image_seed(job.images - 1) < 2**32
+    protocol.check_blob_name(job.blob_name(0))
+    protocol.check_metadata({"metadata": json.dumps(job.metadata)})
+
+
+def _prompt(data: bytes) -> None:
+    text = _lenient(data)[:65_536]
+    for read in (prompt.read_prompt, prompt.read_negative_prompt):
+        parsed = read(text)
+        weights = [part.weight for section in parsed.sections for part in section]
+        assert all(abs(weight) <= prompt.EMPHASIS_LIMIT for weight in weights)
+        assert all(prompt.SAFE_NAME.fullmatch(lora.name) for lora in parsed.loras)
+        chunks = prompt.cut_into_chunks(parsed, lambda texts: [[7] * len(t) for t in texts], 7)
+        assert len(chunks) <= prompt.MAX_CHUNKS
+
+
+def _safetensors(data: bytes) -> None:
+    if data[:1] in {b"{", b"["}:  # a header, as the mutations of JSON make it
+        data = len(data).to_bytes(8, "little") + data
+    header = safetensors.read_header(io.BytesIO(data))
+    kinds.find_kind(header)
+    kinds.prediction_type(header)
+
+
+def _chunk(kind: bytes, data: bytes) -> bytes:
+    return struct.pack(">I", len(data)) + kind + data + struct.pack(">I", zlib.crc32(kind + data))
+
+
+def _png(*chunks: tuple[bytes, bytes], size: tuple[int, int] = (8, 8)) -> bytes:
+    header = struct.pack(">IIBBBBB", *size, 8, 2, 0, 0, 0)
+    rows = zlib.compress(bytes(8 * 25))
+    every = ((b"IHDR", header), *chunks, (b"IDAT", rows), (b"IEND", b""))
+    return b"\x89PNG\r\n\x1a\n" + b"".join(_chunk(*each) for each in every)
+
+
+INFOTEXT = (
+    b"a (red:1.2) house <lora:rocket:0.5>\nNegative prompt: blurry\nSteps: 15, Sampler: Euler a,"
+    b' CFG scale: 7, Seed: 1, Size: 8x8, Model: "a, b", RNG: CPU, Version: imagefleet'
+)
+
+
+def _image(data: bytes) -> None:
+    if not data.startswith(b"\x89PNG"):  # text, as each kind of chunk has it
+        which = zlib.crc32(data) % 3
+        chunk = (
+            (b"tEXt", b"parameters\0" + data),
+            (b"zTXt", b"parameters\0\0" + zlib.compress(data)),
+            (b"iTXt", b"parameters\0\1\0\0\0" + zlib.compress(data)),
+        )[which]
+        data = _png(chunk)
+    tile, text = contact_sheet.read_image(data, 32)
+    words, found = contact_sheet.read_words(text)
+    assert max(tile.size) == 32
+    assert not redaction.CONTROLS.search(words + "".join(lora.name for lora in found))
+
+
+def _blob_metadata(data: bytes) -> None:
+    facts = json.loads(data)
+    if not isinstance(facts, dict):
+        raise errors.JobError("metadata is names and values")
+    facts = {str(name): str(value) for name, value in facts.items()}
+    found = records.Records("spring")
+    blob = protocol.BlobRecord("spring/a.png", 5, NOON, facts)
+    for after in (0, 40):
+        moment = NOON + timedelta(seconds=after)
+        records._count_image(found, protocol.BlobRecord("spring/a.png", 5, moment, facts))
+    computed = figures.compute(found, "local:x", prices.BUILT_IN, None, "a test")
+    json.loads(
+        console.json_text({"jobs": computed.jobs, "money": vars_of(computed.money)}),
+        parse_constant=_no,
+    )
+    for worker in computed.workers:
+        plot.number_text(worker.seconds)
+        plot.number_text(worker.gpu_dollars or 0.0)
+    image_record.read(blob.metadata)
+
+
+def vars_of(record: Any) -> Mapping[str, Any]:
+    return {name: getattr(record, name) for name in record.__slots__}
+
+
+def _no(constant: str) -> None:
+    raise AssertionError(f"{constant} is no JSON")
+
+
+def _poison_record(data: bytes) -> None:
+    record = FailedJob.read(_lenient(data))
+    if record is None:
+        raise errors.JobError("it is not a record of a failed job")
+    console.json_text(record.model_dump(mode="json")).encode()
+    console.untrusted(f"{record.id} {record.error} {record.reason}")
+    body = LOOP.run_until_complete(record.message(_NoBlobs()))  # type: ignore[arg-type]
+    protocol.checked_messages([body])
+
+
+def _deliveries(data: bytes) -> None:
+    for count in (1, 2, 7):
+        leased = protocol.Message("m", _lenient(data), count, NOON)
+        found = deliveries.Deliveries.of(leased)
+        assert found.known == count - 1
+        written = found.ended(failed=True).marked_alone().write_to(leased.body)
+        assert written is None or protocol.fits(written)
+
+
+def _price_file(data: bytes) -> None:
+    table = price_file.read_table(InMemory(data, "prices.yaml"))  # type: ignore[arg-type]
+    for gpu in table.gpus.values():
+        assert all(0 <= price <= 1000 for price in gpu.dollars_per_hour.values())
+
+
+def _fleet_file(data: bytes) -> None:
+    salad_file.read_file(InMemory(data, "fleet.yaml"))  # type: ignore[arg-type]
+
+
+def _template(suffix: str) -> Callable[[bytes], None]:
+    def read(data: bytes) -> None:
+        source = sources.TemplateSource(InMemory(data, f"jobs.{suffix}"), count=3)  # type: ignore[arg-type]
+        for body in source.bodies(0):
+            message.read_job(body, "an-id")
+
+    return read
+
+
+def _tokens(data: bytes) -> None:
+    sas._life_seconds(sas.read_tokens(data), None)
+
+
+def _manifest(data: bytes) -> None:
+    hashes = loras.read_manifest("the manifest", data)
+    assert all(isinstance(each, str) for each in hashes.values())
+
+
+def _metrics_reply(data: bytes) -> None:
+    try:
+        reply = prometheus._REPLY.validate_json(data)
+    except ValidationError:  # its text is not shown
+        raise errors.SetupError("not a reply of Prometheus") from None
+    for series in prometheus._series(reply.data) if isinstance(reply, prometheus._Success) else ():
+        line = plot.Line("x", series.points)
+        plot.time_plot([line], "images/s")
+        plot.bars([plot.Bar(name, series.last, name) for name in series.labels], "x")
+
+
+def _bench_report(data: bytes) -> None:
+    estimate.read_bench(InMemory(data, "bench.json"), prices.BUILT_IN)  # type: ignore[arg-type]
+
+
+def _address(data: bytes) -> None:
+    text = _lenient(data)
+    shown = redaction.address(text)
+    assert "?" not in shown
+    assert not re.search(r"://[^/]*@", shown)
+    redaction.message(text)
+    for read in (account.read_address, lambda it: addresses.read_address(it, None, "")):
+        read(text)
+
+
+def _broker() -> Callable[[bytes], None]:
+    sys.path.insert(0, str(ROOT / "deploy" / "salad" / "broker"))
+    import broker
+
+    private = ec.generate_private_key(ec.SECP256R1())
+    public = json.loads(jwt.algorithms.ECAlgorithm.to_jwk(private.public_key())) | {"kid": "k"}
+    service = broker.Broker.__new__(broker.Broker)
+    service._organization, service._groups = "organization", frozenset({"group"})
+    service._keys = jwt.PyJWKClient("http://127.0.0.1:1", timeout=1)
+    service._keys.get_jwk_set = lambda *_, **__: jwt.PyJWKSet([public])
+
+    def read(data: bytes) -> None:
+        token = data.decode("latin-1")
+        try:
+            given = json.loads(data)
+            token = jwt.encode(given["claims"], private, "ES256", given["header"])
+        except (ValueError, TypeError, KeyError, AttributeError, RecursionError, jwt.PyJWTError):
+            pass  # not a token's content, but perhaps a token
+        claims = LOOP.run_until_complete(service._claims(token))
+        assert claims["aud"]
+        assert len(f"{claims['sub']:.300}") <= 300
+
+    read.declared = broker.RefusedError  # type: ignore[attr-defined]
+    return read
+
+
+BROKER = _broker()
+
+JOB = (
+    b'{"prompt": "a (red:1.2) house, <lora:rocket:0.5>", "negative_prompt": "(blurry:1.4)",'
+    b' "sampler_name": "k_euler_a", "steps": 15, "cfg_scale": 7, "width": 512, "height": 640,'
+    b' "seed": 4294967295, "batch_size": 2, "n_iter": 1, "id": "0001", "campaign": "spring",'
+    b' "override_settings": {"CLIP_stop_at_last_layers": 2}, "output": {"format": "webp"},'
+    b' "metadata": {"order": [1, null, "x"]}, "deliveries": {"known": 3, "failed": 1}}'
+)
+
+RECORD = (
+    b'{"id": "0001", "campaign": "spring", "error": "MissingFileError", "reason": "no LoRA x",'
+    b' "attempts": 1, "worker": "w", "failed_at": "2026-11-01T00:00:00Z", "source": "m", '
+)
+
+_NONE: dict[str, Any] = {"dtype": "F16", "shape": [4, 320], "data_offsets": [0, 2560]}
+_SAS = "sv=2024-11-04&se=2030-01-01T00%3A00%3A00Z&sp=up&sig=S3cr3t%3D"
+
+
+def _header(names: tuple[str, ...]) -> bytes:
+    return json.dumps({"__metadata__": {"a": "b"}, **dict.fromkeys(names, _NONE)}).encode()
+
+
+def _claims(**changes: object) -> bytes:
+    claims = {
+        "exp": 4_000_000_000,
+        "aud": "organization",
+        "sub": "machine",
+        "salad_container_group_id": "group",
+        **changes,
+    }
+    return json.dumps({"header": {"kid": "k"}, "claims": claims}).encode()
+
+
+TARGETS: dict[str, Target] = {
+    "job": Target(_job, (errors.JobError,), (JOB, b'{"prompt": ""}', b"e30=")),
+    "prompt": Target(
+        _prompt,
+        (errors.JobError,),
+        (
+            INFOTEXT,
+            b"a ((red)) [house:1.2], (x:1.3) BREAK (y) <lora:a b:0.5:0.8> <lyco:c:te=1:unet=-1>",
+            b"[from:to:0.5] a|b [a|b] AND \\(x\\)",
+        ),
+    ),
+    "safetensors": Target(
+        _safetensors,
+        (safetensors.MalformedError,),
+        tuple(_header(names) for names in (SD1, LORA, SDXL, ("emb_params",), ())),
+    ),
+    "infotext": Target(
+        _image,
+        (contact_sheet.DamagedImageError,),
+        (
+            INFOTEXT,
+            _png((b"tEXt", b"parameters\0" + INFOTEXT)),
+            _png((b"iTXt", b"parameters\0\0\0\0\0" + INFOTEXT), (b"eXIf", b"II*\0\x08\0\0\0\0\0")),
+        ),
+    ),
+    "blob metadata": Target(
+        _blob_metadata,
+        (errors.JobError, ValueError, RecursionError),
+        (
+            b'{"job": "a", "seconds": "2.5", "attempt": "1", "worker": "w", "gpu": "RTX 4090",'
+            b' "started_at": "2026-11-01T00:00:00.000+00:00", "price_per_hour": "0.1", "seed": "7",'
+            b' "start_up_seconds": "31.5", "images": "2", "metadata": "{\\"a\\": [1]}"}',
+        ),
+    ),
+    "poison record": Target(
+        _poison_record,
+        (errors.JobError,),
+        (
+            RECORD + b'"body": "{}"}',
+            RECORD + b'"packed_body": "eJyrrgUAAXUA+Q=="}',
+            RECORD + b'"body_blob": "failed/' + b"0" * 32 + b'.txt"}',
+        ),
+    ),
+    "deliveries": Target(
+        _deliveries, (), (JOB, b'{"deliveries": {"lost": 2, "lost_alone": 1, "is_alone": true}}')
+    ),
+    "price file": Target(
+        _price_file,
+        (errors.SetupError,),
+        (
+            b"source: me\ngpus:\n  RTX 4090: {batch: 0.2, high: 0.3}\n  mine: {batch: 1}\n"
+            b"storage: {blob_writes_per_10000: 0.05}\n",
+            b'{"source": "me", "gpus": {"RTX 4090": {"low": 0.2}}}',
+            b"a: &a [1, 1]\nb: &b [*a, *a]\nc: [*b, *b]\n",
+        ),
+        max_seconds=MAX_YAML_SECONDS,
+    ),
+    "fleet file": Target(
+        _fleet_file,
+        (errors.SetupError,),
+        ((ROOT / "deploy" / "salad" / "fleet.yaml").read_bytes(),),
+        max_seconds=MAX_YAML_SECONDS,
+    ),
+    "template.toml": Target(
+        _template("toml"),
+        (errors.SetupError,),
+        ((ROOT / "templates" / "catalogue.toml").read_bytes(),),
+    ),
+    "template.yaml": Target(
+        _template("yaml"),
+        (errors.SetupError,),
+        (
+            (ROOT / "templates" / "demo.yaml").read_bytes(),
+            b'{"prompt": ["a {b} {b:2}"], "lists": {"b": ["{c}{c:2}", "x"], "c": [{"text": "y",'
+            b' "weight": 2}, {"lora": "z", "strength": [0.1, 0.5]}]}, "count": 3}',
+        ),
+        max_seconds=MAX_YAML_SECONDS,
+    ),
+    "tokens": Target(
+        _tokens,
+        (ValueError,),
+        (
+            json.dumps(
+                {
+                    **dict.fromkeys(("queue", "poison", "blob", "files"), _SAS),
+                    "expires_at": "2030-01-01T00:00:00Z",
+                }
+            ).encode(),
+        ),
+    ),
+    "identity token": Target(
+        BROKER,
+        (BROKER.declared,),  # type: ignore[attr-defined]
+        (
+            _claims(),
+            _claims(salad_workload_id="group", nbf=1, iat=1),
+            b"eyJhbGciOiJFUzI1NiIsImtpZCI6ImsifQ.eyJhdWQiOiJvcmdhbml6YXRpb24ifQ.AAAA",
+        ),
+    ),
+    "manifest": Target(_manifest, (errors.TransientError,), (b'{"rocket": "' + b"a" * 64 + b'"}',)),
+    "metrics reply": Target(
+        _metrics_reply,
+        (errors.SetupError,),
+        (
+            b'{"status": "success", "data": {"resultType": "matrix", "result": [{"metric": {"gpu":'
+            b' "x"}, "values": [[1700000000, "1.5"], [1700000060, "NaN"]]}]}}',
+            b'{"status": "success", "data": {"resultType": "vector", "result": [{"metric": {},'
+            b' "value": [1700000000.5, "2"]}]}}',
+            b'{"status": "error", "errorType": "bad_data", "error": "parse error"}',
+        ),
+    ),
+    "bench report": Target(
+        _bench_report,
+        (errors.SetupError,),
+        (
+            b'{"hardware": {"device": "NVIDIA GeForce RTX 4090", "memory_bytes": 24000000000},'
+            b' "worker_images_per_second": 8.5, "ready_seconds": 61.2, "width": 512, "height": 512,'
+            b' "steps": 15, "model": "x"}',
+        ),
+    ),
+    "address": Target(
+        _address,
+        (errors.SetupError,),
+        (
+            b"https://u:p@example.com:8443/models/a.safetensors?token=x",
+            b"https://acme.blob.core.windows.net/?sv=1&sig=x",
+            b"BlobEndpoint=http://127.0.0.1:1/a;QueueEndpoint=http://127.0.0.1:2/a;AccountName=a;"
+            b"AccountKey=a2V5a2V5",
+            b"https://civitai.com/models/4384?modelVersionId=128713",
+            b"https://huggingface.co/o/n/resolve/main/a.safetensors",
+        ),
+    ),
+}
