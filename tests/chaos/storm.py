@@ -262,7 +262,7 @@ class Storm:
     async def _replay_now_and_then(self) -> None:
         while True:
             await asyncio.sleep(self.random.uniform(3, 8))
-            await self._command(self.random.uniform(0.7, 2), "failed", "replay", "--all")
+            await self._command(self.random.uniform(0.7, 2), "failed", "replay", "--all", "--yes")
 
     async def _command(
         self,

@@ -1,12 +1,13 @@
-"""LoRA files: from a folder, or from `loras/` in the storage through the disk cache."""
+"""LoRA files from a folder, or from `loras/` in the storage through the disk cache; manifests."""
 
 from __future__ import annotations
 
 import asyncio
 import hashlib
 import logging
+import time
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Awaitable, Callable, Mapping
 from functools import partial
 from io import BufferedReader, BytesIO
 from pathlib import Path
@@ -16,15 +17,97 @@ from imagefleet.signing import TrustedKeys
 from imagefleet.storage import protocol
 from worker.files import manifest, safetensors
 from worker.files.disk_cache import SUFFIX, DiskCache
-from worker.files.manifest import Manifest
 
 log = logging.getLogger(__name__)
 
 #: The largest LoRA file: it is checked in memory before it is stored, and eight may arrive at once.
 MAX_BYTES = 2**30
 
+#: A manifest is read again after this time; a replaced file is fetched again by then.
+MANIFEST_SECONDS = 300.0
+
 FOLDER = "loras"
 _MANIFEST = f"{FOLDER}/{manifest.NAME}"
+
+
+class Manifest:
+    """The manifest of a folder, read again from time to time; there need not be one.
+
+    With *trusted* keys it must be signed by one of them, and what it does not list is refused.
+    """
+
+    def __init__(
+        self,
+        where: str,
+        read: Callable[[], Awaitable[bytes | None]],
+        *,
+        folder: str = "",
+        trusted: TrustedKeys | None = None,
+    ) -> None:
+        self._where = where
+        self._read = read
+        self._folder = folder
+        self._trusted = trusted
+        self._hashes: Mapping[str, str] = {}
+        self._read_at: float | None = None
+
+    async def sha256(self, name: str) -> str | None:
+        """The hash that the file must have, or None where any will do.
+
+        Raises:
+            TransientError: the manifest cannot be read, or is damaged; SetupError: it is too
+            large. With trusted keys also MissingFileError: it does not list the file; SetupError:
+            it is missing, damaged or not signed.
+        """
+        now = time.monotonic()
+        if self._read_at is None or now - self._read_at > MANIFEST_SECONDS:
+            await self._load()
+        if self._trusted is None or name in self._hashes:
+            return self._hashes.get(name)
+        if self._read_at is None or self._read_at < now:
+            await self._load()  # the file may be new
+        if name not in self._hashes:
+            raise errors.MissingFileError(
+                f"{self._where}, which is signed, does not list {name!r}:"
+                f" `{manifest.ADD_COMMANDS[self._folder]}` with IMAGEFLEET_SIGNING_KEY lists it"
+            )
+        return self._hashes[name]
+
+    def forget(self) -> None:
+        """Reads it again the next time: it and a file disagree, and one of them is old."""
+        self._read_at = None
+
+    async def _load(self) -> None:
+        began_at = time.monotonic()
+        try:
+            content = await self._read()
+        except errors.UnusableFileError:
+            raise manifest.too_large(self._where) from None
+        # It may be half-written; going on without it would mean to trust any file. In a thread:
+        # a large one takes half a second.
+        self._hashes = await asyncio.to_thread(self._checked, content)
+        self._read_at = began_at
+
+    def _checked(self, content: bytes | None) -> Mapping[str, str]:
+        if self._trusted is None:
+            return {} if content is None else manifest.parse(self._where, content).files
+        if content is None:
+            raise self._untrusted("there is none")
+        try:
+            contents = manifest.parse(self._where, content)
+        except errors.TransientError as error:
+            raise self._untrusted(error.message) from None
+        if not contents.is_signed_by(self._trusted, self._folder):
+            raise self._untrusted("another key signed it" if contents.is_signed else "it is plain")
+        return contents.files
+
+    def _untrusted(self, why: str) -> errors.SetupError:
+        # Not the job's fault: a damaged manifest would send every job with a LoRA to the poison
+        # queue.
+        return errors.SetupError(
+            f"{self._where} must be signed with the trusted key, but {why}:"
+            f" `{manifest.ADD_COMMANDS[self._folder]}` with IMAGEFLEET_SIGNING_KEY signs it"
+        )
 
 
 def check_content(name: str, file: BufferedReader | BytesIO, size: int, sha256: str | None) -> None:

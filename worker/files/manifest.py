@@ -7,10 +7,8 @@ complete: workers with a trusted key take no other file.
 
 from __future__ import annotations
 
-import asyncio
 import json
-import time
-from collections.abc import Awaitable, Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -18,9 +16,6 @@ from imagefleet import errors
 from imagefleet.signing import SigningKey, TrustedKeys
 
 NAME = "manifest.json"
-
-#: A manifest is read again after this time; a replaced file is fetched again by then.
-MAX_AGE_SECONDS = 300.0
 
 #: Some 100 bytes a file.
 MAX_BYTES = 16 * 2**20
@@ -89,86 +84,6 @@ def too_large(where: str) -> errors.SetupError:
     return errors.SetupError(
         f"{where} is too large: {MAX_BYTES / 2**20:.0f} MiB and {MAX_FILES:,} files are allowed"
     )
-
-
-class Manifest:
-    """The manifest of a folder, read again from time to time; there need not be one.
-
-    With *trusted* keys it must be signed by one of them, and what it does not list is refused.
-    """
-
-    def __init__(
-        self,
-        where: str,
-        read: Callable[[], Awaitable[bytes | None]],
-        *,
-        folder: str = "",
-        trusted: TrustedKeys | None = None,
-    ) -> None:
-        self._where = where
-        self._read = read
-        self._folder = folder
-        self._trusted = trusted
-        self._hashes: Mapping[str, str] = {}
-        self._read_at: float | None = None
-
-    async def sha256(self, name: str) -> str | None:
-        """The hash that the file must have, or None where any will do.
-
-        Raises:
-            TransientError: the manifest cannot be read, or is damaged; SetupError: it is too
-            large. With trusted keys also MissingFileError: it does not list the file; SetupError:
-            it is missing, damaged or not signed.
-        """
-        now = time.monotonic()
-        if self._read_at is None or now - self._read_at > MAX_AGE_SECONDS:
-            await self._load()
-        if self._trusted is None or name in self._hashes:
-            return self._hashes.get(name)
-        if self._read_at is None or self._read_at < now:
-            await self._load()  # the file may be new
-        if name not in self._hashes:
-            raise errors.MissingFileError(
-                f"{self._where}, which is signed, does not list {name!r}:"
-                f" `{ADD_COMMANDS[self._folder]}` with IMAGEFLEET_SIGNING_KEY lists it"
-            )
-        return self._hashes[name]
-
-    def forget(self) -> None:
-        """Reads it again the next time: it and a file disagree, and one of them is old."""
-        self._read_at = None
-
-    async def _load(self) -> None:
-        began_at = time.monotonic()
-        try:
-            content = await self._read()
-        except errors.UnusableFileError:
-            raise too_large(self._where) from None
-        # It may be half-written; going on without it would mean to trust any file. In a thread:
-        # a large one takes half a second.
-        self._hashes = await asyncio.to_thread(self._checked, content)
-        self._read_at = began_at
-
-    def _checked(self, content: bytes | None) -> Mapping[str, str]:
-        if self._trusted is None:
-            return parse(self._where, b"{}" if content is None else content).files
-        if content is None:
-            raise self._untrusted("there is none")
-        try:
-            contents = parse(self._where, content)
-        except errors.TransientError as error:
-            raise self._untrusted(error.message) from None
-        if not contents.is_signed_by(self._trusted, self._folder):
-            raise self._untrusted("another key signed it" if contents.is_signed else "it is plain")
-        return contents.files
-
-    def _untrusted(self, why: str) -> errors.SetupError:
-        # Not the job's fault: a damaged manifest would send every job with a LoRA to the poison
-        # queue.
-        return errors.SetupError(
-            f"{self._where} must be signed with the trusted key, but {why}:"
-            f" `{ADD_COMMANDS[self._folder]}` with IMAGEFLEET_SIGNING_KEY signs it"
-        )
 
 
 def _purpose(folder: str) -> str:

@@ -21,6 +21,7 @@ from worker.files import addresses, check, kinds, manifest, safetensors
 from worker.files.addresses import STORE_SCHEME, Address
 from worker.files.disk_cache import SUFFIX, DiskCache
 from worker.files.download import Download
+from worker.files.loras import Manifest
 from worker.files.sources import BlobSource, HttpSource, Source
 from worker.settings import WorkerSettings
 
@@ -70,7 +71,7 @@ async def pinned(
     if trusted is None or settings.model_sha256 is not None or not is_stored:
         return settings
     name = f"{FOLDER}/{manifest.NAME}"
-    listed = manifest.Manifest(
+    listed = Manifest(
         f"{name} in the container {blobs.name!r}",
         lambda: blobs.read(name, manifest.MAX_BYTES),
         folder=FOLDER,
