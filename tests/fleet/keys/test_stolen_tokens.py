@@ -260,12 +260,17 @@ async def test_what_a_thief_can_still_do_is_what_the_document_lists(
         await thief.jobs.delete_message(again)
         await thief.poison.send_message("a forged record")
         await thief.images.upload_blob("default/victim.png", b"x")
+        false = {"worker": "an honest one"}
+        await thief.images.upload_blob("-checks/default/a.png", b"x", metadata=false)
         lora = await thief.files.download_blob("loras/fox.safetensors")
         assert await lora.readall() == FILES["loras/fox.safetensors"]
     after = await state(owner)
     assert after["jobs"] == []
     assert after["poison"] == ["a failed job", "a forged record"]
-    assert after["images"].keys() - IMAGES.keys() == {"default/victim.png"}
+    assert after["images"].keys() - IMAGES.keys() == {
+        "default/victim.png",
+        "-checks/default/a.png",
+    }
     _, _, table = DOCUMENT.read_text().partition("### What a stolen worker token can still do\n")
     rows = re.findall(r"^\| ([a-z].*?) \| ", table.partition("\n## ")[0], re.MULTILINE)
     assert rows[1:] == [  # without the heading
@@ -274,5 +279,6 @@ async def test_what_a_thief_can_still_do_is_what_the_document_lists(
         "rewrite the text of a job that it has leased",
         "add records to the poison queue",
         "store an image under a name that is not taken",
+        "store false second drawings, duplicates and suspect records, under any worker's name",
         "read the LoRAs and models whose names it knows, and the jobs' prompts",
     ]

@@ -125,7 +125,7 @@ async def test_a_workers_tokens_suffice_for_all_that_it_does(
     assert await work(azurite_settings, WORKER, tmp_path) == ENDS
     names = [name async for name in owner.blobs.names()]
     folders = Counter(name.partition("/")[0] for name in names)
-    assert folders == {"default": 5, "failed": 1, "-node-checks": 4}
+    assert folders == {"default": 5, "failed": 1, "-node-checks": 4, "-duplicates": 1}
     assert await owner.blobs.read("default/taken.png") == b"another's"
     assert (await owner.poison.depth()).messages == 2
 
