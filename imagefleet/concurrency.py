@@ -37,9 +37,17 @@ async def gather(*works: Coroutine[Any, Any, Any]) -> tuple[Any, ...]:
     After an error `asyncio.gather` leaves the others running: they then log that their connector
     is closed, before the error itself is printed.
     """
+    task = asyncio.current_task()
+    cancels = task.cancelling() if task else 0
+    parts = [asyncio.ensure_future(work) for work in works]
     try:
-        async with asyncio.TaskGroup() as group:
-            tasks = [group.create_task(work) for work in works]
-    except BaseExceptionGroup as failures:
-        raise failures.exceptions[0] from None
-    return tuple(task.result() for task in tasks)
+        return tuple(await asyncio.gather(*parts))
+    except BaseException as error:
+        for part in parts:
+            part.cancel()
+        await asyncio.gather(*parts, return_exceptions=True)
+        if task is not None and task.cancelling() > cancels:
+            # An error at the same moment would hide that this task is to end. So would that of a
+            # TaskGroup before Python 3.13, which also miscounts.
+            raise asyncio.CancelledError from None
+        raise error from None

@@ -119,7 +119,7 @@ class Prometheus:
         try:
             reply = _REPLY.validate_json(content)
         except ValidationError:
-            start = content[:_SHOWN_CHARACTERS].decode(errors="replace")
+            start = " ".join(content[:_SHOWN_CHARACTERS].decode(errors="replace").split())
             answer = f"HTTP {response.status}: {redaction.printable(redaction.message(start))}"
             if response.status >= HTTPStatus.INTERNAL_SERVER_ERROR:
                 raise errors.TransientError(f"Prometheus at {shown} failed: {answer}") from None

@@ -16,6 +16,7 @@ import os
 import signal
 import sys
 import threading
+from collections import Counter
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
@@ -179,15 +180,14 @@ def _as_it_was(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     logging.captureWarnings(capture=False)
 
 
-@pytest.fixture(autouse=True)
-def _impatient(monkeypatch: pytest.MonkeyPatch) -> None:
-    """No pause takes time, and a command that goes on for ever is interrupted."""
-    pauses = 0
+@pytest.fixture
+def pauses(monkeypatch: pytest.MonkeyPatch) -> Counter[str]:
+    """No pause takes time; a command that goes on for ever is interrupted, by their number."""
+    made = Counter[str]()
 
     async def sleep(_seconds: float, result: object = None) -> object:
-        nonlocal pauses
-        pauses += 1
-        if pauses % 30 == 0:
+        made["sleep"] += 1
+        if made["sleep"] == 15:
             os.kill(os.getpid(), signal.SIGINT)
         return await real_sleep(0, result)
 
@@ -205,6 +205,7 @@ def _impatient(monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setattr(module, name, 0.001)
     monkeypatch.setattr(client, "call_limiter", lambda: AsyncLimiter(10_000))
     monkeypatch.setitem(AzureStorage.__init__.__kwdefaults__, "read_timeout_seconds", 0.2)
+    return made
 
 
 def some(failures: list[tuple[Any, Any]], command: str) -> list[tuple[Any, Any]]:
@@ -243,6 +244,7 @@ def run(
     monkeypatch: pytest.MonkeyPatch,
     capsys: pytest.CaptureFixture[str],
     caplog: pytest.LogCaptureFixture,
+    pauses: Counter[str],
 ) -> Run:
     """Runs a command; fails if the mark is in anything that it left."""
     secret = tmp_path / "secret.txt"
@@ -264,6 +266,7 @@ def run(
     def run(command: str, *arguments: str) -> int:
         monkeypatch.setattr(sys, "argv", ["imagefleet", *command.split(), *arguments])
         caplog.clear()
+        pauses.clear()
         capsys.readouterr()
         with pytest.raises(SystemExit) as ended:
             main.main()

@@ -32,3 +32,18 @@ async def test_an_error_cancels_the_other_calls_before_it_is_raised() -> None:
 
     assert ended == ["cancelled", "cancelled"]
     assert caught.value.__suppress_context__
+
+
+async def test_a_task_that_is_cancelled_as_a_part_fails_ends() -> None:
+    async def fail() -> None:
+        await asyncio.sleep(0)
+        task.cancel()
+        raise ValueError
+
+    async def run() -> None:
+        await concurrency.gather(fail(), asyncio.sleep(10))
+
+    task = asyncio.create_task(run())
+
+    with pytest.raises(asyncio.CancelledError):
+        await task
