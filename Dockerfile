@@ -13,16 +13,21 @@
 # layer, 2 MB.
 #
 # Build arguments:
-#   BASE_IMAGE   any Debian with Python 3.11 or newer, its venv and (for a GPU) its headers.
+#   BASE_IMAGE   any Debian with Python 3.11, its venv and (for a GPU) its headers; pinned by digest,
+#                as public repositories name it; no registry could be asked for it here. For a
+#                newer one: docker buildx imagetools inspect python:3.11-slim
 #   CUDA         12.8: torch 2.11 from PyTorch's index, for NVIDIA driver 525 or newer, RTX 20 to 50.
 #                13: torch 2.13 from PyPI, for driver 580 or newer. none: torch for CPUs, a quarter
 #                of the size.
 #   PYTORCH_INDEX  of wheels for CUDA 12.8 and for CPUs: PyTorch's, or a copy of it.
-#   EXTRAS       of pyproject.toml, in addition to `worker`.
 #   MODEL        a path in the context, baked in at /models/checkpoint: a folder in diffusers format,
 #                or one with a .safetensors file, named by MODEL_FILE. LoRAs are found in its
 #                loras/. By default the demo model; to download a model at the start instead, set IMAGEFLEET_MODEL to an
 #                https URL or to store:NAME.
+#
+# Every package has its hash in deploy/locks, written by deploy/locks/write.py: pip refuses another
+# file, whichever index it came from. Debian's packages are as signed by Debian. What an image holds
+# is in its /usr/share/imagefleet/sbom.json, in CycloneDX format.
 #
 # The first start on a GPU compiles for a minute or two. The next start on the same kind of GPU
 # reuses what is in /cache: keep it as a volume, or bake it in,
@@ -30,7 +35,7 @@
 #   FROM imagefleet-worker
 #   COPY --chown=65532:65532 cache/ /cache/
 
-ARG BASE_IMAGE=python:3.11-slim
+ARG BASE_IMAGE=python:3.11-slim@sha256:db3ff2e1800a8581e2c48a27c3995339d47bdf046da21c7627accd3d51053a93
 
 FROM ${BASE_IMAGE} AS base
 RUN groupadd --gid 65532 imagefleet && \
@@ -47,44 +52,55 @@ ENV PATH=/opt/imagefleet/bin:$PATH \
     HF_HUB_OFFLINE=1
 WORKDIR /cache
 
-# Only the names and versions to install, so that the layers of packages are rebuilt when those
-# change, not with every line of pyproject.toml.
+# The lock file of one torch, so that its layer is rebuilt only when that changes.
 FROM base AS pins
 ARG CUDA=12.8
 ARG PYTORCH_INDEX=https://download.pytorch.org/whl
-ARG EXTRAS="azure-identity"
 WORKDIR /pins
-COPY pyproject.toml constraints.txt constraints-cu128.txt ./
+COPY deploy/locks/torch-*.txt ./
 RUN case "${CUDA}" in \
-      12.8) sed "s#https://download.pytorch.org/whl#${PYTORCH_INDEX}#" constraints-cu128.txt ;; \
-      13) grep '^torch==' constraints.txt ;; \
-      none) grep '^torch==' constraints.txt && \
-        echo "${PYTORCH_INDEX:+--extra-index-url ${PYTORCH_INDEX}/cpu}" ;; \
+      12.8) index=cu128 ;; \
+      13) index= ;; \
+      none) index=cpu ;; \
       *) echo "CUDA=${CUDA} is unknown: use 12.8, 13 or none" >&2; exit 1 ;; \
-    esac > torch.txt && \
-    sed --in-place '/^torch==/d' constraints.txt && \
-    EXTRAS="${EXTRAS}" python3 -c "import os, tomllib; \
-      project = tomllib.load(open('pyproject.toml', 'rb'))['project']; \
-      extras = project['optional-dependencies']; \
-      named = [each for name in os.environ['EXTRAS'].split() for each in extras[name]]; \
-      light = [*project['dependencies'], *named]; \
-      open('light.txt', 'w').write('\n'.join(light)); \
-      open('worker.txt', 'w').write('\n'.join([*light, *extras['worker']]))"
+    esac && \
+    { if [ -n "${index}" ] && [ -n "${PYTORCH_INDEX}" ]; then \
+        echo "--extra-index-url ${PYTORCH_INDEX}/${index}"; \
+      fi; \
+      cat "torch-${CUDA}.txt"; } > torch.txt
 
 # The project without its dependencies.
 FROM base AS project
 WORKDIR /project
+COPY deploy/locks/build.txt /pins/
+RUN pip install --no-deps --require-hashes --requirement /pins/build.txt
 COPY pyproject.toml README.md LICENSE ./
 COPY fleet fleet
 COPY imagefleet imagefleet
 COPY loadgen loadgen
 COPY worker worker
 # The demo's checkpoint stays out: a change of the code ships as a few hundred kilobytes.
-RUN mkdir demo_model && pip install --no-deps --prefix=/project/installed .
+RUN mkdir demo_model && \
+    pip install --no-deps --no-build-isolation --prefix=/project/installed .
 
-FROM base AS light
-COPY --from=pins /pins/constraints.txt /pins/light.txt /pins/
-RUN pip install --constraint /pins/constraints.txt --requirement /pins/light.txt
+# What writes the SBOM, in an environment of its own.
+FROM base AS sbom
+RUN python3 -m venv --without-pip /opt/sbom
+COPY deploy/locks/sbom.txt /pins/
+RUN pip --python /opt/sbom/bin/python install --no-deps --require-hashes --requirement /pins/sbom.txt
+COPY deploy/write_sbom.py /opt/sbom/
+
+FROM base AS light-packages
+COPY deploy/locks/light.txt /pins/
+RUN pip install --no-deps --require-hashes --requirement /pins/light.txt && pip check
+
+FROM light-packages AS light-sbom
+COPY --from=project /project/installed /opt/imagefleet
+COPY --from=sbom /opt/sbom /opt/sbom
+RUN /opt/sbom/bin/python /opt/sbom/write_sbom.py imagefleet /usr/share/imagefleet
+
+FROM light-packages AS light
+COPY --from=light-sbom /usr/share/imagefleet /usr/share/imagefleet
 COPY --from=project /project/installed /opt/imagefleet
 ARG REVISION=unknown
 LABEL org.opencontainers.image.title="imagefleet" \
@@ -96,7 +112,7 @@ STOPSIGNAL SIGTERM
 ENTRYPOINT ["imagefleet"]
 CMD ["--help"]
 
-FROM base AS worker
+FROM base AS worker-packages
 ARG CUDA=12.8
 # Triton compiles its launchers in C at the first start on a GPU. Python's headers are in the base
 # image, CUDA's in Triton's wheel.
@@ -107,15 +123,23 @@ RUN if [ "${CUDA}" != none ]; then \
       apt-get clean && rm -rf /var/lib/apt/lists/*; \
     fi
 COPY --from=pins /pins/torch.txt /pins/
-RUN pip install --constraint /pins/torch.txt torch
+RUN pip install --no-deps --require-hashes --requirement /pins/torch.txt
 COPY deploy/check_torch.py /pins/
 RUN python -B /pins/check_torch.py "${CUDA}"
-COPY --from=pins /pins/constraints.txt /pins/worker.txt /pins/
-RUN pip install --constraint /pins/constraints.txt --requirement /pins/worker.txt
+COPY deploy/locks/worker.txt /pins/
+RUN pip install --no-deps --require-hashes --requirement /pins/worker.txt && pip check
+
+FROM worker-packages AS worker-sbom
+COPY --from=project /project/installed /opt/imagefleet
+COPY --from=sbom /opt/sbom /opt/sbom
+RUN /opt/sbom/bin/python /opt/sbom/write_sbom.py imagefleet-worker /usr/share/imagefleet
+
+FROM worker-packages AS worker
 ARG MODEL=demo_model
 # Under its own name, which is recorded with each image; the link has a fixed path.
 COPY ${MODEL} /models/${MODEL}
 RUN ln --symbolic "/models/${MODEL}" /models/checkpoint
+COPY --from=worker-sbom /usr/share/imagefleet /usr/share/imagefleet
 COPY --from=project /project/installed /opt/imagefleet
 ARG MODEL_FILE=""
 ARG REVISION=unknown

@@ -27,6 +27,7 @@ OUTSIDE = {
         for path in (
             "CHANGELOG.md",
             "CONTRIBUTING.md",
+            "SECURITY.md",
             "benchmarks/engine-notes.md",
             "dashboards/README.md",
             "demo_model/README.md",

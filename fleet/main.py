@@ -17,6 +17,7 @@ from typer.core import TyperCommand, TyperGroup
 
 from fleet import console, demo, failed, health, load, options, prompt
 from fleet.bench import command as bench
+from fleet.broker import command as broker
 from fleet.files import lora, model
 from fleet.keys import command as keys
 from fleet.monitor import command as monitor
@@ -30,7 +31,7 @@ from fleet.worker import command as worker
 from imagefleet.telemetry import logs
 
 #: Commands whose stderr is a log, which a program may read.
-_SERVICES = ("worker", "exporter")
+_SERVICES = ("worker", "exporter", "broker")
 
 #: Types of options in typer's help and in that of the settings.
 _METAVARS = {
@@ -139,6 +140,7 @@ app.command("top")(monitor.top_command)
 app.command("exporter")(monitor.exporter_command)
 app.add_typer(failed.app, name="failed", short_help="Lists, replays and discards failed jobs.")
 app.add_typer(keys.app, name="keys", short_help="Creates, checks and revokes SAS tokens.")
+app.command("broker")(broker.command)
 app.command("plan")(plan.command)
 app.command("report")(report.command)
 app.command("verify")(verify.command)

@@ -25,6 +25,7 @@ from pydantic.fields import FieldInfo
 from pydantic_settings import BaseSettings
 
 from fleet import console
+from fleet.broker.settings import BrokerSettings
 from fleet.monitor.settings import ExporterSettings, MonitorSettings
 from imagefleet import errors, redaction, validation
 from imagefleet.storage import settings as storage_settings
@@ -70,6 +71,7 @@ PROJECT_SETTINGS: Mapping[type[BaseSettings], tuple[str, str]] = {
     LoadSettings: ("Load generator", "`load`"),
     MonitorSettings: ("Monitoring", "`status`, `top`, `exporter`, `report`, `scale`"),
     ExporterSettings: ("Exporter", "`exporter`"),
+    BrokerSettings: ("Broker", "`broker`"),
 }
 
 #: Settings of the last release by the model that had them, and what happens instead. Their flags

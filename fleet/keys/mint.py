@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import json
+import re
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from datetime import UTC, datetime, timedelta
@@ -149,14 +150,32 @@ async def store_policy(settings: StorageSettings, role: Role, name: str) -> None
     await _change_policies(settings, [each for each in RESOURCES if role.letters(each)], store)
 
 
+async def policies(settings: StorageSettings, role: Role) -> set[str]:
+    """The names of the policies that all resources of *role* have."""
+    found: list[set[str]] = []
+    resources = [each for each in RESOURCES if role.letters(each)]
+    await _change_policies(settings, resources, lambda _, stored: found.append(set(stored)))
+    return set.intersection(*found)
+
+
+def is_of_broker(policy: str, name: str) -> bool:
+    """True if *name* is a policy that a broker made for *policy*."""
+    return bool(re.fullmatch(rf"{re.escape(policy)}-[0-9a-f]{{8}}", name))
+
+
 async def remove_policy(settings: StorageSettings, name: str) -> list[str]:
-    """Removes the policy, which revokes its tokens; returns the resources that had it."""
-    removed = await _change_policies(
-        settings,
-        RESOURCES,
-        lambda _, policies: policies.pop(name, None) is not None,
-        but_missing=True,
-    )
+    """Removes the policy *name* or a broker's for it, which revokes its tokens.
+
+    Returns the resources that had one.
+    """
+
+    def remove(_: Resource, policies: dict[str, Any]) -> bool:
+        ours = [each for each in policies if each == name or is_of_broker(name, each)]
+        for each in ours:
+            del policies[each]
+        return bool(ours)
+
+    removed = await _change_policies(settings, RESOURCES, remove, but_missing=True)
     if not removed:
         raise errors.SetupError(f"there is no policy {name!r} to revoke")
     return removed
@@ -181,7 +200,7 @@ def _address_without_key(queue: QueueClient, container: ContainerClient, https: 
 async def _change_policies(
     settings: StorageSettings,
     resources: Iterable[Resource],
-    change: Callable[[Resource, dict[str, Any]], bool],
+    change: Callable[[Resource, dict[str, Any]], bool | None],
     *,
     but_missing: bool = False,
 ) -> list[str]:

@@ -42,15 +42,26 @@ async def serving(
     )
     app.router.add_get("/live", _probe(is_live, "live", "the engine hangs"))
     app.router.add_get("/ready", _probe(is_ready, "ready", "starting or draining"))
+    async with listening(app, host, port, "/metrics") as chosen:
+        yield chosen
+
+
+@contextlib.asynccontextmanager
+async def listening(app: web.Application, host: str, port: int, what: str) -> AsyncIterator[int]:
+    """Serves *app* while the block runs; yields the port (with port 0, the system chooses it).
+
+    Raises:
+        SetupError: the port, which is for *what*, is in use or not permitted.
+    """
     runner = web.AppRunner(app, access_log=None)
-    await runner.setup()
     try:
+        await runner.setup()
         site = web.TCPSite(runner, host, port)
         try:
             await site.start()
         except OSError as error:
             raise errors.SetupError(
-                f"cannot listen on {host}:{port} for /metrics: {error.strerror or error}; choose"
+                f"cannot listen on {host}:{port} for {what}: {error.strerror or error}; choose"
                 " another with --port"
             ) from None
         yield runner.addresses[0][1]

@@ -172,20 +172,19 @@ class Builder:
         )
         return {target: self.image(f"localhost/{target}") for target in targets}
 
-    def read_pins(self, arguments: Mapping[str, str]) -> tuple[list[str], list[str]]:
-        """The lines of torch.txt and constraints.txt that a build with *arguments* installs by."""
+    def read_pins(self, arguments: Mapping[str, str]) -> list[str]:
+        """The lines of the lock file of the torch that a build with *arguments* installs."""
         given = " ".join(f"--build-arg {name}={value}" for name, value in arguments.items())
         printed = self._must(
             f"""
             {self.build_line} {given} --target pins --tag localhost/pins . >&2
             container=$(buildah from --pull-never localhost/pins)
             mounted=$(buildah mount "$container")
-            cat "$mounted/pins/torch.txt"; echo; cat "$mounted/pins/constraints.txt"
+            cat "$mounted/pins/torch.txt"
             buildah rm "$container" >&2
             """
         )
-        torch, _, others = printed.partition("\n\n")
-        return torch.splitlines(), others.splitlines()
+        return printed.splitlines()
 
     def image(self, name: str) -> Image:
         inspected = json.loads(self._must(f"buildah inspect --type image {name}"))

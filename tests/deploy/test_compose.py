@@ -78,10 +78,12 @@ def test_every_mounted_file_and_build_folder_exists(
         assert service["build"]["target"] in stages
 
 
-def test_third_party_images_are_pinned(read: Callable[..., Services]) -> None:
+def test_third_party_images_are_pinned_by_digest(read: Callable[..., Services]) -> None:
     services = read("compose.yaml")
     images = [each["image"] for name, each in services.items() if name not in ours(services)]
-    assert [image for image in images if not re.search(r":v?\d+\.\d+\.\d+$", image)] == []
+    assert [image for image in images if not re.search(r":v?\d+\.\d+\.\d+(@|$)", image)] == []
+    without = [image for image in images if not re.search(r"@sha256:[0-9a-f]{64}$", image)]
+    assert without == ["victoriametrics/vmagent:v1.122.0"]
 
 
 def test_every_command_and_variable_is_valid(

@@ -1,8 +1,9 @@
 """deploy/README.md's ten commands, read from it and run in order.
 
-The storage is Azurite, SaladCloud its fake. The image is really built, with torch for CPUs and the
-demo's checkpoint, and its worker really draws. `az`, `docker` and the editor are small programs on
-the PATH; `docker push` only prints the digest, as no registry is at hand.
+The storage is Azurite, SaladCloud its fakes. The images are really built, with torch for CPUs and
+the demo's checkpoint; the worker really draws, with tokens from a broker in the console's image.
+`az`, `docker` and the editor are small programs on the PATH; `docker push` only prints the digest,
+as no registry is at hand.
 """
 
 from __future__ import annotations
@@ -32,6 +33,7 @@ from azure.storage.blob import ContainerClient
 from azure.storage.queue import QueueClient, QueueServiceClient
 from PIL import Image, ImageStat
 
+from fleet.broker.settings import BrokerSettings
 from imagefleet.storage.azure.storage import API_VERSION
 
 #: What takes minutes in production is made short; the commands' own code is as it is.
@@ -48,7 +50,8 @@ main.main()
 """
 
 AZ = """
-import sys
+import json, sys
+from pathlib import Path
 match sys.argv[1:]:
     case ["group", "create", "--name", "acme", "--location", _]:
         pass
@@ -58,6 +61,15 @@ match sys.argv[1:]:
     case ["storage", "account", "show-connection-string", "--name", "acmeimages",
           "--output", "tsv"]:
         print({connection!r})
+    case ["containerapp", "env", "create", "--name", "acme", "--resource-group", "acme",
+          "--location", _, "--logs-destination", "none"]:
+        pass
+    case ["containerapp", "create", "--name", "broker", "--resource-group", "acme", *options,
+          "--query", "properties.configuration.ingress.fqdn", "--output", "tsv"]:
+        Path("app.json").write_text(json.dumps(options))
+        print({broker!r})
+    case ["containerapp", "delete", "--name", "broker", "--resource-group", "acme", "--yes"]:
+        Path("app.json").unlink()
     case _:
         sys.exit(f"az: {{sys.argv[1:]}}?")
 """
@@ -100,7 +112,7 @@ def steps(repository: Path) -> list[Step]:
     _, _, after = text.partition("## From nothing to images on SaladCloud")
     block = after.split("```")[1].partition("\n")[2]
     found = [Step(0, "", [])]
-    for line in block.splitlines():
+    for line in block.replace("\\\n", "").splitlines():
         if numbered := re.match(r"# (\d+) +(.*)", line):
             found.append(Step(int(numbered[1]), numbered[2], []))
         elif line.startswith("#"):
@@ -118,6 +130,36 @@ def salad(salad_module: Any) -> Iterator[Any]:
     with salad_module.serving(fake):
         yield fake
     assert not fake.violations
+
+
+@pytest.fixture(scope="module")
+def cloud_module(load_file: Callable[[Path], Any]) -> Any:
+    return load_file(Path(__file__).with_name("cloud_fake.py"))
+
+
+@pytest.fixture
+def cloud(cloud_module: Any, data: Path) -> Iterator[Any]:
+    """SaladCloud's identities, and Azure Container Apps."""
+    fake = cloud_module.CloudFake(data)
+    fake.organization = "acme"
+    yield fake
+    fake.close()
+
+
+@pytest.fixture
+def start_app(
+    cloud: Any, cloud_module: Any, builder: Any, unused_port: int, tmp_path: Path
+) -> Callable[[list[str]], None]:
+    """Runs the container that `az containerapp create` asks for."""
+
+    def start(options: list[str]) -> None:
+        app = cloud_module.app_of(options)
+        assert app["port"] == BrokerSettings.model_fields["port"].default
+        folder = tmp_path / "app"
+        folder.mkdir()
+        cloud.create_app(builder.image(app["image"]), folder, unused_port, app["variables"])
+
+    return start
 
 
 @pytest.fixture
@@ -149,7 +191,9 @@ def checkout(repository: Path, tmp_path: Path) -> Path:
             repository / name, folder / name, ignore=shutil.ignore_patterns("__pycache__")
         )
     shutil.copytree(repository / "deploy" / "salad", folder / "deploy" / "salad")
-    shutil.copy2(repository / "deploy" / "check_torch.py", folder / "deploy")
+    shutil.copytree(repository / "deploy" / "locks", folder / "deploy" / "locks")
+    for name in ("check_torch.py", "write_sbom.py"):
+        shutil.copy2(repository / "deploy" / name, folder / "deploy")
     for path in repository.iterdir():
         if path.is_file() and path.name != ".git":
             shutil.copy2(path, folder)
@@ -226,14 +270,15 @@ class Operator:
 class Node:
     """Starts SaladCloud's replicas: the worker of the image that a group names, with its variables.
 
-    One process stands for all of them. It runs on this machine's CPU, so without SaladCloud's own
-    variables: with them it would ask for a node with a GPU.
+    One process stands for all of them. It runs on this machine's CPU, so without the checks that
+    would ask for a node with a GPU.
     """
 
-    def __init__(self, salad: Any, builder: Any, data: Path) -> None:
+    def __init__(self, salad: Any, cloud: Any, builder: Any, data: Path) -> None:
         self.log = data / "worker.log"
         self.log.write_text("")
         self._salad = salad
+        self._cloud = cloud
         self._builder = builder
         self._data = data
         self._is_over = threading.Event()
@@ -252,6 +297,7 @@ class Node:
                 group.step(self._salad.nodes)
             running = [group for group in groups if group.running]
             if running and self._worker is None:
+                self._cloud.group = running[0].body["name"]
                 self._start(running[0].body["container"])
             elif not running:
                 self._kill()
@@ -259,7 +305,14 @@ class Node:
 
     def _start(self, container: dict[str, Any]) -> None:
         image = self._builder.image(container["image"])
-        variables = {**container["environment_variables"], "IMAGEFLEET_PORT": "0"}
+        variables = {
+            **container["environment_variables"],
+            "IMAGEFLEET_PORT": "0",
+            "IMAGEFLEET_DEVICE": "cpu",
+            "IMAGEFLEET_MIN_IMAGES_PER_SECOND": "0",
+            "SALAD_METADATA_URL": self._cloud.url,
+            "SSL_CERT_FILE": f"/data/{self._cloud.certificate.name}",
+        }
         command = image.command(*image.config["Cmd"], data=self._data, **variables)
         with self.log.open("a") as log:
             self._worker = subprocess.Popen(command, stdout=log, stderr=subprocess.STDOUT)
@@ -273,8 +326,8 @@ class Node:
 
 
 @pytest.fixture
-def node(salad: Any, builder: Any, data: Path) -> Iterator[Node]:
-    started = Node(salad, builder, data)
+def node(salad: Any, cloud: Any, builder: Any, data: Path) -> Iterator[Node]:
+    started = Node(salad, cloud, builder, data)
     yield started
     started.end()
     sys.stdout.write(started.log.read_text())  # shown where the test fails
@@ -295,6 +348,7 @@ def operator(
     builder: Any,
     connection: str,
     salad: Any,
+    cloud: Any,
     tmp_path: Path,
 ) -> Operator:
     endpoints = dict(part.split("=", 1) for part in connection.strip(";").split(";"))
@@ -303,7 +357,7 @@ def operator(
     digest = builder.command("buildah inspect --type image --format '{{.FromImageDigest}}' $1")
     programs = {
         "imagefleet": f"#!{sys.executable}{IMAGEFLEET}",
-        "az": f"#!{sys.executable}{AZ.format(connection=connection)}",
+        "az": f"#!{sys.executable}{AZ.format(connection=connection, broker=cloud.host)}",
         "edit": f"#!{sys.executable}{EDITOR.format(salad=salad.url, storage=storage)}",
         "docker": textwrap.dedent(f"""\
             #!/bin/bash
@@ -343,6 +397,8 @@ def test_the_ten_commands_lead_from_nothing_to_images(
     node: Node,
     checkout: Path,
     connection: str,
+    cloud: Any,
+    start_app: Callable[[list[str]], None],
 ) -> None:
     if "worker" not in images:
         pytest.skip("torch comes with CUDA here, gigabytes that a test should not download")
@@ -377,9 +433,11 @@ def test_the_ten_commands_lead_from_nothing_to_images(
         do(4)
         assert queue.get_queue_properties().approximate_message_count == JOBS_OF_THE_TRIAL
         do(5)
-        assert "AccountKey" not in (checkout / "worker.env").read_text()
+        assert operator.exported("BROKER_URL") == f"https://{cloud.host}/tokens"
+        start_app(json.loads((checkout / "app.json").read_text()))
         do(6)
         assert not salad.requests
+        assert "AccountKey" not in printed[6]
         do(7)
         assert "Apply?" in printed[7]
         assert [group.replicas for group in salad.groups.values()] == [5]
@@ -395,6 +453,7 @@ def test_the_ten_commands_lead_from_nothing_to_images(
             assert image.size == (128, 128)
             assert max(deviation for deviation in ImageStat.Stat(image).stddev) > 10
     assert not salad.groups
+    assert not (checkout / "app.json").exists()
     report = json.loads(operator.type("imagefleet report --campaign catalogue --json"))
     assert report["images"] == JOBS_OF_THE_TRIAL
     assert (checkout / "catalogue-report.html").stat().st_size > 10_000

@@ -26,7 +26,7 @@ from worker.testing import StandInEngine
 ROOT = Path(__file__).parents[2]
 
 PAGES = [
-    *(ROOT / name for name in ("README.md", "CONTRIBUTING.md", "deploy/README.md")),
+    *(ROOT / name for name in ("README.md", "CONTRIBUTING.md", "SECURITY.md", "deploy/README.md")),
     *(ROOT / "deploy" / name / "README.md" for name in ("kubernetes", "salad", "skypilot")),
     ROOT / "dashboards" / "README.md",
     ROOT / "demo_model" / "README.md",
@@ -39,7 +39,7 @@ _TESTS_VARIABLE = re.compile(r"IMAGEFLEET_REQUIRE_\w+")
 
 #: Flags of other programs, where a page shows them by themselves.
 _FOREIGN_FLAGS = {
-    *("--build-arg", "--target", "--strict"),
+    *("--build-arg", "--target", "--strict", "--registry-server"),
     *("--env", "--num-jobs", "--secret-file"),
 }
 

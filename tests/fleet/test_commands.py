@@ -35,6 +35,7 @@ Imagefleet = Callable[..., "subprocess.CompletedProcess[str]"]  # the fixture of
 WITHOUT_JSON = {
     "worker": "it prints nothing but its log, which is JSON with --log-format json",
     "exporter": "likewise; its figures are metrics",
+    "broker": "likewise; its answers are JSON",
     "health": "a probe: its exit code is the answer",
 }
 

@@ -73,6 +73,7 @@ ARGUMENTS: dict[str, tuple[str, ...]] = {
     "status": (),
     "top": (),
     "exporter": ("--port", "0"),
+    "broker": ("--organization", "acme", "--port", "0"),
     "plan": ("--jobs", "10", "--price-file", "secret.txt"),
     "report": ("--price-file", "prices.yaml"),
     "scale": ("--max-dollars", "1", "--dollars-per-hour", "1", "--once", "--yes"),
@@ -91,6 +92,9 @@ ARGUMENTS: dict[str, tuple[str, ...]] = {
     "keys files": ("--hours", "1"),
     "keys check": ("worker",),
     "keys revoke": ("spring",),
+    "keys signing": ("--file", "key.pem"),
+    "verify": (),
+    "redo": ("--worker", "w1", "--yes"),
     "deploy salad render": (),
     "deploy salad apply": ("--yes", "--wait-minutes", "0"),
     "deploy salad resize": ("2", "--yes"),
@@ -107,13 +111,8 @@ ARGUMENTS: dict[str, tuple[str, ...]] = {
 
 #: They need no service, and some of them seconds.
 OFFLINE = {
-    "demo",
-    "keys signing",
-    "plan",
-    "prompt",
-    "version",
-    "bench engine",
-    "deploy salad render",
+    *("demo", "plan", "prompt", "version", "keys signing"),
+    *("bench engine", "deploy salad render"),
 }
 
 ON_STORAGE = {each for each in ARGUMENTS.keys() - OFFLINE - {"health"} if "salad" not in each}
@@ -357,7 +356,12 @@ def test_wrong_storage_addresses_are_one_sentence_without_their_secrets(
 
 
 #: The command that is tried with the settings of each model.
-COMMAND_OF = {"WorkerSettings": "worker", "LoadSettings": "load", "ExporterSettings": "exporter"}
+COMMAND_OF = {
+    "WorkerSettings": "worker",
+    "LoadSettings": "load",
+    "ExporterSettings": "exporter",
+    "BrokerSettings": "broker",
+}
 
 IN_THE_WRONG_PLACE = (
     f"DefaultEndpointsProtocol=https;AccountName=acme;AccountKey={MARK}AccountKey",

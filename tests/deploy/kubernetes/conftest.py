@@ -136,7 +136,7 @@ def components() -> tuple[str, ...]:
 def errors_of() -> Callable[[Sequence[Manifest]], list[Exception]]:
     """Holds each manifest against its schema."""
     schemas: dict[str, Manifest] = {}
-    for path in ("keda.yaml", "prometheus-operator.yaml"):
+    for path in ("cilium.yaml", "keda.yaml", "prometheus-operator.yaml"):
         schemas |= yaml.safe_load((SCHEMAS / path).read_text())
 
     def check(manifests: Sequence[Manifest]) -> list[Exception]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ipaddress
 import json
 import re
 import subprocess
@@ -86,7 +87,8 @@ def test_every_component_is_a_line_of_the_kustomization_and_of_the_readme(
 ) -> None:
     folder = repository / "deploy" / "kubernetes"
     assert sorted(components) == sorted(path.name for path in (folder / "components").iterdir())
-    described = re.findall(r"^\| `([a-z-]+)` \|", (folder / "README.md").read_text(), re.MULTILINE)
+    _, _, text = (folder / "README.md").read_text().partition("## Components")
+    described = re.findall(r"^\| `([a-z-]+)` \|", text, re.MULTILINE)
     assert tuple(described) == components
 
 
@@ -110,11 +112,85 @@ def test_a_component_that_comes_after_the_job_is_an_error_not_a_silence(
 
 def test_all_pods_pull_with_the_secret(render: Render) -> None:
     rendered = render("image-pull-secret")
-    (account,) = rendered.of_kind("ServiceAccount").values()
-    assert account["imagePullSecrets"] == [{"name": "registry"}]
+    accounts = rendered.of_kind("ServiceAccount")
     for _, pod, _ in rendered.pods():
-        assert pod["serviceAccountName"] == account["metadata"]["name"]
+        assert accounts[pod["serviceAccountName"]]["imagePullSecrets"] == [{"name": "registry"}]
         assert "imagePullSecrets" not in pod, "would replace the account's"
+
+
+class TestEgress:
+    @pytest.fixture
+    def policies(self, render: Render) -> dict[str, Any]:
+        policies: dict[str, Any] = render("egress").of_kind("NetworkPolicy")
+        return policies
+
+    def test_by_default_nothing_enters_or_leaves_the_namespace(
+        self, policies: dict[str, Any]
+    ) -> None:
+        spec = policies["default-deny"]["spec"]
+        assert spec == {"podSelector": {}, "policyTypes": ["Ingress", "Egress"]}
+
+    def test_every_pod_may_reach_dns_https_and_the_metrics_alone(
+        self, policies: dict[str, Any], render: Render
+    ) -> None:
+        spec = policies["imagefleet-egress"]["spec"]
+        assert spec["policyTypes"] == ["Egress"]
+        for labels, _, _ in render("egress").pods():
+            assert selects(spec["podSelector"], labels)
+        ports = [{port["port"] for port in rule["ports"]} for rule in spec["egress"]]
+        assert ports == [{53}, {443}, {8429, 9090}]
+        assert all(rule["to"] for rule in spec["egress"]), "an empty list is everywhere"
+
+    @pytest.mark.parametrize(
+        ("address", "allowed"),
+        [
+            ("20.60.1.4", True),
+            ("2603:1030::1", True),
+            ("169.254.169.254", False),  # the node's metadata service, with the node's identity
+            ("10.0.0.1", False),  # Kubernetes' API
+            ("192.168.1.1", False),
+            ("fd00::1", False),
+        ],
+    )
+    def test_https_reaches_the_internet_but_no_private_address(
+        self, policies: dict[str, Any], address: str, allowed: bool
+    ) -> None:
+        (https,) = (
+            rule
+            for rule in policies["imagefleet-egress"]["spec"]["egress"]
+            if rule["ports"] == [{"protocol": "TCP", "port": 443}]
+        )
+        host = ipaddress.ip_address(address)
+
+        def holds(block: str) -> bool:
+            network = ipaddress.ip_network(block)
+            return network.version == host.version and host in network
+
+        reached = any(
+            holds(peer["ipBlock"]["cidr"]) and not any(map(holds, peer["ipBlock"]["except"]))
+            for peer in https["to"]
+        )
+        assert reached is allowed
+
+    def test_cilium_allows_the_accounts_names_and_the_sign_in_alone(
+        self, render: Render, errors_of: Errors
+    ) -> None:
+        rendered = render("egress-fqdn")
+        (policy,) = rendered.of_kind("CiliumNetworkPolicy").values()
+        assert errors_of([policy]) == []
+        for labels, _, _ in rendered.pods():
+            assert selects(policy["spec"]["endpointSelector"], labels)
+        names = [
+            name
+            for rule in policy["spec"]["egress"]
+            for selector in rule.get("toFQDNs", [])
+            for name in selector.values()
+        ]
+        storage = rendered.of_kind("ConfigMap")["imagefleet-settings"]["data"]["IMAGEFLEET_STORAGE"]
+        blobs = storage.removeprefix("https://")
+        queues = blobs.replace(".blob.", ".queue.")
+        assert names == [blobs, queues, "login.microsoftonline.com"]
+        assert not any("toEntities" in rule for rule in policy["spec"]["egress"])
 
 
 def test_workers_and_nothing_else_are_placed_on_gpu_nodes_and_give_way(render: Render) -> None:

@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 import yaml
 
+from imagefleet.storage.azure.roles import RESOURCES, ROLES, azure_role
 from worker.pipeline import HAND_BACK_SECONDS
 from worker.settings import WorkerSettings
 
@@ -78,6 +79,11 @@ def test_one_entry_per_image_changes_all_manifests(
         assert used["load"] == used["exporter"] != used["worker"]
 
 
+def test_a_tag_that_moves_is_in_no_shipped_manifest(plain: Any) -> None:
+    for _, _, container in plain.pods():
+        assert re.search(r"@sha256:[0-9a-f]{64}$", container["image"])
+
+
 def test_all_is_in_the_namespace_that_the_base_makes(manifests: Any) -> None:
     (namespace,) = manifests.of_kind("Namespace")
     elsewhere = {
@@ -125,13 +131,47 @@ def test_keda_counts_the_workers_queue_including_leased_jobs(plain: Any) -> None
     assert "replicas" not in plain.of_kind("Deployment")["imagefleet-worker"]["spec"]
 
 
-def test_pods_are_labelled_for_workload_identity(plain: Any, manifests: Any) -> None:
-    (account,) = plain.of_kind("ServiceAccount").values()
+def test_each_role_has_an_identity_of_its_own(plain: Any, manifests: Any) -> None:
+    accounts = manifests.of_kind("ServiceAccount")
+    used = {container["name"]: pod["serviceAccountName"] for _, pod, container in manifests.pods()}
+    assert sorted(used.values()) == sorted(accounts)
+    assert used == {name: f"imagefleet-{name}" for name in ("worker", "load", "exporter")}
+    for account in accounts.values():
+        assert "azure.workload.identity/client-id" in account["metadata"]["annotations"]
+        assert account["automountServiceAccountToken"] is False
     (auth,) = plain.of_kind("TriggerAuthentication").values()
-    identity = account["metadata"]["annotations"]["azure.workload.identity/client-id"]
-    assert auth["spec"]["podIdentity"] == {"provider": "azure-workload", "identityId": identity}
-    for labels, _, _ in manifests.pods():
+    assert auth["spec"]["podIdentity"].keys() == {"provider", "identityId"}
+    assert auth["spec"]["podIdentity"]["provider"] == "azure-workload"
+    for labels, pod, _ in manifests.pods():
         assert labels["azure.workload.identity/use"] == "true"
+        # Kubernetes' own token, which no role needs; Azure's is projected for the label.
+        assert pod["automountServiceAccountToken"] is False
+
+
+def test_the_documented_azure_roles_are_the_least_that_each_role_needs(repository: Path) -> None:
+    text = (repository / "deploy" / "kubernetes" / "README.md").read_text()
+    rows = re.findall(r"^\| `imagefleet-(\w+)` \| `[^`]+` \| (.+?) \|$", text, re.MULTILINE)
+    assigned = {
+        identity: dict(re.findall(r"`([\w-]+)`: ([\w ]+)", roles)) for identity, roles in rows
+    }
+    assert assigned.keys() == {"worker", "load", "exporter", "scaler"}
+    names = {"jobs": "queue", "jobs-poison": "poison", "images": "blob", "files": "files"}
+    monitor = {"queue": "r", "poison": "r"}  # it reads no images
+    for identity, needed in (
+        ("worker", {resource: ROLES["worker"].letters(resource) for resource in RESOURCES}),
+        ("load", {resource: ROLES["load"].letters(resource) for resource in RESOURCES}),
+        ("exporter", monitor),
+        ("scaler", {"queue": "r"}),
+    ):
+        given = {names[name]: role for name, role in assigned[identity].items()}
+        assert given.keys() == {resource for resource, letters in needed.items() if letters}
+        for resource, role in given.items():
+            least = {azure_role(resource, letter) for letter in needed[resource]}
+            assert role in least, (identity, resource)
+            assert len(least) == 1 or role.endswith("Contributor"), (identity, resource)
+    # The commands below the table are those of its first row.
+    commands = re.findall(r'^assign "([\w ]+)" \w+/default/\w+/([\w-]+)$', text, re.MULTILINE)
+    assert {name: role for role, name in commands} == assigned["worker"]
 
 
 def test_nothing_is_loaded_by_an_apply(plain: Any) -> None:

@@ -182,7 +182,9 @@ def test_the_network_policy_lets_prometheus_in(render: Render) -> None:
     rendered = render("scrape-config")
     (policy,) = rendered.of_kind("NetworkPolicy").values()
     (rule,) = policy["spec"]["ingress"]
+    assert rule["ports"] == [{"protocol": "TCP", "port": "metrics"}]
     (source,) = rule["from"]
+    assert source["podSelector"]["matchLabels"] == {"app.kubernetes.io/name": "prometheus"}
     namespace = rendered.of_kind("ConfigMap")["imagefleet-scrape-config"]["metadata"]["namespace"]
     assert source["namespaceSelector"]["matchLabels"] == {"kubernetes.io/metadata.name": namespace}
     (binding,) = rendered.of_kind("RoleBinding").values()

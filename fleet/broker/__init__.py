@@ -1,0 +1,1 @@
+"""`imagefleet broker`: short-lived SAS tokens for the nodes of SaladCloud."""

@@ -1,0 +1,53 @@
+"""`imagefleet broker`: issues short-lived tokens to workers on SaladCloud."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+
+from aiohttp import web
+
+from fleet import console, options
+from fleet.broker.settings import BrokerSettings
+from imagefleet import errors
+from imagefleet.telemetry import logs, probes
+
+log = logging.getLogger(__name__)
+
+
+@options.from_settings(BrokerSettings)
+def command(settings: BrokerSettings) -> None:
+    """Issues short-lived SAS tokens to workers on SaladCloud, for IMAGEFLEET_BROKER_URL.
+
+    A node authenticates with SaladCloud's identity token, and the account's key stays here. Run it
+    behind a proxy that terminates TLS: workers use https only.
+
+    imagefleet broker --organization acme
+    """
+    logs.configure(settings.log_format)
+    if not settings.organization:
+        raise errors.SetupError("--organization is required: any other's nodes would get tokens")
+    try:
+        from fleet.broker import identity, service
+    except ModuleNotFoundError as error:
+        raise errors.SetupError(
+            f"{error.name} is not installed; for the broker: pip install 'imagefleet[broker]'"
+        ) from None
+    fleets = settings.salad_fleets.split(",") if settings.salad_fleets else ()
+    broker = service.Broker(settings, identity.Identities(settings.organization, fleets))
+    console.run(_serve(service.application(broker), settings))
+
+
+async def _serve(app: web.Application, settings: BrokerSettings) -> None:
+    async with probes.listening(app, settings.host, settings.port, "requests") as port:
+        log.info(
+            "issuing tokens on port %d to nodes of %s",
+            port,
+            settings.salad_fleets or settings.organization,
+            extra={"action": "broker_started"},
+        )
+        await console.until_stopped(asyncio.create_task(_forever(), name="broker"))
+
+
+async def _forever() -> None:
+    await asyncio.Event().wait()

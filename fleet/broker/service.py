@@ -1,0 +1,132 @@
+"""The broker: a node sends its identity token and gets a worker's SAS tokens for an hour or two.
+
+The account's key stays here. The tokens are tied to a stored policy, whose removal ends them all.
+The broker then makes another policy, never one of the same name: with that, tokens which were
+stolen before would work again.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import secrets
+import time
+from datetime import timedelta
+
+from aiohttp import web
+
+from fleet.broker.identity import Identities, RefusedError
+from fleet.broker.settings import BrokerSettings
+from fleet.keys import command as keys
+from fleet.keys import mint
+from imagefleet import errors
+from imagefleet.storage.azure.roles import ROLES
+
+log = logging.getLogger(__name__)
+
+#: For so long after a revocation, nodes may get tokens that are revoked already; they ask again.
+CHECK_SECONDS = 30.0
+
+#: Nodes wait for the answer meanwhile.
+LONGEST_CHECK_SECONDS = 10.0
+
+ROLE = ROLES["worker"]
+
+
+class Policy:
+    """The stored policy of the tokens: one of *prefix*-NUMBER that exists, or a new one."""
+
+    def __init__(self, settings: BrokerSettings) -> None:
+        self._settings = settings
+        self._name = ""
+        self._checked_at = float("-inf")
+        self._lock = asyncio.Lock()
+
+    async def name(self) -> str:
+        """The name of a policy that exists, or that did when the storage last answered.
+
+        Raises:
+            FleetError: there is none yet, and the storage does not answer or refuses to make one.
+        """
+        async with self._lock:
+            if time.monotonic() - self._checked_at >= CHECK_SECONDS:
+                try:
+                    async with asyncio.timeout(LONGEST_CHECK_SECONDS):
+                        self._name = await self._find() or await self._make()
+                except (errors.TransientError, TimeoutError) as error:
+                    reason = str(error) or "the storage does not answer"
+                    if not self._name:
+                        raise errors.TransientError(f"cannot read the policies: {reason}") from None
+                    log.warning(
+                        "cannot read the policies, and goes on with %s: %s",
+                        self._name,
+                        reason,
+                        extra={"action": "policy_unchecked"},
+                    )
+                self._checked_at = time.monotonic()
+            return self._name
+
+    async def _find(self) -> str | None:
+        stored = await mint.policies(self._settings, ROLE)
+        ours = sorted(each for each in stored if mint.is_of_broker(self._settings.policy, each))
+        return self._name if self._name in ours else next(iter(ours), None)
+
+    async def _make(self) -> str:
+        name = f"{self._settings.policy}-{secrets.token_hex(4)}"
+        await mint.store_policy(self._settings, ROLE, name)
+        log.info(
+            "new tokens have the policy %s; imagefleet keys revoke %s ends them",
+            name,
+            self._settings.policy,
+            extra={"action": "policy_made"},
+        )
+        return name
+
+
+class Broker:
+    """Issues worker tokens to the nodes that *identities* accepts."""
+
+    def __init__(self, settings: BrokerSettings, identities: Identities) -> None:
+        self._minter = mint.Minter(settings)
+        self._identities = identities
+        self._life = timedelta(hours=settings.token_hours)
+        self._policy = Policy(settings)
+
+    async def start(self, _: web.Application) -> None:
+        """Makes the policy, so that a mistake in the settings ends the start."""
+        await self._policy.name()
+
+    async def handle(self, request: web.Request) -> web.Response:
+        """Answers with tokens, or 401 (invalid token), 403 (not one of ours) or 503 (try again)."""
+        scheme, _, identity_token = request.headers.get("Authorization", "").partition(" ")
+        try:
+            node = await self._identities.verify(identity_token if scheme == "Bearer" else "")
+            policy = await self._policy.name()
+        except RefusedError as refusal:
+            # A caller chooses parts of the reason: escaped, they cannot forge another line.
+            log.warning("refused: %.300a", refusal.reason, extra={"action": "refused"})
+            return web.json_response({"error": refusal.reason}, status=refusal.status)
+        except errors.FleetError as error:
+            log.warning("%s", error.message, extra={"action": "policy_failed"})
+            return web.json_response({"error": "try again later"}, status=503)
+        log.info(
+            "issued tokens to machine %.60a of %.80a",
+            node.machine,
+            node.group,
+            extra={"action": "tokens_given"},
+        )
+        minted = self._minter.mint(ROLE, self._life, policy)
+        return web.json_response(keys.record(minted), headers={"Cache-Control": "no-store"})
+
+
+def application(broker: Broker) -> web.Application:
+    """The broker, for POST requests at any path; GET /live says that it runs."""
+    app = web.Application()
+    app.on_startup.append(broker.start)
+    app.router.add_get("/live", _live)
+    app.router.add_post("/{path:.*}", broker.handle)
+    return app
+
+
+async def _live(_: web.Request) -> web.Response:
+    return web.Response(text="live\n")

@@ -1,0 +1,123 @@
+"""`imagefleet broker`: its settings, and the process from its start to its end."""
+
+from __future__ import annotations
+
+import os
+import socket
+import subprocess
+import sys
+import time
+import urllib.request
+from collections.abc import Callable
+
+import pytest
+
+from imagefleet.storage.open import open_storage
+from imagefleet.storage.settings import StorageSettings
+from imagefleet.telemetry import logs
+
+KEY = "DefaultEndpointsProtocol=https;AccountName=acme;AccountKey=a2V5a2V5"
+
+Imagefleet = Callable[..., "subprocess.CompletedProcess[str]"]
+
+
+@pytest.fixture
+def quiet(monkeypatch: pytest.MonkeyPatch) -> None:
+    """No log of a service in the test's own process."""
+    monkeypatch.setattr(logs, "configure", lambda *_: None)
+
+
+@pytest.mark.usefixtures("quiet")
+@pytest.mark.parametrize(
+    ("arguments", "reason"),
+    [
+        (("--storage", KEY), "--organization is required"),
+        (("--storage", KEY, "--organization", "acme", "--salad-fleets", "a,"), "names of fleets"),
+        (("--storage", KEY, "--organization", "acme", "--policy", "A policy"), "--policy"),
+        (("--organization", "acme", "--storage", "https://acme.blob.core.windows.net"), "key"),
+        (("--organization", "acme"), "connection string"),
+    ],
+)
+def test_a_wrong_setting_is_one_line(
+    arguments: tuple[str, ...], reason: str, in_process: Imagefleet
+) -> None:
+    result = in_process("broker", *arguments)
+    assert result.returncode == 2
+    assert reason in result.stderr
+    assert "a2V5a2V5" not in result.stderr
+    assert "Traceback" not in result.stderr
+
+
+@pytest.mark.usefixtures("quiet")
+def test_without_pyjwt_it_says_what_to_install(
+    in_process: Imagefleet, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setitem(sys.modules, "jwt", None)
+    for name in ("identity", "service"):
+        monkeypatch.delitem(sys.modules, f"fleet.broker.{name}", raising=False)
+        monkeypatch.delattr(f"fleet.broker.{name}", raising=False)
+    result = in_process("broker", "--organization", "acme", "--storage", KEY)
+    assert result.returncode == 2
+    assert "pip install 'imagefleet[broker]'" in result.stderr
+
+
+def start(settings: StorageSettings, port: int) -> subprocess.Popen[str]:
+    given = {
+        "IMAGEFLEET_STORAGE": settings.storage,
+        "IMAGEFLEET_QUEUE": settings.queue,
+        "IMAGEFLEET_CONTAINER": settings.container,
+        "IMAGEFLEET_FILES_CONTAINER": settings.files_container,
+        "IMAGEFLEET_ORGANIZATION": "acme",
+        "IMAGEFLEET_PORT": str(port),
+    }
+    command = [sys.executable, "-m", "fleet.entry", "broker"]
+    return subprocess.Popen(command, env={**os.environ, **given}, stderr=subprocess.PIPE, text=True)
+
+
+def test_it_serves_until_it_is_told_to_stop(
+    azurite_settings: StorageSettings, unused_port: int, created: None
+) -> None:
+    with start(azurite_settings, unused_port) as broker:
+        deadline = time.monotonic() + 30
+        while True:
+            try:
+                with urllib.request.urlopen(f"http://127.0.0.1:{unused_port}/live") as answer:
+                    assert answer.status == 200
+                break
+            except OSError:
+                assert time.monotonic() < deadline
+                assert broker.poll() is None, broker.communicate()[1]
+                time.sleep(0.1)
+        broker.terminate()
+        _, log = broker.communicate(timeout=30)
+    assert broker.returncode == 0, log
+    assert "imagefleet keys revoke broker ends them" in log
+    assert "AccountKey" not in log
+
+
+def test_a_missing_queue_ends_the_start_with_what_to_do(
+    azurite_settings: StorageSettings, unused_port: int
+) -> None:
+    with start(azurite_settings, unused_port) as broker:
+        _, log = broker.communicate(timeout=30)
+    assert broker.returncode == 2
+    assert azurite_settings.queue in log
+    assert "Traceback" not in log
+
+
+def test_a_port_in_use_is_one_line(azurite_settings: StorageSettings, created: None) -> None:
+    with socket.socket() as other:
+        other.bind(("127.0.0.1", 0))
+        other.listen()
+        with start(azurite_settings, other.getsockname()[1]) as broker:
+            _, log = broker.communicate(timeout=30)
+    assert broker.returncode == 2
+    assert "choose another with --port" in log
+    assert "Traceback" not in log
+
+
+@pytest.fixture
+async def created(azurite_settings: StorageSettings) -> None:
+    """Makes the queues and containers."""
+    async with open_storage(azurite_settings) as storage:
+        await storage.create()
