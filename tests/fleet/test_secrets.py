@@ -92,7 +92,6 @@ ARGUMENTS: dict[str, tuple[str, ...]] = {
     "keys files": ("--hours", "1"),
     "keys check": ("worker",),
     "keys revoke": ("spring",),
-    "keys signing": ("--file", "key.pem"),
     "verify": (),
     "redo": ("--worker", "w1", "--yes"),
     "deploy salad render": (),
