@@ -5,15 +5,18 @@ from __future__ import annotations
 import tempfile
 from collections.abc import Callable, Mapping
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from imagefleet import errors, likeness
 from imagefleet.likeness import Fingerprint
 from imagefleet.storage import protocol
 from worker.engine import contract
-from worker.engine.device import Precision
 from worker.files import check
 from worker.node import reference
 from worker.node.reference import Kind, Reference
+
+if TYPE_CHECKING:
+    from worker.engine.device import Precision  # loads torch
 
 #: Drawn in both, which tells how far right images of this checkpoint are apart.
 _PRECISIONS: Mapping[str, tuple[Precision, Precision]] = {

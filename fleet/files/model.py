@@ -147,6 +147,7 @@ def list_command(settings: StorageSettings, as_json: options.AsJson = False) -> 
 
 
 @app.command("canary")
+@console.one_line_errors()
 def canary_command(
     path: Annotated[
         Path,
@@ -173,7 +174,7 @@ def canary_command(
     check.check_path(path)
     found = canary.draw(path, console.print_note)
     target = reference.beside(path)
-    target.write_bytes(canary.encode(found))
+    console.write_file(target, canary.encode(found))
     if as_json:
         facts = found.model_dump(exclude={"images"})
         console.print_json({"path": str(target), **facts})

@@ -217,7 +217,8 @@ def test_the_metrics_and_the_records_agree_on_images_per_dollar(seen: Seen) -> N
     records, metrics = seen.report, seen.report["metrics"]
     assert metrics["images"] == pytest.approx(records["images"], rel=0.01)
     by_records = records["money"]["images_per_dollar_gpu_only"]
-    assert metrics["images_per_dollar_gpu_only"] == pytest.approx(by_records, rel=0.01)
+    # The records end with the last image, the metrics with the last push.
+    assert metrics["images_per_dollar_gpu_only"] == pytest.approx(by_records, rel=0.03)
     assert metrics["jobs"]["duplicate"] > 0
     assert records["failed"] > 0
 

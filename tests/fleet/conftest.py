@@ -5,9 +5,11 @@ from __future__ import annotations
 import asyncio
 import dataclasses
 import json
+import logging
 import os
 import subprocess
 import sys
+import threading
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any, Protocol
@@ -63,6 +65,17 @@ def imagefleet(tmp_path: Path) -> Imagefleet:
         )
 
     return run
+
+
+@pytest.fixture(autouse=True)
+def _as_it_was() -> Iterator[None]:
+    """A service takes over the log and the hooks for what nothing handles."""
+    handlers, level = logging.root.handlers[:], logging.root.level
+    hooks = sys.excepthook, sys.unraisablehook, threading.excepthook
+    yield
+    logging.root.handlers[:], logging.root.level = handlers, level
+    sys.excepthook, sys.unraisablehook, threading.excepthook = hooks
+    logging.captureWarnings(capture=False)
 
 
 @pytest.fixture

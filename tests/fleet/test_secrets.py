@@ -11,7 +11,6 @@ import asyncio
 import base64
 import functools
 import json
-import logging
 import os
 import signal
 import sys
@@ -102,6 +101,7 @@ ARGUMENTS: dict[str, tuple[str, ...]] = {
     "deploy salad delete": ("--yes", "--wait-minutes", "0"),
     "deploy salad scale": ("2", "--yes"),
     "model add": ("{url}", "--sha256", "0" * 64, "--cache", "cache"),
+    "model canary": ("{url}",),
     "model list": (),
     "lora add": ("{url}", "--sha256", "0" * 64, "--cache", "cache"),
     "lora list": (),
@@ -167,17 +167,6 @@ def broken() -> Iterator[Broken]:
     yield service
     server.shutdown()
     server.server_close()
-
-
-@pytest.fixture(autouse=True)
-def _as_it_was(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    """A service takes over the log and the hooks for what nothing handles."""
-    handlers, level = logging.root.handlers[:], logging.root.level
-    hooks = sys.excepthook, sys.unraisablehook, threading.excepthook
-    yield
-    logging.root.handlers[:], logging.root.level = handlers, level
-    sys.excepthook, sys.unraisablehook, threading.excepthook = hooks
-    logging.captureWarnings(capture=False)
 
 
 @pytest.fixture

@@ -149,7 +149,6 @@ def test_no_command_hands_others_control_of_the_terminal(
     for name, value in (("STORAGE", storage), ("LOG_FORMAT", "text")):
         monkeypatch.setenv(f"IMAGEFLEET_{name}", value)
     monkeypatch.setenv("SALAD_API_KEY", "key")
-    monkeypatch.setattr(logging.root, "handlers", logging.root.handlers[:])
     (tmp_path / "jobs.jsonl").write_text(json.dumps({"prompt": "x", HOSTILE: 1}) + "\n")
     (tmp_path / "prices.yaml").write_text(
         json.dumps({"source": HOSTILE, "gpus": {"x": {"batch": 1}, HOSTILE: {"batch": 1}}})

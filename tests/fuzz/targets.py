@@ -11,7 +11,6 @@ import io
 import json
 import re
 import struct
-import sys
 import time
 import zlib
 from collections.abc import Callable, Mapping
@@ -25,6 +24,7 @@ from cryptography.hazmat.primitives.asymmetric import ec
 from pydantic import ValidationError
 
 from fleet import console, contact_sheet
+from fleet.broker import identity
 from fleet.monitor import prometheus
 from fleet.plan import estimate
 from fleet.report import figures, plot, records
@@ -294,15 +294,10 @@ def _address(data: bytes) -> None:
 
 
 def _broker() -> Callable[[bytes], None]:
-    sys.path.insert(0, str(ROOT / "deploy" / "salad" / "broker"))
-    import broker
-
     private = ec.generate_private_key(ec.SECP256R1())
     public = json.loads(jwt.algorithms.ECAlgorithm.to_jwk(private.public_key())) | {"kid": "k"}
-    service = broker.Broker.__new__(broker.Broker)
-    service._organization, service._groups = "organization", frozenset({"group"})
-    service._keys = jwt.PyJWKClient("http://127.0.0.1:1", timeout=1)
-    service._keys.get_jwk_set = lambda *_, **__: jwt.PyJWKSet([public])
+    identities = identity.Identities("organization", {"group"}, "http://127.0.0.1:1")
+    identities._keys.get_jwk_set = lambda *_, **__: jwt.PyJWKSet([public])  # type: ignore[method-assign]
 
     def read(data: bytes) -> None:
         token = data.decode("latin-1")
@@ -311,11 +306,9 @@ def _broker() -> Callable[[bytes], None]:
             token = jwt.encode(given["claims"], private, "ES256", given["header"])
         except (ValueError, TypeError, KeyError, AttributeError, RecursionError, jwt.PyJWTError):
             pass  # not a token's content, but perhaps a token
-        claims = LOOP.run_until_complete(service._claims(token))
-        assert claims["aud"]
-        assert len(f"{claims['sub']:.300}") <= 300
+        LOOP.run_until_complete(identities.verify(token))
 
-    read.declared = broker.RefusedError  # type: ignore[attr-defined]
+    read.declared = identity.RefusedError  # type: ignore[attr-defined]
     return read
 
 

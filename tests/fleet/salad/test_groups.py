@@ -135,11 +135,11 @@ def test_every_class_with_a_price_has_its_uuid() -> None:
         ("failure_threshold: 20", "failure_threshold: 100", "startup_probe.failure_threshold"),
         ("IMAGEFLEET_QUEUE:", "IMAGEFLEET_QEUE:", "did you mean 'IMAGEFLEET_QUEUE'"),
         ("IMAGEFLEET_QUEUE:", "IMAGEFLEET_SIGNING_KEY:", "do not write secrets into this file"),
-        ("IMAGEFLEET_QUEUE:", "IMAGEFLEET_TRUSTED_KEY:", "IMAGEFLEET_TRUSTED_KEY: should be a pub"),
+        ("{env: IMAGEFLEET_TRUSTED_KEY}", "jobs", "IMAGEFLEET_TRUSTED_KEY: should be a pub"),
         ("IMAGEFLEET_QUEUE: jobs", "IMAGEFLEET_QUEUE: No Queue", "IMAGEFLEET_QUEUE"),
         ("IMAGEFLEET_MODEL: /models/checkpoint", "IMAGEFLEET_COMPILE: off", "in quotes"),
-        ("{env: IMAGEFLEET_SAS}", "sv=1&sig=x", "do not write secrets into this file"),
-        ("{env: IMAGEFLEET_SAS}", "{env: A, file: b}", "a secret is {env: VARIABLE}"),
+        ("{env: BROKER_URL}", "https://x.example.com?sig=x", "do not write secrets into this file"),
+        ("{env: BROKER_URL}", "{env: A, file: b}", "a secret is {env: VARIABLE}"),
         ("https://acmeimages.blob", "https://key@acmeimages.blob", "do not write secrets"),
         ("IMAGEFLEET_STORAGE:", "OTHER:", "IMAGEFLEET_STORAGE should be"),
         ("imagefleet@sha256:", "imagefleet:1.0#", "should end in @sha256:DIGEST"),
@@ -160,7 +160,7 @@ def test_a_mistake_in_the_file_is_named(old: str, new: str, message: str, tmp_pa
 @pytest.mark.parametrize(
     ("secret", "message"),
     [
-        ("x" * 1001, "IMAGEFLEET_SAS has 1,001 characters"),
+        ("x" * 1001, "IMAGEFLEET_BROKER_URL has 1,001 characters"),
         ("two\nlines", "several lines"),
         ("AccountName=a;AccountKey=b", "contains the storage account's key"),
     ],
@@ -174,8 +174,8 @@ def test_a_value_that_salad_would_refuse_is_reported(secret: str, message: str) 
 
 def test_a_trusted_key_is_no_secret(tmp_path: Path) -> None:
     public = SigningKey.create(tmp_path / "key.pem").public
-    line = f"IMAGEFLEET_TRUSTED_KEY: {public}\n  IMAGEFLEET_QUEUE: jobs"
-    file = read(tmp_path, EXAMPLE.read_text().replace("IMAGEFLEET_QUEUE: jobs", line, 1))
+    text = EXAMPLE.read_text().replace("{env: IMAGEFLEET_TRUSTED_KEY}", public)
+    file = read(tmp_path, text)
     assert file.environment["IMAGEFLEET_TRUSTED_KEY"] == public
 
 
@@ -209,7 +209,7 @@ def test_rendering_needs_no_account(in_process: Imagefleet, tmp_path: Path) -> N
     assert [group["replicas"] for group in found["groups"]] == [334, 334, 333]
     assert found["dollars_per_hour"] == pytest.approx({"least": 30.03, "most": 40.04})
     assert found["gpus"][0]["images_per_second"] is None
-    assert "IMAGEFLEET_SAS is not set" in ended.stderr
+    assert "BROKER_URL is not set" in ended.stderr
 
 
 def test_rendering_shows_the_price_and_images_per_dollar(
@@ -239,8 +239,12 @@ def test_rendering_shows_the_price_and_images_per_dollar(
 def test_secrets_are_masked_unless_requested(
     in_process: Imagefleet, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    (tmp_path / "fleet.yaml").write_text(EXAMPLE.read_text())
+    monkeypatch.setenv("IMAGEFLEET_TRUSTED_KEY", SigningKey.create(tmp_path / "key.pem").public)
     monkeypatch.setenv("IMAGEFLEET_SAS", '{"queue":"sv=1&sig=shown"}')
+    text = EXAMPLE.read_text().replace(
+        "BROKER_URL: {env: BROKER_URL}", "SAS: {env: IMAGEFLEET_SAS}"
+    )
+    (tmp_path / "fleet.yaml").write_text(text)
 
     assert "sig=" not in in_process("deploy", "salad", "render").stdout
     assert "sig=" in in_process("deploy", "salad", "render", "--show-secrets").stdout
