@@ -19,10 +19,11 @@ log = logging.getLogger(__name__)
 
 @options.from_settings(BrokerSettings)
 def command(settings: BrokerSettings) -> None:
-    """Issues short-lived SAS tokens to workers on SaladCloud, for IMAGEFLEET_BROKER_URL.
+    """Issues short-lived SAS tokens to workers on SaladCloud.
 
-    A node authenticates with SaladCloud's identity token, and the account's key stays here. Run it
-    behind a proxy that terminates TLS: workers use https only.
+    Its address is the workers' IMAGEFLEET_BROKER_URL. A node authenticates with SaladCloud's
+    identity token, and the account's key stays here. Run it behind a proxy that terminates TLS:
+    workers use https only.
 
     imagefleet broker --organization acme
     """

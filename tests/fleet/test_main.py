@@ -17,19 +17,8 @@ ROOT = Path(__file__).parents[2]
 COMMAND = Path(sys.executable).with_name("imagefleet")
 COMMANDS = [
     *("demo", "worker", "load", "status", "top", "exporter", "broker", "plan", "report"),
-    *(
-        "verify",
-        "redo",
-        "scale",
-        "prompt",
-        "health",
-        "version",
-        "failed",
-        "keys",
-        "deploy",
-        "model",
-        "lora",
-    ),
+    *("verify", "redo", "scale", "prompt", "health", "version"),
+    *("failed", "keys", "deploy", "model", "lora"),
 ]
 
 Imagefleet = Callable[..., "subprocess.CompletedProcess[str]"]  # the fixture of conftest.py

@@ -340,7 +340,8 @@ def _claims(**changes: object) -> bytes:
         "exp": 4_000_000_000,
         "aud": "organization",
         "sub": "machine",
-        "salad_container_group_id": "group",
+        "salad_organization_name": "organization",
+        "salad_container_group_name": "group",
         **changes,
     }
     return json.dumps({"header": {"kid": "k"}, "claims": claims}).encode()
@@ -441,7 +442,7 @@ TARGETS: dict[str, Target] = {
         (BROKER.declared,),  # type: ignore[attr-defined]
         (
             _claims(),
-            _claims(salad_workload_id="group", nbf=1, iat=1),
+            _claims(salad_workload_name="group", nbf=1, iat=1),
             b"eyJhbGciOiJFUzI1NiIsImtpZCI6ImsifQ.eyJhdWQiOiJvcmdhbml6YXRpb24ifQ.AAAA",
         ),
     ),
