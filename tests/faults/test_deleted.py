@@ -85,7 +85,7 @@ async def test_a_load_whose_queue_is_deleted_says_so_and_does_not_go_on_as_if_no
 ) -> None:
     file, checkpoint = tmp_path / "jobs.jsonl", tmp_path / "checkpoint"
     file.write_text("".join(f"{job}\n" for job in jobs(160)))
-    settings = LoadSettings(**storage_settings.model_dump(), concurrency=1)
+    settings = LoadSettings(**storage_settings.model_dump(), concurrency=1, verify_share=0)
 
     async def load(*, restart: bool, on_confirmed: Callable[[int], None]) -> int:
         async with open_storage(storage_settings) as opened:
