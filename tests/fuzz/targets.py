@@ -414,6 +414,7 @@ TARGETS: dict[str, Target] = {
         _template("toml"),
         (errors.SetupError,),
         ((ROOT / "templates" / "catalogue.toml").read_bytes(),),
+        max_seconds=1.0,  # the operator's own file
     ),
     "template.yaml": Target(
         _template("yaml"),
