@@ -127,8 +127,9 @@ class FaultProxy:
         await streamed.write(body[: len(body) // 2])
         await asyncio.sleep(DELAY_SECONDS)
         if whole:
-            await streamed.write(body[len(body) // 2 :])
-            await streamed.write_eof()
+            with contextlib.suppress(ConnectionError):  # the client has gone
+                await streamed.write(body[len(body) // 2 :])
+                await streamed.write_eof()
         elif request.transport is not None:
             request.transport.abort()
         return streamed

@@ -93,10 +93,14 @@ class KilledScaler:
         )
 
     @property
+    def _ledger(self) -> Path:
+        return self.folder / "ledger.json"
+
+    @property
     def _arguments(self) -> tuple[str, ...]:
         return (
             *("scale", "--yes", "--dollars-per-hour", "0.5", "--max-dollars", "5"),
-            *("--images-per-second", "0.001", "--ledger", str(self.folder / "ledger.json")),
+            *("--images-per-second", "0.001", "--ledger", str(self._ledger)),
         )
 
     async def _meter(self) -> None:
@@ -104,15 +108,16 @@ class KilledScaler:
         while True:
             await asyncio.sleep(_METER_SECONDS)
             now = time.monotonic()
-            running = sum(group.running for group in self.cloud.groups.values())
-            self._replica_seconds += running * (now - before)
+            if self._ledger.exists():  # what ran before the first scaler is not its own
+                running = sum(group.running for group in self.cloud.groups.values())
+                self._replica_seconds += running * (now - before)
             before = now
 
     async def _check(self, code: int) -> None:
         if code:
             self.errors.append(f"after the storm the scaler fails with {code}")
             return
-        counted = ledger.read(self.folder / "ledger.json", "storm", time.time())
+        counted = ledger.read(self._ledger, "storm", time.time())
         cost = self._replica_seconds / 3600 * (counted.price or 0)
         if not cost or counted.dollars < cost * (1 - _TOLERANCE):
             self.errors.append(f"the ledger has ${counted.dollars:.6f} of ${cost:.6f}")

@@ -102,7 +102,7 @@ class Tally:
     good_jobs_failed: int = 0
     bad_jobs_missing: int = 0
     workers_ended_by_themselves: int = 0
-    scaler_errors: int = 0
+    scaler_errors: list[str] = field(default_factory=list)
 
     @property
     def is_clean(self) -> bool:
@@ -161,9 +161,7 @@ class Storm:
             finally:
                 replays.cancel()
                 await asyncio.gather(replays, return_exceptions=True)
-        for error in scaler.errors:
-            sys.stderr.write(f"the scaler: {error}\n")
-        self.tally.scaler_errors = len(scaler.errors)
+        self.tally.scaler_errors = scaler.errors
         self.tally.seconds = round(time.monotonic() - began_at, 1)
 
     async def calm(self, storage: Storage) -> None:
