@@ -13,7 +13,7 @@ from collections.abc import AsyncIterator, Callable, Iterable, Mapping
 from dataclasses import dataclass
 from datetime import datetime
 from pathlib import Path
-from typing import Protocol, Self
+from typing import NamedTuple, Protocol, Self
 from xml.sax.saxutils import escape
 
 from imagefleet import errors
@@ -63,6 +63,13 @@ class QueueDepth:
     messages: int
     leased: int | None
     oldest_age_seconds: float | None
+
+
+class Stamps(NamedTuple):
+    """Between which times of the storage's clock a message sent at a moment is stamped."""
+
+    earliest: datetime
+    latest: datetime
 
 
 class JobQueue(Protocol):
@@ -124,6 +131,12 @@ class JobQueue(Protocol):
         """
 
     async def depth(self) -> QueueDepth: ...
+
+    async def clear(self) -> None:
+        """Deletes all messages, those in flight as well."""
+
+    async def stamps(self) -> Stamps:
+        """The `enqueued_at` of messages sent now, by the clock of the storage."""
 
 
 @dataclass(frozen=True, slots=True)

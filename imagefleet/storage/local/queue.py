@@ -46,6 +46,7 @@ UPDATE messages SET visible_at = ?, body = coalesce(?, body), version = version 
 WHERE sequence = ? AND version = ? AND id = ?
 """
 DELETE = "DELETE FROM messages WHERE sequence = ? AND version = ? AND id = ?"
+CLEAR = "DELETE FROM messages WHERE queue = ?"
 BROWSE = """
 SELECT sequence, id, body, delivery_count, enqueued_at FROM messages
 WHERE queue = ? AND visible_at = 0 AND sequence > ? ORDER BY sequence LIMIT ?
@@ -232,6 +233,17 @@ class LocalQueue:
 
     async def depth(self) -> protocol.QueueDepth:
         return await self._run(self._depth, 2)  # on Azure: the properties, and a peek for the age
+
+    async def clear(self) -> None:
+        def clear(connection: sqlite3.Connection) -> None:
+            with transaction(connection, durable=True):
+                connection.execute(CLEAR, (self.name,))
+
+        await self._run(clear)
+
+    async def stamps(self) -> protocol.Stamps:
+        now = _time(self._clock())  # the processes that share the file share a clock
+        return protocol.Stamps(now, now)
 
     async def _run(
         self, work: Callable[[sqlite3.Connection], _Result], operations: int = 1
