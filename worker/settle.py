@@ -8,7 +8,6 @@ import time
 from collections import Counter
 from collections.abc import Awaitable, Callable
 from dataclasses import dataclass, field
-from typing import Literal
 
 from imagefleet import errors, retry
 from imagefleet.job.message import Job
@@ -16,21 +15,9 @@ from imagefleet.storage import dead_letter, protocol
 from imagefleet.storage.deliveries import SUSPECT_AFTER, Deliveries
 from worker.cost import CostMeter
 from worker.leases import Lease, LeaseKeeper
-from worker.metrics import WorkerMetrics
+from worker.metrics import Outcome, WorkerMetrics
 
 log = logging.getLogger(__name__)
-
-Outcome = Literal[
-    "completed",
-    "duplicate",
-    "verified",
-    "unverified",
-    "retried",
-    "failed",
-    "lost",
-    "handed_back",
-]
-"""How a job ended here; `verified` and `unverified`: a second drawing is stored, or none is."""
 
 #: The pause before a failed job's next attempt, doubled with each.
 FIRST_RETRY_SECONDS = 2.0
