@@ -11,11 +11,8 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
 from fleet.verify.quarantine import node_of
 from imagefleet import concurrency, errors
-from imagefleet.job.message import ASIDE, CHECKS, DUPLICATES
+from imagefleet.job.message import ASIDE, CHECKS, DUPLICATES, SUSPECT
 from imagefleet.storage.protocol import BlobRecord, BlobStore
-
-#: Records of nodes that failed their checks, which workers store.
-SUSPECT_RECORDS = "-suspect/"
 
 #: Above a record of 50,000 images, the most of a worker.
 _MAX_RECORD_BYTES = 2**24
@@ -121,7 +118,7 @@ async def _by_records(
 ) -> Selection:
     found = Selection()
     suspects: dict[str, str] = {}
-    async for name in blobs.names(SUSPECT_RECORDS):
+    async for name in blobs.names(SUSPECT):
         if not name.endswith(".json"):
             continue
         record = await _read_record(blobs, name)

@@ -130,6 +130,9 @@ DUPLICATES = "-duplicates/"
 #: Images that `imagefleet redo` has replaced: below the image's name.
 REPLACED = "-replaced/"
 
+#: Records of the images that a node has stored since its last good check, once one has failed.
+SUSPECT = "-suspect/"
+
 #: What workers and the operator store beside images begins so.
 ASIDE = "-"
 
