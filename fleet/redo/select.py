@@ -127,20 +127,18 @@ async def _by_records(
             continue
         images = (each for each in record.images if is_image(each))
         suspects |= {each: record.worker for each in images if _is_in(each, campaign)}
-    left = iter(suspects.items())
 
-    async def look_up() -> None:
-        for name, worker in left:
-            on_listed()
-            try:
-                metadata = await blobs.metadata(name)
-            except errors.JobError:  # no name of a blob
-                continue
-            # Another worker's: it was replaced already.
-            if metadata is not None and metadata.get("worker") == worker:
-                found.images[name] = metadata
+    async def look_up(name: str) -> None:
+        on_listed()
+        try:
+            metadata = await blobs.metadata(name)
+        except errors.JobError:  # no name of a blob
+            return
+        # Another worker's: it was replaced already.
+        if metadata is not None and metadata.get("worker") == suspects[name]:
+            found.images[name] = metadata
 
-    await concurrency.gather(*(look_up() for _ in range(_CONCURRENCY)))
+    await concurrency.for_each(suspects, look_up, _CONCURRENCY)
     return found
 
 

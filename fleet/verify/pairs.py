@@ -68,14 +68,12 @@ async def compare(
 ) -> list[Pair]:
     """Compares each second drawing with its image, some at once, in the order given."""
     pairs: list[Pair | None] = [None] * len(seconds)
-    left = iter(enumerate(seconds))
 
-    async def work() -> None:
-        for place, second in left:
-            pairs[place] = await _compare(storage, second)
-            on_pair()
+    async def work(place: int) -> None:
+        pairs[place] = await _compare(storage, seconds[place])
+        on_pair()
 
-    await concurrency.gather(*(work() for _ in range(min(CONCURRENCY, len(seconds)))))
+    await concurrency.for_each(range(len(seconds)), work, CONCURRENCY)
     return [pair for pair in pairs if pair is not None]
 
 
