@@ -17,16 +17,13 @@ from pydantic import BaseModel, ConfigDict, ValidationError
 
 from fleet.redo.jobs import JobFinder
 from imagefleet import concurrency, errors
-from imagefleet.job.message import DUPLICATES, REPLACED
+from imagefleet.job.message import DUPLICATES, MAX_IMAGE_BYTES, REPLACED
 from imagefleet.storage.protocol import Storage
 
 JOURNALS = "redo/"
 
 #: Images of one journal: their files are in memory at the same time, and a kill repeats them.
 BATCH = 32
-
-#: Above an image of a job.
-MAX_IMAGE_BYTES = 32 * 2**20
 
 #: A message of 64 KiB for each.
 _MAX_JOURNAL_BYTES = 2**24

@@ -10,7 +10,7 @@ from typing import Literal
 
 from fleet.verify import picture
 from imagefleet import concurrency, errors, likeness
-from imagefleet.job.message import CHECKS, COMPARABLE_STEPS, DUPLICATES
+from imagefleet.job.message import CHECKS, COMPARABLE_STEPS, DUPLICATES, MAX_IMAGE_BYTES
 from imagefleet.storage.protocol import BlobRecord, Storage
 
 #: Pairs read at once: two images each, some 400 KB in all.
@@ -93,7 +93,7 @@ async def _compare(storage: Storage, second: Second) -> Pair:
 
 async def _read(storage: Storage, name: str) -> bytes | None:
     try:
-        return await storage.blobs.read(name, picture.MAX_BYTES)
+        return await storage.blobs.read(name, MAX_IMAGE_BYTES)
     except errors.UnusableFileError:  # too large for an image
         return b"too large"
 
