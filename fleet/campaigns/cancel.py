@@ -31,8 +31,9 @@ def command(
 ) -> None:
     """Cancels the queued jobs of a campaign.
 
-    It also ends its running loads. Workers obey within ten seconds, at the speed of the queue; what they are drawing is finished
-    and stored. Other campaigns are not touched, and a later load of the same one runs.
+    It also ends its running loads. Workers obey within ten seconds, at the speed of the queue;
+    what they are drawing is finished and stored. Other campaigns are not touched, and a later load
+    of the same one runs.
 
     imagefleet cancel --campaign spring --dry-run
 

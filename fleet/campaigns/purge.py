@@ -17,8 +17,9 @@ def command(
 ) -> None:
     """Deletes all messages of the job queue for good.
 
-    Those in flight, too: workers finish what they can within half a lease, and drop the rest. Failed jobs
-    stay, and a running load goes on: `imagefleet cancel` ends one campaign with its loads.
+    Those in flight, too: workers finish what they can within half a lease, and drop the rest.
+    Failed jobs stay, and a running load goes on: `imagefleet cancel` ends one campaign with its
+    loads.
 
     imagefleet purge --dry-run
 
