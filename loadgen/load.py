@@ -17,9 +17,10 @@ from imagefleet import errors, signing
 from imagefleet.storage.open import LOCAL_SCHEME
 from imagefleet.storage.protocol import Storage
 from imagefleet.submit import BulkSender, Progress
+from loadgen.file_source import OnRead
 from loadgen.second_drawing import Sample
 from loadgen.settings import LoadSettings
-from loadgen.sources import OnRead, Source
+from loadgen.sources import Source
 
 
 class Checkpoint(BaseModel):
