@@ -123,7 +123,7 @@ def command(
 
     imagefleet load prompts.csv --check
 
-    zcat jobs.jsonl.gz | imagefleet load -
+    shuf prompts.txt | imagefleet load - --format txt
     """
     from loadgen import sources
     from loadgen.load import Load, default_path

@@ -5,6 +5,7 @@ from __future__ import annotations
 import gzip
 import io
 import json
+import re
 import tracemalloc
 from collections.abc import Callable
 from pathlib import Path
@@ -364,3 +365,12 @@ def test_a_table_that_changes_while_it_is_loaded_is_an_error(tmp_path: Path) -> 
 
     with pytest.raises(errors.SetupError, match="has changed while it was being loaded"):
         list(source.bodies(0))
+
+
+def test_the_table_of_the_documentation_is_valid(tmp_path: Path) -> None:
+    page = (Path(__file__).parents[3] / "docs" / "loading.md").read_text(encoding="utf-8")
+    (table,) = re.findall(r"^```csv\n(.*?)^```$", page, re.MULTILINE | re.DOTALL)
+    first, second = jobs_of(source_of(tmp_path, "a.csv", table))
+
+    assert (first.steps, first.cfg_scale, first.metadata) == (20, 7.5, {"sku": "00017"})
+    assert (second.prompt, second.steps) == ('a "big" fish, <lora:outline-style:0.8>', 20)
