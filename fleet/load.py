@@ -16,10 +16,11 @@ from types import FrameType
 from typing import TYPE_CHECKING, Annotated
 
 import typer
+from pydantic import TypeAdapter, ValidationError
 from rich import markup, progress
 
 from fleet import console, options
-from imagefleet import errors, signing
+from imagefleet import errors, signing, validation
 from imagefleet.storage.open import open_storage
 from imagefleet.storage.protocol import Storage
 from loadgen.settings import LoadSettings
@@ -71,6 +72,12 @@ def command(
             min=0,
             max=2**63 - 1,
             help="Overrides the template's seed; another seed gives other jobs.",
+        ),
+    ] = None,
+    campaign: Annotated[
+        str | None,
+        typer.Option(
+            metavar="NAME", help="Campaign of the jobs without one: the folder of their images."
         ),
     ] = None,
     dry_run: Annotated[
@@ -143,6 +150,7 @@ def command(
             on_invalid=on_invalid,
             on_read=on_read,
             key=key,
+            campaign=_checked_name(campaign),
         )
     if check:
         _check(settings, source, skipped, lora_directory, model, reading, as_json=as_json)
@@ -176,6 +184,15 @@ def command(
             console.print_note(f"no jobs in {file}: nothing was sent")
     if not summary.finished:
         raise typer.Exit(console.EXIT_INTERRUPTED)
+
+
+def _checked_name(campaign: str | None) -> str | None:
+    from imagefleet.job.message import SafeId
+
+    try:
+        return TypeAdapter[str | None](SafeId | None).validate_python(campaign)
+    except ValidationError as error:
+        raise errors.SetupError(f"--campaign: {validation.sentence(error)}") from None
 
 
 class _Skipped:

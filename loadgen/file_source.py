@@ -11,6 +11,8 @@ import uuid
 import zlib
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import BinaryIO, NamedTuple
 
@@ -72,6 +74,42 @@ def digest(data: bytes) -> str:
     return hashlib.blake2b(data, digest_size=ID_BYTES).hexdigest()
 
 
+@dataclass(frozen=True, slots=True)
+class _Maker:
+    """Makes messages of entries: signed with *key*, of *campaign* where a job has none."""
+
+    key: SigningKey | None
+    campaign: str | None
+
+    def message(self, entry: Entry, id_text: str) -> str:
+        text = _without_failure(entry.text)
+        return _to_message(text, self._job(text, id_text), self.key)
+
+    def checked(self, entry: Entry, id_text: str, on_job: OnJob | None) -> str:
+        """As `message`, but spaces take the signature's place: to sign takes as long as to read."""
+        text = _without_failure(entry.text)
+        job = self._job(text, id_text)
+        body = _to_message(text, job, None)
+        if self.key is not None:
+            protocol.checked_messages([body + " " * SIGNATURE_BYTES])
+        if on_job is not None:
+            on_job(entry.place, job)
+        return body
+
+    def _job(self, text: str, id_text: str) -> Job:
+        job_id = digest(id_text.encode())
+        job = read_job(text, job_id)
+        return job if self.campaign is None else job.identified(job_id, self.campaign)
+
+
+def _to_message(text: str, job: Job, key: SigningKey | None) -> str:
+    # Without a key, a job that somebody has signed stays as it was signed.
+    is_theirs = key is None and is_signed(text)
+    body = without_deliveries(text) if is_theirs else job.to_message(key)
+    protocol.checked_messages([body])
+    return body
+
+
 class FileSource:
     """A file of jobs; an entry without a job, as an empty line is, keeps its position.
 
@@ -91,10 +129,11 @@ class FileSource:
         on_invalid: OnInvalid | None = None,
         on_read: OnRead = ignore,
         key: SigningKey | None = None,
+        campaign: str | None = None,
     ) -> None:
         self._path = path
         self._form = form
-        self._key = key
+        self._maker = _Maker(key, campaign)
         self._on_invalid = on_invalid
         # The same bytes are other jobs in another format.
         person = b"" if form.name == "jsonl" else form.name.encode()
@@ -107,6 +146,8 @@ class FileSource:
                 pass
             if not form.is_stream:
                 entries = form.count(file)
+        if campaign is not None:
+            hasher.update(f" campaign={campaign}".encode())
         self.identity = hasher.hexdigest()
         self.count = entries if count is None else min(count, entries)
 
@@ -123,9 +164,7 @@ class FileSource:
         def note(place: str, reason: str) -> None:
             invalid.append(f"{place}: {reason}")
 
-        def read(entry: Entry, id_text: str) -> str:
-            return _checked(entry, id_text, self._key, on_job)
-
+        read = partial(self._maker.checked, on_job=on_job)
         for _ in self._read(start, self._on_invalid or note, read, on_read):
             if len(invalid) == MAX_REPORTED:
                 break
@@ -136,10 +175,7 @@ class FileSource:
             )
 
     def bodies(self, start: int) -> Iterator[str | None]:
-        def read(entry: Entry, id_text: str) -> str:
-            return _message(entry, id_text, self._key)
-
-        return self._read(start, self._on_invalid or _refuse, read)
+        return self._read(start, self._on_invalid or _refuse, self._maker.message)
 
     def examples(self, most: int) -> Iterator[str]:
         """The first messages."""
@@ -206,10 +242,11 @@ class StreamSource:
         count: int | None = None,
         on_invalid: OnInvalid | None = None,
         key: SigningKey | None = None,
+        campaign: str | None = None,
     ) -> None:
         self._stream = stream
         self._form = form
-        self._key = key
+        self._maker = _Maker(key, campaign)
         self._on_invalid = on_invalid or _refuse
         self.identity = uuid.uuid4().hex
         self.count = count
@@ -217,18 +254,12 @@ class StreamSource:
     def check(self, start: int, _on_read: OnRead = ignore, on_job: OnJob | None = None) -> None:
         """Nothing without *on_job*: an entry that was read is gone."""
         if on_job is not None:
-
-            def read(entry: Entry, id_text: str) -> str:
-                return _checked(entry, id_text, self._key, on_job)
-
+            read = partial(self._maker.checked, on_job=on_job)
             for _ in self._read(start, read):
                 pass
 
     def bodies(self, start: int) -> Iterator[str | None]:
-        def read(entry: Entry, id_text: str) -> str:
-            return _message(entry, id_text, self._key)
-
-        return self._read(start, read)
+        return self._read(start, self._maker.message)
 
     def examples(self, most: int) -> Iterator[str]:
         """The first messages."""
@@ -263,31 +294,6 @@ def _read_entries(
         if problem:
             on_invalid(entry.place, problem)
         yield body
-
-
-def _message(entry: Entry, id_text: str, key: SigningKey | None) -> str:
-    text = _without_failure(entry.text)
-    return _to_message(text, read_job(text, digest(id_text.encode())), key)
-
-
-def _checked(entry: Entry, id_text: str, key: SigningKey | None, on_job: OnJob | None) -> str:
-    """As `_message`, but spaces take the signature's place: to sign takes as long as to read."""
-    text = _without_failure(entry.text)
-    job = read_job(text, digest(id_text.encode()))
-    body = _to_message(text, job, None)
-    if key is not None:
-        protocol.checked_messages([body + " " * SIGNATURE_BYTES])
-    if on_job is not None:
-        on_job(entry.place, job)
-    return body
-
-
-def _to_message(text: str, job: Job, key: SigningKey | None) -> str:
-    # Without a key, a job that somebody has signed stays as it was signed.
-    is_theirs = key is None and is_signed(text)
-    body = without_deliveries(text) if is_theirs else job.to_message(key)
-    protocol.checked_messages([body])
-    return body
 
 
 def _without_failure(text: str) -> str:

@@ -28,12 +28,13 @@ def open_source(
     on_invalid: OnInvalid | None = None,
     on_read: OnRead = ignore,
     key: SigningKey | None = None,
+    campaign: str | None = None,
 ) -> Source:
     """The source for a file's name, of jobs signed with *key*; `-` is standard input.
 
-    *form* overrides what the name tells about the format. *on_invalid* is called with the place of
-    each invalid job, which is skipped; without it, the first invalid job is an error. *on_read*: a
-    file's jobs are counted before this returns.
+    *campaign* is for jobs without one. *form* overrides what the name tells about the format.
+    *on_invalid* is called with the place of each invalid job, which is skipped; without it, the
+    first invalid job is an error. *on_read*: a file's jobs are counted before this returns.
 
     Raises:
         SetupError: the file cannot be read or has an unknown suffix.
@@ -42,7 +43,7 @@ def open_source(
     if form is None and path.suffix in template.SUFFIXES:
         if on_invalid is not None:
             raise errors.SetupError("--skip-invalid is for files of jobs, not for templates")
-        return TemplateSource(path, count=count, seed=seed, key=key)
+        return TemplateSource(path, count=count, seed=seed, key=key, campaign=campaign)
     if seed is not None:
         raise errors.SetupError("--seed is for templates, not for files of jobs")
     if name == "-":
@@ -52,6 +53,7 @@ def open_source(
             count=count,
             on_invalid=on_invalid,
             key=key,
+            campaign=campaign,
         )
     found = _format(form) if form else files.by_name(path)
     if found is None:
@@ -60,7 +62,15 @@ def open_source(
             f"{name}: the name must end in {suffixes} or one of these with .gz, or be - for"
             f" standard input; or choose --format {'|'.join(files.FORMATS)}"
         )
-    return FileSource(path, found, count=count, on_invalid=on_invalid, on_read=on_read, key=key)
+    return FileSource(
+        path,
+        found,
+        count=count,
+        on_invalid=on_invalid,
+        on_read=on_read,
+        key=key,
+        campaign=campaign,
+    )
 
 
 def _format(name: str, *, must_stream: bool = False) -> Format:

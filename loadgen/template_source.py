@@ -59,14 +59,19 @@ class TemplateSource:
         count: int | None = None,
         seed: int | None = None,
         key: SigningKey | None = None,
+        campaign: str | None = None,
     ) -> None:
         self._path = path
         self._key = key
         read, content = template.read_template(path)
         self._seed = read.seed if seed is None else seed
-        self.identity = digest(f"{content} seed={self._seed}".encode())
-        self._id_of = hashlib.blake2b(self.identity.encode(), digest_size=ID_BYTES)
         self._fixed, self._sweep = sweep.read(read.job)
+        content += f" seed={self._seed}"
+        if campaign is not None and not self._fixed.get("campaign"):
+            self._fixed["campaign"] = campaign
+            content += f" campaign={campaign}"
+        self.identity = digest(content.encode())
+        self._id_of = hashlib.blake2b(self.identity.encode(), digest_size=ID_BYTES)
         metadata = self._fixed.pop("metadata", None)
         self._metadata = dict(metadata) if isinstance(metadata, dict) else {}
         self._patterns = Patterns(read.lists)

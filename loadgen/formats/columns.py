@@ -50,7 +50,7 @@ class Columns:
                 raise FormatError(
                     f"the column {key[:80]!r} is no field of a job"
                     f"{validation.suggestion(key, _KNOWN)}; remove it, or name it"
-                    f" 'metadata.{key[:80]}' to have it stored with the image"
+                    f" {'metadata.' + key[:80]!r} to have it stored with the image"
                 )
         if "prompt" not in keys:
             raise FormatError(

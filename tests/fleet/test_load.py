@@ -195,6 +195,7 @@ def test_invalid_lines_are_refused_before_the_queue_is_created(
         (["none.yaml"], "none.yaml cannot be read"),
         (["jobs.doc"], "must end in"),
         (["jobs.txt", "--format", "word"], "--format word: should be jsonl|json|csv|txt|parquet"),
+        (["t.yaml", "--campaign", "../x"], "--campaign: use 1 to 128 letters"),
         (["jobs.csv"], "jobs.csv cannot be read: No such file"),
         (["-", "--restart"], "no checkpoint"),
         (["t.yaml", "--rate", "0"], "--rate"),

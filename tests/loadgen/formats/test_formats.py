@@ -158,6 +158,26 @@ def test_standard_input_takes_every_format_that_is_read_once(form: str) -> None:
         assert [job.prompt for job in jobs_of(source)] == ["a", "b"]
 
 
+def test_a_campaign_is_given_to_jobs_without_one(tmp_path: Path) -> None:
+    """A file of prompts has no other way to name it."""
+    text = "prompt,campaign\na,\nb,spring\n"
+    plain = source_of(tmp_path, "a.csv", text)
+    named = source_of(tmp_path, "a.csv", text, campaign="autumn")
+    jobs = jobs_of(named)
+
+    assert [job.campaign for job in jobs] == ["autumn", "spring"]
+    assert named.identity != plain.identity, "another load, with a checkpoint of its own"
+    assert [job.id for job in jobs] == [
+        job.id for job in jobs_of(opened(tmp_path / "a.csv", campaign="autumn"))
+    ]
+
+    (tmp_path / "t.yaml").write_text("prompt: a\ncount: 1")
+    (tmp_path / "own.yaml").write_text("prompt: a\ncount: 1\njob: {campaign: spring}")
+    for name, campaign in (("t.yaml", "autumn"), ("own.yaml", "spring")):
+        source = sources.open_source(str(tmp_path / name), campaign="autumn")
+        assert [json.loads(body or "")["campaign"] for body in source.bodies(0)] == [campaign]
+
+
 def test_a_format_may_be_named(tmp_path: Path) -> None:
     source = source_of(tmp_path, "prompts.list", "a\nb\n", form="txt")
 
