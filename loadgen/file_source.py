@@ -247,7 +247,7 @@ class StreamSource:
         self._stream = stream
         self._form = form
         self._maker = _Maker(key, campaign)
-        self._on_invalid = on_invalid or _refuse
+        self._on_invalid = on_invalid
         self.identity = uuid.uuid4().hex
         self.count = count
 
@@ -255,11 +255,11 @@ class StreamSource:
         """Nothing without *on_job*: an entry that was read is gone."""
         if on_job is not None:
             read = partial(self._maker.checked, on_job=on_job)
-            for _ in self._read(start, read):
+            for _ in self._read(start, self._on_invalid or _refuse_unsent, read):
                 pass
 
     def bodies(self, start: int) -> Iterator[str | None]:
-        return self._read(start, self._maker.message)
+        return self._read(start, self._on_invalid or _refuse, self._maker.message)
 
     def examples(self, most: int) -> Iterator[str]:
         """The first messages."""
@@ -269,11 +269,11 @@ class StreamSource:
         """Nothing: how much there is shows at its end."""
         return ""
 
-    def _read(self, start: int, read: _ReadEntry) -> Iterator[str | None]:
+    def _read(self, start: int, on_invalid: OnInvalid, read: _ReadEntry) -> Iterator[str | None]:
         with _explained("standard input", self._form):
             entries = self._form.entries(files.decompressed(self._stream), start)
             to_send = itertools.islice(entries, self.count)
-            yield from _read_entries(to_send, self.identity, start + 1, self._on_invalid, read)
+            yield from _read_entries(to_send, self.identity, start + 1, on_invalid, read)
 
 
 def _version(file: BinaryIO) -> _Version:
@@ -330,3 +330,7 @@ def _refuse(place: str, reason: str) -> None:
         f"{place} is not a valid job: {reason}; the jobs before it are sent"
         " (--skip-invalid skips such jobs)"
     )
+
+
+def _refuse_unsent(place: str, reason: str) -> None:
+    raise errors.SetupError(f"{place} is not a valid job: {reason}; nothing was sent")

@@ -79,7 +79,9 @@ def resume(path: Path, new: Checkpoint) -> Checkpoint:
     elif found.queue != new.queue:
         difference = f"a load into another queue ({found.queue})"
     elif found.source != new.source:
-        difference = "another load: the file has changed since, or the seed is different"
+        difference = (
+            "another load: the file has changed since, or the seed or campaign is different"
+        )
     else:
         return found.model_copy(update={"sample_key": found.sample_key or new.sample_key})
     raise errors.SetupError(

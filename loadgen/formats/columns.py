@@ -43,6 +43,12 @@ class Columns:
 
     def __init__(self, names: Sequence[str]) -> None:
         keys = [_key(name) for name in names]
+        if "prompt" not in keys:
+            shown = ", ".join(repr(key[:40]) for key in keys[:10])
+            raise FormatError(
+                f"there is no column 'prompt' among {shown}: the first row should have the names"
+                " of the columns (if it has one prompt per line: --format txt)"
+            )
         for key in keys:
             if keys.count(key) > 1 and key:
                 raise FormatError(f"the column {key[:80]!r} is there twice")
@@ -52,11 +58,6 @@ class Columns:
                     f"{validation.suggestion(key, _KNOWN)}; remove it, or name it"
                     f" {'metadata.' + key[:80]!r} to have it stored with the image"
                 )
-        if "prompt" not in keys:
-            raise FormatError(
-                "there is no column 'prompt'; the first row has the columns' names"
-                " (for a file with one prompt per line: --format txt)"
-            )
         self._columns = [(key, *key.split(".", 1)) for key in keys]
 
     def job(self, cells: Iterable[Any]) -> str:

@@ -158,6 +158,17 @@ def test_standard_input_takes_every_format_that_is_read_once(form: str) -> None:
         assert [job.prompt for job in jobs_of(source)] == ["a", "b"]
 
 
+def test_standard_input_that_is_only_checked_is_not_said_to_be_sent() -> None:
+    source = StreamSource(
+        io.BufferedReader(io.BytesIO(b"prompt,steps\na,5\nb,x\n")), files.FORMATS["csv"]
+    )
+    seen: list[str] = []
+
+    with pytest.raises(errors.SetupError, match="row 3 is not a valid job: .*; nothing was sent"):
+        source.check(0, on_job=lambda place, _: seen.append(place))
+    assert seen == ["row 2"]
+
+
 def test_a_campaign_is_given_to_jobs_without_one(tmp_path: Path) -> None:
     """A file of prompts has no other way to name it."""
     text = "prompt,campaign\na,\nb,spring\n"
@@ -248,7 +259,7 @@ def test_an_invalid_job_is_reported_by_its_place_or_skipped(
         ("a.csv", "prompt,stesp\na,5\n", "'stesp' is no field of a job; did you mean 'steps'?"),
         ("a.csv", "prompt,sku\na,5\n", "name it 'metadata.sku'"),
         ("a.csv", "prompt,steps,Steps\na,5,5\n", "the column 'steps' is there twice"),
-        ("a.csv", "a red house\na blue one\n", "'a red house' is no field"),
+        ("a.csv", "a red house\na blue one\n", "no column 'prompt' among 'a red house'"),
         ("a.csv", "id,steps\na,5\n", "no column 'prompt'"),
         ("a.csv", "prompt\na\n".encode("utf-16"), "the first row is not UTF-8"),
         ("a.json", '[{"prompt":"a"},]', "not valid JSON: Expecting value in line 1"),
