@@ -8,6 +8,8 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path, PurePosixPath
 from typing import Any, Literal
 
+from rich.table import Column
+
 from fleet import console
 from imagefleet import errors, signing, validation
 from imagefleet.job.message import Job
@@ -138,11 +140,9 @@ async def find(
             if use.name in own or (use.name in stored and (listed is None or use.name in listed)):
                 continue
             if use.name in stored:
-                reason = f"{folder}/{manifest.NAME}, which is signed, does not list it"
+                reason = f"not listed in {folder}/{manifest.NAME}, which is signed"
             else:
-                files = " or ".join(f"{folder}/{use.name}{each}" for each in _SUFFIXES[kind])
-                also = validation.suggestion(use.name, own | stored)
-                reason = f"there is no {files}{also}"
+                reason = f"not in {folder}/{validation.suggestion(use.name, own | stored)}"
             missing.append(Missing(kind, use.name, use.jobs, use.places, reason))
     return sorted(missing, key=lambda each: -each.jobs)
 
@@ -164,7 +164,7 @@ def show(uses: Uses, found: list[Missing]) -> None:
             console.name_column("name"),
             console.number_column("jobs"),
             "first in",
-            "why",
+            Column("why", overflow="fold"),
         )
         for each in found:
             table.add_row(
