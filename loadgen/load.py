@@ -120,12 +120,13 @@ class Load:
         restart: bool,
     ) -> None:
         self._storage = storage
+        self._queue = storage.queues[settings.priority]
         self._source = source
         self._path = checkpoint_path
         new = Checkpoint(
             source=source.identity,
             storage=_absolute_url(storage),
-            queue=storage.queue.name,
+            queue=self._queue.name,
             sample_key=secrets.token_hex(16),
         )
         self._start = resume(checkpoint_path, new) if checkpoint_path and not restart else new
@@ -136,7 +137,7 @@ class Load:
         signing_key = signing.Keys.of(settings).signing
         sample = Sample(settings.second_drawings, self._start.sample_key, signing_key)
         self._sender = BulkSender(
-            storage.queue,
+            self._queue,
             source.bodies(self.confirmed),
             start=self.confirmed,
             concurrency=settings.concurrency,
@@ -166,7 +167,7 @@ class Load:
         seconds = time.monotonic() - began
         return Summary(
             storage=self._storage.url,
-            queue=self._storage.queue.name,
+            queue=self._queue.name,
             sent=progress.sent,
             confirmed=progress.confirmed,
             total=self._source.count,
@@ -179,7 +180,7 @@ class Load:
     async def _send(self, on_confirmed: Callable[[int], None]) -> Progress:
         try:
             if self.confirmed:
-                await self._storage.queue.check()
+                await self._queue.check()
         except errors.SetupError as error:
             raise errors.SetupError(
                 f"according to {self._path}, {self.confirmed:,} jobs are sent, but {error.message};"

@@ -185,7 +185,7 @@ class LocalQueue:
 
     async def check(self) -> None:
         if not await self._file.has_queue(self.name):
-            raise errors.SetupError(
+            raise errors.MissingResourceError(
                 f"there is no queue {self.name!r} in {self._file.path.parent};"
                 " `imagefleet load` creates and fills it"
             )
@@ -231,7 +231,10 @@ class LocalQueue:
             last, _ = page[-1]
 
     async def depth(self) -> protocol.QueueDepth:
-        return await self._run(self._depth, 2)  # on Azure: the properties, and a peek for the age
+        depth = await self._run(self._depth)
+        if depth.messages:
+            self._operations.queue += 1  # on Azure: a peek for the age
+        return depth
 
     async def _run(
         self, work: Callable[[sqlite3.Connection], _Result], operations: int = 1
@@ -257,7 +260,7 @@ class LocalQueue:
             leased = connection.execute(LEASE, (now + lease_seconds, self.name, max_messages))
             rows = leased.fetchall()
         rows.sort()  # RETURNING guarantees no order; each row starts with its sequence
-        return [_leased(*row) for row in rows]
+        return [_leased(self.name, *row) for row in rows]
 
     async def _update(
         self, message: protocol.LeasedMessage, seconds: float, body: str | None
@@ -281,7 +284,7 @@ class LocalQueue:
     ) -> list[tuple[int, protocol.Message]]:
         self._sweep(connection)
         rows = connection.execute(BROWSE, (self.name, after, _BROWSE_PAGE)).fetchall()
-        return [(sequence, _message(*fields)) for sequence, *fields in rows]
+        return [(sequence, _message(self.name, *fields)) for sequence, *fields in rows]
 
     def _depth(self, connection: sqlite3.Connection) -> protocol.QueueDepth:
         self._sweep(connection)
@@ -305,17 +308,22 @@ class LocalQueue:
 
 
 def _leased(
-    sequence: int, version: int, message_id: str, body: str, delivery_count: int, enqueued_at: float
+    queue: str,
+    sequence: int,
+    version: int,
+    message_id: str,
+    body: str,
+    delivery_count: int,
+    enqueued_at: float,
 ) -> protocol.LeasedMessage:
-    return protocol.LeasedMessage(
-        message_id, body, delivery_count, _time(enqueued_at), _receipt(sequence, version)
-    )
+    at, receipt = _time(enqueued_at), _receipt(sequence, version)
+    return protocol.LeasedMessage(message_id, body, delivery_count, at, receipt, queue=queue)
 
 
 def _message(
-    message_id: str, body: str, delivery_count: int, enqueued_at: float
+    queue: str, message_id: str, body: str, delivery_count: int, enqueued_at: float
 ) -> protocol.Message:
-    return protocol.Message(message_id, body, delivery_count, _time(enqueued_at))
+    return protocol.Message(message_id, body, delivery_count, _time(enqueued_at), queue=queue)
 
 
 def _time(seconds: float) -> datetime:
