@@ -342,3 +342,19 @@ def test_missing_storage_is_one_line_and_exit_code_2(in_process: Imagefleet) -> 
 
     assert result.returncode == console.EXIT_OPERATOR_MUST_ACT
     assert len(result.stderr.splitlines()) == 1
+
+
+def test_a_replay_chooses_the_priority_and_is_normal_without(
+    in_process: Imagefleet, failed_jobs: StorageSettings
+) -> None:
+    refused = in_process("failed", "replay", "--id", "cat", "--priority", "urgent")
+    assert refused.returncode == console.EXIT_OPERATOR_MUST_ACT
+    assert "the priority 'urgent' is not one of high, normal, low" in refused.stderr
+    for arguments in (("--id", "cat", "--priority", "low"), ("--id", "dog")):
+        assert read(in_process("failed", "replay", *arguments, "--yes", "--json"))["replayed"] == 1
+
+    async def waiting() -> list[int]:
+        async with open_storage(failed_jobs) as storage:
+            return [(await each.depth()).messages for each in storage.queues.values()]
+
+    assert asyncio.run(waiting()) == [0, 1, 1]
