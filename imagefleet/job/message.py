@@ -130,6 +130,9 @@ DUPLICATES = "-duplicates/"
 #: Images that `imagefleet redo` has replaced: below the image's name.
 REPLACED = "-replaced/"
 
+#: Shards of records (`imagefleet.records`), below their campaign.
+RECORDS = "-records/"
+
 #: What workers and the operator store beside images begins so.
 ASIDE = "-"
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import AsyncIterator, Callable, Iterable, Sequence
+from collections.abc import AsyncIterator, Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
 from imagefleet import concurrency, errors
@@ -22,7 +22,8 @@ FIRST_PAUSE_SECONDS = 0.5
 LONGEST_PAUSE_SECONDS = 2.0
 LONGEST_IDLE_PAUSE_SECONDS = 10.0
 
-#: A queue that does not exist, or whose token is missing, is asked again after this time.
+#: A queue that does not exist, whose token is missing, or that does not answer while the main one
+#: does, is asked again after this time.
 MISSING_PAUSE_SECONDS = 60.0
 
 
@@ -77,21 +78,14 @@ class OrderedQueues:
         protocol.check_receive(max_messages, lease_seconds)
         received: list[protocol.LeasedMessage] = []
         empty: list[_Source] = []
-        missing: list[tuple[_Source, errors.SetupError]] = []
-        failure: errors.TransientError | None = None
+        unanswered: dict[_Source, errors.FleetError] = {}
         for source in self._in_turn():
             try:
                 messages = await source.queue.receive(max_messages - len(received), lease_seconds)
-            except errors.SetupError as error:
-                if source is not self._main:
-                    missing.append((source, error))
-                    continue
-                if not received:
+            except (errors.SetupError, errors.TransientError) as error:
+                if source is self._main and isinstance(error, errors.SetupError) and not received:
                     raise
-                break
-            except errors.TransientError as error:
-                failure = failure or error
-                empty.append(source)
+                unanswered[source] = error
                 continue
             source.is_missing = False
             received += messages
@@ -101,11 +95,10 @@ class OrderedQueues:
                 empty.append(source)
             if len(received) == max_messages:
                 break
-        for source, reason in missing:
-            self._set_missing(source, reason)
-        self._pause(empty, is_idle=not received)
-        if failure is not None and not received:
-            raise failure
+        self._pause(empty, unanswered, is_idle=not received)
+        outages = [each for each in unanswered.values() if isinstance(each, errors.TransientError)]
+        if outages and not received:
+            raise outages[0]
         self._receives += bool(received)
         return received
 
@@ -175,7 +168,19 @@ class OrderedQueues:
             in_turn = [*sorted(lower, key=lambda each: each.last_receive), first]
         return [each for each in in_turn if each is self._main or each.due_at <= now]
 
-    def _pause(self, empty: Iterable[_Source], *, is_idle: bool) -> None:
+    def _pause(
+        self,
+        empty: list[_Source],
+        unanswered: Mapping[_Source, errors.FleetError],
+        *,
+        is_idle: bool,
+    ) -> None:
+        """Sets when the queues that had nothing are asked again."""
+        if self._main in unanswered:
+            empty = [*empty, *unanswered]  # an outage of all; none must wait for long after it
+        else:
+            for source, error in unanswered.items():
+                self._set_missing(source, error)
         now = self._clock()
         longest = LONGEST_IDLE_PAUSE_SECONDS if is_idle else LONGEST_PAUSE_SECONDS
         for source in empty:
@@ -187,7 +192,7 @@ class OrderedQueues:
                 if not source.is_missing:
                     source.due_at = min(source.due_at, now + LONGEST_PAUSE_SECONDS)
 
-    def _set_missing(self, source: _Source, error: errors.SetupError) -> None:
+    def _set_missing(self, source: _Source, error: errors.FleetError) -> None:
         source.due_at = self._clock() + MISSING_PAUSE_SECONDS
         if not source.is_missing:
             source.is_missing = True

@@ -324,10 +324,18 @@ async def test_jobs_that_the_depth_shows_are_received_at_once() -> None:
 # Faults
 
 
-async def test_a_queue_that_does_not_answer_holds_up_no_other() -> None:
+async def test_a_queue_that_does_not_answer_holds_up_no_other(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
     fleet = StandIns(normal=1)
     fleet.high.error = errors.TransientError("503 server busy")
     assert await fleet.receive() == ["jobs"]
+    for _ in range(5):
+        fleet.clock.now += 10.0
+        assert await fleet.receive() == []
+    assert fleet.high.asked == 1, "its retries take seconds each time"
+    (record,) = caplog.records
+    assert "no jobs are taken from the queue jobs-high: 503" in record.getMessage()
 
 
 async def test_an_outage_is_no_empty_queue() -> None:
@@ -335,6 +343,21 @@ async def test_an_outage_is_no_empty_queue() -> None:
     fleet.low.error = errors.TransientError("503 server busy")
     with pytest.raises(errors.TransientError, match="503 server busy"):
         await fleet.receive()
+
+
+async def test_after_an_outage_of_all_queues_none_waits_for_long() -> None:
+    fleet = StandIns()
+    every = (fleet.high, fleet.normal, fleet.low)
+    for queue in every:
+        queue.error = errors.TransientError("503 server busy")
+    for _ in range(10):
+        with pytest.raises(errors.TransientError):
+            await fleet.receive()
+        fleet.clock.now += 20.0
+    for queue in every:
+        queue.error = None
+    fleet.high.jobs = 1
+    assert await fleet.receive() == ["jobs-high"]
 
 
 async def test_messages_leased_before_a_fault_are_returned() -> None:
