@@ -19,7 +19,6 @@ from imagefleet.storage.dead_letter import Entry
 from imagefleet.storage.dead_letter_queue import Preview, Refused, Swept
 from imagefleet.storage.protocol import BlobStore
 from imagefleet.storage.settings import (
-    PRIORITIES,
     Priority,
     SignerSettings,
     StorageSettings,
@@ -108,9 +107,7 @@ def replay(
     campaign: Campaign = None,
     job_id: JobId = None,
     everything: All = False,
-    priority: Annotated[
-        str, typer.Option(metavar="|".join(PRIORITIES), help="Their priority in the job queue.")
-    ] = "normal",
+    priority: options.JobPriority = "normal",
     invalid: Annotated[
         bool,
         typer.Option(

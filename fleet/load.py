@@ -22,6 +22,7 @@ from fleet import console, options
 from imagefleet import errors, signing
 from imagefleet.storage.open import open_storage
 from imagefleet.storage.protocol import Storage
+from imagefleet.storage.settings import checked_priority
 from loadgen.settings import LoadSettings
 
 if TYPE_CHECKING:
@@ -62,6 +63,7 @@ def command(
             help="Overrides the template's seed; another seed gives other jobs.",
         ),
     ] = None,
+    priority: options.JobPriority = "normal",
     dry_run: Annotated[bool, options.dry_run("the first ten jobs as JSON lines")] = False,
     restart: Annotated[
         bool, typer.Option("--restart", help="Discard the checkpoint; begin with the first job.")
@@ -90,6 +92,7 @@ def command(
     from loadgen import sources
     from loadgen.load import Load, default_path
 
+    chosen = checked_priority(priority)
     skipped = _Skipped()
     on_invalid = skipped if skip_invalid else None
     reading = functools.partial(_reading, Path(file), is_shown=not (quiet or as_json))
@@ -112,7 +115,7 @@ def command(
     in_use = f"another `imagefleet load` is at work with the checkpoint {path}"
     with console.only_one(path, in_use) if path else contextlib.nullcontext():
         storage = open_storage(settings)
-        load = Load(storage, source, settings, path, restart=restart)
+        load = Load(storage, source, settings, path, restart=restart, priority=chosen)
         _announce(load, file, path)
         with reading("checking") as on_read:
             load.check(on_read)  # before the event loop begins: Ctrl-C can interrupt a long file

@@ -16,6 +16,7 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError
 from imagefleet import errors, signing
 from imagefleet.storage.open import LOCAL_SCHEME
 from imagefleet.storage.protocol import Storage
+from imagefleet.storage.settings import Priority
 from imagefleet.submit import BulkSender, Progress
 from loadgen.second_drawing import Sample
 from loadgen.settings import LoadSettings
@@ -118,9 +119,10 @@ class Load:
         checkpoint_path: Path | None,
         *,
         restart: bool,
+        priority: Priority = "normal",
     ) -> None:
         self._storage = storage
-        self._queue = storage.queues[settings.priority]
+        self._queue = storage.queues[priority]
         self._source = source
         self._path = checkpoint_path
         new = Checkpoint(

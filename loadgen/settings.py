@@ -5,7 +5,7 @@ from __future__ import annotations
 from pydantic import Field
 
 from imagefleet.storage.open import LOCAL_SCHEME
-from imagefleet.storage.settings import Priority, SignerSettings
+from imagefleet.storage.settings import SignerSettings
 
 #: Of a fleet on other people's computers: it finds a node of a hundred that draws wrong within
 #: about 20,000 images, and costs half a percent.
@@ -15,11 +15,6 @@ DEFAULT_VERIFY_SHARE = 0.005
 class LoadSettings(SignerSettings):
     """Each field is a flag and an IMAGEFLEET_ variable."""
 
-    priority: Priority = Field(
-        default="normal",
-        description="Priority of the jobs: workers take those of high priority first and those of"
-        " low priority last; of every 8 times that they take jobs, once the other way round.",
-    )
     concurrency: int = Field(
         default=4,
         ge=1,

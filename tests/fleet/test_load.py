@@ -414,5 +414,11 @@ def test_a_priority_chooses_the_queue(
 def test_an_unknown_priority_names_the_three(in_process: Imagefleet, template: Path) -> None:
     result = in_process("load", "t.yaml", "--priority", "urgent")
     assert result.returncode == console.EXIT_OPERATOR_MUST_ACT
-    assert "--priority" in result.stderr
-    assert "'high', 'normal' or 'low'" in result.stderr
+    assert "the priority 'urgent' is not one of high, normal, low" in result.stderr
+
+
+def test_a_workers_priority_on_saladcloud_is_not_that_of_the_jobs(
+    in_process: Imagefleet, template: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("IMAGEFLEET_PRIORITY", "high")
+    assert json.loads(in_process("load", "t.yaml", "--json").stdout)["queue"] == "jobs"
