@@ -56,9 +56,9 @@ class FleetStatus:
 
     storage: str
     queue: QueueStatus
-    queues: list[QueueStatus]
     failed: QueueStatus
     fleet: rates.FleetRates | None = None
+    queues: Sequence[QueueStatus] = ()
 
 
 @options.from_settings(MonitorSettings)
@@ -120,9 +120,9 @@ async def read_status(
     return FleetStatus(
         storage.url,
         _queue_status(storage.queue.name, depth.queue),
-        [_queue_status(name, each) for name, each in depth.queue.by_queue.items()],
         _queue_status(storage.poison.name, depth.failed),
         await rates.fleet_rates(server) if server else None,
+        [_queue_status(name, each) for name, each in depth.queue.by_queue.items()],
     )
 
 
@@ -259,7 +259,7 @@ def _queue_status(name: str, depth: QueueDepth) -> QueueStatus:
 def _status_screen(status: FleetStatus) -> Group:
     headings = ("messages", "visible", "leased", "oldest")
     table = console.table(console.name_column("queue"), *map(console.number_column, headings))
-    for each in (*status.queues, status.failed):
+    for each in (*(status.queues or [status.queue]), status.failed):
         counts = [each.messages, each.visible, each.leased]
         shown = ["?" if count is None else f"{count:,}" for count in counts]
         table.add_row(each.name, *shown, _age(each.oldest_age_seconds))

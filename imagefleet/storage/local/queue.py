@@ -185,10 +185,7 @@ class LocalQueue:
 
     async def check(self) -> None:
         if not await self._file.has_queue(self.name):
-            raise errors.MissingResourceError(
-                f"there is no queue {self.name!r} in {self._file.path.parent};"
-                " `imagefleet load` creates and fills it"
-            )
+            raise self._missing()
 
     async def send(self, bodies: Iterable[str]) -> None:
         checked = protocol.checked_messages(bodies)
@@ -236,6 +233,12 @@ class LocalQueue:
             self._operations.queue += 1  # on Azure: a peek for the age
         return depth
 
+    def _missing(self) -> errors.MissingResourceError:
+        return errors.MissingResourceError(
+            f"there is no queue {self.name!r} in {self._file.path.parent};"
+            " `imagefleet load` creates and fills it"
+        )
+
     async def _run(
         self, work: Callable[[sqlite3.Connection], _Result], operations: int = 1
     ) -> _Result:
@@ -245,8 +248,11 @@ class LocalQueue:
     def _send(self, connection: sqlite3.Connection, bodies: Iterable[str]) -> None:
         now = self._clock()
         rows = ((self.name, now, uuid.uuid4().hex, body) for body in bodies)
-        with transaction(connection, durable=True):
-            connection.executemany(SEND, rows)
+        try:
+            with transaction(connection, durable=True):
+                connection.executemany(SEND, rows)
+        except sqlite3.IntegrityError:
+            raise self._missing() from None
 
     def _receive(
         self, connection: sqlite3.Connection, max_messages: int, lease_seconds: float

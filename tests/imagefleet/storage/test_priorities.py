@@ -192,6 +192,21 @@ async def test_a_worker_does_without_queues_that_are_not_there_and_finds_them_la
         assert [each.body for each in found] == ["urgent"]
 
 
+async def test_a_local_storage_of_an_earlier_version_lacks_two_queues_until_the_next_load(
+    local_settings: StorageSettings,
+) -> None:
+    async with open_storage(local_settings) as storage:
+        await storage._file.create(["jobs", "jobs-poison"])  # type: ignore[attr-defined]
+        await storage.queue.check()
+        assert (await storage.queue.depth()).messages == 0
+        with pytest.raises(errors.MissingResourceError, match="there is no queue 'jobs-high'"):
+            await storage.queues["high"].send(["urgent"])
+        await storage.create()
+        await storage.queues["high"].send(["urgent"])
+        assert (await storage.queue.depth()).messages == 1
+        assert len(await storage.queue.receive(32, LEASE_SECONDS)) == 1
+
+
 async def test_tokens_of_an_earlier_version_serve_the_queue_that_they_are_for(
     azurite_settings: StorageSettings,
 ) -> None:
