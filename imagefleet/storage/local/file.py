@@ -56,6 +56,7 @@ _BUSY = frozenset({sqlite3.SQLITE_BUSY, sqlite3.SQLITE_LOCKED})
 DISK_FULL = frozenset({errno.ENOSPC, errno.EDQUOT})
 
 _NO_ROOM = frozenset({sqlite3.SQLITE_FULL, sqlite3.SQLITE_IOERR, sqlite3.SQLITE_CANTOPEN})
+_MISSING_QUEUE = frozenset({sqlite3.SQLITE_ERROR, sqlite3.SQLITE_CONSTRAINT})
 _NO_DATABASE = frozenset({sqlite3.SQLITE_NOTADB, sqlite3.SQLITE_CORRUPT})
 _NO_ACCESS = frozenset(
     {
@@ -192,7 +193,9 @@ def translated(error: sqlite3.Error, path: Path) -> errors.FleetError:
     if code in _BUSY:
         seconds = f"{BUSY_TIMEOUT_SECONDS:g} s"
         return errors.TransientError(f"another process has kept {path} locked for {seconds}")
-    if code in _NO_DATABASE:
+    if code in _MISSING_QUEUE:
+        message = f"{path} lacks this queue: {error}"
+    elif code in _NO_DATABASE:
         message = f"{path} is damaged or not a queue file ({error}): {_START_ANEW}"
     elif code in _NO_ACCESS:
         message = f"no access to {path} ({error}): it and its folder must be writable"
