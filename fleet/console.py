@@ -247,6 +247,11 @@ def json_text(record: Any) -> str:
     return _escaped(json.dumps(record, ensure_ascii=False, indent=2, default=datetime.isoformat))
 
 
+def json_line(record: Mapping[str, Any]) -> str:
+    """*record* as one line of JSON, with its end."""
+    return _escaped(json.dumps(record, ensure_ascii=False, default=datetime.isoformat))
+
+
 def print_json(record: Mapping[str, Any] | Sequence[Any]) -> None:
     """Prints one JSON object (or list), whatever the terminal's width and colours."""
     sys.stdout.write(json_text(record))
@@ -256,7 +261,7 @@ def print_json(record: Mapping[str, Any] | Sequence[Any]) -> None:
 
 def print_json_line(record: Mapping[str, Any]) -> None:
     """Prints one JSON object as one line, the form of each document of a stream."""
-    sys.stdout.write(_escaped(json.dumps(record, ensure_ascii=False, default=datetime.isoformat)))
+    sys.stdout.write(json_line(record))
     sys.stdout.flush()
 
 
@@ -344,10 +349,10 @@ def totals(rows: Mapping[str, str]) -> Table:
 
 
 @contextmanager
-def counting(verb: str, total: int | None, *, quiet: bool = False) -> Iterator[Callable[[], None]]:
-    """A bar on a terminal, which each call of the function moves on by one."""
+def counting(verb: str, total: int | None, *, quiet: bool = False) -> Iterator[Callable[..., None]]:
+    """A bar on a terminal, which each call of the function moves on by one, or by its argument."""
     if quiet or not stderr.is_terminal:
-        yield lambda: None
+        yield lambda _count=1: None
         return
     columns = (
         progress.TextColumn("{task.description}"),
@@ -357,7 +362,7 @@ def counting(verb: str, total: int | None, *, quiet: bool = False) -> Iterator[C
     )
     with progress.Progress(*columns, console=stderr, transient=True) as bar:
         task = bar.add_task(verb, total=total)
-        yield lambda: bar.advance(task)
+        yield lambda count=1: bar.advance(task, count)
 
 
 def counted(number: int, noun: str) -> str:

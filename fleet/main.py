@@ -18,12 +18,14 @@ from typer.core import TyperCommand, TyperGroup
 from fleet import console, demo, failed, health, load, options, prompt
 from fleet.bench import command as bench
 from fleet.broker import command as broker
+from fleet.export import command as export
 from fleet.files import lora, model
 from fleet.keys import command as keys
 from fleet.monitor import command as monitor
 from fleet.plan import command as plan
 from fleet.redo import command as redo
 from fleet.report import command as report
+from fleet.results import command as results
 from fleet.salad import command as deploy
 from fleet.scale import command as scale
 from fleet.verify import command as verify
@@ -142,6 +144,8 @@ app.add_typer(failed.app, name="failed", short_help="Lists, replays and discards
 app.add_typer(keys.app, name="keys", short_help="Creates, checks and revokes SAS tokens.")
 app.command("broker")(broker.command)
 app.command("plan")(plan.command)
+app.command("results")(results.command)
+app.command("export")(export.command)
 app.command("report")(report.command)
 app.command("verify")(verify.command)
 app.command("redo")(redo.command)

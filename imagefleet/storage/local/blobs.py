@@ -16,6 +16,7 @@ from functools import partial
 from itertools import islice
 from pathlib import Path
 from typing import BinaryIO, TypeVar
+from urllib.parse import quote
 
 from imagefleet import errors
 from imagefleet.storage import protocol
@@ -49,6 +50,7 @@ class LocalBlobs:
 
     def __init__(self, folder: Path, operations: protocol.Operations) -> None:
         self.folder = folder
+        self._address = folder.absolute().as_uri()
         self._operations = operations
 
     @property
@@ -125,7 +127,7 @@ class LocalBlobs:
         return await self._in_thread(self._read_part, name, offset, max_bytes)
 
     def address(self, name: str) -> str:
-        return (self.folder / name).absolute().as_uri()
+        return f"{self._address}/{quote(name)}"
 
     async def names(self, prefix: str = "") -> AsyncIterator[str]:
         self._operations.blob_writes += 1

@@ -1,0 +1,82 @@
+"""Results as Parquet, a row group at a time."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator, Callable, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from fleet.results import columns, files, source
+from imagefleet import errors
+from imagefleet.records.record import Record
+
+if TYPE_CHECKING:
+    import pyarrow as pa
+
+#: Records in memory at once; some megabytes of a file.
+ROW_GROUP = 20_000
+
+
+def arrow() -> Any:
+    """The library, with its Parquet module.
+
+    Raises:
+        SetupError: it is not installed.
+    """
+    try:
+        import pyarrow as pa
+        import pyarrow.parquet
+    except ImportError:
+        raise errors.SetupError(
+            "Parquet needs pyarrow: pip install 'imagefleet[parquet]'"
+        ) from None
+    return pa
+
+
+def schema() -> pa.Schema:
+    """The columns of results; text and numbers are null where a record lacks them."""
+    pa = arrow()
+    text, number, real = pa.string(), pa.int64(), pa.float64()
+    types = {
+        **dict.fromkeys(columns.COLUMNS, text),
+        **dict.fromkeys(("index", "seed", "steps", "clip_skip", "width", "height"), number),
+        **dict.fromkeys(("attempts", "size_bytes"), number),
+        **dict.fromkeys(("cfg_scale", "seconds"), real),
+        "loras": pa.list_(pa.struct([("name", text), ("weight", real)])),
+        "at": pa.timestamp("us", "UTC"),
+    }
+    return pa.schema(list(types.items()))
+
+
+def table(records: Sequence[Record], address: columns.Address) -> pa.Table:
+    """The rows of some records."""
+    pa = arrow()
+    rows: dict[str, Sequence[Any]] = {
+        name: [getattr(record, name) for record in records]
+        for name in (*columns.FIELDS, "error", "reason")
+    }
+    rows["loras"] = [columns.loras(record) for record in records]
+    rows["address"] = [address(each) if each is not None else None for each in rows["blob"]]
+    rows["metadata"] = [
+        columns.json_text(record.metadata) if record.metadata else None for record in records
+    ]
+    return pa.table({name: rows[name] for name in columns.COLUMNS}, schema=schema())
+
+
+async def write(
+    records: AsyncIterator[Record],
+    path: Path,
+    address: columns.Address,
+    on_records: Callable[[int], None],
+) -> None:
+    """Writes a file whole or not at all."""
+    pa = arrow()
+    with (
+        files.whole(path) as draft,
+        pa.parquet.ParquetWriter(draft, schema(), compression="zstd") as writer,
+    ):
+        async for group in source.batches(records, ROW_GROUP):
+            # In a thread: what reads the storage goes on meanwhile.
+            await asyncio.to_thread(lambda rows: writer.write_table(table(rows, address)), group)
+            on_records(len(group))
