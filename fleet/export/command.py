@@ -57,17 +57,9 @@ def command(
     imagefleet export --campaign spring --format parquet --dry-run ./spring
     """
     options.check_campaign(campaign)
-    from fleet.export.plan import Plan
+    from fleet.export.plan import wanted
 
-    plan = Plan(
-        campaign=campaign,
-        storage="",
-        format=form,
-        shard_size=shard_size,
-        images=0,
-        bytes=0,
-        left_out=0,
-    )
+    plan = wanted(campaign, form, shard_size)
     if dry_run:
         _show_plan(console.run(_measure(settings, plan)), folder, as_json=as_json)
         return

@@ -51,6 +51,19 @@ class Plan(BaseModel):
         return -(-self.images // self.shard_size)
 
 
+def wanted(campaign: str, form: Format, shard_size: int) -> Plan:
+    """A plan that has no numbers yet."""
+    return Plan(
+        campaign=campaign,
+        storage="",
+        format=form,
+        shard_size=shard_size,
+        images=0,
+        bytes=0,
+        left_out=0,
+    )
+
+
 def read(folder: Path) -> Plan | None:
     """The plan of an unfinished export in *folder*; None if there is none.
 
