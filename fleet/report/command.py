@@ -53,7 +53,7 @@ def command(
 ) -> None:
     """Writes a campaign's report: throughput, cost, failures, samples.
 
-    It is made from the records stored with the images. With --prometheus, it also has what only the
+    It is made from the workers' records. With --prometheus, it also has what only the
     metrics know: the whole cost and the waste.
 
     imagefleet report --campaign spring
@@ -100,7 +100,7 @@ async def _read(
     async with console.connected(settings) as client:
         storage = client.storage
         records = await report_records.read_records(storage, campaign, samples)
-        if not records.images and not records.failed:
+        if not (records.images or records.failed or records.cancelled):
             raise errors.SetupError(
                 f"campaign {campaign!r} has no images and no failed jobs in {storage.url}"
             )
