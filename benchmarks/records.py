@@ -97,7 +97,8 @@ def run(folder: Path, arguments: tuple[str, ...]) -> tuple[float, float, float]:
         *("--storage", f"local:{folder}", *(each.format(folder=folder) for each in arguments)),
     ]
     began_at = time.monotonic()
-    process = subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
+    variables = {name: value for name, value in os.environ.items() if "IMAGEFLEET" not in name}
+    process = subprocess.Popen(command, stdout=subprocess.DEVNULL, env=variables)
     _, status, used = os.wait4(process.pid, 0)
     process.returncode = os.waitstatus_to_exitcode(status)
     if process.returncode:
