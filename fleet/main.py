@@ -111,8 +111,8 @@ On one machine, with everything in the folder imagefleet-data:
 Every setting is a flag and a variable: --queue is IMAGEFLEET_QUEUE.
 
 Exit codes: 0 done, 1 unexpected error, 2 invalid input or setup, 3 broken node (replace it),
-4 jobs failed (worker --fail-on-failed) or images are wrong (verify, redo), 130 interrupted,
-143 terminated (worker --until-empty).""",
+4 jobs failed (worker --fail-on-failed) or images are wrong or missing (verify, redo, results,
+export), 130 interrupted, 143 terminated (worker --until-empty).""",
 )
 
 
