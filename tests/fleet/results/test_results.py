@@ -130,13 +130,14 @@ async def test_csv_is_for_spreadsheets(
     rows = list(csv.DictReader(io.StringIO((await results("--csv")).stdout)))
 
     assert len(rows) == 6
-    (hostile,) = (row for row in rows if row["id"] == "0009")
+    by_id = {row["id"]: row for row in rows}
+    first, hostile = by_id["0001"], by_id["0009"]
     assert hostile["prompt"].startswith("'=HYPERLINK"), "no spreadsheet executes it"
     assert not set(hostile["prompt"]) & set("\x1b\x07\u202e")
     assert hostile["negative_prompt"] == 'two\nlines, and a "'
-    assert rows[0]["loras"] == "outline-style:0.8"
-    assert json.loads(rows[0]["metadata"]) == {"order": 7}
-    assert rows[0]["at"] == "2026-11-01T12:00:00+00:00"
+    assert first["loras"] == "outline-style:0.8"
+    assert json.loads(first["metadata"]) == {"order": 7}
+    assert first["at"] == "2026-11-01T12:00:00+00:00"
 
 
 async def test_a_file_of_lines_is_whole_or_absent(
@@ -171,6 +172,7 @@ async def test_parquet_is_written_by_row_groups(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr(parquet, "ROW_GROUP", 2)
+    monkeypatch.setattr(parquet, "_BATCH", 1)
 
     await results("--parquet", "spring.parquet")
 
