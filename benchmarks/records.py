@@ -27,7 +27,7 @@ from imagefleet.records import writer
 from imagefleet.records.record import Lora, Record
 from imagefleet.storage.open import open_storage
 from imagefleet.storage.settings import StorageSettings
-from worker.records import MAX_RECORDS
+from worker.stages.record import MAX_RECORDS
 
 #: Workers, each of which writes a shard.
 WORKERS = 100

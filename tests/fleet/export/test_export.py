@@ -351,3 +351,41 @@ def test_a_plan_of_another_version_is_not_followed(tmp_path: Path) -> None:
 
     with pytest.raises(errors.SetupError, match="delete it to begin again"):
         plan.read(tmp_path)
+
+
+async def test_what_workers_have_stored_is_listed_and_exported(
+    storage: Storage,
+    storage_settings: StorageSettings,
+    run_worker: Callable[[str], Awaitable[None]],
+    in_process: Imagefleet,
+    tmp_path: Path,
+) -> None:
+    await storage.create()
+    await storage.queue.send(
+        [
+            '{"id": "a", "campaign": "spring", "prompt": "a cat", "batch_size": 2, "seed": 7}',
+            '{"id": "b", "campaign": "spring", "prompt": "a dog", "metadata": {"order": 7}}',
+            '{"id": "c", "campaign": "spring", "prompt": "a fox, <lora:none:1>"}',
+        ]
+    )
+    await run_worker("w1")
+    common = ("--campaign", "spring", "--storage", storage_settings.storage)
+    common += ("--queue", storage_settings.queue, "--container", storage_settings.container)
+
+    listed = await asyncio.to_thread(in_process, "results", *common, "--json")
+    done = await asyncio.to_thread(in_process, "export", *common, str(tmp_path / "out"))
+
+    found = sorted(map(json.loads, listed.stdout.splitlines()), key=lambda row: row["id"])
+    assert [(row["id"], row["index"], row["outcome"]) for row in found[:2]] == [
+        ("a", 0, "completed"),
+        ("a", 1, "completed"),
+    ]
+    assert [row["seed"] for row in found[:2]] == [7, 8]
+    assert (found[2]["metadata"], found[2]["width"]) == ({"order": 7}, 64)
+    assert (found[3]["outcome"], found[3]["error"]) == ("failed", "MissingFileError")
+    assert done.returncode == 0, done.stderr
+    rows = pq.read_table(tmp_path / "out" / "00000.parquet").to_pylist()
+    assert [(row["id"], row["caption"], row["status"]) for row in rows] == [
+        *[("a", "a cat", "success")] * 2,
+        ("b", "a dog", "success"),
+    ]
