@@ -109,7 +109,7 @@ async def images(
                 yield record
     # A worker that died in between has stored these images, and written no record.
     if missing.any:
-        async for records in _records(storage.blobs, again, on_damaged):
+        async for records in _records(storage.blobs, again, _ignore):
             for record in records:
                 if record.blob and missing.take(record.blob):
                     yield record
@@ -126,7 +126,7 @@ async def ended(
     settled: set[int] = set()
     async for records in _records(storage.blobs, shards, on_damaged):
         settled.update(_failure(record) for record in records if _is_of_operator(record))
-    async for records in _records(storage.blobs, shards, on_damaged):
+    async for records in _records(storage.blobs, shards, _ignore):  # reported already
         for record in records:
             if not _is_of_operator(record) and (failure := _failure(record)) not in settled:
                 settled.add(failure)  # its message may have failed twice, after a crash

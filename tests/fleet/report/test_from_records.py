@@ -133,13 +133,14 @@ async def test_hostile_records_are_left_out_with_their_number_and_reasons(
         name = "-records/spring/20261101T120000Z-w9-00000000.images.jsonl.gz"
         await storage.blobs.append(name, data, 0)
         await storage.blobs.append(name.replace("w9", "w8"), b"\x1f\x8b no gzip", 0)
+        await storage.blobs.append(name.replace("images", "jobs"), data, 0)
 
     figures, page, warnings = await report(in_process, local_settings, "--samples", "200")
 
     assert figures["images"] == 1
-    assert figures["skipped"]["records"] == len(lines) + 1
+    assert figures["skipped"]["records"] == 2 * len(lines) + 1, "each once"
     assert len(figures["skipped"]["reasons"]) == 10
-    assert f"damaged and left out: {len(lines) + 1} records" in warnings
+    assert f"damaged and left out: {2 * len(lines) + 1} records" in warnings
     assert len(page) < 300_000
 
 

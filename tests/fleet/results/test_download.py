@@ -8,12 +8,15 @@ import signal
 import subprocess
 import sys
 from collections.abc import Awaitable, Callable
+from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
 import pytest
 
+from fleet.keys import mint
 from fleet.results import download, files
+from imagefleet.storage.azure.roles import ROLES
 from imagefleet.storage.open import open_storage
 from imagefleet.storage.protocol import Storage
 from imagefleet.storage.settings import StorageSettings
@@ -193,3 +196,24 @@ async def test_a_download_that_is_interrupted_leaves_whole_files(
     done = await fetch(in_process, local_settings)
     assert (done["images"], done["already_there"]) == (100 - len(left), len(left))
     assert len(names_in(tmp_path / "images")) == 100
+
+
+async def test_the_tokens_of_a_monitor_suffice(
+    azurite_settings: StorageSettings,
+    in_process: Imagefleet,
+    store_images: Add,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    async with open_storage(azurite_settings) as storage:
+        await store_images(storage, "0001", "0002")
+    minted = mint.Minter(azurite_settings).mint(ROLES["monitor"], timedelta(hours=1))
+    monkeypatch.setenv("IMAGEFLEET_SAS", minted.sas)
+    reader = azurite_settings.model_copy(update={"storage": minted.storage})
+
+    assert (await fetch(in_process, reader))["images"] == 2
+    common = ("--campaign", "spring", "--storage", minted.storage)
+    common += ("--queue", reader.queue, "--container", reader.container)
+    exported = await asyncio.to_thread(in_process, "export", *common, "shards")
+
+    assert exported.returncode == 0, exported.stderr
+    assert "2 images" in exported.stdout
