@@ -36,6 +36,8 @@ from PIL import Image
 
 from fleet.main import app
 from header_files import LORA, file_of
+from imagefleet.records.record import Record
+from imagefleet.records.writer import RecordLog
 from imagefleet.storage.dead_letter import FailedJob
 from imagefleet.storage.open import open_storage
 from imagefleet.storage.settings import StorageSettings
@@ -86,6 +88,8 @@ COMMANDS: dict[str, Case] = {
     "status": Case("--json", r'"messages": 0'),
     "top": Case("--prometheus {prometheus}", r"of 0 workers"),
     "report": Case("--campaign spring", r"Report: spring-report\.html"),
+    "results": Case("--campaign spring", r"images +1"),
+    "export": Case("shards --campaign spring --format imagefolder", r"1 image, .* in 1 shard"),
     "failed list": Case("", r"MissingFileError"),
     "failed show": Case("j1", r"there is no LoRA fox"),
     "failed replay": Case("--id j1", r"1 .*replayed"),
@@ -266,6 +270,16 @@ def work(tmp_path_factory: pytest.TempPathFactory, azurite_address: str, salad: 
             await local.poison.send([job.encode() for job in FAILED_JOBS])
             facts = {"worker": "w1", "seconds": "2", "attempt": "1", "job": "0001"}
             await local.blobs.create("spring/0001.png", stored.getvalue(), "image/png", facts)
+            image = Record(
+                outcome="completed",
+                id="0001",
+                campaign="spring",
+                at=datetime.now(UTC),
+                blob="spring/0001.png",
+                size_bytes=len(stored.getvalue()),
+                seconds=2,
+            )
+            await RecordLog(local.blobs, "w1").add([image])
         async with open_storage(StorageSettings(storage=azurite_address)) as azurite:
             await azurite.create()
 

@@ -23,6 +23,8 @@ from fleet.monitor import rates
 from fleet.salad import gpus, groups, running
 from imagefleet import errors
 from imagefleet.job.message import read_job
+from imagefleet.records import record
+from imagefleet.records.writer import RecordLog
 from imagefleet.storage import dead_letter
 from imagefleet.storage.open import open_storage
 from imagefleet.storage.settings import StorageSettings
@@ -66,6 +68,8 @@ CALLS = {
     "purge": ("--dry-run",),
     "plan": ("--jobs", "10"),
     "redo": ("--worker", "nobody"),
+    "results": ("--download", "images"),
+    "export": ("shards", "--dry-run"),
     "verify": (),
     "prompt": ("a cat",),
     "version": (),
@@ -129,7 +133,7 @@ def test_figures_go_to_a_file_by_one_option() -> None:
 def test_a_dry_run_has_one_meaning() -> None:
     runs = {name: found for name in ALL if (found := option(ALL[name], "--dry-run"))}
 
-    assert len(runs) == 8
+    assert len(runs) == 9
     for found in runs.values():
         assert re.fullmatch(r"Show .*; change nothing\.", found.help)
 
@@ -159,6 +163,8 @@ def fail_job(folder: Path, reason: str, **fields: str) -> None:
             [message] = await storage.queue.receive(1, 60)
             job = read_job(message.body, message.id)
             error = errors.MissingFileError(reason)
+            ended = record.of_job(job) | {"outcome": "failed", "at": message.enqueued_at}
+            await RecordLog(storage.blobs, "worker-1").add([record.Record.model_validate(ended)])
             await dead_letter.add(storage, message, job, error, "worker-1")
 
     asyncio.run(add())

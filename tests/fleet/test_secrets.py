@@ -86,6 +86,8 @@ ARGUMENTS: dict[str, tuple[str, ...]] = {
     "keys check": ("worker",),
     "keys revoke": ("spring",),
     "verify": (),
+    "results": ("--download", "images"),
+    "export": ("shards",),
     "redo": ("--worker", "w1", "--yes"),
     "deploy salad render": (),
     "deploy salad apply": ("--yes", "--wait-minutes", "0"),
