@@ -27,11 +27,12 @@ from fleet.report import command as report
 from fleet.salad import command as deploy
 from fleet.scale import command as scale
 from fleet.verify import command as verify
+from fleet.webhooks import command as webhooks
 from fleet.worker import command as worker
 from imagefleet.telemetry import logs
 
 #: Commands whose stderr is a log, which a program may read.
-_SERVICES = ("worker", "exporter", "broker")
+_SERVICES = ("worker", "exporter", "broker", "webhooks")
 
 #: Types of options in typer's help and in that of the settings.
 _METAVARS = {
@@ -141,6 +142,7 @@ app.command("exporter")(monitor.exporter_command)
 app.add_typer(failed.app, name="failed", short_help="Lists, replays and discards failed jobs.")
 app.add_typer(keys.app, name="keys", short_help="Creates, checks and revokes SAS tokens.")
 app.command("broker")(broker.command)
+app.command("webhooks")(webhooks.command)
 app.command("plan")(plan.command)
 app.command("report")(report.command)
 app.command("verify")(verify.command)

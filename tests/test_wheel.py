@@ -129,7 +129,7 @@ COMMANDS: dict[str, Case] = {
 
 
 #: Commands that run until they are stopped, which have tests of their own.
-SERVICES = {"broker", "exporter"}
+SERVICES = {"broker", "exporter", "webhooks"}
 
 #: Runs commands in an environment, each in a fork, as the console's imports take half a second.
 #: Reads [arguments, file for the output, file for the errors] by line, and answers exit codes.

@@ -179,15 +179,20 @@ class Follower:
         A listing, and a read for each shard that has grown.
         """
         found: list[Record] = []
-        for each in await _shards(self._blobs, self._campaign):
-            name, size = each.blob.name, each.blob.size_bytes
-            if each.kind == "sent" or name in self._given_up:
-                continue
-            if size <= (offset := self.position.get(name, 0)):
-                continue
-            if len(found) >= _POLLED:
-                break
-            found += await self._read(each, offset)
+        before = dict(self.position)
+        try:
+            for each in await _shards(self._blobs, self._campaign):
+                name, size = each.blob.name, each.blob.size_bytes
+                if each.kind == "sent" or name in self._given_up:
+                    continue
+                if size <= (offset := self.position.get(name, 0)):
+                    continue
+                if len(found) >= _POLLED:
+                    break
+                found += await self._read(each, offset)
+        except BaseException:  # what was read is not handed over, so it is read again
+            self.position = before
+            raise
         return found
 
     async def _read(self, each: _Shard, offset: int) -> list[Record]:

@@ -36,6 +36,7 @@ WITHOUT_JSON = {
     "worker": "it prints nothing but its log, which is JSON with --log-format json",
     "exporter": "likewise; its figures are metrics",
     "broker": "likewise; its answers are JSON",
+    "webhooks": "likewise; what its dry run prints is JSON",
     "health": "a probe: its exit code is the answer",
 }
 
@@ -123,7 +124,7 @@ def test_figures_go_to_a_file_by_one_option() -> None:
 def test_a_dry_run_has_one_meaning() -> None:
     runs = {name: found for name in ALL if (found := option(ALL[name], "--dry-run"))}
 
-    assert len(runs) == 6
+    assert len(runs) == 7
     for found in runs.values():
         assert re.fullmatch(r"Show .*; change nothing\.", found.help)
 

@@ -73,6 +73,7 @@ ARGUMENTS: dict[str, tuple[str, ...]] = {
     "top": (),
     "exporter": ("--port", "0"),
     "broker": ("--organization", "acme", "--port", "0"),
+    "webhooks": ("--url", "{url}", "--secret-file", "webhook.txt", "--port", "0"),
     "plan": ("--jobs", "10", "--price-file", "secret.txt"),
     "report": ("--price-file", "prices.yaml"),
     "scale": ("--max-dollars", "1", "--dollars-per-hour", "1", "--once", "--yes"),
@@ -239,6 +240,7 @@ def run(
     secret = tmp_path / "secret.txt"
     given = {
         "secret.txt": f"token: {MARK}File\n{MARK}: [\n",
+        "webhook.txt": f"whsec_{MARK}{'A' * 30}\n",
         "prices.yaml": "source: me\n",
         "jobs.jsonl": '{"prompt": "a cat"}\n',
         "fleet.yaml": FLEET_FILE.format(api="http://127.0.0.1:1", digest="5" * 64),
@@ -349,6 +351,7 @@ COMMAND_OF = {
     "LoadSettings": "load",
     "ExporterSettings": "exporter",
     "BrokerSettings": "broker",
+    "WebhookSettings": "webhooks",
 }
 
 IN_THE_WRONG_PLACE = (
