@@ -15,9 +15,10 @@ from typing import Annotated, Any, get_args
 import typer
 from typer.core import TyperCommand, TyperGroup
 
-from fleet import console, demo, failed, health, load, options, prompt
+from fleet import console, demo, health, load, options, prompt
 from fleet.bench import command as bench
 from fleet.broker import command as broker
+from fleet.failed import command as failed
 from fleet.files import lora, model
 from fleet.keys import command as keys
 from fleet.monitor import command as monitor
@@ -139,7 +140,9 @@ app.command("load")(load.command)
 app.command("status")(monitor.status_command)
 app.command("top")(monitor.top_command)
 app.command("exporter")(monitor.exporter_command)
-app.add_typer(failed.app, name="failed", short_help="Lists, replays and discards failed jobs.")
+app.add_typer(
+    failed.app, name="failed", short_help="Lists, exports, replays, discards failed jobs."
+)
 app.add_typer(keys.app, name="keys", short_help="Creates, checks and revokes SAS tokens.")
 app.command("broker")(broker.command)
 app.command("webhooks")(webhooks.command)

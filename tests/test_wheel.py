@@ -95,6 +95,7 @@ COMMANDS: dict[str, Case] = {
     "report": Case("--campaign spring", r"Report: spring-report\.html"),
     "failed list": Case("", r"MissingFileError"),
     "failed show": Case("j1", r"there is no LoRA fox"),
+    "failed export": Case("", r'"failure": \{"error": "MissingFileError"'),
     "failed replay": Case("--id j1", r"1 .*replayed"),
     "failed discard": Case("--all --yes", r"1 .*discarded"),
     "verify": Case("--campaign spring", r"no second drawings"),

@@ -23,6 +23,8 @@ from fleet.monitor import rates
 from fleet.salad import gpus, groups, running
 from imagefleet import errors
 from imagefleet.job.message import read_job
+from imagefleet.records.record import Record
+from imagefleet.records.writer import RecordLog
 from imagefleet.storage import dead_letter
 from imagefleet.storage.open import open_storage
 from imagefleet.storage.settings import StorageSettings
@@ -37,6 +39,7 @@ WITHOUT_JSON = {
     "exporter": "likewise; its figures are metrics",
     "broker": "likewise; its answers are JSON",
     "webhooks": "likewise; what its dry run prints is JSON",
+    "failed export": "its output is JSON, an object per line, for `load`",
     "health": "a probe: its exit code is the answer",
 }
 
@@ -154,7 +157,9 @@ def fail_job(folder: Path, reason: str, **fields: str) -> None:
             [message] = await storage.queue.receive(1, 60)
             job = read_job(message.body, message.id)
             error = errors.MissingFileError(reason)
-            await dead_letter.add(storage, message, job, error, "worker-1")
+            failed = await dead_letter.add(storage, message, job, error, "worker-1")
+            record = Record(outcome="failed", **failed.facts())
+            await RecordLog(storage.blobs, "worker-1").add([record])
 
     asyncio.run(add())
 

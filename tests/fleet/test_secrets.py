@@ -82,6 +82,7 @@ ARGUMENTS: dict[str, tuple[str, ...]] = {
     "version": (),
     "failed list": (),
     "failed show": ("cat",),
+    "failed export": (),
     "failed replay": ("--all",),
     "failed discard": ("--all", "--yes"),
     "keys worker": ("--policy", "spring"),
