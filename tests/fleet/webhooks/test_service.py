@@ -28,8 +28,13 @@ from imagefleet.storage.settings import StorageSettings
 
 
 @pytest.fixture
-async def storage(local_settings: StorageSettings) -> AsyncIterator[Storage]:
-    async with open_storage(local_settings) as storage:
+def storage_settings(local_settings: StorageSettings) -> StorageSettings:
+    return local_settings
+
+
+@pytest.fixture
+async def storage(storage_settings: StorageSettings) -> AsyncIterator[Storage]:
+    async with open_storage(storage_settings) as storage:
         await storage.create()
         yield storage
 
@@ -119,6 +124,24 @@ async def test_a_campaign_that_has_an_end_of_every_job_is_reported_once(
     figures = ("campaign", "sent", "images", "completed", "failed", "cancelled", "pending")
     assert [event["data"][name] for name in figures] == ["spring", 3, 1, 1, 1, 1, 0]
     assert event["timestamp"].endswith("Z")
+
+
+async def test_what_a_worker_has_done_is_reported(
+    storage: Storage, log: RecordLog, receiver: Any, run: Run, run_worker: Any
+) -> None:
+    jobs = ({"id": "one"}, {"id": "set", "batch_size": 3}, {"id": "bad", "steps": 500})
+    shared = {"prompt": "a cat", "campaign": "spring", "metadata": {"order": 7}}
+    await storage.queue.send(json.dumps(shared | each) for each in jobs)
+    await log.sent("spring", len(jobs))
+    await run_worker("worker-1")
+    await run(each_job=True)
+    assert {each["id"] for each in receiver.told("job.completed")} == {"one", "set"}
+    (failed,) = receiver.told("job.failed")
+    assert (failed["id"], failed["campaign"]) == ("bad", "spring")
+    assert failed["error"] == "InvalidMessageError"
+    (ended,) = receiver.told("campaign.completed")
+    figures = [ended[name] for name in ("sent", "images", "completed", "failed", "pending")]
+    assert figures == [3, 4, 2, 1, 0]
 
 
 async def test_a_campaign_that_goes_on_ends_again_with_another_id(
