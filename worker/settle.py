@@ -22,7 +22,7 @@ from imagefleet.storage.deliveries import SUSPECT_AFTER, Deliveries
 from worker.cost import CostMeter
 from worker.leases import Lease, LeaseKeeper
 from worker.metrics import Outcome, WorkerMetrics
-from worker.records import PendingRecords
+from worker.stages.record import PendingRecords
 
 log = logging.getLogger(__name__)
 
