@@ -9,6 +9,7 @@ from datetime import UTC, datetime
 
 from pydantic import BaseModel, ConfigDict, JsonValue
 
+from imagefleet.job.message import MAX_METADATA_BYTES
 from imagefleet.records.reader import Counts
 from imagefleet.records.record import Record
 
@@ -108,11 +109,13 @@ def campaign_completed(fleet: str, campaign: str, counts: Counts) -> Event:
 
 
 def _of_job(record: Record) -> dict[str, JsonValue]:
+    # A record may be made up, and no job has more.
+    is_real = len(json.dumps(record.metadata)) <= MAX_METADATA_BYTES
     return {
         "campaign": record.campaign,
         "id": record.id,
         "worker": record.worker,
-        "metadata": record.metadata,
+        "metadata": record.metadata if is_real else {},
     }
 
 

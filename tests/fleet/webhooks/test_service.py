@@ -353,6 +353,9 @@ def test_no_event_is_larger_than_receivers_take() -> None:
         found = jobs.of(record(1, **image, index=index, blob=blob))
     assert found is not None
     assert len(found.body()) < 30_000
+    forged = jobs.of(record(1, "cancelled", metadata={"x": "y" * 1_000_000}))
+    assert forged is not None
+    assert len(forged.body()) < 1_000
     assert "." not in found.id
     assert json.loads(found.body())["data"]["id"] == "i" * 128
 
