@@ -291,8 +291,7 @@ class Settler:
         except errors.TransientError as fault:
             self._abandoned(entry, fault)
         else:
-            facts = {"error": failed.error, "reason": failed.reason, "attempts": failed.attempts}
-            record = self.record(entry, "failed", **facts)
+            record = self.record(entry, "failed", **failed.facts())
             await self.pending.put(finish, [*entry.records, record], entry.again)
 
     async def _retry(self, entry: InFlightJob, error: errors.FleetError, attempts: int) -> None:

@@ -23,7 +23,7 @@ from fleet.monitor import rates
 from fleet.salad import gpus, groups, running
 from imagefleet import errors
 from imagefleet.job.message import read_job
-from imagefleet.records import record
+from imagefleet.records.record import Record
 from imagefleet.records.writer import RecordLog
 from imagefleet.storage import dead_letter
 from imagefleet.storage.open import open_storage
@@ -38,6 +38,8 @@ WITHOUT_JSON = {
     "worker": "it prints nothing but its log, which is JSON with --log-format json",
     "exporter": "likewise; its figures are metrics",
     "broker": "likewise; its answers are JSON",
+    "webhooks": "likewise; what its dry run prints is JSON",
+    "failed export": "its output is JSON, an object per line, for `load`",
     "health": "a probe: its exit code is the answer",
 }
 
@@ -163,9 +165,9 @@ def fail_job(folder: Path, reason: str, **fields: str) -> None:
             [message] = await storage.queue.receive(1, 60)
             job = read_job(message.body, message.id)
             error = errors.MissingFileError(reason)
-            ended = record.of_job(job) | {"outcome": "failed", "at": message.enqueued_at}
-            await RecordLog(storage.blobs, "worker-1").add([record.Record.model_validate(ended)])
-            await dead_letter.add(storage, message, job, error, "worker-1")
+            failed = await dead_letter.add(storage, message, job, error, "worker-1")
+            record = Record(outcome="failed", **failed.facts())
+            await RecordLog(storage.blobs, "worker-1").add([record])
 
     asyncio.run(add())
 
