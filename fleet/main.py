@@ -19,6 +19,7 @@ from fleet import console, demo, failed, health, load, options, prompt
 from fleet.bench import command as bench
 from fleet.broker import command as broker
 from fleet.files import lora, model
+from fleet.gallery import command as gallery
 from fleet.keys import command as keys
 from fleet.monitor import command as monitor
 from fleet.plan import command as plan
@@ -143,6 +144,7 @@ app.add_typer(keys.app, name="keys", short_help="Creates, checks and revokes SAS
 app.command("broker")(broker.command)
 app.command("plan")(plan.command)
 app.command("report")(report.command)
+app.command("gallery")(gallery.command)
 app.command("verify")(verify.command)
 app.command("redo")(redo.command)
 app.add_typer(deploy.app, name="deploy", short_help="Deploys workers to GPU clouds.")
