@@ -83,7 +83,10 @@ class Campaigns:
             async for name in self._storage.blobs.names(RECORDS)
             if (found := ShardName.read(name))
         ]
-        return max(started)[1] if started else None
+        newest = max(started)[1] if started else None
+        if newest not in self._names:
+            self._named_at = float("-inf")
+        return newest
 
     async def get(self, name: str) -> Campaign:
         """A campaign that a page asks for, which is followed from now on; raises HTTPNotFound."""

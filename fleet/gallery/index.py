@@ -9,6 +9,7 @@ from __future__ import annotations
 import contextlib
 import json
 import sqlite3
+import threading
 import zlib
 from array import array
 from collections import Counter
@@ -94,6 +95,7 @@ class Index:
     def __init__(self, path: Path) -> None:
         """Raises SetupError if the file cannot be written."""
         self._path = path
+        self._writing = threading.Lock()
         path.parent.mkdir(parents=True, exist_ok=True)
         try:
             self._writer = self._opened()
@@ -125,32 +127,39 @@ class Index:
             yield db
 
     def close(self) -> None:
-        self._writer.close()
+        with self._writing:  # a thread whose caller was cancelled goes on
+            self._writer.close()
 
     def clear(self) -> None:
         """Forgets everything: the campaign's records are others than they were."""
         tables = ("rows", "details", "names", "loras", "facts")
         dropped = " ".join(f"DROP TABLE {each};" for each in tables)
-        self._writer.executescript(f"BEGIN IMMEDIATE; {dropped} {_TABLES} COMMIT;")
+        with self._writing:
+            self._writer.executescript(f"BEGIN IMMEDIATE; {dropped} {_TABLES} COMMIT;")
 
     def position(self) -> dict[str, int]:
         """Where the follower goes on."""
-        found = self._writer.execute("SELECT value FROM facts WHERE name = 'position'").fetchone()
+        with self._reading() as db:
+            found = db.execute("SELECT value FROM facts WHERE name = 'position'").fetchone()
         return dict(json.loads(found[0])) if found else {}
 
     def add(self, records: Iterable[Record], position: Mapping[str, int]) -> None:
         """Adds what is new of the records, and notes where the next ones are."""
-        db = self._writer
-        db.execute("BEGIN IMMEDIATE")
-        try:
+        with self._writing, self._transaction() as db:
             _Addition(db).add(records)
             db.execute(
                 "INSERT OR REPLACE INTO facts VALUES('position', ?)", [json.dumps(dict(position))]
             )
-            db.execute("COMMIT")
+
+    @contextlib.contextmanager
+    def _transaction(self) -> Iterator[sqlite3.Connection]:
+        self._writer.execute("BEGIN IMMEDIATE")
+        try:
+            yield self._writer
         except BaseException:
-            db.execute("ROLLBACK")
+            self._writer.execute("ROLLBACK")
             raise
+        self._writer.execute("COMMIT")
 
     def birth(self) -> str:
         """Differs after the rows were numbered anew."""
@@ -270,13 +279,13 @@ class _Addition:
             "INSERT INTO rows(key, outcome, at, worker, job, prompt, reason)"
             " VALUES(?, ?, ?, ?, ?, ?, ?) ON CONFLICT DO NOTHING",
             (
-                _storable(key),
+                key,
                 _code(record),
                 record.at.timestamp(),
                 self._id("worker", record.worker),
                 record.id,
-                _storable(record.prompt or ""),
-                reason and _storable(reason[:_REASON_CHARACTERS]),
+                record.prompt or "",
+                reason and reason[:_REASON_CHARACTERS],
             ),
         )
         if not inserted.rowcount:
@@ -291,13 +300,12 @@ class _Addition:
     def _id(self, kind: str, name: str) -> int:
         known = self._ids.get((kind, name))
         if known is None:
-            stored = _storable(name)
             self._db.execute(
                 "INSERT INTO names(kind, name, count) VALUES(?, ?, 0) ON CONFLICT DO NOTHING",
-                [kind, stored],
+                [kind, name],
             )
             (known,) = self._db.execute(
-                "SELECT id FROM names WHERE kind = ? AND name = ?", [kind, stored]
+                "SELECT id FROM names WHERE kind = ? AND name = ?", [kind, name]
             ).fetchone()
             self._ids[kind, name] = known
         return int(known)
@@ -305,11 +313,6 @@ class _Addition:
 
 def _code(record: Record) -> int:
     return _OUTCOMES.index(record.outcome)
-
-
-def _storable(text: str) -> str:
-    """SQLite takes UTF-8, which half of a surrogate pair is not."""
-    return text.encode(errors="replace").decode()
 
 
 def _condition(chosen: Filter) -> tuple[str, list[str | int]]:

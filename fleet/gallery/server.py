@@ -77,7 +77,7 @@ async def opened(
         gallery = Gallery(campaigns, images, replays, guard.Guard(host), storage.url)
         yield gallery.application(), campaigns.follow
     finally:
-        campaigns.close()
+        await asyncio.to_thread(campaigns.close)
         kept.close()
 
 
@@ -133,12 +133,11 @@ class Gallery:
         return web.Response(body=self._files[name], content_type=kind, charset="utf-8")
 
     async def _list_campaigns(self, request: web.Request) -> web.Response:
-        names = await self._campaigns.names()
-        is_first = "first" in request.query
+        newest = await self._campaigns.newest() if "first" in request.query else None
         return web.json_response(
             {
-                "campaigns": names,
-                "newest": await self._campaigns.newest() if is_first else None,
+                "campaigns": await self._campaigns.names(),
+                "newest": newest,
                 "storage": redaction.printable(self._storage),
                 "problem": _sentence(self._campaigns.problem),
             }

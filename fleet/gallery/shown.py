@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Iterable
 from typing import Any
 
+from fleet import console
 from fleet.gallery.index import Row
 from imagefleet.job.message import DEFAULT_CAMPAIGN
 from imagefleet.records.record import Record
@@ -32,7 +32,7 @@ def record(found: Record) -> dict[str, Any]:
     """All of a record that its view has."""
     dumped = found.model_dump(mode="json", exclude_none=True)
     shown: dict[str, Any] = _printable(dumped)
-    shown["text"] = json.dumps(job(found), indent=2, ensure_ascii=False)
+    shown["text"] = console.json_text(job(found)).rstrip()
     return shown
 
 

@@ -62,7 +62,8 @@ class Thumbnails:
             ) from None
 
     def close(self) -> None:
-        self._db.close()
+        with self._lock:
+            self._db.close()
 
     def read(self, key: bytes) -> bytes | None:
         """A JPEG; None if it is not kept."""
