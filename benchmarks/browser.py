@@ -20,7 +20,11 @@ import aiohttp
 BROWSERS = ("chromium", "chromium-browser", "google-chrome", "google-chrome-stable", "chrome")
 
 START_SECONDS = 40
+#: For an answer: of a whole scroll, say.
 TIMEOUT_SECONDS = 60.0
+
+#: For a condition.
+UNTIL_SECONDS = 8.0
 
 #: Windows key codes, which the protocol asks for; a letter's is that of its capital.
 _KEYS = {
@@ -95,12 +99,13 @@ class Page:
             raise RuntimeError(found["exceptionDetails"]["exception"]["description"])
         return found["result"].get("value")
 
-    async def until(self, condition: str, seconds: float = TIMEOUT_SECONDS) -> Any:
+    async def until(self, condition: str, seconds: float = UNTIL_SECONDS) -> Any:
         """The value of an expression as soon as it is true; polls every frame or so."""
         deadline = time.monotonic() + seconds
+        expression = f"(value => value instanceof Node || value)({condition})"
         while True:
             with contextlib.suppress(RuntimeError):  # the page may not be there yet
-                if value := await self.evaluate(condition):
+                if value := await self.evaluate(expression):
                     return value
             if time.monotonic() > deadline:
                 raise TimeoutError(f"not true after {seconds} seconds: {condition}")

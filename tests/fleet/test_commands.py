@@ -36,6 +36,7 @@ WITHOUT_JSON = {
     "worker": "it prints nothing but its log, which is JSON with --log-format json",
     "exporter": "likewise; its figures are metrics",
     "broker": "likewise; its answers are JSON",
+    "gallery": "likewise; what it shows is a page",
     "health": "a probe: its exit code is the answer",
 }
 

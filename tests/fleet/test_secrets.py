@@ -92,6 +92,7 @@ ARGUMENTS: dict[str, tuple[str, ...]] = {
     "keys check": ("worker",),
     "keys revoke": ("spring",),
     "verify": (),
+    "gallery": ("--port", "0", "--no-browser", "--cache", "cache"),
     "redo": ("--worker", "w1", "--yes"),
     "deploy salad render": (),
     "deploy salad apply": ("--yes", "--wait-minutes", "0"),

@@ -230,8 +230,14 @@ document.querySelector("[role=tablist]").addEventListener("keydown", event => {
   change({ tab: next.dataset.tab });
   next.focus();
 });
-byId("clear").addEventListener("click", () => change({ text: "", lora: "", worker: "" }));
-byId("newer").addEventListener("click", () => grid.toTop());
+byId("clear").addEventListener("click", () => {
+  change({ text: "", lora: "", worker: "" });
+  grid.scroller.focus({ preventScroll: true }); // the button is gone
+});
+byId("newer").addEventListener("click", () => {
+  grid.toTop();
+  grid.scroller.focus({ preventScroll: true });
+});
 addEventListener("keydown", event => {
   if (event.key === "/" && !viewer.isOpen && !event.target.matches("input, select")) {
     event.preventDefault();

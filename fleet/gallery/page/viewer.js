@@ -33,8 +33,8 @@ export class Viewer {
     byId("close").addEventListener("click", () => this.close());
     byId("copy").addEventListener("click", () => this.copy());
     byId("replay").addEventListener("click", () => this.askReplay());
-    byId("confirm").addEventListener("close", event => {
-      if (event.target.returnValue === "yes") this.replay();
+    byId("confirm").addEventListener("submit", event => {
+      if (event.submitter.value === "yes") this.replay();
     });
     // On a phone one goes back to the list.
     addEventListener("popstate", () => this.dialog.open && this.hide());
@@ -232,12 +232,12 @@ export class Viewer {
   }
 
   askReplay() {
-    byId("confirm").returnValue = "no";
     byId("confirm").showModal();
   }
 
   async replay() {
     const button = byId("replay");
+    if (button.disabled) return; // it is on its way
     button.disabled = true;
     try {
       await post("/api/replay", this.address);

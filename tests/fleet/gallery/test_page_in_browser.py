@@ -69,14 +69,12 @@ def open_page(serve: Callable[..., Any], chromium: Browser) -> Open:
         *,
         width: int = 1280,
         height: int = 800,
-        scheme: str = "light",
         fragment: str = "",
     ) -> AsyncIterator[Page]:
         async with (
             serve(settings) as served,
             chromium.page(width=width, height=height) as page,
         ):
-            await page.use_colors(scheme)
             await page.open(f"{served.url}/{fragment}")
             await page.until("document.querySelector('.tile[aria-label]')")
             yield page
@@ -135,7 +133,7 @@ async def test_the_parameters_are_there_and_the_job_can_be_copied(
 ) -> None:
     async with open_page(campaign) as page:
         await page.evaluate(
-            "navigator.clipboard.writeText = text => { window.copied = text; return Promise.resolve(); }"
+            "navigator.clipboard.writeText = async text => { window.copied = text; }; undefined"
         )
         await page.click(".tile[aria-posinset='2']")
         name = await page.until(OPENED)
@@ -148,20 +146,15 @@ async def test_the_parameters_are_there_and_the_job_can_be_copied(
         assert int(name) == IMAGES - 2
         for value in (record.prompt, record.negative_prompt, record.worker, record.gpu):
             assert value in facts
-        for value in (record.seed, "512 × 512", record.steps, record.sampler, record.model):
+        for value in (record.seed, record.steps, record.sampler, record.model, record.width):
             assert str(value) in facts
         await page.press("c")
         copied = json.loads(await page.until("window.copied"))
         assert (copied["prompt"], copied["seed"]) == (record.prompt, record.seed)
         assert (copied["campaign"], "id" in copied) == ("spring", False)
         await page.click(".chip")
-        await page.until(
-            f"{CLOSED} && document.querySelector('#lora').value === 'magic-fantasy-forest-v2'"
-            if "magic" in str(record.prompt)
-            else CLOSED
-        )
-        total = IMAGES // 4
-        await page.until(f"document.querySelector('.tile').getAttribute('aria-setsize') == {total}")
+        await page.until(f"{CLOSED} && document.querySelector('#lora').value")
+        await page.until(f"document.querySelector('.tile')?.ariaSetSize == {IMAGES // 4}")
 
 
 async def test_filters_narrow_the_list_and_outlive_a_reload(
@@ -238,19 +231,21 @@ async def test_new_images_come_at_the_top_and_move_nothing_under_a_readers_eyes(
         await page.press("Home")
         await page.press("Enter")
         await page.until("document.querySelector('#reason').innerText.includes('not a PNG')")
+        page.complaints.clear()  # of these two
 
 
 @pytest.mark.parametrize("width", [1280, 400])
-@pytest.mark.parametrize("scheme", ["light", "dark"])
 async def test_nothing_is_cut_off_or_tiny_in_any_view(
-    campaign: StorageSettings, open_page: Open, width: int, scheme: str
+    campaign: StorageSettings, open_page: Open, width: int
 ) -> None:
-    async with open_page(campaign, width=width, scheme=scheme) as page:
+    async with open_page(campaign, width=width) as page:
         await page.until(benchmark.FIRST_SCREEN)
         views = {"images": await page.evaluate(FAULTS)}
-        with Image.open(io.BytesIO(await page.screenshot())) as shown:
-            header = ImageStat.Stat(shown.convert("L").crop((0, 0, width, 8))).mean[0]
-        assert (header < 60) == (scheme == "dark"), header
+        for scheme in ("light", "dark"):
+            await page.use_colors(scheme)
+            with Image.open(io.BytesIO(await page.screenshot())) as shown:
+                header = ImageStat.Stat(shown.convert("L").crop((0, 0, width, 8))).mean[0]
+            assert (header < 60) == (scheme == "dark"), header
         await page.press("ArrowRight")
         await page.press("Enter")
         await page.until(OPENED)
@@ -332,7 +327,7 @@ async def test_hostile_texts_are_texts(open_page: Open, tmp_path: Path) -> None:
         for tab in ("images", "failed"):
             await page.click(f"[data-tab={tab}]")
             await page.until("document.querySelector('.tile[aria-label]')")
-            await page.press("ArrowRight") if False else await page.click(".tile")
+            await page.click(".tile")
             await page.until(OPENED)
             await page.until("document.querySelector('#facts dl')")
             shown = await page.evaluate("document.querySelector('#viewer').innerText")
