@@ -80,7 +80,7 @@ ROLES: Mapping[str, Role] = {
         Role("load", "`imagefleet load` on existing queues", queue="a"),
         Role(
             "monitor",
-            "the read-only commands `status`, `exporter`, `scale`, `report` and `verify`",
+            "`status`, `exporter`, `scale`, `report`, `gallery` and `verify`, which only read",
             queue="r",
             poison="r",
             blob="rl",
