@@ -40,11 +40,12 @@ def imagefleet(*arguments: str, folder: Path) -> None:
 def draw(folder: Path) -> None:
     """The demo's jobs, each with several seeds, drawn by a worker."""
     model = ROOT / "demo_model"
-    valid = map(json.loads, (model / "demo_jobs.jsonl").read_text(encoding="utf-8").splitlines())
+    lines = (model / "demo_jobs.jsonl").read_text(encoding="utf-8").splitlines()
+    valid = [json.loads(line) for line in lines]
     jobs = [
         {**job, "id": f"{seed}-{number:02}", "campaign": "spring", "seed": 1000 * seed + number}
-        for number, job in enumerate(valid)
         for seed in SEEDS
+        for number, job in enumerate(valid)
     ]
     lines = [json.dumps(each) for each in (*jobs, INVALID)]
     (folder / "jobs.jsonl").write_text("\n".join(lines), encoding="utf-8")

@@ -16,7 +16,8 @@ import pytest
 
 import browser
 from fleet import console
-from fleet.gallery import server
+from fleet.gallery import campaigns, server
+from fleet.gallery.campaign import Pace
 from imagefleet.storage.settings import SignerSettings, StorageSettings
 from imagefleet.telemetry import probes
 
@@ -45,6 +46,13 @@ class Served:
 
 
 Serve = Callable[..., AbstractAsyncContextManager[Served]]
+
+
+@pytest.fixture(autouse=True)
+def _quick_polls(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in ("_LOCAL_PACE", "_REMOTE_PACE"):
+        monkeypatch.setattr(campaigns, name, Pace(poll_seconds=0.1, count_seconds=0.5))
+    monkeypatch.setattr(campaigns, "_NAMES_SECONDS", 0.1)
 
 
 @pytest.fixture

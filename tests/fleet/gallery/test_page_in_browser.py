@@ -190,7 +190,7 @@ async def test_thousands_of_images_scroll_without_a_gap(
 ) -> None:
     async with open_page(campaign) as page:
         await page.until(benchmark.FIRST_SCREEN)
-        for step, frames in ((120, 40), (700, 40)):
+        for step, frames in ((120, 25), (700, 25)):
             scrolled = await page.evaluate(f"{benchmark.SCROLL}({step}, {frames})")
             assert scrolled["gaps"] == 0, scrolled
         await page.evaluate("document.querySelector('#grid').scrollTop = 1e9")

@@ -17,8 +17,8 @@ import pytest
 from PIL import Image
 from yarl import URL
 
-from fleet.gallery import campaigns, guard
-from fleet.gallery.campaign import Campaign, Pace
+from fleet.gallery import guard
+from fleet.gallery.campaign import Campaign
 from fleet.keys import mint
 from imagefleet import errors, redaction
 from imagefleet.job.message import read_job
@@ -75,10 +75,7 @@ async def test_images_appear_as_they_are_stored(
     storage_settings: StorageSettings,
     log: RecordLog,
     serve: Serve,
-    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(campaigns, "_REMOTE_PACE", Pace(poll_seconds=0.1, count_seconds=0.1))
-    monkeypatch.setattr(campaigns, "_NAMES_SECONDS", 0.1)
     async with serve(storage_settings) as served:
         assert (await served.get("/api/campaigns", first=1))["newest"] is None
         await store(storage, log, 1, prompt="a red house", loras=(Lora("ink", 1),), worker="w1")
@@ -378,7 +375,7 @@ async def test_nothing_is_read_while_nobody_looks(
         await served.state_when(lambda state: state["total"] == 1, campaign="spring")
         await asyncio.sleep(0.5)
         before = polls
-        await asyncio.sleep(1.3)
+        await asyncio.sleep(0.4)
         assert polls == before
 
 
