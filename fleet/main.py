@@ -23,6 +23,7 @@ from fleet.campaigns import job as job_command
 from fleet.export import command as export
 from fleet.failed import command as failed
 from fleet.files import lora, model
+from fleet.gallery import command as gallery
 from fleet.keys import command as keys
 from fleet.monitor import command as monitor
 from fleet.plan import command as plan
@@ -158,6 +159,7 @@ app.command("plan")(plan.command)
 app.command("results")(results.command)
 app.command("export")(export.command)
 app.command("report")(report.command)
+app.command("gallery")(gallery.command)
 app.command("verify")(verify.command)
 app.command("redo")(redo.command)
 app.add_typer(deploy.app, name="deploy", short_help="Deploys workers to GPU clouds.")

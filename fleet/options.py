@@ -81,7 +81,7 @@ PROJECT_SETTINGS: Mapping[type[BaseSettings], tuple[str, str]] = {
     StorageSettings: ("Storage", "all commands"),
     TelemetrySettings: ("Metrics and logs", "`worker`, `exporter`, `webhooks`"),
     WorkerSettings: ("Worker", "`worker`"),
-    SignerSettings: ("Signatures", "`load`, `failed`, `lora`, `model`"),
+    SignerSettings: ("Signatures", "`load`, `failed`, `gallery`, `lora`, `model`"),
     LoadSettings: ("Load generator", "`load`"),
     MonitorSettings: ("Monitoring", "`status`, `top`, `exporter`, `report`, `scale`"),
     ExporterSettings: ("Exporter", "`exporter`"),

@@ -40,6 +40,7 @@ WITHOUT_JSON = {
     "broker": "likewise; its answers are JSON",
     "webhooks": "likewise; what its dry run prints is JSON",
     "failed export": "its output is JSON, an object per line, for `load`",
+    "gallery": "likewise; what it shows is a page",
     "health": "a probe: its exit code is the answer",
 }
 

@@ -95,7 +95,7 @@ ROLES: Mapping[str, Role] = {
         Role(
             "monitor",
             "the read-only commands: `status`, `campaigns`, `job`, `exporter`, `scale`, `results`,"
-            " `export`, `report`, `verify`, `failed list` and `webhooks`",
+            " `export`, `report`, `gallery`, `verify`, `failed list` and `webhooks`",
             queue="r",
             poison="r",
             blob="rl",

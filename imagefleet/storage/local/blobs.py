@@ -9,7 +9,7 @@ import json
 import os
 import time
 import uuid
-from collections.abc import AsyncIterator, Callable, Generator, Iterator, Mapping
+from collections.abc import AsyncIterator, Callable, Generator, Mapping
 from datetime import UTC, datetime
 from functools import partial
 from itertools import islice
@@ -313,12 +313,12 @@ class LocalBlobs:
 
 
 @contextlib.contextmanager
-def _closing(names: Generator[str]) -> Iterator[Generator[str]]:
+def _closing(names: Generator[str]) -> Generator[Generator[str]]:
+    """Like `contextlib.closing`, also where the caller was cancelled while a thread lists them."""
     try:
         yield names
     finally:
-        # After a cancellation a thread may be in the middle of it, and ends by itself.
-        with contextlib.suppress(ValueError):
+        with contextlib.suppress(ValueError):  # the thread goes on, and closes them
             names.close()
 
 
