@@ -35,6 +35,7 @@ from imagefleet.job import image_record, message, prompt
 from imagefleet.pricing import price_file, prices
 from imagefleet.storage import deliveries, protocol
 from imagefleet.storage.azure import account, sas
+from imagefleet.storage.azure.roles import RESOURCES
 from imagefleet.storage.dead_letter import FailedJob
 from loadgen import sources
 from worker.files import addresses, kinds, manifest, safetensors
@@ -423,6 +424,8 @@ TARGETS: dict[str, Target] = {
             (ROOT / "templates" / "demo.yaml").read_bytes(),
             b'{"prompt": ["a {b} {b:2}"], "lists": {"b": ["{c}{c:2}", "x"], "c": [{"text": "y",'
             b' "weight": 2}, {"lora": "z", "strength": [0.1, 0.5]}]}, "count": 3}',
+            b'{"prompt": "a", "every": ["prompt"], "job": {"size": ["512x512", "64x64"], "steps":'
+            b' {"from": 5, "to": 9, "step": 2}, "cfg_scale": {"from": 5.5, "to": 6, "step": 0.1}}}',
         ),
         max_seconds=MAX_YAML_SECONDS,
     ),
@@ -432,7 +435,7 @@ TARGETS: dict[str, Target] = {
         (
             json.dumps(
                 {
-                    **dict.fromkeys(("queue", "poison", "blob", "files"), _SAS),
+                    **dict.fromkeys(RESOURCES, _SAS),
                     "expires_at": "2030-01-01T00:00:00Z",
                 }
             ).encode(),
