@@ -75,6 +75,7 @@ def command(
             help="Overrides the template's seed; another seed gives other jobs.",
         ),
     ] = None,
+    priority: options.JobPriority = "normal",
     campaign: Annotated[
         str | None,
         typer.Option(
@@ -107,7 +108,6 @@ def command(
             help="With --check: a model that workers have from elsewhere; repeatable.",
         ),
     ] = None,
-    priority: options.JobPriority = "normal",
     restart: Annotated[
         bool, typer.Option("--restart", help="Discard the checkpoint; begin with the first job.")
     ] = False,
@@ -137,9 +137,9 @@ def command(
     from loadgen import sources
     from loadgen.load import Load, default_path
 
+    chosen = checked_priority(priority)
     if (lora_directory or model) and not check:
         raise errors.SetupError("--lora-directory and --model go with --check")
-    chosen = checked_priority(priority)
     skipped = _Skipped()
     on_invalid = skipped if skip_invalid else None
     reading = functools.partial(_reading, Path(file), is_shown=not (quiet or as_json))

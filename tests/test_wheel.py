@@ -128,8 +128,7 @@ COMMANDS: dict[str, Case] = {
 
 
 #: Commands that run until they are stopped, which have tests of their own.
-SERVICES = {"broker", "exporter", "webhooks"}
-SERVICES = {"broker", "exporter", "gallery"}
+SERVICES = {"broker", "exporter", "gallery", "webhooks"}
 
 #: Runs commands in an environment, each in a fork, as the console's imports take half a second.
 #: Reads [arguments, file for the output, file for the errors] by line, and answers exit codes.
