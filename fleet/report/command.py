@@ -51,7 +51,7 @@ def command(
     samples: Annotated[int, typer.Option(min=0, max=200, help="Sample pictures on the page.")] = 24,
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON, write no page.")] = False,
 ) -> None:
-    """Writes a campaign's report: throughput, cost, failures, samples.
+    """Writes a campaign's report: throughput, cost, failures.
 
     It is made from the workers' records. With --prometheus, it also has what only the
     metrics know: the whole cost and the waste.

@@ -13,7 +13,7 @@ from collections.abc import AsyncIterator, Callable, Iterable, Mapping
 from dataclasses import dataclass
 from datetime import datetime
 from pathlib import Path
-from typing import Protocol, Self
+from typing import NamedTuple, Protocol, Self
 from xml.sax.saxutils import escape
 
 from imagefleet import errors
@@ -57,12 +57,27 @@ class LeasedMessage(Message):
 
 
 @dataclass(frozen=True, slots=True)
+class FoundMessage:
+    """A message that nobody has leased for it."""
+
+    message: Message
+    is_leased: bool
+
+
+@dataclass(frozen=True, slots=True)
 class QueueDepth:
     """The size of a queue. `leased` is None on Azure, which reports only the sum."""
 
     messages: int
     leased: int | None
     oldest_age_seconds: float | None
+
+
+class Stamps(NamedTuple):
+    """Between which times of the storage's clock a message sent at a moment is stamped."""
+
+    earliest: datetime
+    latest: datetime
 
 
 class JobQueue(Protocol):
@@ -123,7 +138,20 @@ class JobQueue(Protocol):
         queues.
         """
 
+    @property
+    def finds_all(self) -> bool:
+        """Whether `find` sees every message. On Azure it sees the first 32 that are visible."""
+
+    def find(self, text: str) -> AsyncIterator[FoundMessage]:
+        """The messages that may contain *text*, leased ones too; changes nothing."""
+
     async def depth(self) -> QueueDepth: ...
+
+    async def clear(self) -> None:
+        """Deletes all messages, those in flight as well."""
+
+    async def stamps(self) -> Stamps:
+        """The `enqueued_at` of messages sent now, by the clock of the storage."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -12,10 +12,12 @@ import contextlib
 import dataclasses
 import math
 from collections.abc import AsyncIterator, Awaitable, Callable, Collection, Iterable
-from datetime import UTC, datetime
+from datetime import UTC, datetime, timedelta
+from email.utils import parsedate_to_datetime
 from functools import partial
 from typing import Any, TypeVar
 
+from azure.core.pipeline import PipelineResponse
 from azure.storage.queue import QueueMessage
 from azure.storage.queue.aio import QueueClient
 
@@ -148,6 +150,15 @@ class AzureQueue:
         finally:
             await self._hand_back(leased.values())
 
+    @property
+    def finds_all(self) -> bool:
+        return False
+
+    async def find(self, text: str) -> AsyncIterator[protocol.FoundMessage]:
+        for message in await self._peek(protocol.MAX_RECEIVE):
+            if text in message.body or text == message.id or not message.body.startswith("{"):
+                yield protocol.FoundMessage(message, is_leased=False)
+
     async def depth(self) -> protocol.QueueDepth:
         properties = await self._call("r", self._client.get_queue_properties)
         front = await self._peek(1)
@@ -155,6 +166,30 @@ class AzureQueue:
         if front:
             age_seconds = max(0.0, (datetime.now(UTC) - front[0].enqueued_at).total_seconds())
         return protocol.QueueDepth(properties.approximate_message_count or 0, None, age_seconds)
+
+    async def clear(self) -> None:
+        # Of a large queue Azure deletes what it can within half a minute, and says that it failed.
+        left = math.inf
+        while True:
+            try:
+                return await self._call("", self._client.clear_messages)
+            except errors.TransientError:
+                before, left = left, (await self.depth()).messages
+                if left >= before:
+                    raise
+
+    async def stamps(self) -> protocol.Stamps:
+        dates: list[datetime] = []
+
+        def keep_date(response: PipelineResponse[Any, Any]) -> None:
+            dates.append(parsedate_to_datetime(response.http_response.headers["Date"]))
+
+        await self._call(
+            "r", lambda: self._client.get_queue_properties(raw_response_hook=keep_date)
+        )
+        # Both are whole seconds, from servers whose clocks differ by less than one.
+        second = timedelta(seconds=1)
+        return protocol.Stamps(dates[-1] - second, dates[-1] + second)
 
     async def _call(self, permission: str, request: Callable[[], Awaitable[_Result]]) -> _Result:
         """Makes a request, which needs *permission*, with retries and translated errors."""

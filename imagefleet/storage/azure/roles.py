@@ -77,17 +77,19 @@ ROLES: Mapping[str, Role] = {
             blob="ac",
             files="r",
         ),
-        Role("load", "`imagefleet load` on existing queues", queue="a"),
+        # It notes how many jobs it has sent, and reads which campaigns are cancelled.
+        Role("load", "`imagefleet load` on existing queues", queue="a", blob="ac", files="r"),
         Role(
             "monitor",
-            "the read-only commands `status`, `exporter`, `scale`, `report` and `verify`",
+            "the read-only commands `status`, `campaigns`, `job`, `exporter`, `scale`, `report` and"
+            " `verify`",
             queue="r",
             poison="r",
             blob="rl",
         ),
         Role(
             "operator",
-            "`imagefleet failed`, `redo` and `verify --quarantine`",
+            "`imagefleet failed`, `redo`, `cancel` and `verify --quarantine`",
             queue="ra",
             poison="rup",
             blob="racdl",
@@ -128,10 +130,9 @@ def with_permission(resource: Resource, letter: str) -> list[Role]:
     return sorted(able, key=lambda role: role.size)
 
 
-def of_token(resource: Resource, letters: str) -> Role | None:
-    """The role that has exactly these permissions on the resource."""
-    same = (role for role in ROLES.values() if set(role.letters(resource)) == set(letters) != set())
-    return next(same, None)
+def of_token(resource: Resource, letters: str) -> list[Role]:
+    """The roles that have exactly these permissions on the resource."""
+    return [role for role in ROLES.values() if set(role.letters(resource)) == set(letters) != set()]
 
 
 def azure_role(resource: Resource, letter: str) -> str:
