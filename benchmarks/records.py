@@ -40,7 +40,6 @@ COMMANDS = {
     "counts and 20 results": (),
     "Parquet file": ("--parquet", "{folder}/results.parquet"),
     "JSON lines": ("--json", "--output", "{folder}/results.jsonl"),
-    "CSV": ("--csv", "--output", "{folder}/results.csv"),
 }
 
 
@@ -98,7 +97,9 @@ def run(folder: Path, arguments: tuple[str, ...]) -> tuple[float, float, float]:
     ]
     began_at = time.monotonic()
     variables = {name: value for name, value in os.environ.items() if "IMAGEFLEET" not in name}
-    process = subprocess.Popen(command, stdout=subprocess.DEVNULL, env=variables)
+    process = subprocess.Popen(
+        command, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL, env=variables
+    )
     _, status, used = os.wait4(process.pid, 0)
     process.returncode = os.waitstatus_to_exitcode(status)
     if process.returncode:
@@ -127,6 +128,7 @@ def main() -> None:
                 result[f"{slug}_cpu_seconds_{records}"] = round(cpu_seconds, 1)
                 result[f"{slug}_megabytes_{records}"] = round(megabytes)
                 figures = f"{seconds:.1f}", f"{cpu_seconds:.1f}", f"{megabytes:,.0f}"
+                print(f"{records:,} records, {name}:", *figures, file=sys.stderr, flush=True)
                 table.add_row(f"{records:,}", name, *figures)
     Console().print(table)
     print(json.dumps(result))

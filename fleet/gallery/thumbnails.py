@@ -137,6 +137,7 @@ def _opened(data: bytes) -> Image.Image:
     if image.width * image.height > message.MAX_IMAGE_PIXELS:  # before the pixels take memory
         image.close()
         raise UnusableImageError(
-            f"{image.width:,} x {image.height:,} pixels; {message.MAX_IMAGE_PIXELS:,} are shown at most"
+            f"{image.width:,} x {image.height:,} pixels;"
+            f" {message.MAX_IMAGE_PIXELS:,} are shown at most"
         )
     return image
