@@ -9,8 +9,8 @@ from array import array
 from collections.abc import AsyncIterator, Callable, Collection, Iterable
 from dataclasses import dataclass
 from datetime import UTC, datetime
+from typing import TYPE_CHECKING
 
-import numpy as np
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
 from imagefleet import concurrency, errors
@@ -19,6 +19,9 @@ from imagefleet.records import shard
 from imagefleet.records.record import Record
 from imagefleet.records.shard import NOTHING, Kind, ShardName, Totals
 from imagefleet.storage.protocol import BlobRecord, BlobStore, Storage
+
+if TYPE_CHECKING:
+    import numpy as np  # slow to import, and needed only where names were taken
 
 #: Read at once; some 30,000 records.
 _PART_BYTES = 4 * 2**20
@@ -123,6 +126,11 @@ async def ended(
                 yield record
 
 
+async def end(storage: Storage, campaign: str) -> dict[str, int]:
+    """The position of a follower that has read all there is now; a listing."""
+    return {each.blob.name: each.blob.size_bytes for each in await _shards(storage.blobs, campaign)}
+
+
 async def counts(storage: Storage, campaign: str, on_damaged: OnDamaged = _ignore) -> Counts:
     """A campaign's numbers, mostly from the ends of its shards.
 
@@ -179,24 +187,31 @@ class Follower:
         A listing, and a read for each shard that has grown.
         """
         found: list[Record] = []
-        for each in await _shards(self._blobs, self._campaign):
-            name, size = each.blob.name, each.blob.size_bytes
-            if each.kind == "sent" or name in self._given_up:
-                continue
-            if size <= (offset := self.position.get(name, 0)):
-                continue
-            if len(found) >= _POLLED:
-                break
-            found += await self._read(each, offset)
+        before = dict(self.position)
+        try:
+            for each in await _shards(self._blobs, self._campaign):
+                name, size = each.blob.name, each.blob.size_bytes
+                if each.kind == "sent" or name in self._given_up:
+                    continue
+                if size <= (offset := self.position.get(name, 0)):
+                    continue
+                if len(found) >= _POLLED:
+                    break
+                found += await self._read(each, offset)
+        except BaseException:  # what was read is not handed over, so it is read again
+            self.position = before
+            raise
         return found
 
     async def _read(self, each: _Shard, offset: int) -> list[Record]:
         name, found = each.blob.name, list[Record]()
         decoder = shard.Decoder(offset)
         async for lines in _lines(self._blobs, each, decoder, self._on_damaged):
-            found += _parsed(lines, each, self._on_damaged)
+            found += await asyncio.to_thread(_parsed, lines, each, self._on_damaged)
             if len(found) >= _POLLED:
                 break
+        if decoder.is_damaged and decoder.position == offset > 0:
+            return await self._read(each, 0)  # `end` may see a local file during an append
         if decoder.is_damaged:
             self._given_up.add(name)
         self.position[name] = decoder.position
@@ -328,11 +343,11 @@ class _Missing:
     def __init__(self) -> None:
         self._added = array("Q")
         self._hashes: np.ndarray | None = None
-        self._is_found = np.zeros(0, bool)
+        self._is_found: np.ndarray | None = None
 
     @property
     def any(self) -> bool:
-        return bool(self._added) and not (self._hashes is not None and self._is_found.all())
+        return bool(self._added) and not (self._is_found is not None and self._is_found.all())
 
     def add(self, names: Iterable[str]) -> None:
         """Only before the first name is looked up."""
@@ -341,15 +356,18 @@ class _Missing:
     def found(self, names: Iterable[str]) -> None:
         """These have records."""
         if self._added:
-            self._look_up(np.fromiter(map(_hash, names), np.uint64))
+            self._look_up(list(map(_hash, names)))
 
     def take(self, name: str) -> bool:
         """True for the first who asks for a name that is missing."""
-        return bool(self._look_up(np.array([_hash(name)], np.uint64)))
+        return bool(self._look_up([_hash(name)]))
 
-    def _look_up(self, hashes: np.ndarray) -> int:
+    def _look_up(self, wanted: list[int]) -> int:
         """Marks names as found; returns how many were missing until now."""
-        if self._hashes is None:
+        import numpy as np
+
+        hashes = np.array(wanted, np.uint64)
+        if self._hashes is None or self._is_found is None:
             self._hashes = np.unique(np.frombuffer(self._added, np.uint64))
             self._is_found = np.zeros(len(self._hashes), bool)
         places = np.minimum(np.searchsorted(self._hashes, hashes), len(self._hashes) - 1)
