@@ -24,7 +24,10 @@ from imagefleet.storage.protocol import MAX_BLOB_NAME, MAX_MESSAGE_BYTES
 #: No job waits longer in a worker, and no worker starts for longer.
 _LONGEST_SECONDS = 7 * 24 * 3600
 
-_Name = Annotated[str, StringConstraints(max_length=200)]
+#: Of workers, GPUs, models and errors.
+MAX_NAME_CHARACTERS = 200
+
+_Name = Annotated[str, StringConstraints(max_length=MAX_NAME_CHARACTERS)]
 _Text = Annotated[str, StringConstraints(max_length=MAX_MESSAGE_BYTES)]
 _Seconds = Annotated[float, Field(ge=0, le=_LONGEST_SECONDS)]
 
@@ -62,7 +65,7 @@ class Record(BaseModel):
     started_at: AwareDatetime | None = None
     """When the worker started."""
     start_up_seconds: _Seconds = 0
-    price_per_hour: float | None = Field(default=None, ge=0, le=1000)
+    price_per_hour: float | None = Field(default=None, ge=0)
     """US dollars."""
 
     size_bytes: int | None = Field(default=None, ge=0)
