@@ -112,7 +112,7 @@ def command(
     in_use = f"another `imagefleet load` is at work with the checkpoint {path}"
     with console.only_one(path, in_use) if path else contextlib.nullcontext():
         storage = open_storage(settings)
-        load = Load(storage, source, settings, path, restart=restart)
+        load = Load(storage, source, settings, path, restart=restart, on_notice=console.print_note)
         _announce(load, file, path)
         with reading("checking") as on_read:
             load.check(on_read)  # before the event loop begins: Ctrl-C can interrupt a long file
@@ -246,6 +246,11 @@ def _print_summary(summary: Summary, skipped: int, path: Path | None) -> None:
         )
     if skipped:
         console.print_note(f"{console.counted(skipped, 'line')} skipped")
+    for campaign, jobs in summary.cancelled.items():
+        again = "; --restart sends all its jobs again" if path else ""
+        console.print_note(
+            f"{console.counted(jobs, 'job')} not sent: campaign {campaign} was cancelled{again}"
+        )
     if not summary.finished:
         resume = "; the same command resumes there" if path else ""
         console.print_note(f"stopped after {console.counted(summary.confirmed, 'job')}{resume}")

@@ -32,6 +32,9 @@ READ_SECONDS = 5.0
 #: Between two lines of the log about a list that cannot be read.
 LOG_SECONDS = 60.0
 
+#: A running `load` reads the list within this time. What it sends until then is cancelled, too.
+LOAD_SECONDS = 10.0
+
 #: An entry is dropped after this time, which is longer than any lease, once the queue is empty.
 KEPT = timedelta(days=8)
 
@@ -88,16 +91,18 @@ class _Version(NamedTuple):
 class CancelledCampaigns:
     """The cancelled campaigns of one queue, as read last."""
 
-    def __init__(self, files: BlobStore, queue: str) -> None:
+    def __init__(
+        self, files: BlobStore, queue: str, on_unreadable: Callable[[str], None] | None = None
+    ) -> None:
+        """*on_unreadable* is told why the list cannot be read; by default, a line in the log."""
         self._files = files
         self._queue = queue
+        self._on_unreadable = on_unreadable or self._log
         self._times: Mapping[str, datetime] = {}
         self._version: str | None = None
         self._read_at: float | None = None
         self._reading = asyncio.Lock()
         self._logged_at: float | None = None
-        self.unreadable: str | None = None
-        """Why the list could not be read the last time."""
 
     @property
     def times(self) -> Mapping[str, datetime]:
@@ -109,30 +114,29 @@ class CancelledCampaigns:
         cancelled_at = self._times.get(campaign or DEFAULT_CAMPAIGN)
         return cancelled_at is not None and sent_at <= cancelled_at
 
-    async def refresh(self, older_than_seconds: float = PERIOD_SECONDS) -> None:
-        """Reads the list, if the last reading is older and it has changed.
+    async def refresh(self, older_than_seconds: float | None = None) -> None:
+        """Reads the list, if the last reading is older (by default five seconds), and it changed.
 
-        A list that cannot be read is a warning, and the one that was read last stays in force.
+        Where it cannot be read, what was read last stays in force.
         """
         async with self._reading:
             now = time.monotonic()
-            if self._read_at is not None and now - self._read_at < older_than_seconds:
+            seconds = PERIOD_SECONDS if older_than_seconds is None else older_than_seconds
+            if self._read_at is not None and now - self._read_at < seconds:
                 return
             self._read_at = now
             try:
                 async with asyncio.timeout(READ_SECONDS):
                     await self._read()
             except TimeoutError:
-                self._warn(f"no answer within {READ_SECONDS:g} seconds")
+                self._on_unreadable(f"no answer within {READ_SECONDS:g} seconds")
             except errors.FleetError as error:
-                self._warn(error.message)
-            else:
-                self.unreadable = None
+                self._on_unreadable(error.message)
 
     async def watch(self, has_work: Callable[[], bool]) -> NoReturn:
         """Side task: reads the list every five seconds while there is work."""
         while True:
-            await asyncio.sleep(retry.jitter(1.0))
+            await asyncio.sleep(retry.jitter(PERIOD_SECONDS / 5))
             if has_work():
                 await self.refresh()
 
@@ -144,8 +148,7 @@ class CancelledCampaigns:
             version, found = await _read_list(self._files)
             self._times, self._version = found.of_queue(self._queue), version
 
-    def _warn(self, why: str) -> None:
-        self.unreadable = why
+    def _log(self, why: str) -> None:
         now = time.monotonic()
         if self._logged_at is None or now - self._logged_at >= LOG_SECONDS:
             self._logged_at = now
@@ -159,14 +162,14 @@ class CancelledCampaigns:
 
 
 async def cancel(storage: Storage, campaign: str) -> datetime:
-    """Cancels the jobs of a campaign that were sent until now; returns until when.
+    """Cancels what was sent of a campaign, and ends its running loads; returns until when.
 
-    Waits until what is sent next is stamped later, which takes up to three seconds on Azure.
+    Workers obey within seconds. This returns after some twelve: a load that begins then runs.
 
     Raises:
         TransientError: others change the list all the time; SetupError: it is full or damaged.
     """
-    at = (await storage.queue.stamps()).latest
+    at = (await storage.queue.stamps()).latest + timedelta(seconds=LOAD_SECONDS)
     new = Cancellation(queue=storage.queue.name, campaign=campaign, at=at)
     # Messages in flight count: without any, no message is older than this call.
     is_empty = (await storage.queue.depth()).messages == 0

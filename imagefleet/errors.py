@@ -4,6 +4,7 @@ FleetError
 ├── JobError        the job can never succeed        -> poison queue at once
 ├── TransientError  a later attempt may succeed      -> retried; poison queue after the last one
 ├── LeaseLost       another worker has the message   -> dropped, never acknowledged
+├── JobCancelled    its campaign was cancelled       -> acknowledged with a record
 ├── NodeError       this machine cannot do its work  -> jobs handed back, exit, reallocation
 └── SetupError      the operator has to act          -> one line on the terminal, exit code 2
 
@@ -63,6 +64,10 @@ class StorageFullError(TransientError):
 
 class LeaseLost(FleetError):  # noqa: N818 - the established term
     """The lease on the message is lost: another worker may have it."""
+
+
+class JobCancelled(FleetError):  # noqa: N818 - no error of anybody
+    """The campaign of the job was cancelled."""
 
 
 class NodeError(FleetError):

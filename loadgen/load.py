@@ -2,21 +2,26 @@
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
 import os
 import secrets
 import time
-from collections.abc import Callable
+from collections import Counter
+from collections.abc import AsyncIterator, Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Self
 
-from pydantic import BaseModel, ConfigDict, Field, ValidationError
+from pydantic import AwareDatetime, BaseModel, ConfigDict, Field, ValidationError
 
 from imagefleet import errors, signing
+from imagefleet.cancelled import CancelledCampaigns
+from imagefleet.records.writer import RecordLog
 from imagefleet.storage.open import LOCAL_SCHEME
 from imagefleet.storage.protocol import Storage
 from imagefleet.submit import BulkSender, Progress
+from loadgen.campaigns import LoadedCampaigns
 from loadgen.second_drawing import Sample
 from loadgen.settings import LoadSettings
 from loadgen.sources import OnRead, Source
@@ -33,6 +38,12 @@ class Checkpoint(BaseModel):
     confirmed: int = Field(default=0, ge=0)
     sample_key: str = ""
     """Chooses the jobs that are drawn twice; random, so that a worker does not know them."""
+    id: str = ""
+    """Names the load across restarts, so that its jobs are counted once."""
+    sent: dict[str, int] = Field(default_factory=dict)
+    """The jobs at the confirmed positions, by campaign."""
+    cancelled: dict[str, AwareDatetime] | None = None
+    """The cancellations of before the load; later ones are of it."""
 
     @classmethod
     def read(cls, path: Path) -> Self | None:
@@ -80,7 +91,8 @@ def resume(path: Path, new: Checkpoint) -> Checkpoint:
     elif found.source != new.source:
         difference = "another load: the file has changed since, or the seed is different"
     else:
-        return found.model_copy(update={"sample_key": found.sample_key or new.sample_key})
+        random = {"sample_key": found.sample_key or new.sample_key, "id": found.id or new.id}
+        return found.model_copy(update=random)
     raise errors.SetupError(
         f"{path} is the checkpoint of {difference}, {found.confirmed:,} jobs sent; --restart"
         " discards it and begins with the first job, --checkpoint FILE keeps both"
@@ -101,6 +113,8 @@ class Summary:
     jobs_per_second: float
     second_drawings: int
     """Messages in addition to the jobs (`--verify-share`)."""
+    cancelled: Mapping[str, int]
+    """Jobs that were not sent, by campaign: it was cancelled during the load."""
 
 
 class Load:
@@ -118,7 +132,9 @@ class Load:
         checkpoint_path: Path | None,
         *,
         restart: bool,
+        on_notice: Callable[[str], None] = lambda _: None,
     ) -> None:
+        """*on_notice* is told what the operator should know, while the load goes on."""
         self._storage = storage
         self._source = source
         self._path = checkpoint_path
@@ -127,17 +143,34 @@ class Load:
             storage=_absolute_url(storage),
             queue=storage.queue.name,
             sample_key=secrets.token_hex(16),
+            id=secrets.token_hex(8),
         )
         self._start = resume(checkpoint_path, new) if checkpoint_path and not restart else new
         #: Positions that earlier runs have sent.
         self.confirmed = self._start.confirmed
         #: Whether earlier runs have sent everything.
         self.is_done = source.count is not None and self.confirmed >= source.count
+        self._cancelled = CancelledCampaigns(
+            storage.files, storage.queue.name, _once(on_notice, "cancellations are not noticed")
+        )
+        self._campaigns = LoadedCampaigns(
+            self._cancelled,
+            RecordLog(storage.blobs, "load"),
+            self._start.id,
+            on_notice,
+            self._start.cancelled or {},
+            Counter(self._start.sent),
+        )
         signing_key = signing.Keys.of(settings).signing
         sample = Sample(settings.second_drawings, self._start.sample_key, signing_key)
         self._sender = BulkSender(
             storage.queue,
-            source.bodies(self.confirmed),
+            self._campaigns.wanted(
+                source.bodies(self.confirmed),
+                self.confirmed,
+                getattr(source, "campaign", None),
+                source.count,
+            ),
             start=self.confirmed,
             concurrency=settings.concurrency,
             rate=settings.rate,
@@ -161,8 +194,13 @@ class Load:
         """
         began = time.monotonic()
         progress = Progress(self.confirmed, 0, finished=True)
-        if not self.is_done:
-            progress = await self._send(on_confirmed)
+        try:
+            if not self.is_done:
+                progress = await self._send(on_confirmed)
+        except errors.SetupError:
+            await self._campaigns.note()
+            raise
+        await self._campaigns.note()
         seconds = time.monotonic() - began
         return Summary(
             storage=self._storage.url,
@@ -174,6 +212,7 @@ class Load:
             seconds=round(seconds, 3),
             jobs_per_second=round(progress.sent / max(seconds, 1e-6), 1),
             second_drawings=progress.second_drawings,
+            cancelled=dict(self._campaigns.left_out),
         )
 
     async def _send(self, on_confirmed: Callable[[int], None]) -> Progress:
@@ -186,17 +225,52 @@ class Load:
                 " --restart begins with the first job"
             ) from None
         await self._storage.create()
-        if self._path is None:
-            return await self._sender.run(lambda progress: on_confirmed(progress.confirmed))
-        path = self._path
+        await self._cancelled.refresh()
+        if self._start.cancelled is None:
+            known = dict(self._cancelled.times)
+            self._start = self._start.model_copy(update={"cancelled": known})
+            self._campaigns.known = known
+        path, campaigns = self._path, self._campaigns
 
         def confirm(progress: Progress) -> None:
-            # For each batch: what a killed load has sent since is sent again.
-            self._start.model_copy(update={"confirmed": progress.confirmed}).write(path)
+            campaigns.confirm(progress.confirmed)
+            if path is not None:
+                # For each batch: what a killed load has sent since is sent again.
+                changes = {"confirmed": progress.confirmed, "sent": dict(campaigns.sent)}
+                self._start.model_copy(update=changes).write(path)
             on_confirmed(progress.confirmed)
 
-        self._start.write(path)  # fails before anything is sent if the path is not writable
-        return await self._sender.run(confirm)
+        if path is not None:
+            self._start.write(path)  # fails before anything is sent if the path is not writable
+        async with self._watching():
+            return await self._sender.run(confirm)
+
+    @contextlib.asynccontextmanager
+    async def _watching(self) -> AsyncIterator[None]:
+        """Reads the list of cancelled campaigns, and notes what is sent, during the block."""
+        works = (self._cancelled.watch(lambda: True), self._campaigns.watch())
+        tasks = [asyncio.ensure_future(work) for work in works]
+        try:
+            yield
+        finally:
+            for task in tasks:
+                task.cancel()
+            for ended in await asyncio.gather(*tasks, return_exceptions=True):
+                if isinstance(ended, Exception):
+                    raise ended
+
+
+def _once(notice: Callable[[str], None], what: str) -> Callable[[str], None]:
+    """Says what cannot be done, and why, the first time only."""
+    is_said = False
+
+    def say(why: str) -> None:
+        nonlocal is_said
+        if not is_said:
+            is_said = True
+            notice(f"{what}: {why}")
+
+    return say
 
 
 def _absolute_url(storage: Storage) -> str:

@@ -16,6 +16,7 @@ from pydantic import ValidationError
 
 from imagefleet import errors, validation
 from imagefleet.job.message import (
+    DEFAULT_CAMPAIGN,
     SIGNATURE_FIELD,
     Job,
     is_signed,
@@ -79,6 +80,7 @@ class TemplateSource:
         self.identity = _digest(f"{content} seed={self._seed}".encode())
         self._id_of = hashlib.blake2b(self.identity.encode(), digest_size=_ID_BYTES)
         self._fixed = dict(read.job)
+        self.campaign = str(self._fixed.get("campaign") or DEFAULT_CAMPAIGN)
         metadata = self._fixed.pop("metadata", None)
         self._metadata = dict(metadata) if isinstance(metadata, dict) else {}
         self._patterns = Patterns(read.lists)

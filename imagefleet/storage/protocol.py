@@ -57,6 +57,14 @@ class LeasedMessage(Message):
 
 
 @dataclass(frozen=True, slots=True)
+class FoundMessage:
+    """A message that nobody has leased for it."""
+
+    message: Message
+    is_leased: bool
+
+
+@dataclass(frozen=True, slots=True)
 class QueueDepth:
     """The size of a queue. `leased` is None on Azure, which reports only the sum."""
 
@@ -129,6 +137,13 @@ class JobQueue(Protocol):
         More than 32 are leased meanwhile on Azure, which counts as a delivery: it is for poison
         queues.
         """
+
+    @property
+    def finds_all(self) -> bool:
+        """Whether `find` sees every message. On Azure it sees the first 32 that are visible."""
+
+    def find(self, text: str) -> AsyncIterator[FoundMessage]:
+        """The messages that may contain *text*, leased ones too; changes nothing."""
 
     async def depth(self) -> QueueDepth: ...
 

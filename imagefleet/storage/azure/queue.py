@@ -150,6 +150,15 @@ class AzureQueue:
         finally:
             await self._hand_back(leased.values())
 
+    @property
+    def finds_all(self) -> bool:
+        return False
+
+    async def find(self, text: str) -> AsyncIterator[protocol.FoundMessage]:
+        for message in await self._peek(protocol.MAX_RECEIVE):
+            if text in message.body or text == message.id or not message.body.startswith("{"):
+                yield protocol.FoundMessage(message, is_leased=False)
+
     async def depth(self) -> protocol.QueueDepth:
         properties = await self._call("r", self._client.get_queue_properties)
         front = await self._peek(1)

@@ -77,7 +77,8 @@ ROLES: Mapping[str, Role] = {
             blob="ac",
             files="r",
         ),
-        Role("load", "`imagefleet load` on existing queues", queue="a"),
+        # It notes how many jobs it has sent, and reads which campaigns are cancelled.
+        Role("load", "`imagefleet load` on existing queues", queue="a", blob="ac", files="r"),
         Role(
             "monitor",
             "the read-only commands `status`, `exporter`, `scale`, `report` and `verify`",

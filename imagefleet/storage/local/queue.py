@@ -19,7 +19,7 @@ from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from datetime import UTC, datetime
 from pathlib import Path
-from typing import TypeVar
+from typing import Any, TypeVar
 
 from imagefleet import errors, uptime
 from imagefleet.storage import protocol
@@ -50,6 +50,13 @@ CLEAR = "DELETE FROM messages WHERE queue = ?"
 BROWSE = """
 SELECT sequence, id, body, delivery_count, enqueued_at FROM messages
 WHERE queue = ? AND visible_at = 0 AND sequence > ? ORDER BY sequence LIMIT ?
+"""
+# Messages in base64, as Azure Functions send them, are the caller's to read.
+FIND = """
+SELECT sequence, visible_at > ?, id, body, delivery_count, enqueued_at FROM messages
+WHERE queue = ? AND sequence > ?
+AND (id = ? OR instr(body, ?) OR substr(ltrim(body), 1, 1) <> '{')
+ORDER BY sequence LIMIT ?
 """
 OLDEST = """
 SELECT enqueued_at FROM messages WHERE queue = ? AND visible_at = 0 ORDER BY sequence LIMIT 1
@@ -231,6 +238,22 @@ class LocalQueue:
                 yield message
             last, _ = page[-1]
 
+    @property
+    def finds_all(self) -> bool:
+        return True
+
+    async def find(self, text: str) -> AsyncIterator[protocol.FoundMessage]:
+        self._operations.queue += 1
+        last = 0
+        while True:
+            values = (self._lease_clock(), self.name, last, text, text, _BROWSE_PAGE)
+            page = await self._file.run(functools.partial(self._found, values))
+            for _, is_leased, *fields in page:
+                yield protocol.FoundMessage(_message(*fields), bool(is_leased))
+            if len(page) < _BROWSE_PAGE:
+                return
+            last = page[-1][0]
+
     async def depth(self) -> protocol.QueueDepth:
         return await self._run(self._depth, 2)  # on Azure: the properties, and a peek for the age
 
@@ -294,6 +317,11 @@ class LocalQueue:
         self._sweep(connection)
         rows = connection.execute(BROWSE, (self.name, after, _BROWSE_PAGE)).fetchall()
         return [(sequence, _message(*fields)) for sequence, *fields in rows]
+
+    def _found(
+        self, values: tuple[object, ...], connection: sqlite3.Connection
+    ) -> list[tuple[Any, ...]]:
+        return connection.execute(FIND, values).fetchall()
 
     def _depth(self, connection: sqlite3.Connection) -> protocol.QueueDepth:
         self._sweep(connection)

@@ -24,6 +24,7 @@ from fleet.keys import command as keys
 from fleet.keys import mint
 from fleet.monitor import command as monitor
 from imagefleet import aio, errors, retry
+from imagefleet.records import reader
 from imagefleet.storage import dead_letter_queue, protocol
 from imagefleet.storage.azure import account as azure_address
 from imagefleet.storage.azure import sas
@@ -124,8 +125,15 @@ async def test_a_workers_tokens_neither_overwrite_nor_delete_nor_clear(
     assert (await owner.queue.depth()).messages == 1
 
 
-async def test_load_needs_only_to_add_messages(
-    azurite_settings: StorageSettings, owner: protocol.Storage, tmp_path: Path
+@pytest.mark.parametrize(
+    ("role", "notices"), [(ROLES["load"], 0), (Role("load", "of before 0.4", queue="a"), 2)]
+)
+async def test_load_adds_messages_counts_them_and_reads_what_is_cancelled(
+    azurite_settings: StorageSettings,
+    owner: protocol.Storage,
+    tmp_path: Path,
+    role: Role,
+    notices: int,
 ) -> None:
     from loadgen import sources
     from loadgen.load import Load
@@ -133,17 +141,25 @@ async def test_load_needs_only_to_add_messages(
 
     jobs = tmp_path / "jobs.jsonl"
     jobs.write_text('{"prompt": "a fox"}\n{"prompt": "an owl"}\n')
-    storage = AzureStorage(with_role(azurite_settings, ROLES["load"]), retry.NEVER)
+    noticed: list[str] = []
+    storage = AzureStorage(with_role(azurite_settings, role), retry.NEVER)
     async with storage:
         source = sources.open_source(str(jobs), count=None, seed=None, on_invalid=None)
-        load = Load(storage, source, LoadSettings(), tmp_path / "checkpoint.json", restart=False)
+        checkpoint = tmp_path / "checkpoint.json"
+        load = Load(
+            storage, source, LoadSettings(), checkpoint, restart=False, on_notice=noticed.append
+        )
         summary = await load.run(lambda _confirmed: None)
         assert summary.sent == 2
+        assert len(noticed) == notices
+        assert all("imagefleet keys load" in each for each in noticed)
         await refused(storage.queue.receive(1, LEASE_SECONDS))
         await refused(storage.queue.depth())
         await refused(storage.poison.send(["x"]))
-        await refused(storage.blobs.create("fox.png", b"pixels", "image/png", {}))
+        await refused(anext(storage.blobs.names()))
+        await refused(storage.files.create("fox.safetensors", b"weights", "text/plain", {}))
     assert (await owner.queue.depth()).messages == 2
+    assert (await reader.counts(owner, "default")).sent == (None if notices else 2)
 
 
 async def test_a_monitor_reads_everything_and_changes_nothing(
