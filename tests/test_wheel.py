@@ -39,6 +39,7 @@ from header_files import LORA, file_of
 from imagefleet.storage.dead_letter import FailedJob
 from imagefleet.storage.open import open_storage
 from imagefleet.storage.settings import StorageSettings
+from salad_fake import fleet_file
 
 ROOT = Path(__file__).parents[1]
 
@@ -60,18 +61,6 @@ FAILED_JOBS = [
 
 #: What a command says that needs the libraries of the worker, which are not installed here.
 NEEDS_WORKER = r"torch is not installed; .*pip install 'imagefleet\[worker\]'"
-
-FLEET_FILE = """\
-name: sd15-batch
-organization: acme
-project: default
-api: {salad}
-image: registry.example.com/acme/imagefleet@sha256:{digest}
-replicas: 2
-gpus: [RTX 3060 Ti]
-environment:
-  IMAGEFLEET_STORAGE: https://acmeimages.blob.core.windows.net
-"""
 
 
 @dataclass(frozen=True)
@@ -264,7 +253,7 @@ def work(tmp_path_factory: pytest.TempPathFactory, azurite_address: str, salad: 
     (folder / "jobs.jsonl").write_text('{"prompt": "a fox"}\n{"prompt": "an owl"}\n')
     (folder / "dreams.safetensors").write_bytes(file_of())
     (folder / "rocket.safetensors").write_bytes(file_of(*LORA))
-    (folder / "fleet.yaml").write_text(FLEET_FILE.format(salad=salad.url, digest="5" * 64))
+    (folder / "fleet.yaml").write_text(fleet_file(salad.url, replicas=2))
 
     stored = io.BytesIO()
     Image.new("RGB", (64, 64), "teal").save(stored, "PNG")

@@ -25,7 +25,7 @@ from worker.engine import contract
 from worker.files.loras import LoraLibrary
 from worker.gpu_thread import EngineThread
 from worker.leases import LeaseKeeper
-from worker.metrics import EngineCollector, WorkerMetrics
+from worker.metrics import EngineCollector, Outcome, WorkerMetrics
 from worker.node import reference, suspects
 from worker.node.check import NodeCheck
 from worker.node.quarantine import Quarantine
@@ -36,7 +36,7 @@ from worker.progress import Phase
 from worker.pull import Puller
 from worker.salad.reallocation import Reallocation
 from worker.settings import WorkerSettings
-from worker.settle import InFlightJob, Outcome, Settler
+from worker.settle import InFlightJob, Settler
 from worker.stages.generate import GenerateStage
 from worker.stages.prepare import PREPARERS, PrepareStage
 from worker.stages.upload import ENCODERS, UPLOADS, EncodeStage, UploadStage

@@ -19,7 +19,7 @@ from imagefleet.telemetry import probes, push
 from worker import progress, replica, tasks
 from worker.engine import contract
 from worker.files import check, model
-from worker.metrics import WorkerMetrics
+from worker.metrics import Outcome, WorkerMetrics
 from worker.node.watchdog import limits_of
 from worker.pipeline import Pipeline
 from worker.progress import Counts, Phase, Progress, ProgressMeter, WorkerReport
@@ -27,7 +27,6 @@ from worker.salad import deletion_cost, wait_for_operator
 from worker.salad import metadata as salad_metadata
 from worker.salad.reallocation import Reallocation
 from worker.settings import WorkerSettings
-from worker.settle import Outcome
 
 log = logging.getLogger(__name__)
 

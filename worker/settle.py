@@ -9,7 +9,7 @@ from collections import Counter
 from collections.abc import Awaitable, Callable
 from dataclasses import dataclass, field
 from datetime import UTC, datetime
-from typing import Any, Literal
+from typing import Any
 
 from imagefleet import errors, retry
 from imagefleet.job.message import Job
@@ -21,23 +21,10 @@ from imagefleet.storage.dead_letter import FailedJob
 from imagefleet.storage.deliveries import SUSPECT_AFTER, Deliveries
 from worker.cost import CostMeter
 from worker.leases import Lease, LeaseKeeper
-from worker.metrics import WorkerMetrics
+from worker.metrics import Outcome, WorkerMetrics
 from worker.records import PendingRecords
 
 log = logging.getLogger(__name__)
-
-Outcome = Literal[
-    "completed",
-    "duplicate",
-    "verified",
-    "unverified",
-    "retried",
-    "failed",
-    "cancelled",
-    "lost",
-    "handed_back",
-]
-"""How a job ended here; `verified` and `unverified`: a second drawing is stored, or none is."""
 
 #: The pause before a failed job's next attempt, doubled with each.
 FIRST_RETRY_SECONDS = 2.0

@@ -36,7 +36,7 @@ class Submission:
 
     def __init__(self, storage: protocol.Storage) -> None:
         self.jobs: dict[str, JobFacts] = {}
-        """By name; `blobs` are the images to wait for."""
+        """By `JobFacts.key`; `blobs` are the images to wait for."""
         self._storage = storage
         self._token = uuid.uuid4().hex[:12]
         self._ends: dict[str, dict[str, int]] = {}

@@ -21,6 +21,7 @@ from fleet import main
 from imagefleet.pricing import prices
 from imagefleet.storage.protocol import Storage
 from imagefleet.storage.settings import StorageSettings
+from salad_fake import fleet_file
 from worker.engine import contract
 from worker.pipeline import Pipeline
 from worker.replica import Replica
@@ -31,19 +32,6 @@ COMMAND = Path(sys.executable).with_name("imagefleet")
 
 #: Must never appear in any output.
 SECRET = "sv=2024-11-04&sp=up&sig=aB%2FcD3cReT%3D"
-
-FLEET = """\
-name: sd15-batch
-organization: acme
-project: default
-api: {url}
-image: registry.example.com/acme/imagefleet@sha256:{digest}
-replicas: 750
-gpus: [RTX 3060 Ti]
-environment:
-  IMAGEFLEET_STORAGE: https://acmeimages.blob.core.windows.net
-  IMAGEFLEET_SAS: {{env: SAS}}
-"""
 
 Imagefleet = Callable[..., "subprocess.CompletedProcess[str]"]
 
@@ -176,6 +164,8 @@ def salad(salad_module: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) ->
     monkeypatch.setenv("no_proxy", "127.0.0.1")
     fake = salad_module.SaladFake()
     with salad_module.serving(fake):
-        (tmp_path / "fleet.yaml").write_text(FLEET.format(url=fake.url, digest="5" * 64))
+        (tmp_path / "fleet.yaml").write_text(
+            fleet_file(fake.url, "IMAGEFLEET_SAS: {env: SAS}", replicas=750)
+        )
         yield fake
     assert not fake.violations

@@ -23,9 +23,9 @@ from imagefleet.storage.protocol import Storage
 from imagefleet.storage.settings import Resource, StorageSettings
 from worker import process
 from worker.engine import contract
+from worker.metrics import Outcome
 from worker.node.watchdog import NO_LIMITS
 from worker.settings import WorkerSettings
-from worker.settle import Outcome
 from worker.testing import StandInEngine, draw_noise
 
 #: The shortest lease, renewed after half of it.
