@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import csv
 import json
 import os
 import re
@@ -13,7 +12,7 @@ import sys
 import tarfile
 import time
 import urllib.request
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -23,9 +22,9 @@ from PIL import Image
 ROOT = Path(__file__).parents[2]
 PAGE = ROOT / "docs" / "tutorial.md"
 
-IMAGES = {"house", "star", "fish", "bird", "rocket"}
+_BLOCK = re.compile(r"^```sh\n(.*?)^```$", re.MULTILINE | re.DOTALL)
 
-Run = Callable[[str], str]
+IMAGES = {"house", "star", "fish", "bird", "rocket"}
 
 
 @pytest.fixture
@@ -40,7 +39,7 @@ def shell(tmp_path: Path) -> dict[str, Any]:
 
 
 def blocks() -> list[str]:
-    return re.findall(r"^```sh\n(.*?)^```$", PAGE.read_text(encoding="utf-8"), re.M | re.S)
+    return _BLOCK.findall(PAGE.read_text(encoding="utf-8"))
 
 
 @contextlib.contextmanager
@@ -53,7 +52,8 @@ def gallery(block: str, shell: dict[str, Any]) -> Iterator[str]:
         try:
             assert process.stdout is not None
             line = process.stdout.readline()
-            assert (url := re.search(r"http://\S+/", line)), line + process.stdout.read()
+            url = re.search(r"http://\S+/", line)
+            assert url, line
             yield url[0]
             process.send_signal(signal.SIGINT)
             assert process.wait(20) in {0, 130}
@@ -61,12 +61,16 @@ def gallery(block: str, shell: dict[str, Any]) -> Iterator[str]:
             process.kill()
 
 
-def shown_in(url: str) -> list[dict[str, Any]]:
-    """The images that the gallery's page gets."""
-    state = "campaign=spring&tab=images"
-    with urllib.request.urlopen(f"{url}api/rows?{state}&from=0&count=100") as answer:
-        rows: list[dict[str, Any]] = json.load(answer)["rows"]
-    return rows
+def shown_on(url: str) -> set[str]:
+    """The jobs whose images the gallery's page gets within some seconds."""
+    rows = f"{url}api/rows?campaign=spring&tab=images&from=0&count=100"
+    found: set[str] = set()
+    deadline = time.monotonic() + 30
+    while found != IMAGES and time.monotonic() < deadline:
+        with urllib.request.urlopen(rows) as answer:
+            found = {job for _, job, *_ in json.load(answer)["rows"]}
+        time.sleep(0.1)
+    return found
 
 
 @pytest.mark.timeout(300)  # a real engine on a CPU
@@ -75,13 +79,12 @@ def test_the_first_tutorial_leads_from_an_empty_folder_to_a_data_set(
 ) -> None:
     printed: dict[str, str] = {}
     with contextlib.ExitStack() as terminals:
-        url = ""
         for block in blocks():
             if block.startswith("imagefleet gallery "):
                 url = terminals.enter_context(gallery(block, shell))
                 continue
             result = subprocess.run(
-                ["bash", "-e", "-c", block + "pwd > ../cwd"],
+                ["bash", "-e", "-c", f"{block}\npwd > '{tmp_path}/cwd'"],
                 **shell,
                 stdout=subprocess.PIPE,
                 stderr=subprocess.STDOUT,
@@ -89,7 +92,25 @@ def test_the_first_tutorial_leads_from_an_empty_folder_to_a_data_set(
                 check=False,
             )
             assert result.returncode == 0, block + result.stdout
-            printed[block.splitlines()[-1]] = result.stdout
-            shell["cwd"] = Path((shell["cwd"] / ".." / "cwd").read_text().strip())
+            shell["cwd"] = Path((tmp_path / "cwd").read_text().strip())
+            printed[" ".join(block.split())] = result.stdout
+        assert shown_on(url) == IMAGES
 
-    assert shell["cwd"] == tmp_path / "spring"
+    folder = tmp_path / "spring"
+    assert shell["cwd"] == folder
+    table = printed["imagefleet results --campaign spring"]
+    assert all(job in table for job in IMAGES), table
+    assert "no LoRA no-such-style" in table, table
+    assert {path.stem for path in (folder / "pictures").iterdir()} == IMAGES
+    for path in (folder / "pictures").iterdir():
+        with Image.open(path) as image:
+            assert image.size == (128, 128)
+    with tarfile.open(folder / "shards" / "00000.tar") as shard:
+        prompts = {
+            file.read().decode()
+            for name in shard.getnames()
+            if name.endswith(".txt") and (file := shard.extractfile(name))
+        }
+    assert len(prompts) == len(IMAGES)
+    assert "a red house in a meadow" in prompts
+    assert (folder / "shards" / "manifest.json").is_file()
