@@ -16,7 +16,7 @@ from rich.table import Column, Table
 from fleet import console, options
 from imagefleet import aio, errors
 from imagefleet.storage.dead_letter import Entry
-from imagefleet.storage.dead_letter_queue import Preview, Refused, Selection, Swept, browse
+from imagefleet.storage.dead_letter_queue import Preview, Refused, Swept
 from imagefleet.storage.protocol import BlobStore
 from imagefleet.storage.settings import SignerSettings, StorageSettings
 
@@ -201,7 +201,7 @@ async def _list(settings: StorageSettings, which: aio.Which, limit: int) -> dict
     jobs: list[dict[str, Any]] = []
     async with console.connected(settings) as fleet:
         check = fleet.checks_signatures() if fleet.keys.trusted else None
-        async for entry in browse(fleet.storage, Selection(**which)):
+        async for entry in fleet.failed(**which):
             record = entry.record
             kinds[(record.error, record.reason) if record else (_NO_RECORD, "")] += 1
             if len(jobs) < limit:
@@ -219,7 +219,7 @@ async def _find(settings: StorageSettings, job_id: str) -> list[dict[str, Any]]:
     async with console.connected(settings) as fleet:
         records = [
             {**_record(entry), "job": await _job(entry, fleet.storage.blobs)}
-            async for entry in browse(fleet.storage, Selection(id=job_id))
+            async for entry in fleet.failed(id=job_id)
         ]
         if not records:
             raise errors.SetupError(f"no failed job {job_id!r} in {fleet.storage.poison.name}")
@@ -231,7 +231,7 @@ async def _count(settings: SignerSettings, which: aio.Which, *, unsigned: bool) 
         check, blobs = fleet.checks_signatures() if unsigned else None, fleet.storage.blobs
         found = [
             entry.message.id
-            async for entry in browse(fleet.storage, Selection(**which))
+            async for entry in fleet.failed(**which)
             if check is None or not await check.is_signed(entry, blobs)
         ]
         return len(found)
