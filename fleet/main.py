@@ -15,11 +15,12 @@ from typing import Annotated, Any, get_args
 import typer
 from typer.core import TyperCommand, TyperGroup
 
-from fleet import console, demo, failed, health, load, options, prompt
+from fleet import console, demo, health, load, options, prompt
 from fleet.bench import command as bench
 from fleet.broker import command as broker
 from fleet.campaigns import cancel, purge, table
 from fleet.campaigns import job as job_command
+from fleet.failed import command as failed
 from fleet.files import lora, model
 from fleet.keys import command as keys
 from fleet.monitor import command as monitor
@@ -29,11 +30,12 @@ from fleet.report import command as report
 from fleet.salad import command as deploy
 from fleet.scale import command as scale
 from fleet.verify import command as verify
+from fleet.webhooks import command as webhooks
 from fleet.worker import command as worker
 from imagefleet.telemetry import logs
 
 #: Commands whose stderr is a log, which a program may read.
-_SERVICES = ("worker", "exporter", "broker")
+_SERVICES = ("worker", "exporter", "broker", "webhooks")
 
 #: Types of options in typer's help and in that of the settings.
 _METAVARS = {
@@ -144,9 +146,12 @@ app.command("purge")(purge.command)
 app.command("status")(monitor.status_command)
 app.command("top")(monitor.top_command)
 app.command("exporter")(monitor.exporter_command)
-app.add_typer(failed.app, name="failed", short_help="Lists, replays and discards failed jobs.")
+app.add_typer(
+    failed.app, name="failed", short_help="Lists, exports, replays, discards failed jobs."
+)
 app.add_typer(keys.app, name="keys", short_help="Creates, checks and revokes SAS tokens.")
 app.command("broker")(broker.command)
+app.command("webhooks")(webhooks.command)
 app.command("plan")(plan.command)
 app.command("report")(report.command)
 app.command("verify")(verify.command)

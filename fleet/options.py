@@ -27,6 +27,7 @@ from pydantic_settings import BaseSettings
 from fleet import console
 from fleet.broker.settings import BrokerSettings
 from fleet.monitor.settings import ExporterSettings, MonitorSettings
+from fleet.webhooks.settings import WebhookSettings
 from imagefleet import errors, redaction, validation
 from imagefleet.storage import settings as storage_settings
 from imagefleet.storage.settings import SignerSettings, StorageSettings
@@ -65,13 +66,14 @@ BenchReports = Annotated[
 #: is in none of them is refused: it is most likely a typing error.
 PROJECT_SETTINGS: Mapping[type[BaseSettings], tuple[str, str]] = {
     StorageSettings: ("Storage", "all commands"),
-    TelemetrySettings: ("Metrics and logs", "`worker`, `exporter`"),
+    TelemetrySettings: ("Metrics and logs", "`worker`, `exporter`, `webhooks`"),
     WorkerSettings: ("Worker", "`worker`"),
     SignerSettings: ("Signatures", "`load`, `failed`, `lora`, `model`"),
     LoadSettings: ("Load generator", "`load`"),
     MonitorSettings: ("Monitoring", "`status`, `top`, `exporter`, `report`, `scale`"),
     ExporterSettings: ("Exporter", "`exporter`"),
     BrokerSettings: ("Broker", "`broker`"),
+    WebhookSettings: ("Webhooks", "`webhooks`"),
 }
 
 #: Settings of the last release by the model that had them, and what happens instead. Their flags

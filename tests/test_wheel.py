@@ -36,6 +36,8 @@ from PIL import Image
 
 from fleet.main import app
 from header_files import LORA, file_of
+from imagefleet.records.record import Record
+from imagefleet.records.writer import RecordLog
 from imagefleet.storage.dead_letter import FailedJob
 from imagefleet.storage.open import open_storage
 from imagefleet.storage.settings import StorageSettings
@@ -54,6 +56,7 @@ FAILED_JOBS = [
         attempts=1,
         worker="w1",
         failed_at=datetime(2026, 11, 1, tzinfo=UTC),
+        source=f"message-{job_id}",
         body='{"prompt": "a fox"}',
     )
     for job_id in ("j1", "j2")
@@ -88,6 +91,7 @@ COMMANDS: dict[str, Case] = {
     "report": Case("--campaign spring", r"Report: spring-report\.html"),
     "failed list": Case("", r"MissingFileError"),
     "failed show": Case("j1", r"there is no LoRA fox"),
+    "failed export": Case("", r'"failure": \{"error": "MissingFileError"'),
     "failed replay": Case("--id j1", r"1 .*replayed"),
     "failed discard": Case("--all --yes", r"1 .*discarded"),
     "verify": Case("--campaign spring", r"no second drawings"),
@@ -122,7 +126,7 @@ COMMANDS: dict[str, Case] = {
 
 
 #: Commands that run until they are stopped, which have tests of their own.
-SERVICES = {"broker", "exporter"}
+SERVICES = {"broker", "exporter", "webhooks"}
 
 #: Runs commands in an environment, each in a fork, as the console's imports take half a second.
 #: Reads [arguments, file for the output, file for the errors] by line, and answers exit codes.
@@ -264,6 +268,8 @@ def work(tmp_path_factory: pytest.TempPathFactory, azurite_address: str, salad: 
         ) as local:
             await local.create()
             await local.poison.send([job.encode() for job in FAILED_JOBS])
+            failed = [Record(outcome="failed", **job.facts()) for job in FAILED_JOBS]
+            await RecordLog(local.blobs, "w1").add(failed)
             facts = {"worker": "w1", "seconds": "2", "attempt": "1", "job": "0001"}
             await local.blobs.create("spring/0001.png", stored.getvalue(), "image/png", facts)
         async with open_storage(StorageSettings(storage=azurite_address)) as azurite:

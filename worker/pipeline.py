@@ -19,7 +19,7 @@ from imagefleet.cancelled import CancelledCampaigns
 from imagefleet.signing import trusted_keys
 from imagefleet.storage import protocol
 from imagefleet.telemetry import logs
-from worker import records, replica, tasks
+from worker import replica, tasks
 from worker.cost import CostMeter
 from worker.engine import contract
 from worker.files.loras import LoraLibrary
@@ -37,6 +37,7 @@ from worker.pull import Puller
 from worker.salad.reallocation import Reallocation
 from worker.settings import WorkerSettings
 from worker.settle import InFlightJob, Settler
+from worker.stages import record
 from worker.stages.generate import GenerateStage
 from worker.stages.prepare import PREPARERS, PrepareStage
 from worker.stages.upload import ENCODERS, UPLOADS, EncodeStage, UploadStage
@@ -130,7 +131,7 @@ class Pipeline:
             worker_name=settings.name,
             retry_policy=retry_policy,
             on_settled=self._settled,
-            flush_seconds=records.flush_seconds(storage.url, settings.lease_seconds),
+            flush_seconds=record.flush_seconds(storage.url, settings.lease_seconds),
         )
         self._watchdog = NodeWatchdog(self.engine_thread, limits, self.metrics)
         self._reallocation = reallocation or Reallocation(None, self.metrics)

@@ -22,7 +22,7 @@ from imagefleet.storage.deliveries import SUSPECT_AFTER, Deliveries
 from worker.cost import CostMeter
 from worker.leases import Lease, LeaseKeeper
 from worker.metrics import Outcome, WorkerMetrics
-from worker.records import PendingRecords
+from worker.stages.record import PendingRecords
 
 log = logging.getLogger(__name__)
 
@@ -291,8 +291,7 @@ class Settler:
         except errors.TransientError as fault:
             self._abandoned(entry, fault)
         else:
-            facts = {"error": failed.error, "reason": failed.reason, "attempts": failed.attempts}
-            record = self.record(entry, "failed", **facts)
+            record = self.record(entry, "failed", **failed.facts())
             await self.pending.put(finish, [*entry.records, record], entry.again)
 
     async def _retry(self, entry: InFlightJob, error: errors.FleetError, attempts: int) -> None:

@@ -50,13 +50,16 @@ class Counts:
     """When the first process began to write records."""
     last_at: datetime | None
     """When the latest record was written."""
+    discarded: int = 0
+    """Failed jobs that an operator has discarded."""
 
     @property
     def pending(self) -> int | None:
         """Jobs that are queued or in flight."""
         if self.sent is None:
             return None
-        return max(0, self.sent - self.completed - self.failed - self.cancelled)
+        ended = self.completed + self.failed + self.cancelled + self.discarded
+        return max(0, self.sent - ended)
 
 
 class _Sent(BaseModel):
@@ -156,6 +159,7 @@ async def counts(storage: Storage, campaign: str, on_damaged: OnDamaged = _ignor
         completed=stored.jobs,
         failed=failed,
         cancelled=cancelled,
+        discarded=await _discarded(storage.blobs, _of_kind(shards, "jobs"), on_damaged),
         first_at=min(map(_began_at, shards), default=None),
         last_at=max(changed, default=None),
     )
@@ -307,6 +311,13 @@ async def _counted(blobs: BlobStore, each: _Shard, on_damaged: OnDamaged) -> Tot
         first = sum(record.index == 0 for record in records)
         found = Totals(found.records + len(records), found.jobs + first)
     return found
+
+
+async def _discarded(blobs: BlobStore, shards: Iterable[_Shard], on_damaged: OnDamaged) -> int:
+    found: set[int] = set()
+    async for records in _records(blobs, shards, on_damaged):
+        found.update(_failure(each) for each in records if each.outcome == "discarded")
+    return len(found)
 
 
 async def _sent(blobs: BlobStore, shards: Collection[_Shard], on_damaged: OnDamaged) -> int | None:

@@ -92,6 +92,8 @@ class Record(BaseModel):
     error: _Name | None = None
     """The class of the error that the job failed with."""
     reason: _Text | None = None
+    body: _Text | None = None
+    """Of a failed job: the message that replays it."""
 
     @property
     def key(self) -> str:

@@ -23,6 +23,8 @@ from fleet.monitor import rates
 from fleet.salad import gpus, groups, running
 from imagefleet import errors
 from imagefleet.job.message import read_job
+from imagefleet.records.record import Record
+from imagefleet.records.writer import RecordLog
 from imagefleet.storage import dead_letter
 from imagefleet.storage.open import open_storage
 from imagefleet.storage.settings import StorageSettings
@@ -36,6 +38,8 @@ WITHOUT_JSON = {
     "worker": "it prints nothing but its log, which is JSON with --log-format json",
     "exporter": "likewise; its figures are metrics",
     "broker": "likewise; its answers are JSON",
+    "webhooks": "likewise; what its dry run prints is JSON",
+    "failed export": "its output is JSON, an object per line, for `load`",
     "health": "a probe: its exit code is the answer",
 }
 
@@ -129,7 +133,7 @@ def test_figures_go_to_a_file_by_one_option() -> None:
 def test_a_dry_run_has_one_meaning() -> None:
     runs = {name: found for name in ALL if (found := option(ALL[name], "--dry-run"))}
 
-    assert len(runs) == 8
+    assert len(runs) == 9
     for found in runs.values():
         assert re.fullmatch(r"Show .*; change nothing\.", found.help)
 
@@ -159,7 +163,9 @@ def fail_job(folder: Path, reason: str, **fields: str) -> None:
             [message] = await storage.queue.receive(1, 60)
             job = read_job(message.body, message.id)
             error = errors.MissingFileError(reason)
-            await dead_letter.add(storage, message, job, error, "worker-1")
+            failed = await dead_letter.add(storage, message, job, error, "worker-1")
+            record = Record(outcome="failed", **failed.facts())
+            await RecordLog(storage.blobs, "worker-1").add([record])
 
     asyncio.run(add())
 

@@ -67,6 +67,7 @@ ARGUMENTS: dict[str, tuple[str, ...]] = {
     "top": (),
     "exporter": ("--port", "0"),
     "broker": ("--organization", "acme", "--port", "0"),
+    "webhooks": ("--url", "{url}", "--secret-file", "webhook.txt", "--port", "0"),
     "plan": ("--jobs", "10", "--price-file", "secret.txt"),
     "report": ("--price-file", "prices.yaml"),
     "scale": ("--max-dollars", "1", "--dollars-per-hour", "1", "--once", "--yes"),
@@ -75,6 +76,7 @@ ARGUMENTS: dict[str, tuple[str, ...]] = {
     "version": (),
     "failed list": (),
     "failed show": ("cat",),
+    "failed export": (),
     "failed replay": ("--all",),
     "failed discard": ("--all", "--yes"),
     "keys worker": ("--policy", "spring"),
@@ -233,6 +235,7 @@ def run(
     secret = tmp_path / "secret.txt"
     given = {
         "secret.txt": f"token: {MARK}File\n{MARK}: [\n",
+        "webhook.txt": f"whsec_{MARK}{'A' * 30}\n",
         "prices.yaml": "source: me\n",
         "jobs.jsonl": '{"prompt": "a cat"}\n',
         "fleet.yaml": fleet_file("http://127.0.0.1:1", *PLANTED),
@@ -341,6 +344,7 @@ COMMAND_OF = {
     "LoadSettings": "load",
     "ExporterSettings": "exporter",
     "BrokerSettings": "broker",
+    "WebhookSettings": "webhooks",
 }
 
 IN_THE_WRONG_PLACE = (

@@ -81,7 +81,8 @@ ROLES: Mapping[str, Role] = {
         Role("load", "`imagefleet load` on existing queues", queue="a", blob="ac", files="r"),
         Role(
             "monitor",
-            "the read-only commands `status`, `exporter`, `scale`, `report` and `verify`",
+            "the read-only commands: `status`, `exporter`, `scale`, `report`, `verify`, `failed"
+            " list` and `webhooks`",
             queue="r",
             poison="r",
             blob="rl",
