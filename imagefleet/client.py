@@ -81,9 +81,10 @@ class Fleet:
         return self._loop.run(self._fleet.campaigns())
 
     def cancel(self, campaign: str) -> datetime:
-        """Cancels the campaign's jobs that were sent until now; returns until when.
+        """Cancels what was sent of a campaign, and ends its running loads; returns until when.
 
-        Workers obey within seconds: what they have begun ends, the rest becomes `cancelled`.
+        Workers obey within seconds: what they have begun ends, the rest becomes `cancelled`. This
+        call takes some twelve seconds; what is sent after it runs.
         """
         return self._loop.run(self._fleet.cancel(campaign))
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import asdict
 from datetime import datetime
-from typing import Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 from pydantic import TypeAdapter, ValidationError
@@ -12,10 +12,11 @@ from pydantic import TypeAdapter, ValidationError
 from fleet import console, options
 from imagefleet import cancelled, errors, validation
 from imagefleet.job.message import SafeId
-from imagefleet.records import reader
-from imagefleet.records.reader import Counts
 from imagefleet.storage.protocol import Storage
 from imagefleet.storage.settings import StorageSettings
+
+if TYPE_CHECKING:
+    from imagefleet.records.reader import Counts
 
 
 @options.from_settings(StorageSettings)
@@ -55,6 +56,8 @@ def checked(what: str, name: str) -> str:
 async def _cancel(
     settings: StorageSettings, campaign: str, *, dry_run: bool, yes: bool, as_json: bool
 ) -> None:
+    from imagefleet.records import reader
+
     async with console.connected(settings) as fleet:
         storage = fleet.storage
         found = await reader.counts(storage, campaign)
@@ -80,6 +83,8 @@ async def _cancel(
 async def _describe(
     storage: Storage, campaign: str, found: Counts, messages: int, *, dry_run: bool
 ) -> None:
+    from imagefleet.records import reader
+
     to = console.stdout if dry_run else console.stderr
     in_queue = f"the queue {storage.queue.name} holds {console.counted(messages, 'message')}"
     if found.first_at is None:

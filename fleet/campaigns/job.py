@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 from dataclasses import asdict, dataclass, field
 from datetime import UTC, datetime
-from typing import Annotated, Any, Literal
+from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 import typer
 
@@ -14,10 +14,11 @@ from fleet.campaigns.cancel import checked
 from imagefleet import errors
 from imagefleet.job import image_record
 from imagefleet.job.message import DEFAULT_CAMPAIGN, job_key, message_fields
-from imagefleet.records import reader
-from imagefleet.records.record import Record
 from imagefleet.storage.protocol import BlobRecord, FoundMessage, Storage
 from imagefleet.storage.settings import StorageSettings
+
+if TYPE_CHECKING:
+    from imagefleet.records.record import Record
 
 State = Literal[
     "queued", "in flight", "queued or in flight", "completed", "failed", "cancelled", "unknown"
@@ -152,6 +153,8 @@ async def _message(storage: Storage, campaign: str, job_id: str) -> FoundMessage
 
 async def _ended(storage: Storage, campaign: str, job_id: str) -> Record | None:
     """The last record of a failed or cancelled job."""
+    from imagefleet.records import reader
+
     records = [each async for each in reader.ended(storage, campaign) if each.id == job_id]
     return max(records, key=lambda each: each.at, default=None)
 

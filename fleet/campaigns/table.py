@@ -5,13 +5,14 @@ from __future__ import annotations
 import asyncio
 from dataclasses import asdict
 from datetime import UTC, datetime
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from fleet import console, options
 from imagefleet import concurrency
-from imagefleet.records import reader
-from imagefleet.records.reader import Counts
 from imagefleet.storage.settings import StorageSettings
+
+if TYPE_CHECKING:
+    from imagefleet.records.reader import Counts
 
 #: Campaigns that are counted at the same time.
 _AT_ONCE = 8
@@ -50,6 +51,8 @@ def command(settings: StorageSettings, as_json: options.AsJson = False) -> None:
 
 
 async def _list(settings: StorageSettings) -> _Listing:
+    from imagefleet.records import reader
+
     damaged: set[str] = set()
     async with console.connected(settings) as fleet:
         storage = fleet.storage

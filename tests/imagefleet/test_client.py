@@ -15,7 +15,7 @@ from typing import Any
 import pytest
 
 import imagefleet
-from imagefleet import Job, aio, errors
+from imagefleet import Job, aio, cancelled, errors
 from imagefleet.job.message import read_job
 from imagefleet.storage.open import open_storage
 from imagefleet.storage.settings import StorageSettings
@@ -323,8 +323,9 @@ def test_settings_come_from_the_environment(
 
 
 def test_the_sync_client_does_all_that_the_async_one_does(
-    connect_options: dict[str, Any], work: Work
+    connect_options: dict[str, Any], work: Work, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    monkeypatch.setattr(cancelled, "LOAD_SECONDS", 0)
     with imagefleet.connect(**connect_options) as fleet:
         jobs = (Job(prompt=prompt, id=prompt) for prompt in ("good", "broken"))
         batch = fleet.submit(jobs, campaign="spring")

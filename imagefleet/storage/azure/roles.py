@@ -81,15 +81,15 @@ ROLES: Mapping[str, Role] = {
         Role("load", "`imagefleet load` on existing queues", queue="a", blob="ac", files="r"),
         Role(
             "monitor",
-            "the read-only commands: `status`, `exporter`, `scale`, `report`, `verify`, `failed"
-            " list` and `webhooks`",
+            "the read-only commands: `status`, `campaigns`, `job`, `exporter`, `scale`, `report`,"
+            " `verify`, `failed list` and `webhooks`",
             queue="r",
             poison="r",
             blob="rl",
         ),
         Role(
             "operator",
-            "`imagefleet failed`, `redo` and `verify --quarantine`",
+            "`imagefleet failed`, `redo`, `cancel` and `verify --quarantine`",
             queue="ra",
             poison="rup",
             blob="racdl",

@@ -19,11 +19,12 @@ from azure.core.exceptions import HttpResponseError
 from pydantic import SecretStr
 
 from fleet import options
+from fleet.campaigns import job
 from fleet.keys import check as keys_check
 from fleet.keys import command as keys
 from fleet.keys import mint
 from fleet.monitor import command as monitor
-from imagefleet import aio, errors, retry
+from imagefleet import aio, cancelled, errors, retry
 from imagefleet.records import reader
 from imagefleet.storage import dead_letter_queue, protocol
 from imagefleet.storage.azure import account as azure_address
@@ -172,6 +173,10 @@ async def test_a_monitor_reads_everything_and_changes_nothing(
         assert (await monitor.read_status(aio.Fleet(storage))).queue.messages == 1
         assert [each.name async for each in storage.blobs.records("spring/")] == ["spring/fox.png"]
         assert await storage.blobs.read("spring/fox.png") == b"pixels"
+        assert (await job.look_up(storage, "spring", "nobody")).state == "queued or in flight"
+        assert [name async for name in reader.campaigns(storage)] == []
+        assert (await reader.counts(storage, "spring")).images == 0
+        await refused(cancelled.cancel(storage, "spring"))
         await refused(storage.queue.send(["x"]))
         await refused(storage.queue.receive(1, LEASE_SECONDS))
         await refused(storage.poison.receive(1, LEASE_SECONDS))
@@ -205,6 +210,20 @@ async def test_an_operator_lists_replays_and_discards_failed_jobs(
         await owner.blobs.create("owl.png", b"pixels", "image/png", {})
         await refused(storage.blobs.replace("owl.png", b"", "image/png", '"1"'))
         assert await storage.blobs.delete("owl.png")
+
+
+async def test_an_operator_cancels_a_campaign_and_does_not_purge(
+    azurite_settings: StorageSettings,
+    owner: protocol.Storage,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(cancelled, "LOAD_SECONDS", -10.0)  # it waits for nothing
+    await owner.queue.send(["a job"])
+    async with AzureStorage(with_role(azurite_settings, ROLES["operator"]), retry.NEVER) as storage:
+        assert await cancelled.cancel(storage, "spring")
+        with pytest.raises(errors.SetupError, match="takes the account key"):
+            await storage.queue.clear()
+    assert (await owner.queue.depth()).messages == 1
 
 
 @pytest.mark.parametrize("letters", ["r", "a", "u", "p", "raup"])
