@@ -10,7 +10,7 @@ from nbclient import NotebookClient
 NOTEBOOK = Path(__file__).with_name("client.ipynb")
 
 #: For a cell; the worker takes some seconds to start.
-CELL_SECONDS = 200
+CELL_SECONDS = 120
 
 
 def run(path: Path = NOTEBOOK) -> nbformat.NotebookNode:
