@@ -22,9 +22,10 @@ from imagefleet.storage.open import LOCAL_SCHEME
 from imagefleet.storage.protocol import Storage
 from imagefleet.submit import BulkSender, Progress
 from loadgen.campaigns import LoadedCampaigns
+from loadgen.file_source import OnRead
 from loadgen.second_drawing import Sample
 from loadgen.settings import LoadSettings
-from loadgen.sources import OnRead, Source
+from loadgen.sources import Source
 
 
 class Checkpoint(BaseModel):
@@ -89,7 +90,9 @@ def resume(path: Path, new: Checkpoint) -> Checkpoint:
     elif found.queue != new.queue:
         difference = f"a load into another queue ({found.queue})"
     elif found.source != new.source:
-        difference = "another load: the file has changed since, or the seed is different"
+        difference = (
+            "another load: the file has changed since, or the seed or campaign is different"
+        )
     else:
         random = {"sample_key": found.sample_key or new.sample_key, "id": found.id or new.id}
         return found.model_copy(update=random)
@@ -150,8 +153,11 @@ class Load:
         self.confirmed = self._start.confirmed
         #: Whether earlier runs have sent everything.
         self.is_done = source.count is not None and self.confirmed >= source.count
+        self._on_notice = on_notice
+        self._unreadable: list[str] = []
+        self._is_said = False
         self._cancelled = CancelledCampaigns(
-            storage.files, storage.queue.name, _once(on_notice, "cancellations are not noticed")
+            storage.files, storage.queue.name, self._unreadable.append
         )
         self._campaigns = LoadedCampaigns(
             self._cancelled,
@@ -234,6 +240,7 @@ class Load:
 
         def confirm(progress: Progress) -> None:
             campaigns.confirm(progress.confirmed)
+            self._say_what_is_unreadable()
             if path is not None:
                 # For each batch: what a killed load has sent since is sent again.
                 changes = {"confirmed": progress.confirmed, "sent": dict(campaigns.sent)}
@@ -244,6 +251,13 @@ class Load:
             self._start.write(path)  # fails before anything is sent if the path is not writable
         async with self._watching():
             return await self._sender.run(confirm)
+
+    def _say_what_is_unreadable(self) -> None:
+        """Once, and not before something is sent: what cannot be sent has an error of its own."""
+        if self._unreadable and not self._is_said:
+            self._is_said = True
+            self._on_notice(f"cancelled campaigns are not noticed: {self._unreadable[0]}")
+        self._unreadable.clear()
 
     @contextlib.asynccontextmanager
     async def _watching(self) -> AsyncIterator[None]:
@@ -258,19 +272,6 @@ class Load:
             for ended in await asyncio.gather(*tasks, return_exceptions=True):
                 if isinstance(ended, Exception):
                     raise ended
-
-
-def _once(notice: Callable[[str], None], what: str) -> Callable[[str], None]:
-    """Says what cannot be done, and why, the first time only."""
-    is_said = False
-
-    def say(why: str) -> None:
-        nonlocal is_said
-        if not is_said:
-            is_said = True
-            notice(f"{what}: {why}")
-
-    return say
 
 
 def _absolute_url(storage: Storage) -> str:

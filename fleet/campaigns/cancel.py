@@ -29,10 +29,11 @@ def command(
     yes: options.Yes = False,
     as_json: options.AsJson = False,
 ) -> None:
-    """Cancels the jobs of a campaign that wait, and ends its running loads.
+    """Cancels the queued jobs of a campaign.
 
-    Workers obey within ten seconds, at the speed of the queue; what they are drawing is finished
-    and stored. Other campaigns are not touched, and a later load of the same one runs.
+    It also ends its running loads. Workers obey within ten seconds, at the speed of the queue;
+    what they are drawing is finished and stored. Other campaigns are not touched, and a later load
+    of the same one runs.
 
     imagefleet cancel --campaign spring --dry-run
 

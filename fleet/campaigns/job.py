@@ -56,7 +56,9 @@ def command(
     ] = None,
     as_json: options.AsJson = False,
 ) -> None:
-    """Shows where a job is, since when, its attempts, and its images or why it failed.
+    """Shows what became of one job.
+
+    That is where it is, since when, its attempts, and its images or why it failed.
 
     imagefleet job 0001 --campaign spring
 

@@ -15,10 +15,11 @@ def command(
     yes: options.Yes = False,
     as_json: options.AsJson = False,
 ) -> None:
-    """Deletes all messages of the job queue, those in flight too, for good.
+    """Deletes all messages of the job queue for good.
 
-    Workers finish what they have in flight within half a lease, and drop the rest. Failed jobs
-    stay, and a running load goes on: `imagefleet cancel` ends one campaign with its loads.
+    Those in flight, too: workers finish what they can within half a lease, and drop the rest.
+    Failed jobs stay, and a running load goes on: `imagefleet cancel` ends one campaign with its
+    loads.
 
     imagefleet purge --dry-run
 

@@ -33,9 +33,10 @@ class _Listing(NamedTuple):
 
 @options.from_settings(StorageSettings)
 def command(settings: StorageSettings, as_json: options.AsJson = False) -> None:
-    """Lists the campaigns with their jobs by outcome, the latest first.
+    """Lists the campaigns with their jobs by outcome.
 
-    They come from the records that workers write beside the images: no image is listed.
+    The latest come first. The figures are from the records that workers write beside the images:
+    no image is listed.
 
     imagefleet campaigns
 

@@ -130,10 +130,9 @@ def with_permission(resource: Resource, letter: str) -> list[Role]:
     return sorted(able, key=lambda role: role.size)
 
 
-def of_token(resource: Resource, letters: str) -> Role | None:
-    """The role that has exactly these permissions on the resource."""
-    same = (role for role in ROLES.values() if set(role.letters(resource)) == set(letters) != set())
-    return next(same, None)
+def of_token(resource: Resource, letters: str) -> list[Role]:
+    """The roles that have exactly these permissions on the resource."""
+    return [role for role in ROLES.values() if set(role.letters(resource)) == set(letters) != set()]
 
 
 def azure_role(resource: Resource, letter: str) -> str:
