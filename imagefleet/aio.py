@@ -24,7 +24,7 @@ from imagefleet.storage import dead_letter_queue, protocol
 from imagefleet.storage.dead_letter_check import Check
 from imagefleet.storage.dead_letter_queue import OnProgress, Preview, Selection, Swept
 from imagefleet.storage.open import open_storage
-from imagefleet.storage.settings import SignerSettings
+from imagefleet.storage.settings import Priority, SignerSettings, checked_priority
 from imagefleet.submit import RETRIES, BulkSender
 
 if TYPE_CHECKING:
@@ -146,17 +146,24 @@ class Fleet:
                 raise errors.FleetError("this fleet was closed") from None
             raise
 
-    async def submit(self, jobs: Iterable[Job], *, campaign: str | None = None) -> Batch:
+    async def submit(
+        self,
+        jobs: Iterable[Job],
+        *,
+        campaign: str | None = None,
+        priority: Priority = "normal",
+    ) -> Batch:
         """As `imagefleet.Fleet.submit`."""
-        return await self.run(self._submit(jobs, campaign and _checked("campaign", campaign)))
+        campaign = campaign and _checked("campaign", campaign)
+        return await self.run(self._submit(jobs, campaign, checked_priority(priority)))
 
-    async def _submit(self, jobs: Iterable[Job], campaign: str | None) -> Batch:
+    async def _submit(self, jobs: Iterable[Job], campaign: str | None, priority: Priority) -> Batch:
         if not self._created:
             await self.storage.create()
             self._created = True
         submission = Submission(self.storage)
         sender = BulkSender(
-            self.storage.queue,
+            self.storage.queues[priority],
             submission.messages(jobs, campaign, self.keys.signing),
             before_send=submission.before_send,
         )
@@ -222,12 +229,16 @@ class Fleet:
         on_progress: OnProgress | None = None,
         *,
         invalid: bool = False,
+        priority: Priority = "normal",
         **which: Unpack[Which],
     ) -> Swept:
         """As `imagefleet.Fleet.replay`."""
         check = Check(self.keys.trusted, takes_invalid=invalid)
         selection = Selection(**which)
-        return await self.run(dead_letter_queue.replay(self.storage, selection, on_progress, check))
+        priority = checked_priority(priority)
+        return await self.run(
+            dead_letter_queue.replay(self.storage, selection, on_progress, check, priority)
+        )
 
     async def discard(
         self,

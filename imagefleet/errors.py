@@ -76,3 +76,7 @@ class NodeError(FleetError):
 
 class SetupError(FleetError):
     """A setting, a credential or a resource is missing or wrong."""
+
+
+class MissingResourceError(SetupError):
+    """A queue or container does not exist, or there is no token for it."""

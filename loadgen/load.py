@@ -20,6 +20,7 @@ from imagefleet.cancelled import CancelledCampaigns
 from imagefleet.records.writer import RecordLog
 from imagefleet.storage.open import LOCAL_SCHEME
 from imagefleet.storage.protocol import Storage
+from imagefleet.storage.settings import Priority
 from imagefleet.submit import BulkSender, Progress
 from loadgen.campaigns import LoadedCampaigns
 from loadgen.file_source import OnRead
@@ -136,15 +137,17 @@ class Load:
         *,
         restart: bool,
         on_notice: Callable[[str], None] = lambda _: None,
+        priority: Priority = "normal",
     ) -> None:
         """*on_notice* is told what the operator should know, while the load goes on."""
         self._storage = storage
+        self._queue = storage.queues[priority]
         self._source = source
         self._path = checkpoint_path
         new = Checkpoint(
             source=source.identity,
             storage=_absolute_url(storage),
-            queue=storage.queue.name,
+            queue=self._queue.name,
             sample_key=secrets.token_hex(16),
             id=secrets.token_hex(8),
         )
@@ -170,7 +173,7 @@ class Load:
         signing_key = signing.Keys.of(settings).signing
         sample = Sample(settings.second_drawings, self._start.sample_key, signing_key)
         self._sender = BulkSender(
-            storage.queue,
+            self._queue,
             self._campaigns.wanted(
                 source.bodies(self.confirmed),
                 self.confirmed,
@@ -210,7 +213,7 @@ class Load:
         seconds = time.monotonic() - began
         return Summary(
             storage=self._storage.url,
-            queue=self._storage.queue.name,
+            queue=self._queue.name,
             sent=progress.sent,
             confirmed=progress.confirmed,
             total=self._source.count,
@@ -224,7 +227,7 @@ class Load:
     async def _send(self, on_confirmed: Callable[[int], None]) -> Progress:
         try:
             if self.confirmed:
-                await self._storage.queue.check()
+                await self._queue.check()
         except errors.SetupError as error:
             raise errors.SetupError(
                 f"according to {self._path}, {self.confirmed:,} jobs are sent, but {error.message};"

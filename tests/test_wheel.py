@@ -89,6 +89,8 @@ COMMANDS: dict[str, Case] = {
     "status": Case("--json", r'"messages": 0'),
     "top": Case("--prometheus {prometheus}", r"of 0 workers"),
     "report": Case("--campaign spring", r"Report: spring-report\.html"),
+    "results": Case("--campaign spring", r"images +1"),
+    "export": Case("shards --campaign spring --format imagefolder", r"1 image, .* in 1 shard"),
     "failed list": Case("", r"MissingFileError"),
     "failed show": Case("j1", r"there is no LoRA fox"),
     "failed export": Case("", r'"failure": \{"error": "MissingFileError"'),
@@ -127,6 +129,7 @@ COMMANDS: dict[str, Case] = {
 
 #: Commands that run until they are stopped, which have tests of their own.
 SERVICES = {"broker", "exporter", "webhooks"}
+SERVICES = {"broker", "exporter", "gallery"}
 
 #: Runs commands in an environment, each in a fork, as the console's imports take half a second.
 #: Reads [arguments, file for the output, file for the errors] by line, and answers exit codes.
@@ -149,6 +152,15 @@ for line in sys.stdin:
         os._exit(99)
     print(os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]), flush=True)
 """
+
+
+#: What the gallery answers; the storage has no records.
+GALLERY = {
+    "": "<!doctype html>",
+    "page/gallery.js": "import",
+    "page/gallery.css": "--paper",
+    "api/campaigns?first=1": '"newest": null',
+}
 
 
 def commands() -> set[str]:
@@ -272,6 +284,16 @@ def work(tmp_path_factory: pytest.TempPathFactory, azurite_address: str, salad: 
             await RecordLog(local.blobs, "w1").add(failed)
             facts = {"worker": "w1", "seconds": "2", "attempt": "1", "job": "0001"}
             await local.blobs.create("spring/0001.png", stored.getvalue(), "image/png", facts)
+            image = Record(
+                outcome="completed",
+                id="0001",
+                campaign="spring",
+                at=datetime.now(UTC),
+                blob="spring/0001.png",
+                size_bytes=len(stored.getvalue()),
+                seconds=2,
+            )
+            await RecordLog(local.blobs, "w1").add([image])
         async with open_storage(StorageSettings(storage=azurite_address)) as azurite:
             await azurite.create()
 
@@ -420,6 +442,25 @@ def test_the_exporter_serves_the_queue_and_ends_when_asked(
         exporter.terminate()
         assert exporter.wait(30) == 0
     assert "imagefleet_queue_messages{" in text
+
+
+def test_the_gallery_serves_its_page_and_the_pictures(
+    environment: Path, variables: dict[str, str], work: Path
+) -> None:
+    command = [environment / "bin" / "imagefleet", "gallery", "--port", "0", "--no-browser"]
+    with subprocess.Popen(
+        command, cwd=work, env=variables, stdout=subprocess.PIPE, text=True
+    ) as gallery:
+        assert gallery.stdout is not None
+        try:
+            found = re.search(r"http://\S+/", gallery.stdout.readline())
+            assert found
+            for path, text in GALLERY.items():
+                with urllib.request.urlopen(found[0] + path, timeout=30) as answer:
+                    assert text in answer.read().decode()
+        finally:
+            gallery.terminate()
+            assert gallery.wait(30) == 0
 
 
 def test_the_demo_draws_its_pictures_away_from_the_checkout(unpacked: Path, tmp_path: Path) -> None:

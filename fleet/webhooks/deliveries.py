@@ -166,6 +166,8 @@ class Deliveries:
     def _failed(self, each: Waiting, answer: Answer, reason: str) -> None:
         event, now = each.event, time.time()
         self._metrics.attempts.labels("failed").inc()
+        if not self._failing:
+            self._probe_at = now + retry.jitter(PROBE_SECONDS, *_JITTER)
         self._failing.add(event.id)
         self.is_gone = self.is_gone or answer.is_gone
         each.attempts += 1

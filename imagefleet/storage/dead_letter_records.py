@@ -12,7 +12,6 @@ from typing import Literal
 from pydantic import TypeAdapter, ValidationError
 
 from imagefleet.job.message import DEFAULT_CAMPAIGN, SafeId
-from imagefleet.records import reader
 from imagefleet.records.record import Record
 from imagefleet.records.writer import RecordLog
 from imagefleet.storage import protocol
@@ -29,6 +28,8 @@ async def failed(
     matches: Callable[[Entry], bool] = lambda _: True,
 ) -> AsyncIterator[Entry]:
     """The jobs that have failed and were neither replayed nor discarded; None: of all campaigns."""
+    from imagefleet.records import reader  # numpy is slow to import
+
     try:
         known = None if campaign is None else _CAMPAIGN.validate_python(campaign)
     except ValidationError:  # no job has such a campaign

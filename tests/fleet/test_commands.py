@@ -40,6 +40,7 @@ WITHOUT_JSON = {
     "broker": "likewise; its answers are JSON",
     "webhooks": "likewise; what its dry run prints is JSON",
     "failed export": "its output is JSON, an object per line, for `load`",
+    "gallery": "likewise; what it shows is a page",
     "health": "a probe: its exit code is the answer",
 }
 
@@ -70,6 +71,8 @@ CALLS = {
     "purge": ("--dry-run",),
     "plan": ("--jobs", "10"),
     "redo": ("--worker", "nobody"),
+    "results": ("--download", "images"),
+    "export": ("shards", "--dry-run"),
     "verify": (),
     "prompt": ("a cat",),
     "version": (),

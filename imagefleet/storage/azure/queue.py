@@ -101,7 +101,9 @@ class AzureQueue:
             ).by_page()
             async for page in pages:
                 return [
-                    protocol.LeasedMessage(**_fields(message), receipt=str(message.pop_receipt))
+                    protocol.LeasedMessage(
+                        **self._fields(message), receipt=str(message.pop_receipt)
+                    )
                     async for message in page
                 ]
             return []
@@ -161,11 +163,12 @@ class AzureQueue:
 
     async def depth(self) -> protocol.QueueDepth:
         properties = await self._call("r", self._client.get_queue_properties)
-        front = await self._peek(1)
+        count = properties.approximate_message_count or 0  # never too low
+        front = await self._peek(1) if count else []
         age_seconds = None
         if front:
             age_seconds = max(0.0, (datetime.now(UTC) - front[0].enqueued_at).total_seconds())
-        return protocol.QueueDepth(properties.approximate_message_count or 0, None, age_seconds)
+        return protocol.QueueDepth(count, None, age_seconds)
 
     async def clear(self) -> None:
         # Of a large queue Azure deletes what it can within half a minute, and says that it failed.
@@ -235,7 +238,17 @@ class AzureQueue:
 
     async def _peek(self, max_messages: int) -> list[protocol.Message]:
         peeked = await self._call("r", lambda: self._client.peek_messages(max_messages))
-        return [protocol.Message(**_fields(message)) for message in peeked]
+        return [protocol.Message(**self._fields(message)) for message in peeked]
+
+    def _fields(self, message: QueueMessage) -> dict[str, Any]:
+        """The fields that every message has; the SDK's types would allow None."""
+        return {
+            "id": message.id,
+            "body": message.content,
+            "delivery_count": message.dequeue_count,
+            "enqueued_at": message.inserted_on,
+            "queue": self.name,
+        }
 
     async def _hand_back(self, messages: Collection[protocol.LeasedMessage]) -> None:
         """Makes browsed messages visible again, unless their leases were lost."""
@@ -248,13 +261,3 @@ class AzureQueue:
                     await self.release(message)
 
         await concurrency.gather(*(hand_back(message) for message in messages))
-
-
-def _fields(message: QueueMessage) -> dict[str, Any]:
-    """The fields that every message has; the SDK's types would allow None."""
-    return {
-        "id": message.id,
-        "body": message.content,
-        "delivery_count": message.dequeue_count,
-        "enqueued_at": message.inserted_on,
-    }

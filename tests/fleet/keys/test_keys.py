@@ -16,6 +16,7 @@ from urllib.parse import parse_qs
 
 import pytest
 from azure.core.exceptions import HttpResponseError
+from azure.storage.queue import QueueClient
 from pydantic import SecretStr
 
 from fleet import options
@@ -106,11 +107,12 @@ async def test_a_workers_tokens_neither_overwrite_nor_delete_nor_clear(
     settings = with_role(azurite_settings, ROLES["worker"])
     address = azure_address.read_address(settings.storage)
     access = keys_check.Credentials(address, settings)
+    for_queue, for_blobs = access.of("queue"), access.of("blob")
     options = {"api_version": API_VERSION, "retry_total": 0}
     mismatch = pytest.raises(HttpResponseError, match="PermissionMismatch")
     async with (
-        address.queue_client(settings.queue, access.queue.credential, **options) as queue,
-        address.container_client(settings.container, access.blob.credential, **options) as blobs,
+        address.queue_client(settings.queue, for_queue.credential, **options) as queue,
+        address.container_client(settings.container, for_blobs.credential, **options) as blobs,
     ):
         with mismatch:
             await blobs.upload_blob("fox.png", b"others", overwrite=True)
@@ -243,7 +245,8 @@ async def test_the_check_finds_exactly_the_permissions_of_a_containers_token(
 ) -> None:
     role = Role("test", "x", queue="r", poison="a", blob=letters)
     checked = await keys_check.check(with_role(azurite_settings, role))
-    assert set(checked[2].allowed) == set(letters)
+    (blobs,) = (each for each in checked if each.resource == "blob")
+    assert set(blobs.allowed) == set(letters)
     assert [name async for name in owner.blobs.names()] == [], "the check has written something"
 
 
@@ -275,14 +278,30 @@ def test_azure_tokens_require_https_and_fit_into_saladclouds_variables() -> None
     settings = StorageSettings(
         storage=REAL_ACCOUNT, queue="q" * 56, container="c" * 56, files_container="f" * 56
     )
-    for role, policy in itertools.product(ROLES.values(), (None, "p" * 64)):
+    for role, policy in itertools.product(ROLES.values(), (None, "p" * 32)):
         minted = mint.Minter(settings).mint(role, ONE_HOUR, policy)
         assert minted.storage == "https://pictures.blob.core.windows.net"
         for token in minted.tokens.values():
             fields = parse_qs(token)
             assert fields["spr"] == ["https"]
             assert "st" not in fields, "a slow clock would reject it"
-        assert len(minted.sas) < mint.MAX_CHARACTERS
+        assert len(minted.sas) < keys.MAX_CHARACTERS
+
+
+def test_tokens_that_do_not_fit_into_a_variable_of_saladcloud_are_an_error_before_that(
+    tmp_path: Path, in_process: Imagefleet, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    stored: list[str] = []
+
+    async def store(settings: StorageSettings, role: Role, name: str) -> None:
+        stored.append(name)
+
+    monkeypatch.setattr(mint, "store_policy", store)
+    policy = ("keys", "worker", "--storage", REAL_ACCOUNT, "--policy", "p" * 64)
+    result = in_process(*policy)
+    assert result.returncode == 2
+    assert "SaladCloud allows 1,000: use a shorter name of --policy, or --file" in result.stderr
+    assert in_process(*policy, "--file", str(tmp_path / "tokens.json")).returncode == 0
 
 
 def test_an_account_with_custom_domains_keeps_them() -> None:
@@ -312,6 +331,8 @@ def test_the_output_is_shell_commands_without_the_account_key(imagefleet: Imagef
     tokens = json.loads(variables.pop("IMAGEFLEET_SAS"))
     assert {name: parse_qs(value)["sp"] for name, value in tokens.items()} == {
         "queue": ["rup"],
+        "queue_high": ["rup"],
+        "queue_low": ["rup"],
         "poison": ["a"],
         "blob": ["ac"],
         "files": ["r"],
@@ -388,9 +409,29 @@ def test_the_check_accepts_a_workers_tokens(
     assert result.returncode == 0, result.stderr
     assert result.stderr == ""
     resources = json.loads(result.stdout)["resources"]
-    assert [each["allowed"] for each in resources] == ["rup", "a", "ac", "r"]
+    assert [each["allowed"] for each in resources] == ["rup", "rup", "rup", "a", "ac", "r"]
     until = datetime.fromisoformat(resources[0]["until"]) - datetime.now(UTC)
     assert timedelta(minutes=59) < until <= ONE_HOUR
+
+
+def test_the_check_accepts_tokens_of_an_earlier_version_and_queues_that_are_not_there(
+    azurite_settings: StorageSettings, created: None, in_process: Imagefleet
+) -> None:
+    settings = with_role(azurite_settings, ROLES["worker"])
+    high, low = (f"{azurite_settings.queue}-{priority}" for priority in ("high", "low"))
+    assert settings.sas is not None
+    tokens = json.loads(settings.sas.get_secret_value())
+    del tokens["queue_high"]
+    address = azurite_settings.storage
+    with QueueClient.from_connection_string(address, low, api_version=API_VERSION) as queue:
+        queue.delete_queue()
+    old = settings.model_copy(update={"sas": SecretStr(json.dumps(tokens))})
+    result = in_process("keys", "check", "worker", *flags_of(old))
+    assert result.returncode == 0, result.stderr
+    assert [f"no queue {each}, or no token for it" in result.stderr for each in (high, low)] == [
+        True,
+        True,
+    ]
 
 
 def test_expired_tokens_are_one_line(

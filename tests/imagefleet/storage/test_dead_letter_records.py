@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import dataclasses
 from collections import Counter
 from collections.abc import Iterable
 from typing import Any
@@ -75,7 +76,14 @@ async def test_lists_at_the_same_time_count_every_failed_job(
         killed.cancel()
         lists = await asyncio.gather(*(listed(storage) for _ in range(3)))
         assert [each.total() for each in lists] == [600] * 3
+        before = dataclasses.replace(storage.operations)
+        assert (await listed(storage)).total() == 600
         assert await dead_letter_queue.unrecorded(storage) == 0
+        after = storage.operations
+        # As docs/failed-jobs.md says, of one shard; a listing is billed as a write.
+        assert after.queue - before.queue == 2
+        assert after.blob_writes - before.blob_writes == 2
+        assert after.blob_reads - before.blob_reads == 4
 
 
 async def test_an_invalid_job_fails_under_the_id_and_campaign_that_it_gives(
