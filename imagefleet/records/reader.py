@@ -12,8 +12,8 @@ from contextlib import aclosing
 from dataclasses import dataclass
 from datetime import UTC, datetime
 from itertools import islice
+from typing import TYPE_CHECKING
 
-import numpy as np
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
 from imagefleet import concurrency, errors
@@ -22,6 +22,9 @@ from imagefleet.records import shard
 from imagefleet.records.record import Record
 from imagefleet.records.shard import NOTHING, Kind, ShardName, Totals
 from imagefleet.storage.protocol import BlobPart, BlobRecord, BlobStore, Storage
+
+if TYPE_CHECKING:
+    import numpy as np  # slow to import, and needed only where names were taken
 
 #: Read at once; some 30,000 records.
 _PART_BYTES = 4 * 2**20
@@ -136,6 +139,11 @@ async def ended(
                 yield record
 
 
+async def end(storage: Storage, campaign: str) -> dict[str, int]:
+    """The position of a follower that has read all there is now; a listing."""
+    return {each.blob.name: each.blob.size_bytes for each in await _shards(storage.blobs, campaign)}
+
+
 async def counts(storage: Storage, campaign: str, on_damaged: OnDamaged = _ignore) -> Counts:
     """A campaign's numbers, mostly from the ends of its shards.
 
@@ -218,9 +226,11 @@ class Follower:
         name, found = each.blob.name, list[Record]()
         decoder = shard.Decoder(offset)
         async for lines in _lines(self._blobs, each, decoder, self._on_damaged):
-            found += _parsed(lines, each, self._on_damaged)
+            found += await asyncio.to_thread(_parsed, lines, each, self._on_damaged)
             if len(found) >= _POLLED:
                 break
+        if decoder.is_damaged and decoder.position == offset > 0:
+            return await self._read(each, 0)  # `end` may see a local file during an append
         if decoder.is_damaged:
             self._given_up.add(name)
         self.position[name] = decoder.position
@@ -394,11 +404,11 @@ class _Missing:
     def __init__(self) -> None:
         self._added = array("Q")
         self._hashes: np.ndarray | None = None
-        self._is_found = np.zeros(0, bool)
+        self._is_found: np.ndarray | None = None
 
     @property
     def any(self) -> bool:
-        return bool(self._added) and not (self._hashes is not None and self._is_found.all())
+        return bool(self._added) and not (self._is_found is not None and self._is_found.all())
 
     def add(self, names: Iterable[str]) -> None:
         """Only before the first name is looked up."""
@@ -407,15 +417,18 @@ class _Missing:
     def found(self, names: Iterable[str]) -> None:
         """These have records."""
         if self._added:
-            self._look_up(np.fromiter(map(_hash, names), np.uint64))
+            self._look_up(list(map(_hash, names)))
 
     def take(self, name: str) -> bool:
         """True for the first who asks for a name that is missing."""
-        return bool(self._look_up(np.array([_hash(name)], np.uint64)))
+        return bool(self._look_up([_hash(name)]))
 
-    def _look_up(self, hashes: np.ndarray) -> int:
+    def _look_up(self, wanted: list[int]) -> int:
         """Marks names as found; returns how many were missing until now."""
-        if self._hashes is None:
+        import numpy as np
+
+        hashes = np.array(wanted, np.uint64)
+        if self._hashes is None or self._is_found is None:
             self._hashes = np.unique(np.frombuffer(self._added, np.uint64))
             self._is_found = np.zeros(len(self._hashes), bool)
         places = np.minimum(np.searchsorted(self._hashes, hashes), len(self._hashes) - 1)
