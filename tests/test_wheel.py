@@ -24,6 +24,7 @@ import zipfile
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from datetime import UTC, datetime
+from functools import partial
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from importlib import metadata
 from pathlib import Path
@@ -34,6 +35,7 @@ import typer
 from packaging.requirements import Requirement
 from PIL import Image
 
+import forks
 from fleet.main import app
 from header_files import LORA, file_of
 from imagefleet.storage.dead_letter import FailedJob
@@ -119,28 +121,6 @@ COMMANDS: dict[str, Case] = {
 
 #: Commands that run until they are stopped, which have tests of their own.
 SERVICES = {"broker", "exporter"}
-
-#: Runs commands in an environment, each in a fork, as the console's imports take half a second.
-#: Reads [arguments, file for the output, file for the errors] by line, and answers exit codes.
-FORK_SERVER = """
-import json, os, sys
-from fleet import main
-for line in sys.stdin:
-    arguments, output, errors = json.loads(line)
-    child = os.fork()
-    if not child:
-        for number, path in enumerate((os.devnull, output, errors)):
-            opened = os.open(path, os.O_RDWR | os.O_CREAT | os.O_TRUNC)
-            os.dup2(opened, number)
-        sys.stdin, sys.argv = open(0), ["imagefleet", *arguments]
-        try:
-            main.main()
-        except SystemExit as end:
-            sys.stdout.flush(), sys.stderr.flush()
-            os._exit(end.code if isinstance(end.code, int) else int(end.code is not None))
-        os._exit(99)
-    print(os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]), flush=True)
-"""
 
 
 def commands() -> set[str]:
@@ -311,26 +291,9 @@ def run(
     environment: Path, variables: dict[str, str], work: Path
 ) -> Iterator[Callable[..., subprocess.CompletedProcess[str]]]:
     """Runs a command of the installed wheel."""
-    with subprocess.Popen(
-        [environment / "bin" / "python", "-c", FORK_SERVER],
-        cwd=work,
-        env={**variables, "PYTHONSAFEPATH": "1"},
-        stdin=subprocess.PIPE,
-        stdout=subprocess.PIPE,
-        text=True,
-    ) as server:
-        assert server.stdin is not None
-        assert server.stdout is not None
-
-        def run_command(*arguments: str) -> subprocess.CompletedProcess[str]:
-            output, errors = variables["HOME"] + "-output", variables["HOME"] + "-errors"
-            print(json.dumps([arguments, output, errors]), file=server.stdin, flush=True)
-            code = int(server.stdout.readline())
-            texts = (Path(file).read_text() for file in (output, errors))
-            return subprocess.CompletedProcess(arguments, code, *texts)
-
-        yield run_command
-        server.stdin.close()
+    python, folder = environment / "bin" / "python", Path(variables["HOME"])
+    with forks.running(python, folder, variables) as server:
+        yield partial(server.run, cwd=work, variables=variables)
 
 
 def test_nothing_is_installed_beside_the_four_packages(unpacked: Path) -> None:

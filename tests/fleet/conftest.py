@@ -17,6 +17,7 @@ from typing import Any, Protocol
 import numpy as np
 import pytest
 
+import forks
 from fleet import main
 from imagefleet.pricing import prices
 from imagefleet.storage.protocol import Storage
@@ -28,29 +29,26 @@ from worker.replica import Replica
 from worker.settings import WorkerSettings
 from worker.testing import StandInEngine
 
-COMMAND = Path(sys.executable).with_name("imagefleet")
-
 #: Must never appear in any output.
 SECRET = "sv=2024-11-04&sp=up&sig=aB%2FcD3cReT%3D"
 
 Imagefleet = Callable[..., "subprocess.CompletedProcess[str]"]
 
 
+@pytest.fixture(scope="session")
+def console_forks(tmp_path_factory: pytest.TempPathFactory) -> Iterator[forks.Forks]:
+    variables = {**os.environ, "COLUMNS": "80"}
+    with forks.running(Path(sys.executable), tmp_path_factory.mktemp("forks"), variables) as server:
+        yield server
+
+
 @pytest.fixture
-def imagefleet(tmp_path: Path) -> Imagefleet:
+def imagefleet(tmp_path: Path, console_forks: forks.Forks) -> Imagefleet:
     """Runs `imagefleet ARGUMENTS` in a new process and an empty folder; keywords set variables."""
 
     def run(*arguments: str, **variables: str) -> subprocess.CompletedProcess[str]:
-        return subprocess.run(
-            [COMMAND, *arguments],
-            cwd=tmp_path,
-            env={**os.environ, "COLUMNS": "80", **variables},
-            stdin=subprocess.DEVNULL,
-            capture_output=True,
-            text=True,
-            timeout=60,
-            check=False,
-        )
+        environment = {**os.environ, "COLUMNS": "80", **variables}
+        return console_forks.run(*arguments, cwd=tmp_path, variables=environment)
 
     return run
 
