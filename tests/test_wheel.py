@@ -288,11 +288,14 @@ def prometheus() -> Iterator[str]:
 
 @pytest.fixture(scope="module")
 def run(
-    environment: Path, variables: dict[str, str], work: Path
+    environment: Path,
+    variables: dict[str, str],
+    work: Path,
+    tmp_path_factory: pytest.TempPathFactory,
 ) -> Iterator[Callable[..., subprocess.CompletedProcess[str]]]:
     """Runs a command of the installed wheel."""
-    python, folder = environment / "bin" / "python", Path(variables["HOME"])
-    with forks.running(python, folder, variables) as server:
+    python = environment / "bin" / "python"
+    with forks.running(python, tmp_path_factory.mktemp("forks"), variables) as server:
         yield partial(server.run, cwd=work, variables=variables)
 
 
