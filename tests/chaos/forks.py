@@ -7,7 +7,6 @@ arguments, variables, folder and output, takes signals, and ends as any process 
 from __future__ import annotations
 
 import contextlib
-import importlib
 import json
 import os
 import select
@@ -97,11 +96,16 @@ class Forks:
             return int(self._answers.readline())
 
     def start(
-        self, *arguments: str, cwd: Path, variables: Mapping[str, str], errors: Path | None = None
+        self,
+        *arguments: str,
+        cwd: Path,
+        variables: Mapping[str, str],
+        output: Path | None = None,
+        errors: Path | None = None,
     ) -> Fork:
         """Starts `imagefleet ARGUMENTS`; its errors are among its output by default."""
         self._started += 1
-        output = self._folder / f"output-{self._started}"
+        output = output or self._folder / f"output-{self._started}"
         output.touch()
         where = [str(output), str(errors or output)]
         pid = self.ask("start", arguments, str(cwd), dict(variables), where)
@@ -120,11 +124,11 @@ class Forks:
 
 @contextlib.contextmanager
 def running(
-    python: Path, folder: Path, variables: Mapping[str, str], *modules: str
+    python: Path, folder: Path, variables: Mapping[str, str], prelude: str = ""
 ) -> Iterator[Forks]:
-    """A server on that Python, which imports the *modules* too."""
+    """A server on that Python, which first runs *prelude*, for all commands."""
     with subprocess.Popen(
-        [python, __file__, *modules],
+        [python, __file__, prelude],
         env={**variables, "PYTHONSAFEPATH": "1"},
         stdin=subprocess.PIPE,
         stdout=subprocess.PIPE,
@@ -164,7 +168,6 @@ def _become(arguments: list[str], cwd: str, variables: dict[str, str], output: l
 if __name__ == "__main__":
     from fleet import entry, main  # noqa: F401 - imported here once, for all forks
 
-    for module in sys.argv[1:]:
-        importlib.import_module(module)
+    exec(sys.argv[1])
     if _serve():
         entry.main()
