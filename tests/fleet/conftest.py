@@ -16,6 +16,7 @@ from typing import Any, Protocol
 
 import numpy as np
 import pytest
+from aiolimiter import AsyncLimiter
 
 import forks
 from fleet import main
@@ -157,6 +158,7 @@ def salad(salad_module: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) ->
 
     monkeypatch.setattr(deployment, "POLL_SECONDS", 0.01)
     monkeypatch.setattr(client, "FIRST_WAIT_SECONDS", 0.01)
+    monkeypatch.setattr(client, "call_limiter", lambda: AsyncLimiter(10_000))
     monkeypatch.setenv("SALAD_API_KEY", salad_module.KEY)
     monkeypatch.setenv("SAS", json.dumps({"queue": SECRET}))
     monkeypatch.setenv("no_proxy", "127.0.0.1")
