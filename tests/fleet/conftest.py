@@ -16,6 +16,7 @@ from typing import Any, Protocol
 
 import numpy as np
 import pytest
+import typer
 from aiolimiter import AsyncLimiter
 
 import forks
@@ -65,11 +66,21 @@ def _as_it_was() -> Iterator[None]:
     logging.captureWarnings(capture=False)
 
 
+@pytest.fixture(scope="session")
+def built() -> Any:
+    """All commands, which typer would build anew for each call."""
+    return typer.main.get_command(main.app)
+
+
 @pytest.fixture
 def in_process(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    built: Any,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
 ) -> Imagefleet:
     """As `imagefleet`, but faster: in the test's process."""
+    monkeypatch.setattr(main, "app", built)
 
     def run(*arguments: str) -> subprocess.CompletedProcess[str]:
         monkeypatch.chdir(tmp_path)
