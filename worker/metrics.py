@@ -23,12 +23,13 @@ Outcome = Literal[
     "unverified",
     "retried",
     "failed",
+    "cancelled",
     "lost",
     "handed_back",
 ]
 """How a job ended here; `verified` and `unverified`: a second drawing is stored, or none is."""
 
-STAGES = ("pull", "prepare", "wait_gpu", "generate", "encode", "upload", "acknowledge")
+STAGES = ("pull", "prepare", "wait_gpu", "generate", "encode", "upload", "record", "acknowledge")
 
 #: From a local SQLite call to a slow batch on a small card, doubling.
 STAGE_SECONDS_BUCKETS = tuple(0.001 * 2**power for power in range(17))

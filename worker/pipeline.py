@@ -1,4 +1,4 @@
-"""The pipeline: pull -> prepare -> generate -> encode -> upload -> acknowledge, all at once.
+"""The pipeline: pull -> prepare -> generate -> encode -> upload -> record -> acknowledge.
 
 Drain order, in this order and no other: stop pulling; keep renewing; finish what the engine has
 begun (within the grace time); flush encodes and uploads; hand the rest back with visibility 0;
@@ -36,6 +36,7 @@ from worker.pull import Puller
 from worker.salad.reallocation import Reallocation
 from worker.settings import WorkerSettings
 from worker.settle import InFlightJob, Settler
+from worker.stages import record
 from worker.stages.generate import GenerateStage
 from worker.stages.prepare import PREPARERS, PrepareStage
 from worker.stages.upload import ENCODERS, UPLOADS, EncodeStage, UploadStage
@@ -129,6 +130,7 @@ class Pipeline:
             worker_name=settings.name,
             retry_policy=retry_policy,
             on_settled=self._settled,
+            flush_seconds=record.flush_seconds(storage.url, settings.lease_seconds),
         )
         self._watchdog = NodeWatchdog(self.engine_thread, limits, self.metrics)
         self._reallocation = reallocation or Reallocation(None, self.metrics)
@@ -221,6 +223,7 @@ class Pipeline:
             self._watchdog,
             self._retry_policy,
             self._settings.name,
+            engine.model_name,
             Suspects(self._settings.name, self._storage.blobs, self.metrics, self._retry_policy),
         )
         encode = EncodeStage(engine.model_name, upload, self.settler, self.metrics, self._watchdog)
@@ -293,7 +296,8 @@ class Pipeline:
         side_tasks.start("generate", generate.run)
         side_tasks.start("encode", encode.run, ENCODERS)
         side_tasks.start("upload", upload.run, UPLOADS)
-        side_tasks.start("acknowledge", upload.acknowledge, UPLOADS)
+        side_tasks.start("record", self.settler.pending.run)
+        side_tasks.start("acknowledge", self.settler.pending.finish, UPLOADS)
         return side_tasks
 
     async def _check_images(self, checks: NodeSelfCheck) -> None:

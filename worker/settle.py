@@ -8,14 +8,21 @@ import time
 from collections import Counter
 from collections.abc import Awaitable, Callable
 from dataclasses import dataclass, field
+from datetime import UTC, datetime
+from typing import Any
 
 from imagefleet import errors, retry
 from imagefleet.job.message import Job
+from imagefleet.records.record import MAX_NAME_CHARACTERS, Record, of_job
+from imagefleet.records.record import Outcome as RecordOutcome
+from imagefleet.records.writer import RecordLog
 from imagefleet.storage import dead_letter, protocol
+from imagefleet.storage.dead_letter import FailedJob
 from imagefleet.storage.deliveries import SUSPECT_AFTER, Deliveries
 from worker.cost import CostMeter
 from worker.leases import Lease, LeaseKeeper
 from worker.metrics import Outcome, WorkerMetrics
+from worker.stages.record import PendingRecords
 
 log = logging.getLogger(__name__)
 
@@ -41,6 +48,10 @@ class InFlightJob:
     ahead: bool = True  # of the engine: pulled, and not generated yet
     submitted: bool = False  # every image has been submitted to the engine
     settled: bool = False
+    records: list[Record] = field(default_factory=list)
+    """Of its images that this worker has stored."""
+    again: list[Record] = field(default_factory=list)
+    """Of its images whose names were taken."""
 
     @property
     def deliveries(self) -> Deliveries:
@@ -96,12 +107,21 @@ class Settler:
     worker_name: str
     retry_policy: retry.RetryPolicy
     on_settled: Callable[[InFlightJob, Outcome], None]
+    flush_seconds: float
+    """At the latest, the records of jobs that have ended are stored."""
+    pending: PendingRecords = field(init=False)
     outcomes: Counter[str] = field(default_factory=Counter, init=False)
     in_flight: set[InFlightJob] = field(default_factory=set, init=False)
     nothing_in_flight: asyncio.Event = field(default_factory=asyncio.Event, init=False)
 
     def __post_init__(self) -> None:
         self.nothing_in_flight.set()
+        self.pending = PendingRecords(
+            RecordLog(self.storage.blobs, self.worker_name, self.retry_policy),
+            self.metrics,
+            self.flush_seconds,
+            lambda: len(self.in_flight),
+        )
 
     def add(self, entry: InFlightJob) -> None:
         """From here on the job is in flight, until it is settled."""
@@ -133,13 +153,49 @@ class Settler:
         elif image_is_generated:
             self.cost.lost("failed")
 
+    def record(self, entry: InFlightJob, outcome: RecordOutcome, **facts: Any) -> Record:
+        """The record of an image, or of a job that ended without; *facts* besides its own."""
+        message = entry.lease.message
+        known: dict[str, Any] = {"id": message.id} if entry.job is None else of_job(entry.job)
+        known |= {
+            "outcome": outcome,
+            "at": datetime.now(UTC),
+            "source": message.id,
+            "attempts": message.delivery_count,
+            "worker": self.worker_name[:MAX_NAME_CHARACTERS],
+        }
+        return Record.model_validate(known | self.cost.record | facts)
+
     async def completed(self, entry: InFlightJob) -> None:
-        """Every image is stored: acknowledges the message."""
-        if entry.settle():
+        """Every image is stored: acknowledges the message once the records are."""
+
+        async def finish(error: errors.TransientError | None) -> None:
+            if not entry.settle():
+                return
             outcome: Outcome = "completed" if entry.images_written else "duplicate"
             if entry.is_second_drawing:
                 outcome = "verified"
-            await self._end(entry, outcome, lambda: self.keeper.acknowledge(entry.lease))
+            await self._acknowledge(entry, outcome, error)
+
+        await self.pending.put(finish, entry.records, entry.again)
+
+    async def cancelled(self, entry: InFlightJob) -> None:
+        """Its campaign was cancelled before it was begun: acknowledges the message."""
+        if not entry.settle():
+            return
+
+        async def finish(error: errors.TransientError | None) -> None:
+            await self._acknowledge(entry, "cancelled", error)
+
+        await self.pending.put(finish, [self.record(entry, "cancelled")])
+
+    async def _acknowledge(
+        self, entry: InFlightJob, outcome: Outcome, error: errors.TransientError | None
+    ) -> Outcome:
+        """Ends a job whose records are stored, or not, after an *error*."""
+        if error is not None:
+            return self._abandoned(entry, error)
+        return await self._end(entry, outcome, lambda: self.keeper.acknowledge(entry.lease))
 
     async def failed(self, entry: InFlightJob, error: Exception) -> None:
         """One of its images, or the job itself, failed.
@@ -205,15 +261,28 @@ class Settler:
             extra={"action": "job_failed", "job_id": entry.id, "error": type(error).__name__},
         )
 
-        async def add() -> None:
+        async def add() -> FailedJob:
             async with entry.lease.lock:
                 entry.lease.check()
                 message = entry.lease.message
-                await dead_letter.add(self.storage, message, entry.job, error, self.worker_name)
-                self.keeper.drop(entry.lease)
+                return await dead_letter.add(
+                    self.storage, message, entry.job, error, self.worker_name
+                )
 
-        if await self._end(entry, "failed", add) == "failed":
-            self.metrics.failed_jobs.labels(type(error).__name__).inc()
+        async def finish(fault: errors.TransientError | None) -> None:
+            if await self._acknowledge(entry, "failed", fault) == "failed":
+                self.metrics.failed_jobs.labels(type(error).__name__).inc()
+
+        try:
+            failed = await self.retry_policy.call(add)
+        except errors.LeaseLost:
+            self._ended(entry, "lost")
+        except errors.TransientError as fault:
+            self._abandoned(entry, fault)
+        else:
+            facts = {"error": failed.error, "reason": failed.reason, "attempts": failed.attempts}
+            record = self.record(entry, "failed", **facts)
+            await self.pending.put(finish, [*entry.records, record], entry.again)
 
     async def _retry(self, entry: InFlightJob, error: errors.FleetError, attempts: int) -> None:
         delay_seconds = retry.backoff(attempts - 1, FIRST_RETRY_SECONDS, LONGEST_RETRY_SECONDS)
@@ -243,16 +312,20 @@ class Settler:
         except errors.LeaseLost:
             outcome = "lost"
         except errors.TransientError as error:
-            # The lease expires and the job is delivered again; what is stored stays stored.
-            log.warning(
-                "the storage does not answer; job %s will be delivered again: %s",
-                entry.id,
-                error,
-                extra={"action": "job_abandoned", "job_id": entry.id},
-            )
-            outcome = "lost"
+            return self._abandoned(entry, error)
         self._ended(entry, outcome)
         return outcome
+
+    def _abandoned(self, entry: InFlightJob, error: errors.TransientError) -> Outcome:
+        """The lease expires and the job is delivered again; what is stored stays stored."""
+        log.warning(
+            "the storage does not answer; job %s will be delivered again: %s",
+            entry.id,
+            error,
+            extra={"action": "job_abandoned", "job_id": entry.id},
+        )
+        self._ended(entry, "lost")
+        return "lost"
 
     def _ended(self, entry: InFlightJob, outcome: Outcome) -> None:
         self.keeper.drop(entry.lease)

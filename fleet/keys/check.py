@@ -43,6 +43,7 @@ QUEUE_PROBES: Mapping[str, Callable[[QueueClient], Awaitable[Any]]] = {
 }
 BLOB_PROBES: Mapping[str, Callable[[ContainerClient], Awaitable[Any]]] = {
     "r": lambda blobs: blobs.get_blob_client(_NO_BLOB).get_blob_properties(),
+    "a": lambda blobs: blobs.get_blob_client(_NO_BLOB).append_block(b"-"),
     # Only over a blob with this ETag, which none has.
     "c": lambda blobs: blobs.upload_blob(
         _NO_BLOB, b"", overwrite=True, etag='"0x0"', match_condition=MatchConditions.IfNotModified

@@ -137,6 +137,9 @@ DUPLICATES = "-duplicates/"
 #: Images that `imagefleet redo` has replaced: below the image's name.
 REPLACED = "-replaced/"
 
+#: Shards of records (`imagefleet.records`), below their campaign.
+RECORDS = "-records/"
+
 #: Records of the images that a node has stored since its last good check, once one has failed.
 SUSPECT = "-suspect/"
 

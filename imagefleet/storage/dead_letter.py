@@ -1,4 +1,4 @@
-"""Moves failed jobs to the poison queue, as records of the job and its error."""
+"""Adds failed jobs to the poison queue, as records of the job and its error."""
 
 from __future__ import annotations
 
@@ -114,13 +114,10 @@ async def add(
     job: Job | None,
     error: errors.FleetError,
     worker: str,
-) -> None:
-    """Moves a job to the poison queue: adds its record there, then deletes it from the job queue.
+) -> FailedJob:
+    """Adds a job's record to the poison queue; its message is the caller's to delete afterwards.
 
     A crash between the two leaves the job in both queues: it fails once more and is not lost.
-
-    Raises:
-        LeaseLost: the record was added, but another worker has the message by now.
     """
     body = _replayable(message, job)
     record = FailedJob(
@@ -135,7 +132,7 @@ async def add(
         body=body,
     )
     await storage.poison.send([await _encode_to_fit(record, body, storage.blobs)])
-    await storage.queue.delete(message)
+    return record
 
 
 def _replayable(message: protocol.LeasedMessage, job: Job | None) -> str:

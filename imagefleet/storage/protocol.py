@@ -134,6 +134,8 @@ class BlobRecord:
     size_bytes: int
     created_at: datetime
     metadata: Mapping[str, str]
+    modified_at: datetime | None = None
+    """None: as it was created."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -187,6 +189,14 @@ class BlobStore(Protocol):
         two processes that overwrite the same one in the same moment.
         """
 
+    async def append(self, name: str, data: bytes, position: int) -> bool:
+        """Adds to the end of a blob of *position* bytes, durably; at 0 creates it.
+
+        Returns False if the blob has another length, or was not made by appending. After an error
+        with `outcome_is_unknown`, False to the same call means that the data is there. At most
+        4 MiB at once, and 50,000 times to one blob (Azure's limits).
+        """
+
     async def read(self, name: str, max_bytes: int | None = None) -> bytes | None:
         """A blob's bytes; None if it does not exist.
 
@@ -213,6 +223,9 @@ class BlobStore(Protocol):
 
     def records(self, prefix: str = "") -> AsyncIterator[BlobRecord]:
         """Like names, with each blob's metadata; a listing, which does not read the blobs."""
+
+    def folders(self, prefix: str) -> AsyncIterator[str]:
+        """The names of the folders right below *prefix*, which ends in a slash; lists no blobs."""
 
 
 @dataclass(slots=True)

@@ -119,7 +119,7 @@ class KilledScaler:
             return
         counted = ledger.read(self._ledger, "storm", time.time())
         cost = self._replica_seconds / 3600 * (counted.price or 0)
-        if not cost or counted.dollars < cost * (1 - _TOLERANCE):
+        if counted.dollars < cost * (1 - _TOLERANCE):
             self.errors.append(f"the ledger has ${counted.dollars:.6f} of ${cost:.6f}")
         if self.cloud.most_at_once > REPLICAS:
             self.errors.append(f"{self.cloud.most_at_once} replicas ran, of {REPLICAS} allowed")

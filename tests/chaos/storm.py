@@ -25,7 +25,7 @@ import sys
 import tempfile
 import time
 from collections import Counter
-from collections.abc import AsyncIterator, Callable, Iterator, Mapping
+from collections.abc import AsyncIterator, Callable, Collection, Iterator, Mapping
 from dataclasses import asdict, dataclass, field
 from functools import partial
 from pathlib import Path
@@ -33,6 +33,7 @@ from pathlib import Path
 import numpy as np
 from PIL import Image
 
+from imagefleet.records import reader
 from imagefleet.storage import dead_letter
 from imagefleet.storage.open import open_storage
 from imagefleet.storage.protocol import Storage
@@ -101,6 +102,9 @@ class Tally:
     wrong_images: int = 0
     good_jobs_failed: int = 0
     bad_jobs_missing: int = 0
+    images_without_record: int = 0
+    records_without_image: int = 0  # and second records of one image
+    failed_jobs_without_record: int = 0
     workers_ended_by_themselves: int = 0
     scaler_errors: list[str] = field(default_factory=list)
 
@@ -112,6 +116,9 @@ class Tally:
             or self.wrong_images
             or self.good_jobs_failed
             or self.bad_jobs_missing
+            or self.images_without_record
+            or self.records_without_image
+            or self.failed_jobs_without_record
             or self.workers_ended_by_themselves
             or self.scaler_errors
         )
@@ -333,10 +340,22 @@ async def count_up(storm: Storm, storage: Storage) -> None:
     tally.visible_duplicates = stored.total() - len(stored) + len(stored.keys() - good)
     tally.good_jobs_failed = len(failed.keys() - bad)
     tally.bad_jobs_missing = len(bad - failed.keys())
+    await compare_records(tally, storage, stored, failed)
     events = Counter(line.split()[0] for line in storm.events.read_text().splitlines())
     tally.images_generated = events["drawn"]
     tally.images_wasted = events["drawn"] - len(stored)
     tally.duplicates_suppressed = events["duplicate"]
+
+
+async def compare_records(
+    tally: Tally, storage: Storage, stored: Counter[str], failed: Collection[str]
+) -> None:
+    """Each image has one record and each record an image; the jobs that failed have theirs."""
+    recorded = Counter([str(each.blob) async for each in reader.images(storage, "default")])
+    tally.images_without_record = len(stored.keys() - recorded.keys())
+    tally.records_without_image = recorded.total() - len(stored.keys() & recorded.keys())
+    ended = {each.id async for each in reader.ended(storage)}
+    tally.failed_jobs_without_record = len(set(failed) - ended)
 
 
 def is_image_of(seed: int, data: bytes) -> bool:

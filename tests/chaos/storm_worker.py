@@ -30,7 +30,7 @@ BAD_STEPS = 13
 
 SIDE = 64
 
-_CALLS = {"receive", "renew", "release", "delete", "send", "create", "read", "metadata"}
+_CALLS = {"receive", "renew", "release", "delete", "send", "create", "append", "read", "metadata"}
 
 
 class Faulty:
@@ -54,7 +54,9 @@ class Faulty:
             result = await call(*arguments, **named)
             if chance < self._share:
                 self._events.write("fault")
-                raise errors.TransientError("a fault after the effect")
+                error = errors.TransientError("a fault after the effect")
+                error.outcome_is_unknown = True  # as every storage says
+                raise error
             return result
 
         return faulty

@@ -93,7 +93,7 @@ async def fill(storage: Storage) -> None:
 
 
 async def check_that_each_job_was_done_once(storage: Storage, output: str) -> None:
-    assert {name async for name in storage.blobs.names()} == {
+    assert {name async for name in storage.blobs.names("default/")} == {
         f"default/j{number}.png" for number in range(JOBS)
     }
     assert (await storage.queue.depth()).messages == 0

@@ -1,4 +1,4 @@
-"""The encode and upload stages: pixels become files, files become blobs, and a job is done."""
+"""The encode and upload stages: pixels become files, files become blobs."""
 
 from __future__ import annotations
 
@@ -12,13 +12,14 @@ from typing import NoReturn
 
 from imagefleet import errors, retry
 from imagefleet.job.message import DUPLICATES, text_for_image
+from imagefleet.records.record import MAX_NAME_CHARACTERS, Record
 from imagefleet.storage import protocol
 from worker.cost import CostMeter
 from worker.engine import contract
 from worker.metrics import WorkerMetrics
 from worker.node.suspects import Suspects, file_name
 from worker.node.watchdog import NodeWatchdog
-from worker.settle import InFlightImage, InFlightJob, Settler
+from worker.settle import InFlightImage, Settler
 from worker.stages import encode
 
 #: Threads that encode: a PNG takes 2 ms, so two keep up with any GPU.
@@ -90,7 +91,7 @@ class EncodeStage:
 
 @dataclass(slots=True, eq=False)
 class UploadStage:
-    """Stores files as blobs, and acknowledges a job once all its images are stored."""
+    """Stores files as blobs; a job is completed once all its images are stored."""
 
     blobs: protocol.BlobStore
     settler: Settler
@@ -99,13 +100,11 @@ class UploadStage:
     watchdog: NodeWatchdog
     retry_policy: retry.RetryPolicy
     worker_name: str
+    model_name: str
     suspects: Suspects
     images_written: int = 0
     queue: asyncio.Queue[_EncodedImage] = field(
         default_factory=lambda: asyncio.Queue(WAITING_PER_UPLOAD * UPLOADS), init=False
-    )
-    _stored: asyncio.Queue[InFlightJob] = field(
-        default_factory=lambda: asyncio.Queue(UPLOADS), init=False
     )
 
     async def run(self) -> NoReturn:
@@ -114,12 +113,6 @@ class UploadStage:
             await self.settler.attempt(
                 encoded.image.owner, partial(self._upload, encoded), image_is_generated=True
             )
-
-    async def acknowledge(self) -> NoReturn:
-        while True:
-            entry = await self._stored.get()
-            with self.metrics.stage_seconds.labels("acknowledge").time():
-                await self.settler.completed(entry)
 
     async def _upload(self, encoded: _EncodedImage) -> None:
         image, file = encoded.image, encoded.file
@@ -147,16 +140,18 @@ class UploadStage:
         if image.job.verify:
             self.cost.lost("second_drawing")
         elif written:
+            entry.records.append(self._record(encoded, name))
             entry.images_written += 1
             self.images_written += 1
             self.metrics.images.inc()
         else:
             self.suspects.not_stored(name)
             self.cost.lost("duplicate")
+            entry.again.append(self._record(encoded, name))
             await self._keep_aside(name, encoded, metadata)
         entry.images_to_store -= 1
         if not entry.images_to_store:
-            await self._stored.put(entry)
+            await self.settler.completed(entry)
 
     async def _keep_aside(
         self, name: str, encoded: _EncodedImage, metadata: dict[str, str]
@@ -171,6 +166,22 @@ class UploadStage:
             return await self.blobs.create(aside, file.data, file.content_type, metadata)
 
         await self.retry_policy.call(create)
+
+    def _record(self, encoded: _EncodedImage, name: str) -> Record:
+        image = encoded.image
+        width, height = image.size
+        return self.settler.record(
+            image.owner,
+            "completed",
+            blob=name,
+            size_bytes=len(encoded.file.data),
+            index=image.index,
+            seed=image.job.image_seed(image.index),
+            model=self.model_name[:MAX_NAME_CHARACTERS],
+            width=width,
+            height=height,
+            seconds=round(time.monotonic() - image.owner.pulled_at, 3),
+        )
 
     def _metadata(self, image: InFlightImage) -> dict[str, str]:
         """The blob's metadata; Azure requires ASCII values."""

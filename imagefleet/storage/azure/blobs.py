@@ -11,7 +11,7 @@ from azure.core import MatchConditions
 from azure.core.async_paging import AsyncItemPaged
 from azure.core.exceptions import HttpResponseError
 from azure.storage.blob import ContentSettings
-from azure.storage.blob.aio import ContainerClient
+from azure.storage.blob.aio import BlobClient, ContainerClient
 
 from imagefleet import errors, retry
 from imagefleet.storage import protocol
@@ -28,6 +28,9 @@ _RECORDS_PAGE = 5_000
 
 #: Never exists: `check_blob_name` refuses this name.
 _NO_BLOB = ".imagefleet-check"
+
+#: The blob has another length, is gone, or is no append blob.
+_NOT_APPENDED = frozenset({"AppendPositionConditionNotMet", "BlobNotFound", "InvalidBlobType"})
 
 _Result = TypeVar("_Result")
 
@@ -134,6 +137,20 @@ class AzureBlobs:
 
         return await self._call("w", request)
 
+    async def append(self, name: str, data: bytes, position: int) -> bool:
+        protocol.check_blob_name(name)
+        client = self._client.get_blob_client(name)
+        if position == 0:
+            await self._create(lambda: self._create_appendable(client))
+
+        async def request() -> bool:
+            with azure_errors.tolerated(_NOT_APPENDED):
+                await client.append_block(data, appendpos_condition=position)
+                return True
+            return False
+
+        return await self._retried_in_doubt("a", request)
+
     async def read(self, name: str, max_bytes: int | None = None) -> bytes | None:
         protocol.check_blob_name(name)
 
@@ -201,9 +218,16 @@ class AzureBlobs:
             name_starts_with=prefix or None, include=["metadata"], results_per_page=_RECORDS_PAGE
         )
         async for blob in self._listed(blobs):
+            metadata = dict(blob.metadata or {})
             yield protocol.BlobRecord(
-                blob.name, blob.size, blob.creation_time, dict(blob.metadata or {})
+                blob.name, blob.size, blob.creation_time, metadata, blob.last_modified
             )
+
+    async def folders(self, prefix: str) -> AsyncIterator[str]:
+        blobs = self._client.walk_blobs(name_starts_with=prefix, results_per_page=_NAMES_PAGE)
+        async for each in self._listed(blobs):
+            if each.name.endswith("/"):
+                yield each.name.removeprefix(prefix).removesuffix("/")
 
     async def _listed(self, blobs: AsyncItemPaged[_Result]) -> AsyncIterator[_Result]:
         pages = aiter(blobs.by_page())
@@ -232,17 +256,34 @@ class AzureBlobs:
             return True
         return False
 
-    async def _create(self, request: Callable[[], Awaitable[bool]]) -> bool:
-        """Calls *request*, which returns False if the name is taken.
+    async def _create_appendable(self, client: BlobClient) -> bool:
+        """False if the name is taken, perhaps by an earlier call whose append failed."""
+        try:
+            with azure_errors.tolerated(azure_errors.TAKEN):
+                await client.create_append_blob(match_condition=MatchConditions.IfMissing)
+                return True
+        except HttpResponseError as error:
+            if not azure_errors.is_azurites_overwrite(error) or not await self._may_create():
+                raise
+        return False
 
-        Taken after an attempt whose reply was lost: that attempt created the blob.
+    async def _create(self, request: Callable[[], Awaitable[bool]]) -> bool:
+        """Calls *request*, which returns False if the name is taken."""
+        return await self._retried_in_doubt("c", request)
+
+    async def _retried_in_doubt(
+        self, permission: str, request: Callable[[], Awaitable[bool]]
+    ) -> bool:
+        """Calls *request*, which returns False if what it does is done already.
+
+        Done after an attempt whose reply was lost: that attempt did it.
         """
         is_in_doubt = False
 
         async def attempt() -> bool:
             nonlocal is_in_doubt
             try:
-                return await self._attempt("c", request) or is_in_doubt
+                return await self._attempt(permission, request) or is_in_doubt
             except errors.TransientError as error:
                 is_in_doubt = is_in_doubt or error.outcome_is_unknown
                 error.outcome_is_unknown = is_in_doubt

@@ -22,6 +22,7 @@ QUEUE_PERMISSIONS: Mapping[str, str] = {
 BLOB_PERMISSIONS: Mapping[str, str] = {
     "r": "read blobs",
     "c": "create blobs, never overwrite one",
+    "a": "append to records",
     "w": "overwrite blobs",
     "d": "delete blobs",
     "l": "list blobs",
@@ -73,7 +74,7 @@ ROLES: Mapping[str, Role] = {
             # gauges and --until-empty need it.
             queue="rup",
             poison="a",
-            blob="c",
+            blob="ac",
             files="r",
         ),
         Role("load", "`imagefleet load` on existing queues", queue="a"),
@@ -89,7 +90,7 @@ ROLES: Mapping[str, Role] = {
             "`imagefleet failed`, `redo` and `verify --quarantine`",
             queue="ra",
             poison="rup",
-            blob="rcdl",
+            blob="racdl",
             files="rcwdl",
         ),
         Role(

@@ -95,6 +95,11 @@ class LocalBlobs:
         self._operations.blob_writes += 1
         return await self._in_thread(self._replace, name, data, version)
 
+    async def append(self, name: str, data: bytes, position: int) -> bool:
+        protocol.check_blob_name(name)
+        self._operations.blob_writes += 1
+        return await self._in_thread(self._append, name, data, position)
+
     async def read(self, name: str, max_bytes: int | None = None) -> bytes | None:
         protocol.check_blob_name(name)
         self._operations.blob_reads += 1
@@ -135,6 +140,11 @@ class LocalBlobs:
             while page := await self._in_thread(lambda: list(islice(names, _NAMES_PAGE))):
                 for record in await self._in_thread(lambda: [self._record(name) for name in page]):
                     yield record
+
+    async def folders(self, prefix: str) -> AsyncIterator[str]:
+        self._operations.blob_writes += 1
+        for name in await self._in_thread(self._folders, prefix):
+            yield name
 
     def _create_folder(self) -> None:
         for name in (METADATA_FOLDER, TEMPORARY_FOLDER):
@@ -188,6 +198,39 @@ class LocalBlobs:
             temporary.unlink(missing_ok=True)
         _sync(path.parent)
         return True
+
+    def _append(self, name: str, data: bytes, position: int) -> bool:
+        path = self.folder / name
+        if position == 0:
+            if not self.folder.is_dir():
+                raise self._no_folder()
+            _make_durable_folder(path.parent, self.folder)
+        elif not path.is_file():
+            return False
+        with path.open("ab") as file:
+            if file.tell() != position:
+                return False
+            try:
+                file.write(data)
+                file.flush()
+                os.fsync(file.fileno())
+            except OSError:
+                file.truncate(position)
+                raise
+        if position == 0:
+            _sync(path.parent)
+        return True
+
+    def _folders(self, prefix: str) -> list[str]:
+        try:
+            with os.scandir(self.folder / prefix) as entries:
+                return sorted(
+                    entry.name
+                    for entry in entries
+                    if entry.is_dir(follow_symlinks=False) and not entry.name.startswith(".")
+                )
+        except _NOT_THERE:
+            return []
 
     def _read(self, name: str, max_bytes: int | None) -> bytes | None:
         try:

@@ -202,7 +202,7 @@ async def test_the_check_finds_exactly_the_permissions_of_a_queues_token(
     assert (await owner.queue.depth()).messages == 0, "the check has sent something"
 
 
-@pytest.mark.parametrize("letters", ["r", "c", "l", "d", "rc", "rwdcl"])
+@pytest.mark.parametrize("letters", ["r", "a", "c", "l", "d", "rc", "racwdl"])
 async def test_the_check_finds_exactly_the_permissions_of_a_containers_token(
     azurite_settings: StorageSettings, owner: protocol.Storage, letters: str
 ) -> None:
@@ -278,7 +278,7 @@ def test_the_output_is_shell_commands_without_the_account_key(imagefleet: Imagef
     assert {name: parse_qs(value)["sp"] for name, value in tokens.items()} == {
         "queue": ["rup"],
         "poison": ["a"],
-        "blob": ["c"],
+        "blob": ["ac"],
         "files": ["r"],
     }
     assert not variables
@@ -353,7 +353,7 @@ def test_the_check_accepts_a_workers_tokens(
     assert result.returncode == 0, result.stderr
     assert result.stderr == ""
     resources = json.loads(result.stdout)["resources"]
-    assert [each["allowed"] for each in resources] == ["rup", "a", "c", "r"]
+    assert [each["allowed"] for each in resources] == ["rup", "a", "ac", "r"]
     until = datetime.fromisoformat(resources[0]["until"]) - datetime.now(UTC)
     assert timedelta(minutes=59) < until <= ONE_HOUR
 

@@ -53,7 +53,7 @@ def test_a_policys_tokens_expire_by_themselves_and_are_revoked_at_once(
             ends = datetime.fromisoformat(fields["se"][0]) - datetime.now(UTC)
             assert timedelta(minutes=119) < ends <= timedelta(hours=2)
     policies = asyncio.run(_policies(azurite_settings))
-    assert sorted(each.permission for each in policies) == sorted(["rup", "a", "c", "r"])
+    assert sorted(each.permission for each in policies) == sorted(["rup", "a", "ac", "r"])
     assert not any(each.expiry for each in policies)
     bearers = [bearing(azurite_settings, each) for each in records]
     for bearer in bearers:

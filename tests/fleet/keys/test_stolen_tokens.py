@@ -31,6 +31,7 @@ JOB = '{"prompt": "a fox", "id": "victim"}'
 OPTIONS = {"api_version": API_VERSION, "retry_total": 0}
 
 FILES = {"loras/fox.safetensors": b"weights", "models/sd.safetensors": b"weights"}
+RECORDS = "-records/spring/w.images.jsonl.gz"
 IMAGES = {"spring/fox.png": b"pixels", "autumn/owl.png": b"pixels"}
 
 
@@ -54,6 +55,7 @@ async def owner(azurite_settings: StorageSettings) -> AsyncIterator[Storage]:
             await storage.files.create(name, data, "text/plain", {})
         for name, data in IMAGES.items():
             await storage.blobs.create(name, data, "image/png", {"job": "x"})
+        await storage.blobs.append(RECORDS, b"whole;", 0)
         yield storage
 
 
@@ -121,8 +123,9 @@ def _container_deeds(of: Callable[[Thief], ContainerClient], name: str) -> dict[
     }
 
 
-#: What a worker does as well. With `c` a token may take a snapshot, which changes no image. Azure,
-#: unlike Azurite, also lets it stage blocks, which it can commit under a new name alone.
+#: What a worker does as well. With `c` a token may take a snapshot, which changes no image;
+#: with `a` append to records, which no image is. Azure, unlike Azurite, also lets it stage blocks,
+#: which it can commit under a new name alone.
 ALLOWED = {
     ("jobs", "peek"),
     ("jobs", "count"),
@@ -131,6 +134,7 @@ ALLOWED = {
     ("jobs", "rewrite message"),
     ("poison", "add"),
     ("images", "snapshot"),
+    ("images", "append"),
     ("files", "read"),
     ("files", "read metadata"),
 }
@@ -197,13 +201,14 @@ async def test_a_thief_is_refused_all_that_a_worker_does_not_do(
         assert await refused(thief, others) == set(others)
         assert await state(owner) == before
         assert not await refused(thief, {deed: DEEDS[deed] for deed in ALLOWED})
+    assert (await state(owner))["images"] == before["images"]
 
 
 async def test_it_is_for_their_letters_that_the_tokens_are_refused(
     azurite_settings: StorageSettings, owner: Storage
 ) -> None:
     """Azurite judges tokens as Azure does: with every letter the same deeds are allowed."""
-    everything = Role("all", "x", queue="raup", poison="raup", blob="rcwdl", files="rcwdl")
+    everything = Role("all", "x", queue="raup", poison="raup", blob="racwdl", files="racwdl")
     async with stealing(azurite_settings, everything) as thief:
         never = {deed for deed in DEEDS if deed[1] in NEVER}
         assert await refused(thief, DEEDS) == never
@@ -262,15 +267,19 @@ async def test_what_a_thief_can_still_do_is_what_the_document_lists(
         await thief.images.upload_blob("default/victim.png", b"x")
         false = {"worker": "an honest one"}
         await thief.images.upload_blob("-checks/default/a.png", b"x", metadata=false)
+        records = thief.images.get_blob_client(RECORDS)
+        await records.append_block(b"forged")
         lora = await thief.files.download_blob("loras/fox.safetensors")
         assert await lora.readall() == FILES["loras/fox.safetensors"]
     after = await state(owner)
     assert after["jobs"] == []
     assert after["poison"] == ["a failed job", "a forged record"]
     assert after["images"].keys() - IMAGES.keys() == {
+        RECORDS,
         "default/victim.png",
         "-checks/default/a.png",
     }
+    assert after["images"][RECORDS] == (b"whole;forged", {})
     _, _, table = DOCUMENT.read_text().partition("### What a stolen worker token can still do\n")
     rows = re.findall(r"^\| ([a-z].*?) \| ", table.partition("\n## ")[0], re.MULTILINE)
     assert rows[1:] == [  # without the heading
@@ -279,6 +288,7 @@ async def test_what_a_thief_can_still_do_is_what_the_document_lists(
         "rewrite the text of a job that it has leased",
         "add records to the poison queue",
         "store an image under a name that is not taken",
+        "write false records, or append to other workers'",
         "store false second drawings, duplicates and suspect records, under any worker's name",
         "read the LoRAs and models whose names it knows, and the jobs' prompts",
     ]

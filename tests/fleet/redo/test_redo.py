@@ -307,7 +307,7 @@ async def test_a_worker_forges_no_journal_since_it_stores_no_files(
 ) -> None:
     await storage.queue.send(messages(1))
     await run_worker("good")
-    (record,) = [each async for each in storage.blobs.records()]
+    (record,) = [each async for each in storage.blobs.records("default/")]
     entry = replace.Entry(name=record.name, metadata=dict(record.metadata), message=None)
     journal = replace.Journal(entries=[entry]).model_dump_json().encode()
     await storage.blobs.create("redo/forged.json", journal, "application/json", {})

@@ -30,7 +30,11 @@ def one_hand_back(monkeypatch: pytest.MonkeyPatch) -> None:
 
 async def workers_of(storage: Storage) -> dict[str, str]:
     """The worker of each blob."""
-    return {each.name: each.metadata["worker"] async for each in storage.blobs.records()}
+    return {
+        each.name: each.metadata["worker"]
+        async for each in storage.blobs.records()
+        if not each.name.startswith("-records/")
+    }
 
 
 async def test_the_second_drawing_is_another_workers_and_no_image_of_the_jobs(
@@ -139,7 +143,7 @@ async def test_what_took_an_images_name_has_the_workers_drawing_kept_beside_it(
 
 
 async def workers_of_any(storage: Storage) -> list[str]:
-    return [name async for name in storage.blobs.names()]
+    return [name async for name in storage.blobs.names() if not name.startswith("-records/")]
 
 
 async def test_a_worker_keeps_one_duplicate_of_an_image_and_none_of_a_second_drawing(

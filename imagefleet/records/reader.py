@@ -1,0 +1,359 @@
+"""Reads campaigns' records: every shard once, in order, with flat memory."""
+
+from __future__ import annotations
+
+import asyncio
+import hashlib
+import json
+from array import array
+from collections.abc import AsyncIterator, Callable, Collection, Iterable
+from dataclasses import dataclass
+from datetime import UTC, datetime
+
+import numpy as np
+from pydantic import BaseModel, ConfigDict, Field, ValidationError
+
+from imagefleet import concurrency, errors
+from imagefleet.job.message import RECORDS
+from imagefleet.records import shard
+from imagefleet.records.record import Record
+from imagefleet.records.shard import NOTHING, Kind, ShardName, Totals
+from imagefleet.storage.protocol import BlobRecord, BlobStore, Storage
+
+#: Read at once; some 30,000 records.
+_PART_BYTES = 4 * 2**20
+
+#: Ends of shards read at the same time.
+_CONCURRENT_READS = 16
+
+#: A follower's records at once, about.
+_POLLED = 20_000
+
+OnDamaged = Callable[[str, str], None]
+"""Called with the name of a shard, and what is wrong with it or with one of its records."""
+
+
+@dataclass(frozen=True, slots=True)
+class Counts:
+    """A campaign in numbers. *sent* is None where no filler has noted it."""
+
+    sent: int | None
+    images: int
+    completed: int
+    """Jobs of which the first image is stored."""
+    failed: int
+    cancelled: int
+    first_at: datetime | None
+    """When the first process began to write records."""
+    last_at: datetime | None
+    """When the latest record was written."""
+
+    @property
+    def pending(self) -> int | None:
+        """Jobs that are queued or in flight."""
+        if self.sent is None:
+            return None
+        return max(0, self.sent - self.completed - self.failed - self.cancelled)
+
+
+class _Sent(BaseModel):
+    model_config = ConfigDict(hide_input_in_errors=True)
+
+    load: str = Field(max_length=200)
+    jobs: int = Field(ge=0, lt=2**53)
+
+
+@dataclass(frozen=True, slots=True)
+class _Shard:
+    blob: BlobRecord
+    campaign: str
+    kind: Kind
+
+
+def _ignore(_shard: str, _reason: str) -> None:
+    """For callers who only want what is whole."""
+
+
+async def campaigns(storage: Storage) -> AsyncIterator[str]:
+    """The campaigns that have records, by name; one listing of folders."""
+    async for name in storage.blobs.folders(RECORDS):
+        if ShardName.read(f"{shard.folder(name)}-.jobs.jsonl.gz"):
+            yield name
+
+
+async def images(
+    storage: Storage, campaign: str, on_damaged: OnDamaged = _ignore
+) -> AsyncIterator[Record]:
+    """Each stored image of a campaign once, in an order that stays the same.
+
+    Reads every shard of images once: a listing, and a read for each 4 MiB.
+    """
+    shards = await _shards(storage.blobs, campaign)
+    again = _of_kind(shards, "again")
+    missing = _Missing()
+    async for records in _records(storage.blobs, again, on_damaged):
+        missing.add(record.blob for record in records if record.blob)
+    async for records in _records(storage.blobs, _of_kind(shards, "images"), on_damaged):
+        missing.found(record.blob for record in records if record.blob)
+        for record in records:
+            yield record
+    # A worker that died in between has stored these images, and written no record.
+    if missing.any:
+        async for records in _records(storage.blobs, again, on_damaged):
+            for record in records:
+                if record.blob and missing.take(record.blob):
+                    yield record
+
+
+async def ended(
+    storage: Storage, campaign: str | None = None, on_damaged: OnDamaged = _ignore
+) -> AsyncIterator[Record]:
+    """The jobs that have failed or were cancelled, except for those replayed or discarded since.
+
+    None: of all campaigns. A job that failed again after a replay has a record of each time.
+    """
+    shards = _of_kind(await _shards(storage.blobs, campaign), "jobs")
+    settled: set[int] = set()
+    async for records in _records(storage.blobs, shards, on_damaged):
+        settled.update(_failure(record) for record in records if _is_of_operator(record))
+    async for records in _records(storage.blobs, shards, on_damaged):
+        for record in records:
+            if not _is_of_operator(record) and (failure := _failure(record)) not in settled:
+                settled.add(failure)  # its message may have failed twice, after a crash
+                yield record
+
+
+async def counts(storage: Storage, campaign: str, on_damaged: OnDamaged = _ignore) -> Counts:
+    """A campaign's numbers, mostly from the ends of its shards.
+
+    A listing, a small read for each shard of images, and all shards of other kinds. Where images'
+    names were taken, which is rare, all shards are read.
+    """
+    shards = await _shards(storage.blobs, campaign)
+    again = _of_kind(shards, "again")
+    if again:
+        stored = NOTHING
+        async for record in images(storage, campaign, on_damaged):
+            stored = Totals(stored.records + 1, stored.jobs + (record.index == 0))
+    else:
+        stored = await _totals(storage.blobs, _of_kind(shards, "images"), on_damaged)
+    failed = cancelled = 0
+    async for record in ended(storage, campaign, on_damaged):
+        failed += record.outcome == "failed"
+        cancelled += record.outcome == "cancelled"
+    changed = [each.blob.modified_at or each.blob.created_at for each in shards]
+    return Counts(
+        sent=await _sent(storage.blobs, _of_kind(shards, "sent"), on_damaged),
+        images=stored.records,
+        completed=stored.jobs,
+        failed=failed,
+        cancelled=cancelled,
+        first_at=min(map(_began_at, shards), default=None),
+        last_at=max(changed, default=None),
+    )
+
+
+class Follower:
+    """New records of one campaign, or of all, as they are written; at least once each.
+
+    An image whose name was taken comes again, from the worker that found it taken. `position` is
+    what has been read, as JSON; it goes on from there.
+    """
+
+    def __init__(
+        self,
+        storage: Storage,
+        campaign: str | None = None,
+        position: dict[str, int] | None = None,
+        on_damaged: OnDamaged = _ignore,
+    ) -> None:
+        self.position: dict[str, int] = dict(position or {})
+        self._blobs = storage.blobs
+        self._campaign = campaign
+        self._on_damaged = on_damaged
+        self._given_up: set[str] = set()
+
+    async def poll(self) -> list[Record]:
+        """The next new records, some 20,000 at most; [] if there are none.
+
+        A listing, and a read for each shard that has grown.
+        """
+        found: list[Record] = []
+        for each in await _shards(self._blobs, self._campaign):
+            name, size = each.blob.name, each.blob.size_bytes
+            if each.kind == "sent" or name in self._given_up:
+                continue
+            if size <= (offset := self.position.get(name, 0)):
+                continue
+            if len(found) >= _POLLED:
+                break
+            found += await self._read(each, offset)
+        return found
+
+    async def _read(self, each: _Shard, offset: int) -> list[Record]:
+        name, found = each.blob.name, list[Record]()
+        decoder = shard.Decoder(offset)
+        async for lines in _lines(self._blobs, each, decoder, self._on_damaged):
+            found += _parsed(lines, each, self._on_damaged)
+            if len(found) >= _POLLED:
+                break
+        if decoder.is_damaged:
+            self._given_up.add(name)
+        self.position[name] = decoder.position
+        return found
+
+
+async def _shards(blobs: BlobStore, campaign: str | None) -> list[_Shard]:
+    prefix = RECORDS if campaign is None else shard.folder(campaign)
+    found = [
+        _Shard(blob, *name)
+        async for blob in blobs.records(prefix)
+        if (name := ShardName.read(blob.name))
+    ]
+    return sorted(found, key=lambda each: each.blob.name)
+
+
+def _of_kind(shards: Iterable[_Shard], kind: Kind) -> list[_Shard]:
+    return [each for each in shards if each.kind == kind]
+
+
+def _began_at(each: _Shard) -> datetime:
+    """From its name: a local file tells only when it was last written."""
+    start = each.blob.name.rpartition("/")[2][:16]
+    try:
+        return datetime.strptime(start, "%Y%m%dT%H%M%SZ").replace(tzinfo=UTC)
+    except ValueError:
+        return each.blob.created_at
+
+
+async def _lines(
+    blobs: BlobStore, each: _Shard, decoder: shard.Decoder, on_damaged: OnDamaged
+) -> AsyncIterator[list[bytes]]:
+    """A shard's lines from the decoder's position on, part by part, up to where it is damaged."""
+    name, offset = each.blob.name, decoder.position
+    while (part := await blobs.read_part(name, offset, _PART_BYTES)) and part.data:
+        offset += len(part.data)
+        yield await asyncio.to_thread(decoder.lines, part.data)
+        if decoder.is_damaged:
+            on_damaged(name, "the shard is damaged: it is not one of JSON lines in gzip members")
+            break
+        if offset >= part.total_bytes:
+            break
+
+
+async def _records(
+    blobs: BlobStore, shards: Iterable[_Shard], on_damaged: OnDamaged
+) -> AsyncIterator[list[Record]]:
+    for each in shards:
+        async for lines in _lines(blobs, each, shard.Decoder(), on_damaged):
+            yield await asyncio.to_thread(_parsed, lines, each, on_damaged)
+
+
+def _parsed(lines: Iterable[bytes], each: _Shard, on_damaged: OnDamaged) -> list[Record]:
+    """The records of a shard's lines; those of another campaign or kind are not valid there."""
+    records = []
+    are_images = each.kind in {"images", "again"}
+    for line in lines:
+        try:
+            record = Record.read(line)
+        except errors.JobError as error:
+            on_damaged(each.blob.name, error.message)
+            continue
+        is_image = record.outcome == "completed" and record.blob is not None
+        if record.campaign != each.campaign or is_image != are_images:
+            on_damaged(each.blob.name, "a record that does not belong there")
+        else:
+            records.append(record)
+    return records
+
+
+async def _totals(blobs: BlobStore, shards: Collection[_Shard], on_damaged: OnDamaged) -> Totals:
+    waiting = iter(shards)
+    records = jobs = 0
+
+    async def read_some() -> None:
+        nonlocal records, jobs
+        for each in waiting:
+            start = max(0, each.blob.size_bytes - shard.TOTALS_BYTES)
+            end = await blobs.read_part(each.blob.name, start, shard.TOTALS_BYTES)
+            totals = shard.totals(end.data) if end else NOTHING
+            if totals is None:  # it has grown since, or lost its end in a power failure
+                totals = await _counted(blobs, each, on_damaged)
+            records += totals.records
+            jobs += totals.jobs
+
+    await concurrency.gather(*(read_some() for _ in range(_CONCURRENT_READS)))
+    return Totals(records, jobs)
+
+
+async def _counted(blobs: BlobStore, each: _Shard, on_damaged: OnDamaged) -> Totals:
+    found = NOTHING
+    async for records in _records(blobs, [each], on_damaged):
+        first = sum(record.index == 0 for record in records)
+        found = Totals(found.records + len(records), found.jobs + first)
+    return found
+
+
+async def _sent(blobs: BlobStore, shards: Collection[_Shard], on_damaged: OnDamaged) -> int | None:
+    """The jobs sent by all fillers, each counted once across its restarts."""
+    latest: dict[str, int] = {}
+    for each in shards:
+        async for lines in _lines(blobs, each, shard.Decoder(), on_damaged):
+            for line in lines:
+                try:
+                    note = _Sent.model_validate(json.loads(line))
+                except (ValidationError, ValueError, RecursionError):
+                    on_damaged(each.blob.name, "a count of jobs that is not valid")
+                else:
+                    latest[note.load] = max(note.jobs, latest.get(note.load, 0))
+    return sum(latest.values()) if latest else None
+
+
+def _is_of_operator(record: Record) -> bool:
+    return record.outcome in {"replayed", "discarded"}
+
+
+def _failure(record: Record) -> int:
+    """Identifies one end of one message."""
+    return _hash(record.source or record.key)
+
+
+def _hash(text: str) -> int:
+    return int.from_bytes(hashlib.blake2b(text.encode(), digest_size=8).digest())
+
+
+class _Missing:
+    """Names of images that may have no record of their own, by hash: 9 bytes each."""
+
+    def __init__(self) -> None:
+        self._added = array("Q")
+        self._hashes: np.ndarray | None = None
+        self._is_found = np.zeros(0, bool)
+
+    @property
+    def any(self) -> bool:
+        return bool(self._added) and not (self._hashes is not None and self._is_found.all())
+
+    def add(self, names: Iterable[str]) -> None:
+        """Only before the first name is looked up."""
+        self._added.extend(map(_hash, names))
+
+    def found(self, names: Iterable[str]) -> None:
+        """These have records."""
+        if self._added:
+            self._look_up(np.fromiter(map(_hash, names), np.uint64))
+
+    def take(self, name: str) -> bool:
+        """True for the first who asks for a name that is missing."""
+        return bool(self._look_up(np.array([_hash(name)], np.uint64)))
+
+    def _look_up(self, hashes: np.ndarray) -> int:
+        """Marks names as found; returns how many were missing until now."""
+        if self._hashes is None:
+            self._hashes = np.unique(np.frombuffer(self._added, np.uint64))
+            self._is_found = np.zeros(len(self._hashes), bool)
+        places = np.minimum(np.searchsorted(self._hashes, hashes), len(self._hashes) - 1)
+        places = np.unique(places[self._hashes[places] == hashes])
+        new = int((~self._is_found[places]).sum())
+        self._is_found[places] = True
+        return new

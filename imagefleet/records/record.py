@@ -1,0 +1,132 @@
+"""The record of one image, or of one job that ended without.
+
+It is untrusted: whoever may store images may write records, too.
+"""
+
+from __future__ import annotations
+
+from typing import Annotated, Literal, NamedTuple, Self
+
+from pydantic import (
+    AwareDatetime,
+    BaseModel,
+    ConfigDict,
+    Field,
+    JsonValue,
+    StringConstraints,
+    ValidationError,
+)
+
+from imagefleet import errors, validation
+from imagefleet.job.message import DEFAULT_CAMPAIGN, MAX_IMAGES_PER_JOB, Job, SafeId, job_key
+from imagefleet.storage.protocol import MAX_BLOB_NAME, MAX_MESSAGE_BYTES
+
+#: No job waits longer in a worker, and no worker starts for longer.
+_LONGEST_SECONDS = 7 * 24 * 3600
+
+#: Of workers, GPUs, models and errors.
+MAX_NAME_CHARACTERS = 200
+
+_Name = Annotated[str, StringConstraints(max_length=MAX_NAME_CHARACTERS)]
+_Text = Annotated[str, StringConstraints(max_length=MAX_MESSAGE_BYTES)]
+_Seconds = Annotated[float, Field(ge=0, le=_LONGEST_SECONDS)]
+
+Outcome = Literal["completed", "failed", "cancelled", "replayed", "discarded"]
+"""`completed` is one stored image; the others are of a whole job, the last two by an operator."""
+
+
+class Lora(NamedTuple):
+    """A LoRA that a prompt names, and its weight."""
+
+    name: _Name
+    weight: float
+
+
+class Record(BaseModel):
+    """One line of a shard: an image, or a job that ended otherwise."""
+
+    model_config = ConfigDict(
+        extra="ignore", frozen=True, allow_inf_nan=False, hide_input_in_errors=True
+    )
+
+    outcome: Outcome
+    blob: Annotated[str, StringConstraints(max_length=MAX_BLOB_NAME)] | None = None
+    id: SafeId
+    """The job's id; that of its message where the job could not be read."""
+    campaign: SafeId = DEFAULT_CAMPAIGN
+    at: AwareDatetime
+    """When the image was stored, or the job ended; by the clock of the worker."""
+    source: _Name | None = None
+    """The id of the message that carried the job."""
+    attempts: int = Field(default=1, ge=1, le=1_000_000)
+    """Deliveries of the message; of a failed job, how often it was tried."""
+    worker: _Name = "?"
+    gpu: _Name | None = None
+    started_at: AwareDatetime | None = None
+    """When the worker started."""
+    start_up_seconds: _Seconds = 0
+    price_per_hour: float | None = Field(default=None, ge=0)
+    """US dollars."""
+
+    size_bytes: int | None = Field(default=None, ge=0)
+    index: int = Field(default=0, ge=0, lt=MAX_IMAGES_PER_JOB)
+    """Of the job's images."""
+    images: int = Field(default=1, ge=1, le=MAX_IMAGES_PER_JOB)
+    seconds: _Seconds | None = None
+    """From the pull of the job to its upload."""
+
+    prompt: _Text | None = None
+    negative_prompt: _Text | None = None
+    seed: int | None = Field(default=None, ge=0, lt=2**32)
+    """The image's own."""
+    model: _Name | None = None
+    sampler: _Name | None = None
+    steps: int | None = None
+    cfg_scale: float | None = None
+    clip_skip: int | None = None
+    width: int | None = None
+    height: int | None = None
+    loras: tuple[Lora, ...] = ()
+    metadata: dict[str, JsonValue] = Field(default_factory=dict)
+
+    error: _Name | None = None
+    """The class of the error that the job failed with."""
+    reason: _Text | None = None
+
+    @property
+    def key(self) -> str:
+        """`campaign/id`, which identifies the job within its storage."""
+        return job_key(self.campaign, self.id)
+
+    @classmethod
+    def read(cls, line: bytes) -> Self:
+        """Parses a line of a shard.
+
+        Raises:
+            JobError: it is damaged; says why in one sentence.
+        """
+        try:
+            return cls.model_validate_json(line)
+        except ValidationError as error:
+            raise errors.JobError(validation.sentence(error)) from None
+
+    def line(self) -> bytes:
+        """The record as a line of JSON, without what it lacks."""
+        return self.model_dump_json(exclude_defaults=True).encode() + b"\n"
+
+
+def of_job(job: Job) -> dict[str, object]:
+    """The fields of a record that a job's own tell."""
+    return {
+        "id": job.id,
+        "campaign": job.campaign or DEFAULT_CAMPAIGN,
+        "images": job.images,
+        "prompt": job.prompt,
+        "negative_prompt": job.negative_prompt,
+        "sampler": job.sampler,
+        "steps": job.steps,
+        "cfg_scale": job.cfg_scale,
+        "clip_skip": job.clip_skip,
+        "loras": tuple(Lora(each.name, each.unet_weight) for each in job.parsed_prompt.loras),
+        "metadata": job.metadata,
+    }

@@ -1,0 +1,209 @@
+"""What is written to shards is read again: on both storages, each image once."""
+
+from __future__ import annotations
+
+import gzip
+import json
+from collections.abc import AsyncIterator
+from datetime import UTC, datetime
+from typing import Any, TypeVar
+
+import pytest
+
+from imagefleet import errors
+from imagefleet.records import reader, shard, writer
+from imagefleet.records.record import Lora, Record
+from imagefleet.records.shard import Totals
+from imagefleet.storage.protocol import Storage
+
+_Item = TypeVar("_Item")
+
+NOON = datetime(2026, 11, 22, 12, tzinfo=UTC)
+
+
+def image(number: int, campaign: str = "spring", **fields: Any) -> Record:
+    known = {"outcome": "completed", "id": f"job-{number}", "campaign": campaign, "at": NOON}
+    known["blob"] = f"{campaign}/job-{number}.png"
+    return Record.model_validate(known | fields)
+
+
+def job(number: int, outcome: str, campaign: str = "spring", **fields: Any) -> Record:
+    known = {"outcome": outcome, "id": f"job-{number}", "campaign": campaign, "at": NOON}
+    return Record.model_validate(known | {"source": f"message-{number}"} | fields)
+
+
+async def everything(items: AsyncIterator[_Item]) -> list[_Item]:
+    return [each async for each in items]
+
+
+@pytest.fixture
+async def storage(storage: Storage) -> Storage:
+    await storage.create()
+    return storage
+
+
+@pytest.fixture
+def log(storage: Storage) -> writer.RecordLog:
+    return writer.RecordLog(storage.blobs, "worker 1/é")
+
+
+async def test_records_are_read_as_they_were_written(
+    storage: Storage, log: writer.RecordLog
+) -> None:
+    written = [
+        image(1, prompt='a "red" house\n\\', loras=(Lora("magic", 0.35),), metadata={"a": [1]}),
+        image(2, seed=2**32 - 1, width=512, price_per_hour=0.08, size_bytes=1, seconds=1.5),
+    ]
+    await log.add(written[:1])
+    await log.add(written[1:])
+    assert await everything(reader.images(storage, "spring")) == written
+
+
+async def test_a_shard_is_what_zcat_reads(storage: Storage, log: writer.RecordLog) -> None:
+    await log.add([image(1)])
+    await log.add([image(2), image(3)])
+    (name,) = [each async for each in storage.blobs.names("-records/spring/")]
+    data = await storage.blobs.read(name) or b""
+    lines = gzip.decompress(data).splitlines()
+    assert [json.loads(line)["id"] for line in lines] == ["job-1", "job-2", "job-3"]
+    assert lines[0].startswith(b'{"outcome":"completed","blob":"spring/job-1.png"')
+    assert shard.totals(data[-shard.TOTALS_BYTES :]) == Totals(3, 3)
+
+
+async def test_an_image_whose_name_was_taken_counts_only_if_nobody_has_its_record(
+    storage: Storage, log: writer.RecordLog
+) -> None:
+    other = writer.RecordLog(storage.blobs, "other")
+    await log.add([image(1), image(2)])
+    await other.add([image(2), image(3)], again=True)
+    await log.add([image(3), image(4)], again=True)
+    found = [record.id for record in await everything(reader.images(storage, "spring"))]
+    assert found == ["job-1", "job-2", "job-3", "job-4"]
+    counted = await reader.counts(storage, "spring")
+    assert (counted.images, counted.completed) == (4, 4)
+
+
+async def test_counts_are_those_of_the_records(storage: Storage, log: writer.RecordLog) -> None:
+    await log.sent("spring", 32)
+    await log.sent("spring", 64)
+    await writer.RecordLog(storage.blobs, "another filler").sent("spring", 6)
+    await log.add([image(1, images=2), image(1, images=2, index=1), image(2)])
+    await log.add([job(3, "failed"), job(4, "cancelled"), job(5, "failed")])
+    await log.add([job(5, "replayed")])
+    counted = await reader.counts(storage, "spring")
+    assert (counted.sent, counted.images, counted.completed) == (70, 3, 2)
+    assert (counted.failed, counted.cancelled, counted.pending) == (1, 1, 66)
+    assert counted.first_at is not None
+    assert counted.last_at is not None
+    assert (counted.last_at - counted.first_at).total_seconds() < 60
+
+
+async def test_a_load_that_went_on_after_a_kill_is_counted_once(storage: Storage) -> None:
+    for jobs in (32, 96):
+        await writer.RecordLog(storage.blobs, "filler").sent("spring", jobs, "load-1")
+    assert (await reader.counts(storage, "spring")).sent == 96
+
+
+async def test_a_campaign_without_records_has_zeros(storage: Storage) -> None:
+    counted = await reader.counts(storage, "nothing")
+    assert counted == reader.Counts(None, 0, 0, 0, 0, None, None)
+    assert counted.pending is None
+
+
+async def test_a_job_that_failed_is_listed_until_it_is_replayed_and_again_if_it_fails_again(
+    storage: Storage, log: writer.RecordLog
+) -> None:
+    await log.add([job(1, "failed"), job(2, "failed"), job(2, "failed"), job(3, "failed")])
+    await log.add([job(1, "replayed"), job(3, "discarded")])
+    await log.add([job(1, "failed", source="message-of-the-replay")])
+    found = await everything(reader.ended(storage, "spring"))
+    assert [(record.id, record.source) for record in found] == [
+        ("job-2", "message-2"),
+        ("job-1", "message-of-the-replay"),
+    ]
+
+
+async def test_campaigns_are_told_apart(storage: Storage, log: writer.RecordLog) -> None:
+    await log.add([image(1), image(1, "autumn"), job(2, "failed", "winter")])
+    assert await everything(reader.campaigns(storage)) == ["autumn", "spring", "winter"]
+    assert [record.campaign for record in await everything(reader.ended(storage))] == ["winter"]
+    assert len(await everything(reader.images(storage, "autumn"))) == 1
+
+
+async def test_a_follower_gets_each_record_once_and_goes_on_from_its_position(
+    storage: Storage, log: writer.RecordLog
+) -> None:
+    follower = reader.Follower(storage)
+    assert await follower.poll() == []
+    await log.add([image(1)])
+    assert [record.id for record in await follower.poll()] == ["job-1"]
+    assert await follower.poll() == []
+    await log.add([image(2), job(3, "failed")])
+    later = reader.Follower(storage, position=json.loads(json.dumps(follower.position)))
+    assert {record.id for record in await later.poll()} == {"job-2", "job-3"}
+    assert await later.poll() == []
+    assert {record.id for record in await follower.poll()} == {"job-2", "job-3"}
+
+
+async def test_the_end_of_a_shard_that_is_still_written_is_read_later(storage: Storage) -> None:
+    whole = shard.encode([image(1).line()], Totals(1, 1))
+    more = shard.encode([image(2).line()], Totals(2, 2))
+    name = "-records/spring/20261122T120000Z-w-1.images.jsonl.gz"
+    await storage.blobs.append(name, whole + more[:20], 0)
+    damage: list[str] = []
+    follower = reader.Follower(storage, on_damaged=lambda _, why: damage.append(why))
+    assert [record.id for record in await follower.poll()] == ["job-1"]
+    assert (await reader.counts(storage, "spring")).images == 1
+    await storage.blobs.append(name, more[20:], len(whole) + 20)
+    assert [record.id for record in await follower.poll()] == ["job-2"]
+    assert not damage
+
+
+@pytest.mark.parametrize(
+    "content",
+    [
+        b"no gzip",
+        gzip.compress(b"no json\n"),
+        gzip.compress(b'{"outcome":"completed"}\n'),
+        gzip.compress(image(1, "autumn").line()),
+        gzip.compress(job(1, "failed").line()),
+        gzip.compress(b" " * (2 * shard.MAX_MEMBER_BYTES)),
+    ],
+    ids=["no gzip", "no json", "no record", "another campaign's", "another kind's", "a bomb"],
+)
+async def test_a_forged_shard_is_left_out_with_a_reason(
+    storage: Storage, log: writer.RecordLog, content: bytes
+) -> None:
+    await log.add([image(7)])
+    await storage.blobs.append("-records/spring/x.images.jsonl.gz", content, 0)
+    damage: list[str] = []
+    found = await everything(reader.images(storage, "spring", lambda _, why: damage.append(why)))
+    assert [record.id for record in found] == ["job-7"]
+    assert len(damage) == 1
+    assert (await reader.counts(storage, "spring")).images == 1
+    assert len(await reader.Follower(storage).poll()) == 1
+
+
+async def test_another_writer_of_the_same_shard_costs_a_new_shard_and_no_record(
+    storage: Storage, log: writer.RecordLog
+) -> None:
+    await log.add([image(1)])
+    (name,) = [each async for each in storage.blobs.names("-records/")]
+    size = len(await storage.blobs.read(name) or b"")
+    await storage.blobs.append(name, b"forged", size)
+    await log.add([image(2)])
+    found = await everything(reader.images(storage, "spring"))
+    assert {record.id for record in found} == {"job-1", "job-2"}
+
+
+async def test_many_long_records_are_appended_in_parts(
+    storage: Storage, log: writer.RecordLog
+) -> None:
+    await log.add([image(number, prompt=f"{number} " + "x" * 60_000) for number in range(120)])
+    assert len(await everything(reader.images(storage, "spring"))) == 120
+    assert (await reader.counts(storage, "spring")).images == 120
+
+
+def test_a_record_that_cannot_be_is_refused_in_one_sentence() -> None:
+    with pytest.raises(errors.JobError, match="campaign"):
+        Record.read(b'{"outcome":"failed","id":"a","campaign":"../x","at":"2026-11-22T12:00:00Z"}')

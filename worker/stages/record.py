@@ -1,0 +1,129 @@
+"""Writes records in batches; a job ends only after its records are stored.
+
+So every image has a record, whenever a worker dies: one that was stored without is drawn again by
+the worker that gets the message next, which finds its name taken and writes the record.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import Awaitable, Callable
+from dataclasses import dataclass, field
+from typing import NoReturn
+
+from imagefleet import errors
+from imagefleet.records.record import Record
+from imagefleet.records.writer import RecordLog
+from imagefleet.storage.open import LOCAL_SCHEME
+from worker import tasks
+from worker.metrics import WorkerMetrics
+
+#: Records are written at least so often while others are in the making. On Azure each time is a
+#: billed write: some for a hundred images, where every image is one itself.
+FLUSH_SECONDS = 15.0
+LOCAL_FLUSH_SECONDS = 1.0
+
+#: Of the lease, so that a short one is not renewed for the records' sake.
+FLUSH_PER_LEASE = 1 / 8
+
+#: Written without waiting for more.
+MAX_RECORDS = 256
+
+#: Jobs that may wait here in an outage before uploads wait, too.
+MAX_WAITING = 2048
+
+Finish = Callable[[errors.TransientError | None], Awaitable[None]]
+"""Ends a job after its records are stored, or after the error that kept them from being."""
+
+
+def flush_seconds(storage_url: str, lease_seconds: float) -> float:
+    """The longest that a record waits for others."""
+    usual = LOCAL_FLUSH_SECONDS if storage_url.startswith(LOCAL_SCHEME) else FLUSH_SECONDS
+    return min(usual, lease_seconds * FLUSH_PER_LEASE)
+
+
+@dataclass(frozen=True, slots=True)
+class _Waiting:
+    finish: Finish
+    records: list[Record]
+    again: list[Record]
+
+
+@dataclass(slots=True, eq=False)
+class PendingRecords:
+    """Jobs that wait for their records to be stored."""
+
+    log: RecordLog
+    metrics: WorkerMetrics
+    flush_seconds: float
+    in_flight: Callable[[], int]
+    """Jobs in flight; those that wait here are among them."""
+    _waiting: list[_Waiting] = field(default_factory=list, init=False)
+    _first_at: float = field(default=0.0, init=False)
+    _jobs: int = field(default=0, init=False)  # here, until they have ended
+    _changed: asyncio.Event = field(default_factory=asyncio.Event, init=False)
+    _room: asyncio.Event = field(default_factory=asyncio.Event, init=False)
+    _stored: asyncio.Queue[tuple[_Waiting, errors.TransientError | None]] = field(
+        default_factory=asyncio.Queue, init=False
+    )
+
+    async def put(
+        self, finish: Finish, records: list[Record], again: list[Record] | None = None
+    ) -> None:
+        """Stores a job's records soon, then calls *finish*."""
+        while self._jobs >= MAX_WAITING:
+            self._room.clear()
+            await self._room.wait()
+        self._jobs += 1
+        job = _Waiting(finish, records, again or [])
+        if job.records or job.again:
+            self._first_at = self._first_at if self._waiting else time.monotonic()
+            self._waiting.append(job)
+            self._changed.set()
+        else:
+            self._stored.put_nowait((job, None))
+
+    async def run(self) -> NoReturn:
+        """Side task: writes what waits.
+
+        Raises:
+            SetupError: the storage refuses it.
+        """
+        while True:
+            await self._changed.wait()
+            while (seconds := self._seconds_left()) > 0:
+                self._changed.clear()
+                await tasks.first_of(self._changed.wait(), timeout_seconds=seconds)
+            self._changed.clear()
+            batch, self._waiting = self._waiting, []
+            error = await self._write(batch)
+            for job in batch:
+                self._stored.put_nowait((job, error))
+
+    async def finish(self) -> NoReturn:
+        """Side task: ends the jobs whose records are stored."""
+        while True:
+            job, error = await self._stored.get()
+            try:
+                with self.metrics.stage_seconds.labels("acknowledge").time():
+                    await job.finish(error)
+            finally:
+                self._jobs -= 1
+                self._room.set()
+
+    def _seconds_left(self) -> float:
+        """Until what waits is written; 0 if nothing else can come soon."""
+        records = sum(len(each.records) + len(each.again) for each in self._waiting)
+        if records >= MAX_RECORDS or self._jobs >= self.in_flight():
+            return 0.0
+        return self._first_at + self.flush_seconds - time.monotonic()
+
+    async def _write(self, batch: list[_Waiting]) -> errors.TransientError | None:
+        try:
+            with self.metrics.stage_seconds.labels("record").time():
+                await self.log.add([record for each in batch for record in each.records])
+                await self.log.add([record for each in batch for record in each.again], again=True)
+        except errors.TransientError as error:
+            return error
+        return None
