@@ -8,32 +8,38 @@ from __future__ import annotations
 
 import contextlib
 import json
+import math
 import os
-import select
 import signal
 import subprocess
 import sys
 import threading
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import IO, Any
+
+#: Between two looks at a process.
+PAUSE_SECONDS = 0.01
 
 
 class Output:
     """What a process prints into a file, for which `subprocess.Popen` has a pipe."""
 
-    def __init__(self, path: Path) -> None:
+    def __init__(self, path: Path, is_over: Callable[[], bool]) -> None:
         self._path = path
+        self._is_over = is_over
         self._read = 0
 
     def readline(self) -> str:
-        """Waits for the next line."""
-        while "\n" not in (text := self._left()):
-            time.sleep(0.01)
-        line = text[: text.index("\n") + 1]
-        self._read += len(line)
-        return line
+        """Waits for the next line; empty at the end."""
+        while True:
+            is_over = self._is_over()
+            line, newline, _ = self._left().partition("\n")
+            if newline or is_over:
+                self._read += len(line + newline)
+                return line + newline
+            time.sleep(PAUSE_SECONDS)
 
     def read(self) -> str:
         text = self._left()
@@ -50,32 +56,36 @@ class Fork:
     def __init__(self, forks: Forks, arguments: tuple[str, ...], pid: int, output: Path) -> None:
         self.args = arguments
         self.returncode: int | None = None
-        self.stdout = Output(output)
+        self.stdout = Output(output, lambda: self.poll() is not None)
         self._forks = forks
         self._pid = pid
-        self._pidfd = os.pidfd_open(pid)
+        self._lock = threading.Lock()
 
     def send_signal(self, number: int) -> None:
         if self.poll() is None:
             os.kill(self._pid, number)
 
+    def terminate(self) -> None:
+        self.send_signal(signal.SIGTERM)
+
     def kill(self) -> None:
         self.send_signal(signal.SIGKILL)
 
     def poll(self) -> int | None:
-        with contextlib.suppress(subprocess.TimeoutExpired):
-            self.wait(0)
+        with self._lock:
+            if self.returncode is None:
+                self.returncode = self._forks.ask("poll", self._pid)
         return self.returncode
 
-    def wait(self, timeout: float | None = None) -> int:
-        if self.returncode is None:
-            if not select.select([self._pidfd], [], [], timeout)[0]:
-                raise subprocess.TimeoutExpired(self.args, timeout or 0)
-            os.close(self._pidfd)
-            self.returncode = self._forks.ask("wait", self._pid)
-        return self.returncode
+    def wait(self, timeout: float = math.inf) -> int:
+        deadline = time.monotonic() + timeout
+        while (code := self.poll()) is None:
+            if time.monotonic() > deadline:
+                raise subprocess.TimeoutExpired(self.args, timeout)
+            time.sleep(PAUSE_SECONDS)
+        return code
 
-    def communicate(self, timeout: float | None = None) -> tuple[str, None]:
+    def communicate(self, timeout: float = math.inf) -> tuple[str, None]:
         self.wait(timeout)
         return self.stdout.read(), None
 
@@ -90,10 +100,10 @@ class Forks:
         self._started = 0
         self._lock = threading.Lock()
 
-    def ask(self, *request: Any) -> int:
+    def ask(self, *request: Any) -> Any:
         with self._lock:
             print(json.dumps(request), file=self._requests, flush=True)
-            return int(self._answers.readline())
+            return json.loads(self._answers.readline())
 
     def start(
         self,
@@ -102,13 +112,17 @@ class Forks:
         variables: Mapping[str, str],
         output: Path | None = None,
         errors: Path | None = None,
+        program: str = "",
     ) -> Fork:
-        """Starts `imagefleet ARGUMENTS`; its errors are among its output by default."""
+        """Starts `imagefleet ARGUMENTS`, or a *program* in Python.
+
+        The errors are among the output by default.
+        """
         self._started += 1
         output = output or self._folder / f"output-{self._started}"
         output.touch()
         where = [str(output), str(errors or output)]
-        pid = self.ask("start", arguments, str(cwd), dict(variables), where)
+        pid = self.ask("start", arguments, str(cwd), dict(variables), where, program)
         return Fork(self, arguments, pid, output)
 
     def run(
@@ -140,19 +154,20 @@ def running(
         server.stdin.close()
 
 
-def _serve() -> bool:
-    """Starts commands and waits for them; True in a fork, whose command is to be run."""
+def _serve() -> str | None:
+    """Starts commands and tells how they ended; returns a program in a fork, which runs it."""
     for line in sys.stdin:
         match json.loads(line):
-            case ["start", arguments, cwd, variables, output]:
+            case ["start", arguments, cwd, variables, output, program]:
                 answer = os.fork()
                 if not answer:
                     _become(arguments, cwd, variables, output)
-                    return True
-            case ["wait", pid]:
-                answer = os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1])
-        print(answer, flush=True)
-    return False
+                    return program or "entry.main()"
+            case ["poll", pid]:
+                ended, status = os.waitpid(pid, os.WNOHANG)
+                answer = os.waitstatus_to_exitcode(status) if ended else None
+        print(json.dumps(answer), flush=True)
+    return None
 
 
 def _become(arguments: list[str], cwd: str, variables: dict[str, str], output: list[str]) -> None:
@@ -169,5 +184,5 @@ if __name__ == "__main__":
     from fleet import entry, main  # noqa: F401 - imported here once, for all forks
 
     exec(sys.argv[1])
-    if _serve():
-        entry.main()
+    if given := _serve():
+        exec(given)
