@@ -17,9 +17,10 @@ from imagefleet import errors, signing
 from imagefleet.storage.open import LOCAL_SCHEME
 from imagefleet.storage.protocol import Storage
 from imagefleet.submit import BulkSender, Progress
+from loadgen.file_source import OnRead
 from loadgen.second_drawing import Sample
 from loadgen.settings import LoadSettings
-from loadgen.sources import OnRead, Source
+from loadgen.sources import Source
 
 
 class Checkpoint(BaseModel):
@@ -78,7 +79,9 @@ def resume(path: Path, new: Checkpoint) -> Checkpoint:
     elif found.queue != new.queue:
         difference = f"a load into another queue ({found.queue})"
     elif found.source != new.source:
-        difference = "another load: the file has changed since, or the seed is different"
+        difference = (
+            "another load: the file has changed since, or the seed or campaign is different"
+        )
     else:
         return found.model_copy(update={"sample_key": found.sample_key or new.sample_key})
     raise errors.SetupError(

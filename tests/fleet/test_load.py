@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import asyncio
+import gzip
 import json
 import os
 import pty
@@ -120,6 +121,38 @@ def test_a_finished_load_is_repeated_only_on_request(
     assert set(ids_in(settings_for(tmp_path)).values()) == {1, 2}
 
 
+@pytest.mark.parametrize("name", ["jobs.csv", "jobs.json", "jobs.txt", "jobs.csv.gz"])
+def test_a_load_of_any_format_resumes_at_its_checkpoint(
+    in_process: Imagefleet, tmp_path: Path, name: str
+) -> None:
+    prompts = [f"house {number}" for number in range(100)]
+    content = {
+        ".json": json.dumps([{"prompt": prompt} for prompt in prompts]),
+        ".txt": "\n".join(prompts),
+    }.get(Path(name).suffix, "prompt\n" + "\n".join(prompts)).encode()
+    (tmp_path / name).write_bytes(gzip.compress(content) if name.endswith(".gz") else content)
+    first = in_process("load", name, "--count", "40", "--json")
+    rest = in_process("load", name, "--json")
+
+    assert json.loads(first.stdout)["sent"] == 40
+    assert (json.loads(rest.stdout)["sent"], json.loads(rest.stdout)["total"]) == (60, 100)
+    assert set(ids_in(settings_for(tmp_path)).values()) == {1}
+    assert len(ids_in(settings_for(tmp_path))) == 100
+
+
+def test_a_dry_run_of_a_sweep_says_how_many_jobs_it_is(
+    in_process: Imagefleet, tmp_path: Path
+) -> None:
+    (tmp_path / "sweep.yaml").write_text(
+        "prompt: a\njob: {steps: {from: 10, to: 50, step: 10}, cfg_scale: [5, 7], size: 512x512}"
+    )
+    result = in_process("load", "sweep.yaml", "--dry-run")
+
+    assert result.returncode == console.EXIT_DONE
+    assert "10 jobs: 10 combinations of 2 cfg_scale x 5 steps" in result.stderr
+    assert len({json.loads(line)["id"] for line in result.stdout.splitlines()}) == 10
+
+
 def test_another_seed_is_refused_while_there_is_a_checkpoint(
     in_process: Imagefleet, template: Path
 ) -> None:
@@ -160,7 +193,10 @@ def test_invalid_lines_are_refused_before_the_queue_is_created(
     ("arguments", "sentence"),
     [
         (["none.yaml"], "none.yaml cannot be read"),
-        (["jobs.txt"], "must end in"),
+        (["jobs.doc"], "must end in"),
+        (["jobs.txt", "--format", "word"], "--format word: should be jsonl|json|csv|txt|parquet"),
+        (["t.yaml", "--campaign", "../x"], "--campaign: use 1 to 128 letters"),
+        (["jobs.csv"], "jobs.csv cannot be read: No such file"),
         (["-", "--restart"], "no checkpoint"),
         (["t.yaml", "--rate", "0"], "--rate"),
         (["t.yaml", "--rate", "inf"], "--rate"),
