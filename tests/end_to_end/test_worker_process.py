@@ -28,7 +28,7 @@ Start = Callable[..., Process]  # the fixtures of conftest.py
 local_only = pytest.mark.parametrize("storage_settings", ["local"], indirect=True)
 
 
-async def fill(storage: Storage, steps: int = 15) -> set[str]:
+async def fill(storage: Storage, steps: int = 10) -> set[str]:
     """Sends the jobs; returns the names that their images will have."""
     await storage.queue.send(
         f'{{"prompt": "a house", "id": "j{number}", "steps": {steps}}}' for number in range(JOBS)
