@@ -14,6 +14,7 @@ import json
 import os
 import re
 import shlex
+import signal
 import subprocess
 import sys
 import threading
@@ -24,6 +25,7 @@ import zipfile
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from datetime import UTC, datetime
+from functools import partial
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from importlib import metadata
 from pathlib import Path
@@ -34,6 +36,7 @@ import typer
 from packaging.requirements import Requirement
 from PIL import Image
 
+import forks
 from fleet.main import app
 from header_files import LORA, file_of
 from imagefleet.records.record import Record
@@ -129,28 +132,6 @@ COMMANDS: dict[str, Case] = {
 
 #: Commands that run until they are stopped, which have tests of their own.
 SERVICES = {"broker", "exporter", "gallery", "webhooks"}
-
-#: Runs commands in an environment, each in a fork, as the console's imports take half a second.
-#: Reads [arguments, file for the output, file for the errors] by line, and answers exit codes.
-FORK_SERVER = """
-import json, os, sys
-from fleet import main
-for line in sys.stdin:
-    arguments, output, errors = json.loads(line)
-    child = os.fork()
-    if not child:
-        for number, path in enumerate((os.devnull, output, errors)):
-            opened = os.open(path, os.O_RDWR | os.O_CREAT | os.O_TRUNC)
-            os.dup2(opened, number)
-        sys.stdin, sys.argv = open(0), ["imagefleet", *arguments]
-        try:
-            main.main()
-        except SystemExit as end:
-            sys.stdout.flush(), sys.stderr.flush()
-            os._exit(end.code if isinstance(end.code, int) else int(end.code is not None))
-        os._exit(99)
-    print(os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]), flush=True)
-"""
 
 
 #: What the gallery answers; the storage has no records.
@@ -339,29 +320,15 @@ def prometheus() -> Iterator[str]:
 
 @pytest.fixture(scope="module")
 def run(
-    environment: Path, variables: dict[str, str], work: Path
+    environment: Path,
+    variables: dict[str, str],
+    work: Path,
+    tmp_path_factory: pytest.TempPathFactory,
 ) -> Iterator[Callable[..., subprocess.CompletedProcess[str]]]:
     """Runs a command of the installed wheel."""
-    with subprocess.Popen(
-        [environment / "bin" / "python", "-c", FORK_SERVER],
-        cwd=work,
-        env={**variables, "PYTHONSAFEPATH": "1"},
-        stdin=subprocess.PIPE,
-        stdout=subprocess.PIPE,
-        text=True,
-    ) as server:
-        assert server.stdin is not None
-        assert server.stdout is not None
-
-        def run_command(*arguments: str) -> subprocess.CompletedProcess[str]:
-            output, errors = variables["HOME"] + "-output", variables["HOME"] + "-errors"
-            print(json.dumps([arguments, output, errors]), file=server.stdin, flush=True)
-            code = int(server.stdout.readline())
-            texts = (Path(file).read_text() for file in (output, errors))
-            return subprocess.CompletedProcess(arguments, code, *texts)
-
-        yield run_command
-        server.stdin.close()
+    python = environment / "bin" / "python"
+    with forks.running(python, tmp_path_factory.mktemp("forks"), variables) as server:
+        yield partial(server.run, cwd=work, variables=variables)
 
 
 def test_nothing_is_installed_beside_the_four_packages(unpacked: Path) -> None:
@@ -463,21 +430,22 @@ def test_the_gallery_serves_its_page_and_the_pictures(
 
 
 def test_the_demo_draws_its_pictures_away_from_the_checkout(unpacked: Path, tmp_path: Path) -> None:
-    demo = subprocess.run(
-        [
-            sys.executable,
-            "-c",
-            "from fleet.main import main; main()",
-            "demo",
-            "--report",
-            "report.json",
-        ],
+    """The first one, and then Ctrl-C: a whole demo is in tests/end_to_end."""
+    program = "from fleet.main import main; main()"
+    with subprocess.Popen(
+        [sys.executable, "-c", program, "demo"],
         cwd=tmp_path,
         env={**os.environ, "PYTHONPATH": str(unpacked), "PYTHONSAFEPATH": "1"},
-        capture_output=True,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
         text=True,
-        timeout=60,
-        check=False,
-    )
-    assert demo.returncode == 0, demo.stderr
-    assert json.loads((tmp_path / "report.json").read_text())["images"] == 22
+    ) as demo:
+        pictures = tmp_path / "demo-output" / "storage" / "images"
+        while demo.poll() is None and not any(pictures.glob("*/*.png")):
+            time.sleep(0.1)
+        demo.send_signal(signal.SIGINT)
+        printed, _ = demo.communicate(timeout=60)
+    assert demo.returncode == 130, printed
+    (first, *_) = pictures.glob("*/*.png")
+    with Image.open(first) as image:
+        assert image.width >= 64

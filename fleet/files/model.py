@@ -97,7 +97,7 @@ def add_command(
             check.check_path(path)
             _check_prediction(path)
             blob = f"{FOLDER}/{_blob_name(name, path)}"
-            drawn = expected = None
+            drawn = expected = expected_at = None
             if test and preview.can_draw():
                 console.print_note("drawing a test image; --no-test skips it")
                 target = Path(f"{Path(blob).stem}.png")
@@ -110,9 +110,9 @@ def add_command(
                 await listing.check()
                 stored = await transfer.store(storage, blob, file, "SD 1.x")
                 listed = await listing.add(blob.removeprefix(f"{FOLDER}/"), stored.sha256)
-                if expected is None:
-                    return stored, drawn, listed, None
-                return stored, drawn, listed, await canary.store(storage.files, blob, expected)
+                if expected is not None:
+                    expected_at = await canary.store(storage.files, blob, expected)
+                return stored, drawn, listed, expected_at
 
     stored, drawn, is_listed, reference = console.run(add())
     flags = _flags(stored)

@@ -27,19 +27,26 @@ from typing import Any
 import pytest
 import yaml
 
+import forks
 from fleet.monitor import prometheus
 from imagefleet.storage.open import open_storage
 from imagefleet.storage.settings import StorageSettings
 
 COMMAND = Path(sys.executable).with_name("imagefleet")
 
-#: The command, with pushes and measurements every second.
-FAST_COMMAND = """
-from fleet.entry import main
+#: Pushes and measurements every second, and an engine that leaves the processor to others.
+PRELUDE = """
+import time
 from imagefleet.telemetry import push
 from worker import pipeline
+from worker.engine import checkpoint
+from worker.engine.slots.engine import SlotEngine
 push.PUSH_SECONDS = pipeline.DEPTH_SECONDS = 1.0
-main()
+tick = SlotEngine.tick
+def slower(engine):
+    time.sleep(0.04)
+    return tick(engine)
+SlotEngine.tick = slower
 """
 PAGES = Path(__file__).parents[2] / "dashboards" / "grafana"
 
@@ -276,18 +283,22 @@ def watch(
     storage, other = f"local:{folder / 'storage'}", f"local:{folder / 'other'}"
     asyncio.run(fill(storage, JOBS))
     asyncio.run(fill(other, JOBS // 4))
-    fast = [sys.executable, "-c", FAST_COMMAND]
+    server_of_forks = forks.running(Path(sys.executable), folder, environment(), PRELUDE)
+    commands = processes.enter_context(server_of_forks)
 
-    def start(name: str, *arguments: Any) -> subprocess.Popen[bytes]:
-        command = [*fast, *arguments, "--push-url", push_url]
-        return processes.enter_context(started(command, folder / f"{name}.log"))
+    def start(name: str, *arguments: Any) -> forks.Fork:
+        given = (*map(str, arguments), "--push-url", push_url)
+        log = folder / f"{name}.log"
+        process = commands.start(*given, cwd=folder, variables=environment(), output=log)
+        processes.callback(process.kill)
+        return process
 
-    def start_worker(name: str, gpu: str, address: str, *arguments: Any) -> subprocess.Popen[bytes]:
+    def start_worker(name: str, gpu: str, address: str, *arguments: Any) -> forks.Fork:
         flags = ["--model", model, "--lora-directory", folder / "loras", "--slots", "4"]
         flags += ["--gpu", gpu, "--name", name, "--storage", address]
         return start(name, "worker", *flags, *arguments)
 
-    def start_exporter(name: str, address: str) -> subprocess.Popen[bytes]:
+    def start_exporter(name: str, address: str) -> forks.Fork:
         flags = ["--prometheus", server, "--sample-seconds", "1", "--port", "0"]
         return start(name, "exporter", *flags, "--storage", address)
 

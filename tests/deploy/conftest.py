@@ -158,17 +158,16 @@ class Builder:
         )
 
     def build(self, targets: Sequence[str]) -> dict[str, Image]:
-        """Builds targets of the Dockerfile in parallel, from the working tree."""
+        """Builds targets of the Dockerfile from the working tree.
+
+        One after another: at the same time each would build what they share, and later builds
+        would find either one's layers, of which those above may be the other's.
+        """
         self._must(
             f"""
-            builds=
             for target in {" ".join(targets)}; do
-              {self.cpu_build_line} --target $target --tag localhost/$target "$@" . &
-              builds="$builds $!"
+              {self.cpu_build_line} --target $target --tag localhost/$target "$@" .
             done
-            failed=0
-            for build in $builds; do wait $build || failed=1; done
-            exit $failed
             """,
             *self.pip_volumes(),
         )

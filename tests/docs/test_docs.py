@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import csv
+import functools
 import io
 import json
 import re
@@ -89,9 +90,15 @@ def logical_lines(block: str) -> list[str]:
     return block.replace("\\\n", " ").splitlines()
 
 
+@functools.cache
+def built() -> Any:
+    """All commands, which typer would build anew for each call."""
+    return typer.main.get_command(main.app)
+
+
 def find_command(words: list[str]) -> tuple[Any, list[str]]:
     """The typer command that words name, and the words that are left for it."""
-    command: Any = typer.main.get_command(main.app)
+    command: Any = built()
     rest = list(words)
     while rest and hasattr(command, "commands") and rest[0] in command.commands:
         command = command.commands[rest.pop(0)]
@@ -103,7 +110,7 @@ def all_flags() -> set[str]:
         own = {flag for option in command.params for flag in (*option.opts, *option.secondary_opts)}
         return own.union(*(of(each) for each in getattr(command, "commands", {}).values()))
 
-    return of(typer.main.get_command(main.app))
+    return of(built())
 
 
 def test_the_site_builds_without_a_dead_link(tmp_path: Path) -> None:

@@ -10,6 +10,7 @@ from pathlib import Path
 
 import pytest
 
+import forks
 from imagefleet.storage.settings import StorageSettings
 
 ROOT = Path(__file__).parents[2]
@@ -90,6 +91,33 @@ def start(environment: dict[str, str]) -> Iterator[Start]:
         )
         started.append(process)
         return process
+
+    yield start_command
+    for process in started:
+        process.kill()
+        process.communicate()
+
+
+@pytest.fixture(scope="session")
+def worker_forks(tmp_path_factory: pytest.TempPathFactory) -> Iterator[forks.Forks]:
+    variables = {**os.environ, "OMP_NUM_THREADS": "1"}
+    folder = tmp_path_factory.mktemp("forks")
+    prelude = "import worker.engine.checkpoint"
+    with forks.running(Path(sys.executable), folder, variables, prelude) as made:
+        yield made
+
+
+@pytest.fixture
+def fork(
+    environment: dict[str, str], worker_forks: forks.Forks, tmp_path: Path
+) -> Iterator[Callable[..., forks.Fork]]:
+    """As `start`, of a worker that need not import torch, which takes seconds."""
+    started: list[forks.Fork] = []
+
+    def start_command(*arguments: str | Path) -> forks.Fork:
+        given = map(str, arguments)
+        started.append(worker_forks.start(*given, cwd=tmp_path, variables=environment))
+        return started[-1]
 
     yield start_command
     for process in started:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import shlex
 import signal
 import subprocess
@@ -13,6 +14,7 @@ from pathlib import Path
 import pytest
 from PIL import Image
 
+import forks
 from imagefleet.signing import SigningKey
 
 COMMAND = Path(sys.executable).with_name("imagefleet")
@@ -35,30 +37,27 @@ def run(*arguments: str | Path, cwd: Path) -> subprocess.CompletedProcess[str]:
     )
 
 
-def interrupt_a_demo(cwd: Path) -> subprocess.CompletedProcess[str]:
-    """Starts a demo and presses Ctrl-C once it works on its jobs."""
-    with subprocess.Popen(
-        [COMMAND, "demo"], cwd=cwd, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
-    ) as demo:
-        log = cwd / "demo-output" / "worker.log"
-        while demo.poll() is None and not (log.exists() and "pulling" in log.read_text()):
-            time.sleep(0.05)
-        demo.send_signal(signal.SIGINT)
-        out, err = demo.communicate(timeout=120)
-    return subprocess.CompletedProcess(demo.args, demo.returncode, out, err)
+def interrupt_a_demo(demo: forks.Fork, cwd: Path) -> str:
+    """Presses Ctrl-C once it works on its jobs; returns what it printed."""
+    log = cwd / "demo-output" / "worker.log"
+    while demo.poll() is None and not (log.exists() and "pulling" in log.read_text()):
+        time.sleep(0.05)
+    demo.send_signal(signal.SIGINT)
+    return demo.communicate(timeout=120)[0]
 
 
 @pytest.mark.timeout(600)  # two runs of a real engine on a CPU
 def test_the_demo_runs_end_to_end_and_starts_anew_after_ctrl_c(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, worker_forks: forks.Forks
 ) -> None:
     # The fleet's own key: the demo's jobs are not signed.
     key = SigningKey.create(tmp_path / "key.pem")
     monkeypatch.setenv("IMAGEFLEET_TRUSTED_KEY", key.public)
-    interrupted = interrupt_a_demo(tmp_path)
-    assert interrupted.returncode == 130, interrupted.stderr
-    assert "of 24 jobs" in interrupted.stderr
-    assert "Traceback" not in interrupted.stderr
+    demo = worker_forks.start("demo", cwd=tmp_path, variables=os.environ)
+    printed = interrupt_a_demo(demo, tmp_path)
+    assert demo.returncode == 130, printed
+    assert "of 24 jobs" in printed
+    assert "Traceback" not in printed
 
     result = run(COMMAND, "demo", "--json-file", "figures/demo.json", cwd=tmp_path)
 

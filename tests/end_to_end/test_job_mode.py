@@ -4,27 +4,27 @@ from __future__ import annotations
 
 import asyncio
 import signal
-import subprocess
 from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 
+import forks
 from imagefleet.storage.protocol import Storage
 
-Start = Callable[..., "subprocess.Popen[str]"]  # the fixture of conftest.py
+Start = Callable[..., forks.Fork]  # the fixture of conftest.py
 
 on_azurite = pytest.mark.parametrize("storage_settings", ["azurite"], indirect=True)
 
 
-async def start_worker(start: Start, model: Path) -> subprocess.Popen[str]:
-    process = start("worker", "--model", model, "--until-empty", "--lease-seconds", "300")
+async def start_worker(fork: Start, model: Path) -> forks.Fork:
+    process = fork("worker", "--model", model, "--until-empty", "--lease-seconds", "300")
     assert process.stdout is not None
     await asyncio.to_thread(process.stdout.readline)  # "pulling from ..."
     return process
 
 
-async def exit_code(process: subprocess.Popen[str]) -> int:
+async def exit_code(process: forks.Fork) -> int:
     output, _ = await asyncio.to_thread(process.communicate, timeout=90)
     assert "Traceback" not in output
     return process.returncode
@@ -36,11 +36,11 @@ async def images(storage: Storage) -> set[str]:
 
 @on_azurite
 async def test_an_evicted_pod_is_no_success_and_the_others_wait_for_the_last_lease(
-    storage: Storage, tiny_model: Path, start: Start
+    storage: Storage, tiny_model: Path, fork: Start
 ) -> None:
     await storage.queue.send(f'{{"prompt": "a house", "id": "j{n}", "steps": 2}}' for n in range(6))
     (leased,) = await storage.queue.receive(1, 300)
-    evicted, other = await asyncio.gather(*(start_worker(start, tiny_model) for _ in range(2)))
+    evicted, other = await asyncio.gather(*(start_worker(fork, tiny_model) for _ in range(2)))
     async with asyncio.timeout(60):
         while len(await images(storage)) < 5:
             await asyncio.sleep(0.1)
@@ -57,10 +57,10 @@ async def test_an_evicted_pod_is_no_success_and_the_others_wait_for_the_last_lea
 
 @on_azurite
 async def test_ctrl_c_before_the_end_is_no_success(
-    storage: Storage, tiny_model: Path, start: Start
+    storage: Storage, tiny_model: Path, fork: Start
 ) -> None:
     await storage.queue.send(['{"prompt": "a house", "id": "j"}'])
     await storage.queue.receive(1, 300)
-    process = await start_worker(start, tiny_model)
+    process = await start_worker(fork, tiny_model)
     process.send_signal(signal.SIGINT)
     assert await exit_code(process) == 128 + signal.SIGINT

@@ -9,7 +9,6 @@ import os
 import re
 import signal
 import socket
-import subprocess
 import sys
 from collections.abc import AsyncIterator, Callable, Iterator
 from pathlib import Path
@@ -19,6 +18,7 @@ import aiohttp
 import pytest
 from aiohttp import web
 
+import forks
 from fleet import health
 from imagefleet.storage.open import open_storage
 from imagefleet.storage.protocol import Storage
@@ -82,7 +82,7 @@ priorities.OrderedQueues.receive = expired_once
 
 local_only = pytest.mark.parametrize("storage_settings", ["local"], indirect=True)
 
-Program = Callable[..., "subprocess.Popen[str]"]  # the fixture below
+Program = Callable[..., forks.Fork]  # the fixture below
 
 
 @pytest.fixture
@@ -102,22 +102,25 @@ def on_salad(
     }
 
 
-@pytest.fixture
-def start(on_salad: dict[str, str]) -> Iterator[Program]:
-    """Starts worker processes; those that still run at the end of the test are killed."""
-    started: list[subprocess.Popen[str]] = []
+@pytest.fixture(scope="module")
+def stand_in_forks(tmp_path_factory: pytest.TempPathFactory) -> Iterator[forks.Forks]:
+    folder = tmp_path_factory.mktemp("forks")
+    with forks.running(Path(sys.executable), folder, os.environ, "import worker.process") as made:
+        yield made
 
-    def begin(
-        changes: str = "", engine: str = "StandInEngine()", **settings: str
-    ) -> subprocess.Popen[str]:
+
+@pytest.fixture
+def start(
+    on_salad: dict[str, str], stand_in_forks: forks.Forks, tmp_path: Path
+) -> Iterator[Program]:
+    """Starts worker processes; those that still run at the end of the test are killed."""
+    started: list[forks.Fork] = []
+
+    def begin(changes: str = "", engine: str = "StandInEngine()", **settings: str) -> forks.Fork:
         variables = {f"IMAGEFLEET_{name.upper()}": value for name, value in settings.items()}
-        process = subprocess.Popen(
-            [sys.executable, "-c", PROGRAM.format(changes=changes, engine=engine)],
-            env={**on_salad, **variables},
-            stdin=subprocess.DEVNULL,
-            stdout=subprocess.PIPE,
-            stderr=subprocess.STDOUT,
-            text=True,
+        program = PROGRAM.format(changes=changes, engine=engine)
+        process = stand_in_forks.start(
+            cwd=tmp_path, variables={**on_salad, **variables}, program=program
         )
         started.append(process)
         return process
@@ -143,7 +146,7 @@ async def local_storage(local_settings: StorageSettings) -> AsyncIterator[Storag
         yield opened
 
 
-async def end(worker: subprocess.Popen[str]) -> str:
+async def end(worker: forks.Fork) -> str:
     output, _ = await asyncio.to_thread(worker.communicate, timeout=30)
     return output
 
@@ -160,7 +163,7 @@ async def depth_is(local_storage: Storage, messages: int) -> None:
             await asyncio.sleep(0.02)
 
 
-async def line_with(worker: subprocess.Popen[str], words: str) -> str:
+async def line_with(worker: forks.Fork, words: str) -> str:
     """The worker's next line that contains *words*."""
     assert worker.stdout is not None
     async with asyncio.timeout(30):

@@ -14,19 +14,21 @@ from typing import Any
 import aiohttp
 import pytest
 
+import forks
 from imagefleet.storage.protocol import Storage
 
 JOBS = 24
 LEASE_SECONDS = "3"
 
-Start = Callable[..., "subprocess.Popen[str]"]  # the fixture of conftest.py
+Process = subprocess.Popen[str] | forks.Fork
+Start = Callable[..., Process]  # the fixtures of conftest.py
 
 
 #: What does not depend on the storage is tested on one.
 local_only = pytest.mark.parametrize("storage_settings", ["local"], indirect=True)
 
 
-async def fill(storage: Storage, steps: int = 15) -> set[str]:
+async def fill(storage: Storage, steps: int = 10) -> set[str]:
     """Sends the jobs; returns the names that their images will have."""
     await storage.queue.send(
         f'{{"prompt": "a house", "id": "j{number}", "steps": {steps}}}' for number in range(JOBS)
@@ -45,7 +47,7 @@ async def wait_for_images(storage: Storage, count: int) -> None:
             await asyncio.sleep(0.05)
 
 
-async def end(process: subprocess.Popen[str]) -> str:
+async def end(process: Process) -> str:
     """Waits for a process; returns what it printed."""
     output, _ = await asyncio.to_thread(process.communicate, timeout=90)
     return output
@@ -65,16 +67,16 @@ def worker(model: Path | str, *flags: str | Path) -> list[Any]:
 
 
 async def test_a_worker_killed_in_the_middle_costs_no_image_and_generates_none_twice(
-    storage: Storage, tiny_model: Path, start: Start
+    storage: Storage, tiny_model: Path, fork: Start
 ) -> None:
     expected = await fill(storage)
-    first = start(*worker(tiny_model))
+    first = fork(*worker(tiny_model))
     await wait_for_images(storage, 3)
     first.kill()
     await end(first)
     before = {name: await storage.blobs.read(name) for name in await names(storage)}
     assert len(before) < JOBS, "the worker was killed too late to prove anything"
-    second = start(*worker(tiny_model, "--until-empty"))
+    second = fork(*worker(tiny_model, "--until-empty"))
     output = await end(second)
     assert second.returncode == 0, output
     assert await names(storage) == expected
@@ -90,10 +92,10 @@ async def test_a_worker_killed_in_the_middle_costs_no_image_and_generates_none_t
     indirect=["storage_settings"],
 )
 async def test_a_signal_ends_a_worker_with_exit_code_0_and_every_job_stored_or_back(
-    storage: Storage, tiny_model: Path, start: Start, number: signal.Signals
+    storage: Storage, tiny_model: Path, fork: Start, number: signal.Signals
 ) -> None:
     await fill(storage)
-    process = start("worker", "--model", tiny_model, "--lease-seconds", "300", "--slots", "2")
+    process = fork("worker", "--model", tiny_model, "--lease-seconds", "300", "--slots", "2")
     await wait_for_images(storage, 1)
     process.send_signal(number)
     output = await end(process)
@@ -120,10 +122,10 @@ async def test_a_signal_while_the_model_loads_ends_the_worker_too(
 
 
 async def test_two_workers_share_the_jobs_and_generate_none_twice(
-    storage: Storage, tiny_model: Path, start: Start
+    storage: Storage, tiny_model: Path, fork: Start
 ) -> None:
     expected = await fill(storage, steps=4)
-    processes = [start(*worker(tiny_model, "--until-empty")) for _ in range(2)]
+    processes = [fork(*worker(tiny_model, "--until-empty")) for _ in range(2)]
     outputs = [await end(process) for process in processes]
     assert [process.returncode for process in processes] == [0, 0], outputs
     assert await names(storage) == expected
@@ -176,9 +178,9 @@ async def test_a_worker_serves_probes_and_metrics_while_it_works(
     ],
 )
 async def test_what_the_operator_has_to_fix_is_one_line_and_exit_code_2(
-    storage: Storage, tiny_model: Path, start: Start, flags: list[str], sentence: str
+    storage: Storage, tiny_model: Path, fork: Start, flags: list[str], sentence: str
 ) -> None:
-    process = start("worker", *(str(tiny_model) if flag == "TINY" else flag for flag in flags))
+    process = fork("worker", *(str(tiny_model) if flag == "TINY" else flag for flag in flags))
     output = await end(process)
     assert process.returncode == 2, output
     complaints = [line for line in output.splitlines() if line.startswith("error:")]
@@ -189,7 +191,7 @@ async def test_what_the_operator_has_to_fix_is_one_line_and_exit_code_2(
 
 @local_only
 async def test_a_model_fetched_from_the_storage_works_like_any_other(
-    storage: Storage, tiny_model: Path, start: Start, tmp_path: Path
+    storage: Storage, tiny_model: Path, fork: Start, tmp_path: Path
 ) -> None:
     packed = tmp_path / "tiny.tar"
     with tarfile.open(packed, "w") as tar:
@@ -197,7 +199,7 @@ async def test_a_model_fetched_from_the_storage_works_like_any_other(
     await storage.files.create("models/tiny.tar", packed.read_bytes(), "application/x-tar", {})
     await storage.queue.send(['{"prompt": "a house", "id": "j", "steps": 2}'])
     cache = tmp_path / "cache"
-    process = start(*worker("store:tiny.tar", "--cache", cache, "--until-empty"))
+    process = fork(*worker("store:tiny.tar", "--cache", cache, "--until-empty"))
     assert "1 completed" in await end(process)
     assert "default/j.png" in await names(storage)
     assert list(cache.glob("models/*/tiny/model_index.json"))

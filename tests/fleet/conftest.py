@@ -17,7 +17,10 @@ from typing import Any, Protocol
 
 import numpy as np
 import pytest
+import typer
+from aiolimiter import AsyncLimiter
 
+import forks
 from fleet import main
 from imagefleet.job.message import Output
 from imagefleet.pricing import prices
@@ -33,8 +36,6 @@ from worker.settings import WorkerSettings
 from worker.stages import encode
 from worker.testing import StandInEngine
 
-COMMAND = Path(sys.executable).with_name("imagefleet")
-
 #: Must never appear in any output.
 SECRET = "sv=2024-11-04&sp=up&sig=aB%2FcD3cReT%3D"
 
@@ -43,21 +44,20 @@ NOON = datetime(2026, 11, 1, 12, tzinfo=UTC)
 Imagefleet = Callable[..., "subprocess.CompletedProcess[str]"]
 
 
+@pytest.fixture(scope="session")
+def console_forks(tmp_path_factory: pytest.TempPathFactory) -> Iterator[forks.Forks]:
+    variables = {**os.environ, "COLUMNS": "80"}
+    with forks.running(Path(sys.executable), tmp_path_factory.mktemp("forks"), variables) as server:
+        yield server
+
+
 @pytest.fixture
-def imagefleet(tmp_path: Path) -> Imagefleet:
+def imagefleet(tmp_path: Path, console_forks: forks.Forks) -> Imagefleet:
     """Runs `imagefleet ARGUMENTS` in a new process and an empty folder; keywords set variables."""
 
     def run(*arguments: str, **variables: str) -> subprocess.CompletedProcess[str]:
-        return subprocess.run(
-            [COMMAND, *arguments],
-            cwd=tmp_path,
-            env={**os.environ, "COLUMNS": "80", **variables},
-            stdin=subprocess.DEVNULL,
-            capture_output=True,
-            text=True,
-            timeout=60,
-            check=False,
-        )
+        environment = {**os.environ, "COLUMNS": "80", **variables}
+        return console_forks.run(*arguments, cwd=tmp_path, variables=environment)
 
     return run
 
@@ -73,11 +73,21 @@ def _as_it_was() -> Iterator[None]:
     logging.captureWarnings(capture=False)
 
 
+@pytest.fixture(scope="session")
+def built() -> Any:
+    """All commands, which typer would build anew for each call."""
+    return typer.main.get_command(main.app)
+
+
 @pytest.fixture
 def in_process(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    built: Any,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
 ) -> Imagefleet:
     """As `imagefleet`, but faster: in the test's process."""
+    monkeypatch.setattr(main, "app", built)
 
     def run(*arguments: str) -> subprocess.CompletedProcess[str]:
         monkeypatch.chdir(tmp_path)
@@ -166,6 +176,7 @@ def salad(salad_module: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) ->
 
     monkeypatch.setattr(deployment, "POLL_SECONDS", 0.01)
     monkeypatch.setattr(client, "FIRST_WAIT_SECONDS", 0.01)
+    monkeypatch.setattr(client, "call_limiter", lambda: AsyncLimiter(10_000))
     monkeypatch.setenv("SALAD_API_KEY", salad_module.KEY)
     monkeypatch.setenv("SAS", json.dumps({"queue": SECRET}))
     monkeypatch.setenv("no_proxy", "127.0.0.1")

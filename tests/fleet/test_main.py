@@ -120,10 +120,10 @@ def test_a_group_without_a_command_prints_its_help(imagefleet: Imagefleet, group
     assert result.returncode == console.EXIT_DONE
 
 
-def test_help_takes_well_under_a_second(imagefleet: Imagefleet) -> None:
+def test_help_takes_well_under_a_second() -> None:
     def processor_seconds() -> float:
         before = resource.getrusage(resource.RUSAGE_CHILDREN)
-        imagefleet("--help")
+        subprocess.run([COMMAND, "--help"], stdout=subprocess.DEVNULL, check=True)
         after = resource.getrusage(resource.RUSAGE_CHILDREN)
         return after.ru_utime + after.ru_stime - before.ru_utime - before.ru_stime
 

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import asyncio
 import base64
-import functools
 import json
 import os
 import signal
@@ -23,7 +22,6 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import typer
 from aiolimiter import AsyncLimiter
 
 from fleet import main, options
@@ -202,13 +200,7 @@ def some(failures: list[tuple[Any, Any]], command: str) -> list[tuple[Any, Any]]
     return failures if EVERY_FAILURE else failures[first % 5 :: 5]
 
 
-@functools.cache
-def built() -> Any:
-    """All commands, which typer would build anew for each call."""
-    return typer.main.get_command(main.app)
-
-
-def commands() -> list[str]:
+def commands(built: Any) -> list[str]:
     def below(command: Any, words: tuple[str, ...]) -> Iterator[str]:
         if not hasattr(command, "commands"):
             yield " ".join(words)
@@ -216,11 +208,11 @@ def commands() -> list[str]:
         for name, each in command.commands.items():
             yield from below(each, (*words, name))
 
-    return list(below(built(), ()))
+    return list(below(built, ()))
 
 
-def test_every_command_is_tried() -> None:
-    assert set(ARGUMENTS) == set(commands())
+def test_every_command_is_tried(built: Any) -> None:
+    assert set(ARGUMENTS) == set(commands(built))
 
 
 Run = Callable[..., int]
@@ -228,6 +220,7 @@ Run = Callable[..., int]
 
 @pytest.fixture
 def run(
+    built: Any,
     tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
     capsys: pytest.CaptureFixture[str],
@@ -244,7 +237,7 @@ def run(
         "fleet.yaml": fleet_file("http://127.0.0.1:1", *PLANTED),
     }
     monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr(main, "app", built())
+    monkeypatch.setattr(main, "app", built)
     monkeypatch.setenv("no_proxy", "127.0.0.1")
     monkeypatch.setenv("SALAD_API_KEY", f"{MARK}SaladKey")
     monkeypatch.setenv("PLANTED", f"{MARK}FleetEnvironment")
