@@ -13,6 +13,7 @@ from PIL import ExifTags, Image, ImageDraw, ImageFont, UnidentifiedImageError
 
 from imagefleet import errors
 from imagefleet.job import prompt
+from imagefleet.job.message import MAX_IMAGE_BYTES, MAX_IMAGE_PIXELS
 from imagefleet.redaction import printable
 
 #: The longer side of an image on the sheet; smaller ones are enlarged.
@@ -30,12 +31,6 @@ _UNICODE = b"UNICODE\0"
 
 #: As workers store them; Pillow reads dozens of formats, some through other programs.
 _FORMATS = ("PNG", "JPEG", "WEBP")
-
-#: Four times the largest image of a job. A file of 20 KB may expand to gigabytes.
-MAX_PIXELS = 4 * 2048 * 2048
-
-#: Of the file; a job's largest PNG, of pure noise, has half of it.
-MAX_BYTES = 2 * 3 * 2048 * 2048
 
 #: A prompt's limit, twice for the negative one, and the figures. Pillow limits what compressed text
 #: expands to (a MiB).
@@ -97,8 +92,8 @@ def read_image(data: bytes, longer_side: int) -> tuple[Image.Image, str]:
     Raises:
         DamagedImageError: it is no image of a worker, or larger than one can be.
     """
-    if len(data) > MAX_BYTES:
-        raise DamagedImageError(f"has {len(data):,} bytes; {MAX_BYTES:,} at most are read")
+    if len(data) > MAX_IMAGE_BYTES:
+        raise DamagedImageError(f"has {len(data):,} bytes; {MAX_IMAGE_BYTES:,} at most are read")
     try:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")  # of Pillow, about what is damaged or huge
@@ -108,7 +103,7 @@ def read_image(data: bytes, longer_side: int) -> tuple[Image.Image, str]:
     except UnidentifiedImageError:
         raise DamagedImageError("is not a PNG, JPEG or WebP image") from None
     except Image.DecompressionBombError:
-        raise DamagedImageError(f"has more than {MAX_PIXELS:,} pixels") from None
+        raise DamagedImageError(f"has more than {MAX_IMAGE_PIXELS:,} pixels") from None
     except Exception as error:  # noqa: BLE001 - Pillow's parsers raise a dozen kinds
         reason = printable(" ".join(str(error).split()))[:200]
         raise DamagedImageError(f"is a damaged image ({reason or type(error).__name__})") from None
@@ -116,9 +111,10 @@ def read_image(data: bytes, longer_side: int) -> tuple[Image.Image, str]:
 
 def _read_image(data: bytes, longer_side: int) -> tuple[Image.Image, str]:
     with Image.open(io.BytesIO(data), formats=_FORMATS) as image:
-        if image.width * image.height > MAX_PIXELS:
+        if image.width * image.height > MAX_IMAGE_PIXELS:
             raise DamagedImageError(
-                f"has {image.width:,} x {image.height:,} pixels; {MAX_PIXELS:,} at most are read"
+                f"has {image.width:,} x {image.height:,} pixels; {MAX_IMAGE_PIXELS:,} at most are"
+                " read"
             )
         parameters = printable(_parameters(image)[:_MAX_CHARACTERS])
         scale = longer_side / max(image.size)

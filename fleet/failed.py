@@ -18,7 +18,12 @@ from imagefleet import aio, errors
 from imagefleet.storage.dead_letter import Entry
 from imagefleet.storage.dead_letter_queue import Preview, Refused, Swept
 from imagefleet.storage.protocol import BlobStore
-from imagefleet.storage.settings import SignerSettings, StorageSettings
+from imagefleet.storage.settings import (
+    Priority,
+    SignerSettings,
+    StorageSettings,
+    checked_priority,
+)
 
 #: At most this many kinds of errors and refused messages are printed: about a screen.
 _SHOWN = 20
@@ -102,6 +107,7 @@ def replay(
     campaign: Campaign = None,
     job_id: JobId = None,
     everything: All = False,
+    priority: options.JobPriority = "normal",
     invalid: Annotated[
         bool,
         typer.Option(
@@ -123,6 +129,7 @@ def replay(
     imagefleet failed replay --all --dry-run
     """
     which = _selection(error, campaign, job_id, everything=everything)
+    chosen = checked_priority(priority)
     if dry_run or not yes:
         preview = console.run(_preview(settings, which, invalid=invalid))
         if dry_run and as_json:
@@ -135,7 +142,7 @@ def replay(
             _print_preview(preview, console.stderr)
             jobs = console.counted(preview.count, "failed job")
             console.confirm(f"Send {jobs} again?", yes=yes)
-    swept = console.run(_replay(settings, which, invalid=invalid))
+    swept = console.run(_replay(settings, which, chosen, invalid=invalid))
     _report("replayed", swept, as_json=as_json)
 
 
@@ -242,10 +249,12 @@ async def _preview(settings: SignerSettings, which: aio.Which, *, invalid: bool)
         return await fleet.preview_replay(invalid=invalid, **which)
 
 
-async def _replay(settings: SignerSettings, which: aio.Which, *, invalid: bool) -> Swept:
+async def _replay(
+    settings: SignerSettings, which: aio.Which, priority: Priority, *, invalid: bool
+) -> Swept:
     async with console.connected(settings) as fleet:
         with _counting("replayed") as show:
-            return await fleet.replay(show, invalid=invalid, **which)
+            return await fleet.replay(show, invalid=invalid, priority=priority, **which)
 
 
 async def _discard(settings: SignerSettings, which: aio.Which, *, unsigned: bool) -> Swept:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import functools
-import itertools
+import os
 import signal
 import sys
 import time
@@ -16,12 +16,14 @@ from types import FrameType
 from typing import TYPE_CHECKING, Annotated
 
 import typer
+from pydantic import TypeAdapter, ValidationError
 from rich import markup, progress
 
 from fleet import console, options
-from imagefleet import errors, signing
+from imagefleet import errors, signing, validation
 from imagefleet.storage.open import open_storage
 from imagefleet.storage.protocol import Storage
+from imagefleet.storage.settings import checked_priority
 from loadgen.settings import LoadSettings
 
 if TYPE_CHECKING:
@@ -39,6 +41,9 @@ _SHOWN_SKIPPED = 10
 #: A file below this size is checked in a moment.
 _LONG_FILE_BYTES = 5_000_000
 
+#: Fewer jobs of a template are made in a moment.
+_MANY_JOBS = 20_000
+
 
 @options.from_settings(LoadSettings)
 def command(
@@ -47,10 +52,18 @@ def command(
         str,
         typer.Argument(
             metavar="FILE",
-            help="A template (.yaml, .toml), a file with one job per line (.jsonl), or - for jobs"
-            " from standard input.",
+            help="A template (.yaml, .toml), a file of jobs (.jsonl, .json, .csv, .parquet, .txt"
+            " with a prompt per line; all but Parquet also as .gz), or - for standard input.",
         ),
     ],
+    form: Annotated[
+        str | None,
+        typer.Option(
+            "--format",
+            metavar="jsonl|json|csv|txt|parquet",
+            help="Format of FILE; default: by its name, and jsonl for standard input.",
+        ),
+    ] = None,
     count: Annotated[
         int | None, typer.Option(min=1, help="Number of jobs; overrides FILE's.")
     ] = None,
@@ -62,7 +75,39 @@ def command(
             help="Overrides the template's seed; another seed gives other jobs.",
         ),
     ] = None,
-    dry_run: Annotated[bool, options.dry_run("the first ten jobs as JSON lines")] = False,
+    campaign: Annotated[
+        str | None,
+        typer.Option(
+            metavar="NAME", help="Campaign of the jobs without one: the folder of their images."
+        ),
+    ] = None,
+    dry_run: Annotated[
+        bool, options.dry_run("the number of jobs, and ten of them as JSON lines")
+    ] = False,
+    check: Annotated[
+        bool,
+        typer.Option(
+            "--check",
+            help="Show which LoRAs, models and embeddings the jobs name that are not in the"
+            " storage; send nothing.",
+        ),
+    ] = False,
+    lora_directory: Annotated[
+        Path | None,
+        typer.Option(
+            metavar="PATH",
+            help="With --check: the folder of LoRAs that workers have besides those in the storage."
+            f" [env: {options.variable('lora_directory')}]",
+        ),
+    ] = None,
+    model: Annotated[
+        list[str] | None,
+        typer.Option(
+            metavar="NAME",
+            help="With --check: a model that workers have from elsewhere; repeatable.",
+        ),
+    ] = None,
+    priority: options.JobPriority = "normal",
     restart: Annotated[
         bool, typer.Option("--restart", help="Discard the checkpoint; begin with the first job.")
     ] = False,
@@ -71,7 +116,7 @@ def command(
         typer.Option("--checkpoint", help="Path of the checkpoint; default: next to FILE."),
     ] = None,
     skip_invalid: Annotated[
-        bool, typer.Option("--skip-invalid", help="Skip lines that are not valid jobs.")
+        bool, typer.Option("--skip-invalid", help="Skip what is not a valid job.")
     ] = False,
     quiet: Annotated[bool, typer.Option("--quiet", help="No progress.")] = False,
     as_json: Annotated[bool, typer.Option("--json", help="Print the summary as JSON.")] = False,
@@ -85,23 +130,38 @@ def command(
 
     imagefleet load templates/demo.yaml --count 1000000 --rate 500
 
-    zcat jobs.jsonl.gz | imagefleet load -
+    imagefleet load prompts.csv --check
+
+    shuf prompts.txt | imagefleet load - --format txt
     """
     from loadgen import sources
     from loadgen.load import Load, default_path
 
+    if (lora_directory or model) and not check:
+        raise errors.SetupError("--lora-directory and --model go with --check")
+    chosen = checked_priority(priority)
     skipped = _Skipped()
     on_invalid = skipped if skip_invalid else None
     reading = functools.partial(_reading, Path(file), is_shown=not (quiet or as_json))
     with reading("reading") as on_read:
         key = signing.Keys.of(settings).signing
         source = sources.open_source(
-            file, count=count, seed=seed, on_invalid=on_invalid, on_read=on_read, key=key
+            file,
+            form=form,
+            count=count,
+            seed=seed,
+            on_invalid=on_invalid,
+            on_read=on_read,
+            key=key,
+            campaign=_checked_name(campaign),
         )
+    if check:
+        _check(settings, source, skipped, lora_directory, model, reading, as_json=as_json)
+        return
     if dry_run:
         with reading("checking") as on_read:
             source.check(0, on_read)
-        _print_jobs(source)
+        _print_jobs(source, quiet=quiet)
         return
     if file == "-":
         if checkpoint_file or restart:
@@ -112,7 +172,15 @@ def command(
     in_use = f"another `imagefleet load` is at work with the checkpoint {path}"
     with console.only_one(path, in_use) if path else contextlib.nullcontext():
         storage = open_storage(settings)
-        load = Load(storage, source, settings, path, restart=restart)
+        load = Load(
+            storage,
+            source,
+            settings,
+            path,
+            restart=restart,
+            priority=chosen,
+            on_notice=console.print_note,
+        )
         _announce(load, file, path)
         with reading("checking") as on_read:
             load.check(on_read)  # before the event loop begins: Ctrl-C can interrupt a long file
@@ -129,17 +197,54 @@ def command(
         raise typer.Exit(console.EXIT_INTERRUPTED)
 
 
+def _checked_name(campaign: str | None) -> str | None:
+    from imagefleet.job.message import SafeId
+
+    try:
+        return TypeAdapter[str | None](SafeId | None).validate_python(campaign)
+    except ValidationError as error:
+        raise errors.SetupError(f"--campaign: {validation.sentence(error)}") from None
+
+
 class _Skipped:
     """Counts the skipped lines and reports the first of them."""
 
     count = 0
 
-    def __call__(self, line: int, reason: str) -> None:
+    def __call__(self, place: str, reason: str) -> None:
         self.count += 1
         if self.count <= _SHOWN_SKIPPED:
-            console.print_note(f"line {line} is skipped: {reason}")
+            console.print_note(f"{place} is skipped: {reason}")
         elif self.count == _SHOWN_SKIPPED + 1:
-            console.print_note("more lines are skipped; the summary counts them")
+            console.print_note("more jobs are skipped; the summary counts them")
+
+
+def _check(
+    settings: LoadSettings,
+    source: Source,
+    skipped: _Skipped,
+    lora_directory: Path | None,
+    models: list[str] | None,
+    reading: Callable[..., contextlib.AbstractContextManager[Callable[[int], None]]],
+    *,
+    as_json: bool,
+) -> None:
+    """Reads all jobs, and tells what they name that workers would not find."""
+    from fleet.files import missing
+
+    if lora_directory is None and (folder := os.environ.get(options.variable("lora_directory"))):
+        lora_directory = Path(folder)
+    uses = missing.Uses()
+    with reading("checking", jobs=source.jobs_to_make) as on_read:
+        source.check(0, on_read, uses.add)
+    elsewhere = missing.Elsewhere(lora_directory, models or ())
+    found = console.run(missing.look(settings, uses, elsewhere))
+    if as_json:
+        console.print_json(missing.summary(uses, found) | {"invalid": skipped.count})
+    else:
+        missing.show(uses, found)
+    if found:
+        raise typer.Exit(console.EXIT_OPERATOR_MUST_ACT)
 
 
 async def _run(storage: Storage, load: Load, show: Callable[[int], None]) -> Summary:
@@ -174,22 +279,25 @@ def _announce(load: Load, file: str, path: Path | None) -> None:
 
 
 @contextlib.contextmanager
-def _reading(path: Path, doing: str, *, is_shown: bool) -> Iterator[Callable[[int], None]]:
-    """A bar of the bytes that are read of a long file, on a terminal, and the end by Ctrl-C."""
-    size = path.stat().st_size if path.is_file() else 0
+def _reading(
+    path: Path, doing: str, *, is_shown: bool, jobs: int | None = None
+) -> Iterator[Callable[[int], None]]:
+    """A bar of a long file's bytes, or of so many *jobs*, on a terminal; the end by Ctrl-C."""
+    size = jobs or (path.stat().st_size if path.is_file() else 0)
+    is_long = size >= (_MANY_JOBS if jobs else _LONG_FILE_BYTES)
     try:
-        if not is_shown or not console.stderr.is_terminal or size < _LONG_FILE_BYTES:
-            yield lambda _read_bytes: None
+        if not (is_shown and is_long and console.stderr.is_terminal):
+            yield lambda _done: None
             return
         columns = (
             progress.TextColumn("{task.description}"),
             progress.BarColumn(),
-            progress.DownloadColumn(),
+            progress.MofNCompleteColumn() if jobs else progress.DownloadColumn(),
             progress.TimeRemainingColumn(),
         )
         with progress.Progress(*columns, console=console.stderr, transient=True) as bar:
             task = bar.add_task(f"{doing} {markup.escape(path.name)}", total=size)
-            yield lambda read_bytes: bar.update(task, completed=read_bytes)
+            yield lambda done: bar.update(task, completed=done)
     except KeyboardInterrupt:
         console.print_note(f"stopped while {doing} {path}; nothing was sent")
         raise
@@ -229,9 +337,10 @@ def _progress(
             yield lambda confirmed: bar.update(task, completed=confirmed, rate=rate(confirmed))
 
 
-def _print_jobs(source: Source) -> None:
-    jobs = (body for body in source.bodies(0) if body is not None)
-    for body in itertools.islice(jobs, DRY_RUN_JOBS):
+def _print_jobs(source: Source, *, quiet: bool) -> None:
+    if not quiet and (what := source.describe()):
+        console.print_note(what)
+    for body in source.examples(DRY_RUN_JOBS):
         sys.stdout.write(body + "\n")
     sys.stdout.flush()
 
@@ -245,7 +354,12 @@ def _print_summary(summary: Summary, skipped: int, path: Path | None) -> None:
             f" {summary.storage}, {summary.jobs_per_second:,.0f} jobs/s"
         )
     if skipped:
-        console.print_note(f"{console.counted(skipped, 'line')} skipped")
+        console.print_note(f"{console.counted(skipped, 'invalid job')} skipped")
+    for campaign, jobs in summary.cancelled.items():
+        again = "; --restart sends all its jobs again" if path else ""
+        console.print_note(
+            f"{console.counted(jobs, 'job')} not sent: campaign {campaign} was cancelled{again}"
+        )
     if not summary.finished:
         resume = "; the same command resumes there" if path else ""
         console.print_note(f"stopped after {console.counted(summary.confirmed, 'job')}{resume}")

@@ -18,6 +18,9 @@ from typer.core import TyperCommand, TyperGroup
 from fleet import console, demo, failed, health, load, options, prompt
 from fleet.bench import command as bench
 from fleet.broker import command as broker
+from fleet.campaigns import cancel, purge, table
+from fleet.campaigns import job as job_command
+from fleet.export import command as export
 from fleet.files import lora, model
 from fleet.gallery import command as gallery
 from fleet.keys import command as keys
@@ -25,6 +28,7 @@ from fleet.monitor import command as monitor
 from fleet.plan import command as plan
 from fleet.redo import command as redo
 from fleet.report import command as report
+from fleet.results import command as results
 from fleet.salad import command as deploy
 from fleet.scale import command as scale
 from fleet.verify import command as verify
@@ -110,8 +114,8 @@ On one machine, with everything in the folder imagefleet-data:
 Every setting is a flag and a variable: --queue is IMAGEFLEET_QUEUE.
 
 Exit codes: 0 done, 1 unexpected error, 2 invalid input or setup, 3 broken node (replace it),
-4 jobs failed (worker --fail-on-failed) or images are wrong (verify, redo), 130 interrupted,
-143 terminated (worker --until-empty).""",
+4 jobs failed (worker --fail-on-failed) or images are wrong or missing (verify, redo, results,
+export), 130 interrupted, 143 terminated (worker --until-empty).""",
 )
 
 
@@ -136,6 +140,10 @@ def root(
 app.command("demo")(demo.command)
 app.command("worker")(worker.command)
 app.command("load")(load.command)
+app.command("campaigns")(table.command)
+app.command("job")(job_command.command)
+app.command("cancel")(cancel.command)
+app.command("purge")(purge.command)
 app.command("status")(monitor.status_command)
 app.command("top")(monitor.top_command)
 app.command("exporter")(monitor.exporter_command)
@@ -143,6 +151,8 @@ app.add_typer(failed.app, name="failed", short_help="Lists, replays and discards
 app.add_typer(keys.app, name="keys", short_help="Creates, checks and revokes SAS tokens.")
 app.command("broker")(broker.command)
 app.command("plan")(plan.command)
+app.command("results")(results.command)
+app.command("export")(export.command)
 app.command("report")(report.command)
 app.command("gallery")(gallery.command)
 app.command("verify")(verify.command)

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Coroutine
+from collections.abc import Awaitable, Callable, Coroutine, Iterable
 from typing import Any, TypeVar, overload
 
 First = TypeVar("First")
 Second = TypeVar("Second")
 Third = TypeVar("Third")
 Result = TypeVar("Result")
+Item = TypeVar("Item")
 
 
 @overload
@@ -51,3 +52,16 @@ async def gather(*works: Coroutine[Any, Any, Any]) -> tuple[Any, ...]:
             # TaskGroup before Python 3.13, which also miscounts.
             raise asyncio.CancelledError from None
         raise error from None
+
+
+async def for_each(
+    items: Iterable[Item], work: Callable[[Item], Awaitable[None]], at_once: int
+) -> None:
+    """Awaits *work* for each item, some at the same time; the first error ends them all."""
+    left = iter(items)
+
+    async def run() -> None:
+        for item in left:
+            await work(item)
+
+    await gather(*(run() for _ in range(at_once)))

@@ -55,7 +55,7 @@ def messages(
     expected: dict[str, JobFacts],
     key: SigningKey | None = None,
 ) -> Iterator[str]:
-    """The jobs' messages; adds to *expected*, by name, each job with the images to wait for.
+    """The jobs' messages; adds to *expected*, by `JobFacts.key`, each job and its images.
 
     Raises:
         JobError: two jobs have one id, or a job is too large for a message.

@@ -91,6 +91,16 @@ class Patterns:
     def longest(self) -> int:
         return max(len(slot.words) for slot in self._slots)
 
+    def slot_of(self, name: str) -> int | None:
+        """The slot of the placeholder `{name}`, if there is one."""
+        return self._numbers.get(name)
+
+    def with_word(self, draws: Sequence[Draw], slot: int, word: int) -> list[Draw]:
+        """*draws*, but with choice *word* in *slot*."""
+        changed = list(draws)
+        changed[slot] = (self._slots[slot].fraction_of(word), draws[slot][1])
+        return changed
+
     def draw(self, seed: int, index: int) -> list[Draw]:
         size = len(self._slots)
         stream = hashlib.shake_256(struct.pack(">QQ", seed, index)).digest(16 * size)

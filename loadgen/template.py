@@ -1,4 +1,4 @@
-"""The template file: prompt patterns with placeholders, lists of words, fixed fields."""
+"""The template file: prompt patterns with placeholders, lists of words, fields of the job."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import json
 import tomllib
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Annotated, Any, Self
+from typing import Annotated, Any, Literal, Self
 
 from pydantic import (
     BaseModel,
@@ -23,6 +23,7 @@ from pydantic import (
 from imagefleet import errors, redaction, validation, yaml_file
 from imagefleet.job import prompt
 from imagefleet.job.message import Job, SafeFileName
+from loadgen import sweep as sweeping
 
 SUFFIXES = frozenset({".yaml", ".yml", ".toml"})
 
@@ -96,6 +97,8 @@ class Template(BaseModel):
     seed: int = Field(default=0, ge=0, lt=2**63)
     lists: dict[ListName, Choices] = Field(default_factory=dict)
     job: dict[str, JsonValue] = Field(default_factory=dict)
+    sweep: Literal["all", "random"] = "all"
+    every: tuple[str, ...] = ()
 
     @model_validator(mode="before")
     @classmethod
@@ -111,11 +114,25 @@ class Template(BaseModel):
         for name in _GENERATED_FIELDS:
             if name in fields:
                 raise ValueError(f"{name} is filled in for each job; remove it here")
-        try:
-            Job.model_validate({"prompt": "", **fields})
-        except ValidationError as error:
-            raise ValueError(validation.sentence(error, Job.model_fields)) from None
+        sweeping.read(fields)
         return fields
+
+    @model_validator(mode="after")
+    def _every_is_known(self) -> Self:
+        for name in self.every:
+            if name not in self.choices:
+                known = ", ".join(self.choices)
+                raise ValueError(f"every: there is no list {name[:80]!r}; there are {known}")
+            if self.every.count(name) > 1:
+                raise ValueError(f"every: {name!r} is there twice")
+        if self.every and self.sweep == "random":
+            raise ValueError("every: is for `sweep: all`; remove one of the two")
+        return self
+
+    @property
+    def choices(self) -> dict[str, Choices]:
+        """All that can be drawn from, by name."""
+        return {"prompt": self.prompt, "negative_prompt": self.negative_prompt, **self.lists}
 
 
 #: Of all levels of the file, for suggestions.

@@ -16,6 +16,7 @@ import sys
 import time
 import uuid
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
+from contextlib import AbstractAsyncContextManager
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, NoReturn
@@ -27,12 +28,14 @@ from aiohttp import web
 from azure.core.exceptions import ResourceNotFoundError
 from azure.storage.blob import BlobServiceClient
 from azure.storage.queue import QueueServiceClient
+from prometheus_client import CollectorRegistry
 
 import azurite
 from imagefleet.storage.azure.storage import API_VERSION
 from imagefleet.storage.open import open_storage
 from imagefleet.storage.protocol import Storage
 from imagefleet.storage.settings import StorageSettings
+from imagefleet.telemetry import probes
 
 #: Without Azurite, half of the tests are skipped: acceptable on a laptop, an error in CI.
 AZURITE_REQUIRED = bool(os.environ.get("CI") or os.environ.get("IMAGEFLEET_REQUIRE_AZURITE"))
@@ -141,6 +144,21 @@ async def salad_metadata_service() -> AsyncIterator[FakeSaladMetadata]:
     service.url = f"http://127.0.0.1:{runner.addresses[0][1]}"
     yield service
     await runner.cleanup()
+
+
+@pytest.fixture
+def serve_probes() -> Callable[[bool], AbstractAsyncContextManager[int]]:
+    """Serves a worker's probes, which all give the same answer; yields the port."""
+
+    def serve(answer: bool) -> AbstractAsyncContextManager[int]:
+        def say() -> bool:
+            return answer
+
+        return probes.serving(
+            CollectorRegistry(), is_live=say, is_ready=say, is_started=say, host="127.0.0.1", port=0
+        )
+
+    return serve
 
 
 @pytest.fixture(scope="session")
@@ -322,9 +340,10 @@ def _remove_from_azurite(settings: StorageSettings) -> None:
     """Deletes queues and containers: Azurite slows down with every message in any queue."""
     queues = QueueServiceClient.from_connection_string(settings.storage, api_version=API_VERSION)
     blobs = BlobServiceClient.from_connection_string(settings.storage, api_version=API_VERSION)
-    with queues, blobs, contextlib.suppress(ResourceNotFoundError):
-        queues.delete_queue(settings.queue)
-        queues.delete_queue(settings.poison_queue)
+    with queues, blobs:
+        for queue in (*settings.job_queues.values(), settings.poison_queue):
+            with contextlib.suppress(ResourceNotFoundError):
+                queues.delete_queue(queue)
         for container in (settings.container, settings.files_container):
             with contextlib.suppress(ResourceNotFoundError):
                 blobs.delete_container(container)

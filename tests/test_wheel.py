@@ -36,9 +36,12 @@ from PIL import Image
 
 from fleet.main import app
 from header_files import LORA, file_of
+from imagefleet.records.record import Record
+from imagefleet.records.writer import RecordLog
 from imagefleet.storage.dead_letter import FailedJob
 from imagefleet.storage.open import open_storage
 from imagefleet.storage.settings import StorageSettings
+from salad_fake import fleet_file
 
 ROOT = Path(__file__).parents[1]
 
@@ -61,18 +64,6 @@ FAILED_JOBS = [
 #: What a command says that needs the libraries of the worker, which are not installed here.
 NEEDS_WORKER = r"torch is not installed; .*pip install 'imagefleet\[worker\]'"
 
-FLEET_FILE = """\
-name: sd15-batch
-organization: acme
-project: default
-api: {salad}
-image: registry.example.com/acme/imagefleet@sha256:{digest}
-replicas: 2
-gpus: [RTX 3060 Ti]
-environment:
-  IMAGEFLEET_STORAGE: https://acmeimages.blob.core.windows.net
-"""
-
 
 @dataclass(frozen=True)
 class Case:
@@ -90,9 +81,15 @@ COMMANDS: dict[str, Case] = {
     "prompt": Case("'a ((red)) house <lora:rocket:0.5>' --negative blurry", r"1\.21 +red"),
     "plan": Case("--jobs 1000 --gpu 'RTX 4090'", r"images per dollar"),
     "load": Case("jobs.jsonl --storage local:other", r"2 jobs"),
+    "campaigns": Case("", r"campaign +sent +completed|no campaigns"),
+    "job": Case("spring/0001", r"state +completed"),
+    "cancel": Case("--campaign autumn --dry-run", r"nothing is recorded of a campaign autumn"),
+    "purge": Case("--dry-run", r"0 messages of the queue jobs would be deleted"),
     "status": Case("--json", r'"messages": 0'),
     "top": Case("--prometheus {prometheus}", r"of 0 workers"),
     "report": Case("--campaign spring", r"Report: spring-report\.html"),
+    "results": Case("--campaign spring", r"images +1"),
+    "export": Case("shards --campaign spring --format imagefolder", r"1 image, .* in 1 shard"),
     "failed list": Case("", r"MissingFileError"),
     "failed show": Case("j1", r"there is no LoRA fox"),
     "failed replay": Case("--id j1", r"1 .*replayed"),
@@ -269,7 +266,7 @@ def work(tmp_path_factory: pytest.TempPathFactory, azurite_address: str, salad: 
     (folder / "jobs.jsonl").write_text('{"prompt": "a fox"}\n{"prompt": "an owl"}\n')
     (folder / "dreams.safetensors").write_bytes(file_of())
     (folder / "rocket.safetensors").write_bytes(file_of(*LORA))
-    (folder / "fleet.yaml").write_text(FLEET_FILE.format(salad=salad.url, digest="5" * 64))
+    (folder / "fleet.yaml").write_text(fleet_file(salad.url, replicas=2))
 
     stored = io.BytesIO()
     Image.new("RGB", (64, 64), "teal").save(stored, "PNG")
@@ -282,6 +279,16 @@ def work(tmp_path_factory: pytest.TempPathFactory, azurite_address: str, salad: 
             await local.poison.send([job.encode() for job in FAILED_JOBS])
             facts = {"worker": "w1", "seconds": "2", "attempt": "1", "job": "0001"}
             await local.blobs.create("spring/0001.png", stored.getvalue(), "image/png", facts)
+            image = Record(
+                outcome="completed",
+                id="0001",
+                campaign="spring",
+                at=datetime.now(UTC),
+                blob="spring/0001.png",
+                size_bytes=len(stored.getvalue()),
+                seconds=2,
+            )
+            await RecordLog(local.blobs, "w1").add([image])
         async with open_storage(StorageSettings(storage=azurite_address)) as azurite:
             await azurite.create()
 

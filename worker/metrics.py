@@ -16,7 +16,7 @@ from imagefleet.telemetry.queue_gauges import QueueGauges
 from worker.files.loras import LoraLibrary
 from worker.gpu_thread import EngineThread
 
-OUTCOMES = (
+Outcome = Literal[
     "completed",
     "duplicate",
     "verified",
@@ -26,7 +26,8 @@ OUTCOMES = (
     "cancelled",
     "lost",
     "handed_back",
-)
+]
+"""How a job ended here; `verified` and `unverified`: a second drawing is stored, or none is."""
 
 STAGES = ("pull", "prepare", "wait_gpu", "generate", "encode", "upload", "record", "acknowledge")
 
@@ -131,7 +132,7 @@ class WorkerMetrics:
     def _start_at_zero(self) -> None:
         """Creates each series before its first event: `increase` misses a first value of 1."""
         for metric, values in (
-            (self.jobs, OUTCOMES),
+            (self.jobs, get_args(Outcome)),
             (self.lease_renewals, ("renewed", "unknown", "lost")),
             (self.stage_seconds, STAGES),
             (self.node_windows, ("passed", "failed", "unknown")),

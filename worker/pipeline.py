@@ -15,16 +15,17 @@ from importlib import metadata
 from typing import NoReturn
 
 from imagefleet import errors, retry
+from imagefleet.cancelled import CancelledCampaigns
 from imagefleet.signing import trusted_keys
 from imagefleet.storage import protocol
 from imagefleet.telemetry import logs
-from worker import records, replica, tasks
+from worker import replica, tasks
 from worker.cost import CostMeter
 from worker.engine import contract
 from worker.files.loras import LoraLibrary
 from worker.gpu_thread import EngineThread
 from worker.leases import LeaseKeeper
-from worker.metrics import EngineCollector, WorkerMetrics
+from worker.metrics import EngineCollector, Outcome, WorkerMetrics
 from worker.node import reference, suspects
 from worker.node.check import NodeCheck
 from worker.node.quarantine import Quarantine
@@ -35,7 +36,8 @@ from worker.progress import Phase
 from worker.pull import Puller
 from worker.salad.reallocation import Reallocation
 from worker.settings import WorkerSettings
-from worker.settle import InFlightJob, Outcome, Settler
+from worker.settle import InFlightJob, Settler
+from worker.stages import record
 from worker.stages.generate import GenerateStage
 from worker.stages.prepare import PREPARERS, PrepareStage
 from worker.stages.upload import ENCODERS, UPLOADS, EncodeStage, UploadStage
@@ -129,7 +131,7 @@ class Pipeline:
             worker_name=settings.name,
             retry_policy=retry_policy,
             on_settled=self._settled,
-            flush_seconds=records.flush_seconds(storage.url, settings.lease_seconds),
+            flush_seconds=record.flush_seconds(storage.url, settings.lease_seconds),
         )
         self._watchdog = NodeWatchdog(self.engine_thread, limits, self.metrics)
         self._reallocation = reallocation or Reallocation(None, self.metrics)
@@ -155,6 +157,7 @@ class Pipeline:
             priority=settings.priority,
         )
         self._quarantine = Quarantine(storage.files, frozenset({settings.name, suspects.machine()}))
+        self._cancelled = CancelledCampaigns(storage.files, storage.queue.name)
         self._upload: UploadStage | None = None
         self._is_draining = False
 
@@ -234,6 +237,7 @@ class Pipeline:
             self.settler,
             self.metrics,
             self._watchdog,
+            self._cancelled,
         )
         prepare = PrepareStage(
             engine,
@@ -290,6 +294,10 @@ class Pipeline:
             side_tasks.start("watch images", checks.watch_images)
             side_tasks.start("watch weights", checks.watch_weights)
         side_tasks.start("watch quarantine", lambda: self._quarantine.watch(checks.quarantined))
+        side_tasks.start(
+            "watch cancelled campaigns",
+            lambda: self._cancelled.watch(lambda: bool(self.settler.in_flight)),
+        )
         side_tasks.start("measure queues", self._measure_queues)
         side_tasks.start("prepare", prepare.run, PREPARERS)
         side_tasks.start("generate", generate.run)

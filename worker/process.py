@@ -19,7 +19,7 @@ from imagefleet.telemetry import probes, push
 from worker import progress, replica, tasks
 from worker.engine import contract
 from worker.files import check, model
-from worker.metrics import WorkerMetrics
+from worker.metrics import Outcome, WorkerMetrics
 from worker.node.watchdog import limits_of
 from worker.pipeline import Pipeline
 from worker.progress import Counts, Phase, Progress, ProgressMeter, WorkerReport
@@ -27,7 +27,6 @@ from worker.salad import deletion_cost, wait_for_operator
 from worker.salad import metadata as salad_metadata
 from worker.salad.reallocation import Reallocation
 from worker.settings import WorkerSettings
-from worker.settle import Outcome
 
 log = logging.getLogger(__name__)
 
@@ -38,7 +37,7 @@ SAMPLE_SECONDS = 1.0
 PROGRESS_SECONDS = 60.0
 
 #: After these a job is no longer in the queue.
-_ENDED = ("completed", "duplicate", "failed", "verified", "unverified")
+_ENDED = ("completed", "duplicate", "failed", "cancelled", "verified", "unverified")
 
 
 async def run_worker(
@@ -215,6 +214,7 @@ class _Worker:
             images=self._images(),
             ended_jobs=sum(self._jobs[outcome] for outcome in _ENDED),
             failed_jobs=self._jobs["failed"],
+            cancelled_jobs=self._jobs["cancelled"],
             jobs_in_flight=self._jobs_in_flight(),
             dollars=dollars,
         )

@@ -9,7 +9,7 @@ from collections import Counter
 from collections.abc import Awaitable, Callable
 from dataclasses import dataclass, field
 from datetime import UTC, datetime
-from typing import Any, Literal
+from typing import Any
 
 from imagefleet import errors, retry
 from imagefleet.job.message import Job
@@ -21,23 +21,10 @@ from imagefleet.storage.dead_letter import FailedJob
 from imagefleet.storage.deliveries import SUSPECT_AFTER, Deliveries
 from worker.cost import CostMeter
 from worker.leases import Lease, LeaseKeeper
-from worker.metrics import WorkerMetrics
-from worker.records import PendingRecords
+from worker.metrics import Outcome, WorkerMetrics
+from worker.stages.record import PendingRecords
 
 log = logging.getLogger(__name__)
-
-Outcome = Literal[
-    "completed",
-    "duplicate",
-    "verified",
-    "unverified",
-    "retried",
-    "failed",
-    "cancelled",
-    "lost",
-    "handed_back",
-]
-"""How a job ended here; `verified` and `unverified`: a second drawing is stored, or none is."""
 
 #: The pause before a failed job's next attempt, doubled with each.
 FIRST_RETRY_SECONDS = 2.0
@@ -61,6 +48,7 @@ class InFlightJob:
     ahead: bool = True  # of the engine: pulled, and not generated yet
     submitted: bool = False  # every image has been submitted to the engine
     settled: bool = False
+    is_cancelled: bool = False  # some of its images are left out
     records: list[Record] = field(default_factory=list)
     """Of its images that this worker has stored."""
     again: list[Record] = field(default_factory=list)
@@ -181,6 +169,9 @@ class Settler:
 
     async def completed(self, entry: InFlightJob) -> None:
         """Every image is stored: acknowledges the message once the records are."""
+        if entry.is_cancelled:
+            await self.cancelled(entry)
+            return
 
         async def finish(error: errors.TransientError | None) -> None:
             if not entry.settle():
@@ -193,14 +184,18 @@ class Settler:
         await self.pending.put(finish, entry.records, entry.again)
 
     async def cancelled(self, entry: InFlightJob) -> None:
-        """Its campaign was cancelled before it was begun: acknowledges the message."""
+        """Its campaign was cancelled: acknowledges the message; what was begun is stored."""
         if not entry.settle():
+            return
+        if entry.is_second_drawing:
+            await self._end_unverified(entry, "its campaign was cancelled")
             return
 
         async def finish(error: errors.TransientError | None) -> None:
             await self._acknowledge(entry, "cancelled", error)
 
-        await self.pending.put(finish, [self.record(entry, "cancelled")])
+        record = self.record(entry, "cancelled")
+        await self.pending.put(finish, [*entry.records, record], entry.again)
 
     async def _acknowledge(
         self, entry: InFlightJob, outcome: Outcome, error: errors.TransientError | None
@@ -218,6 +213,9 @@ class Settler:
         """
         if isinstance(error, (errors.NodeError, errors.SetupError)):
             raise error
+        if isinstance(error, errors.JobCancelled):
+            await self.cancelled(entry)
+            return
         if not entry.settle():
             return
         if isinstance(error, errors.LeaseLost):
@@ -343,6 +341,7 @@ class Settler:
     def _ended(self, entry: InFlightJob, outcome: Outcome) -> None:
         self.keeper.drop(entry.lease)
         self.in_flight.discard(entry)
+        self.pending.job_ended()
         if not self.in_flight:
             self.nothing_in_flight.set()
         self.outcomes[outcome] += 1

@@ -12,7 +12,7 @@ import typer
 from fleet import console, options
 from fleet.options import Since
 from imagefleet import errors, signing
-from imagefleet.storage.settings import SignerSettings
+from imagefleet.storage.settings import SignerSettings, StorageSettings
 
 if TYPE_CHECKING:
     from fleet.redo import select
@@ -84,11 +84,8 @@ def command(
         since=options.read_moment("--since", since),
         until=options.read_moment("--until", until),
     )
-    keys = signing.Keys.of(settings)
-    given = _read_jobs(jobs, keys.signing)
-    result = console.run(
-        _run(settings, wanted, given, keys.trusted, dry_run=dry_run, yes=yes, quiet=as_json)
-    )
+    given = {} if jobs is None else _read_jobs(jobs, signing.Keys.of(settings).signing)
+    result = console.run(_run(settings, wanted, given, dry_run=dry_run, yes=yes, quiet=as_json))
     if as_json:
         console.print_json(result)
     else:
@@ -97,10 +94,8 @@ def command(
         raise typer.Exit(console.EXIT_IMAGES_WRONG)
 
 
-def _read_jobs(path: Path | None, key: signing.SigningKey | None) -> dict[str, str]:
+def _read_jobs(path: Path, key: signing.SigningKey | None) -> dict[str, str]:
     """The messages in a file of jobs, signed with *key*, by the jobs' keys."""
-    if path is None:
-        return {}
     from fleet.redo.jobs import by_key
     from loadgen import sources
 
@@ -108,10 +103,9 @@ def _read_jobs(path: Path | None, key: signing.SigningKey | None) -> dict[str, s
 
 
 async def _run(
-    settings: SignerSettings,
+    settings: StorageSettings,
     wanted: select.Wanted,
     given: dict[str, str],
-    trusted: signing.TrustedKeys | None = None,
     *,
     dry_run: bool,
     yes: bool,
@@ -125,7 +119,7 @@ async def _run(
         storage = fleet.storage
         if not dry_run:
             await replace.check_access(storage)
-        journals = [each async for each in replace.unfinished(storage)]
+        journals = [each async for each in storage.files.names(replace.JOURNALS)]
         finished = replace.Replaced()
         if not dry_run:
             for journal in journals:
@@ -146,7 +140,7 @@ async def _run(
         cost = "" if found.dollars is None else f", which took about ${found.dollars:,.2f}"
         images = console.counted(len(found.images), "image")
         console.confirm(f"Have {images} drawn again{cost}?", yes=yes)
-        finder = JobFinder(storage.blobs, given, trusted)
+        finder = JobFinder(storage.blobs, given, fleet.keys.trusted)
         await finder.list_duplicates(
             wanted.blob or (f"{wanted.campaign}/" if wanted.campaign else "")
         )

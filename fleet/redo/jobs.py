@@ -8,7 +8,7 @@ from collections.abc import Iterable, Mapping
 
 from fleet.verify import picture
 from imagefleet import errors
-from imagefleet.job.message import DUPLICATES, Job, job_key, read_job
+from imagefleet.job.message import DUPLICATES, MAX_IMAGE_BYTES, Job, job_key, read_job
 from imagefleet.signing import TrustedKeys
 from imagefleet.storage.protocol import BlobStore
 
@@ -64,7 +64,7 @@ class JobFinder:
         files = [data]
         for duplicate in self._duplicates.get(name, ()):
             try:
-                files.append(await self._blobs.read(duplicate, picture.MAX_BYTES) or b"")
+                files.append(await self._blobs.read(duplicate, MAX_IMAGE_BYTES) or b"")
             except errors.UnusableFileError:
                 continue
         return [

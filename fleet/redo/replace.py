@@ -10,23 +10,21 @@ from __future__ import annotations
 import hashlib
 import json
 import uuid
-from collections.abc import AsyncIterator, Callable, Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 
 from pydantic import BaseModel, ConfigDict, ValidationError
 
 from fleet.redo.jobs import JobFinder
 from imagefleet import concurrency, errors
-from imagefleet.job.message import DUPLICATES, REPLACED
+from imagefleet.job.message import DUPLICATES, MAX_IMAGE_BYTES, REPLACED
 from imagefleet.storage.protocol import Storage
 
+#: Those of runs that were killed stay.
 JOURNALS = "redo/"
 
 #: Images of one journal: their files are in memory at the same time, and a kill repeats them.
 BATCH = 32
-
-#: Above an image of a job.
-MAX_IMAGE_BYTES = 32 * 2**20
 
 #: A message of 64 KiB for each.
 _MAX_JOURNAL_BYTES = 2**24
@@ -77,12 +75,6 @@ async def check_access(storage: Storage) -> None:
             " with the role Storage Blob Data Contributor, or the tokens of `imagefleet keys"
             " operator`"
         )
-
-
-async def unfinished(storage: Storage) -> AsyncIterator[str]:
-    """The journals of runs that were killed."""
-    async for name in storage.files.names(JOURNALS):
-        yield name
 
 
 async def replace(

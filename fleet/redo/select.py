@@ -11,11 +11,8 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
 from fleet.verify.quarantine import node_of
 from imagefleet import concurrency, errors
-from imagefleet.job.message import ASIDE, CHECKS, DUPLICATES
+from imagefleet.job.message import ASIDE, CHECKS, DUPLICATES, SUSPECT
 from imagefleet.storage.protocol import BlobRecord, BlobStore
-
-#: Records of nodes that failed their checks, which workers store.
-SUSPECT_RECORDS = "-suspect/"
 
 #: Above a record of 50,000 images, the most of a worker.
 _MAX_RECORD_BYTES = 2**24
@@ -121,7 +118,7 @@ async def _by_records(
 ) -> Selection:
     found = Selection()
     suspects: dict[str, str] = {}
-    async for name in blobs.names(SUSPECT_RECORDS):
+    async for name in blobs.names(SUSPECT):
         if not name.endswith(".json"):
             continue
         record = await _read_record(blobs, name)
@@ -130,20 +127,18 @@ async def _by_records(
             continue
         images = (each for each in record.images if is_image(each))
         suspects |= {each: record.worker for each in images if _is_in(each, campaign)}
-    left = iter(suspects.items())
 
-    async def look_up() -> None:
-        for name, worker in left:
-            on_listed()
-            try:
-                metadata = await blobs.metadata(name)
-            except errors.JobError:  # no name of a blob
-                continue
-            # Another worker's: it was replaced already.
-            if metadata is not None and metadata.get("worker") == worker:
-                found.images[name] = metadata
+    async def look_up(name: str) -> None:
+        on_listed()
+        try:
+            metadata = await blobs.metadata(name)
+        except errors.JobError:  # no name of a blob
+            return
+        # Another worker's: it was replaced already.
+        if metadata is not None and metadata.get("worker") == suspects[name]:
+            found.images[name] = metadata
 
-    await concurrency.gather(*(look_up() for _ in range(_CONCURRENCY)))
+    await concurrency.for_each(suspects, look_up, _CONCURRENCY)
     return found
 
 

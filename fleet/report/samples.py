@@ -12,6 +12,7 @@ from fleet import contact_sheet
 from fleet.report.plot import number_text
 from fleet.report.records import Records
 from imagefleet import errors
+from imagefleet.job.message import MAX_IMAGE_BYTES
 from imagefleet.storage import protocol
 
 #: The longer side of a sample: twice its size on the page, for screens of high resolution.
@@ -44,7 +45,7 @@ async def read(blobs: protocol.BlobStore, records: Records) -> list[Sample]:
     samples = []
     for name in records.samples:
         try:
-            data = await blobs.read(name.blob, contact_sheet.MAX_BYTES)
+            data = await blobs.read(name.blob, MAX_IMAGE_BYTES)
             if data is None:
                 continue
             samples.append(shrunk(name.job, blobs.address(name.blob), data))

@@ -10,7 +10,7 @@ from typing import Literal
 
 from fleet.verify import picture
 from imagefleet import concurrency, errors, likeness
-from imagefleet.job.message import CHECKS, COMPARABLE_STEPS, DUPLICATES
+from imagefleet.job.message import CHECKS, COMPARABLE_STEPS, DUPLICATES, MAX_IMAGE_BYTES
 from imagefleet.storage.protocol import BlobRecord, Storage
 
 #: Pairs read at once: two images each, some 400 KB in all.
@@ -68,14 +68,12 @@ async def compare(
 ) -> list[Pair]:
     """Compares each second drawing with its image, some at once, in the order given."""
     pairs: list[Pair | None] = [None] * len(seconds)
-    left = iter(enumerate(seconds))
 
-    async def work() -> None:
-        for place, second in left:
-            pairs[place] = await _compare(storage, second)
-            on_pair()
+    async def work(place: int) -> None:
+        pairs[place] = await _compare(storage, seconds[place])
+        on_pair()
 
-    await concurrency.gather(*(work() for _ in range(min(CONCURRENCY, len(seconds)))))
+    await concurrency.for_each(range(len(seconds)), work, CONCURRENCY)
     return [pair for pair in pairs if pair is not None]
 
 
@@ -95,7 +93,7 @@ async def _compare(storage: Storage, second: Second) -> Pair:
 
 async def _read(storage: Storage, name: str) -> bytes | None:
     try:
-        return await storage.blobs.read(name, picture.MAX_BYTES)
+        return await storage.blobs.read(name, MAX_IMAGE_BYTES)
     except errors.UnusableFileError:  # too large for an image
         return b"too large"
 

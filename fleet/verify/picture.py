@@ -10,12 +10,8 @@ from PIL import Image
 
 from imagefleet import errors, likeness
 from imagefleet.job import embedded
-from imagefleet.job.message import Job, read_job
+from imagefleet.job.message import MAX_IMAGE_PIXELS, Job, read_job
 from imagefleet.signing import TrustedKeys
-
-#: Above any image of a job, which has 2048 pixels a side at most: the file and its pixels.
-MAX_BYTES = 32 * 2**20
-MAX_PIXELS = 2048 * 2048
 
 _FORMATS = ("PNG", "JPEG", "WEBP")
 
@@ -32,7 +28,7 @@ def read(data: bytes) -> Picture | None:
     """The picture of a file; None if it is no image that a worker can have stored."""
     try:
         with Image.open(io.BytesIO(data), formats=_FORMATS) as image:
-            if image.width * image.height > MAX_PIXELS:  # before the pixels take memory
+            if image.width * image.height > MAX_IMAGE_PIXELS:  # before the pixels take memory
                 return None
             pixels = np.asarray(image.convert("RGB"))
             return Picture(image.size, likeness.fingerprint(pixels))

@@ -10,10 +10,7 @@ from pydantic import AwareDatetime, BaseModel, ConfigDict, Field, ValidationErro
 
 from imagefleet import errors
 from imagefleet.storage.protocol import BlobStore
-
-BLOB = "quarantine.json"
-
-_MAX_BYTES = 4_000_000
+from worker.node.quarantine import BLOB, MAX_BYTES
 
 #: By default a worker is named by the machine, which SaladCloud identifies by a UUID, and process.
 _SALAD_WORKER = re.compile(r"([0-9a-f]{8}(?:-[0-9a-f]{4}){3}-[0-9a-f]{12})-\d+")
@@ -44,7 +41,7 @@ async def read(files: BlobStore) -> tuple[Quarantine, str | None]:
     Raises:
         SetupError: somebody has written something else there.
     """
-    part = await files.read_part(BLOB, 0, _MAX_BYTES)
+    part = await files.read_part(BLOB, 0, MAX_BYTES)
     if part is None:
         return Quarantine(), None
     try:

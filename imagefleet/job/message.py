@@ -87,6 +87,13 @@ PURPOSE = "job"
 #: A job with more images would outlive any sensible lease; send more jobs instead.
 MAX_IMAGES_PER_JOB = 64
 
+#: In pixels.
+MAX_SIDE = 2048
+
+#: Above any image of a job: its pixels, and its file, of which pure noise has 12 MiB.
+MAX_IMAGE_PIXELS = MAX_SIDE**2
+MAX_IMAGE_BYTES = 32 * 2**20
+
 #: Stored as a header of the image's blob; Azure allows 8 KiB for all headers.
 MAX_METADATA_BYTES = 4096
 
@@ -111,7 +118,7 @@ SafeFileName = Annotated[
     str, _matches(SAFE_NAME, "letters, digits, spaces and _ . + ( ) - only, without a path")
 ]
 PromptText = Annotated[str, StringConstraints(max_length=65_536)]
-Side = Annotated[int, Field(ge=64, le=2048, multiple_of=8)]
+Side = Annotated[int, Field(ge=64, le=MAX_SIDE, multiple_of=8)]
 
 #: The folder of images whose jobs have no campaign.
 DEFAULT_CAMPAIGN = "default"
@@ -132,6 +139,9 @@ REPLACED = "-replaced/"
 
 #: Shards of records (`imagefleet.records`), below their campaign.
 RECORDS = "-records/"
+
+#: Records of the images that a node has stored since its last good check, once one has failed.
+SUSPECT = "-suspect/"
 
 #: What workers and the operator store beside images begins so.
 ASIDE = "-"

@@ -6,9 +6,12 @@ import asyncio
 import hashlib
 import json
 from array import array
-from collections.abc import AsyncIterator, Callable, Collection, Iterable
+from collections import deque
+from collections.abc import AsyncGenerator, AsyncIterator, Callable, Collection, Iterable
+from contextlib import aclosing
 from dataclasses import dataclass
 from datetime import UTC, datetime
+from itertools import islice
 
 import numpy as np
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
@@ -18,10 +21,16 @@ from imagefleet.job.message import RECORDS
 from imagefleet.records import shard
 from imagefleet.records.record import Record
 from imagefleet.records.shard import NOTHING, Kind, ShardName, Totals
-from imagefleet.storage.protocol import BlobRecord, BlobStore, Storage
+from imagefleet.storage.protocol import BlobPart, BlobRecord, BlobStore, Storage
 
 #: Read at once; some 30,000 records.
 _PART_BYTES = 4 * 2**20
+
+#: Records in memory at once, some 10 MB.
+_PARSED = 2_000
+
+#: Shards whose start is read before it is their turn.
+_READ_AHEAD = 8
 
 #: Ends of shards read at the same time.
 _CONCURRENT_READS = 16
@@ -93,13 +102,14 @@ async def images(
     missing = _Missing()
     async for records in _records(storage.blobs, again, on_damaged):
         missing.add(record.blob for record in records if record.blob)
-    async for records in _records(storage.blobs, _of_kind(shards, "images"), on_damaged):
-        missing.found(record.blob for record in records if record.blob)
-        for record in records:
-            yield record
+    async with aclosing(_records(storage.blobs, _of_kind(shards, "images"), on_damaged)) as parts:
+        async for records in parts:
+            missing.found(record.blob for record in records if record.blob)
+            for record in records:
+                yield record
     # A worker that died in between has stored these images, and written no record.
     if missing.any:
-        async for records in _records(storage.blobs, again, on_damaged):
+        async for records in _records(storage.blobs, again, _ignore):
             for record in records:
                 if record.blob and missing.take(record.blob):
                     yield record
@@ -116,7 +126,7 @@ async def ended(
     settled: set[int] = set()
     async for records in _records(storage.blobs, shards, on_damaged):
         settled.update(_failure(record) for record in records if _is_of_operator(record))
-    async for records in _records(storage.blobs, shards, on_damaged):
+    async for records in _records(storage.blobs, shards, _ignore):  # reported already
         for record in records:
             if not _is_of_operator(record) and (failure := _failure(record)) not in settled:
                 settled.add(failure)  # its message may have failed twice, after a crash
@@ -173,6 +183,11 @@ class Follower:
         self._on_damaged = on_damaged
         self._given_up: set[str] = set()
 
+    async def skip(self) -> None:
+        """Leaves out what has been written until now; one listing."""
+        for each in await _shards(self._blobs, self._campaign):
+            self.position[each.blob.name] = each.blob.size_bytes
+
     async def poll(self) -> list[Record]:
         """The next new records, some 20,000 at most; [] if there are none.
 
@@ -226,12 +241,42 @@ def _began_at(each: _Shard) -> datetime:
         return each.blob.created_at
 
 
+async def _starts(
+    blobs: BlobStore, shards: Iterable[_Shard]
+) -> AsyncGenerator[tuple[_Shard, BlobPart | None]]:
+    """The first part of each shard, in order; those of the next shards are read meanwhile."""
+    rest = iter(shards)
+    ahead: deque[tuple[_Shard, asyncio.Future[BlobPart | None]]] = deque()
+    try:
+        while True:
+            for each in islice(rest, _READ_AHEAD - len(ahead)):
+                part = blobs.read_part(each.blob.name, 0, _PART_BYTES)
+                ahead.append((each, asyncio.ensure_future(part)))
+            if not ahead:
+                return
+            each, reading = ahead[0]
+            yield each, await reading
+            ahead.popleft()
+    finally:
+        for _, reading in ahead:
+            reading.cancel()
+        await asyncio.gather(*(reading for _, reading in ahead), return_exceptions=True)
+
+
 async def _lines(
-    blobs: BlobStore, each: _Shard, decoder: shard.Decoder, on_damaged: OnDamaged
+    blobs: BlobStore,
+    each: _Shard,
+    decoder: shard.Decoder,
+    on_damaged: OnDamaged,
+    part: BlobPart | None = None,
 ) -> AsyncIterator[list[bytes]]:
-    """A shard's lines from the decoder's position on, part by part, up to where it is damaged."""
+    """A shard's lines from the decoder's position on, part by part, up to where it is damaged.
+
+    *part* is the first one, if it has been read already.
+    """
     name, offset = each.blob.name, decoder.position
-    while (part := await blobs.read_part(name, offset, _PART_BYTES)) and part.data:
+    part = part or await blobs.read_part(name, offset, _PART_BYTES)
+    while part and part.data:
         offset += len(part.data)
         yield await asyncio.to_thread(decoder.lines, part.data)
         if decoder.is_damaged:
@@ -239,14 +284,19 @@ async def _lines(
             break
         if offset >= part.total_bytes:
             break
+        part = await blobs.read_part(name, offset, _PART_BYTES)
 
 
 async def _records(
     blobs: BlobStore, shards: Iterable[_Shard], on_damaged: OnDamaged
-) -> AsyncIterator[list[Record]]:
-    for each in shards:
-        async for lines in _lines(blobs, each, shard.Decoder(), on_damaged):
-            yield await asyncio.to_thread(_parsed, lines, each, on_damaged)
+) -> AsyncGenerator[list[Record]]:
+    async with aclosing(_starts(blobs, shards)) as starts:
+        async for each, part in starts:
+            async for lines in _lines(blobs, each, shard.Decoder(), on_damaged, part):
+                # Some at a time: they take ten times the memory of their lines.
+                for first in range(0, len(lines), _PARSED):
+                    some = lines[first : first + _PARSED]
+                    yield await asyncio.to_thread(_parsed, some, each, on_damaged)
 
 
 def _parsed(lines: Iterable[bytes], each: _Shard, on_damaged: OnDamaged) -> list[Record]:
@@ -297,8 +347,8 @@ async def _counted(blobs: BlobStore, each: _Shard, on_damaged: OnDamaged) -> Tot
 async def _sent(blobs: BlobStore, shards: Collection[_Shard], on_damaged: OnDamaged) -> int | None:
     """The jobs sent by all fillers, each counted once across its restarts."""
     latest: dict[str, int] = {}
-    for each in shards:
-        async for lines in _lines(blobs, each, shard.Decoder(), on_damaged):
+    async for each, part in _starts(blobs, shards):
+        async for lines in _lines(blobs, each, shard.Decoder(), on_damaged, part):
             for line in lines:
                 try:
                     note = _Sent.model_validate(json.loads(line))

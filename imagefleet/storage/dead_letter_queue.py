@@ -14,6 +14,7 @@ from imagefleet import errors
 from imagefleet.storage import protocol
 from imagefleet.storage.dead_letter import Entry, FailedJob
 from imagefleet.storage.dead_letter_check import Check
+from imagefleet.storage.settings import Priority
 
 log = logging.getLogger(__name__)
 
@@ -123,10 +124,11 @@ async def replay(
     selection: Selection,
     on_progress: OnProgress | None = None,
     check: Check = NO_CHECK,
+    priority: Priority = "normal",
 ) -> Swept:
-    """Puts failed jobs back into the job queue as new messages, with a fresh delivery count.
+    """Puts failed jobs back into the job queue of *priority*, with a fresh delivery count.
 
-    Those that *check* refuses stay.
+    They are new messages. Those that *check* refuses stay.
 
     Jobs are added to the job queue before they are deleted from the poison queue: a crash between
     the two replays some of them twice, with the same id, and loses none.
@@ -141,7 +143,7 @@ async def replay(
             except errors.JobError as error:
                 is_unsigned = isinstance(error, errors.UntrustedJobError)
                 swept.refused.append(Refused(entry.id, error.message, is_unsigned))
-        await storage.queue.send(bodies.values())
+        await storage.queues[priority].send(bodies.values())
         return list(bodies)
 
     await _sweep(storage.poison, selection, send, swept, on_progress)

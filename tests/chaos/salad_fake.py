@@ -318,6 +318,23 @@ class SaladFake:
             raise web.HTTPNotFound from None
 
 
+def fleet_file(api: str, *environment: str, replicas: int = 1) -> str:
+    """A `fleet.yaml`; *environment* has further variables, a line each."""
+    variables = ["IMAGEFLEET_STORAGE: https://acmeimages.blob.core.windows.net", *environment]
+    lines = [
+        "name: sd15-batch",
+        "organization: acme",
+        "project: default",
+        f"api: {api}",
+        f"image: registry.example.com/acme/imagefleet@sha256:{'5' * 64}",
+        f"replicas: {replicas}",
+        "gpus: [RTX 3060 Ti]",
+        "environment:",
+        *(f"  {each}" for each in variables),
+    ]
+    return "\n".join(lines) + "\n"
+
+
 def problem(status: int, detail: str) -> web.Response:
     """An error as the API's `ProblemDetails`."""
     return web.json_response(

@@ -24,9 +24,9 @@ from imagefleet.storage.open import open_storage
 from imagefleet.storage.protocol import Storage
 from imagefleet.storage.settings import StorageSettings
 from worker import process
+from worker.metrics import Outcome
 from worker.salad import metadata
 from worker.settings import WorkerSettings
-from worker.settle import Outcome
 from worker.testing import StandInEngine
 
 ROOT = Path(__file__).parents[2]

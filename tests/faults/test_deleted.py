@@ -17,9 +17,9 @@ from imagefleet.storage.azure.storage import API_VERSION
 from imagefleet.storage.open import LOCAL_SCHEME, open_storage
 from imagefleet.storage.protocol import Storage
 from imagefleet.storage.settings import StorageSettings
+from loadgen.file_source import FileSource
 from loadgen.load import Load
 from loadgen.settings import LoadSettings
-from loadgen.sources import JsonLinesSource
 from proxy import FaultProxy
 from worker.engine import contract
 from worker.testing import StandInEngine, draw_noise
@@ -89,7 +89,7 @@ async def test_a_load_whose_queue_is_deleted_says_so_and_does_not_go_on_as_if_no
 
     async def load(*, restart: bool, on_confirmed: Callable[[int], None]) -> int:
         async with open_storage(storage_settings) as opened:
-            loading = Load(opened, JsonLinesSource(file), settings, checkpoint, restart=restart)
+            loading = Load(opened, FileSource(file), settings, checkpoint, restart=restart)
             return (await loading.run(on_confirmed)).confirmed
 
     def delete_once(confirmed: int) -> None:

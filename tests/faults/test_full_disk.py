@@ -13,7 +13,6 @@ from pathlib import Path
 from typing import Any, TextIO
 
 import pytest
-from prometheus_client import CollectorRegistry
 
 from fleet import console
 from fleet.scale import command as scale
@@ -21,7 +20,7 @@ from imagefleet import errors
 from imagefleet.storage.open import open_storage
 from imagefleet.storage.protocol import Storage
 from imagefleet.storage.settings import StorageSettings
-from imagefleet.telemetry import logs, probes
+from imagefleet.telemetry import logs
 from worker.files.disk_cache import DiskCache
 
 Imagefleet = Callable[..., tuple[int, str]]
@@ -186,16 +185,9 @@ def test_a_log_to_a_full_disk_says_nothing_of_itself_and_goes_on(
 
 
 async def test_a_probe_whose_answer_cannot_be_written_does_not_restart_a_good_worker(
-    full: TextIO,
+    full: TextIO, serve_probes: Callable[[bool], contextlib.AbstractAsyncContextManager[int]]
 ) -> None:
-    async with probes.serving(
-        CollectorRegistry(),
-        is_live=lambda: True,
-        is_ready=lambda: True,
-        is_started=lambda: True,
-        host="127.0.0.1",
-        port=0,
-    ) as port:
+    async with serve_probes(True) as port:
         command = (sys.executable, "-m", "fleet.entry", "health", "live", "--port", str(port))
         probe = await asyncio.create_subprocess_exec(*command, stdout=full)
         assert await probe.wait() == 0

@@ -15,7 +15,7 @@ from imagefleet import errors
 from imagefleet.storage.open import open_storage
 from imagefleet.storage.protocol import Storage
 from imagefleet.storage.settings import StorageSettings
-from loadgen.sources import JsonLinesSource
+from loadgen.file_source import FileSource
 from worker.files import model
 from worker.settings import WorkerSettings
 
@@ -148,7 +148,7 @@ def test_a_file_of_jobs_that_changes_while_it_is_loaded_is_an_error_not_a_shorte
 ) -> None:
     path = tmp_path / "jobs.jsonl"
     path.write_text("".join(f"{job}\n" for job in jobs(2000)))
-    source = JsonLinesSource(path)
+    source = FileSource(path)
     bodies = source.bodies(0)
     assert json.loads(next(bodies) or "")["id"] == "j0"
     content = path.read_text()

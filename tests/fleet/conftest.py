@@ -10,7 +10,8 @@ import os
 import subprocess
 import sys
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Awaitable, Callable, Iterator
+from datetime import UTC, datetime, timedelta
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -18,13 +19,18 @@ import numpy as np
 import pytest
 
 from fleet import main
+from imagefleet.job.message import Output
 from imagefleet.pricing import prices
+from imagefleet.records import writer
+from imagefleet.records.record import Record
 from imagefleet.storage.protocol import Storage
 from imagefleet.storage.settings import StorageSettings
+from salad_fake import fleet_file
 from worker.engine import contract
 from worker.pipeline import Pipeline
 from worker.replica import Replica
 from worker.settings import WorkerSettings
+from worker.stages import encode
 from worker.testing import StandInEngine
 
 COMMAND = Path(sys.executable).with_name("imagefleet")
@@ -32,18 +38,7 @@ COMMAND = Path(sys.executable).with_name("imagefleet")
 #: Must never appear in any output.
 SECRET = "sv=2024-11-04&sp=up&sig=aB%2FcD3cReT%3D"
 
-FLEET = """\
-name: sd15-batch
-organization: acme
-project: default
-api: {url}
-image: registry.example.com/acme/imagefleet@sha256:{digest}
-replicas: 750
-gpus: [RTX 3060 Ti]
-environment:
-  IMAGEFLEET_STORAGE: https://acmeimages.blob.core.windows.net
-  IMAGEFLEET_SAS: {{env: SAS}}
-"""
+NOON = datetime(2026, 11, 1, 12, tzinfo=UTC)
 
 Imagefleet = Callable[..., "subprocess.CompletedProcess[str]"]
 
@@ -176,6 +171,73 @@ def salad(salad_module: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) ->
     monkeypatch.setenv("no_proxy", "127.0.0.1")
     fake = salad_module.SaladFake()
     with salad_module.serving(fake):
-        (tmp_path / "fleet.yaml").write_text(FLEET.format(url=fake.url, digest="5" * 64))
+        (tmp_path / "fleet.yaml").write_text(
+            fleet_file(fake.url, "IMAGEFLEET_SAS: {env: SAS}", replicas=750)
+        )
         yield fake
     assert not fake.violations
+
+
+class StoreImages(Protocol):
+    """Stores images of the campaign `spring` with their records, as a worker does."""
+
+    async def __call__(self, storage: Storage, *ids: str, **fields: Any) -> list[Record]: ...
+
+
+@pytest.fixture
+def store_images() -> StoreImages:
+    async def store(storage: Storage, *ids: str, **fields: Any) -> list[Record]:
+        await storage.create()
+        records = []
+        for number, name in enumerate(ids):
+            pixels = np.random.default_rng(number).integers(0, 256, (32, 32, 3), np.uint8)
+            data = encode.encode(pixels, Output(), "a house\nSteps: 1").data
+            known = {
+                "outcome": "completed",
+                "id": name,
+                "campaign": "spring",
+                "at": NOON + timedelta(seconds=number),
+                "worker": "w1",
+                "blob": f"spring/{name}.png",
+                "size_bytes": len(data),
+                "seconds": 1.5,
+                "prompt": f"a house {name}, <lora:outline-style:0.8>",
+                "negative_prompt": "blurry",
+                "seed": number,
+                "model": "dreamshaper",
+                "sampler": "euler_a",
+                "steps": 20,
+                "cfg_scale": 7.5,
+                "width": 32,
+                "height": 32,
+                "loras": [("outline-style", 0.8)],
+            }
+            record = Record.model_validate(known | fields)
+            await storage.blobs.create(str(record.blob), data, "image/png", {"job": name})
+            records.append(record)
+        await writer.RecordLog(storage.blobs, "w1").add(records)
+        return records
+
+    return store
+
+
+@pytest.fixture
+def add_job() -> Callable[..., Awaitable[Record]]:
+    """Adds the record of a job of the campaign `spring` that ended otherwise."""
+
+    async def add(storage: Storage, job_id: str, outcome: str, **fields: Any) -> Record:
+        await storage.create()
+        known = {
+            "outcome": outcome,
+            "id": job_id,
+            "campaign": "spring",
+            "at": NOON,
+            "source": f"message-{job_id}",
+            "error": "MissingFileError",
+            "reason": "there is no LoRA fox",
+        }
+        record = Record.model_validate(known | fields)
+        await writer.RecordLog(storage.blobs, "w1").add([record])
+        return record
+
+    return add

@@ -23,6 +23,8 @@ from fleet.monitor import rates
 from fleet.salad import gpus, groups, running
 from imagefleet import errors
 from imagefleet.job.message import read_job
+from imagefleet.records import record
+from imagefleet.records.writer import RecordLog
 from imagefleet.storage import dead_letter
 from imagefleet.storage.open import open_storage
 from imagefleet.storage.settings import StorageSettings
@@ -43,6 +45,8 @@ WITHOUT_JSON = {
 #: Commands that change what is billed, cannot be undone, or trust what others have written. The
 #: rest costs nothing, or a few storage operations: `load` fills a queue, but starts no worker.
 ASKING = {
+    "cancel",
+    "purge",
     "failed discard",
     "failed replay",
     "redo",
@@ -59,8 +63,14 @@ CALLS = {
     "failed show": ("cat",),
     "failed replay": ("--id", "nobody"),
     "failed discard": ("--all", "--dry-run"),
+    "campaigns": (),
+    "job": ("one",),
+    "cancel": ("--campaign", "spring", "--dry-run"),
+    "purge": ("--dry-run",),
     "plan": ("--jobs", "10"),
     "redo": ("--worker", "nobody"),
+    "results": ("--download", "images"),
+    "export": ("shards", "--dry-run"),
     "verify": (),
     "prompt": ("a cat",),
     "version": (),
@@ -124,7 +134,7 @@ def test_figures_go_to_a_file_by_one_option() -> None:
 def test_a_dry_run_has_one_meaning() -> None:
     runs = {name: found for name in ALL if (found := option(ALL[name], "--dry-run"))}
 
-    assert len(runs) == 6
+    assert len(runs) == 9
     for found in runs.values():
         assert re.fullmatch(r"Show .*; change nothing\.", found.help)
 
@@ -154,6 +164,8 @@ def fail_job(folder: Path, reason: str, **fields: str) -> None:
             [message] = await storage.queue.receive(1, 60)
             job = read_job(message.body, message.id)
             error = errors.MissingFileError(reason)
+            ended = record.of_job(job) | {"outcome": "failed", "at": message.enqueued_at}
+            await RecordLog(storage.blobs, "worker-1").add([record.Record.model_validate(ended)])
             await dead_letter.add(storage, message, job, error, "worker-1")
 
     asyncio.run(add())

@@ -5,13 +5,15 @@ import resource
 import socket
 import subprocess
 import sys
+from collections.abc import Callable
+from contextlib import AbstractAsyncContextManager
 from pathlib import Path
 
 import pytest
 from prometheus_client import CollectorRegistry
 
 from fleet import health
-from imagefleet.telemetry import probes as worker_health
+from imagefleet.telemetry import probes
 
 ROOT = Path(__file__).parents[2]
 
@@ -19,16 +21,13 @@ ROOT = Path(__file__).parents[2]
 @pytest.mark.parametrize(("code", "is_so"), [(0, True), (1, False)])
 @pytest.mark.parametrize("what", ["started", "live", "ready"])
 async def test_a_probe_reports_the_workers_state(
-    what: str, code: int, is_so: bool, capsys: pytest.CaptureFixture[str]
+    what: str,
+    code: int,
+    is_so: bool,
+    serve_probes: Callable[[bool], AbstractAsyncContextManager[int]],
+    capsys: pytest.CaptureFixture[str],
 ) -> None:
-    async with worker_health.serving(
-        CollectorRegistry(),
-        is_live=lambda: is_so,
-        is_ready=lambda: is_so,
-        is_started=lambda: is_so,
-        host="127.0.0.1",
-        port=0,
-    ) as port:
+    async with serve_probes(is_so) as port:
         assert await asyncio.to_thread(health.main, [what, "--port", str(port)]) == code
 
     output = capsys.readouterr().out
@@ -69,7 +68,7 @@ async def test_the_workers_settings_are_used_and_proxies_are_not(
 ) -> None:
     monkeypatch.setenv("http_proxy", "http://127.0.0.1:9")
     monkeypatch.setenv("IMAGEFLEET_HOST", "0.0.0.0")
-    async with worker_health.serving(
+    async with probes.serving(
         CollectorRegistry(), is_live=bool, is_ready=bool, host="127.0.0.1", port=0
     ) as port:
         monkeypatch.setenv("IMAGEFLEET_PORT", str(port))
@@ -96,7 +95,7 @@ print("loaded:", sorted({"typer", "pydantic", "rich", "aiohttp"} & set(sys.modul
         after = resource.getrusage(resource.RUSAGE_CHILDREN)
         return after.ru_utime + after.ru_stime - before.ru_utime - before.ru_stime, output
 
-    probes = [probe() for _ in range(3)]
-    assert "loaded: []" in probes[0][1]
+    answers = [probe() for _ in range(3)]
+    assert "loaded: []" in answers[0][1]
     # CPU time, and the best of three: the machine may be busy.
-    assert min(seconds for seconds, _ in probes) < 0.5
+    assert min(seconds for seconds, _ in answers) < 0.5

@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import asyncio
+import gzip
 import json
 import os
 import pty
@@ -120,6 +121,38 @@ def test_a_finished_load_is_repeated_only_on_request(
     assert set(ids_in(settings_for(tmp_path)).values()) == {1, 2}
 
 
+@pytest.mark.parametrize("name", ["jobs.csv", "jobs.json", "jobs.txt", "jobs.csv.gz"])
+def test_a_load_of_any_format_resumes_at_its_checkpoint(
+    in_process: Imagefleet, tmp_path: Path, name: str
+) -> None:
+    prompts = [f"house {number}" for number in range(100)]
+    content = {
+        ".json": json.dumps([{"prompt": prompt} for prompt in prompts]),
+        ".txt": "\n".join(prompts),
+    }.get(Path(name).suffix, "prompt\n" + "\n".join(prompts)).encode()
+    (tmp_path / name).write_bytes(gzip.compress(content) if name.endswith(".gz") else content)
+    first = in_process("load", name, "--count", "40", "--json")
+    rest = in_process("load", name, "--json")
+
+    assert json.loads(first.stdout)["sent"] == 40
+    assert (json.loads(rest.stdout)["sent"], json.loads(rest.stdout)["total"]) == (60, 100)
+    assert set(ids_in(settings_for(tmp_path)).values()) == {1}
+    assert len(ids_in(settings_for(tmp_path))) == 100
+
+
+def test_a_dry_run_of_a_sweep_says_how_many_jobs_it_is(
+    in_process: Imagefleet, tmp_path: Path
+) -> None:
+    (tmp_path / "sweep.yaml").write_text(
+        "prompt: a\njob: {steps: {from: 10, to: 50, step: 10}, cfg_scale: [5, 7], size: 512x512}"
+    )
+    result = in_process("load", "sweep.yaml", "--dry-run")
+
+    assert result.returncode == console.EXIT_DONE
+    assert "10 jobs: 10 combinations of 2 cfg_scale x 5 steps" in result.stderr
+    assert len({json.loads(line)["id"] for line in result.stdout.splitlines()}) == 10
+
+
 def test_another_seed_is_refused_while_there_is_a_checkpoint(
     in_process: Imagefleet, template: Path
 ) -> None:
@@ -160,7 +193,10 @@ def test_invalid_lines_are_refused_before_the_queue_is_created(
     ("arguments", "sentence"),
     [
         (["none.yaml"], "none.yaml cannot be read"),
-        (["jobs.txt"], "must end in"),
+        (["jobs.doc"], "must end in"),
+        (["jobs.txt", "--format", "word"], "--format word: should be jsonl|json|csv|txt|parquet"),
+        (["t.yaml", "--campaign", "../x"], "--campaign: use 1 to 128 letters"),
+        (["jobs.csv"], "jobs.csv cannot be read: No such file"),
         (["-", "--restart"], "no checkpoint"),
         (["t.yaml", "--rate", "0"], "--rate"),
         (["t.yaml", "--rate", "inf"], "--rate"),
@@ -389,3 +425,36 @@ def test_one_message_is_one_job(
             return len(await storage.queue.receive(MAX_RECEIVE, 10))
 
     assert asyncio.run(receive()) == 3
+
+
+def test_a_priority_chooses_the_queue(
+    in_process: Imagefleet, template: Path, storage_settings: StorageSettings
+) -> None:
+    result = in_process("load", "t.yaml", "--priority", "high", "--json", *flags(storage_settings))
+
+    summary = json.loads(result.stdout)
+    high = storage_settings.job_queues["high"]
+    assert (summary["sent"], summary["queue"]) == (250, high)
+
+    async def filled() -> list[str]:
+        async with open_storage(storage_settings) as storage:
+            depth = await storage.queue.depth()
+            return [name for name, each in depth.by_queue.items() if each.messages]
+
+    assert asyncio.run(filled()) == [high]
+    again = in_process("load", "t.yaml", *flags(storage_settings))
+    assert again.returncode == console.EXIT_OPERATOR_MUST_ACT
+    assert f"a load into another queue ({high})" in again.stderr
+
+
+def test_an_unknown_priority_names_the_three(in_process: Imagefleet, template: Path) -> None:
+    result = in_process("load", "t.yaml", "--priority", "urgent")
+    assert result.returncode == console.EXIT_OPERATOR_MUST_ACT
+    assert "the priority 'urgent' is not one of high, normal, low" in result.stderr
+
+
+def test_a_workers_priority_on_saladcloud_is_not_that_of_the_jobs(
+    in_process: Imagefleet, template: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("IMAGEFLEET_PRIORITY", "high")
+    assert json.loads(in_process("load", "t.yaml", "--json").stdout)["queue"] == "jobs"

@@ -33,6 +33,7 @@ from imagefleet.storage.azure.storage import AzureStorage
 from imagefleet.storage.open import open_storage
 from imagefleet.storage.settings import StorageSettings
 from imagefleet.telemetry import push
+from salad_fake import fleet_file
 from worker.files import sources
 
 #: Every command under every failure takes a minute.
@@ -50,25 +51,18 @@ DERIVED = (
 SAS = f"sv=2024-11-04&sp=raup&sig={MARK}Signature%3D"
 QUERY = f"?token={MARK}Query&{SAS}"
 
-FLEET_FILE = """\
-name: sd15-batch
-organization: acme
-project: default
-api: {api}
-image: registry.example.com/acme/imagefleet@sha256:{digest}
-replicas: 1
-gpus: [RTX 3060 Ti]
-environment:
-  IMAGEFLEET_STORAGE: https://acmeimages.blob.core.windows.net
-  IMAGEFLEET_PUSH_TOKEN: {{env: PLANTED}}
-  IMAGEFLEET_PUSH_URL: {{file: secret.txt}}
-"""
+#: Variables of a worker in the fleet file.
+PLANTED = ("IMAGEFLEET_PUSH_TOKEN: {env: PLANTED}", "IMAGEFLEET_PUSH_URL: {file: secret.txt}")
 
 #: Every command with arguments that take it as far as it gets. {url}: an address with secrets.
 ARGUMENTS: dict[str, tuple[str, ...]] = {
     "demo": ("--directory", "fleet.yaml/x"),
     "worker": ("--model", "{url}", "--model-sha256", "0" * 64),
     "load": ("jobs.jsonl", "--restart"),
+    "campaigns": (),
+    "job": ("spring/cat",),
+    "cancel": ("--campaign", "spring", "--yes"),
+    "purge": ("--yes",),
     "status": (),
     "top": (),
     "exporter": ("--port", "0"),
@@ -93,6 +87,8 @@ ARGUMENTS: dict[str, tuple[str, ...]] = {
     "keys revoke": ("spring",),
     "verify": (),
     "gallery": ("--port", "0", "--no-browser", "--cache", "cache"),
+    "results": ("--download", "images"),
+    "export": ("shards",),
     "redo": ("--worker", "w1", "--yes"),
     "deploy salad render": (),
     "deploy salad apply": ("--yes", "--wait-minutes", "0"),
@@ -242,7 +238,7 @@ def run(
         "secret.txt": f"token: {MARK}File\n{MARK}: [\n",
         "prices.yaml": "source: me\n",
         "jobs.jsonl": '{"prompt": "a cat"}\n',
-        "fleet.yaml": FLEET_FILE.format(api="http://127.0.0.1:1", digest="5" * 64),
+        "fleet.yaml": fleet_file("http://127.0.0.1:1", *PLANTED),
     }
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(main, "app", built())
@@ -320,9 +316,7 @@ def test_wrong_addresses_are_one_sentence_without_their_secrets(
     for kind, address in some(list(ADDRESSES.items()), command):
         for name in ("PROMETHEUS", "PUSH_URL", "BROKER_URL", "MODEL"):
             monkeypatch.setenv(f"IMAGEFLEET_{name}", address)
-        (tmp_path / "fleet.yaml").write_text(
-            FLEET_FILE.format(api=json.dumps(address), digest="5" * 64)
-        )
+        (tmp_path / "fleet.yaml").write_text(fleet_file(json.dumps(address), *PLANTED))
         arguments = (each.format(url=address, port=1) for each in ARGUMENTS[command])
 
         code = run(command, *arguments)
@@ -442,9 +436,7 @@ def test_broken_services_are_one_sentence_without_the_secrets_sent_to_them(
         if how == "echo":  # instead of a password
             monkeypatch.setenv("IMAGEFLEET_PUSH_TOKEN", f"{MARK}PushToken")
             monkeypatch.setenv("IMAGEFLEET_PUSH_URL", f"{scheme}://127.0.0.1:{port}/push{QUERY}")
-        (tmp_path / "fleet.yaml").write_text(
-            FLEET_FILE.format(api=f"{address}/salad", digest="5" * 64)
-        )
+        (tmp_path / "fleet.yaml").write_text(fleet_file(f"{address}/salad", *PLANTED))
         url = f"{address}/dreams.safetensors{QUERY}"
         arguments = (each.format(url=url, port=port) for each in ARGUMENTS[command])
 

@@ -22,6 +22,7 @@ from imagefleet.storage.local.blobs import METADATA_FOLDER
 from imagefleet.storage.open import open_storage
 from imagefleet.storage.settings import StorageSettings
 from imagefleet.telemetry import logs
+from salad_fake import fleet_file
 
 Imagefleet = Callable[..., "subprocess.CompletedProcess[str]"]  # the fixture of conftest.py
 
@@ -30,17 +31,6 @@ HOSTILE = "\x1b]0;owned\x07\x1b[2J\x9b31m\r\u202e[red]x[/] [/nonsense] :rocket:"
 
 #: A spinner hides the cursor, and removes itself.
 _OF_RICH = re.compile(r"\x1b\[(\?25[lh]|1A|2K)|\r")
-
-FLEET_FILE = """\
-name: sd15-batch
-organization: acme
-project: default
-api: {api}
-image: registry.example.com/acme/imagefleet@sha256:{digest}
-replicas: 1
-gpus: [RTX 3060 Ti]
-environment: {{IMAGEFLEET_STORAGE: https://acmeimages.blob.core.windows.net}}
-"""
 
 
 class _Service(BaseHTTPRequestHandler):
@@ -153,7 +143,7 @@ def test_no_command_hands_others_control_of_the_terminal(
     (tmp_path / "prices.yaml").write_text(
         json.dumps({"source": HOSTILE, "gpus": {"x": {"batch": 1}, HOSTILE: {"batch": 1}}})
     )
-    (tmp_path / "fleet.yaml").write_text(FLEET_FILE.format(api=service, digest="5" * 64))
+    (tmp_path / "fleet.yaml").write_text(fleet_file(service))
     if is_terminal:
         for name in ("stdout", "stderr"):
             colourless = Console(

@@ -423,6 +423,8 @@ TARGETS: dict[str, Target] = {
             (ROOT / "templates" / "demo.yaml").read_bytes(),
             b'{"prompt": ["a {b} {b:2}"], "lists": {"b": ["{c}{c:2}", "x"], "c": [{"text": "y",'
             b' "weight": 2}, {"lora": "z", "strength": [0.1, 0.5]}]}, "count": 3}',
+            b'{"prompt": "a", "every": ["prompt"], "job": {"size": ["512x512", "64x64"], "steps":'
+            b' {"from": 5, "to": 9, "step": 2}, "cfg_scale": {"from": 5.5, "to": 6, "step": 0.1}}}',
         ),
         max_seconds=MAX_YAML_SECONDS,
     ),

@@ -47,3 +47,22 @@ async def test_a_task_that_is_cancelled_as_a_part_fails_ends() -> None:
 
     with pytest.raises(asyncio.CancelledError):
         await task
+
+
+async def test_some_items_are_worked_on_at_the_same_time() -> None:
+    running: list[int] = []
+    most = 0
+
+    async def work(item: int) -> None:
+        nonlocal most
+        running.append(item)
+        most = max(most, len(running))
+        await asyncio.sleep(0)
+        running.remove(item)
+        done.append(item)
+
+    done: list[int] = []
+    await concurrency.for_each(range(10), work, 3)
+
+    assert sorted(done) == list(range(10))
+    assert most == 3

@@ -11,10 +11,10 @@ from imagefleet.signing import SigningKey, TrustedKeys
 from imagefleet.storage.open import open_storage
 from imagefleet.storage.protocol import MAX_MESSAGE_BYTES
 from imagefleet.storage.settings import StorageSettings
+from loadgen.file_source import FileSource
 from loadgen.load import Checkpoint, Load, Summary
 from loadgen.second_drawing import Sample
 from loadgen.settings import LoadSettings
-from loadgen.sources import JsonLinesSource
 
 BODIES = [json.dumps({"prompt": f"a cat {number}", "id": f"j{number}"}) for number in range(4000)]
 
@@ -84,7 +84,7 @@ async def test_a_load_that_resumes_chooses_the_same_and_counts_jobs_as_before(
 
     async def load() -> Summary:
         async with open_storage(local_settings) as storage:
-            source = JsonLinesSource(path)
+            source = FileSource(path)
             return await Load(storage, source, settings, checkpoint, restart=False).run(print)
 
     first = await load()

@@ -12,7 +12,8 @@ from imagefleet import errors
 from imagefleet.job.message import Job, read_job
 from imagefleet.signing import SigningKey, TrustedKeys
 from imagefleet.storage.protocol import MAX_MESSAGE_BYTES, message_bytes
-from loadgen.sources import SIGNATURE_BYTES, JsonLinesSource, StreamSource, TemplateSource
+from loadgen.file_source import SIGNATURE_BYTES, FileSource, StreamSource
+from loadgen.template_source import TemplateSource
 
 TEMPLATE = """
 prompt: "a {noun} & <friends>"
@@ -50,18 +51,18 @@ def test_a_files_jobs_get_ids_and_are_signed(
 ) -> None:
     path = tmp_path / "jobs.jsonl"
     path.write_text('{"prompt": "a"}\n\n{"prompt": "b", "id": "own", "save_images": true}\n')
-    with_key = JsonLinesSource(path, key=key)
+    with_key = FileSource(path, key=key)
     with_key.check(0)
     bodies = [body for body in with_key.bodies(0) if body]
     jobs = [read_job(body, "m", trusted) for body in bodies]
     assert [job.id for job in jobs][1:] == ["own"]
-    plain = [read_job(body, "m") for body in JsonLinesSource(path).bodies(0) if body]
+    plain = [read_job(body, "m") for body in FileSource(path).bodies(0) if body]
     assert jobs == plain
-    assert list(JsonLinesSource(path, key=key).bodies(2)) == bodies[1:]
+    assert list(FileSource(path, key=key).bodies(2)) == bodies[1:]
 
 
 def test_a_stream_is_signed(key: SigningKey, trusted: TrustedKeys) -> None:
-    source = StreamSource(io.BytesIO(b'{"prompt": "a"}\n'), key=key)
+    source = StreamSource(io.BufferedReader(io.BytesIO(b'{"prompt": "a"}\n')), key=key)
     (body,) = source.bodies(0)
     assert read_job(body or "", "m", trusted).prompt == "a"
 
@@ -69,10 +70,10 @@ def test_a_stream_is_signed(key: SigningKey, trusted: TrustedKeys) -> None:
 def test_a_job_without_room_for_its_signature_stops_the_load_before_it_begins(
     key: SigningKey, tmp_path: Path
 ) -> None:
-    def file_of(prompt_length: int) -> JsonLinesSource:
+    def file_of(prompt_length: int) -> FileSource:
         path = tmp_path / "jobs.jsonl"
         path.write_text(Job(prompt="x" * prompt_length, id="a", seed=1).to_message())
-        return JsonLinesSource(path, key=key)
+        return FileSource(path, key=key)
 
     plain = Job(prompt="", id="a", seed=1).to_message()
     room = MAX_MESSAGE_BYTES - message_bytes(plain) - SIGNATURE_BYTES
@@ -91,6 +92,6 @@ def test_a_line_that_somebody_signed_is_sent_as_it_is_or_signed_anew(
     theirs = json.dumps(json.loads(Job(prompt="a", id="a", cfg_scale=7).to_message(other)))
     path = tmp_path / "jobs.jsonl"
     path.write_text(theirs)
-    assert list(JsonLinesSource(path).bodies(0)) == [theirs]
-    (body,) = JsonLinesSource(path, key=key).bodies(0)
+    assert list(FileSource(path).bodies(0)) == [theirs]
+    (body,) = FileSource(path, key=key).bodies(0)
     assert read_job(body or "", "m", TrustedKeys.read(key.public)).id == "a"

@@ -14,8 +14,9 @@ import pytest
 
 from imagefleet import errors
 from imagefleet.job.message import read_job
-from loadgen import sources
-from loadgen.sources import JsonLinesSource, StreamSource, TemplateSource
+from loadgen import file_source, sources
+from loadgen.file_source import FileSource, StreamSource
+from loadgen.template_source import TemplateSource
 
 TEMPLATE = """
 prompt:
@@ -216,10 +217,10 @@ def test_a_million_jobs_are_generated_in_less_than_two_minutes(path: Path) -> No
     assert max(jobs_per_second() for _ in range(3)) > 1_000_000 / 120
 
 
-def lines(tmp_path: Path, text: str | bytes, **options: object) -> JsonLinesSource:
+def lines(tmp_path: Path, text: str | bytes, **options: object) -> FileSource:
     path = tmp_path / "jobs.jsonl"
     path.write_bytes(text if isinstance(text, bytes) else text.encode())
-    return JsonLinesSource(path, **options)  # type: ignore[arg-type]
+    return FileSource(path, **options)  # type: ignore[arg-type]
 
 
 def test_lines_without_an_id_get_one_that_is_the_same_each_time(tmp_path: Path) -> None:
@@ -262,23 +263,23 @@ def test_invalid_lines_are_refused_by_number_before_anything_is_sent(tmp_path: P
 
 
 def test_invalid_lines_are_skipped_on_request(tmp_path: Path) -> None:
-    reported: list[int] = []
+    reported: list[str] = []
     source = lines(
         tmp_path,
         'bad\n{"prompt":"a"}\n{"prompt":"' + "x" * 65_530 + '"}\n',
-        on_invalid=lambda line, _: reported.append(line),
+        on_invalid=lambda place, _: reported.append(place),
     )
     source.check(0)
 
     assert [body is None for body in source.bodies(0)] == [True, False, True]
-    assert reported == [1, 3]
+    assert reported == ["line 1", "line 3"]
 
 
 def test_ten_of_many_invalid_lines_are_reported(tmp_path: Path) -> None:
     with pytest.raises(errors.SetupError) as caught:
         lines(tmp_path, "bad\n" * 10_000).check(0)
 
-    assert len(caught.value.message.splitlines()) == 1 + sources.MAX_REPORTED
+    assert len(caught.value.message.splitlines()) == 1 + file_source.MAX_REPORTED
 
 
 def test_a_changed_file_is_another_source(tmp_path: Path) -> None:
@@ -291,27 +292,31 @@ def test_a_count_ends_a_file_early(tmp_path: Path) -> None:
     assert len(list(lines(tmp_path, '{"prompt":"a"}\n' * 5, count=2).bodies(0))) == 2
 
 
+def stream(data: bytes, **options: object) -> StreamSource:
+    return StreamSource(io.BufferedReader(io.BytesIO(data)), **options)  # type: ignore[arg-type]
+
+
 def test_the_same_stream_twice_makes_new_jobs() -> None:
     ids = {
         read_job(str(body), "x").id
         for _ in range(2)
-        for body in StreamSource(io.BytesIO(b'{"prompt":"a"}\n{"prompt":"a"}')).bodies(0)
+        for body in StreamSource(
+            io.BufferedReader(io.BytesIO(b'{"prompt":"a"}\n{"prompt":"a"}'))
+        ).bodies(0)
     }
 
     assert len(ids) == 4
 
 
 def test_an_invalid_line_ends_a_stream_with_its_number() -> None:
-    stream = StreamSource(io.BytesIO(b'{"prompt":"a"}\nbad\n'))
-
     with pytest.raises(errors.SetupError, match="line 2 is not a valid job"):
-        list(stream.bodies(0))
+        list(stream(b'{"prompt":"a"}\nbad\n').bodies(0))
 
 
 @pytest.mark.parametrize(
     ("name", "options", "sentence"),
     [
-        ("jobs.txt", {}, "must end in"),
+        ("jobs.doc", {}, "must end in"),
         ("jobs.jsonl", {"seed": 1}, "--seed is for templates"),
         ("t.yaml", {"on_invalid": lambda line, reason: None}, "--skip-invalid is for files"),
         ("none.jsonl", {}, "cannot be read"),

@@ -1,11 +1,13 @@
 from __future__ import annotations
 
+import re
 from pathlib import Path
 
 import pytest
 
 from imagefleet import errors
 from loadgen import template
+from loadgen.template_source import TemplateSource
 
 TEMPLATES = [
     path
@@ -96,6 +98,18 @@ def test_invalid_toml_and_missing_files_are_setup_errors(tmp_path: Path) -> None
 
 @pytest.mark.parametrize("path", TEMPLATES, ids=lambda path: path.name)
 def test_the_shipped_templates_are_valid(path: Path) -> None:
-    read, _ = template.read_template(path)
+    source = TemplateSource(path)
+    source.check(0)
 
-    assert read.count
+    assert source.count
+
+
+def test_the_templates_of_the_documentation_are_valid(tmp_path: Path) -> None:
+    page = (Path(__file__).parents[2] / "docs" / "loading.md").read_text(encoding="utf-8")
+    blocks = re.findall(r"^```yaml\n(.*?)^```$", page, re.MULTILINE | re.DOTALL)
+    drawn, sweep = (TemplateSource(write(tmp_path, block)) for block in blocks)
+
+    for source in (drawn, sweep):
+        source.check(0)
+    assert drawn.count == 1000
+    assert sweep.describe() in page

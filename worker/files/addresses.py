@@ -123,12 +123,12 @@ def _read_url(text: str) -> Address:
         raise errors.SetupError(
             f"--model is not a valid address: {redaction.reason(error)}"
         ) from None
-    bare = url.with_query(None).with_user(None).with_fragment(None)
     shown = redaction.address(text)
     if host in {"huggingface.co", "hf.co"}:
         _refuse_hub_page(url, shown)
     if host == "civitai.com":
         _refuse_civitai_page(url, shown)
+    bare = url.with_query(None).with_user(None).with_fragment(None)
     suffix = PurePosixPath(url.name).suffix.lower()
     if suffix in PICKLE_SUFFIXES:
         raise errors.SetupError(f"{shown!r} is {pickle_advice(url.name[:200])}")
@@ -163,27 +163,27 @@ def _refused_name(name: str) -> errors.SetupError:
     )
 
 
-def _refuse_hub_page(url: URL, bare: str) -> None:
+def _refuse_hub_page(url: URL, shown: str) -> None:
     """Only /OWNER/NAME/resolve/REVISION/FILE is a file."""
     parts = [part for part in url.path.split("/") if part]
     if parts[2:3] == ["resolve"] and len(parts) > 4:  # noqa: PLR2004
         return
     if parts[2:3] == ["blob"] and len(parts) > 4:  # noqa: PLR2004
-        file = bare.replace("/blob/", "/resolve/", 1)
-        raise errors.SetupError(f"{bare!r} is a web page; the file itself is at {file}")
+        file = shown.replace("/blob/", "/resolve/", 1)
+        raise errors.SetupError(f"{shown!r} is a web page; the file itself is at {file}")
     identity = "/".join(parts[:2])
     advice = hub_advice(identity) or "the address of a file has /resolve/ in it"
-    raise errors.SetupError(f"{bare!r} is a web page, not a file; {advice}")
+    raise errors.SetupError(f"{shown!r} is a web page, not a file; {advice}")
 
 
-def _refuse_civitai_page(url: URL, bare: str) -> None:
+def _refuse_civitai_page(url: URL, shown: str) -> None:
     """Only /api/download/models/NUMBER is a file."""
     if url.path.startswith("/api/download/"):
         return
     number = url.query.get("modelVersionId", "")
     known = number[:20] if number.isdecimal() else "NUMBER"
     raise errors.SetupError(
-        f"{bare!r} is a web page; --model https://civitai.com/api/download/models/{known}"
+        f"{shown!r} is a web page; --model https://civitai.com/api/download/models/{known}"
         + (
             " downloads the file"
             if known == number

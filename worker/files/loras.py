@@ -11,6 +11,7 @@ from collections.abc import Awaitable, Callable, Mapping
 from functools import partial
 from io import BufferedReader, BytesIO
 from pathlib import Path
+from typing import Self
 
 from imagefleet import errors
 from imagefleet.signing import TrustedKeys
@@ -25,9 +26,6 @@ MAX_BYTES = 2**30
 
 #: A manifest is read again after this time; a replaced file is fetched again by then.
 MANIFEST_SECONDS = 300.0
-
-FOLDER = "loras"
-_MANIFEST = f"{FOLDER}/{manifest.NAME}"
 
 
 class Manifest:
@@ -50,6 +48,17 @@ class Manifest:
         self._trusted = trusted
         self._hashes: Mapping[str, str] = {}
         self._read_at: float | None = None
+
+    @classmethod
+    def stored(cls, blobs: protocol.BlobStore, folder: str, trusted: TrustedKeys | None) -> Self:
+        """That of a folder in the container of files."""
+        name = f"{folder}/{manifest.NAME}"
+        return cls(
+            f"{name} in the container {blobs.name!r}",
+            lambda: blobs.read(name, manifest.MAX_BYTES),
+            folder=folder,
+            trusted=trusted,
+        )
 
     async def sha256(self, name: str) -> str | None:
         """The hash that the file must have, or None where any will do.
@@ -162,12 +171,7 @@ class LoraLibrary:
         self._directory = directory
         self._cache = DiskCache(cache, cache_bytes)
         self._fetches: dict[str, asyncio.Task[Path]] = {}
-        self._storage_manifest = Manifest(
-            f"{_MANIFEST} in the container {blobs.name!r}",
-            lambda: blobs.read(_MANIFEST, manifest.MAX_BYTES),
-            folder=FOLDER,
-            trusted=trusted,
-        )
+        self._storage_manifest = Manifest.stored(blobs, manifest.LORAS, trusted)
         self._directory_manifest = Manifest(
             f"{directory}/{manifest.NAME}", lambda: asyncio.to_thread(_read, directory)
         )
@@ -229,7 +233,7 @@ class LoraLibrary:
 
     async def _fetch(self, name: str) -> Path:
         await self._storage_manifest.sha256(name)  # a broken one costs no download
-        data = await self._blobs.read(f"loras/{name}{SUFFIX}", max_bytes=MAX_BYTES)
+        data = await self._blobs.read(f"{manifest.LORAS}/{name}{SUFFIX}", max_bytes=MAX_BYTES)
         if data is None:
             await self._blobs.check()  # without its container, the job is not at fault
             if self._directory and not self._directory.is_dir():

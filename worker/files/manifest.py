@@ -17,12 +17,16 @@ from imagefleet.signing import SigningKey, TrustedKeys
 
 NAME = "manifest.json"
 
+#: The folders that have one.
+LORAS = "loras"
+MODELS = "models"
+
 #: Some 100 bytes a file.
 MAX_BYTES = 16 * 2**20
 MAX_FILES = 100_000
 
 #: The command that lists a file, by folder.
-ADD_COMMANDS = {"loras": "imagefleet lora add", "models": "imagefleet model add"}
+ADD_COMMANDS = {LORAS: "imagefleet lora add", MODELS: "imagefleet model add"}
 
 
 @dataclass(frozen=True, slots=True)

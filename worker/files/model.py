@@ -31,8 +31,6 @@ log = logging.getLogger(__name__)
 #: A few minutes without a byte, on average.
 STORAGE_RETRIES = retry.RetryPolicy(tries=15, longest_wait_seconds=30)
 
-FOLDER = "models"
-
 _UNPACKING = "unpacking"
 
 #: Of a name in an archive, in a message.
@@ -58,9 +56,7 @@ def local_path(settings: WorkerSettings) -> Path:
 def stored_blob(settings: WorkerSettings) -> str | None:
     """The name of the model's blob in the container of files; None: it is elsewhere."""
     address = _address(settings)
-    if address is None or not address.text.startswith(STORE_SCHEME):
-        return None
-    return f"models/{address.text.removeprefix(STORE_SCHEME)}"
+    return f"{manifest.MODELS}/{address.blob}" if address and address.blob else None
 
 
 async def pinned(
@@ -79,13 +75,7 @@ async def pinned(
     is_stored = settings.model.startswith(STORE_SCHEME)
     if trusted is None or settings.model_sha256 is not None or not is_stored:
         return settings
-    name = f"{FOLDER}/{manifest.NAME}"
-    listed = Manifest(
-        f"{name} in the container {blobs.name!r}",
-        lambda: blobs.read(name, manifest.MAX_BYTES),
-        folder=FOLDER,
-        trusted=trusted,
-    )
+    listed = Manifest.stored(blobs, manifest.MODELS, trusted)
     try:
         sha256 = await retry_policy.call(
             lambda: listed.sha256(settings.model.removeprefix(STORE_SCHEME))
@@ -229,8 +219,8 @@ def _folder(settings: WorkerSettings, address: Address) -> Path:
 
 
 def _source(address: Address, sha256: str | None, blobs: protocol.BlobStore | None) -> Source:
-    if blobs is not None and address.text.startswith(STORE_SCHEME):
-        return BlobSource(blobs, address.text.removeprefix(STORE_SCHEME))
+    if blobs is not None and address.blob is not None:
+        return BlobSource(blobs, address.blob)
     return HttpSource(address.text, requires_https=sha256 is None)
 
 

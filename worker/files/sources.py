@@ -13,6 +13,7 @@ from yarl import URL
 
 from imagefleet import errors, redaction
 from imagefleet.storage import protocol
+from worker.files import manifest
 
 #: A server that sends nothing for this long is given up, and asked again.
 STALL_SECONDS = 30.0
@@ -117,7 +118,7 @@ class BlobSource:
 
     def __init__(self, blobs: protocol.BlobStore, name: str) -> None:
         self._blobs = blobs
-        self._blob = f"models/{name}"
+        self._blob = f"{manifest.MODELS}/{name}"
         self.label = f"{self._blob} in the container {blobs.name!r}"
 
     @contextlib.asynccontextmanager

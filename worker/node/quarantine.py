@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import logging
-import time
 from collections.abc import Callable
 from typing import NoReturn
 
@@ -12,6 +11,7 @@ from pydantic import BaseModel, Field, ValidationError
 
 from imagefleet import errors, retry, validation
 from imagefleet.storage import protocol
+from imagefleet.telemetry import logs
 
 log = logging.getLogger(__name__)
 
@@ -22,9 +22,6 @@ MAX_BYTES = 4_000_000
 
 #: Between two readings.
 PERIOD_SECONDS = 300.0
-
-#: Between two lines of the log about a list that cannot be read.
-LOG_SECONDS = 60.0
 
 
 class _Node(BaseModel):
@@ -42,7 +39,7 @@ class Quarantine:
     def __init__(self, files: protocol.BlobStore, names: frozenset[str]) -> None:
         self._files = files
         self._names = names
-        self._logged_at: float | None = None
+        self._warning = logs.Occasion()
 
     async def reason(self) -> str | None:
         """Why this node is on the list; None: it is not, or nobody can tell."""
@@ -73,9 +70,7 @@ class Quarantine:
                 raise errors.NodeError(f"this node is quarantined: {reason}")
 
     def _unreadable(self, why: str) -> None:
-        now = time.monotonic()
-        if self._logged_at is None or now - self._logged_at >= LOG_SECONDS:
-            self._logged_at = now
+        if self._warning.is_due():
             log.warning(
                 "%s in the container %r cannot be read; this node works on: %s",
                 BLOB,

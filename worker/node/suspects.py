@@ -14,12 +14,11 @@ from datetime import UTC, datetime
 from typing import Literal
 
 from imagefleet import errors, retry
+from imagefleet.job.message import ASIDE, SUSPECT
 from imagefleet.storage import protocol
 from worker.metrics import WorkerMetrics
 
 log = logging.getLogger(__name__)
-
-FOLDER = "-suspect"
 
 #: Of one worker: some hours of the fastest GPU's between two checks of its weights.
 MAX_IMAGES = 50_000
@@ -41,7 +40,7 @@ class Suspects:
 
     def storing(self, name: str, generated_at: float) -> None:
         """An image is about to be stored: whether it was is not always known later."""
-        if name.startswith("-"):
+        if name.startswith(ASIDE):
             return  # no job's image
         self._names[name] = generated_at
         if len(self._names) > MAX_IMAGES:
@@ -77,7 +76,7 @@ class Suspects:
             "reason": reason,
             "images": names,
         }
-        blob = f"{FOLDER}/{_file_name(self.worker)}/{now:%Y%m%dT%H%M%SZ}.json"
+        blob = f"{SUSPECT}{file_name(self.worker)}/{now:%Y%m%dT%H%M%SZ}.json"
         data = json.dumps(content).encode()
         try:
             await self.retry_policy.call(
@@ -113,6 +112,6 @@ def _text(time_: datetime) -> str:
     return time_.strftime("%Y-%m-%dT%H:%M:%SZ")
 
 
-def _file_name(worker: str) -> str:
+def file_name(worker: str) -> str:
     """A worker's name as a part of a blob's."""
     return re.sub(r"[^A-Za-z0-9._-]", "_", worker).lstrip(".") or "_"

@@ -33,8 +33,6 @@ FILTER_UP = 2
 #: The size of one JPEG segment, which limits the EXIF data.
 _JPEG_EXIF_BYTES = 65_533
 
-CONTENT_TYPES = {"png": "image/png", "jpeg": "image/jpeg", "webp": "image/webp"}
-
 
 @dataclass(frozen=True, slots=True)
 class EncodedImage:
@@ -58,7 +56,7 @@ def encode(pixels: Pixels, output: Output, parameters: str, job: str = "") -> En
         data = _png(pixels, parameters, job)
     else:
         data = _with_pillow(pixels, output, parameters, job)
-    return EncodedImage(data, CONTENT_TYPES[output.format])
+    return EncodedImage(data, f"image/{output.format}")
 
 
 def refuse_one_colour(pixels: Pixels) -> None:

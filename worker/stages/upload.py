@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import json
-import re
 import time
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
@@ -18,7 +17,7 @@ from imagefleet.storage import protocol
 from worker.cost import CostMeter
 from worker.engine import contract
 from worker.metrics import WorkerMetrics
-from worker.node.suspects import Suspects
+from worker.node.suspects import Suspects, file_name
 from worker.node.watchdog import NodeWatchdog
 from worker.settle import InFlightImage, Settler
 from worker.stages import encode
@@ -159,7 +158,7 @@ class UploadStage:
     ) -> None:
         """Stores a duplicate, so that what took its name first can be compared with it."""
         suffix = name.rpartition(".")[2]
-        aside = f"{DUPLICATES}{name}/{_file_name(self.worker_name)}.{suffix}"
+        aside = f"{DUPLICATES}{name}/{file_name(self.worker_name)}.{suffix}"
         file, lease = encoded.file, encoded.image.owner.lease
 
         async def create() -> bool:
@@ -201,8 +200,3 @@ class UploadStage:
         if image.job.metadata:
             facts["metadata"] = json.dumps(image.job.metadata)
         return facts
-
-
-def _file_name(worker: str) -> str:
-    """A worker's name as a part of a blob's."""
-    return re.sub(r"[^A-Za-z0-9._-]", "_", worker).lstrip(".") or "_"

@@ -9,12 +9,13 @@ import json
 import os
 import time
 import uuid
-from collections.abc import AsyncIterator, Callable, Generator, Mapping
+from collections.abc import AsyncIterator, Callable, Generator, Iterator, Mapping
 from datetime import UTC, datetime
 from functools import partial
 from itertools import islice
 from pathlib import Path
 from typing import BinaryIO, TypeVar
+from urllib.parse import quote
 
 from imagefleet import errors
 from imagefleet.storage import protocol
@@ -48,6 +49,7 @@ class LocalBlobs:
 
     def __init__(self, folder: Path, operations: protocol.Operations) -> None:
         self.folder = folder
+        self._address = folder.absolute().as_uri()
         self._operations = operations
 
     @property
@@ -124,7 +126,7 @@ class LocalBlobs:
         return await self._in_thread(self._read_part, name, offset, max_bytes)
 
     def address(self, name: str) -> str:
-        return (self.folder / name).absolute().as_uri()
+        return f"{self._address}/{quote(name)}"
 
     async def names(self, prefix: str = "") -> AsyncIterator[str]:
         self._operations.blob_writes += 1
@@ -311,12 +313,12 @@ class LocalBlobs:
 
 
 @contextlib.contextmanager
-def _closing(names: Generator[str]) -> Generator[Generator[str]]:
-    """Like `contextlib.closing`, also where the caller was cancelled while a thread lists them."""
+def _closing(names: Generator[str]) -> Iterator[Generator[str]]:
     try:
         yield names
     finally:
-        with contextlib.suppress(ValueError):  # the thread goes on, and closes them
+        # After a cancellation a thread may be in the middle of it, and ends by itself.
+        with contextlib.suppress(ValueError):
             names.close()
 
 

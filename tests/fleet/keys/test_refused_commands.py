@@ -33,6 +33,7 @@ FAILED_JOB = FailedJob(
 #: Commands, and the roles whose tokens suffice.
 COMMANDS: dict[tuple[str, ...], set[str]] = {
     ("load", "jobs.jsonl", "--restart"): {"load", "operator"},
+    ("load", "loras.txt", "--check"): {"files", "operator"},
     ("status",): {"monitor", "operator"},
     ("failed", "list"): {"monitor", "operator"},
     ("failed", "show", "j1"): {"monitor", "operator"},
@@ -53,6 +54,7 @@ def with_a_failed_job(azurite_settings: StorageSettings, tmp_path: Path) -> Stor
             await storage.poison.send([FAILED_JOB.encode()])
 
     (tmp_path / "jobs.jsonl").write_text('{"prompt": "a fox"}\n')
+    (tmp_path / "loras.txt").write_text("a <lora:fox:1>\n")
     asyncio.run(fill())
     return azurite_settings
 

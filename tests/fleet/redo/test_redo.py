@@ -19,7 +19,7 @@ from imagefleet.signing import SigningKey, TrustedKeys
 from imagefleet.storage import open as opening
 from imagefleet.storage.open import open_storage
 from imagefleet.storage.protocol import Storage
-from imagefleet.storage.settings import StorageSettings
+from imagefleet.storage.settings import SignerSettings, StorageSettings
 from worker.engine import contract
 
 RunWorker = Callable[..., Any]  # the fixtures of conftest.py
@@ -265,15 +265,12 @@ async def test_a_forged_job_is_not_drawn_where_jobs_are_signed(
         await storage.queue.send([body])
         await run_worker(name)
 
-    trusted = TrustedKeys.read(key.public)
-    choice = select.Wanted(worker="thief")
-    result = await command._run(
-        storage_settings, choice, {}, trusted, dry_run=False, yes=True, quiet=True
-    )
+    settings = SignerSettings(**dict(storage_settings), trusted_key=key.public)
+    result = await redo(settings, worker="thief")
 
     (message,) = await storage.queue.receive(1, 30)
     assert result["jobs"] == 1
-    assert read_job(message.body, "", trusted).prompt == "a cat"
+    assert read_job(message.body, "", TrustedKeys.read(key.public)).prompt == "a cat"
 
 
 async def test_suspect_images_are_those_of_their_records_that_are_still_the_workers(

@@ -19,7 +19,7 @@ import pytest
 from fleet import contact_sheet
 from imagefleet import errors
 from imagefleet.job import image_record
-from imagefleet.job.message import Output
+from imagefleet.job.message import MAX_IMAGE_BYTES, Output
 from imagefleet.storage.dead_letter import FailedJob
 from imagefleet.storage.local.blobs import METADATA_FOLDER
 from imagefleet.storage.open import open_storage
@@ -235,4 +235,4 @@ def test_a_contact_sheet_has_an_empty_tile_for_what_is_no_image() -> None:
 
 def test_a_file_of_gigabytes_is_not_read() -> None:
     with pytest.raises(contact_sheet.DamagedImageError, match="bytes"):
-        contact_sheet.read_image(io.BytesIO(bytes(contact_sheet.MAX_BYTES + 1)).getvalue(), 10)
+        contact_sheet.read_image(io.BytesIO(bytes(MAX_IMAGE_BYTES + 1)).getvalue(), 10)

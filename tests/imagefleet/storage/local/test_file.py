@@ -15,7 +15,7 @@ import pytest
 from imagefleet import errors, uptime
 from imagefleet.storage.local import file as sqlite_file
 from imagefleet.storage.local.queue import LocalQueue, QueueFile
-from imagefleet.storage.protocol import Operations
+from imagefleet.storage.protocol import Message, Operations
 
 LEASE_SECONDS = 30
 
@@ -163,14 +163,20 @@ async def test_a_new_file_appears_in_one_step_with_nothing_beside_it(path: Path)
     assert [each.name for each in path.parent.iterdir()] == ["queue.sqlite"]
 
 
-async def test_a_file_deleted_in_use_is_missed_and_a_new_one_is_used(
-    path: Path, opened: Opened
-) -> None:
+async def deleted_in_use(path: Path, opened: Opened) -> tuple[LocalQueue, Message]:
+    """A queue whose file is gone, and a message that was leased from it."""
     file, queue = opened()
     await file.create(["jobs"])
     await queue.send(["an old job"])
-    (old,) = await queue.receive(1, LEASE_SECONDS)
+    (message,) = await queue.receive(1, LEASE_SECONDS)
     delete_files(path.parent)
+    return queue, message
+
+
+async def test_a_file_deleted_in_use_is_missed_and_a_new_one_is_used(
+    path: Path, opened: Opened
+) -> None:
+    queue, old = await deleted_in_use(path, opened)
     for call in (queue.receive(1, LEASE_SECONDS), queue.send(["lost"]), queue.delete(old)):
         with pytest.raises(errors.SetupError, match="there is no queue"):
             await call
@@ -185,11 +191,7 @@ async def test_a_file_deleted_in_use_is_missed_and_a_new_one_is_used(
 async def test_a_receipt_of_a_replaced_file_ends_no_job_of_the_new_one(
     path: Path, opened: Opened
 ) -> None:
-    file, queue = opened()
-    await file.create(["jobs"])
-    await queue.send(["an old job"])
-    (old,) = await queue.receive(1, LEASE_SECONDS)
-    delete_files(path.parent)
+    queue, old = await deleted_in_use(path, opened)
     await filled(path, 1)
     (new,) = await opened()[1].receive(1, LEASE_SECONDS)
     assert new.receipt == old.receipt

@@ -13,8 +13,8 @@ from imagefleet import errors
 from imagefleet.records import reader
 from imagefleet.records.record import Record
 from imagefleet.storage.protocol import BlobStore, Storage
-from worker import records
 from worker.metrics import WorkerMetrics
+from worker.stages import record as records
 from worker.testing import StandInEngine
 
 Message = Callable[..., str]

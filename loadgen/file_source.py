@@ -1,0 +1,336 @@
+"""Jobs from a file or from standard input, in any of the formats."""
+
+from __future__ import annotations
+
+import hashlib
+import io
+import itertools
+import json
+import os
+import uuid
+import zlib
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from typing import BinaryIO, NamedTuple
+
+from imagefleet import errors
+from imagefleet.job.message import (
+    SIGNATURE_FIELD,
+    Job,
+    is_signed,
+    message_fields,
+    read_job,
+    without_deliveries,
+)
+from imagefleet.signing import SIGNATURE_CHARACTERS, SigningKey
+from imagefleet.storage import protocol
+from loadgen.formats import files
+from loadgen.formats.entry import FAILURE_FIELD, Entry, Format, FormatError
+
+#: 96 bits: a collision among a hundred million jobs has a chance of 10^-13.
+ID_BYTES = 12
+
+#: Invalid entries that an error names.
+MAX_REPORTED = 10
+
+_READ_BYTES = 2**20
+
+#: For a format that cannot tell how much of the file is read.
+_ENTRIES_BETWEEN_CALLS = 1_000
+
+#: Called with the place of an invalid entry, and why it is none.
+OnInvalid = Callable[[str, str], None]
+
+#: Called with the bytes of the file read so far.
+OnRead = Callable[[int], None]
+
+#: Called with the place and the job of each entry.
+OnJob = Callable[[str, Job], None]
+
+#: Makes a message of an entry and a text from which an id is derived.
+_ReadEntry = Callable[[Entry, str], str]
+
+#: What a signature adds to a message.
+SIGNATURE_BYTES = len(f',"{SIGNATURE_FIELD}":""') + SIGNATURE_CHARACTERS
+
+
+class _Version(NamedTuple):
+    """What changes when a file is written or replaced."""
+
+    device: int
+    inode: int
+    size_bytes: int
+    modified_at_ns: int
+
+
+def ignore(read_bytes: int) -> None:
+    """For callers that show no progress."""
+
+
+def digest(data: bytes) -> str:
+    return hashlib.blake2b(data, digest_size=ID_BYTES).hexdigest()
+
+
+@dataclass(frozen=True, slots=True)
+class _Maker:
+    """Makes messages of entries: signed with *key*, of *campaign* where a job has none."""
+
+    key: SigningKey | None
+    campaign: str | None
+
+    def message(self, entry: Entry, id_text: str) -> str:
+        text = _without_failure(entry.text)
+        return _to_message(text, self._job(text, id_text), self.key)
+
+    def checked(self, entry: Entry, id_text: str, on_job: OnJob | None) -> str:
+        """As `message`, but spaces take the signature's place: to sign takes as long as to read."""
+        text = _without_failure(entry.text)
+        job = self._job(text, id_text)
+        body = _to_message(text, job, None)
+        if self.key is not None:
+            protocol.checked_messages([body + " " * SIGNATURE_BYTES])
+        if on_job is not None:
+            on_job(entry.place, job)
+        return body
+
+    def _job(self, text: str, id_text: str) -> Job:
+        job_id = digest(id_text.encode())
+        job = read_job(text, job_id)
+        return job if self.campaign is None else job.identified(job_id, self.campaign)
+
+
+def _to_message(text: str, job: Job, key: SigningKey | None) -> str:
+    # Without a key, a job that somebody has signed stays as it was signed.
+    is_theirs = key is None and is_signed(text)
+    body = without_deliveries(text) if is_theirs else job.to_message(key)
+    protocol.checked_messages([body])
+    return body
+
+
+class FileSource:
+    """A file of jobs; an entry without a job, as an empty line is, keeps its position.
+
+    A job without an id takes one from the digest of the file's content and the entry's number
+    (from 1), so a file gives the same jobs compressed or not.
+    """
+
+    #: `check` reports bytes, not jobs.
+    jobs_to_make = None
+
+    def __init__(
+        self,
+        path: Path,
+        form: Format = files.FORMATS["jsonl"],
+        *,
+        count: int | None = None,
+        on_invalid: OnInvalid | None = None,
+        on_read: OnRead = ignore,
+        key: SigningKey | None = None,
+        campaign: str | None = None,
+    ) -> None:
+        self._path = path
+        self._form = form
+        self._maker = _Maker(key, campaign)
+        self._on_invalid = on_invalid
+        # The same bytes are other jobs in another format.
+        person = b"" if form.name == "jsonl" else form.name.encode()
+        hasher = hashlib.blake2b(digest_size=16, person=person)
+        with _explained(str(path), form), path.open("rb") as file:
+            self._version = _version(file)
+            stream = self._stream(file, on_read, hasher.update)
+            entries = form.count(stream) if form.is_stream else 0
+            while stream.read(_READ_BYTES):  # what follows the last entry, or all
+                pass
+            if not form.is_stream:
+                entries = form.count(file)
+        if campaign is not None:
+            hasher.update(f" campaign={campaign}".encode())
+        self.identity = hasher.hexdigest()
+        self.count = entries if count is None else min(count, entries)
+
+    def check(self, start: int, on_read: OnRead = ignore, on_job: OnJob | None = None) -> None:
+        """Checks each entry that is to be sent; calls *on_job* for each job.
+
+        Raises:
+            SetupError: some are not valid, and are not to be skipped.
+        """
+        if self._on_invalid is not None and on_job is None:
+            return
+        invalid: list[str] = []
+
+        def note(place: str, reason: str) -> None:
+            invalid.append(f"{place}: {reason}")
+
+        read = partial(self._maker.checked, on_job=on_job)
+        for _ in self._read(start, self._on_invalid or note, read, on_read):
+            if len(invalid) == MAX_REPORTED:
+                break
+        if invalid:
+            raise errors.SetupError(
+                f"{self._path} has invalid jobs; nothing was sent. Correct them or skip them with"
+                " --skip-invalid:\n" + "\n".join(invalid)
+            )
+
+    def bodies(self, start: int) -> Iterator[str | None]:
+        return self._read(start, self._on_invalid or _refuse, self._maker.message)
+
+    def examples(self, most: int) -> Iterator[str]:
+        """The first messages."""
+        return itertools.islice((body for body in self.bodies(0) if body is not None), most)
+
+    def describe(self) -> str:
+        """How much there is; a line may hold no job."""
+        return f"{self._path}: {self.count:,} {self._form.unit}{'s' * (self.count != 1)}"
+
+    def _read(
+        self, start: int, on_invalid: OnInvalid, read: _ReadEntry, on_read: OnRead = ignore
+    ) -> Iterator[str | None]:
+        with _explained(str(self._path), self._form), self._path.open("rb") as file:
+            self._check_version(file)
+            if self._form.is_stream:
+                entries = self._form.entries(self._stream(file, on_read), start)
+            else:
+                entries = self._paced(self._form.entries(file, start), start, on_read)
+            to_send = itertools.islice(entries, max(0, self.count - start))
+            yield from _read_entries(to_send, self.identity, start + 1, on_invalid, read)
+            self._check_version(file)
+
+    def _stream(
+        self,
+        file: io.BufferedReader,
+        on_read: OnRead,
+        on_data: Callable[[memoryview], None] = lambda _: None,
+    ) -> BinaryIO:
+        def observe(data: memoryview) -> None:
+            on_data(data)
+            on_read(file.tell())
+
+        opened = files.decompressed if self._form.is_stream else files.observed
+        return opened(file, observe)
+
+    def _paced(self, entries: Iterator[Entry], start: int, on_read: OnRead) -> Iterator[Entry]:
+        """*entries*, with a report of the part of the file that they are now and then."""
+        for number, entry in enumerate(entries, start):
+            if number % _ENTRIES_BETWEEN_CALLS == 0:
+                on_read(self._version.size_bytes * number // self.count)
+            yield entry
+
+    def _check_version(self, file: BinaryIO) -> None:
+        if _version(file) != self._version:
+            raise errors.SetupError(
+                f"{self._path} has changed while it was being loaded: what was sent stays;"
+                " --restart begins with its first job"
+            )
+
+
+class StreamSource:
+    """Standard input; it cannot be read twice, so it has no checkpoint.
+
+    A job without an id takes a random one: the same stream again gives new jobs.
+    """
+
+    jobs_to_make = None
+
+    def __init__(
+        self,
+        stream: io.BufferedReader,
+        form: Format = files.FORMATS["jsonl"],
+        *,
+        count: int | None = None,
+        on_invalid: OnInvalid | None = None,
+        key: SigningKey | None = None,
+        campaign: str | None = None,
+    ) -> None:
+        self._stream = stream
+        self._form = form
+        self._maker = _Maker(key, campaign)
+        self._on_invalid = on_invalid
+        self.identity = uuid.uuid4().hex
+        self.count = count
+
+    def check(self, start: int, _on_read: OnRead = ignore, on_job: OnJob | None = None) -> None:
+        """Nothing without *on_job*: an entry that was read is gone."""
+        if on_job is not None:
+            read = partial(self._maker.checked, on_job=on_job)
+            for _ in self._read(start, self._on_invalid or _refuse_unsent, read):
+                pass
+
+    def bodies(self, start: int) -> Iterator[str | None]:
+        return self._read(start, self._on_invalid or _refuse, self._maker.message)
+
+    def examples(self, most: int) -> Iterator[str]:
+        """The first messages."""
+        return itertools.islice((body for body in self.bodies(0) if body is not None), most)
+
+    def describe(self) -> str:
+        """Nothing: how much there is shows at its end."""
+        return ""
+
+    def _read(self, start: int, on_invalid: OnInvalid, read: _ReadEntry) -> Iterator[str | None]:
+        with _explained("standard input", self._form):
+            entries = self._form.entries(files.decompressed(self._stream), start)
+            to_send = itertools.islice(entries, self.count)
+            yield from _read_entries(to_send, self.identity, start + 1, on_invalid, read)
+
+
+def _version(file: BinaryIO) -> _Version:
+    status = os.fstat(file.fileno())
+    return _Version(status.st_dev, status.st_ino, status.st_size, status.st_mtime_ns)
+
+
+def _read_entries(
+    entries: Iterator[Entry], identity: str, first: int, on_invalid: OnInvalid, read: _ReadEntry
+) -> Iterator[str | None]:
+    for number, entry in enumerate(entries, first):
+        problem, body = entry.problem, None
+        try:
+            if entry.text:
+                body = read(entry, f"{identity}:{number}")
+        except errors.JobError as error:
+            problem = error.message
+        if problem:
+            on_invalid(entry.place, problem)
+        yield body
+
+
+def _without_failure(text: str) -> str:
+    """A job as it was before `imagefleet failed export` noted its failure in it."""
+    if f'"{FAILURE_FIELD}"' not in text:
+        return text  # the most common case, without parsing it
+    try:
+        fields = message_fields(text)
+    except (ValueError, RecursionError):
+        return text  # not JSON, which `read_job` says
+    if isinstance(fields, dict) and FAILURE_FIELD in fields:
+        del fields[FAILURE_FIELD]
+        return json.dumps(fields)
+    return text
+
+
+@contextmanager
+def _explained(name: str, form: Format) -> Iterator[None]:
+    """Errors of reading a file as SetupErrors that name it."""
+    try:
+        yield
+    except (EOFError, zlib.error):
+        raise errors.SetupError(
+            f"{name} cannot be read: it is gzip that is damaged or incomplete"
+        ) from None
+    except OSError as error:
+        raise errors.SetupError(f"{name} cannot be read: {error.strerror or error}") from None
+    except FormatError as error:
+        raise errors.SetupError(f"{name} as {form.name}: {error}") from None
+
+
+def _refuse(place: str, reason: str) -> None:
+    raise errors.SetupError(
+        f"{place} is not a valid job: {reason}; the jobs before it are sent"
+        " (--skip-invalid skips such jobs)"
+    )
+
+
+def _refuse_unsent(place: str, reason: str) -> None:
+    raise errors.SetupError(f"{place} is not a valid job: {reason}; nothing was sent")

@@ -1,0 +1,129 @@
+"""JSON: an array of jobs, read piece by piece, or a single job."""
+
+from __future__ import annotations
+
+import codecs
+import itertools
+import json
+import re
+from collections.abc import Iterator
+from typing import BinaryIO
+
+from loadgen.formats.entry import Entry, FormatError
+
+#: No job comes near it: a message holds 64 KiB.
+MAX_JOB_CHARACTERS = 2**20
+
+_CHUNK_BYTES = 2**18
+
+_SPACE = re.compile(r"[ \t\r\n]*")
+
+_decode = json.JSONDecoder().raw_decode
+
+
+class JsonArray:
+    """The elements of an array, of any length, in the memory of one."""
+
+    name = "json"
+    unit = "job"
+    is_stream = True
+
+    def count(self, stream: BinaryIO) -> int:
+        return sum(1 for _ in self.entries(stream, 0))
+
+    def entries(self, stream: BinaryIO, start: int) -> Iterator[Entry]:
+        elements = enumerate(_elements(_Text(stream)), 1)
+        for number, (line, text) in itertools.islice(elements, start, None):
+            yield Entry(f"job {number}, line {line}", text)
+
+
+class _Text:
+    """The text that is not read yet, and its line."""
+
+    def __init__(self, stream: BinaryIO) -> None:
+        self._stream = stream
+        self._decoder = codecs.getincrementaldecoder("utf-8-sig")()
+        self._text = ""
+        self._at = 0
+        self._is_whole = False
+        self.line = 1
+
+    def peek(self) -> str:
+        """The next character that is no white space; empty at the end."""
+        while True:
+            if space := _SPACE.match(self._text, self._at):
+                self._move_to(space.end())
+            if self._at < len(self._text):
+                return self._text[self._at]
+            if not self._read_more():
+                return ""
+
+    def skip(self) -> None:
+        """Passes over the character that `peek` returned."""
+        self._move_to(self._at + 1)
+
+    def value(self) -> str:
+        """The text of the JSON value that begins here; what follows is left."""
+        while True:
+            try:
+                _, end = _decode(self._text, self._at)
+            except RecursionError:
+                raise FormatError(f"line {self.line}: nested too deeply") from None
+            except json.JSONDecodeError as error:
+                if len(self._text) - self._at > MAX_JOB_CHARACTERS:
+                    raise FormatError(
+                        f"in line {self.line} begins a job of more than {MAX_JOB_CHARACTERS:,}"
+                        f" characters, or one that is not valid JSON: {error.msg}"
+                    ) from None
+                if self._read_more():
+                    continue
+                line = self.line + error.lineno - 1 - self._text.count("\n", 0, self._at)
+                raise FormatError(f"it is not valid JSON: {error.msg} in line {line}") from None
+            # A number may go on in what is not read yet.
+            if end < len(self._text) or not self._read_more():
+                text = self._text[self._at : end]
+                self._move_to(end)
+                return text
+
+    def _move_to(self, at: int) -> None:
+        self.line += self._text.count("\n", self._at, at)
+        self._at = at
+
+    def _read_more(self) -> bool:
+        """False at the end of the stream."""
+        if self._is_whole:
+            return False
+        data = self._stream.read(_CHUNK_BYTES)
+        self._is_whole = not data
+        try:
+            text = self._decoder.decode(data, final=self._is_whole)
+        except UnicodeDecodeError:
+            raise FormatError(f"it is not UTF-8, after line {self.line}") from None
+        self._text = self._text[self._at :] + text
+        self._at = 0
+        return True
+
+
+def _elements(text: _Text) -> Iterator[tuple[int, str]]:
+    """Each element with its line."""
+    first = text.peek()
+    if first == "{":
+        yield text.line, text.value()
+    elif first == "[":
+        text.skip()
+        is_over = text.peek() == "]"
+        while not is_over:
+            text.peek()
+            yield text.line, text.value()
+            separator = text.peek()
+            is_over = separator == "]"
+            if separator == ",":
+                text.skip()
+            elif not is_over:
+                raise FormatError(f"it is not valid JSON: no ',' or ']' in line {text.line}")
+        text.skip()
+    elif first:
+        raise FormatError("it holds neither an array of jobs nor a job")
+    if text.peek():
+        hint = "; for one job per line: --format jsonl" if first == "{" else ""
+        raise FormatError(f"it goes on after its end, in line {text.line}{hint}")

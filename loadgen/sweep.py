@@ -1,0 +1,242 @@
+"""Lists and ranges in a template's job fields: a sweep over all combinations, or random ones."""
+
+from __future__ import annotations
+
+import hashlib
+import math
+import re
+import struct
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Annotated, Any, overload
+
+from pydantic import (
+    BaseModel,
+    ConfigDict,
+    Field,
+    PlainValidator,
+    ValidationError,
+    model_validator,
+)
+
+from imagefleet import validation
+from imagefleet.job import samplers
+from imagefleet.job.message import Job
+
+#: Two sides in one field, so that a list of sizes is no list of all their combinations.
+SIZE = "size"
+
+#: Fields that take lists and ranges, and how an id says each. The last changes first: jobs of the
+#: same model, size and sampler are neighbours.
+SWEPT: Mapping[str, str] = {
+    "model": "",
+    SIZE: "",
+    "width": "width",
+    "height": "height",
+    "sampler_name": "",
+    "scheduler": "",
+    "clip_skip": "clip",
+    "cfg_scale": "cfg",
+    "steps": "steps",
+    "seed": "seed",
+}
+
+#: More combinations are most likely a mistake.
+MAX_COMBINATIONS = 10**12
+
+#: Of a range; exact as a float.
+_LARGEST = 10**15
+
+_SIZE = re.compile(r"(\d{1,5})\s*[xX]\s*(\d{1,5})")
+
+#: Digits of a range's values after the point, so that 5 + 3 * 0.1 is 5.3.
+_DIGITS = 9
+
+Fields = dict[str, Any]
+
+
+def _number(value: Any) -> Any:
+    is_number = isinstance(value, int | float) and not isinstance(value, bool)
+    if not (is_number and abs(value) <= _LARGEST):  # also refuses NaN
+        raise ValueError("should be a number")
+    return value
+
+
+Number = Annotated[int | float, PlainValidator(_number)]
+
+
+class Range(BaseModel):
+    """Numbers from the first to the last, both included."""
+
+    model_config = ConfigDict(extra="forbid", frozen=True, allow_inf_nan=False)
+
+    first: Number = Field(alias="from")
+    last: Number = Field(alias="to")
+    step: Number = 1
+
+    @model_validator(mode="after")
+    def _is_finite(self) -> Range:
+        if self.step <= 0:
+            raise ValueError("`step` should be greater than 0")
+        if self.first > self.last:
+            raise ValueError("`from` is greater than `to`")
+        if (self.last - self.first) / self.step > MAX_COMBINATIONS:
+            raise ValueError(f"it has more than {MAX_COMBINATIONS:,} values")
+        if "step" not in self.model_fields_set and isinstance(self.first, float):
+            raise ValueError("a range with fractions needs `step`")
+        return self
+
+
+@dataclass(frozen=True, slots=True)
+class Steps(Sequence[int | float]):
+    """The values of a range, none of which is stored."""
+
+    range: Range
+
+    def __len__(self) -> int:
+        steps = (self.range.last - self.range.first) / self.range.step
+        return math.floor(steps + 1e-9) + 1
+
+    @overload
+    def __getitem__(self, index: int) -> int | float: ...
+
+    @overload
+    def __getitem__(self, index: slice) -> Sequence[int | float]: ...
+
+    def __getitem__(self, index: int | slice) -> int | float | Sequence[int | float]:
+        if isinstance(index, slice):
+            return [self[each] for each in range(*index.indices(len(self)))]
+        if not -len(self) <= index < len(self):
+            raise IndexError(index)
+        value = self.range.first + self.range.step * (index % len(self))
+        return round(value, _DIGITS) if isinstance(value, float) else value
+
+    @property
+    def telling(self) -> list[int | float]:
+        """The values by which all of them are known to be valid: bounds, and multiples."""
+        return [self[0], self[min(1, len(self) - 1)], self[-1]]
+
+
+@dataclass(frozen=True, slots=True)
+class Sweep:
+    """The fields with several values, in the order of `SWEPT`."""
+
+    values: Mapping[str, Sequence[Any]]
+
+    @property
+    def combinations(self) -> int:
+        return math.prod(map(len, self.values.values()))
+
+    def combination(self, number: int) -> Fields:
+        """Combination *number*, from 0; the last field changes first."""
+        chosen: Fields = {}
+        for name in reversed(list(self.values)):
+            number, index = divmod(number, len(self.values[name]))
+            chosen[name] = self.values[name][index]
+        return {name: chosen[name] for name in self.values}
+
+    def drawn(self, seed: int, index: int) -> Fields:
+        """The fields of job *index*, each drawn by itself.
+
+        Draws use SHAKE-256, as those of the prompts do, but a stream of their own.
+        """
+        data = struct.pack(">QQ", seed, index) + b"fields"
+        stream = hashlib.shake_256(data).digest(16 * len(self.values))
+        numbers = (int.from_bytes(stream[at : at + 16]) for at in range(0, len(stream), 16))
+        return {
+            name: values[number % len(values)]
+            for (name, values), number in zip(self.values.items(), numbers, strict=True)
+        }
+
+    def describe(self) -> str:
+        """`3 steps x 2 size`."""
+        sizes = {name: len(values) for name, values in self.values.items()}
+        return " x ".join(f"{size:,} {name}" for name, size in sizes.items() if size > 1)
+
+
+def read(fields: Mapping[str, Any]) -> tuple[Fields, Sweep]:
+    """The fields of `job:` that are the same for all jobs, and those with several values.
+
+    Raises:
+        ValueError: a value is none of its field; names it.
+    """
+    fixed: Fields = {}
+    swept: dict[str, Sequence[Any]] = {}
+    for name, value in fields.items():
+        values = _values(name, value)
+        if values is None:
+            fixed[name] = value
+        else:
+            swept[name] = values
+    if SIZE in fields and {"width", "height"} & fields.keys():
+        raise ValueError("size: is both sides; remove `width` and `height`")
+    _check(fixed)
+    for name, values in swept.items():
+        for value in values.telling if isinstance(values, Steps) else values:
+            _check(fixed | as_job_fields({name: value}))
+    sweep = Sweep({name: swept[name] for name in SWEPT if name in swept})
+    if sweep.combinations > MAX_COMBINATIONS:
+        raise ValueError(
+            f"{sweep.describe()} are {sweep.combinations:,} combinations;"
+            f" {MAX_COMBINATIONS:,} at most"
+        )
+    return fixed, sweep
+
+
+def _values(name: str, value: Any) -> Sequence[Any] | None:
+    """The values of a field that takes several; None for one that is the same for all jobs."""
+    if name in SWEPT and isinstance(value, dict):
+        return _steps(name, value)
+    if name in SWEPT and isinstance(value, list):
+        if not value:
+            raise ValueError(f"{name}: the list is empty")
+        if len({repr(each) for each in value}) < len(value):
+            raise ValueError(f"{name}: a value is there twice")
+        return value
+    return [value] if name == SIZE else None
+
+
+def as_job_fields(fields: Mapping[str, Any]) -> Fields:
+    """*fields* with a size as the two fields of a job.
+
+    Raises:
+        ValueError: it is no size.
+    """
+    if SIZE not in fields:
+        return dict(fields)
+    others = {name: value for name, value in fields.items() if name != SIZE}
+    found = _SIZE.fullmatch(str(fields[SIZE]))
+    if not found:
+        raise ValueError("size: should be WIDTHxHEIGHT, such as 512x768")
+    return others | {"width": int(found[1]), "height": int(found[2])}
+
+
+def label(fields: Mapping[str, Any]) -> str:
+    """The values as an id has them: `512x768-ddim-cfg7.5-steps20`."""
+    return "-".join(SWEPT[name] + _spelt(name, value) for name, value in fields.items())
+
+
+def _spelt(name: str, value: Any) -> str:
+    if name == "sampler_name":
+        return slug(samplers.find(value).key)
+    return slug(f"{value:.{_DIGITS}g}" if isinstance(value, float) else str(value))
+
+
+def slug(text: str) -> str:
+    """*text* in the characters of an id."""
+    return re.sub(r"[^A-Za-z0-9.]+", "_", text).strip("_.")
+
+
+def _steps(name: str, value: Mapping[str, Any]) -> Steps:
+    try:
+        return Steps(Range.model_validate(value))
+    except ValidationError as error:
+        reason = validation.sentence(error, ("from", "to", "step"))
+        raise ValueError(f"{name}: a range is {{from: 20, to: 40, step: 5}}: {reason}") from None
+
+
+def _check(fields: Fields) -> None:
+    try:
+        Job.model_validate({"prompt": "", **fields})
+    except ValidationError as error:
+        raise ValueError(validation.sentence(error, {*Job.model_fields, SIZE})) from None

@@ -1,0 +1,238 @@
+"""Jobs from a template: job n is a function of the file's content, the seed and n.
+
+A template with lists of fields is a sweep: job n has combination n modulo their number, and the
+words that are drawn for the n divided by it. So each drawn prompt comes in every combination, with
+one seed.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import itertools
+import math
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+from pydantic import ValidationError
+
+from imagefleet import errors, validation
+from imagefleet.job.message import DEFAULT_CAMPAIGN, Job
+from imagefleet.signing import SigningKey
+from imagefleet.storage import protocol
+from loadgen import sweep, template
+from loadgen.file_source import ID_BYTES, OnJob, OnRead, digest, ignore
+from loadgen.pattern import Draw, Patterns
+
+#: First jobs of a template that are checked before sending, besides each entry of each list.
+_SAMPLE_JOBS = 200
+
+_JOBS_BETWEEN_CALLS = 1_000
+
+_MAX_ID_CHARACTERS = 128
+
+#: Of a word, in an id.
+_WORD_CHARACTERS = 24
+
+
+@dataclass(frozen=True, slots=True)
+class _EveryWord:
+    """A list of which every entry is taken."""
+
+    name: str
+    slot: int
+    choices: tuple[template.Choice, ...]
+
+    def label(self, word: int) -> str:
+        choice = self.choices[word]
+        text = sweep.slug(choice.lora or choice.text)[:_WORD_CHARACTERS]
+        return text if self.name not in {"prompt", "negative_prompt"} else f"{self.name}{word + 1}"
+
+
+class TemplateSource:
+    """Jobs from a template."""
+
+    def __init__(
+        self,
+        path: Path,
+        *,
+        count: int | None = None,
+        seed: int | None = None,
+        key: SigningKey | None = None,
+        campaign: str | None = None,
+    ) -> None:
+        self._path = path
+        self._key = key
+        read, content = template.read_template(path)
+        self._seed = read.seed if seed is None else seed
+        self._fixed, self._sweep = sweep.read(read.job)
+        content += f" seed={self._seed}"
+        if campaign is not None and not self._fixed.get("campaign"):
+            self._fixed["campaign"] = campaign
+            content += f" campaign={campaign}"
+        self.campaign = str(self._fixed.get("campaign") or DEFAULT_CAMPAIGN)
+        self.identity = digest(content.encode())
+        self._id_of = hashlib.blake2b(self.identity.encode(), digest_size=ID_BYTES)
+        metadata = self._fixed.pop("metadata", None)
+        self._metadata = dict(metadata) if isinstance(metadata, dict) else {}
+        self._patterns = Patterns(read.lists)
+        try:
+            self._prompt = self._patterns.slot(read.prompt, "prompt")
+            self._negative_prompt = self._patterns.slot(read.negative_prompt, "negative_prompt")
+            self._templated = {
+                key: self._patterns.slot([template.Choice(text=value)], f"job.metadata.{key}")
+                for key, value in self._metadata.items()
+                if isinstance(value, str)
+            }
+            self._every = [self._every_word(name, read.choices[name]) for name in read.every]
+        except errors.SetupError as error:
+            raise errors.SetupError(f"{path}: {error.message}") from None
+        self._is_random = read.sweep == "random"
+        words = math.prod(len(each.choices) for each in self._every)
+        #: Jobs that differ only in what is swept.
+        self.combinations = 1 if self._is_random else words * self._sweep.combinations
+        self.count = self._count(read.count if count is None else count)
+
+    @property
+    def jobs_to_make(self) -> int:
+        """What `check` counts."""
+        return self.count
+
+    @property
+    def is_sweep(self) -> bool:
+        return self.combinations > 1 or self._sweep.combinations > 1
+
+    def describe(self) -> str:
+        """`60 jobs: 12 combinations of 3 steps x 4 cfg_scale`."""
+        jobs = f"{self.count:,} job{'s' * (self.count != 1)}"
+        if not self.is_sweep:
+            return jobs
+        parts = [f"{len(each.choices):,} {each.name}" for each in self._every]
+        what = " x ".join(filter(None, [*parts, self._sweep.describe()]))
+        if self._is_random:
+            return f"{jobs}, each with one of {what}"
+        return f"{jobs}: {self.combinations:,} combinations of {what}"
+
+    def check(self, start: int, on_read: OnRead = ignore, on_job: OnJob | None = None) -> None:
+        """Checks every entry of every list once, and the first jobs; all with *on_job*."""
+        for turn in range(self._patterns.longest):
+            self._body(0, self._patterns.draw_in_turn(turn))
+        if on_job is None:
+            for _ in itertools.islice(self.bodies(start), _SAMPLE_JOBS):
+                pass
+            return
+        for index in range(start, self.count):
+            on_job(f"job {index + 1}", self._job(index, self._draws(index)))
+            if index % _JOBS_BETWEEN_CALLS == 0:
+                on_read(index)
+
+    def bodies(self, start: int) -> Iterator[str]:
+        for index in range(start, self.count):
+            yield self.body(index)
+
+    def examples(self, most: int) -> Iterator[str]:
+        """The first messages; those of a sweep from all over it."""
+        number = min(most, self.count)
+        for example in range(number):
+            yield self.body(example * self.count // number if self.is_sweep else example)
+
+    def body(self, index: int) -> str:
+        """Message *index*, independent of those before it.
+
+        Raises:
+            SetupError: the template generates an invalid job.
+        """
+        return self._body(index, self._draws(index))
+
+    def _every_word(self, name: str, choices: tuple[template.Choice, ...]) -> _EveryWord:
+        own = {"prompt": self._prompt, "negative_prompt": self._negative_prompt}
+        slot = own.get(name, self._patterns.slot_of(name))
+        if slot is None:
+            raise errors.SetupError(f"every: no prompt has the placeholder {{{name}}}")
+        return _EveryWord(name, slot, choices)
+
+    def _count(self, given: int | None) -> int:
+        if self.combinations > sweep.MAX_COMBINATIONS:
+            raise errors.SetupError(
+                f"{self._path} has {self.combinations:,} combinations;"
+                f" {sweep.MAX_COMBINATIONS:,} at most"
+            )
+        if given is not None:
+            return given
+        if self.combinations == 1:
+            raise errors.SetupError(f"{self._path} has no number of jobs: add `count:` or --count")
+        return self.combinations
+
+    def _draws(self, index: int) -> list[Draw]:
+        """The words of job *index*: those of its round, and its own of each list in `every`."""
+        turn, combination = divmod(index, self.combinations)
+        draws = self._patterns.draw(self._seed, turn)
+        for each, word in self._words(combination):
+            draws = self._patterns.with_word(draws, each.slot, word)
+        return draws
+
+    def _words(self, combination: int) -> list[tuple[_EveryWord, int]]:
+        chosen = []
+        combination //= self._sweep.combinations
+        for each in reversed(self._every):
+            combination, word = divmod(combination, len(each.choices))
+            chosen.append((each, word))
+        return chosen[::-1]
+
+    def _swept(self, index: int) -> tuple[dict[str, object], str]:
+        """The fields of job *index* that are its own, and how its id says them."""
+        if not self.is_sweep:
+            return sweep.as_job_fields(self._sweep.combination(0)), ""
+        if self._is_random:
+            chosen, words = self._sweep.drawn(self._seed, index), []
+        else:
+            number = index % self.combinations
+            chosen = self._sweep.combination(number % self._sweep.combinations)
+            words = self._words(number)
+        told = {name: value for name, value in chosen.items() if len(self._sweep.values[name]) > 1}
+        labels = [*(each.label(word) for each, word in words), sweep.label(told)]
+        fields = sweep.as_job_fields(chosen)
+        if not self._is_random and "seed" not in {*fields, *self._fixed}:
+            fields["seed"] = self._shared_seed(index // self.combinations)
+        return fields, "-".join(filter(None, labels))
+
+    def _shared_seed(self, turn: int) -> int:
+        """So that pictures differ by what is swept alone."""
+        data = f"{self.identity} seed {turn}".encode()
+        return int.from_bytes(hashlib.blake2b(data, digest_size=4).digest())
+
+    def _job(self, index: int, draws: list[Draw]) -> Job:
+        render = self._patterns.render
+        id_of = self._id_of.copy()
+        id_of.update(index.to_bytes(8))
+        swept, label = self._swept(index)
+        job_id = f"{id_of.hexdigest()}-{label}" if label else id_of.hexdigest()
+        fields: dict[str, object] = {
+            **self._fixed,
+            **swept,
+            "prompt": render(self._prompt, draws),
+            "negative_prompt": render(self._negative_prompt, draws),
+            "id": job_id[:_MAX_ID_CHARACTERS],
+        }
+        if self._metadata:
+            drawn = {key: render(slot, draws) for key, slot in self._templated.items()}
+            fields["metadata"] = {**self._metadata, **drawn}
+        try:
+            return Job.model_validate(fields)
+        except ValidationError as error:
+            reason = validation.sentence(error, Job.model_fields)
+            raise self._invalid(fields["prompt"], reason) from None
+
+    def _body(self, index: int, draws: list[Draw]) -> str:
+        job = self._job(index, draws)
+        try:
+            body = job.to_message(self._key)
+            protocol.checked_messages([body])
+        except errors.JobError as error:
+            raise self._invalid(job.prompt, error.message) from None
+        return body
+
+    def _invalid(self, prompt: object, reason: str) -> errors.SetupError:
+        return errors.SetupError(
+            f"{self._path} generates invalid jobs: {reason} (the prompt is {str(prompt)[:100]!r})"
+        )

@@ -1,0 +1,234 @@
+"""`imagefleet load --check`: what jobs name that workers would not find."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import subprocess
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from fleet import console, options
+from fleet.files.listed import Listing
+from imagefleet.signing import Keys, SigningKey
+from imagefleet.storage.open import open_storage
+from imagefleet.storage.protocol import Storage
+from imagefleet.storage.settings import SignerSettings, StorageSettings
+
+Imagefleet = Callable[..., "subprocess.CompletedProcess[str]"]  # the fixture of conftest.py
+
+JOBS = [
+    {"prompt": "a <lora:known:0.5>, <lora:known:0.2>", "model": "sd-1.5"},
+    {"prompt": "b <lora:Known:1>", "model": "packed"},
+    {"prompt": "c <lora:lost:1> <lora:known:1>", "model": "gone"},
+    {"prompt": "d <lora:lost:0.1>", "negative_prompt": "(embedding:bad-hands:1.2), embedding:soft"},
+    *({"prompt": "e <lora:lost:1>"} for _ in range(3)),
+    {"prompt": "f <lora:nested:1>"},
+]
+
+STORED = (
+    "loras/known.safetensors",
+    "loras/lost.txt",
+    "loras/folder/nested.safetensors",
+    "models/sd-1.5.safetensors",
+    "models/packed.tar",
+    "embeddings/soft.safetensors",
+)
+
+
+def in_storage(settings: StorageSettings, *names: str) -> None:
+    async def fill() -> None:
+        async with open_storage(settings) as storage:
+            await storage.create()
+            for name in names:
+                await storage.files.create(name, b"x", "application/octet-stream", {})
+
+    asyncio.run(fill())
+
+
+def flags(settings: StorageSettings) -> list[str]:
+    names = ("storage", "queue", "container", "files_container")
+    return [f"{options.flag(name)}={getattr(settings, name)}" for name in names]
+
+
+@pytest.fixture
+def jobs(tmp_path: Path) -> Path:
+    path = tmp_path / "jobs.jsonl"
+    path.write_text("".join(json.dumps(job) + "\n" for job in JOBS))
+    return path
+
+
+def missing(result: subprocess.CompletedProcess[str]) -> dict[tuple[str, str], Any]:
+    found = json.loads(result.stdout)["missing"]
+    return {(each["kind"], each["name"]): each for each in found}
+
+
+def test_what_is_missing_is_told_with_its_jobs_and_nothing_is_sent(
+    in_process: Imagefleet, jobs: Path, storage_settings: StorageSettings
+) -> None:
+    in_storage(storage_settings, *STORED)
+    result = in_process("load", "jobs.jsonl", "--check", "--json", *flags(storage_settings))
+
+    found = missing(result)
+    assert result.returncode == console.EXIT_OPERATOR_MUST_ACT
+    assert set(found) == {
+        ("LoRA", "Known"),
+        ("LoRA", "lost"),
+        ("LoRA", "nested"),
+        ("model", "gone"),
+        ("embedding", "bad-hands"),
+    }
+    lost = found["LoRA", "lost"]
+    assert (lost["jobs"], lost["places"]) == (5, ["line 3", "line 4", "line 5"])
+    assert "did you mean 'known'?" in found["LoRA", "Known"]["reason"]
+    document = json.loads(result.stdout)
+    assert (document["jobs"], document["named"]) == (
+        len(JOBS),
+        {"loras": 4, "models": 3, "embeddings": 2},
+    )
+    assert next(iter(found)) == ("LoRA", "lost"), "what most jobs name comes first"
+    assert [each.name for each in jobs.parent.iterdir() if "checkpoint" in each.name] == []
+
+    async def queued() -> int:
+        async with open_storage(storage_settings) as storage:
+            return (await storage.queue.depth()).messages
+
+    assert asyncio.run(queued()) == 0
+
+
+def test_a_person_reads_a_table_and_programs_the_exit_code(
+    in_process: Imagefleet, jobs: Path, local_settings: StorageSettings
+) -> None:
+    in_storage(local_settings, *STORED)
+    result = in_process("load", "jobs.jsonl", "--check", *flags(local_settings))
+
+    row = next(line for line in result.stdout.splitlines() if "lost" in line)
+    assert row.split()[:3] == ["LoRA", "lost", "5"]
+    assert "line 3; line 4; line 5" in row
+    assert "not in loras/" in row
+    assert "8 jobs with 4 LoRAs, 3 models, 2 embeddings: 5 of them missing" in result.stderr
+    assert "workers do not use embeddings" in result.stderr
+
+    jobs.write_text(json.dumps(JOBS[0]))
+    complete = in_process("load", "jobs.jsonl", "--check", *flags(local_settings))
+    assert complete.returncode == console.EXIT_DONE
+    assert complete.stdout == ""
+    assert "1 job with 1 LoRA, 1 model, 0 embeddings: none is missing" in complete.stderr
+
+
+def test_each_folder_is_listed_once_and_only_if_it_is_named(
+    in_process: Imagefleet,
+    tmp_path: Path,
+    local_settings: StorageSettings,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    in_storage(local_settings, *STORED)
+    lines = [f'{{"prompt": "<lora:l{number}:1>"}}\n' for number in range(500)]
+    (tmp_path / "jobs.jsonl").write_text("".join(lines))
+    opened: list[Storage] = []
+
+    def open_once(settings: StorageSettings) -> Storage:
+        opened.append(open_storage(settings))
+        return opened[-1]
+
+    monkeypatch.setattr("fleet.files.missing.open_storage", open_once)
+    result = in_process("load", "jobs.jsonl", "--check", "--json", *flags(local_settings))
+
+    assert len(missing(result)) == 500
+    (storage,) = opened
+    assert storage.operations.blob_writes + storage.operations.blob_reads == 1
+
+
+def test_a_folder_of_loras_and_models_from_elsewhere_count(
+    in_process: Imagefleet,
+    tmp_path: Path,
+    local_settings: StorageSettings,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    (tmp_path / "mine").mkdir()
+    (tmp_path / "mine" / "own.safetensors").write_bytes(b"x")
+    (tmp_path / "jobs.txt").write_text("a <lora:own:1>\n")
+    (tmp_path / "jobs.csv").write_text("prompt,model\na,elsewhere\nb,local-model\n")
+    check = ("--check", *flags(local_settings))
+
+    assert in_process("load", "jobs.txt", *check).returncode == console.EXIT_OPERATOR_MUST_ACT
+    found = in_process("load", "jobs.txt", *check, "--lora-directory", "mine")
+    assert found.returncode == console.EXIT_DONE
+    gone = in_process("load", "jobs.txt", *check, "--lora-directory", "none")
+    assert "--lora-directory none cannot be read: No such file" in gone.stderr
+    monkeypatch.setenv("IMAGEFLEET_LORA_DIRECTORY", "mine")
+    assert in_process("load", "jobs.txt", *check).returncode == console.EXIT_DONE
+
+    models = ("--model", "elsewhere", "--model", "./models/local-model.safetensors")
+    assert in_process("load", "jobs.csv", *check).returncode == console.EXIT_OPERATOR_MUST_ACT
+    assert in_process("load", "jobs.csv", *check, *models).returncode == console.EXIT_DONE
+    without = in_process("load", "jobs.csv", *models)
+    assert "--lora-directory and --model go with --check" in without.stderr
+
+
+def test_all_jobs_of_a_template_are_looked_through(
+    in_process: Imagefleet, tmp_path: Path, local_settings: StorageSettings
+) -> None:
+    (tmp_path / "t.yaml").write_text(
+        "prompt: a {l}\nlists: {l: [{lora: often, weight: 200}, {lora: seldom}]}\n"
+        "count: 3000\njob: {model: [m1, m2]}\n"
+    )
+    in_storage(local_settings, "loras/often.safetensors", "models/m1.safetensors")
+    result = in_process("load", "t.yaml", "--check", "--json", *flags(local_settings))
+
+    found = missing(result)
+    assert set(found) == {("LoRA", "seldom"), ("model", "m2")}
+    assert found["model", "m2"]["jobs"] == 1500
+    assert found["model", "m2"]["places"] == ["job 2", "job 4", "job 6"]
+
+
+def test_with_a_signing_key_a_file_must_be_in_the_signed_list(
+    in_process: Imagefleet, tmp_path: Path, local_settings: StorageSettings
+) -> None:
+    """A worker with a trusted key uses no other file."""
+    SigningKey.create(tmp_path / "key.pem")
+    (tmp_path / "jobs.txt").write_text("<lora:listed:1>\n<lora:stored:1>\n")
+    in_storage(local_settings, "loras/listed.safetensors", "loras/stored.safetensors")
+    check = ("load", "jobs.txt", "--check", "--json", *flags(local_settings))
+    signed = (*check, "--signing-key", "key.pem")
+    assert in_process(*check).returncode == console.EXIT_DONE
+    assert set(missing(in_process(*signed))) == {("LoRA", "listed"), ("LoRA", "stored")}
+
+    async def list_one() -> None:
+        settings = SignerSettings(**local_settings.model_dump(), signing_key=tmp_path / "key.pem")
+        async with open_storage(settings) as storage:
+            await Listing(storage, "loras", Keys.of(settings)).add("listed", "0" * 64)
+
+    asyncio.run(list_one())
+    found = missing(in_process(*signed))
+    assert set(found) == {("LoRA", "stored")}
+    assert "not listed in loras/manifest.json, which is signed" in found["LoRA", "stored"]["reason"]
+
+
+def test_invalid_jobs_are_refused_or_counted(
+    in_process: Imagefleet, tmp_path: Path, local_settings: StorageSettings
+) -> None:
+    (tmp_path / "jobs.csv").write_text("prompt,steps\na <lora:x:1>,5\nb,many\n")
+    in_storage(local_settings, "loras/x.safetensors")
+    check = ("load", "jobs.csv", "--check", "--json", *flags(local_settings))
+
+    refused = in_process(*check)
+    assert refused.returncode == console.EXIT_OPERATOR_MUST_ACT
+    assert "row 3: steps: should be a valid integer" in refused.stderr
+    skipped = in_process(*check, "--skip-invalid")
+    assert skipped.returncode == console.EXIT_DONE
+    assert json.loads(skipped.stdout)["invalid"] == 1
+
+
+def test_a_check_before_the_first_load_creates_no_storage(
+    in_process: Imagefleet, tmp_path: Path
+) -> None:
+    (tmp_path / "jobs.txt").write_text("<lora:x:1>\n")
+    result = in_process("load", "jobs.txt", "--check")
+
+    assert result.returncode == console.EXIT_OPERATOR_MUST_ACT
+    assert "not in loras/" in result.stdout
+    assert [each.name for each in tmp_path.iterdir()] == ["jobs.txt"]

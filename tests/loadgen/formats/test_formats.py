@@ -1,0 +1,407 @@
+"""Files of jobs in every format: the same jobs, whichever way they are written down."""
+
+from __future__ import annotations
+
+import gzip
+import io
+import json
+import re
+import tracemalloc
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pyarrow as pa
+import pytest
+from pyarrow import parquet
+
+from imagefleet import errors
+from imagefleet.job.message import Job, read_job
+from imagefleet.signing import SigningKey, TrustedKeys
+from loadgen import sources
+from loadgen.file_source import FileSource, StreamSource
+from loadgen.formats import files, json_array
+
+JOBS: list[dict[str, Any]] = [
+    {"prompt": 'a "red" house, with a\nline break', "steps": 12, "id": "one", "cfg_scale": 7.5},
+    {"prompt": "ein grünes Haus", "campaign": "spring", "metadata": {"sku": "001", "n": [1]}},
+    {"prompt": " white space ", "negative_prompt": "blurry", "model": "m1", "seed": 7},
+    {"prompt": "a", "verify": True, "output": {"format": "webp"}, "save_images": False},
+]
+
+
+def as_cell(value: Any) -> str:
+    if isinstance(value, dict):
+        value = json.dumps(value)
+    if isinstance(value, bool):
+        value = str(value).upper()  # as spreadsheets write it
+    text = "" if value is None else str(value).replace('"', '""')
+    return f'"{text}"' if set(text) & set('",;\t\n') else text
+
+
+def as_csv(jobs: list[dict[str, Any]], delimiter: str = ",") -> bytes:
+    names = list(dict.fromkeys(name for job in jobs for name in job))
+    rows = [names, *([as_cell(job.get(name)) for name in names] for job in jobs)]
+    return "".join(delimiter.join(row) + "\r\n" for row in rows).encode("utf-8-sig")
+
+
+def as_parquet(jobs: list[dict[str, Any]]) -> bytes:
+    names = list(dict.fromkeys(name for job in jobs for name in job))
+    out = io.BytesIO()
+    table = pa.table({name: [job.get(name) for job in jobs] for name in names})
+    parquet.write_table(table, out, row_group_size=2)
+    return out.getvalue()
+
+
+CONTENTS: dict[str, Callable[[list[dict[str, Any]]], bytes]] = {
+    "jobs.jsonl": lambda jobs: "".join(json.dumps(job) + "\n" for job in jobs).encode(),
+    "jobs.json": lambda jobs: json.dumps(jobs, ensure_ascii=False, indent=2).encode(),
+    "jobs.csv": as_csv,
+    "jobs.tsv": lambda jobs: as_csv(jobs, "\t"),
+    "jobs.parquet": as_parquet,
+}
+NAMES = [*CONTENTS, "jobs.jsonl.gz", "jobs.json.gz", "jobs.csv.gz"]
+
+
+def write(folder: Path, name: str, jobs: list[dict[str, Any]]) -> Path:
+    content = CONTENTS[name.removesuffix(".gz")](jobs)
+    path = folder / name
+    path.write_bytes(gzip.compress(content) if name.endswith(".gz") else content)
+    return path
+
+
+def opened(path: Path, **options: Any) -> FileSource:
+    source = sources.open_source(str(path), **options)
+    assert isinstance(source, FileSource)
+    return source
+
+
+def source_of(folder: Path, name: str, content: str | bytes, **options: Any) -> FileSource:
+    path = folder / name
+    path.write_bytes(content.encode() if isinstance(content, str) else content)
+    return opened(path, **options)
+
+
+def jobs_of(source: FileSource | StreamSource) -> list[Job]:
+    return [read_job(body, "unused") for body in source.bodies(0) if body]
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_every_format_gives_the_same_jobs(tmp_path: Path, name: str) -> None:
+    source = opened(write(tmp_path, name, JOBS))
+    source.check(0)
+
+    expected = [Job.model_validate(job) for job in JOBS]
+    found = jobs_of(source)
+    without_id = {"id", "seed"}
+    assert source.count == len(JOBS)
+    assert [job.model_dump(exclude=without_id) for job in found] == [
+        job.model_dump(exclude=without_id) for job in expected
+    ]
+    assert (found[0].id, found[2].seed) == ("one", 7)
+    assert len({job.id for job in found}) == len(JOBS)
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_a_load_resumes_in_the_middle_of_every_format(tmp_path: Path, name: str) -> None:
+    source = opened(write(tmp_path, name, [{"prompt": f"{number}"} for number in range(9)]))
+
+    whole = list(source.bodies(0))
+    assert [json.loads(body or "")["prompt"] for body in whole] == [f"{n}" for n in range(9)]
+    for start in range(10):
+        assert list(source.bodies(start)) == whole[start:], start
+    assert len(list(opened(tmp_path / name, count=4).bodies(1))) == 3
+
+
+@pytest.mark.parametrize("name", ["jobs.jsonl", "jobs.json", "jobs.csv"])
+def test_a_compressed_file_gives_the_jobs_of_the_plain_one(tmp_path: Path, name: str) -> None:
+    plain = opened(write(tmp_path, name, JOBS))
+    compressed = opened(write(tmp_path, f"{name}.gz", JOBS))
+    # As a browser saves it.
+    (tmp_path / f"again.{name}.gz").write_bytes((tmp_path / name).read_bytes())
+
+    assert compressed.identity == plain.identity
+    assert list(compressed.bodies(0)) == list(plain.bodies(0))
+    assert list(opened(tmp_path / f"again.{name}.gz").bodies(0)) == list(plain.bodies(0))
+
+
+def test_the_same_bytes_in_another_format_are_other_jobs(tmp_path: Path) -> None:
+    text = "prompt\na\nb\n"
+    table = source_of(tmp_path, "a.csv", text)
+    prompts = source_of(tmp_path, "a.txt", text)
+
+    assert [job.prompt for job in jobs_of(table)] == ["a", "b"]
+    assert [job.prompt for job in jobs_of(prompts)] == ["prompt", "a", "b"]
+    assert {job.id for job in jobs_of(table)}.isdisjoint(job.id for job in jobs_of(prompts))
+
+
+def test_text_is_a_prompt_per_line_without_comments(tmp_path: Path) -> None:
+    text = "\ufeff# my prompts\na red house, (sunset:1.2)\r\n\n  # more\n  a blue one  \n"
+    source = source_of(tmp_path, "prompts.txt", text)
+    source.check(0)
+
+    assert [job.prompt for job in jobs_of(source)] == ["a red house, (sunset:1.2)", "a blue one"]
+    assert source.count == 5
+
+
+@pytest.mark.parametrize("form", ["jsonl", "json", "csv", "txt"])
+def test_standard_input_takes_every_format_that_is_read_once(form: str) -> None:
+    content = {
+        "jsonl": b'{"prompt":"a"}\n{"prompt":"b"}',
+        "json": b'[{"prompt":"a"},{"prompt":"b"}]',
+        "csv": b"prompt\na\nb\n",
+        "txt": b"a\nb\n",
+    }[form]
+    for data in (content, gzip.compress(content)):
+        stream = io.BufferedReader(io.BytesIO(data))
+        source = StreamSource(stream, files.FORMATS[form])
+        assert [job.prompt for job in jobs_of(source)] == ["a", "b"]
+
+
+def test_standard_input_that_is_only_checked_is_not_said_to_be_sent() -> None:
+    source = StreamSource(
+        io.BufferedReader(io.BytesIO(b"prompt,steps\na,5\nb,x\n")), files.FORMATS["csv"]
+    )
+    seen: list[str] = []
+
+    with pytest.raises(errors.SetupError, match=r"row 3 is not a valid job: .*; nothing was sent"):
+        source.check(0, on_job=lambda place, _: seen.append(place))
+    assert seen == ["row 2"]
+
+
+def test_a_campaign_is_given_to_jobs_without_one(tmp_path: Path) -> None:
+    """A file of prompts has no other way to name it."""
+    text = "prompt,campaign\na,\nb,spring\n"
+    plain = source_of(tmp_path, "a.csv", text)
+    named = source_of(tmp_path, "a.csv", text, campaign="autumn")
+    jobs = jobs_of(named)
+
+    assert [job.campaign for job in jobs] == ["autumn", "spring"]
+    assert named.identity != plain.identity, "another load, with a checkpoint of its own"
+    assert [job.id for job in jobs] == [
+        job.id for job in jobs_of(opened(tmp_path / "a.csv", campaign="autumn"))
+    ]
+
+    (tmp_path / "t.yaml").write_text("prompt: a\ncount: 1")
+    (tmp_path / "own.yaml").write_text("prompt: a\ncount: 1\njob: {campaign: spring}")
+    for name, campaign in (("t.yaml", "autumn"), ("own.yaml", "spring")):
+        source = sources.open_source(str(tmp_path / name), campaign="autumn")
+        assert [json.loads(body or "")["campaign"] for body in source.bodies(0)] == [campaign]
+
+
+def test_a_format_may_be_named(tmp_path: Path) -> None:
+    source = source_of(tmp_path, "prompts.list", "a\nb\n", form="txt")
+
+    assert [job.prompt for job in jobs_of(source)] == ["a", "b"]
+    with pytest.raises(errors.SetupError, match=r"must end in .*--format jsonl\|json\|csv"):
+        sources.open_source(str(tmp_path / "prompts.list"))
+    with pytest.raises(errors.SetupError, match=r"should be jsonl\|json\|csv\|txt\|parquet"):
+        sources.open_source(str(tmp_path / "prompts.list"), form="xls")
+    with pytest.raises(errors.SetupError, match="for standard input"):
+        sources.open_source("-", form="parquet")
+
+
+@pytest.mark.parametrize("name", ["jobs.jsonl", "jobs.json", "jobs.csv", "jobs.parquet"])
+def test_what_failed_export_noted_is_dropped(tmp_path: Path, name: str) -> None:
+    job = {"prompt": "a", "steps": 12, "id": "one"}
+    noted = opened(write(tmp_path, name, [job | {"failure": {"error": "X", "reason": "y"}}]))
+
+    noted.check(0)
+    assert [job.id for job in jobs_of(noted)] == ["one"]
+    assert '"failure"' not in str(list(noted.bodies(0)))
+
+
+def test_a_signed_job_is_valid_without_what_failed_export_noted(tmp_path: Path) -> None:
+    key = SigningKey.create(tmp_path / "key.pem")
+    signed = json.loads(Job(prompt="a", id="a").to_message(key)) | {"failure": {"error": "X"}}
+    (body,) = source_of(tmp_path, "fix.jsonl", json.dumps(signed)).bodies(0)
+
+    assert read_job(body or "", "m", TrustedKeys.read(key.public)).id == "a"
+
+
+@pytest.mark.parametrize(
+    ("name", "content", "sentences"),
+    [
+        ("a.csv", "prompt,steps\na,5\nb,many\n", ["row 3: steps: should be a valid integer"]),
+        ("a.csv", 'prompt,steps\n"a\nb",5\nc,0\n', ["row 3, line 4: steps:"]),
+        ("a.csv", "prompt\na, b\nc\n", ["row 2: cell 2 has no column"]),
+        ("a.csv", 'prompt\n"a" b\nc\n', ["row 2: ',' expected after '\"'; is a quote missing"]),
+        ("a.csv", 'prompt\n"a\n', ["row 2: unexpected end of data; is a quote missing"]),
+        ("a.csv", "prompt,metadata\na,{x}\n", ["row 2: metadata: is not JSON"]),
+        ("a.csv", b"prompt\na\n\xe9\nb\n", ["row 3: not UTF-8"]),
+        ("a.csv", "prompt,steps\n,5\n", ["row 2: prompt: is required"]),
+        ("a.csv", "prompt,enable_hr\na,FALSE\nb,TRUE\n", ["row 3: enable_hr is not supported"]),
+        ("a.txt", "a\n[x|y]\n", ["line 2: prompt: the prompt uses alternation"]),
+        ("a.txt", b"a\n\xff\n", ["line 2: not UTF-8"]),
+        ("a.json", '[{"prompt":"a"},\n 7,\n{"prmpt":"b"}]', ["job 2, line 2: ", "job 3, line 3: "]),
+    ],
+)
+def test_an_invalid_job_is_reported_by_its_place_or_skipped(
+    tmp_path: Path, name: str, content: str | bytes, sentences: list[str]
+) -> None:
+    with pytest.raises(errors.SetupError) as caught:
+        source_of(tmp_path, name, content).check(0)
+    reported = caught.value.message.splitlines()[1:]
+    assert len(reported) == len(sentences)
+    for line, sentence in zip(reported, sentences, strict=True):
+        assert line.startswith(sentence)
+
+    skipped: list[str] = []
+    source = source_of(tmp_path, name, content, on_invalid=lambda place, _: skipped.append(place))
+    bodies = list(source.bodies(0))
+    assert [sentence.split(":")[0] for sentence in sentences] == skipped
+    assert sum(body is None for body in bodies) == len(sentences)
+
+
+@pytest.mark.parametrize(
+    ("name", "content", "sentence"),
+    [
+        ("a.csv", "prompt,stesp\na,5\n", "'stesp' is no field of a job; did you mean 'steps'?"),
+        ("a.csv", "prompt,sku\na,5\n", "name it 'metadata.sku'"),
+        ("a.csv", "prompt,steps,Steps\na,5,5\n", "the column 'steps' is there twice"),
+        ("a.csv", "a red house\na blue one\n", "no column 'prompt' among 'a red house'"),
+        ("a.csv", "id,steps\na,5\n", "no column 'prompt'"),
+        ("a.csv", "prompt\na\n".encode("utf-16"), "the first row is not UTF-8"),
+        ("a.json", '[{"prompt":"a"},]', "not valid JSON: Expecting value in line 1"),
+        ("a.json", '[\n{"prompt":"a"}\n{"prompt":"b"}]', "no ',' or ']' in line 3"),
+        ("a.json", '[\n{"prompt":"a"},\n{"prompt": b}]', "Expecting value in line 3"),
+        ("a.json", '[{"prompt":"a"}', "no ',' or ']' in line 1"),
+        ("a.json", '[{"prompt":"a"}] x', "it goes on after its end"),
+        ("a.json", '{"prompt":"a"}\n{"prompt":"b"}', "--format jsonl"),
+        ("a.json", '"a"', "neither an array of jobs nor a job"),
+        ("a.json", "[" * 100_000, "nested too deeply"),
+        ("a.json", b'[{"prompt":"\xff"}]', "it is not UTF-8"),
+        ("a.parquet", "not parquet", "not a Parquet file"),
+        ("a.jsonl.gz", gzip.compress(b'{"prompt":"a"}\n' * 99)[:-12], "damaged or incomplete"),
+        ("a.csv.gz", gzip.compress(b"prompt\n" * 9)[:10] + b"\xff" * 20, "cannot be read"),
+    ],
+)
+def test_a_file_that_is_not_of_its_format_is_one_sentence(
+    tmp_path: Path, name: str, content: str | bytes, sentence: str
+) -> None:
+    with pytest.raises(errors.SetupError) as caught:
+        source_of(tmp_path, name, content)
+
+    assert sentence in caught.value.message
+    assert name in caught.value.message
+    assert "\n" not in caught.value.message
+
+
+def test_a_table_may_have_empty_rows_short_rows_and_columns_without_a_name(tmp_path: Path) -> None:
+    source = source_of(tmp_path, "a.csv", "Prompt , steps,,\na,5,,\n\n,,,\nb\n")
+
+    assert [(job.prompt, job.steps) for job in jobs_of(source)] == [("a", 5), ("b", 20)]
+    assert [body is None for body in source.bodies(0)] == [False, True, True, False]
+
+
+def test_the_delimiter_is_the_one_that_gives_the_first_row_field_names(tmp_path: Path) -> None:
+    german = "prompt;cfg_scale;metadata.sku\na, b;7,5;001\n"
+    (job,) = jobs_of(source_of(tmp_path, "a.csv", german))
+
+    assert (job.prompt, job.cfg_scale, job.metadata) == ("a, b", 7.5, {"sku": "001"})
+
+
+def test_a_file_with_a_header_alone_or_nothing_has_no_jobs(tmp_path: Path) -> None:
+    for name, content in (("a.csv", "prompt\n"), ("a.csv", ""), ("a.json", "[ ]"), ("a.json", "")):
+        source = source_of(tmp_path, name, content)
+        assert (source.count, list(source.bodies(0))) == (0, [])
+
+
+def test_missing_values_of_pandas_are_defaults(tmp_path: Path) -> None:
+    table = pa.table(
+        {
+            "prompt": ["a", "b"],
+            "steps": pa.array([15.0, float("nan")]),
+            "id": [1, 2],
+            "metadata": [[("sku", "001")], None],
+            "__index_level_0__": [0, 1],
+        },
+        schema=pa.schema(
+            [
+                ("prompt", pa.string()),
+                ("steps", pa.float64()),
+                ("id", pa.int64()),
+                ("metadata", pa.map_(pa.string(), pa.string())),
+                ("__index_level_0__", pa.int64()),
+            ]
+        ),
+    )
+    parquet.write_table(table, tmp_path / "a.parquet")
+
+    found = jobs_of(opened(tmp_path / "a.parquet"))
+    assert [(job.id, job.steps, job.metadata) for job in found] == [
+        ("1", 15, {"sku": "001"}),
+        ("2", 20, {}),
+    ]
+
+
+def test_without_pyarrow_a_sentence_says_what_to_install(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path = write(tmp_path, "jobs.parquet", JOBS)
+    monkeypatch.setitem(__import__("sys").modules, "pyarrow", None)
+
+    with pytest.raises(errors.SetupError, match=r"pip install 'imagefleet\[parquet\]'"):
+        sources.open_source(str(path))
+
+
+@pytest.mark.parametrize("name", ["jobs.json", "jobs.csv", "jobs.jsonl.gz"])
+def test_a_file_is_never_in_memory_as_a_whole(tmp_path: Path, name: str) -> None:
+    jobs = [{"prompt": f"{number} " + "x" * 4_000} for number in range(4_000)]
+    path = write(tmp_path, name, jobs)
+    del jobs
+
+    tracemalloc.start()
+    try:
+        source = opened(path)
+        entries = files.by_name(path)
+        assert entries is not None
+        with path.open("rb") as file:
+            read = sum(1 for _ in entries.entries(files.decompressed(file), 0))
+        peak = tracemalloc.get_traced_memory()[1]
+    finally:
+        tracemalloc.stop()
+
+    assert source.count == read == 4_000
+    assert peak < 8e6  # of 16 MB
+
+
+def test_a_job_beyond_any_size_ends_an_array_before_it_fills_the_memory(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(json_array, "MAX_JOB_CHARACTERS", 1_000)
+    monkeypatch.setattr(json_array, "_CHUNK_BYTES", 100)
+
+    with pytest.raises(errors.SetupError, match="line 2 begins a job of more than 1,000"):
+        source_of(tmp_path, "a.json", '[{"prompt":"a"},\n{"prompt":"' + "x" * 5_000 + '"}]')
+
+
+def test_an_array_is_the_same_wherever_it_is_cut_into_pieces(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path = tmp_path / "a.json"
+    path.write_text(
+        '\n[ {"prompt": "grün \\" ]}", "seed": 12},\n\n{"prompt":"b"} , {"prompt":"ü"}]\n'
+    )
+    whole = list(opened(path).bodies(0))
+
+    for size in range(1, 40):
+        monkeypatch.setattr(json_array, "_CHUNK_BYTES", size)
+        assert list(opened(path).bodies(0)) == whole, size
+
+
+def test_a_table_that_changes_while_it_is_loaded_is_an_error(tmp_path: Path) -> None:
+    source = source_of(tmp_path, "a.csv", "prompt\na\nb\n")
+    (tmp_path / "a.csv").write_text("prompt\na\nc\nd\n")
+
+    with pytest.raises(errors.SetupError, match="has changed while it was being loaded"):
+        list(source.bodies(0))
+
+
+def test_the_table_of_the_documentation_is_valid(tmp_path: Path) -> None:
+    page = (Path(__file__).parents[3] / "docs" / "loading.md").read_text(encoding="utf-8")
+    (table,) = re.findall(r"^```csv\n(.*?)^```$", page, re.MULTILINE | re.DOTALL)
+    first, second = jobs_of(source_of(tmp_path, "a.csv", table))
+
+    assert (first.steps, first.cfg_scale, first.metadata) == (20, 7.5, {"sku": "00017"})
+    assert (second.prompt, second.steps) == ('a "big" fish, <lora:outline-style:0.8>', 20)
