@@ -94,8 +94,8 @@ ROLES: Mapping[str, Role] = {
         Role("load", "`imagefleet load` on existing queues", queue="a", blob="ac", files="r"),
         Role(
             "monitor",
-            "the read-only commands `status`, `campaigns`, `job`, `exporter`, `scale`, `report` and"
-            " `verify`",
+            "the read-only commands `status`, `campaigns`, `job`, `exporter`, `scale`, `report`,"
+            " `gallery` and `verify`",
             queue="r",
             poison="r",
             blob="rl",
