@@ -8,7 +8,7 @@ import os
 from fleet.gallery import thumbnails
 from fleet.gallery.thumbnails import Thumbnails, UnusableImageError
 from imagefleet import errors
-from imagefleet.job import message
+from imagefleet.job.message import MAX_IMAGE_BYTES
 from imagefleet.records.record import Record
 from imagefleet.storage.protocol import BlobStore
 
@@ -48,7 +48,7 @@ class Images:
 
     async def _read(self, record: Record) -> bytes:
         try:
-            data = await self._blobs.read(record.blob or "", message.MAX_IMAGE_BYTES)
+            data = await self._blobs.read(record.blob or "", MAX_IMAGE_BYTES)
         except (errors.JobError, errors.UnusableFileError) as error:
             raise UnusableImageError(error.message) from None
         if data is None:

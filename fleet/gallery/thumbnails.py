@@ -15,7 +15,7 @@ from pathlib import Path
 from PIL import Image
 
 from imagefleet import errors
-from imagefleet.job import message
+from imagefleet.job.message import MAX_IMAGE_PIXELS
 
 #: The longer side: nearly twice that of a tile, for screens of high resolution.
 PIXELS = 320
@@ -134,10 +134,9 @@ def _opened(data: bytes) -> Image.Image:
         image = Image.open(io.BytesIO(data), formats=tuple(_CONTENT_TYPES))
     except Exception:  # noqa: BLE001 - as above
         raise UnusableImageError("not a PNG, JPEG or WebP image") from None
-    if image.width * image.height > message.MAX_IMAGE_PIXELS:  # before the pixels take memory
+    if image.width * image.height > MAX_IMAGE_PIXELS:  # before the pixels take memory
         image.close()
         raise UnusableImageError(
-            f"{image.width:,} x {image.height:,} pixels;"
-            f" {message.MAX_IMAGE_PIXELS:,} are shown at most"
+            f"{image.width:,} x {image.height:,} pixels; {MAX_IMAGE_PIXELS:,} are shown at most"
         )
     return image
