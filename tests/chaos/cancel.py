@@ -2,7 +2,7 @@
 
 The worker is whole but for its engine, a stand-in of a consumer card's speed.
 
-    python benchmarks/cancel.py [--jobs 100000] [--others 200]
+    PYTHONPATH=. python tests/chaos/cancel.py [--jobs 100000] [--others 200]
 """
 
 from __future__ import annotations
