@@ -28,8 +28,7 @@ import aiohttp
 from rich.console import Console
 from rich.table import Table
 
-import browser
-import drawn_campaign
+from in_browser import browser, drawn_campaign
 
 #: True if every tile on the screen has its thumbnail.
 FIRST_SCREEN = """(() => {

@@ -15,8 +15,8 @@ from pathlib import Path
 
 from PIL import Image
 
-import browser
 import gallery
+from in_browser import browser
 
 ROOT = Path(__file__).resolve().parents[1]
 

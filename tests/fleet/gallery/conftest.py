@@ -14,12 +14,12 @@ from typing import Any
 import aiohttp
 import pytest
 
-import browser
 from fleet import console
 from fleet.gallery import campaigns, server
 from fleet.gallery.campaign import Pace
 from imagefleet.storage.settings import SignerSettings, StorageSettings
 from imagefleet.telemetry import probes
+from in_browser import browser
 
 #: Without a browser its tests are skipped, except where it must be there.
 BROWSER_REQUIRED = bool(os.environ.get("IMAGEFLEET_REQUIRE_BROWSER"))

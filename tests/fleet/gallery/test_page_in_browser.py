@@ -17,14 +17,14 @@ from typing import Any
 import pytest
 from PIL import Image, ImageStat
 
-import drawn_campaign
 import gallery as benchmark
-from browser import Browser, Page
 from fleet.gallery.campaign import Campaign
 from imagefleet.records.record import Record
 from imagefleet.records.writer import RecordLog
 from imagefleet.storage.open import open_storage
 from imagefleet.storage.settings import StorageSettings
+from in_browser import drawn_campaign
+from in_browser.browser import Browser, Page
 
 IMAGES = 3_000
 FAILED = 7

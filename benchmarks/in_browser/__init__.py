@@ -1,0 +1,1 @@
+"""A headless browser, and a campaign to look at in it."""
