@@ -193,12 +193,18 @@ class BlobStore(Protocol):
         """Raises SetupError if it does not exist or access is refused."""
 
     async def create(
-        self, name: str, data: bytes, content_type: str, metadata: Mapping[str, str]
+        self,
+        name: str,
+        data: bytes,
+        content_type: str,
+        metadata: Mapping[str, str],
+        on_doubt: Callable[[], None] = lambda: None,
     ) -> bool:
         """Writes a blob durably; returns False if the name is taken (If-None-Match: *).
 
         A name taken by an attempt of this call whose reply was lost counts as written. So it is to
-        the caller who repeats the call after an error with `outcome_is_unknown`.
+        the caller who repeats the call after an error with `outcome_is_unknown`. Somebody else may
+        have taken it all the same: *on_doubt* is called where nobody can tell.
 
         Raises:
             JobError: the name is not a plain relative path, or the metadata cannot be HTTP headers.

@@ -190,12 +190,12 @@ class FaultyBlobs:
         self.faults = faults
 
     async def create(
-        self, name: str, data: bytes, content_type: str, metadata: Mapping[str, str]
+        self, name: str, data: bytes, content_type: str, metadata: Mapping[str, str], **more: Any
     ) -> bool:
         if self.faults:
             self.faults -= 1
             raise errors.TransientError("503 server busy")
-        return await self._blobs.create(name, data, content_type, metadata)
+        return await self._blobs.create(name, data, content_type, metadata, **more)
 
     async def append(self, name: str, data: bytes, position: int) -> bool:
         return await self._blobs.append(name, data, position)
@@ -244,9 +244,9 @@ class LostReplies(FaultyBlobs):
     """Blobs whose first writes are carried out, but their replies are lost on the way."""
 
     async def create(
-        self, name: str, data: bytes, content_type: str, metadata: Mapping[str, str]
+        self, name: str, data: bytes, content_type: str, metadata: Mapping[str, str], **more: Any
     ) -> bool:
-        written = await self._blobs.create(name, data, content_type, metadata)
+        written = await self._blobs.create(name, data, content_type, metadata, **more)
         if written and self.faults:
             self.faults -= 1
             error = errors.TransientError("the connection was reset")
@@ -299,10 +299,10 @@ class ClosedBlobs(FaultyBlobs):
     """Blobs whose first requests meet credentials that have run out."""
 
     async def create(
-        self, name: str, data: bytes, content_type: str, metadata: Mapping[str, str]
+        self, name: str, data: bytes, content_type: str, metadata: Mapping[str, str], **more: Any
     ) -> bool:
         self._let_in()
-        return await self._blobs.create(name, data, content_type, metadata)
+        return await self._blobs.create(name, data, content_type, metadata, **more)
 
     async def read(self, name: str, max_bytes: int | None = None) -> bytes | None:
         self._let_in()

@@ -121,18 +121,27 @@ class UploadStage:
         metadata = self._metadata(image)
 
         is_in_doubt = False
+        is_surely_own = True
+
+        def doubt() -> None:
+            nonlocal is_surely_own
+            is_surely_own = False
 
         async def create() -> bool:
             nonlocal is_in_doubt
             entry.lease.check()
             try:
                 with self.watchdog.uploading(len(file.data)):
-                    stored = self.blobs.create(name, file.data, file.content_type, metadata)
-                    # A name taken after a reply was lost is taken by this very image.
-                    return await stored or is_in_doubt
+                    if await self.blobs.create(
+                        name, file.data, file.content_type, metadata, on_doubt=doubt
+                    ):
+                        return True
             except errors.TransientError as error:
                 is_in_doubt = is_in_doubt or error.outcome_is_unknown
                 raise
+            # A name taken after a reply was lost is most likely taken by this very image.
+            doubt()
+            return is_in_doubt
 
         self.suspects.storing(name, image.generated_at)
         with self.metrics.stage_seconds.labels("upload").time():
@@ -140,7 +149,9 @@ class UploadStage:
         if image.job.verify:
             self.cost.lost("second_drawing")
         elif written:
-            entry.records.append(self._record(encoded, name))
+            # In doubt another worker may have a record of it, too.
+            records = entry.records if is_surely_own else entry.again
+            records.append(self._record(encoded, name))
             entry.images_written += 1
             self.images_written += 1
             self.metrics.images.inc()

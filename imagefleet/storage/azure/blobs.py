@@ -76,7 +76,12 @@ class AzureBlobs:
         await self._call(ANY_PERMISSION, request)
 
     async def create(
-        self, name: str, data: bytes, content_type: str, metadata: Mapping[str, str]
+        self,
+        name: str,
+        data: bytes,
+        content_type: str,
+        metadata: Mapping[str, str],
+        on_doubt: Callable[[], None] = lambda: None,
     ) -> bool:
         protocol.check_blob_name(name)
         protocol.check_metadata(metadata)
@@ -100,7 +105,7 @@ class AzureBlobs:
                     raise
             return False
 
-        return await self._create(request)
+        return await self._create(request, on_doubt)
 
     async def upload(
         self,
@@ -269,27 +274,36 @@ class AzureBlobs:
                 raise
         return False
 
-    async def _create(self, request: Callable[[], Awaitable[bool]]) -> bool:
+    async def _create(
+        self, request: Callable[[], Awaitable[bool]], on_doubt: Callable[[], None] = lambda: None
+    ) -> bool:
         """Calls *request*, which returns False if the name is taken."""
-        return await self._retried_in_doubt("c", request)
+        return await self._retried_in_doubt("c", request, on_doubt)
 
     async def _retried_in_doubt(
-        self, permission: str, request: Callable[[], Awaitable[bool]]
+        self,
+        permission: str,
+        request: Callable[[], Awaitable[bool]],
+        on_doubt: Callable[[], None] = lambda: None,
     ) -> bool:
         """Calls *request*, which returns False if what it does is done already.
 
-        Done after an attempt whose reply was lost: that attempt did it.
+        Done after an attempt whose reply was lost: that attempt counts as what did it.
         """
         is_in_doubt = False
 
         async def attempt() -> bool:
             nonlocal is_in_doubt
             try:
-                return await self._attempt(permission, request) or is_in_doubt
+                if await self._attempt(permission, request):
+                    return True
             except errors.TransientError as error:
                 is_in_doubt = is_in_doubt or error.outcome_is_unknown
                 error.outcome_is_unknown = is_in_doubt
                 raise
+            if is_in_doubt:
+                on_doubt()
+            return is_in_doubt
 
         return await self._retry_policy.call(attempt)
 

@@ -65,7 +65,12 @@ class LocalBlobs:
             raise self._no_folder()
 
     async def create(
-        self, name: str, data: bytes, content_type: str, metadata: Mapping[str, str]
+        self,
+        name: str,
+        data: bytes,
+        content_type: str,
+        metadata: Mapping[str, str],
+        on_doubt: Callable[[], None] = lambda: None,  # noqa: ARG002 - a disk leaves none
     ) -> bool:
         protocol.check_blob_name(name)
         protocol.check_metadata(metadata)
