@@ -1,4 +1,4 @@
-"""MkDocs hook: the pages outside docs/, and links that work both in the site and on GitHub.
+"""MkDocs hook: pages outside docs/, the notebook, and links that work in the site and on GitHub.
 
 A page's links are written relative to its place in the repository. A link to a page of the site
 leads there; a link to any other file of the repository leads to a copy of it in the site.
@@ -6,10 +6,13 @@ leads there; a link to any other file of the repository leads to a copy of it in
 
 from __future__ import annotations
 
+import json
 import os.path
 import posixpath
 import re
+from collections.abc import Iterator, Mapping
 from pathlib import Path
+from typing import Any
 from urllib.parse import urlsplit
 
 from mkdocs.config.defaults import MkDocsConfig
@@ -39,6 +42,10 @@ OUTSIDE = {
     },
 }
 
+#: A notebook and its page. Links to the notebook lead to the page.
+NOTEBOOK = "docs/client.ipynb"
+NOTEBOOK_PAGE = "notebook.md"
+
 _LINK = re.compile(r"(?<=\]\()[^)\s]+(?=\))")
 _FENCE = re.compile(r"^```.*?^```", re.MULTILINE | re.DOTALL)
 
@@ -46,7 +53,28 @@ _FENCE = re.compile(r"^```.*?^```", re.MULTILINE | re.DOTALL)
 def on_files(files: Files, config: MkDocsConfig) -> Files:
     for path, page in OUTSIDE.items():
         files.append(File.generated(config, page, abs_src_path=str(ROOT / path)))
+    notebook = json.loads((ROOT / NOTEBOOK).read_text(encoding="utf-8"))
+    page = "\n\n".join(part for cell in notebook["cells"] for part in _cell(cell))
+    files.append(File.generated(config, NOTEBOOK_PAGE, content=page))
     return files
+
+
+def _cell(cell: Mapping[str, Any]) -> Iterator[str]:
+    """A notebook's cell in Markdown, with what it has printed and shown."""
+    source = "".join(cell["source"])
+    if cell["cell_type"] == "markdown":
+        yield source
+        return
+    yield f"```python\n{source}\n```"
+    for output in cell["outputs"]:
+        shown = output.get("data", {"text/plain": output.get("text", "")})
+        if "image/jpeg" in shown:
+            jpeg = "".join(shown["image/jpeg"]).strip()
+            yield f'<img alt="" src="data:image/jpeg;base64,{jpeg}">'
+        elif "text/html" in shown:
+            yield "".join(shown["text/html"])
+        else:
+            yield f"```text\n{''.join(shown['text/plain']).rstrip()}\n```"
 
 
 def on_page_markdown(markdown: str, page: Page, config: MkDocsConfig, files: Files) -> str:
@@ -74,9 +102,10 @@ def on_page_markdown(markdown: str, page: Page, config: MkDocsConfig, files: Fil
 
 
 def _repository_path(uri: str) -> str:
-    pages = {page: path for path, page in OUTSIDE.items()}
+    pages = {page: path for path, page in OUTSIDE.items()} | {NOTEBOOK_PAGE: NOTEBOOK}
     return pages.get(uri, f"docs/{uri}")
 
 
 def _site_path(path: str) -> str:
-    return OUTSIDE.get(path, path.removeprefix("docs/"))
+    pages = OUTSIDE | {NOTEBOOK: NOTEBOOK_PAGE}
+    return pages.get(path, path.removeprefix("docs/"))

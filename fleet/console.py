@@ -53,8 +53,8 @@ EXIT_REPLACE_THIS_NODE = 3
 #: With --fail-on-failed: done, but jobs went to the poison queue.
 EXIT_JOBS_FAILED = 4
 
-#: Of `verify` and `redo`: done, but some images differ from what others drew, or could not be
-#: replaced.
+#: Done, but some images differ from what others drew, or could not be replaced (`verify`, `redo`),
+#: or are missing (`results --download`, `export`).
 EXIT_IMAGES_WRONG = 4
 
 #: A shell's exit code of a program that Ctrl-C ended (128 + SIGINT).
@@ -247,6 +247,11 @@ def json_text(record: Any) -> str:
     return _escaped(json.dumps(record, ensure_ascii=False, indent=2, default=datetime.isoformat))
 
 
+def json_line(record: Mapping[str, Any]) -> str:
+    """*record* as one line of JSON, with its end."""
+    return _escaped(json.dumps(record, ensure_ascii=False, default=datetime.isoformat))
+
+
 def print_json(record: Mapping[str, Any] | Sequence[Any]) -> None:
     """Prints one JSON object (or list), whatever the terminal's width and colours."""
     sys.stdout.write(json_text(record))
@@ -256,7 +261,7 @@ def print_json(record: Mapping[str, Any] | Sequence[Any]) -> None:
 
 def print_json_line(record: Mapping[str, Any]) -> None:
     """Prints one JSON object as one line, the form of each document of a stream."""
-    sys.stdout.write(_escaped(json.dumps(record, ensure_ascii=False, default=datetime.isoformat)))
+    sys.stdout.write(json_line(record))
     sys.stdout.flush()
 
 
@@ -344,10 +349,10 @@ def totals(rows: Mapping[str, str]) -> Table:
 
 
 @contextmanager
-def counting(verb: str, total: int | None, *, quiet: bool = False) -> Iterator[Callable[[], None]]:
-    """A bar on a terminal, which each call of the function moves on by one."""
+def counting(verb: str, total: int | None, *, quiet: bool = False) -> Iterator[Callable[..., None]]:
+    """A bar on a terminal, which each call of the function moves on by one, or by its argument."""
     if quiet or not stderr.is_terminal:
-        yield lambda: None
+        yield lambda _count=1: None
         return
     columns = (
         progress.TextColumn("{task.description}"),
@@ -357,7 +362,7 @@ def counting(verb: str, total: int | None, *, quiet: bool = False) -> Iterator[C
     )
     with progress.Progress(*columns, console=stderr, transient=True) as bar:
         task = bar.add_task(verb, total=total)
-        yield lambda: bar.advance(task)
+        yield lambda count=1: bar.advance(task, count)
 
 
 def counted(number: int, noun: str) -> str:

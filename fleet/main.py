@@ -15,23 +15,30 @@ from typing import Annotated, Any, get_args
 import typer
 from typer.core import TyperCommand, TyperGroup
 
-from fleet import console, demo, failed, health, load, options, prompt
+from fleet import console, demo, health, load, options, prompt
 from fleet.bench import command as bench
 from fleet.broker import command as broker
+from fleet.campaigns import cancel, purge, table
+from fleet.campaigns import job as job_command
+from fleet.export import command as export
+from fleet.failed import command as failed
 from fleet.files import lora, model
+from fleet.gallery import command as gallery
 from fleet.keys import command as keys
 from fleet.monitor import command as monitor
 from fleet.plan import command as plan
 from fleet.redo import command as redo
 from fleet.report import command as report
+from fleet.results import command as results
 from fleet.salad import command as deploy
 from fleet.scale import command as scale
 from fleet.verify import command as verify
+from fleet.webhooks import command as webhooks
 from fleet.worker import command as worker
 from imagefleet.telemetry import logs
 
 #: Commands whose stderr is a log, which a program may read.
-_SERVICES = ("worker", "exporter", "broker")
+_SERVICES = ("worker", "exporter", "broker", "webhooks")
 
 #: Types of options in typer's help and in that of the settings.
 _METAVARS = {
@@ -109,8 +116,8 @@ On one machine, with everything in the folder imagefleet-data:
 Every setting is a flag and a variable: --queue is IMAGEFLEET_QUEUE.
 
 Exit codes: 0 done, 1 unexpected error, 2 invalid input or setup, 3 broken node (replace it),
-4 jobs failed (worker --fail-on-failed) or images are wrong (verify, redo), 130 interrupted,
-143 terminated (worker --until-empty).""",
+4 jobs failed (worker --fail-on-failed) or images are wrong or missing (verify, redo, results,
+export), 130 interrupted, 143 terminated (worker --until-empty).""",
 )
 
 
@@ -135,14 +142,24 @@ def root(
 app.command("demo")(demo.command)
 app.command("worker")(worker.command)
 app.command("load")(load.command)
+app.command("campaigns")(table.command)
+app.command("job")(job_command.command)
+app.command("cancel")(cancel.command)
+app.command("purge")(purge.command)
 app.command("status")(monitor.status_command)
 app.command("top")(monitor.top_command)
 app.command("exporter")(monitor.exporter_command)
-app.add_typer(failed.app, name="failed", short_help="Lists, replays and discards failed jobs.")
+app.add_typer(
+    failed.app, name="failed", short_help="Lists, exports, replays, discards failed jobs."
+)
 app.add_typer(keys.app, name="keys", short_help="Creates, checks and revokes SAS tokens.")
 app.command("broker")(broker.command)
+app.command("webhooks")(webhooks.command)
 app.command("plan")(plan.command)
+app.command("results")(results.command)
+app.command("export")(export.command)
 app.command("report")(report.command)
+app.command("gallery")(gallery.command)
 app.command("verify")(verify.command)
 app.command("redo")(redo.command)
 app.add_typer(deploy.app, name="deploy", short_help="Deploys workers to GPU clouds.")

@@ -20,14 +20,16 @@ from pathlib import Path
 from typing import Annotated, Any, Literal, TypeVar, Union, get_args, get_origin
 
 import typer
-from pydantic import SecretStr, ValidationError
+from pydantic import SecretStr, TypeAdapter, ValidationError
 from pydantic.fields import FieldInfo
 from pydantic_settings import BaseSettings
 
 from fleet import console
 from fleet.broker.settings import BrokerSettings
 from fleet.monitor.settings import ExporterSettings, MonitorSettings
+from fleet.webhooks.settings import WebhookSettings
 from imagefleet import errors, redaction, validation
+from imagefleet.job.message import SafeId
 from imagefleet.storage import settings as storage_settings
 from imagefleet.storage.settings import SignerSettings, StorageSettings
 from imagefleet.telemetry.settings import TelemetrySettings
@@ -43,7 +45,19 @@ JsonFile = Annotated[
     Path | None,
     typer.Option("--json-file", metavar="FILE", help="Also write the JSON to this file."),
 ]
+CampaignName = Annotated[
+    str, typer.Option(metavar="NAME", help="Jobs without a campaign are in 'default'.")
+]
 OldReport = Annotated[Path | None, typer.Option("--report", hidden=True)]
+#: No setting: IMAGEFLEET_PRIORITY is that of a worker on SaladCloud.
+JobPriority = Annotated[
+    str,
+    typer.Option(
+        "--priority",
+        metavar="|".join(storage_settings.PRIORITIES),
+        help="Priority of the jobs: workers take high ones first and low ones last.",
+    ),
+]
 Yes = Annotated[bool, typer.Option("--yes", help="Do not ask.")]
 Since = Annotated[
     str | None,
@@ -65,13 +79,14 @@ BenchReports = Annotated[
 #: is in none of them is refused: it is most likely a typing error.
 PROJECT_SETTINGS: Mapping[type[BaseSettings], tuple[str, str]] = {
     StorageSettings: ("Storage", "all commands"),
-    TelemetrySettings: ("Metrics and logs", "`worker`, `exporter`"),
+    TelemetrySettings: ("Metrics and logs", "`worker`, `exporter`, `webhooks`"),
     WorkerSettings: ("Worker", "`worker`"),
-    SignerSettings: ("Signatures", "`load`, `failed`, `lora`, `model`"),
+    SignerSettings: ("Signatures", "`load`, `failed`, `gallery`, `lora`, `model`"),
     LoadSettings: ("Load generator", "`load`"),
     MonitorSettings: ("Monitoring", "`status`, `top`, `exporter`, `report`, `scale`"),
     ExporterSettings: ("Exporter", "`exporter`"),
     BrokerSettings: ("Broker", "`broker`"),
+    WebhookSettings: ("Webhooks", "`webhooks`"),
 }
 
 #: Settings of the last release by the model that had them, and what happens instead. Their flags
@@ -183,6 +198,14 @@ def renamed(old_flag: str, old: Value | None, new_flag: str, new: Value) -> Valu
         return new
     console.print_warning(f"{old_flag} is deprecated; use {new_flag}")
     return old
+
+
+def check_campaign(name: str) -> None:
+    """Raises SetupError for what cannot be a campaign's name."""
+    try:
+        TypeAdapter(SafeId).validate_python(name)
+    except ValidationError as error:
+        raise errors.SetupError(f"--campaign: {validation.sentence(error)}") from None
 
 
 def read_moment(flag: str, text: str | None) -> datetime | None:

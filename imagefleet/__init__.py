@@ -17,10 +17,21 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from imagefleet import aio, errors
-    from imagefleet.client import Batch, Fleet, JobHandle, Result, connect
+    from imagefleet.client import Batch, Fleet, JobHandle, Result, Results, connect
     from imagefleet.job.message import Job, Output
 
-__all__ = ["Batch", "Fleet", "Job", "JobHandle", "Output", "Result", "aio", "connect", "errors"]
+__all__ = [
+    "Batch",
+    "Fleet",
+    "Job",
+    "JobHandle",
+    "Output",
+    "Result",
+    "Results",
+    "aio",
+    "connect",
+    "errors",
+]
 
 _CLIENT = "imagefleet.client"
 _MESSAGE = "imagefleet.job.message"
@@ -33,6 +44,7 @@ _MODULES = {
     "JobHandle": _CLIENT,
     "Output": _MESSAGE,
     "Result": _CLIENT,
+    "Results": _CLIENT,
     "connect": _CLIENT,
 }
 

@@ -4,36 +4,39 @@ from __future__ import annotations
 
 import asyncio
 import io
-import itertools
 import math
 import time
-from collections.abc import AsyncIterator, Awaitable, Callable, Container, Coroutine, Iterable
+from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine, Iterable, Mapping
 from dataclasses import dataclass, field
+from datetime import datetime
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple, Self, TypedDict, TypeVar, Unpack
 
 from pydantic import TypeAdapter, ValidationError
 
-from imagefleet import errors, outcomes, retry, signing, validation
+from imagefleet import cancelled, errors, retry, signing, validation
 from imagefleet.job.message import DEFAULT_CAMPAIGN, Job, SafeId
-from imagefleet.outcomes import JobFacts, Status
+from imagefleet.records import frame, outcomes, reader
+from imagefleet.records.batch import Submission, Watch
+from imagefleet.records.outcomes import JobFacts, Status
+from imagefleet.records.reader import Counts
 from imagefleet.storage import dead_letter_queue, protocol
-from imagefleet.storage.dead_letter import Entry
 from imagefleet.storage.dead_letter_check import Check
 from imagefleet.storage.dead_letter_queue import OnProgress, Preview, Selection, Swept
 from imagefleet.storage.open import open_storage
-from imagefleet.storage.settings import SignerSettings
+from imagefleet.storage.settings import Priority, SignerSettings, checked_priority
 from imagefleet.submit import RETRIES, BulkSender
 
 if TYPE_CHECKING:
+    import pandas as pd
     from PIL import Image
 
 #: Pauses between two polls: they double while nothing new arrives.
 FIRST_PAUSE_SECONDS = 0.25
 LONGEST_PAUSE_SECONDS = 15.0
 
-#: A pause is at least this many times as long as the poll before it: listing 100,000 images takes
-#: many requests.
+#: A pause is at least this many times as long as the poll before it: a slow storage is not kept
+#: busy with questions.
 PAUSE_PER_POLL = 5
 
 _Result = TypeVar("_Result")
@@ -143,27 +146,58 @@ class Fleet:
                 raise errors.FleetError("this fleet was closed") from None
             raise
 
-    async def submit(self, jobs: Iterable[Job], *, campaign: str | None = None) -> Batch:
+    async def submit(
+        self,
+        jobs: Iterable[Job],
+        *,
+        campaign: str | None = None,
+        priority: Priority = "normal",
+    ) -> Batch:
         """As `imagefleet.Fleet.submit`."""
-        return await self.run(self._submit(jobs, campaign and _checked("campaign", campaign)))
+        campaign = campaign and _checked("campaign", campaign)
+        return await self.run(self._submit(jobs, campaign, checked_priority(priority)))
 
-    async def _submit(self, jobs: Iterable[Job], campaign: str | None) -> Batch:
+    async def _submit(self, jobs: Iterable[Job], campaign: str | None, priority: Priority) -> Batch:
         if not self._created:
             await self.storage.create()
             self._created = True
-        rest = iter(jobs)
-        first = list(itertools.islice(rest, 1))
-        old_failures: set[str] = set()
-        # Only an id that was used before can have failed before.
-        if first and first[0].id and (await self.storage.poison.depth()).messages:
-            failed = dead_letter_queue.browse(self.storage, Selection())
-            old_failures = {entry.message.id async for entry in failed}
-        expected: dict[str, JobFacts] = {}
-        messages = outcomes.messages(
-            itertools.chain(first, rest), campaign, expected, self.keys.signing
+        submission = Submission(self.storage)
+        sender = BulkSender(
+            self.storage.queues[priority],
+            submission.messages(jobs, campaign, self.keys.signing),
+            before_send=submission.before_send,
         )
-        await BulkSender(self.storage.queue, messages).run()
-        return Batch(self, expected.values(), old_failures)
+        try:
+            await sender.run()
+        finally:
+            await submission.note_sent(sender.progress.sent)
+        return Batch(self, submission)
+
+    def results(self, campaign: str) -> Results:
+        """As `imagefleet.Fleet.results`."""
+        found = outcomes.of_campaign(self.storage, _checked("campaign", campaign))
+        return Results(self, self._each(found))
+
+    async def _each(self, found: AsyncIterator[JobFacts]) -> AsyncIterator[Result]:
+        async def step() -> JobFacts | None:
+            return await anext(found, None)
+
+        while (facts := await self.run(step())) is not None:
+            yield Result(**facts.fields(), fleet=self)
+
+    async def campaigns(self) -> dict[str, Counts]:
+        """As `imagefleet.Fleet.campaigns`."""
+        return await self.run(self._campaigns())
+
+    async def _campaigns(self) -> dict[str, Counts]:
+        return {
+            name: await reader.counts(self.storage, name)
+            async for name in reader.campaigns(self.storage)
+        }
+
+    async def cancel(self, campaign: str) -> datetime:
+        """As `imagefleet.Fleet.cancel`."""
+        return await self.run(cancelled.cancel(self.storage, _checked("campaign", campaign)))
 
     def job(self, id: str, campaign: str | None = None) -> JobHandle:  # noqa: A002 - a job's field
         """One job, by its id and campaign, or by both in one: `spring/0001`."""
@@ -177,15 +211,12 @@ class Fleet:
         queue, failed = self.storage.queue, self.storage.poison
         return Depth(await self.run(queue.depth()), await self.run(failed.depth()))
 
-    async def failed(self, **which: Unpack[Which]) -> AsyncIterator[Entry]:
-        """The failed jobs: `entry.record` has the error, the reason and the job."""
-        entries = dead_letter_queue.browse(self.storage, Selection(**which))
-
-        async def step() -> Entry | None:
-            return await anext(entries, None)
-
-        while (entry := await self.run(step())) is not None:
-            yield entry
+    def failed(self, **which: Unpack[Which]) -> Results:
+        """As `imagefleet.Fleet.failed`."""
+        found = outcomes.failures(
+            self.storage, which.get("error"), which.get("campaign"), which.get("id")
+        )
+        return Results(self, self._each(found))
 
     async def preview_replay(self, *, invalid: bool = False, **which: Unpack[Which]) -> Preview:
         """What `replay` with the same arguments would send, and what would stay."""
@@ -198,12 +229,16 @@ class Fleet:
         on_progress: OnProgress | None = None,
         *,
         invalid: bool = False,
+        priority: Priority = "normal",
         **which: Unpack[Which],
     ) -> Swept:
         """As `imagefleet.Fleet.replay`."""
         check = Check(self.keys.trusted, takes_invalid=invalid)
         selection = Selection(**which)
-        return await self.run(dead_letter_queue.replay(self.storage, selection, on_progress, check))
+        priority = checked_priority(priority)
+        return await self.run(
+            dead_letter_queue.replay(self.storage, selection, on_progress, check, priority)
+        )
 
     async def discard(
         self,
@@ -229,35 +264,61 @@ class Fleet:
         return Check(self.keys.trusted)
 
 
+class Results:
+    """Results as they come, or together as a data frame."""
+
+    def __init__(self, fleet: Fleet, results: AsyncIterator[Result]) -> None:
+        self._fleet = fleet
+        self._results = results
+
+    def __aiter__(self) -> Self:
+        return self
+
+    async def __anext__(self) -> Result:
+        return await anext(self._results)
+
+    async def frame(self) -> pd.DataFrame:
+        """As `imagefleet.Results.frame`."""
+        builder = frame.FrameBuilder(self._fleet.storage.blobs.address)
+        async for result in self:
+            for record in result.records:
+                builder.add(record)
+        return builder.frame()
+
+
 class Batch:
     """Jobs that were submitted together; `ids` are in their order."""
 
-    def __init__(
-        self, fleet: Fleet, jobs: Iterable[JobFacts], old_failures: Container[str]
-    ) -> None:
+    def __init__(self, fleet: Fleet, submission: Submission) -> None:
         self._fleet = fleet
-        self._jobs = tuple(jobs)
-        self._old_failures = old_failures
-        self.ids = [job.id for job in self._jobs]
+        self._jobs = submission.jobs
+        self._positions: Mapping[str, dict[str, int]] = submission.positions()
+        self.ids = [job.id for job in self._jobs.values()]
 
     def __len__(self) -> int:
         return len(self._jobs)
 
-    async def results(
-        self,
-        timeout: float | None = None,  # noqa: ASYNC109 - asyncio.timeout() must not span a yield
-    ) -> AsyncIterator[Result]:
+    def results(self, timeout: float | None = None) -> Results:
         """As `imagefleet.Batch.results`."""
-        poll = outcomes.Poll(self._fleet.storage, self._jobs, self._old_failures)
+        return Results(self._fleet, self._results(timeout))
+
+    async def _results(
+        self,
+        timeout: float | None,  # noqa: ASYNC109 - asyncio.timeout() must not span a yield
+    ) -> AsyncIterator[Result]:
+        watch = Watch(self._fleet.storage, self._jobs.values(), self._positions)
         pace = _Pace(self._fleet, timeout)
-        while poll.waiting:
-            await pace.poll(poll.run)
-            found, poll.found = poll.found, []
+        progress = False
+        while watch.waiting:
+            await pace.poll(watch.poll)
+            found, watch.found = watch.found, []
+            progress = progress or bool(found)
             for facts in found:
                 yield Result(**facts.fields(), fleet=self._fleet)
-            if poll.waiting:
-                left = f"{len(poll.waiting):,} of {len(self):,} jobs are"
-                await pace.pause(left, progress=bool(found))
+            if watch.waiting and not watch.is_behind:
+                left = f"{len(watch.waiting):,} of {len(self):,} jobs are"
+                await pace.pause(left, progress=progress)
+                progress = False
 
 
 class JobHandle:

@@ -6,16 +6,19 @@ import asyncio
 import threading
 from collections.abc import AsyncIterator, Coroutine, Iterable, Iterator
 from dataclasses import dataclass, field
+from datetime import datetime
 from typing import TYPE_CHECKING, Any, Self, TypeVar, Unpack
 
 from imagefleet import aio, errors
 from imagefleet.aio import ConnectOptions, Depth, Which
 from imagefleet.job.message import Job
-from imagefleet.outcomes import JobFacts, Status
-from imagefleet.storage.dead_letter import Entry
+from imagefleet.records.outcomes import JobFacts, Status
+from imagefleet.records.reader import Counts
 from imagefleet.storage.dead_letter_queue import Swept
+from imagefleet.storage.settings import Priority
 
 if TYPE_CHECKING:
+    import pandas as pd
     from PIL import Image
 
 _Result = TypeVar("_Result")
@@ -51,37 +54,68 @@ class Fleet:
         """Disconnects; calls that still wait raise FleetError. The jobs go on."""
         self._loop.close(self._fleet.close())
 
-    def submit(self, jobs: Iterable[Job], *, campaign: str | None = None) -> Batch:
-        """Sends jobs; creates the queue and the container if there are none.
+    def submit(
+        self,
+        jobs: Iterable[Job],
+        *,
+        campaign: str | None = None,
+        priority: Priority = "normal",
+    ) -> Batch:
+        """Sends jobs; creates the queues and the containers if there are none.
 
-        A job without an id gets one. *campaign* is for jobs without one. Jobs before an invalid
-        one are sent.
+        A job without an id gets one. *campaign* is for jobs without one. Workers take jobs of high
+        *priority* first and of low priority last. Jobs before an invalid one are sent.
 
         Raises:
             JobError: two jobs have one id, or a job is too large for a message.
             FleetError: the storage cannot be used.
         """
-        return Batch(self._loop, self._loop.run(self._fleet.submit(jobs, campaign=campaign)))
+        submitted = self._fleet.submit(jobs, campaign=campaign, priority=priority)
+        return Batch(self._loop, self._loop.run(submitted))
 
     def job(self, id: str, campaign: str | None = None) -> JobHandle:  # noqa: A002 - a job's field
         """One job, by its id and campaign, or by both in one: `spring/0001`."""
         return JobHandle(self._loop, self._fleet.job(id, campaign))
 
+    def results(self, campaign: str) -> Results:
+        """What has become of a campaign's jobs so far, whoever submitted them; each job once.
+
+        Jobs that are queued or running are left out.
+        """
+        return Results(self._loop, self._fleet.results(campaign))
+
+    def campaigns(self) -> dict[str, Counts]:
+        """The campaigns that have records, by name, and how many jobs of each are where."""
+        return self._loop.run(self._fleet.campaigns())
+
+    def cancel(self, campaign: str) -> datetime:
+        """Cancels what was sent of a campaign, and ends its running loads; returns until when.
+
+        Workers obey within seconds: what they have begun ends, the rest becomes `cancelled`. This
+        call takes some twelve seconds; what is sent after it runs.
+        """
+        return self._loop.run(self._fleet.cancel(campaign))
+
     def depth(self) -> Depth:
         """Messages in the job queue and in the queue of failed jobs."""
         return self._loop.run(self._fleet.depth())
 
-    def failed(self, **which: Unpack[Which]) -> Iterator[Entry]:
-        """The failed jobs: `entry.record` has the error, the reason and the job."""
-        return self._loop.iterate(self._fleet.failed(**which))
+    def failed(self, **which: Unpack[Which]) -> Results:
+        """The jobs that have failed and were neither replayed nor discarded since.
 
-    def replay(self, *, invalid: bool = False, **which: Unpack[Which]) -> Swept:
-        """Puts failed jobs back into the job queue; without a condition, all of them.
+        Nothing is moved or hidden meanwhile, unlike the messages in the poison queue.
+        """
+        return Results(self._loop, self._fleet.failed(**which))
+
+    def replay(
+        self, *, invalid: bool = False, priority: Priority = "normal", **which: Unpack[Which]
+    ) -> Swept:
+        """Puts failed jobs back into the job queue of *priority*; without a condition, all of them.
 
         With a key only those that are signed. *invalid*: also jobs that this version takes for
         invalid, for newer workers.
         """
-        return self._loop.run(self._fleet.replay(invalid=invalid, **which))
+        return self._loop.run(self._fleet.replay(invalid=invalid, priority=priority, **which))
 
     def discard(self, *, unsigned: bool = False, **which: Unpack[Which]) -> Swept:
         """Deletes failed jobs for good; without a condition, all of them.
@@ -102,14 +136,35 @@ class Batch:
     def __len__(self) -> int:
         return len(self._batch)
 
-    def results(self, timeout: float | None = None) -> Iterator[Result]:
-        """Each job's result once, as they complete or fail; called again, all of them again.
+    def results(self, timeout: float | None = None) -> Results:
+        """Each job's result once, as they end; called again, all of them again.
 
         Raises:
-            TimeoutError: not all are done after *timeout* seconds.
+            TimeoutError: not all have ended after *timeout* seconds.
         """
-        for result in self._loop.iterate(self._batch.results(timeout)):
-            yield Result.of(self._loop, result)
+        return Results(self._loop, self._batch.results(timeout))
+
+
+class Results(Iterator["Result"]):
+    """Results as they come, or together as a data frame."""
+
+    def __init__(self, loop: _LoopThread, results: aio.Results) -> None:
+        self._loop = loop
+        self._results = results
+        self._iterator = loop.iterate(results)
+
+    def __next__(self) -> Result:
+        return Result.of(self._loop, next(self._iterator))
+
+    def frame(self) -> pd.DataFrame:
+        """The results as a data frame: a row for each image, and for each job without.
+
+        Its columns are those of `imagefleet results`.
+
+        Raises:
+            SetupError: pandas is not installed.
+        """
+        return self._loop.run(self._results.frame())
 
 
 class JobHandle:
@@ -123,14 +178,14 @@ class JobHandle:
 
     @property
     def status(self) -> Status:
-        """Pending (queued or running), completed, failed, or unknown to this storage; polled.
+        """Pending (queued or running), completed, failed, cancelled, or unknown to this storage.
 
         A failed job stays failed until it is replayed, discarded or completed.
         """
         return self._loop.run(self._job.status())
 
     def result(self, timeout: float | None = None) -> Result:
-        """Waits until the job has completed or failed.
+        """Waits until the job has completed or failed, or was cancelled.
 
         Raises:
             TimeoutError: it is not done after *timeout* seconds.

@@ -8,7 +8,7 @@ import dataclasses
 import itertools
 import time
 from collections import deque
-from collections.abc import Callable, Iterable
+from collections.abc import Awaitable, Callable, Iterable
 from dataclasses import dataclass
 
 from imagefleet import errors, retry
@@ -47,11 +47,16 @@ class _Sending:
     task: asyncio.Task[None]
 
 
+async def _nothing() -> None:
+    pass
+
+
 class BulkSender:
     """Sends messages to a queue; None in *bodies* is a position without one.
 
     *start* is the position of the first of them. *second_drawing* returns a second message for
-    some of the bodies, which is sent with the same batch.
+    some of the bodies, which is sent with the same batch. *before_send* is awaited before each
+    batch is sent.
     """
 
     def __init__(
@@ -63,6 +68,7 @@ class BulkSender:
         concurrency: int = 4,
         rate: float | None = None,
         second_drawing: Callable[[str], str | None] = lambda _: None,
+        before_send: Callable[[], Awaitable[None]] = _nothing,
         retry_policy: retry.RetryPolicy = RETRIES,
     ) -> None:
         self.progress = Progress(start, 0)
@@ -71,6 +77,7 @@ class BulkSender:
         self._concurrency = concurrency
         self._rate = rate
         self._second_drawing = second_drawing
+        self._before_send = before_send
         self._on_confirmed: Callable[[Progress], None] | None = None
         self._retry_policy = retry_policy
         self._stopping = asyncio.Event()
@@ -136,6 +143,7 @@ class BulkSender:
 
     async def _send(self, messages: list[str]) -> None:
         if messages:
+            await self._retry_policy.call(self._before_send)
             await self._retry_policy.call(lambda: self._queue.send(messages))
 
     async def _confirm_finished(self) -> None:

@@ -39,6 +39,8 @@ from PIL import Image
 import forks
 from fleet.main import app
 from header_files import LORA, file_of
+from imagefleet.records.record import Record
+from imagefleet.records.writer import RecordLog
 from imagefleet.storage.dead_letter import FailedJob
 from imagefleet.storage.open import open_storage
 from imagefleet.storage.settings import StorageSettings
@@ -57,6 +59,7 @@ FAILED_JOBS = [
         attempts=1,
         worker="w1",
         failed_at=datetime(2026, 11, 1, tzinfo=UTC),
+        source=f"message-{job_id}",
         body='{"prompt": "a fox"}',
     )
     for job_id in ("j1", "j2")
@@ -82,11 +85,18 @@ COMMANDS: dict[str, Case] = {
     "prompt": Case("'a ((red)) house <lora:rocket:0.5>' --negative blurry", r"1\.21 +red"),
     "plan": Case("--jobs 1000 --gpu 'RTX 4090'", r"images per dollar"),
     "load": Case("jobs.jsonl --storage local:other", r"2 jobs"),
+    "campaigns": Case("", r"campaign +sent +completed|no campaigns"),
+    "job": Case("spring/0001", r"state +completed"),
+    "cancel": Case("--campaign autumn --dry-run", r"nothing is recorded of a campaign autumn"),
+    "purge": Case("--dry-run", r"0 messages of the queue jobs would be deleted"),
     "status": Case("--json", r'"messages": 0'),
     "top": Case("--prometheus {prometheus}", r"of 0 workers"),
     "report": Case("--campaign spring", r"Report: spring-report\.html"),
+    "results": Case("--campaign spring", r"images +1"),
+    "export": Case("shards --campaign spring --format imagefolder", r"1 image, .* in 1 shard"),
     "failed list": Case("", r"MissingFileError"),
     "failed show": Case("j1", r"there is no LoRA fox"),
+    "failed export": Case("", r'"failure": \{"error": "MissingFileError"'),
     "failed replay": Case("--id j1", r"1 .*replayed"),
     "failed discard": Case("--all --yes", r"1 .*discarded"),
     "verify": Case("--campaign spring", r"no second drawings"),
@@ -121,7 +131,16 @@ COMMANDS: dict[str, Case] = {
 
 
 #: Commands that run until they are stopped, which have tests of their own.
-SERVICES = {"broker", "exporter"}
+SERVICES = {"broker", "exporter", "gallery", "webhooks"}
+
+
+#: What the gallery answers; the storage has no records.
+GALLERY = {
+    "": "<!doctype html>",
+    "page/gallery.js": "import",
+    "page/gallery.css": "--paper",
+    "api/campaigns?first=1": '"newest": null',
+}
 
 
 def commands() -> set[str]:
@@ -241,8 +260,20 @@ def work(tmp_path_factory: pytest.TempPathFactory, azurite_address: str, salad: 
         ) as local:
             await local.create()
             await local.poison.send([job.encode() for job in FAILED_JOBS])
+            failed = [Record(outcome="failed", **job.facts()) for job in FAILED_JOBS]
+            await RecordLog(local.blobs, "w1").add(failed)
             facts = {"worker": "w1", "seconds": "2", "attempt": "1", "job": "0001"}
             await local.blobs.create("spring/0001.png", stored.getvalue(), "image/png", facts)
+            image = Record(
+                outcome="completed",
+                id="0001",
+                campaign="spring",
+                at=datetime.now(UTC),
+                blob="spring/0001.png",
+                size_bytes=len(stored.getvalue()),
+                seconds=2,
+            )
+            await RecordLog(local.blobs, "w1").add([image])
         async with open_storage(StorageSettings(storage=azurite_address)) as azurite:
             await azurite.create()
 
@@ -377,6 +408,25 @@ def test_the_exporter_serves_the_queue_and_ends_when_asked(
         exporter.terminate()
         assert exporter.wait(30) == 0
     assert "imagefleet_queue_messages{" in text
+
+
+def test_the_gallery_serves_its_page_and_the_pictures(
+    environment: Path, variables: dict[str, str], work: Path
+) -> None:
+    command = [environment / "bin" / "imagefleet", "gallery", "--port", "0", "--no-browser"]
+    with subprocess.Popen(
+        command, cwd=work, env=variables, stdout=subprocess.PIPE, text=True
+    ) as gallery:
+        assert gallery.stdout is not None
+        try:
+            found = re.search(r"http://\S+/", gallery.stdout.readline())
+            assert found
+            for path, text in GALLERY.items():
+                with urllib.request.urlopen(found[0] + path, timeout=30) as answer:
+                    assert text in answer.read().decode()
+        finally:
+            gallery.terminate()
+            assert gallery.wait(30) == 0
 
 
 def test_the_demo_draws_its_pictures_away_from_the_checkout(unpacked: Path, tmp_path: Path) -> None:

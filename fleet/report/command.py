@@ -8,7 +8,6 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 import typer
-from pydantic import TypeAdapter, ValidationError
 
 from fleet import console, options
 from fleet.monitor import prometheus
@@ -16,8 +15,8 @@ from fleet.monitor.settings import MonitorSettings
 from fleet.report import figures as report_figures
 from fleet.report import metrics as report_metrics
 from fleet.report import records as report_records
-from imagefleet import errors, validation
-from imagefleet.job.message import DEFAULT_CAMPAIGN, SafeId
+from imagefleet import errors
+from imagefleet.job.message import DEFAULT_CAMPAIGN
 from imagefleet.pricing import price_file, prices
 from imagefleet.storage.open import LOCAL_SCHEME
 
@@ -31,9 +30,7 @@ _SHOWN_REASONS = 3
 @options.from_settings(MonitorSettings)
 def command(
     settings: MonitorSettings,
-    campaign: Annotated[
-        str, typer.Option(metavar="NAME", help="Jobs without a campaign are in 'default'.")
-    ] = DEFAULT_CAMPAIGN,
+    campaign: options.CampaignName = DEFAULT_CAMPAIGN,
     html: Annotated[
         Path | None, typer.Option(metavar="FILE", help="The page [default: NAME-report.html].")
     ] = None,
@@ -54,16 +51,16 @@ def command(
     samples: Annotated[int, typer.Option(min=0, max=200, help="Sample pictures on the page.")] = 24,
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON, write no page.")] = False,
 ) -> None:
-    """Writes a campaign's report: throughput, cost, failures, samples.
+    """Writes a campaign's report: throughput, cost, failures.
 
-    It is made from the records stored with the images. With --prometheus, it also has what only the
+    It is made from the workers' records. With --prometheus, it also has what only the
     metrics know: the whole cost and the waste.
 
     imagefleet report --campaign spring
 
     imagefleet report --campaign spring --prometheus http://localhost:9090 --json-file spring.json
     """
-    _check_name(campaign)
+    options.check_campaign(campaign)
     table = price_file.read_table(prices_path)
     if settings.storage.strip().startswith(LOCAL_SCHEME):
         table = replace(table, storage=prices.FREE_STORAGE)
@@ -103,7 +100,7 @@ async def _read(
     async with console.connected(settings) as client:
         storage = client.storage
         records = await report_records.read_records(storage, campaign, samples)
-        if not records.images and not records.failed:
+        if not (records.images or records.failed or records.cancelled):
             raise errors.SetupError(
                 f"campaign {campaign!r} has no images and no failed jobs in {storage.url}"
             )
@@ -114,13 +111,6 @@ async def _read(
         async with prometheus.connected(settings.prometheus, settings.queried_fleet) as server:
             metrics = await report_metrics.read_metrics(server, figures.began_at, figures.ended_at)
     return figures, metrics, sampled
-
-
-def _check_name(campaign: str) -> None:
-    try:
-        TypeAdapter(SafeId).validate_python(campaign)
-    except ValidationError as error:
-        raise errors.SetupError(f"--campaign: {validation.sentence(error)}") from None
 
 
 def _price(

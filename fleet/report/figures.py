@@ -81,6 +81,7 @@ class Figures:
     seconds_in_worker_median: float | None
     seconds_in_worker_p95: float | None
     failed: int
+    cancelled: int
     failures: Sequence[Failure]
     money: Money
     workers: Sequence[WorkerFigures]
@@ -119,6 +120,7 @@ def compute(
         seconds_in_worker_median=records.time_in_worker(0.5),
         seconds_in_worker_p95=records.time_in_worker(0.95),
         failed=records.failed,
+        cancelled=records.cancelled,
         failures=[
             Failure(error, reason, count)
             for (error, reason), count in records.failed_by_error.most_common(_MAX_ERRORS)
@@ -200,7 +202,12 @@ def _notes(
 ) -> list[str]:
     """What the figures include and what they leave out."""
     notes = [
-        "Images, sizes and times come from the records stored with the images.",
+        (
+            "Images, sizes and times come from the images, listed one by one: workers of an earlier"
+            " version wrote no records. Failed jobs are those in the poison queue."
+            if records.are_listed
+            else "Images, sizes and times come from the workers' records, by the workers' clocks."
+        ),
         (
             "A worker's time runs from its first pull to its last image of this campaign, plus"
             " its start-up if that was recorded. Idle time before and after, and workers that"
@@ -212,6 +219,8 @@ def _notes(
         ),
         f"Storage operations: {table.storage.source}; keeping the images is not included.",
     ]
+    if records.cancelled:
+        notes.append(f"Jobs cancelled: {records.cancelled:,}.")
     if records.without_record:
         notes.append(
             f"{_without_record(records.without_record)} not part of the workers' times and costs."

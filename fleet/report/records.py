@@ -1,4 +1,4 @@
-"""A campaign's records in storage: the metadata of its images, and its failed jobs.
+"""A campaign's records in storage, of its images and of its failed jobs.
 
 Millions of images are summed up while they are listed: the memory needed depends on the hours and
 the workers, not on the images.
@@ -9,12 +9,15 @@ from __future__ import annotations
 import math
 import random
 from collections import Counter
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from datetime import UTC, datetime, timedelta
 
+from fleet.results.files import image_name
 from imagefleet import errors
 from imagefleet.job import image_record
 from imagefleet.job.message import DEFAULT_CAMPAIGN
+from imagefleet.records import reader
+from imagefleet.records.record import Record
 from imagefleet.redaction import printable
 from imagefleet.storage import dead_letter, dead_letter_queue, protocol
 
@@ -24,6 +27,12 @@ _TIME_STEP = 0.05
 #: Records are untrusted: no number of forged names may fill the memory.
 _MAX_WORKERS = 50_000
 _MAX_FAILURE_KINDS = 5_000
+
+#: $/h, above that of any worker.
+_MAX_PRICE = 1_000
+
+#: Some two months; a record's time is what a worker's clock says.
+_MAX_SECONDS = 5_000_000
 
 #: Of what is damaged, each with its reason.
 _SHOWN_REASONS = 10
@@ -103,6 +112,9 @@ class Records:
     seconds_in_worker: Counter[int] = field(default_factory=Counter)
     deliveries: Counter[int] = field(default_factory=Counter)
     failed_by_error: Counter[tuple[str, str]] = field(default_factory=Counter)
+    cancelled: int = 0
+    are_listed: bool = False
+    """By the images themselves: workers of an earlier version wrote no records."""
     samples: list[SampleName] = field(default_factory=list)
     skipped: Skipped = field(default_factory=Skipped)
 
@@ -136,78 +148,172 @@ class Records:
         return None
 
 
+@dataclass(frozen=True, slots=True)
+class _Image:
+    """What is counted of an image; *worker* is None where it is not known."""
+
+    blob: str
+    job: str
+    size_bytes: int
+    stored_at: datetime
+    is_first_of_job: bool = False
+    worker: str | None = None
+    started_at: str = ""
+    gpu: str | None = None
+    price_per_hour: float | None = None
+    start_up_seconds: float = 0
+    seconds: float = 0
+    deliveries: int = 1
+    is_damaged: bool = False
+
+
 async def read_records(storage: protocol.Storage, campaign: str, samples: int) -> Records:
     """Reads a campaign's records and draws *samples* random images.
 
-    The sample is the same each time, as long as the images are.
+    The sample is the same each time, as long as the records are.
     """
     records = Records(campaign)
-    generator = random.Random(campaign)  # noqa: S311 - no secret
-    async for blob in storage.blobs.records(f"{campaign}/"):
-        _count_image(records, blob)
-        # Reservoir sampling: each image is equally likely, and one listing is enough.
-        if len(records.samples) < samples:
-            records.samples.append(_sample(blob))
-        elif (place := generator.randrange(records.images)) < samples:
-            records.samples[place] = _sample(blob)
-    records.samples.sort(key=lambda sample: sample.blob)
-    async for entry in dead_letter_queue.browse(storage, dead_letter_queue.Selection()):
-        if entry.record is not None and (entry.record.campaign or DEFAULT_CAMPAIGN) == campaign:
-            _count_failure(records, entry.record)
+    sampler = _Sampler(campaign, samples)
+    async for record in reader.images(storage, campaign, records.skipped.add_record):
+        if (image := _of_record(record, records)) is not None:
+            sampler.add(image)
+            _count_image(records, image)
+    async for ended in reader.ended(storage, campaign, records.skipped.add_record):
+        if ended.outcome == "failed":
+            _count_failure(records, ended.error or "", ended.reason or "")
+        else:
+            records.cancelled += 1
+    if not (records.images or records.failed or records.cancelled):
+        await _list(storage, records, sampler)
+    records.samples = sorted(sampler.drawn, key=lambda sample: sample.blob)
     return records
 
 
-def _sample(blob: protocol.BlobRecord) -> SampleName:
-    return SampleName(blob.name, printable(blob.metadata.get("job", _stem(blob))[:200]))
+async def _list(storage: protocol.Storage, records: Records, sampler: _Sampler) -> None:
+    """Counts the images of an earlier version, one by one, and the messages of failed jobs."""
+    async for blob in storage.blobs.records(f"{records.campaign}/"):
+        records.are_listed = True
+        image = _of_blob(blob, records)
+        sampler.add(image)
+        _count_image(records, image)
+    async for entry in dead_letter_queue.browse(storage, dead_letter_queue.Selection()):
+        failed = entry.record
+        if failed and (failed.campaign or DEFAULT_CAMPAIGN) == records.campaign:
+            _count_failure(records, failed.error, failed.reason)
+
+
+class _Sampler:
+    """Reservoir sampling: each image is equally likely, and one reading is enough."""
+
+    def __init__(self, campaign: str, samples: int) -> None:
+        self.drawn: list[SampleName] = []
+        self._samples = samples
+        self._seen = 0
+        self._generator = random.Random(campaign)  # noqa: S311 - no secret
+
+    def add(self, image: _Image) -> None:
+        self._seen += 1
+        if len(self.drawn) < self._samples:
+            self.drawn.append(_sample(image))
+        elif (place := self._generator.randrange(self._seen)) < self._samples:
+            self.drawn[place] = _sample(image)
+
+
+def _sample(image: _Image) -> SampleName:
+    return SampleName(image.blob, printable(image.job[:200]))
+
+
+def _of_record(record: Record, records: Records) -> _Image | None:
+    blob = record.blob or ""
+    if image_name(blob, records.campaign) is None:
+        records.skipped.add_record(blob, "is not the name of an image of this campaign")
+        return None
+    price = record.price_per_hour
+    if price is not None and price > _MAX_PRICE:
+        records.skipped.add_record(blob, f"its price is above {_MAX_PRICE:,} $/h")
+        return None
+    return _Image(
+        blob,
+        record.id,
+        record.size_bytes or 0,
+        record.at,
+        is_first_of_job=record.index == 0,
+        worker=None if record.seconds is None else printable(record.worker),
+        started_at=record.started_at.isoformat() if record.started_at else "",
+        gpu=printable(record.gpu) if record.gpu else None,
+        price_per_hour=price,
+        start_up_seconds=record.start_up_seconds,
+        seconds=record.seconds or 0,
+        deliveries=record.attempts,
+    )
+
+
+def _of_blob(blob: protocol.BlobRecord, records: Records) -> _Image:
+    job = blob.metadata.get("job", _stem(blob))
+    unknown = _Image(blob.name, job, blob.size_bytes, blob.created_at)
+    try:
+        facts = image_record.read(blob.metadata)
+    except errors.JobError as error:
+        records.skipped.add_record(blob.name, error.message)
+        return replace(unknown, is_damaged=True)
+    if facts is None or facts.seconds is None:
+        return unknown
+    return replace(
+        unknown,
+        # A job is counted at its first image, whose name has no number or the number 0.
+        is_first_of_job=_stem(blob) in {facts.job, f"{facts.job}-0"},
+        worker=facts.worker,
+        started_at=facts.started_at,
+        gpu=facts.gpu,
+        price_per_hour=facts.price_per_hour,
+        start_up_seconds=facts.start_up_seconds,
+        seconds=facts.seconds,
+        deliveries=facts.attempt,
+    )
 
 
 def _stem(blob: protocol.BlobRecord) -> str:
     return blob.name.rpartition("/")[2].rpartition(".")[0]
 
 
-def _count_failure(records: Records, failed: dead_letter.FailedJob) -> None:
-    kind = (
-        printable(failed.error[:200]),
-        printable(failed.reason[: dead_letter.MAX_REASON_CHARACTERS]),
-    )
+def _count_failure(records: Records, error: str, reason: str) -> None:
+    kind = (printable(error[:200]), printable(reason[: dead_letter.MAX_REASON_CHARACTERS]))
     is_known = kind in records.failed_by_error
     if not is_known and len(records.failed_by_error) >= _MAX_FAILURE_KINDS:
         kind = ("other errors", "")
     records.failed_by_error[kind] += 1
 
 
-def _count_image(records: Records, blob: protocol.BlobRecord) -> None:
+def _count_image(records: Records, image: _Image) -> None:
     records.images += 1
-    records.image_bytes += blob.size_bytes
-    records.stored_in_second[int(blob.created_at.timestamp())] += 1
-    try:
-        facts = image_record.read(blob.metadata)
-    except errors.JobError as error:
-        records.skipped.add_record(blob.name, error.message)
+    records.image_bytes += image.size_bytes
+    second = int(image.stored_at.timestamp())
+    if second in records.stored_in_second or len(records.stored_in_second) < _MAX_SECONDS:
+        records.stored_in_second[second] += 1
+    if image.is_damaged:
         return
-    if facts is None or facts.seconds is None:
+    if image.worker is None:
         records.without_record += 1
         return
     # A container that restarts on the same machine keeps its name, but not its start time.
-    key = (facts.worker, facts.started_at)
+    key = (image.worker, image.started_at)
     if key not in records.workers and len(records.workers) >= _MAX_WORKERS:
-        records.skipped.add_record(blob.name, f"there are more than {_MAX_WORKERS:,} workers")
+        records.skipped.add_record(image.blob, f"there are more than {_MAX_WORKERS:,} workers")
         return
-    # A job is counted at its first image, whose name has no number or the number 0.
-    records.jobs += _stem(blob) in {facts.job, f"{facts.job}-0"}
-    records.seconds_in_worker[math.ceil(facts.seconds / _TIME_STEP)] += 1
-    records.deliveries[facts.attempt] += 1
-    pulled_at = blob.created_at - timedelta(seconds=facts.seconds)
+    records.jobs += image.is_first_of_job
+    records.seconds_in_worker[math.ceil(image.seconds / _TIME_STEP)] += 1
+    records.deliveries[image.deliveries] += 1
+    pulled_at = image.stored_at - timedelta(seconds=image.seconds)
     if key not in records.workers:
         records.workers[key] = WorkerRecord(
-            name=facts.worker,
-            gpu=facts.gpu,
-            dollars_per_hour=facts.price_per_hour,
-            start_up_seconds=facts.start_up_seconds,
+            name=image.worker,
+            gpu=image.gpu,
+            dollars_per_hour=image.price_per_hour,
+            start_up_seconds=image.start_up_seconds,
             first_pull_at=pulled_at,
-            last_image_at=blob.created_at,
+            last_image_at=image.stored_at,
         )
     worker = records.workers[key]
     worker.images += 1
     worker.first_pull_at = min(worker.first_pull_at, pulled_at)
-    worker.last_image_at = max(worker.last_image_at, blob.created_at)
+    worker.last_image_at = max(worker.last_image_at, image.stored_at)

@@ -6,11 +6,14 @@ import asyncio
 import hashlib
 import json
 from array import array
-from collections.abc import AsyncIterator, Callable, Collection, Iterable
+from collections import deque
+from collections.abc import AsyncGenerator, AsyncIterator, Callable, Collection, Iterable
+from contextlib import aclosing
 from dataclasses import dataclass
 from datetime import UTC, datetime
+from itertools import islice
+from typing import TYPE_CHECKING
 
-import numpy as np
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
 from imagefleet import concurrency, errors
@@ -18,10 +21,19 @@ from imagefleet.job.message import RECORDS
 from imagefleet.records import shard
 from imagefleet.records.record import Record
 from imagefleet.records.shard import NOTHING, Kind, ShardName, Totals
-from imagefleet.storage.protocol import BlobRecord, BlobStore, Storage
+from imagefleet.storage.protocol import BlobPart, BlobRecord, BlobStore, Storage
+
+if TYPE_CHECKING:
+    import numpy as np  # slow to import, and needed only where names were taken
 
 #: Read at once; some 30,000 records.
 _PART_BYTES = 4 * 2**20
+
+#: Records in memory at once, some 10 MB.
+_PARSED = 2_000
+
+#: Shards whose start is read before it is their turn.
+_READ_AHEAD = 8
 
 #: Ends of shards read at the same time.
 _CONCURRENT_READS = 16
@@ -47,13 +59,16 @@ class Counts:
     """When the first process began to write records."""
     last_at: datetime | None
     """When the latest record was written."""
+    discarded: int = 0
+    """Failed jobs that an operator has discarded."""
 
     @property
     def pending(self) -> int | None:
         """Jobs that are queued or in flight."""
         if self.sent is None:
             return None
-        return max(0, self.sent - self.completed - self.failed - self.cancelled)
+        ended = self.completed + self.failed + self.cancelled + self.discarded
+        return max(0, self.sent - ended)
 
 
 class _Sent(BaseModel):
@@ -93,13 +108,14 @@ async def images(
     missing = _Missing()
     async for records in _records(storage.blobs, again, on_damaged):
         missing.add(record.blob for record in records if record.blob)
-    async for records in _records(storage.blobs, _of_kind(shards, "images"), on_damaged):
-        missing.found(record.blob for record in records if record.blob)
-        for record in records:
-            yield record
+    async with aclosing(_records(storage.blobs, _of_kind(shards, "images"), on_damaged)) as parts:
+        async for records in parts:
+            missing.found(record.blob for record in records if record.blob)
+            for record in records:
+                yield record
     # A worker that died in between has stored these images, and written no record.
     if missing.any:
-        async for records in _records(storage.blobs, again, on_damaged):
+        async for records in _records(storage.blobs, again, _ignore):
             for record in records:
                 if record.blob and missing.take(record.blob):
                     yield record
@@ -116,11 +132,16 @@ async def ended(
     settled: set[int] = set()
     async for records in _records(storage.blobs, shards, on_damaged):
         settled.update(_failure(record) for record in records if _is_of_operator(record))
-    async for records in _records(storage.blobs, shards, on_damaged):
+    async for records in _records(storage.blobs, shards, _ignore):  # reported already
         for record in records:
             if not _is_of_operator(record) and (failure := _failure(record)) not in settled:
                 settled.add(failure)  # its message may have failed twice, after a crash
                 yield record
+
+
+async def end(storage: Storage, campaign: str) -> dict[str, int]:
+    """The position of a follower that has read all there is now; a listing."""
+    return {each.blob.name: each.blob.size_bytes for each in await _shards(storage.blobs, campaign)}
 
 
 async def counts(storage: Storage, campaign: str, on_damaged: OnDamaged = _ignore) -> Counts:
@@ -148,6 +169,7 @@ async def counts(storage: Storage, campaign: str, on_damaged: OnDamaged = _ignor
         completed=stored.jobs,
         failed=failed,
         cancelled=cancelled,
+        discarded=await _discarded(storage.blobs, _of_kind(shards, "jobs"), on_damaged),
         first_at=min(map(_began_at, shards), default=None),
         last_at=max(changed, default=None),
     )
@@ -173,30 +195,42 @@ class Follower:
         self._on_damaged = on_damaged
         self._given_up: set[str] = set()
 
+    async def skip(self) -> None:
+        """Leaves out what has been written until now; one listing."""
+        for each in await _shards(self._blobs, self._campaign):
+            self.position[each.blob.name] = each.blob.size_bytes
+
     async def poll(self) -> list[Record]:
         """The next new records, some 20,000 at most; [] if there are none.
 
         A listing, and a read for each shard that has grown.
         """
         found: list[Record] = []
-        for each in await _shards(self._blobs, self._campaign):
-            name, size = each.blob.name, each.blob.size_bytes
-            if each.kind == "sent" or name in self._given_up:
-                continue
-            if size <= (offset := self.position.get(name, 0)):
-                continue
-            if len(found) >= _POLLED:
-                break
-            found += await self._read(each, offset)
+        before = dict(self.position)
+        try:
+            for each in await _shards(self._blobs, self._campaign):
+                name, size = each.blob.name, each.blob.size_bytes
+                if each.kind == "sent" or name in self._given_up:
+                    continue
+                if size <= (offset := self.position.get(name, 0)):
+                    continue
+                if len(found) >= _POLLED:
+                    break
+                found += await self._read(each, offset)
+        except BaseException:  # what was read is not handed over, so it is read again
+            self.position = before
+            raise
         return found
 
     async def _read(self, each: _Shard, offset: int) -> list[Record]:
         name, found = each.blob.name, list[Record]()
         decoder = shard.Decoder(offset)
         async for lines in _lines(self._blobs, each, decoder, self._on_damaged):
-            found += _parsed(lines, each, self._on_damaged)
+            found += await asyncio.to_thread(_parsed, lines, each, self._on_damaged)
             if len(found) >= _POLLED:
                 break
+        if decoder.is_damaged and decoder.position == offset > 0:
+            return await self._read(each, 0)  # `end` may see a local file during an append
         if decoder.is_damaged:
             self._given_up.add(name)
         self.position[name] = decoder.position
@@ -226,12 +260,42 @@ def _began_at(each: _Shard) -> datetime:
         return each.blob.created_at
 
 
+async def _starts(
+    blobs: BlobStore, shards: Iterable[_Shard]
+) -> AsyncGenerator[tuple[_Shard, BlobPart | None]]:
+    """The first part of each shard, in order; those of the next shards are read meanwhile."""
+    rest = iter(shards)
+    ahead: deque[tuple[_Shard, asyncio.Future[BlobPart | None]]] = deque()
+    try:
+        while True:
+            for each in islice(rest, _READ_AHEAD - len(ahead)):
+                part = blobs.read_part(each.blob.name, 0, _PART_BYTES)
+                ahead.append((each, asyncio.ensure_future(part)))
+            if not ahead:
+                return
+            each, reading = ahead[0]
+            yield each, await reading
+            ahead.popleft()
+    finally:
+        for _, reading in ahead:
+            reading.cancel()
+        await asyncio.gather(*(reading for _, reading in ahead), return_exceptions=True)
+
+
 async def _lines(
-    blobs: BlobStore, each: _Shard, decoder: shard.Decoder, on_damaged: OnDamaged
+    blobs: BlobStore,
+    each: _Shard,
+    decoder: shard.Decoder,
+    on_damaged: OnDamaged,
+    part: BlobPart | None = None,
 ) -> AsyncIterator[list[bytes]]:
-    """A shard's lines from the decoder's position on, part by part, up to where it is damaged."""
+    """A shard's lines from the decoder's position on, part by part, up to where it is damaged.
+
+    *part* is the first one, if it has been read already.
+    """
     name, offset = each.blob.name, decoder.position
-    while (part := await blobs.read_part(name, offset, _PART_BYTES)) and part.data:
+    part = part or await blobs.read_part(name, offset, _PART_BYTES)
+    while part and part.data:
         offset += len(part.data)
         yield await asyncio.to_thread(decoder.lines, part.data)
         if decoder.is_damaged:
@@ -239,14 +303,19 @@ async def _lines(
             break
         if offset >= part.total_bytes:
             break
+        part = await blobs.read_part(name, offset, _PART_BYTES)
 
 
 async def _records(
     blobs: BlobStore, shards: Iterable[_Shard], on_damaged: OnDamaged
-) -> AsyncIterator[list[Record]]:
-    for each in shards:
-        async for lines in _lines(blobs, each, shard.Decoder(), on_damaged):
-            yield await asyncio.to_thread(_parsed, lines, each, on_damaged)
+) -> AsyncGenerator[list[Record]]:
+    async with aclosing(_starts(blobs, shards)) as starts:
+        async for each, part in starts:
+            async for lines in _lines(blobs, each, shard.Decoder(), on_damaged, part):
+                # Some at a time: they take ten times the memory of their lines.
+                for first in range(0, len(lines), _PARSED):
+                    some = lines[first : first + _PARSED]
+                    yield await asyncio.to_thread(_parsed, some, each, on_damaged)
 
 
 def _parsed(lines: Iterable[bytes], each: _Shard, on_damaged: OnDamaged) -> list[Record]:
@@ -294,11 +363,18 @@ async def _counted(blobs: BlobStore, each: _Shard, on_damaged: OnDamaged) -> Tot
     return found
 
 
+async def _discarded(blobs: BlobStore, shards: Iterable[_Shard], on_damaged: OnDamaged) -> int:
+    found: set[int] = set()
+    async for records in _records(blobs, shards, on_damaged):
+        found.update(_failure(each) for each in records if each.outcome == "discarded")
+    return len(found)
+
+
 async def _sent(blobs: BlobStore, shards: Collection[_Shard], on_damaged: OnDamaged) -> int | None:
     """The jobs sent by all fillers, each counted once across its restarts."""
     latest: dict[str, int] = {}
-    for each in shards:
-        async for lines in _lines(blobs, each, shard.Decoder(), on_damaged):
+    async for each, part in _starts(blobs, shards):
+        async for lines in _lines(blobs, each, shard.Decoder(), on_damaged, part):
             for line in lines:
                 try:
                     note = _Sent.model_validate(json.loads(line))
@@ -328,11 +404,11 @@ class _Missing:
     def __init__(self) -> None:
         self._added = array("Q")
         self._hashes: np.ndarray | None = None
-        self._is_found = np.zeros(0, bool)
+        self._is_found: np.ndarray | None = None
 
     @property
     def any(self) -> bool:
-        return bool(self._added) and not (self._hashes is not None and self._is_found.all())
+        return bool(self._added) and not (self._is_found is not None and self._is_found.all())
 
     def add(self, names: Iterable[str]) -> None:
         """Only before the first name is looked up."""
@@ -341,15 +417,18 @@ class _Missing:
     def found(self, names: Iterable[str]) -> None:
         """These have records."""
         if self._added:
-            self._look_up(np.fromiter(map(_hash, names), np.uint64))
+            self._look_up(list(map(_hash, names)))
 
     def take(self, name: str) -> bool:
         """True for the first who asks for a name that is missing."""
-        return bool(self._look_up(np.array([_hash(name)], np.uint64)))
+        return bool(self._look_up([_hash(name)]))
 
-    def _look_up(self, hashes: np.ndarray) -> int:
+    def _look_up(self, wanted: list[int]) -> int:
         """Marks names as found; returns how many were missing until now."""
-        if self._hashes is None:
+        import numpy as np
+
+        hashes = np.array(wanted, np.uint64)
+        if self._hashes is None or self._is_found is None:
             self._hashes = np.unique(np.frombuffer(self._added, np.uint64))
             self._is_found = np.zeros(len(self._hashes), bool)
         places = np.minimum(np.searchsorted(self._hashes, hashes), len(self._hashes) - 1)

@@ -5,6 +5,7 @@ It is untrusted: whoever may store images may write records, too.
 
 from __future__ import annotations
 
+from datetime import UTC, datetime
 from typing import Annotated, Literal, NamedTuple, Self
 
 from pydantic import (
@@ -29,6 +30,12 @@ MAX_NAME_CHARACTERS = 200
 
 _Name = Annotated[str, StringConstraints(max_length=MAX_NAME_CHARACTERS)]
 _Text = Annotated[str, StringConstraints(max_length=MAX_MESSAGE_BYTES)]
+#: What columns of tables and plots hold; a clock that was never set is in 1970.
+_Number = Annotated[int, Field(ge=0, lt=2**53)]
+_Moment = Annotated[
+    AwareDatetime,
+    Field(ge=datetime(1970, 1, 1, tzinfo=UTC), lt=datetime(3000, 1, 1, tzinfo=UTC)),
+]
 _Seconds = Annotated[float, Field(ge=0, le=_LONGEST_SECONDS)]
 
 Outcome = Literal["completed", "failed", "cancelled", "replayed", "discarded"]
@@ -54,7 +61,7 @@ class Record(BaseModel):
     id: SafeId
     """The job's id; that of its message where the job could not be read."""
     campaign: SafeId = DEFAULT_CAMPAIGN
-    at: AwareDatetime
+    at: _Moment
     """When the image was stored, or the job ended; by the clock of the worker."""
     source: _Name | None = None
     """The id of the message that carried the job."""
@@ -62,13 +69,13 @@ class Record(BaseModel):
     """Deliveries of the message; of a failed job, how often it was tried."""
     worker: _Name = "?"
     gpu: _Name | None = None
-    started_at: AwareDatetime | None = None
+    started_at: _Moment | None = None
     """When the worker started."""
     start_up_seconds: _Seconds = 0
     price_per_hour: float | None = Field(default=None, ge=0)
     """US dollars."""
 
-    size_bytes: int | None = Field(default=None, ge=0)
+    size_bytes: _Number | None = None
     index: int = Field(default=0, ge=0, lt=MAX_IMAGES_PER_JOB)
     """Of the job's images."""
     images: int = Field(default=1, ge=1, le=MAX_IMAGES_PER_JOB)
@@ -81,17 +88,19 @@ class Record(BaseModel):
     """The image's own."""
     model: _Name | None = None
     sampler: _Name | None = None
-    steps: int | None = None
+    steps: _Number | None = None
     cfg_scale: float | None = None
-    clip_skip: int | None = None
-    width: int | None = None
-    height: int | None = None
+    clip_skip: _Number | None = None
+    width: _Number | None = None
+    height: _Number | None = None
     loras: tuple[Lora, ...] = ()
     metadata: dict[str, JsonValue] = Field(default_factory=dict)
 
     error: _Name | None = None
     """The class of the error that the job failed with."""
     reason: _Text | None = None
+    body: _Text | None = None
+    """Of a failed job: the message that replays it."""
 
     @property
     def key(self) -> str:

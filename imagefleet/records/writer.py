@@ -90,6 +90,10 @@ class RecordLog:
             )
         )
 
+    async def check(self, campaign: str) -> None:
+        """Raises SetupError if records may not be written; adds none."""
+        await self._append(campaign, "jobs", [], jobs=0)
+
     async def sent(self, campaign: str, jobs: int, load: str | None = None) -> None:
         """Notes how many jobs of a campaign have been sent so far.
 

@@ -9,12 +9,27 @@ import json
 import zlib
 from dataclasses import dataclass
 from datetime import UTC, datetime
-from typing import Annotated, Self
+from typing import Annotated, Any, Self
 
-from pydantic import AwareDatetime, BaseModel, ConfigDict, StringConstraints, ValidationError
+from pydantic import (
+    AwareDatetime,
+    BaseModel,
+    ConfigDict,
+    StringConstraints,
+    TypeAdapter,
+    ValidationError,
+)
 
 from imagefleet import errors
-from imagefleet.job.message import Job, is_signed, without_deliveries
+from imagefleet.job.message import (
+    DEFAULT_CAMPAIGN,
+    Job,
+    SafeId,
+    is_signed,
+    message_fields,
+    without_deliveries,
+)
+from imagefleet.records.record import Record
 from imagefleet.storage import protocol
 from imagefleet.storage.deliveries import Deliveries
 
@@ -22,6 +37,8 @@ from imagefleet.storage.deliveries import Deliveries
 MAX_REASON_CHARACTERS = 2_000
 
 _MAX_NAME_CHARACTERS = 200
+
+_SAFE_ID: TypeAdapter[str] = TypeAdapter(SafeId)
 
 #: Records in a queue are untrusted: they may name only blobs that `add` writes.
 BlobName = Annotated[str, StringConstraints(pattern=r"^failed/[0-9a-f]{32}\.txt$")]
@@ -56,6 +73,36 @@ class FailedJob(BaseModel):
             return cls.model_validate(json.loads(text))
         except (ValidationError, ValueError, RecursionError):
             return None
+
+    @classmethod
+    def of(cls, record: Record) -> Self:
+        """The same by its record beside the images."""
+        campaign = record.campaign
+        return cls(
+            id=record.id,
+            campaign=None if campaign == DEFAULT_CAMPAIGN else campaign,
+            error=record.error or "",
+            reason=record.reason or "",
+            attempts=record.attempts,
+            worker=record.worker,
+            failed_at=record.at,
+            source=record.source,
+            body=record.body,
+        )
+
+    def facts(self) -> dict[str, Any]:
+        """The fields of its record beside the images."""
+        return {
+            "id": self.id,
+            "campaign": self.campaign or DEFAULT_CAMPAIGN,
+            "at": self.failed_at,
+            "source": self.source,
+            "attempts": self.attempts,
+            "worker": self.worker,
+            "error": self.error,
+            "reason": self.reason,
+            "body": self.body,
+        }
 
     def encode(self) -> str:
         """The message for the poison queue, in ASCII, which XML can always carry."""
@@ -120,9 +167,10 @@ async def add(
     A crash between the two leaves the job in both queues: it fails once more and is not lost.
     """
     body = _replayable(message, job)
+    known = _named(body) if job is None else {"id": job.id, "campaign": job.campaign}
     record = FailedJob(
-        id=(job and job.id) or message.id,
-        campaign=job.campaign if job else None,
+        id=known.get("id") or message.id,
+        campaign=known.get("campaign"),
         error=type(error).__name__,
         reason=_truncated(error.message, MAX_REASON_CHARACTERS),
         attempts=Deliveries.of(message).failed + 1,
@@ -133,6 +181,26 @@ async def add(
     )
     await storage.poison.send([await _encode_to_fit(record, body, storage.blobs)])
     return record
+
+
+def _named(body: str) -> dict[str, Any]:
+    """The id and the campaign that a message gives, even if it is not a valid job.
+
+    Once it is mended, it is the same job.
+    """
+    try:
+        fields = message_fields(body)
+    except (ValueError, RecursionError):
+        return {}
+    if not isinstance(fields, dict):
+        return {}
+    known = {}
+    for name in ("id", "campaign"):
+        try:
+            known[name] = _SAFE_ID.validate_python(fields.get(name), strict=True)
+        except ValidationError:
+            continue
+    return known
 
 
 def _replayable(message: protocol.LeasedMessage, job: Job | None) -> str:

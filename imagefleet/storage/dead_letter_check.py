@@ -13,16 +13,21 @@ from imagefleet.job.message import Job, is_signed, read_job
 from imagefleet.signing import TrustedKeys
 from imagefleet.storage import protocol
 from imagefleet.storage.dead_letter import Entry
+from imagefleet.storage.dead_letter_change import Change
 
 _UNSIGNED = "it is not signed with your key"
 
 
 @dataclass(frozen=True, slots=True)
 class Check:
-    """What a failed job must be to be sent again; *takes_invalid*: workers may be newer."""
+    """What a failed job must be to be sent again, and what is changed before.
+
+    *takes_invalid*: workers may be newer.
+    """
 
     trusted: TrustedKeys | None = None
     takes_invalid: bool = False
+    change: Change | None = None
 
     async def job(self, entry: Entry, blobs: protocol.BlobStore) -> tuple[str, Job | None]:
         """The message that replays a job, and the job: None if it is invalid, and taken anyway.
@@ -37,10 +42,13 @@ class Check:
         if self.trusted is not None and not is_signed(body):
             raise errors.UntrustedJobError(_UNSIGNED)
         try:
-            return body, read_job(body, entry.message.id, self.trusted)
+            job = read_job(body, entry.message.id, self.trusted)
+            return self.change.apply(body, entry.id) if self.change else (body, job)
         except errors.UntrustedJobError:
             raise errors.UntrustedJobError(_UNSIGNED) from None
         except errors.InvalidMessageError as error:
+            if self.change is not None:  # which may make it valid
+                return self.change.apply(body, entry.id)
             if self.takes_invalid:  # but signed: that is checked first
                 return body, None
             raise errors.InvalidMessageError(

@@ -5,15 +5,21 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import dataclasses
+import json
 import logging
 from collections import Counter
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterable
 from dataclasses import dataclass
+from datetime import UTC, datetime
 
 from imagefleet import errors
-from imagefleet.storage import protocol
+from imagefleet.job.message import DEFAULT_CAMPAIGN
+from imagefleet.storage import dead_letter_records, protocol
 from imagefleet.storage.dead_letter import Entry, FailedJob
+from imagefleet.storage.dead_letter_change import Change
 from imagefleet.storage.dead_letter_check import Check
+from imagefleet.storage.dead_letter_records import Notes
+from imagefleet.storage.settings import Priority
 
 log = logging.getLogger(__name__)
 
@@ -26,6 +32,9 @@ LEASE_SECONDS_PER_MESSAGE = 0.01
 #: Prompts and refused records that a preview has.
 PREVIEWED = 5
 
+#: Changes that a preview counts: each prompt may be another.
+MAX_CHANGES = 500
+
 NO_CHECK = Check()
 
 
@@ -34,20 +43,23 @@ class Selection:
     """Selects the failed jobs that meet all of the given conditions.
 
     *error* is a part of the error's class or reason, ignoring case. *id* is the job's or the
-    message's.
+    message's. *sources* are the failures themselves, by the ids of the messages that failed.
     """
 
     error: str | None = None
     campaign: str | None = None
     id: str | None = None
+    sources: frozenset[str] | None = None
 
     def matches(self, entry: Entry) -> bool:
         if self.id is not None and self.id not in {entry.id, entry.message.id}:
             return False
         record = entry.record
         if record is None:
-            return self.error is None and self.campaign is None
-        if self.campaign is not None and self.campaign != record.campaign:
+            return self.error is None and self.campaign is None and self.sources is None
+        if self.campaign is not None and self.campaign != (record.campaign or DEFAULT_CAMPAIGN):
+            return False
+        if self.sources is not None and record.source not in self.sources:
             return False
         return self.error is None or (
             self.error.lower() in f"{record.error}: {record.reason}".lower()
@@ -72,6 +84,39 @@ class Swept:
 
     done: int = 0
     refused: list[Refused] = dataclasses.field(default_factory=list)
+    has_seen_all: bool = False
+    """Whether no message was hidden: by another reader, or one that was killed."""
+
+
+async def unrecorded(storage: protocol.Storage) -> int:
+    """How many messages of the poison queue have no record of a failed job, about.
+
+    They are of workers of an earlier version, copies, or what a killed replay left.
+    """
+    waiting = (await storage.poison.depth()).messages
+    if waiting:
+        async for _ in dead_letter_records.failed(storage):
+            waiting -= 1
+    return max(0, waiting)
+
+
+async def find(storage: protocol.Storage, selection: Selection) -> AsyncIterator[Entry]:
+    """The selected failed jobs that a sweep would find.
+
+    By their records, which hides none from other readers; where some messages have none, by the
+    messages themselves.
+    """
+    if await unrecorded(storage):
+        async for entry in browse(storage, selection):
+            yield entry
+    else:
+        async for entry in recorded(storage, selection):
+            yield entry
+
+
+def recorded(storage: protocol.Storage, selection: Selection) -> AsyncIterator[Entry]:
+    """The selected failed jobs by their records."""
+    return dead_letter_records.failed(storage, selection.campaign, selection.matches)
 
 
 async def browse(storage: protocol.Storage, selection: Selection) -> AsyncIterator[Entry]:
@@ -95,14 +140,17 @@ class Preview:
     refused: int = 0
     """Besides those that are not signed; *reasons* has the first."""
     reasons: list[Refused] = dataclasses.field(default_factory=list)
+    changes: Counter[tuple[str, str, str]] = dataclasses.field(default_factory=Counter)
+    """Fields whose values change, from and to what, in JSON; not more than some hundred."""
 
 
 async def preview(storage: protocol.Storage, selection: Selection, check: Check) -> Preview:
     """Reads what a replay would send, and moves nothing."""
     found = Preview()
-    async for entry in browse(storage, selection):
+    async for entry in find(storage, selection):
         try:
             _, job = await check.job(entry, storage.blobs)
+            await _compare(found, entry, storage, check.change)
         except errors.UntrustedJobError:
             found.unsigned += 1
         except errors.JobError as error:
@@ -118,30 +166,48 @@ async def preview(storage: protocol.Storage, selection: Selection, check: Check)
     return found
 
 
+async def _compare(
+    found: Preview, entry: Entry, storage: protocol.Storage, change: Change | None
+) -> None:
+    if change is None or entry.record is None:
+        return
+    body = await entry.record.message(storage.blobs)
+    for name, values in change.differences(body).items():
+        before, after = (json.dumps(each, ensure_ascii=False) for each in values)
+        key = name, before, after
+        if key in found.changes or len(found.changes) < MAX_CHANGES:
+            found.changes[key] += 1
+
+
 async def replay(
     storage: protocol.Storage,
     selection: Selection,
     on_progress: OnProgress | None = None,
     check: Check = NO_CHECK,
+    priority: Priority = "normal",
 ) -> Swept:
-    """Puts failed jobs back into the job queue as new messages, with a fresh delivery count.
+    """Puts failed jobs back into the job queue of *priority*, with a fresh delivery count.
 
-    Those that *check* refuses stay.
+    They are new messages. Those that *check* refuses stay.
 
-    Jobs are added to the job queue before they are deleted from the poison queue: a crash between
-    the two replays some of them twice, with the same id, and loses none.
+    Jobs are added to the job queue, then noted as replayed, then deleted from the poison queue. A
+    crash in between leaves messages there that the next replay sends once more, with the same id,
+    and loses none.
     """
     swept = Swept()
+    notes = Notes(storage)
 
     async def send(entries: list[Entry]) -> list[str]:
         bodies: dict[str, str] = {}
+        await notes.check(entries)
         for entry in entries:
             try:
                 bodies[entry.message.id], _ = await check.job(entry, storage.blobs)
             except errors.JobError as error:
                 is_unsigned = isinstance(error, errors.UntrustedJobError)
                 swept.refused.append(Refused(entry.id, error.message, is_unsigned))
-        await storage.queue.send(bodies.values())
+        await storage.queues[priority].send(bodies.values())
+        await notes.add((each for each in entries if each.message.id in bodies), "replayed")
         return list(bodies)
 
     await _sweep(storage.poison, selection, send, swept, on_progress)
@@ -157,23 +223,52 @@ async def discard(
     """Deletes failed jobs; a message that is not a record only if it is selected by its id.
 
     *keep_signed*: deletes whatever is not signed with that check's keys, and nothing else.
+
+    They are noted as discarded first: a crash leaves messages that no list counts, and that the
+    same call deletes. Failed jobs of which only the records are left are noted as well.
     """
     swept = Swept()
+    notes = Notes(storage)
+    noted: set[str | None] = set()
 
     async def choose(entries: list[Entry]) -> list[str]:
-        chosen = []
+        chosen: list[Entry] = []
+        await notes.check(entries)
         for entry in entries:
             if keep_signed is not None:
                 if not await keep_signed.is_signed(entry, storage.blobs):
-                    chosen.append(entry.message.id)
+                    chosen.append(entry)
             elif entry.record is None and selection.id is None:
                 swept.refused.append(Refused(entry.id, "it is not a record of a failed job"))
             else:
-                chosen.append(entry.message.id)
-        return chosen
+                chosen.append(entry)
+        noted.update(entry.record.source for entry in chosen if entry.record)
+        if keep_signed is None:  # else one that is made up may pass for one that stays
+            await notes.add(chosen, "discarded")
+        return [entry.message.id for entry in chosen]
 
+    async def is_left(entry: Entry) -> bool:
+        if keep_signed is not None:
+            return not await keep_signed.is_signed(entry, storage.blobs)
+        return swept.has_seen_all and entry.message.enqueued_at < began_at
+
+    began_at = datetime.now(UTC)
     await _sweep(storage.poison, selection, choose, swept, on_progress)
+    async for some in _in_batches(recorded(storage, selection)):
+        left = [entry for entry in some if await is_left(entry)]
+        await notes.add(left, "discarded")
+        swept.done += sum(entry.message.id not in noted for entry in left)
     return swept
+
+
+async def _in_batches(entries: AsyncIterator[Entry]) -> AsyncIterator[list[Entry]]:
+    batch: list[Entry] = []
+    async for entry in entries:
+        batch.append(entry)
+        if len(batch) == protocol.MAX_RECEIVE:
+            yield batch
+            batch = []
+    yield batch
 
 
 async def _sweep(
@@ -221,6 +316,7 @@ async def _sweep(
             swept.done += len(done)
             if on_progress is not None:
                 on_progress(swept.done)
+        swept.has_seen_all = deleted + len(leased) >= waiting
     finally:
         await _hand_back(poison, list(leased.values()))
 

@@ -22,6 +22,7 @@ from typer.core import TyperGroup
 
 from fleet import main, options
 from fleet.monitor.settings import ExporterSettings
+from fleet.webhooks.settings import WebhookSettings
 from loadgen.settings import LoadSettings
 from worker.settings import WorkerSettings
 
@@ -37,6 +38,7 @@ MODELS: Mapping[str, type[BaseSettings]] = {
     "worker": WorkerSettings,
     "load": LoadSettings,
     "exporter": ExporterSettings,
+    "webhooks": WebhookSettings,
 }
 
 BASE = "localhost/python-base"

@@ -52,6 +52,24 @@ def test_docker_compose_accepts_the_files(names: list[str], read: Callable[..., 
     }
 
 
+def test_webhooks_yaml_adds_a_service_that_keeps_its_state(
+    read: Callable[..., Services],
+    parse_command: Callable[..., Any],
+    monkeypatch: pytest.MonkeyPatch,
+    tmp_path: Path,
+) -> None:
+    monkeypatch.setenv("WEBHOOK_URL", "https://example.com/hook")
+    monkeypatch.setenv("WEBHOOK_SECRET", str(tmp_path / "secret.txt"))
+    services = read("compose.yaml", "webhooks.yaml")
+    added = services.pop("webhooks")
+    assert services.keys() == read("compose.yaml").keys()
+    assert parse_command(added["command"], added["environment"])
+    (state,) = added["volumes"]
+    assert (state["type"], state["target"]) == ("volume", "/state")
+    assert "--state=/state/webhooks.json" in added["command"]
+    assert added["read_only"] is True
+
+
 def test_only_gpu_yaml_requests_the_gpu(read: Callable[..., Services]) -> None:
     without = read("compose.yaml")["worker"]
     assert not without["deploy"].get("resources")

@@ -169,7 +169,7 @@ def connection(azurite_address: str) -> Iterator[str]:
     with QueueServiceClient.from_connection_string(
         azurite_address, api_version=API_VERSION
     ) as queues:
-        for name in ("jobs", "jobs-poison"):
+        for name in ("jobs", "jobs-high", "jobs-low", "jobs-poison"):
             with contextlib.suppress(ResourceNotFoundError):
                 queues.delete_queue(name)
     for name in ("images", "files"):

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import asyncio
+import csv
 import functools
+import io
 import json
 import re
 import shlex
@@ -18,7 +20,7 @@ import pytest
 import typer
 
 from fleet import console, main, options
-from imagefleet.job.message import read_job
+from imagefleet.job.message import Job, read_job
 from imagefleet.storage.open import open_storage
 from worker.pipeline import Pipeline
 from worker.settings import WorkerSettings
@@ -44,7 +46,9 @@ _FOREIGN_FLAGS = {
     *("--env", "--num-jobs", "--secret-file"),
 }
 
-_FENCE = re.compile(r"^```(\w*)\n(.*?)^```$", re.MULTILINE | re.DOTALL)
+_LINES = re.MULTILINE | re.DOTALL
+
+_FENCE = re.compile(r"^```(\w*)\n(.*?)^```$", _LINES)
 _INLINE = re.compile(r"`([^`\n]+(?:\n[^`\n]+)?)`")
 _LINK = re.compile(r"\]\(([^)\s]+)\)")
 _FLAG = re.compile(r"--[a-z][a-z0-9-]*")
@@ -211,15 +215,16 @@ def test_every_python_snippet_compiles(page: Path) -> None:
 
 
 def test_the_jobs_that_the_pages_show_are_valid() -> None:
-    for page in (ROOT / "README.md", ROOT / "docs" / "jobs.md"):
-        blocks = [
-            *fences(page, "json"),
-            *re.findall(r"^\{\"id\".*\}$", text_of(page), re.MULTILINE),
-        ]
-        assert blocks
-        for block in blocks:
-            assert json.loads(block)
-            read_job(block, "0001")
+    page = ROOT / "docs" / "jobs.md"
+    blocks = [*fences(page, "json"), *re.findall(r"^\{\"id\".*\}$", text_of(page), re.MULTILINE)]
+    assert blocks
+    for block in blocks:
+        assert json.loads(block)
+        read_job(block, "0001")
+    for page in (ROOT / "README.md", ROOT / "docs" / "tutorial.md"):
+        (table,) = re.findall(r"^cat > prompts.csv <<'EOF'\n(.*?)^EOF$", text_of(page), _LINES)
+        rows = list(csv.DictReader(io.StringIO(table)))
+        assert len({Job.model_validate(row).id for row in rows}) == len(rows) > 1
 
 
 @pytest.fixture

@@ -37,7 +37,7 @@ import time
 import typer
 from fleet import console
 from imagefleet import errors
-from imagefleet.storage.local import queue as local_queue
+from imagefleet.storage import priorities
 from imagefleet.telemetry import logs
 from worker import gpu_thread, process, pull
 from worker.salad import reallocation, wait_for_operator
@@ -61,23 +61,23 @@ except typer.Exit as ended:
 
 #: Prints the time of each poll.
 PRINT_POLLS = """
-receive = local_queue.LocalQueue.receive
+receive = priorities.OrderedQueues.receive
 async def printing(self, *arguments):
     print("poll", time.monotonic(), flush=True)
     return await receive(self, *arguments)
-local_queue.LocalQueue.receive = printing
+priorities.OrderedQueues.receive = printing
 """
 
 #: The error of an expired SAS token, once.
 EXPIRED_ONCE = """
-receive = local_queue.LocalQueue.receive
+receive = priorities.OrderedQueues.receive
 polls = []
 async def expired_once(self, *arguments):
     polls.append(1)
     if len(polls) == 3:
         raise errors.SetupError("Azure refuses access")
     return await receive(self, *arguments)
-local_queue.LocalQueue.receive = expired_once
+priorities.OrderedQueues.receive = expired_once
 """
 
 local_only = pytest.mark.parametrize("storage_settings", ["local"], indirect=True)

@@ -10,7 +10,8 @@ import os
 import subprocess
 import sys
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Awaitable, Callable, Iterator
+from datetime import UTC, datetime, timedelta
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -21,7 +22,10 @@ from aiolimiter import AsyncLimiter
 
 import forks
 from fleet import main
+from imagefleet.job.message import Output
 from imagefleet.pricing import prices
+from imagefleet.records import writer
+from imagefleet.records.record import Record
 from imagefleet.storage.protocol import Storage
 from imagefleet.storage.settings import StorageSettings
 from salad_fake import fleet_file
@@ -29,10 +33,13 @@ from worker.engine import contract
 from worker.pipeline import Pipeline
 from worker.replica import Replica
 from worker.settings import WorkerSettings
+from worker.stages import encode
 from worker.testing import StandInEngine
 
 #: Must never appear in any output.
 SECRET = "sv=2024-11-04&sp=up&sig=aB%2FcD3cReT%3D"
+
+NOON = datetime(2026, 11, 1, 12, tzinfo=UTC)
 
 Imagefleet = Callable[..., "subprocess.CompletedProcess[str]"]
 
@@ -180,3 +187,68 @@ def salad(salad_module: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) ->
         )
         yield fake
     assert not fake.violations
+
+
+class StoreImages(Protocol):
+    """Stores images of the campaign `spring` with their records, as a worker does."""
+
+    async def __call__(self, storage: Storage, *ids: str, **fields: Any) -> list[Record]: ...
+
+
+@pytest.fixture
+def store_images() -> StoreImages:
+    async def store(storage: Storage, *ids: str, **fields: Any) -> list[Record]:
+        await storage.create()
+        records = []
+        for number, name in enumerate(ids):
+            pixels = np.random.default_rng(number).integers(0, 256, (32, 32, 3), np.uint8)
+            data = encode.encode(pixels, Output(), "a house\nSteps: 1").data
+            known = {
+                "outcome": "completed",
+                "id": name,
+                "campaign": "spring",
+                "at": NOON + timedelta(seconds=number),
+                "worker": "w1",
+                "blob": f"spring/{name}.png",
+                "size_bytes": len(data),
+                "seconds": 1.5,
+                "prompt": f"a house {name}, <lora:outline-style:0.8>",
+                "negative_prompt": "blurry",
+                "seed": number,
+                "model": "dreamshaper",
+                "sampler": "euler_a",
+                "steps": 20,
+                "cfg_scale": 7.5,
+                "width": 32,
+                "height": 32,
+                "loras": [("outline-style", 0.8)],
+            }
+            record = Record.model_validate(known | fields)
+            await storage.blobs.create(str(record.blob), data, "image/png", {"job": name})
+            records.append(record)
+        await writer.RecordLog(storage.blobs, "w1").add(records)
+        return records
+
+    return store
+
+
+@pytest.fixture
+def add_job() -> Callable[..., Awaitable[Record]]:
+    """Adds the record of a job of the campaign `spring` that ended otherwise."""
+
+    async def add(storage: Storage, job_id: str, outcome: str, **fields: Any) -> Record:
+        await storage.create()
+        known = {
+            "outcome": outcome,
+            "id": job_id,
+            "campaign": "spring",
+            "at": NOON,
+            "source": f"message-{job_id}",
+            "error": "MissingFileError",
+            "reason": "there is no LoRA fox",
+        }
+        record = Record.model_validate(known | fields)
+        await writer.RecordLog(storage.blobs, "w1").add([record])
+        return record
+
+    return add

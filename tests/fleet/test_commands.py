@@ -23,6 +23,8 @@ from fleet.monitor import rates
 from fleet.salad import gpus, groups, running
 from imagefleet import errors
 from imagefleet.job.message import read_job
+from imagefleet.records.record import Record
+from imagefleet.records.writer import RecordLog
 from imagefleet.storage import dead_letter
 from imagefleet.storage.open import open_storage
 from imagefleet.storage.settings import StorageSettings
@@ -36,12 +38,17 @@ WITHOUT_JSON = {
     "worker": "it prints nothing but its log, which is JSON with --log-format json",
     "exporter": "likewise; its figures are metrics",
     "broker": "likewise; its answers are JSON",
+    "webhooks": "likewise; what its dry run prints is JSON",
+    "failed export": "its output is JSON, an object per line, for `load`",
+    "gallery": "likewise; what it shows is a page",
     "health": "a probe: its exit code is the answer",
 }
 
 #: Commands that change what is billed, cannot be undone, or trust what others have written. The
 #: rest costs nothing, or a few storage operations: `load` fills a queue, but starts no worker.
 ASKING = {
+    "cancel",
+    "purge",
     "failed discard",
     "failed replay",
     "redo",
@@ -58,8 +65,14 @@ CALLS = {
     "failed show": ("cat",),
     "failed replay": ("--id", "nobody"),
     "failed discard": ("--all", "--dry-run"),
+    "campaigns": (),
+    "job": ("one",),
+    "cancel": ("--campaign", "spring", "--dry-run"),
+    "purge": ("--dry-run",),
     "plan": ("--jobs", "10"),
     "redo": ("--worker", "nobody"),
+    "results": ("--download", "images"),
+    "export": ("shards", "--dry-run"),
     "verify": (),
     "prompt": ("a cat",),
     "version": (),
@@ -123,7 +136,7 @@ def test_figures_go_to_a_file_by_one_option() -> None:
 def test_a_dry_run_has_one_meaning() -> None:
     runs = {name: found for name in ALL if (found := option(ALL[name], "--dry-run"))}
 
-    assert len(runs) == 6
+    assert len(runs) == 9
     for found in runs.values():
         assert re.fullmatch(r"Show .*; change nothing\.", found.help)
 
@@ -153,7 +166,9 @@ def fail_job(folder: Path, reason: str, **fields: str) -> None:
             [message] = await storage.queue.receive(1, 60)
             job = read_job(message.body, message.id)
             error = errors.MissingFileError(reason)
-            await dead_letter.add(storage, message, job, error, "worker-1")
+            failed = await dead_letter.add(storage, message, job, error, "worker-1")
+            record = Record(outcome="failed", **failed.facts())
+            await RecordLog(storage.blobs, "worker-1").add([record])
 
     asyncio.run(add())
 

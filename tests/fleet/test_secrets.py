@@ -57,10 +57,15 @@ ARGUMENTS: dict[str, tuple[str, ...]] = {
     "demo": ("--directory", "fleet.yaml/x"),
     "worker": ("--model", "{url}", "--model-sha256", "0" * 64),
     "load": ("jobs.jsonl", "--restart"),
+    "campaigns": (),
+    "job": ("spring/cat",),
+    "cancel": ("--campaign", "spring", "--yes"),
+    "purge": ("--yes",),
     "status": (),
     "top": (),
     "exporter": ("--port", "0"),
     "broker": ("--organization", "acme", "--port", "0"),
+    "webhooks": ("--url", "{url}", "--secret-file", "webhook.txt", "--port", "0"),
     "plan": ("--jobs", "10", "--price-file", "secret.txt"),
     "report": ("--price-file", "prices.yaml"),
     "scale": ("--max-dollars", "1", "--dollars-per-hour", "1", "--once", "--yes"),
@@ -69,6 +74,7 @@ ARGUMENTS: dict[str, tuple[str, ...]] = {
     "version": (),
     "failed list": (),
     "failed show": ("cat",),
+    "failed export": (),
     "failed replay": ("--all",),
     "failed discard": ("--all", "--yes"),
     "keys worker": ("--policy", "spring"),
@@ -80,6 +86,9 @@ ARGUMENTS: dict[str, tuple[str, ...]] = {
     "keys check": ("worker",),
     "keys revoke": ("spring",),
     "verify": (),
+    "results": ("--download", "images"),
+    "export": ("shards",),
+    "gallery": ("--port", "0", "--no-browser", "--cache", "cache"),
     "redo": ("--worker", "w1", "--yes"),
     "deploy salad render": (),
     "deploy salad apply": ("--yes", "--wait-minutes", "0"),
@@ -222,6 +231,7 @@ def run(
     secret = tmp_path / "secret.txt"
     given = {
         "secret.txt": f"token: {MARK}File\n{MARK}: [\n",
+        "webhook.txt": f"whsec_{MARK}{'A' * 30}\n",
         "prices.yaml": "source: me\n",
         "jobs.jsonl": '{"prompt": "a cat"}\n',
         "fleet.yaml": fleet_file("http://127.0.0.1:1", *PLANTED),
@@ -330,6 +340,7 @@ COMMAND_OF = {
     "LoadSettings": "load",
     "ExporterSettings": "exporter",
     "BrokerSettings": "broker",
+    "WebhookSettings": "webhooks",
 }
 
 IN_THE_WRONG_PLACE = (

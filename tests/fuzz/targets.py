@@ -35,6 +35,7 @@ from imagefleet.job import image_record, message, prompt
 from imagefleet.pricing import price_file, prices
 from imagefleet.storage import deliveries, protocol
 from imagefleet.storage.azure import account, sas
+from imagefleet.storage.azure.roles import RESOURCES
 from imagefleet.storage.dead_letter import FailedJob
 from loadgen import sources
 from worker.files import addresses, kinds, manifest, safetensors
@@ -434,7 +435,7 @@ TARGETS: dict[str, Target] = {
         (
             json.dumps(
                 {
-                    **dict.fromkeys(("queue", "poison", "blob", "files"), _SAS),
+                    **dict.fromkeys(RESOURCES, _SAS),
                     "expires_at": "2030-01-01T00:00:00Z",
                 }
             ).encode(),

@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import AsyncIterator, Iterator
+from datetime import datetime
 from typing import assert_type
 
 from PIL import Image
 
 import imagefleet
 from imagefleet import aio
-from imagefleet.outcomes import Status
-from imagefleet.storage.dead_letter import Entry
+from imagefleet.records.outcomes import Status
 from imagefleet.storage.dead_letter_queue import Swept
 
 
@@ -19,13 +19,17 @@ def sync() -> None:
         assert_type(fleet, imagefleet.Fleet)
         jobs = [imagefleet.Job(prompt="a house", output=imagefleet.Output(format="jpeg"))]
         batch = fleet.submit(jobs, campaign="spring")
-        assert_type(batch.results(timeout=1.5), Iterator[imagefleet.Result])
+        assert_type(batch.results(timeout=1.5), imagefleet.Results)
+        either_way: Iterator[imagefleet.Result] = fleet.results("spring")
+        assert_type(next(either_way), imagefleet.Result)
+        assert_type(fleet.campaigns()["spring"].pending, int | None)
+        assert_type(fleet.cancel("spring"), datetime)
         for result in batch.results():
             assert_type(result.image(), Image.Image)
             assert_type(result.data(1), bytes)
             assert_type(result.seed, int | None)
         assert_type(fleet.job("spring/1").status, Status)
-        assert_type(fleet.failed(error="lora"), Iterator[Entry])
+        assert_type(fleet.failed(error="lora"), imagefleet.Results)
         assert_type(fleet.replay(campaign="spring"), Swept)
     imagefleet.connect(que="jobs")  # type: ignore[call-arg]
     fleet.submit(["a house"])  # type: ignore[list-item]
@@ -36,7 +40,9 @@ async def asynchronous() -> None:
     async with aio.connect() as fleet:
         batch = await fleet.submit(iter([imagefleet.Job(prompt="a house")]))
         assert_type(batch, aio.Batch)
-        assert_type(batch.results(), AsyncIterator[aio.Result])
+        assert_type(batch.results(), aio.Results)
+        either_way: AsyncIterator[aio.Result] = fleet.results("spring")
+        assert_type(await anext(either_way), aio.Result)
         result = await fleet.job("1", campaign="spring").result(timeout=1)
         assert_type(await result.image(), Image.Image)
         assert_type(await fleet.depth(), aio.Depth)

@@ -15,7 +15,7 @@ from typing import Any
 import pytest
 
 import imagefleet
-from imagefleet import Job, aio, errors, retry
+from imagefleet import Job, aio, cancelled, errors
 from imagefleet.job.message import read_job
 from imagefleet.storage.open import open_storage
 from imagefleet.storage.settings import StorageSettings
@@ -116,8 +116,8 @@ async def test_a_failed_job_is_a_result_with_its_reason(fleet: aio.Fleet, work: 
 async def test_a_replayed_job_completes(fleet: aio.Fleet, work: Work) -> None:
     batch = await fleet.submit([Job(prompt="broken", id="a")], campaign="spring")
     await work()
-    entries = [entry async for entry in fleet.failed(campaign="spring")]
-    assert [entry.record.reason for entry in entries if entry.record] == ["the prompt is broken"]
+    failed = [result async for result in fleet.failed(campaign="spring")]
+    assert [result.reason for result in failed] == ["the prompt is broken"]
     assert (await fleet.depth()).failed.messages == 1
 
     assert (await fleet.replay(id="b")).done == 0
@@ -247,57 +247,6 @@ async def test_closing_ends_pending_calls(connect_options: dict[str, Any]) -> No
     assert len(asyncio.all_tasks()) == 1
 
 
-async def test_a_hundred_thousand_jobs_take_few_requests(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    async with aio.connect(f"local:{tmp_path}") as fleet:
-        await fleet.submit([])
-        listed: list[str] = []
-        monkeypatch.setattr(aio, "BulkSender", _NoSender)
-        batch = await fleet.submit(
-            (Job(prompt="a house") for _ in range(100_000)), campaign="spring"
-        )
-
-        async def names(prefix: str = "") -> AsyncIterator[str]:
-            listed.append(prefix)
-            for job_id in batch.ids:
-                yield f"spring/{job_id}.png"
-
-        monkeypatch.setattr(fleet.storage.blobs, "names", names)
-        assert len([result async for result in batch.results(60)]) == 100_000
-    (prefix,) = listed
-    assert prefix.startswith(f"spring/{batch.ids[0][:12]}-")
-
-
-class _NoSender:
-    def __init__(self, _: object, bodies: Iterator[str]) -> None:
-        self._bodies = bodies
-
-    async def run(self) -> None:
-        assert sum(1 for _ in self._bodies)
-
-
-@local_only
-async def test_a_fault_in_the_middle_of_a_listing_loses_no_result(
-    fleet: aio.Fleet, work: Work, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(aio, "RETRIES", retry.RetryPolicy(tries=3, first_wait_seconds=0.001))
-    names = fleet.storage.blobs.names
-    faults = iter([True])
-
-    async def faulty(prefix: str = "") -> AsyncIterator[str]:
-        async for name in names(prefix):
-            yield name
-            if next(faults, False):
-                raise errors.TransientError
-
-    monkeypatch.setattr(fleet.storage.blobs, "names", faulty)
-    batch = await fleet.submit([Job(prompt="a house") for _ in range(3)])
-    await work()
-
-    assert set(await collect(batch)) == set(batch.ids)
-
-
 @local_only
 async def test_an_error_in_the_callers_iterable_comes_back_to_the_caller(fleet: aio.Fleet) -> None:
     def jobs() -> Iterator[Job]:
@@ -374,8 +323,9 @@ def test_settings_come_from_the_environment(
 
 
 def test_the_sync_client_does_all_that_the_async_one_does(
-    connect_options: dict[str, Any], work: Work
+    connect_options: dict[str, Any], work: Work, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    monkeypatch.setattr(cancelled, "LOAD_SECONDS", 0)
     with imagefleet.connect(**connect_options) as fleet:
         jobs = (Job(prompt=prompt, id=prompt) for prompt in ("good", "broken"))
         batch = fleet.submit(jobs, campaign="spring")
@@ -392,12 +342,23 @@ def test_the_sync_client_does_all_that_the_async_one_does(
             "failed",
             "the prompt is broken",
         )
-        assert [entry.id for entry in fleet.failed(error="broken")] == ["broken"]
+        assert [failed.id for failed in fleet.failed(error="broken")] == ["broken"]
+        assert not list(fleet.failed(error="lora"))
+        assert {result.id: result.status for result in fleet.results("spring")} == {
+            "good": "completed",
+            "broken": "failed",
+        }
+        counts = fleet.campaigns()["spring"]
+        assert (counts.sent, counts.completed, counts.failed, counts.pending) == (2, 1, 1, 0)
         assert fleet.depth().failed.messages == 1
         assert fleet.replay(id="broken").done == 1
         asyncio.run(work())
         assert fleet.discard(campaign="spring").done == 1
         assert fleet.job("spring/broken").status == "unknown"
+        fleet.submit([Job(prompt="a house", id="late")], campaign="autumn")
+        fleet.cancel("autumn")
+        asyncio.run(work())
+        assert fleet.job("autumn/late").status == "cancelled"
 
 
 @local_only
@@ -462,3 +423,15 @@ def test_the_example_runs(storage_settings: StorageSettings, tmp_path: Path, wor
     assert example.returncode == 0
     assert printed.count("completed") == 3
     assert len(list(tmp_path.glob("*.png"))) == 3
+
+
+async def test_jobs_are_submitted_with_a_priority(fleet: aio.Fleet) -> None:
+    jobs = [Job(prompt="a house")]
+    await fleet.submit(jobs)
+    await fleet.submit(jobs, priority="high")
+    await fleet.submit([*jobs, Job(prompt="a tree")], priority="low")
+    depth = (await fleet.depth()).queue
+    assert [each.messages for each in depth.by_queue.values()] == [1, 1, 2]
+    assert depth.messages == 4
+    with pytest.raises(errors.SetupError, match="'urgent' is not one of high, normal, low"):
+        await fleet.submit(jobs, priority="urgent")  # type: ignore[arg-type]

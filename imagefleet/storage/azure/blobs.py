@@ -6,6 +6,7 @@ from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
 from functools import partial
 from pathlib import Path
 from typing import TypeVar
+from urllib.parse import quote
 
 from azure.core import MatchConditions
 from azure.core.async_paging import AsyncItemPaged
@@ -42,6 +43,7 @@ class AzureBlobs:
         self, client: ContainerClient, retry_policy: retry.RetryPolicy, access: Access
     ) -> None:
         self._client = client
+        self._address = client.url.partition("?")[0]
         self._retry_policy = retry_policy
         self._access = access
 
@@ -204,7 +206,7 @@ class AzureBlobs:
         return await self._call("r", request)
 
     def address(self, name: str) -> str:
-        return self._client.get_blob_client(name).url.partition("?")[0]
+        return f"{self._address}/{quote(name, safe='~/')}"
 
     async def names(self, prefix: str = "") -> AsyncIterator[str]:
         blobs = self._client.list_blob_names(

@@ -10,12 +10,12 @@ import os
 import time
 import uuid
 from collections.abc import AsyncIterator, Callable, Generator, Mapping
-from contextlib import closing
 from datetime import UTC, datetime
 from functools import partial
 from itertools import islice
 from pathlib import Path
 from typing import BinaryIO, TypeVar
+from urllib.parse import quote
 
 from imagefleet import errors
 from imagefleet.storage import protocol
@@ -49,6 +49,7 @@ class LocalBlobs:
 
     def __init__(self, folder: Path, operations: protocol.Operations) -> None:
         self.folder = folder
+        self._address = folder.absolute().as_uri()
         self._operations = operations
 
     @property
@@ -125,18 +126,18 @@ class LocalBlobs:
         return await self._in_thread(self._read_part, name, offset, max_bytes)
 
     def address(self, name: str) -> str:
-        return (self.folder / name).absolute().as_uri()
+        return f"{self._address}/{quote(name)}"
 
     async def names(self, prefix: str = "") -> AsyncIterator[str]:
         self._operations.blob_writes += 1
-        with closing(self._walk("", prefix)) as names:
+        with _closing(self._walk("", prefix)) as names:
             while page := await self._in_thread(lambda: list(islice(names, _NAMES_PAGE))):
                 for name in page:
                     yield name
 
     async def records(self, prefix: str = "") -> AsyncIterator[protocol.BlobRecord]:
         self._operations.blob_writes += 1
-        with closing(self._walk("", prefix)) as names:
+        with _closing(self._walk("", prefix)) as names:
             while page := await self._in_thread(lambda: list(islice(names, _NAMES_PAGE))):
                 for record in await self._in_thread(lambda: [self._record(name) for name in page]):
                     yield record
@@ -309,6 +310,16 @@ class LocalBlobs:
 
     def _no_folder(self) -> errors.SetupError:
         return errors.SetupError(f"there is no folder {self.folder}; `imagefleet load` creates it")
+
+
+@contextlib.contextmanager
+def _closing(names: Generator[str]) -> Generator[Generator[str]]:
+    """Like `contextlib.closing`, also where the caller was cancelled while a thread lists them."""
+    try:
+        yield names
+    finally:
+        with contextlib.suppress(ValueError):  # the thread goes on, and closes them
+            names.close()
 
 
 def _link(temporary: Path, path: Path) -> bool:

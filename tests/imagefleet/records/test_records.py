@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import gzip
 import json
 from collections.abc import AsyncIterator
@@ -207,3 +208,48 @@ async def test_many_long_records_are_appended_in_parts(
 def test_a_record_that_cannot_be_is_refused_in_one_sentence() -> None:
     with pytest.raises(errors.JobError, match="campaign"):
         Record.read(b'{"outcome":"failed","id":"a","campaign":"../x","at":"2026-11-22T12:00:00Z"}')
+
+
+async def test_many_small_shards_are_not_read_one_after_the_other(
+    storage: Storage, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for number in range(16):
+        await writer.RecordLog(storage.blobs, f"w{number}").add([image(number)])
+    real = type(storage.blobs).read_part
+    reading = most = 0
+
+    async def read_part(self: Any, *arguments: Any) -> Any:
+        nonlocal reading, most
+        reading += 1
+        most = max(most, reading)
+        await asyncio.sleep(0.01)
+        try:
+            return await real(self, *arguments)
+        finally:
+            reading -= 1
+
+    monkeypatch.setattr(type(storage.blobs), "read_part", read_part)
+
+    found = [record.id async for record in reader.images(storage, "spring")]
+
+    assert sorted(found) == sorted(f"job-{number}" for number in range(16))
+    assert 4 <= most <= 8
+
+
+async def test_whoever_stops_reading_leaves_no_read_behind(storage: Storage) -> None:
+    for number in range(16):
+        await writer.RecordLog(storage.blobs, f"w{number}").add([image(number)])
+    before = asyncio.all_tasks()
+
+    records = reader.images(storage, "spring")
+    await anext(records)
+    await records.aclose()  # type: ignore[attr-defined]
+    await asyncio.sleep(0)
+
+    assert asyncio.all_tasks() == before
+
+
+def test_numbers_and_times_that_no_table_holds_are_damage() -> None:
+    for wrong in ({"size_bytes": 2**53}, {"steps": -1}, {"at": "3000-01-01T00:00:00Z"}):
+        with pytest.raises(errors.JobError, match=next(iter(wrong))):
+            Record.read(json.dumps(json.loads(image(1).line()) | wrong).encode())

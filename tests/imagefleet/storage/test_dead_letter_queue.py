@@ -14,6 +14,8 @@ import pytest
 
 from imagefleet import errors
 from imagefleet.job.message import Job, read_job
+from imagefleet.records.record import Record
+from imagefleet.records.writer import RecordLog
 from imagefleet.storage import dead_letter, dead_letter_queue
 from imagefleet.storage.dead_letter_queue import Selection
 from imagefleet.storage.open import open_storage
@@ -29,10 +31,14 @@ async def add(
 ) -> None:
     jobs = {each: Job(prompt="a cat", id=each, seed=1, campaign=campaign) for each in job_ids}
     await storage.queue.send([job.to_message() for job in jobs.values()])
+    records = []
     for _ in job_ids:
         [message] = await storage.queue.receive(1, 60)
         job = read_job(message.body, message.id)
-        await dead_letter.add(storage, message, job, error, "worker-1")
+        failed = await dead_letter.add(storage, message, job, error, "worker-1")
+        records.append(Record(outcome="failed", **failed.facts()))
+        await storage.queue.delete(message)
+    await RecordLog(storage.blobs, "worker-1").add(records)
 
 
 async def ids(queue: JobQueue) -> Counter[str]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import json
 from collections import Counter
 from collections.abc import Callable
 from typing import Any
@@ -91,6 +92,8 @@ async def test_each_image_has_a_record_and_each_record_an_image(
     (failed,) = await ended(storage)
     assert (failed.outcome, failed.error) == ("failed", "InvalidMessageError")
     assert "stepz" in (failed.reason or "")
+    assert failed.id == "bad"
+    assert json.loads(failed.body or "")["stepz"] == 1
 
 
 async def test_an_image_whose_worker_died_before_its_record_gets_one(

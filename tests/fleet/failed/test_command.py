@@ -16,11 +16,13 @@ import pytest
 from fleet import console
 from imagefleet import errors
 from imagefleet.job.message import Job, read_job
+from imagefleet.records.record import Record
+from imagefleet.records.writer import RecordLog
 from imagefleet.signing import SigningKey
 from imagefleet.storage import dead_letter
 from imagefleet.storage.open import open_storage
 from imagefleet.storage.protocol import Storage
-from imagefleet.storage.settings import StorageSettings
+from imagefleet.storage.settings import PRIORITIES, StorageSettings
 
 Imagefleet = Callable[..., "subprocess.CompletedProcess[str]"]
 
@@ -50,9 +52,11 @@ async def add(storage: Storage, body: str) -> None:
     try:
         job = read_job(message.body, message.id)
     except errors.JobError as error:
-        await dead_letter.add(storage, message, None, error, "worker-1")
+        failed = await dead_letter.add(storage, message, None, error, "worker-1")
     else:
-        await dead_letter.add(storage, message, job, MISSING, "worker-1")
+        failed = await dead_letter.add(storage, message, job, MISSING, "worker-1")
+    await RecordLog(storage.blobs, "worker-1").add([Record(outcome="failed", **failed.facts())])
+    await storage.queue.delete(message)
 
 
 def depths(settings: StorageSettings) -> tuple[int, int]:
@@ -74,19 +78,20 @@ def read(result: subprocess.CompletedProcess[str]) -> Any:
 def test_the_list_counts_errors_and_then_lists_jobs(
     in_process: Imagefleet, failed_jobs: StorageSettings
 ) -> None:
-    listing = read(in_process("failed", "list", "--json", "--limit", "3"))
+    listing = read(in_process("failed", "list", "--json", "--limit", "2"))
 
-    assert listing["count"] == 4
+    assert (listing["count"], listing["unrecorded"]) == (3, 1)
     assert listing["errors"][0] == {
         "error": "MissingFileError",
         "reason": MISSING.message,
         "count": 2,
     }
-    assert [job["id"] for job in listing["jobs"][:2]] == ["cat", "dog"]
-    assert len(listing["jobs"]) == 3
+    assert len(listing["jobs"]) == 2
 
-    shown = in_process("failed", "list", "--limit", "1").stdout
-    assert "4 failed jobs" in shown
+    ended = in_process("failed", "list", "--limit", "1", "--campaign", "spring")
+    shown = ended.stdout
+    assert "the poison queue holds 1 message more, without a record: --from-queue" in ended.stderr
+    assert "1 failed job" in shown
     assert "[bold]" in shown
     assert "cat" in shown
     assert "dog" not in shown
@@ -122,11 +127,13 @@ def test_a_prompt_cannot_send_control_sequences_to_the_terminal(
 def test_invalid_messages_and_foreign_messages_can_be_shown(
     in_process: Imagefleet, failed_jobs: StorageSettings
 ) -> None:
-    jobs = read(in_process("failed", "list", "--json"))["jobs"]
+    listing = read(in_process("failed", "list", "--from-queue", "--json"))
+    jobs = listing["jobs"]
+    assert (listing["count"], listing["unrecorded"]) == (4, 0)
 
     for job, body in zip(jobs[2:], ["no job", "what is this?"], strict=True):
-        [shown] = read(in_process("failed", "show", job["id"], "--json"))["jobs"]
-        assert shown["job"] == body
+        shown = in_process("failed", "show", job["message_id"], "--from-queue", "--json")
+        assert read(shown)["jobs"][0]["job"] == body
 
 
 def test_an_unknown_id_is_one_line_and_exit_code_2(
@@ -148,6 +155,7 @@ def test_replay_moves_only_the_selected_job(
         "prompts": ["a \x1b[31mdog [red]"],
         "unsigned": 0,
         "refused": 0,
+        "changes": [],
     }
     assert depths(failed_jobs) == (0, 4)
 
@@ -342,3 +350,21 @@ def test_missing_storage_is_one_line_and_exit_code_2(in_process: Imagefleet) -> 
 
     assert result.returncode == console.EXIT_OPERATOR_MUST_ACT
     assert len(result.stderr.splitlines()) == 1
+
+
+def test_a_replay_chooses_the_priority_and_is_normal_without(
+    in_process: Imagefleet, failed_jobs: StorageSettings
+) -> None:
+    async def waiting() -> dict[str, int]:
+        async with open_storage(failed_jobs) as storage:
+            return {name: (await each.depth()).messages for name, each in storage.queues.items()}
+
+    before = asyncio.run(waiting())
+    refused = in_process("failed", "replay", "--id", "cat", "--priority", "urgent")
+    assert refused.returncode == console.EXIT_OPERATOR_MUST_ACT
+    assert "the priority 'urgent' is not one of high, normal, low" in refused.stderr
+    for arguments in (("--id", "cat", "--priority", "low"), ("--id", "dog")):
+        assert read(in_process("failed", "replay", *arguments, "--yes", "--json"))["replayed"] == 1
+    after = asyncio.run(waiting())
+    sent = {name: after[name] - before[name] for name in PRIORITIES}
+    assert sent == {"high": 0, "normal": 1, "low": 1}

@@ -1,0 +1,1 @@
+"""`imagefleet export`: a campaign's images as shards of a data set."""

@@ -1,0 +1,210 @@
+"""`imagefleet export`: writes a campaign's images as shards of a data set."""
+
+from __future__ import annotations
+
+import shutil
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any, Literal
+
+import typer
+
+from fleet import console, options
+from imagefleet import errors
+from imagefleet.job.message import DEFAULT_CAMPAIGN
+from imagefleet.storage.protocol import Storage
+from imagefleet.storage.settings import StorageSettings
+
+if TYPE_CHECKING:
+    from fleet.export.manifest import Manifest
+    from fleet.export.plan import Plan
+
+#: As img2dataset has it.
+_SHARD_SIZE = 10_000
+
+#: Of images that are missing or changed.
+_SHOWN = 10
+
+#: Beyond the images' own bytes, for an image: its texts, parameters and the padding of a tar.
+_BYTES_BESIDE = 5_000
+
+
+@options.from_settings(StorageSettings)
+def command(
+    settings: StorageSettings,
+    folder: Annotated[Path, typer.Argument(metavar="FOLDER", help="For the shards.")],
+    campaign: options.CampaignName = DEFAULT_CAMPAIGN,
+    form: Annotated[
+        Literal["webdataset", "parquet", "imagefolder"],
+        typer.Option(
+            "--format",
+            help="Tar files as img2dataset writes them, or what `datasets` reads: Parquet with"
+            " images, or folders with a metadata.jsonl.",
+        ),
+    ] = "webdataset",
+    shard_size: Annotated[
+        int, typer.Option(min=1, max=1_000_000, metavar="IMAGES", help="Images in each shard.")
+    ] = _SHARD_SIZE,
+    dry_run: Annotated[bool, options.dry_run("what would be written, and its size")] = False,
+    as_json: options.AsJson = False,
+) -> None:
+    """Writes a campaign's images as shards, each verified, and a manifest.json.
+
+    What was interrupted goes on with the same command. The shards follow from the campaign alone.
+    Exit code 4: images are missing or not as they were recorded; they are left out, and named.
+
+    imagefleet export --campaign spring ./spring
+
+    imagefleet export --campaign spring --format parquet --dry-run ./spring
+    """
+    options.check_campaign(campaign)
+    from fleet.export.plan import wanted
+
+    plan = wanted(campaign, form, shard_size)
+    if dry_run:
+        _show_plan(console.run(_measure(settings, plan)), folder, as_json=as_json)
+        return
+    with console.one_line_errors(), console.only_one(folder, f"{folder} is being exported to"):
+        manifest = console.run(_export(settings, folder, plan, quiet=as_json))
+    _report(manifest, folder, as_json=as_json)
+    if not manifest.is_whole:
+        raise typer.Exit(console.EXIT_IMAGES_WRONG)
+
+
+async def _measure(settings: StorageSettings, plan: Plan) -> Plan:
+    """The plan with its numbers, without writing anything."""
+    from fleet.results import source
+
+    damaged = source.Damaged()
+    images = size = 0
+    async with console.connected(settings) as fleet:
+        await source.check_exists(fleet.storage, plan.campaign)
+        with console.counting("read", None) as on_records:
+            async for record in source.read(fleet.storage, plan.campaign, {"completed"}, damaged):
+                images += 1
+                size += record.size_bytes or 0
+                on_records()
+        numbers = {"images": images, "bytes": size, "left_out": damaged.count}
+        return plan.model_copy(update={**numbers, "storage": fleet.storage.url})
+
+
+async def _export(
+    settings: StorageSettings, folder: Path, wanted: Plan, *, quiet: bool
+) -> Manifest:
+    from fleet.export import formats, manifest, plan, shards
+    from fleet.results import files
+    from imagefleet.records import reader
+
+    formats.check(wanted.format)
+    async with console.connected(settings) as fleet:
+        storage = fleet.storage
+        wanted = wanted.model_copy(update={"storage": storage.url})
+        with files.writing(folder):
+            found = manifest.read(folder)
+            if found is None:
+                begun = plan.read(folder) or await _plan(storage, folder, wanted, quiet=quiet)
+                _check_same(begun, wanted, folder)
+                form = formats.of(begun.format, begun.shards)
+                exporter = shards.Exporter(folder, begun, storage.blobs, form)
+                with console.counting("exported", begun.images, quiet=quiet) as on_images:
+                    found = manifest.of(begun, await exporter.run(on_images))
+                manifest.write(folder, found)
+            else:
+                _check_same(found, wanted, folder)
+                stored = (await reader.counts(storage, wanted.campaign)).images
+                new = max(0, stored - found.images - found.missing - found.changed)
+                since = (
+                    f"; {console.counted(new, 'image')} stored since are not in it" if new else ""
+                )
+                console.print_note(f"{folder} has the whole export already{since}")
+            shutil.rmtree(folder / plan.WORK, ignore_errors=True)
+        return found
+
+
+async def _plan(storage: Storage, folder: Path, wanted: Plan, *, quiet: bool) -> Plan:
+    from fleet.export import plan
+    from fleet.results import source
+    from imagefleet.records import reader
+
+    plan.check_empty(folder)
+    await source.check_exists(storage, wanted.campaign)
+    counts = await reader.counts(storage, wanted.campaign)
+    if counts.pending:
+        console.print_warning(
+            f"{console.counted(counts.pending, 'job')} of {wanted.campaign} still to do: their"
+            " images will not be in this export"
+        )
+    damaged = source.Damaged()
+    records = source.read(storage, wanted.campaign, {"completed"}, damaged)
+    with console.counting("planned", counts.images, quiet=quiet) as on_records:
+        made = await plan.make(records, folder, wanted, damaged, on_records)
+    if damaged.count:
+        console.print_warning(str(damaged))
+    needed, free = _needed(made), shutil.disk_usage(folder).free
+    if needed > free:
+        raise errors.SetupError(
+            f"{folder} has {_size(free)} of free space, and the export takes about"
+            f" {_size(needed)}: free some, or choose another folder"
+        )
+    return made
+
+
+def _check_same(begun: Plan | Manifest, wanted: Plan, folder: Path) -> None:
+    """Raises SetupError if *folder* has an export with other options."""
+    for name in ("campaign", "storage", "format", "shard_size"):
+        has, asked = getattr(begun, name), getattr(wanted, name)
+        if has != asked:
+            raise errors.SetupError(
+                f"{folder} has an export with the {name.replace('_', ' ')} {has}, not {asked}:"
+                " choose another folder"
+            )
+
+
+def _needed(plan: Plan) -> int:
+    return plan.bytes + _BYTES_BESIDE * plan.images
+
+
+def _size(size: float) -> str:
+    return f"{size / 1e9:,.1f} GB" if size >= 1e9 else f"{size / 1e6:,.1f} MB"  # noqa: PLR2004
+
+
+def _show_plan(plan: Plan, folder: Path, *, as_json: bool) -> None:
+    facts: dict[str, Any] = {
+        **plan.model_dump(),
+        "shards": plan.shards,
+        "bytes_needed": _needed(plan),
+        "reads": plan.images,
+    }
+    if as_json:
+        console.print_json({**facts, "folder": str(folder)})
+        return
+    console.print_facts(
+        {
+            "images": f"{plan.images:,}, {_size(plan.bytes)}",
+            "shards": f"{plan.shards:,} of {plan.shard_size:,} images, {plan.format}",
+            "on the disk": f"about {_size(_needed(plan))} in {folder}",
+            "storage": f"{plan.images:,} reads from {plan.storage}",
+        }
+    )
+    if plan.left_out:
+        console.print_warning(f"{console.counted(plan.left_out, 'damaged record')} left out")
+
+
+def _report(manifest: Manifest, folder: Path, *, as_json: bool) -> None:
+    named = {
+        "missing": (manifest.missing, manifest.first_missing),
+        "not as recorded": (manifest.changed, manifest.first_changed),
+    }
+    for what, (count, names) in named.items():
+        if count:
+            more = f" and {count - _SHOWN:,} more" if count > _SHOWN else ""
+            shown = ", ".join(names[:_SHOWN])
+            console.print_error(f"{console.counted(count, 'image')} {what}: {shown}{more}")
+    if manifest.left_out:
+        console.print_error(f"{console.counted(manifest.left_out, 'damaged record')} left out")
+    if as_json:
+        console.print_json({**manifest.model_dump(exclude={"shards"}), "folder": str(folder)})
+        return
+    console.print_plain(
+        f"{console.counted(manifest.images, 'image')}, {_size(manifest.bytes)}, in"
+        f" {console.counted(len(manifest.shards), 'shard')}: {folder}"
+    )

@@ -1,0 +1,132 @@
+"""Shards as img2dataset writes them: `00000.tar`, `00000.parquet`, `00000_stats.json`."""
+
+from __future__ import annotations
+
+import hashlib
+import io
+import json
+import tarfile
+from collections import Counter
+from collections.abc import Iterator, Sequence
+from datetime import datetime
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from fleet.export.sample import SUCCESS, Sample
+from fleet.results import columns
+from fleet.results.parquet import arrow
+
+if TYPE_CHECKING:
+    import pyarrow as pa
+
+#: Suffixes in a tar beside that of the image.
+_TEXTS = {"txt", "json"}
+
+
+def schema() -> pa.Schema:
+    """The columns of a shard's Parquet file."""
+    pa = arrow()
+    text, number, real = pa.string(), pa.int64(), pa.float64()
+    return pa.schema(
+        [
+            *((name, text) for name in ("url", "caption", "key", "status", "error_message")),
+            *((name, number) for name in ("width", "height", "original_width", "original_height")),
+            *((name, text) for name in ("sha256", "id", "campaign")),
+            ("index", number),
+            *((name, text) for name in ("prompt", "negative_prompt")),
+            ("seed", number),
+            ("model", text),
+            ("loras", pa.list_(pa.struct([("name", text), ("weight", real)]))),
+            ("sampler", text),
+            ("steps", number),
+            ("cfg_scale", real),
+            ("clip_skip", number),
+            *((name, text) for name in ("worker", "gpu")),
+            ("seconds", real),
+            ("at", pa.timestamp("us", "UTC")),
+            ("metadata", text),
+        ]
+    )
+
+
+def as_cells(row: dict[str, Any]) -> dict[str, Any]:
+    """A row for Parquet, whose columns have one type."""
+    return row | {"metadata": columns.json_text(row["metadata"]) if row["metadata"] else None}
+
+
+class Webdataset:
+    """The format."""
+
+    def __init__(self) -> None:
+        arrow()
+
+    def writer(self, folder: Path, number: int, address: columns.Address) -> TarWriter:
+        return TarWriter(folder / f"{number:05}", address)
+
+    def entries(self, number: int) -> list[str]:
+        # img2dataset, too, takes a shard for done once its statistics are there.
+        return [f"{number:05}{end}" for end in (".tar", ".parquet", "_stats.json")]
+
+    def digests(self, folder: Path, number: int) -> Iterator[str]:
+        with tarfile.open(folder / f"{number:05}.tar", "r|") as tar:
+            for member in tar:
+                is_image = member.name.rpartition(".")[2] not in _TEXTS
+                if is_image and (file := tar.extractfile(member)):
+                    yield hashlib.file_digest(file, "sha256").hexdigest()  # type: ignore[arg-type]
+
+
+class TarWriter:
+    """A tar with KEY.png, KEY.txt and KEY.json for each image, and what is said of them."""
+
+    def __init__(self, stem: Path, address: columns.Address) -> None:
+        pa = arrow()
+        self._stem = stem
+        self._address = address
+        self._tar = tarfile.open(f"{stem}.tar", "w", format=tarfile.USTAR_FORMAT)  # noqa: SIM115
+        self._parquet = pa.parquet.ParquetWriter(f"{stem}.parquet", schema(), compression="zstd")
+        self._statuses = Counter[str]()
+        self._first: datetime | None = None
+        self._last: datetime | None = None
+
+    def add(self, samples: Sequence[Sample]) -> None:
+        rows = [sample.row(self._address) for sample in samples]
+        for sample, row in zip(samples, rows, strict=True):
+            at = sample.record.at
+            self._first = at if self._first is None else min(at, self._first)
+            self._last = at if self._last is None else max(at, self._last)
+            self._statuses[str(row["error_message"] or SUCCESS)] += 1
+            if sample.data is not None:
+                text = json.dumps(row, indent=4, default=datetime.isoformat)
+                self._write(sample, sample.suffix, sample.data)
+                self._write(sample, "txt", row["caption"].encode())
+                self._write(sample, "json", text.encode())
+        pa = arrow()
+        self._parquet.write_table(pa.Table.from_pylist([*map(as_cells, rows)], schema()))
+
+    def close(self) -> None:
+        self._tar.close()
+        self._parquet.close()
+        count, successes = self._statuses.total(), self._statuses[SUCCESS]
+        # img2dataset has the times of its run here. These are of the images, so that the same
+        # campaign gives the same shards.
+        first = self._first.timestamp() if self._first else 0.0
+        last = self._last.timestamp() if self._last else 0.0
+        stats = {
+            "count": count,
+            "successes": successes,
+            "failed_to_download": count - successes,
+            "failed_to_resize": 0,
+            "duration": last - first,
+            "start_time": first,
+            "end_time": last,
+            "status_dict": dict(sorted(self._statuses.items())),
+        }
+        path = self._stem.with_name(f"{self._stem.name}_stats.json")
+        path.write_text(json.dumps(stats, indent=4), encoding="utf-8")
+
+    def _write(self, sample: Sample, suffix: str, data: bytes) -> None:
+        member = tarfile.TarInfo(f"{sample.key}.{suffix}")
+        member.size = len(data)
+        member.mtime = max(0, int(sample.record.at.timestamp()))
+        member.mode = 0o644
+        self._tar.addfile(member, io.BytesIO(data))

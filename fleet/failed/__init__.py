@@ -1,0 +1,1 @@
+"""`imagefleet failed`: lists, exports, replays and discards failed jobs."""

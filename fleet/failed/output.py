@@ -1,0 +1,154 @@
+"""What the commands about failed jobs print."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import asdict
+from typing import Any, Literal
+
+from rich.console import Console
+from rich.table import Column
+
+from fleet import console
+from fleet.failed.read import Listing
+from imagefleet.storage.dead_letter_queue import Preview, Refused, Swept
+
+#: At most this many kinds of errors and refused messages are printed: about a screen.
+_SHOWN = 20
+
+#: Of a prompt, say, in a preview: about two lines.
+_TEXT_CHARACTERS = 150
+
+Verb = Literal["replayed", "discarded"]
+
+
+def report(verb: Verb, swept: Swept, *, missing: int = 0, as_json: bool) -> None:
+    """Prints what was done; *missing* failed jobs have no message that could be moved."""
+    if as_json:
+        refused = [asdict(each) for each in swept.refused]
+        console.print_json({verb: swept.done, "refused": refused})
+        return
+    console.stdout.print(f"{console.counted(swept.done, 'failed job')} {verb}")
+    others = [each for each in swept.refused if not each.is_unsigned]
+    _print_staying(others, len(others), len(swept.refused) - len(others), console.stdout)
+    if missing:
+        console.stdout.print(
+            f"{console.counted(missing, 'failed job')} cannot be sent now: another command reads"
+            " the poison queue, or their messages were deleted from it",
+            soft_wrap=True,
+        )
+
+
+def without_records(count: int) -> str:
+    """Says that the poison queue holds more than the records tell."""
+    messages = console.counted(count, "message")
+    return f"the poison queue holds {messages} more, without a record: --from-queue reads it"
+
+
+def _print_staying(some: list[Refused], count: int, unsigned: int, to: Console) -> None:
+    """The failed jobs that stay: *some* of *count*, and those that are not signed."""
+    for each in some[:_SHOWN]:
+        to.print(console.untrusted(f"{each.id} stays: {each.reason}"), soft_wrap=True)
+    if (more := count - len(some[:_SHOWN])) > 0:
+        to.print(f"and {more:,} others stay")
+    if unsigned:
+        # With a key, a message that is not signed came from somebody else, or before the key.
+        is_or_are = "record is" if unsigned == 1 else "records are"
+        to.print(
+            f"{unsigned:,} {is_or_are} not signed with your key:"
+            " `imagefleet failed discard --unsigned` deletes what is not",
+            soft_wrap=True,
+        )
+
+
+def as_record(preview: Preview) -> dict[str, Any]:
+    return {
+        "count": preview.count,
+        "jobs": [
+            {"campaign": campaign, "error": error, "count": count}
+            for (campaign, error), count in preview.kinds.most_common()
+        ],
+        "prompts": preview.prompts,
+        "unsigned": preview.unsigned,
+        "refused": preview.refused,
+        "changes": [
+            {
+                "field": name,
+                "from": json.loads(before),
+                "to": json.loads(after),
+                "count": count,
+            }
+            for (name, before, after), count in preview.changes.most_common()
+        ],
+    }
+
+
+def print_preview(preview: Preview, to: Console) -> None:
+    jobs = console.counted(preview.count, "failed job")
+    to.print(f"{jobs} would be replayed")
+    if preview.count:
+        kinds = console.table(
+            console.number_column("count"),
+            console.name_column("campaign"),
+            console.name_column("error"),
+        )
+        for (campaign, error), count in preview.kinds.most_common(_SHOWN):
+            kinds.add_row(
+                f"{count:,}", console.untrusted(campaign or "-"), console.untrusted(error)
+            )
+        console.print_tables(kinds, to=to)
+        if (more := len(preview.kinds) - _SHOWN) > 0:
+            to.print(f"and {more:,} other kinds (--json lists them)")
+    for (name, before, after), count in preview.changes.most_common(_SHOWN):
+        changed = f"  {name}: {_shortened(before)} -> {_shortened(after)}, {count:,} times"
+        to.print(console.untrusted(changed), soft_wrap=True)
+    if (more := len(preview.changes) - _SHOWN) > 0:
+        to.print(f"  and {more:,} other changes (--json lists them)")
+    for prompt in preview.prompts:
+        to.print(console.untrusted(f"  {_shortened(prompt)}"), soft_wrap=True)
+    _print_staying(preview.reasons, preview.refused, preview.unsigned, to)
+
+
+def print_listing(listing: Listing) -> None:
+    count = listing.errors.total()
+    if count:
+        _print_errors(listing, count)
+    else:
+        console.stdout.print("no failed jobs")
+    if listing.jobs:
+        _print_jobs(listing.jobs)
+    if count > len(listing.jobs):
+        console.stdout.print(f"the first {len(listing.jobs):,} are shown (--limit)")
+    if listing.unrecorded:
+        console.print_warning(without_records(listing.unrecorded))
+
+
+def _print_errors(listing: Listing, count: int) -> None:
+    summary = console.table(
+        console.number_column("count"),
+        console.name_column("error"),
+        Column("reason", overflow="fold"),
+        title=console.counted(count, "failed job"),
+    )
+    for (error, reason), number in listing.errors.most_common(_SHOWN):
+        summary.add_row(f"{number:,}", console.untrusted(error), console.untrusted(reason))
+    console.print_tables(summary)
+    if (more := len(listing.errors) - _SHOWN) > 0:
+        console.stdout.print(f"and {more:,} other errors (--json lists them)")
+
+
+def _print_jobs(jobs: list[dict[str, Any]]) -> None:
+    # `failed show` takes ids, `--campaign` campaigns and `--error` errors.
+    names = map(console.name_column, ("id", "campaign", "error"))
+    signed = [Column("signed")] if "signed" in jobs[0] else []
+    rows = console.table(*names, Column("failed (UTC)", no_wrap=True), *signed)
+    for job in jobs:
+        failed_at = job.get("failed_at", "")[5:16].replace("T", " ")
+        cells = [job["id"], job.get("campaign", ""), job["error"], failed_at]
+        cells += ["yes" if job["signed"] else "NO"] if signed else []
+        rows.add_row(*map(console.untrusted, cells))
+    console.print_tables("", rows)
+
+
+def _shortened(text: str) -> str:
+    return text if len(text) <= _TEXT_CHARACTERS else text[:_TEXT_CHARACTERS] + "…"

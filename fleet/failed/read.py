@@ -1,0 +1,168 @@
+"""Reads failed jobs: by their records, or by the messages of the poison queue."""
+
+from __future__ import annotations
+
+import json
+from collections import Counter
+from collections.abc import AsyncIterator
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from imagefleet import errors
+from imagefleet.aio import Fleet
+from imagefleet.job.message import DELIVERIES_FIELD, SIGNATURE_FIELD, message_fields
+from imagefleet.storage import dead_letter_queue
+from imagefleet.storage.dead_letter import Entry
+from imagefleet.storage.dead_letter_queue import Selection
+from imagefleet.storage.protocol import BlobStore
+
+#: Of a message that is in the poison queue by mistake.
+NO_RECORD = "not a record of a failed job"
+
+#: In an exported job: why it failed. A load leaves it out.
+FAILURE = "failure"
+
+#: More than any failed jobs that people mend by hand; another file given by mistake is larger.
+_MAX_FILE_BYTES = 2**30
+
+
+@dataclass(slots=True)
+class Listing:
+    """The failed jobs counted by error, and the first of them."""
+
+    errors: Counter[tuple[str, str]] = field(default_factory=Counter)
+    jobs: list[dict[str, Any]] = field(default_factory=list)
+    unrecorded: int = 0
+    """Messages of the poison queue that were not counted, about; 0 where these were."""
+
+    def as_record(self) -> dict[str, Any]:
+        counts = [
+            {"error": error, "reason": reason, "count": count}
+            for (error, reason), count in self.errors.most_common()
+        ]
+        return {
+            "count": self.errors.total(),
+            "errors": counts,
+            "jobs": self.jobs,
+            "unrecorded": self.unrecorded,
+        }
+
+
+def entries(fleet: Fleet, selection: Selection, *, from_queue: bool) -> AsyncIterator[Entry]:
+    """The selected failed jobs."""
+    if from_queue:
+        return dead_letter_queue.browse(fleet.storage, selection)
+    return dead_letter_queue.recorded(fleet.storage, selection)
+
+
+async def listing(fleet: Fleet, selection: Selection, limit: int, *, from_queue: bool) -> Listing:
+    """Counts the selected failed jobs, and describes the first of them."""
+    found = Listing()
+    check = fleet.checks_signatures() if fleet.keys.trusted else None
+    async for entry in entries(fleet, selection, from_queue=from_queue):
+        record = entry.record
+        found.errors[(record.error, record.reason) if record else (NO_RECORD, "")] += 1
+        if len(found.jobs) < limit:
+            found.jobs.append(facts(entry))
+            if check is not None:
+                found.jobs[-1]["signed"] = await check.is_signed(entry, fleet.storage.blobs)
+    if not from_queue:
+        found.unrecorded = await dead_letter_queue.unrecorded(fleet.storage)
+    return found
+
+
+async def find(fleet: Fleet, job_id: str, *, from_queue: bool) -> list[dict[str, Any]]:
+    """The failed jobs of an id, each with its message; raises SetupError if there is none."""
+    selection, blobs = Selection(id=job_id), fleet.storage.blobs
+    found = [
+        {**facts(entry), "job": await _job(entry, blobs)}
+        async for entry in entries(fleet, selection, from_queue=from_queue)
+    ]
+    if not found:
+        hint = ""
+        if not from_queue and (count := await dead_letter_queue.unrecorded(fleet.storage)):
+            hint = f"; {count:,} messages there have no record: add --from-queue to look at them"
+        raise errors.SetupError(f"no failed job {job_id!r} in {fleet.storage.poison.name}{hint}")
+    return found
+
+
+def facts(entry: Entry) -> dict[str, Any]:
+    """A failed job without its message."""
+    if entry.record is None:
+        known = {"id": entry.message.id, "error": NO_RECORD}
+    else:
+        hidden = {"body", "packed_body", "body_blob"}
+        known = entry.record.model_dump(mode="json", exclude=hidden, exclude_none=True)
+    return {**known, "message_id": entry.message.id}
+
+
+async def exported(entry: Entry, blobs: BlobStore) -> dict[str, Any]:
+    """A whole job, as `imagefleet load` takes it, with why it failed.
+
+    Raises:
+        JobError: its message is no JSON object, or is lost.
+    """
+    if entry.record is None:
+        raise errors.JobError(f"it is {NO_RECORD}")
+    try:
+        fields = message_fields(await entry.record.message(blobs))
+    except (ValueError, RecursionError):
+        fields = None
+    if not isinstance(fields, dict):
+        raise errors.JobError("its message is no job in JSON")
+    # A signature is of the fields as they were: a load signs the mended job.
+    for name in (DELIVERIES_FIELD, SIGNATURE_FIELD, FAILURE):
+        fields.pop(name, None)
+    named = {"id": entry.id} | ({"campaign": each} if (each := entry.record.campaign) else {})
+    reasons = entry.record.model_dump(
+        mode="json",
+        include={"error", "reason", "attempts", "worker", "failed_at", "source"},
+        exclude_none=True,
+    )
+    # A job without an id took its message's: it stays the same job.
+    given = {name: each for name, each in fields.items() if each is not None or name not in named}
+    return named | given | {FAILURE: reasons}
+
+
+def sources_of(path: Path) -> frozenset[str]:
+    """The failures of the jobs in a file that `imagefleet failed export` has written.
+
+    Raises:
+        SetupError: it cannot be read, or has none.
+    """
+    sources = set()
+    try:
+        with path.open("rb") as lines:
+            for line in lines:
+                sources.add(_source(line))
+    except OSError as error:
+        raise errors.SetupError(f"cannot read {path}: {error.strerror or error}") from None
+    sources.discard(None)
+    if not sources:
+        raise errors.SetupError(
+            f"{path} has no failed jobs: give a file that `imagefleet failed export` has written"
+        )
+    return frozenset(each for each in sources if each is not None)
+
+
+def _source(line: bytes) -> str | None:
+    try:
+        source = json.loads(line)[FAILURE]["source"]
+    except (ValueError, RecursionError, LookupError, TypeError):
+        return None
+    return source if isinstance(source, str) else None
+
+
+async def _job(entry: Entry, blobs: BlobStore) -> object:
+    """The job's fields, or its message where that is not JSON."""
+    body = entry.message.body
+    if entry.record is not None:
+        try:
+            body = await entry.record.message(blobs)
+        except errors.JobError as error:
+            return f"({error.message})"
+    try:
+        return json.loads(body)
+    except (ValueError, RecursionError):
+        return body

@@ -1,0 +1,101 @@
+"""`imagefleet gallery`: shows a campaign's images in the browser as they arrive."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import sys
+import webbrowser
+from pathlib import Path
+from typing import Annotated
+
+import typer
+from pydantic import TypeAdapter, ValidationError
+
+from fleet import console, options
+from imagefleet import errors, validation
+from imagefleet.job.message import SafeId
+from imagefleet.storage.settings import SignerSettings
+
+CACHE = Path("~/.cache/imagefleet/gallery")
+
+
+@options.from_settings(SignerSettings)
+def command(
+    settings: SignerSettings,
+    campaign: Annotated[
+        str | None,
+        typer.Option(metavar="NAME", help="Shown first; by default the one that began last."),
+    ] = None,
+    host: Annotated[
+        str, typer.Option(help="Address that it listens on; 0.0.0.0 for all interfaces.")
+    ] = "127.0.0.1",
+    port: Annotated[int, typer.Option(min=0, max=65_535, help="Port; 0 picks a free one.")] = 8000,
+    browser: Annotated[bool, typer.Option(help="Open the page in a browser.")] = True,
+    cache: Annotated[
+        Path, typer.Option(help="Folder of the thumbnails and of what is known of each campaign.")
+    ] = CACHE,
+    cache_megabytes: Annotated[
+        int,
+        typer.Option(min=10, help="Size limit of the thumbnails; the least recently used go."),
+    ] = 1000,
+) -> None:
+    """Shows a campaign's images in the browser, as they arrive.
+
+    By prompt, LoRA and worker, each with its parameters; and the failed jobs with their reasons. It
+    runs until Ctrl-C, and reads only while a page is open. On Azure the tokens of the role monitor
+    suffice.
+
+    imagefleet gallery
+
+    imagefleet gallery --campaign spring --port 8080 --no-browser
+    """
+    if campaign is not None:
+        try:
+            TypeAdapter(SafeId).validate_python(campaign)
+        except ValidationError as error:
+            raise errors.SetupError(f"--campaign: {validation.sentence(error)}") from None
+    console.run(
+        _serve(
+            settings,
+            campaign,
+            host,
+            port,
+            cache.expanduser(),
+            cache_megabytes * 10**6,
+            browser=browser,
+        )
+    )
+
+
+async def _serve(
+    settings: SignerSettings,
+    campaign: str | None,
+    host: str,
+    port: int,
+    cache: Path,
+    cache_bytes: int,
+    *,
+    browser: bool,
+) -> None:
+    from fleet.gallery import server
+    from imagefleet.telemetry import probes
+
+    async with (
+        console.connected(settings) as fleet,
+        server.opened(
+            fleet, settings, host=host, campaign=campaign, cache=cache, cache_bytes=cache_bytes
+        ) as (app, follow),
+        probes.listening(app, host, port, "the gallery") as chosen,
+    ):
+        name = "localhost" if host in {"0.0.0.0", "::"} else host  # noqa: S104 - compared only
+        url = f"http://{f'[{name}]' if ':' in name else name}:{chosen}/"
+        console.print_plain(f"The gallery of {fleet.storage.url} is at {url} (Ctrl-C ends it)")
+        if browser and _has_screen():
+            await asyncio.to_thread(webbrowser.open, url)
+        await console.until_stopped(asyncio.create_task(follow(), name="gallery"))
+
+
+def _has_screen() -> bool:
+    """Without one, a text browser would take over the terminal."""
+    return sys.platform == "darwin" or any(map(os.environ.get, ("DISPLAY", "WAYLAND_DISPLAY")))

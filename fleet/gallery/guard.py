@@ -1,0 +1,82 @@
+"""Who may talk to the gallery: pages that it served itself, in a browser on this machine.
+
+A page of another site can make a browser send requests here, even under a name of its own that
+resolves to 127.0.0.1 (DNS rebinding). So the Host must be one of ours, a request that another
+site caused gets nothing, and one that changes something needs our Origin and a token.
+"""
+
+from __future__ import annotations
+
+import hmac
+import ipaddress
+import secrets
+import socket
+from collections.abc import Awaitable, Callable
+from urllib.parse import urlsplit
+
+from aiohttp import web
+
+Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
+
+TOKEN_HEADER = "X-Gallery-Token"  # noqa: S105 - its name
+
+HEADERS = {
+    "Content-Security-Policy": "default-src 'none'; script-src 'self'; style-src 'self';"
+    " img-src 'self'; connect-src 'self'; base-uri 'none'; form-action 'none';"
+    " frame-ancestors 'none'; require-trusted-types-for 'script'; trusted-types 'none'",
+    "X-Content-Type-Options": "nosniff",
+    "X-Frame-Options": "DENY",
+    "Referrer-Policy": "no-referrer",
+    "Cross-Origin-Resource-Policy": "same-origin",
+    "Cross-Origin-Opener-Policy": "same-origin",
+}
+
+
+class Guard:
+    """Checks each request to a gallery that listens on *host*."""
+
+    def __init__(self, host: str) -> None:
+        self.token = secrets.token_urlsafe(32)
+        self._names = {"localhost", host.lower(), socket.gethostname().lower()}
+
+    @web.middleware
+    async def check(self, request: web.Request, handler: Handler) -> web.StreamResponse:
+        """The middleware that refuses what another site caused."""
+        if not self._is_ours(request.host):
+            # A name may be anyone's who let it resolve to this machine.
+            raise web.HTTPForbidden(text="open the gallery by its own address\n")
+        site = request.headers.get("Sec-Fetch-Site", "none")
+        if site not in {"none", "same-origin"} and request.path != "/":
+            raise web.HTTPForbidden(text="another site sent this request\n")
+        if request.method not in {"GET", "HEAD"}:
+            self._check_change(request)
+        return await handler(request)
+
+    def _is_ours(self, host: str) -> bool:
+        try:
+            name = urlsplit(f"//{host}").hostname or ""
+            # Rebinding needs a name; an address in a URL is this machine's own.
+            return name in self._names or bool(ipaddress.ip_address(name))
+        except ValueError:
+            return False
+
+    def _check_change(self, request: web.Request) -> None:
+        token = request.headers.get(TOKEN_HEADER, "")
+        has_token = hmac.compare_digest(token.encode(), self.token.encode())
+        if not has_token or request.headers.get("Origin") != f"{request.scheme}://{request.host}":
+            raise web.HTTPForbidden(text="only the gallery's own page may do this\n")
+
+
+async def add_headers(_: web.Request, response: web.StreamResponse) -> None:
+    """For `on_response_prepare`: refusals have them, too."""
+    for name, value in HEADERS.items():
+        response.headers.setdefault(name, value)
+    response.headers.setdefault("Cache-Control", "no-store")
+
+
+def is_loopback(host: str) -> bool:
+    """Whether only this machine reaches it."""
+    try:
+        return host == "localhost" or ipaddress.ip_address(host).is_loopback
+    except ValueError:
+        return False

@@ -1,0 +1,1 @@
+"""`imagefleet results`: what became of each job of a campaign."""

@@ -1,0 +1,107 @@
+"""Downloads the images of results into a folder; what is there already is not read again."""
+
+from __future__ import annotations
+
+import asyncio
+import itertools
+import shutil
+from collections.abc import AsyncIterator, Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from fleet import console
+from fleet.results import files, images
+from imagefleet import concurrency
+from imagefleet.records.record import Record
+from imagefleet.storage.protocol import BlobStore
+
+#: Below the folder: what is not yet whole.
+_PARTIAL = ".partial"
+
+#: Of images that are not there.
+_SHOWN = 10
+
+
+@dataclass(slots=True)
+class Downloaded:
+    """What a download has done."""
+
+    images: int = 0
+    bytes: int = 0
+    already_there: int = 0
+    changed: int = 0
+    """Of another size than recorded: drawn again since, or edited."""
+    missing: int = 0
+    left_out: int = 0
+    """Records whose image's name is not one of the campaign's."""
+    first_missing: list[str] = field(default_factory=list)
+
+
+@contextmanager
+def opened(folder: Path, blobs: BlobStore, campaign: str) -> Iterator[Download]:
+    """A download into *folder*, which no other process writes to meanwhile."""
+    with files.writing(folder), console.only_one(folder, f"{folder} is being downloaded to"):
+        partial = folder / _PARTIAL
+        shutil.rmtree(partial, ignore_errors=True)  # of a download that was killed
+        partial.mkdir(parents=True)
+        try:
+            yield Download(folder, blobs, campaign, ignores_case=files.ignores_case(partial))
+        finally:
+            shutil.rmtree(partial, ignore_errors=True)
+
+
+class Download:
+    """Images on their way into a folder, some at once."""
+
+    def __init__(
+        self, folder: Path, blobs: BlobStore, campaign: str, *, ignores_case: bool
+    ) -> None:
+        self.done = Downloaded()
+        self._folder = folder
+        self._blobs = blobs
+        self._campaign = campaign
+        self._ignores_case = ignores_case
+        self._numbers = itertools.count()
+
+    async def run(self, records: AsyncIterator[Record], on_image: Callable[[], None]) -> None:
+        """Downloads the images of *records*."""
+        turn = asyncio.Lock()
+
+        async def work() -> None:
+            while True:
+                async with turn:
+                    record = await anext(records, None)
+                if record is None:
+                    return
+                await self._fetch(record)
+                on_image()
+
+        await concurrency.gather(*(work() for _ in range(images.CONCURRENCY)))
+
+    async def _fetch(self, record: Record) -> None:
+        blob = record.blob or ""
+        name = files.image_name(blob, self._campaign)
+        if name is None:
+            self.done.left_out += 1
+            return
+        path = self._folder / (files.without_case(name) if self._ignores_case else name)
+        if record.size_bytes is not None and files.size_of(path) == record.size_bytes:
+            self.done.already_there += 1
+            return
+        image = await images.read(self._blobs, record)
+        if image.data is None:
+            self.done.missing += 1
+            if len(self.done.first_missing) < _SHOWN:
+                self.done.first_missing.append(blob)
+            return
+        await asyncio.to_thread(self._write, path, image.data)
+        self.done.images += 1
+        self.done.bytes += len(image.data)
+        self.done.changed += image.fault == "changed"
+
+    def _write(self, path: Path, data: bytes) -> None:
+        # Not synced: a file that a power failure has emptied is not of its size.
+        draft = self._folder / _PARTIAL / f"{next(self._numbers)}"
+        draft.write_bytes(data)
+        draft.replace(path)

@@ -1,0 +1,97 @@
+"""Files that appear whole or not at all, and names that are safe in any folder."""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import hashlib
+import os
+import re
+from collections.abc import Iterator
+from pathlib import Path
+
+from imagefleet import errors
+
+#: A name that a worker gives an image: that of its job, a number, and its format.
+_IMAGE_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,199}")
+
+_DISK_FULL = frozenset({errno.ENOSPC, errno.EDQUOT})
+
+
+@contextlib.contextmanager
+def whole(path: Path) -> Iterator[Path]:
+    """A file or folder to write beside *path*, whose name it takes once the block has succeeded.
+
+    Raises:
+        SetupError: it cannot be written.
+    """
+    with writing(path):
+        path.parent.mkdir(parents=True, exist_ok=True)
+        if path.exists() and not path.is_file():
+            yield path  # /dev/stdout, say
+            return
+        path = path.resolve()  # a link stays one
+        draft = path.with_name(f".{path.name}.{os.getpid()}")
+        try:
+            yield draft
+            sync(draft)
+            draft.replace(path)
+        finally:
+            draft.unlink(missing_ok=True)
+
+
+@contextlib.contextmanager
+def writing(path: Path) -> Iterator[None]:
+    """Turns the errors of files below *path* into SetupErrors, except for a full disk."""
+    try:
+        yield
+    except OSError as error:
+        if error.errno in _DISK_FULL:
+            raise
+        place = error.filename or path
+        raise errors.SetupError(f"cannot write {place}: {error.strerror or error}") from None
+
+
+def sync(path: Path) -> None:
+    """Returns once the file or folder is on the disk."""
+    handle = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(handle)
+    finally:
+        os.close(handle)
+
+
+def size_of(path: Path) -> int | None:
+    """The size of a file; None if there is none."""
+    try:
+        return path.stat().st_size
+    except FileNotFoundError:
+        return None
+
+
+def image_name(blob: str, campaign: str) -> str | None:
+    """The name of a campaign's image in its folder; None for a blob that is none of its images.
+
+    Records are untrusted: a name might lead out of a folder.
+    """
+    folder, _, name = blob.partition("/")
+    return name if folder == campaign and _IMAGE_NAME.fullmatch(name) else None
+
+
+def ignores_case(folder: Path) -> bool:
+    """True for a folder in which `A` and `a` are the same file, as on macOS and Windows."""
+    probe = folder / f"case-{os.getpid()}"
+    probe.touch()
+    try:
+        return probe.with_name(probe.name.upper()).exists()
+    finally:
+        probe.unlink()
+
+
+def without_case(name: str) -> str:
+    """A name that differs from other names not only in capitals."""
+    if name == name.lower():
+        return name
+    stem, dot, suffix = name.rpartition(".")
+    digest = hashlib.blake2b(name.encode(), digest_size=4).hexdigest()
+    return f"{stem or suffix}~{digest}" + (f"{dot}{suffix}" if stem else "")

@@ -1,0 +1,41 @@
+"""New results as they come, until the campaign's end."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator, Collection
+
+from fleet import console
+from imagefleet import errors
+from imagefleet.records import reader
+from imagefleet.records.record import Record
+from imagefleet.storage.protocol import Storage
+
+#: Between two polls, each of which is a listing and a read for each shard that has grown.
+SECONDS = 5.0
+
+#: Polls without a result after which a campaign without pending jobs has ended: its filler may
+#: be slower than the workers.
+_QUIET_POLLS = 3
+
+
+async def follow(
+    storage: Storage, follower: reader.Follower, campaign: str, outcomes: Collection[str]
+) -> AsyncIterator[list[Record]]:
+    """New results, polled for; an image comes twice where two workers drew it.
+
+    Ends with the campaign, where its filler has noted how many jobs it has sent.
+    """
+    quiet = 0
+    while True:
+        try:
+            records = await follower.poll()
+            quiet = 0 if records else quiet + 1
+            if quiet >= _QUIET_POLLS and (await reader.counts(storage, campaign)).pending == 0:
+                return
+        except errors.TransientError as error:
+            console.print_warning(f"trying again: {error.message}")
+            records = []
+        yield [record for record in records if record.outcome in outcomes]
+        if not records:
+            await asyncio.sleep(SECONDS)

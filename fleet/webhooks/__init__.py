@@ -1,0 +1,1 @@
+"""`imagefleet webhooks`: reports the ends of campaigns and jobs to a web address."""

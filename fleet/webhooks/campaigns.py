@@ -1,0 +1,92 @@
+"""Finds out which campaigns have ended."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import AsyncIterator, Iterable, Mapping
+from datetime import UTC, datetime
+
+from fleet.webhooks import events
+from fleet.webhooks.events import Event
+from imagefleet.records import reader
+from imagefleet.records.reader import Counts
+from imagefleet.storage.protocol import Storage
+
+#: A filler notes what it has sent a little later, and may be slower than the workers.
+SETTLE_SECONDS = 15.0
+
+#: Where it is not known how many jobs were sent, or not all of them have an end: the queue is
+#: empty, and nothing has come for so long.
+QUIET_SECONDS = 300.0
+
+#: Between two counts of a campaign from which nothing comes.
+_LONGEST_PAUSE_SECONDS = 300.0
+
+#: A pause is at least this many times as long as the count before it.
+_PAUSE_PER_COUNT = 20
+
+#: Campaigns whose last end is remembered.
+_MAX_ENDED = 10_000
+
+
+class CampaignEnds:
+    """Counts campaigns once nothing new comes from them.
+
+    *open* have records since their last end, *ended* has the id of each last end.
+    """
+
+    def __init__(
+        self, storage: Storage, fleet: str, open_: Iterable[str], ended: Mapping[str, str]
+    ) -> None:
+        self.open = set(open_)
+        self.ended = dict(ended)
+        self._storage = storage
+        self._fleet = fleet
+        self._due_at: dict[str, float] = {}
+        self._pauses: dict[str, float] = {}
+
+    def seen(self, campaigns: Iterable[str]) -> None:
+        """New records have come from them."""
+        for campaign in campaigns:
+            self.open.add(campaign)
+            self._pauses[campaign] = SETTLE_SECONDS
+            self._due_at[campaign] = time.monotonic() + SETTLE_SECONDS
+
+    async def found(self, *, is_patient: bool) -> AsyncIterator[tuple[str, Event]]:
+        """The campaigns that have ended since; *is_patient*: others are not counted each time."""
+        for campaign in sorted(self.open):
+            began_at = time.monotonic()
+            if is_patient and began_at < self._due_at.get(campaign, 0.0):
+                continue
+            counts = await reader.counts(self._storage, campaign)
+            if await self._has_ended(counts):
+                event = events.campaign_completed(self._fleet, campaign, counts)
+                if self.ended.get(campaign) == event.id:
+                    self.reported(campaign, event)
+                else:
+                    yield campaign, event
+                continue
+            now = time.monotonic()
+            pause = self._pauses.get(campaign, SETTLE_SECONDS)
+            self._due_at[campaign] = now + max(pause, _PAUSE_PER_COUNT * (now - began_at))
+            self._pauses[campaign] = min(2 * pause, _LONGEST_PAUSE_SECONDS)
+
+    def reported(self, campaign: str, event: Event) -> None:
+        """The event is sent, or waits."""
+        self.open.discard(campaign)
+        self._due_at.pop(campaign, None)
+        self._pauses.pop(campaign, None)
+        self.ended.pop(campaign, None)
+        self.ended[campaign] = event.id
+        while len(self.ended) > _MAX_ENDED:
+            del self.ended[next(iter(self.ended))]
+
+    async def _has_ended(self, counts: Counts) -> bool:
+        if counts.last_at is None:
+            return False
+        quiet_seconds = (datetime.now(UTC) - counts.last_at).total_seconds()
+        if counts.pending == 0:
+            return quiet_seconds >= SETTLE_SECONDS
+        if quiet_seconds < QUIET_SECONDS:
+            return False
+        return (await self._storage.queue.depth()).messages == 0

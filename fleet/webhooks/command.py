@@ -1,0 +1,154 @@
+"""`imagefleet webhooks`: reports the ends of campaigns and jobs to a web address."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import json
+import logging
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from fleet import console, options
+from fleet.webhooks.settings import WebhookSettings
+from imagefleet.telemetry import logs
+
+if TYPE_CHECKING:
+    from fleet.webhooks import service
+    from fleet.webhooks.events import Event
+    from fleet.webhooks.signature import Signer
+    from fleet.webhooks.state import State
+
+log = logging.getLogger(__name__)
+
+
+@options.from_settings(WebhookSettings)
+@console.synchronous
+async def command(
+    settings: WebhookSettings,
+    url: Annotated[str, typer.Option(metavar="URL", help="Where events are sent: https only.")],
+    secret_file: Annotated[
+        Path,
+        typer.Option(
+            metavar="FILE",
+            help="The secret that signs, whsec_ and base64; several, one a line, while you replace"
+            " it.",
+        ),
+    ],
+    campaign: Annotated[
+        str | None, typer.Option(metavar="NAME", help="Only events of this campaign.")
+    ] = None,
+    each_job: Annotated[
+        bool, typer.Option("--each-job", help="Also the end of each job, not only of campaigns.")
+    ] = False,
+    since: options.Since = None,
+    state: Annotated[
+        Path, typer.Option(metavar="FILE", help="Record of what was delivered.")
+    ] = Path("webhooks.json"),
+    once: Annotated[
+        bool, typer.Option("--once", help="Send what is new, then exit, for cron.")
+    ] = False,
+    resume: Annotated[
+        bool, typer.Option("--resume", help="Send even if the address answered 410 Gone.")
+    ] = False,
+    dry_run: Annotated[bool, options.dry_run("what would be sent, one JSON object per line")] = (
+        False
+    ),
+) -> None:
+    """Sends webhooks when campaigns and jobs end.
+
+    It follows the records that workers write, signs as Standard Webhooks does, and tries again for
+    three days; a fleet needs one. A job's end is sent with --each-job. Each event is sent at least
+    once, with an id that stays the same. On the first start it sends what the records have so far:
+    --since leaves out older ones.
+
+    imagefleet webhooks --url https://example.com/hook --secret-file secret.txt
+
+    imagefleet webhooks --url https://example.com/hook --secret-file secret.txt --each-job --dry-run
+    """
+    from fleet.webhooks import endpoint, service
+    from fleet.webhooks.signature import Signer
+    from fleet.webhooks.state import State
+    from imagefleet import errors, redaction
+
+    logs.configure(settings.log_format)
+    endpoint.checked_url(url)
+    signer = Signer.read(secret_file)
+    moment = options.read_moment("--since", since)
+    wanted = service.Wanted(settings.fleet_name, campaign, each_job=each_job, since=moment)
+    in_use = f"another `imagefleet webhooks` keeps the state {state}"
+    # A preview may run beside the service itself.
+    with contextlib.nullcontext() if dry_run else console.only_one(state, in_use):
+        console.check_writable(None if dry_run else state)
+        found = State.read(state, redaction.address(url), campaign)
+        async with console.connected(settings) as client:
+            if dry_run:
+                await _preview(service.Source(client.storage, wanted, found), found)
+                return
+            if found.gone_at is not None and not resume:
+                raise errors.SetupError(service.gone(found))
+            found.gone_at = None
+            source = service.Source(client.storage, wanted, found)
+            await _deliver(settings, source, found, state, (url, signer), once=once)
+
+
+async def _deliver(
+    settings: WebhookSettings,
+    source: service.Source,
+    state: State,
+    state_file: Path,
+    receiver: tuple[str, Signer],
+    *,
+    once: bool,
+) -> None:
+    import aiohttp
+
+    from fleet.webhooks import deliveries, endpoint, service
+    from imagefleet.telemetry import exposition, probes, push
+
+    registry = exposition.LabelledRegistry({"fleet": settings.fleet_name})
+    metrics = deliveries.Metrics(registry)
+    async with aiohttp.ClientSession(trust_env=True) as session:
+        to = endpoint.Endpoint(session, *receiver)
+        sending = deliveries.Deliveries(to, metrics, state.waiting, state.delivered)
+        running = service.Service(source, sending, state, state_file)
+        if once:
+            await console.until_stopped(asyncio.create_task(running.run(once=True)))
+            return
+        async with (
+            probes.serving(
+                registry,
+                is_live=lambda: True,
+                is_ready=lambda: True,
+                host=settings.host,
+                port=settings.port,
+            ) as port,
+            push.pushing(registry, settings, job="imagefleet-webhooks"),
+        ):
+            log.info(
+                "sending to %s; metrics at http://%s:%d/metrics",
+                to.address,
+                settings.host,
+                port,
+                extra={"action": "start", "port": port},
+            )
+            await console.until_stopped(asyncio.create_task(running.run(), name="webhooks"))
+
+
+async def _preview(source: service.Source, state: State) -> None:
+    """Prints what would be sent."""
+    known = {each.event.id for each in state.waiting} | set(state.delivered)
+    for each in state.waiting:
+        _print(each.event)
+    while await source.read():
+        while (event := source.next_event()) is not None:
+            if event.id not in known:
+                _print(event)
+    async for event in source.campaign_ends(is_patient=False):
+        _print(event)
+
+
+def _print(event: Event) -> None:
+    console.print_json_line({"webhook-id": event.id, **json.loads(event.body())})

@@ -1,0 +1,120 @@
+"""The receiver of webhooks: one attempt to deliver an event, and what its answer means."""
+
+from __future__ import annotations
+
+import time
+from datetime import UTC, datetime
+from email.utils import parsedate_to_datetime
+from http import HTTPStatus
+from typing import TYPE_CHECKING, NamedTuple
+from urllib.parse import urlsplit
+
+from fleet.webhooks.events import Event
+from fleet.webhooks.signature import Signer
+from imagefleet import errors, redaction
+
+if TYPE_CHECKING:
+    import aiohttp
+
+#: The specification recommends 15 to 30 seconds.
+TIMEOUT_SECONDS = 20.0
+
+#: A receiver that names no time gets this pause where it says that it has too much to do.
+PAUSE_SECONDS = 30.0
+
+_LONGEST_PAUSE_SECONDS = 24 * 3600.0
+
+_LOCAL_HOSTS = frozenset({"localhost", "127.0.0.1", "::1"})
+
+_OVERLOADED = frozenset(
+    {
+        HTTPStatus.TOO_MANY_REQUESTS,
+        HTTPStatus.BAD_GATEWAY,
+        HTTPStatus.SERVICE_UNAVAILABLE,
+        HTTPStatus.GATEWAY_TIMEOUT,
+    }
+)
+
+
+class Answer(NamedTuple):
+    """What came of an attempt; *failure* is None if the event was delivered."""
+
+    failure: str | None = None
+    is_gone: bool = False
+    """The receiver wants no more webhooks."""
+    pause_seconds: float = 0.0
+    """Until which nothing else should be sent."""
+
+
+def checked_url(url: str) -> str:
+    """Raises SetupError for an address to which webhooks may not be sent."""
+    try:
+        redaction.check_address(url)
+    except ValueError as error:
+        raise errors.SetupError(f"--url: {error}") from None
+    parts = urlsplit(url)
+    if parts.scheme != "https" and parts.hostname not in _LOCAL_HOSTS:
+        raise errors.SetupError(
+            "--url: should begin with https://, except on this machine (http://localhost): the"
+            " signature does not encrypt what is sent"
+        )
+    return url
+
+
+class Endpoint:
+    """One receiver."""
+
+    def __init__(self, session: aiohttp.ClientSession, url: str, signer: Signer) -> None:
+        self.address = redaction.address(url)
+        self._session = session
+        self._url = url
+        self._signer = signer
+
+    async def send(self, event: Event) -> Answer:
+        """Makes one attempt, with a signature of its own."""
+        import aiohttp
+
+        body = event.body()
+        headers = self._signer.headers(event.id, body, int(time.time()))
+        headers["Content-Type"] = "application/json"
+        try:
+            async with self._session.post(
+                self._url,
+                data=body,
+                headers=headers,
+                allow_redirects=False,
+                timeout=aiohttp.ClientTimeout(total=TIMEOUT_SECONDS),
+            ) as response:
+                return _meaning(response.status, response.headers.get("Retry-After"))
+        except TimeoutError:
+            return Answer(f"no answer within {TIMEOUT_SECONDS:g} s")
+        except (aiohttp.ClientError, OSError, ValueError) as error:
+            return Answer(redaction.reason(error))
+
+
+def _meaning(status: int, retry_after: str | None) -> Answer:
+    if HTTPStatus.OK <= status < HTTPStatus.MULTIPLE_CHOICES:
+        return Answer()
+    failure = f"HTTP {status}"
+    if HTTPStatus.MULTIPLE_CHOICES <= status < HTTPStatus.BAD_REQUEST:
+        failure += ", a redirect, which is not followed: give the new address"
+    pause_seconds = _seconds(retry_after)
+    if status in _OVERLOADED and pause_seconds is None:
+        pause_seconds = PAUSE_SECONDS
+    return Answer(failure, status == HTTPStatus.GONE, pause_seconds or 0.0)
+
+
+def _seconds(retry_after: str | None) -> float | None:
+    """The header's seconds, which it gives as a number or a date; None if it does not."""
+    text = (retry_after or "").strip()
+    if text.isascii() and text.isdigit():
+        seconds = float(text[:10])
+    else:
+        try:
+            moment = parsedate_to_datetime(text)
+        except ValueError:
+            return None
+        if moment.tzinfo is None:
+            moment = moment.replace(tzinfo=UTC)
+        seconds = (moment - datetime.now(UTC)).total_seconds()
+    return min(max(seconds, 0.0), _LONGEST_PAUSE_SECONDS)

@@ -1,0 +1,200 @@
+"""Follows the records, and sends what they tell: the end of campaigns and, if asked, of jobs."""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections import deque
+from collections.abc import AsyncIterator
+from dataclasses import dataclass
+from datetime import UTC, datetime
+from pathlib import Path
+
+from fleet import console
+from fleet.webhooks.campaigns import CampaignEnds
+from fleet.webhooks.deliveries import Deliveries
+from fleet.webhooks.events import Event, JobEvents
+from fleet.webhooks.state import State
+from imagefleet import errors
+from imagefleet.records.reader import Follower
+from imagefleet.records.record import Record
+from imagefleet.storage.protocol import Storage
+
+log = logging.getLogger(__name__)
+
+#: Between two looks for new records, which cost a listing of the shards each.
+POLL_SECONDS = 10.0
+
+#: Between two saves of the state: a service that is killed repeats what it sent since.
+SAVE_SECONDS = 5.0
+
+#: For the requests in flight when the service is stopped.
+DRAIN_SECONDS = 10.0
+
+#: The longest pause of the loop.
+_STEP_SECONDS = 1.0
+
+
+@dataclass(frozen=True, slots=True)
+class Wanted:
+    """Which events, and the name of the fleet, which is part of their ids."""
+
+    fleet: str
+    campaign: str | None = None
+    each_job: bool = False
+    since: datetime | None = None
+
+    def includes(self, moment: datetime) -> bool:
+        return self.since is None or moment >= self.since
+
+
+class Source:
+    """The events that records tell; each comes at least once, however often this is restarted."""
+
+    def __init__(self, storage: Storage, wanted: Wanted, state: State) -> None:
+        self.ends = CampaignEnds(storage, wanted.fleet, state.open_campaigns, state.ended)
+        self._wanted = wanted
+        self._jobs = JobEvents(wanted.fleet, state.begun)
+        self._follower = Follower(storage, wanted.campaign, state.position, self._on_damaged)
+        self._records = deque[Record]()
+        self._has_read = False
+
+    @property
+    def is_used_up(self) -> bool:
+        """Whether all that was read is turned into events."""
+        return self._has_read and not self._records
+
+    async def read(self) -> bool:
+        """Reads the next new records; False if there are none."""
+        records = await self._follower.poll()
+        self.ends.seen({each.campaign for each in records if self._may_end_a_campaign(each)})
+        if self._wanted.each_job:
+            self._records.extend(records)
+        self._has_read = True
+        return bool(records)
+
+    def next_event(self) -> Event | None:
+        """The next event of the records that were read."""
+        while self._records:
+            record = self._records.popleft()
+            event = self._jobs.of(record)
+            if event is not None and self._wanted.includes(record.at):
+                return event
+        return None
+
+    async def campaign_ends(self, *, is_patient: bool) -> AsyncIterator[Event]:
+        """The campaigns that have ended."""
+        async for campaign, event in self.ends.found(is_patient=is_patient):
+            yield event
+            self.ends.reported(campaign, event)
+
+    def write_to(self, state: State) -> None:
+        """What a restart has to know; only when all records are used up."""
+        state.position = dict(self._follower.position)
+        state.begun = dict(self._jobs.begun)
+
+    def _may_end_a_campaign(self, record: Record) -> bool:
+        """Whether it is not merely an operator's note."""
+        is_end = record.outcome in {"completed", "failed", "cancelled"}
+        return is_end and self._wanted.includes(record.at)
+
+    def _on_damaged(self, shard: str, reason: str) -> None:
+        log.warning("%s: %s", shard, reason, extra={"action": "record_damaged"})
+
+
+class Service:
+    """Delivers what *source* tells, until it is cancelled or all that is new is sent."""
+
+    def __init__(
+        self, source: Source, deliveries: Deliveries, state: State, state_file: Path
+    ) -> None:
+        self._source = source
+        self._deliveries = deliveries
+        self._state = state
+        self._state_file = state_file
+        self._saved = ""
+        self._poll_at = 0.0
+        self._save_at = time.monotonic() + SAVE_SECONDS
+
+    async def run(self, *, once: bool = False) -> None:
+        """Runs; the state is saved at the end, however that comes.
+
+        Raises:
+            SetupError: the receiver wants no more webhooks, or the state cannot be saved.
+            TransientError: *once*, and the storage or the receiver does not answer.
+        """
+        deliveries = self._deliveries
+        deliveries.retry_now()
+        try:
+            while not deliveries.is_gone:
+                await self._fill(once=once)
+                deliveries.start_due()
+                if once and deliveries.is_idle:
+                    break
+                await deliveries.wait(_STEP_SECONDS)
+                if time.monotonic() >= self._save_at:
+                    self._save()
+        finally:
+            await deliveries.finish(DRAIN_SECONDS)
+            self._save()
+        if deliveries.is_gone:
+            raise errors.SetupError(gone(self._state))
+        if once and deliveries.waiting:
+            raise errors.TransientError(
+                f"{len(deliveries.waiting):,} webhooks could not be delivered to"
+                f" {self._state.address}: run it again"
+            )
+
+    async def _fill(self, *, once: bool) -> None:
+        """Takes new events while there are some, and room for them."""
+        while self._deliveries.has_room:
+            if (event := self._source.next_event()) is not None:
+                self._deliveries.add(event)
+            elif time.monotonic() < self._poll_at:
+                return
+            elif not await self._read(once=once):
+                self._poll_at = time.monotonic() + POLL_SECONDS
+
+    async def _read(self, *, once: bool) -> bool:
+        """Reads new records; where there are none, asks which campaigns have ended."""
+        try:
+            if self._source.is_used_up:
+                self._note_position()
+            if await self._source.read():
+                return True
+            async for event in self._source.campaign_ends(is_patient=not once):
+                self._deliveries.add(event)
+        except errors.TransientError as error:
+            if once:
+                raise
+            log.warning("trying again: %s", error, extra={"action": "storage_unavailable"})
+        return False
+
+    def _note_position(self) -> None:
+        """All before the position is delivered, or waits in the state."""
+        self._source.write_to(self._state)
+        self._deliveries.forget_delivered()
+
+    def _save(self) -> None:
+        self._save_at = time.monotonic() + SAVE_SECONDS
+        if self._source.is_used_up:
+            self._note_position()
+        state, deliveries = self._state, self._deliveries
+        state.waiting = list(deliveries.waiting.values())
+        state.delivered = sorted(deliveries.delivered)
+        state.open_campaigns = sorted(self._source.ends.open)
+        state.ended = self._source.ends.ended
+        if deliveries.is_gone:
+            state.gone_at = datetime.now(UTC)
+        if (text := state.model_dump_json(exclude_defaults=True)) != self._saved:
+            console.write_file(self._state_file, text)
+            self._saved = text
+
+
+def gone(state: State) -> str:
+    """Why nothing is sent any more."""
+    when = f" on {state.gone_at:%Y-%m-%d %H:%M} UTC" if state.gone_at else ""
+    return (
+        f"{state.address} answered 410 Gone{when}: it wants no more webhooks. Give another --url,"
+        " or --resume to send to it again"
+    )

@@ -1,0 +1,178 @@
+"""A batch of jobs: what is sent and noted of it, and what becomes of each job."""
+
+from __future__ import annotations
+
+import asyncio
+import itertools
+import logging
+import uuid
+from collections import Counter
+from collections.abc import Iterable, Iterator, Mapping
+from typing import TYPE_CHECKING
+
+from imagefleet import errors
+from imagefleet.job.message import DEFAULT_CAMPAIGN, Job, job_key
+from imagefleet.records import reader
+from imagefleet.records.outcomes import JobFacts
+from imagefleet.records.record import Record
+from imagefleet.records.shard import ShardName
+from imagefleet.records.writer import RecordLog
+from imagefleet.storage import protocol
+
+if TYPE_CHECKING:
+    from imagefleet.signing import SigningKey
+
+log = logging.getLogger(__name__)
+
+#: Of the shards that the client writes.
+_WRITER = "client"
+
+_Failure = tuple[str, str | None]
+"""A job, and the message that it failed with."""
+
+
+class Submission:
+    """Jobs on their way to the queue, and where their campaigns' records ended before."""
+
+    def __init__(self, storage: protocol.Storage) -> None:
+        self.jobs: dict[str, JobFacts] = {}
+        """By `JobFacts.key`; `blobs` are the images to wait for."""
+        self._storage = storage
+        self._token = uuid.uuid4().hex[:12]
+        self._ends: dict[str, dict[str, int]] = {}
+        self._campaigns: set[str] = set()
+        self._with_own_ids: set[str] = set()
+        self._noting = asyncio.Lock()
+
+    def messages(
+        self, jobs: Iterable[Job], campaign: str | None, key: SigningKey | None = None
+    ) -> Iterator[str]:
+        """The jobs' messages; adds each job to `jobs`.
+
+        Raises:
+            JobError: two jobs have one id, or a job is too large for a message.
+        """
+        for number, given in enumerate(jobs, start=1):
+            job = given.identified(f"{self._token}-{number:06}", campaign)
+            if job.verify:
+                raise errors.JobError(
+                    f"job {job_key(job.campaign, job.id)} is a second drawing (verify), which has"
+                    " no result to wait for"
+                )
+            facts = JobFacts(
+                str(job.id),
+                job.campaign or DEFAULT_CAMPAIGN,
+                seed=job.seed,
+                blobs=tuple(job.blob_name(index) for index in range(job.images)),
+                metadata=job.metadata,
+            )
+            if facts.key in self.jobs:
+                raise errors.JobError(f"two jobs have the id {facts.key}")
+            try:
+                (body,) = protocol.checked_messages([job.to_message(key)])
+            except errors.JobError as error:
+                raise errors.JobError(f"job {facts.key}: {error.message}") from None
+            self.jobs[facts.key] = facts
+            self._campaigns.add(facts.campaign)
+            if given.id:
+                self._with_own_ids.add(facts.campaign)
+            yield body
+
+    async def before_send(self) -> None:
+        """Notes where the records of the campaigns so far end; a listing for each campaign."""
+        async with self._noting:
+            for campaign in self._campaigns - self._ends.keys():
+                try:
+                    self._ends[campaign] = await reader.end(self._storage, campaign)
+                except errors.SetupError:
+                    # Credentials that only add jobs: whoever asks for results is told so.
+                    self._ends[campaign] = {}
+
+    def positions(self) -> dict[str, dict[str, int]]:
+        """Where to begin to look for results, by campaign.
+
+        Images count whenever they were made, so those of ids that may have been used before are
+        looked for from the start; failures count only from now on.
+        """
+        return {
+            campaign: end
+            if campaign not in self._with_own_ids
+            else {name: size for name, size in end.items() if _is_of_jobs(name)}
+            for campaign, end in self._ends.items()
+        }
+
+    async def note_sent(self, count: int) -> None:
+        """Notes in the campaigns' records that the first *count* jobs are in the queue."""
+        records = RecordLog(self._storage.blobs, _WRITER)
+        campaigns = Counter(job.campaign for job in itertools.islice(self.jobs.values(), count))
+        for campaign, jobs in campaigns.items():
+            try:
+                await records.sent(campaign, jobs, self._token)
+            except errors.FleetError as error:
+                log.warning(
+                    "the %d jobs that were sent are missing in the counts of campaign %s: %s",
+                    jobs,
+                    campaign,
+                    error.message,
+                    extra={"action": "sent_not_recorded", "campaign": campaign},
+                )
+
+
+class Watch:
+    """Finds the ends of many jobs in the records of their campaigns."""
+
+    def __init__(
+        self,
+        storage: protocol.Storage,
+        jobs: Iterable[JobFacts],
+        positions: Mapping[str, dict[str, int]],
+    ) -> None:
+        self.found: list[JobFacts] = []
+        self.waiting = {job.key: job for job in jobs}
+        self.is_behind = True
+        """Whether there may be more to read at once."""
+        self._followers = [
+            reader.Follower(storage, campaign, positions.get(campaign))
+            for campaign in dict.fromkeys(job.campaign for job in self.waiting.values())
+        ]
+        self._images: dict[str, dict[str, Record]] = {}  # by name, of jobs that lack others
+        self._ended: dict[_Failure, Record] = {}
+        self._replayed: set[_Failure] = set()
+
+    async def poll(self) -> None:
+        """Moves jobs from `waiting` to `found`; after an error, it can run again.
+
+        A listing for each campaign, and a read for each shard that has grown.
+        """
+        self.is_behind = False
+        for follower in self._followers:
+            for record in await follower.poll():
+                self.is_behind = True
+                if record.key in self.waiting:
+                    self._take(record)
+        if not self.is_behind:
+            # The shards are in no order: only now is known which of the failures were replayed.
+            for failure, record in self._ended.items():
+                if failure not in self._replayed and (job := self.waiting.pop(record.key, None)):
+                    images = self._images.pop(job.key, {})
+                    self.found.append(job.ended(record, images.values()))
+            self._ended.clear()
+
+    def _take(self, record: Record) -> None:
+        job = self.waiting[record.key]
+        failure = record.key, record.source
+        if record.outcome == "replayed":
+            self._replayed.add(failure)
+        elif record.outcome in {"failed", "cancelled"}:
+            self._ended[failure] = record
+        elif record.blob in job.blobs:  # records are untrusted
+            images = self._images.setdefault(job.key, {})
+            images[str(record.blob)] = record
+            if len(images) == len(job.blobs):
+                del self._images[job.key], self.waiting[job.key]
+                self.found.append(job.completed(images.values()))
+
+
+def _is_of_jobs(shard: str) -> bool:
+    name = ShardName.read(shard)
+    return name is not None and name.kind == "jobs"

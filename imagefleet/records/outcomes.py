@@ -1,0 +1,192 @@
+"""What became of jobs: of a whole campaign from its records, of one job from its images."""
+
+from __future__ import annotations
+
+import dataclasses
+import re
+from collections.abc import AsyncIterator, Iterable, Mapping
+from dataclasses import dataclass
+from typing import Any, Literal
+
+from pydantic import JsonValue
+
+from imagefleet import concurrency, errors
+from imagefleet.job import image_record
+from imagefleet.job.image_record import ImageRecord
+from imagefleet.job.message import job_key
+from imagefleet.records import reader
+from imagefleet.records.record import Record
+from imagefleet.storage import protocol
+
+Status = Literal["pending", "completed", "failed", "cancelled", "unknown"]
+
+
+@dataclass(frozen=True, slots=True)
+class JobFacts:
+    """What is known about a job; `reason` says why it failed, `blobs` names its images."""
+
+    id: str
+    campaign: str
+    status: Status = "pending"
+    seed: int | None = None
+    reason: str | None = None
+    blobs: tuple[str, ...] = ()
+    metadata: Mapping[str, JsonValue] = dataclasses.field(default_factory=dict)
+    records: tuple[Record, ...] = dataclasses.field(default=(), repr=False, compare=False)
+    """What its workers recorded: of each image, and of its end without one."""
+
+    @property
+    def key(self) -> str:
+        return job_key(self.campaign, self.id)
+
+    def fields(self) -> dict[str, Any]:
+        return {field.name: getattr(self, field.name) for field in dataclasses.fields(JobFacts)}
+
+    def completed(self, images: Iterable[Record]) -> JobFacts:
+        """The job with all of its images."""
+        records = tuple(sorted(images, key=lambda each: each.index))
+        return dataclasses.replace(self, status="completed", blobs=_blobs(records), records=records)
+
+    def ended(self, record: Record, images: Iterable[Record] = ()) -> JobFacts:
+        """The job as *record* says that it ended, with those of its images that are stored."""
+        stored = tuple(sorted(images, key=lambda each: each.index))
+        return dataclasses.replace(
+            self,
+            status="cancelled" if record.outcome == "cancelled" else "failed",
+            reason=record.reason,
+            blobs=_blobs(stored),
+            records=(*stored, record),
+        )
+
+
+async def of_campaign(storage: protocol.Storage, campaign: str) -> AsyncIterator[JobFacts]:
+    """The jobs of a campaign that have ended, each once.
+
+    Memory holds 60 bytes for each job that failed or was cancelled, and the records of jobs of
+    several images while some of them are missing.
+    """
+    ended = {hash(record.key) async for record in reader.ended(storage, campaign)}
+    partial: dict[str, dict[int, Record]] = {}
+    async for record in reader.images(storage, campaign):
+        if not _is_of_its_job(record):
+            continue
+        images = {record.index: record}
+        if record.images > 1:
+            images = partial.setdefault(record.key, {})
+            images[record.index] = record
+            if len(images) < record.images:
+                continue
+            del partial[record.key]
+        ended.discard(hash(record.key))  # it failed once, and was sent again
+        yield _known(images[min(images)]).completed(images.values())
+    async for record in reader.ended(storage, campaign):
+        if hash(record.key) in ended:
+            ended.remove(hash(record.key))
+            images = partial.get(record.key, {})
+            yield _known(record).ended(record, images.values())
+
+
+async def failures(
+    storage: protocol.Storage,
+    error: str | None = None,
+    campaign: str | None = None,
+    job_id: str | None = None,
+) -> AsyncIterator[JobFacts]:
+    """Jobs that have failed and were not replayed or discarded since, one for each message.
+
+    *error* is a part of the error's class or reason, ignoring case; *job_id* is the job's or the
+    message's.
+    """
+    async for record in reader.ended(storage, campaign):
+        if record.outcome != "failed" or job_id not in {None, record.id, record.source}:
+            continue
+        if error is None or error.lower() in f"{record.error}: {record.reason}".lower():
+            yield _known(record).ended(record)
+
+
+async def look_up(storage: protocol.Storage, job: JobFacts) -> JobFacts:
+    """A job of which only id and campaign are known, as it is now.
+
+    Lists the names that its images have, and reads the campaign's records of failed jobs.
+    """
+    # Before the images: a job that completes in between must not be taken for an unknown one.
+    waiting = (await storage.queue.depth()).messages
+    if images := await _images(storage, job):
+        first = images[0]
+        return dataclasses.replace(job, seed=_seed(first), metadata=first.metadata).completed(
+            images
+        )
+    latest: Record | None = None
+    async for record in reader.ended(storage, job.campaign):
+        if record.key == job.key and (latest is None or record.at >= latest.at):
+            latest = record
+    if latest is not None:
+        return dataclasses.replace(job, metadata=latest.metadata).ended(latest)
+    return job if waiting else dataclasses.replace(job, status="unknown")
+
+
+def _known(record: Record) -> JobFacts:
+    return JobFacts(record.id, record.campaign, seed=_seed(record), metadata=record.metadata)
+
+
+def _seed(record: Record) -> int | None:
+    """Of the job's first image."""
+    return None if record.seed is None else (record.seed - record.index) % 2**32
+
+
+def _blobs(records: Iterable[Record]) -> tuple[str, ...]:
+    return tuple(record.blob for record in records if record.blob)
+
+
+def _is_of_its_job(record: Record) -> bool:
+    """Records are untrusted: one may name another job's image."""
+    name = (record.blob or "").rpartition(".")[0]
+    return name == record.key + (f"-{record.index}" if record.images > 1 else "")
+
+
+async def _images(storage: protocol.Storage, job: JobFacts) -> list[Record]:
+    """The records of a job's images, from their metadata; [] unless all are stored."""
+    if (only := await _image(storage, job, job.key)) is not None:
+        return [only]
+    if (first := await _image(storage, job, f"{job.key}-0")) is None:
+        return []
+    names = (f"{job.key}-{index}" for index in range(1, first.images))
+    others = await concurrency.gather(*(_image(storage, job, name) for name in names))
+    found = [record for record in (first, *others) if record is not None]
+    return found if len(found) == first.images else []
+
+
+async def _image(storage: protocol.Storage, job: JobFacts, name: str) -> Record | None:
+    """The record of the image that has this name in any format; a listing."""
+    pattern = re.compile(rf"{re.escape(name)}\.\w+")
+    async for blob in storage.blobs.records(f"{name}."):
+        if pattern.fullmatch(blob.name) and blob.metadata.get("job", job.id) == job.id:
+            return _record(job, name, blob)
+    return None
+
+
+def _record(job: JobFacts, name: str, blob: protocol.BlobRecord) -> Record:
+    """What its metadata tells of an image; as little as possible where that is damaged."""
+    try:
+        facts = image_record.read(blob.metadata) or ImageRecord(job=job.id)
+    except errors.JobError:
+        facts = ImageRecord(job=job.id)
+    index = 0 if name == job.key else int(name.rpartition("-")[2])
+    return Record(
+        outcome="completed",
+        id=job.id,
+        campaign=job.campaign,
+        at=blob.created_at,
+        blob=blob.name,
+        size_bytes=blob.size_bytes,
+        index=index,
+        images=max(facts.images, index + 1),
+        attempts=facts.attempt,
+        worker=facts.worker,
+        gpu=facts.gpu,
+        price_per_hour=facts.price_per_hour,
+        start_up_seconds=facts.start_up_seconds,
+        seconds=facts.seconds,
+        seed=facts.seed,
+        metadata=facts.metadata,
+    )

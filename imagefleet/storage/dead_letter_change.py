@@ -1,0 +1,137 @@
+"""Changes to failed jobs that are sent again: `imagefleet failed replay --set steps=20`."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterable, Mapping
+from typing import Any, Self, get_args
+
+from pydantic import ValidationError
+
+from imagefleet import errors, validation
+from imagefleet.job import override_settings
+from imagefleet.job.message import (
+    DELIVERIES_FIELD,
+    SIGNATURE_FIELD,
+    Job,
+    is_signed,
+    message_fields,
+)
+from imagefleet.signing import SigningKey
+from imagefleet.storage import protocol
+
+#: A job of another id is another job; and a second drawing is none of an operator's.
+_FIXED = frozenset({"id", "verify"})
+
+_FIELDS = sorted(Job.model_fields.keys() - _FIXED)
+
+_DEFAULTS: Mapping[str, Any] = Job(prompt="").model_dump(mode="json")
+
+
+class Change:
+    """New values of some fields, for each job."""
+
+    def __init__(self, values: Mapping[str, Any], key: SigningKey | None = None) -> None:
+        """Signs what it changes with *key*.
+
+        Raises:
+            SetupError: no job can have these values; names the field.
+        """
+        self.values = dict(values)
+        self._key = key
+        try:
+            Job.model_validate({"prompt": "", **self.values})
+        except ValidationError as error:
+            raise errors.SetupError(f"--set {validation.sentence(error)}") from None
+
+    @classmethod
+    def read(cls, texts: Iterable[str], key: SigningKey | None = None) -> Self:
+        """Reads NAME=VALUE, each value by the type of its field.
+
+        Raises:
+            SetupError: it is not such a text, or no valid value.
+        """
+        values: dict[str, Any] = {}
+        for text in texts:
+            name, separator, value = text.partition("=")
+            if not separator:
+                raise errors.SetupError(f"--set {text[:80]}: should be NAME=VALUE, say steps=20")
+            if name in _FIXED:
+                raise errors.SetupError(
+                    f"--set {name}: a replay keeps it; for another, `imagefleet failed export` the"
+                    " jobs and load them"
+                )
+            if name not in _FIELDS:
+                hint = validation.suggestion(name, _FIELDS)
+                raise errors.SetupError(f"--set {name[:80]}: a job has no such field{hint}")
+            values[name] = _value(name, value)
+        return cls(values, key)
+
+    def apply(self, body: str, job_id: str) -> tuple[str, Job]:
+        """The message of the changed job, and the job.
+
+        Raises:
+            JobError: it cannot be changed, or is not valid afterwards; says why.
+        """
+        fields = _fields(body)
+        if is_signed(body) and self._key is None:
+            raise errors.JobError(
+                "it is signed, and changed it has to be signed again: give --signing-key"
+            )
+        for name in (DELIVERIES_FIELD, SIGNATURE_FIELD):
+            fields.pop(name, None)
+        _drop_aliases(fields, self.values)
+        try:
+            job = Job.model_validate(fields | self.values)
+        except ValidationError as error:
+            reason = validation.sentence(error, Job.model_fields)
+            raise errors.InvalidMessageError(
+                f"its job is not valid even with the change: {reason}"
+            ) from None
+        job = job.identified(job_id)
+        (message,) = protocol.checked_messages([job.to_message(self._key)])
+        return message, job
+
+    def differences(self, body: str) -> dict[str, tuple[Any, Any]]:
+        """What it changes in a job: each field's value before and after."""
+        before = _fields(body)
+        given = {name: before.get(name, _DEFAULTS[name]) for name in self.values}
+        return {
+            name: (given[name], value)
+            for name, value in self.values.items()
+            if given[name] != value
+        }
+
+
+def _value(name: str, text: str) -> Any:
+    annotation = Job.model_fields[name].annotation
+    kinds = get_args(annotation) or (annotation,)
+    if text == "" and type(None) in kinds:
+        return None
+    if str in kinds:
+        return text
+    try:
+        return json.loads(text)
+    except (ValueError, RecursionError):
+        return text  # which its field refuses, and says what it should be
+
+
+def _fields(body: str) -> dict[str, Any]:
+    try:
+        fields = message_fields(body)
+    except (ValueError, RecursionError):
+        fields = None
+    if not isinstance(fields, dict):
+        raise errors.InvalidMessageError("its message is no job in JSON, so nothing can be set")
+    return fields
+
+
+def _drop_aliases(fields: dict[str, Any], values: Mapping[str, Any]) -> None:
+    """Takes out what gives a field that is set by AUTOMATIC1111's other names for it."""
+    if "sampler_name" in values:
+        fields.pop("sampler_index", None)
+    settings = fields.get("override_settings")
+    if isinstance(settings, dict):
+        aliases = override_settings.FIELDS
+        kept = {name: each for name, each in settings.items() if aliases.get(name) not in values}
+        fields["override_settings"] = kept

@@ -1,0 +1,116 @@
+"""The first tutorial: its own commands, as a newcomer pastes them, from an empty folder."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import re
+import signal
+import subprocess
+import sys
+import tarfile
+import time
+import urllib.request
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+from PIL import Image
+
+ROOT = Path(__file__).parents[2]
+PAGE = ROOT / "docs" / "tutorial.md"
+
+_BLOCK = re.compile(r"^```sh\n(.*?)^```$", re.MULTILINE | re.DOTALL)
+
+IMAGES = {"house", "star", "fish", "bird", "rocket"}
+
+
+@pytest.fixture
+def shell(tmp_path: Path) -> dict[str, Any]:
+    """Where the tutorial begins: beside a checkout, with the command on the path."""
+    (tmp_path / "imagefleet").symlink_to(ROOT)
+    path = f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}"
+    hidden = {"DISPLAY", "WAYLAND_DISPLAY"}  # no browser opens
+    environment = {name: value for name, value in os.environ.items() if name not in hidden}
+    environment |= {"PATH": path, "HOME": str(tmp_path / "home"), "COLUMNS": "200"}
+    return {"cwd": tmp_path, "env": environment, "text": True, "stdin": subprocess.DEVNULL}
+
+
+def blocks() -> list[str]:
+    return _BLOCK.findall(PAGE.read_text(encoding="utf-8"))
+
+
+@contextlib.contextmanager
+def gallery(block: str, shell: dict[str, Any]) -> Iterator[str]:
+    """The command in a terminal of its own; yields the page's address."""
+    command = f"exec {block.strip()} --port 0"  # another test may use the default's
+    with subprocess.Popen(
+        ["bash", "-c", command], stdout=subprocess.PIPE, stderr=subprocess.STDOUT, **shell
+    ) as process:
+        try:
+            assert process.stdout is not None
+            line = process.stdout.readline()
+            url = re.search(r"http://\S+/", line)
+            assert url, line
+            yield url[0]
+            process.send_signal(signal.SIGINT)
+            assert process.wait(20) in {0, 130}
+        finally:
+            process.kill()
+
+
+def shown_on(url: str) -> set[str]:
+    """The jobs whose images the gallery's page gets within some seconds."""
+    rows = f"{url}api/rows?campaign=spring&tab=images&from=0&count=100"
+    found: set[str] = set()
+    deadline = time.monotonic() + 30
+    while found != IMAGES and time.monotonic() < deadline:
+        with urllib.request.urlopen(rows) as answer:
+            found = {job for _, job, *_ in json.load(answer)["rows"]}
+        time.sleep(0.1)
+    return found
+
+
+@pytest.mark.timeout(300)  # a real engine on a CPU
+def test_the_first_tutorial_leads_from_an_empty_folder_to_a_data_set(
+    shell: dict[str, Any], tmp_path: Path
+) -> None:
+    printed: dict[str, str] = {}
+    with contextlib.ExitStack() as terminals:
+        for block in blocks():
+            if block.startswith("imagefleet gallery "):
+                url = terminals.enter_context(gallery(block, shell))
+                continue
+            result = subprocess.run(
+                ["bash", "-e", "-c", f"{block}\npwd > '{tmp_path}/cwd'"],
+                **shell,
+                stdout=subprocess.PIPE,
+                stderr=subprocess.STDOUT,
+                timeout=200,
+                check=False,
+            )
+            assert result.returncode == 0, block + result.stdout
+            shell["cwd"] = Path((tmp_path / "cwd").read_text().strip())
+            printed[" ".join(block.split())] = result.stdout
+        assert shown_on(url) == IMAGES
+
+    folder = tmp_path / "spring"
+    assert shell["cwd"] == folder
+    table = printed["imagefleet results --campaign spring"]
+    assert all(job in table for job in IMAGES), table
+    assert "no LoRA no-such-style" in table, table
+    assert {path.stem for path in (folder / "pictures").iterdir()} == IMAGES
+    for path in (folder / "pictures").iterdir():
+        with Image.open(path) as image:
+            assert image.size == (128, 128)
+    with tarfile.open(folder / "shards" / "00000.tar") as shard:
+        prompts = {
+            file.read().decode()
+            for name in shard.getnames()
+            if name.endswith(".txt") and (file := shard.extractfile(name))
+        }
+    assert len(prompts) == len(IMAGES)
+    assert "a red house in a meadow" in prompts
+    assert (folder / "shards" / "manifest.json").is_file()

@@ -1,0 +1,391 @@
+"""`imagefleet export`: shards that are complete or absent, verified, and the same each time."""
+
+from __future__ import annotations
+
+import asyncio
+import hashlib
+import json
+import shutil
+import signal
+import subprocess
+import sys
+import tarfile
+from collections.abc import Awaitable, Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pyarrow.parquet as pq
+import pytest
+
+from fleet.export import plan, shards
+from imagefleet import errors
+from imagefleet.storage.open import open_storage
+from imagefleet.storage.protocol import Storage
+from imagefleet.storage.settings import StorageSettings
+
+Imagefleet = Callable[..., "subprocess.CompletedProcess[str]"]  # the fixture of conftest.py
+Add = Callable[..., Awaitable[Any]]
+Run = Callable[..., Awaitable["subprocess.CompletedProcess[str]"]]
+
+FORMATS = ("webdataset", "parquet", "imagefolder")
+
+
+@pytest.fixture
+def export(in_process: Imagefleet, local_settings: StorageSettings) -> Run:
+    """Runs the command for the campaign `spring`, with two images in a shard."""
+
+    async def run(
+        folder: str = "out", *arguments: str, code: int = 0, size: int = 2
+    ) -> subprocess.CompletedProcess[str]:
+        result = await asyncio.to_thread(
+            in_process,
+            *("export", "--campaign", "spring", "--storage", local_settings.storage),
+            *("--shard-size", str(size), folder, *arguments),
+        )
+        assert result.returncode == code, result.stderr
+        return result
+
+    return run
+
+
+@pytest.fixture
+async def stored(local_settings: StorageSettings, store_images: Add) -> list[Any]:
+    """Five images, in an order that is not that of their names."""
+    async with open_storage(local_settings) as storage:
+        return list(await store_images(storage, "3", "1", "5", "2", "4", metadata={"order": 7}))
+
+
+def content(folder: Path) -> dict[str, str]:
+    """The hash of each file below a folder."""
+    return {
+        str(path.relative_to(folder)): hashlib.sha256(path.read_bytes()).hexdigest()
+        for path in sorted(folder.rglob("*"))
+        if path.is_file()
+    }
+
+
+async def test_a_webdataset_is_as_img2dataset_writes_it(
+    stored: list[Any], export: Run, tmp_path: Path
+) -> None:
+    result = await export()
+
+    out = tmp_path / "out"
+    assert sorted(content(out)) == sorted(
+        [f"0000{n}{end}" for n in range(3) for end in (".tar", ".parquet", "_stats.json")]
+        + ["manifest.json"]
+    )
+    with tarfile.open(out / "00001.tar") as tar:
+        names = tar.getnames()
+        meta = json.load(tar.extractfile("000010000.json"))  # type: ignore[arg-type]
+        text = tar.extractfile("000010000.txt").read()  # type: ignore[union-attr]
+    assert names == [
+        f"0000{key}.{end}" for key in ("10000", "10001") for end in ("png", "txt", "json")
+    ]
+    assert (text, meta["caption"]) == (b"a house 3", "a house 3"), "without the LoRA's tag"
+    assert (meta["id"], meta["key"], meta["status"]) == ("3", "000010000", "success")
+    assert meta["prompt"] == "a house 3, <lora:outline-style:0.8>"
+    assert meta["metadata"] == {"order": 7}
+    table = pq.read_table(out / "00001.parquet")
+    assert table["key"].to_pylist() == ["000010000", "000010001"]
+    assert table["sha256"][0].as_py() == meta["sha256"]
+    stats = json.loads((out / "00002_stats.json").read_text())
+    assert (stats["count"], stats["successes"], stats["failed_to_download"]) == (1, 1, 0)
+    assert stats["status_dict"] == {"success": 1}
+    assert "5 images" in result.stdout
+    assert "in 3 shards: out" in result.stdout
+
+
+@pytest.mark.parametrize("form", FORMATS)
+async def test_the_manifest_has_the_hashes_of_all_files_and_the_counts(
+    stored: list[Any], export: Run, tmp_path: Path, form: str
+) -> None:
+    result = await export("out", "--format", form, "--json")
+
+    manifest = json.loads((tmp_path / "out" / "manifest.json").read_text())
+    found = content(tmp_path / "out")
+    listed = {name: file for shard in manifest["shards"] for name, file in shard["files"].items()}
+    assert all(found[name] == file["sha256"] for name, file in listed.items())
+    assert [shard["images"] for shard in manifest["shards"]] == [2, 2, 1]
+    assert (manifest["campaign"], manifest["format"], manifest["images"]) == ("spring", form, 5)
+    assert manifest["bytes"] == sum(record.size_bytes for record in stored)
+    assert json.loads(result.stdout)["images"] == 5
+    assert not (tmp_path / "out" / plan.WORK).exists()
+
+
+class Killed(BaseException):
+    """The process ends here, without any clean-up of ours."""
+
+
+def moments(monkeypatch: pytest.MonkeyPatch) -> Iterator[str]:
+    """Ends the export at one step after the other."""
+    steps = {
+        "planning": (plan, "_cut"),
+        "planned": (shards.Exporter, "_make"),
+        "reading": (shards.Exporter, "_fetch"),
+        "written": (shards.Exporter, "_complete"),
+        "noted": (shards.Exporter, "_move"),
+        "hashing": (shards.formats, "sha256_of"),
+        "done": (shards.Exporter, "_finished"),
+    }
+    for name, (owner, attribute) in steps.items():
+        for call in (1, 2):
+            calls = iter(range(1, 1_000))
+            real = getattr(owner, attribute)
+
+            def kill(*arguments: Any, real: Any = real, at: int = call, calls: Any = calls) -> Any:
+                if next(calls) == at:
+                    raise Killed
+                return real(*arguments)
+
+            with monkeypatch.context() as patched:
+                patched.setattr(owner, attribute, kill)
+                yield f"{name} {call}"
+
+
+@pytest.mark.parametrize("form", FORMATS)
+async def test_an_export_that_is_killed_at_any_step_goes_on_and_comes_out_the_same(
+    stored: list[Any],
+    local_settings: StorageSettings,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    form: Any,
+) -> None:
+    from fleet.export import command
+
+    monkeypatch.setattr(shards, "_BATCH", 1)
+    wanted = plan.wanted("spring", form, 2)
+
+    async def run(name: str) -> None:
+        await command._export(local_settings, tmp_path / name, wanted, quiet=True)
+
+    await run("undisturbed")
+    expected = content(tmp_path / "undisturbed")
+    killed = 0
+    for number, _ in enumerate(moments(monkeypatch)):
+        try:
+            await run(f"{number}")
+        except Killed:
+            killed += 1
+            left = content(tmp_path / f"{number}")
+            seen = {name: left[name] for name in left if not name.startswith(plan.WORK)}
+            assert seen.items() <= expected.items(), "no file is half there"
+        monkeypatch.undo()
+        monkeypatch.setattr(shards, "_BATCH", 1)
+        await run(f"{number}")
+        assert content(tmp_path / f"{number}") == expected
+        shutil.rmtree(tmp_path / f"{number}")
+    assert killed >= 12
+
+
+async def test_a_process_that_is_killed_resumes(
+    local_settings: StorageSettings, store_images: Add, export: Run, tmp_path: Path
+) -> None:
+    async with open_storage(local_settings) as storage:
+        await store_images(storage, *(f"{number:04}" for number in range(16)))
+    process = await asyncio.create_subprocess_exec(
+        *(sys.executable, "-m", "fleet.entry", "export", "--campaign", "spring"),
+        *("--storage", local_settings.storage, "--shard-size", "2", str(tmp_path / "killed")),
+        stdout=asyncio.subprocess.DEVNULL,
+    )
+    while process.returncode is None and not _complete_shards(tmp_path / "killed"):
+        await asyncio.sleep(0.001)
+    process.kill()
+    assert await process.wait() == -signal.SIGKILL
+    done = _complete_shards(tmp_path / "killed")
+
+    await export("killed")
+    await export("undisturbed")
+
+    assert 0 < done < 8
+    assert content(tmp_path / "killed") == content(tmp_path / "undisturbed")
+
+
+def _complete_shards(folder: Path) -> int:
+    return len(list(folder.glob("*_stats.json")))
+
+
+@pytest.mark.parametrize("form", FORMATS)
+async def test_missing_and_changed_images_are_named_and_left_out(
+    stored: list[Any],
+    export: Run,
+    local_settings: StorageSettings,
+    tmp_path: Path,
+    form: str,
+) -> None:
+    async with open_storage(local_settings) as storage:
+        for name in ("2", "4"):
+            await storage.blobs.delete(f"spring/{name}.png")
+        await storage.blobs.create("spring/4.png", b"another", "image/png", {})
+
+    result = await export("out", "--format", form, code=4)
+    again = await export("out", "--format", form, code=4)
+
+    assert "error: 1 image missing: spring/2.png" in result.stderr
+    assert "error: 1 image not as recorded: spring/4.png" in result.stderr
+    assert "out has the whole export already" in again.stderr
+    manifest = json.loads((tmp_path / "out" / "manifest.json").read_text())
+    assert (manifest["images"], manifest["missing"], manifest["changed"]) == (3, 1, 1)
+    assert manifest["first_missing"] == ["spring/2.png"]
+    if form == "webdataset":
+        rows = pq.read_table(tmp_path / "out" / "00000.parquet").to_pylist()
+        assert [(row["id"], row["status"]) for row in rows] == [
+            ("1", "success"),
+            ("2", "failed_to_download"),
+        ]
+
+
+async def test_an_image_drawn_again_is_exported_with_its_latest_record(
+    stored: list[Any],
+    export: Run,
+    local_settings: StorageSettings,
+    tmp_path: Path,
+    store_images: Add,
+) -> None:
+    async with open_storage(local_settings) as storage:
+        await storage.blobs.delete("spring/3.png")
+        await store_images(storage, "3", prompt="a later house", at="2026-11-02T12:00:00Z")
+
+    await export(size=10)
+
+    rows = pq.read_table(tmp_path / "out" / "00000.parquet").to_pylist()
+    assert [row["id"] for row in rows] == ["1", "2", "3", "4", "5"]
+    assert rows[2]["caption"] == "a later house"
+
+
+async def test_a_disk_that_changes_what_it_stores_is_noticed(
+    stored: list[Any], export: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def lie(*_: object) -> Iterator[str]:
+        yield "0" * 64
+
+    monkeypatch.setattr("fleet.export.webdataset.Webdataset.digests", lie)
+
+    result = await export(code=1)
+
+    assert "shard 00000 was read back from out other than it was written" in result.stderr
+    assert not list((tmp_path / "out").glob("0*"))
+
+
+async def test_a_dry_run_writes_nothing_and_tells_the_size(
+    stored: list[Any], export: Run, tmp_path: Path
+) -> None:
+    figures = json.loads((await export("out", "--dry-run", "--json")).stdout)
+    shown = (await export("out", "--dry-run")).stdout
+
+    assert (figures["images"], figures["shards"], figures["reads"]) == (5, 3, 5)
+    assert figures["bytes"] == sum(record.size_bytes for record in stored)
+    assert figures["bytes_needed"] > figures["bytes"]
+    assert "3 of 2 images, webdataset" in shown
+    assert not (tmp_path / "out").exists()
+
+
+async def test_an_export_takes_no_more_than_the_disk_has(
+    stored: list[Any], export: Run, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(shutil, "disk_usage", lambda _: shutil._ntuple_diskusage(10, 9, 1_000))  # type: ignore[attr-defined]
+
+    result = await export(code=2)
+
+    assert "out has 0.0 MB of free space, and the export takes about 0.0 MB" in result.stderr
+
+
+async def test_jobs_still_to_do_are_said(
+    stored: list[Any], export: Run, local_settings: StorageSettings
+) -> None:
+    from imagefleet.records import writer
+
+    async with open_storage(local_settings) as storage:
+        await writer.RecordLog(storage.blobs, "filler").sent("spring", 7)
+
+    result = await export()
+
+    assert "warning: 2 jobs of spring still to do" in result.stderr
+
+
+async def test_a_folder_of_something_else_is_refused(
+    stored: list[Any], export: Run, tmp_path: Path
+) -> None:
+    (tmp_path / "mine").mkdir()
+    (tmp_path / "mine" / "thesis.txt").write_text("x")
+    await export("out")
+
+    assert "mine is not empty" in (await export("mine", code=2)).stderr
+    other = await export("out", "--format", "parquet", code=2)
+    assert "out has an export with the format webdataset, not parquet" in other.stderr
+    (tmp_path / "out" / "00001.tar").unlink()
+    assert "00001.tar is not as manifest.json says" in (await export("out", code=2)).stderr
+
+
+async def test_the_plan_is_sorted_with_flat_memory(
+    tmp_path: Path, store_images: Add, storage: Storage, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(plan, "_CHUNK", 3)
+    (record,) = await store_images(storage, "0")
+    names = [f"{number * 7919 % 100:02}" for number in range(100)]
+
+    async def records() -> Any:
+        for name in names:
+            yield record.model_copy(update={"id": name, "blob": f"spring/{name}.png"})
+
+    from fleet.results.source import Damaged
+
+    wanted = plan.Plan(
+        campaign="spring",
+        storage="",
+        format="webdataset",
+        shard_size=40,
+        images=0,
+        bytes=0,
+        left_out=0,
+    )
+    made = await plan.make(records(), tmp_path / "out", wanted, Damaged(), lambda _: None)
+
+    assert (made.images, made.shards) == (100, 3)
+    planned = [each.id for number in range(3) for each in plan.records_of(tmp_path / "out", number)]
+    assert planned == sorted(names)
+
+
+def test_a_plan_of_another_version_is_not_followed(tmp_path: Path) -> None:
+    (tmp_path / plan.WORK).mkdir()
+    (tmp_path / plan.WORK / "plan.json").write_text('{"version": 2}')
+
+    with pytest.raises(errors.SetupError, match="delete it to begin again"):
+        plan.read(tmp_path)
+
+
+async def test_what_workers_have_stored_is_listed_and_exported(
+    storage: Storage,
+    storage_settings: StorageSettings,
+    run_worker: Callable[[str], Awaitable[None]],
+    in_process: Imagefleet,
+    tmp_path: Path,
+) -> None:
+    await storage.create()
+    await storage.queue.send(
+        [
+            '{"id": "a", "campaign": "spring", "prompt": "a cat", "batch_size": 2, "seed": 7}',
+            '{"id": "b", "campaign": "spring", "prompt": "a dog", "metadata": {"order": 7}}',
+            '{"id": "c", "campaign": "spring", "prompt": "a fox, <lora:none:1>"}',
+        ]
+    )
+    await run_worker("w1")
+    common = ("--campaign", "spring", "--storage", storage_settings.storage)
+    common += ("--queue", storage_settings.queue, "--container", storage_settings.container)
+
+    listed = await asyncio.to_thread(in_process, "results", *common, "--json")
+    done = await asyncio.to_thread(in_process, "export", *common, str(tmp_path / "out"))
+
+    found = sorted(map(json.loads, listed.stdout.splitlines()), key=lambda row: row["id"])
+    assert [(row["id"], row["index"], row["outcome"]) for row in found[:2]] == [
+        ("a", 0, "completed"),
+        ("a", 1, "completed"),
+    ]
+    assert [row["seed"] for row in found[:2]] == [7, 8]
+    assert (found[2]["metadata"], found[2]["width"]) == ({"order": 7}, 64)
+    assert (found[3]["outcome"], found[3]["error"]) == ("failed", "MissingFileError")
+    assert done.returncode == 0, done.stderr
+    rows = pq.read_table(tmp_path / "out" / "00000.parquet").to_pylist()
+    assert [(row["id"], row["caption"], row["status"]) for row in rows] == [
+        *[("a", "a cat", "success")] * 2,
+        ("b", "a dog", "success"),
+    ]

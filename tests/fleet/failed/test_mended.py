@@ -1,0 +1,242 @@
+"""Failed jobs that are mended: exported and loaded again, or changed as they are replayed."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import subprocess
+from collections.abc import Callable, Coroutine
+from pathlib import Path
+from typing import Any, TypeVar
+
+import pytest
+
+from fleet import console
+from imagefleet import errors
+from imagefleet.job.message import Job, read_job
+from imagefleet.records import reader
+from imagefleet.records.record import Record
+from imagefleet.records.writer import RecordLog
+from imagefleet.signing import SigningKey, TrustedKeys
+from imagefleet.storage import dead_letter
+from imagefleet.storage.open import open_storage
+from imagefleet.storage.protocol import Storage
+from imagefleet.storage.settings import StorageSettings
+
+Imagefleet = Callable[..., "subprocess.CompletedProcess[str]"]
+Result = TypeVar("Result")
+Within = Callable[[Callable[[Storage], Coroutine[Any, Any, Result]]], Result]
+
+TOO_MANY_STEPS = (
+    '{"prompt":"a cat","id":"cat","campaign":"spring","steps":500,"sampler_index":"DDIM"}'
+)
+
+
+@pytest.fixture
+def within(tmp_path: Path) -> Within[Any]:
+    """Runs a coroutine function with the storage of the test's folder."""
+
+    def run(work: Callable[[Storage], Coroutine[Any, Any, Any]]) -> Any:
+        async def do() -> Any:
+            settings = StorageSettings(storage=f"local:{tmp_path / 'imagefleet-data'}")
+            async with open_storage(settings) as storage:
+                await storage.create()
+                return await work(storage)
+
+        return asyncio.run(do())
+
+    return run
+
+
+async def fail(storage: Storage, *bodies: str) -> None:
+    """As a worker does it: the poison queue, the record, the message."""
+    log = RecordLog(storage.blobs, "worker-1")
+    for body in bodies:
+        await storage.queue.send([body])
+        (message,) = await storage.queue.receive(1, 60)
+        job, error = None, errors.FleetError("out of memory")
+        try:
+            job = read_job(message.body, message.id)
+        except errors.JobError as invalid:
+            error = invalid
+        failed = await dead_letter.add(storage, message, job, error, "worker-1")
+        await log.add([Record(outcome="failed", **failed.facts())])
+        await storage.queue.delete(message)
+
+
+async def queued(storage: Storage) -> list[Job]:
+    return [read_job(each.body, each.id) async for each in storage.queue.browse()]
+
+
+def test_exported_jobs_are_loaded_again_under_their_ids(
+    in_process: Imagefleet, within: Within[Any], tmp_path: Path
+) -> None:
+    bodies = [TOO_MANY_STEPS, '{"prompt":"a dog","deliveries":{"failed":4}}', "no job"]
+    within(lambda storage: fail(storage, *bodies))
+    ended = in_process("failed", "export")
+    lines = [json.loads(line) for line in ended.stdout.splitlines()]
+    assert "2 failed jobs exported" in ended.stderr
+    assert "is left out: its message is no job in JSON" in ended.stderr
+    cat, dog = sorted(lines, key=lambda each: each["prompt"])
+    failure = cat.pop("failure")
+    assert cat == json.loads(TOO_MANY_STEPS)
+    assert failure["error"] == "InvalidMessageError"
+    assert "steps" in failure["reason"]
+    assert (failure["attempts"], failure["worker"]) == (1, "worker-1")
+    assert set(failure) == {"error", "reason", "attempts", "worker", "failed_at", "source"}
+    assert dog["id"], "a job without an id keeps its message's"
+    assert "deliveries" not in dog
+
+    fixed = [json.loads(line) | {"steps": 20} for line in ended.stdout.splitlines()]
+    file = tmp_path / "fix.jsonl"
+    file.write_text("".join(f"{json.dumps(each)}\n" for each in fixed))
+    assert in_process("load", "fix.jsonl").returncode == console.EXIT_DONE
+    jobs = within(queued)
+    assert {job.id for job in jobs} == {"cat", dog["id"]}
+    assert {job.steps for job in jobs} == {20}
+
+    discarded = in_process("failed", "discard", "--jobs", "fix.jsonl", "--yes", "--json")
+    assert json.loads(discarded.stdout)["discarded"] == 2
+    listing = json.loads(in_process("failed", "list", "--json").stdout)
+    assert (listing["count"], listing["unrecorded"]) == (1, 0)
+    assert within(queued) == jobs, "the mended jobs stay in the queue"
+
+
+def test_a_mended_job_that_fails_again_meanwhile_stays_on_the_list(
+    in_process: Imagefleet, within: Within[Any], tmp_path: Path
+) -> None:
+    body = Job(prompt="a cat", id="cat", campaign="spring").to_message()
+    within(lambda storage: fail(storage, body))
+    (tmp_path / "fix.jsonl").write_text(in_process("failed", "export").stdout)
+    within(lambda storage: fail(storage, body))
+    in_process("failed", "discard", "--jobs", "fix.jsonl", "--yes")
+    assert json.loads(in_process("failed", "list", "--json").stdout)["count"] == 1
+
+
+def test_a_file_without_failures_discards_nothing(
+    in_process: Imagefleet, within: Within[Any], tmp_path: Path
+) -> None:
+    within(lambda storage: fail(storage, TOO_MANY_STEPS))
+    (tmp_path / "jobs.jsonl").write_text('{"prompt": "a cat", "id": "cat"}\nno JSON\n[]\n')
+    ended = in_process("failed", "discard", "--jobs", "jobs.jsonl", "--yes")
+    assert ended.returncode == console.EXIT_OPERATOR_MUST_ACT
+    assert "has no failed jobs: give a file that `imagefleet failed export`" in ended.stderr
+
+
+def test_a_loaded_and_discarded_job_is_not_pending_for_ever(within: Within[Any]) -> None:
+    async def counts(storage: Storage) -> reader.Counts:
+        await fail(storage, TOO_MANY_STEPS)
+        log = RecordLog(storage.blobs, "load")
+        await log.sent("spring", 1)
+        (failed,) = [each async for each in reader.ended(storage)]
+        await log.add([failed.model_copy(update={"outcome": "discarded"})])
+        return await reader.counts(storage, "spring")
+
+    counted = within(counts)
+    assert (counted.failed, counted.discarded, counted.pending) == (0, 1, 0)
+
+
+def test_only_signed_jobs_are_exported_to_be_signed_again(
+    in_process: Imagefleet, within: Within[Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Else whoever stores records could have anything signed."""
+    key = SigningKey.create(tmp_path / "key.pem")
+    job = Job(prompt="a cat", id="cat")
+    forged = Job(prompt="a thief's house", id="x").to_message()
+    within(lambda storage: fail(storage, job.to_message(key), forged))
+    monkeypatch.setenv("IMAGEFLEET_SIGNING_KEY", str(tmp_path / "key.pem"))
+    ended = in_process("failed", "export")
+    (line,) = ended.stdout.splitlines()
+    assert json.loads(line)["id"] == "cat"
+    assert "signature" not in json.loads(line)
+    assert "1 are left out" in ended.stderr
+
+
+def test_a_replay_sets_fields_by_their_types(in_process: Imagefleet, within: Within[Any]) -> None:
+    other = Job(prompt="a dog", id="dog", campaign="spring", steps=40, sampler_name="DPM++ 2M")
+    within(lambda storage: fail(storage, TOO_MANY_STEPS, other.to_message()))
+    changes = (
+        "steps=20",
+        "prompt=a <red> house=1",
+        "sampler_name=Euler",
+        'output={"format":"webp"}',
+    )
+    options = [word for each in changes for word in ("--set", each)]
+    shown = json.loads(
+        in_process("failed", "replay", "--all", *options, "--dry-run", "--json").stdout
+    )
+    assert {"field": "steps", "from": 500, "to": 20, "count": 1} in shown["changes"]
+    assert shown["count"] == 2
+    text = in_process("failed", "replay", "--all", *options, "--dry-run").stdout
+    assert "steps: 40 -> 20, 1 times" in text
+    ended = in_process("failed", "replay", "--all", *options, "--yes")
+    assert "2 failed jobs replayed" in ended.stdout
+    for job in within(queued):
+        assert (job.steps, job.prompt, job.sampler_name) == (20, "a <red> house=1", "Euler")
+        assert (job.output.format, job.campaign) == ("webp", "spring")
+    listing = json.loads(in_process("failed", "list", "--json").stdout)
+    assert (listing["count"], listing["unrecorded"]) == (0, 0)
+
+
+@pytest.mark.parametrize(
+    ("change", "reason"),
+    [
+        ("steps=2000", "--set steps: should be less than or equal to 150"),
+        ("steps=many", "--set steps: should be a valid integer"),
+        ("stepz=20", "--set stepz: a job has no such field; did you mean 'steps'?"),
+        ("id=other", "--set id: a replay keeps it"),
+        ("steps", "--set steps: should be NAME=VALUE"),
+        ("campaign=a/b", "--set campaign: use 1 to 128 letters"),
+    ],
+)
+def test_a_wrong_change_is_refused_before_anything_is_sent(
+    in_process: Imagefleet, within: Within[Any], change: str, reason: str
+) -> None:
+    within(lambda storage: fail(storage, TOO_MANY_STEPS))
+    ended = in_process("failed", "replay", "--all", "--yes", "--set", "seed=1", "--set", change)
+    assert ended.returncode == console.EXIT_OPERATOR_MUST_ACT
+    assert reason in ended.stderr
+    assert within(queued) == []
+
+
+def test_a_job_that_stays_invalid_with_the_change_stays(
+    in_process: Imagefleet, within: Within[Any]
+) -> None:
+    within(lambda storage: fail(storage, TOO_MANY_STEPS, "no job"))
+    ended = in_process("failed", "replay", "--all", "--yes", "--set", "seed=1")
+    assert "0 failed jobs replayed" in ended.stdout
+    assert "not valid even with the change: steps" in ended.stdout
+    assert "its message is no job in JSON" in ended.stdout
+    assert within(queued) == []
+
+
+def test_a_changed_job_is_signed_again_or_stays(
+    in_process: Imagefleet, within: Within[Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    key = SigningKey.create(tmp_path / "key.pem")
+    within(lambda storage: fail(storage, Job(prompt="a cat", id="cat").to_message(key)))
+    arguments = ("failed", "replay", "--all", "--yes", "--set", "steps=30")
+    unsigned = "it is signed, and changed it has to be signed again: give --signing-key"
+    assert unsigned in in_process(*arguments).stdout
+    monkeypatch.setenv("IMAGEFLEET_TRUSTED_KEY", key.public)
+    assert unsigned in in_process(*arguments).stdout
+    assert within(queued) == []
+    monkeypatch.setenv("IMAGEFLEET_SIGNING_KEY", str(tmp_path / "key.pem"))
+    assert "1 failed job replayed" in in_process(*arguments).stdout
+
+    async def read_signed(storage: Storage) -> Job:
+        (message,) = [each async for each in storage.queue.browse()]
+        return read_job(message.body, message.id, TrustedKeys.read(key.public))
+
+    assert within(read_signed).steps == 30
+
+
+def test_a_change_takes_the_place_of_other_names_for_a_field(
+    in_process: Imagefleet, within: Within[Any]
+) -> None:
+    settings = {"CLIP_stop_at_last_layers": 2, "sd_model_checkpoint": "dreams"}
+    fields = {"prompt": "a cat", "steps": 500, "override_settings": settings}
+    within(lambda storage: fail(storage, json.dumps(fields)))
+    in_process("failed", "replay", "--all", "--set", "steps=20", "--set", "clip_skip=1")
+    (job,) = within(queued)
+    assert (job.steps, job.clip_skip, job.model) == (20, 1, "dreams")

@@ -1,0 +1,102 @@
+"""A gallery over HTTP, and a headless browser to look at it."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import os
+from collections.abc import AsyncIterator, Callable, Iterator
+from contextlib import AbstractAsyncContextManager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import aiohttp
+import pytest
+
+import browser
+from fleet import console
+from fleet.gallery import campaigns, server
+from fleet.gallery.campaign import Pace
+from imagefleet.storage.settings import SignerSettings, StorageSettings
+from imagefleet.telemetry import probes
+
+#: Without a browser its tests are skipped, except where it must be there.
+BROWSER_REQUIRED = bool(os.environ.get("IMAGEFLEET_REQUIRE_BROWSER"))
+
+
+@dataclass(frozen=True)
+class Served:
+    """A gallery that runs; *client* asks it as its own page does."""
+
+    url: str
+    client: aiohttp.ClientSession
+
+    async def get(self, path: str, **query: Any) -> Any:
+        async with self.client.get(path, params=query) as answer:
+            assert answer.status == 200, (answer.status, await answer.text())
+            return await answer.json()
+
+    async def state_when(self, condition: Callable[[Any], bool], **query: Any) -> Any:
+        """The first state that meets the condition."""
+        async with asyncio.timeout(20):
+            while not condition(state := await self.get("/api/state", **query)):
+                await asyncio.sleep(0.02)
+        return state
+
+
+Serve = Callable[..., AbstractAsyncContextManager[Served]]
+
+
+@pytest.fixture(autouse=True)
+def _quick_polls(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in ("_LOCAL_PACE", "_REMOTE_PACE"):
+        monkeypatch.setattr(campaigns, name, Pace(poll_seconds=0.1, count_seconds=0.5))
+    monkeypatch.setattr(campaigns, "_NAMES_SECONDS", 0.1)
+
+
+@pytest.fixture
+def serve(tmp_path: Path) -> Serve:
+    """Serves the gallery of a storage, in this process."""
+
+    @contextlib.asynccontextmanager
+    async def serving(
+        settings: StorageSettings,
+        *,
+        host: str = "127.0.0.1",
+        campaign: str | None = None,
+        cache: Path = tmp_path / "cache",
+        cache_bytes: int = 10**8,
+    ) -> AsyncIterator[Served]:
+        given = SignerSettings(**settings.model_dump())
+        async with (
+            console.connected(given) as fleet,
+            server.opened(
+                fleet, given, host=host, campaign=campaign, cache=cache, cache_bytes=cache_bytes
+            ) as (app, follow),
+            probes.listening(app, host, 0, "the gallery") as port,
+        ):
+            following = asyncio.create_task(follow())
+            url = f"http://127.0.0.1:{port}"
+            try:
+                async with aiohttp.ClientSession(url) as client:
+                    yield Served(url, client)
+            finally:
+                following.cancel()
+                with contextlib.suppress(asyncio.CancelledError):
+                    await following
+
+    return serving
+
+
+@pytest.fixture(scope="session")
+def chromium() -> Iterator[browser.Browser]:
+    """One browser for all tests; each opens a page of its own."""
+    program = browser.find()
+    if program is None:
+        reason = f"no browser: one of {', '.join(browser.BROWSERS)} is needed"
+        if BROWSER_REQUIRED:
+            pytest.fail(reason, pytrace=False)
+        pytest.skip(reason)
+    with browser.running(program) as started:
+        yield started

@@ -1,0 +1,167 @@
+"""The index has a row for each image and each job that ended, whatever order records come in."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from datetime import UTC, datetime, timedelta
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from fleet.gallery.index import Filter, Index, Row
+from imagefleet.records.record import Lora, Record
+
+NOON = datetime(2026, 11, 22, 12, tzinfo=UTC)
+
+
+def image(number: int, **fields: Any) -> Record:
+    known = {"outcome": "completed", "id": f"job-{number}", "campaign": "spring", "at": NOON}
+    return Record.model_validate(known | {"blob": f"spring/job-{number}.png"} | fields)
+
+
+def ended(number: int, outcome: str = "failed", **fields: Any) -> Record:
+    known = {"outcome": outcome, "id": f"job-{number}", "campaign": "spring", "at": NOON}
+    return Record.model_validate(known | {"source": f"message-{number}"} | fields)
+
+
+@pytest.fixture
+def index(tmp_path: Path) -> Iterator[Index]:
+    made = Index(tmp_path / "cache" / "index.sqlite")
+    yield made
+    made.close()
+
+
+def rows(index: Index, **chosen: Any) -> list[Row]:
+    return index.rows(index.select(Filter(**chosen), 0, index.last()).tolist())
+
+
+def jobs(index: Index, **chosen: Any) -> list[str]:
+    return [row.job for row in rows(index, **chosen)]
+
+
+def test_a_filter_of_words_takes_them_as_they_are(index: Index) -> None:
+    index.add(
+        [
+            image(1, prompt="A red House, 100% detailed"),
+            image(2, prompt="a blue fish, 100 details"),
+            image(3, prompt="a_b\\c <lora:x:1> 'quoted\" %"),
+        ],
+        {},
+    )
+    assert jobs(index, text="house") == ["job-1"]
+    assert jobs(index, text="a 100") == ["job-1", "job-2"]
+    assert jobs(index, text="100%") == ["job-1"]
+    assert jobs(index, text="a_b\\c") == ["job-3"]
+    assert jobs(index, text="'quoted\"") == ["job-3"]
+    assert jobs(index, text="job-2") == ["job-2"]
+    assert jobs(index, text="zebra") == []
+
+
+def test_loras_and_workers_are_chosen_by_their_whole_names_and_counted(index: Index) -> None:
+    two = (Lora("ink", 1), Lora("inkwell", 0.5), Lora("ink", 0.2))
+    index.add([image(1, loras=two, worker="w-1"), image(2, loras=two[1:2], worker="w-10")], {})
+    index.add([ended(3, worker="w-1")], {})
+
+    assert jobs(index, lora="ink") == ["job-1"]
+    assert jobs(index, lora="inkwell") == ["job-1", "job-2"]
+    assert jobs(index, worker="w-1") == ["job-1"]
+    assert jobs(index, worker="w-1", tab="failed") == ["job-3"]
+    assert jobs(index, worker="w-1", lora="ink", text="zebra") == []
+    assert index.names("lora", 10) == [("inkwell", 2), ("ink", 1)]
+    assert index.names("worker", 10) == [("w-1", 1), ("w-10", 1)]
+    assert index.names("lora", 1) == [("inkwell", 2)]
+
+
+def test_a_record_that_comes_twice_is_one_row(index: Index) -> None:
+    for _ in range(2):
+        index.add([image(1, loras=(Lora("ink", 1),)), ended(2)], {})
+
+    assert (jobs(index), jobs(index, tab="failed")) == (["job-1"], ["job-2"])
+    assert index.names("lora", 10) == [("ink", 1)]
+    assert index.counts().tabs == {"images": 1, "failed": 1, "cancelled": 0}
+    assert index.counts().jobs == 2
+
+
+@pytest.mark.parametrize("is_late", [False, True])
+@pytest.mark.parametrize("outcome", ["replayed", "discarded"])
+def test_a_failed_job_that_an_operator_has_settled_is_gone(
+    index: Index, outcome: str, is_late: bool
+) -> None:
+    records = [ended(1), ended(1, outcome)]
+    for record in records if is_late else reversed(records):
+        index.add([record], {})
+
+    assert jobs(index, tab="failed") == []
+    assert index.counts().tabs["failed"] == 0
+
+
+def test_a_replayed_job_that_fails_again_is_a_row_again(index: Index) -> None:
+    index.add([ended(1), ended(1, "replayed"), ended(1, source="another message")], {})
+
+    assert jobs(index, tab="failed") == ["job-1"]
+
+
+def test_the_images_of_a_job_are_rows_of_their_own_and_one_job(index: Index) -> None:
+    index.add([image(1, blob=f"spring/job-1-{n}.png", index=n, images=3) for n in range(3)], {})
+
+    assert jobs(index) == ["job-1"] * 3
+    assert index.counts().jobs == 1
+
+
+def test_rows_are_in_the_order_of_time(index: Index) -> None:
+    index.add([image(n, at=NOON - timedelta(minutes=n)) for n in range(4)], {})
+
+    assert jobs(index) == ["job-3", "job-2", "job-1", "job-0"]
+
+
+def test_only_what_is_new_is_selected_again(index: Index) -> None:
+    index.add([image(1)], {})
+    before = index.last()
+    index.add([image(2)], {})
+
+    assert index.select(Filter(), before, index.last()).tolist() == [2]
+    assert index.select(Filter(), 0, before).tolist() == [1]
+
+
+def test_a_record_is_kept_whole(index: Index) -> None:
+    record = image(1, prompt="a cat, <lora:ink:1>", metadata={"a": [1, None]}, seed=2**32 - 1)
+    failed = ended(2, error="MissingFileError", reason="x" * 3000)
+    index.add([record, failed], {"shard": 7})
+
+    assert index.record(1) == record
+    assert index.record(2) == failed
+    [row] = rows(index, tab="failed")
+    assert (row.reason or "").startswith("MissingFileError: xxx")
+    assert len(row.reason or "") < 600
+    assert index.record(99) is None
+    assert index.position() == {"shard": 7}
+
+
+def test_an_index_is_there_after_a_restart_and_one_of_another_version_is_made_again(
+    tmp_path: Path,
+) -> None:
+    file = tmp_path / "index.sqlite"
+    first = Index(file)
+    first.add([image(1)], {"shard": 7})
+    birth = first.birth()
+    first.close()
+
+    second = Index(file)
+    assert (jobs(second), second.position(), second.birth()) == (["job-1"], {"shard": 7}, birth)
+    second._writer.execute("PRAGMA user_version = 99")
+    second.close()
+
+    third = Index(file)
+    assert (jobs(third), third.position()) == ([], {})
+    assert third.birth() != birth
+    third.close()
+
+
+def test_a_cleared_index_is_empty_and_numbers_its_rows_anew(index: Index) -> None:
+    index.add([image(1)], {"shard": 7})
+    birth = index.birth()
+    index.clear()
+
+    assert (jobs(index), index.position(), index.counts().jobs) == ([], {}, 0)
+    assert index.birth() != birth

@@ -1,0 +1,418 @@
+"""What the page is served: on both storages, as records come, and to no other site's page."""
+
+from __future__ import annotations
+
+import asyncio
+import io
+import json
+import re
+import shutil
+from collections.abc import Callable, Iterator
+from datetime import UTC, datetime, timedelta
+from pathlib import Path
+from typing import Any
+
+import aiohttp
+import pytest
+from PIL import Image
+from yarl import URL
+
+from fleet.gallery import guard
+from fleet.gallery.campaign import Campaign
+from fleet.keys import mint
+from imagefleet import errors, redaction
+from imagefleet.job.message import read_job
+from imagefleet.records.record import Lora, Record
+from imagefleet.records.writer import RecordLog
+from imagefleet.storage import dead_letter
+from imagefleet.storage.azure.roles import ROLES
+from imagefleet.storage.open import open_storage
+from imagefleet.storage.protocol import Storage
+from imagefleet.storage.settings import StorageSettings
+
+Serve = Callable[..., Any]  # the fixture of conftest.py
+
+HOSTILE = "<img src=x onerror=alert(1)>\x1b[2J\u202e\"'</script>"
+
+
+def picture(color: str = "teal", size: int = 64) -> bytes:
+    stored = io.BytesIO()
+    Image.new("RGB", (size, size), color).save(stored, "PNG")
+    return stored.getvalue()
+
+
+async def store(storage: Storage, log: RecordLog, number: int, **fields: Any) -> None:
+    """Stores an image with its record."""
+    blob = f"spring/{number}.png"
+    await storage.blobs.create(blob, picture(), "image/png", {})
+    known = {"outcome": "completed", "id": str(number), "campaign": "spring", "blob": blob}
+    at = datetime(2026, 11, 22, 12, number % 60, tzinfo=UTC)
+    await log.add([Record.model_validate(known | {"at": at} | fields)])
+
+
+async def fail(storage: Storage, log: RecordLog, number: int, **fields: Any) -> Record:
+    """Moves a job to the poison queue, with its record."""
+    body = {"prompt": "a cat", "id": f"f{number}", "campaign": "spring"}
+    await storage.queue.send([json.dumps(body)])
+    [message] = await storage.queue.receive(1, 60)
+    job = read_job(message.body, message.id)
+    await dead_letter.add(storage, message, job, errors.MissingFileError("no LoRA"), "w1")
+    await storage.queue.delete(message)
+    known = {"outcome": "failed", "id": f"f{number}", "campaign": "spring", "source": message.id}
+    known |= {"at": datetime.now(UTC), "error": "MissingFileError", "reason": "no LoRA"}
+    record = Record.model_validate(known | {"prompt": "a cat"} | fields)
+    await log.add([record])
+    return record
+
+
+@pytest.fixture
+def log(storage: Storage) -> RecordLog:
+    return RecordLog(storage.blobs, "worker-1")
+
+
+async def test_images_appear_as_they_are_stored(
+    storage: Storage,
+    storage_settings: StorageSettings,
+    log: RecordLog,
+    serve: Serve,
+) -> None:
+    async with serve(storage_settings) as served:
+        assert (await served.get("/api/campaigns", first=1))["newest"] is None
+        await store(storage, log, 1, prompt="a red house", loras=(Lora("ink", 1),), worker="w1")
+        found: dict[str, Any] = {}
+        async with asyncio.timeout(20):
+            while not found.get("newest"):
+                found = await served.get("/api/campaigns", first=1)
+                await asyncio.sleep(0.1)
+        assert found["campaigns"] == ["spring"]
+        await served.state_when(lambda state: state["total"] == 1, campaign="spring")
+        await store(storage, log, 2, prompt="a blue fish", worker="w2")
+        await log.sent("spring", 5)
+        state = await served.state_when(lambda state: state["total"] == 2, campaign="spring")
+        assert state["counts"] == {"images": 2, "failed": 0, "cancelled": 0}
+        assert (state["jobs"], state["problem"]) == (2, "")
+        names = await served.get("/api/names", campaign="spring")
+        assert names["lora"] == [["ink", "ink", 1]]
+        of_lora = {"campaign": "spring", "lora": "ink"}
+        assert (await served.get("/api/state", **of_lora))["total"] == 1
+        found = await served.get("/api/rows", **of_lora, **{"from": 0, "count": 9})
+        [[seq, job, prompt, reason]] = found["rows"]
+        assert (job, prompt, reason) == ("1", "a red house", None)
+        for path in ("thumbnail", "picture"):
+            async with served.client.get(f"/{path}?campaign=spring&seq={seq}") as answer:
+                with Image.open(io.BytesIO(await answer.read())) as shown:
+                    assert (answer.status, shown.size) == (200, (64, 64))
+                    assert answer.content_type == f"image/{(shown.format or '').lower()}"
+
+
+async def test_a_copied_job_draws_the_same_image_again(
+    storage: Storage, storage_settings: StorageSettings, log: RecordLog, serve: Serve
+) -> None:
+    sent = read_job('{"prompt": "a <lora:ink:0.5> cat", "steps": 7, "campaign": "spring"}', "x")
+    fields = {"seed": 12, "sampler": sent.sampler, "steps": 7, "cfg_scale": 7.0, "clip_skip": 1}
+    fields |= {"prompt": sent.prompt, "negative_prompt": "", "width": 64, "height": 128}
+    await store(storage, log, 1, **fields, metadata={"order": 7})
+    async with serve(storage_settings) as served:
+        await served.state_when(lambda state: state["total"] == 1, campaign="spring")
+        record = await served.get("/api/record", campaign="spring", seq=1)
+    job = read_job(record["text"], "new")
+    assert (job.id, job.campaign, job.metadata) == ("new", "spring", {"order": 7})
+    for name in ("prompt", "steps", "cfg_scale", "sampler", "clip_skip", "negative_prompt"):
+        assert getattr(job, name) == getattr(sent, name)
+    assert (job.seed, job.width, job.height) == (12, 64, 128)
+
+
+async def test_a_failed_job_is_sent_again_and_leaves_the_list(
+    storage: Storage, storage_settings: StorageSettings, log: RecordLog, serve: Serve
+) -> None:
+    record = await fail(storage, log, 1)
+    failed = {"campaign": "spring", "tab": "failed"}
+    async with serve(storage_settings) as served:
+        await served.state_when(lambda state: state["total"] == 1, **failed)
+        shown = await served.get("/api/record", campaign="spring", seq=1)
+        assert (shown["error"], shown["reason"], shown["refusal"]) == (
+            *("MissingFileError", "no LoRA"),
+            "",
+        )
+        headers = {"Origin": served.url, guard.TOKEN_HEADER: await token(served.client)}
+        again = "/api/replay?campaign=spring&seq=1"
+        async with served.client.post(again, headers=headers) as answer:
+            assert answer.status == 200, await answer.text()
+        assert (await storage.queue.depth()).messages == 1
+        assert (await storage.poison.depth()).messages == 0
+        async with served.client.post(again, headers=headers) as answer:
+            assert answer.status == 409
+            assert "poison queue" in (await answer.json())["error"]
+        await log.add([record.model_copy(update={"outcome": "replayed"})])
+        await served.state_when(lambda state: state["total"] == 0, **failed)
+
+
+async def token(client: aiohttp.ClientSession) -> str:
+    async with client.get("/") as answer:
+        found = re.search(r'name="gallery-token" content="([\w-]{40,})"', await answer.text())
+    assert found
+    return found[1]
+
+
+async def test_the_monitors_token_shows_all_and_sends_nothing(
+    azurite_settings: StorageSettings, serve: Serve
+) -> None:
+    async with open_storage(azurite_settings) as storage:
+        await storage.create()
+        log = RecordLog(storage.blobs, "worker-1")
+        await store(storage, log, 1)
+        await fail(storage, log, 1)
+        minted = mint.Minter(azurite_settings).mint(ROLES["monitor"], timedelta(hours=1))
+        update = {"storage": minted.storage, "sas": minted.sas}
+        reading = StorageSettings(**(azurite_settings.model_dump() | update))
+        async with serve(reading) as served:
+            await served.state_when(
+                lambda state: state["total"] == 1, campaign="spring", tab="failed"
+            )
+            [[seq, *_]] = (
+                await served.get(
+                    "/api/rows", campaign="spring", tab="failed", **{"from": 0, "count": 1}
+                )
+            )["rows"]
+            shown = await served.get("/api/record", campaign="spring", seq=seq)
+            assert "imagefleet keys operator" in shown["refusal"]
+            headers = {"Origin": served.url, guard.TOKEN_HEADER: await token(served.client)}
+            again = f"/api/replay?campaign=spring&seq={seq}"
+            async with served.client.post(again, headers=headers) as answer:
+                assert answer.status == 503
+            rows = await served.get("/api/rows", campaign="spring", **{"from": 0, "count": 1})
+            image = f"/thumbnail?campaign=spring&seq={rows['rows'][0][0]}"
+            async with served.client.get(image) as answer:
+                assert answer.status == 200
+        assert (await storage.poison.depth()).messages == 1
+
+
+@pytest.fixture
+async def local(local_settings: StorageSettings) -> StorageSettings:
+    """A local storage with an image and a failed job."""
+    async with open_storage(local_settings) as storage:
+        await storage.create()
+        log = RecordLog(storage.blobs, "worker-1")
+        await store(storage, log, 1, prompt=HOSTILE, worker=HOSTILE, loras=(Lora(HOSTILE, 1),))
+        await fail(storage, log, 1, reason=HOSTILE, error=HOSTILE)
+    return local_settings
+
+
+#: The Host of a request, and whether it is answered.
+HOSTS = {
+    "127.0.0.1:{port}": 200,
+    "localhost:{port}": 200,
+    "[::1]:{port}": 200,
+    "LOCALHOST": 200,
+    "evil.example": 403,
+    "evil.example:{port}": 403,
+    "127.0.0.1.evil.example:{port}": 403,
+    "localhost.evil.example": 403,
+    "127.0.0.1:{port}@evil.example": 403,
+    "": 403,
+}
+
+
+async def test_a_name_that_resolves_to_this_machine_gets_nothing(
+    local: StorageSettings, serve: Serve
+) -> None:
+    async with serve(local) as served:
+        for host, status in HOSTS.items():
+            headers = {"Host": host.format(port=served.url.rpartition(":")[2])}
+            for path in ("/", "/api/campaigns", "/page/gallery.js"):
+                async with served.client.get(path, headers=headers) as answer:
+                    assert answer.status == status, (host, path)
+                    has_token = "gallery-token" in await answer.text()
+                    assert has_token == (status == 200 and path == "/")
+
+
+async def test_another_sites_page_can_neither_send_nor_embed_nor_frame(
+    local: StorageSettings, serve: Serve
+) -> None:
+    async with serve(local) as served:
+        given = await token(served.client)
+        ours = {"Origin": served.url, guard.TOKEN_HEADER: given, "Sec-Fetch-Site": "same-origin"}
+        wrong: list[dict[str, str]] = [
+            {},
+            {guard.TOKEN_HEADER: given},
+            {"Origin": served.url},
+            ours | {guard.TOKEN_HEADER: given[:-1] + "x"},
+            ours | {guard.TOKEN_HEADER: ""},
+            ours | {"Origin": "null"},
+            ours | {"Origin": "https://evil.example"},
+            ours | {"Origin": served.url.replace("127.0.0.1", "localhost")},
+            ours | {"Sec-Fetch-Site": "cross-site"},
+            ours | {"Sec-Fetch-Site": "same-site"},
+        ]
+        for headers in wrong:
+            for method in ("POST", "PUT", "DELETE"):
+                request = served.client.request(method, "/api/replay", headers=headers)
+                async with request as answer:
+                    assert answer.status == 403, (method, headers)
+        embedded = {"Sec-Fetch-Site": "cross-site"}
+        for path in ("/picture?campaign=spring&seq=1", "/api/rows", "/page/gallery.js"):
+            async with served.client.get(path, headers=embedded) as answer:
+                assert answer.status == 403, path
+        async with served.client.get("/", headers=embedded) as answer:  # a link is followed
+            assert answer.status == 200
+
+
+ANSWERS = {
+    "/": 200,
+    "/page/gallery.css": 200,
+    "/page/../server.py": 404,
+    "/page/..%2fserver.py": 404,
+    "/page/index.html": 404,
+    "/api/state?campaign=spring": 200,
+    "/api/state?campaign=winter": 404,
+    "/api/state?campaign=../..": 404,
+    "/api/state": 404,
+    "/api/rows?campaign=spring&from=0&count=999999999": 200,
+    "/api/rows?campaign=spring&from=-1&count=1": 400,
+    "/api/rows?campaign=spring&from=x&count=1": 400,
+    "/api/rows?campaign=spring&from=99999999999999999999&count=1": 400,
+    "/api/rows?campaign=spring&from=999999999999&count=1": 200,
+    "/api/rows?campaign=spring&tab=nonsense&from=0&count=1": 200,
+    "/api/record?campaign=spring&seq=999999999999": 404,
+    "/thumbnail?campaign=spring&seq=999999999999": 404,
+    "/api/replay": 405,
+    "/nonsense": 404,
+}
+
+
+async def test_every_answer_is_locked_down(local: StorageSettings, serve: Serve) -> None:
+    async with serve(local) as served, aiohttp.ClientSession() as client:
+        for path, status in ANSWERS.items():
+            async with client.get(URL(served.url + path, encoded=True)) as answer:
+                assert answer.status == status, (path, await answer.text())
+                policy = answer.headers["Content-Security-Policy"]
+                assert "default-src 'none'" in policy
+                assert "unsafe" not in policy
+                assert "frame-ancestors 'none'" in policy
+                assert answer.headers["X-Content-Type-Options"] == "nosniff"
+                assert answer.headers["Cross-Origin-Resource-Policy"] == "same-origin"
+                assert "Traceback" not in await answer.text()
+
+
+async def test_a_gallery_for_the_network_sends_no_job_again(
+    local: StorageSettings, serve: Serve
+) -> None:
+    async with serve(local, host="0.0.0.0") as served:
+        await served.state_when(lambda state: state["total"] == 1, campaign="spring", tab="failed")
+        for seq in (1, 2):
+            shown = await served.get("/api/record", campaign="spring", seq=seq)
+            if shown["outcome"] == "failed":
+                assert "0.0.0.0" in shown["refusal"]
+
+
+async def test_what_is_no_image_says_so_and_is_never_given_as_something_else(
+    local: StorageSettings, serve: Serve
+) -> None:
+    async with open_storage(local) as storage:
+        log = RecordLog(storage.blobs, "worker-1")
+        page = b"<!doctype html><script>alert(1)</script>"
+        await storage.blobs.create("spring/2.png", page, "text/html", {})
+        at = datetime(2026, 11, 22, 13, tzinfo=UTC)
+        for number in (2, 3):
+            await log.add(
+                [
+                    Record(
+                        outcome="completed",
+                        id=str(number),
+                        campaign="spring",
+                        blob=f"spring/{number}.png",
+                        at=at,
+                    )
+                ]
+            )
+    async with serve(local) as served:
+        await served.state_when(lambda state: state["total"] == 3, campaign="spring")
+        reasons = {}
+        for seq in range(1, 5):
+            shown = await served.get("/api/record", campaign="spring", seq=seq)
+            for path in ("thumbnail", "picture"):
+                async with served.client.get(f"/{path}?campaign=spring&seq={seq}") as answer:
+                    if shown["id"] in {"2", "3"}:
+                        assert (answer.status, answer.content_type) == (415, "application/json")
+                        reasons[shown["id"]] = (await answer.json())["error"]
+    assert reasons == {"2": "not a PNG, JPEG or WebP image", "3": "the image has been deleted"}
+
+
+def strings(value: Any) -> Iterator[str]:
+    """Every text in an answer."""
+    if isinstance(value, str):
+        yield value
+    elif isinstance(value, dict | list):
+        for each in value.items() if isinstance(value, dict) else value:
+            yield from strings(list(each) if isinstance(each, tuple) else each)
+
+
+async def test_texts_of_jobs_control_nothing(local: StorageSettings, serve: Serve) -> None:
+    async with serve(local) as served:
+        await served.state_when(lambda state: state["jobs"] == 2, campaign="spring")
+        answers = [await served.get("/api/record", campaign="spring", seq=seq) for seq in (1, 2)]
+        query = {"campaign": "spring", "from": 0, "count": 9}
+        answers += [await served.get("/api/rows", **query, tab=tab) for tab in ("images", "failed")]
+        for each in answers:
+            texts = [*strings(each)]
+            assert any("<img src=x" in text for text in texts)
+            assert not any(map(redaction.CONTROLS.search, texts))
+
+
+async def test_nothing_is_read_while_nobody_looks(
+    local: StorageSettings, serve: Serve, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("fleet.gallery.campaign._WATCHED_SECONDS", 0.3)
+    polls, real = 0, Campaign.poll
+
+    async def counted(self: Campaign) -> None:
+        nonlocal polls
+        polls += 1
+        await real(self)
+
+    monkeypatch.setattr(Campaign, "poll", counted)
+    async with serve(local) as served:
+        await served.state_when(lambda state: state["total"] == 1, campaign="spring")
+        await asyncio.sleep(0.5)
+        before = polls
+        await asyncio.sleep(0.4)
+        assert polls == before
+
+
+async def test_a_storage_that_is_made_anew_is_read_anew(
+    local: StorageSettings, serve: Serve, tmp_path: Path
+) -> None:
+    async with serve(local) as served:
+        first = await served.state_when(lambda state: state["total"] == 1, campaign="spring")
+    shutil.rmtree(tmp_path / "storage")
+    async with open_storage(local) as storage:
+        await storage.create()
+        log = RecordLog(storage.blobs, "worker-1")
+        for number in (7, 8):
+            await store(storage, log, number)
+    async with serve(local) as served:
+        second = await served.state_when(lambda state: state["total"] == 2, campaign="spring")
+        rows = await served.get("/api/rows", campaign="spring", **{"from": 0, "count": 9})
+    assert [job for _, job, *_ in rows["rows"]] == ["7", "8"]
+    assert first["index"] != second["index"], "or browsers would show the old thumbnails"
+
+
+async def test_records_are_read_once_across_restarts(local: StorageSettings, serve: Serve) -> None:
+    async with serve(local) as served:
+        await served.state_when(lambda state: state["jobs"] == 2, campaign="spring")
+    async with serve(local) as served:
+        state = await served.get("/api/state", campaign="spring")
+        assert state["jobs"] == 2, "from the cache, before anything is read"
+
+
+async def test_a_storage_that_fails_is_told_and_comes_back(
+    local: StorageSettings, serve: Serve, tmp_path: Path
+) -> None:
+    records = tmp_path / "storage" / "images"
+    async with serve(local) as served:
+        await served.state_when(lambda state: state["total"] == 1, campaign="spring")
+        records.rename(tmp_path / "away")
+        state = await served.state_when(lambda state: state["problem"], campaign="spring")
+        assert state["total"] == 1
+        (tmp_path / "away").rename(records)
+        await served.state_when(lambda state: not state["problem"], campaign="spring")

@@ -1,0 +1,174 @@
+"""The report from the workers' records: no image is listed, and no record is trusted."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import subprocess
+from collections.abc import AsyncIterator, Awaitable, Callable
+from datetime import timedelta
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from fleet.report import records as report_records
+from imagefleet.records import shard
+from imagefleet.records.shard import Totals
+from imagefleet.storage.open import open_storage
+from imagefleet.storage.protocol import BlobRecord, Storage
+from imagefleet.storage.settings import StorageSettings
+
+Imagefleet = Callable[..., "subprocess.CompletedProcess[str]"]  # the fixture of conftest.py
+Add = Callable[..., Awaitable[Any]]
+
+LINE = {
+    "outcome": "completed",
+    "id": "x",
+    "campaign": "spring",
+    "at": "2026-11-01T12:00:00Z",
+    "blob": "spring/x.png",
+    "seconds": 2.0,
+    "worker": "w9",
+}
+
+HOSTILE: dict[str, Any] = {
+    "seconds": 1e300,
+    "price_per_hour": 1e308,
+    "start_up_seconds": -1,
+    "attempts": 10**400,
+    "id": "../../etc/passwd",
+    "blob": "-replaced/spring/x.png",
+    "at": "0001-01-01T00:00:00+14:00",
+    "started_at": "9999-12-31T23:59:59-14:00",
+    "campaign": "autumn",
+    "size_bytes": 2**80,
+    "worker": "w" * 5_000,
+    "index": -1,
+}
+
+
+async def report(
+    in_process: Imagefleet, settings: StorageSettings, *arguments: str
+) -> tuple[dict[str, Any], str, str]:
+    """The command's figures, its page and its warnings."""
+    result = await asyncio.to_thread(
+        in_process,
+        *("report", "--campaign", "spring", "--storage", settings.storage),
+        *("--queue", settings.queue, "--container", settings.container),
+        *("--json-file", "figures.json", *arguments),
+    )
+    assert result.returncode == 0, result.stderr
+    texts = [text_of(name) for name in ("figures.json", "spring-report.html")]
+    return json.loads(texts[0], parse_constant=pytest.fail), texts[1], result.stderr
+
+
+def text_of(name: str) -> str:
+    return Path(name).read_text()
+
+
+async def test_figures_come_from_records_without_listing_an_image(
+    storage: Storage,
+    storage_settings: StorageSettings,
+    in_process: Imagefleet,
+    store_images: Add,
+    add_job: Add,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    known = {"gpu": "RTX 4090", "price_per_hour": 0.36, "start_up_seconds": 30}
+    stored = await store_images(storage, "0001", "0002", "0003", **known)
+    await add_job(storage, "0004", "failed")
+    await add_job(storage, "0005", "failed")
+    await add_job(storage, "0005", "replayed")
+    await add_job(storage, "0006", "cancelled", error=None, reason=None)
+    real = type(storage.blobs).records
+
+    async def no_images(self: Any, prefix: str = "") -> AsyncIterator[BlobRecord]:
+        assert prefix.startswith("-records/"), "images are not listed"
+        async for record in real(self, prefix):
+            yield record
+
+    monkeypatch.setattr(type(storage.blobs), "records", no_images)
+
+    figures, page, warnings = await report(in_process, storage_settings)
+
+    assert (figures["images"], figures["jobs"], figures["failed"], figures["cancelled"]) == (
+        *(3, 3, 1),
+        1,
+    )
+    assert figures["image_bytes"] == sum(record.size_bytes for record in stored)
+    assert figures["failures"] == [
+        {"error": "MissingFileError", "reason": "there is no LoRA fox", "count": 1}
+    ]
+    (worker,) = figures["workers"]
+    assert worker["seconds"] == 30 + 1.5 + 2
+    assert figures["began_at"] == (stored[0].at - timedelta(seconds=31.5)).isoformat()
+    assert page.count("data:image/webp") == 3
+    assert "the workers&#39; records" in page
+    assert warnings == ""
+
+
+async def test_a_campaign_of_an_earlier_version_is_listed_and_says_so(
+    local_settings: StorageSettings, in_process: Imagefleet
+) -> None:
+    async with open_storage(local_settings) as storage:
+        await storage.create()
+        facts = {"worker": "w1", "seconds": "2", "job": "a"}
+        await storage.blobs.create("spring/a.png", b"x", "image/png", facts)
+
+    figures, page, _ = await report(in_process, local_settings)
+
+    assert figures["images"] == 1
+    assert "listed one by one" in page
+
+
+async def test_hostile_records_are_left_out_with_their_number_and_reasons(
+    local_settings: StorageSettings, in_process: Imagefleet, store_images: Add
+) -> None:
+    async with open_storage(local_settings) as storage:
+        await store_images(storage, "0001", price_per_hour=1.0)
+        lines = [json.dumps(LINE | {name: bad}).encode() for name, bad in HOSTILE.items()]
+        lines += [b"[" * 100_000, b"\xff", b"null", b"{" * 10]
+        data = shard.encode([line + b"\n" for line in lines], Totals(len(lines), 0))
+        name = "-records/spring/20261101T120000Z-w9-00000000.images.jsonl.gz"
+        await storage.blobs.append(name, data, 0)
+        await storage.blobs.append(name.replace("w9", "w8"), b"\x1f\x8b no gzip", 0)
+        await storage.blobs.append(name.replace("images", "jobs"), data, 0)
+
+    figures, page, warnings = await report(in_process, local_settings, "--samples", "200")
+
+    assert figures["images"] == 1
+    assert figures["skipped"]["records"] == 2 * len(lines) + 1, "each once"
+    assert len(figures["skipped"]["reasons"]) == 10
+    assert f"damaged and left out: {2 * len(lines) + 1} records" in warnings
+    assert len(page) < 300_000
+
+
+async def test_hostile_texts_control_neither_page_nor_terminal(
+    local_settings: StorageSettings, in_process: Imagefleet, store_images: Add, add_job: Add
+) -> None:
+    hostile = "<script>alert(1)</script>\x1b[2J\x9b"
+    async with open_storage(local_settings) as storage:
+        await store_images(storage, "0001", worker=hostile, gpu=hostile, prompt=hostile)
+        await add_job(storage, "0002", "failed", error=hostile, reason=hostile * 100)
+
+    _, page, warnings = await report(in_process, local_settings)
+
+    assert "<script" not in page
+    assert not set(page + warnings) & {"\x1b", "\x9b"}
+
+
+async def test_forged_records_do_not_fill_the_memory(
+    local_settings: StorageSettings, store_images: Add, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(report_records, "_MAX_WORKERS", 3)
+    monkeypatch.setattr(report_records, "_MAX_SECONDS", 5)
+    async with open_storage(local_settings) as storage:
+        for number in range(10):
+            at = f"2026-11-01T12:00:{number:02}Z"
+            await store_images(storage, f"{number:04}", worker=f"w{number}", at=at)
+
+        records = await report_records.read_records(storage, "spring", samples=2)
+
+    assert (len(records.workers), len(records.stored_in_second), records.images) == (3, 5, 10)
+    assert records.skipped.records == 7

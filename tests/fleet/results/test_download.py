@@ -1,0 +1,219 @@
+"""`imagefleet results --download`: each file whole or absent, none twice, none elsewhere."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import signal
+import subprocess
+import sys
+from collections.abc import Awaitable, Callable
+from datetime import timedelta
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from fleet.keys import mint
+from fleet.results import download, files
+from imagefleet.storage.azure.roles import ROLES
+from imagefleet.storage.open import open_storage
+from imagefleet.storage.protocol import Storage
+from imagefleet.storage.settings import StorageSettings
+
+Imagefleet = Callable[..., "subprocess.CompletedProcess[str]"]  # the fixture of conftest.py
+Add = Callable[..., Awaitable[Any]]
+
+
+def names_in(folder: Path) -> list[str]:
+    return sorted(each.name for each in folder.iterdir())
+
+
+def matching(folder: Path, pattern: str) -> list[Path]:
+    return list(folder.glob(pattern))
+
+
+async def fetch(
+    in_process: Imagefleet, settings: StorageSettings, *arguments: str, code: int = 0
+) -> dict[str, Any]:
+    result = await asyncio.to_thread(
+        in_process,
+        *("results", "--campaign", "spring", "--download", "images", "--json"),
+        *("--storage", settings.storage, "--queue", settings.queue),
+        *("--container", settings.container, *arguments),
+    )
+    assert result.returncode == code, result.stderr
+    return {**json.loads(result.stdout), "stderr": result.stderr}
+
+
+async def test_all_images_are_there_and_the_second_time_none_is_read(
+    storage: Storage,
+    storage_settings: StorageSettings,
+    in_process: Imagefleet,
+    store_images: Add,
+    tmp_path: Path,
+) -> None:
+    records = await store_images(storage, *(f"{number:04}" for number in range(40)))
+
+    first = await fetch(in_process, storage_settings)
+    second = await fetch(in_process, storage_settings)
+
+    assert (first["images"], second["images"], second["already_there"]) == (40, 0, 40)
+    assert first["bytes"] == sum(record.size_bytes for record in records)
+    names = sorted(each.name for each in (tmp_path / "images").iterdir())
+    assert names == [f"{number:04}.png" for number in range(40)]
+    for name in names:
+        data = await storage.blobs.read(f"spring/{name}")
+        assert (tmp_path / "images" / name).read_bytes() == data
+
+
+async def test_what_a_kill_left_is_downloaded_again(
+    local_settings: StorageSettings, in_process: Imagefleet, store_images: Add, tmp_path: Path
+) -> None:
+    async with open_storage(local_settings) as storage:
+        await store_images(storage, "0001", "0002")
+    (tmp_path / "images" / ".partial").mkdir(parents=True)
+    (tmp_path / "images" / ".partial" / "0").write_bytes(b"half")
+    (tmp_path / "images" / "0001.png").write_bytes(b"")  # by a power failure
+
+    done = await fetch(in_process, local_settings)
+
+    assert (done["images"], done["already_there"]) == (2, 0)
+    assert names_in(tmp_path / "images") == ["0001.png", "0002.png"]
+
+
+async def test_a_missing_image_is_named_and_the_exit_code_says_so(
+    local_settings: StorageSettings, in_process: Imagefleet, store_images: Add
+) -> None:
+    async with open_storage(local_settings) as storage:
+        await store_images(storage, "0001", "0002")
+        await storage.blobs.delete("spring/0002.png")
+
+    done = await fetch(in_process, local_settings, code=4)
+
+    assert (done["images"], done["missing"], done["first_missing"]) == (1, 1, ["spring/0002.png"])
+    assert "error: 1 image missing: spring/0002.png" in done["stderr"]
+
+
+async def test_an_image_that_was_drawn_again_is_downloaded_as_it_is(
+    local_settings: StorageSettings, in_process: Imagefleet, store_images: Add
+) -> None:
+    async with open_storage(local_settings) as storage:
+        await store_images(storage, "0001")
+        await storage.blobs.delete("spring/0001.png")
+        await storage.blobs.create("spring/0001.png", b"another", "image/png", {})
+
+    done = await fetch(in_process, local_settings)
+
+    assert (done["images"], done["changed"]) == (1, 1)
+    assert "1 image of another size than recorded" in done["stderr"]
+
+
+async def test_no_record_writes_outside_of_the_folder(
+    local_settings: StorageSettings, in_process: Imagefleet, store_images: Add, tmp_path: Path
+) -> None:
+    async with open_storage(local_settings) as storage:
+        await store_images(storage, "0001")
+        for number, blob in enumerate(
+            ("spring/a/b.png", "autumn/x.png", "-checks/spring/x.png", "spring/é.png")
+        ):
+            await store_images(storage, f"x{number}", blob=blob)
+
+    done = await fetch(in_process, local_settings)
+
+    assert (done["images"], done["left_out"]) == (1, 4)
+    assert names_in(tmp_path / "images") == ["0001.png"]
+
+
+@pytest.mark.parametrize("blob", ["spring/../x.png", "spring/.x", "spring//x", "../x", "x", ""])
+def test_no_name_leads_out_of_a_folder(blob: str) -> None:
+    assert files.image_name(blob, "spring") is None
+
+
+async def test_names_that_differ_in_capitals_are_two_files_on_every_disk(
+    local_settings: StorageSettings,
+    store_images: Add,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    async with open_storage(local_settings) as storage:
+        first, second = await store_images(storage, "cat", "Cat")
+        monkeypatch.setattr(files, "ignores_case", lambda _: True)
+        with download.opened(tmp_path / "images", storage.blobs, "spring") as running:
+            await running.run(_each(first, second), lambda: None)
+
+    (other,) = matching(tmp_path / "images", "Cat~*.png")
+    assert other.stat().st_size == second.size_bytes
+    assert (tmp_path / "images" / "cat.png").stat().st_size == first.size_bytes
+
+
+def test_the_disk_of_the_tests_tells_capitals_apart(tmp_path: Path) -> None:
+    assert not files.ignores_case(tmp_path)
+
+
+async def _each(*records: Any) -> Any:
+    for record in records:
+        yield record
+
+
+async def test_only_one_process_downloads_to_a_folder(
+    local_settings: StorageSettings, in_process: Imagefleet, store_images: Add, tmp_path: Path
+) -> None:
+    async with open_storage(local_settings) as storage:
+        await store_images(storage, "0001")
+        with download.opened(tmp_path / "images", storage.blobs, "spring"):
+            result = await asyncio.to_thread(
+                in_process,
+                *("results", "--campaign", "spring", "--storage", local_settings.storage),
+                *("--download", "images"),
+            )
+
+    assert result.returncode == 2
+    assert "images is being downloaded to: wait for it or end it first" in result.stderr
+
+
+async def test_a_download_that_is_interrupted_leaves_whole_files(
+    local_settings: StorageSettings, store_images: Add, in_process: Imagefleet, tmp_path: Path
+) -> None:
+    async with open_storage(local_settings) as storage:
+        records = await store_images(storage, *(f"{number:04}" for number in range(100)))
+    command = [
+        *("results", "--campaign", "spring", "--storage", local_settings.storage),
+        *("--download", str(tmp_path / "images")),
+    ]
+    process = await asyncio.create_subprocess_exec(
+        *(sys.executable, "-m", "fleet.entry", *command), stdout=asyncio.subprocess.DEVNULL
+    )
+    while process.returncode is None and not matching(tmp_path / "images", "0*.png"):
+        await asyncio.sleep(0.001)
+    process.kill()
+    assert await process.wait() == -signal.SIGKILL
+
+    sizes = {f"{record.id}.png": record.size_bytes for record in records}
+    left = matching(tmp_path / "images", "0*.png")
+    assert 0 < len(left) < 100
+    assert all(path.stat().st_size == sizes[path.name] for path in left)
+    done = await fetch(in_process, local_settings)
+    assert (done["images"], done["already_there"]) == (100 - len(left), len(left))
+    assert len(names_in(tmp_path / "images")) == 100
+
+
+async def test_the_tokens_of_a_monitor_suffice(
+    azurite_settings: StorageSettings,
+    in_process: Imagefleet,
+    store_images: Add,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    async with open_storage(azurite_settings) as storage:
+        await store_images(storage, "0001", "0002")
+    minted = mint.Minter(azurite_settings).mint(ROLES["monitor"], timedelta(hours=1))
+    monkeypatch.setenv("IMAGEFLEET_SAS", minted.sas)
+    reader = azurite_settings.model_copy(update={"storage": minted.storage})
+
+    assert (await fetch(in_process, reader))["images"] == 2
+    common = ("--campaign", "spring", "--storage", minted.storage)
+    common += ("--queue", reader.queue, "--container", reader.container)
+    exported = await asyncio.to_thread(in_process, "export", *common, "shards")
+
+    assert exported.returncode == 0, exported.stderr
+    assert "2 images" in exported.stdout

@@ -1,0 +1,125 @@
+"""`imagefleet results --follow`: new results as they come, until the campaign's end or Ctrl-C."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import signal
+import subprocess
+import sys
+from collections.abc import Awaitable, Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from fleet.results import follow
+from imagefleet.records import reader, writer
+from imagefleet.storage.open import open_storage
+from imagefleet.storage.protocol import Storage
+from imagefleet.storage.settings import StorageSettings
+
+Imagefleet = Callable[..., "subprocess.CompletedProcess[str]"]  # the fixture of conftest.py
+Add = Callable[..., Awaitable[Any]]
+
+
+@pytest.fixture(autouse=True)
+def _fast(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(follow, "SECONDS", 0.05)
+
+
+async def start(
+    in_process: Imagefleet, settings: StorageSettings, *arguments: str
+) -> asyncio.Task[subprocess.CompletedProcess[str]]:
+    command = ("results", "--campaign", "spring", "--storage", settings.storage, "--follow")
+    return asyncio.create_task(asyncio.to_thread(in_process, *command, *arguments))
+
+
+async def test_it_ends_with_the_campaign_and_misses_nothing(
+    local_settings: StorageSettings,
+    in_process: Imagefleet,
+    store_images: Add,
+    add_job: Add,
+) -> None:
+    async with open_storage(local_settings) as storage:
+        await store_images(storage, "0001")
+        await writer.RecordLog(storage.blobs, "filler").sent("spring", 4)
+        running = await start(in_process, local_settings, "--json")
+        await asyncio.sleep(0.3)
+        await store_images(storage, "0002", "0003")
+        assert not running.done()
+        await add_job(storage, "0004", "failed")
+
+        result = await asyncio.wait_for(running, 20)
+
+    assert result.returncode == 0
+    outcomes = [
+        (each["id"], each["outcome"]) for each in map(json.loads, result.stdout.splitlines())
+    ]
+    assert outcomes == [
+        *((f"000{number}", "completed") for number in (1, 2, 3)),
+        ("0004", "failed"),
+    ]
+
+
+async def test_people_see_the_table_and_then_what_is_new(
+    local_settings: StorageSettings, in_process: Imagefleet, store_images: Add
+) -> None:
+    async with open_storage(local_settings) as storage:
+        await store_images(storage, "0001")
+        await writer.RecordLog(storage.blobs, "filler").sent("spring", 2)
+        running = await start(in_process, local_settings)
+        await asyncio.sleep(0.3)
+        await store_images(storage, "0002")
+        result = await asyncio.wait_for(running, 20)
+
+    assert result.stdout.count("0001") == 2, "the id and the prompt of the table"
+    last = result.stdout.splitlines()[-1]
+    assert last.startswith("0002  0  32x32  20  1.5  w1  a house 0002")
+
+
+async def test_images_are_downloaded_as_they_arrive(
+    local_settings: StorageSettings, in_process: Imagefleet, store_images: Add, tmp_path: Path
+) -> None:
+    async with open_storage(local_settings) as storage:
+        await store_images(storage, "0001")
+        await writer.RecordLog(storage.blobs, "filler").sent("spring", 2)
+        running = await start(in_process, local_settings, "--download", "images")
+        while not (tmp_path / "images" / "0001.png").is_file():
+            await asyncio.sleep(0.01)
+        await store_images(storage, "0002")
+        result = await asyncio.wait_for(running, 20)
+
+    assert (tmp_path / "images" / "0002.png").is_file()
+    assert "2 images downloaded to images" in result.stdout
+
+
+async def test_ctrl_c_is_a_usual_end(local_settings: StorageSettings, store_images: Add) -> None:
+    async with open_storage(local_settings) as storage:
+        await store_images(storage, "0001")
+    command = [
+        *(sys.executable, "-m", "fleet.entry", "results", "--campaign", "spring"),
+        *("--storage", local_settings.storage, "--follow", "--json"),
+    ]
+    process = await asyncio.create_subprocess_exec(
+        *command, stdout=subprocess.PIPE, stderr=subprocess.PIPE
+    )
+    assert process.stdout is not None
+    first = await asyncio.wait_for(process.stdout.readline(), 30)
+    process.send_signal(signal.SIGINT)
+    _, errors = await asyncio.wait_for(process.communicate(), 30)
+
+    assert json.loads(first)["id"] == "0001"
+    assert (process.returncode, errors) == (0, b"")
+
+
+async def test_a_follower_that_skips_reads_only_what_comes(
+    storage: Storage, store_images: Add
+) -> None:
+    await store_images(storage, "0001")
+    follower = reader.Follower(storage, "spring")
+    await follower.skip()
+    assert await follower.poll() == []
+
+    await store_images(storage, "0002")
+    assert [each.id for each in await follower.poll()] == ["0002"]

@@ -1,0 +1,301 @@
+"""`imagefleet results`: every result once in every form, whatever the records hold."""
+
+from __future__ import annotations
+
+import asyncio
+import csv
+import dataclasses
+import io
+import json
+import subprocess
+from collections.abc import AsyncIterator, Awaitable, Callable
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import Any
+
+import pyarrow as pa
+import pyarrow.parquet as pq
+import pytest
+
+from fleet.results import parquet
+from imagefleet.records import reader, shard, writer
+from imagefleet.records.record import Record
+from imagefleet.records.shard import Totals
+from imagefleet.storage.open import open_storage
+from imagefleet.storage.protocol import Storage
+from imagefleet.storage.settings import StorageSettings
+
+Imagefleet = Callable[..., "subprocess.CompletedProcess[str]"]  # the fixture of conftest.py
+Add = Callable[..., Awaitable[Any]]
+
+#: Sets the title, clears the screen, and is a formula to a spreadsheet.
+HOSTILE = '=HYPERLINK("http://x")\x1b]0;owned\x07\x1b[2J\u202e'
+
+
+@pytest.fixture
+async def stored(
+    local_settings: StorageSettings, store_images: Add, add_job: Add
+) -> AsyncIterator[Storage]:
+    """Three images, a failed and a cancelled job, and one that was replayed."""
+    async with open_storage(local_settings) as storage:
+        await store_images(storage, "0001", "0002", "0003", metadata={"order": 7})
+        await add_job(storage, "0004", "failed", attempts=5)
+        await add_job(storage, "0005", "cancelled", error=None, reason=None)
+        await add_job(storage, "0006", "failed")
+        await add_job(storage, "0006", "replayed")
+        await writer.RecordLog(storage.blobs, "filler").sent("spring", 7)
+        yield storage
+
+
+@pytest.fixture
+def results(in_process: Imagefleet, local_settings: StorageSettings) -> Callable[..., Any]:
+    """Runs the command for the campaign `spring`, in a thread."""
+
+    async def run(*arguments: str, code: int = 0) -> subprocess.CompletedProcess[str]:
+        storage = ("--campaign", "spring", "--storage", local_settings.storage)
+        result = await asyncio.to_thread(in_process, "results", *storage, *arguments)
+        assert result.returncode == code, result.stderr
+        return result
+
+    return run
+
+
+def names_in(folder: Path) -> list[str]:
+    return [each.name for each in folder.iterdir()]
+
+
+def lines_of(result: subprocess.CompletedProcess[str]) -> list[dict[str, Any]]:
+    return [json.loads(line) for line in result.stdout.splitlines()]
+
+
+async def test_json_has_every_result_with_all_that_is_known(
+    stored: Storage, results: Callable[..., Any]
+) -> None:
+    found = lines_of(await results("--json"))
+    images, ended = found[:3], sorted(found[3:], key=lambda each: str(each["id"]))
+
+    assert [(each["id"], each["outcome"]) for each in images + ended] == [
+        *((f"000{number}", "completed") for number in (1, 2, 3)),
+        *(("0004", "failed"), ("0005", "cancelled")),
+    ]
+    assert images[1] == {
+        "outcome": "completed",
+        "campaign": "spring",
+        "id": "0002",
+        "index": 0,
+        "prompt": "a house 0002, <lora:outline-style:0.8>",
+        "negative_prompt": "blurry",
+        "seed": 1,
+        "model": "dreamshaper",
+        "loras": [{"name": "outline-style", "weight": 0.8}],
+        "sampler": "euler_a",
+        "steps": 20,
+        "cfg_scale": 7.5,
+        "clip_skip": None,
+        "width": 32,
+        "height": 32,
+        "worker": "w1",
+        "gpu": None,
+        "seconds": 1.5,
+        "attempts": 1,
+        "at": "2026-11-01T12:00:01+00:00",
+        "size_bytes": images[1]["size_bytes"],
+        "blob": "spring/0002.png",
+        "address": stored.blobs.address("spring/0002.png"),
+        "error": None,
+        "reason": None,
+        "metadata": {"order": 7},
+    }
+    assert (ended[0]["error"], ended[0]["reason"], ended[0]["attempts"]) == (
+        *("MissingFileError", "there is no LoRA fox"),
+        5,
+    )
+
+
+async def test_a_filter_and_a_limit(stored: Storage, results: Callable[..., Any]) -> None:
+    failed = lines_of(await results("--json", "--outcome", "failed"))
+    both = lines_of(await results("--json", "--outcome", "failed", "--outcome", "cancelled"))
+    two = lines_of(await results("--json", "--limit", "2"))
+
+    assert [each["id"] for each in failed] == ["0004"]
+    assert {each["id"] for each in both} == {"0004", "0005"}
+    assert [each["id"] for each in two] == ["0001", "0002"]
+
+
+async def test_csv_is_for_spreadsheets(
+    stored: Storage, results: Callable[..., Any], store_images: Add
+) -> None:
+    await store_images(stored, "0009", prompt=HOSTILE, negative_prompt='two\nlines, and a "')
+
+    rows = list(csv.DictReader(io.StringIO((await results("--csv")).stdout)))
+
+    assert len(rows) == 6
+    by_id = {row["id"]: row for row in rows}
+    first, hostile = by_id["0001"], by_id["0009"]
+    assert hostile["prompt"].startswith("'=HYPERLINK"), "no spreadsheet executes it"
+    assert not set(hostile["prompt"]) & set("\x1b\x07\u202e")
+    assert hostile["negative_prompt"] == 'two\nlines, and a "'
+    assert first["loras"] == "outline-style:0.8"
+    assert json.loads(first["metadata"]) == {"order": 7}
+    assert first["at"] == "2026-11-01T12:00:00+00:00"
+
+
+async def test_a_file_of_lines_is_whole_or_absent(
+    stored: Storage, results: Callable[..., Any], tmp_path: Path
+) -> None:
+    printed = (await results("--csv")).stdout
+    result = await results("--csv", "--output", "out/spring.csv")
+
+    assert result.stdout == ""
+    assert (tmp_path / "out" / "spring.csv").read_text() == printed
+    assert names_in(tmp_path / "out") == ["spring.csv"]
+
+
+async def test_parquet_has_the_types_of_the_columns(
+    stored: Storage, results: Callable[..., Any], tmp_path: Path
+) -> None:
+    await results("--parquet", "spring.parquet")
+
+    table = pq.read_table(tmp_path / "spring.parquet")
+    assert table.schema.equals(parquet.schema())
+    assert table.schema.field("at").type == pa.timestamp("us", "UTC")
+    assert sorted(table["id"].to_pylist()) == ["0001", "0002", "0003", "0004", "0005"]
+    assert table["loras"][0].as_py() == [{"name": "outline-style", "weight": 0.8}]
+    assert table["metadata"].to_pylist() == ['{"order":7}'] * 3 + [None] * 2
+    assert table["at"][1].as_py() == datetime(2026, 11, 1, 12, 0, 1, tzinfo=UTC)
+
+
+async def test_parquet_is_written_by_row_groups(
+    stored: Storage,
+    results: Callable[..., Any],
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(parquet, "ROW_GROUP", 2)
+    monkeypatch.setattr(parquet, "_BATCH", 1)
+
+    await results("--parquet", "spring.parquet")
+
+    with pq.ParquetFile(tmp_path / "spring.parquet") as file:
+        assert [file.metadata.row_group(n).num_rows for n in range(3)] == [2, 2, 1]
+
+
+async def test_without_pyarrow_one_sentence_says_what_to_install(
+    stored: Storage, results: Callable[..., Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setitem(__import__("sys").modules, "pyarrow", None)
+
+    result = await results("--parquet", "spring.parquet", code=2)
+
+    assert result.stderr == "error: Parquet needs pyarrow: pip install 'imagefleet[parquet]'\n"
+
+
+async def test_people_see_counts_and_some_results(
+    stored: Storage, results: Callable[..., Any]
+) -> None:
+    result = await results("--limit", "2")
+
+    shown = " ".join(result.stdout.split())
+    for fact in ("jobs sent 7", "jobs queued or running 2", "images 3", "jobs failed 1"):
+        assert fact in shown
+    assert "0002 1 32x32 20 1.5 w1 a house 0002" in shown
+    assert "0003" not in shown
+    assert "0004 failed MissingFileError 5 there is no LoRA fox" in shown
+    assert "4 of 5 results shown: --limit COUNT" in result.stderr
+
+
+async def test_a_hostile_record_controls_no_terminal(
+    stored: Storage, results: Callable[..., Any], store_images: Add
+) -> None:
+    await store_images(stored, "0009", prompt=HOSTILE, worker=HOSTILE, size_bytes=2**53 - 1)
+
+    for arguments in ((), ("--json",), ("--csv",)):
+        assert not set((await results(*arguments)).stdout) & set("\x1b\x07\u202e")
+
+
+async def test_numbers_that_no_column_holds_are_a_damaged_record(
+    stored: Storage, results: Callable[..., Any], tmp_path: Path
+) -> None:
+    line = b'{"outcome":"completed","id":"x","campaign":"spring","at":"2026-11-01T12:00:00Z",'
+    lines = [
+        line + b'"blob":"spring/x.png","%s":%d}\n' % (name, 2**63)
+        for name in (b"size_bytes", b"steps", b"width", b"height", b"clip_skip")
+    ]
+    lines.append(
+        line.replace(b"2026", b"0001").replace(b"Z", b"+14:00") + b'"blob":"spring/x.png"}\n'
+    )
+    name = "-records/spring/20261101T120000Z-w9-00000000.images.jsonl.gz"
+    await stored.blobs.append(name, shard.encode(lines, Totals(6, 6)), 0)
+
+    result = await results("--parquet", "spring.parquet")
+
+    assert pq.read_table(tmp_path / "spring.parquet").num_rows == 5
+    assert "and 3 more" in result.stderr
+    assert result.stderr.startswith(f"warning: damaged records are left out: {name}: ")
+
+
+async def test_a_campaign_with_a_typing_error_is_named(
+    stored: Storage, in_process: Imagefleet, local_settings: StorageSettings
+) -> None:
+    result = await asyncio.to_thread(
+        in_process, "results", "--campaign", "sprnig", "--storage", local_settings.storage
+    )
+
+    assert result.returncode == 2
+    assert "campaign 'sprnig' has no records" in result.stderr
+    assert "did you mean 'spring'?" in result.stderr
+
+
+@pytest.mark.parametrize(
+    ("arguments", "says"),
+    [
+        (("--json", "--csv"), "--json and --csv are different results: choose one"),
+        (("--parquet", "a", "--follow"), "--parquet writes a file at its end"),
+        (("--output", "a"), "--output is for the lines of --json or --csv"),
+        (("--download", "a", "--outcome", "failed"), "--download is for images"),
+        (("--parquet", "no/such/../../../.."), "cannot write"),
+    ],
+)
+async def test_options_that_do_not_go_together_are_one_line(
+    stored: Storage, results: Callable[..., Any], arguments: tuple[str, ...], says: str
+) -> None:
+    result = await results(*arguments, code=2)
+
+    assert says in result.stderr
+    assert len(result.stderr.splitlines()) == 1
+
+
+async def test_operations_do_not_grow_with_the_images(storage: Storage, store_images: Add) -> None:
+    (record,) = await store_images(storage, "0001")
+    more = [record.model_copy(update={"id": f"{number}"}) for number in range(1_000)]
+    await writer.RecordLog(storage.blobs, "w2").add(more)
+    before = dataclasses.replace(storage.operations)
+
+    found = [each async for each in reader.images(storage, "spring")]
+    counts = await reader.counts(storage, "spring")
+
+    assert (len(found), counts.images) == (1_001, 1_001)
+    reads = storage.operations.blob_reads - before.blob_reads
+    assert reads == 4, "two shards, each once for its records, once for its number"
+    assert storage.operations.blob_writes - before.blob_writes == 3, "listings"
+
+
+async def test_a_draft_does_not_stay_where_the_disk_is_full(
+    stored: Storage, results: Callable[..., Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def fail(*_: object) -> None:
+        raise OSError(28, "No space left on device", "spring.parquet")
+
+    monkeypatch.setattr("fleet.results.files.sync", fail)
+
+    result = await results("--parquet", "spring.parquet", code=1)
+
+    assert "the disk is full" in result.stderr
+    assert not any("parquet" in name for name in names_in(tmp_path))
+
+
+def test_every_field_of_a_record_is_a_result_or_left_out_on_purpose() -> None:
+    from fleet.results import columns
+
+    left_out = {"source", "images", "started_at", "start_up_seconds", "price_per_hour"}
+    assert set(Record.model_fields) - left_out == set(columns.COLUMNS) - {"address"}

@@ -1,0 +1,160 @@
+"""The command: its secret, its address, its state, and how it ends."""
+
+from __future__ import annotations
+
+import asyncio
+import base64
+import json
+import os
+import signal
+import subprocess
+import sys
+from collections.abc import Callable
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import Any
+
+import aiohttp
+import pytest
+from standardwebhooks import Webhook
+
+from fleet import console
+from fleet.webhooks.signature import Signer
+from imagefleet.records.record import Record
+from imagefleet.records.writer import RecordLog
+from imagefleet.storage.open import open_storage
+from imagefleet.storage.settings import StorageSettings
+
+Imagefleet = Callable[..., "subprocess.CompletedProcess[str]"]
+
+SECRETS = [f"whsec_{base64.b64encode(bytes([n]) * 24).decode()}" for n in range(2)]
+
+URL = ("webhooks", "--url", "https://example.com/hook?token=T0ken", "--secret-file", "secret")
+
+
+@pytest.fixture
+def jobs(tmp_path: Path) -> Path:
+    """A storage with three jobs that have ended, and a secret."""
+    (tmp_path / "secret").write_text(f"{SECRETS[0]}\n")
+    address = f"local:{tmp_path / 'imagefleet-data'}"
+
+    async def prepare() -> None:
+        async with open_storage(StorageSettings(storage=address)) as storage:
+            await storage.create()
+            log = RecordLog(storage.blobs, "w1")
+            await log.sent("spring", 4)
+            await log.add(
+                Record(
+                    outcome="completed",
+                    id=f"job-{number}",
+                    campaign="spring",
+                    at=datetime.now(UTC),
+                    blob=f"spring/job-{number}.png",
+                )
+                for number in range(3)
+            )
+
+    asyncio.run(prepare())
+    return tmp_path
+
+
+def test_both_secrets_sign_while_one_replaces_the_other(tmp_path: Path) -> None:
+    (tmp_path / "secret").write_text("\n".join(SECRETS))
+    now = int(datetime.now(UTC).timestamp())
+    headers = Signer.read(tmp_path / "secret").headers("msg_1", b'{"a":"\xc3\xbc"}', now)
+    for secret in SECRETS:
+        assert Webhook(secret).verify(b'{"a":"\xc3\xbc"}', headers) == {"a": "ü"}
+
+
+@pytest.mark.parametrize(
+    ("text", "reason"),
+    [
+        ("", "1 to 4 secrets"),
+        ("hunter2hunter2hunter2hunter2", "should be whsec_"),
+        ("whsec_hunter2", "should be whsec_"),
+        (f"whsec_{base64.b64encode(b'hunter2' * 3).decode()}", "24 to 64 bytes"),
+    ],
+)
+def test_a_secret_that_is_none_is_not_quoted(
+    in_process: Imagefleet, tmp_path: Path, text: str, reason: str
+) -> None:
+    (tmp_path / "secret").write_text(text)
+    ended = in_process(*URL)
+    assert ended.returncode == console.EXIT_OPERATOR_MUST_ACT
+    assert reason in ended.stderr
+    assert not text or text not in ended.stderr
+
+
+@pytest.mark.parametrize(
+    "url", ["http://example.com/hook", "http://127.0.0.1.example.com", "ftp://example.com", "x"]
+)
+def test_only_this_machine_gets_webhooks_without_tls(
+    in_process: Imagefleet, tmp_path: Path, url: str
+) -> None:
+    ended = in_process("webhooks", "--url", url, "--secret-file", "secret")
+    assert ended.returncode == console.EXIT_OPERATOR_MUST_ACT
+    assert "https://" in ended.stderr
+
+
+def test_a_dry_run_prints_the_events_and_changes_nothing(
+    jobs: Path, in_process: Imagefleet
+) -> None:
+    ended = in_process(*URL, "--each-job", "--dry-run")
+    events = [json.loads(line) for line in ended.stdout.splitlines()]
+    assert [each["type"] for each in events] == ["job.completed"] * 3, ended.stderr
+    assert events[0]["webhook-id"].startswith("msg_")
+    assert not (jobs / "webhooks.json").exists()
+
+
+async def test_the_service_sends_until_it_is_stopped(
+    jobs: Path, receiver: Any, unused_port: int
+) -> None:
+    receiver.secret = SECRETS[0]
+    command = ["--url", receiver.url, "--secret-file", "secret", "--each-job"]
+    process = await asyncio.create_subprocess_exec(
+        *(sys.executable, "-m", "fleet.entry", "webhooks", *command, "--port", str(unused_port)),
+        cwd=jobs,
+        env={**os.environ, "PYTHONPATH": str(Path(__file__).parents[3])},
+        stderr=subprocess.PIPE,
+    )
+    async with asyncio.timeout(30):
+        while len(receiver.events) < 3:
+            await asyncio.sleep(0.05)
+        async with aiohttp.ClientSession() as client:
+            page = await (await client.get(f"http://127.0.0.1:{unused_port}/metrics")).text()
+        process.send_signal(signal.SIGTERM)
+        _, logged = await process.communicate()
+    assert process.returncode == console.EXIT_DONE, logged
+    assert 'imagefleet_webhook_attempts_total{fleet="imagefleet-data/jobs",outcome=' in page
+    lines = [json.loads(line) for line in logged.splitlines()]
+    assert "webhook_delivered" in {each["action"] for each in lines}
+    assert b"token=x" not in logged
+    state = json.loads((jobs / "webhooks.json").read_text())
+    assert (len(state["position"]), state.get("waiting", [])) == (1, [])
+
+
+def test_a_receiver_that_is_gone_stays_so_until_told_otherwise(
+    jobs: Path, receiver: Any, in_process: Imagefleet
+) -> None:
+    receiver.secret = SECRETS[0]
+    command = ("webhooks", "--url", receiver.url, "--secret-file", "secret", "--each-job", "--once")
+    receiver.always = 410
+    for _ in range(2):
+        ended = in_process(*command)
+        assert ended.returncode == console.EXIT_OPERATOR_MUST_ACT
+        assert "410 Gone" in ended.stderr
+    assert receiver.requests.total() == 3
+    receiver.always = 204
+    ended = in_process(*command, "--resume")
+    assert ended.returncode == console.EXIT_DONE, ended.stderr
+    assert len(receiver.events) == 3
+    moved = ("webhooks", "--url", "https://example.com", "--secret-file", "secret", "--once")
+    ended = in_process(*moved)
+    assert "is the state for http://127.0.0.1" in ended.stderr
+
+
+def test_only_one_service_has_the_state(jobs: Path, in_process: Imagefleet) -> None:
+    with console.only_one(jobs / "webhooks.json", "this test"):
+        ended = in_process(*URL)
+    assert ended.returncode == console.EXIT_OPERATOR_MUST_ACT
+    assert "another `imagefleet webhooks` keeps the state" in ended.stderr

@@ -1,0 +1,289 @@
+"""The client's results, from records as workers write them: what is counted, and what it costs."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import AsyncIterator, Iterator
+from datetime import UTC, datetime
+from typing import Any
+
+import pytest
+
+from imagefleet import Job, aio, errors, retry
+from imagefleet.records import reader, shard
+from imagefleet.records.record import Record
+from imagefleet.records.shard import Totals
+from imagefleet.records.writer import RecordLog
+from imagefleet.storage.protocol import BlobPart
+from imagefleet.storage.settings import StorageSettings
+
+NOON = datetime(2026, 11, 22, 12, tzinfo=UTC)
+
+
+def image(job_id: str, **fields: Any) -> Record:
+    known = {"outcome": "completed", "id": job_id, "campaign": "spring", "at": NOON}
+    return Record.model_validate({**known, "blob": f"spring/{job_id}.png", **fields})
+
+
+def images(job_id: str, *indices: int, of: int) -> list[Record]:
+    return [
+        image(job_id, blob=f"spring/{job_id}-{index}.png", index=index, images=of, seed=9 + index)
+        for index in indices
+    ]
+
+
+def end(job_id: str, outcome: str, message: str = "m", **fields: Any) -> Record:
+    known = {"outcome": outcome, "id": job_id, "campaign": "spring", "at": NOON}
+    known["reason"] = f"{job_id} has {outcome}"
+    return Record.model_validate({**known, "source": f"{message}-{job_id}", **fields})
+
+
+@pytest.fixture(autouse=True)
+def _short_pauses(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(aio, "FIRST_PAUSE_SECONDS", 0.01)
+    monkeypatch.setattr(aio, "RETRIES", retry.RetryPolicy(tries=3, first_wait_seconds=0.001))
+
+
+@pytest.fixture
+async def fleet(local_settings: StorageSettings) -> AsyncIterator[aio.Fleet]:
+    async with aio.connect(local_settings.storage) as fleet:
+        await fleet.storage.create()
+        yield fleet
+
+
+@pytest.fixture
+def log(fleet: aio.Fleet) -> RecordLog:
+    return RecordLog(fleet.storage.blobs, "worker")
+
+
+async def submit(fleet: aio.Fleet, *ids: str | None, **fields: Any) -> aio.Batch:
+    jobs = [Job(prompt="a house", id=job_id, **fields) for job_id in ids]
+    return await fleet.submit(jobs, campaign="spring")
+
+
+async def statuses(results: aio.Results) -> dict[str, str]:
+    found = [result async for result in results]
+    assert len({result.id for result in found}) == len(found), "each job once"
+    return {result.id: result.status for result in found}
+
+
+async def test_a_batch_ends_with_images_failures_and_cancellations(
+    fleet: aio.Fleet, log: RecordLog
+) -> None:
+    batch = await submit(fleet, "a", "b", "c")
+    await log.add([image("a"), end("b", "failed"), end("c", "cancelled")])
+    found = {result.id: result async for result in batch.results(0)}
+
+    assert {each.id: each.status for each in found.values()} == {
+        "a": "completed",
+        "b": "failed",
+        "c": "cancelled",
+    }
+    assert found["c"].reason == "c has cancelled"
+    with pytest.raises(errors.JobError, match="job c has no image: c has cancelled"):
+        await found["c"].data()
+
+
+async def test_a_failure_that_was_replayed_is_not_one_whatever_order_the_shards_are_in(
+    fleet: aio.Fleet, log: RecordLog
+) -> None:
+    batch = await submit(fleet, "a", "b", "c")
+    operator = RecordLog(fleet.storage.blobs, "operator")
+    await log.add([end("a", "failed"), end("b", "failed"), end("c", "failed")])
+    await operator.add([end("a", "replayed"), end("b", "replayed"), end("c", "discarded")])
+    await log.add([end("b", "failed", "again")])
+    results = batch.results(0)
+
+    assert {(await anext(results)).id for _ in range(2)} == {"b", "c"}, "a discarded job ends, too"
+    with pytest.raises(TimeoutError, match="1 of 3 jobs"):
+        await anext(results)
+
+
+async def test_old_failures_do_not_count_and_old_images_do(
+    fleet: aio.Fleet, log: RecordLog
+) -> None:
+    await log.add([image("a"), end("b", "failed")])
+    batch = await submit(fleet, "a", "b")
+    results = batch.results(0)
+    assert (await anext(results)).id == "a"
+    with pytest.raises(TimeoutError, match="1 of 2 jobs"):
+        await anext(results)
+    await log.add([end("b", "failed", "now")])
+    assert await statuses(batch.results(0)) == {"a": "completed", "b": "failed"}
+
+
+async def test_what_was_there_before_ids_of_its_own_is_not_read(
+    fleet: aio.Fleet, log: RecordLog
+) -> None:
+    await log.add(image(f"old-{number}", prompt="a house " * 20) for number in range(1000))
+    batch = await submit(fleet, None, None)
+    await log.add([image(job_id) for job_id in batch.ids])
+    parsed: list[bytes] = []
+    read = Record.read
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(Record, "read", lambda line: parsed.append(line) or read(line))
+        assert len(await statuses(batch.results(0))) == 2
+    assert len(parsed) == 2
+
+
+async def test_a_batch_may_be_of_several_campaigns(fleet: aio.Fleet, log: RecordLog) -> None:
+    names = ("autumn", "spring", "winter")
+    await log.add([end("a", "failed", campaign=name) for name in names])
+    batch = await fleet.submit(Job(prompt="a house", id="a", campaign=name) for name in names)
+    await log.add([end("a", "failed", "now", campaign=name) for name in names[:2]])
+    results = batch.results(0)
+    assert {(await anext(results)).campaign for _ in range(2)} == {"autumn", "spring"}
+    with pytest.raises(TimeoutError):
+        await anext(results)
+    assert {
+        name: counts.sent for name, counts in (await fleet.campaigns()).items()
+    } == dict.fromkeys(names, 1)
+
+
+async def test_a_job_of_several_images_needs_them_all_and_a_failed_one_keeps_what_it_has(
+    fleet: aio.Fleet, log: RecordLog
+) -> None:
+    batch = await submit(fleet, "a", "b", batch_size=3)
+    await log.add([*images("a", 2, 0, of=3), *images("b", 1, of=3)])
+    with pytest.raises(TimeoutError):
+        await statuses(batch.results(0))
+    assert await statuses(fleet.results("spring")) == {}
+    await RecordLog(fleet.storage.blobs, "another").add(images("a", 1, of=3), again=True)
+    await log.add([end("b", "failed", seed=9)])
+
+    for results in (batch.results(0), fleet.results("spring")):
+        found = {result.id: result async for result in results}
+        assert found["a"].blobs == tuple(f"spring/a-{index}.png" for index in range(3))
+        assert (found["b"].status, found["b"].blobs) == ("failed", ("spring/b-1.png",))
+    assert found["a"].seed == 9
+
+
+async def test_a_record_of_another_jobs_image_is_no_result(
+    fleet: aio.Fleet, log: RecordLog
+) -> None:
+    batch = await submit(fleet, "a")
+    await log.add([image("a", blob="autumn/secret.png"), image("a", blob="spring/b.png")])
+    with pytest.raises(TimeoutError):
+        await statuses(batch.results(0))
+    assert await statuses(fleet.results("spring")) == {}
+
+
+async def test_a_campaigns_results_have_each_job_once_as_it_is_now(
+    fleet: aio.Fleet, log: RecordLog
+) -> None:
+    await log.add([end("a", "failed"), end("b", "failed"), end("b", "failed", "again")])
+    await log.add([image("a", seed=5, metadata={"order": 7}), end("c", "cancelled")])
+    await log.add([image("a")], again=True)
+    await log.add([end("d", "failed"), end("d", "replayed"), image("e", campaign="autumn")])
+    results = {result.id: result async for result in fleet.results("spring")}
+    assert {each.id: each.status for each in results.values()} == {
+        "a": "completed",
+        "b": "failed",
+        "c": "cancelled",
+    }
+    assert (results["a"].seed, results["a"].metadata) == (5, {"order": 7})
+    assert results["a"].records[0].blob == "spring/a.png"
+
+
+async def test_a_fault_between_two_shards_loses_no_result(
+    fleet: aio.Fleet, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    batch = await submit(fleet, "a", "b", "c")
+    for job_id in batch.ids:
+        await RecordLog(fleet.storage.blobs, f"worker-{job_id}").add([image(job_id)])
+    read_part = fleet.storage.blobs.read_part
+    reads: list[str] = []
+
+    async def faulty(name: str, offset: int, max_bytes: int) -> BlobPart | None:
+        reads.append(name)
+        if len(reads) == 2:
+            raise errors.TransientError
+        return await read_part(name, offset, max_bytes)
+
+    monkeypatch.setattr(fleet.storage.blobs, "read_part", faulty)
+    assert set(await statuses(batch.results(5))) == {"a", "b", "c"}
+
+
+async def test_jobs_that_are_sent_during_an_append_get_their_results(fleet: aio.Fleet) -> None:
+    name = "-records/spring/20261122T120000Z-w-1.images.jsonl.gz"
+    whole = shard.encode([image("old").line()], Totals(1, 1))
+    await submit(fleet, "old")
+    blobs = fleet.storage.blobs
+    await blobs.append(name, whole[:30], 0)  # a local file grows while it is written
+    batch = await submit(fleet, None)
+    await blobs.append(name, whole[30:], 30)
+    more = shard.encode([image(batch.ids[0]).line()], Totals(2, 2))
+    await blobs.append(name, more, len(whole))
+    assert await statuses(batch.results(0)) == {batch.ids[0]: "completed"}
+
+
+async def test_many_results_cost_a_read_for_each_shard_and_few_listings(
+    fleet: aio.Fleet, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(reader, "_POLLED", 400)
+    batch = await submit(fleet, *[None] * 500)
+    shards = 5
+    for worker in range(shards):
+        log = RecordLog(fleet.storage.blobs, f"worker-{worker}")
+        await log.add(image(job_id) for job_id in batch.ids[worker::shards])
+    operations = fleet.storage.operations
+    listings, reads = operations.blob_writes, operations.blob_reads
+
+    assert sum([1 async for _ in batch.results(60)]) == 500
+    assert operations.blob_writes - listings == 2, "400 records at a time"
+    assert operations.blob_reads - reads == shards
+
+
+async def test_an_idle_poll_is_one_listing(fleet: aio.Fleet, log: RecordLog) -> None:
+    batch = await submit(fleet, "a", "b")
+    await log.add([image("a")])
+    results = batch.results(0)
+    await anext(results)
+    before = fleet.storage.operations.blob_writes
+    with pytest.raises(TimeoutError):
+        await anext(results)
+    assert fleet.storage.operations.blob_writes - before == 1
+
+
+async def test_one_job_is_looked_up_without_its_neighbours(
+    fleet: aio.Fleet, log: RecordLog, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    await submit(fleet, "a")
+    for number in range(50):
+        await fleet.storage.blobs.create(f"spring/a-{number}0.png", b"x", "image/png", {})
+    await log.add([end("a", "failed"), image("b")])
+    listed: list[str] = []
+    records = fleet.storage.blobs.records
+
+    def listing(prefix: str = "") -> AsyncIterator[Any]:
+        listed.append(prefix)
+        return records(prefix)
+
+    monkeypatch.setattr(fleet.storage.blobs, "records", listing)
+    assert await fleet.job("spring/a").status() == "failed"
+    assert listed == ["spring/a.", "spring/a-0.", "-records/spring/"]
+
+
+async def test_only_jobs_that_are_in_the_queue_count_as_sent(fleet: aio.Fleet) -> None:
+    def jobs() -> Iterator[Job]:
+        yield from (Job(prompt="a house", id=f"{number}") for number in range(40))
+        raise ZeroDivisionError
+
+    with pytest.raises(ZeroDivisionError):
+        await fleet.submit(jobs(), campaign="spring")
+    sent = (await fleet.depth()).queue.messages
+    assert (await fleet.campaigns())["spring"].sent == sent == 32
+
+
+async def test_jobs_are_sent_with_credentials_that_neither_list_nor_append(
+    fleet: aio.Fleet, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    async def refused(*_: object) -> bool:
+        raise errors.SetupError("the SAS token may not append to records")
+
+    monkeypatch.setattr(reader, "end", refused)
+    monkeypatch.setattr(fleet.storage.blobs, "append", refused)
+    with caplog.at_level(logging.WARNING):
+        await submit(fleet, "a")
+    assert (await fleet.depth()).queue.messages == 1
+    assert "may not append to records" in caplog.text

@@ -1,0 +1,250 @@
+"""Failed jobs are read from their records, which agree with the poison queue whatever is killed."""
+
+from __future__ import annotations
+
+import asyncio
+import dataclasses
+from collections import Counter
+from collections.abc import Iterable
+from typing import Any
+
+import pytest
+
+from imagefleet import errors
+from imagefleet.job.message import Job, read_job
+from imagefleet.records.record import Record
+from imagefleet.records.writer import RecordLog
+from imagefleet.storage import dead_letter, dead_letter_queue, dead_letter_records
+from imagefleet.storage.dead_letter_queue import Selection
+from imagefleet.storage.open import open_storage
+from imagefleet.storage.protocol import JobQueue, Storage
+from imagefleet.storage.settings import StorageSettings
+
+MISSING = errors.MissingFileError("there is no LoRA 'forest'")
+
+
+async def fail(storage: Storage, *job_ids: str, campaign: str = "spring") -> None:
+    """As workers do it: the poison queue, the record, the message."""
+    jobs = [Job(prompt="a cat", id=each, seed=1, campaign=campaign) for each in job_ids]
+    await storage.queue.send([job.to_message() for job in jobs])
+    records = []
+    for _ in job_ids:
+        (message,) = await storage.queue.receive(1, 60)
+        job = read_job(message.body, message.id)
+        failed = await dead_letter.add(storage, message, job, MISSING, "worker-1")
+        records.append(Record(outcome="failed", **failed.facts()))
+        await storage.queue.delete(message)
+    await RecordLog(storage.blobs, "worker-1").add(records)
+
+
+async def listed(storage: Storage) -> Counter[str]:
+    found = dead_letter_queue.recorded(storage, Selection())
+    return Counter([entry.id async for entry in found])
+
+
+async def queued(queue: JobQueue) -> Counter[str]:
+    return Counter([str(read_job(each.body, each.id).id) async for each in queue.browse()])
+
+
+async def test_lists_at_the_same_time_count_every_failed_job(
+    azurite_settings: StorageSettings,
+) -> None:
+    """On Azure the messages themselves are seen by one reader at a time."""
+    async with open_storage(azurite_settings) as storage:
+        await storage.create()
+        job = Job(prompt="a cat", campaign="spring")
+        sent, records = [], []
+        for number in range(600):
+            failed = dead_letter.FailedJob(
+                id=f"j{number}",
+                campaign="spring",
+                error="E",
+                reason="r",
+                attempts=1,
+                worker="w",
+                failed_at="2026-11-22T12:00:00Z",
+                source=f"m{number}",
+                body=job.identified(f"j{number}").to_message(),
+            )
+            sent.append(failed.encode())
+            records.append(Record(outcome="failed", **failed.facts()))
+        await storage.poison.send(sent)
+        await RecordLog(storage.blobs, "worker-1").add(records)
+
+        killed = asyncio.create_task(listed(storage))
+        await asyncio.sleep(0.02)
+        killed.cancel()
+        lists = await asyncio.gather(*(listed(storage) for _ in range(3)))
+        assert [each.total() for each in lists] == [600] * 3
+        before = dataclasses.replace(storage.operations)
+        assert (await listed(storage)).total() == 600
+        assert await dead_letter_queue.unrecorded(storage) == 0
+        after = storage.operations
+        # As docs/failed-jobs.md says, of one shard; a listing is billed as a write.
+        assert after.queue - before.queue == 2
+        assert after.blob_writes - before.blob_writes == 2
+        assert after.blob_reads - before.blob_reads == 4
+
+
+async def test_an_invalid_job_fails_under_the_id_and_campaign_that_it_gives(
+    storage: Storage,
+) -> None:
+    """So that it is the same job once it is mended."""
+    bodies = {
+        '{"prompt":"a cat","id":"cat","campaign":"spring","steps":500}': ("cat", "spring"),
+        '{"prompt":5,"id":"../x","campaign":"a b"}': (None, None),
+        '["id"]': (None, None),
+    }
+    for body, (job_id, campaign) in bodies.items():
+        await storage.queue.send([body])
+        (message,) = await storage.queue.receive(1, 60)
+        failed = await dead_letter.add(storage, message, None, errors.JobError("no"), "w")
+        assert (failed.id, failed.campaign) == (job_id or message.id, campaign)
+        Record(outcome="failed", **failed.facts())
+        await storage.queue.delete(message)
+
+
+class Killed(BaseException):
+    """Simulates the end of the process: no code may catch it."""
+
+
+def kill_at(monkeypatch: pytest.MonkeyPatch, target: Any, name: str, *, after: bool) -> None:
+    call = getattr(target, name)
+
+    async def killed(*arguments: Any) -> None:
+        if after:
+            await call(*arguments)
+        raise Killed
+
+    monkeypatch.setattr(target, name, killed)
+
+
+STEPS = [
+    ("queue", "send", False),
+    ("queue", "send", True),
+    ("notes", "add", False),
+    ("notes", "add", True),
+    ("poison", "delete", True),
+]
+
+
+@pytest.mark.parametrize(("part", "name", "after"), STEPS)
+async def test_a_replay_killed_at_any_moment_sends_again_and_loses_none(
+    local_settings: StorageSettings,
+    monkeypatch: pytest.MonkeyPatch,
+    part: str,
+    name: str,
+    after: bool,
+) -> None:
+    async with open_storage(local_settings) as storage:
+        await storage.create()
+        await fail(storage, "a", "b", "c")
+        target = dead_letter_records.Notes if part == "notes" else getattr(storage, part)
+        with monkeypatch.context() as only:
+            kill_at(only, target, name, after=after)
+            with pytest.raises(Killed):
+                await dead_letter_queue.replay(storage, Selection())
+        assert set(await queued(storage.queue)) | set(await listed(storage)) == {"a", "b", "c"}
+        await dead_letter_queue.replay(storage, Selection())
+        sent = await queued(storage.queue)
+        assert set(sent) == {"a", "b", "c"}
+        assert max(sent.values()) <= 2, "it errs by sending a job twice"
+        assert await listed(storage) == Counter()
+        assert (await storage.poison.depth()).messages == 0
+
+
+@pytest.mark.parametrize(("part", "name", "after"), [step for step in STEPS if step[0] != "queue"])
+async def test_a_discard_killed_at_any_moment_is_finished_by_the_next(
+    local_settings: StorageSettings,
+    monkeypatch: pytest.MonkeyPatch,
+    part: str,
+    name: str,
+    after: bool,
+) -> None:
+    async with open_storage(local_settings) as storage:
+        await storage.create()
+        await fail(storage, "a", "b", "c")
+        await fail(storage, "kept", campaign="summer")
+        target = dead_letter_records.Notes if part == "notes" else getattr(storage, part)
+        with monkeypatch.context() as only:
+            kill_at(only, target, name, after=after)
+            with pytest.raises(Killed):
+                await dead_letter_queue.discard(storage, Selection(campaign="spring"))
+        left = (await listed(storage)).total() + await dead_letter_queue.unrecorded(storage)
+        assert left == (await storage.poison.depth()).messages, "none is hidden"
+        await dead_letter_queue.discard(storage, Selection(campaign="spring"))
+        assert await listed(storage) == {"kept": 1}
+        assert (await storage.poison.depth()).messages == 1
+        assert await queued(storage.queue) == Counter()
+
+
+async def test_a_job_that_fails_again_during_its_replay_is_on_the_list(
+    storage: Storage, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    await fail(storage, "a")
+    send = storage.queue.send
+
+    async def send_and_fail(bodies: Iterable[str]) -> None:
+        monkeypatch.setattr(storage.queue, "send", send)
+        await fail(storage, "a")  # before the replay is noted
+
+    monkeypatch.setattr(storage.queue, "send", send_and_fail)
+    await dead_letter_queue.replay(storage, Selection())
+    assert await listed(storage) == {"a": 1}
+
+
+async def test_without_access_to_the_records_nothing_is_moved(
+    storage: Storage, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    await fail(storage, "a")
+
+    async def refuse(*_: object) -> bool:
+        raise errors.SetupError("the token may not append to records")
+
+    monkeypatch.setattr(storage.blobs, "append", refuse)
+    for sweep in (dead_letter_queue.replay, dead_letter_queue.discard):
+        with pytest.raises(errors.SetupError):
+            await sweep(storage, Selection())
+    assert (await queued(storage.queue), await listed(storage)) == (Counter(), {"a": 1})
+    assert (await storage.poison.depth()).messages == 1
+
+
+async def test_messages_of_workers_without_records_are_counted_previewed_and_replayed(
+    storage: Storage,
+) -> None:
+    await fail(storage, "new")
+    old = dead_letter.FailedJob(
+        id="old",
+        error="E",
+        reason="r",
+        attempts=1,
+        worker="w",
+        failed_at="2026-01-01T00:00:00Z",
+        body=Job(prompt="a cat", id="old").to_message(),
+    )
+    await storage.poison.send([old.encode()])
+    assert (await listed(storage), await dead_letter_queue.unrecorded(storage)) == ({"new": 1}, 1)
+    preview = await dead_letter_queue.preview(storage, Selection(), dead_letter_queue.NO_CHECK)
+    assert preview.count == 2
+    assert (await dead_letter_queue.replay(storage, Selection())).done == 2
+    assert set(await queued(storage.queue)) == {"old", "new"}
+
+
+async def test_a_failed_job_whose_message_somebody_deleted_can_be_discarded(
+    storage: Storage,
+) -> None:
+    await fail(storage, "a", "b")
+    (message, *_) = await storage.poison.receive(1, 60)
+    await storage.poison.delete(message)
+    swept = await dead_letter_queue.discard(storage, Selection())
+    assert swept.done == 2
+    assert await listed(storage) == Counter()
+
+
+async def test_messages_that_another_reader_holds_stay_on_the_list(storage: Storage) -> None:
+    await fail(storage, "a", "b")
+    (held,) = await storage.poison.receive(1, 60)
+    assert (await dead_letter_queue.discard(storage, Selection())).done == 1
+    assert (await listed(storage)).total() == 1
+    await storage.poison.release(held)
+    assert (await dead_letter_queue.discard(storage, Selection())).done == 1
