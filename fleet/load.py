@@ -23,6 +23,7 @@ from fleet import console, options
 from imagefleet import errors, signing, validation
 from imagefleet.storage.open import open_storage
 from imagefleet.storage.protocol import Storage
+from imagefleet.storage.settings import checked_priority
 from loadgen.settings import LoadSettings
 
 if TYPE_CHECKING:
@@ -106,6 +107,7 @@ def command(
             help="With --check: a model that workers have from elsewhere; repeatable.",
         ),
     ] = None,
+    priority: options.JobPriority = "normal",
     restart: Annotated[
         bool, typer.Option("--restart", help="Discard the checkpoint; begin with the first job.")
     ] = False,
@@ -137,6 +139,7 @@ def command(
 
     if (lora_directory or model) and not check:
         raise errors.SetupError("--lora-directory and --model go with --check")
+    chosen = checked_priority(priority)
     skipped = _Skipped()
     on_invalid = skipped if skip_invalid else None
     reading = functools.partial(_reading, Path(file), is_shown=not (quiet or as_json))
@@ -169,7 +172,15 @@ def command(
     in_use = f"another `imagefleet load` is at work with the checkpoint {path}"
     with console.only_one(path, in_use) if path else contextlib.nullcontext():
         storage = open_storage(settings)
-        load = Load(storage, source, settings, path, restart=restart)
+        load = Load(
+            storage,
+            source,
+            settings,
+            path,
+            restart=restart,
+            priority=chosen,
+            on_notice=console.print_note,
+        )
         _announce(load, file, path)
         with reading("checking") as on_read:
             load.check(on_read)  # before the event loop begins: Ctrl-C can interrupt a long file
@@ -344,6 +355,11 @@ def _print_summary(summary: Summary, skipped: int, path: Path | None) -> None:
         )
     if skipped:
         console.print_note(f"{console.counted(skipped, 'invalid job')} skipped")
+    for campaign, jobs in summary.cancelled.items():
+        again = "; --restart sends all its jobs again" if path else ""
+        console.print_note(
+            f"{console.counted(jobs, 'job')} not sent: campaign {campaign} was cancelled{again}"
+        )
     if not summary.finished:
         resume = "; the same command resumes there" if path else ""
         console.print_note(f"stopped after {console.counted(summary.confirmed, 'job')}{resume}")

@@ -18,6 +18,8 @@ from typer.core import TyperCommand, TyperGroup
 from fleet import console, demo, health, load, options, prompt
 from fleet.bench import command as bench
 from fleet.broker import command as broker
+from fleet.campaigns import cancel, purge, table
+from fleet.campaigns import job as job_command
 from fleet.failed import command as failed
 from fleet.files import lora, model
 from fleet.keys import command as keys
@@ -137,6 +139,10 @@ def root(
 app.command("demo")(demo.command)
 app.command("worker")(worker.command)
 app.command("load")(load.command)
+app.command("campaigns")(table.command)
+app.command("job")(job_command.command)
+app.command("cancel")(cancel.command)
+app.command("purge")(purge.command)
 app.command("status")(monitor.status_command)
 app.command("top")(monitor.top_command)
 app.command("exporter")(monitor.exporter_command)

@@ -45,6 +45,15 @@ JsonFile = Annotated[
     typer.Option("--json-file", metavar="FILE", help="Also write the JSON to this file."),
 ]
 OldReport = Annotated[Path | None, typer.Option("--report", hidden=True)]
+#: No setting: IMAGEFLEET_PRIORITY is that of a worker on SaladCloud.
+JobPriority = Annotated[
+    str,
+    typer.Option(
+        "--priority",
+        metavar="|".join(storage_settings.PRIORITIES),
+        help="Priority of the jobs: workers take high ones first and low ones last.",
+    ),
+]
 Yes = Annotated[bool, typer.Option("--yes", help="Do not ask.")]
 Since = Annotated[
     str | None,

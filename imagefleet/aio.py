@@ -22,7 +22,7 @@ from imagefleet.storage.dead_letter import Entry
 from imagefleet.storage.dead_letter_check import Check
 from imagefleet.storage.dead_letter_queue import OnProgress, Preview, Selection, Swept
 from imagefleet.storage.open import open_storage
-from imagefleet.storage.settings import SignerSettings
+from imagefleet.storage.settings import Priority, SignerSettings, checked_priority
 from imagefleet.submit import RETRIES, BulkSender
 
 if TYPE_CHECKING:
@@ -143,11 +143,18 @@ class Fleet:
                 raise errors.FleetError("this fleet was closed") from None
             raise
 
-    async def submit(self, jobs: Iterable[Job], *, campaign: str | None = None) -> Batch:
+    async def submit(
+        self,
+        jobs: Iterable[Job],
+        *,
+        campaign: str | None = None,
+        priority: Priority = "normal",
+    ) -> Batch:
         """As `imagefleet.Fleet.submit`."""
-        return await self.run(self._submit(jobs, campaign and _checked("campaign", campaign)))
+        campaign = campaign and _checked("campaign", campaign)
+        return await self.run(self._submit(jobs, campaign, checked_priority(priority)))
 
-    async def _submit(self, jobs: Iterable[Job], campaign: str | None) -> Batch:
+    async def _submit(self, jobs: Iterable[Job], campaign: str | None, priority: Priority) -> Batch:
         if not self._created:
             await self.storage.create()
             self._created = True
@@ -162,7 +169,7 @@ class Fleet:
         messages = outcomes.messages(
             itertools.chain(first, rest), campaign, expected, self.keys.signing
         )
-        await BulkSender(self.storage.queue, messages).run()
+        await BulkSender(self.storage.queues[priority], messages).run()
         return Batch(self, expected.values(), old_failures)
 
     def job(self, id: str, campaign: str | None = None) -> JobHandle:  # noqa: A002 - a job's field
@@ -198,12 +205,16 @@ class Fleet:
         on_progress: OnProgress | None = None,
         *,
         invalid: bool = False,
+        priority: Priority = "normal",
         **which: Unpack[Which],
     ) -> Swept:
         """As `imagefleet.Fleet.replay`."""
         check = Check(self.keys.trusted, takes_invalid=invalid)
         selection = Selection(**which)
-        return await self.run(dead_letter_queue.replay(self.storage, selection, on_progress, check))
+        priority = checked_priority(priority)
+        return await self.run(
+            dead_letter_queue.replay(self.storage, selection, on_progress, check, priority)
+        )
 
     async def discard(
         self,

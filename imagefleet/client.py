@@ -14,6 +14,7 @@ from imagefleet.job.message import Job
 from imagefleet.outcomes import JobFacts, Status
 from imagefleet.storage.dead_letter import Entry
 from imagefleet.storage.dead_letter_queue import Swept
+from imagefleet.storage.settings import Priority
 
 if TYPE_CHECKING:
     from PIL import Image
@@ -51,17 +52,24 @@ class Fleet:
         """Disconnects; calls that still wait raise FleetError. The jobs go on."""
         self._loop.close(self._fleet.close())
 
-    def submit(self, jobs: Iterable[Job], *, campaign: str | None = None) -> Batch:
-        """Sends jobs; creates the queue and the container if there are none.
+    def submit(
+        self,
+        jobs: Iterable[Job],
+        *,
+        campaign: str | None = None,
+        priority: Priority = "normal",
+    ) -> Batch:
+        """Sends jobs; creates the queues and the containers if there are none.
 
-        A job without an id gets one. *campaign* is for jobs without one. Jobs before an invalid
-        one are sent.
+        A job without an id gets one. *campaign* is for jobs without one. Workers take jobs of high
+        *priority* first and of low priority last. Jobs before an invalid one are sent.
 
         Raises:
             JobError: two jobs have one id, or a job is too large for a message.
             FleetError: the storage cannot be used.
         """
-        return Batch(self._loop, self._loop.run(self._fleet.submit(jobs, campaign=campaign)))
+        submitted = self._fleet.submit(jobs, campaign=campaign, priority=priority)
+        return Batch(self._loop, self._loop.run(submitted))
 
     def job(self, id: str, campaign: str | None = None) -> JobHandle:  # noqa: A002 - a job's field
         """One job, by its id and campaign, or by both in one: `spring/0001`."""
@@ -75,13 +83,15 @@ class Fleet:
         """The failed jobs: `entry.record` has the error, the reason and the job."""
         return self._loop.iterate(self._fleet.failed(**which))
 
-    def replay(self, *, invalid: bool = False, **which: Unpack[Which]) -> Swept:
-        """Puts failed jobs back into the job queue; without a condition, all of them.
+    def replay(
+        self, *, invalid: bool = False, priority: Priority = "normal", **which: Unpack[Which]
+    ) -> Swept:
+        """Puts failed jobs back into the job queue of *priority*; without a condition, all of them.
 
         With a key only those that are signed. *invalid*: also jobs that this version takes for
         invalid, for newer workers.
         """
-        return self._loop.run(self._fleet.replay(invalid=invalid, **which))
+        return self._loop.run(self._fleet.replay(invalid=invalid, priority=priority, **which))
 
     def discard(self, *, unsigned: bool = False, **which: Unpack[Which]) -> Swept:
         """Deletes failed jobs for good; without a condition, all of them.

@@ -4,6 +4,7 @@ FleetError
 ├── JobError        the job can never succeed        -> poison queue at once
 ├── TransientError  a later attempt may succeed      -> retried; poison queue after the last one
 ├── LeaseLost       another worker has the message   -> dropped, never acknowledged
+├── JobCancelled    its campaign was cancelled       -> acknowledged with a record
 ├── NodeError       this machine cannot do its work  -> jobs handed back, exit, reallocation
 └── SetupError      the operator has to act          -> one line on the terminal, exit code 2
 
@@ -65,9 +66,17 @@ class LeaseLost(FleetError):  # noqa: N818 - the established term
     """The lease on the message is lost: another worker may have it."""
 
 
+class JobCancelled(FleetError):  # noqa: N818 - no error of anybody
+    """The campaign of the job was cancelled."""
+
+
 class NodeError(FleetError):
     """This machine cannot do its work."""
 
 
 class SetupError(FleetError):
     """A setting, a credential or a resource is missing or wrong."""
+
+
+class MissingResourceError(SetupError):
+    """A queue or container does not exist, or there is no token for it."""

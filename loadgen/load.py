@@ -2,21 +2,27 @@
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
 import os
 import secrets
 import time
-from collections.abc import Callable
+from collections import Counter
+from collections.abc import AsyncIterator, Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Self
 
-from pydantic import BaseModel, ConfigDict, Field, ValidationError
+from pydantic import AwareDatetime, BaseModel, ConfigDict, Field, ValidationError
 
 from imagefleet import errors, signing
+from imagefleet.cancelled import CancelledCampaigns
+from imagefleet.records.writer import RecordLog
 from imagefleet.storage.open import LOCAL_SCHEME
 from imagefleet.storage.protocol import Storage
+from imagefleet.storage.settings import Priority
 from imagefleet.submit import BulkSender, Progress
+from loadgen.campaigns import LoadedCampaigns
 from loadgen.file_source import OnRead
 from loadgen.second_drawing import Sample
 from loadgen.settings import LoadSettings
@@ -34,6 +40,12 @@ class Checkpoint(BaseModel):
     confirmed: int = Field(default=0, ge=0)
     sample_key: str = ""
     """Chooses the jobs that are drawn twice; random, so that a worker does not know them."""
+    id: str = ""
+    """Names the load across restarts, so that its jobs are counted once."""
+    sent: dict[str, int] = Field(default_factory=dict)
+    """The jobs at the confirmed positions, by campaign."""
+    cancelled: dict[str, AwareDatetime] | None = None
+    """The cancellations of before the load; later ones are of it."""
 
     @classmethod
     def read(cls, path: Path) -> Self | None:
@@ -83,7 +95,8 @@ def resume(path: Path, new: Checkpoint) -> Checkpoint:
             "another load: the file has changed since, or the seed or campaign is different"
         )
     else:
-        return found.model_copy(update={"sample_key": found.sample_key or new.sample_key})
+        random = {"sample_key": found.sample_key or new.sample_key, "id": found.id or new.id}
+        return found.model_copy(update=random)
     raise errors.SetupError(
         f"{path} is the checkpoint of {difference}, {found.confirmed:,} jobs sent; --restart"
         " discards it and begins with the first job, --checkpoint FILE keeps both"
@@ -104,6 +117,8 @@ class Summary:
     jobs_per_second: float
     second_drawings: int
     """Messages in addition to the jobs (`--verify-share`)."""
+    cancelled: Mapping[str, int]
+    """Jobs that were not sent, by campaign: it was cancelled during the load."""
 
 
 class Load:
@@ -121,26 +136,50 @@ class Load:
         checkpoint_path: Path | None,
         *,
         restart: bool,
+        on_notice: Callable[[str], None] = lambda _: None,
+        priority: Priority = "normal",
     ) -> None:
+        """*on_notice* is told what the operator should know, while the load goes on."""
         self._storage = storage
+        self._queue = storage.queues[priority]
         self._source = source
         self._path = checkpoint_path
         new = Checkpoint(
             source=source.identity,
             storage=_absolute_url(storage),
-            queue=storage.queue.name,
+            queue=self._queue.name,
             sample_key=secrets.token_hex(16),
+            id=secrets.token_hex(8),
         )
         self._start = resume(checkpoint_path, new) if checkpoint_path and not restart else new
         #: Positions that earlier runs have sent.
         self.confirmed = self._start.confirmed
         #: Whether earlier runs have sent everything.
         self.is_done = source.count is not None and self.confirmed >= source.count
+        self._on_notice = on_notice
+        self._unreadable: list[str] = []
+        self._is_said = False
+        self._cancelled = CancelledCampaigns(
+            storage.files, storage.queue.name, self._unreadable.append
+        )
+        self._campaigns = LoadedCampaigns(
+            self._cancelled,
+            RecordLog(storage.blobs, "load"),
+            self._start.id,
+            on_notice,
+            self._start.cancelled or {},
+            Counter(self._start.sent),
+        )
         signing_key = signing.Keys.of(settings).signing
         sample = Sample(settings.second_drawings, self._start.sample_key, signing_key)
         self._sender = BulkSender(
-            storage.queue,
-            source.bodies(self.confirmed),
+            self._queue,
+            self._campaigns.wanted(
+                source.bodies(self.confirmed),
+                self.confirmed,
+                getattr(source, "campaign", None),
+                source.count,
+            ),
             start=self.confirmed,
             concurrency=settings.concurrency,
             rate=settings.rate,
@@ -164,12 +203,17 @@ class Load:
         """
         began = time.monotonic()
         progress = Progress(self.confirmed, 0, finished=True)
-        if not self.is_done:
-            progress = await self._send(on_confirmed)
+        try:
+            if not self.is_done:
+                progress = await self._send(on_confirmed)
+        except errors.SetupError:
+            await self._campaigns.note()
+            raise
+        await self._campaigns.note()
         seconds = time.monotonic() - began
         return Summary(
             storage=self._storage.url,
-            queue=self._storage.queue.name,
+            queue=self._queue.name,
             sent=progress.sent,
             confirmed=progress.confirmed,
             total=self._source.count,
@@ -177,29 +221,60 @@ class Load:
             seconds=round(seconds, 3),
             jobs_per_second=round(progress.sent / max(seconds, 1e-6), 1),
             second_drawings=progress.second_drawings,
+            cancelled=dict(self._campaigns.left_out),
         )
 
     async def _send(self, on_confirmed: Callable[[int], None]) -> Progress:
         try:
             if self.confirmed:
-                await self._storage.queue.check()
+                await self._queue.check()
         except errors.SetupError as error:
             raise errors.SetupError(
                 f"according to {self._path}, {self.confirmed:,} jobs are sent, but {error.message};"
                 " --restart begins with the first job"
             ) from None
         await self._storage.create()
-        if self._path is None:
-            return await self._sender.run(lambda progress: on_confirmed(progress.confirmed))
-        path = self._path
+        await self._cancelled.refresh()
+        if self._start.cancelled is None:
+            known = dict(self._cancelled.times)
+            self._start = self._start.model_copy(update={"cancelled": known})
+            self._campaigns.known = known
+        path, campaigns = self._path, self._campaigns
 
         def confirm(progress: Progress) -> None:
-            # For each batch: what a killed load has sent since is sent again.
-            self._start.model_copy(update={"confirmed": progress.confirmed}).write(path)
+            campaigns.confirm(progress.confirmed)
+            self._say_what_is_unreadable()
+            if path is not None:
+                # For each batch: what a killed load has sent since is sent again.
+                changes = {"confirmed": progress.confirmed, "sent": dict(campaigns.sent)}
+                self._start.model_copy(update=changes).write(path)
             on_confirmed(progress.confirmed)
 
-        self._start.write(path)  # fails before anything is sent if the path is not writable
-        return await self._sender.run(confirm)
+        if path is not None:
+            self._start.write(path)  # fails before anything is sent if the path is not writable
+        async with self._watching():
+            return await self._sender.run(confirm)
+
+    def _say_what_is_unreadable(self) -> None:
+        """Once, and not before something is sent: what cannot be sent has an error of its own."""
+        if self._unreadable and not self._is_said:
+            self._is_said = True
+            self._on_notice(f"cancelled campaigns are not noticed: {self._unreadable[0]}")
+        self._unreadable.clear()
+
+    @contextlib.asynccontextmanager
+    async def _watching(self) -> AsyncIterator[None]:
+        """Reads the list of cancelled campaigns, and notes what is sent, during the block."""
+        works = (self._cancelled.watch(lambda: True), self._campaigns.watch())
+        tasks = [asyncio.ensure_future(work) for work in works]
+        try:
+            yield
+        finally:
+            for task in tasks:
+                task.cancel()
+            for ended in await asyncio.gather(*tasks, return_exceptions=True):
+                if isinstance(ended, Exception):
+                    raise ended
 
 
 def _absolute_url(storage: Storage) -> str:

@@ -17,7 +17,7 @@ from pathlib import Path
 from pydantic import ValidationError
 
 from imagefleet import errors, validation
-from imagefleet.job.message import Job
+from imagefleet.job.message import DEFAULT_CAMPAIGN, Job
 from imagefleet.signing import SigningKey
 from imagefleet.storage import protocol
 from loadgen import sweep, template
@@ -70,6 +70,7 @@ class TemplateSource:
         if campaign is not None and not self._fixed.get("campaign"):
             self._fixed["campaign"] = campaign
             content += f" campaign={campaign}"
+        self.campaign = str(self._fixed.get("campaign") or DEFAULT_CAMPAIGN)
         self.identity = digest(content.encode())
         self._id_of = hashlib.blake2b(self.identity.encode(), digest_size=ID_BYTES)
         metadata = self._fixed.pop("metadata", None)

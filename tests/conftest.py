@@ -340,9 +340,10 @@ def _remove_from_azurite(settings: StorageSettings) -> None:
     """Deletes queues and containers: Azurite slows down with every message in any queue."""
     queues = QueueServiceClient.from_connection_string(settings.storage, api_version=API_VERSION)
     blobs = BlobServiceClient.from_connection_string(settings.storage, api_version=API_VERSION)
-    with queues, blobs, contextlib.suppress(ResourceNotFoundError):
-        queues.delete_queue(settings.queue)
-        queues.delete_queue(settings.poison_queue)
+    with queues, blobs:
+        for queue in (*settings.job_queues.values(), settings.poison_queue):
+            with contextlib.suppress(ResourceNotFoundError):
+                queues.delete_queue(queue)
         for container in (settings.container, settings.files_container):
             with contextlib.suppress(ResourceNotFoundError):
                 blobs.delete_container(container)

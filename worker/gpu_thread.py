@@ -82,6 +82,8 @@ class EngineThread:
         self.capacity = 0
         self.lora_lookups: Mapping[str, int] = {}
         self.recompiles: Callable[[], int] = int
+        #: Called on the engine's thread for each job's ticket right before the engine begins it.
+        self.is_cancelled: Callable[[int], bool] = lambda _ticket: False
         self.tick_began_at: float | None = None
         self._began_at = time.monotonic()
         self._load = load
@@ -260,6 +262,7 @@ class EngineThread:
         while not self._stopping:
             self._answer_calls()
             admitted: list[tuple[int, contract.PreparedRequest]] = []
+            cancelled: list[int] = []
             waited = 0
             with self._wake:
                 while len(admitted) < engine.free:
@@ -268,14 +271,21 @@ class EngineThread:
                     if not queue:
                         break
                     waited += is_job
-                    admitted.append(queue.popleft())
-                    self._admitted_at[admitted[-1][0]] = time.monotonic()
-                if not admitted and not engine.busy and not self._calls:
+                    ticket, prepared = queue.popleft()
+                    if is_job and self.is_cancelled(ticket):
+                        cancelled.append(ticket)
+                        continue
+                    admitted.append((ticket, prepared))
+                    self._admitted_at[ticket] = time.monotonic()
+                if not (admitted or cancelled or engine.busy or self._calls):
                     self._wait_for_work()
             for ticket, prepared in admitted:
                 engine.admit(ticket, prepared)
             if waited:
                 self._call(self._let_in, waited)
+            now = time.monotonic()
+            for ticket in cancelled:
+                self._deliver(Delivery(contract.Finished(ticket, errors.JobCancelled()), now, now))
             if engine.busy:
                 return True
         return False

@@ -15,6 +15,7 @@ from importlib import metadata
 from typing import NoReturn
 
 from imagefleet import errors, retry
+from imagefleet.cancelled import CancelledCampaigns
 from imagefleet.signing import trusted_keys
 from imagefleet.storage import protocol
 from imagefleet.telemetry import logs
@@ -156,6 +157,7 @@ class Pipeline:
             priority=settings.priority,
         )
         self._quarantine = Quarantine(storage.files, frozenset({settings.name, suspects.machine()}))
+        self._cancelled = CancelledCampaigns(storage.files, storage.queue.name)
         self._upload: UploadStage | None = None
         self._is_draining = False
 
@@ -235,6 +237,7 @@ class Pipeline:
             self.settler,
             self.metrics,
             self._watchdog,
+            self._cancelled,
         )
         prepare = PrepareStage(
             engine,
@@ -291,6 +294,10 @@ class Pipeline:
             side_tasks.start("watch images", checks.watch_images)
             side_tasks.start("watch weights", checks.watch_weights)
         side_tasks.start("watch quarantine", lambda: self._quarantine.watch(checks.quarantined))
+        side_tasks.start(
+            "watch cancelled campaigns",
+            lambda: self._cancelled.watch(lambda: bool(self.settler.in_flight)),
+        )
         side_tasks.start("measure queues", self._measure_queues)
         side_tasks.start("prepare", prepare.run, PREPARERS)
         side_tasks.start("generate", generate.run)

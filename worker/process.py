@@ -37,7 +37,7 @@ SAMPLE_SECONDS = 1.0
 PROGRESS_SECONDS = 60.0
 
 #: After these a job is no longer in the queue.
-_ENDED = ("completed", "duplicate", "failed", "verified", "unverified")
+_ENDED = ("completed", "duplicate", "failed", "cancelled", "verified", "unverified")
 
 
 async def run_worker(
@@ -214,6 +214,7 @@ class _Worker:
             images=self._images(),
             ended_jobs=sum(self._jobs[outcome] for outcome in _ENDED),
             failed_jobs=self._jobs["failed"],
+            cancelled_jobs=self._jobs["cancelled"],
             jobs_in_flight=self._jobs_in_flight(),
             dollars=dollars,
         )

@@ -44,6 +44,7 @@ class Counts:
     ended_jobs: int = 0
     """Out of the queue, whatever the outcome."""
     failed_jobs: int = 0
+    cancelled_jobs: int = 0
     jobs_in_flight: int = 0
     dollars: float | None = None
 
@@ -57,6 +58,7 @@ class Progress:
     seconds: float
     images: int
     failed_jobs: int
+    cancelled_jobs: int
     jobs_in_flight: int
     images_per_second: float | None
     """Over the last minute."""
@@ -85,6 +87,8 @@ class Progress:
         shown = [f"{self.images:,} image{'s' * (self.images != 1)}"]
         if self.failed_jobs:
             shown.append(f"{self.failed_jobs:,} failed")
+        if self.cancelled_jobs:
+            shown.append(f"{self.cancelled_jobs:,} cancelled")
         if self.images_per_second is not None and (is_generating or self.images_per_second):
             shown.append(f"{self.images_per_second:.2f} images/s")
         if is_generating:
@@ -163,6 +167,7 @@ class ProgressMeter:
             seconds=seconds,
             images=counts.images,
             failed_jobs=counts.failed_jobs,
+            cancelled_jobs=counts.cancelled_jobs,
             jobs_in_flight=counts.jobs_in_flight,
             images_per_second=images_per_second if counts.images else None,
             images_per_dollar=counts.images / counts.dollars if counts.dollars else None,

@@ -27,8 +27,9 @@ LEAST_AHEAD = 8
 #: However fast the engine: when a worker dies, this many jobs at most wait for their leases.
 MOST_AHEAD = 1024
 
-#: Pauses between polls of an empty queue, doubled up to the longest: a thousand idle workers poll a
-#: hundred times a second, and a new job waits five seconds on average.
+#: Pauses between polls of an empty queue, doubled up to the longest: a thousand idle workers poll
+#: some 130 times a second (the queues of other priorities together as often), and a new job waits
+#: five seconds on average.
 FIRST_PAUSE_SECONDS = 0.1
 LONGEST_PAUSE_SECONDS = 10.0
 

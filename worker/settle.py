@@ -48,6 +48,7 @@ class InFlightJob:
     ahead: bool = True  # of the engine: pulled, and not generated yet
     submitted: bool = False  # every image has been submitted to the engine
     settled: bool = False
+    is_cancelled: bool = False  # some of its images are left out
     records: list[Record] = field(default_factory=list)
     """Of its images that this worker has stored."""
     again: list[Record] = field(default_factory=list)
@@ -168,6 +169,9 @@ class Settler:
 
     async def completed(self, entry: InFlightJob) -> None:
         """Every image is stored: acknowledges the message once the records are."""
+        if entry.is_cancelled:
+            await self.cancelled(entry)
+            return
 
         async def finish(error: errors.TransientError | None) -> None:
             if not entry.settle():
@@ -180,14 +184,18 @@ class Settler:
         await self.pending.put(finish, entry.records, entry.again)
 
     async def cancelled(self, entry: InFlightJob) -> None:
-        """Its campaign was cancelled before it was begun: acknowledges the message."""
+        """Its campaign was cancelled: acknowledges the message; what was begun is stored."""
         if not entry.settle():
+            return
+        if entry.is_second_drawing:
+            await self._end_unverified(entry, "its campaign was cancelled")
             return
 
         async def finish(error: errors.TransientError | None) -> None:
             await self._acknowledge(entry, "cancelled", error)
 
-        await self.pending.put(finish, [self.record(entry, "cancelled")])
+        record = self.record(entry, "cancelled")
+        await self.pending.put(finish, [*entry.records, record], entry.again)
 
     async def _acknowledge(
         self, entry: InFlightJob, outcome: Outcome, error: errors.TransientError | None
@@ -205,6 +213,9 @@ class Settler:
         """
         if isinstance(error, (errors.NodeError, errors.SetupError)):
             raise error
+        if isinstance(error, errors.JobCancelled):
+            await self.cancelled(entry)
+            return
         if not entry.settle():
             return
         if isinstance(error, errors.LeaseLost):
@@ -329,6 +340,7 @@ class Settler:
     def _ended(self, entry: InFlightJob, outcome: Outcome) -> None:
         self.keeper.drop(entry.lease)
         self.in_flight.discard(entry)
+        self.pending.job_ended()
         if not self.in_flight:
             self.nothing_in_flight.set()
         self.outcomes[outcome] += 1

@@ -19,7 +19,12 @@ from imagefleet.storage import dead_letter_queue
 from imagefleet.storage.dead_letter_change import Change
 from imagefleet.storage.dead_letter_check import Check
 from imagefleet.storage.dead_letter_queue import Preview, Selection, Swept
-from imagefleet.storage.settings import SignerSettings, StorageSettings
+from imagefleet.storage.settings import (
+    Priority,
+    SignerSettings,
+    StorageSettings,
+    checked_priority,
+)
 
 app = typer.Typer(
     no_args_is_help=True,
@@ -156,6 +161,7 @@ def replay(
     campaign: Campaign = None,
     job_id: JobId = None,
     everything: All = False,
+    priority: options.JobPriority = "normal",
     set_: Annotated[
         list[str] | None,
         typer.Option(
@@ -188,6 +194,7 @@ def replay(
     imagefleet failed replay --all --dry-run
     """
     selection = _selection(error, campaign, job_id, everything=everything)
+    chosen = checked_priority(priority)
     check = console.run(_check(settings, set_ or [], takes_invalid=invalid))
     if dry_run or not yes:
         preview = console.run(_preview(settings, selection, check))
@@ -201,7 +208,7 @@ def replay(
             output.print_preview(preview, console.stderr)
             jobs = console.counted(preview.count, "failed job")
             console.confirm(f"Send {jobs} again?", yes=yes)
-    swept, missing = console.run(_replay(settings, selection, check))
+    swept, missing = console.run(_replay(settings, selection, check, chosen))
     output.report("replayed", swept, missing=missing, as_json=as_json)
 
 
@@ -298,13 +305,13 @@ async def _preview(settings: SignerSettings, selection: Selection, check: Check)
 
 
 async def _replay(
-    settings: SignerSettings, selection: Selection, check: Check
+    settings: SignerSettings, selection: Selection, check: Check, priority: Priority
 ) -> tuple[Swept, int]:
     """Also returns how many of the selected jobs have no message that could be sent."""
     began_at = datetime.now(UTC)
     async with console.connected(settings) as fleet:
         with _counting("replayed") as show:
-            swept = await dead_letter_queue.replay(fleet.storage, selection, show, check)
+            swept = await dead_letter_queue.replay(fleet.storage, selection, show, check, priority)
         refused = {each.id for each in swept.refused}
         missing = 0
         async for entry in dead_letter_queue.recorded(fleet.storage, selection):

@@ -19,11 +19,12 @@ from azure.core.exceptions import HttpResponseError
 from azure.storage.blob.aio import ContainerClient
 from azure.storage.queue.aio import QueueClient
 
+from imagefleet import errors
 from imagefleet.storage.azure import account, sas
 from imagefleet.storage.azure import errors as azure_errors
 from imagefleet.storage.azure.credentials import Access, Credentials
 from imagefleet.storage.azure.refusals import LESS_PERMISSION
-from imagefleet.storage.azure.roles import RESOURCES, is_container, name_of
+from imagefleet.storage.azure.roles import OPTIONAL, RESOURCES, is_container, name_of
 from imagefleet.storage.azure.storage import API_VERSION
 from imagefleet.storage.settings import Resource, StorageSettings
 
@@ -79,14 +80,17 @@ async def check(settings: StorageSettings) -> list[Checked]:
     try:
         for resource in RESOURCES:
             name = name_of(settings, resource)
-            access: Access = getattr(credentials, resource)
+            access = credentials.of(resource)
             is_blob = is_container(resource)
             open_client = address.container_client if is_blob else address.queue_client
             probes = BLOB_PROBES if is_blob else QUEUE_PROBES
             async with open_client(name, access.credential, **options) as client:
                 try:
                     checked.append(await _try(resource, name, access, client, probes))
-                except azure_errors.NoTokenError:
+                except errors.MissingResourceError as error:
+                    has_token = not isinstance(error, azure_errors.NoTokenError)
+                    if has_token and resource not in OPTIONAL:
+                        raise
                     checked.append(Checked(resource, name, "", "".join(probes), None, None))
     finally:
         await credentials.close()

@@ -17,13 +17,16 @@ from rich.table import Table
 from fleet import console, options
 from fleet.keys import signing
 from imagefleet import errors
-from imagefleet.storage.azure.roles import ROLES, Role, explain, name_of
+from imagefleet.storage.azure.roles import OPTIONAL, ROLES, Role, explain, name_of
 from imagefleet.storage.open import LOCAL_SCHEME
 from imagefleet.storage.settings import StorageSettings
 
 if TYPE_CHECKING:
     from fleet.keys.check import Checked
     from fleet.keys.mint import Minted
+
+#: SaladCloud's limit for the value of an environment variable.
+MAX_CHARACTERS = 1000
 
 #: A run of a day or two, and a weekend on top; less with rotation.
 DEFAULT_HOURS = 72.0
@@ -175,7 +178,17 @@ def record(minted: Minted) -> dict[str, Any]:
 
 
 def export_lines(settings: StorageSettings, minted: Minted) -> list[str]:
-    """Shell commands that set the tokens as variables."""
+    """Shell commands that set the tokens as variables.
+
+    Raises:
+        SetupError: one is too long for SaladCloud.
+    """
+    for name, value in (("IMAGEFLEET_SAS", minted.sas), ("IMAGEFLEET_STORAGE", minted.storage)):
+        if len(value) > MAX_CHARACTERS:
+            raise errors.SetupError(
+                f"{name} has {len(value):,} characters; SaladCloud allows {MAX_CHARACTERS:,}:"
+                " use a shorter name of --policy, or --file"
+            )
     variables = {
         "IMAGEFLEET_STORAGE": minted.storage,
         "IMAGEFLEET_QUEUE": settings.queue,
@@ -244,6 +257,9 @@ def _compare(checked: list[Checked], role: Role) -> None:
     missing = []
     for each in checked:
         needed = role.letters(each.resource)
+        if needed and not each.allowed and each.resource in OPTIONAL:
+            console.print_note(f"there is no queue {each.name}, or no token for it")
+            continue
         if surplus := set(each.allowed) - set(needed):
             allowed = "; ".join(explain(each.resource, sorted(surplus)))
             console.print_note(f"beyond the role {role.name}, on {each.name}: {allowed}")

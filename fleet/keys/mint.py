@@ -24,12 +24,9 @@ from azure.storage.queue.aio import QueueClient
 from imagefleet import errors
 from imagefleet.storage.azure import account
 from imagefleet.storage.azure import errors as azure_errors
-from imagefleet.storage.azure.roles import RESOURCES, Role, is_container, name_of
+from imagefleet.storage.azure.roles import OPTIONAL, RESOURCES, Role, is_container, name_of
 from imagefleet.storage.azure.storage import API_VERSION
 from imagefleet.storage.settings import Resource, StorageSettings
-
-#: SaladCloud's limit for the value of an environment variable.
-MAX_CHARACTERS = 1000
 
 #: Azure's limit of stored policies for a queue or container.
 MAX_POLICIES = 5
@@ -91,14 +88,7 @@ class Minter:
             for resource in RESOURCES
             if role.letters(resource)
         }
-        minted = Minted(role.name, self.storage, tokens, expires_at, policy)
-        for name, value in (("IMAGEFLEET_SAS", minted.sas), ("IMAGEFLEET_STORAGE", minted.storage)):
-            if len(value) > MAX_CHARACTERS:
-                raise errors.SetupError(
-                    f"{name} has {len(value):,} characters; SaladCloud allows {MAX_CHARACTERS:,}:"
-                    " use shorter names"
-                )
-        return minted
+        return Minted(role.name, self.storage, tokens, expires_at, policy)
 
     def _token(
         self, resource: Resource, letters: str, expires_at: datetime, policy: str | None
@@ -120,6 +110,8 @@ class Minter:
 
 async def store_policy(settings: StorageSettings, role: Role, name: str) -> None:
     """Creates the stored policy *name* on each resource that *role* has a token for.
+
+    The queues of high and low priority are created if they do not exist.
 
     Raises:
         SetupError: it exists with other permissions, or the resource has too many policies.
@@ -147,15 +139,21 @@ async def store_policy(settings: StorageSettings, role: Role, name: str) -> None
         policies[name] = kind(permission=permission)
         return existing is None
 
-    await _change_policies(settings, [each for each in RESOURCES if role.letters(each)], store)
+    resources = [each for each in RESOURCES if role.letters(each)]
+    optional = [each for each in resources if each in OPTIONAL]
+    await _change_policies(settings, [each for each in resources if each not in OPTIONAL], store)
+    await _create_queues(settings, optional)
+    await _change_policies(settings, optional, store)
 
 
 async def policies(settings: StorageSettings, role: Role) -> set[str]:
     """The names of the policies that all resources of *role* have."""
     found: list[set[str]] = []
     resources = [each for each in RESOURCES if role.letters(each)]
-    await _change_policies(settings, resources, lambda _, stored: found.append(set(stored)))
-    return set.intersection(*found)
+    await _change_policies(
+        settings, resources, lambda _, stored: found.append(set(stored)), but_missing=True
+    )
+    return set.intersection(*found) if len(found) == len(resources) else set()
 
 
 def is_of_broker(policy: str, name: str) -> bool:
@@ -184,6 +182,19 @@ async def remove_policy(settings: StorageSettings, name: str) -> list[str]:
 def _permission(resource: Resource, letters: str) -> QueueSasPermissions | ContainerSasPermissions:
     kind = ContainerSasPermissions if is_container(resource) else QueueSasPermissions
     return kind.from_string(letters)
+
+
+async def _create_queues(settings: StorageSettings, resources: Iterable[Resource]) -> None:
+    """Creates those that do not exist, as deployments of earlier versions lack them."""
+    address = account.read_address(settings.storage.strip())
+    for resource in resources:
+        name = name_of(settings, resource)
+        async with address.queue_client(name, None, **_OPTIONS) as client:
+            with (
+                azure_errors.translated(f"the queue {name!r}"),
+                azure_errors.tolerated({"QueueAlreadyExists"}),
+            ):
+                await client.create_queue()
 
 
 def _address_without_key(queue: QueueClient, container: ContainerClient, https: bool) -> str:

@@ -49,12 +49,16 @@ class QueueStatus:
 
 @dataclass(frozen=True, slots=True)
 class FleetStatus:
-    """The job queue and its poison queue; *fleet* only with a Prometheus."""
+    """The job queues and their poison queue; *fleet* only with a Prometheus.
+
+    *queue* is the sum of *queues*, which are in the order in which workers take jobs.
+    """
 
     storage: str
     queue: QueueStatus
     failed: QueueStatus
     fleet: rates.FleetRates | None = None
+    queues: Sequence[QueueStatus] = ()
 
 
 @options.from_settings(MonitorSettings)
@@ -111,13 +115,14 @@ def exporter_command(settings: ExporterSettings) -> None:
 async def read_status(
     client: aio.Fleet, server: prometheus.Prometheus | None = None
 ) -> FleetStatus:
-    """Reads the depth of both queues and, with a *server*, the fleet's rates."""
+    """Reads the depth of the queues and, with a *server*, the fleet's rates."""
     depth, storage = await client.depth(), client.storage
     return FleetStatus(
         storage.url,
         _queue_status(storage.queue.name, depth.queue),
         _queue_status(storage.poison.name, depth.failed),
         await rates.fleet_rates(server) if server else None,
+        [_queue_status(name, each) for name, each in depth.queue.by_queue.items()],
     )
 
 
@@ -254,7 +259,7 @@ def _queue_status(name: str, depth: QueueDepth) -> QueueStatus:
 def _status_screen(status: FleetStatus) -> Group:
     headings = ("messages", "visible", "leased", "oldest")
     table = console.table(console.name_column("queue"), *map(console.number_column, headings))
-    for each in (status.queue, status.failed):
+    for each in (*(status.queues or [status.queue]), status.failed):
         counts = [each.messages, each.visible, each.leased]
         shown = ["?" if count is None else f"{count:,}" for count in counts]
         table.add_row(each.name, *shown, _age(each.oldest_age_seconds))

@@ -54,7 +54,7 @@ def command(
     samples: Annotated[int, typer.Option(min=0, max=200, help="Sample pictures on the page.")] = 24,
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON, write no page.")] = False,
 ) -> None:
-    """Writes a campaign's report: throughput, cost, failures, samples.
+    """Writes a campaign's report: throughput, cost, failures.
 
     It is made from the records stored with the images. With --prometheus, it also has what only the
     metrics know: the whole cost and the waste.

@@ -19,6 +19,7 @@ from imagefleet.storage.dead_letter import Entry, FailedJob
 from imagefleet.storage.dead_letter_change import Change
 from imagefleet.storage.dead_letter_check import Check
 from imagefleet.storage.dead_letter_records import Notes
+from imagefleet.storage.settings import Priority
 
 log = logging.getLogger(__name__)
 
@@ -183,10 +184,11 @@ async def replay(
     selection: Selection,
     on_progress: OnProgress | None = None,
     check: Check = NO_CHECK,
+    priority: Priority = "normal",
 ) -> Swept:
-    """Puts failed jobs back into the job queue as new messages, with a fresh delivery count.
+    """Puts failed jobs back into the job queue of *priority*, with a fresh delivery count.
 
-    Those that *check* refuses stay.
+    They are new messages. Those that *check* refuses stay.
 
     Jobs are added to the job queue, then noted as replayed, then deleted from the poison queue. A
     crash in between leaves messages there that the next replay sends once more, with the same id,
@@ -204,7 +206,7 @@ async def replay(
             except errors.JobError as error:
                 is_unsigned = isinstance(error, errors.UntrustedJobError)
                 swept.refused.append(Refused(entry.id, error.message, is_unsigned))
-        await storage.queue.send(bodies.values())
+        await storage.queues[priority].send(bodies.values())
         await notes.add((each for each in entries if each.message.id in bodies), "replayed")
         return list(bodies)
 

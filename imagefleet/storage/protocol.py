@@ -10,13 +10,16 @@ from __future__ import annotations
 
 import re
 from collections.abc import AsyncIterator, Callable, Iterable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from datetime import datetime
 from pathlib import Path
-from typing import Protocol, Self
+from typing import TYPE_CHECKING, NamedTuple, Protocol, Self
 from xml.sax.saxutils import escape
 
 from imagefleet import errors
+
+if TYPE_CHECKING:
+    from imagefleet.storage.settings import Priority
 
 #: Azure's limit for the encoded text (XML-escaped UTF-8).
 MAX_MESSAGE_BYTES = 65_536
@@ -41,12 +44,13 @@ _BLOB_NAME_PART = re.compile(r"[^./\\:*?\"<>|\x00-\x1f\x7f][^/\\:*?\"<>|\x00-\x1
 
 @dataclass(frozen=True, slots=True)
 class Message:
-    """A message in a queue."""
+    """A message in a queue; `queue` is that queue's name."""
 
     id: str
     body: str
     delivery_count: int
     enqueued_at: datetime
+    queue: str = field(default="", kw_only=True)
 
 
 @dataclass(frozen=True, slots=True)
@@ -57,12 +61,31 @@ class LeasedMessage(Message):
 
 
 @dataclass(frozen=True, slots=True)
+class FoundMessage:
+    """A message that nobody has leased for it."""
+
+    message: Message
+    is_leased: bool
+
+
+@dataclass(frozen=True, slots=True)
 class QueueDepth:
-    """The size of a queue. `leased` is None on Azure, which reports only the sum."""
+    """The size of a queue. `leased` is None on Azure, which reports only the sum.
+
+    `by_queue` has each queue's own size where several are drained as one.
+    """
 
     messages: int
     leased: int | None
     oldest_age_seconds: float | None
+    by_queue: Mapping[str, QueueDepth] = field(default_factory=dict, compare=False)
+
+
+class Stamps(NamedTuple):
+    """Between which times of the storage's clock a message sent at a moment is stamped."""
+
+    earliest: datetime
+    latest: datetime
 
 
 class JobQueue(Protocol):
@@ -123,7 +146,20 @@ class JobQueue(Protocol):
         queues.
         """
 
+    @property
+    def finds_all(self) -> bool:
+        """Whether `find` sees every message. On Azure it sees the first 32 that are visible."""
+
+    def find(self, text: str) -> AsyncIterator[FoundMessage]:
+        """The messages that may contain *text*, leased ones too; changes nothing."""
+
     async def depth(self) -> QueueDepth: ...
+
+    async def clear(self) -> None:
+        """Deletes all messages, those in flight as well."""
+
+    async def stamps(self) -> Stamps:
+        """The `enqueued_at` of messages sent now, by the clock of the storage."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -241,14 +277,19 @@ class Operations:
 
 
 class Storage(Protocol):
-    """The job queue, its poison queue, the images, and the files that workers read."""
+    """The job queues, their poison queue, the images, and the files that workers read."""
 
     @property
     def url(self) -> str:
         """The address without secrets, for messages."""
 
     @property
-    def queue(self) -> JobQueue: ...
+    def queue(self) -> JobQueue:
+        """All job queues as one, by priority; it sends to that of normal priority."""
+
+    @property
+    def queues(self) -> Mapping[Priority, JobQueue]:
+        """The job queue of each priority, to send to."""
 
     @property
     def poison(self) -> JobQueue: ...

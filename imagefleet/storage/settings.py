@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import re
+from collections.abc import Mapping
 from pathlib import Path
-from typing import Annotated, Literal, Self
+from typing import Annotated, Literal, Self, get_args
 
 from pydantic import AfterValidator, Field, SecretStr, model_validator
 from pydantic_settings import BaseSettings, SettingsConfigDict
 
+from imagefleet import errors
 from imagefleet.redaction import WebAddress
 
 #: Azure's rule for names of queues and containers, with space left for `-poison`.
@@ -46,9 +48,22 @@ REMOVED_SETTINGS: dict[str, str] = {
     "blob_sas": "the tokens are in IMAGEFLEET_SAS, which `imagefleet keys` prints",
 }
 
-#: What a SAS token is for: the job queue, the poison queue, the container of images or that of
-#: LoRAs and models.
-Resource = Literal["queue", "poison", "blob", "files"]
+#: What a SAS token is for: the job queues, that of normal priority first, the poison queue, the
+#: container of images or that of LoRAs and models.
+Resource = Literal["queue", "queue_high", "queue_low", "poison", "blob", "files"]
+
+Priority = Literal["high", "normal", "low"]
+
+#: In the order in which workers take jobs.
+PRIORITIES: tuple[Priority, ...] = get_args(Priority)
+
+
+def checked_priority(text: str) -> Priority:
+    """Raises SetupError for what is no priority."""
+    for priority in PRIORITIES:
+        if text == priority:
+            return priority
+    raise errors.SetupError(f"the priority {text[:80]!r} is not one of {', '.join(PRIORITIES)}")
 
 
 class StorageSettings(BaseSettings):
@@ -66,7 +81,8 @@ class StorageSettings(BaseSettings):
     )
     queue: AzureName = Field(
         default="jobs",
-        description="Name of the job queue; failed jobs go to the queue NAME-poison.",
+        description="Name of the job queue; jobs of high and low priority are in NAME-high and"
+        " NAME-low, and failed jobs go to the queue NAME-poison.",
     )
     container: AzureName = Field(default="images", description="Blob container for the images.")
     files_container: AzureName = Field(
@@ -75,8 +91,9 @@ class StorageSettings(BaseSettings):
     )
     sas: SecretStr | None = Field(
         default=None,
-        description="SAS tokens if --storage holds no key: JSON with queue, poison, blob and files,"
-        " as `imagefleet keys` prints it, or one token of the whole account.",
+        description="SAS tokens if --storage holds no key: JSON with queue, queue_high,"
+        " queue_low, poison, blob and files, as `imagefleet keys` prints it, or one token of the"
+        " whole account.",
     )
     sas_file: Path | None = Field(
         default=None,
@@ -90,6 +107,12 @@ class StorageSettings(BaseSettings):
         description="Service that issues SAS tokens to workers on SaladCloud, which authenticate"
         " with their node's identity token, and renews them before they expire.",
     )
+
+    @property
+    def job_queues(self) -> Mapping[Priority, str]:
+        """The names of the job queues, in the order in which workers take jobs."""
+        suffixes = {each: "" if each == "normal" else f"-{each}" for each in PRIORITIES}
+        return {priority: self.queue + suffix for priority, suffix in suffixes.items()}
 
     @property
     def poison_queue(self) -> str:

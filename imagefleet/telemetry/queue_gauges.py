@@ -29,6 +29,11 @@ class QueueGauges:
         )
 
     def update(self, queue: str, depth: QueueDepth) -> None:
+        """Sets the gauges of *queue*, or of each of the queues that are drained as one."""
+        for name, own in depth.by_queue.items():
+            self.update(name, own)
+        if depth.by_queue:
+            return
         if depth.leased is None:
             self._messages.labels(queue, "any").set(depth.messages)
         else:

@@ -4,10 +4,10 @@
 
 It fills a queue with `imagefleet load`, killed and resumed; runs workers with a stand-in engine;
 kills (SIGKILL), freezes beyond the lease (SIGSTOP, SIGCONT) and stops (SIGTERM) them at random
-moments; replays failed jobs and scales a fleet on a fake SaladCloud, both killed as well. Then the
-faults end, the rest is done, and it prints the tally: a table, and one JSON object on the last
-line. Exit code 1 if a job was lost, an image is visible twice or wrong, a good job failed, or the
-scaler counted less than the fleet cost.
+moments; replays failed jobs, cancels a second campaign and scales a fleet on a fake SaladCloud, all
+killed as well. Then the faults end, the rest is done, and it prints the tally: a table, and one
+JSON object on the last line. Exit code 1 if a job was lost, an image is visible twice or wrong, a
+good job failed, or the scaler counted less than the fleet cost.
 """
 
 from __future__ import annotations
@@ -56,6 +56,10 @@ LEASES_SECONDS = (4, 6)
 #: One job in so many is bad: it fails for good, however often it is replayed.
 BAD_EVERY = 50
 
+#: A campaign of one job in so many, besides the others; it is cancelled while it is drawn.
+STOPPED = "stopped"
+STOPPED_EVERY = 10
+
 #: What happens to workers, and to requests on their way to Azurite.
 BLOWS = {"kill": 6, "freeze": 2, "term": 2}
 FAULTS: dict[Fault, int] = {
@@ -90,7 +94,7 @@ class Tally:
     kills: int = 0
     freezes: int = 0
     terms: int = 0
-    other_kills: int = 0  # of load, replay and scale
+    other_kills: int = 0  # of load, replay, cancel and scale
     sent_twice: int = 0  # by the killed loads
     faults: int = 0
     redeliveries: int = 0
@@ -105,6 +109,8 @@ class Tally:
     images_without_record: int = 0
     records_without_image: int = 0  # and second records of one image
     failed_jobs_without_record: int = 0
+    cancelled_jobs: int = 0
+    stopped_jobs_lost: int = 0  # neither drawn nor cancelled
     workers_ended_by_themselves: int = 0
     scaler_errors: list[str] = field(default_factory=list)
 
@@ -119,6 +125,7 @@ class Tally:
             or self.images_without_record
             or self.records_without_image
             or self.failed_jobs_without_record
+            or self.stopped_jobs_lost
             or self.workers_ended_by_themselves
             or self.scaler_errors
         )
@@ -154,11 +161,18 @@ class Storm:
     async def run(self, storage: Storage) -> None:
         began_at = time.monotonic()
         await self._fill()
-        self.tally.sent_twice = (await storage.queue.depth()).messages - self.tally.jobs
+        sent = self.tally.jobs + len(list(stopped_jobs(self.tally.jobs)))
+        self.tally.sent_twice = (await storage.queue.depth()).messages - sent
         self._start_missing_workers()
         scaler = KilledScaler(self.folder, self.random, self._command)
         async with scaler.running():
-            replays = asyncio.create_task(self._replay_now_and_then())
+            calls = [
+                asyncio.create_task(self._now_and_then(*call))
+                for call in (
+                    (2.0, "failed", "replay", "--all", "--yes"),
+                    (6.0, "cancel", "--campaign", STOPPED, "--yes"),
+                )
+            ]
             try:
                 while not self._is_enough():
                     await asyncio.sleep(self.random.uniform(0.05, 2.0 / len(self.workers)))
@@ -166,8 +180,9 @@ class Storm:
                         self._blow()
                     self._start_missing_workers()
             finally:
-                replays.cancel()
-                await asyncio.gather(replays, return_exceptions=True)
+                for call in calls:
+                    call.cancel()
+                await asyncio.gather(*calls, return_exceptions=True)
         self.tally.scaler_errors = scaler.errors
         self.tally.seconds = round(time.monotonic() - began_at, 1)
 
@@ -252,7 +267,9 @@ class Storm:
     async def _fill(self) -> None:
         """`imagefleet load`, killed twice before it may end."""
         jobs = self.folder / "jobs.jsonl"
-        jobs.write_text("".join(f"{json.dumps(job)}\n" for job in all_jobs(self.tally.jobs)))
+        both = [*all_jobs(self.tally.jobs), *stopped_jobs(self.tally.jobs)]
+        self.random.shuffle(both)
+        jobs.write_text("".join(f"{json.dumps(job)}\n" for job in both))
         checkpoint = self.folder / "load.checkpoint"
         rate = self.tally.jobs / FILL_SECONDS
         command = ["load", jobs, "--checkpoint", checkpoint, "--rate", str(rate), "--json"]
@@ -264,10 +281,10 @@ class Storm:
         if await self._command(300.0, *command):
             raise RuntimeError(f"imagefleet load failed: {self.log.read_text()[-2000:]}")
 
-    async def _replay_now_and_then(self) -> None:
+    async def _now_and_then(self, longest_seconds: float, *arguments: str) -> None:
         while True:
             await asyncio.sleep(self.random.uniform(3, 8))
-            await self._command(self.random.uniform(0.7, 2), "failed", "replay", "--all", "--yes")
+            await self._command(self.random.uniform(0.7, longest_seconds), *arguments)
 
     async def _command(
         self,
@@ -318,6 +335,12 @@ def all_jobs(count: int) -> Iterator[dict[str, object]]:
         yield {"id": f"j{number}", "prompt": "a house", "seed": number, **steps}
 
 
+def stopped_jobs(count: int) -> Iterator[dict[str, object]]:
+    for number in range(0, count, STOPPED_EVERY):
+        job = {"id": f"j{number}", "prompt": "a house", "seed": number}
+        yield {**job, "campaign": STOPPED}
+
+
 async def count_up(storm: Storm, storage: Storage) -> None:
     """Compares what is stored and what failed with the jobs."""
     tally = storm.tally
@@ -341,9 +364,14 @@ async def count_up(storm: Storm, storage: Storage) -> None:
     tally.good_jobs_failed = len(failed.keys() - bad)
     tally.bad_jobs_missing = len(bad - failed.keys())
     await compare_records(tally, storage, stored, failed)
+    drawn = {each.id async for each in reader.images(storage, STOPPED)}
+    cancelled = {each.id async for each in reader.ended(storage, STOPPED)}
+    tally.cancelled_jobs = len(cancelled)
+    ids = {str(job["id"]) for job in stopped_jobs(tally.jobs)}
+    tally.stopped_jobs_lost = len(ids - drawn - cancelled)
     events = Counter(line.split()[0] for line in storm.events.read_text().splitlines())
     tally.images_generated = events["drawn"]
-    tally.images_wasted = events["drawn"] - len(stored)
+    tally.images_wasted = events["drawn"] - len(stored) - len(drawn)
     tally.duplicates_suppressed = events["duplicate"]
 
 
@@ -354,7 +382,7 @@ async def compare_records(
     recorded = Counter([str(each.blob) async for each in reader.images(storage, "default")])
     tally.images_without_record = len(stored.keys() - recorded.keys())
     tally.records_without_image = recorded.total() - len(stored.keys() & recorded.keys())
-    ended = {each.id async for each in reader.ended(storage)}
+    ended = {each.id async for each in reader.ended(storage, "default")}
     tally.failed_jobs_without_record = len(set(failed) - ended)
 
 

@@ -46,6 +46,8 @@ WITHOUT_JSON = {
 #: Commands that change what is billed, cannot be undone, or trust what others have written. The
 #: rest costs nothing, or a few storage operations: `load` fills a queue, but starts no worker.
 ASKING = {
+    "cancel",
+    "purge",
     "failed discard",
     "failed replay",
     "redo",
@@ -62,6 +64,10 @@ CALLS = {
     "failed show": ("cat",),
     "failed replay": ("--id", "nobody"),
     "failed discard": ("--all", "--dry-run"),
+    "campaigns": (),
+    "job": ("one",),
+    "cancel": ("--campaign", "spring", "--dry-run"),
+    "purge": ("--dry-run",),
     "plan": ("--jobs", "10"),
     "redo": ("--worker", "nobody"),
     "verify": (),
@@ -127,7 +133,7 @@ def test_figures_go_to_a_file_by_one_option() -> None:
 def test_a_dry_run_has_one_meaning() -> None:
     runs = {name: found for name in ALL if (found := option(ALL[name], "--dry-run"))}
 
-    assert len(runs) == 7
+    assert len(runs) == 9
     for found in runs.values():
         assert re.fullmatch(r"Show .*; change nothing\.", found.help)
 

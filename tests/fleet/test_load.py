@@ -425,3 +425,36 @@ def test_one_message_is_one_job(
             return len(await storage.queue.receive(MAX_RECEIVE, 10))
 
     assert asyncio.run(receive()) == 3
+
+
+def test_a_priority_chooses_the_queue(
+    in_process: Imagefleet, template: Path, storage_settings: StorageSettings
+) -> None:
+    result = in_process("load", "t.yaml", "--priority", "high", "--json", *flags(storage_settings))
+
+    summary = json.loads(result.stdout)
+    high = storage_settings.job_queues["high"]
+    assert (summary["sent"], summary["queue"]) == (250, high)
+
+    async def filled() -> list[str]:
+        async with open_storage(storage_settings) as storage:
+            depth = await storage.queue.depth()
+            return [name for name, each in depth.by_queue.items() if each.messages]
+
+    assert asyncio.run(filled()) == [high]
+    again = in_process("load", "t.yaml", *flags(storage_settings))
+    assert again.returncode == console.EXIT_OPERATOR_MUST_ACT
+    assert f"a load into another queue ({high})" in again.stderr
+
+
+def test_an_unknown_priority_names_the_three(in_process: Imagefleet, template: Path) -> None:
+    result = in_process("load", "t.yaml", "--priority", "urgent")
+    assert result.returncode == console.EXIT_OPERATOR_MUST_ACT
+    assert "the priority 'urgent' is not one of high, normal, low" in result.stderr
+
+
+def test_a_workers_priority_on_saladcloud_is_not_that_of_the_jobs(
+    in_process: Imagefleet, template: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("IMAGEFLEET_PRIORITY", "high")
+    assert json.loads(in_process("load", "t.yaml", "--json").stdout)["queue"] == "jobs"

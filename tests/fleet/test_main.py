@@ -16,8 +16,9 @@ from fleet import console
 ROOT = Path(__file__).parents[2]
 COMMAND = Path(sys.executable).with_name("imagefleet")
 COMMANDS = [
-    *("demo", "worker", "load", "status", "top", "exporter", "broker", "webhooks", "plan"),
-    *("report", "verify", "redo", "scale", "prompt", "health", "version"),
+    *("demo", "worker", "load", "campaigns", "job", "cancel", "purge"),
+    *("status", "top", "exporter", "broker", "webhooks", "plan", "report"),
+    *("verify", "redo", "scale", "prompt", "health", "version"),
     *("failed", "keys", "deploy", "model", "lora"),
 ]
 

@@ -462,3 +462,15 @@ def test_the_example_runs(storage_settings: StorageSettings, tmp_path: Path, wor
     assert example.returncode == 0
     assert printed.count("completed") == 3
     assert len(list(tmp_path.glob("*.png"))) == 3
+
+
+async def test_jobs_are_submitted_with_a_priority(fleet: aio.Fleet) -> None:
+    jobs = [Job(prompt="a house")]
+    await fleet.submit(jobs)
+    await fleet.submit(jobs, priority="high")
+    await fleet.submit([*jobs, Job(prompt="a tree")], priority="low")
+    depth = (await fleet.depth()).queue
+    assert [each.messages for each in depth.by_queue.values()] == [1, 1, 2]
+    assert depth.messages == 4
+    with pytest.raises(errors.SetupError, match="'urgent' is not one of high, normal, low"):
+        await fleet.submit(jobs, priority="urgent")  # type: ignore[arg-type]

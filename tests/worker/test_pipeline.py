@@ -16,7 +16,7 @@ from PIL import Image
 
 from imagefleet import errors, retry
 from imagefleet.storage import dead_letter
-from imagefleet.storage.protocol import BlobStore, Storage
+from imagefleet.storage.protocol import BlobPart, BlobStore, Storage
 from worker.engine import contract
 from worker.testing import StandInEngine, draw_noise
 
@@ -202,6 +202,9 @@ class FaultyBlobs:
 
     async def read(self, name: str, max_bytes: int | None = None) -> bytes | None:
         return await self._blobs.read(name, max_bytes)
+
+    async def read_part(self, name: str, offset: int, max_bytes: int) -> BlobPart | None:
+        return await self._blobs.read_part(name, offset, max_bytes)
 
 
 class FaultyStorage:

@@ -163,3 +163,12 @@ def test_a_report_leaves_the_start_up_out_of_the_rate_but_not_out_of_the_cost() 
 )
 def test_a_duration_has_one_unit(seconds: float, text: str) -> None:
     assert duration(seconds) == text
+
+
+def test_cancelled_jobs_are_shown_once_there_are_any() -> None:
+    meter = ProgressMeter()
+    assert not [each for each in read(meter, 0, counts(1)).figures if "cancelled" in each]
+
+    many = Counts(images=1, ended_jobs=100_001, cancelled_jobs=100_000)
+
+    assert "100,000 cancelled" in read(meter, 1, many).figures

@@ -11,6 +11,7 @@ from functools import partial
 from typing import NoReturn
 
 from imagefleet import errors
+from imagefleet.cancelled import CancelledCampaigns
 from worker import tasks
 from worker.engine import contract
 from worker.gpu_thread import Delivery, EngineThread
@@ -34,6 +35,7 @@ class GenerateStage:
     settler: Settler
     metrics: WorkerMetrics
     watchdog: NodeWatchdog
+    cancelled: CancelledCampaigns
     checks: NodeSelfCheck = field(init=False)
     nothing_at_engine: asyncio.Event = field(default_factory=asyncio.Event, init=False)
     _tickets: Iterator[int] = field(default_factory=itertools.count, init=False)
@@ -49,6 +51,23 @@ class GenerateStage:
             self.encode.upload.suspects,
         )
         self.nothing_at_engine.set()
+        self.engine_thread.is_cancelled = self._is_cancelled
+
+    def is_cancelled(self, entry: InFlightJob) -> bool:
+        """Whether the campaign of a job has been cancelled since it was sent."""
+        return entry.job is not None and self.cancelled.includes(
+            entry.job.campaign, entry.lease.message.enqueued_at
+        )
+
+    async def leave_out(self, entry: InFlightJob, images: int) -> None:
+        """Draws so many images of a cancelled job no more; those that are begun are stored."""
+        entry.is_cancelled = True
+        entry.images_to_generate -= images
+        entry.images_to_store -= images
+        if not entry.images_to_generate:
+            self.puller.not_ahead(entry)
+        if not entry.images_to_store:
+            await self.settler.cancelled(entry)
 
     async def submit(self, image: InFlightImage, request: contract.PreparedRequest) -> bool:
         """Waits until the engine's thread accepts the request; False: the worker drains."""
@@ -75,6 +94,9 @@ class GenerateStage:
             image = self._take(delivery.finished.ticket)
             image.generated_at = delivery.finished_at
             entry = image.owner
+            if isinstance(delivery.finished.outcome, errors.JobCancelled):
+                await self.settler.attempt(entry, partial(self.leave_out, entry, 1))
+                continue
             self.watchdog.image_generated(image.job.steps, *image.size)
             waited = self.metrics.stage_seconds.labels("wait_gpu")
             waited.observe(max(0.0, delivery.admitted_at - image.ready_at))
@@ -86,6 +108,11 @@ class GenerateStage:
             await self.settler.attempt(
                 entry, partial(self._pass_on, image, delivery), image_is_generated=True
             )
+
+    def _is_cancelled(self, ticket: int) -> bool:
+        """As `is_cancelled`, on the engine's thread."""
+        image = self._at_engine.get(ticket)
+        return image is not None and self.is_cancelled(image.owner)
 
     async def _next(self) -> Delivery:
         """The next outcome; while the node is in doubt, they are kept back here."""

@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 from functools import partial
 from typing import NoReturn
 
-from imagefleet import errors, retry
+from imagefleet import cancelled, errors, retry
 from imagefleet.job.message import Job, job_key, read_job
 from imagefleet.signing import TrustedKeys
 from imagefleet.storage import protocol
@@ -35,6 +35,9 @@ HAND_BACKS = 5
 #: jobs at least once a second.
 HAND_BACK_SECONDS = 10.0
 HAND_BACK_SECONDS_UNTIL_EMPTY = 0.5
+
+#: A job waits for the list of cancelled campaigns if the last reading is older.
+MAX_LIST_AGE_SECONDS = 2 * cancelled.PERIOD_SECONDS
 
 #: Jobs prepared at once: one that waits for its LoRA's download must not hold up the others.
 PREPARERS = 8
@@ -100,6 +103,8 @@ class PrepareStage:
     async def run(self) -> NoReturn:
         while True:
             entry = await self.queue.get()
+            # After hours without work the list is as old.
+            await self.generate.cancelled.refresh(MAX_LIST_AGE_SECONDS)
             work = self._generate_alone if entry.is_suspect else self._generate_with_others
             await self.settler.attempt(entry, partial(work, entry))
 
@@ -150,6 +155,9 @@ class PrepareStage:
             ]
         entry.images_to_generate = entry.images_to_store = len(prepared)
         for index, request in enumerate(prepared):
+            if self.generate.is_cancelled(entry):
+                await self.generate.leave_out(entry, len(prepared) - index)
+                break
             image = InFlightImage(entry, job, index, size)
             if not await self.generate.submit(image, request):
                 return  # the worker drains, and hands this job back
@@ -175,6 +183,9 @@ class PrepareStage:
         message = entry.lease.message
         job = read_job(message.body, message.id, self.trusted)
         entry.job = job  # from here on, a failure is recorded with the job's id and campaign
+        if self.generate.is_cancelled(entry):
+            self.generate.puller.not_ahead(entry)  # others are pulled while it is acknowledged
+            raise errors.JobCancelled
         if job.model not in {None, self.engine.model_name}:
             raise errors.MissingFileError(
                 f"the job asks for the model {job.model!r}; this worker has"

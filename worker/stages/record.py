@@ -84,6 +84,11 @@ class PendingRecords:
         else:
             self._stored.put_nowait((job, None))
 
+    def job_ended(self) -> None:
+        """A job has ended elsewhere: what waits here may be all that is in flight."""
+        if self._waiting:
+            self._changed.set()
+
     async def run(self) -> NoReturn:
         """Side task: writes what waits.
 

@@ -11,7 +11,7 @@ import dataclasses
 import logging
 import os
 import time
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import Awaitable, Callable, Mapping
 from typing import Any, TypeVar, get_args
 
 from azure.core.credentials import AzureSasCredential
@@ -223,21 +223,25 @@ class Credentials:
         identity_token: sas_tokens.IdentityToken | None = None,
     ) -> None:
         self._to_close: RotatingTokens | AsyncTokenCredential | None = None
-        accesses: Sequence[Access]
         source = sas_tokens.source_of(settings, identity_token)
         if source is not None:
             tokens = self._to_close = RotatingTokens(source)
-            accesses = [RotatingAccess(resource, tokens) for resource in tokens.credentials]
+            self._accesses: Mapping[Resource, Access] = {
+                resource: RotatingAccess(resource, tokens) for resource in tokens.credentials
+            }
         else:
             identity: AsyncTokenCredential | None = None
             fixed = sas_tokens.fixed_tokens(settings, address.sas)
             if fixed is None and not address.has_key:
                 identity = self._to_close = _workload_identity(settings.queue)
-            accesses = [
-                Access(resource, AzureSasCredential(fixed.of(resource)) if fixed else identity)
-                for resource in get_args(Resource)
-            ]
-        self.queue, self.poison, self.blob, self.files = accesses
+            self._accesses = {
+                each: Access(each, AzureSasCredential(fixed.of(each)) if fixed else identity)
+                for each in get_args(Resource)
+            }
+
+    def of(self, resource: Resource) -> Access:
+        """The credential of a queue or container."""
+        return self._accesses[resource]
 
     async def close(self) -> None:
         if self._to_close is not None:

@@ -56,7 +56,7 @@ class RefusedError(errors.SetupError):
     """The credentials are expired, revoked or wrong."""
 
 
-class NoTokenError(errors.SetupError):
+class NoTokenError(errors.MissingResourceError):
     """There is no SAS token for the resource."""
 
 
@@ -119,7 +119,7 @@ def _from_response(
     if code in _LEASE_LOST:
         return errors.LeaseLost(f"the lease is lost: {what} answered {answer}")
     if code in MISSING:
-        return errors.SetupError(f"{what} does not exist; `imagefleet load` creates it")
+        return errors.MissingResourceError(f"{what} does not exist; `imagefleet load` creates it")
     if status == 401 or status == 403:  # noqa: PLR1714, PLR2004 - narrows the type
         kind = RefusedError if code in _NOT_ACCEPTED else errors.SetupError
         reply = refusals.Answer(code, status, _date_of(error))

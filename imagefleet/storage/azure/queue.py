@@ -12,10 +12,12 @@ import contextlib
 import dataclasses
 import math
 from collections.abc import AsyncIterator, Awaitable, Callable, Collection, Iterable
-from datetime import UTC, datetime
+from datetime import UTC, datetime, timedelta
+from email.utils import parsedate_to_datetime
 from functools import partial
 from typing import Any, TypeVar
 
+from azure.core.pipeline import PipelineResponse
 from azure.storage.queue import QueueMessage
 from azure.storage.queue.aio import QueueClient
 
@@ -99,7 +101,9 @@ class AzureQueue:
             ).by_page()
             async for page in pages:
                 return [
-                    protocol.LeasedMessage(**_fields(message), receipt=str(message.pop_receipt))
+                    protocol.LeasedMessage(
+                        **self._fields(message), receipt=str(message.pop_receipt)
+                    )
                     async for message in page
                 ]
             return []
@@ -148,13 +152,47 @@ class AzureQueue:
         finally:
             await self._hand_back(leased.values())
 
+    @property
+    def finds_all(self) -> bool:
+        return False
+
+    async def find(self, text: str) -> AsyncIterator[protocol.FoundMessage]:
+        for message in await self._peek(protocol.MAX_RECEIVE):
+            if text in message.body or text == message.id or not message.body.startswith("{"):
+                yield protocol.FoundMessage(message, is_leased=False)
+
     async def depth(self) -> protocol.QueueDepth:
         properties = await self._call("r", self._client.get_queue_properties)
-        front = await self._peek(1)
+        count = properties.approximate_message_count or 0  # never too low
+        front = await self._peek(1) if count else []
         age_seconds = None
         if front:
             age_seconds = max(0.0, (datetime.now(UTC) - front[0].enqueued_at).total_seconds())
-        return protocol.QueueDepth(properties.approximate_message_count or 0, None, age_seconds)
+        return protocol.QueueDepth(count, None, age_seconds)
+
+    async def clear(self) -> None:
+        # Of a large queue Azure deletes what it can within half a minute, and says that it failed.
+        left = math.inf
+        while True:
+            try:
+                return await self._call("", self._client.clear_messages)
+            except errors.TransientError:
+                before, left = left, (await self.depth()).messages
+                if left >= before:
+                    raise
+
+    async def stamps(self) -> protocol.Stamps:
+        dates: list[datetime] = []
+
+        def keep_date(response: PipelineResponse[Any, Any]) -> None:
+            dates.append(parsedate_to_datetime(response.http_response.headers["Date"]))
+
+        await self._call(
+            "r", lambda: self._client.get_queue_properties(raw_response_hook=keep_date)
+        )
+        # Both are whole seconds, from servers whose clocks differ by less than one.
+        second = timedelta(seconds=1)
+        return protocol.Stamps(dates[-1] - second, dates[-1] + second)
 
     async def _call(self, permission: str, request: Callable[[], Awaitable[_Result]]) -> _Result:
         """Makes a request, which needs *permission*, with retries and translated errors."""
@@ -200,7 +238,17 @@ class AzureQueue:
 
     async def _peek(self, max_messages: int) -> list[protocol.Message]:
         peeked = await self._call("r", lambda: self._client.peek_messages(max_messages))
-        return [protocol.Message(**_fields(message)) for message in peeked]
+        return [protocol.Message(**self._fields(message)) for message in peeked]
+
+    def _fields(self, message: QueueMessage) -> dict[str, Any]:
+        """The fields that every message has; the SDK's types would allow None."""
+        return {
+            "id": message.id,
+            "body": message.content,
+            "delivery_count": message.dequeue_count,
+            "enqueued_at": message.inserted_on,
+            "queue": self.name,
+        }
 
     async def _hand_back(self, messages: Collection[protocol.LeasedMessage]) -> None:
         """Makes browsed messages visible again, unless their leases were lost."""
@@ -213,13 +261,3 @@ class AzureQueue:
                     await self.release(message)
 
         await concurrency.gather(*(hand_back(message) for message in messages))
-
-
-def _fields(message: QueueMessage) -> dict[str, Any]:
-    """The fields that every message has; the SDK's types would allow None."""
-    return {
-        "id": message.id,
-        "body": message.content,
-        "delivery_count": message.dequeue_count,
-        "enqueued_at": message.inserted_on,
-    }

@@ -136,11 +136,12 @@ def _renewal(credential: Credential) -> str:
     if credential.is_from_broker:
         return ""
     (letters,), (policy,) = (_fields(credential.token).get(name, [""]) for name in ("sp", "si"))
-    role = roles.of_token(credential.resource, letters) if credential.resource else None
-    command = f"imagefleet keys {role.name if role else 'ROLE'}"
-    if policy:
-        command += " --policy NAME"  # one of that name would bring the revoked tokens back
-    return f": mint new ones with `{command}`"
+    found = roles.of_token(credential.resource, letters) if credential.resource else []
+    # A policy of the same name would bring the revoked tokens back.
+    end = " --policy NAME" if policy else ""
+    names = [role.name for role in found] or ["ROLE"]
+    commands = " or ".join(f"`imagefleet keys {name}{end}`" for name in names)
+    return f": mint new ones with {commands}"
 
 
 def _skew(answer: Answer) -> str:

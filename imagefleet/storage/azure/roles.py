@@ -4,10 +4,20 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
+from typing import get_args
 
-from imagefleet.storage.settings import Resource, StorageSettings
+from imagefleet.storage.settings import Priority, Resource, StorageSettings
 
-RESOURCES: tuple[Resource, ...] = ("queue", "poison", "blob", "files")
+RESOURCES: tuple[Resource, ...] = get_args(Resource)
+
+_JOB_QUEUES: Mapping[Priority, Resource] = {
+    "high": "queue_high",
+    "normal": "queue",
+    "low": "queue_low",
+}
+
+#: What deployments and tokens of earlier versions lack; a worker does without.
+OPTIONAL: frozenset[Resource] = frozenset({"queue_high", "queue_low"})
 
 #: In place of a letter, for a request that needs a valid token of the resource, whatever it allows.
 ANY_PERMISSION = "*"
@@ -45,7 +55,10 @@ _AZURE_BLOB_ROLES: Mapping[str, str] = {
 
 @dataclass(frozen=True, slots=True)
 class Role:
-    """A kind of process and its permissions on each resource; no token without any."""
+    """A kind of process and its permissions on each resource; no token without any.
+
+    *queue* is for the job queue of each priority.
+    """
 
     name: str
     what: str
@@ -55,7 +68,7 @@ class Role:
     files: str = ""
 
     def letters(self, resource: Resource) -> str:
-        letters: str = getattr(self, resource)
+        letters: str = getattr(self, "queue" if resource in OPTIONAL else resource)
         return letters
 
     @property
@@ -77,18 +90,19 @@ ROLES: Mapping[str, Role] = {
             blob="ac",
             files="r",
         ),
-        Role("load", "`imagefleet load` on existing queues", queue="a"),
+        # It notes how many jobs it has sent, and reads which campaigns are cancelled.
+        Role("load", "`imagefleet load` on existing queues", queue="a", blob="ac", files="r"),
         Role(
             "monitor",
-            "the read-only commands: `status`, `exporter`, `scale`, `report`, `verify`, `failed"
-            " list` and `webhooks`",
+            "the read-only commands: `status`, `campaigns`, `job`, `exporter`, `scale`, `report`,"
+            " `verify`, `failed list` and `webhooks`",
             queue="r",
             poison="r",
             blob="rl",
         ),
         Role(
             "operator",
-            "`imagefleet failed`, `redo` and `verify --quarantine`",
+            "`imagefleet failed`, `redo`, `cancel` and `verify --quarantine`",
             queue="ra",
             poison="rup",
             blob="racdl",
@@ -103,10 +117,16 @@ ROLES: Mapping[str, Role] = {
 }
 
 
+def job_queue(priority: Priority) -> Resource:
+    """The job queue of that priority."""
+    return _JOB_QUEUES[priority]
+
+
 def name_of(settings: StorageSettings, resource: Resource) -> str:
     """The name of the queue or container."""
+    queues = {job_queue(each): name for each, name in settings.job_queues.items()}
     names: dict[Resource, str] = {
-        "queue": settings.queue,
+        **queues,
         "poison": settings.poison_queue,
         "blob": settings.container,
         "files": settings.files_container,
@@ -129,10 +149,9 @@ def with_permission(resource: Resource, letter: str) -> list[Role]:
     return sorted(able, key=lambda role: role.size)
 
 
-def of_token(resource: Resource, letters: str) -> Role | None:
-    """The role that has exactly these permissions on the resource."""
-    same = (role for role in ROLES.values() if set(role.letters(resource)) == set(letters) != set())
-    return next(same, None)
+def of_token(resource: Resource, letters: str) -> list[Role]:
+    """The roles that have exactly these permissions on the resource."""
+    return [role for role in ROLES.values() if set(role.letters(resource)) == set(letters) != set()]
 
 
 def azure_role(resource: Resource, letter: str) -> str:

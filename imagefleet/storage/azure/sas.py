@@ -70,12 +70,15 @@ _SasToken = Annotated[SecretStr, AfterValidator(_checked_token)]
 class Tokens(BaseModel):
     """`{"queue": ..., "poison": ..., "blob": ..., "files": ..., "expires_at": ...}`.
 
-    A role has tokens only for what it needs; one of the whole account is for what has none.
+    A role has tokens only for what it needs; one of the whole account is for what has none. Those
+    of earlier versions lack `queue_high` and `queue_low`.
     """
 
     model_config = ConfigDict(frozen=True, extra="ignore", hide_input_in_errors=True)
 
     queue: _SasToken | None = None
+    queue_high: _SasToken | None = None
+    queue_low: _SasToken | None = None
     poison: _SasToken | None = None
     blob: _SasToken | None = None
     files: _SasToken | None = None
@@ -94,11 +97,10 @@ class Tokens(BaseModel):
         return tokens[resource] or next(accounts, "")
 
     def _by_resource(self) -> dict[Resource, str]:
-        given = {"queue": self.queue, "poison": self.poison, "blob": self.blob, "files": self.files}
-        return {
-            resource: token.get_secret_value() if (token := given[resource]) else ""
-            for resource in get_args(Resource)
+        given: dict[Resource, SecretStr | None] = {
+            each: getattr(self, each) for each in get_args(Resource)
         }
+        return {each: token.get_secret_value() if token else "" for each, token in given.items()}
 
     @property
     def ends_at(self) -> datetime | None:
@@ -268,7 +270,7 @@ def fixed_tokens(settings: StorageSettings, in_address: str | None) -> Tokens | 
         raise errors.SetupError(
             f"IMAGEFLEET_SAS holds no SAS tokens: {reason}; `imagefleet keys` prints them"
         ) from None
-    return Tokens(queue=token, poison=token, blob=token, files=token)
+    return Tokens.model_validate(dict.fromkeys(get_args(Resource), token))
 
 
 def read_tokens(text: str | bytes) -> Tokens:

@@ -15,8 +15,10 @@ from imagefleet.storage.azure import account, sas
 from imagefleet.storage.azure.blobs import AzureBlobs
 from imagefleet.storage.azure.credentials import Credentials
 from imagefleet.storage.azure.queue import AzureQueue
+from imagefleet.storage.azure.roles import job_queue, name_of
+from imagefleet.storage.priorities import OrderedQueues
 from imagefleet.storage.protocol import Operations
-from imagefleet.storage.settings import StorageSettings
+from imagefleet.storage.settings import PRIORITIES, Resource, StorageSettings
 
 #: An API version that every Azure cloud, Azurite and every allowed release of the SDK support. The
 #: SDK's default is the newest, which Azurite refuses.
@@ -85,22 +87,28 @@ class AzureStorage:
         }
         address = account.read_address(settings.storage.strip())
         access = self._credentials = Credentials(address, settings, identity_token)
-        queue = address.queue_client(settings.queue, access.queue.credential, **options)
-        poison = address.queue_client(settings.poison_queue, access.poison.credential, **options)
+
+        def opened(resource: Resource) -> AzureQueue:
+            of = access.of(resource)
+            client = address.queue_client(name_of(settings, resource), of.credential, **options)
+            return AzureQueue(client, retry_policy, of)
+
+        self.queues = {each: opened(job_queue(each)) for each in PRIORITIES}
+        self.queue = OrderedQueues(list(self.queues.values()), main=self.queues["normal"])
+        self.poison = opened("poison")
         options["raw_request_hook"] = self._count_blob_operation
-        container = address.container_client(settings.container, access.blob.credential, **options)
-        self.queue = AzureQueue(queue, retry_policy, access.queue)
-        self.poison = AzureQueue(poison, retry_policy, access.poison)
-        files = address.container_client(
-            settings.files_container, access.files.credential, **options
-        )
-        self.blobs = AzureBlobs(container, retry_policy, access.blob)
-        self.files = AzureBlobs(files, retry_policy, access.files)
-        self.url = f"{container.scheme}://{container.primary_hostname}"
+        blob, files = access.of("blob"), access.of("files")
+        images = address.container_client(settings.container, blob.credential, **options)
+        others = address.container_client(settings.files_container, files.credential, **options)
+        self.blobs = AzureBlobs(images, retry_policy, blob)
+        self.files = AzureBlobs(others, retry_policy, files)
+        self.url = f"{images.scheme}://{images.primary_hostname}"
 
     async def create(self) -> None:
-        if not await self.queue.create():
+        if not await self.queues["normal"].create():
             return  # a SAS token for one queue can create nothing else, nor need it
+        for priority in ("high", "low"):
+            await self.queues[priority].create()
         await self.poison.create()
         await self.blobs.create_container()
         await self.files.create_container()

@@ -19,7 +19,7 @@ from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from datetime import UTC, datetime
 from pathlib import Path
-from typing import TypeVar
+from typing import Any, TypeVar
 
 from imagefleet import errors, uptime
 from imagefleet.storage import protocol
@@ -46,9 +46,17 @@ UPDATE messages SET visible_at = ?, body = coalesce(?, body), version = version 
 WHERE sequence = ? AND version = ? AND id = ?
 """
 DELETE = "DELETE FROM messages WHERE sequence = ? AND version = ? AND id = ?"
+CLEAR = "DELETE FROM messages WHERE queue = ?"
 BROWSE = """
 SELECT sequence, id, body, delivery_count, enqueued_at FROM messages
 WHERE queue = ? AND visible_at = 0 AND sequence > ? ORDER BY sequence LIMIT ?
+"""
+# Messages in base64, as Azure Functions send them, are the caller's to read.
+FIND = """
+SELECT sequence, visible_at > ?, id, body, delivery_count, enqueued_at FROM messages
+WHERE queue = ? AND sequence > ?
+AND (id = ? OR instr(body, ?) OR substr(ltrim(body), 1, 1) <> '{')
+ORDER BY sequence LIMIT ?
 """
 OLDEST = """
 SELECT enqueued_at FROM messages WHERE queue = ? AND visible_at = 0 ORDER BY sequence LIMIT 1
@@ -185,10 +193,7 @@ class LocalQueue:
 
     async def check(self) -> None:
         if not await self._file.has_queue(self.name):
-            raise errors.SetupError(
-                f"there is no queue {self.name!r} in {self._file.path.parent};"
-                " `imagefleet load` creates and fills it"
-            )
+            raise self._missing()
 
     async def send(self, bodies: Iterable[str]) -> None:
         checked = protocol.checked_messages(bodies)
@@ -230,8 +235,44 @@ class LocalQueue:
                 yield message
             last, _ = page[-1]
 
+    @property
+    def finds_all(self) -> bool:
+        return True
+
+    async def find(self, text: str) -> AsyncIterator[protocol.FoundMessage]:
+        self._operations.queue += 1
+        last = 0
+        while True:
+            values = (self._lease_clock(), self.name, last, text, text, _BROWSE_PAGE)
+            page = await self._file.run(functools.partial(self._found, values))
+            for _, is_leased, *fields in page:
+                yield protocol.FoundMessage(_message(*fields), bool(is_leased))
+            if len(page) < _BROWSE_PAGE:
+                return
+            last = page[-1][0]
+
     async def depth(self) -> protocol.QueueDepth:
-        return await self._run(self._depth, 2)  # on Azure: the properties, and a peek for the age
+        depth = await self._run(self._depth)
+        if depth.messages:
+            self._operations.queue += 1  # on Azure: a peek for the age
+        return depth
+
+    def _missing(self) -> errors.MissingResourceError:
+        return errors.MissingResourceError(
+            f"there is no queue {self.name!r} in {self._file.path.parent};"
+            " `imagefleet load` creates and fills it"
+        )
+
+    async def clear(self) -> None:
+        def clear(connection: sqlite3.Connection) -> None:
+            with transaction(connection, durable=True):
+                connection.execute(CLEAR, (self.name,))
+
+        await self._run(clear)
+
+    async def stamps(self) -> protocol.Stamps:
+        now = _time(self._clock())  # the processes that share the file share a clock
+        return protocol.Stamps(now, now)
 
     async def _run(
         self, work: Callable[[sqlite3.Connection], _Result], operations: int = 1
@@ -242,8 +283,11 @@ class LocalQueue:
     def _send(self, connection: sqlite3.Connection, bodies: Iterable[str]) -> None:
         now = self._clock()
         rows = ((self.name, now, uuid.uuid4().hex, body) for body in bodies)
-        with transaction(connection, durable=True):
-            connection.executemany(SEND, rows)
+        try:
+            with transaction(connection, durable=True):
+                connection.executemany(SEND, rows)
+        except sqlite3.IntegrityError:
+            raise self._missing() from None
 
     def _receive(
         self, connection: sqlite3.Connection, max_messages: int, lease_seconds: float
@@ -257,7 +301,7 @@ class LocalQueue:
             leased = connection.execute(LEASE, (now + lease_seconds, self.name, max_messages))
             rows = leased.fetchall()
         rows.sort()  # RETURNING guarantees no order; each row starts with its sequence
-        return [_leased(*row) for row in rows]
+        return [_leased(self.name, *row) for row in rows]
 
     async def _update(
         self, message: protocol.LeasedMessage, seconds: float, body: str | None
@@ -281,7 +325,12 @@ class LocalQueue:
     ) -> list[tuple[int, protocol.Message]]:
         self._sweep(connection)
         rows = connection.execute(BROWSE, (self.name, after, _BROWSE_PAGE)).fetchall()
-        return [(sequence, _message(*fields)) for sequence, *fields in rows]
+        return [(sequence, _message(self.name, *fields)) for sequence, *fields in rows]
+
+    def _found(
+        self, values: tuple[object, ...], connection: sqlite3.Connection
+    ) -> list[tuple[Any, ...]]:
+        return connection.execute(FIND, values).fetchall()
 
     def _depth(self, connection: sqlite3.Connection) -> protocol.QueueDepth:
         self._sweep(connection)
@@ -305,17 +354,22 @@ class LocalQueue:
 
 
 def _leased(
-    sequence: int, version: int, message_id: str, body: str, delivery_count: int, enqueued_at: float
+    queue: str,
+    sequence: int,
+    version: int,
+    message_id: str,
+    body: str,
+    delivery_count: int,
+    enqueued_at: float,
 ) -> protocol.LeasedMessage:
-    return protocol.LeasedMessage(
-        message_id, body, delivery_count, _time(enqueued_at), _receipt(sequence, version)
-    )
+    at, receipt = _time(enqueued_at), _receipt(sequence, version)
+    return protocol.LeasedMessage(message_id, body, delivery_count, at, receipt, queue=queue)
 
 
 def _message(
-    message_id: str, body: str, delivery_count: int, enqueued_at: float
+    queue: str, message_id: str, body: str, delivery_count: int, enqueued_at: float
 ) -> protocol.Message:
-    return protocol.Message(message_id, body, delivery_count, _time(enqueued_at))
+    return protocol.Message(message_id, body, delivery_count, _time(enqueued_at), queue=queue)
 
 
 def _time(seconds: float) -> datetime:

@@ -7,6 +7,7 @@ from typing import Self
 
 from imagefleet.storage.local.blobs import LocalBlobs
 from imagefleet.storage.local.queue import LocalQueue, QueueFile
+from imagefleet.storage.priorities import OrderedQueues
 from imagefleet.storage.protocol import Operations
 from imagefleet.storage.settings import StorageSettings
 
@@ -20,13 +21,17 @@ class LocalStorage:
         self.url = f"local:{folder}"
         self._file = QueueFile(folder / QUEUE_FILE)
         self.operations = Operations()
-        self.queue = LocalQueue(self._file, names.queue, self.operations)
+        self.queues = {
+            priority: LocalQueue(self._file, name, self.operations)
+            for priority, name in names.job_queues.items()
+        }
+        self.queue = OrderedQueues(list(self.queues.values()), main=self.queues["normal"])
         self.poison = LocalQueue(self._file, names.poison_queue, self.operations)
         self.blobs = LocalBlobs(folder / names.container, self.operations)
         self.files = LocalBlobs(folder / names.files_container, self.operations)
 
     async def create(self) -> None:
-        await self._file.create([self.queue.name, self.poison.name])
+        await self._file.create([each.name for each in (*self.queues.values(), self.poison)])
         await self.blobs.create_folder()
         await self.files.create_folder()
 

@@ -12,7 +12,8 @@ from typing import Any
 import pytest
 import yaml
 
-from imagefleet.storage.azure.roles import RESOURCES, ROLES, azure_role
+from imagefleet.storage.azure.roles import RESOURCES, ROLES, azure_role, job_queue, name_of
+from imagefleet.storage.settings import PRIORITIES, StorageSettings
 from worker.pipeline import HAND_BACK_SECONDS
 from worker.settings import WorkerSettings
 
@@ -33,8 +34,8 @@ def test_every_manifest_is_valid(manifests: Any, errors_of: Errors) -> None:
     [
         lambda found: found["Deployment"]["spec"]["template"]["spec"].update(volums=[]),
         lambda found: found["ScaledObject"]["spec"]["triggers"][0]["metadata"].update(length="5"),
-        lambda found: found["ScaledObject"]["spec"]["triggers"][0]["metadata"].update(
-            queueLength=5
+        lambda found: found["ScaledObject"]["spec"]["advanced"]["scalingModifiers"].update(
+            target=500
         ),
         lambda found: found["TriggerAuthentication"]["spec"]["podIdentity"].pop("provider"),
         lambda found: found["PodMonitor"]["spec"]["podMetricsEndpoints"][0].update(intervall="15s"),
@@ -115,18 +116,25 @@ def test_referenced_names_exist(manifests: Any) -> None:
         assert selected <= deployment["spec"]["template"]["metadata"]["labels"].items()
     for scaled in manifests.of_kind("ScaledObject").values():
         assert scaled["spec"]["scaleTargetRef"]["name"] in manifests.of_kind("Deployment")
-        (trigger,) = scaled["spec"]["triggers"]
-        assert trigger["authenticationRef"]["name"] in manifests.of_kind("TriggerAuthentication")
+        for trigger in scaled["spec"]["triggers"]:
+            assert trigger["authenticationRef"]["name"] in manifests.of_kind(
+                "TriggerAuthentication"
+            )
 
 
-def test_keda_counts_the_workers_queue_including_leased_jobs(plain: Any) -> None:
-    settings = plain.of_kind("ConfigMap")["imagefleet-settings"]
+def test_keda_adds_up_the_workers_queues_including_leased_jobs(plain: Any) -> None:
+    settings = plain.of_kind("ConfigMap")["imagefleet-settings"]["data"]
     (scaled,) = plain.of_kind("ScaledObject").values()
-    metadata = scaled["spec"]["triggers"][0]["metadata"]
-    assert metadata["queueName"] == settings["data"]["IMAGEFLEET_QUEUE"]
-    assert metadata["queueLengthStrategy"] == "all"
-    address = f"https://{metadata['accountName']}.blob.core.windows.net"
-    assert settings["data"]["IMAGEFLEET_STORAGE"] == address
+    triggers = {each["name"]: each["metadata"] for each in scaled["spec"]["triggers"]}
+    queues = StorageSettings(queue=settings["IMAGEFLEET_QUEUE"]).job_queues
+    assert {name: metadata["queueName"] for name, metadata in triggers.items()} == queues
+    # By itself KEDA scales by the largest of its triggers.
+    formula = scaled["spec"]["advanced"]["scalingModifiers"]["formula"]
+    assert formula.split(" + ") == list(queues)
+    for metadata in triggers.values():
+        assert metadata["queueLengthStrategy"] == "all"
+        address = f"https://{metadata['accountName']}.blob.core.windows.net"
+        assert settings["IMAGEFLEET_STORAGE"] == address
     # A number here would override KEDA's with every apply.
     assert "replicas" not in plain.of_kind("Deployment")["imagefleet-worker"]["spec"]
 
@@ -152,16 +160,22 @@ def test_the_documented_azure_roles_are_the_least_that_each_role_needs(repositor
     text = (repository / "deploy" / "kubernetes" / "README.md").read_text()
     rows = re.findall(r"^\| `imagefleet-(\w+)` \| `[^`]+` \| (.+?) \|$", text, re.MULTILINE)
     assigned = {
-        identity: dict(re.findall(r"`([\w-]+)`: ([\w ]+)", roles)) for identity, roles in rows
+        identity: {
+            name: role
+            for names, role in re.findall(r"((?:`[\w-]+`(?:, )?)+): ([\w ]+)", roles)
+            for name in re.findall(r"`([\w-]+)`", names)
+        }
+        for identity, roles in rows
     }
     assert assigned.keys() == {"worker", "load", "exporter", "scaler"}
-    names = {"jobs": "queue", "jobs-poison": "poison", "images": "blob", "files": "files"}
-    monitor = {"queue": "r", "poison": "r"}  # it reads no images
+    names = {name_of(StorageSettings(), resource): resource for resource in RESOURCES}
+    queues = {job_queue(each): "r" for each in PRIORITIES}
+    monitor = {**queues, "poison": "r"}  # it reads no images
     for identity, needed in (
         ("worker", {resource: ROLES["worker"].letters(resource) for resource in RESOURCES}),
         ("load", {resource: ROLES["load"].letters(resource) for resource in RESOURCES}),
         ("exporter", monitor),
-        ("scaler", {"queue": "r"}),
+        ("scaler", queues),
     ):
         given = {names[name]: role for name, role in assigned[identity].items()}
         assert given.keys() == {resource for resource, letters in needed.items() if letters}

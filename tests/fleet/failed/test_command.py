@@ -22,7 +22,7 @@ from imagefleet.signing import SigningKey
 from imagefleet.storage import dead_letter
 from imagefleet.storage.open import open_storage
 from imagefleet.storage.protocol import Storage
-from imagefleet.storage.settings import StorageSettings
+from imagefleet.storage.settings import PRIORITIES, StorageSettings
 
 Imagefleet = Callable[..., "subprocess.CompletedProcess[str]"]
 
@@ -350,3 +350,21 @@ def test_missing_storage_is_one_line_and_exit_code_2(in_process: Imagefleet) -> 
 
     assert result.returncode == console.EXIT_OPERATOR_MUST_ACT
     assert len(result.stderr.splitlines()) == 1
+
+
+def test_a_replay_chooses_the_priority_and_is_normal_without(
+    in_process: Imagefleet, failed_jobs: StorageSettings
+) -> None:
+    async def waiting() -> dict[str, int]:
+        async with open_storage(failed_jobs) as storage:
+            return {name: (await each.depth()).messages for name, each in storage.queues.items()}
+
+    before = asyncio.run(waiting())
+    refused = in_process("failed", "replay", "--id", "cat", "--priority", "urgent")
+    assert refused.returncode == console.EXIT_OPERATOR_MUST_ACT
+    assert "the priority 'urgent' is not one of high, normal, low" in refused.stderr
+    for arguments in (("--id", "cat", "--priority", "low"), ("--id", "dog")):
+        assert read(in_process("failed", "replay", *arguments, "--yes", "--json"))["replayed"] == 1
+    after = asyncio.run(waiting())
+    sent = {name: after[name] - before[name] for name in PRIORITIES}
+    assert sent == {"high": 0, "normal": 1, "low": 1}

@@ -16,14 +16,17 @@ from urllib.parse import parse_qs
 
 import pytest
 from azure.core.exceptions import HttpResponseError
+from azure.storage.queue import QueueClient
 from pydantic import SecretStr
 
 from fleet import options
+from fleet.campaigns import job
 from fleet.keys import check as keys_check
 from fleet.keys import command as keys
 from fleet.keys import mint
 from fleet.monitor import command as monitor
-from imagefleet import aio, errors, retry
+from imagefleet import aio, cancelled, errors, retry
+from imagefleet.records import reader
 from imagefleet.storage import dead_letter_queue, protocol
 from imagefleet.storage.azure import account as azure_address
 from imagefleet.storage.azure import sas
@@ -104,11 +107,12 @@ async def test_a_workers_tokens_neither_overwrite_nor_delete_nor_clear(
     settings = with_role(azurite_settings, ROLES["worker"])
     address = azure_address.read_address(settings.storage)
     access = keys_check.Credentials(address, settings)
+    for_queue, for_blobs = access.of("queue"), access.of("blob")
     options = {"api_version": API_VERSION, "retry_total": 0}
     mismatch = pytest.raises(HttpResponseError, match="PermissionMismatch")
     async with (
-        address.queue_client(settings.queue, access.queue.credential, **options) as queue,
-        address.container_client(settings.container, access.blob.credential, **options) as blobs,
+        address.queue_client(settings.queue, for_queue.credential, **options) as queue,
+        address.container_client(settings.container, for_blobs.credential, **options) as blobs,
     ):
         with mismatch:
             await blobs.upload_blob("fox.png", b"others", overwrite=True)
@@ -124,8 +128,15 @@ async def test_a_workers_tokens_neither_overwrite_nor_delete_nor_clear(
     assert (await owner.queue.depth()).messages == 1
 
 
-async def test_load_needs_only_to_add_messages(
-    azurite_settings: StorageSettings, owner: protocol.Storage, tmp_path: Path
+@pytest.mark.parametrize(
+    ("role", "notices"), [(ROLES["load"], 0), (Role("load", "of before 0.4", queue="a"), 2)]
+)
+async def test_load_adds_messages_counts_them_and_reads_what_is_cancelled(
+    azurite_settings: StorageSettings,
+    owner: protocol.Storage,
+    tmp_path: Path,
+    role: Role,
+    notices: int,
 ) -> None:
     from loadgen import sources
     from loadgen.load import Load
@@ -133,17 +144,25 @@ async def test_load_needs_only_to_add_messages(
 
     jobs = tmp_path / "jobs.jsonl"
     jobs.write_text('{"prompt": "a fox"}\n{"prompt": "an owl"}\n')
-    storage = AzureStorage(with_role(azurite_settings, ROLES["load"]), retry.NEVER)
+    noticed: list[str] = []
+    storage = AzureStorage(with_role(azurite_settings, role), retry.NEVER)
     async with storage:
         source = sources.open_source(str(jobs), count=None, seed=None, on_invalid=None)
-        load = Load(storage, source, LoadSettings(), tmp_path / "checkpoint.json", restart=False)
+        checkpoint = tmp_path / "checkpoint.json"
+        load = Load(
+            storage, source, LoadSettings(), checkpoint, restart=False, on_notice=noticed.append
+        )
         summary = await load.run(lambda _confirmed: None)
         assert summary.sent == 2
+        assert len(noticed) == notices
+        assert all("imagefleet keys load" in each for each in noticed)
         await refused(storage.queue.receive(1, LEASE_SECONDS))
         await refused(storage.queue.depth())
         await refused(storage.poison.send(["x"]))
-        await refused(storage.blobs.create("fox.png", b"pixels", "image/png", {}))
+        await refused(anext(storage.blobs.names()))
+        await refused(storage.files.create("fox.safetensors", b"weights", "text/plain", {}))
     assert (await owner.queue.depth()).messages == 2
+    assert (await reader.counts(owner, "default")).sent == (None if notices else 2)
 
 
 async def test_a_monitor_reads_everything_and_changes_nothing(
@@ -156,6 +175,10 @@ async def test_a_monitor_reads_everything_and_changes_nothing(
         assert (await monitor.read_status(aio.Fleet(storage))).queue.messages == 1
         assert [each.name async for each in storage.blobs.records("spring/")] == ["spring/fox.png"]
         assert await storage.blobs.read("spring/fox.png") == b"pixels"
+        assert (await job.look_up(storage, "spring", "nobody")).state == "queued or in flight"
+        assert [name async for name in reader.campaigns(storage)] == []
+        assert (await reader.counts(storage, "spring")).images == 0
+        await refused(cancelled.cancel(storage, "spring"))
         await refused(storage.queue.send(["x"]))
         await refused(storage.queue.receive(1, LEASE_SECONDS))
         await refused(storage.poison.receive(1, LEASE_SECONDS))
@@ -191,6 +214,20 @@ async def test_an_operator_lists_replays_and_discards_failed_jobs(
         assert await storage.blobs.delete("owl.png")
 
 
+async def test_an_operator_cancels_a_campaign_and_does_not_purge(
+    azurite_settings: StorageSettings,
+    owner: protocol.Storage,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(cancelled, "LOAD_SECONDS", -10.0)  # it waits for nothing
+    await owner.queue.send(["a job"])
+    async with AzureStorage(with_role(azurite_settings, ROLES["operator"]), retry.NEVER) as storage:
+        assert await cancelled.cancel(storage, "spring")
+        with pytest.raises(errors.SetupError, match="takes the account key"):
+            await storage.queue.clear()
+    assert (await owner.queue.depth()).messages == 1
+
+
 @pytest.mark.parametrize("letters", ["r", "a", "u", "p", "raup"])
 async def test_the_check_finds_exactly_the_permissions_of_a_queues_token(
     azurite_settings: StorageSettings, owner: protocol.Storage, letters: str
@@ -208,7 +245,8 @@ async def test_the_check_finds_exactly_the_permissions_of_a_containers_token(
 ) -> None:
     role = Role("test", "x", queue="r", poison="a", blob=letters)
     checked = await keys_check.check(with_role(azurite_settings, role))
-    assert set(checked[2].allowed) == set(letters)
+    (blobs,) = (each for each in checked if each.resource == "blob")
+    assert set(blobs.allowed) == set(letters)
     assert [name async for name in owner.blobs.names()] == [], "the check has written something"
 
 
@@ -240,14 +278,30 @@ def test_azure_tokens_require_https_and_fit_into_saladclouds_variables() -> None
     settings = StorageSettings(
         storage=REAL_ACCOUNT, queue="q" * 56, container="c" * 56, files_container="f" * 56
     )
-    for role, policy in itertools.product(ROLES.values(), (None, "p" * 64)):
+    for role, policy in itertools.product(ROLES.values(), (None, "p" * 32)):
         minted = mint.Minter(settings).mint(role, ONE_HOUR, policy)
         assert minted.storage == "https://pictures.blob.core.windows.net"
         for token in minted.tokens.values():
             fields = parse_qs(token)
             assert fields["spr"] == ["https"]
             assert "st" not in fields, "a slow clock would reject it"
-        assert len(minted.sas) < mint.MAX_CHARACTERS
+        assert len(minted.sas) < keys.MAX_CHARACTERS
+
+
+def test_tokens_that_do_not_fit_into_a_variable_of_saladcloud_are_an_error_before_that(
+    tmp_path: Path, in_process: Imagefleet, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    stored: list[str] = []
+
+    async def store(settings: StorageSettings, role: Role, name: str) -> None:
+        stored.append(name)
+
+    monkeypatch.setattr(mint, "store_policy", store)
+    policy = ("keys", "worker", "--storage", REAL_ACCOUNT, "--policy", "p" * 64)
+    result = in_process(*policy)
+    assert result.returncode == 2
+    assert "SaladCloud allows 1,000: use a shorter name of --policy, or --file" in result.stderr
+    assert in_process(*policy, "--file", str(tmp_path / "tokens.json")).returncode == 0
 
 
 def test_an_account_with_custom_domains_keeps_them() -> None:
@@ -277,6 +331,8 @@ def test_the_output_is_shell_commands_without_the_account_key(imagefleet: Imagef
     tokens = json.loads(variables.pop("IMAGEFLEET_SAS"))
     assert {name: parse_qs(value)["sp"] for name, value in tokens.items()} == {
         "queue": ["rup"],
+        "queue_high": ["rup"],
+        "queue_low": ["rup"],
         "poison": ["a"],
         "blob": ["ac"],
         "files": ["r"],
@@ -353,9 +409,29 @@ def test_the_check_accepts_a_workers_tokens(
     assert result.returncode == 0, result.stderr
     assert result.stderr == ""
     resources = json.loads(result.stdout)["resources"]
-    assert [each["allowed"] for each in resources] == ["rup", "a", "ac", "r"]
+    assert [each["allowed"] for each in resources] == ["rup", "rup", "rup", "a", "ac", "r"]
     until = datetime.fromisoformat(resources[0]["until"]) - datetime.now(UTC)
     assert timedelta(minutes=59) < until <= ONE_HOUR
+
+
+def test_the_check_accepts_tokens_of_an_earlier_version_and_queues_that_are_not_there(
+    azurite_settings: StorageSettings, created: None, in_process: Imagefleet
+) -> None:
+    settings = with_role(azurite_settings, ROLES["worker"])
+    high, low = (f"{azurite_settings.queue}-{priority}" for priority in ("high", "low"))
+    assert settings.sas is not None
+    tokens = json.loads(settings.sas.get_secret_value())
+    del tokens["queue_high"]
+    address = azurite_settings.storage
+    with QueueClient.from_connection_string(address, low, api_version=API_VERSION) as queue:
+        queue.delete_queue()
+    old = settings.model_copy(update={"sas": SecretStr(json.dumps(tokens))})
+    result = in_process("keys", "check", "worker", *flags_of(old))
+    assert result.returncode == 0, result.stderr
+    assert [f"no queue {each}, or no token for it" in result.stderr for each in (high, low)] == [
+        True,
+        True,
+    ]
 
 
 def test_expired_tokens_are_one_line(

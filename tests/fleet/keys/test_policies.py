@@ -13,9 +13,11 @@ from urllib.parse import parse_qs
 
 import pytest
 from azure.storage.queue import AccessPolicy as QueuePolicy
+from azure.storage.queue import QueueClient, QueueServiceClient
 
 from fleet.keys import mint
 from imagefleet.storage.azure.roles import RESOURCES, ROLES
+from imagefleet.storage.azure.storage import API_VERSION
 from imagefleet.storage.settings import StorageSettings
 
 ONE_HOUR = timedelta(hours=1)
@@ -53,7 +55,7 @@ def test_a_policys_tokens_expire_by_themselves_and_are_revoked_at_once(
             ends = datetime.fromisoformat(fields["se"][0]) - datetime.now(UTC)
             assert timedelta(minutes=119) < ends <= timedelta(hours=2)
     policies = asyncio.run(_policies(azurite_settings))
-    assert sorted(each.permission for each in policies) == sorted(["rup", "a", "ac", "r"])
+    assert sorted(each.permission for each in policies) == sorted([*3 * ["rup"], "a", "ac", "r"])
     assert not any(each.expiry for each in policies)
     bearers = [bearing(azurite_settings, each) for each in records]
     for bearer in bearers:
@@ -137,3 +139,29 @@ async def _policies(settings: StorageSettings) -> list[Any]:
 
     await mint._change_policies(settings, RESOURCES, read)
     return found
+
+
+def test_a_policy_makes_the_queues_that_a_deployment_of_an_earlier_version_lacks(
+    azurite_settings: StorageSettings, account: list[str], in_process: Imagefleet
+) -> None:
+    """Its tokens for a queue that is made later would have no permissions."""
+    address, names = azurite_settings.storage, azurite_settings.job_queues
+    for priority in ("high", "low"):
+        with QueueClient.from_connection_string(
+            address, names[priority], api_version=API_VERSION
+        ) as queue:
+            queue.delete_queue()
+    assert asyncio.run(mint.policies(azurite_settings, ROLES["worker"])) == set()
+    assert in_process("keys", "worker", "--policy", "spring", *account).returncode == 0
+    assert asyncio.run(mint.policies(azurite_settings, ROLES["worker"])) == {"spring"}
+
+
+def test_a_misspelt_queue_is_an_error_and_makes_no_other(
+    azurite_settings: StorageSettings, account: list[str], in_process: Imagefleet
+) -> None:
+    result = in_process("keys", "load", "--policy", "spring", *account, "--queue", "jbos")
+    assert result.returncode == 2
+    with QueueServiceClient.from_connection_string(
+        azurite_settings.storage, api_version=API_VERSION
+    ) as queues:
+        assert list(queues.list_queues(name_starts_with="jbos")) == []

@@ -40,6 +40,8 @@ class Thief:
     """Azure's clients with a worker's tokens, each token for its own resource."""
 
     jobs: QueueClient
+    high: QueueClient
+    low: QueueClient
     poison: QueueClient
     images: ContainerClient
     files: ContainerClient
@@ -64,14 +66,17 @@ async def stealing(settings: StorageSettings, role: Role) -> AsyncIterator[Thief
     """A thief with the tokens of *role*."""
     minted = mint.Minter(settings).mint(role, timedelta(hours=1))
     address = read_address(minted.storage)
+    names = settings.job_queues
     token = {resource: AzureSasCredential(each) for resource, each in minted.tokens.items()}
     async with (
         address.queue_client(settings.queue, token["queue"], **OPTIONS) as jobs,
+        address.queue_client(names["high"], token["queue_high"], **OPTIONS) as high,
+        address.queue_client(names["low"], token["queue_low"], **OPTIONS) as low,
         address.queue_client(settings.poison_queue, token["poison"], **OPTIONS) as poison,
         address.container_client(settings.container, token["blob"], **OPTIONS) as images,
         address.container_client(settings.files_container, token["files"], **OPTIONS) as files,
     ):
-        yield Thief(jobs, poison, images, files)
+        yield Thief(jobs, high, low, poison, images, files)
 
 
 Deed = Callable[[Thief], Awaitable[Any]]
@@ -127,11 +132,11 @@ def _container_deeds(of: Callable[[Thief], ContainerClient], name: str) -> dict[
 #: with `a` append to records, which no image is. Azure, unlike Azurite, also lets it stage blocks,
 #: which it can commit under a new name alone.
 ALLOWED = {
-    ("jobs", "peek"),
-    ("jobs", "count"),
-    ("jobs", "receive"),
-    ("jobs", "delete message"),
-    ("jobs", "rewrite message"),
+    *(
+        (queue, what)
+        for queue in ("jobs", "jobs-high", "jobs-low")
+        for what in ("peek", "count", "receive", "delete message", "rewrite message")
+    ),
     ("poison", "add"),
     ("images", "snapshot"),
     ("images", "append"),
@@ -143,6 +148,8 @@ DEEDS: dict[tuple[str, str], Deed] = {
     (place, what): deed
     for place, deeds in {
         "jobs": _queue_deeds(lambda thief: thief.jobs),
+        "jobs-high": _queue_deeds(lambda thief: thief.high),
+        "jobs-low": _queue_deeds(lambda thief: thief.low),
         "poison": _queue_deeds(lambda thief: thief.poison),
         "images": _container_deeds(lambda thief: thief.images, "autumn/owl.png"),
         "files": {
@@ -229,8 +236,8 @@ async def test_a_token_is_good_for_nothing_but_its_own_resource(
 
     for resource, token in minted.tokens.items():
         credential = AzureSasCredential(token)
-        queues = {settings.queue, settings.poison_queue, "another"} - {name_of(settings, resource)}
-        for name in queues:
+        queues = {*settings.job_queues.values(), settings.poison_queue, "another"}
+        for name in queues - {name_of(settings, resource)}:
             async with address.queue_client(name, credential, **OPTIONS) as queue:
                 for deed in (queue.receive_message(), queue.send_message(JOB)):
                     await attempt(deed)

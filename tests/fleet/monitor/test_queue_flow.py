@@ -89,8 +89,9 @@ def test_rates_cover_only_the_window() -> None:
     assert flow.net_per_second == pytest.approx(-5)
 
 
-async def test_depths_and_ages_of_both_queues_are_exported(storage: Storage) -> None:
+async def test_depths_and_ages_of_all_queues_are_exported(storage: Storage) -> None:
     await storage.queue.send(["a", "b", "c"])
+    await storage.queues["low"].send(["d", "e"])
     await storage.queue.receive(1, lease_seconds=60)
     await storage.poison.send(["x"])
     exporter = Exporter(storage, ExporterSettings(fleet="mine"), None)
@@ -107,9 +108,11 @@ async def test_depths_and_ages_of_both_queues_are_exported(storage: Storage) -> 
     if depth.leased is None:
         assert messages(name, "any") == 3
         assert messages(storage.poison.name, "any") == 1
+        assert (messages(f"{name}-high", "any"), messages(f"{name}-low", "any")) == (0, 2)
     else:
         assert (messages(name, "visible"), messages(name, "leased")) == (2, 1)
         assert messages(storage.poison.name, "visible") == 1
+        assert (messages(f"{name}-high", "visible"), messages(f"{name}-low", "visible")) == (0, 2)
     assert value("imagefleet_queue_oldest_age_seconds", {"queue": name}) is not None
     assert value("imagefleet_exporter_last_look_timestamp_seconds") is not None
 

@@ -36,6 +36,10 @@ async def test_depths_are_reported_as_far_as_the_storage_knows_them(storage: Sto
     else:
         assert (found.queue.visible, found.queue.leased) == (2, 1)
     assert found.failed.messages == 1
+    assert sum(each.messages for each in found.queues) == 3
+    assert [each.name for each in found.queues] == [
+        f"{storage.queue.name}{suffix}" for suffix in ("-high", "", "-low")
+    ]
     assert found.failed.name == f"{found.queue.name}-poison"
 
 
@@ -67,7 +71,8 @@ def test_status_as_a_table(filled: str, imagefleet: Imagefleet) -> None:
     lines = imagefleet("status", IMAGEFLEET_STORAGE=filled).stdout.splitlines()
 
     assert lines[0].strip() == filled
-    assert any("jobs" in line and "2" in line for line in lines)
+    rows = {line.split()[0]: line.split()[1] for line in lines[-4:]}
+    assert rows == {"jobs-high": "0", "jobs": "2", "jobs-low": "0", "jobs-poison": "0"}
 
 
 def test_ctrl_c_is_the_clean_end_of_a_watch(filled: str, tmp_path: Path) -> None:

@@ -86,14 +86,14 @@ class Clock:
 async def scaling(
     salad: Any, salad_module: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> Any:
-    """Two groups without replicas, a queue of 100 jobs, and a factory of scalers."""
+    """Two groups without replicas, 100 jobs of low priority, and a factory of scalers."""
     import aiohttp
 
     clock = Clock()
     settings = StorageSettings(storage=f"local:{tmp_path}/storage")
     async with open_storage(settings) as storage, aiohttp.ClientSession() as session:
         await storage.create()
-        await storage.queue.send([str(number) for number in range(100)])
+        await storage.queues["low"].send([str(number) for number in range(100)])
         # Hours of samples take seconds here; the rate limit has its own test.
         monkeypatch.setattr(client, "CALL_BURST", 100_000)
         api = client.SaladClient(session, salad.url, salad_module.KEY, "acme", "default")

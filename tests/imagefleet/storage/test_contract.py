@@ -430,7 +430,7 @@ async def test_operations_are_counted_as_azure_bills_them(storage: Storage) -> N
     await storage.queue.depth()
     await storage.poison.send(["failed"])
     assert [message.body async for message in storage.poison.browse()] == ["failed"]
-    assert storage.operations.queue - before.queue == 2 + 1 + 2 + 1 + 2 + 1 + 1
+    assert storage.operations.queue - before.queue == 2 + 2 + 2 + 1 + 4 + 1 + 1
 
     assert await storage.blobs.create("a.png", b"x", "image/png", {})
     assert not await storage.blobs.create("a.png", b"x", "image/png", {})

@@ -25,7 +25,7 @@ def settings_for(storage: str, **settings: object) -> AzureStorage:
 
 def urls(opened: AzureStorage) -> list[str]:
     clients = (
-        opened.queue._client,
+        *(queue._client for queue in opened.queues.values()),
         opened.poison._client,
         opened.blobs._client,
         opened.files._client,
@@ -57,7 +57,9 @@ def test_a_tilde_is_expanded(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_the_url_of_either_service_implies_the_other(address: str) -> None:
     opened = settings_for(address, sas=SAS)
     assert urls(opened) == [
+        "https://fleet.queue.core.windows.net/jobs-high",
         "https://fleet.queue.core.windows.net/jobs",
+        "https://fleet.queue.core.windows.net/jobs-low",
         "https://fleet.queue.core.windows.net/jobs-poison",
         "https://fleet.blob.core.windows.net/images",
         "https://fleet.blob.core.windows.net/files",

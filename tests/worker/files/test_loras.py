@@ -14,7 +14,7 @@ import pytest
 
 from imagefleet import errors
 from imagefleet.job import prompt
-from imagefleet.storage.protocol import Storage
+from imagefleet.storage.protocol import BlobPart, Storage
 from worker.engine import contract
 from worker.files.loras import LoraLibrary
 from worker.testing import StandInEngine, StandInPrepared
@@ -38,6 +38,9 @@ class WatchedBlobs:
             self.reads.append(name)
             await self.answer.wait()
         return self.replaced.get(name) or await self._blobs.read(name, max_bytes)
+
+    async def read_part(self, name: str, offset: int, max_bytes: int) -> BlobPart | None:
+        return await self._blobs.read_part(name, offset, max_bytes)
 
     async def check(self) -> None:
         await self._blobs.check()

@@ -172,7 +172,7 @@ async def test_the_token_of_an_account_is_for_all_resources(
     [
         ("sp=rup", "it is neither JSON nor a token"),
         ("{", "Invalid JSON"),
-        ("{}", "a token of queue, poison, blob, files is missing"),
+        ("{}", "a token of queue, queue_high, queue_low, poison, blob, files is missing"),
         ('{"blob": "sig"}', "blob: is not a SAS token"),
     ],
 )

@@ -247,9 +247,9 @@ async def test_messages_in_a_lost_reply_are_visible_again_later(
 ) -> None:
     await azure_storage.queue.send(["a job"])
     faulty_azurite.faults.append("lose reply")
-    assert await azure_storage.queue.receive(1, 1) == []
+    assert await azure_storage.queues["normal"].receive(1, 1) == []
     await asyncio.sleep(1.1)
-    (message,) = await azure_storage.queue.receive(1, LEASE_SECONDS)
+    (message,) = await azure_storage.queues["normal"].receive(1, LEASE_SECONDS)
     assert message.delivery_count == 2
 
 
@@ -293,7 +293,7 @@ async def test_refused_credentials_are_a_setup_error(
     with pytest.raises(
         errors.SetupError, match=f"refuses access to the queue '{azure_storage.queue.name}'"
     ):
-        await azure_storage.queue.receive(1, LEASE_SECONDS)
+        await azure_storage.queues["normal"].receive(1, LEASE_SECONDS)
     assert retried == []
 
 

@@ -124,7 +124,7 @@ async def run(**variables: str) -> dict[str, Any]:
 
 
 async def test_a_pods_identity_gives_access(cloud: FakeCloud, pod: dict[str, str]) -> None:
-    assert await run(**pod) == {"result": 7, "addresses": ["127.0.0.1"]}
+    assert await run(**pod) == {"result": 3 * 7, "addresses": ["127.0.0.1"]}
     assert cloud.assertions == ["the pod's own token"]
 
 

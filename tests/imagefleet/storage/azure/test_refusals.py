@@ -95,10 +95,11 @@ async def test_an_expired_token_says_when_it_expired_and_how_to_get_a_new_one(
         f"the queue '{created.poison_queue}'",
         f"the container '{created.container}'",
     )
-    for name, complaint in zip(names, await complaints(settings), strict=True):
+    also = ("", "", " or `imagefleet keys load`")  # its token of the container is the same
+    for name, role, complaint in zip(names, also, await complaints(settings), strict=True):
         assert complaint == (
             f"the SAS token of {name} expired on {ended:%Y-%m-%d %H:%M} UTC, 2 days ago: mint new"
-            " ones with `imagefleet keys worker`"
+            f" ones with `imagefleet keys worker`{role}"
         )
 
 
@@ -142,11 +143,11 @@ async def test_the_check_names_every_role_with_a_token_for_what_has_none(
     settings = having(settings, {"queue": tokens_of(settings)["queue"]})
     async with AzureStorage(settings, NEVER) as storage:
         await storage.queue.check()
-        for resource in (storage.poison, storage.blobs):
+        for resource, others in ((storage.poison, set()), (storage.blobs, {"load"})):
             with pytest.raises(errors.SetupError, match="there is no SAS token") as caught:
                 await resource.check()
             named = set(re.findall(r"`imagefleet keys (\w+)`", caught.value.message))
-            assert named == {"worker", "monitor", "operator"}
+            assert named == {"worker", "monitor", "operator"} | others
 
 
 async def test_a_token_in_a_connection_string_is_explained_as_well(
@@ -245,4 +246,4 @@ def test_every_permission_of_every_role_has_words_and_a_role() -> None:
                 assert roles.explain(resource, letter) != [letter]
                 assert role in roles.with_permission(resource, letter)
             if letters := role.letters(resource):
-                assert roles.of_token(resource, letters) is role
+                assert role in roles.of_token(resource, letters)

@@ -304,7 +304,7 @@ async def test_a_full_disk_is_a_transient_error_and_sends_nothing_of_the_batch(
 
 
 async def test_a_send_does_not_create_a_queue(file: QueueFile) -> None:
-    with pytest.raises(errors.SetupError, match="lacks this queue"):
+    with pytest.raises(errors.SetupError, match="there is no queue 'other'"):
         await LocalQueue(file, "other", Operations()).send(["a job"])
 
 

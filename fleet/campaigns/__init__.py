@@ -1,0 +1,1 @@
+"""`imagefleet campaigns`, `job`, `cancel` and `purge`."""

@@ -1,0 +1,215 @@
+"""The list of cancelled campaigns, `cancelled.json` among the files, which workers and `load` obey.
+
+A job is cancelled if its message was sent before its campaign was: both times are by the clock of
+the storage. Whatever is sent later runs.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import time
+from collections.abc import Callable, Mapping
+from datetime import datetime, timedelta
+from typing import NamedTuple, NoReturn, Self
+
+from pydantic import AwareDatetime, BaseModel, ConfigDict, Field, ValidationError
+
+from imagefleet import errors, retry, validation
+from imagefleet.job.message import DEFAULT_CAMPAIGN, SafeId
+from imagefleet.storage.protocol import BlobStore, Storage
+
+log = logging.getLogger(__name__)
+
+BLOB = "cancelled.json"
+
+#: Between two readings by a process that has work.
+PERIOD_SECONDS = 5.0
+
+#: The longest that a job waits for the list: a storage that is down must not hold it up for long.
+READ_SECONDS = 5.0
+
+#: Between two lines of the log about a list that cannot be read.
+LOG_SECONDS = 60.0
+
+#: A running `load` reads the list within this time. What it sends until then is cancelled, too.
+LOAD_SECONDS = 10.0
+
+#: An entry is dropped after this time, which is longer than any lease, once the queue is empty.
+KEPT = timedelta(days=8)
+
+#: Some 100 KB, which each worker reads once after each change.
+MAX_CAMPAIGNS = 1_000
+MAX_BYTES = 1_000_000
+
+_TRIES = 10
+
+#: Between two looks at the storage's clock.
+_CLOCK_SECONDS = 0.5
+
+
+class Cancellation(BaseModel):
+    """One campaign of one queue, and until when its messages were sent."""
+
+    model_config = ConfigDict(extra="allow", frozen=True)
+
+    queue: str = Field(max_length=200)
+    campaign: SafeId
+    at: AwareDatetime
+
+
+class CancelledList(BaseModel):
+    """The whole list; several fleets, each with a queue of its own, may share it."""
+
+    model_config = ConfigDict(extra="allow", frozen=True)
+
+    campaigns: tuple[Cancellation, ...] = ()
+
+    def of_queue(self, queue: str) -> dict[str, datetime]:
+        """When each campaign was cancelled."""
+        return {each.campaign: each.at for each in self.campaigns if each.queue == queue}
+
+    def with_entry(self, new: Cancellation, *, forget: bool) -> Self:
+        """The list with *new* in place of what it says of that campaign.
+
+        *forget*: without what is too old to matter, since the queue is empty.
+        """
+        kept = [
+            each
+            for each in self.campaigns
+            if each.queue != new.queue
+            or (each.campaign != new.campaign and not (forget and new.at - each.at > KEPT))
+        ]
+        return self.model_copy(update={"campaigns": (*kept, new)})
+
+
+class _Version(NamedTuple):
+    version: str | None
+    found: CancelledList
+
+
+class CancelledCampaigns:
+    """The cancelled campaigns of one queue, as read last."""
+
+    def __init__(
+        self, files: BlobStore, queue: str, on_unreadable: Callable[[str], None] | None = None
+    ) -> None:
+        """*on_unreadable* is told why the list cannot be read; by default, a line in the log."""
+        self._files = files
+        self._queue = queue
+        self._on_unreadable = on_unreadable or self._log
+        self._times: Mapping[str, datetime] = {}
+        self._version: str | None = None
+        self._read_at: float | None = None
+        self._reading = asyncio.Lock()
+        self._logged_at: float | None = None
+
+    @property
+    def times(self) -> Mapping[str, datetime]:
+        """When each campaign was cancelled."""
+        return self._times
+
+    def includes(self, campaign: str | None, sent_at: datetime) -> bool:
+        """Whether a job is cancelled whose message was sent then."""
+        cancelled_at = self._times.get(campaign or DEFAULT_CAMPAIGN)
+        return cancelled_at is not None and sent_at <= cancelled_at
+
+    async def refresh(self, older_than_seconds: float | None = None) -> None:
+        """Reads the list, if the last reading is older (by default five seconds), and it changed.
+
+        Where it cannot be read, what was read last stays in force.
+        """
+        async with self._reading:
+            now = time.monotonic()
+            seconds = PERIOD_SECONDS if older_than_seconds is None else older_than_seconds
+            if self._read_at is not None and now - self._read_at < seconds:
+                return
+            self._read_at = now
+            try:
+                async with asyncio.timeout(READ_SECONDS):
+                    await self._read()
+            except TimeoutError:
+                self._on_unreadable(f"no answer within {READ_SECONDS:g} seconds")
+            except errors.FleetError as error:
+                self._on_unreadable(error.message)
+
+    async def watch(self, has_work: Callable[[], bool]) -> NoReturn:
+        """Side task: reads the list every five seconds while there is work."""
+        while True:
+            await asyncio.sleep(retry.jitter(PERIOD_SECONDS / 5))
+            if has_work():
+                await self.refresh()
+
+    async def _read(self) -> None:
+        start = await self._files.read_part(BLOB, 0, 1)  # a byte tells whether it has changed
+        if start is None:
+            self._times, self._version = {}, None
+        elif start.version != self._version:
+            version, found = await _read_list(self._files)
+            self._times, self._version = found.of_queue(self._queue), version
+
+    def _log(self, why: str) -> None:
+        now = time.monotonic()
+        if self._logged_at is None or now - self._logged_at >= LOG_SECONDS:
+            self._logged_at = now
+            log.warning(
+                "%s in the container %r cannot be read; jobs that were cancelled since may run: %s",
+                BLOB,
+                self._files.name,
+                why,
+                extra={"action": "cancelled_unread"},
+            )
+
+
+async def cancel(storage: Storage, campaign: str) -> datetime:
+    """Cancels what was sent of a campaign, and ends its running loads; returns until when.
+
+    Workers obey within seconds. This returns after some twelve: a load that begins then runs.
+
+    Raises:
+        TransientError: others change the list all the time; SetupError: it is full or damaged.
+    """
+    at = (await storage.queue.stamps()).latest + timedelta(seconds=LOAD_SECONDS)
+    new = Cancellation(queue=storage.queue.name, campaign=campaign, at=at)
+    # Messages in flight count: without any, no message is older than this call.
+    is_empty = (await storage.queue.depth()).messages == 0
+    for _ in range(_TRIES):
+        version, found = await _read_list(storage.files)
+        changed = found.with_entry(new, forget=is_empty)
+        if len(changed.campaigns) > MAX_CAMPAIGNS:
+            raise errors.SetupError(
+                f"{BLOB} in {storage.files.name} has {MAX_CAMPAIGNS:,} campaigns: they are dropped"
+                f" {KEPT.days} days later by a cancellation while the queue is empty; `imagefleet"
+                " purge` empties it"
+            )
+        data = changed.model_dump_json(indent=1).encode()
+        if await storage.files.replace(BLOB, data, "application/json", version):
+            break
+        await asyncio.sleep(retry.jitter(0.2))
+    else:
+        raise errors.TransientError(f"{BLOB} is being changed by others: cancel once more")
+    await _wait_until_later(storage, at)
+    return at
+
+
+async def _wait_until_later(storage: Storage, at: datetime) -> None:
+    while (await storage.queue.stamps()).earliest <= at:  # noqa: ASYNC110 - no event of this process
+        await asyncio.sleep(_CLOCK_SECONDS)
+
+
+async def _read_list(files: BlobStore) -> _Version:
+    """The list and its version; an empty one if there is none.
+
+    Raises:
+        SetupError: something else is there.
+    """
+    part = await files.read_part(BLOB, 0, MAX_BYTES)
+    if part is None:
+        return _Version(None, CancelledList())
+    try:
+        return _Version(part.version, CancelledList.model_validate_json(part.data))
+    except ValidationError as error:
+        raise errors.SetupError(
+            f"{BLOB} in {files.name} is not a list of campaigns: correct or delete it"
+            f" ({validation.sentence(error)})"
+        ) from None

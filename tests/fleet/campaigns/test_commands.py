@@ -1,0 +1,195 @@
+"""`imagefleet campaigns`, `job`, `cancel` and `purge`, on both storages."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import subprocess
+from collections.abc import Awaitable, Callable
+from datetime import UTC, datetime, timedelta
+from typing import Any, TypeVar
+
+import pytest
+
+from fleet import console
+from imagefleet import cancelled
+from imagefleet.records.record import Record
+from imagefleet.records.writer import RecordLog
+from imagefleet.storage.open import open_storage
+from imagefleet.storage.protocol import Storage
+from imagefleet.storage.settings import StorageSettings
+
+Imagefleet = Callable[..., "subprocess.CompletedProcess[str]"]  # the fixture of conftest.py
+Result = TypeVar("Result")
+
+NOW = datetime.now(UTC)
+
+
+def on(settings: StorageSettings, work: Callable[[Storage], Awaitable[Result]]) -> Result:
+    """Does *work* with the storage."""
+
+    async def opened() -> Result:
+        async with open_storage(settings) as storage:
+            await storage.create()
+            return await work(storage)
+
+    return asyncio.run(opened())
+
+
+def flags(settings: StorageSettings) -> list[str]:
+    names = ("storage", "queue", "container", "files_container")
+    return [
+        part
+        for name in names
+        for part in (f"--{name.replace('_', '-')}", str(getattr(settings, name)))
+    ]
+
+
+def job(id: str, campaign: str = "spring") -> str:  # noqa: A002 - a job's field
+    return json.dumps({"prompt": "a cat", "id": id, "campaign": campaign})
+
+
+async def store(storage: Storage, campaign: str, id: str, **facts: Any) -> None:  # noqa: A002
+    """An image and its record, as a worker stores them."""
+    name = f"{campaign}/{id}.png"
+    metadata = {"job": id, "campaign": campaign, "worker": "w1", "attempt": "2", "seconds": "1"}
+    await storage.blobs.create(name, b"pixels", "image/png", {**metadata, **facts})
+    log = RecordLog(storage.blobs, "w1")
+    await log.add([Record(outcome="completed", id=id, campaign=campaign, at=NOW, blob=name)])
+
+
+async def fill(storage: Storage) -> None:
+    """Spring: 5 jobs sent, of which each ended otherwise and one is queued; autumn: all done."""
+    await store(storage, "spring", "done")
+    await store(storage, "autumn", "done")
+    log = RecordLog(storage.blobs, "w2")
+    ended: dict[str, Any] = {"campaign": "spring", "at": NOW, "worker": "w2"}
+    await log.add(
+        [
+            Record(outcome="failed", id="bad", error="JobError", reason="no \x1b[31mred", **ended),
+            Record(outcome="failed", id="again", error="JobError", source="m1", **ended),
+            Record(outcome="replayed", id="again", source="m1", **ended),
+            Record(outcome="cancelled", id="late", **ended),
+        ]
+    )
+    await log.sent("spring", 5)
+    await log.sent("autumn", 1)
+    await storage.queue.send([job("again"), job("flying"), job("waiting", "autumn")])
+
+
+@pytest.fixture
+def filled(storage_settings: StorageSettings) -> StorageSettings:
+    on(storage_settings, fill)
+    return storage_settings
+
+
+def test_campaigns_counts_each_outcome_and_lists_the_latest_first(
+    filled: StorageSettings, in_process: Imagefleet
+) -> None:
+    ended = in_process("campaigns", "--json", *flags(filled))
+    listed = json.loads(ended.stdout)
+    assert listed["messages"] == 3
+    by_name = {each.pop("campaign"): each for each in listed["campaigns"]}
+    assert set(by_name) == {"spring", "autumn"}
+    figures = ("sent", "images", "completed", "failed", "cancelled", "pending")
+    assert [by_name["spring"][each] for each in figures] == [5, 1, 1, 1, 1, 2]
+    assert [by_name["autumn"][each] for each in figures] == [1, 1, 1, 0, 0, 0]
+    times = [each["last_at"] for each in listed["campaigns"]]
+    assert times == sorted(times, reverse=True)
+    plain = in_process("campaigns", *flags(filled)).stdout
+    assert "spring" in plain
+    assert "autumn" in plain
+
+
+def test_a_job_is_where_it_is(filled: StorageSettings, in_process: Imagefleet) -> None:
+    is_azure = filled.storage.startswith("Default")
+    hidden = "queued or in flight" if is_azure else "unknown"  # it shows only the first messages
+    expected: dict[str, tuple[str, dict[str, Any]]] = {
+        "done": ("completed", {"attempts": 2, "worker": "w1"}),
+        "bad": ("failed", {"error": "JobError", "reason": "no \x1b[31mred", "worker": "w2"}),
+        "late": ("cancelled", {"worker": "w2"}),
+        "again": ("queued", {"attempts": 0, "reason": None}),
+        "nobody": (hidden, {"since": None}),
+    }
+    for name, (state, facts) in expected.items():
+        found = json.loads(in_process("job", f"spring/{name}", "--json", *flags(filled)).stdout)
+        assert found | facts == found
+        assert found["state"] == state
+        if found["since"]:
+            since = datetime.fromisoformat(found["since"])
+            assert abs(since - NOW) < timedelta(hours=1)
+        blobs = [each["blob"] for each in found["images"]]
+        assert blobs == ["spring/done.png"] * (name == "done")
+        plain = in_process("job", name, "--campaign", "spring", *flags(filled)).stdout
+        assert state in plain
+        assert "\x1b" not in plain
+        assert all(each["address"] in plain for each in found["images"])
+
+
+def test_a_job_in_flight_and_one_of_several_images(
+    local_settings: StorageSettings, in_process: Imagefleet
+) -> None:
+    async def lease(storage: Storage) -> None:
+        await storage.queue.send([job("flying"), job("flying-1")])
+        await storage.queue.receive(1, 600)
+        await store(storage, "spring", "flying-0", job="flying", images="2")
+
+    on(local_settings, lease)
+    found = json.loads(in_process("job", "spring/flying", "--json", *flags(local_settings)).stdout)
+    assert (found["state"], found["attempts"], len(found["images"])) == ("in flight", 1, 1)
+    other = json.loads(
+        in_process("job", "spring/flying-1", "--json", *flags(local_settings)).stdout
+    )
+    assert (other["state"], other["images"]) == ("queued", [])
+
+
+def test_cancel_shows_what_it_would_do_asks_and_writes_the_list(
+    filled: StorageSettings, in_process: Imagefleet, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(cancelled, "LOAD_SECONDS", 0.0)
+
+    async def times(storage: Storage) -> dict[str, datetime]:
+        found = cancelled.CancelledCampaigns(storage.files, storage.queue.name)
+        await found.refresh()
+        return dict(found.times)
+
+    call = ("cancel", "--campaign", "spring", *flags(filled))
+    assert "2 jobs, less what is being drawn" in in_process(*call, "--dry-run").stdout
+    asked = in_process(*call)
+    assert asked.returncode == console.EXIT_OPERATOR_MUST_ACT
+    assert "add --yes" in asked.stderr
+    assert on(filled, times) == {}
+    found = json.loads(in_process(*call, "--yes", "--json").stdout)
+    assert (found["pending"], found["messages"]) == (2, 3)
+    assert on(filled, times) == {"spring": datetime.fromisoformat(found["cancelled_until"])}
+
+
+def test_cancel_of_an_unknown_campaign_names_the_one_that_was_meant(
+    filled: StorageSettings, in_process: Imagefleet
+) -> None:
+    ended = in_process("cancel", "--campaign", "sprign", "--dry-run", *flags(filled))
+    assert "did you mean 'spring'" in ended.stdout
+    wrong = in_process("cancel", "--campaign", "../x", "--dry-run", *flags(filled))
+    assert wrong.returncode == console.EXIT_OPERATOR_MUST_ACT
+    assert wrong.stderr.startswith("error: --campaign")
+
+
+def test_purge_asks_with_the_count_and_keeps_failed_jobs(
+    filled: StorageSettings, in_process: Imagefleet
+) -> None:
+    async def depths(storage: Storage) -> tuple[int, int]:
+        poison = await storage.poison.depth()
+        return (await storage.queue.depth()).messages, poison.messages
+
+    async def fail_one(storage: Storage) -> None:
+        await storage.poison.send(["{}"])
+
+    on(filled, fail_one)
+    assert "3 messages" in in_process("purge", "--dry-run", *flags(filled)).stdout
+    assert "Delete 3 messages" in in_process("purge", *flags(filled)).stderr
+    assert on(filled, depths) == (3, 1)
+    found = json.loads(in_process("purge", "--yes", "--json", *flags(filled)).stdout)
+    assert (found["messages"], found["deleted"]) == (3, True)
+    assert on(filled, depths) == (0, 1)
+    noted = in_process("campaigns", *flags(filled))
+    assert "2 pending jobs in no queue: purged" in noted.stderr

@@ -1,0 +1,31 @@
+"""What both storages promise to `imagefleet purge` and `imagefleet cancel`."""
+
+from __future__ import annotations
+
+import asyncio
+
+from imagefleet.storage.protocol import Storage
+
+
+async def test_clear_deletes_what_waits_and_what_is_in_flight_of_one_queue(
+    storage: Storage,
+) -> None:
+    await storage.queue.send(str(number) for number in range(40))
+    await storage.poison.send(["a failed job"])
+    await storage.queue.receive(3, 30)
+    await storage.queue.clear()
+    assert (await storage.queue.depth()).messages == 0
+    assert (await storage.poison.depth()).messages == 1
+    await storage.queue.clear()
+
+
+async def test_a_message_is_stamped_within_what_the_queue_says_of_its_clock(
+    storage: Storage,
+) -> None:
+    for _ in range(3):
+        before = await storage.queue.stamps()
+        await storage.queue.send(["{}"])
+        after = await storage.queue.stamps()
+        (message,) = await storage.queue.receive(1, 30)
+        assert before.earliest <= message.enqueued_at <= after.latest
+        await asyncio.sleep(0.3)

@@ -1,0 +1,174 @@
+"""The list of cancelled campaigns, on both storages."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import logging
+import time
+from collections.abc import AsyncIterator
+from datetime import UTC, datetime, timedelta, tzinfo
+from typing import Any, Self
+
+import pytest
+
+from imagefleet import cancelled, errors
+from imagefleet.cancelled import CancelledCampaigns
+from imagefleet.storage.open import open_storage
+from imagefleet.storage.protocol import Storage
+from imagefleet.storage.settings import StorageSettings
+
+LONG_AGO = datetime(2026, 1, 1, tzinfo=UTC)
+
+
+@pytest.fixture
+async def local(local_settings: StorageSettings) -> AsyncIterator[Storage]:
+    """For what no storage does in its own way."""
+    async with open_storage(local_settings) as storage:
+        await storage.create()
+        yield storage
+
+
+@pytest.fixture
+def _soon(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Does not wait until the storage's clock is ahead of the cancellation."""
+
+    async def return_at_once(_storage: Storage, _at: datetime) -> None:
+        """For tests that send nothing later."""
+
+    monkeypatch.setattr(cancelled, "_wait_until_later", return_at_once)
+
+
+async def send_one(storage: Storage) -> datetime:
+    """When the storage stamped a new message."""
+    await storage.queue.send(["{}"])
+    (message,) = await storage.queue.receive(1, 60)
+    return message.enqueued_at
+
+
+async def read(storage: Storage, queue: str | None = None) -> CancelledCampaigns:
+    found = CancelledCampaigns(storage.files, queue or storage.queue.name)
+    await found.refresh()
+    return found
+
+
+async def write(storage: Storage, *entries: dict[str, Any]) -> None:
+    data = json.dumps({"campaigns": entries}).encode()
+    assert await storage.files.replace(cancelled.BLOB, data, "application/json", None)
+
+
+async def test_what_was_sent_before_is_cancelled_and_what_is_sent_later_runs(
+    storage: Storage,
+) -> None:
+    before = await send_one(storage)
+    at = await cancelled.cancel(storage, "spring")
+    after = await send_one(storage)
+    found = await read(storage)
+    assert found.times == {"spring": at}
+    assert found.includes("spring", before)
+    assert not found.includes("spring", after)
+    assert not found.includes("autumn", before)
+    assert not found.includes(None, before)
+
+
+@pytest.mark.usefixtures("_soon")
+async def test_the_clock_is_the_storages_not_this_machines(
+    storage: Storage, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    sent_at = await send_one(storage)
+
+    class AnHourBehind(datetime):
+        @classmethod
+        def now(cls, tz: tzinfo | None = None) -> Self:
+            return super().now(tz) - timedelta(hours=1)
+
+    if storage.url.startswith("http"):  # a local storage's clock is this machine's
+        real = time.time
+        monkeypatch.setattr(time, "time", lambda: real() - 3600)
+        for module in ("imagefleet.cancelled", "imagefleet.storage.azure.queue"):
+            monkeypatch.setattr(f"{module}.datetime", AnHourBehind)
+    at = await cancelled.cancel(storage, "spring")
+    assert timedelta() <= at - sent_at < timedelta(seconds=10)
+
+
+async def test_jobs_without_a_campaign_are_those_of_default(local: Storage) -> None:
+    sent_at = await send_one(local)
+    await cancelled.cancel(local, "default")
+    assert (await read(local)).includes(None, sent_at)
+
+
+async def test_fleets_that_share_the_files_do_not_cancel_each_others_campaigns(
+    local: Storage,
+) -> None:
+    await cancelled.cancel(local, "spring")
+    assert (await read(local, "jobs-of-others")).times == {}
+
+
+@pytest.mark.usefixtures("_soon")
+async def test_two_who_cancel_at_once_both_do(azurite_settings: StorageSettings) -> None:
+    async with open_storage(azurite_settings) as storage:
+        await storage.create()
+        await asyncio.gather(*(cancelled.cancel(storage, f"c{number}") for number in range(4)))
+        assert set((await read(storage)).times) == {"c0", "c1", "c2", "c3"}
+
+
+@pytest.mark.parametrize(
+    ("messages", "kept"), [(0, {"spring", "recent"}), (1, {"old", "spring", "recent"})]
+)
+async def test_an_old_entry_is_dropped_once_no_message_can_be_older(
+    local: Storage, messages: int, kept: set[str]
+) -> None:
+    name, now = local.queue.name, datetime.now(UTC)
+    recently = now - timedelta(days=7)
+    await write(
+        local,
+        {"queue": name, "campaign": "old", "at": LONG_AGO.isoformat()},
+        {"queue": name, "campaign": "recent", "at": recently.isoformat()},
+        {"queue": "another", "campaign": "old", "at": LONG_AGO.isoformat()},
+    )
+    await local.queue.send(["{}"] * messages)
+    await local.queue.receive(1, 60)  # a message in flight may be of any campaign
+    await cancelled.cancel(local, "spring")
+    assert set((await read(local)).times) == kept
+    assert set((await read(local, "another")).times) == {"old"}
+
+
+async def test_a_full_list_says_how_to_empty_it(
+    local: Storage, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(cancelled, "MAX_CAMPAIGNS", 1)
+    await cancelled.cancel(local, "spring")
+    await cancelled.cancel(local, "spring")
+    with pytest.raises(errors.SetupError, match="purge"):
+        await cancelled.cancel(local, "autumn")
+
+
+@pytest.mark.usefixtures("_soon")
+async def test_a_list_that_has_not_changed_is_not_read_again(storage: Storage) -> None:
+    await cancelled.cancel(storage, "spring")
+    found = await read(storage)
+    before = storage.operations.blob_reads
+    await found.refresh()
+    assert storage.operations.blob_reads == before, "it is read every five seconds"
+    await found.refresh(older_than_seconds=0)
+    assert storage.operations.blob_reads == before + 1
+    await cancelled.cancel(storage, "autumn")
+    await found.refresh(older_than_seconds=0)
+    assert set(found.times) == {"spring", "autumn"}
+
+
+async def test_a_damaged_list_is_a_warning_and_the_last_one_stays_in_force(
+    local: Storage, caplog: pytest.LogCaptureFixture
+) -> None:
+    await cancelled.cancel(local, "spring")
+    found = await read(local)
+    part = await local.files.read_part(cancelled.BLOB, 0, 1)
+    assert part is not None
+    assert await local.files.replace(cancelled.BLOB, b"no list", "text/plain", part.version)
+    with caplog.at_level(logging.WARNING):
+        for _ in range(3):
+            await found.refresh(older_than_seconds=0)
+    assert set(found.times) == {"spring"}
+    assert [getattr(each, "action", "") for each in caplog.records] == ["cancelled_unread"]
+    with pytest.raises(errors.SetupError, match="correct or delete it"):
+        await cancelled.cancel(local, "autumn")

@@ -1,0 +1,144 @@
+"""A load of several campaigns: one is cancelled meanwhile, and each has its jobs counted."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from collections import Counter
+from collections.abc import AsyncIterator, Callable
+from pathlib import Path
+
+import pytest
+
+from imagefleet import cancelled
+from imagefleet.records import reader
+from imagefleet.storage.open import open_storage
+from imagefleet.storage.protocol import Storage
+from imagefleet.storage.settings import StorageSettings
+from loadgen import sources
+from loadgen.load import Checkpoint, Load, Summary
+from loadgen.settings import LoadSettings
+
+JOBS = 2_000
+TEMPLATE = "prompt: a cat\ncount: 1000000\njob: {campaign: spring}\n"
+
+
+@pytest.fixture(autouse=True)
+def _soon(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(cancelled, "PERIOD_SECONDS", 0.1)
+    monkeypatch.setattr(cancelled, "LOAD_SECONDS", 2.0)
+
+    async def return_at_once(_storage: Storage, _at: object) -> None:
+        """What is sent while `cancel` waits is what these tests are about."""
+
+    monkeypatch.setattr(cancelled, "_wait_until_later", return_at_once)
+
+
+@pytest.fixture
+async def storage(local_settings: StorageSettings) -> AsyncIterator[Storage]:
+    async with open_storage(local_settings) as opened:
+        await opened.create()
+        yield opened
+
+
+@pytest.fixture
+def both(tmp_path: Path) -> Path:
+    """Jobs of spring and autumn in turn."""
+    lines = (
+        json.dumps({"prompt": "a cat", "campaign": campaign, "id": f"{number}"})
+        for number in range(JOBS // 2)
+        for campaign in ("spring", "autumn")
+    )
+    path = tmp_path / "jobs.jsonl"
+    path.write_text("\n".join(lines))
+    return path
+
+
+def load_of(
+    storage: Storage,
+    file: Path,
+    *,
+    rate: float | None = None,
+    restart: bool = False,
+    notice: Callable[[str], None] = lambda _: None,
+) -> Load:
+    settings = LoadSettings(storage=storage.url, rate=rate)
+    checkpoint = file.with_suffix(".checkpoint")
+    source = sources.open_source(str(file))
+    return Load(storage, source, settings, checkpoint, restart=restart, on_notice=notice)
+
+
+async def run(load: Load) -> Summary:
+    return await load.run(lambda _confirmed: None)
+
+
+async def cancelled_at(storage: Storage, load: Load, jobs: int) -> Summary:
+    """Runs a load, and cancels spring once so many jobs are sent."""
+    enough = asyncio.Event()
+    running = asyncio.create_task(
+        load.run(lambda confirmed: enough.set() if confirmed >= jobs else None)
+    )
+    await enough.wait()
+    await cancelled.cancel(storage, "spring")
+    return await running
+
+
+async def in_queue(storage: Storage) -> Counter[str]:
+    return Counter([json.loads(each.body)["campaign"] async for each in storage.queue.browse()])
+
+
+async def test_a_cancelled_campaign_is_not_sent_any_more_and_the_other_is(
+    storage: Storage, both: Path
+) -> None:
+    notices: list[str] = []
+    load = load_of(storage, both, rate=1_500, notice=notices.append)
+    summary = await cancelled_at(storage, load, 100)
+    sent = await in_queue(storage)
+    assert sent["autumn"] == JOBS // 2
+    assert 50 <= sent["spring"] < JOBS // 2
+    assert summary.cancelled == {"spring": JOBS // 2 - sent["spring"]}
+    assert summary.finished
+    assert notices == ["campaign spring was cancelled: no more of its jobs are sent"]
+    found = cancelled.CancelledCampaigns(storage.files, storage.queue.name)
+    await found.refresh()
+    async for message in storage.queue.browse():
+        campaign = json.loads(message.body)["campaign"]
+        assert found.includes(campaign, message.enqueued_at) == (campaign == "spring")
+    counts = await reader.counts(storage, "spring")
+    assert counts.sent == sent["spring"]
+
+
+async def test_a_template_of_a_cancelled_campaign_ends_and_stays_ended_until_it_is_restarted(
+    storage: Storage, tmp_path: Path
+) -> None:
+    template = tmp_path / "t.yaml"
+    template.write_text(TEMPLATE)
+    summary = await cancelled_at(storage, load_of(storage, template, rate=2_000), 100)
+    assert summary.finished
+    assert summary.cancelled == {"spring": 1_000_000 - summary.sent}
+    resumed = await run(load_of(storage, template))
+    assert (resumed.sent, resumed.cancelled) == (0, summary.cancelled), "a supervisor restarts it"
+    template.write_text(TEMPLATE.replace("1000000", "100"))
+    again = await run(load_of(storage, template, restart=True))
+    assert (again.sent, again.cancelled) == (100, {}), "a later load just runs"
+
+
+async def test_a_load_that_is_killed_and_resumed_counts_each_job_once(
+    storage: Storage, both: Path
+) -> None:
+    load = load_of(storage, both)
+    await load.run(lambda confirmed: load.stop() if confirmed >= 500 else None)
+    first = await reader.counts(storage, "spring")
+    assert first.sent is not None
+    assert 250 <= first.sent < JOBS // 2
+    checkpoint = both.with_suffix(".checkpoint")
+    found = Checkpoint.read(checkpoint)
+    assert found is not None
+    # Killed: these batches were sent, and their confirmation was not written.
+    less = {"confirmed": 300, "sent": {"spring": 150, "autumn": 150}}
+    found.model_copy(update=less).write(checkpoint)
+    await run(load_of(storage, both))
+    for campaign in ("spring", "autumn"):
+        assert (await reader.counts(storage, campaign)).sent == JOBS // 2
+    await run(load_of(storage, both, restart=True))
+    assert (await reader.counts(storage, "spring")).sent == JOBS

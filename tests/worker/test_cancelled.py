@@ -1,0 +1,181 @@
+"""A worker and a campaign that is cancelled while its jobs are queued, waiting or being drawn."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections import Counter
+from collections.abc import AsyncIterator, Callable
+from typing import Any
+
+import pytest
+
+from imagefleet import cancelled
+from imagefleet.records import reader
+from imagefleet.storage.open import open_storage
+from imagefleet.storage.protocol import Storage
+from imagefleet.storage.settings import StorageSettings
+from worker.engine import contract
+from worker.testing import StandInEngine
+
+Message = Callable[..., str]
+RunPipeline = Callable[..., Any]  # the fixture of conftest.py
+
+#: Seeds from here on are of jobs of autumn.
+AUTUMN = 1_000_000
+
+
+class Noting(StandInEngine):
+    """Notes when it begins which image."""
+
+    def __init__(self, **options: Any) -> None:
+        super().__init__(**options)
+        self.begun: list[tuple[str, float]] = []
+
+    def admit(self, ticket: int, prepared: contract.PreparedRequest) -> None:
+        campaign = "autumn" if prepared.request.seed >= AUTUMN else "spring"
+        self.begun.append((campaign, time.monotonic()))
+        super().admit(ticket, prepared)
+
+    def count(self, campaign: str, since: float = 0.0) -> int:
+        return sum(each == campaign and at >= since for each, at in self.begun)
+
+
+@pytest.fixture(autouse=True)
+def _soon(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The list is read every 0.2 seconds, and `cancel` does not wait for running loads."""
+    monkeypatch.setattr(cancelled, "PERIOD_SECONDS", 0.2)
+    monkeypatch.setattr(cancelled, "LOAD_SECONDS", 0.0)
+
+    async def return_at_once(_storage: Storage, _at: object) -> None:
+        """Nothing is sent later."""
+
+    monkeypatch.setattr(cancelled, "_wait_until_later", return_at_once)
+
+
+@pytest.fixture
+async def storage(storage_settings: StorageSettings) -> AsyncIterator[Storage]:
+    async with open_storage(storage_settings) as opened:
+        await opened.create()
+        yield opened
+
+
+async def until(condition: Callable[[], bool]) -> None:
+    async with asyncio.timeout(20):
+        while not condition():
+            await asyncio.sleep(0.01)
+
+
+async def images(storage: Storage, campaign: str) -> set[str]:
+    return {name async for name in storage.blobs.names(f"{campaign}/")}
+
+
+async def recorded(storage: Storage, campaign: str) -> set[str | None]:
+    return {record.blob async for record in reader.images(storage, campaign)}
+
+
+async def test_no_image_of_a_cancelled_campaign_is_begun_and_the_other_is_untouched(
+    storage: Storage, run_pipeline: RunPipeline, message: Message
+) -> None:
+    is_local = storage.url.startswith("local:")
+    many, others = (3_000, 60) if is_local else (200, 20)
+    bodies = [message(id=f"s{seed}", seed=seed, campaign="spring") for seed in range(many)]
+    for number in range(others):  # all over the queue
+        body = message(id=f"a{number}", seed=AUTUMN + number, campaign="autumn")
+        bodies.insert(number * len(bodies) // others, body)
+    await storage.queue.send(bodies)
+    engine = Noting(tick_seconds=0.05)
+    running = asyncio.create_task(run_pipeline(engine))
+    await until(lambda: engine.count("spring") >= 8)
+    began_at = time.monotonic()
+    await cancelled.cancel(storage, "spring")
+    read_by_now = time.monotonic() + 1.0
+    pipeline = await running
+
+    assert engine.count("spring", since=read_by_now) == 0
+    drawn = engine.count("spring")
+    assert 8 <= drawn < many
+    assert engine.count("autumn") == others == len(await images(storage, "autumn"))
+    assert dict(pipeline.settler.outcomes) == {
+        "completed": others + drawn,
+        "cancelled": many - drawn,
+    }
+    assert await recorded(storage, "spring") == await images(storage, "spring")
+    counts = await reader.counts(storage, "spring")
+    assert (counts.images, counts.cancelled) == (drawn, many - drawn)
+    assert (await storage.queue.depth()).messages == 0
+    registry = pipeline.metrics.registry
+    labels = {"outcome": "cancelled"}
+    assert registry.get_sample_value("imagefleet_jobs_total", labels) == many - drawn
+    if is_local:  # the queue's speed, not the engine's
+        assert time.monotonic() - began_at < many * 0.05 / engine.capacity / 3
+
+
+async def test_of_a_job_of_several_images_those_that_are_begun_are_stored(
+    storage: Storage, run_pipeline: RunPipeline, message: Message
+) -> None:
+    await storage.queue.send(
+        [
+            message(id="s", seed=1, batch_size=8, campaign="spring"),
+            message(id="a", seed=AUTUMN, batch_size=2, campaign="autumn"),
+        ]
+    )
+    engine = Noting(capacity=1, tick_seconds=0.3)
+    running = asyncio.create_task(run_pipeline(engine))
+    await until(lambda: engine.count("spring") >= 2)
+    await cancelled.cancel(storage, "spring")
+    pipeline = await running
+
+    drawn = engine.count("spring")
+    assert 2 <= drawn < 8
+    assert len(await images(storage, "spring")) == drawn
+    assert await recorded(storage, "spring") == await images(storage, "spring")
+    assert len(await images(storage, "autumn")) == 2
+    assert pipeline.settler.outcomes == {"cancelled": 1, "completed": 1}
+    assert Counter([each.id async for each in reader.ended(storage)]) == {"s": 1}
+
+
+async def test_a_worker_that_was_idle_for_hours_reads_the_list_before_it_draws(
+    storage: Storage,
+    run_pipeline: RunPipeline,
+    message: Message,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(cancelled, "PERIOD_SECONDS", 60.0)
+    monkeypatch.setattr("worker.stages.prepare.MAX_LIST_AGE_SECONDS", 0.01)
+    await storage.queue.send([message(id="a", seed=AUTUMN, campaign="autumn")])
+    await storage.queue.send([message(id="s", seed=1, campaign="spring")])
+    (first, held) = await storage.queue.receive(2, 600)
+    await storage.queue.release(first)
+    engine, stop = Noting(), asyncio.Event()
+    running = asyncio.create_task(run_pipeline(engine, stop=stop, until_empty=False))
+    await until(lambda: engine.count("autumn") == 1)
+    await asyncio.sleep(0.2)
+    await cancelled.cancel(storage, "spring")
+    await storage.queue.release(held)  # its worker has died, say
+    while (await storage.queue.depth()).messages:
+        await asyncio.sleep(0.05)
+    stop.set()
+    pipeline = await running
+    assert engine.count("spring") == 0
+    assert pipeline.settler.outcomes == {"completed": 1, "cancelled": 1}
+
+
+async def test_a_second_drawing_of_a_cancelled_job_leaves_no_record_of_its_own(
+    storage: Storage, run_pipeline: RunPipeline, message: Message
+) -> None:
+    both = [message(id="s", seed=1, campaign="spring", **each) for each in ({}, {"verify": True})]
+    await storage.queue.send(both)
+    await cancelled.cancel(storage, "spring")
+    pipeline = await run_pipeline()
+    assert pipeline.settler.outcomes == {"cancelled": 1, "unverified": 1}
+    assert (await reader.counts(storage, "spring")).cancelled == 1
+
+
+async def test_a_job_that_this_worker_could_not_draw_is_cancelled_all_the_same(
+    storage: Storage, run_pipeline: RunPipeline, message: Message
+) -> None:
+    await storage.queue.send([message(id="s", model="another", campaign="spring")])
+    await cancelled.cancel(storage, "spring")
+    pipeline = await run_pipeline()
+    assert pipeline.settler.outcomes == {"cancelled": 1}

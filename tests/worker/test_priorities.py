@@ -1,0 +1,66 @@
+"""A worker on the queues of three priorities."""
+
+from __future__ import annotations
+
+import asyncio
+import threading
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+
+from imagefleet import errors
+from imagefleet.storage.protocol import Storage
+from worker.engine import contract
+from worker.testing import StandInEngine, draw_noise
+
+RunPipeline = Callable[..., Any]  # the fixture of conftest.py
+
+
+async def test_until_empty_ends_when_the_queues_of_all_priorities_are_empty(
+    storage: Storage, run_pipeline: RunPipeline, message: Callable[..., str]
+) -> None:
+    drawn = []
+
+    def draw(request: contract.ImageRequest) -> contract.Pixels:
+        drawn.append(request.steps)
+        return draw_noise(request)
+
+    for steps, priority in enumerate(("low", "normal", "high"), start=1):
+        await storage.queues[priority].send(
+            message(id=f"{priority}{number}", steps=steps) for number in range(3)
+        )
+    pipeline = await run_pipeline(StandInEngine(capacity=1, draw=draw))
+    assert pipeline.settler.outcomes == {"completed": 9}
+    assert drawn == [3, 3, 3, 2, 2, 2, 1, 1, 1], "the high ones first"
+    sample = pipeline.metrics.registry.get_sample_value
+    state = "any" if (await storage.queue.depth()).leased is None else "visible"
+    for queue in storage.queues.values():
+        labels = {"queue": queue.name, "state": state}
+        assert sample("imagefleet_queue_messages", labels) is not None
+
+
+async def test_a_job_that_is_retried_stays_in_the_queue_of_its_priority(
+    storage: Storage,
+    run_pipeline: RunPipeline,
+    message: Callable[..., str],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr("worker.settle.FIRST_RETRY_SECONDS", 30)
+    stop, drawn = asyncio.Event(), threading.Semaphore(0)
+
+    def draw(request: contract.ImageRequest) -> contract.Pixels:
+        drawn.release()
+        raise errors.TransientError("a failure")
+
+    for priority in ("high", "low"):
+        await storage.queues[priority].send([message(id=priority)])
+    running = asyncio.create_task(
+        run_pipeline(StandInEngine(draw=draw), stop=stop, until_empty=False)
+    )
+    for _ in range(2):
+        await asyncio.to_thread(drawn.acquire)
+    stop.set()
+    assert (await running).settler.outcomes == {"retried": 2}
+    counts = [(await storage.queues[each].depth()).messages for each in ("high", "normal", "low")]
+    assert counts == [1, 0, 1]
