@@ -156,6 +156,7 @@ def replay(
     campaign: Campaign = None,
     job_id: JobId = None,
     everything: All = False,
+    priority: options.JobPriority = "normal",
     set_: Annotated[
         list[str] | None,
         typer.Option(

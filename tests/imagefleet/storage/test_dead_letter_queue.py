@@ -175,7 +175,7 @@ async def test_a_replay_ends_even_if_the_jobs_fail_again_meanwhile(
     storage: Storage,
 ) -> None:
     await add(storage, *(f"a{number}" for number in range(10)))
-    send = storage.queue.send
+    send = storage.queues["normal"].send
 
     async def send_and_fail_again(bodies: Iterable[str]) -> None:
         await send(bodies)
@@ -184,7 +184,7 @@ async def test_a_replay_ends_even_if_the_jobs_fail_again_meanwhile(
                 job = read_job(message.body, message.id)
                 await dead_letter.add(storage, message, job, MISSING, "worker-2")
 
-    storage.queue.send = send_and_fail_again  # type: ignore[method-assign]
+    storage.queues["normal"].send = send_and_fail_again  # type: ignore[method-assign]
     swept = await asyncio.wait_for(dead_letter_queue.replay(storage, Selection()), 20)
 
     assert swept.done == 10
@@ -221,7 +221,7 @@ async def test_a_failed_send_to_the_job_queue_leaves_the_failed_jobs_visible(
     async def refuse(bodies: Iterable[str]) -> None:
         raise errors.TransientError
 
-    storage.queue.send = refuse  # type: ignore[method-assign]
+    storage.queues["normal"].send = refuse  # type: ignore[method-assign]
     with pytest.raises(errors.TransientError):
         await dead_letter_queue.replay(storage, Selection())
 

@@ -139,7 +139,8 @@ async def test_a_replay_killed_at_any_moment_sends_again_and_loses_none(
     async with open_storage(local_settings) as storage:
         await storage.create()
         await fail(storage, "a", "b", "c")
-        target = dead_letter_records.Notes if part == "notes" else getattr(storage, part)
+        parts = {"notes": dead_letter_records.Notes, "poison": storage.poison}
+        target = parts.get(part, storage.queues["normal"])
         with monkeypatch.context() as only:
             kill_at(only, target, name, after=after)
             with pytest.raises(Killed):
@@ -165,7 +166,8 @@ async def test_a_discard_killed_at_any_moment_is_finished_by_the_next(
         await storage.create()
         await fail(storage, "a", "b", "c")
         await fail(storage, "kept", campaign="summer")
-        target = dead_letter_records.Notes if part == "notes" else getattr(storage, part)
+        parts = {"notes": dead_letter_records.Notes, "poison": storage.poison}
+        target = parts.get(part, storage.queues["normal"])
         with monkeypatch.context() as only:
             kill_at(only, target, name, after=after)
             with pytest.raises(Killed):
@@ -182,13 +184,14 @@ async def test_a_job_that_fails_again_during_its_replay_is_on_the_list(
     storage: Storage, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     await fail(storage, "a")
-    send = storage.queue.send
+    queue = storage.queues["normal"]
+    send = queue.send
 
     async def send_and_fail(bodies: Iterable[str]) -> None:
-        monkeypatch.setattr(storage.queue, "send", send)
+        monkeypatch.setattr(queue, "send", send)
         await fail(storage, "a")  # before the replay is noted
 
-    monkeypatch.setattr(storage.queue, "send", send_and_fail)
+    monkeypatch.setattr(queue, "send", send_and_fail)
     await dead_letter_queue.replay(storage, Selection())
     assert await listed(storage) == {"a": 1}
 
