@@ -7,6 +7,7 @@ import json
 import signal
 import subprocess
 import sys
+import threading
 from collections.abc import Awaitable, Callable
 from pathlib import Path
 from typing import Any
@@ -21,6 +22,7 @@ from imagefleet.storage.settings import StorageSettings
 
 Imagefleet = Callable[..., "subprocess.CompletedProcess[str]"]  # the fixture of conftest.py
 Add = Callable[..., Awaitable[Any]]
+Start = Callable[..., Awaitable["asyncio.Task[subprocess.CompletedProcess[str]]"]]
 
 
 @pytest.fixture(autouse=True)
@@ -28,24 +30,39 @@ def _fast(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(follow, "SECONDS", 0.05)
 
 
-async def start(
-    in_process: Imagefleet, settings: StorageSettings, *arguments: str
-) -> asyncio.Task[subprocess.CompletedProcess[str]]:
-    command = ("results", "--campaign", "spring", "--storage", settings.storage, "--follow")
-    return asyncio.create_task(asyncio.to_thread(in_process, *command, *arguments))
+@pytest.fixture
+def start(
+    in_process: Imagefleet, local_settings: StorageSettings, monkeypatch: pytest.MonkeyPatch
+) -> Start:
+    """Starts the command, and returns once it follows."""
+    follows = threading.Event()
+    real = reader.Follower.poll
+
+    async def poll(self: reader.Follower) -> Any:
+        follows.set()
+        return await real(self)
+
+    async def run(*arguments: str) -> asyncio.Task[subprocess.CompletedProcess[str]]:
+        monkeypatch.setattr(reader.Follower, "poll", poll)
+        storage = ("--campaign", "spring", "--storage", local_settings.storage)
+        command = asyncio.to_thread(in_process, "results", *storage, "--follow", *arguments)
+        running = asyncio.create_task(command)
+        assert await asyncio.to_thread(follows.wait, 30)
+        return running
+
+    return run
 
 
 async def test_it_ends_with_the_campaign_and_misses_nothing(
     local_settings: StorageSettings,
-    in_process: Imagefleet,
+    start: Start,
     store_images: Add,
     add_job: Add,
 ) -> None:
     async with open_storage(local_settings) as storage:
         await store_images(storage, "0001")
         await writer.RecordLog(storage.blobs, "filler").sent("spring", 4)
-        running = await start(in_process, local_settings, "--json")
-        await asyncio.sleep(0.3)
+        running = await start("--json")
         await store_images(storage, "0002", "0003")
         assert not running.done()
         await add_job(storage, "0004", "failed")
@@ -56,20 +73,19 @@ async def test_it_ends_with_the_campaign_and_misses_nothing(
     outcomes = [
         (each["id"], each["outcome"]) for each in map(json.loads, result.stdout.splitlines())
     ]
-    assert outcomes == [
+    assert sorted(outcomes) == [
         *((f"000{number}", "completed") for number in (1, 2, 3)),
         ("0004", "failed"),
     ]
 
 
 async def test_people_see_the_table_and_then_what_is_new(
-    local_settings: StorageSettings, in_process: Imagefleet, store_images: Add
+    local_settings: StorageSettings, start: Start, store_images: Add
 ) -> None:
     async with open_storage(local_settings) as storage:
         await store_images(storage, "0001")
         await writer.RecordLog(storage.blobs, "filler").sent("spring", 2)
-        running = await start(in_process, local_settings)
-        await asyncio.sleep(0.3)
+        running = await start()
         await store_images(storage, "0002")
         result = await asyncio.wait_for(running, 20)
 
@@ -79,12 +95,12 @@ async def test_people_see_the_table_and_then_what_is_new(
 
 
 async def test_images_are_downloaded_as_they_arrive(
-    local_settings: StorageSettings, in_process: Imagefleet, store_images: Add, tmp_path: Path
+    local_settings: StorageSettings, start: Start, store_images: Add, tmp_path: Path
 ) -> None:
     async with open_storage(local_settings) as storage:
         await store_images(storage, "0001")
         await writer.RecordLog(storage.blobs, "filler").sent("spring", 2)
-        running = await start(in_process, local_settings, "--download", "images")
+        running = await start("--download", "images")
         while not (tmp_path / "images" / "0001.png").is_file():
             await asyncio.sleep(0.01)
         await store_images(storage, "0002")

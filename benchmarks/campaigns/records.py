@@ -3,7 +3,7 @@
 Workers with an instant engine write them as real ones do, in batches of 256; the commands are
 processes of their own.
 
-    python benchmarks/records.py [--records 1000000]
+    python benchmarks/campaigns/records.py [--records 1000000]
 """
 
 from __future__ import annotations
