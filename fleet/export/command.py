@@ -47,9 +47,9 @@ def command(
     dry_run: Annotated[bool, options.dry_run("what would be written, and its size")] = False,
     as_json: options.AsJson = False,
 ) -> None:
-    """Writes a campaign's images as shards, each verified, and a manifest.json.
+    """Writes a campaign's images as a verified data set, in shards.
 
-    What was interrupted goes on with the same command. The shards follow from the campaign alone.
+    What was interrupted goes on with the same command. A manifest.json names the shards, which follow from the campaign alone.
     Exit code 4: images are missing or not as they were recorded; they are left out, and named.
 
     imagefleet export --campaign spring ./spring

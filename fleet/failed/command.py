@@ -173,7 +173,6 @@ def replay(
             help="Also jobs that are not valid for this version: newer workers may take them.",
         ),
     ] = False,
-    priority: options.JobPriority = "normal",
     dry_run: DryRun = False,
     yes: options.Yes = False,
     as_json: options.AsJson = False,

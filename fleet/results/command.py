@@ -49,7 +49,7 @@ def command(
         typer.Option(min=1, metavar="COUNT", help="At most so many [default: all; table: 20]."),
     ] = None,
 ) -> None:
-    """Shows the results of a campaign: its images, and the jobs that failed or were cancelled.
+    """Shows a campaign's images, and its failed or cancelled jobs.
 
     Each is a row with the job, its image's parameters, the worker and the seconds it took, and the
     image's address or the reason. Exit code 4: a download found images missing.

@@ -17,8 +17,19 @@ ROOT = Path(__file__).parents[2]
 COMMAND = Path(sys.executable).with_name("imagefleet")
 COMMANDS = [
     *("demo", "worker", "load", "campaigns", "job", "cancel", "purge"),
-    *("status", "top", "exporter", "broker", "webhooks", "plan", "report"),
-    *("verify", "redo", "scale", "prompt", "health", "version"),
+    *("status", "top", "exporter", "broker", "webhooks", "plan"),
+    *(
+        "results",
+        "export",
+        "report",
+        "gallery",
+        "verify",
+        "redo",
+        "scale",
+        "prompt",
+        "health",
+        "version",
+    ),
     *("failed", "keys", "deploy", "model", "lora"),
 ]
 
