@@ -49,8 +49,9 @@ def command(
 ) -> None:
     """Writes a campaign's images as a verified data set, in shards.
 
-    What was interrupted goes on with the same command. A manifest.json names the shards, which follow from the campaign alone.
-    Exit code 4: images are missing or not as they were recorded; they are left out, and named.
+    What was interrupted goes on with the same command. A manifest.json names the shards, which
+    follow from the campaign alone. Exit code 4: images are missing or not as they
+    were recorded; they are left out, and named.
 
     imagefleet export --campaign spring ./spring
 
