@@ -375,7 +375,8 @@ async def test_what_workers_have_stored_is_listed_and_exported(
     listed = await asyncio.to_thread(in_process, "results", *common, "--json")
     done = await asyncio.to_thread(in_process, "export", *common, str(tmp_path / "out"))
 
-    found = sorted(map(json.loads, listed.stdout.splitlines()), key=lambda row: row["id"])
+    lines = map(json.loads, listed.stdout.splitlines())
+    found = sorted(lines, key=lambda row: (row["id"], row["index"]))
     assert [(row["id"], row["index"], row["outcome"]) for row in found[:2]] == [
         ("a", 0, "completed"),
         ("a", 1, "completed"),
