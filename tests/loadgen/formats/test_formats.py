@@ -272,8 +272,12 @@ def test_an_invalid_job_is_reported_by_its_place_or_skipped(
         ("a.json", "[" * 100_000, "nested too deeply"),
         ("a.json", b'[{"prompt":"\xff"}]', "it is not UTF-8"),
         ("a.parquet", "not parquet", "not a Parquet file"),
-        ("a.jsonl.gz", gzip.compress(b'{"prompt":"a"}\n' * 99)[:-12], "damaged or incomplete"),
-        ("a.csv.gz", gzip.compress(b"prompt\n" * 9)[:10] + b"\xff" * 20, "cannot be read"),
+        (
+            "a.jsonl.gz",
+            gzip.compress(b'{"prompt":"a"}\n' * 99, mtime=0)[:-12],
+            "damaged or incomplete",
+        ),
+        ("a.csv.gz", gzip.compress(b"prompt\n" * 9, mtime=0)[:10] + b"\xff" * 20, "cannot be read"),
     ],
 )
 def test_a_file_that_is_not_of_its_format_is_one_sentence(
