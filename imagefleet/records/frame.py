@@ -11,14 +11,14 @@ from imagefleet.records.record import Record
 if TYPE_CHECKING:
     import pandas as pd
 
-#: Columns that are fields of a record.
+#: In the order of their columns; each is a field of the record under the same name.
 FIELDS = (
     *("outcome", "campaign", "id", "index", "prompt", "negative_prompt", "seed", "model", "loras"),
     *("sampler", "steps", "cfg_scale", "clip_skip", "width", "height"),
     *("worker", "gpu", "seconds", "attempts", "at", "size_bytes", "blob"),
 )
 
-#: As `imagefleet results` has them.
+#: Of data frames, and of `imagefleet results` in every form.
 COLUMNS = (*FIELDS, "address", "error", "reason", "metadata")
 
 _TYPES = {
