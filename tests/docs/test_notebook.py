@@ -24,10 +24,15 @@ def outputs(notebook: Any, kind: str) -> list[str]:
 
 @pytest.mark.timeout(600)  # a real engine on a CPU
 def test_the_notebook_runs_and_shows_what_is_in_the_repository(
-    load_file: Callable[[Path], Any],
+    load_file: Callable[[Path], Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    monkeypatch.setenv("TMPDIR", str(tmp_path))
     known = nbformat.read(NOTEBOOK, as_version=4)
-    new = load_file(NOTEBOOK.with_name("run_notebook.py")).run()
+    try:
+        new = load_file(NOTEBOOK.with_name("run_notebook.py")).run()
+    finally:
+        for log in tmp_path.glob("*/worker.log"):  # left by a failure
+            print(log.read_text())  # noqa: T201
 
     assert lines(new) == lines(known)
     assert len(outputs(new, "image/jpeg")) == len(outputs(known, "image/jpeg")) == 4
