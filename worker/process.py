@@ -210,9 +210,10 @@ class _Worker:
         pipeline, dollars = self._pipeline, None
         if pipeline is not None and (gpu_dollars := pipeline.cost.gpu_dollars) is not None:
             dollars = gpu_dollars + pipeline.cost.storage_dollars
+        recording = pipeline.settler.pending.jobs if pipeline is not None else 0
         return Counts(
             images=self._images(),
-            ended_jobs=sum(self._jobs[outcome] for outcome in _ENDED),
+            ended_jobs=sum(self._jobs[outcome] for outcome in _ENDED) + recording,
             failed_jobs=self._jobs["failed"],
             cancelled_jobs=self._jobs["cancelled"],
             jobs_in_flight=self._jobs_in_flight(),

@@ -167,7 +167,11 @@ async def add(
     A crash between the two leaves the job in both queues: it fails once more and is not lost.
     """
     body = _replayable(message, job)
-    known = _named(body) if job is None else {"id": job.id, "campaign": job.campaign}
+    if job is not None:
+        known = {"id": job.id, "campaign": job.campaign}
+    else:
+        # Who has not signed a job may name any campaign.
+        known = {} if isinstance(error, errors.UntrustedJobError) else _named(body)
     record = FailedJob(
         id=known.get("id") or message.id,
         campaign=known.get("campaign"),

@@ -212,7 +212,8 @@ def test_every_metric_that_is_pushed_is_in_the_readme(seen: Seen, dashboards: Pa
     text = (dashboards / "README.md").read_text()
     documented = set(re.findall(r"^\| `(imagefleet_[^`{]+)", text, re.MULTILINE))
     pushed = {re.sub(r"_(sum|count|bucket)$", "", name) for name in seen.metrics}
-    assert pushed == documented
+    # `imagefleet webhooks` pushes nothing: it is scraped.
+    assert pushed == {name for name in documented if "_webhook" not in name}
 
 
 def test_a_killed_workers_series_go_stale_and_the_others_stay(seen: Seen) -> None:

@@ -194,7 +194,7 @@ async def test_a_worker_waits_for_missing_storage_and_reports_it_to_the_probes(
 ) -> None:
     worker = start(port=str(port))
     line = json.loads(await line_with(worker, "setup_awaited"))
-    assert (line["severity"], line["error"]) == ("ERROR", "SetupError")
+    assert (line["severity"], line["error"]) == ("ERROR", "MissingResourceError")
     assert "there is no queue" in line["message"]
     async with aiohttp.ClientSession(f"http://127.0.0.1:{port}") as client:
 

@@ -202,7 +202,8 @@ def _blob_metadata(data: bytes) -> None:
     blob = protocol.BlobRecord("spring/a.png", 5, NOON, facts)
     for after in (0, 40):
         moment = NOON + timedelta(seconds=after)
-        records._count_image(found, protocol.BlobRecord("spring/a.png", 5, moment, facts))
+        image = records._of_blob(protocol.BlobRecord("spring/a.png", 5, moment, facts), found)
+        records._count_image(found, image)
     computed = figures.compute(found, "local:x", prices.BUILT_IN, None, "a test")
     json.loads(
         console.json_text({"jobs": computed.jobs, "money": vars_of(computed.money)}),

@@ -68,6 +68,11 @@ class PendingRecords:
         default_factory=asyncio.Queue, init=False
     )
 
+    @property
+    def jobs(self) -> int:
+        """Jobs that are done but for their records and the end of their messages."""
+        return self._jobs
+
     async def put(
         self, finish: Finish, records: list[Record], again: list[Record] | None = None
     ) -> None:

@@ -246,7 +246,7 @@ class LocalQueue:
             values = (self._lease_clock(), self.name, last, text, text, _BROWSE_PAGE)
             page = await self._file.run(functools.partial(self._found, values))
             for _, is_leased, *fields in page:
-                yield protocol.FoundMessage(_message(*fields), bool(is_leased))
+                yield protocol.FoundMessage(_message(self.name, *fields), bool(is_leased))
             if len(page) < _BROWSE_PAGE:
                 return
             last = page[-1][0]
