@@ -216,7 +216,7 @@ class _Worker:
             ended_jobs=sum(self._jobs[outcome] for outcome in _ENDED) + recording,
             failed_jobs=self._jobs["failed"],
             cancelled_jobs=self._jobs["cancelled"],
-            jobs_in_flight=self._jobs_in_flight(),
+            jobs_in_flight=max(0, self._jobs_in_flight() - recording),
             dollars=dollars,
         )
 
