@@ -339,7 +339,7 @@ def test_ctrl_c_ends_the_bar_of_a_long_check_and_nothing_is_sent(tmp_path: Path)
     assert code == console.EXIT_INTERRUPTED
     plain = re.sub(r"\x1b\[[?\d;]*\w", "", output)
     assert re.search(r"checking long.jsonl .* \d\.\d/5\.\d MB", plain), plain
-    assert plain.rstrip().endswith("stopped while checking long.jsonl; nothing was sent")
+    assert "stopped while checking long.jsonl; nothing was sent" in plain
     assert "\x1b[?25h" in output, "the cursor is shown again"
     assert "Traceback" not in output
     assert [each.name for each in tmp_path.iterdir()] == ["long.jsonl"]

@@ -21,6 +21,11 @@ from imagefleet.storage.settings import StorageSettings
 LONG_AGO = datetime(2026, 1, 1, tzinfo=UTC)
 
 
+@pytest.fixture(autouse=True)
+def _short_waits(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(cancelled, "LOAD_SECONDS", 1.0)
+
+
 @pytest.fixture
 async def local(local_settings: StorageSettings) -> AsyncIterator[Storage]:
     """For what no storage does in its own way."""
