@@ -89,6 +89,7 @@ class SlotEngine:
                 "unet": self._unet.groups,
                 "text_encoder": linear.group_by_shape(checkpoint.text_encoder),
             },
+            convolutions=self._unet.changes.groups,
             lora_cache_bytes=lora_cache_bytes,
             rank_capacity=rank_capacity,
         )
@@ -231,11 +232,22 @@ class SlotEngine:
         self._choose_weight_mode(batch_key)
         for slot in started:
             self._start(slot, self._active[slot])
-        if self.weight_mode == "per_slot":
+        if self.weight_mode != "shared":
+            self._make_room_for_convolutions()
             for slot, job in self._active.items():
                 if not job.has_weights and job.staged is not None:
-                    self._unet.load_slot(slot, job.staged.factors)
+                    self._unet.load_slot(slot, job.staged.factors, job.staged.convolutions)
                     job.has_weights = True
+
+    def _make_room_for_convolutions(self) -> None:
+        """Slots that hold such changes are loaded again where it takes other memory."""
+        needed = [each for job in self._active.values() for each in job.ranks.items()]
+        if self._unet.changes.has_room(needed):
+            return
+        self._runner.drop_convolutions()
+        self._unet.changes.grow(needed)
+        for job in self._active.values():
+            job.has_weights = job.has_weights and not job.ranks
 
     def _fill(self, batch_key: BatchKey, finished: list[contract.Finished]) -> list[int]:
         """Assigns jobs to the free slots; returns these slots."""
@@ -263,11 +275,12 @@ class SlotEngine:
             waiting = [job.calls for job in self._queue.jobs if job.prepared.lora_key in keys]
             remaining = [job.calls - job.call for job in jobs]
             ticks = queue.ticks_until_change(remaining, waiting, self.slots)
+            changes = any(job.ranks for job in jobs)
             self.weight_mode, to_merge = queue.choose_mode(
-                keys, self._merged, ticks, self._runner.costs
+                keys, self._merged, ticks, self._runner.costs, convolutions=changes
             )
             if not self._runner.can_run(self.weight_mode):
-                self.weight_mode, to_merge = "per_slot", ()
+                self.weight_mode, to_merge = queue.own_mode(changes), ()
         if to_merge != self._merged:
             loras = next(job.prepared.unet_loras for job in jobs) if to_merge else ()
             self._merged = None  # unknown until it is done: it may fail halfway
@@ -303,7 +316,7 @@ class SlotEngine:
         state.history[:, slot].zero_()
         if state.mask is not None and staged.mask is not None:
             state.mask[rows].copy_(staged.mask)
-        factors = staged.factors if self.weight_mode == "per_slot" else {}
+        factors = staged.factors if self.weight_mode != "shared" else {}
         state.context[rows].copy_(self._unet.keys_values.compute(staged.vectors, factors))
 
     def _step(self) -> None:
@@ -326,7 +339,7 @@ class SlotEngine:
             job.call += 1
             if job.call == job.calls:
                 self._decoder.add(job.ticket, step.state.latents[slot].clone())
-                self._runner.count_image()
+                self._runner.count_image(self.weight_mode)
                 del self._active[slot]
 
     def _stage_ahead(self, finished: list[contract.Finished]) -> None:
@@ -398,7 +411,7 @@ class SlotEngine:
         self._runner.slots, decoded = memory.fit(
             self._device,
             self._unet.slot_bytes + state_bytes,
-            lambda: tick(self._unet, False, *state),
+            lambda: tick(self._unet, "shared", *state),
             lambda: decoder.decode(self._checkpoint.vae, state.latents),
         )
         self._decoder.slice_pixels = decoded * width * height

@@ -5,14 +5,14 @@ weights, whatever the LoRAs' rank. Two thin products per layer for the low-rank 
 times the memory, since their inputs and outputs are as wide as the layer's.
 
 A job's LoRAs are packed into one tensor for one copy: only low-rank changes of layers that slots
-can hold; others (LoHa, LoKr, DoRA, convolutions, too high a rank) are merged into the shared
-weights (`lora/merge.py`).
+can hold; others (LoHa, LoKr, DoRA, too high a rank) are merged into the shared weights
+(`lora/merge.py`).
 """
 
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -152,19 +152,23 @@ def pack(
     network: Network,
     groups: Mapping[Group, Sequence[str]],
     *,
+    elsewhere: Collection[str] = (),
     rank_capacity: int,
     dtype: torch.dtype,
     pinned: bool,
 ) -> PackedLoras | None:
     """The changes of *loras* at their strengths; None if they are not of low rank.
 
-    *groups* are the paths of the layers that slots can hold.
+    *groups* are the paths of the layers that slots can hold; something else holds the changes of
+    those *elsewhere*.
     """
     known = {path: (group, at) for group, paths in groups.items() for at, path in enumerate(paths)}
     weighted: dict[str, list[tuple[float, WeightDelta]]] = {}
     ranks: dict[Group, int] = {}
     for lora in loras:
         for path, delta in lora.file.deltas[network].items():
+            if path in elsewhere:
+                continue
             if path not in known or delta.tensors.keys() != {"down", "up"}:
                 return None
             weighted.setdefault(path, []).append((lora.weights[network], delta))

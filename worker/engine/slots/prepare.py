@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from types import MappingProxyType
 
 import torch
 
@@ -13,7 +14,7 @@ from worker.engine import contract, sampler, text
 from worker.engine.checkpoint import Checkpoint
 from worker.engine.lora import file as lora_file
 from worker.engine.lora import merge, names
-from worker.engine.slots import linear
+from worker.engine.slots import convolution, linear
 
 #: Prompt chunks in the context of ordinary calls. A prompt of one chunk is repeated, which changes
 #: nothing in a softmax: no token needs a mask, which takes a third of cross-attention's time. Jobs
@@ -52,6 +53,8 @@ class PreparedRequest:
     text_encoder_loras: tuple[merge.AppliedLora, ...]
     unet_pack: linear.PackedLoras | None
     """The UNet's LoRAs as low-rank factors; None if they must be merged instead."""
+    convolution_pack: convolution.ConvolutionPack | None
+    """Their changes of convolutions; None if they must be merged instead, and then all are."""
     text_encoder_pack: linear.PackedLoras | None
 
     @property
@@ -77,11 +80,14 @@ class RequestPreparer:
         checkpoint: Checkpoint,
         groups: Groups,
         *,
+        convolutions: Mapping[convolution.Shape, Sequence[str]] = MappingProxyType({}),
         lora_cache_bytes: int = LORA_CACHE_BYTES,
         rank_capacity: int = RANK_CAPACITY,
     ) -> None:
         self._checkpoint = checkpoint
         self.groups = groups
+        self._convolutions = convolutions
+        self._held_as_convolutions = convolution.all_paths(convolutions)
         self._rank_capacity = rank_capacity
         self._dtype: torch.dtype = checkpoint.unet.dtype
         self._pinned = checkpoint.unet.device.type == "cuda"
@@ -119,6 +125,10 @@ class RequestPreparer:
         loras = self._read_loras(request.loras)
         unet_loras = merge.restrict(loras, "unet")
         text_encoder_loras = merge.restrict(loras, "text_encoder")
+        convolution_pack = convolution.pack(
+            unet_loras, self._convolutions, dtype=self._dtype, pinned=self._pinned
+        )
+        unet_pack = None if convolution_pack is None else self._pack(unet_loras, "unet")
         return PreparedRequest(
             request,
             prompt,
@@ -127,7 +137,8 @@ class RequestPreparer:
             loras,
             unet_loras,
             text_encoder_loras,
-            self._pack(unet_loras, "unet"),
+            unet_pack,
+            convolution_pack,
             self._pack(text_encoder_loras, "text_encoder"),
         )
 
@@ -153,6 +164,7 @@ class RequestPreparer:
             loras,
             network,
             self.groups[network],
+            elsewhere=self._held_as_convolutions if network == "unet" else (),
             rank_capacity=self._rank_capacity,
             dtype=self._dtype,
             pinned=self._pinned,

@@ -5,18 +5,21 @@ from __future__ import annotations
 import math
 from collections.abc import Collection, Iterable, Sequence
 from dataclasses import dataclass, field
-from typing import Literal, NamedTuple, get_args
+from typing import Literal, NamedTuple
 
 import torch
 
 from worker.engine.lora.merge import LoraKey
+from worker.engine.slots import convolution
 from worker.engine.slots.linear import Factors, Group
 from worker.engine.slots.prepare import PLAIN_TOKENS, PreparedRequest
 
-WeightMode = Literal["per_slot", "shared"]
-"""Each slot its own weights, or one set for all: the checkpoint's own, or with LoRAs merged in."""
+WeightMode = Literal["per_slot", "shared", "per_slot_convolutions"]
+"""Each slot its own weights; one set for all, the checkpoint's own or with LoRAs merged in; or each
+slot its own weights and its own changes of convolutions, while a job in any slot has some."""
 
-WEIGHT_MODES: tuple[WeightMode, ...] = get_args(WeightMode)
+#: Compiled from the start: the third one only where such jobs are frequent.
+WEIGHT_MODES: tuple[WeightMode, ...] = ("per_slot", "shared")
 
 
 class BatchKey(NamedTuple):
@@ -47,6 +50,7 @@ class Staged:
     mask: torch.Tensor | None
     """[2, 1, 1, tokens], added to the attention scores; None for an unmasked batch key."""
     factors: dict[Group, Factors]
+    convolutions: dict[convolution.Shape, convolution.Factors]
     generator: torch.Generator
 
 
@@ -62,6 +66,12 @@ class SlotJob:
     call: int = 0
     has_weights: bool = False
     """True once its slot holds its weights; not needed while the shared ones serve all slots."""
+
+    @property
+    def ranks(self) -> dict[convolution.Shape, int]:
+        """Of its changes of convolutions, if it has any and slots can hold them."""
+        packed = self.prepared.convolution_pack
+        return packed.ranks if packed else {}
 
     @property
     def calls(self) -> int:
@@ -118,25 +128,38 @@ class Costs:
     """
 
     per_slot_seconds: float = 0.105
+    per_slot_convolutions_seconds: float = 0.11
     shared_seconds: float = 0.1
     merge_seconds: float = 0.02
 
 
+def own_mode(convolutions: bool) -> WeightMode:
+    """The mode of slots with weights of their own, and with changes of *convolutions*, if any."""
+    return "per_slot_convolutions" if convolutions else "per_slot"
+
+
 def choose_mode(
-    keys: Collection[LoraKey], merged: LoraKey | None, ticks: int, costs: Costs
+    keys: Collection[LoraKey],
+    merged: LoraKey | None,
+    ticks: int,
+    costs: Costs,
+    *,
+    convolutions: bool = False,
 ) -> tuple[WeightMode, LoraKey]:
     """The mode for slots with the LoRAs *keys*, and what the shared weights must hold for it.
 
     *merged* is what the shared weights hold now, None if unknown; *ticks* is for how long the slots
-    are expected to keep these LoRAs.
+    are expected to keep these LoRAs. *convolutions*: some of them change convolutions.
     """
+    own = own_mode(convolutions)
     if len(set(keys)) != 1:
-        return "per_slot", ()
+        return own, ()
     (key,) = set(keys)
     if key in (merged, ()):
         return "shared", key
-    saved_seconds = ticks * (costs.per_slot_seconds - costs.shared_seconds)
-    return ("shared", key) if saved_seconds > costs.merge_seconds else ("per_slot", ())
+    own_seconds = costs.per_slot_convolutions_seconds if convolutions else costs.per_slot_seconds
+    saved_seconds = ticks * (own_seconds - costs.shared_seconds)
+    return ("shared", key) if saved_seconds > costs.merge_seconds else (own, ())
 
 
 def ticks_until_change(remaining: Sequence[int], waiting: Sequence[int], slots: int) -> int:

@@ -56,16 +56,19 @@ class Stager:
             packed = job.prepared.unet_pack
             flat = self._copy(packed.flat) if packed else None
             factors = packed.by_group(flat) if packed and flat is not None else {}
+            convolutions = job.prepared.convolution_pack
+            changes = self._copy(convolutions.flat) if convolutions else None
             vectors, mask = self._encode(job)
             generator = torch.Generator().manual_seed(job.prepared.request.seed)
             latents = self._copy(self._first_latents(job, generator))
         if self._stream is not None:
             ticks = torch.cuda.current_stream()
-            for tensor in (latents, vectors, mask, flat):
+            for tensor in (latents, vectors, mask, flat, changes):
                 if tensor is not None:
                     tensor.record_stream(ticks)
             self._stream.synchronize()
-        job.staged = Staged(latents, vectors, mask, factors, generator)
+        by_shape = convolutions.by_shape(changes) if convolutions and changes is not None else {}
+        job.staged = Staged(latents, vectors, mask, factors, by_shape, generator)
 
     def close(self) -> None:
         self._encoder.clear()

@@ -72,7 +72,7 @@ class SlotState(NamedTuple):
 
 def tick(
     unet: SlotUnet,
-    per_slot: bool,
+    weight_mode: WeightMode,
     latents: torch.Tensor,
     history: torch.Tensor,
     rows: torch.Tensor,
@@ -83,13 +83,15 @@ def tick(
     """One UNet call and one sampler step of a `SlotState`'s tensors, in place.
 
     Rows 2 * slot and 2 * slot + 1 of the output are a slot's prompt (cond) and negative prompt
-    (uncond). *per_slot* uses each slot's own weights, else the shared ones.
+    (uncond).
     """
     coefficients = rows[:, : sampler.COLUMNS]
     x = sampler.scale_input(coefficients, latents).to(unet.dtype)
     if x.device.type == "cuda":
         x = x.contiguous(memory_format=torch.channels_last)
-    output = unet(x, coefficients[:, sampler.TIMESTEP], context, mask, per_slot)
+    times = coefficients[:, sampler.TIMESTEP]
+    per_slot, changes = weight_mode != "shared", weight_mode == "per_slot_convolutions"
+    output = unet(x, times, context, mask, per_slot, changes)
     cond, uncond = output.float().unflatten(0, (-1, 2)).unbind(dim=1)
     guided = uncond + rows[:, GUIDANCE, None, None, None] * (cond - uncond)
     stepped, remembered = sampler.step(coefficients, latents, guided, history, noise)
@@ -148,7 +150,7 @@ class _Step:
 
     state: SlotState
     feeder: InputFeeder
-    compiled: Mapping[WeightMode, Compiled]
+    compiled: dict[WeightMode, Compiled]
 
 
 class StepRunner:
@@ -179,6 +181,7 @@ class StepRunner:
         self._compiled: dict[BatchKey, _Step] = {}
         self._to_compile: set[BatchKey] = set()
         self._images = Counter[BatchKey]()
+        self._images_with_convolutions = Counter[BatchKey]()
         self._dropped_recompiles = 0
 
     @property
@@ -210,14 +213,21 @@ class StepRunner:
             self._active = _Step(state, InputFeeder(state), {})
         self.batch_key = batch_key
 
-    def count_image(self) -> None:
-        """Counts an image of the active key: a frequent size is compiled."""
+    def count_image(self, weight_mode: WeightMode) -> None:
+        """Counts an image of the active key: what is frequent is compiled."""
         if self.batch_key is not None:
             self._images[self.batch_key] += 1
+            if weight_mode == "per_slot_convolutions":
+                self._images_with_convolutions[self.batch_key] += 1
 
     def should_compile(self, batch_key: BatchKey) -> bool:
-        if self._backend is None or batch_key in self._compiled:
+        if self._backend is None:
             return False
+        if step := self._compiled.get(batch_key):
+            return (
+                "per_slot_convolutions" not in step.compiled
+                and self._images_with_convolutions[batch_key] >= _COMPILE_AFTER_IMAGES
+            )
         is_frequent = (
             self._images[batch_key] >= _COMPILE_AFTER_IMAGES
             and len(self._compiled) < _MAX_COMPILED_KEYS
@@ -231,8 +241,15 @@ class StepRunner:
         return BatchKey(width, height, PLAIN_TOKENS, None, None)
 
     def can_run(self, weight_mode: WeightMode) -> bool:
-        """False if the active key is compiled, but not for this mode."""
-        return not self.is_compiled or weight_mode in self._compiled_modes
+        """False if the active key is compiled, but not for this mode.
+
+        Changes of convolutions have no other mode: they run uncompiled until they are frequent.
+        """
+        return (
+            not self.is_compiled
+            or weight_mode in self._compiled_modes
+            or weight_mode == "per_slot_convolutions"
+        )
 
     @torch.no_grad()
     def run(self, weight_mode: WeightMode, slots: int) -> None:
@@ -241,31 +258,39 @@ class StepRunner:
         if compiled := step.compiled.get(weight_mode):
             compiled()
         else:
-            tick(self._unet, weight_mode == "per_slot", *step.state.first(slots))
+            tick(self._unet, weight_mode, *step.state.first(slots))
 
     def warm_up(self, batch_key: BatchKey) -> None:
-        """Selects kernels, compiles, records and times the ticks of a key that is not compiled."""
-        if batch_key in self._compiled:
+        """Selects kernels, compiles, records and times the ticks of a key that are not compiled.
+
+        Those with changes of convolutions are compiled if there are any so far.
+        """
+        if step := self._compiled.get(batch_key):
+            self._compile_convolutions(batch_key, step)
             return
         self._deactivate()
         state = self.make_slot_state(batch_key)
         with self._unet.selecting_kernels(self._kernels), torch.no_grad():
-            tick(self._unet, False, *state)
+            tick(self._unet, "shared", *state)
         if self._backend is None:
             return
-        compiled = self._compile(batch_key, state)
+        compiled = self._compile(batch_key, state, self._compiled_modes)
         if not all(each.is_compiled for each in compiled.values()):
             # The attention kernels are the likeliest part that the compiler cannot trace.
             self._unet.use_default_attention()
-            compiled = self._compile(batch_key, state)
-        self._compiled[batch_key] = _Step(state, InputFeeder(state), compiled)
+            compiled = self._compile(batch_key, state, self._compiled_modes)
+        step = self._compiled[batch_key] = _Step(state, InputFeeder(state), compiled)
         self._to_compile.add(batch_key)
-        if self._device.type == "cuda" and len(compiled) == len(WEIGHT_MODES):
-            seconds = {
-                f"{weight_mode}_seconds": fastest_seconds(each, _TIMED_TICKS)
-                for weight_mode, each in compiled.items()
-            }
-            self.costs = replace(self.costs, **seconds)
+        if len(compiled) == len(WEIGHT_MODES):
+            self._time(compiled)
+        self._compile_convolutions(batch_key, step)
+
+    def drop_convolutions(self) -> None:
+        """Frees the compiled ticks with changes of convolutions, before their tensors change."""
+        for step in self._compiled.values():
+            if compiled := step.compiled.pop("per_slot_convolutions", None):
+                self._dropped_recompiles += compiled.recompiles
+        self._images_with_convolutions.clear()
 
     def reset(self, *, compile_again: bool) -> None:
         """Frees all slot states and compiled ticks."""
@@ -296,14 +321,30 @@ class StepRunner:
     def _deactivate(self) -> None:
         self.batch_key = self._active = None
 
-    def _compile(self, batch_key: BatchKey, state: SlotState) -> dict[WeightMode, Compiled]:
-        compiled = {}
-        for weight_mode in self._compiled_modes:
+    def _compile_convolutions(self, batch_key: BatchKey, step: _Step) -> None:
+        mode: WeightMode = "per_slot_convolutions"
+        if self._unet.changes.exist and mode not in step.compiled:
+            step.compiled.update(self._compile(batch_key, step.state, [mode]))
+            self._time({mode: step.compiled[mode]})
+
+    def _time(self, compiled: Mapping[WeightMode, Compiled]) -> None:
+        if self._device.type == "cuda":
+            seconds = {
+                f"{weight_mode}_seconds": fastest_seconds(each, _TIMED_TICKS)
+                for weight_mode, each in compiled.items()
+            }
+            self.costs = replace(self.costs, **seconds)
+
+    def _compile(
+        self, batch_key: BatchKey, state: SlotState, weight_modes: Sequence[WeightMode]
+    ) -> dict[WeightMode, Compiled]:
+        compiled: dict[WeightMode, Compiled] = {}
+        for weight_mode in weight_modes:
             compiled[weight_mode] = Compiled(
                 f"the UNet for {self.slots} slots of {batch_key.width}x{batch_key.height}"
                 f" ({weight_mode} weights)",
                 tick,
-                (self._unet, weight_mode == "per_slot", *state),
+                (self._unet, weight_mode, *state),
                 backend=self._backend,
                 pool=self._pool,
             )

@@ -22,6 +22,8 @@ from torch import nn
 
 from imagefleet import errors
 from worker.engine.kernels.layers import Attend, KernelSelector, Upsampler, default_attention
+from worker.engine.slots import convolution
+from worker.engine.slots.convolution import LowRankChange, SlotChanges, SlotConv
 from worker.engine.slots.linear import Factors, Group, SlotLinear, stack_by_shape
 
 _NOT_SD1 = "this UNet is not of Stable Diffusion 1.x's architecture, the only one supported"
@@ -34,37 +36,42 @@ class SlotUnet(nn.Module):
         super().__init__()
         paths = {module: path for path, module in unet.named_modules()}
         self.time_proj = unet.time_proj
-        self.time_embedding = unet.time_embedding
-        self.conv_in = unet.conv_in
+        self.time_embedding = _TimeEmbedding(unet.time_embedding, paths)
+        self.conv_in = _conv(paths, unet.conv_in)
         self.down = nn.ModuleList(_Down(block, paths) for block in unet.down_blocks)
         self.mid = _Layers(unet.mid_block.resnets[1:], unet.mid_block.attentions, paths)
-        self.mid_first = _Resnet(unet.mid_block.resnets[0])
+        self.mid_first = _Resnet(unet.mid_block.resnets[0], paths)
         self.up = nn.ModuleList(_Up(block, paths) for block in unet.up_blocks)
         self.norm_out = unet.conv_norm_out
-        self.conv_out = unet.conv_out
+        self.conv_out = _conv(paths, unet.conv_out)
         linears = [module for module in self.modules() if isinstance(module, SlotLinear)]
         self._stacks = stack_by_shape("slots", linears)
         crosses = [module for module in self.modules() if isinstance(module, _CrossAttention)]
         self.time_projections = _TimeProjections(
-            [module for module in self.modules() if isinstance(module, _Resnet)]
+            [module for module in self.modules() if isinstance(module, _Resnet)], paths
         )
         self._self_attentions = [
             module for module in self.modules() if isinstance(module, _SelfAttention)
         ]
         self._upsamplers = [module for module in self.modules() if isinstance(module, Upsampler)]
         self.keys_values = KeysValues(crosses, paths)
-        self.dtype: torch.dtype = self.conv_out.weight.dtype
+        self.dtype: torch.dtype = unet.conv_out.weight.dtype
+        self.changes = SlotChanges(
+            (module for module in self.modules() if isinstance(module, LowRankChange)),
+            unet.conv_out.weight.detach(),
+        )
 
     @property
     def groups(self) -> dict[Group, list[str]]:
-        """The paths of the layers whose LoRAs slots can hold, by group."""
+        """The paths of the layers that slots can hold weights of, by group."""
         stacks = {**self._stacks, **self.keys_values.stacks}
         return {group: stack.paths for group, stack in stacks.items()}
 
     @property
     def slot_bytes(self) -> int:
-        """Size of a slot's weights."""
-        return sum(stack.shared.nbytes for stack in self._stacks.values())
+        """Size of a slot's weights and changes."""
+        weights = sum(stack.shared.nbytes for stack in self._stacks.values())
+        return weights + self.changes.slot_bytes
 
     def forward(
         self,
@@ -73,24 +80,28 @@ class SlotUnet(nn.Module):
         context: torch.Tensor,
         mask: torch.Tensor | None,
         per_slot: bool,
+        changes: bool = False,
     ) -> torch.Tensor:
         """The UNet's output [2 * slots, 4, height, width].
 
         x [slots, 4, height, width]; times [slots]; context [2 * slots, tokens, width] from
         `keys_values`; mask [2 * slots, 1, 1, tokens], added to the attention scores, or None.
-        *per_slot* uses each slot's own weights, else the shared ones.
+        *per_slot* uses each slot's own weights, else the shared ones. *changes* adds each slot's
+        changes of convolutions and of the layers for the time.
         """
-        time = self.time_projections(self.time_embedding(self.time_proj(times).to(x.dtype)))
-        x = self.conv_in(x)
+        slots = len(x) if changes else 0
+        time = self.time_embedding(self.time_proj(times).to(x.dtype), slots)
+        time = self.time_projections(time, slots)
+        x = self.conv_in(x, slots)
         skips = [x]
         for block in self.down:
-            x = block(x, time, skips, context, mask, per_slot)
-        x = self.mid_first(x, time)
+            x = block(x, time, skips, context, mask, per_slot, slots)
+        x = self.mid_first(x, time, slots)
         for attend, resnet in zip(self.mid.attentions, self.mid.resnets, strict=True):
-            x = resnet(attend(x, context, mask, per_slot), time)
+            x = resnet(attend(x, context, mask, per_slot), time, slots)
         for block in self.up:
-            x = block(x, time, skips, context, mask, per_slot)
-        output: torch.Tensor = self.conv_out(F.silu(self.norm_out(x)))
+            x = block(x, time, skips, context, mask, per_slot, slots)
+        output: torch.Tensor = self.conv_out(F.silu(self.norm_out(x)), slots)
         return output
 
     def fold(self) -> None:
@@ -102,11 +113,13 @@ class SlotUnet(nn.Module):
         """Allocates zero weights for *slots* slots."""
         for stack in self._stacks.values():
             stack.resize(slots)
+        self.changes.resize(slots)
 
     def close(self) -> None:
         """Frees all weights."""
         self._stacks.clear()
         self.keys_values.stacks.clear()
+        self.changes.clear()
         self.to("meta")
 
     @contextlib.contextmanager
@@ -125,10 +138,16 @@ class SlotUnet(nn.Module):
             attend.kernel = default_attention
 
     @torch.no_grad()
-    def load_slot(self, slot: int, factors: Mapping[Group, Factors]) -> None:
+    def load_slot(
+        self,
+        slot: int,
+        factors: Mapping[Group, Factors],
+        changes: Mapping[convolution.Shape, convolution.Factors],
+    ) -> None:
         """Sets a slot to the shared weights plus its LoRAs' changes, asynchronously."""
         for group, stack in self._stacks.items():
             stack.load(slot, factors.get(group))
+        self.changes.load(slot, changes)
 
 
 class KeysValues:
@@ -158,15 +177,38 @@ class KeysValues:
         return torch.cat(products, dim=-1)
 
 
+class _TimeEmbedding(nn.Module):
+    def __init__(self, original: Any, paths: Mapping[nn.Module, str]) -> None:
+        super().__init__()
+        if original.cond_proj is not None or original.post_act is not None:
+            raise errors.SetupError(_NOT_SD1)
+        self.first, self.act, self.second = original.linear_1, original.act, original.linear_2
+        self.first_change, self.second_change = (
+            LowRankChange({paths[layer]: layer}) for layer in (self.first, self.second)
+        )
+
+    def forward(self, x: torch.Tensor, slots: int) -> torch.Tensor:
+        hidden = self.first(x) + self.first_change(x) if slots else self.first(x)
+        hidden = self.act(hidden)
+        output: torch.Tensor = self.second(hidden)
+        return output + self.second_change(hidden) if slots else output
+
+
 class _TimeProjections(nn.Module):
     """The time projections of all resnets as one product."""
 
     weight: torch.Tensor
     bias: torch.Tensor
 
-    def __init__(self, resnets: list[_Resnet]) -> None:
+    def __init__(self, resnets: list[_Resnet], paths: Mapping[nn.Module, str]) -> None:
         super().__init__()
+        # By shape: the slots' changes of one shape are one product, too.
+        resnets = sorted(resnets, key=lambda resnet: len(resnet.time_emb_proj.weight))
         layers = [resnet.time_emb_proj for resnet in resnets]
+        by_outputs = itertools.groupby(layers, key=lambda layer: len(layer.weight))
+        self.changes = nn.ModuleList(
+            LowRankChange({paths[layer]: layer for layer in alike}) for _, alike in by_outputs
+        )
         self.register_buffer("weight", torch.cat([each.weight for each in layers]).detach(), False)
         self.register_buffer("bias", torch.cat([each.bias for each in layers]).detach(), False)
         at = 0
@@ -176,8 +218,11 @@ class _TimeProjections(nn.Module):
             layer.weight = nn.Parameter(self.weight[resnet.time], requires_grad=False)
             at = resnet.time.stop
 
-    def forward(self, time: torch.Tensor) -> torch.Tensor:
-        projected: torch.Tensor = F.linear(F.silu(time), self.weight, self.bias)
+    def forward(self, time: torch.Tensor, slots: int) -> torch.Tensor:
+        time = F.silu(time)
+        projected: torch.Tensor = F.linear(time, self.weight, self.bias)
+        if slots:
+            projected = projected + torch.cat([change(time) for change in self.changes], dim=1)
         return projected
 
 
@@ -185,20 +230,21 @@ class _Resnet(nn.Module):
     #: Its columns of the output of `_TimeProjections`.
     time: slice
 
-    def __init__(self, original: Any) -> None:
+    def __init__(self, original: Any, paths: Mapping[nn.Module, str]) -> None:
         super().__init__()
         if original.time_embedding_norm != "default" or original.output_scale_factor != 1:
             raise errors.SetupError(_NOT_SD1)
-        self.norm1, self.conv1 = original.norm1, original.conv1
-        self.norm2, self.conv2 = original.norm2, original.conv2
-        self.conv_shortcut = original.conv_shortcut
+        self.norm1, self.conv1 = original.norm1, _conv(paths, original.conv1)
+        self.norm2, self.conv2 = original.norm2, _conv(paths, original.conv2)
+        shortcut = original.conv_shortcut
+        self.conv_shortcut = None if shortcut is None else _conv(paths, shortcut)
         self.time_emb_proj = original.time_emb_proj
 
-    def forward(self, x: torch.Tensor, times: torch.Tensor) -> torch.Tensor:
+    def forward(self, x: torch.Tensor, times: torch.Tensor, slots: int) -> torch.Tensor:
         time = _repeat_rows(times[:, self.time], len(x))
-        changed = self.conv1(F.silu(self.norm1(x))) + time[:, :, None, None]
-        changed = self.conv2(F.silu(self.norm2(changed)))
-        kept = x if self.conv_shortcut is None else self.conv_shortcut(x)
+        changed = self.conv1(F.silu(self.norm1(x)), slots) + time[:, :, None, None]
+        changed = self.conv2(F.silu(self.norm2(changed)), slots)
+        kept = x if self.conv_shortcut is None else self.conv_shortcut(x, slots)
         summed: torch.Tensor = kept + changed
         return summed
 
@@ -206,7 +252,7 @@ class _Resnet(nn.Module):
 class _Layers(nn.Module):
     def __init__(self, resnets: Any, attentions: Any, paths: Mapping[nn.Module, str]) -> None:
         super().__init__()
-        self.resnets = nn.ModuleList(_Resnet(resnet) for resnet in resnets)
+        self.resnets = nn.ModuleList(_Resnet(resnet, paths) for resnet in resnets)
         self.attentions = nn.ModuleList(_Transformer(each, paths) for each in attentions)
 
     def pairs(self) -> Iterator[tuple[nn.Module, nn.Module | None]]:
@@ -216,7 +262,9 @@ class _Layers(nn.Module):
 class _Down(_Layers):
     def __init__(self, block: Any, paths: Mapping[nn.Module, str]) -> None:
         super().__init__(block.resnets, getattr(block, "attentions", None) or (), paths)
-        self.samplers = nn.ModuleList(block.downsamplers or ())
+        self.samplers = nn.ModuleList(
+            _conv(paths, sampler.conv) for sampler in block.downsamplers or ()
+        )
 
     def forward(
         self,
@@ -226,14 +274,15 @@ class _Down(_Layers):
         context: torch.Tensor,
         mask: torch.Tensor | None,
         per_slot: bool,
+        slots: int,
     ) -> torch.Tensor:
         for resnet, attend in self.pairs():
-            x = resnet(x, time)
+            x = resnet(x, time, slots)
             if attend is not None:
                 x = attend(x, context, mask, per_slot)
             skips.append(x)
         for sampler in self.samplers:
-            x = sampler(x)
+            x = sampler(x, slots)
             skips.append(x)
         return x
 
@@ -241,7 +290,9 @@ class _Down(_Layers):
 class _Up(_Layers):
     def __init__(self, block: Any, paths: Mapping[nn.Module, str]) -> None:
         super().__init__(block.resnets, getattr(block, "attentions", None) or (), paths)
-        self.samplers = nn.ModuleList(Upsampler(sampler) for sampler in block.upsamplers or ())
+        self.samplers = nn.ModuleList(
+            SlotConv(Upsampler(sampler), paths[sampler.conv]) for sampler in block.upsamplers or ()
+        )
 
     def forward(
         self,
@@ -251,13 +302,15 @@ class _Up(_Layers):
         context: torch.Tensor,
         mask: torch.Tensor | None,
         per_slot: bool,
+        slots: int,
     ) -> torch.Tensor:
         for resnet, attend in self.pairs():
-            x = resnet(torch.cat([x, _repeat_rows(skips.pop(), len(x))], dim=1), time)
+            x = torch.cat([x, _repeat_rows(skips.pop(), len(x))], dim=1)
+            x = resnet(x, time, slots)
             if attend is not None:
                 x = attend(x, context, mask, per_slot)
         for sampler in self.samplers:
-            x = sampler(x, skips[-1].shape[2:])
+            x = sampler(x, slots, skips[-1].shape[2:])
         return x
 
 
@@ -369,6 +422,10 @@ def _select_and_attend(
 
 def _linear(paths: Mapping[nn.Module, str], *layers: nn.Module) -> SlotLinear:
     return SlotLinear({paths[layer]: layer for layer in layers})
+
+
+def _conv(paths: Mapping[nn.Module, str], layer: nn.Module) -> SlotConv:
+    return SlotConv(layer, paths[layer])
 
 
 def _repeat_rows(x: torch.Tensor, rows: int) -> torch.Tensor:

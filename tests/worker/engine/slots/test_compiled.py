@@ -7,6 +7,7 @@ from typing import Any
 import pytest
 import torch
 from diffusers import AutoencoderKL, UNet2DConditionModel
+from safetensors.torch import save_file
 
 import batch_engine
 import tiny_model
@@ -14,6 +15,7 @@ from worker.engine import checkpoint as checkpoints
 from worker.engine import contract
 from worker.engine.kernels import compile as compiling
 from worker.engine.slots import engine as slot_engine
+from worker.engine.slots import step
 
 ROUNDING = 2
 
@@ -170,3 +172,44 @@ def test_a_weight_mode_that_is_not_compiled_is_not_used(
     (image,) = draw(engine, request)
     assert engine.weight_mode == "per_slot"
     assert difference(image, draw(plain_engine, request)[0]) <= ROUNDING
+
+
+def test_changes_of_convolutions_are_compiled_once_they_are_frequent(
+    compiled_engine: slot_engine.SlotEngine,
+    plain_engine: contract.Engine,
+    make_request: Any,
+    draw: Any,
+    difference: Any,
+    tmp_path: Path,
+    monkeypatch: Any,
+) -> None:
+    monkeypatch.setattr(step, "_COMPILE_AFTER_IMAGES", 3)
+    engine = compiled_engine
+
+    def request(seed: int, rank: int) -> contract.ImageRequest:
+        path = tmp_path / f"{rank}-{seed}.safetensors"
+        name = "lora_unet_mid_block_resnets_0_conv1"
+        tensors = {
+            f"{name}.lora_down.weight": torch.randn(rank, 64, 3, 3) / 24,
+            f"{name}.lora_up.weight": torch.randn(64, rank, 1, 1) / rank**0.5,
+        }
+        save_file(tensors, path)
+        lora = contract.Lora(path.stem, path, 0.0, 1.0)
+        return make_request(width=32, height=32, seed=seed, steps=2, loras=(lora,))
+
+    def compiled_modes() -> set[str]:
+        ((_, active),) = engine._runner._compiled.items()
+        return set(active.compiled)
+
+    draw(engine, request(1, 4), request(2, 4))
+    assert compiled_modes() == {"per_slot", "shared"}, "two are not frequent"
+    requests = [request(seed, 4) for seed in range(5)]
+    images = draw(engine, *requests)
+    assert compiled_modes() == {"per_slot", "shared", "per_slot_convolutions"}
+    assert engine.recompiles == 0
+    requests.append(request(6, 20))
+    images += draw(engine, requests[-1], make_request(width=32, height=32))[:1]
+    assert compiled_modes() == {"per_slot", "shared"}, "its tensors were replaced"
+    assert engine.recompiles == 0
+    for wanted, image in zip(requests, images, strict=True):
+        assert difference(image, draw(plain_engine, wanted)[0]) <= ROUNDING

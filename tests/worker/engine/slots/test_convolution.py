@@ -1,0 +1,312 @@
+"""LoCons and other changes of layers whose weights slots hold no copy of."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import save_file
+
+from worker.engine import contract
+from worker.engine.lora.names import adaptable_layers
+from worker.engine.slots import convolution, step
+from worker.engine.slots import engine as slots
+
+ROUNDING = 2
+
+Write = Callable[..., contract.Lora]
+
+
+def strong(shape: torch.Size, rank: int, generator: torch.Generator) -> dict[str, torch.Tensor]:
+    """A LoCon's tensors for a layer: as large a change as the weights themselves, or a third."""
+    outer, inner, *kernel = shape
+    down = torch.randn((rank, inner, *kernel), generator=generator)
+    up = torch.randn((outer, rank, *[1] * len(kernel)), generator=generator)
+    return {
+        "lora_down.weight": down / down[0].numel() ** 0.5,
+        "lora_up.weight": 0.3 * up / rank**0.5,
+    }
+
+
+@pytest.fixture
+def write_lora(slot_engine: slots.SlotEngine, tmp_path: Path) -> Write:
+    """Writes a LoRA on the given layers of the UNet, by default all that are no linear ones."""
+
+    def write(
+        *paths: str, rank: int = 3, seed: int = 0, weight: float = 1.0, make: Any = strong
+    ) -> contract.Lora:
+        generator = torch.Generator().manual_seed(seed)
+        layers = adaptable_layers(slot_engine._checkpoint.unet)
+        tensors = {
+            f"lora_unet_{path.replace('.', '_')}.{part}": tensor
+            for path in paths or sorted(every_path(slot_engine))
+            for part, tensor in make(layers[path].weight.shape, rank, generator).items()
+        }
+        file = tmp_path / f"{len(list(tmp_path.iterdir()))}.safetensors"
+        save_file(tensors, file)
+        return contract.Lora(file.stem, file, 0.0, weight)
+
+    return write
+
+
+def every_path(engine: slots.SlotEngine) -> set[str]:
+    return set(convolution.all_paths(engine._unet.changes.groups))
+
+
+@pytest.fixture
+def modes(monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    """The weight mode of each call from now on."""
+    seen: list[str] = []
+    original = step.StepRunner.run
+
+    def run(self: step.StepRunner, weight_mode: Any, count: int) -> None:
+        seen.append(weight_mode)
+        original(self, weight_mode, count)
+
+    monkeypatch.setattr(step.StepRunner, "run", run)
+    return seen
+
+
+def test_slots_can_hold_a_change_of_every_layer_of_the_unet(slot_engine: slots.SlotEngine) -> None:
+    held = [path for paths in slot_engine._unet.groups.values() for path in paths]
+    changed = [path for paths in slot_engine._unet.changes.groups.values() for path in paths]
+    assert sorted(held + changed) == sorted(adaptable_layers(slot_engine._checkpoint.unet))
+
+
+@pytest.mark.parametrize(
+    "path",
+    [
+        "conv_in",
+        "conv_out",
+        "time_embedding.linear_1",
+        "time_embedding.linear_2",
+        "down_blocks.0.resnets.0.conv1",  # computed for both rows of a slot at once
+        "down_blocks.0.downsamplers.0.conv",
+        "up_blocks.1.resnets.1.conv_shortcut",
+        "mid_block.resnets.1.conv2",
+        "mid_block.resnets.0.time_emb_proj",
+        "up_blocks.1.resnets.1.time_emb_proj",
+        "up_blocks.1.upsamplers.0.conv",
+    ],
+)
+@pytest.mark.parametrize("height", [8, 9])
+def test_a_slots_own_change_of_a_layer_computes_what_merging_it_does(
+    slot_engine: slots.SlotEngine, make_request: Any, write_lora: Write, path: str, height: int
+) -> None:
+    """A height of 9 is odd, so that upsamplers do not double it."""
+    unet = slot_engine._unet
+    prepared = slot_engine.prepare(make_request(loras=(write_lora(path, weight=2.0),)))
+    packed = prepared.convolution_pack
+    assert packed is not None
+    generator = torch.Generator().manual_seed(0)
+    x = torch.randn((3, 4, height, 8), generator=generator)
+    context = torch.randn((6, 2, unet.keys_values.width), generator=generator)
+    arguments = (x, torch.tensor([1.0, 500.0, 900.0]), context, None)
+    with torch.no_grad():
+        unet.changes.grow(packed.ranks.items())
+        for slot, changes in enumerate([{}, packed.by_shape(packed.flat), {}]):
+            unet.load_slot(slot, {}, changes)
+        own = unet(*arguments, True, True)
+        plain = unet(*arguments, False)
+        slot_engine._merger.activate(prepared.unet_loras)
+        merged = unet(*arguments, False)
+        slot_engine._merger.activate(())
+    assert (merged - plain).abs().max() > 0.02
+    expected = torch.cat([plain[:2], merged[2:4], plain[4:]])
+    torch.testing.assert_close(own, expected, atol=1e-4, rtol=1e-4)
+
+
+def test_each_of_several_locons_draws_its_own_image_in_any_slot_and_company(
+    slot_engine: slots.SlotEngine,
+    engine: Any,
+    make_request: Any,
+    write_lora: Write,
+    lora_paths: list[Path],
+    draw: Any,
+    difference: Any,
+) -> None:
+    one, other = write_lora(rank=5), write_lora(rank=2, seed=1, weight=-0.7)
+    style = contract.Lora("style", lora_paths[0], 1.0, 1.0)
+    loras = [(one,), (other, style), (), (style,), (one, other), ()]
+    requests = [
+        make_request(seed=seed, loras=each, steps=2 + seed % 3) for seed, each in enumerate(loras)
+    ]
+    alone = [draw(engine, request)[0] for request in requests]
+    for order in ([0, 1, 2, 3, 4, 5], [5, 3, 4, 0, 2, 1]):
+        images = draw(slot_engine, *(requests[at] for at in order))
+        for at, image in zip(order, images, strict=True):
+            assert difference(image, alone[at]) <= ROUNDING, (order, at)
+
+
+def test_no_trace_of_a_slots_last_locon_is_left(
+    make_slot_engine: Any,
+    make_request: Any,
+    write_lora: Write,
+    lora_paths: list[Path],
+    draw: Any,
+    difference: Any,
+    modes: list[str],
+) -> None:
+    engine = make_slot_engine(slots=2)
+    styles = [contract.Lora(path.stem, path, 1.0, 1.0) for path in lora_paths]
+    mixed = [make_request(seed=seed, loras=(styles[seed],)) for seed in range(2)]
+    before = draw(engine, *mixed)
+    strong, weak = write_lora(weight=3.0), write_lora(seed=1, weight=0.01)
+    # Both slots hold one; then a slot holds none, in calls with another's.
+    draw(engine, make_request(loras=(strong,)), make_request(seed=2, loras=(weak, strong)))
+    modes.clear()
+    beside, _ = draw(engine, mixed[0], make_request(loras=(weak,)))
+    assert set(modes) == {"per_slot_convolutions"}
+    assert difference(beside, before[0]) <= ROUNDING
+    modes.clear()
+    for image, expected in zip(draw(engine, *mixed), before, strict=True):
+        assert difference(image, expected) == 0
+    assert "per_slot_convolutions" not in modes
+
+
+def test_memory_is_taken_at_the_first_locon_and_grows_with_the_rank(
+    make_slot_engine: Any,
+    engine: Any,
+    make_request: Any,
+    write_lora: Write,
+    draw: Any,
+    difference: Any,
+) -> None:
+    ours = make_slot_engine(slots=2)
+    path = "mid_block.resnets.0.conv1"
+    before = ours._unet.slot_bytes
+    draw(ours, make_request(steps=1), make_request(steps=1, seed=2))
+    assert ours._unet.slot_bytes == before
+    assert not ours._unet.changes.exist
+    (shape,) = (shape for shape, paths in ours._unet.changes.groups.items() if path in paths)
+    layers = len(ours._unet.changes.groups[shape])
+    long = make_request(steps=5, loras=(write_lora(path, rank=4),))
+    requests = [long, make_request(steps=1, seed=2), make_request(steps=4, seed=3)]
+    draw(ours, *requests)
+    size = 4 * 16 * layers * (shape.outputs + 9 * shape.inputs)
+    assert ours._unet.slot_bytes == before + size
+    # The memory is replaced while a slot is using it.
+    requests[2] = make_request(steps=4, seed=3, loras=(write_lora(path, rank=17),))
+    images = draw(ours, *requests)
+    assert ours._unet.slot_bytes == before + 2 * size
+    for request, image in zip(requests, images, strict=True):
+        assert difference(image, draw(engine, request)[0]) <= ROUNDING
+
+
+def test_equal_locons_are_merged_once_for_all(
+    slot_engine: slots.SlotEngine,
+    engine: Any,
+    make_request: Any,
+    write_lora: Write,
+    draw: Any,
+    difference: Any,
+    modes: list[str],
+) -> None:
+    lora = write_lora()
+    requests = [make_request(seed=seed, loras=(lora,), steps=9) for seed in range(3)]
+    images = draw(slot_engine, *requests)
+    assert set(modes) == {"shared"}
+    assert difference(images[1], draw(engine, requests[1])[0]) <= ROUNDING
+
+
+def _lokr(shape: torch.Size, rank: int, generator: torch.Generator) -> dict[str, torch.Tensor]:
+    outer, inner, *_ = shape
+    return {
+        "lokr_w1": torch.randn((4, 4), generator=generator) / 2,
+        "lokr_w2_a": torch.randn((outer // 4, rank), generator=generator) / rank,
+        "lokr_w2_b": torch.randn((rank, inner // 4 * 9), generator=generator) / inner**0.5,
+    }
+
+
+def _tucker(shape: torch.Size, rank: int, generator: torch.Generator) -> dict[str, torch.Tensor]:
+    outer, inner, *kernel = shape
+    return {
+        "lora_down.weight": torch.randn((rank, inner, 1, 1), generator=generator) / inner**0.5,
+        "lora_mid.weight": torch.randn((rank, rank, *kernel), generator=generator) / 3,
+        "lora_up.weight": torch.randn((outer, rank, 1, 1), generator=generator) / rank,
+    }
+
+
+def _dora(shape: torch.Size, rank: int, generator: torch.Generator) -> dict[str, torch.Tensor]:
+    return {**strong(shape, rank, generator), "dora_scale": torch.ones(shape[0], 1, 1, 1)}
+
+
+@pytest.mark.parametrize(
+    ("make", "rank", "mode"),
+    [
+        (_lokr, 2, "per_slot_convolutions"),
+        (_tucker, 3, "per_slot_convolutions"),
+        (_dora, 3, "shared"),
+        (strong, 129, "shared"),
+    ],
+)
+def test_a_change_that_is_not_of_low_rank_is_merged_instead(
+    slot_engine: slots.SlotEngine,
+    engine: Any,
+    make_request: Any,
+    write_lora: Write,
+    draw: Any,
+    difference: Any,
+    modes: list[str],
+    make: Any,
+    rank: int,
+    mode: str,
+) -> None:
+    lora = write_lora("down_blocks.1.resnets.0.conv2", rank=rank, make=make)
+    request = make_request(loras=(lora,), steps=3)
+    image, _ = draw(slot_engine, request, make_request(seed=2, steps=3))
+    assert mode in modes
+    assert difference(image, draw(engine, request)[0]) <= ROUNDING
+
+
+def test_loras_of_one_job_add_up_to_at_most_the_highest_rank(
+    slot_engine: slots.SlotEngine, make_request: Any, write_lora: Write
+) -> None:
+    path = "down_blocks.1.resnets.0.conv2"
+    one, other = write_lora(path, rank=64), write_lora(path, rank=64, seed=1)
+    fits = slot_engine.prepare(make_request(loras=(one, other)))
+    assert fits.convolution_pack is not None
+    assert list(fits.convolution_pack.ranks.values()) == [128]
+    more = (one, other, write_lora(path, rank=1, seed=2))
+    prepared = slot_engine.prepare(make_request(loras=more))
+    assert prepared.convolution_pack is None
+    assert prepared.unet_pack is None
+
+
+def test_a_job_runs_beside_others_when_memory_runs_out_for_its_change(
+    make_slot_engine: Any,
+    engine: Any,
+    make_request: Any,
+    write_lora: Write,
+    draw: Any,
+    difference: Any,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    ours = make_slot_engine(slots=4)
+    allocate = torch.Tensor.new_zeros
+
+    def new_zeros(self: torch.Tensor, size: Any, **options: Any) -> torch.Tensor:
+        if size[0] > 2 and len(size) == 2:
+            raise torch.OutOfMemoryError("the card is full")
+        return allocate(self, size, **options)
+
+    monkeypatch.setattr(torch.Tensor, "new_zeros", new_zeros)
+    lora = write_lora()
+    requests = [make_request(seed=seed, loras=(lora,) * (seed == 1)) for seed in range(4)]
+    images = draw(ours, *requests)
+    assert ours.slots == 2
+    for request, image in zip(requests, images, strict=True):
+        assert difference(image, draw(engine, request)[0]) <= ROUNDING
+
+
+def test_changes_of_no_layer_take_no_memory(slot_engine: slots.SlotEngine) -> None:
+    packed = convolution.pack(
+        (), slot_engine._unet.changes.groups, dtype=torch.float32, pinned=False
+    )
+    assert packed is not None
+    assert packed.ranks == {}
+    empty: Mapping[Any, Any] = packed.by_shape(packed.flat)
+    assert empty == {}
