@@ -71,7 +71,11 @@ def _kronecker(
     up: torch.Tensor, down: torch.Tensor, other_up: torch.Tensor, other_down: torch.Tensor
 ) -> Factors:
     # The second half's columns end with the kernel, as a weight's do.
-    return torch.kron(up.float(), other_up.float()), torch.kron(down.float(), other_down.float())
+    return _kron(up, other_up), _kron(down, other_down)
+
+
+def _kron(one: torch.Tensor, other: torch.Tensor) -> torch.Tensor:
+    return torch.kron(one.float().contiguous(), other.float().contiguous())
 
 
 def _balanced(up: torch.Tensor, down: torch.Tensor) -> Factors:

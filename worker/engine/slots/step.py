@@ -193,8 +193,12 @@ class StepRunner:
 
     @property
     def is_compiled(self) -> bool:
-        """True if the active key is compiled; its calls then compute all slots, used or not."""
+        """True if the active key is compiled, in some mode at least."""
         return self.batch_key in self._compiled
+
+    def is_compiled_for(self, weight_mode: WeightMode) -> bool:
+        """True if the active key's calls of this mode are: they compute all slots, used or not."""
+        return self._active is not None and weight_mode in self._active.compiled
 
     @property
     def recompiles(self) -> int:
