@@ -25,8 +25,8 @@ from worker.engine.kernels.layers import Upsampler
 from worker.engine.lora import low_rank
 from worker.engine.lora.merge import AppliedLora
 
-#: The highest rank, that of one job's LoRAs added up, of a 3x3 convolution (where 128 costs a tenth
-#: of a tick, and 140 MB per slot) and of other layers.
+#: The highest rank, that of one job's LoRAs added up, of a 3x3 convolution (where 128 should cost a
+#: seventh of a tick, and takes 160 MB per slot) and of other layers.
 _MAX_RANK_3X3, _MAX_RANK = 128, 512
 
 #: A compiled tick has fixed ranks: powers of two from this one on, so that few are compiled.
@@ -243,7 +243,7 @@ class SlotChanges:
 
 @dataclass(frozen=True, slots=True)
 class ConvolutionPack:
-    """The low-rank changes of a job in one flat tensor, page-locked for copies to a GPU."""
+    """The low-rank changes of a job in one flat tensor, for one copy to the device."""
 
     flat: torch.Tensor
     shapes: Mapping[Shape, tuple[int, int]]
@@ -271,7 +271,6 @@ def pack(
     groups: Mapping[Shape, Sequence[str]],
     *,
     dtype: torch.dtype,
-    pinned: bool,
 ) -> ConvolutionPack | None:
     """The changes of *loras* to the UNet's layers in *groups*, at their strengths.
 
@@ -296,7 +295,7 @@ def pack(
         ranks[shape] = max(ranks.get(shape, 0), rank)
     sizes = {shape: (len(groups[shape]), rank) for shape, rank in ranks.items()}
     size = sum(shape.numbers_per_rank * layers * rank for shape, (layers, rank) in sizes.items())
-    packed = ConvolutionPack(torch.zeros(size, dtype=dtype, pin_memory=pinned), sizes)
+    packed = ConvolutionPack(torch.zeros(size, dtype=dtype), sizes)
     for shape, (ups, downs) in packed.by_shape(packed.flat).items():
         for up, down, path in zip(ups, downs, groups[shape], strict=True):
             at = 0

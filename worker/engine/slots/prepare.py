@@ -125,9 +125,7 @@ class RequestPreparer:
         loras = self._read_loras(request.loras)
         unet_loras = merge.restrict(loras, "unet")
         text_encoder_loras = merge.restrict(loras, "text_encoder")
-        convolution_pack = convolution.pack(
-            unet_loras, self._convolutions, dtype=self._dtype, pinned=self._pinned
-        )
+        convolution_pack = convolution.pack(unet_loras, self._convolutions, dtype=self._dtype)
         unet_pack = None if convolution_pack is None else self._pack(unet_loras, "unet")
         return PreparedRequest(
             request,

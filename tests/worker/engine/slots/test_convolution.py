@@ -303,9 +303,7 @@ def test_a_job_runs_beside_others_when_memory_runs_out_for_its_change(
 
 
 def test_changes_of_no_layer_take_no_memory(slot_engine: slots.SlotEngine) -> None:
-    packed = convolution.pack(
-        (), slot_engine._unet.changes.groups, dtype=torch.float32, pinned=False
-    )
+    packed = convolution.pack((), slot_engine._unet.changes.groups, dtype=torch.float32)
     assert packed is not None
     assert packed.ranks == {}
     empty: Mapping[Any, Any] = packed.by_shape(packed.flat)

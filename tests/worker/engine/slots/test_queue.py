@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import dataclasses
 from pathlib import Path
 from typing import Any
 
@@ -83,6 +84,14 @@ def test_the_cheaper_weight_mode_is_chosen() -> None:
         "the checkpoint's own weights"
     )
     assert slot_queue.choose_mode([()], None, 1, costs) == ("shared", ())
+    assert slot_queue.choose_mode([one, ()], (), 100, costs, convolutions=True) == (
+        "per_slot_convolutions",
+        (),
+    )
+    costs = dataclasses.replace(costs, per_slot_convolutions_seconds=2.0)
+    assert slot_queue.choose_mode([one], (), 2, costs, convolutions=True) == ("shared", one), (
+        "a merge saves more where calls take longer"
+    )
     assert slot_queue.ticks_until_change([3, 7], [15, 15, 15], 2) == 7 + 23
 
 
