@@ -54,12 +54,11 @@ class SlotEngine:
         backend: str | None = None,
         compiled_modes: Sequence[queue.WeightMode] = queue.WEIGHT_MODES,
         lora_cache_bytes: int = prepare.LORA_CACHE_BYTES,
-        rank_capacity: int = prepare.RANK_CAPACITY,
     ) -> None:
         """*slots* None fits them to the GPU's memory.
 
         *backend* is torch.compile's, None for no compilation; the UNet is compiled for the
-        *compiled_modes*, in this order. LoRAs above *rank_capacity* are merged.
+        *compiled_modes*, in this order.
         """
         self.model_name = checkpoint.name
         self.default_size = checkpoint.default_size
@@ -90,7 +89,6 @@ class SlotEngine:
                 "text_encoder": linear.group_by_shape(checkpoint.text_encoder),
             },
             lora_cache_bytes=lora_cache_bytes,
-            rank_capacity=rank_capacity,
         )
         self.lora_lookups = self._preparer.lora_lookups
         pool = torch.cuda.graph_pool_handle() if self._on_gpu else None

@@ -36,7 +36,6 @@ class Stager:
             end=checkpoint.tokenizer.eos_token_id,
         )
         self._text_loras = TextEncoderLoras(checkpoint.text_encoder)
-        self._merger = merge.Merger(checkpoint.unet, checkpoint.text_encoder)
         self._stream: torch.cuda.Stream | None = None
         if self._device.type == "cuda":
             # High priority: it has little to do, and a slot may wait for it.
@@ -69,7 +68,7 @@ class Stager:
 
     def close(self) -> None:
         self._encoder.clear()
-        self._merger.close()
+        self._text_loras.close()
 
     def _copy(self, tensor: torch.Tensor) -> torch.Tensor:
         return tensor.to(self._device, non_blocking=True)
@@ -104,12 +103,7 @@ class Stager:
     def _loras_merged(self, prepared: PreparedRequest) -> Iterator[None]:
         """The text encoder with a request's LoRAs merged in."""
         packed = prepared.text_encoder_pack
-        if packed is not None:
-            with self._text_loras.merged(packed.by_layer(self._copy(packed.flat))):
-                yield
-            return
-        self._merger.activate(prepared.text_encoder_loras)
-        try:
+        if packed is None:
+            raise RuntimeError("all layers of a text encoder can be packed")
+        with self._text_loras.merged(packed.by_group(self._copy(packed.flat))):
             yield
-        finally:
-            self._merger.activate(())
