@@ -59,6 +59,7 @@ class _StackPlaces:
 @dataclass(slots=True)
 class _GroupPlaces:
     low_rank: tuple[_Place, _Place] | None = None
+    strength: float = 1.0
     stacks: list[_StackPlaces] = field(default_factory=list)
 
     def of(self, flat: torch.Tensor) -> StackedChange:
@@ -66,7 +67,7 @@ class _GroupPlaces:
         if self.low_rank is not None:
             up, down = self.low_rank
             factors = (up.of(flat), down.of(flat))
-        return StackedChange(factors, [each.of(flat) for each in self.stacks])
+        return StackedChange(factors, self.strength, [each.of(flat) for each in self.stacks])
 
 
 @dataclass(frozen=True, slots=True)
@@ -138,7 +139,11 @@ class _Packer:
         rank += -rank % _RANK_ALIGNMENT
         up = self._place(dtype, (layers, outer, rank))
         down = self._place(dtype, (layers, rank, inner))
-        self._places.setdefault(group, _GroupPlaces()).low_rank = (up, down)
+        places = self._places.setdefault(group, _GroupPlaces())
+        places.low_rank = (up, down)
+        # The device multiplies by it, so that the factors of most jobs are copied as they are.
+        strengths = [_strength(each) for weighted in by_layer.values() for each in weighted]
+        places.strength = max(strengths, key=abs) or 1.0
         self._low_rank[group] = by_layer
 
     def add_stacks(self, group: Group, by_layer: Mapping[int, Sequence[_Weighted]]) -> None:
@@ -172,7 +177,7 @@ class _Packer:
         packed = PackedLoras(torch.empty(self._size, dtype=torch.uint8), self._places)
         for group, change in packed.by_group(packed.flat).items():
             if change.low_rank is not None:
-                _fill_low_rank(*change.low_rank, self._low_rank[group])
+                _fill_low_rank(*change.low_rank, change.strength, self._low_rank[group])
         for places, deltas in self._stacked:
             stack = places.of(packed.flat)
             stack.index.copy_(torch.tensor(stack.positions))
@@ -191,24 +196,36 @@ def _rank(weighted: Iterable[_Weighted]) -> int:
     return sum(len(delta.tensors["down"]) for _, delta in weighted)
 
 
+def _strength(weighted: _Weighted) -> float:
+    strength, delta = weighted
+    return strength * delta.scale
+
+
 def _fill_low_rank(
-    up: torch.Tensor, down: torch.Tensor, by_layer: Mapping[int, Sequence[_Weighted]]
+    up: torch.Tensor,
+    down: torch.Tensor,
+    largest: float,
+    by_layer: Mapping[int, Sequence[_Weighted]],
 ) -> None:
-    """Sets *up* [layers, out, rank] and *down* [layers, rank, in]; zero where nothing changes."""
+    """Sets *up* [layers, out, rank] and *down* [layers, rank, in]; zero where nothing changes.
+
+    Their products times *largest*, the largest strength, are the changes.
+    """
     layers, _, rank = up.shape
     if len(by_layer) < layers or any(_rank(each) < rank for each in by_layer.values()):
         up.zero_()
         down.zero_()
-    for layer, weighted in by_layer.items():
+    for layer, changes in by_layer.items():
         at = 0
-        for strength, delta in weighted:
+        for weighted in changes:
+            _, delta = weighted
             part = slice(at, at + len(delta.tensors["down"]))
-            # A small alpha would take float16 to its smallest numbers: half of it goes to each
+            # A small strength would take float16 to its smallest numbers: half of it goes to each
             # factor, to one of them as a power of two, which is exact.
-            factor = strength * delta.scale
-            _, exponent = math.frexp(factor)
+            strength = _strength(weighted) / largest
+            _, exponent = math.frexp(strength)
             half = 2.0 ** (exponent // 2)
-            _scale(delta.tensors["up"], factor / half, up[layer, :, part])
+            _scale(delta.tensors["up"], strength / half, up[layer, :, part])
             _scale(delta.tensors["down"], half, down[layer, part])
             at = part.stop
 

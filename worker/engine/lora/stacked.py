@@ -69,8 +69,10 @@ class StackedChange:
     """All that a job's LoRAs change in the layers of one shape, on the device."""
 
     low_rank: Factors | None
-    """The plain LoRAs at their strengths, one after the other along the rank."""
-    stacks: Sequence[Stack] = ()
+    """The plain LoRAs, one after the other along the rank."""
+    strength: float
+    """Of the plain LoRAs, beside the strengths that their factors contain."""
+    stacks: Sequence[Stack]
 
     def merge(
         self,
@@ -80,10 +82,11 @@ class StackedChange:
     ) -> None:
         """Sets *merged* to the weights *original* [layers, out, in] plus the changes.
 
-        Summed in float32 and rounded once, like `Merger`.
+        Summed in float32 and rounded once, like `Merger`. Other kinds than plain LoRAs take
+        *temporary_bytes* meanwhile.
         """
         if not self.stacks and self.low_rank is not None:
-            torch.baddbmm(original, *self.low_rank, out=merged)
+            torch.baddbmm(original, *self.low_rank, alpha=self.strength, out=merged)
             return
         size = _TEMPORARIES * 4 * original[0].numel()
         count = max(1, temporary_bytes // size)
@@ -91,7 +94,7 @@ class StackedChange:
             part = slice(at, at + count)
             total = None
             if self.low_rank is not None:
-                total = kinds.multiply(*(each[part] for each in self.low_rank))
+                total = kinds.multiply(*(each[part] for each in self.low_rank)).mul_(self.strength)
             for stack in self.stacks:
                 total = stack.add_to(total, original[part], at)
             if total is None:
