@@ -231,7 +231,9 @@ class SlotEngine:
         if self.weight_mode == "per_slot":
             for slot, job in self._active.items():
                 if not job.has_weights and job.staged is not None:
-                    self._unet.load_slot(slot, job.staged.factors)
+                    self._unet.load_slot(slot, self._stager.factors_of(job))
+                    # The slot has them now; those of all slots may be larger than its weights.
+                    job.staged = replace(job.staged, flat=None, factors={})
                     job.has_weights = True
 
     def _fill(self, batch_key: BatchKey, finished: list[contract.Finished]) -> list[int]:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import threading
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 
 import torch
@@ -17,6 +17,8 @@ from imagefleet.job.prompt import Chunk
 from worker.engine import text
 from worker.engine.checkpoint import Checkpoint
 from worker.engine.lora import merge
+from worker.engine.lora.pack import Group
+from worker.engine.lora.stacked import StackedChange
 from worker.engine.slots.linear import TextEncoderLoras
 from worker.engine.slots.prepare import PLAIN_CHUNKS, PreparedRequest
 from worker.engine.slots.queue import SlotJob, Staged
@@ -78,6 +80,13 @@ class Stager:
                 for tensor in job.staged.tensors:
                     tensor.record_stream(ticks)
         return job.staged
+
+    def factors_of(self, job: SlotJob) -> Mapping[Group, StackedChange]:
+        """A staged job's changes of the UNet; copied again if a slot held them already."""
+        packed = job.prepared.unet_pack
+        if job.staged is not None and (job.staged.flat is not None or packed is None):
+            return job.staged.factors
+        return packed.by_group(self._copy(packed.flat)) if packed else {}
 
     def close(self) -> None:
         self._thread.shutdown(cancel_futures=True)

@@ -115,3 +115,21 @@ def test_no_kind_leaves_a_trace_in_its_slot_or_the_text_encoder(
         assert difference(styled, clean) > 10
     for name, value in text_encoder.state_dict().items():
         assert torch.equal(value, before[name]), name
+
+
+def test_a_loaded_slot_keeps_no_copy_of_its_loras_and_can_be_loaded_again(
+    slot_engine: Any, lora_paths: list[Path], make_request: Any, draw: Any, difference: Any
+) -> None:
+    requests = [make_request(loras=(use(path),), steps=3) for path in lora_paths[:2]]
+    expected = draw(slot_engine, *requests)
+    for ticket, request in enumerate(requests):
+        slot_engine.admit(ticket, slot_engine.prepare(request))
+    images = {}
+    while slot_engine.busy:
+        images |= {each.ticket: each.outcome for each in slot_engine.tick()}
+        assert all(job.staged.flat is None for job in slot_engine._active.values())
+        for job in slot_engine._active.values():
+            job.has_weights = False
+        slot_engine._unet.resize(slot_engine.slots)
+    for ticket, image in enumerate(expected):
+        assert difference(images[ticket], image) == 0
