@@ -38,30 +38,22 @@ class Stack:
     scale: float
     strength: float
 
-    def add_to(
-        self, total: torch.Tensor | None, original: torch.Tensor, at: int
-    ) -> torch.Tensor | None:
-        """Adds the changes of layers whose weights *original* [layers, out, in] begin at *at*.
+    def compute(self, original: torch.Tensor, at: int) -> torch.Tensor | None:
+        """The changes in float32 of the layers from *at* on, with *original* [layers, out, in].
 
-        *total*, of the same size in float32, is None before the first changes.
+        Zero where a layer does not change, None if none does.
         """
         begin = bisect_left(self.positions, at)
         part = slice(begin, bisect_left(self.positions, at + len(original)))
-        if part.start == part.stop:
-            return total
-        index = None
-        weights = original
-        if part.stop - part.start < len(original):
-            index = self.index[part] - at
-            weights = original.index_select(0, index)
+        count = part.stop - part.start
+        if not count:
+            return None
         tensors = {name: each[part] for name, each in self.tensors.items()}
-        changes = kinds.compute(tensors, self.scale, weights)
-        if index is not None:
-            total = torch.zeros_like(original, dtype=torch.float32) if total is None else total
-            return total.index_add_(0, index, changes, alpha=self.strength)
-        if total is None:
-            return changes if self.strength == 1 else changes.mul_(self.strength)
-        return total.add_(changes, alpha=self.strength)
+        if count == len(original):
+            return kinds.compute(tensors, self.scale, original)
+        index = self.index[part] - at
+        changes = kinds.compute(tensors, self.scale, original.index_select(0, index))
+        return torch.zeros_like(original, dtype=torch.float32).index_copy_(0, index, changes)
 
 
 @dataclass(frozen=True, slots=True)
@@ -91,13 +83,24 @@ class StackedChange:
         size = _TEMPORARIES * 4 * original[0].numel()
         count = max(1, temporary_bytes // size)
         for at in range(0, len(original), count):
-            part = slice(at, at + count)
-            total = None
-            if self.low_rank is not None:
-                total = kinds.multiply(*(each[part] for each in self.low_rank)).mul_(self.strength)
-            for stack in self.stacks:
-                total = stack.add_to(total, original[part], at)
+            self._merge_part(original, merged, slice(at, at + count))
+
+    def _merge_part(self, original: torch.Tensor, merged: torch.Tensor, part: slice) -> None:
+        total, strength = None, 1.0
+        if self.low_rank is not None:
+            up, down = self.low_rank
+            total, strength = kinds.multiply(up[part], down[part]), self.strength
+        for stack in self.stacks:
+            changes = stack.compute(original[part], part.start)
+            if changes is None:
+                continue
             if total is None:
-                merged[part].copy_(original[part])
-            else:
-                torch.add(original[part], total, out=merged[part])
+                total, strength = changes, stack.strength
+                continue
+            if strength != 1:
+                total, strength = total.mul_(strength), 1.0
+            total.add_(changes, alpha=stack.strength)
+        if total is None:
+            merged[part].copy_(original[part])
+        else:
+            torch.add(original[part], total, alpha=strength, out=merged[part])
