@@ -7,14 +7,14 @@ vectors checked), so it waits for this stream only, never for the ticks.
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 
 import torch
 
 from worker.engine import text
 from worker.engine.checkpoint import Checkpoint
 from worker.engine.lora import merge
-from worker.engine.slots.linear import TextEncoderLoras
+from worker.engine.slots.linear import Factors, Group, TextEncoderLoras
 from worker.engine.slots.prepare import PLAIN_CHUNKS, PreparedRequest
 from worker.engine.slots.queue import SlotJob, Staged
 
@@ -66,6 +66,13 @@ class Stager:
                     tensor.record_stream(ticks)
             self._stream.synchronize()
         job.staged = Staged(latents, vectors, mask, factors, generator)
+
+    def factors(self, job: SlotJob) -> Mapping[Group, Factors]:
+        """A staged job's LoRAs on the device, copied again if they are no longer there."""
+        packed = job.prepared.unet_pack
+        if packed is None or job.staged is None or job.staged.factors:
+            return {} if job.staged is None else job.staged.factors
+        return packed.by_group(self._copy(packed.flat))
 
     def close(self) -> None:
         self._encoder.clear()
