@@ -8,6 +8,7 @@ tracks every slot's step, so a tick reads nothing back from the GPU.
 
 from __future__ import annotations
 
+import itertools
 import logging
 import math
 import time
@@ -39,10 +40,6 @@ _OVERTAKES_PER_SLOT = 6
 #: A lane of long prompts may have a context so many times as large as a plain one of all slots,
 #: where the memory has room for several lanes' weights; elsewhere no larger.
 _ROOMY_CONTEXT = 4
-
-#: Jobs staged ahead per tick: one image ends per tick if all have as many steps as there are slots,
-#: and each staged job holds its LoRAs on the device.
-_STAGED_PER_TICK = 2
 
 
 class SlotEngine:
@@ -84,7 +81,10 @@ class SlotEngine:
         if backend is not None:
             self._unet.fold()
         self.self_check = SelfCheck(
-            checkpoint, self._merger, {"unet": self._unet, "vae": checkpoint.vae}
+            checkpoint,
+            self._merger,
+            {"unet": self._unet, "vae": checkpoint.vae},
+            self._stager.text_encoder_lock,
         )
         self._preparer = prepare.RequestPreparer(
             checkpoint,
@@ -112,6 +112,7 @@ class SlotEngine:
         fitting = self._fit_memory(slots) if self._on_gpu else 1
         max_overtakes = _OVERTAKES_PER_SLOT * self.slots
         self._lanes = Lanes(self.slots, min(blocks or fitting, MAX_LANES), max_overtakes)
+        self._runner.max_compiled = self._lanes.max_open - 1
         self._weights.resize(self.slots)
         self._decoder.max_images = self.slots
 
@@ -159,7 +160,7 @@ class SlotEngine:
                 self._refill(lane, finished)
                 if lane.active:
                     self._step(lane)
-                self._stage_ahead(finished)
+                self._stage_ahead()
         except Exception as error:  # any failure is handled below; NodeError is raised here
             failure = engine_errors.classify(error)
             out_of_memory = engine_errors.is_out_of_memory(error)
@@ -181,15 +182,32 @@ class SlotEngine:
     def warm_up(self, width: int, height: int) -> None:
         """Compiles, records and times all that a size needs; a minute or two on a GPU."""
         batch_key = self._runner.plain_batch_key(width, height)
-        while True:
-            try:
-                self._warm_up(self._lanes.lane(batch_key, self._lane_slots(batch_key)))
-                break
-            except Exception as error:
-                if self.slots == 1 or not engine_errors.is_out_of_memory(error):
-                    raise
+        while not self._try_to_warm_up(self._lanes.lane(batch_key, self._lane_slots(batch_key))):
             self._restart_all()
             self._shrink(self.slots // 2)
+
+    def _try_to_warm_up(self, lane: Lane) -> bool:
+        """False if the memory runs out for the first size; any other then runs uncompiled."""
+        try:
+            self._warm_up(lane)
+        except Exception as error:
+            if not engine_errors.is_out_of_memory(error):
+                raise
+            is_first = not any(each.step and each.step.compiled for each in self._lanes)
+            if is_first and self.slots == 1:
+                raise
+            log.warning(
+                "not enough memory to compile %dx%d",
+                lane.batch_key.width,
+                lane.batch_key.height,
+                extra={"action": "compile_failed"},
+            )
+        else:
+            return True
+        torch.cuda.empty_cache()
+        if not is_first:
+            self._runner.put_off(lane.batch_key)
+        return not is_first
 
     def _warm_up(self, lane: Lane) -> None:
         """Compiles a lane's tick; the images in its slots stay as they are."""
@@ -250,8 +268,8 @@ class SlotEngine:
 
     def _refill(self, lane: Lane, finished: list[contract.Finished]) -> None:
         """Moves the next jobs into a lane's free slots; those that cannot start are finished."""
-        if self._runner.should_compile(lane.batch_key):
-            self._warm_up(lane)
+        if self._runner.should_compile(lane.batch_key) and not self._try_to_warm_up(lane):
+            raise torch.cuda.OutOfMemoryError("not enough memory to compile all slots")
         step = self._open(lane)
         started = self._fill(lane, finished)
         if not lane.active:
@@ -318,16 +336,20 @@ class SlotEngine:
                 self._runner.count_image(lane.batch_key)
                 del lane.active[slot]
 
-    def _stage_ahead(self, finished: list[contract.Finished]) -> None:
-        """Stages the jobs that get a slot soon, those of the next lane first."""
+    def _stage_ahead(self) -> None:
+        """Begins to stage the next jobs, whose LoRAs may take as much room as a slot's weights."""
         lanes = [lane for lane in self._lanes if lane.waiting.jobs]
         lanes.sort(key=self._lanes.urgency, reverse=True)
-        each = math.ceil(self.slots / max(1, len(lanes)))
-        soon = [(lane, job) for lane in lanes for job in lane.waiting.jobs[:each] if not job.staged]
-        for lane, job in soon[:_STAGED_PER_TICK]:
-            if failure := self._try_to_stage(job):
-                finished.append(failure)
-                lane.waiting.jobs.remove(job)
+        nexts = itertools.zip_longest(*(lane.waiting.jobs[: self.slots] for lane in lanes))
+        staged_bytes = 0
+        soon: list[SlotJob] = []
+        for job in [job for jobs in nexts for job in jobs if job is not None][: self.slots]:
+            packed = job.prepared.unet_pack
+            staged_bytes += packed.flat.nbytes if packed else 0
+            if staged_bytes > self._unet.slot_bytes and soon:
+                break
+            soon.append(job)
+        self._stager.begin(soon)
 
     def _try_to_stage(self, job: SlotJob) -> contract.Finished | None:
         """The failure of a job whose own prompt or LoRA is at fault."""
@@ -370,6 +392,7 @@ class SlotEngine:
                     extra={"action": "blocks_dropped"},
                 )
                 self._lanes.blocks, again = 1, jobs
+                self._runner.max_compiled = self._lanes.max_open - 1
                 self._resize(self.slots)
             elif in_call > 1:
                 self._shrink(math.ceil(self.slots * (in_call // 2) / lane.slots))

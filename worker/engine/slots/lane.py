@@ -143,8 +143,9 @@ class Lanes:
             chosen = max(busy, key=self.urgency)
             if chosen.step is None and not self._make_room():
                 closable = [lane for lane in busy if lane.step and not lane.step.compiled]
-                chosen = min(closable, key=lambda lane: len(lane.active))
-                chosen.is_closing = True
+                if closable:
+                    chosen = min(closable, key=lambda lane: len(lane.active))
+                    chosen.is_closing = True
             self._turn_began_at = self._tick
         self._current = chosen
         self._tick += 1

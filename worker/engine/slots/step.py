@@ -34,8 +34,8 @@ _MAX_TICKS_AHEAD = 3
 #: which some thousand images of another could be drawn, and gains a third.
 _COMPILE_AFTER_IMAGES = 1000
 
-#: Compiled keys, fewer than lanes may be open: each holds its memory for good.
-_MAX_COMPILED_KEYS = 3
+#: Each compiled key holds its memory for good: three sizes, with short and with long prompts.
+_MAX_COMPILED_KEYS = 6
 
 _TIMED_TICKS = 3
 
@@ -168,6 +168,7 @@ class StepRunner:
     ) -> None:
         self.costs = Costs()
         self.slots = slots
+        self.max_compiled = _MAX_COMPILED_KEYS
         self._unet = unet
         self._channels = int(checkpoint.unet.config.in_channels)
         self._vae_factor = checkpoint.vae_factor
@@ -199,10 +200,9 @@ class StepRunner:
     def should_compile(self, batch_key: BatchKey) -> bool:
         if self._backend is None or batch_key in self._compiled or batch_key.is_rare:
             return False
-        is_frequent = (
-            self._images[batch_key] >= _COMPILE_AFTER_IMAGES
-            and len(self._compiled) < _MAX_COMPILED_KEYS
-        )
+        is_frequent = self._images[batch_key] >= _COMPILE_AFTER_IMAGES and len(
+            self._compiled
+        ) < min(self.max_compiled, _MAX_COMPILED_KEYS)
         return batch_key in self._to_compile or is_frequent
 
     def plain_batch_key(self, width: int, height: int) -> BatchKey:
@@ -225,27 +225,20 @@ class StepRunner:
         """Selects kernels, compiles, records and times the ticks of a step; keeps its images."""
         if step.compiled:
             return
-        self._images[step.batch_key] = 0  # should it fail, not again at once
-        kept = [(each, each.clone()) for each in step.state if each is not None]
-        with self._unet.selecting_kernels(self._kernels), torch.no_grad():
-            tick(self._unet, False, *step.state)
-        if self._backend is not None:
-            compiled = self._compile(step)
-            if not all(each.is_compiled for each in compiled.values()):
-                # The attention kernels are the likeliest part that the compiler cannot trace.
-                self._unet.use_default_attention()
-                compiled = self._compile(step)
-            step.compiled.update(compiled)
-            self._compiled[step.batch_key] = step
-            self._to_compile.add(step.batch_key)
-            if self._device.type == "cuda" and len(compiled) == len(WEIGHT_MODES):
-                seconds = {
-                    f"{weight_mode}_seconds": fastest_seconds(each, _TIMED_TICKS)
-                    for weight_mode, each in compiled.items()
-                }
-                self.costs = replace(self.costs, **seconds)
-        for tensor, copy in kept:
-            tensor.copy_(copy)
+        kept = [(each, each.clone()) for each in (step.state.latents, step.state.history)]
+        try:
+            with self._unet.selecting_kernels(self._kernels), torch.no_grad():
+                tick(self._unet, False, *step.state)
+            if self._backend is not None:
+                self._compile(step)
+        finally:
+            for tensor, copy in kept:
+                tensor.copy_(copy)
+
+    def put_off(self, batch_key: BatchKey) -> None:
+        """Compiles a key only after as many images again: the memory did not suffice."""
+        self._images[batch_key] = 0
+        self._to_compile.discard(batch_key)
 
     def drop(self, step: Step) -> None:
         """Compiles nothing any more, since a compiled tick failed; other steps stay as they are."""
@@ -276,7 +269,23 @@ class StepRunner:
             mask=zeros(2 * slots, 1, 1, tokens, dtype=unet.dtype) if batch_key.is_masked else None,
         )
 
-    def _compile(self, step: Step) -> dict[WeightMode, Compiled]:
+    def _compile(self, step: Step) -> None:
+        compiled = self._compile_modes(step)
+        if not all(each.is_compiled for each in compiled.values()):
+            # The attention kernels are the likeliest part that the compiler cannot trace.
+            self._unet.use_default_attention()
+            compiled = self._compile_modes(step)
+        if self._device.type == "cuda" and len(compiled) == len(WEIGHT_MODES):
+            seconds = {
+                f"{weight_mode}_seconds": fastest_seconds(each, _TIMED_TICKS)
+                for weight_mode, each in compiled.items()
+            }
+            self.costs = replace(self.costs, **seconds)
+        step.compiled.update(compiled)
+        self._compiled[step.batch_key] = step
+        self._to_compile.add(step.batch_key)
+
+    def _compile_modes(self, step: Step) -> dict[WeightMode, Compiled]:
         compiled = {}
         key, slots = step.batch_key, len(step.state.latents)
         for weight_mode in self._compiled_modes:

@@ -82,7 +82,7 @@ class Weights:
             if not job.has_weights and job.staged is not None:
                 self._unet.load_slot(slot, self._stager.factors(job))
                 job.has_weights = True
-                job.staged = replace(job.staged, factors={})
+                job.staged = replace(job.staged, flat=None, factors={})
 
     def _merge_and_time(self, loras: Sequence[merge.AppliedLora]) -> None:
         """Merges LoRAs into the shared weights; none restores the checkpoint's own."""

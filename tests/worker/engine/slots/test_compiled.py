@@ -185,6 +185,14 @@ def test_a_frequent_size_is_compiled_meanwhile_and_fails_without_the_others(
     runner = compiled_engine._runner
     monkeypatch.setattr(runner, "_compiled_modes", ("shared",))
     monkeypatch.setattr(compiled_engine._decoder, "_backend", None)
+    warm_up, attempts = runner.warm_up, iter(range(100))
+
+    def fail_first(used: step.Step) -> None:
+        if next(attempts) == 0:
+            raise torch.cuda.OutOfMemoryError("CUDA out of memory")
+        warm_up(used)
+
+    monkeypatch.setattr(runner, "warm_up", fail_first)
     requests = [
         make_request(width=32 + 8 * (seed % 2), height=32, seed=seed, steps=2 + seed)
         for seed in range(6)
@@ -192,6 +200,7 @@ def test_a_frequent_size_is_compiled_meanwhile_and_fails_without_the_others(
     expected = [draw(plain_engine, request)[0] for request in requests]
     for image, sound in zip(draw(compiled_engine, *requests), expected, strict=True):
         assert difference(image, sound) <= ROUNDING
+    assert compiled_engine.slots == 2, "a size that is not compiled costs no slots"
     (first, second) = runner._compiled.values()
     assert (first.batch_key.width, second.batch_key.width) == (32, 40)
     assert compiled_engine.recompiles == 0
