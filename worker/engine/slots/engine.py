@@ -213,6 +213,7 @@ class SlotEngine:
         """Compiles a lane's tick; the images in its slots stay as they are."""
         began_at = time.monotonic()
         step = self._open(lane)
+        self._unet.use_block(lane.block)
         self._runner.warm_up(step)
         self._decoder.warm_up(step.state.latents.shape[1:])
         log.info(
@@ -278,7 +279,7 @@ class SlotEngine:
         self.weight_mode = lane.weight_mode
         for slot in started:
             self._start(lane, step, slot)
-        if lane.weight_mode == "per_slot":
+        if lane.weight_mode != "shared":
             self._weights.load(lane)
 
     def _fill(self, lane: Lane, finished: list[contract.Finished]) -> list[int]:
@@ -310,7 +311,7 @@ class SlotEngine:
         state.history[:, slot].zero_()
         if state.mask is not None and staged.mask is not None:
             state.mask[rows].copy_(staged.mask)
-        factors = staged.factors if lane.weight_mode == "per_slot" else {}
+        factors = staged.factors if lane.weight_mode != "shared" else {}
         state.context[rows].copy_(self._unet.keys_values.compute(staged.vectors, factors))
 
     def _step(self, lane: Lane) -> None:

@@ -185,7 +185,7 @@ class Lanes:
     @property
     def _turn_ticks(self) -> int:
         """Ticks of a lane before another's turn."""
-        loading = [lane for lane in self if lane.held and lane.weight_mode == "per_slot"]
+        loading = [lane for lane in self if lane.held and lane.weight_mode != "shared"]
         used = [lane.block for lane in loading if lane.step is not None]
         return 1 if len(set(used)) == len(used) else SHARED_TURN_TICKS
 

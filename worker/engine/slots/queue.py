@@ -55,7 +55,7 @@ class Staged:
     flat: torch.Tensor | None
     """The LoRAs, of which `factors` are views."""
     factors: dict[Group, Factors]
-    """Empty once the slot holds the weights: `Stager.factors` copies them again."""
+    """Empty once the slot holds the weights: `Stager.factors_of` copies them again."""
     generator: torch.Generator
 
     @property

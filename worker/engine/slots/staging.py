@@ -80,12 +80,12 @@ class Stager:
                     tensor.record_stream(ticks)
         return job.staged
 
-    def factors(self, job: SlotJob) -> Mapping[Group, Factors]:
-        """A staged job's LoRAs on the device, copied again if they are no longer there."""
+    def factors_of(self, job: SlotJob) -> Mapping[Group, Factors]:
+        """A staged job's changes of the UNet; copied again if a slot held them already."""
         packed = job.prepared.unet_pack
-        if packed is None or job.staged is None or job.staged.factors:
-            return {} if job.staged is None else job.staged.factors
-        return packed.by_group(self._copy(packed.flat))
+        if job.staged is not None and (job.staged.flat is not None or packed is None):
+            return job.staged.factors
+        return packed.by_group(self._copy(packed.flat)) if packed else {}
 
     def close(self) -> None:
         self._thread.shutdown(cancel_futures=True)

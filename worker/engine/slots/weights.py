@@ -80,7 +80,7 @@ class Weights:
                 job.has_weights = False
         for slot, job in lane.active.items():
             if not job.has_weights and job.staged is not None:
-                self._unet.load_slot(slot, self._stager.factors(job))
+                self._unet.load_slot(slot, self._stager.factors_of(job))
                 job.has_weights = True
                 job.staged = replace(job.staged, flat=None, factors={})
 

@@ -194,8 +194,8 @@ def test_a_frequent_size_is_compiled_meanwhile_and_fails_without_the_others(
 
     monkeypatch.setattr(runner, "warm_up", fail_first)
     requests = [
-        make_request(width=32 + 8 * (seed % 2), height=32, seed=seed, steps=2 + seed)
-        for seed in range(6)
+        make_request(width=32 + 8 * (seed % 2), height=32, seed=seed, steps=1 + seed)
+        for seed in range(4)
     ]
     expected = [draw(plain_engine, request)[0] for request in requests]
     for image, sound in zip(draw(compiled_engine, *requests), expected, strict=True):
@@ -209,6 +209,5 @@ def test_a_frequent_size_is_compiled_meanwhile_and_fails_without_the_others(
         raise RuntimeError("no kernel for this")
 
     second.compiled["shared"]._function = break_down
-    for image, sound in zip(draw(compiled_engine, *requests), expected, strict=True):
-        assert difference(image, sound) <= ROUNDING
+    assert difference(draw(compiled_engine, requests[1])[0], expected[1]) <= ROUNDING
     assert list(runner._compiled.values()) == [first]
