@@ -265,7 +265,7 @@ class EngineThread:
         """Fills the engine; waits while there is nothing to do. False: stop."""
         while not self._stopping:
             self._answer_calls()
-            admitted: list[tuple[int, contract.PreparedRequest]] = []
+            admitted: list[tuple[int, contract.PreparedRequest, bool]] = []
             cancelled: list[int] = []
             waited = 0
             with self._wake:
@@ -279,12 +279,12 @@ class EngineThread:
                     if is_job and self.is_cancelled(ticket):
                         cancelled.append(ticket)
                         continue
-                    admitted.append((ticket, prepared))
+                    admitted.append((ticket, prepared, not is_job))
                     self._admitted_at[ticket] = time.monotonic()
                 if not (admitted or cancelled or engine.busy or self._calls):
                     self._wait_for_work()
-            for ticket, prepared in admitted:
-                engine.admit(ticket, prepared)
+            for ticket, prepared, urgent in admitted:
+                engine.admit(ticket, prepared, urgent=urgent)
             if waited or engine.capacity != self._told_capacity:
                 self._told_capacity = engine.capacity
                 self._call(self._let_in, waited, engine.capacity)

@@ -137,13 +137,15 @@ class SlotEngine:
         """See `RequestPreparer.prepare`."""
         return self._preparer.prepare(request)
 
-    def admit(self, ticket: int, prepared: contract.PreparedRequest) -> None:
+    def admit(
+        self, ticket: int, prepared: contract.PreparedRequest, *, urgent: bool = False
+    ) -> None:
         if not isinstance(prepared, PreparedRequest):
             raise TypeError("prepared by another engine")
         request = prepared.request
         merged = prepared.lora_key if prepared.unet_pack is None else None
         batch_key = BatchKey(request.width, request.height, prepared.tokens, merged, None)
-        self._add(SlotJob(ticket, prepared, batch_key))
+        self._add(SlotJob(ticket, prepared, batch_key, urgent), first=urgent)
 
     def tick(self) -> list[contract.Finished]:
         """Fills the free slots of a lane and runs one step of it; returns the finished images.

@@ -72,6 +72,8 @@ class SlotJob:
     ticket: int
     prepared: PreparedRequest
     batch_key: BatchKey
+    urgent: bool = False
+    """Drawn before others, whatever their size."""
     overtakes: int = 0
     staging: Future[Staged] | None = None
     """Begun; the engine has not taken the result yet."""
