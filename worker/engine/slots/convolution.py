@@ -162,8 +162,9 @@ class SlotChanges:
         self._slots = 0
         self._capacities: dict[Shape, int] = {}
         self._parts: dict[Shape, Factors] = {}
-        self._own: torch.Tensor | None = None
-        self._changed: set[int] = set()
+        self._block = 0
+        self._blocks: dict[int, torch.Tensor] = {}
+        self._changed: set[tuple[int, int]] = set()
 
     @property
     def slot_bytes(self) -> int:
@@ -188,7 +189,7 @@ class SlotChanges:
             capacity = max(_MIN_CAPACITY, 2 ** math.ceil(math.log2(rank)))
             self._capacities[shape] = max(self._capacities.get(shape, 0), capacity)
         try:
-            self.resize(self._slots)
+            self._allocate()
         except BaseException:
             self.clear()
             raise
@@ -196,27 +197,37 @@ class SlotChanges:
     def clear(self) -> None:
         """Frees the memory."""
         self._capacities.clear()
-        self.resize(self._slots)
+        self._allocate()
 
     def resize(self, slots: int) -> None:
-        """Allocates zero changes for *slots* slots."""
-        self._slots, self._own = slots, None
+        """Allocates zero changes for *slots* slots, in one block."""
+        self._slots, self._block = slots, 0
+        self._allocate()
+
+    def _allocate(self) -> None:
+        self._blocks.clear()
         self._parts.clear()
         self._changed.clear()
         for members in self._members.values():
             for change in members:
                 change.down = change.up = None
+        self.use_block(self._block)
+
+    def use_block(self, block: int) -> None:
+        """Uses another block of slots' changes, allocated at its first use."""
+        self._block, slots = block, self._slots
         if not self._capacities or not slots:
             return
-        size = self.slot_bytes // self._like.element_size()
-        self._own = self._like.new_zeros((slots, size))
-        at = 0
+        if block not in self._blocks:
+            size = self.slot_bytes // self._like.element_size()
+            self._blocks[block] = self._like.new_zeros((slots, size))
+        own, at = self._blocks[block], 0
         for shape, capacity in self._capacities.items():
             layers = len(self.groups[shape])
             middle = at + layers * capacity * shape.outputs
             end = middle + layers * capacity * shape.inputs * shape.taps
-            up = self._own[:, at:middle].view(slots, layers, capacity, shape.outputs)
-            down = self._own[:, middle:end].view(slots, layers, -1, shape.inputs)
+            up = own[:, at:middle].view(slots, layers, capacity, shape.outputs)
+            down = own[:, middle:end].view(slots, layers, -1, shape.inputs)
             self._parts[shape] = (up, down)
             at, first = end, 0
             for change in self._members[shape]:
@@ -226,13 +237,12 @@ class SlotChanges:
 
     def load(self, slot: int, changes: Mapping[Shape, Factors]) -> None:
         """Sets a slot's changes, asynchronously; there must be room."""
-        if self._own is None:
-            return
-        if slot in self._changed:
-            self._own[slot].zero_()
-            self._changed.discard(slot)
+        place = (self._block, slot)
+        if place in self._changed:
+            self._blocks[self._block][slot].zero_()
+            self._changed.discard(place)
         for shape, (new_up, new_down) in changes.items():
-            self._changed.add(slot)
+            self._changed.add(place)
             up, down = (part[slot] for part in self._parts[shape])
             rank = new_down.shape[1]
             up[:, :rank].copy_(new_up.transpose(1, 2))

@@ -62,9 +62,9 @@ def modes(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     seen: list[str] = []
     original = step.StepRunner.run
 
-    def run(self: step.StepRunner, weight_mode: Any, count: int) -> None:
+    def run(self: step.StepRunner, used: step.Step, weight_mode: Any, count: int) -> None:
         seen.append(weight_mode)
-        original(self, weight_mode, count)
+        original(self, used, weight_mode, count)
 
     monkeypatch.setattr(step.StepRunner, "run", run)
     return seen
@@ -139,6 +139,32 @@ def test_each_of_several_locons_draws_its_own_image_in_any_slot_and_company(
         images = draw(slot_engine, *(requests[at] for at in order))
         for at, image in zip(order, images, strict=True):
             assert difference(image, alone[at]) <= ROUNDING, (order, at)
+
+
+@pytest.mark.parametrize("blocks", [1, 2])
+def test_locons_of_two_sizes_take_turns(
+    make_slot_engine: Any,
+    engine: Any,
+    make_request: Any,
+    write_lora: Write,
+    draw: Any,
+    difference: Any,
+    blocks: int,
+) -> None:
+    """Both lanes' changes are in the same memory, or in blocks of their own that grow together."""
+    path = "mid_block.resnets.0.conv1"
+    small, large = write_lora(path, rank=4), write_lora(path, rank=17, seed=1)
+    ours = make_slot_engine(slots=2, blocks=blocks)
+    requests = [
+        make_request(seed=1, loras=(small,), steps=6),
+        make_request(seed=2, steps=3),
+        make_request(seed=3, loras=(small,), steps=7, width=72),
+        make_request(seed=4, steps=2, width=72),
+        make_request(seed=5, loras=(large,), steps=4, width=72),
+    ]
+    images = draw(ours, *requests)
+    for request, image in zip(requests, images, strict=True):
+        assert difference(image, draw(engine, request)[0]) <= ROUNDING
 
 
 def test_no_trace_of_a_slots_last_locon_is_left(
