@@ -195,11 +195,6 @@ class Follower:
         self._on_damaged = on_damaged
         self._given_up: set[str] = set()
 
-    async def skip(self) -> None:
-        """Leaves out what has been written until now; one listing."""
-        for each in await _shards(self._blobs, self._campaign):
-            self.position[each.blob.name] = each.blob.size_bytes
-
     async def poll(self) -> list[Record]:
         """The next new records, some 20,000 at most; [] if there are none.
 
