@@ -9,7 +9,6 @@ from typing import Annotated, Any, Literal
 import typer
 
 from fleet import console, options
-from fleet.campaigns.cancel import checked
 from imagefleet.job.message import DEFAULT_CAMPAIGN, job_key, message_fields, split_job_key
 from imagefleet.storage.protocol import FoundMessage, Storage
 from imagefleet.storage.settings import StorageSettings
@@ -59,7 +58,9 @@ def command(
     imagefleet job spring/0001 --json
     """
     of_campaign, name = split_job_key(job_id, campaign)
-    found = console.run(_look_up(settings, checked("--campaign", of_campaign), checked("ID", name)))
+    options.check_campaign(of_campaign)
+    options.check_name("ID", name)
+    found = console.run(_look_up(settings, of_campaign, name))
     if as_json:
         console.print_json(asdict(found))
     else:
