@@ -18,7 +18,7 @@ from pydantic import AwareDatetime, BaseModel, ConfigDict, Field, ValidationErro
 from imagefleet import errors, signing
 from imagefleet.cancelled import CancelledCampaigns
 from imagefleet.records.writer import RecordLog
-from imagefleet.storage.open import LOCAL_SCHEME
+from imagefleet.storage.open import absolute_url
 from imagefleet.storage.protocol import Storage
 from imagefleet.storage.settings import Priority
 from imagefleet.submit import BulkSender, Progress
@@ -146,7 +146,7 @@ class Load:
         self._path = checkpoint_path
         new = Checkpoint(
             source=source.identity,
-            storage=_absolute_url(storage),
+            storage=absolute_url(storage),
             queue=self._queue.name,
             sample_key=secrets.token_hex(16),
             id=secrets.token_hex(8),
@@ -275,10 +275,3 @@ class Load:
             for ended in await asyncio.gather(*tasks, return_exceptions=True):
                 if isinstance(ended, Exception):
                     raise ended
-
-
-def _absolute_url(storage: Storage) -> str:
-    """The storage's address, the same from every directory."""
-    if not storage.url.startswith(LOCAL_SCHEME):
-        return storage.url
-    return LOCAL_SCHEME + str(Path(storage.url.removeprefix(LOCAL_SCHEME)).absolute())
