@@ -5,9 +5,6 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import BinaryIO, NamedTuple, Protocol
 
-#: What `imagefleet failed export` notes in a job; it is no part of the job.
-FAILURE_FIELD = "failure"
-
 
 class Entry(NamedTuple):
     """A position of a file: a job as JSON, or nothing (an empty line), or why it is no job."""
