@@ -101,6 +101,24 @@ def test_campaigns_counts_each_outcome_and_lists_the_latest_first(
     assert "autumn" in plain
 
 
+def test_damaged_records_are_told_since_the_figures_lack_them(
+    local_settings: StorageSettings, in_process: Imagefleet
+) -> None:
+    async def damage(storage: Storage) -> None:
+        await fill(storage)
+        for name in "xy":
+            await storage.blobs.append(f"-records/spring/{name}.jobs.jsonl.gz", b"no gzip", 0)
+
+    on(local_settings, damage)
+    assert (
+        json.loads(in_process("campaigns", "--json", *flags(local_settings)).stdout)[
+            "damaged_files"
+        ]
+        == 2
+    )
+    assert "2 damaged files of records" in in_process("campaigns", *flags(local_settings)).stderr
+
+
 def test_a_job_is_where_it_is(filled: StorageSettings, in_process: Imagefleet) -> None:
     is_azure = filled.storage.startswith("Default")
     hidden = "queued or in flight" if is_azure else "unknown"  # it shows only the first messages
