@@ -21,6 +21,7 @@ from imagefleet.records.batch import Submission, Watch
 from imagefleet.records.outcomes import JobFacts, Status
 from imagefleet.records.reader import Counts
 from imagefleet.storage import dead_letter_queue, protocol
+from imagefleet.storage.dead_letter_change import Change
 from imagefleet.storage.dead_letter_check import Check
 from imagefleet.storage.dead_letter_queue import OnProgress, Preview, Selection, Swept
 from imagefleet.storage.open import open_storage
@@ -218,9 +219,15 @@ class Fleet:
         )
         return Results(self, self._each(found))
 
-    async def preview_replay(self, *, invalid: bool = False, **which: Unpack[Which]) -> Preview:
+    async def preview_replay(
+        self,
+        *,
+        set: Mapping[str, Any] | None = None,  # noqa: A002 - as `--set`
+        invalid: bool = False,
+        **which: Unpack[Which],
+    ) -> Preview:
         """What `replay` with the same arguments would send, and what would stay."""
-        check = Check(self.keys.trusted, takes_invalid=invalid)
+        check = self._replay_check(set, takes_invalid=invalid)
         selection = Selection(**which)
         return await self.run(dead_letter_queue.preview(self.storage, selection, check))
 
@@ -228,17 +235,22 @@ class Fleet:
         self,
         on_progress: OnProgress | None = None,
         *,
+        set: Mapping[str, Any] | None = None,  # noqa: A002 - as `--set`
         invalid: bool = False,
         priority: Priority = "normal",
         **which: Unpack[Which],
     ) -> Swept:
         """As `imagefleet.Fleet.replay`."""
-        check = Check(self.keys.trusted, takes_invalid=invalid)
+        check = self._replay_check(set, takes_invalid=invalid)
         selection = Selection(**which)
         priority = checked_priority(priority)
         return await self.run(
             dead_letter_queue.replay(self.storage, selection, on_progress, check, priority)
         )
+
+    def _replay_check(self, changes: Mapping[str, Any] | None, *, takes_invalid: bool) -> Check:
+        change = Change(changes, self.keys.signing) if changes else None
+        return Check(self.keys.trusted, takes_invalid, change)
 
     async def discard(
         self,

@@ -216,7 +216,7 @@ def test_a_changed_job_is_signed_again_or_stays(
     key = SigningKey.create(tmp_path / "key.pem")
     within(lambda storage: fail(storage, Job(prompt="a cat", id="cat").to_message(key)))
     arguments = ("failed", "replay", "--all", "--yes", "--set", "steps=30")
-    unsigned = "it is signed, and changed it has to be signed again: give --signing-key"
+    unsigned = "it is signed, and changed it has to be signed again: give your signing key"
     assert unsigned in in_process(*arguments).stdout
     monkeypatch.setenv("IMAGEFLEET_TRUSTED_KEY", key.public)
     assert unsigned in in_process(*arguments).stdout
