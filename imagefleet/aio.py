@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple, Self, TypedDict, TypeVar, Unp
 
 from pydantic import TypeAdapter, ValidationError
 
-from imagefleet import cancelled, errors, retry, signing, validation
+from imagefleet import cancelled, concurrency, errors, retry, signing, validation
 from imagefleet.job.message import DEFAULT_CAMPAIGN, Job, SafeId
 from imagefleet.records import frame, outcomes, reader
 from imagefleet.records.batch import Submission, Watch
@@ -26,7 +26,7 @@ from imagefleet.storage.dead_letter_check import Check
 from imagefleet.storage.dead_letter_queue import OnProgress, Preview, Selection, Swept
 from imagefleet.storage.open import open_storage
 from imagefleet.storage.settings import Priority, SignerSettings, checked_priority
-from imagefleet.submit import RETRIES, BulkSender
+from imagefleet.submit import RETRIES, BulkSender, keep_noting
 
 if TYPE_CHECKING:
     import pandas as pd
@@ -168,10 +168,15 @@ class Fleet:
             submission.messages(jobs, campaign, self.keys.signing),
             before_send=submission.before_send,
         )
-        try:
-            await sender.run()
-        finally:
+
+        async def note() -> None:
             await submission.note_sent(sender.progress.sent)
+
+        try:
+            async with concurrency.beside(keep_noting(note)):
+                await sender.run()
+        finally:
+            await note()
         return Batch(self, submission)
 
     def results(self, campaign: str) -> Results:
