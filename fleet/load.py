@@ -16,11 +16,10 @@ from types import FrameType
 from typing import TYPE_CHECKING, Annotated
 
 import typer
-from pydantic import TypeAdapter, ValidationError
 from rich import markup, progress
 
 from fleet import console, options
-from imagefleet import errors, signing, validation
+from imagefleet import errors, signing
 from imagefleet.storage.open import open_storage
 from imagefleet.storage.protocol import Storage
 from imagefleet.storage.settings import checked_priority
@@ -138,6 +137,7 @@ def command(
     from loadgen.load import Load, default_path
 
     chosen = checked_priority(priority)
+    options.check_campaign(campaign)
     if (lora_directory or model) and not check:
         raise errors.SetupError("--lora-directory and --model go with --check")
     skipped = _Skipped()
@@ -153,7 +153,7 @@ def command(
             on_invalid=on_invalid,
             on_read=on_read,
             key=key,
-            campaign=_checked_name(campaign),
+            campaign=campaign,
         )
     if check:
         _check(settings, source, skipped, lora_directory, model, reading, as_json=as_json)
@@ -195,15 +195,6 @@ def command(
             console.print_note(f"no jobs in {file}: nothing was sent")
     if not summary.finished:
         raise typer.Exit(console.EXIT_INTERRUPTED)
-
-
-def _checked_name(campaign: str | None) -> str | None:
-    from imagefleet.job.message import SafeId
-
-    try:
-        return TypeAdapter[str | None](SafeId | None).validate_python(campaign)
-    except ValidationError as error:
-        raise errors.SetupError(f"--campaign: {validation.sentence(error)}") from None
 
 
 class _Skipped:

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple, Self, TypedDict, TypeVar, Unp
 from pydantic import TypeAdapter, ValidationError
 
 from imagefleet import cancelled, concurrency, errors, retry, signing, validation
-from imagefleet.job.message import DEFAULT_CAMPAIGN, Job, SafeId
+from imagefleet.job.message import Job, SafeId, split_job_key
 from imagefleet.records import frame, outcomes, reader
 from imagefleet.records.batch import Submission, Watch
 from imagefleet.records.outcomes import JobFacts, Status
@@ -207,10 +207,8 @@ class Fleet:
 
     def job(self, id: str, campaign: str | None = None) -> JobHandle:  # noqa: A002 - a job's field
         """One job, by its id and campaign, or by both in one: `spring/0001`."""
-        if campaign is None and "/" in id:
-            campaign, _, id = id.partition("/")  # noqa: A001 - likewise
-        campaign = _checked("campaign", campaign or DEFAULT_CAMPAIGN)
-        return JobHandle(self, JobFacts(_checked("id", id), campaign))
+        campaign, job_id = split_job_key(id, campaign)
+        return JobHandle(self, JobFacts(_checked("id", job_id), _checked("campaign", campaign)))
 
     async def depth(self) -> Depth:
         """What waits in the job queue, and how many jobs have failed."""

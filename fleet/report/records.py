@@ -163,7 +163,7 @@ class _Image:
     price_per_hour: float | None = None
     start_up_seconds: float = 0
     seconds: float = 0
-    deliveries: int = 1
+    attempts: int = 1
     is_damaged: bool = False
 
 
@@ -244,7 +244,7 @@ def _of_record(record: Record, records: Records) -> _Image | None:
         price_per_hour=price,
         start_up_seconds=record.start_up_seconds,
         seconds=record.seconds or 0,
-        deliveries=record.attempts,
+        attempts=record.attempts,
     )
 
 
@@ -262,13 +262,8 @@ def _of_blob(blob: protocol.BlobRecord, records: Records) -> _Image:
         unknown,
         # A job is counted at its first image, whose name has no number or the number 0.
         is_first_of_job=_stem(blob) in {facts.job, f"{facts.job}-0"},
-        worker=facts.worker,
         started_at=facts.started_at,
-        gpu=facts.gpu,
-        price_per_hour=facts.price_per_hour,
-        start_up_seconds=facts.start_up_seconds,
-        seconds=facts.seconds,
-        deliveries=facts.attempt,
+        **facts.facts(),
     )
 
 
@@ -302,7 +297,7 @@ def _count_image(records: Records, image: _Image) -> None:
         return
     records.jobs += image.is_first_of_job
     records.seconds_in_worker[math.ceil(image.seconds / _TIME_STEP)] += 1
-    records.deliveries[image.deliveries] += 1
+    records.deliveries[image.attempts] += 1
     pulled_at = image.stored_at - timedelta(seconds=image.seconds)
     if key not in records.workers:
         records.workers[key] = WorkerRecord(

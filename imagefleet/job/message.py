@@ -424,6 +424,13 @@ def job_key(campaign: str | None, job_id: str | None) -> str:
     return f"{campaign or DEFAULT_CAMPAIGN}/{job_id}"
 
 
+def split_job_key(name: str, campaign: str | None = None) -> tuple[str, str]:
+    """Campaign and id of a job that somebody names by `campaign/id`, or by its id alone."""
+    if campaign is None and "/" in name:
+        campaign, _, name = name.partition("/")
+    return campaign or DEFAULT_CAMPAIGN, name
+
+
 def _without_base64(body: str) -> str:
     if body.lstrip()[:1] in {"{", "["}:
         return body

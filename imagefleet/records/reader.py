@@ -6,7 +6,7 @@ import asyncio
 import hashlib
 import json
 from array import array
-from collections import deque
+from collections import Counter, deque
 from collections.abc import AsyncGenerator, AsyncIterator, Callable, Collection, Iterable
 from contextlib import aclosing
 from dataclasses import dataclass
@@ -19,7 +19,7 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError
 from imagefleet import concurrency, errors
 from imagefleet.job.message import RECORDS
 from imagefleet.records import shard
-from imagefleet.records.record import Record
+from imagefleet.records.record import Outcome, Record
 from imagefleet.records.shard import NOTHING, Kind, ShardName, Totals
 from imagefleet.storage.protocol import BlobPart, BlobRecord, BlobStore, Storage
 
@@ -104,21 +104,9 @@ async def images(
     Reads every shard of images once: a listing, and a read for each 4 MiB.
     """
     shards = await _shards(storage.blobs, campaign)
-    again = _of_kind(shards, "again")
-    missing = _Missing()
-    async for records in _records(storage.blobs, again, on_damaged):
-        missing.add(record.blob for record in records if record.blob)
-    async with aclosing(_records(storage.blobs, _of_kind(shards, "images"), on_damaged)) as parts:
-        async for records in parts:
-            missing.found(record.blob for record in records if record.blob)
-            for record in records:
-                yield record
-    # A worker that died in between has stored these images, and written no record.
-    if missing.any:
-        async for records in _records(storage.blobs, again, _ignore):
-            for record in records:
-                if record.blob and missing.take(record.blob):
-                    yield record
+    async with aclosing(_images(storage.blobs, shards, on_damaged)) as found:
+        async for record in found:
+            yield record
 
 
 async def ended(
@@ -150,26 +138,23 @@ async def counts(storage: Storage, campaign: str, on_damaged: OnDamaged = _ignor
     A listing, a small read for each shard of images, and all shards of other kinds. Where images'
     names were taken, which is rare, all shards are read.
     """
-    shards = await _shards(storage.blobs, campaign)
-    again = _of_kind(shards, "again")
-    if again:
+    blobs = storage.blobs
+    shards = await _shards(blobs, campaign)
+    if _of_kind(shards, "again"):
         stored = NOTHING
-        async for record in images(storage, campaign, on_damaged):
+        async for record in _images(blobs, shards, on_damaged):
             stored = Totals(stored.records + 1, stored.jobs + (record.index == 0))
     else:
-        stored = await _totals(storage.blobs, _of_kind(shards, "images"), on_damaged)
-    failed = cancelled = 0
-    async for record in ended(storage, campaign, on_damaged):
-        failed += record.outcome == "failed"
-        cancelled += record.outcome == "cancelled"
+        stored = await _totals(blobs, _of_kind(shards, "images"), on_damaged)
+    others = await _count_ended(blobs, _of_kind(shards, "jobs"), on_damaged)
     changed = [each.blob.modified_at or each.blob.created_at for each in shards]
     return Counts(
-        sent=await _sent(storage.blobs, _of_kind(shards, "sent"), on_damaged),
+        sent=await _sent(blobs, _of_kind(shards, "sent"), on_damaged),
         images=stored.records,
         completed=stored.jobs,
-        failed=failed,
-        cancelled=cancelled,
-        discarded=await _discarded(storage.blobs, _of_kind(shards, "jobs"), on_damaged),
+        failed=others["failed"],
+        cancelled=others["cancelled"],
+        discarded=others["discarded"],
         first_at=min(map(_began_at, shards), default=None),
         last_at=max(changed, default=None),
     )
@@ -194,11 +179,6 @@ class Follower:
         self._campaign = campaign
         self._on_damaged = on_damaged
         self._given_up: set[str] = set()
-
-    async def skip(self) -> None:
-        """Leaves out what has been written until now; one listing."""
-        for each in await _shards(self._blobs, self._campaign):
-            self.position[each.blob.name] = each.blob.size_bytes
 
     async def poll(self) -> list[Record]:
         """The next new records, some 20,000 at most; [] if there are none.
@@ -306,6 +286,26 @@ async def _lines(
         part = await blobs.read_part(name, offset, _PART_BYTES)
 
 
+async def _images(
+    blobs: BlobStore, shards: Collection[_Shard], on_damaged: OnDamaged
+) -> AsyncGenerator[Record]:
+    again = _of_kind(shards, "again")
+    missing = _Missing()
+    async for records in _records(blobs, again, on_damaged):
+        missing.add(record.blob for record in records if record.blob)
+    async with aclosing(_records(blobs, _of_kind(shards, "images"), on_damaged)) as parts:
+        async for records in parts:
+            missing.found(record.blob for record in records if record.blob)
+            for record in records:
+                yield record
+    # A worker that died in between has stored these images, and written no record.
+    if missing.any:
+        async for records in _records(blobs, again, _ignore):
+            for record in records:
+                if record.blob and missing.take(record.blob):
+                    yield record
+
+
 async def _records(
     blobs: BlobStore, shards: Iterable[_Shard], on_damaged: OnDamaged
 ) -> AsyncGenerator[list[Record]]:
@@ -337,21 +337,19 @@ def _parsed(lines: Iterable[bytes], each: _Shard, on_damaged: OnDamaged) -> list
 
 
 async def _totals(blobs: BlobStore, shards: Collection[_Shard], on_damaged: OnDamaged) -> Totals:
-    waiting = iter(shards)
     records = jobs = 0
 
-    async def read_some() -> None:
+    async def add(each: _Shard) -> None:
         nonlocal records, jobs
-        for each in waiting:
-            start = max(0, each.blob.size_bytes - shard.TOTALS_BYTES)
-            end = await blobs.read_part(each.blob.name, start, shard.TOTALS_BYTES)
-            totals = shard.totals(end.data) if end else NOTHING
-            if totals is None:  # it has grown since, or lost its end in a power failure
-                totals = await _counted(blobs, each, on_damaged)
-            records += totals.records
-            jobs += totals.jobs
+        start = max(0, each.blob.size_bytes - shard.TOTALS_BYTES)
+        end = await blobs.read_part(each.blob.name, start, shard.TOTALS_BYTES)
+        totals = shard.totals(end.data) if end else NOTHING
+        if totals is None:  # it has grown since, or lost its end in a power failure
+            totals = await _counted(blobs, each, on_damaged)
+        records += totals.records
+        jobs += totals.jobs
 
-    await concurrency.gather(*(read_some() for _ in range(_CONCURRENT_READS)))
+    await concurrency.for_each(shards, add, _CONCURRENT_READS)
     return Totals(records, jobs)
 
 
@@ -363,11 +361,27 @@ async def _counted(blobs: BlobStore, each: _Shard, on_damaged: OnDamaged) -> Tot
     return found
 
 
-async def _discarded(blobs: BlobStore, shards: Iterable[_Shard], on_damaged: OnDamaged) -> int:
-    found: set[int] = set()
+async def _count_ended(
+    blobs: BlobStore, shards: Iterable[_Shard], on_damaged: OnDamaged
+) -> Counter[Outcome]:
+    """How many jobs have failed or were cancelled, as `ended` has them, or were discarded."""
+    ends: dict[int, Outcome] = {}
+    replayed: set[int] = set()
+    discarded: set[int] = set()
     async for records in _records(blobs, shards, on_damaged):
-        found.update(_failure(each) for each in records if each.outcome == "discarded")
-    return len(found)
+        for record in records:
+            failure = _failure(record)
+            if record.outcome == "replayed":
+                replayed.add(failure)
+            elif record.outcome == "discarded":
+                discarded.add(failure)
+            else:
+                ends.setdefault(failure, record.outcome)
+    for settled in replayed | discarded:
+        ends.pop(settled, None)
+    counted = Counter(ends.values())
+    counted["discarded"] = len(discarded)
+    return counted
 
 
 async def _sent(blobs: BlobStore, shards: Collection[_Shard], on_damaged: OnDamaged) -> int | None:

@@ -23,15 +23,13 @@ JOBS = 2_000
 TEMPLATE = "prompt: a cat\ncount: 1000000\njob: {campaign: spring}\n"
 
 
+pytestmark = pytest.mark.usefixtures("cancel_at_once")
+
+
 @pytest.fixture(autouse=True)
 def _soon(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(cancelled, "PERIOD_SECONDS", 0.1)
     monkeypatch.setattr(cancelled, "LOAD_SECONDS", 2.0)
-
-    async def return_at_once(_storage: Storage, _at: object) -> None:
-        """What is sent while `cancel` waits is what these tests are about."""
-
-    monkeypatch.setattr(cancelled, "_wait_until_later", return_at_once)
 
 
 @pytest.fixture

@@ -5,21 +5,21 @@ from __future__ import annotations
 import asyncio
 import time
 from collections import Counter
-from collections.abc import AsyncIterator, Callable
+from collections.abc import Callable
 from typing import Any
 
 import pytest
 
 from imagefleet import cancelled
 from imagefleet.records import reader
-from imagefleet.storage.open import open_storage
 from imagefleet.storage.protocol import Storage
-from imagefleet.storage.settings import StorageSettings
 from worker.engine import contract
 from worker.testing import StandInEngine
 
 Message = Callable[..., str]
 RunPipeline = Callable[..., Any]  # the fixture of conftest.py
+
+pytestmark = pytest.mark.usefixtures("cancel_at_once")
 
 #: Seeds from here on are of jobs of autumn.
 AUTUMN = 1_000_000
@@ -46,18 +46,6 @@ def _soon(monkeypatch: pytest.MonkeyPatch) -> None:
     """The list is read every 0.2 seconds, and `cancel` does not wait for running loads."""
     monkeypatch.setattr(cancelled, "PERIOD_SECONDS", 0.2)
     monkeypatch.setattr(cancelled, "LOAD_SECONDS", 0.0)
-
-    async def return_at_once(_storage: Storage, _at: object) -> None:
-        """Nothing is sent later."""
-
-    monkeypatch.setattr(cancelled, "_wait_until_later", return_at_once)
-
-
-@pytest.fixture
-async def storage(storage_settings: StorageSettings) -> AsyncIterator[Storage]:
-    async with open_storage(storage_settings) as opened:
-        await opened.create()
-        yield opened
 
 
 async def until(condition: Callable[[], bool]) -> None:

@@ -129,12 +129,11 @@ async def test_ctrl_c_is_a_usual_end(local_settings: StorageSettings, store_imag
     assert (process.returncode, errors) == (0, b"")
 
 
-async def test_a_follower_that_skips_reads_only_what_comes(
+async def test_a_follower_that_begins_at_the_end_reads_only_what_comes(
     storage: Storage, store_images: Add
 ) -> None:
     await store_images(storage, "0001")
-    follower = reader.Follower(storage, "spring")
-    await follower.skip()
+    follower = reader.Follower(storage, "spring", await reader.end(storage, "spring"))
     assert await follower.poll() == []
 
     await store_images(storage, "0002")
