@@ -260,13 +260,16 @@ class Fleet:
         on_progress: OnProgress | None = None,
         *,
         unsigned: bool = False,
+        completed: bool = False,
         **which: Unpack[Which],
     ) -> Swept:
         """As `imagefleet.Fleet.discard`."""
         keep_signed = self.checks_signatures() if unsigned else None
         selection = Selection(**which)
         return await self.run(
-            dead_letter_queue.discard(self.storage, selection, on_progress, keep_signed)
+            dead_letter_queue.discard(
+                self.storage, selection, on_progress, keep_signed, completed=completed
+            )
         )
 
     def checks_signatures(self) -> Check:

@@ -128,12 +128,15 @@ class Fleet:
             self._fleet.replay(set=set, invalid=invalid, priority=priority, **which)
         )
 
-    def discard(self, *, unsigned: bool = False, **which: Unpack[Which]) -> Swept:
+    def discard(
+        self, *, unsigned: bool = False, completed: bool = False, **which: Unpack[Which]
+    ) -> Swept:
         """Deletes failed jobs for good; without a condition, all of them.
 
-        *unsigned*: only what is not signed with a key of this fleet.
+        *unsigned*: only what is not signed with a key of this fleet. *completed*: only jobs that
+        were sent again since, and whose images are all stored.
         """
-        return self._loop.run(self._fleet.discard(unsigned=unsigned, **which))
+        return self._loop.run(self._fleet.discard(unsigned=unsigned, completed=completed, **which))
 
 
 class Batch:

@@ -12,7 +12,7 @@ from typing import Any
 from imagefleet import errors
 from imagefleet.aio import Fleet
 from imagefleet.job.message import DELIVERIES_FIELD, SIGNATURE_FIELD, message_fields
-from imagefleet.storage import dead_letter_queue
+from imagefleet.storage import dead_letter_queue, dead_letter_records
 from imagefleet.storage.dead_letter import Entry
 from imagefleet.storage.dead_letter_queue import Selection
 from imagefleet.storage.protocol import BlobStore
@@ -22,6 +22,9 @@ NO_RECORD = "not a record of a failed job"
 
 #: In an exported job: why it failed. A load leaves it out.
 FAILURE = "failure"
+
+#: Jobs whose images are looked for at the same time.
+_LOOKED_UP = 32
 
 #: More than any failed jobs that people mend by hand; another file given by mistake is larger.
 _MAX_FILE_BYTES = 2**30
@@ -59,14 +62,21 @@ def entries(fleet: Fleet, selection: Selection, *, from_queue: bool) -> AsyncIte
 async def listing(fleet: Fleet, selection: Selection, limit: int, *, from_queue: bool) -> Listing:
     """Counts the selected failed jobs, and describes the first of them."""
     found = Listing()
+    shown: list[Entry] = []
     check = fleet.checks_signatures() if fleet.keys.trusted else None
     async for entry in entries(fleet, selection, from_queue=from_queue):
         record = entry.record
         found.errors[(record.error, record.reason) if record else (NO_RECORD, "")] += 1
         if len(found.jobs) < limit:
+            shown.append(entry)
             found.jobs.append(facts(entry))
             if check is not None:
                 found.jobs[-1]["signed"] = await check.is_signed(entry, fleet.storage.blobs)
+    for start in range(0, len(shown), _LOOKED_UP):
+        some = shown[start : start + _LOOKED_UP]
+        done = await dead_letter_records.are_completed(fleet.storage, some)
+        for job, is_completed in zip(found.jobs[start:], done, strict=False):
+            job["completed_since"] = is_completed
     if not from_queue:
         found.unrecorded = await dead_letter_queue.unrecorded(fleet.storage)
     return found
