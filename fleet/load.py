@@ -187,10 +187,11 @@ def command(
         is_live = console.stderr.is_terminal and not as_json
         with _progress(source.count, load.confirmed, is_live=is_live, quiet=quiet) as show:
             summary = console.run(_run(storage, load, show))
+    mended = getattr(source, "mended", 0)  # a template has no failed jobs
     if as_json:
-        console.print_json({**asdict(summary), "invalid": skipped.count})
+        console.print_json({**asdict(summary), "invalid": skipped.count, "mended": mended})
     elif not quiet:
-        _print_summary(summary, skipped.count, path)
+        _print_summary(summary, skipped.count, path, mended)
         if not load.is_done and not summary.sent and not skipped.count and summary.finished:
             console.print_note(f"no jobs in {file}: nothing was sent")
     if not summary.finished:
@@ -336,13 +337,18 @@ def _print_jobs(source: Source, *, quiet: bool) -> None:
     sys.stdout.flush()
 
 
-def _print_summary(summary: Summary, skipped: int, path: Path | None) -> None:
+def _print_summary(summary: Summary, skipped: int, path: Path | None, mended: int) -> None:
     if summary.sent:
         second = summary.second_drawings
         also = f" and {console.counted(second, 'second drawing')}" if second else ""
         console.print_note(
             f"{console.counted(summary.sent, 'job')}{also} sent to {summary.queue} in"
             f" {summary.storage}, {summary.jobs_per_second:,.0f} jobs/s"
+        )
+    if mended:
+        console.print_note(
+            f"{mended:,} of them had failed and stay on the list of failed jobs until they are"
+            " completed; then `imagefleet failed discard --completed` takes them off"
         )
     if skipped:
         console.print_note(f"{console.counted(skipped, 'invalid job')} skipped")

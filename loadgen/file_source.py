@@ -75,16 +75,20 @@ def digest(data: bytes) -> str:
     return hashlib.blake2b(data, digest_size=ID_BYTES).hexdigest()
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class _Maker:
     """Makes messages of entries: signed with *key*, of *campaign* where a job has none."""
 
     key: SigningKey | None
     campaign: str | None
+    mended: int = 0
+    """Messages made of jobs that had failed."""
 
     def message(self, entry: Entry, id_text: str) -> str:
         text = _without_failure(entry.text)
-        return _to_message(text, self._job(text, id_text), self.key)
+        message = _to_message(text, self._job(text, id_text), self.key)
+        self.mended += text is not entry.text
+        return message
 
     def checked(self, entry: Entry, id_text: str, on_job: OnJob | None) -> str:
         """As `message`, but spaces take the signature's place: to sign takes as long as to read."""
@@ -178,6 +182,11 @@ class FileSource:
     def bodies(self, start: int) -> Iterator[str | None]:
         return self._read(start, self._on_invalid or _refuse, self._maker.message)
 
+    @property
+    def mended(self) -> int:
+        """Jobs of the messages so far that had failed: `imagefleet failed export` has noted it."""
+        return self._maker.mended
+
     def examples(self, most: int) -> Iterator[str]:
         """The first messages."""
         return itertools.islice((body for body in self.bodies(0) if body is not None), most)
@@ -261,6 +270,11 @@ class StreamSource:
 
     def bodies(self, start: int) -> Iterator[str | None]:
         return self._read(start, self._on_invalid or _refuse, self._maker.message)
+
+    @property
+    def mended(self) -> int:
+        """As `FileSource.mended`."""
+        return self._maker.mended
 
     def examples(self, most: int) -> Iterator[str]:
         """The first messages."""

@@ -17,13 +17,16 @@ from imagefleet.job.message import (
     SIGNATURE_FIELD,
     message_fields,
 )
-from imagefleet.storage import dead_letter_queue
+from imagefleet.storage import dead_letter_queue, dead_letter_records
 from imagefleet.storage.dead_letter import Entry
 from imagefleet.storage.dead_letter_queue import Selection
 from imagefleet.storage.protocol import BlobStore
 
 #: Of a message that is in the poison queue by mistake.
 NO_RECORD = "not a record of a failed job"
+
+#: Jobs whose images are looked for at the same time.
+_LOOKED_UP = 32
 
 
 @dataclass(slots=True)
@@ -58,14 +61,21 @@ def entries(fleet: Fleet, selection: Selection, *, from_queue: bool) -> AsyncIte
 async def listing(fleet: Fleet, selection: Selection, limit: int, *, from_queue: bool) -> Listing:
     """Counts the selected failed jobs, and describes the first of them."""
     found = Listing()
+    shown: list[Entry] = []
     check = fleet.checks_signatures() if fleet.keys.trusted else None
     async for entry in entries(fleet, selection, from_queue=from_queue):
         record = entry.record
         found.errors[(record.error, record.reason) if record else (NO_RECORD, "")] += 1
         if len(found.jobs) < limit:
+            shown.append(entry)
             found.jobs.append(facts(entry))
             if check is not None:
                 found.jobs[-1]["signed"] = await check.is_signed(entry, fleet.storage.blobs)
+    for start in range(0, len(shown), _LOOKED_UP):
+        some = shown[start : start + _LOOKED_UP]
+        done = await dead_letter_records.are_completed(fleet.storage, some)
+        for job, is_completed in zip(found.jobs[start:], done, strict=False):
+            job["completed_since"] = is_completed
     if not from_queue:
         found.unrecorded = await dead_letter_queue.unrecorded(fleet.storage)
     return found

@@ -20,6 +20,7 @@ from imagefleet import concurrency, errors
 from imagefleet.job.message import RECORDS
 from imagefleet.records import shard
 from imagefleet.records.record import Outcome, Record
+from imagefleet.records.replaced import Replaced
 from imagefleet.records.shard import NOTHING, Kind, ShardName, Totals
 from imagefleet.storage.protocol import BlobPart, BlobRecord, BlobStore, Storage
 
@@ -138,11 +139,11 @@ async def counts(storage: Storage, campaign: str, on_damaged: OnDamaged = _ignor
     """A campaign's numbers, mostly from the ends of its shards.
 
     A listing, a small read for each shard of images, and all shards of other kinds. Where images'
-    names were taken, which is rare, all shards are read.
+    names were taken, or images were replaced, which is rare, all shards are read.
     """
     blobs = storage.blobs
     shards = await _shards(blobs, campaign)
-    if _of_kind(shards, "again"):
+    if _of_kind(shards, "again") or _of_kind(shards, "replaced"):
         stored = NOTHING
         async for record in _images(blobs, shards, on_damaged):
             stored = Totals(stored.records + 1, stored.jobs + (record.index == 0))
@@ -192,7 +193,7 @@ class Follower:
         try:
             for each in await _shards(self._blobs, self._campaign):
                 name, size = each.blob.name, each.blob.size_bytes
-                if each.kind == "sent" or name in self._given_up:
+                if each.kind in {"sent", "replaced"} or name in self._given_up:
                     continue
                 if size <= (offset := self.position.get(name, 0)):
                     continue
@@ -295,20 +296,25 @@ async def _lines(
 async def _images(
     blobs: BlobStore, shards: Collection[_Shard], on_damaged: OnDamaged
 ) -> AsyncGenerator[Record]:
+    replaced = Replaced()
+    async for notes in _records(blobs, _of_kind(shards, "replaced"), on_damaged):
+        replaced.add(notes)
     again = _of_kind(shards, "again")
     missing = _Missing()
-    async for records in _records(blobs, again, on_damaged):
+    async for part in _records(blobs, again, on_damaged):
+        records = replaced.without(part, once=False)
         missing.add(record.blob for record in records if record.blob)
     async with aclosing(_records(blobs, _of_kind(shards, "images"), on_damaged)) as parts:
-        async for records in parts:
+        async for part in parts:
+            records = replaced.without(part, once=True)
             missing.found(record.blob for record in records if record.blob)
             for record in records:
                 yield record
     # A worker that died in between has stored these images, and written no record.
     if missing.any:
         async with aclosing(_records(blobs, again, _ignore)) as parts:
-            async for records in parts:
-                for record in records:
+            async for part in parts:
+                for record in replaced.without(part, once=False):
                     if record.blob and missing.take(record.blob):
                         yield record
 

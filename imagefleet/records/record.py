@@ -38,8 +38,11 @@ _Moment = Annotated[
 ]
 _Seconds = Annotated[float, Field(ge=0, le=_LONGEST_SECONDS)]
 
-Outcome = Literal["completed", "failed", "cancelled", "replayed", "discarded"]
-"""`completed` is one stored image; the others are of a whole job, the last two by an operator."""
+Outcome = Literal["completed", "failed", "cancelled", "replayed", "discarded", "replaced"]
+"""`completed` is one stored image, `replaced` one that `imagefleet redo` has put aside.
+
+The others are of a whole job; the last three are by an operator.
+"""
 
 
 class Lora(NamedTuple):

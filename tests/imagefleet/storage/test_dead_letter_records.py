@@ -244,6 +244,27 @@ async def test_a_failed_job_whose_message_somebody_deleted_can_be_discarded(
     assert await listed(storage) == Counter()
 
 
+async def test_failed_jobs_whose_images_are_all_stored_since_are_discarded_and_no_others(
+    storage: Storage,
+) -> None:
+    await storage.create()
+    await fail(storage, "done", "half", "failed", "whole")
+    for name, facts in {
+        "spring/done.png": {"job": "done"},
+        "spring/half-0.png": {"job": "half", "images": "2"},
+        "spring/failed-1.png": {"job": "failed-1"},
+        "spring/whole-0.webp": {"job": "whole", "images": "2"},
+        "spring/whole-1.webp": {"job": "whole", "images": "2"},
+    }.items():
+        await storage.blobs.create(name, b"image", "image/png", facts)
+    await storage.poison.send(["not a record"])
+    swept = await dead_letter_queue.discard(storage, Selection(), completed=True)
+    assert (swept.done, swept.refused) == (2, [])
+    assert await listed(storage) == {"half": 1, "failed": 1}
+    assert (await storage.poison.depth()).messages == 3
+    assert (await dead_letter_queue.discard(storage, Selection(), completed=True)).done == 0
+
+
 async def test_messages_that_another_reader_holds_stay_on_the_list(storage: Storage) -> None:
     await fail(storage, "a", "b")
     (held,) = await storage.poison.receive(1, 60)
