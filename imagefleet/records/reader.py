@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import hashlib
 import json
 from array import array
 from collections import Counter, deque
@@ -19,7 +18,7 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError
 from imagefleet import concurrency, errors
 from imagefleet.job.message import RECORDS
 from imagefleet.records import shard
-from imagefleet.records.record import Outcome, Record
+from imagefleet.records.record import Outcome, Record, hashed
 from imagefleet.records.replaced import Replaced
 from imagefleet.records.shard import NOTHING, Kind, ShardName, Totals
 from imagefleet.storage.protocol import BlobPart, BlobRecord, BlobStore, Storage
@@ -419,11 +418,7 @@ def _is_of_operator(record: Record) -> bool:
 
 def _failure(record: Record) -> int:
     """Identifies one end of one message."""
-    return _hash(record.source or record.key)
-
-
-def _hash(text: str) -> int:
-    return int.from_bytes(hashlib.blake2b(text.encode(), digest_size=8).digest())
+    return hashed(record.source or record.key)
 
 
 class _Missing:
@@ -440,16 +435,16 @@ class _Missing:
 
     def add(self, names: Iterable[str]) -> None:
         """Only before the first name is looked up."""
-        self._added.extend(map(_hash, names))
+        self._added.extend(map(hashed, names))
 
     def found(self, names: Iterable[str]) -> None:
         """These have records."""
         if self._added:
-            self._look_up(list(map(_hash, names)))
+            self._look_up(list(map(hashed, names)))
 
     def take(self, name: str) -> bool:
         """True for the first who asks for a name that is missing."""
-        return bool(self._look_up([_hash(name)]))
+        return bool(self._look_up([hashed(name)]))
 
     def _look_up(self, wanted: list[int]) -> int:
         """Marks names as found; returns how many were missing until now."""
