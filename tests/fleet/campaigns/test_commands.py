@@ -161,6 +161,17 @@ def test_a_job_in_flight_and_one_of_several_images(
     assert (other["state"], other["images"]) == ("queued", [])
 
 
+def test_what_an_image_does_not_tell_of_its_job_is_not_made_up(
+    local_settings: StorageSettings, in_process: Imagefleet
+) -> None:
+    async def put(storage: Storage) -> None:
+        await storage.blobs.create("spring/mine.png", b"pixels", "image/png", {})
+
+    on(local_settings, put)
+    found = json.loads(in_process("job", "spring/mine", "--json", *flags(local_settings)).stdout)
+    assert (found["state"], found["attempts"], found["worker"]) == ("completed", None, None)
+
+
 def test_cancel_shows_what_it_would_do_asks_and_writes_the_list(
     filled: StorageSettings, in_process: Imagefleet, monkeypatch: pytest.MonkeyPatch
 ) -> None:
