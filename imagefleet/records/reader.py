@@ -4,27 +4,23 @@ from __future__ import annotations
 
 import asyncio
 import json
-from array import array
 from collections import Counter, deque
 from collections.abc import AsyncGenerator, AsyncIterator, Callable, Collection, Iterable
 from contextlib import aclosing
 from dataclasses import dataclass
 from datetime import UTC, datetime
 from itertools import islice
-from typing import TYPE_CHECKING
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
 from imagefleet import concurrency, errors
 from imagefleet.job.message import RECORDS
 from imagefleet.records import shard
+from imagefleet.records.missing import MissingRecords
 from imagefleet.records.record import Outcome, Record, hashed
 from imagefleet.records.replaced import Replaced
 from imagefleet.records.shard import NOTHING, Kind, ShardName, Totals
 from imagefleet.storage.protocol import BlobPart, BlobRecord, BlobStore, Storage
-
-if TYPE_CHECKING:
-    import numpy as np  # slow to import, and needed only where names were taken
 
 #: Read at once; some 30,000 records.
 _PART_BYTES = 4 * 2**20
@@ -299,7 +295,7 @@ async def _images(
     async for notes in _records(blobs, _of_kind(shards, "replaced"), on_damaged):
         replaced.add(notes)
     again = _of_kind(shards, "again")
-    missing = _Missing()
+    missing = MissingRecords()
     async for part in _records(blobs, again, on_damaged):
         records = replaced.without(part, once=False)
         missing.add(record.blob for record in records if record.blob)
@@ -419,43 +415,3 @@ def _is_of_operator(record: Record) -> bool:
 def _failure(record: Record) -> int:
     """Identifies one end of one message."""
     return hashed(record.source or record.key)
-
-
-class _Missing:
-    """Names of images that may have no record of their own, by hash: 9 bytes each."""
-
-    def __init__(self) -> None:
-        self._added = array("Q")
-        self._hashes: np.ndarray | None = None
-        self._is_found: np.ndarray | None = None
-
-    @property
-    def any(self) -> bool:
-        return bool(self._added) and not (self._is_found is not None and self._is_found.all())
-
-    def add(self, names: Iterable[str]) -> None:
-        """Only before the first name is looked up."""
-        self._added.extend(map(hashed, names))
-
-    def found(self, names: Iterable[str]) -> None:
-        """These have records."""
-        if self._added:
-            self._look_up(list(map(hashed, names)))
-
-    def take(self, name: str) -> bool:
-        """True for the first who asks for a name that is missing."""
-        return bool(self._look_up([hashed(name)]))
-
-    def _look_up(self, wanted: list[int]) -> int:
-        """Marks names as found; returns how many were missing until now."""
-        import numpy as np
-
-        hashes = np.array(wanted, np.uint64)
-        if self._hashes is None or self._is_found is None:
-            self._hashes = np.unique(np.frombuffer(self._added, np.uint64))
-            self._is_found = np.zeros(len(self._hashes), bool)
-        places = np.minimum(np.searchsorted(self._hashes, hashes), len(self._hashes) - 1)
-        places = np.unique(places[self._hashes[places] == hashes])
-        new = int((~self._is_found[places]).sum())
-        self._is_found[places] = True
-        return new
