@@ -18,6 +18,7 @@ import uuid
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
 from contextlib import AbstractAsyncContextManager
 from dataclasses import dataclass, field
+from datetime import datetime
 from pathlib import Path
 from typing import Any, NoReturn
 
@@ -31,6 +32,7 @@ from azure.storage.queue import QueueServiceClient
 from prometheus_client import CollectorRegistry
 
 import azurite
+from imagefleet import cancelled
 from imagefleet.storage.azure.storage import API_VERSION
 from imagefleet.storage.open import open_storage
 from imagefleet.storage.protocol import Storage
@@ -251,6 +253,16 @@ async def storage(storage_settings: StorageSettings) -> AsyncIterator[Storage]:
     async with open_storage(storage_settings) as storage:
         await storage.create()
         yield storage
+
+
+@pytest.fixture
+def cancel_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    """`cancel` does not wait until the storage's clock is ahead of what it cancels."""
+
+    async def return_at_once(_storage: Storage, _at: datetime) -> None:
+        """For tests in which nothing is sent later, or that look at what is sent meanwhile."""
+
+    monkeypatch.setattr(cancelled, "_wait_until_later", return_at_once)
 
 
 @pytest.fixture(scope="session")

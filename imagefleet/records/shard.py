@@ -16,13 +16,13 @@ from typing import Literal, NamedTuple
 from imagefleet.job.message import RECORDS
 
 #: `again` are images whose names were taken; most of them have a record in `images`.
-Kind = Literal["again", "images", "jobs", "sent"]
+Kind = Literal["again", "images", "jobs", "replaced", "sent"]
 
 #: Of a member's lines. Azure appends 4 MiB at once, and the largest record has some 200 KiB.
 MAX_MEMBER_BYTES = 3 * 2**20
 
 _NAME = re.compile(
-    rf"{re.escape(RECORDS)}(?P<campaign>[^/]+)/[^/]+\.(?P<kind>again|images|jobs|sent)\.jsonl\.gz"
+    rf"{re.escape(RECORDS)}(?P<campaign>[^/]+)/[^/]+\.(?P<kind>again|images|jobs|replaced|sent)\.jsonl\.gz"
 )
 
 #: An empty gzip member whose header has one extra field, `IF`: lines, and first images of jobs.
