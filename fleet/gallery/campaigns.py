@@ -35,6 +35,10 @@ _MOST_NAMES = 5_000
 #: Between two looks whether a poll is due.
 _TICK_SECONDS = 0.1
 
+#: Older records are read when no page has asked for something so long, but one part in a second.
+_HELD_SECONDS = 0.25
+_LONGEST_HELD_SECONDS = 1.0
+
 #: An index that nobody has opened for so long is deleted.
 _UNUSED_SECONDS = 30 * 86_400
 
@@ -59,6 +63,7 @@ class Campaigns:
         self._open: OrderedDict[str, Campaign] = OrderedDict()
         self._closing: list[Campaign] = []
         self._opening = asyncio.Lock()
+        self._held_until = float("-inf")
 
     async def names(self) -> list[str]:
         """The campaigns that have records, and the preferred one."""
@@ -103,6 +108,10 @@ class Campaigns:
         campaign.ask()
         return campaign
 
+    def hold(self) -> None:
+        """A page is being filled."""
+        self._held_until = time.monotonic() + _HELD_SECONDS
+
     async def follow(self) -> NoReturn:
         """Reads the records of the campaigns that are watched."""
         await asyncio.to_thread(self._remove_unused)
@@ -111,10 +120,19 @@ class Campaigns:
         while True:
             for campaign in [*self._open.values()]:
                 if campaign.is_due:
+                    if campaign.is_behind:
+                        await self._wait_for_pages()
                     await campaign.poll()
             while self._closing:
                 self._closing.pop().index.close()
-            await asyncio.sleep(_TICK_SECONDS)
+            if not any(each.is_due and each.is_behind for each in self._open.values()):
+                await asyncio.sleep(_TICK_SECONDS)
+
+    async def _wait_for_pages(self) -> None:
+        """What is on a screen comes before older records."""
+        longest = time.monotonic() + _LONGEST_HELD_SECONDS
+        while (seconds := min(self._held_until, longest) - time.monotonic()) > 0:  # noqa: ASYNC110
+            await asyncio.sleep(seconds)
 
     def close(self) -> None:
         for campaign in (*self._open.values(), *self._closing):

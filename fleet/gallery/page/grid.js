@@ -73,14 +73,27 @@ export class Grid {
     this.follow(this.known - this.total);
   }
 
-  // What was known of the items is out of date, but not where the reader is.
+  // The items were put in order anew: what is on the screen stays until it is known what is there.
+  // Returns by how much the ranks of the places on the screen have changed.
   refresh(total) {
+    const waiting = this.known - this.total;
+    const shift = Math.max(0, total - waiting) - this.total;
     this.pages.clear();
-    this.total = Math.min(this.total, total);
-    for (const tile of this.tiles.values()) tile.row = undefined;
+    for (const request of this.requests.values()) request.abort();
+    this.requests.clear();
+    this.total += shift;
+    if (this.active !== null) this.active = Math.max(0, this.active + shift);
+    const tiles = [...this.tiles.values()];
+    this.tiles.clear();
+    for (const tile of tiles) {
+      this.name(tile, tile.rank + shift);
+      tile.isOutdated = true;
+      this.tiles.set(tile.rank, tile);
+    }
     this.update(total);
     this.measure();
     this.render();
+    return shift;
   }
 
   showNew(animated = false) {
@@ -172,8 +185,7 @@ export class Grid {
     let tile = this.tiles.get(rank);
     if (!tile) {
       tile = this.spare.pop() ?? this.create();
-      tile.rank = rank;
-      tile.id = `item-${rank}`;
+      this.name(tile, rank);
       tile.state = "";
       tile.className = this.kind === "images" ? "tile" : `tile job ${this.kind}`;
       if (rank >= this.newFrom) tile.classList.add("new");
@@ -196,6 +208,11 @@ export class Grid {
     tile.setAttribute("aria-setsize", this.total);
     tile.classList.toggle("active", isActive);
     tile.setAttribute("aria-selected", isActive);
+  }
+
+  name(tile, rank) {
+    tile.rank = rank;
+    tile.id = `item-${rank}`;
   }
 
   create() {
@@ -235,19 +252,20 @@ export class Grid {
     const missing = new Set();
     for (const rank of this.wanted) {
       const tile = this.tiles.get(rank);
-      if (!tile || tile.row) continue;
+      if (!tile || (tile.row && !tile.isOutdated)) continue;
       const row = this.known_row(rank);
       if (!row) missing.add(Math.floor(rank / PAGE));
+      else if (tile.row?.[0] === row[0]) tile.isOutdated = false;
       else if (this.isNear(rank) || this.loading.size < FAR_AT_ONCE) this.show(tile, row);
     }
     for (const [page, request] of this.requests) if (!missing.has(page)) request.abort();
     for (const page of missing) this.ask(page);
   }
 
-  // On the screen, or about to be: its thumbnail comes before others.
+  // On the screen: its thumbnail comes before others.
   isNear(rank) {
     const y = Math.floor((this.total - 1 - rank) / this.columns) * this.rowHeight - this.virtualTop();
-    return y > -2 * this.rowHeight && y < this.height + this.rowHeight;
+    return y > -this.rowHeight - this.padding && y < this.height;
   }
 
   arrived(tile, how) {
@@ -258,6 +276,7 @@ export class Grid {
 
   show(tile, row) {
     tile.row = row;
+    tile.isOutdated = false;
     const [, job, prompt, reason] = row;
     tile.setAttribute("aria-label", [reason, prompt || job].filter(Boolean).join(", "));
     if (this.kind === "images") {

@@ -79,25 +79,37 @@ export class Viewer {
     event.preventDefault();
   }
 
-  async show(rank) {
-    this.rank = rank;
-    const total = this.total();
+  // The list was put in order anew.
+  moved(ranks) {
+    if (!this.isOpen) return;
+    this.rank = Math.max(0, this.rank + ranks);
+    this.showPlace();
+  }
+
+  showPlace() {
+    const rank = this.rank, total = this.total();
     byId("previous").disabled = rank >= total - 1;
     byId("next").disabled = rank <= 0;
     byId("place").textContent = `${number.format(total - rank)} of ${number.format(total)}`;
+  }
+
+  async show(rank) {
+    const shown = this.shown = {};
+    this.rank = rank;
+    this.showPlace();
     try {
       const row = await this.row(rank);
-      if (this.rank !== rank || !row) return;
+      if (this.shown !== shown || !row) return;
       const where = this.where(row);
       byId("title").textContent = row[1];
       byId("reason").hidden = true;
       if (this.isImage()) this.showPicture(row, where);
       const record = await get("/api/record", where);
-      if (this.rank !== rank || !this.isOpen) return;
+      if (this.shown !== shown || !this.isOpen) return;
       this.record = record;
       this.address = where;
       this.fill(record, where);
-      this.prepare(rank - 1);
+      this.prepare(this.rank - 1);
     } catch (error) {
       this.tell(error.message);
     }
@@ -134,14 +146,14 @@ export class Viewer {
 
   // The thumbnail at once, then the picture itself.
   showPicture(row, where) {
-    const rank = this.rank, preview = byId("picture"), full = new Image();
+    const shown = this.shown, preview = byId("picture"), full = new Image();
     preview.alt = full.alt = row[2];
     preview.className = "preview";
     preview.hidden = false;
     preview.src = url("/thumbnail", where);
     full.id = "picture";
     full.src = url("/picture", where);
-    const isShown = () => this.rank === rank && this.isOpen;
+    const isShown = () => this.shown === shown && this.isOpen;
     full.decode().then(
       () => isShown() && byId("picture").replaceWith(full),
       () => isShown() && this.failedPicture(where),
@@ -149,12 +161,12 @@ export class Viewer {
   }
 
   async failedPicture(where) {
-    const rank = this.rank;
+    const shown = this.shown;
     byId("picture").hidden = true;
     this.showReason("This picture cannot be shown", "");
     try {
       const response = await fetch(url("/picture", where));
-      if (!response.ok && this.rank === rank) {
+      if (!response.ok && this.shown === shown) {
         byId("reason").querySelector("p").textContent = (await response.json()).error;
       }
     } catch {

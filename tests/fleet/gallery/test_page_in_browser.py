@@ -360,8 +360,8 @@ async def test_a_list_longer_than_a_browser_can_be_high_has_an_end(
 ) -> None:
     real = Campaign.view
 
-    async def repeated(self: Campaign, chosen: Any) -> Any:
-        view = await real(self, chosen)
+    async def repeated(self: Campaign, chosen: Any, **options: Any) -> Any:
+        view = await real(self, chosen, **options)
         if len(view.seqs) == IMAGES:
             view.seqs = view.seqs.repeat(400)
         return view
