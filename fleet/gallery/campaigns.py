@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import hashlib
 import time
 from collections import OrderedDict
@@ -115,8 +116,9 @@ class Campaigns:
     async def follow(self) -> NoReturn:
         """Reads the records of the campaigns that are watched."""
         await asyncio.to_thread(self._remove_unused)
-        if name := await self.newest():  # a browser is about to ask for it
-            await self.get(name)
+        with contextlib.suppress(errors.TransientError, web.HTTPNotFound):  # the page tells that
+            if name := await self.newest():  # a browser is about to ask for it
+                await self.get(name)
         while True:
             for campaign in [*self._open.values()]:
                 if campaign.is_due:

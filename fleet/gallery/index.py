@@ -100,14 +100,9 @@ class Index:
         self._writing = threading.Lock()
         self._writer = cache.opened(path, _TABLES, _VERSION)
 
-    def _connect(self) -> sqlite3.Connection:
-        db = cache.connect(self._path)
-        db.execute(f"PRAGMA mmap_size = {2**30}")
-        return db
-
     @contextlib.contextmanager
     def _reading(self) -> Iterator[sqlite3.Connection]:
-        with contextlib.closing(self._connect()) as db:
+        with contextlib.closing(cache.connect(self._path)) as db:
             yield db
 
     def close(self) -> None:
@@ -317,11 +312,15 @@ def _code(record: Record) -> int:
 def _condition(chosen: Filter) -> tuple[str, list[str | int]]:
     where, values = ["outcome = ?"], list[str | int]([_OF_TAB[chosen.tab]])
     for word in chosen.text.split():
-        pattern = "%" + "".join(f"\\{each}" if each in "\\%_" else each for each in word) + "%"
-        where.append(
-            "(prompt LIKE ? ESCAPE '\\' OR reason LIKE ? ESCAPE '\\' OR job LIKE ? ESCAPE '\\')"
-        )
-        values += [pattern] * 3
+        # SQLite knows the small and capital letters of ASCII only.
+        forms = [word] if word.isascii() else [word, word.lower(), word.upper(), word.capitalize()]
+        some = []
+        for form in dict.fromkeys(forms):
+            pattern = "".join(f"\\{each}" if each in "\\%_" else each for each in form)
+            for column in ("prompt", "reason", "job"):
+                some.append(f"{column} LIKE ? ESCAPE '\\'")
+                values.append(f"%{pattern}%")
+        where.append(f"({' OR '.join(some)})")
     if chosen.worker:
         where.append("worker = (SELECT id FROM names WHERE kind = 'worker' AND name = ?)")
         values.append(chosen.worker)

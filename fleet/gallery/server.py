@@ -224,7 +224,7 @@ class Gallery:
         text, lora, worker = (
             request.query.get(name, "")[:_MOST_CHARACTERS] for name in ("text", "lora", "worker")
         )
-        return campaign, await campaign.view(Filter(tab, text.lower(), lora, worker), is_new=is_new)
+        return campaign, await campaign.view(Filter(tab, text, lora, worker), is_new=is_new)
 
     async def _found(self, request: web.Request) -> Record:
         campaign = await self._campaign(request)

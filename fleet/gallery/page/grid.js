@@ -11,6 +11,7 @@ const NARROW_PADDING = 8;
 const SMALLEST_TILE = 168;
 const NARROW_TILE = 116;
 const JOB_HEIGHT = 88;
+const NARROW_JOB_HEIGHT = 108; // two lines for the reason
 const WIDEST_JOB = 560;
 
 // Rows beyond the screen, as a share of its height: what a fast wheel moves between two frames.
@@ -121,7 +122,7 @@ export class Grid {
     const smallest = isJobs ? WIDEST_JOB : narrow ? NARROW_TILE : SMALLEST_TILE;
     this.columns = Math.max(1, Math.floor((inner + this.gap) / (smallest + this.gap)));
     this.tileWidth = (inner - (this.columns - 1) * this.gap) / this.columns;
-    this.tileHeight = isJobs ? JOB_HEIGHT : this.tileWidth;
+    this.tileHeight = isJobs ? (narrow ? NARROW_JOB_HEIGHT : JOB_HEIGHT) : this.tileWidth;
     this.rowHeight = this.tileHeight + this.gap;
     const rows = Math.ceil(this.total / this.columns);
     this.virtualHeight = rows ? rows * this.rowHeight - this.gap + 2 * this.padding : 0;

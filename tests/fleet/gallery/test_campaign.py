@@ -5,6 +5,8 @@ from __future__ import annotations
 import asyncio
 import itertools
 import sqlite3
+import subprocess
+import sys
 from collections.abc import AsyncIterator, Iterable
 from concurrent.futures import ThreadPoolExecutor
 from datetime import UTC, datetime, timedelta
@@ -173,4 +175,41 @@ def test_a_cache_that_a_power_failure_has_damaged_is_made_anew(
     kept = Thumbnails(tmp_path / "t.sqlite", 1000)
     kept.keep(b"key", b"data")
     assert kept.read(b"key") == b"data"
+    kept.close()
+
+
+#: Writes to a cache until it is killed.
+WRITER = """
+import sys
+from pathlib import Path
+from datetime import UTC, datetime
+from fleet.gallery.index import Index
+from fleet.gallery.thumbnails import Thumbnails
+from imagefleet.records.record import Record
+folder = Path(sys.argv[1])
+index, kept = Index(folder / "index.sqlite"), Thumbnails(folder / "t.sqlite", 10**9)
+for number in range(10**6):
+    fields = {"id": str(number), "outcome": "completed", "at": datetime.now(UTC)}
+    records = [Record(blob=f"spring/{number}-{each}.png", **fields) for each in range(20)]
+    index.add(records, {"shard": 20 * (number + 1)})
+    kept.keep(bytes([number % 256]), bytes([number % 256]) * 50_000)
+    if number == 30:
+        print("writing", flush=True)
+"""
+
+
+def test_a_gallery_that_is_killed_leaves_a_cache_that_is_whole(tmp_path: Path) -> None:
+    command = [sys.executable, "-c", WRITER, str(tmp_path)]
+    with subprocess.Popen(command, stdout=subprocess.PIPE) as process:
+        assert process.stdout is not None
+        assert process.stdout.readline() == b"writing\n"
+        process.kill()
+    index = Index(tmp_path / "index.sqlite")
+    assert index.position() == {"shard": index.counts().jobs}
+    assert index.last() == index.counts().jobs > 600
+    assert index.record(index.last()) is not None
+    index.close()
+    kept = Thumbnails(tmp_path / "t.sqlite", 10**9)
+    for number in range(30):
+        assert kept.read(bytes([number])) == bytes([number]) * 50_000
     kept.close()

@@ -234,6 +234,52 @@ async def test_new_images_come_at_the_top_and_move_nothing_under_a_readers_eyes(
         page.complaints.clear()  # of these two
 
 
+async def test_the_newest_are_there_at_once_and_stay_while_older_ones_are_read(
+    campaign: StorageSettings, open_page: Open, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    may_read = asyncio.Event()
+
+    async def wait(_: object) -> None:
+        await may_read.wait()
+
+    monkeypatch.setattr("fleet.gallery.campaign._READ_BYTES", 8_000)
+    monkeypatch.setattr("imagefleet.records.reader._END_BYTES", 8_000)
+    monkeypatch.setattr("fleet.gallery.campaigns.Campaigns._wait_for_pages", wait)
+    shown = (
+        "[...document.querySelectorAll('.tile')].filter(each => each.ariaPosInSet < 8)"
+        ".map(each => [each.ariaPosInSet, each.ariaLabel, each.className]).sort().join()"
+    )
+    watch = """(() => {
+      window.changed = 0;
+      const observer = new MutationObserver(changes => { window.changed += changes.length; });
+      for (const tile of document.querySelectorAll(".tile.loaded"))
+        if (tile.ariaPosInSet < 30) observer.observe(tile.children[0], { attributes: true });
+    })()"""
+    async with open_page(campaign) as page:
+        await page.until(benchmark.FIRST_SCREEN)
+        size = await page.evaluate("Number(document.querySelector('.tile').ariaSetSize)")
+        assert 0 < size < IMAGES
+        assert "%" in await page.evaluate("document.querySelector('#status').textContent")
+        before = await page.evaluate(shown)
+        await page.evaluate(watch)
+        await page.press("ArrowRight")
+        await page.press("ArrowRight")
+        await page.press("Enter")
+        assert await page.until(OPENED) == f"{IMAGES - 2:07d}"
+        may_read.set()
+        await page.until(f"document.querySelector('.tile').ariaSetSize == {IMAGES}", 20)
+        await page.until(f"document.querySelector('#place').textContent === '2 of {IMAGES:,}'")
+        await page.press("ArrowRight")
+        await page.until(f"({OPENED}) === '{IMAGES - 3:07d}'")
+        await page.press("Escape")
+        await page.until(CLOSED)
+        assert await active(page) == 3
+        await page.press("ArrowLeft")
+        await page.press("ArrowLeft")
+        await page.until(f"{shown}.replace(' active', '') === {json.dumps(before)}")
+        assert await page.evaluate("window.changed") == 0, "they have flickered"
+
+
 @pytest.mark.parametrize("width", [1280, 400])
 async def test_nothing_is_cut_off_or_tiny_in_any_view(
     campaign: StorageSettings, open_page: Open, width: int
