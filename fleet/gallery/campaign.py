@@ -22,10 +22,6 @@ _VIEWS = 8
 #: After the last request of a page, its campaign is followed for so long.
 _WATCHED_SECONDS = 15.0
 
-#: Records at once, and bytes of a shard: few, so that a page is answered in between.
-_READ = 2_000
-_READ_BYTES = 256 * 2**10
-
 #: Who opens a campaign sees so many of its newest records before the others are read.
 _NEWEST = 300
 
@@ -43,6 +39,10 @@ class Pace:
 
     poll_seconds: float
     count_seconds: float
+    records_at_once: int = 2_000
+    """Few, so that a page is answered in between."""
+    part_bytes: int = 256 * 2**10
+    """Of a shard."""
 
 
 @dataclass(slots=True)
@@ -114,9 +114,10 @@ class Campaign:
         """Adds new records; notes an error as the `problem`."""
         self._due_at = time.monotonic() + self._pace.poll_seconds
         try:
+            is_ahead = False
             if self._follower is None:
-                self._follower = await self._started()
-            else:
+                self._follower, is_ahead = await self._started()
+            if not is_ahead:
                 await self._read(self._follower)
             await self._count()
         except errors.FleetError as error:
@@ -128,29 +129,34 @@ class Campaign:
             self.problem = ""
         self._has_begun.set()
 
-    async def _started(self) -> reader.Follower:
-        """A follower that goes on where the index ends; adds the newest records before."""
+    async def _started(self) -> tuple[reader.Follower, bool]:
+        """A follower that goes on where the index ends.
+
+        Where that is far behind, the newest records are added first; returns whether they were.
+        """
         position = await asyncio.to_thread(self.index.position)
         self._ends = await reader.end(self._storage, self.name)
         if not position.keys() <= self._ends.keys():  # of a storage that was deleted since
             await asyncio.to_thread(self.index.clear)
             position = {}
-        if sum(self._ends.values()) - sum(position.values()) > _READ_BYTES:
+        is_behind = sum(self._ends.values()) - sum(position.values()) > self._pace.part_bytes
+        if is_behind:
             newest = await reader.newest(self._storage, self.name, _NEWEST)
             await asyncio.to_thread(self.index.add, newest, position)
             self.version += 1
-        self._due_at = 0.0
-        return reader.Follower(
+            self._due_at = 0.0
+        follower = reader.Follower(
             *(self._storage, self.name, position, self._note_damaged),
-            most=_READ,
-            part_bytes=_READ_BYTES,
+            most=self._pace.records_at_once,
+            part_bytes=self._pace.part_bytes,
         )
+        return follower, is_behind
 
     async def _read(self, follower: reader.Follower) -> None:
         records = await follower.poll()
         if records:
             await asyncio.to_thread(self.index.add, records, follower.position)
-        is_complete = self.is_complete or len(records) < _READ
+        is_complete = self.is_complete or len(records) < self._pace.records_at_once
         if not is_complete:
             self._due_at = 0.0
             read = sum(min(end, follower.position.get(name, 0)) for name, end in self._ends.items())

@@ -23,9 +23,9 @@ from imagefleet.storage.protocol import Storage
 #: Campaigns that are followed at the same time, each while a page shows it.
 _MOST_OPEN = 4
 
-#: Each poll is billed on Azure, and so is each count of the jobs sent: a read for each shard.
+#: Each poll is billed on Azure: a listing, and a read for each part of a shard that is new.
 _LOCAL_PACE = Pace(poll_seconds=1.0, count_seconds=5.0)
-_REMOTE_PACE = Pace(poll_seconds=5.0, count_seconds=60.0)
+_REMOTE_PACE = Pace(poll_seconds=5.0, count_seconds=60.0, records_at_once=8_000, part_bytes=2**20)
 
 #: The list of campaigns is read again after this time.
 _NAMES_SECONDS = 5.0

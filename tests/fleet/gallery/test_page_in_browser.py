@@ -18,7 +18,7 @@ import pytest
 from PIL import Image, ImageStat
 
 import gallery as benchmark
-from fleet.gallery.campaign import Campaign
+from fleet.gallery.campaign import Campaign, Pace
 from imagefleet.records.record import Record
 from imagefleet.records.writer import RecordLog
 from imagefleet.storage.open import open_storage
@@ -242,7 +242,8 @@ async def test_the_newest_are_there_at_once_and_stay_while_older_ones_are_read(
     async def wait(_: object) -> None:
         await may_read.wait()
 
-    monkeypatch.setattr("fleet.gallery.campaign._READ_BYTES", 8_000)
+    pace = Pace(poll_seconds=0.1, count_seconds=0.5, part_bytes=8_000)
+    monkeypatch.setattr("fleet.gallery.campaigns._LOCAL_PACE", pace)
     monkeypatch.setattr("imagefleet.records.reader._END_BYTES", 8_000)
     monkeypatch.setattr("fleet.gallery.campaigns.Campaigns._wait_for_pages", wait)
     shown = (
