@@ -15,7 +15,7 @@ def opened(path: Path, tables: str, version: int) -> sqlite3.Connection:
         SetupError: it cannot be written.
     """
     try:
-        path.parent.mkdir(parents=True, exist_ok=True)
+        path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)  # prompts are in it
         try:
             db = _with_tables(path, tables, version)
         except sqlite3.OperationalError:  # it is locked, the disk is full, and so on

@@ -146,5 +146,6 @@ class Campaigns:
 
     def _remove_unused(self) -> None:
         for file in self._folder.glob("index-*.sqlite*"):
-            if time.time() - file.stat().st_mtime > _UNUSED_SECONDS:
-                file.unlink(missing_ok=True)
+            with contextlib.suppress(FileNotFoundError):  # another gallery does the same
+                if time.time() - file.stat().st_mtime > _UNUSED_SECONDS:
+                    file.unlink()

@@ -23,6 +23,10 @@ const MAX_HEIGHT = 12_000_000;
 // Thumbnails beyond the screen that load at the same time, when those on it are there.
 const FAR_AT_ONCE = 4;
 
+// Of one row that is needed at once.
+const ROW_TRIES = 20;
+const ROW_MILLISECONDS = 100;
+
 // Items that fly past are not asked for.
 const FLYING_SCREENS = 2;
 const LANDED_MILLISECONDS = 70;
@@ -312,9 +316,13 @@ export class Grid {
     if ((page + 1) * PAGE <= this.total || this.known_row(this.total - 1)) this.fill();
   }
 
-  // The row of a rank, from the server if it is not known.
+  // The row of a rank, from the server if it is not known. What is asked for may be given up for what
+  // is on the screen, or be out of date when it comes: then it is asked for again.
   async row(rank) {
-    if (!this.known_row(rank)) await this.ask(Math.floor(rank / PAGE));
+    for (let tries = 0; tries < ROW_TRIES && !this.known_row(rank); tries++) {
+      if (tries) await new Promise(resolve => setTimeout(resolve, ROW_MILLISECONDS));
+      await this.ask(Math.floor(rank / PAGE));
+    }
     return this.known_row(rank);
   }
 

@@ -95,6 +95,7 @@ export class Viewer {
 
   async show(rank) {
     const shown = this.shown = {};
+    this.record = this.address = null; // no button is about what was shown before
     this.rank = rank;
     this.showPlace();
     try {
@@ -103,12 +104,13 @@ export class Viewer {
       const where = this.where(row);
       byId("title").textContent = row[1];
       byId("reason").hidden = true;
+      byId("save").href = url("/picture", where);
       if (this.isImage()) this.showPicture(row, where);
       const record = await get("/api/record", where);
       if (this.shown !== shown || !this.isOpen) return;
       this.record = record;
       this.address = where;
-      this.fill(record, where);
+      this.fill(record);
       this.prepare(this.rank - 1);
     } catch (error) {
       this.tell(error.message);
@@ -118,18 +120,17 @@ export class Viewer {
   // The next picture is there when it is asked for.
   async prepare(rank) {
     const row = rank >= 0 && (await this.row(rank));
-    if (row && this.record.blob) {
+    if (row && this.record?.blob) {
       new Image().src = url("/picture", this.where(row));
     }
   }
 
-  fill(record, where) {
+  fill(record) {
     const isImage = record.outcome === "completed";
     byId("title").textContent = record.images > 1 ? `${record.id} (${record.index + 1} of ${record.images})` : record.id;
     this.dialog.setAttribute("aria-label", isImage ? "Image" : "Job");
     this.dialog.querySelector(".actions").hidden = false;
     byId("save").hidden = !isImage;
-    byId("save").href = url("/picture", where);
     byId("save").download = (record.blob ?? "image").split("/").pop();
     byId("replay").hidden = record.outcome !== "failed";
     byId("replay").disabled = Boolean(record.refusal);
@@ -235,6 +236,7 @@ export class Viewer {
   }
 
   async copy() {
+    if (!this.record) return this.tell("One moment: its parameters are still being read");
     try {
       await navigator.clipboard.writeText(this.record.text);
       this.tell("The job is in the clipboard, as JSON");
@@ -244,6 +246,8 @@ export class Viewer {
   }
 
   askReplay() {
+    if (!this.address) return;
+    this.asked = this.address;
     byId("confirm").showModal();
   }
 
@@ -252,7 +256,7 @@ export class Viewer {
     if (button.disabled) return; // it is on its way
     button.disabled = true;
     try {
-      await post("/api/replay", this.address);
+      await post("/api/replay", this.asked);
       this.tell("The job is in the queue again");
     } catch (error) {
       button.disabled = false;

@@ -157,6 +157,27 @@ async def test_the_parameters_are_there_and_the_job_can_be_copied(
         await page.until(f"document.querySelector('.tile')?.ariaSetSize == {IMAGES // 4}")
 
 
+async def test_what_is_copied_is_never_the_image_before(
+    campaign: StorageSettings, open_page: Open
+) -> None:
+    async with open_page(campaign) as page:
+        await page.evaluate(
+            "navigator.clipboard.writeText = async text => { window.copied = text; };"
+            "(real => { window.fetch = (url, ...rest) => url.includes('/api/record') &&"
+            " window.isSlow ? new Promise(() => {}) : real(url, ...rest); })(fetch)"
+        )
+        await page.click(".tile[aria-posinset='2']")
+        await page.until("document.querySelector('#facts dl')")
+        await page.evaluate("window.isSlow = true; undefined")
+        await page.press("ArrowRight")
+        await page.until(f"({OPENED}) === '{IMAGES - 3:07d}'")
+        await page.press("c")
+        await page.until("document.querySelector('#toast').textContent.includes('being read')")
+        assert await page.evaluate("window.copied ?? null") is None
+        save = await page.evaluate("document.querySelector('#save').href")
+        assert save == await page.evaluate("document.querySelector('#picture').src")
+
+
 async def test_filters_narrow_the_list_and_outlive_a_reload(
     campaign: StorageSettings, open_page: Open
 ) -> None:
