@@ -190,7 +190,8 @@ class Campaign:
         last = await asyncio.to_thread(self.index.last)
         # A job that has failed may be replayed; and older records come after the newest.
         has_changed = view.filter.tab != "images" or birth != view.birth or not view.is_complete
-        if has_changed and view.version >= 0 and time.monotonic() < view.rebuild_at:
+        is_early = view.version >= 0 and time.monotonic() < view.rebuild_at
+        if has_changed and is_early and is_complete == view.is_complete:
             return
         began_at = time.monotonic()
         after = 0 if has_changed else view.last

@@ -157,7 +157,7 @@ class Gallery:
                 "counts": counts.tabs,
                 "jobs": counts.jobs,
                 "sent": campaign.sent,
-                "reading": not campaign.is_complete,
+                "reading": not view.is_complete,
                 "read": campaign.read_share,
                 "damaged": campaign.damaged,
                 "problem": _sentence(campaign.problem or self._campaigns.problem),
