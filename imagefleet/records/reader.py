@@ -37,6 +37,12 @@ _CONCURRENT_READS = 16
 #: A follower's records at once, about.
 _POLLED = 20_000
 
+#: The newest records are looked for in the ends of so many shards, those that grew last.
+_NEWEST_SHARDS = 16
+
+#: Of each: a worker adds 256 records at once, some 50 kB.
+_END_BYTES = 128 * 2**10
+
 OnDamaged = Callable[[str, str], None]
 """Called with the name of a shard, and what is wrong with it or with one of its records."""
 
@@ -130,6 +136,36 @@ async def end(storage: Storage, campaign: str) -> dict[str, int]:
     return {each.blob.name: each.blob.size_bytes for each in await _shards(storage.blobs, campaign)}
 
 
+async def sent(storage: Storage, campaign: str) -> int | None:
+    """Its jobs, as far as fillers have noted them; a listing, and a read for each filler."""
+    shards = await _shards(storage.blobs, campaign)
+    return await _sent(storage.blobs, _of_kind(shards, "sent"), _ignore)
+
+
+async def newest(storage: Storage, campaign: str, most: int) -> list[Record]:
+    """Some of the latest images and jobs, without reading the rest; the oldest of them first.
+
+    A listing, and a read for each of the shards that grew last, 16 at most of each kind.
+    """
+    shards = await _shards(storage.blobs, campaign)
+    shards.sort(key=lambda each: each.blob.modified_at or each.blob.created_at)
+    ends = _of_kind(shards, "images")[-_NEWEST_SHARDS:] + _of_kind(shards, "jobs")[-_NEWEST_SHARDS:]
+    found = await concurrency.gather(*(_end(storage.blobs, each, most) for each in ends))
+    records = sorted((each for some in found for each in some), key=lambda each: each.at)
+    return records[-most:]
+
+
+async def _end(blobs: BlobStore, each: _Shard, most: int) -> list[Record]:
+    """The records of the last members of a shard, *most* at most."""
+    start = max(0, each.blob.size_bytes - _END_BYTES)
+    part = await blobs.read_part(each.blob.name, start, _END_BYTES)
+    if part is None:
+        return []
+    data = part.data[shard.first_member(part.data) :] if start else part.data
+    lines = await asyncio.to_thread(shard.Decoder().lines, data)
+    return await asyncio.to_thread(_parsed, lines[-most:], each, _ignore)
+
+
 async def counts(storage: Storage, campaign: str, on_damaged: OnDamaged = _ignore) -> Counts:
     """A campaign's numbers, mostly from the ends of its shards.
 
@@ -171,15 +207,21 @@ class Follower:
         campaign: str | None = None,
         position: dict[str, int] | None = None,
         on_damaged: OnDamaged = _ignore,
+        *,
+        most: int | None = None,
+        part_bytes: int = _PART_BYTES,
     ) -> None:
+        """A poll returns some *most* records, and reads a shard by *part_bytes*."""
         self.position: dict[str, int] = dict(position or {})
         self._blobs = storage.blobs
         self._campaign = campaign
         self._on_damaged = on_damaged
+        self._most = most or _POLLED
+        self._part_bytes = part_bytes
         self._given_up: set[str] = set()
 
     async def poll(self) -> list[Record]:
-        """The next new records, some 20,000 at most; [] if there are none.
+        """The next new records; [] if there are none.
 
         A listing, and a read for each shard that has grown.
         """
@@ -192,7 +234,7 @@ class Follower:
                     continue
                 if size <= (offset := self.position.get(name, 0)):
                     continue
-                if len(found) >= _POLLED:
+                if len(found) >= self._most:
                     break
                 found += await self._read(each, offset)
         except BaseException:  # what was read is not handed over, so it is read again
@@ -203,9 +245,11 @@ class Follower:
     async def _read(self, each: _Shard, offset: int) -> list[Record]:
         name, found = each.blob.name, list[Record]()
         decoder = shard.Decoder(offset)
-        async for lines in _lines(self._blobs, each, decoder, self._on_damaged):
+        async for lines in _lines(
+            self._blobs, each, decoder, self._on_damaged, part_bytes=self._part_bytes
+        ):
             found += await asyncio.to_thread(_parsed, lines, each, self._on_damaged)
-            if len(found) >= _POLLED:
+            if len(found) >= self._most:
                 break
         if decoder.is_damaged and decoder.position == offset > 0:
             return await self._read(each, 0)  # `end` may see a local file during an append
@@ -270,13 +314,14 @@ async def _lines(
     decoder: shard.Decoder,
     on_damaged: OnDamaged,
     part: BlobPart | None = None,
+    part_bytes: int = _PART_BYTES,
 ) -> AsyncGenerator[list[bytes]]:
     """A shard's lines from the decoder's position on, part by part, up to where it is damaged.
 
     *part* is the first one, if it has been read already.
     """
     name, offset = each.blob.name, decoder.position
-    part = part or await blobs.read_part(name, offset, _PART_BYTES)
+    part = part or await blobs.read_part(name, offset, part_bytes)
     while part and part.data:
         offset += len(part.data)
         yield await asyncio.to_thread(decoder.lines, part.data)
@@ -285,7 +330,7 @@ async def _lines(
             break
         if offset >= part.total_bytes:
             break
-        part = await blobs.read_part(name, offset, _PART_BYTES)
+        part = await blobs.read_part(name, offset, part_bytes)
 
 
 async def _images(

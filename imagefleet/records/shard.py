@@ -34,6 +34,9 @@ _EMPTY_BLOCK = b"\x03\x00"
 
 TOTALS_BYTES = _TOTALS.size
 
+#: How the empty members begin.
+_BEFORE_TOTALS = struct.pack("<4s5xB H2sH", _GZIP_WITH_EXTRA, _UNKNOWN_SYSTEM, 20, _SUBFIELD, 16)
+
 #: zlib's parameter for a gzip member.
 _GZIP = 31
 
@@ -84,6 +87,12 @@ def totals(end: bytes) -> Totals | None:
     if (start, system, length, subfield, size, block) != expected or jobs > records:
         return None
     return Totals(records, jobs)
+
+
+def first_member(end: bytes) -> int:
+    """Where the first whole member of lines begins in the end of a shard, after some totals."""
+    found = end.find(_BEFORE_TOTALS)
+    return found + TOTALS_BYTES if found >= 0 else len(end)
 
 
 @dataclass(slots=True)
