@@ -57,7 +57,7 @@ JOBS = 5_000
 #: Named after the folders of their storages.
 FLEET = "storage/jobs"
 OTHER_FLEET = "other/jobs"
-PUSHING_SECONDS = 30
+PUSHING_SECONDS = 45
 
 #: Five minutes by default; shorter here, so that a dead worker's series go stale sooner.
 LOOK_BACK = "10s"
