@@ -19,7 +19,7 @@ REMOVED_SETTINGS: dict[str, str] = {
     "engine": "there is one engine, which generates each image at its own step",
     "max_batch": "--slots sets the images generated at once",
     "attention": "the fastest self-attention kernel is selected for each GPU",
-    "rank_capacity": "LoRAs above rank 64 are merged into the weights",
+    "rank_capacity": "LoRAs of any rank share calls",
     "lora_memory_megabytes": "2 GiB of LoRA files are kept in memory",
     "model_cache": "fetched models are kept in the models folder of --cache",
     "lora_megabytes": "LoRA files of up to 1024 MiB are accepted",

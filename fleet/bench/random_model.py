@@ -80,7 +80,7 @@ def build_random_loras(
     for name in names:
         tensors = {}
         for key, (layer, layer_rank) in layers.items():
-            parts = _MAKERS[kind](tuple(layer.weight.shape), layer_rank, generator)
+            parts = MAKERS[kind](tuple(layer.weight.shape), layer_rank, generator)
             for part, tensor in parts.items():
                 tensors[f"{key}.{part}"] = tensor.to("cpu", torch.float16)
             tensors[f"{key}.alpha"] = torch.tensor(float(layer_rank))
@@ -150,7 +150,8 @@ def _noise(generator: torch.Generator, *shape: int) -> torch.Tensor:
     return torch.randn(shape, generator=generator, device=generator.device)
 
 
-_MAKERS: Mapping[Kind, Callable[[Shape, int, torch.Generator], Tensors]] = {
+#: Make one layer's tensors for its weight's shape and a rank.
+MAKERS: Mapping[Kind, Callable[[Shape, int, torch.Generator], Tensors]] = {
     "lora": _lora,
     "locon": _lora,
     "loha": _loha,

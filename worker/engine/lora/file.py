@@ -15,7 +15,7 @@ import re
 import struct
 import threading
 from collections import Counter, OrderedDict
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from concurrent.futures import Future
 from dataclasses import dataclass
 from typing import Any, get_args
@@ -26,15 +26,12 @@ from safetensors.torch import load
 
 from imagefleet import errors
 from worker.engine import contract
-from worker.engine.lora import names
+from worker.engine.lora import kinds, names
 from worker.engine.lora.names import Network
 
 log = logging.getLogger(__name__)
 
 Tensors = Mapping[str, torch.Tensor]
-
-#: Tensors of any kind: a strength, and DoRA's norms by LyCORIS' and peft's name.
-_EXTRAS = frozenset({"alpha", "dora_scale", "magnitude"})
 
 #: Of a tensor's name in a message.
 _SHOWN_CHARACTERS = 200
@@ -56,29 +53,18 @@ class WeightDelta:
     def compute(self, weight: torch.Tensor) -> torch.Tensor:
         """The change at strength 1 in float32, with the shape and device of *weight*.
 
-        *weight* is the checkpoint's own in float32: DoRA's change depends on it.
+        *weight* is the checkpoint's own: DoRA's change depends on it.
 
         Raises:
             ValueError, RuntimeError, IndexError: the tensors do not fit each other or the weight.
         """
-        tensors = {
-            name: each.to(weight.device, torch.float32) for name, each in self.tensors.items()
-        }
-        product = _PRODUCTS[frozenset(tensors) - _EXTRAS](tensors).flatten(1)
-        if product.shape != weight.flatten(1).shape:
-            raise ValueError(f"the change is {list(product.shape)}")
-        delta = self.scale * product.reshape(weight.shape)
-        magnitude, scale = tensors.get("magnitude"), tensors.get("dora_scale")
-        if magnitude is not None:
-            return _decomposed(weight, delta, magnitude, of_outputs=True)
-        if scale is not None:  # older files hold the norms of the inputs, [1, inputs, ...]
-            return _decomposed(weight, delta, scale, of_outputs=len(scale) == len(weight))
-        return delta
+        stacked = {name: each.to(weight.device)[None] for name, each in self.tensors.items()}
+        return kinds.compute(stacked, self.scale, weight[None])[0]
 
     @property
     def is_zero(self) -> bool:
         """Whether it changes nothing, at any strength."""
-        if self.tensors.keys() & _EXTRAS:
+        if self.tensors.keys() & kinds.EXTRAS:
             return False  # DoRA's norms are a change of their own
         return self.scale == 0 or any(not tensor.any() for tensor in self.tensors.values())
 
@@ -91,7 +77,7 @@ def make_delta(tensors: Tensors, alpha: float | None, *, by_root: bool = False) 
     Raises:
         ValueError: the tensors are of no known kind, or incomplete.
     """
-    if frozenset(tensors) - _EXTRAS not in _PRODUCTS:
+    if not kinds.is_known(frozenset(tensors)):
         raise ValueError("the tensors are of no known kind")
     if "alpha" in tensors:
         alpha = float(tensors["alpha"].item())
@@ -103,69 +89,6 @@ def make_delta(tensors: Tensors, alpha: float | None, *, by_root: bool = False) 
         raise ValueError("the rank is 0")
     return WeightDelta(kept, alpha / (rank**0.5 if by_root else rank))
 
-
-def _lora(tensors: Tensors) -> torch.Tensor:
-    down, up = tensors["down"].flatten(1), tensors["up"].flatten(1)
-    return _tucker(tensors["mid"], up.T, down) if "mid" in tensors else up @ down
-
-
-def _loha(tensors: Tensors) -> torch.Tensor:
-    return _half(tensors, "hada", "1") * _half(tensors, "hada", "2")
-
-
-def _lokr(tensors: Tensors) -> torch.Tensor:
-    # The second half's columns end with the kernel, as a weight's do.
-    return torch.kron(_half(tensors, "lokr", "1"), _half(tensors, "lokr", "2"))
-
-
-def _half(tensors: Tensors, kind: str, half: str) -> torch.Tensor:
-    if (whole := tensors.get(f"{kind}_w{half}")) is not None:
-        return whole.flatten(1)
-    first, second = tensors[f"{kind}_w{half}_a"], tensors[f"{kind}_w{half}_b"]
-    core = tensors.get(f"{kind}_t{half}")
-    return first @ second.flatten(1) if core is None else _tucker(core, first, second).flatten(1)
-
-
-def _full(tensors: Tensors) -> torch.Tensor:
-    return tensors["diff"]
-
-
-def _tucker(core: torch.Tensor, outer: torch.Tensor, inner: torch.Tensor) -> torch.Tensor:
-    """Core [rank, rank, *kernel], outer [rank, out], inner [rank, in] to [out, in, *kernel]."""
-    product: torch.Tensor = torch.einsum("rs...,ro,si->oi...", core, outer, inner)
-    return product
-
-
-def _decomposed(
-    weight: torch.Tensor, delta: torch.Tensor, norms: torch.Tensor, *, of_outputs: bool
-) -> torch.Tensor:
-    """DoRA: the changed weight rescaled to *norms*, minus the original weight.
-
-    The strength multiplies this difference, as in AUTOMATIC1111; in peft it is inside the norm.
-    """
-    changed = weight + delta
-    others = [dim for dim in range(weight.ndim) if dim != (0 if of_outputs else 1)]
-    own = torch.linalg.vector_norm(changed, dim=others, keepdim=True)
-    smallest = torch.finfo(torch.float32).tiny
-    renormed: torch.Tensor = changed * (norms.reshape(own.shape) / own.clamp_min(smallest))
-    return renormed - weight
-
-
-_LOHA = frozenset({"hada_w1_a", "hada_w1_b", "hada_w2_a", "hada_w2_b"})
-_LOKR_HALVES = (
-    ({"lokr_w1"}, {"lokr_w1_a", "lokr_w1_b"}),
-    ({"lokr_w2"}, {"lokr_w2_a", "lokr_w2_b"}, {"lokr_w2_a", "lokr_w2_b", "lokr_t2"}),
-)
-
-#: The kinds, by the names of their tensors.
-_PRODUCTS: Mapping[frozenset[str], Callable[[Tensors], torch.Tensor]] = {
-    frozenset({"down", "up"}): _lora,
-    frozenset({"down", "up", "mid"}): _lora,
-    _LOHA: _loha,
-    _LOHA | {"hada_t1", "hada_t2"}: _loha,
-    frozenset({"diff"}): _full,
-    **{frozenset(one | two): _lokr for one in _LOKR_HALVES[0] for two in _LOKR_HALVES[1]},
-}
 
 Identity = tuple[str, int, int]
 """Path, modification time in ns and size in bytes: a replaced file is another file."""
@@ -235,7 +158,7 @@ def read_lora(lora: contract.Lora, identity: Identity, layers: names.Layers) -> 
         layer = layers.find(split[0]) if split else None
         if split is None or layer is None:
             raise _unfit(lora, tensors, metadata, f"unknown key {_short(key)}")
-        if not tensor.is_floating_point() or not tensor.float().isfinite().all():
+        if not tensor.is_floating_point() or not _is_finite(tensor):
             raise errors.UnusableFileError(
                 f"the LoRA {lora.name!r} is damaged: {_short(key)} holds NaN, infinity or integers"
             )
@@ -255,6 +178,12 @@ def read_lora(lora: contract.Lora, identity: Identity, layers: names.Layers) -> 
             raise _unfit(lora, tensors, metadata, reason) from error
         deltas[network][path] = delta
     return LoraFile(identity, deltas, sum(tensor.nbytes for tensor in tensors.values()))
+
+
+def _is_finite(tensor: torch.Tensor) -> bool:
+    values = tensor.float().flatten()
+    # Their sum takes a tenth of the time; that of very large numbers may be infinite, too.
+    return bool(values.sum().isfinite()) or bool(values.isfinite().all())
 
 
 def _short(key: str) -> str:

@@ -50,12 +50,11 @@ class SlotEngine:
         backend: str | None = None,
         compiled_modes: Sequence[queue.WeightMode] = queue.WEIGHT_MODES,
         lora_cache_bytes: int = prepare.LORA_CACHE_BYTES,
-        rank_capacity: int = prepare.RANK_CAPACITY,
     ) -> None:
         """*slots* None fits them to the GPU's memory.
 
         *backend* is torch.compile's, None for no compilation; the UNet is compiled for the
-        *compiled_modes*, in this order. LoRAs above *rank_capacity* are merged.
+        *compiled_modes*, in this order.
         """
         self.model_name = checkpoint.name
         self.default_size = checkpoint.default_size
@@ -89,7 +88,6 @@ class SlotEngine:
                 "text_encoder": linear.group_by_shape(checkpoint.text_encoder),
             },
             lora_cache_bytes=lora_cache_bytes,
-            rank_capacity=rank_capacity,
         )
         self.lora_lookups = self._preparer.lora_lookups
         pool = torch.cuda.graph_pool_handle() if self._on_gpu else None
@@ -233,7 +231,9 @@ class SlotEngine:
         if self.weight_mode == "per_slot":
             for slot, job in self._active.items():
                 if not job.has_weights and job.staged is not None:
-                    self._unet.load_slot(slot, job.staged.factors)
+                    self._unet.load_slot(slot, self._stager.factors_of(job))
+                    # The slot has them now; those of all slots may be larger than its weights.
+                    job.staged = replace(job.staged, flat=None, factors={})
                     job.has_weights = True
 
     def _fill(self, batch_key: BatchKey, finished: list[contract.Finished]) -> list[int]:

@@ -4,33 +4,21 @@ A slot's weights are the checkpoint's with its LoRAs merged in, so a call only h
 weights, whatever the LoRAs' rank. Two thin products per layer for the low-rank term would move ten
 times the memory, since their inputs and outputs are as wide as the layer's.
 
-A job's LoRAs are packed into one tensor for one copy: only low-rank changes of layers that slots
-can hold; others (LoHa, LoKr, DoRA, convolutions, too high a rank) are merged into the shared
-weights (`lora/merge.py`).
+Changes of any kind are merged, those of all layers of one shape at once (`lora/stacked.py`).
 """
 
 from __future__ import annotations
 
 import contextlib
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
 
 import torch
 import torch.nn.functional as F  # noqa: N812 - its name everywhere
 from torch import nn
 
-from worker.engine.lora.file import WeightDelta
-from worker.engine.lora.merge import AppliedLora
-from worker.engine.lora.names import Network, adaptable_layers
-
-#: A low-rank weight change: up [..., out, rank] and down [..., rank, in].
-Factors = tuple[torch.Tensor, torch.Tensor]
-
-#: Use, out and in: layers of one shape, whose weights are stacked so that one product merges them.
-Group = tuple[str, int, int]
-
-#: Matrix products run at full speed only on operands that are multiples of 16 bytes.
-_ALIGNMENT = 8
+from worker.engine.lora.names import adaptable_layers
+from worker.engine.lora.pack import Group
+from worker.engine.lora.stacked import StackedChange
 
 
 class SlotLinear(nn.Module):
@@ -71,12 +59,8 @@ class WeightStack:
     def __init__(self, linears: Sequence[SlotLinear]) -> None:
         self.paths = [path for linear in linears for path in linear.layers]
         layers = [layer for linear in linears for layer in linear.layers.values()]
-        originals = [_parameter(layer, "weight") for layer in layers]
-        self.shared = torch.stack([weight.flatten(1) for weight in originals])
-        """[layers, out, in]"""
+        self.shared = _stack_weights(layers)
         self._linears = linears
-        for layer, weight, original in zip(layers, self.shared, originals, strict=True):
-            layer.weight = nn.Parameter(weight.view(original.shape), requires_grad=False)
         for linear, part in self._parts():
             linear.weight = self.shared[part].flatten(0, 1)
         self.resize(0)
@@ -87,12 +71,12 @@ class WeightStack:
         for linear, part in self._parts():
             linear.slots = self._own[:, part].flatten(1, 2)
 
-    def load(self, slot: int, factors: Factors | None) -> None:
-        """Sets a slot to the shared weights, plus a change of all layers."""
-        if factors is None:
+    def load(self, slot: int, change: StackedChange | None) -> None:
+        """Sets a slot to the shared weights, plus a job's change."""
+        if change is None:
             self._own[slot].copy_(self.shared)
         else:
-            torch.baddbmm(self.shared, *factors, out=self._own[slot])
+            change.merge(self.shared, self._own[slot])
 
     def _parts(self) -> Iterable[tuple[SlotLinear, slice]]:
         at = 0
@@ -111,88 +95,20 @@ def stack_by_shape(use: str, linears: Iterable[SlotLinear]) -> dict[Group, Weigh
     return {group: WeightStack(members) for group, members in by_shape.items()}
 
 
+def _stack_weights(layers: Sequence[nn.Module]) -> torch.Tensor:
+    """The layers' weights [layers, out, in], of which their own become views."""
+    originals = [_parameter(layer, "weight") for layer in layers]
+    stacked = torch.stack([weight.flatten(1) for weight in originals])
+    for layer, weight, original in zip(layers, stacked, originals, strict=True):
+        layer.weight = nn.Parameter(weight.view(original.shape), requires_grad=False)
+    return stacked
+
+
 def _parameter(layer: nn.Module, name: str) -> torch.Tensor:
     value = getattr(layer, name)
     if not isinstance(value, torch.Tensor):
         raise TypeError(f"a layer has no {name}")
     return value.detach()
-
-
-@dataclass(frozen=True, slots=True)
-class PackedLoras:
-    """The low-rank changes of one network in one flat tensor, page-locked for copies to a GPU."""
-
-    flat: torch.Tensor
-    shapes: Mapping[Group, tuple[int, int, int, int]]
-    """Layers, out, rank and in of each changed group; a group's ups come before its downs."""
-    positions: Mapping[str, tuple[Group, int]]
-    """The group of each changed layer, and its index there; other layers' factors are zero."""
-
-    def by_group(self, flat: torch.Tensor) -> dict[Group, Factors]:
-        """Views [layers, out, rank] and [layers, rank, in] of *flat*, a copy on any device."""
-        factors, at = {}, 0
-        for group, (layers, outer, rank, inner) in self.shapes.items():
-            middle, end = at + layers * outer * rank, at + layers * rank * (outer + inner)
-            up, down = flat[at:middle], flat[middle:end]
-            factors[group] = (up.view(layers, outer, rank), down.view(layers, rank, inner))
-            at = end
-        return factors
-
-    def by_layer(self, flat: torch.Tensor) -> dict[str, Factors]:
-        """The same for each changed layer, by path."""
-        groups = self.by_group(flat)
-        return {
-            path: (groups[group][0][at], groups[group][1][at])
-            for path, (group, at) in self.positions.items()
-        }
-
-
-def pack(
-    loras: Sequence[AppliedLora],
-    network: Network,
-    groups: Mapping[Group, Sequence[str]],
-    *,
-    rank_capacity: int,
-    dtype: torch.dtype,
-    pinned: bool,
-) -> PackedLoras | None:
-    """The changes of *loras* at their strengths; None if they are not of low rank.
-
-    *groups* are the paths of the layers that slots can hold.
-    """
-    known = {path: (group, at) for group, paths in groups.items() for at, path in enumerate(paths)}
-    weighted: dict[str, list[tuple[float, WeightDelta]]] = {}
-    ranks: dict[Group, int] = {}
-    for lora in loras:
-        for path, delta in lora.file.deltas[network].items():
-            if path not in known or delta.tensors.keys() != {"down", "up"}:
-                return None
-            weighted.setdefault(path, []).append((lora.weights[network], delta))
-    for path, deltas in weighted.items():
-        rank = sum(len(delta.tensors["down"]) for _, delta in deltas)
-        if rank > rank_capacity:
-            return None
-        group, _ = known[path]
-        ranks[group] = max(ranks.get(group, 0), rank + -rank % _ALIGNMENT)
-    shapes = {
-        group: (len(groups[group]), outer, rank, inner)
-        for group, rank in ranks.items()
-        for _, outer, inner in [group]
-    }
-    size = sum(layers * (outer + inner) * rank for layers, outer, rank, inner in shapes.values())
-    flat = torch.zeros(size, dtype=dtype, pin_memory=pinned)
-    packed = PackedLoras(flat, shapes, {path: known[path] for path in weighted})
-    for path, (up, down) in packed.by_layer(flat).items():
-        at = 0
-        for strength, delta in weighted[path]:
-            part = slice(at, at + len(delta.tensors["down"]))
-            source = delta.tensors["up"].flatten(1)
-            # Rounded once, and not at all where the file has the wanted type.
-            source = source if source.dtype == dtype else source.float()
-            torch.mul(source, strength * delta.scale, out=up[:, part])
-            down[part] = delta.tensors["down"].flatten(1)
-            at = part.stop
-    return packed
 
 
 def group_by_shape(network: nn.Module) -> dict[Group, list[str]]:
@@ -209,24 +125,28 @@ class TextEncoderLoras:
     """Merges packed LoRAs into a text encoder while some prompts are encoded."""
 
     def __init__(self, text_encoder: nn.Module) -> None:
+        layers = adaptable_layers(text_encoder)
         self._weights = {
-            path: layer.weight
-            for path, layer in adaptable_layers(text_encoder).items()
-            if isinstance(layer, nn.Linear)
+            group: _stack_weights([layers[path] for path in paths])
+            for group, paths in group_by_shape(text_encoder).items()
         }
-        # Of the layers that some LoRA has changed so far: at worst, the network once more.
-        self._originals: dict[str, torch.Tensor] = {}
+        # Of the groups that some LoRA has changed so far: at worst, the network once more.
+        self._originals: dict[Group, torch.Tensor] = {}
 
     @contextlib.contextmanager
-    def merged(self, factors: Mapping[str, Factors]) -> Iterator[None]:
+    def merged(self, changes: Mapping[Group, StackedChange]) -> Iterator[None]:
         """Restores the weights from a copy: subtracting a change would leave its rounding."""
-        changed = [self._weights[path] for path in factors]
-        for path in factors.keys() - self._originals.keys():
-            self._originals[path] = self._weights[path].clone()
+        for group in changes.keys() - self._originals.keys():
+            self._originals[group] = self._weights[group].clone()
         try:
-            for path, (up, down) in factors.items():
-                self._weights[path].addmm_(up, down)
+            for group, change in changes.items():
+                change.merge(self._originals[group], self._weights[group])
             yield
         finally:
-            if changed:
-                torch._foreach_copy_(changed, [self._originals[path] for path in factors])
+            for group in changes:
+                self._weights[group].copy_(self._originals[group])
+
+    def close(self) -> None:
+        """Frees all weights."""
+        self._weights.clear()
+        self._originals.clear()

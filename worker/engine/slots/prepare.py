@@ -12,8 +12,7 @@ from imagefleet.job.prompt import Chunk
 from worker.engine import contract, sampler, text
 from worker.engine.checkpoint import Checkpoint
 from worker.engine.lora import file as lora_file
-from worker.engine.lora import merge, names
-from worker.engine.slots import linear
+from worker.engine.lora import merge, names, pack
 
 #: Prompt chunks in the context of ordinary calls. A prompt of one chunk is repeated, which changes
 #: nothing in a softmax: no token needs a mask, which takes a third of cross-attention's time. Jobs
@@ -31,12 +30,8 @@ _MAX_LORAS = 16
 #: LoRA files in memory: some 75 of rank 32.
 LORA_CACHE_BYTES = 2 * 1024**3
 
-#: LoRAs of a higher rank, those of one image added up, are merged into the shared weights: packed
-#: in page-locked memory for every job held, they would take more of the host's memory.
-RANK_CAPACITY = 64
-
 #: The layers of each network whose LoRAs can be packed.
-Groups = Mapping[names.Network, Mapping[linear.Group, Sequence[str]]]
+Groups = Mapping[names.Network, Mapping[pack.Group, Sequence[str]]]
 
 
 @dataclass(frozen=True, slots=True)
@@ -50,9 +45,9 @@ class PreparedRequest:
     loras: tuple[merge.AppliedLora, ...]
     unet_loras: tuple[merge.AppliedLora, ...]
     text_encoder_loras: tuple[merge.AppliedLora, ...]
-    unet_pack: linear.PackedLoras | None
-    """The UNet's LoRAs as low-rank factors; None if they must be merged instead."""
-    text_encoder_pack: linear.PackedLoras | None
+    unet_pack: pack.PackedLoras | None
+    """The UNet's LoRAs for a slot; None if they must be merged into the shared weights instead."""
+    text_encoder_pack: pack.PackedLoras | None
 
     @property
     def lora_key(self) -> merge.LoraKey:
@@ -78,13 +73,10 @@ class RequestPreparer:
         groups: Groups,
         *,
         lora_cache_bytes: int = LORA_CACHE_BYTES,
-        rank_capacity: int = RANK_CAPACITY,
     ) -> None:
         self._checkpoint = checkpoint
         self.groups = groups
-        self._rank_capacity = rank_capacity
         self._dtype: torch.dtype = checkpoint.unet.dtype
-        self._pinned = checkpoint.unet.device.type == "cuda"
         self._tokenizer = text.Tokenizer(checkpoint.tokenizer)
         layers = names.Layers(checkpoint.unet, checkpoint.text_encoder)
         self._lora_cache = lora_file.LoraCache(layers, lora_cache_bytes)
@@ -148,12 +140,5 @@ class RequestPreparer:
 
     def _pack(
         self, loras: Sequence[merge.AppliedLora], network: names.Network
-    ) -> linear.PackedLoras | None:
-        return linear.pack(
-            loras,
-            network,
-            self.groups[network],
-            rank_capacity=self._rank_capacity,
-            dtype=self._dtype,
-            pinned=self._pinned,
-        )
+    ) -> pack.PackedLoras | None:
+        return pack.pack(loras, network, self.groups[network], dtype=self._dtype)

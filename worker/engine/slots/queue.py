@@ -11,7 +11,8 @@ from typing import Literal, NamedTuple, get_args
 import torch
 
 from worker.engine.lora.merge import LoraKey
-from worker.engine.slots.linear import Factors, Group
+from worker.engine.lora.pack import Group
+from worker.engine.lora.stacked import StackedChange
 from worker.engine.slots.prepare import PLAIN_TOKENS, PreparedRequest
 
 WeightMode = Literal["per_slot", "shared"]
@@ -49,7 +50,7 @@ class Staged:
     """[2, 1, 1, tokens], added to the attention scores; None for an unmasked batch key."""
     flat: torch.Tensor | None
     """The LoRAs, of which `factors` are views."""
-    factors: dict[Group, Factors]
+    factors: dict[Group, StackedChange]
     generator: torch.Generator
 
     @property

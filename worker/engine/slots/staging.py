@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import threading
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 
 import torch
@@ -17,6 +17,8 @@ from imagefleet.job.prompt import Chunk
 from worker.engine import text
 from worker.engine.checkpoint import Checkpoint
 from worker.engine.lora import merge
+from worker.engine.lora.pack import Group
+from worker.engine.lora.stacked import StackedChange
 from worker.engine.slots.linear import TextEncoderLoras
 from worker.engine.slots.prepare import PLAIN_CHUNKS, PreparedRequest
 from worker.engine.slots.queue import SlotJob, Staged
@@ -42,7 +44,6 @@ class Stager:
             end=checkpoint.tokenizer.eos_token_id,
         )
         self._text_loras = TextEncoderLoras(checkpoint.text_encoder)
-        self._merger = merge.Merger(checkpoint.unet, checkpoint.text_encoder)
         self._stream: torch.cuda.Stream | None = None
         if self._device.type == "cuda":
             # High priority: it has little to do, and a slot may wait for it.
@@ -80,10 +81,17 @@ class Stager:
                     tensor.record_stream(ticks)
         return job.staged
 
+    def factors_of(self, job: SlotJob) -> Mapping[Group, StackedChange]:
+        """A staged job's changes of the UNet; copied again if a slot held them already."""
+        packed = job.prepared.unet_pack
+        if job.staged is not None and (job.staged.flat is not None or packed is None):
+            return job.staged.factors
+        return packed.by_group(self._copy(packed.flat)) if packed else {}
+
     def close(self) -> None:
         self._thread.shutdown(cancel_futures=True)
         self._encoder.clear()
-        self._merger.close()
+        self._text_loras.close()
 
     def _stage_all(self, begun: Sequence[tuple[SlotJob, Future[Staged]]]) -> None:
         on_device = torch.cuda.device(self._device) if self._stream else contextlib.nullcontext()
@@ -157,12 +165,7 @@ class Stager:
     def _loras_merged(self, prepared: PreparedRequest) -> Iterator[None]:
         """The text encoder with a request's LoRAs merged in."""
         packed = prepared.text_encoder_pack
-        if packed is not None:
-            with self._text_loras.merged(packed.by_layer(self._copy(packed.flat))):
-                yield
-            return
-        self._merger.activate(prepared.text_encoder_loras)
-        try:
+        if packed is None:
+            raise RuntimeError("all layers of a text encoder can be packed")
+        with self._text_loras.merged(packed.by_group(self._copy(packed.flat))):
             yield
-        finally:
-            self._merger.activate(())

@@ -22,7 +22,9 @@ from torch import nn
 
 from imagefleet import errors
 from worker.engine.kernels.layers import Attend, KernelSelector, Upsampler, default_attention
-from worker.engine.slots.linear import Factors, Group, SlotLinear, stack_by_shape
+from worker.engine.lora.pack import Group
+from worker.engine.lora.stacked import StackedChange
+from worker.engine.slots.linear import SlotLinear, stack_by_shape
 
 _NOT_SD1 = "this UNet is not of Stable Diffusion 1.x's architecture, the only one supported"
 
@@ -125,10 +127,10 @@ class SlotUnet(nn.Module):
             attend.kernel = default_attention
 
     @torch.no_grad()
-    def load_slot(self, slot: int, factors: Mapping[Group, Factors]) -> None:
+    def load_slot(self, slot: int, changes: Mapping[Group, StackedChange]) -> None:
         """Sets a slot to the shared weights plus its LoRAs' changes, asynchronously."""
         for group, stack in self._stacks.items():
-            stack.load(slot, factors.get(group))
+            stack.load(slot, changes.get(group))
 
 
 class KeysValues:
@@ -147,13 +149,16 @@ class KeysValues:
             cross.keys, cross.values = (slices[paths[each]] for each in (cross.to_k, cross.to_v))
 
     @torch.no_grad()
-    def compute(self, vectors: torch.Tensor, factors: Mapping[Group, Factors]) -> torch.Tensor:
+    def compute(
+        self, vectors: torch.Tensor, changes: Mapping[Group, StackedChange]
+    ) -> torch.Tensor:
         """Keys and values [rows, tokens, width] of vectors [rows, tokens, text width]."""
         products = []
         for group, stack in self.stacks.items():
             weights = stack.shared
-            if group in factors:
-                weights = torch.baddbmm(weights, *factors[group])
+            if group in changes:
+                weights = torch.empty_like(stack.shared)
+                changes[group].merge(stack.shared, weights)
             products.append(F.linear(vectors, weights.flatten(0, 1)))
         return torch.cat(products, dim=-1)
 

@@ -175,6 +175,14 @@ def test_a_tensor_of_an_absurd_shape_is_the_files_fault(
             lora_file.read_lora(named(path), lora_file.identify(named(path)), cache._layers)
 
 
+def test_finite_numbers_whose_sum_is_infinite_are_no_damage(
+    cache: lora_file.LoraCache, tmp_path: Path
+) -> None:
+    path = tmp_path / "x.safetensors"
+    save_file({"lora_unet_conv_in.diff": torch.full((32, 4, 3, 3), 3e38)}, path)
+    assert not cache.get(named(path)).is_zero
+
+
 def test_a_number_type_unknown_to_torch_is_refused(
     cache: lora_file.LoraCache, tmp_path: Path
 ) -> None:

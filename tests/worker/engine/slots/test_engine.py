@@ -184,7 +184,6 @@ def test_switching_weight_modes_leaves_the_checkpoints_weights(
         assert torch.equal(value, weights[name]), name
 
 
-@pytest.mark.parametrize("kind", ["rank", "convolution"])
 def test_a_lora_that_cannot_be_packed_is_merged_and_drawn_separately(
     make_slot_engine: Any,
     make_engine: Any,
@@ -195,17 +194,13 @@ def test_a_lora_that_cannot_be_packed_is_merged_and_drawn_separately(
     difference: Any,
     monkeypatch: Any,
     tmp_path: Path,
-    kind: str,
 ) -> None:
     path = tiny_model.build_tiny_lora(tmp_path / "odd.safetensors", checkpoint, rank=12, seed=5)
-    if kind == "convolution":
-        tensors = load_file(path)
-        name = "lora_unet_down_blocks_0_resnets_0_conv1"
-        tensors[f"{name}.lora_down.weight"] = torch.randn(2, 32, 3, 3) / 10
-        tensors[f"{name}.lora_up.weight"] = torch.randn(32, 2, 1, 1) / 10
-        save_file(tensors, path)
-    capacity = 8 if kind == "rank" else 64
-    engine = make_slot_engine(rank_capacity=capacity)
+    tensors = load_file(path)
+    # A full difference of a 3x3 convolution: only linear layers' weights are held by slot.
+    tensors["lora_unet_conv_in.diff"] = torch.randn(32, 4, 3, 3) / 10
+    save_file(tensors, path)
+    engine = make_slot_engine()
     calls = record_modes(monkeypatch, engine)
     requests = [
         make_request(seed=1, loras=(lora(lora_paths[0]),)),

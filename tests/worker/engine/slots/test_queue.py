@@ -1,13 +1,7 @@
 from __future__ import annotations
 
-from pathlib import Path
 from typing import Any
 
-import pytest
-import torch
-
-from worker.engine import contract
-from worker.engine.slots import linear
 from worker.engine.slots import queue as slot_queue
 
 A = slot_queue.BatchKey(512, 512, 160, None, None)
@@ -84,38 +78,3 @@ def test_the_cheaper_weight_mode_is_chosen() -> None:
     )
     assert slot_queue.choose_mode([()], None, 1, costs) == ("shared", ())
     assert slot_queue.ticks_until_change([3, 7], [15, 15, 15], 2) == 7 + 23
-
-
-@pytest.mark.parametrize("weights", [(1.0, 1.0), (0.5, -2.0)])
-def test_packed_loras_equal_the_sum_of_their_changes(
-    slot_engine: Any, make_request: Any, lora_paths: list[Path], weights: tuple[float, float]
-) -> None:
-    loras = tuple(
-        contract.Lora(path.stem, path, 0.0, weight)
-        for path, weight in zip(lora_paths, weights, strict=False)
-    )
-    prepared = slot_engine.prepare(make_request(loras=loras))
-    packed = prepared.unet_pack
-    groups = slot_engine._preparer.groups["unet"]
-    assert packed.positions.keys() == {path for paths in groups.values() for path in paths}
-    for path, (up, down) in packed.by_layer(packed.flat).items():
-        assert up.shape[1] % 8 == 0, "matrix products need aligned operands"
-        whole = torch.zeros(len(up), down.shape[1])
-        for applied in prepared.unet_loras:
-            change = applied.file.deltas["unet"][path]
-            delta = change.compute(torch.zeros_like(whole))
-            whole += applied.weights["unet"] * delta
-        assert torch.allclose(up @ down, whole, atol=1e-5)
-
-
-def test_only_low_rank_changes_are_packed(
-    slot_engine: Any, make_request: Any, lora_paths: list[Path]
-) -> None:
-    style = contract.Lora("style", lora_paths[0], 1.0, 1.0)
-    loras = slot_engine.prepare(make_request(loras=(style,))).unet_loras
-    settings: dict[str, Any] = {"dtype": torch.float32, "pinned": False}
-    groups = slot_engine._preparer.groups["unet"]
-    assert linear.pack(loras, "unet", groups, rank_capacity=4, **settings) is not None
-    assert linear.pack(loras, "unet", groups, rank_capacity=3, **settings) is None
-    assert linear.pack(loras, "unet", {}, rank_capacity=4, **settings) is None
-    assert linear.pack((), "unet", {}, rank_capacity=4, **settings) is not None

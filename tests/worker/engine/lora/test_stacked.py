@@ -1,0 +1,223 @@
+"""LoRAs of any kind, packed and merged into stacks of layers, against one layer after the other."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+
+import pytest
+import torch
+
+from worker.engine.lora import file as lora_file
+from worker.engine.lora import merge, pack
+from worker.engine.lora.names import Network
+from worker.engine.lora.stacked import StackedChange
+
+Shapes = Mapping[str, tuple[int, ...]]
+
+OUT, IN, RANK = 12, 8, 3
+GROUP = ("layers", OUT, IN)
+PATHS = ["zero", "one", "two", "three", "four"]
+GROUPS = {GROUP: PATHS}
+
+LORA: Shapes = {"down": (RANK, IN), "up": (OUT, RANK)}
+LOHA: Shapes = {
+    **{f"hada_w{half}_a": (OUT, RANK) for half in (1, 2)},
+    **{f"hada_w{half}_b": (RANK, IN) for half in (1, 2)},
+}
+LOKR: Shapes = {"lokr_w1": (4, 2), "lokr_w2_a": (OUT // 4, RANK), "lokr_w2_b": (RANK, IN // 2)}
+
+#: The shapes of each kind's tensors; those with a kernel are of 1x1 convolutions.
+KINDS: Mapping[str, Shapes] = {
+    "lora": LORA,
+    "lora of a 1x1 convolution": {"down": (RANK, IN, 1, 1), "up": (OUT, RANK, 1, 1)},
+    "lora in Tucker form": {
+        "down": (RANK, IN, 1, 1),
+        "mid": (RANK, RANK, 1, 1),
+        "up": (OUT, RANK, 1, 1),
+    },
+    "loha": LOHA,
+    "loha in Tucker form": {
+        **{f"hada_t{half}": (RANK, RANK, 1, 1) for half in (1, 2)},
+        **{f"hada_w{half}_a": (RANK, OUT) for half in (1, 2)},
+        **{f"hada_w{half}_b": (RANK, IN) for half in (1, 2)},
+    },
+    "lokr": LOKR,
+    "lokr of wholes": {"lokr_w1": (4, 2), "lokr_w2": (OUT // 4, IN // 2, 1, 1)},
+    "lokr of four": {
+        "lokr_w1_a": (4, RANK),
+        "lokr_w1_b": (RANK, 2),
+        "lokr_w2_a": (OUT // 4, RANK),
+        "lokr_w2_b": (RANK, IN // 2),
+    },
+    "lokr in Tucker form": {
+        "lokr_w1": (4, 2),
+        "lokr_t2": (RANK, RANK, 1, 1),
+        "lokr_w2_a": (RANK, OUT // 4),
+        "lokr_w2_b": (RANK, IN // 2),
+    },
+    "full difference": {"diff": (OUT, IN)},
+    "dora": {**LORA, "dora_scale": (OUT, 1)},
+    "dora of the inputs": {**LORA, "dora_scale": (1, IN)},
+    "dora by peft": {**LORA, "magnitude": (OUT,)},
+    "dora of a lokr": {**LOKR, "dora_scale": (OUT, 1)},
+}
+
+_generator = torch.Generator()
+
+
+@pytest.fixture(autouse=True)
+def seed() -> None:
+    _generator.manual_seed(0)
+
+
+def draw(*shape: int, dtype: torch.dtype = torch.float32) -> torch.Tensor:
+    return torch.randn(shape, generator=_generator).to(dtype)
+
+
+def make_lora(
+    shapes: Shapes,
+    strength: float = 0.7,
+    paths: Sequence[str] = PATHS,
+    alpha: float | None = 1.5,
+    dtype: torch.dtype = torch.float32,
+) -> merge.AppliedLora:
+    network: Network = "unet"
+    deltas = {}
+    for path in paths:
+        tensors = {name: draw(*shape, dtype=dtype) for name, shape in shapes.items()}
+        deltas[path] = lora_file.make_delta(tensors, alpha)
+    file = lora_file.LoraFile((str(id(deltas)), 0, 0), {network: deltas, "text_encoder": {}}, 0)
+    return merge.AppliedLora(file, {network: strength, "text_encoder": 0.0})
+
+
+def unpack(loras: Sequence[merge.AppliedLora], dtype: torch.dtype = torch.float32) -> StackedChange:
+    packed = pack.pack(loras, "unet", GROUPS, dtype=dtype)
+    assert packed is not None
+    # As a device would have them: no tensor of the file itself, and another copy of the bytes.
+    return packed.by_group(packed.flat.clone())[GROUP]
+
+
+def merged(
+    change: StackedChange, original: torch.Tensor, temporary_bytes: int = 2**20
+) -> torch.Tensor:
+    found = torch.full_like(original, torch.nan)
+    change.merge(original, found, temporary_bytes)
+    return found
+
+
+def expected(loras: Sequence[merge.AppliedLora], original: torch.Tensor) -> torch.Tensor:
+    """As `Merger` does it."""
+    weights = original.float().clone()
+    for at, path in enumerate(PATHS):
+        for lora in loras:
+            if (delta := lora.file.deltas["unet"].get(path)) is not None:
+                weights[at] += lora.weights["unet"] * delta.compute(original[at].float())
+    return weights
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("paths", [PATHS, ["one", "four"]])
+def test_each_kind_is_merged_into_all_layers_at_once(kind: str, paths: list[str]) -> None:
+    lora, original = make_lora(KINDS[kind], paths=paths), draw(5, OUT, IN)
+    before = original.clone()
+    found = merged(unpack([lora]), original)
+    torch.testing.assert_close(found, expected([lora], original), rtol=1e-5, atol=1e-5)
+    assert not torch.allclose(found[1], original[1], atol=0.1)
+    for at in {PATHS.index(path) for path in PATHS if path not in paths}:
+        assert torch.equal(found[at], original[at])
+    assert torch.equal(original, before)
+
+
+@pytest.mark.parametrize(
+    "pair", [("lora", "dora"), ("dora", "loha"), ("loha", "lokr"), ("lokr", "dora")]
+)
+def test_several_loras_of_several_kinds_add_up_on_the_original_weights(
+    pair: tuple[str, str],
+) -> None:
+    one, other = (KINDS[kind] for kind in pair)
+    loras = [
+        make_lora(one, 0.5),
+        make_lora(other, -0.8, ["zero", "two", "three"]),
+        make_lora(one, 0.5, ["three", "two"]),
+        make_lora(LORA, 0.3, ["four"], alpha=7.0),
+    ]
+    original = draw(5, OUT, IN)
+    found = merged(unpack(loras), original)
+    torch.testing.assert_close(found, expected(loras, original), rtol=1e-5, atol=1e-5)
+
+
+def test_layers_of_one_file_may_differ_in_kind_rank_alpha_and_factors() -> None:
+    parts = [
+        make_lora(LORA, paths=["zero"], alpha=9.0),
+        make_lora({"down": (5, IN), "up": (OUT, 5)}, paths=["one"]),
+        make_lora({"lokr_w1": (2, 4), "lokr_w2": (OUT // 2, IN // 4)}, paths=["two"]),
+        make_lora(KINDS["lokr of wholes"], paths=["three"]),
+        make_lora(KINDS["dora"], paths=["four"]),
+    ]
+    original = draw(5, OUT, IN)
+    change = unpack(parts)
+    found = merged(change, original)
+    torch.testing.assert_close(found, expected(parts, original), rtol=1e-5, atol=1e-5)
+    assert change.low_rank is not None
+    assert change.low_rank[0].shape == (5, OUT, 8), "matrix products need aligned operands"
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_chunks_of_one_layer_give_the_same_bits_as_one_chunk(kind: str) -> None:
+    loras = [make_lora(KINDS[kind]), make_lora(LOHA, 0.2, ["one", "two"]), make_lora(LORA, 0.4)]
+    original, change = draw(5, OUT, IN).half(), unpack(loras, torch.float16)
+    whole = merged(change, original)
+    for temporary_bytes in (0, 2 * 3 * 4 * OUT * IN):
+        assert torch.equal(merged(change, original, temporary_bytes), whole)
+
+
+@pytest.mark.parametrize("kind", ["lora", "loha", "lokr", "dora", "full difference"])
+def test_changes_are_summed_in_float32_and_rounded_once(kind: str) -> None:
+    loras = [make_lora(KINDS[kind], dtype=torch.float16), make_lora(LOHA, dtype=torch.bfloat16)]
+    original = draw(5, OUT, IN).half()
+    found = merged(unpack(loras, torch.float16), original)
+    exact = expected(loras, original)
+    rounding = 2.0**-11 * exact.abs().clamp_min(2**-14)
+    assert ((found.float() - exact).abs() <= rounding + 1e-5).all()
+
+
+@pytest.mark.parametrize("others", [0, 1])
+def test_a_small_alpha_loses_no_digits_in_float16(others: int) -> None:
+    # Beside another LoRA its strength is in its factors.
+    loras = [make_lora({"down": (128, IN), "up": (OUT, 128)}, 0.7, alpha=1.0)]
+    loras += [make_lora(LORA, 1.0, alpha=3.0)] * others
+    for lora in loras:
+        for delta in lora.file.deltas["unet"].values():
+            for tensor in delta.tensors.values():
+                tensor.mul_(2e-3)
+    change = unpack(loras, torch.float16)
+    assert change.low_rank is not None
+    up, down = (factor.float() for factor in change.low_rank)
+    found = change.strength * up[..., :128] @ down[:, :128]
+    exact = expected(loras[:1], torch.zeros(5, OUT, IN))
+    assert ((found - exact).norm() / exact.norm()).item() < 1e-3
+
+
+def test_a_layer_that_slots_cannot_hold_is_packed_only_where_something_else_holds_it() -> None:
+    lora = make_lora(LORA, paths=["one", "a convolution"])
+    assert pack.pack([lora], "unet", GROUPS, dtype=torch.float32) is None
+    elsewhere = {"a convolution"}
+    packed = pack.pack([lora], "unet", GROUPS, dtype=torch.float32, elsewhere=elsewhere)
+    assert packed is not None
+    original = draw(5, OUT, IN)
+    found = merged(packed.by_group(packed.flat)[GROUP], original)
+    torch.testing.assert_close(found, expected([lora], original), rtol=1e-5, atol=1e-5)
+    assert pack.pack([], "unet", {}, dtype=torch.float32) is not None
+
+
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
+def test_a_gpu_merges_the_same(kind: str, dtype: torch.dtype) -> None:
+    loras = [make_lora(KINDS[kind], dtype=dtype), make_lora(LOHA, 0.2, ["one"], dtype=dtype)]
+    original = draw(5, OUT, IN).to(dtype)
+    packed = pack.pack(loras, "unet", GROUPS, dtype=dtype)
+    assert packed is not None
+    change = packed.by_group(packed.flat.cuda())[GROUP]
+    on_cpu, on_gpu = merged(unpack(loras, dtype), original), merged(change, original.cuda())
+    torch.testing.assert_close(on_gpu.cpu().float(), on_cpu.float(), rtol=2**-7, atol=2**-7)

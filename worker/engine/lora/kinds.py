@@ -1,0 +1,137 @@
+"""The arithmetic of each kind of LoRA, for layers of one shape at once.
+
+All tensors are stacks: their first dimension is the layer.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Mapping
+
+import torch
+
+Tensors = Mapping[str, torch.Tensor]
+
+#: Tensors of any kind: a strength, and DoRA's norms by LyCORIS' and peft's name.
+EXTRAS = frozenset({"alpha", "dora_scale", "magnitude"})
+
+
+def is_known(names: frozenset[str]) -> bool:
+    """Whether tensors of these names are a kind of change."""
+    return names - EXTRAS in _PRODUCTS
+
+
+def compute(tensors: Tensors, scale: float, weights: torch.Tensor) -> torch.Tensor:
+    """The layers' changes at strength 1, in float32 and in new memory.
+
+    *weights* [layers, out, in, ...] are the checkpoint's own: DoRA's change depends on them.
+
+    Raises:
+        ValueError, RuntimeError, IndexError: the tensors do not fit each other or the weights.
+    """
+    changes = _PRODUCTS[frozenset(tensors) - EXTRAS](tensors).flatten(2)
+    if changes.shape != weights.flatten(2).shape:
+        raise ValueError(f"the change is {list(changes.shape[1:])}")
+    changes = changes.reshape(weights.shape)
+    if scale != 1:
+        changes *= scale
+    magnitudes, scales = tensors.get("magnitude"), tensors.get("dora_scale")
+    if magnitudes is not None:
+        return _decompose(weights, changes, magnitudes, of_outputs=True)
+    if scales is not None:  # older files hold the norms of the inputs, [1, inputs, ...]
+        of_outputs = scales.shape[1] == weights.shape[1]
+        return _decompose(weights, changes, scales, of_outputs=of_outputs)
+    return changes
+
+
+def multiply(left: torch.Tensor, right: torch.Tensor) -> torch.Tensor:
+    """The products of two stacks of matrices in float32."""
+    if left.is_cuda and left.dtype == right.dtype and left.dtype in _HALVES and _has_float_sums():
+        # The factors' products are exact in float32, here on matrix units.
+        return torch.bmm(left, right, out_dtype=torch.float32)
+    return left.float() @ right.float()
+
+
+_HALVES = (torch.float16, torch.bfloat16)
+
+
+def _has_float_sums() -> bool:
+    # torch refuses it where matrix products are summed in float16.
+    in_float16 = getattr(torch.backends.cuda.matmul, "allow_fp16_accumulation", False)
+    return _has_out_dtype() and not in_float16
+
+
+@functools.cache
+def _has_out_dtype() -> bool:
+    return hasattr(torch.ops.aten.bmm, "dtype")  # torch 2.8
+
+
+def _lora(tensors: Tensors) -> torch.Tensor:
+    down, up = tensors["down"].flatten(2), tensors["up"].flatten(2)
+    return _tucker(tensors["mid"], up.mT, down) if "mid" in tensors else multiply(up, down)
+
+
+def _loha(tensors: Tensors) -> torch.Tensor:
+    return _half(tensors, "hada", "1").mul_(_half(tensors, "hada", "2"))
+
+
+def _lokr(tensors: Tensors) -> torch.Tensor:
+    first, second = _half(tensors, "lokr", "1"), _half(tensors, "lokr", "2")
+    # Kronecker products; the second half's columns end with the kernel, as a weight's do.
+    blocks = first[:, :, None, :, None] * second[:, None, :, None, :]
+    return blocks.flatten(3, 4).flatten(1, 2)
+
+
+def _half(tensors: Tensors, kind: str, half: str) -> torch.Tensor:
+    if (whole := tensors.get(f"{kind}_w{half}")) is not None:
+        return whole.float().flatten(2)
+    first, second = tensors[f"{kind}_w{half}_a"], tensors[f"{kind}_w{half}_b"]
+    core = tensors.get(f"{kind}_t{half}")
+    if core is not None:
+        return _tucker(core, first, second).flatten(2)
+    return multiply(first, second.flatten(2))
+
+
+def _full(tensors: Tensors) -> torch.Tensor:
+    return tensors["diff"].to(torch.float32, copy=True)
+
+
+def _tucker(core: torch.Tensor, outer: torch.Tensor, inner: torch.Tensor) -> torch.Tensor:
+    """Core [rank, rank, *kernel], outer [rank, out], inner [rank, in] to [out, in, *kernel]."""
+    product: torch.Tensor = torch.einsum(
+        "nrs...,nro,nsi->noi...", core.float(), outer.float(), inner.float()
+    )
+    return product.contiguous()
+
+
+def _decompose(
+    weights: torch.Tensor, changes: torch.Tensor, norms: torch.Tensor, *, of_outputs: bool
+) -> torch.Tensor:
+    """DoRA: the changed weights rescaled to *norms*, minus the original ones; in *changes*.
+
+    The strength multiplies this difference, as in AUTOMATIC1111; in peft it is inside the norm.
+    """
+    changed = changes.add_(weights)
+    kept = 1 if of_outputs else 2
+    others = [dim for dim in range(1, weights.ndim) if dim != kept]
+    own = torch.linalg.vector_norm(changed, dim=others, keepdim=True)
+    smallest = torch.finfo(torch.float32).tiny
+    changed *= norms.float().reshape(own.shape) / own.clamp_min_(smallest)
+    return changed.sub_(weights)
+
+
+_LOHA = frozenset({"hada_w1_a", "hada_w1_b", "hada_w2_a", "hada_w2_b"})
+_LOKR_HALVES = (
+    ({"lokr_w1"}, {"lokr_w1_a", "lokr_w1_b"}),
+    ({"lokr_w2"}, {"lokr_w2_a", "lokr_w2_b"}, {"lokr_w2_a", "lokr_w2_b", "lokr_t2"}),
+)
+
+#: The kinds, by the names of their tensors.
+_PRODUCTS: Mapping[frozenset[str], Callable[[Tensors], torch.Tensor]] = {
+    frozenset({"down", "up"}): _lora,
+    frozenset({"down", "up", "mid"}): _lora,
+    _LOHA: _loha,
+    _LOHA | {"hada_t1", "hada_t2"}: _loha,
+    frozenset({"diff"}): _full,
+    **{frozenset(one | two): _lokr for one in _LOKR_HALVES[0] for two in _LOKR_HALVES[1]},
+}

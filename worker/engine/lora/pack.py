@@ -1,0 +1,240 @@
+"""A job's LoRAs in one tensor for one copy to the device: changes of any kind and rank."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Collection, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+
+import torch
+
+from worker.engine.lora.file import WeightDelta
+from worker.engine.lora.merge import AppliedLora
+from worker.engine.lora.names import Network
+from worker.engine.lora.stacked import Factors, Stack, StackedChange
+
+#: Use, out and in: layers of one shape, whose weights are stacked and merged at once.
+Group = tuple[str, int, int]
+
+#: Matrix products run at full speed only on operands that are multiples of 16 bytes.
+_RANK_ALIGNMENT = 8
+
+#: Where tensors begin in the packed bytes.
+_ALIGNMENT_BYTES = 16
+
+#: A change of one layer and its LoRA's strength.
+_Weighted = tuple[float, WeightDelta]
+
+
+@dataclass(frozen=True, slots=True)
+class _Place:
+    """A tensor's place in packed bytes."""
+
+    at: int
+    dtype: torch.dtype
+    shape: tuple[int, ...]
+
+    @property
+    def size(self) -> int:
+        return math.prod(self.shape) * self.dtype.itemsize
+
+    def of(self, flat: torch.Tensor) -> torch.Tensor:
+        """The tensor as a view of *flat*."""
+        return flat[self.at : self.at + self.size].view(self.dtype).view(self.shape)
+
+
+@dataclass(frozen=True, slots=True)
+class _StackPlaces:
+    positions: Sequence[int]
+    index: _Place
+    tensors: Mapping[str, _Place]
+    scale: float
+    strength: float
+
+    def of(self, flat: torch.Tensor) -> Stack:
+        tensors = {name: place.of(flat) for name, place in self.tensors.items()}
+        return Stack(self.positions, self.index.of(flat), tensors, self.scale, self.strength)
+
+
+@dataclass(slots=True)
+class _GroupPlaces:
+    low_rank: tuple[_Place, _Place] | None = None
+    strength: float = 1.0
+    stacks: list[_StackPlaces] = field(default_factory=list)
+
+    def of(self, flat: torch.Tensor) -> StackedChange:
+        factors: Factors | None = None
+        if self.low_rank is not None:
+            up, down = self.low_rank
+            factors = (up.of(flat), down.of(flat))
+        return StackedChange(factors, self.strength, [each.of(flat) for each in self.stacks])
+
+
+@dataclass(frozen=True, slots=True)
+class PackedLoras:
+    """What LoRAs change in one network, in one tensor of bytes.
+
+    In ordinary memory: up to four jobs a slot are held, which may be gigabytes.
+    """
+
+    flat: torch.Tensor
+    places: Mapping[Group, _GroupPlaces]
+
+    def by_group(self, flat: torch.Tensor) -> dict[Group, StackedChange]:
+        """Views of *flat*, a copy on any device, for each changed group."""
+        return {group: places.of(flat) for group, places in self.places.items()}
+
+
+def pack(
+    loras: Sequence[AppliedLora],
+    network: Network,
+    groups: Mapping[Group, Sequence[str]],
+    *,
+    dtype: torch.dtype,
+    elsewhere: Collection[str] = (),
+) -> PackedLoras | None:
+    """The changes of *loras* at their strengths; None if they change a layer that no slot can hold.
+
+    *groups* are the paths of the layers that are packed here, *elsewhere* of those that are held
+    in another way. Plain LoRAs are packed as *dtype*, other kinds as they are in the file.
+    """
+    known = {path: (group, at) for group, paths in groups.items() for at, path in enumerate(paths)}
+    plain: dict[Group, dict[int, list[_Weighted]]] = {}
+    others: dict[Group, dict[int, list[_Weighted]]] = {}
+    for lora in loras:
+        for path, delta in lora.file.deltas[network].items():
+            if path in known:
+                group, at = known[path]
+                kind = plain if delta.tensors.keys() == {"down", "up"} else others
+                weighted = (lora.weights[network], delta)
+                kind.setdefault(group, {}).setdefault(at, []).append(weighted)
+            elif path not in elsewhere:
+                return None
+    packer = _Packer()
+    for group, by_layer in plain.items():
+        packer.add_low_rank(group, len(groups[group]), by_layer, dtype)
+    for group, by_layer in others.items():
+        packer.add_stacks(group, by_layer)
+    return packer.pack()
+
+
+class _Packer:
+    """Finds each tensor's place first, then fills them all."""
+
+    def __init__(self) -> None:
+        self._places: dict[Group, _GroupPlaces] = {}
+        self._low_rank: dict[Group, Mapping[int, Sequence[_Weighted]]] = {}
+        self._stacked: list[tuple[_StackPlaces, Sequence[WeightDelta]]] = []
+        self._size = 0
+
+    def add_low_rank(
+        self,
+        group: Group,
+        layers: int,
+        by_layer: Mapping[int, Sequence[_Weighted]],
+        dtype: torch.dtype,
+    ) -> None:
+        _, outer, inner = group
+        rank = max(map(_rank, by_layer.values()))
+        rank += -rank % _RANK_ALIGNMENT
+        up = self._place(dtype, (layers, outer, rank))
+        down = self._place(dtype, (layers, rank, inner))
+        places = self._places.setdefault(group, _GroupPlaces())
+        places.low_rank = (up, down)
+        # The device multiplies by it, so that the factors of most jobs are copied as they are.
+        strengths = [_strength(each) for weighted in by_layer.values() for each in weighted]
+        places.strength = max(strengths, key=abs) or 1.0
+        self._low_rank[group] = by_layer
+
+    def add_stacks(self, group: Group, by_layer: Mapping[int, Sequence[_Weighted]]) -> None:
+        """Stacks what has equal names, shapes, scales and strengths, once for each layer."""
+        alike: dict[object, dict[int, _Weighted]] = {}
+        for at, changes in sorted(by_layer.items()):
+            for strength, delta in changes:
+                tensors = [
+                    (name, each.dtype, each.shape) for name, each in sorted(delta.tensors.items())
+                ]
+                number = 0
+                while at in alike.get(key := (number, strength, delta.scale, *tensors), {}):
+                    number += 1
+                alike.setdefault(key, {})[at] = (strength, delta)
+        for stacked in alike.values():
+            ((strength, first), *_) = stacked.values()
+            places = _StackPlaces(
+                list(stacked),
+                self._place(torch.int64, (len(stacked),)),
+                {
+                    name: self._place(each.dtype, (len(stacked), *each.shape))
+                    for name, each in first.tensors.items()
+                },
+                first.scale,
+                strength,
+            )
+            self._places.setdefault(group, _GroupPlaces()).stacks.append(places)
+            self._stacked.append((places, [delta for _, delta in stacked.values()]))
+
+    def pack(self) -> PackedLoras:
+        packed = PackedLoras(torch.empty(self._size, dtype=torch.uint8), self._places)
+        for group, change in packed.by_group(packed.flat).items():
+            if change.low_rank is not None:
+                _fill_low_rank(*change.low_rank, change.strength, self._low_rank[group])
+        for places, deltas in self._stacked:
+            stack = places.of(packed.flat)
+            stack.index.copy_(torch.tensor(stack.positions))
+            for name, tensor in stack.tensors.items():
+                for at, delta in enumerate(deltas):
+                    tensor[at] = delta.tensors[name]
+        return packed
+
+    def _place(self, dtype: torch.dtype, shape: tuple[int, ...]) -> _Place:
+        place = _Place(self._size, dtype, shape)
+        self._size += place.size + -place.size % _ALIGNMENT_BYTES
+        return place
+
+
+def _rank(weighted: Iterable[_Weighted]) -> int:
+    return sum(len(delta.tensors["down"]) for _, delta in weighted)
+
+
+def _strength(weighted: _Weighted) -> float:
+    strength, delta = weighted
+    return strength * delta.scale
+
+
+def _fill_low_rank(
+    up: torch.Tensor,
+    down: torch.Tensor,
+    largest: float,
+    by_layer: Mapping[int, Sequence[_Weighted]],
+) -> None:
+    """Sets *up* [layers, out, rank] and *down* [layers, rank, in]; zero where nothing changes.
+
+    Their products times *largest*, the largest strength, are the changes.
+    """
+    layers, _, rank = up.shape
+    if len(by_layer) < layers or any(_rank(each) < rank for each in by_layer.values()):
+        up.zero_()
+        down.zero_()
+    for layer, changes in by_layer.items():
+        at = 0
+        for weighted in changes:
+            _, delta = weighted
+            part = slice(at, at + len(delta.tensors["down"]))
+            # A small strength would take float16 to its smallest numbers: half of it goes to each
+            # factor, to one of them as a power of two, which is exact.
+            strength = _strength(weighted) / largest
+            _, exponent = math.frexp(strength)
+            half = 2.0 ** (exponent // 2)
+            _scale(delta.tensors["up"], strength / half, up[layer, :, part])
+            _scale(delta.tensors["down"], half, down[layer, part])
+            at = part.stop
+
+
+def _scale(source: torch.Tensor, factor: float, target: torch.Tensor) -> None:
+    """Rounds once, and not at all where the file has the wanted type and nothing is scaled."""
+    source = source.flatten(1)
+    if factor == 1:
+        target.copy_(source)
+        return
+    source = source if source.dtype == target.dtype else source.float()
+    torch.mul(source, factor, out=target)
