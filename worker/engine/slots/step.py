@@ -82,16 +82,14 @@ def tick(
 ) -> None:
     """One UNet call and one sampler step of a `SlotState`'s tensors, in place.
 
-    Rows 2 * slot and 2 * slot + 1 of the call are a slot's prompt (cond) and negative prompt
+    Rows 2 * slot and 2 * slot + 1 of the output are a slot's prompt (cond) and negative prompt
     (uncond). *per_slot* uses each slot's own weights, else the shared ones.
     """
     coefficients = rows[:, : sampler.COLUMNS]
-    scaled = sampler.scale_input(coefficients, latents).to(unet.dtype)
-    x = scaled[:, None].expand(-1, 2, -1, -1, -1).flatten(0, 1)
+    x = sampler.scale_input(coefficients, latents).to(unet.dtype)
     if x.device.type == "cuda":
         x = x.contiguous(memory_format=torch.channels_last)
-    times = coefficients[:, sampler.TIMESTEP, None].expand(-1, 2).flatten()
-    output = unet(x, times, context, mask, per_slot)
+    output = unet(x, coefficients[:, sampler.TIMESTEP], context, mask, per_slot)
     cond, uncond = output.float().unflatten(0, (-1, 2)).unbind(dim=1)
     guided = uncond + rows[:, GUIDANCE, None, None, None] * (cond - uncond)
     stepped, remembered = sampler.step(coefficients, latents, guided, history, noise)

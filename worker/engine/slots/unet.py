@@ -4,7 +4,8 @@ The same arithmetic on the same weights as diffusers' UNet2DConditionModel. What
 activations stay channels-last throughout; self-attention's q, k and v are one product, and so are
 the time projections of all resnets; cross-attention's keys and values are an input, since they
 change with the prompt, not with the step. Rows are in the order slot 0's prompt (cond), slot 0's
-negative prompt (uncond), slot 1's prompt, ...
+negative prompt (uncond), slot 1's prompt, ... Up to the first cross-attention a slot's two rows are
+equal, and computed as one.
 """
 
 from __future__ import annotations
@@ -75,7 +76,7 @@ class SlotUnet(nn.Module):
     ) -> torch.Tensor:
         """The UNet's output [2 * slots, 4, height, width].
 
-        x [2 * slots, 4, height, width]; times [2 * slots]; context [2 * slots, tokens, width] from
+        x [slots, 4, height, width]; times [slots]; context [2 * slots, tokens, width] from
         `keys_values`; mask [2 * slots, 1, 1, tokens], added to the attention scores, or None.
         *per_slot* uses each slot's own weights, else the shared ones.
         """
@@ -194,7 +195,8 @@ class _Resnet(nn.Module):
         self.time_emb_proj = original.time_emb_proj
 
     def forward(self, x: torch.Tensor, times: torch.Tensor) -> torch.Tensor:
-        changed = self.conv1(F.silu(self.norm1(x))) + times[:, self.time, None, None]
+        time = _repeat_rows(times[:, self.time], len(x))
+        changed = self.conv1(F.silu(self.norm1(x))) + time[:, :, None, None]
         changed = self.conv2(F.silu(self.norm2(changed)))
         kept = x if self.conv_shortcut is None else self.conv_shortcut(x)
         summed: torch.Tensor = kept + changed
@@ -251,7 +253,7 @@ class _Up(_Layers):
         per_slot: bool,
     ) -> torch.Tensor:
         for resnet, attend in self.pairs():
-            x = resnet(torch.cat([x, skips.pop()], dim=1), time)
+            x = resnet(torch.cat([x, _repeat_rows(skips.pop(), len(x))], dim=1), time)
             if attend is not None:
                 x = attend(x, context, mask, per_slot)
         for sampler in self.samplers:
@@ -270,13 +272,14 @@ class _Transformer(nn.Module):
     def forward(
         self, x: torch.Tensor, context: torch.Tensor, mask: torch.Tensor | None, per_slot: bool
     ) -> torch.Tensor:
-        rows, channels, height, width = x.shape
-        # Both rows of a slot as one from here on: Inductor copies inputs of products that it finds
+        rows, (_, channels, height, width) = len(context), x.shape
+        # All rows of a slot as one from here on: Inductor copies inputs of products that it finds
         # in another shape.
-        tokens = self.norm(x).permute(0, 2, 3, 1).reshape(rows // 2, 2 * height * width, channels)
+        tokens = self.norm(x).permute(0, 2, 3, 1).reshape(rows // 2, -1, channels)
         tokens = self.proj_in(tokens, per_slot)
         for block in self.blocks:
-            tokens = block(tokens, context, mask, per_slot)
+            tokens = block(tokens, len(x), context, mask, per_slot)
+            x = _repeat_rows(x, rows)
         tokens = self.proj_out(tokens, per_slot)
         changed: torch.Tensor = tokens.view(rows, height, width, channels).permute(0, 3, 1, 2) + x
         return changed
@@ -295,9 +298,17 @@ class _Block(nn.Module):
         self.out = _linear(paths, original.ff.net[2])
 
     def forward(
-        self, x: torch.Tensor, context: torch.Tensor, mask: torch.Tensor | None, per_slot: bool
+        self,
+        x: torch.Tensor,
+        rows: int,
+        context: torch.Tensor,
+        mask: torch.Tensor | None,
+        per_slot: bool,
     ) -> torch.Tensor:
-        x = x + self.attend_self(self.norm1(x), per_slot)
+        """[slots, tokens of *rows* rows, width] to [slots, tokens of all rows, width]."""
+        x = x + self.attend_self(self.norm1(x), rows, per_slot)
+        if rows < len(context):
+            x = x.repeat(1, len(context) // rows, 1)
         x = x + self.attend_prompt(self.norm2(x), context, mask, per_slot)
         values, gates = self.gate(self.norm3(x), per_slot).chunk(2, dim=-1)
         gated: torch.Tensor = x + self.out(values * F.gelu(gates), per_slot)
@@ -312,12 +323,12 @@ class _SelfAttention(nn.Module):
         self.out = _linear(paths, original.to_out[0])
         self.kernel: Attend = default_attention
 
-    def forward(self, x: torch.Tensor, per_slot: bool) -> torch.Tensor:
+    def forward(self, x: torch.Tensor, rows: int, per_slot: bool) -> torch.Tensor:
         q, k, v = (
-            _split_heads(each, self.heads) for each in self.qkv(x, per_slot).chunk(3, dim=-1)
+            _split_heads(each, rows, self.heads) for each in self.qkv(x, per_slot).chunk(3, dim=-1)
         )
         attended = self.kernel(q, k, v)
-        output: torch.Tensor = self.out(_merge_heads(attended), per_slot)
+        output: torch.Tensor = self.out(_merge_heads(attended, len(x)), per_slot)
         return output
 
 
@@ -336,12 +347,12 @@ class _CrossAttention(nn.Module):
     def forward(
         self, x: torch.Tensor, context: torch.Tensor, mask: torch.Tensor | None, per_slot: bool
     ) -> torch.Tensor:
-        q = _split_heads(self.to_q(x, per_slot), self.heads)
+        q = _split_heads(self.to_q(x, per_slot), len(context), self.heads)
         shape = (*context.shape[:2], self.heads, -1)
         k = context[..., self.keys].view(shape).transpose(1, 2)
         v = context[..., self.values].view(shape).transpose(1, 2)
         attended = F.scaled_dot_product_attention(q, k, v, attn_mask=mask)
-        output: torch.Tensor = self.out(_merge_heads(attended), per_slot)
+        output: torch.Tensor = self.out(_merge_heads(attended, len(x)), per_slot)
         return output
 
 
@@ -360,13 +371,21 @@ def _linear(paths: Mapping[nn.Module, str], *layers: nn.Module) -> SlotLinear:
     return SlotLinear({paths[layer]: layer for layer in layers})
 
 
-def _split_heads(x: torch.Tensor, heads: int) -> torch.Tensor:
-    """[slots, 2 * tokens, width] to a view [rows, heads, tokens, head width]."""
+def _repeat_rows(x: torch.Tensor, rows: int) -> torch.Tensor:
+    """[slots, ...] to [rows, ...], each slot's row for its prompt and its negative prompt."""
+    if len(x) == rows:
+        return x
+    channels_last = x.movedim(1, -1)  # the repeated rows stay in this order
+    return channels_last.repeat_interleave(rows // len(x), dim=0).movedim(-1, 1)
+
+
+def _split_heads(x: torch.Tensor, rows: int, heads: int) -> torch.Tensor:
+    """[slots, tokens of all rows, width] to a view [rows, heads, tokens, head width]."""
     slots, tokens, width = x.shape
-    return x.view(2 * slots, tokens // 2, heads, width // heads).transpose(1, 2)
+    return x.view(rows, slots * tokens // rows, heads, width // heads).transpose(1, 2)
 
 
-def _merge_heads(x: torch.Tensor) -> torch.Tensor:
-    """[rows, heads, tokens, head width] back to [slots, 2 * tokens, width]."""
-    rows, heads, tokens, width = x.shape
-    return x.transpose(1, 2).reshape(rows // 2, 2 * tokens, heads * width)
+def _merge_heads(x: torch.Tensor, slots: int) -> torch.Tensor:
+    """[rows, heads, tokens, head width] back to [slots, tokens of all rows, width]."""
+    _, heads, _, width = x.shape
+    return x.transpose(1, 2).reshape(slots, -1, heads * width)
