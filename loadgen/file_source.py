@@ -18,6 +18,7 @@ from typing import BinaryIO, NamedTuple
 
 from imagefleet import errors
 from imagefleet.job.message import (
+    FAILURE_FIELD,
     SIGNATURE_FIELD,
     Job,
     is_signed,
@@ -28,7 +29,7 @@ from imagefleet.job.message import (
 from imagefleet.signing import SIGNATURE_CHARACTERS, SigningKey
 from imagefleet.storage import protocol
 from loadgen.formats import files
-from loadgen.formats.entry import FAILURE_FIELD, Entry, Format, FormatError
+from loadgen.formats.entry import Entry, Format, FormatError
 
 #: 96 bits: a collision among a hundred million jobs has a chance of 10^-13.
 ID_BYTES = 12

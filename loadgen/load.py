@@ -17,7 +17,7 @@ from pydantic import AwareDatetime, BaseModel, ConfigDict, Field, ValidationErro
 from imagefleet import concurrency, errors, signing
 from imagefleet.cancelled import CancelledCampaigns
 from imagefleet.records.writer import RecordLog
-from imagefleet.storage.open import LOCAL_SCHEME
+from imagefleet.storage.open import absolute_url
 from imagefleet.storage.protocol import Storage
 from imagefleet.storage.settings import Priority
 from imagefleet.submit import BulkSender, Progress, keep_noting
@@ -145,7 +145,7 @@ class Load:
         self._path = checkpoint_path
         new = Checkpoint(
             source=source.identity,
-            storage=_absolute_url(storage),
+            storage=absolute_url(storage),
             queue=self._queue.name,
             sample_key=secrets.token_hex(16),
             id=secrets.token_hex(8),
@@ -261,10 +261,3 @@ class Load:
             self._is_said = True
             self._on_notice(f"cancelled campaigns are not noticed: {self._unreadable[0]}")
         self._unreadable.clear()
-
-
-def _absolute_url(storage: Storage) -> str:
-    """The storage's address, the same from every directory."""
-    if not storage.url.startswith(LOCAL_SCHEME):
-        return storage.url
-    return LOCAL_SCHEME + str(Path(storage.url.removeprefix(LOCAL_SCHEME)).absolute())

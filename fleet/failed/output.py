@@ -25,8 +25,8 @@ Verb = Literal["replayed", "discarded"]
 def report(verb: Verb, swept: Swept, *, missing: int = 0, as_json: bool) -> None:
     """Prints what was done; *missing* failed jobs have no message that could be moved."""
     if as_json:
-        refused = [asdict(each) for each in swept.refused]
-        console.print_json({verb: swept.done, "refused": refused})
+        record = {verb: swept.done, "refused": [asdict(each) for each in swept.refused]}
+        console.print_json(record | ({"missing": missing} if verb == "replayed" else {}))
         return
     console.stdout.print(f"{console.counted(swept.done, 'failed job')} {verb}")
     others = [each for each in swept.refused if not each.is_unsigned]

@@ -11,7 +11,12 @@ from typing import Any
 
 from imagefleet import errors
 from imagefleet.aio import Fleet
-from imagefleet.job.message import DELIVERIES_FIELD, SIGNATURE_FIELD, message_fields
+from imagefleet.job.message import (
+    DELIVERIES_FIELD,
+    FAILURE_FIELD,
+    SIGNATURE_FIELD,
+    message_fields,
+)
 from imagefleet.storage import dead_letter_queue, dead_letter_records
 from imagefleet.storage.dead_letter import Entry
 from imagefleet.storage.dead_letter_queue import Selection
@@ -20,14 +25,8 @@ from imagefleet.storage.protocol import BlobStore
 #: Of a message that is in the poison queue by mistake.
 NO_RECORD = "not a record of a failed job"
 
-#: In an exported job: why it failed. A load leaves it out.
-FAILURE = "failure"
-
 #: Jobs whose images are looked for at the same time.
 _LOOKED_UP = 32
-
-#: More than any failed jobs that people mend by hand; another file given by mistake is larger.
-_MAX_FILE_BYTES = 2**30
 
 
 @dataclass(slots=True)
@@ -122,7 +121,7 @@ async def exported(entry: Entry, blobs: BlobStore) -> dict[str, Any]:
     if not isinstance(fields, dict):
         raise errors.JobError("its message is no job in JSON")
     # A signature is of the fields as they were: a load signs the mended job.
-    for name in (DELIVERIES_FIELD, SIGNATURE_FIELD, FAILURE):
+    for name in (DELIVERIES_FIELD, SIGNATURE_FIELD, FAILURE_FIELD):
         fields.pop(name, None)
     named = {"id": entry.id} | ({"campaign": each} if (each := entry.record.campaign) else {})
     reasons = entry.record.model_dump(
@@ -132,7 +131,7 @@ async def exported(entry: Entry, blobs: BlobStore) -> dict[str, Any]:
     )
     # A job without an id took its message's: it stays the same job.
     given = {name: each for name, each in fields.items() if each is not None or name not in named}
-    return named | given | {FAILURE: reasons}
+    return named | given | {FAILURE_FIELD: reasons}
 
 
 def sources_of(path: Path) -> frozenset[str]:
@@ -158,7 +157,7 @@ def sources_of(path: Path) -> frozenset[str]:
 
 def _source(line: bytes) -> str | None:
     try:
-        source = json.loads(line)[FAILURE]["source"]
+        source = json.loads(line)[FAILURE_FIELD]["source"]
     except (ValueError, RecursionError, LookupError, TypeError):
         return None
     return source if isinstance(source, str) else None

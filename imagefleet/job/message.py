@@ -81,6 +81,9 @@ DELIVERIES_FIELD = "deliveries"
 #: A message's signature over all its other fields except the record of its deliveries.
 SIGNATURE_FIELD = "signature"
 
+#: In a job of `imagefleet failed export`: why it failed, which is no part of the job.
+FAILURE_FIELD = "failure"
+
 #: What is signed; a signature of something else is not valid for a job.
 PURPOSE = "job"
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import hashlib
 import json
 from array import array
 from collections import Counter, deque
@@ -19,7 +18,7 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError
 from imagefleet import concurrency, errors
 from imagefleet.job.message import RECORDS
 from imagefleet.records import shard
-from imagefleet.records.record import Outcome, Record
+from imagefleet.records.record import Outcome, Record, hashed
 from imagefleet.records.replaced import Replaced
 from imagefleet.records.shard import NOTHING, Kind, ShardName, Totals
 from imagefleet.storage.protocol import BlobPart, BlobRecord, BlobStore, Storage
@@ -121,11 +120,13 @@ async def ended(
     settled: set[int] = set()
     async for records in _records(storage.blobs, shards, on_damaged):
         settled.update(_failure(record) for record in records if _is_of_operator(record))
-    async for records in _records(storage.blobs, shards, _ignore):  # reported already
-        for record in records:
-            if not _is_of_operator(record) and (failure := _failure(record)) not in settled:
-                settled.add(failure)  # its message may have failed twice, after a crash
-                yield record
+    # What is damaged was reported the first time.
+    async with aclosing(_records(storage.blobs, shards, _ignore)) as parts:
+        async for records in parts:
+            for record in records:
+                if not _is_of_operator(record) and (failure := _failure(record)) not in settled:
+                    settled.add(failure)  # its message may have failed twice, after a crash
+                    yield record
 
 
 async def end(storage: Storage, campaign: str) -> dict[str, int]:
@@ -259,8 +260,12 @@ async def _starts(
             ahead.popleft()
     finally:
         for _, reading in ahead:
-            reading.cancel()
-        await asyncio.gather(*(reading for _, reading in ahead), return_exceptions=True)
+            if not reading.cancel() and not reading.cancelled():
+                reading.exception()  # nobody else will ask for it
+        # asyncio.run() ends all tasks, and then closes all generators at the same time: one that
+        # waits there breaks those that wait for it.
+        if any(not reading.done() for _, reading in ahead):
+            await asyncio.gather(*(reading for _, reading in ahead), return_exceptions=True)
 
 
 async def _lines(
@@ -269,7 +274,7 @@ async def _lines(
     decoder: shard.Decoder,
     on_damaged: OnDamaged,
     part: BlobPart | None = None,
-) -> AsyncIterator[list[bytes]]:
+) -> AsyncGenerator[list[bytes]]:
     """A shard's lines from the decoder's position on, part by part, up to where it is damaged.
 
     *part* is the first one, if it has been read already.
@@ -306,10 +311,11 @@ async def _images(
                 yield record
     # A worker that died in between has stored these images, and written no record.
     if missing.any:
-        async for part in _records(blobs, again, _ignore):
-            for record in replaced.without(part, once=False):
-                if record.blob and missing.take(record.blob):
-                    yield record
+        async with aclosing(_records(blobs, again, _ignore)) as parts:
+            async for part in parts:
+                for record in replaced.without(part, once=False):
+                    if record.blob and missing.take(record.blob):
+                        yield record
 
 
 async def _records(
@@ -317,11 +323,12 @@ async def _records(
 ) -> AsyncGenerator[list[Record]]:
     async with aclosing(_starts(blobs, shards)) as starts:
         async for each, part in starts:
-            async for lines in _lines(blobs, each, shard.Decoder(), on_damaged, part):
-                # Some at a time: they take ten times the memory of their lines.
-                for first in range(0, len(lines), _PARSED):
-                    some = lines[first : first + _PARSED]
-                    yield await asyncio.to_thread(_parsed, some, each, on_damaged)
+            async with aclosing(_lines(blobs, each, shard.Decoder(), on_damaged, part)) as parts:
+                async for lines in parts:
+                    # Some at a time: they take ten times the memory of their lines.
+                    for first in range(0, len(lines), _PARSED):
+                        some = lines[first : first + _PARSED]
+                        yield await asyncio.to_thread(_parsed, some, each, on_damaged)
 
 
 def _parsed(lines: Iterable[bytes], each: _Shard, on_damaged: OnDamaged) -> list[Record]:
@@ -411,11 +418,7 @@ def _is_of_operator(record: Record) -> bool:
 
 def _failure(record: Record) -> int:
     """Identifies one end of one message."""
-    return _hash(record.source or record.key)
-
-
-def _hash(text: str) -> int:
-    return int.from_bytes(hashlib.blake2b(text.encode(), digest_size=8).digest())
+    return hashed(record.source or record.key)
 
 
 class _Missing:
@@ -432,16 +435,16 @@ class _Missing:
 
     def add(self, names: Iterable[str]) -> None:
         """Only before the first name is looked up."""
-        self._added.extend(map(_hash, names))
+        self._added.extend(map(hashed, names))
 
     def found(self, names: Iterable[str]) -> None:
         """These have records."""
         if self._added:
-            self._look_up(list(map(_hash, names)))
+            self._look_up(list(map(hashed, names)))
 
     def take(self, name: str) -> bool:
         """True for the first who asks for a name that is missing."""
-        return bool(self._look_up([_hash(name)]))
+        return bool(self._look_up([hashed(name)]))
 
     def _look_up(self, wanted: list[int]) -> int:
         """Marks names as found; returns how many were missing until now."""

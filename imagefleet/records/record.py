@@ -5,6 +5,7 @@ It is untrusted: whoever may store images may write records, too.
 
 from __future__ import annotations
 
+import hashlib
 from datetime import UTC, datetime
 from typing import Annotated, Literal, NamedTuple, Self
 
@@ -125,6 +126,11 @@ class Record(BaseModel):
     def line(self) -> bytes:
         """The record as a line of JSON, without what it lacks."""
         return self.model_dump_json(exclude_defaults=True).encode() + b"\n"
+
+
+def hashed(text: str) -> int:
+    """In 64 bits, to remember what was seen in less memory than the text takes."""
+    return int.from_bytes(hashlib.blake2b(text.encode(), digest_size=8).digest())
 
 
 def of_job(job: Job) -> dict[str, object]:

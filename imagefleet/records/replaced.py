@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import hashlib
 from collections import Counter
 from collections.abc import Iterable, Mapping
 from datetime import UTC, datetime
@@ -10,7 +9,7 @@ from datetime import UTC, datetime
 from pydantic import ValidationError
 
 from imagefleet.job.message import ASIDE
-from imagefleet.records.record import Record
+from imagefleet.records.record import Record, hashed
 
 
 def note(name: str, metadata: Mapping[str, str], journal: str) -> Record | None:
@@ -49,9 +48,9 @@ class Replaced:
     def add(self, notes: Iterable[Record]) -> None:
         for each in notes:
             drawing = _drawing(each)
-            if (noted := _hash(f"{each.source} {drawing}")) not in self._noted:
+            if (noted := hashed(f"{each.source} {drawing}")) not in self._noted:
                 self._noted.add(noted)
-                self._left[_hash(drawing)] += 1
+                self._left[hashed(drawing)] += 1
 
     def without(self, records: list[Record], *, once: bool) -> list[Record]:
         """*records* without those of drawings that were replaced.
@@ -63,7 +62,7 @@ class Replaced:
         return [each for each in records if not self._is_replaced(each, once=once)]
 
     def _is_replaced(self, record: Record, *, once: bool) -> bool:
-        drawing = _hash(_drawing(record))
+        drawing = hashed(_drawing(record))
         left = self._left.get(drawing)
         if left is None or (once and not left):
             return False
@@ -76,7 +75,3 @@ def _drawing(record: Record) -> str:
     worker = record.worker.encode("ascii", "replace").decode()
     started = "" if record.started_at is None else f"{record.started_at.timestamp():.3f}"
     return f"{record.blob} {worker} {started}"
-
-
-def _hash(text: str) -> int:
-    return int.from_bytes(hashlib.blake2b(text.encode(), digest_size=8).digest())

@@ -15,7 +15,9 @@ from imagefleet import errors
 from imagefleet.records import reader, replaced, shard, writer
 from imagefleet.records.record import Lora, Record
 from imagefleet.records.shard import Totals
+from imagefleet.storage.open import open_storage
 from imagefleet.storage.protocol import Storage
+from imagefleet.storage.settings import StorageSettings
 
 _Item = TypeVar("_Item")
 
@@ -273,6 +275,25 @@ async def test_whoever_stops_reading_leaves_no_read_behind(storage: Storage) -> 
     await asyncio.sleep(0)
 
     assert asyncio.all_tasks() == before
+
+
+def test_an_error_of_whoever_reads_is_all_that_is_logged(
+    local_settings: StorageSettings, caplog: pytest.LogCaptureFixture
+) -> None:
+    """A full disk or a closed pipe, say: asyncio.run() then closes what is being read."""
+
+    async def fail_while_reading() -> None:
+        async with open_storage(local_settings) as storage:
+            await storage.create()
+            for number in range(16):
+                await writer.RecordLog(storage.blobs, f"w{number}").add([image(number)])
+            records = reader.images(storage, "spring")
+            async for _ in records:
+                raise BrokenPipeError
+
+    with pytest.raises(BrokenPipeError):
+        asyncio.run(fail_while_reading())
+    assert not caplog.messages
 
 
 def test_numbers_and_times_that_no_table_holds_are_damage() -> None:
