@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import logging
 import time
 from collections import Counter
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Iterator
 from dataclasses import dataclass, field
 from datetime import UTC, datetime
 from functools import partial
@@ -57,6 +58,24 @@ class InFlightJob:
     """Of its images that this worker has stored."""
     again: list[Record] = field(default_factory=list)
     """Of its images whose names were taken."""
+    _uploads: int = field(default=0, init=False)
+    _upload_ended: asyncio.Event = field(default_factory=asyncio.Event, init=False)
+
+    @contextlib.contextmanager
+    def uploading(self) -> Iterator[None]:
+        """One of its images is being stored, and its record added, during the block."""
+        self._uploads += 1
+        try:
+            yield
+        finally:
+            self._uploads -= 1
+            self._upload_ended.set()
+
+    async def uploads_end(self) -> None:
+        """Returns once no image is being stored."""
+        while self._uploads:
+            self._upload_ended.clear()
+            await self._upload_ended.wait()
 
     @property
     def deliveries(self) -> Deliveries:
@@ -320,6 +339,7 @@ class Settler:
         await self._end(entry, "unverified", lambda: self.keeper.acknowledge(entry.lease))
 
     async def _dead_letter(self, entry: InFlightJob, error: errors.FleetError) -> None:
+        await entry.uploads_end()  # so that their records are there
         if await self._ended_earlier(entry):
             return
         log.warning(
