@@ -93,13 +93,13 @@ def _visible_gpus(given: str) -> list[Gpu]:
         SetupError: there are none.
     """
     cards = replica.ask_driver(lambda: list(_cards()))
-    if isinstance(cards, replica.NO_DRIVER) or cards == []:
+    if isinstance(cards, Exception) and not isinstance(cards, replica.NO_DRIVER):
+        raise errors.SetupError(f"--gpus {given}: the GPUs cannot be listed: {cards}")
+    if isinstance(cards, Exception) or not cards:
         raise errors.SetupError(
             f"--gpus {given}: this machine has no NVIDIA GPU, or no driver for it; to use the CPU,"
             " leave out --gpus"
         )
-    if isinstance(cards, Exception):
-        raise errors.SetupError(f"--gpus {given}: the GPUs cannot be listed: {cards}")
     if _VISIBLE not in os.environ:
         return cards
     found = list(_listed(os.environ[_VISIBLE], cards))

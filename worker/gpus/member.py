@@ -88,7 +88,7 @@ class Member:
             deliver(hurries)
 
     def _read(self) -> None:
-        with contextlib.suppress(OSError), self._control.makefile("rb") as words:
+        with self._control, contextlib.suppress(OSError), self._control.makefile("rb") as words:
             for word in words:
                 self._deliver(hurries=word == HURRY)
         self._deliver(hurries=True)
