@@ -11,6 +11,7 @@ from collections import Counter
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field, replace
 from functools import partial
+from importlib import metadata
 from typing import NoReturn
 
 from imagefleet import errors
@@ -20,6 +21,7 @@ from imagefleet.telemetry import probes, push
 from worker import progress, replica, tasks
 from worker.engine import contract
 from worker.files import check, model
+from worker.gpus import compiling
 from worker.gpus.member import Member
 from worker.metrics import Outcome, WorkerMetrics
 from worker.node.watchdog import limits_of
@@ -98,6 +100,7 @@ class _Worker:
     _waiting_for: Phase | None = None
     _has_started: bool = False
     _port: int = 0
+    _gpu: str = replica.NO_GPU
 
     def __post_init__(self) -> None:
         member = self._member
@@ -158,6 +161,7 @@ class _Worker:
             self._earlier_images += self._pipeline.images_written
         self._pipeline = None
         runs_on = await asyncio.to_thread(replica.find_replica, self._settings)
+        self._gpu = runs_on.gpu
         identity_token = None if self._metadata is None else self._metadata.token
         async with open_storage(self._settings, identity_token=identity_token) as storage:
             self._pipeline = Pipeline(
@@ -296,17 +300,29 @@ class _Worker:
         # Imported on the engine's thread: torch takes seconds to load, and the port answers.
         from worker.engine.load import load_engine
 
-        return load_engine(
-            path,
-            settings.device,
-            precision=settings.precision,
-            config=settings.config,
-            prediction_type=check.prediction_type(path),
-            slots=settings.slots,
-            compile=settings.compile,
-            fp16_accumulate=settings.fp16_accumulate,
-            on_compile=self._compiles,
+        with self._compiling():
+            return load_engine(
+                path,
+                settings.device,
+                precision=settings.precision,
+                config=settings.config,
+                prediction_type=check.prediction_type(path),
+                slots=settings.slots,
+                compile=settings.compile,
+                fp16_accumulate=settings.fp16_accumulate,
+                on_compile=self._compiles,
+            )
+
+    def _compiling(self) -> contextlib.AbstractContextManager[None]:
+        """Has one of a machine's workers compile; the others wait for its kernels."""
+        settings = self._settings
+        if self._member is None or settings.compile == "off" or settings.device == "cpu":
+            return contextlib.nullcontext()
+        kernels = (
+            *(metadata.version("torch"), metadata.version("imagefleet"), self._gpu),
+            *(settings.precision, settings.slots, settings.fp16_accumulate),
         )
+        return compiling.by_one_first(compiling.kernel_cache(), repr(kernels))
 
     def _compiles(self) -> None:
         if self._pipeline is not None:
