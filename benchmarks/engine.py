@@ -66,8 +66,27 @@ ROWS = (
     Row("mixed_steps", "engine", 18, 6),
     Row("baseline", "plain", 0, 3, fills=True),
     Row("worker", "engine", 20, 8),
+    Row("rank_32", "loras", 12, 8),
+    Row("rank_128", "loras", 12, 10),
+    Row("locon_all", "loras", 12, 10),
+    Row("sizes", "loras", 20, 10),
+    Row("two_loras", "loras", 10, 8),
+    Row("three_loras", "loras", 10, 12),
+    Row("shuffled_ranks", "loras", 10, 10),
+    Row("dora", "loras", 10, 8),
+    Row("loha", "loras", 10, 8),
+    Row("lokr", "loras", 10, 8),
+    Row("locon_sixth", "loras", 10, 8),
+    Row("gaps", "loras", 12, 30),
+    Row("company", "company", 0, 60, tolerates=True),
     Row("psnr_compiled", "exact_compiled", 0, 10, tolerates=True),
     Row("capped", "capped", 10, 5),
+    Row("capped_rank_32", "capped_loras", 10, 8),
+    Row("capped_rank_128", "capped_loras", 10, 10),
+    Row("capped_locon_all", "capped_loras", 10, 10),
+    Row("capped_three_loras", "capped_loras", 10, 12),
+    Row("capped_dora", "capped_loras", 10, 8),
+    Row("capped_sizes", "capped_loras", 20, 12),
     Row("latency_1", "latency_1", 0, 4, fills=True),
     Row("plain_latency_1", "plain", 0, 8),
     Row("latency_2", "latency_2", 0, 5),
@@ -94,6 +113,19 @@ GOALS = {
     "matrix_limit_fraction": ("", ""),
     "psnr_db": ("> 40", ""),
     "latency_1_over_diffusers": ("3", ""),
+    "rank_128_over_rank_32": ("0.93", "0.97"),
+    "shuffled_ranks_over_rank_32": ("0.93", "0.97"),
+    "two_loras_over_rank_32": ("0.93", "0.97"),
+    "three_loras_over_rank_32": ("0.93", "0.97"),
+    "locon_sixth_over_rank_32": ("0.88", "0.92"),
+    "locon_all_over_rank_32": ("0.88", "0.92"),
+    "loha_over_rank_32": ("0.90", "0.95"),
+    "lokr_over_rank_32": ("0.90", "0.95"),
+    "dora_over_rank_32": ("0.90", "0.95"),
+    "sizes_mixed_by_pixels": ("0.90", "0.95"),
+    "gpu_gap_fraction": ("< 0.02", "< 0.01"),
+    "company_psnr_db": ("> 45", ""),
+    "least_capped_over_uncapped": ("0.85", "0.9"),
 }
 
 
@@ -337,8 +369,34 @@ def summarise(rows: Mapping[str, Mapping[str, Any]]) -> dict[str, Any]:
             found("plain_latency_1", "seconds"), found("latency_1", "seconds")
         ),
         **latencies,
+        **summarise_jobs(rows),
         "hardware": limit.get("hardware"),
         "versions": limit.get("versions"),
+    }
+
+
+#: The rows of `engine_job_rows.py` that are compared with its row of rank 32.
+COMPARED = ("rank_128", "shuffled_ranks", "two_loras", "three_loras", "locon_sixth", "locon_all",
+            "loha", "lokr", "dora")  # fmt: skip
+
+
+def summarise_jobs(rows: Mapping[str, Mapping[str, Any]]) -> dict[str, Any]:
+    """The main figures of `engine_job_rows.py`."""
+
+    def found(row: str, key: str = "images_per_second") -> float | None:
+        return rows.get(row, {}).get(key)
+
+    names = ("rank_32", *COMPARED)
+    capped = [quotient(found(f"capped_{row}"), found(row)) for row in names]
+    capped.append(quotient(found("capped_sizes"), found("sizes")))
+    return {
+        **{f"{row}_over_rank_32": quotient(found(row), found("rank_32")) for row in COMPARED},
+        "sizes_mixed_by_pixels": quotient(
+            found("sizes", "pixels_per_second"), found("rank_32", "pixels_per_second")
+        ),
+        "gpu_gap_fraction": rounded(found("gaps", "gpu_gap_fraction")),
+        "company_psnr_db": rounded(found("company", "psnr_db")),
+        "least_capped_over_uncapped": min((each for each in capped if each), default=None),
     }
 
 

@@ -2,7 +2,7 @@
 
 A process loads and warms up, reports `ready`, and then measures one row per line of JSON on its
 standard input. It replies on the original standard output; the libraries' output goes to standard
-error. Groups: exact, engine, base, plain, capped, latency_N.
+error. Groups: exact, engine, base, plain, capped, latency_N, and those of `engine_job_rows.py`.
 """
 
 from __future__ import annotations
@@ -11,43 +11,41 @@ import argparse
 import asyncio
 import contextlib
 import functools
-import json
 import logging
 import math
-import os
-import pickle
 import statistics
 import sys
 import time
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from pathlib import Path
-from typing import Any
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
-import numpy as np
 import torch
 
-import tiny_model
+import engine_job_rows
+from engine_process import (
+    Channel,
+    Figures,
+    Options,
+    build,
+    decibels,
+    limit_memory,
+    load_engine,
+    log,
+    rate,
+    warm,
+)
 from fleet import demo_jobs
 from fleet.bench import baseline, machine, work
 from fleet.bench import engine as bench_engine
 from fleet.bench import jobs as bench_jobs
 from imagefleet import errors
 from overlap import FarStorage
-from worker.engine import contract, load
+from worker.engine import contract
 from worker.engine import device as devices
-from worker.engine.slots.engine import SlotEngine
 from worker.engine.slots.queue import WeightMode
-
-log = logging.getLogger("benchmark")
-
-Figures = dict[str, Any]
-Measure = Callable[[float], Figures]
-"""Measures for the given seconds."""
-
-CAP_BYTES = int(7.4 * 2**30)
 
 #: The images compared with plain diffusers: every other one has a LoRA, with these weights.
 EXACT_WEIGHTS = (0.35, 1.0, 0.8, 1.0)
@@ -55,102 +53,10 @@ EXACT_PROMPTS = ("a red star in the desert", "a blue car in the city", "an orang
                  "a green tree in a meadow", "a purple fish at sea", "a yellow house",
                  "a white bird by the sea", "a pink flower")  # fmt: skip
 
-#: To create the model; the other groups give up after it.
-BUILDING_SECONDS = 60.0
-
-#: Each group's pause after the model is ready. An engine times kernels at its start, which others
-#: would disturb; measuring the last two stops the others. `base` compiles first what `engine`
-#: compiles second and then finds in the cache, so it must not be late.
-STAGGER_SECONDS = {"base": 3.0, "capped": 9.0, "latency_1": 9.0, "plain": 16.0, "exact": 18.0,
-                   "exact_compiled": 18.0}  # fmt: skip
-
 #: SD1.5 at the reference's size and steps, even in a trial.
 LIMIT_SIZE, LIMIT_STEPS = (512, 512), 15
 
 LATENCY_STEPS, TINY_LATENCY_STEPS = 50, 5
-
-
-@dataclass(frozen=True, slots=True)
-class Options:
-    """The options of all groups."""
-
-    group: str
-    builder: str
-    folder: Path
-    device: str
-    slots: int | None
-    capped_slots: int | None
-    is_tiny: bool
-
-    @property
-    def torch_device(self) -> torch.device:
-        return devices.find_device(self.device)
-
-
-class Channel:
-    """Replies to `engine.py`."""
-
-    def __init__(self) -> None:
-        self._out = os.fdopen(os.dup(1), "w")
-        os.dup2(2, 1)
-
-    def reply(self, **figures: Any) -> None:
-        print(json.dumps(figures), file=self._out, flush=True)
-
-    def serve(self, rows: Mapping[str, Measure], *, until: str = "") -> float:
-        """Measures the requested rows; returns the seconds requested for the row *until*."""
-        self.reply(ready=True)
-        for line in sys.stdin:
-            command = json.loads(line)
-            name, seconds = command["row"], command["seconds"]
-            if name == until:
-                return float(seconds)
-            try:
-                self.reply(row=name, **rows[name](seconds))
-            except Exception as error:  # the other rows do not depend on this one
-                log.exception("%s failed", name)
-                self.reply(row=name, error=f"{type(error).__name__}: {error}"[:500])
-        raise SystemExit(0)
-
-
-def build(options: Options) -> bench_engine.Setup:
-    """The model, the LoRAs and the jobs; one group creates them, the others wait."""
-    ready = options.folder / "ready.pickle"
-    if options.group != options.builder:
-        wait_for(ready)
-        if not options.is_tiny:
-            time.sleep(STAGGER_SECONDS.get(options.group, 0))
-        setup: bench_engine.Setup = pickle.loads(ready.read_bytes())
-        return setup
-    options.folder.mkdir(parents=True, exist_ok=True)
-    model = tiny_model.build_tiny_checkpoint(options.folder / "tiny") if options.is_tiny else None
-    loras = 6 if options.is_tiny else bench_engine.LORAS
-    setup = bench_engine.prepare(model, options.folder, options.device, loras)
-    part = ready.with_suffix(".part")
-    part.write_bytes(pickle.dumps(setup))
-    part.rename(ready)
-    return setup
-
-
-def wait_for(file: Path) -> None:
-    began_at = time.monotonic()
-    while not file.exists():
-        if time.monotonic() - began_at > BUILDING_SECONDS:
-            raise errors.SetupError("the model was not created in time")
-        time.sleep(0.1)
-
-
-def load_engine(
-    options: Options, model: Path, slots: int | None, compiled: Sequence[WeightMode]
-) -> SlotEngine:
-    """An engine with the UNet compiled for these weight modes, in this order; () for none."""
-    return load.load_engine(
-        model,
-        options.device,
-        slots=slots,
-        compile="auto" if compiled else "off",
-        compiled_modes=compiled,
-    )
 
 
 def exact(options: Options, channel: Channel) -> None:
@@ -215,53 +121,6 @@ def exact_requests(steps: int) -> list[contract.ImageRequest]:
     return requests
 
 
-def decibels(image: contract.Pixels, reference: contract.Pixels) -> float:
-    """Peak signal-to-noise ratio in dB; 99 for identical images."""
-    error = float(np.mean((image.astype(float) - reference.astype(float)) ** 2))
-    return 10 * math.log10(255**2 / error) if error else 99.0
-
-
-def warm(
-    options: Options,
-    setup: bench_engine.Setup,
-    workload: bench_jobs.Workload,
-    slots: int | None,
-    compiled: Sequence[WeightMode],
-) -> tuple[SlotEngine, bench_jobs.Workload, Figures]:
-    """An engine after its first images, its jobs, and the start-up's figures."""
-    began_at = time.monotonic()
-    engine = load_engine(options, setup.model, slots, compiled)
-    workload = replace(workload, size=engine.default_size)
-    bench_engine.draw_a_round(engine, workload)
-    figures: Figures = {
-        "slots": work.images_at_once(engine),
-        "ready_seconds": time.monotonic() - began_at,
-    }
-    log.info("warm: %s", figures)
-    return engine, workload, figures
-
-
-def rate(
-    engine: SlotEngine,
-    workload: bench_jobs.Workload,
-    options: Options,
-    warmth: Figures,
-    seconds: float,
-) -> Figures:
-    """Images/s of the engine alone, always full."""
-    machine.reset_peak(options.torch_device)
-    measured = work.drive(engine, workload.requests(), seconds)
-    return {
-        "images_per_second": measured.images_per_second,
-        "unet_calls_per_second": measured.unet_calls_per_second,
-        "images": measured.images,
-        "seconds": measured.seconds,
-        "peak_memory_bytes": machine.peak_memory_bytes(options.torch_device),
-        "recompiles_after_warmup": engine.recompiles,
-        **warmth,
-    }
-
-
 def engine(options: Options, channel: Channel) -> None:
     """Another LoRA per job: with equal steps, with mixed steps, and in a whole worker."""
     setup = build(options)
@@ -318,9 +177,7 @@ def base(options: Options, channel: Channel) -> None:
 def capped(options: Options, channel: Channel) -> None:
     """Another LoRA per job, on a GPU limited to 8 GB."""
     setup = build(options)
-    if options.torch_device.type == "cuda":
-        total_bytes = torch.cuda.get_device_properties(options.torch_device).total_memory
-        torch.cuda.set_per_process_memory_fraction(CAP_BYTES / total_bytes, options.torch_device)
+    limit_memory(options)
     engine, workload, warmth = warm(
         options, setup, setup.workload, options.capped_slots, ("per_slot",)
     )
@@ -332,7 +189,7 @@ def plain(options: Options, channel: Channel) -> None:
     setup = build(options)
     device = options.torch_device
     pipeline = baseline.PlainDiffusers(setup.model, device, devices.find_dtype("auto", device))
-    workload = replace(setup.workload, size=(64, 64) if options.is_tiny else (512, 512))
+    workload = replace(setup.workload, sizes=((64, 64) if options.is_tiny else (512, 512),))
     requests = [workload.request(number) for number in range(1 if options.is_tiny else 4)]
     for request in requests:
         pipeline.use_loras(request.loras)
@@ -348,7 +205,7 @@ def plain(options: Options, channel: Channel) -> None:
 
     def latency(batch: int, _: float) -> Figures:
         pipeline.use_loras(())
-        jobs = latency_workload(options, setup, workload.size)
+        jobs = latency_workload(options, setup, workload.sizes)
         seconds = median_seconds(pipeline.draw, jobs, batch, repeats=2)
         return {"seconds": seconds}
 
@@ -363,7 +220,7 @@ def plain(options: Options, channel: Channel) -> None:
 def latency(batch: int, options: Options, channel: Channel) -> None:
     """Seconds of a batch in an engine with as many slots."""
     setup = build(options)
-    workload = latency_workload(options, setup, setup.workload.size)
+    workload = latency_workload(options, setup, setup.workload.sizes)
     engine, workload, warmth = warm(options, setup, workload, batch, ("shared",))
 
     def measure(_: float) -> Figures:
@@ -394,10 +251,10 @@ def median_seconds(
 
 
 def latency_workload(
-    options: Options, setup: bench_engine.Setup, size: tuple[int, int]
+    options: Options, setup: bench_engine.Setup, sizes: tuple[tuple[int, int], ...]
 ) -> bench_jobs.Workload:
     steps = TINY_LATENCY_STEPS if options.is_tiny else LATENCY_STEPS
-    return replace(setup.workload, loras=(), steps=(steps,), sampler="plms", size=size)
+    return replace(setup.workload, loras=(), steps=(steps,), sampler="plms", sizes=sizes)
 
 
 GROUPS: Mapping[str, Callable[[Options, Channel], None]] = {
@@ -407,6 +264,9 @@ GROUPS: Mapping[str, Callable[[Options, Channel], None]] = {
     "base": base,
     "plain": plain,
     "capped": capped,
+    "loras": engine_job_rows.loras,
+    "capped_loras": engine_job_rows.capped_loras,
+    "company": engine_job_rows.company,
     **{f"latency_{batch}": functools.partial(latency, batch) for batch in (1, 2, 4)},
 }
 

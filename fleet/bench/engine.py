@@ -69,7 +69,9 @@ def prepare(model: Path | None, folder: Path, device: str, loras: int = LORAS) -
     directory = folder / "loras"
     names = random_model.build_random_loras(directory, model, loras, torch_device)
     words, negative = bench_jobs.reference_words()
-    workload = bench_jobs.Workload(words, negative, (0, 0), directory, tuple(names))
+    workload = bench_jobs.Workload(
+        words, negative, ((0, 0),), directory, tuple((name,) for name in names)
+    )
     return Setup(model, workload, folder)
 
 
@@ -110,7 +112,7 @@ def measure(setup: Setup, options: Options, step: StartStep) -> dict[str, Any]:
     from_queue, idle_fraction = asyncio.run(work.work(settings, run.load, on_images=run.on_images))
     workload = run.workload
     (steps,) = workload.steps
-    flops = machine.count_image_flops(setup.model, *workload.size, steps)
+    flops = machine.count_image_flops(setup.model, *workload.sizes[0], steps)
     limit = matrix_rate / flops
     mixed, without = run.mixed.images_per_second, run.without.images_per_second
     peak_memory_bytes = machine.peak_memory_bytes(device)
@@ -120,8 +122,8 @@ def measure(setup: Setup, options: Options, step: StartStep) -> dict[str, Any]:
         plain = measure_baseline(setup, device, workload)
     return {
         "model": str(setup.model),
-        "width": workload.size[0],
-        "height": workload.size[1],
+        "width": workload.sizes[0][0],
+        "height": workload.sizes[0][1],
         "steps": steps,
         "slots": run.width,
         "ready_seconds": run.ready_seconds,
@@ -177,7 +179,7 @@ class _EngineRun:
             slots=options.slots,
             fp16_accumulate=options.fp16_accumulate,
         )
-        self.workload = replace(self._setup.workload, size=engine.default_size)
+        self.workload = replace(self._setup.workload, sizes=(engine.default_size,))
         draw_a_round(engine, self.workload)
         self.ready_seconds = time.monotonic() - began_at
         self.width = engine.slots

@@ -27,14 +27,15 @@ _STRENGTHS = (0.35, 0.5, 0.65, 0.8)
 class Workload:
     """Endless jobs with different seeds, prompts and LoRAs, if there are any.
 
-    A prompt is the job's number and *words*; *steps* are used in turn.
+    A prompt is the job's number and *words*; *sizes*, *loras* (those of one job) and *steps* are
+    used in turn.
     """
 
     words: str
     negative_prompt: str
-    size: tuple[int, int]
+    sizes: tuple[tuple[int, int], ...]
     lora_directory: Path
-    loras: tuple[str, ...] = ()
+    loras: tuple[tuple[str, ...], ...] = ()
     steps: tuple[int, ...] = (15,)
     sampler: str = "euler_ancestral"
     cfg_scale: float = 7.0
@@ -44,45 +45,52 @@ class Workload:
         return map(self.request, itertools.count())
 
     def request(self, number: int) -> contract.ImageRequest:
-        name, strength = self._lora(number)
-        path = self.lora_directory / f"{name}.safetensors"
+        width, height = self._size(number)
+        loras = [
+            contract.Lora(name, self.lora_directory / f"{name}.safetensors", strength, strength)
+            for name, strength in self._loras(number)
+        ]
         return contract.ImageRequest(
             prompt=f"{number} {self.words}",
             negative_prompt=self.negative_prompt,
-            loras=(contract.Lora(name, path, strength, strength),) if name else (),
+            loras=tuple(loras),
             sampler=self.sampler,
             steps=self._steps(number),
             cfg_scale=self.cfg_scale,
             seed=number,
-            width=self.size[0],
-            height=self.size[1],
+            width=width,
+            height=height,
         )
 
     def message(self, number: int) -> str:
         """The same job as a queue message."""
-        name, strength = self._lora(number)
-        tag = f" <lora:{name}:{strength}>" if name else ""
+        width, height = self._size(number)
+        tags = "".join(f" <lora:{name}:{strength}>" for name, strength in self._loras(number))
         job = {
             "id": f"{number:06}",
-            "prompt": f"{number} {self.words}{tag}",
+            "prompt": f"{number} {self.words}{tags}",
             "negative_prompt": self.negative_prompt,
             "sampler_name": samplers.SAMPLERS[self.sampler].name,
             "steps": self._steps(number),
             "cfg_scale": self.cfg_scale,
             "seed": number,
-            "width": self.size[0],
-            "height": self.size[1],
+            "width": width,
+            "height": height,
         }
         return json.dumps(job)
 
     def _steps(self, number: int) -> int:
         return self.steps[number * _STRIDE % len(self.steps)]
 
-    def _lora(self, number: int) -> tuple[str, float]:
+    def _size(self, number: int) -> tuple[int, int]:
+        return self.sizes[number % len(self.sizes)]
+
+    def _loras(self, number: int) -> list[tuple[str, float]]:
         if not self.loras:
-            return "", 0.0
+            return []
         rounds, at = divmod(number, len(self.loras))
-        return self.loras[at], _STRENGTHS[(rounds + at) % len(_STRENGTHS)]
+        strength = _STRENGTHS[(rounds + at) % len(_STRENGTHS)]
+        return [(name, strength) for name in self.loras[at]]
 
 
 def reference_words() -> tuple[str, str]:

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import math
+from collections.abc import Callable, Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from diffusers import AutoencoderKL, UNet2DConditionModel
@@ -20,6 +21,13 @@ _ADAPTED_SUFFIXES = (
     *("proj_in", "proj_out", "ff.net.0.proj", "ff.net.2"),
     *(f"attn{number}.to_{part}" for number in (1, 2) for part in ("q", "k", "v", "out.0")),
 )
+
+#: What kohya's LoCons adapt beside them, in resnets and samplers.
+_LOCON_SUFFIXES = ("conv1", "conv2", "conv_shortcut", "time_emb_proj", "samplers.0.conv")
+
+Kind = Literal["lora", "locon", "loha", "lokr", "dora"]
+Shape = tuple[int, ...]
+Tensors = dict[str, torch.Tensor]
 
 
 def build_random_checkpoint(folder: Path, device: torch.device) -> Path:
@@ -43,48 +51,112 @@ def build_random_checkpoint(folder: Path, device: torch.device) -> Path:
 
 
 def build_random_loras(
-    folder: Path, model: Path, count: int, device: torch.device, *, rank: int = 32
+    folder: Path,
+    model: Path,
+    count: int,
+    device: torch.device,
+    *,
+    rank: int = 32,
+    kind: Kind = "lora",
+    convolution_rank: int = 16,
 ) -> list[str]:
-    """Writes LoRAs in kohya's format for the UNet of a checkpoint; returns their names.
+    """Writes LoRAs in kohya's and LyCORIS' formats for a checkpoint's UNet; returns their names.
 
-    They change the linear layers of its transformers, 192 in SD1.5: 27 MB each at rank 32.
+    They change the linear layers of its transformers, 192 in SD1.5: 27 MB each at rank 32. A
+    "locon" also changes its resnets and samplers, convolutions at *convolution_rank*.
     """
     config = checkpoint.network_config(model / "unet", checkpoint.UNET_CONFIG)
     with torch.device("meta"):
         unet = UNet2DConditionModel.from_config(config)
+    suffixes = _ADAPTED_SUFFIXES + (_LOCON_SUFFIXES if kind == "locon" else ())
     layers = {
-        f"lora_unet_{path.replace('.', '_')}": layer
+        f"lora_unet_{path.replace('.', '_')}": (layer, convolution_rank if of_locon else rank)
         for path, layer in lora_names.adaptable_layers(unet).items()
-        if path.endswith(_ADAPTED_SUFFIXES)
+        for of_locon in [path.endswith(_LOCON_SUFFIXES) and isinstance(layer, nn.Conv2d)]
+        if path.endswith(suffixes)
     }
     generator = torch.Generator(device).manual_seed(0)
-    names = [f"random-{number:03}" for number in range(count)]
+    names = [f"random-{kind}-{rank}-{number:03}" for number in range(count)]
     for name in names:
-        path = folder / f"{name}.safetensors"
-        write_lora(path, layers, rank, float(rank), generator, torch.float16)
+        tensors = {}
+        for key, (layer, layer_rank) in layers.items():
+            parts = _MAKERS[kind](tuple(layer.weight.shape), layer_rank, generator)
+            for part, tensor in parts.items():
+                tensors[f"{key}.{part}"] = tensor.to("cpu", torch.float16)
+            tensors[f"{key}.alpha"] = torch.tensor(float(layer_rank))
+        _save(folder / f"{name}.safetensors", tensors)
     return names
 
 
 def write_lora(
-    path: Path,
-    layers: Mapping[str, Any],
-    rank: int,
-    alpha: float,
-    generator: torch.Generator,
-    dtype: torch.dtype = torch.float32,
+    path: Path, layers: Mapping[str, Any], rank: int, alpha: float, generator: torch.Generator
 ) -> None:
-    """Writes a random LoRA in kohya's format for linear and 1x1 layers, given by key."""
-    device = generator.device
+    """Writes a random LoRA in kohya's format for layers given by key, in float32."""
     tensors = {}
     for key, layer in layers.items():
-        outer, inner, *kernel = layer.weight.shape
-        down = torch.randn((rank, inner, *kernel), generator=generator, device=device)
-        up = torch.randn((outer, rank, *kernel), generator=generator, device=device)
-        tensors[f"{key}.lora_down.weight"] = (down / inner**0.5).to("cpu", dtype)
-        tensors[f"{key}.lora_up.weight"] = (up / rank**0.5).to("cpu", dtype)
+        for part, tensor in _lora(tuple(layer.weight.shape), rank, generator).items():
+            tensors[f"{key}.{part}"] = tensor.cpu()
         tensors[f"{key}.alpha"] = torch.tensor(alpha)
+    _save(path, tensors)
+
+
+def _save(path: Path, tensors: dict[str, torch.Tensor]) -> None:
     path.parent.mkdir(parents=True, exist_ok=True)
-    save_file(tensors, path)
+    save_file({name: tensor.contiguous() for name, tensor in tensors.items()}, path)
+
+
+def _lora(shape: Shape, rank: int, generator: torch.Generator) -> Tensors:
+    outer, inner, *kernel = shape
+    down = _noise(generator, rank, inner, *kernel) / (inner * math.prod(kernel)) ** 0.5
+    up = _noise(generator, outer, rank, *[1] * len(kernel)) / rank**0.5
+    return {"lora_down.weight": down, "lora_up.weight": up}
+
+
+def _dora(shape: Shape, rank: int, generator: torch.Generator) -> Tensors:
+    norms = 0.5 + torch.rand((shape[0], 1), generator=generator, device=generator.device)
+    return {**_lora(shape, rank, generator), "dora_scale": norms.view(-1, *[1] * (len(shape) - 1))}
+
+
+def _loha(shape: Shape, rank: int, generator: torch.Generator) -> Tensors:
+    outer, inner, *kernel = shape
+    inputs = inner * math.prod(kernel)
+    tensors = {}
+    for half in ("1", "2"):
+        tensors[f"hada_w{half}_a"] = _noise(generator, outer, rank) / rank**0.5
+        tensors[f"hada_w{half}_b"] = _noise(generator, rank, inputs) / inputs**0.25
+    return tensors
+
+
+def _lokr(shape: Shape, rank: int, generator: torch.Generator) -> Tensors:
+    """Factors as square as possible, and only the larger one of low rank: LyCORIS' defaults."""
+    outer, inner, *_ = shape
+    (small_out, large_out), (small_in, large_in) = _halves(outer), _halves(inner)
+    tensors = {"lokr_w1": _noise(generator, small_out, small_in) / small_in**0.5}
+    if 2 * rank < max(large_out, large_in):
+        tensors["lokr_w2_a"] = _noise(generator, large_out, rank) / rank**0.5
+        tensors["lokr_w2_b"] = _noise(generator, rank, large_in) / large_in**0.5
+    else:
+        tensors["lokr_w2"] = _noise(generator, large_out, large_in) / large_in**0.5
+    return tensors
+
+
+def _halves(size: int) -> tuple[int, int]:
+    """The two factors of *size* that are nearest to its root, the smaller one first."""
+    small = next(each for each in range(math.isqrt(size), 0, -1) if size % each == 0)
+    return small, size // small
+
+
+def _noise(generator: torch.Generator, *shape: int) -> torch.Tensor:
+    return torch.randn(shape, generator=generator, device=generator.device)
+
+
+_MAKERS: Mapping[Kind, Callable[[Shape, int, torch.Generator], Tensors]] = {
+    "lora": _lora,
+    "locon": _lora,
+    "loha": _loha,
+    "lokr": _lokr,
+    "dora": _dora,
+}
 
 
 def raise_mean(text_encoder: CLIPTextModel) -> None:

@@ -28,6 +28,7 @@ class Rate:
 
     images: int
     unet_calls: int
+    pixels: int
     seconds: float
 
     @property
@@ -38,6 +39,10 @@ class Rate:
     def unet_calls_per_second(self) -> float:
         """Each image's calls are counted, even if images share them."""
         return self.unet_calls / self.seconds
+
+    @property
+    def pixels_per_second(self) -> float:
+        return self.pixels / self.seconds
 
 
 def images_at_once(engine: contract.Engine) -> int:
@@ -77,44 +82,49 @@ def drive(
     """
     width = images_at_once(engine)
     preparing: deque[Future[contract.PreparedRequest]] = deque()
-    steps: dict[int, int] = {}
+    drawn: list[contract.ImageRequest] = []
     finished_at: list[float] = []
     calls: list[int] = []
+    pixels: list[int] = []
     with ThreadPoolExecutor(PREPARERS) as threads:
         while not _is_enough(finished_at, width, seconds):
             while engine.free:
                 while len(preparing) < 2 * width:
                     preparing.append(threads.submit(engine.prepare, next(requests)))
                 # As the worker does; waits only to fill the engine for the first time.
-                if len(steps) >= width and engine.busy and not preparing[0].done():
+                if len(drawn) >= width and engine.busy and not preparing[0].done():
                     break
                 prepared = preparing.popleft().result()
-                ticket = len(steps)
-                engine.admit(ticket, prepared)
-                steps[ticket] = prepared.request.steps
+                engine.admit(len(drawn), prepared)
+                drawn.append(prepared.request)
             for finished in engine.tick():
                 if isinstance(finished.outcome, errors.FleetError):
                     raise finished.outcome
                 finished_at.append(time.perf_counter())
-                calls.append(steps[finished.ticket])
+                request = drawn[finished.ticket]
+                calls.append(request.steps)
+                pixels.append(request.width * request.height)
             if finished_at:
                 on_progress(finished_at[-1] - finished_at[0])
         while engine.busy:
             engine.tick()
-    return rate_of(finished_at, calls, width)
+    return rate_of(finished_at, width, calls, pixels)
 
 
-def rate_of(finished_at: Sequence[float], calls: Sequence[int], width: int) -> Rate:
+def rate_of(
+    finished_at: Sequence[float], width: int, calls: Sequence[int] = (), pixels: Sequence[int] = ()
+) -> Rate:
     """The rate over whole rounds of *width* images, without the first round.
 
     Images that start together finish together, so a part of a round would be an error of up to a
-    round. *calls* are each image's UNet calls, if they are to be counted.
+    round. *calls* and *pixels* are each image's, if they are to be counted.
     """
     counted = (len(finished_at) - width) // width * width
     if counted <= 0:
         raise errors.SetupError(f"too few images to measure a rate: {len(finished_at)}")
     end = width + counted
-    return Rate(counted, sum(calls[width:end]), finished_at[end - 1] - finished_at[width - 1])
+    seconds = finished_at[end - 1] - finished_at[width - 1]
+    return Rate(counted, sum(calls[width:end]), sum(pixels[width:end]), seconds)
 
 
 async def work(
@@ -127,7 +137,8 @@ async def work(
     """A whole worker's rate, from the queue to the stored image, and the engine's idle fraction.
 
     *load* runs on the engine's thread, may measure there, and returns the engine and the messages
-    to work on. The rate excludes the first and the last round of images, and counts no UNet calls.
+    to work on. The rate excludes the first and the last round of images, and counts no UNet calls
+    or pixels.
     *wrap* may wrap the worker's storage, for example to add latency.
 
     Raises:
@@ -162,7 +173,7 @@ async def work(
     if others:
         ends = ", ".join(f"{count} {outcome}" for outcome, count in others.items())
         raise errors.NodeError(f"not every job was completed: {ends}")
-    rate = rate_of(completed_at[: len(completed_at) - width], (), width)
+    rate = rate_of(completed_at[: len(completed_at) - width], width)
     return rate, pipeline.engine_thread.clock.idle_fraction
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 from collections.abc import Mapping
 from pathlib import Path
@@ -39,13 +40,21 @@ class SelfCheck:
     """See `contract.SelfCheck`."""
 
     def __init__(
-        self, checkpoint: Checkpoint, merger: merge.Merger, computing: Mapping[str, nn.Module]
+        self,
+        checkpoint: Checkpoint,
+        merger: merge.Merger,
+        computing: Mapping[str, nn.Module],
+        text_encoder_lock: contextlib.AbstractContextManager[object],
     ) -> None:
-        """*computing*: the modules that compute, with buffers made of the checkpoint's weights."""
+        """*computing*: the modules that compute, with buffers made of the checkpoint's weights.
+
+        Another thread may merge LoRAs into the text encoder, while it holds *text_encoder_lock*.
+        """
         self.weights_id = checkpoint.weights_id
         self._networks = checkpoint.networks
         self._merger = merger
         self._computing = computing
+        self._text_encoder_lock = text_encoder_lock
         self._expected = dict(checkpoint.weight_sums)
         tensors = {**checksums.named_parameters(self._networks), **self._derived()}
         self._types = {name: tensor.dtype for name, tensor in tensors.items()}
@@ -61,7 +70,8 @@ class SelfCheck:
             tensors |= self._derived()
         # A VAE that overflowed was widened, which is exact in both directions.
         own = {name: each.to(self._types.get(name, each.dtype)) for name, each in tensors.items()}
-        found = checksums.sum_bits(own)
+        with self._text_encoder_lock:
+            found = checksums.sum_bits(own)
         if not originals:
             # The first ones are what they have to stay.
             self._expected = found | self._expected

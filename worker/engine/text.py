@@ -92,6 +92,14 @@ class Encoder:
         mask = places < torch.tensor(lengths, device=rows[0].device)[:, None]
         return Context(torch.nn.utils.rnn.pad_sequence(rows, batch_first=True), mask)
 
+    def encode_ahead(self, chunks: Iterable[Chunk], clip_skip: int) -> None:
+        """Encodes chunks together, for `encode` to find in the cache.
+
+        Raises:
+            JobError: the weights in one of the prompts cancel each other out.
+        """
+        self._look_up(dict.fromkeys(chunks), clip_skip, ())
+
     def clear(self) -> None:
         """Empties the cache."""
         self._cache.clear()

@@ -31,7 +31,7 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture
 def workload(tmp_path: Path) -> jobs.Workload:
-    return jobs.Workload("a house", "ugly", (64, 64), tmp_path, ("one", "two", "three"))
+    return jobs.Workload("a house", "ugly", ((64, 64),), tmp_path, (("one",), ("two",), ("three",)))
 
 
 def test_the_engine_is_measured_against_the_limit_and_against_diffusers(
@@ -104,18 +104,30 @@ def test_jobs_of_a_round_have_different_loras_prompts_and_seeds(workload: jobs.W
     assert len({request.seed for request in requests}) == 3
 
 
+def test_jobs_may_have_several_loras_and_sizes_in_turn(tmp_path: Path) -> None:
+    sizes = ((64, 64), (64, 96))
+    mixed = jobs.Workload("a", "b", sizes, tmp_path, (("one", "two"), ("three",)))
+    requests = [mixed.request(number) for number in range(2)]
+    assert [(request.width, request.height) for request in requests] == list(sizes)
+    assert [[lora.name for lora in request.loras] for request in requests] == [
+        ["one", "two"],
+        ["three"],
+    ]
+    assert mixed.message(0).count("<lora:") == 2
+
+
 def test_mixed_steps_are_equally_frequent(tmp_path: Path) -> None:
     steps = tuple(jobs.MIXED_STEPS)
-    mixed = jobs.Workload("a", "b", (16, 16), tmp_path, steps=steps)
+    mixed = jobs.Workload("a", "b", ((16, 16),), tmp_path, steps=steps)
     assert sorted(mixed.request(number).steps for number in range(len(steps))) == list(steps)
 
 
 def test_a_rate_counts_whole_rounds_after_the_first() -> None:
     finished_at = [1.0, 1.0, 3.0, 3.0, 5.0, 5.0, 5.5]
-    rate = work.rate_of(finished_at, [10, 10, 20, 20, 30, 30, 99], 2)
-    assert (rate.images, rate.unet_calls, rate.seconds) == (4, 100, 4.0)
+    rate = work.rate_of(finished_at, 2, [10, 10, 20, 20, 30, 30, 99], [5, 5, 1, 2, 3, 4, 5])
+    assert (rate.images, rate.unet_calls, rate.pixels, rate.seconds) == (4, 100, 10, 4.0)
     with pytest.raises(errors.SetupError, match="too few"):
-        work.rate_of(finished_at[:3], [1] * 3, 2)
+        work.rate_of(finished_at[:3], 2)
 
 
 def test_drive_keeps_the_engine_full_and_leaves_it_empty(workload: jobs.Workload) -> None:

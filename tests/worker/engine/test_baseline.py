@@ -68,6 +68,25 @@ def test_random_loras_change_the_twelve_linear_layers_of_each_transformer(
     assert all(layer.startswith("lora_unet_") for layer in layers)
 
 
+@pytest.mark.parametrize("kind", ["lora", "locon", "loha", "lokr", "dora"])
+def test_a_random_lora_of_each_kind_fits_and_changes_the_image(
+    kind: random_model.Kind,
+    checkpoint: Path,
+    engine: Any,
+    make_request: Any,
+    draw: Any,
+    difference: Any,
+    tmp_path: Path,
+) -> None:
+    (name,) = random_model.build_random_loras(tmp_path, checkpoint, 1, CPU, rank=3, kind=kind)
+    lora = contract.Lora(name, tmp_path / f"{name}.safetensors", 0.0, 0.3)
+    changed = engine.prepare(make_request(loras=(lora,))).unet_loras[0].file.deltas["unet"]
+    has_convolutions = any(path.endswith(("conv1", "samplers.0.conv")) for path in changed)
+    assert has_convolutions == (kind == "locon")
+    without, image = draw(engine, make_request(), make_request(loras=(lora,)))
+    assert difference(image, without) > 10
+
+
 def test_an_image_of_sd15_takes_26_64_tflop(tmp_path: Path) -> None:
     flops = machine.count_image_flops(tmp_path / "no folder: SD1.5", 512, 512, 15)
     assert flops == pytest.approx(26.64e12, rel=1e-3)

@@ -22,6 +22,11 @@ GraphPool = Any
 #: Runs before recording: libraries select kernels and allocate memory in the first ones.
 _WARM_UP_RUNS = 3
 
+
+class _TracedError(Exception):
+    """Raised in place of a traced function's first run."""
+
+
 #: As matrix products, 1x1 convolutions can be fused with what follows.
 _INDUCTOR_OPTIONS = {"conv_1x1_as_mm": True}
 
@@ -56,6 +61,8 @@ class Compiled:
             self._stream = torch.cuda.Stream()  # type: ignore[no-untyped-call]
         self._graph: torch.cuda.CUDAGraph | None = None
         self._output: Any = None
+        self._is_tracing = False
+        self._is_traced = False
         self._is_warm = False
 
     @property
@@ -66,6 +73,33 @@ class Compiled:
     def recompiles(self) -> int:
         """Graphs compiled beyond the first."""
         return max(0, self.graphs - 1)
+
+    @torch.no_grad()
+    def trace(self) -> None:
+        """Does the long part of compiling: nothing runs, so the tensors may be in use meanwhile.
+
+        For any thread, before the first call. If it fails, the function runs uncompiled.
+        """
+        if self._is_traced or self._backend is None:
+            return
+        self._is_traced = True
+        self._function = torch.compile(
+            _with_own_code(self._plain),
+            fullgraph=True,
+            dynamic=False,
+            backend=self._compile_graph,
+        )
+        self._is_tracing = True
+        try:
+            self._function(*self._arguments)
+        except _TracedError:
+            pass
+        except Exception as error:  # torch's compiler may raise anything
+            if engine_errors.is_out_of_memory(error):
+                raise
+            self._run_uncompiled(error)
+        finally:
+            self._is_tracing = False
 
     @torch.no_grad()
     def __call__(self) -> Any:
@@ -81,26 +115,21 @@ class Compiled:
         self._is_warm = True
         if self._backend is None:
             return
+        self.trace()
         kept = [(each, each.clone()) for each in self._arguments if isinstance(each, torch.Tensor)]
-        try:
-            self._compile()
-        except Exception as error:  # torch's compiler may raise anything
-            if engine_errors.is_out_of_memory(error):
-                raise
-            self._go_without("uncompiled", error, "compile_failed")
-            self._function, self._backend = self._plain, None
+        if self._backend is not None:
+            try:
+                self._run_often()
+            except Exception as error:  # kernels are selected in these runs
+                if engine_errors.is_out_of_memory(error):
+                    raise
+                self._run_uncompiled(error)
         if self._pool is not None:
             self._try_to_record(self._pool)
         for argument, copy in kept:
             argument.copy_(copy)
 
-    def _compile(self) -> None:
-        self._function = torch.compile(
-            _with_own_code(self._plain),
-            fullgraph=True,
-            dynamic=False,
-            backend=self._counting_backend,
-        )
+    def _run_often(self) -> None:
         if self._stream is not None:
             self._stream.wait_stream(torch.cuda.current_stream())
         with torch.cuda.stream(self._stream):
@@ -108,6 +137,10 @@ class Compiled:
                 self._function(*self._arguments)
         if self._stream is not None:
             torch.cuda.current_stream().wait_stream(self._stream)
+
+    def _run_uncompiled(self, error: Exception) -> None:
+        self._go_without("uncompiled", error, "compile_failed")
+        self._function, self._backend = self._plain, None
 
     def _go_without(self, what: str, error: Exception, action: str) -> None:
         """Logs a failure; raises if the GPU is broken, not just a kernel: every later call fails.
@@ -121,16 +154,26 @@ class Compiled:
             "%s runs %s: %s", self._name, what, brief, exc_info=error, extra={"action": action}
         )
 
-    def _counting_backend(self, graph: Any, inputs: Any) -> Any:
+    def _compile_graph(self, graph: Any, inputs: Any) -> Any:
+        """The backend of torch.compile."""
         self.graphs += 1
+        compiled: Any
         if self._backend == "inductor":
             from torch._inductor.compile_fx import compile_fx
 
-            return compile_fx(graph, inputs, config_patches=_INDUCTOR_OPTIONS)
-        # Imported here: the compiler takes seconds to import, and a CPU does not need it.
-        from torch._dynamo import lookup_backend
+            compiled = compile_fx(graph, inputs, config_patches=_INDUCTOR_OPTIONS)
+        else:
+            # Imported here: the compiler takes seconds to import, and a CPU does not need it.
+            from torch._dynamo import lookup_backend
 
-        return lookup_backend(self._backend or "eager")(graph, inputs)
+            compiled = lookup_backend(self._backend or "eager")(graph, inputs)
+
+        def run(*arguments: Any) -> Any:
+            if self._is_tracing:
+                raise _TracedError
+            return compiled(*arguments)
+
+        return run
 
     def _try_to_record(self, pool: GraphPool) -> None:
         try:

@@ -38,10 +38,6 @@ _REQUESTS_PER_SLOT = 2
 #: cost the rest; more lets them wait longer.
 _OVERTAKES_PER_SLOT = 6
 
-#: Jobs staged ahead per tick: one image ends per tick if all have as many steps as there are slots,
-#: and each staged job holds its LoRAs on the device.
-_STAGED_PER_TICK = 2
-
 
 class SlotEngine:
     """A `contract.Engine` that draws *slots* images at once, each at its own step."""
@@ -81,7 +77,10 @@ class SlotEngine:
         if self._compiles:
             self._unet.fold()
         self.self_check = SelfCheck(
-            checkpoint, self._merger, {"unet": self._unet, "vae": checkpoint.vae}
+            checkpoint,
+            self._merger,
+            {"unet": self._unet, "vae": checkpoint.vae},
+            self._stager.text_encoder_lock,
         )
         self._preparer = prepare.RequestPreparer(
             checkpoint,
@@ -153,7 +152,7 @@ class SlotEngine:
             self._refill(finished)
             if self._active:
                 self._step()
-                self._stage_ahead(finished)
+                self._stage_ahead()
         except Exception as error:  # any failure is handled below; NodeError is raised here
             failure = engine_errors.classify(error)
             out_of_memory = engine_errors.is_out_of_memory(error)
@@ -329,12 +328,17 @@ class SlotEngine:
                 self._runner.count_image()
                 del self._active[slot]
 
-    def _stage_ahead(self, finished: list[contract.Finished]) -> None:
-        soon = [job for job in self._queue.jobs[: self.slots] if job.staged is None]
-        for job in soon[:_STAGED_PER_TICK]:
-            if failure := self._try_to_stage(job):
-                finished.append(failure)
-                self._queue.jobs.remove(job)
+    def _stage_ahead(self) -> None:
+        """Begins to stage the next jobs, whose LoRAs may take as much room as a slot's weights."""
+        staged_bytes = 0
+        soon: list[SlotJob] = []
+        for job in self._queue.jobs[: self.slots]:
+            packed = job.prepared.unet_pack
+            staged_bytes += packed.flat.nbytes if packed else 0
+            if staged_bytes > self._unet.slot_bytes and soon:
+                break
+            soon.append(job)
+        self._stager.begin(soon)
 
     def _try_to_stage(self, job: SlotJob) -> contract.Finished | None:
         """The failure of a job whose own prompt or LoRA is at fault."""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Collection, Iterable, Sequence
+from concurrent.futures import Future
 from dataclasses import dataclass, field
 from typing import Literal, NamedTuple, get_args
 
@@ -46,8 +47,16 @@ class Staged:
     """[2, tokens, width]: of the prompt and the negative prompt, padded with zeros."""
     mask: torch.Tensor | None
     """[2, 1, 1, tokens], added to the attention scores; None for an unmasked batch key."""
+    flat: torch.Tensor | None
+    """The LoRAs, of which `factors` are views."""
     factors: dict[Group, Factors]
     generator: torch.Generator
+
+    @property
+    def tensors(self) -> list[torch.Tensor]:
+        """All that is on the device."""
+        held = (self.latents, self.vectors, self.mask, self.flat)
+        return [tensor for tensor in held if tensor is not None]
 
 
 @dataclass(slots=True, eq=False)
@@ -58,6 +67,8 @@ class SlotJob:
     prepared: PreparedRequest
     batch_key: BatchKey
     overtakes: int = 0
+    staging: Future[Staged] | None = None
+    """Begun; the engine has not taken the result yet."""
     staged: Staged | None = None
     call: int = 0
     has_weights: bool = False
@@ -70,7 +81,7 @@ class SlotJob:
 
     def restart(self) -> None:
         """Back to the seed."""
-        self.call, self.staged, self.has_weights = 0, None, False
+        self.call, self.staging, self.staged, self.has_weights = 0, None, None, False
 
 
 @dataclass(slots=True)

@@ -1,16 +1,19 @@
 """Copies jobs to the device before a slot is free for them, concurrently with the ticks.
 
-It uses a separate stream: encoding a prompt synchronises (its tokens are copied, its weighted
-vectors checked), so it waits for this stream only, never for the ticks.
+It uses a thread and a stream of its own: copying a large LoRA and encoding a prompt wait for the
+device (tokens are copied, weighted vectors checked), but never for the ticks.
 """
 
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator
+import threading
+from collections.abc import Iterable, Iterator, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
 
 import torch
 
+from imagefleet.job.prompt import Chunk
 from worker.engine import text
 from worker.engine.checkpoint import Checkpoint
 from worker.engine.lora import merge
@@ -23,7 +26,10 @@ _MASKED = -10_000.0
 
 
 class Stager:
-    """Encodes prompts and copies a job's data to the device."""
+    """Encodes prompts and copies jobs' data to the device, on a thread of its own.
+
+    `begin` and `stage` are for the engine's thread.
+    """
 
     def __init__(self, checkpoint: Checkpoint) -> None:
         self._device = checkpoint.unet.device
@@ -42,34 +48,81 @@ class Stager:
             # High priority: it has little to do, and a slot may wait for it.
             self._stream = torch.cuda.Stream(self._device, priority=-1)  # type: ignore[no-untyped-call]
             self._stream.wait_stream(torch.cuda.current_stream())
+        self._thread = ThreadPoolExecutor(1, "stager")
+        self.text_encoder_lock = threading.Lock()
+        """Held while LoRAs may be merged into the text encoder."""
 
-    @torch.no_grad()
-    def stage(self, job: SlotJob) -> None:
-        """Encodes a job's prompts and copies its data; nothing if that is already done.
+    def begin(self, jobs: Iterable[SlotJob]) -> None:
+        """Starts to stage jobs; their prompts are encoded together."""
+        begun: list[tuple[SlotJob, Future[Staged]]] = []
+        for job in jobs:
+            if job.staged is None and job.staging is None:
+                job.staging = Future()
+                begun.append((job, job.staging))
+        if begun:
+            self._thread.submit(self._stage_all, begun)
+
+    def stage(self, job: SlotJob) -> Staged:
+        """Waits until a job is staged.
 
         Raises:
             JobError: the weights in a prompt cancel each other out.
         """
-        if job.staged is not None:
-            return
-        with torch.cuda.stream(self._stream):
-            packed = job.prepared.unet_pack
-            flat = self._copy(packed.flat) if packed else None
-            factors = packed.by_group(flat) if packed and flat is not None else {}
-            vectors, mask = self._encode(job)
-            generator = torch.Generator().manual_seed(job.prepared.request.seed)
-            latents = self._copy(self._first_latents(job, generator))
-        if self._stream is not None:
-            ticks = torch.cuda.current_stream()
-            for tensor in (latents, vectors, mask, flat):
-                if tensor is not None:
+        if job.staged is None:
+            self.begin([job])
+            staging, job.staging = job.staging, None
+            if staging is None:
+                raise RuntimeError("a job that was begun has a result")
+            job.staged = staging.result()
+            if self._device.type == "cuda":
+                ticks = torch.cuda.current_stream(self._device)
+                for tensor in job.staged.tensors:
                     tensor.record_stream(ticks)
-            self._stream.synchronize()
-        job.staged = Staged(latents, vectors, mask, factors, generator)
+        return job.staged
 
     def close(self) -> None:
+        self._thread.shutdown(cancel_futures=True)
         self._encoder.clear()
         self._merger.close()
+
+    def _stage_all(self, begun: Sequence[tuple[SlotJob, Future[Staged]]]) -> None:
+        on_device = torch.cuda.device(self._device) if self._stream else contextlib.nullcontext()
+        with on_device, torch.cuda.stream(self._stream):
+            # What fails here fails again below, with the job whose fault it is.
+            with contextlib.suppress(Exception):
+                self._encode_together(job for job, _ in begun)
+            for job, staging in begun:
+                try:
+                    with self.text_encoder_lock:
+                        staged = self._stage(job)
+                except Exception as error:  # noqa: BLE001 - raised again by `stage`
+                    staging.set_exception(error)
+                else:
+                    staging.set_result(staged)
+
+    @torch.no_grad()
+    def _encode_together(self, jobs: Iterable[SlotJob]) -> None:
+        """Encodes the prompts of all jobs without LoRAs for the text encoder."""
+        chunks: dict[int, list[Chunk]] = {}
+        for job in jobs:
+            prepared = job.prepared
+            if not prepared.text_encoder_loras:
+                by_clip_skip = chunks.setdefault(prepared.request.clip_skip, [])
+                by_clip_skip += [*prepared.prompt, *prepared.negative_prompt]
+        for clip_skip, each in chunks.items():
+            self._encoder.encode_ahead(each, clip_skip)
+
+    @torch.no_grad()
+    def _stage(self, job: SlotJob) -> Staged:
+        packed = job.prepared.unet_pack
+        flat = self._copy(packed.flat) if packed else None
+        factors = packed.by_group(flat) if packed and flat is not None else {}
+        vectors, mask = self._encode(job)
+        generator = torch.Generator().manual_seed(job.prepared.request.seed)
+        latents = self._copy(self._first_latents(job, generator))
+        if self._stream is not None:
+            self._stream.synchronize()
+        return Staged(latents, vectors, mask, flat, factors, generator)
 
     def _copy(self, tensor: torch.Tensor) -> torch.Tensor:
         return tensor.to(self._device, non_blocking=True)

@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import itertools
+import threading
 from pathlib import Path
 from typing import Any
 
@@ -270,6 +271,50 @@ def test_only_a_job_that_cannot_start_fails(
     images = draw(slot_engine, *(make_request(seed=seed) for seed in range(7)))
     failed = [at for at, image in enumerate(images) if isinstance(image, errors.JobError)]
     assert failed == [1, 5]
+
+
+def test_ticks_do_not_wait_for_a_job_that_is_staged_ahead(
+    make_slot_engine: Any, make_request: Any, monkeypatch: Any
+) -> None:
+    engine = make_slot_engine(slots=1)
+    original, may_go_on = engine._stager._encode, threading.Event()
+
+    def encode(job: Any) -> Any:
+        if job.ticket == 1:
+            assert may_go_on.wait(60)
+        return original(job)
+
+    monkeypatch.setattr(engine._stager, "_encode", encode)
+    for ticket in range(2):
+        engine.admit(ticket, engine.prepare(make_request(steps=3, seed=ticket)))
+    finished: list[int] = []
+    for _ in range(3):
+        finished += [each.ticket for each in engine.tick()]
+    assert finished == [0]
+    may_go_on.set()
+    while engine.busy:
+        finished += [each.ticket for each in engine.tick()]
+    assert finished == [0, 1]
+
+
+@pytest.mark.parametrize(("room", "begun"), [(0, 1), (2.5, 2), (9, 4)])
+def test_what_is_staged_ahead_takes_no_more_room_than_the_weights_of_a_slot(
+    make_slot_engine: Any,
+    make_request: Any,
+    lora_paths: list[Path],
+    monkeypatch: Any,
+    room: float,
+    begun: int,
+) -> None:
+    engine = make_slot_engine(slots=4)
+    requests = [make_request(seed=seed, loras=(lora(lora_paths[0]),)) for seed in range(8)]
+    prepared = [engine.prepare(request) for request in requests]
+    size = int(room * prepared[0].unet_pack.flat.nbytes)
+    monkeypatch.setattr(type(engine._unet), "slot_bytes", size)
+    for ticket, one in enumerate(prepared):
+        engine.admit(ticket, one)
+    engine.tick()
+    assert sum(job.staging is not None for job in engine._queue.jobs) == begun
 
 
 def test_a_closed_engine_holds_nothing(make_slot_engine: Any, make_request: Any) -> None:

@@ -1,0 +1,170 @@
+"""Rows of `engine.py` for jobs of all kinds: LoRAs of any rank, number and kind, mixed sizes."""
+
+from __future__ import annotations
+
+import functools
+import itertools
+import logging
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+
+import torch
+
+from engine_process import Channel, Figures, Options, build, decibels, limit_memory, rate, warm
+from fleet import demo_jobs
+from fleet.bench import engine as bench_engine
+from fleet.bench import jobs as bench_jobs
+from fleet.bench import random_model, work
+from worker.engine.slots.engine import SlotEngine
+from worker.engine.slots.queue import WEIGHT_MODES
+
+log = logging.getLogger("benchmark")
+
+Kind = tuple[random_model.Kind, int]
+"""A LoRA's kind and rank."""
+
+#: More than there are slots: no two images drawn at once share a LoRA.
+FILES, TINY_FILES = 24, 5
+
+#: The LoRAs of consecutive jobs, over and over.
+JOBS: Mapping[str, Sequence[Sequence[Kind]]] = {
+    "rank_32": [[("lora", 32)]],
+    "rank_128": [[("lora", 128)]],
+    "shuffled_ranks": [[("lora", rank)] for rank in (4, 64, 16, 128, 8, 32)],
+    "two_loras": [[("lora", 64), ("lora", 32)]],
+    "three_loras": [[("lora", 128), ("lora", 64), ("lora", 64)]],
+    "locon_sixth": [*[[("lora", 32)]] * 5, [("locon", 32)]],
+    "locon_all": [[("locon", 32)]],
+    "loha": [[("loha", 16)]],
+    "lokr": [[("lokr", 16)]],
+    "dora": [[("dora", 32)]],
+}
+
+SIZES, TINY_SIZES = ((512, 512), (512, 768), (768, 512)), ((64, 64), (64, 96), (96, 64))
+
+#: In company of the company rows' images: one of each kind.
+COMPANY: Sequence[Kind] = (("lora", 8), ("lora", 64), ("locon", 8), ("loha", 4), ("lokr", 4),
+                           ("dora", 8), ("locon", 16))  # fmt: skip
+
+
+def workloads(setup: bench_engine.Setup, options: Options) -> dict[str, bench_jobs.Workload]:
+    """Each row's jobs; writes the LoRAs that they need."""
+    count = TINY_FILES if options.is_tiny else FILES
+    files: dict[Kind, list[str]] = {}
+    for kind in {each for jobs in JOBS.values() for job in jobs for each in job}:
+        files[kind] = build_loras(setup, options, kind, count)
+    found = {}
+    for row, jobs in JOBS.items():
+        loras = []
+        for number, job in zip(range(count * len(jobs)), itertools.cycle(jobs), strict=False):
+            at = number // len(jobs)
+            loras.append(tuple(files[each][(at + place) % count] for place, each in enumerate(job)))
+        found[row] = replace(setup.workload, loras=tuple(loras))
+    return found
+
+
+def build_loras(setup: bench_engine.Setup, options: Options, kind: Kind, count: int) -> list[str]:
+    name, rank = kind
+    return random_model.build_random_loras(
+        setup.workload.lora_directory,
+        setup.model,
+        count,
+        options.torch_device,
+        rank=rank,
+        kind=name,
+    )
+
+
+def loras(options: Options, channel: Channel) -> None:
+    """LoRAs of other ranks, numbers and kinds, each against rank 32 in the same process."""
+    setup = build(options)
+    serve_loras(setup, options, channel, options.slots)
+
+
+def capped_loras(options: Options, channel: Channel) -> None:
+    """The same on a GPU limited to 8 GB."""
+    setup = build(options)
+    limit_memory(options)
+    serve_loras(setup, options, channel, options.capped_slots)
+
+
+def serve_loras(
+    setup: bench_engine.Setup, options: Options, channel: Channel, slots: int | None
+) -> None:
+    rows = workloads(setup, options)
+    engine, _, warmth = warm(options, setup, rows["rank_32"], slots, WEIGHT_MODES)
+    sizes = TINY_SIZES if options.is_tiny else SIZES
+    for width, height in sizes:
+        engine.warm_up(width, height)
+
+    def measure(workload: bench_jobs.Workload, seconds: float) -> Figures:
+        bench_engine.draw_a_round(engine, workload)
+        return rate(engine, workload, options, warmth, seconds)
+
+    rows = {row: replace(workload, sizes=sizes[:1]) for row, workload in rows.items()}
+    rows["sizes"] = replace(rows["rank_32"], sizes=sizes)
+    prefix = "capped_" if options.group == "capped_loras" else ""
+    channel.serve(
+        {f"{prefix}{row}": functools.partial(measure, each) for row, each in rows.items()}
+        | {f"{prefix}gaps": lambda seconds: gaps(engine, rows["rank_32"], seconds)}
+    )
+
+
+def gaps(engine: SlotEngine, workload: bench_jobs.Workload, seconds: float) -> Figures:
+    """The share of the time in which no kernel and no copy ran on the GPU."""
+    if not torch.cuda.is_available():
+        return {"gpu_gap_fraction": None}
+    from torch.profiler import ProfilerActivity, profile
+
+    with profile(activities=[ProfilerActivity.CUDA]) as profiler:
+        work.drive(engine, workload.requests(), seconds)
+        torch.cuda.synchronize()
+    # torch's own list of events takes minutes for a million of them.
+    results = profiler.profiler.kineto_results  # type: ignore[union-attr]
+    spans = sorted(
+        (event.start_ns(), event.start_ns() + event.duration_ns())
+        for event in results.events()
+        if event.device_type() == torch.autograd.DeviceType.CUDA
+    )
+    # The first images start and the last ones end with empty slots.
+    first, last = spans[0][0], spans[-1][1]
+    begin, end = first + (last - first) // 10, last - (last - first) // 5
+    idle, at = 0, begin
+    for start, stop in spans:
+        if stop <= begin:
+            continue
+        if start >= end:
+            break
+        idle += max(0, start - at)
+        at = max(at, stop)
+    return {"gpu_gap_fraction": idle / (end - begin), "seconds": (end - begin) / 1e9}
+
+
+def company(options: Options, channel: Channel) -> None:
+    """Images alone against the same images beside others with LoRAs of every kind, uncompiled."""
+    setup = build(options) if options.is_tiny else None
+    model = setup.model if setup else demo_jobs.TRAINED
+    folder = options.folder / "company"
+    directory = setup.workload.lora_directory if setup else folder
+    own = bench_engine.Setup(
+        model, bench_jobs.Workload("a red star", "green", ((0, 0),), directory), folder
+    )
+    names = [build_loras(own, options, kind, 1)[0] for kind in COMPANY]
+    workload = replace(own.workload, loras=tuple((name,) for name in names))
+    from worker.engine import load
+
+    engine = load.load_engine(model, options.device, slots=len(names) + 1, compile="off")
+    workload = replace(workload, sizes=(engine.default_size,), steps=(15, 11, 13))
+
+    def measure(_: float) -> Figures:
+        beside = [workload.request(number) for number in range(len(names))]
+        subjects = [replace(request, seed=100 + at) for at, request in enumerate(beside)]
+        subjects.append(replace(subjects[0], loras=()))
+        each = []
+        for subject in subjects:
+            (alone,) = work.draw(engine, [subject])
+            together = work.draw(engine, [subject, *beside])[0]
+            each.append(decibels(together, alone))
+        return {"psnr_db": min(each), "psnr_db_each": each}
+
+    channel.serve({"company": measure})

@@ -1,0 +1,186 @@
+"""What the processes of `engine.py` share: replies, the model, an engine after its first images."""
+
+from __future__ import annotations
+
+import json
+import logging
+import math
+import os
+import pickle
+import sys
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+
+import numpy as np
+import torch
+
+import tiny_model
+from fleet.bench import engine as bench_engine
+from fleet.bench import jobs as bench_jobs
+from fleet.bench import machine, work
+from imagefleet import errors
+from worker.engine import contract, load
+from worker.engine import device as devices
+from worker.engine.slots.engine import SlotEngine
+from worker.engine.slots.queue import WeightMode
+
+log = logging.getLogger("benchmark")
+
+Figures = dict[str, Any]
+Measure = Callable[[float], Figures]
+"""Measures for the given seconds."""
+
+CAP_BYTES = int(7.4 * 2**30)
+
+#: To create the model; the other groups give up after it.
+BUILDING_SECONDS = 60.0
+
+#: Each group's pause after the model is ready. An engine times kernels at its start, which others
+#: would disturb; measuring the last two stops the others. `base` compiles first what `engine`
+#: compiles second and then finds in the cache, so it must not be late.
+STAGGER_SECONDS = {"base": 3.0, "capped": 9.0, "loras": 0.0, "capped_loras": 6.0,
+                   "latency_1": 9.0, "plain": 16.0, "exact": 18.0,
+                   "exact_compiled": 18.0}  # fmt: skip
+
+
+@dataclass(frozen=True, slots=True)
+class Options:
+    """The options of all groups."""
+
+    group: str
+    builder: str
+    folder: Path
+    device: str
+    slots: int | None
+    capped_slots: int | None
+    is_tiny: bool
+
+    @property
+    def torch_device(self) -> torch.device:
+        return devices.find_device(self.device)
+
+
+class Channel:
+    """Replies to `engine.py`."""
+
+    def __init__(self) -> None:
+        self._out = os.fdopen(os.dup(1), "w")
+        os.dup2(2, 1)
+
+    def reply(self, **figures: Any) -> None:
+        print(json.dumps(figures), file=self._out, flush=True)
+
+    def serve(self, rows: Mapping[str, Measure], *, until: str = "") -> float:
+        """Measures the requested rows; returns the seconds requested for the row *until*."""
+        self.reply(ready=True)
+        for line in sys.stdin:
+            command = json.loads(line)
+            name, seconds = command["row"], command["seconds"]
+            if name == until:
+                return float(seconds)
+            try:
+                self.reply(row=name, **rows[name](seconds))
+            except Exception as error:  # the other rows do not depend on this one
+                log.exception("%s failed", name)
+                self.reply(row=name, error=f"{type(error).__name__}: {error}"[:500])
+        raise SystemExit(0)
+
+
+def build(options: Options) -> bench_engine.Setup:
+    """The model, the LoRAs and the jobs; one group creates them, the others wait."""
+    ready = options.folder / "ready.pickle"
+    if options.group != options.builder:
+        wait_for(ready)
+        if not options.is_tiny:
+            time.sleep(STAGGER_SECONDS.get(options.group, 0))
+        setup: bench_engine.Setup = pickle.loads(ready.read_bytes())
+        return setup
+    options.folder.mkdir(parents=True, exist_ok=True)
+    model = tiny_model.build_tiny_checkpoint(options.folder / "tiny") if options.is_tiny else None
+    loras = 6 if options.is_tiny else bench_engine.LORAS
+    setup = bench_engine.prepare(model, options.folder, options.device, loras)
+    part = ready.with_suffix(".part")
+    part.write_bytes(pickle.dumps(setup))
+    part.rename(ready)
+    return setup
+
+
+def wait_for(file: Path) -> None:
+    began_at = time.monotonic()
+    while not file.exists():
+        if time.monotonic() - began_at > BUILDING_SECONDS:
+            raise errors.SetupError("the model was not created in time")
+        time.sleep(0.1)
+
+
+def load_engine(
+    options: Options, model: Path, slots: int | None, compiled: Sequence[WeightMode]
+) -> SlotEngine:
+    """An engine with the UNet compiled for these weight modes, in this order; () for none."""
+    return load.load_engine(
+        model,
+        options.device,
+        slots=slots,
+        compile="auto" if compiled else "off",
+        compiled_modes=compiled,
+    )
+
+
+def warm(
+    options: Options,
+    setup: bench_engine.Setup,
+    workload: bench_jobs.Workload,
+    slots: int | None,
+    compiled: Sequence[WeightMode],
+) -> tuple[SlotEngine, bench_jobs.Workload, Figures]:
+    """An engine after its first images, its jobs, and the start-up's figures."""
+    began_at = time.monotonic()
+    engine = load_engine(options, setup.model, slots, compiled)
+    workload = replace(workload, sizes=(engine.default_size,))
+    bench_engine.draw_a_round(engine, workload)
+    figures: Figures = {
+        "slots": work.images_at_once(engine),
+        "ready_seconds": time.monotonic() - began_at,
+    }
+    log.info("warm: %s", figures)
+    return engine, workload, figures
+
+
+def rate(
+    engine: SlotEngine,
+    workload: bench_jobs.Workload,
+    options: Options,
+    warmth: Figures,
+    seconds: float,
+) -> Figures:
+    """Images/s of the engine alone, always full."""
+    machine.reset_peak(options.torch_device)
+    measured = work.drive(engine, workload.requests(), seconds)
+    return {
+        "images_per_second": measured.images_per_second,
+        "unet_calls_per_second": measured.unet_calls_per_second,
+        "pixels_per_second": measured.pixels_per_second,
+        "images": measured.images,
+        "seconds": measured.seconds,
+        "peak_memory_bytes": machine.peak_memory_bytes(options.torch_device),
+        "recompiles_after_warmup": engine.recompiles,
+        **warmth,
+    }
+
+
+def limit_memory(options: Options) -> None:
+    """Limits this process to what a GPU of 8 GB has."""
+    if options.torch_device.type == "cuda":
+        total_bytes = torch.cuda.get_device_properties(options.torch_device).total_memory
+        torch.cuda.set_per_process_memory_fraction(CAP_BYTES / total_bytes, options.torch_device)
+
+
+def decibels(image: contract.Pixels, reference: contract.Pixels) -> float:
+    """Peak signal-to-noise ratio in dB; 99 for identical images."""
+    error = float(np.mean((image.astype(float) - reference.astype(float)) ** 2))
+    return 10 * math.log10(255**2 / error) if error else 99.0

@@ -1,0 +1,48 @@
+from __future__ import annotations
+
+import threading
+
+import pytest
+import torch
+
+from worker.engine.kernels.compile import Compiled
+
+
+def step(state: torch.Tensor, weight: torch.Tensor) -> None:
+    state.copy_(torch.relu(state @ weight) + 1)
+
+
+def break_the_graph(state: torch.Tensor) -> None:
+    assert str(state.sum().item())
+    state.add_(1)
+
+
+@pytest.fixture
+def state() -> torch.Tensor:
+    return torch.arange(12.0).reshape(3, 4) - 5
+
+
+def test_tracing_on_another_thread_leaves_the_tensors_alone(state: torch.Tensor) -> None:
+    weight = torch.eye(4) / 2
+    before, expected = state.clone(), state.clone()
+    step(expected, weight)
+    compiled = Compiled("a step", step, (state, weight), backend="eager", pool=None)
+    thread = threading.Thread(target=compiled.trace)
+    thread.start()
+    thread.join()
+    assert torch.equal(state, before)
+    assert compiled.graphs == 1
+    compiled()
+    assert torch.equal(state, expected)
+    assert (compiled.graphs, compiled.is_compiled) == (1, True)
+
+
+def test_what_cannot_be_compiled_runs_uncompiled(
+    state: torch.Tensor, caplog: pytest.LogCaptureFixture
+) -> None:
+    expected = state + 1
+    compiled = Compiled("a step", break_the_graph, (state,), backend="eager", pool=None)
+    compiled()
+    assert torch.equal(state, expected)
+    assert not compiled.is_compiled
+    assert "a step runs uncompiled" in caplog.text
