@@ -35,7 +35,7 @@ from imagefleet.storage.settings import SignerSettings, StorageSettings
 from imagefleet.telemetry.settings import TelemetrySettings
 from loadgen.settings import LoadSettings
 from worker import settings as worker_settings
-from worker.settings import WorkerSettings
+from worker.settings import MachineSettings, WorkerSettings
 
 PREFIX = "IMAGEFLEET_"
 
@@ -80,7 +80,7 @@ BenchReports = Annotated[
 PROJECT_SETTINGS: Mapping[type[BaseSettings], tuple[str, str]] = {
     StorageSettings: ("Storage", "all commands"),
     TelemetrySettings: ("Metrics and logs", "`worker`, `exporter`, `webhooks`"),
-    WorkerSettings: ("Worker", "`worker`"),
+    MachineSettings: ("Worker", "`worker`"),
     SignerSettings: ("Signatures", "`load`, `failed`, `gallery`, `lora`, `model`"),
     LoadSettings: ("Load generator", "`load`"),
     MonitorSettings: ("Monitoring", "`status`, `top`, `exporter`, `report`, `scale`"),

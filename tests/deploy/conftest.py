@@ -29,7 +29,7 @@ from fleet import main, options
 from fleet.monitor.settings import ExporterSettings
 from fleet.webhooks.settings import WebhookSettings
 from loadgen.settings import LoadSettings
-from worker.settings import WorkerSettings
+from worker.settings import MachineSettings
 
 REPOSITORY = Path(__file__).parents[2]
 DEBIAN = Path(__file__).parent / "debian"
@@ -40,7 +40,7 @@ NEEDED_BYTES = 8 * 2**30
 
 #: The commands that the files under deploy/ run.
 MODELS: Mapping[str, type[BaseSettings]] = {
-    "worker": WorkerSettings,
+    "worker": MachineSettings,
     "load": LoadSettings,
     "exporter": ExporterSettings,
     "webhooks": WebhookSettings,
