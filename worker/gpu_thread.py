@@ -80,6 +80,7 @@ class EngineThread:
         """*backlog*: finished images that may wait to be encoded before the engine blocks."""
         self.clock = GpuClock()
         self.capacity = 0
+        """What the engine holds at most; it follows the engine's."""
         self.lora_lookups: Mapping[str, int] = {}
         self.recompiles: Callable[[], int] = int
         #: Called on the engine's thread for each job's ticket right before the engine begins it.
@@ -103,17 +104,20 @@ class EngineThread:
         self._loaded: asyncio.Future[contract.Engine] = self._loop.create_future()
         self._ended: asyncio.Future[None] = self._loop.create_future()
         self._may_wait: asyncio.Semaphore | None = None
+        # Below zero: more wait than the capacity, which has become smaller.
+        self._to_let_in = 0
+        self._told_capacity = 0
         self._thread = threading.Thread(target=self._run, name=THREAD_NAME, daemon=True)
 
     async def start(self) -> contract.Engine:
         """Loads the engine on its thread; raises what loading raised."""
         self._thread.start()
         engine = await asyncio.shield(self._loaded)
-        self.capacity = engine.capacity
         self.lora_lookups = engine.lora_lookups
         self.recompiles = lambda: int(getattr(engine, "recompiles", 0))
         # As many requests may wait for the engine as it holds.
-        self._may_wait = asyncio.Semaphore(engine.capacity)
+        self._may_wait = asyncio.Semaphore(0)
+        self._let_in(0, engine.capacity)
         return engine
 
     @property
@@ -261,7 +265,7 @@ class EngineThread:
         """Fills the engine; waits while there is nothing to do. False: stop."""
         while not self._stopping:
             self._answer_calls()
-            admitted: list[tuple[int, contract.PreparedRequest]] = []
+            admitted: list[tuple[int, contract.PreparedRequest, bool]] = []
             cancelled: list[int] = []
             waited = 0
             with self._wake:
@@ -275,14 +279,15 @@ class EngineThread:
                     if is_job and self.is_cancelled(ticket):
                         cancelled.append(ticket)
                         continue
-                    admitted.append((ticket, prepared))
+                    admitted.append((ticket, prepared, not is_job))
                     self._admitted_at[ticket] = time.monotonic()
                 if not (admitted or cancelled or engine.busy or self._calls):
                     self._wait_for_work()
-            for ticket, prepared in admitted:
-                engine.admit(ticket, prepared)
-            if waited:
-                self._call(self._let_in, waited)
+            for ticket, prepared, urgent in admitted:
+                engine.admit(ticket, prepared, urgent=urgent)
+            if waited or engine.capacity != self._told_capacity:
+                self._told_capacity = engine.capacity
+                self._call(self._let_in, waited, engine.capacity)
             now = time.monotonic()
             for ticket in cancelled:
                 self._deliver(Delivery(contract.Finished(ticket, errors.JobCancelled()), now, now))
@@ -319,10 +324,13 @@ class EngineThread:
             self.clock.idle_seconds["backpressure"] += time.monotonic() - began_at
         self._call(self._finished.put_nowait, delivery)
 
-    def _let_in(self, count: int) -> None:
-        if self._may_wait is not None:
-            for _ in range(count):
-                self._may_wait.release()
+    def _let_in(self, count: int, capacity: int) -> None:
+        """Lets as many requests wait as were admitted, or as the engine now holds more."""
+        self._to_let_in += count + capacity - self.capacity
+        self.capacity = capacity
+        while self._may_wait is not None and self._to_let_in > 0:
+            self._to_let_in -= 1
+            self._may_wait.release()
 
     def _call(self, function: Callable[..., object], *arguments: object) -> None:
         # The loop is closed when an error kills the worker: then nothing waits for this.

@@ -32,10 +32,12 @@ class Noting(StandInEngine):
         super().__init__(**options)
         self.begun: list[tuple[str, float]] = []
 
-    def admit(self, ticket: int, prepared: contract.PreparedRequest) -> None:
+    def admit(
+        self, ticket: int, prepared: contract.PreparedRequest, *, urgent: bool = False
+    ) -> None:
         campaign = "autumn" if prepared.request.seed >= AUTUMN else "spring"
         self.begun.append((campaign, time.monotonic()))
-        super().admit(ticket, prepared)
+        super().admit(ticket, prepared, urgent=urgent)
 
     def count(self, campaign: str, since: float = 0.0) -> int:
         return sum(each == campaign and at >= since for each, at in self.begun)

@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import asyncio
+import itertools
 import threading
 import time
 from collections.abc import AsyncIterator, Callable
@@ -88,6 +89,36 @@ async def test_a_tick_does_not_hold_up_the_event_loop() -> None:
             longest = max(longest, time.monotonic() - asked_at)
         await waiting
     assert longest < 0.1
+
+
+async def test_as_many_may_wait_as_the_engine_holds_though_that_changes() -> None:
+    engine = StandInEngine(capacity=1)
+    async with engine_thread_with(engine) as engine_thread:
+        engine_thread.hold_jobs(hold=True)
+
+        async def most_waiting() -> int:
+            """Submits until one has to wait; draws all of them."""
+            tickets = itertools.count()
+            blocked = None
+            while blocked is None:
+                ticket = next(tickets)
+                submitting = asyncio.create_task(engine_thread.submit(ticket, prepared(ticket)))
+                done, _ = await asyncio.wait({submitting}, timeout=0.05)
+                blocked = None if done else submitting
+            engine_thread.hold_jobs(hold=False)
+            await blocked
+            for _ in range(ticket + 1):
+                await engine_thread.finished()
+            engine_thread.hold_jobs(hold=True)
+            return ticket
+
+        for capacity in (1, 6, 2):
+            engine.capacity = capacity
+            while engine_thread.capacity != capacity:
+                await engine_thread.call(lambda: None)  # wakes it
+            if capacity == 2:
+                await most_waiting()  # a lower one counts once the others are admitted
+            assert await most_waiting() == capacity
 
 
 async def test_submitting_blocks_while_a_batch_is_waiting() -> None:

@@ -23,7 +23,7 @@ _SLICE_PIXELS = 1024 * 1024
 #: Images per VAE call, however small: a compiled call always computes a full slice.
 _MAX_IMAGES = 8
 
-#: Ticks that a finished image waits for a compiled slice to fill up.
+#: Ticks of its lane that a finished image waits for a compiled slice to fill up.
 _MAX_WAIT_TICKS = 8
 
 
@@ -109,21 +109,24 @@ class Decoder:
         else:
             self._compiled[shape] = (latents, compiled)
 
-    def run(self, *, flush: bool) -> None:
-        """Decodes full slices and those that have waited long enough; with *flush*, all."""
+    def run(self, *, flush: bool, lanes: int = 1) -> None:
+        """Decodes full slices and those that have waited long enough; with *flush*, all.
+
+        *lanes* take turns, each with images of its own shape.
+        """
         self._tick += 1
-        while self._queue:
-            first = self._queue[0]
-            shape = first.latents.shape
-            same_shape = [drawn for drawn in self._queue if drawn.latents.shape == shape]
-            part = same_shape[: self._slice_size(shape)]
-            is_due = flush or shape not in self._compiled
-            is_due = is_due or self._tick - first.since_tick >= _MAX_WAIT_TICKS
-            if len(part) < self._slice_size(shape) and not is_due:
-                return
-            for drawn in part:
-                self._queue.remove(drawn)
-            self._decode_or_share(part)
+        for shape in dict.fromkeys(drawn.latents.shape for drawn in self._queue):
+            waiting = deque(drawn for drawn in self._queue if drawn.latents.shape == shape)
+            size = self._slice_size(shape)
+            is_urgent = flush or shape not in self._compiled
+            while waiting:
+                waited = self._tick - waiting[0].since_tick
+                if not (len(waiting) >= size or is_urgent or waited >= lanes * _MAX_WAIT_TICKS):
+                    break
+                part = [waiting.popleft() for _ in range(min(size, len(waiting)))]
+                for drawn in part:
+                    self._queue.remove(drawn)
+                self._decode_or_share(part)
 
     def collect(self, *, wait: bool) -> list[contract.Finished]:
         """The images that have reached the host; *wait* blocks for at least one slice, if any.

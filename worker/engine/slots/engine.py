@@ -1,16 +1,18 @@
-"""The slot engine: each tick is one UNet call and one sampler step for every image in a slot.
+"""The slot engine: each tick is one UNet call and one sampler step for every image of a lane.
 
 Each slot holds one image with its own latents, schedule, guidance scale, prompts and LoRAs, and is
-refilled the tick after its image is done, so no image waits for another to finish. The host tracks
-every slot's step, so a tick reads nothing back from the GPU.
+refilled the tick after its image is done, so no image waits for another to finish. Images of
+another size or with far longer prompts are in another lane; lanes take turns (`lane.py`). The host
+tracks every slot's step, so a tick reads nothing back from the GPU.
 """
 
 from __future__ import annotations
 
+import itertools
 import logging
+import math
 import time
 from collections.abc import Sequence
-from dataclasses import replace
 
 import torch
 
@@ -22,21 +24,22 @@ from worker.engine.kernels import layers
 from worker.engine.lora import merge
 from worker.engine.self_check import SelfCheck
 from worker.engine.slots import linear, memory, prepare, queue
-from worker.engine.slots.prepare import PreparedRequest
-from worker.engine.slots.queue import BatchKey, SlotJob, SlotQueue
+from worker.engine.slots.lane import MAX_LANES, Lane, Lanes
+from worker.engine.slots.prepare import PLAIN_TOKENS, PreparedRequest
+from worker.engine.slots.queue import BatchKey, SlotJob
 from worker.engine.slots.staging import Stager
-from worker.engine.slots.step import GUIDANCE, StepRunner, tick
+from worker.engine.slots.step import GUIDANCE, Step, StepRunner, tick
 from worker.engine.slots.unet import SlotUnet
+from worker.engine.slots.weights import Weights
 
 log = logging.getLogger(__name__)
 
-#: Requests held per slot: one in it, and one ready for it.
-_REQUESTS_PER_SLOT = 2
-
-#: Younger jobs per slot that may overtake a job of a rare size (or with a LoRA that must be
-#: merged). A change of batch key costs about one image per slot, so this bounds what rare sizes
-#: cost the rest; more lets them wait longer.
+#: Younger jobs per slot that may overtake one with other LoRAs, while theirs are merged for all.
 _OVERTAKES_PER_SLOT = 6
+
+#: A lane of long prompts may have a context so many times as large as a plain one of all slots,
+#: where the memory has room for several lanes' weights; elsewhere no larger.
+_ROOMY_CONTEXT = 4
 
 
 class SlotEngine:
@@ -47,12 +50,14 @@ class SlotEngine:
         checkpoint: Checkpoint,
         slots: int | None = None,
         *,
+        blocks: int | None = None,
         backend: str | None = None,
         compiled_modes: Sequence[queue.WeightMode] = queue.WEIGHT_MODES,
         lora_cache_bytes: int = prepare.LORA_CACHE_BYTES,
     ) -> None:
         """*slots* None fits them to the GPU's memory.
 
+        *blocks*: how many lanes may have slots' weights of their own; None fits them as well.
         *backend* is torch.compile's, None for no compilation; the UNet is compiled for the
         *compiled_modes*, in this order.
         """
@@ -65,15 +70,14 @@ class SlotEngine:
         self._checkpoint = checkpoint
         self._device: torch.device = checkpoint.unet.device
         self._on_gpu = self._device.type == "cuda"
-        self._compiles = backend is not None
-        if self._compiles:
+        if backend is not None:
             layers.replace_group_norms(checkpoint.unet)
             layers.replace_group_norms(checkpoint.vae)
             layers.replace_upsamplers(checkpoint.vae)
         self._stager = Stager(checkpoint)
         self._merger = merge.Merger(checkpoint.unet, checkpoint.text_encoder)
         self._unet = SlotUnet(checkpoint.unet)
-        if self._compiles:
+        if backend is not None:
             self._unet.fold()
         self.self_check = SelfCheck(
             checkpoint,
@@ -100,45 +104,49 @@ class SlotEngine:
             compiled_modes=compiled_modes,
             pool=pool,
         )
-        if slots is None and self._on_gpu:
-            self._fit_memory()
-        self._unet.resize(self.slots)
+        self._weights = Weights(
+            self._unet, self._merger, self._runner, self._stager, folds=backend is not None
+        )
+        fitting = self._fit_memory(slots) if self._on_gpu else 1
+        max_overtakes = _OVERTAKES_PER_SLOT * self.slots
+        self._lanes = Lanes(self.slots, min(blocks or fitting, MAX_LANES), max_overtakes)
+        self._runner.max_compiled = self._lanes.max_open - 1
+        self._weights.resize(self.slots)
         self._decoder.max_images = self.slots
-        self._merged: merge.LoraKey | None = ()
-        self._active: dict[int, SlotJob] = {}
-        self._queue = SlotQueue(_OVERTAKES_PER_SLOT * self.slots)
 
     @property
     def slots(self) -> int:
-        """Images drawn at once; reduced when the memory runs out."""
+        """Images drawn in one call; reduced when the memory runs out."""
         return self._runner.slots
 
     @property
     def capacity(self) -> int:
-        return self.slots * _REQUESTS_PER_SLOT
+        return self._lanes.jobs + self.free
 
     @property
     def free(self) -> int:
-        return max(0, self.capacity - len(self._queue.jobs) - len(self._active))
+        return self._lanes.free
 
     @property
     def busy(self) -> bool:
-        return bool(self._active or self._queue.jobs or self._decoder.busy)
+        return bool(self._lanes.jobs or self._decoder.busy)
 
     def prepare(self, request: contract.ImageRequest) -> PreparedRequest:
         """See `RequestPreparer.prepare`."""
         return self._preparer.prepare(request)
 
-    def admit(self, ticket: int, prepared: contract.PreparedRequest) -> None:
+    def admit(
+        self, ticket: int, prepared: contract.PreparedRequest, *, urgent: bool = False
+    ) -> None:
         if not isinstance(prepared, PreparedRequest):
             raise TypeError("prepared by another engine")
         request = prepared.request
         merged = prepared.lora_key if prepared.unet_pack is None else None
         batch_key = BatchKey(request.width, request.height, prepared.tokens, merged, None)
-        self._queue.jobs.append(SlotJob(ticket, prepared, batch_key))
+        self._add(SlotJob(ticket, prepared, batch_key, urgent), first=urgent)
 
     def tick(self) -> list[contract.Finished]:
-        """Fills the free slots and runs one step of all; returns the finished images.
+        """Fills the free slots of a lane and runs one step of it; returns the finished images.
 
         Raises:
             NodeError: the GPU itself is broken.
@@ -146,50 +154,74 @@ class SlotEngine:
         finished: list[contract.Finished] = []
         failure: errors.FleetError | None = None
         out_of_memory = False
+        lane = self._lanes.next()
         try:
-            self._refill(finished)
-            if self._active:
-                self._step()
+            if lane is not None:
+                self._refill(lane, finished)
+                if lane.active:
+                    self._step(lane)
                 self._stage_ahead()
         except Exception as error:  # any failure is handled below; NodeError is raised here
             failure = engine_errors.classify(error)
             out_of_memory = engine_errors.is_out_of_memory(error)
             log.warning(
                 "a tick of %d images failed: %s",
-                len(self._active),
+                len(lane.active) if lane else 0,
                 failure.message,
                 exc_info=True,
                 extra={"action": "tick_failed"},
             )
-        if failure is not None:
+        if failure is not None and lane is not None:
             # Outside the handler, where the error's traceback no longer holds any tensors.
-            self._recover(finished, failure, out_of_memory=out_of_memory)
-        self._decoder.run(flush=not self._active)
+            self._recover(lane, finished, failure, out_of_memory=out_of_memory)
+        drawing = sum(1 for each in self._lanes if each.active)
+        self._decoder.run(flush=not drawing, lanes=drawing)
         self.recompiles = self._runner.recompiles + self._decoder.recompiles
-        is_last = not self._active and not self._queue.jobs
-        return finished + self._decoder.collect(wait=is_last and not finished)
+        return finished + self._decoder.collect(wait=not self._lanes.jobs and not finished)
 
     def warm_up(self, width: int, height: int) -> None:
         """Compiles, records and times all that a size needs; a minute or two on a GPU."""
-        if self._active:
-            raise RuntimeError("warm up only while no image is being drawn")
-        began_at = time.monotonic()
         batch_key = self._runner.plain_batch_key(width, height)
-        while True:
-            try:
-                self._runner.warm_up(batch_key)
-                break
-            except Exception as error:
-                if self.slots == 1 or not engine_errors.is_out_of_memory(error):
-                    raise
+        while not self._try_to_warm_up(self._lanes.lane(batch_key, self._lane_slots(batch_key))):
+            self._restart_all()
             self._shrink(self.slots // 2)
-        self._decoder.warm_up(self._runner.make_slot_state(batch_key, 1).latents.shape[1:])
+
+    def _try_to_warm_up(self, lane: Lane) -> bool:
+        """False if the memory runs out for the first size; any other then runs uncompiled."""
+        try:
+            self._warm_up(lane)
+        except Exception as error:
+            if not engine_errors.is_out_of_memory(error):
+                raise
+            is_first = not any(each.step and each.step.compiled for each in self._lanes)
+            if is_first and self.slots == 1:
+                raise
+            log.warning(
+                "not enough memory to compile %dx%d",
+                lane.batch_key.width,
+                lane.batch_key.height,
+                extra={"action": "compile_failed"},
+            )
+        else:
+            return True
+        torch.cuda.empty_cache()
+        if not is_first:
+            self._runner.put_off(lane.batch_key)
+        return not is_first
+
+    def _warm_up(self, lane: Lane) -> None:
+        """Compiles a lane's tick; the images in its slots stay as they are."""
+        began_at = time.monotonic()
+        step = self._open(lane)
+        self._unet.use_block(lane.block)
+        self._runner.warm_up(step)
+        self._decoder.warm_up(step.state.latents.shape[1:])
         log.info(
             "%d slots of %dx%d ready after %.0f s; a step of all slots takes %.1f ms, %.1f ms with"
             " weights per slot",
-            self.slots,
-            width,
-            height,
+            lane.slots,
+            lane.batch_key.width,
+            lane.batch_key.height,
             time.monotonic() - began_at,
             1000 * self._runner.costs.shared_seconds,
             1000 * self._runner.costs.per_slot_seconds,
@@ -197,9 +229,8 @@ class SlotEngine:
         )
 
     def close(self) -> None:
-        self._queue.jobs.clear()
-        self._active.clear()
-        self._runner.reset(compile_again=False)
+        self._lanes.clear()
+        self._runner.reset()
         self._decoder.clear()
         self._stager.close()
         self._merger.close()
@@ -210,90 +241,68 @@ class SlotEngine:
 
     # The parts of a tick.
 
-    def _refill(self, finished: list[contract.Finished]) -> None:
-        """Moves the next jobs into the free slots; those that cannot start are finished."""
-        if not self._active:
-            batch_key = self._queue.next_batch_key()
-            if batch_key is None:
-                return
-            if self._runner.should_compile(batch_key):
-                self.warm_up(batch_key.width, batch_key.height)
-            self._runner.activate(batch_key)
-        batch_key = self._runner.batch_key
-        if batch_key is None or (self._active and self._runner.should_compile(batch_key)):
-            return  # compiled once its slots are free
-        started = self._fill(batch_key, finished)
-        if not self._active:
-            return
-        self._choose_weight_mode(batch_key)
-        for slot in started:
-            self._start(slot, self._active[slot])
-        if self.weight_mode == "per_slot":
-            for slot, job in self._active.items():
-                if not job.has_weights and job.staged is not None:
-                    self._unet.load_slot(slot, self._stager.factors_of(job))
-                    # The slot has them now; those of all slots may be larger than its weights.
-                    job.staged = replace(job.staged, flat=None, factors={})
-                    job.has_weights = True
+    def _add(self, *jobs: SlotJob, first: bool = False) -> None:
+        for job in jobs:
+            lane = self._lanes.lane(job.batch_key, self._lane_slots(job.batch_key))
+            self._lanes.add(lane, [job], first=first)
 
-    def _fill(self, batch_key: BatchKey, finished: list[contract.Finished]) -> list[int]:
+    def _lane_slots(self, batch_key: BatchKey) -> int:
+        """As many as make its calls as large as those of the checkpoint's native size.
+
+        So a larger size needs no more memory, and all lanes' ticks take about as long. A lane's own
+        memory is mostly its context, which long prompts must not multiply.
+        """
+        if batch_key.isolated is not None:
+            return 1
+        width, height = self.default_size
+        slots = self.slots * width * height / (batch_key.width * batch_key.height)
+        most_tokens = PLAIN_TOKENS * (_ROOMY_CONTEXT if self._lanes.blocks > 1 else 1)
+        slots *= min(1, most_tokens / batch_key.tokens)
+        return max(1, min(self.slots, round(slots)))
+
+    def _open(self, lane: Lane) -> Step:
+        if lane.step is None:
+            lane.block = self._lanes.choose_block()
+            self._unet.use_block(lane.block)
+            lane.step = self._runner.make_step(lane.batch_key, lane.slots)
+        return lane.step
+
+    def _refill(self, lane: Lane, finished: list[contract.Finished]) -> None:
+        """Moves the next jobs into a lane's free slots; those that cannot start are finished."""
+        if self._runner.should_compile(lane.batch_key) and not self._try_to_warm_up(lane):
+            raise torch.cuda.OutOfMemoryError("not enough memory to compile all slots")
+        step = self._open(lane)
+        started = self._fill(lane, finished)
+        if not lane.active:
+            return
+        self._weights.choose_mode(lane, step, self._lanes.active)
+        self.weight_mode = lane.weight_mode
+        for slot in started:
+            self._start(lane, step, slot)
+        if lane.weight_mode != "shared":
+            self._weights.load(lane)
+
+    def _fill(self, lane: Lane, finished: list[contract.Finished]) -> list[int]:
         """Assigns jobs to the free slots; returns these slots."""
         started: list[int] = []
-        for slot in range(1 if batch_key.isolated is not None else self.slots):
-            while slot not in self._active:
-                job = self._queue.take(batch_key, self._merged or None)
+        for slot in range(lane.slots if self._lanes.takes_jobs(lane) else 0):
+            while slot not in lane.active:
+                job = lane.waiting.take(self._weights.merged or None)
                 if job is None:
                     return started
                 # Already active: should the memory run out, it restarts with the others.
-                self._active[slot] = job
+                lane.active[slot] = job
                 if failure := self._try_to_stage(job):
                     finished.append(failure)
-                    del self._active[slot]
+                    del lane.active[slot]
                 else:
                     started.append(slot)
         return started
 
-    def _choose_weight_mode(self, batch_key: BatchKey) -> None:
-        jobs = self._active.values()
-        if batch_key.merged_loras is not None:
-            self.weight_mode, to_merge = "shared", batch_key.merged_loras
-        else:
-            keys = {job.prepared.lora_key for job in jobs}
-            waiting = [job.calls for job in self._queue.jobs if job.prepared.lora_key in keys]
-            remaining = [job.calls - job.call for job in jobs]
-            ticks = queue.ticks_until_change(remaining, waiting, self.slots)
-            self.weight_mode, to_merge = queue.choose_mode(
-                keys, self._merged, ticks, self._runner.costs
-            )
-            if not self._runner.can_run(self.weight_mode):
-                self.weight_mode, to_merge = "per_slot", ()
-        if to_merge != self._merged:
-            loras = next(job.prepared.unet_loras for job in jobs) if to_merge else ()
-            self._merged = None  # unknown until it is done: it may fail halfway
-            self._merge_and_time(loras)
-            self._merged = to_merge
-
-    def _merge_and_time(self, loras: Sequence[merge.AppliedLora]) -> None:
-        """Merges LoRAs into the shared weights; none restores the checkpoint's own."""
-        if not (self._on_gpu and loras):
-            self._merge(loras)
-            return
-        torch.cuda.synchronize(self._device)
-        began_at = time.perf_counter()
-        self._merge(loras)
-        torch.cuda.synchronize(self._device)
-        seconds = time.perf_counter() - began_at
-        self._runner.costs = replace(self._runner.costs, merge_seconds=seconds)
-
-    def _merge(self, loras: Sequence[merge.AppliedLora]) -> None:
-        self._merger.activate(loras)
-        if self._compiles:
-            self._unet.fold()
-
     @torch.no_grad()
-    def _start(self, slot: int, job: SlotJob) -> None:
+    def _start(self, lane: Lane, step: Step, slot: int) -> None:
         """Copies a staged job into its slot."""
-        state, staged = self._runner.active.state, job.staged
+        state, staged = step.state, lane.active[slot].staged
         if staged is None:
             raise RuntimeError("a job starts only once it is staged")
         rows = slice(2 * slot, 2 * slot + 2)
@@ -302,16 +311,16 @@ class SlotEngine:
         state.history[:, slot].zero_()
         if state.mask is not None and staged.mask is not None:
             state.mask[rows].copy_(staged.mask)
-        factors = staged.factors if self.weight_mode == "per_slot" else {}
+        factors = staged.factors if lane.weight_mode != "shared" else {}
         state.context[rows].copy_(self._unet.keys_values.compute(staged.vectors, factors))
 
-    def _step(self) -> None:
-        """Runs one step of all slots and passes finished latents to the decoder."""
-        step = self._runner.active
+    def _step(self, lane: Lane) -> None:
+        """Runs one step of a lane's slots and passes finished latents to the decoder."""
+        step = self._open(lane)
         inputs = step.feeder.next_inputs()
         inputs.rows.zero_()
         noisy = False
-        for slot, job in self._active.items():
+        for slot, job in lane.active.items():
             schedule = job.prepared.schedule
             inputs.rows[slot, :GUIDANCE] = schedule.table[job.call]
             inputs.rows[slot, GUIDANCE] = job.prepared.request.cfg_scale
@@ -320,19 +329,22 @@ class SlotEngine:
                 torch.randn(shape, generator=job.staged.generator, out=inputs.noise[slot])
                 noisy = True
         step.feeder.send(inputs, noisy=noisy)
-        self._runner.run(self.weight_mode, max(self._active) + 1)
-        for slot, job in list(self._active.items()):
+        self._runner.run(step, lane.weight_mode, max(lane.active) + 1)
+        for slot, job in list(lane.active.items()):
             job.call += 1
             if job.call == job.calls:
                 self._decoder.add(job.ticket, step.state.latents[slot].clone())
-                self._runner.count_image()
-                del self._active[slot]
+                self._runner.count_image(lane.batch_key)
+                del lane.active[slot]
 
     def _stage_ahead(self) -> None:
         """Begins to stage the next jobs, whose LoRAs may take as much room as a slot's weights."""
+        lanes = [lane for lane in self._lanes if lane.waiting.jobs]
+        lanes.sort(key=self._lanes.urgency, reverse=True)
+        nexts = itertools.zip_longest(*(lane.waiting.jobs[: self.slots] for lane in lanes))
         staged_bytes = 0
         soon: list[SlotJob] = []
-        for job in self._queue.jobs[: self.slots]:
+        for job in [job for jobs in nexts for job in jobs if job is not None][: self.slots]:
             packed = job.prepared.unet_pack
             staged_bytes += packed.flat.nbytes if packed else 0
             if staged_bytes > self._unet.slot_bytes and soon:
@@ -353,56 +365,99 @@ class SlotEngine:
     # Recovery and memory.
 
     def _recover(
-        self, finished: list[contract.Finished], failure: errors.FleetError, *, out_of_memory: bool
+        self,
+        lane: Lane,
+        finished: list[contract.Finished],
+        failure: errors.FleetError,
+        *,
+        out_of_memory: bool,
     ) -> None:
         """Restarts in-flight images from their seeds, in a way that is less likely to fail.
 
-        First without compilation, then with fewer slots (out of memory) or each job alone; a job
-        that fails alone is finished.
+        Out of memory concerns all lanes: they share one block of weights, then have fewer slots.
+        Any other failure concerns its lane alone: it is no longer compiled, then each of its jobs
+        is alone. A job that fails alone is finished.
         """
-        jobs = list(self._active.values()) or self._queue.jobs[:1]
-        compiled = self._runner.is_compiled
-        in_call = self.slots if compiled else len(jobs)
-        self._active.clear()
-        self._queue.jobs = [job for job in self._queue.jobs if job not in jobs]
-        for job in [*jobs, *self._queue.jobs]:
-            job.restart()
-        if compiled and not out_of_memory:
+        jobs = list(lane.active.values()) or lane.waiting.jobs[:1]
+        compiled = lane.step is not None and bool(lane.step.compiled)
+        in_call = lane.slots if compiled else len(jobs)
+        others = len(self._lanes.active) - len(lane.active)
+        lane.waiting.jobs = [job for job in lane.waiting.jobs if job not in jobs]
+        lane.active.clear()
+        again: list[SlotJob] = []
+        if out_of_memory:
+            self._restart_all()
+            if self._lanes.blocks > 1:
+                log.warning(
+                    "out of memory: all sizes share the slots' weights from now on",
+                    extra={"action": "blocks_dropped"},
+                )
+                self._lanes.blocks, again = 1, jobs
+                self._runner.max_compiled = self._lanes.max_open - 1
+                self._resize(self.slots)
+            elif in_call > 1:
+                self._shrink(math.ceil(self.slots * (in_call // 2) / lane.slots))
+                again = jobs
+            elif others and lane.batch_key.isolated is None:
+                again = [self._isolate(job) for job in jobs]
+        elif compiled and lane.step is not None:
             log.warning(
                 "compilation is off from now on: a compiled tick failed",
                 extra={"action": "compile_dropped"},
             )
-        elif in_call == 1:
-            finished.extend(contract.Finished(job.ticket, failure) for job in jobs)
-            jobs = []
-        elif out_of_memory:
-            self._shrink(in_call // 2)
-        else:
-            for job in jobs:
-                job.batch_key = job.batch_key._replace(isolated=job.ticket)
-        self._queue.put_back(jobs)
-        self._runner.reset(compile_again=not compiled or out_of_memory)
+            self._runner.drop(lane.step)
+            again = jobs
+        elif in_call > 1:
+            again = [self._isolate(job) for job in jobs]
+        lane.close()
+        for job in jobs:
+            job.restart()
+        self._add(*reversed(again), first=True)
+        finished.extend(contract.Finished(job.ticket, failure) for job in jobs if not again)
         torch.cuda.empty_cache()
+
+    def _isolate(self, job: SlotJob) -> SlotJob:
+        """Gives a job a lane of its own: it may be what breaks the calls of others."""
+        job.batch_key = job.batch_key._replace(isolated=job.ticket)
+        return job
+
+    def _restart_all(self) -> None:
+        """Frees the tensors of all lanes; their images start again."""
+        for lane in self._lanes:
+            jobs = list(lane.active.values())
+            lane.active.clear()
+            for job in [*jobs, *lane.waiting.jobs]:
+                job.restart()
+            self._lanes.add(lane, jobs, first=True)
+            lane.close()
+        self._runner.reset()
 
     def _shrink(self, slots: int) -> None:
         log.warning("out of memory: reduced to %d slots", slots, extra={"action": "slots_shrunk"})
-        self._runner.reset(compile_again=True)
-        self._runner.slots = slots
-        self._decoder.max_images = slots
-        self._unet.resize(slots)
+        self._runner.slots = self._lanes.slots = self._decoder.max_images = slots
+        self._resize(slots)
+
+    def _resize(self, slots: int) -> None:
+        """Allocates one block of weights anew; all lanes are closed."""
+        for lane in self._lanes:
+            lane.slots = self._lane_slots(lane.batch_key)
+        self._weights.resize(slots)
         torch.cuda.empty_cache()
 
     @torch.no_grad()
-    def _fit_memory(self) -> None:
-        """Sets the slots that fit the GPU's memory, for images of the checkpoint's native size."""
+    def _fit_memory(self, slots: int | None) -> int:
+        """Fits the GPU's memory for images of the checkpoint's native size; returns the blocks."""
         width, height = self.default_size
         state = self._runner.make_slot_state(self._runner.plain_batch_key(width, height), 1)
 
         state_bytes = sum(tensor.nbytes for tensor in state if tensor is not None)
-        self._runner.slots, decoded = memory.fit(
+        fit = memory.fit(
             self._device,
             self._unet.slot_bytes + state_bytes,
             lambda: tick(self._unet, False, *state),
             lambda: decoder.decode(self._checkpoint.vae, state.latents),
+            slots,
         )
-        self._decoder.slice_pixels = decoded * width * height
+        self._runner.slots = fit.slots
+        self._decoder.slice_pixels = fit.decoded * width * height
+        return fit.blocks

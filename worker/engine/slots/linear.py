@@ -66,8 +66,16 @@ class WeightStack:
         self.resize(0)
 
     def resize(self, slots: int) -> None:
-        """Allocates zero weights for *slots* slots."""
-        self._own = self.shared.new_zeros((slots, *self.shared.shape))
+        """Allocates zero weights for *slots* slots, in one block."""
+        self._slots = slots
+        self._blocks: list[torch.Tensor] = []
+        self.use_block(0)
+
+    def use_block(self, block: int) -> None:
+        """Uses another block of slots' weights, allocated at its first use."""
+        while len(self._blocks) <= block:
+            self._blocks.append(self.shared.new_zeros((self._slots, *self.shared.shape)))
+        self._own = self._blocks[block]
         for linear, part in self._parts():
             linear.slots = self._own[:, part].flatten(1, 2)
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable
+from typing import NamedTuple
 
 import torch
 
@@ -22,14 +23,31 @@ _DECODING_SHARE = 0.125
 #: On a CPU, parallel rows gain little; a few keep a small model's cores busy.
 CPU_SLOTS = 4
 
+#: What a lane with weights of its own takes, of what its slots hold: contexts of long prompts too.
+_LANE_SHARE = 1.1
+
 #: Share of the free memory left for fragments, libraries' work space and other image sizes.
 _MARGIN = 0.12
 
 
+class Fit(NamedTuple):
+    """What fits beside the model; at least one of each."""
+
+    slots: int
+    decoded: int
+    """Images per VAE call."""
+    blocks: int
+    """Lanes that can have weights of their own."""
+
+
 def fit(
-    device: torch.device, slot_bytes: int, run: Callable[[], object], decode: Callable[[], object]
-) -> tuple[int, int]:
-    """Slots, and images per VAE call, that fit beside the model; at least one of each.
+    device: torch.device,
+    slot_bytes: int,
+    run: Callable[[], object],
+    decode: Callable[[], object],
+    slots: int | None = None,
+) -> Fit:
+    """Measures what fits; *slots*, if given, is taken as it is.
 
     *slot_bytes* is what a slot holds for good; *run* is a tick of one slot and *decode* a VAE call
     with one image, whose peak memory is measured.
@@ -38,16 +56,20 @@ def fit(
     free = free_bytes(device)
     decoded = max(1, min(MAX_DECODED, int(free * _DECODING_SHARE // decode_bytes)))
     room = free * (1 - _MARGIN) - decoded * decode_bytes
-    slots = max(1, min(MAX_SLOTS, int(room // (slot_bytes + tick_bytes))))
+    slots = slots or max(1, min(MAX_SLOTS, int(room // (slot_bytes + tick_bytes))))
+    # Ticks of all lanes use the same memory in turn.
+    left = room - slots * (slot_bytes + tick_bytes)
+    blocks = 1 + max(0, int(left // (_LANE_SHARE * slots * slot_bytes)))
     log.info(
-        "%d slots, %d images per VAE call: %.2f GiB free; a slot takes %.2f GiB, its tick %.2f GiB,"
-        " decoding an image %.2f GiB",
+        "%d slots, %d images per VAE call, weights for %d sizes: %.2f GiB free; a slot takes"
+        " %.2f GiB, its tick %.2f GiB, decoding an image %.2f GiB",
         slots,
         decoded,
+        blocks,
         *(size / 2**30 for size in (free, slot_bytes, tick_bytes, decode_bytes)),
         extra={"action": "slots_chosen", "slots": slots},
     )
-    return slots, decoded
+    return Fit(slots, decoded, blocks)
 
 
 def free_bytes(device: torch.device) -> int:

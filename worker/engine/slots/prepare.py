@@ -8,20 +8,24 @@ from dataclasses import dataclass
 import torch
 
 from imagefleet import errors
-from imagefleet.job.prompt import Chunk
+from imagefleet.job.prompt import MAX_CHUNKS, Chunk
 from worker.engine import contract, sampler, text
 from worker.engine.checkpoint import Checkpoint
 from worker.engine.lora import file as lora_file
 from worker.engine.lora import merge, names, pack
 
 #: Prompt chunks in the context of ordinary calls. A prompt of one chunk is repeated, which changes
-#: nothing in a softmax: no token needs a mask, which takes a third of cross-attention's time. Jobs
-#: with longer prompts share calls among themselves only.
+#: nothing in a softmax: no token needs a mask, which takes a third of cross-attention's time.
 PLAIN_CHUNKS = 2
 
 PLAIN_TOKENS = PLAIN_CHUNKS * text.CONTEXT_TOKENS
 
-#: Longer contexts are multiples of this: masks need it, and there are fewer shapes.
+#: Prompt chunks in the contexts of longer prompts, which share calls with each other by these: only
+#: cross-attention depends on the context, so a call takes 1 %, 4 % and 13 % more operations than a
+#: plain one, whatever its prompts' length. The last is the longest prompt there is.
+LONG_CHUNKS = (4, 10, MAX_CHUNKS)
+
+#: Masks need contexts that are multiples of this.
 _TOKENS_ALIGNMENT = 8
 
 #: Per image: each is held in memory while it is drawn.
@@ -56,11 +60,11 @@ class PreparedRequest:
 
     @property
     def tokens(self) -> int:
-        """The context that its longer prompt needs."""
+        """The context of its calls: the shortest that holds its longer prompt."""
         longest = max(len(self.prompt), len(self.negative_prompt))
         if longest <= PLAIN_CHUNKS:
             return PLAIN_TOKENS
-        tokens = longest * text.CONTEXT_TOKENS
+        tokens = min(each for each in LONG_CHUNKS if each >= longest) * text.CONTEXT_TOKENS
         return tokens + -tokens % _TOKENS_ALIGNMENT
 
 

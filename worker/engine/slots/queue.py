@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Collection, Iterable, Sequence
+from collections.abc import Collection, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass, field
 from typing import Literal, NamedTuple, get_args
@@ -22,7 +22,7 @@ WEIGHT_MODES: tuple[WeightMode, ...] = get_args(WeightMode)
 
 
 class BatchKey(NamedTuple):
-    """What jobs must have in common to share calls; the slots hold jobs of one key at a time."""
+    """What jobs must have in common to share calls: those of one key have a lane (`lane.py`)."""
 
     width: int
     height: int
@@ -36,6 +36,11 @@ class BatchKey(NamedTuple):
     def is_masked(self) -> bool:
         """True if prompts may be shorter than the context."""
         return self.tokens != PLAIN_TOKENS
+
+    @property
+    def is_rare(self) -> bool:
+        """True if hardly any job has this key: it is not compiled."""
+        return self.merged_loras is not None or self.isolated is not None
 
 
 @dataclass(frozen=True, slots=True)
@@ -51,6 +56,7 @@ class Staged:
     flat: torch.Tensor | None
     """The LoRAs, of which `factors` are views."""
     factors: dict[Group, StackedChange]
+    """Empty once the slot holds the weights: `Stager.factors_of` copies them again."""
     generator: torch.Generator
 
     @property
@@ -67,6 +73,8 @@ class SlotJob:
     ticket: int
     prepared: PreparedRequest
     batch_key: BatchKey
+    urgent: bool = False
+    """Drawn before others, whatever their size."""
     overtakes: int = 0
     staging: Future[Staged] | None = None
     """Begun; the engine has not taken the result yet."""
@@ -87,39 +95,25 @@ class SlotJob:
 
 @dataclass(slots=True)
 class SlotQueue:
-    """Admitted jobs without a slot, oldest first."""
+    """Jobs of one batch key without a slot, oldest first."""
 
     max_overtakes: int
-    """Younger jobs, mostly of a more frequent batch key, that may go before a job."""
+    """Younger jobs, with LoRAs that are merged already, that may go before a job."""
     jobs: list[SlotJob] = field(default_factory=list)
 
-    def put_back(self, jobs: Iterable[SlotJob]) -> None:
-        self.jobs[:0] = jobs
-
-    def next_batch_key(self) -> BatchKey | None:
-        """The oldest job's key: the next one once all slots are free."""
-        return self.jobs[0].batch_key if self.jobs else None
-
-    def take(self, batch_key: BatchKey, preferred: LoraKey | None = None) -> SlotJob | None:
-        """Removes the next job of a batch key, one with the LoRAs *preferred* if there is one.
-
-        None if there is no such job, or none that may overtake the jobs before it.
-        """
-        oldest: SlotJob | None = None
-        for job in self.jobs:
-            if job.batch_key == batch_key:
-                if preferred is None or job.prepared.lora_key == preferred:
-                    return self._take(job)
-                oldest = oldest or job
-            if job.overtakes >= self.max_overtakes:
-                break
-        return self._take(oldest) if oldest else None
-
-    def _take(self, job: SlotJob) -> SlotJob:
-        at = self.jobs.index(job)
+    def take(self, preferred: LoraKey | None = None) -> SlotJob | None:
+        """Removes the next job, one with the LoRAs *preferred* if it may overtake the others."""
+        at = 0
+        if preferred is not None:
+            for place, job in enumerate(self.jobs):
+                if job.prepared.lora_key == preferred:
+                    at = place
+                    break
+                if job.overtakes >= self.max_overtakes:
+                    break
         for older in self.jobs[:at]:
             older.overtakes += 1
-        return self.jobs.pop(at)
+        return self.jobs.pop(at) if self.jobs else None
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,14 +1,14 @@
 """Ticks: one sampler step of every slot's image, whatever its prompt, sampler or LoRA.
 
-Each batch key has tensors of its own, compiled where that pays.
+Each lane has tensors of its own, compiled where that pays.
 """
 
 from __future__ import annotations
 
 import logging
-from collections import Counter
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from collections import Counter, deque
+from collections.abc import Sequence
+from dataclasses import dataclass, field, replace
 from typing import NamedTuple
 
 import torch
@@ -30,12 +30,12 @@ GUIDANCE = sampler.COLUMNS
 #: slot is filled soon.
 _MAX_TICKS_AHEAD = 3
 
-#: Images of a size after which it is compiled as well: compiling takes a minute or two, in which
-#: some thousand images of another size could be drawn, and gains a third.
+#: Images of a batch key after which it is compiled as well: compiling takes a minute or two, in
+#: which some thousand images of another could be drawn, and gains a third.
 _COMPILE_AFTER_IMAGES = 1000
 
-#: Each compiled size holds its own memory.
-_MAX_COMPILED_KEYS = 3
+#: Each compiled key holds its memory for good: three sizes, with short and with long prompts.
+_MAX_COMPILED_KEYS = 6
 
 _TIMED_TICKS = 3
 
@@ -97,13 +97,12 @@ def tick(
     history.copy_(remembered)
 
 
-@dataclass(slots=True)
+@dataclass(frozen=True, slots=True)
 class StepInputs:
-    """A tick's `rows` and `noise` in host memory, and the event after their copy."""
+    """A tick's `rows` and `noise` in host memory."""
 
     rows: torch.Tensor
     noise: torch.Tensor
-    copied: torch.cuda.Event | None = None
 
 
 class InputFeeder:
@@ -112,8 +111,10 @@ class InputFeeder:
     It blocks only when the host is _MAX_TICKS_AHEAD, which is what paces the host.
     """
 
-    def __init__(self, state: SlotState) -> None:
+    def __init__(self, state: SlotState, copied: deque[torch.cuda.Event]) -> None:
+        """*copied*: the events after the last copies of all feeders."""
         self._state = state
+        self._copied = copied
         self._pinned = state.rows.device.type == "cuda"
         self._inputs = [
             StepInputs(self._host_copy(state.rows), self._host_copy(state.noise))
@@ -124,10 +125,9 @@ class InputFeeder:
     def next_inputs(self) -> StepInputs:
         """Buffers to fill and send."""
         self._at = (self._at + 1) % len(self._inputs)
-        inputs = self._inputs[self._at]
-        if inputs.copied is not None:
-            inputs.copied.synchronize()
-        return inputs
+        if len(self._copied) == _MAX_TICKS_AHEAD:
+            self._copied.popleft().synchronize()
+        return self._inputs[self._at]
 
     def send(self, inputs: StepInputs, *, noisy: bool) -> None:
         self._state.rows.copy_(inputs.rows, non_blocking=True)
@@ -135,24 +135,26 @@ class InputFeeder:
             self._state.noise.copy_(inputs.noise, non_blocking=True)
         if self._pinned:
             # A blocking event sleeps: spinning would take a core from encoding and uploading.
-            inputs.copied = torch.cuda.Event(blocking=True)  # type: ignore[no-untyped-call]
-            inputs.copied.record()
+            event = torch.cuda.Event(blocking=True)  # type: ignore[no-untyped-call]
+            event.record()
+            self._copied.append(event)
 
     def _host_copy(self, tensor: torch.Tensor) -> torch.Tensor:
         return torch.zeros(tensor.shape, dtype=tensor.dtype, pin_memory=self._pinned)
 
 
-@dataclass(frozen=True, slots=True)
-class _Step:
-    """The tensors of a batch key, and its compiled ticks, if any."""
+@dataclass(frozen=True, slots=True, eq=False)
+class Step:
+    """The tensors of a lane, and its compiled ticks, if any."""
 
+    batch_key: BatchKey
     state: SlotState
     feeder: InputFeeder
-    compiled: Mapping[WeightMode, Compiled]
+    compiled: dict[WeightMode, Compiled] = field(default_factory=dict)
 
 
 class StepRunner:
-    """The UNet and the slot states; one batch key is active at a time."""
+    """Makes, compiles and runs the steps of all lanes."""
 
     def __init__(
         self,
@@ -166,7 +168,7 @@ class StepRunner:
     ) -> None:
         self.costs = Costs()
         self.slots = slots
-        self.batch_key: BatchKey | None = None
+        self.max_compiled = _MAX_COMPILED_KEYS
         self._unet = unet
         self._channels = int(checkpoint.unet.config.in_channels)
         self._vae_factor = checkpoint.vae_factor
@@ -175,23 +177,11 @@ class StepRunner:
         self._compiled_modes = compiled_modes
         self._kernels = KernelSelector()
         self._pool = pool
-        self._active: _Step | None = None
-        self._compiled: dict[BatchKey, _Step] = {}
+        self._copied: deque[torch.cuda.Event] = deque()
+        self._compiled: dict[BatchKey, Step] = {}
         self._to_compile: set[BatchKey] = set()
         self._images = Counter[BatchKey]()
         self._dropped_recompiles = 0
-
-    @property
-    def active(self) -> _Step:
-        """The step of the active batch key."""
-        if self._active is None:
-            raise RuntimeError("activate a batch key first")
-        return self._active
-
-    @property
-    def is_compiled(self) -> bool:
-        """True if the active key is compiled; its calls then compute all slots, used or not."""
-        return self.batch_key in self._compiled
 
     @property
     def recompiles(self) -> int:
@@ -199,85 +189,71 @@ class StepRunner:
         compiled = (each for step in self._compiled.values() for each in step.compiled.values())
         return self._dropped_recompiles + sum(each.recompiles for each in compiled)
 
-    def activate(self, batch_key: BatchKey) -> None:
-        """Switches to a batch key, once no slot of the last one is in use."""
-        if batch_key == self.batch_key:
-            return
-        self._deactivate()  # its memory may be needed for the next
-        self._active = self._compiled.get(batch_key)
-        if self._active is None:
-            state = self.make_slot_state(batch_key)
-            self._active = _Step(state, InputFeeder(state), {})
-        self.batch_key = batch_key
+    def make_step(self, batch_key: BatchKey, slots: int) -> Step:
+        state = self.make_slot_state(batch_key, slots)
+        return Step(batch_key, state, InputFeeder(state, self._copied))
 
-    def count_image(self) -> None:
-        """Counts an image of the active key: a frequent size is compiled."""
-        if self.batch_key is not None:
-            self._images[self.batch_key] += 1
+    def count_image(self, batch_key: BatchKey) -> None:
+        """Counts an image: a frequent batch key is compiled."""
+        self._images[batch_key] += 1
 
     def should_compile(self, batch_key: BatchKey) -> bool:
-        if self._backend is None or batch_key in self._compiled:
+        if self._backend is None or batch_key in self._compiled or batch_key.is_rare:
             return False
-        is_frequent = (
-            self._images[batch_key] >= _COMPILE_AFTER_IMAGES
-            and len(self._compiled) < _MAX_COMPILED_KEYS
-        )
-        return batch_key in self._to_compile or (
-            is_frequent and batch_key == self.plain_batch_key(batch_key.width, batch_key.height)
-        )
+        is_frequent = self._images[batch_key] >= _COMPILE_AFTER_IMAGES and len(
+            self._compiled
+        ) < min(self.max_compiled, _MAX_COMPILED_KEYS)
+        return batch_key in self._to_compile or is_frequent
 
     def plain_batch_key(self, width: int, height: int) -> BatchKey:
         """The key of ordinary jobs of a size in pixels."""
         return BatchKey(width, height, PLAIN_TOKENS, None, None)
 
-    def can_run(self, weight_mode: WeightMode) -> bool:
-        """False if the active key is compiled, but not for this mode."""
-        return not self.is_compiled or weight_mode in self._compiled_modes
+    def can_run(self, step: Step, weight_mode: WeightMode) -> bool:
+        """False if the step is compiled, but not for this mode."""
+        return not step.compiled or weight_mode in self._compiled_modes
 
     @torch.no_grad()
-    def run(self, weight_mode: WeightMode, slots: int) -> None:
-        """One tick of the active key, of which the first *slots* slots hold images."""
-        step = self.active
+    def run(self, step: Step, weight_mode: WeightMode, slots: int) -> None:
+        """One tick, in which the first *slots* slots hold images; compiled, all are computed."""
         if compiled := step.compiled.get(weight_mode):
             compiled()
         else:
             tick(self._unet, weight_mode == "per_slot", *step.state.first(slots))
 
-    def warm_up(self, batch_key: BatchKey) -> None:
-        """Selects kernels, compiles, records and times the ticks of a key that is not compiled."""
-        if batch_key in self._compiled:
+    def warm_up(self, step: Step) -> None:
+        """Selects kernels, compiles, records and times the ticks of a step; keeps its images."""
+        if step.compiled:
             return
-        self._deactivate()
-        state = self.make_slot_state(batch_key)
-        with self._unet.selecting_kernels(self._kernels), torch.no_grad():
-            tick(self._unet, False, *state)
-        if self._backend is None:
-            return
-        compiled = self._compile(batch_key, state)
-        if not all(each.is_compiled for each in compiled.values()):
-            # The attention kernels are the likeliest part that the compiler cannot trace.
-            self._unet.use_default_attention()
-            compiled = self._compile(batch_key, state)
-        self._compiled[batch_key] = _Step(state, InputFeeder(state), compiled)
-        self._to_compile.add(batch_key)
-        if self._device.type == "cuda" and len(compiled) == len(WEIGHT_MODES):
-            seconds = {
-                f"{weight_mode}_seconds": fastest_seconds(each, _TIMED_TICKS)
-                for weight_mode, each in compiled.items()
-            }
-            self.costs = replace(self.costs, **seconds)
+        kept = [(each, each.clone()) for each in (step.state.latents, step.state.history)]
+        try:
+            with self._unet.selecting_kernels(self._kernels), torch.no_grad():
+                tick(self._unet, False, *step.state)
+            if self._backend is not None:
+                self._compile(step)
+        finally:
+            for tensor, copy in kept:
+                tensor.copy_(copy)
 
-    def reset(self, *, compile_again: bool) -> None:
-        """Frees all slot states and compiled ticks."""
+    def put_off(self, batch_key: BatchKey) -> None:
+        """Compiles a key only after as many images again: the memory did not suffice."""
+        self._images[batch_key] = 0
+        self._to_compile.discard(batch_key)
+
+    def drop(self, step: Step) -> None:
+        """Compiles nothing any more, since a compiled tick failed; other steps stay as they are."""
+        self._dropped_recompiles += sum(each.recompiles for each in step.compiled.values())
+        self._compiled.pop(step.batch_key, None)
+        self._backend = None
+
+    def reset(self) -> None:
+        """Forgets all compiled steps; their keys are compiled again."""
         self._dropped_recompiles = self.recompiles
         self._compiled.clear()
-        self._deactivate()
-        if not compile_again:
-            self._backend = None
 
-    def make_slot_state(self, batch_key: BatchKey, slots: int | None = None) -> SlotState:
-        """Zeros for *slots* slots, by default all."""
-        slots, unet = slots or self.slots, self._unet
+    def make_slot_state(self, batch_key: BatchKey, slots: int) -> SlotState:
+        """Zeros for *slots* slots."""
+        unet = self._unet
         sides = batch_key.height // self._vae_factor, batch_key.width // self._vae_factor
         shape, tokens = (slots, self._channels, *sides), batch_key.tokens
 
@@ -293,17 +269,31 @@ class StepRunner:
             mask=zeros(2 * slots, 1, 1, tokens, dtype=unet.dtype) if batch_key.is_masked else None,
         )
 
-    def _deactivate(self) -> None:
-        self.batch_key = self._active = None
+    def _compile(self, step: Step) -> None:
+        compiled = self._compile_modes(step)
+        if not all(each.is_compiled for each in compiled.values()):
+            # The attention kernels are the likeliest part that the compiler cannot trace.
+            self._unet.use_default_attention()
+            compiled = self._compile_modes(step)
+        if self._device.type == "cuda" and len(compiled) == len(WEIGHT_MODES):
+            seconds = {
+                f"{weight_mode}_seconds": fastest_seconds(each, _TIMED_TICKS)
+                for weight_mode, each in compiled.items()
+            }
+            self.costs = replace(self.costs, **seconds)
+        step.compiled.update(compiled)
+        self._compiled[step.batch_key] = step
+        self._to_compile.add(step.batch_key)
 
-    def _compile(self, batch_key: BatchKey, state: SlotState) -> dict[WeightMode, Compiled]:
+    def _compile_modes(self, step: Step) -> dict[WeightMode, Compiled]:
         compiled = {}
+        key, slots = step.batch_key, len(step.state.latents)
         for weight_mode in self._compiled_modes:
             compiled[weight_mode] = Compiled(
-                f"the UNet for {self.slots} slots of {batch_key.width}x{batch_key.height}"
+                f"the UNet for {slots} slots of {key.width}x{key.height} and {key.tokens} tokens"
                 f" ({weight_mode} weights)",
                 tick,
-                (self._unet, weight_mode == "per_slot", *state),
+                (self._unet, weight_mode == "per_slot", *step.state),
                 backend=self._backend,
                 pool=self._pool,
             )

@@ -56,6 +56,7 @@ class SlotUnet(nn.Module):
         self._upsamplers = [module for module in self.modules() if isinstance(module, Upsampler)]
         self.keys_values = KeysValues(crosses, paths)
         self.dtype: torch.dtype = self.conv_out.weight.dtype
+        self._block = 0
 
     @property
     def groups(self) -> dict[Group, list[str]]:
@@ -101,9 +102,20 @@ class SlotUnet(nn.Module):
             sampler.fold()
 
     def resize(self, slots: int) -> None:
-        """Allocates zero weights for *slots* slots."""
+        """Allocates zero weights for *slots* slots, in one block."""
+        self._block = 0
         for stack in self._stacks.values():
             stack.resize(slots)
+
+    def use_block(self, block: int) -> None:
+        """Uses another block of slots' weights, allocated at its first use.
+
+        A CUDA graph keeps the block with which it was recorded.
+        """
+        if block != self._block:
+            for stack in self._stacks.values():
+                stack.use_block(block)
+            self._block = block
 
     def close(self) -> None:
         """Frees all weights."""

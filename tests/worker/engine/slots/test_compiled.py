@@ -14,6 +14,7 @@ from worker.engine import checkpoint as checkpoints
 from worker.engine import contract
 from worker.engine.kernels import compile as compiling
 from worker.engine.slots import engine as slot_engine
+from worker.engine.slots import step
 
 ROUNDING = 2
 
@@ -170,3 +171,43 @@ def test_a_weight_mode_that_is_not_compiled_is_not_used(
     (image,) = draw(engine, request)
     assert engine.weight_mode == "per_slot"
     assert difference(image, draw(plain_engine, request)[0]) <= ROUNDING
+
+
+def test_a_frequent_size_is_compiled_meanwhile_and_fails_without_the_others(
+    compiled_engine: slot_engine.SlotEngine,
+    plain_engine: contract.Engine,
+    make_request: Any,
+    draw: Any,
+    difference: Any,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(step, "_COMPILE_AFTER_IMAGES", 1)
+    runner = compiled_engine._runner
+    monkeypatch.setattr(runner, "_compiled_modes", ("shared",))
+    monkeypatch.setattr(compiled_engine._decoder, "_backend", None)
+    warm_up, attempts = runner.warm_up, iter(range(100))
+
+    def fail_first(used: step.Step) -> None:
+        if next(attempts) == 0:
+            raise torch.cuda.OutOfMemoryError("CUDA out of memory")
+        warm_up(used)
+
+    monkeypatch.setattr(runner, "warm_up", fail_first)
+    requests = [
+        make_request(width=32 + 8 * (seed % 2), height=32, seed=seed, steps=1 + seed // 2)
+        for seed in range(6)
+    ]
+    expected = [draw(plain_engine, request)[0] for request in requests]
+    for image, sound in zip(draw(compiled_engine, *requests), expected, strict=True):
+        assert difference(image, sound) <= ROUNDING
+    assert compiled_engine.slots == 2, "a size that is not compiled costs no slots"
+    (first, second) = runner._compiled.values()
+    assert (first.batch_key.width, second.batch_key.width) == (32, 40)
+    assert compiled_engine.recompiles == 0
+
+    def break_down(*_: object) -> None:
+        raise RuntimeError("no kernel for this")
+
+    second.compiled["shared"]._function = break_down
+    assert difference(draw(compiled_engine, requests[1])[0], expected[1]) <= ROUNDING
+    assert list(runner._compiled.values()) == [first]

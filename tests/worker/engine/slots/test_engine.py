@@ -14,7 +14,7 @@ import tiny_model
 from imagefleet import errors
 from worker.engine import contract
 from worker.engine.slots import engine as slots
-from worker.engine.slots import queue, step
+from worker.engine.slots import lane, queue, step
 
 #: Out of 255. Another number of rows means another order of float32 sums, which may change the
 #: rounding to 8 bits. Slots mixed up would differ by 100 and more.
@@ -42,6 +42,11 @@ def mixed_requests(make_request: Any, lora_paths: list[Path]) -> list[contract.I
     ]
 
 
+def drawn_in(engine: slots.SlotEngine, used: step.Step) -> list[queue.SlotJob]:
+    """The jobs of a call."""
+    return [job for each in engine._lanes if each.step is used for job in each.active.values()]
+
+
 def record_modes(
     monkeypatch: pytest.MonkeyPatch, engine: slots.SlotEngine
 ) -> list[tuple[str, int]]:
@@ -49,9 +54,9 @@ def record_modes(
     calls: list[tuple[str, int]] = []
     original = step.StepRunner.run
 
-    def run(self: step.StepRunner, weight_mode: queue.WeightMode, count: int) -> None:
-        calls.append((weight_mode, len(engine._active)))
-        original(self, weight_mode, count)
+    def run(self: Any, used: step.Step, weight_mode: queue.WeightMode, count: int) -> None:
+        calls.append((weight_mode, len(drawn_in(engine, used))))
+        original(self, used, weight_mode, count)
 
     monkeypatch.setattr(step.StepRunner, "run", run)
     return calls
@@ -112,41 +117,6 @@ def test_an_image_is_returned_as_soon_as_its_steps_are_done(
     assert ticks == [[1], [2], [], [0]]
 
 
-def test_sizes_are_drawn_separately_and_neither_starves(
-    make_slot_engine: Any, make_request: Any, draw: Any, monkeypatch: Any
-) -> None:
-    engine = make_slot_engine(slots=2)
-    engine._queue.max_overtakes = 3
-    finished: list[int] = []
-    waiting = list(range(24))
-    rare = {4, 17}
-    while waiting or engine.busy:
-        while waiting and engine.free:
-            ticket = waiting.pop(0)
-            size = 72 if ticket in rare else 64
-            engine.admit(ticket, engine.prepare(make_request(width=size, steps=1, seed=ticket)))
-        finished += [each.ticket for each in engine.tick()]
-    assert sorted(finished) == list(range(24))
-    for ticket in range(24):
-        overtaken = sum(1 for other in finished[: finished.index(ticket)] if other > ticket)
-        assert overtaken <= 5, (ticket, finished)
-
-
-def test_two_equally_frequent_sizes_alternate(make_slot_engine: Any, make_request: Any) -> None:
-    engine = make_slot_engine(slots=2)
-    engine._queue.max_overtakes = 3
-    sizes = [64, 72] * 10
-    finished: list[int] = []
-    waiting = list(enumerate(sizes))
-    while waiting or engine.busy:
-        while waiting and engine.free:
-            ticket, size = waiting.pop(0)
-            engine.admit(ticket, engine.prepare(make_request(width=size, steps=1)))
-        finished += [each.ticket for each in engine.tick()]
-    for ticket in range(20):
-        assert abs(finished.index(ticket) - ticket) <= 8
-
-
 def test_equal_loras_use_shared_weights_and_mixed_ones_per_slot_weights(
     slot_engine: Any, make_request: Any, lora_paths: list[Path], draw: Any, monkeypatch: Any
 ) -> None:
@@ -184,7 +154,7 @@ def test_switching_weight_modes_leaves_the_checkpoints_weights(
         assert torch.equal(value, weights[name]), name
 
 
-def test_a_lora_that_cannot_be_packed_is_merged_and_drawn_separately(
+def test_a_lora_that_cannot_be_packed_is_merged_and_drawn_without_a_break(
     make_slot_engine: Any,
     make_engine: Any,
     make_request: Any,
@@ -209,7 +179,9 @@ def test_a_lora_that_cannot_be_packed_is_merged_and_drawn_separately(
         make_request(seed=4, loras=(lora(path),)),
     ]
     images = draw(engine, *requests)
-    assert calls == [("per_slot", 2)] * 4 + [("shared", 2)] * 4
+    first = calls.index(("shared", 2))
+    assert calls[first : first + 4] == [("shared", 2)] * 4, "the others wait meanwhile"
+    assert calls[:first] + calls[first + 4 :] == [("per_slot", 2)] * 4
     plain = make_engine()
     for request, image in zip(requests, images, strict=True):
         assert difference(image, draw(plain, request)[0]) <= ROUNDING
@@ -309,7 +281,8 @@ def test_what_is_staged_ahead_takes_no_more_room_than_the_weights_of_a_slot(
     for ticket, one in enumerate(prepared):
         engine.admit(ticket, one)
     engine.tick()
-    assert sum(job.staging is not None for job in engine._queue.jobs) == begun
+    (only,) = engine._lanes
+    assert sum(job.staging is not None for job in only.waiting.jobs) == begun
 
 
 def test_a_closed_engine_holds_nothing(make_slot_engine: Any, make_request: Any) -> None:
@@ -327,3 +300,107 @@ def test_images_have_the_requested_size(slot_engine: Any, make_request: Any, dra
     assert image.shape == (40, 88, 3)
     assert image.dtype == np.uint8
     assert image.std() > 20
+
+
+SIZES = ((64, 64), (64, 96), (96, 64))
+
+
+def test_images_of_mixed_sizes_match_each_drawn_alone(
+    make_slot_engine: Any, make_request: Any, lora_paths: list[Path], draw: Any, difference: Any
+) -> None:
+    engine = make_slot_engine(blocks=3)
+    requests = [
+        make_request(width=width, height=height, seed=at, steps=1 + at % 2, loras=loras)
+        for at, ((width, height), loras) in enumerate(
+            itertools.product(SIZES, [(lora(lora_paths[0]),), (lora(lora_paths[1], 2.0),)])
+        )
+    ]
+    together = draw(engine, *requests)
+    assert engine._unet._block in range(3)
+    for request, image in zip(requests, together, strict=True):
+        assert difference(image, draw(engine, request)[0]) <= ROUNDING
+
+
+def test_lanes_that_share_weights_load_them_again_and_draw_the_same(
+    make_slot_engine: Any,
+    make_request: Any,
+    lora_paths: list[Path],
+    draw: Any,
+    difference: Any,
+    monkeypatch: Any,
+) -> None:
+    monkeypatch.setattr(lane, "SHARED_TURN_TICKS", 1)
+    requests = [
+        make_request(width=width, height=height, seed=at, loras=(lora(path),), steps=2)
+        for at, ((width, height), path) in enumerate(itertools.product(SIZES[:2], lora_paths[:2]))
+    ]
+    images = {}
+    for blocks in (1, 2):
+        engine = make_slot_engine(slots=2, blocks=blocks)
+        loads: list[int] = []
+        load = engine._unet.load_slot
+
+        def count(slot: int, factors: Any, load: Any = load, loads: Any = loads) -> None:
+            assert factors, "copied again from the host"
+            loads.append(slot)
+            load(slot, factors)
+
+        monkeypatch.setattr(engine._unet, "load_slot", count)
+        images[blocks] = draw(engine, *requests)
+        assert (len(loads) > len(requests)) == (blocks == 1)
+    for shared, own in zip(images[1], images[2], strict=True):
+        assert difference(shared, own) <= ROUNDING
+
+
+def test_lanes_with_equal_loras_share_them_and_others_do_not_merge_in_turns(
+    make_slot_engine: Any, make_request: Any, lora_paths: list[Path], draw: Any, monkeypatch: Any
+) -> None:
+    engine = make_slot_engine(blocks=2)
+    calls = record_modes(monkeypatch, engine)
+    merges: list[object] = []
+    activate = engine._merger.activate
+    monkeypatch.setattr(
+        engine._merger, "activate", lambda loras: activate(merges.append(loras) or loras)
+    )
+    one, other = lora(lora_paths[0]), lora(lora_paths[1])
+    draw(
+        engine, *(make_request(width=64 + 32 * (at % 2), loras=(one,), steps=9) for at in range(6))
+    )
+    assert {weight_mode for weight_mode, _ in calls} == {"shared"}
+    assert len(merges) == 1
+    calls.clear()
+    draw(
+        engine,
+        make_request(loras=(one,)),
+        make_request(width=96, loras=(other,)),
+        make_request(height=96),
+    )
+    assert len(merges) == 2, "the checkpoint's own weights, once"
+    assert {weight_mode for weight_mode, _ in calls} == {"shared", "per_slot"}
+
+
+def test_prompts_of_any_length_share_calls_with_their_like(
+    make_slot_engine: Any, make_request: Any, draw: Any, difference: Any, monkeypatch: Any
+) -> None:
+    engine = make_slot_engine(slots=8, blocks=4)
+    requests = [
+        make_request(prompt="a castle on a hill, " * 5 * (chunks - 1) + "a castle", steps=1)
+        for chunks in range(1, 11)
+    ]
+    chunks = [len(engine.prepare(request).prompt) for request in requests]
+    assert chunks == list(range(1, 11))
+    calls = record_modes(monkeypatch, engine)
+    images = draw(engine, *requests)
+    assert len(calls) == 3, "1 and 2, 3 and 4, and 5 to 10 chunks"
+    for at in (1, 4):
+        assert difference(images[at], draw(engine, requests[at])[0]) <= ROUNDING
+
+
+def test_a_lane_of_large_images_has_fewer_slots(make_slot_engine: Any, make_request: Any) -> None:
+    engine = make_slot_engine(slots=6)
+    long = make_request(prompt="a castle on a hill, " * 11)
+    for ticket, request in enumerate(
+        [make_request(), make_request(width=96), make_request(width=128, height=128), long]
+    ):
+        engine.admit(ticket, engine.prepare(request))
+    assert [each.slots for each in engine._lanes] == [6, 4, 2, 3]

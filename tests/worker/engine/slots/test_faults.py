@@ -7,6 +7,7 @@ import pytest
 import torch
 
 from imagefleet import errors
+from worker.engine import contract
 from worker.engine.slots import queue, step
 
 ROUNDING = 2
@@ -19,12 +20,13 @@ def fail(
     ticks: list[list[int]] = []
     original = step.StepRunner.run
 
-    def run(self: step.StepRunner, weight_mode: queue.WeightMode, slots: int) -> None:
-        seeds = [job.prepared.request.seed for job in engine._active.values()]
+    def run(self: Any, used: step.Step, weight_mode: queue.WeightMode, slots: int) -> None:
+        lane = next(lane for lane in engine._lanes if lane.step is used)
+        seeds = [job.prepared.request.seed for job in lane.active.values()]
         ticks.append(seeds)
         if when(seeds):
             raise error
-        original(self, weight_mode, slots)
+        original(self, used, weight_mode, slots)
 
     monkeypatch.setattr(step.StepRunner, "run", run)
     return ticks
@@ -59,6 +61,68 @@ def test_unfinished_images_restart_after_out_of_memory(
     images = draw(engine, *requests)
     assert engine.slots == 1
     assert [difference(*pair) <= ROUNDING for pair in zip(images, sound, strict=True)] == [True] * 2
+
+
+def test_out_of_memory_with_several_lanes_gives_up_their_weights_first_then_slots(
+    make_slot_engine: Any,
+    make_request: Any,
+    lora_paths: Any,
+    draw: Any,
+    difference: Any,
+    monkeypatch: Any,
+) -> None:
+    engine = make_slot_engine(slots=4, blocks=2)
+    styles = [contract.Lora(path.stem, path, 1.0, 1.0) for path in lora_paths]
+    requests = [
+        make_request(seed=seed, width=64 + 32 * (seed % 2), loras=(styles[seed % 3],), steps=2)
+        for seed in range(8)
+    ]
+    sound = draw(engine, *requests)
+    assert engine._lanes.blocks == 2
+    count = iter(range(1000))
+    memory = torch.cuda.OutOfMemoryError("CUDA out of memory")
+    fail(monkeypatch, engine, memory, lambda seeds: next(count) in (2, 5))
+    images = draw(engine, *requests)
+    assert engine._lanes.blocks == 1
+    assert engine.slots == 2
+    for image, expected in zip(images, sound, strict=True):
+        assert difference(image, expected) <= ROUNDING
+
+
+def test_a_large_image_that_has_no_memory_beside_others_is_drawn_alone(
+    make_slot_engine: Any, make_request: Any, draw: Any, difference: Any, monkeypatch: Any
+) -> None:
+    engine = make_slot_engine(slots=2)
+    requests = [make_request(seed=seed, width=128 if seed == 1 else 64) for seed in (1, 2, 3)]
+    sound = draw(engine, *requests)
+    memory = torch.cuda.OutOfMemoryError("CUDA out of memory")
+
+    def is_too_much(seeds: list[int]) -> bool:
+        drawing = sum(1 for lane in engine._lanes if lane.active)
+        isolated = any(lane.batch_key.isolated == 0 for lane in engine._lanes)
+        return drawing > 1 and 1 in seeds and not isolated
+
+    fail(monkeypatch, engine, memory, is_too_much)
+    images = draw(engine, *requests)
+    assert engine.slots == 2
+    for image, expected in zip(images, sound, strict=True):
+        assert difference(image, expected) <= ROUNDING
+
+
+def test_a_failed_tick_restarts_no_image_of_another_lane(
+    make_slot_engine: Any, make_request: Any, draw: Any, difference: Any, monkeypatch: Any
+) -> None:
+    engine = make_slot_engine(slots=4, blocks=2)
+    requests = [make_request(seed=seed, width=64 + 32 * (seed % 2), steps=3) for seed in range(6)]
+    sound = draw(engine, *requests)
+    count = iter(range(1000))
+    once = RuntimeError("no kernel for this")
+    ticks = fail(monkeypatch, engine, once, lambda seeds: 1 in seeds and next(count) == 1)
+    images = draw(engine, *requests)
+    assert [0 in seeds for seeds in ticks].count(True) == 3, "not restarted"
+    assert [1 in seeds for seeds in ticks].count(True) == 2 + 3
+    for image, expected in zip(images, sound, strict=True):
+        assert difference(image, expected) <= ROUNDING
 
 
 def test_an_image_too_large_for_the_memory_is_a_transient_error(
@@ -108,7 +172,6 @@ def test_a_failed_merge_affects_no_other_image(
     difference: Any,
     monkeypatch: Any,
 ) -> None:
-    from worker.engine import contract
     from worker.engine.lora import merge as lora
 
     engine = make_slot_engine()

@@ -8,8 +8,8 @@ from worker.engine.slots import memory
 GIB = 2**30
 
 
-def find(monkeypatch: pytest.MonkeyPatch, free: float) -> tuple[int, int]:
-    """Slots and decoded images that fit *free* GiB beside SD1.5."""
+def find(monkeypatch: pytest.MonkeyPatch, free: float, slots: int | None = None) -> memory.Fit:
+    """What fits *free* GiB beside SD1.5."""
     peaks = {"tick": 0.25 * GIB, "decode": 0.8 * GIB}
     monkeypatch.setattr(memory, "_peak_bytes", lambda _, work: peaks[work()])
     monkeypatch.setattr(memory, "free_bytes", lambda _: int(free * GIB))
@@ -18,15 +18,28 @@ def find(monkeypatch: pytest.MonkeyPatch, free: float) -> tuple[int, int]:
         int(0.48 * GIB),
         lambda: "tick",  # type: ignore[arg-type,return-value]
         lambda: "decode",  # type: ignore[arg-type,return-value]
+        slots,
     )
 
 
 @pytest.mark.parametrize(
-    ("free", "slots", "decoded"), [(135, 16, 4), (21, 16, 3), (13, 13, 2), (5.2, 5, 1), (0.5, 1, 1)]
+    ("free", "slots", "decoded", "blocks"),
+    [
+        (135, 16, 4, 13),
+        (75, 16, 4, 7),
+        (21, 16, 3, 1),
+        (13, 13, 2, 1),
+        (5.2, 5, 1, 1),
+        (0.5, 1, 1, 1),
+    ],
 )
 def test_the_slots_fit_the_free_memory(
-    monkeypatch: pytest.MonkeyPatch, free: float, slots: int, decoded: int
+    monkeypatch: pytest.MonkeyPatch, free: float, slots: int, decoded: int, blocks: int
 ) -> None:
-    assert find(monkeypatch, free) == (slots, decoded)
-    used = slots * 0.73 + decoded * 0.8
+    assert find(monkeypatch, free) == (slots, decoded, blocks)
+    used = slots * 0.73 + decoded * 0.8 + (blocks - 1) * slots * 0.48
     assert used <= free or slots == 1
+
+
+def test_given_slots_are_taken_as_they_are(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert find(monkeypatch, 21, slots=4) == (4, 3, 7)

@@ -4,8 +4,7 @@ from typing import Any
 
 from worker.engine.slots import queue as slot_queue
 
-A = slot_queue.BatchKey(512, 512, 160, None, None)
-B = slot_queue.BatchKey(768, 512, 160, None, None)
+ONE = ("one",)
 
 
 class _Ready:
@@ -13,55 +12,40 @@ class _Ready:
         self.lora_key = key
 
 
-def queue(*batch_keys: Any, max_overtakes: int = 2) -> slot_queue.SlotQueue:
-    """Jobs with their position as ticket, by batch key or (batch key, LoRA key)."""
-    pairs = [batch_key if type(batch_key) is tuple else (batch_key, ()) for batch_key in batch_keys]
+def queue(*lora_keys: Any, max_overtakes: int = 2) -> slot_queue.SlotQueue:
+    """Jobs of one batch key with their position as ticket."""
+    batch_key = slot_queue.BatchKey(512, 512, 160, None, None)
     jobs: list[Any] = [
         slot_queue.SlotJob(at, _Ready(key), batch_key)  # type: ignore[arg-type]
-        for at, (batch_key, key) in enumerate(pairs)
+        for at, key in enumerate(lora_keys)
     ]
     return slot_queue.SlotQueue(max_overtakes, jobs)
 
 
-def tickets(waiting: slot_queue.SlotQueue, batch_key: Any, preferred: Any = None) -> list[int]:
-    taken = iter(lambda: waiting.take(batch_key, preferred), None)
+def tickets(waiting: slot_queue.SlotQueue, preferred: Any = None) -> list[int]:
+    taken = iter(lambda: waiting.take(preferred), None)
     return [job.ticket for job in taken if job is not None]
 
 
-def test_a_batch_key_takes_its_own_jobs_in_order() -> None:
-    waiting = queue(A, A, B, A)
-    assert waiting.next_batch_key() == A
-    assert tickets(waiting, A) == [0, 1, 3]
-    assert waiting.next_batch_key() == B
-    assert tickets(waiting, B) == [2]
-    assert waiting.next_batch_key() is None
+def test_jobs_are_taken_in_order() -> None:
+    waiting = queue((), ONE, (), ONE)
+    assert tickets(waiting) == [0, 1, 2, 3]
+    assert waiting.take() is None
 
 
 def test_a_job_is_overtaken_at_most_max_overtakes_times() -> None:
-    waiting = queue(B, A, A, A, A, max_overtakes=2)
-    assert tickets(waiting, A) == [1, 2], "after two, the older one is next"
-    assert waiting.next_batch_key() == B
-    assert tickets(waiting, B) == [0]
-    assert tickets(waiting, A) == [3, 4]
+    waiting = queue((), *[ONE] * 4, max_overtakes=2)
+    assert tickets(waiting, ONE) == [1, 2, 0, 3, 4], "after two, the older one is next"
 
 
-def test_a_job_at_its_limit_blocks_younger_jobs_only() -> None:
-    waiting = queue(A, B, A, A, max_overtakes=0)
-    assert tickets(waiting, A) == [0]
+def test_a_job_at_its_limit_blocks_younger_jobs() -> None:
+    waiting = queue((), ONE, ONE, max_overtakes=0)
+    assert tickets(waiting, ONE) == [0, 1, 2]
 
 
 def test_preferred_loras_go_first_up_to_the_limit() -> None:
-    one = ("one",)
-    waiting = queue((A, ()), *[(A, one)] * 4, max_overtakes=3)
-    assert tickets(waiting, A, one) == [1, 2, 3, 0, 4]
-
-
-def test_jobs_put_back_come_first() -> None:
-    waiting = queue(A, A)
-    job = waiting.take(A)
-    assert job is not None
-    waiting.put_back([job])
-    assert tickets(waiting, A) == [0, 1]
+    waiting = queue((), *[ONE] * 4, max_overtakes=3)
+    assert tickets(waiting, ONE) == [1, 2, 3, 0, 4]
 
 
 def test_the_cheaper_weight_mode_is_chosen() -> None:

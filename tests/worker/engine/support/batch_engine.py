@@ -91,7 +91,9 @@ class BatchEngine:
     def prepare(self, request: contract.ImageRequest) -> PreparedRequest:
         return self._preparer.prepare(request)
 
-    def admit(self, ticket: int, prepared: contract.PreparedRequest) -> None:
+    def admit(
+        self, ticket: int, prepared: contract.PreparedRequest, *, urgent: bool = False
+    ) -> None:
         if not isinstance(prepared, PreparedRequest):
             raise TypeError("prepared by another engine")
         self._pending[ticket] = prepared

@@ -1,0 +1,215 @@
+"""Whose turn it is, and how full the calls are: lanes without tensors."""
+
+from __future__ import annotations
+
+import itertools
+import random
+from collections.abc import Iterable, Iterator
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from worker.engine.slots import lane as lanes_module
+from worker.engine.slots.lane import PATIENCE_TICKS, SHARED_TURN_TICKS, Lane, Lanes
+from worker.engine.slots.queue import BatchKey, SlotJob, WeightMode
+
+CALLS = 5
+SLOTS = 4
+
+SIZES = [BatchKey(512 + 64 * at, 512, 154, None, None) for at in range(20)]
+
+
+class Job(SimpleNamespace):
+    """A job of a number of calls, and the ticks at which it was admitted and drawn."""
+
+
+class Drawing:
+    """Runs lanes as the engine does, with jobs of *batch_keys* in this order."""
+
+    def __init__(
+        self,
+        batch_keys: Iterable[BatchKey],
+        *,
+        blocks: int = 20,
+        weight_mode: WeightMode = "shared",
+        calls: Iterator[int] | None = None,
+    ) -> None:
+        self.lanes = Lanes(SLOTS, blocks, max_overtakes=2)
+        self.calls = calls
+        self.weight_mode = weight_mode
+        self.waiting = [Job(ticket=at, batch_key=key) for at, key in enumerate(batch_keys)]
+        self.ran: list[Lane] = []
+        self.fill: list[float] = []
+        """Of each call while jobs were waiting."""
+        self.most_held = 0
+        self.admitted_at: dict[int, int] = {}
+        self.drawn_at: dict[int, int] = {}
+
+    def run(self, ticks: int | None = None) -> Drawing:
+        while (ticks is None or len(self.ran) < ticks) and self.tick():
+            pass
+        return self
+
+    def tick(self) -> bool:
+        self.admit()
+        lane = self.lanes.next()
+        if lane is None:
+            return False
+        if lane.step is None:
+            lane.block = self.lanes.choose_block()
+            lane.step = SimpleNamespace(compiled={})  # type: ignore[assignment]
+        assert sum(1 for each in self.lanes if each.step) <= self.lanes.max_open
+        lane.weight_mode = self.weight_mode
+        for slot in range(SLOTS if self.lanes.takes_jobs(lane) else 0):
+            if slot not in lane.active and (job := lane.waiting.take()):
+                lane.active[slot] = job
+        self.ran.append(lane)
+        if self.waiting:
+            self.fill.append(len(lane.active) / lane.slots)
+        for slot, drawn in list(lane.active.items()):
+            drawn.call += 1
+            if drawn.call == drawn.calls:
+                self.drawn_at[drawn.ticket] = len(self.ran)
+                del lane.active[slot]
+        return True
+
+    def admit(self) -> None:
+        while self.waiting and self.lanes.free:
+            job: Any = self.waiting.pop(0)
+            job.call, job.calls = 0, next(self.calls) if self.calls else CALLS
+            self.admitted_at[job.ticket] = len(self.ran)
+            self.lanes.add(self.lanes.lane(job.batch_key, SLOTS), [as_slot_job(job)])
+        self.most_held = max(self.most_held, self.lanes.jobs)
+
+    def waited(self, ticket: int) -> int:
+        """Ticks from a job's admission to its image."""
+        return self.drawn_at[ticket] - self.admitted_at[ticket]
+
+
+def as_slot_job(job: Any) -> SlotJob:
+    class Fake:
+        lora_key = ()
+        schedule = SimpleNamespace(table=range(job.calls))
+
+    return SlotJob(job.ticket, Fake(), job.batch_key)  # type: ignore[arg-type]
+
+
+def mixed(sizes: int, jobs: int, seed: int = 1) -> list[BatchKey]:
+    chosen = random.Random(seed)
+    return [chosen.choice(SIZES[:sizes]) for _ in range(jobs)]
+
+
+def various_calls() -> Iterator[int]:
+    chosen = random.Random(2)
+    while True:
+        yield chosen.randint(2, 9)
+
+
+def mean(values: list[float]) -> float:
+    return sum(values) / len(values)
+
+
+@pytest.mark.parametrize("sizes", [1, 2, 3, 6])
+def test_mixed_sizes_leave_hardly_any_slot_empty(sizes: int) -> None:
+    drawing = Drawing(mixed(sizes, 600), calls=various_calls()).run()
+    assert len(drawing.drawn_at) == 600
+    assert mean(drawing.fill) > 0.96
+    assert drawing.most_held <= SLOTS * (sizes + 1)
+
+
+def test_lanes_that_share_weights_take_long_turns_and_stay_nearly_full() -> None:
+    drawing = Drawing(mixed(3, 900), blocks=1, weight_mode="per_slot").run()
+    assert mean(drawing.fill) > 0.93
+    changes = sum(1 for one, following in itertools.pairwise(drawing.ran) if one != following)
+    assert changes <= len(drawing.ran) / SHARED_TURN_TICKS + 20, "turns end early at the end only"
+    assert drawing.most_held <= SLOTS * 6
+
+
+def test_a_rare_size_waits_no_longer_than_stated() -> None:
+    frequent, rare = SIZES[:2]
+    keys = [rare if at % 50 == 20 else frequent for at in range(400)]
+    drawing = Drawing(keys).run()
+    longest = max(drawing.waited(at) for at in range(20, 400, 50))
+    assert longest <= CALLS * (PATIENCE_TICKS + 2)
+    assert mean(drawing.fill) > 1 - 1 / PATIENCE_TICKS - 0.01
+
+
+@pytest.mark.parametrize(("blocks", "turn"), [(20, 1), (1, SHARED_TURN_TICKS)])
+def test_every_lane_runs_within_its_patience_and_a_turn_of_each_other(
+    blocks: int, turn: int
+) -> None:
+    sizes = 4
+    drawing = Drawing(mixed(sizes, 800), blocks=blocks, weight_mode="per_slot").run()
+    for lane in {id(lane): lane for lane in drawing.ran}.values():
+        at = [tick for tick, each in enumerate(drawing.ran) if each is lane]
+        longest = max(later - one for one, later in itertools.pairwise(at))
+        assert longest <= turn * (PATIENCE_TICKS + sizes)
+
+
+@pytest.mark.parametrize(("blocks", "turn"), [(20, 1), (1, SHARED_TURN_TICKS)])
+def test_an_urgent_job_of_a_rare_size_does_not_wait_for_company(blocks: int, turn: int) -> None:
+    drawing = Drawing(mixed(2, 300), blocks=blocks, weight_mode="per_slot").run(40)
+    canary: Any = Job(ticket=1000, batch_key=SIZES[5], call=0, calls=CALLS)
+    urgent = as_slot_job(canary)
+    urgent.urgent = True
+    drawing.admitted_at[1000] = 40
+    drawing.lanes.add(drawing.lanes.lane(urgent.batch_key, SLOTS), [urgent], first=True)
+    drawing.run()
+    assert drawing.waited(1000) <= (CALLS if turn == 1 else 1) * 4 * turn
+
+
+def test_more_sizes_than_lanes_all_get_their_turn(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(lanes_module, "MAX_LANES", 3)
+    drawing = Drawing(mixed(12, 600)).run()
+    assert len(drawing.drawn_at) == 600
+    assert max(drawing.waited(at) for at in range(600)) < 12 * (PATIENCE_TICKS + CALLS)
+
+
+def test_two_frequent_sizes_do_not_keep_a_third_from_a_lane(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(lanes_module, "MAX_LANES", 2)
+    keys = [SIZES[2] if at == 30 else SIZES[at % 2] for at in range(400)]
+    drawing = Drawing(keys).run()
+    assert drawing.waited(30) <= PATIENCE_TICKS + 3 * CALLS
+
+
+def test_jobs_that_change_the_shared_weights_have_the_unet_to_themselves() -> None:
+    ordinary = SIZES[0]
+    merged = ordinary._replace(merged_loras=("odd",))
+    keys = [merged if at % 4 == 3 else ordinary for at in range(100)]
+    drawing = Drawing(keys).run()
+    assert len(drawing.drawn_at) == 100
+    drawn_by_others = 0
+    for one, following in itertools.pairwise(drawing.ran):
+        if one.is_exclusive and not following.is_exclusive:
+            assert not one.active
+            drawn_by_others += 1
+    assert drawn_by_others > 1
+
+
+def test_an_endless_stream_of_them_lets_others_draw() -> None:
+    ordinary = SIZES[0]
+    merged = ordinary._replace(merged_loras=("odd",))
+    keys = [merged] * 6 + [ordinary] + [merged] * 200
+    drawing = Drawing(keys).run()
+    assert drawing.waited(6) <= 2 * (PATIENCE_TICKS + CALLS) + CALLS * PATIENCE_TICKS
+
+
+def test_a_compiled_lane_stays_open() -> None:
+    drawing = Drawing([SIZES[0]]).run()
+    (lane,) = drawing.lanes
+    lane.step.compiled["shared"] = None  # type: ignore[union-attr,assignment]
+    drawing.waiting = [Job(ticket=at, batch_key=SIZES[at % 20]) for at in range(1, 100)]
+    drawing.run()
+    assert len(drawing.drawn_at) == 100
+    assert lane.step is not None
+    assert lane in list(drawing.lanes)
+
+
+def test_each_lane_has_weights_of_its_own_while_there_are_enough() -> None:
+    drawing = Drawing(mixed(3, 40), blocks=3).run(20)
+    assert sorted(lane.block for lane in drawing.lanes) == [0, 1, 2]
+    drawing = Drawing(mixed(4, 40), blocks=2).run(20)
+    assert sorted(lane.block for lane in drawing.lanes) == [0, 0, 1, 1]

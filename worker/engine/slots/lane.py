@@ -1,0 +1,206 @@
+"""Lanes: the jobs that share calls, with slots of their own, and which of them runs next.
+
+Each tick is one lane's, so no lane has to end for another to begin. A full lane costs nothing
+beyond its pixels; one with few images waits for more, but not for long (`Lanes.urgency`).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass, field
+
+from worker.engine.slots.queue import BatchKey, SlotJob, SlotQueue, WeightMode
+from worker.engine.slots.step import Step
+
+#: Ticks that an almost empty lane waits for more images; a half full one waits half of them. So a
+#: lane's empty slots cost at most 1/32 of the time, and it runs once in 32 ticks, and one more for
+#: each other lane.
+PATIENCE_TICKS = 32
+
+#: Ticks of one lane in a row where lanes load their weights into the same memory: loading takes
+#: about a third of a tick.
+SHARED_TURN_TICKS = 16
+
+#: As if so many times full.
+_URGENT = 2.0
+
+#: Lanes with tensors, if several may have weights of their own: three sizes with prompts of all
+#: lengths. A lane of SD1.5 at 16 slots takes 0.25 GB beside its weights, 1 GB for long prompts.
+MAX_LANES = 12
+
+#: The same on a card whose slots take all of its memory.
+MAX_LANES_SHARING = 4
+
+
+@dataclass(slots=True, eq=False)
+class Lane:
+    """The jobs of one batch key, in slots or waiting for one."""
+
+    batch_key: BatchKey
+    slots: int
+    waiting: SlotQueue
+    ran_at: int
+    """Its last tick, or when its first job came."""
+    active: dict[int, SlotJob] = field(default_factory=dict)
+    step: Step | None = None
+    """Its tensors; None while it is closed."""
+    block: int = 0
+    """The slots' weights that it uses, alone or in turn with other lanes."""
+    weight_mode: WeightMode = "shared"
+    """The last tick's."""
+    is_closing: bool = False
+    """True while it ends its images to give its place to another."""
+
+    @property
+    def held(self) -> int:
+        return len(self.active) + len(self.waiting.jobs)
+
+    @property
+    def is_exclusive(self) -> bool:
+        """True if it changes the shared weights, so that no other lane may run meanwhile."""
+        return self.batch_key.merged_loras is not None
+
+    @property
+    def may_close(self) -> bool:
+        return self.step is not None and not (self.active or self.step.compiled)
+
+    def close(self) -> None:
+        """Frees its tensors; its waiting jobs stay."""
+        self.step, self.is_closing = None, False
+
+
+class Lanes:
+    """All admitted jobs, by batch key."""
+
+    def __init__(self, slots: int, blocks: int, max_overtakes: int) -> None:
+        """*slots* of the widest lane; *blocks*: for how many lanes there is memory for weights."""
+        self.slots = slots
+        self.blocks = blocks
+        self._max_overtakes = max_overtakes
+        self._lanes: dict[BatchKey, Lane] = {}
+        self._current: Lane | None = None
+        self._tick = 0
+        self._turn_began_at = 0
+
+    def __iter__(self) -> Iterator[Lane]:
+        return iter(self._lanes.values())
+
+    @property
+    def jobs(self) -> int:
+        return sum(lane.held for lane in self)
+
+    @property
+    def active(self) -> list[SlotJob]:
+        """The jobs in slots."""
+        return [job for lane in self for job in lane.active.values()]
+
+    @property
+    def max_open(self) -> int:
+        return MAX_LANES if self.blocks > 1 else MAX_LANES_SHARING
+
+    @property
+    def free(self) -> int:
+        """Jobs that may still be admitted, whatever their batch keys.
+
+        All slots of the lanes that have jobs, and one job ready for each slot of one lane: then
+        some lane is always full. Where lanes take long turns, each needs as many jobs ready.
+        """
+        busy = [lane for lane in self if lane.held]
+        if not busy:
+            return 2 * self.slots
+        busy.sort(key=lambda lane: lane.step is None)
+        inside, outside = busy[: self.max_open], busy[self.max_open :]
+        beyond = sum(max(0, lane.held - lane.slots) for lane in inside)
+        beyond += sum(lane.held for lane in outside)
+        room = 0 if outside else min(max(0, lane.slots - lane.held) for lane in inside)
+        ready = self.slots * (len(inside) if self._turn_ticks > 1 else 1)
+        return max(0, ready + room - beyond)
+
+    def lane(self, batch_key: BatchKey, slots: int) -> Lane:
+        """The lane of a batch key; a new one has *slots* slots."""
+        if batch_key not in self._lanes:
+            waiting = SlotQueue(self._max_overtakes)
+            self._lanes[batch_key] = Lane(batch_key, slots, waiting, self._tick)
+        return self._lanes[batch_key]
+
+    def add(self, lane: Lane, jobs: Iterable[SlotJob], *, first: bool = False) -> None:
+        """Adds waiting jobs, *first* before those that wait already."""
+        if not lane.held:
+            lane.ran_at = self._tick
+        at = 0 if first else len(lane.waiting.jobs)
+        lane.waiting.jobs[at:at] = jobs
+
+    def next(self) -> Lane | None:
+        """The lane of the next tick; None without jobs. The caller opens it if it is closed."""
+        for lane in list(self):
+            if lane.is_closing and not lane.active:
+                lane.close()
+            if lane.step is None and not lane.held:
+                del self._lanes[lane.batch_key]
+        busy = [lane for lane in self if lane.held]
+        if not busy:
+            self._current = None
+            return None
+        chosen = self._current
+        if chosen is None or not self._goes_on(chosen):
+            chosen = max(busy, key=self.urgency)
+            if chosen.step is None and not self._make_room():
+                closable = [lane for lane in busy if lane.step and not lane.step.compiled]
+                if closable:
+                    chosen = min(closable, key=lambda lane: len(lane.active))
+                    chosen.is_closing = True
+            self._turn_began_at = self._tick
+        self._current = chosen
+        self._tick += 1
+        chosen.ran_at = self._tick
+        return chosen
+
+    def urgency(self, lane: Lane) -> float:
+        """The lane with the highest runs next: the fuller and the longer it has waited.
+
+        Full lanes take turns. Any other runs after PATIENCE_TICKS and one turn of each lane, one
+        with an urgent job in the next turns.
+        """
+        filled = min(lane.held, lane.slots) / lane.slots
+        if any(job.urgent for job in (*lane.active.values(), *lane.waiting.jobs)):
+            filled = _URGENT
+        return filled + (self._tick - lane.ran_at) / (PATIENCE_TICKS * self._turn_ticks)
+
+    def takes_jobs(self, lane: Lane) -> bool:
+        """False for a lane that has to end for the others' sake."""
+        is_long = lane.is_exclusive and self._tick - self._turn_began_at > PATIENCE_TICKS
+        return not (lane.is_closing or is_long)
+
+    def choose_block(self) -> int:
+        """The weights for a lane that opens: unused ones, or those that fewest lanes share."""
+        users = [lane.block for lane in self if lane.step is not None]
+        return min(range(self.blocks), key=users.count)
+
+    def clear(self) -> None:
+        self._lanes.clear()
+        self._current = None
+
+    def _goes_on(self, lane: Lane) -> bool:
+        """Whether the lane of the last tick is that of the next as well."""
+        if lane.step is None or not lane.held:
+            return False
+        if lane.is_exclusive or lane.is_closing:
+            return bool(lane.active) or self.takes_jobs(lane)
+        return self._tick - self._turn_began_at < self._turn_ticks
+
+    @property
+    def _turn_ticks(self) -> int:
+        """Ticks of a lane before another's turn."""
+        loading = [lane for lane in self if lane.held and lane.weight_mode != "shared"]
+        used = [lane.block for lane in loading if lane.step is not None]
+        return 1 if len(set(used)) == len(used) else SHARED_TURN_TICKS
+
+    def _make_room(self) -> bool:
+        """Whether another lane may open; closes one without images in slots for it."""
+        opened = [lane for lane in self if lane.step is not None]
+        if len(opened) < self.max_open:
+            return True
+        closable = [lane for lane in opened if lane.may_close]
+        if closable:
+            min(closable, key=lambda lane: (lane.held, lane.ran_at)).close()
+        return bool(closable)

@@ -1,0 +1,103 @@
+"""What the UNet's weights hold: LoRAs merged for all, and in each block a lane's slots' own."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterable, Sequence
+from dataclasses import replace
+
+import torch
+
+from worker.engine.lora import merge
+from worker.engine.slots import queue
+from worker.engine.slots.lane import Lane
+from worker.engine.slots.queue import SlotJob
+from worker.engine.slots.staging import Stager
+from worker.engine.slots.step import Step, StepRunner
+from worker.engine.slots.unet import SlotUnet
+
+
+class Weights:
+    """Brings the weights into the state that a lane's tick needs."""
+
+    def __init__(
+        self,
+        unet: SlotUnet,
+        merger: merge.Merger,
+        runner: StepRunner,
+        stager: Stager,
+        *,
+        folds: bool,
+    ) -> None:
+        """*folds*: the UNet's upsamplers are folded."""
+        self.merged: merge.LoraKey | None = ()
+        """What is merged into the shared weights; None if unknown."""
+        self._unet = unet
+        self._merger = merger
+        self._runner = runner
+        self._stager = stager
+        self._folds = folds
+        # The lane whose jobs' weights are in each block.
+        self._loaded: dict[int, Lane] = {}
+
+    def resize(self, slots: int) -> None:
+        """Allocates one block of slots' weights anew."""
+        self._loaded.clear()
+        self._unet.resize(slots)
+
+    def choose_mode(self, lane: Lane, step: Step, active: Iterable[SlotJob]) -> None:
+        """Sets a lane's weight mode, and the shared weights to what it needs.
+
+        *active* are the jobs in all lanes' slots.
+        """
+        jobs = lane.active.values()
+        if lane.batch_key.merged_loras is not None:
+            lane.weight_mode, to_merge = "shared", lane.batch_key.merged_loras
+        else:
+            keys = {job.prepared.lora_key for job in jobs}
+            if keys != {()}:
+                # Merging for one lane alone would mean merging at each turn.
+                keys |= {job.prepared.lora_key for job in active}
+            waiting = [job.calls for job in lane.waiting.jobs if job.prepared.lora_key in keys]
+            remaining = [job.calls - job.call for job in jobs]
+            ticks = queue.ticks_until_change(remaining, waiting, lane.slots)
+            costs = self._runner.costs
+            lane.weight_mode, to_merge = queue.choose_mode(keys, self.merged, ticks, costs)
+            if not self._runner.can_run(step, lane.weight_mode):
+                lane.weight_mode, to_merge = "per_slot", ()
+        if to_merge != self.merged:
+            loras = next(job.prepared.unet_loras for job in jobs) if to_merge else ()
+            self.merged = None  # unknown until it is done: it may fail halfway
+            self._merge_and_time(loras)
+            self.merged = to_merge
+
+    def load(self, lane: Lane) -> None:
+        """Loads the weights of the slots that do not have them, or have another lane's."""
+        self._unet.use_block(lane.block)
+        if self._loaded.get(lane.block) is not lane:
+            self._loaded[lane.block] = lane
+            for job in lane.active.values():
+                job.has_weights = False
+        for slot, job in lane.active.items():
+            if not job.has_weights and job.staged is not None:
+                self._unet.load_slot(slot, self._stager.factors_of(job))
+                job.has_weights = True
+                job.staged = replace(job.staged, flat=None, factors={})
+
+    def _merge_and_time(self, loras: Sequence[merge.AppliedLora]) -> None:
+        """Merges LoRAs into the shared weights; none restores the checkpoint's own."""
+        device = self._unet.conv_out.weight.device
+        if not (device.type == "cuda" and loras):
+            self._merge(loras)
+            return
+        torch.cuda.synchronize(device)
+        began_at = time.perf_counter()
+        self._merge(loras)
+        torch.cuda.synchronize(device)
+        seconds = time.perf_counter() - began_at
+        self._runner.costs = replace(self._runner.costs, merge_seconds=seconds)
+
+    def _merge(self, loras: Sequence[merge.AppliedLora]) -> None:
+        self._merger.activate(loras)
+        if self._folds:
+            self._unet.fold()
