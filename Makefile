@@ -8,6 +8,9 @@ AZURITE := tests/azurite/node_modules/.installed
 PROMETHEUS := tests/dashboards/debian/.unpacked
 CONTAINER := tests/deploy/debian/.unpacked
 
+# Of the tests, at the same time.
+PROCESSES := 2
+
 # Nothing here may load a model over the network.
 export HF_HUB_OFFLINE := 1
 
@@ -16,9 +19,11 @@ export HF_HUB_OFFLINE := 1
 demo: $(INSTALLED)
 	$(BIN)/imagefleet demo
 
-# Two files of tests at a time: half of their time is waiting.
+# Two files of tests at a time: half of their time is waiting. What is compiled is kept, as hundreds
+# of processes begin.
 test: check $(AZURITE) $(PROMETHEUS) $(CONTAINER)
-	IMAGEFLEET_REQUIRE_AZURITE=1 $(BIN)/pytest --numprocesses 2 --dist loadfile
+	PYTHONDONTWRITEBYTECODE= IMAGEFLEET_REQUIRE_AZURITE=1 \
+	  $(BIN)/pytest --numprocesses $(PROCESSES) --dist loadfile
 
 check: $(INSTALLED)
 	$(BIN)/ruff check

@@ -15,7 +15,7 @@ import asyncio
 import json
 import tempfile
 import time
-from collections.abc import AsyncIterator, Iterable, Mapping
+from collections.abc import AsyncIterator, Callable, Iterable, Mapping
 from pathlib import Path
 
 from rich.console import Console
@@ -84,16 +84,29 @@ class FarBlobs:
     """A blob store with LATENCY_SECONDS per call that records when blobs were written."""
 
     def __init__(self, blobs: protocol.BlobStore) -> None:
-        self._blobs = blobs
+        self.name, self._blobs = blobs.name, blobs
         self.written_at: list[float] = []
 
     async def create(
-        self, name: str, data: bytes, content_type: str, metadata: Mapping[str, str]
+        self,
+        name: str,
+        data: bytes,
+        content_type: str,
+        metadata: Mapping[str, str],
+        on_doubt: Callable[[], None] = lambda: None,
     ) -> bool:
         await asyncio.sleep(LATENCY_SECONDS)
-        written = await self._blobs.create(name, data, content_type, metadata)
+        written = await self._blobs.create(name, data, content_type, metadata, on_doubt)
         self.written_at.append(time.monotonic())
         return written
+
+    async def append(self, name: str, data: bytes, position: int) -> bool:
+        await asyncio.sleep(LATENCY_SECONDS)
+        return await self._blobs.append(name, data, position)
+
+    async def exists(self, name: str) -> bool:
+        await asyncio.sleep(LATENCY_SECONDS)
+        return await self._blobs.exists(name)
 
     async def read(self, name: str, max_bytes: int | None = None) -> bytes | None:
         await asyncio.sleep(LATENCY_SECONDS)

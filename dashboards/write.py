@@ -213,7 +213,7 @@ def _table(panel: Panel) -> table.Panel:
     builder = table.Panel().footer(common.TableFooterOptions().reducer([]))
     columns = list(panel.queries)
     fields = ["Value"] if len(columns) == 1 else [f"Value #{letter}" for letter in "ABCDEF"]
-    hidden = ("Time", "__name__", "instance", "job")
+    hidden = ("Time", "__name__", "instance", "job", "device")
     shown = ("fleet", "worker", "gpu", "fault", *fields)
     organize = {
         "excludeByName": dict.fromkeys(hidden, True),

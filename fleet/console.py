@@ -309,7 +309,7 @@ def check_writable(path: Path | None) -> None:
 @contextmanager
 def only_one(path: Path, what: str) -> Iterator[None]:
     """Raises SetupError if another process of this user on this machine has *path* to itself."""
-    digest = hashlib.blake2b(str(path.absolute()).encode(), digest_size=12).hexdigest()
+    digest = hashlib.blake2b(str(path.resolve()).encode(), digest_size=12).hexdigest()
     lock = Path(tempfile.gettempdir(), f"imagefleet-{os.getuid()}-{digest}.lock")
     with lock.open("w") as file:
         try:

@@ -4,15 +4,21 @@ from __future__ import annotations
 
 import sys
 
+#: That of `fleet.console`, which is one of the slow imports.
+EXIT_INTERRUPTED = 130
+
 
 def main() -> None:
     if sys.argv[1:2] == ["health"]:
         from fleet import health
 
         sys.exit(health.main(sys.argv[2:]))
-    from fleet import main as cli
+    try:
+        from fleet import main as cli
 
-    cli.main()
+        cli.main()
+    except KeyboardInterrupt:  # before a command has begun: the imports take a second
+        sys.exit(EXIT_INTERRUPTED)
 
 
 if __name__ == "__main__":

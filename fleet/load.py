@@ -16,11 +16,10 @@ from types import FrameType
 from typing import TYPE_CHECKING, Annotated
 
 import typer
-from pydantic import TypeAdapter, ValidationError
 from rich import markup, progress
 
 from fleet import console, options
-from imagefleet import errors, signing, validation
+from imagefleet import errors, signing
 from imagefleet.storage.open import open_storage
 from imagefleet.storage.protocol import Storage
 from imagefleet.storage.settings import checked_priority
@@ -138,6 +137,7 @@ def command(
     from loadgen.load import Load, default_path
 
     chosen = checked_priority(priority)
+    options.check_campaign(campaign)
     if (lora_directory or model) and not check:
         raise errors.SetupError("--lora-directory and --model go with --check")
     skipped = _Skipped()
@@ -153,7 +153,7 @@ def command(
             on_invalid=on_invalid,
             on_read=on_read,
             key=key,
-            campaign=_checked_name(campaign),
+            campaign=campaign,
         )
     if check:
         _check(settings, source, skipped, lora_directory, model, reading, as_json=as_json)
@@ -187,23 +187,15 @@ def command(
         is_live = console.stderr.is_terminal and not as_json
         with _progress(source.count, load.confirmed, is_live=is_live, quiet=quiet) as show:
             summary = console.run(_run(storage, load, show))
+    mended = getattr(source, "mended", 0)  # a template has no failed jobs
     if as_json:
-        console.print_json({**asdict(summary), "invalid": skipped.count})
+        console.print_json({**asdict(summary), "invalid": skipped.count, "mended": mended})
     elif not quiet:
-        _print_summary(summary, skipped.count, path)
+        _print_summary(summary, skipped.count, path, mended)
         if not load.is_done and not summary.sent and not skipped.count and summary.finished:
             console.print_note(f"no jobs in {file}: nothing was sent")
     if not summary.finished:
         raise typer.Exit(console.EXIT_INTERRUPTED)
-
-
-def _checked_name(campaign: str | None) -> str | None:
-    from imagefleet.job.message import SafeId
-
-    try:
-        return TypeAdapter[str | None](SafeId | None).validate_python(campaign)
-    except ValidationError as error:
-        raise errors.SetupError(f"--campaign: {validation.sentence(error)}") from None
 
 
 class _Skipped:
@@ -345,13 +337,18 @@ def _print_jobs(source: Source, *, quiet: bool) -> None:
     sys.stdout.flush()
 
 
-def _print_summary(summary: Summary, skipped: int, path: Path | None) -> None:
+def _print_summary(summary: Summary, skipped: int, path: Path | None, mended: int) -> None:
     if summary.sent:
         second = summary.second_drawings
         also = f" and {console.counted(second, 'second drawing')}" if second else ""
         console.print_note(
             f"{console.counted(summary.sent, 'job')}{also} sent to {summary.queue} in"
             f" {summary.storage}, {summary.jobs_per_second:,.0f} jobs/s"
+        )
+    if mended:
+        console.print_note(
+            f"{mended:,} of them had failed and stay on the list of failed jobs until they are"
+            " completed; then `imagefleet failed discard --completed` takes them off"
         )
     if skipped:
         console.print_note(f"{console.counted(skipped, 'invalid job')} skipped")

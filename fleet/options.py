@@ -35,7 +35,7 @@ from imagefleet.storage.settings import SignerSettings, StorageSettings
 from imagefleet.telemetry.settings import TelemetrySettings
 from loadgen.settings import LoadSettings
 from worker import settings as worker_settings
-from worker.settings import WorkerSettings
+from worker.settings import MachineSettings, WorkerSettings
 
 PREFIX = "IMAGEFLEET_"
 
@@ -80,7 +80,7 @@ BenchReports = Annotated[
 PROJECT_SETTINGS: Mapping[type[BaseSettings], tuple[str, str]] = {
     StorageSettings: ("Storage", "all commands"),
     TelemetrySettings: ("Metrics and logs", "`worker`, `exporter`, `webhooks`"),
-    WorkerSettings: ("Worker", "`worker`"),
+    MachineSettings: ("Worker", "`worker`"),
     SignerSettings: ("Signatures", "`load`, `failed`, `gallery`, `lora`, `model`"),
     LoadSettings: ("Load generator", "`load`"),
     MonitorSettings: ("Monitoring", "`status`, `top`, `exporter`, `report`, `scale`"),
@@ -200,12 +200,17 @@ def renamed(old_flag: str, old: Value | None, new_flag: str, new: Value) -> Valu
     return old
 
 
-def check_campaign(name: str) -> None:
-    """Raises SetupError for what cannot be a campaign's name."""
+def check_campaign(name: str | None) -> None:
+    """Raises SetupError for what cannot be a campaign's name; None is not given."""
+    check_name("--campaign", name)
+
+
+def check_name(what: str, name: str | None) -> None:
+    """Raises SetupError for what no campaign and no job can be called; None is not given."""
     try:
-        TypeAdapter(SafeId).validate_python(name)
+        TypeAdapter[str | None](SafeId | None).validate_python(name)
     except ValidationError as error:
-        raise errors.SetupError(f"--campaign: {validation.sentence(error)}") from None
+        raise errors.SetupError(f"{what}: {validation.sentence(error)}") from None
 
 
 def read_moment(flag: str, text: str | None) -> datetime | None:

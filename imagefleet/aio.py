@@ -14,18 +14,19 @@ from typing import TYPE_CHECKING, Any, NamedTuple, Self, TypedDict, TypeVar, Unp
 
 from pydantic import TypeAdapter, ValidationError
 
-from imagefleet import cancelled, errors, retry, signing, validation
-from imagefleet.job.message import DEFAULT_CAMPAIGN, Job, SafeId
+from imagefleet import cancelled, concurrency, errors, retry, signing, validation
+from imagefleet.job.message import Job, SafeId, split_job_key
 from imagefleet.records import frame, outcomes, reader
 from imagefleet.records.batch import Submission, Watch
 from imagefleet.records.outcomes import JobFacts, Status
 from imagefleet.records.reader import Counts
 from imagefleet.storage import dead_letter_queue, protocol
+from imagefleet.storage.dead_letter_change import Change
 from imagefleet.storage.dead_letter_check import Check
 from imagefleet.storage.dead_letter_queue import OnProgress, Preview, Selection, Swept
 from imagefleet.storage.open import open_storage
 from imagefleet.storage.settings import Priority, SignerSettings, checked_priority
-from imagefleet.submit import RETRIES, BulkSender
+from imagefleet.submit import RETRIES, BulkSender, keep_noting
 
 if TYPE_CHECKING:
     import pandas as pd
@@ -167,10 +168,15 @@ class Fleet:
             submission.messages(jobs, campaign, self.keys.signing),
             before_send=submission.before_send,
         )
-        try:
-            await sender.run()
-        finally:
+
+        async def note() -> None:
             await submission.note_sent(sender.progress.sent)
+
+        try:
+            async with concurrency.beside(keep_noting(note)):
+                await sender.run()
+        finally:
+            await note()
         return Batch(self, submission)
 
     def results(self, campaign: str) -> Results:
@@ -201,10 +207,8 @@ class Fleet:
 
     def job(self, id: str, campaign: str | None = None) -> JobHandle:  # noqa: A002 - a job's field
         """One job, by its id and campaign, or by both in one: `spring/0001`."""
-        if campaign is None and "/" in id:
-            campaign, _, id = id.partition("/")  # noqa: A001 - likewise
-        campaign = _checked("campaign", campaign or DEFAULT_CAMPAIGN)
-        return JobHandle(self, JobFacts(_checked("id", id), campaign))
+        campaign, job_id = split_job_key(id, campaign)
+        return JobHandle(self, JobFacts(_checked("id", job_id), _checked("campaign", campaign)))
 
     async def depth(self) -> Depth:
         """What waits in the job queue, and how many jobs have failed."""
@@ -218,9 +222,15 @@ class Fleet:
         )
         return Results(self, self._each(found))
 
-    async def preview_replay(self, *, invalid: bool = False, **which: Unpack[Which]) -> Preview:
+    async def preview_replay(
+        self,
+        *,
+        set: Mapping[str, Any] | None = None,  # noqa: A002 - as `--set`
+        invalid: bool = False,
+        **which: Unpack[Which],
+    ) -> Preview:
         """What `replay` with the same arguments would send, and what would stay."""
-        check = Check(self.keys.trusted, takes_invalid=invalid)
+        check = self._replay_check(set, takes_invalid=invalid)
         selection = Selection(**which)
         return await self.run(dead_letter_queue.preview(self.storage, selection, check))
 
@@ -228,30 +238,38 @@ class Fleet:
         self,
         on_progress: OnProgress | None = None,
         *,
+        set: Mapping[str, Any] | None = None,  # noqa: A002 - as `--set`
         invalid: bool = False,
         priority: Priority = "normal",
         **which: Unpack[Which],
     ) -> Swept:
         """As `imagefleet.Fleet.replay`."""
-        check = Check(self.keys.trusted, takes_invalid=invalid)
+        check = self._replay_check(set, takes_invalid=invalid)
         selection = Selection(**which)
         priority = checked_priority(priority)
         return await self.run(
             dead_letter_queue.replay(self.storage, selection, on_progress, check, priority)
         )
 
+    def _replay_check(self, changes: Mapping[str, Any] | None, *, takes_invalid: bool) -> Check:
+        change = Change(changes, self.keys.signing) if changes else None
+        return Check(self.keys.trusted, takes_invalid, change)
+
     async def discard(
         self,
         on_progress: OnProgress | None = None,
         *,
         unsigned: bool = False,
+        completed: bool = False,
         **which: Unpack[Which],
     ) -> Swept:
         """As `imagefleet.Fleet.discard`."""
         keep_signed = self.checks_signatures() if unsigned else None
         selection = Selection(**which)
         return await self.run(
-            dead_letter_queue.discard(self.storage, selection, on_progress, keep_signed)
+            dead_letter_queue.discard(
+                self.storage, selection, on_progress, keep_signed, completed=completed
+            )
         )
 
     def checks_signatures(self) -> Check:

@@ -18,6 +18,7 @@ from pydantic import AwareDatetime, BaseModel, ConfigDict, Field, ValidationErro
 from imagefleet import errors, retry, validation
 from imagefleet.job.message import DEFAULT_CAMPAIGN, SafeId
 from imagefleet.storage.protocol import BlobStore, Storage
+from imagefleet.telemetry.logs import Occasion
 
 log = logging.getLogger(__name__)
 
@@ -28,9 +29,6 @@ PERIOD_SECONDS = 5.0
 
 #: The longest that a job waits for the list: a storage that is down must not hold it up for long.
 READ_SECONDS = 5.0
-
-#: Between two lines of the log about a list that cannot be read.
-LOG_SECONDS = 60.0
 
 #: A running `load` reads the list within this time. What it sends until then is cancelled, too.
 LOAD_SECONDS = 10.0
@@ -102,7 +100,7 @@ class CancelledCampaigns:
         self._version: str | None = None
         self._read_at: float | None = None
         self._reading = asyncio.Lock()
-        self._logged_at: float | None = None
+        self._warning = Occasion()
 
     @property
     def times(self) -> Mapping[str, datetime]:
@@ -149,9 +147,7 @@ class CancelledCampaigns:
             self._times, self._version = found.of_queue(self._queue), version
 
     def _log(self, why: str) -> None:
-        now = time.monotonic()
-        if self._logged_at is None or now - self._logged_at >= LOG_SECONDS:
-            self._logged_at = now
+        if self._warning.is_due():
             log.warning(
                 "%s in the container %r cannot be read; jobs that were cancelled since may run: %s",
                 BLOB,

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import threading
-from collections.abc import AsyncIterator, Coroutine, Iterable, Iterator
+from collections.abc import AsyncIterator, Coroutine, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from datetime import datetime
 from typing import TYPE_CHECKING, Any, Self, TypeVar, Unpack
@@ -108,21 +108,35 @@ class Fleet:
         return Results(self._loop, self._fleet.failed(**which))
 
     def replay(
-        self, *, invalid: bool = False, priority: Priority = "normal", **which: Unpack[Which]
+        self,
+        *,
+        set: Mapping[str, Any] | None = None,  # noqa: A002 - as `--set`
+        invalid: bool = False,
+        priority: Priority = "normal",
+        **which: Unpack[Which],
     ) -> Swept:
         """Puts failed jobs back into the job queue of *priority*; without a condition, all of them.
 
-        With a key only those that are signed. *invalid*: also jobs that this version takes for
-        invalid, for newer workers.
-        """
-        return self._loop.run(self._fleet.replay(invalid=invalid, priority=priority, **which))
+        *set* has new values of some fields of each job: `{"steps": 20}`. With a key only jobs that
+        are signed; those that are changed are signed again. *invalid*: also jobs that this version
+        takes for invalid, for newer workers.
 
-    def discard(self, *, unsigned: bool = False, **which: Unpack[Which]) -> Swept:
+        Raises:
+            SetupError: no job can have these values.
+        """
+        return self._loop.run(
+            self._fleet.replay(set=set, invalid=invalid, priority=priority, **which)
+        )
+
+    def discard(
+        self, *, unsigned: bool = False, completed: bool = False, **which: Unpack[Which]
+    ) -> Swept:
         """Deletes failed jobs for good; without a condition, all of them.
 
-        *unsigned*: only what is not signed with a key of this fleet.
+        *unsigned*: only what is not signed with a key of this fleet. *completed*: only jobs that
+        were sent again since, and whose images are all stored.
         """
-        return self._loop.run(self._fleet.discard(unsigned=unsigned, **which))
+        return self._loop.run(self._fleet.discard(unsigned=unsigned, completed=completed, **which))
 
 
 class Batch:

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Awaitable, Callable, Coroutine, Iterable
+import contextlib
+from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine, Iterable
 from typing import Any, TypeVar, overload
 
 First = TypeVar("First")
@@ -65,3 +66,17 @@ async def for_each(
             await work(item)
 
     await gather(*(run() for _ in range(at_once)))
+
+
+@contextlib.asynccontextmanager
+async def beside(*works: Coroutine[Any, Any, object]) -> AsyncIterator[None]:
+    """Runs *works* during the block, and then cancels them; raises the error of one that failed."""
+    tasks = [asyncio.ensure_future(work) for work in works]
+    try:
+        yield
+    finally:
+        for task in tasks:
+            task.cancel()
+        for ended in await asyncio.gather(*tasks, return_exceptions=True):
+            if isinstance(ended, Exception):
+                raise ended

@@ -2,20 +2,15 @@
 
 from __future__ import annotations
 
-import asyncio
 from collections import Counter, deque
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from datetime import datetime
-from typing import NoReturn
 
 from imagefleet import errors
 from imagefleet.cancelled import CancelledCampaigns
 from imagefleet.job.message import DEFAULT_CAMPAIGN, message_fields
 from imagefleet.records.writer import RecordLog
-
-#: Between two notes of the jobs sent. On Azure each is a billed write.
-NOTE_SECONDS = 10.0
 
 #: Campaigns of one load whose jobs are counted: each has a record of its own.
 MAX_CAMPAIGNS = 1_000
@@ -86,12 +81,6 @@ class LoadedCampaigns:
             run.start = end
             if run.start == run.end:
                 self._runs.popleft()
-
-    async def watch(self) -> NoReturn:
-        """Side task: notes now and then how many jobs are sent."""
-        while True:
-            await asyncio.sleep(NOTE_SECONDS)
-            await self.note()
 
     async def note(self) -> None:
         """Notes how many jobs are sent; where that fails, the load goes on."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import abc
 import hashlib
 import io
 import itertools
@@ -18,6 +19,7 @@ from typing import BinaryIO, NamedTuple
 
 from imagefleet import errors
 from imagefleet.job.message import (
+    FAILURE_FIELD,
     SIGNATURE_FIELD,
     Job,
     is_signed,
@@ -28,7 +30,7 @@ from imagefleet.job.message import (
 from imagefleet.signing import SIGNATURE_CHARACTERS, SigningKey
 from imagefleet.storage import protocol
 from loadgen.formats import files
-from loadgen.formats.entry import FAILURE_FIELD, Entry, Format, FormatError
+from loadgen.formats.entry import Entry, Format, FormatError
 
 #: 96 bits: a collision among a hundred million jobs has a chance of 10^-13.
 ID_BYTES = 12
@@ -74,16 +76,20 @@ def digest(data: bytes) -> str:
     return hashlib.blake2b(data, digest_size=ID_BYTES).hexdigest()
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class _Maker:
     """Makes messages of entries: signed with *key*, of *campaign* where a job has none."""
 
     key: SigningKey | None
     campaign: str | None
+    mended: int = 0
+    """Messages made of jobs that had failed."""
 
     def message(self, entry: Entry, id_text: str) -> str:
         text = _without_failure(entry.text)
-        return _to_message(text, self._job(text, id_text), self.key)
+        message = _to_message(text, self._job(text, id_text), self.key)
+        self.mended += text is not entry.text
+        return message
 
     def checked(self, entry: Entry, id_text: str, on_job: OnJob | None) -> str:
         """As `message`, but spaces take the signature's place: to sign takes as long as to read."""
@@ -110,15 +116,46 @@ def _to_message(text: str, job: Job, key: SigningKey | None) -> str:
     return body
 
 
-class FileSource:
+class _EntrySource(abc.ABC):
+    """Jobs from the entries of a format."""
+
+    #: `check` reports bytes, not jobs.
+    jobs_to_make = None
+
+    def __init__(
+        self,
+        form: Format,
+        on_invalid: OnInvalid | None,
+        key: SigningKey | None,
+        campaign: str | None,
+    ) -> None:
+        self._form = form
+        self._maker = _Maker(key, campaign)
+        self._on_invalid = on_invalid
+
+    def bodies(self, start: int) -> Iterator[str | None]:
+        return self._read(start, self._on_invalid or _refuse, self._maker.message)
+
+    @property
+    def mended(self) -> int:
+        """Jobs of the messages so far that had failed: `imagefleet failed export` has noted it."""
+        return self._maker.mended
+
+    def examples(self, most: int) -> Iterator[str]:
+        """The first messages."""
+        return itertools.islice((body for body in self.bodies(0) if body is not None), most)
+
+    @abc.abstractmethod
+    def _read(self, start: int, on_invalid: OnInvalid, read: _ReadEntry) -> Iterator[str | None]:
+        """The messages from position *start* on, as *read* makes them."""
+
+
+class FileSource(_EntrySource):
     """A file of jobs; an entry without a job, as an empty line is, keeps its position.
 
     A job without an id takes one from the digest of the file's content and the entry's number
     (from 1), so a file gives the same jobs compressed or not.
     """
-
-    #: `check` reports bytes, not jobs.
-    jobs_to_make = None
 
     def __init__(
         self,
@@ -131,10 +168,8 @@ class FileSource:
         key: SigningKey | None = None,
         campaign: str | None = None,
     ) -> None:
+        super().__init__(form, on_invalid, key, campaign)
         self._path = path
-        self._form = form
-        self._maker = _Maker(key, campaign)
-        self._on_invalid = on_invalid
         # The same bytes are other jobs in another format.
         person = b"" if form.name == "jsonl" else form.name.encode()
         hasher = hashlib.blake2b(digest_size=16, person=person)
@@ -173,13 +208,6 @@ class FileSource:
                 f"{self._path} has invalid jobs; nothing was sent. Correct them or skip them with"
                 " --skip-invalid:\n" + "\n".join(invalid)
             )
-
-    def bodies(self, start: int) -> Iterator[str | None]:
-        return self._read(start, self._on_invalid or _refuse, self._maker.message)
-
-    def examples(self, most: int) -> Iterator[str]:
-        """The first messages."""
-        return itertools.islice((body for body in self.bodies(0) if body is not None), most)
 
     def describe(self) -> str:
         """How much there is; a line may hold no job."""
@@ -226,13 +254,11 @@ class FileSource:
             )
 
 
-class StreamSource:
+class StreamSource(_EntrySource):
     """Standard input; it cannot be read twice, so it has no checkpoint.
 
     A job without an id takes a random one: the same stream again gives new jobs.
     """
-
-    jobs_to_make = None
 
     def __init__(
         self,
@@ -244,10 +270,8 @@ class StreamSource:
         key: SigningKey | None = None,
         campaign: str | None = None,
     ) -> None:
+        super().__init__(form, on_invalid, key, campaign)
         self._stream = stream
-        self._form = form
-        self._maker = _Maker(key, campaign)
-        self._on_invalid = on_invalid
         self.identity = uuid.uuid4().hex
         self.count = count
 
@@ -257,13 +281,6 @@ class StreamSource:
             read = partial(self._maker.checked, on_job=on_job)
             for _ in self._read(start, self._on_invalid or _refuse_unsent, read):
                 pass
-
-    def bodies(self, start: int) -> Iterator[str | None]:
-        return self._read(start, self._on_invalid or _refuse, self._maker.message)
-
-    def examples(self, most: int) -> Iterator[str]:
-        """The first messages."""
-        return itertools.islice((body for body in self.bodies(0) if body is not None), most)
 
     def describe(self) -> str:
         """Nothing: how much there is shows at its end."""

@@ -2,26 +2,25 @@
 
 from __future__ import annotations
 
-import asyncio
 import contextlib
 import os
 import secrets
 import time
 from collections import Counter
-from collections.abc import AsyncIterator, Callable, Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Self
 
 from pydantic import AwareDatetime, BaseModel, ConfigDict, Field, ValidationError
 
-from imagefleet import errors, signing
+from imagefleet import concurrency, errors, signing
 from imagefleet.cancelled import CancelledCampaigns
 from imagefleet.records.writer import RecordLog
-from imagefleet.storage.open import LOCAL_SCHEME
+from imagefleet.storage.open import absolute_url
 from imagefleet.storage.protocol import Storage
 from imagefleet.storage.settings import Priority
-from imagefleet.submit import BulkSender, Progress
+from imagefleet.submit import BulkSender, Progress, keep_noting
 from loadgen.campaigns import LoadedCampaigns
 from loadgen.file_source import OnRead
 from loadgen.second_drawing import Sample
@@ -146,7 +145,7 @@ class Load:
         self._path = checkpoint_path
         new = Checkpoint(
             source=source.identity,
-            storage=_absolute_url(storage),
+            storage=absolute_url(storage),
             queue=self._queue.name,
             sample_key=secrets.token_hex(16),
             id=secrets.token_hex(8),
@@ -206,7 +205,7 @@ class Load:
         try:
             if not self.is_done:
                 progress = await self._send(on_confirmed)
-        except errors.SetupError:
+        except errors.FleetError:
             await self._campaigns.note()
             raise
         await self._campaigns.note()
@@ -252,7 +251,8 @@ class Load:
 
         if path is not None:
             self._start.write(path)  # fails before anything is sent if the path is not writable
-        async with self._watching():
+        watching = self._cancelled.watch(lambda: True)
+        async with concurrency.beside(watching, keep_noting(campaigns.note)):
             return await self._sender.run(confirm)
 
     def _say_what_is_unreadable(self) -> None:
@@ -261,24 +261,3 @@ class Load:
             self._is_said = True
             self._on_notice(f"cancelled campaigns are not noticed: {self._unreadable[0]}")
         self._unreadable.clear()
-
-    @contextlib.asynccontextmanager
-    async def _watching(self) -> AsyncIterator[None]:
-        """Reads the list of cancelled campaigns, and notes what is sent, during the block."""
-        works = (self._cancelled.watch(lambda: True), self._campaigns.watch())
-        tasks = [asyncio.ensure_future(work) for work in works]
-        try:
-            yield
-        finally:
-            for task in tasks:
-                task.cancel()
-            for ended in await asyncio.gather(*tasks, return_exceptions=True):
-                if isinstance(ended, Exception):
-                    raise ended
-
-
-def _absolute_url(storage: Storage) -> str:
-    """The storage's address, the same from every directory."""
-    if not storage.url.startswith(LOCAL_SCHEME):
-        return storage.url
-    return LOCAL_SCHEME + str(Path(storage.url.removeprefix(LOCAL_SCHEME)).absolute())

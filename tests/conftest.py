@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import gc
 import importlib.util
 import math
 import os
@@ -15,9 +16,11 @@ import subprocess
 import sys
 import time
 import uuid
+from collections import Counter
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
 from contextlib import AbstractAsyncContextManager
 from dataclasses import dataclass, field
+from datetime import datetime
 from pathlib import Path
 from typing import Any, NoReturn
 
@@ -31,6 +34,7 @@ from azure.storage.queue import QueueServiceClient
 from prometheus_client import CollectorRegistry
 
 import azurite
+from imagefleet import cancelled
 from imagefleet.storage.azure.storage import API_VERSION
 from imagefleet.storage.open import open_storage
 from imagefleet.storage.protocol import Storage
@@ -49,6 +53,29 @@ PROMETHEUS_REQUIRED = bool(os.environ.get("CI") or os.environ.get("IMAGEFLEET_RE
 
 #: VictoriaMetrics makes samples visible only after this time, flushed or not.
 FLUSH_SECONDS = 1.2
+
+#: Each takes ten seconds or more, and most wait for processes: they begin first, in this order.
+LONGEST_FILES = (
+    "test_container",
+    "test_ten_commands",
+    "test_live_fleet",
+    "test_storm",
+    "test_worker_process",
+    "test_demo_model",
+    "test_worker_log",
+    "test_demo",
+    "test_tutorial",
+    "test_notebook",
+    "test_token_rotation",
+    "test_page_in_browser",
+    "test_wheel",
+    "test_bench",
+    "test_worker_terminal",
+    "test_salad_worker",
+    "test_job_mode",
+    "test_compiled",
+    "test_batch_mates",
+)
 
 
 @dataclass(frozen=True)
@@ -190,6 +217,8 @@ def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
         return None
     from xdist.scheduler import LoadFileScheduling
 
+    config.option.loadscopereorder = False  # by the number of tests: a long one would be the last
+
     class Scheduling(LoadFileScheduling):
         def _split_scope(self, nodeid: str) -> str:
             scope: str = super()._split_scope(nodeid)
@@ -199,9 +228,29 @@ def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
 
 
 def pytest_configure() -> None:
+    # The search for garbage would look through all that is imported, torch too, again and again.
+    gc.disable()
     # A shell's background jobs ignore SIGINT, and so do their child processes.
     if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
         signal.signal(signal.SIGINT, signal.default_int_handler)
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """For several processes: none is left alone with a long file at the end."""
+    if "PYTEST_XDIST_WORKER" not in os.environ:
+        return
+    tests = Counter(item.path for item in items)
+    ranks = {name: rank for rank, name in enumerate(LONGEST_FILES)}
+
+    def order(item: pytest.Item) -> tuple[int, int, str]:
+        return ranks.get(item.path.stem, len(ranks)), -tests[item.path], str(item.path)
+
+    items.sort(key=order)
+
+
+def pytest_collection_finish() -> None:
+    gc.freeze()
+    gc.enable()
 
 
 @pytest.fixture(autouse=True)
@@ -251,6 +300,16 @@ async def storage(storage_settings: StorageSettings) -> AsyncIterator[Storage]:
     async with open_storage(storage_settings) as storage:
         await storage.create()
         yield storage
+
+
+@pytest.fixture
+def cancel_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    """`cancel` does not wait until the storage's clock is ahead of what it cancels."""
+
+    async def return_at_once(_storage: Storage, _at: datetime) -> None:
+        """For tests in which nothing is sent later, or that look at what is sent meanwhile."""
+
+    monkeypatch.setattr(cancelled, "_wait_until_later", return_at_once)
 
 
 @pytest.fixture(scope="session")

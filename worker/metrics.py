@@ -65,9 +65,12 @@ FAILURES: tuple[type[errors.FleetError], ...] = (
 class WorkerMetrics:
     """The metrics that the stages update, and one registry per worker."""
 
-    def __init__(self, fleet: str | None = None) -> None:
-        """*fleet*: a label of every series; None: no such label."""
-        self.registry = exposition.LabelledRegistry({"fleet": fleet} if fleet else {})
+    def __init__(self, fleet: str | None = None, device: str | None = None) -> None:
+        """Labels of every series, if given; *device* is one of several GPUs of this machine."""
+        labels = {"fleet": fleet, "device": device}
+        self.registry = exposition.LabelledRegistry(
+            {name: value for name, value in labels.items() if value}
+        )
         counter = partial(Counter, registry=self.registry)
         self.images = counter("imagefleet_images", "Images stored.")
         self.jobs = counter("imagefleet_jobs", "Jobs by outcome.", ["outcome"])

@@ -10,6 +10,8 @@ import time
 from collections import Counter
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field, replace
+from functools import partial
+from importlib import metadata
 from typing import NoReturn
 
 from imagefleet import errors
@@ -19,6 +21,8 @@ from imagefleet.telemetry import probes, push
 from worker import progress, replica, tasks
 from worker.engine import contract
 from worker.files import check, model
+from worker.gpus import compiling
+from worker.gpus.member import Member
 from worker.metrics import Outcome, WorkerMetrics
 from worker.node.watchdog import limits_of
 from worker.pipeline import Pipeline
@@ -46,12 +50,13 @@ async def run_worker(
     load: Callable[[], contract.Engine] | None = None,
     on_settled: Callable[[Outcome], None] = lambda _: None,
     on_progress: Callable[[Progress], None] | None = None,
+    member: Member | None = None,
 ) -> WorkerReport:
     """Runs a worker until a signal, or with `until_empty` until the queue is empty.
 
     *load* replaces the engine that the settings describe; *on_settled* is called for every job.
     *on_progress* is called every second, in place of a line a minute, and one at the end, in the
-    log.
+    log. *member*: this is one of several workers of the machine, which ends with their parent.
 
     On SaladCloud it does not end for what another node would meet as well: it goes on polling an
     empty queue (`until_empty` is ignored), and waits for storage, credentials and whatever else
@@ -69,8 +74,8 @@ async def run_worker(
             extra={"action": "until_empty_ignored"},
         )
         settings = settings.model_copy(update={"until_empty": False})
-    with _signals() as (stop, hurry, received):
-        worker = _Worker(settings, load, on_settled, on_progress, metadata, stop, hurry)
+    with _signals(member) as (stop, hurry, received):
+        worker = _Worker(settings, load, on_settled, on_progress, metadata, stop, hurry, member)
         report = await worker.run()
     return replace(report, stopped_by=received[0]) if received and settings.until_empty else report
 
@@ -86,6 +91,7 @@ class _Worker:
     _metadata: salad_metadata.SaladMetadata | None
     _stop: asyncio.Event
     _hurry: asyncio.Event
+    _member: Member | None = None
     _began_at: float = field(default_factory=time.monotonic)
     _meter: ProgressMeter = field(default_factory=ProgressMeter)
     _pipeline: Pipeline | None = None
@@ -94,10 +100,14 @@ class _Worker:
     _waiting_for: Phase | None = None
     _has_started: bool = False
     _port: int = 0
+    _gpu: str = replica.NO_GPU
 
     def __post_init__(self) -> None:
-        self._metrics = WorkerMetrics(self._settings.fleet_name)
-        self._reallocation = Reallocation(self._metadata, self._metrics)
+        member = self._member
+        self._metrics = WorkerMetrics(self._settings.fleet_name, member.gpu if member else None)
+        # The container is the parent's to give up: the other GPUs go on.
+        self._container = None if member else self._metadata
+        self._reallocation = Reallocation(self._container, self._metrics)
 
     async def run(self) -> WorkerReport:
         settings = self._settings
@@ -110,10 +120,17 @@ class _Worker:
                 host=settings.host,
                 port=settings.port,
             ) as self._port,
-            push.pushing(self._metrics.registry, settings, job="imagefleet-worker"),
-            deletion_cost.updating(self._metadata, self._jobs_in_flight),
+            push.pushing(
+                self._metrics.registry,
+                settings,
+                job="imagefleet-worker",
+                instance=self._member.instance if self._member else None,
+            ),
+            deletion_cost.updating(self._container, self._jobs_in_flight),
             tasks.background(self._show_progress(), "show progress"),
         ):
+            if self._member is not None:
+                self._member.serves(self._port)
             if self._metadata is None:
                 await self._attempt()
             else:
@@ -144,6 +161,7 @@ class _Worker:
             self._earlier_images += self._pipeline.images_written
         self._pipeline = None
         runs_on = await asyncio.to_thread(replica.find_replica, self._settings)
+        self._gpu = runs_on.gpu
         identity_token = None if self._metadata is None else self._metadata.token
         async with open_storage(self._settings, identity_token=identity_token) as storage:
             self._pipeline = Pipeline(
@@ -282,17 +300,29 @@ class _Worker:
         # Imported on the engine's thread: torch takes seconds to load, and the port answers.
         from worker.engine.load import load_engine
 
-        return load_engine(
-            path,
-            settings.device,
-            precision=settings.precision,
-            config=settings.config,
-            prediction_type=check.prediction_type(path),
-            slots=settings.slots,
-            compile=settings.compile,
-            fp16_accumulate=settings.fp16_accumulate,
-            on_compile=self._compiles,
+        with self._compiling():
+            return load_engine(
+                path,
+                settings.device,
+                precision=settings.precision,
+                config=settings.config,
+                prediction_type=check.prediction_type(path),
+                slots=settings.slots,
+                compile=settings.compile,
+                fp16_accumulate=settings.fp16_accumulate,
+                on_compile=self._compiles,
+            )
+
+    def _compiling(self) -> contextlib.AbstractContextManager[None]:
+        """Has one of a machine's workers compile; the others wait for its kernels."""
+        settings = self._settings
+        if self._member is None or settings.compile == "off" or settings.device == "cpu":
+            return contextlib.nullcontext()
+        kernels = (
+            *(metadata.version("torch"), metadata.version("imagefleet"), self._gpu),
+            *(settings.precision, settings.slots, settings.fp16_accumulate),
         )
+        return compiling.by_one_first(compiling.kernel_cache(), repr(kernels))
 
     def _compiles(self) -> None:
         if self._pipeline is not None:
@@ -300,15 +330,24 @@ class _Worker:
 
 
 @contextlib.contextmanager
-def _signals() -> Iterator[tuple[asyncio.Event, asyncio.Event, list[signal.Signals]]]:
-    """The first SIGTERM or SIGINT sets *stop*, the second *hurry*; the list has those received."""
+def _signals(
+    member: Member | None = None,
+) -> Iterator[tuple[asyncio.Event, asyncio.Event, list[signal.Signals]]]:
+    """The first SIGTERM or SIGINT sets *stop*, the second *hurry*; the list has those received.
+
+    A *member*'s parent decides instead: a supervisor may send the same signal to both.
+    """
     stop, hurry = asyncio.Event(), asyncio.Event()
     received: list[signal.Signals] = []
     loop = asyncio.get_running_loop()
 
-    def on_signal(number: signal.Signals) -> None:
+    def on_signal(number: signal.Signals, *, hurries: bool) -> None:
+        if stop.is_set() and not hurries:
+            return
         received.append(number)
-        (hurry if stop.is_set() else stop).set()
+        if stop.is_set() or (member is not None and hurries):
+            hurry.set()
+        stop.set()
         log.info(
             "%s: %s",
             number.name,
@@ -318,7 +357,9 @@ def _signals() -> Iterator[tuple[asyncio.Event, asyncio.Event, list[signal.Signa
 
     numbers = (signal.SIGTERM, signal.SIGINT)
     for number in numbers:
-        loop.add_signal_handler(number, on_signal, number)
+        loop.add_signal_handler(number, partial(on_signal, number, hurries=member is None))
+    if member is not None:
+        member.listen(loop, lambda hurries: on_signal(signal.SIGTERM, hurries=hurries))
     try:
         yield stop, hurry, received
     finally:

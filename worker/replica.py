@@ -6,7 +6,9 @@ import logging
 import os
 import queue
 import threading
+from collections.abc import Callable
 from dataclasses import dataclass
+from typing import TypeVar
 
 import pynvml
 
@@ -23,7 +25,10 @@ DRIVER_SECONDS = 10.0
 #: The GPU class where the driver reports no card.
 NO_GPU = "none"
 
-_NO_DRIVER = (pynvml.NVMLError_LibraryNotFound, pynvml.NVMLError_DriverNotLoaded)
+#: NVML's errors where there is no driver at all.
+NO_DRIVER = (pynvml.NVMLError_LibraryNotFound, pynvml.NVMLError_DriverNotLoaded)
+
+Answer = TypeVar("Answer")
 
 
 @dataclass(frozen=True, slots=True)
@@ -71,15 +76,8 @@ def _gpu(settings: WorkerSettings, table: prices.PriceTable) -> str:
         return found[0] if len(found) == 1 else settings.gpu
     if settings.device == "cpu":
         return NO_GPU
-    answers: queue.SimpleQueue[tuple[str, int] | Exception] = queue.SimpleQueue()
-    # A daemon thread: a driver that hangs must keep the worker neither from starting nor exiting.
-    thread = threading.Thread(target=_ask_driver, args=(settings.device, answers), daemon=True)
-    thread.start()
-    try:
-        answer = answers.get(timeout=DRIVER_SECONDS)
-    except queue.Empty:
-        answer = TimeoutError(f"the driver does not answer within {DRIVER_SECONDS:g} s")
-    if isinstance(answer, _NO_DRIVER):
+    answer = ask_driver(lambda: _name_and_bytes(settings.device))
+    if isinstance(answer, NO_DRIVER):
         return NO_GPU
     if isinstance(answer, Exception):
         log.warning("the GPU's name is not known: %s", answer, extra={"action": "gpu_unknown"})
@@ -87,20 +85,35 @@ def _gpu(settings: WorkerSettings, table: prices.PriceTable) -> str:
     return prices.gpu_of_driver(*answer, table)
 
 
-def _ask_driver(device: str, answers: queue.SimpleQueue[tuple[str, int] | Exception]) -> None:
-    """Puts the card's name and memory in bytes, or the error."""
+def ask_driver(question: Callable[[], Answer]) -> Answer | Exception:
+    """What *question*, which calls NVML, returns or raises."""
+    answers: queue.SimpleQueue[Answer | Exception] = queue.SimpleQueue()
+
+    def ask() -> None:
+        try:
+            pynvml.nvmlInit()
+            answers.put(question())
+        except Exception as error:  # noqa: BLE001 - no answer of the driver ends a worker
+            answers.put(error)
+
+    # A daemon thread: a driver that hangs must keep the worker neither from starting nor exiting.
+    threading.Thread(target=ask, daemon=True).start()
     try:
-        pynvml.nvmlInit()
-        card = _card(device)
-        handle = (
-            pynvml.nvmlDeviceGetHandleByIndex(int(card))
-            if card.isdecimal()
-            else pynvml.nvmlDeviceGetHandleByUUID(card)
-        )
-        memory = pynvml.nvmlDeviceGetMemoryInfo(handle)
-        answers.put((pynvml.nvmlDeviceGetName(handle), int(memory.total)))
-    except Exception as error:  # noqa: BLE001 - no answer of the driver ends a worker
-        answers.put(error)
+        return answers.get(timeout=DRIVER_SECONDS)
+    except queue.Empty:
+        return TimeoutError(f"the driver does not answer within {DRIVER_SECONDS:g} s")
+
+
+def _name_and_bytes(device: str) -> tuple[str, int]:
+    """The card's name, and its memory."""
+    card = _card(device)
+    handle = (
+        pynvml.nvmlDeviceGetHandleByIndex(int(card))
+        if card.isdecimal()
+        else pynvml.nvmlDeviceGetHandleByUUID(card)
+    )
+    memory = pynvml.nvmlDeviceGetMemoryInfo(handle)
+    return pynvml.nvmlDeviceGetName(handle), int(memory.total)
 
 
 def _card(device: str) -> str:

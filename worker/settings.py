@@ -40,7 +40,7 @@ SUBJECTS: dict[str, tuple[str, ...]] = {
         *("model", "model_sha256", "config", "precision", "lora_directory"),
         *("cache", "cache_megabytes"),
     ),
-    "GPU": ("device", "slots", "compile", "fp16_accumulate"),
+    "GPU": ("gpus", "device", "slots", "compile", "fp16_accumulate"),
     "Jobs and leases": (
         *("trusted_key", "lease_seconds", "max_attempts", "prefetch_seconds", "grace_seconds"),
         "until_empty",
@@ -206,4 +206,16 @@ class WorkerSettings(TelemetrySettings):
     price_file: Path | None = Field(
         default=None,
         description="YAML file of GPU and storage prices that replaces the built-in table.",
+    )
+
+
+class MachineSettings(WorkerSettings):
+    """Settings of the workers of one machine: those of each, and which GPUs they use."""
+
+    gpus: str | None = Field(
+        default=None,
+        pattern=r"^(all|[^\s,]+(\s*,\s*[^\s,]+)*)$",
+        description="all, or the numbers or UUIDs of GPUs, separated by commas: one worker process"
+        " for each GPU; 0:1 is instance 1 of GPU 0 in MIG mode. With --device cpu, a process for"
+        " each number. By default one worker, on the GPU of --device.",
     )

@@ -3,15 +3,17 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import logging
 import time
 from collections import Counter
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Iterator
 from dataclasses import dataclass, field
 from datetime import UTC, datetime
+from functools import partial
 from typing import Any
 
-from imagefleet import errors, retry
+from imagefleet import concurrency, errors, retry
 from imagefleet.job.message import Job
 from imagefleet.records.record import MAX_NAME_CHARACTERS, Record, of_job
 from imagefleet.records.record import Outcome as RecordOutcome
@@ -29,6 +31,9 @@ log = logging.getLogger(__name__)
 #: The pause before a failed job's next attempt, doubled with each.
 FIRST_RETRY_SECONDS = 2.0
 LONGEST_RETRY_SECONDS = 120.0
+
+#: Images of one job that are looked for at the same time.
+_LOOKS_AT_ONCE = 16
 
 
 @dataclass(slots=True, eq=False)
@@ -53,6 +58,24 @@ class InFlightJob:
     """Of its images that this worker has stored."""
     again: list[Record] = field(default_factory=list)
     """Of its images whose names were taken."""
+    _uploads: int = field(default=0, init=False)
+    _upload_ended: asyncio.Event = field(default_factory=asyncio.Event, init=False)
+
+    @contextlib.contextmanager
+    def uploading(self) -> Iterator[None]:
+        """One of its images is being stored, and its record added, during the block."""
+        self._uploads += 1
+        try:
+            yield
+        finally:
+            self._uploads -= 1
+            self._upload_ended.set()
+
+    async def uploads_end(self) -> None:
+        """Returns once no image is being stored."""
+        while self._uploads:
+            self._upload_ended.clear()
+            await self._upload_ended.wait()
 
     @property
     def deliveries(self) -> Deliveries:
@@ -194,8 +217,59 @@ class Settler:
         async def finish(error: errors.TransientError | None) -> None:
             await self._acknowledge(entry, "cancelled", error)
 
-        record = self.record(entry, "cancelled")
-        await self.pending.put(finish, [*entry.records, record], entry.again)
+        if not await self._ended_earlier(entry):
+            record = self.record(entry, "cancelled")
+            await self.pending.put(finish, [*entry.records, record], entry.again)
+
+    async def _ended_earlier(self, entry: InFlightJob) -> bool:
+        """Ends a job that is to end without its images, if earlier deliveries have stored them all.
+
+        If they have stored some of them, their records are in `again`: a worker that died has
+        perhaps written none.
+        """
+
+        async def finish(error: errors.TransientError | None) -> None:
+            await self._acknowledge(entry, "duplicate", error)
+
+        try:
+            entry.again += await self.retry_policy.call(partial(self._stored_earlier, entry))
+        except errors.TransientError as error:
+            self._abandoned(entry, error)
+            return True
+        if entry.job is None or len(entry.records) + len(entry.again) < entry.job.images:
+            return False
+        await self.pending.put(finish, entry.records, entry.again)
+        return True
+
+    async def _stored_earlier(self, entry: InFlightJob) -> list[Record]:
+        job, message = entry.job, entry.lease.message
+        if job is None or message.delivery_count == 1:
+            return []
+        recorded = {each.blob for each in (*entry.records, *entry.again)}
+        names = {index: job.blob_name(index) for index in range(job.images)}
+        found: dict[int, Record] = {}
+
+        async def look(index: int) -> None:
+            if await self.storage.blobs.exists(names[index]):
+                # Who has drawn it, and when, is not known.
+                found[index] = Record.model_validate(
+                    {
+                        **of_job(job),
+                        "outcome": "completed",
+                        "at": datetime.now(UTC),
+                        "source": message.id,
+                        "blob": names[index],
+                        "index": index,
+                        "seed": job.image_seed(index),
+                        "model": job.model,
+                        "width": job.width,
+                        "height": job.height,
+                    }
+                )
+
+        unrecorded = [index for index, name in names.items() if name not in recorded]
+        await concurrency.for_each(unrecorded, look, _LOOKS_AT_ONCE)
+        return [found[index] for index in sorted(found)]
 
     async def _acknowledge(
         self, entry: InFlightJob, outcome: Outcome, error: errors.TransientError | None
@@ -265,6 +339,9 @@ class Settler:
         await self._end(entry, "unverified", lambda: self.keeper.acknowledge(entry.lease))
 
     async def _dead_letter(self, entry: InFlightJob, error: errors.FleetError) -> None:
+        await entry.uploads_end()  # so that their records are there
+        if await self._ended_earlier(entry):
+            return
         log.warning(
             "job %s failed permanently: %s",
             entry.id,

@@ -6,6 +6,7 @@ import random
 from collections.abc import Iterator
 from datetime import UTC, datetime, timedelta
 from io import BytesIO
+from itertools import cycle
 from pathlib import Path
 
 from PIL import Image, ImageDraw, ImageFilter
@@ -30,12 +31,16 @@ STYLES = ("digital art, volumetric light", "watercolour, soft edges", "oil paint
 LORAS = ("outline-style", "magic-fantasy-forest-v2", "soft-light", "paper-cut")
 GPUS = ("NVIDIA GeForce RTX 3060 Ti", "NVIDIA GeForce RTX 4090")
 
-#: Records in one append; a worker adds as many in some minutes.
-_APPENDED = 5_000
+#: Workers, and the records that each adds at once, as a real one at most.
+_WORKERS = 8
+_APPENDED = 256
 
 
 def picture(seed: int, pixels: int = 512) -> bytes:
-    """A PNG: hills of a colour below a sky of another, and the sun."""
+    """A PNG: hills of a colour below a sky of another, and the sun.
+
+    With grain, so that it takes as many bytes as a generated one.
+    """
     chance = random.Random(seed)
     hue = chance.randrange(256)
 
@@ -65,6 +70,8 @@ def picture(seed: int, pixels: int = 512) -> bytes:
         draw.polygon(
             [*ridge, (pixels, pixels), (0, pixels)], colour(-6 * layer, 140, 170 - 38 * layer)
         )
+    grain = Image.effect_noise(image.size, 24).convert("RGB")
+    image = Image.blend(image, grain, 0.12)
     stored = BytesIO()
     image.save(stored, "PNG", compress_level=4)
     return stored.getvalue()
@@ -120,7 +127,7 @@ async def fill(
     settings = StorageSettings(storage=f"local:{folder}")
     async with open_storage(settings) as storage:
         await storage.create()
-        log = RecordLog(storage.blobs, "benchmark")
+        logs = cycle([RecordLog(storage.blobs, f"benchmark-{each}") for each in range(_WORKERS)])
         drawn = [picture(seed) for seed in range(min(pictures, count))]
         images = folder / settings.container / campaign
         images.mkdir(parents=True, exist_ok=True)
@@ -135,7 +142,7 @@ async def fill(
                 else:  # one file of many names
                     file.hardlink_to(images / f"{number % len(drawn):07d}.png")
             if len(some) == _APPENDED:
-                await log.add(some)
+                await next(logs).add(some)
                 some = []
-        await log.add(some)
-        await log.sent(campaign, count + failed)
+        await next(logs).add(some)
+        await next(logs).sent(campaign, count + failed)

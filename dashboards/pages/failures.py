@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from pages.panel import Dashboard, Figure, Panel, Stack, Table
-from pages.queries import FAILED_JOBS, INFO, JOBS_ENDED, NAMED, gained, rate, series
+from pages.queries import FAILED_JOBS, INFO, JOBS_ENDED, NAMED, ONE_GPU, gained, rate, series
 
 FAILED = series("imagefleet_failed_jobs_total")
 DONE = series("imagefleet_jobs_total", 'outcome=~"completed|duplicate"')
@@ -41,7 +41,7 @@ FAILURES = Dashboard(
         Figure(
             "Silent for five minutes, of the last hour",
             "How many workers stopped or vanished?",
-            f"count by (fleet) ({LAST_HOUR} unless on (fleet, job, instance) {INFO})"
+            f"count by (fleet) ({LAST_HOUR} unless on ({ONE_GPU}) {INFO})"
             f" or 0 * count by (fleet) ({LAST_HOUR})",
         ),
         Figure(
@@ -79,7 +79,7 @@ FAILURES = Dashboard(
             "Jobs lost or retried, by node",
             "Is it a single machine? Failed jobs are not counted: most fail on any machine.",
             {
-                "jobs": "topk(10, sum by (fleet, job, instance)"
+                "jobs": f"topk(10, sum by ({ONE_GPU})"
                 f" (increase({LOST_OR_RETRIED}[$__range])) * {NAMED})"
             },
             decimals=0,

@@ -11,6 +11,7 @@ from pages.queries import (
     INFO,
     JOBS_ENDED,
     NAMED,
+    ONE_GPU,
     RATE,
     STAGE_COUNT,
     STAGE_SUM,
@@ -30,12 +31,10 @@ REALLOCATIONS = series("imagefleet_node_reallocations_total")
 GRANTED = series("imagefleet_node_reallocations_total", 'result="granted"')
 
 #: Workers that are gone as well; one series each, should its labels have changed.
-SEEN = f"topk by (fleet, job, instance) (1, last_over_time({INFO}[$__range]))"
-SEEN_NAMED = f"on (fleet, job, instance) group_left (worker, gpu) {SEEN}"
+SEEN = f"topk by ({ONE_GPU}) (1, last_over_time({INFO}[$__range]))"
+SEEN_NAMED = f"on ({ONE_GPU}) group_left (worker, gpu) {SEEN}"
 
-ONE = (
-    f'on (fleet, job, instance) group_left () imagefleet_worker_info{{worker="$worker", {CHOSEN}}}'
-)
+ONE = f'on ({ONE_GPU}) group_left () imagefleet_worker_info{{worker="$worker", {CHOSEN}}}'
 NODE_SPEED = f"rate({IMAGES}[5m]) * {NAMED}"
 
 
@@ -135,10 +134,7 @@ NODES = Dashboard(
         Table(
             "Waiting workers",
             "Whose log says what is missing?",
-            {
-                "waits": f"({WAITING} > 0) * {SEEN_NAMED}"
-                f" or on (fleet, job, instance) ({WAITING} > 0)"
-            },
+            {"waits": f"({WAITING} > 0) * {SEEN_NAMED} or on ({ONE_GPU}) ({WAITING} > 0)"},
             bad_above=1,
         ),
         Table(
@@ -154,7 +150,7 @@ NODES = Dashboard(
                 "start-up": f"{START_UP} * {NAMED}",
                 "first image": f"{FIRST_IMAGE} * {NAMED}",
                 "check passed": f"{PASSED} * {NAMED}",
-                "failed windows": f"sum by (fleet, job, instance) ({FAILED_WINDOWS}) * {NAMED}",
+                "failed windows": f"sum by ({ONE_GPU}) ({FAILED_WINDOWS}) * {NAMED}",
                 "$/h": f"{series('imagefleet_price_dollars_per_hour')} * {NAMED}",
             },
             unit="none",

@@ -53,9 +53,12 @@ JOBS_ENDED = series("imagefleet_jobs_total")
 DOLLARS = series("imagefleet_cost_dollars_total")
 GPU_DOLLARS = series("imagefleet_cost_dollars_total", 'kind="gpu"')
 
-#: Only this series has a worker's machine and GPU; everything else joins it on `instance`.
-WITH_GPU = f"on (fleet, job, instance) group_left (gpu) {INFO}"
-NAMED = f"on (fleet, job, instance) group_left (worker, gpu) {INFO}"
+#: The labels of one worker: `device` only with --gpus, where several have one `instance`.
+ONE_GPU = "fleet, job, instance, device"
+
+#: Only this series has a worker's name and GPU class; everything else joins it.
+WITH_GPU = f"on ({ONE_GPU}) group_left (gpu) {INFO}"
+NAMED = f"on ({ONE_GPU}) group_left (worker, gpu) {INFO}"
 
 IMAGES_BY_GPU = f"sum by (gpu) (rate({IMAGES}{RATE}) * {WITH_GPU})"
 REPLICAS_BY_GPU = f"count by (gpu) ({INFO})"

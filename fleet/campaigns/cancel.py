@@ -7,11 +7,9 @@ from datetime import datetime
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
-from pydantic import TypeAdapter, ValidationError
 
 from fleet import console, options
-from imagefleet import cancelled, errors, validation
-from imagefleet.job.message import SafeId
+from imagefleet import cancelled, validation
 from imagefleet.storage.protocol import Storage
 from imagefleet.storage.settings import StorageSettings
 
@@ -39,19 +37,8 @@ def command(
 
     imagefleet cancel --campaign spring
     """
-    console.run(
-        _cancel(
-            settings, checked("--campaign", campaign), dry_run=dry_run, yes=yes, as_json=as_json
-        )
-    )
-
-
-def checked(what: str, name: str) -> str:
-    """Raises SetupError for what no job or campaign can be called."""
-    try:
-        return TypeAdapter(SafeId).validate_python(name)
-    except ValidationError as error:
-        raise errors.SetupError(f"{what} {name[:80]!r}: {validation.sentence(error)}") from None
+    options.check_campaign(campaign)
+    console.run(_cancel(settings, campaign, dry_run=dry_run, yes=yes, as_json=as_json))
 
 
 async def _cancel(

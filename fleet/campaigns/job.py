@@ -2,23 +2,16 @@
 
 from __future__ import annotations
 
-import re
 from dataclasses import asdict, dataclass, field
 from datetime import UTC, datetime
-from typing import TYPE_CHECKING, Annotated, Any, Literal
+from typing import Annotated, Any, Literal
 
 import typer
 
 from fleet import console, options
-from fleet.campaigns.cancel import checked
-from imagefleet import errors
-from imagefleet.job import image_record
-from imagefleet.job.message import DEFAULT_CAMPAIGN, job_key, message_fields
-from imagefleet.storage.protocol import BlobRecord, FoundMessage, Storage
+from imagefleet.job.message import DEFAULT_CAMPAIGN, job_key, message_fields, split_job_key
+from imagefleet.storage.protocol import FoundMessage, Storage
 from imagefleet.storage.settings import StorageSettings
-
-if TYPE_CHECKING:
-    from imagefleet.records.record import Record
 
 State = Literal[
     "queued", "in flight", "queued or in flight", "completed", "failed", "cancelled", "unknown"
@@ -64,10 +57,10 @@ def command(
 
     imagefleet job spring/0001 --json
     """
-    if campaign is None and "/" in job_id:
-        campaign, _, job_id = job_id.partition("/")
-    campaign = checked("--campaign", campaign or DEFAULT_CAMPAIGN)
-    found = console.run(_look_up(settings, campaign, checked("ID", job_id)))
+    of_campaign, name = split_job_key(job_id, campaign)
+    options.check_campaign(of_campaign)
+    options.check_name("ID", name)
+    found = console.run(_look_up(settings, of_campaign, name))
     if as_json:
         console.print_json(asdict(found))
     else:
@@ -81,19 +74,24 @@ async def _look_up(settings: StorageSettings, campaign: str, job_id: str) -> Job
 
 async def look_up(storage: Storage, campaign: str, job_id: str) -> JobState:
     """By its images' names, then by the queue's messages, then by the campaign's records."""
+    from imagefleet.records import outcomes
+
+    job = outcomes.JobFacts(job_id, campaign)
     # Before the images: a job that completes in between must not be taken for an unknown one.
     messages = (await storage.queue.depth()).messages
-    blobs = await _images(storage, campaign, job_id)
+    stored = await outcomes.stored_images(storage, job)
     images = [
-        _Image(each.name, storage.blobs.address(each.name), each.size_bytes) for each in blobs
+        _Image(each.blob, storage.blobs.address(each.blob), each.size_bytes or 0)
+        for each in stored
+        if each.blob is not None
     ]
-    drawn = [facts for each in blobs if (facts := _facts(each))]
-    if images and len(images) >= max((facts.images for facts in drawn), default=1):
-        first = drawn[0] if drawn else None
+    if outcomes.are_all(stored):
+        first = stored[0]
+        by_worker = first.seconds is not None  # else somebody has changed its metadata
         return JobState(
-            *(job_id, campaign, "completed", max(each.created_at for each in blobs)),
-            attempts=first.attempt if first else None,
-            worker=first.worker if first else None,
+            *(job_id, campaign, "completed", max(each.at for each in stored)),
+            attempts=first.attempts if by_worker else None,
+            worker=first.worker if by_worker else None,
             images=images,
         )
     if (message := await _message(storage, campaign, job_id)) is not None:
@@ -103,7 +101,7 @@ async def look_up(storage: Storage, campaign: str, job_id: str) -> JobState:
             attempts=message.message.delivery_count,
             images=images,
         )
-    if (record := await _ended(storage, campaign, job_id)) is not None:
+    if (record := await outcomes.last_end(storage, job)) is not None:
         return JobState(
             *(job_id, campaign, "failed" if record.outcome == "failed" else "cancelled", record.at),
             attempts=record.attempts,
@@ -119,26 +117,6 @@ async def look_up(storage: Storage, campaign: str, job_id: str) -> JobState:
     )
 
 
-async def _images(storage: Storage, campaign: str, job_id: str) -> list[BlobRecord]:
-    """`a-1.png` is image 1 of job `a`, or the only one of job `a-1`."""
-    key = job_key(campaign, job_id)
-    name = re.compile(rf"{re.escape(key)}(?:-(\d{{1,4}}))?\.\w+")
-    found: dict[int, BlobRecord] = {}
-    for separator in ".-":
-        async for blob in storage.blobs.records(key + separator):
-            match = name.fullmatch(blob.name)
-            if match and blob.metadata.get("job", job_id) == job_id:
-                found[int(match[1] or 0)] = blob
-    return [found[index] for index in sorted(found)]
-
-
-def _facts(blob: BlobRecord) -> image_record.ImageRecord | None:
-    try:
-        return image_record.read(blob.metadata)
-    except errors.JobError:
-        return None  # somebody has changed it: the image is there all the same
-
-
 async def _message(storage: Storage, campaign: str, job_id: str) -> FoundMessage | None:
     async for found in storage.queue.find(job_id):
         try:
@@ -151,14 +129,6 @@ async def _message(storage: Storage, campaign: str, job_id: str) -> FoundMessage
         if of == (campaign, job_id) and not fields.get("verify"):
             return found
     return None
-
-
-async def _ended(storage: Storage, campaign: str, job_id: str) -> Record | None:
-    """The last record of a failed or cancelled job."""
-    from imagefleet.records import reader
-
-    records = [each async for each in reader.ended(storage, campaign) if each.id == job_id]
-    return max(records, key=lambda each: each.at, default=None)
 
 
 def _print(found: JobState) -> None:

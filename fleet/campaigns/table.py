@@ -28,7 +28,8 @@ class _Row(NamedTuple):
 class _Listing(NamedTuple):
     rows: list[_Row]
     messages: int
-    damaged: int
+    damaged_files: int
+    """Files of records that are damaged, in part at least, and so not in the figures."""
 
 
 @options.from_settings(StorageSettings)
@@ -45,7 +46,11 @@ def command(settings: StorageSettings, as_json: options.AsJson = False) -> None:
     listing = console.run(_list(settings))
     if as_json:
         console.print_json(
-            {"messages": listing.messages, "campaigns": [_record(row) for row in listing.rows]}
+            {
+                "messages": listing.messages,
+                "campaigns": [_record(row) for row in listing.rows],
+                "damaged_files": listing.damaged_files,
+            }
         )
     else:
         _print(listing)
@@ -104,8 +109,9 @@ def _print(listing: _Listing) -> None:
             f"{console.counted(pending - listing.messages, 'pending job')} in no queue: purged,"
             " deleted by somebody, or their records are written in a moment"
         )
-    if listing.damaged:
-        console.print_note(f"{console.counted(listing.damaged, 'file')} of records is damaged")
+    if listing.damaged_files:
+        files = console.counted(listing.damaged_files, "damaged file")
+        console.print_warning(f"{files} of records: what is damaged is not in these figures")
 
 
 def _moment(at: datetime | None) -> str:

@@ -11,6 +11,7 @@ import typer
 from fleet import console, options
 from imagefleet import errors
 from imagefleet.job.message import DEFAULT_CAMPAIGN
+from imagefleet.storage.open import absolute_url
 from imagefleet.storage.protocol import Storage
 from imagefleet.storage.settings import StorageSettings
 
@@ -85,7 +86,7 @@ async def _measure(settings: StorageSettings, plan: Plan) -> Plan:
                 size += record.size_bytes or 0
                 on_records()
         numbers = {"images": images, "bytes": size, "left_out": damaged.count}
-        return plan.model_copy(update={**numbers, "storage": fleet.storage.url})
+        return plan.model_copy(update={**numbers, "storage": absolute_url(fleet.storage)})
 
 
 async def _export(
@@ -98,7 +99,7 @@ async def _export(
     formats.check(wanted.format)
     async with console.connected(settings) as fleet:
         storage = fleet.storage
-        wanted = wanted.model_copy(update={"storage": storage.url})
+        wanted = wanted.model_copy(update={"storage": absolute_url(storage)})
         with files.writing(folder):
             found = manifest.read(folder)
             if found is None:
@@ -126,9 +127,11 @@ async def _plan(storage: Storage, folder: Path, wanted: Plan, *, quiet: bool) ->
     from fleet.results import source
     from imagefleet.records import reader
 
-    plan.check_empty(folder)
     await source.check_exists(storage, wanted.campaign)
     counts = await reader.counts(storage, wanted.campaign)
+    if not counts.images:
+        raise errors.SetupError(f"campaign {wanted.campaign} has no images yet: nothing to export")
+    plan.check_empty(folder)
     if counts.pending:
         console.print_warning(
             f"{console.counted(counts.pending, 'job')} of {wanted.campaign} still to do: their"

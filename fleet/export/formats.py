@@ -9,8 +9,8 @@ from typing import Protocol
 
 from fleet.export.plan import Format
 from fleet.export.sample import Sample
-from fleet.results import columns
 from fleet.results.parquet import arrow
+from imagefleet.records import columns
 
 
 class ShardWriter(Protocol):

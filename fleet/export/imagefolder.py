@@ -9,8 +9,8 @@ from typing import Any
 
 from fleet.export import formats
 from fleet.export.sample import Sample
-from fleet.results import columns
 from imagefleet import errors
+from imagefleet.records import columns
 
 METADATA = "metadata.jsonl"
 

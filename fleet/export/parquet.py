@@ -10,8 +10,8 @@ from typing import TYPE_CHECKING, Any
 
 from fleet.export import webdataset
 from fleet.export.sample import Sample
-from fleet.results import columns
 from fleet.results.parquet import arrow
+from imagefleet.records import columns
 
 if TYPE_CHECKING:
     import pyarrow as pa

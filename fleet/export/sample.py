@@ -7,7 +7,8 @@ from dataclasses import dataclass
 from typing import Any
 
 from fleet import contact_sheet
-from fleet.results import columns, images
+from fleet.results import images
+from imagefleet.records import columns
 from imagefleet.records.record import Record
 
 #: In img2dataset's columns.

@@ -13,8 +13,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from fleet.export.sample import SUCCESS, Sample
-from fleet.results import columns
 from fleet.results.parquet import arrow
+from imagefleet.records import columns
 
 if TYPE_CHECKING:
     import pyarrow as pa

@@ -119,8 +119,8 @@ async def export(
     """Prints whole failed jobs, to be mended and loaded.
 
     One JSON object per line, which `imagefleet load` takes: the job, and in `failure` why it
-    failed. With a signing or trusted key only jobs that are signed. Afterwards `failed discard
-    --jobs FILE` takes the failed ones off the list.
+    failed. With a signing or trusted key only jobs that are signed. Once they are completed,
+    `failed discard --completed` takes them off the list.
 
     imagefleet failed export --error InvalidMessageError > fix.jsonl
     """
@@ -227,6 +227,13 @@ def discard(
         bool,
         typer.Option("--unsigned", help="Only what is not signed with a key of yours."),
     ] = False,
+    completed: Annotated[
+        bool,
+        typer.Option(
+            "--completed",
+            help="Only jobs that were sent again since, and whose images are all stored.",
+        ),
+    ] = False,
     dry_run: DryRun = False,
     yes: options.Yes = False,
     as_json: options.AsJson = False,
@@ -235,17 +242,18 @@ def discard(
 
     imagefleet failed discard --campaign spring
 
+    imagefleet failed discard --completed
+
     imagefleet failed discard --jobs fix.jsonl
 
     imagefleet failed discard --all --yes
 
     imagefleet failed discard --unsigned
     """
-    selection = _selection(
-        error, campaign, job_id, jobs_file, everything=everything, unsigned=unsigned
-    )
+    alone = unsigned or completed
+    selection = _selection(error, campaign, job_id, jobs_file, everything=everything, alone=alone)
     if dry_run or not yes:
-        count = console.run(_count(settings, selection, unsigned=unsigned))
+        count = console.run(_count(settings, selection, unsigned=unsigned, completed=completed))
         jobs = console.counted(count, "failed job")
         if dry_run:
             if as_json:
@@ -255,7 +263,7 @@ def discard(
             return
         if count:
             console.confirm(f"Discard {jobs} for good?", yes=yes)
-    swept = console.run(_discard(settings, selection, unsigned=unsigned))
+    swept = console.run(_discard(settings, selection, unsigned=unsigned, completed=completed))
     output.report("discarded", swept, as_json=as_json)
 
 
@@ -266,10 +274,11 @@ def _selection(
     jobs_file: Path | None = None,
     *,
     everything: bool,
-    unsigned: bool = False,
+    alone: bool = False,
 ) -> Selection:
+    """The failed jobs of the options; *alone*: another option suffices."""
     has_filter = any(each is not None for each in (error, campaign, job_id, jobs_file))
-    if (everything and has_filter) or not (everything or has_filter or unsigned):
+    if (everything and has_filter) or not (everything or has_filter or alone):
         raise errors.SetupError(
             "choose the failed jobs: --all, or one or more of --error, --campaign and --id"
         )
@@ -285,12 +294,17 @@ async def _check(settings: SignerSettings, changes: list[str], *, takes_invalid:
         return Check(keys.trusted, takes_invalid, change)
 
 
-async def _count(settings: SignerSettings, selection: Selection, *, unsigned: bool) -> int:
+async def _count(
+    settings: SignerSettings, selection: Selection, *, unsigned: bool, completed: bool
+) -> int:
     count = 0
     async with console.connected(settings) as fleet:
         check, storage = fleet.checks_signatures() if unsigned else None, fleet.storage
-        async for entry in dead_letter_queue.find(storage, selection):
-            count += check is None or not await check.is_signed(entry, storage.blobs)
+        found = dead_letter_queue.find(storage, selection)
+        async for some in dead_letter_queue.in_batches(found):
+            count += len(
+                await dead_letter_queue.to_discard(storage, some, check, completed=completed)
+            )
     return count
 
 
@@ -314,11 +328,15 @@ async def _replay(
     return swept, missing
 
 
-async def _discard(settings: SignerSettings, selection: Selection, *, unsigned: bool) -> Swept:
+async def _discard(
+    settings: SignerSettings, selection: Selection, *, unsigned: bool, completed: bool
+) -> Swept:
     async with console.connected(settings) as fleet:
         keep_signed = fleet.checks_signatures() if unsigned else None
         with _counting("discarded") as show:
-            return await dead_letter_queue.discard(fleet.storage, selection, show, keep_signed)
+            return await dead_letter_queue.discard(
+                fleet.storage, selection, show, keep_signed, completed=completed
+            )
 
 
 @contextlib.contextmanager

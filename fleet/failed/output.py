@@ -25,8 +25,8 @@ Verb = Literal["replayed", "discarded"]
 def report(verb: Verb, swept: Swept, *, missing: int = 0, as_json: bool) -> None:
     """Prints what was done; *missing* failed jobs have no message that could be moved."""
     if as_json:
-        refused = [asdict(each) for each in swept.refused]
-        console.print_json({verb: swept.done, "refused": refused})
+        record = {verb: swept.done, "refused": [asdict(each) for each in swept.refused]}
+        console.print_json(record | ({"missing": missing} if verb == "replayed" else {}))
         return
     console.stdout.print(f"{console.counted(swept.done, 'failed job')} {verb}")
     others = [each for each in swept.refused if not each.is_unsigned]
@@ -119,6 +119,11 @@ def print_listing(listing: Listing) -> None:
         _print_jobs(listing.jobs)
     if count > len(listing.jobs):
         console.stdout.print(f"the first {len(listing.jobs):,} are shown (--limit)")
+    if done := sum(job["completed_since"] for job in listing.jobs):
+        console.print_note(
+            f"{console.counted(done, 'job')} of those shown completed since: `imagefleet failed"
+            " discard --completed` takes such jobs off the list"
+        )
     if listing.unrecorded:
         console.print_warning(without_records(listing.unrecorded))
 
@@ -141,10 +146,11 @@ def _print_jobs(jobs: list[dict[str, Any]]) -> None:
     # `failed show` takes ids, `--campaign` campaigns and `--error` errors.
     names = map(console.name_column, ("id", "campaign", "error"))
     signed = [Column("signed")] if "signed" in jobs[0] else []
-    rows = console.table(*names, Column("failed (UTC)", no_wrap=True), *signed)
+    rows = console.table(*names, Column("failed (UTC)", no_wrap=True), "completed since", *signed)
     for job in jobs:
         failed_at = job.get("failed_at", "")[5:16].replace("T", " ")
         cells = [job["id"], job.get("campaign", ""), job["error"], failed_at]
+        cells += ["yes" if job["completed_since"] else ""]
         cells += ["yes" if job["signed"] else "NO"] if signed else []
         rows.add_row(*map(console.untrusted, cells))
     console.print_tables("", rows)

@@ -11,8 +11,13 @@ from typing import Any
 
 from imagefleet import errors
 from imagefleet.aio import Fleet
-from imagefleet.job.message import DELIVERIES_FIELD, SIGNATURE_FIELD, message_fields
-from imagefleet.storage import dead_letter_queue
+from imagefleet.job.message import (
+    DELIVERIES_FIELD,
+    FAILURE_FIELD,
+    SIGNATURE_FIELD,
+    message_fields,
+)
+from imagefleet.storage import dead_letter_queue, dead_letter_records
 from imagefleet.storage.dead_letter import Entry
 from imagefleet.storage.dead_letter_queue import Selection
 from imagefleet.storage.protocol import BlobStore
@@ -20,11 +25,8 @@ from imagefleet.storage.protocol import BlobStore
 #: Of a message that is in the poison queue by mistake.
 NO_RECORD = "not a record of a failed job"
 
-#: In an exported job: why it failed. A load leaves it out.
-FAILURE = "failure"
-
-#: More than any failed jobs that people mend by hand; another file given by mistake is larger.
-_MAX_FILE_BYTES = 2**30
+#: Jobs whose images are looked for at the same time.
+_LOOKED_UP = 32
 
 
 @dataclass(slots=True)
@@ -59,14 +61,21 @@ def entries(fleet: Fleet, selection: Selection, *, from_queue: bool) -> AsyncIte
 async def listing(fleet: Fleet, selection: Selection, limit: int, *, from_queue: bool) -> Listing:
     """Counts the selected failed jobs, and describes the first of them."""
     found = Listing()
+    shown: list[Entry] = []
     check = fleet.checks_signatures() if fleet.keys.trusted else None
     async for entry in entries(fleet, selection, from_queue=from_queue):
         record = entry.record
         found.errors[(record.error, record.reason) if record else (NO_RECORD, "")] += 1
         if len(found.jobs) < limit:
+            shown.append(entry)
             found.jobs.append(facts(entry))
             if check is not None:
                 found.jobs[-1]["signed"] = await check.is_signed(entry, fleet.storage.blobs)
+    for start in range(0, len(shown), _LOOKED_UP):
+        some = shown[start : start + _LOOKED_UP]
+        done = await dead_letter_records.are_completed(fleet.storage, some)
+        for job, is_completed in zip(found.jobs[start:], done, strict=False):
+            job["completed_since"] = is_completed
     if not from_queue:
         found.unrecorded = await dead_letter_queue.unrecorded(fleet.storage)
     return found
@@ -112,7 +121,7 @@ async def exported(entry: Entry, blobs: BlobStore) -> dict[str, Any]:
     if not isinstance(fields, dict):
         raise errors.JobError("its message is no job in JSON")
     # A signature is of the fields as they were: a load signs the mended job.
-    for name in (DELIVERIES_FIELD, SIGNATURE_FIELD, FAILURE):
+    for name in (DELIVERIES_FIELD, SIGNATURE_FIELD, FAILURE_FIELD):
         fields.pop(name, None)
     named = {"id": entry.id} | ({"campaign": each} if (each := entry.record.campaign) else {})
     reasons = entry.record.model_dump(
@@ -122,7 +131,7 @@ async def exported(entry: Entry, blobs: BlobStore) -> dict[str, Any]:
     )
     # A job without an id took its message's: it stays the same job.
     given = {name: each for name, each in fields.items() if each is not None or name not in named}
-    return named | given | {FAILURE: reasons}
+    return named | given | {FAILURE_FIELD: reasons}
 
 
 def sources_of(path: Path) -> frozenset[str]:
@@ -148,7 +157,7 @@ def sources_of(path: Path) -> frozenset[str]:
 
 def _source(line: bytes) -> str | None:
     try:
-        source = json.loads(line)[FAILURE]["source"]
+        source = json.loads(line)[FAILURE_FIELD]["source"]
     except (ValueError, RecursionError, LookupError, TypeError):
         return None
     return source if isinstance(source, str) else None

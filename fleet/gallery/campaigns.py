@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import hashlib
 import time
 from collections import OrderedDict
@@ -22,9 +23,9 @@ from imagefleet.storage.protocol import Storage
 #: Campaigns that are followed at the same time, each while a page shows it.
 _MOST_OPEN = 4
 
-#: Each poll is billed on Azure, and so is each count of the jobs sent: a read for each shard.
+#: Each poll is billed on Azure: a listing, and a read for each part of a shard that is new.
 _LOCAL_PACE = Pace(poll_seconds=1.0, count_seconds=5.0)
-_REMOTE_PACE = Pace(poll_seconds=5.0, count_seconds=60.0)
+_REMOTE_PACE = Pace(poll_seconds=5.0, count_seconds=60.0, records_at_once=8_000, part_bytes=2**20)
 
 #: The list of campaigns is read again after this time.
 _NAMES_SECONDS = 5.0
@@ -34,6 +35,10 @@ _MOST_NAMES = 5_000
 
 #: Between two looks whether a poll is due.
 _TICK_SECONDS = 0.1
+
+#: Older records are read when no page has asked for something so long, but one part in a second.
+_HELD_SECONDS = 0.25
+_LONGEST_HELD_SECONDS = 1.0
 
 #: An index that nobody has opened for so long is deleted.
 _UNUSED_SECONDS = 30 * 86_400
@@ -59,6 +64,7 @@ class Campaigns:
         self._open: OrderedDict[str, Campaign] = OrderedDict()
         self._closing: list[Campaign] = []
         self._opening = asyncio.Lock()
+        self._held_until = float("-inf")
 
     async def names(self) -> list[str]:
         """The campaigns that have records, and the preferred one."""
@@ -103,18 +109,32 @@ class Campaigns:
         campaign.ask()
         return campaign
 
+    def hold(self) -> None:
+        """A page is being filled."""
+        self._held_until = time.monotonic() + _HELD_SECONDS
+
     async def follow(self) -> NoReturn:
         """Reads the records of the campaigns that are watched."""
         await asyncio.to_thread(self._remove_unused)
-        if name := await self.newest():  # a browser is about to ask for it
-            await self.get(name)
+        with contextlib.suppress(errors.TransientError, web.HTTPNotFound):  # the page tells that
+            if name := await self.newest():  # a browser is about to ask for it
+                await self.get(name)
         while True:
             for campaign in [*self._open.values()]:
                 if campaign.is_due:
+                    if campaign.is_behind:
+                        await self._wait_for_pages()
                     await campaign.poll()
             while self._closing:
                 self._closing.pop().index.close()
-            await asyncio.sleep(_TICK_SECONDS)
+            if not any(each.is_due and each.is_behind for each in self._open.values()):
+                await asyncio.sleep(_TICK_SECONDS)
+
+    async def _wait_for_pages(self) -> None:
+        """What is on a screen comes before older records."""
+        longest = time.monotonic() + _LONGEST_HELD_SECONDS
+        while (seconds := min(self._held_until, longest) - time.monotonic()) > 0:  # noqa: ASYNC110
+            await asyncio.sleep(seconds)
 
     def close(self) -> None:
         for campaign in (*self._open.values(), *self._closing):
@@ -126,5 +146,6 @@ class Campaigns:
 
     def _remove_unused(self) -> None:
         for file in self._folder.glob("index-*.sqlite*"):
-            if time.time() - file.stat().st_mtime > _UNUSED_SECONDS:
-                file.unlink(missing_ok=True)
+            with contextlib.suppress(FileNotFoundError):  # another gallery does the same
+                if time.time() - file.stat().st_mtime > _UNUSED_SECONDS:
+                    file.unlink()

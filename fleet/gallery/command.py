@@ -10,11 +10,8 @@ from pathlib import Path
 from typing import Annotated
 
 import typer
-from pydantic import TypeAdapter, ValidationError
 
 from fleet import console, options
-from imagefleet import errors, validation
-from imagefleet.job.message import SafeId
 from imagefleet.storage.settings import SignerSettings
 
 CACHE = Path("~/.cache/imagefleet/gallery")
@@ -50,11 +47,7 @@ def command(
 
     imagefleet gallery --campaign spring --port 8080 --no-browser
     """
-    if campaign is not None:
-        try:
-            TypeAdapter(SafeId).validate_python(campaign)
-        except ValidationError as error:
-            raise errors.SetupError(f"--campaign: {validation.sentence(error)}") from None
+    options.check_campaign(campaign)
     console.run(
         _serve(
             settings,

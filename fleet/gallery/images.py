@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import os
+import sqlite3
+from collections.abc import Callable
 
 from fleet.gallery import thumbnails
 from fleet.gallery.thumbnails import Thumbnails, UnusableImageError
@@ -17,6 +20,10 @@ _READS = 8
 _DECODERS = min(4, os.cpu_count() or 1)
 
 
+def _always() -> bool:
+    return True
+
+
 class Images:
     """The images of one container; *address* tells containers apart in the cache."""
 
@@ -27,17 +34,31 @@ class Images:
         self._reads = asyncio.Semaphore(_READS)
         self._decoders = asyncio.Semaphore(_DECODERS)
 
-    async def thumbnail(self, record: Record) -> bytes:
-        """A JPEG, from the cache or made now; raises UnusableImageError."""
+    async def thumbnail(self, record: Record, is_wanted: Callable[[], bool] = _always) -> bytes:
+        """A JPEG, from the cache or made now; raises UnusableImageError.
+
+        Nothing is read for an image that is not wanted any more when it is its turn.
+        """
         # An image that is replaced has another size, most likely.
         key = thumbnails.key_of(f"{self._address}/{record.blob}?{record.size_bytes}")
-        if kept := await asyncio.to_thread(self._kept.read, key):
+        if kept := await asyncio.to_thread(self._stored, key):
             return kept
         async with self._reads:
+            if not is_wanted():
+                raise UnusableImageError("nobody waits for it any more")
             data = await self._read(record)
             async with self._decoders:
-                made = await asyncio.to_thread(thumbnails.shrink, data)
-        await asyncio.to_thread(self._kept.keep, key, made)
+                return await asyncio.to_thread(self._made, key, data)
+
+    def _stored(self, key: bytes) -> bytes | None:
+        with contextlib.suppress(sqlite3.Error):  # what cannot be read is made
+            return self._kept.read(key)
+        return None
+
+    def _made(self, key: bytes, data: bytes) -> bytes:
+        made = thumbnails.shrink(data)
+        with contextlib.suppress(sqlite3.Error):  # on a full disk it is made again
+            self._kept.keep(key, made)
         return made
 
     async def picture(self, record: Record) -> tuple[bytes, str]:

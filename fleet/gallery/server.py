@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import sqlite3
 from collections.abc import AsyncIterator, Callable, Coroutine
 from contextlib import asynccontextmanager
 from importlib import resources
@@ -123,6 +124,7 @@ class Gallery:
         return app
 
     async def _show_page(self, _: web.Request) -> web.Response:
+        self._campaigns.hold()
         return web.Response(text=self._page, content_type="text/html")
 
     async def _file(self, request: web.Request) -> web.Response:
@@ -144,6 +146,7 @@ class Gallery:
         )
 
     async def _state(self, request: web.Request) -> web.Response:
+        await (await self._campaign(request)).begun()
         campaign, view = await self._chosen(request)
         counts = await asyncio.to_thread(campaign.index.counts)
         return web.json_response(
@@ -154,7 +157,8 @@ class Gallery:
                 "counts": counts.tabs,
                 "jobs": counts.jobs,
                 "sent": campaign.sent,
-                "reading": not campaign.is_complete,
+                "reading": not view.is_complete,
+                "read": campaign.read_share,
                 "damaged": campaign.damaged,
                 "problem": _sentence(campaign.problem or self._campaigns.problem),
             }
@@ -173,7 +177,8 @@ class Gallery:
         return web.json_response(found)
 
     async def _rows(self, request: web.Request) -> web.Response:
-        campaign, view = await self._chosen(request)
+        self._campaigns.hold()
+        campaign, view = await self._chosen(request, is_new=False)
         start, count = _number(request, "from"), min(_number(request, "count"), _MOST_ROWS)
         seqs = view.seqs[start : start + count].tolist()
         rows = await asyncio.to_thread(campaign.index.rows, seqs)
@@ -196,7 +201,10 @@ class Gallery:
         return web.json_response({})
 
     async def _thumbnail(self, request: web.Request) -> web.Response:
-        made = await self._images.thumbnail(await self._found(request))
+        self._campaigns.hold()
+        made = await self._images.thumbnail(
+            await self._found(request), lambda: not _is_given_up(request)
+        )
         headers = {"Cache-Control": _FOREVER}
         return web.Response(body=made, content_type="image/jpeg", headers=headers)
 
@@ -208,7 +216,7 @@ class Gallery:
     async def _campaign(self, request: web.Request) -> Campaign:
         return await self._campaigns.get(request.query.get("campaign", ""))
 
-    async def _chosen(self, request: web.Request) -> tuple[Campaign, View]:
+    async def _chosen(self, request: web.Request, *, is_new: bool = True) -> tuple[Campaign, View]:
         campaign = await self._campaign(request)
         tabs: tuple[Tab, ...] = get_args(Tab)
         asked = request.query.get("tab", "images")
@@ -216,7 +224,7 @@ class Gallery:
         text, lora, worker = (
             request.query.get(name, "")[:_MOST_CHARACTERS] for name in ("text", "lora", "worker")
         )
-        return campaign, await campaign.view(Filter(tab, text.lower(), lora, worker))
+        return campaign, await campaign.view(Filter(tab, text, lora, worker), is_new=is_new)
 
     async def _found(self, request: web.Request) -> Record:
         campaign = await self._campaign(request)
@@ -224,6 +232,11 @@ class Gallery:
         if record is None:
             raise web.HTTPNotFound(text="there is no such row\n")
         return record
+
+
+def _is_given_up(request: web.Request) -> bool:
+    """Whether the browser has closed the connection: the tile is off the screen again."""
+    return request.transport is None or request.transport.is_closing()
 
 
 def _number(request: web.Request, name: str) -> int:
@@ -243,6 +256,8 @@ async def _errors_as_json(request: web.Request, handler: guard.Handler) -> web.S
         return _refusal(error.message, 409)
     except errors.FleetError as error:
         return _refusal(error.message, 503)
+    except sqlite3.Error as error:
+        return _refusal(f"The cache of the gallery cannot be read: {error}", 503)
 
 
 def _refusal(reason: str, status: int) -> web.Response:

@@ -7,18 +7,18 @@ from __future__ import annotations
 
 import hashlib
 import io
-import sqlite3
 import threading
 import time
 from pathlib import Path
 
 from PIL import Image
 
-from imagefleet import errors
+from fleet.gallery import cache
 from imagefleet.job.message import MAX_IMAGE_PIXELS
 
-#: The longer side: nearly twice that of a tile, for screens of high resolution.
-PIXELS = 320
+#: The longer side: half that of an image, which is made several times as fast as other sizes, and
+#: more than that of a tile, for screens of high resolution.
+PIXELS = 256
 
 #: A WebP is half as large, and takes ten times as long: more than to decode the image.
 _JPEG_QUALITY = 82
@@ -28,6 +28,16 @@ _KEPT_SHARE = 0.9
 
 #: A thumbnail's last use is noted once in this time.
 _USE_SECONDS = 3600
+
+#: Raised with the tables: a file of another version is made again.
+_VERSION = 1
+
+_TABLES = """
+CREATE TABLE IF NOT EXISTS thumbnails(
+    key BLOB PRIMARY KEY, bytes INTEGER NOT NULL, used_at INTEGER NOT NULL, data BLOB NOT NULL
+);
+CREATE INDEX IF NOT EXISTS by_use ON thumbnails(used_at, bytes);
+"""
 
 _CONTENT_TYPES = {"PNG": "image/png", "JPEG": "image/jpeg", "WEBP": "image/webp"}
 
@@ -41,25 +51,11 @@ class Thumbnails:
 
     def __init__(self, path: Path, max_bytes: int) -> None:
         """Raises SetupError if the file cannot be written."""
+        Image.preinit()  # takes a while, and a page would wait for it
         self._max_bytes = max_bytes
         self._lock = threading.Lock()
-        try:
-            path.parent.mkdir(parents=True, exist_ok=True)
-            self._db = sqlite3.connect(
-                path, timeout=30, isolation_level=None, check_same_thread=False
-            )
-            self._db.executescript(
-                "PRAGMA journal_mode = wal; PRAGMA synchronous = off;"
-                "CREATE TABLE IF NOT EXISTS thumbnails("
-                "key BLOB PRIMARY KEY, bytes INTEGER NOT NULL, used_at INTEGER NOT NULL,"
-                " data BLOB NOT NULL);"
-                "CREATE INDEX IF NOT EXISTS by_use ON thumbnails(used_at, bytes);"
-            )
-            self._bytes = self._stored_bytes()
-        except (sqlite3.DatabaseError, OSError) as error:
-            raise errors.SetupError(
-                f"cannot write {path}: {error}; choose another folder with --cache"
-            ) from None
+        self._db = cache.opened(path, _TABLES, _VERSION)
+        self._bytes = self._stored_bytes()
 
     def close(self) -> None:
         with self._lock:
@@ -115,7 +111,7 @@ def shrink(data: bytes) -> bytes:
         try:
             image.draft("RGB", (PIXELS, PIXELS))  # a JPEG is decoded at a smaller size
             small = image.convert("RGB")
-            small.thumbnail((PIXELS, PIXELS), Image.Resampling.BICUBIC)
+            small.thumbnail((PIXELS, PIXELS), Image.Resampling.BICUBIC, reducing_gap=1)
             stored = io.BytesIO()
             small.save(stored, "JPEG", quality=_JPEG_QUALITY)
         except Exception as error:  # noqa: BLE001 - Pillow's parsers raise a dozen kinds

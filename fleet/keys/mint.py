@@ -9,7 +9,7 @@ from __future__ import annotations
 import contextlib
 import json
 import re
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import AsyncIterator, Callable, Iterable, Mapping
 from dataclasses import dataclass
 from datetime import UTC, datetime, timedelta
 from typing import Any
@@ -148,12 +148,8 @@ async def store_policy(settings: StorageSettings, role: Role, name: str) -> None
 
 async def policies(settings: StorageSettings, role: Role) -> set[str]:
     """The names of the policies that all resources of *role* have."""
-    found: list[set[str]] = []
     resources = [each for each in RESOURCES if role.letters(each)]
-    await _change_policies(
-        settings, resources, lambda _, stored: found.append(set(stored)), but_missing=True
-    )
-    return set.intersection(*found) if len(found) == len(resources) else set()
+    return set.intersection(*[await _policy_names(settings, each) for each in resources])
 
 
 def is_of_broker(policy: str, name: str) -> bool:
@@ -173,7 +169,7 @@ async def remove_policy(settings: StorageSettings, name: str) -> list[str]:
             del policies[each]
         return bool(ours)
 
-    removed = await _change_policies(settings, RESOURCES, remove, but_missing=True)
+    removed = await _change_policies(settings, RESOURCES, remove, skip_missing=True)
     if not removed:
         raise errors.SetupError(f"there is no policy {name!r} to revoke")
     return removed
@@ -213,27 +209,43 @@ async def _change_policies(
     resources: Iterable[Resource],
     change: Callable[[Resource, dict[str, Any]], bool | None],
     *,
-    but_missing: bool = False,
+    skip_missing: bool = False,
 ) -> list[str]:
     """Stores the policies that *change* reports as changed; returns their resources' names.
 
-    *but_missing* leaves out queues and containers that do not exist.
+    *skip_missing* leaves out queues and containers that do not exist.
     """
-    address = account.read_address(settings.storage.strip())
     changed = []
     for resource in resources:
         name = name_of(settings, resource)
-        open_client = address.container_client if is_container(resource) else address.queue_client
-        async with open_client(name, None, **_OPTIONS) as client:
-            with (
-                azure_errors.translated(f"the stored policies of {name!r}"),
-                azure_errors.tolerated(azure_errors.MISSING if but_missing else ()),
-            ):
+        async with _policies_of(settings, resource) as client:
+            with azure_errors.tolerated(azure_errors.MISSING if skip_missing else ()):
                 policies = await _read_policies(client)
                 if change(resource, policies):
                     await _write_policies(client, policies)
                     changed.append(name)
     return changed
+
+
+async def _policy_names(settings: StorageSettings, resource: Resource) -> set[str]:
+    """None of a queue or container that does not exist."""
+    async with _policies_of(settings, resource) as client:
+        with azure_errors.tolerated(azure_errors.MISSING):
+            return set(await _read_policies(client))
+    return set()
+
+
+@contextlib.asynccontextmanager
+async def _policies_of(
+    settings: StorageSettings, resource: Resource
+) -> AsyncIterator[QueueClient | ContainerClient]:
+    """The client to read and change them with, whose errors name them."""
+    address = account.read_address(settings.storage.strip())
+    name = name_of(settings, resource)
+    open_client = address.container_client if is_container(resource) else address.queue_client
+    async with open_client(name, None, **_OPTIONS) as client:
+        with azure_errors.translated(f"the stored policies of {name!r}"):
+            yield client
 
 
 async def _read_policies(client: QueueClient | ContainerClient) -> dict[str, Any]:

@@ -5,6 +5,7 @@ The queries use the workers' own series: they need no recording rules.
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 from datetime import UTC, datetime
 
@@ -45,6 +46,8 @@ class FleetRates:
     images_per_dollar_gpu_only: float | None
     images_per_dollar: float | None
     left_out: str | None = None
+    replicas: int = 0
+    """Machines: each has one worker, or one for each of its GPUs."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -89,6 +92,7 @@ async def fleet_rates(prometheus: Prometheus) -> FleetRates:
         # The storage's cost alone, without the GPU's, would give far too high a figure.
         images_per_dollar=None if per_gpu_dollar is None else per_dollar,
         left_out=await left_out(prometheus, now),
+        replicas=int(await value(f"count(count by (instance) ({_INFO}))") or 0),
     )
 
 
@@ -120,21 +124,20 @@ async def worker_rates(prometheus: Prometheus) -> list[WorkerRates]:
     now = datetime.now(UTC)
     infos = await prometheus.at(_INFO, now)
 
-    async def by_instance(query: str) -> dict[str, float]:
-        found = await prometheus.at(query, now)
-        return {each.labels.get("instance", ""): each.last for each in found}
+    async def by_gpu(query: str) -> dict[tuple[str, str], float]:
+        return {_gpu(each.labels): each.last for each in await prometheus.at(query, now)}
 
-    each_sum = "sum by (instance) "
+    each_sum = "sum by (instance, device) "
     images, idle, prices, per_dollar, failed = await concurrency.gather(
-        by_instance(f"{each_sum}({_IMAGES})"),
-        by_instance(_idle_fraction(each_sum)),
-        by_instance(f"{each_sum}(imagefleet_price_dollars_per_hour{{$fleet}})"),
-        by_instance(f"{each_sum}({_IMAGES}) / {each_sum}({_DOLLARS})"),
-        by_instance(f"{each_sum}({_FAILED})"),
+        by_gpu(f"{each_sum}({_IMAGES})"),
+        by_gpu(_idle_fraction(each_sum)),
+        by_gpu(f"{each_sum}(imagefleet_price_dollars_per_hour{{$fleet}})"),
+        by_gpu(f"{each_sum}({_IMAGES}) / {each_sum}({_DOLLARS})"),
+        by_gpu(f"{each_sum}({_FAILED})"),
     )
     found = [
         WorkerRates(
-            instance=(name := labels.get("instance", "")),
+            instance=(name := _gpu(labels))[0],
             worker=labels.get("worker", ""),
             gpu=labels.get("gpu", ""),
             group=labels.get("group", ""),
@@ -147,6 +150,11 @@ async def worker_rates(prometheus: Prometheus) -> list[WorkerRates]:
         for labels in (info.labels for info in infos)
     ]
     return sorted(found, key=lambda each: (each.images_per_second, each.instance))
+
+
+def _gpu(labels: Mapping[str, str]) -> tuple[str, str]:
+    """What tells a worker from all others; `device` is one of several GPUs of its machine."""
+    return labels.get("instance", ""), labels.get("device", "")
 
 
 def _idle_fraction(total: str) -> str:

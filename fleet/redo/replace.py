@@ -1,8 +1,8 @@
 """Replaces images so that none is lost, wherever this is killed.
 
-A copy of each image, then a journal of what is about to happen, then the deletions, then the jobs,
-and the journal's deletion last. Whoever finds a journal finishes it. Journals are among the files,
-which workers only read: one forged by a worker could delete any image.
+A copy of each image, then a journal of what is about to happen, then the deletions, notes of them
+in the records, then the jobs, and the journal's deletion last. Whoever finds a journal finishes it.
+Journals are among the files, which workers only read: a forged one could delete any image.
 """
 
 from __future__ import annotations
@@ -18,6 +18,8 @@ from pydantic import BaseModel, ConfigDict, ValidationError
 from fleet.redo.jobs import JobFinder
 from imagefleet import concurrency, errors
 from imagefleet.job.message import DUPLICATES, MAX_IMAGE_BYTES, REPLACED
+from imagefleet.records import replaced as replaced_notes
+from imagefleet.records.writer import RecordLog
 from imagefleet.storage.protocol import Storage
 
 #: Those of runs that were killed stay.
@@ -67,6 +69,10 @@ class Replaced:
     jobs: int = 0
 
 
+#: Of the shards with the notes.
+_WRITER = "redo"
+
+
 async def check_access(storage: Storage) -> None:
     """Raises SetupError if the credentials may not delete images."""
     if not await storage.blobs.delete(f"{REPLACED}{uuid.uuid4().hex}"):
@@ -86,6 +92,11 @@ async def replace(
 ) -> list[Refused]:
     """Replaces *images*, given with their metadata; returns those that stay."""
     refused: list[Refused] = []
+    log = RecordLog(storage.blobs, _WRITER)
+    for note in (replaced_notes.note(name, images[name], "") for name in images):
+        if note is not None:
+            await log.check(note.campaign, "replaced")
+            break
     # In this order a job's images are together, so that it is sent once.
     names = sorted(images, key=lambda name: (images[name].get("job", ""), name))
     for start in range(0, len(names), BATCH):
@@ -99,14 +110,16 @@ async def replace(
             journal = f"{JOURNALS}{uuid.uuid4().hex}.json"
             data = Journal(entries=entries).model_dump_json().encode()
             await storage.files.create(journal, data, "application/json", {})
-            await finish(storage, journal, replaced)
+            await finish(storage, journal, replaced, log)
         for _ in batch:
             on_image()
     return refused
 
 
-async def finish(storage: Storage, journal: str, replaced: Replaced) -> None:
-    """Does what a journal says as far as it is not done.
+async def finish(
+    storage: Storage, journal: str, replaced: Replaced, log: RecordLog | None = None
+) -> None:
+    """Does what a journal says as far as it is not done; *log* is for its notes in the records.
 
     Raises:
         SetupError: it is damaged, or the credentials do not suffice.
@@ -122,6 +135,9 @@ async def finish(storage: Storage, journal: str, replaced: Replaced) -> None:
         ) from None
     gone = await concurrency.gather(*(_delete(storage, entry) for entry in entries))
     missing = [entry for entry, is_gone in zip(entries, gone, strict=True) if is_gone]
+    log = log or RecordLog(storage.blobs, _WRITER)
+    notes = (replaced_notes.note(entry.name, entry.metadata, journal) for entry in missing)
+    await log.add([note for note in notes if note is not None])
     messages = list(dict.fromkeys(entry.message for entry in missing if entry.message))
     await storage.queue.send(messages)
     if not await storage.files.delete(journal):

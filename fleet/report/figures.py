@@ -204,9 +204,11 @@ def _notes(
     notes = [
         (
             "Images, sizes and times come from the images, listed one by one: workers of an earlier"
-            " version wrote no records. Failed jobs are those in the poison queue."
+            " version wrote no records."
             if records.are_listed
             else "Images, sizes and times come from the workers' records, by the workers' clocks."
+            " Images that workers of an earlier version stored in this campaign without a record"
+            " are not counted."
         ),
         (
             "A worker's time runs from its first pull to its last image of this campaign, plus"
@@ -219,6 +221,8 @@ def _notes(
         ),
         f"Storage operations: {table.storage.source}; keeping the images is not included.",
     ]
+    if records.failed_are_of_queue:
+        notes.append("Failed jobs are those in the poison queue.")
     if records.cancelled:
         notes.append(f"Jobs cancelled: {records.cancelled:,}.")
     if records.without_record:
@@ -238,7 +242,7 @@ def _notes(
 
 def _without_record(images: int) -> str:
     return (
-        "1 image has no record: it is"
+        "Of 1 image it is not known who has drawn it: it is"
         if images == 1
-        else f"{images:,} images have no record: they are"
+        else f"Of {images:,} images it is not known who has drawn them: they are"
     )

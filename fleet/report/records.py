@@ -115,6 +115,7 @@ class Records:
     cancelled: int = 0
     are_listed: bool = False
     """By the images themselves: workers of an earlier version wrote no records."""
+    failed_are_of_queue: bool = False
     samples: list[SampleName] = field(default_factory=list)
     skipped: Skipped = field(default_factory=Skipped)
 
@@ -163,7 +164,7 @@ class _Image:
     price_per_hour: float | None = None
     start_up_seconds: float = 0
     seconds: float = 0
-    deliveries: int = 1
+    attempts: int = 1
     is_damaged: bool = False
 
 
@@ -183,19 +184,27 @@ async def read_records(storage: protocol.Storage, campaign: str, samples: int) -
             _count_failure(records, ended.error or "", ended.reason or "")
         else:
             records.cancelled += 1
-    if not (records.images or records.failed or records.cancelled):
-        await _list(storage, records, sampler)
+    has_records = bool(records.images or records.failed or records.cancelled)
+    if not records.images:
+        await _list_images(storage, records, sampler)
+    if not has_records:
+        await _read_poison_queue(storage, records)
     records.samples = sorted(sampler.drawn, key=lambda sample: sample.blob)
     return records
 
 
-async def _list(storage: protocol.Storage, records: Records, sampler: _Sampler) -> None:
-    """Counts the images of an earlier version, one by one, and the messages of failed jobs."""
+async def _list_images(storage: protocol.Storage, records: Records, sampler: _Sampler) -> None:
+    """Counts the images of workers of an earlier version, one by one."""
     async for blob in storage.blobs.records(f"{records.campaign}/"):
         records.are_listed = True
         image = _of_blob(blob, records)
         sampler.add(image)
         _count_image(records, image)
+
+
+async def _read_poison_queue(storage: protocol.Storage, records: Records) -> None:
+    """Counts the messages of failed jobs of workers of an earlier version."""
+    records.failed_are_of_queue = True
     async for entry in dead_letter_queue.browse(storage, dead_letter_queue.Selection()):
         failed = entry.record
         if failed and (failed.campaign or DEFAULT_CAMPAIGN) == records.campaign:
@@ -244,7 +253,7 @@ def _of_record(record: Record, records: Records) -> _Image | None:
         price_per_hour=price,
         start_up_seconds=record.start_up_seconds,
         seconds=record.seconds or 0,
-        deliveries=record.attempts,
+        attempts=record.attempts,
     )
 
 
@@ -262,13 +271,8 @@ def _of_blob(blob: protocol.BlobRecord, records: Records) -> _Image:
         unknown,
         # A job is counted at its first image, whose name has no number or the number 0.
         is_first_of_job=_stem(blob) in {facts.job, f"{facts.job}-0"},
-        worker=facts.worker,
         started_at=facts.started_at,
-        gpu=facts.gpu,
-        price_per_hour=facts.price_per_hour,
-        start_up_seconds=facts.start_up_seconds,
-        seconds=facts.seconds,
-        deliveries=facts.attempt,
+        **facts.facts(),
     )
 
 
@@ -302,7 +306,7 @@ def _count_image(records: Records, image: _Image) -> None:
         return
     records.jobs += image.is_first_of_job
     records.seconds_in_worker[math.ceil(image.seconds / _TIME_STEP)] += 1
-    records.deliveries[image.deliveries] += 1
+    records.deliveries[image.attempts] += 1
     pulled_at = image.stored_at - timedelta(seconds=image.seconds)
     if key not in records.workers:
         records.workers[key] = WorkerRecord(

@@ -15,7 +15,8 @@ from imagefleet.storage.protocol import Storage
 SECONDS = 5.0
 
 #: Polls without a result after which a campaign without pending jobs has ended: its filler may
-#: be slower than the workers.
+#: be slower than the workers. One that has not ended is counted again after twice as many: on Azure
+#: that is a read of each shard.
 _QUIET_POLLS = 3
 
 
@@ -26,13 +27,15 @@ async def follow(
 
     Ends with the campaign, where its filler has noted how many jobs it has sent.
     """
-    quiet = 0
+    quiet, count_at = 0, _QUIET_POLLS
     while True:
         try:
-            records = await follower.poll()
-            quiet = 0 if records else quiet + 1
-            if quiet >= _QUIET_POLLS and (await reader.counts(storage, campaign)).pending == 0:
-                return
+            if records := await follower.poll():
+                quiet, count_at = 0, _QUIET_POLLS
+            elif (quiet := quiet + 1) >= count_at:
+                count_at = 2 * quiet
+                if (await reader.counts(storage, campaign)).pending == 0:
+                    return
         except errors.TransientError as error:
             console.print_warning(f"trying again: {error.message}")
             records = []

@@ -6,12 +6,10 @@ from dataclasses import dataclass
 from typing import Literal
 
 from imagefleet import errors
+from imagefleet.job.message import MAX_IMAGE_BYTES
 from imagefleet.records.record import Record
 from imagefleet.storage.protocol import BlobStore
 from imagefleet.submit import RETRIES
-
-#: Above any image of a job, which has 2048 pixels a side at most.
-MAX_BYTES = 2 * 3 * 2048 * 2048
 
 #: Reads at the same time: an image has some 400 KB.
 CONCURRENCY = 32
@@ -32,7 +30,7 @@ async def read(blobs: BlobStore, record: Record) -> Image:
     assert record.blob is not None  # noqa: S101 - every record of an image names it
     name = record.blob
     try:
-        data = await RETRIES.call(lambda: blobs.read(name, MAX_BYTES))
+        data = await RETRIES.call(lambda: blobs.read(name, MAX_IMAGE_BYTES))
     except errors.UnusableFileError:  # larger than any image
         return Image(None, "changed")
     if data is None:

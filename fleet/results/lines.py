@@ -9,7 +9,7 @@ from datetime import datetime
 from typing import Any
 
 from fleet import console
-from fleet.results import columns
+from imagefleet.records import columns
 from imagefleet.records.record import Record
 from imagefleet.redaction import printable
 

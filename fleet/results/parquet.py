@@ -7,8 +7,9 @@ from collections.abc import AsyncIterator, Callable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from fleet.results import columns, files, source
+from fleet.results import files, source
 from imagefleet import errors
+from imagefleet.records import columns
 from imagefleet.records.record import Record
 
 if TYPE_CHECKING:

@@ -168,9 +168,8 @@ def _report_download(done: download.Downloaded, folder: Path, *, as_json: bool) 
 
 async def _show(this: _Run) -> None:
     wanted, storage = this.wanted, this.storage
-    follower = reader.Follower(storage, wanted.campaign, on_damaged=this.damaged.add)
-    if wanted.follow:
-        await follower.skip()  # before the tables, so that none is in neither
+    # Before the tables, so that none is in neither.
+    shown_until = await reader.end(storage, wanted.campaign) if wanted.follow else None
     counts = await reader.counts(storage, wanted.campaign)
     console.print_tables(table.counts_table(counts))
     limit = wanted.limit or _SHOWN
@@ -190,6 +189,7 @@ async def _show(this: _Run) -> None:
             " each kind; --json, --csv and --parquet FILE have all"
         )
     if wanted.follow:
+        follower = reader.Follower(storage, wanted.campaign, shown_until, this.damaged.add)
         async for batch in follow.follow(storage, follower, wanted.campaign, wanted.outcomes):
             for record in batch:
                 console.print_plain(table.line(record))

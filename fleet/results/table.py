@@ -16,7 +16,7 @@ _SHOWN_CHARACTERS = 72
 
 
 def counts_table(counts: Counts) -> Table:
-    """The campaign in numbers, without what is zero."""
+    """The campaign in numbers, without what is zero or not known."""
     rows = {
         "jobs sent": counts.sent,
         "jobs queued or running": counts.pending,
@@ -24,10 +24,9 @@ def counts_table(counts: Counts) -> Table:
         "images": counts.images,
         "jobs failed": counts.failed,
         "jobs cancelled": counts.cancelled,
+        "jobs discarded": counts.discarded,
     }
-    always = ("images",)
-    shown = {name: f"{n:,}" for name, n in rows.items() if n or (n is not None and name in always)}
-    return console.totals(shown)
+    return console.totals({name: f"{n:,}" for name, n in rows.items() if n or name == "images"})
 
 
 def images_table(records: Sequence[Record]) -> Table:

@@ -102,8 +102,8 @@ class Speeds:
                 if fleet.left_out and fleet.left_out != self._left_out:
                     log.warning("%s", fleet.left_out, extra={"action": "workers_left_out"})
                 self._left_out = fleet.left_out
-                if fleet.workers and fleet.jobs_per_second:
-                    return Speed(fleet.jobs_per_second / fleet.workers, "measured by the metrics")
+                if fleet.replicas and fleet.jobs_per_second:
+                    return Speed(fleet.jobs_per_second / fleet.replicas, "measured by the metrics")
         by_queue = self.queue.jobs_per_second
         return Speed(by_queue, "measured by the queue (lower bound)") if by_queue else None
 

@@ -74,6 +74,7 @@ async def command(
     from imagefleet import errors, redaction
 
     logs.configure(settings.log_format)
+    options.check_campaign(campaign)
     endpoint.checked_url(url)
     signer = Signer.read(secret_file)
     moment = options.read_moment("--since", since)

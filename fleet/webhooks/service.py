@@ -141,7 +141,7 @@ class Service:
             raise errors.SetupError(gone(self._state))
         if once and deliveries.waiting:
             raise errors.TransientError(
-                f"{len(deliveries.waiting):,} webhooks could not be delivered to"
+                f"{console.counted(len(deliveries.waiting), 'webhook')} could not be delivered to"
                 f" {self._state.address}: run it again"
             )
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import importlib.util
+import os
 import signal
 import sys
 from typing import TYPE_CHECKING, Annotated
@@ -13,9 +14,11 @@ import typer
 from fleet import console, options
 from imagefleet import errors
 from imagefleet.telemetry import logs
-from worker.settings import WorkerSettings
+from worker.settings import MachineSettings, WorkerSettings
 
 if TYPE_CHECKING:
+    from worker.gpus.choice import Gpu
+    from worker.gpus.member import Member
     from worker.progress import WorkerReport
 
 #: The libraries of `imagefleet[worker]`.
@@ -34,9 +37,9 @@ def require_libraries() -> None:
             )
 
 
-@options.from_settings(WorkerSettings)
+@options.from_settings(MachineSettings)
 def command(
-    settings: WorkerSettings,
+    settings: MachineSettings,
     fail_on_failed: Annotated[
         bool,
         typer.Option(
@@ -48,6 +51,9 @@ def command(
 ) -> None:
     """Generates images from the queue's jobs: one worker per GPU.
 
+    With --gpus all or --gpus 0,2 one command runs several, starts those that crash again, and
+    serves the metrics of all on its port.
+
     Runs until SIGTERM or Ctrl-C, or with --until-empty until the queue is empty. When stopped it
     finishes the images in flight and hands the other jobs back. With --until-empty, exit code 0
     says that the queue is empty, 143 that SIGTERM came first.
@@ -57,18 +63,50 @@ def command(
     imagefleet worker --model ./model --until-empty
 
     imagefleet worker --model ./model.safetensors --lora-directory ./loras --port 9100
+
+    imagefleet worker --model ./model --gpus all
     """
     require_libraries()
-    if not _has_terminal(settings):
+    from worker.gpus.member import Member
+
+    if member := Member.from_environment():
+        logs.name_device(member.gpu)
         logs.configure(settings.log_format)
-    _refuse_wrong_model(settings)
-    report = _run_on_terminal(settings) if _has_terminal(settings) else _run(settings)
+        report = _run(member.settings(settings), member)
+    else:
+        gpus = _choose_gpus(settings)
+        if len(gpus) > 1 or not _has_terminal(settings):
+            logs.configure(settings.log_format)
+        _refuse_wrong_model(settings)
+        if len(gpus) > 1:
+            raise typer.Exit(_run_several(settings, gpus))
+        report = _run_on_terminal(settings) if _has_terminal(settings) else _run(settings)
     if report.stopped_by is not None:
         # With 0 a Kubernetes Job would not replace a worker that was evicted.
         was_terminated = report.stopped_by is signal.SIGTERM
         raise typer.Exit(console.EXIT_TERMINATED if was_terminated else console.EXIT_INTERRUPTED)
     if fail_on_failed and report.failed_jobs and not _is_on_salad():
         raise typer.Exit(console.EXIT_JOBS_FAILED)
+
+
+def _choose_gpus(settings: MachineSettings) -> list[Gpu]:
+    """The GPUs of --gpus, none without it; a single one is then the only one of this process."""
+    if settings.gpus is None:
+        return []
+    from worker.gpus import choice
+
+    gpus = choice.choose(settings)
+    if len(gpus) == 1:
+        os.environ.update(gpus[0].environment(1))
+    return gpus
+
+
+def _run_several(settings: MachineSettings, gpus: list[Gpu]) -> int:
+    from worker.gpus import parent
+
+    # Each is this same command, and finds which GPU is its own in its environment.
+    again = [sys.executable, *sys.orig_argv[1:]]
+    return console.run(parent.run_workers(settings, gpus, again))
 
 
 def _refuse_wrong_model(settings: WorkerSettings) -> None:
@@ -96,10 +134,10 @@ def _is_on_salad() -> bool:
     return metadata.find_metadata() is not None
 
 
-def _run(settings: WorkerSettings) -> WorkerReport:
+def _run(settings: WorkerSettings, member: Member | None = None) -> WorkerReport:
     from worker import process
 
-    return console.run(process.run_worker(settings))
+    return console.run(process.run_worker(settings, member=member))
 
 
 def _run_on_terminal(settings: WorkerSettings) -> WorkerReport:

@@ -8,7 +8,7 @@ from __future__ import annotations
 import json
 import math
 from collections.abc import Mapping
-from typing import Annotated
+from typing import Annotated, Any
 
 from pydantic import (
     BaseModel,
@@ -69,6 +69,17 @@ class ImageRecord(BaseModel):
     metadata: Annotated[dict[str, JsonValue], BeforeValidator(_from_json)] = Field(
         default_factory=dict
     )
+
+    def facts(self) -> dict[str, Any]:
+        """What the image's record in a shard tells as well, by its names there."""
+        return {
+            "worker": self.worker,
+            "gpu": self.gpu,
+            "price_per_hour": self.price_per_hour,
+            "start_up_seconds": self.start_up_seconds,
+            "seconds": self.seconds,
+            "attempts": self.attempt,
+        }
 
 
 def read(facts: Mapping[str, str]) -> ImageRecord | None:

@@ -81,6 +81,9 @@ DELIVERIES_FIELD = "deliveries"
 #: A message's signature over all its other fields except the record of its deliveries.
 SIGNATURE_FIELD = "signature"
 
+#: In a job of `imagefleet failed export`: why it failed, which is no part of the job.
+FAILURE_FIELD = "failure"
+
 #: What is signed; a signature of something else is not valid for a job.
 PURPOSE = "job"
 
@@ -422,6 +425,13 @@ def _check_signature(fields: dict[str, Any], signature: object, trusted: Trusted
 def job_key(campaign: str | None, job_id: str | None) -> str:
     """Identifies a job within its storage."""
     return f"{campaign or DEFAULT_CAMPAIGN}/{job_id}"
+
+
+def split_job_key(name: str, campaign: str | None = None) -> tuple[str, str]:
+    """Campaign and id of a job that somebody names by `campaign/id`, or by its id alone."""
+    if campaign is None and "/" in name:
+        campaign, _, name = name.partition("/")
+    return campaign or DEFAULT_CAMPAIGN, name
 
 
 def _without_base64(body: str) -> str:

@@ -43,6 +43,10 @@ class Submission:
         self._campaigns: set[str] = set()
         self._with_own_ids: set[str] = set()
         self._noting = asyncio.Lock()
+        self._records = RecordLog(storage.blobs, _WRITER)
+        self._sent: Counter[str] = Counter()
+        self._noted: dict[str, int] = {}
+        self._refused: set[str] = set()
 
     def messages(
         self, jobs: Iterable[Job], campaign: str | None, key: SigningKey | None = None
@@ -103,19 +107,24 @@ class Submission:
 
     async def note_sent(self, count: int) -> None:
         """Notes in the campaigns' records that the first *count* jobs are in the queue."""
-        records = RecordLog(self._storage.blobs, _WRITER)
-        campaigns = Counter(job.campaign for job in itertools.islice(self.jobs.values(), count))
-        for campaign, jobs in campaigns.items():
+        new = itertools.islice(self.jobs.values(), self._sent.total(), count)
+        self._sent.update(job.campaign for job in new)
+        for campaign, jobs in self._sent.items():
+            if campaign in self._refused or self._noted.get(campaign) == jobs:
+                continue
             try:
-                await records.sent(campaign, jobs, self._token)
+                await self._records.sent(campaign, jobs, self._token)
             except errors.FleetError as error:
+                if isinstance(error, errors.SetupError):
+                    self._refused.add(campaign)
                 log.warning(
-                    "the %d jobs that were sent are missing in the counts of campaign %s: %s",
-                    jobs,
+                    "jobs that were sent are missing in the counts of campaign %s: %s",
                     campaign,
                     error.message,
                     extra={"action": "sent_not_recorded", "campaign": campaign},
                 )
+            else:
+                self._noted[campaign] = jobs
 
 
 class Watch:

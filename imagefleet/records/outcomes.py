@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import re
-from collections.abc import AsyncIterator, Iterable, Mapping
+from collections.abc import AsyncIterator, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
 
@@ -111,18 +111,43 @@ async def look_up(storage: protocol.Storage, job: JobFacts) -> JobFacts:
     """
     # Before the images: a job that completes in between must not be taken for an unknown one.
     waiting = (await storage.queue.depth()).messages
-    if images := await _images(storage, job):
+    images = await stored_images(storage, job)
+    if are_all(images):
         first = images[0]
         return dataclasses.replace(job, seed=_seed(first), metadata=first.metadata).completed(
             images
         )
+    if (latest := await last_end(storage, job)) is not None:
+        return dataclasses.replace(job, metadata=latest.metadata).ended(latest, images)
+    return job if waiting else dataclasses.replace(job, status="unknown")
+
+
+async def stored_images(storage: protocol.Storage, job: JobFacts) -> list[Record]:
+    """A job's images, as their metadata tells; none as long as the first one is missing.
+
+    Lists the name of each: `a-1.png` is image 1 of job `a`, or the only one of job `a-1`.
+    """
+    if (only := await _image(storage, job, job.key)) is not None:
+        return [only]
+    if (first := await _image(storage, job, f"{job.key}-0")) is None:
+        return []
+    names = (f"{job.key}-{index}" for index in range(1, first.images))
+    others = await concurrency.gather(*(_image(storage, job, name) for name in names))
+    return [record for record in (first, *others) if record is not None]
+
+
+def are_all(images: Sequence[Record]) -> bool:
+    """Whether *images* are all of a job's."""
+    return bool(images) and len(images) >= images[0].images
+
+
+async def last_end(storage: protocol.Storage, job: JobFacts) -> Record | None:
+    """The last record of a job that has failed or was cancelled."""
     latest: Record | None = None
     async for record in reader.ended(storage, job.campaign):
         if record.key == job.key and (latest is None or record.at >= latest.at):
             latest = record
-    if latest is not None:
-        return dataclasses.replace(job, metadata=latest.metadata).ended(latest)
-    return job if waiting else dataclasses.replace(job, status="unknown")
+    return latest
 
 
 def _known(record: Record) -> JobFacts:
@@ -144,18 +169,6 @@ def _is_of_its_job(record: Record) -> bool:
     return name == record.key + (f"-{record.index}" if record.images > 1 else "")
 
 
-async def _images(storage: protocol.Storage, job: JobFacts) -> list[Record]:
-    """The records of a job's images, from their metadata; [] unless all are stored."""
-    if (only := await _image(storage, job, job.key)) is not None:
-        return [only]
-    if (first := await _image(storage, job, f"{job.key}-0")) is None:
-        return []
-    names = (f"{job.key}-{index}" for index in range(1, first.images))
-    others = await concurrency.gather(*(_image(storage, job, name) for name in names))
-    found = [record for record in (first, *others) if record is not None]
-    return found if len(found) == first.images else []
-
-
 async def _image(storage: protocol.Storage, job: JobFacts, name: str) -> Record | None:
     """The record of the image that has this name in any format; a listing."""
     pattern = re.compile(rf"{re.escape(name)}\.\w+")
@@ -171,7 +184,8 @@ def _record(job: JobFacts, name: str, blob: protocol.BlobRecord) -> Record:
         facts = image_record.read(blob.metadata) or ImageRecord(job=job.id)
     except errors.JobError:
         facts = ImageRecord(job=job.id)
-    index = 0 if name == job.key else int(name.rpartition("-")[2])
+    is_only = name == job.key
+    index = 0 if is_only else int(name.rpartition("-")[2])
     return Record(
         outcome="completed",
         id=job.id,
@@ -180,13 +194,8 @@ def _record(job: JobFacts, name: str, blob: protocol.BlobRecord) -> Record:
         blob=blob.name,
         size_bytes=blob.size_bytes,
         index=index,
-        images=max(facts.images, index + 1),
-        attempts=facts.attempt,
-        worker=facts.worker,
-        gpu=facts.gpu,
-        price_per_hour=facts.price_per_hour,
-        start_up_seconds=facts.start_up_seconds,
-        seconds=facts.seconds,
+        images=1 if is_only else max(facts.images, index + 1),
         seed=facts.seed,
         metadata=facts.metadata,
+        **facts.facts(),
     )

@@ -3,28 +3,24 @@
 from __future__ import annotations
 
 import asyncio
-import hashlib
 import json
-from array import array
-from collections import deque
+from collections import Counter, deque
 from collections.abc import AsyncGenerator, AsyncIterator, Callable, Collection, Iterable
 from contextlib import aclosing
 from dataclasses import dataclass
 from datetime import UTC, datetime
 from itertools import islice
-from typing import TYPE_CHECKING
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
 from imagefleet import concurrency, errors
 from imagefleet.job.message import RECORDS
 from imagefleet.records import shard
-from imagefleet.records.record import Record
+from imagefleet.records.missing import MissingRecords
+from imagefleet.records.record import Outcome, Record, hashed
+from imagefleet.records.replaced import Replaced
 from imagefleet.records.shard import NOTHING, Kind, ShardName, Totals
 from imagefleet.storage.protocol import BlobPart, BlobRecord, BlobStore, Storage
-
-if TYPE_CHECKING:
-    import numpy as np  # slow to import, and needed only where names were taken
 
 #: Read at once; some 30,000 records.
 _PART_BYTES = 4 * 2**20
@@ -40,6 +36,12 @@ _CONCURRENT_READS = 16
 
 #: A follower's records at once, about.
 _POLLED = 20_000
+
+#: The newest records are looked for in the ends of so many shards, those that grew last.
+_NEWEST_SHARDS = 16
+
+#: Of each: a worker adds 256 records at once, some 50 kB.
+_END_BYTES = 128 * 2**10
 
 OnDamaged = Callable[[str, str], None]
 """Called with the name of a shard, and what is wrong with it or with one of its records."""
@@ -104,21 +106,9 @@ async def images(
     Reads every shard of images once: a listing, and a read for each 4 MiB.
     """
     shards = await _shards(storage.blobs, campaign)
-    again = _of_kind(shards, "again")
-    missing = _Missing()
-    async for records in _records(storage.blobs, again, on_damaged):
-        missing.add(record.blob for record in records if record.blob)
-    async with aclosing(_records(storage.blobs, _of_kind(shards, "images"), on_damaged)) as parts:
-        async for records in parts:
-            missing.found(record.blob for record in records if record.blob)
-            for record in records:
-                yield record
-    # A worker that died in between has stored these images, and written no record.
-    if missing.any:
-        async for records in _records(storage.blobs, again, _ignore):
-            for record in records:
-                if record.blob and missing.take(record.blob):
-                    yield record
+    async with aclosing(_images(storage.blobs, shards, on_damaged)) as found:
+        async for record in found:
+            yield record
 
 
 async def ended(
@@ -132,11 +122,13 @@ async def ended(
     settled: set[int] = set()
     async for records in _records(storage.blobs, shards, on_damaged):
         settled.update(_failure(record) for record in records if _is_of_operator(record))
-    async for records in _records(storage.blobs, shards, _ignore):  # reported already
-        for record in records:
-            if not _is_of_operator(record) and (failure := _failure(record)) not in settled:
-                settled.add(failure)  # its message may have failed twice, after a crash
-                yield record
+    # What is damaged was reported the first time.
+    async with aclosing(_records(storage.blobs, shards, _ignore)) as parts:
+        async for records in parts:
+            for record in records:
+                if not _is_of_operator(record) and (failure := _failure(record)) not in settled:
+                    settled.add(failure)  # its message may have failed twice, after a crash
+                    yield record
 
 
 async def end(storage: Storage, campaign: str) -> dict[str, int]:
@@ -144,32 +136,59 @@ async def end(storage: Storage, campaign: str) -> dict[str, int]:
     return {each.blob.name: each.blob.size_bytes for each in await _shards(storage.blobs, campaign)}
 
 
+async def sent(storage: Storage, campaign: str) -> int | None:
+    """Its jobs, as far as fillers have noted them; a listing, and a read for each filler."""
+    shards = await _shards(storage.blobs, campaign)
+    return await _sent(storage.blobs, _of_kind(shards, "sent"), _ignore)
+
+
+async def newest(storage: Storage, campaign: str, most: int) -> list[Record]:
+    """Some of the latest images and jobs, without reading the rest; the oldest of them first.
+
+    A listing, and a read for each of the shards that grew last, 16 at most of each kind.
+    """
+    shards = await _shards(storage.blobs, campaign)
+    shards.sort(key=lambda each: each.blob.modified_at or each.blob.created_at)
+    ends = _of_kind(shards, "images")[-_NEWEST_SHARDS:] + _of_kind(shards, "jobs")[-_NEWEST_SHARDS:]
+    found = await concurrency.gather(*(_end(storage.blobs, each, most) for each in ends))
+    records = sorted((each for some in found for each in some), key=lambda each: each.at)
+    return records[-most:]
+
+
+async def _end(blobs: BlobStore, each: _Shard, most: int) -> list[Record]:
+    """The records of the last members of a shard, *most* at most."""
+    start = max(0, each.blob.size_bytes - _END_BYTES)
+    part = await blobs.read_part(each.blob.name, start, _END_BYTES)
+    if part is None:
+        return []
+    data = part.data[shard.first_member(part.data) :] if start else part.data
+    lines = await asyncio.to_thread(shard.Decoder().lines, data)
+    return await asyncio.to_thread(_parsed, lines[-most:], each, _ignore)
+
+
 async def counts(storage: Storage, campaign: str, on_damaged: OnDamaged = _ignore) -> Counts:
     """A campaign's numbers, mostly from the ends of its shards.
 
     A listing, a small read for each shard of images, and all shards of other kinds. Where images'
-    names were taken, which is rare, all shards are read.
+    names were taken, or images were replaced, which is rare, all shards are read.
     """
-    shards = await _shards(storage.blobs, campaign)
-    again = _of_kind(shards, "again")
-    if again:
+    blobs = storage.blobs
+    shards = await _shards(blobs, campaign)
+    if _of_kind(shards, "again") or _of_kind(shards, "replaced"):
         stored = NOTHING
-        async for record in images(storage, campaign, on_damaged):
+        async for record in _images(blobs, shards, on_damaged):
             stored = Totals(stored.records + 1, stored.jobs + (record.index == 0))
     else:
-        stored = await _totals(storage.blobs, _of_kind(shards, "images"), on_damaged)
-    failed = cancelled = 0
-    async for record in ended(storage, campaign, on_damaged):
-        failed += record.outcome == "failed"
-        cancelled += record.outcome == "cancelled"
+        stored = await _totals(blobs, _of_kind(shards, "images"), on_damaged)
+    others = await _count_ended(blobs, _of_kind(shards, "jobs"), on_damaged)
     changed = [each.blob.modified_at or each.blob.created_at for each in shards]
     return Counts(
-        sent=await _sent(storage.blobs, _of_kind(shards, "sent"), on_damaged),
+        sent=await _sent(blobs, _of_kind(shards, "sent"), on_damaged),
         images=stored.records,
         completed=stored.jobs,
-        failed=failed,
-        cancelled=cancelled,
-        discarded=await _discarded(storage.blobs, _of_kind(shards, "jobs"), on_damaged),
+        failed=others["failed"],
+        cancelled=others["cancelled"],
+        discarded=others["discarded"],
         first_at=min(map(_began_at, shards), default=None),
         last_at=max(changed, default=None),
     )
@@ -188,20 +207,21 @@ class Follower:
         campaign: str | None = None,
         position: dict[str, int] | None = None,
         on_damaged: OnDamaged = _ignore,
+        *,
+        most: int | None = None,
+        part_bytes: int = _PART_BYTES,
     ) -> None:
+        """A poll returns some *most* records, and reads a shard by *part_bytes*."""
         self.position: dict[str, int] = dict(position or {})
         self._blobs = storage.blobs
         self._campaign = campaign
         self._on_damaged = on_damaged
+        self._most = most or _POLLED
+        self._part_bytes = part_bytes
         self._given_up: set[str] = set()
 
-    async def skip(self) -> None:
-        """Leaves out what has been written until now; one listing."""
-        for each in await _shards(self._blobs, self._campaign):
-            self.position[each.blob.name] = each.blob.size_bytes
-
     async def poll(self) -> list[Record]:
-        """The next new records, some 20,000 at most; [] if there are none.
+        """The next new records; [] if there are none.
 
         A listing, and a read for each shard that has grown.
         """
@@ -210,11 +230,11 @@ class Follower:
         try:
             for each in await _shards(self._blobs, self._campaign):
                 name, size = each.blob.name, each.blob.size_bytes
-                if each.kind == "sent" or name in self._given_up:
+                if each.kind in {"sent", "replaced"} or name in self._given_up:
                     continue
                 if size <= (offset := self.position.get(name, 0)):
                     continue
-                if len(found) >= _POLLED:
+                if len(found) >= self._most:
                     break
                 found += await self._read(each, offset)
         except BaseException:  # what was read is not handed over, so it is read again
@@ -225,9 +245,11 @@ class Follower:
     async def _read(self, each: _Shard, offset: int) -> list[Record]:
         name, found = each.blob.name, list[Record]()
         decoder = shard.Decoder(offset)
-        async for lines in _lines(self._blobs, each, decoder, self._on_damaged):
+        async for lines in _lines(
+            self._blobs, each, decoder, self._on_damaged, part_bytes=self._part_bytes
+        ):
             found += await asyncio.to_thread(_parsed, lines, each, self._on_damaged)
-            if len(found) >= _POLLED:
+            if len(found) >= self._most:
                 break
         if decoder.is_damaged and decoder.position == offset > 0:
             return await self._read(each, 0)  # `end` may see a local file during an append
@@ -278,8 +300,12 @@ async def _starts(
             ahead.popleft()
     finally:
         for _, reading in ahead:
-            reading.cancel()
-        await asyncio.gather(*(reading for _, reading in ahead), return_exceptions=True)
+            if not reading.cancel() and not reading.cancelled():
+                reading.exception()  # nobody else will ask for it
+        # asyncio.run() ends all tasks, and then closes all generators at the same time: one that
+        # waits there breaks those that wait for it.
+        if any(not reading.done() for _, reading in ahead):
+            await asyncio.gather(*(reading for _, reading in ahead), return_exceptions=True)
 
 
 async def _lines(
@@ -288,13 +314,14 @@ async def _lines(
     decoder: shard.Decoder,
     on_damaged: OnDamaged,
     part: BlobPart | None = None,
-) -> AsyncIterator[list[bytes]]:
+    part_bytes: int = _PART_BYTES,
+) -> AsyncGenerator[list[bytes]]:
     """A shard's lines from the decoder's position on, part by part, up to where it is damaged.
 
     *part* is the first one, if it has been read already.
     """
     name, offset = each.blob.name, decoder.position
-    part = part or await blobs.read_part(name, offset, _PART_BYTES)
+    part = part or await blobs.read_part(name, offset, part_bytes)
     while part and part.data:
         offset += len(part.data)
         yield await asyncio.to_thread(decoder.lines, part.data)
@@ -303,7 +330,33 @@ async def _lines(
             break
         if offset >= part.total_bytes:
             break
-        part = await blobs.read_part(name, offset, _PART_BYTES)
+        part = await blobs.read_part(name, offset, part_bytes)
+
+
+async def _images(
+    blobs: BlobStore, shards: Collection[_Shard], on_damaged: OnDamaged
+) -> AsyncGenerator[Record]:
+    replaced = Replaced()
+    async for notes in _records(blobs, _of_kind(shards, "replaced"), on_damaged):
+        replaced.add(notes)
+    again = _of_kind(shards, "again")
+    missing = MissingRecords()
+    async for part in _records(blobs, again, on_damaged):
+        records = replaced.without(part, once=False)
+        missing.add(record.blob for record in records if record.blob)
+    async with aclosing(_records(blobs, _of_kind(shards, "images"), on_damaged)) as parts:
+        async for part in parts:
+            records = replaced.without(part, once=True)
+            missing.found(record.blob for record in records if record.blob)
+            for record in records:
+                yield record
+    # A worker that died in between has stored these images, and written no record.
+    if missing.any:
+        async with aclosing(_records(blobs, again, _ignore)) as parts:
+            async for part in parts:
+                for record in replaced.without(part, once=False):
+                    if record.blob and missing.take(record.blob):
+                        yield record
 
 
 async def _records(
@@ -311,11 +364,12 @@ async def _records(
 ) -> AsyncGenerator[list[Record]]:
     async with aclosing(_starts(blobs, shards)) as starts:
         async for each, part in starts:
-            async for lines in _lines(blobs, each, shard.Decoder(), on_damaged, part):
-                # Some at a time: they take ten times the memory of their lines.
-                for first in range(0, len(lines), _PARSED):
-                    some = lines[first : first + _PARSED]
-                    yield await asyncio.to_thread(_parsed, some, each, on_damaged)
+            async with aclosing(_lines(blobs, each, shard.Decoder(), on_damaged, part)) as parts:
+                async for lines in parts:
+                    # Some at a time: they take ten times the memory of their lines.
+                    for first in range(0, len(lines), _PARSED):
+                        some = lines[first : first + _PARSED]
+                        yield await asyncio.to_thread(_parsed, some, each, on_damaged)
 
 
 def _parsed(lines: Iterable[bytes], each: _Shard, on_damaged: OnDamaged) -> list[Record]:
@@ -337,21 +391,19 @@ def _parsed(lines: Iterable[bytes], each: _Shard, on_damaged: OnDamaged) -> list
 
 
 async def _totals(blobs: BlobStore, shards: Collection[_Shard], on_damaged: OnDamaged) -> Totals:
-    waiting = iter(shards)
     records = jobs = 0
 
-    async def read_some() -> None:
+    async def add(each: _Shard) -> None:
         nonlocal records, jobs
-        for each in waiting:
-            start = max(0, each.blob.size_bytes - shard.TOTALS_BYTES)
-            end = await blobs.read_part(each.blob.name, start, shard.TOTALS_BYTES)
-            totals = shard.totals(end.data) if end else NOTHING
-            if totals is None:  # it has grown since, or lost its end in a power failure
-                totals = await _counted(blobs, each, on_damaged)
-            records += totals.records
-            jobs += totals.jobs
+        start = max(0, each.blob.size_bytes - shard.TOTALS_BYTES)
+        end = await blobs.read_part(each.blob.name, start, shard.TOTALS_BYTES)
+        totals = shard.totals(end.data) if end else NOTHING
+        if totals is None:  # it has grown since, or lost its end in a power failure
+            totals = await _counted(blobs, each, on_damaged)
+        records += totals.records
+        jobs += totals.jobs
 
-    await concurrency.gather(*(read_some() for _ in range(_CONCURRENT_READS)))
+    await concurrency.for_each(shards, add, _CONCURRENT_READS)
     return Totals(records, jobs)
 
 
@@ -363,11 +415,27 @@ async def _counted(blobs: BlobStore, each: _Shard, on_damaged: OnDamaged) -> Tot
     return found
 
 
-async def _discarded(blobs: BlobStore, shards: Iterable[_Shard], on_damaged: OnDamaged) -> int:
-    found: set[int] = set()
+async def _count_ended(
+    blobs: BlobStore, shards: Iterable[_Shard], on_damaged: OnDamaged
+) -> Counter[Outcome]:
+    """How many jobs have failed or were cancelled, as `ended` has them, or were discarded."""
+    ends: dict[int, Outcome] = {}
+    replayed: set[int] = set()
+    discarded: set[int] = set()
     async for records in _records(blobs, shards, on_damaged):
-        found.update(_failure(each) for each in records if each.outcome == "discarded")
-    return len(found)
+        for record in records:
+            failure = _failure(record)
+            if record.outcome == "replayed":
+                replayed.add(failure)
+            elif record.outcome == "discarded":
+                discarded.add(failure)
+            else:
+                ends.setdefault(failure, record.outcome)
+    for settled in replayed | discarded:
+        ends.pop(settled, None)
+    counted = Counter(ends.values())
+    counted["discarded"] = len(discarded)
+    return counted
 
 
 async def _sent(blobs: BlobStore, shards: Collection[_Shard], on_damaged: OnDamaged) -> int | None:
@@ -391,48 +459,4 @@ def _is_of_operator(record: Record) -> bool:
 
 def _failure(record: Record) -> int:
     """Identifies one end of one message."""
-    return _hash(record.source or record.key)
-
-
-def _hash(text: str) -> int:
-    return int.from_bytes(hashlib.blake2b(text.encode(), digest_size=8).digest())
-
-
-class _Missing:
-    """Names of images that may have no record of their own, by hash: 9 bytes each."""
-
-    def __init__(self) -> None:
-        self._added = array("Q")
-        self._hashes: np.ndarray | None = None
-        self._is_found: np.ndarray | None = None
-
-    @property
-    def any(self) -> bool:
-        return bool(self._added) and not (self._is_found is not None and self._is_found.all())
-
-    def add(self, names: Iterable[str]) -> None:
-        """Only before the first name is looked up."""
-        self._added.extend(map(_hash, names))
-
-    def found(self, names: Iterable[str]) -> None:
-        """These have records."""
-        if self._added:
-            self._look_up(list(map(_hash, names)))
-
-    def take(self, name: str) -> bool:
-        """True for the first who asks for a name that is missing."""
-        return bool(self._look_up([_hash(name)]))
-
-    def _look_up(self, wanted: list[int]) -> int:
-        """Marks names as found; returns how many were missing until now."""
-        import numpy as np
-
-        hashes = np.array(wanted, np.uint64)
-        if self._hashes is None or self._is_found is None:
-            self._hashes = np.unique(np.frombuffer(self._added, np.uint64))
-            self._is_found = np.zeros(len(self._hashes), bool)
-        places = np.minimum(np.searchsorted(self._hashes, hashes), len(self._hashes) - 1)
-        places = np.unique(places[self._hashes[places] == hashes])
-        new = int((~self._is_found[places]).sum())
-        self._is_found[places] = True
-        return new
+    return hashed(record.source or record.key)

@@ -5,6 +5,7 @@ It is untrusted: whoever may store images may write records, too.
 
 from __future__ import annotations
 
+import hashlib
 from datetime import UTC, datetime
 from typing import Annotated, Literal, NamedTuple, Self
 
@@ -38,8 +39,11 @@ _Moment = Annotated[
 ]
 _Seconds = Annotated[float, Field(ge=0, le=_LONGEST_SECONDS)]
 
-Outcome = Literal["completed", "failed", "cancelled", "replayed", "discarded"]
-"""`completed` is one stored image; the others are of a whole job, the last two by an operator."""
+Outcome = Literal["completed", "failed", "cancelled", "replayed", "discarded", "replaced"]
+"""`completed` is one stored image, `replaced` one that `imagefleet redo` has put aside.
+
+The others are of a whole job; the last three are by an operator.
+"""
 
 
 class Lora(NamedTuple):
@@ -122,6 +126,11 @@ class Record(BaseModel):
     def line(self) -> bytes:
         """The record as a line of JSON, without what it lacks."""
         return self.model_dump_json(exclude_defaults=True).encode() + b"\n"
+
+
+def hashed(text: str) -> int:
+    """In 64 bits, to remember what was seen in less memory than the text takes."""
+    return int.from_bytes(hashlib.blake2b(text.encode(), digest_size=8).digest())
 
 
 def of_job(job: Job) -> dict[str, object]:

@@ -16,13 +16,13 @@ from typing import Literal, NamedTuple
 from imagefleet.job.message import RECORDS
 
 #: `again` are images whose names were taken; most of them have a record in `images`.
-Kind = Literal["again", "images", "jobs", "sent"]
+Kind = Literal["again", "images", "jobs", "replaced", "sent"]
 
 #: Of a member's lines. Azure appends 4 MiB at once, and the largest record has some 200 KiB.
 MAX_MEMBER_BYTES = 3 * 2**20
 
 _NAME = re.compile(
-    rf"{re.escape(RECORDS)}(?P<campaign>[^/]+)/[^/]+\.(?P<kind>again|images|jobs|sent)\.jsonl\.gz"
+    rf"{re.escape(RECORDS)}(?P<campaign>[^/]+)/[^/]+\.(?P<kind>again|images|jobs|replaced|sent)\.jsonl\.gz"
 )
 
 #: An empty gzip member whose header has one extra field, `IF`: lines, and first images of jobs.
@@ -33,6 +33,9 @@ _SUBFIELD = b"IF"
 _EMPTY_BLOCK = b"\x03\x00"
 
 TOTALS_BYTES = _TOTALS.size
+
+#: How the empty members begin.
+_BEFORE_TOTALS = struct.pack("<4s5xB H2sH", _GZIP_WITH_EXTRA, _UNKNOWN_SYSTEM, 20, _SUBFIELD, 16)
 
 #: zlib's parameter for a gzip member.
 _GZIP = 31
@@ -84,6 +87,12 @@ def totals(end: bytes) -> Totals | None:
     if (start, system, length, subfield, size, block) != expected or jobs > records:
         return None
     return Totals(records, jobs)
+
+
+def first_member(end: bytes) -> int:
+    """Where the first whole member of lines begins in the end of a shard, after some totals."""
+    found = end.find(_BEFORE_TOTALS)
+    return found + TOTALS_BYTES if found >= 0 else len(end)
 
 
 @dataclass(slots=True)

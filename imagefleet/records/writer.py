@@ -78,6 +78,8 @@ class RecordLog:
             kind: Kind = "jobs"
             if record.outcome == "completed":
                 kind = "again" if again else "images"
+            elif record.outcome == "replaced":
+                kind = "replaced"
             grouped.setdefault((record.campaign, kind), []).append(record)
         await concurrency.gather(
             *(
@@ -90,9 +92,9 @@ class RecordLog:
             )
         )
 
-    async def check(self, campaign: str) -> None:
+    async def check(self, campaign: str, kind: Kind = "jobs") -> None:
         """Raises SetupError if records may not be written; adds none."""
-        await self._append(campaign, "jobs", [], jobs=0)
+        await self._append(campaign, kind, [], jobs=0)
 
     async def sent(self, campaign: str, jobs: int, load: str | None = None) -> None:
         """Notes how many jobs of a campaign have been sent so far.

@@ -1,4 +1,4 @@
-"""Changes to failed jobs that are sent again: `imagefleet failed replay --set steps=20`."""
+"""Changes to failed jobs that are sent again: steps=20, say."""
 
 from __future__ import annotations
 
@@ -7,6 +7,7 @@ from collections.abc import Iterable, Mapping
 from typing import Any, Self, get_args
 
 from pydantic import ValidationError
+from pydantic_core import to_jsonable_python
 
 from imagefleet import errors, validation
 from imagefleet.job import override_settings
@@ -31,18 +32,22 @@ _DEFAULTS: Mapping[str, Any] = Job(prompt="").model_dump(mode="json")
 class Change:
     """New values of some fields, for each job."""
 
-    def __init__(self, values: Mapping[str, Any], key: SigningKey | None = None) -> None:
-        """Signs what it changes with *key*.
+    def __init__(
+        self, values: Mapping[str, Any], key: SigningKey | None = None, option: str = "set"
+    ) -> None:
+        """Signs what it changes with *key*; complaints begin with *option*.
 
         Raises:
             SetupError: no job can have these values; names the field.
         """
-        self.values = dict(values)
         self._key = key
+        for name in values:
+            _check_name(name, option)
         try:
-            Job.model_validate({"prompt": "", **self.values})
+            Job.model_validate({"prompt": "", **values})
         except ValidationError as error:
-            raise errors.SetupError(f"--set {validation.sentence(error)}") from None
+            raise errors.SetupError(f"{option} {validation.sentence(error)}") from None
+        self.values: dict[str, Any] = to_jsonable_python(dict(values))
 
     @classmethod
     def read(cls, texts: Iterable[str], key: SigningKey | None = None) -> Self:
@@ -56,16 +61,9 @@ class Change:
             name, separator, value = text.partition("=")
             if not separator:
                 raise errors.SetupError(f"--set {text[:80]}: should be NAME=VALUE, say steps=20")
-            if name in _FIXED:
-                raise errors.SetupError(
-                    f"--set {name}: a replay keeps it; for another, `imagefleet failed export` the"
-                    " jobs and load them"
-                )
-            if name not in _FIELDS:
-                hint = validation.suggestion(name, _FIELDS)
-                raise errors.SetupError(f"--set {name[:80]}: a job has no such field{hint}")
+            _check_name(name, "--set")
             values[name] = _value(name, value)
-        return cls(values, key)
+        return cls(values, key, "--set")
 
     def apply(self, body: str, job_id: str) -> tuple[str, Job]:
         """The message of the changed job, and the job.
@@ -76,7 +74,7 @@ class Change:
         fields = _fields(body)
         if is_signed(body) and self._key is None:
             raise errors.JobError(
-                "it is signed, and changed it has to be signed again: give --signing-key"
+                "it is signed, and changed it has to be signed again: give your signing key"
             )
         for name in (DELIVERIES_FIELD, SIGNATURE_FIELD):
             fields.pop(name, None)
@@ -101,6 +99,17 @@ class Change:
             for name, value in self.values.items()
             if given[name] != value
         }
+
+
+def _check_name(name: str, option: str) -> None:
+    if name in _FIXED:
+        raise errors.SetupError(
+            f"{option} {name}: a replay keeps it; for another, `imagefleet failed export` the"
+            " jobs and load them"
+        )
+    if name not in _FIELDS:
+        hint = validation.suggestion(name, _FIELDS)
+        raise errors.SetupError(f"{option} {name[:80]}: a job has no such field{hint}")
 
 
 def _value(name: str, text: str) -> Any:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import dataclasses
+import itertools
 import json
 import logging
 from collections import Counter
@@ -219,10 +220,13 @@ async def discard(
     selection: Selection,
     on_progress: OnProgress | None = None,
     keep_signed: Check | None = None,
+    *,
+    completed: bool = False,
 ) -> Swept:
     """Deletes failed jobs; a message that is not a record only if it is selected by its id.
 
     *keep_signed*: deletes whatever is not signed with that check's keys, and nothing else.
+    *completed*: only jobs that were sent again since, and whose images are all stored.
 
     They are noted as discarded first: a crash leaves messages that no list counts, and that the
     same call deletes. Failed jobs of which only the records are left are noted as well.
@@ -232,36 +236,47 @@ async def discard(
     noted: set[str | None] = set()
 
     async def choose(entries: list[Entry]) -> list[str]:
-        chosen: list[Entry] = []
         await notes.check(entries)
-        for entry in entries:
-            if keep_signed is not None:
-                if not await keep_signed.is_signed(entry, storage.blobs):
-                    chosen.append(entry)
-            elif entry.record is None and selection.id is None:
-                swept.refused.append(Refused(entry.id, "it is not a record of a failed job"))
-            else:
-                chosen.append(entry)
+        chosen = await to_discard(storage, entries, keep_signed, completed=completed)
+        if keep_signed is None and selection.id is None:
+            strange = [each for each in chosen if each.record is None]
+            chosen = [each for each in chosen if each.record is not None]
+            swept.refused.extend(
+                Refused(each.id, "it is not a record of a failed job") for each in strange
+            )
         noted.update(entry.record.source for entry in chosen if entry.record)
         if keep_signed is None:  # else one that is made up may pass for one that stays
             await notes.add(chosen, "discarded")
         return [entry.message.id for entry in chosen]
 
-    async def is_left(entry: Entry) -> bool:
-        if keep_signed is not None:
-            return not await keep_signed.is_signed(entry, storage.blobs)
-        return swept.has_seen_all and entry.message.enqueued_at < began_at
+    def may_be_left(entry: Entry) -> bool:
+        has_no_message = swept.has_seen_all and entry.message.enqueued_at < began_at
+        return has_no_message or keep_signed is not None
 
     began_at = datetime.now(UTC)
     await _sweep(storage.poison, selection, choose, swept, on_progress)
-    async for some in _in_batches(recorded(storage, selection)):
-        left = [entry for entry in some if await is_left(entry)]
+    async for some in in_batches(recorded(storage, selection)):
+        left = list(filter(may_be_left, some))
+        left = await to_discard(storage, left, keep_signed, completed=completed)
         await notes.add(left, "discarded")
         swept.done += sum(entry.message.id not in noted for entry in left)
     return swept
 
 
-async def _in_batches(entries: AsyncIterator[Entry]) -> AsyncIterator[list[Entry]]:
+async def to_discard(
+    storage: protocol.Storage, entries: list[Entry], keep_signed: Check | None, *, completed: bool
+) -> list[Entry]:
+    """Those of *entries* that `discard` with the same arguments deletes."""
+    if completed:
+        done = await dead_letter_records.are_completed(storage, entries)
+        entries = list(itertools.compress(entries, done))
+    if keep_signed is None:
+        return entries
+    return [each for each in entries if not await keep_signed.is_signed(each, storage.blobs)]
+
+
+async def in_batches(entries: AsyncIterator[Entry]) -> AsyncIterator[list[Entry]]:
+    """The same, some at a time; the last batch may be empty."""
     batch: list[Entry] = []
     async for entry in entries:
         batch.append(entry)

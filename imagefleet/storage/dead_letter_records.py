@@ -5,12 +5,13 @@ And notes there of what became of them, so that lists and counts leave them out.
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator, Callable, Iterable
+from collections.abc import AsyncIterator, Callable, Iterable, Sequence
 from datetime import UTC, datetime
 from typing import Literal
 
 from pydantic import TypeAdapter, ValidationError
 
+from imagefleet import concurrency
 from imagefleet.job.message import DEFAULT_CAMPAIGN, SafeId
 from imagefleet.records.record import Record
 from imagefleet.records.writer import RecordLog
@@ -39,6 +40,23 @@ async def failed(
             found = entry(record)
             if matches(found):
                 yield found
+
+
+async def are_completed(storage: protocol.Storage, entries: Sequence[Entry]) -> list[bool]:
+    """Of each, whether all images of the job are stored: it was sent again since, and completed.
+
+    A listing for each, or one more than it has images.
+    """
+    return list(await concurrency.gather(*(_is_completed(storage, each) for each in entries)))
+
+
+async def _is_completed(storage: protocol.Storage, failed: Entry) -> bool:
+    from imagefleet.records import outcomes
+
+    if (note := _note(failed, "discarded", datetime.now(UTC))) is None:
+        return False
+    job = outcomes.JobFacts(note.id, note.campaign)
+    return outcomes.are_all(await outcomes.stored_images(storage, job))
 
 
 def entry(record: Record) -> Entry:

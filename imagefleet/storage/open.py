@@ -38,3 +38,10 @@ def open_storage(
     from imagefleet.storage.azure.storage import AzureStorage
 
     return AzureStorage(settings, retry_policy, identity_token=identity_token)
+
+
+def absolute_url(storage: Storage) -> str:
+    """The storage's address without secrets, the same from every directory."""
+    if not storage.url.startswith(LOCAL_SCHEME):
+        return storage.url
+    return LOCAL_SCHEME + str(Path(storage.url.removeprefix(LOCAL_SCHEME)).absolute())

@@ -239,6 +239,9 @@ class BlobStore(Protocol):
         4 MiB at once, and 50,000 times to one blob (Azure's limits).
         """
 
+    async def exists(self, name: str) -> bool:
+        """Whether there is such a blob, for credentials that may append, but not read."""
+
     async def read(self, name: str, max_bytes: int | None = None) -> bytes | None:
         """A blob's bytes; None if it does not exist.
 

@@ -61,9 +61,11 @@ class TextLines(logging.Formatter):
     """A line for people; further lines of a message are indented, lest they pass for records."""
 
     def __init__(self) -> None:
-        super().__init__("%(asctime)s %(levelname)s %(message)s")
+        super().__init__("%(asctime)s %(levelname)s %(origin)s%(message)s", defaults={"origin": ""})
 
     def format(self, record: logging.LogRecord) -> str:
+        if device := getattr(record, "device", None):
+            record.origin = f"GPU {device}: "
         text = redaction.printable(redaction.message(super().format(record)))
         return text.replace("\n", "\n  ")
 
@@ -109,6 +111,18 @@ def configure(log_format: LogFormat, handler: logging.Handler | None = None) -> 
     logging.captureWarnings(capture=True)
     for name in _VERBOSE:
         logging.getLogger(name).setLevel(logging.WARNING)
+
+
+def name_device(device: str) -> None:
+    """Names the GPU in each record of this process: a machine's workers share one log."""
+    make = logging.getLogRecordFactory()
+
+    def make_named(*arguments: Any, **fields: Any) -> logging.LogRecord:
+        record = make(*arguments, **fields)
+        record.device = device
+        return record
+
+    logging.setLogRecordFactory(make_named)
 
 
 def are_json() -> bool:

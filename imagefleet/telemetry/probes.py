@@ -19,21 +19,22 @@ async def serving(
     is_live: Callable[[], bool],
     is_ready: Callable[[], bool],
     is_started: Callable[[], bool] = lambda: True,
+    render: Callable[[], Awaitable[bytes]] | None = None,
     host: str,
     port: int,
 ) -> AsyncIterator[int]:
     """Serves while the block runs; yields the port (with port 0, the system chooses it).
 
-    Any answer shows that the event loop runs; *is_live* reports on the engine.
+    Any answer shows that the event loop runs; *is_live* reports on the engine. *render* returns the
+    metrics in place of those of *registry* alone.
 
     Raises:
         SetupError: the port is in use or not permitted.
     """
 
     async def metrics(_: web.Request) -> web.Response:
-        return web.Response(
-            body=exposition.render(registry), headers={"Content-Type": exposition.CONTENT_TYPE}
-        )
+        body = exposition.render(registry) if render is None else await render()
+        return web.Response(body=body, headers={"Content-Type": exposition.CONTENT_TYPE})
 
     app = web.Application()
     app.router.add_get("/metrics", metrics)

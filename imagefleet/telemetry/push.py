@@ -42,12 +42,15 @@ _RETRYABLE = frozenset({408, 425, 429})
 
 @contextlib.asynccontextmanager
 async def pushing(
-    registry: CollectorRegistry, settings: TelemetrySettings, job: str
+    registry: CollectorRegistry,
+    settings: TelemetrySettings,
+    job: str,
+    instance: str | None = None,
 ) -> AsyncIterator[None]:
     """Pushes *registry* while the block runs and once more at its end, if `push_url` is set.
 
-    Every series gets the labels that a scrape would add: `job`, and `instance`, a random name
-    that does not identify the machine.
+    Every series gets the labels that a scrape would add: `job`, and *instance*, by default a new
+    one.
     """
     if settings.push_url is None:
         yield
@@ -56,7 +59,7 @@ async def pushing(
     headers = {"Authorization": f"Bearer {token}"} if token else {}
     timeout = aiohttp.ClientTimeout(total=TIMEOUT_SECONDS)
     async with aiohttp.ClientSession(headers=headers, timeout=timeout) as client:
-        labels = {"job": job, "instance": uuid.uuid4().hex[:12]}
+        labels = {"job": job, "instance": instance or new_instance()}
         pusher = Pusher(client, registry, settings.push_url, labels)
         pushes = asyncio.create_task(pusher.run(PUSH_SECONDS), name="push metrics")
         try:
@@ -65,6 +68,11 @@ async def pushing(
             pushes.cancel()
             await asyncio.gather(pushes, return_exceptions=True)
             await pusher.push_for(LAST_PUSH_SECONDS)
+
+
+def new_instance() -> str:
+    """A random name, which does not identify the machine."""
+    return uuid.uuid4().hex[:12]
 
 
 class Pusher:

@@ -10,12 +10,13 @@ from typing import Any
 
 from imagefleet import validation
 from imagefleet.job.message import (
+    FAILURE_FIELD,
     NEUTRAL_VALUES,
     SECOND_PASS_PREFIXES,
     WITHOUT_EFFECT,
     Job,
 )
-from loadgen.formats.entry import FAILURE_FIELD, FormatError
+from loadgen.formats.entry import FormatError
 
 #: Fields whose cells are text as it stands: the prompts with their white space.
 _PROMPTS = frozenset({"prompt", "negative_prompt"})

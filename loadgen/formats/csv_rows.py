@@ -8,7 +8,7 @@ from collections.abc import Iterable, Iterator
 from typing import BinaryIO
 
 from loadgen.formats.columns import Columns, is_known
-from loadgen.formats.entry import Entry, FormatError
+from loadgen.formats.entry import Entry, FormatError, lines
 
 #: The one by which the first row has the most names of fields, or else the first.
 DELIMITERS = ",;\t"
@@ -46,7 +46,8 @@ class CsvRows:
 
 def _open(stream: BinaryIO) -> tuple[Columns, Iterator[_Row]]:
     """The columns, and the rows after the first."""
-    first = next(stream, b"")
+    given = lines(stream)
+    first = next(given, b"")
     if not first:
         return Columns(["prompt"]), iter(())
     try:
@@ -63,16 +64,16 @@ def _open(stream: BinaryIO) -> tuple[Columns, Iterator[_Row]]:
 
     delimiter = max(DELIMITERS, key=known_names)
     # Bytes that are not UTF-8 become halves of surrogate pairs, which `_rows` finds in their row.
-    lines = (line.decode("utf-8", "surrogateescape") for line in stream)
-    rows = _rows(itertools.chain([header], lines), delimiter)
+    others = (line.decode("utf-8", "surrogateescape") for line in given)
+    rows = _rows(itertools.chain([header], others), delimiter)
     _, names, problem = next(rows)
     if problem:
         raise FormatError(f"the first row: {problem}")
     return Columns(names), rows
 
 
-def _rows(lines: Iterable[str], delimiter: str) -> Iterator[_Row]:
-    reader = csv.reader(lines, delimiter=delimiter, strict=True)
+def _rows(text: Iterable[str], delimiter: str) -> Iterator[_Row]:
+    reader = csv.reader(text, delimiter=delimiter, strict=True)
     while True:
         line = reader.line_num + 1
         try:

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Iterator
 from typing import BinaryIO, NamedTuple, Protocol
 
-#: What `imagefleet failed export` notes in a job; it is no part of the job.
-FAILURE_FIELD = "failure"
+#: In bytes or characters: no job comes near it, since a message holds 64 KiB.
+MAX_JOB_LENGTH = 2**20
 
 
 class Entry(NamedTuple):
@@ -40,3 +41,17 @@ class Format(Protocol):
 
     def entries(self, stream: BinaryIO, start: int) -> Iterator[Entry]:
         """The entries from position *start* on."""
+
+
+def lines(stream: BinaryIO) -> Iterator[bytes]:
+    """The lines of a file; FormatError for one that is longer than any job, which is not read."""
+    for number in itertools.count(1):
+        line = stream.readline(MAX_JOB_LENGTH)
+        if len(line) == MAX_JOB_LENGTH:
+            raise FormatError(
+                f"line {number} has more than {MAX_JOB_LENGTH:,} bytes, and no job has so many: is"
+                " it another --format, an array in JSON say?"
+            )
+        if not line:
+            return
+        yield line

@@ -9,10 +9,7 @@ import re
 from collections.abc import Iterator
 from typing import BinaryIO
 
-from loadgen.formats.entry import Entry, FormatError
-
-#: No job comes near it: a message holds 64 KiB.
-MAX_JOB_CHARACTERS = 2**20
+from loadgen.formats.entry import MAX_JOB_LENGTH, Entry, FormatError
 
 _CHUNK_BYTES = 2**18
 
@@ -70,9 +67,9 @@ class _Text:
             except RecursionError:
                 raise FormatError(f"line {self.line}: nested too deeply") from None
             except json.JSONDecodeError as error:
-                if len(self._text) - self._at > MAX_JOB_CHARACTERS:
+                if len(self._text) - self._at > MAX_JOB_LENGTH:
                     raise FormatError(
-                        f"in line {self.line} begins a job of more than {MAX_JOB_CHARACTERS:,}"
+                        f"in line {self.line} begins a job of more than {MAX_JOB_LENGTH:,}"
                         f" characters, or one that is not valid JSON: {error.msg}"
                     ) from None
                 if self._read_more():

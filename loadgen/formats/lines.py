@@ -7,7 +7,7 @@ import json
 from collections.abc import Iterator
 from typing import BinaryIO
 
-from loadgen.formats.entry import Entry
+from loadgen.formats.entry import Entry, lines
 
 #: Begins a comment in a file of prompts.
 COMMENT = "#"
@@ -21,10 +21,10 @@ class JsonLines:
     is_stream = True
 
     def count(self, stream: BinaryIO) -> int:
-        return sum(1 for _ in stream)
+        return sum(1 for _ in lines(stream))
 
     def entries(self, stream: BinaryIO, start: int) -> Iterator[Entry]:
-        for number, line in enumerate(itertools.islice(stream, start, None), start + 1):
+        for number, line in enumerate(itertools.islice(lines(stream), start, None), start + 1):
             place = f"line {number}"
             try:
                 text = line.decode("utf-8-sig" if number == 1 else "utf-8").strip()

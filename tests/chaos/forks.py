@@ -7,6 +7,7 @@ arguments, variables, folder and output, takes signals, and ends as any process 
 from __future__ import annotations
 
 import contextlib
+import gc
 import json
 import math
 import os
@@ -184,5 +185,7 @@ if __name__ == "__main__":
     from fleet import entry, main  # noqa: F401 - imported here once, for all forks
 
     exec(sys.argv[1])
+    # What is imported stays: a fork need not look through it, which copies it, nor take it apart.
+    gc.freeze()
     if given := _serve():
         exec(given)

@@ -25,7 +25,7 @@ import sys
 import tempfile
 import time
 from collections import Counter
-from collections.abc import AsyncIterator, Callable, Collection, Iterator, Mapping
+from collections.abc import AsyncIterator, Callable, Iterator, Mapping
 from dataclasses import asdict, dataclass, field
 from functools import partial
 from pathlib import Path
@@ -363,7 +363,10 @@ async def count_up(storm: Storm, storage: Storage) -> None:
     tally.visible_duplicates = stored.total() - len(stored) + len(stored.keys() - good)
     tally.good_jobs_failed = len(failed.keys() - bad)
     tally.bad_jobs_missing = len(bad - failed.keys())
-    await compare_records(tally, storage, stored, failed)
+    for campaign in ("default", STOPPED):
+        await compare_records(tally, storage, campaign)
+    ended = {each.id async for each in reader.ended(storage, "default")}
+    tally.failed_jobs_without_record = len(set(failed) - ended)
     drawn = {each.id async for each in reader.images(storage, STOPPED)}
     cancelled = {each.id async for each in reader.ended(storage, STOPPED)}
     tally.cancelled_jobs = len(cancelled)
@@ -375,15 +378,12 @@ async def count_up(storm: Storm, storage: Storage) -> None:
     tally.duplicates_suppressed = events["duplicate"]
 
 
-async def compare_records(
-    tally: Tally, storage: Storage, stored: Counter[str], failed: Collection[str]
-) -> None:
-    """Each image has one record and each record an image; the jobs that failed have theirs."""
-    recorded = Counter([str(each.blob) async for each in reader.images(storage, "default")])
-    tally.images_without_record = len(stored.keys() - recorded.keys())
-    tally.records_without_image = recorded.total() - len(stored.keys() & recorded.keys())
-    ended = {each.id async for each in reader.ended(storage, "default")}
-    tally.failed_jobs_without_record = len(set(failed) - ended)
+async def compare_records(tally: Tally, storage: Storage, campaign: str) -> None:
+    """Each image has one record and each record an image."""
+    stored = {name async for name in storage.blobs.names(f"{campaign}/")}
+    recorded = Counter([str(each.blob) async for each in reader.images(storage, campaign)])
+    tally.images_without_record += len(stored - recorded.keys())
+    tally.records_without_image += recorded.total() - len(stored & recorded.keys())
 
 
 def is_image_of(seed: int, data: bytes) -> bool:

@@ -44,7 +44,7 @@ from worker.engine.slots.engine import SlotEngine
 push.PUSH_SECONDS = pipeline.DEPTH_SECONDS = 1.0
 tick = SlotEngine.tick
 def slower(engine):
-    time.sleep(0.04)
+    time.sleep(0.1)
     return tick(engine)
 SlotEngine.tick = slower
 """
@@ -52,7 +52,7 @@ PAGES = Path(__file__).parents[2] / "dashboards" / "grafana"
 
 CAMPAIGN = "live"
 LORA = "magic"
-JOBS = 10_000
+JOBS = 5_000
 
 #: Named after the folders of their storages.
 FLEET = "storage/jobs"

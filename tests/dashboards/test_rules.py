@@ -22,6 +22,7 @@ ALERTS = {
     "ImagefleetWaitingForOperator",
     "ImagefleetNodesGivenUp",
     "ImagefleetSuspectImages",
+    "ImagefleetGpuOut",
 }
 
 

@@ -3,17 +3,22 @@
 from __future__ import annotations
 
 import ast
+import contextlib
 import json
 import os
 import re
 import shutil
+import ssl
 import subprocess
 import sys
 import tempfile
+import urllib.request
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NoReturn
+from urllib.parse import urljoin
 
 import pytest
 import typer
@@ -24,7 +29,7 @@ from fleet import main, options
 from fleet.monitor.settings import ExporterSettings
 from fleet.webhooks.settings import WebhookSettings
 from loadgen.settings import LoadSettings
-from worker.settings import WorkerSettings
+from worker.settings import MachineSettings
 
 REPOSITORY = Path(__file__).parents[2]
 DEBIAN = Path(__file__).parent / "debian"
@@ -35,13 +40,15 @@ NEEDED_BYTES = 8 * 2**30
 
 #: The commands that the files under deploy/ run.
 MODELS: Mapping[str, type[BaseSettings]] = {
-    "worker": WorkerSettings,
+    "worker": MachineSettings,
     "load": LoadSettings,
     "exporter": ExporterSettings,
     "webhooks": WebhookSettings,
 }
 
 BASE = "localhost/python-base"
+
+LOCKS_OF_CPU_IMAGES = ("build", "light", "sbom", "torch-none", "worker")
 
 #: Debian's Python contains tests.
 collect_ignore = ["debian"]
@@ -207,14 +214,15 @@ class Builder:
             check=True,
         ).stdout
         settings: dict[str, str] = {}
-        mounts: set[str] = set()
         for name, value in re.findall(
             r"^(?:global|install|:env:)\.([a-z-]+)=(.+)$", listed, re.MULTILINE
         ):
-            sources = str(ast.literal_eval(value)).split()
-            settings[name] = " ".join(sources)
-            paths = (each.removeprefix("file://") for each in sources)
-            mounts |= {path for path in paths if path[0] == "/" and Path(path).exists()}
+            settings[name] = " ".join(str(ast.literal_eval(value)).split())
+        with contextlib.suppress(OSError, ValueError, KeyError):  # another kind of index: by itself
+            settings["index-url"] = self._write_index(settings)
+        sources = " ".join(settings.values()).split()
+        paths = (each.removeprefix("file://") for each in sources)
+        mounts = {path for path in paths if path[0] == "/" and Path(path).exists()}
         configuration = self.folder / "pip.conf"
         lines = [f"{name} = {value}" for name, value in settings.items()]
         # Compiling every module takes longer than the few runs here would save.
@@ -226,6 +234,40 @@ class Builder:
             *(f"--volume={path}:{path}:ro" for path in sorted(mounts)),
             f"--volume={configuration}:/etc/pip.conf:ro",
         ]
+
+    def _write_index(self, settings: Mapping[str, str]) -> str:
+        """The index's pages with the files that the locks name; returns its address.
+
+        A page has thousands of files, and pip compares each with every tag of its platform.
+        """
+        folder = self.folder / "index" / "simple"
+        if folder.exists():
+            return folder.as_uri()
+        locks = [REPOSITORY / "deploy" / "locks" / f"{name}.txt" for name in LOCKS_OF_CPU_IMAGES]
+        lines = [line for lock in locks for line in lock.read_text().splitlines() if "==" in line]
+        hashes = {found for line in lines for found in re.findall(r"sha256:(\w+)", line)}
+        index = settings.get("index-url", "https://pypi.org/simple").rstrip("/")
+        tls = ssl.create_default_context(cafile=settings.get("cert"))
+
+        def page(name: str) -> str:
+            accept = {"Accept": "application/vnd.pypi.simple.v1+json"}
+            request = urllib.request.Request(f"{index}/{name}/", headers=accept)
+            with urllib.request.urlopen(request, timeout=60, context=tls) as response:
+                files = json.load(response)["files"]
+            return "".join(
+                f'<a href="{urljoin(response.url, file["url"])}#sha256={file["hashes"]["sha256"]}">'
+                f"{file['filename']}</a><br>"
+                for file in files
+                if file["hashes"].get("sha256") in hashes
+            )
+
+        names = {line.partition("==")[0] for line in lines}
+        with ThreadPoolExecutor(8) as threads:
+            pages = dict(zip(names, threads.map(page, names), strict=True))
+        for name, text in pages.items():
+            (folder / name).mkdir(parents=True)
+            (folder / name / "index.html").write_text(f"<!doctype html>{text}")
+        return folder.as_uri()
 
 
 @pytest.fixture(scope="session")

@@ -78,6 +78,9 @@ def test_only_gpu_yaml_requests_the_gpu(read: Callable[..., Services]) -> None:
     assert worker["build"]["args"]["CUDA"] == "12.8"
     (device,) = worker["deploy"]["resources"]["reservations"]["devices"]
     assert (device["driver"], device["capabilities"]) == ("nvidia", ["gpu"])
+    assert device["count"] in {"all", -1}
+    assert worker["environment"]["IMAGEFLEET_GPUS"] == "all"
+    assert "IMAGEFLEET_GPUS" not in without["environment"]
 
 
 def test_every_mounted_file_and_build_folder_exists(

@@ -16,7 +16,7 @@ import jsonschema
 import pytest
 import yaml
 
-from worker.settings import WorkerSettings
+from worker.settings import MachineSettings
 
 COMMAND = Path(sys.executable).with_name("imagefleet")
 
@@ -111,6 +111,7 @@ def test_the_script_runs_a_worker_without_a_token_in_its_arguments(
         "IMAGEFLEET_NAME": "sky-7",
     }
     parsed = parse_command(command, {"IMAGEFLEET_MODEL": "/models/checkpoint"} | passed)
-    assert isinstance(parsed, WorkerSettings)
+    assert isinstance(parsed, MachineSettings)
+    assert parsed.gpus == "all"
     assert parsed.until_empty
     assert parsed.storage == "https://ours.blob.core.windows.net"

@@ -131,3 +131,14 @@ def test_only_one_process_has_a_path_to_itself(tmp_path: Path) -> None:
     with console.only_one(tmp_path / "ledger", "the next"):
         pass
     assert not list(tmp_path.iterdir())
+
+
+def test_a_path_by_another_name_is_the_same_path(tmp_path: Path) -> None:
+    (tmp_path / "link").symlink_to(tmp_path)
+    with console.only_one(tmp_path / "ledger", "the first"):
+        for other in (tmp_path / "link" / "ledger", tmp_path / "x" / ".." / "ledger"):
+            with (
+                pytest.raises(errors.SetupError, match="the second"),
+                console.only_one(other, "the second"),
+            ):
+                pytest.fail("two at once")

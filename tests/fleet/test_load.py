@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import asyncio
+import codecs
 import gzip
 import json
 import os
@@ -305,9 +306,9 @@ def test_ctrl_c_does_not_wait_for_the_rate_limit(
 LINE = '{"prompt":"a red house in a forest, digital art, no ' + "x" * 400 + '"}\n'
 
 
-def long_file(folder: Path, beginning: str = "") -> str:
-    """A file that takes about a second to check."""
-    (folder / "long.jsonl").write_text(beginning + LINE * 13_000)
+def long_file(folder: Path, beginning: str = "", lines: int = 13_000) -> str:
+    """A file that takes about a second to check, if it has no more lines."""
+    (folder / "long.jsonl").write_text(beginning + LINE * lines)
     return "long.jsonl"
 
 
@@ -321,9 +322,10 @@ def on_a_terminal(
         os.environ.update(PYTHONPATH=str(ROOT), TERM="xterm", COLUMNS="80")
         os.execv(sys.executable, [sys.executable, "-m", "fleet.main", "load", *arguments])
     output = ""
+    decoder = codecs.getincrementaldecoder("utf-8")()  # a read may end within a character
     while True:
         try:
-            output += os.read(terminal, 65_536).decode()
+            output += decoder.decode(os.read(terminal, 65_536))
         except OSError:  # the program has ended
             break
         if ctrl_c_after is not None and ctrl_c_after in output:
@@ -334,11 +336,13 @@ def on_a_terminal(
 
 
 def test_ctrl_c_ends_the_bar_of_a_long_check_and_nothing_is_sent(tmp_path: Path) -> None:
-    code, output = on_a_terminal(tmp_path, long_file(tmp_path), ctrl_c_after="checking long.jsonl")
+    # Long enough that a test that has to wait for the processor is in time.
+    file = long_file(tmp_path, lines=65_000)
+    code, output = on_a_terminal(tmp_path, file, ctrl_c_after="checking long.jsonl")
 
     assert code == console.EXIT_INTERRUPTED
     plain = re.sub(r"\x1b\[[?\d;]*\w", "", output)
-    assert re.search(r"checking long.jsonl .* \d\.\d/5\.\d MB", plain), plain
+    assert re.search(r"checking long.jsonl .* \d\.\d/29\.\d MB", plain), plain
     assert "stopped while checking long.jsonl; nothing was sent" in plain
     assert "\x1b[?25h" in output, "the cursor is shown again"
     assert "Traceback" not in output

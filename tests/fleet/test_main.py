@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from fleet import console
+from fleet import console, entry
 
 ROOT = Path(__file__).parents[2]
 COMMAND = Path(sys.executable).with_name("imagefleet")
@@ -287,3 +287,14 @@ def test_the_demo_sends_the_reference_message_verbatim() -> None:
 
     assert message["sampler_name"] == "k_euler_a"
     assert message["prompt"].startswith("photo of a jump rope, <lora:magic-fantasy-forest-v2:0.35>")
+
+
+def test_ctrl_c_during_the_imports_is_no_traceback(monkeypatch: pytest.MonkeyPatch) -> None:
+    class Interrupted:
+        def __getattr__(self, name: str) -> None:
+            raise KeyboardInterrupt
+
+    monkeypatch.setattr("fleet.main", Interrupted())
+    with pytest.raises(SystemExit) as ended:
+        entry.main()
+    assert ended.value.code == entry.EXIT_INTERRUPTED == console.EXIT_INTERRUPTED

@@ -15,7 +15,7 @@ from fleet import console, options
 from imagefleet import errors
 from imagefleet.telemetry.settings import TelemetrySettings
 from worker import settings as worker_settings
-from worker.settings import WorkerSettings
+from worker.settings import MachineSettings
 
 runner = CliRunner()
 
@@ -204,7 +204,7 @@ def test_the_table_has_a_heading_for_each_subject() -> None:
 
 
 def test_every_setting_of_a_worker_has_one_subject() -> None:
-    own = WorkerSettings.model_fields.keys() - TelemetrySettings.model_fields.keys()
+    own = MachineSettings.model_fields.keys() - TelemetrySettings.model_fields.keys()
     named = [name for names in worker_settings.SUBJECTS.values() for name in names]
 
     assert len(named) == len(set(named))

@@ -31,6 +31,7 @@ def sync() -> None:
         assert_type(fleet.job("spring/1").status, Status)
         assert_type(fleet.failed(error="lora"), imagefleet.Results)
         assert_type(fleet.replay(campaign="spring"), Swept)
+        assert_type(fleet.replay(set={"steps": 20, "model": None}, error="steps"), Swept)
     imagefleet.connect(que="jobs")  # type: ignore[call-arg]
     fleet.submit(["a house"])  # type: ignore[list-item]
     fleet.replay(job="1")  # type: ignore[call-arg]

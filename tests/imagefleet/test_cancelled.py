@@ -34,16 +34,6 @@ async def local(local_settings: StorageSettings) -> AsyncIterator[Storage]:
         yield storage
 
 
-@pytest.fixture
-def _soon(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Does not wait until the storage's clock is ahead of the cancellation."""
-
-    async def return_at_once(_storage: Storage, _at: datetime) -> None:
-        """For tests that send nothing later."""
-
-    monkeypatch.setattr(cancelled, "_wait_until_later", return_at_once)
-
-
 async def send_one(storage: Storage) -> datetime:
     """When the storage stamped a new message."""
     await storage.queue.send(["{}"])
@@ -76,7 +66,7 @@ async def test_what_was_sent_before_is_cancelled_and_what_is_sent_later_runs(
     assert not found.includes(None, before)
 
 
-@pytest.mark.usefixtures("_soon")
+@pytest.mark.usefixtures("cancel_at_once")
 async def test_the_clock_is_the_storages_not_this_machines(
     storage: Storage, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -110,7 +100,7 @@ async def test_fleets_that_share_the_files_do_not_cancel_each_others_campaigns(
     assert (await read(local, "jobs-of-others")).times == {}
 
 
-@pytest.mark.usefixtures("_soon")
+@pytest.mark.usefixtures("cancel_at_once")
 async def test_two_who_cancel_at_once_both_do(azurite_settings: StorageSettings) -> None:
     async with open_storage(azurite_settings) as storage:
         await storage.create()
@@ -149,7 +139,7 @@ async def test_a_full_list_says_how_to_empty_it(
         await cancelled.cancel(local, "autumn")
 
 
-@pytest.mark.usefixtures("_soon")
+@pytest.mark.usefixtures("cancel_at_once")
 async def test_a_list_that_has_not_changed_is_not_read_again(storage: Storage) -> None:
     await cancelled.cancel(storage, "spring")
     found = await read(storage)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import re
 import subprocess
 import sys
 import threading
@@ -125,6 +126,28 @@ async def test_a_replayed_job_completes(fleet: aio.Fleet, work: Work) -> None:
     assert await fleet.job("spring/a").status() == "pending"
     await work(draw_noise)
     assert (await collect(batch))["a"].status == "completed"
+
+
+async def test_a_job_is_replayed_with_other_values(fleet: aio.Fleet, work: Work) -> None:
+    batch = await fleet.submit([Job(prompt="broken", id="a", steps=30, model="stand-in")])
+    await work()
+    for wrong, complaint in [
+        ({"steps": 500}, "set steps: should be less than or equal to 150"),
+        ({"stepz": 20}, "set stepz: a job has no such field; did you mean 'steps'?"),
+        ({"id": "b"}, "set id: a replay keeps it"),
+    ]:
+        with pytest.raises(errors.SetupError, match=f"^{re.escape(complaint)}"):
+            await fleet.replay(set=wrong)
+    changes = {"prompt": "a house", "steps": 20, "model": None}
+    changes["output"] = imagefleet.Output(quality=50)
+    preview = await fleet.preview_replay(set=changes)
+    assert ("steps", "30", "20") in preview.changes
+    assert (await fleet.replay(set=changes)).done == 1
+    (message,) = [message async for message in fleet.storage.queue.browse()]
+    sent = read_job(message.body, message.id)
+    assert (sent.id, sent.steps, sent.model, sent.output.quality) == ("a", 20, None, 50)
+    await work()
+    assert (await collect(batch))["a"].records[0].prompt == "a house"
 
 
 async def test_an_old_failure_does_not_count_for_a_resubmitted_job(
@@ -351,8 +374,9 @@ def test_the_sync_client_does_all_that_the_async_one_does(
         counts = fleet.campaigns()["spring"]
         assert (counts.sent, counts.completed, counts.failed, counts.pending) == (2, 1, 1, 0)
         assert fleet.depth().failed.messages == 1
-        assert fleet.replay(id="broken").done == 1
+        assert fleet.replay(id="broken", set={"steps": 5}).done == 1
         asyncio.run(work())
+        assert next(fleet.failed()).records[0].steps == 5
         assert fleet.discard(campaign="spring").done == 1
         assert fleet.job("spring/broken").status == "unknown"
         fleet.submit([Job(prompt="a house", id="late")], campaign="autumn")

@@ -66,3 +66,23 @@ async def test_some_items_are_worked_on_at_the_same_time() -> None:
 
     assert sorted(done) == list(range(10))
     assert most == 3
+
+
+async def test_what_runs_beside_a_block_ends_with_it_and_its_error_is_raised() -> None:
+    ended = asyncio.Event()
+
+    async def work() -> None:
+        try:
+            await asyncio.sleep(60)
+        finally:
+            ended.set()
+
+    async def fail() -> None:
+        raise errors.TransientError("no answer")
+
+    async with concurrency.beside(work()):
+        await asyncio.sleep(0)
+    assert ended.is_set()
+    with pytest.raises(errors.TransientError, match="no answer"):
+        async with concurrency.beside(work(), fail()):
+            await asyncio.sleep(0)

@@ -2,13 +2,16 @@ from __future__ import annotations
 
 import asyncio
 import json
+import sys
 import time
 from collections.abc import Iterable, Iterator
 
 import pytest
 
 from imagefleet import errors, retry
+from imagefleet.records import reader
 from imagefleet.storage.protocol import Storage
+from imagefleet.storage.settings import StorageSettings
 from imagefleet.submit import BATCH, BulkSender, Progress
 
 
@@ -150,3 +153,25 @@ async def test_a_cancelled_run_leaves_no_send_behind(storage: Storage) -> None:
 
     assert set(wanted(0, sender.progress.confirmed)) <= set(await numbers_in(storage))
     assert len(asyncio.all_tasks()) == 1
+
+
+async def test_a_submit_that_is_killed_leaves_the_count_of_a_moment_before(
+    storage: Storage, storage_settings: StorageSettings
+) -> None:
+    settings = storage_settings.model_dump(include={"storage", "queue", "container"})
+    program = f"""
+import itertools, imagefleet
+with imagefleet.connect(**{settings!r}) as fleet:
+    jobs = (imagefleet.Job(prompt="a house") for _ in itertools.count())
+    fleet.submit(jobs, campaign="spring")
+"""
+    submitting = await asyncio.create_subprocess_exec(sys.executable, "-c", program)
+    try:
+        async with asyncio.timeout(20):
+            while not (counts := await reader.counts(storage, "spring")).sent:
+                await asyncio.sleep(0.1)
+    finally:
+        submitting.kill()
+        await submitting.wait()
+    assert counts.pending == counts.sent
+    assert 0 < (counts.sent or 0) <= (await storage.queue.depth()).messages

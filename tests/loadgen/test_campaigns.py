@@ -5,12 +5,12 @@ from __future__ import annotations
 import asyncio
 import json
 from collections import Counter
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator, Callable, Iterable
 from pathlib import Path
 
 import pytest
 
-from imagefleet import cancelled
+from imagefleet import cancelled, errors, submit
 from imagefleet.records import reader
 from imagefleet.storage.open import open_storage
 from imagefleet.storage.protocol import Storage
@@ -23,15 +23,13 @@ JOBS = 2_000
 TEMPLATE = "prompt: a cat\ncount: 1000000\njob: {campaign: spring}\n"
 
 
+pytestmark = pytest.mark.usefixtures("cancel_at_once")
+
+
 @pytest.fixture(autouse=True)
 def _soon(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(cancelled, "PERIOD_SECONDS", 0.1)
     monkeypatch.setattr(cancelled, "LOAD_SECONDS", 2.0)
-
-    async def return_at_once(_storage: Storage, _at: object) -> None:
-        """What is sent while `cancel` waits is what these tests are about."""
-
-    monkeypatch.setattr(cancelled, "_wait_until_later", return_at_once)
 
 
 @pytest.fixture
@@ -59,10 +57,11 @@ def load_of(
     file: Path,
     *,
     rate: float | None = None,
+    concurrency: int = 4,
     restart: bool = False,
     notice: Callable[[str], None] = lambda _: None,
 ) -> Load:
-    settings = LoadSettings(storage=storage.url, rate=rate)
+    settings = LoadSettings(storage=storage.url, rate=rate, concurrency=concurrency)
     checkpoint = file.with_suffix(".checkpoint")
     source = sources.open_source(str(file))
     return Load(storage, source, settings, checkpoint, restart=restart, on_notice=notice)
@@ -121,6 +120,39 @@ async def test_a_template_of_a_cancelled_campaign_ends_and_stays_ended_until_it_
     template.write_text(TEMPLATE.replace("1000000", "100"))
     again = await run(load_of(storage, template, restart=True))
     assert (again.sent, again.cancelled) == (100, {}), "a later load just runs"
+
+
+async def test_a_load_that_is_killed_at_once_has_its_count(
+    storage: Storage, both: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(submit, "FIRST_NOTE_SECONDS", 0.1)
+    running = asyncio.create_task(run(load_of(storage, both, rate=200)))
+    async with asyncio.timeout(5):
+        while (counts := await reader.counts(storage, "autumn")).sent is None:
+            await asyncio.sleep(0.02)
+    running.cancel()
+    await asyncio.wait({running})
+    assert running.cancelled()
+    assert 0 < (counts.pending or 0) <= (await in_queue(storage))["autumn"]
+
+
+async def test_a_load_that_the_storage_ends_has_its_count(
+    storage: Storage, both: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    queue = storage.queues["normal"]
+    send = queue.send
+
+    async def send_some(bodies: Iterable[str]) -> None:
+        if (await storage.queue.depth()).messages >= 5 * submit.BATCH:
+            raise errors.FleetError("no answer")
+        await send(bodies)
+
+    monkeypatch.setattr(queue, "send", send_some)
+    with pytest.raises(errors.FleetError, match="no answer"):
+        await run(load_of(storage, both, concurrency=1))
+    sent = await in_queue(storage)
+    for campaign in ("spring", "autumn"):
+        assert (await reader.counts(storage, campaign)).sent == sent[campaign] == 80
 
 
 async def test_a_load_that_is_killed_and_resumed_counts_each_job_once(

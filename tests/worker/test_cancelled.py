@@ -5,21 +5,21 @@ from __future__ import annotations
 import asyncio
 import time
 from collections import Counter
-from collections.abc import AsyncIterator, Callable
+from collections.abc import Callable
 from typing import Any
 
 import pytest
 
 from imagefleet import cancelled
 from imagefleet.records import reader
-from imagefleet.storage.open import open_storage
 from imagefleet.storage.protocol import Storage
-from imagefleet.storage.settings import StorageSettings
 from worker.engine import contract
 from worker.testing import StandInEngine
 
 Message = Callable[..., str]
 RunPipeline = Callable[..., Any]  # the fixture of conftest.py
+
+pytestmark = pytest.mark.usefixtures("cancel_at_once")
 
 #: Seeds from here on are of jobs of autumn.
 AUTUMN = 1_000_000
@@ -48,18 +48,6 @@ def _soon(monkeypatch: pytest.MonkeyPatch) -> None:
     """The list is read every 0.2 seconds, and `cancel` does not wait for running loads."""
     monkeypatch.setattr(cancelled, "PERIOD_SECONDS", 0.2)
     monkeypatch.setattr(cancelled, "LOAD_SECONDS", 0.0)
-
-    async def return_at_once(_storage: Storage, _at: object) -> None:
-        """Nothing is sent later."""
-
-    monkeypatch.setattr(cancelled, "_wait_until_later", return_at_once)
-
-
-@pytest.fixture
-async def storage(storage_settings: StorageSettings) -> AsyncIterator[Storage]:
-    async with open_storage(storage_settings) as opened:
-        await opened.create()
-        yield opened
 
 
 async def until(condition: Callable[[], bool]) -> None:
@@ -161,6 +149,57 @@ async def test_a_worker_that_was_idle_for_hours_reads_the_list_before_it_draws(
     pipeline = await running
     assert engine.count("spring") == 0
     assert pipeline.settler.outcomes == {"completed": 1, "cancelled": 1}
+
+
+async def test_images_of_a_worker_that_died_get_records_when_their_jobs_end_otherwise(
+    storage: Storage,
+    run_pipeline: RunPipeline,
+    message: Message,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    of_spring = {"campaign": "spring", "batch_size": 3, "seed": 1}
+    of_autumn = {"campaign": "autumn", "model": "another"}
+    await storage.queue.send(
+        [
+            message(id="stopped", **of_spring),
+            message(id="done", campaign="spring"),
+            message(id="failing", batch_size=2, **of_autumn),
+            message(id="fine", **of_autumn),
+        ]
+    )
+    for leased in await storage.queue.receive(4, 60):  # they die after they have stored these
+        await storage.queue.release(leased)
+    await storage.queue.send([message(id="once", **of_spring)])
+    stored = ("spring/stopped-1", "spring/done", "autumn/failing-1", "autumn/fine")
+    for name in stored:
+        await storage.blobs.create(f"{name}.png", b"image", "image/png", {})
+    looked_for: list[str] = []
+    exists = storage.blobs.exists
+
+    async def noted(name: str) -> bool:
+        looked_for.append(name)
+        return await exists(name)
+
+    monkeypatch.setattr(storage.blobs, "exists", noted)
+    await cancelled.cancel(storage, "spring")
+    pipeline = await run_pipeline()
+
+    assert pipeline.settler.outcomes == {"cancelled": 2, "failed": 1, "duplicate": 2}
+    found = {
+        str(record.blob).removesuffix(".png"): record
+        for campaign in ("spring", "autumn")
+        async for record in reader.images(storage, campaign)
+    }
+    assert found.keys() == set(stored)
+    image = found["spring/stopped-1"]
+    assert (image.id, image.index, image.images, image.seed) == ("stopped", 1, 3, 2)
+    assert (image.worker, image.seconds) == ("?", None), "who has drawn it is not known"
+    counts = await reader.counts(storage, "spring")
+    assert (counts.images, counts.completed, counts.cancelled) == (2, 1, 2)
+    ended = {(record.id, record.outcome) async for record in reader.ended(storage)}
+    assert ended == {("stopped", "cancelled"), ("once", "cancelled"), ("failing", "failed")}
+    assert (await storage.poison.depth()).messages == 1
+    assert len(looked_for) == 3 + 1 + 2 + 1, "only of jobs that were delivered before"
 
 
 async def test_a_second_drawing_of_a_cancelled_job_leaves_no_record_of_its_own(

@@ -115,6 +115,14 @@ class UploadStage:
             )
 
     async def _upload(self, encoded: _EncodedImage) -> None:
+        entry = encoded.image.owner
+        with entry.uploading():
+            await self._store(encoded)
+        entry.images_to_store -= 1
+        if not entry.images_to_store:
+            await self.settler.completed(entry)
+
+    async def _store(self, encoded: _EncodedImage) -> None:
         image, file = encoded.image, encoded.file
         entry = image.owner
         name = image.job.blob_name(image.index)
@@ -160,9 +168,6 @@ class UploadStage:
             self.cost.lost("duplicate")
             entry.again.append(self._record(encoded, name))
             await self._keep_aside(name, encoded, metadata)
-        entry.images_to_store -= 1
-        if not entry.images_to_store:
-            await self.settler.completed(entry)
 
     async def _keep_aside(
         self, name: str, encoded: _EncodedImage, metadata: dict[str, str]

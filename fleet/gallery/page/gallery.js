@@ -6,6 +6,7 @@ import { Viewer } from "./viewer.js";
 
 const POLL_MILLISECONDS = 1000;
 const NAMES_MILLISECONDS = 10_000;
+const FIRST_NAMES_MILLISECONDS = 500; // after the first images
 const TYPING_MILLISECONDS = 200;
 
 const byId = id => document.getElementById(id);
@@ -17,7 +18,7 @@ const fields = ["text", "lora", "worker"];
 const shown = { campaign: "", tab: "images", text: "", lora: "", worker: "" };
 let generation = null;
 let asked = new AbortController();
-let index = "", timer, namesAt = 0, toastTimer;
+let index = "", timer, namesAt = FIRST_NAMES_MILLISECONDS - NAMES_MILLISECONDS, toastTimer;
 
 // The parameters of a row; a new index numbers its rows anew.
 const where = row => ({ campaign: shown.campaign, seq: row[0], index });
@@ -115,7 +116,7 @@ async function poll() {
     if (shown.campaign) {
       const state = await get("/api/state", shown, request.signal);
       if (request === asked) showState(state);
-      if (Date.now() - namesAt > NAMES_MILLISECONDS) await showNames();
+      if (performance.now() - namesAt > NAMES_MILLISECONDS) await showNames();
     }
   } catch (error) {
     if (error.name === "AbortError") return; // another poll has begun
@@ -129,7 +130,7 @@ function showState(state) {
   const isNew = generation === null, isOther = !isNew && generation !== state.generation;
   generation = state.generation;
   index = state.index;
-  if (isOther) grid.refresh(state.total);
+  if (isOther) viewer.moved(grid.refresh(state.total));
   else grid.update(state.total);
   for (const tab of tabs) {
     const count = state.counts[tab.dataset.tab];
@@ -140,7 +141,7 @@ function showState(state) {
   byId("progress").hidden = !state.sent || isDone;
   if (state.sent) byId("progress").firstElementChild.style.transform = `scaleX(${Math.min(1, ended / state.sent)})`;
   if (state.problem) showStatus("lost", "not connected");
-  else if (state.reading) showStatus("live", "reading the records");
+  else if (state.reading) showStatus("live", `reading the records, ${Math.floor(100 * state.read)} %`);
   else if (isDone) showStatus("done", `${number.format(state.sent)} jobs, all ended`);
   else showStatus("live", state.sent ? `${number.format(ended)} of ${number.format(state.sent)} jobs` : "live");
   if (state.damaged) byId("status").title = `${number.format(state.damaged)} damaged records are left out`;
@@ -190,7 +191,7 @@ async function showCampaigns(parameters) {
 }
 
 async function showNames() {
-  namesAt = Date.now();
+  namesAt = performance.now();
   if (document.activeElement.matches("select")) return; // it may be open
   await showCampaigns();
   const found = await get("/api/names", { campaign: shown.campaign });
@@ -219,7 +220,7 @@ for (const name of ["lora", "worker"]) {
   byId(name).addEventListener("change", event => change({ [name]: event.target.value }));
 }
 byId("campaign").addEventListener("change", event => {
-  namesAt = 0;
+  namesAt = -Infinity;
   change({ campaign: event.target.value, lora: "", worker: "" });
 });
 for (const tab of tabs) tab.addEventListener("click", () => change({ tab: tab.dataset.tab }));

@@ -11,6 +11,7 @@ const NARROW_PADDING = 8;
 const SMALLEST_TILE = 168;
 const NARROW_TILE = 116;
 const JOB_HEIGHT = 88;
+const NARROW_JOB_HEIGHT = 108; // two lines for the reason
 const WIDEST_JOB = 560;
 
 // Rows beyond the screen, as a share of its height: what a fast wheel moves between two frames.
@@ -21,6 +22,10 @@ const MAX_HEIGHT = 12_000_000;
 
 // Thumbnails beyond the screen that load at the same time, when those on it are there.
 const FAR_AT_ONCE = 4;
+
+// Of one row that is needed at once.
+const ROW_TRIES = 20;
+const ROW_MILLISECONDS = 100;
 
 // Items that fly past are not asked for.
 const FLYING_SCREENS = 2;
@@ -73,14 +78,27 @@ export class Grid {
     this.follow(this.known - this.total);
   }
 
-  // What was known of the items is out of date, but not where the reader is.
+  // The items were put in order anew: what is on the screen stays until it is known what is there.
+  // Returns by how much the ranks of the places on the screen have changed.
   refresh(total) {
+    const waiting = this.known - this.total;
+    const shift = Math.max(0, total - waiting) - this.total;
     this.pages.clear();
-    this.total = Math.min(this.total, total);
-    for (const tile of this.tiles.values()) tile.row = undefined;
+    for (const request of this.requests.values()) request.abort();
+    this.requests.clear();
+    this.total += shift;
+    if (this.active !== null) this.active = Math.max(0, this.active + shift);
+    const tiles = [...this.tiles.values()];
+    this.tiles.clear();
+    for (const tile of tiles) {
+      this.name(tile, tile.rank + shift);
+      tile.isOutdated = true;
+      this.tiles.set(tile.rank, tile);
+    }
     this.update(total);
     this.measure();
     this.render();
+    return shift;
   }
 
   showNew(animated = false) {
@@ -108,7 +126,7 @@ export class Grid {
     const smallest = isJobs ? WIDEST_JOB : narrow ? NARROW_TILE : SMALLEST_TILE;
     this.columns = Math.max(1, Math.floor((inner + this.gap) / (smallest + this.gap)));
     this.tileWidth = (inner - (this.columns - 1) * this.gap) / this.columns;
-    this.tileHeight = isJobs ? JOB_HEIGHT : this.tileWidth;
+    this.tileHeight = isJobs ? (narrow ? NARROW_JOB_HEIGHT : JOB_HEIGHT) : this.tileWidth;
     this.rowHeight = this.tileHeight + this.gap;
     const rows = Math.ceil(this.total / this.columns);
     this.virtualHeight = rows ? rows * this.rowHeight - this.gap + 2 * this.padding : 0;
@@ -172,8 +190,7 @@ export class Grid {
     let tile = this.tiles.get(rank);
     if (!tile) {
       tile = this.spare.pop() ?? this.create();
-      tile.rank = rank;
-      tile.id = `item-${rank}`;
+      this.name(tile, rank);
       tile.state = "";
       tile.className = this.kind === "images" ? "tile" : `tile job ${this.kind}`;
       if (rank >= this.newFrom) tile.classList.add("new");
@@ -196,6 +213,11 @@ export class Grid {
     tile.setAttribute("aria-setsize", this.total);
     tile.classList.toggle("active", isActive);
     tile.setAttribute("aria-selected", isActive);
+  }
+
+  name(tile, rank) {
+    tile.rank = rank;
+    tile.id = `item-${rank}`;
   }
 
   create() {
@@ -235,19 +257,20 @@ export class Grid {
     const missing = new Set();
     for (const rank of this.wanted) {
       const tile = this.tiles.get(rank);
-      if (!tile || tile.row) continue;
+      if (!tile || (tile.row && !tile.isOutdated)) continue;
       const row = this.known_row(rank);
       if (!row) missing.add(Math.floor(rank / PAGE));
+      else if (tile.row?.[0] === row[0]) tile.isOutdated = false;
       else if (this.isNear(rank) || this.loading.size < FAR_AT_ONCE) this.show(tile, row);
     }
     for (const [page, request] of this.requests) if (!missing.has(page)) request.abort();
     for (const page of missing) this.ask(page);
   }
 
-  // On the screen, or about to be: its thumbnail comes before others.
+  // On the screen: its thumbnail comes before others.
   isNear(rank) {
     const y = Math.floor((this.total - 1 - rank) / this.columns) * this.rowHeight - this.virtualTop();
-    return y > -2 * this.rowHeight && y < this.height + this.rowHeight;
+    return y > -this.rowHeight - this.padding && y < this.height;
   }
 
   arrived(tile, how) {
@@ -258,6 +281,7 @@ export class Grid {
 
   show(tile, row) {
     tile.row = row;
+    tile.isOutdated = false;
     const [, job, prompt, reason] = row;
     tile.setAttribute("aria-label", [reason, prompt || job].filter(Boolean).join(", "));
     if (this.kind === "images") {
@@ -292,9 +316,13 @@ export class Grid {
     if ((page + 1) * PAGE <= this.total || this.known_row(this.total - 1)) this.fill();
   }
 
-  // The row of a rank, from the server if it is not known.
+  // The row of a rank, from the server if it is not known. What is asked for may be given up for what
+  // is on the screen, or be out of date when it comes: then it is asked for again.
   async row(rank) {
-    if (!this.known_row(rank)) await this.ask(Math.floor(rank / PAGE));
+    for (let tries = 0; tries < ROW_TRIES && !this.known_row(rank); tries++) {
+      if (tries) await new Promise(resolve => setTimeout(resolve, ROW_MILLISECONDS));
+      await this.ask(Math.floor(rank / PAGE));
+    }
     return this.known_row(rank);
   }
 

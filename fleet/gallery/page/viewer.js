@@ -79,25 +79,39 @@ export class Viewer {
     event.preventDefault();
   }
 
-  async show(rank) {
-    this.rank = rank;
-    const total = this.total();
+  // The list was put in order anew.
+  moved(ranks) {
+    if (!this.isOpen) return;
+    this.rank = Math.max(0, this.rank + ranks);
+    this.showPlace();
+  }
+
+  showPlace() {
+    const rank = this.rank, total = this.total();
     byId("previous").disabled = rank >= total - 1;
     byId("next").disabled = rank <= 0;
     byId("place").textContent = `${number.format(total - rank)} of ${number.format(total)}`;
+  }
+
+  async show(rank) {
+    const shown = this.shown = {};
+    this.record = this.address = null; // no button is about what was shown before
+    this.rank = rank;
+    this.showPlace();
     try {
       const row = await this.row(rank);
-      if (this.rank !== rank || !row) return;
+      if (this.shown !== shown || !row) return;
       const where = this.where(row);
       byId("title").textContent = row[1];
       byId("reason").hidden = true;
+      byId("save").href = url("/picture", where);
       if (this.isImage()) this.showPicture(row, where);
       const record = await get("/api/record", where);
-      if (this.rank !== rank || !this.isOpen) return;
+      if (this.shown !== shown || !this.isOpen) return;
       this.record = record;
       this.address = where;
-      this.fill(record, where);
-      this.prepare(rank - 1);
+      this.fill(record);
+      this.prepare(this.rank - 1);
     } catch (error) {
       this.tell(error.message);
     }
@@ -106,18 +120,17 @@ export class Viewer {
   // The next picture is there when it is asked for.
   async prepare(rank) {
     const row = rank >= 0 && (await this.row(rank));
-    if (row && this.record.blob) {
+    if (row && this.record?.blob) {
       new Image().src = url("/picture", this.where(row));
     }
   }
 
-  fill(record, where) {
+  fill(record) {
     const isImage = record.outcome === "completed";
     byId("title").textContent = record.images > 1 ? `${record.id} (${record.index + 1} of ${record.images})` : record.id;
     this.dialog.setAttribute("aria-label", isImage ? "Image" : "Job");
     this.dialog.querySelector(".actions").hidden = false;
     byId("save").hidden = !isImage;
-    byId("save").href = url("/picture", where);
     byId("save").download = (record.blob ?? "image").split("/").pop();
     byId("replay").hidden = record.outcome !== "failed";
     byId("replay").disabled = Boolean(record.refusal);
@@ -134,14 +147,14 @@ export class Viewer {
 
   // The thumbnail at once, then the picture itself.
   showPicture(row, where) {
-    const rank = this.rank, preview = byId("picture"), full = new Image();
+    const shown = this.shown, preview = byId("picture"), full = new Image();
     preview.alt = full.alt = row[2];
     preview.className = "preview";
     preview.hidden = false;
     preview.src = url("/thumbnail", where);
     full.id = "picture";
     full.src = url("/picture", where);
-    const isShown = () => this.rank === rank && this.isOpen;
+    const isShown = () => this.shown === shown && this.isOpen;
     full.decode().then(
       () => isShown() && byId("picture").replaceWith(full),
       () => isShown() && this.failedPicture(where),
@@ -149,12 +162,12 @@ export class Viewer {
   }
 
   async failedPicture(where) {
-    const rank = this.rank;
+    const shown = this.shown;
     byId("picture").hidden = true;
     this.showReason("This picture cannot be shown", "");
     try {
       const response = await fetch(url("/picture", where));
-      if (!response.ok && this.rank === rank) {
+      if (!response.ok && this.shown === shown) {
         byId("reason").querySelector("p").textContent = (await response.json()).error;
       }
     } catch {
@@ -223,6 +236,7 @@ export class Viewer {
   }
 
   async copy() {
+    if (!this.record) return this.tell("One moment: its parameters are still being read");
     try {
       await navigator.clipboard.writeText(this.record.text);
       this.tell("The job is in the clipboard, as JSON");
@@ -232,6 +246,8 @@ export class Viewer {
   }
 
   askReplay() {
+    if (!this.address) return;
+    this.asked = this.address;
     byId("confirm").showModal();
   }
 
@@ -240,7 +256,7 @@ export class Viewer {
     if (button.disabled) return; // it is on its way
     button.disabled = true;
     try {
-      await post("/api/replay", this.address);
+      await post("/api/replay", this.asked);
       this.tell("The job is in the queue again");
     } catch (error) {
       button.disabled = false;

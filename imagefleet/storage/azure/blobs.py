@@ -30,8 +30,11 @@ _RECORDS_PAGE = 5_000
 #: Never exists: `check_blob_name` refuses this name.
 _NO_BLOB = ".imagefleet-check"
 
-#: The blob has another length, is gone, or is no append blob.
-_NOT_APPENDED = frozenset({"AppendPositionConditionNotMet", "BlobNotFound", "InvalidBlobType"})
+#: The blob has another length, or is no append blob.
+_NOT_APPENDED = frozenset({"AppendPositionConditionNotMet", "InvalidBlobType"})
+
+#: Longer than any append blob.
+_NO_POSITION = 2**50
 
 _Result = TypeVar("_Result")
 
@@ -67,7 +70,7 @@ class AzureBlobs:
             # By a blob that does not exist: a container's SAS token may not read the properties of
             # the container itself, and the error code would be that of Azure's firewall.
             try:
-                await self._exists(_NO_BLOB)
+                await self._is_readable(_NO_BLOB)
             except HttpResponseError as error:
                 if azure_errors.code_of(error) not in LESS_PERMISSION:
                     raise
@@ -117,7 +120,7 @@ class AzureBlobs:
     ) -> bool:
         protocol.check_blob_name(name)
         protocol.check_metadata(metadata)
-        if await self._call("r", lambda: self._exists(name)):
+        if await self._call("r", lambda: self._is_readable(name)):
             return False
         client = self._client.get_blob_client(name)
         upload = BlockUpload(client, file, partial(self._call, "c"), on_progress)
@@ -151,12 +154,26 @@ class AzureBlobs:
             await self._create(lambda: self._create_appendable(client))
 
         async def request() -> bool:
-            with azure_errors.tolerated(_NOT_APPENDED):
+            with azure_errors.tolerated(_NOT_APPENDED | {"BlobNotFound"}):
                 await client.append_block(data, appendpos_condition=position)
                 return True
             return False
 
         return await self._retried_in_doubt("a", request)
+
+    async def exists(self, name: str) -> bool:
+        protocol.check_blob_name(name)
+        client = self._client.get_blob_client(name)
+
+        async def request() -> bool:
+            with azure_errors.tolerated({"BlobNotFound"}):
+                # Appends to no blob; the refusal tells whether there is one.
+                with azure_errors.tolerated(_NOT_APPENDED):
+                    await client.append_block(b"\n", appendpos_condition=_NO_POSITION)
+                return True
+            return False
+
+        return await self._call("a", request)
 
     async def read(self, name: str, max_bytes: int | None = None) -> bytes | None:
         protocol.check_blob_name(name)
@@ -242,7 +259,8 @@ class AzureBlobs:
             async for blob in page:
                 yield blob
 
-    async def _exists(self, name: str) -> bool:
+    async def _is_readable(self, name: str) -> bool:
+        """Whether there is such a blob, for credentials that may read."""
         with azure_errors.tolerated({"BlobNotFound"}):
             await self._client.get_blob_client(name).get_blob_properties()
             return True

@@ -106,6 +106,11 @@ class LocalBlobs:
         self._operations.blob_writes += 1
         return await self._in_thread(self._append, name, data, position)
 
+    async def exists(self, name: str) -> bool:
+        protocol.check_blob_name(name)
+        self._operations.blob_writes += 1
+        return await self._in_thread((self.folder / name).is_file)
+
     async def read(self, name: str, max_bytes: int | None = None) -> bytes | None:
         protocol.check_blob_name(name)
         self._operations.blob_reads += 1

@@ -101,7 +101,7 @@ def test_every_component_works_alone(
         assert errors_of(rendered) == []
 
 
-@pytest.mark.parametrize("component", ["gpu-nodes", "priority-class"])
+@pytest.mark.parametrize("component", ["gpu-nodes", "gpus-per-pod", "priority-class"])
 def test_a_component_that_comes_after_the_job_is_an_error_not_a_silence(
     component: str, build: Build
 ) -> None:
@@ -203,6 +203,20 @@ def test_workers_and_nothing_else_are_placed_on_gpu_nodes_and_give_way(render: R
             assert not {"nodeSelector", "tolerations", "priorityClassName"} & pod.keys()
     value = rendered.of_kind("PriorityClass")["imagefleet-batch"]["value"]
     assert -10 <= value < 0  # below, the cluster autoscaler adds no nodes
+
+
+def test_pods_of_several_gpus_scale_by_their_gpus(plain: Any, render: Render) -> None:
+    rendered = render("gpus-per-pod")
+    (one, many) = (each.worker()[2]["resources"]["limits"] for each in (plain, rendered))
+    gpus = int(many["nvidia.com/gpu"]) / int(one["nvidia.com/gpu"])
+    assert gpus == 4
+    before, after = (
+        each.of_kind("ScaledObject")["imagefleet-worker"]["spec"] for each in (plain, rendered)
+    )
+    modified, changed = (each["advanced"]["scalingModifiers"] for each in (before, after))
+    assert int(changed["target"]) == gpus * int(modified["target"])
+    assert changed["formula"] == modified["formula"]
+    assert after["maxReplicaCount"] * gpus == before["maxReplicaCount"]
 
 
 def test_a_load_is_a_job_of_its_own(plain: Any, create_job: CreateJob, errors_of: Errors) -> None:

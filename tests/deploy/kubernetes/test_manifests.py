@@ -15,7 +15,7 @@ import yaml
 from imagefleet.storage.azure.roles import RESOURCES, ROLES, azure_role, job_queue, name_of
 from imagefleet.storage.settings import PRIORITIES, StorageSettings
 from worker.pipeline import HAND_BACK_SECONDS
-from worker.settings import WorkerSettings
+from worker.settings import MachineSettings
 
 Errors = Callable[[list[Any]], list[Exception]]  # these two: the fixtures of conftest.py
 Render = Callable[..., Any]
@@ -212,7 +212,8 @@ def test_the_termination_grace_period_covers_the_drain(
     own = {entry["name"]: entry.get("value", "a-pod") for entry in container["env"]}
     image = {"IMAGEFLEET_MODEL": "/models/checkpoint"}
     parsed = parse_command(["worker"], image | settings["data"] | own)
-    assert isinstance(parsed, WorkerSettings)
+    assert isinstance(parsed, MachineSettings)
+    assert parsed.gpus == "all"
     assert pod["terminationGracePeriodSeconds"] >= parsed.grace_seconds + 2 * HAND_BACK_SECONDS
     (port,) = container["ports"]
     assert port["containerPort"] == parsed.port
@@ -224,7 +225,6 @@ def test_probes_use_the_health_commands(manifests: Any) -> None:
     for probe, state in (("startup", "started"), ("liveness", "live"), ("readiness", "ready")):
         check = container[f"{probe}Probe"]
         assert check["exec"]["command"] == ["imagefleet", "health", state]
-    assert container["resources"]["limits"]["nvidia.com/gpu"] == "1"
 
 
 def test_pods_are_unprivileged_and_write_only_to_volumes(manifests: Any) -> None:

@@ -101,6 +101,24 @@ def test_campaigns_counts_each_outcome_and_lists_the_latest_first(
     assert "autumn" in plain
 
 
+def test_damaged_records_are_told_since_the_figures_lack_them(
+    local_settings: StorageSettings, in_process: Imagefleet
+) -> None:
+    async def damage(storage: Storage) -> None:
+        await fill(storage)
+        for name in "xy":
+            await storage.blobs.append(f"-records/spring/{name}.jobs.jsonl.gz", b"no gzip", 0)
+
+    on(local_settings, damage)
+    assert (
+        json.loads(in_process("campaigns", "--json", *flags(local_settings)).stdout)[
+            "damaged_files"
+        ]
+        == 2
+    )
+    assert "2 damaged files of records" in in_process("campaigns", *flags(local_settings)).stderr
+
+
 def test_a_job_is_where_it_is(filled: StorageSettings, in_process: Imagefleet) -> None:
     is_azure = filled.storage.startswith("Default")
     hidden = "queued or in flight" if is_azure else "unknown"  # it shows only the first messages
@@ -141,6 +159,17 @@ def test_a_job_in_flight_and_one_of_several_images(
         in_process("job", "spring/flying-1", "--json", *flags(local_settings)).stdout
     )
     assert (other["state"], other["images"]) == ("queued", [])
+
+
+def test_what_an_image_does_not_tell_of_its_job_is_not_made_up(
+    local_settings: StorageSettings, in_process: Imagefleet
+) -> None:
+    async def put(storage: Storage) -> None:
+        await storage.blobs.create("spring/mine.png", b"pixels", "image/png", {})
+
+    on(local_settings, put)
+    found = json.loads(in_process("job", "spring/mine", "--json", *flags(local_settings)).stdout)
+    assert (found["state"], found["attempts"], found["worker"]) == ("completed", None, None)
 
 
 def test_cancel_shows_what_it_would_do_asks_and_writes_the_list(

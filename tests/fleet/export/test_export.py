@@ -302,6 +302,30 @@ async def test_jobs_still_to_do_are_said(
     assert "warning: 2 jobs of spring still to do" in result.stderr
 
 
+async def test_a_campaign_without_images_is_no_export_that_stays_empty(
+    export: Run, local_settings: StorageSettings, tmp_path: Path
+) -> None:
+    from imagefleet.records import writer
+
+    async with open_storage(local_settings) as storage:
+        await storage.create()
+        await writer.RecordLog(storage.blobs, "filler").sent("spring", 7)
+
+    assert "campaign spring has no images yet" in (await export(code=2)).stderr
+    assert not (tmp_path / "out").exists()
+
+
+async def test_a_storage_is_the_same_by_its_relative_name(
+    stored: list[Any], export: Run, local_settings: StorageSettings
+) -> None:
+    await export()
+    name = Path(local_settings.storage.removeprefix("local:")).name
+
+    again = await export("out", "--storage", f"local:{name}")
+
+    assert "out has the whole export already" in again.stderr
+
+
 async def test_a_folder_of_something_else_is_refused(
     stored: list[Any], export: Run, tmp_path: Path
 ) -> None:

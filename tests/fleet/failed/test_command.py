@@ -162,6 +162,7 @@ def test_replay_moves_only_the_selected_job(
     assert read(in_process("failed", "replay", "--id", "dog", "--json")) == {
         "replayed": 1,
         "refused": [],
+        "missing": 0,
     }
     assert depths(failed_jobs) == (1, 3)
 

@@ -113,6 +113,38 @@ def test_a_mended_job_that_fails_again_meanwhile_stays_on_the_list(
     assert json.loads(in_process("failed", "list", "--json").stdout)["count"] == 1
 
 
+def test_a_mended_job_leaves_the_list_once_it_is_completed(
+    in_process: Imagefleet, within: Within[Any], tmp_path: Path
+) -> None:
+    other = Job(prompt="a dog", id="dog", campaign="spring").to_message()
+    within(lambda storage: fail(storage, TOO_MANY_STEPS, other))
+    lines = map(json.loads, in_process("failed", "export").stdout.splitlines())
+    file = tmp_path / "fix.jsonl"
+    file.write_text("".join(f"{json.dumps(each | {'steps': 20})}\n" for each in lines))
+    with file.open("a") as more:
+        more.write('{"prompt": "a fox"}\n')
+    loaded = in_process("load", "fix.jsonl")
+    assert "2 of them had failed and stay on the list of failed jobs until" in loaded.stderr
+    again = in_process("load", "fix.jsonl", "--restart", "--json")
+    assert json.loads(again.stdout)["mended"] == 2
+    discard = ("failed", "discard", "--completed")
+    assert "0 failed jobs would be discarded" in in_process(*discard, "--dry-run").stdout
+
+    facts = {"job": "cat"}
+    within(lambda storage: storage.blobs.create("spring/cat.png", b"", "image/png", facts))
+    listing = json.loads(in_process("failed", "list", "--json").stdout)
+    assert {each["id"]: each["completed_since"] for each in listing["jobs"]} == {
+        "cat": True,
+        "dog": False,
+    }
+    assert "1 job of those shown completed since" in in_process("failed", "list").stderr
+    assert "1 failed job would be discarded" in in_process(*discard, "--dry-run").stdout
+    assert json.loads(in_process(*discard, "--yes", "--json").stdout)["discarded"] == 1
+    listing = json.loads(in_process("failed", "list", "--json").stdout)
+    assert [each["id"] for each in listing["jobs"]] == ["dog"]
+    assert listing["unrecorded"] == 0
+
+
 def test_a_file_without_failures_discards_nothing(
     in_process: Imagefleet, within: Within[Any], tmp_path: Path
 ) -> None:
@@ -216,7 +248,7 @@ def test_a_changed_job_is_signed_again_or_stays(
     key = SigningKey.create(tmp_path / "key.pem")
     within(lambda storage: fail(storage, Job(prompt="a cat", id="cat").to_message(key)))
     arguments = ("failed", "replay", "--all", "--yes", "--set", "steps=30")
-    unsigned = "it is signed, and changed it has to be signed again: give --signing-key"
+    unsigned = "it is signed, and changed it has to be signed again: give your signing key"
     assert unsigned in in_process(*arguments).stdout
     monkeypatch.setenv("IMAGEFLEET_TRUSTED_KEY", key.public)
     assert unsigned in in_process(*arguments).stdout

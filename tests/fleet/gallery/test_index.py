@@ -55,6 +55,9 @@ def test_a_filter_of_words_takes_them_as_they_are(index: Index) -> None:
     assert jobs(index, text="a_b\\c") == ["job-3"]
     assert jobs(index, text="'quoted\"") == ["job-3"]
     assert jobs(index, text="job-2") == ["job-2"]
+    index.add([image(4, prompt="ein roter \u00c4pfelbaum, \u0434\u043e\u043c")], {})
+    for word in ("\u00c4pfel", "\u00e4pfelbaum", "ROTER", "\u0414\u043e\u043c"):
+        assert jobs(index, text=word) == ["job-4"], word
     assert jobs(index, text="zebra") == []
 
 

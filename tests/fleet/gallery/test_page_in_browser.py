@@ -18,7 +18,7 @@ import pytest
 from PIL import Image, ImageStat
 
 import gallery as benchmark
-from fleet.gallery.campaign import Campaign
+from fleet.gallery.campaign import Campaign, Pace
 from imagefleet.records.record import Record
 from imagefleet.records.writer import RecordLog
 from imagefleet.storage.open import open_storage
@@ -36,6 +36,8 @@ Open = Callable[..., AbstractAsyncContextManager[Page]]
 #: Of the viewer.
 OPENED = "document.querySelector('#viewer').open && document.querySelector('#title').textContent"
 CLOSED = "!document.querySelector('#viewer').open"
+
+STATUS = "document.querySelector('#status').textContent"
 
 #: What is cut off at the right, or has text under 12 pixels.
 FAULTS = """(() => {
@@ -70,6 +72,7 @@ def open_page(serve: Callable[..., Any], chromium: Browser) -> Open:
         width: int = 1280,
         height: int = 800,
         fragment: str = "",
+        is_read: bool = True,
     ) -> AsyncIterator[Page]:
         async with (
             serve(settings) as served,
@@ -77,6 +80,8 @@ def open_page(serve: Callable[..., Any], chromium: Browser) -> Open:
         ):
             await page.open(f"{served.url}/{fragment}")
             await page.until("document.querySelector('.tile[aria-label]')")
+            if is_read:  # or the list goes on to grow
+                await page.until(f"!{STATUS}.includes('reading')", 20)
             yield page
             assert page.complaints == []
 
@@ -157,6 +162,27 @@ async def test_the_parameters_are_there_and_the_job_can_be_copied(
         await page.until(f"document.querySelector('.tile')?.ariaSetSize == {IMAGES // 4}")
 
 
+async def test_what_is_copied_is_never_the_image_before(
+    campaign: StorageSettings, open_page: Open
+) -> None:
+    async with open_page(campaign) as page:
+        await page.evaluate(
+            "navigator.clipboard.writeText = async text => { window.copied = text; };"
+            "(real => { window.fetch = (url, ...rest) => url.includes('/api/record') &&"
+            " window.isSlow ? new Promise(() => {}) : real(url, ...rest); })(fetch)"
+        )
+        await page.click(".tile[aria-posinset='2']")
+        await page.until("document.querySelector('#facts dl')")
+        await page.evaluate("window.isSlow = true; undefined")
+        await page.press("ArrowRight")
+        await page.until(f"({OPENED}) === '{IMAGES - 3:07d}'")
+        await page.press("c")
+        await page.until("document.querySelector('#toast').textContent.includes('being read')")
+        assert await page.evaluate("window.copied ?? null") is None
+        links = "document.querySelector('#save').href, document.querySelector('#picture').src"
+        await page.until(f"((saved, shown) => saved === shown)({links})")
+
+
 async def test_filters_narrow_the_list_and_outlive_a_reload(
     campaign: StorageSettings, open_page: Open
 ) -> None:
@@ -232,6 +258,53 @@ async def test_new_images_come_at_the_top_and_move_nothing_under_a_readers_eyes(
         await page.press("Enter")
         await page.until("document.querySelector('#reason').innerText.includes('not a PNG')")
         page.complaints.clear()  # of these two
+
+
+async def test_the_newest_are_there_at_once_and_stay_while_older_ones_are_read(
+    campaign: StorageSettings, open_page: Open, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    may_read = asyncio.Event()
+
+    async def wait(_: object) -> None:
+        await may_read.wait()
+
+    pace = Pace(poll_seconds=0.1, count_seconds=0.5, part_bytes=8_000)
+    monkeypatch.setattr("fleet.gallery.campaigns._LOCAL_PACE", pace)
+    monkeypatch.setattr("imagefleet.records.reader._END_BYTES", 8_000)
+    monkeypatch.setattr("fleet.gallery.campaigns.Campaigns._wait_for_pages", wait)
+    shown = (
+        "[...document.querySelectorAll('.tile')].filter(each => each.ariaPosInSet < 8)"
+        ".map(each => [each.ariaPosInSet, each.ariaLabel, each.className]).sort().join()"
+    )
+    watch = """(() => {
+      window.changed = 0;
+      const observer = new MutationObserver(changes => { window.changed += changes.length; });
+      for (const tile of document.querySelectorAll(".tile.loaded"))
+        if (tile.ariaPosInSet < 30) observer.observe(tile.children[0], { attributes: true });
+    })()"""
+    async with open_page(campaign, is_read=False) as page:
+        await page.until(benchmark.FIRST_SCREEN)
+        size = await page.evaluate("Number(document.querySelector('.tile').ariaSetSize)")
+        assert 0 < size < IMAGES
+        assert "%" in await page.evaluate(STATUS)
+        before = await page.evaluate(shown)
+        await page.evaluate(watch)
+        await page.press("ArrowRight")
+        await page.press("ArrowRight")
+        await page.press("Enter")
+        assert await page.until(OPENED) == f"{IMAGES - 2:07d}"
+        may_read.set()
+        await page.until(f"document.querySelector('.tile').ariaSetSize == {IMAGES}", 20)
+        await page.until(f"document.querySelector('#place').textContent === '2 of {IMAGES:,}'")
+        await page.press("ArrowRight")
+        await page.until(f"({OPENED}) === '{IMAGES - 3:07d}'")
+        await page.press("Escape")
+        await page.until(CLOSED)
+        assert await active(page) == 3
+        await page.press("ArrowLeft")
+        await page.press("ArrowLeft")
+        await page.until(f"{shown}.replace(' active', '') === {json.dumps(before)}")
+        assert await page.evaluate("window.changed") == 0, "they have flickered"
 
 
 @pytest.mark.parametrize("width", [1280, 400])
@@ -360,8 +433,8 @@ async def test_a_list_longer_than_a_browser_can_be_high_has_an_end(
 ) -> None:
     real = Campaign.view
 
-    async def repeated(self: Campaign, chosen: Any) -> Any:
-        view = await real(self, chosen)
+    async def repeated(self: Campaign, chosen: Any, **options: Any) -> Any:
+        view = await real(self, chosen, **options)
         if len(view.seqs) == IMAGES:
             view.seqs = view.seqs.repeat(400)
         return view

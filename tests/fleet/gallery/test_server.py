@@ -397,6 +397,14 @@ async def test_a_storage_that_is_made_anew_is_read_anew(
     assert first["index"] != second["index"], "or browsers would show the old thumbnails"
 
 
+async def test_the_first_answer_has_the_images_of_an_empty_cache(
+    local: StorageSettings, serve: Serve
+) -> None:
+    async with serve(local) as served:
+        state = await served.get("/api/state", campaign="spring")
+    assert (state["total"], state["counts"]["failed"], state["reading"]) == (1, 1, False)
+
+
 async def test_records_are_read_once_across_restarts(local: StorageSettings, serve: Serve) -> None:
     async with serve(local) as served:
         await served.state_when(lambda state: state["jobs"] == 2, campaign="spring")

@@ -38,7 +38,7 @@ def bomb(side: int) -> bytes:
 @pytest.mark.parametrize("kind", ["PNG", "JPEG", "WEBP"])
 def test_an_image_of_any_format_becomes_a_small_jpeg(kind: str) -> None:
     with Image.open(io.BytesIO(thumbnails.shrink(file_of(kind)))) as made:
-        assert (made.format, made.size) == ("JPEG", (320, 160))
+        assert (made.format, made.size) == ("JPEG", (256, 128))
     assert thumbnails.content_type(file_of(kind)) == f"image/{kind.lower()}"
 
 
@@ -109,6 +109,35 @@ async def test_a_thumbnail_is_made_once_and_an_image_of_gigabytes_is_not_read(
         for name in ("spring/2.png", "spring/3.png", "../../x", "-records/x", ""):
             with pytest.raises(UnusableImageError):
                 await images.thumbnail(record(name))
+    kept.close()
+
+
+async def test_an_image_that_was_scrolled_away_is_not_read(tmp_path: Path) -> None:
+    settings = StorageSettings(storage=f"local:{tmp_path / 'data'}")
+    kept = Thumbnails(tmp_path / "thumbnails.sqlite", 10**6)
+    async with open_storage(settings) as storage:
+        await storage.create()
+        await storage.blobs.create("spring/1.png", file_of(), "image/png", {})
+        images = Images(storage.blobs, "here", kept)
+        with pytest.raises(UnusableImageError):
+            await images.thumbnail(record("spring/1.png"), lambda: False)
+        assert storage.operations.blob_reads == 0
+        made = await images.thumbnail(record("spring/1.png"))
+        assert await images.thumbnail(record("spring/1.png"), lambda: False) == made
+    kept.close()
+
+
+async def test_a_thumbnail_that_cannot_be_kept_is_shown_all_the_same(tmp_path: Path) -> None:
+    settings = StorageSettings(storage=f"local:{tmp_path / 'data'}")
+    kept = Thumbnails(tmp_path / "thumbnails.sqlite", 10**6)
+    kept._db.execute("PRAGMA query_only = on")  # as a full disk
+    async with open_storage(settings) as storage:
+        await storage.create()
+        await storage.blobs.create("spring/1.png", file_of(), "image/png", {})
+        images = Images(storage.blobs, "here", kept)
+        for _ in range(2):
+            assert await images.thumbnail(record("spring/1.png"))
+        assert storage.operations.blob_reads == 2
     kept.close()
 
 

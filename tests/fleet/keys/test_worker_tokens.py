@@ -17,6 +17,7 @@ from pydantic import SecretStr
 
 from fleet.keys import mint
 from imagefleet import errors
+from imagefleet.records import reader
 from imagefleet.storage.azure.roles import OPTIONAL, RESOURCES, ROLES, Role, name_of
 from imagefleet.storage.open import open_storage
 from imagefleet.storage.protocol import Storage
@@ -58,11 +59,12 @@ JOBS = [
     {"id": "retried", "prompt": "a house at the second attempt"},
     {"id": "bad", "prompt": "a house", "sampler_name": "none"},
     {"id": "huge", "prompt": "a house", "unknown": HUGE},
+    {"id": "drawn", "prompt": "a house", "model": "another"},
 ]
 
-PRIORITY_OF: dict[str, Priority] = {"plain": "high", "taken": "low"}
+PRIORITY_OF: dict[str, Priority] = {"plain": "high", "taken": "low", "drawn": "low"}
 
-ENDS = {"completed": 4, "duplicate": 1, "retried": 1, "failed": 2}
+ENDS = {"completed": 4, "duplicate": 2, "retried": 1, "failed": 2}
 
 
 class Engine(StandInEngine):
@@ -88,9 +90,12 @@ async def owner(azurite_settings: StorageSettings) -> AsyncIterator[Storage]:
         await storage.create()
         lora = len(LORA).to_bytes(8, "little") + LORA + b"x"
         await storage.files.create("loras/fox.safetensors", lora, "text/plain", {})
-        await storage.blobs.create("default/taken.png", b"another's", "image/png", {})
+        for image in ("taken", "drawn"):
+            await storage.blobs.create(f"default/{image}.png", b"another's", "image/png", {})
         for job in JOBS:
             await storage.queues[PRIORITY_OF.get(job["id"], "normal")].send([json.dumps(job)])
+        for message in await storage.queues["low"].receive(2, 60):
+            await storage.queues["low"].release(message)  # as a worker that stored no record
         yield storage
 
 
@@ -129,9 +134,11 @@ async def test_a_workers_tokens_suffice_for_all_that_it_does(
     assert await work(azurite_settings, WORKER, tmp_path) == ENDS
     names = [name async for name in owner.blobs.names() if not name.startswith("-records/")]
     folders = Counter(name.partition("/")[0] for name in names)
-    assert folders == {"default": 5, "failed": 1, "-node-checks": 4, "-duplicates": 1}
+    assert folders == {"default": 6, "failed": 1, "-node-checks": 4, "-duplicates": 1}
     assert await owner.blobs.read("default/taken.png") == b"another's"
     assert (await owner.poison.depth()).messages == 2
+    images = {name for name in names if name.startswith("default/")}
+    assert {record.blob async for record in reader.images(owner, "default")} == images
 
 
 async def test_a_worker_says_at_its_start_that_there_is_no_container_of_files(

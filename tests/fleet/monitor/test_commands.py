@@ -20,7 +20,7 @@ import aiohttp
 import pytest
 from rich.console import Console
 
-from fleet.monitor import command, rates
+from fleet.monitor import command, prometheus, rates
 from imagefleet.storage.open import open_storage
 from imagefleet.storage.settings import StorageSettings
 
@@ -30,11 +30,18 @@ Imagefleet = Callable[..., "subprocess.CompletedProcess[str]"]  # the fixture of
 
 
 def history(
-    worker: str, gpu: str, images_per_second: float, price: float, fleet: str | None
+    worker: str,
+    gpu: str,
+    images_per_second: float,
+    price: float,
+    fleet: str | None,
+    instance: str = "",
 ) -> str:
     """A worker's pushes over the last 150 s, ten seconds apart; without *fleet*, an older one's."""
     now = int(time.time() * 1000)
-    labels = f'job="imagefleet-worker",instance="{uuid.uuid4().hex}"'
+    labels = f'job="imagefleet-worker",instance="{instance or uuid.uuid4().hex}"'
+    if instance:
+        labels += f',device="{worker}"'
     if fleet:
         labels += f',fleet="{fleet}"'
     lines = []
@@ -110,6 +117,25 @@ async def test_status_shows_images_per_second_and_per_dollar(
     text = " ".join((await asyncio.to_thread(imagefleet, *arguments)).stdout.split())
     assert re.search(r"images per dollar, all in 6[45],\d{3}", text), text
     assert "GPU idle 25.0 %" in text
+
+
+async def test_two_gpus_of_a_machine_are_two_workers_and_one_replica(
+    victoria_metrics: Any, imagefleet: Imagefleet
+) -> None:
+    fleet, machine = uuid.uuid4().hex[:12], uuid.uuid4().hex[:12]
+    text = history("0", "H200", 4.0, 2.0, fleet, machine)
+    await pushed(victoria_metrics, text + history("1", "H200", 1.0, 2.0, fleet, machine))
+
+    arguments = ("--fleet", fleet, "--prometheus", victoria_metrics.url, "--json")
+    result = await asyncio.to_thread(imagefleet, "top", *arguments)
+    workers = json.loads(result.stdout)["workers"]
+    assert [each["worker"] for each in workers] == ["1", "0"]
+    speeds = [each["images_per_second"] for each in workers]
+    assert speeds == pytest.approx([1.0, 4.0], rel=0.01)
+    assert [each["dollars_per_hour"] for each in workers] == [2.0, 2.0]
+    async with prometheus.connected(victoria_metrics.url, fleet) as server:
+        rates_now = await rates.fleet_rates(server)
+    assert (rates_now.workers, rates_now.replicas) == (2, 1)
 
 
 async def test_top_shows_the_slowest_first(two_fleets: TwoFleets, imagefleet: Imagefleet) -> None:

@@ -15,6 +15,7 @@ from fleet import console
 from fleet.redo import command, replace, select
 from fleet.verify import pairs, picture, verdict
 from imagefleet.job.message import read_job
+from imagefleet.records import reader
 from imagefleet.signing import SigningKey, TrustedKeys
 from imagefleet.storage import open as opening
 from imagefleet.storage.open import open_storage
@@ -42,7 +43,7 @@ class Dying:
         found = getattr(self._part, name)
         if name in {"queue", "poison", "blobs", "files"}:
             return Dying(found, self._left)
-        if name not in {"create", "delete", "send", "read", "metadata"}:
+        if name not in {"create", "append", "delete", "send", "read", "metadata"}:
             return found
 
         async def call(*arguments: Any, **options: Any) -> Any:
@@ -76,6 +77,14 @@ async def workers(storage: Storage) -> dict[str, str]:
         async for record in storage.blobs.records()
         if select.is_image(record.name)
     }
+
+
+async def recorded(storage: Storage, campaign: str = "default") -> dict[str, str]:
+    """The worker of each image, by its records."""
+    found = [(str(each.blob), each.worker) async for each in reader.images(storage, campaign)]
+    counts = await reader.counts(storage, campaign)
+    assert len(found) == len(dict(found)) == counts.images, "each image has one record"
+    return dict(found)
 
 
 async def differing(storage: Storage) -> list[str]:
@@ -121,6 +130,10 @@ async def test_a_bad_workers_images_since_a_moment_are_replaced_and_no_others(
     }
     assert set(found.values()) == {"good", "third"}
     assert len(found) == 3 + 6 + 6
+    for campaign, images in (("before", 1), ("default", 3), ("b", 6)):
+        listed = await recorded(storage, campaign)
+        assert len(listed) == images
+        assert listed.items() <= {"before/j0.png": "bad", **found}.items()
     assert await differing(storage) == []
     copies = [each async for each in storage.blobs.records("-replaced/")]
     assert len(copies) == 6
@@ -195,6 +208,7 @@ async def test_a_killed_redo_loses_nothing_at_any_step_and_the_next_one_finishes
         await redo(storage_settings, worker="bad")
         await run_worker("good")
         assert await workers(storage) == dict.fromkeys(names, "good")
+        assert await recorded(storage) == dict.fromkeys(names, "good")
         assert [name async for name in storage.files.names()] == []
         for name in [*names, *await below(storage, "-")]:
             await storage.blobs.delete(name)

@@ -105,6 +105,7 @@ async def test_figures_come_from_records_without_listing_an_image(
     assert figures["began_at"] == (stored[0].at - timedelta(seconds=31.5)).isoformat()
     assert page.count("data:image/webp") == 3
     assert "the workers&#39; records" in page
+    assert "without a record are not counted" in page
     assert warnings == ""
 
 
@@ -120,6 +121,21 @@ async def test_a_campaign_of_an_earlier_version_is_listed_and_says_so(
 
     assert figures["images"] == 1
     assert "listed one by one" in page
+    assert "are those in the poison queue" in page
+
+
+async def test_images_of_an_earlier_version_are_counted_also_where_a_job_has_failed_since(
+    storage: Storage, storage_settings: StorageSettings, in_process: Imagefleet, add_job: Add
+) -> None:
+    await add_job(storage, "0009", "failed")
+    facts = {"worker": "w1", "seconds": "2", "job": "a"}
+    await storage.blobs.create("spring/a.png", b"x", "image/png", facts)
+
+    figures, page, _ = await report(in_process, storage_settings)
+
+    assert (figures["images"], figures["failed"]) == (1, 1)
+    assert "listed one by one" in page
+    assert "are those in the poison queue" not in page
 
 
 async def test_hostile_records_are_left_out_with_their_number_and_reasons(

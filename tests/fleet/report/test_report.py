@@ -164,7 +164,7 @@ async def test_an_image_without_a_record_counts_without_a_worker(
 
     assert (figures.images, figures.without_record, figures.workers) == (2, 1, [])
     assert figures.skipped.records == 1
-    assert any("1 image has no record" in note for note in figures.notes)
+    assert any("Of 1 image it is not known" in note for note in figures.notes)
 
 
 async def test_a_pause_shows_in_the_throughput(

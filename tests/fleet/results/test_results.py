@@ -268,16 +268,17 @@ async def test_options_that_do_not_go_together_are_one_line(
 async def test_operations_do_not_grow_with_the_images(storage: Storage, store_images: Add) -> None:
     (record,) = await store_images(storage, "0001")
     more = [record.model_copy(update={"id": f"{number}"}) for number in range(1_000)]
-    await writer.RecordLog(storage.blobs, "w2").add(more)
+    failed = record.model_copy(update={"outcome": "failed", "id": "0002", "blob": None})
+    await writer.RecordLog(storage.blobs, "w2").add([*more, failed])
     before = dataclasses.replace(storage.operations)
 
     found = [each async for each in reader.images(storage, "spring")]
     counts = await reader.counts(storage, "spring")
 
-    assert (len(found), counts.images) == (1_001, 1_001)
+    assert (len(found), counts.images, counts.failed) == (1_001, 1_001, 1)
     reads = storage.operations.blob_reads - before.blob_reads
-    assert reads == 4, "two shards, each once for its records, once for its number"
-    assert storage.operations.blob_writes - before.blob_writes == 3, "listings"
+    assert reads == 5, "two shards of images, once for their records; and all three to count them"
+    assert storage.operations.blob_writes - before.blob_writes == 2, "listings"
 
 
 async def test_a_draft_does_not_stay_where_the_disk_is_full(
@@ -295,7 +296,7 @@ async def test_a_draft_does_not_stay_where_the_disk_is_full(
 
 
 def test_every_field_of_a_record_is_a_result_or_left_out_on_purpose() -> None:
-    from fleet.results import columns
+    from imagefleet.records import columns
 
     left_out = {"body", "source", "images", "started_at", "start_up_seconds", "price_per_hour"}
     assert set(Record.model_fields) - left_out == set(columns.COLUMNS) - {"address"}

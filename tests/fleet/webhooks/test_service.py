@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import json
-from collections.abc import AsyncIterator, Callable
+from collections.abc import Callable
 from datetime import UTC, datetime, timedelta
 from pathlib import Path
 from typing import Any
@@ -22,7 +22,6 @@ from fleet.webhooks.state import State
 from imagefleet import errors
 from imagefleet.records.record import Record
 from imagefleet.records.writer import RecordLog
-from imagefleet.storage.open import open_storage
 from imagefleet.storage.protocol import Storage
 from imagefleet.storage.settings import StorageSettings
 
@@ -30,13 +29,6 @@ from imagefleet.storage.settings import StorageSettings
 @pytest.fixture
 def storage_settings(local_settings: StorageSettings) -> StorageSettings:
     return local_settings
-
-
-@pytest.fixture
-async def storage(storage_settings: StorageSettings) -> AsyncIterator[Storage]:
-    async with open_storage(storage_settings) as storage:
-        await storage.create()
-        yield storage
 
 
 @pytest.fixture

@@ -264,6 +264,17 @@ async def test_one_job_is_looked_up_without_its_neighbours(
     assert listed == ["spring/a.", "spring/a-0.", "-records/spring/"]
 
 
+async def test_a_failed_job_that_is_looked_up_keeps_the_images_that_it_has(
+    fleet: aio.Fleet, log: RecordLog
+) -> None:
+    facts = {"job": "a", "images": "3", "seconds": "1"}
+    for name in ("a-0", "a-2", "a-20"):
+        await fleet.storage.blobs.create(f"spring/{name}.png", b"x", "image/png", facts)
+    await log.add([end("a", "failed")])
+    found = await fleet.job("spring/a").result(1)
+    assert (found.status, found.blobs) == ("failed", ("spring/a-0.png", "spring/a-2.png"))
+
+
 async def test_only_jobs_that_are_in_the_queue_count_as_sent(fleet: aio.Fleet) -> None:
     def jobs() -> Iterator[Job]:
         yield from (Job(prompt="a house", id=f"{number}") for number in range(40))

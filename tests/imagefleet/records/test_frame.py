@@ -9,7 +9,7 @@ import pytest
 
 import imagefleet
 from imagefleet import Job, aio, errors
-from imagefleet.records import frame
+from imagefleet.records import columns
 from imagefleet.records.record import Lora, Record
 from imagefleet.records.writer import RecordLog
 from imagefleet.storage.settings import StorageSettings
@@ -47,7 +47,7 @@ async def test_a_campaign_is_a_data_frame(local_settings: StorageSettings) -> No
     with await frames(local_settings) as fleet:
         table = fleet.results("spring").frame()
 
-    assert tuple(table.columns) == frame.COLUMNS
+    assert tuple(table.columns) == columns.COLUMNS
     assert list(table.outcome) == ["completed", "failed"]
     image, failed = table.iloc[0], table.iloc[1]
     assert (image.seed, image.seconds, image["at"]) == (2**32 - 1, 1.5, NOON)

@@ -12,10 +12,12 @@ from typing import Any, TypeVar
 import pytest
 
 from imagefleet import errors
-from imagefleet.records import reader, shard, writer
+from imagefleet.records import reader, replaced, shard, writer
 from imagefleet.records.record import Lora, Record
 from imagefleet.records.shard import Totals
+from imagefleet.storage.open import open_storage
 from imagefleet.storage.protocol import Storage
+from imagefleet.storage.settings import StorageSettings
 
 _Item = TypeVar("_Item")
 
@@ -82,6 +84,32 @@ async def test_an_image_whose_name_was_taken_counts_only_if_nobody_has_its_recor
     assert found == ["job-1", "job-2", "job-3", "job-4"]
     counted = await reader.counts(storage, "spring")
     assert (counted.images, counted.completed) == (4, 4)
+
+
+async def test_a_replaced_drawing_is_left_out_and_the_next_one_of_its_worker_is_not(
+    storage: Storage, log: writer.RecordLog
+) -> None:
+    async def listed() -> list[tuple[str, str]]:
+        found = await everything(reader.images(storage, "spring"))
+        assert (await reader.counts(storage, "spring")).images == len(found)
+        return sorted((each.id, each.worker) for each in found)
+
+    facts = {"worker": "w?rker", "started_at": "2026-11-22T12:00:00.123+00:00"}
+    drawn = {"worker": "wörker", "started_at": facts["started_at"]}
+    await log.add([image(1, **drawn), image(2, **drawn)])
+    note = replaced.note("spring/job-1.png", facts, "redo/1.json")
+    assert note is not None
+    for _ in range(2):  # it was killed after the first time
+        await log.add([note])
+    assert await listed() == [("job-2", "wörker")]
+    await log.add([image(1, **drawn)])
+    assert await listed() == [("job-1", "wörker"), ("job-2", "wörker")]
+    await log.add([note.model_copy(update={"source": "redo/2.json"})])
+    await log.add([image(1, worker="other")], again=True)
+    assert await listed() == [("job-1", "other"), ("job-2", "wörker")]
+    assert replaced.note("-checks/spring/job-1.png", facts, "redo/1.json") is None
+    followed = await reader.Follower(storage, "spring").poll()
+    assert {each.outcome for each in followed} == {"completed"}
 
 
 async def test_counts_are_those_of_the_records(storage: Storage, log: writer.RecordLog) -> None:
@@ -247,6 +275,25 @@ async def test_whoever_stops_reading_leaves_no_read_behind(storage: Storage) -> 
     await asyncio.sleep(0)
 
     assert asyncio.all_tasks() == before
+
+
+def test_an_error_of_whoever_reads_is_all_that_is_logged(
+    local_settings: StorageSettings, caplog: pytest.LogCaptureFixture
+) -> None:
+    """A full disk or a closed pipe, say: asyncio.run() then closes what is being read."""
+
+    async def fail_while_reading() -> None:
+        async with open_storage(local_settings) as storage:
+            await storage.create()
+            for number in range(16):
+                await writer.RecordLog(storage.blobs, f"w{number}").add([image(number)])
+            records = reader.images(storage, "spring")
+            async for _ in records:
+                raise BrokenPipeError
+
+    with pytest.raises(BrokenPipeError):
+        asyncio.run(fail_while_reading())
+    assert not caplog.messages
 
 
 def test_numbers_and_times_that_no_table_holds_are_damage() -> None:

@@ -47,6 +47,16 @@ async def test_an_image_is_never_appended_to(storage: Storage) -> None:
     assert await storage.blobs.read("spring/a.png") == b"image"
 
 
+async def test_what_exists_is_told_and_not_changed(storage: Storage) -> None:
+    await storage.blobs.create("spring/a.png", b"image", "image/png", {})
+    await storage.blobs.append(NAME, b"one", 0)
+    names = ("spring/a.png", NAME, "spring/b.png", "spring")
+    assert [await storage.blobs.exists(name) for name in names] == [True, True, False, False]
+    assert await storage.blobs.read("spring/a.png") == b"image"
+    assert await storage.blobs.read(NAME) == b"one"
+    assert not [name async for name in storage.blobs.names("spring/b")]
+
+
 async def test_appending_to_a_container_that_does_not_exist_says_so(
     storage_settings: StorageSettings,
 ) -> None:

@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import dataclasses
 from collections import Counter
-from collections.abc import Iterable
-from typing import Any
+from collections.abc import Iterable, Iterator
+from typing import Any, NamedTuple
 
 import pytest
 
@@ -108,43 +109,50 @@ class Killed(BaseException):
     """Simulates the end of the process: no code may catch it."""
 
 
-def kill_at(monkeypatch: pytest.MonkeyPatch, target: Any, name: str, *, after: bool) -> None:
-    call = getattr(target, name)
+class Step(NamedTuple):
+    """A call of a sweep, before or after which the process ends."""
+
+    part: str
+    name: str
+    after: bool
+
+
+@contextlib.contextmanager
+def killed_at(monkeypatch: pytest.MonkeyPatch, storage: Storage, step: Step) -> Iterator[None]:
+    """The block ends at *step*, as if its process were killed."""
+    parts = {"notes": dead_letter_records.Notes, "poison": storage.poison}
+    target = parts.get(step.part, storage.queues["normal"])
+    call = getattr(target, step.name)
 
     async def killed(*arguments: Any) -> None:
-        if after:
+        if step.after:
             await call(*arguments)
         raise Killed
 
-    monkeypatch.setattr(target, name, killed)
+    with monkeypatch.context() as only:
+        only.setattr(target, step.name, killed)
+        with pytest.raises(Killed):
+            yield
 
 
 STEPS = [
-    ("queue", "send", False),
-    ("queue", "send", True),
-    ("notes", "add", False),
-    ("notes", "add", True),
-    ("poison", "delete", True),
+    Step("queue", "send", after=False),
+    Step("queue", "send", after=True),
+    Step("notes", "add", after=False),
+    Step("notes", "add", after=True),
+    Step("poison", "delete", after=True),
 ]
 
 
-@pytest.mark.parametrize(("part", "name", "after"), STEPS)
+@pytest.mark.parametrize("step", STEPS)
 async def test_a_replay_killed_at_any_moment_sends_again_and_loses_none(
-    local_settings: StorageSettings,
-    monkeypatch: pytest.MonkeyPatch,
-    part: str,
-    name: str,
-    after: bool,
+    local_settings: StorageSettings, monkeypatch: pytest.MonkeyPatch, step: Step
 ) -> None:
     async with open_storage(local_settings) as storage:
         await storage.create()
         await fail(storage, "a", "b", "c")
-        parts = {"notes": dead_letter_records.Notes, "poison": storage.poison}
-        target = parts.get(part, storage.queues["normal"])
-        with monkeypatch.context() as only:
-            kill_at(only, target, name, after=after)
-            with pytest.raises(Killed):
-                await dead_letter_queue.replay(storage, Selection())
+        with killed_at(monkeypatch, storage, step):
+            await dead_letter_queue.replay(storage, Selection())
         assert set(await queued(storage.queue)) | set(await listed(storage)) == {"a", "b", "c"}
         await dead_letter_queue.replay(storage, Selection())
         sent = await queued(storage.queue)
@@ -154,24 +162,16 @@ async def test_a_replay_killed_at_any_moment_sends_again_and_loses_none(
         assert (await storage.poison.depth()).messages == 0
 
 
-@pytest.mark.parametrize(("part", "name", "after"), [step for step in STEPS if step[0] != "queue"])
+@pytest.mark.parametrize("step", [each for each in STEPS if each.part != "queue"])
 async def test_a_discard_killed_at_any_moment_is_finished_by_the_next(
-    local_settings: StorageSettings,
-    monkeypatch: pytest.MonkeyPatch,
-    part: str,
-    name: str,
-    after: bool,
+    local_settings: StorageSettings, monkeypatch: pytest.MonkeyPatch, step: Step
 ) -> None:
     async with open_storage(local_settings) as storage:
         await storage.create()
         await fail(storage, "a", "b", "c")
         await fail(storage, "kept", campaign="summer")
-        parts = {"notes": dead_letter_records.Notes, "poison": storage.poison}
-        target = parts.get(part, storage.queues["normal"])
-        with monkeypatch.context() as only:
-            kill_at(only, target, name, after=after)
-            with pytest.raises(Killed):
-                await dead_letter_queue.discard(storage, Selection(campaign="spring"))
+        with killed_at(monkeypatch, storage, step):
+            await dead_letter_queue.discard(storage, Selection(campaign="spring"))
         left = (await listed(storage)).total() + await dead_letter_queue.unrecorded(storage)
         assert left == (await storage.poison.depth()).messages, "none is hidden"
         await dead_letter_queue.discard(storage, Selection(campaign="spring"))
@@ -242,6 +242,27 @@ async def test_a_failed_job_whose_message_somebody_deleted_can_be_discarded(
     swept = await dead_letter_queue.discard(storage, Selection())
     assert swept.done == 2
     assert await listed(storage) == Counter()
+
+
+async def test_failed_jobs_whose_images_are_all_stored_since_are_discarded_and_no_others(
+    storage: Storage,
+) -> None:
+    await storage.create()
+    await fail(storage, "done", "half", "failed", "whole")
+    for name, facts in {
+        "spring/done.png": {"job": "done"},
+        "spring/half-0.png": {"job": "half", "images": "2"},
+        "spring/failed-1.png": {"job": "failed-1"},
+        "spring/whole-0.webp": {"job": "whole", "images": "2"},
+        "spring/whole-1.webp": {"job": "whole", "images": "2"},
+    }.items():
+        await storage.blobs.create(name, b"image", "image/png", facts)
+    await storage.poison.send(["not a record"])
+    swept = await dead_letter_queue.discard(storage, Selection(), completed=True)
+    assert (swept.done, swept.refused) == (2, [])
+    assert await listed(storage) == {"half": 1, "failed": 1}
+    assert (await storage.poison.depth()).messages == 3
+    assert (await dead_letter_queue.discard(storage, Selection(), completed=True)).done == 0
 
 
 async def test_messages_that_another_reader_holds_stay_on_the_list(storage: Storage) -> None:

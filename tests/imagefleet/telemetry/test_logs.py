@@ -30,6 +30,21 @@ def test_a_line_has_severity_action_message_and_job() -> None:
     }
 
 
+def test_each_line_of_one_of_several_workers_names_its_gpu() -> None:
+    plain = logging.getLogRecordFactory()
+    logs.name_device("3")
+    try:
+        named = logging.getLogger().makeRecord("n", 20, "f", 1, "drawn", (), None)
+    finally:
+        logging.setLogRecordFactory(plain)
+    unnamed = logging.getLogger().makeRecord("n", 20, "f", 1, "drawn", (), None)
+
+    assert logs.TextLines().format(named).endswith(" INFO GPU 3: drawn")
+    assert json.loads(logs.JsonLines().format(named))["device"] == "3"
+    assert logs.TextLines().format(unnamed).endswith(" INFO drawn")
+    assert "device" not in json.loads(logs.JsonLines().format(unnamed))
+
+
 def test_a_record_with_line_breaks_is_one_line() -> None:
     try:
         json.loads("two\nlines")

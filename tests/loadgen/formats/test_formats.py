@@ -373,11 +373,26 @@ def test_a_file_is_never_in_memory_as_a_whole(tmp_path: Path, name: str) -> None
 def test_a_job_beyond_any_size_ends_an_array_before_it_fills_the_memory(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(json_array, "MAX_JOB_CHARACTERS", 1_000)
+    monkeypatch.setattr(json_array, "MAX_JOB_LENGTH", 1_000)
     monkeypatch.setattr(json_array, "_CHUNK_BYTES", 100)
 
     with pytest.raises(errors.SetupError, match="line 2 begins a job of more than 1,000"):
         source_of(tmp_path, "a.json", '[{"prompt":"a"},\n{"prompt":"' + "x" * 5_000 + '"}]')
+
+
+@pytest.mark.parametrize("name", ["jobs.jsonl", "jobs.csv", "jobs.txt"])
+def test_a_line_beyond_any_size_is_refused_before_it_fills_the_memory(
+    tmp_path: Path, name: str
+) -> None:
+    array = b"[" + b'{"prompt": "a cat"},' * 500_000
+    (tmp_path / name).write_bytes(array)
+    tracemalloc.start()
+    try:
+        with pytest.raises(errors.SetupError, match="line 1 has more than 1,048,576 bytes"):
+            opened(tmp_path / name)
+        assert tracemalloc.get_traced_memory()[1] < len(array)
+    finally:
+        tracemalloc.stop()
 
 
 def test_an_array_is_the_same_wherever_it_is_cut_into_pieces(

@@ -8,9 +8,11 @@ from typing import Any
 import pynvml
 import pytest
 import torch
+from torch._inductor.runtime.cache_dir_utils import cache_dir
 
 from imagefleet import errors
 from worker.engine import device, load
+from worker.gpus import compiling
 
 
 def test_without_torch_the_error_says_what_to_install(
@@ -127,3 +129,12 @@ def test_auto_precision_is_float32_on_a_cpu(
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
     engine: Any = load.load_engine(checkpoint)
     assert engine._checkpoint.unet.dtype == torch.float32
+
+
+def test_workers_wait_for_each_other_at_torchs_own_folder_of_kernels(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.delenv("TORCHINDUCTOR_CACHE_DIR", raising=False)
+    assert str(compiling.kernel_cache()) == cache_dir()
+    monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", str(tmp_path))
+    assert str(compiling.kernel_cache()) == cache_dir() == str(tmp_path)

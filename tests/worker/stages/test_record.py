@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import json
+import threading
 from collections import Counter
 from collections.abc import Callable
 from typing import Any
@@ -13,10 +15,12 @@ import pytest
 from imagefleet import errors
 from imagefleet.records import reader
 from imagefleet.records.record import Record
+from imagefleet.storage import dead_letter
 from imagefleet.storage.protocol import BlobStore, Storage
+from worker.engine import contract
 from worker.metrics import WorkerMetrics
 from worker.stages import record as records
-from worker.testing import StandInEngine
+from worker.testing import StandInEngine, draw_noise
 
 Message = Callable[..., str]
 RunPipeline = Callable[..., Any]  # the fixture of conftest.py
@@ -111,6 +115,37 @@ async def test_an_image_whose_worker_died_before_its_record_gets_one(
     names = sorted(str(record.blob) for record in await recorded(storage))
     assert names == await stored_images(storage)
     assert len(names) == 4
+
+
+async def test_an_image_that_is_being_stored_while_another_of_its_job_fails_has_a_record(
+    storage: Storage, run_pipeline: RunPipeline, message: Message, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    is_storing, has_failed = threading.Event(), asyncio.Event()
+    create, add = storage.blobs.create, dead_letter.add
+
+    async def slow(name: str, *arguments: Any, **options: Any) -> bool:
+        is_storing.set()
+        with contextlib.suppress(TimeoutError):
+            await asyncio.wait_for(has_failed.wait(), 0.5)
+        return await create(name, *arguments, **options)
+
+    async def noted(*arguments: Any) -> dead_letter.FailedJob:
+        has_failed.set()
+        return await add(*arguments)
+
+    def draw(request: contract.ImageRequest) -> contract.Pixels:
+        if request.seed == 8:
+            assert is_storing.wait(10)
+            raise errors.JobError("it cannot be drawn")
+        return draw_noise(request)
+
+    monkeypatch.setattr(storage.blobs, "create", slow)
+    monkeypatch.setattr(dead_letter, "add", noted)
+    await storage.queue.send([message(id="j", seed=7, batch_size=2)])
+    pipeline = await run_pipeline(StandInEngine(capacity=1, draw=draw))
+    assert pipeline.settler.outcomes == {"failed": 1}
+    assert [record.blob for record in await recorded(storage)] == await stored_images(storage)
+    assert await stored_images(storage) == ["default/j-0.png"]
 
 
 async def test_a_job_whose_record_cannot_be_stored_is_delivered_again(

@@ -60,7 +60,9 @@ class Staged:
     flat: torch.Tensor | None
     """The LoRAs, of which `factors` are views."""
     factors: dict[Group, StackedChange]
+    """Empty once the slot holds the weights: `Stager.factors_of` copies them again."""
     convolutions: dict[convolution.Shape, convolution.Factors]
+    """The same of its changes of convolutions."""
     generator: torch.Generator
 
     @property

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import asyncio
 import errno
 import json
 import os
+import threading
 import time
 from pathlib import Path
 
@@ -141,3 +143,25 @@ async def test_hidden_folders_that_were_deleted_are_made_again(blobs: LocalBlobs
         (blobs.folder / name).rmdir()
     assert await blobs.create("fox.png", b"pixels", "image/png", {})
     assert await blobs.read("fox.png") == b"pixels"
+
+
+async def test_a_listing_that_is_cancelled_while_a_thread_reads_the_folder_ends_as_cancelled(
+    blobs: LocalBlobs, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    is_reading, may_end = threading.Event(), threading.Event()
+    scandir = os.scandir
+
+    def slow(path: Path) -> object:
+        is_reading.set()
+        assert may_end.wait(10)
+        return scandir(path)
+
+    monkeypatch.setattr(local_blobs.os, "scandir", slow)
+    listing = asyncio.create_task(names(blobs))
+    await asyncio.to_thread(is_reading.wait, 10)
+    listing.cancel()
+    try:
+        with pytest.raises(asyncio.CancelledError):
+            await listing
+    finally:
+        may_end.set()

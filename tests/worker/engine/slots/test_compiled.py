@@ -237,8 +237,8 @@ def test_a_frequent_size_is_compiled_meanwhile_and_fails_without_the_others(
 
     monkeypatch.setattr(runner, "warm_up", fail_first)
     requests = [
-        make_request(width=32 + 8 * (seed % 2), height=32, seed=seed, steps=1 + seed)
-        for seed in range(4)
+        make_request(width=32 + 8 * (seed % 2), height=32, seed=seed, steps=1 + seed // 2)
+        for seed in range(6)
     ]
     expected = [draw(plain_engine, request)[0] for request in requests]
     for image, sound in zip(draw(compiled_engine, *requests), expected, strict=True):

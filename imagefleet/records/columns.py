@@ -1,4 +1,4 @@
-"""The columns of results, the same in JSON, CSV, Parquet and exports."""
+"""The columns of results, the same in data frames, JSON, CSV, Parquet and exports."""
 
 from __future__ import annotations
 
@@ -6,9 +6,16 @@ import json
 from collections.abc import Callable
 from typing import Any
 
-from imagefleet.records.frame import COLUMNS as COLUMNS  # noqa: PLC0414 - for those who write rows
-from imagefleet.records.frame import FIELDS as FIELDS  # noqa: PLC0414 - likewise
 from imagefleet.records.record import Record
+
+#: In the order of their columns; each is a field of the record under the same name.
+FIELDS = (
+    *("outcome", "campaign", "id", "index", "prompt", "negative_prompt", "seed", "model", "loras"),
+    *("sampler", "steps", "cfg_scale", "clip_skip", "width", "height"),
+    *("worker", "gpu", "seconds", "attempts", "at", "size_bytes", "blob"),
+)
+
+COLUMNS = (*FIELDS, "address", "error", "reason", "metadata")
 
 Address = Callable[[str], str]
 """The address of a blob, by its name."""

@@ -1,0 +1,52 @@
+"""Images that are stored, but of which a worker that died may have written no record."""
+
+from __future__ import annotations
+
+from array import array
+from collections.abc import Iterable
+from typing import TYPE_CHECKING
+
+from imagefleet.records.record import hashed
+
+if TYPE_CHECKING:
+    import numpy as np  # slow to import, and needed only where names were taken
+
+
+class MissingRecords:
+    """Names of images that may have no record of their own, by hash: 9 bytes each."""
+
+    def __init__(self) -> None:
+        self._added = array("Q")
+        self._hashes: np.ndarray | None = None
+        self._is_found: np.ndarray | None = None
+
+    @property
+    def any(self) -> bool:
+        return bool(self._added) and not (self._is_found is not None and self._is_found.all())
+
+    def add(self, names: Iterable[str]) -> None:
+        """Only before the first name is looked up."""
+        self._added.extend(map(hashed, names))
+
+    def found(self, names: Iterable[str]) -> None:
+        """These have records."""
+        if self._added:
+            self._look_up(list(map(hashed, names)))
+
+    def take(self, name: str) -> bool:
+        """True for the first who asks for a name that is missing."""
+        return bool(self._look_up([hashed(name)]))
+
+    def _look_up(self, wanted: list[int]) -> int:
+        """Marks names as found; returns how many were missing until now."""
+        import numpy as np
+
+        hashes = np.array(wanted, np.uint64)
+        if self._hashes is None or self._is_found is None:
+            self._hashes = np.unique(np.frombuffer(self._added, np.uint64))
+            self._is_found = np.zeros(len(self._hashes), bool)
+        places = np.minimum(np.searchsorted(self._hashes, hashes), len(self._hashes) - 1)
+        places = np.unique(places[self._hashes[places] == hashes])
+        new = int((~self._is_found[places]).sum())
+        self._is_found[places] = True
+        return new

@@ -1,0 +1,187 @@
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any
+
+import pynvml
+import pytest
+
+from imagefleet import errors
+from worker import replica
+from worker.gpus import choice
+from worker.settings import MachineSettings
+
+
+@dataclass
+class Driver:
+    """A fake NVML: *cards* in the driver's order, the MIG instances of some, or an error."""
+
+    cards: int = 3
+    instances: dict[int, list[str | None]] = field(default_factory=dict)
+    error: Exception | None = None
+
+    def init(self) -> None:
+        if self.error:
+            raise self.error
+
+    def mig_mode(self, card: int) -> list[int]:
+        if card not in self.instances:
+            raise pynvml.NVMLError(pynvml.NVML_ERROR_NOT_SUPPORTED)
+        return [1, 1]
+
+    def instance(self, card: int, number: int) -> str:
+        if (found := self.instances[card][number]) is None:
+            raise pynvml.NVMLError(pynvml.NVML_ERROR_NOT_FOUND)
+        return found
+
+
+@pytest.fixture
+def driver(monkeypatch: pytest.MonkeyPatch) -> Driver:
+    fake = Driver()
+    for name, answer in {
+        "nvmlInit": fake.init,
+        "nvmlDeviceGetCount": lambda: fake.cards,
+        "nvmlDeviceGetHandleByIndex": lambda number: number,
+        "nvmlDeviceGetUUID": lambda of: f"GPU-{of}aaa" if isinstance(of, int) else of,
+        "nvmlDeviceGetMigMode": fake.mig_mode,
+        "nvmlDeviceGetMaxMigDeviceCount": lambda card: len(fake.instances[card]),
+        "nvmlDeviceGetMigDeviceHandleByIndex": fake.instance,
+    }.items():
+        monkeypatch.setattr(pynvml, name, answer)
+    monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
+    return fake
+
+
+def chosen(gpus: str, **changes: Any) -> dict[str, str | None]:
+    """CUDA_VISIBLE_DEVICES of each chosen GPU."""
+    settings = MachineSettings(model="m", gpus=gpus, **changes)
+    return {each.name: each.visible for each in choice.choose(settings)}
+
+
+@pytest.mark.parametrize(
+    ("visible", "gpus", "expected"),
+    [
+        # By UUID: CUDA may number them otherwise than nvidia-smi.
+        (None, "all", {"0": "GPU-0aaa", "1": "GPU-1aaa", "2": "GPU-2aaa"}),
+        (None, "2", {"2": "GPU-2aaa"}),
+        (None, "2, 0", {"2": "GPU-2aaa", "0": "GPU-0aaa"}),
+        (None, "GPU-1aaa", {"1": "GPU-1aaa"}),
+        ("2,0", "all", {"0": "2", "1": "0"}),
+        ("2,0", "1", {"1": "0"}),
+        ("GPU-2aaa,GPU-1", "all", {"0": "GPU-2aaa", "1": "GPU-1aaa"}),
+        ("GPU-2aaa,GPU-1aaa", "GPU-1aaa", {"1": "GPU-1aaa"}),
+        ("1,-1,0", "all", {"0": "1"}),
+        ("1,7,0", "all", {"0": "1"}),
+    ],
+)
+def test_numbers_are_those_of_the_visible_gpus(
+    driver: Driver,
+    monkeypatch: pytest.MonkeyPatch,
+    visible: str | None,
+    gpus: str,
+    expected: dict[str, str],
+) -> None:
+    if visible is not None:
+        monkeypatch.setenv("CUDA_VISIBLE_DEVICES", visible)
+    assert chosen(gpus) == expected
+
+
+def test_a_card_in_mig_mode_is_its_instances(
+    driver: Driver, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    driver.cards, driver.instances = 2, {1: ["MIG-x", None, "MIG-y"]}
+    assert chosen("all") == {"0": "GPU-0aaa", "1:0": "MIG-x", "1:2": "MIG-y"}
+    assert chosen("1:2") == {"1:2": "MIG-y"}
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "MIG-y")
+    assert chosen("all") == {"0": "MIG-y"}
+
+
+@pytest.mark.parametrize(
+    ("gpus", "changes", "visible", "sentence"),
+    [
+        ("3", {}, None, "there is no GPU 3; there are 0, 1, 2"),
+        ("0,5,7", {}, None, "there is no GPU 5, 7; there are 0, 1, 2"),
+        ("2", {}, "1,2", "there is no GPU 2 among CUDA_VISIBLE_DEVICES=1,2; there are 0, 1"),
+        ("all", {}, "", "CUDA_VISIBLE_DEVICES= leaves no GPU of 0, 1, 2"),
+        ("0,0", {}, None, "named twice"),
+        ("1,GPU-1aaa", {}, None, "named twice, by its number and its UUID"),
+        ("0,1", {"device": "cuda:1"}, None, "leave out --device"),
+        ("all", {"device": "cpu"}, None, "a number for each process"),
+    ],
+)
+def test_a_wrong_choice_is_one_sentence(
+    driver: Driver,
+    monkeypatch: pytest.MonkeyPatch,
+    gpus: str,
+    changes: dict[str, str],
+    visible: str | None,
+    sentence: str,
+) -> None:
+    if visible is not None:
+        monkeypatch.setenv("CUDA_VISIBLE_DEVICES", visible)
+    with pytest.raises(errors.SetupError, match=r"^--gpus") as raised:
+        chosen(gpus, **changes)
+    assert sentence in raised.value.message
+    assert "\n" not in raised.value.message
+
+
+@pytest.mark.parametrize(
+    ("cards", "error", "sentence"),
+    [
+        (0, None, "no NVIDIA GPU"),
+        (1, pynvml.NVMLError(pynvml.NVML_ERROR_LIBRARY_NOT_FOUND), "no NVIDIA GPU"),
+        (1, pynvml.NVMLError(pynvml.NVML_ERROR_DRIVER_NOT_LOADED), "no NVIDIA GPU"),
+        (1, pynvml.NVMLError(pynvml.NVML_ERROR_LIB_RM_VERSION_MISMATCH), "cannot be listed"),
+    ],
+)
+def test_a_machine_without_gpus_is_one_sentence(
+    driver: Driver, cards: int, error: Exception | None, sentence: str
+) -> None:
+    driver.cards, driver.error = cards, error
+    with pytest.raises(errors.SetupError, match=sentence):
+        chosen("all")
+
+
+def test_a_driver_that_hangs_is_one_sentence(
+    driver: Driver, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(replica, "DRIVER_SECONDS", 0.01)
+    monkeypatch.setattr(pynvml, "nvmlInit", lambda: __import__("time").sleep(0.2))
+    with pytest.raises(errors.SetupError, match="does not answer within"):
+        chosen("all")
+
+
+def test_processes_on_the_cpu_share_its_cores(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("OMP_NUM_THREADS", raising=False)
+    monkeypatch.setattr(os, "cpu_count", lambda: 8)
+    settings = MachineSettings(model="m", device="cpu", gpus="0,1,2")
+    assert [each.environment(3) for each in choice.choose(settings)] == [
+        {"OMP_NUM_THREADS": "2"}
+    ] * 3
+
+
+@pytest.mark.parametrize("gpus", ["", ",", "0,,1", "0 1"])
+def test_what_is_no_list_is_refused(gpus: str, refuse: Callable[[str], None]) -> None:
+    refuse(gpus)
+
+
+@pytest.fixture
+def refuse() -> Callable[[str], None]:
+    def check(gpus: str) -> None:
+        with pytest.raises(ValueError, match="gpus"):
+            MachineSettings(model="m", gpus=gpus)
+
+    return check
+
+
+def test_the_parent_needs_neither_torch_nor_numpy() -> None:
+    program = (
+        "import sys; from worker.gpus import choice, parent\n"
+        "sys.exit(' '.join({'torch', 'numpy'} & sys.modules.keys()))"
+    )
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, check=False)
+    assert (done.returncode, done.stderr) == (1, b"\n")

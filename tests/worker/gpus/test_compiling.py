@@ -1,0 +1,81 @@
+from __future__ import annotations
+
+import subprocess
+import sys
+import threading
+import time
+from pathlib import Path
+
+import pytest
+
+from worker.gpus import compiling
+
+#: Says when it begins and ends to compile.
+WORKER = """
+import sys, time, pathlib
+from worker.gpus import compiling
+with compiling.by_one_first(pathlib.Path(sys.argv[1]), "kernels"):
+    print("begins", flush=True)
+    {}
+print("ends", flush=True)
+"""
+
+
+def start(folder: Path, work: str = "pass") -> subprocess.Popen[str]:
+    return subprocess.Popen(
+        [sys.executable, "-c", WORKER.format(work), folder], stdout=subprocess.PIPE, text=True
+    )
+
+
+def test_others_wait_for_the_first_and_then_go_on_together(tmp_path: Path) -> None:
+    inside, most = 0, []
+    first_is_done = threading.Event()
+    together = threading.Barrier(3)
+
+    def compiles() -> None:
+        nonlocal inside
+        with compiling.by_one_first(tmp_path, "kernels"):
+            inside += 1
+            most.append(inside)
+            if len(most) == 1:
+                time.sleep(0.2)
+                assert inside == 1, "others did not wait"
+                first_is_done.set()
+            else:
+                assert first_is_done.is_set()
+                together.wait(5)
+
+    threads = [threading.Thread(target=compiles) for _ in range(4)]
+    for each in threads:
+        each.start()
+    for each in threads:
+        each.join(10)
+    assert len(most) == 4
+    assert not together.broken
+
+
+def test_a_worker_that_dies_as_it_compiles_leaves_that_to_the_next(tmp_path: Path) -> None:
+    with start(tmp_path, "time.sleep(60)") as first:
+        assert first.stdout is not None
+        assert first.stdout.readline() == "begins\n"
+        with start(tmp_path) as second:
+            first.kill()
+            assert second.communicate(timeout=20)[0] == "begins\nends\n"
+
+
+def test_a_failure_is_not_taken_for_compiled_kernels(tmp_path: Path) -> None:
+    with pytest.raises(ZeroDivisionError), compiling.by_one_first(tmp_path, "kernels"):
+        raise ZeroDivisionError
+    assert not list(tmp_path.glob("*.compiled"))
+    with compiling.by_one_first(tmp_path, "kernels"):
+        pass
+    assert list(tmp_path.glob("*.compiled"))
+
+
+def test_a_folder_that_cannot_be_written_stops_nobody(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    (tmp_path / "file").touch()
+    with compiling.by_one_first(tmp_path / "file", "kernels"):
+        pass
+    assert "without waiting" in caplog.text

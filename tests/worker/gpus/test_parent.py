@@ -1,0 +1,207 @@
+"""The parent of several workers, with real processes that are quicker to start than workers."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import signal
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from fleet import console
+from imagefleet import errors
+from worker.gpus import child, parent
+from worker.gpus.choice import Gpu
+from worker.settings import MachineSettings
+
+#: What a worker does of the parent's words, in place of *{}*.
+WORKER = """
+import json, os, pathlib, signal, socket, sys, threading, time
+assigned = json.loads(os.environ["_IMAGEFLEET_GPU"])
+gpu, control = assigned["gpu"], socket.socket(fileno=assigned["control"])
+words = control.makefile()
+runs = pathlib.Path("runs-" + gpu)
+runs.write_text((runs.read_text() if runs.exists() else "") + "x")
+{}
+"""
+
+SERVES = """
+import http.server
+class Handler(http.server.BaseHTTPRequestHandler):
+    def do_GET(self):
+        {answer}
+        self.send_response(200)
+        self.end_headers()
+        self.wfile.write(b"yes")
+    def log_message(self, *arguments): pass
+server = http.server.HTTPServer(("127.0.0.1", 0), Handler)
+control.sendall(json.dumps({{"port": server.server_port}}).encode() + b"\\n")
+threading.Thread(target=server.serve_forever, daemon=True).start()
+"""
+
+
+@pytest.fixture(autouse=True)
+def _quick(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(parent, "FIRST_PAUSE_SECONDS", 0.01)
+    monkeypatch.setattr(parent, "MAX_CRASHES", 2)
+    monkeypatch.setattr(parent, "PROBE_SECONDS", 0.05)
+
+
+@pytest.fixture
+def run(tmp_path: Path) -> Callable[..., Any]:
+    """Runs two workers of that Python; returns the parent's exit code."""
+
+    async def start(worker: str, **changes: Any) -> int:
+        fields = {"model": "m", "storage": f"local:{tmp_path}", "name": "m", **changes}
+        settings = MachineSettings(**fields)
+        command = [sys.executable, "-I", "-S", "-c", WORKER.format(worker)]
+        return await asyncio.wait_for(
+            parent.run_workers(settings, [Gpu("0"), Gpu("1")], command), 20
+        )
+
+    return start
+
+
+def runs(folder: Path) -> tuple[int, ...]:
+    """How often each worker was started."""
+    return tuple(len((folder / f"runs-{gpu}").read_text()) for gpu in "01")
+
+
+@pytest.mark.parametrize(
+    ("worker", "code", "times"),
+    [
+        ("", 0, (1, 1)),
+        ("sys.exit(3)", 3, (1, 1)),
+        ("sys.exit(2)", 2, (1, 1)),
+        ("sys.exit(2 + int(gpu))", 3, (1, 1)),
+        ("sys.exit(3 * int(gpu))", 0, (1, 1)),
+        ("sys.exit(4 * int(gpu))", 4, (1, 1)),
+        ("sys.exit(1)", 1, (3, 3)),
+        ("os.kill(os.getpid(), 9)", 1, (3, 3)),
+        ("sys.exit(1 if len(runs.read_text()) < 3 else 0)", 0, (3, 3)),
+    ],
+)
+async def test_what_ends_the_workers_decides_who_starts_again_and_the_exit_code(
+    run: Callable[..., Any], tmp_path: Path, worker: str, code: int, times: tuple[int, int]
+) -> None:
+    assert await run(worker) == code
+    assert runs(tmp_path) == times
+
+
+async def test_a_worker_that_crashed_is_not_started_for_a_queue_that_another_emptied(
+    run: Callable[..., Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(parent, "FIRST_PAUSE_SECONDS", 1.0)
+    assert await run("sys.exit(int(gpu))", until_empty=True) == 0
+    assert runs(tmp_path) == (1, 1)
+
+
+@pytest.mark.parametrize(
+    ("number", "until_empty", "codes", "code"),
+    [
+        (signal.SIGTERM, False, "0, 0", 0),
+        (signal.SIGINT, False, "0, 0", 0),
+        (signal.SIGTERM, False, "0, 4", 4),
+        (signal.SIGTERM, True, "143, 143", 143),
+        (signal.SIGINT, True, "143, 143", 130),
+        (signal.SIGTERM, True, "0, 143", 143),
+        (signal.SIGTERM, True, "0, -9", 143),
+        (signal.SIGTERM, True, "0, 0", 0),
+        (signal.SIGTERM, False, "-15, -15", 0),
+    ],
+)
+async def test_a_signal_ends_both_and_says_whether_the_queue_is_empty(
+    run: Callable[..., Any],
+    tmp_path: Path,
+    number: signal.Signals,
+    until_empty: bool,
+    codes: str,
+    code: int,
+) -> None:
+    worker = f"""
+pathlib.Path("ready-" + gpu).touch()
+assert words.readline() == "stop\\n"
+code = ({codes})[int(gpu)]
+os.kill(os.getpid(), -code) if code < 0 else sys.exit(code)
+"""
+    running = asyncio.create_task(run(worker, until_empty=until_empty))
+    await both_are(tmp_path, running, "ready")
+    os.kill(os.getpid(), number)
+    assert await running == code
+    assert runs(tmp_path) == (1, 1)
+
+
+async def test_a_second_signal_and_the_end_of_the_grace_time_hurry_the_workers(
+    run: Callable[..., Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    worker = """
+pathlib.Path("ready-" + gpu).touch()
+assert words.readline() == "stop\\n"
+pathlib.Path("stopping-" + gpu).touch()
+assert words.readline() == "hurry\\n"
+pathlib.Path("hurrying-" + gpu).touch()
+time.sleep(60)
+"""
+    running = asyncio.create_task(run(worker, grace_seconds=0))
+    await both_are(tmp_path, running, "ready")
+    os.kill(os.getpid(), signal.SIGTERM)
+    await both_are(tmp_path, running, "stopping")
+    assert not count(tmp_path, "hurrying")
+    monkeypatch.setattr(parent, "LAST_SECONDS", 0.1)
+    os.kill(os.getpid(), signal.SIGTERM)
+    await both_are(tmp_path, running, "hurrying")
+    assert await running == 1  # killed in the end: they hang
+
+
+@pytest.mark.parametrize(
+    ("answer", "code", "times"), [("pass", 0, (1, 1)), ("time.sleep(60)", 1, (3, 3))]
+)
+async def test_a_worker_that_does_not_answer_is_started_again(
+    run: Callable[..., Any],
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    answer: str,
+    code: int,
+    times: tuple[int, int],
+) -> None:
+    monkeypatch.setattr(child, "HUNG_SECONDS", 0.2)
+    monkeypatch.setattr(child, "ANSWER_SECONDS", 0.1)
+    serves = SERVES.format(answer=answer)
+    assert await run(f"{serves}\ntime.sleep(0.7)\nsys.exit(0)") == code
+    assert runs(tmp_path) == times
+
+
+async def test_a_port_in_use_starts_no_worker(
+    run: Callable[..., Any], tmp_path: Path, serve_probes: Callable[..., Any]
+) -> None:
+    async with serve_probes(True) as port:
+        with pytest.raises(errors.SetupError, match="--port"):
+            await run("", port=port)
+    assert not count(tmp_path, "runs")
+
+
+def test_the_exit_codes_are_those_of_the_console() -> None:
+    assert (
+        *(parent.DONE, parent.UNEXPECTED, parent.SETUP, parent.NODE),
+        *(parent.JOBS_FAILED, parent.INTERRUPTED, parent.TERMINATED),
+    ) == (
+        *(console.EXIT_DONE, console.EXIT_UNEXPECTED, console.EXIT_OPERATOR_MUST_ACT),
+        *(console.EXIT_REPLACE_THIS_NODE, console.EXIT_JOBS_FAILED),
+        *(console.EXIT_INTERRUPTED, console.EXIT_TERMINATED),
+    )
+
+
+def count(folder: Path, what: str) -> int:
+    return len(list(folder.glob(f"{what}-*")))
+
+
+async def both_are(folder: Path, running: asyncio.Task[int], what: str) -> None:
+    async with asyncio.timeout(20):
+        while count(folder, what) < 2:
+            assert not running.done()
+            await asyncio.sleep(0.02)

@@ -1,0 +1,142 @@
+"""One GPU's worker process, as its parent sees it."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import json
+import logging
+import os
+import socket
+import time
+from collections.abc import Sequence
+
+import aiohttp
+
+from worker import tasks
+from worker.gpus.choice import Gpu
+from worker.gpus.member import HURRY, STOP, VARIABLE, Assignment
+
+log = logging.getLogger(__name__)
+
+#: A busy worker answers within milliseconds: only its event loop has to run.
+ANSWER_SECONDS = 3.0
+
+#: A worker that has not answered for this long hangs; as long as three failed liveness probes take
+#: on Kubernetes. A GPU that hangs ends its worker by itself.
+HUNG_SECONDS = 90.0
+
+
+class Child:
+    """Started by `run`, any number of times, one after the other."""
+
+    def __init__(
+        self,
+        gpu: Gpu,
+        command: Sequence[str],
+        variables: dict[str, str],
+        assignment: Assignment,
+        client: aiohttp.ClientSession,
+    ) -> None:
+        self.gpu = gpu
+        self.has_started = False
+        self.is_ready = False
+        self._command = command
+        self._variables = variables
+        self._assignment = assignment
+        self._client = client
+        self._process: asyncio.subprocess.Process | None = None
+        self._control: asyncio.StreamWriter | None = None
+        self._port: int | None = None
+        self._answered_at: float | None = None
+        self._words: list[bytes] = []
+
+    @property
+    def is_running(self) -> bool:
+        return self._process is not None
+
+    async def run(self) -> int:
+        """Runs the process to its end; returns its exit code, or the negative of a signal."""
+        ours, theirs = socket.socketpair()
+        with theirs:
+            assignment = self._assignment.model_copy(update={"control": theirs.fileno()})
+            process = await asyncio.create_subprocess_exec(
+                *self._command,
+                stdin=asyncio.subprocess.DEVNULL,
+                env={**os.environ, **self._variables, VARIABLE: assignment.model_dump_json()},
+                pass_fds=[theirs.fileno()],
+                start_new_session=True,  # Ctrl-C is for the parent
+            )
+        self._process = process
+        log.info(
+            "the worker of GPU %s is process %d",
+            self.gpu.name,
+            process.pid,
+            extra={"action": "worker_started", "gpu": self.gpu.name, "process_id": process.pid},
+        )
+        reader, self._control = await asyncio.open_connection(sock=ours)
+        for word in self._words:  # which came before the process
+            self._send(word)
+        try:
+            async with tasks.background(self._read(reader), "read from a worker"):
+                return await process.wait()
+        finally:
+            if process.returncode is None:
+                self.kill()
+            self._control.close()
+            self._process = self._control = self._port = self._answered_at = None
+            self.has_started = self.is_ready = False
+
+    def stop(self) -> None:
+        self._words.append(STOP)
+        self._send(STOP)
+
+    def hurry(self) -> None:
+        self._words.append(HURRY)
+        self._send(HURRY)
+
+    def kill(self) -> None:
+        if self._process is not None:
+            with contextlib.suppress(ProcessLookupError):
+                self._process.kill()
+
+    async def probe(self) -> None:
+        """Asks the worker how it is; kills one that has not answered for too long."""
+        if self._port is None:
+            return
+        try:
+            ready, _ = await self._ask("/ready")
+            started, _ = await self._ask("/started")
+        except (aiohttp.ClientError, TimeoutError, OSError):
+            if self._answered_at and time.monotonic() - self._answered_at > HUNG_SECONDS:
+                self.kill()
+            return
+        self.is_ready, self.has_started = ready, started
+        self._answered_at = time.monotonic()
+
+    async def metrics(self) -> str | None:
+        """Its metrics as text; None where it has none now."""
+        try:
+            is_there, text = await self._ask("/metrics")
+        except (aiohttp.ClientError, TimeoutError, OSError):
+            return None
+        return text if is_there else None
+
+    async def _ask(self, path: str) -> tuple[bool, str]:
+        if self._port is None:
+            return False, ""
+        async with (
+            asyncio.timeout(ANSWER_SECONDS),
+            self._client.get(f"http://127.0.0.1:{self._port}{path}") as answer,
+        ):
+            return answer.ok, await answer.text()
+
+    async def _read(self, reader: asyncio.StreamReader) -> None:
+        with contextlib.suppress(OSError):
+            while line := await reader.readline():
+                self._port = int(json.loads(line)["port"])
+                self._answered_at = time.monotonic()
+
+    def _send(self, word: bytes) -> None:
+        if self._control is not None:
+            self._control.write(word)

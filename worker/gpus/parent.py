@@ -1,0 +1,285 @@
+"""The parent of a machine's workers, one for each GPU: starts them, and ends when they have ended.
+
+A worker that crashes is started again, after ever longer pauses. One that ends because its node or
+its setup is wrong is not: its GPU is left out, and the others go on. A stop is passed on to all.
+The parent imports no torch and uses no GPU.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+import signal
+import time
+from collections.abc import Iterator, Sequence
+
+import aiohttp
+
+from imagefleet import retry
+from imagefleet.telemetry import probes, push
+from worker import tasks
+from worker.gpus.child import Child
+from worker.gpus.choice import Gpu
+from worker.gpus.member import Assignment
+from worker.gpus.metrics import MachineMetrics, merged
+from worker.salad import deletion_cost
+from worker.salad import metadata as salad_metadata
+from worker.settings import MachineSettings
+
+log = logging.getLogger(__name__)
+
+#: The exit codes of `imagefleet worker`, as `fleet.console` has them.
+DONE, UNEXPECTED, SETUP, NODE, JOBS_FAILED, INTERRUPTED, TERMINATED = 0, 1, 2, 3, 4, 130, 143
+
+#: A worker that ends so has done what it was told.
+FINISHED = frozenset({DONE, JOBS_FAILED, INTERRUPTED, TERMINATED})
+
+#: The first of them that a worker ended with is the parent's.
+_BY_WEIGHT = (JOBS_FAILED, DONE, NODE, SETUP)
+_CLASSES = frozenset(_BY_WEIGHT)
+
+_STOPPED = frozenset({-signal.SIGTERM, -signal.SIGINT})
+
+#: The first pause is short, since most crashes are chance; the longest costs little of an hour.
+FIRST_PAUSE_SECONDS = 1.0
+LONGEST_PAUSE_SECONDS = 60.0
+
+#: Crashes in a row before a GPU is left out; after this time of work, one is the first again.
+MAX_CRASHES = 5
+STEADY_SECONDS = 600.0
+
+#: Between two probes of a worker.
+PROBE_SECONDS = 1.0
+
+#: Between two readings of a worker's price and busy slots.
+READ_SECONDS = 15.0
+
+#: After the grace time a worker hands back jobs and records suspect images, which takes a minute
+#: and a half at most.
+LAST_SECONDS = 90.0
+
+#: The longest name of a worker.
+_MAX_NAME = 128
+
+
+async def run_workers(
+    settings: MachineSettings, gpus: Sequence[Gpu], command: Sequence[str]
+) -> int:
+    """Runs a worker for each of *gpus* by *command*; returns the exit code of them all.
+
+    Raises:
+        SetupError: the port is in use.
+    """
+    async with aiohttp.ClientSession(trust_env=False) as client:
+        return await _Parent(settings, gpus, command, client).run()
+
+
+class _Parent:
+    def __init__(
+        self,
+        settings: MachineSettings,
+        gpus: Sequence[Gpu],
+        command: Sequence[str],
+        client: aiohttp.ClientSession,
+    ) -> None:
+        price = settings.price_per_hour
+        share = None if price is None else price / len(gpus)
+        self._settings = settings
+        self._instance = push.new_instance()
+        self._metrics = MachineMetrics(settings.fleet_name, [each.name for each in gpus], share)
+        self._codes: list[int] = []
+        self._stop, self._hurry = asyncio.Event(), asyncio.Event()
+        self._stopped_by: signal.Signals | None = None
+        self._children = [
+            Child(
+                gpu,
+                command,
+                gpu.environment(len(gpus)),
+                Assignment(
+                    control=-1,
+                    gpu=gpu.name,
+                    name=_name(settings.name, gpu),
+                    instance=self._instance,
+                    price_per_hour=share,
+                ),
+                client,
+            )
+            for gpu in gpus
+        ]
+
+    async def run(self) -> int:
+        settings = self._settings
+        metadata = salad_metadata.find_metadata()
+        with self._signals():
+            async with (
+                probes.serving(
+                    self._metrics.registry,
+                    # A worker that hangs is started again; the others' work must not end for it.
+                    is_live=lambda: True,
+                    is_ready=lambda: any(each.is_ready for each in self._children),
+                    is_started=lambda: any(each.has_started for each in self._children),
+                    render=self._render,
+                    host=settings.host,
+                    port=settings.port,
+                ) as port,
+                push.pushing(
+                    self._metrics.registry,
+                    settings,
+                    job="imagefleet-worker",
+                    instance=self._instance,
+                ),
+                deletion_cost.updating(metadata, lambda: self._metrics.busy_slots),
+            ):
+                log.info(
+                    "starting %d workers, on GPU %s, metrics at http://%s:%d/metrics",
+                    len(self._children),
+                    ", ".join(each.gpu.name for each in self._children),
+                    settings.host,
+                    port,
+                    extra={"action": "start_workers", "port": port},
+                )
+                try:
+                    await self._run_children()
+                finally:
+                    for child in self._children:
+                        child.kill()
+        return self._exit_code()
+
+    async def _run_children(self) -> None:
+        side_tasks = tasks.SideTasks()
+        side_tasks.start("probe workers", self._probe)
+        side_tasks.start("read workers' metrics", self._read)
+        side_tasks.start("stop workers", self._pass_on)
+        keeping = asyncio.gather(*map(self._keep, self._children))
+        try:
+            await tasks.first_of(keeping, side_tasks.watch())
+        finally:
+            await side_tasks.cancel()
+
+    async def _keep(self, child: Child) -> None:
+        """Runs the worker of one GPU, again after a crash, until there is a reason to end."""
+        crashes = 0
+        gpu = child.gpu.name
+        while True:
+            began_at = time.monotonic()
+            self._metrics.is_up(gpu)
+            code = await child.run()
+            self._metrics.is_down(gpu)
+            if code in FINISHED or self._stop.is_set():
+                self._codes.append(code)
+                return
+            if code in {NODE, SETUP}:
+                self._leave_out(gpu, code, "its own last line says why")
+                return
+            crashes = 1 if time.monotonic() - began_at >= STEADY_SECONDS else crashes + 1
+            if crashes > MAX_CRASHES:
+                self._leave_out(gpu, code, f"it crashed {crashes} times in a row")
+                return
+            seconds = retry.backoff(crashes - 1, FIRST_PAUSE_SECONDS, LONGEST_PAUSE_SECONDS)
+            log.error(
+                "the worker of GPU %s ended with %s; starting it again in %.0f s",
+                gpu,
+                _words(code),
+                seconds,
+                extra={"action": "worker_crashed", "gpu": gpu, "exit_code": code},
+            )
+            await tasks.first_of(self._stop.wait(), timeout_seconds=seconds)
+            if self._stop.is_set() or self._is_queue_empty():
+                self._codes.append(code)
+                return
+            self._metrics.restarts(gpu)
+
+    def _is_queue_empty(self) -> bool:
+        """Whether a worker found nothing left, not even a lease of a dead worker."""
+        return self._settings.until_empty and not {DONE, JOBS_FAILED}.isdisjoint(self._codes)
+
+    def _leave_out(self, gpu: str, code: int, why: str) -> None:
+        self._codes.append(code)
+        left = sum(each.is_running for each in self._children)
+        log.error(
+            "GPU %s is left out, %d of %d go on: its worker ended with %s, %s",
+            gpu,
+            left,
+            len(self._children),
+            _words(code),
+            why,
+            extra={"action": "gpu_left_out", "gpu": gpu, "exit_code": code, "left": left},
+        )
+
+    def _exit_code(self) -> int:
+        """That of the workers that did what they were told, else the class of what ended them."""
+        codes = set(self._codes)
+        if self._settings.until_empty and self._stop.is_set() and codes - _CLASSES:
+            return INTERRUPTED if self._stopped_by is signal.SIGINT else TERMINATED
+        found = next((code for code in _BY_WEIGHT if code in codes), UNEXPECTED)
+        # A signal that came before the worker could take it.
+        return DONE if self._stop.is_set() and codes <= _STOPPED else found
+
+    async def _pass_on(self) -> None:
+        await self._stop.wait()
+        for child in self._children:
+            child.stop()
+        seconds = self._settings.grace_seconds + LAST_SECONDS
+        await tasks.first_of(self._hurry.wait(), timeout_seconds=seconds)
+        for child in self._children:
+            child.hurry()
+        await asyncio.sleep(LAST_SECONDS)
+        while True:  # until `_keep` sees them end
+            for child in self._children:
+                child.kill()
+            await asyncio.sleep(PROBE_SECONDS)
+
+    async def _probe(self) -> None:
+        while True:
+            await asyncio.gather(*(child.probe() for child in self._children))
+            await asyncio.sleep(PROBE_SECONDS)
+
+    async def _read(self) -> None:
+        while True:
+            await asyncio.sleep(READ_SECONDS)
+            for child in self._children:
+                if text := await child.metrics():
+                    self._metrics.read(child.gpu.name, text)
+
+    async def _render(self) -> bytes:
+        texts = await asyncio.gather(*(child.metrics() for child in self._children))
+        return merged(self._metrics.registry, filter(None, texts))
+
+    @contextlib.contextmanager
+    def _signals(self) -> Iterator[None]:
+        loop = asyncio.get_running_loop()
+
+        def on_signal(number: signal.Signals) -> None:
+            self._stopped_by = self._stopped_by or number
+            (self._hurry if self._stop.is_set() else self._stop).set()
+            log.info(
+                "%s: the workers %s",
+                number.name,
+                "hand back jobs in flight" if self._hurry.is_set() else "finish what has begun",
+                extra={"action": "signal", "signal": number.name},
+            )
+
+        numbers = (signal.SIGTERM, signal.SIGINT)
+        for number in numbers:
+            loop.add_signal_handler(number, on_signal, number)
+        try:
+            yield
+        finally:
+            for number in numbers:
+                loop.remove_signal_handler(number)
+
+
+def _name(machine: str, gpu: Gpu) -> str:
+    """The name of a GPU's worker, by which it can be quarantined."""
+    suffix = f"-gpu{gpu.name}"
+    return machine[: _MAX_NAME - len(suffix)] + suffix
+
+
+def _words(code: int) -> str:
+    if code >= 0:
+        return f"exit code {code}"
+    try:
+        return signal.Signals(-code).name
+    except ValueError:
+        return f"signal {-code}"
