@@ -79,9 +79,9 @@ def test_jobs_with_every_kind_share_calls(
     modes = []
     run = step.StepRunner.run
 
-    def record(self: step.StepRunner, weight_mode: queue.WeightMode, slots: int) -> None:
-        modes.append((weight_mode, len(slot_engine._active)))
-        run(self, weight_mode, slots)
+    def record(self: Any, used: step.Step, weight_mode: queue.WeightMode, slots: int) -> None:
+        modes.append((weight_mode, slots))
+        run(self, used, weight_mode, slots)
 
     monkeypatch.setattr(step.StepRunner, "run", record)
     together = draw(slot_engine, *requests)
@@ -127,8 +127,8 @@ def test_a_loaded_slot_keeps_no_copy_of_its_loras_and_can_be_loaded_again(
     images = {}
     while slot_engine.busy:
         images |= {each.ticket: each.outcome for each in slot_engine.tick()}
-        assert all(job.staged.flat is None for job in slot_engine._active.values())
-        for job in slot_engine._active.values():
+        assert all(job.staged.flat is None for job in slot_engine._lanes.active)
+        for job in slot_engine._lanes.active:
             job.has_weights = False
         slot_engine._unet.resize(slot_engine.slots)
     for ticket, image in enumerate(expected):
