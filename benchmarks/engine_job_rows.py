@@ -15,6 +15,7 @@ from fleet import demo_jobs
 from fleet.bench import engine as bench_engine
 from fleet.bench import jobs as bench_jobs
 from fleet.bench import random_model, work
+from worker.engine import contract, load
 from worker.engine.slots.engine import SlotEngine
 
 log = logging.getLogger("benchmark")
@@ -45,13 +46,14 @@ SIZES, TINY_SIZES = ((512, 512), (512, 768), (768, 512)), ((64, 64), (64, 96), (
 COMPANY: Sequence[Kind] = (("lora", 8), ("lora", 64), ("locon", 8), ("loha", 4), ("lokr", 4),
                            ("dora", 8), ("locon", 16))  # fmt: skip
 
+COMPANY_STRENGTH = 0.1
+
 
 def workloads(setup: bench_engine.Setup, options: Options) -> dict[str, bench_jobs.Workload]:
     """Each row's jobs; writes the LoRAs that they need."""
     count = TINY_FILES if options.is_tiny else FILES
-    files: dict[Kind, list[str]] = {}
-    for kind in {each for jobs in JOBS.values() for job in jobs for each in job}:
-        files[kind] = build_loras(setup, options, kind, count)
+    kinds = {each for jobs in JOBS.values() for job in jobs for each in job}
+    files = {kind: build_loras(setup, options, kind, count) for kind in kinds}
     found = {}
     for row, jobs in JOBS.items():
         loras = []
@@ -63,56 +65,65 @@ def workloads(setup: bench_engine.Setup, options: Options) -> dict[str, bench_jo
 
 
 def build_loras(setup: bench_engine.Setup, options: Options, kind: Kind, count: int) -> list[str]:
+    """Writes one LoRA and links it, which to an engine are as many files; returns their names."""
     name, rank = kind
-    return random_model.build_random_loras(
-        setup.workload.lora_directory,
-        setup.model,
-        count,
-        options.torch_device,
-        rank=rank,
-        kind=name,
+    folder = setup.workload.lora_directory / options.group
+    (first,) = random_model.build_random_loras(
+        folder, setup.model, 1, options.torch_device, rank=rank, kind=name
     )
+    names = [f"{first}-{number}" for number in range(count)]
+    for each in names:
+        (folder / f"{each}.safetensors").hardlink_to(folder / f"{first}.safetensors")
+    return [f"{options.group}/{each}" for each in names]
 
 
 def loras(options: Options, channel: Channel) -> None:
-    """LoRAs of other ranks, numbers and kinds, each against rank 32 in the same process."""
-    setup = build(options)
-    serve_loras(setup, options, channel, options.slots)
+    """LoRAs of other ranks, numbers and kinds, each against rank 32 in the same process.
 
-
-def capped_loras(options: Options, channel: Channel) -> None:
-    """The same on a GPU limited to 8 GB."""
-    setup = build(options)
-    limit_memory(options)
-    serve_loras(setup, options, channel, options.capped_slots)
-
-
-def serve_loras(
-    setup: bench_engine.Setup, options: Options, channel: Channel, slots: int | None
-) -> None:
+    The group `capped_loras` is limited to the memory of a GPU of 8 GB.
+    """
+    setup, slots, prefix = limit(options)
     rows = workloads(setup, options)
-    engine, _, warmth = warm(options, setup, rows["rank_32"], slots, ("per_slot",))
-    sizes = TINY_SIZES if options.is_tiny else SIZES
-    is_capped = options.group == "capped_loras"
-    for width, height in sizes[1:]:
-        engine.warm_up(width, height)
+    engine, workload, warmth = warm(options, setup, rows["rank_32"], slots, ("per_slot",))
+    rows = {row: replace(each, sizes=workload.sizes) for row, each in rows.items()}
 
     def measure(row: str, seconds: float) -> Figures:
         bench_engine.draw_a_round(engine, rows[row])
         if row.startswith("locon"):
-            engine.warm_up(*sizes[0])  # compiles for what has been drawn so far
+            engine.warm_up(*engine.default_size)  # compiles for what has been drawn so far
         return rate(engine, rows[row], options, warmth, seconds)
 
-    rows = {row: replace(workload, sizes=sizes[:1]) for row, workload in rows.items()}
-    rows["sizes"] = replace(rows["rank_32"], sizes=sizes)
-    if not is_capped:  # there, what they need is taken from the other rows
+    if not prefix:  # a capped engine has fewer slots once it holds changes of convolutions
         bench_engine.draw_a_round(engine, rows["locon_all"])
-        engine.warm_up(*sizes[0])
-    prefix = "capped_" if is_capped else ""
+        engine.warm_up(*engine.default_size)
     channel.serve(
         {f"{prefix}{row}": functools.partial(measure, row) for row in rows}
         | {f"{prefix}gaps": lambda seconds: gaps(engine, rows["rank_32"], seconds)}
     )
+
+
+def sizes(options: Options, channel: Channel) -> None:
+    """Three sizes in equal parts, each job another LoRA of rank 32."""
+    setup, slots, prefix = limit(options)
+    engine, workload, warmth = warm(options, setup, setup.workload, slots, ("per_slot",))
+    workload = replace(workload, sizes=TINY_SIZES if options.is_tiny else SIZES)
+    for width, height in workload.sizes:
+        engine.warm_up(width, height)
+
+    def measure(seconds: float) -> Figures:
+        bench_engine.draw_a_round(engine, workload)
+        return rate(engine, workload, options, warmth, seconds)
+
+    channel.serve({f"{prefix}sizes": measure})
+
+
+def limit(options: Options) -> tuple[bench_engine.Setup, int | None, str]:
+    """The model and jobs, and an engine's slots; what a row's name begins with."""
+    setup = build(options)
+    if not options.group.startswith("capped"):
+        return setup, options.slots, ""
+    limit_memory(options)
+    return setup, options.capped_slots, "capped_"
 
 
 def gaps(engine: SlotEngine, workload: bench_jobs.Workload, seconds: float) -> Figures:
@@ -156,13 +167,14 @@ def company(options: Options, channel: Channel) -> None:
     )
     names = [build_loras(own, options, kind, 1)[0] for kind in COMPANY]
     workload = replace(own.workload, loras=tuple((name,) for name in names))
-    from worker.engine import load
-
     engine = load.load_engine(model, options.device, slots=len(names) + 1, compile="off")
     workload = replace(workload, sizes=(engine.default_size,), steps=(15, 11, 13))
 
     def measure(_: float) -> Figures:
-        beside = [workload.request(number) for number in range(len(names))]
+        beside = [
+            replace(request, loras=tuple(weaken(lora) for lora in request.loras))
+            for request in map(workload.request, range(len(names)))
+        ]
         subjects = [replace(request, seed=100 + at) for at, request in enumerate(beside)]
         subjects.append(replace(subjects[0], loras=()))
         each = []
@@ -173,3 +185,8 @@ def company(options: Options, channel: Channel) -> None:
         return {"psnr_db": min(each), "psnr_db_each": each}
 
     channel.serve({"company": measure})
+
+
+def weaken(lora: contract.Lora) -> contract.Lora:
+    """A random LoRA is as large as the weights, far larger than any trained one."""
+    return replace(lora, text_encoder_weight=COMPANY_STRENGTH, unet_weight=COMPANY_STRENGTH)

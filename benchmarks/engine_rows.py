@@ -265,7 +265,9 @@ GROUPS: Mapping[str, Callable[[Options, Channel], None]] = {
     "plain": plain,
     "capped": capped,
     "loras": engine_job_rows.loras,
-    "capped_loras": engine_job_rows.capped_loras,
+    "capped_loras": engine_job_rows.loras,
+    "sizes": engine_job_rows.sizes,
+    "capped_sizes": engine_job_rows.sizes,
     "company": engine_job_rows.company,
     **{f"latency_{batch}": functools.partial(latency, batch) for batch in (1, 2, 4)},
 }

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import logging
 import time
 from collections import Counter, deque
 from collections.abc import Callable, Iterator, Sequence
@@ -17,6 +18,8 @@ from worker.engine import contract
 
 if TYPE_CHECKING:
     from worker.settings import WorkerSettings
+
+log = logging.getLogger(__name__)
 
 #: As in the worker (worker.stages).
 PREPARERS = 8
@@ -174,7 +177,10 @@ async def work(
         ends = ", ".join(f"{count} {outcome}" for outcome, count in others.items())
         raise errors.NodeError(f"not every job was completed: {ends}")
     rate = rate_of(completed_at[: len(completed_at) - width], width)
-    return rate, pipeline.engine_thread.clock.idle_fraction
+    clock = pipeline.engine_thread.clock
+    idle = ", ".join(f"{reason} {seconds:.2f}" for reason, seconds in clock.idle_seconds.items())
+    log.info("the engine was idle for these seconds: %s", idle or "none")
+    return rate, clock.idle_fraction
 
 
 def _is_enough(finished_at: Sequence[float], width: int, seconds: float) -> bool:
