@@ -261,7 +261,7 @@ def subject(model: type[BaseSettings], name: str) -> str:
         if issubclass(model, each) and name in each.model_fields
     )
     if issubclass(model, WorkerSettings):
-        return next(of_worker, next(of_model))
+        return next(of_worker, None) or next(of_model, "Worker")
     return next(of_model, "")
 
 

@@ -172,7 +172,7 @@ async def test_without_fleets_all_groups_of_the_organization_get_tokens(
         ({"exp": None}, 401),
         ({"sub": None}, 401),
         ({"exp": int(time.time()) - 60}, 401),
-        ({"nbf": int(time.time()) + 600}, 401),
+        ({"nbf": int(time.time()) + 7200}, 401),
         ({"signed_with": ec.generate_private_key(ec.SECP256R1())}, 401),
     ],
 )
