@@ -8,11 +8,11 @@ another image.
 
 from __future__ import annotations
 
+import functools
 import json
 import logging
 import math
 import re
-import struct
 import threading
 from collections import Counter, OrderedDict
 from collections.abc import Mapping
@@ -21,12 +21,10 @@ from dataclasses import dataclass
 from typing import Any, get_args
 
 import torch
-from safetensors import SafetensorError
-from safetensors.torch import load
 
 from imagefleet import errors
 from worker.engine import contract
-from worker.engine.lora import kinds, names
+from worker.engine.lora import kinds, names, safetensors
 from worker.engine.lora.names import Network
 
 log = logging.getLogger(__name__)
@@ -149,35 +147,43 @@ def read_lora(lora: contract.Lora, identity: Identity, layers: names.Layers) -> 
     tensors, metadata = _read_tensors(lora)
     configs = _peft_configs(lora, metadata)
     by_layer: dict[names.LayerId, dict[str, torch.Tensor]] = {}
-    for key, tensor in sorted(tensors.items()):  # safetensors' order changes with each reading
-        if kind := names.unsupported_kind(key):
-            raise errors.UnusableFileError(
-                f"the LoRA {lora.name!r} is {kind} ({_short(key)}), which is not supported"
-            )
-        split = names.split_key(key)
-        layer = layers.find(split[0]) if split else None
-        if split is None or layer is None:
+    for key, tensor in tensors.items():
+        if (place := layers.place(key)) is None:
+            if kind := names.unsupported_kind(key):
+                raise errors.UnusableFileError(
+                    f"the LoRA {lora.name!r} is {kind} ({_short(key)}), which is not supported"
+                )
             raise _unfit(lora, tensors, metadata, f"unknown key {_short(key)}")
+        layer, part = place
         if not tensor.is_floating_point() or not _is_finite(tensor):
             raise errors.UnusableFileError(
                 f"the LoRA {lora.name!r} is damaged: {_short(key)} holds NaN, infinity or integers"
             )
-        if split[1] in by_layer.setdefault(layer, {}):
+        if part in by_layer.setdefault(layer, {}):
             raise _unfit(lora, tensors, metadata, f"it has {_short(key)} twice, under two names")
-        by_layer[layer][split[1]] = tensor
+        by_layer[layer][part] = tensor
     deltas: dict[Network, dict[str, WeightDelta]] = {network: {} for network in get_args(Network)}
     for (network, path), found in by_layer.items():
         config, shape = configs[network], layers.shapes[network, path]
         try:
             delta = make_delta(found, config.alpha_of(path), by_root=config.by_root)
-            # On the meta device, which checks the shapes and computes nothing.
-            delta.compute(torch.empty(shape, device="meta"))
+            _check_shapes(
+                frozenset((name, each.shape) for name, each in delta.tensors.items()), shape
+            )
         except (ValueError, RuntimeError, IndexError, TypeError) as error:
             shapes = ", ".join(f"{name} {list(tensor.shape)}" for name, tensor in found.items())
             reason = f"for {network} {path}, of shape {list(shape)}, it has {shapes}"
             raise _unfit(lora, tensors, metadata, reason) from error
         deltas[network][path] = delta
     return LoraFile(identity, deltas, sum(tensor.nbytes for tensor in tensors.values()))
+
+
+@functools.lru_cache(maxsize=4096)
+def _check_shapes(shapes: frozenset[tuple[str, torch.Size]], weight: torch.Size) -> None:
+    """Raises what `WeightDelta.compute` does for tensors of these shapes that do not fit."""
+    # On the meta device nothing is computed.
+    tensors = {name: torch.empty(shape, device="meta") for name, shape in shapes}
+    WeightDelta(tensors, 1.0).compute(torch.empty(weight, device="meta"))
 
 
 def _is_finite(tensor: torch.Tensor) -> bool:
@@ -211,28 +217,22 @@ def _unreadable(lora: contract.Lora, error: OSError) -> errors.TransientError:
 
 
 def _read_tensors(lora: contract.Lora) -> tuple[dict[str, torch.Tensor], dict[str, str]]:
-    """The file's tensors and the metadata of its header.
-
-    Read, not mapped: a mapped file that is truncated meanwhile kills the process.
-    """
+    """The file's tensors and the metadata of its header."""
     try:
-        content = lora.path.read_bytes()
-        tensors = load(content)
+        tensors, metadata = safetensors.read(lora.path)
     except OSError as error:
         raise _unreadable(lora, error) from error
-    except SafetensorError as error:
+    except safetensors.MalformedError as error:
         raise errors.UnusableFileError(
             f"the LoRA {lora.name!r} is not a complete .safetensors file: {error}"
         ) from error
-    except KeyError as error:  # a number type that safetensors has and torch lacks
+    except safetensors.UnknownTypeError as error:
         raise errors.UnusableFileError(
             f"the LoRA {lora.name!r} holds numbers of the type {error}, which is not supported"
         ) from error
     if not tensors:
         raise errors.UnusableFileError(f"the LoRA {lora.name!r} holds no weights")
-    (header_bytes,) = struct.unpack_from("<Q", content)
-    header = json.loads(content[8 : 8 + header_bytes])
-    return tensors, header.get("__metadata__") or {}
+    return tensors, metadata
 
 
 def _peft_configs(lora: contract.Lora, metadata: Mapping[str, str]) -> dict[Network, _PeftConfig]:

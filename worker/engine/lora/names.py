@@ -67,6 +67,9 @@ _MODELS_BY_METADATA = {
 _MODELS_BY_WIDTH = {768: "SD1", 1024: "SD2", 2048: "SDXL"}
 _TEXT_KEY = re.compile(r".*attn2[._]to_[kv]\.lora(_down|_A|\.down)\.weight")
 
+#: Keys that are remembered: all kinds of tensors of SD1.5's layers, as several programs write them.
+_MAX_PLACES = 20_000
+
 
 class Layers:
     """The layers of a model that LoRAs can change, by every name that files use."""
@@ -74,6 +77,8 @@ class Layers:
     def __init__(self, unet: nn.Module, text_encoder: nn.Module) -> None:
         self.shapes: dict[LayerId, torch.Size] = {}
         self._by_name: dict[str, LayerId] = {}
+        # By a tensor's key; files that the same program wrote have the same ones.
+        self._places: dict[str, tuple[LayerId, str]] = {}
         for path, layer in adaptable_layers(unet).items():
             self.shapes["unet", path] = layer.weight.shape
             for name in {path, path.removesuffix(".0")}:  # `to_out.0` was once `to_out`
@@ -92,6 +97,18 @@ class Layers:
     def _name(self, network: Network, path: str, *names: str) -> None:
         for name in names:
             self._by_name[name] = (network, path)
+
+    def place(self, key: str) -> tuple[LayerId, str] | None:
+        """The layer and the tensor that a LoRA file's *key* names, if both are known."""
+        if (known := self._places.get(key)) is not None:
+            return known
+        split = None if unsupported_kind(key) else split_key(key)
+        layer = self.find(split[0]) if split else None
+        if split is None or layer is None:
+            return None
+        if len(self._places) < _MAX_PLACES:
+            self._places[key] = layer, split[1]
+        return layer, split[1]
 
     def find(self, name: str) -> LayerId | None:
         """The layer that a LoRA file calls *name*."""

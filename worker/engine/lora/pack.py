@@ -8,6 +8,7 @@ from dataclasses import dataclass, field
 
 import torch
 
+from worker.engine.lora.buffers import buffers
 from worker.engine.lora.file import WeightDelta
 from worker.engine.lora.merge import AppliedLora
 from worker.engine.lora.names import Network
@@ -174,7 +175,7 @@ class _Packer:
             self._stacked.append((places, [delta for _, delta in stacked.values()]))
 
     def pack(self) -> PackedLoras:
-        packed = PackedLoras(torch.empty(self._size, dtype=torch.uint8), self._places)
+        packed = PackedLoras(buffers.take(self._size), self._places)
         for group, change in packed.by_group(packed.flat).items():
             if change.low_rank is not None:
                 _fill_low_rank(*change.low_rank, change.strength, self._low_rank[group])

@@ -23,6 +23,7 @@ from torch import nn
 from imagefleet import errors
 from worker.engine.kernels.layers import Upsampler
 from worker.engine.lora import low_rank
+from worker.engine.lora.buffers import buffers
 from worker.engine.lora.merge import AppliedLora
 
 #: The highest rank, that of one job's LoRAs added up, of a 3x3 convolution (where 128 should cost a
@@ -305,7 +306,8 @@ def pack(
         ranks[shape] = max(ranks.get(shape, 0), rank)
     sizes = {shape: (len(groups[shape]), rank) for shape, rank in ranks.items()}
     size = sum(shape.numbers_per_rank * layers * rank for shape, (layers, rank) in sizes.items())
-    packed = ConvolutionPack(torch.zeros(size, dtype=dtype), sizes)
+    flat = buffers.take(size * dtype.itemsize).view(dtype).zero_()
+    packed = ConvolutionPack(flat, sizes)
     for shape, (ups, downs) in packed.by_shape(packed.flat).items():
         for up, down, path in zip(ups, downs, groups[shape], strict=True):
             at = 0
