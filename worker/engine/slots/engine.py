@@ -348,8 +348,8 @@ class SlotEngine:
         staged_bytes = 0
         soon: list[SlotJob] = []
         for job in [job for jobs in nexts for job in jobs if job is not None][: self.slots]:
-            packed = job.prepared.unet_pack
-            staged_bytes += packed.flat.nbytes if packed else 0
+            packs = (job.prepared.unet_pack, job.prepared.convolution_pack)
+            staged_bytes += sum(packed.flat.nbytes for packed in packs if packed)
             if staged_bytes > self._unet.slot_bytes and soon:
                 break
             soon.append(job)
