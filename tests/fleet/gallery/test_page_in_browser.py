@@ -204,6 +204,7 @@ async def test_filters_narrow_the_list_and_outlive_a_reload(
         await page.until("!document.querySelector('#empty').hidden")
         await page.click("#clear")
         await page.until(f"{size} === {IMAGES}")
+        await page.until("document.querySelector('#worker [value=\"replica-07\"]')")
         await page.evaluate(
             "(s => { s.value = 'replica-07'; s.dispatchEvent(new Event('change')); })"
             "(document.querySelector('#worker'))"
