@@ -24,7 +24,7 @@ START_SECONDS = 40
 TIMEOUT_SECONDS = 60.0
 
 #: For a condition.
-UNTIL_SECONDS = 8.0
+UNTIL_SECONDS = 30.0
 
 #: Windows key codes, which the protocol asks for; a letter's is that of its capital.
 _KEYS = {
