@@ -25,7 +25,7 @@ from worker.gpus import compiling
 from worker.gpus.member import Member
 from worker.metrics import Outcome, WorkerMetrics
 from worker.node.watchdog import limits_of
-from worker.pipeline import Pipeline
+from worker.pipeline import Pipeline, version
 from worker.progress import Counts, Phase, Progress, ProgressMeter, WorkerReport
 from worker.salad import deletion_cost, wait_for_operator
 from worker.salad import metadata as salad_metadata
@@ -319,7 +319,7 @@ class _Worker:
         if self._member is None or settings.compile == "off" or settings.device == "cpu":
             return contextlib.nullcontext()
         kernels = (
-            *(metadata.version("torch"), metadata.version("imagefleet"), self._gpu),
+            *(metadata.version("torch"), version(), self._gpu),
             *(settings.precision, settings.slots, settings.fp16_accumulate),
         )
         return compiling.by_one_first(compiling.kernel_cache(), repr(kernels))
