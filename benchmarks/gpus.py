@@ -225,7 +225,7 @@ class Benchmark:
             "jobs_left_in_queue": depth.messages,
         }
 
-    def _write(self) -> None:
+    def write(self) -> None:
         """The results so far: a run may be cut short."""
         counts = list(self.runs)
         self.found |= {
