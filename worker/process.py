@@ -300,6 +300,10 @@ class _Worker:
         # Imported on the engine's thread: torch takes seconds to load, and the port answers.
         from worker.engine.load import load_engine
 
+        if self._member is not None and settings.device != "cpu":
+            from worker.engine import device
+
+            device.check_listed_gpu()
         with self._compiling():
             return load_engine(
                 path,

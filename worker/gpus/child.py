@@ -51,10 +51,6 @@ class Child:
         self._answered_at: float | None = None
         self._words: list[bytes] = []
 
-    @property
-    def is_running(self) -> bool:
-        return self._process is not None
-
     async def run(self) -> int:
         """Runs the process to its end; returns its exit code, or the negative of a signal."""
         ours, theirs = socket.socketpair()

@@ -196,7 +196,7 @@ class _Parent:
 
     def _leave_out(self, gpu: str, code: int, why: str) -> None:
         self._codes.append(code)
-        left = sum(each.is_running for each in self._children)
+        left = len(self._children) - len(self._codes)
         log.error(
             "GPU %s is left out, %d of %d go on: its worker ended with %s, %s",
             gpu,

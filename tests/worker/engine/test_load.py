@@ -102,6 +102,24 @@ def test_on_a_rented_node_a_driver_too_old_is_the_nodes_fault(gpu: Callable[...,
         device.free_gpu_bytes("auto")
 
 
+def test_a_gpu_that_the_driver_lists_and_torch_cannot_open_is_broken(
+    gpu: Callable[..., None],
+) -> None:
+    gpu("13.0", "580.95.05", works=False)
+    with pytest.raises(errors.NodeError, match="torch finds no CUDA GPU"):
+        device.check_listed_gpu()
+
+
+@pytest.mark.parametrize(("cuda", "driver"), [(None, "580.95.05"), ("13.0", "570.124.06")])
+def test_a_torch_or_driver_that_only_the_operator_can_change_is_not_the_gpus_fault(
+    cuda: str | None, driver: str, gpu: Callable[..., None]
+) -> None:
+    gpu(cuda, driver, works=False)
+    device.check_listed_gpu()
+    with pytest.raises(errors.SetupError):
+        device.find_device("cuda")
+
+
 @pytest.mark.parametrize(
     ("cuda", "driver"), [(None, None), (None, "470.82.01"), ("13.0", None), ("13.0", "580.95.05")]
 )

@@ -93,6 +93,22 @@ async def test_what_ends_the_workers_decides_who_starts_again_and_the_exit_code(
     assert runs(tmp_path) == times
 
 
+async def test_a_broken_gpu_is_left_out_and_the_others_draw_on(
+    run: Callable[..., Any], tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    worker = """
+if gpu == "1":
+    while not pathlib.Path("runs-0").exists(): time.sleep(0.01)
+    sys.exit(3)
+time.sleep(0.3)
+sys.exit(1 if len(runs.read_text()) == 1 else 0)
+"""
+    assert await run(worker) == 0
+    assert runs(tmp_path) == (2, 1)
+    assert "GPU 1 is left out, 1 of 2 go on" in caplog.text
+    assert "starting it again" in caplog.text
+
+
 async def test_a_worker_that_crashed_is_not_started_for_a_queue_that_another_emptied(
     run: Callable[..., Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
