@@ -9,21 +9,13 @@ import subprocess
 import sys
 import threading
 from collections.abc import Iterator
-from contextlib import nullcontext
-from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
-import pynvml
 import pytest
-import torch
 
-from imagefleet import errors
 from worker import process
 from worker.gpus.member import HURRY, STOP, VARIABLE, Assignment, Member
-from worker.settings import MachineSettings, WorkerSettings
-
-MODEL = Path(__file__).parents[3] / "demo_model"
+from worker.settings import MachineSettings
 
 
 @pytest.fixture
@@ -118,26 +110,3 @@ def test_a_worker_that_hangs_does_not_outlive_its_parent() -> None:
             pass_fds=[theirs.fileno()],
         )
     assert worker.wait(20) == 1
-
-
-@pytest.mark.parametrize(
-    ("is_member", "fault"), [(True, errors.NodeError), (False, errors.SetupError)]
-)
-def test_a_listed_gpu_that_torch_cannot_open_is_broken_and_not_the_settings_fault(
-    monkeypatch: pytest.MonkeyPatch, is_member: bool, fault: type[Exception]
-) -> None:
-    def no_driver() -> None:
-        raise pynvml.NVMLError(pynvml.NVML_ERROR_DRIVER_NOT_LOADED)
-
-    monkeypatch.setattr(torch.version, "cuda", "13.0")
-    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
-    monkeypatch.setattr(torch.cuda, "device_count", lambda: 0)
-    monkeypatch.setattr(pynvml, "nvmlInit", no_driver)
-    worker: Any = SimpleNamespace(
-        _settings=WorkerSettings(model=str(MODEL), device="cuda"),
-        _member=object() if is_member else None,
-        _compiling=nullcontext,
-        _compiles=lambda: None,
-    )
-    with pytest.raises(fault, match="CUDA GPU"):
-        process._Worker._load_engine(worker)

@@ -192,6 +192,52 @@ async def test_a_worker_that_does_not_answer_is_started_again(
     assert runs(tmp_path) == times
 
 
+async def test_a_worker_that_hangs_before_it_serves_anything_is_started_again(
+    run: Callable[..., Any],
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    monkeypatch.setattr(child, "FIRST_ANSWER_SECONDS", 0.5)
+    assert await run("sys.exit(0) if len(runs.read_text()) == 2 else time.sleep(60)") == 0
+    assert runs(tmp_path) == (2, 2)
+    assert caplog.text.count("has not answered for 0 s: killing it") == 2
+
+
+async def test_a_worker_that_cannot_be_killed_counts_as_down_and_does_not_keep_the_parent(
+    run: Callable[..., Any],
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """As one whose driver hangs in the kernel; the other GPU's goes on until it is told to end."""
+    for name, value in (("HUNG_SECONDS", 0.2), ("ANSWER_SECONDS", 0.1)):
+        monkeypatch.setattr(child, name, value)
+    monkeypatch.setattr(parent, "LAST_SECONDS", 0.1)
+    monkeypatch.setattr(parent, "KILLS", 2)
+    kill = child.Child.kill
+
+    def kill_at_the_end(worker: child.Child) -> None:
+        if isinstance(sys.exception(), asyncio.CancelledError):
+            kill(worker)
+
+    monkeypatch.setattr(child.Child, "kill", kill_at_the_end)
+    down: list[str] = []
+    monkeypatch.setattr(parent.MachineMetrics, "is_down", lambda self, gpu: down.append(gpu))
+    worker = SERVES.format(answer='gpu == "1" and time.sleep(60)') + (
+        'pathlib.Path("ready-" + gpu).touch()\ngpu == "1" and time.sleep(2)\nwords.readline()'
+    )
+    running = asyncio.create_task(run(worker, grace_seconds=0))
+    await both_are(tmp_path, running, "ready")
+    async with asyncio.timeout(10):
+        while not down:
+            await asyncio.sleep(0.02)
+    assert set(down) == {"1"}
+    os.kill(os.getpid(), signal.SIGTERM)
+    with pytest.raises(errors.NodeError, match="the worker of GPU 1 does not even end"):
+        await running
+    await asyncio.sleep(0.1)  # until the system has told of its end
+
+
 async def test_a_port_in_use_starts_no_worker(
     run: Callable[..., Any], tmp_path: Path, serve_probes: Callable[..., Any]
 ) -> None:
