@@ -140,11 +140,13 @@ class Benchmark:
                 self.write()
 
     async def _until_warm(self, machine: Machine, client: aiohttp.ClientSession) -> None:
-        """Until all GPUs draw, and no faster than they did before."""
+        """Until all GPUs draw, none compiles, and they draw no faster than they did before."""
         async with asyncio.timeout(START_SECONDS):
             while True:
-                images = (await machine.sample(client)).images
-                if images.keys() == set(machine.gpus) and min(images.values()) > 0:
+                sample = await machine.sample(client)
+                images = sample.images
+                draws = images.keys() == set(machine.gpus) and min(images.values()) > 0
+                if draws and not sample.compiling:
                     break
                 await asyncio.sleep(SAMPLE_SECONDS)
             before, rate, was = sum(images.values()), 0.0, 0.0
@@ -300,7 +302,7 @@ def main(given: Sequence[str] | None = None) -> None:
     arguments.gpus = "0,1" if tiny and arguments.gpus == choice.ALL else arguments.gpus
     arguments.seconds = arguments.seconds or (6.0 if tiny else 60.0)
     arguments.warm = arguments.warm or (2.0 if tiny else 10.0)
-    arguments.jobs = arguments.jobs or (500 if tiny else 4000)
+    arguments.jobs = arguments.jobs or (500 if tiny else 6000)
     arguments.until = began_at + arguments.limit
     device = "cpu" if tiny else "auto"
     gpus = choice.choose(MachineSettings(model="m", gpus=arguments.gpus, device=device))

@@ -39,6 +39,7 @@ class Sample:
     busy_slots: dict[str, int] = field(default_factory=dict)
     stage_seconds: Counter[str] = field(default_factory=Counter)
     stage_counts: Counter[str] = field(default_factory=Counter)
+    compiling: set[str] = field(default_factory=set)
     recompiles: int = 0
     restarts: int = 0
     worker_cpu_seconds: float = 0.0
@@ -109,6 +110,8 @@ class Machine:
                 found.stage_seconds[labels["stage"]] += value  # type: ignore[assignment]
             case "imagefleet_stage_seconds_count":
                 found.stage_counts[labels["stage"]] += int(value)
+            case "imagefleet_engine_compiling" if value:
+                found.compiling.add(gpu)
             case "imagefleet_engine_recompiles_total":
                 found.recompiles += int(value)
             case "imagefleet_gpu_restarts_total":
