@@ -297,13 +297,13 @@ class _Worker:
         settings = self._settings
         path = model.local_path(settings)
         check.check_path(path)
-        # Imported on the engine's thread: torch takes seconds to load, and the port answers.
-        from worker.engine.load import load_engine
-
         if self._member is not None and settings.device != "cpu":
             from worker.engine import device
 
             device.check_listed_gpu()
+        # Imported on the engine's thread: torch takes seconds to load, and the port answers.
+        from worker.engine.load import load_engine
+
         with self._compiling():
             return load_engine(
                 path,

@@ -86,18 +86,6 @@ def set_up(device: torch.device, *, fp16_accumulate: bool) -> None:
         torch.backends.cuda.matmul.allow_fp16_accumulation = True
 
 
-def check_listed_gpu() -> None:
-    """Checks a GPU that the driver lists: if torch cannot open it, it is broken.
-
-    An old driver and a torch without CUDA are left to `find_device`: they are for the operator.
-
-    Raises:
-        NodeError: torch does not find it, or it fails or miscalculates.
-    """
-    if torch.version.cuda and not _driver_problem():
-        free_gpu_bytes("cuda")
-
-
 def free_gpu_bytes(name: str) -> int:
     """The GPU's free memory, after a matrix product on it came out right; *name* as in settings.
 
@@ -118,6 +106,18 @@ def free_gpu_bytes(name: str) -> int:
     if total != _CHECK_SIDE**3:
         raise errors.NodeError(f"the GPU miscalculates: {total:g} instead of {_CHECK_SIDE**3}")
     return int(free_bytes)
+
+
+def check_listed_gpu() -> None:
+    """Checks a GPU that the driver lists: if torch cannot open it, it is broken.
+
+    An old driver and a torch without CUDA are left to `find_device`: they are for the operator.
+
+    Raises:
+        NodeError: torch does not find it, or it fails or miscalculates.
+    """
+    if torch.version.cuda and not _driver_problem():
+        free_gpu_bytes("cuda")
 
 
 def find_driver() -> str | None:
