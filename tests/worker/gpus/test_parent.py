@@ -175,20 +175,22 @@ time.sleep(60)
 
 
 @pytest.mark.parametrize(
-    ("answer", "code", "times"), [("pass", 0, (1, 1)), ("time.sleep(60)", 1, (3, 3))]
+    ("answer", "hung_seconds", "code", "times"),
+    [("pass", 0.8, 0, (1, 1)), ("time.sleep(60)", 0.2, 1, (3, 3))],
 )
 async def test_a_worker_that_does_not_answer_is_started_again(
     run: Callable[..., Any],
     tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
     answer: str,
+    hung_seconds: float,
     code: int,
     times: tuple[int, int],
 ) -> None:
-    monkeypatch.setattr(child, "HUNG_SECONDS", 0.2)
-    monkeypatch.setattr(child, "ANSWER_SECONDS", 0.1)
+    monkeypatch.setattr(child, "HUNG_SECONDS", hung_seconds)
+    monkeypatch.setattr(child, "ANSWER_SECONDS", hung_seconds / 2)
     serves = SERVES.format(answer=answer)
-    assert await run(f"{serves}\ntime.sleep(0.7)\nsys.exit(0)") == code
+    assert await run(f"{serves}\ntime.sleep(1.4)\nsys.exit(0)") == code
     assert runs(tmp_path) == times
 
 
@@ -199,9 +201,10 @@ async def test_a_worker_that_hangs_before_it_serves_anything_is_started_again(
     caplog: pytest.LogCaptureFixture,
 ) -> None:
     monkeypatch.setattr(child, "FIRST_ANSWER_SECONDS", 0.5)
-    assert await run("sys.exit(0) if len(runs.read_text()) == 2 else time.sleep(60)") == 0
-    assert runs(tmp_path) == (2, 2)
-    assert caplog.text.count("has not answered for 0 s: killing it") == 2
+    assert await run("sys.exit(0) if len(runs.read_text()) > 1 else time.sleep(60)") == 0
+    assert min(runs(tmp_path)) > 1
+    for gpu in "01":
+        assert f"the worker of GPU {gpu} has not answered" in caplog.text
 
 
 async def test_a_worker_that_cannot_be_killed_counts_as_down_and_does_not_keep_the_parent(
@@ -210,7 +213,7 @@ async def test_a_worker_that_cannot_be_killed_counts_as_down_and_does_not_keep_t
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """As one whose driver hangs in the kernel; the other GPU's goes on until it is told to end."""
-    for name, value in (("HUNG_SECONDS", 0.2), ("ANSWER_SECONDS", 0.1)):
+    for name, value in (("HUNG_SECONDS", 0.8), ("ANSWER_SECONDS", 0.4)):
         monkeypatch.setattr(child, name, value)
     monkeypatch.setattr(parent, "LAST_SECONDS", 0.1)
     monkeypatch.setattr(parent, "KILLS", 2)
@@ -224,7 +227,7 @@ async def test_a_worker_that_cannot_be_killed_counts_as_down_and_does_not_keep_t
     down: list[str] = []
     monkeypatch.setattr(parent.MachineMetrics, "is_down", lambda self, gpu: down.append(gpu))
     worker = SERVES.format(answer='gpu == "1" and time.sleep(60)') + (
-        'pathlib.Path("ready-" + gpu).touch()\ngpu == "1" and time.sleep(2)\nwords.readline()'
+        'pathlib.Path("ready-" + gpu).touch()\ngpu == "1" and time.sleep(60)\nwords.readline()'
     )
     running = asyncio.create_task(run(worker, grace_seconds=0))
     await both_are(tmp_path, running, "ready")
