@@ -116,6 +116,18 @@ def free_gpu_bytes(name: str) -> int:
     return int(free_bytes)
 
 
+def check_listed_gpu() -> None:
+    """Checks a GPU that the driver lists: if torch cannot open it, it is broken.
+
+    An old driver and a torch without CUDA are left to `find_device`: they are for the operator.
+
+    Raises:
+        NodeError: torch does not find it, or it fails or miscalculates.
+    """
+    if torch.version.cuda and not _driver_problem():
+        free_gpu_bytes("cuda")
+
+
 def find_driver() -> str | None:
     """The version of NVIDIA's driver, as in '570.124.06'; None without one."""
     try:
