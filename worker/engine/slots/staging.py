@@ -136,20 +136,14 @@ class Stager:
         changes = job.prepared.convolution_pack
         convolutions = changes.by_shape(self._copy(changes.flat)) if changes else {}
         vectors, mask = self._encode(job)
-        generator = torch.Generator().manual_seed(job.prepared.request.seed)
-        latents = self._copy(self._first_latents(job, generator))
+        noise = job.prepared.noise(self._channels, self._factor)
+        latents = self._copy(job.prepared.first_latents(noise))
         if self._stream is not None:
             self._stream.synchronize()
-        return Staged(latents, vectors, mask, flat, factors, convolutions, generator)
+        return Staged(latents, vectors, mask, flat, factors, convolutions, noise)
 
     def _copy(self, tensor: torch.Tensor) -> torch.Tensor:
         return tensor.to(self._device, non_blocking=True)
-
-    def _first_latents(self, job: SlotJob, generator: torch.Generator) -> torch.Tensor:
-        # One CPU generator per image: its noise depends on no other image, and on no GPU.
-        request = job.prepared.request
-        shape = (self._channels, request.height // self._factor, request.width // self._factor)
-        return torch.randn(shape, generator=generator) * job.prepared.schedule.initial_scale
 
     def _encode(self, job: SlotJob) -> tuple[torch.Tensor, torch.Tensor | None]:
         """Vectors [2, tokens, width] and the mask [2, 1, 1, tokens], if any."""
