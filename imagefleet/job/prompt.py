@@ -133,7 +133,10 @@ def read_prompt(prompt: str, *, comments: bool = True) -> Prompt:
         )
     text, weight = _split_own_weight(text)
     refuse_editing(text)
-    return Prompt(text, tuple(loras), weighted_parts(text), weight)
+    # A LoRA that is named twice is applied twice, both times with its last weights.
+    last = {tag.name: tag for tag in loras}
+    tags = tuple(last[tag.name] for tag in loras)
+    return Prompt(text, tags, weighted_parts(text), weight)
 
 
 def _split_own_weight(text: str) -> tuple[str, float]:

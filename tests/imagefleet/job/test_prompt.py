@@ -42,6 +42,13 @@ def test_loras_keep_their_order() -> None:
     assert [lora.name for lora in loras] == ["b", "a"]
 
 
+def test_a_lora_that_is_named_twice_has_its_last_weight_both_times() -> None:
+    loras = prompt.read_prompt("<lora:a:0.5> <lora:b:1> <lora:a:0.2:0.3>").loras
+
+    again = prompt.LoraTag("a", 0.2, 0.3)
+    assert loras == (again, prompt.LoraTag("b", 1, 1), again)
+
+
 @pytest.mark.parametrize(
     "name",
     ["../secret", "a/b", "a\\b", ".hidden", "", "a\nb", "naïve", "x" * 129, "%2e%2e", "a\0b"],
