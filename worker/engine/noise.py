@@ -50,7 +50,10 @@ _SINE_SERIES = tuple(
 _ROOT_HALF = np.uint64(0x3FE6A09E667F3BCD)
 _MANTISSA_BITS = 52
 
-#: Draws each image's next noise while the GPU works: 0.8 ms for 512x512, which sixteen slots would
+#: Numbers computed at once: more would not stay in a core's cache, and take twice as long.
+_BLOCK = 2**14
+
+#: Draws each image's next noise while the GPU works: 0.9 ms for 512x512, which sixteen slots would
 #: wait for a fifth of a tick.
 _AHEAD = ThreadPoolExecutor(1, "noise")
 
@@ -63,10 +66,12 @@ class Philox:
         self._calls = 0
 
     def randn(self, shape: Shape) -> torch.Tensor:
-        count = math.prod(shape)
-        first, second = philox(self._seed, self._calls, count)
+        numbers = np.empty(math.prod(shape), np.float32)
+        for start in range(0, len(numbers), _BLOCK):
+            block = numbers[start : start + _BLOCK]
+            block[:] = _box_muller(*philox(self._seed, self._calls, start, len(block)))
         self._calls += 1
-        return torch.from_numpy(_box_muller(first, second).reshape(shape))
+        return torch.from_numpy(numbers.reshape(shape))
 
 
 class _CpuGenerator:
@@ -140,10 +145,14 @@ class NoiseStream:
         return Philox(seed) if self._settings.source in PHILOX else _CpuGenerator(seed)
 
 
-def philox(seed: int, offset: int, count: int) -> tuple[_Words, _Words]:
-    """The first two of Philox's four words at counters (offset, 0, index, 0), for each index."""
+def philox(seed: int, offset: int, start: int, count: int) -> tuple[_Words, _Words]:
+    """The first two of Philox's four words at counters (offset, 0, index, 0).
+
+    There are so many indices, from *start* on.
+    """
     zeros = np.zeros(count, np.uint64)
-    counter = [zeros + np.uint64(offset), zeros, np.arange(count, dtype=np.uint64), zeros.copy()]
+    indices = np.arange(start, start + count, dtype=np.uint64)
+    counter = [zeros + np.uint64(offset), zeros, indices, zeros.copy()]
     words = philox_words(counter, (seed & _WORD, seed >> 32))
     return words[0], words[1]
 
