@@ -199,6 +199,7 @@ class Pipeline:
             if starting in await tasks.first_of(starting, stop.wait()):
                 await self._work(starting.result(), stop, hurry)
         finally:
+            self._hashes.close()
             await self.engine_thread.stop()
 
     async def _start_up(self) -> contract.Engine:
@@ -286,7 +287,6 @@ class Pipeline:
             await side_tasks.cancel()
             prepare.close()
             encode.close()
-            self._hashes.close()
             await self._record_suspects(checks, upload.suspects)
             checks.close()
 
