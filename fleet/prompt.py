@@ -76,7 +76,8 @@ def _read(
         parsed = read(text)
         cut = prompts.cut_into_chunks(parsed, tokenise, tokenizer.token_to_id(",</w>"))
     except errors.JobError as error:
-        return {"tokens": 0, "chunks": [], "loras": [], "unsupported": error.message}
+        nothing: dict[str, Any] = {"tokens": 0, "chunks": [], "loras": [], "weight": 1.0}
+        return nothing | {"unsupported": error.message}
     return {
         "tokens": sum(len(chunk.tokens) for chunk in cut),
         "chunks": [
@@ -88,6 +89,7 @@ def _read(
             for chunk in cut
         ],
         "loras": [asdict(lora) for lora in parsed.loras],
+        "weight": parsed.weight,
         "unsupported": None,
     }
 
@@ -153,6 +155,8 @@ def _print(name: str, reading: dict[str, Any], tokenizer: tokenizers.Tokenizer) 
         for weight, run in itertools.groupby(pairs, key=lambda pair: pair[0]):
             words = tokenizer.decode([token for _, token in run], skip_special_tokens=False)
             console.print_plain(f"    {weight:<6.4g} {words.replace('</w>', ' ').strip()}")
+    if reading["weight"] != 1:
+        console.print_plain(f"  weight of the prompt as a whole: {reading['weight']:g}")
     for lora in reading["loras"]:
         console.print_plain(
             f"  LoRA {lora['name']}: {lora['unet_weight']:g} on the UNet,"

@@ -22,6 +22,8 @@ from imagefleet.telemetry import logs
 from worker import replica, tasks
 from worker.cost import CostMeter
 from worker.engine import contract
+from worker.files import model
+from worker.files.hashes import FileHashes
 from worker.files.loras import LoraLibrary
 from worker.gpu_thread import EngineThread
 from worker.leases import LeaseKeeper
@@ -156,6 +158,7 @@ class Pipeline:
             group=settings.group,
             priority=settings.priority,
         )
+        self._hashes = FileHashes(settings.cache)
         self._quarantine = Quarantine(storage.files, frozenset({settings.name, suspects.machine()}))
         self._cancelled = CancelledCampaigns(storage.files, storage.queue.name)
         self._upload: UploadStage | None = None
@@ -196,10 +199,14 @@ class Pipeline:
             if starting in await tasks.first_of(starting, stop.wait()):
                 await self._work(starting.result(), stop, hurry)
         finally:
+            self._hashes.close()
             await self.engine_thread.stop()
 
     async def _start_up(self) -> contract.Engine:
         """Loads the engine and checks the node, the upload at the same time."""
+        self._model_hash = self._hashes.of_model(
+            model.local_path(self._settings), self._settings.model_sha256
+        )
         async with (
             tasks.background(self._check.upload(), "check upload") as uploading,
             self._check.start_up(),
@@ -228,7 +235,14 @@ class Pipeline:
             engine.model_name,
             Suspects(self._settings.name, self._storage.blobs, self.metrics, self._retry_policy),
         )
-        encode = EncodeStage(engine.model_name, upload, self.settler, self.metrics, self._watchdog)
+        encode = EncodeStage(
+            engine.model_name,
+            self._model_hash,
+            upload,
+            self.settler,
+            self.metrics,
+            self._watchdog,
+        )
         generate = GenerateStage(
             engine,
             self.engine_thread,
@@ -243,6 +257,7 @@ class Pipeline:
             engine,
             generate,
             self._library,
+            self._hashes,
             self.settler,
             self.metrics,
             self._settings.until_empty,

@@ -8,6 +8,7 @@ import logging
 import time
 from collections import Counter
 from collections.abc import Awaitable, Callable, Iterator
+from concurrent.futures import Future
 from dataclasses import dataclass, field
 from datetime import UTC, datetime
 from functools import partial
@@ -58,6 +59,8 @@ class InFlightJob:
     """Of its images that this worker has stored."""
     again: list[Record] = field(default_factory=list)
     """Of its images whose names were taken."""
+    lora_hashes: dict[str, Future[str | None]] = field(default_factory=dict)
+    """Of its LoRAs, by their names in its prompt; computed while it is drawn."""
     _uploads: int = field(default=0, init=False)
     _upload_ended: asyncio.Event = field(default_factory=asyncio.Event, init=False)
 

@@ -17,7 +17,7 @@ from transformers.utils import logging as transformers_logging
 from imagefleet import errors
 from worker.engine import checkpoint, contract
 
-#: With Stable Diffusion's options; `worker.engine.sampler` follows the same.
+#: With Stable Diffusion's options. PLMS takes one step more than AUTOMATIC1111's and the engine's.
 _SCHEDULERS: Mapping[str, tuple[Any, Mapping[str, Any]]] = {
     "euler_ancestral": (EulerAncestralDiscreteScheduler, {"timestep_spacing": "linspace"}),
     "plms": (PNDMScheduler, {"skip_prk_steps": True, "set_alpha_to_one": False}),

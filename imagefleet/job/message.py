@@ -6,6 +6,7 @@ import base64
 import binascii
 import hashlib
 import json
+import math
 import re
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Annotated, Any, Literal, Self
@@ -24,56 +25,12 @@ from pydantic import (
 )
 
 from imagefleet import errors, validation
-from imagefleet.job import override_settings, samplers
-from imagefleet.job.prompt import SAFE_NAME, Prompt, read_negative_prompt, read_prompt
+from imagefleet.job import noise, samplers, txt2img
+from imagefleet.job import prompt as prompts
+from imagefleet.job.prompt import SAFE_NAME, Prompt
 
 if TYPE_CHECKING:
     from imagefleet.signing import SigningKey, TrustedKeys
-
-#: Fields about saving, sending and the web page's settings.
-WITHOUT_EFFECT = frozenset(
-    {
-        "comments",
-        "do_not_save_grid",
-        "do_not_save_samples",
-        "force_task_id",
-        "infotext",
-        "override_settings_restore_afterwards",
-        "save_images",
-        "send_images",
-        "subseed",  # matters only with subseed_strength, which is refused below
-    }
-)
-
-#: The second pass's fields matter only with `enable_hr`, which is refused below.
-SECOND_PASS_PREFIXES = ("hr_", "firstphase_", "firstpass_")
-
-_EMPTY: tuple[object, ...] = (None, "", [], {})
-
-#: Fields that change the image -> their neutral values.
-NEUTRAL_VALUES: Mapping[str, tuple[object, ...]] = {
-    "alwayson_scripts": _EMPTY,
-    "denoising_strength": (None, 0, 0.7, 0.75),
-    "disable_extra_networks": (None, False),
-    "distilled_cfg_scale": (None, 3.5),
-    "enable_hr": (None, False),
-    "eta": (None, 1),
-    "refiner_checkpoint": _EMPTY,
-    "refiner_switch_at": (None, 0, 0.8, 1),
-    "restore_faces": (None, False),
-    "s_churn": (None, 0),
-    "s_min_uncond": (None, 0),
-    "s_noise": (None, 1),
-    "s_tmax": (None, 0),
-    "s_tmin": (None, 0),
-    "script_args": _EMPTY,
-    "script_name": _EMPTY,
-    "seed_resize_from_h": (None, -1, 0),
-    "seed_resize_from_w": (None, -1, 0),
-    "styles": _EMPTY,
-    "subseed_strength": (None, 0),
-    "tiling": (None, False),
-}
 
 #: A message's record of its earlier deliveries (`imagefleet.storage.deliveries`), not of the job.
 DELIVERIES_FIELD = "deliveries"
@@ -91,7 +48,11 @@ PURPOSE = "job"
 MAX_IMAGES_PER_JOB = 64
 
 #: In pixels.
+MIN_SIDE = 64
 MAX_SIDE = 2048
+
+#: Of `cfg_scale`, also times the prompt's own weight: beyond, images come out broken.
+MAX_GUIDANCE = 30
 
 #: Above any image of a job: its pixels, and its file, of which pure noise has 12 MiB.
 MAX_IMAGE_PIXELS = MAX_SIDE**2
@@ -120,8 +81,16 @@ SafeId = Annotated[
 SafeFileName = Annotated[
     str, _matches(SAFE_NAME, "letters, digits, spaces and _ . + ( ) - only, without a path")
 ]
+
+
+def _is_off_or_side(pixels: int) -> int:
+    if pixels > 0 and not MIN_SIDE <= pixels <= MAX_SIDE:
+        raise ValueError(f"should be between {MIN_SIDE} and {MAX_SIDE}, or 0 for no resizing")
+    return max(pixels, 0)
+
+
 PromptText = Annotated[str, StringConstraints(max_length=65_536)]
-Side = Annotated[int, Field(ge=64, le=MAX_SIDE, multiple_of=8)]
+Side = Annotated[int, Field(ge=MIN_SIDE, le=MAX_SIDE, multiple_of=8)]
 
 #: The folder of images whose jobs have no campaign.
 DEFAULT_CAMPAIGN = "default"
@@ -152,25 +121,6 @@ ASIDE = "-"
 _SUFFIXES = {"png": "png", "jpeg": "jpg", "webp": "webp"}
 
 
-def without_neutral_fields(payload: Mapping[str, Any]) -> dict[str, Any]:
-    """The payload without fields that do not change the image.
-
-    Raises:
-        ValueError: an unsupported field would change the image; names it.
-    """
-    remaining = {}
-    for name, value in payload.items():
-        if name in WITHOUT_EFFECT or name.startswith(SECOND_PASS_PREFIXES):
-            continue
-        if name not in NEUTRAL_VALUES:
-            remaining[name] = value
-        elif value not in NEUTRAL_VALUES[name]:
-            raise ValueError(
-                f"{name} is not supported: it would change the image; remove it or switch it off"
-            )
-    return remaining
-
-
 class Output(BaseModel):
     """How images are stored; `quality` is for JPEG and WebP."""
 
@@ -192,13 +142,27 @@ class Job(BaseModel):
     sampler_name: str = "Euler a"
     scheduler: str | None = None
     steps: int = Field(default=20, ge=1, le=150)
-    cfg_scale: float = Field(default=7.0, ge=1, le=30)
+    cfg_scale: float = Field(default=7.0, ge=1, le=MAX_GUIDANCE)
     width: Side | None = None
     height: Side | None = None
     seed: int = Field(default=-1, ge=-1, le=2**32 - 1)
     batch_size: int = Field(default=1, ge=1, le=MAX_IMAGES_PER_JOB)
     n_iter: int = Field(default=1, ge=1, le=MAX_IMAGES_PER_JOB)
     clip_skip: int = Field(default=1, ge=1, le=12)
+    eta: float | None = Field(default=None, ge=0, le=1)
+    s_churn: float = Field(default=0.0, ge=0, le=100)
+    s_tmin: float = Field(default=0.0, ge=0, le=1000)
+    s_tmax: float = Field(default=0.0, ge=0, le=1000)
+    """0: no limit."""
+    s_noise: float = Field(default=1.0, ge=0, le=10)
+    s_min_uncond: float = Field(default=0.0, ge=0, le=1000)
+    randn_source: noise.Source = "CPU"
+    eta_noise_seed_delta: int = Field(default=0, ge=-(2**32), le=2**32)
+    subseed: int = Field(default=-1, ge=-1, le=2**32 - 1)
+    subseed_strength: float = Field(default=0.0, ge=0, le=1)
+    seed_resize_from_w: Annotated[int, AfterValidator(_is_off_or_side)] = 0
+    seed_resize_from_h: Annotated[int, AfterValidator(_is_off_or_side)] = 0
+    enable_prompt_comments: bool = True
     model: SafeFileName | None = None
     id: SafeId | None = None
     campaign: SafeId | None = None
@@ -215,13 +179,7 @@ class Job(BaseModel):
     def _read_txt2img(cls, payload: object) -> object:
         if not isinstance(payload, dict):
             return payload
-        fields = without_neutral_fields(payload)
-        if (settings := fields.pop("override_settings", None)) not in _EMPTY:
-            fields |= override_settings.fields(settings, fields)
-        legacy_name = fields.pop("sampler_index", None)
-        if legacy_name and not fields.get("sampler_name"):
-            fields["sampler_name"] = legacy_name
-        return fields
+        return txt2img.fields_of_job(payload)
 
     @field_validator("sampler_name")
     @classmethod
@@ -255,14 +213,36 @@ class Job(BaseModel):
         return self
 
     @model_validator(mode="after")
+    def _steps_draw_an_image(self) -> Self:
+        if self.steps < samplers.least_steps(self.sampler):
+            raise ValueError(samplers.too_few_steps(self.sampler))
+        return self
+
+    @model_validator(mode="after")
+    def _seeds_do_not_wrap(self) -> Self:
+        if self.randn_source in noise.PHILOX and self.seed + self.images > 2**32:
+            raise ValueError(
+                f"seed: the seeds of {self.images} images from {self.seed} on go beyond 32 bits,"
+                f" which with randn_source {self.randn_source} are no longer those of this job"
+            )
+        return self
+
+    @model_validator(mode="after")
     def _parse_prompts(self) -> Self:
-        field = "prompt"
+        field, comments = "prompt", self.enable_prompt_comments
         try:
-            self._parsed_prompt = read_prompt(self.prompt)
+            self._parsed_prompt = prompts.read_prompt(self.prompt, comments=comments)
             field = "negative_prompt"
-            self._parsed_negative_prompt = read_negative_prompt(self.negative_prompt)
+            self._parsed_negative_prompt = prompts.read_negative_prompt(
+                self.negative_prompt, comments=comments
+            )
         except errors.JobError as error:
             raise ValueError(f"{field}: {error.message}") from None
+        if abs(self.guidance) > MAX_GUIDANCE:
+            raise ValueError(
+                f"cfg_scale: {self.cfg_scale:g} times the prompt's own weight, which is"
+                f" {self._parsed_prompt.weight:g}, is more than {MAX_GUIDANCE}"
+            )
         return self
 
     @property
@@ -273,12 +253,29 @@ class Job(BaseModel):
     def parsed_negative_prompt(self) -> Prompt:
         return self._parsed_negative_prompt
 
+    @property
+    def shown_prompts(self) -> tuple[str, str]:
+        """The prompt and the negative prompt without comments, as an image's parameters have it."""
+        if not self.enable_prompt_comments:
+            return self.prompt, self.negative_prompt
+        return prompts.without_comments(self.prompt), prompts.without_comments(self.negative_prompt)
+
+    @property
+    def guidance(self) -> float:
+        """The guidance scale; the prompt's own weight multiplies it, as in AUTOMATIC1111."""
+        return self.cfg_scale * self._parsed_prompt.weight
+
     def identified(self, job_id: str, campaign: str | None = None) -> Self:
         """The job with *job_id*, a seed derived from its id, *campaign*, where it has none."""
         known_id = self.id or job_id
         seed = self.seed if self.seed >= 0 else _seed_from(known_id)
+        subseed = self.subseed
+        if subseed < 0 and self.subseed_strength:
+            subseed = _seed_from(f"{known_id}/subseed")
         campaign = self.campaign or campaign
-        return self.model_copy(update={"id": known_id, "seed": seed, "campaign": campaign})
+        return self.model_copy(
+            update={"id": known_id, "seed": seed, "subseed": subseed, "campaign": campaign}
+        )
 
     @property
     def images(self) -> int:
@@ -293,9 +290,38 @@ class Job(BaseModel):
     def images_to_draw(self) -> int:
         return 1 if self.verify else self.images
 
+    @property
+    def sampler_options(self) -> samplers.Options:
+        return samplers.Options(
+            self.eta,
+            self.s_churn,
+            self.s_tmin,
+            self.s_tmax or math.inf,
+            self.s_noise,
+            self.s_min_uncond,
+        )
+
     def image_seed(self, index: int) -> int:
-        """Each image of a job increments the seed, as in AUTOMATIC1111."""
-        return (self.seed + index) % 2**32
+        """Each image of a job increments the seed, or the subseed, as in AUTOMATIC1111."""
+        return self.seed if self.subseed_strength else (self.seed + index) % 2**32
+
+    def image_subseed(self, index: int) -> int:
+        return self.subseed + index
+
+    @property
+    def seed_resize_from(self) -> tuple[int, int] | None:
+        """(width, height) of the image that the seed is from, if both are given."""
+        size = self.seed_resize_from_w, self.seed_resize_from_h
+        return size if min(size) > 0 else None
+
+    def image_noise(self, index: int) -> noise.Noise:
+        return noise.Noise(
+            self.randn_source,
+            self.eta_noise_seed_delta,
+            self.image_subseed(index) if self.subseed_strength else 0,
+            self.subseed_strength,
+            self.seed_resize_from,
+        )
 
     def blob_name(self, index: int) -> str:
         """The name of image *index*: it follows from the job alone, so a retry finds it taken."""

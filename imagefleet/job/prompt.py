@@ -1,4 +1,4 @@
-"""AUTOMATIC1111's prompts: emphasis, `BREAK`, `<lora:name:weight>`, chunks of 75 tokens. No torch.
+"""AUTOMATIC1111's prompts: comments, emphasis, `BREAK`, LoRAs, chunks of 75 tokens. No torch.
 
 The rest of that syntax (prompt editing, alternation, `AND`) is refused by name: treated as words,
 it would give an image that nobody asked for.
@@ -38,7 +38,16 @@ _OPENED_BY = {")": "(", "]": "["}
 _EMPHASIS = re.compile(r"[()\[\]]|:\s*([+-]?[.\d]+)\s*\)|:?[^\\()\[\]:]+|:+(?=:)|:|\\[()\[\]\\]?")
 _BREAK = re.compile(r"\bBREAK\b")
 
+#: The weight by which AUTOMATIC1111 knows a BREAK from the word; brackets change it.
+_BREAK_WEIGHT = -1.0
+
+#: Lines that are comments as a whole, then the ends of the others.
+_COMMENT_LINE = re.compile(r"(?:^|\n)#.*(?:\n|$)")
+_COMMENT = re.compile(r"#.*(?:\n|$)")
+
 _AND = re.compile(r"\bAND\b")
+
+_OWN_WEIGHT = re.compile(r"[+-]?(?:\d+\.?|\d*\.\d+)")
 
 _SIGN = re.compile(r"\\.|[()\[\]:|]")
 _WHEN = re.compile(r"\s*[+-]?(?:\d+\.?\d*|\.\d+)(?:[eE][+-]?\d+)?\s*")
@@ -84,18 +93,29 @@ class Prompt:
     text: str
     loras: tuple[LoraTag, ...]
     sections: tuple[Section, ...]
+    weight: float = 1.0
+    """Of the prompt as a whole, from `:1.3` at its end: multiplies the guidance scale."""
 
     def __str__(self) -> str:
         return self.text
 
 
-def read_prompt(prompt: str) -> Prompt:
-    """Splits a prompt into weighted words and LoRAs.
+def without_comments(prompt: str) -> str:
+    """The prompt without what is between `#` and the end of its line."""
+    if "#" not in prompt:
+        return prompt
+    return _COMMENT.sub("\n", _COMMENT_LINE.sub("\n", prompt))
+
+
+def read_prompt(prompt: str, *, comments: bool = True) -> Prompt:
+    """Splits a prompt into weighted words and LoRAs; without *comments*, `#` is a letter.
 
     Raises:
         JobError: a tag is malformed, its name unsafe or its kind unsupported; or the words use
             AND, prompt editing or alternation, or a weight is not a number or out of range.
     """
+    if comments:
+        prompt = without_comments(prompt)
     # No tag ends after the last '>'; searching there would take quadratic time.
     end = prompt.rfind(">") + 1
     loras = []
@@ -111,19 +131,40 @@ def read_prompt(prompt: str) -> Prompt:
         raise errors.JobError(
             "the prompt joins prompts with AND, which is not supported; write 'and' for the word"
         )
+    text, weight = _split_own_weight(text)
     refuse_editing(text)
-    return Prompt(text, tuple(loras), weighted_parts(text))
+    # A LoRA that is named twice is applied twice, both times with its last weights.
+    last = {tag.name: tag for tag in loras}
+    tags = tuple(last[tag.name] for tag in loras)
+    return Prompt(text, tags, weighted_parts(text), weight)
+
+
+def _split_own_weight(text: str) -> tuple[str, float]:
+    """Without its own weight, `:1.3` at its end, as AUTOMATIC1111 has it for the parts of AND."""
+    words, colon, number = text.rstrip().rpartition(":")
+    if not colon or not _OWN_WEIGHT.fullmatch(number := number.strip()):
+        return text, 1.0
+    weight = float(number)
+    if abs(weight) > WEIGHT_LIMIT:
+        raise errors.JobError(
+            f"the prompt ends in {':' + number[:20]!r}, which is its weight as a whole and"
+            f" multiplies cfg_scale: use a number between -{WEIGHT_LIMIT:g} and {WEIGHT_LIMIT:g},"
+            " or write a comma after it if it is no weight"
+        )
+    return words.rstrip(), weight
 
 
 # A campaign's jobs share a few negative prompts.
 @functools.lru_cache(maxsize=256)
-def read_negative_prompt(prompt: str) -> Prompt:
-    """As `read_prompt`, but AND and LoRA tags are plain words, as in AUTOMATIC1111.
+def read_negative_prompt(prompt: str, *, comments: bool = True) -> Prompt:
+    """As `read_prompt`, but AND, LoRA tags and `:1.3` at its end are words, as in AUTOMATIC1111.
 
     Raises:
         JobError: it uses prompt editing or alternation, or a weight is not a number or out of
             range.
     """
+    if comments:
+        prompt = without_comments(prompt)
     refuse_editing(prompt)
     return Prompt(prompt, (), weighted_parts(prompt))
 
@@ -133,8 +174,8 @@ def weighted_parts(text: str) -> tuple[Section, ...]:
 
     `(x)` multiplies by 1.1, `[x]` divides by it, `(x:1.3)` multiplies by 1.3; they nest. An open
     bracket is closed at the end of the prompt; a closing one without a partner is a letter, and so
-    is one after a backslash. BREAK also ends its section inside brackets, where AUTOMATIC1111
-    draws the word with a negative weight.
+    is one after a backslash. BREAK ends its section outside brackets only: inside, AUTOMATIC1111
+    draws the word, with a negative weight.
 
     Raises:
         JobError: a weight is not a number or out of range.
@@ -166,14 +207,15 @@ def weighted_parts(text: str) -> tuple[Section, ...]:
             texts[-1].append(words)
             for words in sections:
                 breaks.append(len(texts))
-                texts.append([words])
-                weights.append(1.0)
+                texts += [["BREAK"], [words]]
+                weights += [_BREAK_WEIGHT, 1.0]
     for bracket, starts in opened.items():
         for start in [start for start in starts if start is not None]:
             _multiply(weights, start, _PLAIN_FACTORS[bracket])
-    edges = [0, *breaks, len(texts)]
+    edges = [-1, *(at for at in breaks if weights[at] == _BREAK_WEIGHT), len(texts)]
     return tuple(
-        _merge(texts[start:end], weights[start:end]) for start, end in itertools.pairwise(edges)
+        _merge(texts[start + 1 : end], weights[start + 1 : end])
+        for start, end in itertools.pairwise(edges)
     )
 
 

@@ -7,6 +7,7 @@ no Karras schedule; with `scheduler` 'Automatic' it has, as in 1.9.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from dataclasses import dataclass
 
@@ -15,6 +16,28 @@ SCHEDULERS = ("Automatic", "Uniform", "Karras")
 
 #: Samplers for which AUTOMATIC1111's 'Automatic' is Karras, not Uniform.
 _AUTOMATIC_IS_KARRAS = frozenset({"dpmpp_2m"})
+
+
+#: Samplers whose last timestep takes no step, so that one step would draw nothing but noise.
+_BY_TIMESTEPS = frozenset({"ddim", "plms"})
+
+
+@dataclass(frozen=True, slots=True)
+class Options:
+    """AUTOMATIC1111's options of samplers; each sampler has some of them and ignores the others."""
+
+    eta: float | None = None
+    """Noise of Euler a (default 1) and of DDIM (default 0)."""
+    s_churn: float = 0.0
+    """This and the next three: stochastic Euler (Karras et al. 2022, algorithm 2)."""
+    s_tmin: float = 0.0
+    s_tmax: float = math.inf
+    s_noise: float = 1.0
+    s_min_uncond: float = 0.0
+    """Below this sigma, every other step goes without the negative prompt, for all samplers."""
+
+
+DEFAULT_OPTIONS = Options()
 
 
 @dataclass(frozen=True, slots=True)
@@ -88,3 +111,12 @@ def check_scheduler(name: str | None) -> str | None:
         known = ", ".join(SCHEDULERS)
         raise ValueError(f"unknown scheduler {name[:40]!r}; known: {known}")
     return name.capitalize()
+
+
+def too_few_steps(key: str) -> str:
+    return f"steps is 1: {SAMPLERS[key].title} takes 2 at least (with 1 it draws nothing but noise)"
+
+
+def least_steps(key: str) -> int:
+    """The fewest steps that draw an image."""
+    return 2 if key in _BY_TIMESTEPS else 1

@@ -9,23 +9,22 @@ from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 from imagefleet import validation
-from imagefleet.job.message import (
-    FAILURE_FIELD,
-    NEUTRAL_VALUES,
-    SECOND_PASS_PREFIXES,
-    WITHOUT_EFFECT,
-    Job,
-)
+from imagefleet.job import txt2img
+from imagefleet.job.message import FAILURE_FIELD, Job
 from loadgen.formats.entry import FormatError
 
 #: Fields whose cells are text as it stands: the prompts with their white space.
 _PROMPTS = frozenset({"prompt", "negative_prompt"})
-_TEXTS = _PROMPTS | {"campaign", "id", "model", "sampler_index", "sampler_name", "scheduler"}
+_TEXTS = _PROMPTS | {
+    *("campaign", "id", "model", "randn_source", "sampler_index", "sampler_name", "scheduler")
+}
 
 #: Fields whose cells are JSON objects; `metadata.NAME` is a column for one key of an object.
 _OBJECTS = frozenset({"metadata", "output", "override_settings"})
 
-_KNOWN = {*Job.model_fields, *_TEXTS, *_OBJECTS, *WITHOUT_EFFECT, *NEUTRAL_VALUES}
+_FOREIGN = {*txt2img.WITHOUT_EFFECT, *txt2img.NEUTRAL_VALUES}
+
+_KNOWN = {*Job.model_fields, *_TEXTS, *_OBJECTS, *_FOREIGN}
 
 #: Columns that are left out: why a job failed, and the index of a pandas frame.
 _LEFT_OUT = re.compile(rf"{FAILURE_FIELD}(\..*)?|__index_level_\d+__")
@@ -93,7 +92,7 @@ def is_known(key: str) -> bool:
     field, dot, rest = key.partition(".")
     if dot:
         return field in _OBJECTS and bool(rest)
-    return field in _KNOWN or field.startswith(SECOND_PASS_PREFIXES)
+    return field in _KNOWN or txt2img.is_foreign(field)
 
 
 def _key(name: str) -> str:

@@ -52,6 +52,19 @@ def test_the_text_output_shows_weights_words_and_loras(in_process: Imagefleet) -
     ]
 
 
+def test_the_output_shows_the_prompts_own_weight_and_no_comments(in_process: Imagefleet) -> None:
+    result = in_process("prompt", "a cat # of mine\n:1.3")
+
+    assert [line.strip() for line in result.stdout.splitlines()][:4] == [
+        "prompt: 2 tokens in 1 chunk",
+        "chunk 1, 2 tokens",
+        "1      a cat",
+        "weight of the prompt as a whole: 1.3",
+    ]
+    read = json.loads(in_process("prompt", "a cat:0.5", "--negative", "a dog:2", "--json").stdout)
+    assert (read["prompt"]["weight"], read["negative"]["weight"]) == (0.5, 1.0)
+
+
 @pytest.mark.parametrize(
     ("arguments", "reason"),
     [

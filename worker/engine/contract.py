@@ -16,7 +16,10 @@ import numpy as np
 import numpy.typing as npt
 
 from imagefleet import errors
+from imagefleet.job import noise as job_noise
+from imagefleet.job.noise import Noise
 from imagefleet.job.prompt import Prompt
+from imagefleet.job.samplers import DEFAULT_OPTIONS, Options
 
 Pixels = npt.NDArray[np.uint8]
 """One image: [height, width, 3], RGB."""
@@ -49,6 +52,8 @@ class ImageRequest:
     width: int
     height: int
     clip_skip: int = 1
+    sampler_options: Options = DEFAULT_OPTIONS
+    noise: Noise = job_noise.DEFAULT
 
 
 class PreparedRequest(Protocol):

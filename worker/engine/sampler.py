@@ -7,22 +7,21 @@ So one update serves all rows of a batch, whatever each row's sampler and step:
     estimate = from_latents * latents + from_output * output
     latents  = keep * latents + noise_scale * noise + weights . [estimate, earlier estimates]
 
-Euler, Euler ancestral and DPM++ 2M follow k-diffusion (`sampling.py`, eta = s_noise = 1). Their
-latents have variance sigma^2 + 1, and the estimate is the denoised image. Their sigmas belong to
-evenly spaced timesteps from the last to 0, with log sigma interpolated (`external.py`), or are
-Karras et al.'s between the model's largest and smallest sigma with rho = 7.
+Euler, Euler ancestral and DPM++ 2M follow k-diffusion (`sampling.py`). Their latents have variance
+sigma^2 + 1, and the estimate is the denoised image. Their sigmas belong to evenly spaced timesteps
+from the last to 0, with log sigma interpolated (`external.py`), or are Karras et al.'s between the
+model's largest and smallest sigma with rho = 7.
 
-DDIM (eta = 0) and PLMS follow diffusers' DDIMScheduler and PNDMScheduler with Stable Diffusion's
-options (`leading`, `steps_offset` 1, `skip_prk_steps`, not `set_alpha_to_one`). Their latents have
-variance 1, and the estimate is the noise. Their timesteps are 1, 1 + r, 1 + 2r, ... with
-r = 1000 // steps; PLMS calls the UNet twice at the second one. AUTOMATIC1111 has the same updates,
-and the same timesteps if steps divides 1000, but stops one short of the last.
+DDIM and PLMS follow AUTOMATIC1111. Their latents have variance 1, and the estimate is the noise.
+Their timesteps are 1, 1 + r, 1 + 2r, ... below 1000 with r = 1000 // steps: one more than steps
+where it does not divide 1000. The last of them is where they end, so it takes no step; PLMS calls
+the UNet twice at the second one. diffusers' schedulers have the same updates.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
 
@@ -31,6 +30,8 @@ import numpy.typing as npt
 import torch
 
 from imagefleet import errors
+from imagefleet.job import samplers
+from imagefleet.job.samplers import Options
 
 #: Estimates that an update weighs, newest first: PLMS uses four, and skips one it has replaced.
 HISTORY = 5
@@ -63,49 +64,73 @@ class Schedule:
     """[calls, COLUMNS] in float32."""
     noisy: tuple[bool, ...]
     """True for calls that use noise; for others none may be drawn, or later noise would change."""
+    initial_churn: float | None = None
+    """Standard deviation of more noise for the first latents; None if none may be drawn."""
+    unguided: tuple[bool, ...] = ()
+    """True for calls that take the prompt's output alone, without guidance; () for none."""
 
 
 def make_schedule(
-    name: str, steps: int, alphas_cumprod: torch.Tensor, prediction_type: str
+    name: str,
+    steps: int,
+    alphas_cumprod: torch.Tensor,
+    prediction_type: str,
+    options: Options = samplers.DEFAULT_OPTIONS,
 ) -> Schedule:
     """The schedule of one of `imagefleet.job.samplers`.
 
     Args:
         name: the sampler's canonical name, such as "dpmpp_2m_karras".
-        steps: the job's steps; PLMS makes one UNet call more.
+        steps: the job's steps; DDIM and PLMS may make more UNet calls.
         alphas_cumprod: the model's noise schedule [train timesteps] in float64.
         prediction_type: what the UNet predicts, "epsilon" or "v_prediction".
+        options: eta and the like; a sampler ignores those that it does not have.
 
     Raises:
-        JobError: there is no such sampler.
+        JobError: there is no such sampler, or it has no step to take.
     """
     alphas = alphas_cumprod.double().numpy()
-    sigma_update = _SIGMA_UPDATES.get(name.removesuffix("_karras"))
-    if sigma_update is not None:
+    initial_scale, initial_churn = 1.0, None
+    if name.removesuffix("_karras") in _SIGMA_UPDATES:
         make_sigmas = _karras_sigmas if name.endswith("_karras") else _even_sigmas
         all_sigmas = np.sqrt((1 - alphas) / alphas)
         sigmas = [*make_sigmas(all_sigmas, steps).tolist(), 0.0]
-        rows = [
-            _row(
+        initial_scale = sigmas[0]
+        if name.removesuffix("_karras") == "euler" and options.s_churn > 0:
+            churned = [_churned(sigma, steps, options) for sigma in sigmas]
+            initial_churn = _churn_noise(sigmas[0], churned[0], options)
+        else:
+            churned = sigmas
+        update_of = _SIGMA_UPDATES[name.removesuffix("_karras")]
+        levels = churned[:-1]
+        rows, noisy = _table(
+            (
                 float(np.interp(math.log(sigma), np.log(all_sigmas), np.arange(len(alphas)))),
                 1 / math.sqrt(sigma**2 + 1),
                 _to_image(sigma, prediction_type),
-                sigma_update(sigmas, at),
+                update_of(sigmas, churned, at, options),
             )
-            for at, sigma in enumerate(sigmas[:-1])
-        ]
-        initial_scale = sigmas[0]
+            for at, sigma in enumerate(levels)
+        )
     elif name in _TIMESTEP_UPDATES:
-        rows = [
-            _row(timestep, 1.0, _to_noise(alphas[timestep], prediction_type), update)
-            for timestep, update in _TIMESTEP_UPDATES[name](steps, alphas)
-        ]
-        initial_scale = 1.0
+        updates = list(_TIMESTEP_UPDATES[name](steps, alphas, options))
+        if not updates:
+            raise errors.JobError(samplers.too_few_steps(name))
+        levels = [float(timestep) for timestep, _ in updates]
+        rows, noisy = _table(
+            (timestep, 1.0, _to_noise(alphas[timestep], prediction_type), update)
+            for timestep, update in updates
+        )
     else:
         known = ", ".join([*_SIGMA_UPDATES, *_TIMESTEP_UPDATES])
         raise errors.JobError(f"unknown sampler {name!r}; this engine has only {known}")
-    noisy = tuple(row[_NOISE_SCALE] != 0 for row in rows)
-    return Schedule(initial_scale, torch.tensor(rows, dtype=torch.float32), noisy)
+    return Schedule(
+        initial_scale,
+        torch.tensor(rows, dtype=torch.float32),
+        noisy,
+        initial_churn,
+        _unguided(levels, options.s_min_uncond),
+    )
 
 
 def scale_input(rows: torch.Tensor, latents: torch.Tensor) -> torch.Tensor:
@@ -140,18 +165,34 @@ def step(
     return stepped, history
 
 
-_Update = tuple[float, Sequence[float], float]
-"""keep, weights (newest estimate first), noise_scale."""
+_Update = tuple[float, Sequence[float], float | None]
+"""keep, weights (newest estimate first), noise_scale; None if no noise is drawn."""
 
 _Alphas = npt.NDArray[np.float64]
 
+_Call = tuple[float, float, tuple[float, float], _Update]
+"""timestep, input_scale, the estimate's coefficients, the update."""
 
-def _row(
-    timestep: float, input_scale: float, estimate: tuple[float, float], update: _Update
-) -> list[float]:
-    keep, weights, noise_scale = update
-    padding = [0.0] * (HISTORY - len(weights))
-    return [timestep, input_scale, *estimate, keep, noise_scale, *weights, *padding]
+
+def _table(calls: Iterable[_Call]) -> tuple[list[list[float]], tuple[bool, ...]]:
+    """The table's rows, and which of them draw noise."""
+    rows, noisy = [], []
+    for timestep, input_scale, estimate, (keep, weights, noise_scale) in calls:
+        padding = [0.0] * (HISTORY - len(weights))
+        scale = noise_scale or 0.0
+        rows.append([timestep, input_scale, *estimate, keep, scale, *weights, *padding])
+        noisy.append(noise_scale is not None)
+    return rows, tuple(noisy)
+
+
+def _unguided(levels: Sequence[float], s_min_uncond: float) -> tuple[bool, ...]:
+    """AUTOMATIC1111's "negative guidance minimum sigma": every other call below it.
+
+    Its timestep samplers compare their timesteps with it.
+    """
+    if s_min_uncond <= 0:
+        return ()
+    return tuple(call % 2 == 1 and level < s_min_uncond for call, level in enumerate(levels))
 
 
 def _even_sigmas(all_sigmas: _Alphas, steps: int) -> _Alphas:
@@ -179,35 +220,61 @@ def _to_noise(alpha: float, prediction_type: str) -> tuple[float, float]:
     return 0.0, 1.0
 
 
-def _euler(sigmas: Sequence[float], at: int) -> _Update:
-    ratio = sigmas[at + 1] / sigmas[at]
-    return ratio, (1 - ratio,), 0.0
+def _churned(sigma: float, steps: int, options: Options) -> float:
+    """The sigma that a step starts from after its churn (Karras et al. 2022, algorithm 2)."""
+    if not options.s_tmin <= sigma <= options.s_tmax:
+        return sigma
+    return sigma * (1 + min(options.s_churn / steps, math.sqrt(2) - 1))
 
 
-def _euler_ancestral(sigmas: Sequence[float], at: int) -> _Update:
-    """Steps down past the next sigma, then adds noise back up to it; none at the last step."""
+def _churn_noise(sigma: float, churned: float, options: Options) -> float:
+    return options.s_noise * math.sqrt(churned**2 - sigma**2)
+
+
+def _euler(sigmas: Sequence[float], churned: Sequence[float], at: int, options: Options) -> _Update:
+    """The noise is the churn of the following step, which k-diffusion draws at each."""
+    following = sigmas[at + 1]
+    ratio = following / churned[at]
+    has_noise = options.s_churn > 0 and following > 0
+    noise = _churn_noise(following, churned[at + 1], options) if has_noise else None
+    return ratio, (1 - ratio,), noise
+
+
+def _euler_ancestral(
+    sigmas: Sequence[float], _: Sequence[float], at: int, options: Options
+) -> _Update:
+    """Steps down past the next sigma, then adds noise back up to it; none at the last step.
+
+    AUTOMATIC1111 does not pass `s_noise` on to it.
+    """
     sigma, following = sigmas[at], sigmas[at + 1]
-    ratio = (following / sigma) ** 2
-    return ratio, (1 - ratio,), following * math.sqrt(1 - ratio)
+    eta = 1.0 if options.eta is None else options.eta
+    noise = min(following, eta * following * math.sqrt(1 - (following / sigma) ** 2))
+    ratio = math.sqrt(following**2 - noise**2) / sigma
+    return ratio, (1 - ratio,), noise or None
 
 
-def _dpmpp_2m(sigmas: Sequence[float], at: int) -> _Update:
+def _dpmpp_2m(sigmas: Sequence[float], _: Sequence[float], at: int, __: Options) -> _Update:
     """First order at the first step, without an earlier estimate, and at the last, to sigma 0."""
     sigma, following = sigmas[at], sigmas[at + 1]
     ratio = following / sigma
     if at == 0 or following == 0:
-        return ratio, (1 - ratio,), 0.0
+        return ratio, (1 - ratio,), None
     earlier = (1 - ratio) * math.log(sigma / following) / (2 * math.log(sigmas[at - 1] / sigma))
-    return ratio, (1 - ratio + earlier, -earlier), 0.0
+    return ratio, (1 - ratio + earlier, -earlier), None
 
 
-def _ddim(steps: int, alphas: _Alphas) -> Iterator[tuple[int, _Update]]:
+def _ddim(steps: int, alphas: _Alphas, options: Options) -> Iterator[tuple[int, _Update]]:
+    eta = options.eta or 0.0
     for timestep, following in pairwise(_timesteps(steps, alphas)):
-        keep, gain = _transfer(alphas[timestep], alphas[following])
-        yield timestep, (keep, (gain,), 0.0)
+        alpha, next_alpha = alphas[timestep], alphas[following]
+        variance = (1 - next_alpha) / (1 - alpha) * (1 - alpha / next_alpha)
+        noise = eta * math.sqrt(variance)
+        keep, gain = _transfer(alpha, next_alpha, noise)
+        yield timestep, (keep, (gain,), noise if eta else None)
 
 
-def _plms(steps: int, alphas: _Alphas) -> Iterator[tuple[int, _Update]]:
+def _plms(steps: int, alphas: _Alphas, _: Options) -> Iterator[tuple[int, _Update]]:
     """The first step is repeated with the mean of the estimates at both of its ends."""
     for at, (timestep, following) in enumerate(pairwise(_timesteps(steps, alphas))):
         keep, gain = _transfer(alphas[timestep], alphas[following])
@@ -215,29 +282,38 @@ def _plms(steps: int, alphas: _Alphas) -> Iterator[tuple[int, _Update]]:
         weights = [gain * weight for weight in _ADAMS_BASHFORTH[order]]
         if at > 0:
             weights.insert(at, 0.0)  # the estimate that only the repeated step uses
-        yield timestep, (keep, weights, 0.0)
-        if at == 0 and steps > 1:
-            yield following, (1.0, (gain / 2, -gain / 2), 0.0)
+        yield timestep, (keep, weights, None)
+        if at == 0:
+            yield following, (1.0, (gain / 2, -gain / 2), None)
 
 
 def _timesteps(steps: int, alphas: _Alphas) -> list[int]:
     """The timestep of each step, and of the last one's result."""
-    stride = len(alphas) // steps
-    return [*(1 + stride * at for at in reversed(range(steps))), 0]
+    last = len(alphas) - 1
+    return [min(1 + at, last) for at in reversed(range(0, len(alphas), len(alphas) // steps))]
 
 
-def _transfer(alpha: float, following: float) -> tuple[float, float]:
-    """Coefficients of latents and noise in the next latents (Song et al. 2021, equation 12)."""
+def _transfer(alpha: float, following: float, noise: float = 0.0) -> tuple[float, float]:
+    """Coefficients of latents and noise in the next latents (Song et al. 2021, equation 12).
+
+    *noise* is the standard deviation of fresh noise in them.
+    """
     keep = math.sqrt(following / alpha)
-    return keep, math.sqrt(1 - following) - keep * math.sqrt(1 - alpha)
+    return keep, math.sqrt(max(0.0, 1 - following - noise**2)) - keep * math.sqrt(1 - alpha)
 
 
-_SIGMA_UPDATES: Mapping[str, Callable[[Sequence[float], int], _Update]] = {
+_SigmaUpdate = Callable[[Sequence[float], Sequence[float], int, Options], _Update]
+"""From the sigmas, the sigmas after churn, the step and the options."""
+
+_SIGMA_UPDATES: Mapping[str, _SigmaUpdate] = {
     "euler_ancestral": _euler_ancestral,
     "euler": _euler,
     "dpmpp_2m": _dpmpp_2m,
 }
-_TIMESTEP_UPDATES: Mapping[str, Callable[[int, _Alphas], Iterator[tuple[int, _Update]]]] = {
+_TimestepUpdates = Callable[[int, _Alphas, Options], Iterator[tuple[int, _Update]]]
+"""The timestep and the update of each call, from the steps."""
+
+_TIMESTEP_UPDATES: Mapping[str, _TimestepUpdates] = {
     "ddim": _ddim,
     "plms": _plms,
 }

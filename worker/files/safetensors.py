@@ -20,7 +20,7 @@ MAX_TENSORS = 50_000
 
 _MAX_DIMENSIONS = 8
 
-_LENGTH_BYTES = 8
+LENGTH_BYTES = 8
 
 
 class MalformedError(Exception):
@@ -47,8 +47,8 @@ def read_header(file: BinaryIO) -> Header:
     Raises:
         TruncatedError: even the header is incomplete; MalformedError: it is none.
     """
-    start = file.read(_LENGTH_BYTES)
-    if len(start) < _LENGTH_BYTES:
+    start = file.read(LENGTH_BYTES)
+    if len(start) < LENGTH_BYTES:
         raise TruncatedError
     header_bytes = int.from_bytes(start, "little")
     if header_bytes > MAX_HEADER_BYTES:
@@ -65,7 +65,7 @@ def read_header(file: BinaryIO) -> Header:
         return Header(
             shapes={name: _shape(entry) for name, entry in entries.items()},
             metadata={key: value for key, value in metadata.items() if isinstance(value, str)},
-            file_bytes=_LENGTH_BYTES + header_bytes + max(ends, default=0),
+            file_bytes=LENGTH_BYTES + header_bytes + max(ends, default=0),
         )
     except (ValueError, TypeError, KeyError, AttributeError, RecursionError) as error:
         raise MalformedError from error

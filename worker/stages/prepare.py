@@ -16,6 +16,7 @@ from imagefleet.job.message import Job, job_key, read_job
 from imagefleet.signing import TrustedKeys
 from imagefleet.storage import protocol
 from worker.engine import contract
+from worker.files.hashes import FileHashes
 from worker.files.loras import LoraLibrary
 from worker.metrics import WorkerMetrics
 from worker.settle import InFlightImage, InFlightJob, Settler
@@ -87,6 +88,7 @@ class PrepareStage:
     engine: contract.Engine
     generate: GenerateStage
     library: LoraLibrary
+    hashes: FileHashes
     settler: Settler
     metrics: WorkerMetrics
     until_empty: bool
@@ -151,7 +153,7 @@ class PrepareStage:
             loop = asyncio.get_running_loop()
             prepared = [
                 await loop.run_in_executor(self._threads, self.engine.prepare, request)
-                for request in await self._requests(job, size)
+                for request in await self._requests(entry, job, size)
             ]
         entry.images_to_generate = entry.images_to_store = len(prepared)
         for index, request in enumerate(prepared):
@@ -199,7 +201,9 @@ class PrepareStage:
         width, height = self.engine.default_size
         return job.width or width, job.height or height
 
-    async def _requests(self, job: Job, size: tuple[int, int]) -> list[contract.ImageRequest]:
+    async def _requests(
+        self, entry: InFlightJob, job: Job, size: tuple[int, int]
+    ) -> list[contract.ImageRequest]:
         prompt = job.parsed_prompt
         paths = await asyncio.gather(
             *(
@@ -216,6 +220,7 @@ class PrepareStage:
             )
             for tag, path in zip(prompt.loras, paths, strict=True)
         ]
+        entry.lora_hashes = {lora.name: self.hashes.of_lora(lora.path) for lora in loras}
         width, height = size
         return [
             contract.ImageRequest(
@@ -224,11 +229,13 @@ class PrepareStage:
                 loras=tuple(loras),
                 sampler=job.sampler,
                 steps=job.steps,
-                cfg_scale=job.cfg_scale,
+                cfg_scale=job.guidance,
                 seed=job.image_seed(index),
                 width=width,
                 height=height,
                 clip_skip=job.clip_skip,
+                sampler_options=job.sampler_options,
+                noise=job.image_noise(index),
             )
             for index in range(job.images_to_draw)
         ]

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import json
 import time
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, field
 from functools import partial
 from typing import NoReturn
@@ -20,7 +20,7 @@ from worker.metrics import WorkerMetrics
 from worker.node.suspects import Suspects, file_name
 from worker.node.watchdog import NodeWatchdog
 from worker.settle import InFlightImage, Settler
-from worker.stages import encode
+from worker.stages import encode, infotext
 
 #: Threads that encode: a PNG takes 2 ms, so two keep up with any GPU.
 ENCODERS = 2
@@ -51,6 +51,7 @@ class EncodeStage:
     """Encodes generated images on threads; feeds the upload stage."""
 
     model_name: str
+    model_hash: Future[str | None]
     upload: UploadStage
     settler: Settler
     metrics: WorkerMetrics
@@ -72,9 +73,25 @@ class EncodeStage:
     def close(self) -> None:
         self._threads.shutdown(wait=False, cancel_futures=True)
 
+    async def _parameters(self, image: InFlightImage) -> str:
+        """The image's text; waits for the hashes in it, which were begun before it was drawn."""
+        names = image.owner.lora_hashes
+        futures = [self.model_hash, *names.values()]
+        # Shielded: other images wait for the same.
+        waits = [asyncio.shield(asyncio.wrap_future(each)) for each in futures]
+        model, *loras = await asyncio.gather(*waits)
+        return infotext.parameters(
+            image.job,
+            image.index,
+            image.size,
+            self.model_name,
+            model_hash=model,
+            lora_hashes={name: each for name, each in zip(names, loras, strict=True) if each},
+        )
+
     async def _encode(self, generated: GeneratedImage) -> None:
         image = generated.image
-        text = encode.parameters(image.job, image.index, image.size, self.model_name)
+        text = await self._parameters(image)
         job = text_for_image(image.owner.lease.message.body, image.job)
         loop = asyncio.get_running_loop()
         try:

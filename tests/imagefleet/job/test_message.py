@@ -10,8 +10,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from imagefleet import errors
-from imagefleet.job import message, override_settings, prompt, samplers
+from imagefleet.job import override_settings, prompt, samplers, txt2img
 from imagefleet.job.message import MAX_IMAGES_PER_JOB, Job, read_job
+from imagefleet.job.noise import Noise
 from imagefleet.storage import protocol
 
 json_values = st.recursive(
@@ -32,14 +33,23 @@ jobs = st.builds(
     negative_prompt=words,
     sampler_name=st.sampled_from(sorted(samplers.NAMES)),
     scheduler=st.sampled_from([None, "", *samplers.SCHEDULERS]),
-    steps=st.integers(1, 150),
+    steps=st.integers(2, 150),
     cfg_scale=st.floats(1, 30),
     width=st.none() | st.integers(8, 256).map(lambda side: side * 8),
     height=st.none() | st.integers(8, 256).map(lambda side: side * 8),
-    seed=st.integers(0, 2**32 - 1),
+    seed=st.integers(0, 2**32 - 65),
     batch_size=st.integers(1, 8),
     n_iter=st.integers(1, 8),
     clip_skip=st.integers(1, 12),
+    eta=st.none() | st.floats(0, 1),
+    s_churn=st.floats(0, 100),
+    s_tmax=st.floats(0, 1000),
+    randn_source=st.sampled_from(["CPU", "GPU", "NV"]),
+    eta_noise_seed_delta=st.integers(-100, 31337),
+    subseed=st.integers(0, 2**32 - 1),
+    subseed_strength=st.floats(0, 1),
+    seed_resize_from_w=st.sampled_from([0, 64, 512]),
+    enable_prompt_comments=st.booleans(),
     id=names,
     campaign=st.none() | names,
     output=st.fixed_dictionaries(
@@ -79,7 +89,7 @@ def test_any_values_of_known_fields_raise_only_invalid_message(
     assert refusal(json.dumps({"prompt": "", **fields})) != ""
 
 
-@given(st.dictionaries(st.sampled_from(sorted(message.NEUTRAL_VALUES)), json_values, min_size=1))
+@given(st.dictionaries(st.sampled_from(sorted(txt2img.NEUTRAL_VALUES)), json_values, min_size=1))
 def test_any_values_of_foreign_fields_raise_only_invalid_message(
     fields: dict[str, object],
 ) -> None:
@@ -191,6 +201,16 @@ def test_blob_names_follow_from_the_job_alone() -> None:
         ("id", ["", "../a", "a/b", "-a", "x" * 129, "a b"]),
         ("campaign", ["", "..", "a/b"]),
         ("model", ["../m", "", "a/b", ".m"]),
+        ("eta", [-0.1, 1.1, "much"]),
+        ("s_churn", [-1, 101]),
+        ("s_noise", [-1, 11]),
+        ("randn_source", ["cuda", "", None, 1]),
+        ("eta_noise_seed_delta", [2**33, 0.5]),
+        ("subseed", [-2, 2**32]),
+        ("subseed_strength", [-0.1, 1.1]),
+        ("seed_resize_from_w", [8, 4096, 64.5]),
+        ("infotext", ["Steps: 30, CFG scale: 9"]),
+        ("firstphase_width", [512]),
         ("sampler_name", ["LMS", "", "DDIM Karras", "DPM++ 2M SDE", None]),
         ("scheduler", ["Exponential", "SGM Uniform", 5]),
         ("output", [{"format": "gif"}, {"quality": 0}, {"qualty": 5}, "png"]),
@@ -226,9 +246,11 @@ def test_a_field_that_would_change_the_image_is_refused_by_name(field: str, valu
 
 
 def test_fields_that_do_not_change_the_image_are_accepted() -> None:
-    neutral = {name: values[0] for name, values in message.NEUTRAL_VALUES.items()}
+    neutral = {name: values[-1] for name, values in txt2img.NEUTRAL_VALUES.items()}
 
-    assert read(**neutral, save_images=True, hr_scale=2, subseed=5) == read()
+    assert read(**neutral, save_images=True, hr_scale=2, denoising_strength=0.3) == read()
+    nothing = dict.fromkeys([*txt2img.NEUTRAL_VALUES, "eta", "s_churn", "s_tmax", "subseed"])
+    assert read(**nothing) == read()
 
 
 @pytest.mark.parametrize(
@@ -281,7 +303,93 @@ def test_override_settings_that_do_not_change_the_image_are_accepted() -> None:
     assert read(override_settings={"sd_model_checkpoint": None}) == read()
 
 
-@pytest.mark.parametrize("setting", ["sd_vae", "eta_noise_seed_delta", "clip_skip_everything"])
+def test_settings_of_samplers_and_noise_are_fields_of_the_job() -> None:
+    settings = {
+        "randn_source": "NV",
+        "eta_noise_seed_delta": 31337,
+        "s_churn": 2,
+        "s_tmin": 0.1,
+        "s_tmax": 9,
+        "s_noise": 1.1,
+        "s_min_uncond": 2.5,
+        "enable_prompt_comments": False,
+    }
+    job = read(override_settings=settings)
+    assert job == read(**settings)
+    assert job.sampler_options == samplers.Options(None, 2, 0.1, 9, 1.1, 2.5)
+    assert job.image_noise(0) == Noise("NV", 31337)
+    assert read().sampler_options == samplers.Options()
+    assert read().image_noise(3) == Noise()
+
+
+@pytest.mark.parametrize(
+    ("sampler", "payload", "eta"),
+    [
+        ("Euler a", {}, 0.25),
+        ("DDIM", {}, 0.75),
+        ("Euler a", {"eta": 0}, 0),
+        ("DDIM", {"eta": 1}, 1),
+        ("DDIM", {"eta": None}, 0.75),
+    ],
+)
+@pytest.mark.parametrize("field", ["sampler_name", "sampler_index"])
+def test_eta_is_the_payloads_or_the_setting_of_its_sampler(
+    sampler: str, payload: dict[str, Any], eta: float, field: str
+) -> None:
+    settings = {"eta_ancestral": 0.25, "eta_ddim": 0.75}
+    job = read(**{field: sampler}, **payload, override_settings=settings)
+    assert job.sampler_options.eta == eta
+
+
+def test_with_a_variation_the_subseed_counts_up_instead_of_the_seed() -> None:
+    job = read(seed=5, subseed=8, subseed_strength=0.5, batch_size=2)
+    assert [job.image_seed(index) for index in range(2)] == [5, 5]
+    assert [job.image_noise(index).subseed for index in range(2)] == [8, 9]
+    chosen = read(seed=5, subseed_strength=0.5)
+    assert chosen.subseed >= 0
+    assert chosen.subseed == read(seed=5, subseed_strength=0.5).subseed != chosen.seed
+
+
+def test_a_seed_is_resized_only_from_a_whole_size() -> None:
+    size = {"seed_resize_from_w": 512, "seed_resize_from_h": 768}
+    assert read(**size).image_noise(0).resize_from == (512, 768)
+    for name in size:
+        assert read(**size | {name: -1}).image_noise(0).resize_from is None
+
+
+@pytest.mark.parametrize("source", ["GPU", "NV"])
+def test_seeds_that_would_wrap_are_refused_where_they_differ(source: str) -> None:
+    with pytest.raises(errors.InvalidMessageError, match="seed: the seeds of 2 images from 42949"):
+        read(seed=2**32 - 1, batch_size=2, randn_source=source)
+    assert read(seed=2**32 - 1, randn_source=source).image_seed(0) == 2**32 - 1
+
+
+@pytest.mark.parametrize("name", ["DDIM", "PLMS"])
+def test_one_step_that_draws_only_noise_is_refused(name: str) -> None:
+    with pytest.raises(errors.InvalidMessageError, match=rf"steps is 1: {name} takes 2 at least"):
+        read(sampler_name=name, steps=1)
+
+
+def test_the_prompts_own_weight_multiplies_the_guidance() -> None:
+    assert read(prompt="a cat:1.5", cfg_scale=8).guidance == 12
+    assert read(prompt="a cat", negative_prompt="a dog:1.5", cfg_scale=8).guidance == 8
+    with pytest.raises(errors.InvalidMessageError, match=r"cfg_scale: 8 times .* is 4, is more"):
+        read(prompt="a cat:4", cfg_scale=8)
+
+
+def test_comments_are_not_part_of_the_prompts() -> None:
+    words = {"prompt": "a cat # <lora:x:1>\n", "negative_prompt": "# (a:1.1.1)\nblurry"}
+    job = read(**words)
+    assert job.parsed_prompt.loras == ()
+    assert job.shown_prompts == ("a cat \n", "\nblurry")
+    assert (job.prompt, job.negative_prompt) == tuple(words.values())
+    with pytest.raises(errors.InvalidMessageError, match="negative_prompt"):
+        read(**words, override_settings={"enable_prompt_comments": False})
+    job = read(prompt="a #1 cat", enable_prompt_comments=False)
+    assert job.parsed_prompt.text == job.shown_prompts[0] == "a #1 cat"
+
+
+@pytest.mark.parametrize("setting", ["sd_vae", "sd_lora", "clip_skip_everything"])
 def test_an_override_that_changes_the_image_is_refused_by_name(setting: str) -> None:
     with pytest.raises(errors.InvalidMessageError, match=rf"override_settings\.{setting} is not"):
         read(override_settings={setting: 31337})

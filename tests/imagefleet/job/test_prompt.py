@@ -42,6 +42,13 @@ def test_loras_keep_their_order() -> None:
     assert [lora.name for lora in loras] == ["b", "a"]
 
 
+def test_a_lora_that_is_named_twice_has_its_last_weight_both_times() -> None:
+    loras = prompt.read_prompt("<lora:a:0.5> <lora:b:1> <lora:a:0.2:0.3>").loras
+
+    again = prompt.LoraTag("a", 0.2, 0.3)
+    assert loras == (again, prompt.LoraTag("b", 1, 1), again)
+
+
 @pytest.mark.parametrize(
     "name",
     ["../secret", "a/b", "a\\b", ".hidden", "", "a\nb", "naïve", "x" * 129, "%2e%2e", "a\0b"],
@@ -157,7 +164,9 @@ def test_emphasis_is_read_as_automatic1111_reads_it(
         ("BREAK", [[], []]),
         ("a BREAK BREAK b", [[("a", 1.0)], [], [("b", 1.0)]]),
         ("a (b) BREAK (c)", [[("a ", 1.0), ("b", 1.1)], [("c", 1.1)]]),
-        ("(a BREAK b)", [[("a", 1.1)], [("b", 1.1)]]),
+        ("(a BREAK b)", [[("a", 1.1), ("BREAK", -1.1), ("b", 1.1)]]),
+        ("(a BREAK b:1.0)", [[("a", 1.0)], [("b", 1.0)]]),
+        ("[a BREAK b", [[("a", 0.909091), ("BREAK", -0.909091), ("b", 0.909091)]]),
         ("(a)BREAK(b)", [[("a", 1.1)], [("b", 1.1)]]),
         ("BREAKFAST aBREAK break", [[("BREAKFAST aBREAK break", 1.0)]]),
     ],
@@ -197,6 +206,71 @@ def test_the_same_lora_twice_is_read_twice() -> None:
 def test_a_tag_in_a_negative_prompt_is_plain_words_as_in_automatic1111() -> None:
     read = prompt.read_negative_prompt("blurry, <lora:x:0.5>")
     assert (read.text, read.loras) == ("blurry, <lora:x:0.5>", ())
+
+
+@pytest.mark.parametrize(
+    ("text", "stripped"),
+    [
+        ("a cat", "a cat"),
+        ("a cat # on a mat", "a cat \n"),
+        ("a # b\nc", "a \nc"),
+        ("# all of it", "\n"),
+        ("a\n# b\nc", "a\nc"),
+        ("a\n# b\n# c\nd", "a\n\nd"),
+        ("#a\n#b\nc", "\n\nc"),
+        ("a #x\n#y\nb", "a \nb"),
+        ("a\\#b", "a\\\n"),
+        ("a#", "a\n"),
+    ],
+)
+def test_comments_are_taken_out(text: str, stripped: str) -> None:
+    assert prompt.without_comments(text) == stripped
+    assert prompt.read_prompt(text) == prompt.read_prompt(stripped)
+    assert prompt.read_negative_prompt(text).text == stripped
+    if "#" in text:
+        assert "#" in prompt.read_prompt(text, comments=False).text
+        assert "#" in prompt.read_negative_prompt(text, comments=False).text
+
+
+def test_what_is_in_a_comment_is_neither_drawn_nor_refused() -> None:
+    read = prompt.read_prompt("a cat # <lora:night:1> AND [a|b]\n<lora:day:0.5>")
+    assert [lora.name for lora in read.loras] == ["day"]
+
+
+@pytest.mark.parametrize(
+    ("text", "words", "weight"),
+    [
+        ("a cat:1.3", "a cat", 1.3),
+        ("a cat : 1.3 \n", "a cat", 1.3),
+        ("a cat:-.5", "a cat", -0.5),
+        ("a cat:+2.", "a cat", 2.0),
+        ("a cat :0", "a cat", 0.0),
+        (":1.3", "", 1.3),
+        ("a:b:1.5", "a:b", 1.5),
+        ("(a cat:1.3", "(a cat", 1.3),
+        ("a cat:1.3 <lora:x:1>", "a cat", 1.3),
+        ("a cat # of mine\n:2", "a cat", 2.0),
+        ("(a cat:1.3)", "(a cat:1.3)", 1.0),
+        ("a cat:1.3,", "a cat:1.3,", 1.0),
+        ("a cat:1e3", "a cat:1e3", 1.0),
+        ("a cat: 1.3.1", "a cat: 1.3.1", 1.0),
+        ("a cat:", "a cat:", 1.0),
+        ("1.3", "1.3", 1.0),
+    ],
+)
+def test_a_number_after_the_last_colon_is_the_prompts_own_weight(
+    text: str, words: str, weight: float
+) -> None:
+    read = prompt.read_prompt(text)
+    assert (read.text, read.weight) == (words, weight)
+    assert read.sections == prompt.weighted_parts(words)
+    # A negative prompt has none in AUTOMATIC1111.
+    assert prompt.read_negative_prompt(text).weight == 1.0
+
+
+def test_a_time_of_day_is_not_taken_for_a_weight_in_silence() -> None:
+    with pytest.raises(errors.JobError, match="':45', which is its weight as a whole"):
+        prompt.read_prompt("a clock that shows 12:45")
 
 
 prompts = st.one_of(st.text(), st.text(alphabet="()[]:|\\<>lora 1.5a,\nBREAKND"))
@@ -274,7 +348,7 @@ def test_alternation_is_refused(text: str) -> None:
         "[a:b:c]",
         "[a:0.5:b]",
         "[a:b:c:0.5]",
-        "[a:b:0.5",
+        "[a:b:0.5 c",
         "a:b:0.5]",
         "a: b | c",
         "(a|b)",
@@ -357,7 +431,21 @@ def test_a_megabyte_of_nested_brackets_is_read_in_seconds_not_in_hours(pair: str
 
 @pytest.mark.parametrize(
     "unit",
-    ["(:", "[a:", "[a|", "(a:1.1)", "[a:b]", "\\", "<a:", "BREAK ", ": ", ":1", "(a:1" + " " * 99],
+    [
+        "(:",
+        "[a:",
+        "[a|",
+        "(a:1.1)",
+        "[a:b]",
+        "\\",
+        "<a:",
+        "BREAK ",
+        ": ",
+        ":1",
+        "#",
+        "\n#",
+        "(a:1" + " " * 99,
+    ],
 )
 @pytest.mark.parametrize("end", ["", ":|a]", ">", ")"])
 def test_the_longest_prompt_is_read_at_once_whatever_its_text(unit: str, end: str) -> None:

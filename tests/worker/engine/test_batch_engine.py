@@ -1,7 +1,7 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -9,9 +9,10 @@ import numpy as np
 import pytest
 import torch
 
-import batch_engine
 from imagefleet import errors
 from worker.engine import contract
+from worker.engine.noise import NoiseStream
+from worker.engine.slots.prepare import PreparedRequest
 
 #: Out of 255. Another batch size means another order of float32 sums, which may change the rounding
 #: to 8 bits. Rows mixed up would differ by 100 and more.
@@ -20,18 +21,16 @@ ROUNDING = 2
 NAN_SEED = 666
 
 
-def patch_noise(
-    monkeypatch: pytest.MonkeyPatch, act: Callable[[torch.Tensor, list[int]], None]
-) -> None:
-    """Calls *act* with the noise of each batch and the seeds of its rows."""
-    original = batch_engine.draw_noise
+def patch_noise(monkeypatch: pytest.MonkeyPatch, act: Callable[[torch.Tensor, int], None]) -> None:
+    """Calls *act* with the first latents of each image and its seed."""
+    original = PreparedRequest.first_latents
 
-    def noise(generators: Sequence[torch.Generator], shape: tuple[int, int, int]) -> torch.Tensor:
-        drawn = original(generators, shape)
-        act(drawn, [generator.initial_seed() for generator in generators])
-        return drawn
+    def first_latents(prepared: PreparedRequest, noise: NoiseStream) -> torch.Tensor:
+        latents = original(prepared, noise)
+        act(latents, prepared.request.seed)
+        return latents
 
-    monkeypatch.setattr(batch_engine, "draw_noise", noise)
+    monkeypatch.setattr(PreparedRequest, "first_latents", first_latents)
 
 
 @pytest.mark.parametrize("position", range(4))
@@ -111,10 +110,9 @@ def test_only_a_nan_image_fails(
     requests = [make_request(seed=seed) for seed in (1, NAN_SEED, 3)]
     sound = draw(engine, *requests)
 
-    def act(noise: torch.Tensor, seeds: list[int]) -> None:
-        for row, seed in enumerate(seeds):
-            if seed == NAN_SEED:
-                noise[row] = torch.nan
+    def act(latents: torch.Tensor, seed: int) -> None:
+        if seed == NAN_SEED:
+            latents.fill_(torch.nan)
 
     patch_noise(monkeypatch, act)
     first, middle, last = draw(engine, *requests)

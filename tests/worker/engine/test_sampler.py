@@ -47,6 +47,8 @@ def sample(schedule: sampler.Schedule, noise: list[torch.Tensor], unet: Unet) ->
     """Runs a schedule on all rows, starting from the first of *noise*."""
     fresh = iter(noise)
     latents = next(fresh) * schedule.initial_scale
+    if schedule.initial_churn is not None:
+        latents = latents + next(fresh) * schedule.initial_churn
     history = latents.new_zeros((sampler.HISTORY, *latents.shape))
     for row, noisy in zip(schedule.table, schedule.noisy, strict=True):
         rows = row.expand(len(latents), -1)
@@ -107,6 +109,43 @@ def test_sigma_samplers_match_k_diffusion(
     assert relative_difference(sample(schedule, noise, stand_in), theirs) < 1e-5
 
 
+OPTIONS = [
+    ("euler_ancestral", {"eta": 0.0}),
+    ("euler_ancestral", {"eta": 0.6}),
+    ("euler", {"s_churn": 5.0}),
+    ("euler", {"s_churn": 80.0, "s_noise": 1.01}),
+    ("euler", {"s_churn": 5.0, "s_tmin": 0.4, "s_tmax": 9.0, "s_noise": 0.9}),
+]
+
+
+@pytest.mark.parametrize(("name", "options"), OPTIONS)
+@pytest.mark.parametrize("steps", [1, 7, 20])
+def test_options_of_samplers_match_k_diffusion(
+    k_diffusion: Any,
+    name: str,
+    options: dict[str, float],
+    steps: int,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    noise = noises(steps + 2)
+    model = k_diffusion.external.DiscreteEpsDDPMDenoiser(
+        stand_in, alphas_cumprod().float(), quantize=False
+    )
+    sigmas = model.get_sigmas(steps)
+    # k-diffusion draws noise at each step, as AUTOMATIC1111's version of it does, used or not.
+    fresh = iter(noise[1:])
+    monkeypatch.setattr(torch, "randn_like", lambda _: next(fresh))
+    draw = getattr(k_diffusion.sampling, f"sample_{name}")
+    theirs = draw(model, noise[0] * sigmas[0], sigmas, disable=True, **options)
+
+    given = samplers.Options(**options)
+    schedule = sampler.make_schedule(name, steps, alphas_cumprod(), "epsilon", given)
+    assert relative_difference(sample(schedule, noise, stand_in), theirs) < 1e-5
+    plain = sampler.make_schedule(name, steps, alphas_cumprod(), "epsilon")
+    if steps > 1:
+        assert relative_difference(sample(plain, noise, stand_in), theirs) > 1e-3
+
+
 def test_v_prediction_matches_k_diffusion(k_diffusion: Any) -> None:
     sigmas = ((1 - alphas_cumprod()) / alphas_cumprod()).sqrt().float()
     scalings = k_diffusion.external.VDenoiser(None).get_scalings
@@ -123,33 +162,88 @@ def test_v_prediction_matches_k_diffusion(k_diffusion: Any) -> None:
     assert relative_difference(sample(schedule, [noise], stand_in), theirs) < 1e-5
 
 
-def diffusers_sample(reference: Any, steps: int, noise: list[torch.Tensor]) -> torch.Tensor:
+def diffusers_sample(
+    reference: Any, steps: int, noise: list[torch.Tensor], timesteps: list[int] | None = None
+) -> torch.Tensor:
     reference.set_timesteps(steps)
-    latents = noise[0] * reference.init_noise_sigma
-    for timestep in reference.timesteps:
+    fresh = iter(noise)
+    latents = next(fresh) * reference.init_noise_sigma
+    for timestep in torch.tensor(timesteps) if timesteps else reference.timesteps:
         inputs = reference.scale_model_input(latents, timestep)
         latents = reference.step(stand_in(inputs, timestep), timestep, latents).prev_sample
     return latents
 
 
-@pytest.mark.parametrize("steps", STEP_COUNTS)
-def test_plms_matches_diffusers(steps: int) -> None:
+def a1111_timesteps(steps: int) -> list[int]:
+    """Where AUTOMATIC1111's DDIM and PLMS call the UNet, without the last one, where they end."""
+    return [1 + at for at in range(0, 1000, 1000 // steps)][:0:-1]
+
+
+#: Also counts that do not divide 1000. For 3, the first timestep is 999 there, not 1000.
+TIMESTEP_COUNTS = [2, 4, 15, 20, 30, 35, 50, 150]
+
+
+@pytest.mark.parametrize("steps", TIMESTEP_COUNTS)
+def test_plms_at_a1111s_timesteps_matches_diffusers(steps: int) -> None:
     noise = noises(1)
-    theirs = diffusers_sample(PNDMScheduler(**LEADING, skip_prk_steps=True), steps, noise)
+    reference = PNDMScheduler(**LEADING, skip_prk_steps=True)
+    first, *others = a1111_timesteps(steps)
+    timesteps = [first, first - 1000 // steps, *others]
+    theirs = diffusers_sample(reference, steps, noise, timesteps)
     schedule = sampler.make_schedule("plms", steps, alphas_cumprod(), "epsilon")
+    assert schedule.table[:, sampler.TIMESTEP].tolist() == timesteps
     assert relative_difference(sample(schedule, noise, stand_in), theirs) < 1e-5
 
 
 @pytest.mark.parametrize("prediction_type", ["epsilon", "v_prediction"])
-@pytest.mark.parametrize("steps", STEP_COUNTS)
-def test_ddim_matches_diffusers(steps: int, prediction_type: str) -> None:
+@pytest.mark.parametrize("steps", TIMESTEP_COUNTS)
+def test_ddim_at_a1111s_timesteps_matches_diffusers(steps: int, prediction_type: str) -> None:
     noise = noises(1)
     reference = DDIMScheduler(
         **LEADING, prediction_type=prediction_type, set_alpha_to_one=False, clip_sample=False
     )
-    theirs = diffusers_sample(reference, steps, noise)
+    timesteps = a1111_timesteps(steps)
+    theirs = diffusers_sample(reference, steps, noise, timesteps)
     schedule = sampler.make_schedule("ddim", steps, alphas_cumprod(), prediction_type)
+    assert schedule.table[:, sampler.TIMESTEP].tolist() == timesteps
     assert relative_difference(sample(schedule, noise, stand_in), theirs) < 1e-5
+
+
+@pytest.mark.parametrize("eta", [0.3, 1.0])
+@pytest.mark.parametrize("steps", [2, 20, 30])
+def test_ddims_eta_matches_diffusers(steps: int, eta: float) -> None:
+    noise = noises(steps + 10)
+    reference = DDIMScheduler(**LEADING, set_alpha_to_one=False, clip_sample=False)
+    reference.set_timesteps(steps)
+    fresh = iter(noise)
+    latents = next(fresh)
+    for timestep in a1111_timesteps(steps):
+        output = stand_in(latents, torch.tensor(timestep))
+        latents = reference.step(
+            output, timestep, latents, eta=eta, variance_noise=next(fresh)
+        ).prev_sample
+    given = samplers.Options(eta=eta)
+    schedule = sampler.make_schedule("ddim", steps, alphas_cumprod(), "epsilon", given)
+    assert all(schedule.noisy)
+    assert relative_difference(sample(schedule, noise, stand_in), latents) < 1e-5
+
+
+@pytest.mark.parametrize("name", ["ddim", "plms"])
+def test_a_single_step_that_would_draw_only_noise_is_refused(name: str) -> None:
+    with pytest.raises(errors.JobError, match=r"steps is 1: (DDIM|PLMS) takes 2 at least"):
+        sampler.make_schedule(name, 1, alphas_cumprod(), "epsilon")
+
+
+def test_every_other_call_below_s_min_uncond_is_unguided() -> None:
+    given = samplers.Options(s_min_uncond=2.0)
+    schedule = sampler.make_schedule("euler", 10, alphas_cumprod(), "epsilon", given)
+    sigmas = sampler.make_schedule("euler", 10, alphas_cumprod(), "epsilon").table[:, 3].neg()
+    assert schedule.unguided == tuple(
+        call % 2 == 1 and float(sigma) < 2.0 for call, sigma in enumerate(sigmas)
+    )
+    assert any(schedule.unguided)
+    assert not all(schedule.unguided[1::2])
+    assert not sampler.make_schedule("euler", 10, alphas_cumprod(), "epsilon").unguided
 
 
 @pytest.mark.parametrize("prediction_type", ["epsilon", "v_prediction"])
@@ -185,10 +279,12 @@ def test_only_ancestral_steps_but_the_last_use_noise() -> None:
 
 @pytest.mark.parametrize("name", samplers.SAMPLERS)
 def test_every_sampler_has_a_finite_schedule_for_any_number_of_steps(name: str) -> None:
-    for steps in range(1, 151):
+    for steps in range(samplers.least_steps(name), 151):
         schedule = sampler.make_schedule(name, steps, alphas_cumprod(), "epsilon")
         assert schedule.table.isfinite().all()
-        assert len(schedule.table) == steps + (name == "plms" and steps > 1)
+        by_timesteps = len(range(0, 1000, 1000 // steps)) - 1
+        calls = {"ddim": by_timesteps, "plms": by_timesteps + 1}
+        assert len(schedule.table) == calls.get(name, steps)
 
 
 @pytest.mark.parametrize("name", ["heun", "ddim_karras", "", "Euler a"])
@@ -214,9 +310,9 @@ def test_rows_of_different_samplers_are_independent() -> None:
 def test_an_image_is_the_same_alone_and_with_other_samplers(
     engine: Any, make_request: Any, draw: Any, difference: Any
 ) -> None:
-    # PLMS makes one UNet call more than it has steps, so with one step fewer it shares the batch.
+    # At these steps all make seven UNet calls, so that they share the batch.
     requests = [
-        make_request(seed=at, sampler=name, steps=7 if name == "plms" else 8)
+        make_request(seed=at, sampler=name, steps=6 if name == "plms" else 7)
         for at, name in enumerate(samplers.SAMPLERS)
     ]
     assert len({batch_engine.group(engine.prepare(request)) for request in requests}) == 1

@@ -1,6 +1,7 @@
 """Prompts to embeddings, against a slow reference implementation of the rules.
 
-Brackets multiply what is between them. A BREAK ends a chunk. A chunk has 75 tokens; if one of its
+Brackets multiply what is between them. A BREAK outside brackets ends a chunk; inside, it is a word
+whose weight is negative. A chunk has 75 tokens; if one of its
 last 20 is a comma, what follows that comma goes into the next. Chunks are filled up with end tokens
 and encoded alone. Vectors are multiplied by their weights, and each chunk's mean is restored.
 """
@@ -66,6 +67,11 @@ def signs(prompt: str) -> Iterator[tuple[str, str, str]]:
         prompt = prompt[match.end() :]
 
 
+def pieces(words: str) -> Words:
+    first, *others = re.split(r"\s*\bBREAK\b\s*", words)
+    return [(first, 1.0), *(each for other in others for each in (("BREAK", -1.0), (other, 1.0)))]
+
+
 def weighted_words(prompt: str) -> list[Words]:
     """Section by section; neighbours of equal weight may be separate."""
     words: Words = []
@@ -87,15 +93,20 @@ def weighted_words(prompt: str) -> list[Words]:
         elif kind == "close" and CLOSED_BY[sign] in open_brackets:
             close(CLOSED_BY[sign], FACTORS[sign])
         else:
-            words.append((re.sub(r"\s*\bBREAK\b\s*", "\0", sign), 1.0))
+            words += pieces(sign)
     for sign, bracket in CLOSED_BY.items():
         while bracket in {kind for kind, _ in opened}:
             close(bracket, FACTORS[sign])
+    return into_sections(words)
+
+
+def into_sections(words: Words) -> list[Words]:
     sections: list[Words] = [[]]
-    for piece, weight in words:
-        first, *others = piece.split("\0")
-        sections[-1].append((first, weight))
-        sections.extend([(other, weight)] for other in others)
+    for each in words:
+        if each == ("BREAK", -1.0):
+            sections.append([])
+        else:
+            sections[-1].append(each)
     return sections
 
 

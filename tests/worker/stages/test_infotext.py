@@ -2,17 +2,21 @@ from __future__ import annotations
 
 import io
 import json
+from importlib import metadata
 from typing import Any
 
 import numpy as np
 import pytest
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
+from packaging.version import InvalidVersion, Version
 from PIL import Image
 from sd_parsers import ParserManager
 
 from imagefleet.job.message import Job, read_job
-from worker.stages import encode
+from worker.stages import encode, infotext
+
+VERSION = f"Version: imagefleet {metadata.version('imagefleet')}"
 
 NOISE = np.random.default_rng(0).integers(0, 256, (16, 16, 3), np.uint8)
 
@@ -22,7 +26,7 @@ def job_of(**fields: Any) -> Job:
 
 
 def facts_of(**fields: Any) -> str:
-    return encode.parameters(job_of(**fields), 0, (512, 512), "m").split("\n")[-1]
+    return infotext.parameters(job_of(**fields), 0, (512, 512), "m").split("\n")[-1]
 
 
 def test_the_text_has_the_three_parts_that_viewers_expect() -> None:
@@ -35,25 +39,26 @@ def test_the_text_has_the_three_parts_that_viewers_expect() -> None:
         batch_size=2,
         clip_skip=2,
     )
-    assert encode.parameters(job, 1, (512, 768), "dreamy").split("\n") == [
+    assert infotext.parameters(job, 1, (512, 768), "dreamy").split("\n") == [
         "a house, <lora:x:0.5>",
         "Negative prompt: people",
         (
             "Steps: 15, Sampler: Euler a, Schedule type: Automatic, CFG scale: 7.5, Seed: 0,"
-            " Size: 512x768, Model: dreamy, Clip skip: 2, RNG: CPU, Version: imagefleet"
+            " Size: 512x768, Model: dreamy, Clip skip: 2, RNG: CPU,"
+            f" {VERSION}"
         ),
     ]
 
 
 def test_unset_fields_are_not_written() -> None:
-    assert encode.parameters(job_of(sampler_name="DDIM"), 0, (64, 64), "m").split("\n") == [
+    assert infotext.parameters(job_of(sampler_name="DDIM"), 0, (64, 64), "m").split("\n") == [
         "a house",
         (
             "Steps: 20, Sampler: DDIM, CFG scale: 7, Seed: 1, Size: 64x64, Model: m, RNG: CPU,"
-            " Version: imagefleet"
+            f" {VERSION}"
         ),
     ]
-    assert encode.parameters(job_of(prompt=""), 0, (64, 64), "m").startswith("Steps: 20")
+    assert infotext.parameters(job_of(prompt=""), 0, (64, 64), "m").startswith("Steps: 20")
 
 
 @pytest.mark.parametrize(
@@ -75,6 +80,68 @@ def test_settings_are_spelt_as_a1111_spells_them(fields: dict[str, Any], written
     assert written in facts_of(**fields)
 
 
+def test_each_option_is_stated_in_a1111s_words_and_place() -> None:
+    job = job_of(
+        prompt="a house # mine\n<lora:x:0.5>",
+        negative_prompt="# none",
+        subseed=7,
+        subseed_strength=0.25,
+        seed_resize_from_w=512,
+        seed_resize_from_h=768,
+        eta=0.5,
+        eta_noise_seed_delta=31337,
+        randn_source="NV",
+        s_min_uncond=1.5,
+        batch_size=2,
+    )
+    text = infotext.parameters(
+        job,
+        1,
+        (64, 64),
+        "m",
+        model_hash="6ce0161689",
+        lora_hashes={"x": "0123456789ab", "y:,": "f" * 12},
+    )
+    assert text.split("\n") == [
+        "a house ",
+        "<lora:x:0.5>",
+        "Negative prompt: ",
+        "",
+        (
+            "Steps: 20, Sampler: Euler a, Schedule type: Automatic, CFG scale: 7, Seed: 1,"
+            " Size: 64x64, Model hash: 6ce0161689, Model: m, Variation seed: 8,"
+            " Variation seed strength: 0.25, Seed resize from: 512x768, ENSD: 31337, RNG: NV,"
+            " NGMS: 1.5, Eta: 0.5,"
+            f' Lora hashes: "x: 0123456789ab, y: ffffffffffff", {VERSION}'
+        ),
+    ]  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("fields", "written"),
+    [
+        ({"randn_source": "GPU"}, "Model: m, Version"),  # A1111's default, which it leaves out
+        ({"sampler_name": "DDIM", "eta": 1}, "RNG: CPU, Eta DDIM: 1, Version"),
+        ({"sampler_name": "DDIM", "eta": 0}, "RNG: CPU, Version"),
+        ({"eta": 1}, "RNG: CPU, Version"),
+        ({"sampler_name": "DPM++ 2M", "eta": 0.5}, "RNG: CPU, Version"),  # it has none
+        (
+            {"sampler_name": "Euler", "s_churn": 2, "s_tmin": 0.1, "s_tmax": 5, "s_noise": 1.1},
+            "Sigma churn: 2, Sigma tmin: 0.1, Sigma tmax: 5, Sigma noise: 1.1, Version",
+        ),
+        ({"sampler_name": "Euler", "s_noise": 1.1}, "RNG: CPU, Version"),
+    ],
+)
+def test_only_options_that_the_sampler_has_are_stated(fields: dict[str, Any], written: str) -> None:
+    assert written in facts_of(**fields)
+
+
+def test_the_version_is_none_that_a1111_would_be_compatible_with() -> None:
+    """It reads a bare number as one of its own, and would then draw as it did then."""
+    with pytest.raises(InvalidVersion):
+        Version(VERSION.removeprefix("Version: "))
+
+
 @pytest.mark.parametrize(
     ("model", "written"),
     [
@@ -86,7 +153,7 @@ def test_settings_are_spelt_as_a1111_spells_them(fields: dict[str, Any], written
     ],
 )
 def test_a_value_that_would_break_the_line_is_quoted(model: str, written: str) -> None:
-    text = encode.parameters(job_of(), 0, (64, 64), model)
+    text = infotext.parameters(job_of(), 0, (64, 64), model)
     assert written in text.split("\n")[1]
 
 
@@ -110,8 +177,9 @@ words = st.text(st.characters(exclude_characters="\0\r", exclude_categories=["Cs
 def test_sd_parsers_reads_the_jobs_values_back(prompt: str, negative: str, name: str) -> None:
     job = job_of(sampler_name="k_dpmpp_2m_ka", steps=15, cfg_scale=6.5, seed=2**32 - 1)
     # Not read from a message: what the words mean, and whether they are allowed, is not asked here.
-    job = job.model_copy(update={"prompt": prompt, "negative_prompt": negative})
-    text = encode.parameters(job, 0, (512, 768), "dreamy")
+    words = {"prompt": prompt, "negative_prompt": negative, "enable_prompt_comments": False}
+    job = job.model_copy(update=words)
+    text = infotext.parameters(job, 0, (512, 768), "dreamy")
     file = encode.encode(NOISE, job.output.model_copy(update={"format": name}), text)
 
     read = ParserManager().parse(opened(file.data))

@@ -327,10 +327,9 @@ class SlotEngine:
         for slot, job in lane.active.items():
             schedule = job.prepared.schedule
             inputs.rows[slot, :GUIDANCE] = schedule.table[job.call]
-            inputs.rows[slot, GUIDANCE] = job.prepared.request.cfg_scale
+            inputs.rows[slot, GUIDANCE] = job.prepared.guidance(job.call)
             if schedule.noisy[job.call] and job.staged is not None:
-                shape = inputs.noise[slot].shape
-                torch.randn(shape, generator=job.staged.generator, out=inputs.noise[slot])
+                job.staged.noise.fill(inputs.noise[slot])
                 noisy = True
         step.feeder.send(inputs, noisy=noisy)
         self._runner.run(step, lane.weight_mode, max(lane.active) + 1)

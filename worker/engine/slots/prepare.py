@@ -14,6 +14,7 @@ from worker.engine import contract, sampler, text
 from worker.engine.checkpoint import Checkpoint
 from worker.engine.lora import file as lora_file
 from worker.engine.lora import merge, names, pack
+from worker.engine.noise import NoiseStream
 from worker.engine.slots import convolution
 
 #: Prompt chunks in the context of ordinary calls. A prompt of one chunk is repeated, which changes
@@ -61,6 +62,27 @@ class PreparedRequest:
     def lora_key(self) -> merge.LoraKey:
         """What changes the UNet; () for nothing."""
         return merge.key_of(self.unet_loras)
+
+    def guidance(self, call: int) -> float:
+        """The guidance scale of a UNet call; 1 takes the prompt's output alone."""
+        is_unguided = any(self.schedule.unguided[call : call + 1])
+        return 1.0 if is_unguided else self.request.cfg_scale
+
+    def noise(self, channels: int, factor: int) -> NoiseStream:
+        """The image's noise from its beginning, for latents of so many *channels*."""
+        request = self.request
+        shape = (channels, request.height // factor, request.width // factor)
+        draws = sum(self.schedule.noisy) + (self.schedule.initial_churn is not None)
+        return NoiseStream(request.seed, shape, request.noise, factor=factor, draws=draws)
+
+    def first_latents(self, noise: NoiseStream) -> torch.Tensor:
+        """What the image starts from [channels, height, width]."""
+        latents = noise.first() * self.schedule.initial_scale
+        if self.schedule.initial_churn is not None:
+            churn = torch.empty_like(latents)
+            noise.fill(churn)
+            latents += churn * self.schedule.initial_churn
+        return latents
 
     @property
     def tokens(self) -> int:
@@ -116,6 +138,7 @@ class RequestPreparer:
             request.steps,
             self._checkpoint.alphas_cumprod,
             self._checkpoint.prediction_type,
+            request.sampler_options,
         )
         prompt = self._tokenizer.chunks(request.prompt)
         negative_prompt = self._tokenizer.chunks(request.negative_prompt)

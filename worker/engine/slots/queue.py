@@ -14,6 +14,7 @@ import torch
 from worker.engine.lora.merge import LoraKey
 from worker.engine.lora.pack import Group
 from worker.engine.lora.stacked import StackedChange
+from worker.engine.noise import NoiseStream
 from worker.engine.slots import convolution
 from worker.engine.slots.prepare import PLAIN_TOKENS, PreparedRequest
 
@@ -63,7 +64,8 @@ class Staged:
     """Empty once the slot holds the weights: `Stager.factors_of` copies them again."""
     convolutions: dict[convolution.Shape, convolution.Factors]
     """The same of its changes of convolutions."""
-    generator: torch.Generator
+    noise: NoiseStream
+    """After its first, which `latents` has."""
 
     @property
     def tensors(self) -> list[torch.Tensor]:

@@ -183,18 +183,12 @@ class Stager:
         if changes and loras.convolutions is not None:
             convolutions = changes.by_shape(self._copy(loras.convolutions))
         vectors, mask = self._encode(job, loras.text_encoder)
-        generator = torch.Generator().manual_seed(job.prepared.request.seed)
-        latents = self._copy(self._first_latents(job, generator))
-        return Staged(latents, vectors, mask, flat, factors, convolutions, generator)
+        noise = job.prepared.noise(self._channels, self._factor)
+        latents = self._copy(job.prepared.first_latents(noise))
+        return Staged(latents, vectors, mask, flat, factors, convolutions, noise)
 
     def _copy(self, tensor: torch.Tensor) -> torch.Tensor:
         return tensor.to(self._device, non_blocking=True)
-
-    def _first_latents(self, job: SlotJob, generator: torch.Generator) -> torch.Tensor:
-        # One CPU generator per image: its noise depends on no other image, and on no GPU.
-        request = job.prepared.request
-        shape = (self._channels, request.height // self._factor, request.width // self._factor)
-        return torch.randn(shape, generator=generator) * job.prepared.schedule.initial_scale
 
     def _encode(
         self, job: SlotJob, loras: torch.Tensor | None

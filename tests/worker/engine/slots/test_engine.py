@@ -13,8 +13,10 @@ from safetensors.torch import load_file, save_file
 import tiny_model
 from imagefleet import errors
 from worker.engine import contract
+from worker.engine.noise import NoiseStream
 from worker.engine.slots import engine as slots
 from worker.engine.slots import lane, queue, step
+from worker.engine.slots.prepare import PreparedRequest
 
 #: Out of 255. Another number of rows means another order of float32 sums, which may change the
 #: rounding to 8 bits. Slots mixed up would differ by 100 and more.
@@ -208,13 +210,13 @@ def test_only_a_nan_image_fails_and_its_slot_recovers(
 ) -> None:
     engine = make_slot_engine(slots=2)
     sound = draw(engine, make_request(seed=1), make_request(seed=2))
-    original = engine._stager._first_latents
+    original = PreparedRequest.first_latents
 
-    def first_latents(job: Any, generator: torch.Generator) -> torch.Tensor:
-        latents: torch.Tensor = original(job, generator)
-        return latents * torch.nan if job.prepared.request.seed == 666 else latents
+    def first_latents(prepared: PreparedRequest, noise: NoiseStream) -> torch.Tensor:
+        latents = original(prepared, noise)
+        return latents * torch.nan if prepared.request.seed == 666 else latents
 
-    monkeypatch.setattr(engine._stager, "_first_latents", first_latents)
+    monkeypatch.setattr(PreparedRequest, "first_latents", first_latents)
     seeds = [1, 666, 1, 2]
     images = draw(engine, *(make_request(seed=seed) for seed in seeds))
     assert isinstance(images[1], errors.TransientError)

@@ -155,16 +155,13 @@ def denoise(
     """Latents [batch, 4, height, width] in float32.
 
     The images have the same size and number of UNet calls. *context* has the rows of the prompts,
-    then of the negative prompts. Each image draws its noise from its own CPU generator.
+    then of the negative prompts. Each image draws its noise from its own seed.
     """
-    device, first = unet.device, images[0].request
-    shape = (unet.config.in_channels, first.height // vae_factor, first.width // vae_factor)
+    device = unet.device
     schedules = [image.schedule for image in images]
-    generators = [torch.Generator().manual_seed(image.request.seed) for image in images]
-    scales = _per_image([image.request.cfg_scale for image in images], device)
-
-    starts = _per_image([schedule.initial_scale for schedule in schedules], device)
-    latents = draw_noise(generators, shape).to(device) * starts
+    streams = [image.noise(unet.config.in_channels, vae_factor) for image in images]
+    starts = [image.first_latents(noise) for image, noise in zip(images, streams, strict=True)]
+    latents = torch.stack(starts).to(device)
     history = latents.new_zeros((sampler.HISTORY, *latents.shape))
     tables = torch.stack([schedule.table for schedule in schedules], dim=1).to(device)
     for call, rows in enumerate(tables):
@@ -177,26 +174,14 @@ def denoise(
             return_dict=False,
         )[0]
         cond, uncond = output.float().chunk(2)
+        scales = _per_image([image.guidance(call) for image in images], device)
         guided = uncond + scales * (cond - uncond)
-        noisy = [
-            generator if schedule.noisy[call] else None
-            for generator, schedule in zip(generators, schedules, strict=True)
-        ]
-        noise = draw_noise(noisy, shape).to(device) if any(noisy) else None
-        latents, history = sampler.step(rows, latents, guided, history, noise)
+        noise = torch.zeros_like(latents, device="cpu")
+        for image, stream, into in zip(images, streams, noise, strict=True):
+            if image.schedule.noisy[call]:
+                stream.fill(into)
+        latents, history = sampler.step(rows, latents, guided, history, noise.to(device))
     return latents
-
-
-def draw_noise(
-    generators: Sequence[torch.Generator | None], shape: tuple[int, int, int]
-) -> torch.Tensor:
-    """Noise [rows, *shape]; zeros for a row without a generator."""
-    return torch.stack(
-        [
-            torch.randn(shape, generator=generator) if generator else torch.zeros(shape)
-            for generator in generators
-        ]
-    )
 
 
 def _per_image(numbers: Sequence[float], device: torch.device) -> torch.Tensor:

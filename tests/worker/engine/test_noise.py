@@ -1,0 +1,210 @@
+from __future__ import annotations
+
+import dataclasses
+import math
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from imagefleet.job import samplers
+from imagefleet.job.noise import Noise
+from worker.engine import contract
+from worker.engine.noise import NoiseStream, Philox, philox, philox_words
+
+NV = Noise("NV")
+
+#: The bits of seed 5's first three draws, each times its place, added up.
+NV_SUM = -7181521535268
+
+SHAPE = (4, 8, 8)
+
+
+def stream(
+    seed: int, settings: Noise, *, shape: tuple[int, int, int] = SHAPE, draws: int = 3
+) -> NoiseStream:
+    return NoiseStream(seed, shape, settings, factor=8, draws=draws)
+
+
+def drawn(noise: NoiseStream, shape: tuple[int, int, int] = SHAPE) -> torch.Tensor:
+    out = torch.empty(shape)
+    noise.fill(out)
+    return out
+
+
+@pytest.mark.parametrize(
+    ("counter", "key", "words"),
+    [  # of the paper's own implementation, Random123 (kat_vectors)
+        ("00000000 00000000 00000000 00000000", "00000000 00000000",
+         "6627e8d5 e169c58d bc57ac4c 9b00dbd8"),
+        ("ffffffff ffffffff ffffffff ffffffff", "ffffffff ffffffff",
+         "408f276d 41c83b0e a20bc7c6 6d5451fd"),
+        ("243f6a88 85a308d3 13198a2e 03707344", "a4093822 299f31d0",
+         "d16cfe09 94fdcceb 5001e420 24126ea1"),
+    ],
+)  # fmt: skip
+def test_philox_has_the_known_answers(counter: str, key: str, words: str) -> None:
+    even, odd = (int(each, 16) for each in key.split())
+    given = [np.array([int(each, 16)], np.uint64) for each in counter.split()]
+    found = [int(each[0]) for each in philox_words(given, (even, odd))]
+    assert found == [int(each, 16) for each in words.split()]
+
+
+def test_nv_noise_is_that_of_torch_on_an_nvidia_gpu() -> None:
+    """The first numbers of seed 0, as torch prints them on a GPU."""
+    known = [
+        [-0.92466259, -0.42534415, -2.6438457, 0.14518388],
+        [-0.12086647, -0.57972564, -0.62285122, -0.32838709],
+        [-1.07454231, -0.36314407, -1.67105067, 2.26550497],
+    ]
+    found = Philox(0).randn((3, 2, 2)).reshape(3, 4)
+    torch.testing.assert_close(found, torch.tensor(known), rtol=0, atol=5e-7)
+
+
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs an NVIDIA GPU")
+@pytest.mark.parametrize("seed", [0, 1234567, 2**32 - 1])
+def test_nv_noise_is_that_of_this_gpu(seed: int) -> None:
+    generator = torch.Generator("cuda").manual_seed(seed)
+    ours = Philox(seed)
+    for _ in range(3):
+        theirs = torch.randn((4, 64, 64), generator=generator, device="cuda").cpu()
+        difference = (ours.randn((4, 64, 64)) - theirs).abs()
+        # The GPU rounds to float32 on the way, which matters most near 0.
+        assert difference.mean() < 1e-6
+        assert difference.max() < 1e-3
+
+
+def test_philox_is_computed_with_operations_that_are_exact_on_any_machine(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Libraries round their logarithms and sines differently."""
+    refused = ["log", "log2", "log1p", "exp", "sin", "cos", "arctan", "power"]
+    for name in refused:
+        monkeypatch.setattr(np, name, None)
+    found = Philox(7).randn((4, 64, 96)).double().flatten()
+    monkeypatch.undo()
+    first, second = philox(7, 0, 0, len(found))
+    uniform = (first.astype(np.float64) + 0.5) / 2**32
+    angles = (second.astype(np.float64) + 0.5) * float(np.float32(2 * math.pi / 2**32))
+    exact = torch.from_numpy(np.sqrt(-2 * np.log(uniform)) * np.sin(angles))
+    assert float((found - exact).abs().max()) < 3e-7  # half the distance of float32 numbers
+    assert float((found - exact).abs().mean()) < 3e-8
+
+
+def test_nv_noise_is_the_same_to_the_bit_on_any_machine() -> None:
+    noise = stream(5, NV)
+    drawn_bits = torch.stack([noise.first(), drawn(noise), drawn(noise)]).flatten()
+    places = torch.arange(1, drawn_bits.numel() + 1)
+    assert int((drawn_bits.view(torch.int32).long() * places).sum()) == NV_SUM
+
+
+def test_the_gpus_noise_is_the_same_as_nv() -> None:
+    ours, theirs = stream(3, Noise("GPU")), stream(3, NV)
+    assert torch.equal(ours.first(), theirs.first())
+    assert torch.equal(drawn(ours), drawn(theirs))
+
+
+def test_each_draw_comes_from_new_counters_and_none_is_left_out() -> None:
+    """Noise that is drawn ahead is that which would be drawn next."""
+    generator = Philox(9)
+    wanted = [generator.randn(SHAPE) for _ in range(5)]
+    for draws in (0, 2, 4):
+        noise = stream(9, NV, draws=draws)
+        found = [noise.first(), *(drawn(noise) for _ in range(4))]
+        for ours, expected in zip(found, wanted, strict=True):
+            assert torch.equal(ours, expected)
+
+
+@pytest.mark.parametrize("source", ["CPU", "NV"])
+def test_the_seeds_delta_changes_all_noise_but_the_first(source: Any) -> None:
+    plain, moved = stream(10, Noise(source)), stream(10, Noise(source, seed_delta=31337))
+    assert torch.equal(plain.first(), moved.first())
+    assert torch.equal(drawn(moved), stream(10 + 31337, Noise(source)).first())
+    assert not torch.equal(drawn(plain), drawn(moved))
+
+
+@pytest.mark.parametrize("source", ["CPU", "NV"])
+def test_a_negative_delta_beyond_zero_draws(source: Any) -> None:
+    noise = stream(1, Noise(source, seed_delta=-5))
+    noise.first()
+    assert drawn(noise).isfinite().all()
+
+
+def slerp(strength: float, low: torch.Tensor, high: torch.Tensor) -> torch.Tensor:
+    """Shoemake's formula, one column of each channel after the other."""
+    result = torch.empty_like(low)
+    for channel in range(low.shape[0]):
+        for column in range(low.shape[2]):
+            one, other = low[channel, :, column], high[channel, :, column]
+            angle = math.acos(float(torch.dot(one, other) / one.norm() / other.norm()))
+            weights = math.sin((1 - strength) * angle), math.sin(strength * angle)
+            mixed = (weights[0] * one + weights[1] * other) / math.sin(angle)
+            result[channel, :, column] = mixed
+    return result
+
+
+@pytest.mark.parametrize("strength", [0.1, 0.5, 1.0])
+@pytest.mark.parametrize("source", ["CPU", "NV"])
+def test_a_variation_lies_between_both_seeds_noise(source: Any, strength: float) -> None:
+    low, high = (stream(seed, Noise(source)).first() for seed in (1, 2))
+    settings = Noise(source, subseed=2, subseed_strength=strength)
+    varied = stream(1, settings)
+    torch.testing.assert_close(varied.first(), slerp(strength, low, high), rtol=0, atol=2e-6)
+    plain = stream(1, Noise(source))
+    plain.first()
+    assert torch.equal(drawn(varied), drawn(plain))
+
+
+def test_a_variation_of_a_seed_by_itself_changes_nothing() -> None:
+    low = stream(1, Noise()).first()
+    same = stream(1, Noise(subseed=1, subseed_strength=0.4)).first()
+    torch.testing.assert_close(same, low)
+
+
+@pytest.mark.parametrize("source", ["CPU", "NV"])
+def test_a_smaller_images_noise_is_put_into_the_middle(source: Any) -> None:
+    small = stream(4, Noise(source), shape=(4, 4, 6)).first()
+    plain = stream(4, Noise(source)).first()
+    settings = Noise(source, resize_from=(48, 32))
+    noise = stream(4, settings)
+    found = noise.first()
+    assert torch.equal(found[:, 2:6, 1:7], small)
+    found[:, 2:6, 1:7] = plain[:, 2:6, 1:7]
+    assert torch.equal(found, plain)
+
+
+def test_a_larger_images_noise_is_cut_off() -> None:
+    large = stream(4, Noise(), shape=(4, 11, 8)).first()
+    noise = stream(4, Noise(resize_from=(64, 88))).first()
+    # 11 rows into 8: AUTOMATIC1111 rounds the excess up, and its last rows stay as they are.
+    assert torch.equal(noise[:, :7], large[:, 2:9])
+    assert torch.equal(noise[:, 7:], stream(4, Noise()).first()[:, 7:])
+
+
+MakeRequest = Callable[..., contract.ImageRequest]
+
+OTHERS = [
+    {"noise": Noise("NV")},
+    {"noise": Noise("CPU", seed_delta=7)},
+    {"noise": Noise("NV", seed_delta=7)},
+    {"noise": Noise("CPU", subseed=4, subseed_strength=0.3)},
+    {"noise": Noise("CPU", resize_from=(128, 64))},
+    {"sampler_options": samplers.Options(eta=0.5)},
+    {"sampler_options": samplers.Options(s_min_uncond=15.0)},
+    {"sampler": "euler", "sampler_options": samplers.Options(s_churn=3.0)},
+    {"sampler": "ddim", "steps": 3, "sampler_options": samplers.Options(eta=1.0)},
+]
+
+
+def test_every_option_changes_the_image_and_none_depends_on_its_company(
+    slot_engine: Any, engine: Any, make_request: MakeRequest, draw: Any, difference: Any
+) -> None:
+    plain = make_request(seed=3, steps=2)
+    requests = [plain, *(dataclasses.replace(plain, **changes) for changes in OTHERS)]
+    together = draw(slot_engine, *requests)
+    assert len({image.tobytes() for image in together}) == len(requests)
+    for request, image in zip(requests, together, strict=True):
+        (oracle,) = draw(engine, request)
+        assert difference(oracle, image) <= 2, request

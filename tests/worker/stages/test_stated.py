@@ -1,0 +1,52 @@
+from __future__ import annotations
+
+import hashlib
+import io
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+from PIL import Image
+
+from imagefleet.job.noise import Noise
+from imagefleet.job.samplers import Options
+from imagefleet.storage.protocol import Storage
+from worker.engine import contract
+from worker.testing import StandInEngine, draw_noise
+
+RunPipeline = Callable[..., Any]  # the fixture of conftest.py
+
+
+async def test_an_image_states_what_its_job_asked_for_and_the_hashes_of_its_files(
+    storage: Storage,
+    run_pipeline: RunPipeline,
+    message: Callable[..., str],
+    lora_bytes: Callable[[str], bytes],
+    tmp_path: Path,
+) -> None:
+    data = lora_bytes("fox")
+    weights = data[8 + int.from_bytes(data[:8], "little") :]
+    await storage.files.create("loras/fox.safetensors", data, "text/plain", {})
+    model = tmp_path / "m.safetensors"
+    model.write_bytes(data)
+    asked: list[contract.ImageRequest] = []
+
+    def draw(request: contract.ImageRequest) -> contract.Pixels:
+        asked.append(request)
+        return draw_noise(request)
+
+    settings = {"randn_source": "NV", "eta_ancestral": 0.5}
+    prompt = "a <lora:fox:0.5> # not drawn\n:1.5"
+    await storage.queue.send([message(id="j", prompt=prompt, override_settings=settings)])
+    await run_pipeline(StandInEngine(draw=draw), model=str(model))
+    (request,) = asked
+    assert request.cfg_scale == 7 * 1.5
+    assert request.noise == Noise("NV")
+    assert request.sampler_options == Options(eta=0.5)
+    image = await storage.blobs.read("default/j.png")
+    assert image is not None
+    text = Image.open(io.BytesIO(image)).info["parameters"]
+    assert text.startswith("a <lora:fox:0.5> \n:1.5\n")
+    assert f"Model hash: {hashlib.sha256(data).hexdigest()[:10]}, " in text
+    assert f'Lora hashes: "fox: {hashlib.sha256(weights).hexdigest()[:12]}", ' in text
+    assert "RNG: NV, Eta: 0.5, " in text
