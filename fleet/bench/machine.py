@@ -17,6 +17,7 @@ from torch.utils.flop_counter import FlopCounterMode
 from transformers import CLIPTextConfig, CLIPTextModel
 
 from worker.engine import checkpoint, text
+from worker.engine.families import sd1
 
 _LIBRARIES = ("imagefleet", "torch", "diffusers", "transformers", "peft", "triton")
 
@@ -85,12 +86,10 @@ def count_image_flops(model: Path, width: int, height: int, unet_calls: int) -> 
     """
     with torch.device("meta"):
         unet = UNet2DConditionModel.from_config(
-            checkpoint.network_config(model / "unet", checkpoint.UNET_CONFIG)
+            checkpoint.network_config(model / "unet", sd1.UNET_CONFIG)
         )
-        vae = AutoencoderKL.from_config(
-            checkpoint.network_config(model / "vae", checkpoint.VAE_CONFIG)
-        )
-        text_config = checkpoint.network_config(model / "text_encoder", checkpoint.TEXT_CONFIG)
+        vae = AutoencoderKL.from_config(checkpoint.network_config(model / "vae", sd1.VAE_CONFIG))
+        text_config = checkpoint.network_config(model / "text_encoder", sd1.TEXT_CONFIG)
         text_encoder = CLIPTextModel(CLIPTextConfig(**text_config))
         factor = checkpoint.vae_factor(vae)
         latent = torch.empty(1, unet.config.in_channels, height // factor, width // factor)

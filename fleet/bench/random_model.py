@@ -14,6 +14,7 @@ from torch import nn
 from transformers import CLIPTextConfig, CLIPTextModel
 
 from worker.engine import checkpoint
+from worker.engine.families import sd1
 from worker.engine.lora import names as lora_names
 
 #: kohya's default LoRA adapts these twelve layers in each of the UNet's sixteen transformers.
@@ -40,9 +41,9 @@ def build_random_checkpoint(folder: Path, device: torch.device) -> Path:
     with torch.random.fork_rng(devices=gpus), torch.device(device):
         torch.manual_seed(0)
         networks: dict[str, Any] = {
-            "unet": UNet2DConditionModel(**checkpoint.UNET_CONFIG),
-            "vae": AutoencoderKL(**checkpoint.VAE_CONFIG),
-            "text_encoder": CLIPTextModel(CLIPTextConfig(**checkpoint.TEXT_CONFIG)),
+            "unet": UNet2DConditionModel(**sd1.UNET_CONFIG),
+            "vae": AutoencoderKL(**sd1.VAE_CONFIG),
+            "text_encoder": CLIPTextModel(CLIPTextConfig(**sd1.TEXT_CONFIG)),
         }
     raise_mean(networks["text_encoder"])
     for part, network in networks.items():
@@ -65,7 +66,7 @@ def build_random_loras(
     They change the linear layers of its transformers, 192 in SD1.5: 27 MB each at rank 32. A
     "locon" also changes its resnets and samplers, convolutions at *convolution_rank*.
     """
-    config = checkpoint.network_config(model / "unet", checkpoint.UNET_CONFIG)
+    config = checkpoint.network_config(model / "unet", sd1.UNET_CONFIG)
     with torch.device("meta"):
         unet = UNet2DConditionModel.from_config(config)
     suffixes = _ADAPTED_SUFFIXES + (_LOCON_SUFFIXES if kind == "locon" else ())

@@ -38,19 +38,18 @@ def key_of(loras: Sequence[AppliedLora]) -> LoraKey:
 
 def restrict(loras: Sequence[AppliedLora], network: Network) -> tuple[AppliedLora, ...]:
     """The LoRAs that change one network, with strength 0 on the other."""
-    others: dict[Network, float] = {"unet": 0.0, "text_encoder": 0.0}
     return tuple(
-        AppliedLora(lora.file, {**others, network: weight})
+        AppliedLora(lora.file, {**dict.fromkeys(lora.weights, 0.0), network: weight})
         for lora in loras
-        if (weight := lora.weights[network]) and lora.file.deltas[network]
+        if (weight := lora.weights.get(network, 0.0)) and lora.file.deltas[network]
     )
 
 
 class Merger:
     """The weights of one model; for the engine's thread only."""
 
-    def __init__(self, unet: nn.Module, text_encoder: nn.Module) -> None:
-        networks: dict[Network, nn.Module] = {"unet": unet, "text_encoder": text_encoder}
+    def __init__(self, unet: nn.Module, text_encoders: Mapping[Network, nn.Module]) -> None:
+        networks: dict[Network, nn.Module] = {"unet": unet, **text_encoders}
         self._layers: dict[LayerId, nn.Linear | nn.Conv2d] = {
             (network, path): layer
             for network, module in networks.items()
@@ -71,7 +70,7 @@ class Merger:
         deltas: dict[LayerId, list[tuple[float, WeightDelta]]] = {}
         for lora in loras:
             for network, by_path in lora.file.deltas.items():
-                if weight := lora.weights[network]:
+                if weight := lora.weights.get(network, 0.0):
                     for path, delta in by_path.items():
                         deltas.setdefault((network, path), []).append((weight, delta))
         for layer in self._merged - deltas.keys():

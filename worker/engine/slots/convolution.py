@@ -73,14 +73,28 @@ class LowRankChange(nn.Module):
         self.register_buffer("down", None, persistent=False)
         self.register_buffer("up", None, persistent=False)
 
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        """The layers' change [slots, layers * out] of inputs [slots, in]."""
-        slots = len(x)
+    def forward(self, x: torch.Tensor, slots: int) -> torch.Tensor:
+        """The layers' change [rows, layers * out] of inputs [rows, in], equally many per slot."""
         if self.down is None or self.up is None:
-            return x.new_zeros(slots, len(self.paths) * self.shape.outputs)
+            return x.new_zeros(len(x), len(self.paths) * self.shape.outputs)
+        if len(x) > slots:
+            return self.of_tokens(x.view(slots, -1, x.shape[1])).flatten(0, 1)
         products = torch.bmm(x[:, None], self.down[:slots].transpose(1, 2))
         products = products.view(slots * len(self.paths), 1, -1)
         return torch.bmm(products, self.up[:slots].flatten(0, 1)).view(slots, -1)
+
+    def of_tokens(self, x: torch.Tensor) -> torch.Tensor:
+        """The layers' change [slots, tokens, layers * out] of inputs [slots, tokens, in]."""
+        if self.down is None or self.up is None:
+            raise RuntimeError("there are no changes of this layer")
+        slots = len(x)
+        products = torch.bmm(x, self.down[:slots].transpose(1, 2))
+        if len(self.paths) == 1:
+            return torch.bmm(products, self.up[:slots, 0])
+        # [slots, layers, tokens, rank] by [slots, layers, rank, out]
+        by_layer = products.view(slots, x.shape[1], len(self.paths), -1).transpose(1, 2)
+        changed = torch.matmul(by_layer, self.up[:slots])
+        return changed.transpose(1, 2).flatten(2)
 
 
 class SlotConv(nn.Module):
@@ -91,7 +105,7 @@ class SlotConv(nn.Module):
         super().__init__()
         conv = layer.conv if isinstance(layer, Upsampler) else layer
         if not isinstance(conv, nn.Conv2d) or not _is_usual(conv):
-            raise errors.SetupError(f"{path} is not one of Stable Diffusion 1.x's convolutions")
+            raise errors.SetupError(f"{path} is not one of Stable Diffusion's convolutions")
         self.layer = layer
         self.change = LowRankChange({path: conv})
         self._stride: int = conv.stride[0]

@@ -75,7 +75,7 @@ class SlotEngine:
             layers.replace_group_norms(checkpoint.vae)
             layers.replace_upsamplers(checkpoint.vae)
         self._stager = Stager(checkpoint)
-        self._merger = merge.Merger(checkpoint.unet, checkpoint.text_encoder)
+        self._merger = merge.Merger(checkpoint.unet, checkpoint.text_encoders)
         self._unet = SlotUnet(checkpoint.unet)
         if backend is not None:
             self._unet.fold()
@@ -89,7 +89,10 @@ class SlotEngine:
             checkpoint,
             {
                 "unet": self._unet.groups,
-                "text_encoder": linear.group_by_shape(checkpoint.text_encoder),
+                **{
+                    network: linear.group_by_shape(each)
+                    for network, each in checkpoint.text_encoders.items()
+                },
             },
             convolutions=self._unet.changes.groups,
             lora_cache_bytes=lora_cache_bytes,
@@ -236,7 +239,7 @@ class SlotEngine:
         self._stager.close()
         self._merger.close()
         self._unet.close()
-        for network in (self._checkpoint.unet, self._checkpoint.vae, self._checkpoint.text_encoder):
+        for network in self._checkpoint.networks.values():
             network.to("meta")
         torch.cuda.empty_cache()
 
@@ -316,6 +319,8 @@ class SlotEngine:
             state.mask[rows].copy_(staged.mask)
         factors = staged.factors if lane.weight_mode != "shared" else {}
         state.context[rows].copy_(self._unet.keys_values.compute(staged.vectors, factors))
+        if state.added is not None and staged.added is not None:
+            state.added[rows].copy_(self._unet.embed_added(*staged.added))
 
     def _step(self, lane: Lane) -> None:
         """Runs one step of a lane's slots and passes finished latents to the decoder."""

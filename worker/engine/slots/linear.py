@@ -133,6 +133,7 @@ class TextEncoderLoras:
     """Merges packed LoRAs into a text encoder while some prompts are encoded."""
 
     def __init__(self, text_encoder: nn.Module) -> None:
+        self.device = next(text_encoder.parameters()).device
         layers = adaptable_layers(text_encoder)
         self._weights = {
             group: _stack_weights([layers[path] for path in paths])

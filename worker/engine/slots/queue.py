@@ -47,6 +47,15 @@ class BatchKey(NamedTuple):
         return self.merged_loras is not None or self.isolated is not None
 
 
+class AddedInputs(NamedTuple):
+    """What some UNets take beside the prompt's vectors, of the prompt and the negative prompt."""
+
+    pooled: torch.Tensor
+    """[2, width]"""
+    sizes: torch.Tensor
+    """[2, numbers]: see `families.sdxl.size_ids`."""
+
+
 @dataclass(frozen=True, slots=True)
 class Staged:
     """A job's data on the device, ready to be copied into a slot."""
@@ -57,6 +66,7 @@ class Staged:
     """[2, tokens, width]: of the prompt and the negative prompt, padded with zeros."""
     mask: torch.Tensor | None
     """[2, 1, 1, tokens], added to the attention scores; None for an unmasked batch key."""
+    added: AddedInputs | None
     flat: torch.Tensor | None
     """The LoRAs, of which `factors` are views."""
     factors: dict[Group, StackedChange]
@@ -69,7 +79,7 @@ class Staged:
     def tensors(self) -> list[torch.Tensor]:
         """All that is on the device."""
         changes = itertools.chain.from_iterable(self.convolutions.values())
-        held = (self.latents, self.vectors, self.mask, self.flat, *changes)
+        held = (self.latents, self.vectors, self.mask, *(self.added or ()), self.flat, *changes)
         return [tensor for tensor in held if tensor is not None]
 
 

@@ -55,6 +55,8 @@ class SlotState(NamedTuple):
     """[2 * slots, tokens, width]: the keys and values of all cross-attentions."""
     mask: torch.Tensor | None
     """[2 * slots, 1, 1, tokens], if prompts may be shorter than that."""
+    added: torch.Tensor | None
+    """[2 * slots, width], added to the embedded timesteps in UNets that have such inputs."""
 
     def first(self, slots: int) -> SlotState:
         """Views of the first slots."""
@@ -67,6 +69,7 @@ class SlotState(NamedTuple):
             self.noise[:slots],
             self.context[: 2 * slots],
             None if self.mask is None else self.mask[: 2 * slots],
+            None if self.added is None else self.added[: 2 * slots],
         )
 
 
@@ -79,6 +82,7 @@ def tick(
     noise: torch.Tensor,
     context: torch.Tensor,
     mask: torch.Tensor | None,
+    added: torch.Tensor | None,
 ) -> None:
     """One UNet call and one sampler step of a `SlotState`'s tensors, in place.
 
@@ -91,7 +95,7 @@ def tick(
         x = x.contiguous(memory_format=torch.channels_last)
     times = coefficients[:, sampler.TIMESTEP]
     per_slot, changes = weight_mode != "shared", weight_mode == "per_slot_convolutions"
-    output = unet(x, times, context, mask, per_slot, changes)
+    output = unet(x, times, context, mask, per_slot, changes, added)
     cond, uncond = output.float().unflatten(0, (-1, 2)).unbind(dim=1)
     guided = uncond + rows[:, GUIDANCE, None, None, None] * (cond - uncond)
     stepped, remembered = sampler.step(coefficients, latents, guided, history, noise)
@@ -296,6 +300,9 @@ class StepRunner:
             noise=zeros(*shape),
             context=zeros(2 * slots, tokens, unet.keys_values.width, dtype=unet.dtype),
             mask=zeros(2 * slots, 1, 1, tokens, dtype=unet.dtype) if batch_key.is_masked else None,
+            added=zeros(2 * slots, unet.added_width, dtype=unet.dtype)
+            if unet.added_width
+            else None,
         )
 
     def _compile(self, step: Step) -> None:
