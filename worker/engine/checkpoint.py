@@ -8,6 +8,7 @@ found before, from the header alone (`worker.files.kinds`).
 from __future__ import annotations
 
 import json
+import logging
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -40,6 +41,9 @@ from worker.engine.families import vae as vaes
 from worker.engine.families.family import Family, TextEncoder
 from worker.engine.families.sd1 import SD1
 from worker.engine.lora.names import Network
+from worker.engine.slots import memory
+
+log = logging.getLogger(__name__)
 
 #: What the libraries raise for missing, truncated or mismatched files.
 _LOADING_ERRORS = (OSError, ValueError, KeyError, TypeError, RuntimeError, SafetensorError)
@@ -125,8 +129,10 @@ def load_checkpoint(
         unet.register_to_config(sample_size=family.native_sides[predicted] // vae_factor(vae))
     if family.overflows_in_float16:
         vaes.scale_down(vae)
-    weights_id = "" if dtype == checksums.IDENTITY_TYPE else checksums.identify(networks)
-    weight_sums = _place(networks, device, dtype)
+    placed = _placements(family, networks, device, dtype)
+    is_whole = all(each_dtype == checksums.IDENTITY_TYPE for _, each_dtype in placed.values())
+    weights_id = "" if is_whole else checksums.identify(networks)
+    weight_sums = _place(networks, placed)
     factor = vae_factor(vae)
     side = unet.config.sample_size * factor
     return Checkpoint(
@@ -146,23 +152,52 @@ def load_checkpoint(
     )
 
 
-def _place(networks: _Networks, device: torch.device, dtype: torch.dtype) -> checksums.Sums:
-    """Moves the networks to the device; returns the sums of their weights on the CPU before."""
-    for network in networks.values():
+_Placement = tuple[torch.device, torch.dtype]
+
+
+def _placements(
+    family: Family, networks: _Networks, device: torch.device, dtype: torch.dtype
+) -> dict[str, _Placement]:
+    """Where each network computes: text encoders on the CPU where the GPU's memory is short."""
+    placed = dict.fromkeys(networks, (device, dtype))
+    if device.type == "cuda" and family.has_large_layers:
+        weights = {
+            name: dtype.itemsize * sum(each.numel() for each in network.parameters())
+            for name, network in networks.items()
+        }
+        text_bytes = sum(weights[each] for each in family.networks)
+        if memory.has_no_room_for_text(device, text_bytes, sum(weights.values()) - text_bytes):
+            log.info("the text encoders stay on the CPU", extra={"action": "text_on_cpu"})
+            placed |= dict.fromkeys(family.networks, (torch.device("cpu"), torch.float32))
+    return placed
+
+
+def _place(networks: _Networks, placed: Mapping[str, _Placement]) -> checksums.Sums:
+    """Moves the networks to their devices; returns the sums of their weights on the CPU before.
+
+    Raises:
+        SetupError: a device has too little memory.
+    """
+    for name, network in networks.items():
         network.requires_grad_(requires_grad=False).eval()
         # diffusers' own to() warns about modules to keep in float32, even if there are none.
-        nn.Module.to(network, dtype=dtype)
+        nn.Module.to(network, dtype=placed[name][1])
     # On the CPU, before any of them is on the device.
     weight_sums = checksums.sum_bits(checksums.named_parameters(networks))
-    for network in networks.values():
-        nn.Module.to(network, device=device)
-        if device.type == "cpu":
-            # Not mapped from the file: truncating it would kill the process.
-            for parameter in network.parameters():
-                parameter.data = parameter.data.clone()
-    if device.type == "cuda":
-        for part in ("unet", "vae"):
-            networks[part].to(memory_format=torch.channels_last)
+    try:
+        for name, network in networks.items():
+            device, _ = placed[name]
+            nn.Module.to(network, device=device)
+            if device.type == "cpu":
+                # Not mapped from the file: truncating it would kill the process.
+                for parameter in network.parameters():
+                    parameter.data = parameter.data.clone()
+            elif name in {"unet", "vae"}:
+                network.to(memory_format=torch.channels_last)
+    except torch.cuda.OutOfMemoryError as error:
+        raise errors.SetupError(
+            f"the GPU's memory is too short for the model: {_brief(error)}"
+        ) from error
     return weight_sums
 
 

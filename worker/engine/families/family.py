@@ -44,8 +44,8 @@ class Family:
     """An empty negative prompt is zeros, as AUTOMATIC1111 has it, not the encoding of no words."""
     overflows_in_float16: bool = False
     """The VAE's activations exceed float16: they are computed at a fraction of their size."""
-    low_rank_where_short: bool = False
-    """A copy of all linear layers per slot fits large GPUs only: others have factors per slot."""
+    has_large_layers: bool = False
+    """A copy of all linear layers per slot fits large GPUs only; on others much has to be saved."""
     find_prediction: Callable[[Any], str] = field(default=lambda _: "epsilon")
     """What a UNet predicts, where nothing states it."""
     native_sides: Mapping[str, int] = field(default_factory=dict)

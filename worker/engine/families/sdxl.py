@@ -66,5 +66,5 @@ SDXL = Family(
     has_size_ids=True,
     zeroes_empty_negative=True,
     overflows_in_float16=True,
-    low_rank_where_short=True,
+    has_large_layers=True,
 )

@@ -48,7 +48,15 @@ def restrict(loras: Sequence[AppliedLora], network: Network) -> tuple[AppliedLor
 class Merger:
     """The weights of one model; for the engine's thread only."""
 
-    def __init__(self, unet: nn.Module, text_encoders: Mapping[Network, nn.Module]) -> None:
+    def __init__(
+        self,
+        unet: nn.Module,
+        text_encoders: Mapping[Network, nn.Module],
+        *,
+        keeps_on_cpu: bool = False,
+    ) -> None:
+        """*keeps_on_cpu*: the device has no room for copies of the original weights."""
+        self._keeps_on_cpu = keeps_on_cpu
         networks: dict[Network, nn.Module] = {"unet": unet, **text_encoders}
         self._layers: dict[LayerId, nn.Linear | nn.Conv2d] = {
             (network, path): layer
@@ -95,8 +103,9 @@ class Merger:
     def _merge(self, layer: LayerId, weighted: Sequence[tuple[float, WeightDelta]]) -> None:
         weight = self._layers[layer].weight
         if layer not in self._originals:
-            self._originals[layer] = weight.clone()
-        original = self._originals[layer].float()
+            copied = weight.detach().cpu() if self._keeps_on_cpu else weight
+            self._originals[layer] = copied.clone()
+        original = self._originals[layer].to(weight.device, torch.float32)
         merged = original.clone()
         for strength, delta in weighted:
             merged += strength * delta.compute(original)

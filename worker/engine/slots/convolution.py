@@ -42,6 +42,8 @@ class Shape(NamedTuple):
     outputs: int
     inputs: int
     taps: int
+    of_transformers: bool = False
+    """A linear layer of which slots have no copy, for want of memory."""
 
     @property
     def max_rank(self) -> int:
@@ -64,12 +66,12 @@ class LowRankChange(nn.Module):
     up: torch.Tensor | None
     """[slots, layers, rank, out]"""
 
-    def __init__(self, layers: Mapping[str, nn.Module]) -> None:
+    def __init__(self, layers: Mapping[str, nn.Module], *, of_transformers: bool = False) -> None:
         """*layers* by path."""
         super().__init__()
         self.paths = list(layers)
         ((outputs, inputs, *kernel),) = {_weight_shape(layer) for layer in layers.values()}
-        self.shape = Shape(outputs, inputs, math.prod(kernel))
+        self.shape = Shape(outputs, inputs, math.prod(kernel), of_transformers)
         self.register_buffer("down", None, persistent=False)
         self.register_buffer("up", None, persistent=False)
 
@@ -191,8 +193,12 @@ class SlotChanges:
 
     @property
     def exist(self) -> bool:
-        """True once some job needed them."""
-        return bool(self._capacities)
+        """True once some job changed a layer outside of transformers."""
+        return any(not shape.of_transformers for shape in self._capacities)
+
+    def grow_for_transformers(self, rank: int) -> None:
+        """Makes room for LoRAs of transformers up to a *rank*, if slots have no copies of these."""
+        self.grow((shape, rank) for shape in list(self.groups) if shape.of_transformers)
 
     def has_room(self, ranks: Iterable[tuple[Shape, int]]) -> bool:
         """Whether slots can hold changes of these ranks."""

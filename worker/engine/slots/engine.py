@@ -34,6 +34,9 @@ from worker.engine.slots.weights import Weights
 
 log = logging.getLogger(__name__)
 
+#: Slots of low rank have room for LoRAs of it from the start; for others their memory grows.
+_USUAL_RANK = 32
+
 #: Younger jobs per slot that may overtake one with other LoRAs, while theirs are merged for all.
 _OVERTAKES_PER_SLOT = 6
 
@@ -51,6 +54,7 @@ class SlotEngine:
         slots: int | None = None,
         *,
         blocks: int | None = None,
+        is_low_rank: bool | None = None,
         backend: str | None = None,
         compiled_modes: Sequence[queue.WeightMode] = queue.WEIGHT_MODES,
         lora_cache_bytes: int = prepare.LORA_CACHE_BYTES,
@@ -58,6 +62,7 @@ class SlotEngine:
         """*slots* None fits them to the GPU's memory.
 
         *blocks*: how many lanes may have slots' weights of their own; None fits them as well.
+        *is_low_rank*: slots hold changes of low rank, not weights; None decides by the memory.
         *backend* is torch.compile's, None for no compilation; the UNet is compiled for the
         *compiled_modes*, in this order.
         """
@@ -75,8 +80,13 @@ class SlotEngine:
             layers.replace_group_norms(checkpoint.vae)
             layers.replace_upsamplers(checkpoint.vae)
         self._stager = Stager(checkpoint)
-        self._merger = merge.Merger(checkpoint.unet, checkpoint.text_encoders)
-        self._unet = SlotUnet(checkpoint.unet)
+        if is_low_rank is None:
+            is_low_rank = self._needs_low_rank()
+        self._merger = merge.Merger(
+            checkpoint.unet, checkpoint.text_encoders, keeps_on_cpu=is_low_rank
+        )
+        self._unet = SlotUnet(checkpoint.unet, is_low_rank=is_low_rank)
+        self._unet.changes.grow_for_transformers(_USUAL_RANK)
         if backend is not None:
             self._unet.fold()
         self.self_check = SelfCheck(
@@ -117,6 +127,11 @@ class SlotEngine:
         self._runner.max_compiled = self._lanes.max_open - 1
         self._weights.resize(self.slots)
         self._decoder.max_images = self.slots
+
+    @property
+    def is_low_rank(self) -> bool:
+        """Whether slots hold changes of low rank beside the shared weights, not weights."""
+        return self._unet.is_low_rank
 
     @property
     def slots(self) -> int:
@@ -280,7 +295,7 @@ class SlotEngine:
         if not lane.active:
             return
         self._weights.choose_mode(lane, step, self._lanes.active)
-        if lane.weight_mode == "per_slot_convolutions":
+        if lane.weight_mode != "shared":
             self._weights.make_room(lane, self._lanes.active)
         self.weight_mode = lane.weight_mode
         for slot in started:
@@ -452,6 +467,12 @@ class SlotEngine:
         self._weights.resize(slots)
         torch.cuda.empty_cache()
 
+    def _needs_low_rank(self) -> bool:
+        if not (self._on_gpu and self._checkpoint.family.has_large_layers):
+            return False
+        linear_bytes = linear.transformer_bytes(self._checkpoint.unet)
+        return memory.needs_low_rank(self._device, linear_bytes)
+
     @torch.no_grad()
     def _fit_memory(self, slots: int | None) -> int:
         """Fits the GPU's memory for images of the checkpoint's native size; returns the blocks."""
@@ -465,6 +486,7 @@ class SlotEngine:
             lambda: tick(self._unet, "shared", *state),
             lambda: decoder.decode(self._checkpoint.vae, state.latents),
             slots,
+            must_fit=self._checkpoint.family.has_large_layers,
         )
         self._runner.slots = fit.slots
         self._decoder.slice_pixels = fit.decoded * width * height

@@ -89,6 +89,7 @@ class RequestPreparer:
         self._convolutions = convolutions
         self._held_as_convolutions = convolution.all_paths(convolutions)
         self._dtype: torch.dtype = checkpoint.unet.dtype
+        self._encoders = checkpoint.text_encoders
         self._tokenizer = text.Tokenizer(checkpoint.tokenizer)
         layers = names.Layers(checkpoint.unet, checkpoint.text_encoders)
         self._lora_cache = lora_file.LoraCache(layers, lora_cache_bytes)
@@ -163,6 +164,5 @@ class RequestPreparer:
         self, loras: Sequence[merge.AppliedLora], network: names.Network
     ) -> pack.PackedLoras | None:
         elsewhere = self._held_as_convolutions if network == "unet" else ()
-        return pack.pack(
-            loras, network, self.groups[network], dtype=self._dtype, elsewhere=elsewhere
-        )
+        own = self._checkpoint.unet if network == "unet" else self._encoders[network]
+        return pack.pack(loras, network, self.groups[network], dtype=own.dtype, elsewhere=elsewhere)

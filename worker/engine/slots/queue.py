@@ -18,8 +18,9 @@ from worker.engine.slots import convolution
 from worker.engine.slots.prepare import PLAIN_TOKENS, PreparedRequest
 
 WeightMode = Literal["per_slot", "shared", "per_slot_convolutions"]
-"""Each slot its own weights; one set for all, the checkpoint's own or with LoRAs merged in; or each
-slot its own weights and its own changes of convolutions, while a job in any slot has some."""
+"""Each slot its own weights (where memory is short: low-rank changes beside the shared ones); one
+set for all, the checkpoint's own or with LoRAs merged in; or each slot its own weights and its own
+changes of convolutions, while a job in any slot has some."""
 
 #: Compiled from the start: the third one only where such jobs are frequent.
 WEIGHT_MODES: tuple[WeightMode, ...] = ("per_slot", "shared")
@@ -102,9 +103,16 @@ class SlotJob:
 
     @property
     def ranks(self) -> dict[convolution.Shape, int]:
-        """Of its changes of convolutions, if it has any and slots can hold them."""
+        """Of its changes of convolutions, if it has any and slots can hold them.
+
+        Where slots have no linear weights of their own, of its changes of these as well.
+        """
         packed = self.prepared.convolution_pack
         return packed.ranks if packed else {}
+
+    @property
+    def changes_convolutions(self) -> bool:
+        return any(not shape.of_transformers for shape in self.ranks)
 
     @property
     def calls(self) -> int:

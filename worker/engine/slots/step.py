@@ -5,6 +5,7 @@ Each lane has tensors of its own, compiled where that pays.
 
 from __future__ import annotations
 
+import itertools
 import logging
 from collections import Counter, deque
 from collections.abc import Mapping, Sequence
@@ -210,6 +211,8 @@ class StepRunner:
         if self._backend is None or batch_key.is_rare:
             return False
         if step := self._compiled.get(batch_key):
+            if set(self._compiled_modes) - step.compiled.keys():
+                return True  # dropped since the slots' changes grew
             return (
                 "per_slot_convolutions" not in step.compiled
                 and self._images_with_convolutions[batch_key] >= _COMPILE_AFTER_IMAGES
@@ -248,6 +251,8 @@ class StepRunner:
         Those with changes of convolutions are compiled if there are any so far.
         """
         if step.compiled:
+            missing = [mode for mode in self._compiled_modes if mode not in step.compiled]
+            step.compiled.update(self._compile_modes(step, missing))
             self._compile_convolutions(step)
             return
         kept = [(each, each.clone()) for each in (step.state.latents, step.state.history)]
@@ -273,9 +278,12 @@ class StepRunner:
         self._backend = None
 
     def drop_convolutions(self) -> None:
-        """Frees the compiled ticks with changes of convolutions, before their tensors change."""
-        for step in self._compiled.values():
-            if compiled := step.compiled.pop("per_slot_convolutions", None):
+        """Frees the compiled ticks with slots' changes, before their tensors change."""
+        modes: list[WeightMode] = ["per_slot_convolutions"]
+        if self._unet.is_low_rank:
+            modes.append("per_slot")
+        for step, mode in itertools.product(self._compiled.values(), modes):
+            if compiled := step.compiled.pop(mode, None):
                 self._dropped_recompiles += compiled.recompiles
         self._images_with_convolutions.clear()
 

@@ -21,7 +21,15 @@ UNKNOWN_UNET = "this UNet is not of Stable Diffusion's architecture, the only on
 class KeysValues:
     """The keys and values of all cross-attentions, computed from a prompt's vectors."""
 
-    def __init__(self, crosses: list[CrossAttention], paths: Mapping[nn.Module, str]) -> None:
+    def __init__(
+        self,
+        crosses: list[CrossAttention],
+        paths: Mapping[nn.Module, str],
+        *,
+        is_low_rank: bool = False,
+    ) -> None:
+        """*is_low_rank*: the memory is too short to merge changes of low rank."""
+        self._is_low_rank = is_low_rank
         layers = [layer for cross in crosses for layer in (cross.to_k, cross.to_v)]
         self.stacks = stack_by_shape("prompt", (SlotLinear({paths[each]: each}) for each in layers))
         slices: dict[str, slice] = {}
@@ -40,11 +48,15 @@ class KeysValues:
         """Keys and values [rows, tokens, width] of vectors [rows, tokens, text width]."""
         products = []
         for group, stack in self.stacks.items():
-            weights = stack.shared
-            if group in changes:
+            weights, change = stack.shared, changes.get(group)
+            apart: torch.Tensor | None = None
+            if change is not None and self._is_low_rank and not change.stacks:
+                apart = change.apply(vectors)
+            elif change is not None:
                 weights = torch.empty_like(stack.shared)
-                changes[group].merge(stack.shared, weights)
-            products.append(F.linear(vectors, weights.flatten(0, 1)))
+                change.merge(stack.shared, weights)
+            product = F.linear(vectors, weights.flatten(0, 1))
+            products.append(product if apart is None else product + apart)
         return torch.cat(products, dim=-1)
 
 

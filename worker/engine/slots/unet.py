@@ -40,8 +40,10 @@ from worker.engine.slots.transformer import (
 class SlotUnet(nn.Module):
     """Shares its weights with the diffusers UNet it is made from, which stays usable."""
 
-    def __init__(self, unet: Any) -> None:
+    def __init__(self, unet: Any, *, is_low_rank: bool = False) -> None:
+        """*is_low_rank*: slots have no weights of their own, only changes of low rank."""
         super().__init__()
+        self.is_low_rank = is_low_rank
         paths = {module: path for path, module in unet.named_modules()}
         self.time_proj = unet.time_proj
         self.time_embedding = _TimeEmbedding(unet.time_embedding, paths)
@@ -54,7 +56,9 @@ class SlotUnet(nn.Module):
         self.norm_out = unet.conv_norm_out
         self.conv_out = _conv(paths, unet.conv_out)
         linears = [module for module in self.modules() if isinstance(module, SlotLinear)]
-        self._stacks = stack_by_shape("slots", linears)
+        self._stacks = {} if is_low_rank else stack_by_shape("slots", linears)
+        for linear in linears if is_low_rank else ():
+            linear.keep_apart()
         crosses = [module for module in self.modules() if isinstance(module, CrossAttention)]
         self.time_projections = _TimeProjections(
             [module for module in self.modules() if isinstance(module, _Resnet)], paths
@@ -63,7 +67,7 @@ class SlotUnet(nn.Module):
             module for module in self.modules() if isinstance(module, SelfAttention)
         ]
         self._upsamplers = [module for module in self.modules() if isinstance(module, Upsampler)]
-        self.keys_values = KeysValues(crosses, paths)
+        self.keys_values = KeysValues(crosses, paths, is_low_rank=is_low_rank)
         self.dtype: torch.dtype = unet.conv_out.weight.dtype
         self.device: torch.device = unet.conv_out.weight.device
         self.changes = SlotChanges(
