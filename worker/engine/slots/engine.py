@@ -480,13 +480,18 @@ class SlotEngine:
         state = self._runner.make_slot_state(self._runner.plain_batch_key(width, height), 1)
 
         state_bytes = sum(tensor.nbytes for tensor in state if tensor is not None)
+        vae, is_large = self._checkpoint.vae, self._checkpoint.family.has_large_layers
+        if is_large:
+            self._decoder.is_striped = memory.is_too_large(
+                self._device, lambda: decoder.decode(vae, state.latents)
+            )
         fit = memory.fit(
             self._device,
             self._unet.slot_bytes + state_bytes,
             lambda: tick(self._unet, "shared", *state),
-            lambda: decoder.decode(self._checkpoint.vae, state.latents),
+            lambda: decoder.decode(vae, state.latents, is_striped=self._decoder.is_striped),
             slots,
-            must_fit=self._checkpoint.family.has_large_layers,
+            must_fit=is_large,
         )
         self._runner.slots = fit.slots
         self._decoder.slice_pixels = fit.decoded * width * height

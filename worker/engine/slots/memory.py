@@ -43,6 +43,10 @@ _BESIDE_WEIGHTS = 0.15
 _TEXT_SHARE = 0.2
 
 
+#: Above this share of the free memory, an image is decoded in stripes.
+_WHOLE_SHARE = 0.25
+
+
 class Fit(NamedTuple):
     """What fits beside the model; at least one of each."""
 
@@ -114,6 +118,14 @@ def has_no_room_for_text(device: torch.device, text_bytes: int, others_bytes: in
     On the CPU a prompt takes a second or so, while a small GPU takes several for its image.
     """
     return text_bytes > _TEXT_SHARE * (free_bytes(device) - others_bytes)
+
+
+def is_too_large(device: torch.device, decode: Callable[[], object]) -> bool:
+    """Whether a VAE call for one image takes more than its share of the memory."""
+    try:
+        return _peak_bytes(device, decode) > _WHOLE_SHARE * free_bytes(device)
+    except torch.cuda.OutOfMemoryError:
+        return True
 
 
 def free_bytes(device: torch.device) -> int:
