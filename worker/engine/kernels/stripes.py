@@ -82,7 +82,7 @@ def _scale_and_shift(norm: nn.GroupNorm, x: torch.Tensor) -> tuple[torch.Tensor,
         means = values.view(rows, groups, -1).sum(2) / in_group
         return means.repeat_interleave(channels // groups, dim=1)[:, :, None, None]
 
-    stripes = x.split(ROWS, dim=2)
+    stripes = torch.split(x, ROWS, dim=2)
     mean = mean_of(_sum([part.float().sum((2, 3)) for part in stripes]))
     squares = [(part.float() - mean).square_().sum((2, 3)) for part in stripes]
     scale = (mean_of(_sum(squares)) + norm.eps).rsqrt()

@@ -81,7 +81,9 @@ class SlotEngine:
             layers.replace_upsamplers(checkpoint.vae)
         self._stager = Stager(checkpoint)
         if is_low_rank is None:
-            is_low_rank = self._needs_low_rank()
+            is_low_rank = checkpoint.family.has_large_layers and memory.needs_low_rank(
+                self._device, linear.transformer_bytes(checkpoint.unet)
+            )
         self._merger = merge.Merger(
             checkpoint.unet, checkpoint.text_encoders, keeps_on_cpu=is_low_rank
         )
@@ -129,9 +131,14 @@ class SlotEngine:
         self._decoder.max_images = self.slots
 
     @property
-    def is_low_rank(self) -> bool:
-        """Whether slots hold changes of low rank beside the shared weights, not weights."""
-        return self._unet.is_low_rank
+    def savings(self) -> dict[str, bool]:
+        """What is done about a GPU whose memory is short for the model."""
+        text_device = next(self._checkpoint.text_encoder.parameters()).device
+        return {
+            "is_low_rank": self._unet.is_low_rank,
+            "is_striped": self._decoder.is_striped,
+            "has_text_on_cpu": text_device != self._device,
+        }
 
     @property
     def slots(self) -> int:
@@ -466,12 +473,6 @@ class SlotEngine:
             lane.slots = self._lane_slots(lane.batch_key)
         self._weights.resize(slots)
         torch.cuda.empty_cache()
-
-    def _needs_low_rank(self) -> bool:
-        if not (self._on_gpu and self._checkpoint.family.has_large_layers):
-            return False
-        linear_bytes = linear.transformer_bytes(self._checkpoint.unet)
-        return memory.needs_low_rank(self._device, linear_bytes)
 
     @torch.no_grad()
     def _fit_memory(self, slots: int | None) -> int:

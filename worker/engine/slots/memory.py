@@ -108,6 +108,8 @@ def fit(
 
 def needs_low_rank(device: torch.device, linear_bytes: int) -> bool:
     """Whether the memory is too short for copies of *linear_bytes* in enough slots."""
+    if device.type != "cuda":
+        return False
     slot_bytes = linear_bytes * (1 + _BESIDE_WEIGHTS)
     return free_bytes(device) * (1 - _MARGIN) < _FEWEST_MERGED_SLOTS * slot_bytes
 

@@ -53,8 +53,8 @@ def loras(family_folder: Any, tmp_path_factory: pytest.TempPathFactory) -> dict[
 
 def test_a_low_rank_slot_takes_a_fraction_of_the_memory(engines: dict[str, SlotEngine]) -> None:
     merged, low_rank = (engines[each]._unet for each in ("merged", "low_rank"))
-    assert engines["low_rank"].is_low_rank
-    assert not engines["merged"].is_low_rank
+    assert engines["low_rank"].savings["is_low_rank"]
+    assert not engines["merged"].savings["is_low_rank"]
     assert not low_rank._stacks
     assert {use for use, _, _ in low_rank.groups} == {"prompt"}
     assert merged._stacks
