@@ -131,6 +131,10 @@ class Decoder:
                     self._queue.remove(drawn)
                 self._decode_or_share(part)
 
+    def decode(self, latents: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """Decodes latents [images, 4, height, width] at once, uncompiled."""
+        return (decode_in_stripes if self.is_striped else decode)(self._vae, latents)
+
     def collect(self, *, wait: bool) -> list[contract.Finished]:
         """The images that have reached the host; *wait* blocks for at least one slice, if any.
 
@@ -195,7 +199,7 @@ class Decoder:
             held[: len(part)].copy_(latents)
             pixels, is_finite = compiled()
         else:
-            pixels, is_finite = decode(self._vae, latents, is_striped=self.is_striped)
+            pixels, is_finite = self.decode(latents)
         on_gpu = pixels.device.type == "cuda"
         host_pixels = torch.empty(
             (len(part), *pixels.shape[1:]), dtype=torch.uint8, pin_memory=on_gpu
@@ -236,15 +240,21 @@ class Decoder:
         return errors.TransientError("the image is NaN")
 
 
-def decode(
-    vae: AutoencoderKL, latents: torch.Tensor, *, is_striped: bool = False
-) -> tuple[torch.Tensor, torch.Tensor]:
+def decode(vae: AutoencoderKL, latents: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     """Decodes latents [images, 4, height, width]; see `to_pixels`."""
+    return to_pixels(vae.decoder(_scale(vae, latents)).float())
+
+
+def decode_in_stripes(
+    vae: AutoencoderKL, latents: torch.Tensor
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """The same with less memory: see `kernels.stripes`."""
+    return to_pixels(stripes.decode(vae.decoder, _scale(vae, latents)).float())
+
+
+def _scale(vae: AutoencoderKL, latents: torch.Tensor) -> torch.Tensor:
     scaled = (latents / vae.config.scaling_factor).to(vae.dtype)
-    if vae.post_quant_conv is not None:
-        scaled = vae.post_quant_conv(scaled)
-    images = stripes.decode(vae.decoder, scaled) if is_striped else vae.decoder(scaled)
-    return to_pixels(images.float())
+    return scaled if vae.post_quant_conv is None else vae.post_quant_conv(scaled)
 
 
 def to_pixels(images: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:

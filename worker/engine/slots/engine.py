@@ -8,6 +8,7 @@ tracks every slot's step, so a tick reads nothing back from the GPU.
 
 from __future__ import annotations
 
+import functools
 import itertools
 import logging
 import math
@@ -481,16 +482,15 @@ class SlotEngine:
         state = self._runner.make_slot_state(self._runner.plain_batch_key(width, height), 1)
 
         state_bytes = sum(tensor.nbytes for tensor in state if tensor is not None)
-        vae, is_large = self._checkpoint.vae, self._checkpoint.family.has_large_layers
+        is_large = self._checkpoint.family.has_large_layers
+        decode = functools.partial(self._decoder.decode, state.latents)
         if is_large:
-            self._decoder.is_striped = memory.is_too_large(
-                self._device, lambda: decoder.decode(vae, state.latents)
-            )
+            self._decoder.is_striped = memory.is_too_large(self._device, decode)
         fit = memory.fit(
             self._device,
             self._unet.slot_bytes + state_bytes,
             lambda: tick(self._unet, "shared", *state),
-            lambda: decoder.decode(vae, state.latents, is_striped=self._decoder.is_striped),
+            decode,
             slots,
             must_fit=is_large,
         )

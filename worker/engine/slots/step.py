@@ -250,17 +250,17 @@ class StepRunner:
 
         Those with changes of convolutions are compiled if there are any so far.
         """
-        if step.compiled:
-            missing = [mode for mode in self._compiled_modes if mode not in step.compiled]
-            step.compiled.update(self._compile_modes(step, missing))
-            self._compile_convolutions(step)
-            return
         kept = [(each, each.clone()) for each in (step.state.latents, step.state.history)]
         try:
-            with self._unet.selecting_kernels(self._kernels), torch.no_grad():
-                tick(self._unet, "shared", *step.state)
+            if step.compiled:
+                missing = [mode for mode in self._compiled_modes if mode not in step.compiled]
+                step.compiled.update(self._compile_modes(step, missing))
+            else:
+                with self._unet.selecting_kernels(self._kernels), torch.no_grad():
+                    tick(self._unet, "shared", *step.state)
+                if self._backend is not None:
+                    self._compile(step)
             if self._backend is not None:
-                self._compile(step)
                 self._compile_convolutions(step)
         finally:
             for tensor, copy in kept:
