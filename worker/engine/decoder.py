@@ -253,8 +253,10 @@ def decode_in_stripes(
 
 
 def _scale(vae: AutoencoderKL, latents: torch.Tensor) -> torch.Tensor:
-    scaled = (latents / vae.config.scaling_factor).to(vae.dtype)
-    return scaled if vae.post_quant_conv is None else vae.post_quant_conv(scaled)
+    scaled: torch.Tensor = (latents / vae.config.scaling_factor).to(vae.dtype)
+    if vae.post_quant_conv is not None:
+        scaled = vae.post_quant_conv(scaled)
+    return scaled
 
 
 def to_pixels(images: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:

@@ -173,7 +173,8 @@ class StepRunner:
         compiled_modes: Sequence[WeightMode],
         pool: GraphPool | None,
     ) -> None:
-        self.costs = Costs()
+        # Copies of the original weights are on the CPU then.
+        self.costs = Costs(merge_seconds=1.0) if unet.is_low_rank else Costs()
         self.slots = slots
         self.max_compiled = _MAX_COMPILED_KEYS
         self._unet = unet
