@@ -48,7 +48,6 @@ FILES, TINY_FILES = 24, 5
 
 STEPS, TINY_STEPS = 20, 3
 BASELINE_IMAGES = 4
-FAMILY = {"sd1": "Stable Diffusion 1.x", "sd2": "Stable Diffusion 2.x", "sdxl": "SDXL"}
 COMPANY_STRENGTH = 0.1
 
 
@@ -60,7 +59,7 @@ def build_model(arguments: argparse.Namespace, family: tiny_families.FamilyName)
         if arguments.tiny:
             tiny_families.build(folder, family, prediction_type=kind)
         else:
-            (found,) = (each for each in find.FAMILIES if each.name == FAMILY[family])
+            (found,) = (each for each in find.FAMILIES if each.slug == family)
             random_model.build_random_checkpoint(
                 folder, arguments.device, found, prediction_type=kind
             )

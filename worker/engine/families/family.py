@@ -35,6 +35,8 @@ class Family:
     """The configurations are those of single files without a configuration folder."""
 
     name: str
+    slug: str
+    """Its name for programs."""
     unet_config: Config
     vae_config: Config
     text_encoders: tuple[TextEncoder, ...]

@@ -24,6 +24,7 @@ TEXT_CONFIG = {
 
 SD1 = Family(
     name="Stable Diffusion 1.x",
+    slug="sd1",
     unet_config=UNET_CONFIG,
     vae_config=VAE_CONFIG,
     text_encoders=(

@@ -46,6 +46,7 @@ def find_prediction(unet: Any) -> str:
 
 SD2 = Family(
     name="Stable Diffusion 2.x",
+    slug="sd2",
     unet_config=UNET_CONFIG,
     vae_config=sd1.VAE_CONFIG,
     text_encoders=(

@@ -43,6 +43,7 @@ def size_ids(width: int, height: int) -> torch.Tensor:
 
 SDXL = Family(
     name="SDXL",
+    slug="sdxl",
     unet_config=UNET_CONFIG,
     vae_config=VAE_CONFIG,
     text_encoders=(
