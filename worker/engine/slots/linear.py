@@ -19,7 +19,7 @@ import torch
 import torch.nn.functional as F  # noqa: N812 - its name everywhere
 from torch import nn
 
-from worker.engine.lora.names import adaptable_layers
+from worker.engine.lora.names import Network, adaptable_layers
 from worker.engine.lora.pack import Group
 from worker.engine.lora.stacked import StackedChange
 from worker.engine.slots.convolution import LowRankChange
@@ -91,12 +91,12 @@ class WeightStack:
         for linear, part in self._parts():
             linear.slots = self._own[:, part].flatten(1, 2)
 
-    def load(self, slot: int, change: StackedChange | None) -> None:
+    def load(self, slot: int, change: StackedChange | None, temporary_bytes: int) -> None:
         """Sets a slot to the shared weights, plus a job's change."""
         if change is None:
             self._own[slot].copy_(self.shared)
         else:
-            change.merge(self.shared, self._own[slot])
+            change.merge(self.shared, self._own[slot], temporary_bytes)
 
     def _parts(self) -> Iterable[tuple[SlotLinear, slice]]:
         at = 0
@@ -139,6 +139,11 @@ def group_by_shape(network: nn.Module) -> dict[Group, list[str]]:
             outer, inner = layer.weight.shape
             groups.setdefault(("linear", outer, inner), []).append(path)
     return groups
+
+
+def groups_of(networks: Mapping[Network, nn.Module]) -> dict[Network, dict[Group, list[str]]]:
+    """The same of several networks."""
+    return {name: group_by_shape(network) for name, network in networks.items()}
 
 
 def transformer_bytes(unet: nn.Module) -> int:

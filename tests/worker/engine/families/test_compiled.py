@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 import torch
-from diffusers import UNet2DConditionModel
+from diffusers import AutoencoderKL, UNet2DConditionModel
 
 from fleet.bench import random_model
 from worker.engine import checkpoint as checkpoints
@@ -22,7 +22,8 @@ def small_model(family_folder: Any, tmp_path_factory: pytest.TempPathFactory) ->
     folder = tmp_path_factory.mktemp("model") / "small"
     shutil.copytree(family_folder("sdxl"), folder)
     config = UNet2DConditionModel.load_config(folder / "unet")
-    shutil.rmtree(folder / "unet")
+    for part in ("unet", "vae"):
+        shutil.rmtree(folder / part)
     blocks = {
         "block_out_channels": (32, 32),
         "down_block_types": ("DownBlock2D", "CrossAttnDownBlock2D"),
@@ -33,6 +34,8 @@ def small_model(family_folder: Any, tmp_path_factory: pytest.TempPathFactory) ->
     }
     unet = UNet2DConditionModel.from_config({**config, **blocks})
     unet.save_pretrained(folder / "unet")
+    vae = AutoencoderKL(block_out_channels=(16,), norm_num_groups=8, scaling_factor=0.13025)
+    vae.save_pretrained(folder / "vae")
     return folder
 
 
@@ -57,8 +60,8 @@ def test_a_larger_rank_compiles_once_more(
             tmp_path, small_model, 1, torch.device("cpu"), rank=rank
         )
         lora = contract.Lora(name, tmp_path / f"{name}.safetensors", 0.2, 0.2)
-        requests.append(make_request(loras=(lora,), steps=2, seed=rank))
-    small, large = requests[:2], [requests[2], make_request(steps=2)]
+        requests.append(make_request(loras=(lora,), steps=2, seed=rank, width=8, height=8))
+    small, large = requests[:2], [requests[2], make_request(steps=2, width=8, height=8)]
     for pair in (small, large, large):
         for request, image in zip(pair, draw(engine, *pair), strict=True):
             assert difference(image, draw(plain, request)[0]) <= 2
