@@ -39,7 +39,7 @@ _INDEX = {
     "safety_checker": [None, None],
     "feature_extractor": [None, None],
 }
-_SCHEDULER = {
+SCHEDULER = {
     "_class_name": "EulerAncestralDiscreteScheduler",
     "beta_start": 0.00085,
     "beta_end": 0.012,
@@ -64,7 +64,7 @@ def build_tiny_checkpoint(
             tokenizer = CLIPTokenizer.from_pretrained(clip.TOKENIZER)
         text_encoder = _text_encoder(tokenizer)
         unet = _unet(size)
-        vae = _vae(size)
+        vae = make_vae(size)
     unet.save_pretrained(folder / "unet")
     vae.save_pretrained(folder / "vae")
     text_encoder.config.save_pretrained(folder / "text_encoder")
@@ -73,7 +73,7 @@ def build_tiny_checkpoint(
     )
     if not clips_tokenizer:
         tokenizer.save_pretrained(folder / "tokenizer")
-    _write_json(folder / "scheduler" / "scheduler_config.json", _SCHEDULER)
+    _write_json(folder / "scheduler" / "scheduler_config.json", SCHEDULER)
     _write_json(folder / "model_index.json", _INDEX)
     return folder
 
@@ -144,11 +144,11 @@ def _unet(size: int) -> UNet2DConditionModel:
         norm_num_groups=8,
     )
     # An untrained UNet predicts almost 0: prompt and LoRA would hardly change the image.
-    _gain(unet.conv_out, 4.0)
+    raise_gain(unet.conv_out, 4.0)
     return unet
 
 
-def _vae(size: int) -> AutoencoderKL:
+def make_vae(size: int, scaling_factor: float = 0.18215) -> AutoencoderKL:
     vae = AutoencoderKL(
         sample_size=size,
         down_block_types=("DownEncoderBlock2D",) * 4,
@@ -156,7 +156,7 @@ def _vae(size: int) -> AutoencoderKL:
         block_out_channels=(16, 16, 32, 32),
         layers_per_block=1,
         norm_num_groups=8,
-        scaling_factor=0.18215,
+        scaling_factor=scaling_factor,
     )
     # An untrained decoder turns everything into the same fine grey noise; with blurring upsamplers
     # and contrast it draws large coloured shapes.
@@ -165,11 +165,11 @@ def _vae(size: int) -> AutoencoderKL:
         *(block.upsamplers[0].conv for block in vae.decoder.up_blocks[:-1]),
     ]:
         _blur(layer)
-    _gain(vae.decoder.conv_out, 2.0)
+    raise_gain(vae.decoder.conv_out, 2.0)
     return vae
 
 
-def _gain(layer: nn.Conv2d, factor: float) -> None:
+def raise_gain(layer: nn.Conv2d, factor: float) -> None:
     with torch.no_grad():
         layer.weight.mul_(factor)
 

@@ -60,9 +60,9 @@ class WorkerSettings(TelemetrySettings):
 
     model: Annotated[str, BeforeValidator(str)] = Field(
         repr=False,  # an address may hold a token
-        description="The Stable Diffusion 1.x checkpoint: a .safetensors file or a folder in"
-        " diffusers format. Or one to fetch at the start, as a .safetensors file or a .tar of such"
-        " a folder: an https:// URL, or store:NAME for models/NAME in the storage.",
+        description="The checkpoint, of Stable Diffusion 1.x, 2.x or SDXL: a .safetensors file or a"
+        " folder in diffusers format. Or one to fetch at the start, as a .safetensors file or a"
+        " .tar of such a folder: an https:// URL, or store:NAME for models/NAME in the storage.",
     )
     model_sha256: str | None = Field(
         default=None,
@@ -71,8 +71,9 @@ class WorkerSettings(TelemetrySettings):
     )
     config: Path | None = Field(
         default=None,
-        description="For a single-file checkpoint whose configuration or tokenizer is not SD1.5's:"
-        " the folder with them; by default a folder next to it with the file's name.",
+        description="For a single-file checkpoint whose configuration or tokenizer is not its"
+        " family's usual one: the folder with them; by default a folder next to it with the file's"
+        " name.",
     )
     precision: Literal["auto", "float16", "bfloat16", "float32"] = Field(
         default="auto",

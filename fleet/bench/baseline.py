@@ -31,7 +31,7 @@ _NOISE = {
 
 
 class PlainDiffusers:
-    """StableDiffusionPipeline as in its documentation: no compilation, no batching of jobs."""
+    """The family's pipeline as in its documentation: no compilation, no batching of jobs."""
 
     def __init__(self, model: Path, device: torch.device, dtype: torch.dtype) -> None:
         """Loads the checkpoint as the engine does.
@@ -42,7 +42,7 @@ class PlainDiffusers:
         # They warn of each truncated prompt and of unused image processors.
         diffusers_logging.set_verbosity_error()
         transformers_logging.set_verbosity_error()
-        from diffusers import StableDiffusionPipeline
+        from diffusers import StableDiffusionPipeline, StableDiffusionXLPipeline
 
         if getattr(torch.backends.cuda.matmul, "allow_fp16_accumulation", False):
             torch.backends.cuda.matmul.allow_fp16_accumulation = False  # the engine's option
@@ -51,16 +51,22 @@ class PlainDiffusers:
             network.to(memory_format=torch.contiguous_format)
         self._adapters: dict[Path, str] = {}
         self._prediction_type = loaded.prediction_type
-        self._pipeline: Any = StableDiffusionPipeline(
-            vae=loaded.vae,
-            text_encoder=loaded.text_encoder,
-            tokenizer=loaded.tokenizer,
-            unet=loaded.unet,
-            scheduler=self._scheduler("euler_ancestral"),
-            safety_checker=None,
-            feature_extractor=None,
-            requires_safety_checker=False,
-        )
+        parts: dict[str, Any] = {
+            "vae": loaded.vae,
+            "text_encoder": loaded.text_encoder,
+            "tokenizer": loaded.tokenizer,
+            "unet": loaded.unet,
+            "scheduler": self._scheduler("euler_ancestral"),
+        }
+        self._pipeline: Any
+        if loaded.text_encoder_2 is not None:
+            second = {"text_encoder_2": loaded.text_encoder_2, "tokenizer_2": loaded.tokenizer}
+            self._pipeline = StableDiffusionXLPipeline(**parts, **second, add_watermarker=False)
+        else:
+            unused = {"safety_checker": None, "feature_extractor": None}
+            self._pipeline = StableDiffusionPipeline(
+                **parts, **unused, requires_safety_checker=False
+            )
         self._pipeline.set_progress_bar_config(disable=True)
 
     def use_loras(self, loras: Sequence[contract.Lora]) -> None:

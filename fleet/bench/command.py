@@ -37,6 +37,13 @@ def engine_command(
             " (2 GB in the temporary folder), and the small demo checkpoint on a CPU.",
         ),
     ] = None,
+    family: Annotated[
+        str,
+        typer.Option(
+            metavar="sd1|sd2|sdxl",
+            help="Of the checkpoint with random weights: SDXL takes 7 GB in the temporary folder.",
+        ),
+    ] = "sd1",
     device: Annotated[str, typer.Option(help="auto, cpu, cuda or cuda:N.")] = "auto",
     slots: Annotated[
         int | None,
@@ -103,7 +110,7 @@ def engine_command(
         with tempfile.TemporaryDirectory(prefix="imagefleet-bench-") as name, _steps() as step:
             folder = Path(name)
             step("creating the LoRAs" if model else "creating the model and the LoRAs", 1)
-            setup = bench_engine.prepare(model, folder, device)
+            setup = bench_engine.prepare(model, folder, device, family=family)
             report = bench_engine.measure(setup, measured, step)
     per_hour = report["worker_images_per_second"] * _SECONDS_PER_HOUR
     report |= {"dollars_per_hour": price, "images_per_dollar": per_hour / price if price else None}

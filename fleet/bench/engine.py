@@ -19,6 +19,7 @@ from fleet.bench import jobs as bench_jobs
 from imagefleet import errors
 from worker.engine import contract, load
 from worker.engine import device as devices
+from worker.engine.families import find
 from worker.settings import WorkerSettings
 
 #: Per rate: long compared with one image.
@@ -54,16 +55,30 @@ class Options:
     fp16_accumulate: bool = False
 
 
-def prepare(model: Path | None, folder: Path, device: str, loras: int = LORAS) -> Setup:
-    """The given checkpoint, else a random SD1.5 on a GPU and the demo's on a CPU.
+def prepare(
+    model: Path | None, folder: Path, device: str, loras: int = LORAS, family: str = "sd1"
+) -> Setup:
+    """The given checkpoint, else a random one of a *family* on a GPU and the demo's on a CPU.
 
     The LoRAs are random, of the reference's rank; their content does not affect the speed.
+
+    Raises:
+        SetupError: there is no such model, family or device.
     """
+    families = {each.slug: each for each in find.FAMILIES}
+    if family not in families:
+        raise errors.SetupError(f"--family {family!r} is unknown; known are {', '.join(families)}")
     torch_device = devices.find_device(device)
     if model is not None and not model.exists():
         raise errors.SetupError(f"the model {str(model)!r} does not exist")
     if model is None and torch_device.type == "cuda":
-        model = random_model.build_random_checkpoint(folder / "random-sd15", torch_device)
+        name = "random-sd15" if family == "sd1" else f"random-{family}"
+        kind = "v_prediction" if family == "sd2" else "epsilon"
+        model = random_model.build_random_checkpoint(
+            folder / name, torch_device, families[family], prediction_type=kind
+        )
+    elif model is None and family != "sd1":
+        raise errors.SetupError(f"--family {family} is for GPUs: give a --model on a CPU")
     elif model is None:
         model = demo_jobs.find_checkpoint()
     directory = folder / "loras"

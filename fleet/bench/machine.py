@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import itertools
 import platform
 import resource
@@ -17,6 +18,8 @@ from torch.utils.flop_counter import FlopCounterMode
 from transformers import CLIPTextConfig, CLIPTextModel
 
 from worker.engine import checkpoint, text
+from worker.engine.families import find
+from worker.engine.families.sd1 import SD1
 
 _LIBRARIES = ("imagefleet", "torch", "diffusers", "transformers", "peft", "triton")
 
@@ -83,21 +86,27 @@ def count_image_flops(model: Path, width: int, height: int, unet_calls: int) -> 
     Counted on the meta device for prompts of one chunk. *model* is a diffusers folder; anything
     else counts as SD1.5.
     """
+    unet_config = checkpoint.network_config(model / "unet", SD1.unet_config)
+    family = find.of_folder(unet_config, checkpoint.network_config(model / "text_encoder", {}))
     with torch.device("meta"):
-        unet = UNet2DConditionModel.from_config(
-            checkpoint.network_config(model / "unet", checkpoint.UNET_CONFIG)
-        )
-        vae = AutoencoderKL.from_config(
-            checkpoint.network_config(model / "vae", checkpoint.VAE_CONFIG)
-        )
-        text_config = checkpoint.network_config(model / "text_encoder", checkpoint.TEXT_CONFIG)
-        text_encoder = CLIPTextModel(CLIPTextConfig(**text_config))
+        unet = UNet2DConditionModel.from_config(unet_config)
+        vae = AutoencoderKL.from_config(checkpoint.network_config(model / "vae", family.vae_config))
+        text_encoders = [
+            CLIPTextModel(
+                CLIPTextConfig(**checkpoint.network_config(model / each.network, each.config))
+            )
+            for each in family.text_encoders
+        ]
         factor = checkpoint.vae_factor(vae)
         latent = torch.empty(1, unet.config.in_channels, height // factor, width // factor)
         ids = torch.zeros((1, text.CONTEXT_TOKENS), dtype=torch.long)
         context = torch.empty(1, text.CONTEXT_TOKENS, unet.config.cross_attention_dim)
-        unet_flops = _count(lambda: unet(latent, torch.empty(1), context))
-        text_flops = _count(lambda: text_encoder(ids))
+        added = None
+        if family.has_size_ids:
+            pooled = torch.empty(1, text_encoders[-1].config.projection_dim)
+            added = {"text_embeds": pooled, "time_ids": torch.empty(1, 6)}
+        unet_flops = _count(lambda: unet(latent, torch.empty(1), context, added_cond_kwargs=added))
+        text_flops = sum(_count(functools.partial(each, ids)) for each in text_encoders)
         vae_flops = _count(lambda: vae.decode(latent))
     return 2 * unet_calls * unet_flops + 2 * text_flops + vae_flops
 

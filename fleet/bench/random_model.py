@@ -1,7 +1,8 @@
-"""A full-size SD1.5 with random weights, and LoRAs for it: as fast as a trained one."""
+"""Full-size checkpoints with random weights, and LoRAs for them: as fast as trained ones."""
 
 from __future__ import annotations
 
+import json
 import math
 from collections.abc import Callable, Mapping
 from pathlib import Path
@@ -11,9 +12,11 @@ import torch
 from diffusers import AutoencoderKL, UNet2DConditionModel
 from safetensors.torch import save_file
 from torch import nn
-from transformers import CLIPTextConfig, CLIPTextModel
+from transformers import CLIPTextConfig, CLIPTextModel, CLIPTextModelWithProjection
 
 from worker.engine import checkpoint
+from worker.engine.families.family import Family
+from worker.engine.families.sd1 import SD1
 from worker.engine.lora import names as lora_names
 
 #: kohya's default LoRA adapts these twelve layers in each of the UNet's sixteen transformers.
@@ -25,28 +28,40 @@ _ADAPTED_SUFFIXES = (
 #: What kohya's LoCons adapt beside them, in resnets and samplers.
 _LOCON_SUFFIXES = ("conv1", "conv2", "conv_shortcut", "time_emb_proj", "samplers.0.conv")
 
+_PIXELS_PER_LATENT = 8
+
 Kind = Literal["lora", "locon", "loha", "lokr", "dora"]
 Shape = tuple[int, ...]
 Tensors = dict[str, torch.Tensor]
 
 
-def build_random_checkpoint(folder: Path, device: torch.device) -> Path:
-    """Writes SD1.5 with random float16 weights in diffusers' format; returns its folder, 2 GB.
+def build_random_checkpoint(
+    folder: Path, device: torch.device, family: Family = SD1, *, prediction_type: str = "epsilon"
+) -> Path:
+    """Writes a model family with random float16 weights in diffusers' format; returns its folder.
 
-    Takes a second on a GPU, a minute on a CPU.
+    SD1.5 takes 2 GB and a second on a GPU, a minute on a CPU; SDXL 7 GB.
     """
     checkpoint.hide_progress_bars()
     gpus = [device] if device.type == "cuda" else []
+    side = family.native_sides.get(prediction_type)
+    size = {"sample_size": side // _PIXELS_PER_LATENT} if side else {}
     with torch.random.fork_rng(devices=gpus), torch.device(device):
         torch.manual_seed(0)
         networks: dict[str, Any] = {
-            "unet": UNet2DConditionModel(**checkpoint.UNET_CONFIG),
-            "vae": AutoencoderKL(**checkpoint.VAE_CONFIG),
-            "text_encoder": CLIPTextModel(CLIPTextConfig(**checkpoint.TEXT_CONFIG)),
+            "unet": UNet2DConditionModel(**{**family.unet_config, **size}),
+            "vae": AutoencoderKL(**family.vae_config),
         }
-    raise_mean(networks["text_encoder"])
+        for encoder in family.text_encoders:
+            projected = CLIPTextModelWithProjection if encoder.rules.has_pooled else CLIPTextModel
+            networks[encoder.network] = projected(CLIPTextConfig(**encoder.config))
+            raise_mean(networks[encoder.network])
     for part, network in networks.items():
         network.half().save_pretrained(folder / part)
+    if prediction_type != "epsilon":
+        path = folder / "scheduler" / "scheduler_config.json"
+        path.parent.mkdir(exist_ok=True)
+        path.write_text(json.dumps({"prediction_type": prediction_type}))
     return folder
 
 
@@ -65,7 +80,7 @@ def build_random_loras(
     They change the linear layers of its transformers, 192 in SD1.5: 27 MB each at rank 32. A
     "locon" also changes its resnets and samplers, convolutions at *convolution_rank*.
     """
-    config = checkpoint.network_config(model / "unet", checkpoint.UNET_CONFIG)
+    config = checkpoint.network_config(model / "unet", SD1.unet_config)
     with torch.device("meta"):
         unet = UNet2DConditionModel.from_config(config)
     suffixes = _ADAPTED_SUFFIXES + (_LOCON_SUFFIXES if kind == "locon" else ())
@@ -160,7 +175,7 @@ MAKERS: Mapping[Kind, Callable[[Shape, int, torch.Generator], Tensors]] = {
 }
 
 
-def raise_mean(text_encoder: CLIPTextModel) -> None:
+def raise_mean(text_encoder: nn.Module) -> None:
     """Gives an untrained text encoder's output a mean other than 0: prompt weights divide by it."""
     for path, module in text_encoder.named_modules():
         if path.endswith("final_layer_norm"):

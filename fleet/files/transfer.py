@@ -51,7 +51,7 @@ async def local_file(
     A download that was interrupted goes on the next time. After the block's errors it is kept.
 
     Raises:
-        SetupError: it is not of the *wanted* kind, or has another hash.
+        SetupError: it is not for the *wanted* use, or has another hash.
     """
     if not re.match(r"https?://", source, re.IGNORECASE):
         yield await asyncio.to_thread(_own_file, source, sha256)
@@ -66,14 +66,14 @@ async def local_file(
 
 
 def check_lora(path: Path) -> None:
-    """Raises SetupError unless *path* is a LoRA for Stable Diffusion 1.x."""
+    """Raises SetupError unless *path* is a LoRA for a family of models that workers can load."""
     if path.suffix.lower() in addresses.PICKLE_SUFFIXES:
         raise errors.SetupError(f"{str(path)!r} is {addresses.pickle_advice(str(path))}")
     try:
         kind = check.kind_of_file(path)
     except OSError as error:
         raise errors.SetupError(f"{str(path)!r} cannot be read: {error.strerror}") from None
-    if kind != kinds.SD1_LORA:
+    if kind.use != "lora":
         raise errors.SetupError(check.refusal(str(path), kind))
 
 

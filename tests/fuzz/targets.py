@@ -29,7 +29,7 @@ from fleet.monitor import prometheus
 from fleet.plan import estimate
 from fleet.report import figures, plot, records
 from fleet.salad import file as salad_file
-from header_files import LORA, SD1, SDXL
+from header_files import LORA, REFINER, SD1
 from imagefleet import errors, redaction
 from imagefleet.job import image_record, message, prompt
 from imagefleet.pricing import price_file, prices
@@ -363,7 +363,7 @@ TARGETS: dict[str, Target] = {
     "safetensors": Target(
         _safetensors,
         (safetensors.MalformedError,),
-        tuple(_header(names) for names in (SD1, LORA, SDXL, ("emb_params",), ())),
+        tuple(_header(names) for names in (SD1, LORA, REFINER, ("emb_params",), ())),
     ),
     "infotext": Target(
         _image,

@@ -1,4 +1,4 @@
-"""Loads an SD1.x checkpoint from local files: a diffusers folder or one `.safetensors` file.
+"""Loads a checkpoint from local files: a diffusers folder or one `.safetensors` file.
 
 Single files are read here, not by diffusers' `from_single_file`: that needs the Hub or a folder for
 the configuration, does not name missing weights, and does not read the text encoder. Their kind was
@@ -8,7 +8,8 @@ found before, from the header alone (`worker.files.kinds`).
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
+import logging
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, cast
@@ -23,45 +24,37 @@ from diffusers.utils import logging as diffusers_logging
 from safetensors import SafetensorError
 from safetensors.torch import load_file
 from torch import nn
-from transformers import CLIPTextConfig, CLIPTextModel, CLIPTokenizer
+from transformers import (
+    CLIPTextConfig,
+    CLIPTextModel,
+    CLIPTextModelWithProjection,
+    CLIPTokenizer,
+)
 from transformers.utils import logging as transformers_logging
 
 from imagefleet import errors
 from imagefleet.job import clip
 from imagefleet.telemetry import logs
 from worker.engine import checksums
+from worker.engine.families import find, noise
+from worker.engine.families import vae as vaes
+from worker.engine.families.family import Family, TextEncoder
+from worker.engine.families.sd1 import SD1
+from worker.engine.lora.names import Network
+from worker.engine.slots import memory
+
+log = logging.getLogger(__name__)
 
 #: What the libraries raise for missing, truncated or mismatched files.
 _LOADING_ERRORS = (OSError, ValueError, KeyError, TypeError, RuntimeError, SafetensorError)
 
-#: SD1.5's configuration, for single files without a configuration folder.
-UNET_CONFIG = {"sample_size": 64, "cross_attention_dim": 768, "attention_head_dim": 8}
-VAE_CONFIG = {
-    "down_block_types": ["DownEncoderBlock2D"] * 4,
-    "up_block_types": ["UpDecoderBlock2D"] * 4,
-    "block_out_channels": [128, 256, 512, 512],
-    "layers_per_block": 2,
-    "sample_size": 512,
-    "scaling_factor": 0.18215,
-}
-TEXT_CONFIG = {
-    "hidden_size": 768,
-    "intermediate_size": 3072,
-    "num_hidden_layers": 12,
-    "num_attention_heads": 12,
-    "projection_dim": 768,
-}
-_TEXT_PREFIX = "cond_stage_model.transformer."
-
 #: An average of the UNet's weights during training, which some files have beside the weights.
 _AVERAGE_PREFIX = "model_ema."
-
-_PREDICTION_TYPES = frozenset({"epsilon", "v_prediction"})
 
 #: Any of them makes a folder a single file's configuration.
 _CONFIGURATION = (
     *("tokenizer", "unet/config.json", "vae/config.json", "text_encoder/config.json"),
-    "scheduler/scheduler_config.json",
+    *("text_encoder_2/config.json", "scheduler/scheduler_config.json"),
 )
 
 
@@ -84,10 +77,21 @@ class Checkpoint:
     """Of the networks' weights as they were on the CPU (`networks`)."""
     weights_id: str
     """Identifies the weights, in whatever file and precision they are."""
+    family: Family = SD1
+    text_encoder_2: CLIPTextModelWithProjection | None = None
+
+    @property
+    def text_encoders(self) -> dict[Network, Any]:
+        """In the order of their vectors."""
+        found: dict[Network, Any] = {"text_encoder": self.text_encoder}
+        if self.text_encoder_2 is not None:
+            found["text_encoder_2"] = self.text_encoder_2
+        return found
 
     @property
     def networks(self) -> dict[str, nn.Module]:
-        return {"unet": self.unet, "vae": self.vae, "text_encoder": self.text_encoder}
+        networks: dict[str, nn.Module] = {"unet": self.unet, "vae": self.vae}
+        return networks | {str(name): each for name, each in self.text_encoders.items()}
 
 
 def load_checkpoint(
@@ -108,50 +112,93 @@ def load_checkpoint(
     logs.take_over_libraries()
     hide_progress_bars()
     if model.is_dir():
-        name, folder, networks = model.resolve().name, model, _read_folder(model)
+        name, folder, found = model.resolve().name, model, _read_folder(model)
     elif model.is_file():
         folder = _config_folder(model, config)
-        name, networks = model.stem, _read_file(model, folder)
+        name, found = model.stem, _read_file(model, folder)
     else:
         raise errors.SetupError(f"the model {str(model)!r} does not exist")
-    unet, vae, text_encoder = networks
-    tokenizer = _find_tokenizer(folder, text_encoder.config.vocab_size)
-    noise = {"prediction_type": prediction_type or "epsilon"} | _read_json(
-        folder / "scheduler" / "scheduler_config.json"
-    )
-    _check_architecture(model, unet, text_encoder, tokenizer)
-    by_name = {"unet": unet, "vae": vae, "text_encoder": text_encoder}
-    weights_id = "" if dtype == checksums.IDENTITY_TYPE else checksums.identify(by_name)
-    for network in networks:
-        network.requires_grad_(requires_grad=False).eval()
-        # diffusers' own to() warns about modules to keep in float32, even if there are none.
-        nn.Module.to(network, dtype=dtype)
-    # On the CPU, before any of them is on the device.
-    weight_sums = checksums.sum_bits(checksums.named_parameters(by_name))
-    for network in networks:
-        nn.Module.to(network, device=device)
-        if device.type == "cpu":
-            # Not mapped from the file: truncating it would kill the process.
-            for parameter in network.parameters():
-                parameter.data = parameter.data.clone()
-    if device.type == "cuda":
-        for network in (unet, vae):
-            network.to(memory_format=torch.channels_last)
+    family, networks = found.family, found.networks
+    unet, vae = networks["unet"], networks["vae"]
+    tokenizer = _find_tokenizer(folder, networks["text_encoder"].config.vocab_size)
+    scheduler = _read_json(folder / "scheduler" / "scheduler_config.json")
+    _check_architecture(model, family, networks, tokenizer)
+    predicted = noise.prediction_type(model, scheduler, prediction_type, found.keys)
+    predicted = predicted or family.find_prediction(unet)
+    if found.has_own_size and predicted in family.native_sides:
+        unet.register_to_config(sample_size=family.native_sides[predicted] // vae_factor(vae))
+    if family.overflows_in_float16:
+        vaes.scale_down(vae)
+    placed = _placements(family, networks, device, dtype)
+    is_whole = all(each_dtype == checksums.IDENTITY_TYPE for _, each_dtype in placed.values())
+    weights_id = "" if is_whole else checksums.identify(networks)
+    weight_sums = _place(networks, placed)
     factor = vae_factor(vae)
     side = unet.config.sample_size * factor
     return Checkpoint(
         name=name,
         tokenizer=tokenizer,
-        text_encoder=text_encoder,
+        text_encoder=networks["text_encoder"],
+        text_encoder_2=networks.get("text_encoder_2"),
         unet=unet,
         vae=vae,
-        alphas_cumprod=_alphas_cumprod(model, noise),
-        prediction_type=_prediction_type(model, noise),
+        alphas_cumprod=noise.alphas_cumprod(model, scheduler, found.keys),
+        prediction_type=predicted,
         vae_factor=factor,
         default_size=(side, side),
         weight_sums=weight_sums,
         weights_id=weights_id or checksums.identity(weight_sums),
+        family=family,
     )
+
+
+_Placement = tuple[torch.device, torch.dtype]
+
+
+def _placements(
+    family: Family, networks: _Networks, device: torch.device, dtype: torch.dtype
+) -> dict[str, _Placement]:
+    """Where each network computes: text encoders on the CPU where the GPU's memory is short."""
+    placed = dict.fromkeys(networks, (device, dtype))
+    if device.type == "cuda" and family.has_large_layers:
+        weights = {
+            name: dtype.itemsize * sum(each.numel() for each in network.parameters())
+            for name, network in networks.items()
+        }
+        text_bytes = sum(weights[each] for each in family.networks)
+        if memory.has_no_room_for_text(device, text_bytes, sum(weights.values()) - text_bytes):
+            log.info("the text encoders stay on the CPU", extra={"action": "text_on_cpu"})
+            placed |= dict.fromkeys(family.networks, (torch.device("cpu"), torch.float32))
+    return placed
+
+
+def _place(networks: _Networks, placed: Mapping[str, _Placement]) -> checksums.Sums:
+    """Moves the networks to their devices; returns the sums of their weights on the CPU before.
+
+    Raises:
+        SetupError: a device has too little memory.
+    """
+    for name, network in networks.items():
+        network.requires_grad_(requires_grad=False).eval()
+        # diffusers' own to() warns about modules to keep in float32, even if there are none.
+        nn.Module.to(network, dtype=placed[name][1])
+    # On the CPU, before any of them is on the device.
+    weight_sums = checksums.sum_bits(checksums.named_parameters(networks))
+    try:
+        for name, network in networks.items():
+            device, _ = placed[name]
+            nn.Module.to(network, device=device)
+            if device.type == "cpu":
+                # Not mapped from the file: truncating it would kill the process.
+                for parameter in network.parameters():
+                    parameter.data = parameter.data.clone()
+            elif name in {"unet", "vae"}:
+                network.to(memory_format=torch.channels_last)
+    except torch.cuda.OutOfMemoryError as error:
+        raise errors.SetupError(
+            f"the GPU's memory is too short for the model: {_brief(error)}"
+        ) from error
+    return weight_sums
 
 
 def vae_factor(vae: AutoencoderKL) -> int:
@@ -165,15 +212,37 @@ def hide_progress_bars() -> None:
     transformers_logging.disable_progress_bar()
 
 
-_Networks = tuple[UNet2DConditionModel, AutoencoderKL, CLIPTextModel]
+_Networks = dict[str, Any]
+"""The UNet, the VAE and the text encoders, by the names of their folders."""
 
 
-def _read_folder(folder: Path) -> _Networks:
-    return (
-        _read_network(UNet2DConditionModel, folder / "unet"),
-        _read_network(AutoencoderKL, folder / "vae"),
-        _read_network(CLIPTextModel, folder / "text_encoder"),
-    )
+@dataclass(frozen=True, slots=True)
+class _Read:
+    """What a checkpoint's files contain."""
+
+    family: Family
+    networks: _Networks
+    keys: Collection[str] = ()
+    """Of a single file."""
+    has_own_size: bool = False
+    """True if the family knows the native size, not a configuration."""
+
+
+def _read_folder(folder: Path) -> _Read:
+    configs = [_read_json(folder / part / "config.json") for part in ("unet", "text_encoder")]
+    family = find.of_folder(*configs)
+    networks: _Networks = {
+        "unet": _read_network(UNet2DConditionModel, folder / "unet"),
+        "vae": _read_network(AutoencoderKL, folder / "vae"),
+    }
+    for encoder in family.text_encoders:
+        networks[encoder.network] = _read_network(_text_model(encoder), folder / encoder.network)
+    return _Read(family, networks)
+
+
+def _text_model(encoder: TextEncoder) -> type[Any]:
+    projected: type[Any] = CLIPTextModelWithProjection
+    return projected if encoder.rules.has_pooled else CLIPTextModel
 
 
 def _read_network(network: type[Any], folder: Path) -> Any:
@@ -220,7 +289,7 @@ def _config_folder(model: Path, config: Path | None) -> Path:
     return candidates[0]
 
 
-def _read_file(path: Path, config: Path) -> _Networks:
+def _read_file(path: Path, config: Path) -> _Read:
     try:
         weights = {
             key: weight
@@ -232,34 +301,52 @@ def _read_file(path: Path, config: Path) -> _Networks:
             f"{str(path)!r} is not a readable .safetensors file (pickled checkpoints are never"
             f" loaded): {_brief(error)}"
         ) from error
-    text_weights = {
-        # Some files lack this level.
-        key.removeprefix(_TEXT_PREFIX).removeprefix("text_model."): weight
-        for key, weight in weights.items()
-        if key.startswith(_TEXT_PREFIX) and not key.endswith("position_ids")
-    }
-    if not text_weights:
-        raise errors.SetupError(f"{str(path)!r} is not a Stable Diffusion 1.x checkpoint")
+    family = find.of_file(weights)
+    if family is None:
+        known = " or ".join(each.name for each in find.FAMILIES)
+        raise errors.SetupError(f"{str(path)!r} is not a {known} checkpoint")
     try:
         with torch.device("meta"):
-            unet = UNet2DConditionModel.from_config(network_config(config / "unet", UNET_CONFIG))
-            vae = AutoencoderKL.from_config(network_config(config / "vae", VAE_CONFIG))
-            text_config = network_config(config / "text_encoder", TEXT_CONFIG)
-            text_encoder = CLIPTextModel(CLIPTextConfig(**text_config))
-        _number_positions(text_encoder)
-        if hasattr(text_encoder, "text_model"):
-            text_weights = {f"text_model.{key}": weight for key, weight in text_weights.items()}
+            unet = UNet2DConditionModel.from_config(
+                network_config(config / "unet", family.unet_config)
+            )
+            vae = AutoencoderKL.from_config(network_config(config / "vae", family.vae_config))
         _fill(unet, convert_ldm_unet_checkpoint(weights, unet.config))
         _fill(vae, convert_ldm_vae_checkpoint(weights, vae.config))
-        _fill(text_encoder, text_weights)
+        networks = {"unet": unet, "vae": vae}
+        for encoder in family.text_encoders:
+            networks[encoder.network] = _read_text_encoder(encoder, weights, config)
     except _LOADING_ERRORS as error:
         raise errors.SetupError(
-            f"{str(path)!r} does not fit Stable Diffusion 1.x: {_brief(error)}"
+            f"{str(path)!r} does not fit {family.name}: {_brief(error)}"
         ) from error
-    return unet, vae, text_encoder
+    has_own_size = not (config / "unet" / "config.json").is_file()
+    return _Read(family, networks, weights.keys(), has_own_size)
 
 
-def _number_positions(text_encoder: CLIPTextModel) -> None:
+def _read_text_encoder(
+    encoder: TextEncoder, weights: Mapping[str, torch.Tensor], config: Path
+) -> Any:
+    with torch.device("meta"):
+        text_config = CLIPTextConfig(**network_config(config / encoder.network, encoder.config))
+        network = _text_model(encoder)(text_config)
+    _number_positions(network)
+    own = {
+        key.removeprefix(encoder.prefix): weight
+        for key, weight in weights.items()
+        if key.startswith(encoder.prefix)
+    }
+    read = encoder.convert(own, text_config)
+    if hasattr(network, "text_model"):
+        read = {
+            key if key.startswith("text_projection") else f"text_model.{key}": weight
+            for key, weight in read.items()
+        }
+    _fill(network, read)
+    return network
+
+
+def _number_positions(text_encoder: Any) -> None:
     """Fills the only buffer, which checkpoints need not contain."""
     numbers = torch.arange(text_encoder.config.max_position_embeddings).unsqueeze(0)
     for module in text_encoder.modules():
@@ -289,11 +376,20 @@ def _find_tokenizer(checkpoint: Path, vocabulary_size: int) -> CLIPTokenizer:
 
 
 def _check_architecture(
-    model: Path, unet: UNet2DConditionModel, text_encoder: CLIPTextModel, tokenizer: CLIPTokenizer
+    model: Path, family: Family, networks: _Networks, tokenizer: CLIPTokenizer
 ) -> None:
-    width = text_encoder.config.hidden_size
-    if unet.config.cross_attention_dim != width or unet.config.addition_embed_type is not None:
-        raise errors.SetupError(f"{str(model)!r} does not have Stable Diffusion 1.x's architecture")
+    unet = networks["unet"]
+    encoders = [networks[each] for each in family.networks]
+    width = sum(each.config.hidden_size for each in encoders)
+    takes_ids = unet.config.addition_embed_type == "text_time"
+    has_others = unet.config.addition_embed_type is not None and not takes_ids
+    if (
+        unet.config.cross_attention_dim != width
+        or has_others
+        or takes_ids != family.has_size_ids
+        or unet.config.class_embed_type is not None
+    ):
+        raise errors.SetupError(f"{str(model)!r} does not have {family.name}'s architecture")
     if unet.config.in_channels != unet.config.out_channels:
         raise errors.SetupError(f"{str(model)!r} is an inpainting checkpoint; text-to-image only")
     if not isinstance(unet.config.sample_size, int):
@@ -301,28 +397,8 @@ def _check_architecture(
             f"{str(model)!r} has no native size: sample_size in unet/config.json must be a number"
         )
     # On a GPU, a token id out of range is a device-side assert, which ends the process.
-    if len(tokenizer) > text_encoder.config.vocab_size:
+    if any(len(tokenizer) > each.config.vocab_size for each in encoders):
         raise errors.SetupError(f"the tokenizer of {str(model)!r} belongs to another text encoder")
-
-
-def _prediction_type(model: Path, noise: Mapping[str, Any]) -> str:
-    found = noise["prediction_type"]
-    if found not in _PREDICTION_TYPES:
-        raise errors.SetupError(
-            f"{str(model)!r} predicts {str(found)[:40]!r}; imagefleet generates with checkpoints"
-            " that predict epsilon or v_prediction"
-        )
-    return str(found)
-
-
-def _alphas_cumprod(model: Path, noise: Mapping[str, Any]) -> torch.Tensor:
-    """SD's 'scaled_linear' schedule: betas with evenly spaced square roots."""
-    if noise.get("beta_schedule", "scaled_linear") != "scaled_linear":
-        raise errors.SetupError(f"{str(model)!r} does not have Stable Diffusion's noise schedule")
-    start, end = noise.get("beta_start", 0.00085), noise.get("beta_end", 0.012)
-    count = noise.get("num_train_timesteps", 1000)
-    betas = torch.linspace(start**0.5, end**0.5, count, dtype=torch.float64) ** 2
-    return torch.cumprod(1 - betas, dim=0)
 
 
 def network_config(folder: Path, default: Mapping[str, object]) -> dict[str, Any]:

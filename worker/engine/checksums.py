@@ -38,13 +38,17 @@ def sum_bits(tensors: Mapping[str, torch.Tensor]) -> Sums:
 
     The order of the elements in memory does not matter.
     """
-    if all(tensor.device.type == "cpu" for tensor in tensors.values()):
-        # Seven times as fast as torch's own sum of small integers.
-        return {
-            name: int(_bits(each).numpy().sum(dtype=np.int64)) for name, each in tensors.items()
-        }
-    sums = [_bits(each).sum(dtype=torch.int64) for each in tensors.values()]
-    return dict(zip(tensors, torch.stack(sums).tolist(), strict=True))  # one copy to the host
+    # On the CPU, seven times as fast as torch's own sum of small integers.
+    sums = {
+        name: int(_bits(each).numpy().sum(dtype=np.int64))
+        for name, each in tensors.items()
+        if each.device.type == "cpu"
+    }
+    others = {name: each for name, each in tensors.items() if name not in sums}
+    if others:
+        stacked = torch.stack([_bits(each).sum(dtype=torch.int64) for each in others.values()])
+        sums |= zip(others, stacked.tolist(), strict=True)  # one copy to the host
+    return sums
 
 
 def _bits(tensor: torch.Tensor) -> torch.Tensor:

@@ -13,6 +13,7 @@ from diffusers import AutoencoderKL
 from imagefleet import errors
 from worker.engine import checkpoint, contract
 from worker.engine import errors as engine_errors
+from worker.engine.kernels import stripes
 from worker.engine.kernels.compile import Compiled, GraphPool
 
 log = logging.getLogger(__name__)
@@ -64,6 +65,8 @@ class Decoder:
         self._pixels_per_latent = checkpoint.vae_factor(vae) ** 2
         self.slice_pixels = _SLICE_PIXELS
         self.max_images = _MAX_IMAGES
+        self.is_striped = False
+        """True where the memory is too short for whole layers: see `kernels.stripes`."""
         self._backend = backend
         self._pool = pool
         self._queue: deque[_FinishedLatents] = deque()
@@ -86,7 +89,7 @@ class Decoder:
 
     def warm_up(self, shape: torch.Size) -> None:
         """Compiles for latents of *shape* [4, height, width]; nothing without a backend."""
-        if self._backend is None or shape in self._compiled:
+        if self._backend is None or self.is_striped or shape in self._compiled:
             return
         size = self._slice_size(shape)
         latents = torch.zeros((size, *shape), device=self._vae.device)
@@ -127,6 +130,10 @@ class Decoder:
                 for drawn in part:
                     self._queue.remove(drawn)
                 self._decode_or_share(part)
+
+    def decode(self, latents: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """Decodes latents [images, 4, height, width] at once, uncompiled."""
+        return (decode_in_stripes if self.is_striped else decode)(self._vae, latents)
 
     def collect(self, *, wait: bool) -> list[contract.Finished]:
         """The images that have reached the host; *wait* blocks for at least one slice, if any.
@@ -192,7 +199,7 @@ class Decoder:
             held[: len(part)].copy_(latents)
             pixels, is_finite = compiled()
         else:
-            pixels, is_finite = decode(self._vae, latents)
+            pixels, is_finite = self.decode(latents)
         on_gpu = pixels.device.type == "cuda"
         host_pixels = torch.empty(
             (len(part), *pixels.shape[1:]), dtype=torch.uint8, pin_memory=on_gpu
@@ -235,10 +242,21 @@ class Decoder:
 
 def decode(vae: AutoencoderKL, latents: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     """Decodes latents [images, 4, height, width]; see `to_pixels`."""
-    scaled = (latents / vae.config.scaling_factor).to(vae.dtype)
+    return to_pixels(vae.decoder(_scale(vae, latents)).float())
+
+
+def decode_in_stripes(
+    vae: AutoencoderKL, latents: torch.Tensor
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """The same with less memory: see `kernels.stripes`."""
+    return to_pixels(stripes.decode(vae.decoder, _scale(vae, latents)).float())
+
+
+def _scale(vae: AutoencoderKL, latents: torch.Tensor) -> torch.Tensor:
+    scaled: torch.Tensor = (latents / vae.config.scaling_factor).to(vae.dtype)
     if vae.post_quant_conv is not None:
         scaled = vae.post_quant_conv(scaled)
-    return to_pixels(vae.decoder(scaled).float())
+    return scaled
 
 
 def to_pixels(images: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:

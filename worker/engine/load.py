@@ -27,6 +27,7 @@ def load_engine(
     compile: Compile = "auto",  # noqa: A002 - torch's name for it
     compiled_modes: Sequence[WeightMode] = ("per_slot", "shared"),
     fp16_accumulate: bool = False,
+    is_low_rank: bool | None = None,
     on_compile: Callable[[], None] = lambda: None,
 ) -> SlotEngine:
     """Loads a checkpoint (a diffusers folder or one `.safetensors` file) and the engine on it.
@@ -46,6 +47,8 @@ def load_engine(
         compiled_modes: the weight modes the UNet is compiled for, in this order.
         fp16_accumulate: sums matrix products in float16: up to twice the rate on GeForce cards,
             at some loss of accuracy.
+        is_low_rank: slots hold changes of low rank beside the shared weights, not weights of their
+            own; None decides by the GPU's memory.
         on_compile: called when the checkpoint is loaded and compiling begins, if it does.
 
     Raises:
@@ -67,6 +70,7 @@ def load_engine(
     engine = slot_engine.SlotEngine(
         loaded,
         slots,
+        is_low_rank=is_low_rank,
         backend="inductor" if compile == "auto" and on_gpu else None,
         compiled_modes=compiled_modes,
     )

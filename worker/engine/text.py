@@ -33,6 +33,34 @@ class Context:
 
     vectors: torch.Tensor
     mask: torch.Tensor | None
+    pooled: torch.Tensor | None = None
+    """[rows, width] of each prompt's first chunk, from an encoder that has it."""
+
+
+@dataclass(frozen=True, slots=True)
+class Rules:
+    """How a model family reads its text encoder; the defaults are SD1's."""
+
+    padding: int | None = None
+    """The token that fills a chunk; None repeats the end."""
+    layer: int | None = None
+    """The layer that is read, counted from the last one as 1; None: as `clip_skip` says."""
+    is_normalised: bool = True
+    """The last layer's norm follows."""
+    has_pooled: bool = False
+    """The vector of the end token, projected, is read too."""
+
+
+@dataclass(frozen=True, slots=True)
+class _Encoded:
+    """A chunk's vectors [77, width], and its pooled one [width], if any."""
+
+    vectors: torch.Tensor
+    pooled: torch.Tensor | None
+
+    @property
+    def nbytes(self) -> int:
+        return self.vectors.nbytes + (0 if self.pooled is None else self.pooled.nbytes)
 
 
 class Tokenizer:
@@ -65,13 +93,20 @@ class Encoder:
     """The text encoder, with an LRU cache of its output on the device; not thread-safe."""
 
     def __init__(
-        self, text_encoder: CLIPTextModel, start: int, end: int, cache_bytes: int = _CACHE_BYTES
+        self,
+        text_encoder: CLIPTextModel,
+        start: int,
+        end: int,
+        cache_bytes: int = _CACHE_BYTES,
+        rules: Rules = Rules(),
     ) -> None:
         self._text_encoder = text_encoder
         self._start = start
         self._end = end
-        self._cache: LRUCache[Hashable, torch.Tensor] = LRUCache(
-            cache_bytes, getsizeof=lambda vectors: vectors.nbytes
+        self._rules = rules
+        self._padding = end if rules.padding is None else rules.padding
+        self._cache: LRUCache[Hashable, _Encoded] = LRUCache(
+            cache_bytes, getsizeof=lambda encoded: encoded.nbytes
         )
 
     def encode(
@@ -83,14 +118,17 @@ class Encoder:
             JobError: the weights in a prompt cancel each other out.
         """
         distinct = dict.fromkeys(chunk for prompt in prompts for chunk in prompt)
-        vectors = self._look_up(distinct, clip_skip, loras)
+        encoded = self._look_up(distinct, clip_skip, loras)
         lengths = [len(prompt) * CONTEXT_TOKENS for prompt in prompts]
-        rows = [torch.cat([vectors[chunk] for chunk in prompt]) for prompt in prompts]
+        rows = [torch.cat([encoded[chunk].vectors for chunk in prompt]) for prompt in prompts]
+        firsts = [encoded[prompt[0]].pooled for prompt in prompts]
+        pooled = [each for each in firsts if each is not None]
+        stacked = torch.stack(pooled) if pooled else None
         if len(set(lengths)) == 1:
-            return Context(torch.stack(rows), None)
+            return Context(torch.stack(rows), None, stacked)
         places = torch.arange(max(lengths), device=rows[0].device)
         mask = places < torch.tensor(lengths, device=rows[0].device)[:, None]
-        return Context(torch.nn.utils.rnn.pad_sequence(rows, batch_first=True), mask)
+        return Context(torch.nn.utils.rnn.pad_sequence(rows, batch_first=True), mask, stacked)
 
     def encode_ahead(self, chunks: Iterable[Chunk], clip_skip: int) -> None:
         """Encodes chunks together, for `encode` to find in the cache.
@@ -106,36 +144,44 @@ class Encoder:
 
     def _look_up(
         self, chunks: Iterable[Chunk], clip_skip: int, loras: Hashable
-    ) -> dict[Chunk, torch.Tensor]:
-        vectors: dict[Chunk, torch.Tensor] = {}
+    ) -> dict[Chunk, _Encoded]:
+        encoded: dict[Chunk, _Encoded] = {}
         missing = []
         for chunk in chunks:
             cached = self._cache.get((chunk, clip_skip, loras))
             if cached is None:
                 missing.append(chunk)
             else:
-                vectors[chunk] = cached
+                encoded[chunk] = cached
         for at in range(0, len(missing), _CHUNKS_PER_CALL):
             part = missing[at : at + _CHUNKS_PER_CALL]
-            for chunk, row in zip(part, self._compute(part, clip_skip), strict=True):
+            vectors, pooled = self._compute(part, clip_skip)
+            for at_chunk, chunk in enumerate(part):
                 # A view would keep the whole call's vectors in memory.
-                vectors[chunk] = self._cache[chunk, clip_skip, loras] = row.clone()
-        return vectors
+                own = None if pooled is None else pooled[at_chunk].clone()
+                each = _Encoded(vectors[at_chunk].clone(), own)
+                encoded[chunk] = self._cache[chunk, clip_skip, loras] = each
+        return encoded
 
-    def _compute(self, part: Sequence[Chunk], clip_skip: int) -> torch.Tensor:
-        """Encodes chunks to vectors [chunks, 77, width]."""
+    def _compute(
+        self, part: Sequence[Chunk], clip_skip: int
+    ) -> tuple[torch.Tensor, torch.Tensor | None]:
+        """Chunks as vectors [chunks, 77, width], and pooled ones [chunks, width], if any."""
         device = self._text_encoder.device
         filling = [CHUNK_TOKENS - len(chunk.tokens) for chunk in part]
         rows = [
-            (self._start, *chunk.tokens, *[self._end] * (fill + 1))
+            (self._start, *chunk.tokens, self._end, *[self._padding] * fill)
             for chunk, fill in zip(part, filling, strict=True)
         ]
         output = self._text_encoder(torch.tensor(rows, device=device), output_hidden_states=True)
-        # The module tree lost its `text_model` level in transformers 5.6.
-        layers = getattr(self._text_encoder, "text_model", self._text_encoder)
-        vectors: torch.Tensor = layers.final_layer_norm(output.hidden_states[-clip_skip])
+        pooled: torch.Tensor | None = output.text_embeds if self._rules.has_pooled else None
+        vectors: torch.Tensor = output.hidden_states[-(self._rules.layer or clip_skip)]
+        if self._rules.is_normalised:
+            # The module tree lost its `text_model` level in transformers 5.6.
+            layers = getattr(self._text_encoder, "text_model", self._text_encoder)
+            vectors = layers.final_layer_norm(vectors)
         if all(weight == 1 for chunk in part for weight in chunk.weights):
-            return vectors
+            return vectors, pooled
         weights = [
             (1.0, *chunk.weights, *[1.0] * (fill + 1))
             for chunk, fill in zip(part, filling, strict=True)
@@ -143,7 +189,34 @@ class Encoder:
         weighted = _weigh(vectors, torch.tensor(weights, device=device))
         if vectors.isfinite().all() and not weighted.isfinite().all():
             raise errors.JobError("the weights in the prompt cancel each other out")
-        return weighted
+        return weighted, pooled
+
+
+class JointEncoder:
+    """Several text encoders of one model as one: their vectors side by side."""
+
+    def __init__(self, encoders: Sequence[Encoder]) -> None:
+        self._encoders = encoders
+
+    def encode(
+        self, prompts: Sequence[Sequence[Chunk]], clip_skip: int, loras: Hashable = ()
+    ) -> Context:
+        """See `Encoder.encode`; the pooled vectors are the last encoder's."""
+        contexts = [each.encode(prompts, clip_skip, loras) for each in self._encoders]
+        if len(contexts) == 1:
+            return contexts[0]
+        vectors = torch.cat([each.vectors for each in contexts], dim=-1)
+        return Context(vectors, contexts[0].mask, contexts[-1].pooled)
+
+    def encode_ahead(self, chunks: Iterable[Chunk], clip_skip: int) -> None:
+        """See `Encoder.encode_ahead`."""
+        distinct = list(chunks)
+        for each in self._encoders:
+            each.encode_ahead(distinct, clip_skip)
+
+    def clear(self) -> None:
+        for each in self._encoders:
+            each.clear()
 
 
 def _weigh(vectors: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:

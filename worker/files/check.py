@@ -36,17 +36,19 @@ _PARTS = ("unet", "vae", "text_encoder")
 
 #: Pipelines in diffusers format by the start of their class, the longest first.
 _PIPELINES = (
-    ("StableDiffusionXL", "an SDXL checkpoint"),
+    ("StableDiffusionXLInpaint", "an SDXL inpainting checkpoint"),
+    ("StableDiffusionXLInstructPix2Pix", "a checkpoint that edits pictures"),
     ("StableDiffusion3", "a Stable Diffusion 3 checkpoint"),
     ("StableDiffusionInpaint", "an inpainting checkpoint"),
     ("StableDiffusionInstructPix2Pix", "a checkpoint that edits pictures"),
     ("StableDiffusionUpscale", "an upscaler"),
     ("StableDiffusionDepth", "a depth-to-image checkpoint"),
 )
-_SD2_WIDTH = 1024
 _INPAINTING_INPUTS = 9
+#: Of the refiner, which has the second text encoder alone.
+_REFINER_WIDTH = 1280
 
-_ONLY_SD1 = "imagefleet generates with Stable Diffusion 1.x checkpoints"
+_ONLY_THESE = "imagefleet generates with checkpoints of Stable Diffusion 1.x, 2.x and SDXL"
 
 
 def check(settings: WorkerSettings) -> None:
@@ -69,7 +71,7 @@ def check_path(path: Path) -> None:
             raise errors.SetupError(f"{str(path)!r} is {addresses.pickle_advice(str(path))}")
         else:
             kind = kind_of_file(path)
-            if kind != kinds.SD1:
+            if kind.use != "checkpoint":
                 raise errors.SetupError(refusal(str(path), kind))
     except FileNotFoundError:
         advice = addresses.hub_advice(str(path))
@@ -189,22 +191,21 @@ def _check_folder(folder: Path) -> None:
     pipeline = str(index.get("_class_name", ""))
     for start, name in _PIPELINES:
         if pipeline.startswith(start):
-            raise errors.SetupError(f"{str(folder)!r} is {name}; {_ONLY_SD1}")
+            raise errors.SetupError(f"{str(folder)!r} is {name}; {_ONLY_THESE}")
     if pipeline and not pipeline.startswith("StableDiffusion"):
-        raise errors.SetupError(f"{str(folder)!r} is a checkpoint of {pipeline[:60]}; {_ONLY_SD1}")
+        raise errors.SetupError(
+            f"{str(folder)!r} is a checkpoint of {pipeline[:60]}; {_ONLY_THESE}"
+        )
     if not any((folder / part).is_dir() for part in _PARTS):
         raise errors.SetupError(_not_a_checkpoint(folder))
-    for part in _PARTS:
-        _check_part(folder / part)
     unet = _read_json(folder / "unet" / "config.json")
-    if unet.get("addition_embed_type") is not None:
-        raise errors.SetupError(f"{str(folder)!r} is an SDXL checkpoint; {_ONLY_SD1}")
+    if unet.get("cross_attention_dim") == _REFINER_WIDTH:
+        raise errors.SetupError(f"{str(folder)!r} is an SDXL refiner checkpoint; {_ONLY_THESE}")
+    is_sdxl = unet.get("addition_embed_type") is not None
+    for part in (*_PARTS, "text_encoder_2") if is_sdxl else _PARTS:
+        _check_part(folder / part)
     if unet.get("in_channels") == _INPAINTING_INPUTS:
-        raise errors.SetupError(f"{str(folder)!r} is an inpainting checkpoint; {_ONLY_SD1}")
-    if unet.get("cross_attention_dim") == _SD2_WIDTH:
-        raise errors.SetupError(
-            f"{str(folder)!r} is a Stable Diffusion 2.x checkpoint; {_ONLY_SD1}"
-        )
+        raise errors.SetupError(f"{str(folder)!r} is an inpainting checkpoint; {_ONLY_THESE}")
 
 
 def _check_part(folder: Path) -> None:
@@ -230,7 +231,7 @@ def _not_a_checkpoint(folder: Path) -> str:
     files = sorted(folder.glob("*.safetensors"))
     start = f"{str(folder)!r} is not a checkpoint in diffusers format"
     for file in files:
-        if kind_of_file(file) == kinds.SD1:
+        if kind_of_file(file).use == "checkpoint":
             return f"{start}; it has the file of one: --model {file}"
     if files:
         return f"{start}; {refusal(files[0].name, kind_of_file(files[0]))}"

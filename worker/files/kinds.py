@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import re
 from dataclasses import dataclass
+from typing import Literal
 
 from worker.files.safetensors import Header
 
-_ONLY_SD1 = "imagefleet generates with Stable Diffusion 1.x checkpoints"
+_ONLY_THESE = "imagefleet generates with checkpoints of Stable Diffusion 1.x, 2.x and SDXL"
 _WHOLE = "use the version of the checkpoint that has everything in one file"
 _LORA_PLACE = (
     "`imagefleet lora add` puts it where workers find it, and prompts use it as <lora:NAME:0.8>"
@@ -19,32 +20,32 @@ class Kind:
     """A kind of file: its name for messages, with the article, and what to do with it."""
 
     name: str
-    advice: str = _ONLY_SD1
+    advice: str = _ONLY_THESE
+    use: Literal["checkpoint", "lora"] | None = None
+    """What imagefleet uses such files as; None: not at all."""
 
 
-SD1 = Kind("a Stable Diffusion 1.x checkpoint", "`imagefleet model add` is for checkpoints")
-SD1_LORA = Kind("a LoRA for Stable Diffusion 1.x", _LORA_PLACE)
+_MODEL_PLACE = "`imagefleet model add` is for checkpoints"
+SD1 = Kind("a Stable Diffusion 1.x checkpoint", _MODEL_PLACE, "checkpoint")
+SD2 = Kind("a Stable Diffusion 2.x checkpoint", _MODEL_PLACE, "checkpoint")
+SDXL = Kind("an SDXL checkpoint", _MODEL_PLACE, "checkpoint")
+SD1_LORA = Kind("a LoRA for Stable Diffusion 1.x", _LORA_PLACE, "lora")
+SD2_LORA = Kind("a LoRA for Stable Diffusion 2.x", _LORA_PLACE, "lora")
+SDXL_LORA = Kind("a LoRA for SDXL", _LORA_PLACE, "lora")
 
-_LORA_ADVICE = "imagefleet uses LoRAs for Stable Diffusion 1.x"
-_SDXL_LORA = Kind("a LoRA for SDXL", _LORA_ADVICE)
-_SD2_LORA = Kind("a LoRA for Stable Diffusion 2.x", _LORA_ADVICE)
+_LORA_ADVICE = "imagefleet uses LoRAs for Stable Diffusion 1.x, 2.x and SDXL"
 _OTHER_LORA = Kind("a LoRA for another architecture (Flux, SD3 or similar)", _LORA_ADVICE)
 
-_SDXL = Kind("an SDXL checkpoint")
 _REFINER = Kind("an SDXL refiner checkpoint")
-_SD2 = Kind("a Stable Diffusion 2.x checkpoint")
 _INPAINTING = Kind(
-    "a Stable Diffusion 1.x inpainting checkpoint",
+    "an inpainting checkpoint",
     "imagefleet generates from text: use the version that is not for inpainting",
 )
 _EDITING = Kind(
     "a checkpoint that edits pictures (InstructPix2Pix)", "imagefleet generates from text"
 )
-_NO_VAE = Kind(
-    "a Stable Diffusion 1.x checkpoint without its VAE",
-    f"{_WHOLE}, or add a VAE (see 'Incomplete files' in docs/models.md)",
-)
-_NO_TEXT_ENCODER = Kind("a Stable Diffusion 1.x checkpoint without its text encoder", _WHOLE)
+_MIXED = Kind("a mixed checkpoint, with parts of several families of models", _WHOLE)
+_ADD_VAE = f"{_WHOLE}, or add a VAE (see 'Incomplete files' in docs/models.md)"
 _UNET = Kind("the UNet of a checkpoint alone", _WHOLE)
 _AVERAGE = Kind("the averaged weights (EMA) of a checkpoint alone", _WHOLE)
 _VAE = Kind("a VAE alone", _WHOLE)
@@ -105,7 +106,7 @@ _TELLING_NAMES: tuple[tuple[Kind, str], ...] = (
         ),
     ),
     (_REFINER, r"^conditioner\.embedders\.0\.model\."),
-    (_SDXL, r"^conditioner\.embedders\."),
+    (SDXL, r"^conditioner\.embedders\."),
     (SD1, r"^model\.diffusion_model\.input_blocks\."),  # or another with a UNet: see _with_unet
     (_AVERAGE, r"^model_ema\."),
     (_UNET, r"^(diffusion_model\.)?(input_blocks|time_embed|time_embedding)\."),
@@ -125,8 +126,15 @@ _TELLING_NAMES: tuple[tuple[Kind, str], ...] = (
 )
 
 #: The width of the prompt's encoding, which the UNet's cross-attention takes in.
-_BY_CONTEXT = {1024: _SD2, 1280: _REFINER, 2048: _SDXL}
-_LORA_BY_CONTEXT = {1024: _SD2_LORA, 1280: _SDXL_LORA, 2048: _SDXL_LORA}
+_BY_CONTEXT = {1024: SD2, 1280: _REFINER, 2048: SDXL}
+_LORA_BY_CONTEXT = {1024: SD2_LORA, 1280: SDXL_LORA, 2048: SDXL_LORA}
+
+#: The tensors of the text encoders; SDXL's second one is the refiner's first.
+_TEXT_ENCODERS = {
+    SDXL: r"^conditioner\.embedders\.1\.",
+    SD2: r"^cond_stage_model\.model\.",
+    SD1: r"^cond_stage_model\.transformer\.",
+}
 
 #: Inputs of the UNet besides the four of the image: a mask and a masked image, or another image.
 _BY_INPUTS = {9: _INPAINTING, 8: _EDITING}
@@ -146,7 +154,7 @@ _OTHER_LORA_NAME = re.compile(
 )
 
 #: How training tools name the base model of a LoRA (ss_base_model_version).
-_LORA_BY_BASE = (("sdxl", _SDXL_LORA), ("sd_v2", _SD2_LORA), ("sd_v1", SD1_LORA))
+_LORA_BY_BASE = (("sdxl", SDXL_LORA), ("sd_v2", SD2_LORA), ("sd_v1", SD1_LORA))
 
 _ARCHITECTURE = "modelspec.architecture"
 _PREDICTION = "modelspec.prediction_type"
@@ -160,7 +168,7 @@ def find_kind(header: Header) -> Kind:
         if re.search(pattern, names, re.MULTILINE):
             if kind is SD1_LORA:
                 return _lora(header, names)
-            return _with_unet(header, names) if kind in {SD1, _SDXL} else kind
+            return _with_unet(header, names) if kind in {SD1, SDXL} else kind
     if 0 < len(header.shapes) <= _MOST_EMBEDDING_TENSORS and all(
         len(shape) == 2 and shape[1] in {768, 1024, 1280}  # noqa: PLR2004 - [vectors, width]
         for shape in header.shapes.values()
@@ -187,20 +195,25 @@ def prediction_type(header: Header) -> str | None:
 def _with_unet(header: Header, names: str) -> Kind:
     """The kind of a checkpoint of Stable Diffusion 1.x to XL."""
     kind = _BY_CONTEXT.get(_size(header, _CROSS_ATTENTION, axis=-1))
-    if kind is None and re.search(r"^conditioner\.embedders\.1\.", names, re.MULTILINE):
-        kind = _SDXL
-    if kind is None and re.search(r"^cond_stage_model\.model\.", names, re.MULTILINE):
-        kind = _SD2
-    if kind is not None:
-        return kind
+    texts = [each for each, pattern in _TEXT_ENCODERS.items() if _has(names, pattern)]
+    kind = kind or next(iter(texts), SD1)
     inputs = header.shapes.get(_INPUTS, ())
     if len(inputs) > 1 and inputs[1] in _BY_INPUTS:
         return _BY_INPUTS[inputs[1]]
-    if not re.search(r"^cond_stage_model\.transformer\.", names, re.MULTILINE):
-        return _NO_TEXT_ENCODER
-    if not re.search(r"^(first_stage_model|vae)\.", names, re.MULTILINE):
-        return _NO_VAE
-    return SD1
+    if kind is _REFINER or set(texts) - {kind}:
+        return _REFINER if kind is _REFINER else _MIXED
+    if not _has(names, r"^model\.diffusion_model\.input_blocks\."):
+        return _TEXT_ENCODER
+    if kind not in texts:
+        return Kind(f"{kind.name} without its text encoder", _WHOLE)
+    if not _has(names, r"^(first_stage_model|vae)\."):
+        return Kind(f"{kind.name} without its VAE", _ADD_VAE)
+    return kind
+
+
+def _has(names: str, pattern: str) -> bool:
+    """Whether one of the names, a line each, begins so."""
+    return re.search(pattern, names, re.MULTILINE) is not None
 
 
 def _lora(header: Header, names: str) -> Kind:
@@ -210,7 +223,7 @@ def _lora(header: Header, names: str) -> Kind:
     if width in _LORA_BY_CONTEXT:
         return _LORA_BY_CONTEXT[width]
     if _SDXL_LORA_NAME.search(names):
-        return _SDXL_LORA
+        return SDXL_LORA
     base = header.metadata.get("ss_base_model_version", "")
     architecture = header.metadata.get(_ARCHITECTURE, "")
     stated = base or architecture.replace("stable-diffusion-", "sd_").replace("sd_xl", "sdxl")

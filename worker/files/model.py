@@ -132,7 +132,7 @@ async def fetch_to(
     wanted: kinds.Kind,
     on_progress: Progress = lambda _so_far, _total: None,
 ) -> Path:
-    """Downloads a file of the *wanted* kind into *folder*, one process at a time; returns its path.
+    """Downloads a file of the *wanted* use into *folder*, one process at a time; returns its path.
 
     A .tar is unpacked. Another kind of file is refused as soon as its first bytes tell.
 
@@ -239,7 +239,7 @@ def _check_part(part: Path, label: str, wanted: kinds.Kind, *, is_whole: bool) -
     if found not in {"safetensors", "tar"}:
         raise errors.SetupError(f"{label!r} is {check.describe(found, PurePosixPath(label).name)}")
     if found == "tar":
-        if wanted is not kinds.SD1:
+        if wanted.use != "checkpoint":
             raise errors.SetupError(f"{label!r} is a .tar archive, not {wanted.name}")
         return
     try:
@@ -251,7 +251,7 @@ def _check_part(part: Path, label: str, wanted: kinds.Kind, *, is_whole: bool) -
         raise errors.SetupError(f"{label!r} is cut off: not even its header is whole") from None
     except safetensors.MalformedError:
         raise errors.SetupError(f"{label!r} is not a readable .safetensors file") from None
-    if (kind := kinds.find_kind(header)) != wanted:
+    if (kind := kinds.find_kind(header)).use != wanted.use:
         raise errors.SetupError(check.refusal(label, kind))
     size = part.stat().st_size
     if is_whole and size < header.file_bytes:

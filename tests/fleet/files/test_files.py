@@ -270,7 +270,7 @@ def test_a_lora_is_stored_with_its_hash_in_the_manifest_if_there_is_one(
     ("arguments", "reason"),
     [
         (["dreams.safetensors"], "is a Stable Diffusion 1.x checkpoint; `imagefleet model add`"),
-        (["sdxl.safetensors"], "is a LoRA for SDXL; imagefleet uses LoRAs for"),
+        (["flux.safetensors"], "is a LoRA for another architecture (Flux, SD3 or similar); imagef"),
         (["rocket.safetensors", "--name", "a:b"], "the name 'a:b' is refused"),
         (["gone.safetensors"], "cannot be read: No such file"),
         (["old.pt"], "is a pickle"),
@@ -285,7 +285,7 @@ def test_what_is_no_lora_for_sd1_never_reaches_the_storage(
     tmp_path: Path,
 ) -> None:
     (tmp_path / "old.pt").touch()
-    (tmp_path / "sdxl.safetensors").write_bytes(file_of("lora_te2_text_model_x.alpha"))
+    (tmp_path / "flux.safetensors").write_bytes(file_of("lora_unet_double_blocks_0.alpha"))
     result = in_process("lora", "add", *arguments)
     assert result.returncode == console.EXIT_OPERATOR_MUST_ACT
     assert reason in result.stderr

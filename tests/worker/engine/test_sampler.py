@@ -15,6 +15,7 @@ import batch_engine
 from imagefleet import errors
 from imagefleet.job import samplers
 from worker.engine import sampler
+from worker.engine.families import noise as families_noise
 
 BETAS = {"beta_start": 0.00085, "beta_end": 0.012, "beta_schedule": "scaled_linear"}
 LEADING = {**BETAS, "timestep_spacing": "leading", "steps_offset": 1}
@@ -172,6 +173,42 @@ def diffusers_sample(
         inputs = reference.scale_model_input(latents, timestep)
         latents = reference.step(stand_in(inputs, timestep), timestep, latents).prev_sample
     return latents
+
+
+@pytest.mark.parametrize("name", ["euler_ancestral", "euler", "dpmpp_2m"])
+@pytest.mark.parametrize("schedule_name", ["", "_karras"])
+def test_v_prediction_from_pure_noise_matches_k_diffusion(
+    k_diffusion: Any, name: str, schedule_name: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """With zero terminal SNR: the first sigma is 4519."""
+    alphas = families_noise.rescale_to_zero_terminal_snr(alphas_cumprod())
+    all_sigmas = ((1 - alphas) / alphas).sqrt().float()
+    levels = k_diffusion.external.DiscreteSchedule(all_sigmas, quantize=False)
+    scalings = k_diffusion.external.VDenoiser(None).get_scalings
+
+    def denoise(latents: torch.Tensor, sigma: torch.Tensor) -> torch.Tensor:
+        skip, out, scale = (part.view(-1, 1, 1, 1) for part in scalings(sigma))
+        return stand_in(latents * scale, levels.sigma_to_t(sigma)) * out + latents * skip
+
+    sigmas = levels.get_sigmas(15)
+    if schedule_name:
+        least, most = float(levels.sigma_min), float(levels.sigma_max)
+        sigmas = k_diffusion.sampling.get_sigmas_karras(15, least, most)
+    assert sigmas[0] > 4500
+    noise = noises(16)
+    fresh = iter(noise[1:])
+    monkeypatch.setattr(torch, "randn_like", lambda _: next(fresh))
+    draw = getattr(k_diffusion.sampling, f"sample_{name}")
+    theirs = draw(denoise, noise[0] * sigmas[0], sigmas, disable=True)
+
+    schedule = sampler.make_schedule(name + schedule_name, 15, alphas, "v_prediction")
+    assert relative_difference(sample(schedule, noise, stand_in), theirs) < 1e-4
+
+
+def test_zero_terminal_snr_is_diffusers_but_for_the_last_value() -> None:
+    scheduler = DDIMScheduler(**BETAS, rescale_betas_zero_snr=True)
+    ours = families_noise.rescale_to_zero_terminal_snr(alphas_cumprod()).float()
+    torch.testing.assert_close(ours[:-1], scheduler.alphas_cumprod[:-1], rtol=2e-4, atol=1e-7)
 
 
 def a1111_timesteps(steps: int) -> list[int]:

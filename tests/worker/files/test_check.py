@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 
-from header_files import LORA, SDXL, file_of
+from header_files import LORA, REFINER, file_of
 from imagefleet import errors
 from worker.files import addresses, check
 from worker.settings import WorkerSettings
@@ -62,7 +62,7 @@ def test_a_single_file_of_sd1_passes(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("names", "reason"),
     [
-        (SDXL, "is an SDXL checkpoint; imagefleet generates with Stable Diffusion 1.x"),
+        (REFINER, "is an SDXL refiner checkpoint; imagefleet generates with checkpoints of"),
         (LORA, "is a LoRA for Stable Diffusion 1.x; `imagefleet lora add`"),
         (NO_VAE, "without its VAE; use the version"),
     ],
@@ -197,11 +197,15 @@ def test_a_folder_in_diffusers_format_passes(folder: Path) -> None:
 @pytest.mark.parametrize(
     ("file", "content", "reason"),
     [
-        ("model_index.json", {"_class_name": "StableDiffusionXLPipeline"}, "an SDXL checkpoint"),
+        (
+            "model_index.json",
+            {"_class_name": "StableDiffusionXLInpaintPipeline"},
+            "an SDXL inpainting checkpoint",
+        ),
         ("model_index.json", {"_class_name": "FluxPipeline"}, "a checkpoint of FluxPipeline"),
         ("model_index.json", {"_class_name": "StableDiffusionInpaintPipeline"}, "inpainting"),
-        ("unet/config.json", {"addition_embed_type": "text_time"}, "an SDXL checkpoint"),
-        ("unet/config.json", {"cross_attention_dim": 1024}, "Stable Diffusion 2.x"),
+        ("unet/config.json", {"cross_attention_dim": 1280}, "an SDXL refiner checkpoint"),
+        ("unet/config.json", {"addition_embed_type": "text_time"}, "text_encoder_2/config.json"),
         ("unet/config.json", {"in_channels": 9}, "inpainting"),
     ],
 )
@@ -269,7 +273,7 @@ def test_a_yaml_that_cannot_be_read_is_named(content: str, tmp_path: Path) -> No
 def test_the_command_refuses_a_wrong_model_before_it_imports_anything_heavy(
     model: str, tmp_path: Path
 ) -> None:
-    (tmp_path / "sdxl.safetensors").write_bytes(file_of(*SDXL))
+    (tmp_path / "sdxl.safetensors").write_bytes(file_of(*REFINER))
     (tmp_path / "a.ckpt").touch()
     (tmp_path / "folder").mkdir()
     program = """

@@ -61,9 +61,45 @@ def test_checkpoints_of_stable_diffusion_1_are_accepted(shapes: Shapes) -> None:
     assert kinds.find_kind(header(shapes)) is kinds.SD1
 
 
+SD2: Shapes = {
+    CONV_IN: [320, 4, 3, 3],
+    CROSS: [320, 1024],
+    "cond_stage_model.model.positional_embedding": [77, 1024],
+    VAE: [512, 4, 3, 3],
+}
+SDXL: Shapes = {
+    CONV_IN: [320, 4, 3, 3],
+    CROSS.replace("1.1", "4.1"): [640, 2048],
+    "conditioner.embedders.0.transformer.text_model.embeddings.x": [77, 768],
+    "conditioner.embedders.1.model.positional_embedding": [77, 1280],
+    VAE: [512, 4, 3, 3],
+}
+
+
+@pytest.mark.parametrize(
+    ("shapes", "kind"),
+    [
+        (SD2, kinds.SD2),
+        (SD2 | {CROSS: [32, 32]}, kinds.SD2),
+        (SDXL, kinds.SDXL),
+        (SDXL | {"v_pred": [], "ztsnr": []}, kinds.SDXL),
+        (SDXL | {CROSS.replace("1.1", "4.1"): [32, 32]}, kinds.SDXL),
+    ],
+)
+def test_checkpoints_of_other_families_are_accepted(shapes: Shapes, kind: kinds.Kind) -> None:
+    assert kinds.find_kind(header(shapes)) is kind
+
+
 @pytest.mark.parametrize(
     ("shapes", "name"),
     [
+        (SDXL | {CONV_IN: [320, 9, 3, 3]}, "inpainting"),
+        (SD2 | {CONV_IN: [320, 9, 3, 3]}, "inpainting"),
+        (
+            {name: shape for name, shape in SDXL.items() if "embedders.1" not in name},
+            "an SDXL checkpoint without its text encoder",
+        ),
+        (SDXL | {CROSS: [320, 768], TEXT: [3072, 768]}, "mixed"),
         (SD1 | {CONV_IN: [320, 9, 3, 3]}, "inpainting"),
         (SD1 | {CONV_IN: [320, 8, 3, 3]}, "edits pictures"),
         (without(VAE), "without its VAE"),
@@ -126,7 +162,7 @@ def test_checkpoints_of_stable_diffusion_1_are_accepted(shapes: Shapes) -> None:
 )
 def test_what_is_no_such_checkpoint_is_called_by_its_name(shapes: Shapes, name: str) -> None:
     kind = kinds.find_kind(header(shapes))
-    assert kind is not kinds.SD1
+    assert kind.use is None
     assert re.search(name, kind.name)
     assert kind.advice
 
@@ -178,6 +214,7 @@ def test_loras_are_told_apart_by_their_architecture(
     assert kind.name.startswith("a LoRA")
     assert name in kind.name
     assert (kind is kinds.SD1_LORA) == ("1.x" in name)
+    assert (kind.use == "lora") == (name != "Flux")
 
 
 def test_what_the_author_says_counts_where_the_names_tell_nothing() -> None:

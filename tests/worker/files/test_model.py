@@ -18,7 +18,7 @@ import pytest
 from aiohttp import web
 from yarl import URL
 
-from header_files import LORA, SDXL, file_of
+from header_files import LORA, REFINER, file_of
 from imagefleet import errors, retry
 from imagefleet.storage.open import open_storage
 from imagefleet.storage.protocol import BlobStore, Storage
@@ -364,10 +364,10 @@ async def test_such_a_download_resumes_with_its_name(
         (b'{"error": "Unauthorized"}', "is JSON"),
         (b"PK\x03\x04" + os.urandom(1000), "is a pickle.*convert it: python -c"),
         (file_of(*LORA), "is a LoRA for"),
-        (file_of(*SDXL, data=bytes(3_000_000)), "an SDXL checkpoint"),
+        (file_of(*REFINER, data=bytes(3_000_000)), "an SDXL refiner checkpoint"),
         (CONTENT[:-1], "is cut off"),
     ],
-    ids=["page", "json", "pickle", "LoRA", "SDXL", "cut off"],
+    ids=["page", "json", "pickle", "LoRA", "REFINER", "cut off"],
 )
 @pytest.mark.parametrize("path", ["models/1?token=secret", "models/sd15.safetensors"])
 async def test_a_download_that_is_no_checkpoint_is_refused_and_not_kept(

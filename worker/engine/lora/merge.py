@@ -38,19 +38,26 @@ def key_of(loras: Sequence[AppliedLora]) -> LoraKey:
 
 def restrict(loras: Sequence[AppliedLora], network: Network) -> tuple[AppliedLora, ...]:
     """The LoRAs that change one network, with strength 0 on the other."""
-    others: dict[Network, float] = {"unet": 0.0, "text_encoder": 0.0}
     return tuple(
-        AppliedLora(lora.file, {**others, network: weight})
+        AppliedLora(lora.file, {**dict.fromkeys(lora.weights, 0.0), network: weight})
         for lora in loras
-        if (weight := lora.weights[network]) and lora.file.deltas[network]
+        if (weight := lora.weights.get(network, 0.0)) and lora.file.deltas[network]
     )
 
 
 class Merger:
     """The weights of one model; for the engine's thread only."""
 
-    def __init__(self, unet: nn.Module, text_encoder: nn.Module) -> None:
-        networks: dict[Network, nn.Module] = {"unet": unet, "text_encoder": text_encoder}
+    def __init__(
+        self,
+        unet: nn.Module,
+        text_encoders: Mapping[Network, nn.Module],
+        *,
+        keeps_on_cpu: bool = False,
+    ) -> None:
+        """*keeps_on_cpu*: the device has no room for copies of the original weights."""
+        self._keeps_on_cpu = keeps_on_cpu
+        networks: dict[Network, nn.Module] = {"unet": unet, **text_encoders}
         self._layers: dict[LayerId, nn.Linear | nn.Conv2d] = {
             (network, path): layer
             for network, module in networks.items()
@@ -71,7 +78,7 @@ class Merger:
         deltas: dict[LayerId, list[tuple[float, WeightDelta]]] = {}
         for lora in loras:
             for network, by_path in lora.file.deltas.items():
-                if weight := lora.weights[network]:
+                if weight := lora.weights.get(network, 0.0):
                     for path, delta in by_path.items():
                         deltas.setdefault((network, path), []).append((weight, delta))
         for layer in self._merged - deltas.keys():
@@ -96,8 +103,9 @@ class Merger:
     def _merge(self, layer: LayerId, weighted: Sequence[tuple[float, WeightDelta]]) -> None:
         weight = self._layers[layer].weight
         if layer not in self._originals:
-            self._originals[layer] = weight.clone()
-        original = self._originals[layer].float()
+            copied = weight.detach().cpu() if self._keeps_on_cpu else weight
+            self._originals[layer] = copied.clone()
+        original = self._originals[layer].to(weight.device, torch.float32)
         merged = original.clone()
         for strength, delta in weighted:
             merged += strength * delta.compute(original)

@@ -8,13 +8,15 @@ kohya's for its own kinds.
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Literal
 
 import torch
 from torch import nn
 
-Network = Literal["unet", "text_encoder"]
+from worker.engine.lora.original_names import original_names
+
+Network = Literal["unet", "text_encoder", "text_encoder_2"]
 LayerId = tuple[Network, str]
 """A layer's network and its path there."""
 
@@ -74,25 +76,36 @@ _MAX_PLACES = 20_000
 class Layers:
     """The layers of a model that LoRAs can change, by every name that files use."""
 
-    def __init__(self, unet: nn.Module, text_encoder: nn.Module) -> None:
+    def __init__(self, unet: nn.Module, text_encoders: Mapping[Network, nn.Module]) -> None:
         self.shapes: dict[LayerId, torch.Size] = {}
         self._by_name: dict[str, LayerId] = {}
         # By a tensor's key; files that the same program wrote have the same ones.
         self._places: dict[str, tuple[LayerId, str]] = {}
-        for path, layer in adaptable_layers(unet).items():
+        layers = adaptable_layers(unet)
+        originals = original_names(layers)
+        for path, layer in layers.items():
             self.shapes["unet", path] = layer.weight.shape
             for name in {path, path.removesuffix(".0")}:  # `to_out.0` was once `to_out`
                 self._name("unet", path, name, f"unet.{name}")
-            self._name("unet", path, "lora_unet_" + path.replace(".", "_"))
+            for name in {path, originals.get(path, path)}:
+                self._name("unet", path, "lora_unet_" + name.replace(".", "_"))
+        for network, text_encoder in text_encoders.items():
+            # The first of two has a number, too.
+            prefixes = ["lora_te2"] if network == "text_encoder_2" else ["lora_te", "lora_te1"]
+            self._name_text_encoder(network, text_encoder, prefixes)
+
+    def _name_text_encoder(
+        self, network: Network, text_encoder: nn.Module, prefixes: Sequence[str]
+    ) -> None:
         for path, layer in adaptable_layers(text_encoder).items():
-            self.shapes["text_encoder", path] = layer.weight.shape
+            self.shapes[network, path] = layer.weight.shape
             # transformers 5.6 dropped the level; files may have it.
             short = path.removeprefix("text_model.")
             old = re.sub(r"\b(?:([qkv])_proj|(out)_proj)$", r"to_\1\2", short)
             for name in {short, old, f"text_model.{short}", f"text_model.{old}"}:
                 flat = name.replace(".", "_")
-                self._name("text_encoder", path, f"text_encoder.{name}")
-                self._name("text_encoder", path, f"lora_te_{flat}", f"lora_te1_{flat}")
+                self._name(network, path, f"{network}.{name}")
+                self._name(network, path, *(f"{prefix}_{flat}" for prefix in prefixes))
 
     def _name(self, network: Network, path: str, *names: str) -> None:
         for name in names:

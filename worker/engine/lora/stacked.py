@@ -85,6 +85,15 @@ class StackedChange:
         for at in range(0, len(original), count):
             self._merge_part(original, merged, slice(at, at + count))
 
+    def apply(self, x: torch.Tensor) -> torch.Tensor:
+        """The plain LoRAs' change [rows, tokens, layers * out] of inputs [rows, tokens, in]."""
+        if self.low_rank is None:
+            raise ValueError("there are no plain LoRAs")
+        up, down = self.low_rank
+        products = torch.matmul(x.flatten(0, 1), down.mT)  # [layers, rows * tokens, rank]
+        changed = torch.bmm(products, up.mT).transpose(0, 1).flatten(1)
+        return changed.view(*x.shape[:2], -1) * self.strength
+
     def _merge_part(self, original: torch.Tensor, merged: torch.Tensor, part: slice) -> None:
         total, strength = None, 1.0
         if self.low_rank is not None:

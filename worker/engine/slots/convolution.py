@@ -41,6 +41,8 @@ class Shape(NamedTuple):
     outputs: int
     inputs: int
     taps: int
+    of_transformers: bool = False
+    """A linear layer of which slots have no copy, for want of memory."""
 
     @property
     def max_rank(self) -> int:
@@ -63,23 +65,37 @@ class LowRankChange(nn.Module):
     up: torch.Tensor | None
     """[slots, layers, rank, out]"""
 
-    def __init__(self, layers: Mapping[str, nn.Module]) -> None:
+    def __init__(self, layers: Mapping[str, nn.Module], *, of_transformers: bool = False) -> None:
         """*layers* by path."""
         super().__init__()
         self.paths = list(layers)
         ((outputs, inputs, *kernel),) = {_weight_shape(layer) for layer in layers.values()}
-        self.shape = Shape(outputs, inputs, math.prod(kernel))
+        self.shape = Shape(outputs, inputs, math.prod(kernel), of_transformers)
         self.register_buffer("down", None, persistent=False)
         self.register_buffer("up", None, persistent=False)
 
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        """The layers' change [slots, layers * out] of inputs [slots, in]."""
-        slots = len(x)
+    def forward(self, x: torch.Tensor, slots: int) -> torch.Tensor:
+        """The layers' change [rows, layers * out] of inputs [rows, in], equally many per slot."""
         if self.down is None or self.up is None:
-            return x.new_zeros(slots, len(self.paths) * self.shape.outputs)
+            return x.new_zeros(len(x), len(self.paths) * self.shape.outputs)
+        if len(x) > slots:
+            return self.of_tokens(x.view(slots, -1, x.shape[1])).flatten(0, 1)
         products = torch.bmm(x[:, None], self.down[:slots].transpose(1, 2))
         products = products.view(slots * len(self.paths), 1, -1)
         return torch.bmm(products, self.up[:slots].flatten(0, 1)).view(slots, -1)
+
+    def of_tokens(self, x: torch.Tensor) -> torch.Tensor:
+        """The layers' change [slots, tokens, layers * out] of inputs [slots, tokens, in]."""
+        if self.down is None or self.up is None:
+            raise RuntimeError("there are no changes of this layer")
+        slots = len(x)
+        products = torch.bmm(x, self.down[:slots].transpose(1, 2))
+        if len(self.paths) == 1:
+            return torch.bmm(products, self.up[:slots, 0])
+        # [slots, layers, tokens, rank] by [slots, layers, rank, out]
+        by_layer = products.view(slots, x.shape[1], len(self.paths), -1).transpose(1, 2)
+        changed = torch.matmul(by_layer, self.up[:slots])
+        return changed.transpose(1, 2).flatten(2)
 
 
 class SlotConv(nn.Module):
@@ -90,7 +106,7 @@ class SlotConv(nn.Module):
         super().__init__()
         conv = layer.conv if isinstance(layer, Upsampler) else layer
         if not isinstance(conv, nn.Conv2d) or not _is_usual(conv):
-            raise errors.SetupError(f"{path} is not one of Stable Diffusion 1.x's convolutions")
+            raise errors.SetupError(f"{path} is not one of Stable Diffusion's convolutions")
         self.layer = layer
         self.change = LowRankChange({path: conv})
         self._stride: int = conv.stride[0]
@@ -176,8 +192,12 @@ class SlotChanges:
 
     @property
     def exist(self) -> bool:
-        """True once some job needed them."""
-        return bool(self._capacities)
+        """True once some job changed a layer outside of transformers."""
+        return any(not shape.of_transformers for shape in self._capacities)
+
+    def grow_for_transformers(self, rank: int) -> None:
+        """Makes room for LoRAs of transformers up to a *rank*, if slots have no copies of these."""
+        self.grow((shape, rank) for shape in list(self.groups) if shape.of_transformers)
 
     def has_room(self, ranks: Iterable[tuple[Shape, int]]) -> bool:
         """Whether slots can hold changes of these ranks."""

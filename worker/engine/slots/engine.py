@@ -8,6 +8,7 @@ tracks every slot's step, so a tick reads nothing back from the GPU.
 
 from __future__ import annotations
 
+import functools
 import itertools
 import logging
 import math
@@ -34,6 +35,9 @@ from worker.engine.slots.weights import Weights
 
 log = logging.getLogger(__name__)
 
+#: Slots of low rank have room for LoRAs of it from the start; for others their memory grows.
+_USUAL_RANK = 32
+
 #: Younger jobs per slot that may overtake one with other LoRAs, while theirs are merged for all.
 _OVERTAKES_PER_SLOT = 6
 
@@ -51,6 +55,7 @@ class SlotEngine:
         slots: int | None = None,
         *,
         blocks: int | None = None,
+        is_low_rank: bool | None = None,
         backend: str | None = None,
         compiled_modes: Sequence[queue.WeightMode] = queue.WEIGHT_MODES,
         lora_cache_bytes: int = prepare.LORA_CACHE_BYTES,
@@ -58,6 +63,7 @@ class SlotEngine:
         """*slots* None fits them to the GPU's memory.
 
         *blocks*: how many lanes may have slots' weights of their own; None fits them as well.
+        *is_low_rank*: slots hold changes of low rank, not weights; None decides by the memory.
         *backend* is torch.compile's, None for no compilation; the UNet is compiled for the
         *compiled_modes*, in this order.
         """
@@ -75,8 +81,15 @@ class SlotEngine:
             layers.replace_group_norms(checkpoint.vae)
             layers.replace_upsamplers(checkpoint.vae)
         self._stager = Stager(checkpoint)
-        self._merger = merge.Merger(checkpoint.unet, checkpoint.text_encoder)
-        self._unet = SlotUnet(checkpoint.unet)
+        if is_low_rank is None:
+            is_low_rank = checkpoint.family.has_large_layers and memory.needs_low_rank(
+                self._device, linear.transformer_bytes(checkpoint.unet)
+            )
+        self._merger = merge.Merger(
+            checkpoint.unet, checkpoint.text_encoders, keeps_on_cpu=is_low_rank
+        )
+        self._unet = SlotUnet(checkpoint.unet, is_low_rank=is_low_rank)
+        self._unet.changes.grow_for_transformers(_USUAL_RANK)
         if backend is not None:
             self._unet.fold()
         self.self_check = SelfCheck(
@@ -87,10 +100,7 @@ class SlotEngine:
         )
         self._preparer = prepare.RequestPreparer(
             checkpoint,
-            {
-                "unet": self._unet.groups,
-                "text_encoder": linear.group_by_shape(checkpoint.text_encoder),
-            },
+            {"unet": self._unet.groups, **linear.groups_of(checkpoint.text_encoders)},
             convolutions=self._unet.changes.groups,
             lora_cache_bytes=lora_cache_bytes,
         )
@@ -115,6 +125,16 @@ class SlotEngine:
         self._runner.max_compiled = self._lanes.max_open - 1
         self._weights.resize(self.slots)
         self._decoder.max_images = self.slots
+
+    @property
+    def savings(self) -> dict[str, bool]:
+        """What is done about a GPU whose memory is short for the model."""
+        text_device = next(self._checkpoint.text_encoder.parameters()).device
+        return {
+            "is_low_rank": self._unet.is_low_rank,
+            "is_striped": self._decoder.is_striped,
+            "has_text_on_cpu": text_device != self._device,
+        }
 
     @property
     def slots(self) -> int:
@@ -237,7 +257,7 @@ class SlotEngine:
         self._stager.close()
         self._merger.close()
         self._unet.close()
-        for network in (self._checkpoint.unet, self._checkpoint.vae, self._checkpoint.text_encoder):
+        for network in self._checkpoint.networks.values():
             network.to("meta")
         torch.cuda.empty_cache()
 
@@ -278,7 +298,7 @@ class SlotEngine:
         if not lane.active:
             return
         self._weights.choose_mode(lane, step, self._lanes.active)
-        if lane.weight_mode == "per_slot_convolutions":
+        if lane.weight_mode != "shared":
             self._weights.make_room(lane, self._lanes.active)
         self.weight_mode = lane.weight_mode
         for slot in started:
@@ -317,6 +337,8 @@ class SlotEngine:
             state.mask[rows].copy_(staged.mask)
         factors = staged.factors if lane.weight_mode != "shared" else {}
         state.context[rows].copy_(self._unet.keys_values.compute(staged.vectors, factors))
+        if state.added is not None and staged.added is not None:
+            state.added[rows].copy_(self._unet.embed_added(*staged.added))
 
     def _step(self, lane: Lane) -> None:
         """Runs one step of a lane's slots and passes finished latents to the decoder."""
@@ -455,12 +477,17 @@ class SlotEngine:
         state = self._runner.make_slot_state(self._runner.plain_batch_key(width, height), 1)
 
         state_bytes = sum(tensor.nbytes for tensor in state if tensor is not None)
+        is_large = self._checkpoint.family.has_large_layers
+        decode = functools.partial(self._decoder.decode, state.latents)
+        if is_large:
+            self._decoder.is_striped = memory.is_too_large(self._device, decode)
         fit = memory.fit(
             self._device,
             self._unet.slot_bytes + state_bytes,
             lambda: tick(self._unet, "shared", *state),
-            lambda: decoder.decode(self._checkpoint.vae, state.latents),
+            decode,
             slots,
+            must_fit=is_large,
         )
         self._runner.slots = fit.slots
         self._decoder.slice_pixels = fit.decoded * width * height

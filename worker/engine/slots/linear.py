@@ -5,6 +5,9 @@ weights, whatever the LoRAs' rank. Two thin products per layer for the low-rank 
 times the memory, since their inputs and outputs are as wide as the layer's.
 
 Changes of any kind are merged, those of all layers of one shape at once (`lora/stacked.py`).
+
+Where the memory is too short for the copies (SDXL's take 3.7 GB per slot), slots have these thin
+products after all, as convolutions have them.
 """
 
 from __future__ import annotations
@@ -16,9 +19,10 @@ import torch
 import torch.nn.functional as F  # noqa: N812 - its name everywhere
 from torch import nn
 
-from worker.engine.lora.names import adaptable_layers
+from worker.engine.lora.names import Network, adaptable_layers
 from worker.engine.lora.pack import Group
 from worker.engine.lora.stacked import StackedChange
+from worker.engine.slots.convolution import LowRankChange
 
 
 class SlotLinear(nn.Module):
@@ -32,9 +36,10 @@ class SlotLinear(nn.Module):
     slots: torch.Tensor
 
     def __init__(self, layers: Mapping[str, nn.Module]) -> None:
-        """*layers* by path; a `WeightStack` sets the weights."""
+        """*layers* by path; a `WeightStack` sets the weights, or `keep_apart`."""
         super().__init__()
         self.layers = dict(layers)
+        self.change: LowRankChange | None = None
         biases = [_parameter(layer, "bias") for layer in layers.values() if layer.bias is not None]
         bias = torch.cat(biases) if biases else None
         self.register_buffer("weight", None, persistent=False)
@@ -43,6 +48,8 @@ class SlotLinear(nn.Module):
 
     def forward(self, x: torch.Tensor, per_slot: bool) -> torch.Tensor:
         """[slots, tokens of both rows, in] to [..., out], with shared or per-slot weights."""
+        if self.change is not None and per_slot:
+            return F.linear(x, self.weight, self.bias) + self.change.of_tokens(x)
         if not per_slot and not torch.compiler.is_compiling():
             return F.linear(x, self.weight, self.bias)
         if per_slot:
@@ -51,6 +58,11 @@ class SlotLinear(nn.Module):
             product = F.linear(x, self.weight)
         # Compiled, the bias is fused into what follows; products without one are faster.
         return product if self.bias is None else product + self.bias
+
+    def keep_apart(self) -> None:
+        """Gives each slot low-rank changes beside the shared weights, not weights of its own."""
+        self.change = LowRankChange(self.layers, of_transformers=True)
+        self.weight = _stack_weights(list(self.layers.values())).flatten(0, 1)
 
 
 class WeightStack:
@@ -129,10 +141,25 @@ def group_by_shape(network: nn.Module) -> dict[Group, list[str]]:
     return groups
 
 
+def groups_of(networks: Mapping[Network, nn.Module]) -> dict[Network, dict[Group, list[str]]]:
+    """The same of several networks."""
+    return {name: group_by_shape(network) for name, network in networks.items()}
+
+
+def transformer_bytes(unet: nn.Module) -> int:
+    """Size of the layers that slots have copies of: those of transformers but for the prompts'."""
+    return sum(
+        layer.weight.nbytes
+        for path, layer in adaptable_layers(unet).items()
+        if "attentions" in path and not path.endswith(("attn2.to_k", "attn2.to_v"))
+    )
+
+
 class TextEncoderLoras:
     """Merges packed LoRAs into a text encoder while some prompts are encoded."""
 
     def __init__(self, text_encoder: nn.Module) -> None:
+        self.device = next(text_encoder.parameters()).device
         layers = adaptable_layers(text_encoder)
         self._weights = {
             group: _stack_weights([layers[path] for path in paths])

@@ -8,6 +8,8 @@ from typing import NamedTuple
 
 import torch
 
+from imagefleet import errors
+
 log = logging.getLogger(__name__)
 
 #: Above 16, SD1.5 at 512x512 gains nothing on the fastest card measured (14.3 images/s at 16, 14.5
@@ -37,6 +39,21 @@ _TEMPORARY_SHARE = 0.25
 _MARGIN = 0.12
 
 
+#: With fewer slots of merged weights, slots of low rank are as many as the card can use: eight SDXL
+#: images at once keep the fastest card measured as busy as sixteen.
+_FEWEST_MERGED_SLOTS = 8
+
+#: What a slot takes beside its weights, of these: SDXL's activations and contexts.
+_BESIDE_WEIGHTS = 0.15
+
+#: Above this share of the memory that the UNet and the VAE leave, text encoders stay on the CPU.
+_TEXT_SHARE = 0.2
+
+
+#: Above this share of the free memory, an image is decoded in stripes.
+_WHOLE_SHARE = 0.25
+
+
 class Fit(NamedTuple):
     """What fits beside the model; at least one of each."""
 
@@ -57,14 +74,31 @@ def fit(
     run: Callable[[], object],
     decode: Callable[[], object],
     slots: int | None = None,
+    *,
+    must_fit: bool = False,
 ) -> Fit:
     """Measures what fits; *slots*, if given, is taken as it is.
 
     *slot_bytes* is what a slot holds for good; *run* is a tick of one slot and *decode* a VAE call
-    with one image, whose peak memory is measured.
+    with one image, whose peak memory is measured. *must_fit* refuses a GPU on which one image of
+    the native size would fail.
+
+    Raises:
+        SetupError: one image does not fit.
     """
-    tick_bytes, decode_bytes = (_peak_bytes(device, work) for work in (run, decode))
+    try:
+        tick_bytes, decode_bytes = (_peak_bytes(device, work) for work in (run, decode))
+    except torch.cuda.OutOfMemoryError as error:
+        raise errors.SetupError(
+            "the GPU's memory is too short for one image at the model's native size: use a GPU with"
+            " more memory, or a smaller model"
+        ) from error
     free = free_bytes(device)
+    if must_fit and (needed := slot_bytes + max(tick_bytes, decode_bytes)) > free:
+        raise errors.SetupError(
+            f"the GPU has {free / 2**30:.1f} GiB left beside the model, and one image at its native"
+            f" size takes {needed / 2**30:.1f} GiB: use a GPU with more memory, or a smaller model"
+        )
     decoded = max(1, min(MAX_DECODED, int(free * _DECODING_SHARE // decode_bytes)))
     room = free * (1 - _MARGIN) - decoded * decode_bytes
     slots = slots or max(1, min(MAX_SLOTS, int(room // (slot_bytes + tick_bytes))))
@@ -84,6 +118,30 @@ def fit(
         extra={"action": "slots_chosen", "slots": slots},
     )
     return Fit(slots, decoded, blocks, staged_bytes, int(_TEMPORARY_SHARE * _MARGIN * free))
+
+
+def needs_low_rank(device: torch.device, linear_bytes: int) -> bool:
+    """Whether the memory is too short for copies of *linear_bytes* in enough slots."""
+    if device.type != "cuda":
+        return False
+    slot_bytes = linear_bytes * (1 + _BESIDE_WEIGHTS)
+    return free_bytes(device) * (1 - _MARGIN) < _FEWEST_MERGED_SLOTS * slot_bytes
+
+
+def has_no_room_for_text(device: torch.device, text_bytes: int, others_bytes: int) -> bool:
+    """Whether text encoders would take too much beside the other networks.
+
+    On the CPU a prompt takes a second or so, while a small GPU takes several for its image.
+    """
+    return text_bytes > _TEXT_SHARE * (free_bytes(device) - others_bytes)
+
+
+def is_too_large(device: torch.device, decode: Callable[[], object]) -> bool:
+    """Whether a VAE call for one image takes more than its share of the memory."""
+    try:
+        return _peak_bytes(device, decode) > _WHOLE_SHARE * free_bytes(device)
+    except torch.cuda.OutOfMemoryError:
+        return True
 
 
 def free_bytes(device: torch.device) -> int:

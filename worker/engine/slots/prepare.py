@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from types import MappingProxyType
@@ -56,7 +57,7 @@ class PreparedRequest:
     """The UNet's LoRAs for a slot; None if they must be merged into the shared weights instead."""
     convolution_pack: convolution.ConvolutionPack | None
     """Their changes of convolutions; None if they must be merged instead, and then all are."""
-    text_encoder_pack: pack.PackedLoras | None
+    text_encoder_packs: Mapping[names.Network, pack.PackedLoras | None]
 
     @property
     def lora_key(self) -> merge.LoraKey:
@@ -110,8 +111,9 @@ class RequestPreparer:
         self._convolutions = convolutions
         self._held_as_convolutions = convolution.all_paths(convolutions)
         self._dtype: torch.dtype = checkpoint.unet.dtype
+        self._encoders = checkpoint.text_encoders
         self._tokenizer = text.Tokenizer(checkpoint.tokenizer)
-        layers = names.Layers(checkpoint.unet, checkpoint.text_encoder)
+        layers = names.Layers(checkpoint.unet, checkpoint.text_encoders)
         self._lora_cache = lora_file.LoraCache(layers, lora_cache_bytes)
         self.lora_lookups: Mapping[str, int] = self._lora_cache.lookups
 
@@ -128,11 +130,7 @@ class RequestPreparer:
                 f"{request.width}x{request.height} pixels cannot be drawn: both sides must be"
                 f" multiples of {factor}"
             )
-        layers = self._checkpoint.text_encoder.config.num_hidden_layers
-        if not 1 <= request.clip_skip <= layers:
-            raise errors.JobError(
-                f"clip_skip is {request.clip_skip}; this model's text encoder has {layers} layers"
-            )
+        self._check_clip_skip(request.clip_skip)
         schedule = sampler.make_schedule(
             request.sampler,
             request.steps,
@@ -144,7 +142,8 @@ class RequestPreparer:
         negative_prompt = self._tokenizer.chunks(request.negative_prompt)
         loras = self._read_loras(request.loras)
         unet_loras = merge.restrict(loras, "unet")
-        text_encoder_loras = merge.restrict(loras, "text_encoder")
+        networks = self._checkpoint.family.networks
+        text_encoder_loras = {each: merge.restrict(loras, each) for each in networks}
         convolution_pack = convolution.pack(unet_loras, self._convolutions, dtype=self._dtype)
         unet_pack = None if convolution_pack is None else self._pack(unet_loras, "unet")
         return PreparedRequest(
@@ -154,24 +153,33 @@ class RequestPreparer:
             schedule,
             loras,
             unet_loras,
-            text_encoder_loras,
+            tuple(itertools.chain.from_iterable(text_encoder_loras.values())),
             unet_pack,
             convolution_pack,
-            self._pack(text_encoder_loras, "text_encoder"),
+            {network: self._pack(each, network) for network, each in text_encoder_loras.items()},
         )
+
+    def _check_clip_skip(self, clip_skip: int) -> None:
+        layers = self._checkpoint.text_encoder.config.num_hidden_layers
+        if self._checkpoint.family.skips_layers and not 1 <= clip_skip <= layers:
+            raise errors.JobError(
+                f"clip_skip is {clip_skip}; this model's text encoder has {layers} layers"
+            )
 
     def _read_loras(self, loras: Sequence[contract.Lora]) -> tuple[merge.AppliedLora, ...]:
         """Adds up the weights of a LoRA that is named twice; the order does not matter."""
         if len(loras) > _MAX_LORAS:
             raise errors.JobError(f"the prompt has {len(loras)} LoRAs; at most {_MAX_LORAS} work")
+        networks = self._checkpoint.family.networks
         files: dict[lora_file.Identity, lora_file.LoraFile] = {}
         weights: dict[lora_file.Identity, dict[names.Network, float]] = {}
         for lora in loras:
             file = self._lora_cache.get(lora)
             files[file.identity] = file
-            sums = weights.setdefault(file.identity, {"unet": 0.0, "text_encoder": 0.0})
+            sums = weights.setdefault(file.identity, dict.fromkeys(("unet", *networks), 0.0))
             sums["unet"] += lora.unet_weight
-            sums["text_encoder"] += lora.text_encoder_weight
+            for network in networks:
+                sums[network] += lora.text_encoder_weight
         effective = [identity for identity in sorted(files) if any(weights[identity].values())]
         return tuple(merge.AppliedLora(files[each], weights[each]) for each in effective)
 
@@ -179,6 +187,5 @@ class RequestPreparer:
         self, loras: Sequence[merge.AppliedLora], network: names.Network
     ) -> pack.PackedLoras | None:
         elsewhere = self._held_as_convolutions if network == "unet" else ()
-        return pack.pack(
-            loras, network, self.groups[network], dtype=self._dtype, elsewhere=elsewhere
-        )
+        own = self._checkpoint.unet if network == "unet" else self._encoders[network]
+        return pack.pack(loras, network, self.groups[network], dtype=own.dtype, elsewhere=elsewhere)

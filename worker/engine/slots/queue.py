@@ -19,8 +19,9 @@ from worker.engine.slots import convolution
 from worker.engine.slots.prepare import PLAIN_TOKENS, PreparedRequest
 
 WeightMode = Literal["per_slot", "shared", "per_slot_convolutions"]
-"""Each slot its own weights; one set for all, the checkpoint's own or with LoRAs merged in; or each
-slot its own weights and its own changes of convolutions, while a job in any slot has some."""
+"""Each slot its own weights (where memory is short: low-rank changes beside the shared ones); one
+set for all, the checkpoint's own or with LoRAs merged in; or each slot its own weights and its own
+changes of convolutions, while a job in any slot has some."""
 
 #: Compiled from the start: the third one only where such jobs are frequent.
 WEIGHT_MODES: tuple[WeightMode, ...] = ("per_slot", "shared")
@@ -48,6 +49,15 @@ class BatchKey(NamedTuple):
         return self.merged_loras is not None or self.isolated is not None
 
 
+class AddedInputs(NamedTuple):
+    """What some UNets take beside the prompt's vectors, of the prompt and the negative prompt."""
+
+    pooled: torch.Tensor
+    """[2, width]"""
+    sizes: torch.Tensor
+    """[2, numbers]: see `families.sdxl.size_ids`."""
+
+
 @dataclass(frozen=True, slots=True)
 class Staged:
     """A job's data on the device, ready to be copied into a slot."""
@@ -58,6 +68,7 @@ class Staged:
     """[2, tokens, width]: of the prompt and the negative prompt, padded with zeros."""
     mask: torch.Tensor | None
     """[2, 1, 1, tokens], added to the attention scores; None for an unmasked batch key."""
+    added: AddedInputs | None
     flat: torch.Tensor | None
     """The LoRAs, of which `factors` are views."""
     factors: dict[Group, StackedChange]
@@ -71,7 +82,7 @@ class Staged:
     def tensors(self) -> list[torch.Tensor]:
         """All that is on the device."""
         changes = itertools.chain.from_iterable(self.convolutions.values())
-        held = (self.latents, self.vectors, self.mask, self.flat, *changes)
+        held = (self.latents, self.vectors, self.mask, *(self.added or ()), self.flat, *changes)
         return [tensor for tensor in held if tensor is not None]
 
 
@@ -94,9 +105,16 @@ class SlotJob:
 
     @property
     def ranks(self) -> dict[convolution.Shape, int]:
-        """Of its changes of convolutions, if it has any and slots can hold them."""
+        """Of its changes of convolutions, if it has any and slots can hold them.
+
+        Where slots have no linear weights of their own, of its changes of these as well.
+        """
         packed = self.prepared.convolution_pack
         return packed.ranks if packed else {}
+
+    @property
+    def changes_convolutions(self) -> bool:
+        return any(not shape.of_transformers for shape in self.ranks)
 
     @property
     def calls(self) -> int:

@@ -17,15 +17,17 @@ from dataclasses import dataclass
 import torch
 
 from imagefleet.job.prompt import Chunk
-from worker.engine import text
+from worker.engine import contract, text
 from worker.engine.checkpoint import Checkpoint
+from worker.engine.families import sdxl
 from worker.engine.lora import merge
+from worker.engine.lora.names import Network
 from worker.engine.lora.pack import Group
 from worker.engine.lora.stacked import StackedChange
 from worker.engine.slots import convolution
 from worker.engine.slots.linear import TextEncoderLoras
 from worker.engine.slots.prepare import PLAIN_CHUNKS, PreparedRequest
-from worker.engine.slots.queue import SlotJob, Staged
+from worker.engine.slots.queue import AddedInputs, SlotJob, Staged
 
 #: Threads that assemble LoRAs; with a large one for each job, one is not enough.
 _ASSEMBLERS = 3
@@ -40,12 +42,21 @@ class _Loras:
 
     unet: torch.Tensor | None
     convolutions: torch.Tensor | None
-    text_encoder: torch.Tensor | None
+    text_encoders: Mapping[Network, torch.Tensor]
 
     @classmethod
     def assemble(cls, prepared: PreparedRequest) -> _Loras:
-        packs = (prepared.unet_pack, prepared.convolution_pack, prepared.text_encoder_pack)
-        return cls(*(packed.assemble() if packed else None for packed in packs))
+        unet, convolutions = prepared.unet_pack, prepared.convolution_pack
+        text_encoders = {
+            network: packed.assemble()
+            for network, packed in prepared.text_encoder_packs.items()
+            if packed
+        }
+        return cls(
+            unet.assemble() if unet else None,
+            convolutions.assemble() if convolutions else None,
+            text_encoders,
+        )
 
 
 class Stager:
@@ -59,12 +70,20 @@ class Stager:
         self._dtype = checkpoint.unet.dtype
         self._channels = int(checkpoint.unet.config.in_channels)
         self._factor = checkpoint.vae_factor
-        self._encoder = text.Encoder(
-            checkpoint.text_encoder,
-            start=checkpoint.tokenizer.bos_token_id,
-            end=checkpoint.tokenizer.eos_token_id,
+        self._family = checkpoint.family
+        tokens = {
+            "start": checkpoint.tokenizer.bos_token_id,
+            "end": checkpoint.tokenizer.eos_token_id,
+        }
+        self._encoder = text.JointEncoder(
+            [
+                text.Encoder(checkpoint.text_encoders[each.network], **tokens, rules=each.rules)
+                for each in self._family.text_encoders
+            ]
         )
-        self._text_loras = TextEncoderLoras(checkpoint.text_encoder)
+        self._text_loras = {
+            network: TextEncoderLoras(each) for network, each in checkpoint.text_encoders.items()
+        }
         self._stream: torch.cuda.Stream | None = None
         if self._device.type == "cuda":
             # High priority: it has little to do, and a slot may wait for it.
@@ -123,7 +142,8 @@ class Stager:
         self._thread.shutdown(cancel_futures=True)
         self._assemblers.shutdown()
         self._encoder.clear()
-        self._text_loras.close()
+        for each in self._text_loras.values():
+            each.close()
 
     def _stage_all(self, begun: Sequence[tuple[SlotJob, Future[Staged]]]) -> None:
         on_device = torch.cuda.device(self._device) if self._stream else contextlib.nullcontext()
@@ -182,18 +202,18 @@ class Stager:
         changes, convolutions = job.prepared.convolution_pack, {}
         if changes and loras.convolutions is not None:
             convolutions = changes.by_shape(self._copy(loras.convolutions))
-        vectors, mask = self._encode(job, loras.text_encoder)
+        vectors, mask, added = self._encode(job, loras.text_encoders)
         noise = job.prepared.noise(self._channels, self._factor)
         latents = self._copy(job.prepared.first_latents(noise))
-        return Staged(latents, vectors, mask, flat, factors, convolutions, noise)
+        return Staged(latents, vectors, mask, added, flat, factors, convolutions, noise)
 
     def _copy(self, tensor: torch.Tensor) -> torch.Tensor:
         return tensor.to(self._device, non_blocking=True)
 
     def _encode(
-        self, job: SlotJob, loras: torch.Tensor | None
-    ) -> tuple[torch.Tensor, torch.Tensor | None]:
-        """Vectors [2, tokens, width] and the mask [2, 1, 1, tokens], if any."""
+        self, job: SlotJob, loras: Mapping[Network, torch.Tensor]
+    ) -> tuple[torch.Tensor, torch.Tensor | None, AddedInputs | None]:
+        """Vectors [2, tokens, width], the mask [2, 1, 1, tokens] and the added inputs, if any."""
         prepared = job.prepared
         prompts = [prepared.prompt, prepared.negative_prompt]
         if not job.batch_key.is_masked:
@@ -201,24 +221,42 @@ class Stager:
         with self._loras_merged(prepared, loras):
             key = merge.key_of(prepared.text_encoder_loras)
             context = self._encoder.encode(prompts, prepared.request.clip_skip, key)
-        vectors = context.vectors.to(self._dtype)
+        vectors, added = self._finish(prepared.request, context)
         if not job.batch_key.is_masked:
-            return vectors, None
+            return vectors, None, added
         tokens = vectors.shape[1]
         padded = vectors.new_zeros((2, job.batch_key.tokens, vectors.shape[2]))
         padded[:, :tokens] = vectors
         lengths = [len(prompt) * text.CONTEXT_TOKENS for prompt in prompts]
         inside = torch.arange(job.batch_key.tokens) < torch.tensor(lengths)[:, None]
         mask = torch.where(inside, 0.0, _MASKED)[:, None, None].to(self._dtype)
-        return padded, self._copy(mask)
+        return padded, self._copy(mask), added
+
+    def _finish(
+        self, request: contract.ImageRequest, context: text.Context
+    ) -> tuple[torch.Tensor, AddedInputs | None]:
+        """Vectors on the device, in the UNet's type, and its added inputs, if it has any."""
+        vectors = context.vectors.to(self._device, self._dtype)
+        pooled = context.pooled
+        if self._family.zeroes_empty_negative and not str(request.negative_prompt):
+            kept = torch.tensor([1, 0], device=vectors.device, dtype=vectors.dtype)
+            vectors = vectors * kept[:, None, None]
+            pooled = None if pooled is None else pooled * kept.to(pooled)[:, None]
+        if pooled is None:
+            return vectors, None
+        sizes = sdxl.size_ids(request.width, request.height).expand(2, -1)
+        return vectors, AddedInputs(pooled.to(self._device, self._dtype), self._copy(sizes))
 
     @contextlib.contextmanager
     def _loras_merged(
-        self, prepared: PreparedRequest, loras: torch.Tensor | None
+        self, prepared: PreparedRequest, loras: Mapping[Network, torch.Tensor]
     ) -> Iterator[None]:
         """The text encoder with a request's LoRAs merged in."""
-        packed = prepared.text_encoder_pack
-        if packed is None or loras is None:
-            raise RuntimeError("all layers of a text encoder can be packed")
-        with self._text_loras.merged(packed.by_group(self._copy(loras))):
+        with contextlib.ExitStack() as merged:
+            for network, packed in prepared.text_encoder_packs.items():
+                if packed is None:
+                    raise RuntimeError("all layers of a text encoder can be packed")
+                own = self._text_loras[network]
+                flat = loras[network].to(own.device, non_blocking=True)
+                merged.enter_context(own.merged(packed.by_group(flat)))
             yield

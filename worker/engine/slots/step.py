@@ -5,6 +5,7 @@ Each lane has tensors of its own, compiled where that pays.
 
 from __future__ import annotations
 
+import itertools
 import logging
 from collections import Counter, deque
 from collections.abc import Mapping, Sequence
@@ -55,6 +56,8 @@ class SlotState(NamedTuple):
     """[2 * slots, tokens, width]: the keys and values of all cross-attentions."""
     mask: torch.Tensor | None
     """[2 * slots, 1, 1, tokens], if prompts may be shorter than that."""
+    added: torch.Tensor | None
+    """[2 * slots, width], added to the embedded timesteps in UNets that have such inputs."""
 
     def first(self, slots: int) -> SlotState:
         """Views of the first slots."""
@@ -67,6 +70,7 @@ class SlotState(NamedTuple):
             self.noise[:slots],
             self.context[: 2 * slots],
             None if self.mask is None else self.mask[: 2 * slots],
+            None if self.added is None else self.added[: 2 * slots],
         )
 
 
@@ -79,6 +83,7 @@ def tick(
     noise: torch.Tensor,
     context: torch.Tensor,
     mask: torch.Tensor | None,
+    added: torch.Tensor | None,
 ) -> None:
     """One UNet call and one sampler step of a `SlotState`'s tensors, in place.
 
@@ -91,7 +96,7 @@ def tick(
         x = x.contiguous(memory_format=torch.channels_last)
     times = coefficients[:, sampler.TIMESTEP]
     per_slot, changes = weight_mode != "shared", weight_mode == "per_slot_convolutions"
-    output = unet(x, times, context, mask, per_slot, changes)
+    output = unet(x, times, context, mask, per_slot, changes, added)
     cond, uncond = output.float().unflatten(0, (-1, 2)).unbind(dim=1)
     guided = uncond + rows[:, GUIDANCE, None, None, None] * (cond - uncond)
     stepped, remembered = sampler.step(coefficients, latents, guided, history, noise)
@@ -168,7 +173,8 @@ class StepRunner:
         compiled_modes: Sequence[WeightMode],
         pool: GraphPool | None,
     ) -> None:
-        self.costs = Costs()
+        # Copies of the original weights are on the CPU then.
+        self.costs = Costs(merge_seconds=1.0) if unet.is_low_rank else Costs()
         self.slots = slots
         self.max_compiled = _MAX_COMPILED_KEYS
         self._unet = unet
@@ -206,6 +212,8 @@ class StepRunner:
         if self._backend is None or batch_key.is_rare:
             return False
         if step := self._compiled.get(batch_key):
+            if set(self._compiled_modes) - step.compiled.keys():
+                return True  # dropped since the slots' changes grew
             return (
                 "per_slot_convolutions" not in step.compiled
                 and self._images_with_convolutions[batch_key] >= _COMPILE_AFTER_IMAGES
@@ -243,15 +251,17 @@ class StepRunner:
 
         Those with changes of convolutions are compiled if there are any so far.
         """
-        if step.compiled:
-            self._compile_convolutions(step)
-            return
         kept = [(each, each.clone()) for each in (step.state.latents, step.state.history)]
         try:
-            with self._unet.selecting_kernels(self._kernels), torch.no_grad():
-                tick(self._unet, "shared", *step.state)
+            if step.compiled:
+                missing = [mode for mode in self._compiled_modes if mode not in step.compiled]
+                step.compiled.update(self._compile_modes(step, missing))
+            else:
+                with self._unet.selecting_kernels(self._kernels), torch.no_grad():
+                    tick(self._unet, "shared", *step.state)
+                if self._backend is not None:
+                    self._compile(step)
             if self._backend is not None:
-                self._compile(step)
                 self._compile_convolutions(step)
         finally:
             for tensor, copy in kept:
@@ -269,9 +279,12 @@ class StepRunner:
         self._backend = None
 
     def drop_convolutions(self) -> None:
-        """Frees the compiled ticks with changes of convolutions, before their tensors change."""
-        for step in self._compiled.values():
-            if compiled := step.compiled.pop("per_slot_convolutions", None):
+        """Frees the compiled ticks with slots' changes, before their tensors change."""
+        modes: list[WeightMode] = ["per_slot_convolutions"]
+        if self._unet.is_low_rank:
+            modes.append("per_slot")
+        for step, mode in itertools.product(self._compiled.values(), modes):
+            if compiled := step.compiled.pop(mode, None):
                 self._dropped_recompiles += compiled.recompiles
         self._images_with_convolutions.clear()
 
@@ -296,6 +309,9 @@ class StepRunner:
             noise=zeros(*shape),
             context=zeros(2 * slots, tokens, unet.keys_values.width, dtype=unet.dtype),
             mask=zeros(2 * slots, 1, 1, tokens, dtype=unet.dtype) if batch_key.is_masked else None,
+            added=zeros(2 * slots, unet.added_width, dtype=unet.dtype)
+            if unet.added_width
+            else None,
         )
 
     def _compile(self, step: Step) -> None:

@@ -1,17 +1,16 @@
-"""Stable Diffusion 1.x's UNet for slots: two rows per slot, with shared or per-slot weights.
+"""Stable Diffusion's UNets for slots: two rows per slot, with shared or per-slot weights.
 
 The same arithmetic on the same weights as diffusers' UNet2DConditionModel. What differs:
 activations stay channels-last throughout; self-attention's q, k and v are one product, and so are
 the time projections of all resnets; cross-attention's keys and values are an input, since they
 change with the prompt, not with the step. Rows are in the order slot 0's prompt (cond), slot 0's
 negative prompt (uncond), slot 1's prompt, ... Up to the first cross-attention a slot's two rows are
-equal, and computed as one.
+equal, and computed as one; not in SDXL, which takes more of the prompt beside the timestep.
 """
 
 from __future__ import annotations
 
 import contextlib
-import functools
 import itertools
 from collections.abc import Iterator, Mapping
 from typing import Any
@@ -21,24 +20,34 @@ import torch.nn.functional as F  # noqa: N812 - its name everywhere
 from torch import nn
 
 from imagefleet import errors
-from worker.engine.kernels.layers import Attend, KernelSelector, Upsampler, default_attention
+from worker.engine.kernels.layers import KernelSelector, Upsampler, default_attention
 from worker.engine.lora.pack import Group
 from worker.engine.lora.stacked import TEMPORARY_BYTES, StackedChange
 from worker.engine.slots import convolution
 from worker.engine.slots.convolution import LowRankChange, SlotChanges, SlotConv
 from worker.engine.slots.linear import SlotLinear, stack_by_shape
-
-_NOT_SD1 = "this UNet is not of Stable Diffusion 1.x's architecture, the only one supported"
+from worker.engine.slots.transformer import (
+    UNKNOWN_UNET,
+    CrossAttention,
+    KeysValues,
+    SelfAttention,
+    Transformer,
+    repeat_rows,
+    select_and_attend,
+)
 
 
 class SlotUnet(nn.Module):
     """Shares its weights with the diffusers UNet it is made from, which stays usable."""
 
-    def __init__(self, unet: Any) -> None:
+    def __init__(self, unet: Any, *, is_low_rank: bool = False) -> None:
+        """*is_low_rank*: slots have no weights of their own, only changes of low rank."""
         super().__init__()
+        self.is_low_rank = is_low_rank
         paths = {module: path for path, module in unet.named_modules()}
         self.time_proj = unet.time_proj
         self.time_embedding = _TimeEmbedding(unet.time_embedding, paths)
+        self.added = _AddedEmbedding(unet) if unet.config.addition_embed_type else None
         self.conv_in = _conv(paths, unet.conv_in)
         self.down = nn.ModuleList(_Down(block, paths) for block in unet.down_blocks)
         self.mid = _Layers(unet.mid_block.resnets[1:], unet.mid_block.attentions, paths)
@@ -47,16 +56,18 @@ class SlotUnet(nn.Module):
         self.norm_out = unet.conv_norm_out
         self.conv_out = _conv(paths, unet.conv_out)
         linears = [module for module in self.modules() if isinstance(module, SlotLinear)]
-        self._stacks = stack_by_shape("slots", linears)
-        crosses = [module for module in self.modules() if isinstance(module, _CrossAttention)]
+        self._stacks = {} if is_low_rank else stack_by_shape("slots", linears)
+        for linear in linears if is_low_rank else ():
+            linear.keep_apart()
+        crosses = [module for module in self.modules() if isinstance(module, CrossAttention)]
         self.time_projections = _TimeProjections(
             [module for module in self.modules() if isinstance(module, _Resnet)], paths
         )
         self._self_attentions = [
-            module for module in self.modules() if isinstance(module, _SelfAttention)
+            module for module in self.modules() if isinstance(module, SelfAttention)
         ]
         self._upsamplers = [module for module in self.modules() if isinstance(module, Upsampler)]
-        self.keys_values = KeysValues(crosses, paths)
+        self.keys_values = KeysValues(crosses, paths, is_low_rank=is_low_rank)
         self.dtype: torch.dtype = unet.conv_out.weight.dtype
         self.device: torch.device = unet.conv_out.weight.device
         self.changes = SlotChanges(
@@ -79,6 +90,19 @@ class SlotUnet(nn.Module):
         weights = sum(stack.shared.nbytes for stack in self._stacks.values())
         return weights + self.changes.slot_bytes
 
+    @property
+    def added_width(self) -> int:
+        """Of what `forward` takes beside the timestep; 0: nothing."""
+        return 0 if self.added is None else self.added.width
+
+    @torch.no_grad()
+    def embed_added(self, pooled: torch.Tensor, sizes: torch.Tensor) -> torch.Tensor:
+        """`forward`'s *added* [rows, width] of pooled vectors and size ids, one each per row."""
+        if self.added is None:
+            raise RuntimeError("this UNet has no such inputs")
+        embedded: torch.Tensor = self.added(pooled, sizes)
+        return embedded
+
     def forward(
         self,
         x: torch.Tensor,
@@ -87,18 +111,24 @@ class SlotUnet(nn.Module):
         mask: torch.Tensor | None,
         per_slot: bool,
         changes: bool = False,
+        added: torch.Tensor | None = None,
     ) -> torch.Tensor:
         """The UNet's output [2 * slots, 4, height, width].
 
         x [slots, 4, height, width]; times [slots]; context [2 * slots, tokens, width] from
         `keys_values`; mask [2 * slots, 1, 1, tokens], added to the attention scores, or None.
         *per_slot* uses each slot's own weights, else the shared ones. *changes* adds each slot's
-        changes of convolutions and of the layers for the time.
+        changes of convolutions and of the layers for the time. *added* [2 * slots, width] is added
+        to the embedded timesteps, in UNets with such inputs.
         """
         slots = len(x) if changes else 0
         time = self.time_embedding(self.time_proj(times).to(x.dtype), slots)
+        if added is not None:
+            time = time.repeat_interleave(2, dim=0) + added
         time = self.time_projections(time, slots)
         x = self.conv_in(x, slots)
+        if added is not None:
+            x = repeat_rows(x, len(added))
         skips = [x]
         for block in self.down:
             x = block(x, time, skips, context, mask, per_slot, slots)
@@ -144,7 +174,7 @@ class SlotUnet(nn.Module):
     def selecting_kernels(self, selector: KernelSelector) -> Iterator[None]:
         """Within it, each self-attention's next call selects its fastest kernel."""
         for attend in self._self_attentions:
-            attend.kernel = functools.partial(_select_and_attend, attend, selector)
+            attend.kernel = select_and_attend(attend, selector)
         try:
             yield
         except BaseException:
@@ -168,51 +198,37 @@ class SlotUnet(nn.Module):
         self.changes.load(slot, convolutions)
 
 
-class KeysValues:
-    """The keys and values of all cross-attentions, computed from a prompt's vectors."""
-
-    def __init__(self, crosses: list[_CrossAttention], paths: Mapping[nn.Module, str]) -> None:
-        layers = [layer for cross in crosses for layer in (cross.to_k, cross.to_v)]
-        self.stacks = stack_by_shape("prompt", (SlotLinear({paths[each]: each}) for each in layers))
-        slices: dict[str, slice] = {}
-        self.width = 0
-        for (_, width, _), stack in self.stacks.items():
-            for path in stack.paths:
-                slices[path] = slice(self.width, self.width + width)
-                self.width += width
-        for cross in crosses:
-            cross.keys, cross.values = (slices[paths[each]] for each in (cross.to_k, cross.to_v))
-
-    @torch.no_grad()
-    def compute(
-        self, vectors: torch.Tensor, changes: Mapping[Group, StackedChange]
-    ) -> torch.Tensor:
-        """Keys and values [rows, tokens, width] of vectors [rows, tokens, text width]."""
-        products = []
-        for group, stack in self.stacks.items():
-            weights = stack.shared
-            if group in changes:
-                weights = torch.empty_like(stack.shared)
-                changes[group].merge(stack.shared, weights)
-            products.append(F.linear(vectors, weights.flatten(0, 1)))
-        return torch.cat(products, dim=-1)
-
-
 class _TimeEmbedding(nn.Module):
     def __init__(self, original: Any, paths: Mapping[nn.Module, str]) -> None:
         super().__init__()
         if original.cond_proj is not None or original.post_act is not None:
-            raise errors.SetupError(_NOT_SD1)
+            raise errors.SetupError(UNKNOWN_UNET)
         self.first, self.act, self.second = original.linear_1, original.act, original.linear_2
         self.first_change, self.second_change = (
             LowRankChange({paths[layer]: layer}) for layer in (self.first, self.second)
         )
 
     def forward(self, x: torch.Tensor, slots: int) -> torch.Tensor:
-        hidden = self.first(x) + self.first_change(x) if slots else self.first(x)
+        hidden = self.first(x) + self.first_change(x, slots) if slots else self.first(x)
         hidden = self.act(hidden)
         output: torch.Tensor = self.second(hidden)
-        return output + self.second_change(hidden) if slots else output
+        return output + self.second_change(hidden, slots) if slots else output
+
+
+class _AddedEmbedding(nn.Module):
+    """SDXL's second part of the timestep's embedding: the prompt as one vector, and the sizes."""
+
+    def __init__(self, unet: Any) -> None:
+        super().__init__()
+        if unet.config.addition_embed_type != "text_time":
+            raise errors.SetupError(UNKNOWN_UNET)
+        self.embed_numbers, self.embed = unet.add_time_proj, unet.add_embedding
+        self.width: int = unet.add_embedding.linear_2.out_features
+
+    def forward(self, pooled: torch.Tensor, sizes: torch.Tensor) -> torch.Tensor:
+        numbers = self.embed_numbers(sizes.flatten()).reshape(len(sizes), -1)
+        embedded: torch.Tensor = self.embed(torch.cat([pooled, numbers.to(pooled.dtype)], dim=-1))
+        return embedded
 
 
 class _TimeProjections(nn.Module):
@@ -243,7 +259,8 @@ class _TimeProjections(nn.Module):
         time = F.silu(time)
         projected: torch.Tensor = F.linear(time, self.weight, self.bias)
         if slots:
-            projected = projected + torch.cat([change(time) for change in self.changes], dim=1)
+            changed = [change(time, slots) for change in self.changes]
+            projected = projected + torch.cat(changed, dim=1)
         return projected
 
 
@@ -254,7 +271,7 @@ class _Resnet(nn.Module):
     def __init__(self, original: Any, paths: Mapping[nn.Module, str]) -> None:
         super().__init__()
         if original.time_embedding_norm != "default" or original.output_scale_factor != 1:
-            raise errors.SetupError(_NOT_SD1)
+            raise errors.SetupError(UNKNOWN_UNET)
         self.norm1, self.conv1 = original.norm1, _conv(paths, original.conv1)
         self.norm2, self.conv2 = original.norm2, _conv(paths, original.conv2)
         shortcut = original.conv_shortcut
@@ -262,7 +279,7 @@ class _Resnet(nn.Module):
         self.time_emb_proj = original.time_emb_proj
 
     def forward(self, x: torch.Tensor, times: torch.Tensor, slots: int) -> torch.Tensor:
-        time = _repeat_rows(times[:, self.time], len(x))
+        time = repeat_rows(times[:, self.time], len(x))
         changed = self.conv1(F.silu(self.norm1(x)), slots) + time[:, :, None, None]
         changed = self.conv2(F.silu(self.norm2(changed)), slots)
         kept = x if self.conv_shortcut is None else self.conv_shortcut(x, slots)
@@ -274,7 +291,7 @@ class _Layers(nn.Module):
     def __init__(self, resnets: Any, attentions: Any, paths: Mapping[nn.Module, str]) -> None:
         super().__init__()
         self.resnets = nn.ModuleList(_Resnet(resnet, paths) for resnet in resnets)
-        self.attentions = nn.ModuleList(_Transformer(each, paths) for each in attentions)
+        self.attentions = nn.ModuleList(Transformer(each, paths) for each in attentions)
 
     def pairs(self) -> Iterator[tuple[nn.Module, nn.Module | None]]:
         return itertools.zip_longest(self.resnets, self.attentions)
@@ -326,7 +343,7 @@ class _Up(_Layers):
         slots: int,
     ) -> torch.Tensor:
         for resnet, attend in self.pairs():
-            x = torch.cat([x, _repeat_rows(skips.pop(), len(x))], dim=1)
+            x = torch.cat([x, repeat_rows(skips.pop(), len(x))], dim=1)
             x = resnet(x, time, slots)
             if attend is not None:
                 x = attend(x, context, mask, per_slot)
@@ -335,135 +352,5 @@ class _Up(_Layers):
         return x
 
 
-class _Transformer(nn.Module):
-    def __init__(self, original: Any, paths: Mapping[nn.Module, str]) -> None:
-        super().__init__()
-        self.norm = original.norm
-        self.proj_in = _linear(paths, original.proj_in)
-        self.blocks = nn.ModuleList(_Block(block, paths) for block in original.transformer_blocks)
-        self.proj_out = _linear(paths, original.proj_out)
-
-    def forward(
-        self, x: torch.Tensor, context: torch.Tensor, mask: torch.Tensor | None, per_slot: bool
-    ) -> torch.Tensor:
-        rows, (_, channels, height, width) = len(context), x.shape
-        # All rows of a slot as one from here on: Inductor copies inputs of products that it finds
-        # in another shape.
-        tokens = self.norm(x).permute(0, 2, 3, 1).reshape(rows // 2, -1, channels)
-        tokens = self.proj_in(tokens, per_slot)
-        for block in self.blocks:
-            tokens = block(tokens, len(x), context, mask, per_slot)
-            x = _repeat_rows(x, rows)
-        tokens = self.proj_out(tokens, per_slot)
-        changed: torch.Tensor = tokens.view(rows, height, width, channels).permute(0, 3, 1, 2) + x
-        return changed
-
-
-class _Block(nn.Module):
-    def __init__(self, original: Any, paths: Mapping[nn.Module, str]) -> None:
-        super().__init__()
-        gate = original.ff.net[0]
-        if original.norm_type != "layer_norm" or original.attn2 is None or original.pos_embed:
-            raise errors.SetupError(_NOT_SD1)
-        self.norm1, self.norm2, self.norm3 = original.norm1, original.norm2, original.norm3
-        self.attend_self = _SelfAttention(original.attn1, paths)
-        self.attend_prompt = _CrossAttention(original.attn2, paths)
-        self.gate = _linear(paths, gate.proj)
-        self.out = _linear(paths, original.ff.net[2])
-
-    def forward(
-        self,
-        x: torch.Tensor,
-        rows: int,
-        context: torch.Tensor,
-        mask: torch.Tensor | None,
-        per_slot: bool,
-    ) -> torch.Tensor:
-        """[slots, tokens of *rows* rows, width] to [slots, tokens of all rows, width]."""
-        x = x + self.attend_self(self.norm1(x), rows, per_slot)
-        if rows < len(context):
-            x = x.repeat(1, len(context) // rows, 1)
-        x = x + self.attend_prompt(self.norm2(x), context, mask, per_slot)
-        values, gates = self.gate(self.norm3(x), per_slot).chunk(2, dim=-1)
-        gated: torch.Tensor = x + self.out(values * F.gelu(gates), per_slot)
-        return gated
-
-
-class _SelfAttention(nn.Module):
-    def __init__(self, original: Any, paths: Mapping[nn.Module, str]) -> None:
-        super().__init__()
-        self.heads = original.heads
-        self.qkv = _linear(paths, original.to_q, original.to_k, original.to_v)
-        self.out = _linear(paths, original.to_out[0])
-        self.kernel: Attend = default_attention
-
-    def forward(self, x: torch.Tensor, rows: int, per_slot: bool) -> torch.Tensor:
-        q, k, v = (
-            _split_heads(each, rows, self.heads) for each in self.qkv(x, per_slot).chunk(3, dim=-1)
-        )
-        attended = self.kernel(q, k, v)
-        output: torch.Tensor = self.out(_merge_heads(attended, len(x)), per_slot)
-        return output
-
-
-class _CrossAttention(nn.Module):
-    #: Their slices of the context's last dimension.
-    keys: slice
-    values: slice
-
-    def __init__(self, original: Any, paths: Mapping[nn.Module, str]) -> None:
-        super().__init__()
-        self.heads = original.heads
-        self.to_q = _linear(paths, original.to_q)
-        self.to_k, self.to_v = original.to_k, original.to_v
-        self.out = _linear(paths, original.to_out[0])
-
-    def forward(
-        self, x: torch.Tensor, context: torch.Tensor, mask: torch.Tensor | None, per_slot: bool
-    ) -> torch.Tensor:
-        q = _split_heads(self.to_q(x, per_slot), len(context), self.heads)
-        shape = (*context.shape[:2], self.heads, -1)
-        k = context[..., self.keys].view(shape).transpose(1, 2)
-        v = context[..., self.values].view(shape).transpose(1, 2)
-        attended = F.scaled_dot_product_attention(q, k, v, attn_mask=mask)
-        output: torch.Tensor = self.out(_merge_heads(attended, len(x)), per_slot)
-        return output
-
-
-def _select_and_attend(
-    attend: _SelfAttention,
-    selector: KernelSelector,
-    q: torch.Tensor,
-    k: torch.Tensor,
-    v: torch.Tensor,
-) -> torch.Tensor:
-    attend.kernel = selector.select(q, k, v)
-    return attend.kernel(q, k, v)
-
-
-def _linear(paths: Mapping[nn.Module, str], *layers: nn.Module) -> SlotLinear:
-    return SlotLinear({paths[layer]: layer for layer in layers})
-
-
 def _conv(paths: Mapping[nn.Module, str], layer: nn.Module) -> SlotConv:
     return SlotConv(layer, paths[layer])
-
-
-def _repeat_rows(x: torch.Tensor, rows: int) -> torch.Tensor:
-    """[slots, ...] to [rows, ...], each slot's row for its prompt and its negative prompt."""
-    if len(x) == rows:
-        return x
-    channels_last = x.movedim(1, -1)  # the repeated rows stay in this order
-    return channels_last.repeat_interleave(rows // len(x), dim=0).movedim(-1, 1)
-
-
-def _split_heads(x: torch.Tensor, rows: int, heads: int) -> torch.Tensor:
-    """[slots, tokens of all rows, width] to a view [rows, heads, tokens, head width]."""
-    slots, tokens, width = x.shape
-    return x.view(rows, slots * tokens // rows, heads, width // heads).transpose(1, 2)
-
-
-def _merge_heads(x: torch.Tensor, slots: int) -> torch.Tensor:
-    """[rows, heads, tokens, head width] back to [slots, tokens of all rows, width]."""
-    _, heads, _, width = x.shape
-    return x.transpose(1, 2).reshape(slots, -1, heads * width)

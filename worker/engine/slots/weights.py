@@ -62,7 +62,7 @@ class Weights:
             remaining = [job.calls - job.call for job in jobs]
             ticks = queue.ticks_until_change(remaining, waiting, lane.slots)
             costs = self._runner.costs
-            changes = any(job.ranks for job in jobs)
+            changes = any(job.changes_convolutions for job in jobs)
             lane.weight_mode, to_merge = queue.choose_mode(
                 keys, self.merged, ticks, costs, convolutions=changes
             )

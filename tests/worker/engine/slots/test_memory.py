@@ -3,12 +3,19 @@ from __future__ import annotations
 import pytest
 import torch
 
+from imagefleet import errors
 from worker.engine.slots import memory
 
 GIB = 2**30
 
 
-def find(monkeypatch: pytest.MonkeyPatch, free: float, slots: int | None = None) -> memory.Fit:
+def find(
+    monkeypatch: pytest.MonkeyPatch,
+    free: float,
+    slots: int | None = None,
+    *,
+    must_fit: bool = False,
+) -> memory.Fit:
     """What fits *free* GiB beside SD1.5."""
     peaks = {"tick": 0.25 * GIB, "decode": 0.8 * GIB}
     monkeypatch.setattr(memory, "_peak_bytes", lambda _, work: peaks[work()])
@@ -19,6 +26,7 @@ def find(monkeypatch: pytest.MonkeyPatch, free: float, slots: int | None = None)
         lambda: "tick",  # type: ignore[arg-type,return-value]
         lambda: "decode",  # type: ignore[arg-type,return-value]
         slots,
+        must_fit=must_fit,
     )
 
 
@@ -48,3 +56,56 @@ def test_the_slots_fit_the_free_memory(
 
 def test_given_slots_are_taken_as_they_are(monkeypatch: pytest.MonkeyPatch) -> None:
     assert find(monkeypatch, 21, slots=4)[:3] == (4, 3, 6)
+
+
+@pytest.mark.parametrize(
+    ("free", "is_low_rank"),
+    [(132, False), (72, False), (41, False), (33, True), (17, True), (2, True)],
+)
+def test_slots_of_a_large_model_hold_low_rank_where_eight_copies_do_not_fit(
+    monkeypatch: pytest.MonkeyPatch, free: float, is_low_rank: bool
+) -> None:
+    """SDXL's copies on an H200, and on cards of 80, 48, 40, 24 and 8 GB, beside the model."""
+    monkeypatch.setattr(memory, "free_bytes", lambda _: int(free * GIB))
+    gpu = torch.device("cuda", 0)
+    assert memory.needs_low_rank(gpu, int(3.48 * GIB)) == is_low_rank
+    assert not memory.needs_low_rank(torch.device("cpu"), int(3.48 * GIB))
+
+
+@pytest.mark.parametrize(("free", "stays"), [(23, False), (15, False), (11, True), (7.4, True)])
+def test_text_encoders_stay_on_the_cpu_where_the_gpu_is_small(
+    monkeypatch: pytest.MonkeyPatch, free: float, stays: bool
+) -> None:
+    """SDXL's take 1.5 GiB, its UNet and VAE 4.9."""
+    monkeypatch.setattr(memory, "free_bytes", lambda _: int(free * GIB))
+    sizes = int(1.53 * GIB), int(4.94 * GIB)
+    assert memory.has_no_room_for_text(torch.device("cuda", 0), *sizes) == stays
+
+
+@pytest.mark.parametrize(("free", "is_striped"), [(16.5, False), (6, True), (2.4, True)])
+def test_an_image_is_decoded_in_stripes_where_it_takes_much_of_the_memory(
+    monkeypatch: pytest.MonkeyPatch, free: float, is_striped: bool
+) -> None:
+    monkeypatch.setattr(memory, "_peak_bytes", lambda *_: int(2.7 * GIB))
+    monkeypatch.setattr(memory, "free_bytes", lambda _: int(free * GIB))
+    assert memory.is_too_large(torch.device("cpu"), lambda: None) == is_striped
+
+
+def test_running_out_of_memory_means_stripes_first_and_then_a_plain_error(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    def fail(*_: object) -> int:
+        raise torch.cuda.OutOfMemoryError("CUDA out of memory")
+
+    monkeypatch.setattr(memory, "_peak_bytes", fail)
+    assert memory.is_too_large(torch.device("cpu"), lambda: None)
+    with pytest.raises(errors.SetupError, match="one image at the model's native size"):
+        memory.fit(torch.device("cpu"), 1, lambda: None, lambda: None, must_fit=True)
+
+
+def test_a_gpu_that_cannot_hold_one_image_is_refused_before_the_first_job(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    with pytest.raises(errors.SetupError, match=r"0.5 GiB left beside the model.* takes 1.3 GiB"):
+        find(monkeypatch, 0.5, must_fit=True)
+    assert find(monkeypatch, 1.4, must_fit=True).slots == 1

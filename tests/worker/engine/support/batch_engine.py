@@ -60,7 +60,7 @@ class BatchEngine:
             start=loaded.tokenizer.bos_token_id,
             end=loaded.tokenizer.eos_token_id,
         )
-        self._merger = merge.Merger(loaded.unet, loaded.text_encoder)
+        self._merger = merge.Merger(loaded.unet, loaded.text_encoders)
         self._max_batch = max_batch
         self._pending: dict[int, PreparedRequest] = {}
 

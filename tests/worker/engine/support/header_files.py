@@ -11,7 +11,7 @@ SD1 = (
     "first_stage_model.decoder.conv_in.weight",
 )
 LORA = ("lora_te_text_model_encoder_layers_0_mlp_fc1.alpha",)
-SDXL = ("conditioner.embedders.1.model.positional_embedding", "first_stage_model.x")
+REFINER = ("conditioner.embedders.0.model.positional_embedding", "first_stage_model.x")
 
 
 def file_of(*names: str, data: bytes = b"", **metadata: str) -> bytes:

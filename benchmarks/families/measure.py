@@ -1,0 +1,298 @@
+"""Measures SDXL and SD2 at full size with random weights: speed, limits, small cards, exactness.
+
+    python benchmarks/families/measure.py --out benchmarks/results/families-h200.json
+    python benchmarks/families/measure.py --rows sdxl --slots 8 --low-rank --out /tmp/low-rank.json
+
+Each row has a process of its own, as its memory may be limited; they run one after the other and
+leave the checkpoints in --folder for the next run. The results are written after each row, to those
+of earlier runs. The row `sdxl` measures another LoRA per job and no LoRA; with --low-rank or
+--merged the other way to hold LoRAs than the memory decides. `--tiny` tries all on a CPU, with
+meaningless figures.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Mapping
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+
+import torch
+
+from engine_process import decibels
+from families import tiny_families
+from fleet.bench import baseline, machine, random_model, work
+from fleet.bench import engine as bench_engine
+from fleet.bench import jobs as bench_jobs
+from imagefleet import errors
+from worker.engine import contract, load
+from worker.engine import device as devices
+from worker.engine.families import find
+from worker.engine.slots.engine import SlotEngine
+
+Figures = dict[str, Any]
+
+#: GiB of the limited rows: what cards of 24, 12 and 8 GB have for one process.
+CAPS = {"sdxl_capped_23": 23.0, "sdxl_capped_11": 11.0, "sdxl_capped_7": 7.4}
+
+#: More than there are slots: no two images drawn at once share a LoRA.
+FILES, TINY_FILES = 24, 5
+
+STEPS, TINY_STEPS = 20, 3
+BASELINE_IMAGES = 4
+COMPANY_STRENGTH = 0.1
+
+
+def build_model(arguments: argparse.Namespace, family: tiny_families.FamilyName) -> Path:
+    """A checkpoint with random weights, made once; SD2's predicts v."""
+    folder: Path = arguments.folder / (f"tiny-{family}" if arguments.tiny else family)
+    if not (folder / "done").exists():
+        kind = "v_prediction" if family == "sd2" else "epsilon"
+        if arguments.tiny:
+            tiny_families.build(folder, family, prediction_type=kind)
+        else:
+            (found,) = (each for each in find.FAMILIES if each.slug == family)
+            random_model.build_random_checkpoint(
+                folder, arguments.device, found, prediction_type=kind
+            )
+        (folder / "done").touch()
+    return folder
+
+
+def build_workload(
+    arguments: argparse.Namespace, model: Path, kinds: tuple[random_model.Kind, ...] = ("lora",)
+) -> bench_jobs.Workload:
+    """Jobs with another LoRA each: one file of each kind and rank 32, under many names."""
+    count = TINY_FILES if arguments.tiny else FILES
+    directory = model / "loras"
+    names = []
+    for number in range(count):
+        kind = kinds[number % len(kinds)]
+        original = directory / f"random-{kind}-32-000.safetensors"
+        if not original.exists():
+            random_model.build_random_loras(
+                directory, model, 1, arguments.device, rank=32, kind=kind
+            )
+        link = directory / f"{kind}-{number}.safetensors"
+        if not link.exists():
+            link.hardlink_to(original)
+        names.append(link.stem)
+    words, negative = bench_jobs.reference_words()
+    steps = TINY_STEPS if arguments.tiny else STEPS
+    return bench_jobs.Workload(
+        words,
+        negative,
+        ((0, 0),),
+        directory,
+        tuple((name,) for name in names),
+        steps=(steps,),
+    )
+
+
+def load_engine(
+    arguments: argparse.Namespace, model: Path
+) -> tuple[SlotEngine, bench_jobs.Workload]:
+    began_at = time.monotonic()
+    engine = load.load_engine(
+        model,
+        str(arguments.device),
+        slots=arguments.slots,
+        compile="auto" if arguments.compile else "off",
+        is_low_rank=arguments.is_low_rank,
+    )
+    workload = replace(build_workload(arguments, model), sizes=(engine.default_size,))
+    bench_engine.draw_a_round(engine, workload)
+    print(f"ready after {time.monotonic() - began_at:.0f} s", flush=True)
+    return engine, workload
+
+
+def measure_rates(
+    arguments: argparse.Namespace, family: tiny_families.FamilyName, *, with_none: bool = True
+) -> Figures:
+    """Images/s with another LoRA per job and without, always full."""
+    engine, workload = load_engine(arguments, build_model(arguments, family))
+    machine.reset_peak(arguments.device)
+    mixed = work.drive(engine, workload.requests(), arguments.seconds)
+    figures: Figures = {
+        "mixed_images_per_second": mixed.images_per_second,
+        "images": mixed.images,
+        "seconds": mixed.seconds,
+        "slots": engine.slots,
+        **engine.savings,
+        "peak_memory_bytes": machine.peak_memory_bytes(arguments.device),
+        "recompiles_after_warmup": engine.recompiles,
+    }
+    if with_none:
+        plain = replace(workload, loras=())
+        figures["no_lora_images_per_second"] = work.drive(
+            engine, plain.requests(), arguments.seconds
+        ).images_per_second
+    return figures
+
+
+def measure_capped(arguments: argparse.Namespace, gibibytes: float) -> Figures:
+    """The same with the GPU's memory limited."""
+    if arguments.device.type == "cuda":
+        build_model(arguments, "sdxl")
+        torch.cuda.empty_cache()
+        total = torch.cuda.get_device_properties(arguments.device).total_memory
+        torch.cuda.set_per_process_memory_fraction(gibibytes * 2**30 / total, arguments.device)
+    return measure_rates(arguments, "sdxl", with_none=False)
+
+
+def measure_limit(arguments: argparse.Namespace) -> Figures:
+    """What the card's matrix rate allows."""
+    model = build_model(arguments, "sdxl")
+    dtype = devices.find_dtype("auto", arguments.device)
+    side = 64 if arguments.tiny else 1024
+    steps = TINY_STEPS if arguments.tiny else STEPS
+    return {
+        "matrix_flops_per_second": machine.measure_matrix_rate(arguments.device, dtype),
+        "flops_per_image": machine.count_image_flops(model, side, side, steps),
+        "hardware": machine.hardware(arguments.device),
+        "versions": machine.versions(),
+    }
+
+
+def measure_plain(arguments: argparse.Namespace) -> Figures:
+    """Images/s of diffusers + peft, one job at a time, with its LoRAs in memory."""
+    model = build_model(arguments, "sdxl")
+    dtype = devices.find_dtype("auto", arguments.device)
+    plain = baseline.PlainDiffusers(model, arguments.device, dtype)
+    side = 64 if arguments.tiny else 1024
+    workload = replace(build_workload(arguments, model), sizes=((side, side),))
+    requests = [workload.request(number) for number in range(BASELINE_IMAGES + 1)]
+    for request in requests:
+        plain.use_loras(request.loras)
+    plain.draw(requests[:1])
+    began_at = time.perf_counter()
+    for request in requests[1:]:
+        plain.use_loras(request.loras)
+        plain.draw([request])
+    return {"images_per_second": BASELINE_IMAGES / (time.perf_counter() - began_at)}
+
+
+def measure_company(arguments: argparse.Namespace) -> Figures:
+    """PSNR of images alone against the same beside others, of every family, uncompiled."""
+    figures: Figures = {}
+    for family in ("sd1", "sd2", "sdxl"):
+        model = build_model(arguments, family)
+        workload = build_workload(arguments, model, ("lora", "locon", "loha", "dora"))
+        engine = load.load_engine(
+            model,
+            str(arguments.device),
+            slots=4,
+            compile="off",
+            is_low_rank=arguments.is_low_rank if family == "sdxl" else None,
+        )
+        workload = replace(workload, sizes=(engine.default_size,))
+        requests = [weaken(workload.request(number)) for number in range(4)]
+        requests.append(replace(requests[0], loras=()))
+        together = work.draw(engine, requests)
+        figures[family] = min(
+            decibels(work.draw(engine, [request])[0], image)
+            for request, image in zip(requests, together, strict=True)
+        )
+        engine.close()
+    return {"psnr_db": min(figures.values()), "psnr_db_each": figures}
+
+
+def weaken(request: contract.ImageRequest) -> contract.ImageRequest:
+    """A random LoRA is as large as the weights, far larger than any trained one."""
+    weaker = (
+        replace(lora, text_encoder_weight=COMPANY_STRENGTH, unet_weight=COMPANY_STRENGTH)
+        for lora in request.loras
+    )
+    return replace(request, loras=tuple(weaker))
+
+
+ROWS: Mapping[str, Callable[[argparse.Namespace], Figures]] = {
+    "limit": measure_limit,
+    "plain": measure_plain,
+    "sdxl": lambda arguments: measure_rates(arguments, "sdxl"),
+    "sdxl_capped_23": lambda arguments: measure_capped(arguments, CAPS["sdxl_capped_23"]),
+    "sdxl_capped_11": lambda arguments: measure_capped(arguments, CAPS["sdxl_capped_11"]),
+    "sdxl_capped_7": lambda arguments: measure_capped(arguments, CAPS["sdxl_capped_7"]),
+    "sd2": lambda arguments: measure_rates(arguments, "sd2"),
+    "company": measure_company,
+}
+
+
+def summarise(rows: Mapping[str, Figures]) -> Figures:
+    """The main figures; None for what was not measured."""
+
+    def found(row: str, key: str = "mixed_images_per_second") -> float | None:
+        return rows.get(row, {}).get(key)
+
+    def over(one: float | None, other: float | None) -> float | None:
+        return round(one / other, 4) if one and other else None
+
+    mixed, none = found("sdxl"), found("sdxl", "no_lora_images_per_second")
+    limit = over(found("limit", "matrix_flops_per_second"), found("limit", "flops_per_image"))
+    return {
+        "sdxl_mixed_over_diffusers_peft": over(mixed, found("plain", "images_per_second")),
+        "sdxl_mixed_over_no_lora": over(mixed, none),
+        "sdxl_matrix_limit_fraction": over(mixed, limit),
+        "sdxl_no_lora_matrix_limit_fraction": over(none, limit),
+        "sdxl_capped_23_over_uncapped": over(found("sdxl_capped_23"), mixed),
+        "sdxl_capped_11_images_per_second": found("sdxl_capped_11"),
+        "sdxl_capped_7_images_per_second": found("sdxl_capped_7"),
+        "sd2_mixed_over_no_lora": over(found("sd2"), found("sd2", "no_lora_images_per_second")),
+        "company_psnr_db": found("company", "psnr_db"),
+    }
+
+
+def run_row(name: str, argv: list[str]) -> Figures:
+    """A row's figures, or its error, from a process of its own."""
+    command = [sys.executable, __file__, *argv, "--row", name]
+    result = subprocess.run(command, stdout=subprocess.PIPE, text=True, check=False)
+    lines = result.stdout.splitlines()
+    if result.returncode or not lines:
+        return {"error": f"its process ended with code {result.returncode}"}
+    figures: Figures = json.loads(lines[-1])
+    return figures
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--rows", default=",".join(ROWS), help="comma-separated")
+    parser.add_argument("--row", choices=list(ROWS), help=argparse.SUPPRESS)
+    parser.add_argument("--folder", type=Path, default=Path("/tmp/imagefleet-families"))
+    parser.add_argument("--out", type=Path, required=True)
+    parser.add_argument("--device", default="auto")
+    parser.add_argument("--slots", type=int)
+    parser.add_argument("--seconds", type=float, default=30.0, help="per measured rate")
+    held = parser.add_mutually_exclusive_group()
+    held.add_argument("--low-rank", dest="is_low_rank", action="store_true", default=None)
+    held.add_argument("--merged", dest="is_low_rank", action="store_false")
+    parser.add_argument("--no-compile", dest="compile", action="store_false")
+    parser.add_argument("--tiny", action="store_true")
+    arguments = parser.parse_args()
+    if arguments.row:
+        arguments.device = devices.find_device(arguments.device)
+        try:
+            figures = ROWS[arguments.row](arguments)
+        except errors.FleetError as error:
+            figures = {"error": error.message}
+        print(json.dumps(figures))
+        return
+    results = json.loads(arguments.out.read_text()) if arguments.out.exists() else {}
+    rows = results.get("rows", {})
+    for name in arguments.rows.split(","):
+        rows[name] = run_row(name, sys.argv[1:])
+        print(f"{name}: {json.dumps(rows[name])}", flush=True)
+        arguments.out.parent.mkdir(parents=True, exist_ok=True)
+        arguments.out.write_text(json.dumps({**summarise(rows), "rows": rows}, indent=2) + "\n")
+    print(json.dumps(summarise(rows)))
+
+
+if __name__ == "__main__":
+    main()

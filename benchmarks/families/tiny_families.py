@@ -1,0 +1,120 @@
+"""Tiny random checkpoints with SD2's and SDXL's architecture, as `tiny_model` makes SD1.5's."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any, Literal
+
+import torch
+from diffusers import UNet2DConditionModel
+from safetensors.torch import save_file
+from transformers import CLIPTextConfig, CLIPTextModel, CLIPTextModelWithProjection, CLIPTokenizer
+
+import tiny_model
+from fleet.bench import random_model
+from imagefleet.job import clip
+
+FamilyName = Literal["sd1", "sd2", "sdxl"]
+
+_WIDTH, _SECOND_WIDTH = 32, 48
+
+
+def build(folder: Path, family: FamilyName, *, size: int = 64, **scheduler: Any) -> Path:
+    """Writes a random checkpoint of a family in diffusers format; returns its folder.
+
+    *scheduler* is added to the scheduler's configuration, such as prediction_type. They have CLIP's
+    tokenizer.
+    """
+    if family == "sd1":
+        tiny_model.build_tiny_checkpoint(folder, size=size, clips_tokenizer=True)
+    else:
+        with torch.random.fork_rng(devices=[]):
+            torch.manual_seed(0)
+            networks: dict[str, Any] = {
+                "unet": _sd2_unet(size) if family == "sd2" else _sdxl_unet(size),
+                "vae": tiny_model.make_vae(size, 0.18215 if family == "sd2" else 0.13025),
+                "text_encoder": _text_encoder(_WIDTH, "gelu" if family == "sd2" else "quick_gelu"),
+            }
+            if family == "sdxl":
+                networks["text_encoder_2"] = _text_encoder(_SECOND_WIDTH, "gelu", is_second=True)
+        for part, network in networks.items():
+            network.save_pretrained(folder / part)
+            if part.startswith("text"):
+                save_file(
+                    network.state_dict(), folder / part / "model.safetensors", {"format": "pt"}
+                )
+        _write_index(folder, family)
+    config = {**tiny_model.SCHEDULER, **scheduler}
+    path = folder / "scheduler" / "scheduler_config.json"
+    path.parent.mkdir(exist_ok=True)
+    path.write_text(json.dumps(config))
+    return folder
+
+
+def _sd2_unet(size: int) -> UNet2DConditionModel:
+    unet = UNet2DConditionModel(
+        sample_size=size // 8,
+        block_out_channels=(32, 32, 64, 64),
+        layers_per_block=1,
+        cross_attention_dim=_WIDTH,
+        attention_head_dim=(2, 2, 4, 4),
+        use_linear_projection=True,
+        norm_num_groups=8,
+    )
+    tiny_model.raise_gain(unet.conv_out, 4.0)
+    return unet
+
+
+def _sdxl_unet(size: int) -> UNet2DConditionModel:
+    """With two layers per block, as SDXL has, so that single files convert."""
+    unet = UNet2DConditionModel(
+        sample_size=size // 8,
+        block_out_channels=(32, 32, 64),
+        down_block_types=("DownBlock2D", "CrossAttnDownBlock2D", "CrossAttnDownBlock2D"),
+        up_block_types=("CrossAttnUpBlock2D", "CrossAttnUpBlock2D", "UpBlock2D"),
+        layers_per_block=2,
+        transformer_layers_per_block=(1, 1, 2),
+        cross_attention_dim=_WIDTH + _SECOND_WIDTH,
+        attention_head_dim=(2, 2, 4),
+        use_linear_projection=True,
+        addition_embed_type="text_time",
+        addition_time_embed_dim=8,
+        projection_class_embeddings_input_dim=_SECOND_WIDTH + 6 * 8,
+        norm_num_groups=8,
+    )
+    tiny_model.raise_gain(unet.conv_out, 4.0)
+    return unet
+
+
+def _text_encoder(width: int, activation: str, *, is_second: bool = False) -> Any:
+    tokenizer = CLIPTokenizer.from_pretrained(clip.TOKENIZER)
+    config = CLIPTextConfig(
+        vocab_size=len(tokenizer),
+        hidden_size=width,
+        intermediate_size=2 * width,
+        num_hidden_layers=3,
+        num_attention_heads=4,
+        hidden_act=activation,
+        projection_dim=width,
+        bos_token_id=tokenizer.bos_token_id,
+        eos_token_id=tokenizer.eos_token_id,
+        pad_token_id=tokenizer.eos_token_id,
+    )
+    encoder = CLIPTextModelWithProjection(config) if is_second else CLIPTextModel(config)
+    random_model.raise_mean(encoder)
+    return encoder
+
+
+def _write_index(folder: Path, family: FamilyName) -> None:
+    index = {
+        "_class_name": f"StableDiffusion{'XL' if family == 'sdxl' else ''}Pipeline",
+        "unet": ["diffusers", "UNet2DConditionModel"],
+        "vae": ["diffusers", "AutoencoderKL"],
+        "text_encoder": ["transformers", "CLIPTextModel"],
+        "tokenizer": ["transformers", "CLIPTokenizer"],
+        "scheduler": ["diffusers", "EulerAncestralDiscreteScheduler"],
+    }
+    if family == "sdxl":
+        index["text_encoder_2"] = ["transformers", "CLIPTextModelWithProjection"]
+    (folder / "model_index.json").write_text(json.dumps(index))

@@ -1,0 +1,53 @@
+"""The benchmark of other model families than SD1.x."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+
+from families import measure, tiny_families
+from fleet.bench import baseline, engine, machine
+from imagefleet import errors
+from worker.engine import contract
+
+
+@pytest.fixture(scope="module")
+def tiny_sdxl(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tiny_families.build(tmp_path_factory.mktemp("model") / "tiny", "sdxl")
+
+
+def test_the_operations_of_an_sdxl_image_include_its_added_inputs(tiny_sdxl: Path) -> None:
+    one, two, three = (machine.count_image_flops(tiny_sdxl, 64, 64, calls) for calls in (1, 2, 3))
+    assert three - two == two - one > 0
+    assert one > two - one, "text encoders and VAE"
+
+
+def test_an_unknown_family_and_a_cpu_are_refused(tmp_path: Path) -> None:
+    with pytest.raises(errors.SetupError, match="--family 'sd3' is unknown; known are sd1, sd2"):
+        engine.prepare(None, tmp_path, "cpu", family="sd3")
+    with pytest.raises(errors.SetupError, match="--family sdxl is for GPUs"):
+        engine.prepare(None, tmp_path, "cpu", family="sdxl")
+
+
+@pytest.mark.filterwarnings("ignore:__array__ implementation:DeprecationWarning")
+def test_the_baseline_draws_sdxl(tiny_sdxl: Path) -> None:
+    plain = baseline.PlainDiffusers(tiny_sdxl, torch.device("cpu"), torch.float32)
+    fields = {"loras": (), "sampler": "euler_ancestral", "cfg_scale": 7.0, "seed": 1}
+    request = contract.ImageRequest("a", "b", steps=1, width=64, height=64, **fields)  # type: ignore[arg-type]
+    (image,) = plain.draw([request])
+    assert image.shape == (64, 64, 3)
+
+
+def test_the_figures_follow_from_the_rows_and_are_none_without_them() -> None:
+    rows = {
+        "sdxl": {"mixed_images_per_second": 1.5, "no_lora_images_per_second": 1.6},
+        "plain": {"images_per_second": 0.4},
+        "sdxl_capped_7": {"error": "the GPU has 0.5 GiB left"},
+    }
+    figures = measure.summarise(rows)
+    assert figures["sdxl_mixed_over_diffusers_peft"] == 3.75
+    assert figures["sdxl_mixed_over_no_lora"] == 0.9375
+    assert figures["sdxl_capped_7_images_per_second"] is None
+    assert figures["company_psnr_db"] is None

@@ -1,0 +1,85 @@
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from diffusers import (
+    EulerAncestralDiscreteScheduler,
+    StableDiffusionPipeline,
+    StableDiffusionXLPipeline,
+)
+from transformers import CLIPTokenizer
+
+from families import tiny_families
+from imagefleet.job import clip
+from worker.engine import checkpoint as checkpoints
+from worker.engine import load
+
+
+@pytest.fixture(scope="session")
+def family_folder(tmp_path_factory: pytest.TempPathFactory) -> Callable[..., Path]:
+    """A tiny checkpoint of a family in diffusers' format; SD2's predicts v."""
+    torch.set_num_threads(1)
+
+    @cache
+    def build(family: tiny_families.FamilyName) -> Path:
+        kind = "v_prediction" if family == "sd2" else "epsilon"
+        folder = tmp_path_factory.mktemp("families") / family
+        return tiny_families.build(folder, family, prediction_type=kind)
+
+    return build
+
+
+@pytest.fixture(scope="session")
+def family_checkpoint(family_folder: Any) -> Callable[..., checkpoints.Checkpoint]:
+    """Freshly loaded: an engine changes its checkpoint's layers."""
+
+    def read(family: str, **settings: Any) -> checkpoints.Checkpoint:
+        path = settings.pop("path", None) or family_folder(family)
+        return checkpoints.load_checkpoint(path, torch.device("cpu"), torch.float32, **settings)
+
+    return read
+
+
+@pytest.fixture(scope="session")
+def family_engine(family_folder: Any) -> Callable[[str], Any]:
+    """Shared by tests that leave it unchanged."""
+    return cache(lambda family: load.load_engine(family_folder(family), "cpu", slots=3))
+
+
+@pytest.fixture(scope="session")
+def family_pipeline(family_folder: Any) -> Callable[..., Any]:
+    """The pipeline of a family in diffusers, in float32."""
+
+    def build(family: str) -> Any:
+        folder = family_folder(family)
+        scheduler = EulerAncestralDiscreteScheduler.from_pretrained(
+            folder / "scheduler", timestep_spacing="linspace"
+        )
+        padding = {} if family == "sd1" else {"pad_token": "!"}
+        last = CLIPTokenizer.from_pretrained(clip.TOKENIZER, **padding)
+        if family == "sdxl":
+            first = CLIPTokenizer.from_pretrained(clip.TOKENIZER)
+            pipeline: Any = StableDiffusionXLPipeline.from_pretrained(
+                folder,
+                scheduler=scheduler,
+                tokenizer=first,
+                tokenizer_2=last,
+                add_watermarker=False,
+            )
+        else:
+            pipeline = StableDiffusionPipeline.from_pretrained(
+                folder,
+                scheduler=scheduler,
+                tokenizer=last,
+                safety_checker=None,
+                feature_extractor=None,
+            )
+        pipeline.set_progress_bar_config(disable=True)
+        return pipeline
+
+    return cache(build)

@@ -1,0 +1,72 @@
+"""SDXL's tick with slots of low rank compiles to one graph, again only when the rank grows."""
+
+from __future__ import annotations
+
+import shutil
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from diffusers import AutoencoderKL, UNet2DConditionModel
+
+from fleet.bench import random_model
+from worker.engine import checkpoint as checkpoints
+from worker.engine import contract
+from worker.engine.slots import engine as slot_engine
+
+
+@pytest.fixture(scope="module")
+def small_model(family_folder: Any, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A tiny SDXL with fewer blocks, each of which takes seconds to trace."""
+    folder = tmp_path_factory.mktemp("model") / "small"
+    shutil.copytree(family_folder("sdxl"), folder)
+    config = UNet2DConditionModel.load_config(folder / "unet")
+    for part in ("unet", "vae"):
+        shutil.rmtree(folder / part)
+    blocks = {
+        "block_out_channels": (32, 32),
+        "down_block_types": ("DownBlock2D", "CrossAttnDownBlock2D"),
+        "up_block_types": ("CrossAttnUpBlock2D", "UpBlock2D"),
+        "transformer_layers_per_block": (1, 1),
+        "attention_head_dim": (2, 2),
+        "layers_per_block": 1,
+    }
+    unet = UNet2DConditionModel.from_config({**config, **blocks})
+    unet.save_pretrained(folder / "unet")
+    vae = AutoencoderKL(block_out_channels=(16,), norm_num_groups=8, scaling_factor=0.13025)
+    vae.save_pretrained(folder / "vae")
+    return folder
+
+
+def test_a_larger_rank_compiles_once_more(
+    small_model: Path, make_request: Any, draw: Any, difference: Any, tmp_path: Path
+) -> None:
+    def load(**settings: Any) -> slot_engine.SlotEngine:
+        loaded = checkpoints.load_checkpoint(small_model, torch.device("cpu"), torch.float32)
+        return slot_engine.SlotEngine(loaded, 2, **settings)
+
+    engine, plain = load(backend="eager", is_low_rank=True), load(is_low_rank=False)
+    engine.warm_up(*engine.default_size)
+    (step,) = engine._runner._compiled.values()
+    first = step.compiled["per_slot"]
+    assert {mode: each.graphs for mode, each in step.compiled.items()} == {
+        "per_slot": 1,
+        "shared": 1,
+    }
+    requests = []
+    for rank in (4, 8, 40):
+        (name,) = random_model.build_random_loras(
+            tmp_path, small_model, 1, torch.device("cpu"), rank=rank
+        )
+        lora = contract.Lora(name, tmp_path / f"{name}.safetensors", 0.2, 0.2)
+        requests.append(make_request(loras=(lora,), steps=2, seed=rank, width=8, height=8))
+    small, large = requests[:2], [requests[2], make_request(steps=2, width=8, height=8)]
+    for pair in (small, large, large):
+        for request, image in zip(pair, draw(engine, *pair), strict=True):
+            assert difference(image, draw(plain, request)[0]) <= 2
+        if pair is small:
+            assert step.compiled["per_slot"] is first
+    assert step.compiled["per_slot"] is not first
+    assert step.compiled["per_slot"].graphs == 1
+    assert engine.recompiles == 0

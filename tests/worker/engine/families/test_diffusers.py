@@ -1,0 +1,163 @@
+"""Text states, UNet output and whole images of each family are those of diffusers."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from worker.engine import text
+from worker.engine.families import sdxl
+from worker.engine.slots.staging import Stager
+from worker.engine.slots.unet import SlotUnet
+
+FAMILIES = ["sd1", "sd2", "sdxl"]
+
+#: Out of 255: another batch size and other products mean another order of float32 sums.
+ROUNDING = 2
+
+WORDS, OTHERS = "a red circle above a blue square", "green, blurry"
+
+pytestmark = pytest.mark.filterwarnings("ignore:__array__ implementation:DeprecationWarning")
+
+
+@pytest.fixture
+def request_of(make_request: Any) -> Any:
+    def make(**changes: Any) -> Any:
+        return make_request(**{"prompt": WORDS, "negative_prompt": OTHERS, "seed": 5, **changes})
+
+    return make
+
+
+def draw_in_diffusers(pipeline: Any, request: Any, **changes: Any) -> np.ndarray[Any, Any]:
+    settings = {
+        "prompt": request.prompt,
+        "negative_prompt": request.negative_prompt,
+        "num_inference_steps": request.steps,
+        "guidance_scale": request.cfg_scale,
+        "width": request.width,
+        "height": request.height,
+        "generator": torch.Generator().manual_seed(request.seed),
+        "output_type": "np",
+        **changes,
+    }
+    return np.asarray((pipeline(**settings).images[0] * 255).round().astype("uint8"))
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_images_are_those_of_diffusers(
+    family: str,
+    family_engine: Any,
+    family_pipeline: Any,
+    request_of: Any,
+    draw: Any,
+    difference: Any,
+) -> None:
+    request = request_of()
+    (image,) = draw(family_engine(family), request)
+    pipeline = family_pipeline(family)
+    assert difference(image, draw_in_diffusers(pipeline, request)) <= ROUNDING
+    assert image.std() > 20, "not a uniform image"
+    (other,) = draw(family_engine(family), request_of(prompt="a boat"))
+    assert difference(image, other) > 20, "or the test shows nothing"
+
+
+@pytest.mark.parametrize("width", [64, 96])
+def test_sdxls_image_depends_on_the_size_that_the_unet_is_told(
+    family_engine: Any,
+    family_pipeline: Any,
+    request_of: Any,
+    draw: Any,
+    difference: Any,
+    width: int,
+) -> None:
+    request = request_of(width=width)
+    (image,) = draw(family_engine("sdxl"), request)
+    pipeline = family_pipeline("sdxl")
+    assert difference(image, draw_in_diffusers(pipeline, request)) <= ROUNDING
+    told = draw_in_diffusers(pipeline, request, original_size=(512, 512))
+    assert difference(image, told) > ROUNDING, "or the test shows nothing"
+
+
+def test_sdxls_empty_negative_prompt_is_zeros_as_in_automatic1111(
+    family_engine: Any, family_pipeline: Any, request_of: Any, draw: Any, difference: Any
+) -> None:
+    """In diffusers only a missing one is."""
+    request = request_of(negative_prompt="")
+    (image,) = draw(family_engine("sdxl"), request)
+    pipeline = family_pipeline("sdxl")
+    zeros = draw_in_diffusers(pipeline, request, negative_prompt=None)
+    assert difference(image, zeros) <= ROUNDING
+    assert difference(image, draw_in_diffusers(pipeline, request)) > ROUNDING
+    (blank,) = draw(family_engine("sdxl"), request_of(negative_prompt=" "))
+    assert difference(blank, image) > ROUNDING, "a space is not an empty prompt there"
+
+
+@torch.no_grad()
+def test_text_states_are_diffusers(family_checkpoint: Any, family_pipeline: Any) -> None:
+    for family in FAMILIES:
+        checkpoint = family_checkpoint(family)
+        prompts = [text.Tokenizer(checkpoint.tokenizer).chunks(each) for each in (WORDS, OTHERS)]
+        context = Stager(checkpoint)._encoder.encode(prompts, 1)
+        encode = family_pipeline(family).encode_prompt
+        if family == "sdxl":
+            expected = encode(WORDS, negative_prompt=OTHERS)
+            torch.testing.assert_close(context.pooled, torch.cat(expected[2:]))
+        else:
+            expected = encode(WORDS, "cpu", 1, True, negative_prompt=OTHERS)
+        torch.testing.assert_close(context.vectors, torch.cat(expected[:2]))
+
+
+@torch.no_grad()
+def test_unet_output_is_diffusers(family_checkpoint: Any) -> None:
+    for family in FAMILIES:
+        checkpoint = family_checkpoint(family)
+        original, width = checkpoint.unet, checkpoint.unet.config.cross_attention_dim
+        generator = torch.Generator().manual_seed(0)
+        x = torch.randn((3, 4, 8, 8), generator=generator)
+        vectors = torch.randn((6, 154, width), generator=generator)
+        times = torch.tensor([999.0, 401.5, 1.0])
+        added, extra = None, {}
+        if family == "sdxl":
+            pooled = torch.randn((6, 48), generator=generator)
+            sizes = torch.stack([sdxl.size_ids(64, 96)] * 2 + [sdxl.size_ids(80, 64)] * 4)
+            extra["added_cond_kwargs"] = {"text_embeds": pooled, "time_ids": sizes}
+        rows = x.repeat_interleave(2, dim=0)
+        expected = original(rows, times.repeat_interleave(2), vectors, **extra).sample
+        unet = SlotUnet(original)
+        if family == "sdxl":
+            added = unet.embed_added(pooled, sizes)
+        unet.resize(3)
+        for slot in range(3):
+            unet.load_slot(slot, {}, {})
+        context = torch.cat([unet.keys_values.compute(each, {}) for each in vectors.split(2)])
+        for per_slot in (False, True):
+            output = unet(x, times, context, None, per_slot, added=added)
+            torch.testing.assert_close(output, expected, rtol=1e-4, atol=1e-4)
+
+
+@pytest.mark.parametrize("family", ["sd2", "sdxl"])
+def test_clip_skip_changes_nothing_where_automatic1111_ignores_it(
+    family: str, family_engine: Any, request_of: Any, draw: Any
+) -> None:
+    engine = family_engine(family)
+    plain, skipped = draw(engine, request_of(), request_of(clip_skip=12))
+    assert (plain == skipped).all()
+
+
+@pytest.mark.parametrize("family", ["sd2", "sdxl"])
+def test_an_image_in_company_is_the_image_alone(
+    family: str, family_engine: Any, request_of: Any, draw: Any, difference: Any
+) -> None:
+    engine = family_engine(family)
+    requests = [
+        request_of(prompt="a (red:1.3) star", negative_prompt=""),
+        request_of(seed=6, prompt="a cat, " * 40, sampler="dpmpp_2m_karras", cfg_scale=3.0),
+        request_of(seed=7, steps=2, width=96),
+        request_of(seed=8, negative_prompt="x " * 90),
+    ]
+    together = draw(engine, *requests)
+    for request, image in zip(requests, together, strict=True):
+        assert difference(draw(engine, request)[0], image) <= ROUNDING

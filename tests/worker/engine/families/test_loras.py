@@ -1,0 +1,154 @@
+"""LoRAs for SD2 and SDXL, as their trainers write them, draw what diffusers with peft draws."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from safetensors.torch import save_file
+
+from fleet.bench import random_model
+from imagefleet import errors
+from worker.engine import contract
+from worker.engine.lora import file as lora_file
+from worker.engine.lora import names
+from worker.engine.lora.names import adaptable_layers
+from worker.engine.lora.original_names import original_names
+
+ROUNDING = 2
+
+_ADAPTED = (
+    *("to_q", "to_k", "to_v", "to_out.0", "ff.net.0.proj", "ff.net.2", "proj_in", "proj_out"),
+    *("q_proj", "k_proj", "v_proj", "out_proj", "fc1", "fc2"),
+)
+
+pytestmark = [
+    pytest.mark.filterwarnings("ignore:__array__ implementation:DeprecationWarning"),
+    pytest.mark.filterwarnings("ignore:Already found a `peft_config`:UserWarning"),
+    pytest.mark.filterwarnings("ignore:Specifying.*kwargs is not supported:UserWarning"),
+]
+
+
+def write_lora(path: Path, checkpoint: Any, spelling: str, *, seed: int = 0) -> Path:
+    """A random LoRA for all text encoders and the UNet, in kohya's or diffusers' names."""
+    unet = adaptable_layers(checkpoint.unet)
+    originals = original_names(unet)
+    layers: dict[str, Any] = {}
+    for name, layer in unet.items():
+        if not name.endswith(_ADAPTED):
+            continue
+        if spelling == "diffusers":
+            layers[f"unet.{name}"] = layer
+        else:
+            flat = originals[name] if spelling == "original" else name
+            layers["lora_unet_" + flat.replace(".", "_")] = layer
+    for network, encoder in checkpoint.text_encoders.items():
+        number = "2" if network == "text_encoder_2" else "1"
+        prefix = (
+            f"lora_te{number}_text_model_"
+            if len(checkpoint.text_encoders) > 1
+            else "lora_te_text_model_"
+        )
+        for name, layer in adaptable_layers(encoder).items():
+            if not name.endswith(_ADAPTED):
+                continue
+            short = name.removeprefix("text_model.")
+            if spelling == "diffusers":
+                layers[f"{network}.text_model.{short}"] = layer
+            else:
+                layers[prefix + short.replace(".", "_")] = layer
+    generator = torch.Generator().manual_seed(seed)
+    if spelling != "diffusers":
+        random_model.write_lora(path, layers, 4, 2.0, generator)
+        return path
+    tensors = {}
+    for key, layer in layers.items():
+        parts = random_model.MAKERS["lora"](tuple(layer.weight.shape), 4, generator)
+        tensors[f"{key}.lora_A.weight"] = parts["lora_down.weight"].contiguous()
+        tensors[f"{key}.lora_B.weight"] = parts["lora_up.weight"].contiguous()
+    save_file(tensors, path)
+    return path
+
+
+@pytest.mark.parametrize(
+    ("family", "spelling"),
+    [("sd2", "kohya"), ("sdxl", "original"), ("sdxl", "diffusers")],
+)
+def test_loras_draw_as_in_diffusers_with_peft(
+    family: str,
+    spelling: str,
+    family_engine: Any,
+    family_pipeline: Any,
+    family_checkpoint: Any,
+    make_request: Any,
+    draw: Any,
+    difference: Any,
+    tmp_path: Path,
+) -> None:
+    path = write_lora(tmp_path / "style.safetensors", family_checkpoint(family), spelling)
+    engine, pipeline = family_engine(family), family_pipeline(family)
+    words = {"prompt": "a red circle", "negative_prompt": "green", "seed": 5, "steps": 3}
+    lora = contract.Lora("style", path, 0.5, 0.3)
+    request = make_request(**words, loras=(lora,))
+    image = draw(engine, request)[0]
+    pipeline.load_lora_weights(path, adapter_name="style")
+    parts = dict.fromkeys(engine._checkpoint.text_encoders, 0.5) | {"unet": 0.3}
+    pipeline.set_adapters(["style"], [parts])
+    try:
+        expected = pipeline(
+            request.prompt,
+            negative_prompt=request.negative_prompt,
+            num_inference_steps=request.steps,
+            guidance_scale=request.cfg_scale,
+            width=request.width,
+            height=request.height,
+            generator=torch.Generator().manual_seed(request.seed),
+            output_type="np",
+        ).images[0]
+    finally:
+        pipeline.unload_lora_weights()
+    assert difference(image, np.asarray((expected * 255).round().astype("uint8"))) <= ROUNDING
+    assert difference(image, draw(engine, make_request(**words))[0]) > 20
+    apart = [contract.Lora("style", path, *weights) for weights in ((0.5, 0.0), (0.0, 0.3))]
+    for each in draw(engine, *(make_request(**words, loras=(one,)) for one in apart)):
+        assert difference(image, each) > ROUNDING, "both networks count"
+
+
+def test_each_text_encoder_takes_its_own_part(family_checkpoint: Any) -> None:
+    checkpoint = family_checkpoint("sdxl")
+    layers = names.Layers(checkpoint.unet, checkpoint.text_encoders)
+    key = "text_model_encoder_layers_0_mlp_fc1"
+    assert layers.find(f"lora_te1_{key}") == ("text_encoder", "encoder.layers.0.mlp.fc1")
+    second = ("text_encoder_2", "text_model.encoder.layers.0.mlp.fc1")
+    for name in (f"lora_te2_{key}", "text_encoder_2.text_model.encoder.layers.0.mlp.fc1"):
+        assert layers.find(name) == second
+    assert layers.find("lora_te2_text_projection") == ("text_encoder_2", "text_projection")
+    block = ("unet", "down_blocks.1.attentions.0.transformer_blocks.0.attn2.to_k")
+    for name in (
+        "lora_unet_input_blocks_4_1_transformer_blocks_0_attn2_to_k",
+        "lora_unet_down_blocks_1_attentions_0_transformer_blocks_0_attn2_to_k",
+    ):
+        assert layers.find(name) == block
+    assert layers.find("lora_unet_output_blocks_2_2_conv") == (
+        "unet",
+        "up_blocks.0.upsamplers.0.conv",
+    )
+    assert layers.find("lora_unet_input_blocks_3_0_op") == (
+        "unet",
+        "down_blocks.0.downsamplers.0.conv",
+    )
+    assert layers.find("lora_unet_label_emb_0_2") == ("unet", "add_embedding.linear_2")
+
+
+@pytest.mark.parametrize(("made_for", "family"), [("sd2", "sdxl"), ("sdxl", "sd1")])
+def test_a_lora_for_another_family_is_refused(
+    made_for: str, family: str, family_checkpoint: Any, tmp_path: Path
+) -> None:
+    path = write_lora(tmp_path / "other.safetensors", family_checkpoint(made_for), "kohya")
+    checkpoint = family_checkpoint(family)
+    cache = lora_file.LoraCache(names.Layers(checkpoint.unet, checkpoint.text_encoders), 2**20)
+    with pytest.raises(errors.UnusableFileError, match="does not fit this model"):
+        cache.get(contract.Lora("other", path, 1.0, 1.0))

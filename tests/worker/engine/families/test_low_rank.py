@@ -1,0 +1,126 @@
+"""Slots of low rank draw what slots with weights of their own draw, for every kind of LoRA."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from fleet.bench import random_model
+from worker.engine import checkpoint as checkpoints
+from worker.engine import contract
+from worker.engine.families.find import FAMILIES
+from worker.engine.slots.engine import SlotEngine
+
+ROUNDING = 2
+
+
+@pytest.fixture(scope="module")
+def engines(family_folder: Any) -> Iterator[dict[str, SlotEngine]]:
+    """A tiny SDXL with slots of both kinds."""
+    made = {}
+    for name, is_low_rank in {"merged": False, "low_rank": True}.items():
+        cpu = torch.device("cpu")
+        loaded = checkpoints.load_checkpoint(family_folder("sdxl"), cpu, torch.float32)
+        made[name] = SlotEngine(loaded, 3, is_low_rank=is_low_rank)
+    yield made
+    for engine in made.values():
+        engine.close()
+
+
+@pytest.fixture(scope="module")
+def loras(family_folder: Any, tmp_path_factory: pytest.TempPathFactory) -> dict[str, contract.Lora]:
+    folder = tmp_path_factory.mktemp("loras")
+    found = {}
+    kinds: list[tuple[str, random_model.Kind, int]] = [
+        ("small", "lora", 4),
+        ("large", "lora", 40),
+        ("locon", "locon", 8),
+        ("loha", "loha", 3),
+        ("dora", "dora", 4),
+    ]
+    for name, kind, rank in kinds:
+        (file,) = random_model.build_random_loras(
+            folder / name, family_folder("sdxl"), 1, torch.device("cpu"), rank=rank, kind=kind
+        )
+        path: Path = folder / name / f"{file}.safetensors"
+        found[name] = contract.Lora(name, path, 0.2, 0.2)
+    return found
+
+
+def test_a_low_rank_slot_takes_a_fraction_of_the_memory(engines: dict[str, SlotEngine]) -> None:
+    merged, low_rank = (engines[each]._unet for each in ("merged", "low_rank"))
+    assert engines["low_rank"].savings["is_low_rank"]
+    assert not engines["merged"].savings["is_low_rank"]
+    assert not low_rank._stacks
+    assert {use for use, _, _ in low_rank.groups} == {"prompt"}
+    assert merged._stacks
+    transformers = {shape for shape in low_rank.changes.groups if shape.of_transformers}
+    expected = sum(
+        len(low_rank.changes.groups[shape]) * (shape.inputs + shape.outputs) * 32 * 4
+        for shape in transformers
+    )
+    assert low_rank.slot_bytes == expected, "rank 32, and no convolutions"
+
+
+@pytest.mark.parametrize("names", [["small"], ["large"], ["locon"], ["loha"], ["small", "large"]])
+def test_each_kind_draws_as_with_merged_weights(
+    names: list[str],
+    engines: dict[str, SlotEngine],
+    loras: dict[str, contract.Lora],
+    make_request: Any,
+    draw: Any,
+    difference: Any,
+) -> None:
+    request = make_request(loras=tuple(loras[each] for each in names), steps=3)
+    plain = make_request(steps=3)
+    images = {}
+    for name, engine in engines.items():
+        # Beside an image without LoRAs: with one for all, it would be merged for all.
+        images[name], beside = draw(engine, request, plain)
+        assert engine.weight_mode != "shared"
+        assert difference(beside, draw(engine, plain)[0]) <= ROUNDING
+    assert difference(images["merged"], images["low_rank"]) <= ROUNDING
+    assert difference(images["low_rank"], beside) > 20, "or the test shows nothing"
+
+
+def test_jobs_of_all_kinds_share_ticks_and_are_the_images_alone(
+    engines: dict[str, SlotEngine],
+    loras: dict[str, contract.Lora],
+    make_request: Any,
+    draw: Any,
+    difference: Any,
+) -> None:
+    engine = engines["low_rank"]
+    chosen: list[tuple[str, ...]] = [("small",), ("large",), (), ("locon",), ("dora",), ("loha",)]
+    requests = [
+        make_request(seed=at, steps=2 + at % 3, loras=tuple(loras[each] for each in names))
+        for at, names in enumerate(chosen)
+    ]
+    together = draw(engine, *requests)
+    for request, image in zip(requests, together, strict=True):
+        assert difference(draw(engine, request)[0], image) <= ROUNDING
+        assert difference(draw(engines["merged"], request)[0], image) <= ROUNDING
+
+
+def test_a_kind_without_low_rank_is_merged_and_undone_from_the_cpus_copy(
+    engines: dict[str, SlotEngine], loras: dict[str, contract.Lora], make_request: Any, draw: Any
+) -> None:
+    engine = engines["low_rank"]
+    plain = make_request(steps=2)
+    (before,) = draw(engine, plain)
+    prepared = engine.prepare(make_request(steps=2, loras=(loras["dora"],)))
+    assert prepared.unet_pack is None
+    (changed,) = draw(engine, prepared.request)
+    assert engine.weight_mode == "shared"
+    assert (changed != before).any()
+    assert all(each.device.type == "cpu" for each in engine._merger.originals.values())
+    assert (draw(engine, plain)[0] == before).all(), "to the bit"
+    assert engine.self_check.find_fault() is None
+
+
+def test_only_sdxl_saves_memory_at_this_price() -> None:
+    assert [each.name for each in FAMILIES if each.has_large_layers] == ["SDXL"]

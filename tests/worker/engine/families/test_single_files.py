@@ -1,0 +1,236 @@
+"""Single files of each family are found out, and hold what the folder holds."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+
+import key_names
+from imagefleet import errors
+from worker.engine.families import noise, sd1, sd2, sdxl
+from worker.engine.families.find import FAMILIES
+from worker.engine.lora import original_names
+from worker.engine.lora.names import adaptable_layers
+
+Weights = dict[str, torch.Tensor]
+
+_OPEN_CLIP = {
+    "embeddings.token_embedding.weight": "token_embedding.weight",
+    "embeddings.position_embedding.weight": "positional_embedding",
+    "final_layer_norm": "ln_final",
+    "encoder.layers": "transformer.resblocks",
+    "layer_norm1": "ln_1",
+    "layer_norm2": "ln_2",
+    "mlp.fc1": "mlp.c_fc",
+    "mlp.fc2": "mlp.c_proj",
+    "self_attn.out_proj": "attn.out_proj",
+}
+
+
+def open_clip(folder: Path, prefix: str, *, layers: int) -> Weights:
+    """A text encoder's weights as OpenCLIP has them, with *layers* more that are not read."""
+    (file,) = folder.glob("*.safetensors")
+    weights = {key.removeprefix("text_model."): each for key, each in load_file(file).items()}
+    found: Weights = {}
+    for key, weight in weights.items():
+        if key == "text_projection.weight":
+            found["text_projection"] = weight.T.contiguous()
+        elif "self_attn.q_proj" in key:
+            parts = [weights[key.replace("q_proj", f"{part}_proj")] for part in "qkv"]
+            name = key.replace("self_attn.q_proj.", "attn.in_proj_")
+            found[name.replace("encoder.layers", "transformer.resblocks")] = torch.cat(parts)
+        elif not any(f"self_attn.{part}_proj" in key for part in "kv"):
+            name = key
+            for ours, theirs in _OPEN_CLIP.items():
+                name = name.replace(ours, theirs)
+            found[name] = weight
+    count = 1 + max(int(key.split(".")[2]) for key in found if "resblocks" in key)
+    for extra in range(count, count + layers):
+        for key in [key for key in found if "resblocks.0." in key]:
+            found[key.replace("resblocks.0.", f"resblocks.{extra}.")] = found[key] + 1
+    found["logit_scale"] = torch.tensor(1.0)
+    return {f"{prefix}{key}": weight for key, weight in found.items()}
+
+
+def sdxl_file(folder: Path, unet: torch.nn.Module) -> Weights:
+    """All of a tiny SDXL with the keys of its original release."""
+    names = original_names.original_names(adaptable_layers(unet))
+    (file,) = (folder / "unet").glob("*.safetensors")
+    weights: Weights = {}
+    for key, weight in load_file(file).items():
+        path, kind = key.rsplit(".", 1)
+        weights[f"model.diffusion_model.{names.get(path) or norm_name(path, names)}.{kind}"] = (
+            weight
+        )
+    one = key_names.original_layout(folder)
+    text = "cond_stage_model.transformer."
+    for key, weight in one.items():
+        if key.startswith(text):
+            weights[key.replace(text, "conditioner.embedders.0.transformer.")] = weight
+        elif key.startswith("first_stage_model."):
+            weights[key] = weight
+    return weights | open_clip(
+        folder / "text_encoder_2", "conditioner.embedders.1.model.", layers=0
+    )
+
+
+def norm_name(path: str, names: Mapping[str, str]) -> str:
+    """Of a norm, which no LoRA changes: by the layer beside it."""
+    outer = {"conv_norm_out": "out.0"}
+    if path in outer:
+        return outer[path]
+    parent, leaf = path.rsplit(".", 1)
+    beside = {"norm1": ("conv1", "in_layers.0"), "norm2": ("conv2", "out_layers.0")}
+    if ".resnets." in path:
+        conv, own = beside[leaf]
+        return names[f"{parent}.{conv}"].rsplit(".", 2)[0] + f".{own}"
+    inner = next(name for name in names if name.startswith(f"{parent}."))
+    return f"{names[inner].removesuffix(inner.removeprefix(parent))}.{leaf}"
+
+
+@pytest.fixture(scope="module")
+def files(
+    family_folder: Any, family_checkpoint: Any, tmp_path_factory: pytest.TempPathFactory
+) -> Mapping[str, Path]:
+    folder = tmp_path_factory.mktemp("files")
+    paths = {name: folder / f"{name}.safetensors" for name in ("sd2", "sdxl")}
+    second = family_folder("sd2")
+    text = "cond_stage_model.transformer."
+    weights = {
+        key: each
+        for key, each in key_names.original_layout(second).items()
+        if not key.startswith(text)
+    }
+    weights |= open_clip(second / "text_encoder", "cond_stage_model.model.", layers=1)
+    save_file(weights, paths["sd2"])
+    save_file(sdxl_file(family_folder("sdxl"), family_checkpoint("sdxl").unet), paths["sdxl"])
+    return paths
+
+
+@pytest.mark.parametrize("family", ["sd2", "sdxl"])
+def test_a_single_file_is_the_folders_checkpoint(
+    family: str, files: Mapping[str, Path], family_folder: Any, family_checkpoint: Any
+) -> None:
+    folder = family_checkpoint(family)
+    file = family_checkpoint(family, path=files[family], config=family_folder(family))
+    assert file.family is folder.family
+    assert file.weights_id == folder.weights_id
+    assert file.weight_sums.keys() == folder.weight_sums.keys()
+    assert len(file.tokenizer) == 49_408
+
+
+def test_the_built_in_configurations_are_the_published_ones() -> None:
+    """By their counts of weights, in millions."""
+    from diffusers import UNet2DConditionModel
+    from transformers import CLIPTextConfig, CLIPTextModel, CLIPTextModelWithProjection
+
+    with torch.device("meta"):
+        networks = [
+            UNet2DConditionModel.from_config(sd2.UNET_CONFIG),
+            CLIPTextModel(CLIPTextConfig(**sd2.TEXT_CONFIG)),
+            UNet2DConditionModel.from_config(sdxl.UNET_CONFIG),
+            CLIPTextModelWithProjection(CLIPTextConfig(**sdxl.SECOND_TEXT_CONFIG)),
+        ]
+    sizes = [sum(each.numel() for each in network.parameters()) for network in networks]
+    assert [round(size / 1e6, 1) for size in sizes] == [865.9, 340.4, 2567.5, 694.7]
+
+
+def with_marks(path: Path, source: Path, *names: str) -> Path:
+    save_file({**load_file(source), **{name: torch.empty(0) for name in names}}, path)
+    return path
+
+
+@pytest.fixture
+def config(family_folder: Any, tmp_path: Path) -> Any:
+    """A configuration folder without a scheduler's."""
+
+    def make(family: str) -> Path:
+        folder = tmp_path / f"config-{family}"
+        for part in family_folder(family).iterdir():
+            if part.is_dir() and part.name != "scheduler":
+                (folder / part.name).mkdir(parents=True)
+                (folder / part.name / "config.json").write_bytes(
+                    (part / "config.json").read_bytes()
+                )
+        return folder
+
+    return make
+
+
+def test_a_file_says_that_it_predicts_v_and_ends_in_pure_noise(
+    files: Mapping[str, Path], config: Any, family_checkpoint: Any, tmp_path: Path
+) -> None:
+    settings = {"config": config("sdxl")}
+    plain = family_checkpoint("sdxl", path=files["sdxl"], **settings)
+    assert plain.prediction_type == "epsilon"
+    assert plain.alphas_cumprod[-1] > 0.004
+    marked = with_marks(tmp_path / "v.safetensors", files["sdxl"], "v_pred", "ztsnr")
+    found = family_checkpoint("sdxl", path=marked, **settings)
+    assert found.prediction_type == "v_prediction"
+    assert found.alphas_cumprod[-1] == pytest.approx(4.8973451890853435e-08)
+    torch.testing.assert_close(found.alphas_cumprod[0], plain.alphas_cumprod[0])
+
+
+def test_a_folder_says_the_same_in_its_schedulers_configuration(tmp_path: Path) -> None:
+    scheduler = {"rescale_betas_zero_snr": True, "prediction_type": "v_prediction"}
+    assert noise.alphas_cumprod(tmp_path, scheduler, ())[-1] < 1e-7
+    assert noise.prediction_type(tmp_path, scheduler, None, ()) == "v_prediction"
+
+
+def test_what_an_unmarked_sd2_predicts_shows_in_its_answer(
+    files: Mapping[str, Path], config: Any, family_checkpoint: Any, tmp_path: Path
+) -> None:
+    settings = {"config": config("sd2")}
+    assert family_checkpoint("sd2", path=files["sd2"], **settings).prediction_type == "epsilon"
+    weights = load_file(files["sd2"])
+    weights["model.diffusion_model.out.2.bias"] -= 2
+    path = tmp_path / "v.safetensors"
+    save_file(weights, path)
+    assert family_checkpoint("sd2", path=path, **settings).prediction_type == "v_prediction"
+
+
+def test_sd2s_native_size_follows_from_what_it_predicts() -> None:
+    assert sd2.SD2.native_sides == {"epsilon": 512, "v_prediction": 768}
+    assert all(not family.native_sides for family in FAMILIES if family is not sd2.SD2)
+
+
+@pytest.mark.parametrize(
+    ("lost", "reason"),
+    [
+        ("conditioner.embedders.1.", "is not a Stable Diffusion 1.x or"),
+        ("model.diffusion_model.label_emb.0.0.bias", "does not fit SDXL"),
+    ],
+)
+def test_a_file_that_lacks_a_part_is_refused(
+    lost: str,
+    reason: str,
+    files: Mapping[str, Path],
+    family_folder: Any,
+    family_checkpoint: Any,
+    tmp_path: Path,
+) -> None:
+    path = tmp_path / "part.safetensors"
+    weights = load_file(files["sdxl"])
+    save_file({key: each for key, each in weights.items() if not key.startswith(lost)}, path)
+    with pytest.raises(errors.SetupError, match=reason):
+        family_checkpoint("sdxl", path=path, config=family_folder("sdxl"))
+
+
+def test_a_unet_with_another_familys_text_encoders_is_refused(
+    family_folder: Any, family_checkpoint: Any, files: Mapping[str, Path], tmp_path: Path
+) -> None:
+    weights = {
+        key.replace("conditioner.embedders.0.", "cond_stage_model."): each
+        for key, each in load_file(files["sdxl"]).items()
+        if "embedders.1" not in key
+    }
+    path = tmp_path / "mixed.safetensors"
+    save_file(weights, path)
+    with pytest.raises(errors.SetupError, match=r"Stable Diffusion 1.x"):
+        family_checkpoint("sd1", path=path, config=family_folder("sdxl"))
+    assert sd1.SD1.networks == ("text_encoder",)

@@ -1,0 +1,33 @@
+"""The family of a checkpoint, by what its files contain."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from typing import Any
+
+from worker.engine.families.family import Family
+from worker.engine.families.sd1 import SD1
+from worker.engine.families.sd2 import SD2
+from worker.engine.families.sdxl import SDXL
+
+FAMILIES = (SD1, SD2, SDXL)
+
+
+def of_file(keys: Iterable[str]) -> Family | None:
+    """The family of a single file: the one whose text encoders' keys it has."""
+    names = list(keys)
+    for family in FAMILIES:
+        prefixes = [encoder.prefix for encoder in family.text_encoders]
+        if all(any(name.startswith(prefix) for name in names) for prefix in prefixes):
+            return family
+    return None
+
+
+def of_folder(unet: Mapping[str, Any], text_encoder: Mapping[str, Any]) -> Family:
+    """The family of a folder in diffusers' format, by these parts' configurations.
+
+    SD2 is told from SD1 by its text encoder: OpenCLIP has another activation than CLIP.
+    """
+    if unet.get("addition_embed_type") is not None:
+        return SDXL
+    return SD2 if text_encoder.get("hidden_act") == "gelu" else SD1

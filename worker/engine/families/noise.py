@@ -1,0 +1,66 @@
+"""A checkpoint's noise schedule, and what its UNet predicts."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from imagefleet import errors
+
+#: Empty tensors that mark the single files of some checkpoints.
+V_PREDICTION_KEY, ZERO_TERMINAL_SNR_KEY = "v_pred", "ztsnr"
+
+#: AUTOMATIC1111's last value in place of 0, from which no image could be computed.
+_LAST_ALPHA = 4.8973451890853435e-08
+
+_PREDICTION_TYPES = frozenset({"epsilon", "v_prediction"})
+
+
+def prediction_type(
+    model: Path, scheduler: Mapping[str, Any], stated: str | None, keys: Collection[str]
+) -> str | None:
+    """What a UNet predicts by its scheduler's configuration, by what is *stated*, or by its keys.
+
+    Raises:
+        SetupError: it predicts something else.
+    """
+    found = scheduler.get("prediction_type", stated)
+    if found is None:
+        return "v_prediction" if V_PREDICTION_KEY in keys else None
+    if found not in _PREDICTION_TYPES:
+        raise errors.SetupError(
+            f"{str(model)!r} predicts {str(found)[:40]!r}; imagefleet generates with checkpoints"
+            " that predict epsilon or v_prediction"
+        )
+    return str(found)
+
+
+def alphas_cumprod(
+    model: Path, scheduler: Mapping[str, Any], keys: Collection[str]
+) -> torch.Tensor:
+    """SD's 'scaled_linear' schedule: betas with evenly spaced square roots.
+
+    Raises:
+        SetupError: the checkpoint has another one.
+    """
+    if scheduler.get("beta_schedule", "scaled_linear") != "scaled_linear":
+        raise errors.SetupError(f"{str(model)!r} does not have Stable Diffusion's noise schedule")
+    start, end = scheduler.get("beta_start", 0.00085), scheduler.get("beta_end", 0.012)
+    count = scheduler.get("num_train_timesteps", 1000)
+    betas = torch.linspace(start**0.5, end**0.5, count, dtype=torch.float64) ** 2
+    alphas = torch.cumprod(1 - betas, dim=0)
+    if scheduler.get("rescale_betas_zero_snr") or ZERO_TERMINAL_SNR_KEY in keys:
+        return rescale_to_zero_terminal_snr(alphas)
+    return alphas
+
+
+def rescale_to_zero_terminal_snr(alphas: torch.Tensor) -> torch.Tensor:
+    """Lin et al. (2024), algorithm 1, with AUTOMATIC1111's last value: nothing but noise there."""
+    roots = alphas.sqrt()
+    first, last = roots[0].item(), roots[-1].item()
+    rescaled = ((roots - last) * (first / (first - last))) ** 2
+    rescaled[-1] = _LAST_ALPHA
+    return rescaled
