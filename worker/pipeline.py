@@ -22,6 +22,7 @@ from imagefleet.telemetry import logs
 from worker import replica, tasks
 from worker.cost import CostMeter
 from worker.engine import contract
+from worker.files.embeddings import EmbeddingLibrary
 from worker.files.loras import LoraLibrary
 from worker.gpu_thread import EngineThread
 from worker.leases import LeaseKeeper
@@ -146,6 +147,12 @@ class Pipeline:
             cache_bytes=settings.cache_megabytes * 2**20,
             trusted=self._trusted,
         )
+        self._embeddings = EmbeddingLibrary(
+            storage.files,
+            directory=settings.embedding_directory,
+            cache=settings.cache / "embeddings",
+            trusted=self._trusted,
+        )
         self.metrics.collect_from(
             EngineCollector(self.engine_thread, self._library), self.cost, self._check
         )
@@ -243,6 +250,7 @@ class Pipeline:
             engine,
             generate,
             self._library,
+            self._embeddings,
             self.settler,
             self.metrics,
             self._settings.until_empty,

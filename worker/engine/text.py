@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import threading
-from collections.abc import Hashable, Iterable, Sequence
+from collections.abc import Collection, Hashable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -11,7 +12,9 @@ from cachetools import LRUCache
 from transformers import CLIPTextModel, CLIPTokenizer
 
 from imagefleet import errors
-from imagefleet.job.prompt import CHUNK_TOKENS, Chunk, Prompt, cut_into_chunks
+from imagefleet.job import embeddings as job_embeddings
+from imagefleet.job.prompt import CHUNK_TOKENS, Chunk, Prompt, cut_into_chunks, sections_of
+from worker.engine.embeddings import CLIP_L, Embedding
 
 #: Tokens of an encoded chunk: start, the chunk, and end tokens as padding.
 CONTEXT_TOKENS = CHUNK_TOKENS + 2
@@ -43,14 +46,44 @@ class Tokenizer:
         self._comma: int | None = tokenizer.get_vocab().get(",</w>")
         # The Rust tokenizer raises "Already borrowed" when two threads use it at once.
         self._lock = threading.Lock()
+        # Of a fleet's embeddings, some thousands at most, which rarely change.
+        self._names: tuple[Collection[str], job_embeddings.Names[str]] = (
+            (),
+            job_embeddings.Names(()),
+        )
 
-    def chunks(self, prompt: Prompt | str) -> tuple[Chunk, ...]:
-        """A prompt's chunks, at least one.
+    def chunks(
+        self, prompt: Prompt | str, embeddings: Sequence[Embedding] = ()
+    ) -> tuple[Chunk, ...]:
+        """A prompt's chunks, at least one, with the vectors of what it names of *embeddings*.
 
         Raises:
             JobError: it is too long, or a weight in it is not a number or too large.
         """
-        return cut_into_chunks(prompt, self._tokenise, self._comma)
+        if not embeddings:
+            return cut_into_chunks(prompt, self._tokenise, self._comma)
+        ids = self._tokenise([each.name for each in embeddings])
+        names = job_embeddings.Names[job_embeddings.Embedding](zip(ids, embeddings, strict=True))
+        return cut_into_chunks(prompt, self._tokenise, self._comma, names)
+
+    def find_names(
+        self, prompts: Iterable[Prompt | str], names: Collection[str]
+    ) -> tuple[str, ...]:
+        """Which of the *names* of embeddings the prompts have, in order.
+
+        Quick if *names* is the same object as the last time.
+
+        Raises:
+            JobError: a weight in a prompt is not a number or too large.
+        """
+        known, index = self._names
+        if known is not names:
+            index = job_embeddings.Names(zip(self._tokenise([*names]), names, strict=True))
+            self._names = names, index
+        sections = [section for prompt in prompts for section in sections_of(prompt)]
+        ids = self._tokenise([part.text for section in sections for part in section])
+        found = [each for one in ids for each in index.split(one)]
+        return tuple(dict.fromkeys(each[0] for each in found if not isinstance(each, int)))
 
     def _tokenise(self, texts: Sequence[str]) -> Sequence[Sequence[int]]:
         if not texts:
@@ -65,9 +98,17 @@ class Encoder:
     """The text encoder, with an LRU cache of its output on the device; not thread-safe."""
 
     def __init__(
-        self, text_encoder: CLIPTextModel, start: int, end: int, cache_bytes: int = _CACHE_BYTES
+        self,
+        text_encoder: CLIPTextModel,
+        start: int,
+        end: int,
+        cache_bytes: int = _CACHE_BYTES,
+        *,
+        name: str = CLIP_L,
     ) -> None:
+        """*name* is that of its vectors in the files of embeddings for several text encoders."""
         self._text_encoder = text_encoder
+        self._name = name
         self._start = start
         self._end = end
         self._cache: LRUCache[Hashable, torch.Tensor] = LRUCache(
@@ -110,7 +151,7 @@ class Encoder:
         vectors: dict[Chunk, torch.Tensor] = {}
         missing = []
         for chunk in chunks:
-            cached = self._cache.get((chunk, clip_skip, loras))
+            cached = self._cache.get((_key(chunk), clip_skip, loras))
             if cached is None:
                 missing.append(chunk)
             else:
@@ -119,7 +160,7 @@ class Encoder:
             part = missing[at : at + _CHUNKS_PER_CALL]
             for chunk, row in zip(part, self._compute(part, clip_skip), strict=True):
                 # A view would keep the whole call's vectors in memory.
-                vectors[chunk] = self._cache[chunk, clip_skip, loras] = row.clone()
+                vectors[chunk] = self._cache[_key(chunk), clip_skip, loras] = row.clone()
         return vectors
 
     def _compute(self, part: Sequence[Chunk], clip_skip: int) -> torch.Tensor:
@@ -130,7 +171,10 @@ class Encoder:
             (self._start, *chunk.tokens, *[self._end] * (fill + 1))
             for chunk, fill in zip(part, filling, strict=True)
         ]
-        output = self._text_encoder(torch.tensor(rows, device=device), output_hidden_states=True)
+        with self._inserted(part):
+            output = self._text_encoder(
+                torch.tensor(rows, device=device), output_hidden_states=True
+            )
         # The module tree lost its `text_model` level in transformers 5.6.
         layers = getattr(self._text_encoder, "text_model", self._text_encoder)
         vectors: torch.Tensor = layers.final_layer_norm(output.hidden_states[-clip_skip])
@@ -144,6 +188,37 @@ class Encoder:
         if vectors.isfinite().all() and not weighted.isfinite().all():
             raise errors.JobError("the weights in the prompt cancel each other out")
         return weighted
+
+    @contextlib.contextmanager
+    def _inserted(self, part: Sequence[Chunk]) -> Iterator[None]:
+        """The chunks' embeddings in the places of their tokens' vectors."""
+        if not any(chunk.inserts for chunk in part):
+            yield
+            return
+
+        def insert(_module: object, _ids: object, found: torch.Tensor) -> torch.Tensor:
+            """*found* are the tokens' vectors, [chunks, 77, width]."""
+            found = found.clone()
+            for row, chunk in zip(found, part, strict=True):
+                for each in chunk.inserts:
+                    assert isinstance(each.embedding, Embedding)  # noqa: S101 - of this engine
+                    begin = 1 + each.at  # after the start token
+                    row[begin : begin + each.embedding.length] = each.embedding.vectors[self._name]
+            return found
+
+        hook = self._text_encoder.get_input_embeddings().register_forward_hook(insert)
+        try:
+            yield
+        finally:
+            hook.remove()
+
+
+def _key(chunk: Chunk) -> Hashable:
+    """Identifies a chunk, without its embeddings' vectors: the cache must not keep them."""
+    if not chunk.inserts:
+        return chunk
+    inserts = tuple((each.at, each.embedding.sha256) for each in chunk.inserts)
+    return chunk.tokens, chunk.weights, inserts
 
 
 def _weigh(vectors: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:

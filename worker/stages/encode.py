@@ -12,6 +12,7 @@ import io
 import json
 import struct
 import zlib
+from collections.abc import Iterable
 from dataclasses import dataclass
 
 import numpy as np
@@ -22,6 +23,7 @@ from PIL import ExifTags, Image
 from imagefleet import errors
 from imagefleet.job import embedded, samplers
 from imagefleet.job.message import Job, Output
+from worker.engine import contract
 from worker.engine.contract import Pixels
 
 #: igzip's levels 1 to 3 differ by under 1 % in size on photographs; 1 is the fastest.
@@ -133,7 +135,13 @@ def _exif(parameters: str, job: str) -> Image.Exif:
     return exif
 
 
-def parameters(job: Job, index: int, size: tuple[int, int], model: str) -> str:
+def parameters(
+    job: Job,
+    index: int,
+    size: tuple[int, int],
+    model: str,
+    embeddings: Iterable[contract.Embedding] = (),
+) -> str:
     """The `parameters` of image *index* of a job; *size* is (width, height) in pixels.
 
     'RNG: CPU' makes AUTOMATIC1111 draw the same noise; its default is the GPU's generator.
@@ -150,6 +158,7 @@ def parameters(job: Job, index: int, size: tuple[int, int], model: str) -> str:
         "Model": model,
         "Clip skip": str(job.clip_skip) if job.clip_skip > 1 else None,
         "RNG": "CPU",
+        "TI hashes": ", ".join(f"{each.name}: {each.sha256[:12]}" for each in embeddings),
         "Version": "imagefleet",
     }
     lines = [job.prompt]

@@ -12,7 +12,7 @@ from typing import NoReturn
 
 from imagefleet import errors, retry
 from imagefleet.job.message import DUPLICATES, text_for_image
-from imagefleet.records.record import MAX_NAME_CHARACTERS, Record
+from imagefleet.records.record import MAX_NAME_CHARACTERS, Embedding, Record
 from imagefleet.storage import protocol
 from worker.cost import CostMeter
 from worker.engine import contract
@@ -74,7 +74,9 @@ class EncodeStage:
 
     async def _encode(self, generated: GeneratedImage) -> None:
         image = generated.image
-        text = encode.parameters(image.job, image.index, image.size, self.model_name)
+        text = encode.parameters(
+            image.job, image.index, image.size, self.model_name, image.embeddings
+        )
         job = text_for_image(image.owner.lease.message.body, image.job)
         loop = asyncio.get_running_loop()
         try:
@@ -196,6 +198,7 @@ class UploadStage:
             model=self.model_name[:MAX_NAME_CHARACTERS],
             width=width,
             height=height,
+            embeddings=tuple(Embedding(each.name, each.sha256) for each in image.embeddings),
             seconds=round(time.monotonic() - image.owner.pulled_at, 3),
         )
 

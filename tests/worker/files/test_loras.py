@@ -236,7 +236,7 @@ async def test_a_replaced_lora_is_fetched_again_once_the_manifest_names_it(
     blobs.replace("style", lora_bytes("new"))
     blobs.state(style=sha256(lora_bytes("new")))
     assert (await loras.resolve("style")).read_bytes() == lora_bytes("old"), "too early"
-    monkeypatch.setattr("worker.files.loras.MANIFEST_SECONDS", -1.0)
+    monkeypatch.setattr("worker.files.manifest.READ_AGAIN_SECONDS", -1.0)
     path = await loras.resolve("style")
     assert path.read_bytes() == lora_bytes("new")
     assert len(blobs.reads) == 2
