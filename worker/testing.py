@@ -59,7 +59,8 @@ class StandInEngine:
     ) -> tuple[str, ...]:
         """By the text alone."""
         text = " ".join(map(str, prompts)).lower()
-        return tuple(name for name in names if name.lower() in text)
+        found = [name for name in names if name.lower() in text]
+        return tuple(sorted(found, key=lambda name: text.index(name.lower())))
 
     def prepare(self, request: contract.ImageRequest) -> StandInPrepared:
         return StandInPrepared(request)

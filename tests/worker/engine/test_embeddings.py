@@ -308,9 +308,7 @@ def test_what_cannot_be_used_is_refused_by_name(write: Write, content: str) -> N
         {"v": torch.ones(75, 8, dtype=torch.float16)},
     ],
 )
-def test_files_of_all_known_forms_are_read(
-    write: Write, tensors: dict[str, torch.Tensor]
-) -> None:
+def test_files_of_all_known_forms_are_read(write: Write, tensors: dict[str, torch.Tensor]) -> None:
     found = embeddings.read_embedding(write("mist", tensors), WIDTHS, torch.float32)
     (tensor,) = tensors.values()
     assert found.length == tensor.numel() // 8

@@ -45,6 +45,9 @@ class WatchedBlobs:
     async def check(self) -> None:
         await self._blobs.check()
 
+    def address(self, name: str) -> str:
+        return self._blobs.address(name)
+
     def replace(self, name: str, data: bytes) -> None:
         self.replaced[f"loras/{name}.safetensors"] = data
 
