@@ -41,22 +41,6 @@ def write(tmp_path: Path) -> Write:
     return to_file
 
 
-@pytest.fixture(scope="module")
-def clip(demo_engine: Any) -> Any:
-    """A checkpoint with CLIP's own vocabulary."""
-    return demo_engine._checkpoint
-
-
-@pytest.fixture(scope="module")
-def tokenizer(clip: Any) -> text.Tokenizer:
-    return text.Tokenizer(clip.tokenizer)
-
-
-@pytest.fixture
-def encoder(clip: Any) -> text.Encoder:
-    return text.Encoder(clip.text_encoder, start=START, end=END)
-
-
 def embedding(name: str, count: int, width: int = 8, seed: int = 0) -> embeddings.Embedding:
     found = vectors(count, width, seed)
     return embeddings.Embedding(name, f"{name} {seed}", count, {"clip_l": found})

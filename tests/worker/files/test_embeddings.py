@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import hashlib
 import json
-import os
 import shlex
 import subprocess
 from collections.abc import Callable
@@ -198,7 +197,7 @@ def test_the_advice_is_one_command_for_a_shell(tmp_path: Path) -> None:
         command, shell=True, capture_output=True, text=True, check=True, cwd=tmp_path
     ).stdout
     assert json.dumps(str(path)) in told
-    assert os.listdir(tmp_path) == []
+    assert list(tmp_path.iterdir()) == []
 
 
 async def test_with_a_trusted_key_the_signed_list_alone_counts(

@@ -108,6 +108,8 @@ def test_checkpoints_of_stable_diffusion_1_are_accepted(shapes: Shapes) -> None:
         ({"emb_params": [8, 768]}, "textual inversion"),
         ({"<my-style>": [2, 768]}, "textual inversion"),
         ({"clip_g": [8, 1280], "clip_l": [8, 768]}, "textual inversion"),
+        ({"text_encoders_0": [8, 768], "text_encoders_1": [8, 1280]}, "textual inversion"),
+        ({"<one-vector>": [1024]}, "textual inversion"),
         ({"control_model.input_hint_block.0.weight": [16, 3, 3, 3]}, "a ControlNet"),
         (
             {"controlnet_cond_embedding.conv_in.weight": [16], "time_embedding.linear_1.bias": [9]},
