@@ -35,6 +35,9 @@ CACHE_BYTES = 256 * 2**20
 #: The names are listed again after this time.
 LIST_SECONDS = 300.0
 
+#: The longest that a job waits for that: a storage that hangs must not hold up the GPU.
+READ_SECONDS = 5.0
+
 _KIND = FileKind("embedding", manifest.EMBEDDINGS, MAX_BYTES)
 
 
@@ -83,17 +86,19 @@ class EmbeddingLibrary(FileLibrary):
             now = time.monotonic()
             if self._listed_at is not None and now - self._listed_at <= LIST_SECONDS:
                 return self._names
+            is_first = self._listed_at is None
             try:
-                found = await self._list()
-            except errors.TransientError as error:
-                if self._listed_at is None:
+                async with asyncio.timeout(None if is_first else READ_SECONDS):
+                    found = await self._list()
+            except (errors.TransientError, TimeoutError) as error:
+                if is_first:
                     # Every job needs the list: retrying them would fail them all.
                     if isinstance(error, manifest.DamagedError):
                         raise errors.SetupError(error.message) from error
                     raise
                 log.warning(
                     "embeddings cannot be listed, new ones are not used yet: %s",
-                    error,
+                    error if isinstance(error, errors.FleetError) else "no answer",
                     extra={"action": "embeddings_unlisted"},
                 )
             else:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import hashlib
 import json
 import shlex
@@ -130,6 +131,22 @@ async def test_a_list_that_cannot_be_read_leaves_the_last_one_in_force(
     # A worker that starts then would draw names as words, or fail every job.
     with pytest.raises(errors.SetupError, match=r"embeddings/manifest\.json .* is not a JSON"):
         await library().names()
+
+
+async def test_a_storage_that_hangs_holds_up_no_job(
+    storage: Storage, library: Library, lora_bytes: FileBytes, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    await put(storage, mist=lora_bytes("a"))
+    found = library()
+    names = await found.names()
+    monkeypatch.setattr("worker.files.embeddings.LIST_SECONDS", -1.0)
+    monkeypatch.setattr("worker.files.embeddings.READ_SECONDS", 0.01)
+
+    async def hang(*_: object) -> None:
+        await asyncio.Event().wait()
+
+    monkeypatch.setattr(type(storage.files), "read", hang)
+    assert await asyncio.wait_for(found.names(), 5) is names
 
 
 async def test_without_any_embedding_there_are_no_names(storage: Storage, library: Library) -> None:
