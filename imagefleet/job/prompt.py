@@ -316,10 +316,10 @@ class Chunk:
     """`PLACEHOLDER` for each vector of an embedding."""
     weights: tuple[float, ...] = ()
     inserts: tuple[Insert, ...] = ()
-    """The embeddings, in order."""
+    """The embeddings, in order; also some in the padding."""
 
 
-#: The token in whose place a vector of an embedding comes; any that the text encoder has.
+#: The token in whose place a vector of an embedding comes: AUTOMATIC1111's.
 PLACEHOLDER = 0
 
 
@@ -380,8 +380,8 @@ def _places(found: int | tuple[Embedding], weight: float) -> list[_Place]:
 def _cut_section(phrases: Iterable[list[_Place]], comma: int | None) -> list[Chunk]:
     """Cuts a section where AUTOMATIC1111 does.
 
-    What moves behind a comma to the next chunk takes its embeddings along; there they stay behind,
-    in place of the padding.
+    Of the words behind a comma that move to the next chunk, an embedding stays behind, in place of
+    the padding, and leaves its placeholders to the next chunk, which are words there ('!').
     """
     chunks = []
     chunk: list[_Place] = []
@@ -392,8 +392,8 @@ def _cut_section(phrases: Iterable[list[_Place]], comma: int | None) -> list[Chu
             end = CHUNK_TOKENS
             if last_comma is not None and not is_comma and end - last_comma <= COMMA_BACKTRACK:
                 end = last_comma + 1
-            chunks.append(_chunk(chunk[:end]))
-            chunk, last_comma = chunk[end:], None
+            chunks.append(_chunk(chunk, end))
+            chunk, last_comma = [place._replace(embedding=None) for place in chunk[end:]], None
         if len(chunk) + len(phrase) > CHUNK_TOKENS:
             chunks.append(_chunk(chunk))
             chunk, last_comma = [], None
@@ -405,13 +405,14 @@ def _cut_section(phrases: Iterable[list[_Place]], comma: int | None) -> list[Chu
     return chunks
 
 
-def _chunk(places: Sequence[_Place]) -> Chunk:
+def _chunk(places: Sequence[_Place], end: int = CHUNK_TOKENS) -> Chunk:
+    """A chunk of the places before *end*, with the embeddings of all."""
+    inserts = (
+        Insert(at, place.embedding)
+        for at, place in enumerate(places)
+        if place.embedding is not None
+    )
+    kept = places[:end]
     return Chunk(
-        tuple(place.token for place in places),
-        tuple(place.weight for place in places),
-        tuple(
-            Insert(at, place.embedding)
-            for at, place in enumerate(places)
-            if place.embedding is not None
-        ),
+        tuple(place.token for place in kept), tuple(place.weight for place in kept), tuple(inserts)
     )

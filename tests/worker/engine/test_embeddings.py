@@ -107,9 +107,9 @@ def test_vectors_take_the_weight_of_their_bracket(tokenizer: text.Tokenizer) -> 
         # It is moved as a whole, and a comma before it does not move what is between.
         ("cat " * 73 + "mist dog", [73, 4], [(1, 0)]),
         ("cat " * 60 + ", " + "cat " * 12 + "mist dog", [73, 4], [(1, 0)]),
-        # A full chunk's words behind its last comma move, and the embedding among them as well.
-        ("cat " * 60 + ", mist " + "cat " * 11 + "dog", [61, 15], [(1, 0)]),
-        ("cat " * 60 + ", dog mist " + "cat " * 10 + "mist", [61, 17], [(1, 1), (1, 14)]),
+        # A full chunk's words behind its last comma move; an embedding's vectors stay behind.
+        ("cat " * 60 + ", mist " + "cat " * 11 + "dog", [61, 15], [(0, 61)]),
+        ("cat " * 60 + ", dog mist " + "cat " * 10 + "mist", [61, 17], [(0, 62), (1, 14)]),
         ("mist " * 26, [75, 3], [*((0, at) for at in range(0, 75, 3)), (1, 0)]),
         ("cat BREAK mist", [1, 3], [(1, 0)]),
     ],
@@ -176,6 +176,23 @@ def test_weights_multiply_the_vectors_states_and_the_mean_is_restored(
     weighted = plain * weights[:, None]
     expected = weighted * (plain.mean() / weighted.mean())
     np.testing.assert_allclose(vectors.numpy(), expected, rtol=1e-4, atol=1e-5)
+
+
+@torch.inference_mode()
+def test_vectors_that_stay_behind_a_comma_are_in_place_of_the_padding(
+    clip: Any, tokenizer: text.Tokenizer, encoder: text.Encoder
+) -> None:
+    """AUTOMATIC1111 moves the words and their weights, and forgets the vectors."""
+    mist = embedding("mist", 2, clip.text_encoder.config.hidden_size)
+    words = "cat " * 60 + ", (mist:1.2) " + "cat " * 12 + "dog"
+    found = encoder.encode([tokenizer.chunks(words, [mist])], 1).vectors[0]
+    network = copy.deepcopy(clip.text_encoder)
+    network.get_input_embeddings().weight[[1000, 2000]] = mist.vectors["clip_l"]
+    cat, comma, dog = ids(tokenizer, "cat, dog")
+    first = [START, *[cat] * 60, comma, 1000, 2000, *[END] * 13]
+    assert torch.allclose(found[:77], network(torch.tensor([first])).last_hidden_state[0], 1e-4)
+    second = text.Chunk((0, 0, *[cat] * 12, dog), (1.2, 1.2, *[1.0] * 13))
+    assert torch.equal(found[77:], encoder.encode([[second]], 1).vectors[0])
 
 
 @torch.inference_mode()
