@@ -94,6 +94,38 @@ class Tokenizer:
         return ids
 
 
+def _key(chunk: Chunk) -> Hashable:
+    """Identifies a chunk, without its embeddings' vectors: the cache must not keep them."""
+    if not chunk.inserts:
+        return chunk
+    inserts = tuple((each.at, each.embedding.sha256) for each in chunk.inserts)
+    return chunk.tokens, chunk.weights, inserts
+
+
+@contextlib.contextmanager
+def _inserted(text_encoder: CLIPTextModel, name: str, chunks: Sequence[Chunk]) -> Iterator[None]:
+    """The chunks' embeddings in the places of their tokens' vectors; *name*: see `Encoder`."""
+    if not any(chunk.inserts for chunk in chunks):
+        yield
+        return
+
+    def insert(_module: object, _ids: object, found: torch.Tensor) -> torch.Tensor:
+        """*found* are the tokens' vectors, [chunks, 77, width]."""
+        found = found.clone()
+        for row, chunk in zip(found, chunks, strict=True):
+            for each in chunk.inserts:
+                assert isinstance(each.embedding, Embedding)  # noqa: S101 - of this engine
+                begin = 1 + each.at  # after the start token
+                row[begin : begin + each.embedding.length] = each.embedding.vectors[name]
+        return found
+
+    hook = text_encoder.get_input_embeddings().register_forward_hook(insert)
+    try:
+        yield
+    finally:
+        hook.remove()
+
+
 class Encoder:
     """The text encoder, with an LRU cache of its output on the device; not thread-safe."""
 
@@ -171,7 +203,7 @@ class Encoder:
             (self._start, *chunk.tokens, *[self._end] * (fill + 1))
             for chunk, fill in zip(part, filling, strict=True)
         ]
-        with self._inserted(part):
+        with _inserted(self._text_encoder, self._name, part):
             output = self._text_encoder(
                 torch.tensor(rows, device=device), output_hidden_states=True
             )
@@ -188,37 +220,6 @@ class Encoder:
         if vectors.isfinite().all() and not weighted.isfinite().all():
             raise errors.JobError("the weights in the prompt cancel each other out")
         return weighted
-
-    @contextlib.contextmanager
-    def _inserted(self, part: Sequence[Chunk]) -> Iterator[None]:
-        """The chunks' embeddings in the places of their tokens' vectors."""
-        if not any(chunk.inserts for chunk in part):
-            yield
-            return
-
-        def insert(_module: object, _ids: object, found: torch.Tensor) -> torch.Tensor:
-            """*found* are the tokens' vectors, [chunks, 77, width]."""
-            found = found.clone()
-            for row, chunk in zip(found, part, strict=True):
-                for each in chunk.inserts:
-                    assert isinstance(each.embedding, Embedding)  # noqa: S101 - of this engine
-                    begin = 1 + each.at  # after the start token
-                    row[begin : begin + each.embedding.length] = each.embedding.vectors[self._name]
-            return found
-
-        hook = self._text_encoder.get_input_embeddings().register_forward_hook(insert)
-        try:
-            yield
-        finally:
-            hook.remove()
-
-
-def _key(chunk: Chunk) -> Hashable:
-    """Identifies a chunk, without its embeddings' vectors: the cache must not keep them."""
-    if not chunk.inserts:
-        return chunk
-    inserts = tuple((each.at, each.embedding.sha256) for each in chunk.inserts)
-    return chunk.tokens, chunk.weights, inserts
 
 
 def _weigh(vectors: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
