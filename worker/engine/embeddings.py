@@ -20,6 +20,9 @@ from worker.engine import contract
 #: The text encoder that each tensor is for, in the file of an embedding for several.
 CLIP_L, CLIP_G = "clip_l", "clip_g"
 
+#: The same, by the network's name in diffusers.
+NAMES = {"text_encoder": CLIP_L, "text_encoder_2": CLIP_G}
+
 #: As diffusers' training scripts for SDXL named them at first.
 _ALIASES = {"text_encoders_0": CLIP_L, "text_encoders_1": CLIP_G}
 

@@ -10,9 +10,8 @@ import torch
 
 from imagefleet import errors
 from imagefleet.job.prompt import MAX_CHUNKS, Chunk
-from worker.engine import contract, sampler, text
+from worker.engine import contract, embeddings, sampler, text
 from worker.engine.checkpoint import Checkpoint
-from worker.engine.embeddings import CLIP_L, EmbeddingCache
 from worker.engine.lora import file as lora_file
 from worker.engine.lora import merge, names, pack
 from worker.engine.slots import convolution
@@ -90,8 +89,12 @@ class RequestPreparer:
         self._held_as_convolutions = convolution.all_paths(convolutions)
         self._dtype: torch.dtype = checkpoint.unet.dtype
         self.tokenizer = text.Tokenizer(checkpoint.tokenizer)
-        widths = {CLIP_L: checkpoint.text_encoder.get_input_embeddings().weight.shape[1]}
-        self._embedding_cache = EmbeddingCache(widths, checkpoint.text_encoder.dtype)
+        encoders = {"text_encoder": checkpoint.text_encoder}
+        widths = {
+            embeddings.NAMES[network]: each.get_input_embeddings().weight.shape[1]
+            for network, each in encoders.items()
+        }
+        self._embedding_cache = embeddings.EmbeddingCache(widths, checkpoint.text_encoder.dtype)
         layers = names.Layers(checkpoint.unet, checkpoint.text_encoder)
         self._lora_cache = lora_file.LoraCache(layers, lora_cache_bytes)
         self.lora_lookups: Mapping[str, int] = self._lora_cache.lookups
@@ -120,9 +123,9 @@ class RequestPreparer:
             self._checkpoint.alphas_cumprod,
             self._checkpoint.prediction_type,
         )
-        embeddings = [self._embedding_cache.get(each) for each in request.embeddings]
-        prompt = self.tokenizer.chunks(request.prompt, embeddings)
-        negative_prompt = self.tokenizer.chunks(request.negative_prompt, embeddings)
+        named = [self._embedding_cache.get(each) for each in request.embeddings]
+        prompt = self.tokenizer.chunks(request.prompt, named)
+        negative_prompt = self.tokenizer.chunks(request.negative_prompt, named)
         loras = self._read_loras(request.loras)
         unet_loras = merge.restrict(loras, "unet")
         text_encoder_loras = merge.restrict(loras, "text_encoder")
