@@ -105,7 +105,7 @@ class EmbeddingLibrary(FileLibrary):
                 if found != self._names:
                     self._names = found
                     log.info(
-                        "%d embeddings for prompts to name",
+                        "embeddings that prompts may name: %d",
                         len(found),
                         extra={"action": "embeddings_listed", "embeddings": len(found)},
                     )
