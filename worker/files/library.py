@@ -157,6 +157,11 @@ class FileLibrary:
 
     async def _fetch(self, name: str) -> Path:
         await self._storage_manifest.sha256(name)  # a broken one costs no download
+        async with self._cache.fetching(name):
+            # Another worker of this machine may have fetched it meanwhile.
+            return await self._in_cache(name) or await self._download(name)
+
+    async def _download(self, name: str) -> Path:
         kind = self._kind
         data = await self._blobs.read(f"{kind.folder}/{name}{SUFFIX}", max_bytes=kind.max_bytes)
         if data is None:
