@@ -40,11 +40,11 @@ class UntrustedJobError(JobError):
 
 
 class MissingFileError(JobError):
-    """The job names a LoRA or a model that does not exist."""
+    """The job names a LoRA, an embedding or a model that does not exist."""
 
 
 class UnusableFileError(JobError):
-    """The job names a LoRA or a model that cannot be used."""
+    """The job names a LoRA, an embedding or a model that cannot be used."""
 
 
 class TransientError(FleetError):

@@ -38,7 +38,7 @@ from PIL import Image
 
 import forks
 from fleet.main import app
-from header_files import LORA, file_of
+from header_files import LORA, file_of, shaped
 from imagefleet.records.record import Record
 from imagefleet.records.writer import RecordLog
 from imagefleet.storage.dead_letter import FailedJob
@@ -123,6 +123,8 @@ COMMANDS: dict[str, Case] = {
     "model list": Case("", r"dreams\.safetensors +SD 1\.x"),
     "lora add": Case("rocket.safetensors --manifest", r"^<lora:rocket:1>$"),
     "lora list": Case("--json", r'"name": "rocket\.safetensors"'),
+    "embedding add": Case("mist.safetensors", r"^mist$"),
+    "embedding list": Case("--json", r'"name": "mist\.safetensors"'),
     "health": Case("live --port {port}", r"^not live: no answer", 1),
     "worker": Case("--model model", NEEDS_WORKER, 2),
     "demo": Case("", NEEDS_WORKER, 2),
@@ -249,6 +251,7 @@ def work(tmp_path_factory: pytest.TempPathFactory, azurite_address: str, salad: 
     (folder / "jobs.jsonl").write_text('{"prompt": "a fox"}\n{"prompt": "an owl"}\n')
     (folder / "dreams.safetensors").write_bytes(file_of())
     (folder / "rocket.safetensors").write_bytes(file_of(*LORA))
+    (folder / "mist.safetensors").write_bytes(shaped(emb_params=[2, 768]))
     (folder / "fleet.yaml").write_text(fleet_file(salad.url, replicas=2))
 
     stored = io.BytesIO()

@@ -23,6 +23,7 @@ from worker import replica, tasks
 from worker.cost import CostMeter
 from worker.engine import contract
 from worker.files import model
+from worker.files.embeddings import EmbeddingLibrary
 from worker.files.hashes import FileHashes
 from worker.files.loras import LoraLibrary
 from worker.gpu_thread import EngineThread
@@ -148,6 +149,12 @@ class Pipeline:
             cache_bytes=settings.cache_megabytes * 2**20,
             trusted=self._trusted,
         )
+        self._embeddings = EmbeddingLibrary(
+            storage.files,
+            directory=settings.embedding_directory,
+            cache=settings.cache / "embeddings",
+            trusted=self._trusted,
+        )
         self.metrics.collect_from(
             EngineCollector(self.engine_thread, self._library), self.cost, self._check
         )
@@ -257,6 +264,7 @@ class Pipeline:
             engine,
             generate,
             self._library,
+            self._embeddings,
             self._hashes,
             self.settler,
             self.metrics,

@@ -38,7 +38,7 @@ REMOVED_SETTINGS: dict[str, str] = {
 SUBJECTS: dict[str, tuple[str, ...]] = {
     "Model and LoRAs": (
         *("model", "model_sha256", "config", "precision", "lora_directory"),
-        *("cache", "cache_megabytes"),
+        *("embedding_directory", "cache", "cache_megabytes"),
     ),
     "GPU": ("gpus", "device", "slots", "compile", "fp16_accumulate"),
     "Jobs and leases": (
@@ -83,9 +83,14 @@ class WorkerSettings(TelemetrySettings):
         default=None,
         description="Folder of NAME.safetensors files, searched before loras/ in the storage.",
     )
+    embedding_directory: Path | None = Field(
+        default=None,
+        description="Folder of NAME.safetensors files with textual inversion embeddings, searched"
+        " before embeddings/ in the storage.",
+    )
     cache: Path = Field(
         default=Path("~/.cache/imagefleet"),
-        description="Folder for fetched models and LoRAs; workers may share it.",
+        description="Folder for fetched models, LoRAs and embeddings; workers may share it.",
         json_schema_extra={"formerly": "lora_cache"},
     )
     cache_megabytes: int = Field(

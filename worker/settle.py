@@ -23,6 +23,7 @@ from imagefleet.storage import dead_letter, protocol
 from imagefleet.storage.dead_letter import FailedJob
 from imagefleet.storage.deliveries import SUSPECT_AFTER, Deliveries
 from worker.cost import CostMeter
+from worker.engine import contract
 from worker.leases import Lease, LeaseKeeper
 from worker.metrics import Outcome, WorkerMetrics
 from worker.stages.record import PendingRecords
@@ -118,6 +119,8 @@ class InFlightImage:
     job: Job
     index: int
     size: tuple[int, int]
+    embeddings: tuple[contract.Embedding, ...] = ()
+    """Those that its prompts name."""
     ready_at: float = field(default_factory=time.monotonic)
     generated_at: float = 0.0
 

@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import time
 from collections import deque
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Iterable, Mapping
 from dataclasses import dataclass
 
 import numpy as np
 
 from imagefleet import errors
+from imagefleet.job.prompt import Prompt
 from worker.engine import contract
 
 
@@ -52,6 +53,14 @@ class StandInEngine:
     @property
     def busy(self) -> bool:
         return bool(self._admitted)
+
+    def find_embeddings(
+        self, prompts: Iterable[Prompt | str], names: Collection[str]
+    ) -> tuple[str, ...]:
+        """By the text alone."""
+        text = " ".join(map(str, prompts)).lower()
+        found = [name for name in names if name.lower() in text]
+        return tuple(sorted(found, key=lambda name: text.index(name.lower())))
 
     def prepare(self, request: contract.ImageRequest) -> StandInPrepared:
         return StandInPrepared(request)

@@ -1,1 +1,1 @@
-"""`imagefleet model` and `imagefleet lora`: checkpoints and LoRAs in the storage."""
+"""`imagefleet model`, `lora` and `embedding`: what workers read from the storage."""

@@ -19,6 +19,14 @@ if TYPE_CHECKING:
 
 FOLDER = "loras"
 
+Source = Annotated[
+    str,
+    typer.Argument(metavar="FILE|URL", help="A .safetensors file, or the https:// address of one."),
+]
+Name = Annotated[
+    str | None, typer.Option(metavar="NAME", help="Its name in prompts; by default the file's.")
+]
+
 app = typer.Typer(no_args_is_help=True, help="LoRAs in the storage, for the prompts of all jobs.")
 
 
@@ -26,15 +34,8 @@ app = typer.Typer(no_args_is_help=True, help="LoRAs in the storage, for the prom
 @options.from_settings(SignerSettings)
 def add_command(
     settings: SignerSettings,
-    source: Annotated[
-        str,
-        typer.Argument(
-            metavar="FILE|URL", help="A .safetensors file, or the https:// address of one."
-        ),
-    ],
-    name: Annotated[
-        str | None, typer.Option(metavar="NAME", help="Its name in prompts; by default the file's.")
-    ] = None,
+    source: Source,
+    name: Name = None,
     sha256: Sha256 = None,
     manifest: Manifest = False,
     cache: Cache = CACHE,
@@ -57,13 +58,13 @@ def add_command(
 
         keys = signing.Keys.of(settings)
         async with transfer.local_file(source, sha256, kinds.SD1_LORA, cache) as path:
-            transfer.check_lora(path)
+            transfer.check_kind(path, kinds.SD1_LORA)
             if path.stat().st_size > loras.MAX_BYTES:
                 raise errors.SetupError(
                     f"{str(path)!r} has more than {loras.MAX_BYTES / 2**20:,.0f} MiB, the most"
                     " that workers take for a LoRA"
                 )
-            stem = _checked_name(name or path.stem)
+            stem = checked_name(name or path.stem)
             async with open_storage(settings) as storage:
                 await storage.create()
                 listing = Listing(storage, FOLDER, keys, create=manifest)
@@ -102,7 +103,7 @@ def list_command(settings: StorageSettings, as_json: options.AsJson = False) -> 
         listing.show(rows, "no LoRAs in the storage: `imagefleet lora add` stores one")
 
 
-def _checked_name(stem: str) -> str:
+def checked_name(stem: str) -> str:
     name = stem.removesuffix(".safetensors")
     if not SAFE_NAME.fullmatch(name):
         raise errors.SetupError(

@@ -123,7 +123,7 @@ async def find(
     """What is missing, the file that most jobs name first.
 
     One listing for each kind of file that is named. With a signing key, workers use what is in the
-    signed list of the folder alone.
+    signed list of the folder alone; of embeddings on Azure, what is in the list in any case.
 
     Raises:
         SetupError: the container of files cannot be used; or a list is not signed with the key.
@@ -135,12 +135,17 @@ async def find(
             continue
         own = elsewhere.names(kind)
         stored = await _stored(storage, kind)
-        listed = await _listed(storage, folder, keys) if keys.signing else None
+        needs_list = keys.signing or (kind == "embedding" and not _is_local(storage))
+        listed = await _listed(storage, folder, keys) if needs_list else None
         for use in wanted:
             if use.name in own or (use.name in stored and (listed is None or use.name in listed)):
                 continue
             if use.name in stored:
-                reason = f"not listed in {folder}/{manifest.NAME}, which is signed"
+                signed = ", which is signed" if keys.signing else ""
+                reason = (
+                    f"not listed in {folder}/{manifest.NAME}{signed}:"
+                    f" `{manifest.ADD_COMMANDS[folder]}` lists it"
+                )
             else:
                 reason = f"not in {folder}/{validation.suggestion(use.name, own | stored)}"
             missing.append(Missing(kind, use.name, use.jobs, use.places, reason))
@@ -180,7 +185,8 @@ def show(uses: Uses, found: list[Missing]) -> None:
     console.print_note(f"{console.counted(uses.jobs, 'job')} with {named}: {are}; nothing was sent")
     if uses.count("embedding"):
         console.print_warning(
-            "workers do not use embeddings: they draw `embedding:NAME` as words of the prompt"
+            "`embedding:NAME` is how ComfyUI names an embedding; workers draw the word 'embedding'"
+            " as well, as AUTOMATIC1111 does: write NAME alone"
         )
 
 
@@ -195,22 +201,23 @@ async def _stored(storage: Storage, kind: Kind) -> set[str]:
     return set(_names(files, _SUFFIXES[kind]))
 
 
+def _is_local(storage: Storage) -> bool:
+    return storage.url.startswith(LOCAL_SCHEME)
+
+
 def _may_exist(storage: Storage) -> bool:
     """False for a local storage that the first load will create."""
-    is_local = storage.url.startswith(LOCAL_SCHEME)
-    return not is_local or Path(storage.url.removeprefix(LOCAL_SCHEME)).exists()
+    return not _is_local(storage) or Path(storage.url.removeprefix(LOCAL_SCHEME)).exists()
 
 
-async def _listed(storage: Storage, folder: str, keys: signing.Keys) -> set[str] | None:
-    """The names in a signed list, which only LoRAs and models have."""
-    if folder not in manifest.ADD_COMMANDS:
-        return None
+async def _listed(storage: Storage, folder: str, keys: signing.Keys) -> set[str]:
+    """The names in a folder's list, which must be signed if there is a key."""
     where = f"{folder}/{manifest.NAME}"
     content = await storage.files.read(where, manifest.MAX_BYTES)
     if content is None:
         return set()
     contents = manifest.parse(where, content)
-    if not contents.is_signed_by(keys.trusted, folder):
+    if keys.signing and not contents.is_signed_by(keys.trusted, folder):
         raise errors.SetupError(
             f"{where} in the container {storage.files.name!r} is not signed with your key:"
             f" `{manifest.ADD_COMMANDS[folder]}` signs it"

@@ -17,7 +17,7 @@ from rich import progress
 from fleet import console
 from imagefleet import errors
 from imagefleet.storage.protocol import BlobRecord, Storage
-from worker.files import addresses, check, kinds, model
+from worker.files import addresses, check, kinds, model, safetensors
 from worker.files.disk_cache import DiskCache
 
 #: Seconds between two lines of progress where there is no terminal.
@@ -65,16 +65,23 @@ async def local_file(
     shutil.rmtree(folder, ignore_errors=True)
 
 
-def check_lora(path: Path) -> None:
-    """Raises SetupError unless *path* is a LoRA for a family of models that workers can load."""
+def check_kind(path: Path, wanted: kinds.Kind) -> safetensors.Header:
+    """The header of a file of the *wanted* kind.
+
+    Raises:
+        SetupError: it is another, or cannot be read.
+    """
     if path.suffix.lower() in addresses.PICKLE_SUFFIXES:
-        raise errors.SetupError(f"{str(path)!r} is {addresses.pickle_advice(str(path))}")
+        is_embedding = wanted == kinds.EMBEDDING
+        advice = addresses.embedding_pickle_advice if is_embedding else addresses.pickle_advice
+        raise errors.SetupError(f"{str(path)!r} is {advice(str(path))}")
     try:
-        kind = check.kind_of_file(path)
+        header = check.read_header(path)
     except OSError as error:
         raise errors.SetupError(f"{str(path)!r} cannot be read: {error.strerror}") from None
-    if kind.use != "lora":
+    if (kind := kinds.find_kind(header)).use != wanted.use:
         raise errors.SetupError(check.refusal(str(path), kind))
+    return header
 
 
 async def store(storage: Storage, blob: str, path: Path, kind: str) -> Stored:

@@ -47,6 +47,8 @@ def _cell(name: str, value: Any) -> Any:
     """A value for a table: nested ones as text, and nothing that a spreadsheet would execute."""
     if name == "loras":
         value = " ".join(f"{lora['name']}:{lora['weight']:g}" for lora in value)
+    elif name == "embeddings":
+        value = " ".join(each["name"] for each in value)
     elif name == "metadata":
         value = columns.json_text(value) if value else None
     elif isinstance(value, datetime):

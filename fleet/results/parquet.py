@@ -48,6 +48,7 @@ def schema() -> pa.Schema:
         **dict.fromkeys(("attempts", "size_bytes"), number),
         **dict.fromkeys(("cfg_scale", "seconds"), real),
         "loras": pa.list_(pa.struct([("name", text), ("weight", real)])),
+        "embeddings": pa.list_(pa.struct([("name", text), ("sha256", text)])),
         "at": pa.timestamp("us", "UTC"),
     }
     return pa.schema(list(types.items()))
@@ -61,6 +62,7 @@ def table(records: Sequence[Record], address: columns.Address) -> pa.Table:
         for name in (*columns.FIELDS, "error", "reason")
     }
     rows["loras"] = [columns.loras(record) for record in records]
+    rows["embeddings"] = [columns.embeddings(record) for record in records]
     rows["address"] = [address(each) if each is not None else None for each in rows["blob"]]
     rows["metadata"] = [
         columns.json_text(record.metadata) if record.metadata else None for record in records

@@ -12,8 +12,10 @@ import math
 import re
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
+from typing import NamedTuple
 
 from imagefleet import errors
+from imagefleet.job.embeddings import Embedding, Insert, Names
 
 #: A LoRA's name comes from a prompt, so it is untrusted: one path segment, no leading dot.
 SAFE_NAME = re.compile(r"[A-Za-z0-9_][A-Za-z0-9_ .+()-]{0,127}")
@@ -353,23 +355,51 @@ class Chunk:
     """Up to 75 tokens and the weight of each; the text encoder pads it."""
 
     tokens: tuple[int, ...] = ()
+    """`PLACEHOLDER` for each vector of an embedding."""
     weights: tuple[float, ...] = ()
+    inserts: tuple[Insert, ...] = ()
+    """The embeddings, in order; also some in the padding."""
+
+
+#: The token in whose place a vector of an embedding comes: AUTOMATIC1111's.
+PLACEHOLDER = 0
+
+
+class _Place(NamedTuple):
+    """A token's place in a chunk; *embedding* is the one whose first vector is there."""
+
+    token: int
+    weight: float
+    embedding: Embedding | None = None
+
+
+_NO_NAMES: Names[Embedding] = Names(())
+
+
+def sections_of(prompt: Prompt | str) -> tuple[Section, ...]:
+    """The sections of a prompt, or of a text without LoRA tags."""
+    return weighted_parts(prompt) if isinstance(prompt, str) else prompt.sections
 
 
 def cut_into_chunks(
-    prompt: Prompt | str, tokenise: Tokenise, comma: int | None
+    prompt: Prompt | str,
+    tokenise: Tokenise,
+    comma: int | None,
+    embeddings: Names[Embedding] = _NO_NAMES,
 ) -> tuple[Chunk, ...]:
     """Cuts a prompt (text: one without LoRA tags) into chunks; *comma* is the comma's token id.
 
     Raises:
         JobError: it is too long, or a weight is not a number or out of range.
     """
-    sections = weighted_parts(prompt) if isinstance(prompt, str) else prompt.sections
+    sections = sections_of(prompt)
     ids = iter(tokenise([part.text for section in sections for part in section]))
     chunks: list[Chunk] = []
     for section in sections:
-        tokens = [(token, part.weight) for part in section for token in next(ids)]
-        chunks.extend(_cut_section(tokens, comma) or [Chunk()])
+        phrases = [
+            _places(found, part.weight) for part in section for found in embeddings.split(next(ids))
+        ]
+        chunks.extend(_cut_section(phrases, comma) or [Chunk()])
     # BREAK ends its chunk, even an empty one, but starts none at the end of the prompt.
     if len(sections) > 1 and not chunks[-1].tokens:
         chunks.pop()
@@ -380,24 +410,51 @@ def cut_into_chunks(
     return tuple(chunks)
 
 
-def _cut_section(tokens: Iterable[tuple[int, float]], comma: int | None) -> list[Chunk]:
+def _places(found: int | tuple[Embedding], weight: float) -> list[_Place]:
+    """The places of a token, or of an embedding, which are not to be parted."""
+    if isinstance(found, int):
+        return [_Place(found, weight)]
+    (embedding,) = found
+    rest = [_Place(PLACEHOLDER, weight)] * (embedding.length - 1)
+    return [_Place(PLACEHOLDER, weight, embedding), *rest]
+
+
+def _cut_section(phrases: Iterable[list[_Place]], comma: int | None) -> list[Chunk]:
+    """Cuts a section where AUTOMATIC1111 does.
+
+    Of the words behind a comma that move to the next chunk, an embedding stays behind, in place of
+    the padding, and leaves its placeholders to the next chunk, which are words there ('!').
+    """
     chunks = []
-    chunk: list[tuple[int, float]] = []
+    chunk: list[_Place] = []
     last_comma: int | None = None
-    for token, weight in tokens:
+    for phrase in phrases:
+        is_comma = phrase[0].token == comma
         if len(chunk) == CHUNK_TOKENS:
             end = CHUNK_TOKENS
-            if last_comma is not None and token != comma and end - last_comma <= COMMA_BACKTRACK:
+            if last_comma is not None and not is_comma and end - last_comma <= COMMA_BACKTRACK:
                 end = last_comma + 1
-            chunks.append(_chunk(chunk[:end]))
-            chunk, last_comma = chunk[end:], None
-        if token == comma:
+            chunks.append(_chunk(chunk, end))
+            chunk, last_comma = [place._replace(embedding=None) for place in chunk[end:]], None
+        if len(chunk) + len(phrase) > CHUNK_TOKENS:
+            chunks.append(_chunk(chunk))
+            chunk, last_comma = [], None
+        if is_comma:
             last_comma = len(chunk)
-        chunk.append((token, weight))
+        chunk += phrase
     if chunk:
         chunks.append(_chunk(chunk))
     return chunks
 
 
-def _chunk(tokens: Sequence[tuple[int, float]]) -> Chunk:
-    return Chunk(tuple(token for token, _ in tokens), tuple(weight for _, weight in tokens))
+def _chunk(places: Sequence[_Place], end: int = CHUNK_TOKENS) -> Chunk:
+    """A chunk of the places before *end*, with the embeddings of all."""
+    inserts = (
+        Insert(at, place.embedding)
+        for at, place in enumerate(places)
+        if place.embedding is not None
+    )
+    kept = places[:end]
+    return Chunk(
+        tuple(place.token for place in kept), tuple(place.weight for place in kept), tuple(inserts)
+    )

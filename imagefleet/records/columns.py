@@ -11,7 +11,7 @@ from imagefleet.records.record import Record
 #: In the order of their columns; each is a field of the record under the same name.
 FIELDS = (
     *("outcome", "campaign", "id", "index", "prompt", "negative_prompt", "seed", "model", "loras"),
-    *("sampler", "steps", "cfg_scale", "clip_skip", "width", "height"),
+    *("embeddings", "sampler", "steps", "cfg_scale", "clip_skip", "width", "height"),
     *("worker", "gpu", "seconds", "attempts", "at", "size_bytes", "blob"),
 )
 
@@ -25,6 +25,7 @@ def row(record: Record, address: Address) -> dict[str, Any]:
     """The result of a record, by column."""
     result: dict[str, Any] = {name: getattr(record, name) for name in FIELDS}
     result["loras"] = loras(record)
+    result["embeddings"] = embeddings(record)
     result["address"] = address(record.blob) if record.blob is not None else None
     result["error"] = record.error
     result["reason"] = record.reason
@@ -34,6 +35,10 @@ def row(record: Record, address: Address) -> dict[str, Any]:
 
 def loras(record: Record) -> list[dict[str, Any]]:
     return [{"name": name, "weight": weight} for name, weight in record.loras]
+
+
+def embeddings(record: Record) -> list[dict[str, Any]]:
+    return [{"name": name, "sha256": sha256} for name, sha256 in record.embeddings]
 
 
 def json_text(value: object) -> str:

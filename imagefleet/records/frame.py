@@ -16,7 +16,7 @@ _TYPES = {
     **dict.fromkeys(("index", "seed", "steps", "clip_skip", "width", "height"), "Int64"),
     **dict.fromkeys(("attempts", "size_bytes"), "Int64"),
     **dict.fromkeys(("cfg_scale", "seconds"), "float64"),
-    **dict.fromkeys(("loras", "metadata"), "object"),
+    **dict.fromkeys(("loras", "embeddings", "metadata"), "object"),
     "at": "datetime64[us, UTC]",
 }
 

@@ -53,6 +53,13 @@ class Lora(NamedTuple):
     weight: float
 
 
+class Embedding(NamedTuple):
+    """A textual inversion embedding that the prompts name, and the SHA-256 of its file."""
+
+    name: _Name
+    sha256: _Name
+
+
 class Record(BaseModel):
     """One line of a shard: an image, or a job that ended otherwise."""
 
@@ -98,6 +105,7 @@ class Record(BaseModel):
     width: _Number | None = None
     height: _Number | None = None
     loras: tuple[Lora, ...] = ()
+    embeddings: tuple[Embedding, ...] = ()
     metadata: dict[str, JsonValue] = Field(default_factory=dict)
 
     error: _Name | None = None

@@ -102,6 +102,8 @@ ARGUMENTS: dict[str, tuple[str, ...]] = {
     "model list": (),
     "lora add": ("{url}", "--sha256", "0" * 64, "--cache", "cache"),
     "lora list": (),
+    "embedding add": ("{url}", "--sha256", "0" * 64, "--cache", "cache"),
+    "embedding list": (),
     "bench engine": ("--model", "{url}"),
 }
 

@@ -206,6 +206,9 @@ class FaultyBlobs:
     async def read_part(self, name: str, offset: int, max_bytes: int) -> BlobPart | None:
         return await self._blobs.read_part(name, offset, max_bytes)
 
+    def address(self, name: str) -> str:
+        return self._blobs.address(name)
+
 
 class FaultyStorage:
     """A storage whose blobs fail at first."""

@@ -7,7 +7,7 @@ Imports no torch.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Protocol
@@ -39,6 +39,15 @@ class Lora:
 
 
 @dataclass(frozen=True, slots=True)
+class Embedding:
+    """The file of a textual inversion embedding, which prompts name, and its SHA-256 in hex."""
+
+    name: str
+    path: Path
+    sha256: str
+
+
+@dataclass(frozen=True, slots=True)
 class ImageRequest:
     """One image to generate. Sizes in pixels; a prompt that is a string has no LoRA tags."""
 
@@ -52,6 +61,8 @@ class ImageRequest:
     width: int
     height: int
     clip_skip: int = 1
+    embeddings: tuple[Embedding, ...] = ()
+    """Those that the prompts name."""
     sampler_options: Options = DEFAULT_OPTIONS
     noise: Noise = job_noise.DEFAULT
 
@@ -91,7 +102,8 @@ class SelfCheck(Protocol):
 class Engine(Protocol):
     """One GPU (or CPU) with a checkpoint loaded.
 
-    `prepare` is called from several threads, everything else from the engine's thread.
+    `prepare` and `find_embeddings` are called from several threads, everything else from the
+    engine's thread.
     """
 
     model_name: str
@@ -119,6 +131,14 @@ class Engine(Protocol):
     @property
     def busy(self) -> bool:
         """True if a tick has work to do."""
+
+    def find_embeddings(
+        self, prompts: Iterable[Prompt | str], names: Collection[str]
+    ) -> tuple[str, ...]:
+        """Which of the *names* of embeddings the prompts have, in order.
+
+        Quick if *names* is the same object as the last time.
+        """
 
     def prepare(self, request: ImageRequest) -> PreparedRequest:
         """Checks a request and reads what it needs, off the engine's thread.

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import threading
-from collections.abc import Hashable, Iterable, Sequence
+from collections.abc import Collection, Hashable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -11,7 +12,9 @@ from cachetools import LRUCache
 from transformers import CLIPTextModel, CLIPTokenizer
 
 from imagefleet import errors
-from imagefleet.job.prompt import CHUNK_TOKENS, Chunk, Prompt, cut_into_chunks
+from imagefleet.job import embeddings as job_embeddings
+from imagefleet.job.prompt import CHUNK_TOKENS, Chunk, Prompt, cut_into_chunks, sections_of
+from worker.engine.embeddings import CLIP_L, Embedding
 
 #: Tokens of an encoded chunk: start, the chunk, and end tokens as padding.
 CONTEXT_TOKENS = CHUNK_TOKENS + 2
@@ -71,14 +74,44 @@ class Tokenizer:
         self._comma: int | None = tokenizer.get_vocab().get(",</w>")
         # The Rust tokenizer raises "Already borrowed" when two threads use it at once.
         self._lock = threading.Lock()
+        # Of a fleet's embeddings, some thousands at most, which rarely change.
+        self._names: tuple[Collection[str], job_embeddings.Names[str]] = (
+            (),
+            job_embeddings.Names(()),
+        )
 
-    def chunks(self, prompt: Prompt | str) -> tuple[Chunk, ...]:
-        """A prompt's chunks, at least one.
+    def chunks(
+        self, prompt: Prompt | str, embeddings: Sequence[Embedding] = ()
+    ) -> tuple[Chunk, ...]:
+        """A prompt's chunks, at least one, with the vectors of what it names of *embeddings*.
 
         Raises:
             JobError: it is too long, or a weight in it is not a number or too large.
         """
-        return cut_into_chunks(prompt, self._tokenise, self._comma)
+        if not embeddings:
+            return cut_into_chunks(prompt, self._tokenise, self._comma)
+        ids = self._tokenise([each.name for each in embeddings])
+        names = job_embeddings.Names[job_embeddings.Embedding](zip(ids, embeddings, strict=True))
+        return cut_into_chunks(prompt, self._tokenise, self._comma, names)
+
+    def find_names(
+        self, prompts: Iterable[Prompt | str], names: Collection[str]
+    ) -> tuple[str, ...]:
+        """Which of the *names* of embeddings the prompts have, in order.
+
+        Quick if *names* is the same object as the last time.
+
+        Raises:
+            JobError: a weight in a prompt is not a number or too large.
+        """
+        known, index = self._names
+        if known is not names:
+            index = job_embeddings.Names(zip(self._tokenise([*names]), names, strict=True))
+            self._names = names, index
+        sections = [section for prompt in prompts for section in sections_of(prompt)]
+        ids = self._tokenise([part.text for section in sections for part in section])
+        found = [each for one in ids for each in index.split(one)]
+        return tuple(dict.fromkeys(each[0] for each in found if not isinstance(each, int)))
 
     def _tokenise(self, texts: Sequence[str]) -> Sequence[Sequence[int]]:
         if not texts:
@@ -87,6 +120,38 @@ class Tokenizer:
             encoded = self._tokenizer(list(texts), add_special_tokens=False, verbose=False)
         ids: list[list[int]] = encoded["input_ids"]
         return ids
+
+
+def _key(chunk: Chunk) -> Hashable:
+    """Identifies a chunk, without its embeddings' vectors: the cache must not keep them."""
+    if not chunk.inserts:
+        return chunk
+    inserts = tuple((each.at, each.embedding.sha256) for each in chunk.inserts)
+    return chunk.tokens, chunk.weights, inserts
+
+
+@contextlib.contextmanager
+def _inserted(text_encoder: CLIPTextModel, name: str, chunks: Sequence[Chunk]) -> Iterator[None]:
+    """The chunks' embeddings in the places of their tokens' vectors; *name*: see `Encoder`."""
+    if not any(chunk.inserts for chunk in chunks):
+        yield
+        return
+
+    def insert(_module: object, _ids: object, found: torch.Tensor) -> torch.Tensor:
+        """*found* are the tokens' vectors, [chunks, 77, width]."""
+        found = found.clone()
+        for row, chunk in zip(found, chunks, strict=True):
+            for each in chunk.inserts:
+                assert isinstance(each.embedding, Embedding)  # noqa: S101 - of this engine
+                begin = 1 + each.at  # after the start token
+                row[begin : begin + each.embedding.length] = each.embedding.vectors[name]
+        return found
+
+    hook = text_encoder.get_input_embeddings().register_forward_hook(insert)
+    try:
+        yield
+    finally:
+        hook.remove()
 
 
 class Encoder:
@@ -99,8 +164,12 @@ class Encoder:
         end: int,
         cache_bytes: int = _CACHE_BYTES,
         rules: Rules = Rules(),
+        *,
+        name: str = CLIP_L,
     ) -> None:
+        """*name* is that of its vectors in the files of embeddings for several text encoders."""
         self._text_encoder = text_encoder
+        self._name = name
         self._start = start
         self._end = end
         self._rules = rules
@@ -148,7 +217,7 @@ class Encoder:
         encoded: dict[Chunk, _Encoded] = {}
         missing = []
         for chunk in chunks:
-            cached = self._cache.get((chunk, clip_skip, loras))
+            cached = self._cache.get((_key(chunk), clip_skip, loras))
             if cached is None:
                 missing.append(chunk)
             else:
@@ -160,7 +229,7 @@ class Encoder:
                 # A view would keep the whole call's vectors in memory.
                 own = None if pooled is None else pooled[at_chunk].clone()
                 each = _Encoded(vectors[at_chunk].clone(), own)
-                encoded[chunk] = self._cache[chunk, clip_skip, loras] = each
+                encoded[chunk] = self._cache[_key(chunk), clip_skip, loras] = each
         return encoded
 
     def _compute(
@@ -173,7 +242,10 @@ class Encoder:
             (self._start, *chunk.tokens, self._end, *[self._padding] * fill)
             for chunk, fill in zip(part, filling, strict=True)
         ]
-        output = self._text_encoder(torch.tensor(rows, device=device), output_hidden_states=True)
+        with _inserted(self._text_encoder, self._name, part):
+            output = self._text_encoder(
+                torch.tensor(rows, device=device), output_hidden_states=True
+            )
         pooled: torch.Tensor | None = output.text_embeds if self._rules.has_pooled else None
         vectors: torch.Tensor = output.hidden_states[-(self._rules.layer or clip_skip)]
         if self._rules.is_normalised:

@@ -99,6 +99,21 @@ def hub_advice(text: str) -> str | None:
     return f"{start} `{command}`, and then --model ./model"
 
 
+def embedding_pickle_advice(path: str) -> str:
+    """How to convert a pickled embedding: one sentence with a command."""
+    new = str(PurePosixPath(path).with_suffix(".safetensors"))
+    program = (
+        "import torch; from safetensors.torch import save_file;"
+        f' w = torch.load({json.dumps(path)}, map_location="cpu", weights_only=True);'
+        ' (v,) = w.get("string_to_param", w).values();'
+        f' save_file({{"emb_params": v.detach().clone().contiguous()}}, {json.dumps(new)})'
+    )
+    return (
+        "a pickle, which may run any program when it is loaded, so it never is: take the"
+        f" embedding's .safetensors version, or convert it: python -c {shlex.quote(program)}"
+    )
+
+
 def pickle_advice(path: str) -> str:
     """How to convert a pickled checkpoint: one sentence with a command."""
     new = str(PurePosixPath(path).with_suffix(".safetensors"))

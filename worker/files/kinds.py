@@ -21,7 +21,7 @@ class Kind:
 
     name: str
     advice: str = _ONLY_THESE
-    use: Literal["checkpoint", "lora"] | None = None
+    use: Literal["checkpoint", "lora", "embedding"] | None = None
     """What imagefleet uses such files as; None: not at all."""
 
 
@@ -50,8 +50,10 @@ _UNET = Kind("the UNet of a checkpoint alone", _WHOLE)
 _AVERAGE = Kind("the averaged weights (EMA) of a checkpoint alone", _WHOLE)
 _VAE = Kind("a VAE alone", _WHOLE)
 _TEXT_ENCODER = Kind("a text encoder alone", _WHOLE)
-_EMBEDDING = Kind(
-    "a textual inversion embedding", "imagefleet does not use embeddings: take a LoRA instead"
+EMBEDDING = Kind(
+    "a textual inversion embedding",
+    "`imagefleet embedding add` puts it where workers find it, and prompts use it by its name",
+    "embedding",
 )
 _DIFFUSERS_PARTS = Kind(
     "a whole pipeline in diffusers' key names", "save it as a folder in diffusers format"
@@ -75,7 +77,7 @@ _TELLING_NAMES: tuple[tuple[Kind, str], ...] = (
         Kind("a motion module (AnimateDiff)", "imagefleet generates single images"),
         r"\bmotion_modules\.",
     ),
-    (_EMBEDDING, r"^(emb_params|string_to_param|clip_[gl])$"),
+    (EMBEDDING, r"^(emb_params|clip_[gl]|text_encoders_[01])$"),
     (
         SD1_LORA,  # or for another architecture: see _lora
         (
@@ -160,6 +162,9 @@ _ARCHITECTURE = "modelspec.architecture"
 _PREDICTION = "modelspec.prediction_type"
 _MOST_EMBEDDING_TENSORS = 3
 
+#: The width of an embedding's vectors, by the models whose text encoder takes them.
+EMBEDDING_WIDTHS = {768: "SD 1.x", 1024: "SD 2.x", 1280: "SDXL"}
+
 
 def find_kind(header: Header) -> Kind:
     """The kind of file that has this header. Names of tensors go before what its author says."""
@@ -170,10 +175,9 @@ def find_kind(header: Header) -> Kind:
                 return _lora(header, names)
             return _with_unet(header, names) if kind in {SD1, SDXL} else kind
     if 0 < len(header.shapes) <= _MOST_EMBEDDING_TENSORS and all(
-        len(shape) == 2 and shape[1] in {768, 1024, 1280}  # noqa: PLR2004 - [vectors, width]
-        for shape in header.shapes.values()
+        len(shape) in {1, 2} and shape[-1] in EMBEDDING_WIDTHS for shape in header.shapes.values()
     ):
-        return _EMBEDDING
+        return EMBEDDING
     if architecture := header.metadata.get(_ARCHITECTURE):
         return Kind(f"a model of the architecture {architecture[:60]!r}")
     first = next(iter(header.shapes), None)

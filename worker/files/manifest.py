@@ -1,32 +1,48 @@
 """A folder's manifest: the SHA-256 that its files must have, signed or not.
 
-`loras/manifest.json` and `models/manifest.json` are either plain, `{"name": "sha256", ...}`, or
+`loras/manifest.json` and those of the other folders are either plain, `{"name": "sha256", ...}`, or
 signed, `{"folder": "loras", "files": {"name": "sha256", ...}, "signature": "..."}`. A signed one is
-complete: workers with a trusted key take no other file.
+complete: workers with a trusted key take no other file. That of embeddings is complete on Azure,
+where workers may not list what is there.
 """
 
 from __future__ import annotations
 
+import asyncio
 import json
-from collections.abc import Mapping
+import time
+from collections.abc import Awaitable, Callable, Collection, Mapping
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, Self
 
 from imagefleet import errors
 from imagefleet.signing import SigningKey, TrustedKeys
+from imagefleet.storage import protocol
 
 NAME = "manifest.json"
 
 #: The folders that have one.
 LORAS = "loras"
 MODELS = "models"
+EMBEDDINGS = "embeddings"
 
 #: Some 100 bytes a file.
 MAX_BYTES = 16 * 2**20
 MAX_FILES = 100_000
 
 #: The command that lists a file, by folder.
-ADD_COMMANDS = {LORAS: "imagefleet lora add", MODELS: "imagefleet model add"}
+ADD_COMMANDS = {
+    LORAS: "imagefleet lora add",
+    MODELS: "imagefleet model add",
+    EMBEDDINGS: "imagefleet embedding add",
+}
+
+#: A worker reads a manifest again after this time; a replaced file is fetched again by then.
+READ_AGAIN_SECONDS = 300.0
+
+
+class DamagedError(errors.TransientError):
+    """The manifest is damaged."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -54,7 +70,7 @@ def parse(where: str, content: bytes) -> Contents:
     """What a manifest says.
 
     Raises:
-        TransientError: it is damaged; SetupError: it is too large.
+        DamagedError: it is damaged; SetupError: it is too large.
     """
     if len(content) > MAX_BYTES:
         raise too_large(where)
@@ -64,7 +80,7 @@ def parse(where: str, content: bytes) -> Contents:
         files = found if is_plain else found["files"]
         hashes = {name: sha256.lower() for name, sha256 in files.items()}
     except (ValueError, TypeError, AttributeError, RecursionError) as error:
-        raise errors.TransientError(
+        raise DamagedError(
             f'{where} is not a JSON manifest, {{"name": "sha256", ...}}: {error}'
         ) from None
     if len(hashes) > MAX_FILES:
@@ -92,3 +108,112 @@ def too_large(where: str) -> errors.SetupError:
 
 def _purpose(folder: str) -> str:
     return f"manifest of {folder}"
+
+
+class Manifest:
+    """The manifest of a folder, read again from time to time; there need not be one.
+
+    With *trusted* keys it must be signed by one of them, and what it does not list is refused.
+    An *optional* one need not exist even then; it lists nothing.
+    """
+
+    def __init__(
+        self,
+        where: str,
+        read: Callable[[], Awaitable[bytes | None]],
+        *,
+        folder: str = "",
+        trusted: TrustedKeys | None = None,
+        optional: bool = False,
+    ) -> None:
+        self._where = where
+        self._read = read
+        self._folder = folder
+        self._trusted = trusted
+        self._optional = optional
+        self._hashes: Mapping[str, str] = {}
+        self._read_at: float | None = None
+
+    @classmethod
+    def stored(
+        cls,
+        blobs: protocol.BlobStore,
+        folder: str,
+        trusted: TrustedKeys | None,
+        *,
+        optional: bool = False,
+    ) -> Self:
+        """That of a folder in the container of files."""
+        name = f"{folder}/{NAME}"
+        return cls(
+            f"{name} in the container {blobs.name!r}",
+            lambda: blobs.read(name, MAX_BYTES),
+            folder=folder,
+            trusted=trusted,
+            optional=optional,
+        )
+
+    async def sha256(self, name: str) -> str | None:
+        """The hash that the file must have, or None where any will do.
+
+        Raises:
+            TransientError: the manifest cannot be read, or is damaged; SetupError: it is too
+            large. With trusted keys also MissingFileError: it does not list the file; SetupError:
+            it is missing, damaged or not signed.
+        """
+        now = time.monotonic()
+        if self._read_at is None or now - self._read_at > READ_AGAIN_SECONDS:
+            await self._load()
+        if self._trusted is None or name in self._hashes:
+            return self._hashes.get(name)
+        if self._read_at is None or self._read_at < now:
+            await self._load()  # the file may be new
+        if name not in self._hashes:
+            raise errors.MissingFileError(
+                f"{self._where}, which is signed, does not list {name!r}:"
+                f" `{ADD_COMMANDS[self._folder]}` with IMAGEFLEET_SIGNING_KEY lists it"
+            )
+        return self._hashes[name]
+
+    async def names(self) -> Collection[str]:
+        """The files that it lists, as it is now; raises as `sha256`."""
+        await self._load()
+        return self._hashes.keys()
+
+    def forget(self) -> None:
+        """Reads it again the next time: it and a file disagree, and one of them is old."""
+        self._read_at = None
+
+    async def _load(self) -> None:
+        began_at = time.monotonic()
+        try:
+            content = await self._read()
+        except errors.UnusableFileError:
+            raise too_large(self._where) from None
+        # It may be half-written; going on without it would mean to trust any file. In a thread:
+        # a large one takes half a second.
+        self._hashes = await asyncio.to_thread(self._checked, content)
+        self._read_at = began_at
+
+    def _checked(self, content: bytes | None) -> Mapping[str, str]:
+        if self._trusted is None:
+            return {} if content is None else parse(self._where, content).files
+        if content is None:
+            if self._optional:
+                return {}
+            raise self._untrusted("there is none")
+        try:
+            contents = parse(self._where, content)
+        except errors.TransientError as error:
+            raise self._untrusted(error.message) from None
+        if not contents.is_signed_by(self._trusted, self._folder):
+            raise self._untrusted("another key signed it" if contents.is_signed else "it is plain")
+        return contents.files
+
+    def _untrusted(self, why: str) -> errors.SetupError:
+        # Not the job's fault: a damaged manifest would send every job with a LoRA to the poison
+        # queue.
+        return errors.SetupError(
+            f"{self._where} must be signed with the trusted key, but {why}:"
+            f" `{ADD_COMMANDS[self._folder]}` with IMAGEFLEET_SIGNING_KEY signs it"
+        )

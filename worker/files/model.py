@@ -22,7 +22,7 @@ from worker.files import addresses, check, kinds, manifest, safetensors
 from worker.files.addresses import STORE_SCHEME, Address
 from worker.files.disk_cache import SUFFIX, DiskCache
 from worker.files.download import Download
-from worker.files.loras import Manifest
+from worker.files.manifest import Manifest
 from worker.files.sources import BlobSource, HttpSource, Source
 from worker.settings import WorkerSettings
 

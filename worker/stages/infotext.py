@@ -13,6 +13,9 @@ from imagefleet.job.message import Job
 #: Signs that would end a LoRA's name in "Lora hashes".
 _SEPARATORS = str.maketrans("", "", ":,")
 
+#: Of an embedding's SHA-256.
+_HASH_CHARACTERS = 12
+
 #: Its words for its options of samplers, and their fields of a job, by sampler.
 _OPTIONS: Mapping[str, Mapping[str, str]] = {
     "Euler a": {"Eta": "eta"},
@@ -35,6 +38,7 @@ def parameters(
     *,
     model_hash: str | None = None,
     lora_hashes: Mapping[str, str] | None = None,
+    embedding_hashes: Mapping[str, str] | None = None,
 ) -> str:
     """The `parameters` of image *index* of a job; *size* is (width, height) in pixels.
 
@@ -45,6 +49,7 @@ def parameters(
     varies = bool(job.subseed_strength)
     resized = job.seed_resize_from
     loras = {name.translate(_SEPARATORS): each for name, each in (lora_hashes or {}).items()}
+    embeddings = {name: each[:_HASH_CHARACTERS] for name, each in (embedding_hashes or {}).items()}
     facts = {
         "Steps": str(job.steps),
         "Sampler": sampler.title,
@@ -63,6 +68,7 @@ def parameters(
         "NGMS": _number(job.s_min_uncond) if job.s_min_uncond else None,
         **_options(job, sampler.title),
         "Lora hashes": ", ".join(f"{name}: {each}" for name, each in loras.items()) or None,
+        "TI hashes": ", ".join(f"{name}: {each}" for name, each in embeddings.items()) or None,
         "Version": _version(),
     }
     prompt, negative_prompt = job.shown_prompts

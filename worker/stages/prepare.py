@@ -16,6 +16,7 @@ from imagefleet.job.message import Job, job_key, read_job
 from imagefleet.signing import TrustedKeys
 from imagefleet.storage import protocol
 from worker.engine import contract
+from worker.files.embeddings import EmbeddingLibrary
 from worker.files.hashes import FileHashes
 from worker.files.loras import LoraLibrary
 from worker.metrics import WorkerMetrics
@@ -83,11 +84,12 @@ class Isolation:
 
 @dataclass(slots=True, eq=False)
 class PrepareStage:
-    """Reads jobs, resolves their LoRAs and encodes their prompts; feeds the generate stage."""
+    """Reads jobs, resolves their files and cuts their prompts; feeds the generate stage."""
 
     engine: contract.Engine
     generate: GenerateStage
     library: LoraLibrary
+    embeddings: EmbeddingLibrary
     hashes: FileHashes
     settler: Settler
     metrics: WorkerMetrics
@@ -160,7 +162,7 @@ class PrepareStage:
             if self.generate.is_cancelled(entry):
                 await self.generate.leave_out(entry, len(prepared) - index)
                 break
-            image = InFlightImage(entry, job, index, size)
+            image = InFlightImage(entry, job, index, size, request.request.embeddings)
             if not await self.generate.submit(image, request):
                 return  # the worker drains, and hands this job back
         entry.submitted = True
@@ -220,6 +222,7 @@ class PrepareStage:
             )
             for tag, path in zip(prompt.loras, paths, strict=True)
         ]
+        embeddings = await self._find_embeddings(job)
         entry.lora_hashes = {lora.name: self.hashes.of_lora(lora.path) for lora in loras}
         width, height = size
         return [
@@ -234,8 +237,28 @@ class PrepareStage:
                 width=width,
                 height=height,
                 clip_skip=job.clip_skip,
+                embeddings=embeddings,
                 sampler_options=job.sampler_options,
                 noise=job.image_noise(index),
             )
             for index in range(job.images_to_draw)
         ]
+
+    async def _find_embeddings(self, job: Job) -> tuple[contract.Embedding, ...]:
+        """The embeddings that the prompts name."""
+        names = await retry.UNTIL_ACCESS.call(self.embeddings.names)
+        if not names:
+            return ()
+        prompts = (job.parsed_prompt, job.parsed_negative_prompt)
+        find = partial(self.engine.find_embeddings, prompts, names)
+        found = await asyncio.get_running_loop().run_in_executor(self._threads, find)
+        files = await asyncio.gather(
+            *(
+                retry.UNTIL_ACCESS.call(partial(self.embeddings.resolve_hashed, name))
+                for name in found
+            )
+        )
+        return tuple(
+            contract.Embedding(name, path, sha256)
+            for name, (path, sha256) in zip(found, files, strict=True)
+        )

@@ -12,7 +12,7 @@ from typing import NoReturn
 
 from imagefleet import errors, retry
 from imagefleet.job.message import DUPLICATES, text_for_image
-from imagefleet.records.record import MAX_NAME_CHARACTERS, Record
+from imagefleet.records.record import MAX_NAME_CHARACTERS, Embedding, Record
 from imagefleet.storage import protocol
 from worker.cost import CostMeter
 from worker.engine import contract
@@ -87,6 +87,7 @@ class EncodeStage:
             self.model_name,
             model_hash=model,
             lora_hashes={name: each for name, each in zip(names, loras, strict=True) if each},
+            embedding_hashes={each.name: each.sha256 for each in image.embeddings},
         )
 
     async def _encode(self, generated: GeneratedImage) -> None:
@@ -213,6 +214,7 @@ class UploadStage:
             model=self.model_name[:MAX_NAME_CHARACTERS],
             width=width,
             height=height,
+            embeddings=tuple(Embedding(each.name, each.sha256) for each in image.embeddings),
             seconds=round(time.monotonic() - image.owner.pulled_at, 3),
         )
 

@@ -110,7 +110,7 @@ ROLES: Mapping[str, Role] = {
         ),
         Role(
             "files",
-            "`imagefleet lora` and `imagefleet model`, which add and list what workers read",
+            "`imagefleet lora`, `model` and `embedding`, which add and list what workers read",
             files="rcwl",
         ),
     )

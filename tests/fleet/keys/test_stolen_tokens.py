@@ -297,5 +297,5 @@ async def test_what_a_thief_can_still_do_is_what_the_document_lists(
         "store an image under a name that is not taken",
         "write false records, or append to other workers'",
         "store false second drawings, duplicates and suspect records, under any worker's name",
-        "read the LoRAs and models whose names it knows, and the jobs' prompts",
+        "read the LoRAs, embeddings and models whose names it knows, and the jobs' prompts",
     ]

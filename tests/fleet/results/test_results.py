@@ -88,6 +88,7 @@ async def test_json_has_every_result_with_all_that_is_known(
         "seed": 1,
         "model": "dreamshaper",
         "loras": [{"name": "outline-style", "weight": 0.8}],
+        "embeddings": [],
         "sampler": "euler_a",
         "steps": 20,
         "cfg_scale": 7.5,

@@ -16,7 +16,7 @@ import batch_engine
 import key_names
 import tiny_model
 from worker.engine import checkpoint as checkpoints
-from worker.engine import contract, device, load
+from worker.engine import contract, device, load, text
 from worker.engine.slots import engine as slots
 
 #: Few steps and the smallest size: an image takes some 30 ms.
@@ -66,6 +66,23 @@ def demo_engine() -> batch_engine.BatchEngine:
     """On the trained demo model; shared by tests that leave it unchanged."""
     torch.set_num_threads(1)
     return batch_engine.load_batch_engine(DEMO_MODEL)
+
+
+@pytest.fixture(scope="session")
+def clip(demo_engine: batch_engine.BatchEngine) -> checkpoints.Checkpoint:
+    """A checkpoint with CLIP's own vocabulary."""
+    return demo_engine._checkpoint
+
+
+@pytest.fixture(scope="session")
+def tokenizer(clip: checkpoints.Checkpoint) -> text.Tokenizer:
+    return text.Tokenizer(clip.tokenizer)
+
+
+@pytest.fixture
+def encoder(clip: checkpoints.Checkpoint) -> text.Encoder:
+    tokens = clip.tokenizer
+    return text.Encoder(clip.text_encoder, tokens.bos_token_id, tokens.eos_token_id)
 
 
 @pytest.fixture(scope="session")

@@ -15,22 +15,6 @@ from worker.engine import text
 START, END = 49406, 49407
 
 
-@pytest.fixture(scope="module")
-def clip(demo_engine: Any) -> Any:
-    """A checkpoint with CLIP's own vocabulary."""
-    return demo_engine._checkpoint
-
-
-@pytest.fixture(scope="module")
-def tokenizer(clip: Any) -> text.Tokenizer:
-    return text.Tokenizer(clip.tokenizer)
-
-
-@pytest.fixture
-def encoder(clip: Any) -> text.Encoder:
-    return text.Encoder(clip.text_encoder, start=START, end=END)
-
-
 @torch.inference_mode()
 def test_a_short_prompt_without_weights_is_clips_own_output(
     clip: Any, tokenizer: text.Tokenizer, encoder: text.Encoder

@@ -35,17 +35,6 @@ CLOSED_BY = {")": "(", "]": "["}
 FACTORS = {")": 1.1, "]": 1 / 1.1}
 
 
-@pytest.fixture(scope="module")
-def clip(demo_engine: Any) -> Any:
-    """A checkpoint with CLIP's own vocabulary."""
-    return demo_engine._checkpoint
-
-
-@pytest.fixture(scope="module")
-def tokenizer(clip: Any) -> text.Tokenizer:
-    return text.Tokenizer(clip.tokenizer)
-
-
 SIGNS = {
     r"\\([\\()\[\]]?)": "letter",
     r"([(\[])": "open",

@@ -45,6 +45,9 @@ class WatchedBlobs:
     async def check(self) -> None:
         await self._blobs.check()
 
+    def address(self, name: str) -> str:
+        return self._blobs.address(name)
+
     def replace(self, name: str, data: bytes) -> None:
         self.replaced[f"loras/{name}.safetensors"] = data
 
@@ -241,7 +244,7 @@ async def test_a_replaced_lora_is_fetched_again_once_the_manifest_names_it(
     blobs.replace("style", lora_bytes("new"))
     blobs.state(style=sha256(lora_bytes("new")))
     assert (await loras.resolve("style")).read_bytes() == lora_bytes("old"), "too early"
-    monkeypatch.setattr("worker.files.loras.MANIFEST_SECONDS", -1.0)
+    monkeypatch.setattr("worker.files.manifest.READ_AGAIN_SECONDS", -1.0)
     path = await loras.resolve("style")
     assert path.read_bytes() == lora_bytes("new")
     assert len(blobs.reads) == 2

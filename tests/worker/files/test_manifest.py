@@ -9,8 +9,8 @@ import pytest
 
 from imagefleet import errors
 from imagefleet.signing import SigningKey, TrustedKeys
-from worker.files import loras, manifest
-from worker.files.loras import Manifest
+from worker.files import manifest
+from worker.files.manifest import Manifest
 
 
 class Source:
@@ -58,7 +58,7 @@ async def test_a_manifest_is_read_again_after_a_while_and_when_told_to_forget_it
     hashes.forget()
     assert await hashes.sha256("a") == "2"
     source.content = None
-    monkeypatch.setattr(loras, "MANIFEST_SECONDS", -1.0)
+    monkeypatch.setattr(manifest, "READ_AGAIN_SECONDS", -1.0)
     assert await hashes.sha256("a") is None
 
 

@@ -10,13 +10,13 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from imagefleet import errors
-from worker.files import loras
+from worker.files import library
 
 LoraBytes = Any  # the fixture of conftest.py
 
 
 def check(data: bytes, sha256: str | None = None) -> None:
-    loras.check_content("style", io.BytesIO(data), len(data), sha256)
+    library.check_content("the LoRA style.safetensors", io.BytesIO(data), len(data), sha256)
 
 
 def with_header(header: bytes, data: bytes = b"") -> bytes:

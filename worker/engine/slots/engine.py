@@ -13,11 +13,12 @@ import itertools
 import logging
 import math
 import time
-from collections.abc import Sequence
+from collections.abc import Collection, Iterable, Sequence
 
 import torch
 
 from imagefleet import errors
+from imagefleet.job.prompt import Prompt
 from worker.engine import contract, decoder
 from worker.engine import errors as engine_errors
 from worker.engine.checkpoint import Checkpoint
@@ -152,6 +153,12 @@ class SlotEngine:
     @property
     def busy(self) -> bool:
         return bool(self._lanes.jobs or self._decoder.busy)
+
+    def find_embeddings(
+        self, prompts: Iterable[Prompt | str], names: Collection[str]
+    ) -> tuple[str, ...]:
+        """See `text.Tokenizer.find_names`."""
+        return self._preparer.tokenizer.find_names(prompts, names)
 
     def prepare(self, request: contract.ImageRequest) -> PreparedRequest:
         """See `RequestPreparer.prepare`."""

@@ -11,7 +11,7 @@ import torch
 
 from imagefleet import errors
 from imagefleet.job.prompt import MAX_CHUNKS, Chunk
-from worker.engine import contract, sampler, text
+from worker.engine import contract, embeddings, sampler, text
 from worker.engine.checkpoint import Checkpoint
 from worker.engine.lora import file as lora_file
 from worker.engine.lora import merge, names, pack
@@ -112,17 +112,22 @@ class RequestPreparer:
         self._held_as_convolutions = convolution.all_paths(convolutions)
         self._dtype: torch.dtype = checkpoint.unet.dtype
         self._encoders = checkpoint.text_encoders
-        self._tokenizer = text.Tokenizer(checkpoint.tokenizer)
+        self.tokenizer = text.Tokenizer(checkpoint.tokenizer)
+        widths = {
+            embeddings.NAMES[network]: each.get_input_embeddings().weight.shape[1]
+            for network, each in checkpoint.text_encoders.items()
+        }
+        self._embedding_cache = embeddings.EmbeddingCache(widths, checkpoint.text_encoder.dtype)
         layers = names.Layers(checkpoint.unet, checkpoint.text_encoders)
         self._lora_cache = lora_file.LoraCache(layers, lora_cache_bytes)
         self.lora_lookups: Mapping[str, int] = self._lora_cache.lookups
 
     def prepare(self, request: contract.ImageRequest) -> PreparedRequest:
-        """Checks a request, tokenises its prompts, reads its LoRAs and packs them.
+        """Checks a request, tokenises its prompts, reads its files and packs its LoRAs.
 
         Raises:
-            JobError: this checkpoint cannot draw it, or a LoRA does not fit.
-            TransientError: a LoRA could not be read.
+            JobError: this checkpoint cannot draw it, or a LoRA or embedding does not fit.
+            TransientError: one of them could not be read.
         """
         factor = self._checkpoint.vae_factor
         if request.width % factor or request.height % factor:
@@ -138,8 +143,9 @@ class RequestPreparer:
             self._checkpoint.prediction_type,
             request.sampler_options,
         )
-        prompt = self._tokenizer.chunks(request.prompt)
-        negative_prompt = self._tokenizer.chunks(request.negative_prompt)
+        named = [self._embedding_cache.get(each) for each in request.embeddings]
+        prompt = self.tokenizer.chunks(request.prompt, named)
+        negative_prompt = self.tokenizer.chunks(request.negative_prompt, named)
         loras = self._read_loras(request.loras)
         unet_loras = merge.restrict(loras, "unet")
         networks = self._checkpoint.family.networks

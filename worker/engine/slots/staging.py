@@ -17,7 +17,7 @@ from dataclasses import dataclass
 import torch
 
 from imagefleet.job.prompt import Chunk
-from worker.engine import contract, text
+from worker.engine import contract, embeddings, text
 from worker.engine.checkpoint import Checkpoint
 from worker.engine.families import sdxl
 from worker.engine.lora import merge
@@ -77,7 +77,12 @@ class Stager:
         }
         self._encoder = text.JointEncoder(
             [
-                text.Encoder(checkpoint.text_encoders[each.network], **tokens, rules=each.rules)
+                text.Encoder(
+                    checkpoint.text_encoders[each.network],
+                    **tokens,
+                    rules=each.rules,
+                    name=embeddings.NAMES[each.network],
+                )
                 for each in self._family.text_encoders
             ]
         )

@@ -6,13 +6,14 @@ is compared with.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from pathlib import Path
 
 import torch
 from diffusers import AutoencoderKL, UNet2DConditionModel
 
 from imagefleet import errors
+from imagefleet.job.prompt import Prompt
 from worker.engine import checkpoint, contract, device, sampler, text
 from worker.engine import errors as engine_errors
 from worker.engine.decoder import to_pixels
@@ -87,6 +88,11 @@ class BatchEngine:
     @property
     def lora_lookups(self) -> Mapping[str, int]:
         return self._preparer.lora_lookups
+
+    def find_embeddings(
+        self, prompts: Iterable[Prompt | str], names: Collection[str]
+    ) -> tuple[str, ...]:
+        return self._preparer.tokenizer.find_names(prompts, names)
 
     def prepare(self, request: contract.ImageRequest) -> PreparedRequest:
         return self._preparer.prepare(request)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 
 #: Tensors that tell a Stable Diffusion 1.x checkpoint.
 SD1 = (
@@ -25,3 +26,14 @@ def file_of(*names: str, data: bytes = b"", **metadata: str) -> bytes:
     stated = {key.replace("__", "."): value for key, value in metadata.items()}
     header = json.dumps({"__metadata__": stated, **dict.fromkeys(names, none), names[0]: first})
     return len(header.encode()).to_bytes(8, "little") + header.encode() + data
+
+
+def shaped(**shapes: list[int]) -> bytes:
+    """A file with tensors of these names and shapes, of zeros."""
+    entries, at = {}, 0
+    for name, shape in shapes.items():
+        end = at + math.prod(shape)
+        entries[name] = {"dtype": "U8", "shape": shape, "data_offsets": [at, end]}
+        at = end
+    header = json.dumps(entries).encode()
+    return len(header).to_bytes(8, "little") + header + bytes(at)

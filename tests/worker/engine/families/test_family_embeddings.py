@@ -1,0 +1,76 @@
+"""Images with textual inversion embeddings are those of diffusers, for each family."""
+
+from __future__ import annotations
+
+import hashlib
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import save_file
+
+from imagefleet import errors
+from worker.engine import contract
+
+pytestmark = pytest.mark.filterwarnings("ignore:__array__ implementation:DeprecationWarning")
+
+#: Out of 255: another batch size and other products mean another order of float32 sums.
+ROUNDING = 2
+
+NAMES = {"text_encoder": "clip_l", "text_encoder_2": "clip_g"}
+
+
+def written(path: Path, tensors: dict[str, torch.Tensor]) -> contract.Embedding:
+    save_file(tensors, path)
+    return contract.Embedding("easynegative", path, hashlib.sha256(path.read_bytes()).hexdigest())
+
+
+@pytest.mark.parametrize("family", ["sd1", "sd2", "sdxl"])
+def test_images_with_an_embedding_are_those_of_diffusers(
+    family: str,
+    family_engine: Any,
+    family_pipeline: Any,
+    make_request: Any,
+    draw: Any,
+    difference: Any,
+    tmp_path: Path,
+) -> None:
+    pipeline = family_pipeline.__wrapped__(family)  # not the one that other tests share
+    generator = torch.Generator().manual_seed(1)
+    tensors = {}
+    for network, name in NAMES.items():
+        encoder = getattr(pipeline, network, None)
+        if encoder is None:
+            continue
+        width = encoder.get_input_embeddings().weight.shape[1]
+        tensors[name] = torch.randn((3, width), generator=generator)
+        tokenizer = getattr(pipeline, network.replace("text_encoder", "tokenizer"))
+        token = {"easynegative": tensors[name]}
+        pipeline.load_textual_inversion(token, text_encoder=encoder, tokenizer=tokenizer)
+    embedding = written(tmp_path / "e.safetensors", tensors)
+    settings = {"prompt": "a red house", "negative_prompt": "easynegative, blurry", "steps": 2}
+    request = make_request(**settings, embeddings=(embedding,))
+    (image,) = draw(family_engine(family), request)
+    expected = pipeline(
+        settings["prompt"],
+        negative_prompt=settings["negative_prompt"],
+        num_inference_steps=2,
+        guidance_scale=request.cfg_scale,
+        width=request.width,
+        height=request.height,
+        generator=torch.Generator().manual_seed(request.seed),
+        output_type="np",
+    ).images[0]
+    assert difference(image, (expected * 255).round().astype("uint8")) <= ROUNDING
+    (other,) = draw(family_engine(family), make_request(**settings))
+    assert difference(image, other) > ROUNDING, "or the test shows nothing"
+
+
+def test_an_embedding_for_another_family_is_refused_by_name(
+    family_engine: Any, make_request: Any, tmp_path: Path
+) -> None:
+    engine = family_engine("sdxl")
+    for_sd1 = written(tmp_path / "e.safetensors", {"emb_params": torch.ones(2, 768)})
+    with pytest.raises(errors.UnusableFileError, match=r"'easynegative'.* for Stable Diffusion 1"):
+        engine.prepare(make_request(prompt="easynegative", embeddings=(for_sd1,)))

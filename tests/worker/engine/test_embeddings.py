@@ -1,0 +1,376 @@
+"""Textual inversion embeddings: where prompts name them, what is drawn, and which are refused."""
+
+from __future__ import annotations
+
+import copy
+import hashlib
+import random
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from diffusers import StableDiffusionPipeline
+from safetensors.torch import save, save_file
+
+from imagefleet import errors
+from imagefleet.job import prompt
+from worker.engine import contract, embeddings, text
+
+START, END, COMMA = 49406, 49407, 267
+WIDTHS = {"clip_l": 8}
+SDXL = {"clip_l": 8, "clip_g": 12}
+
+Write = Callable[..., contract.Embedding]
+
+
+def vectors(count: int, width: int, seed: int = 0) -> torch.Tensor:
+    return torch.randn((count, width), generator=torch.Generator().manual_seed(seed))
+
+
+@pytest.fixture
+def write(tmp_path: Path) -> Write:
+    """Writes a file; returns the embedding as a request has it."""
+
+    def to_file(name: str, content: bytes | dict[str, torch.Tensor]) -> contract.Embedding:
+        path = tmp_path / f"{name}.safetensors"
+        path.write_bytes(content if isinstance(content, bytes) else save(content))
+        return contract.Embedding(name, path, hashlib.sha256(path.read_bytes()).hexdigest())
+
+    return to_file
+
+
+def embedding(name: str, count: int, width: int = 8, seed: int = 0) -> embeddings.Embedding:
+    found = vectors(count, width, seed)
+    return embeddings.Embedding(name, f"{name} {seed}", count, {"clip_l": found})
+
+
+# Where they are found.
+
+
+@pytest.mark.parametrize(
+    ("words", "found"),
+    [
+        ("EasyNegative", ["EasyNegative"]),
+        ("ugly, (easynegative:1.2)", ["EasyNegative"]),
+        ("a EASYNEGATIVE, bad-hands-5 b", ["EasyNegative", "bad-hands-5"]),
+        ("EasyNegativeV2", ["EasyNegativeV2"]),
+        ("easynegative v2", ["EasyNegative"]),
+        ("uneasynegative easynegatives", []),
+        ("easy negative", []),
+        ("easy(negative:1.1)", []),
+        ("bad-hands-5, bad-hands-", ["bad-hands-5", "bad-hands-"]),
+        ("bad   PROMPT 3", ["bad prompt"]),
+        (r"cube \(v1\)", ["cube (v1)"]),
+        ("cube (v1)", []),
+    ],
+)
+def test_names_are_found_by_their_tokens_the_longest_first(
+    tokenizer: text.Tokenizer, words: str, found: list[str]
+) -> None:
+    names = ("EasyNegative", "EasyNegativeV2", "bad prompt", "bad-hands-", "bad-hands-5")
+    known = (*names, "cube (v1)")
+    assert list(tokenizer.find_names([words], known)) == found
+    (chunk,) = tokenizer.chunks(words, [embedding(name, 2) for name in found])
+    assert [each.embedding.name for each in chunk.inserts] == found  # type: ignore[attr-defined]
+
+
+def test_both_prompts_are_searched_and_a_new_list_of_names_is_used(
+    tokenizer: text.Tokenizer,
+) -> None:
+    prompts = ["a tree", prompt.read_negative_prompt("ugly, [mist]")]
+    assert tokenizer.find_names(prompts, ("mist", "tree")) == ("tree", "mist")
+    assert tokenizer.find_names(prompts, ("mist",)) == ("mist",)
+    assert tokenizer.find_names(prompts, ()) == ()
+
+
+def ids(tokenizer: text.Tokenizer, words: str) -> tuple[int, ...]:
+    (chunk,) = tokenizer.chunks(words)
+    return chunk.tokens
+
+
+def test_vectors_take_the_weight_of_their_bracket(tokenizer: text.Tokenizer) -> None:
+    mist = embedding("mist", 3)
+    (chunk,) = tokenizer.chunks("a cat, (ugly mist:1.5), mist", [mist])
+    a, cat, comma, ugly = ids(tokenizer, "a cat, ugly")
+    assert chunk.tokens == (a, cat, comma, ugly, 0, 0, 0, comma, 0, 0, 0)
+    assert chunk.weights == (*[1.0] * 3, *[1.5] * 4, *[1.0] * 4)
+    assert [(each.at, each.embedding) for each in chunk.inserts] == [(4, mist), (8, mist)]
+
+
+@pytest.mark.parametrize(
+    ("words", "lengths", "places"),
+    [
+        ("cat " * 72 + "mist", [75], [(0, 72)]),
+        # It is moved as a whole, and a comma before it does not move what is between.
+        ("cat " * 73 + "mist dog", [73, 4], [(1, 0)]),
+        ("cat " * 60 + ", " + "cat " * 12 + "mist dog", [73, 4], [(1, 0)]),
+        # A full chunk's words behind its last comma move; an embedding's vectors stay behind.
+        ("cat " * 60 + ", mist " + "cat " * 11 + "dog", [61, 15], [(0, 61)]),
+        ("cat " * 60 + ", dog mist " + "cat " * 10 + "mist", [61, 17], [(0, 62), (1, 14)]),
+        ("mist " * 26, [75, 3], [*((0, at) for at in range(0, 75, 3)), (1, 0)]),
+        ("cat BREAK mist", [1, 3], [(1, 0)]),
+    ],
+)
+def test_an_embedding_is_never_cut_at_a_chunks_end(
+    tokenizer: text.Tokenizer, words: str, lengths: list[int], places: list[tuple[int, int]]
+) -> None:
+    chunks = tokenizer.chunks(words, [embedding("mist", 3)])
+    assert [len(chunk.tokens) for chunk in chunks] == lengths
+    assert [len(chunk.weights) for chunk in chunks] == lengths
+    found = [(number, one.at) for number, chunk in enumerate(chunks) for one in chunk.inserts]
+    assert found == places
+
+
+def test_75_vectors_fill_a_chunk_of_their_own(tokenizer: text.Tokenizer) -> None:
+    chunks = tokenizer.chunks("a mist b", [embedding("mist", 75)])
+    assert [len(chunk.tokens) for chunk in chunks] == [1, 75, 1]
+
+
+# What is encoded.
+
+
+@torch.inference_mode()
+def test_the_states_are_those_of_diffusers_load_textual_inversion(
+    clip: Any, tokenizer: text.Tokenizer, encoder: text.Encoder
+) -> None:
+    width = clip.text_encoder.config.hidden_size
+    found = embedding("easynegative", 3, width)
+    pipe = StableDiffusionPipeline(
+        clip.vae,
+        copy.deepcopy(clip.text_encoder),
+        copy.deepcopy(clip.tokenizer),
+        clip.unet,
+        None,  # type: ignore[arg-type]
+        None,  # type: ignore[arg-type]
+        None,  # type: ignore[arg-type]
+        requires_safety_checker=False,
+    )
+    # In small letters: of a name with capitals it uses the first vector alone.
+    pipe.load_textual_inversion({"easynegative": found.vectors["clip_l"]})
+    prompts = ["a red house, easynegative and trees", "easynegative"]
+    expected, negative = pipe.encode_prompt(prompts[0], "cpu", 1, True, prompts[1])
+    context = encoder.encode([tokenizer.chunks(each, [found]) for each in prompts], 1)
+    torch.testing.assert_close(context.vectors, torch.cat([expected, negative]))
+    plain = encoder.encode([tokenizer.chunks(each) for each in prompts], 1)
+    assert not torch.allclose(context.vectors, plain.vectors, atol=1e-2)
+
+
+@torch.inference_mode()
+def test_weights_multiply_the_vectors_states_and_the_mean_is_restored(
+    clip: Any, tokenizer: text.Tokenizer, encoder: text.Encoder
+) -> None:
+    width = clip.text_encoder.config.hidden_size
+    mist = embedding("mist", 2, width)
+    vectors = encoder.encode([tokenizer.chunks("cat (mist:1.4), dog", [mist])], 1).vectors[0]
+    # The same with the vectors in the place of two words that are not in the prompt.
+    network = copy.deepcopy(clip.text_encoder)
+    network.get_input_embeddings().weight[[1000, 2000]] = mist.vectors["clip_l"]
+    cat, comma, dog = ids(tokenizer, "cat, dog")
+    row = [START, cat, 1000, 2000, comma, dog, *[END] * 71]
+    plain = network(torch.tensor([row])).last_hidden_state[0].double().numpy()
+    weights = np.ones(77)
+    weights[2:4] = 1.4
+    weighted = plain * weights[:, None]
+    expected = weighted * (plain.mean() / weighted.mean())
+    np.testing.assert_allclose(vectors.numpy(), expected, rtol=1e-4, atol=1e-5)
+
+
+@torch.inference_mode()
+def test_vectors_that_stay_behind_a_comma_are_in_place_of_the_padding(
+    clip: Any, tokenizer: text.Tokenizer, encoder: text.Encoder
+) -> None:
+    """AUTOMATIC1111 moves the words and their weights, and forgets the vectors."""
+    mist = embedding("mist", 2, clip.text_encoder.config.hidden_size)
+    words = "cat " * 60 + ", (mist:1.2) " + "cat " * 12 + "dog"
+    found = encoder.encode([tokenizer.chunks(words, [mist])], 1).vectors[0]
+    network = copy.deepcopy(clip.text_encoder)
+    network.get_input_embeddings().weight[[1000, 2000]] = mist.vectors["clip_l"]
+    cat, comma, dog = ids(tokenizer, "cat, dog")
+    first = [START, *[cat] * 60, comma, 1000, 2000, *[END] * 13]
+    assert torch.allclose(found[:77], network(torch.tensor([first])).last_hidden_state[0], 1e-4)
+    second = text.Chunk((0, 0, *[cat] * 12, dog), (1.2, 1.2, *[1.0] * 13))
+    assert torch.equal(found[77:], encoder.encode([[second]], 1).vectors[0])
+
+
+@torch.inference_mode()
+def test_another_file_of_the_same_name_is_another_encoding(
+    clip: Any, tokenizer: text.Tokenizer, encoder: text.Encoder
+) -> None:
+    width = clip.text_encoder.config.hidden_size
+    one, other = (embedding("mist", 2, width, seed) for seed in (1, 2))
+
+    def encode(*known: embeddings.Embedding) -> torch.Tensor:
+        return encoder.encode([tokenizer.chunks("a mist", known)], 1).vectors
+
+    first = encode(one)
+    plain = encode()
+    assert not torch.allclose(encode(other), first)
+    assert not torch.allclose(plain, first)
+    assert torch.equal(encode(one), first)
+    assert torch.equal(encode(), plain), "the text encoder is as it was"
+    kept = [key[0] for key in encoder._cache]  # type: ignore[index]
+    assert not [chunk for chunk in kept if isinstance(chunk, prompt.Chunk) and chunk.inserts], (
+        "the cache keeps no vectors alive that no job has"
+    )
+
+
+@torch.inference_mode()
+def test_an_encoder_takes_its_own_vectors_of_an_embedding_for_two(
+    clip: Any, tokenizer: text.Tokenizer
+) -> None:
+    width = clip.text_encoder.config.hidden_size
+    for_l, for_g = vectors(2, width, 1), vectors(2, width, 2)
+    both = embeddings.Embedding("mist", "both", 2, {"clip_l": for_l, "clip_g": for_g})
+    for name, own in (("clip_l", for_l), ("clip_g", for_g)):
+        encoder = text.Encoder(clip.text_encoder, START, END, name=name)
+        alone = embeddings.Embedding("mist", name, 2, {name: own})
+        found = [encoder.encode([tokenizer.chunks("mist", [each])], 1) for each in (both, alone)]
+        assert torch.equal(found[0].vectors, found[1].vectors)
+
+
+# What is drawn.
+
+
+def test_jobs_with_embeddings_loras_and_without_are_drawn_together_as_alone(
+    slot_engine: Any,
+    make_engine: Any,
+    make_request: Any,
+    draw: Any,
+    difference: Any,
+    lora_paths: list[Path],
+    write: Write,
+) -> None:
+    width = slot_engine._checkpoint.text_encoder.config.hidden_size
+    one, other = (write(name, {"v": 3 * vectors(4, width, len(name))}) for name in ("mist", "ash"))
+    lora = contract.Lora("style", lora_paths[0], 1.0, 1.0)
+    long = "a (mist:1.3), " * 12
+    requests = [
+        make_request(prompt="a mist", steps=2),
+        make_request(prompt="a mist", steps=2, embeddings=(one,), loras=(lora,), clip_skip=2),
+        make_request(prompt=long, negative_prompt="ash", steps=2, embeddings=(one, other)),
+    ]
+    together = draw(slot_engine, *requests)
+    alone = [draw(make_engine(max_batch=1), each)[0] for each in requests]
+    for image, expected in zip(together, alone, strict=True):
+        assert difference(image, expected) <= 2
+    for image in together[1:]:
+        assert difference(image, together[0]) > 2
+
+
+def test_the_engine_finds_names_for_the_pipeline(slot_engine: Any) -> None:
+    assert slot_engine.find_embeddings(["a mist", "Ash"], ("ash", "mist", "fog")) == ("mist", "ash")
+
+
+# Files.
+
+BROKEN: dict[str, tuple[Any, str]] = {
+    "of SDXL": (
+        {"clip_l": torch.ones(2, 8), "clip_g": torch.ones(2, 12)},
+        "made for SDXL; this model takes vectors of 8 numbers",
+    ),
+    "of SD2": ({"v": torch.ones(2, 1024)}, "1,024 numbers, as for Stable Diffusion 2.x; this"),
+    "of SDXL's second": ({"clip_g": torch.ones(2, 1280)}, "1,280 numbers, as for SDXL"),
+    "of any width": ({"v": torch.ones(9)}, "vectors have 9 numbers; this model takes"),
+    "two tensors": ({"a": torch.ones(8), "b": torch.ones(8)}, r"holds 2 tensors \('a', 'b'\)"),
+    "no tensor": ({}, "it is empty"),
+    "no number": ({"v": torch.tensor(1.0)}, "shape|vectors have 0 numbers"),
+    "three dimensions": ({"v": torch.ones(1, 2, 8)}, r"torch.float32 of the shape \[1, 2, 8\]"),
+    "whole numbers": ({"v": torch.ones(2, 8, dtype=torch.int64)}, "it holds torch.int64"),
+    "no vectors": ({"v": torch.ones(0, 8)}, "it has 0 vectors"),
+    "76 vectors": ({"v": torch.ones(76, 8)}, "it has 76 vectors; a prompt's chunk holds 75"),
+    "NaN": ({"v": torch.tensor([[1.0] * 7 + [float("nan")]])}, "NaN, infinity"),
+    "a pickle": (b"PK\x03\x04", "not a complete .safetensors file"),
+    "a page": (b"<html>not found</html>", "not a complete .safetensors file"),
+    "nothing": (b"", "not a complete .safetensors file"),
+    "cut off": (save({"v": torch.ones(2, 8)})[:-1], "not a complete .safetensors file"),
+    "numbers of 0.5 bytes": (
+        b'E\0\0\0\0\0\0\0{"v":{"dtype":"F4","shape":[2,8],"data_offsets":[0,8]}}'.ljust(85),
+        "not a complete .safetensors file",
+    ),
+}
+
+
+@pytest.mark.parametrize("content", BROKEN)
+def test_what_cannot_be_used_is_refused_by_name(write: Write, content: str) -> None:
+    data, message = BROKEN[content]
+    with pytest.raises(errors.UnusableFileError, match=message) as raised:
+        embeddings.read_embedding(write("mist", data), WIDTHS, torch.float32)
+    assert "'mist'" in raised.value.message
+
+
+def test_no_bytes_raise_anything_but_a_refusal(write: Write) -> None:
+    whole = save({"emb_params": torch.ones(2, 8)}, {"format": "pt"})
+    dice = random.Random(0)
+    refusals = []
+    for _ in range(500):
+        data = bytearray(whole)
+        for _ in range(dice.choice([1, 1, 2, 8])):
+            at = dice.randrange(len(data) - 64 if dice.random() < 0.8 else len(data))
+            data[at] = dice.choice([data[at] ^ 1 << dice.randrange(8), dice.randrange(256)])
+        try:
+            embeddings.read_embedding(write("mist", bytes(data)), WIDTHS, torch.float32)
+        except errors.UnusableFileError as error:
+            refusals.append(len(error.message))
+    assert 0 < len(refusals) < 500
+    assert max(refusals) < 1000
+
+
+@pytest.mark.parametrize(
+    "tensors",
+    [
+        {"emb_params": torch.ones(2, 8)},
+        {"<mist>": torch.ones(8)},
+        {"clip_l": torch.ones(2, 8, dtype=torch.bfloat16)},
+        {"v": torch.ones(75, 8, dtype=torch.float16)},
+    ],
+)
+def test_files_of_all_known_forms_are_read(write: Write, tensors: dict[str, torch.Tensor]) -> None:
+    found = embeddings.read_embedding(write("mist", tensors), WIDTHS, torch.float32)
+    (tensor,) = tensors.values()
+    assert found.length == tensor.numel() // 8
+    assert torch.equal(found.vectors["clip_l"], torch.ones(found.length, 8))
+
+
+@pytest.mark.parametrize("names", [("clip_l", "clip_g"), ("text_encoders_0", "text_encoders_1")])
+def test_sdxls_have_vectors_for_both_text_encoders(write: Write, names: tuple[str, str]) -> None:
+    both = dict(zip(names, (vectors(2, 8), vectors(2, 12)), strict=True))
+    found = embeddings.read_embedding(write("mist", both), SDXL, torch.float32)
+    assert [tuple(each.shape) for each in found.vectors.values()] == [(2, 8), (2, 12)]
+    shorter = {names[0]: vectors(2, 8), names[1]: vectors(3, 12)}
+    with pytest.raises(errors.UnusableFileError, match="different numbers of vectors"):
+        embeddings.read_embedding(write("mist", shorter), SDXL, torch.float32)
+    for one in ({"v": vectors(2, 8)}, {"clip_g": vectors(2, 12)}):
+        with pytest.raises(errors.UnusableFileError, match="8 numbers for clip_l and 12 numbers"):
+            embeddings.read_embedding(write("mist", one), SDXL, torch.float32)
+
+
+def test_numbers_that_overflow_in_the_models_precision_are_refused(write: Write) -> None:
+    large = write("mist", {"v": torch.full((2, 8), 1e5)})
+    embeddings.read_embedding(large, WIDTHS, torch.float32)
+    with pytest.raises(errors.UnusableFileError, match="too large for float16"):
+        embeddings.read_embedding(large, WIDTHS, torch.float16)
+
+
+def test_a_file_that_changes_or_goes_away_meanwhile_is_tried_again(write: Write) -> None:
+    found = write("mist", {"v": torch.ones(2, 8)})
+    save_file({"v": torch.zeros(2, 8)}, found.path)
+    with pytest.raises(errors.TransientError, match="has just changed"):
+        embeddings.read_embedding(found, WIDTHS, torch.float32)
+    found.path.unlink()
+    with pytest.raises(errors.TransientError, match="cannot be read: No such file"):
+        embeddings.read_embedding(found, WIDTHS, torch.float32)
+
+
+def test_the_cache_holds_what_its_size_allows(write: Write) -> None:
+    cache = embeddings.EmbeddingCache(WIDTHS, torch.float32, cache_bytes=2 * 2 * 8 * 4)
+    files = [write(f"mist{seed}", {"v": vectors(2, 8, seed)}) for seed in range(3)]
+    first = cache.get(files[0])
+    assert cache.get(files[0]) is first
+    for each in files:
+        cache.get(each)
+    assert cache._cache.currsize == 2 * 2 * 8 * 4
+    huge = write("huge", {"v": vectors(75, 8)})
+    assert cache.get(huge).length == 75, "larger than the cache, and drawn all the same"

@@ -1,0 +1,163 @@
+"""Reads textual inversion embeddings: vectors that stand in a prompt for tokens."""
+
+from __future__ import annotations
+
+import contextlib
+import hashlib
+import threading
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+
+import safetensors.torch
+import torch
+from cachetools import LRUCache
+from safetensors import SafetensorError
+
+from imagefleet import errors
+from imagefleet.job.prompt import CHUNK_TOKENS
+from worker.engine import contract
+
+#: The text encoder that each tensor is for, in the file of an embedding for several.
+CLIP_L, CLIP_G = "clip_l", "clip_g"
+
+#: The same, by the network's name in diffusers.
+NAMES = {"text_encoder": CLIP_L, "text_encoder_2": CLIP_G}
+
+#: As diffusers' training scripts for SDXL named them at first.
+_ALIASES = {"text_encoders_0": CLIP_L, "text_encoders_1": CLIP_G}
+
+#: By the width of their vectors.
+_MADE_FOR = {768: "Stable Diffusion 1.x", 1024: "Stable Diffusion 2.x", 1280: "SDXL"}
+
+#: What the library raises for a damaged file.
+_DAMAGED = (SafetensorError, ValueError, KeyError, TypeError, RuntimeError)
+
+#: Some 3,000 of SD1.5 with eight vectors.
+CACHE_BYTES = 64 * 2**20
+
+
+@dataclass(frozen=True, slots=True)
+class Embedding:
+    """The vectors [length, width] for each text encoder, on the CPU; the same if the file is."""
+
+    name: str = field(compare=False)
+    sha256: str
+    length: int = field(compare=False)
+    vectors: Mapping[str, torch.Tensor] = field(compare=False, repr=False)
+
+    @property
+    def size_bytes(self) -> int:
+        return sum(each.nbytes for each in self.vectors.values())
+
+
+class EmbeddingCache:
+    """An LRU cache of embeddings for the text encoders of one checkpoint; thread-safe."""
+
+    def __init__(
+        self, widths: Mapping[str, int], dtype: torch.dtype, cache_bytes: int = CACHE_BYTES
+    ) -> None:
+        """*widths* are those of the text encoders' token vectors, of the type *dtype*."""
+        self._widths = widths
+        self._dtype = dtype
+        self._lock = threading.Lock()
+        self._cache: LRUCache[str, Embedding] = LRUCache(
+            cache_bytes, getsizeof=lambda embedding: embedding.size_bytes
+        )
+
+    def get(self, embedding: contract.Embedding) -> Embedding:
+        """Reads a file, unless it is cached.
+
+        Raises:
+            UnusableFileError: it is no embedding, or none for this model.
+            TransientError: it could not be read, or has changed meanwhile.
+        """
+        with self._lock:
+            cached = self._cache.get(embedding.sha256)
+        if cached is not None:
+            return cached
+        read = read_embedding(embedding, self._widths, self._dtype)
+        with self._lock, contextlib.suppress(ValueError):  # larger than the cache
+            self._cache[embedding.sha256] = read
+        return read
+
+
+def read_embedding(
+    embedding: contract.Embedding, widths: Mapping[str, int], dtype: torch.dtype
+) -> Embedding:
+    """Reads and checks one file; raises as `EmbeddingCache.get`."""
+    name = embedding.name
+    try:
+        content = embedding.path.read_bytes()
+    except OSError as error:
+        raise errors.TransientError(
+            f"the embedding {name!r} cannot be read: {error.strerror or error}"
+        ) from error
+    if hashlib.sha256(content).hexdigest() != embedding.sha256:
+        raise errors.TransientError(f"the file of the embedding {name!r} has just changed")
+    try:
+        tensors = safetensors.torch.load(content)
+    except _DAMAGED as error:
+        raise errors.UnusableFileError(
+            f"the embedding {name!r} is not a complete .safetensors file: {error}"
+        ) from error
+    found = _by_encoder(name, tensors, widths)
+    lengths = {len(each) for each in found.values()}
+    if len(lengths) > 1:
+        shapes = ", ".join(f"{key} {list(each.shape)}" for key, each in found.items())
+        raise _unusable(name, f"its text encoders get different numbers of vectors ({shapes})")
+    (length,) = lengths
+    if not 0 < length <= CHUNK_TOKENS:
+        raise _unusable(name, f"it has {length:,} vectors; a prompt's chunk holds {CHUNK_TOKENS}")
+    vectors = {key: each.to(dtype) for key, each in found.items()}
+    if not all(each.isfinite().all() for each in vectors.values()):
+        raise _unusable(
+            name, f"it holds NaN, infinity or numbers too large for {str(dtype).split('.')[-1]}"
+        )
+    return Embedding(name, embedding.sha256, length, vectors)
+
+
+def _by_encoder(
+    name: str, tensors: Mapping[str, torch.Tensor], widths: Mapping[str, int]
+) -> dict[str, torch.Tensor]:
+    """The vectors for each text encoder, as [length, width]."""
+    named = {_ALIASES.get(key, key): each for key, each in tensors.items()}
+    if len(widths) == 1 and len(named) == 1:  # whatever the tensor's name
+        found = dict(zip(widths, named.values(), strict=True))
+    elif named.keys() == widths.keys():
+        found = {key: named[key] for key in widths}
+    else:
+        raise _unfit(name, named, widths)
+    found = {key: each[None] if each.dim() == 1 else each for key, each in found.items()}
+    for key, each in found.items():
+        if each.dim() != 2 or not each.is_floating_point():  # noqa: PLR2004 - [vectors, width]
+            raise _unusable(name, f"it holds {each.dtype} of the shape {list(each.shape)}")
+        if each.shape[1] != widths[key]:
+            raise _unfit(name, named, widths)
+    return found
+
+
+def _unfit(
+    name: str, tensors: Mapping[str, torch.Tensor], widths: Mapping[str, int]
+) -> errors.UnusableFileError:
+    """Says what the embedding was made for, and what this model needs."""
+    if {CLIP_L, CLIP_G} <= tensors.keys():
+        origin = "it was made for SDXL"
+    elif len(tensors) == 1:
+        (tensor,) = tensors.values()
+        width = tensor.shape[-1] if tensor.dim() else 0
+        made_for = f", as for {_MADE_FOR[width]}" if width in _MADE_FOR else ""
+        origin = f"its vectors have {width:,} numbers{made_for}"
+    else:
+        keys = ", ".join(sorted(repr(key[:40]) for key in tensors)[:3])
+        origin = f"it holds {len(tensors):,} tensors ({keys})" if tensors else "it is empty"
+    needed = " and ".join(
+        f"{width:,} numbers" + (f" for {key}" if len(widths) > 1 else "")
+        for key, width in widths.items()
+    )
+    return _unusable(name, f"{origin}; this model takes vectors of {needed}")
+
+
+def _unusable(name: str, reason: str) -> errors.UnusableFileError:
+    return errors.UnusableFileError(
+        f"the embedding {name!r}, which the prompt names, cannot be used: {reason}"
+    )
