@@ -62,7 +62,10 @@ class WorkerSettings(TelemetrySettings):
         repr=False,  # an address may hold a token
         description="The Stable Diffusion 1.x checkpoint: a .safetensors file or a folder in"
         " diffusers format. Or one to fetch at the start, as a .safetensors file or a .tar of such"
-        " a folder: an https:// URL, or store:NAME for models/NAME in the storage.",
+        " a folder: an https:// URL, or store:NAME for models/NAME in the storage, store:* for all"
+        " models there. Repeatable (in the variable separated by commas): the worker changes"
+        " between them as their jobs wait; jobs without a model are drawn with the first.",
+        json_schema_extra={"repeatable": True},
     )
     model_sha256: str | None = Field(
         default=None,

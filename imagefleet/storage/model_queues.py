@@ -19,6 +19,7 @@ from imagefleet.job.prompt import SAFE_NAME
 from imagefleet.storage import protocol
 from imagefleet.storage.priorities import OrderedQueues
 from imagefleet.storage.settings import PRIORITIES, Priority
+from imagefleet.telemetry import serving
 
 log = logging.getLogger(__name__)
 
@@ -74,6 +75,10 @@ class ModelQueues:
                 await self._blobs.create(f"{FOLDER}{model}", b"", "text/plain", {})
                 self._made.add(model)
         return queues
+
+    async def note_served(self, model: str) -> None:
+        """A worker serves the model, for `status` and for those who send jobs."""
+        await serving.note(self._blobs, model)
 
     async def names(self) -> list[str]:
         """The models that have queues, as far as the credentials allow to know it."""

@@ -40,6 +40,11 @@ def job_queue(base: str, model: str | None = None, priority: str = "normal") -> 
     return (base if model is None else _of_model(base, model)) + suffix
 
 
+def priority_of(name: str) -> str:
+    """The priority of a job queue's jobs."""
+    return next((each for each in ("high", "low") if name.endswith(f"-{each}")), "normal")
+
+
 def poison_queue(base: str) -> str:
     """The queue of failed jobs, whatever their model."""
     return base + POISON_SUFFIX
