@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from functools import partial
 from typing import Literal, get_args
 
@@ -136,6 +136,14 @@ class WorkerMetrics:
             self._worker = Info("imagefleet_worker", "This worker, always 1.", registry=None)
             self.registry.register(self._worker)
         self._worker.info(labels)
+
+    def serve(self, models: Iterable[str]) -> None:
+        """Creates the series of models before their first event."""
+        for model in models:
+            self.model_images.labels(model)
+            self.model_switches.labels(model)
+            for outcome in ("completed", "failed"):
+                self.model_jobs.labels(model, outcome)
 
     def collect_from(self, *collectors: Collector) -> None:
         """Registers a pipeline's collectors in place of those of the previous one."""
