@@ -132,6 +132,9 @@ class EngineThread:
             self._replacement = (load, loaded)
             self._wake.notify()
         engine = self._attach(await asyncio.shield(loaded))
+        while not self._finished.empty():  # of jobs that were handed back
+            self._finished.get_nowait()
+            self._backlog.release()
         with self._wake:
             self._accepting, self._holds_jobs = True, False
         return engine
@@ -274,6 +277,9 @@ class EngineThread:
         """The engine in place of the one that was closed; None: stop."""
         self._admitted_at.clear()
         self._told_capacity = 0
+        for drawing in self._drawing.values():
+            self._call(_set_result, drawing, None)
+        self._drawing.clear()
         began_at = time.monotonic()
         while not self._stopping:
             with self._wake:
@@ -371,8 +377,10 @@ class EngineThread:
             return
         if not self._backlog.acquire(blocking=False):
             began_at = time.monotonic()
-            while not self._stopping and not self._backlog.acquire(timeout=IDLE_TICK_SECONDS):
-                pass  # once the thread stops, nothing is taken any more
+            while not (self._stopping or self._replacement):
+                if self._backlog.acquire(timeout=IDLE_TICK_SECONDS):
+                    break
+            # Once the thread stops, or the engine is replaced, nothing is taken any more.
             self.clock.idle_seconds["backpressure"] += time.monotonic() - began_at
         self._call(self._finished.put_nowait, delivery)
 

@@ -255,7 +255,7 @@ class Pipeline:
         try:
             engine = await self.engine_thread.replace(following.load)
         except (errors.SetupError, errors.NodeError) as error:
-            models.drop(following.checkpoint, error)
+            models.drop(following.checkpoint, error, self._queue)
             return await self.engine_thread.replace(models.load_current)
         models.current = following.checkpoint
         return engine

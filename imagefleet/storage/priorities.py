@@ -87,6 +87,10 @@ class OrderedQueues:
         for level, queue in enumerate(queues):
             self._sources.setdefault(queue.name, _Source(queue, level, model))
 
+    def remove(self, model: str) -> None:
+        """The queues of a model no more, of which no message may be in flight."""
+        self._sources = {name: each for name, each in self._sources.items() if each.model != model}
+
     def receive_only(self, models: Collection[str | None]) -> None:
         """From now on `receive` takes jobs of these *models*; None: those without a model."""
         self._wanted = frozenset(models)

@@ -103,7 +103,7 @@ class WorkerModels:
                     extra={"action": "model_not_fetched", "model": checkpoint.name},
                 )
             except (errors.SetupError, errors.NodeError, OSError) as error:
-                self.drop(checkpoint, error)
+                self.drop(checkpoint, error, queue)
 
     async def _choose(
         self,
@@ -165,7 +165,7 @@ class WorkerModels:
             extra={"action": "model_switched", "model": name, "seconds": round(seconds, 3)},
         )
 
-    def drop(self, checkpoint: Checkpoint, error: Exception) -> None:
+    def drop(self, checkpoint: Checkpoint, error: Exception, queue: OrderedQueues) -> None:
         """Serves a model no more that cannot be loaded here; its jobs are for other workers."""
         log.error(
             "the model %s is not served by this worker, since it cannot be loaded: %s",
@@ -174,6 +174,7 @@ class WorkerModels:
             extra={"action": "model_unusable", "model": checkpoint.name},
         )
         del self._checkpoints[checkpoint.name]
+        queue.remove(checkpoint.name)
 
 
 async def note_served(models: ModelQueues, names: Callable[[], Sequence[str]]) -> NoReturn:

@@ -15,6 +15,7 @@ from imagefleet import errors
 from imagefleet.storage.protocol import Storage
 from imagefleet.telemetry import serving
 from worker.engine import contract
+from worker.gpu_thread import EngineThread
 from worker.models import change, checkpoints
 from worker.models.change import WorkerModels
 from worker.models.checkpoints import Checkpoint
@@ -184,20 +185,12 @@ async def test_a_job_that_cannot_be_moved_is_handed_back_and_never_poison(
 async def test_a_model_that_cannot_be_loaded_leaves_its_jobs_to_others(
     storage: Storage, worker_settings: Callable[..., WorkerSettings], *, on_cpu: bool
 ) -> None:
-    engines, stop = Engines(worker_settings, "first", "second"), asyncio.Event()
+    engines = Engines(worker_settings, "first", "second")
     engines.broken = {"second"}
-    await storage.models.send([job(1, "second")])
+    await storage.models.send([job(1, "second"), job(2, "first")])
     models = engines.models(on_cpu=on_cpu)
-    running = asyncio.create_task(work(storage, worker_settings(until_empty=False), models, stop))
-    async with asyncio.timeout(10):
-        while models.names != ["first"]:
-            await asyncio.sleep(0.01)
-    await storage.models.send([job(2, "first")])
-    async with asyncio.timeout(10):
-        while not await greys(storage):
-            await asyncio.sleep(0.01)
-    stop.set()
-    await running
+    await work(storage, worker_settings(), models)  # which ends: what is left is not its own
+    assert models.names == ["first"]
     assert await greys(storage) == {"first": 0}
     assert (await storage.models.of("second")["normal"].depth()).messages == 1
 
@@ -300,3 +293,29 @@ async def test_one_path_with_a_comma_is_one_model(
     (tmp_path / "a,b").mkdir()
     assert checkpoints.given(worker_settings(model=tmp_path / "a,b")) == [str(tmp_path / "a,b")]
     assert checkpoints.given(worker_settings(model="c,d")) == ["c", "d"]
+
+
+async def test_an_engine_that_is_replaced_delivers_nothing_to_the_next_ones_jobs() -> None:
+    """Tickets begin anew: an image of before would pass for another job's."""
+    thread = EngineThread(lambda: StandInEngine(capacity=2), why_idle=str, backlog=1)
+    engine = await thread.start()
+    request = contract.ImageRequest("a", "", (), "euler", 1, 7.0, 1, 16, 16)
+    for ticket in range(4):  # more than the backlog: nobody takes them
+        await thread.submit(ticket, engine.prepare(request))
+    async with asyncio.timeout(10):
+        await thread.replace(lambda: StandInEngine(capacity=3))
+        assert thread.capacity == 3
+        assert thread.in_engine == 0
+        await thread.submit(77, engine.prepare(request))
+        assert (await thread.finished()).finished.ticket == 77
+        with pytest.raises(errors.SetupError, match="broken"):
+            await thread.replace(_fail)
+        assert not await thread.submit(1, engine.prepare(request)), "there is no engine"
+        await thread.replace(StandInEngine)
+        await thread.submit(5, engine.prepare(request))
+        assert (await thread.finished()).finished.ticket == 5
+    await thread.stop()
+
+
+def _fail() -> contract.Engine:
+    raise errors.SetupError("it is broken")
