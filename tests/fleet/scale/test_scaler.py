@@ -129,17 +129,6 @@ async def scaling(
         yield make, clock, storage
 
 
-async def test_jobs_of_models_that_the_fleet_does_not_serve_start_no_replicas(
-    salad: Any, scaling: Any
-) -> None:
-    make, _, storage = scaling
-    await storage.queue.clear()
-    for model in ("ours", "others"):
-        await storage.models.send([f'{{"prompt": "a", "model": "{model}"}}'] * 50)
-    assert (await make(GOAL, models=["ours"]).step())["wanted"] == 6
-    assert (await make(GOAL).step())["wanted"] == 12
-
-
 async def test_the_fleet_works_off_the_queue_and_scales_to_zero(salad: Any, scaling: Any) -> None:
     make, clock, storage = scaling
     scaler_ = make(GOAL)
