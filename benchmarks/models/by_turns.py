@@ -1,6 +1,6 @@
 """Measures a worker that serves two models by turns against the same with one, on a local storage.
 
-    python benchmarks/two_models.py ./first ./second --seconds 500 --out /tmp/two-models.json
+    python benchmarks/models/by_turns.py ./first ./second --seconds 500 --out /tmp/two-models.json
 
 Both queues are full all the time, with equal numbers of jobs. Images are counted from the worker's
 metrics between two changes to the same model, so over whole turns: what the changes cost is in.
