@@ -62,7 +62,7 @@ JOBS = [
     {"id": "retried", "prompt": "a house at the second attempt"},
     {"id": "bad", "prompt": "a house", "sampler_name": "none"},
     {"id": "huge", "prompt": "a house", "unknown": HUGE},
-    {"id": "drawn", "prompt": "a house", "model": "another"},
+    {"id": "drawn", "prompt": "a house <lora:missing:1>"},
 ]
 
 PRIORITY_OF: dict[str, Priority] = {"plain": "high", "taken": "low", "drawn": "low"}
