@@ -15,14 +15,16 @@ import asyncio
 import json
 import tempfile
 import time
-from collections.abc import AsyncIterator, Callable, Iterable, Mapping
+from collections.abc import AsyncIterator, Callable, Iterable, Mapping, Sequence
 from pathlib import Path
+from typing import Any
 
 from rich.console import Console
 from rich.table import Table
 
 from imagefleet.job.message import read_job
 from imagefleet.storage import protocol
+from imagefleet.storage.model_queues import ModelQueues
 from imagefleet.storage.open import open_storage
 from worker.engine import contract
 from worker.pipeline import Pipeline
@@ -42,6 +44,9 @@ class FarQueue:
     def __init__(self, queue: protocol.JobQueue) -> None:
         self._queue = queue
         self.name = queue.name
+
+    def add(self, model: str, queues: Sequence[protocol.JobQueue]) -> None:
+        """None of a model's queues: they would only be empty."""
 
     async def check(self) -> None:
         await self._queue.check()
@@ -140,6 +145,20 @@ class FarStorage:
         self.poison = FarQueue(storage.poison)
         self.blobs = FarBlobs(storage.blobs)
         self.files = FarBlobs(storage.files)
+        self.models = FarModels(storage.models)
+
+
+class FarModels:
+    """The queues of models, of which this benchmark sends to none."""
+
+    def __init__(self, models: ModelQueues) -> None:
+        self._models = models
+
+    def served(self, names: Iterable[str]) -> FarQueue:
+        return FarQueue(self._models.served(names))
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._models, name)
 
 
 async def sequential(storage: FarStorage, settings: WorkerSettings) -> float:

@@ -104,7 +104,7 @@ def command(
         list[str] | None,
         typer.Option(
             metavar="NAME",
-            help="With --check: a model that workers have from elsewhere; repeatable.",
+            help="A model that workers have from elsewhere than the storage; repeatable.",
         ),
     ] = None,
     restart: Annotated[
@@ -138,8 +138,8 @@ def command(
 
     chosen = checked_priority(priority)
     options.check_campaign(campaign)
-    if (lora_directory or model) and not check:
-        raise errors.SetupError("--lora-directory and --model go with --check")
+    if lora_directory and not check:
+        raise errors.SetupError("--lora-directory goes with --check")
     skipped = _Skipped()
     on_invalid = skipped if skip_invalid else None
     reading = functools.partial(_reading, Path(file), is_shown=not (quiet or as_json))
@@ -179,6 +179,7 @@ def command(
             path,
             restart=restart,
             priority=chosen,
+            models=model or (),
             on_notice=console.print_note,
         )
         _announce(load, file, path)

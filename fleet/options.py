@@ -132,7 +132,7 @@ def from_settings(model: type[BaseSettings]) -> Callable[[Command[Result]], Comm
 
         @functools.wraps(command)
         def wrapper(**arguments: Any) -> Result:
-            given = {each.name: arguments.pop(each.name) for each in shared}
+            given = {each.name: _joined(arguments.pop(each.name)) for each in shared}
             with console.one_line_errors():
                 return command(**{first.name: read(model, given)}, **arguments)
 
@@ -327,10 +327,18 @@ def _parameter(name: str, field: FieldInfo, **terms: Any) -> inspect.Parameter:
     declaration = f"{flag(name)}/--no-{flag(name)[2:]}" if is_switch else flag(name)
     metavar = None if is_switch else _metavar(kind)
     option = typer.Option(declaration, metavar=metavar, show_default=False, **terms)
-    annotation = Annotated[(bool if is_switch else str) | None, option]  # type: ignore[valid-type]
+    extra = field.json_schema_extra
+    is_repeatable = isinstance(extra, dict) and bool(extra.get("repeatable"))
+    value: Any = bool if is_switch else list[str] if is_repeatable else str
+    annotation = Annotated[value | None, option]
     return inspect.Parameter(
         name, inspect.Parameter.KEYWORD_ONLY, default=None, annotation=annotation
     )
+
+
+def _joined(value: Any) -> Any:
+    """The values of a repeatable flag as its variable has them."""
+    return (",".join(value) or None) if isinstance(value, list) else value
 
 
 def _bare_type(annotation: object) -> object:

@@ -6,7 +6,15 @@ import asyncio
 import io
 import math
 import time
-from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine, Iterable, Mapping
+from collections.abc import (
+    AsyncIterator,
+    Awaitable,
+    Callable,
+    Collection,
+    Coroutine,
+    Iterable,
+    Mapping,
+)
 from dataclasses import dataclass, field
 from datetime import datetime
 from pathlib import Path
@@ -20,7 +28,7 @@ from imagefleet.records import frame, outcomes, reader
 from imagefleet.records.batch import Submission, Watch
 from imagefleet.records.outcomes import JobFacts, Status
 from imagefleet.records.reader import Counts
-from imagefleet.storage import dead_letter_queue, protocol
+from imagefleet.storage import dead_letter_queue, enqueue, protocol
 from imagefleet.storage.dead_letter_change import Change
 from imagefleet.storage.dead_letter_check import Check
 from imagefleet.storage.dead_letter_queue import OnProgress, Preview, Selection, Swept
@@ -153,18 +161,25 @@ class Fleet:
         *,
         campaign: str | None = None,
         priority: Priority = "normal",
+        models: Collection[str] = (),
     ) -> Batch:
         """As `imagefleet.Fleet.submit`."""
         campaign = campaign and _checked("campaign", campaign)
-        return await self.run(self._submit(jobs, campaign, checked_priority(priority)))
+        return await self.run(self._submit(jobs, campaign, checked_priority(priority), models))
 
-    async def _submit(self, jobs: Iterable[Job], campaign: str | None, priority: Priority) -> Batch:
+    async def _submit(
+        self,
+        jobs: Iterable[Job],
+        campaign: str | None,
+        priority: Priority,
+        models: Collection[str],
+    ) -> Batch:
         if not self._created:
             await self.storage.create()
             self._created = True
         submission = Submission(self.storage)
         sender = BulkSender(
-            self.storage.queues[priority],
+            enqueue.JobSender(self.storage, priority, elsewhere=models),
             submission.messages(jobs, campaign, self.keys.signing),
             before_send=submission.before_send,
         )

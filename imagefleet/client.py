@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import threading
-from collections.abc import AsyncIterator, Coroutine, Iterable, Iterator, Mapping
+from collections.abc import AsyncIterator, Collection, Coroutine, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from datetime import datetime
 from typing import TYPE_CHECKING, Any, Self, TypeVar, Unpack
@@ -60,17 +60,20 @@ class Fleet:
         *,
         campaign: str | None = None,
         priority: Priority = "normal",
+        models: Collection[str] = (),
     ) -> Batch:
         """Sends jobs; creates the queues and the containers if there are none.
 
         A job without an id gets one. *campaign* is for jobs without one. Workers take jobs of high
-        *priority* first and of low priority last. Jobs before an invalid one are sent.
+        *priority* first and of low priority last. Jobs before an invalid one are sent. *models*
+        are what workers have from elsewhere than `models/` in the storage.
 
         Raises:
-            JobError: two jobs have one id, or a job is too large for a message.
+            JobError: two jobs have one id, a job is too large for a message, or no worker can have
+            the model that it names.
             FleetError: the storage cannot be used.
         """
-        submitted = self._fleet.submit(jobs, campaign=campaign, priority=priority)
+        submitted = self._fleet.submit(jobs, campaign=campaign, priority=priority, models=models)
         return Batch(self._loop, self._loop.run(submitted))
 
     def job(self, id: str, campaign: str | None = None) -> JobHandle:  # noqa: A002 - a job's field

@@ -76,7 +76,7 @@ class BulkSender:
 
     def __init__(
         self,
-        queue: protocol.JobQueue,
+        queue: protocol.Sends,
         bodies: Iterable[str | None],
         *,
         start: int = 0,

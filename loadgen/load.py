@@ -7,7 +7,7 @@ import os
 import secrets
 import time
 from collections import Counter
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Self
@@ -17,6 +17,7 @@ from pydantic import AwareDatetime, BaseModel, ConfigDict, Field, ValidationErro
 from imagefleet import concurrency, errors, signing
 from imagefleet.cancelled import CancelledCampaigns
 from imagefleet.records.writer import RecordLog
+from imagefleet.storage import enqueue
 from imagefleet.storage.open import absolute_url
 from imagefleet.storage.protocol import Storage
 from imagefleet.storage.settings import Priority
@@ -137,8 +138,12 @@ class Load:
         restart: bool,
         on_notice: Callable[[str], None] = lambda _: None,
         priority: Priority = "normal",
+        models: Collection[str] = (),
     ) -> None:
-        """*on_notice* is told what the operator should know, while the load goes on."""
+        """*on_notice* is told what the operator should know, while the load goes on.
+
+        *models* are what workers have from elsewhere than the storage.
+        """
         self._storage = storage
         self._queue = storage.queues[priority]
         self._source = source
@@ -172,7 +177,7 @@ class Load:
         signing_key = signing.Keys.of(settings).signing
         sample = Sample(settings.second_drawings, self._start.sample_key, signing_key)
         self._sender = BulkSender(
-            self._queue,
+            enqueue.JobSender(storage, priority, elsewhere=models),
             self._campaigns.wanted(
                 source.bodies(self.confirmed),
                 self.confirmed,

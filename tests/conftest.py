@@ -400,7 +400,7 @@ def _remove_from_azurite(settings: StorageSettings) -> None:
     queues = QueueServiceClient.from_connection_string(settings.storage, api_version=API_VERSION)
     blobs = BlobServiceClient.from_connection_string(settings.storage, api_version=API_VERSION)
     with queues, blobs:
-        for queue in (*settings.job_queues.values(), settings.poison_queue):
+        for queue in queues.list_queues(name_starts_with=settings.queue):
             with contextlib.suppress(ResourceNotFoundError):
                 queues.delete_queue(queue)
         for container in (settings.container, settings.files_container):

@@ -94,6 +94,9 @@ class EngineThread:
         self._urgent: deque[tuple[int, contract.PreparedRequest]] = deque()
         self._drawing: dict[int, asyncio.Future[Delivery | None]] = {}
         self._wake = threading.Condition()
+        self._replacement: (
+            tuple[Callable[[], contract.Engine], asyncio.Future[contract.Engine]] | None
+        ) = None
         self._accepting = True
         self._holds_jobs = False
         self._stopping = False
@@ -112,11 +115,36 @@ class EngineThread:
     async def start(self) -> contract.Engine:
         """Loads the engine on its thread; raises what loading raised."""
         self._thread.start()
-        engine = await asyncio.shield(self._loaded)
+        return self._attach(await asyncio.shield(self._loaded))
+
+    async def replace(self, load: Callable[[], contract.Engine]) -> contract.Engine:
+        """Closes the engine, then loads another on its thread; what the first held is lost.
+
+        Until it has loaded, no request is accepted.
+
+        Raises:
+            Exception: what *load* raised; call this again then: there is no engine.
+        """
+        loaded: asyncio.Future[contract.Engine] = self._loop.create_future()
+        self.stop_accepting()
+        self.lora_lookups, self.recompiles = {}, int  # they belong to the engine
+        with self._wake:
+            self._replacement = (load, loaded)
+            self._wake.notify()
+        engine = self._attach(await asyncio.shield(loaded))
+        while not self._finished.empty():  # of jobs that were handed back
+            self._finished.get_nowait()
+            self._backlog.release()
+        with self._wake:
+            self._accepting, self._holds_jobs = True, False
+        return engine
+
+    def _attach(self, engine: contract.Engine) -> contract.Engine:
         self.lora_lookups = engine.lora_lookups
         self.recompiles = lambda: int(getattr(engine, "recompiles", 0))
         # As many requests may wait for the engine as it holds.
         self._may_wait = asyncio.Semaphore(0)
+        self._to_let_in, self.capacity = 0, 0
         self._let_in(0, engine.capacity)
         return engine
 
@@ -229,8 +257,14 @@ class EngineThread:
             return
         self._call(self._loaded.set_result, engine)
         try:
-            self._work(engine)
-            engine.close()
+            while True:
+                self._work(engine)
+                engine.close()
+                del engine  # its memory is the next one's
+                if (following := self._load_following()) is None:
+                    break
+                engine = following
+                del following
         except errors.FleetError as error:
             self._call(self._ended.set_exception, error)
         except Exception as error:
@@ -238,6 +272,30 @@ class EngineThread:
             self._call(self._ended.set_exception, errors.NodeError(f"the engine failed: {error!r}"))
         else:
             self._call(self._ended.set_result, None)
+
+    def _load_following(self) -> contract.Engine | None:
+        """The engine in place of the one that was closed; None: stop."""
+        self._admitted_at.clear()
+        self._told_capacity = 0
+        for drawing in self._drawing.values():
+            self._call(_set_result, drawing, None)
+        self._drawing.clear()
+        began_at = time.monotonic()
+        while not self._stopping:
+            with self._wake:
+                if self._replacement is None:
+                    self._wake.wait(IDLE_TICK_SECONDS)
+                    continue
+                (load, loaded), self._replacement = self._replacement, None
+            try:
+                engine = load()
+            except Exception as error:  # noqa: BLE001 - raised again by `replace`
+                self._call(_set_exception, loaded, error)
+                continue
+            self.clock.idle_seconds["switch"] += time.monotonic() - began_at
+            self._call(_set_result, loaded, engine)
+            return engine
+        return None
 
     def _work(self, engine: contract.Engine) -> None:
         while self._admit(engine):
@@ -262,8 +320,8 @@ class EngineThread:
                 self._deliver(Delivery(finished, admitted_at, ended_at))
 
     def _admit(self, engine: contract.Engine) -> bool:
-        """Fills the engine; waits while there is nothing to do. False: stop."""
-        while not self._stopping:
+        """Fills the engine; waits while there is nothing to do. False: stop, or it is replaced."""
+        while not (self._stopping or self._replacement):
             self._answer_calls()
             admitted: list[tuple[int, contract.PreparedRequest, bool]] = []
             cancelled: list[int] = []
@@ -281,7 +339,7 @@ class EngineThread:
                         continue
                     admitted.append((ticket, prepared, not is_job))
                     self._admitted_at[ticket] = time.monotonic()
-                if not (admitted or cancelled or engine.busy or self._calls):
+                if not (admitted or cancelled or engine.busy or self._calls or self._replacement):
                     self._wait_for_work()
             for ticket, prepared, urgent in admitted:
                 engine.admit(ticket, prepared, urgent=urgent)
@@ -319,8 +377,10 @@ class EngineThread:
             return
         if not self._backlog.acquire(blocking=False):
             began_at = time.monotonic()
-            while not self._stopping and not self._backlog.acquire(timeout=IDLE_TICK_SECONDS):
-                pass  # once the thread stops, nothing is taken any more
+            while not (self._stopping or self._replacement):
+                if self._backlog.acquire(timeout=IDLE_TICK_SECONDS):
+                    break
+            # Once the thread stops, or the engine is replaced, nothing is taken any more.
             self.clock.idle_seconds["backpressure"] += time.monotonic() - began_at
         self._call(self._finished.put_nowait, delivery)
 

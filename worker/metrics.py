@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from functools import partial
 from typing import Literal, get_args
 
@@ -26,16 +26,19 @@ Outcome = Literal[
     "cancelled",
     "lost",
     "handed_back",
+    "moved",
 ]
-"""How a job ended here; `verified` and `unverified`: a second drawing is stored, or none is."""
+"""How a job ended here; `verified` and `unverified`: a second drawing is stored, or none is;
+`moved`: to the queue of its model."""
 
 STAGES = ("pull", "prepare", "wait_gpu", "generate", "encode", "upload", "record", "acknowledge")
 
 #: From a local SQLite call to a slow batch on a small card, doubling.
 STAGE_SECONDS_BUCKETS = tuple(0.001 * 2**power for power in range(17))
 
-#: Why an engine is idle: no jobs, jobs that arrive too slowly, or uploads that are too slow.
-IDLE_REASONS = ("queue_empty", "starved", "backpressure")
+#: Why an engine is idle: no jobs, jobs that arrive too slowly, uploads that are too slow, or that
+#: another model is being loaded.
+IDLE_REASONS = ("queue_empty", "starved", "backpressure", "switch")
 
 NodeFault = Literal[
     "disk",
@@ -74,6 +77,16 @@ class WorkerMetrics:
         counter = partial(Counter, registry=self.registry)
         self.images = counter("imagefleet_images", "Images stored.")
         self.jobs = counter("imagefleet_jobs", "Jobs by outcome.", ["outcome"])
+        self.model_images = counter("imagefleet_model_images", "Images stored.", ["model"])
+        self.model_jobs = counter(
+            "imagefleet_model_jobs", "Jobs by outcome and model.", ["model", "outcome"]
+        )
+        self.model_switches = counter(
+            "imagefleet_model_switches", "Changes to a model from another.", ["model"]
+        )
+        self.model_switch_seconds = counter(
+            "imagefleet_model_switch_seconds", "Time without an engine during changes of models."
+        )
         self.stage_seconds = Histogram(
             "imagefleet_stage_seconds",
             "Time of a job or an image in each stage.",
@@ -123,6 +136,14 @@ class WorkerMetrics:
             self._worker = Info("imagefleet_worker", "This worker, always 1.", registry=None)
             self.registry.register(self._worker)
         self._worker.info(labels)
+
+    def serve(self, models: Iterable[str]) -> None:
+        """Creates the series of models before their first event."""
+        for model in models:
+            self.model_images.labels(model)
+            self.model_switches.labels(model)
+            for outcome in ("completed", "failed"):
+                self.model_jobs.labels(model, outcome)
 
     def collect_from(self, *collectors: Collector) -> None:
         """Registers a pipeline's collectors in place of those of the previous one."""

@@ -10,9 +10,10 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import logging
-from collections.abc import Callable, Iterable
+import time
+from collections.abc import Awaitable, Callable, Iterable
 from importlib import metadata
-from typing import NoReturn
+from typing import Any, NoReturn
 
 from imagefleet import errors, retry
 from imagefleet.cancelled import CancelledCampaigns
@@ -29,6 +30,7 @@ from worker.files.loras import LoraLibrary
 from worker.gpu_thread import EngineThread
 from worker.leases import LeaseKeeper
 from worker.metrics import EngineCollector, Outcome, WorkerMetrics
+from worker.models.change import Following, WorkerModels, make_queues, note_served
 from worker.node import reference, suspects
 from worker.node.check import NodeCheck
 from worker.node.quarantine import Quarantine
@@ -53,6 +55,10 @@ ENCODE_BACKLOG = 64
 #: The time for handing back what is left: storage that does not answer must not keep a worker from
 #: exiting, since the leases expire by themselves.
 HAND_BACK_SECONDS = 5.0
+
+#: Before the model changes, jobs that were pulled are finished within this time; others are handed
+#: back: one may wait for its LoRA.
+FINISH_SECONDS = 60.0
 
 #: The time for the record of suspect images, which nobody else can write.
 RECORD_SECONDS = 60.0
@@ -86,7 +92,7 @@ class Pipeline:
     def __init__(
         self,
         storage: protocol.Storage,
-        load: Callable[[], contract.Engine],
+        load: Callable[[], contract.Engine] | None,
         settings: WorkerSettings,
         *,
         on_settled: Callable[[Outcome], None] = lambda _: None,
@@ -98,13 +104,15 @@ class Pipeline:
         limits: NodeLimits = NO_LIMITS,
         reallocation: Reallocation | None = None,
     ) -> None:
-        """*load* returns the engine; it is called on the engine's thread.
+        """*load* returns the engine; it is called on the engine's thread. None: see `models`.
 
         *on_depth* is called with the number of messages in the queue whenever that is measured.
         The replica is billed from *began_at* on (monotonic seconds), by default from now. A node
         that does not meet *limits* asks for *reallocation*.
         """
         self.metrics = metrics or WorkerMetrics()
+        #: What the worker serves, where *load* is not given; set it before `run`.
+        self.models: WorkerModels | None = None
         self.started = False
         self.ready = False
         self.start_up_phase: Phase = "connecting to the storage"
@@ -115,13 +123,14 @@ class Pipeline:
         self._on_depth = on_depth
         self._check = NodeCheck(storage.blobs, settings, limits, self.metrics)
         self.engine_thread = EngineThread(
-            lambda: self._check.load(lambda: self._load(load)),
+            lambda: self._check.load(lambda: self._load(load or self._load_first)),
             why_idle=self._why_idle,
             backlog=ENCODE_BACKLOG,
         )
         self.cost = CostMeter(self.engine_thread, runs_on, storage.operations, began_at)
+        self._queue = storage.models.served([])
         self._keeper = LeaseKeeper(
-            storage.queue,
+            self._queue,
             settings.lease_seconds,
             on_renewal=lambda result: self.metrics.lease_renewals.labels(result).inc(),
         )
@@ -139,7 +148,7 @@ class Pipeline:
         self._watchdog = NodeWatchdog(self.engine_thread, limits, self.metrics)
         self._reallocation = reallocation or Reallocation(None, self.metrics)
         self._puller = Puller(
-            storage.queue, self._keeper, self.settler, self.engine_thread, self.metrics, settings
+            self._queue, self._keeper, self.settler, self.engine_thread, self.metrics, settings
         )
         self._trusted = trusted_keys(settings.trusted_key)
         self._library = LoraLibrary(
@@ -169,11 +178,12 @@ class Pipeline:
         self._quarantine = Quarantine(storage.files, frozenset({settings.name, suspects.machine()}))
         self._cancelled = CancelledCampaigns(storage.files, storage.queue.name)
         self._upload: UploadStage | None = None
+        self._earlier_images = 0  # of the models before
         self._is_draining = False
 
     @property
     def images_written(self) -> int:
-        return self._upload.images_written if self._upload else 0
+        return self._earlier_images + (self._upload.images_written if self._upload else 0)
 
     @property
     def phase(self) -> Phase:
@@ -222,6 +232,11 @@ class Pipeline:
             await uploading
         return engine
 
+    def _load_first(self) -> contract.Engine:
+        if self.models is None:
+            raise RuntimeError("set the models first")
+        return self.models.load_current()
+
     def _load(self, load: Callable[[], contract.Engine]) -> contract.Engine:
         engine = load()
         self.start_up_phase = "checking the node"
@@ -231,6 +246,49 @@ class Pipeline:
         self, engine: contract.Engine, stop: asyncio.Event, hurry: asyncio.Event
     ) -> None:
         self.cost.ready()
+        names = self.models.names if self.models else [engine.model_name]
+        for name in names:
+            self._queue.add(name, list(self._storage.models.of(name).values()))
+        self.metrics.serve(names)
+        await make_queues(self._storage.models, names)
+        changed_at = None
+        while True:
+            following = await self._serve(engine, changed_at, stop, hurry)
+            if following is None or self.models is None:
+                return
+            changed_at = time.monotonic()
+            if (last_at := self.engine_thread.clock.last_at) is not None:
+                changed_at = max(last_at, following.prepared_at)
+            replacing = asyncio.ensure_future(self._replace(self.models, following))
+            if replacing not in await tasks.first_of(replacing, stop.wait()):
+                return
+            engine = replacing.result()
+
+    async def _replace(self, models: WorkerModels, following: Following) -> contract.Engine:
+        """The engine of the following model; of the present one, if that cannot be loaded."""
+        try:
+            engine = await self.engine_thread.replace(following.load)
+        except (errors.SetupError, errors.NodeError) as error:
+            models.drop(following.checkpoint, error, self._queue)
+            return await self.engine_thread.replace(models.load_current)
+        models.current = following.checkpoint
+        return engine
+
+    async def _serve(
+        self,
+        engine: contract.Engine,
+        changed_at: float | None,
+        stop: asyncio.Event,
+        hurry: asyncio.Event,
+    ) -> Following | None:
+        """Draws one model's jobs; returns the model to change to, None to end.
+
+        No job is in flight then. Nothing has been drawn since *changed_at*.
+        """
+        if self.models:
+            self._queue.receive_only(self.models.served_now())
+        self.settler.model_name = engine.model_name
+        self._earlier_images = self.images_written
         upload = self._upload = UploadStage(
             self._storage.blobs,
             self.settler,
@@ -274,11 +332,28 @@ class Pipeline:
         checks = generate.checks
         side_tasks = self._start_side_tasks(prepare, generate, encode, upload)
         pull: asyncio.Task[None] | None = None
+        following: asyncio.Future[Following] | None = None
         try:
             await tasks.first_of(self._check_images(checks), stop.wait(), side_tasks.watch())
+            if self.models and changed_at is not None:
+                self.models.changed(time.monotonic() - changed_at, self.metrics)
+            self._puller.restart()
             pull = asyncio.create_task(self._puller.run(prepare.queue.put), name="pull")
             self.started = self.ready = True
-            await tasks.first_of(asyncio.shield(pull), stop.wait(), side_tasks.watch())
+            ends: list[Awaitable[Any]] = [asyncio.shield(pull), stop.wait(), side_tasks.watch()]
+            if self.models and len(self.models.names) > 1:
+                following = asyncio.ensure_future(
+                    self.models.following(
+                        self._queue,
+                        lambda: self._puller.is_idle,
+                        lambda: self._puller.seconds_per_job,
+                    )
+                )
+                ends.append(following)
+            await tasks.first_of(*ends)
+            if following and following.done() and not (following.cancelled() or stop.is_set()):
+                await self._finish_jobs(pull, side_tasks, stop)
+                return None if stop.is_set() else following.result()
             self.ready, self._is_draining = False, True
             with contextlib.suppress(TimeoutError):
                 async with asyncio.timeout(self._settings.grace_seconds):
@@ -297,6 +372,17 @@ class Pipeline:
             encode.close()
             await self._record_suspects(checks, upload.suspects)
             checks.close()
+        return None
+
+    async def _finish_jobs(
+        self, pull: asyncio.Task[None], side_tasks: tasks.SideTasks, stop: asyncio.Event
+    ) -> None:
+        """Finishes what was pulled before the model changes, if it does not take too long."""
+        with contextlib.suppress(TimeoutError):
+            async with asyncio.timeout(FINISH_SECONDS):
+                await self._stop_pulling(pull)
+                finished = self.settler.nothing_in_flight.wait()
+                await tasks.first_of(finished, stop.wait(), side_tasks.watch())
 
     def _start_side_tasks(
         self,
@@ -322,6 +408,7 @@ class Pipeline:
             lambda: self._cancelled.watch(lambda: bool(self.settler.in_flight)),
         )
         side_tasks.start("measure queues", self._measure_queues)
+        side_tasks.start("note models", lambda: note_served(self._storage.models, self._served))
         side_tasks.start("prepare", prepare.run, PREPARERS)
         side_tasks.start("generate", generate.run)
         side_tasks.start("encode", encode.run, ENCODERS)
@@ -330,11 +417,18 @@ class Pipeline:
         side_tasks.start("acknowledge", self.settler.pending.finish, UPLOADS)
         return side_tasks
 
+    def _served(self) -> list[str]:
+        return self.models.names if self.models else [self.settler.model_name]
+
     async def _check_images(self, checks: NodeSelfCheck) -> None:
         """Raises NodeError if this node draws wrong images."""
         if checks.is_possible:
             await checks.start_up(
-                await reference.find(self._settings, self._storage.files, self._retry_policy)
+                await reference.find(
+                    self.models.current.settings if self.models else self._settings,
+                    self._storage.files,
+                    self._retry_policy,
+                )
             )
 
     async def _record_suspects(self, checks: NodeSelfCheck, stored: Suspects) -> None:
@@ -390,7 +484,7 @@ class Pipeline:
     async def _measure_queues(self) -> NoReturn:
         unmeasured: set[str] = set()
         while True:
-            for queue in (self._storage.queue, self._storage.poison):
+            for queue in (self._queue, self._storage.poison):
                 try:
                     depth = await queue.depth()
                 except errors.FleetError as error:
@@ -405,7 +499,7 @@ class Pipeline:
                         )
                 else:
                     self.metrics.queues.update(queue.name, depth)
-                    if queue.name == self._storage.queue.name:
+                    if queue.name == self._queue.name:
                         self._on_depth(depth.messages)
             await asyncio.sleep(retry.jitter(DEPTH_SECONDS, high=1.5))
 

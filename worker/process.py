@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import dataclasses
 import logging
 import signal
 import time
@@ -24,6 +25,9 @@ from worker.files import check, model
 from worker.gpus import compiling
 from worker.gpus.member import Member
 from worker.metrics import Outcome, WorkerMetrics
+from worker.models import checkpoints
+from worker.models.change import WorkerModels
+from worker.models.checkpoints import Checkpoint
 from worker.node.watchdog import limits_of
 from worker.pipeline import Pipeline, version
 from worker.progress import Counts, Phase, Progress, ProgressMeter, WorkerReport
@@ -166,7 +170,7 @@ class _Worker:
         async with open_storage(self._settings, identity_token=identity_token) as storage:
             self._pipeline = Pipeline(
                 storage,
-                self._load or self._load_engine,
+                self._load,
                 self._settings,
                 on_settled=self._settled,
                 on_depth=self._measured,
@@ -193,12 +197,25 @@ class _Worker:
                 extra={"action": "start", "port": self._port},
             )
             self._pipeline.start_up_phase = "fetching the model"
-            if await tasks.run_until(self._stop, self._fetch_model(storage)):
+            if await tasks.run_until(self._stop, self._find_models(self._pipeline, storage)):
                 await self._pipeline.run(self._stop, self._hurry)
 
-    async def _fetch_model(self, storage: protocol.Storage) -> None:
-        self._settings = await model.pinned(self._settings, storage.files)
-        await model.fetch(self._settings, storage.files)
+    async def _find_models(self, pipeline: Pipeline, storage: protocol.Storage) -> None:
+        """Finds the models of the settings, and fetches the first."""
+
+        async def fetch(checkpoint: Checkpoint) -> Checkpoint:
+            settings = await model.pinned(checkpoint.settings, storage.files)
+            await model.fetch(settings, storage.files)
+            return dataclasses.replace(checkpoint, settings=settings)
+
+        first, *others = await checkpoints.find(self._settings, storage.files)
+        first = await fetch(first)
+        if self._load is None:
+            device = self._settings.device
+            on_cpu = device == "cpu" or (device == "auto" and self._gpu == replica.NO_GPU)
+            pipeline.models = WorkerModels(
+                [first, *others], fetch, self._load_engine, on_cpu=on_cpu
+            )
 
     def _is_live(self) -> bool:
         return self._pipeline is None or not self._pipeline.engine_thread.is_stalled
@@ -293,8 +310,8 @@ class _Worker:
             storage_dollars=pipeline.cost.storage_dollars,
         )
 
-    def _load_engine(self) -> contract.Engine:
-        settings = self._settings
+    def _load_engine(self, checkpoint: Checkpoint) -> contract.Engine:
+        settings = checkpoint.settings
         path = model.local_path(settings)
         check.check_path(path)
         if self._member is not None and settings.device != "cpu":

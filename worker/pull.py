@@ -81,6 +81,23 @@ class Puller:
             self._ahead -= 1
             self._less_ahead.set()
 
+    @property
+    def is_idle(self) -> bool:
+        """Whether the queues had no jobs when they were last asked, and none is left here."""
+        return self._queue_was_empty and not self._ahead
+
+    @property
+    def seconds_per_job(self) -> float:
+        """Of the engine's time; 0 where it is not known yet."""
+        if not self._jobs_generated:
+            return 0.0
+        return self.engine_thread.clock.busy_seconds / self._jobs_generated
+
+    def restart(self) -> None:
+        """Lets `run` be called again after `stop`."""
+        self._stopped.clear()
+        self._queue_was_empty = False
+
     def stop(self) -> None:
         """Ends `run` after its current call; the messages that it leases are still processed."""
         self._stopped.set()

@@ -15,13 +15,15 @@ from functools import partial
 from typing import Any
 
 from imagefleet import concurrency, errors, retry
-from imagefleet.job.message import Job
+from imagefleet.job.message import Job, without_deliveries
 from imagefleet.records.record import MAX_NAME_CHARACTERS, Record, of_job
 from imagefleet.records.record import Outcome as RecordOutcome
 from imagefleet.records.writer import RecordLog
-from imagefleet.storage import dead_letter, protocol
+from imagefleet.storage import dead_letter, protocol, queue_names
 from imagefleet.storage.dead_letter import FailedJob
 from imagefleet.storage.deliveries import SUSPECT_AFTER, Deliveries
+from imagefleet.storage.model_queues import named
+from imagefleet.storage.settings import checked_priority
 from worker.cost import CostMeter
 from worker.engine import contract
 from worker.leases import Lease, LeaseKeeper
@@ -33,6 +35,9 @@ log = logging.getLogger(__name__)
 #: The pause before a failed job's next attempt, doubled with each.
 FIRST_RETRY_SECONDS = 2.0
 LONGEST_RETRY_SECONDS = 120.0
+
+#: Until a job that could not be moved to its model's queue is delivered again.
+NOT_MOVED_SECONDS = 300.0
 
 #: Images of one job that are looked for at the same time.
 _LOOKS_AT_ONCE = 16
@@ -141,6 +146,8 @@ class Settler:
     """At the latest, the records of jobs that have ended are stored."""
     pending: PendingRecords = field(init=False)
     outcomes: Counter[str] = field(default_factory=Counter, init=False)
+    model_name: str = field(default="", init=False)
+    """The model whose jobs are in flight."""
     in_flight: set[InFlightJob] = field(default_factory=set, init=False)
     nothing_in_flight: asyncio.Event = field(default_factory=asyncio.Event, init=False)
 
@@ -330,6 +337,58 @@ class Settler:
                 lambda: self._release(entry, failed=False, delay_seconds=delay_seconds),
             )
 
+    async def move(self, entry: InFlightJob) -> None:
+        """Another model's job: sends it to the queue of its model, where it waits for a worker.
+
+        What a crash between the two leaves in both queues is drawn once, by its id.
+        """
+        if entry.job is None or not entry.settle():
+            return
+        message, model = entry.lease.message, entry.job.model
+        priority = checked_priority(queue_names.priority_of(message.queue))
+        if self.storage.models.of(model)[priority].name == message.queue:
+            await self._end(entry, "handed_back", lambda: self._release(entry, failed=False))
+            return
+        # Sent again it is younger; but who cancels its campaign waits as long as this worker may
+        # not know of it.
+        body = named(without_deliveries(message.body), entry.id)
+
+        async def send() -> None:
+            entry.lease.check()
+            await self.storage.models.send([body], priority)
+
+        try:
+            await self.retry_policy.call(send)
+        except errors.LeaseLost:
+            self._ended(entry, "lost")
+        except errors.TransientError as error:
+            self._abandoned(entry, error)
+        except (errors.SetupError, errors.JobError) as error:
+            await self._leave(entry, error)
+        else:
+            log.info(
+                "job %s asks for the model %s and is moved to its queue",
+                entry.id,
+                model,
+                extra={"action": "job_moved", "job_id": entry.id, "model": model},
+            )
+            await self._end(entry, "moved", lambda: self.keeper.acknowledge(entry.lease))
+
+    async def _leave(self, entry: InFlightJob, error: errors.FleetError) -> None:
+        """Hands back a job that cannot be moved; it comes again, here or to a worker that may."""
+        log.warning(
+            "job %s asks for another model and stays in the queue %s: %s",
+            entry.id,
+            entry.lease.message.queue,
+            error.message,
+            extra={"action": "job_not_moved", "job_id": entry.id},
+        )
+        await self._end(
+            entry,
+            "handed_back",
+            lambda: self._release(entry, failed=False, delay_seconds=NOT_MOVED_SECONDS),
+        )
+
     async def unverified(self, entry: InFlightJob, reason: str) -> None:
         """There will be no second drawing: acknowledges the message that asks for it."""
         if entry.settle():
@@ -428,4 +487,5 @@ class Settler:
             self.nothing_in_flight.set()
         self.outcomes[outcome] += 1
         self.metrics.jobs.labels(outcome).inc()
+        self.metrics.model_jobs.labels(self.model_name, outcome).inc()
         self.on_settled(entry, outcome)

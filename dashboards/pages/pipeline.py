@@ -57,8 +57,8 @@ PIPELINE = Dashboard(
         ),
         Stack(
             "GPU idle time by reason",
-            "No jobs (queue_empty), preparation too slow (starved), or encoding and upload too slow"
-            " (backpressure)?",
+            "No jobs (queue_empty), preparation too slow (starved), encoding and upload too slow"
+            " (backpressure), or another model that is loaded (switch)?",
             {
                 "{{reason}}": share(
                     rate(IDLE_SECONDS, "reason"), f"{rate(BUSY_SECONDS)} + {rate(IDLE_SECONDS)}"

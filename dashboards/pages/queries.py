@@ -41,6 +41,9 @@ def share(part: str, whole: str) -> str:
 
 IMAGES = series("imagefleet_images_total")
 INFO = series("imagefleet_worker_info")
+MODEL_JOBS = series("imagefleet_model_queue_messages")
+MODEL_IMAGES = series("imagefleet_model_images_total")
+MODEL_SWITCH_SECONDS = series("imagefleet_model_switch_seconds_total")
 QUEUES = series("imagefleet_queue_messages")
 WAITING_JOBS = series("imagefleet:queue_messages", JOBS)
 FAILED_JOBS = series("imagefleet:queue_messages", POISON)

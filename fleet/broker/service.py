@@ -67,13 +67,13 @@ class Policy:
             return self._name
 
     async def _find(self) -> str | None:
-        stored = await mint.policies(self._settings, ROLE)
+        stored = await mint.policies(self._settings, ROLE, self._settings.model_names)
         ours = sorted(each for each in stored if mint.is_of_broker(self._settings.policy, each))
         return self._name if self._name in ours else next(iter(ours), None)
 
     async def _make(self) -> str:
         name = f"{self._settings.policy}-{secrets.token_hex(4)}"
-        await mint.store_policy(self._settings, ROLE, name)
+        await mint.store_policy(self._settings, ROLE, name, self._settings.model_names)
         log.info(
             "new tokens have the policy %s; imagefleet keys revoke %s ends them",
             name,
@@ -91,6 +91,7 @@ class Broker:
         self._identities = identities
         self._life = timedelta(hours=settings.token_hours)
         self._policy = Policy(settings)
+        self._models = settings.model_names
 
     async def start(self, _: web.Application) -> None:
         """Makes the policy, so that a mistake in the settings ends the start."""
@@ -115,7 +116,7 @@ class Broker:
             node.group,
             extra={"action": "tokens_given"},
         )
-        minted = self._minter.mint(ROLE, self._life, policy)
+        minted = self._minter.mint(ROLE, self._life, policy, self._models)
         return web.json_response(keys.record(minted), headers={"Cache-Control": "no-store"})
 
 

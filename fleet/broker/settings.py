@@ -7,6 +7,7 @@ from typing import Annotated, Literal
 
 from pydantic import AfterValidator, Field
 
+from imagefleet.job.prompt import SAFE_NAME
 from imagefleet.storage.settings import StorageSettings
 
 _NAME = re.compile(r"[a-z][a-z0-9-]{0,61}[a-z0-9]")
@@ -15,6 +16,12 @@ _NAME = re.compile(r"[a-z][a-z0-9-]{0,61}[a-z0-9]")
 def _names(text: str) -> str:
     if not all(_NAME.fullmatch(name) for name in text.split(",")):
         raise ValueError("should be names of fleets, separated by commas")
+    return text
+
+
+def _models(text: str) -> str:
+    if not all(SAFE_NAME.fullmatch(name) for name in text.split(",")):
+        raise ValueError("should be names of models, separated by commas")
     return text
 
 
@@ -41,6 +48,11 @@ class BrokerSettings(StorageSettings):
     token_hours: float = Field(
         default=2, ge=0.1, le=24, description="Hours that a token is valid; nodes renew theirs."
     )
+    models: Annotated[str, AfterValidator(_models)] | None = Field(
+        default=None,
+        description="Names of the models whose jobs the workers may take, separated by commas; by"
+        " default only jobs without a model.",
+    )
     host: str = Field(
         default="127.0.0.1",
         description="Address that it listens on; 0.0.0.0 for all interfaces.",
@@ -49,3 +61,7 @@ class BrokerSettings(StorageSettings):
     log_format: Literal["auto", "json", "text"] = Field(
         default="auto", description="auto logs text on a terminal, and JSON lines elsewhere."
     )
+
+    @property
+    def model_names(self) -> list[str]:
+        return self.models.split(",") if self.models else []

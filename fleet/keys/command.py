@@ -17,6 +17,7 @@ from rich.table import Table
 from fleet import console, options
 from fleet.keys import signing
 from imagefleet import errors
+from imagefleet.job.prompt import SAFE_NAME
 from imagefleet.storage.azure.roles import OPTIONAL, ROLES, Role, explain, name_of
 from imagefleet.storage.open import LOCAL_SCHEME
 from imagefleet.storage.settings import StorageSettings
@@ -59,6 +60,13 @@ def _mint_command(role: Role) -> Callable[..., None]:
                 " before they expire. The same name again makes more tokens of that policy.",
             ),
         ] = None,
+        model: Annotated[
+            list[str] | None,
+            typer.Option(
+                metavar="NAME",
+                help="A model whose jobs they are for as well; repeatable.",
+            ),
+        ] = None,
         file: Annotated[
             Path | None,
             typer.Option(
@@ -72,9 +80,11 @@ def _mint_command(role: Role) -> Callable[..., None]:
     ) -> None:
         from fleet.keys import mint as keys_mint
 
-        minted = keys_mint.Minter(_on_azure(settings)).mint(role, timedelta(hours=hours), policy)
+        models = _models(model or [])
+        life = timedelta(hours=hours)
+        minted = keys_mint.Minter(_on_azure(settings)).mint(role, life, policy, models)
         if policy is not None:
-            console.run(keys_mint.store_policy(settings, role, policy))
+            console.run(keys_mint.store_policy(settings, role, policy, models))
         if file is not None:
             write_tokens(file, minted)
             console.print_note(f"written to {file}")
@@ -173,7 +183,7 @@ def record(minted: Minted) -> dict[str, Any]:
         "role": minted.role,
         "storage": minted.storage,
         "expires_at": f"{minted.expires_at:%Y-%m-%dT%H:%M:%SZ}",
-        **{str(resource): token for resource, token in minted.tokens.items()},
+        **minted.fields,
     }
 
 
@@ -187,7 +197,7 @@ def export_lines(settings: StorageSettings, minted: Minted) -> list[str]:
         if len(value) > MAX_CHARACTERS:
             raise errors.SetupError(
                 f"{name} has {len(value):,} characters; SaladCloud allows {MAX_CHARACTERS:,}:"
-                " use a shorter name of --policy, or --file"
+                " use a shorter name of --policy, or --file (with models, --file or a broker)"
             )
     variables = {
         "IMAGEFLEET_STORAGE": minted.storage,
@@ -215,6 +225,17 @@ def write_tokens(path: Path, minted: Minted) -> None:
         raise errors.SetupError(f"cannot write {path}: {error.strerror}") from None
 
 
+def _models(names: list[str]) -> list[str]:
+    """Raises SetupError for what is no model's name."""
+    for name in names:
+        if not SAFE_NAME.fullmatch(name):
+            raise errors.SetupError(
+                f"--model {name[:80]!r} is no model's name: letters, digits, spaces and _ . + ( ) -"
+                " only, without a path or suffix"
+            )
+    return names
+
+
 def _on_azure(settings: StorageSettings) -> StorageSettings:
     if settings.storage.strip().startswith(LOCAL_SCHEME):
         raise errors.SetupError(
@@ -225,9 +246,11 @@ def _on_azure(settings: StorageSettings) -> StorageSettings:
 
 def _explain(settings: StorageSettings, role: Role, minted: Minted) -> None:
     table = console.table(console.name_column("resource"), "allowed")
-    for resource in minted.tokens:
-        allowed = "; ".join(explain(resource, role.letters(resource)))
-        table.add_row(name_of(settings, resource), allowed)
+    by_model = [(None, minted.tokens), *minted.models.items()]
+    for model, tokens in by_model:
+        for resource in tokens:
+            allowed = "; ".join(explain(resource, role.letters(resource, model)))
+            table.add_row(name_of(settings, resource, model), allowed)
     console.print_tables(table, to=console.stderr)
     revoke = f", or until `imagefleet keys revoke {minted.policy}`" if minted.policy else ""
     console.print_note(f"valid until {minted.expires_at:%Y-%m-%d %H:%M} UTC{revoke}")

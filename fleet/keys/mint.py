@@ -9,8 +9,8 @@ from __future__ import annotations
 import contextlib
 import json
 import re
-from collections.abc import AsyncIterator, Callable, Iterable, Mapping
-from dataclasses import dataclass
+from collections.abc import AsyncIterator, Callable, Collection, Iterable, Mapping
+from dataclasses import dataclass, field
 from datetime import UTC, datetime, timedelta
 from typing import Any
 
@@ -24,8 +24,16 @@ from azure.storage.queue.aio import QueueClient
 from imagefleet import errors
 from imagefleet.storage.azure import account
 from imagefleet.storage.azure import errors as azure_errors
-from imagefleet.storage.azure.roles import OPTIONAL, RESOURCES, Role, is_container, name_of
+from imagefleet.storage.azure.roles import (
+    OPTIONAL,
+    RESOURCES,
+    Role,
+    is_container,
+    is_job_queue,
+    name_of,
+)
 from imagefleet.storage.azure.storage import API_VERSION
+from imagefleet.storage.open import open_storage
 from imagefleet.storage.settings import Resource, StorageSettings
 
 #: Azure's limit of stored policies for a queue or container.
@@ -48,11 +56,19 @@ class Minted:
     tokens: Mapping[Resource, str]
     expires_at: datetime
     policy: str | None = None
+    models: Mapping[str, Mapping[Resource, str]] = field(default_factory=dict)
+    """Those of the queues of each model."""
 
     @property
     def sas(self) -> str:
         """The tokens as the value of IMAGEFLEET_SAS."""
-        return json.dumps(self.tokens, separators=(",", ":"))
+        return json.dumps(self.fields, separators=(",", ":"))
+
+    @property
+    def fields(self) -> dict[str, Any]:
+        """All tokens, as `sas.Tokens` reads them."""
+        fields: dict[str, Any] = {str(resource): token for resource, token in self.tokens.items()}
+        return fields | ({"models": self.models} if self.models else {})
 
 
 class Minter:
@@ -76,24 +92,31 @@ class Minter:
         self._https = queue.scheme == "https"
         self.storage = _address_without_key(queue, container, self._https)
 
-    def mint(self, role: Role, life: timedelta, policy: str | None = None) -> Minted:
+    def mint(
+        self,
+        role: Role,
+        life: timedelta,
+        policy: str | None = None,
+        models: Collection[str] = (),
+    ) -> Minted:
         """Tokens that expire after *life*, or as soon as the stored *policy* is removed, if given.
+
+        Those of the queues of *models*, too.
 
         `store_policy` creates it. They have no start time: a node's or Azure's clock may be behind
         this one.
         """
         expires_at = (datetime.now(UTC) + life).replace(microsecond=0)
-        tokens = {
-            resource: self._token(resource, role.letters(resource), expires_at, policy)
-            for resource in RESOURCES
-            if role.letters(resource)
-        }
-        return Minted(role.name, self.storage, tokens, expires_at, policy)
+        tokens: dict[str | None, dict[Resource, str]] = {}
+        for place in _places(role, models):
+            token = self._token(place, role.letters(*place), expires_at, policy)
+            tokens.setdefault(place[1], {})[place[0]] = token
+        of_all = tokens.pop(None)
+        of_models = {model: each for model, each in tokens.items() if model is not None}
+        return Minted(role.name, self.storage, of_all, expires_at, policy, of_models)
 
-    def _token(
-        self, resource: Resource, letters: str, expires_at: datetime, policy: str | None
-    ) -> str:
-        name = name_of(self._settings, resource)
+    def _token(self, place: _Place, letters: str, expires_at: datetime, policy: str | None) -> str:
+        resource, name = place[0], name_of(self._settings, *place)
         terms: dict[str, Any] = {
             **self._account,
             "protocol": "https" if self._https else None,
@@ -108,48 +131,70 @@ class Minter:
         return generate_queue_sas(queue_name=name, **terms)
 
 
-async def store_policy(settings: StorageSettings, role: Role, name: str) -> None:
+_Place = tuple[Resource, str | None]
+"""A queue or container; a model's queue with the model."""
+
+
+def _places(role: Role, models: Collection[str] = ()) -> list[_Place]:
+    """All that the role has a token for."""
+    of_queues = [(each, model) for model in models for each in RESOURCES if is_job_queue(each)]
+    places: list[_Place] = [*((each, None) for each in RESOURCES), *of_queues]
+    return [each for each in places if role.letters(*each)]
+
+
+def _may_be_missing(place: _Place) -> bool:
+    return place[0] in OPTIONAL or place[1] is not None
+
+
+async def store_policy(
+    settings: StorageSettings, role: Role, name: str, models: Collection[str] = ()
+) -> None:
     """Creates the stored policy *name* on each resource that *role* has a token for.
 
-    The queues of high and low priority are created if they do not exist.
+    The queues of high and low priority, and those of *models*, are created if they do not exist.
 
     Raises:
         SetupError: it exists with other permissions, or the resource has too many policies.
     """
 
-    def store(resource: Resource, policies: dict[str, Any]) -> bool:
-        permission = str(_permission(resource, role.letters(resource)))
+    def store(place: _Place, policies: dict[str, Any]) -> bool:
+        resource = place[0]
+        permission = str(_permission(resource, role.letters(*place)))
         existing = policies.get(name)
         if existing is not None and existing.permission != permission:
             raise errors.SetupError(
-                f"the policy {name!r} of {name_of(settings, resource)!r} allows"
+                f"the policy {name!r} of {name_of(settings, *place)!r} allows"
                 f" {existing.permission!r}, not {permission!r}: use one name per role"
             )
         if existing is not None and existing.expiry:
             raise errors.SetupError(
-                f"the policy {name!r} of {name_of(settings, resource)!r} has an expiry, as earlier"
+                f"the policy {name!r} of {name_of(settings, *place)!r} has an expiry, as earlier"
                 " versions gave it, and Azure takes a token's from one of the two: use another name"
             )
         if existing is None and len(policies) >= MAX_POLICIES:
             raise errors.SetupError(
-                f"{name_of(settings, resource)!r} already has {MAX_POLICIES} stored policies"
+                f"{name_of(settings, *place)!r} already has {MAX_POLICIES} stored policies"
                 f" ({', '.join(policies)}): `imagefleet keys revoke` one of them"
             )
         kind = BlobPolicy if is_container(resource) else QueuePolicy
         policies[name] = kind(permission=permission)
         return existing is None
 
-    resources = [each for each in RESOURCES if role.letters(each)]
-    optional = [each for each in resources if each in OPTIONAL]
-    await _change_policies(settings, [each for each in resources if each not in OPTIONAL], store)
-    await _create_queues(settings, optional)
+    places = _places(role, models)
+    optional = [each for each in places if _may_be_missing(each)]
+    await _change_policies(settings, [each for each in places if each not in optional], store)
+    if models:
+        async with open_storage(settings) as storage:
+            for model in models:
+                await storage.models.make(model)
+    await _create_queues(settings, [each for each in optional if each[1] is None])
     await _change_policies(settings, optional, store)
 
 
-async def policies(settings: StorageSettings, role: Role) -> set[str]:
+async def policies(settings: StorageSettings, role: Role, models: Collection[str] = ()) -> set[str]:
     """The names of the policies that all resources of *role* have."""
-    resources = [each for each in RESOURCES if role.letters(each)]
-    return set.intersection(*[await _policy_names(settings, each) for each in resources])
+    places = _places(role, models)
+    return set.intersection(*[await _policy_names(settings, each) for each in places])
 
 
 def is_of_broker(policy: str, name: str) -> bool:
@@ -163,13 +208,17 @@ async def remove_policy(settings: StorageSettings, name: str) -> list[str]:
     Returns the resources that had one.
     """
 
-    def remove(_: Resource, policies: dict[str, Any]) -> bool:
+    def remove(_: _Place, policies: dict[str, Any]) -> bool:
         ours = [each for each in policies if each == name or is_of_broker(name, each)]
         for each in ours:
             del policies[each]
         return bool(ours)
 
-    removed = await _change_policies(settings, RESOURCES, remove, skip_missing=True)
+    async with open_storage(settings) as storage:
+        models = await storage.models.names()
+    places: list[_Place] = [(each, None) for each in RESOURCES]
+    places += [(each, model) for model in models for each in RESOURCES if is_job_queue(each)]
+    removed = await _change_policies(settings, places, remove, skip_missing=True)
     if not removed:
         raise errors.SetupError(f"there is no policy {name!r} to revoke")
     return removed
@@ -180,11 +229,11 @@ def _permission(resource: Resource, letters: str) -> QueueSasPermissions | Conta
     return kind.from_string(letters)
 
 
-async def _create_queues(settings: StorageSettings, resources: Iterable[Resource]) -> None:
+async def _create_queues(settings: StorageSettings, places: Iterable[_Place]) -> None:
     """Creates those that do not exist, as deployments of earlier versions lack them."""
     address = account.read_address(settings.storage.strip())
-    for resource in resources:
-        name = name_of(settings, resource)
+    for place in places:
+        name = name_of(settings, *place)
         async with address.queue_client(name, None, **_OPTIONS) as client:
             with (
                 azure_errors.translated(f"the queue {name!r}"),
@@ -206,8 +255,8 @@ def _address_without_key(queue: QueueClient, container: ContainerClient, https: 
 
 async def _change_policies(
     settings: StorageSettings,
-    resources: Iterable[Resource],
-    change: Callable[[Resource, dict[str, Any]], bool | None],
+    places: Iterable[_Place],
+    change: Callable[[_Place, dict[str, Any]], bool | None],
     *,
     skip_missing: bool = False,
 ) -> list[str]:
@@ -216,20 +265,20 @@ async def _change_policies(
     *skip_missing* leaves out queues and containers that do not exist.
     """
     changed = []
-    for resource in resources:
-        name = name_of(settings, resource)
-        async with _policies_of(settings, resource) as client:
+    for place in places:
+        name = name_of(settings, *place)
+        async with _policies_of(settings, place) as client:
             with azure_errors.tolerated(azure_errors.MISSING if skip_missing else ()):
                 policies = await _read_policies(client)
-                if change(resource, policies):
+                if change(place, policies):
                     await _write_policies(client, policies)
                     changed.append(name)
     return changed
 
 
-async def _policy_names(settings: StorageSettings, resource: Resource) -> set[str]:
+async def _policy_names(settings: StorageSettings, place: _Place) -> set[str]:
     """None of a queue or container that does not exist."""
-    async with _policies_of(settings, resource) as client:
+    async with _policies_of(settings, place) as client:
         with azure_errors.tolerated(azure_errors.MISSING):
             return set(await _read_policies(client))
     return set()
@@ -237,12 +286,12 @@ async def _policy_names(settings: StorageSettings, resource: Resource) -> set[st
 
 @contextlib.asynccontextmanager
 async def _policies_of(
-    settings: StorageSettings, resource: Resource
+    settings: StorageSettings, place: _Place
 ) -> AsyncIterator[QueueClient | ContainerClient]:
     """The client to read and change them with, whose errors name them."""
     address = account.read_address(settings.storage.strip())
-    name = name_of(settings, resource)
-    open_client = address.container_client if is_container(resource) else address.queue_client
+    name = name_of(settings, *place)
+    open_client = address.container_client if is_container(place[0]) else address.queue_client
     async with open_client(name, None, **_OPTIONS) as client:
         with azure_errors.translated(f"the stored policies of {name!r}"):
             yield client

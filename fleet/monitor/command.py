@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+from collections import Counter
 from collections.abc import Sequence
 from contextlib import AbstractAsyncContextManager
 from dataclasses import asdict, dataclass
@@ -20,9 +21,9 @@ from fleet import console, options
 from fleet.monitor import prometheus, rates
 from fleet.monitor import watch as watching
 from fleet.monitor.settings import ExporterSettings, MonitorSettings
-from imagefleet import aio, errors
+from imagefleet import aio, concurrency, errors
 from imagefleet.storage.protocol import QueueDepth
-from imagefleet.telemetry import logs
+from imagefleet.telemetry import logs, serving
 
 log = logging.getLogger(__name__)
 
@@ -38,13 +39,25 @@ _UNITS = (("d", 86_400), ("h", 3600), ("min", 60))
 
 @dataclass(frozen=True, slots=True)
 class QueueStatus:
-    """A queue's depth; None for what the storage does not report."""
+    """A queue's depth; None for what the storage does not report.
+
+    *model* is that of its jobs, None where they name none.
+    """
 
     name: str
     messages: int
     visible: int | None
     leased: int | None
     oldest_age_seconds: float | None
+    model: str | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class WaitingModel:
+    """A model whose jobs wait, and which no worker serves."""
+
+    model: str
+    messages: int
 
 
 @dataclass(frozen=True, slots=True)
@@ -52,6 +65,7 @@ class FleetStatus:
     """The job queues and their poison queue; *fleet* only with a Prometheus.
 
     *queue* is the sum of *queues*, which are in the order in which workers take jobs.
+    *without_worker* are the models whose jobs wait until somebody starts a worker for them.
     """
 
     storage: str
@@ -59,6 +73,7 @@ class FleetStatus:
     failed: QueueStatus
     fleet: rates.FleetRates | None = None
     queues: Sequence[QueueStatus] = ()
+    without_worker: Sequence[WaitingModel] = ()
 
 
 @options.from_settings(MonitorSettings)
@@ -123,7 +138,26 @@ async def read_status(
         _queue_status(storage.poison.name, depth.failed),
         await rates.fleet_rates(server) if server else None,
         [_queue_status(name, each) for name, each in depth.queue.by_queue.items()],
+        await _without_worker(client, depth.queue),
     )
+
+
+async def _without_worker(client: aio.Fleet, depth: QueueDepth) -> list[WaitingModel]:
+    """By what workers note every ten minutes."""
+    waiting: Counter[str] = Counter()
+    for each in depth.by_queue.values():
+        if each.model is not None and each.messages:
+            waiting[each.model] += each.messages
+
+    async def is_served(model: str) -> bool:
+        return await client.run(serving.is_served(client.storage.blobs, model))
+
+    served = await concurrency.gather(*(is_served(model) for model in waiting))
+    return [
+        WaitingModel(model, messages)
+        for (model, messages), is_one in zip(waiting.items(), served, strict=True)
+        if not is_one
+    ]
 
 
 class WorkersTable:
@@ -253,17 +287,27 @@ async def _export(settings: ExporterSettings) -> None:
 
 def _queue_status(name: str, depth: QueueDepth) -> QueueStatus:
     visible = None if depth.leased is None else depth.messages - depth.leased
-    return QueueStatus(name, depth.messages, visible, depth.leased, depth.oldest_age_seconds)
+    return QueueStatus(
+        name, depth.messages, visible, depth.leased, depth.oldest_age_seconds, depth.model
+    )
 
 
 def _status_screen(status: FleetStatus) -> Group:
     headings = ("messages", "visible", "leased", "oldest")
     table = console.table(console.name_column("queue"), *map(console.number_column, headings))
-    for each in (*(status.queues or [status.queue]), status.failed):
+    shown_queues = [each for each in status.queues if each.model is None or each.messages]
+    for each in (*(shown_queues or [status.queue]), status.failed):
         counts = [each.messages, each.visible, each.leased]
         shown = ["?" if count is None else f"{count:,}" for count in counts]
         table.add_row(each.name, *shown, _age(each.oldest_age_seconds))
     parts: list[Text | Table] = [console.untrusted(status.storage, "bold"), table]
+    for waiting in status.without_worker:
+        jobs = console.counted(waiting.messages, "job")
+        sentence = (
+            f"{jobs} of the model {waiting.model} wait and no worker serves it: start one with"
+            " that --model"
+        )
+        parts += _notes(sentence)
     if (fleet := status.fleet) is not None:
         rows = {
             "workers": console.number(fleet.workers),

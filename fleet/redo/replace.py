@@ -139,7 +139,7 @@ async def finish(
     notes = (replaced_notes.note(entry.name, entry.metadata, journal) for entry in missing)
     await log.add([note for note in notes if note is not None])
     messages = list(dict.fromkeys(entry.message for entry in missing if entry.message))
-    await storage.queue.send(messages)
+    await storage.models.send(messages)
     if not await storage.files.delete(journal):
         raise errors.SetupError(f"the credentials may not delete {journal} in {storage.files.name}")
     replaced.images += len(missing)

@@ -19,6 +19,9 @@ _BIN_SECONDS = (1, 2, 5, 10, 15, 30, 60, 120, 300, 600, 900, 1800, 3600, 7200, 2
 #: Distinct errors shown: failures have few causes.
 _MAX_ERRORS = 20
 
+#: Models shown.
+_MAX_MODELS = 50
+
 #: A worker below this share of the median speed of its GPU class is slow.
 SLOW_SHARE = 2 / 3
 
@@ -57,6 +60,14 @@ class Failure:
 
 
 @dataclass(frozen=True, slots=True)
+class ModelFigures:
+    """The images of one model."""
+
+    name: str
+    images: int
+
+
+@dataclass(frozen=True, slots=True)
 class Rate:
     """Mean images/s of the bin that starts at *at* (Unix seconds)."""
 
@@ -85,6 +96,7 @@ class Figures:
     failures: Sequence[Failure]
     money: Money
     workers: Sequence[WorkerFigures]
+    models: Sequence[ModelFigures]
     bin_seconds: int
     throughput: Sequence[Rate]
     without_record: int
@@ -127,6 +139,10 @@ def compute(
         ],
         money=_money(records, workers, table, price_source),
         workers=workers,
+        models=[
+            ModelFigures(name, images)
+            for name, images in records.images_by_model.most_common(_MAX_MODELS)
+        ],
         bin_seconds=bin_seconds,
         throughput=throughput,
         without_record=records.without_record,

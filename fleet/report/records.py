@@ -27,6 +27,7 @@ _TIME_STEP = 0.05
 #: Records are untrusted: no number of forged names may fill the memory.
 _MAX_WORKERS = 50_000
 _MAX_FAILURE_KINDS = 5_000
+_MAX_MODELS = 1_000
 
 #: $/h, above that of any worker.
 _MAX_PRICE = 1_000
@@ -111,6 +112,7 @@ class Records:
     stored_in_second: Counter[int] = field(default_factory=Counter)
     seconds_in_worker: Counter[int] = field(default_factory=Counter)
     deliveries: Counter[int] = field(default_factory=Counter)
+    images_by_model: Counter[str] = field(default_factory=Counter)
     failed_by_error: Counter[tuple[str, str]] = field(default_factory=Counter)
     cancelled: int = 0
     are_listed: bool = False
@@ -161,6 +163,7 @@ class _Image:
     worker: str | None = None
     started_at: str = ""
     gpu: str | None = None
+    model: str | None = None
     price_per_hour: float | None = None
     start_up_seconds: float = 0
     seconds: float = 0
@@ -250,6 +253,7 @@ def _of_record(record: Record, records: Records) -> _Image | None:
         worker=None if record.seconds is None else printable(record.worker),
         started_at=record.started_at.isoformat() if record.started_at else "",
         gpu=printable(record.gpu) if record.gpu else None,
+        model=printable(record.model) if record.model else None,
         price_per_hour=price,
         start_up_seconds=record.start_up_seconds,
         seconds=record.seconds or 0,
@@ -291,6 +295,10 @@ def _count_failure(records: Records, error: str, reason: str) -> None:
 def _count_image(records: Records, image: _Image) -> None:
     records.images += 1
     records.image_bytes += image.size_bytes
+    if image.model and (
+        image.model in records.images_by_model or len(records.images_by_model) < _MAX_MODELS
+    ):
+        records.images_by_model[image.model] += 1
     second = int(image.stored_at.timestamp())
     if second in records.stored_in_second or len(records.stored_in_second) < _MAX_SECONDS:
         records.stored_in_second[second] += 1

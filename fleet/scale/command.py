@@ -57,6 +57,14 @@ async def command(
         typer.Option(min=0.0001, metavar="NUMBER", help="Of one replica; measured by default."),
     ] = None,
     images_per_job: Annotated[int, typer.Option(min=1, max=64, metavar="COUNT")] = 1,
+    model: Annotated[
+        list[str] | None,
+        typer.Option(
+            metavar="NAME",
+            help="Count the jobs of this model and those without one; repeatable. By default the"
+            " jobs of all models.",
+        ),
+    ] = None,
     every_minutes: Annotated[
         float, typer.Option(min=1, max=240, help="Between changes; nodes take minutes to start.")
     ] = 15,
@@ -129,6 +137,7 @@ async def command(
                     given=given, assumed=_assumed_speed(fleet_file, images_per_job), server=server
                 ),
                 is_dry_run=dry_run,
+                models=model or None,
             )
             print_record = _print_record if as_json else lambda _: None
             if once:

@@ -6,7 +6,7 @@ import asyncio
 import logging
 import time
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -120,16 +120,21 @@ class Scaler:
         speeds: Speeds,
         *,
         is_dry_run: bool = False,
+        models: Collection[str] | None = None,
         clock: Callable[[], float] | None = None,
         wall_clock: Callable[[], float] = time.time,
     ) -> None:
-        """*clock*, which nobody sets, counts the cost; *wall_clock* is for the deadline."""
+        """*clock*, which nobody sets, counts the cost; *wall_clock* is for the deadline.
+
+        *models*: of the jobs that name a model, those of these count; None: all.
+        """
         self._goal = goal
         self._fleet = fleet
         self._storage = storage
         self._ledger_path = ledger_path
         self._speeds = speeds
         self._is_dry_run = is_dry_run
+        self._models = models
         self._clock = clock or uptime.steady_clock()
         self._wall_clock = wall_clock
         self._ledger = ledger.read(ledger_path, fleet.fleet, self._clock())
@@ -242,7 +247,12 @@ class Scaler:
     async def _read_queue(self, now: float) -> bool:
         """False if the queue does not answer; the budget is watched all the same."""
         try:
-            self._messages = (await self._storage.queue.depth()).messages
+            depth = await self._storage.queue.depth()
+            self._messages = sum(
+                each.messages
+                for each in depth.by_queue.values()
+                if self._models is None or each.model is None or each.model in self._models
+            )
         except errors.TransientError as error:
             log.warning("the queue does not answer: %s", error, extra={"action": "queue_unknown"})
             self._empty_since = None

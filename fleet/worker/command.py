@@ -111,10 +111,10 @@ def _run_several(settings: MachineSettings, gpus: list[Gpu]) -> int:
 
 def _refuse_wrong_model(settings: WorkerSettings) -> None:
     """Raises SetupError before anything heavy is imported."""
-    from worker.files import check
+    from worker.models import checkpoints
 
     if not _is_on_salad():  # there a worker waits for the operator instead
-        check.check(settings)
+        checkpoints.check(settings)
 
 
 def _has_terminal(settings: WorkerSettings) -> bool:

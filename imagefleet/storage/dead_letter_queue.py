@@ -207,7 +207,7 @@ async def replay(
             except errors.JobError as error:
                 is_unsigned = isinstance(error, errors.UntrustedJobError)
                 swept.refused.append(Refused(entry.id, error.message, is_unsigned))
-        await storage.queues[priority].send(bodies.values())
+        await storage.models.send(bodies.values(), priority)
         await notes.add((each for each in entries if each.message.id in bodies), "replayed")
         return list(bodies)
 

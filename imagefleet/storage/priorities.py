@@ -1,11 +1,21 @@
-"""Job queues of several priorities as one, which is drained in their order and starves none."""
+"""Job queues of several priorities and models as one, drained by priority, which starves none."""
 
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import logging
 import time
-from collections.abc import AsyncIterator, Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import (
+    AsyncIterator,
+    Awaitable,
+    Callable,
+    Collection,
+    Iterable,
+    Iterator,
+    Mapping,
+    Sequence,
+)
 from dataclasses import dataclass
 
 from imagefleet import concurrency, errors
@@ -30,9 +40,11 @@ MISSING_PAUSE_SECONDS = 60.0
 
 @dataclass(slots=True, eq=False)
 class _Source:
-    """One of the queues, and when it is asked next."""
+    """One of the queues, and when it is asked next; *level* is its priority's, 0 the highest."""
 
     queue: protocol.JobQueue
+    level: int
+    model: str | None = None
     due_at: float = 0.0
     empty_receives: int = 0
     last_receive: int = 0
@@ -43,7 +55,8 @@ class _Source:
 class OrderedQueues:
     """Queues drained in their order. Messages are sent to *main*, and only that must exist.
 
-    A message stays in its queue when it is handed back.
+    A message stays in its queue when it is handed back. Queues of one priority, of several models,
+    take turns.
     """
 
     def __init__(
@@ -52,15 +65,47 @@ class OrderedQueues:
         main: protocol.JobQueue,
         *,
         clock: Callable[[], float] = time.monotonic,
+        find_more: Callable[[], Awaitable[None]] | None = None,
     ) -> None:
-        self._sources = {queue.name: _Source(queue) for queue in queues}
+        """*queues* are those of jobs without a model, by priority.
+
+        *find_more* calls `add` for other models' queues, before all queues are looked at.
+        """
+        self._sources = {queue.name: _Source(queue, level) for level, queue in enumerate(queues)}
         self._main = self._sources[main.name]
+        self._find_more = find_more
+        self._wanted: frozenset[str | None] | None = None
         self._clock = clock
         self._receives = 0  # that returned messages
 
     @property
     def name(self) -> str:
         return self._main.queue.name
+
+    def add(self, model: str, queues: Sequence[protocol.JobQueue]) -> None:
+        """The queues of a model's jobs as well, by priority."""
+        for level, queue in enumerate(queues):
+            self._sources.setdefault(queue.name, _Source(queue, level, model))
+
+    def remove(self, model: str) -> None:
+        """The queues of a model no more, of which no message may be in flight."""
+        self._sources = {name: each for name, each in self._sources.items() if each.model != model}
+
+    def receive_only(self, models: Collection[str | None]) -> None:
+        """From now on `receive` takes jobs of these *models*; None: those without a model."""
+        self._wanted = frozenset(models)
+
+    async def depth_of(self, models: Collection[str | None]) -> protocol.QueueDepth:
+        """The size of the queues of some models."""
+        chosen = [each for each in self._sources.values() if each.model in models]
+        found = await concurrency.gather(*(self._depth(each) for each in chosen))
+        return _sum(
+            {
+                source.queue.name: depth
+                for source, depth in zip(chosen, found, strict=True)
+                if depth is not None
+            }
+        )
 
     async def check(self) -> None:
         await self._main.queue.check()
@@ -80,7 +125,8 @@ class OrderedQueues:
         received: list[protocol.LeasedMessage] = []
         empty: list[_Source] = []
         unanswered: dict[_Source, errors.FleetError] = {}
-        for source in self._in_turn():
+        asked = self._in_turn()
+        for source in asked:
             try:
                 messages = await source.queue.receive(max_messages - len(received), lease_seconds)
             except (errors.SetupError, errors.TransientError) as error:
@@ -96,7 +142,9 @@ class OrderedQueues:
                 empty.append(source)
             if len(received) == max_messages:
                 break
-        self._pause(empty, unanswered, is_idle=not received)
+        self._pause(
+            empty, unanswered, is_idle=not received, is_outage=len(unanswered) == len(asked)
+        )
         outages = [each for each in unanswered.values() if isinstance(each, errors.TransientError)]
         if outages and not received:
             raise outages[0]
@@ -119,7 +167,8 @@ class OrderedQueues:
         await self._source_of(message).queue.delete(message)
 
     async def browse(self) -> AsyncIterator[protocol.Message]:
-        for source in self._sources.values():
+        await self._find()
+        for source in list(self._sources.values()):
             with self._main_must_exist(source):
                 async for message in source.queue.browse():
                     yield message
@@ -129,13 +178,15 @@ class OrderedQueues:
         return all(source.queue.finds_all for source in self._sources.values())
 
     async def find(self, text: str) -> AsyncIterator[protocol.FoundMessage]:
-        for source in self._sources.values():
+        await self._find()
+        for source in list(self._sources.values()):
             with self._main_must_exist(source):
                 async for found in source.queue.find(text):
                     yield found
 
     async def clear(self) -> None:
-        for source in self._sources.values():
+        await self._find()
+        for source in list(self._sources.values()):
             with self._main_must_exist(source):
                 await source.queue.clear()
 
@@ -145,20 +196,17 @@ class OrderedQueues:
     async def depth(self) -> protocol.QueueDepth:
         # The main queue alone at first: without access there is none to the others either.
         found = {self.name: await self._main.queue.depth()}
+        await self._find()
         others = self._others()
         depths_of_others = await concurrency.gather(*(self._depth(each) for each in others))
         for source, depth in zip(others, depths_of_others, strict=True):
             if depth is not None:
                 found[source.queue.name] = depth
-        depths = {name: found[name] for name in self._sources if name in found}
-        leased = [each.leased for each in depths.values() if each.leased is not None]
-        ages = [age for each in depths.values() if (age := each.oldest_age_seconds) is not None]
-        return protocol.QueueDepth(
-            sum(each.messages for each in depths.values()),
-            sum(leased) if len(leased) == len(depths) else None,
-            max(ages, default=None),
-            depths,
-        )
+        return _sum({name: found[name] for name in self._sources if name in found})
+
+    async def _find(self) -> None:
+        if self._find_more is not None:
+            await self._find_more()
 
     async def _depth(self, source: _Source) -> protocol.QueueDepth | None:
         """The size of a queue other than the main one; None if it is missing."""
@@ -170,7 +218,7 @@ class OrderedQueues:
         source.is_missing = False
         if depth.oldest_age_seconds is not None:
             source.due_at = 0.0  # there is something to receive
-        return depth
+        return dataclasses.replace(depth, model=source.model)
 
     @contextlib.contextmanager
     def _main_must_exist(self, source: _Source) -> Iterator[None]:
@@ -185,13 +233,23 @@ class OrderedQueues:
     def _in_turn(self) -> list[_Source]:
         """The queues to ask now, in this order."""
         now = self._clock()
-        first, *lower = self._sources.values()
-        in_turn = [first, *lower]
+        wanted = [
+            each
+            for each in self._sources.values()
+            if self._wanted is None or each.model in self._wanted
+        ]
+        # Of one priority, first the queue that has waited longest.
+        in_turn = sorted(wanted, key=lambda each: (each.level, each.last_receive))
         if self._receives % FAIR_EVERY == FAIR_EVERY - 1:
-            # The one that has waited longest: with two that are never empty above it, the lowest
-            # would get nothing from the turns of the lower queues.
-            in_turn = [*sorted(lower, key=lambda each: each.last_receive), first]
-        return [each for each in in_turn if each is self._main or each.due_at <= now]
+            # With two that are never empty above it, the lowest would get nothing from the turns of
+            # the lower queues.
+            in_turn.sort(key=lambda each: (each.level == 0, each.last_receive))
+        return [each for each in in_turn if self._is_main(each) or each.due_at <= now]
+
+    def _is_main(self, source: _Source) -> bool:
+        """Whether it is asked each time: the queue of normal priority of a model, or of none."""
+        is_normal = source.level == self._main.level and not source.is_missing
+        return source is self._main or is_normal
 
     def _pause(
         self,
@@ -199,9 +257,10 @@ class OrderedQueues:
         unanswered: Mapping[_Source, errors.FleetError],
         *,
         is_idle: bool,
+        is_outage: bool,
     ) -> None:
         """Sets when the queues that had nothing are asked again."""
-        if self._main in unanswered:
+        if self._main in unanswered or is_outage:
             empty = [*empty, *unanswered]  # an outage of all; none must wait for long after it
         else:
             for source, error in unanswered.items():
@@ -235,3 +294,14 @@ class OrderedQueues:
 
     def _source_of(self, message: protocol.LeasedMessage) -> _Source:
         return self._sources.get(message.queue, self._main)
+
+
+def _sum(depths: Mapping[str, protocol.QueueDepth]) -> protocol.QueueDepth:
+    leased = [each.leased for each in depths.values() if each.leased is not None]
+    ages = [age for each in depths.values() if (age := each.oldest_age_seconds) is not None]
+    return protocol.QueueDepth(
+        sum(each.messages for each in depths.values()),
+        sum(leased) if len(leased) == len(depths) else None,
+        max(ages, default=None),
+        depths,
+    )

@@ -19,6 +19,7 @@ from xml.sax.saxutils import escape
 from imagefleet import errors
 
 if TYPE_CHECKING:
+    from imagefleet.storage.model_queues import ModelQueues
     from imagefleet.storage.settings import Priority
 
 #: Azure's limit for the encoded text (XML-escaped UTF-8).
@@ -72,13 +73,15 @@ class FoundMessage:
 class QueueDepth:
     """The size of a queue. `leased` is None on Azure, which reports only the sum.
 
-    `by_queue` has each queue's own size where several are drained as one.
+    `by_queue` has each queue's own size where several are drained as one. `model` is that of the
+    queue's jobs, None where they name none.
     """
 
     messages: int
     leased: int | None
     oldest_age_seconds: float | None
     by_queue: Mapping[str, QueueDepth] = field(default_factory=dict, compare=False)
+    model: str | None = field(default=None, compare=False)
 
 
 class Stamps(NamedTuple):
@@ -86,6 +89,13 @@ class Stamps(NamedTuple):
 
     earliest: datetime
     latest: datetime
+
+
+class Sends(Protocol):
+    """What jobs are sent to."""
+
+    async def send(self, bodies: Iterable[str]) -> None:
+        """As `JobQueue.send`."""
 
 
 class JobQueue(Protocol):
@@ -298,7 +308,11 @@ class Storage(Protocol):
 
     @property
     def queues(self) -> Mapping[Priority, JobQueue]:
-        """The job queue of each priority, to send to."""
+        """The queue of each priority of jobs without a model."""
+
+    @property
+    def models(self) -> ModelQueues:
+        """The queues of jobs that name a model; what sends jobs to the right ones."""
 
     @property
     def poison(self) -> JobQueue: ...

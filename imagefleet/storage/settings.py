@@ -12,6 +12,7 @@ from pydantic_settings import BaseSettings, SettingsConfigDict
 
 from imagefleet import errors
 from imagefleet.redaction import WebAddress
+from imagefleet.storage import queue_names
 
 #: Azure's rule for names of queues and containers, with space left for `-poison`.
 _AZURE_NAME = re.compile(r"(?=.{3,56}$)[a-z0-9](-?[a-z0-9])*")
@@ -35,8 +36,6 @@ def _public_keys(text: str) -> str:
 
 #: One or more public keys, separated by commas.
 PublicKeys = Annotated[str, AfterValidator(_public_keys)]
-
-POISON_SUFFIX = "-poison"
 
 #: Removed settings and what happens instead: for one release, a warning rather than an error.
 REMOVED_SETTINGS: dict[str, str] = {
@@ -82,7 +81,7 @@ class StorageSettings(BaseSettings):
     queue: AzureName = Field(
         default="jobs",
         description="Name of the job queue; jobs of high and low priority are in NAME-high and"
-        " NAME-low, and failed jobs go to the queue NAME-poison.",
+        " NAME-low, jobs that name a model in NAME-MODEL-HASH, and failed jobs in NAME-poison.",
     )
     container: AzureName = Field(default="images", description="Blob container for the images.")
     files_container: AzureName = Field(
@@ -110,13 +109,16 @@ class StorageSettings(BaseSettings):
 
     @property
     def job_queues(self) -> Mapping[Priority, str]:
-        """The names of the job queues, in the order in which workers take jobs."""
-        suffixes = {each: "" if each == "normal" else f"-{each}" for each in PRIORITIES}
-        return {priority: self.queue + suffix for priority, suffix in suffixes.items()}
+        """The names of the queues of jobs without a model, in the order of `PRIORITIES`."""
+        return self.queues_of(None)
+
+    def queues_of(self, model: str | None) -> Mapping[Priority, str]:
+        """The names of a model's job queues, in the order in which workers take jobs."""
+        return {each: queue_names.job_queue(self.queue, model, each) for each in PRIORITIES}
 
     @property
     def poison_queue(self) -> str:
-        return self.queue + POISON_SUFFIX
+        return queue_names.poison_queue(self.queue)
 
     @model_validator(mode="after")
     def _check_containers(self) -> Self:

@@ -2,9 +2,15 @@
 
 from __future__ import annotations
 
+from collections import Counter
+
 from prometheus_client import CollectorRegistry, Gauge
 
 from imagefleet.storage.protocol import QueueDepth
+
+#: Models with series of their own: whoever may send jobs names models.
+MAX_MODELS = 50
+OTHER_MODELS = "(others)"
 
 
 class QueueGauges:
@@ -27,12 +33,26 @@ class QueueGauges:
             ["queue"],
             registry=registry,
         )
+        self._model_messages = Gauge(
+            "imagefleet_model_queue_messages",
+            "Messages in the queues of a model's jobs; of those without a model, model is empty.",
+            ["model"],
+            registry=registry,
+        )
+        self._model_age = Gauge(
+            "imagefleet_model_queue_oldest_age_seconds",
+            "Age of the oldest visible message of a model's; 0 if there is none.",
+            ["model"],
+            registry=registry,
+        )
+        self._models: set[str] = set()
 
     def update(self, queue: str, depth: QueueDepth) -> None:
         """Sets the gauges of *queue*, or of each of the queues that are drained as one."""
         for name, own in depth.by_queue.items():
             self.update(name, own)
         if depth.by_queue:
+            self._update_models(depth)
             return
         if depth.leased is None:
             self._messages.labels(queue, "any").set(depth.messages)
@@ -40,3 +60,22 @@ class QueueGauges:
             self._messages.labels(queue, "visible").set(depth.messages - depth.leased)
             self._messages.labels(queue, "leased").set(depth.leased)
         self._oldest_age.labels(queue).set(depth.oldest_age_seconds or 0)
+
+    def _update_models(self, depth: QueueDepth) -> None:
+        messages: Counter[str] = Counter()
+        ages: dict[str, float] = {}
+        for each in depth.by_queue.values():
+            model = self._label(each.model)
+            messages[model] += each.messages
+            ages[model] = max(ages.get(model, 0), each.oldest_age_seconds or 0)
+        for model, count in messages.items():
+            self._model_messages.labels(model).set(count)
+            self._model_age.labels(model).set(ages[model])
+
+    def _label(self, model: str | None) -> str:
+        if model is None or model in self._models:
+            return model or ""
+        if len(self._models) >= MAX_MODELS:
+            return OTHER_MODELS
+        self._models.add(model)
+        return model

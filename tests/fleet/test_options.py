@@ -15,7 +15,7 @@ from fleet import console, options
 from imagefleet import errors
 from imagefleet.telemetry.settings import TelemetrySettings
 from worker import settings as worker_settings
-from worker.settings import MachineSettings
+from worker.settings import MachineSettings, WorkerSettings
 
 runner = CliRunner()
 
@@ -107,6 +107,23 @@ def test_a_flag_overrides_the_variable_and_the_variable_the_default(
     settings = seen["settings"]
     assert (settings.attempts, settings.eager, settings.kind) == (9, False, "azure")
     assert settings.lease_seconds == 30
+
+
+def test_a_repeated_flag_has_the_values_of_one_variable(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    seen: list[str] = []
+    app = typer.Typer()
+
+    @app.command()
+    @options.from_settings(WorkerSettings)
+    def command(settings: WorkerSettings) -> None:
+        seen.append(settings.model)
+
+    assert runner.invoke(app, ["--model", "a", "--model", "store:b.tar"]).exit_code == 0
+    monkeypatch.setenv("IMAGEFLEET_MODEL", "a,store:b.tar")
+    assert runner.invoke(app, []).exit_code == 0
+    assert seen == ["a,store:b.tar"] * 2
 
 
 def test_an_empty_variable_is_ignored(app: typer.Typer, seen: dict[str, Any]) -> None:

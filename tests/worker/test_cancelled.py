@@ -158,7 +158,7 @@ async def test_images_of_a_worker_that_died_get_records_when_their_jobs_end_othe
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     of_spring = {"campaign": "spring", "batch_size": 3, "seed": 1}
-    of_autumn = {"campaign": "autumn", "model": "another"}
+    of_autumn = {"campaign": "autumn", "prompt": "a <lora:nowhere:1>"}
     await storage.queue.send(
         [
             message(id="stopped", **of_spring),

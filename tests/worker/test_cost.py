@@ -22,6 +22,9 @@ from worker.replica import Replica
 from worker.settings import WorkerSettings
 from worker.testing import StandInEngine, draw_noise
 
+#: Beside images, what says something about jobs and workers.
+NOTES = ("-records/", "-models/", "-serving/")
+
 RunPipeline = Callable[..., Any]  # the fixture of conftest.py
 
 #: Prices at which storage matters as in production, where an image takes ten times as long.
@@ -73,7 +76,7 @@ async def test_images_per_dollar_by_the_metrics_match_the_runs_records(
         settings, load=lambda: StandInEngine(capacity=4, tick_seconds=0.15)
     )
     seconds = time.monotonic() - began_at  # some 5, so that closing down is not 1 % of them
-    stored = [name async for name in storage.blobs.names() if not name.startswith("-records/")]
+    stored = [name async for name in storage.blobs.names() if not name.startswith(NOTES)]
     assert len(stored) == report.images == 120
     gpu_dollars = seconds / 3600 * price
     is_local = settings.storage.startswith("local:")

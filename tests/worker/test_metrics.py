@@ -37,6 +37,9 @@ async def test_every_counter_starts_at_zero(text: str) -> None:
         *(f'imagefleet_gpu_idle_seconds_total{{reason="{each}"}}' for each in IDLE_REASONS),
         'imagefleet_lease_renewals_total{result="lost"}',
         "imagefleet_engine_recompiles_total",
+        'imagefleet_model_switches_total{model="stand-in"}',
+        'imagefleet_model_jobs_total{model="stand-in",outcome="failed"}',
+        "imagefleet_model_switch_seconds_total",
     ):
         assert f"{series} " in text, series
 
@@ -62,6 +65,7 @@ async def test_few_labels_make_few_series(text: str) -> None:
     assert len(samples) < 300
     assert labels <= {
         *("stage", "le", "outcome", "reason", "state", "result", "cache", "kind", "error", "fault"),
+        "model",
         *("queue", "worker", "version", "gpu", "group", "priority"),
     }
 

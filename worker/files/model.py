@@ -53,6 +53,13 @@ def local_path(settings: WorkerSettings) -> Path:
     return find_fetched(folder, address) or folder / address.stem
 
 
+def name_of(settings: WorkerSettings) -> str:
+    """The name by which jobs ask for the model: its file's or folder's, without the suffix."""
+    path = local_path(settings)
+    is_file = path.suffix == SUFFIX
+    return path.stem if is_file else path.resolve().name
+
+
 def stored_blob(settings: WorkerSettings) -> str | None:
     """The name of the model's blob in the container of files; None: it is elsewhere."""
     address = _address(settings)

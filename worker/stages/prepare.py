@@ -125,7 +125,9 @@ class PrepareStage:
         Raises:
             JobError: the workers that generated it alone died as well.
         """
-        self._read(entry)
+        if self._is_others(self._read(entry)):
+            await self.settler.move(entry)
+            return
         if entry.deliveries.is_condemned:
             raise errors.JobError(
                 f"the workers that had the job died or lost their leases"
@@ -149,6 +151,10 @@ class PrepareStage:
     async def _prepare(self, entry: InFlightJob) -> None:
         with self.metrics.stage_seconds.labels("prepare").time():
             job = self._read(entry)
+            if self._is_others(job):
+                self.generate.puller.not_ahead(entry)
+                await self.settler.move(entry)
+                return
             if job.verify and await self._left_to_others(entry, job):
                 return
             size = self._size(job)
@@ -159,6 +165,8 @@ class PrepareStage:
             ]
         entry.images_to_generate = entry.images_to_store = len(prepared)
         for index, request in enumerate(prepared):
+            if entry.settled:
+                return  # handed back meanwhile, since the model changes
             if self.generate.is_cancelled(entry):
                 await self.generate.leave_out(entry, len(prepared) - index)
                 break
@@ -190,14 +198,13 @@ class PrepareStage:
         if self.generate.is_cancelled(entry):
             self.generate.puller.not_ahead(entry)  # others are pulled while it is acknowledged
             raise errors.JobCancelled
-        if job.model not in {None, self.engine.model_name}:
-            raise errors.MissingFileError(
-                f"the job asks for the model {job.model!r}; this worker has"
-                f" {self.engine.model_name!r}"
-            )
-        if not job.verify:
+        if not (job.verify or self._is_others(job)):
             self._remember(job)
         return job
+
+    def _is_others(self, job: Job) -> bool:
+        """Whether a job asks for another model than the engine has."""
+        return job.model not in {None, self.engine.model_name}
 
     def _size(self, job: Job) -> tuple[int, int]:
         width, height = self.engine.default_size

@@ -181,6 +181,7 @@ class UploadStage:
             entry.images_written += 1
             self.images_written += 1
             self.metrics.images.inc()
+            self.metrics.model_images.labels(self.model_name).inc()
         else:
             self.suspects.not_stored(name)
             self.cost.lost("duplicate")

@@ -11,7 +11,7 @@ import dataclasses
 import logging
 import os
 import time
-from collections.abc import Awaitable, Callable, Mapping
+from collections.abc import Awaitable, Callable
 from typing import Any, TypeVar, get_args
 
 from azure.core.credentials import AzureSasCredential
@@ -76,8 +76,10 @@ class Access:
 class RotatingAccess(Access):
     """One resource's credential, updated by RotatingTokens."""
 
-    def __init__(self, resource: Resource, tokens: RotatingTokens) -> None:
-        self._sas = tokens.credentials[resource]
+    def __init__(
+        self, resource: Resource, tokens: RotatingTokens, model: str | None = None
+    ) -> None:
+        self._sas = tokens.credential(resource, model)
         super().__init__(resource, self._sas)
         self._tokens = tokens
         self._accepted = False
@@ -121,12 +123,21 @@ class RotatingTokens:
 
     def __init__(self, source: sas_tokens.TokenSource) -> None:
         self.source = source
-        self.credentials: dict[Resource, AzureSasCredential] = {
-            each: AzureSasCredential("") for each in get_args(Resource)
+        self.credentials: dict[tuple[Resource, str | None], AzureSasCredential] = {
+            (each, None): AzureSasCredential("") for each in get_args(Resource)
         }
+        self._tokens: sas_tokens.Tokens | None = None
         self._refreshing: asyncio.Task[None] | None = None
         self._failure: errors.FleetError | None = None
         self._refusal_logged = False
+
+    def credential(self, resource: Resource, model: str | None) -> AzureSasCredential:
+        """The credential of a queue or container, of a *model*'s queue if given."""
+        key = resource, model
+        if key not in self.credentials:
+            token = self._tokens.of(*key) if self._tokens else ""
+            self.credentials[key] = AzureSasCredential(token)
+        return self.credentials[key]
 
     async def refresh_if_due(self) -> None:
         """Waits for the first tokens; later ones are fetched while the request goes on.
@@ -199,8 +210,9 @@ class RotatingTokens:
         if tokens is None:
             return
         self._refusal_logged = False
-        for resource, credential in self.credentials.items():
-            credential.update(tokens.of(resource))
+        self._tokens = tokens
+        for key, credential in self.credentials.items():
+            credential.update(tokens.of(*key))
         log.info(
             "new SAS tokens from %s, valid until %s",
             self.source.name,
@@ -224,24 +236,23 @@ class Credentials:
     ) -> None:
         self._to_close: RotatingTokens | AsyncTokenCredential | None = None
         source = sas_tokens.source_of(settings, identity_token)
-        if source is not None:
-            tokens = self._to_close = RotatingTokens(source)
-            self._accesses: Mapping[Resource, Access] = {
-                resource: RotatingAccess(resource, tokens) for resource in tokens.credentials
-            }
-        else:
-            identity: AsyncTokenCredential | None = None
-            fixed = sas_tokens.fixed_tokens(settings, address.sas)
-            if fixed is None and not address.has_key:
-                identity = self._to_close = _workload_identity(settings.queue)
-            self._accesses = {
-                each: Access(each, AzureSasCredential(fixed.of(each)) if fixed else identity)
-                for each in get_args(Resource)
-            }
+        self._rotating = None if source is None else RotatingTokens(source)
+        self._fixed: sas_tokens.Tokens | None = None
+        self._identity: AsyncTokenCredential | None = None
+        if self._rotating is not None:
+            self._to_close = self._rotating
+            return
+        self._fixed = sas_tokens.fixed_tokens(settings, address.sas)
+        if self._fixed is None and not address.has_key:
+            self._identity = self._to_close = _workload_identity(settings.queue)
 
-    def of(self, resource: Resource) -> Access:
-        """The credential of a queue or container."""
-        return self._accesses[resource]
+    def of(self, resource: Resource, model: str | None = None) -> Access:
+        """The credential of a queue or container; a job queue may be a *model*'s."""
+        if self._rotating is not None:
+            return RotatingAccess(resource, self._rotating, model)
+        if self._fixed is not None:
+            return Access(resource, AzureSasCredential(self._fixed.of(resource, model)))
+        return Access(resource, self._identity)
 
     async def close(self) -> None:
         if self._to_close is not None:

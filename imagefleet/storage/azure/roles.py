@@ -67,8 +67,11 @@ class Role:
     blob: str = ""
     files: str = ""
 
-    def letters(self, resource: Resource) -> str:
+    def letters(self, resource: Resource, model: str | None = None) -> str:
         letters: str = getattr(self, "queue" if resource in OPTIONAL else resource)
+        if model is not None and "p" in letters:
+            # A job in the wrong queue is moved; whoever may rewrite jobs may as well add some.
+            letters += "a"
         return letters
 
     @property
@@ -122,9 +125,9 @@ def job_queue(priority: Priority) -> Resource:
     return _JOB_QUEUES[priority]
 
 
-def name_of(settings: StorageSettings, resource: Resource) -> str:
-    """The name of the queue or container."""
-    queues = {job_queue(each): name for each, name in settings.job_queues.items()}
+def name_of(settings: StorageSettings, resource: Resource, model: str | None = None) -> str:
+    """The name of the queue or container; a job queue may be a *model*'s."""
+    queues = {job_queue(each): name for each, name in settings.queues_of(model).items()}
     names: dict[Resource, str] = {
         **queues,
         "poison": settings.poison_queue,
@@ -132,6 +135,11 @@ def name_of(settings: StorageSettings, resource: Resource) -> str:
         "files": settings.files_container,
     }
     return names[resource]
+
+
+def is_job_queue(resource: Resource) -> bool:
+    """Whether it is a queue of jobs, of which each model has its own."""
+    return resource in _JOB_QUEUES.values()
 
 
 def is_container(resource: Resource) -> bool:

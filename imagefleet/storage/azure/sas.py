@@ -20,6 +20,7 @@ from pydantic import (
     AwareDatetime,
     BaseModel,
     ConfigDict,
+    Field,
     SecretStr,
     ValidationError,
     model_validator,
@@ -67,11 +68,22 @@ def _checked_token(token: SecretStr) -> SecretStr:
 _SasToken = Annotated[SecretStr, AfterValidator(_checked_token)]
 
 
+class QueueTokens(BaseModel):
+    """The tokens of one model's job queues."""
+
+    model_config = ConfigDict(frozen=True, extra="ignore", hide_input_in_errors=True)
+
+    queue: _SasToken | None = None
+    queue_high: _SasToken | None = None
+    queue_low: _SasToken | None = None
+
+
 class Tokens(BaseModel):
     """`{"queue": ..., "poison": ..., "blob": ..., "files": ..., "expires_at": ...}`.
 
     A role has tokens only for what it needs; one of the whole account is for what has none. Those
-    of earlier versions lack `queue_high` and `queue_low`.
+    of earlier versions lack `queue_high` and `queue_low`. `models` has the tokens of the queues of
+    each model.
     """
 
     model_config = ConfigDict(frozen=True, extra="ignore", hide_input_in_errors=True)
@@ -82,6 +94,7 @@ class Tokens(BaseModel):
     poison: _SasToken | None = None
     blob: _SasToken | None = None
     files: _SasToken | None = None
+    models: dict[str, QueueTokens] = Field(default_factory=dict)
     expires_at: AwareDatetime | None = None
 
     @model_validator(mode="after")
@@ -90,11 +103,15 @@ class Tokens(BaseModel):
             raise ValueError(f"a token of {', '.join(get_args(Resource))} is missing")
         return self
 
-    def of(self, resource: Resource) -> str:
-        """The token for it; empty if there is none."""
+    def of(self, resource: Resource, model: str | None = None) -> str:
+        """The token for it, of a *model*'s queues if given; empty if there is none."""
         tokens = self._by_resource()
         accounts = (token for token in tokens.values() if "ss" in parse_qs(token))
-        return tokens[resource] or next(accounts, "")
+        own = tokens[resource]
+        if model is not None:
+            token: SecretStr | None = getattr(self.models.get(model), resource, None)
+            own = token.get_secret_value() if token else ""
+        return own or next(accounts, "")
 
     def _by_resource(self) -> dict[Resource, str]:
         given: dict[Resource, SecretStr | None] = {

@@ -16,9 +16,10 @@ from imagefleet.storage.azure.blobs import AzureBlobs
 from imagefleet.storage.azure.credentials import Credentials
 from imagefleet.storage.azure.queue import AzureQueue
 from imagefleet.storage.azure.roles import job_queue, name_of
+from imagefleet.storage.model_queues import ModelQueues, Queues
 from imagefleet.storage.priorities import OrderedQueues
 from imagefleet.storage.protocol import Operations
-from imagefleet.storage.settings import PRIORITIES, Resource, StorageSettings
+from imagefleet.storage.settings import PRIORITIES, Priority, Resource, StorageSettings
 
 #: An API version that every Azure cloud, Azurite and every allowed release of the SDK support. The
 #: SDK's default is the newest, which Azurite refuses.
@@ -88,13 +89,18 @@ class AzureStorage:
         address = account.read_address(settings.storage.strip())
         access = self._credentials = Credentials(address, settings, identity_token)
 
-        def opened(resource: Resource) -> AzureQueue:
-            of = access.of(resource)
-            client = address.queue_client(name_of(settings, resource), of.credential, **options)
+        of_queues = dict(options)
+
+        def opened(resource: Resource, model: str | None = None) -> AzureQueue:
+            of = access.of(resource, model)
+            name = name_of(settings, resource, model)
+            client = address.queue_client(name, of.credential, **of_queues)
             return AzureQueue(client, retry_policy, of)
 
+        def of_model(model: str, priority: Priority) -> AzureQueue:
+            return opened(job_queue(priority), model)
+
         self.queues = {each: opened(job_queue(each)) for each in PRIORITIES}
-        self.queue = OrderedQueues(list(self.queues.values()), main=self.queues["normal"])
         self.poison = opened("poison")
         options["raw_request_hook"] = self._count_blob_operation
         blob, files = access.of("blob"), access.of("files")
@@ -102,6 +108,12 @@ class AzureStorage:
         others = address.container_client(settings.files_container, files.credential, **options)
         self.blobs = AzureBlobs(images, retry_policy, blob)
         self.files = AzureBlobs(others, retry_policy, files)
+        self.models = ModelQueues(self.queues, of_model, _create, self.blobs)
+        self.queue = OrderedQueues(
+            list(self.queues.values()),
+            main=self.queues["normal"],
+            find_more=lambda: self.models.add_to(self.queue),
+        )
         self.url = f"{images.scheme}://{images.primary_hostname}"
 
     async def create(self) -> None:
@@ -143,3 +155,9 @@ class AzureStorage:
             self.operations.blob_reads += 1
         elif http.method != "DELETE":
             self.operations.blob_writes += 1
+
+
+async def _create(queues: Queues) -> None:
+    for queue in queues.values():
+        if isinstance(queue, AzureQueue) and not await queue.create():
+            return  # a SAS token for one queue can create nothing else, nor need it

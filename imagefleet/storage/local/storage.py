@@ -7,9 +7,10 @@ from typing import Self
 
 from imagefleet.storage.local.blobs import LocalBlobs
 from imagefleet.storage.local.queue import LocalQueue, QueueFile
+from imagefleet.storage.model_queues import ModelQueues, Queues
 from imagefleet.storage.priorities import OrderedQueues
 from imagefleet.storage.protocol import Operations
-from imagefleet.storage.settings import StorageSettings
+from imagefleet.storage.settings import Priority, StorageSettings
 
 QUEUE_FILE = "queue.sqlite"
 
@@ -25,15 +26,28 @@ class LocalStorage:
             priority: LocalQueue(self._file, name, self.operations)
             for priority, name in names.job_queues.items()
         }
-        self.queue = OrderedQueues(list(self.queues.values()), main=self.queues["normal"])
         self.poison = LocalQueue(self._file, names.poison_queue, self.operations)
         self.blobs = LocalBlobs(folder / names.container, self.operations)
+
+        def opened(model: str, priority: Priority) -> LocalQueue:
+            name = names.queues_of(model)[priority]
+            return LocalQueue(self._file, name, self.operations)
+
+        self.models = ModelQueues(self.queues, opened, self._create_queues, self.blobs)
+        self.queue = OrderedQueues(
+            list(self.queues.values()),
+            main=self.queues["normal"],
+            find_more=lambda: self.models.add_to(self.queue),
+        )
         self.files = LocalBlobs(folder / names.files_container, self.operations)
 
     async def create(self) -> None:
         await self._file.create([each.name for each in (*self.queues.values(), self.poison)])
         await self.blobs.create_folder()
         await self.files.create_folder()
+
+    async def _create_queues(self, queues: Queues) -> None:
+        await self._file.create([each.name for each in queues.values()])
 
     async def check(self) -> None:
         for queue in (self.queue, self.poison):

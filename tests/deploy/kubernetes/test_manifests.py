@@ -139,6 +139,14 @@ def test_keda_adds_up_the_workers_queues_including_leased_jobs(plain: Any) -> No
     assert "replicas" not in plain.of_kind("Deployment")["imagefleet-worker"]["spec"]
 
 
+def test_the_readmes_queue_of_a_model_is_the_workers(repository: Path) -> None:
+    text = (repository / "deploy" / "kubernetes" / "README.md").read_text()
+    (model,) = re.findall(r"store:([\w-]+)\.safetensors", text)
+    name = StorageSettings().queues_of(model)["normal"]
+    assert f"queueName: {name}," in text
+    assert f"queue_names.job_queue('jobs', '{model}')" in text
+
+
 def test_each_role_has_an_identity_of_its_own(plain: Any, manifests: Any) -> None:
     accounts = manifests.of_kind("ServiceAccount")
     used = {container["name"]: pod["serviceAccountName"] for _, pod, container in manifests.pods()}

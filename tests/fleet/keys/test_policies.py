@@ -8,6 +8,7 @@ import re
 import subprocess
 from collections.abc import Callable
 from datetime import UTC, datetime, timedelta
+from pathlib import Path
 from typing import Any
 from urllib.parse import parse_qs
 
@@ -75,6 +76,23 @@ def test_a_policys_tokens_expire_by_themselves_and_are_revoked_at_once(
     assert "there is no policy 'spring'" in again.stderr
 
 
+def test_a_policy_ends_the_tokens_of_a_models_queues_too(
+    azurite_settings: StorageSettings, account: list[str], in_process: Imagefleet, tmp_path: Path
+) -> None:
+    file = tmp_path / "tokens.json"
+    made = in_process(
+        *("keys", "worker", "--policy", "spring", "--model", "a model", "--file", str(file)),
+        *account,
+    )
+    assert made.returncode == 0, made.stderr
+    assert "add messages" in made.stderr, "a worker moves jobs to their models' queues"
+    tokens = json.loads(file.read_text())["models"]["a model"]
+    assert parse_qs(tokens["queue_high"])["si"] == ["spring"]
+    names = list(azurite_settings.queues_of("a model").values())
+    revoked = in_process("keys", "revoke", "spring", *account)
+    assert all(name in revoked.stdout for name in names)
+
+
 def test_a_policy_is_revoked_even_where_a_container_is_gone(
     azurite_settings: StorageSettings, account: list[str], in_process: Imagefleet
 ) -> None:
@@ -104,7 +122,7 @@ def test_a_policy_of_an_earlier_version_needs_another_name(
         policies["spring"] = QueuePolicy(permission="rup", expiry=datetime.now(UTC) + ONE_HOUR)
         return True
 
-    asyncio.run(mint._change_policies(azurite_settings, ["queue"], store))
+    asyncio.run(mint._change_policies(azurite_settings, [("queue", None)], store))
     result = in_process("keys", "worker", "--policy", "spring", *account)
     assert result.returncode == 2
     assert "use another name" in result.stderr
@@ -137,7 +155,7 @@ async def _policies(settings: StorageSettings) -> list[Any]:
         found.extend(policies.values())
         return False
 
-    await mint._change_policies(settings, RESOURCES, read)
+    await mint._change_policies(settings, [(each, None) for each in RESOURCES], read)
     return found
 
 

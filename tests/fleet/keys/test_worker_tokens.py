@@ -29,6 +29,9 @@ from worker.node.watchdog import NO_LIMITS
 from worker.settings import WorkerSettings
 from worker.testing import StandInEngine, draw_noise
 
+#: Beside images, what says something about jobs and workers.
+NOTES = ("-records/", "-models/", "-serving/")
+
 #: The shortest lease, renewed after half of it.
 LEASE_SECONDS = 2
 LONGER_THAN_HALF_A_LEASE = 1.2
@@ -59,7 +62,7 @@ JOBS = [
     {"id": "retried", "prompt": "a house at the second attempt"},
     {"id": "bad", "prompt": "a house", "sampler_name": "none"},
     {"id": "huge", "prompt": "a house", "unknown": HUGE},
-    {"id": "drawn", "prompt": "a house", "model": "another"},
+    {"id": "drawn", "prompt": "a house <lora:missing:1>"},
 ]
 
 PRIORITY_OF: dict[str, Priority] = {"plain": "high", "taken": "low", "drawn": "low"}
@@ -132,7 +135,7 @@ async def test_a_workers_tokens_suffice_for_all_that_it_does(
     azurite_settings: StorageSettings, owner: Storage, tmp_path: Path
 ) -> None:
     assert await work(azurite_settings, WORKER, tmp_path) == ENDS
-    names = [name async for name in owner.blobs.names() if not name.startswith("-records/")]
+    names = [name async for name in owner.blobs.names() if not name.startswith(NOTES)]
     folders = Counter(name.partition("/")[0] for name in names)
     assert folders == {"default": 6, "failed": 1, "-node-checks": 4, "-duplicates": 1}
     assert await owner.blobs.read("default/taken.png") == b"another's"

@@ -9,13 +9,16 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
+from prometheus_client import CollectorRegistry
+from rich.console import Console
 
 from fleet.monitor import command, watch
 from fleet.monitor.settings import MonitorSettings
 from imagefleet import aio, errors
 from imagefleet.storage.open import open_storage
-from imagefleet.storage.protocol import Storage
+from imagefleet.storage.protocol import QueueDepth, Storage
 from imagefleet.storage.settings import StorageSettings
+from imagefleet.telemetry import queue_gauges, serving
 
 COMMAND = Path(sys.executable).with_name("imagefleet")
 
@@ -64,6 +67,7 @@ def test_status_as_json(filled: str, imagefleet: Imagefleet) -> None:
         "visible": 0,
         "leased": 0,
         "oldest_age_seconds": None,
+        "model": None,
     }
 
 
@@ -129,3 +133,36 @@ async def test_a_watch_outlives_an_outage(
 )
 def test_ages_have_a_fitting_unit(seconds: float | None, text: str) -> None:
     assert command._age(seconds) == text
+
+
+async def test_models_whose_jobs_wait_without_a_worker_are_named(storage: Storage) -> None:
+    jobs = [f'{{"prompt": "a", "id": "{n}", "model": "{m}"}}' for n, m in enumerate("aabc")]
+    await storage.models.send(jobs)
+    await serving.note(storage.blobs, "b")
+    for message in await storage.models.of("c")["normal"].receive(1, 60):
+        await storage.models.of("c")["normal"].delete(message)
+    found = await command.read_status(aio.Fleet(storage))
+    assert found.without_worker == [command.WaitingModel("a", 2)]
+    assert {each.model for each in found.queues} == {None, "a", "b", "c"}
+    console = Console(width=120, record=True)
+    console.print(command._status_screen(found))
+    screen = console.export_text()
+    assert "2 jobs of the model a wait and no worker serves it" in screen
+    assert storage.models.of("c")["normal"].name not in screen, "it is empty"
+
+
+def test_gauges_of_models_are_bounded() -> None:
+    registry = CollectorRegistry()
+    gauges = queue_gauges.QueueGauges(registry)
+    depths = {
+        f"jobs-{number}": QueueDepth(2, None, 5.0, model=f"m{number:03}") for number in range(80)
+    }
+    depths["jobs"] = QueueDepth(7, None, 9.0)
+    gauges.update("jobs", QueueDepth(167, None, 9.0, depths))
+    gauges.update("jobs", QueueDepth(167, None, 9.0, depths))
+
+    def read(model: str) -> float | None:
+        return registry.get_sample_value("imagefleet_model_queue_messages", {"model": model})
+
+    assert (read(""), read("m000"), read("m060")) == (7, 2, None)
+    assert read(queue_gauges.OTHER_MODELS) == 30 * 2

@@ -67,6 +67,25 @@ def text_of(name: str) -> str:
     return Path(name).read_text()
 
 
+async def test_images_are_counted_by_model(
+    storage: Storage,
+    storage_settings: StorageSettings,
+    in_process: Imagefleet,
+    store_images: Add,
+) -> None:
+    await store_images(storage, "0001", model="<b>red")
+    _, page, _ = await report(in_process, storage_settings)
+    assert "<h2>Models</h2>" not in page, "there is one"
+    await store_images(storage, "0002", "0003", model="blue")
+    figures, page, _ = await report(in_process, storage_settings)
+    assert figures["models"] == [
+        {"name": "blue", "images": 2},
+        {"name": "<b>red", "images": 1},
+    ]
+    assert "<h2>Models</h2>" in page
+    assert "&lt;b&gt;red" in page
+
+
 async def test_figures_come_from_records_without_listing_an_image(
     storage: Storage,
     storage_settings: StorageSettings,

@@ -124,6 +124,8 @@ async def test_an_image_that_is_being_stored_while_another_of_its_job_fails_has_
     create, add = storage.blobs.create, dead_letter.add
 
     async def slow(name: str, *arguments: Any, **options: Any) -> bool:
+        if name.startswith("-"):  # no image
+            return await create(name, *arguments, **options)
         is_storing.set()
         with contextlib.suppress(TimeoutError):
             await asyncio.wait_for(has_failed.wait(), 0.5)

@@ -20,6 +20,9 @@ from imagefleet.storage.protocol import MAX_MESSAGE_BYTES, Storage
 from worker.engine import contract
 from worker.testing import StandInEngine, draw_noise
 
+#: Beside images, what says something about jobs and workers.
+NOTES = ("-records/", "-models/", "-serving/")
+
 RunPipeline = Callable[..., Any]  # the fixture of conftest.py
 
 
@@ -33,7 +36,7 @@ async def workers_of(storage: Storage) -> dict[str, str]:
     return {
         each.name: each.metadata["worker"]
         async for each in storage.blobs.records()
-        if not each.name.startswith("-records/")
+        if not each.name.startswith(("-records/", "-models/", "-serving/"))
     }
 
 
@@ -143,7 +146,7 @@ async def test_what_took_an_images_name_has_the_workers_drawing_kept_beside_it(
 
 
 async def workers_of_any(storage: Storage) -> list[str]:
-    return [name async for name in storage.blobs.names() if not name.startswith("-records/")]
+    return [name async for name in storage.blobs.names() if not name.startswith(NOTES)]
 
 
 async def test_a_worker_keeps_one_duplicate_of_an_image_and_none_of_a_second_drawing(

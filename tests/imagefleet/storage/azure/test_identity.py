@@ -84,6 +84,11 @@ class FakeCloud:
             )
         if request.path.endswith("/messages"):
             return web.Response(text="<QueueMessagesList/>", content_type="application/xml")
+        if request.query.get("comp") == "list":
+            return web.Response(
+                text="<EnumerationResults><Blobs/></EnumerationResults>",
+                content_type="application/xml",
+            )
         return web.Response(headers={"x-ms-approximate-messages-count": "7"})
 
 

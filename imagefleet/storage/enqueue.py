@@ -1,0 +1,72 @@
+"""Sends jobs to the queues of their models; refuses those whose model no worker can have."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterable
+from pathlib import PurePosixPath
+
+from imagefleet import errors, validation
+from imagefleet.storage import protocol
+from imagefleet.storage.model_queues import model_of
+from imagefleet.storage.settings import Priority
+from imagefleet.telemetry import serving
+
+#: The folder of models in the container of files, and the suffixes of its files.
+MODELS = "models/"
+_SUFFIXES = {".safetensors", ".tar"}
+
+
+class JobSender:
+    """Sends to the queues of one priority."""
+
+    def __init__(
+        self,
+        storage: protocol.Storage,
+        priority: Priority = "normal",
+        *,
+        elsewhere: Collection[str] = (),
+    ) -> None:
+        """*elsewhere*: models, or their files, that workers have besides the storage's."""
+        self._storage = storage
+        self._priority = priority
+        self._known = {stem(name) for name in elsewhere}
+
+    async def send(self, bodies: Iterable[str]) -> None:
+        """Adds each message to the queue of its job's model.
+
+        Raises:
+            JobError: a job names a model that is neither in the storage nor served by a worker, or
+            is over 64 KiB; none was sent.
+        """
+        messages = list(bodies)
+        for model in {model_of(body) for body in messages} - {None, *self._known}:
+            if model is not None:
+                await self._check(model)
+                self._known.add(model)
+        await self._storage.models.send(messages, self._priority)
+
+    async def _check(self, model: str) -> None:
+        stored = await stored_models(self._storage.files)
+        # Without a model in the storage, workers have theirs from elsewhere.
+        if not stored or model in stored or await serving.is_served(self._storage.blobs, model):
+            return
+        raise errors.JobError(
+            f"no worker can have the model {model!r}: it is not in {MODELS} of the storage, and no"
+            f" worker serves it now{validation.suggestion(model, stored)}; add it with `imagefleet"
+            " model add`, or say that workers have it from elsewhere: --model NAME"
+        )
+
+
+async def stored_models(files: protocol.BlobStore) -> set[str]:
+    """The models in the storage; none where the credentials do not allow to list them."""
+    try:
+        names = [PurePosixPath(name) async for name in files.names(MODELS)]
+    except errors.SetupError:
+        return set()
+    return {name.stem for name in names if name.suffix in _SUFFIXES}
+
+
+def stem(name: str) -> str:
+    """The name of a model by the name or path of its file or folder."""
+    path = PurePosixPath(name)
+    return path.stem if path.suffix in _SUFFIXES else path.name

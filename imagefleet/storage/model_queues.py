@@ -1,0 +1,142 @@
+"""The queues of jobs that name a model: which there are, and how a job gets into its own.
+
+A model's queues are made when the first job is sent to it, or a worker starts that serves it. Then
+a blob `-models/NAME` beside the images tells that there are some, since a queue's name does not
+hold the model's.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import logging
+import time
+from collections.abc import Awaitable, Callable, Iterable, Mapping
+
+from imagefleet import concurrency, errors
+from imagefleet.job.message import message_fields
+from imagefleet.job.prompt import SAFE_NAME
+from imagefleet.storage import protocol
+from imagefleet.storage.priorities import OrderedQueues
+from imagefleet.storage.settings import PRIORITIES, Priority
+from imagefleet.telemetry import serving
+
+log = logging.getLogger(__name__)
+
+#: The folder of the blobs that tell which models have queues, beside the images.
+FOLDER = "-models/"
+
+#: Between two listings of that folder.
+LISTED_SECONDS = 10.0
+
+#: Models with queues that are looked at: each costs three queues' operations.
+MAX_MODELS = 200
+
+Queues = Mapping[Priority, protocol.JobQueue]
+
+
+class ModelQueues:
+    """The queues of each model of one storage."""
+
+    def __init__(
+        self,
+        default: Queues,
+        open_queue: Callable[[str, Priority], protocol.JobQueue],
+        create: Callable[[Queues], Awaitable[None]],
+        blobs: protocol.BlobStore,
+    ) -> None:
+        """*default* are the queues of jobs without a model; *create* makes queues, if it may."""
+        self.default = default
+        self._open_queue = open_queue
+        self._create = create
+        self._blobs = blobs
+        self._opened: dict[str, Queues] = {}
+        self._made: set[str] = set()
+        self._making = asyncio.Lock()
+        self._listed_at: float | None = None
+        self._names: list[str] = []
+
+    def of(self, model: str | None) -> Queues:
+        """A model's queues, whether they exist or not."""
+        if model is None:
+            return self.default
+        if model not in self._opened:
+            self._opened[model] = {each: self._open_queue(model, each) for each in PRIORITIES}
+        return self._opened[model]
+
+    async def make(self, model: str | None) -> Queues:
+        """A model's queues, created if they do not exist and the credentials allow that."""
+        queues = self.of(model)
+        if model is None or model in self._made:
+            return queues
+        async with self._making:
+            if model not in self._made:
+                await self._create(queues)
+                await self._blobs.create(f"{FOLDER}{model}", b"", "text/plain", {})
+                self._made.add(model)
+        return queues
+
+    async def note_served(self, model: str) -> None:
+        """A worker serves the model, for `status` and for those who send jobs."""
+        await serving.note(self._blobs, model)
+
+    async def names(self) -> list[str]:
+        """The models that have queues, as far as the credentials allow to know it."""
+        now = time.monotonic()
+        if self._listed_at is None or now - self._listed_at >= LISTED_SECONDS:
+            self._listed_at = now
+            try:
+                found = [name.removeprefix(FOLDER) async for name in self._blobs.names(FOLDER)]
+            except errors.SetupError as error:
+                log.debug("which models have queues is not known: %s", error.message)
+            else:
+                self._names = sorted(name for name in found if SAFE_NAME.fullmatch(name))
+        return sorted({*self._names[:MAX_MODELS], *self._made})
+
+    async def add_to(self, queue: OrderedQueues) -> None:
+        """Adds the queues of the models that have some."""
+        for model in await self.names():
+            queue.add(model, list(self.of(model).values()))
+
+    def served(self, models: Iterable[str]) -> OrderedQueues:
+        """The queues of jobs without a model and of these *models* as one, for a worker."""
+        queue = OrderedQueues(list(self.default.values()), main=self.default["normal"])
+        for model in models:
+            queue.add(model, list(self.of(model).values()))
+        return queue
+
+    async def send(self, bodies: Iterable[str], priority: Priority = "normal") -> None:
+        """Adds each message to the queue of its job's model.
+
+        Raises:
+            JobError: a body is over 64 KiB; none was sent.
+        """
+        groups: dict[str | None, list[str]] = {}
+        for body in protocol.checked_messages(bodies):
+            groups.setdefault(model_of(body), []).append(body)
+
+        async def send_group(model: str | None, group: list[str]) -> None:
+            await (await self.make(model))[priority].send(group)
+
+        await concurrency.gather(*(send_group(*each) for each in groups.items()))
+
+
+def model_of(body: str) -> str | None:
+    """The model that a message's job names; None if it names none, or is no valid job."""
+    if body.startswith("{") and '"model"' not in body:
+        return None  # the most common case, without parsing it
+    try:
+        fields = message_fields(body)
+    except (ValueError, RecursionError):
+        return None
+    model = fields.get("model") if isinstance(fields, dict) else None
+    return model if isinstance(model, str) and SAFE_NAME.fullmatch(model) else None
+
+
+def named(body: str, job_id: str | None) -> str:
+    """The message of a job with its id, which otherwise would be its message's: it is to move."""
+    fields = message_fields(body)
+    if not fields.get("id"):
+        fields["id"] = job_id
+        body = json.dumps(fields, separators=(",", ":"))
+    return body

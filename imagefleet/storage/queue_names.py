@@ -1,0 +1,63 @@
+"""The names of job queues: one for each model and each priority.
+
+Jobs without a `model` are in the queue that `--queue` names, `jobs` by default. Those of a model
+are in `jobs-SLUG-HASH`: SLUG is what a queue's name can hold of the model's, to be read by people;
+HASH is of the exact name, in base 32, so that no two models share a queue (by chance, one pair in
+10^15). A name is within Azure's rules: 3 to 63 lower-case letters, digits and single hyphens.
+"""
+
+from __future__ import annotations
+
+import base64
+import hashlib
+import re
+
+from imagefleet import errors
+
+#: Azure's limit.
+MAX_CHARACTERS = 63
+
+POISON_SUFFIX = "-poison"
+
+#: Of the priorities' suffixes.
+_LONGEST_SUFFIX = len("-high")
+
+_HASH_CHARACTERS = 10
+
+#: Of `--queue`, where jobs name models: leaves the slug six characters.
+MAX_BASE_CHARACTERS = 40
+
+_NOT_IN_A_SLUG = re.compile("[^a-z0-9]+")
+
+
+def job_queue(base: str, model: str | None = None, priority: str = "normal") -> str:
+    """The queue of jobs of a model, or of those without one.
+
+    Raises:
+        SetupError: *base* leaves no room for a model's name.
+    """
+    suffix = "" if priority == "normal" else f"-{priority}"
+    return (base if model is None else _of_model(base, model)) + suffix
+
+
+def priority_of(name: str) -> str:
+    """The priority of a job queue's jobs."""
+    return next((each for each in ("high", "low") if name.endswith(f"-{each}")), "normal")
+
+
+def poison_queue(base: str) -> str:
+    """The queue of failed jobs, whatever their model."""
+    return base + POISON_SUFFIX
+
+
+def _of_model(base: str, model: str) -> str:
+    if len(base) > MAX_BASE_CHARACTERS:
+        raise errors.SetupError(
+            f"the queue name {base!r} is too long for jobs that name a model: --queue should have"
+            f" {MAX_BASE_CHARACTERS} characters at most"
+        )
+    digest = hashlib.blake2b(model.encode(), digest_size=8).digest()
+    text = base64.b32encode(digest).decode().lower()[:_HASH_CHARACTERS]
+    room = MAX_CHARACTERS - _LONGEST_SUFFIX - _HASH_CHARACTERS - len(base) - 2
+    slug = _NOT_IN_A_SLUG.sub("-", model.lower())[:room].strip("-")
+    return "-".join(filter(None, (base, slug, text)))

@@ -1,0 +1,116 @@
+"""Two models, two queues and real worker processes that are killed while they change the model."""
+
+from __future__ import annotations
+
+import asyncio
+import io
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from PIL import Image
+
+import forks
+import tiny_model as tiny
+from imagefleet.storage.protocol import Storage
+
+JOBS = 4
+MODELS = ("tiny", "other")
+
+#: Company in the engine's batch rounds differently.
+SAME = 3
+
+Start = Callable[..., forks.Fork]  # the fixture of conftest.py
+
+
+@pytest.fixture(scope="session")
+def other_model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("models") / "other"
+    tiny.build_tiny_checkpoint(folder, seed=1)
+    return folder
+
+
+def distance(one: Any, other: Any) -> int:
+    return int(np.abs(one.astype(int) - other.astype(int)).max())
+
+
+def jobs(model: str, campaign: str) -> list[str]:
+    return [
+        json.dumps(
+            {
+                "prompt": "a house",
+                "id": f"{model}{number}",
+                "seed": number,
+                "steps": 4,
+                "model": model,
+                "campaign": campaign,
+            }
+        )
+        for number in range(JOBS)
+    ]
+
+
+async def pictures(storage: Storage, campaign: str) -> dict[str, Any]:
+    found = {}
+    async for name in storage.blobs.names(f"{campaign}/"):
+        data = await storage.blobs.read(name)
+        assert data is not None
+        found[name.rpartition("/")[2]] = np.asarray(Image.open(io.BytesIO(data)))
+    return found
+
+
+async def said(process: forks.Fork, text: str) -> str:
+    def read() -> str:
+        while line := process.stdout.readline():
+            if text in line:
+                return line
+        raise AssertionError(f"it ended without {text!r}")
+
+    async with asyncio.timeout(60):
+        return await asyncio.to_thread(read)
+
+
+async def finish(*processes: forks.Fork) -> None:
+    for process in processes:
+        output, _ = await asyncio.to_thread(process.communicate, timeout=90)
+        assert process.returncode == 0, output
+
+
+@pytest.mark.parametrize("storage_settings", ["local"], indirect=True)
+async def test_workers_killed_in_a_change_of_models_lose_nothing_and_draw_nothing_wrong(
+    storage: Storage, tiny_model: Path, other_model: Path, fork: Start
+) -> None:
+    given = ("--lease-seconds", "2", "--slots", "2", "--device", "cpu")
+    for model in MODELS:
+        await storage.models.send(jobs(model, "alone"))
+    # Each by a worker that knows no other model.
+    await finish(
+        *(
+            fork("worker", "--model", path, *given, "--until-empty")
+            for path in (tiny_model, other_model)
+        )
+    )
+    for model in MODELS:
+        await storage.models.send(jobs(model, "together"))
+    await storage.queue.send(jobs("other", "sent-to-the-wrong-queue"))
+    both = ("worker", "--model", tiny_model, "--model", other_model, *given)
+    first = fork(*both)
+    await said(first, "the model other is next")
+    first.kill()
+    second = fork(*both)
+    await said(second, "is loaded in place of")
+    second.kill()
+    await finish(fork(*both, "--until-empty"))
+
+    alone, together = await pictures(storage, "alone"), await pictures(storage, "together")
+    moved = await pictures(storage, "sent-to-the-wrong-queue")
+    assert set(alone) == set(together) == {f"{m}{n}.png" for m in MODELS for n in range(JOBS)}
+    for name, picture in alone.items():
+        assert distance(picture, together[name]) <= SAME, f"{name} was drawn with another model"
+    assert set(moved) == {f"other{number}.png" for number in range(JOBS)}
+    assert all(distance(alone[name], picture) <= SAME for name, picture in moved.items())
+    assert distance(alone["tiny0.png"], alone["other0.png"]) > 10 * SAME
+    assert (await storage.queue.depth()).messages == (await storage.poison.depth()).messages == 0

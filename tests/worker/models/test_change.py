@@ -1,0 +1,321 @@
+"""Workers with several models: each job is drawn with its own, or moved to where it is."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import threading
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from imagefleet import errors
+from imagefleet.storage.protocol import Storage
+from imagefleet.telemetry import serving
+from worker.engine import contract
+from worker.gpu_thread import EngineThread
+from worker.models import change, checkpoints
+from worker.models.change import WorkerModels
+from worker.models.checkpoints import Checkpoint
+from worker.pipeline import Pipeline
+from worker.settings import WorkerSettings
+from worker.testing import StandInEngine, draw_noise
+
+#: What does not depend on the storage is tested on one.
+local_only = pytest.mark.parametrize("storage_settings", ["local"], indirect=True)
+
+MODELS = ("first", "second", "third")
+
+
+class Engines:
+    """Loads stand-ins that leave their model's own grey in a corner."""
+
+    def __init__(self, settings: Callable[..., WorkerSettings], *names: str) -> None:
+        self.loaded: list[str] = []
+        self.closed: list[str] = []
+        self.fetched: list[str] = []
+        self.broken: set[str] = set()
+        self.drawing = threading.Event()
+        self.checkpoints = [Checkpoint(name, settings(model=name)) for name in names]
+
+    def load(self, checkpoint: Checkpoint) -> contract.Engine:
+        self.loaded.append(checkpoint.name)
+        if checkpoint.name in self.broken:
+            raise errors.SetupError("it is damaged")
+        grey = MODELS.index(checkpoint.name)
+        engines = self
+
+        class Engine(StandInEngine):
+            model_name = checkpoint.name
+
+            def close(self) -> None:
+                engines.closed.append(checkpoint.name)
+
+        def draw(request: contract.ImageRequest) -> contract.Pixels:
+            self.drawing.set()
+            image = draw_noise(request)
+            image[:4, :4] = grey
+            return image
+
+        return Engine(draw=draw, tick_seconds=0.01, capacity=2)
+
+    async def fetch(self, checkpoint: Checkpoint) -> Checkpoint:
+        self.fetched.append(checkpoint.name)
+        return checkpoint
+
+    def models(self, *, on_cpu: bool = True) -> WorkerModels:
+        return WorkerModels(self.checkpoints, self.fetch, self.load, on_cpu=on_cpu)
+
+
+@pytest.fixture(autouse=True)
+def _quick_looks(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setattr(change, "IDLE_LOOK_SECONDS", 0.02)
+    monkeypatch.setattr(change, "LOOK_SECONDS", 0.02)
+    for name in MODELS:  # what is read ahead
+        (tmp_path / name).write_bytes(b"weights")
+    monkeypatch.chdir(tmp_path)
+
+
+async def work(
+    storage: Storage,
+    settings: WorkerSettings,
+    models: WorkerModels,
+    stop: asyncio.Event | None = None,
+) -> Pipeline:
+    pipeline = Pipeline(storage, None, settings)
+    pipeline.models = models
+    await asyncio.wait_for(pipeline.run(stop or asyncio.Event(), asyncio.Event()), 30)
+    return pipeline
+
+
+def job(number: int, model: str | None = None) -> str:
+    named = {"model": model} if model else {}
+    return json.dumps({"prompt": "a", "id": f"{model}-{number}", **named})
+
+
+async def greys(storage: Storage) -> dict[str, int]:
+    import io
+
+    from PIL import Image
+
+    found = {}
+    async for name in storage.blobs.names("default/"):
+        data = await storage.blobs.read(name)
+        assert data is not None
+        pixel = Image.open(io.BytesIO(data)).getpixel((0, 0))
+        assert isinstance(pixel, tuple)
+        found[name.removeprefix("default/").rpartition("-")[0]] = pixel[0]
+    return found
+
+
+@pytest.mark.parametrize("on_cpu", [True, False])
+async def test_each_job_is_drawn_with_the_model_that_it_names(
+    storage: Storage, worker_settings: Callable[..., WorkerSettings], *, on_cpu: bool
+) -> None:
+    engines = Engines(worker_settings, *MODELS)
+    for model in (None, *MODELS):
+        await storage.models.send([job(number, model) for number in range(5)])
+    pipeline = await work(storage, worker_settings(), engines.models(on_cpu=on_cpu))
+    expected = {"None": 0, "first": 0, "second": 1, "third": 2}
+    assert await greys(storage) == expected
+    assert pipeline.settler.outcomes == {"completed": 20}
+    assert pipeline.images_written == 20
+    assert sorted(engines.loaded) == sorted(MODELS), "each is loaded once"
+    read = pipeline.metrics.registry.get_sample_value
+    assert read("imagefleet_model_switches_total", {"model": "second"}) == 1
+    assert (read("imagefleet_model_switch_seconds_total") or 0) > 0
+    assert read("imagefleet_model_images_total", {"model": "third"}) == 5
+    jobs = {"model": "first", "outcome": "completed"}
+    assert read("imagefleet_model_jobs_total", jobs) == 10
+    for model in MODELS:
+        assert await serving.is_served(storage.blobs, model)
+
+
+async def test_a_job_in_the_wrong_queue_is_moved_to_its_models_and_keeps_id_and_priority(
+    storage: Storage, worker_settings: Callable[..., WorkerSettings]
+) -> None:
+    await storage.queues["high"].send(['{"prompt": "a", "model": "second"}'])
+    async for message in storage.queues["high"].browse():
+        first_id = message.id
+    await storage.queues["normal"].send([job(1, "second"), job(2, "first")])
+    engines = Engines(worker_settings, "first")
+    pipeline = await work(storage, worker_settings(), engines.models())
+    assert pipeline.settler.outcomes == {"moved": 2, "completed": 1}
+    assert (await storage.poison.depth()).messages == 0
+    (moved,) = [each.body async for each in storage.models.of("second")["high"].browse()]
+    assert json.loads(moved)["id"] == first_id
+    await storage.models.send([job(3, "second")])
+    engines = Engines(worker_settings, "first", "second")
+    pipeline = await work(storage, worker_settings(), engines.models())
+    assert pipeline.settler.outcomes == {"completed": 3}
+    assert (await greys(storage))["second"] == 1
+
+
+@local_only
+async def test_a_job_that_cannot_be_moved_is_handed_back_and_never_poison(
+    storage: Storage,
+    worker_settings: Callable[..., WorkerSettings],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    async def refuse(*_: object) -> None:
+        raise errors.SetupError("the SAS token may not add messages")
+
+    monkeypatch.setattr(storage.models, "send", refuse)
+    await storage.queues["normal"].send([job(1, "second")])
+    engines, stop = Engines(worker_settings, "first"), asyncio.Event()
+    running = asyncio.create_task(
+        work(storage, worker_settings(until_empty=False), engines.models(), stop)
+    )
+    async with asyncio.timeout(10):
+        while (await storage.queues["normal"].depth()).leased == 0:
+            await asyncio.sleep(0.01)
+        await asyncio.sleep(0.2)
+    stop.set()
+    pipeline = await running
+    assert pipeline.settler.outcomes == {"handed_back": 1}
+    depth = await storage.queues["normal"].depth()
+    assert (depth.messages, depth.oldest_age_seconds) == (1, None), "later, not at once again"
+    assert (await storage.poison.depth()).messages == 0
+
+
+@local_only
+@pytest.mark.parametrize("on_cpu", [True, False])
+async def test_a_model_that_cannot_be_loaded_leaves_its_jobs_to_others(
+    storage: Storage, worker_settings: Callable[..., WorkerSettings], *, on_cpu: bool
+) -> None:
+    engines = Engines(worker_settings, "first", "second")
+    engines.broken = {"second"}
+    await storage.models.send([job(1, "second"), job(2, "first")])
+    models = engines.models(on_cpu=on_cpu)
+    await work(storage, worker_settings(), models)  # which ends: what is left is not its own
+    assert models.names == ["first"]
+    assert await greys(storage) == {"first": 0}
+    assert (await storage.models.of("second")["normal"].depth()).messages == 1
+
+
+@local_only
+async def test_the_next_model_is_loaded_while_the_last_images_are_drawn(
+    storage: Storage,
+    worker_settings: Callable[..., WorkerSettings],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr("worker.models.choice.SHORTEST_STAY_SECONDS", 0.05)
+    engines = Engines(worker_settings, "first", "second")
+    drawn_meanwhile = threading.Event()
+    load = engines.load
+
+    def slow(checkpoint: Checkpoint) -> contract.Engine:
+        if checkpoint.name == "second":
+            engines.drawing.clear()
+            assert engines.drawing.wait(10), "nothing was drawn while it loaded"
+            drawn_meanwhile.set()
+        return load(checkpoint)
+
+    engines.load = slow  # type: ignore[method-assign]
+    await storage.models.send([job(number, "first") for number in range(60)])
+    await storage.models.send([job(1, "second")])
+    monkeypatch.setattr("worker.models.choice.STAY_PER_CHANGE", 0)
+    await work(storage, worker_settings(prefetch_seconds=0), engines.models())
+    assert drawn_meanwhile.is_set()
+    assert await greys(storage) == {"first": 0, "second": 1}
+
+
+@local_only
+async def test_a_stop_during_a_change_loses_nothing(
+    storage: Storage, worker_settings: Callable[..., WorkerSettings]
+) -> None:
+    engines, stop = Engines(worker_settings, "first", "second"), asyncio.Event()
+    loading, go_on = threading.Event(), threading.Event()
+    load = engines.load
+
+    def slow(checkpoint: Checkpoint) -> contract.Engine:
+        if checkpoint.name == "second":
+            loading.set()
+            go_on.wait(10)
+        return load(checkpoint)
+
+    engines.load = slow  # type: ignore[method-assign]
+    await storage.models.send([job(1, "second")])
+    running = asyncio.create_task(
+        work(storage, worker_settings(), engines.models(on_cpu=False), stop)
+    )
+    await asyncio.to_thread(loading.wait, 10)
+    stop.set()
+    await asyncio.sleep(0.05)
+    go_on.set()
+    await running
+    assert (await storage.models.of("second")["normal"].depth()).messages == 1
+
+
+# Which models
+
+
+@local_only
+async def test_all_models_of_the_storage_are_found_by_a_star(
+    storage: Storage, worker_settings: Callable[..., WorkerSettings]
+) -> None:
+    for name in ("b.safetensors", "a.tar", "manifest.json", "a.canary.json"):
+        await storage.files.create(f"models/{name}", b"", "x/y", {})
+    for text in ("store:*", "store:models/*"):
+        found = await checkpoints.find(worker_settings(model=text), storage.files)
+        assert [each.name for each in found] == ["a", "b"]
+        assert found[0].settings.model == "store:a.tar"
+    found = await checkpoints.find(worker_settings(model="first,store:*"), storage.files)
+    assert [each.name for each in found] == ["first", "a", "b"]
+
+
+@local_only
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"model": "store:*"}, "there is no model in models/"),
+        ({"model": "x/first,y/first"}, "two models have the name 'first'"),
+        ({"model": "first,second", "model_sha256": "0" * 64}, "--model-sha256 is for one model"),
+        ({"model": ",".join(map(str, range(51)))}, "a worker serves 50 at most"),
+    ],
+)
+async def test_models_that_cannot_be_told_apart_are_refused(
+    storage: Storage,
+    worker_settings: Callable[..., WorkerSettings],
+    changes: dict[str, Any],
+    message: str,
+) -> None:
+    with pytest.raises(errors.SetupError, match=message):
+        await checkpoints.find(worker_settings(**changes), storage.files)
+
+
+@local_only
+async def test_one_path_with_a_comma_is_one_model(
+    worker_settings: Callable[..., WorkerSettings], tmp_path: Path
+) -> None:
+    (tmp_path / "a,b").mkdir()
+    assert checkpoints.given(worker_settings(model=tmp_path / "a,b")) == [str(tmp_path / "a,b")]
+    assert checkpoints.given(worker_settings(model="c,d")) == ["c", "d"]
+
+
+async def test_an_engine_that_is_replaced_delivers_nothing_to_the_next_ones_jobs() -> None:
+    """Tickets begin anew: an image of before would pass for another job's."""
+    thread = EngineThread(lambda: StandInEngine(capacity=2), why_idle=str, backlog=1)
+    engine = await thread.start()
+    request = contract.ImageRequest("a", "", (), "euler", 1, 7.0, 1, 16, 16)
+    for ticket in range(4):  # more than the backlog: nobody takes them
+        await thread.submit(ticket, engine.prepare(request))
+    async with asyncio.timeout(10):
+        await thread.replace(lambda: StandInEngine(capacity=3))
+        assert thread.capacity == 3
+        assert thread.in_engine == 0
+        await thread.submit(77, engine.prepare(request))
+        assert (await thread.finished()).finished.ticket == 77
+        with pytest.raises(errors.SetupError, match="broken"):
+            await thread.replace(_fail)
+        assert not await thread.submit(1, engine.prepare(request)), "there is no engine"
+        await thread.replace(StandInEngine)
+        await thread.submit(5, engine.prepare(request))
+        assert (await thread.finished()).finished.ticket == 5
+    await thread.stop()
+
+
+def _fail() -> contract.Engine:
+    raise errors.SetupError("it is broken")

@@ -1,0 +1,254 @@
+"""A worker's change of models: chosen, prepared beside the work, and measured."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import threading
+import time
+from collections.abc import Awaitable, Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import NoReturn, TypeVar
+
+from imagefleet import errors, retry
+from imagefleet.storage.model_queues import ModelQueues
+from imagefleet.storage.priorities import OrderedQueues
+from imagefleet.telemetry import serving
+from worker.engine import contract
+from worker.files import model as model_files
+from worker.gpu_thread import THREAD_NAME
+from worker.metrics import WorkerMetrics
+from worker.models.checkpoints import Checkpoint
+from worker.models.choice import ModelChoice, Waiting
+
+log = logging.getLogger(__name__)
+
+Load = Callable[[], contract.Engine]
+Result = TypeVar("Result")
+
+#: Between two looks at the other models' queues: on Azure six operations for each of them.
+LOOK_SECONDS = 30.0
+IDLE_LOOK_SECONDS = 1.0
+
+#: Beside an engine on the CPU, another is loaded if so many times its file's size is free.
+_MEMORY_PER_FILE = 4
+
+_CHUNK_BYTES = 2**24
+
+
+@dataclass(frozen=True, slots=True)
+class Following:
+    """The model to change to, prepared at *prepared_at* (monotonic seconds)."""
+
+    checkpoint: Checkpoint
+    load: Load
+    prepared_at: float
+
+
+class WorkerModels:
+    """The models of one worker, and which of them it serves now."""
+
+    def __init__(
+        self,
+        checkpoints: Sequence[Checkpoint],
+        fetch: Callable[[Checkpoint], Awaitable[Checkpoint]],
+        load: Callable[[Checkpoint], contract.Engine],
+        *,
+        on_cpu: bool,
+    ) -> None:
+        """*fetch* brings a model to this machine; *load* loads it, on any thread."""
+        self.current = checkpoints[0]
+        self._default = checkpoints[0].name
+        self._checkpoints = {each.name: each for each in checkpoints}
+        self._fetch = fetch
+        self._load = load
+        self._on_cpu = on_cpu
+        self._choice = ModelChoice(self.current.name)
+
+    @property
+    def names(self) -> list[str]:
+        return list(self._checkpoints)
+
+    def served_now(self) -> set[str | None]:
+        """The models whose jobs the engine draws; None: of jobs without one."""
+        name = self.current.name
+        return {name, None} if name == self._default else {name}
+
+    def load_current(self) -> contract.Engine:
+        return self._load(self.current)
+
+    async def following(
+        self,
+        queue: OrderedQueues,
+        is_idle: Callable[[], bool],
+        seconds_per_job: Callable[[], float],
+    ) -> Following:
+        """Waits until another model is to be served, and has been prepared."""
+        while True:
+            checkpoint = await self._choose(queue, is_idle, seconds_per_job)
+            log.info(
+                "the model %s is next: its jobs have waited longest",
+                checkpoint.name,
+                extra={"action": "model_chosen", "model": checkpoint.name},
+            )
+            try:
+                load = await self.prepare(checkpoint)
+                return Following(self._checkpoints[checkpoint.name], load, time.monotonic())
+            except errors.TransientError as error:
+                log.warning(
+                    "the model %s cannot be fetched: %s",
+                    checkpoint.name,
+                    error,
+                    extra={"action": "model_not_fetched", "model": checkpoint.name},
+                )
+            except (errors.SetupError, errors.NodeError, OSError) as error:
+                self.drop(checkpoint, error, queue)
+
+    async def _choose(
+        self,
+        queue: OrderedQueues,
+        is_idle: Callable[[], bool],
+        seconds_per_job: Callable[[], float],
+    ) -> Checkpoint:
+        while True:
+            pause = IDLE_LOOK_SECONDS if is_idle() else LOOK_SECONDS
+            await asyncio.sleep(retry.jitter(pause))
+            if not (is_idle() or self._choice.may_leave):
+                continue
+            try:
+                waiting = {name: await self._waiting(queue, name) for name in self._checkpoints}
+            except errors.FleetError as error:
+                log.debug("the other models' queues cannot be measured: %s", error)
+                continue
+            name = self._choice.following(
+                waiting, is_idle=is_idle(), seconds_per_job=seconds_per_job()
+            )
+            if name is not None:
+                return self._checkpoints[name]
+
+    async def _waiting(self, queue: OrderedQueues, name: str) -> Waiting:
+        models: set[str | None] = {name, None} if name == self._default else {name}
+        depth = await queue.depth_of(models)
+        if depth.oldest_age_seconds is None:  # none is visible
+            return Waiting(0, 0.0)
+        return Waiting(depth.messages - (depth.leased or 0), depth.oldest_age_seconds)
+
+    async def prepare(self, checkpoint: Checkpoint) -> Load:
+        """Loads a model beside the one in use, as far as the memory allows; returns the rest.
+
+        On a GPU the files are only read, into the memory in which the system keeps them: a second
+        engine beside the first would get fewer slots, for as long as it lives.
+        """
+        checkpoint = self._checkpoints[checkpoint.name] = await self._fetch(checkpoint)
+        path = model_files.local_path(checkpoint.settings)
+        size = await asyncio.to_thread(_file_bytes, path)
+        if self._on_cpu and _free_bytes() >= _MEMORY_PER_FILE * size:
+            engine = await _in_thread(lambda: self._load(checkpoint))
+            return lambda: engine
+        await _in_thread(lambda: _read(path))
+        return lambda: self._load(checkpoint)
+
+    def changed(self, seconds: float, metrics: WorkerMetrics) -> None:
+        """The engine has the current model now, after so many seconds without one."""
+        name, before = self.current.name, self._choice.current
+        if name == before:
+            return  # the other could not be loaded
+        self._choice.changed(name, seconds)
+        metrics.model_switches.labels(name).inc()
+        metrics.model_switch_seconds.inc(seconds)
+        log.info(
+            "the model %s is loaded in place of %s; nothing was drawn for %.1f s",
+            name,
+            before,
+            seconds,
+            extra={"action": "model_switched", "model": name, "seconds": round(seconds, 3)},
+        )
+
+    def drop(self, checkpoint: Checkpoint, error: Exception, queue: OrderedQueues) -> None:
+        """Serves a model no more that cannot be loaded here; its jobs are for other workers."""
+        log.error(
+            "the model %s is not served by this worker, since it cannot be loaded: %s",
+            checkpoint.name,
+            error,
+            extra={"action": "model_unusable", "model": checkpoint.name},
+        )
+        del self._checkpoints[checkpoint.name]
+        queue.remove(checkpoint.name)
+
+
+async def note_served(models: ModelQueues, names: Callable[[], Sequence[str]]) -> NoReturn:
+    """Side task: tells `status` which models have a worker."""
+    while True:
+        try:
+            for name in names():
+                await models.note_served(name)
+        except errors.FleetError as error:
+            log.debug("which models are served cannot be noted: %s", error)
+        await asyncio.sleep(retry.jitter(serving.SPAN.total_seconds() / 2))
+
+
+async def make_queues(models: ModelQueues, names: Sequence[str]) -> None:
+    """Makes the queues of models, as far as the credentials allow and the storage answers."""
+    try:
+        for name in names:
+            await models.make(name)
+    except (errors.SetupError, errors.TransientError) as error:
+        log.info(
+            "the queues of models are not made: %s",
+            error.message,
+            extra={"action": "queues_not_made"},
+        )
+
+
+async def _in_thread(work: Callable[[], Result]) -> Result:
+    """As `asyncio.to_thread`; the process does not wait for it at its end."""
+    loop = asyncio.get_running_loop()
+    answer: asyncio.Future[Result] = loop.create_future()
+
+    def settle(result: Result | None, error: Exception | None) -> None:
+        if answer.done():
+            return
+        if error is not None:
+            answer.set_exception(error)
+        else:
+            answer.set_result(result)  # type: ignore[arg-type]
+
+    def run() -> None:
+        result, failure = None, None
+        try:
+            result = work()
+        except Exception as error:  # noqa: BLE001 - raised by the caller
+            failure = error
+        try:
+            loop.call_soon_threadsafe(settle, result, failure)
+        except RuntimeError:
+            return  # the loop is closed: nobody waits
+
+    # By this name the console knows that it must not wait for torch at its end.
+    threading.Thread(target=run, name=THREAD_NAME, daemon=True).start()
+    return await answer
+
+
+def _file_bytes(path: Path) -> int:
+    files = path.rglob("*") if path.is_dir() else [path]
+    return sum(each.stat().st_size for each in files if each.is_file())
+
+
+def _free_bytes() -> int:
+    """The machine's memory that is free or can be freed; 0 where it is not known."""
+    try:
+        lines = Path("/proc/meminfo").read_text(encoding="ascii").splitlines()
+        (line,) = [each for each in lines if each.startswith("MemAvailable:")]
+        return int(line.split()[1]) * 1024
+    except (OSError, ValueError):
+        return 0
+
+
+def _read(path: Path) -> None:
+    """Reads the files once, so that they come from memory the next time."""
+    buffer = bytearray(_CHUNK_BYTES)
+    for each in path.rglob("*.safetensors") if path.is_dir() else [path]:
+        with each.open("rb") as file:
+            while file.readinto(buffer):
+                time.sleep(0)  # the disk is for the jobs' LoRAs, too

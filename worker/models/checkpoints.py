@@ -1,0 +1,97 @@
+"""The checkpoints that a worker is given, each with the name by which jobs ask for it."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from imagefleet import errors
+from imagefleet.storage import protocol
+from imagefleet.storage.enqueue import MODELS
+from worker.files import check as file_check
+from worker.files import model
+from worker.files.addresses import STORE_SCHEME
+from worker.settings import WorkerSettings
+
+#: Every model of the storage.
+_ALL_STORED = frozenset({f"{STORE_SCHEME}*", f"{STORE_SCHEME}{MODELS}*"})
+
+#: A worker measures the queues of each.
+MAX_CHECKPOINTS = 50
+
+_SUFFIXES = (".safetensors", ".tar")
+
+
+@dataclass(frozen=True, slots=True)
+class Checkpoint:
+    """One model, and the worker's settings with this model alone."""
+
+    name: str
+    settings: WorkerSettings
+
+
+def given(settings: WorkerSettings) -> list[str]:
+    """The models that `--model` names: one, or several separated by commas."""
+    text = settings.model
+    if "," not in text or Path(text).expanduser().exists():
+        return [text]
+    return [part.strip() for part in text.split(",") if part.strip()]
+
+
+def check(settings: WorkerSettings) -> None:
+    """Raises SetupError if the worker could never load one of its models; no network is used."""
+    for text in given(settings):
+        if text not in _ALL_STORED:
+            file_check.check(settings.model_copy(update={"model": text}))
+
+
+async def find(settings: WorkerSettings, files: protocol.BlobStore) -> list[Checkpoint]:
+    """The checkpoints of the settings, that of jobs without a model first.
+
+    Raises:
+        SetupError: two have one name, the storage has none, or a setting fits only one model.
+    """
+    texts: list[str] = []
+    for text in given(settings):
+        texts += await _stored(files) if text in _ALL_STORED else [text]
+    texts = list(dict.fromkeys(texts))
+    if len(texts) == 1:
+        return [_checkpoint(settings, texts[0])]
+    if len(texts) > MAX_CHECKPOINTS:
+        raise errors.SetupError(
+            f"--model: {len(texts):,} models; a worker serves {MAX_CHECKPOINTS} at most"
+        )
+    for name in ("model_sha256", "config"):
+        if getattr(settings, name) is not None:
+            raise errors.SetupError(
+                f"--{name.replace('_', '-')} is for one model, and --model names {len(texts)}"
+            )
+    found = [_checkpoint(settings, text) for text in texts]
+    _refuse_equal_names(found)
+    return found
+
+
+def _checkpoint(settings: WorkerSettings, text: str) -> Checkpoint:
+    own = settings.model_copy(update={"model": text})
+    return Checkpoint(model.name_of(own), own)
+
+
+async def _stored(files: protocol.BlobStore) -> list[str]:
+    """The addresses of all models in the storage, in the order of their names."""
+    names = sorted([name async for name in files.names(MODELS) if name.endswith(_SUFFIXES)])
+    if not names:
+        raise errors.SetupError(
+            f"there is no model in {MODELS} of the container {files.name!r}: `imagefleet model"
+            " add` puts one there"
+        )
+    return [STORE_SCHEME + name.removeprefix(MODELS) for name in names]
+
+
+def _refuse_equal_names(checkpoints: Sequence[Checkpoint]) -> None:
+    counts = Counter(each.name for each in checkpoints)
+    if repeated := [name for name, count in counts.items() if count > 1]:
+        raise errors.SetupError(
+            f"--model: two models have the name {repeated[0]!r}, by which jobs ask for them"
+        )
