@@ -300,33 +300,28 @@ class _Worker:
         # Imported on the engine's thread: torch takes seconds to load, and the port answers.
         from worker.engine.load import load_engine
 
-        with self._compiling():
-            return load_engine(
-                path,
-                settings.device,
-                precision=settings.precision,
-                config=settings.config,
-                prediction_type=check.prediction_type(path),
-                slots=settings.slots,
-                compile=settings.compile,
-                fp16_accumulate=settings.fp16_accumulate,
-                on_compile=self._compiles,
-            )
+        return load_engine(
+            path,
+            settings.device,
+            precision=settings.precision,
+            config=settings.config,
+            prediction_type=check.prediction_type(path),
+            slots=settings.slots,
+            compile="off" if settings.compile == "off" else "background",
+            fp16_accumulate=settings.fp16_accumulate,
+            around_compiling=self._compiling,
+        )
 
-    def _compiling(self) -> contextlib.AbstractContextManager[None]:
-        """Has one of a machine's workers compile; the others wait for its kernels."""
+    def _compiling(self, graph: str) -> contextlib.AbstractContextManager[None]:
+        """Has one of a machine's workers compile a graph; the others wait for its kernels."""
         settings = self._settings
-        if self._member is None or settings.compile == "off" or settings.device == "cpu":
+        if self._member is None:
             return contextlib.nullcontext()
         kernels = (
             *(metadata.version("torch"), metadata.version("imagefleet"), self._gpu),
-            *(settings.precision, settings.slots, settings.fp16_accumulate),
+            *(settings.precision, settings.fp16_accumulate, graph),
         )
         return compiling.by_one_first(compiling.kernel_cache(), repr(kernels))
-
-    def _compiles(self) -> None:
-        if self._pipeline is not None:
-            self._pipeline.start_up_phase = "compiling"
 
 
 @contextlib.contextmanager

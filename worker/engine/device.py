@@ -79,11 +79,18 @@ def set_up(device: torch.device, *, fp16_accumulate: bool) -> None:
     if device.type != "cuda":
         return
     torch.cuda.set_device(device)  # streams, events and graphs belong to the thread's own device
-    # Shapes are few and stay the same, so it pays to time each convolution's kernels once.
-    torch.backends.cudnn.benchmark = True
     torch.set_num_threads(min(torch.get_num_threads(), _CPU_THREADS))
     if fp16_accumulate:
         torch.backends.cuda.matmul.allow_fp16_accumulation = True
+
+
+def time_convolutions(*, lasting: bool) -> None:
+    """Whether cuDNN times all its kernels for a convolution's shape when that comes first.
+
+    It takes seconds for all of a network's, and pays for shapes that last. Others, as of slots that
+    are only partly in use, get the kernel that cuDNN expects to be fastest.
+    """
+    torch.backends.cudnn.benchmark = lasting
 
 
 def free_gpu_bytes(name: str) -> int:
