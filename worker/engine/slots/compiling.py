@@ -155,7 +155,7 @@ class Compilation:
 
     def _next(self) -> BatchKey | None:
         """What is compiled next, once the compiler is free."""
-        keys = [self._first, *(lane.batch_key for lane in self._lanes)]
+        keys = [self._first, *(lane.batch_key for lane in self._lanes if lane.held)]
         return next((each for each in keys if self._runner.should_compile(each)), None)
 
     def _go_on(self, batch_key: BatchKey | None) -> None:
