@@ -6,6 +6,7 @@ import asyncio
 import contextlib
 import logging
 import signal
+import threading
 import time
 from collections import Counter
 from collections.abc import Callable, Iterator
@@ -21,6 +22,7 @@ from imagefleet.telemetry import probes, push
 from worker import progress, replica, tasks
 from worker.engine import contract
 from worker.files import check, model
+from worker.gpu_thread import THREAD_NAME
 from worker.gpus import compiling
 from worker.gpus.member import Member
 from worker.metrics import Outcome, WorkerMetrics
@@ -160,6 +162,8 @@ class _Worker:
         if self._pipeline is not None:
             self._earlier_images += self._pipeline.images_written
         self._pipeline = None
+        if self._load is None:
+            self._import_engine()
         runs_on = await asyncio.to_thread(replica.find_replica, self._settings)
         self._gpu = runs_on.gpu
         identity_token = None if self._metadata is None else self._metadata.token
@@ -292,6 +296,17 @@ class _Worker:
             gpu_dollars=pipeline.cost.gpu_dollars,
             storage_dollars=pipeline.cost.storage_dollars,
         )
+
+    def _import_engine(self) -> None:
+        """Imports torch while the storage answers and the model comes; a failure shows later."""
+
+        def run() -> None:
+            from worker.engine.load import import_libraries
+
+            with contextlib.suppress(errors.SetupError):
+                import_libraries()
+
+        threading.Thread(target=run, name=f"{THREAD_NAME} import", daemon=True).start()
 
     def _load_engine(self) -> contract.Engine:
         settings = self._settings
