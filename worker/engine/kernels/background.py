@@ -3,8 +3,8 @@
 That both touch torch is safe, since one graph at a time is traced and nothing else is compiled or
 recorded meanwhile: the engine's thread takes a traced graph up before the next begins. Tracing
 reads shapes and types of tensors, never their contents, and what it makes is bound to arguments
-whose shapes do not change. Torch's dispatch modes, grad mode and device belong to a thread; the
-hooks that its tracer sets on all modules call them as before.
+whose shapes do not change. Torch's dispatch modes, grad mode and device belong to a thread. What it
+sets for the whole process while it compiles is hidden from other threads (`compile._unnoticed`).
 """
 
 from __future__ import annotations

@@ -231,14 +231,31 @@ def _with_own_code(function: Callable[..., Any]) -> Callable[..., Any]:
 def _unnoticed() -> Iterator[None]:
     """Compiles without a sign to other threads, whose layers run uncompiled meanwhile.
 
-    Newer versions of torch have `torch.compiler.is_compiling` say yes to the whole process.
+    Newer versions of torch have `torch.compiler.is_compiling` say yes to the whole process. And
+    while its tracer runs, all calls of modules go through it; other threads' are none of its own.
     """
+    tracer, thread = torch.fx.Tracer, threading.get_ident()
+    call_module = tracer.call_module
+
+    def call(
+        self: torch.fx.Tracer,
+        module: torch.nn.Module,
+        forward: Callable[..., Any],
+        args: tuple[Any, ...],
+        kwargs: dict[str, Any],
+    ) -> Any:
+        if threading.get_ident() != thread:
+            return forward(*args, **kwargs)
+        return call_module(self, module, forward, args, kwargs)
+
     name = "_compile_session_context"
     marks = getattr(torch.compiler, name, None)
+    tracer.call_module = call  # type: ignore[assignment, method-assign]
     if marks is not None:
         setattr(torch.compiler, name, contextlib.nullcontext)
     try:
         yield
     finally:
+        tracer.call_module = call_module  # type: ignore[method-assign]
         if marks is not None:
             setattr(torch.compiler, name, marks)
