@@ -11,9 +11,10 @@ import torch
 from diffusers import AutoencoderKL
 
 from imagefleet import errors
-from worker.engine import checkpoint, contract, device
+from worker.engine import checkpoint, contract
 from worker.engine import errors as engine_errors
 from worker.engine.kernels.compile import Compiled, GraphPool
+from worker.engine.kernels.layers import time_convolutions
 
 log = logging.getLogger(__name__)
 
@@ -103,7 +104,7 @@ class Decoder:
         yield compiled
         if self._backend is None or size != self._slice_size(shape):
             return  # given up meanwhile
-        device.time_convolutions(lasting=True)
+        time_convolutions(lasting=True)
         try:
             compiled()
         except Exception as error:
@@ -199,7 +200,7 @@ class Decoder:
             held[: len(part)].copy_(latents)
             pixels, is_finite = compiled()
         else:
-            device.time_convolutions(lasting=len(part) == self._slice_size(shape))
+            time_convolutions(lasting=len(part) == self._slice_size(shape))
             pixels, is_finite = decode(self._vae, latents)
         on_gpu = pixels.device.type == "cuda"
         host_pixels = torch.empty(

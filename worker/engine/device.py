@@ -84,15 +84,6 @@ def set_up(device: torch.device, *, fp16_accumulate: bool) -> None:
         torch.backends.cuda.matmul.allow_fp16_accumulation = True
 
 
-def time_convolutions(*, lasting: bool) -> None:
-    """Whether cuDNN times all its kernels for a convolution's shape when that comes first.
-
-    It takes seconds for all of a network's, and pays for shapes that last. Others, as of slots that
-    are only partly in use, get the kernel that cuDNN expects to be fastest.
-    """
-    torch.backends.cudnn.benchmark = lasting
-
-
 def free_gpu_bytes(name: str) -> int:
     """The GPU's free memory, after a matrix product on it came out right; *name* as in settings.
 

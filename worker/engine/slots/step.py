@@ -14,11 +14,10 @@ from typing import NamedTuple
 
 import torch
 
-from worker.engine import device as devices
 from worker.engine import sampler
 from worker.engine.checkpoint import Checkpoint
 from worker.engine.kernels.compile import Compiled, GraphPool
-from worker.engine.kernels.layers import KernelSelector, fastest_seconds
+from worker.engine.kernels.layers import KernelSelector, fastest_seconds, time_convolutions
 from worker.engine.slots.prepare import PLAIN_TOKENS
 from worker.engine.slots.queue import WEIGHT_MODES, BatchKey, Costs, WeightMode
 from worker.engine.slots.unet import SlotUnet
@@ -262,13 +261,13 @@ class StepRunner:
         if compiled := step.compiled.get(weight_mode):
             compiled()
         else:
-            devices.time_convolutions(lasting=slots == len(step.state.latents))
+            time_convolutions(lasting=slots == len(step.state.latents))
             tick(self._unet, weight_mode, *step.state.first(slots))
 
     def select_kernels(self, step: Step) -> None:
         """Selects the attention kernels of a step that is not compiled yet; keeps its images."""
         if not step.compiled:
-            devices.time_convolutions(lasting=True)
+            time_convolutions(lasting=True)
             with _keeping(step), self._unet.selecting_kernels(self._kernels), torch.no_grad():
                 tick(self._unet, "shared", *step.state)
 
@@ -289,7 +288,7 @@ class StepRunner:
 
         The unet must use the block of the step's lane.
         """
-        devices.time_convolutions(lasting=True)
+        time_convolutions(lasting=True)
         with _keeping(step):
             compiled()
             ran = {**step.compiled, weight_mode: compiled}
