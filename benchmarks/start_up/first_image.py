@@ -99,7 +99,9 @@ async def watch(address: str, began_at: float, start: Start, compiled_seconds: f
         start.images_until_compiled = int(found[IMAGES])
 
 
-async def measure(arguments: argparse.Namespace, model: Path, cache: Path, port: int) -> Start:
+async def measure(
+    arguments: argparse.Namespace, model: Path, cache: Path, port: int, compiled_seconds: float
+) -> Start:
     """Starts a worker with that cache of kernels and ends it once it is compiled."""
     start = Start()
     with tempfile.TemporaryDirectory() as folder:
@@ -116,7 +118,7 @@ async def measure(arguments: argparse.Namespace, model: Path, cache: Path, port:
             *("--device", arguments.device, "--port", str(port), "--storage", address),
             *("--log-format", "json", *arguments.flags),
             cwd=ROOT,
-            env={**os.environ, **caches(cache)},
+            env=environment(cache),
             stdout=asyncio.subprocess.PIPE,
             stderr=asyncio.subprocess.STDOUT,
         )
@@ -124,7 +126,7 @@ async def measure(arguments: argparse.Namespace, model: Path, cache: Path, port:
             raise RuntimeError("its output is a pipe")
         following = asyncio.create_task(follow(worker.stdout, began_at, start))
         watching = asyncio.create_task(
-            watch(f"http://127.0.0.1:{port}", began_at, start, arguments.compiled_seconds)
+            watch(f"http://127.0.0.1:{port}", began_at, start, compiled_seconds)
         )
         ending = asyncio.create_task(worker.wait())
         try:
@@ -143,9 +145,11 @@ async def measure(arguments: argparse.Namespace, model: Path, cache: Path, port:
     return start
 
 
-def caches(folder: Path) -> dict[str, str]:
-    """Variables for all that compiles for a GPU, so that a new folder is a cold start."""
+def environment(folder: Path) -> dict[str, str]:
+    """Has all that compiles for a GPU use *folder*: a new one makes a cold start."""
+    kept = {name: each for name, each in os.environ.items() if not name.startswith("IMAGEFLEET_")}
     return {
+        **kept,
         "TORCHINDUCTOR_CACHE_DIR": str(folder / "inductor"),
         "TRITON_CACHE_DIR": str(folder / "triton"),
         "CUDA_CACHE_PATH": str(folder / "cuda"),
@@ -165,8 +169,8 @@ def build(arguments: argparse.Namespace, folder: Path) -> Path:
     program = f"import pathlib, sys; folder = pathlib.Path(sys.argv[1]); {call}"
     model = folder / "random"
     path = os.pathsep.join([str(ROOT), str(ROOT / "benchmarks")])
-    environment = {**os.environ, "PYTHONPATH": path}
-    subprocess.run([sys.executable, "-c", program, str(model)], env=environment, check=True)
+    command = [sys.executable, "-c", program, str(model)]
+    subprocess.run(command, env={**os.environ, "PYTHONPATH": path}, check=True)
     return model
 
 
@@ -177,7 +181,10 @@ def main(given: Sequence[str] | None = None) -> None:
     parser.add_argument("--device", default="auto")
     parser.add_argument("--jobs", type=int, default=1, help="in the queue")
     parser.add_argument(
-        "--compiled-seconds", type=float, default=210.0, help="to wait until it is compiled"
+        "--compiled-seconds",
+        type=float,
+        default=180.0,
+        help="to wait at most until it is compiled, half of it with the caches",
     )
     parser.add_argument("--port", type=int, default=9490)
     parser.add_argument("--out", type=Path)
@@ -188,9 +195,10 @@ def main(given: Sequence[str] | None = None) -> None:
     with tempfile.TemporaryDirectory() as folder:
         model, cache = build(arguments, Path(folder)), Path(folder, "cache")
         print("empty caches", flush=True)
-        cold = asyncio.run(measure(arguments, model, cache, arguments.port))
+        port, limit = arguments.port, arguments.compiled_seconds
+        cold = asyncio.run(measure(arguments, model, cache, port, limit))
         print("the same caches", flush=True)
-        cached = asyncio.run(measure(arguments, model, cache, arguments.port + 1))
+        cached = asyncio.run(measure(arguments, model, cache, port + 1, limit / 2))
     found = {
         "first_image_cold_seconds": cold.first_image_seconds,
         "first_image_cached_seconds": cached.first_image_seconds,
