@@ -27,7 +27,7 @@ from worker.gpus import compiling
 from worker.gpus.member import Member
 from worker.metrics import Outcome, WorkerMetrics
 from worker.node.watchdog import limits_of
-from worker.pipeline import Pipeline
+from worker.pipeline import Pipeline, version
 from worker.progress import Counts, Phase, Progress, ProgressMeter, WorkerReport
 from worker.salad import deletion_cost, wait_for_operator
 from worker.salad import metadata as salad_metadata
@@ -312,6 +312,10 @@ class _Worker:
         settings = self._settings
         path = model.local_path(settings)
         check.check_path(path)
+        if self._member is not None and settings.device != "cpu":
+            from worker.engine import device
+
+            device.check_listed_gpu()
         # Imported on the engine's thread: torch takes seconds to load, and the port answers.
         from worker.engine.load import load_engine
 
@@ -333,7 +337,7 @@ class _Worker:
         if self._member is None:
             return contextlib.nullcontext()
         kernels = (
-            *(metadata.version("torch"), metadata.version("imagefleet"), self._gpu),
+            *(metadata.version("torch"), version(), self._gpu),
             *(settings.precision, settings.fp16_accumulate, graph),
         )
         return compiling.by_one_first(compiling.kernel_cache(), repr(kernels))

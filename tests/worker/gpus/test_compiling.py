@@ -6,6 +6,7 @@ import sys
 import threading
 import time
 from collections.abc import Callable
+from importlib import metadata
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -15,6 +16,7 @@ import pytest
 from worker import process
 from worker.engine import load
 from worker.gpus import compiling
+from worker.settings import WorkerSettings
 
 DEMO_MODEL = Path(__file__).parents[3] / "demo_model"
 
@@ -105,3 +107,22 @@ def test_a_worker_draws_first_and_each_graph_is_compiled_once_on_a_machine(
     with given["around_compiling"]("the UNet"), given["around_compiling"]("the VAE"):
         pass  # a graph does not wait for another
     assert len(list(tmp_path.glob("*.compiled"))) == 2
+
+
+def test_a_checkout_that_is_not_installed_compiles_too(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    installed = metadata.version
+
+    def version(name: str) -> str:
+        if name == "imagefleet":
+            raise metadata.PackageNotFoundError(name)
+        return installed(name)
+
+    monkeypatch.setattr(metadata, "version", version)
+    monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", str(tmp_path))
+    worker: Any = SimpleNamespace(
+        _settings=WorkerSettings(model="m", device="cuda"), _member=object(), _gpu="RTX 4090"
+    )
+    with process._Worker._compiling(worker, "the UNet"):
+        assert list(tmp_path.glob("*.lock"))

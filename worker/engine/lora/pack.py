@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 
 import torch
 
-from worker.engine.lora.buffers import buffers
+from worker.engine.lora import buffers
 from worker.engine.lora.file import WeightDelta
 from worker.engine.lora.merge import AppliedLora
 from worker.engine.lora.names import Network
@@ -57,13 +57,30 @@ class _GroupPlaces:
 
 @dataclass(frozen=True, slots=True)
 class PackedLoras:
-    """What LoRAs change in one network, in one tensor of bytes.
+    """What LoRAs change in one network, and its place in one tensor of bytes.
 
-    In ordinary memory: up to four jobs a slot are held, which may be gigabytes.
+    The numbers stay in the files' tensors until the tensor is assembled: up to four jobs a slot are
+    held, which would be gigabytes.
     """
 
-    flat: torch.Tensor
+    size_bytes: int
     places: Mapping[Group, _GroupPlaces]
+    _low_rank: Mapping[Group, Mapping[int, Sequence[_Weighted]]]
+    _stacked: Sequence[tuple[_StackPlaces, Sequence[WeightDelta]]]
+
+    def assemble(self) -> torch.Tensor:
+        """The tensor [size_bytes] in host memory."""
+        flat = buffers.packs.take(self.size_bytes)
+        for group, change in self.by_group(flat).items():
+            if change.low_rank is not None:
+                _fill_low_rank(*change.low_rank, change.strength, self._low_rank[group])
+        for places, deltas in self._stacked:
+            stack = places.of(flat)
+            stack.index.copy_(torch.tensor(stack.positions))
+            for name, tensor in stack.tensors.items():
+                sources = [each.tensors[name].view(tensor.shape[1:]) for each in deltas]
+                torch._foreach_copy_(tensor.unbind(), sources)
+        return flat
 
     def by_group(self, flat: torch.Tensor) -> dict[Group, StackedChange]:
         """Views of *flat*, a copy on any device, for each changed group."""
@@ -104,7 +121,7 @@ def pack(
 
 
 class _Packer:
-    """Finds each tensor's place first, then fills them all."""
+    """Finds each tensor's place."""
 
     def __init__(self) -> None:
         self._places: dict[Group, _GroupPlaces] = {}
@@ -137,7 +154,8 @@ class _Packer:
         for at, changes in sorted(by_layer.items()):
             for strength, delta in changes:
                 tensors = [
-                    (name, each.dtype, each.shape) for name, each in sorted(delta.tensors.items())
+                    (name, each.dtype, _as_linear(each.shape))
+                    for name, each in sorted(delta.tensors.items())
                 ]
                 number = 0
                 while at in alike.get(key := (number, strength, delta.scale, *tensors), {}):
@@ -149,7 +167,7 @@ class _Packer:
                 list(stacked),
                 self._place(torch.int64, (len(stacked),)),
                 {
-                    name: self._place(each.dtype, (len(stacked), *each.shape))
+                    name: self._place(each.dtype, (len(stacked), *_as_linear(each.shape)))
                     for name, each in first.tensors.items()
                 },
                 first.scale,
@@ -159,22 +177,19 @@ class _Packer:
             self._stacked.append((places, [delta for _, delta in stacked.values()]))
 
     def pack(self) -> PackedLoras:
-        packed = PackedLoras(buffers.take(self._size), self._places)
-        for group, change in packed.by_group(packed.flat).items():
-            if change.low_rank is not None:
-                _fill_low_rank(*change.low_rank, change.strength, self._low_rank[group])
-        for places, deltas in self._stacked:
-            stack = places.of(packed.flat)
-            stack.index.copy_(torch.tensor(stack.positions))
-            for name, tensor in stack.tensors.items():
-                torch._foreach_copy_(tensor.unbind(), [each.tensors[name] for each in deltas])
-        return packed
+        return PackedLoras(self._size, self._places, self._low_rank, self._stacked)
 
     def _place(self, dtype: torch.dtype, shape: tuple[int, ...]) -> Place:
         end = self._size + math.prod(shape) * dtype.itemsize
         place = Place(dtype, shape, self._size, end)
         self._size = end + -end % _ALIGNMENT_BYTES
         return place
+
+
+def _as_linear(shape: Sequence[int]) -> tuple[int, ...]:
+    """The shape without a 1x1 kernel: such convolutions are stacked with linear layers."""
+    kernel = 2
+    return tuple(shape[:kernel]) if math.prod(shape[kernel:]) == 1 else tuple(shape)
 
 
 def _rank(weighted: Iterable[_Weighted]) -> int:

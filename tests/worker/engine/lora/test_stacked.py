@@ -94,7 +94,7 @@ def unpack(loras: Sequence[merge.AppliedLora], dtype: torch.dtype = torch.float3
     packed = pack.pack(loras, "unet", GROUPS, dtype=dtype)
     assert packed is not None
     # As a device would have them: no tensor of the file itself, and another copy of the bytes.
-    return packed.by_group(packed.flat.clone())[GROUP]
+    return packed.by_group(packed.assemble().clone())[GROUP]
 
 
 def merged(
@@ -162,6 +162,20 @@ def test_layers_of_one_file_may_differ_in_kind_rank_alpha_and_factors() -> None:
     assert change.low_rank[0].shape == (5, OUT, 8), "matrix products need aligned operands"
 
 
+def test_1x1_convolutions_are_merged_together_with_linear_layers() -> None:
+    """SD1.5's proj_in and proj_out are some; apart, each stack takes its own launches."""
+    kernels = {name: (*shape, 1, 1) for name, shape in KINDS["dora"].items()}
+    parts = [
+        make_lora(KINDS["dora"], paths=["zero", "two", "three"]),
+        make_lora(kernels, paths=["one", "four"]),
+    ]
+    change, original = unpack(parts), draw(5, OUT, IN)
+    (stack,) = change.stacks
+    assert stack.positions == [0, 1, 2, 3, 4]
+    found = merged(change, original)
+    torch.testing.assert_close(found, expected(parts, original), rtol=1e-5, atol=1e-5)
+
+
 @pytest.mark.parametrize("kind", KINDS)
 def test_chunks_of_one_layer_give_the_same_bits_as_one_chunk(kind: str) -> None:
     loras = [make_lora(KINDS[kind]), make_lora(LOHA, 0.2, ["one", "two"]), make_lora(LORA, 0.4)]
@@ -205,7 +219,7 @@ def test_a_layer_that_slots_cannot_hold_is_packed_only_where_something_else_hold
     packed = pack.pack([lora], "unet", GROUPS, dtype=torch.float32, elsewhere=elsewhere)
     assert packed is not None
     original = draw(5, OUT, IN)
-    found = merged(packed.by_group(packed.flat)[GROUP], original)
+    found = merged(packed.by_group(packed.assemble())[GROUP], original)
     torch.testing.assert_close(found, expected([lora], original), rtol=1e-5, atol=1e-5)
     assert pack.pack([], "unet", {}, dtype=torch.float32) is not None
 
@@ -218,6 +232,6 @@ def test_a_gpu_merges_the_same(kind: str, dtype: torch.dtype) -> None:
     original = draw(5, OUT, IN).to(dtype)
     packed = pack.pack(loras, "unet", GROUPS, dtype=dtype)
     assert packed is not None
-    change = packed.by_group(packed.flat.cuda())[GROUP]
+    change = packed.by_group(packed.assemble().cuda())[GROUP]
     on_cpu, on_gpu = merged(unpack(loras, dtype), original), merged(change, original.cuda())
     torch.testing.assert_close(on_gpu.cpu().float(), on_cpu.float(), rtol=2**-7, atol=2**-7)
