@@ -7,6 +7,7 @@ import contextlib
 import dataclasses
 import logging
 import signal
+import threading
 import time
 from collections import Counter
 from collections.abc import Callable, Iterator
@@ -22,6 +23,7 @@ from imagefleet.telemetry import probes, push
 from worker import progress, replica, tasks
 from worker.engine import contract
 from worker.files import check, model
+from worker.gpu_thread import THREAD_NAME
 from worker.gpus import compiling
 from worker.gpus.member import Member
 from worker.metrics import Outcome, WorkerMetrics
@@ -164,6 +166,8 @@ class _Worker:
         if self._pipeline is not None:
             self._earlier_images += self._pipeline.images_written
         self._pipeline = None
+        if self._load is None:
+            self._import_engine()
         runs_on = await asyncio.to_thread(replica.find_replica, self._settings)
         self._gpu = runs_on.gpu
         identity_token = None if self._metadata is None else self._metadata.token
@@ -310,6 +314,17 @@ class _Worker:
             storage_dollars=pipeline.cost.storage_dollars,
         )
 
+    def _import_engine(self) -> None:
+        """Imports torch while the storage answers and the model comes; a failure shows later."""
+
+        def run() -> None:
+            from worker.engine.load import import_libraries
+
+            with contextlib.suppress(errors.SetupError):
+                import_libraries()
+
+        threading.Thread(target=run, name=f"{THREAD_NAME} import", daemon=True).start()
+
     def _load_engine(self, checkpoint: Checkpoint) -> contract.Engine:
         settings = checkpoint.settings
         path = model.local_path(settings)
@@ -321,33 +336,28 @@ class _Worker:
         # Imported on the engine's thread: torch takes seconds to load, and the port answers.
         from worker.engine.load import load_engine
 
-        with self._compiling():
-            return load_engine(
-                path,
-                settings.device,
-                precision=settings.precision,
-                config=settings.config,
-                prediction_type=check.prediction_type(path),
-                slots=settings.slots,
-                compile=settings.compile,
-                fp16_accumulate=settings.fp16_accumulate,
-                on_compile=self._compiles,
-            )
+        return load_engine(
+            path,
+            settings.device,
+            precision=settings.precision,
+            config=settings.config,
+            prediction_type=check.prediction_type(path),
+            slots=settings.slots,
+            compile="off" if settings.compile == "off" else "background",
+            fp16_accumulate=settings.fp16_accumulate,
+            around_compiling=self._compiling,
+        )
 
-    def _compiling(self) -> contextlib.AbstractContextManager[None]:
-        """Has one of a machine's workers compile; the others wait for its kernels."""
+    def _compiling(self, graph: str) -> contextlib.AbstractContextManager[None]:
+        """Has one of a machine's workers compile a graph; the others wait for its kernels."""
         settings = self._settings
-        if self._member is None or settings.compile == "off" or settings.device == "cpu":
+        if self._member is None:
             return contextlib.nullcontext()
         kernels = (
             *(metadata.version("torch"), version(), self._gpu),
-            *(settings.precision, settings.slots, settings.fp16_accumulate),
+            *(settings.precision, settings.fp16_accumulate, graph),
         )
         return compiling.by_one_first(compiling.kernel_cache(), repr(kernels))
-
-    def _compiles(self) -> None:
-        if self._pipeline is not None:
-            self._pipeline.start_up_phase = "compiling"
 
 
 @contextlib.contextmanager

@@ -62,9 +62,10 @@ class WorkerSettings(TelemetrySettings):
         repr=False,  # an address may hold a token
         description="The checkpoint, of Stable Diffusion 1.x, 2.x or SDXL: a .safetensors file or"
         " a folder in diffusers format. Or one to fetch at the start, as a .safetensors file or a"
-        " .tar of such a folder: an https:// URL, or store:NAME for models/NAME in the storage, store:* for all"
-        " models there. Repeatable (in the variable separated by commas): the worker changes"
-        " between them as their jobs wait; jobs without a model are drawn with the first.",
+        " .tar of such a folder: an https:// URL, or store:NAME for models/NAME in the storage,"
+        " store:* for all models there. Repeatable (in the variable separated by commas): the"
+        " worker changes between them as their jobs wait; jobs without a model are drawn with the"
+        " first.",
         json_schema_extra={"repeatable": True},
     )
     model_sha256: str | None = Field(
@@ -118,7 +119,8 @@ class WorkerSettings(TelemetrySettings):
     )
     compile: Literal["auto", "off"] = Field(
         default="auto",
-        description="auto compiles for a GPU: a minute or two at the start, far faster after.",
+        description="auto compiles for a GPU beside the first images: slower for a minute or two,"
+        " far faster after.",
     )
     fp16_accumulate: bool = Field(
         default=False,

@@ -6,9 +6,11 @@ beyond its pixels; one with few images waits for more, but not for long (`Lanes.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
 
+from worker.engine.slots.prepare import PLAIN_TOKENS
 from worker.engine.slots.queue import BatchKey, SlotJob, SlotQueue, WeightMode
 from worker.engine.slots.step import Step
 
@@ -20,6 +22,10 @@ PATIENCE_TICKS = 32
 #: Ticks of one lane in a row where lanes load their weights into the same memory: loading takes
 #: about a third of a tick.
 SHARED_TURN_TICKS = 16
+
+#: A lane of long prompts may have a context so many times as large as a plain one of all slots,
+#: where the memory has room for several lanes' weights; elsewhere no larger.
+_ROOMY_CONTEXT = 4
 
 #: As if so many times full.
 _URGENT = 2.0
@@ -62,7 +68,7 @@ class Lane:
 
     @property
     def may_close(self) -> bool:
-        return self.step is not None and not (self.active or self.step.compiled)
+        return self.step is not None and not (self.active or self.step.is_kept)
 
     def close(self) -> None:
         """Frees its tensors; its waiting jobs stay."""
@@ -116,6 +122,19 @@ class Lanes:
         ready = self.slots * (len(inside) if self._turn_ticks > 1 else 1)
         return max(0, ready + room - beyond)
 
+    def slots_of(self, batch_key: BatchKey, native: tuple[int, int]) -> int:
+        """As many as make a lane's calls as large as those of the *native* width and height.
+
+        So a larger size needs no more memory, and all lanes' ticks take about as long. A lane's own
+        memory is mostly its context, which long prompts must not multiply.
+        """
+        if batch_key.isolated is not None:
+            return 1
+        slots = self.slots * math.prod(native) / (batch_key.width * batch_key.height)
+        most_tokens = PLAIN_TOKENS * (_ROOMY_CONTEXT if self.blocks > 1 else 1)
+        slots *= min(1, most_tokens / batch_key.tokens)
+        return max(1, min(self.slots, round(slots)))
+
     def lane(self, batch_key: BatchKey, slots: int) -> Lane:
         """The lane of a batch key; a new one has *slots* slots."""
         if batch_key not in self._lanes:
@@ -145,7 +164,7 @@ class Lanes:
         if chosen is None or not self._goes_on(chosen):
             chosen = max(busy, key=self.urgency)
             if chosen.step is None and not self._make_room():
-                closable = [lane for lane in busy if lane.step and not lane.step.compiled]
+                closable = [lane for lane in busy if lane.step and not lane.step.is_kept]
                 if closable:
                     chosen = min(closable, key=lambda lane: len(lane.active))
                     chosen.is_closing = True
