@@ -21,6 +21,7 @@ from imagefleet.telemetry import probes, push
 from worker import progress, replica, tasks
 from worker.engine import contract
 from worker.files import check, model
+from worker.files.kernels import cache as kernels
 from worker.gpus import compiling
 from worker.gpus.member import Member
 from worker.metrics import Outcome, WorkerMetrics
@@ -101,6 +102,7 @@ class _Worker:
     _has_started: bool = False
     _port: int = 0
     _gpu: str = replica.NO_GPU
+    _kernels: kernels.KernelCache | None = None
 
     def __post_init__(self) -> None:
         member = self._member
@@ -194,7 +196,10 @@ class _Worker:
             )
             self._pipeline.start_up_phase = "fetching the model"
             if await tasks.run_until(self._stop, self._fetch_model(storage)):
-                await self._pipeline.run(self._stop, self._hurry)
+                async with kernels.fetching(
+                    self._settings, storage.files, self._metrics.set_kernels
+                ) as self._kernels:
+                    await self._pipeline.run(self._stop, self._hurry)
 
     async def _fetch_model(self, storage: protocol.Storage) -> None:
         self._settings = await model.pinned(self._settings, storage.files)
@@ -300,7 +305,7 @@ class _Worker:
         # Imported on the engine's thread: torch takes seconds to load, and the port answers.
         from worker.engine.load import load_engine
 
-        with self._compiling():
+        with contextlib.ExitStack() as stack, self._compiling():
             return load_engine(
                 path,
                 settings.device,
@@ -310,7 +315,7 @@ class _Worker:
                 slots=settings.slots,
                 compile=settings.compile,
                 fp16_accumulate=settings.fp16_accumulate,
-                on_compile=self._compiles,
+                on_compile=lambda: self._compiles(stack),
             )
 
     def _compiling(self) -> contextlib.AbstractContextManager[None]:
@@ -324,9 +329,11 @@ class _Worker:
         )
         return compiling.by_one_first(compiling.kernel_cache(), repr(kernels))
 
-    def _compiles(self) -> None:
+    def _compiles(self, stack: contextlib.ExitStack) -> None:
         if self._pipeline is not None:
             self._pipeline.start_up_phase = "compiling"
+        if self._kernels is not None:
+            stack.enter_context(self._kernels.compiling("the UNet and the VAE"))
 
 
 @contextlib.contextmanager

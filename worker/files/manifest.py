@@ -1,8 +1,8 @@
 """A folder's manifest: the SHA-256 that its files must have, signed or not.
 
-`loras/manifest.json` and `models/manifest.json` are either plain, `{"name": "sha256", ...}`, or
-signed, `{"folder": "loras", "files": {"name": "sha256", ...}, "signature": "..."}`. A signed one is
-complete: workers with a trusted key take no other file.
+`loras/manifest.json`, `models/manifest.json` and `kernels/manifest.json` are either plain,
+`{"name": "sha256", ...}`, or signed, `{"folder": "loras", "files": {"name": "sha256", ...},
+"signature": "..."}`. A signed one is complete: workers with a trusted key take no other file.
 """
 
 from __future__ import annotations
@@ -20,13 +20,18 @@ NAME = "manifest.json"
 #: The folders that have one.
 LORAS = "loras"
 MODELS = "models"
+KERNELS = "kernels"
 
 #: Some 100 bytes a file.
 MAX_BYTES = 16 * 2**20
 MAX_FILES = 100_000
 
 #: The command that lists a file, by folder.
-ADD_COMMANDS = {LORAS: "imagefleet lora add", MODELS: "imagefleet model add"}
+ADD_COMMANDS = {
+    LORAS: "imagefleet lora add",
+    MODELS: "imagefleet model add",
+    KERNELS: "imagefleet kernels push",
+}
 
 
 @dataclass(frozen=True, slots=True)
