@@ -23,7 +23,8 @@ from worker.files import manifest, model
 from worker.files.disk_cache import DiskCache
 from worker.files.download import Download
 from worker.files.kernels import archive
-from worker.files.kernels.key import Key, find_key
+from worker.files.kernels.key import Key
+from worker.files.kernels.machine import find_key
 from worker.files.loras import Manifest
 from worker.files.safetensors import MalformedError
 from worker.files.sources import BlobSource
