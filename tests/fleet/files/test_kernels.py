@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import re
 import subprocess
 from collections.abc import Callable
 from dataclasses import asdict, replace
@@ -181,7 +182,7 @@ def test_a_build_that_compiled_nothing_says_so(
     monkeypatch.setattr(load, "load_engine", lambda *_, **__: SimpleNamespace(close=lambda: None))
     result = in_process("kernels", "build", "--model", str(DEMO), "--cache", "cache")
     assert result.returncode == console.EXIT_OPERATOR_MUST_ACT
-    assert "torch kept no kernels in cache/kernels/" in result.stderr
+    assert re.search(r"torch kept no kernels in /\S+/cache/kernels/", result.stderr)
 
 
 def test_without_a_gpu_nothing_is_built(in_process: Imagefleet, tmp_path: Path) -> None:

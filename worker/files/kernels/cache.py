@@ -85,7 +85,7 @@ class KernelCache:
             log.exception("the stored kernels cannot be used", extra={"action": "kernels_failed"})
             raise
         finally:
-            self._is_settled.set()
+            self.give_up()
 
     @contextlib.contextmanager
     def compiling(self, what: str) -> Iterator[None]:
@@ -102,6 +102,10 @@ class KernelCache:
         if self._graphs() - before:
             self._settle("compiled")
         self._mark()
+
+    def give_up(self) -> None:
+        """Nothing is fetched any more, and no compiler waits for it."""
+        self._is_settled.set()
 
     async def _find(
         self,
@@ -192,8 +196,11 @@ async def fetching(
         return
     trusted = trusted_keys(settings.trusted_key)
     fetch = found.fetch(blobs, settings.kernels, trusted)
-    async with tasks.background(fetch, "fetch kernels"):
-        yield found
+    try:
+        async with tasks.background(fetch, "fetch kernels"):
+            yield found
+    finally:
+        found.give_up()
 
 
 def open_cache(
@@ -229,7 +236,8 @@ def use_folder(cache: Path, key: Key) -> Path:
     Raises:
         SetupError, NodeError: the folder cannot be written.
     """
-    folder = Path(os.environ.get(TORCH_FOLDER, cache.expanduser() / "kernels" / key.name))
+    own = cache.expanduser().absolute() / "kernels" / key.name
+    folder = Path(os.environ.get(TORCH_FOLDER, own))
     with DiskCache(folder).errors():
         folder.mkdir(parents=True, exist_ok=True)
     os.environ.setdefault(TORCH_FOLDER, str(folder))
