@@ -10,6 +10,7 @@ import asyncio
 import contextlib
 import logging
 import os
+import tempfile
 import threading
 from collections.abc import AsyncIterator, Callable, Iterator
 from pathlib import Path
@@ -43,6 +44,9 @@ RETRIES = retry.RetryPolicy(tries=3, give_up_seconds=30)
 
 #: Torch's and Triton's variables for their folders.
 TORCH_FOLDER, TRITON_FOLDER = "TORCHINDUCTOR_CACHE_DIR", "TRITON_CACHE_DIR"
+
+#: How the folder's name begins that torch uses by default.
+_TORCHS_OWN = "torchinductor_"
 
 
 class KernelCache:
@@ -236,13 +240,19 @@ def use_folder(cache: Path, key: Key) -> Path:
     Raises:
         SetupError, NodeError: the folder cannot be written.
     """
-    own = cache.expanduser().absolute() / "kernels" / key.name
-    folder = Path(os.environ.get(TORCH_FOLDER, own))
+    folder = _chosen_folder() or cache.expanduser().absolute() / "kernels" / key.name
     with DiskCache(folder).errors():
         folder.mkdir(parents=True, exist_ok=True)
-    os.environ.setdefault(TORCH_FOLDER, str(folder))
+    os.environ[TORCH_FOLDER] = str(folder)
     os.environ.setdefault(TRITON_FOLDER, str(folder / "triton"))
     return folder
+
+
+def _chosen_folder() -> Path | None:
+    """The operator's; torch sets the variable itself once imported, to a temporary folder."""
+    given = Path(os.environ.get(TORCH_FOLDER, ""))
+    is_torchs = given.parent == Path(tempfile.gettempdir()) and given.name.startswith(_TORCHS_OWN)
+    return None if given == Path() or is_torchs else given
 
 
 async def find_sha256(

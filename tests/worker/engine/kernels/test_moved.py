@@ -7,6 +7,7 @@ from pathlib import Path
 import pytest
 import torch
 from torch._dynamo.utils import counters
+from torch._inductor.runtime.cache_dir_utils import cache_dir, default_cache_dir
 from torch._inductor.utils import clear_caches
 
 from kernel_files import KEY
@@ -47,3 +48,12 @@ def test_torch_finds_its_kernels_in_another_folder(
     monkeypatch.setenv(cache.TORCH_FOLDER, str(here))
     archive.unpack(tmp_path / "kernels.tar.xz", here, KEY)
     assert misses() == 0
+
+
+def test_the_folder_that_torch_takes_when_it_is_imported_is_nobodys_choice(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv(cache.TORCH_FOLDER, default_cache_dir())
+    monkeypatch.setenv(cache.TRITON_FOLDER, str(tmp_path / "triton"))
+    assert cache.use_folder(tmp_path, KEY) == tmp_path / "kernels" / KEY.name
+    assert cache_dir() == str(tmp_path / "kernels" / KEY.name)
