@@ -91,16 +91,21 @@ class KernelCache:
         finally:
             self.give_up()
 
-    @contextlib.contextmanager
-    def compiling(self, what: str) -> Iterator[None]:
-        """Waits for what is being fetched; then the block compiles *what*. For any thread."""
+    def wait(self, what: str) -> None:
+        """Waits for what is being fetched, before *what* is compiled; for any thread."""
         if not self._is_settled.wait(LONGEST_WAIT_SECONDS):
+            self._is_settled.set()  # once is enough
             log.info(
                 "compiling %s: stored kernels have not arrived within %.0f s",
                 what,
                 LONGEST_WAIT_SECONDS,
                 extra={"action": "kernels_late"},
             )
+
+    @contextlib.contextmanager
+    def compiling(self, what: str) -> Iterator[None]:
+        """Waits, then the block compiles *what*, as far as its kernels are not there; as `wait`."""
+        self.wait(what)
         before = self._graphs()
         yield
         if self._graphs() - before:

@@ -233,9 +233,11 @@ async def test_compiling_waits_for_the_download_but_not_for_ever(
 
     caplog.set_level("INFO")
     monkeypatch.setattr(cache, "LONGEST_WAIT_SECONDS", 0.05)
-    with KernelCache(kernels.folder, OTHER).compiling("the VAE"):
-        pass
-    assert "compiling the VAE: stored kernels have not arrived" in caplog.text
+    late = KernelCache(kernels.folder, OTHER)
+    for _ in range(2):
+        with late.compiling("the VAE"):
+            pass
+    assert caplog.text.count("compiling the VAE: stored kernels have not arrived") == 1
 
 
 async def test_kernels_that_did_not_fit_count_as_compiled(
