@@ -40,15 +40,16 @@ DEMO = Path(__file__).parents[2] / "demo_model"
 
 def warm_up(model: Path, name: str) -> dict[str, Any]:
     """In this process: loads an engine, compiles it, and counts what torch's caches had."""
-    import torch
     from torch._dynamo.utils import counters
 
     from worker.engine import checkpoint
+    from worker.engine import device as devices
     from worker.engine.slots.engine import SlotEngine
 
-    device = torch.device(name)
-    dtype = torch.float16 if device.type == "cuda" else torch.float32
+    device = devices.find_device(name)
+    dtype = devices.find_dtype("auto", device)
     loaded = checkpoint.load_checkpoint(model, device, dtype, None, None)
+    devices.set_up(device, fp16_accumulate=False)
     # Two modes of the UNet take a CPU minutes more and show nothing else.
     modes = ("per_slot", "shared") if device.type == "cuda" else ("shared",)
     slots = None if device.type == "cuda" else 2
