@@ -8,14 +8,14 @@ another image.
 
 from __future__ import annotations
 
-import functools
+import contextlib
 import json
 import logging
 import math
 import re
 import threading
 from collections import Counter, OrderedDict
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from concurrent.futures import Future
 from dataclasses import dataclass
 from typing import Any, get_args
@@ -24,15 +24,12 @@ import torch
 
 from imagefleet import errors
 from worker.engine import contract
-from worker.engine.lora import kinds, names, safetensors
+from worker.engine.lora import kinds, layout, names, safetensors
 from worker.engine.lora.names import Network
 
 log = logging.getLogger(__name__)
 
 Tensors = Mapping[str, torch.Tensor]
-
-#: Of a tensor's name in a message.
-_SHOWN_CHARACTERS = 200
 
 #: Tensors whose first dimension is the rank; without any of them, alpha means nothing.
 _RANKED = ("down", "hada_w1_b", "lokr_w2_b", "lokr_w1_b")
@@ -79,7 +76,7 @@ def make_delta(tensors: Tensors, alpha: float | None, *, by_root: bool = False) 
         raise ValueError("the tensors are of no known kind")
     if "alpha" in tensors:
         alpha = float(tensors["alpha"].item())
-    rank = next((len(tensors[name]) for name in _RANKED if name in tensors), None)
+    rank = next((tensors[name].shape[0] for name in _RANKED if name in tensors), None)
     kept = {name: tensor for name, tensor in tensors.items() if name != "alpha"}
     if alpha is None or rank is None:
         return WeightDelta(kept, 1.0)
@@ -137,77 +134,29 @@ def identify(lora: contract.Lora) -> Identity:
     return (str(lora.path), status.st_mtime_ns, status.st_size)
 
 
-def read_lora(lora: contract.Lora, identity: Identity, layers: names.Layers) -> LoraFile:
+def read_lora(lora: contract.Lora, identity: Identity, layouts: layout.Layouts) -> LoraFile:
     """Reads and checks one file.
 
     Raises:
         UnusableFileError: it is not a LoRA, or not one for this model; names the file.
         TransientError: it could not be read.
     """
-    tensors, metadata = _read_tensors(lora)
-    configs = _peft_configs(lora, metadata)
-    by_layer: dict[names.LayerId, dict[str, torch.Tensor]] = {}
-    for key, tensor in tensors.items():
-        if (place := layers.place(key)) is None:
-            if kind := names.unsupported_kind(key):
-                raise errors.UnusableFileError(
-                    f"the LoRA {lora.name!r} is {kind} ({_short(key)}), which is not supported"
-                )
-            raise _unfit(lora, tensors, metadata, f"unknown key {_short(key)}")
-        layer, part = place
-        if not tensor.is_floating_point() or not _is_finite(tensor):
-            raise errors.UnusableFileError(
-                f"the LoRA {lora.name!r} is damaged: {_short(key)} holds NaN, infinity or integers"
-            )
-        if part in by_layer.setdefault(layer, {}):
-            raise _unfit(lora, tensors, metadata, f"it has {_short(key)} twice, under two names")
-        by_layer[layer][part] = tensor
     deltas: dict[Network, dict[str, WeightDelta]] = {network: {} for network in get_args(Network)}
-    for (network, path), found in by_layer.items():
-        config, shape = configs[network], layers.shapes[network, path]
-        try:
-            delta = make_delta(found, config.alpha_of(path), by_root=config.by_root)
-            _check_shapes(
-                frozenset((name, each.shape) for name, each in delta.tensors.items()), shape
-            )
-        except (ValueError, RuntimeError, IndexError, TypeError) as error:
-            shapes = ", ".join(f"{name} {list(tensor.shape)}" for name, tensor in found.items())
-            reason = f"for {network} {path}, of shape {list(shape)}, it has {shapes}"
-            raise _unfit(lora, tensors, metadata, reason) from error
-        deltas[network][path] = delta
-    return LoraFile(identity, deltas, sum(tensor.nbytes for tensor in tensors.values()))
+    with _named_errors(lora):
+        content = _read(lora)
+        configs = _peft_configs(lora, content.metadata)
+        for (network, path), tensors, alpha in layouts.find(content).tensors(content.data):
+            config = configs[network]
+            strength = config.alpha_of(path) if alpha is None else alpha
+            deltas[network][path] = make_delta(tensors, strength, by_root=config.by_root)
+    return LoraFile(identity, deltas, content.data.nbytes)
 
 
-@functools.lru_cache(maxsize=4096)
-def _check_shapes(shapes: frozenset[tuple[str, torch.Size]], weight: torch.Size) -> None:
-    """Raises what `WeightDelta.compute` does for tensors of these shapes that do not fit."""
-    # On the meta device nothing is computed.
-    tensors = {name: torch.empty(shape, device="meta") for name, shape in shapes}
-    WeightDelta(tensors, 1.0).compute(torch.empty(weight, device="meta"))
-
-
-def _is_finite(tensor: torch.Tensor) -> bool:
-    values = tensor.float().flatten()
-    # Their sum takes a tenth of the time; that of very large numbers may be infinite, too.
-    return bool(values.sum().isfinite()) or bool(values.isfinite().all())
-
-
-def _short(key: str) -> str:
-    """A tensor's name for a message: whoever made the file may have made it megabytes long."""
-    return repr(key if len(key) <= _SHOWN_CHARACTERS else f"{key[:_SHOWN_CHARACTERS]}...")
-
-
-def _unfit(
-    lora: contract.Lora,
-    tensors: Mapping[str, torch.Tensor],
-    metadata: Mapping[str, str],
-    reason: str,
-) -> errors.UnusableFileError:
-    model = names.made_for({key: tensor.shape for key, tensor in tensors.items()}, metadata)
-    origin = f" (it was made for {model})" if model else ""
-    return errors.UnusableFileError(
-        f"the LoRA {lora.name!r} does not fit this model{origin}: {reason}"
-    )
+def _read(lora: contract.Lora) -> safetensors.Content:
+    try:
+        return safetensors.read(lora.path)
+    except OSError as error:
+        raise _unreadable(lora, error) from error
 
 
 def _unreadable(lora: contract.Lora, error: OSError) -> errors.TransientError:
@@ -216,12 +165,11 @@ def _unreadable(lora: contract.Lora, error: OSError) -> errors.TransientError:
     )
 
 
-def _read_tensors(lora: contract.Lora) -> tuple[dict[str, torch.Tensor], dict[str, str]]:
-    """The file's tensors and the metadata of its header."""
+@contextlib.contextmanager
+def _named_errors(lora: contract.Lora) -> Iterator[None]:
+    """Raises what is wrong with a file as an UnusableFileError that names it."""
     try:
-        tensors, metadata = safetensors.read(lora.path)
-    except OSError as error:
-        raise _unreadable(lora, error) from error
+        yield
     except safetensors.MalformedError as error:
         raise errors.UnusableFileError(
             f"the LoRA {lora.name!r} is not a complete .safetensors file: {error}"
@@ -230,9 +178,8 @@ def _read_tensors(lora: contract.Lora) -> tuple[dict[str, torch.Tensor], dict[st
         raise errors.UnusableFileError(
             f"the LoRA {lora.name!r} holds numbers of the type {error}, which is not supported"
         ) from error
-    if not tensors:
-        raise errors.UnusableFileError(f"the LoRA {lora.name!r} holds no weights")
-    return tensors, metadata
+    except layout.UnusableError as error:
+        raise errors.UnusableFileError(f"the LoRA {lora.name!r} {error}") from error
 
 
 def _peft_configs(lora: contract.Lora, metadata: Mapping[str, str]) -> dict[Network, _PeftConfig]:
@@ -287,7 +234,7 @@ class LoraCache:
 
     def __init__(self, layers: names.Layers, cache_bytes: int) -> None:
         self.lookups: Counter[str] = Counter()
-        self._layers = layers
+        self._layouts = layout.Layouts(layers)
         self._cache_bytes = cache_bytes
         self._files: OrderedDict[Identity, Future[LoraFile]] = OrderedDict()
         self._lock = threading.Lock()
@@ -319,7 +266,7 @@ class LoraCache:
         lora: contract.Lora,
     ) -> None:
         try:
-            file = read_lora(lora, identity, self._layers)
+            file = read_lora(lora, identity, self._layouts)
             self._report_no_effect(lora, file)
             future.set_result(file)
         except BaseException as error:  # noqa: BLE001 - other threads wait for it

@@ -12,6 +12,7 @@ from worker.engine.lora.buffers import buffers
 from worker.engine.lora.file import WeightDelta
 from worker.engine.lora.merge import AppliedLora
 from worker.engine.lora.names import Network
+from worker.engine.lora.safetensors import Place
 from worker.engine.lora.stacked import Factors, Stack, StackedChange
 
 #: Use, out and in: layers of one shape, whose weights are stacked and merged at once.
@@ -28,27 +29,10 @@ _Weighted = tuple[float, WeightDelta]
 
 
 @dataclass(frozen=True, slots=True)
-class _Place:
-    """A tensor's place in packed bytes."""
-
-    at: int
-    dtype: torch.dtype
-    shape: tuple[int, ...]
-
-    @property
-    def size(self) -> int:
-        return math.prod(self.shape) * self.dtype.itemsize
-
-    def of(self, flat: torch.Tensor) -> torch.Tensor:
-        """The tensor as a view of *flat*."""
-        return flat[self.at : self.at + self.size].view(self.dtype).view(self.shape)
-
-
-@dataclass(frozen=True, slots=True)
 class _StackPlaces:
     positions: Sequence[int]
-    index: _Place
-    tensors: Mapping[str, _Place]
+    index: Place
+    tensors: Mapping[str, Place]
     scale: float
     strength: float
 
@@ -59,7 +43,7 @@ class _StackPlaces:
 
 @dataclass(slots=True)
 class _GroupPlaces:
-    low_rank: tuple[_Place, _Place] | None = None
+    low_rank: tuple[Place, Place] | None = None
     strength: float = 1.0
     stacks: list[_StackPlaces] = field(default_factory=list)
 
@@ -183,18 +167,18 @@ class _Packer:
             stack = places.of(packed.flat)
             stack.index.copy_(torch.tensor(stack.positions))
             for name, tensor in stack.tensors.items():
-                for at, delta in enumerate(deltas):
-                    tensor[at] = delta.tensors[name]
+                torch._foreach_copy_(tensor.unbind(), [each.tensors[name] for each in deltas])
         return packed
 
-    def _place(self, dtype: torch.dtype, shape: tuple[int, ...]) -> _Place:
-        place = _Place(self._size, dtype, shape)
-        self._size += place.size + -place.size % _ALIGNMENT_BYTES
+    def _place(self, dtype: torch.dtype, shape: tuple[int, ...]) -> Place:
+        end = self._size + math.prod(shape) * dtype.itemsize
+        place = Place(dtype, shape, self._size, end)
+        self._size = end + -end % _ALIGNMENT_BYTES
         return place
 
 
 def _rank(weighted: Iterable[_Weighted]) -> int:
-    return sum(len(delta.tensors["down"]) for _, delta in weighted)
+    return sum(delta.tensors["down"].shape[0] for _, delta in weighted)
 
 
 def _strength(weighted: _Weighted) -> float:
@@ -216,26 +200,35 @@ def _fill_low_rank(
     if len(by_layer) < layers or any(_rank(each) < rank for each in by_layer.values()):
         up.zero_()
         down.zero_()
+    parts: dict[tuple[int, int], tuple[Sequence[torch.Tensor], Sequence[torch.Tensor]]] = {}
+    targets: list[torch.Tensor] = []
+    sources: list[torch.Tensor] = []
     for layer, changes in by_layer.items():
-        at = 0
+        begin = 0
         for weighted in changes:
-            _, delta = weighted
-            part = slice(at, at + len(delta.tensors["down"]))
+            factors = weighted[1].tensors
+            end = begin + factors["down"].shape[0]
+            if (begin, end) not in parts:
+                parts[begin, end] = (up[:, :, begin:end].unbind(), down[:, begin:end].unbind())
+            ups, downs = parts[begin, end]
             # A small strength would take float16 to its smallest numbers: half of it goes to each
             # factor, to one of them as a power of two, which is exact.
             strength = _strength(weighted) / largest
             _, exponent = math.frexp(strength)
             half = 2.0 ** (exponent // 2)
-            _scale(delta.tensors["up"], strength / half, up[layer, :, part])
-            _scale(delta.tensors["down"], half, down[layer, part])
-            at = part.stop
-
-
-def _scale(source: torch.Tensor, factor: float, target: torch.Tensor) -> None:
-    """Rounds once, and not at all where the file has the wanted type and nothing is scaled."""
-    source = source.flatten(1)
-    if factor == 1:
-        target.copy_(source)
-        return
-    source = source if source.dtype == target.dtype else source.float()
-    torch.mul(source, factor, out=target)
+            scaled = (
+                (ups[layer], factors["up"], strength / half),
+                (downs[layer], factors["down"], half),
+            )
+            for target, source, factor in scaled:
+                numbers = source.flatten(1)
+                if factor == 1:
+                    targets.append(target)
+                    sources.append(numbers)
+                else:
+                    # Rounded once.
+                    exact = numbers if numbers.dtype == target.dtype else numbers.float()
+                    torch.mul(exact, factor, out=target)
+            begin = end
+    if targets:  # one call for each would take longer than most copies
+        torch._foreach_copy_(targets, sources)

@@ -12,7 +12,7 @@ from worker.engine.lora import names
 
 @pytest.fixture(scope="module")
 def layers(engine: Any) -> names.Layers:
-    layers: names.Layers = engine._preparer._lora_cache._layers
+    layers: names.Layers = engine._preparer._lora_cache._layouts.layers
     return layers
 
 

@@ -172,7 +172,7 @@ def test_a_tensor_of_an_absurd_shape_is_the_files_fault(
     for part in ("lora_down.weight", "alpha", "hada_w1_b", "lokr_w2", "diff", "dora_scale"):
         save_file({f"{UNET_KEY}.{part}": torch.zeros(shape)}, path)
         with pytest.raises(errors.UnusableFileError, match="some-style"):
-            lora_file.read_lora(named(path), lora_file.identify(named(path)), cache._layers)
+            lora_file.read_lora(named(path), lora_file.identify(named(path)), cache._layouts)
 
 
 def test_finite_numbers_whose_sum_is_infinite_are_no_damage(

@@ -1,0 +1,124 @@
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+
+from imagefleet import errors
+from worker.engine import contract
+from worker.engine.lora import file as lora_file
+
+Weights = dict[str, torch.Tensor]
+
+
+def named(path: Path) -> contract.Lora:
+    return contract.Lora(path.stem, path, 1.0, 1.0)
+
+
+def first(weights: Weights, ending: str) -> str:
+    return next(key for key in sorted(weights) if key.endswith(ending))
+
+
+def tensors_of(file: lora_file.LoraFile) -> dict[tuple[object, ...], torch.Tensor]:
+    return {
+        (network, path, name): tensor
+        for network, by_path in file.deltas.items()
+        for path, delta in by_path.items()
+        for name, tensor in delta.tensors.items()
+    }
+
+
+@pytest.fixture
+def weights(lora_paths: list[Path]) -> Weights:
+    return load_file(lora_paths[0])
+
+
+def test_files_of_one_layout_keep_their_own_numbers_and_alphas(
+    cache: lora_file.LoraCache, weights: Weights, tmp_path: Path
+) -> None:
+    other = {key: tensor * 2 for key, tensor in weights.items()}
+    save_file(weights, tmp_path / "a.safetensors", metadata={"ss_epoch": "1"})
+    save_file(other, tmp_path / "b.safetensors", metadata={"ss_epoch": "2", "more": "{}"})
+    one, two = (cache.get(named(tmp_path / f"{name}.safetensors")) for name in "ab")
+    assert cache._layouts._found.cache_info().hits == 1
+    assert tensors_of(one).keys() == tensors_of(two).keys()
+    for key, tensor in tensors_of(one).items():
+        assert torch.equal(tensors_of(two)[key], tensor * 2)
+    for network, by_path in one.deltas.items():
+        for path, delta in by_path.items():
+            assert two.deltas[network][path].scale == delta.scale * 2
+
+
+@pytest.mark.parametrize("value", [torch.nan, torch.inf, -torch.inf])
+@pytest.mark.parametrize("ending", ["lora_up.weight", "alpha"])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16])
+def test_a_number_that_is_not_finite_is_found_in_a_file_of_a_known_layout(
+    cache: lora_file.LoraCache,
+    weights: Weights,
+    tmp_path: Path,
+    dtype: torch.dtype,
+    ending: str,
+    value: float,
+) -> None:
+    weights = {key: tensor.to(dtype) for key, tensor in weights.items()}
+    save_file(weights, tmp_path / "good.safetensors")
+    cache.get(named(tmp_path / "good.safetensors"))
+    weights[first(weights, ending)].view(-1)[-1] = value
+    save_file(weights, tmp_path / "bad.safetensors")
+    with pytest.raises(errors.UnusableFileError, match="'bad' is damaged") as refusal:
+        cache.get(named(tmp_path / "bad.safetensors"))
+    assert first(weights, ending) in refusal.value.message
+
+
+def test_the_largest_numbers_of_a_type_are_finite(
+    cache: lora_file.LoraCache, weights: Weights, tmp_path: Path
+) -> None:
+    for key, tensor in weights.items():
+        if not key.endswith("alpha"):
+            weights[key] = torch.full_like(tensor.half(), torch.finfo(torch.float16).max)
+    save_file(weights, tmp_path / "a.safetensors")
+    cache.get(named(tmp_path / "a.safetensors"))
+
+
+def test_a_file_that_ends_early_is_refused_though_its_layout_is_known(
+    cache: lora_file.LoraCache, weights: Weights, tmp_path: Path
+) -> None:
+    whole = tmp_path / "whole.safetensors"
+    save_file(weights, whole)
+    cache.get(named(whole))
+    cut = tmp_path / "cut.safetensors"
+    cut.write_bytes(whole.read_bytes()[:-2])
+    with pytest.raises(errors.UnusableFileError, match="'cut' is not a complete"):
+        cache.get(named(cut))
+
+
+def test_tensors_that_are_not_aligned_are_read(
+    cache: lora_file.LoraCache, weights: Weights, tmp_path: Path
+) -> None:
+    """The library sorts tensors by their types' sizes; other writers need not."""
+    halves = {name: tensor.half() for name, tensor in weights.items()}
+    odd = {first(weights, "alpha"): torch.float8_e4m3fn}
+    header: dict[str, Any] = {}
+    content = b""
+    for name in sorted(halves, key=lambda name: name not in odd):
+        tensor = halves[name].to(odd.get(name, torch.float16))
+        begin = len(content)
+        content += tensor.reshape(-1).view(torch.uint8).numpy().tobytes()
+        header[name] = {
+            "dtype": "F8_E4M3" if name in odd else "F16",
+            "shape": list(tensor.shape),
+            "data_offsets": [begin, len(content)],
+        }
+    text = json.dumps(header).encode()
+    (tmp_path / "odd.safetensors").write_bytes(len(text).to_bytes(8, "little") + text + content)
+    save_file(halves, tmp_path / "even.safetensors")
+    found, expected = (
+        tensors_of(cache.get(named(tmp_path / f"{name}.safetensors"))) for name in ("odd", "even")
+    )
+    assert found.keys() == expected.keys()
+    for place, tensor in expected.items():
+        assert torch.equal(found[place], tensor)
