@@ -160,13 +160,16 @@ def rate(
 ) -> Figures:
     """Images/s of the engine alone, always full."""
     machine.reset_peak(options.torch_device)
+    cpu_seconds, began_at = time.process_time(), time.perf_counter()
     measured = work.drive(engine, workload.requests(), seconds)
+    cores = (time.process_time() - cpu_seconds) / (time.perf_counter() - began_at)
     return {
         "images_per_second": measured.images_per_second,
         "unet_calls_per_second": measured.unet_calls_per_second,
         "pixels_per_second": measured.pixels_per_second,
         "images": measured.images,
         "seconds": measured.seconds,
+        "cpu_cores": cores,
         "peak_memory_bytes": machine.peak_memory_bytes(options.torch_device),
         "recompiles_after_warmup": engine.recompiles,
         **warmth,

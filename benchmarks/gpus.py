@@ -1,10 +1,14 @@
-"""Measures `imagefleet worker --gpus all` against one GPU of a machine, on one local storage.
+"""Measures `imagefleet worker --gpus all` against one GPU of the machine, each on a local storage.
 
-    python benchmarks/gpus.py --model ./model --seconds 60 --out /tmp/gpus.json
+    python benchmarks/gpus.py --out /tmp/gpus.json
+    python benchmarks/gpus.py --counts 1,2,4 --seconds 40 --out /tmp/gpus.json
+    python benchmarks/gpus.py --tiny
 
-Both runs draw the same kind of jobs, from the queue to the stored PNG. Images are counted from the
-metrics on the workers' one port, from when all GPUs have drawn for *warm* seconds, while the queue
-stays full: start-up and compilation are left out. `--gpus 0,1 --device cpu` tries it on a CPU.
+Each job has another LoRA of rank 32, and goes from the queue to the stored PNG. Every number of
+GPUs is a run of its own, which is measured once all of them draw at full speed: start-up and
+compilation are left out. The last run then loses a worker to SIGKILL, and every job is counted.
+`--tiny` tries everything with processes on the CPU, with meaningless figures. The results are
+written after each run; on a machine without kernels in its cache the first run starts slowest.
 """
 
 from __future__ import annotations
@@ -12,127 +16,312 @@ from __future__ import annotations
 import argparse
 import asyncio
 import json
+import multiprocessing
 import os
 import signal
+import statistics
 import sys
 import tempfile
 import time
-from collections.abc import Iterator, Sequence
+from collections import defaultdict
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import Any
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 import aiohttp
-from prometheus_client.parser import text_string_to_metric_families
+import pynvml
 
 from imagefleet.storage.open import open_storage
+from imagefleet.storage.protocol import Storage
 from imagefleet.storage.settings import StorageSettings
+from one_machine import figures
+from one_machine.machine import DONE, Machine, Sample, running, say
+from worker.gpus import choice
+from worker.gpus.choice import Gpu
+from worker.settings import MachineSettings
 
 #: The slowest start: a cold cache, and GPUs that wait for the first one's kernels.
-START_SECONDS = 900.0
+START_SECONDS = 400.0
+
+#: Of the seconds before: as much as it is still warming up, which a round of all slots is not.
+FASTER = 1.25
+
+#: A killed worker's jobs are delivered again after it.
+LEASE_SECONDS = 30
+
+#: Between two readings of the metrics, each some ten milliseconds of the parent's time.
+SAMPLE_SECONDS = 0.5
+
+#: For a killed worker's start with kernels in the cache, and the last jobs.
+KILL_SECONDS = 110.0
+
+RANK = 32
 
 
-async def images_by_gpu(client: aiohttp.ClientSession, address: str) -> tuple[float, list[int]]:
-    """When they were counted, and the images of each GPU; none before a worker serves metrics."""
-    try:
-        async with client.get(f"{address}/metrics") as answer:
-            text = await answer.text()
-    except aiohttp.ClientError:
-        return time.monotonic(), []
-    families = text_string_to_metric_families(text)
-    return time.monotonic(), [
-        int(sample.value)
-        for family in families
-        for sample in family.samples
-        if sample.name == "imagefleet_images_total"
-    ]
+@dataclass(frozen=True, slots=True)
+class Setup:
+    """The checkpoint, and the jobs with their LoRAs."""
+
+    model: Path
+    lora_directory: Path
+    message: Callable[[int], str]
 
 
-def jobs(count: int, steps: int) -> Iterator[str]:
-    for number in range(count):
-        yield json.dumps({"id": f"j{number}", "prompt": f"photo of house {number}", "steps": steps})
+def prepare(folder: Path, model: Path | None, count: int, *, is_tiny: bool) -> Setup:
+    """Writes a LoRA and links it once for each job: to a worker they are as many files."""
+    import tiny_model
+    from fleet.bench import engine as bench_engine
+    from fleet.bench import random_model
+    from worker.engine import device
+
+    name = "cpu" if is_tiny else "auto"
+    if is_tiny:
+        model = tiny_model.build_tiny_checkpoint(folder / "tiny")
+    setup = bench_engine.prepare(model, folder, name, loras=0)
+    directory = setup.workload.lora_directory
+    (first,) = random_model.build_random_loras(
+        directory, setup.model, 1, device.find_device(name), rank=RANK
+    )
+    names = [f"{first}-{number}" for number in range(count)]
+    for each in names:
+        (directory / f"{each}.safetensors").hardlink_to(directory / f"{first}.safetensors")
+    side = 64 if is_tiny else 512
+    workload = replace(
+        setup.workload, sizes=((side, side),), loras=tuple((name,) for name in names)
+    )
+    return Setup(setup.model, directory, workload.message)
 
 
-async def measure(arguments: argparse.Namespace, gpus: str, count: int, port: int) -> float:
-    """The images/s of that many GPUs."""
-    with tempfile.TemporaryDirectory() as folder:
-        address = f"local:{folder}"
-        async with open_storage(StorageSettings(storage=address)) as storage:
+class Benchmark:
+    def __init__(self, arguments: argparse.Namespace, gpus: Sequence[Gpu], setup: Setup) -> None:
+        self.arguments = arguments
+        self.gpus = gpus
+        self.setup = setup
+        self.runs: dict[int, figures.Figures] = {}
+        self.found: dict[str, Any] = {}
+
+    async def run(self) -> None:
+        for count in self.arguments.counts:
+            say(f"{count} of {len(self.gpus)} GPUs")
+            with tempfile.TemporaryDirectory(dir=self.arguments.folder) as folder:
+                await self._run(count, f"local:{folder}")
+
+    async def _run(self, count: int, address: str) -> None:
+        arguments, gpus = self.arguments, self.gpus[:count]
+        jobs = arguments.jobs * count
+        is_all = arguments.gpus == choice.ALL and count == len(self.gpus)
+        names = [gpu.name for gpu in gpus]
+        flags = (
+            *("--gpus", choice.ALL if is_all else ",".join(names), "--model", self.setup.model),
+            *("--lora-directory", self.setup.lora_directory, "--storage", address),
+            *("--lease-seconds", LEASE_SECONDS, "--device", "cpu" if arguments.tiny else "auto"),
+            *arguments.flags,
+        )
+        environment = {"OMP_NUM_THREADS": "1"} if arguments.tiny else {}
+        async with (
+            open_storage(StorageSettings(storage=address)) as storage,
+            aiohttp.ClientSession() as client,
+        ):
             await storage.create()
-            await storage.queue.send(jobs(arguments.jobs * count, arguments.steps))
-            worker = await asyncio.create_subprocess_exec(
-                *(sys.executable, "-m", "fleet.entry", "worker", "--model", arguments.model),
-                *("--device", arguments.device, "--gpus", gpus, "--port", str(port)),
-                *("--storage", address, "--log-format", "text", *arguments.flags),
-            )
-            try:
-                rate = asyncio.create_task(_rate(f"http://127.0.0.1:{port}", count, arguments))
-                await asyncio.wait(
-                    [rate, asyncio.create_task(worker.wait())],
-                    return_when=asyncio.FIRST_COMPLETED,
-                )
-                if not rate.done():
-                    sys.exit(f"the worker ended with exit code {worker.returncode}")
-                return rate.result()
-            finally:
-                if worker.returncode is None:
-                    worker.send_signal(signal.SIGTERM)
-                    await worker.wait()
+            await storage.queue.send(map(self.setup.message, range(jobs)))
+            async with running(names, [str(each) for each in flags], environment) as machine:
+                await self._until_warm(machine, client)
+                samples, clocks = await self._samples(machine, client, gpus)
+                self.runs[count] = figures.measured(samples, names, clocks)
+                self.runs[count]["ready_seconds"] = samples[0].at - machine.began_at
+                self._check(samples[-1], names, jobs)
+                self.write()
+                if count > 1 and count == arguments.counts[-1]:
+                    self.found["killed"] = await self._kill(machine, client, storage, jobs)
+                self.found["drain_exit_code"] = await machine.end()
+                self.write()
 
-
-async def _rate(address: str, count: int, arguments: argparse.Namespace) -> float:
-    async with aiohttp.ClientSession() as client:
+    async def _until_warm(self, machine: Machine, client: aiohttp.ClientSession) -> None:
+        """Until all GPUs draw, none compiles, and they draw no faster than they did before."""
         async with asyncio.timeout(START_SECONDS):
             while True:
-                _, images = await images_by_gpu(client, address)
-                if len(images) == count and min(images) > 0:
+                sample = await machine.sample(client)
+                images = sample.images
+                draws = images.keys() == set(machine.gpus) and min(images.values()) > 0
+                if draws and not sample.compiling:
                     break
-                await asyncio.sleep(0.5)
-        await asyncio.sleep(arguments.warm)
-        began_at, before = await images_by_gpu(client, address)
-        await asyncio.sleep(arguments.seconds)
-        ended_at, after = await images_by_gpu(client, address)
-    drawn = sum(after) - sum(before)
-    if sum(after) >= 0.95 * arguments.jobs * count:
-        sys.exit(f"the queue ran low: more than --jobs {arguments.jobs} per GPU are needed")
-    return drawn / (ended_at - began_at)
+                await asyncio.sleep(SAMPLE_SECONDS)
+            before, rate, was = sum(images.values()), 0.0, 0.0
+            while rate == 0 or rate > FASTER * was:
+                await asyncio.sleep(self.arguments.warm)
+                now = sum((await machine.sample(client)).images.values())
+                before, was, rate = now, rate, (now - before) / self.arguments.warm
+
+    async def _samples(
+        self, machine: Machine, client: aiohttp.ClientSession, gpus: Sequence[Gpu]
+    ) -> tuple[list[Sample], dict[str, Any]]:
+        """The samples of the measured time, and each card's mean clock and power."""
+        samples = [await machine.sample(client)]
+        seen: dict[str, list[tuple[int, float]]] = defaultdict(list)
+        while samples[-1].at - samples[0].at < self.arguments.seconds:
+            await asyncio.sleep(SAMPLE_SECONDS)
+            samples.append(await machine.sample(client))
+            for gpu in gpus:
+                if gpu.uuid:
+                    seen[gpu.name].append(await asyncio.to_thread(_clock_and_power, gpu.uuid))
+        clocks = {
+            name: {
+                "sm_megahertz": statistics.fmean(each[0] for each in readings),
+                "watts": statistics.fmean(each[1] for each in readings),
+            }
+            for name, readings in seen.items()
+        }
+        return samples, clocks
+
+    def _check(self, last: Sample, names: Sequence[str], jobs: int) -> None:
+        if sum(last.images.values()) >= 0.95 * jobs:
+            sys.exit(
+                f"the queue ran low: more than --jobs {self.arguments.jobs} per GPU are needed"
+            )
+        self.found["metrics"] = {
+            "addresses": 1,
+            "gpus": sorted(last.images),
+            "has_each_gpu": sorted(last.images) == sorted(names),
+            "repeated_families": last.repeated_families,
+        }
+
+    async def _kill(
+        self, machine: Machine, client: aiohttp.ClientSession, storage: Storage, jobs: int
+    ) -> dict[str, Any] | None:
+        """Kills one worker as it draws; every job that is not taken off must be stored."""
+        gpu = machine.gpus[-1]
+        if self.arguments.until - time.monotonic() < KILL_SECONDS:
+            say("too little time is left to kill a worker: see --limit")
+            return None
+        before = await machine.sample(client)
+        killed = machine.process_ids(gpu)[-1]
+        os.kill(killed, signal.SIGKILL)
+        killed_at = time.monotonic()
+        say(f"killed the worker of GPU {gpu}, process {killed}")
+        draws_again = False
+        while not draws_again and time.monotonic() - killed_at < KILL_SECONDS / 2:
+            await asyncio.sleep(SAMPLE_SECONDS)  # its successor draws from the same queue
+            sample = await machine.sample(client)
+            is_new = machine.process_ids(gpu)[-1] != killed
+            draws_again = is_new and sample.images.get(gpu, 0) > 0
+        drawing_again_seconds = time.monotonic() - killed_at if draws_again else None
+        removed = await _take_off(storage)
+        while (depth := await storage.queue.depth()).messages:
+            if time.monotonic() - killed_at > KILL_SECONDS:
+                break
+            await asyncio.sleep(SAMPLE_SECONDS)
+        stored = {Path(name).stem async for name in storage.blobs.names("default/")}
+        expected = {f"{number:06}" for number in range(jobs)} - removed
+        return {
+            "gpu": gpu,
+            "slots_busy_when_killed": before.busy_slots.get(gpu),
+            "restarts": (await machine.sample(client)).restarts,
+            "drawing_again_seconds": drawing_again_seconds,
+            "jobs": len(expected),
+            "jobs_stored": len(expected & stored),
+            "jobs_lost": len(expected - stored),
+            "jobs_failed": (await storage.poison.depth()).messages,
+            "jobs_left_in_queue": depth.messages,
+        }
+
+    def write(self) -> None:
+        """The results so far: a run may be cut short."""
+        counts = list(self.runs)
+        self.found |= {
+            "images_per_second_by_count": {
+                str(count): run["images_per_second"] for count, run in self.runs.items()
+            },
+            "runs": {str(count): run for count, run in self.runs.items()},
+        }
+        compared = {
+            str(count): figures.compared(self.runs[1], self.runs[count])
+            for count in counts
+            if count > 1 and 1 in self.runs
+        }
+        if compared:
+            most = compared[str(max(counts))]
+            self.found |= {
+                "multi_gpu_count": max(counts),
+                "multi_gpu_linear_fraction": most["linear_fraction"],
+                "why": {count: each.pop("why") for count, each in compared.items()},
+                "compared": compared,
+            }
+        text = json.dumps(figures.rounded(self.found), indent=2) + "\n"
+        if self.arguments.out:
+            self.arguments.out.write_text(text)
 
 
-def gpu_count(arguments: argparse.Namespace) -> int:
-    if arguments.gpus != "all":
-        return len(arguments.gpus.split(","))
-    from worker.gpus import choice
-    from worker.settings import MachineSettings
+async def _take_off(storage: Storage) -> set[str]:
+    """Removes the jobs that no worker has had; returns their ids."""
+    removed: set[str] = set()
+    while messages := await storage.queue.receive(32, LEASE_SECONDS):
+        again = [each for each in messages if each.delivery_count > 1]  # the killed worker's
+        for each in messages:
+            if each in again:
+                await storage.queue.release(each)
+            else:
+                removed.add(json.loads(each.body)["id"])
+                await storage.queue.delete(each)
+        if len(again) == len(messages):
+            break
+    return removed
 
-    return len(choice.choose(MachineSettings(model=arguments.model, gpus="all")))
+
+def _clock_and_power(uuid: str) -> tuple[int, float]:
+    """MHz and watts."""
+    card = pynvml.nvmlDeviceGetHandleByUUID(uuid)
+    clock = pynvml.nvmlDeviceGetClockInfo(card, pynvml.NVML_CLOCK_SM)
+    return int(clock), pynvml.nvmlDeviceGetPowerUsage(card) / 1000
+
+
+def _counts(given: str | None, gpus: int) -> list[int]:
+    counts = sorted({1, gpus} if given is None else {int(each) for each in given.split(",")})
+    if counts[0] < 1 or counts[-1] > gpus:
+        sys.exit(f"--counts {given}: this machine has {gpus} of --gpus")
+    return counts
 
 
 def main(given: Sequence[str] | None = None) -> None:
-    parser = argparse.ArgumentParser(description="one GPU against all of this machine")
-    parser.add_argument("--model", required=True)
-    parser.add_argument("--gpus", default="all")
-    parser.add_argument("--device", default="auto")
-    parser.add_argument("--seconds", type=float, default=60.0, help="measured, of each run")
-    parser.add_argument("--warm", type=float, default=10.0, help="seconds before that")
-    parser.add_argument("--jobs", type=int, default=4000, help="in the queue, for each GPU")
-    parser.add_argument("--steps", type=int, default=15)
-    parser.add_argument("--port", type=int, default=9470)
+    began_at = time.monotonic()
+    parser = argparse.ArgumentParser(description="one GPU against several of this machine")
+    parser.add_argument("--model", type=Path, help="by default SD1.5 with random weights")
+    parser.add_argument("--gpus", default=choice.ALL, help="as the worker's")
+    parser.add_argument("--counts", help="numbers of GPUs, such as 1,2,4 [default: 1 and all]")
+    parser.add_argument("--seconds", type=float, help="measured, of each run")
+    parser.add_argument("--warm", type=float, help="seconds before that, twice at least")
+    parser.add_argument("--jobs", type=int, help="in the queue, for each GPU")
+    parser.add_argument("--limit", type=float, default=560.0, help="seconds of everything")
+    parser.add_argument("--tiny", action="store_true", help="try it on the CPU")
     parser.add_argument("--out", type=Path)
     parser.add_argument("flags", nargs="*", help="more flags of the worker, after --")
     arguments = parser.parse_args(given)
-    if arguments.device == "cpu":
-        os.environ.setdefault("OMP_NUM_THREADS", "1")
-    count = gpu_count(arguments)
-    first = arguments.gpus.split(",")[0] if arguments.gpus != "all" else "0"
-    one = asyncio.run(measure(arguments, first, 1, arguments.port))
-    many = asyncio.run(measure(arguments, arguments.gpus, count, arguments.port + 1))
-    found = {
-        "images_per_second_one_gpu": round(one, 3),
-        "images_per_second_all_gpus": round(many, 3),
-        "multi_gpu_count": count,
-        "multi_gpu_linear_fraction": round(many / (count * one), 4),
-    }
-    if arguments.out:
-        arguments.out.write_text(json.dumps(found) + "\n")
-    print(json.dumps(found))
+    tiny = arguments.tiny
+    arguments.gpus = "0,1" if tiny and arguments.gpus == choice.ALL else arguments.gpus
+    arguments.seconds = arguments.seconds or (6.0 if tiny else 60.0)
+    arguments.warm = arguments.warm or (2.0 if tiny else 10.0)
+    arguments.jobs = arguments.jobs or (500 if tiny else 6000)
+    arguments.until = began_at + arguments.limit
+    device = "cpu" if tiny else "auto"
+    gpus = choice.choose(MachineSettings(model="m", gpus=arguments.gpus, device=device))
+    arguments.counts = _counts(arguments.counts, len(gpus))
+    with tempfile.TemporaryDirectory(prefix="imagefleet-gpus-") as folder:
+        arguments.folder = folder
+        # In a process of its own, which leaves the GPU to the workers.
+        with multiprocessing.get_context("spawn").Pool(1) as pool:
+            jobs = arguments.jobs * arguments.counts[-1]
+            setup = pool.apply(
+                prepare, (Path(folder), arguments.model, jobs), {"is_tiny": arguments.tiny}
+            )
+        benchmark = Benchmark(arguments, gpus, setup)
+        asyncio.run(benchmark.run())
+    benchmark.found["benchmark_seconds"] = time.monotonic() - began_at
+    benchmark.write()
+    print(json.dumps(figures.rounded(benchmark.found), indent=2))
+    if benchmark.found["drain_exit_code"] != DONE:
+        sys.exit("the workers did not end as they should")
 
 
 if __name__ == "__main__":

@@ -151,7 +151,7 @@ class Pipeline:
         )
         self.metrics.set_worker_info(
             worker=settings.name,
-            version=_version(),
+            version=version(),
             gpu=runs_on.gpu,
             group=settings.group,
             priority=settings.priority,
@@ -387,7 +387,7 @@ class Pipeline:
             await asyncio.sleep(retry.jitter(DEPTH_SECONDS, high=1.5))
 
 
-def _version() -> str:
+def version() -> str:
     try:
         return metadata.version("imagefleet")
     except metadata.PackageNotFoundError:

@@ -26,7 +26,7 @@ from worker.gpus import compiling
 from worker.gpus.member import Member
 from worker.metrics import Outcome, WorkerMetrics
 from worker.node.watchdog import limits_of
-from worker.pipeline import Pipeline
+from worker.pipeline import Pipeline, version
 from worker.progress import Counts, Phase, Progress, ProgressMeter, WorkerReport
 from worker.salad import deletion_cost, wait_for_operator
 from worker.salad import metadata as salad_metadata
@@ -302,6 +302,10 @@ class _Worker:
         settings = self._settings
         path = model.local_path(settings)
         check.check_path(path)
+        if self._member is not None and settings.device != "cpu":
+            from worker.engine import device
+
+            device.check_listed_gpu()
         # Imported on the engine's thread: torch takes seconds to load, and the port answers.
         from worker.engine.load import load_engine
 
@@ -324,7 +328,7 @@ class _Worker:
         if self._member is None or settings.compile == "off" or settings.device == "cpu":
             return contextlib.nullcontext()
         kernels = (
-            *(metadata.version("torch"), metadata.version("imagefleet"), self._gpu),
+            *(metadata.version("torch"), version(), self._gpu),
             *(settings.precision, settings.slots, settings.fp16_accumulate),
         )
         return compiling.by_one_first(compiling.kernel_cache(), repr(kernels))

@@ -164,7 +164,7 @@ def run_worker(
             settings,
             runs_on=Replica("a GPU", 0.036, prices.FREE_STORAGE),
         )
-        await asyncio.wait_for(pipeline.run(asyncio.Event(), asyncio.Event()), 30)
+        await asyncio.wait_for(pipeline.run(asyncio.Event(), asyncio.Event()), 100)
 
     return run
 

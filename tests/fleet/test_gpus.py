@@ -57,7 +57,7 @@ def test_a_single_gpu_is_this_processs_own_and_needs_no_parent(
         raise StopIteration(os.environ[variable], settings.device)
 
     monkeypatch.setattr(os, "environ", {})
-    monkeypatch.setattr(os, "cpu_count", lambda: 4)
+    monkeypatch.setattr(os, "sched_getaffinity", lambda _: range(4))
     monkeypatch.setattr(choice, "choose", lambda _: [gpu])
     monkeypatch.setattr(command, "_run", run)
     with pytest.raises(StopIteration) as ran:

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import logging
+import sys
 from typing import Literal
 
 import pynvml
 import torch
 
 from imagefleet import errors
+from worker.engine.lora import buffers
 
 log = logging.getLogger(__name__)
 
@@ -17,6 +19,10 @@ Precision = Literal["auto", "float16", "bfloat16", "float32"]
 #: For torch's work on the CPU while a GPU draws (packing LoRAs, noise): several threads prepare
 #: jobs, and with all cores for each they wait for each other.
 _CPU_THREADS = 2
+
+#: The thread that feeds the GPU asks for Python's lock hundreds of times in each tick. By default,
+#: those that prepare jobs may keep it for 5 ms at a time.
+_SWITCH_SECONDS = 0.0005
 
 #: The oldest NVIDIA driver by CUDA's major version. It runs the machine code of all minor versions;
 #: a newer one is needed only for code in PTX, which torch's wheels and Triton do not leave to the
@@ -75,13 +81,15 @@ def find_dtype(precision: Precision, device: torch.device) -> torch.dtype:
 
 
 def set_up(device: torch.device, *, fp16_accumulate: bool) -> None:
-    """Sets torch's global options for an engine on *device*; nothing to do for a CPU."""
+    """Sets global options for an engine on *device*; nothing to do for a CPU."""
     if device.type != "cuda":
         return
     torch.cuda.set_device(device)  # streams, events and graphs belong to the thread's own device
     # Shapes are few and stay the same, so it pays to time each convolution's kernels once.
     torch.backends.cudnn.benchmark = True
     torch.set_num_threads(min(torch.get_num_threads(), _CPU_THREADS))
+    sys.setswitchinterval(_SWITCH_SECONDS)
+    buffers.packs.locks_pages = True
     if fp16_accumulate:
         torch.backends.cuda.matmul.allow_fp16_accumulation = True
 
@@ -106,6 +114,18 @@ def free_gpu_bytes(name: str) -> int:
     if total != _CHECK_SIDE**3:
         raise errors.NodeError(f"the GPU miscalculates: {total:g} instead of {_CHECK_SIDE**3}")
     return int(free_bytes)
+
+
+def check_listed_gpu() -> None:
+    """Checks a GPU that the driver lists: if torch cannot open it, it is broken.
+
+    An old driver and a torch without CUDA are left to `find_device`: they are for the operator.
+
+    Raises:
+        NodeError: torch does not find it, or it fails or miscalculates.
+    """
+    if torch.version.cuda and not _driver_problem():
+        free_gpu_bytes("cuda")
 
 
 def find_driver() -> str | None:

@@ -10,6 +10,7 @@ import shutil
 import tempfile
 import threading
 import time
+import zlib
 from collections.abc import AsyncIterator, Iterator
 from pathlib import Path
 
@@ -32,6 +33,14 @@ SUFFIX = ".safetensors"
 _ABANDONED_SECONDS = 3600.0
 
 _LOCK_POLL_SECONDS = 0.5
+
+#: Files of locks for fetches, which share them by a hash of their names: two wait for each other in
+#: vain where both are among the few under way, and there are never more files than these.
+_FETCH_LOCKS = 256
+_FETCH_POLL_SECONDS = 0.05
+
+#: After this time another worker's fetch is taken to hang: the file is fetched twice.
+FETCH_SECONDS = 120.0
 
 _REFUSED = frozenset({errno.EACCES, errno.EPERM, errno.EROFS})
 _FULL = frozenset({errno.ENOSPC, errno.EDQUOT})
@@ -104,6 +113,31 @@ class DiskCache:
             except Timeout:
                 log.info("waiting for another worker's download", extra={"action": "model_awaited"})
                 await lock.acquire()
+        try:
+            yield
+        finally:
+            await lock.release()
+
+    @contextlib.asynccontextmanager
+    async def fetching(self, name: str) -> AsyncIterator[None]:
+        """Lets in one worker of this machine at a time that fetches the file of that name.
+
+        The system frees a killed worker's lock; where there is none, each fetches for itself.
+        """
+        number = zlib.crc32(name.encode()) % _FETCH_LOCKS
+        lock = AsyncFileLock(
+            self.folder / f"fetch-{number}.lock", poll_interval=_FETCH_POLL_SECONDS
+        )
+        try:
+            self.folder.mkdir(parents=True, exist_ok=True)
+            await lock.acquire(timeout=FETCH_SECONDS)
+        except (OSError, NotImplementedError) as error:  # a Timeout is an OSError
+            log.warning(
+                "%s is fetched without regard to other workers: %s",
+                name,
+                error,
+                extra={"action": "no_lock"},
+            )
         try:
             yield
         finally:

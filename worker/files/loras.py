@@ -233,6 +233,11 @@ class LoraLibrary:
 
     async def _fetch(self, name: str) -> Path:
         await self._storage_manifest.sha256(name)  # a broken one costs no download
+        async with self._cache.fetching(name):
+            # Another worker of this machine may have fetched it meanwhile.
+            return await self._in_cache(name) or await self._download(name)
+
+    async def _download(self, name: str) -> Path:
         data = await self._blobs.read(f"{manifest.LORAS}/{name}{SUFFIX}", max_bytes=MAX_BYTES)
         if data is None:
             await self._blobs.check()  # without its container, the job is not at fault

@@ -26,6 +26,10 @@ ANSWER_SECONDS = 3.0
 #: on Kubernetes. A GPU that hangs ends its worker by itself.
 HUNG_SECONDS = 90.0
 
+#: A worker answers a second or two after its start, before it imports torch; a slow disk may make
+#: that a minute.
+FIRST_ANSWER_SECONDS = 300.0
+
 
 class Child:
     """Started by `run`, any number of times, one after the other."""
@@ -48,7 +52,8 @@ class Child:
         self._process: asyncio.subprocess.Process | None = None
         self._control: asyncio.StreamWriter | None = None
         self._port: int | None = None
-        self._answered_at: float | None = None
+        self._answered_at = 0.0
+        self._is_hung = False
         self._words: list[bytes] = []
 
     @property
@@ -67,7 +72,7 @@ class Child:
                 pass_fds=[theirs.fileno()],
                 start_new_session=True,  # Ctrl-C is for the parent
             )
-        self._process = process
+        self._process, self._answered_at, self._is_hung = process, time.monotonic(), False
         log.info(
             "the worker of GPU %s is process %d",
             self.gpu.name,
@@ -84,7 +89,7 @@ class Child:
             if process.returncode is None:
                 self.kill()
             self._control.close()
-            self._process = self._control = self._port = self._answered_at = None
+            self._process = self._control = self._port = None
             self.has_started = self.is_ready = False
 
     def stop(self) -> None:
@@ -100,19 +105,31 @@ class Child:
             with contextlib.suppress(ProcessLookupError):
                 self._process.kill()
 
-    async def probe(self) -> None:
-        """Asks the worker how it is; kills one that has not answered for too long."""
-        if self._port is None:
-            return
-        try:
+    async def probe(self) -> bool:
+        """Asks the worker how it is; kills one that has not answered for too long.
+
+        Returns whether it may still answer. One that is killed may stay: the system waits for a
+        driver that hangs.
+        """
+        with contextlib.suppress(aiohttp.ClientError, TimeoutError, OSError):
             ready, _ = await self._ask("/ready")
             started, _ = await self._ask("/started")
-        except (aiohttp.ClientError, TimeoutError, OSError):
-            if self._answered_at and time.monotonic() - self._answered_at > HUNG_SECONDS:
-                self.kill()
-            return
-        self.is_ready, self.has_started = ready, started
-        self._answered_at = time.monotonic()
+            if self._port is not None:
+                self.is_ready, self.has_started = ready, started
+                self._answered_at = time.monotonic()
+        limit = FIRST_ANSWER_SECONDS if self._port is None else HUNG_SECONDS
+        if self._process is None or time.monotonic() - self._answered_at <= limit:
+            return True
+        if not self._is_hung:
+            log.error(
+                "the worker of GPU %s has not answered for %.0f s: killing it",
+                self.gpu.name,
+                limit,
+                extra={"action": "worker_hangs", "gpu": self.gpu.name},
+            )
+        self._is_hung, self.is_ready = True, False
+        self.kill()
+        return False
 
     async def metrics(self) -> str | None:
         """Its metrics as text; None where it has none now."""
@@ -132,7 +149,7 @@ class Child:
             return answer.ok, await answer.text()
 
     async def _read(self, reader: asyncio.StreamReader) -> None:
-        with contextlib.suppress(OSError):
+        with contextlib.suppress(OSError, ValueError):  # a line that its end cut off
             while line := await reader.readline():
                 self._port = int(json.loads(line)["port"])
                 self._answered_at = time.monotonic()

@@ -10,6 +10,7 @@ import pynvml
 
 from imagefleet import errors
 from worker import replica
+from worker.gpus import cores
 from worker.settings import MachineSettings
 
 ALL = "all"
@@ -37,11 +38,10 @@ class Gpu:
 
     def environment(self, processes: int) -> dict[str, str]:
         """The variables of its process, one of so many."""
-        if self.visible is not None:
+        if self.visible is not None and processes == 1:
             return {_VISIBLE: self.visible}
-        # With every core for each, they would wait for each other.
-        threads = max(1, (os.cpu_count() or 1) // processes)
-        return {"OMP_NUM_THREADS": os.environ.get("OMP_NUM_THREADS", str(threads))}
+        variables = {"OMP_NUM_THREADS": cores.threads(processes)}
+        return variables if self.visible is None else {_VISIBLE: self.visible, **variables}
 
 
 def choose(settings: MachineSettings) -> list[Gpu]:
@@ -107,6 +107,10 @@ def _visible_gpus(given: str) -> list[Gpu]:
         raise errors.SetupError(
             f"--gpus {given}: CUDA_VISIBLE_DEVICES={os.environ[_VISIBLE]} leaves no GPU of"
             f" {', '.join(each.name for each in cards)}"
+        )
+    if len({each.visible for each in found}) < len(found):
+        raise errors.SetupError(
+            f"--gpus {given}: CUDA_VISIBLE_DEVICES={os.environ[_VISIBLE]} names a GPU twice"
         )
     return found
 

@@ -55,7 +55,8 @@ class MachineMetrics(Collector):
         self._down_since[gpu] = None
 
     def is_down(self, gpu: str) -> None:
-        self._down_since[gpu] = time.monotonic()
+        if self._down_since[gpu] is None:
+            self._down_since[gpu] = time.monotonic()
         self._busy_slots[gpu] = 0.0
 
     def read(self, gpu: str, text: str) -> None:

@@ -16,7 +16,7 @@ from collections.abc import Iterator, Sequence
 
 import aiohttp
 
-from imagefleet import retry
+from imagefleet import errors, retry
 from imagefleet.telemetry import probes, push
 from worker import tasks
 from worker.gpus.child import Child
@@ -59,6 +59,9 @@ READ_SECONDS = 15.0
 #: and a half at most.
 LAST_SECONDS = 90.0
 
+#: Tries to kill what has not ended by then, at intervals of `PROBE_SECONDS`.
+KILLS = 30
+
 #: The longest name of a worker.
 _MAX_NAME = 128
 
@@ -69,7 +72,7 @@ async def run_workers(
     """Runs a worker for each of *gpus* by *command*; returns the exit code of them all.
 
     Raises:
-        SetupError: the port is in use.
+        SetupError: the port is in use; NodeError: a worker cannot be ended.
     """
     async with aiohttp.ClientSession(trust_env=False) as client:
         return await _Parent(settings, gpus, command, client).run()
@@ -196,7 +199,7 @@ class _Parent:
 
     def _leave_out(self, gpu: str, code: int, why: str) -> None:
         self._codes.append(code)
-        left = sum(each.is_running for each in self._children)
+        left = len(self._children) - len(self._codes)
         log.error(
             "GPU %s is left out, %d of %d go on: its worker ended with %s, %s",
             gpu,
@@ -225,15 +228,24 @@ class _Parent:
         for child in self._children:
             child.hurry()
         await asyncio.sleep(LAST_SECONDS)
-        while True:  # until `_keep` sees them end
+        for _ in range(KILLS):
             for child in self._children:
                 child.kill()
-            await asyncio.sleep(PROBE_SECONDS)
+            await asyncio.sleep(PROBE_SECONDS)  # `_keep` sees them end
+        left = ", ".join(each.gpu.name for each in self._children if each.is_running)
+        raise errors.NodeError(
+            f"the worker of GPU {left} does not even end when it is killed: the driver hangs;"
+            " restart the machine"
+        )
 
     async def _probe(self) -> None:
         while True:
-            await asyncio.gather(*(child.probe() for child in self._children))
+            await asyncio.gather(*map(self._probe_one, self._children))
             await asyncio.sleep(PROBE_SECONDS)
+
+    async def _probe_one(self, child: Child) -> None:
+        if not await child.probe():
+            self._metrics.is_down(child.gpu.name)
 
     async def _read(self) -> None:
         while True:

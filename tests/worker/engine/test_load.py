@@ -2,7 +2,9 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Callable
+from contextlib import nullcontext
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pynvml
@@ -11,8 +13,10 @@ import torch
 from torch._inductor.runtime.cache_dir_utils import cache_dir
 
 from imagefleet import errors
+from worker import process
 from worker.engine import device, load
 from worker.gpus import compiling
+from worker.settings import WorkerSettings
 
 
 def test_without_torch_the_error_says_what_to_install(
@@ -100,6 +104,41 @@ def test_on_a_rented_node_a_driver_too_old_is_the_nodes_fault(gpu: Callable[...,
     gpu("13.0", "570.124.06", works=False)
     with pytest.raises(errors.NodeError, match=r"driver 570.124.06 is too old: .* needs 580"):
         device.free_gpu_bytes("auto")
+
+
+def test_a_gpu_that_the_driver_lists_and_torch_cannot_open_is_broken(
+    gpu: Callable[..., None],
+) -> None:
+    gpu("13.0", "580.95.05", works=False)
+    with pytest.raises(errors.NodeError, match="torch finds no CUDA GPU"):
+        device.check_listed_gpu()
+
+
+@pytest.mark.parametrize(
+    ("member", "fault"), [(object(), errors.NodeError), (None, errors.SetupError)]
+)
+def test_a_worker_takes_such_a_gpu_for_broken_if_its_parent_chose_it(
+    gpu: Callable[..., None], checkpoint: Path, member: object, fault: type[Exception]
+) -> None:
+    gpu("13.0", "580.95.05", works=False)
+    worker: Any = SimpleNamespace(
+        _settings=WorkerSettings(model=str(checkpoint), device="cuda"),
+        _member=member,
+        _compiling=nullcontext,
+        _compiles=lambda: None,
+    )
+    with pytest.raises(fault, match="CUDA GPU"):
+        process._Worker._load_engine(worker)
+
+
+@pytest.mark.parametrize(("cuda", "driver"), [(None, "580.95.05"), ("13.0", "570.124.06")])
+def test_a_torch_or_driver_that_only_the_operator_can_change_is_not_the_gpus_fault(
+    cuda: str | None, driver: str, gpu: Callable[..., None]
+) -> None:
+    gpu(cuda, driver, works=False)
+    device.check_listed_gpu()
+    with pytest.raises(errors.SetupError):
+        device.find_device("cuda")
 
 
 @pytest.mark.parametrize(

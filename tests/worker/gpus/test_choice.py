@@ -108,6 +108,8 @@ def test_a_card_in_mig_mode_is_its_instances(
         ("2", {}, "1,2", "there is no GPU 2 among CUDA_VISIBLE_DEVICES=1,2; there are 0, 1"),
         ("all", {}, "", "CUDA_VISIBLE_DEVICES= leaves no GPU of 0, 1, 2"),
         ("0,0", {}, None, "named twice"),
+        ("all", {}, "1,1", "CUDA_VISIBLE_DEVICES=1,1 names a GPU twice"),
+        ("all", {}, "GPU-1aaa,GPU-1", "names a GPU twice"),
         ("1,GPU-1aaa", {}, None, "named twice, by its number and its UUID"),
         ("0,1", {"device": "cuda:1"}, None, "leave out --device"),
         ("all", {"device": "cpu"}, None, "a number for each process"),
@@ -157,7 +159,7 @@ def test_a_driver_that_hangs_is_one_sentence(
 
 def test_processes_on_the_cpu_share_its_cores(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("OMP_NUM_THREADS", raising=False)
-    monkeypatch.setattr(os, "cpu_count", lambda: 8)
+    monkeypatch.setattr(os, "sched_getaffinity", lambda _: range(8))
     settings = MachineSettings(model="m", device="cpu", gpus="0,1,2")
     assert [each.environment(3) for each in choice.choose(settings)] == [
         {"OMP_NUM_THREADS": "2"}

@@ -4,11 +4,16 @@ import subprocess
 import sys
 import threading
 import time
+from importlib import metadata
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 
+from worker import process
 from worker.gpus import compiling
+from worker.settings import WorkerSettings
 
 #: Says when it begins and ends to compile.
 WORKER = """
@@ -79,3 +84,22 @@ def test_a_folder_that_cannot_be_written_stops_nobody(
     with compiling.by_one_first(tmp_path / "file", "kernels"):
         pass
     assert "without waiting" in caplog.text
+
+
+def test_a_checkout_that_is_not_installed_compiles_too(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    installed = metadata.version
+
+    def version(name: str) -> str:
+        if name == "imagefleet":
+            raise metadata.PackageNotFoundError(name)
+        return installed(name)
+
+    monkeypatch.setattr(metadata, "version", version)
+    monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", str(tmp_path))
+    worker: Any = SimpleNamespace(
+        _settings=WorkerSettings(model="m", device="cuda"), _member=object(), _gpu="RTX 4090"
+    )
+    with process._Worker._compiling(worker):
+        assert list(tmp_path.glob("*.lock"))

@@ -93,6 +93,22 @@ async def test_what_ends_the_workers_decides_who_starts_again_and_the_exit_code(
     assert runs(tmp_path) == times
 
 
+async def test_a_broken_gpu_is_left_out_and_the_others_draw_on(
+    run: Callable[..., Any], tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    worker = """
+if gpu == "1":
+    while not pathlib.Path("runs-0").exists(): time.sleep(0.01)
+    sys.exit(3)
+time.sleep(0.3)
+sys.exit(1 if len(runs.read_text()) == 1 else 0)
+"""
+    assert await run(worker) == 0
+    assert runs(tmp_path) == (2, 1)
+    assert "GPU 1 is left out, 1 of 2 go on" in caplog.text
+    assert "starting it again" in caplog.text
+
+
 async def test_a_worker_that_crashed_is_not_started_for_a_queue_that_another_emptied(
     run: Callable[..., Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -159,21 +175,70 @@ time.sleep(60)
 
 
 @pytest.mark.parametrize(
-    ("answer", "code", "times"), [("pass", 0, (1, 1)), ("time.sleep(60)", 1, (3, 3))]
+    ("answer", "hung_seconds", "code", "times"),
+    [("pass", 0.8, 0, (1, 1)), ("time.sleep(60)", 0.2, 1, (3, 3))],
 )
 async def test_a_worker_that_does_not_answer_is_started_again(
     run: Callable[..., Any],
     tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
     answer: str,
+    hung_seconds: float,
     code: int,
     times: tuple[int, int],
 ) -> None:
-    monkeypatch.setattr(child, "HUNG_SECONDS", 0.2)
-    monkeypatch.setattr(child, "ANSWER_SECONDS", 0.1)
+    monkeypatch.setattr(child, "HUNG_SECONDS", hung_seconds)
+    monkeypatch.setattr(child, "ANSWER_SECONDS", hung_seconds / 2)
     serves = SERVES.format(answer=answer)
-    assert await run(f"{serves}\ntime.sleep(0.7)\nsys.exit(0)") == code
+    assert await run(f"{serves}\ntime.sleep(1.4)\nsys.exit(0)") == code
     assert runs(tmp_path) == times
+
+
+async def test_a_worker_that_hangs_before_it_serves_anything_is_started_again(
+    run: Callable[..., Any],
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    monkeypatch.setattr(child, "FIRST_ANSWER_SECONDS", 0.5)
+    assert await run("sys.exit(0) if len(runs.read_text()) > 1 else time.sleep(60)") == 0
+    assert min(runs(tmp_path)) > 1
+    for gpu in "01":
+        assert f"the worker of GPU {gpu} has not answered" in caplog.text
+
+
+async def test_a_worker_that_cannot_be_killed_counts_as_down_and_does_not_keep_the_parent(
+    run: Callable[..., Any],
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """As one whose driver hangs in the kernel; the other GPU's goes on until it is told to end."""
+    for name, value in (("HUNG_SECONDS", 0.8), ("ANSWER_SECONDS", 0.4)):
+        monkeypatch.setattr(child, name, value)
+    monkeypatch.setattr(parent, "LAST_SECONDS", 0.1)
+    monkeypatch.setattr(parent, "KILLS", 2)
+    kill = child.Child.kill
+
+    def kill_at_the_end(worker: child.Child) -> None:
+        if isinstance(sys.exception(), asyncio.CancelledError):
+            kill(worker)
+
+    monkeypatch.setattr(child.Child, "kill", kill_at_the_end)
+    down: list[str] = []
+    monkeypatch.setattr(parent.MachineMetrics, "is_down", lambda self, gpu: down.append(gpu))
+    worker = SERVES.format(answer='gpu == "1" and time.sleep(60)') + (
+        'pathlib.Path("ready-" + gpu).touch()\ngpu == "1" and time.sleep(60)\nwords.readline()'
+    )
+    running = asyncio.create_task(run(worker, grace_seconds=0))
+    await both_are(tmp_path, running, "ready")
+    async with asyncio.timeout(10):
+        while not down:
+            await asyncio.sleep(0.02)
+    assert set(down) == {"1"}
+    os.kill(os.getpid(), signal.SIGTERM)
+    with pytest.raises(errors.NodeError, match="the worker of GPU 1 does not even end"):
+        await running
+    await asyncio.sleep(0.1)  # until the system has told of its end
 
 
 async def test_a_port_in_use_starts_no_worker(

@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 
 import torch
 
-from worker.engine.lora.buffers import buffers
+from worker.engine.lora import buffers
 from worker.engine.lora.file import WeightDelta
 from worker.engine.lora.merge import AppliedLora
 from worker.engine.lora.names import Network
@@ -57,13 +57,29 @@ class _GroupPlaces:
 
 @dataclass(frozen=True, slots=True)
 class PackedLoras:
-    """What LoRAs change in one network, in one tensor of bytes.
+    """What LoRAs change in one network, and its place in one tensor of bytes.
 
-    In ordinary memory: up to four jobs a slot are held, which may be gigabytes.
+    The numbers stay in the files' tensors until the tensor is assembled: up to four jobs a slot are
+    held, which would be gigabytes.
     """
 
-    flat: torch.Tensor
+    size_bytes: int
     places: Mapping[Group, _GroupPlaces]
+    _low_rank: Mapping[Group, Mapping[int, Sequence[_Weighted]]]
+    _stacked: Sequence[tuple[_StackPlaces, Sequence[WeightDelta]]]
+
+    def assemble(self) -> torch.Tensor:
+        """The tensor [size_bytes] in host memory."""
+        flat = buffers.packs.take(self.size_bytes)
+        for group, change in self.by_group(flat).items():
+            if change.low_rank is not None:
+                _fill_low_rank(*change.low_rank, change.strength, self._low_rank[group])
+        for places, deltas in self._stacked:
+            stack = places.of(flat)
+            stack.index.copy_(torch.tensor(stack.positions))
+            for name, tensor in stack.tensors.items():
+                torch._foreach_copy_(tensor.unbind(), [each.tensors[name] for each in deltas])
+        return flat
 
     def by_group(self, flat: torch.Tensor) -> dict[Group, StackedChange]:
         """Views of *flat*, a copy on any device, for each changed group."""
@@ -104,7 +120,7 @@ def pack(
 
 
 class _Packer:
-    """Finds each tensor's place first, then fills them all."""
+    """Finds each tensor's place."""
 
     def __init__(self) -> None:
         self._places: dict[Group, _GroupPlaces] = {}
@@ -159,16 +175,7 @@ class _Packer:
             self._stacked.append((places, [delta for _, delta in stacked.values()]))
 
     def pack(self) -> PackedLoras:
-        packed = PackedLoras(buffers.take(self._size), self._places)
-        for group, change in packed.by_group(packed.flat).items():
-            if change.low_rank is not None:
-                _fill_low_rank(*change.low_rank, change.strength, self._low_rank[group])
-        for places, deltas in self._stacked:
-            stack = places.of(packed.flat)
-            stack.index.copy_(torch.tensor(stack.positions))
-            for name, tensor in stack.tensors.items():
-                torch._foreach_copy_(tensor.unbind(), [each.tensors[name] for each in deltas])
-        return packed
+        return PackedLoras(self._size, self._places, self._low_rank, self._stacked)
 
     def _place(self, dtype: torch.dtype, shape: tuple[int, ...]) -> Place:
         end = self._size + math.prod(shape) * dtype.itemsize

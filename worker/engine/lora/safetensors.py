@@ -18,7 +18,7 @@ from typing import Any
 
 import torch
 
-from worker.engine.lora.buffers import buffers
+from worker.engine.lora import buffers
 
 #: As the library's.
 _MAX_HEADER_BYTES = 100_000_000
@@ -97,7 +97,7 @@ def read(path: Path) -> Content:
         if header_bytes > _MAX_HEADER_BYTES or data_bytes < 0:
             raise MalformedError("it ends within its header, or begins with something else")
         header = file.read(header_bytes)
-        data = buffers.take(data_bytes)
+        data = buffers.files.take(data_bytes)
         room, at = data.numpy().data, 0
         while read := file.readinto(room[at:]):
             at += read

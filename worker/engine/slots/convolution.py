@@ -22,8 +22,7 @@ from torch import nn
 
 from imagefleet import errors
 from worker.engine.kernels.layers import Upsampler
-from worker.engine.lora import low_rank
-from worker.engine.lora.buffers import buffers
+from worker.engine.lora import buffers, low_rank
 from worker.engine.lora.merge import AppliedLora
 
 #: The highest rank, that of one job's LoRAs added up, of a 3x3 convolution (where 128 should cost a
@@ -254,11 +253,35 @@ class SlotChanges:
 
 @dataclass(frozen=True, slots=True)
 class ConvolutionPack:
-    """The low-rank changes of a job in one flat tensor, for one copy to the device."""
+    """The low-rank changes of a job, and their places in one tensor for one copy to the device."""
 
-    flat: torch.Tensor
     shapes: Mapping[Shape, tuple[int, int]]
     """Layers and rank of each changed shape; a shape's ups come before its downs."""
+    dtype: torch.dtype
+    _groups: Mapping[Shape, Sequence[str]]
+    _found: Mapping[str, Sequence[tuple[float, low_rank.Factors]]]
+    """By the layers' paths: strengths and factors."""
+
+    @property
+    def size_bytes(self) -> int:
+        return self.dtype.itemsize * sum(
+            shape.numbers_per_rank * layers * rank for shape, (layers, rank) in self.shapes.items()
+        )
+
+    def assemble(self) -> torch.Tensor:
+        """The tensor in host memory."""
+        flat = buffers.packs.take(self.size_bytes).view(self.dtype).zero_()
+        for shape, (ups, downs) in self.by_shape(flat).items():
+            for up, down, path in zip(ups, downs, self._groups[shape], strict=True):
+                at = 0
+                for strength, (outer, inner) in self._found.get(path, ()):
+                    part = slice(at, at + len(inner))
+                    # Rounded once, and not at all where the file has the wanted type.
+                    source = outer if outer.dtype == self.dtype else outer.float()
+                    torch.mul(source, strength, out=up[:, part])
+                    down[part] = inner
+                    at = part.stop
+        return flat
 
     @property
     def ranks(self) -> dict[Shape, int]:
@@ -305,20 +328,7 @@ def pack(
             return None
         ranks[shape] = max(ranks.get(shape, 0), rank)
     sizes = {shape: (len(groups[shape]), rank) for shape, rank in ranks.items()}
-    size = sum(shape.numbers_per_rank * layers * rank for shape, (layers, rank) in sizes.items())
-    flat = buffers.take(size * dtype.itemsize).view(dtype).zero_()
-    packed = ConvolutionPack(flat, sizes)
-    for shape, (ups, downs) in packed.by_shape(packed.flat).items():
-        for up, down, path in zip(ups, downs, groups[shape], strict=True):
-            at = 0
-            for strength, (outer, inner) in found.get(path, ()):
-                part = slice(at, at + len(inner))
-                # Rounded once, and not at all where the file has the wanted type.
-                source = outer if outer.dtype == dtype else outer.float()
-                torch.mul(source, strength, out=up[:, part])
-                down[part] = inner
-                at = part.stop
-    return packed
+    return ConvolutionPack(sizes, dtype, groups, found)
 
 
 def all_paths(groups: Mapping[Shape, Sequence[str]]) -> Collection[str]:

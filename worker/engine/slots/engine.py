@@ -108,6 +108,7 @@ class SlotEngine:
         self._weights = Weights(
             self._unet, self._merger, self._runner, self._stager, folds=backend is not None
         )
+        self._staged_bytes = self._unet.slot_bytes
         fitting = self._fit_memory(slots) if self._on_gpu else 1
         max_overtakes = _OVERTAKES_PER_SLOT * self.slots
         self._lanes = Lanes(self.slots, min(blocks or fitting, MAX_LANES), max_overtakes)
@@ -341,7 +342,7 @@ class SlotEngine:
                 del lane.active[slot]
 
     def _stage_ahead(self) -> None:
-        """Begins to stage the next jobs, whose LoRAs may take as much room as a slot's weights."""
+        """Begins to stage the next jobs, as far as there is room for their LoRAs."""
         lanes = [lane for lane in self._lanes if lane.waiting.jobs]
         lanes.sort(key=self._lanes.urgency, reverse=True)
         nexts = itertools.zip_longest(*(lane.waiting.jobs[: self.slots] for lane in lanes))
@@ -349,8 +350,8 @@ class SlotEngine:
         soon: list[SlotJob] = []
         for job in [job for jobs in nexts for job in jobs if job is not None][: self.slots]:
             packs = (job.prepared.unet_pack, job.prepared.convolution_pack)
-            staged_bytes += sum(packed.flat.nbytes for packed in packs if packed)
-            if staged_bytes > self._unet.slot_bytes and soon:
+            staged_bytes += sum(packed.size_bytes for packed in packs if packed)
+            if staged_bytes > self._staged_bytes and soon:
                 break
             soon.append(job)
         self._stager.begin(soon)
@@ -396,6 +397,7 @@ class SlotEngine:
                     extra={"action": "blocks_dropped"},
                 )
                 self._lanes.blocks, again = 1, jobs
+                self._staged_bytes = self._unet.slot_bytes
                 self._runner.max_compiled = self._lanes.max_open - 1
                 self._resize(self.slots)
             elif in_call > 1:
@@ -463,4 +465,6 @@ class SlotEngine:
         )
         self._runner.slots = fit.slots
         self._decoder.slice_pixels = fit.decoded * width * height
+        self._staged_bytes = fit.staged_bytes
+        self._unet.temporary_bytes = max(fit.temporary_bytes, self._unet.temporary_bytes)
         return fit.blocks

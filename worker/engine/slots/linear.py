@@ -79,12 +79,12 @@ class WeightStack:
         for linear, part in self._parts():
             linear.slots = self._own[:, part].flatten(1, 2)
 
-    def load(self, slot: int, change: StackedChange | None) -> None:
+    def load(self, slot: int, change: StackedChange | None, temporary_bytes: int) -> None:
         """Sets a slot to the shared weights, plus a job's change."""
         if change is None:
             self._own[slot].copy_(self.shared)
         else:
-            change.merge(self.shared, self._own[slot])
+            change.merge(self.shared, self._own[slot], temporary_bytes)
 
     def _parts(self) -> Iterable[tuple[SlotLinear, slice]]:
         at = 0

@@ -26,6 +26,13 @@ CPU_SLOTS = 4
 #: What a lane with weights of its own takes, of what its slots hold: contexts of long prompts too.
 _LANE_SHARE = 1.1
 
+#: The next jobs' share of what is left then. Images that started together finish together: where a
+#: LoRA for each slot is on the device by then, none is waited for.
+_STAGED_SHARE = 0.25
+
+#: Weights that are merged: their share of the margin.
+_TEMPORARY_SHARE = 0.25
+
 #: Share of the free memory left for fragments, libraries' work space and other image sizes.
 _MARGIN = 0.12
 
@@ -38,6 +45,10 @@ class Fit(NamedTuple):
     """Images per VAE call."""
     blocks: int
     """Lanes that can have weights of their own."""
+    staged_bytes: int
+    """For LoRAs of the next jobs."""
+    temporary_bytes: int
+    """For weights while they are merged."""
 
 
 def fit(
@@ -59,6 +70,9 @@ def fit(
     slots = slots or max(1, min(MAX_SLOTS, int(room // (slot_bytes + tick_bytes))))
     # Ticks of all lanes use the same memory in turn.
     left = room - slots * (slot_bytes + tick_bytes)
+    # LoRAs that change less than all weights of a slot take less than these.
+    staged_bytes = int(max(slot_bytes, min(_STAGED_SHARE * left, slots * slot_bytes)))
+    left -= staged_bytes
     blocks = 1 + max(0, int(left // (_LANE_SHARE * slots * slot_bytes)))
     log.info(
         "%d slots, %d images per VAE call, weights for %d sizes: %.2f GiB free; a slot takes"
@@ -69,7 +83,7 @@ def fit(
         *(size / 2**30 for size in (free, slot_bytes, tick_bytes, decode_bytes)),
         extra={"action": "slots_chosen", "slots": slots},
     )
-    return Fit(slots, decoded, blocks)
+    return Fit(slots, decoded, blocks, staged_bytes, int(_TEMPORARY_SHARE * _MARGIN * free))
 
 
 def free_bytes(device: torch.device) -> int:

@@ -7,9 +7,12 @@ device (tokens are copied, weighted vectors checked), but never for the ticks.
 from __future__ import annotations
 
 import contextlib
+import itertools
 import threading
+from collections import deque
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import dataclass
 
 import torch
 
@@ -24,8 +27,25 @@ from worker.engine.slots.linear import TextEncoderLoras
 from worker.engine.slots.prepare import PLAIN_CHUNKS, PreparedRequest
 from worker.engine.slots.queue import SlotJob, Staged
 
+#: Threads that assemble LoRAs; with a large one for each job, one is not enough.
+_ASSEMBLERS = 3
+
 #: Added to the attention scores past a prompt's end; -inf would make an unused slot all NaN.
 _MASKED = -10_000.0
+
+
+@dataclass(frozen=True, slots=True)
+class _Loras:
+    """A job's assembled LoRAs, in host memory."""
+
+    unet: torch.Tensor | None
+    convolutions: torch.Tensor | None
+    text_encoder: torch.Tensor | None
+
+    @classmethod
+    def assemble(cls, prepared: PreparedRequest) -> _Loras:
+        packs = (prepared.unet_pack, prepared.convolution_pack, prepared.text_encoder_pack)
+        return cls(*(packed.assemble() if packed else None for packed in packs))
 
 
 class Stager:
@@ -51,6 +71,7 @@ class Stager:
             self._stream = torch.cuda.Stream(self._device, priority=-1)  # type: ignore[no-untyped-call]
             self._stream.wait_stream(torch.cuda.current_stream())
         self._thread = ThreadPoolExecutor(1, "stager")
+        self._assemblers = ThreadPoolExecutor(_ASSEMBLERS, "assembler")
         self.text_encoder_lock = threading.Lock()
         """Held while LoRAs may be merged into the text encoder."""
 
@@ -87,17 +108,20 @@ class Stager:
         packed = job.prepared.unet_pack
         if job.staged is not None and (job.staged.flat is not None or packed is None):
             return job.staged.factors
-        return packed.by_group(self._copy(packed.flat)) if packed else {}
+        return packed.by_group(packed.assemble().to(self._device)) if packed else {}
 
     def convolutions_of(self, job: SlotJob) -> Mapping[convolution.Shape, convolution.Factors]:
         """The same for its changes of convolutions."""
         if job.staged is not None and job.staged.convolutions:
             return job.staged.convolutions
         packed = job.prepared.convolution_pack
-        return packed.by_shape(self._copy(packed.flat)) if packed and packed.shapes else {}
+        if packed is None or not packed.shapes:
+            return {}
+        return packed.by_shape(packed.assemble().to(self._device))
 
     def close(self) -> None:
         self._thread.shutdown(cancel_futures=True)
+        self._assemblers.shutdown()
         self._encoder.clear()
         self._text_loras.close()
 
@@ -107,10 +131,11 @@ class Stager:
             # What fails here fails again below, with the job whose fault it is.
             with contextlib.suppress(Exception):
                 self._encode_together(job for job, _ in begun)
-            for job, staging in begun:
+            for job, staging, assembled in self._assemble_ahead(begun):
                 try:
+                    loras = assembled.result()
                     with self.text_encoder_lock:
-                        staged = self._stage(job)
+                        staged = self._stage(job, loras)
                 except Exception as error:  # noqa: BLE001 - raised again by `stage`
                     staging.set_exception(error)
                 else:
@@ -128,18 +153,38 @@ class Stager:
         for clip_skip, each in chunks.items():
             self._encoder.encode_ahead(each, clip_skip)
 
+    def _assemble_ahead(
+        self, begun: Iterable[tuple[SlotJob, Future[Staged]]]
+    ) -> Iterator[tuple[SlotJob, Future[Staged], Future[_Loras]]]:
+        """All jobs in order, while the LoRAs of the next few are assembled."""
+        waiting, ahead = iter(begun), deque[tuple[SlotJob, Future[Staged], Future[_Loras]]]()
+        while True:
+            for job, staging in itertools.islice(waiting, _ASSEMBLERS + 1 - len(ahead)):
+                loras = self._assemblers.submit(_Loras.assemble, job.prepared)
+                ahead.append((job, staging, loras))
+            if not ahead:
+                return
+            yield ahead.popleft()
+
+    def _stage(self, job: SlotJob, loras: _Loras) -> Staged:
+        try:
+            return self._begin_to_stage(job, loras)
+        finally:
+            # Until then the copies read memory that is used again afterwards.
+            if self._stream is not None:
+                self._stream.synchronize()
+
     @torch.no_grad()
-    def _stage(self, job: SlotJob) -> Staged:
+    def _begin_to_stage(self, job: SlotJob, loras: _Loras) -> Staged:
         packed = job.prepared.unet_pack
-        flat = self._copy(packed.flat) if packed else None
+        flat = None if loras.unet is None else self._copy(loras.unet)
         factors = packed.by_group(flat) if packed and flat is not None else {}
-        changes = job.prepared.convolution_pack
-        convolutions = changes.by_shape(self._copy(changes.flat)) if changes else {}
-        vectors, mask = self._encode(job)
+        changes, convolutions = job.prepared.convolution_pack, {}
+        if changes and loras.convolutions is not None:
+            convolutions = changes.by_shape(self._copy(loras.convolutions))
+        vectors, mask = self._encode(job, loras.text_encoder)
         generator = torch.Generator().manual_seed(job.prepared.request.seed)
         latents = self._copy(self._first_latents(job, generator))
-        if self._stream is not None:
-            self._stream.synchronize()
         return Staged(latents, vectors, mask, flat, factors, convolutions, generator)
 
     def _copy(self, tensor: torch.Tensor) -> torch.Tensor:
@@ -151,13 +196,15 @@ class Stager:
         shape = (self._channels, request.height // self._factor, request.width // self._factor)
         return torch.randn(shape, generator=generator) * job.prepared.schedule.initial_scale
 
-    def _encode(self, job: SlotJob) -> tuple[torch.Tensor, torch.Tensor | None]:
+    def _encode(
+        self, job: SlotJob, loras: torch.Tensor | None
+    ) -> tuple[torch.Tensor, torch.Tensor | None]:
         """Vectors [2, tokens, width] and the mask [2, 1, 1, tokens], if any."""
         prepared = job.prepared
         prompts = [prepared.prompt, prepared.negative_prompt]
         if not job.batch_key.is_masked:
             prompts = [prompt * (PLAIN_CHUNKS // len(prompt)) for prompt in prompts]
-        with self._loras_merged(prepared):
+        with self._loras_merged(prepared, loras):
             key = merge.key_of(prepared.text_encoder_loras)
             context = self._encoder.encode(prompts, prepared.request.clip_skip, key)
         vectors = context.vectors.to(self._dtype)
@@ -172,10 +219,12 @@ class Stager:
         return padded, self._copy(mask)
 
     @contextlib.contextmanager
-    def _loras_merged(self, prepared: PreparedRequest) -> Iterator[None]:
+    def _loras_merged(
+        self, prepared: PreparedRequest, loras: torch.Tensor | None
+    ) -> Iterator[None]:
         """The text encoder with a request's LoRAs merged in."""
         packed = prepared.text_encoder_pack
-        if packed is None:
+        if packed is None or loras is None:
             raise RuntimeError("all layers of a text encoder can be packed")
-        with self._text_loras.merged(packed.by_group(self._copy(packed.flat))):
+        with self._text_loras.merged(packed.by_group(self._copy(loras))):
             yield

@@ -23,7 +23,7 @@ from torch import nn
 from imagefleet import errors
 from worker.engine.kernels.layers import Attend, KernelSelector, Upsampler, default_attention
 from worker.engine.lora.pack import Group
-from worker.engine.lora.stacked import StackedChange
+from worker.engine.lora.stacked import TEMPORARY_BYTES, StackedChange
 from worker.engine.slots import convolution
 from worker.engine.slots.convolution import LowRankChange, SlotChanges, SlotConv
 from worker.engine.slots.linear import SlotLinear, stack_by_shape
@@ -64,6 +64,8 @@ class SlotUnet(nn.Module):
             unet.conv_out.weight.detach(),
         )
         self._block = 0
+        self.temporary_bytes = TEMPORARY_BYTES
+        """Memory for weights while they are merged."""
 
     @property
     def groups(self) -> dict[Group, list[str]]:
@@ -162,7 +164,7 @@ class SlotUnet(nn.Module):
     ) -> None:
         """Sets a slot to the shared weights plus its LoRAs' changes, asynchronously."""
         for group, stack in self._stacks.items():
-            stack.load(slot, changes.get(group))
+            stack.load(slot, changes.get(group), self.temporary_bytes)
         self.changes.load(slot, convolutions)
 
 

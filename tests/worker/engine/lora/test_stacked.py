@@ -94,7 +94,7 @@ def unpack(loras: Sequence[merge.AppliedLora], dtype: torch.dtype = torch.float3
     packed = pack.pack(loras, "unet", GROUPS, dtype=dtype)
     assert packed is not None
     # As a device would have them: no tensor of the file itself, and another copy of the bytes.
-    return packed.by_group(packed.flat.clone())[GROUP]
+    return packed.by_group(packed.assemble().clone())[GROUP]
 
 
 def merged(
@@ -205,7 +205,7 @@ def test_a_layer_that_slots_cannot_hold_is_packed_only_where_something_else_hold
     packed = pack.pack([lora], "unet", GROUPS, dtype=torch.float32, elsewhere=elsewhere)
     assert packed is not None
     original = draw(5, OUT, IN)
-    found = merged(packed.by_group(packed.flat)[GROUP], original)
+    found = merged(packed.by_group(packed.assemble())[GROUP], original)
     torch.testing.assert_close(found, expected([lora], original), rtol=1e-5, atol=1e-5)
     assert pack.pack([], "unet", {}, dtype=torch.float32) is not None
 
@@ -218,6 +218,6 @@ def test_a_gpu_merges_the_same(kind: str, dtype: torch.dtype) -> None:
     original = draw(5, OUT, IN).to(dtype)
     packed = pack.pack(loras, "unet", GROUPS, dtype=dtype)
     assert packed is not None
-    change = packed.by_group(packed.flat.cuda())[GROUP]
+    change = packed.by_group(packed.assemble().cuda())[GROUP]
     on_cpu, on_gpu = merged(unpack(loras, dtype), original), merged(change, original.cuda())
     torch.testing.assert_close(on_gpu.cpu().float(), on_cpu.float(), rtol=2**-7, atol=2**-7)

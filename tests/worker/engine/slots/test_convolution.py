@@ -107,7 +107,7 @@ def test_a_slots_own_change_of_a_layer_computes_what_merging_it_does(
     arguments = (x, torch.tensor([1.0, 500.0, 900.0]), context, None)
     with torch.no_grad():
         unet.changes.grow(packed.ranks.items())
-        for slot, changes in enumerate([{}, packed.by_shape(packed.flat), {}]):
+        for slot, changes in enumerate([{}, packed.by_shape(packed.assemble()), {}]):
             unet.load_slot(slot, {}, changes)
         own = unet(*arguments, True, True)
         plain = unet(*arguments, False)
@@ -332,5 +332,5 @@ def test_changes_of_no_layer_take_no_memory(slot_engine: slots.SlotEngine) -> No
     packed = convolution.pack((), slot_engine._unet.changes.groups, dtype=torch.float32)
     assert packed is not None
     assert packed.ranks == {}
-    empty: Mapping[Any, Any] = packed.by_shape(packed.flat)
+    empty: Mapping[Any, Any] = packed.by_shape(packed.assemble())
     assert empty == {}

@@ -229,10 +229,10 @@ def test_only_a_job_that_cannot_start_fails(
 ) -> None:
     original = slot_engine._stager._encode
 
-    def encode(job: Any) -> Any:
+    def encode(job: Any, loras: Any) -> Any:
         if job.ticket in {1, 5}:  # one starts at once, one is staged ahead
             raise errors.JobError("the weights in the prompt cancel each other out")
-        return original(job)
+        return original(job, loras)
 
     monkeypatch.setattr(slot_engine._stager, "_encode", encode)
     images = draw(slot_engine, *(make_request(seed=seed) for seed in range(7)))
@@ -246,10 +246,10 @@ def test_ticks_do_not_wait_for_a_job_that_is_staged_ahead(
     engine = make_slot_engine(slots=1)
     original, may_go_on = engine._stager._encode, threading.Event()
 
-    def encode(job: Any) -> Any:
+    def encode(job: Any, loras: Any) -> Any:
         if job.ticket == 1:
             assert may_go_on.wait(60)
-        return original(job)
+        return original(job, loras)
 
     monkeypatch.setattr(engine._stager, "_encode", encode)
     for ticket in range(2):
@@ -265,19 +265,17 @@ def test_ticks_do_not_wait_for_a_job_that_is_staged_ahead(
 
 
 @pytest.mark.parametrize(("room", "begun"), [(0, 1), (2.5, 2), (9, 4)])
-def test_what_is_staged_ahead_takes_no_more_room_than_the_weights_of_a_slot(
+def test_what_is_staged_ahead_takes_no_more_than_its_room(
     make_slot_engine: Any,
     make_request: Any,
     lora_paths: list[Path],
-    monkeypatch: Any,
     room: float,
     begun: int,
 ) -> None:
     engine = make_slot_engine(slots=4)
     requests = [make_request(seed=seed, loras=(lora(lora_paths[0]),)) for seed in range(8)]
     prepared = [engine.prepare(request) for request in requests]
-    size = int(room * prepared[0].unet_pack.flat.nbytes)
-    monkeypatch.setattr(type(engine._unet), "slot_bytes", size)
+    engine._staged_bytes = int(room * prepared[0].unet_pack.size_bytes)
     for ticket, one in enumerate(prepared):
         engine.admit(ticket, one)
     engine.tick()

@@ -1,0 +1,181 @@
+"""`imagefleet worker` on some GPUs of this machine: its process, its log and its metrics."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections import Counter, defaultdict
+from collections.abc import AsyncIterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import aiohttp
+from prometheus_client.parser import text_string_to_metric_families
+
+#: A worker's exit code after a signal, once all is done.
+DONE = 0
+
+#: From SIGTERM to the end: what has begun is drawn, the rest handed back.
+DRAIN_SECONDS = 60.0
+
+_TICKS_PER_SECOND = os.sysconf("SC_CLK_TCK")
+
+
+@dataclass(slots=True)
+class Sample:
+    """What the workers had done by a moment; by GPU, stages and CPU time of all together."""
+
+    at: float
+    images: dict[str, int] = field(default_factory=dict)
+    busy_seconds: dict[str, float] = field(default_factory=dict)
+    idle_seconds: dict[str, dict[str, float]] = field(default_factory=lambda: defaultdict(dict))
+    busy_slots: dict[str, int] = field(default_factory=dict)
+    stage_seconds: Counter[str] = field(default_factory=Counter)
+    stage_counts: Counter[str] = field(default_factory=Counter)
+    compiling: set[str] = field(default_factory=set)
+    recompiles: int = 0
+    restarts: int = 0
+    worker_cpu_seconds: float = 0.0
+    machine_cpu_seconds: float = 0.0
+    repeated_families: int = 0
+
+
+class Machine:
+    """A worker process, or a parent and its workers."""
+
+    def __init__(self, process: asyncio.subprocess.Process, gpus: Sequence[str]) -> None:
+        self.gpus = gpus
+        self.process = process
+        self.began_at = time.monotonic()
+        self._port: int | None = None
+        self._started: dict[str, list[int]] = defaultdict(list)
+        self._reading = asyncio.create_task(self._read())
+
+    @property
+    def has_ended(self) -> bool:
+        return self._reading.done()
+
+    def process_ids(self, gpu: str) -> list[int]:
+        """Of the workers of that GPU, the newest last; a single GPU has no parent."""
+        return self._started[gpu] or [self.process.pid]
+
+    async def end(self) -> int:
+        """Has it drain; returns its exit code."""
+        with contextlib.suppress(ProcessLookupError):
+            self.process.send_signal(signal.SIGTERM)
+        async with asyncio.timeout(DRAIN_SECONDS):
+            await self._reading
+            return await self.process.wait()
+
+    async def sample(self, client: aiohttp.ClientSession) -> Sample:
+        """Without figures before a worker serves metrics."""
+        text = ""
+        if self._port is not None:
+            with contextlib.suppress(aiohttp.ClientError):
+                async with client.get(f"http://127.0.0.1:{self._port}/metrics") as answer:
+                    text = await answer.text()
+        if self.has_ended:
+            sys.exit(f"the worker ended with exit code {self.process.returncode}")
+        found = Sample(time.monotonic())
+        families: Counter[str] = Counter()
+        for family in text_string_to_metric_families(text):
+            families[family.name] += 1
+            for each in family.samples:
+                self._take(found, each.name, each.labels, each.value)
+        found.repeated_families = sum(count > 1 for count in families.values())
+        process_ids = {self.process.pid, *(self.process_ids(gpu)[-1] for gpu in self.gpus)}
+        found.worker_cpu_seconds = sum(map(_cpu_seconds, process_ids))
+        found.machine_cpu_seconds = _machine_cpu_seconds()
+        return found
+
+    def _take(self, found: Sample, name: str, labels: Mapping[str, str], value: float) -> None:
+        gpu = labels.get("device", self.gpus[0])
+        match name:
+            case "imagefleet_images_total":
+                found.images[gpu] = int(value)
+            case "imagefleet_gpu_busy_seconds_total":
+                found.busy_seconds[gpu] = value
+            case "imagefleet_gpu_idle_seconds_total":
+                found.idle_seconds[gpu][labels["reason"]] = value
+            case "imagefleet_slots" if labels["state"] == "busy":
+                found.busy_slots[gpu] = int(value)
+            case "imagefleet_stage_seconds_sum":
+                found.stage_seconds[labels["stage"]] += value  # type: ignore[assignment]
+            case "imagefleet_stage_seconds_count":
+                found.stage_counts[labels["stage"]] += int(value)
+            case "imagefleet_engine_compiling" if value:
+                found.compiling.add(gpu)
+            case "imagefleet_engine_recompiles_total":
+                found.recompiles += int(value)
+            case "imagefleet_gpu_restarts_total":
+                found.restarts += int(value)
+
+    async def _read(self) -> None:
+        assert self.process.stderr is not None
+        while line := await self.process.stderr.readline():
+            try:
+                said: dict[str, Any] = json.loads(line)
+            except ValueError:
+                said = {"message": line.decode(errors="replace").rstrip(), "severity": "WARNING"}
+            action = said.get("action")
+            if action == "worker_started":
+                self._started[said["gpu"]].append(said["process_id"])
+            elif action == ("start_workers" if len(self.gpus) > 1 else "start"):
+                self._port = said["port"]
+            if said.get("severity") != "INFO" or action in _SHOWN:
+                gpu = f"GPU {said['device']}: " if "device" in said else ""
+                say(f"  [{time.monotonic() - self.began_at:5.1f} s] {gpu}{said['message']}")
+        await self.process.wait()
+
+
+_SHOWN = frozenset(
+    ("start_workers", "worker_started", "slots_chosen", "compile_awaited", "ready", "first_image")
+)
+
+
+@contextlib.asynccontextmanager
+async def running(
+    gpus: Sequence[str], flags: Sequence[str], environment: Mapping[str, str]
+) -> AsyncIterator[Machine]:
+    process = await asyncio.create_subprocess_exec(
+        *(sys.executable, "-m", "fleet.entry", "worker", *flags, "--log-format", "json"),
+        env={**os.environ, **environment},
+        stdin=subprocess.DEVNULL,
+        stderr=subprocess.PIPE,
+        limit=2**20,
+    )
+    machine = Machine(process, gpus)
+    try:
+        yield machine
+    finally:
+        if process.returncode is None:
+            process.kill()  # its workers end with it
+            await process.wait()
+
+
+def say(text: str) -> None:
+    print(text, file=sys.stderr, flush=True)
+
+
+def _cpu_seconds(process_id: int) -> float:
+    """Of a process with all its threads; 0 once it has ended."""
+    try:
+        status = Path(f"/proc/{process_id}/stat").read_text()
+    except OSError:
+        return 0.0
+    user, system = status.rpartition(")")[2].split()[11:13]
+    return (int(user) + int(system)) / _TICKS_PER_SECOND
+
+
+def _machine_cpu_seconds() -> float:
+    """Of all processes: user, nice, system, and interrupts."""
+    fields = Path("/proc/stat").read_text().partition("\n")[0].split()[1:]
+    user, nice, system, _idle, _waiting, hard, soft = map(int, fields[:7])
+    return (user + nice + system + hard + soft) / _TICKS_PER_SECOND
