@@ -111,6 +111,7 @@ def _decompose(
 
     The strength multiplies this difference, as in AUTOMATIC1111; in peft it is inside the norm.
     """
+    weights = weights.float()  # sums of two types take twice as long
     changed = changes.add_(weights)
     kept = 1 if of_outputs else 2
     others = [dim for dim in range(1, weights.ndim) if dim != kept]

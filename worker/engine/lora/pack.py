@@ -78,7 +78,8 @@ class PackedLoras:
             stack = places.of(flat)
             stack.index.copy_(torch.tensor(stack.positions))
             for name, tensor in stack.tensors.items():
-                torch._foreach_copy_(tensor.unbind(), [each.tensors[name] for each in deltas])
+                sources = [each.tensors[name].view(tensor.shape[1:]) for each in deltas]
+                torch._foreach_copy_(tensor.unbind(), sources)
         return flat
 
     def by_group(self, flat: torch.Tensor) -> dict[Group, StackedChange]:
@@ -153,7 +154,8 @@ class _Packer:
         for at, changes in sorted(by_layer.items()):
             for strength, delta in changes:
                 tensors = [
-                    (name, each.dtype, each.shape) for name, each in sorted(delta.tensors.items())
+                    (name, each.dtype, _as_linear(each.shape))
+                    for name, each in sorted(delta.tensors.items())
                 ]
                 number = 0
                 while at in alike.get(key := (number, strength, delta.scale, *tensors), {}):
@@ -165,7 +167,7 @@ class _Packer:
                 list(stacked),
                 self._place(torch.int64, (len(stacked),)),
                 {
-                    name: self._place(each.dtype, (len(stacked), *each.shape))
+                    name: self._place(each.dtype, (len(stacked), *_as_linear(each.shape)))
                     for name, each in first.tensors.items()
                 },
                 first.scale,
@@ -182,6 +184,12 @@ class _Packer:
         place = Place(dtype, shape, self._size, end)
         self._size = end + -end % _ALIGNMENT_BYTES
         return place
+
+
+def _as_linear(shape: Sequence[int]) -> tuple[int, ...]:
+    """The shape without a 1x1 kernel: such convolutions are stacked with linear layers."""
+    kernel = 2
+    return tuple(shape[:kernel]) if math.prod(shape[kernel:]) == 1 else tuple(shape)
 
 
 def _rank(weighted: Iterable[_Weighted]) -> int:

@@ -162,6 +162,20 @@ def test_layers_of_one_file_may_differ_in_kind_rank_alpha_and_factors() -> None:
     assert change.low_rank[0].shape == (5, OUT, 8), "matrix products need aligned operands"
 
 
+def test_1x1_convolutions_are_merged_together_with_linear_layers() -> None:
+    """SD1.5's proj_in and proj_out are some; apart, each stack takes its own launches."""
+    kernels = {name: (*shape, 1, 1) for name, shape in KINDS["dora"].items()}
+    parts = [
+        make_lora(KINDS["dora"], paths=["zero", "two", "three"]),
+        make_lora(kernels, paths=["one", "four"]),
+    ]
+    change, original = unpack(parts), draw(5, OUT, IN)
+    (stack,) = change.stacks
+    assert stack.positions == [0, 1, 2, 3, 4]
+    found = merged(change, original)
+    torch.testing.assert_close(found, expected(parts, original), rtol=1e-5, atol=1e-5)
+
+
 @pytest.mark.parametrize("kind", KINDS)
 def test_chunks_of_one_layer_give_the_same_bits_as_one_chunk(kind: str) -> None:
     loras = [make_lora(KINDS[kind]), make_lora(LOHA, 0.2, ["one", "two"]), make_lora(LORA, 0.4)]
