@@ -391,6 +391,6 @@ def leave(code: int | None) -> NoReturn:
             stream.flush()
         except OSError:  # Python would try again, and exit with another code
             os.dup2(os.open(os.devnull, os.O_WRONLY), stream.fileno())
-    if any(thread.name == ENGINE_THREAD for thread in threading.enumerate()):
+    if any(thread.name.startswith(ENGINE_THREAD) for thread in threading.enumerate()):
         os._exit(code or EXIT_DONE)
     sys.exit(code)

@@ -34,7 +34,8 @@ STOP_SECONDS = 2.0
 STALL_SECONDS = 300.0
 
 #: Python cannot end a thread that is inside torch, and torch crashes when Python exits around it:
-#: if this thread is alive at exit, the process must leave by `os._exit`.
+#: if this thread is alive at exit, or one whose name begins the same, the process must leave by
+#: `os._exit`.
 THREAD_NAME = "engine"
 
 
@@ -57,7 +58,7 @@ class GpuClock:
     first_at: float | None = None
     last_at: float | None = None
     first_image_seconds: float | None = None
-    """From the worker's start, loading and compiling included."""
+    """From the worker's start, loading included."""
 
     @property
     def idle_fraction(self) -> float:
@@ -83,6 +84,7 @@ class EngineThread:
         """What the engine holds at most; it follows the engine's."""
         self.lora_lookups: Mapping[str, int] = {}
         self.recompiles: Callable[[], int] = int
+        self.is_compiling: Callable[[], bool] = bool
         #: Called on the engine's thread for each job's ticket right before the engine begins it.
         self.is_cancelled: Callable[[int], bool] = lambda _ticket: False
         self.tick_began_at: float | None = None
@@ -115,6 +117,7 @@ class EngineThread:
         engine = await asyncio.shield(self._loaded)
         self.lora_lookups = engine.lora_lookups
         self.recompiles = lambda: int(getattr(engine, "recompiles", 0))
+        self.is_compiling = lambda: bool(getattr(engine, "is_compiling", False))
         # As many requests may wait for the engine as it holds.
         self._may_wait = asyncio.Semaphore(0)
         self._let_in(0, engine.capacity)
@@ -242,11 +245,13 @@ class EngineThread:
     def _work(self, engine: contract.Engine) -> None:
         while self._admit(engine):
             self.tick_began_at = began_at = time.monotonic()
-            if self.clock.first_at is None:
+            if self.clock.first_at is None and self._admitted_at:
                 self.clock.first_at = began_at
             outcomes = engine.tick()
             self.tick_began_at = None
             ended_at = time.monotonic()
+            if self.clock.first_at is None:
+                continue  # it only took up what it has compiled
             self.clock.busy_seconds += ended_at - began_at
             self.clock.images += len(outcomes)
             self.clock.last_at = ended_at

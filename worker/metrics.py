@@ -183,13 +183,18 @@ class EngineCollector(Collector):
         if clock.first_image_seconds is not None:
             yield GaugeMetricFamily(
                 "imagefleet_first_image_seconds",
-                "Time from the worker's start to its first image, compiling included.",
+                "Time from the worker's start to its first image, the model's loading included.",
                 value=clock.first_image_seconds,
             )
         yield CounterMetricFamily(
             "imagefleet_engine_recompiles",
             "Compilations after the warm-up; more than 0 is a bug.",
             value=self._engine_thread.recompiles(),
+        )
+        yield GaugeMetricFamily(
+            "imagefleet_engine_compiling",
+            "1 while the engine compiles: it draws meanwhile, but more slowly.",
+            value=self._engine_thread.is_compiling(),
         )
         slots = GaugeMetricFamily(
             "imagefleet_slots", "Slots of the engine by state.", labels=["state"]

@@ -6,6 +6,7 @@ import asyncio
 import contextlib
 import logging
 import signal
+import threading
 import time
 from collections import Counter
 from collections.abc import Callable, Iterator
@@ -22,6 +23,7 @@ from worker import progress, replica, tasks
 from worker.engine import contract
 from worker.files import check, model
 from worker.files.kernels import cache as kernels
+from worker.gpu_thread import THREAD_NAME
 from worker.gpus import compiling
 from worker.gpus.member import Member
 from worker.metrics import Outcome, WorkerMetrics
@@ -162,6 +164,8 @@ class _Worker:
         if self._pipeline is not None:
             self._earlier_images += self._pipeline.images_written
         self._pipeline = None
+        if self._load is None:
+            self._import_engine()
         runs_on = await asyncio.to_thread(replica.find_replica, self._settings)
         self._gpu = runs_on.gpu
         identity_token = None if self._metadata is None else self._metadata.token
@@ -298,6 +302,17 @@ class _Worker:
             storage_dollars=pipeline.cost.storage_dollars,
         )
 
+    def _import_engine(self) -> None:
+        """Imports torch while the storage answers and the model comes; a failure shows later."""
+
+        def run() -> None:
+            from worker.engine.load import import_libraries
+
+            with contextlib.suppress(errors.SetupError):
+                import_libraries()
+
+        threading.Thread(target=run, name=f"{THREAD_NAME} import", daemon=True).start()
+
     def _load_engine(self) -> contract.Engine:
         settings = self._settings
         path = model.local_path(settings)
@@ -309,35 +324,33 @@ class _Worker:
         # Imported on the engine's thread: torch takes seconds to load, and the port answers.
         from worker.engine.load import load_engine
 
-        with contextlib.ExitStack() as stack, self._compiling():
-            return load_engine(
-                path,
-                settings.device,
-                precision=settings.precision,
-                config=settings.config,
-                prediction_type=check.prediction_type(path),
-                slots=settings.slots,
-                compile=settings.compile,
-                fp16_accumulate=settings.fp16_accumulate,
-                on_compile=lambda: self._compiles(stack),
-            )
-
-    def _compiling(self) -> contextlib.AbstractContextManager[None]:
-        """Has one of a machine's workers compile; the others wait for its kernels."""
-        settings = self._settings
-        if self._member is None or settings.compile == "off" or settings.device == "cpu":
-            return contextlib.nullcontext()
-        kernels = (
-            *(metadata.version("torch"), version(), self._gpu),
-            *(settings.precision, settings.slots, settings.fp16_accumulate),
+        return load_engine(
+            path,
+            settings.device,
+            precision=settings.precision,
+            config=settings.config,
+            prediction_type=check.prediction_type(path),
+            slots=settings.slots,
+            compile="off" if settings.compile == "off" else "background",
+            fp16_accumulate=settings.fp16_accumulate,
+            around_compiling=self._compiling,
         )
-        return compiling.by_one_first(compiling.kernel_cache(), repr(kernels))
 
-    def _compiles(self, stack: contextlib.ExitStack) -> None:
-        if self._pipeline is not None:
-            self._pipeline.start_up_phase = "compiling"
-        if self._kernels is not None:
-            stack.enter_context(self._kernels.compiling("the UNet and the VAE"))
+    @contextlib.contextmanager
+    def _compiling(self, graph: str) -> Iterator[None]:
+        """Waits for stored kernels; then one of a machine's workers compiles a graph first."""
+        settings = self._settings
+        with contextlib.ExitStack() as stack:
+            if self._kernels is not None:
+                self._kernels.wait(graph)
+            if self._member is not None:
+                versions = metadata.version("torch"), version(), self._gpu
+                depends_on = (*versions, settings.precision, settings.fp16_accumulate, graph)
+                folder = compiling.kernel_cache()
+                stack.enter_context(compiling.by_one_first(folder, repr(depends_on)))
+            if self._kernels is not None:
+                stack.enter_context(self._kernels.compiling(graph))
+            yield
 
 
 @contextlib.contextmanager

@@ -18,7 +18,6 @@ Phase = Literal[
     "connecting to the storage",
     "fetching the model",
     "loading the model",
-    "compiling",
     "checking the node",
     "generating",
     "waiting for jobs",

@@ -110,7 +110,8 @@ class WorkerSettings(TelemetrySettings):
     )
     compile: Literal["auto", "off"] = Field(
         default="auto",
-        description="auto compiles for a GPU: a minute or two at the start, far faster after.",
+        description="auto compiles for a GPU beside the first images: slower for a minute or two,"
+        " far faster after.",
     )
     kernels: Path | None = Field(
         default=None,

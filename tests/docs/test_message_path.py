@@ -23,9 +23,15 @@ PAGE = ROOT / "docs" / "architecture.md"
 
 MOST_FILES = 52
 
-#: The puller waits there for the next message meanwhile, an idle engine asks there why, and
-#: a header is read on one of asyncio's threads, which is traced only if it is new.
-NOT_THE_MESSAGES = {"worker/tasks.py", "worker/pipeline.py", "worker/files/safetensors.py"}
+#: The puller waits there for the next message meanwhile, an idle engine asks there why, a header is
+#: read on one of asyncio's threads, which is traced only if it is new, and each tick asks whether
+#: there is anything to compile.
+NOT_THE_MESSAGES = {
+    "worker/tasks.py",
+    "worker/pipeline.py",
+    "worker/files/safetensors.py",
+    "worker/engine/slots/compiling.py",
+}
 
 MESSAGE = '{"prompt": "a (red) house <lora:style:0.5>", "steps": 3, "width": 64, "height": 64}'
 

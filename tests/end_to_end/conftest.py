@@ -35,6 +35,7 @@ def load(worker):
     return StandInEngine(capacity=4, tick_seconds=0.2)
 
 process._Worker._load_engine = load
+process._Worker._import_engine = lambda worker: None
 {changes}
 main.main()
 """

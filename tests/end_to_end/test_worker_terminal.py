@@ -247,9 +247,7 @@ testing.StandInEngine.tick = (lambda tick: lambda self: (time.sleep(3), tick(sel
 
 
 async def test_the_phases_of_a_start_up_are_named(storage: Storage, start: Start) -> None:
-    terminal, process = start(
-        program={"loading": "time.sleep(1.2); worker._compiles(); time.sleep(1.2)"}
-    )
+    terminal, process = start(program={"loading": "time.sleep(1.2)"})
     states: list[str] = []
     while "waiting for jobs: the queue is empty" not in states:
         assert process.poll() is None, terminal.all
@@ -260,8 +258,7 @@ async def test_the_phases_of_a_start_up_are_named(storage: Storage, start: Start
     process.send_signal(signal.SIGTERM)
 
     assert await end(terminal, process) == 0
-    at = states.index("loading the model")
-    assert states[at : at + 2] == ["loading the model", "compiling"]
+    assert "loading the model" in states
 
 
 async def test_an_error_is_one_red_line_where_the_live_line_was(start: Start) -> None:

@@ -4,6 +4,7 @@ import asyncio
 import json
 import os
 import signal
+import threading
 from pathlib import Path
 
 import pytest
@@ -142,3 +143,21 @@ def test_a_path_by_another_name_is_the_same_path(tmp_path: Path) -> None:
                 console.only_one(other, "the second"),
             ):
                 pytest.fail("two at once")
+
+
+@pytest.mark.parametrize("name", ["engine", "engine compiler", "engine import"])
+def test_a_thread_inside_torch_does_not_end_the_process_in_a_crash(
+    name: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    left: list[int] = []
+    monkeypatch.setattr(os, "_exit", left.append)
+    end = threading.Event()
+    thread = threading.Thread(target=end.wait, name=name)
+    thread.start()
+    try:
+        with pytest.raises(SystemExit):
+            console.leave(3)
+    finally:
+        end.set()
+        thread.join()
+    assert left == [3]

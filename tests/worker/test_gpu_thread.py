@@ -221,6 +221,31 @@ async def test_idle_time_counts_only_from_the_first_image_on() -> None:
     assert engine_thread.clock.idle_fraction == pytest.approx(0.5, abs=0.15)
 
 
+async def test_taking_up_what_is_compiled_is_no_first_image() -> None:
+    class Compiling(StandInEngine):
+        is_compiling = True
+        due = 3
+
+        @property
+        def busy(self) -> bool:
+            return self.due > 0 or super().busy
+
+        def tick(self) -> list[contract.Finished]:
+            self.due -= 1
+            return super().tick()
+
+    engine = Compiling(tick_seconds=0.02)
+    async with engine_thread_with(engine) as engine_thread:
+        while engine.due:
+            await asyncio.sleep(0.01)
+        clock = engine_thread.clock
+        assert (clock.busy_seconds, clock.first_at, clock.first_image_seconds) == (0, None, None)
+        assert engine_thread.is_compiling()
+        await engine_thread.submit(0, prepared(0))
+        await engine_thread.finished()
+        assert 0.02 <= clock.busy_seconds < 0.06
+
+
 async def test_a_canary_passes_jobs_that_wait_and_images_that_nobody_takes() -> None:
     order: list[int] = []
 

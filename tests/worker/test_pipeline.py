@@ -436,6 +436,7 @@ async def test_the_engine_is_hardly_idle_while_there_are_jobs(
         "imagefleet_gpu_idle_seconds",
         "imagefleet_first_image_seconds",
         "imagefleet_engine_recompiles",
+        "imagefleet_engine_compiling",
         "imagefleet_slots",
         "imagefleet_cost_dollars",
         "imagefleet_lora_cache",

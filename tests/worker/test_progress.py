@@ -112,7 +112,7 @@ def test_an_unknown_price_is_no_figure() -> None:
 @pytest.mark.parametrize(
     ("phase", "why", "state", "figures"),
     [
-        ("compiling", None, "compiling", ["75 s"]),
+        ("loading the model", None, "loading the model", ["75 s"]),
         ("waiting for the operator", None, "waiting for the operator", ["75 s"]),
         (
             "waiting for jobs",

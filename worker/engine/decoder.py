@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -14,6 +14,7 @@ from imagefleet import errors
 from worker.engine import checkpoint, contract
 from worker.engine import errors as engine_errors
 from worker.engine.kernels.compile import Compiled, GraphPool
+from worker.engine.kernels.layers import time_convolutions
 
 log = logging.getLogger(__name__)
 
@@ -84,8 +85,11 @@ class Decoder:
         """Queues an image's latents [4, height, width], which must not change any more."""
         self._queue.append(_FinishedLatents(ticket, latents, self._tick))
 
-    def warm_up(self, shape: torch.Size) -> None:
-        """Compiles for latents of *shape* [4, height, width]; nothing without a backend."""
+    def compile(self, shape: torch.Size) -> Iterator[Compiled]:
+        """Compiles for latents of *shape* [4, height, width]; nothing without a backend.
+
+        Yields the function before its first run, to be traced on any thread.
+        """
         if self._backend is None or shape in self._compiled:
             return
         size = self._slice_size(shape)
@@ -97,6 +101,10 @@ class Decoder:
             backend=self._backend,
             pool=self._pool,
         )
+        yield compiled
+        if self._backend is None or size != self._slice_size(shape):
+            return  # given up meanwhile
+        time_convolutions(lasting=True)
         try:
             compiled()
         except Exception as error:
@@ -192,6 +200,7 @@ class Decoder:
             held[: len(part)].copy_(latents)
             pixels, is_finite = compiled()
         else:
+            time_convolutions(lasting=len(part) == self._slice_size(shape))
             pixels, is_finite = decode(self._vae, latents)
         on_gpu = pixels.device.type == "cuda"
         host_pixels = torch.empty(

@@ -85,8 +85,6 @@ def set_up(device: torch.device, *, fp16_accumulate: bool) -> None:
     if device.type != "cuda":
         return
     torch.cuda.set_device(device)  # streams, events and graphs belong to the thread's own device
-    # Shapes are few and stay the same, so it pays to time each convolution's kernels once.
-    torch.backends.cudnn.benchmark = True
     torch.set_num_threads(min(torch.get_num_threads(), _CPU_THREADS))
     sys.setswitchinterval(_SWITCH_SECONDS)
     buffers.packs.locks_pages = True

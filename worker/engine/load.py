@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+import gc
+import logging
+import time
+from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Literal
 
@@ -10,10 +13,13 @@ from imagefleet import errors
 
 if TYPE_CHECKING:
     from worker.engine.device import Precision
+    from worker.engine.kernels.background import Around
     from worker.engine.slots.engine import SlotEngine
     from worker.engine.slots.queue import WeightMode
 
-Compile = Literal["auto", "off"]
+log = logging.getLogger(__name__)
+
+Compile = Literal["auto", "background", "off"]
 
 
 def load_engine(
@@ -27,7 +33,7 @@ def load_engine(
     compile: Compile = "auto",  # noqa: A002 - torch's name for it
     compiled_modes: Sequence[WeightMode] = ("per_slot", "shared"),
     fp16_accumulate: bool = False,
-    on_compile: Callable[[], None] = lambda: None,
+    around_compiling: Around | None = None,
 ) -> SlotEngine:
     """Loads a checkpoint (a diffusers folder or one `.safetensors` file) and the engine on it.
 
@@ -42,36 +48,66 @@ def load_engine(
             SD1.5's; by default the folder of the same name beside the file, or the file's own.
         prediction_type: 'epsilon' or 'v_prediction', where no configuration of the scheduler says.
         slots: images drawn at once; None takes as many as the GPU's memory holds.
-        compile: 'auto' compiles on a GPU, a minute or two at the start.
+        compile: 'auto' compiles on a GPU before it returns, a minute or two; with 'background' the
+            engine draws at once, and compiles meanwhile.
         compiled_modes: the weight modes the UNet is compiled for, in this order.
         fp16_accumulate: sums matrix products in float16: up to twice the rate on GeForce cards,
             at some loss of accuracy.
-        on_compile: called when the checkpoint is loaded and compiling begins, if it does.
+        around_compiling: with 'background', given the name of what is compiled; what it returns is
+            entered on the compiler's thread meanwhile.
 
     Raises:
         SetupError: a library, the device or a part of the checkpoint is missing or does not fit.
     """
-    try:
-        from worker.engine import checkpoint
-        from worker.engine import device as devices
-        from worker.engine.slots import engine as slot_engine
-    except ModuleNotFoundError as error:
-        raise errors.SetupError(
-            f"the worker needs {error.name}, which is not installed: pip install imagefleet[worker]"
-        ) from error
+    began_at = time.monotonic()
+    import_libraries()
+    from worker.engine import checkpoint
+    from worker.engine import device as devices
+    from worker.engine.kernels import background
+    from worker.engine.slots import engine as slot_engine
+
+    imported_at = time.monotonic()
     found = devices.find_device(device)
     dtype = devices.find_dtype(precision, found)
     loaded = checkpoint.load_checkpoint(model, found, dtype, config, prediction_type)
+    read_at = time.monotonic()
     devices.set_up(found, fp16_accumulate=fp16_accumulate)
     on_gpu = found.type == "cuda"
     engine = slot_engine.SlotEngine(
         loaded,
         slots,
-        backend="inductor" if compile == "auto" and on_gpu else None,
+        backend="inductor" if compile != "off" and on_gpu else None,
         compiled_modes=compiled_modes,
     )
-    if on_gpu:
-        if compile == "auto":
-            on_compile()
+    log.info(
+        "loaded in %.1f s: libraries %.1f, checkpoint %.1f, slots %.1f",
+        time.monotonic() - began_at,
+        imported_at - began_at,
+        read_at - imported_at,
+        time.monotonic() - read_at,
+        extra={"action": "loaded"},
+    )
+    if on_gpu and compile == "background":
+        engine.compile_in_background(around_compiling or background.nothing_around)
+    elif on_gpu:
         engine.warm_up(*engine.default_size)
     return engine
+
+
+def import_libraries() -> None:
+    """Imports torch and all else that an engine needs, which takes seconds; on any thread.
+
+    Raises:
+        SetupError: a library is missing.
+    """
+    collects = gc.isenabled()
+    gc.disable()  # a fifth of the time: hardly any of the many new objects is garbage
+    try:
+        import worker.engine.slots.engine  # noqa: F401 - it imports all
+    except ModuleNotFoundError as error:
+        raise errors.SetupError(
+            f"the worker needs {error.name}, which is not installed: pip install imagefleet[worker]"
+        ) from error
+    finally:
+        if collects:
+            gc.enable()

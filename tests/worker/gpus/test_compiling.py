@@ -1,9 +1,11 @@
 from __future__ import annotations
 
+import asyncio
 import subprocess
 import sys
 import threading
 import time
+from collections.abc import Callable
 from importlib import metadata
 from pathlib import Path
 from types import SimpleNamespace
@@ -12,8 +14,11 @@ from typing import Any
 import pytest
 
 from worker import process
+from worker.engine import load
 from worker.gpus import compiling
 from worker.settings import WorkerSettings
+
+DEMO_MODEL = Path(__file__).parents[3] / "demo_model"
 
 #: Says when it begins and ends to compile.
 WORKER = """
@@ -86,6 +91,24 @@ def test_a_folder_that_cannot_be_written_stops_nobody(
     assert "without waiting" in caplog.text
 
 
+def test_a_worker_draws_first_and_each_graph_is_compiled_once_on_a_machine(
+    monkeypatch: pytest.MonkeyPatch, worker_settings: Callable[..., Any], tmp_path: Path
+) -> None:
+    given: dict[str, Any] = {}
+    monkeypatch.setattr(load, "load_engine", lambda *_, **rest: given.update(rest))
+    monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", str(tmp_path))
+    member: Any = SimpleNamespace(gpu="0")
+    settings = worker_settings(model=str(DEMO_MODEL), compile="auto")
+    stop, hurry = asyncio.Event(), asyncio.Event()
+    ignore = lambda _: None  # noqa: E731 - shorter
+    worker = process._Worker(settings, None, ignore, None, None, stop, hurry, member)
+    worker._load_engine()
+    assert given["compile"] == "background"
+    with given["around_compiling"]("the UNet"), given["around_compiling"]("the VAE"):
+        pass  # a graph does not wait for another
+    assert len(list(tmp_path.glob("*.compiled"))) == 2
+
+
 def test_a_checkout_that_is_not_installed_compiles_too(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -99,7 +122,10 @@ def test_a_checkout_that_is_not_installed_compiles_too(
     monkeypatch.setattr(metadata, "version", version)
     monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", str(tmp_path))
     worker: Any = SimpleNamespace(
-        _settings=WorkerSettings(model="m", device="cuda"), _member=object(), _gpu="RTX 4090"
+        _settings=WorkerSettings(model="m", device="cuda"),
+        _member=object(),
+        _gpu="RTX 4090",
+        _kernels=None,
     )
-    with process._Worker._compiling(worker):
+    with process._Worker._compiling(worker, "the UNet"):
         assert list(tmp_path.glob("*.lock"))

@@ -79,6 +79,20 @@ def test_a_slow_first_batch_does_not_count_against_a_node(check: Callable[..., N
 
 
 @local_only
+def test_a_node_is_not_given_up_since_it_is_not_compiled_yet(
+    check: Callable[..., NodeCheck],
+) -> None:
+    batches = Batches(0.15)
+    engine: Any = batches.load()
+    engine.is_compiling = True
+    check(images_per_second=10).load(lambda: engine)
+
+    assert batches.count == 1
+    with pytest.raises(errors.NodeError, match=r"images/s, less than 10"):
+        check(images_per_second=20).load(lambda: engine)
+
+
+@local_only
 def test_a_node_that_is_slow_three_times_after_its_first_batch_is_broken(
     check: Callable[..., NodeCheck],
 ) -> None:

@@ -5,8 +5,10 @@ Both are optional speed-ups: if either fails, that is logged and the function ru
 
 from __future__ import annotations
 
+import contextlib
 import logging
-from collections.abc import Callable, Sequence
+import threading
+from collections.abc import Callable, Iterator, Sequence
 from types import FunctionType
 from typing import Any
 
@@ -23,8 +25,16 @@ GraphPool = Any
 _WARM_UP_RUNS = 3
 
 
+#: Set while another thread compiles: torch takes calls of compiled functions for part of that.
+compiling_elsewhere = threading.Event()
+
+
 class _TracedError(Exception):
     """Raised in place of a traced function's first run."""
+
+
+class _AbandonedError(Exception):
+    """Raised in place of compiling what is no longer needed."""
 
 
 #: As matrix products, 1x1 convolutions can be fused with what follows.
@@ -49,7 +59,7 @@ class Compiled:
         concurrently, and an output is valid only until the next of them runs.
         """
         self.graphs = 0
-        self._name = name
+        self.name = name
         self._plain = function
         self._arguments = arguments
         self._backend = backend
@@ -64,6 +74,7 @@ class Compiled:
         self._is_tracing = False
         self._is_traced = False
         self._is_warm = False
+        self._is_abandoned = False
 
     @property
     def is_compiled(self) -> bool:
@@ -74,13 +85,18 @@ class Compiled:
         """Graphs compiled beyond the first."""
         return max(0, self.graphs - 1)
 
+    def abandon(self) -> None:
+        """Ends `trace` as soon as may be; from any thread."""
+        self._is_abandoned = True
+
     @torch.no_grad()
     def trace(self) -> None:
         """Does the long part of compiling: nothing runs, so the tensors may be in use meanwhile.
 
-        For any thread, before the first call. If it fails, the function runs uncompiled.
+        For any thread, before the first call. If it fails, the function runs uncompiled. Meanwhile
+        no other thread may compile or record anything.
         """
-        if self._is_traced or self._backend is None:
+        if self._is_traced or self._is_abandoned or self._backend is None:
             return
         self._is_traced = True
         self._function = torch.compile(
@@ -91,10 +107,13 @@ class Compiled:
         )
         self._is_tracing = True
         try:
-            self._function(*self._arguments)
+            with _unnoticed():
+                self._function(*self._arguments)
         except _TracedError:
             pass
         except Exception as error:  # torch's compiler may raise anything
+            if self._is_abandoned:
+                return
             if engine_errors.is_out_of_memory(error):
                 raise
             self._run_uncompiled(error)
@@ -108,7 +127,8 @@ class Compiled:
         if self._graph is not None:
             self._graph.replay()
             return self._output
-        return self._function(*self._arguments)
+        function = self._plain if compiling_elsewhere.is_set() else self._function
+        return function(*self._arguments)
 
     def _warm_up(self) -> None:
         """Compiles and records; restores the tensors that its runs changed."""
@@ -151,11 +171,13 @@ class Compiled:
             torch.cuda.synchronize()
         brief = f"{type(error).__name__}: {str(error).strip()[:300]}"
         log.warning(
-            "%s runs %s: %s", self._name, what, brief, exc_info=error, extra={"action": action}
+            "%s runs %s: %s", self.name, what, brief, exc_info=error, extra={"action": action}
         )
 
     def _compile_graph(self, graph: Any, inputs: Any) -> Any:
         """The backend of torch.compile."""
+        if self._is_abandoned:
+            raise _AbandonedError
         self.graphs += 1
         compiled: Any
         if self._backend == "inductor":
@@ -203,3 +225,37 @@ def _with_own_code(function: Callable[..., Any]) -> Callable[..., Any]:
         raise TypeError(f"{function} is not a plain function")
     code = function.__code__.replace(co_name=f"{function.__name__}_copy")
     return FunctionType(code, function.__globals__)
+
+
+@contextlib.contextmanager
+def _unnoticed() -> Iterator[None]:
+    """Compiles without a sign to other threads, whose layers run uncompiled meanwhile.
+
+    Newer versions of torch have `torch.compiler.is_compiling` say yes to the whole process. And
+    while its tracer runs, all calls of modules go through it; other threads' are none of its own.
+    """
+    tracer, thread = torch.fx.Tracer, threading.get_ident()
+    call_module = tracer.call_module
+
+    def call(
+        self: torch.fx.Tracer,
+        module: torch.nn.Module,
+        forward: Callable[..., Any],
+        args: tuple[Any, ...],
+        kwargs: dict[str, Any],
+    ) -> Any:
+        if threading.get_ident() != thread:
+            return forward(*args, **kwargs)
+        return call_module(self, module, forward, args, kwargs)
+
+    name = "_compile_session_context"
+    marks = getattr(torch.compiler, name, None)
+    tracer.call_module = call  # type: ignore[assignment, method-assign]
+    if marks is not None:
+        setattr(torch.compiler, name, contextlib.nullcontext)
+    try:
+        yield
+    finally:
+        tracer.call_module = call_module  # type: ignore[method-assign]
+        if marks is not None:
+            setattr(torch.compiler, name, marks)

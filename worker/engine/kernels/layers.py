@@ -119,6 +119,15 @@ def is_accurate(attended: torch.Tensor, expected: torch.Tensor) -> bool:
     return bool((attended - expected).abs().max() <= _TOLERANCE * expected.abs().max())
 
 
+def time_convolutions(*, lasting: bool) -> None:
+    """Whether cuDNN times all its kernels for a convolution's shape when that comes first.
+
+    It takes seconds for all of a network's, and pays for shapes that last. Others, as of slots that
+    are only partly in use, get the kernel that cuDNN expects to be fastest.
+    """
+    torch.backends.cudnn.benchmark = lasting
+
+
 def fastest_seconds(call: Callable[[], object], runs: int) -> float:
     """Seconds of the fastest run on a GPU; not the mean: other processes may use it as well."""
     stream, seconds = torch.cuda.current_stream(), []

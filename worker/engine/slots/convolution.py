@@ -154,6 +154,8 @@ class SlotChanges:
     def __init__(self, changes: Iterable[LowRankChange], like: torch.Tensor) -> None:
         """*like* has the device and the type."""
         self.groups: dict[Shape, list[str]] = {}
+        self.version = 0
+        """Rises whenever the tensors are allocated anew."""
         self._members: dict[Shape, list[LowRankChange]] = {}
         for change in changes:
             self.groups.setdefault(change.shape, []).extend(change.paths)
@@ -205,6 +207,7 @@ class SlotChanges:
         self._allocate()
 
     def _allocate(self) -> None:
+        self.version += 1
         self._blocks.clear()
         self._parts.clear()
         self._changed.clear()

@@ -11,7 +11,6 @@ from __future__ import annotations
 import itertools
 import logging
 import math
-import time
 from collections.abc import Sequence
 
 import torch
@@ -21,9 +20,11 @@ from worker.engine import contract, decoder
 from worker.engine import errors as engine_errors
 from worker.engine.checkpoint import Checkpoint
 from worker.engine.kernels import layers
+from worker.engine.kernels.background import Around, nothing_around
 from worker.engine.lora import merge
 from worker.engine.self_check import SelfCheck
 from worker.engine.slots import linear, memory, prepare, queue
+from worker.engine.slots.compiling import Compilation
 from worker.engine.slots.lane import MAX_LANES, Lane, Lanes
 from worker.engine.slots.prepare import PLAIN_TOKENS, PreparedRequest
 from worker.engine.slots.queue import BatchKey, SlotJob
@@ -67,6 +68,7 @@ class SlotEngine:
         """The last tick's."""
         self.recompiles = 0
         """Graphs compiled after the warm-up; above 0 is a bug."""
+        self._has_drawn_job = False
         self._checkpoint = checkpoint
         self._device: torch.device = checkpoint.unet.device
         self._on_gpu = self._device.type == "cuda"
@@ -115,6 +117,20 @@ class SlotEngine:
         self._runner.max_compiled = self._lanes.max_open - 1
         self._weights.resize(self.slots)
         self._decoder.max_images = self.slots
+        self._compilation = Compilation(
+            self._unet,
+            self._runner,
+            self._decoder,
+            self._lanes,
+            first=self._runner.plain_batch_key(*self.default_size),
+            open_lane=self._open_lane,
+            use_less_memory=self._use_less_memory,
+        )
+
+    @property
+    def is_compiling(self) -> bool:
+        """True while something is compiled beside the ticks."""
+        return self._compilation.is_under_way
 
     @property
     def slots(self) -> int:
@@ -131,7 +147,7 @@ class SlotEngine:
 
     @property
     def busy(self) -> bool:
-        return bool(self._lanes.jobs or self._decoder.busy)
+        return bool(self._lanes.jobs or self._decoder.busy or self._compilation.is_due)
 
     def prepare(self, request: contract.ImageRequest) -> PreparedRequest:
         """See `RequestPreparer.prepare`."""
@@ -153,6 +169,7 @@ class SlotEngine:
         Raises:
             NodeError: the GPU itself is broken.
         """
+        self._compilation.advance()
         finished: list[contract.Finished] = []
         failure: errors.FleetError | None = None
         out_of_memory = False
@@ -179,58 +196,28 @@ class SlotEngine:
         drawing = sum(1 for each in self._lanes if each.active)
         self._decoder.run(flush=not drawing, lanes=drawing)
         self.recompiles = self._runner.recompiles + self._decoder.recompiles
-        return finished + self._decoder.collect(wait=not self._lanes.jobs and not finished)
+        finished += self._decoder.collect(wait=not self._lanes.jobs and not finished)
+        if finished and self._has_drawn_job:
+            self._compilation.begin()
+        return finished
 
     def warm_up(self, width: int, height: int) -> None:
         """Compiles, records and times all that a size needs; a minute or two on a GPU."""
-        batch_key = self._runner.plain_batch_key(width, height)
-        while not self._try_to_warm_up(self._lanes.lane(batch_key, self._lane_slots(batch_key))):
-            self._restart_all()
-            self._shrink(self.slots // 2)
+        self._compilation.run(self._runner.plain_batch_key(width, height))
 
-    def _try_to_warm_up(self, lane: Lane) -> bool:
-        """False if the memory runs out for the first size; any other then runs uncompiled."""
-        try:
-            self._warm_up(lane)
-        except Exception as error:
-            if not engine_errors.is_out_of_memory(error):
-                raise
-            is_first = not any(each.step and each.step.compiled for each in self._lanes)
-            if is_first and self.slots == 1:
-                raise
-            log.warning(
-                "not enough memory to compile %dx%d",
-                lane.batch_key.width,
-                lane.batch_key.height,
-                extra={"action": "compile_failed"},
-            )
-        else:
-            return True
-        torch.cuda.empty_cache()
-        if not is_first:
-            self._runner.put_off(lane.batch_key)
-        return not is_first
+    def compile_in_background(self, around: Around = nothing_around) -> None:
+        """The same for the native size while images are drawn, soon after the first one.
 
-    def _warm_up(self, lane: Lane) -> None:
-        """Compiles a lane's tick; the images in its slots stay as they are."""
-        began_at = time.monotonic()
-        step = self._open(lane)
-        self._unet.use_block(lane.block)
-        self._runner.warm_up(step)
-        self._decoder.warm_up(step.state.latents.shape[1:])
-        log.info(
-            "%d slots of %dx%d ready after %.0f s; a step of all slots takes %.1f ms, %.1f ms with"
-            " weights per slot",
-            lane.slots,
-            lane.batch_key.width,
-            lane.batch_key.height,
-            time.monotonic() - began_at,
-            1000 * self._runner.costs.shared_seconds,
-            1000 * self._runner.costs.per_slot_seconds,
-            extra={"action": "warm"},
-        )
+        *around* is entered while something is compiled, later sizes included.
+        """
+        self._compilation.begin_soon(around)
+
+    def finish_compiling(self) -> None:
+        """Waits until all that is frequent or asked for by now is compiled."""
+        self._compilation.finish()
 
     def close(self) -> None:
+        self._compilation.stop()
         self._lanes.clear()
         self._runner.reset()
         self._decoder.clear()
@@ -262,6 +249,11 @@ class SlotEngine:
         slots *= min(1, most_tokens / batch_key.tokens)
         return max(1, min(self.slots, round(slots)))
 
+    def _open_lane(self, batch_key: BatchKey) -> Lane:
+        lane = self._lanes.lane(batch_key, self._lane_slots(batch_key))
+        self._open(lane)
+        return lane
+
     def _open(self, lane: Lane) -> Step:
         if lane.step is None:
             lane.block = self._lanes.choose_block()
@@ -271,8 +263,6 @@ class SlotEngine:
 
     def _refill(self, lane: Lane, finished: list[contract.Finished]) -> None:
         """Moves the next jobs into a lane's free slots; those that cannot start are finished."""
-        if self._runner.should_compile(lane.batch_key) and not self._try_to_warm_up(lane):
-            raise torch.cuda.OutOfMemoryError("not enough memory to compile all slots")
         step = self._open(lane)
         started = self._fill(lane, finished)
         if not lane.active:
@@ -339,6 +329,7 @@ class SlotEngine:
             if job.call == job.calls:
                 self._decoder.add(job.ticket, step.state.latents[slot].clone())
                 self._runner.count_image(lane.batch_key, lane.weight_mode)
+                self._has_drawn_job |= not job.urgent
                 del lane.active[slot]
 
     def _stage_ahead(self) -> None:
@@ -392,14 +383,8 @@ class SlotEngine:
         if out_of_memory:
             self._restart_all()
             if self._lanes.blocks > 1:
-                log.warning(
-                    "out of memory: all sizes share the slots' weights from now on",
-                    extra={"action": "blocks_dropped"},
-                )
-                self._lanes.blocks, again = 1, jobs
-                self._staged_bytes = self._unet.slot_bytes
-                self._runner.max_compiled = self._lanes.max_open - 1
-                self._resize(self.slots)
+                self._share_block()
+                again = jobs
             elif in_call > 1:
                 self._shrink(math.ceil(self.slots * (in_call // 2) / lane.slots))
                 again = jobs
@@ -436,6 +421,24 @@ class SlotEngine:
             self._lanes.add(lane, jobs, first=True)
             lane.close()
         self._runner.reset()
+
+    def _use_less_memory(self) -> None:
+        others_open = any(lane.block and lane.step for lane in self._lanes)
+        self._restart_all()
+        if others_open:
+            self._share_block()
+        else:
+            self._shrink(self.slots // 2)
+
+    def _share_block(self) -> None:
+        log.warning(
+            "out of memory: all sizes share the slots' weights from now on",
+            extra={"action": "blocks_dropped"},
+        )
+        self._lanes.blocks = 1
+        self._staged_bytes = self._unet.slot_bytes
+        self._runner.max_compiled = self._lanes.max_open - 1
+        self._resize(self.slots)
 
     def _shrink(self, slots: int) -> None:
         log.warning("out of memory: reduced to %d slots", slots, extra={"action": "slots_shrunk"})

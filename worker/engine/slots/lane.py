@@ -62,7 +62,7 @@ class Lane:
 
     @property
     def may_close(self) -> bool:
-        return self.step is not None and not (self.active or self.step.compiled)
+        return self.step is not None and not (self.active or self.step.is_kept)
 
     def close(self) -> None:
         """Frees its tensors; its waiting jobs stay."""
@@ -145,7 +145,7 @@ class Lanes:
         if chosen is None or not self._goes_on(chosen):
             chosen = max(busy, key=self.urgency)
             if chosen.step is None and not self._make_room():
-                closable = [lane for lane in busy if lane.step and not lane.step.compiled]
+                closable = [lane for lane in busy if lane.step and not lane.step.is_kept]
                 if closable:
                     chosen = min(closable, key=lambda lane: len(lane.active))
                     chosen.is_closing = True

@@ -5,9 +5,10 @@ Each lane has tensors of its own, compiled where that pays.
 
 from __future__ import annotations
 
+import contextlib
 import logging
 from collections import Counter, deque
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import NamedTuple
 
@@ -16,7 +17,7 @@ import torch
 from worker.engine import sampler
 from worker.engine.checkpoint import Checkpoint
 from worker.engine.kernels.compile import Compiled, GraphPool
-from worker.engine.kernels.layers import KernelSelector, fastest_seconds
+from worker.engine.kernels.layers import KernelSelector, fastest_seconds, time_convolutions
 from worker.engine.slots.prepare import PLAIN_TOKENS
 from worker.engine.slots.queue import WEIGHT_MODES, BatchKey, Costs, WeightMode
 from worker.engine.slots.unet import SlotUnet
@@ -145,7 +146,7 @@ class InputFeeder:
         return torch.zeros(tensor.shape, dtype=tensor.dtype, pin_memory=self._pinned)
 
 
-@dataclass(frozen=True, slots=True, eq=False)
+@dataclass(slots=True, eq=False)
 class Step:
     """The tensors of a lane, and its compiled ticks, if any."""
 
@@ -153,6 +154,12 @@ class Step:
     state: SlotState
     feeder: InputFeeder
     compiled: dict[WeightMode, Compiled] = field(default_factory=dict)
+    is_compiling: bool = False
+
+    @property
+    def is_kept(self) -> bool:
+        """True if its lane stays open: what is compiled is bound to these tensors."""
+        return self.is_compiling or bool(self.compiled)
 
 
 class StepRunner:
@@ -202,33 +209,51 @@ class StepRunner:
         if weight_mode == "per_slot_convolutions":
             self._images_with_convolutions[batch_key] += 1
 
+    @property
+    def may_compile(self) -> bool:
+        """False without a backend, or once a compiled tick has failed."""
+        return self._backend is not None and bool(self._compiled_modes)
+
+    def request(self, batch_key: BatchKey) -> None:
+        """Has a key compiled before it is frequent."""
+        self._to_compile.add(batch_key)
+
     def should_compile(self, batch_key: BatchKey) -> bool:
-        if self._backend is None or batch_key.is_rare:
+        if not self.may_compile or batch_key.is_rare:
             return False
         if step := self._compiled.get(batch_key):
-            return (
-                "per_slot_convolutions" not in step.compiled
-                and self._images_with_convolutions[batch_key] >= _COMPILE_AFTER_IMAGES
-            )
+            return bool(self.missing_modes(step, all_convolutions=False))
         is_frequent = self._images[batch_key] >= _COMPILE_AFTER_IMAGES and len(
             self._compiled
         ) < min(self.max_compiled, _MAX_COMPILED_KEYS)
         return batch_key in self._to_compile or is_frequent
+
+    def missing_modes(self, step: Step, *, all_convolutions: bool) -> list[WeightMode]:
+        """The modes to compile, the first of which any job can run in.
+
+        *all_convolutions*: the one with changes of convolutions as well, if there are any so far;
+        else once they are frequent.
+        """
+        if not self.may_compile:
+            return []
+        modes: list[WeightMode] = []
+        if not step.compiled or step.batch_key in self._to_compile:
+            modes = [each for each in self._compiled_modes if each not in step.compiled]
+        frequent = self._images_with_convolutions[step.batch_key] >= _COMPILE_AFTER_IMAGES
+        if self._unet.changes.exist and (all_convolutions or frequent):
+            modes.append("per_slot_convolutions")
+        return [each for each in modes if each not in step.compiled]
 
     def plain_batch_key(self, width: int, height: int) -> BatchKey:
         """The key of ordinary jobs of a size in pixels."""
         return BatchKey(width, height, PLAIN_TOKENS, None, None)
 
     def can_run(self, step: Step, weight_mode: WeightMode) -> bool:
-        """False if the step is compiled, but not for this mode.
+        """False if another mode should run, since that is compiled and this one is not.
 
-        Changes of convolutions have no other mode: they run uncompiled until they are frequent.
+        Each slot's own weights have no other mode.
         """
-        return (
-            not step.compiled
-            or weight_mode in self._compiled_modes
-            or weight_mode == "per_slot_convolutions"
-        )
+        return weight_mode != "shared" or not step.compiled or weight_mode in step.compiled
 
     @torch.no_grad()
     def run(self, step: Step, weight_mode: WeightMode, slots: int) -> None:
@@ -236,26 +261,44 @@ class StepRunner:
         if compiled := step.compiled.get(weight_mode):
             compiled()
         else:
+            time_convolutions(lasting=slots == len(step.state.latents))
             tick(self._unet, weight_mode, *step.state.first(slots))
 
-    def warm_up(self, step: Step) -> None:
-        """Selects kernels, compiles, records and times the ticks of a step; keeps its images.
-
-        Those with changes of convolutions are compiled if there are any so far.
-        """
-        if step.compiled:
-            self._compile_convolutions(step)
-            return
-        kept = [(each, each.clone()) for each in (step.state.latents, step.state.history)]
-        try:
-            with self._unet.selecting_kernels(self._kernels), torch.no_grad():
+    def select_kernels(self, step: Step) -> None:
+        """Selects the attention kernels of a step that is not compiled yet; keeps its images."""
+        if not step.compiled:
+            time_convolutions(lasting=True)
+            with _keeping(step), self._unet.selecting_kernels(self._kernels), torch.no_grad():
                 tick(self._unet, "shared", *step.state)
-            if self._backend is not None:
-                self._compile(step)
-                self._compile_convolutions(step)
-        finally:
-            for tensor, copy in kept:
-                tensor.copy_(copy)
+
+    def make_compiled(self, step: Step, weight_mode: WeightMode) -> Compiled:
+        """A step's tick, to be traced on any thread and then taken up."""
+        key, slots = step.batch_key, len(step.state.latents)
+        return Compiled(
+            f"the UNet for {slots} slots of {key.width}x{key.height} and {key.tokens} tokens"
+            f" ({weight_mode} weights)",
+            tick,
+            (self._unet, weight_mode, *step.state),
+            backend=self._backend,
+            pool=self._pool,
+        )
+
+    def take_up(self, step: Step, weight_mode: WeightMode, compiled: Compiled) -> None:
+        """Records a compiled tick and runs the step with it from now on; keeps its images.
+
+        The unet must use the block of the step's lane.
+        """
+        time_convolutions(lasting=True)
+        with _keeping(step):
+            compiled()
+            ran = {**step.compiled, weight_mode: compiled}
+            if weight_mode not in WEIGHT_MODES:
+                self._time({weight_mode: compiled})
+            elif all(each in ran for each in WEIGHT_MODES):
+                self._time({each: ran[each] for each in WEIGHT_MODES})
+        step.compiled[weight_mode] = compiled
+        self._compiled[step.batch_key] = step
+        self._to_compile.add(step.batch_key)
 
     def put_off(self, batch_key: BatchKey) -> None:
         """Compiles a key only after as many images again: the memory did not suffice."""
@@ -266,6 +309,10 @@ class StepRunner:
         """Compiles nothing any more, since a compiled tick failed; other steps stay as they are."""
         self._dropped_recompiles += sum(each.recompiles for each in step.compiled.values())
         self._compiled.pop(step.batch_key, None)
+        self.give_up()
+
+    def give_up(self) -> None:
+        """Compiles nothing any more."""
         self._backend = None
 
     def drop_convolutions(self) -> None:
@@ -298,25 +345,6 @@ class StepRunner:
             mask=zeros(2 * slots, 1, 1, tokens, dtype=unet.dtype) if batch_key.is_masked else None,
         )
 
-    def _compile(self, step: Step) -> None:
-        compiled = self._compile_modes(step, self._compiled_modes)
-        if not all(each.is_compiled for each in compiled.values()):
-            # The attention kernels are the likeliest part that the compiler cannot trace.
-            self._unet.use_default_attention()
-            compiled = self._compile_modes(step, self._compiled_modes)
-        if len(compiled) == len(WEIGHT_MODES):
-            self._time(compiled)
-        step.compiled.update(compiled)
-        self._compiled[step.batch_key] = step
-        self._to_compile.add(step.batch_key)
-
-    def _compile_convolutions(self, step: Step) -> None:
-        mode: WeightMode = "per_slot_convolutions"
-        if self._unet.changes.exist and mode not in step.compiled:
-            compiled = self._compile_modes(step, [mode])
-            self._time(compiled)
-            step.compiled.update(compiled)
-
     def _time(self, compiled: Mapping[WeightMode, Compiled]) -> None:
         if self._device.type == "cuda":
             seconds = {
@@ -325,19 +353,13 @@ class StepRunner:
             }
             self.costs = replace(self.costs, **seconds)
 
-    def _compile_modes(
-        self, step: Step, weight_modes: Sequence[WeightMode]
-    ) -> dict[WeightMode, Compiled]:
-        compiled: dict[WeightMode, Compiled] = {}
-        key, slots = step.batch_key, len(step.state.latents)
-        for weight_mode in weight_modes:
-            compiled[weight_mode] = Compiled(
-                f"the UNet for {slots} slots of {key.width}x{key.height} and {key.tokens} tokens"
-                f" ({weight_mode} weights)",
-                tick,
-                (self._unet, weight_mode, *step.state),
-                backend=self._backend,
-                pool=self._pool,
-            )
-            compiled[weight_mode]()
-        return compiled
+
+@contextlib.contextmanager
+def _keeping(step: Step) -> Iterator[None]:
+    """Restores the images that ticks inside it change."""
+    kept = [(each, each.clone()) for each in (step.state.latents, step.state.history)]
+    try:
+        yield
+    finally:
+        for tensor, copy in kept:
+            tensor.copy_(copy)

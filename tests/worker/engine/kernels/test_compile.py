@@ -46,3 +46,30 @@ def test_what_cannot_be_compiled_runs_uncompiled(
     assert torch.equal(state, expected)
     assert not compiled.is_compiled
     assert "a step runs uncompiled" in caplog.text
+
+
+def test_other_threads_run_their_layers_as_ever_while_torch_traces(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    layer, found = torch.nn.Linear(2, 2), []
+
+    def use_layer() -> None:
+        found.append((layer(torch.ones(2)).shape, torch.compiler.is_compiling()))
+
+    def traced(_x: object) -> None:
+        thread = threading.Thread(target=use_layer)
+        thread.start()
+        thread.join()
+
+    def compiler(graph: object, _inputs: object) -> object:
+        torch.fx.symbolic_trace(traced)  # as in parts of Inductor
+        return graph
+
+    monkeypatch.setattr("torch._dynamo.lookup_backend", lambda _name: compiler)
+    x = torch.ones(2)
+    Compiled("a step", torch_double, (x,), backend="eager", pool=None).trace()
+    assert found == [(torch.Size([2]), False)]
+
+
+def torch_double(x: torch.Tensor) -> torch.Tensor:
+    return x.mul_(2)

@@ -58,7 +58,7 @@ class Drawing:
             return False
         if lane.step is None:
             lane.block = self.lanes.choose_block()
-            lane.step = SimpleNamespace(compiled={})  # type: ignore[assignment]
+            lane.step = SimpleNamespace(is_kept=False)  # type: ignore[assignment]
         assert sum(1 for each in self.lanes if each.step) <= self.lanes.max_open
         lane.weight_mode = self.weight_mode
         for slot in range(SLOTS if self.lanes.takes_jobs(lane) else 0):
@@ -200,7 +200,7 @@ def test_an_endless_stream_of_them_lets_others_draw() -> None:
 def test_a_compiled_lane_stays_open() -> None:
     drawing = Drawing([SIZES[0]]).run()
     (lane,) = drawing.lanes
-    lane.step.compiled["shared"] = None  # type: ignore[union-attr,assignment]
+    lane.step.is_kept = True  # type: ignore[misc,union-attr]
     drawing.waiting = [Job(ticket=at, batch_key=SIZES[at % 20]) for at in range(1, 100)]
     drawing.run()
     assert len(drawing.drawn_at) == 100

@@ -1,0 +1,90 @@
+from __future__ import annotations
+
+import sys
+import threading
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+
+from worker.engine.kernels import background, compile  # noqa: A004 - the module's name
+from worker.gpu_thread import THREAD_NAME
+
+
+def double(x: torch.Tensor) -> torch.Tensor:
+    return x.mul_(2)
+
+
+def make(x: torch.Tensor) -> compile.Compiled:
+    return compile.Compiled("it", double, (x,), backend="eager", pool=None)
+
+
+@pytest.fixture
+def during(monkeypatch: pytest.MonkeyPatch) -> Callable[[Callable[[], object]], Any]:
+    """Traces on the thread, where a function runs instead of torch's compiler."""
+
+    def run(look: Callable[[], object]) -> Any:
+        monkeypatch.setattr(compile.Compiled, "trace", lambda _compiled: seen.append(look()))
+        seen: list[Any] = []
+        tracer = background.BackgroundTracer(torch.device("cpu"))
+        tracer.begin(make(torch.ones(2)))
+        tracer.wait()
+        assert tracer.is_done
+        tracer.result()
+        return seen[0]
+
+    return run
+
+
+def test_ticks_get_the_interpreter_often_while_torch_traces(during: Any) -> None:
+    before = sys.getswitchinterval()
+    assert during(sys.getswitchinterval) == pytest.approx(1e-4)
+    assert sys.getswitchinterval() == before
+
+
+def test_the_thread_ends_with_the_process_which_must_leave_around_it(during: Any) -> None:
+    thread = during(threading.current_thread)
+    assert thread.daemon
+    assert thread.name.startswith(THREAD_NAME)
+
+
+def test_compiled_functions_are_bound_to_the_threads_of_the_engine(during: Any) -> None:
+    assert during(torch.get_num_threads) == torch.get_num_threads()
+
+
+def test_what_breaks_on_the_thread_is_raised_on_the_engines(during: Any) -> None:
+    def break_down() -> None:
+        raise torch.cuda.OutOfMemoryError("CUDA out of memory")
+
+    with pytest.raises(torch.cuda.OutOfMemoryError):
+        during(break_down)
+    assert not compile.compiling_elsewhere.is_set()
+
+
+def test_a_compiled_function_that_runs_while_another_is_traced_is_not_taken_for_part_of_it() -> (
+    None
+):
+    x = torch.ones(2)
+    compiled = make(x)
+    compiled()
+    compiled._function = lambda _x: pytest.fail("torch would have traced this")
+    compile.compiling_elsewhere.set()
+    try:
+        compiled()
+    finally:
+        compile.compiling_elsewhere.clear()
+    assert x.tolist() == [4.0, 4.0]
+
+
+def test_what_is_abandoned_is_not_compiled_and_not_reported(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    compiled = make(torch.ones(2))
+    tracer = background.BackgroundTracer(torch.device("cpu"))
+    compiled.abandon()
+    tracer.begin(compiled)
+    tracer.wait()
+    tracer.result()
+    assert compiled.graphs == 0
+    assert not caplog.records

@@ -1,0 +1,235 @@
+"""Compiling beside the ticks. What is traced here is not: `test_compiled.py` has torch trace."""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+import torch
+
+from worker.engine import contract
+from worker.engine.kernels import background
+from worker.engine.kernels.compile import Compiled
+from worker.engine.slots import compiling, step
+
+ROUNDING = 2
+
+
+class Compiler:
+    """Stands in for torch's: each graph takes until it is let go."""
+
+    def __init__(self) -> None:
+        self.began: list[str] = []
+        self.may_end = threading.Semaphore(0)
+        self.fails: Callable[[str], Exception | None] = lambda _name: None
+
+    def compile(self, compiled: Compiled) -> None:
+        assert threading.current_thread().name == background.THREAD_NAME
+        self.began.append(compiled.name)
+        assert self.may_end.acquire(timeout=10)
+        if error := self.fails(compiled.name):
+            compiled._run_uncompiled(error)
+
+    def end(self, graphs: int = 1) -> None:
+        for _ in range(graphs):
+            self.may_end.release()
+
+
+@pytest.fixture
+def compiler(monkeypatch: pytest.MonkeyPatch) -> Iterator[Compiler]:
+    stand_in = Compiler()
+    monkeypatch.setattr(Compiled, "trace", lambda compiled: stand_in.compile(compiled))  # noqa: PLW0108 - it becomes a method
+    monkeypatch.setattr(Compiled, "_warm_up", lambda compiled: setattr(compiled, "_is_warm", True))
+    monkeypatch.setattr(compiling, "_HEAD_START_SECONDS", 0.0)
+    yield stand_in
+    stand_in.end(100)
+
+
+@pytest.fixture
+def engine(make_slot_engine: Any) -> Any:
+    return make_slot_engine(slots=2, backend="eager")
+
+
+def compiled_modes(engine: Any) -> list[str]:
+    return [mode for each in engine._lanes if each.step for mode in each.step.compiled]
+
+
+def take_up(engine: Any, compiler: Compiler) -> list[contract.Finished]:
+    """Ends the graph that is being compiled, and runs the tick that takes it up."""
+    compiler.end()
+    deadline = time.monotonic() + 10
+    while not engine._compilation.is_due:
+        assert time.monotonic() < deadline
+        time.sleep(0.001)
+    return list(engine.tick())
+
+
+def test_images_are_drawn_while_the_engine_compiles(
+    engine: Any, slot_engine: Any, compiler: Compiler, make_request: Any, draw: Any, difference: Any
+) -> None:
+    engine.compile_in_background()
+    requests = [make_request(seed=seed, width=64 + 32 * (seed % 2)) for seed in range(3)]
+    for image, expected in zip(draw(engine, *requests), draw(slot_engine, *requests), strict=True):
+        assert difference(image, expected) <= ROUNDING
+    assert (engine.is_compiling, compiled_modes(engine)) == (True, [])
+    assert not engine.busy, "nothing is taken up before it is compiled"
+
+
+def test_what_the_first_jobs_need_is_compiled_first_and_taken_up_at_once(
+    engine: Any, slot_engine: Any, compiler: Compiler, make_request: Any, draw: Any, difference: Any
+) -> None:
+    around: list[str] = []
+
+    def enter(name: str) -> Any:
+        around.append(name)
+        return background.nothing_around(name)
+
+    engine.compile_in_background(enter)
+    engine.admit(0, engine.prepare(make_request(seed=5, steps=9)))
+    engine.tick()
+    expected = draw(slot_engine, make_request(seed=5, steps=9))[0]
+    (lane,) = engine._lanes
+    for modes, uses in ((["per_slot"], "per_slot"), (["per_slot"], "per_slot")):
+        assert take_up(engine, compiler) == []
+        assert compiled_modes(engine) == modes
+        assert lane.weight_mode == uses, "any job can run with weights of its own"
+    finished = take_up(engine, compiler)
+    while not finished:
+        finished = engine.tick()
+    assert difference(finished[0].outcome, expected) <= ROUNDING, "in flight all the while"
+    assert lane.weight_mode == "shared"
+    assert compiled_modes(engine) == ["per_slot", "shared"]
+    assert [name.split()[1] for name in compiler.began] == ["UNet", "VAE", "UNet"]
+    assert around == compiler.began
+    assert (engine.is_compiling, engine.recompiles) == (False, 0)
+
+
+def test_compiling_leaves_the_first_job_alone_but_waits_for_none(
+    engine: Any, compiler: Compiler, make_request: Any, draw: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(compiling, "_HEAD_START_SECONDS", 60.0)
+    engine.compile_in_background()
+    canary = engine.prepare(make_request())
+    engine.admit(0, canary, urgent=True)
+    while engine.busy:
+        engine.tick()
+    assert compiler.began == [], "a canary is no job"
+    draw(engine, make_request())
+    assert (engine._compilation._is_tracing, engine.busy) == (True, False)
+
+
+def test_without_jobs_it_compiles_all_the_same(engine: Any, compiler: Compiler) -> None:
+    engine.compile_in_background()
+    assert engine.busy
+    engine.tick()
+    compiler.end(3)
+    engine.finish_compiling()
+    assert not engine.is_compiling
+    assert compiled_modes(engine) == ["per_slot", "shared"]
+
+
+def test_a_compiler_that_fails_is_reported_and_images_are_drawn_without_it(
+    engine: Any,
+    slot_engine: Any,
+    compiler: Compiler,
+    make_request: Any,
+    draw: Any,
+    difference: Any,
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    compiler.fails = lambda name: RuntimeError("no compiler") if "VAE" in name else None
+    engine.compile_in_background()
+    compiler.end(3)
+    engine.finish_compiling()
+    actions = [getattr(record, "action", "") for record in caplog.records]
+    assert actions.count("compile_failed") == 1
+    (image,) = draw(engine, make_request())
+    assert difference(image, draw(slot_engine, make_request())[0]) <= ROUNDING
+    assert not engine.is_compiling
+
+
+def test_a_lane_that_is_closed_meanwhile_is_compiled_anew(engine: Any, compiler: Compiler) -> None:
+    engine.compile_in_background()
+    engine.tick()
+    (lane,) = engine._lanes
+    assert not lane.may_close, "it would be compiled for nothing"
+    stale = lane.step
+    engine._restart_all()
+    compiler.end(4)
+    engine.finish_compiling()
+    assert stale.compiled == {}
+    assert stale.is_compiling is False
+    assert compiled_modes(engine) == ["per_slot", "shared"]
+    assert len(compiler.began) == 4
+
+
+@pytest.mark.parametrize("full_at", ["per_slot", "shared"])
+def test_out_of_memory_while_recording_costs_slots_or_that_mode_but_no_image(
+    full_at: str,
+    make_slot_engine: Any,
+    slot_engine: Any,
+    compiler: Compiler,
+    make_request: Any,
+    difference: Any,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    engine = make_slot_engine(slots=4, backend="eager")
+    take_up_graph, attempts = step.StepRunner.take_up, iter(range(100))
+
+    def fail_once(self: Any, used: step.Step, mode: Any, compiled: Compiled) -> None:
+        if mode == full_at and next(attempts) == 0:
+            raise torch.cuda.OutOfMemoryError("CUDA out of memory")
+        take_up_graph(self, used, mode, compiled)
+
+    monkeypatch.setattr(step.StepRunner, "take_up", fail_once)
+    engine.compile_in_background()
+    engine.admit(0, engine.prepare(make_request(steps=8)))
+    engine.tick()
+    compiler.end(5)
+    engine.finish_compiling()
+    finished: list[contract.Finished] = []
+    while not finished:
+        finished = engine.tick()
+    alone = slot_engine
+    alone.admit(0, alone.prepare(make_request(steps=8)))
+    expected: list[contract.Finished] = []
+    while not expected:
+        expected = alone.tick()
+    assert difference(finished[0].outcome, expected[0].outcome) <= ROUNDING
+    assert not engine.is_compiling
+    if full_at == "per_slot":  # nothing runs compiled with so many
+        assert engine.slots == 2
+        assert compiled_modes(engine) == ["per_slot", "shared"]
+    else:
+        assert engine.slots == 4
+        assert compiled_modes(engine) == ["per_slot"]
+
+
+def test_closing_waits_for_no_compiler(engine: Any, compiler: Compiler) -> None:
+    engine.compile_in_background()
+    engine.tick()
+    threads = [each for each in threading.enumerate() if each.name == background.THREAD_NAME]
+    assert threads
+    assert all(each.daemon for each in threads), "they would keep the process alive"
+    began_at = time.monotonic()
+    engine.close()
+    assert time.monotonic() - began_at < 1
+    assert threads[-1].is_alive()
+
+
+def test_a_broken_compiler_ends_compiling_not_the_worker(
+    engine: Any, compiler: Compiler, make_request: Any, draw: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def break_down(*_: object) -> None:
+        raise ValueError("no such stream")
+
+    monkeypatch.setattr(step.StepRunner, "take_up", break_down)
+    engine.compile_in_background()
+    compiler.end(9)
+    engine.finish_compiling()
+    assert not engine.is_compiling
+    assert compiled_modes(engine) == []
+    assert len(draw(engine, make_request())) == 1

@@ -1,0 +1,246 @@
+"""Compiles lanes' ticks and VAE calls: before the ticks, or beside them on a thread of its own."""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections.abc import Callable, Iterator
+
+import torch
+
+from worker.engine import errors as engine_errors
+from worker.engine.decoder import Decoder
+from worker.engine.kernels.background import Around, BackgroundTracer
+from worker.engine.kernels.compile import Compiled
+from worker.engine.slots.lane import Lane, Lanes
+from worker.engine.slots.queue import BatchKey, WeightMode
+from worker.engine.slots.step import Step, StepRunner
+from worker.engine.slots.unet import SlotUnet
+
+log = logging.getLogger(__name__)
+
+#: The first images after the start are drawn before compiling begins, which slows them down; if
+#: there are no jobs, it does not wait for longer.
+_HEAD_START_SECONDS = 10.0
+
+
+class Compilation:
+    """Compiles one lane at a time; for the engine's thread, between two ticks.
+
+    The images in a lane's slots stay as they are.
+    """
+
+    def __init__(
+        self,
+        unet: SlotUnet,
+        runner: StepRunner,
+        decoder: Decoder,
+        lanes: Lanes,
+        *,
+        first: BatchKey,
+        open_lane: Callable[[BatchKey], Lane],
+        use_less_memory: Callable[[], None],
+    ) -> None:
+        """*first* is the native size's key; *open_lane* gives a key's lane, with its tensors.
+
+        *use_less_memory* closes all lanes, with fewer slots afterwards.
+        """
+        self.is_under_way = False
+        """True while something is compiled beside the ticks, or about to be."""
+        self._unet = unet
+        self._runner = runner
+        self._decoder = decoder
+        self._lanes = lanes
+        self._first = first
+        self._open_lane = open_lane
+        self._use_less_memory = use_less_memory
+        self._tracer = BackgroundTracer(unet.device)
+        self._begins_at: float | None = None
+        self._lane: Lane | None = None
+        self._step: Step | None = None
+        self._graphs: Iterator[Compiled] = iter(())
+        self._is_tracing = False
+
+    @property
+    def is_due(self) -> bool:
+        """Whether `advance` has anything to do."""
+        if self._begins_at is not None:
+            return time.monotonic() >= self._begins_at
+        if self._is_tracing:
+            return self._tracer.is_done
+        return self.is_under_way or self._next() is not None
+
+    def run(self, batch_key: BatchKey) -> None:
+        """Compiles for a key, and all that has been drawn with it so far, before it returns."""
+        self.stop()
+        self._tracer.wait()
+        while True:
+            try:
+                lane = self._open_lane(batch_key)
+                for compiled in self._compile(lane, _step_of(lane), convolutions=True):
+                    compiled.trace()
+            except Exception as error:
+                if not engine_errors.is_out_of_memory(error):
+                    raise
+            else:
+                return
+            # Outside the handler, where the error's traceback no longer holds any tensors.
+            self._save_memory(batch_key)
+            if not self._runner.should_compile(batch_key):
+                return
+
+    def begin_soon(self, around: Around) -> None:
+        """Compiles for the native size after the first job's image, or soon if there is none.
+
+        *around* is entered while something is compiled beside the ticks, from now on.
+        """
+        self._tracer.around = around
+        if self._runner.may_compile:
+            self._begins_at = time.monotonic() + _HEAD_START_SECONDS
+            self.is_under_way = True
+
+    def begin(self) -> None:
+        """What `begin_soon` waits for has come."""
+        if self._begins_at is not None:
+            self._begins_at = None
+            self._runner.request(self._first)
+
+    def advance(self) -> None:
+        """Takes up what has been compiled since the last tick, and begins what is next.
+
+        Raises:
+            NodeError: the GPU itself is broken.
+        """
+        if self._step is not None and not self._is_current:
+            self._tracer.abandon()
+        if not self.is_due:
+            return
+        self.begin()
+        batch_key = self._step.batch_key if self._step else self._next()
+        lacks_memory = False
+        try:
+            self._go_on(batch_key)
+        except Exception as error:  # images can be drawn without
+            failure = engine_errors.classify(error)
+            lacks_memory = engine_errors.is_out_of_memory(error)
+            if not lacks_memory:
+                self._runner.give_up()
+                log.warning(
+                    "compilation is off from now on: %s",
+                    failure.message,
+                    exc_info=True,
+                    extra={"action": "compile_failed"},
+                )
+        if lacks_memory and batch_key is not None:
+            self._save_memory(batch_key)
+        self.is_under_way = self._is_tracing or self._next() is not None
+
+    def finish(self) -> None:
+        """Waits until all that is frequent or asked for by now is compiled."""
+        self.begin()
+        while self._is_tracing or self.is_due:
+            self._tracer.wait()
+            self.advance()
+
+    def stop(self) -> None:
+        """Compiles no further; a compiler at work ends by itself."""
+        self._tracer.abandon()
+        self._begins_at, self.is_under_way, self._is_tracing = None, False, False
+        self._end()
+
+    @property
+    def _is_current(self) -> bool:
+        """False if the lane was closed, or nothing is to be compiled any more."""
+        return self._lane is not None and self._lane.step is self._step and self._runner.may_compile
+
+    def _next(self) -> BatchKey | None:
+        """What is compiled next, once the compiler is free."""
+        keys = [self._first, *(lane.batch_key for lane in self._lanes if lane.held)]
+        return next((each for each in keys if self._runner.should_compile(each)), None)
+
+    def _go_on(self, batch_key: BatchKey | None) -> None:
+        compiled: Compiled | None = None
+        try:
+            if self._is_tracing:
+                self._is_tracing = False
+                self._tracer.result()
+            if self._step is None and batch_key is not None:
+                self._lane = self._open_lane(batch_key)
+                self._step = _step_of(self._lane)
+                self._step.is_compiling = True
+                self._graphs = self._compile(self._lane, self._step, convolutions=False)
+            compiled = next(self._graphs, None) if self._is_current else None
+        finally:
+            if compiled is None:
+                self._end()
+        if compiled is not None:
+            self._is_tracing = True
+            self._tracer.begin(compiled)
+
+    def _end(self) -> None:
+        if self._step is not None:
+            self._step.is_compiling = False
+        self._lane = self._step = None
+        self._graphs = iter(())
+
+    def _save_memory(self, batch_key: BatchKey) -> None:
+        """After compiling ran out of memory: the first size gets fewer slots, others run without.
+
+        A size with fewer slots is to be compiled again.
+        """
+        log.warning(
+            "not enough memory to compile %dx%d",
+            batch_key.width,
+            batch_key.height,
+            extra={"action": "compile_failed"},
+        )
+        torch.cuda.empty_cache()
+        is_first = not any(each.step and each.step.compiled for each in self._lanes)
+        if is_first and self._lanes.slots > 1:
+            self._use_less_memory()
+            self._runner.request(batch_key)
+        else:
+            self._runner.put_off(batch_key)
+
+    def _compile(self, lane: Lane, step: Step, *, convolutions: bool) -> Iterator[Compiled]:
+        """Yields each function before its first run, to be traced on any thread.
+
+        *convolutions*: for changes of them as well, if there are any so far.
+        """
+        began_at = time.monotonic()
+        self._unet.use_block(lane.block)
+        self._runner.select_kernels(step)
+        for mode in self._runner.missing_modes(step, all_convolutions=convolutions):
+            yield from self._compile_tick(lane, step, mode)
+            # Before other modes: all images go through it.
+            yield from self._decoder.compile(step.state.latents.shape[1:])
+        log.info(
+            "%d slots of %dx%d ready after %.0f s; a step of all slots takes %.1f ms, %.1f ms with"
+            " weights per slot",
+            lane.slots,
+            lane.batch_key.width,
+            lane.batch_key.height,
+            time.monotonic() - began_at,
+            1000 * self._runner.costs.shared_seconds,
+            1000 * self._runner.costs.per_slot_seconds,
+            extra={"action": "warm"},
+        )
+
+    def _compile_tick(self, lane: Lane, step: Step, mode: WeightMode) -> Iterator[Compiled]:
+        for _ in range(2):
+            compiled, version = self._runner.make_compiled(step, mode), self._unet.changes.version
+            yield compiled
+            if mode == "per_slot_convolutions" and version != self._unet.changes.version:
+                return  # its tensors were replaced
+            self._unet.use_block(lane.block)
+            self._runner.take_up(step, mode, compiled)
+            if compiled.is_compiled:
+                return
+            # The attention kernels are the likeliest part that the compiler cannot trace.
+            self._unet.use_default_attention()
+
+
+def _step_of(lane: Lane) -> Step:
+    if lane.step is None:
+        raise RuntimeError("an opened lane has tensors")
+    return lane.step
