@@ -29,11 +29,12 @@
 # file, whichever index it came from. Debian's packages are as signed by Debian. What an image holds
 # is in its /usr/share/imagefleet/sbom.json, in CycloneDX format.
 #
-# The first start on a GPU compiles for a minute or two. The next start on the same kind of GPU
-# reuses what is in /cache: keep it as a volume, or bake it in,
+# A worker compiles for its kind of GPU at the first start, and keeps the kernels in /cache. To have
+# them in the image, run `imagefleet kernels build` on a machine with each kind of GPU, which writes
+# files into kernels/, and build on top:
 #
 #   FROM imagefleet-worker
-#   COPY --chown=65532:65532 cache/ /cache/
+#   COPY kernels/ /kernels/
 
 ARG BASE_IMAGE=python:3.11-slim@sha256:db3ff2e1800a8581e2c48a27c3995339d47bdf046da21c7627accd3d51053a93
 
@@ -147,15 +148,14 @@ LABEL org.opencontainers.image.title="imagefleet-worker" \
       org.opencontainers.image.description="A worker that turns a queue of prompt jobs into images" \
       org.opencontainers.image.licenses="Apache-2.0" \
       org.opencontainers.image.revision="${REVISION}"
-# The container toolkit reads the NVIDIA_ variables; utility is nvidia-smi. The LoRA folder has
-# precedence over the storage and need not exist.
+# The container toolkit reads the NVIDIA_ variables; utility is nvidia-smi. The folders of LoRAs and
+# of kernels have precedence over the storage and need not exist.
 ENV NVIDIA_VISIBLE_DEVICES=all \
     NVIDIA_DRIVER_CAPABILITIES=compute,utility \
-    TORCHINDUCTOR_CACHE_DIR=/cache/inductor \
-    TRITON_CACHE_DIR=/cache/triton \
     IMAGEFLEET_MODEL=/models/checkpoint${MODEL_FILE:+/$MODEL_FILE} \
     IMAGEFLEET_CACHE=/cache \
     IMAGEFLEET_LORA_DIRECTORY=/models/checkpoint/loras \
+    IMAGEFLEET_KERNELS=/kernels \
     IMAGEFLEET_PORT=8080 \
     IMAGEFLEET_HOST=127.0.0.1
 USER 65532:65532

@@ -22,7 +22,7 @@ from fleet.campaigns import cancel, purge, table
 from fleet.campaigns import job as job_command
 from fleet.export import command as export
 from fleet.failed import command as failed
-from fleet.files import embedding, lora, model
+from fleet.files import embedding, kernels, lora, model
 from fleet.gallery import command as gallery
 from fleet.keys import command as keys
 from fleet.monitor import command as monitor
@@ -168,6 +168,7 @@ app.command("prompt")(prompt.command)
 app.add_typer(model.app, name="model", short_help="Stores and lists checkpoints.")
 app.add_typer(lora.app, name="lora", short_help="Stores and lists LoRAs.")
 app.add_typer(embedding.app, name="embedding", short_help="Stores and lists embeddings.")
+app.add_typer(kernels.app, name="kernels", short_help="Builds, stores and lists compiled kernels.")
 app.add_typer(bench.app, name="bench", short_help="Measures this machine's speed.")
 
 

@@ -80,8 +80,8 @@ BenchReports = Annotated[
 PROJECT_SETTINGS: Mapping[type[BaseSettings], tuple[str, str]] = {
     StorageSettings: ("Storage", "all commands"),
     TelemetrySettings: ("Metrics and logs", "`worker`, `exporter`, `webhooks`"),
-    MachineSettings: ("Worker", "`worker`"),
-    SignerSettings: ("Signatures", "`load`, `failed`, `gallery`, `lora`, `model`"),
+    MachineSettings: ("Worker", "`worker`, `kernels build`"),
+    SignerSettings: ("Signatures", "`load`, `failed`, `gallery`, `lora`, `model`, `kernels`"),
     LoadSettings: ("Load generator", "`load`"),
     MonitorSettings: ("Monitoring", "`status`, `top`, `exporter`, `report`, `scale`"),
     ExporterSettings: ("Exporter", "`exporter`"),

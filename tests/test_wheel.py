@@ -44,7 +44,9 @@ from imagefleet.records.writer import RecordLog
 from imagefleet.storage.dead_letter import FailedJob
 from imagefleet.storage.open import open_storage
 from imagefleet.storage.settings import StorageSettings
+from kernel_files import KEY, compile_into
 from salad_fake import fleet_file
+from worker.files.kernels import archive
 
 ROOT = Path(__file__).parents[1]
 
@@ -121,6 +123,9 @@ COMMANDS: dict[str, Case] = {
     "model add": Case("dreams.safetensors", r"--model store:dreams\.safetensors --model-sha256"),
     "model canary": Case("dreams.safetensors", NEEDS_WORKER, 2),
     "model list": Case("", r"dreams\.safetensors +SD 1\.x"),
+    "kernels build": Case("--model dreams.safetensors", NEEDS_WORKER, 2),
+    "kernels push": Case("kernels.tar.xz", r"kernels/h200-sm90-.*: stored"),
+    "kernels list": Case("", r"h200-sm90-\S+ +NVIDIA H200, torch 2\.11\.0"),
     "lora add": Case("rocket.safetensors --manifest", r"^<lora:rocket:1>$"),
     "lora list": Case("--json", r'"name": "rocket\.safetensors"'),
     "embedding add": Case("mist.safetensors", r"^mist$"),
@@ -252,6 +257,7 @@ def work(tmp_path_factory: pytest.TempPathFactory, azurite_address: str, salad: 
     (folder / "dreams.safetensors").write_bytes(file_of())
     (folder / "rocket.safetensors").write_bytes(file_of(*LORA))
     (folder / "mist.safetensors").write_bytes(shaped(emb_params=[2, 768]))
+    archive.pack(compile_into(folder / "compiled"), KEY, folder / "kernels.tar.xz")
     (folder / "fleet.yaml").write_text(fleet_file(salad.url, replicas=2))
 
     stored = io.BytesIO()

@@ -13,6 +13,7 @@ from prometheus_client.registry import Collector
 from imagefleet import errors
 from imagefleet.telemetry import exposition
 from imagefleet.telemetry.queue_gauges import QueueGauges
+from worker.files.kernels.cache import Origin
 from worker.files.loras import LoraLibrary
 from worker.gpu_thread import EngineThread
 
@@ -125,6 +126,12 @@ class WorkerMetrics:
             "1 while this worker waits for storage, a queue or credentials to be fixed.",
             registry=self.registry,
         )
+        self._kernels = Gauge(
+            "imagefleet_kernels",
+            "1 for where this worker has its compiled kernels from.",
+            ["origin"],
+            registry=self.registry,
+        )
         self._worker: Info | None = None
         self.queues = QueueGauges(self.registry)
         self._collectors: tuple[Collector, ...] = ()
@@ -145,6 +152,11 @@ class WorkerMetrics:
             for outcome in ("completed", "failed"):
                 self.model_jobs.labels(model, outcome)
 
+    def set_kernels(self, origin: Origin) -> None:
+        """Says where the compiled kernels are from."""
+        for each in get_args(Origin):
+            self._kernels.labels(each).set(each == origin)
+
     def collect_from(self, *collectors: Collector) -> None:
         """Registers a pipeline's collectors in place of those of the previous one."""
         for collector in self._collectors:
@@ -163,6 +175,7 @@ class WorkerMetrics:
             (self.reallocations, ("granted", "refused")),
             (self.node_faults, get_args(NodeFault)),
             (self.canaries, ("passed", "failed")),
+            (self._kernels, get_args(Origin)),
             (self.failed_jobs, (error.__name__ for error in FAILURES)),
         ):
             for value in values:

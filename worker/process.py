@@ -23,6 +23,7 @@ from imagefleet.telemetry import probes, push
 from worker import progress, replica, tasks
 from worker.engine import contract
 from worker.files import check, model
+from worker.files.kernels import cache as kernels
 from worker.gpu_thread import THREAD_NAME
 from worker.gpus import compiling
 from worker.gpus.member import Member
@@ -107,6 +108,7 @@ class _Worker:
     _has_started: bool = False
     _port: int = 0
     _gpu: str = replica.NO_GPU
+    _kernels: kernels.KernelCache | None = None
 
     def __post_init__(self) -> None:
         member = self._member
@@ -114,6 +116,7 @@ class _Worker:
         # The container is the parent's to give up: the other GPUs go on.
         self._container = None if member else self._metadata
         self._reallocation = Reallocation(self._container, self._metrics)
+        self._first_model = self._settings
 
     async def run(self) -> WorkerReport:
         settings = self._settings
@@ -202,7 +205,10 @@ class _Worker:
             )
             self._pipeline.start_up_phase = "fetching the model"
             if await tasks.run_until(self._stop, self._find_models(self._pipeline, storage)):
-                await self._pipeline.run(self._stop, self._hurry)
+                async with kernels.fetching(
+                    self._first_model, storage.files, self._metrics.set_kernels
+                ) as self._kernels:
+                    await self._pipeline.run(self._stop, self._hurry)
 
     async def _find_models(self, pipeline: Pipeline, storage: protocol.Storage) -> None:
         """Finds the models of the settings, and fetches the first."""
@@ -214,6 +220,7 @@ class _Worker:
 
         first, *others = await checkpoints.find(self._settings, storage.files)
         first = await fetch(first)
+        self._first_model = first.settings
         if self._load is None:
             device = self._settings.device
             on_cpu = device == "cpu" or (device == "auto" and self._gpu == replica.NO_GPU)
@@ -348,16 +355,21 @@ class _Worker:
             around_compiling=self._compiling,
         )
 
-    def _compiling(self, graph: str) -> contextlib.AbstractContextManager[None]:
-        """Has one of a machine's workers compile a graph; the others wait for its kernels."""
+    @contextlib.contextmanager
+    def _compiling(self, graph: str) -> Iterator[None]:
+        """Waits for stored kernels; then one of a machine's workers compiles a graph first."""
         settings = self._settings
-        if self._member is None:
-            return contextlib.nullcontext()
-        kernels = (
-            *(metadata.version("torch"), version(), self._gpu),
-            *(settings.precision, settings.fp16_accumulate, graph),
-        )
-        return compiling.by_one_first(compiling.kernel_cache(), repr(kernels))
+        with contextlib.ExitStack() as stack:
+            if self._kernels is not None:
+                self._kernels.wait(graph)
+            if self._member is not None:
+                versions = metadata.version("torch"), version(), self._gpu
+                depends_on = (*versions, settings.precision, settings.fp16_accumulate, graph)
+                folder = compiling.kernel_cache()
+                stack.enter_context(compiling.by_one_first(folder, repr(depends_on)))
+            if self._kernels is not None:
+                stack.enter_context(self._kernels.compiling(graph))
+            yield
 
 
 @contextlib.contextmanager

@@ -104,14 +104,17 @@ def ask_driver(question: Callable[[], Answer]) -> Answer | Exception:
         return TimeoutError(f"the driver does not answer within {DRIVER_SECONDS:g} s")
 
 
+def card_handle(device: str) -> object:
+    """NVML's handle of the card that `device` means; for `ask_driver`."""
+    card = _card(device)
+    if card.isdecimal():
+        return pynvml.nvmlDeviceGetHandleByIndex(int(card))
+    return pynvml.nvmlDeviceGetHandleByUUID(card)
+
+
 def _name_and_bytes(device: str) -> tuple[str, int]:
     """The card's name, and its memory."""
-    card = _card(device)
-    handle = (
-        pynvml.nvmlDeviceGetHandleByIndex(int(card))
-        if card.isdecimal()
-        else pynvml.nvmlDeviceGetHandleByUUID(card)
-    )
+    handle = card_handle(device)
     memory = pynvml.nvmlDeviceGetMemoryInfo(handle)
     return pynvml.nvmlDeviceGetName(handle), int(memory.total)
 

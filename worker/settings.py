@@ -40,7 +40,7 @@ SUBJECTS: dict[str, tuple[str, ...]] = {
         *("model", "model_sha256", "config", "precision", "lora_directory"),
         *("embedding_directory", "cache", "cache_megabytes"),
     ),
-    "GPU": ("gpus", "device", "slots", "compile", "fp16_accumulate"),
+    "GPU": ("gpus", "device", "slots", "compile", "kernels", "fp16_accumulate"),
     "Jobs and leases": (
         *("trusted_key", "lease_seconds", "max_attempts", "prefetch_seconds", "grace_seconds"),
         "until_empty",
@@ -94,7 +94,8 @@ class WorkerSettings(TelemetrySettings):
     )
     cache: Path = Field(
         default=Path("~/.cache/imagefleet"),
-        description="Folder for fetched models, LoRAs and embeddings; workers may share it.",
+        description="Folder for fetched models, LoRAs, embeddings and compiled kernels; workers may"
+        " share it.",
         json_schema_extra={"formerly": "lora_cache"},
     )
     cache_megabytes: int = Field(
@@ -121,6 +122,11 @@ class WorkerSettings(TelemetrySettings):
         default="auto",
         description="auto compiles for a GPU beside the first images: slower for a minute or two,"
         " far faster after.",
+    )
+    kernels: Path | None = Field(
+        default=None,
+        description="Folder of compiled kernels (`imagefleet kernels build`), searched before"
+        " kernels/ in the storage. Programs are in them: only a folder of your own.",
     )
     fp16_accumulate: bool = Field(
         default=False,

@@ -7,8 +7,6 @@ from dataclasses import dataclass
 from datetime import datetime
 from pathlib import PurePosixPath
 
-from rich.table import Table
-
 from fleet import console
 from fleet.files import transfer
 from imagefleet.storage.open import open_storage
@@ -47,8 +45,9 @@ def show(rows: Sequence[Row], if_empty: str) -> None:
     if not rows:
         console.print_note(if_empty)
         return
-    table = Table("name", "kind", "MB", "added", "SHA-256", box=None)
-    table.columns[2].justify = "right"
+    table = console.table(
+        console.name_column("name"), "kind", console.number_column("MB"), "added", "SHA-256"
+    )
     for row in rows:
         table.add_row(
             console.untrusted(row.name),
@@ -57,4 +56,4 @@ def show(rows: Sequence[Row], if_empty: str) -> None:
             f"{row.added_at:%Y-%m-%d %H:%M}",
             console.untrusted((row.sha256 or "-")[:12]),
         )
-    console.stdout.print(table)
+    console.print_tables(table)

@@ -171,6 +171,10 @@ def _identify(path: Path) -> tuple[str, int]:
         return sha256, file.tell()
 
 
+def sha256_of(path: Path) -> str:
+    return _identify(path)[0]
+
+
 async def _sha256_in(storage: Storage, blob: str) -> str | None:
     async for record in storage.files.records(blob):
         if record.name == blob:

@@ -28,6 +28,8 @@ from imagefleet.records.writer import RecordLog
 from imagefleet.storage import dead_letter
 from imagefleet.storage.open import open_storage
 from imagefleet.storage.settings import StorageSettings
+from kernel_files import KEY, compile_into
+from worker.files.kernels import archive
 
 COMMAND = Path(sys.executable).with_name("imagefleet")
 
@@ -76,6 +78,8 @@ CALLS = {
     "verify": (),
     "prompt": ("a cat",),
     "version": (),
+    "kernels list": (),
+    "kernels push": ("kernels.tar.xz", "--dry-run"),
     "deploy salad render": (),
     "deploy salad apply": ("--dry-run",),
 }
@@ -136,7 +140,7 @@ def test_figures_go_to_a_file_by_one_option() -> None:
 def test_a_dry_run_has_one_meaning() -> None:
     runs = {name: found for name in ALL if (found := option(ALL[name], "--dry-run"))}
 
-    assert len(runs) == 10
+    assert len(runs) == 12
     for found in runs.values():
         assert re.fullmatch(r"Show .*; change nothing\.", found.help)
 
@@ -175,7 +179,8 @@ def fail_job(folder: Path, reason: str, **fields: str) -> None:
 
 @pytest.fixture
 def filled(tmp_path: Path) -> Path:
-    """A storage in the test's folder with a failed job, and a file of jobs."""
+    """A storage in the test's folder with a failed job, and files of jobs and of kernels."""
+    archive.pack(compile_into(tmp_path / "compiled"), KEY, tmp_path / "kernels.tar.xz")
     (tmp_path / "jobs.jsonl").write_text('{"prompt": "a cat", "id": "one"}\n')
     fail_job(tmp_path, "no [bold]", id="cat")
     return tmp_path

@@ -30,7 +30,7 @@ COMMANDS = [
         "health",
         "version",
     ),
-    *("failed", "keys", "deploy", "model", "lora"),
+    *("failed", "keys", "deploy", "model", "lora", "kernels"),
 ]
 
 Imagefleet = Callable[..., "subprocess.CompletedProcess[str]"]  # the fixture of conftest.py

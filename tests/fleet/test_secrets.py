@@ -31,8 +31,10 @@ from imagefleet.storage.azure.storage import AzureStorage
 from imagefleet.storage.open import open_storage
 from imagefleet.storage.settings import StorageSettings
 from imagefleet.telemetry import push
+from kernel_files import KEY, compile_into
 from salad_fake import fleet_file
 from worker.files import sources
+from worker.files.kernels import archive
 
 #: Every command under every failure takes a minute.
 EVERY_FAILURE = "EVERY_FAILURE" in os.environ
@@ -104,6 +106,9 @@ ARGUMENTS: dict[str, tuple[str, ...]] = {
     "lora list": (),
     "embedding add": ("{url}", "--sha256", "0" * 64, "--cache", "cache"),
     "embedding list": (),
+    "kernels build": ("--model", "{url}", "--model-sha256", "0" * 64),
+    "kernels push": ("kernels.tar.xz",),
+    "kernels list": (),
     "bench engine": ("--model", "{url}"),
 }
 
@@ -245,6 +250,7 @@ def run(
     monkeypatch.setenv("PLANTED", f"{MARK}FleetEnvironment")
     for name, text in given.items():
         (tmp_path / name).write_text(text)
+    archive.pack(compile_into(tmp_path / "compiled"), KEY, tmp_path / "kernels.tar.xz")
     assert MARK in secret.read_text()
 
     def run(command: str, *arguments: str) -> int:

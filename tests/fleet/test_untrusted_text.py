@@ -94,7 +94,7 @@ async def _fill(settings: StorageSettings) -> None:
         await opened.create()
         await opened.poison.send([failed.encode(), other.encode()])
         await opened.blobs.create("default/a.png", b"x", "image/png", {"job": "a"})
-        for name in ("loras/a.safetensors", "models/a.safetensors"):
+        for name in ("loras/a.safetensors", "models/a.safetensors", "kernels/a.tar.xz"):
             await opened.files.create(name, b"x", "image/png", {"job": "a"})
 
 
@@ -106,6 +106,7 @@ COMMANDS = (
     ("failed", "show", "cat", "--json"),
     ("failed", "replay", "--all"),
     ("failed", "discard", "--id", "nobody"),
+    ("kernels", "list"),
     ("lora", "list"),
     ("model", "list"),
     ("report",),

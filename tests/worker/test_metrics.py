@@ -66,6 +66,7 @@ async def test_few_labels_make_few_series(text: str) -> None:
     assert labels <= {
         *("stage", "le", "outcome", "reason", "state", "result", "cache", "kind", "error", "fault"),
         "model",
+        "origin",
         *("queue", "worker", "version", "gpu", "group", "priority"),
     }
 

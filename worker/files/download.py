@@ -40,9 +40,10 @@ class Download:
         *,
         copies: int,
         check: Callable[[Path, bool], None],
-        on_progress: Callable[[int, int | None], None],
+        on_progress: Callable[[int, int | None], None] = lambda _so_far, _total: None,
+        stated_in: str = "--model-sha256",
     ) -> None:
-        """*copies*: how often the file's size must fit on the disk.
+        """*copies*: how often the file's size must fit on the disk; *stated_in*: who says *sha256*.
 
         *check* gets the partial file once its first `HEAD_BYTES` have arrived, and again when it is
         whole; it raises SetupError for what is not wanted, which is then removed.
@@ -57,6 +58,7 @@ class Download:
         self._check = check
         self._is_head_checked = False
         self._on_progress = on_progress
+        self._stated_in = stated_in
         self._is_resumed = False
         self._logged_at = -_SECONDS_BETWEEN_LOGS
 
@@ -76,7 +78,7 @@ class Download:
             if not self._is_resumed:
                 raise errors.SetupError(
                     f"{self._source.label} has the SHA-256 {found}, not {self._sha256} as in"
-                    " --model-sha256: one of the two is wrong"
+                    f" {self._stated_in}: one of the two is wrong"
                 )
             # It came in parts, perhaps of two versions.
             self._is_resumed = False

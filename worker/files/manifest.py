@@ -25,6 +25,7 @@ NAME = "manifest.json"
 LORAS = "loras"
 MODELS = "models"
 EMBEDDINGS = "embeddings"
+KERNELS = "kernels"
 
 #: Some 100 bytes a file.
 MAX_BYTES = 16 * 2**20
@@ -35,6 +36,7 @@ ADD_COMMANDS = {
     LORAS: "imagefleet lora add",
     MODELS: "imagefleet model add",
     EMBEDDINGS: "imagefleet embedding add",
+    KERNELS: "imagefleet kernels push",
 }
 
 #: A worker reads a manifest again after this time; a replaced file is fetched again by then.

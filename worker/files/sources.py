@@ -114,11 +114,12 @@ class HttpSource:
 
 
 class BlobSource:
-    """The blob `models/NAME` in the container of files."""
+    """The blob FOLDER/NAME in the container of files."""
 
-    def __init__(self, blobs: protocol.BlobStore, name: str) -> None:
+    def __init__(self, blobs: protocol.BlobStore, name: str, folder: str = manifest.MODELS) -> None:
         self._blobs = blobs
-        self._blob = f"{manifest.MODELS}/{name}"
+        self._folder = folder
+        self._blob = f"{folder}/{name}"
         self.label = f"{self._blob} in the container {blobs.name!r}"
 
     @contextlib.asynccontextmanager
@@ -144,7 +145,8 @@ class BlobSource:
         part = await self._blobs.read_part(self._blob, offset, _PART_BYTES)
         if part is None:
             raise errors.SetupError(
-                f"there is no {self.label}: `imagefleet model add` stores it, or correct --model"
+                f"there is no {self.label}: `{manifest.ADD_COMMANDS[self._folder]}` stores it"
+                + (", or correct --model" if self._folder == manifest.MODELS else "")
             )
         return part
 

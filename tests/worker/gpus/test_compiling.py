@@ -122,7 +122,10 @@ def test_a_checkout_that_is_not_installed_compiles_too(
     monkeypatch.setattr(metadata, "version", version)
     monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", str(tmp_path))
     worker: Any = SimpleNamespace(
-        _settings=WorkerSettings(model="m", device="cuda"), _member=object(), _gpu="RTX 4090"
+        _settings=WorkerSettings(model="m", device="cuda"),
+        _member=object(),
+        _gpu="RTX 4090",
+        _kernels=None,
     )
     with process._Worker._compiling(worker, "the UNet"):
         assert list(tmp_path.glob("*.lock"))

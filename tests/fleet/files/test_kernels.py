@@ -1,0 +1,202 @@
+"""`imagefleet kernels`: from a folder of compiled kernels into the storage, and to a worker."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import re
+import subprocess
+from collections.abc import Callable
+from dataclasses import asdict, replace
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from fleet import console
+from imagefleet.signing import SigningKey, TrustedKeys
+from imagefleet.storage.open import open_storage
+from imagefleet.storage.settings import StorageSettings
+from kernel_files import GRAPH, KEY, OTHER, compile_into
+from worker.engine import load
+from worker.files.kernels import archive, cache, machine
+from worker.files.kernels.cache import KernelCache
+
+Imagefleet = Callable[..., "subprocess.CompletedProcess[str]"]  # the fixture of conftest.py
+
+NAME = f"{KEY.name}.tar.xz"
+DEMO = Path(__file__).parents[3] / "demo_model"
+
+
+@pytest.fixture
+def flags(storage_settings: StorageSettings) -> list[str]:
+    """The storage as flags: a folder, then Azurite."""
+    names = ("storage", "queue", "container", "files_container")
+    return [f"--{name.replace('_', '-')}={getattr(storage_settings, name)}" for name in names]
+
+
+@pytest.fixture
+def packed(tmp_path: Path) -> Path:
+    archive.pack(compile_into(tmp_path / "compiled"), KEY, tmp_path / "kernels" / NAME)
+    return tmp_path / "kernels" / NAME
+
+
+def origin_of(
+    settings: StorageSettings, folder: Path, trusted: TrustedKeys | None = None
+) -> str | None:
+    """Where a worker with the same GPU finds its kernels."""
+
+    async def fetch() -> str | None:
+        async with open_storage(settings) as storage:
+            kernels = KernelCache(folder, KEY)
+            await kernels.fetch(storage.files, trusted=trusted)
+            return kernels.origin
+
+    return asyncio.run(fetch())
+
+
+def test_what_was_pushed_is_listed_and_fetched_by_a_worker_with_that_gpu(
+    in_process: Imagefleet,
+    packed: Path,
+    flags: list[str],
+    storage_settings: StorageSettings,
+    tmp_path: Path,
+) -> None:
+    dry = in_process("kernels", "push", "kernels", "--dry-run", *flags)
+    assert dry.stdout == f"kernels/{NAME}: would be stored\n", dry.stderr
+    assert origin_of(storage_settings, tmp_path / "before") is None
+
+    pushed = in_process("kernels", "push", "kernels", *flags)
+    assert pushed.stdout == f"kernels/{NAME}: stored\n", pushed.stderr
+    again = in_process("kernels", "push", f"kernels/{NAME}", "--json", *flags)
+    assert [each["change"] for each in json.loads(again.stdout)["kernels"]] == ["was there"]
+    listed = json.loads(in_process("kernels", "list", "--json", *flags).stdout)["kernels"]
+    assert [(each["name"], each["kind"], each["bytes"]) for each in listed] == [
+        (NAME, "NVIDIA H200, torch 2.11.0", packed.stat().st_size)
+    ]
+
+    assert origin_of(storage_settings, tmp_path / "worker") == "store"
+    assert (tmp_path / "worker" / GRAPH).read_bytes() == b"a graph"
+
+
+def test_other_kernels_for_the_same_gpu_are_replaced_only_if_asked(
+    in_process: Imagefleet,
+    packed: Path,
+    flags: list[str],
+    storage_settings: StorageSettings,
+    tmp_path: Path,
+) -> None:
+    in_process("kernels", "push", "kernels", *flags)
+    archive.pack(compile_into(tmp_path / "anew", b"a newer graph"), KEY, packed)
+
+    refused = in_process("kernels", "push", "kernels", *flags)
+    assert refused.returncode == console.EXIT_OPERATOR_MUST_ACT
+    assert "has other kernels for this GPU: --replace" in refused.stderr
+
+    replaced = in_process("kernels", "push", "kernels", "--replace", *flags)
+    assert replaced.stdout == f"kernels/{NAME}: replaced\n", replaced.stderr
+    assert origin_of(storage_settings, tmp_path / "worker") == "store"
+    assert (tmp_path / "worker" / GRAPH).read_bytes() == b"a newer graph"
+
+
+def test_with_a_signing_key_the_list_is_signed_for_workers_that_trust_it(
+    in_process: Imagefleet,
+    packed: Path,
+    flags: list[str],
+    storage_settings: StorageSettings,
+    tmp_path: Path,
+) -> None:
+    key = SigningKey.create(tmp_path / "key.pem")
+    pushed = in_process("kernels", "push", "kernels", "--signing-key", "key.pem", *flags)
+    assert pushed.returncode == console.EXIT_DONE, pushed.stderr
+    trusted = TrustedKeys.read(key.public)
+    assert origin_of(storage_settings, tmp_path / "worker", trusted) == "store"
+    other = TrustedKeys.read(SigningKey.create(tmp_path / "other.pem").public)
+    assert origin_of(storage_settings, tmp_path / "stranger", other) is None
+
+
+@pytest.mark.parametrize(
+    ("source", "reason"),
+    [
+        ("gone", "'gone' does not exist"),
+        ("empty", "there is no .tar.xz in 'empty'"),
+        ("cut.tar.xz", "cut.tar.xz is damaged"),
+        ("text.tar.xz", "damaged, or no archive"),
+    ],
+)
+def test_what_no_worker_could_load_never_reaches_the_storage(
+    source: str, reason: str, in_process: Imagefleet, packed: Path, tmp_path: Path
+) -> None:
+    (tmp_path / "empty").mkdir()
+    (tmp_path / "cut.tar.xz").write_bytes(packed.read_bytes()[:-20])
+    (tmp_path / "text.tar.xz").write_text("hello")
+    result = in_process("kernels", "push", source)
+    assert result.returncode == console.EXIT_OPERATOR_MUST_ACT
+    assert reason in result.stderr
+    assert not (tmp_path / "imagefleet-data").exists()
+
+
+# Building: what only a GPU can do is replaced, the rest is real.
+
+
+@pytest.fixture
+def gpu(monkeypatch: pytest.MonkeyPatch) -> dict[str, Any]:
+    """A machine with the key, whose compiler leaves the usual files; returns its arguments."""
+    used: dict[str, Any] = {}
+
+    def load_engine(path: Path, *_: object, **arguments: Any) -> SimpleNamespace:
+        used.update(arguments)
+        compile_into(cache.use_folder(Path("unused"), KEY))
+        return SimpleNamespace(close=lambda: None)
+
+    for name in (cache.TORCH_FOLDER, cache.TRITON_FOLDER):
+        monkeypatch.setenv(name, "")
+        monkeypatch.delenv(name)
+    monkeypatch.setattr(machine, "find_key", lambda *_: KEY)
+    monkeypatch.setattr(load, "load_engine", load_engine)
+    return used
+
+
+def test_a_build_packs_what_a_worker_with_these_settings_compiles(
+    in_process: Imagefleet, gpu: dict[str, Any], tmp_path: Path
+) -> None:
+    build = ("kernels", "build", "--model", str(DEMO), "--cache", "cache", "--slots", "6")
+    dry = in_process(*build, "--dry-run")
+    assert dry.stdout == f"kernels/{NAME}\n", dry.stderr
+    assert gpu == {}
+
+    built = in_process(*build, "--output", "out", "--json")
+    assert built.returncode == console.EXIT_DONE, built.stderr
+    path = tmp_path / "out" / NAME
+    size = path.stat().st_size
+    assert json.loads(built.stdout) == {"path": f"out/{NAME}", "key": asdict(KEY), "bytes": size}
+    assert (gpu["slots"], gpu["compile"]) == (6, "auto")
+    assert archive.check(path).key == KEY
+    assert (tmp_path / "cache" / "kernels" / KEY.name / GRAPH).exists()
+
+
+def test_a_build_that_compiled_nothing_says_so(
+    in_process: Imagefleet, gpu: dict[str, Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(load, "load_engine", lambda *_, **__: SimpleNamespace(close=lambda: None))
+    result = in_process("kernels", "build", "--model", str(DEMO), "--cache", "cache")
+    assert result.returncode == console.EXIT_OPERATOR_MUST_ACT
+    assert re.search(r"torch kept no kernels in /\S+/cache/kernels/", result.stderr)
+
+
+def test_without_a_gpu_nothing_is_built(in_process: Imagefleet, tmp_path: Path) -> None:
+    build = ("kernels", "build", "--model", str(DEMO), "--device", "cpu")
+    result = in_process(*build)
+    assert result.returncode == console.EXIT_OPERATOR_MUST_ACT
+    assert "compiled for NVIDIA GPUs, and here is none" in result.stderr
+    assert not (tmp_path / "kernels").exists()
+
+
+def test_a_build_for_another_gpu_is_stored_beside_the_first(
+    in_process: Imagefleet, packed: Path, tmp_path: Path
+) -> None:
+    for key in (OTHER, replace(KEY, gpu="NVIDIA GeForce RTX 4090", capability="8.9")):
+        archive.pack(tmp_path / "compiled", key, tmp_path / "kernels" / f"{key.name}.tar.xz")
+    assert in_process("kernels", "push", "kernels").stdout.count(": stored\n") == 3
+    assert "NVIDIA GeForce RTX 4090, torch 2.11.0" in in_process("kernels", "list").stdout

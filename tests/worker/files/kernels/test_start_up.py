@@ -1,0 +1,73 @@
+"""A worker at its start, with the engine replaced: the rest is real."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from imagefleet.storage.protocol import Storage
+from kernel_files import GRAPH, KEY, compile_into
+from worker import process
+from worker.files.kernels import archive, cache
+from worker.settings import WorkerSettings
+from worker.testing import StandInEngine
+
+
+@pytest.fixture
+def settings(
+    worker_settings: Callable[..., WorkerSettings],
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> WorkerSettings:
+    """Of a worker on a machine with the key, without torch's and Triton's variables."""
+    for name in (cache.TORCH_FOLDER, cache.TRITON_FOLDER):
+        monkeypatch.setenv(name, "")
+        monkeypatch.delenv(name)
+    monkeypatch.setattr(cache, "find_key", lambda *_: KEY)
+    archive.pack(compile_into(tmp_path / "there"), KEY, tmp_path / f"{KEY.name}.tar.xz")
+    return worker_settings(kernels=tmp_path)
+
+
+async def test_kernels_arrive_while_the_model_loads_where_torch_looks_for_them(
+    storage: Storage, settings: WorkerSettings, caplog: pytest.LogCaptureFixture
+) -> None:
+    caplog.set_level("INFO")
+    found: list[str] = []
+
+    def load() -> StandInEngine:
+        graph = Path(os.environ[cache.TORCH_FOLDER]) / GRAPH
+        deadline = time.monotonic() + 20
+        while not graph.exists() and time.monotonic() < deadline:
+            time.sleep(0.01)
+        found.append(graph.read_text())
+        return StandInEngine()
+
+    await process.run_worker(settings, load=load)
+    assert found == ["a graph"]
+    assert f"kernels=image for {KEY.name}" in caplog.text
+
+
+async def test_a_download_that_never_ends_keeps_no_worker_from_its_work_and_its_end(
+    storage: Storage, settings: WorkerSettings, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(cache, "find_sha256", lambda *_: asyncio.sleep(3600))
+    without_image = settings.model_copy(update={"kernels": None})
+    report = await asyncio.wait_for(process.run_worker(without_image, load=StandInEngine), 20)
+    assert report.jobs == {}
+
+
+async def test_no_compiler_waits_for_what_a_worker_has_stopped_to_fetch(
+    storage: Storage, settings: WorkerSettings, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(cache, "find_sha256", lambda *_: asyncio.sleep(3600))
+    async with cache.fetching(settings, storage.files) as kernels:
+        pass  # at once: the fetch has not even begun
+    assert kernels is not None
+    began_at = time.monotonic()
+    with kernels.compiling("the UNet"):
+        assert time.monotonic() - began_at < 10

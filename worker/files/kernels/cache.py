@@ -1,0 +1,283 @@
+"""A worker's compiled kernels: found on this machine, in the image or in the storage, or compiled.
+
+They are looked up while the checkpoint loads. Compiling waits for them, drawing does not. Whatever
+goes wrong is one line in the log: the worker then compiles, as it does without them.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+import os
+import tempfile
+import threading
+from collections.abc import AsyncIterator, Callable, Iterator
+from pathlib import Path
+from typing import Literal
+
+from imagefleet import errors, retry
+from imagefleet.signing import TrustedKeys, trusted_keys
+from imagefleet.storage import protocol
+from worker import tasks
+from worker.files import manifest, model
+from worker.files.disk_cache import DiskCache
+from worker.files.download import Download
+from worker.files.kernels import archive
+from worker.files.kernels.key import Key
+from worker.files.kernels.machine import find_key
+from worker.files.manifest import Manifest
+from worker.files.safetensors import MalformedError
+from worker.files.sources import BlobSource
+from worker.settings import WorkerSettings
+
+log = logging.getLogger(__name__)
+
+Origin = Literal["image", "disk", "store", "compiled"]
+"""Where a worker has its kernels from."""
+
+#: Compiling takes longer than most downloads, but not longer than those of the slowest lines.
+LONGEST_WAIT_SECONDS = 60.0
+
+#: Fewer than for a model: without it, the worker compiles.
+RETRIES = retry.RetryPolicy(tries=3, give_up_seconds=30)
+
+#: Torch's and Triton's variables for their folders.
+TORCH_FOLDER, TRITON_FOLDER = "TORCHINDUCTOR_CACHE_DIR", "TRITON_CACHE_DIR"
+
+#: How the folder's name begins that torch uses by default.
+_TORCHS_OWN = "torchinductor_"
+
+
+class KernelCache:
+    """The folder with the kernels of one key, which this machine's workers share."""
+
+    def __init__(
+        self, folder: Path, key: Key, on_origin: Callable[[Origin], None] = lambda _: None
+    ) -> None:
+        """*on_origin* is told where the kernels are from as soon as that is known."""
+        self.folder = folder
+        self.key = key
+        self.origin: Origin | None = None
+        self._on_origin = on_origin
+        self._is_settled = threading.Event()
+        self._ready = folder / f"{key.name}.ready"
+
+    async def fetch(
+        self,
+        blobs: protocol.BlobStore,
+        image: Path | None = None,
+        trusted: TrustedKeys | None = None,
+        retry_policy: retry.RetryPolicy = RETRIES,
+    ) -> None:
+        """Looks on the disk, in the folder *image*, and in the storage; never raises FleetError.
+
+        With *trusted* keys, one of them must have signed the storage's list of kernels.
+        """
+        try:
+            async with DiskCache(self.folder).lock():  # another worker may be fetching them
+                origin = await self._find(blobs, image, trusted, retry_policy)
+            if origin is not None:
+                self._settle(origin)
+        except errors.FleetError as error:
+            log.warning(
+                "compiling, since the stored kernels cannot be used: %s",
+                error.message,
+                extra={"action": "kernels_failed"},
+            )
+        except Exception:
+            log.exception("the stored kernels cannot be used", extra={"action": "kernels_failed"})
+            raise
+        finally:
+            self.give_up()
+
+    def wait(self, what: str) -> None:
+        """Waits for what is being fetched, before *what* is compiled; for any thread."""
+        if not self._is_settled.wait(LONGEST_WAIT_SECONDS):
+            self._is_settled.set()  # once is enough
+            log.info(
+                "compiling %s: stored kernels have not arrived within %.0f s",
+                what,
+                LONGEST_WAIT_SECONDS,
+                extra={"action": "kernels_late"},
+            )
+
+    @contextlib.contextmanager
+    def compiling(self, what: str) -> Iterator[None]:
+        """Waits, then the block compiles *what*, as far as its kernels are not there; as `wait`."""
+        self.wait(what)
+        before = self._graphs()
+        yield
+        if self._graphs() - before:
+            self._settle("compiled")
+        self._mark()
+
+    def give_up(self) -> None:
+        """Nothing is fetched any more, and no compiler waits for it."""
+        self._is_settled.set()
+
+    async def _find(
+        self,
+        blobs: protocol.BlobStore,
+        image: Path | None,
+        trusted: TrustedKeys | None,
+        retry_policy: retry.RetryPolicy,
+    ) -> Origin | None:
+        if self._ready.exists():
+            return "disk"
+        name = f"{self.key.name}{archive.SUFFIX}"
+        if image is not None and (image / name).exists():
+            try:
+                await self._unpack(image / name)
+            except archive.UnusableArchiveError as error:
+                log.warning(
+                    "the image's kernels are left out: %s",
+                    error.message,
+                    extra={"action": "kernels_damaged"},
+                )
+            else:
+                return "image"
+        sha256 = await retry_policy.call(lambda: find_sha256(blobs, name, trusted))
+        if sha256 is None:
+            log.info("no kernels are stored for %s", self.key.name, extra={"action": "no_kernels"})
+            return None
+        download = Download(
+            DiskCache(self.folder),
+            name,
+            BlobSource(blobs, name, manifest.KERNELS),
+            sha256,
+            copies=1,
+            check=lambda _part, _is_whole: None,
+            stated_in=f"{manifest.KERNELS}/{manifest.NAME}",
+        )
+        await download.run(retry_policy)
+        try:
+            await self._unpack(download.part)
+        finally:
+            download.forget()
+        return "store"
+
+    async def _unpack(self, path: Path) -> None:
+        await asyncio.to_thread(archive.unpack, path, self.folder, self.key)
+        self._mark()
+
+    def _mark(self) -> None:
+        """Tells later workers that they need not fetch anything."""
+        with contextlib.suppress(OSError):  # they then look again
+            self._ready.touch()
+
+    def _graphs(self) -> set[Path]:
+        """What torch has compiled into the folder."""
+        return set(self.folder.glob("fxgraph/*/*/*"))
+
+    def _settle(self, origin: Origin) -> None:
+        if origin == self.origin:
+            return
+        advice = (
+            ": `imagefleet kernels build` and `kernels push` spare other workers that"
+            if origin == "compiled"
+            else ""
+        )
+        log.info(
+            "kernels=%s for %s%s",
+            origin,
+            self.key.name,
+            advice,
+            extra={"action": "kernels", "kernels": origin, "key": self.key.name},
+        )
+        self.origin = origin
+        self._on_origin(origin)
+
+
+@contextlib.asynccontextmanager
+async def fetching(
+    settings: WorkerSettings,
+    blobs: protocol.BlobStore,
+    on_origin: Callable[[Origin], None] = lambda _: None,
+) -> AsyncIterator[KernelCache | None]:
+    """The kernels of a worker whose model is on this machine, fetched during the block.
+
+    None where nothing is compiled, or no folder can be written.
+    """
+    found = await asyncio.to_thread(open_cache, settings, on_origin)
+    if found is None:
+        yield None
+        return
+    trusted = trusted_keys(settings.trusted_key)
+    fetch = found.fetch(blobs, settings.kernels, trusted)
+    try:
+        async with tasks.background(fetch, "fetch kernels"):
+            yield found
+    finally:
+        found.give_up()
+
+
+def open_cache(
+    settings: WorkerSettings, on_origin: Callable[[Origin], None] = lambda _: None
+) -> KernelCache | None:
+    """The kernels of a worker with these settings; None where nothing is compiled.
+
+    Blocks on the driver.
+    """
+    if settings.compile == "off":
+        return None
+    try:
+        key = find_key(model.local_path(settings), settings.device)
+        if key is None:
+            return None
+        return KernelCache(use_folder(settings.cache, key), key, on_origin)
+    except (OSError, MalformedError):  # the engine says what is wrong with the model
+        return None
+    except errors.FleetError as error:
+        log.warning(
+            "compiled kernels are not kept in --cache: %s",
+            error.message,
+            extra={"action": "kernels_failed"},
+        )
+        return None
+
+
+def use_folder(cache: Path, key: Key) -> Path:
+    """Has torch and Triton keep the kernels of *key* in a folder of their own, and returns it.
+
+    Where their variables name folders already, they keep those.
+
+    Raises:
+        SetupError, NodeError: the folder cannot be written.
+    """
+    folder = _chosen_folder() or cache.expanduser().absolute() / "kernels" / key.name
+    with DiskCache(folder).errors():
+        folder.mkdir(parents=True, exist_ok=True)
+    os.environ[TORCH_FOLDER] = str(folder)
+    os.environ.setdefault(TRITON_FOLDER, str(folder / "triton"))
+    return folder
+
+
+def _chosen_folder() -> Path | None:
+    """The operator's; torch sets the variable itself once imported, to a temporary folder."""
+    given = Path(os.environ.get(TORCH_FOLDER, ""))
+    is_torchs = given.parent == Path(tempfile.gettempdir()) and given.name.startswith(_TORCHS_OWN)
+    return None if given == Path() or is_torchs else given
+
+
+async def find_sha256(
+    blobs: protocol.BlobStore, name: str, trusted: TrustedKeys | None
+) -> str | None:
+    """The hash that the storage's list states for an archive; None if it lists no such one.
+
+    Raises:
+        TransientError: the storage does not answer; SetupError: the list is not signed as it must.
+    """
+    listed = f"{manifest.KERNELS}/{manifest.NAME}"
+    content = await blobs.read(listed, manifest.MAX_BYTES)
+    if content is None:
+        return None
+
+    async def read() -> bytes | None:
+        return content
+
+    where = f"{listed} in the container {blobs.name!r}"
+    try:
+        return await Manifest(where, read, folder=manifest.KERNELS, trusted=trusted).sha256(name)
+    except errors.MissingFileError:
+        return None
