@@ -12,6 +12,7 @@ import contextlib
 import logging
 import time
 from collections.abc import Awaitable, Callable, Iterable
+from concurrent.futures import Future
 from importlib import metadata
 from typing import Any, NoReturn
 
@@ -221,9 +222,7 @@ class Pipeline:
 
     async def _start_up(self) -> contract.Engine:
         """Loads the engine and checks the node, the upload at the same time."""
-        self._model_hash = self._hashes.of_model(
-            model.local_path(self._settings), self._settings.model_sha256
-        )
+        self._hash_model()
         async with (
             tasks.background(self._check.upload(), "check upload") as uploading,
             self._check.start_up(),
@@ -231,6 +230,11 @@ class Pipeline:
             engine = await self.engine_thread.start()
             await uploading
         return engine
+
+    def _hash_model(self) -> Future[str | None]:
+        """The hash of the present model's file; begun by the first call."""
+        settings = self.models.current.settings if self.models else self._settings
+        return self._hashes.of_model(model.local_path(settings), settings.model_sha256)
 
     def _load_first(self) -> contract.Engine:
         if self.models is None:
@@ -302,7 +306,7 @@ class Pipeline:
         )
         encode = EncodeStage(
             engine.model_name,
-            self._model_hash,
+            self._hash_model(),
             upload,
             self.settler,
             self.metrics,

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import asyncio
+import hashlib
+import io
 import json
 import threading
 from collections.abc import Callable
@@ -10,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from PIL import Image
 
 from imagefleet import errors
 from imagefleet.storage.protocol import Storage
@@ -74,7 +77,7 @@ def _quick_looks(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setattr(change, "IDLE_LOOK_SECONDS", 0.02)
     monkeypatch.setattr(change, "LOOK_SECONDS", 0.02)
     for name in MODELS:  # what is read ahead
-        (tmp_path / name).write_bytes(b"weights")
+        (tmp_path / name).write_bytes(f"weights of {name}".encode())
     monkeypatch.chdir(tmp_path)
 
 
@@ -96,10 +99,6 @@ def job(number: int, model: str | None = None) -> str:
 
 
 async def greys(storage: Storage) -> dict[str, int]:
-    import io
-
-    from PIL import Image
-
     found = {}
     async for name in storage.blobs.names("default/"):
         data = await storage.blobs.read(name)
@@ -131,6 +130,22 @@ async def test_each_job_is_drawn_with_the_model_that_it_names(
     assert read("imagefleet_model_jobs_total", jobs) == 10
     for model in MODELS:
         assert await serving.is_served(storage.blobs, model)
+
+
+@local_only
+async def test_an_image_names_the_hash_of_its_own_model(
+    storage: Storage, worker_settings: Callable[..., WorkerSettings]
+) -> None:
+    for model in MODELS:
+        await storage.models.send([job(1, model)])
+    await work(storage, worker_settings(), Engines(worker_settings, *MODELS).models())
+    for model in MODELS:
+        (name,) = [each async for each in storage.blobs.names(f"default/{model}-1")]
+        data = await storage.blobs.read(name)
+        assert data is not None
+        parameters = Image.open(io.BytesIO(data)).info["parameters"]
+        sha256 = hashlib.sha256(f"weights of {model}".encode()).hexdigest()
+        assert f"Model hash: {sha256[:10]}, Model: {model}," in parameters
 
 
 async def test_a_job_in_the_wrong_queue_is_moved_to_its_models_and_keeps_id_and_priority(
