@@ -30,7 +30,7 @@ from worker.testing import StandInEngine
 if os.isatty(0):
     fcntl.ioctl(0, termios.TIOCSCTTY, 0)  # so that Ctrl-C reaches it
 
-def load(worker):
+def load(worker, checkpoint):
     {loading}
     return StandInEngine(capacity=4, tick_seconds=0.2)
 

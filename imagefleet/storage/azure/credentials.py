@@ -212,7 +212,8 @@ class RotatingTokens:
         self._refusal_logged = False
         self._tokens = tokens
         for key, credential in self.credentials.items():
-            credential.update(tokens.of(*key))
+            if token := tokens.of(*key):  # not every model's queue has one
+                credential.update(token)
         log.info(
             "new SAS tokens from %s, valid until %s",
             self.source.name,

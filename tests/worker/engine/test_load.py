@@ -16,6 +16,7 @@ from imagefleet import errors
 from worker import process
 from worker.engine import device, load
 from worker.gpus import compiling
+from worker.models.checkpoints import Checkpoint
 from worker.settings import WorkerSettings
 
 
@@ -121,14 +122,10 @@ def test_a_worker_takes_such_a_gpu_for_broken_if_its_parent_chose_it(
     gpu: Callable[..., None], checkpoint: Path, member: object, fault: type[Exception]
 ) -> None:
     gpu("13.0", "580.95.05", works=False)
-    worker: Any = SimpleNamespace(
-        _settings=WorkerSettings(model=str(checkpoint), device="cuda"),
-        _member=member,
-        _compiling=nullcontext,
-        _compiles=lambda: None,
-    )
+    settings = WorkerSettings(model=str(checkpoint), device="cuda")
+    worker: Any = SimpleNamespace(_settings=settings, _member=member, _compiling=nullcontext)
     with pytest.raises(fault, match="CUDA GPU"):
-        process._Worker._load_engine(worker)
+        process._Worker._load_engine(worker, Checkpoint("tiny", settings))
 
 
 @pytest.mark.parametrize(("cuda", "driver"), [(None, "580.95.05"), ("13.0", "570.124.06")])

@@ -16,6 +16,7 @@ import pytest
 from worker import process
 from worker.engine import load
 from worker.gpus import compiling
+from worker.models.checkpoints import Checkpoint
 from worker.settings import WorkerSettings
 
 DEMO_MODEL = Path(__file__).parents[3] / "demo_model"
@@ -102,7 +103,7 @@ def test_a_worker_draws_first_and_each_graph_is_compiled_once_on_a_machine(
     stop, hurry = asyncio.Event(), asyncio.Event()
     ignore = lambda _: None  # noqa: E731 - shorter
     worker = process._Worker(settings, None, ignore, None, None, stop, hurry, member)
-    worker._load_engine()
+    worker._load_engine(Checkpoint("demo", settings))
     assert given["compile"] == "background"
     with given["around_compiling"]("the UNet"), given["around_compiling"]("the VAE"):
         pass  # a graph does not wait for another
