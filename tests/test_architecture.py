@@ -29,7 +29,7 @@ USES_TORCH = ("worker.engine", "fleet.bench")
 
 FILES_IN_A_FOLDER = 14
 LINES_IN_A_FILE = 500
-WORKER_SETTINGS = 39
+WORKER_SETTINGS = 40
 
 
 #: What `make test` unpacks into the tests' folders.

@@ -20,7 +20,6 @@ from imagefleet import errors, retry
 from imagefleet.cancelled import CancelledCampaigns
 from imagefleet.signing import trusted_keys
 from imagefleet.storage import protocol
-from imagefleet.telemetry import logs
 from worker import replica, tasks
 from worker.cost import CostMeter
 from worker.engine import contract
@@ -46,7 +45,7 @@ from worker.settle import InFlightJob, Settler
 from worker.stages import record
 from worker.stages.generate import GenerateStage
 from worker.stages.prepare import PREPARERS, PrepareStage
-from worker.stages.upload import ENCODERS, UPLOADS, EncodeStage, UploadStage
+from worker.stages.upload import ENCODERS, STORAGE_RETRIES, UPLOADS, EncodeStage, UploadStage
 
 log = logging.getLogger(__name__)
 
@@ -70,21 +69,6 @@ LAST_JOBS_SECONDS = 120.0
 #: Between two measurements of the queues' depth. Every worker measures, so the metrics are fresher
 #: the larger the fleet; more often would only be billed.
 DEPTH_SECONDS = 60.0
-
-
-#: In an outage every upload in flight fails again and again.
-_outage_warning = logs.Occasion()
-
-
-def _log_outage(error: errors.TransientError) -> None:
-    if _outage_warning.is_due():
-        log.warning("the storage does not answer: %s", error, extra={"action": "storage_outage"})
-
-
-#: Storage that is down for a few minutes costs no generated image; leases are renewed meanwhile.
-STORAGE_RETRIES = retry.RetryPolicy(
-    tries=15, longest_wait_seconds=30, waits_for_access=True, on_retry=_log_outage
-)
 
 
 class Pipeline:

@@ -30,7 +30,7 @@ COMMANDS = [
         "health",
         "version",
     ),
-    *("failed", "keys", "deploy", "model", "lora", "kernels"),
+    *("failed", "keys", "deploy", "model", "lora", "embedding", "kernels"),
 ]
 
 Imagefleet = Callable[..., "subprocess.CompletedProcess[str]"]  # the fixture of conftest.py

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import logging
 import time
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, field
@@ -14,6 +15,7 @@ from imagefleet import errors, retry
 from imagefleet.job.message import DUPLICATES, text_for_image
 from imagefleet.records.record import MAX_NAME_CHARACTERS, Embedding, Record
 from imagefleet.storage import protocol
+from imagefleet.telemetry import logs
 from worker.cost import CostMeter
 from worker.engine import contract
 from worker.metrics import WorkerMetrics
@@ -30,6 +32,23 @@ UPLOADS = 16
 
 #: Encoded images that may wait, for each upload in flight.
 WAITING_PER_UPLOAD = 2
+
+
+log = logging.getLogger(__name__)
+
+#: In an outage every upload in flight fails again and again.
+_outage_warning = logs.Occasion()
+
+
+def _log_outage(error: errors.TransientError) -> None:
+    if _outage_warning.is_due():
+        log.warning("the storage does not answer: %s", error, extra={"action": "storage_outage"})
+
+
+#: Storage that is down for a few minutes costs no generated image; leases are renewed meanwhile.
+STORAGE_RETRIES = retry.RetryPolicy(
+    tries=15, longest_wait_seconds=30, waits_for_access=True, on_retry=_log_outage
+)
 
 
 @dataclass(frozen=True, slots=True)

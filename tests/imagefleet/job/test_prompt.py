@@ -198,9 +198,9 @@ def test_the_text_around_a_tag_is_kept() -> None:
     assert prompt.read_prompt("a, <lora:x:1>, (b <lora:y:1>)").text == "a, , (b )"
 
 
-def test_the_same_lora_twice_is_read_twice() -> None:
+def test_the_same_lora_twice_applies_twice_with_its_last_weight_as_in_automatic1111() -> None:
     loras = prompt.read_prompt("<lora:x:0.5> <lora:x:0.25>").loras
-    assert [lora.unet_weight for lora in loras] == [0.5, 0.25]
+    assert [lora.unet_weight for lora in loras] == [0.25, 0.25]
 
 
 def test_a_tag_in_a_negative_prompt_is_plain_words_as_in_automatic1111() -> None:

@@ -267,7 +267,7 @@ def test_the_programs_in_the_documents_convert_and_complete_checkpoints(
     single_file: Path, checkpoint: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     page = (Path(__file__).parents[3] / "docs" / "models.md").read_text()
-    convert, complete, state_v = re.findall(
+    convert, complete, state_v, _of_embeddings = re.findall(
         r"^```python\n(.*?)^```$", page, re.MULTILINE | re.DOTALL
     )
     monkeypatch.chdir(tmp_path)
