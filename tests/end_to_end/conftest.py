@@ -103,7 +103,10 @@ def start(environment: dict[str, str]) -> Iterator[Start]:
 def worker_forks(tmp_path_factory: pytest.TempPathFactory) -> Iterator[forks.Forks]:
     variables = {**os.environ, "OMP_NUM_THREADS": "1"}
     folder = tmp_path_factory.mktemp("forks")
-    prelude = "import worker.process, worker.engine.checkpoint, worker.engine.slots.engine"
+    prelude = (
+        "import worker.process, worker.engine.checkpoint, worker.engine.slots.engine;"
+        "from worker.models import change; change.LOOK_SECONDS = 3.0"
+    )
     with forks.running(Path(sys.executable), folder, variables, prelude) as made:
         yield made
 

@@ -111,11 +111,13 @@ class WorkerModels:
         is_idle: Callable[[], bool],
         seconds_per_job: Callable[[], float],
     ) -> Checkpoint:
+        looked_at = time.monotonic()
         while True:
-            pause = IDLE_LOOK_SECONDS if is_idle() else LOOK_SECONDS
-            await asyncio.sleep(retry.jitter(pause))
-            if not (is_idle() or self._choice.may_leave):
+            await asyncio.sleep(retry.jitter(IDLE_LOOK_SECONDS))
+            is_due = time.monotonic() - looked_at >= LOOK_SECONDS and self._choice.may_leave
+            if not (is_idle() or is_due):
                 continue
+            looked_at = time.monotonic()
             try:
                 waiting = {name: await self._waiting(queue, name) for name in self._checkpoints}
             except errors.FleetError as error:

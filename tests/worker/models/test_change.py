@@ -133,6 +133,21 @@ async def test_each_job_is_drawn_with_the_model_that_it_names(
 
 
 @local_only
+async def test_a_worker_whose_queues_run_dry_does_not_wait_for_its_next_look_at_the_others(
+    storage: Storage,
+    worker_settings: Callable[..., WorkerSettings],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(change, "LOOK_SECONDS", 60.0)
+    for model in ("first", "second"):
+        await storage.models.send([job(number, model) for number in range(3)])
+    models = Engines(worker_settings, "first", "second").models()
+    async with asyncio.timeout(20):
+        pipeline = await work(storage, worker_settings(), models)
+    assert pipeline.images_written == 6
+
+
+@local_only
 async def test_an_image_names_the_hash_of_its_own_model(
     storage: Storage, worker_settings: Callable[..., WorkerSettings]
 ) -> None:
