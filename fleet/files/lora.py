@@ -43,8 +43,8 @@ def add_command(
 ) -> None:
     """Puts a LoRA into the storage and prints its tag for prompts.
 
-    It must be one for Stable Diffusion 1.x. If the storage has a loras/manifest.json, or there is a
-    signing key, its hash is listed there: workers refuse another file of its name.
+    It must be one for Stable Diffusion 1.x, 2.x or SDXL. If the storage has a loras/manifest.json,
+    or there is a signing key, its hash is listed there: workers refuse another file of its name.
 
     imagefleet lora add magic-fantasy-forest-v2.safetensors
 
@@ -58,7 +58,7 @@ def add_command(
 
         keys = signing.Keys.of(settings)
         async with transfer.local_file(source, sha256, kinds.SD1_LORA, cache) as path:
-            transfer.check_kind(path, kinds.SD1_LORA)
+            kind = kinds.find_kind(transfer.check_kind(path, kinds.SD1_LORA))
             if path.stat().st_size > loras.MAX_BYTES:
                 raise errors.SetupError(
                     f"{str(path)!r} has more than {loras.MAX_BYTES / 2**20:,.0f} MiB, the most"
@@ -70,7 +70,7 @@ def add_command(
                 listing = Listing(storage, FOLDER, keys, create=manifest)
                 await listing.check()
                 blob = f"{FOLDER}/{stem}.safetensors"
-                stored = await transfer.store(storage, blob, path, "SD 1.x LoRA")
+                stored = await transfer.store(storage, blob, path, f"{kind.family} LoRA")
                 return stored, stem, await listing.add(stem, stored.sha256)
 
     stored, stem, is_listed = console.run(add())

@@ -77,10 +77,10 @@ def add_command(
 ) -> None:
     """Puts a checkpoint into the storage and prints the worker's flags.
 
-    It must be a Stable Diffusion 1.x checkpoint. A test image is drawn on this machine and written
-    to the current folder, and so are the reference images by which nodes check what they draw. An
-    interrupted download or upload goes on where it was. If the storage has a models/manifest.json,
-    or there is a signing key, its hash is listed there.
+    It must be a checkpoint of Stable Diffusion 1.x, 2.x or SDXL. A test image is drawn on this
+    machine and written to the current folder, and so are the reference images by which nodes check
+    what they draw. An interrupted download or upload goes on where it was. If the storage has a
+    models/manifest.json, or there is a signing key, its hash is listed there.
 
     imagefleet model add dreamshaper-8.safetensors
 
@@ -108,7 +108,7 @@ def add_command(
                 await storage.create()
                 listing = Listing(storage, FOLDER, keys, create=manifest)
                 await listing.check()
-                stored = await transfer.store(storage, blob, file, "SD 1.x")
+                stored = await transfer.store(storage, blob, file, check.family(path))
                 listed = await listing.add(blob.removeprefix(f"{FOLDER}/"), stored.sha256)
                 if expected is not None:
                     expected_at = await canary.store(storage.files, blob, expected)

@@ -101,6 +101,19 @@ def kind_of_file(path: Path) -> kinds.Kind:
     return kinds.find_kind(read_header(path))
 
 
+def family(path: Path) -> str:
+    """The models that a checkpoint is one of: 'SD 1.x', 'SD 2.x' or 'SDXL'.
+
+    Raises:
+        SetupError: it is none, or cut off.
+    """
+    if not path.is_dir():
+        return kind_of_file(path).family
+    width = _read_json(path / "unet" / "config.json").get("cross_attention_dim")
+    by_width = {1024: kinds.SD2, 2048: kinds.SDXL}
+    return next((kind for each, kind in by_width.items() if each == width), kinds.SD1).family
+
+
 def read_header(path: Path) -> safetensors.Header:
     """The header of a safetensors file; raises SetupError as `kind_of_file`."""
     with path.open("rb") as file:

@@ -23,15 +23,17 @@ class Kind:
     advice: str = _ONLY_THESE
     use: Literal["checkpoint", "lora", "embedding"] | None = None
     """What imagefleet uses such files as; None: not at all."""
+    family: str = ""
+    """The models that it is, or is for."""
 
 
 _MODEL_PLACE = "`imagefleet model add` is for checkpoints"
-SD1 = Kind("a Stable Diffusion 1.x checkpoint", _MODEL_PLACE, "checkpoint")
-SD2 = Kind("a Stable Diffusion 2.x checkpoint", _MODEL_PLACE, "checkpoint")
-SDXL = Kind("an SDXL checkpoint", _MODEL_PLACE, "checkpoint")
-SD1_LORA = Kind("a LoRA for Stable Diffusion 1.x", _LORA_PLACE, "lora")
-SD2_LORA = Kind("a LoRA for Stable Diffusion 2.x", _LORA_PLACE, "lora")
-SDXL_LORA = Kind("a LoRA for SDXL", _LORA_PLACE, "lora")
+SD1 = Kind("a Stable Diffusion 1.x checkpoint", _MODEL_PLACE, "checkpoint", "SD 1.x")
+SD2 = Kind("a Stable Diffusion 2.x checkpoint", _MODEL_PLACE, "checkpoint", "SD 2.x")
+SDXL = Kind("an SDXL checkpoint", _MODEL_PLACE, "checkpoint", "SDXL")
+SD1_LORA = Kind("a LoRA for Stable Diffusion 1.x", _LORA_PLACE, "lora", "SD 1.x")
+SD2_LORA = Kind("a LoRA for Stable Diffusion 2.x", _LORA_PLACE, "lora", "SD 2.x")
+SDXL_LORA = Kind("a LoRA for SDXL", _LORA_PLACE, "lora", "SDXL")
 
 _LORA_ADVICE = "imagefleet uses LoRAs for Stable Diffusion 1.x, 2.x and SDXL"
 _OTHER_LORA = Kind("a LoRA for another architecture (Flux, SD3 or similar)", _LORA_ADVICE)

@@ -266,6 +266,15 @@ def test_a_lora_is_stored_with_its_hash_in_the_manifest_if_there_is_one(
     assert [row["name"] for row in rows] == ["night (v2).safetensors", "rocket.safetensors"]
 
 
+def test_a_lora_for_sdxl_is_listed_as_one(
+    in_process: Imagefleet, lora: Path, flags: list[str]
+) -> None:
+    lora.write_bytes(file_of("lora_te2_text_model_encoder_layers_0_mlp_fc1.alpha"))
+    result = in_process("lora", "add", lora.name, *flags)
+    assert result.returncode == console.EXIT_DONE, result.stderr
+    assert "rocket.safetensors  SDXL LoRA" in in_process("lora", "list", *flags).stdout
+
+
 @pytest.mark.parametrize(
     ("arguments", "reason"),
     [

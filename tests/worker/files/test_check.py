@@ -216,6 +216,16 @@ def test_a_folder_of_another_architecture_is_named(
     assert reason in refusal(folder)
 
 
+@pytest.mark.parametrize(
+    ("width", "family"), [(768, "SD 1.x"), (1024, "SD 2.x"), (2048, "SDXL"), ([2048], "SD 1.x")]
+)
+def test_the_family_of_a_folder_is_told_by_its_unet(
+    folder: Path, width: object, family: str
+) -> None:
+    (folder / "unet" / "config.json").write_text(json.dumps({"cross_attention_dim": width}))
+    assert check.family(folder) == family
+
+
 def test_a_damaged_folder_names_what_is_wrong(folder: Path) -> None:
     weights = folder / "vae" / "model.safetensors"
     weights.write_bytes(weights.read_bytes()[:-1])
