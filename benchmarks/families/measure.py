@@ -29,9 +29,9 @@ import torch
 
 from engine_process import decibels
 from families import tiny_families
-from fleet.bench import baseline, machine, random_model, work
 from fleet.bench import engine as bench_engine
 from fleet.bench import jobs as bench_jobs
+from fleet.bench import machine, random_model, work
 from imagefleet import errors
 from worker.engine import contract, load
 from worker.engine import device as devices
@@ -165,19 +165,10 @@ def measure_limit(arguments: argparse.Namespace) -> Figures:
 def measure_plain(arguments: argparse.Namespace) -> Figures:
     """Images/s of diffusers + peft, one job at a time, with its LoRAs in memory."""
     model = build_model(arguments, "sdxl")
-    dtype = devices.find_dtype("auto", arguments.device)
-    plain = baseline.PlainDiffusers(model, arguments.device, dtype)
     side = 64 if arguments.tiny else 1024
     workload = replace(build_workload(arguments, model), sizes=((side, side),))
-    requests = [workload.request(number) for number in range(BASELINE_IMAGES + 1)]
-    for request in requests:
-        plain.use_loras(request.loras)
-    plain.draw(requests[:1])
-    began_at = time.perf_counter()
-    for request in requests[1:]:
-        plain.use_loras(request.loras)
-        plain.draw([request])
-    return {"images_per_second": BASELINE_IMAGES / (time.perf_counter() - began_at)}
+    rate = bench_engine.measure_baseline(model, arguments.device, workload, BASELINE_IMAGES)
+    return {"images_per_second": rate}
 
 
 def measure_company(arguments: argparse.Namespace) -> Figures:

@@ -98,10 +98,12 @@ def draw_a_round(engine: contract.Engine, workload: bench_jobs.Workload) -> None
     work.draw(engine, [workload.request(at) for at in range(work.images_at_once(engine))])
 
 
-def measure_baseline(setup: Setup, device: torch.device, workload: bench_jobs.Workload) -> float:
+def measure_baseline(
+    model: Path, device: torch.device, workload: bench_jobs.Workload, images: int = BASELINE_IMAGES
+) -> float:
     """Images/s of plain diffusers, one at a time, with its LoRAs in memory."""
-    plain = baseline.PlainDiffusers(setup.model, device, devices.find_dtype("auto", device))
-    requests = [workload.request(number) for number in range(BASELINE_IMAGES + 1)]
+    plain = baseline.PlainDiffusers(model, device, devices.find_dtype("auto", device))
+    requests = [workload.request(number) for number in range(images + 1)]
     for request in requests:
         plain.use_loras(request.loras)
     plain.draw(requests[:1])
@@ -109,7 +111,7 @@ def measure_baseline(setup: Setup, device: torch.device, workload: bench_jobs.Wo
     for request in requests[1:]:
         plain.use_loras(request.loras)
         plain.draw([request])
-    return BASELINE_IMAGES / (time.perf_counter() - began_at)
+    return images / (time.perf_counter() - began_at)
 
 
 def measure(setup: Setup, options: Options, step: StartStep) -> dict[str, Any]:
@@ -134,7 +136,7 @@ def measure(setup: Setup, options: Options, step: StartStep) -> dict[str, Any]:
     plain = None
     if options.with_baseline:
         step("diffusers + peft, one job at a time", 1)
-        plain = measure_baseline(setup, device, workload)
+        plain = measure_baseline(setup.model, device, workload)
     return {
         "model": str(setup.model),
         "width": workload.sizes[0][0],

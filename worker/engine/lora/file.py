@@ -65,24 +65,14 @@ class WeightDelta:
 
 
 def make_delta(tensors: Tensors, alpha: float | None, *, by_root: bool = False) -> WeightDelta:
-    """The change that a layer's tensors describe; *alpha* applies if they have none.
+    """The change that a layer's tensors describe, which `Layout` has checked.
 
     *by_root* divides alpha by the square root of the rank (rsLoRA), not by the rank.
-
-    Raises:
-        ValueError: the tensors are of no known kind, or incomplete.
     """
-    if not kinds.is_known(frozenset(tensors)):
-        raise ValueError("the tensors are of no known kind")
-    if "alpha" in tensors:
-        alpha = float(tensors["alpha"].item())
     rank = next((tensors[name].shape[0] for name in _RANKED if name in tensors), None)
-    kept = {name: tensor for name, tensor in tensors.items() if name != "alpha"}
     if alpha is None or rank is None:
-        return WeightDelta(kept, 1.0)
-    if rank == 0:
-        raise ValueError("the rank is 0")
-    return WeightDelta(kept, alpha / (rank**0.5 if by_root else rank))
+        return WeightDelta(tensors, 1.0)
+    return WeightDelta(tensors, alpha / (rank**0.5 if by_root else rank))
 
 
 Identity = tuple[str, int, int]

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import functools
 import itertools
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -56,8 +56,9 @@ class Layout:
         self._places = places
         self._runs = list(_runs(places))
         by_layer = _by_layer(places, layers)
+        compute = functools.cache(_compute_without_numbers)  # most layers are alike
         for layer, found in by_layer.items():
-            _check_shapes(layer, found, layers.shapes[layer])
+            _check_shapes(layer, found, layers.shapes[layer], compute)
         alphas: dict[torch.dtype, list[int]] = {}
         self._layers = {layer: _as_views(found, alphas) for layer, found in by_layer.items()}
         self._alphas = {dtype: torch.tensor(at) for dtype, at in alphas.items()}
@@ -152,11 +153,14 @@ def _by_layer(places: Mapping[str, Place], layers: names.Layers) -> dict[LayerId
     return by_layer
 
 
-def _check_shapes(layer: LayerId, found: Mapping[str, Place], weight: torch.Size) -> None:
+def _check_shapes(
+    layer: LayerId,
+    found: Mapping[str, Place],
+    weight: torch.Size,
+    compute: Callable[[frozenset[tuple[str, tuple[int, ...]]], torch.Size], None],
+) -> None:
     try:
-        _compute_without_numbers(
-            frozenset((name, place.shape) for name, place in found.items()), weight
-        )
+        compute(frozenset((name, place.shape) for name, place in found.items()), weight)
     except (ValueError, RuntimeError, IndexError) as error:
         network, path = layer
         tensors = ", ".join(f"{name} {list(place.shape)}" for name, place in found.items())
@@ -165,7 +169,6 @@ def _check_shapes(layer: LayerId, found: Mapping[str, Place], weight: torch.Size
         ) from error
 
 
-@functools.lru_cache(maxsize=4096)
 def _compute_without_numbers(
     shapes: frozenset[tuple[str, tuple[int, ...]]], weight: torch.Size
 ) -> None:

@@ -49,25 +49,21 @@ def original_names(paths: Iterable[str]) -> dict[str, str]:
 
 def _sides(layers: list[str]) -> Iterator[tuple[str, str]]:
     """The parts of the blocks on the way down and up: numbered through by resnets and samplers."""
-    number = 1
-    for block, parts in _by_block(layers, "down_blocks"):
-        for at in range(parts["resnets"]):
-            yield f"{block}.resnets.{at}", f"input_blocks.{number}.0"
-            yield f"{block}.attentions.{at}", f"input_blocks.{number}.1"
-            number += 1
-        if "downsamplers" in parts:
-            yield f"{block}.downsamplers.0", f"input_blocks.{number}.0"
-            number += 1
-    number = 0
-    for block, parts in _by_block(layers, "up_blocks"):
-        for at in range(parts["resnets"]):
-            yield f"{block}.resnets.{at}", f"output_blocks.{number}.0"
-            yield f"{block}.attentions.{at}", f"output_blocks.{number}.1"
-            number += 1
-        if "upsamplers" in parts:
-            # After the last layer's resnet and, if there is one, its attention.
-            place = 2 if "attentions" in parts else 1
-            yield f"{block}.upsamplers.0", f"output_blocks.{number - 1}.{place}"
+    sides = (("down_blocks", "input_blocks", 1), ("up_blocks", "output_blocks", 0))
+    for side, name, first in sides:
+        number = first
+        for block, parts in _by_block(layers, side):
+            for at in range(parts["resnets"]):
+                yield f"{block}.resnets.{at}", f"{name}.{number}.0"
+                yield f"{block}.attentions.{at}", f"{name}.{number}.1"
+                number += 1
+            if "downsamplers" in parts:
+                yield f"{block}.downsamplers.0", f"{name}.{number}.0"
+                number += 1
+            if "upsamplers" in parts:
+                # After the last layer's resnet and, if there is one, its attention.
+                place = 2 if "attentions" in parts else 1
+                yield f"{block}.upsamplers.0", f"{name}.{number - 1}.{place}"
 
 
 def _by_block(layers: list[str], side: str) -> Iterator[tuple[str, Mapping[str, int]]]:
