@@ -47,9 +47,9 @@ class Family:
         )
         return 2 * (steps or self.steps) * call + decoding + 2 * self.text_tflop
 
-    @property
-    def work(self) -> str:
-        return f"{self.width}x{self.height}, {self.steps} steps"
+    def images_per_second(self, of_sd1: float) -> float:
+        """The speed of a card that draws so many of SD1.5's images per second."""
+        return of_sd1 * self.rate * SD1.image_tflop() / self.image_tflop()
 
 
 def _read() -> Mapping[str, Family]:
