@@ -233,7 +233,7 @@ def find_speeds(
             work.model,
             work.family.slug,
             work.images,
-            find_speed(gpu, work, given, bench_of(gpu, benches, work.family)),
+            find_speed(gpu, given, bench_of(gpu, benches, work.family), work),
         )
         for work in works
     ]
@@ -251,8 +251,12 @@ def mean_speed(speeds: Sequence[ModelSpeed]) -> Input:
     return Input(value, kind, f"the mean over {len(speeds)} models, weighted by their images")
 
 
-def find_speed(gpu: str, work: Work, given: float | None, bench: Bench | None) -> Input:
+def find_speed(
+    gpu: str, given: float | None, bench: Bench | None, work: Work | None = None
+) -> Input:
     """Images/s of one *gpu*: given, measured, assumed, or estimated from another family's.
+
+    Without *work*, of images as they were measured.
 
     Raises:
         SetupError: none is known.
@@ -269,9 +273,11 @@ def find_speed(gpu: str, work: Work, given: float | None, bench: Bench | None) -
     return _scaled(record, families.SD1, families.SD1.image_tflop(), work)
 
 
-def _scaled(known: Input, family: Family, tflop_per_image: float, work: Work) -> Input:
+def _scaled(known: Input, family: Family, tflop_per_image: float, work: Work | None) -> Input:
     """A known speed, in images of this work: by their operations, and the families' rates."""
-    if work.family is family and math.isclose(work.tflop_per_image, tflop_per_image):
+    if work is None or (
+        work.family is family and math.isclose(work.tflop_per_image, tflop_per_image)
+    ):
         return known
     rate = work.family.rate / family.rate
     value = known.value * rate * tflop_per_image / work.tflop_per_image

@@ -108,7 +108,7 @@ def _row(
     """
     dollars = gpu.dollars_per_hour[priority]
     speeds = [
-        estimate.find_speed(gpu.name, work.of_count(1, 1, family)[0], None, bench).value
+        estimate.find_speed(gpu.name, None, bench, work.of_count(1, 1, family)[0]).value
         for family in {each.family for each in served} or {families.SD1}
         if (bench := estimate.bench_of(gpu.name, benches, family)) is not None
     ]

@@ -133,7 +133,7 @@ def test_a_checkpoint_tells_its_family(tmp_path: Path) -> None:
         (tmp_path / "pony" / part).mkdir(parents=True)
         (tmp_path / "pony" / part / "config.json").write_text("{}")
         (tmp_path / "pony" / part / "model.safetensors").write_bytes(b"\2" + bytes(7) + b"{}")
-    (unet / "config.json").write_text('{"cross_attention_dim": 2048}')
+    (unet / "config.json").write_text('{"addition_embed_type": "text_time"}')
 
     (tmp_path / "pony" / "model_index.json").write_text("{}")
 
@@ -181,7 +181,7 @@ def test_a_measured_rate_of_a_family_is_used_and_named() -> None:
     (job,) = work.of_count(1, 1, measured)
     record = prices.ASSUMED_IMAGES_PER_SECOND[GPU]
 
-    speed = estimate.find_speed(GPU, job, None, None)
+    speed = estimate.find_speed(GPU, None, None, job)
 
     assert speed.value == pytest.approx(1.2 * record * 26.64 / measured.image_tflop(), rel=1e-3)
     assert "SDXL gets 1.20 of SD1.5's operations/s, as measured: families-h200.json" in speed.source
