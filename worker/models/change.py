@@ -92,7 +92,7 @@ class WorkerModels:
             if name := first_to_serve(waiting, share):
                 chosen = self._checkpoints[name]
                 log.info(
-                    "beginning with the model %s: %d jobs wait for it",
+                    "beginning with the model %s; jobs waiting for it: %d",
                     name,
                     waiting[name].jobs,
                     extra={"action": "first_model", "model": name, "jobs": waiting[name].jobs},
