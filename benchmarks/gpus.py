@@ -34,11 +34,11 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 import aiohttp
 import pynvml
 
+from fleet.bench.workers import DONE, Machine, Sample, running
 from imagefleet.storage.open import open_storage
 from imagefleet.storage.protocol import Storage
 from imagefleet.storage.settings import StorageSettings
 from one_machine import figures
-from one_machine.machine import DONE, Machine, Sample, running, say
 from worker.gpus import choice
 from worker.gpus.choice import Gpu
 from worker.settings import MachineSettings
@@ -120,14 +120,14 @@ class Benchmark:
             *("--lease-seconds", LEASE_SECONDS, "--device", "cpu" if arguments.tiny else "auto"),
             *arguments.flags,
         )
-        environment = {"OMP_NUM_THREADS": "1"} if arguments.tiny else {}
+        environment = os.environ | ({"OMP_NUM_THREADS": "1"} if arguments.tiny else {})
         async with (
             open_storage(StorageSettings(storage=address)) as storage,
             aiohttp.ClientSession() as client,
         ):
             await storage.create()
             await storage.queue.send(map(self.setup.message, range(jobs)))
-            async with running(names, [str(each) for each in flags], environment) as machine:
+            async with running(names, [str(each) for each in flags], environment, say) as machine:
                 await self._until_warm(machine, client)
                 samples, clocks = await self._samples(machine, client, gpus)
                 self.runs[count] = figures.measured(samples, names, clocks)
@@ -268,6 +268,10 @@ async def _take_off(storage: Storage) -> set[str]:
         if len(again) == len(messages):
             break
     return removed
+
+
+def say(text: str) -> None:
+    print(text, file=sys.stderr, flush=True)
 
 
 def _clock_and_power(uuid: str) -> tuple[int, float]:

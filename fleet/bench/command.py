@@ -12,6 +12,7 @@ import typer
 from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
 
 from fleet import console, options
+from fleet.bench import scaling
 from fleet.worker import command as worker
 from imagefleet import errors
 from imagefleet.pricing import prices
@@ -24,6 +25,8 @@ app = typer.Typer(
     rich_markup_mode=None,
     help="Measures this machine's speed.",
 )
+
+app.command("scaling")(scaling.command)
 
 _SECONDS_PER_HOUR = 3600
 

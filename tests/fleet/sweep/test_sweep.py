@@ -10,20 +10,25 @@ import sys
 import time
 from collections import Counter
 from collections.abc import Callable
+from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
 import pytest
+from pydantic import SecretStr
 
 from fleet import console
+from fleet.keys import mint
 from fleet.sweep import resume
 from imagefleet.records import reader, sweep
+from imagefleet.storage.azure.roles import ROLES
 from imagefleet.storage.open import open_storage
 from imagefleet.storage.protocol import Storage
 from imagefleet.storage.settings import StorageSettings
 from loadgen.caption_sweep import SweepSource, groups
 from loadgen.captions import CaptionFile
-from loadgen.load import Checkpoint
+from loadgen.load import Checkpoint, Load
+from loadgen.settings import LoadSettings
 
 ROOT = Path(__file__).parents[3]
 
@@ -193,6 +198,25 @@ async def test_what_was_sent_after_the_last_note_is_found_by_its_images(
     assert await resume.prepare(storage_settings, source, path, "normal") == {
         job.id for job in drawn
     }
+
+
+async def test_the_tokens_of_an_operator_suffice(
+    azurite_settings: StorageSettings, captions: Path, tmp_path: Path
+) -> None:
+    async with open_storage(azurite_settings) as owner:
+        await owner.create()
+    minted = mint.Minter(azurite_settings).mint(ROLES["operator"], timedelta(hours=1))
+    tokens = {"storage": minted.storage, "sas": SecretStr(minted.sas)}
+    settings = azurite_settings.model_copy(update=tokens)
+    source = SweepSource(CaptionFile(captions), groups([7], ["PLMS"], [50]), "curve")
+
+    for path in (tmp_path / "first.json", tmp_path / "second.json"):
+        assert await resume.prepare(settings, source, path, "normal") == set()
+        async with open_storage(settings) as storage:
+            load = Load(storage, source, LoadSettings(), path, restart=False)
+            await load.run(lambda _confirmed: None)
+    async with open_storage(azurite_settings) as owner:
+        assert (await owner.queue.depth()).messages == 3
 
 
 async def test_the_images_of_a_sweep_say_their_group_in_their_records(
