@@ -26,8 +26,6 @@ app = typer.Typer(
     help="Measures this machine's speed.",
 )
 
-app.command("scaling")(scaling.command)
-
 _SECONDS_PER_HOUR = 3600
 
 
@@ -124,6 +122,9 @@ def engine_command(
         console.print_json(report)
     else:
         _show(report)
+
+
+app.command("scaling")(scaling.command)
 
 
 def _dollars_per_hour(

@@ -62,11 +62,12 @@ def command(
     json_file: options.JsonFile = None,
     as_json: options.AsJson = False,
 ) -> None:
-    """Measures images/s of 1, 2, 4, .. workers of this machine, and the share of perfect linear.
+    """Measures how images/s grow with this machine's workers.
 
-    Each run has real worker processes, one for each GPU, on one campaign in a temporary local
-    storage, from the queue to the stored image. On a CPU all runs have the same threads for each
-    worker, so that one alone does not use the cores of the others.
+    1, 2, 4, .. workers are compared with perfect linear. Each run has real worker processes, one
+    for each GPU, on one campaign in a temporary local storage, from the queue to the stored image.
+    On a CPU all runs have the same threads for each worker, so that one alone does not use the
+    cores of the others.
 
     imagefleet bench scaling
 

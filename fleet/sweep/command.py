@@ -108,10 +108,11 @@ def command(
     quiet: Annotated[bool, typer.Option("--quiet", help="No progress.")] = False,
     as_json: options.AsJson = False,
 ) -> None:
-    """Draws captions in all combinations of settings, as one campaign to be scored.
+    """Draws captions with all combinations of settings.
 
-    The image of a caption has the same seed in every group. The same command again adds nothing;
-    after an interruption it goes on where it was, from another machine as well.
+    They are one campaign, to be scored by group. A caption has the same seed in every group. The
+    same command again adds nothing; after an interruption it goes on where it was, from another
+    machine as well.
 
     imagefleet sweep captions.txt --campaign curve --guidance 1.5,2,3,4,5,6,7,8 --dry-run
 
@@ -184,8 +185,9 @@ def _send(
     with console.only_one(path, in_use):
         with reading("checking") as on_read:
             source.check(0, on_read)
-        if not restart:
-            source.sent_before = console.run(resume.prepare(settings, source, path, chosen))
+        source.sent_before = console.run(
+            resume.prepare(settings, source, path, chosen, models, restart=restart)
+        )
         storage = open_storage(settings)
         filling = Load(
             storage,

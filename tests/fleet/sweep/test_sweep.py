@@ -146,7 +146,9 @@ def test_the_same_sweep_again_adds_nothing_here_and_elsewhere(
     assert "campaign curve is another sweep already: its seed" in other.stderr
 
     restarted = in_process("sweep", "c.txt", *SWEEP, "--restart", "--json")
+    refused = in_process("sweep", "c.txt", *SWEEP, "--seed", "3", "--restart")
     assert json.loads(restarted.stdout)["sent"] == 6
+    assert refused.returncode == console.EXIT_OPERATOR_MUST_ACT
     assert set(Counter(job["id"] for job in bodies_in(local(tmp_path))).values()) == {2}
 
 
@@ -260,5 +262,5 @@ def test_a_mistake_is_named_and_nothing_is_sent(
 
     assert result.returncode != console.EXIT_DONE
     assert sentence in result.stderr
-    if "--models" not in arguments:
-        assert not (tmp_path / "imagefleet-data" / "queue.sqlite").exists()
+    corrected = in_process("sweep", "c.txt", "--campaign", "curve", "--json")
+    assert json.loads(corrected.stdout)["sent"] == 3, "the mistake left no manifest behind"
