@@ -20,6 +20,7 @@ from pydantic import SecretStr
 from fleet import console
 from fleet.keys import mint
 from fleet.sweep import resume
+from imagefleet.pricing import families
 from imagefleet.records import reader, sweep
 from imagefleet.storage.azure.roles import ROLES
 from imagefleet.storage.open import open_storage
@@ -77,13 +78,17 @@ def test_a_dry_run_says_groups_hours_and_price_and_touches_nothing(
 def test_more_steps_take_longer_by_the_speed_that_is_known(
     in_process: Imagefleet, captions: Path
 ) -> None:
-    def hours(steps: str, *machine: str) -> float:
-        arguments = ("sweep", "c.txt", "--campaign", "x", "--steps", steps, *machine)
+    def hours(steps: str, *more: str) -> float:
+        arguments = ("sweep", "c.txt", "--campaign", "x", "--steps", steps, *more)
         result = in_process(*arguments, "--dry-run", "--json")
         return float(json.loads(result.stdout)["plan"]["hours"])
 
     assert hours("15") == pytest.approx(3 / 0.83 / 3600)
-    assert hours("50") == pytest.approx(hours("15") * (50 + 1.6) / (15 + 1.6))
+    tflop = {steps: families.SD1.image_tflop(None, None, steps) for steps in (15, 50)}
+    assert hours("50") == pytest.approx(hours("15") * tflop[50] / tflop[15])
+    assert hours("15", "--size", "1024x1024") > 4 * hours("15")
+    of_two = hours("15", "--models", "dreams,xl=sdxl", "--gpu", "RTX 4090")
+    assert of_two > 4 * hours("15", "--gpu", "RTX 4090")
     assert hours("10,50") == pytest.approx(hours("10") + hours("50"))
     report = {
         "hardware": {"device": "NVIDIA GeForce RTX 4090", "memory_bytes": 24 * 2**30},
@@ -246,6 +251,8 @@ async def test_the_images_of_a_sweep_say_their_group_in_their_records(
         (("--size", "64"), "--size: should be WIDTHxHEIGHT"),
         (("--campaign", "../x"), "--campaign: use 1 to 128 letters"),
         (("--gpu", "RTX 9999", "--dry-run"), "unknown GPU class 'RTX 9999'"),
+        (("--models", "a,b=sdxl,a"), "--models: a is there twice"),
+        (("--models", "a=sd9"), "unknown model family 'sd9'"),
         (("--models", "none"), "no worker can have the model 'none'"),
     ],
 )
