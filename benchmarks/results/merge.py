@@ -1,6 +1,6 @@
 """Brings the figures of several runs together in one file.
 
-    python benchmarks/merge_results.py --into results/engine-h200.json NEW.json first-image.json
+    python benchmarks/results/merge.py --into benchmarks/results/engine-h200.json NEW.json
 
 A figure that a later file has replaces an earlier one; `measured` says of each which file has it
 and the commit that was measured, where they are not the first file's. Rows of `engine.py` likewise:
