@@ -138,7 +138,7 @@ async def _samples(
     count = console.counted(len(machine.gpus), "worker")
     try:
         async with asyncio.timeout(START_SECONDS):
-            await _until_warm(machine, client, work.warm_seconds, lambda: show(f"{count}: warming"))
+            await until_warm(machine, client, work.warm_seconds, lambda: show(f"{count}: warming"))
     except TimeoutError:
         raise errors.NodeError(
             f"not all of {count} draw at full speed within {START_SECONDS:g} seconds"
@@ -151,11 +151,11 @@ async def _samples(
     return samples
 
 
-async def _until_warm(
+async def until_warm(
     machine: workers.Machine,
     client: aiohttp.ClientSession,
     warm_seconds: float,
-    show: Callable[[], object],
+    show: Callable[[], object] = lambda: None,
 ) -> None:
     """Until all workers draw, none compiles, and they draw no faster than they did before."""
     while True:
