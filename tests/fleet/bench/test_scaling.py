@@ -54,7 +54,7 @@ signal.signal(signal.SIGTERM, lambda *_: os._exit(0))
 server.serve_forever()
 """
 
-RUN = ("bench", "scaling", "--device", "cpu", "--seconds", "0.6", "--warm-seconds", "0.2")
+RUN = ("bench", "scaling", "--device", "cpu", "--seconds", "0.6", "--warm-seconds", "0.1")
 
 
 @pytest.fixture

@@ -163,7 +163,7 @@ def test_a_killed_sweep_goes_on_and_sends_nothing_twice(
     (tmp_path / "c.txt").write_text("".join(f"caption {number}\n" for number in range(400)))
     arguments = ("sweep", "c.txt", "--campaign", "curve", "--guidance", "1,2,3,4,5")
     process = subprocess.Popen(
-        [sys.executable, "-m", "fleet.main", *arguments, "--quiet", "--concurrency", "16"],
+        [sys.executable, "-m", "fleet.main", *arguments, "--quiet", "--rate", "2000"],
         cwd=tmp_path,
         env={**os.environ, "PYTHONPATH": str(ROOT)},
     )
