@@ -188,7 +188,7 @@ def test_every_command_has_a_help_text(imagefleet: Imagefleet, command: str) -> 
         ),
         (["statsu"], "error: No such command 'statsu'"),
         (["status", "--quick"], "error: No such option: --quick"),
-        (["plan"], "error: Missing option '--jobs'"),
+        (["plan"], "error: give the batch: --jobs COUNT"),
         (["plan", "--jobs", "1", "--gpu", "RTX 9090"], "error: unknown GPU class 'RTX 9090'"),
         (["plan", "--jobs", "ten"], "error: --jobs: should be a valid integer"),
         (
