@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 import json
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Annotated, Any, Protocol, runtime_checkable
@@ -79,6 +80,11 @@ def load_extractor(path: str | Path, device: str = "cpu") -> Extractor:
     Raises:
         SetupError: there is none, or it cannot be used.
     """
+    with _needs_worker_libraries():
+        return _load(path, device)
+
+
+def _load(path: str | Path, device: str) -> Extractor:
     if str(path) == DEMO:
         from fleet.score.demo.extractor import DemoExtractor
 
@@ -107,9 +113,10 @@ def load_extractor(path: str | Path, device: str = "cpu") -> Extractor:
 def load_text_extractor(path: str | Path, device: str = "cpu") -> TextExtractor:
     """An extractor that takes texts, too; raises SetupError as `load_extractor`."""
     if str(path) == DEMO:
-        from fleet.score.demo.extractor import DemoTextExtractor
+        with _needs_worker_libraries():
+            from fleet.score.demo.extractor import DemoTextExtractor
 
-        return DemoTextExtractor(device)
+            return DemoTextExtractor(device)
     found = load_extractor(path, device)
     if not isinstance(found, TextExtractor):
         raise errors.SetupError(
@@ -117,6 +124,17 @@ def load_text_extractor(path: str | Path, device: str = "cpu") -> TextExtractor:
             " of transformers"
         )
     return found
+
+
+@contextlib.contextmanager
+def _needs_worker_libraries() -> Iterator[None]:
+    """Raises SetupError, with the command to run, where only the console is installed."""
+    try:
+        yield
+    except ImportError as error:
+        raise errors.SetupError(
+            f"{error.name} is not installed; to score images: pip install 'imagefleet[worker]'"
+        ) from None
 
 
 def read_preparation(path: Path) -> Preparation | None:
