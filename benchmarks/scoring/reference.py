@@ -13,14 +13,14 @@ from pathlib import Path
 
 import numpy as np
 
-ROOT = Path(__file__).resolve().parents[2]
-sys.path[:0] = [str(ROOT), str(ROOT / "benchmarks")]
+sys.path[:0] = [str(each) for each in Path(__file__).resolve().parents[1:3]]
 
 from demo_world import captions, world
 from demo_world.world import SceneOptions
 from fleet.score import extractors, metrics
 from fleet.score.statistics import Statistics
 
+ROOT = Path(__file__).resolve().parents[2]
 PICTURES = 2_000
 SEED = 30_000
 BATCH = 50
