@@ -13,7 +13,8 @@ from pathlib import Path
 
 import numpy as np
 
-sys.path[:0] = [str(each) for each in Path(__file__).resolve().parents[1:3]]
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
 from demo_world import captions, world
 from demo_world.world import SceneOptions
