@@ -45,7 +45,7 @@ def run(asked: Asked) -> Scores | None:
     Raises:
         FleetError: an extractor, the reference or the storage cannot be used.
     """
-    work = running.Work(asked.settings, (), asked.extractor, asked.clip, _device(asked.device))
+    work = running.Work(asked.settings, (), asked.extractor, asked.clip, _device(asked))
     extractor, clip = (each.facts if each else None for each in work.loaded)
     number, parts = asked.part
     # A part has no figures: what it would be compared with is not needed yet.
@@ -68,12 +68,13 @@ def run(asked: Asked) -> Scores | None:
         return scores.compute(planned, asked.campaign, compared, (extractor, clip), on_group)
 
 
-def _device(name: str) -> str:
-    if importlib.util.find_spec("torch") is None:  # what needs it says so
+def _device(asked: Asked) -> str:
+    only_onnx = asked.clip is None and str(asked.extractor).endswith(".onnx")
+    if only_onnx or importlib.util.find_spec("torch") is None:  # what needs torch says so
         return "cpu"
     from worker.engine import device
 
-    return str(device.find_device(name))
+    return str(device.find_device(asked.device))
 
 
 def _compared(
