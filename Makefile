@@ -61,6 +61,9 @@ $(INSTALLED): pyproject.toml constraints.txt
 # The samplers' tests compare with it; what else it asks for (torchvision, CLIP ...) is for training.
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check \
 	  --constraint constraints.txt --no-deps k-diffusion
+# The metrics' tests compare with it; torchvision, which it asks for, reads its own data sets.
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check \
+	  --constraint constraints.txt --no-deps torch-fidelity
 	@touch $@
 
 # Prometheus and vmagent are unpacked from Debian's packages, not installed: no root is needed.

@@ -21,8 +21,8 @@ from transformers import CLIPTokenizer
 
 from demo_world import captions, networks
 from demo_world.captions import Phrase
-from demo_world.judge import Finding, Judge, load_judge
 from demo_world.world import COLOURS, NEW_OBJECT, Scene, SceneOptions, sample_scene
+from fleet.score.demo.judge import Finding, Judge, load_judge
 from imagefleet.job import clip
 
 ROOT = Path(__file__).resolve().parents[1]

@@ -19,13 +19,14 @@ from diffusers import AutoencoderKL, UNet2DConditionModel
 from safetensors.torch import save_file
 from transformers import CLIPTextModel, CLIPTokenizer
 
-from demo_world import judge, networks
+from demo_world import networks
 from demo_world.captions import CaptionWriter
 from demo_world.pictures import Pictures, PictureSet, Studio
 from demo_world.shapes import SHAPES
 from demo_world.training import train_judge, train_lora, train_unet, train_vae
 from demo_world.training.train_unet import LatentSet
 from demo_world.world import NEW_OBJECT, STYLES, SceneOptions
+from fleet.score.demo import judge
 from imagefleet.job import clip
 
 STAGES = ("vae", "judge", "unet", "soften", "loras")

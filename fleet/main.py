@@ -32,6 +32,7 @@ from fleet.report import command as report
 from fleet.results import command as results
 from fleet.salad import command as deploy
 from fleet.scale import command as scale
+from fleet.score import command as score
 from fleet.sweep import command as sweep
 from fleet.verify import command as verify
 from fleet.webhooks import command as webhooks
@@ -161,6 +162,7 @@ app.command("plan")(plan.command)
 app.command("results")(results.command)
 app.command("export")(export.command)
 app.command("report")(report.command)
+app.command("score")(score.command)
 app.command("gallery")(gallery.command)
 app.command("verify")(verify.command)
 app.command("redo")(redo.command)

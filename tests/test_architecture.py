@@ -24,8 +24,8 @@ ALLOWED = {
 
 TORCH = {"torch", "diffusers", "transformers", "peft", "accelerate"}
 
-#: The engine, and what measures torch itself.
-USES_TORCH = ("worker.engine", "fleet.bench")
+#: The engine, what measures torch itself, and the networks that judge images.
+USES_TORCH = ("worker.engine", "fleet.bench", "fleet.score")
 
 FILES_IN_A_FOLDER = 14
 LINES_IN_A_FILE = 500

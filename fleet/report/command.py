@@ -22,6 +22,7 @@ from imagefleet.storage.open import LOCAL_SCHEME
 
 if TYPE_CHECKING:
     from fleet.report.samples import Sample
+    from fleet.score.scores import Scores
 
 #: Of what is damaged, on stderr; the page and the JSON have some more.
 _SHOWN_REASONS = 3
@@ -48,6 +49,10 @@ def command(
         prices.Priority, typer.Option(help="SaladCloud priority of that price.")
     ] = "batch",
     prices_path: options.PriceFile = None,
+    scores: Annotated[
+        Path | None,
+        typer.Option(metavar="FILE", help="The --json-file of `imagefleet score`, for its curve."),
+    ] = None,
     samples: Annotated[int, typer.Option(min=0, max=200, help="Sample pictures on the page.")] = 24,
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON, write no page.")] = False,
 ) -> None:
@@ -64,6 +69,7 @@ def command(
     table = price_file.read_table(prices_path)
     if settings.storage.strip().startswith(LOCAL_SCHEME):
         table = replace(table, storage=prices.FREE_STORAGE)
+    scored = _read_scores(scores, campaign)
     price = _price(price_per_hour, gpu, priority, table)
     figures, metrics, sampled = console.run(_read(settings, campaign, table, price, samples))
     made_at = datetime.now(UTC)
@@ -75,6 +81,7 @@ def command(
         "made_at": made_at,
         **asdict(figures),
         "metrics": asdict(metrics) if metrics else None,
+        "scores": scored.model_dump() if scored else None,
     }
     if json_file is not None:
         console.write_file(json_file, console.json_text(facts))
@@ -84,8 +91,20 @@ def command(
     from fleet.report import page as report_page  # only this loads jinja2
 
     page = html or Path(f"{campaign}-report.html")
-    console.write_file(page, report_page.render(figures, metrics, sampled, made_at))
+    console.write_file(page, report_page.render(figures, metrics, sampled, made_at, scored))
     console.print_plain(f"{_summary(figures)}\nReport: {page}")
+
+
+def _read_scores(path: Path | None, campaign: str) -> Scores | None:
+    """The scores in a file; raises SetupError for those of another campaign."""
+    if path is None:
+        return None
+    from fleet.score import scores
+
+    found = scores.read(path)
+    if found.campaign != campaign:
+        raise errors.SetupError(f"{path} has the scores of {found.campaign}, not of {campaign}")
+    return found
 
 
 async def _read(

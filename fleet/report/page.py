@@ -14,6 +14,8 @@ from fleet.report.figures import Figures
 from fleet.report.metrics import Metrics
 from fleet.report.plot import Bar, Line, bars, histogram, number_text, time_plot
 from fleet.report.samples import Sample
+from fleet.score import curve, table
+from fleet.score.scores import Scores
 
 #: Rows of the table of workers, the slowest first.
 _MAX_WORKERS = 15
@@ -27,7 +29,11 @@ _BAD = 3
 
 
 def render(
-    figures: Figures, metrics: Metrics | None, samples: Sequence[Sample], made_at: datetime
+    figures: Figures,
+    metrics: Metrics | None,
+    samples: Sequence[Sample],
+    made_at: datetime,
+    scores: Scores | None = None,
 ) -> str:
     """The page; *samples* are shown as thumbnails with their jobs' ids, prompts and LoRAs."""
     environment = jinja2.Environment(
@@ -46,7 +52,18 @@ def render(
         plots=_plots(figures) | (_metrics_plots(metrics) if metrics else {}),
         slowest=list(reversed(figures.workers))[:_MAX_WORKERS],
         samples=samples,
+        scores=scores,
+        curve=_curve(scores),
+        scored_with=_scored_with(scores),
     )
+
+
+def _curve(scores: Scores | None) -> Markup:
+    return Markup(curve.svg(scores) if scores else "")  # noqa: S704 - its texts are escaped
+
+
+def _scored_with(scores: Scores | None) -> dict[str, str]:
+    return table.facts(scores) if scores else {}
 
 
 def _plots(figures: Figures) -> dict[str, Markup]:

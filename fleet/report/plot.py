@@ -56,7 +56,7 @@ def time_plot(lines: Sequence[Line], what: str, *, filled: bool = False) -> Mark
     end = max(end, begin + 1)
     values = [value for _, value in points]
     marks = _marks(max(values))
-    x, y = _scale(begin, end, 0, WIDTH), _scale(0, marks[-1], HEIGHT, 0)
+    x, y = scale(begin, end, 0, WIDTH), scale(0, marks[-1], HEIGHT, 0)
     parts = []
     for number, line in enumerate(lines):
         colour = f"c{number % COLOURS}"
@@ -84,14 +84,14 @@ def histogram(counts: Sequence[tuple[float, float, int]], what: str, unit: str) 
         return Markup()
     marks = _marks(max(count for _, _, count in counts))
     begin, end = counts[0][0], counts[-1][1]
-    x, y = _scale(begin, end, 0, WIDTH), _scale(0, marks[-1], HEIGHT, 0)
+    x, y = scale(begin, end, 0, WIDTH), scale(0, marks[-1], HEIGHT, 0)
     parts = [
         f'<rect class="bar c0" x="{x(low):.1f}" y="{y(count):.1f}"'
         f' width="{max(x(high) - x(low) - 3, 1):.1f}" height="{HEIGHT - y(count):.1f}">'
         f"<title>{number_text(low)} to {number_text(high)} {unit}: {count:,}</title></rect>"
         for low, high, count in counts
     ]
-    ticks = [(x(tick), f"{number_text(tick)} {unit}") for tick in _ticks(begin, end)]
+    ticks = [(x(tick), f"{number_text(tick)} {unit}") for tick in nice_ticks(begin, end)]
     spoken = f"{what}: from {number_text(begin)} to {number_text(end)} {unit}"
     return _plot(parts, marks, ticks, spoken)
 
@@ -130,11 +130,11 @@ def number_text(value: float) -> str:
     return text.rstrip("0").rstrip(".") if "." in text else text
 
 
-def _scale(begin: float, end: float, low: float, high: float) -> Callable[[float], float]:
+def scale(begin: float, end: float, low: float, high: float) -> Callable[[float], float]:
     return lambda value: low + (value - begin) / (end - begin) * (high - low)
 
 
-def _ticks(begin: float, end: float) -> list[float]:
+def nice_ticks(begin: float, end: float) -> list[float]:
     step = _nice_step(end - begin)
     first = math.ceil(begin / step)
     return [number * step for number in range(first, math.floor(end / step + 1e-9) + 1)]

@@ -91,6 +91,7 @@ ARGUMENTS: dict[str, tuple[str, ...]] = {
     "verify": (),
     "results": ("--download", "images"),
     "export": ("shards",),
+    "score": ("spring", "--extractor", "demo", "--reference", "secret.txt"),
     "gallery": ("--port", "0", "--no-browser", "--cache", "cache"),
     "redo": ("--worker", "w1", "--yes"),
     "deploy salad render": (),

@@ -57,12 +57,17 @@ class Judge(nn.Module):
         self.colour_head = nn.Conv2d(48, len(colours), 1)
 
     def forward(self, images: Tensor) -> tuple[Tensor, Tensor]:
+        _, at_32 = self.maps(images)
+        return self.object_head(at_32), self.colour_head(at_32)
+
+    def maps(self, images: Tensor) -> tuple[Tensor, Tensor]:
+        """The features that the labels follow from: [B, 80, 8, 8] and [B, 48, 32, 32]."""
         at_32 = self.to_32(images * 2 - 1)
         at_16 = self.to_16(at_32)
         at_8 = self.to_8(at_16)
         at_16 = self.up_16(torch.cat([at_16, functional.interpolate(at_8, scale_factor=2)], 1))
         at_32 = self.up_32(torch.cat([at_32, functional.interpolate(at_16, scale_factor=2)], 1))
-        return self.object_head(at_32), self.colour_head(at_32)
+        return at_8, at_32
 
     @torch.no_grad()
     def find(self, images: Tensor) -> list[list[Finding]]:
@@ -89,7 +94,8 @@ class Judge(nn.Module):
     def object_scores(self, images: Tensor) -> Tensor:
         """[B, objects]: the share of the picture that the judge gives to each object, 0 to 1."""
         object_logits, _ = self(_at_native_size(images))
-        return object_logits.softmax(1)[:, 1:].mean((2, 3))
+        shares: Tensor = object_logits.softmax(1)[:, 1:].mean((2, 3))
+        return shares
 
     @torch.no_grad()
     def colour_scores(self, images: Tensor) -> Tensor:
@@ -97,7 +103,8 @@ class Judge(nn.Module):
         object_logits, colour_logits = self(_at_native_size(images))
         shown = 1 - object_logits.softmax(1)[:, :1]
         weighted = (colour_logits.softmax(1) * shown).sum((2, 3))
-        return weighted / shown.sum((2, 3)).clamp_min(1e-6)
+        sureness: Tensor = weighted / shown.sum((2, 3)).clamp_min(1e-6)
+        return sureness
 
 
 def _at_native_size(images: Tensor) -> Tensor:

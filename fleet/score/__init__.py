@@ -1,0 +1,1 @@
+"""`imagefleet score`: FID, KID, CLIP score and CMMD of a campaign's images."""

@@ -1,0 +1,1 @@
+"""The kinds of networks whose features are compared."""

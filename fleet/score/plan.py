@@ -1,0 +1,214 @@
+"""What is scored: a campaign's images by groups, cut into chunks that follow from their names."""
+
+from __future__ import annotations
+
+import asyncio
+import hashlib
+import json
+import math
+import shutil
+from collections import Counter, defaultdict
+from collections.abc import AsyncIterable, Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import NamedTuple
+
+from fleet import contact_sheet
+from fleet.results import files, source
+from imagefleet import errors
+from imagefleet.records import reader, sweep
+from imagefleet.records.record import Record
+from imagefleet.records.sweep import Group, Sweep
+from imagefleet.storage.protocol import Storage
+
+#: Images in a chunk, about; one that is interrupted is scored anew.
+CHUNK_IMAGES = 256
+
+#: The group of a campaign that is no sweep.
+ALL = "all"
+
+#: Files of pictures in a reference folder.
+_SUFFIXES = frozenset({".png", ".jpg", ".jpeg", ".webp"})
+
+#: Records written to the chunks at once.
+_BATCH = 2_000
+
+
+class Row(NamedTuple):
+    """An image: its blob or its path below a folder, its caption, and its recorded size."""
+
+    name: str
+    caption: str
+    size_bytes: int | None
+
+
+@dataclass(frozen=True, slots=True)
+class Chunk:
+    """Images scored together; *folder* has them where they are no blobs."""
+
+    file: Path
+    features: Path
+    """The stem of the files with what was computed."""
+    folder: Path | None = None
+
+    def rows(self) -> list[Row]:
+        """By name, so that their order does not depend on that of the records."""
+        with self.file.open(encoding="utf-8") as lines:
+            return sorted(Row(*json.loads(line)) for line in lines)
+
+
+@dataclass(frozen=True, slots=True)
+class Plan:
+    """The chunks of each group, and what could not be planned."""
+
+    chunks: Mapping[str, Sequence[Chunk]]
+    images: Counter[str]
+    groups: Mapping[str, Group | None]
+    guidance: Mapping[str, float | None]
+    damaged: source.Damaged = field(default_factory=source.Damaged)
+    of_no_group: int = 0
+
+
+def digest(rows: Sequence[Row]) -> str:
+    """Identifies a chunk's images: another digest makes what was computed invalid."""
+    return hashlib.sha256(json.dumps(rows).encode()).hexdigest()
+
+
+async def make(
+    storage: Storage, campaign: str, work: Path, on_records: Callable[[int], None]
+) -> Plan:
+    """Plans a campaign from its records, some at a time.
+
+    Raises:
+        SetupError: it has no images.
+    """
+    swept = await sweep.read(storage, campaign)
+    counts = await reader.counts(storage, campaign)
+    each = swept.captions.count if swept else counts.images
+    damaged = source.Damaged()
+    planner = _Planner(campaign, swept, work, _chunks_of(each))
+    async for batch in _batches(storage, campaign, damaged):
+        await asyncio.to_thread(planner.add, batch, damaged)
+        on_records(len(batch))
+    if not planner.images:
+        raise errors.SetupError(f"campaign {campaign} has no images yet: nothing to score")
+    return planner.finish(damaged)
+
+
+def of_folder(folder: Path, work: Path) -> list[Chunk]:
+    """The chunks of a folder of pictures, with those of its subfolders.
+
+    Raises:
+        SetupError: there are no pictures.
+    """
+    names = [
+        str(path.relative_to(folder))
+        for path in sorted(folder.rglob("*"))
+        if path.suffix.lower() in _SUFFIXES and path.is_file()
+    ]
+    if not names:
+        raise errors.SetupError(f"the reference {folder} has no pictures (PNG, JPEG, WebP)")
+    target = _emptied(work / "plan" / "reference")
+    chunks = _chunks_of(len(names))
+    rows = defaultdict[int, list[Row]](list)
+    for name in names:
+        rows[_chunk(name, chunks)].append(Row(name, "", None))
+    for number, some in rows.items():
+        _append(target / f"{number:06}.jsonl", some)
+    return list(_listed(target, work / "features" / "reference", folder))
+
+
+class _Planner:
+    """Appends images to the files of their chunks."""
+
+    def __init__(self, campaign: str, swept: Sweep | None, work: Path, chunks: int) -> None:
+        self.images = Counter[str]()
+        self._campaign = campaign
+        self._groups = {each.name: each for each in swept.groups} if swept else None
+        self._chunks = chunks
+        self._guidance = defaultdict[str, set[float | None]](set)
+        self._of_no_group = 0
+        self._work = work
+        self._target = _emptied(work / "plan" / "groups")
+
+    def add(self, records: Iterable[Record], damaged: source.Damaged) -> None:
+        rows = defaultdict[Path, list[Row]](list)
+        for record in records:
+            blob = record.blob or ""
+            if files.image_name(blob, self._campaign) is None:
+                damaged.add(blob, "is not the name of an image of this campaign")
+                continue
+            group = ALL if self._groups is None else sweep.group_of(record.id)
+            if group is None or not (self._groups is None or group in self._groups):
+                self._of_no_group += 1
+                continue
+            number = _chunk(blob, self._chunks)
+            rows[self._target / group / f"{number:06}.jsonl"].append(
+                Row(blob, _caption(record), record.size_bytes)
+            )
+            self.images[group] += 1
+            if len(self._guidance[group]) < 2:  # noqa: PLR2004 - two are mixed
+                self._guidance[group].add(record.cfg_scale)
+        for path, some in rows.items():
+            _append(path, some)
+
+    def finish(self, damaged: source.Damaged) -> Plan:
+        groups: dict[str, Group | None] = {ALL: None} if self._groups is None else {**self._groups}
+        features = self._work / "features" / "groups"
+        return Plan(
+            {name: list(_listed(self._target / name, features / name)) for name in groups},
+            self.images,
+            groups,
+            {
+                name: group.guidance if group else _only(self._guidance[name])
+                for name, group in groups.items()
+            },
+            damaged,
+            self._of_no_group,
+        )
+
+
+async def _batches(
+    storage: Storage, campaign: str, damaged: source.Damaged
+) -> AsyncIterable[list[Record]]:
+    records = source.read(storage, campaign, {"completed"}, damaged)
+    async for batch in source.batches(records, _BATCH):
+        yield batch
+
+
+def _caption(record: Record) -> str:
+    """What the image should show: the sweep's caption, or the prompt without its LoRAs."""
+    if sweep.CAPTION in record.metadata:
+        return sweep.caption_of(record)
+    return contact_sheet.read_words(record.prompt or "")[0]
+
+
+def _only(values: set[float | None]) -> float | None:
+    return next(iter(values)) if len(values) == 1 else None
+
+
+def _chunks_of(images: int) -> int:
+    return max(1, math.ceil(images / CHUNK_IMAGES))
+
+
+def _chunk(name: str, chunks: int) -> int:
+    """By the name alone: neither the order of the records nor other images change it."""
+    return int.from_bytes(hashlib.blake2b(name.encode(), digest_size=8).digest()) % chunks
+
+
+def _append(path: Path, rows: Iterable[Row]) -> None:
+    path.parent.mkdir(parents=True, exist_ok=True)
+    with path.open("a", encoding="utf-8") as file:
+        file.writelines(json.dumps(row, ensure_ascii=True) + "\n" for row in rows)
+
+
+def _emptied(folder: Path) -> Path:
+    """Planned anew each time: that costs seconds, and the campaign may have grown."""
+    shutil.rmtree(folder, ignore_errors=True)
+    folder.mkdir(parents=True)
+    return folder
+
+
+def _listed(plan: Path, features: Path, folder: Path | None = None) -> Iterator[Chunk]:
+    for path in sorted(plan.glob("*.jsonl")):
+        yield Chunk(path, features / path.stem, folder)
