@@ -88,6 +88,7 @@ ARGUMENTS: dict[str, tuple[str, ...]] = {
     "keys check": ("worker",),
     "keys revoke": ("spring",),
     "verify": (),
+    "gate": ("spring", "spring", "--other-storage", "{url}"),
     "results": ("--download", "images"),
     "export": ("shards",),
     "gallery": ("--port", "0", "--no-browser", "--cache", "cache"),
