@@ -24,6 +24,7 @@ COMMANDS = [
         "report",
         "gallery",
         "verify",
+        "gate",
         "redo",
         "scale",
         "prompt",
