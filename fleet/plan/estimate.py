@@ -32,6 +32,7 @@ class Bench:
     gpu: str
     images_per_second: Input
     start_up: Input
+    steps: int
 
 
 @dataclass(frozen=True, slots=True)
@@ -115,7 +116,8 @@ def read_bench(path: Path, table: prices.PriceTable) -> Bench:
         name = str(hardware["device"])
         gpu = prices.gpu_of_driver(name, int(hardware.get("memory_bytes", 0)), table)
         speed, ready = float(facts["worker_images_per_second"]), float(facts["ready_seconds"])
-        work = f"{facts['width']}x{facts['height']}, {facts['steps']} steps, {facts['model']}"
+        steps = int(facts["steps"])
+        work = f"{facts['width']}x{facts['height']}, {steps} steps, {facts['model']}"
     except OSError as error:
         raise errors.SetupError(f"the report {path}: {error.strerror or error}") from None
     except (
@@ -129,7 +131,7 @@ def read_bench(path: Path, table: prices.PriceTable) -> Bench:
     if not 0 < speed < math.inf or not 0 <= ready < math.inf:
         raise errors.SetupError(f"the report {path} measured no speed or no start-up")
     measured = [Input(each, "measured", f"{path}: {name}, {work}") for each in (speed, ready)]
-    return Bench(path, gpu, *measured)
+    return Bench(path, gpu, measured[0], measured[1], steps)
 
 
 def refuse_unused(benches: Sequence[Bench], gpus: Collection[str]) -> None:

@@ -14,6 +14,7 @@ from fleet.report.figures import Figures
 from fleet.report.metrics import Metrics
 from fleet.report.plot import Bar, Line, bars, histogram, number_text, time_plot
 from fleet.report.samples import Sample
+from fleet.score import curve, table
 from fleet.score.scores import Scores
 
 #: Rows of the table of workers, the slowest first.
@@ -58,14 +59,10 @@ def render(
 
 
 def _curve(scores: Scores | None) -> Markup:
-    from fleet.score import curve
-
     return Markup(curve.svg(scores) if scores else "")  # noqa: S704 - its texts are escaped
 
 
 def _scored_with(scores: Scores | None) -> dict[str, str]:
-    from fleet.score import table
-
     return table.facts(scores) if scores else {}
 
 

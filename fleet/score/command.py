@@ -10,7 +10,6 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from fleet import console, options
-from fleet.score.extractors import DEMO
 from imagefleet import errors
 from imagefleet.storage.settings import StorageSettings
 
@@ -92,6 +91,7 @@ def command(
     options.check_name("CAMPAIGN", campaign)
     with console.one_line_errors():
         from fleet.score import session
+        from fleet.score.extractors import DEMO
 
         share = _read_part(part)
         if extractor == DEMO:

@@ -74,8 +74,8 @@ def _unbiased_mmd(a: Doubles, b: Doubles) -> float:
 
 
 def _cubic(a: Doubles, b: Doubles) -> Doubles:
-    kernel: Doubles = (a @ b.T / a.shape[1] + 1) ** 3
-    return kernel
+    kernel: Doubles = a @ b.T / a.shape[1] + 1
+    return kernel * kernel * kernel  # a power takes ten times as long
 
 
 def cmmd(a: Rows, b: Rows, *, within_b: float | None = None) -> float:

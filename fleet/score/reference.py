@@ -16,7 +16,7 @@ from fleet.score.plan import Chunk
 from fleet.score.statistics import Rows, Statistics
 from imagefleet import errors
 
-#: 2,000 pictures of the drawn world; `benchmarks/demo_reference.py` makes it.
+#: 2,000 pictures of the drawn world; `benchmarks/scoring/reference.py` makes it.
 _DEMO_FILE = Path(__file__).with_name(DEMO) / "reference.npz"
 
 

@@ -7,6 +7,7 @@ import hashlib
 import io
 import multiprocessing
 import signal
+import sys
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
@@ -51,11 +52,14 @@ class Work:
         """The extractors of FID and KID, and of CLIP and CMMD; raises SetupError."""
         from fleet.score import extractors
 
-        one_thread()
-        return (
-            self.extractor and extractors.load_extractor(self.extractor, self.device),
-            self.clip and extractors.load_text_extractor(self.clip, self.device),
-        )  # type: ignore[return-value]
+        extractor = clip = None
+        if self.extractor is not None:
+            extractor = extractors.load_extractor(self.extractor, self.device)
+        if self.clip is not None:
+            clip = extractors.load_text_extractor(self.clip, self.device)
+        if "torch" in sys.modules:  # ONNX needs none
+            one_thread()
+        return extractor, clip
 
     def __getstate__(self) -> dict[str, Any]:
         """Networks are loaded in each process."""
@@ -64,10 +68,8 @@ class Work:
 
 def one_thread() -> None:
     """Other numbers of threads, and other kernels, would round differently."""
-    try:
-        import torch
-    except ImportError:  # ONNX needs none
-        return
+    import torch
+
     torch.set_num_threads(1)
     torch.backends.cudnn.deterministic = True
     torch.backends.cudnn.benchmark = False

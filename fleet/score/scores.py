@@ -56,7 +56,7 @@ class Scores(BaseModel):
     reference_images: int | None
     extractor: dict[str, Any] | None
     clip_extractor: dict[str, Any] | None
-    kid_subsets: int = metrics.KID_SUBSETS
+    kid_subsets: int
     groups: tuple[GroupScores, ...]
     left_out: tuple[str, ...] = ()
     """The first images that are missing, not as recorded, or no images."""
@@ -102,6 +102,7 @@ def compute(
         reference_images=reference.images if reference else None,
         extractor=extractor.as_json() if extractor else None,
         clip_extractor=clip.as_json() if clip else None,
+        kid_subsets=metrics.KID_SUBSETS,
         groups=tuple(groups),
         left_out=tuple(named),
         of_no_group=plan.of_no_group,
@@ -123,7 +124,7 @@ def _figures(
         if rows.shape[0] >= _LEAST:
             found["fid"] = metrics.frechet_distance(Statistics.of(rows), reference.statistics)
             if reference.features is not None:
-                kid = metrics.kid(rows, reference.features)
+                kid = metrics.kid(rows, reference.features, subsets=metrics.KID_SUBSETS)
                 found |= {"kid": kid.mean, "kid_std": kid.std, "kid_subset_size": kid.subset_size}
     if clip and reference.clip is not None:
         seen = chunks.StoredRows(done, "clip", clip.dimensions)

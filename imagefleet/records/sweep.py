@@ -131,21 +131,22 @@ async def read(storage: Storage, campaign: str) -> Sweep | None:
     return None if part is None else _parse(campaign, part.data)
 
 
-async def write(storage: Storage, sweep: Sweep) -> None:
-    """Stores a sweep's manifest, before its first job is sent; one that is there stays.
+async def write(storage: Storage, sweep: Sweep) -> bool:
+    """Stores a sweep's manifest, before its first job is sent; False if it is there already.
 
     Raises:
         SetupError: the campaign is another sweep already.
     """
     data = sweep.model_dump_json(indent=1, exclude_none=True).encode() + b"\n"
     if await storage.blobs.create(_name(sweep.campaign), data, "application/json", {}):
-        return
+        return True
     found = await read(storage, sweep.campaign)
     if found is not None and found != sweep:
         raise errors.SetupError(
             f"campaign {sweep.campaign} is another sweep already: {_difference(found, sweep)};"
             " choose another --campaign"
         )
+    return False
 
 
 def _name(campaign: str) -> str:

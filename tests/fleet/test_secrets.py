@@ -59,6 +59,7 @@ ARGUMENTS: dict[str, tuple[str, ...]] = {
     "demo": ("--directory", "fleet.yaml/x"),
     "worker": ("--model", "{url}", "--model-sha256", "0" * 64),
     "load": ("jobs.jsonl", "--restart"),
+    "sweep": ("captions.txt", "--campaign", "curve", "--restart"),
     "campaigns": (),
     "job": ("spring/cat",),
     "cancel": ("--campaign", "spring", "--yes"),
@@ -91,6 +92,7 @@ ARGUMENTS: dict[str, tuple[str, ...]] = {
     "gate": ("spring", "spring", "--other-storage", "{url}"),
     "results": ("--download", "images"),
     "export": ("shards",),
+    "score": ("spring", "--extractor", "demo", "--reference", "secret.txt"),
     "gallery": ("--port", "0", "--no-browser", "--cache", "cache"),
     "redo": ("--worker", "w1", "--yes"),
     "deploy salad render": (),
@@ -242,6 +244,7 @@ def run(
         "webhook.txt": f"whsec_{MARK}{'A' * 30}\n",
         "prices.yaml": "source: me\n",
         "jobs.jsonl": '{"prompt": "a cat"}\n',
+        "captions.txt": "a cat\n",
         "fleet.yaml": fleet_file("http://127.0.0.1:1", *PLANTED),
     }
     monkeypatch.chdir(tmp_path)

@@ -45,8 +45,8 @@ async def test_the_manifest_is_read_as_it_was_written(storage: Storage) -> None:
 async def test_the_same_sweep_again_changes_nothing_and_another_is_refused(
     storage: Storage,
 ) -> None:
-    await sweep.write(storage, SWEEP)
-    await sweep.write(storage, SWEEP)
+    assert await sweep.write(storage, SWEEP)
+    assert not await sweep.write(storage, SWEEP)
 
     changes: list[tuple[dict[str, Any], str]] = [
         ({"captions": sweep.digest(["a dog"])}, "it has 3 other captions"),

@@ -1,4 +1,4 @@
-"""Makes what the demo checkpoint's images are scored with: python benchmarks/demo_reference.py.
+"""Makes what the demo checkpoint's images are scored with: python benchmarks/scoring/reference.py.
 
 Scenes that training never showed are drawn by the program that drew its training set: their
 captions go to `demo_model/captions.txt`, their features to `fleet/score/demo/reference.npz`.
@@ -14,13 +14,14 @@ from pathlib import Path
 import numpy as np
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
 from demo_world import captions, world
 from demo_world.world import SceneOptions
 from fleet.score import extractors, metrics
 from fleet.score.statistics import Statistics
 
-ROOT = Path(__file__).resolve().parents[1]
+ROOT = Path(__file__).resolve().parents[2]
 PICTURES = 2_000
 SEED = 30_000
 BATCH = 50
