@@ -176,7 +176,7 @@ def _add_clip_scores(
 
 
 def words(a: Drawing, b: Drawing) -> str | None:
-    ""x""
+    """A pair's caption without LoRAs."""
     from fleet import contact_sheet
 
     caption = a.caption or b.caption

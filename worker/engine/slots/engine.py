@@ -282,10 +282,11 @@ class SlotEngine:
         if lane.weight_mode != "shared":
             self._weights.make_room(lane, self._lanes.active)
         self.weight_mode = lane.weight_mode
-        for slot in started:
-            self._start(lane, step, slot)
-        if lane.weight_mode != "shared":
-            self._weights.load(lane)
+        with self._preparer.paused():
+            for slot in started:
+                self._start(lane, step, slot)
+            if lane.weight_mode != "shared":
+                self._weights.load(lane)
 
     def _fill(self, lane: Lane, finished: list[contract.Finished]) -> list[int]:
         """Assigns jobs to the free slots; returns these slots."""
