@@ -202,7 +202,7 @@ def _show(result: Result) -> None:
             console.untrusted(pair.key), psnr, distance, console.untrusted(pair.caption or "")
         )
     console.print_tables("", worst)
-    failed = ", ".join(check.name for check in judged.checks if not check.passed)
+    failed = ", ".join(check.title for check in judged.checks if not check.passed)
     console.print_plain(f"\nfailed: {failed}")
 
 
@@ -213,16 +213,8 @@ def _both(a: float | None, b: float | None) -> str:
 def _warn(result: Result) -> None:
     """Says what the figures do not."""
     comparison = result.comparison
-    left_out = [
-        figures
-        for figures, extractor in (
-            ("FID and the feature distance (--extractor)", result.measures.extractor),
-            ("the CLIP score (--clip)", result.measures.text_extractor),
-        )
-        if extractor is None
-    ]
-    if left_out:
-        console.print_warning(f"left out: {' and '.join(left_out)}")
+    if result.left_out:
+        console.print_warning(f"left out: {' and '.join(result.left_out)}")
     if comparison.other_fields:
         fields = "; ".join(
             f"{name}: {a!r} and {b!r}" for name, (a, b) in comparison.other_fields.items()

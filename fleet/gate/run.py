@@ -99,6 +99,15 @@ class Result:
         }
 
     @property
+    def left_out(self) -> list[str]:
+        """Figures that need an extractor which was not given."""
+        figures = {
+            "FID and the feature distance (--extractor)": self.measures.extractor,
+            "the CLIP score (--clip)": self.measures.text_extractor,
+        }
+        return [name for name, extractor in figures.items() if extractor is None]
+
+    @property
     def fid_against(self) -> str:
         """What FID is of."""
         return "the reference" if self.measures.reference else "the other half of A's images"

@@ -14,6 +14,8 @@ import pytest
 from PIL import Image
 
 from fleet import console
+from fleet.gate import jobs
+from fleet.gate.images import FolderImages
 from imagefleet.storage.open import open_storage
 from imagefleet.storage.protocol import Storage
 from imagefleet.storage.settings import StorageSettings
@@ -245,3 +247,39 @@ async def test_campaigns_are_compared_across_storages(
     (tmp_path / "spring").mkdir()
     ended = await asyncio.to_thread(in_process, "gate", "./a", "spring", *flags, *BY_PIXELS)
     assert "has no images; for the folder, write ./spring" in ended.stderr
+
+
+@pytest.mark.parametrize(
+    "address",
+    [
+        "DefaultEndpointsProtocol=https;AccountName=acme;AccountKey=S3cr3tKey",
+        "https://u:S3cr3tPass@acme.blob.core.windows.net/?sig=S3cr3tToken",
+        "AccountKey=S3cr3t",
+    ],
+)
+def test_the_other_storages_secrets_are_not_shown(
+    in_process: Imagefleet, folders: Folders, address: str
+) -> None:
+    ended = in_process("gate", "./a", "spring", *BY_PIXELS, "--other-storage", address)
+
+    assert ended.returncode == console.EXIT_OPERATOR_MUST_ACT
+    assert ended.stderr.startswith("error: ")
+    assert "S3cr3t" not in ended.stdout + ended.stderr
+
+
+async def test_images_of_one_job_have_its_seeds_in_turn_and_are_drawn_together(
+    in_process: Imagefleet, tmp_path: Path, encoded: Encode
+) -> None:
+    for folder in ("a", "b"):
+        (tmp_path / folder).mkdir()
+        for index in (0, 1):
+            path = tmp_path / folder / f"cat-{index}.png"
+            path.write_bytes(encoded("cat", batch_size=2))
+    noisy(tmp_path / "b" / "cat-1.png", 9)
+
+    ended = await asyncio.to_thread(in_process, "gate", "./a", "./b", *BY_PIXELS, "--json")
+
+    worst = json.loads(ended.stdout)["worst"]
+    assert [(pair["key"], pair["seed"]) for pair in worst] == [("cat-1", 4), ("cat-0", 3)]
+    found = await jobs.of_images(FolderImages(tmp_path / "a"), ["cat-0.png", "cat-1.png"])
+    assert [(job.id, job.images) for job in found] == [("cat", 2)]
