@@ -16,7 +16,7 @@ _MIDDLE = 'text-anchor="middle"'
 #: As on the report's page.
 _COLOURS = ("#2f6db5", "#d9772b", "#3d9a63", "#b0435a", "#7d62b0", "#7a7f87")
 
-_LOOK = 'role="img" font-family="system-ui, sans-serif" font-size="13" fill="currentColor"'
+_LOOK = 'role="img" font-family="system-ui, sans-serif" font-size="15" fill="currentColor"'
 
 #: Free space around the points, as a share of their range.
 _MARGIN = 0.08

@@ -13,11 +13,15 @@ from fleet import console
 from fleet.score import chunks
 from fleet.score.extractors import DEMO, ExtractorFacts
 from fleet.score.plan import Chunk
-from fleet.score.statistics import Rows, Statistics
+from fleet.score.statistics import UNREADABLE, Rows, Statistics
 from imagefleet import errors
 
 #: 2,000 pictures of the drawn world; `benchmarks/scoring/reference.py` makes it.
 _DEMO_FILE = Path(__file__).with_name(DEMO) / "reference.npz"
+
+
+#: FID and KID are not defined for a single picture.
+_LEAST = 2
 
 
 @dataclass(frozen=True, slots=True)
@@ -56,10 +60,13 @@ def of_chunks(
         console.print_warning(
             f"{console.counted(len(left_out), 'picture')} of {folder} cannot be read: {shown}"
         )
+    images = sum(note.images for note in notes)
+    if images < _LEAST:
+        raise errors.SetupError(f"the reference {folder} has fewer than {_LEAST} pictures to read")
     rows = chunks.StoredRows(done, "features", extractor.dimensions) if extractor else None
     return Reference(
         str(folder),
-        sum(note.images for note in notes),
+        images,
         Statistics.of(rows) if rows else None,
         rows,
         chunks.StoredRows(done, "clip", clip.dimensions) if clip else None,
@@ -87,7 +94,7 @@ def read(path: str, extractor: ExtractorFacts | None, clip: ExtractorFacts | Non
                     )
             features = stored["features"] if extractor and "features" in stored else None
             seen = stored["clip_features"] if clip and "clip_features" in stored else None
-    except (OSError, ValueError, KeyError, EOFError) as error:
+    except UNREADABLE as error:
         raise errors.SetupError(f"the reference {path} cannot be read: {error}") from None
     found = Reference(path, images, statistics, features, seen)
     found.check(extractor)

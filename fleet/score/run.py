@@ -231,12 +231,22 @@ def _score(work: Work, batch: Sequence[Row], read: Sequence[bytes | None]) -> _S
     found = _Scored({}, [], left_out)
     extractor, clip = work.loaded
     if images and extractor:
-        found.arrays["features"] = extractor.features(images)
+        found.arrays["features"] = _finite(extractor.features(images), extractor)
     if images and clip:
-        found.arrays["clip"] = seen = clip.features(images)
+        found.arrays["clip"] = seen = _finite(clip.features(images), clip)
         if any(captions):
             found.scores.extend(metrics.clip_score(seen, clip.text_features(captions)).tolist())
     return found
+
+
+def _finite(features: Features, extractor: Extractor) -> Features:
+    """One such row would make all figures of its group unknown."""
+    if not np.isfinite(features).all():
+        raise errors.SetupError(
+            f"{extractor.facts.name} gives features that are not finite: its input may be scaled"
+            f" otherwise, which {extractor.facts.name}.json beside it can say"
+        )
+    return features
 
 
 async def _read(chunk: Chunk, rows: Sequence[Row], blobs: BlobStore) -> list[bytes | None]:

@@ -47,14 +47,15 @@ def run(asked: Asked) -> Scores | None:
     """
     work = running.Work(asked.settings, (), asked.extractor, asked.clip, _device(asked.device))
     extractor, clip = (each.facts if each else None for each in work.loaded)
-    compared = _compared(asked, work, extractor, clip)
+    number, parts = asked.part
+    # A part has no figures: what it would be compared with is not needed yet.
+    compared = _compared(asked, work, extractor, clip) if parts == 1 else None
     if asked.write_reference and compared:
         reference.write(compared, asked.write_reference, extractor, clip)
     planned = console.run(_plan(asked))
     if planned.damaged.count:
         console.print_warning(str(planned.damaged))
     every = [chunk for some in planned.chunks.values() for chunk in some]
-    number, parts = asked.part
     mine = every[number - 1 :: parts]
     _extract(asked, running.on_chunks(work, mine), "scored")
     if parts > 1:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import zipfile
 from collections.abc import Iterable
 from dataclasses import dataclass
 from functools import reduce
@@ -18,6 +19,10 @@ Doubles = npt.NDArray[np.float64]
 
 #: Rows multiplied at once: 16 MB of 2,048 features.
 BLOCK_ROWS = 1024
+
+
+#: What numpy raises for a file that is no `.npz`, or lacks what is asked for.
+UNREADABLE = (OSError, ValueError, KeyError, EOFError, TypeError, zipfile.BadZipFile)
 
 
 class Rows(Protocol):
@@ -91,7 +96,7 @@ class Statistics:
                 mean = np.asarray(stored["mu"], np.float64)
                 covariance = np.asarray(stored["sigma"], np.float64)
                 count = int(stored["count"]) if "count" in stored else 0
-        except (OSError, ValueError, KeyError, EOFError) as error:
+        except UNREADABLE as error:
             raise errors.SetupError(
                 f"{path} has no statistics: it should be an .npz with `mu` and `sigma` ({error})"
             ) from None

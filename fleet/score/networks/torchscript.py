@@ -29,7 +29,7 @@ class TorchScriptExtractor:
         self.facts = ExtractorFacts(path.name, "TorchScript", "", 0, preparation)
         try:
             dimensions = self.features([blank]).shape[1]
-        except (RuntimeError, ValueError, TypeError, IndexError) as error:
+        except (RuntimeError, ValueError, TypeError, AttributeError) as error:
             line = str(error).strip().splitlines()[-1]
             raise errors.SetupError(
                 f"{path}: the network fails on one image of {preparation.size} pixels ({line});"

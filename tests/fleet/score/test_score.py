@@ -316,3 +316,29 @@ def test_the_end_of_a_campaign_is_waited_for(
 async def end_job(blobs: BlobStore) -> None:
     ended = Record(outcome="failed", id="late", campaign="plain", at=datetime.now(UTC), error="E")
     await RecordLog(blobs, "w2").add([ended])
+
+
+def test_features_that_are_not_finite_are_refused(
+    in_process: Imagefleet, stored: StorageSettings, pictures: Path, means_onnx: Path
+) -> None:
+    means_onnx.with_name("means.onnx.json").write_text('{"size": 20, "std": [1e-36, 1, 1]}')
+    ended = in_process(
+        *("score", "curve", "--extractor", str(means_onnx), "--reference", str(pictures)),
+        *("--storage", stored.storage, "--processes", "1"),
+    )
+    assert ended.returncode == console.EXIT_OPERATOR_MUST_ACT
+    assert "means.onnx gives features that are not finite" in ended.stderr
+
+
+def test_a_reference_of_damaged_pictures_is_refused(
+    in_process: Imagefleet, stored: StorageSettings, tmp_path: Path
+) -> None:
+    (tmp_path / "damaged").mkdir()
+    (tmp_path / "damaged" / "one.png").write_bytes(b"no picture")
+    ended = in_process(
+        *("score", "curve", "--extractor", "demo", "--reference", "damaged"),
+        *("--storage", stored.storage, "--processes", "1"),
+    )
+    assert ended.returncode == console.EXIT_OPERATOR_MUST_ACT
+    assert "1 picture of damaged cannot be read: one.png" in ended.stderr
+    assert "has fewer than 2 pictures" in ended.stderr
