@@ -9,6 +9,7 @@ tracks every slot's step, so a tick reads nothing back from the GPU.
 from __future__ import annotations
 
 import functools
+import gc
 import itertools
 import logging
 import math
@@ -249,6 +250,7 @@ class SlotEngine:
         self._unet.close()
         for network in self._checkpoint.networks.values():
             network.to("meta")
+        gc.unfreeze()  # what was compiled is garbage from now on
         torch.cuda.empty_cache()
 
     # The parts of a tick.
