@@ -6,14 +6,14 @@ import asyncio
 import contextlib
 import tempfile
 from collections import deque
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from itertools import islice
 from pathlib import Path
 
 from fleet import console
-from fleet.gate.sides import Engine
+from fleet.gate.sides import GPU_ONLY, Engine
 from imagefleet import errors
 from imagefleet.job.message import Job, text_for_image
 from imagefleet.storage.open import open_storage
@@ -44,6 +44,16 @@ class _Image:
     request: contract.ImageRequest
 
 
+def check(sides: Iterable[Engine], device: str) -> None:
+    """Raises SetupError, before anything is drawn, for a setting without effect on this device."""
+    from worker.engine import device as devices
+
+    if devices.find_device(device).type == "cpu":
+        words = {word for side in sides for word in side.text.split(",")}
+        if without_effect := ", ".join(sorted(GPU_ONLY & words)):
+            raise errors.SetupError(f"{without_effect} changes nothing on a CPU: compare on a GPU")
+
+
 def draw(
     jobs: Sequence[Job], side: Engine, setup: Setup, folder: Path, on_image: Callable[[], None]
 ) -> None:
@@ -52,11 +62,8 @@ def draw(
     Raises:
         SetupError: the model cannot be loaded, or a job cannot be drawn with it.
     """
-    from worker.engine import device as devices
     from worker.engine import load
 
-    if side.settings.get("compile") == "auto" and devices.find_device(setup.device).type == "cpu":
-        raise errors.SetupError(f"{side}: nothing is compiled for a CPU; compare on a GPU")
     engine = load.load_engine(setup.model, setup.device, **side.settings)
     try:
         images = asyncio.run(_images(jobs, setup, engine))

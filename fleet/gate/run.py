@@ -216,6 +216,7 @@ def _draw(plan: Plan, folders: tuple[Path, Path], *, quiet: bool) -> None:
         return
     from fleet.gate import draw  # only this needs the worker's libraries
 
+    draw.check(plan.engines.values(), plan.device)
     to_draw = _jobs(plan, folders)
     demo = demo_jobs.find_checkpoint() if plan.model is None else None
     setup = draw.Setup(

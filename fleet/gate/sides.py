@@ -22,6 +22,9 @@ WORDS: Mapping[str, Mapping[str, Any]] = {
     "merged": {"is_low_rank": False},
 }
 
+#: Of these words, those that a CPU ignores: the gate would compare an engine with itself.
+GPU_ONLY = frozenset({"compiled", "fp16-accumulate"})
+
 #: With a number.
 SLOTS = "slots="
 

@@ -126,3 +126,10 @@ def test_a_job_that_cannot_be_drawn_is_named(
     assert "cannot be drawn" in ended.stderr
     assert "fox" in ended.stderr
     assert "--lora-directory" in ended.stderr
+
+
+def test_a_setting_that_changes_nothing_here_passes_nothing(in_process: Imagefleet) -> None:
+    ended = in_process("gate", "float32", "fp16-accumulate", "--device", "cpu")
+
+    assert ended.returncode == console.EXIT_OPERATOR_MUST_ACT
+    assert "fp16-accumulate changes nothing on a CPU" in ended.stderr
