@@ -25,8 +25,8 @@ CAPTIONS = """
 {"id": "cup", "prompt": "a green cup on a plain background", "seed": 6}
 """
 
-#: With fewer, the engine draws nothing that the judge knows.
-STEPS = "5"
+#: With 3, float16 changes the CLIP score by 0.18 %: too near to the bound.
+STEPS = "4"
 
 
 @pytest.fixture(autouse=True)
