@@ -8,15 +8,15 @@ from html import escape
 from fleet.report import plot
 from fleet.score.scores import GroupScores, Scores
 
-_WIDTH, _HEIGHT = 720, 440
-_LEFT, _RIGHT, _TOP, _BOTTOM = 70, 30, 24, 56
+_WIDTH, _HEIGHT = 480, 340
+_LEFT, _RIGHT, _TOP, _BOTTOM = 62, 24, 18, 50
 
 _MIDDLE = 'text-anchor="middle"'
 
 #: As on the report's page.
 _COLOURS = ("#2f6db5", "#d9772b", "#3d9a63", "#b0435a", "#7d62b0", "#7a7f87")
 
-_LOOK = 'role="img" font-family="system-ui, sans-serif" font-size="15" fill="currentColor"'
+_LOOK = 'role="img" font-family="system-ui, sans-serif" font-size="14" fill="currentColor"'
 
 #: Free space around the points, as a share of their range.
 _MARGIN = 0.08
@@ -100,7 +100,7 @@ def _grid(x: _Axis, y: _Axis) -> list[str]:
     return [
         *parts,
         f'<text x="{(_LEFT + right) / 2}" y="{_HEIGHT - 12}" {_MIDDLE}>CLIP score</text>',
-        f'<text transform="translate(18 {middle}) rotate(-90)" {_MIDDLE}>FID</text>',
+        f'<text transform="translate(16 {middle}) rotate(-90)" {_MIDDLE}>FID</text>',
     ]
 
 

@@ -9,11 +9,12 @@ import multiprocessing
 import signal
 import sys
 from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
 from functools import cached_property
 from multiprocessing.connection import Connection, wait
 from multiprocessing.process import BaseProcess
-from typing import Any
+from typing import Any, TypeVar
 
 import numpy as np
 from PIL import Image
@@ -33,6 +34,8 @@ _BATCH = 32
 
 #: As workers and reference sets have them; Pillow reads dozens of formats.
 _FORMATS = ("PNG", "JPEG", "WEBP")
+
+Item = TypeVar("Item")
 
 OnImages = Callable[[int], None]
 
@@ -172,33 +175,45 @@ def _child(work: Work, connection: Connection) -> None:
 
 
 async def _extract(work: Work, on_images: OnImages) -> None:
+    facts = [each.facts if each else None for each in work.loaded]
+    # Each thread that computes would keep some hundred MB of its own.
+    with ThreadPoolExecutor(max_workers=1) as thread:
+        await _extract_with(work, facts, thread, on_images)
+
+
+async def _extract_with(
+    work: Work,
+    facts: Sequence[ExtractorFacts | None],
+    thread: ThreadPoolExecutor,
+    on_images: OnImages,
+) -> None:
     from imagefleet.storage.open import open_storage
 
-    facts = [each.facts if each else None for each in work.loaded]
     async with open_storage(work.settings) as storage:
         for chunk in work.chunks:
             rows = chunk.rows()
-            note, arrays = await _compute(work, chunk, rows, storage.blobs)
+            note, arrays = await _compute(work, chunk, rows, storage.blobs, thread)
             note = note.model_copy(update={"digest": digest(rows, facts)})
             await asyncio.to_thread(chunks.write, chunk, note, arrays)
             on_images(len(rows))
 
 
 async def _compute(
-    work: Work, chunk: Chunk, rows: Sequence[Row], blobs: BlobStore
+    work: Work, chunk: Chunk, rows: Sequence[Row], blobs: BlobStore, thread: ThreadPoolExecutor
 ) -> tuple[chunks.Note, dict[str, Features]]:
     """Batch by batch; the next one is read while the networks compute."""
     batches = [rows[first : first + _BATCH] for first in range(0, len(rows), _BATCH)]
     parts: dict[str, list[Features]] = {"features": [], "clip": []}
     scores: list[float] = []
     left_out: list[str] = []
+    loop = asyncio.get_running_loop()
     reading = asyncio.ensure_future(_read(chunk, batches[0], blobs))
     try:
         for number, batch in enumerate(batches):
             read = await reading
             if number + 1 < len(batches):
                 reading = asyncio.ensure_future(_read(chunk, batches[number + 1], blobs))
-            scored = await asyncio.to_thread(_score, work, batch, read)
+            scored = await loop.run_in_executor(thread, _score, work, batch, read)
             for kind, features in scored.arrays.items():
                 parts[kind].append(features)
             scores += scored.scores
@@ -230,13 +245,24 @@ def _score(work: Work, batch: Sequence[Row], read: Sequence[bytes | None]) -> _S
             captions.append(row.caption)
     found = _Scored({}, [], left_out)
     extractor, clip = work.loaded
-    if images and extractor:
-        found.arrays["features"] = _finite(extractor.features(images), extractor)
-    if images and clip:
-        found.arrays["clip"] = seen = _finite(clip.features(images), clip)
+    if not images:
+        return found
+    filled = _filled(images)
+    if extractor:
+        features = extractor.features(filled)[: len(images)]
+        found.arrays["features"] = _finite(features, extractor)
+    if clip:
+        seen = clip.features(filled)[: len(images)]
+        found.arrays["clip"] = _finite(seen, clip)
         if any(captions):
-            found.scores.extend(metrics.clip_score(seen, clip.text_features(captions)).tolist())
+            texts = clip.text_features(_filled(captions))[: len(images)]
+            found.scores.extend(metrics.clip_score(seen, texts).tolist())
     return found
+
+
+def _filled(items: list[Item]) -> list[Item]:
+    """As many as in any other batch: torch keeps kernels and memory for each size that it meets."""
+    return items + [items[-1]] * (_BATCH - len(items))
 
 
 def _finite(features: Features, extractor: Extractor) -> Features:

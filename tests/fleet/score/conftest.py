@@ -17,7 +17,7 @@ from onnx import TensorProto, helper
 from PIL import Image
 
 from demo_world import captions, world
-from fleet.score import extractors, metrics, plan, reference
+from fleet.score import extractors, metrics, plan, reference, run
 from fleet.score.statistics import Statistics
 from imagefleet.records import sweep
 from imagefleet.records.record import Record
@@ -138,6 +138,7 @@ def small_reference(drawn: Drawn, tmp_path_factory: pytest.TempPathFactory) -> s
 @pytest.fixture(autouse=True)
 def _less_work(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(plan, "CHUNK_IMAGES", CHUNK_IMAGES)
+    monkeypatch.setattr(run, "_BATCH", CHUNK_IMAGES)
     monkeypatch.setattr(metrics, "KID_SUBSETS", 3)
 
 

@@ -108,10 +108,11 @@ KILLED = """
 import json, os, signal, sys
 from pathlib import Path
 from fleet.score import chunks, metrics, plan, session
+from fleet.score import run as running
 from imagefleet.storage.protocol import BlobStore
 from imagefleet.storage.settings import StorageSettings
 
-plan.CHUNK_IMAGES = 8
+plan.CHUNK_IMAGES = running._BATCH = 8
 metrics.KID_SUBSETS = 3
 settings, reference = StorageSettings(storage=sys.argv[1]), sys.argv[2]
 killed, whole = map(Path, sys.argv[3:])
