@@ -142,8 +142,8 @@ def command(
         raise errors.SetupError("--lora-directory goes with --check")
     skipped = _Skipped()
     on_invalid = skipped if skip_invalid else None
-    reading = functools.partial(reading_file, Path(file), is_shown=not (quiet or as_json))
-    with reading("reading") as on_read:
+    read = functools.partial(reading, Path(file), is_shown=not (quiet or as_json))
+    with read("reading") as on_read:
         key = signing.Keys.of(settings).signing
         source = sources.open_source(
             file,
@@ -156,10 +156,10 @@ def command(
             campaign=campaign,
         )
     if check:
-        _check(settings, source, skipped, lora_directory, model, reading, as_json=as_json)
+        _check(settings, source, skipped, lora_directory, model, read, as_json=as_json)
         return
     if dry_run:
-        with reading("checking") as on_read:
+        with read("checking") as on_read:
             source.check(0, on_read)
         _print_jobs(source, quiet=quiet)
         return
@@ -183,7 +183,7 @@ def command(
             on_notice=console.print_note,
         )
         announce(load, file, path)
-        with reading("checking") as on_read:
+        with read("checking") as on_read:
             load.check(on_read)  # before the event loop begins: Ctrl-C can interrupt a long file
         is_live = console.stderr.is_terminal and not as_json
         with showing(source.count, load.confirmed, is_live=is_live, quiet=quiet) as show:
@@ -218,7 +218,7 @@ def _check(
     skipped: _Skipped,
     lora_directory: Path | None,
     models: list[str] | None,
-    reading: Callable[..., contextlib.AbstractContextManager[Callable[[int], None]]],
+    read: Callable[..., contextlib.AbstractContextManager[Callable[[int], None]]],
     *,
     as_json: bool,
 ) -> None:
@@ -228,7 +228,7 @@ def _check(
     if lora_directory is None and (folder := os.environ.get(options.variable("lora_directory"))):
         lora_directory = Path(folder)
     uses = missing.Uses()
-    with reading("checking", jobs=source.jobs_to_make) as on_read:
+    with read("checking", jobs=source.jobs_to_make) as on_read:
         source.check(0, on_read, uses.add)
     elsewhere = missing.Elsewhere(lora_directory, models or ())
     found = console.run(missing.look(settings, uses, elsewhere))
@@ -272,7 +272,7 @@ def announce(load: Load, file: str, path: Path | None) -> None:
 
 
 @contextlib.contextmanager
-def reading_file(
+def reading(
     path: Path, doing: str, *, is_shown: bool, jobs: int | None = None
 ) -> Iterator[Callable[[int], None]]:
     """A bar of a long file's bytes, or of so many *jobs*, on a terminal; the end by Ctrl-C."""

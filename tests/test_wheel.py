@@ -137,6 +137,7 @@ COMMANDS: dict[str, Case] = {
     "worker": Case("--model model", NEEDS_WORKER, 2),
     "demo": Case("", NEEDS_WORKER, 2),
     "bench engine": Case("", NEEDS_WORKER, 2),
+    "bench scaling": Case("", NEEDS_WORKER, 2),
 }
 
 

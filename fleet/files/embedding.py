@@ -56,7 +56,7 @@ def add_command(
 
         keys = signing.Keys.of(settings)
         async with transfer.local_file(source, sha256, kinds.EMBEDDING, cache) as path:
-            kind, vectors = _describe(str(path), transfer.check_kind(path, kinds.EMBEDDING))
+            kind, vectors = describe(str(path), transfer.check_kind(path, kinds.EMBEDDING))
             if path.stat().st_size > embeddings.MAX_BYTES:
                 raise errors.SetupError(
                     f"{str(path)!r} has more than {embeddings.MAX_BYTES / 2**20:,.0f} MiB, the most"
@@ -101,7 +101,7 @@ def list_command(settings: StorageSettings, as_json: options.AsJson = False) -> 
         listing.show(rows, "no embeddings in the storage: `imagefleet embedding add` stores one")
 
 
-def _describe(path: str, header: Header) -> tuple[str, int]:
+def describe(path: str, header: Header) -> tuple[str, int]:
     """The models that an embedding is for, and its number of vectors.
 
     Raises:

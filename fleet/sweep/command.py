@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, TypeVar
@@ -12,12 +12,14 @@ import typer
 
 from fleet import console, load, options
 from imagefleet import errors, signing
+from imagefleet.pricing import families
 from imagefleet.storage.open import open_storage
 from imagefleet.storage.settings import checked_priority
 from loadgen.settings import LoadSettings
 
 if TYPE_CHECKING:
     from fleet.plan.estimate import Plan
+    from fleet.plan.work import Models
     from fleet.sweep.price import Machine
     from loadgen.caption_sweep import SweepSource
     from loadgen.load import Summary
@@ -51,8 +53,19 @@ def command(
     steps: Annotated[str, typer.Option(metavar=_LIST, help="Numbers of steps: 20,50.")] = "20",
     models: Annotated[
         str | None,
-        typer.Option(metavar=_LIST, help="Models; by default that of the worker that draws."),
+        typer.Option(
+            metavar=_LIST,
+            help="Models: dreams,xl=sdxl, with their families for the price; by default that of the"
+            " worker that draws.",
+        ),
     ] = None,
+    family: Annotated[
+        str,
+        typer.Option(
+            metavar="|".join(families.FAMILIES),
+            help="Of models without one in --models, for the price.",
+        ),
+    ] = families.SD1.slug,
     lora: Annotated[str | None, typer.Option(metavar="NAME", help="A LoRA for all images.")] = None,
     lora_strengths: Annotated[
         str | None, typer.Option(metavar=_LIST, help="Strengths of the LoRA: 0,0.5,1.")
@@ -108,22 +121,28 @@ def command(
     quiet: Annotated[bool, typer.Option("--quiet", help="No progress.")] = False,
     as_json: options.AsJson = False,
 ) -> None:
-    """Draws captions in all combinations of settings, as one campaign to be scored.
+    """Draws captions with all combinations of settings.
 
-    The image of a caption has the same seed in every group. The same command again adds nothing;
-    after an interruption it goes on where it was, from another machine as well.
+    They are one campaign, to be scored by group. A caption has the same seed in every group. The
+    same command again adds nothing; after an interruption it goes on where it was, from another
+    machine as well.
 
     imagefleet sweep captions.txt --campaign curve --guidance 1.5,2,3,4,5,6,7,8 --dry-run
 
     imagefleet sweep captions_val2014.json --count 30000 --campaign curve --samplers PLMS --steps 50
     """
+    from fleet.plan import work as plan_work
     from fleet.sweep import price
     from loadgen import caption_sweep
     from loadgen.captions import CaptionFile
 
     options.check_campaign(campaign)
-    names = _listed("--models", models, str) if models else None
-    _check_models(names, model)
+    named = _models(models)
+    of_models = plan_work.Models(
+        {name: families.find(slug or family) for name, slug in named.items()},
+        families.find(family),
+    )
+    _check_models(named, model)
     if lora_strengths and not lora:
         raise errors.SetupError("--lora-strengths goes with --lora")
     strengths = _listed("--lora-strengths", lora_strengths or "1", float) if lora else [None]
@@ -131,11 +150,11 @@ def command(
         _listed("--guidance", guidance, float),
         _listed("--samplers", samplers, str),
         _listed("--steps", steps, int),
-        names or [None],
+        list(named) or [None],
         lora,
         strengths,
     )
-    reading = functools.partial(load.reading_file, file, is_shown=not (quiet or as_json))
+    reading = functools.partial(load.reading, file, is_shown=not (quiet or as_json))
     with reading("reading") as on_read:
         captions = CaptionFile(
             file, form=form, count=count, one_per_image=one_per_image, on_read=on_read
@@ -152,10 +171,10 @@ def command(
     if dry_run:
         with reading("checking") as on_read:
             source.check(0, on_read)
-        _show_plan(source, price.plan(source.sweep, machine), as_json=as_json)
+        _show_plan(source, price.plan(source.sweep, machine, of_models), as_json=as_json)
         return
     if not (quiet or as_json):
-        console.print_note(f"{source.describe()}; {_hours_and_price(source, machine)}")
+        console.print_note(f"{source.describe()}; {_hours_and_price(source, machine, of_models)}")
     summary = _send(
         settings, source, reading, priority, model or [], restart=restart, quiet=quiet or as_json
     )
@@ -184,8 +203,9 @@ def _send(
     with console.only_one(path, in_use):
         with reading("checking") as on_read:
             source.check(0, on_read)
-        if not restart:
-            source.sent_before = console.run(resume.prepare(settings, source, path, chosen))
+        source.sent_before = console.run(
+            resume.prepare(settings, source, path, chosen, models, restart=restart)
+        )
         storage = open_storage(settings)
         filling = Load(
             storage,
@@ -226,21 +246,32 @@ def _listed(flag: str, text: str, kind: Callable[[str], Value]) -> list[Value]:
         raise errors.SetupError(f"{flag} {text[:60]}: should be {what} with commas") from None
 
 
-def _check_models(names: Sequence[str] | None, elsewhere: Sequence[str] | None) -> None:
+def _models(text: str | None) -> dict[str, str]:
+    """The models of a list, each with its family or an empty text."""
+    found: dict[str, str] = {}
+    for each in text.split(",") if text else []:
+        name, _, slug = each.strip().partition("=")
+        if name in found:
+            raise errors.SetupError(f"--models: {name[:60]} is there twice")
+        found[name] = slug
+    return found
+
+
+def _check_models(names: Collection[str], elsewhere: Sequence[str] | None) -> None:
     for name in elsewhere or []:
-        if name not in (names or []):
+        if name not in names:
             raise errors.SetupError(
                 f"--model {name[:60]} is none of --models: it says that workers have a model from"
                 " elsewhere; --models says what is drawn with"
             )
 
 
-def _hours_and_price(source: SweepSource, machine: Machine) -> str:
+def _hours_and_price(source: SweepSource, machine: Machine, models: Models) -> str:
     """For a note; an unknown price does not keep anybody from sending."""
     from fleet.sweep import price
 
     try:
-        plan = price.plan(source.sweep, machine)
+        plan = price.plan(source.sweep, machine, models)
     except errors.SetupError as error:
         return f"its price is not known: {error.message}"
     return (

@@ -2,23 +2,17 @@
 
 from __future__ import annotations
 
-import statistics
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 
 from fleet.plan import estimate
+from fleet.plan.work import Models, Work
 from imagefleet.pricing import price_file, prices
 from imagefleet.records.sweep import Sweep
 
 DEFAULT_GPU = "RTX 3060 Ti"
 
 _PRIORITY: prices.Priority = "batch"
-
-#: Of the speeds of `gpus.toml`.
-_ASSUMED_STEPS = 15
-
-#: What an image costs besides its steps, its decoding above all, in steps: 2.55 of 1.606 TFLOP.
-_STEPS_OF_THE_REST = 1.6
 
 _NO_START_UP = estimate.Input(0.0, "assumed", "not included without --bench")
 
@@ -35,30 +29,29 @@ class Machine:
     prices: Path | None = None
 
 
-def plan(sweep: Sweep, machine: Machine) -> estimate.Plan:
-    """The sweep on machines of one class.
+def plan(sweep: Sweep, machine: Machine, models: Models) -> estimate.Plan:
+    """The sweep on machines of one class; *models* tells the families.
 
     Raises:
         SetupError: the class or its speed is not known, or a file cannot be read.
     """
     table = price_file.read_table(machine.prices)
-    bench = estimate.read_bench(machine.bench, table) if machine.bench else None
-    gpu = machine.gpu or (bench.gpu if bench else DEFAULT_GPU)
+    benches = [estimate.read_bench(machine.bench, table)] if machine.bench else []
+    gpu = machine.gpu or (benches[0].gpu if benches else DEFAULT_GPU)
     if machine.images_per_second is None or machine.price_per_hour is None:
-        matching = prices.matching_gpus(gpu, [bench.gpu] if bench else [])
+        matching = prices.matching_gpus(gpu, [bench.gpu for bench in benches])
         gpu = matching[0] if matching else prices.find_gpu(gpu, table.gpus)
-    benches = [bench] if bench else []
     estimate.refuse_unused(benches, {gpu})
-    made_on = estimate.bench_of(gpu, benches)
-    speed = estimate.find_speed(gpu, machine.images_per_second, made_on)
-    if machine.images_per_second is None:
-        speed = _scaled(speed, bench.steps if bench else _ASSUMED_STEPS, _steps(sweep))
+    works = _works(sweep, models)
+    speeds = estimate.find_speeds(gpu, works, machine.images_per_second, benches)
+    made_on = estimate.bench_of(gpu, benches, works[0].family)
     part = estimate.Part(
         gpu,
         machine.replicas,
-        speed,
+        estimate.mean_speed(speeds),
         estimate.find_price(gpu, _PRIORITY, machine.price_per_hour, table),
         made_on.start_up if made_on else _NO_START_UP,
+        speeds,
     )
     return estimate.make_plan(sweep.images, sweep.images, [part], table)
 
@@ -74,26 +67,34 @@ def command(plan_: estimate.Plan) -> str:
 
 
 def sources(plan_: estimate.Plan) -> list[str]:
-    """Where the speed and the price are from, a sentence each."""
+    """Where the speeds and the price are from, a sentence each."""
     part = plan_.mix[0]
-    speed, price = part.images_per_second, part.dollars_per_hour
+    of_models = [
+        (f" of {each.model}" if each.model else "", each.images_per_second) for each in part.models
+    ]
+    price = part.dollars_per_hour
     return [
-        f"{part.gpu}: {speed.value:.3g} images/s: {speed.kind}: {speed.source}.",
+        *(
+            f"{part.gpu}: {speed.value:.3g} images/s{of_model}: {speed.kind}: {speed.source}."
+            for of_model, speed in of_models
+        ),
         f"{part.gpu}: ${price.value:g}/h: {price.kind}: {price.source}.",
     ]
 
 
-def _steps(sweep: Sweep) -> float:
-    """Of an image, on average."""
-    return statistics.fmean(group.steps for group in sweep.groups)
+def _works(sweep: Sweep, models: Models) -> list[Work]:
+    """The images by model, with their own sizes and steps."""
+    found: dict[str | None, Work] = {}
+    width, height = (sweep.job.get(side) for side in ("width", "height"))
+    for group in sweep.groups:
+        family = models.family_of(group.model)
+        work = found.setdefault(group.model, Work(group.model, family))
+        work.jobs += sweep.captions.count
+        work.images += sweep.captions.count
+        of_image = family.image_tflop(_side(width), _side(height), group.steps)
+        work.tflop += sweep.captions.count * of_image
+    return list(found.values())
 
 
-def _scaled(speed: estimate.Input, measured_steps: int, steps: float) -> estimate.Input:
-    factor = (measured_steps + _STEPS_OF_THE_REST) / (steps + _STEPS_OF_THE_REST)
-    return replace(
-        speed,
-        value=speed.value * factor,
-        kind="assumed",
-        source=f"{speed.value:g} images/s at {measured_steps} steps ({speed.kind}: {speed.source}),"
-        f" scaled to {steps:g} steps, whatever the size and the model",
-    )
+def _side(value: object) -> int | None:
+    return value if isinstance(value, int) else None

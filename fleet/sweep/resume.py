@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from pathlib import Path
 
 from imagefleet import concurrency
 from imagefleet.job.message import Job, message_fields
 from imagefleet.records import reader, sweep
+from imagefleet.storage import enqueue
 from imagefleet.storage.open import absolute_url, open_storage
 from imagefleet.storage.protocol import Storage
 from imagefleet.storage.settings import Priority, StorageSettings
@@ -29,25 +30,36 @@ def checkpoint_path(source: SweepSource, queue: str) -> Path:
 
 
 async def prepare(
-    settings: StorageSettings, source: SweepSource, path: Path, priority: Priority
+    settings: StorageSettings,
+    source: SweepSource,
+    path: Path,
+    priority: Priority,
+    models: Collection[str] = (),
+    *,
+    restart: bool = False,
 ) -> set[str]:
     """Notes the sweep in the storage; writes a checkpoint to *path* if it was sent from elsewhere.
 
     Returns the ids of jobs beyond the checkpoint that were sent as well: their messages are in the
-    queue, as far as the storage shows that, or their images are stored.
+    queue, as far as the storage shows that, or their images are stored. *models* are what workers
+    have from elsewhere than the storage. With *restart* nothing counts as sent.
 
     Raises:
         SetupError: the campaign is another sweep, or the checkpoint is damaged.
+        JobError: no worker can have a model of the sweep.
     """
     async with open_storage(settings) as storage:
         await storage.create()
-        return await _prepare(storage, source, path, priority)
+        # A name that is mistyped must not be the campaign's for ever.
+        names = [group.model for group in source.sweep.groups if group.model]
+        await enqueue.JobSender(storage, priority, elsewhere=models).check(names)
+        is_new = await sweep.write(storage, source.sweep)
+        return set() if restart else await _resume(storage, source, path, priority, is_new=is_new)
 
 
-async def _prepare(
-    storage: Storage, source: SweepSource, path: Path, priority: Priority
+async def _resume(
+    storage: Storage, source: SweepSource, path: Path, priority: Priority, *, is_new: bool
 ) -> set[str]:
-    is_new = await sweep.write(storage, source.sweep)
     checkpoint = Checkpoint.read(path)
     if checkpoint is None:
         sent = 0

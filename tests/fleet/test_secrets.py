@@ -113,12 +113,13 @@ ARGUMENTS: dict[str, tuple[str, ...]] = {
     "kernels push": ("kernels.tar.xz",),
     "kernels list": (),
     "bench engine": ("--model", "{url}"),
+    "bench scaling": ("--model", "{url}"),
 }
 
 #: They need no service, and some of them seconds.
 OFFLINE = {
     *("demo", "plan", "prompt", "version", "keys signing"),
-    *("bench engine", "deploy salad render"),
+    *("bench engine", "bench scaling", "deploy salad render"),
 }
 
 ON_STORAGE = {each for each in ARGUMENTS.keys() - OFFLINE - {"health"} if "salad" not in each}

@@ -6,11 +6,14 @@ from pathlib import Path
 
 import pytest
 import torch
+from diffusers import UNet2DConditionModel
 
 from families import measure, tiny_families
 from fleet.bench import baseline, engine, machine
 from imagefleet import errors
+from imagefleet.pricing import families
 from worker.engine import contract
+from worker.engine.families.sdxl import SDXL
 
 
 @pytest.fixture(scope="module")
@@ -22,6 +25,20 @@ def test_the_operations_of_an_sdxl_image_include_its_added_inputs(tiny_sdxl: Pat
     one, two, three = (machine.count_image_flops(tiny_sdxl, 64, 64, calls) for calls in (1, 2, 3))
     assert three - two == two - one > 0
     assert one > two - one, "text encoders and VAE"
+
+
+def test_the_plan_counts_the_operations_that_sdxl_has() -> None:
+    planned = families.FAMILIES[SDXL.slug]
+    side = planned.width // 8
+    with torch.device("meta"):
+        unet = UNet2DConditionModel(**SDXL.unet_config)
+        inputs = torch.empty(1, 4, side, side), torch.empty(1)
+        context = torch.empty(1, 77, unet.config.cross_attention_dim)
+        added = {"text_embeds": torch.empty(1, 1280), "time_ids": torch.empty(1, 6)}
+        with machine.FlopCounterMode(display=False) as counter, torch.no_grad():
+            unet(*inputs, context, added_cond_kwargs=added)
+    calls = planned.image_tflop(steps=2) - planned.image_tflop(steps=1)
+    assert 2 * counter.get_total_flops() / 1e12 == pytest.approx(calls, rel=0.02)
 
 
 def test_an_unknown_family_and_a_cpu_are_refused(tmp_path: Path) -> None:

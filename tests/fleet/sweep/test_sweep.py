@@ -10,20 +10,26 @@ import sys
 import time
 from collections import Counter
 from collections.abc import Callable
+from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
 import pytest
+from pydantic import SecretStr
 
 from fleet import console
+from fleet.keys import mint
 from fleet.sweep import resume
+from imagefleet.pricing import families
 from imagefleet.records import reader, sweep
+from imagefleet.storage.azure.roles import ROLES
 from imagefleet.storage.open import open_storage
 from imagefleet.storage.protocol import Storage
 from imagefleet.storage.settings import StorageSettings
 from loadgen.caption_sweep import SweepSource, groups
 from loadgen.captions import CaptionFile
-from loadgen.load import Checkpoint
+from loadgen.load import Checkpoint, Load
+from loadgen.settings import LoadSettings
 
 ROOT = Path(__file__).parents[3]
 
@@ -72,13 +78,17 @@ def test_a_dry_run_says_groups_hours_and_price_and_touches_nothing(
 def test_more_steps_take_longer_by_the_speed_that_is_known(
     in_process: Imagefleet, captions: Path
 ) -> None:
-    def hours(steps: str, *machine: str) -> float:
-        arguments = ("sweep", "c.txt", "--campaign", "x", "--steps", steps, *machine)
+    def hours(steps: str, *more: str) -> float:
+        arguments = ("sweep", "c.txt", "--campaign", "x", "--steps", steps, *more)
         result = in_process(*arguments, "--dry-run", "--json")
         return float(json.loads(result.stdout)["plan"]["hours"])
 
     assert hours("15") == pytest.approx(3 / 0.83 / 3600)
-    assert hours("50") == pytest.approx(hours("15") * (50 + 1.6) / (15 + 1.6))
+    tflop = {steps: families.SD1.image_tflop(None, None, steps) for steps in (15, 50)}
+    assert hours("50") == pytest.approx(hours("15") * tflop[50] / tflop[15])
+    assert hours("15", "--size", "1024x1024") > 4 * hours("15")
+    of_two = hours("15", "--models", "dreams,xl=sdxl", "--gpu", "RTX 4090")
+    assert of_two > 4 * hours("15", "--gpu", "RTX 4090")
     assert hours("10,50") == pytest.approx(hours("10") + hours("50"))
     report = {
         "hardware": {"device": "NVIDIA GeForce RTX 4090", "memory_bytes": 24 * 2**30},
@@ -141,7 +151,9 @@ def test_the_same_sweep_again_adds_nothing_here_and_elsewhere(
     assert "campaign curve is another sweep already: its seed" in other.stderr
 
     restarted = in_process("sweep", "c.txt", *SWEEP, "--restart", "--json")
+    refused = in_process("sweep", "c.txt", *SWEEP, "--seed", "3", "--restart")
     assert json.loads(restarted.stdout)["sent"] == 6
+    assert refused.returncode == console.EXIT_OPERATOR_MUST_ACT
     assert set(Counter(job["id"] for job in bodies_in(local(tmp_path))).values()) == {2}
 
 
@@ -151,7 +163,7 @@ def test_a_killed_sweep_goes_on_and_sends_nothing_twice(
     (tmp_path / "c.txt").write_text("".join(f"caption {number}\n" for number in range(400)))
     arguments = ("sweep", "c.txt", "--campaign", "curve", "--guidance", "1,2,3,4,5")
     process = subprocess.Popen(
-        [sys.executable, "-m", "fleet.main", *arguments, "--quiet", "--concurrency", "16"],
+        [sys.executable, "-m", "fleet.main", *arguments, "--quiet", "--rate", "2000"],
         cwd=tmp_path,
         env={**os.environ, "PYTHONPATH": str(ROOT)},
     )
@@ -195,6 +207,25 @@ async def test_what_was_sent_after_the_last_note_is_found_by_its_images(
     }
 
 
+async def test_the_tokens_of_an_operator_suffice(
+    azurite_settings: StorageSettings, captions: Path, tmp_path: Path
+) -> None:
+    async with open_storage(azurite_settings) as owner:
+        await owner.create()
+    minted = mint.Minter(azurite_settings).mint(ROLES["operator"], timedelta(hours=1))
+    tokens = {"storage": minted.storage, "sas": SecretStr(minted.sas)}
+    settings = azurite_settings.model_copy(update=tokens)
+    source = SweepSource(CaptionFile(captions), groups([7], ["PLMS"], [50]), "curve")
+
+    for path in (tmp_path / "first.json", tmp_path / "second.json"):
+        assert await resume.prepare(settings, source, path, "normal") == set()
+        async with open_storage(settings) as storage:
+            load = Load(storage, source, LoadSettings(), path, restart=False)
+            await load.run(lambda _confirmed: None)
+    async with open_storage(azurite_settings) as owner:
+        assert (await owner.queue.depth()).messages == 3
+
+
 async def test_the_images_of_a_sweep_say_their_group_in_their_records(
     storage: Storage, captions: Path, run_worker: Any
 ) -> None:
@@ -220,6 +251,8 @@ async def test_the_images_of_a_sweep_say_their_group_in_their_records(
         (("--size", "64"), "--size: should be WIDTHxHEIGHT"),
         (("--campaign", "../x"), "--campaign: use 1 to 128 letters"),
         (("--gpu", "RTX 9999", "--dry-run"), "unknown GPU class 'RTX 9999'"),
+        (("--models", "a,b=sdxl,a"), "--models: a is there twice"),
+        (("--models", "a=sd9"), "unknown model family 'sd9'"),
         (("--models", "none"), "no worker can have the model 'none'"),
     ],
 )
@@ -236,5 +269,5 @@ def test_a_mistake_is_named_and_nothing_is_sent(
 
     assert result.returncode != console.EXIT_DONE
     assert sentence in result.stderr
-    if "--models" not in arguments:
-        assert not (tmp_path / "imagefleet-data" / "queue.sqlite").exists()
+    corrected = in_process("sweep", "c.txt", "--campaign", "curve", "--json")
+    assert json.loads(corrected.stdout)["sent"] == 3, "the mistake left no manifest behind"
