@@ -106,7 +106,7 @@ def command(
     json_file: options.JsonFile = None,
     as_json: options.AsJson = False,
 ) -> None:
-    """Compares two ways of drawing the same captions with the same seeds.
+    """Compares images of the same jobs that were drawn in two ways.
 
     A and B are each a campaign, a folder of images (with a slash: ./images), or settings to draw
     with here and now: float32, float16, bfloat16, compiled, uncompiled, fp16-accumulate, factors,
