@@ -53,8 +53,8 @@ EXIT_REPLACE_THIS_NODE = 3
 #: With --fail-on-failed: done, but jobs went to the poison queue.
 EXIT_JOBS_FAILED = 4
 
-#: Done, but some images differ from what others drew, or could not be replaced (`verify`, `redo`),
-#: or are missing (`results --download`, `export`).
+#: Done, but some images differ from what others drew (`verify`, `gate`), or could not be replaced
+#: (`redo`), or are missing (`results --download`, `export`).
 EXIT_IMAGES_WRONG = 4
 
 #: A shell's exit code of a program that Ctrl-C ended (128 + SIGINT).

@@ -24,6 +24,7 @@ from fleet.export import command as export
 from fleet.failed import command as failed
 from fleet.files import embedding, kernels, lora, model
 from fleet.gallery import command as gallery
+from fleet.gate import command as gate
 from fleet.keys import command as keys
 from fleet.monitor import command as monitor
 from fleet.plan import command as plan
@@ -118,8 +119,8 @@ On one machine, with everything in the folder imagefleet-data:
 Every setting is a flag and a variable: --queue is IMAGEFLEET_QUEUE.
 
 Exit codes: 0 done, 1 unexpected error, 2 invalid input or setup, 3 broken node (replace it),
-4 jobs failed (worker --fail-on-failed) or images are wrong or missing (verify, redo, results,
-export), 130 interrupted, 143 terminated (worker --until-empty).""",
+4 jobs failed (worker --fail-on-failed) or images are wrong or missing (verify, gate, redo,
+results, export), 130 interrupted, 143 terminated (worker --until-empty).""",
 )
 
 
@@ -165,6 +166,7 @@ app.command("report")(report.command)
 app.command("score")(score.command)
 app.command("gallery")(gallery.command)
 app.command("verify")(verify.command)
+app.command("gate")(gate.command)
 app.command("redo")(redo.command)
 app.add_typer(deploy.app, name="deploy", short_help="Deploys workers to GPU clouds.")
 app.command("scale")(scale.command)

@@ -104,6 +104,7 @@ COMMANDS: dict[str, Case] = {
     "failed replay": Case("--id j1", r"1 .*replayed"),
     "failed discard": Case("--all --yes", r"1 .*discarded"),
     "verify": Case("--campaign spring", r"no second drawings"),
+    "gate": Case("spring ./imagefleet-data/images/spring", r"^passed$"),
     "redo": Case("--worker nobody", r"no images to draw again"),
     "keys worker": Case(f"--storage '{AZURE}'", r"IMAGEFLEET_SAS="),
     "keys load": Case(f"--storage '{AZURE}' --json", r'"queue": "'),

@@ -89,6 +89,7 @@ ARGUMENTS: dict[str, tuple[str, ...]] = {
     "keys check": ("worker",),
     "keys revoke": ("spring",),
     "verify": (),
+    "gate": ("spring", "spring", "--other-storage", "{url}"),
     "results": ("--download", "images"),
     "export": ("shards",),
     "score": ("spring", "--extractor", "demo", "--reference", "secret.txt"),

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import logging
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from functools import partial
@@ -231,25 +231,7 @@ class PrepareStage:
         ]
         embeddings = await self._find_embeddings(job)
         entry.lora_hashes = {lora.name: self.hashes.of_lora(lora.path) for lora in loras}
-        width, height = size
-        return [
-            contract.ImageRequest(
-                prompt=prompt,
-                negative_prompt=job.parsed_negative_prompt,
-                loras=tuple(loras),
-                sampler=job.sampler,
-                steps=job.steps,
-                cfg_scale=job.guidance,
-                seed=job.image_seed(index),
-                width=width,
-                height=height,
-                clip_skip=job.clip_skip,
-                embeddings=embeddings,
-                sampler_options=job.sampler_options,
-                noise=job.image_noise(index),
-            )
-            for index in range(job.images_to_draw)
-        ]
+        return requests_of(job, size, loras, embeddings)
 
     async def _find_embeddings(self, job: Job) -> tuple[contract.Embedding, ...]:
         """The embeddings that the prompts name."""
@@ -269,3 +251,31 @@ class PrepareStage:
             contract.Embedding(name, path, sha256)
             for name, (path, sha256) in zip(found, files, strict=True)
         )
+
+
+def requests_of(
+    job: Job,
+    size: tuple[int, int],
+    loras: Sequence[contract.Lora],
+    embeddings: tuple[contract.Embedding, ...],
+) -> list[contract.ImageRequest]:
+    """The images of a job, of *size* (width, height), with the files that its prompts name."""
+    width, height = size
+    return [
+        contract.ImageRequest(
+            prompt=job.parsed_prompt,
+            negative_prompt=job.parsed_negative_prompt,
+            loras=tuple(loras),
+            sampler=job.sampler,
+            steps=job.steps,
+            cfg_scale=job.guidance,
+            seed=job.image_seed(index),
+            width=width,
+            height=height,
+            clip_skip=job.clip_skip,
+            embeddings=embeddings,
+            sampler_options=job.sampler_options,
+            noise=job.image_noise(index),
+        )
+        for index in range(job.images_to_draw)
+    ]

@@ -1,0 +1,1 @@
+"""`imagefleet gate`: whether two ways of drawing the same jobs make the same images."""

@@ -1,0 +1,165 @@
+"""Draws jobs with an engine's settings into a folder, as files that say how they were drawn."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import tempfile
+from collections import deque
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from itertools import islice
+from pathlib import Path
+
+from fleet import console
+from fleet.gate.sides import GPU_ONLY, Engine
+from imagefleet import errors
+from imagefleet.job.message import Job, text_for_image
+from imagefleet.storage.open import open_storage
+from imagefleet.storage.settings import StorageSettings
+from worker.engine import contract
+from worker.files.embeddings import EmbeddingLibrary
+from worker.files.loras import LoraLibrary
+from worker.stages import encode, infotext
+from worker.stages.prepare import PREPARERS, requests_of
+
+
+@dataclass(frozen=True, slots=True)
+class Setup:
+    """What both sides are drawn with; the folders hold the files that prompts name."""
+
+    model: Path
+    device: str
+    lora_directory: Path | None
+    embedding_directory: Path | None
+
+
+@dataclass(frozen=True, slots=True)
+class _Image:
+    """One image of a job."""
+
+    job: Job
+    index: int
+    request: contract.ImageRequest
+
+
+def check(sides: Iterable[Engine], device: str) -> None:
+    """Raises SetupError, before anything is drawn, for a setting without effect on this device."""
+    from worker.engine import device as devices
+
+    if devices.find_device(device).type == "cpu":
+        words = {word for side in sides for word in side.text.split(",")}
+        if without_effect := ", ".join(sorted(GPU_ONLY & words)):
+            raise errors.SetupError(f"{without_effect} changes nothing on a CPU: compare on a GPU")
+
+
+def draw(
+    jobs: Sequence[Job], side: Engine, setup: Setup, folder: Path, on_image: Callable[[], None]
+) -> None:
+    """Draws all images of the *jobs* into *folder*.
+
+    Raises:
+        SetupError: the model cannot be loaded, or a job cannot be drawn with it.
+    """
+    from worker.engine import load
+
+    engine = load.load_engine(setup.model, setup.device, **side.settings)
+    try:
+        images = asyncio.run(_images(jobs, setup, engine))
+        for image, pixels in _drawn(images, engine):
+            with _naming(image.job):
+                _write(image, pixels, engine.model_name, folder)
+            on_image()
+    finally:
+        engine.close()
+
+
+def _drawn(
+    images: Sequence[_Image], engine: contract.Engine
+) -> Iterator[tuple[_Image, contract.Pixels]]:
+    """The images as they are finished; the engine is kept full."""
+    with ThreadPoolExecutor(PREPARERS, "prepare") as threads:
+        to_prepare = iter(images)
+        waiting = deque(enumerate(images))
+        preparing = deque(
+            threads.submit(engine.prepare, image.request)
+            for image in islice(to_prepare, 2 * engine.capacity)
+        )
+        while waiting or engine.busy:
+            while waiting and engine.free:
+                ticket, image = waiting.popleft()
+                with _naming(image.job):
+                    engine.admit(ticket, preparing.popleft().result())
+                if (following := next(to_prepare, None)) is not None:
+                    preparing.append(threads.submit(engine.prepare, following.request))
+            for finished in engine.tick():
+                image = images[finished.ticket]
+                with _naming(image.job):
+                    if isinstance(finished.outcome, errors.FleetError):
+                        raise finished.outcome
+                yield image, finished.outcome
+
+
+def _write(image: _Image, pixels: contract.Pixels, model: str, folder: Path) -> None:
+    job, size = image.job, (pixels.shape[1], pixels.shape[0])
+    text = infotext.parameters(job, image.index, size, model)
+    encoded = encode.encode(pixels, job.output, text, text_for_image(job.to_message(), job))
+    name = job.blob_name(image.index).partition("/")[2]
+    console.write_file(folder / name, encoded.data)
+
+
+async def _images(jobs: Sequence[Job], setup: Setup, engine: contract.Engine) -> list[_Image]:
+    """All images of all jobs, with the files that their prompts name."""
+    with tempfile.TemporaryDirectory(prefix="imagefleet-gate-") as empty:
+        address = f"local:{empty}/storage"
+        async with open_storage(StorageSettings(storage=address)) as storage:
+            await storage.create()
+            loras = LoraLibrary(
+                storage.files,
+                directory=setup.lora_directory,
+                cache=Path(empty, "loras"),
+                cache_bytes=0,
+            )
+            embeddings = EmbeddingLibrary(
+                storage.files,
+                directory=setup.embedding_directory,
+                cache=Path(empty, "embeddings"),
+            )
+            return [
+                _Image(job, index, request)
+                for job in jobs
+                for index, request in enumerate(await _requests(job, engine, loras, embeddings))
+            ]
+
+
+async def _requests(
+    job: Job, engine: contract.Engine, loras: LoraLibrary, embeddings: EmbeddingLibrary
+) -> list[contract.ImageRequest]:
+    prompts = (job.parsed_prompt, job.parsed_negative_prompt)
+    width, height = engine.default_size
+    with _naming(job):
+        tags = [
+            contract.Lora(
+                tag.name,
+                await loras.resolve(tag.name),
+                tag.text_encoder_weight,
+                tag.unet_weight,
+            )
+            for tag in job.parsed_prompt.loras
+        ]
+        named = engine.find_embeddings(prompts, await embeddings.names())
+        found = [contract.Embedding(name, *await embeddings.resolve_hashed(name)) for name in named]
+    return requests_of(job, (job.width or width, job.height or height), tags, tuple(found))
+
+
+@contextlib.contextmanager
+def _naming(job: Job) -> Iterator[None]:
+    """Errors of a job as SetupErrors that name it."""
+    try:
+        yield
+    except (errors.JobError, errors.TransientError) as error:
+        hint = ""
+        if isinstance(error, errors.MissingFileError):
+            hint = " (--lora-directory and --embedding-directory name their folders)"
+        raise errors.SetupError(f"job {job.id} cannot be drawn: {error.message}{hint}") from error

@@ -1,0 +1,216 @@
+"""The images of a side: their names, their files, and what these say of their jobs."""
+
+from __future__ import annotations
+
+import asyncio
+import io
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Protocol
+
+import numpy as np
+import numpy.typing as npt
+from PIL import Image
+
+from fleet.verify import picture
+from imagefleet import errors
+from imagefleet.job.message import MAX_IMAGE_BYTES, MAX_IMAGE_PIXELS, Job
+from imagefleet.storage.protocol import BlobStore
+
+Pixels = npt.NDArray[np.uint8]
+
+SUFFIXES = (".png", ".jpg", ".jpeg", ".webp")
+
+_FORMATS = ("PNG", "JPEG", "WEBP")
+
+#: Of a job, what has no part in its picture, or is compared by the image itself.
+_NOT_COMPARED = {
+    *("id", "campaign", "output", "metadata", "model", "verify", "batch_size", "n_iter"),
+    *("prompt", "negative_prompt", "seed", "width", "height"),
+}
+
+
+class NotComparableError(errors.SetupError):
+    """The two sides are not drawings of the same jobs."""
+
+
+class Images(Protocol):
+    """One side's images."""
+
+    @property
+    def label(self) -> str:
+        """Where they are, for messages and the page."""
+
+    async def names(self) -> list[str]:
+        """All of them, relative to the side."""
+
+    async def read(self, name: str) -> bytes | None:
+        """A file's bytes; None if it is gone, or too large for an image."""
+
+
+class FolderImages:
+    """Images in a folder, and in the folders in it."""
+
+    def __init__(self, path: Path, label: str | None = None) -> None:
+        self._path = path
+        self.label = label or f"folder {path}"
+
+    async def names(self) -> list[str]:
+        return await asyncio.to_thread(self._names)
+
+    def _names(self) -> list[str]:
+        if not self._path.is_dir():
+            raise errors.SetupError(f"the folder {str(self._path)!r} does not exist")
+        found = (path.relative_to(self._path) for path in self._path.rglob("*"))
+        return [
+            path.as_posix()
+            for path in found
+            if path.suffix.lower() in SUFFIXES and not any(p.startswith(".") for p in path.parts)
+        ]
+
+    async def read(self, name: str) -> bytes | None:
+        return await asyncio.to_thread(self._read, self._path / name)
+
+    def _read(self, path: Path) -> bytes | None:
+        try:
+            return path.read_bytes() if path.stat().st_size <= MAX_IMAGE_BYTES else None
+        except FileNotFoundError:
+            return None
+        except OSError as error:
+            raise errors.SetupError(f"cannot read {path}: {error.strerror or error}") from None
+
+
+class CampaignImages:
+    """Images of a campaign in a storage."""
+
+    def __init__(self, blobs: BlobStore, campaign: str, storage_url: str) -> None:
+        self._blobs = blobs
+        self._folder = f"{campaign}/"
+        self._is_folder_too = Path(campaign).is_dir()
+        self.label = f"campaign {campaign} in {storage_url}"
+
+    async def names(self) -> list[str]:
+        found = [name.removeprefix(self._folder) async for name in self._blobs.names(self._folder)]
+        found = [name for name in found if Path(name).suffix.lower() in SUFFIXES]
+        if not found and self._is_folder_too:
+            raise NotComparableError(
+                f"{self.label} has no images; for the folder, write ./{self._folder}"
+            )
+        return found
+
+    async def read(self, name: str) -> bytes | None:
+        try:
+            return await self._blobs.read(self._folder + name, MAX_IMAGE_BYTES)
+        except errors.UnusableFileError:  # too large for an image
+            return None
+
+
+@dataclass(frozen=True, slots=True)
+class Drawing:
+    """An image, and the job in its file, if there is one."""
+
+    pixels: Pixels
+    job: Job | None
+    seed: int | None
+
+    @property
+    def caption(self) -> str | None:
+        return None if self.job is None else self.job.shown_prompts[0]
+
+
+def by_key(names: list[str], label: str) -> dict[str, str]:
+    """The names by themselves without their suffix: a PNG pairs with a JPEG.
+
+    Raises:
+        NotComparableError: there is none, or two are alike but for the suffix.
+    """
+    found: dict[str, str] = {}
+    for name in sorted(names):
+        key = name.rpartition(".")[0]
+        if key in found:
+            raise NotComparableError(
+                f"{label} has both {found[key]} and {name}: the gate pairs images by their names"
+                " without the suffix"
+            )
+        found[key] = name
+    if not found:
+        raise NotComparableError(f"{label} has no images")
+    return found
+
+
+async def read(images: Images, name: str) -> Drawing:
+    """Reads an image.
+
+    Raises:
+        NotComparableError: it is gone, or damaged.
+    """
+    data = await images.read(name)
+    if data is None:
+        raise NotComparableError(f"{images.label}: {name} is no longer there, or too large")
+    drawing = await asyncio.to_thread(_drawing, data, name)
+    if drawing is None:
+        raise NotComparableError(f"{images.label}: {name} is damaged, or no image")
+    return drawing
+
+
+def _drawing(data: bytes, name: str) -> Drawing | None:
+    try:
+        with Image.open(io.BytesIO(data), formats=_FORMATS) as image:
+            if image.width * image.height > MAX_IMAGE_PIXELS:  # before the pixels take memory
+                return None
+            pixels = np.asarray(image.convert("RGB"))
+    except Exception:  # noqa: BLE001 - Pillow raises what it comes upon in a damaged file
+        return None
+    job = job_in(data)
+    return Drawing(pixels, job, None if job is None else job.image_seed(_index(name, job)))
+
+
+def job_in(data: bytes) -> Job | None:
+    """The job in an image's file."""
+    found = picture.job_in(data)
+    return None if found is None else found[1]
+
+
+def _index(name: str, job: Job) -> int:
+    """An image's number among those of its job, which its name ends in if there are several."""
+    number = name.rpartition(".")[0].rpartition("-")[2]
+    return int(number) if job.images > 1 and number.isdecimal() else 0
+
+
+def check_same_job(key: str, a: Drawing, b: Drawing) -> None:
+    """Raises NotComparableError for images of other captions, seeds or sizes."""
+    sizes = ["{1}x{0}".format(*each.pixels.shape) for each in (a, b)]
+    if sizes[0] != sizes[1]:
+        raise NotComparableError(
+            f"{key}: A's image has {sizes[0]} pixels and B's {sizes[1]}: draw both in one size"
+        )
+    if a.job is None or b.job is None:
+        return
+    for what, one, other in (
+        ("caption", *(each.job.shown_prompts[0] for each in (a, b) if each.job)),
+        ("negative prompt", *(each.job.shown_prompts[1] for each in (a, b) if each.job)),
+        ("seed", a.seed, b.seed),
+    ):
+        if one != other:
+            raise NotComparableError(
+                f"{key}: A's {what} is {_shown(one)} and B's {_shown(other)}: the gate compares"
+                " drawings of the same captions with the same seeds"
+            )
+
+
+def other_fields(a: Drawing, b: Drawing) -> Mapping[str, tuple[Any, Any]]:
+    """What else differs between the two jobs: fields and their values."""
+    if a.job is None or b.job is None:
+        return {}
+    one, other = (each.job.model_dump(mode="json") for each in (a, b) if each.job)
+    return {
+        name: (value, other[name])
+        for name, value in one.items()
+        if name not in _NOT_COMPARED and value != other[name]
+    }
+
+
+def _shown(value: object) -> str:
+    text = repr(value)
+    return text if len(text) <= 80 else f"{text[:78]}…'"  # noqa: PLR2004 - a line
