@@ -46,7 +46,8 @@ SIZES, TINY_SIZES = ((512, 512), (512, 768), (768, 512)), ((64, 64), (64, 96), (
 COMPANY: Sequence[Kind] = (("lora", 8), ("lora", 64), ("locon", 8), ("loha", 4), ("lokr", 4),
                            ("dora", 8), ("locon", 16))  # fmt: skip
 
-COMPANY_STRENGTH = 0.1
+#: A trained LoRA changes weights by some hundredths, a random one by as much as they are.
+COMPANY_STRENGTH = 0.05
 
 
 def workloads(setup: bench_engine.Setup, options: Options) -> dict[str, bench_jobs.Workload]:
@@ -188,5 +189,4 @@ def company(options: Options, channel: Channel) -> None:
 
 
 def weaken(lora: contract.Lora) -> contract.Lora:
-    """A random LoRA is as large as the weights, far larger than any trained one."""
     return replace(lora, text_encoder_weight=COMPANY_STRENGTH, unet_weight=COMPANY_STRENGTH)

@@ -129,11 +129,8 @@ class FarBlobs:
         await asyncio.sleep(LATENCY_SECONDS)
         return await self._blobs.read_part(name, offset, max_bytes)
 
-    def names(self, prefix: str = "") -> AsyncIterator[str]:
-        return self._blobs.names(prefix)
-
-    def records(self, prefix: str = "") -> AsyncIterator[protocol.BlobRecord]:
-        return self._blobs.records(prefix)
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._blobs, name)
 
 
 class FarStorage:

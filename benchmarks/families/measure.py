@@ -48,7 +48,7 @@ FILES, TINY_FILES = 24, 5
 
 STEPS, TINY_STEPS = 20, 3
 BASELINE_IMAGES = 4
-COMPANY_STRENGTH = 0.1
+COMPANY_STRENGTH = 0.05
 
 
 def build_model(arguments: argparse.Namespace, family: tiny_families.FamilyName) -> Path:

@@ -168,9 +168,10 @@ def build(arguments: argparse.Namespace, folder: Path) -> Path:
     )
     program = f"import pathlib, sys; folder = pathlib.Path(sys.argv[1]); {call}"
     model = folder / "random"
-    path = os.pathsep.join([str(ROOT), str(ROOT / "benchmarks")])
+    path = [str(ROOT), str(ROOT / "benchmarks"), os.environ.get("PYTHONPATH", "")]
     command = [sys.executable, "-c", program, str(model)]
-    subprocess.run(command, env={**os.environ, "PYTHONPATH": path}, check=True)
+    environment = {**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, path))}
+    subprocess.run(command, env=environment, check=True)
     return model
 
 

@@ -68,7 +68,7 @@ def measured(model: Path, device: str, folder: Path) -> dict[str, Any]:
     variables = {
         "TORCHINDUCTOR_CACHE_DIR": str(folder),
         "TRITON_CACHE_DIR": str(folder / "triton"),
-        "PYTHONPATH": str(DEMO.parent),
+        "PYTHONPATH": os.pathsep.join([str(DEMO.parent), os.environ.get("PYTHONPATH", "")]),
     }
     result = subprocess.run(
         [sys.executable, __file__, "--model", model, "--device", device, "--once"],

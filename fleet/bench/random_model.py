@@ -10,7 +10,7 @@ from typing import Any, Literal
 
 import torch
 from diffusers import AutoencoderKL, UNet2DConditionModel
-from safetensors.torch import save_file
+from safetensors.torch import load_file, save_file
 from torch import nn
 from transformers import CLIPTextConfig, CLIPTextModel, CLIPTextModelWithProjection
 
@@ -85,19 +85,22 @@ def build_random_loras(
         unet = UNet2DConditionModel.from_config(config)
     suffixes = _ADAPTED_SUFFIXES + (_LOCON_SUFFIXES if kind == "locon" else ())
     layers = {
-        f"lora_unet_{path.replace('.', '_')}": (layer, convolution_rank if of_locon else rank)
+        path: (layer, convolution_rank if of_locon else rank)
         for path, layer in lora_names.adaptable_layers(unet).items()
         for of_locon in [path.endswith(_LOCON_SUFFIXES) and isinstance(layer, nn.Conv2d)]
         if path.endswith(suffixes)
     }
+    norms = _norms(model / "unet") if kind == "dora" else {}
     generator = torch.Generator(device).manual_seed(0)
     names = [f"random-{kind}-{rank}-{number:03}" for number in range(count)]
     for name in names:
         tensors = {}
-        for key, (layer, layer_rank) in layers.items():
+        for path, (layer, layer_rank) in layers.items():
+            key = f"lora_unet_{path.replace('.', '_')}"
             parts = MAKERS[kind](tuple(layer.weight.shape), layer_rank, generator)
             for part, tensor in parts.items():
-                tensors[f"{key}.{part}"] = tensor.to("cpu", torch.float16)
+                of_layer = norms[path] if part == "dora_scale" else 1.0
+                tensors[f"{key}.{part}"] = (tensor.cpu() * of_layer).half()
             tensors[f"{key}.alpha"] = torch.tensor(float(layer_rank))
         _save(folder / f"{name}.safetensors", tensors)
     return names
@@ -128,8 +131,20 @@ def _lora(shape: Shape, rank: int, generator: torch.Generator) -> Tensors:
 
 
 def _dora(shape: Shape, rank: int, generator: torch.Generator) -> Tensors:
-    norms = 0.5 + torch.rand((shape[0], 1), generator=generator, device=generator.device)
+    """Norms within a tenth of 1, for a layer whose outputs' weights have norms of 1."""
+    norms = 0.9 + 0.2 * torch.rand((shape[0], 1), generator=generator, device=generator.device)
     return {**_lora(shape, rank, generator), "dora_scale": norms.view(-1, *[1] * (len(shape) - 1))}
+
+
+def _norms(folder: Path) -> Tensors:
+    """The norms [out, 1, ...] of a network's weights, by the layers' paths."""
+    norms = {}
+    for file in folder.glob("*.safetensors"):
+        for name, weight in load_file(file).items():
+            if weight.dim() > 1:
+                norm = weight.float().flatten(1).norm(dim=1)
+                norms[name.removesuffix(".weight")] = norm.view(-1, *[1] * (weight.dim() - 1))
+    return norms
 
 
 def _loha(shape: Shape, rank: int, generator: torch.Generator) -> Tensors:

@@ -140,7 +140,7 @@ async def work(
     """A whole worker's rate, from the queue to the stored image, and the engine's idle fraction.
 
     *load* runs on the engine's thread, may measure there, and returns the engine and the messages
-    to work on. The rate excludes the first and the last round of images, and counts no UNet calls
+    to work on. Both exclude the first and the last round of images; the rate counts no UNet calls
     or pixels.
     *wrap* may wrap the worker's storage, for example to add latency.
 
@@ -151,12 +151,14 @@ async def work(
 
     loop = asyncio.get_running_loop()
     completed_at: list[float] = []
+    busy_seconds: list[float] = []
     others: Counter[str] = Counter()
     width = 0
 
     def on_settled(outcome: str) -> None:
         if outcome == "completed":
             completed_at.append(time.perf_counter())
+            busy_seconds.append(pipeline.engine_thread.clock.busy_seconds)
             on_images(len(completed_at))
         else:
             others[outcome] += 1
@@ -177,10 +179,11 @@ async def work(
         ends = ", ".join(f"{count} {outcome}" for outcome, count in others.items())
         raise errors.NodeError(f"not every job was completed: {ends}")
     rate = rate_of(completed_at[: len(completed_at) - width], width)
-    clock = pipeline.engine_thread.clock
-    idle = ", ".join(f"{reason} {seconds:.2f}" for reason, seconds in clock.idle_seconds.items())
-    log.info("the engine was idle for these seconds: %s", idle or "none")
-    return rate, clock.idle_fraction
+    idle_seconds = pipeline.engine_thread.clock.idle_seconds
+    idle = ", ".join(f"{reason} {seconds:.2f}" for reason, seconds in idle_seconds.items())
+    log.info("the engine was idle for these seconds, start and end included: %s", idle or "none")
+    busy = busy_seconds[width + rate.images - 1] - busy_seconds[width - 1]
+    return rate, max(0.0, 1 - busy / rate.seconds)
 
 
 def _is_enough(finished_at: Sequence[float], width: int, seconds: float) -> bool:

@@ -21,8 +21,8 @@ Precision = Literal["auto", "float16", "bfloat16", "float32"]
 _CPU_THREADS = 2
 
 #: The thread that feeds the GPU asks for Python's lock hundreds of times in each tick. By default,
-#: those that prepare jobs may keep it for 5 ms at a time.
-_SWITCH_SECONDS = 0.0005
+#: those that prepare jobs or compile may keep it for 5 ms at a time.
+_SWITCH_SECONDS = 0.0001
 
 #: The oldest NVIDIA driver by CUDA's major version. It runs the machine code of all minor versions;
 #: a newer one is needed only for code in PTX, which torch's wheels and Triton do not leave to the

@@ -10,7 +10,6 @@ sets for the whole process while it compiles is hidden from other threads (`comp
 from __future__ import annotations
 
 import contextlib
-import sys
 import threading
 from collections.abc import Callable
 from contextlib import AbstractContextManager
@@ -21,10 +20,6 @@ from worker.engine.kernels.compile import Compiled, compiling_elsewhere
 
 #: Of the thread; see `worker.gpu_thread.THREAD_NAME`, which it begins with.
 THREAD_NAME = "engine compiler"
-
-#: Tracing is Python. By default a thread may keep the interpreter for 5 ms, and an uncompiled tick
-#: gives it away at each of its thousand kernels.
-_SWITCH_SECONDS = 1e-4
 
 Around = Callable[[str], AbstractContextManager[None]]
 """Given a graph's name; what it returns is entered while that graph is compiled, on its thread."""
@@ -85,15 +80,12 @@ class BackgroundTracer:
 
     def _trace(self, compiled: Compiled, threads: int) -> None:
         on_gpu = self._device.type == "cuda"
-        before = sys.getswitchinterval()
         try:
             torch.set_num_threads(threads)  # a compiled function is bound to their number
             on_device = torch.cuda.device(self._device) if on_gpu else contextlib.nullcontext()
             with on_device, self.around(compiled.name):
-                sys.setswitchinterval(_SWITCH_SECONDS)
                 compiled.trace()
         except Exception as error:  # noqa: BLE001 - raised again by `result`
             self._error = error
         finally:
-            sys.setswitchinterval(before)
             compiling_elsewhere.clear()

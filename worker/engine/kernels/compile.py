@@ -6,6 +6,7 @@ Both are optional speed-ups: if either fails, that is logged and the function ru
 from __future__ import annotations
 
 import contextlib
+import gc
 import logging
 import threading
 from collections.abc import Callable, Iterator, Sequence
@@ -214,6 +215,16 @@ class Compiled:
             self._go_without("without a CUDA graph", error, "capture_failed")
         else:
             self._graph, self._output = graph, output
+
+
+def exempt_from_collection() -> None:
+    """Has Python's garbage collector pass over all objects that there are now.
+
+    Torch and its compiler leave a million. To look through them took a second every few seconds, in
+    which no thread does anything.
+    """
+    gc.collect()
+    gc.freeze()
 
 
 def _with_own_code(function: Callable[..., Any]) -> Callable[..., Any]:

@@ -11,7 +11,7 @@ import torch
 from worker.engine import errors as engine_errors
 from worker.engine.decoder import Decoder
 from worker.engine.kernels.background import Around, BackgroundTracer
-from worker.engine.kernels.compile import Compiled
+from worker.engine.kernels.compile import Compiled, exempt_from_collection
 from worker.engine.slots.lane import Lane, Lanes
 from worker.engine.slots.queue import BatchKey, WeightMode
 from worker.engine.slots.step import Step, StepRunner
@@ -214,6 +214,8 @@ class Compilation:
             yield from self._compile_tick(lane, step, mode)
             # Before other modes: all images go through it.
             yield from self._decoder.compile(step.state.latents.shape[1:])
+        if self._unet.device.type == "cuda":
+            exempt_from_collection()
         log.info(
             "%d slots of %dx%d ready after %.0f s; a step of all slots takes %.1f ms, %.1f ms with"
             " weights per slot",

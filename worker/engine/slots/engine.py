@@ -9,6 +9,7 @@ tracks every slot's step, so a tick reads nothing back from the GPU.
 from __future__ import annotations
 
 import functools
+import gc
 import itertools
 import logging
 import math
@@ -249,6 +250,7 @@ class SlotEngine:
         self._unet.close()
         for network in self._checkpoint.networks.values():
             network.to("meta")
+        gc.unfreeze()  # what was compiled is garbage from now on
         torch.cuda.empty_cache()
 
     # The parts of a tick.
@@ -282,10 +284,11 @@ class SlotEngine:
         if lane.weight_mode != "shared":
             self._weights.make_room(lane, self._lanes.active)
         self.weight_mode = lane.weight_mode
-        for slot in started:
-            self._start(lane, step, slot)
-        if lane.weight_mode != "shared":
-            self._weights.load(lane)
+        with self._preparer.paused():
+            for slot in started:
+                self._start(lane, step, slot)
+            if lane.weight_mode != "shared":
+                self._weights.load(lane)
 
     def _fill(self, lane: Lane, finished: list[contract.Finished]) -> list[int]:
         """Assigns jobs to the free slots; returns these slots."""

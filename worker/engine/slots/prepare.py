@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import itertools
-from collections.abc import Mapping, Sequence
+import threading
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from types import MappingProxyType
 
@@ -121,6 +123,21 @@ class RequestPreparer:
         layers = names.Layers(checkpoint.unet, checkpoint.text_encoders)
         self._lora_cache = lora_file.LoraCache(layers, lora_cache_bytes)
         self.lora_lookups: Mapping[str, int] = self._lora_cache.lookups
+        self._may_go_on = threading.Event()
+        self._may_go_on.set()
+
+    @contextlib.contextmanager
+    def paused(self) -> Iterator[None]:
+        """Holds up all other threads' long parts of `prepare`, for some milliseconds at most.
+
+        A thread that launches kernels asks for Python's lock at each of them; with eight threads
+        that prepare jobs, it would wait for it most of the time.
+        """
+        self._may_go_on.clear()
+        try:
+            yield
+        finally:
+            self._may_go_on.set()
 
     def prepare(self, request: contract.ImageRequest) -> PreparedRequest:
         """Checks a request, tokenises its prompts, reads its files and packs its LoRAs.
@@ -150,6 +167,7 @@ class RequestPreparer:
         unet_loras = merge.restrict(loras, "unet")
         networks = self._checkpoint.family.networks
         text_encoder_loras = {each: merge.restrict(loras, each) for each in networks}
+        self._may_go_on.wait()
         convolution_pack = convolution.pack(unet_loras, self._convolutions, dtype=self._dtype)
         unet_pack = None if convolution_pack is None else self._pack(unet_loras, "unet")
         return PreparedRequest(
@@ -180,6 +198,7 @@ class RequestPreparer:
         files: dict[lora_file.Identity, lora_file.LoraFile] = {}
         weights: dict[lora_file.Identity, dict[names.Network, float]] = {}
         for lora in loras:
+            self._may_go_on.wait()
             file = self._lora_cache.get(lora)
             files[file.identity] = file
             sums = weights.setdefault(file.identity, dict.fromkeys(("unet", *networks), 0.0))

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import itertools
 import math
 from collections.abc import Collection, Sequence
 from concurrent.futures import Future
@@ -69,8 +68,8 @@ class Staged:
     mask: torch.Tensor | None
     """[2, 1, 1, tokens], added to the attention scores; None for an unmasked batch key."""
     added: AddedInputs | None
-    flat: torch.Tensor | None
-    """The LoRAs, of which `factors` are views."""
+    loras: Sequence[torch.Tensor]
+    """Of which `factors` and `convolutions` are views."""
     factors: dict[Group, StackedChange]
     """Empty once the slot holds the weights: `Stager.factors_of` copies them again."""
     convolutions: dict[convolution.Shape, convolution.Factors]
@@ -81,8 +80,7 @@ class Staged:
     @property
     def tensors(self) -> list[torch.Tensor]:
         """All that is on the device."""
-        changes = itertools.chain.from_iterable(self.convolutions.values())
-        held = (self.latents, self.vectors, self.mask, *(self.added or ()), self.flat, *changes)
+        held = (self.latents, self.vectors, self.mask, *(self.added or ()), *self.loras)
         return [tensor for tensor in held if tensor is not None]
 
 

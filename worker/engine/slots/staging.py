@@ -130,7 +130,7 @@ class Stager:
     def factors_of(self, job: SlotJob) -> Mapping[Group, StackedChange]:
         """A staged job's changes of the UNet; copied again if a slot held them already."""
         packed = job.prepared.unet_pack
-        if job.staged is not None and (job.staged.flat is not None or packed is None):
+        if job.staged is not None and (job.staged.loras or packed is None):
             return job.staged.factors
         return packed.by_group(packed.assemble().to(self._device)) if packed else {}
 
@@ -201,16 +201,18 @@ class Stager:
 
     @torch.no_grad()
     def _begin_to_stage(self, job: SlotJob, loras: _Loras) -> Staged:
-        packed = job.prepared.unet_pack
-        flat = None if loras.unet is None else self._copy(loras.unet)
-        factors = packed.by_group(flat) if packed and flat is not None else {}
-        changes, convolutions = job.prepared.convolution_pack, {}
-        if changes and loras.convolutions is not None:
-            convolutions = changes.by_shape(self._copy(loras.convolutions))
+        copies: list[torch.Tensor] = []
+        factors, convolutions = {}, {}
+        if (packed := job.prepared.unet_pack) and loras.unet is not None:
+            copies.append(self._copy(loras.unet))
+            factors = packed.by_group(copies[-1])
+        if (changes := job.prepared.convolution_pack) and loras.convolutions is not None:
+            copies.append(self._copy(loras.convolutions))
+            convolutions = changes.by_shape(copies[-1])
         vectors, mask, added = self._encode(job, loras.text_encoders)
         noise = job.prepared.noise(self._channels, self._factor)
         latents = self._copy(job.prepared.first_latents(noise))
-        return Staged(latents, vectors, mask, added, flat, factors, convolutions, noise)
+        return Staged(latents, vectors, mask, added, copies, factors, convolutions, noise)
 
     def _copy(self, tensor: torch.Tensor) -> torch.Tensor:
         return tensor.to(self._device, non_blocking=True)

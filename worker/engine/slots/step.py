@@ -28,9 +28,10 @@ log = logging.getLogger(__name__)
 #: The column of the guidance scale, after the sampler's own columns.
 GUIDANCE = sampler.COLUMNS
 
-#: Ticks that the host may be ahead of the GPU: enough to hide its own work, few enough that a free
-#: slot is filled soon.
-_MAX_TICKS_AHEAD = 3
+#: Ticks that may wait for the one that the GPU is at. One hides the host's own work. With a third
+#: recorded tick, the driver has no room for more kernels: it spins until the GPU is far enough, and
+#: all other threads' copies wait for it, those of the next jobs' LoRAs as well.
+_MAX_TICKS_AHEAD = 1
 
 #: Images of a batch key after which it is compiled as well: compiling takes a minute or two, in
 #: which some thousand images of another could be drawn, and gains a third.
@@ -116,7 +117,7 @@ class StepInputs:
 class InputFeeder:
     """Copies each tick's coefficients and noise to the device asynchronously.
 
-    It blocks only when the host is _MAX_TICKS_AHEAD, which is what paces the host.
+    `send` blocks until the host is no more than _MAX_TICKS_AHEAD, which is what paces the host.
     """
 
     def __init__(self, state: SlotState, copied: deque[torch.cuda.Event]) -> None:
@@ -126,18 +127,18 @@ class InputFeeder:
         self._pinned = state.rows.device.type == "cuda"
         self._inputs = [
             StepInputs(self._host_copy(state.rows), self._host_copy(state.noise))
-            for _ in range(_MAX_TICKS_AHEAD if self._pinned else 1)
+            for _ in range(_MAX_TICKS_AHEAD + 1 if self._pinned else 1)
         ]
         self._at = 0
 
     def next_inputs(self) -> StepInputs:
         """Buffers to fill and send."""
         self._at = (self._at + 1) % len(self._inputs)
-        if len(self._copied) == _MAX_TICKS_AHEAD:
-            self._copied.popleft().synchronize()
         return self._inputs[self._at]
 
     def send(self, inputs: StepInputs, *, noisy: bool) -> None:
+        if len(self._copied) == _MAX_TICKS_AHEAD:
+            self._copied.popleft().synchronize()
         self._state.rows.copy_(inputs.rows, non_blocking=True)
         if noisy:
             self._state.noise.copy_(inputs.noise, non_blocking=True)

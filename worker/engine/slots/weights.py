@@ -96,7 +96,7 @@ class Weights:
                 convolutions = self._stager.convolutions_of(job)
                 self._unet.load_slot(slot, self._stager.factors_of(job), convolutions)
                 job.has_weights = True
-                job.staged = replace(job.staged, flat=None, factors={}, convolutions={})
+                job.staged = replace(job.staged, loras=(), factors={}, convolutions={})
 
     def _merge_and_time(self, loras: Sequence[merge.AppliedLora]) -> None:
         """Merges LoRAs into the shared weights; none restores the checkpoint's own."""

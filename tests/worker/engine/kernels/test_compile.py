@@ -1,11 +1,12 @@
 from __future__ import annotations
 
+import gc
 import threading
 
 import pytest
 import torch
 
-from worker.engine.kernels.compile import Compiled
+from worker.engine.kernels.compile import Compiled, exempt_from_collection
 
 
 def step(state: torch.Tensor, weight: torch.Tensor) -> None:
@@ -73,3 +74,13 @@ def test_other_threads_run_their_layers_as_ever_while_torch_traces(
 
 def torch_double(x: torch.Tensor) -> torch.Tensor:
     return x.mul_(2)
+
+
+def test_a_compilers_objects_are_not_looked_through_every_few_seconds() -> None:
+    left: list[list[int]] = [[] for _ in range(1000)]
+    try:
+        exempt_from_collection()
+        assert gc.get_freeze_count() > len(left)
+        assert len(gc.get_objects()) < len(left)
+    finally:
+        gc.unfreeze()

@@ -2,6 +2,7 @@ from __future__ import annotations
 
 import itertools
 import threading
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -264,6 +265,25 @@ def test_ticks_do_not_wait_for_a_job_that_is_staged_ahead(
     while engine.busy:
         finished += [each.ticket for each in engine.tick()]
     assert finished == [0, 1]
+
+
+def test_loras_are_not_read_while_slots_are_filled(
+    slot_engine: Any, make_request: Any, lora_paths: list[Path], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    start, reading = slot_engine._start, []
+
+    def read_meanwhile(*arguments: Any) -> None:
+        request = make_request(loras=(contract.Lora("next", lora_paths[0], 1.0, 1.0),))
+        reading.append(threads.submit(slot_engine.prepare, request))
+        with pytest.raises(TimeoutError):
+            reading[0].result(timeout=0.1)
+        start(*arguments)
+
+    monkeypatch.setattr(slot_engine, "_start", read_meanwhile)
+    with ThreadPoolExecutor(1) as threads:
+        slot_engine.admit(0, slot_engine.prepare(make_request(steps=1)))
+        slot_engine.tick()
+        assert reading[0].result(timeout=20).loras
 
 
 @pytest.mark.parametrize(("room", "begun"), [(0, 1), (2.5, 2), (9, 4)])
