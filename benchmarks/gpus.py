@@ -34,20 +34,18 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 import aiohttp
 import pynvml
 
+from fleet.bench.runs import until_warm
+from fleet.bench.workers import DONE, Machine, Sample, running
 from imagefleet.storage.open import open_storage
 from imagefleet.storage.protocol import Storage
 from imagefleet.storage.settings import StorageSettings
 from one_machine import figures
-from one_machine.machine import DONE, Machine, Sample, running, say
 from worker.gpus import choice
 from worker.gpus.choice import Gpu
 from worker.settings import MachineSettings
 
 #: The slowest start: a cold cache, and GPUs that wait for the first one's kernels.
 START_SECONDS = 400.0
-
-#: Of the seconds before: as much as it is still warming up, which a round of all slots is not.
-FASTER = 1.25
 
 #: A killed worker's jobs are delivered again after it.
 LEASE_SECONDS = 30
@@ -120,14 +118,14 @@ class Benchmark:
             *("--lease-seconds", LEASE_SECONDS, "--device", "cpu" if arguments.tiny else "auto"),
             *arguments.flags,
         )
-        environment = {"OMP_NUM_THREADS": "1"} if arguments.tiny else {}
+        environment = os.environ | ({"OMP_NUM_THREADS": "1"} if arguments.tiny else {})
         async with (
             open_storage(StorageSettings(storage=address)) as storage,
             aiohttp.ClientSession() as client,
         ):
             await storage.create()
             await storage.queue.send(map(self.setup.message, range(jobs)))
-            async with running(names, [str(each) for each in flags], environment) as machine:
+            async with running(names, [str(each) for each in flags], environment, say) as machine:
                 await self._until_warm(machine, client)
                 samples, clocks = await self._samples(machine, client, gpus)
                 self.runs[count] = figures.measured(samples, names, clocks)
@@ -142,18 +140,7 @@ class Benchmark:
     async def _until_warm(self, machine: Machine, client: aiohttp.ClientSession) -> None:
         """Until all GPUs draw, none compiles, and they draw no faster than they did before."""
         async with asyncio.timeout(START_SECONDS):
-            while True:
-                sample = await machine.sample(client)
-                images = sample.images
-                draws = images.keys() == set(machine.gpus) and min(images.values()) > 0
-                if draws and not sample.compiling:
-                    break
-                await asyncio.sleep(SAMPLE_SECONDS)
-            before, rate, was = sum(images.values()), 0.0, 0.0
-            while rate == 0 or rate > FASTER * was:
-                await asyncio.sleep(self.arguments.warm)
-                now = sum((await machine.sample(client)).images.values())
-                before, was, rate = now, rate, (now - before) / self.arguments.warm
+            await until_warm(machine, client, self.arguments.warm)
 
     async def _samples(
         self, machine: Machine, client: aiohttp.ClientSession, gpus: Sequence[Gpu]
@@ -268,6 +255,10 @@ async def _take_off(storage: Storage) -> set[str]:
         if len(again) == len(messages):
             break
     return removed
+
+
+def say(text: str) -> None:
+    print(text, file=sys.stderr, flush=True)
 
 
 def _clock_and_power(uuid: str) -> tuple[int, float]:

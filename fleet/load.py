@@ -142,8 +142,8 @@ def command(
         raise errors.SetupError("--lora-directory goes with --check")
     skipped = _Skipped()
     on_invalid = skipped if skip_invalid else None
-    reading = functools.partial(_reading, Path(file), is_shown=not (quiet or as_json))
-    with reading("reading") as on_read:
+    read = functools.partial(reading, Path(file), is_shown=not (quiet or as_json))
+    with read("reading") as on_read:
         key = signing.Keys.of(settings).signing
         source = sources.open_source(
             file,
@@ -156,10 +156,10 @@ def command(
             campaign=campaign,
         )
     if check:
-        _check(settings, source, skipped, lora_directory, model, reading, as_json=as_json)
+        _check(settings, source, skipped, lora_directory, model, read, as_json=as_json)
         return
     if dry_run:
-        with reading("checking") as on_read:
+        with read("checking") as on_read:
             source.check(0, on_read)
         _print_jobs(source, quiet=quiet)
         return
@@ -182,17 +182,17 @@ def command(
             models=model or (),
             on_notice=console.print_note,
         )
-        _announce(load, file, path)
-        with reading("checking") as on_read:
+        announce(load, file, path)
+        with read("checking") as on_read:
             load.check(on_read)  # before the event loop begins: Ctrl-C can interrupt a long file
         is_live = console.stderr.is_terminal and not as_json
-        with _progress(source.count, load.confirmed, is_live=is_live, quiet=quiet) as show:
-            summary = console.run(_run(storage, load, show))
+        with showing(source.count, load.confirmed, is_live=is_live, quiet=quiet) as show:
+            summary = console.run(send(storage, load, show))
     mended = getattr(source, "mended", 0)  # a template has no failed jobs
     if as_json:
         console.print_json({**asdict(summary), "invalid": skipped.count, "mended": mended})
     elif not quiet:
-        _print_summary(summary, skipped.count, path, mended)
+        print_summary(summary, skipped.count, path, mended)
         if not load.is_done and not summary.sent and not skipped.count and summary.finished:
             console.print_note(f"no jobs in {file}: nothing was sent")
     if not summary.finished:
@@ -218,7 +218,7 @@ def _check(
     skipped: _Skipped,
     lora_directory: Path | None,
     models: list[str] | None,
-    reading: Callable[..., contextlib.AbstractContextManager[Callable[[int], None]]],
+    read: Callable[..., contextlib.AbstractContextManager[Callable[[int], None]]],
     *,
     as_json: bool,
 ) -> None:
@@ -228,7 +228,7 @@ def _check(
     if lora_directory is None and (folder := os.environ.get(options.variable("lora_directory"))):
         lora_directory = Path(folder)
     uses = missing.Uses()
-    with reading("checking", jobs=source.jobs_to_make) as on_read:
+    with read("checking", jobs=source.jobs_to_make) as on_read:
         source.check(0, on_read, uses.add)
     elsewhere = missing.Elsewhere(lora_directory, models or ())
     found = console.run(missing.look(settings, uses, elsewhere))
@@ -240,7 +240,7 @@ def _check(
         raise typer.Exit(console.EXIT_OPERATOR_MUST_ACT)
 
 
-async def _run(storage: Storage, load: Load, show: Callable[[int], None]) -> Summary:
+async def send(storage: Storage, load: Load, show: Callable[[int], None]) -> Summary:
     """The first Ctrl-C waits for the sends in flight; the second stops at once."""
     loop = asyncio.get_running_loop()
 
@@ -258,7 +258,7 @@ async def _run(storage: Storage, load: Load, show: Callable[[int], None]) -> Sum
             signal.signal(signal.SIGINT, before)
 
 
-def _announce(load: Load, file: str, path: Path | None) -> None:
+def announce(load: Load, file: str, path: Path | None) -> None:
     jobs = console.counted(load.confirmed, "job")
     if load.is_done and not load.confirmed:
         console.print_note(f"{file} is empty: nothing was sent")
@@ -272,7 +272,7 @@ def _announce(load: Load, file: str, path: Path | None) -> None:
 
 
 @contextlib.contextmanager
-def _reading(
+def reading(
     path: Path, doing: str, *, is_shown: bool, jobs: int | None = None
 ) -> Iterator[Callable[[int], None]]:
     """A bar of a long file's bytes, or of so many *jobs*, on a terminal; the end by Ctrl-C."""
@@ -297,7 +297,7 @@ def _reading(
 
 
 @contextlib.contextmanager
-def _progress(
+def showing(
     total: int | None, start: int, *, is_live: bool, quiet: bool
 ) -> Iterator[Callable[[int], None]]:
     """A bar if *is_live*, else occasional lines."""
@@ -338,7 +338,7 @@ def _print_jobs(source: Source, *, quiet: bool) -> None:
     sys.stdout.flush()
 
 
-def _print_summary(summary: Summary, skipped: int, path: Path | None, mended: int) -> None:
+def print_summary(summary: Summary, skipped: int, path: Path | None, mended: int) -> None:
     if summary.sent:
         second = summary.second_drawings
         also = f" and {console.counted(second, 'second drawing')}" if second else ""

@@ -32,6 +32,7 @@ from fleet.report import command as report
 from fleet.results import command as results
 from fleet.salad import command as deploy
 from fleet.scale import command as scale
+from fleet.sweep import command as sweep
 from fleet.verify import command as verify
 from fleet.webhooks import command as webhooks
 from fleet.worker import command as worker
@@ -142,6 +143,7 @@ def root(
 app.command("demo")(demo.command)
 app.command("worker")(worker.command)
 app.command("load")(load.command)
+app.command("sweep")(sweep.command)
 app.command("campaigns")(table.command)
 app.command("job")(job_command.command)
 app.command("cancel")(cancel.command)

@@ -81,8 +81,11 @@ PROJECT_SETTINGS: Mapping[type[BaseSettings], tuple[str, str]] = {
     StorageSettings: ("Storage", "all commands"),
     TelemetrySettings: ("Metrics and logs", "`worker`, `exporter`, `webhooks`"),
     MachineSettings: ("Worker", "`worker`, `kernels build`"),
-    SignerSettings: ("Signatures", "`load`, `failed`, `gallery`, `lora`, `model`, `kernels`"),
-    LoadSettings: ("Load generator", "`load`"),
+    SignerSettings: (
+        "Signatures",
+        "`load`, `sweep`, `failed`, `gallery`, `lora`, `model`, `kernels`",
+    ),
+    LoadSettings: ("Load generator", "`load`, `sweep`"),
     MonitorSettings: ("Monitoring", "`status`, `top`, `exporter`, `report`, `scale`"),
     ExporterSettings: ("Exporter", "`exporter`"),
     BrokerSettings: ("Broker", "`broker`"),

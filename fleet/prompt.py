@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import functools
 import itertools
 import json
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import asdict
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any, cast
 
 import typer
 
@@ -15,9 +16,12 @@ from fleet import console, options
 from imagefleet import errors
 from imagefleet.job import clip
 from imagefleet.job import prompt as prompts
+from imagefleet.job.embeddings import Embedding, Insert, Names
 
 if TYPE_CHECKING:
     import tokenizers
+
+    from fleet.files.known import Known
 
 #: CLIP's pre-tokenization: words, digits and punctuation.
 _WORD = (
@@ -36,25 +40,46 @@ def command(
             help="A checkpoint or its tokenizer folder; by default CLIP's tokenizer.",
         ),
     ] = None,
+    embedding_directory: Annotated[
+        Path | None,
+        typer.Option(
+            metavar="PATH",
+            help="A folder of textual inversion embeddings, as the worker's."
+            f" [env: {options.variable('embedding_directory')}]",
+            envvar=options.variable("embedding_directory"),
+            show_envvar=False,
+        ),
+    ] = None,
+    storage: Annotated[
+        str | None,
+        typer.Option(metavar="URL", help="Also the embeddings in this storage, local:PATH say."),
+    ] = None,
     as_json: options.AsJson = False,
 ) -> None:
-    """Shows a prompt's chunks, tokens, weights and LoRAs.
+    """Shows a prompt's chunks, tokens, weights, LoRAs and embeddings.
 
-    Exit code 2 if it uses unsupported syntax.
+    Without --embedding-directory or --storage the names of embeddings are words. Exit code 2 if it
+    uses unsupported syntax, or an embedding that cannot be used.
 
     imagefleet prompt 'a (red:1.3) castle, <lora:night-palette:0.8>' --negative 'blurry'
+
+    imagefleet prompt 'a castle' --negative 'EasyNegative' --storage local:./imagefleet-data
     """
     with console.one_line_errors():
         tokenizer = _load_tokenizer(_find_tokenizer(model))
-        readings = {
-            "prompt": _read(text, prompts.read_prompt, tokenizer),
-            "negative": _read(negative, prompts.read_negative_prompt, tokenizer),
+        parsed = {
+            "prompt": _parse(text, prompts.read_prompt),
+            "negative": _parse(negative, prompts.read_negative_prompt),
         }
+        found = _embeddings(parsed, tokenizer, model, embedding_directory, storage)
+        readings = {name: _read(each, tokenizer, found) for name, each in parsed.items()}
     if as_json:
         console.print_json(readings)
     else:
         for name, reading in readings.items():
             _print(name, reading, tokenizer)
+        if embedding_directory or storage:
+            _print_missing(f"{text} {negative}", found)
         if "<lora:" in negative.lower():
             console.print_plain("a LoRA tag in a negative prompt is plain text")
     unsupported = {name: one["unsupported"] for name, one in readings.items() if one["unsupported"]}
@@ -64,20 +89,63 @@ def command(
         raise typer.Exit(console.EXIT_OPERATOR_MUST_ACT)
 
 
-def _read(
-    text: str, read: Callable[[str], prompts.Prompt], tokenizer: tokenizers.Tokenizer
-) -> dict[str, Any]:
-    """The parsed prompt as JSON, or the reason why it is not supported."""
-
-    def tokenise(texts: Sequence[str]) -> list[list[int]]:
-        return [each.ids for each in tokenizer.encode_batch(list(texts), add_special_tokens=False)]
-
+def _parse(text: str, read: Callable[[str], prompts.Prompt]) -> prompts.Prompt | errors.JobError:
+    """The parsed prompt, or why it is not supported."""
     try:
-        parsed = read(text)
-        cut = prompts.cut_into_chunks(parsed, tokenise, tokenizer.token_to_id(",</w>"))
+        return read(text)
     except errors.JobError as error:
-        nothing: dict[str, Any] = {"tokens": 0, "chunks": [], "loras": [], "weight": 1.0}
+        return error
+
+
+def _tokenise(tokenizer: tokenizers.Tokenizer, texts: Sequence[str]) -> list[list[int]]:
+    return [each.ids for each in tokenizer.encode_batch(list(texts), add_special_tokens=False)]
+
+
+def _embeddings(
+    parsed: Mapping[str, prompts.Prompt | errors.JobError],
+    tokenizer: tokenizers.Tokenizer,
+    model: Path | None,
+    directory: Path | None,
+    storage: str | None,
+) -> Sequence[Known]:
+    """Those that the prompts name, if a folder or a storage is given."""
+    if directory is None and storage is None:
+        return ()
+    from fleet.files import known
+    from worker.files import check
+
+    texts = [each for each in parsed.values() if isinstance(each, prompts.Prompt)]
+    has_family = model is not None and (model.is_file() or (model / "unet").is_dir())
+    family = check.family(model) if model is not None and has_family else None
+    tokenise = functools.partial(_tokenise, tokenizer)
+    return console.run(known.find(texts, tokenise, directory, storage, family))
+
+
+def _read(
+    parsed: prompts.Prompt | errors.JobError,
+    tokenizer: tokenizers.Tokenizer,
+    known: Sequence[Known],
+) -> dict[str, Any]:
+    """The prompt as JSON, or the reason why it is not supported."""
+    tokenise = functools.partial(_tokenise, tokenizer)
+    nothing: dict[str, Any] = {
+        "tokens": 0,
+        "chunks": [],
+        "loras": [],
+        "embeddings": [],
+        "weight": 1.0,
+    }
+    if isinstance(parsed, errors.JobError):
+        return nothing | {"unsupported": parsed.message}
+    names = Names[Embedding](zip(tokenise([each.name for each in known]), known, strict=True))
+    try:
+        cut = prompts.cut_into_chunks(parsed, tokenise, tokenizer.token_to_id(",</w>"), names)
+    except errors.JobError as error:
         return nothing | {"unsupported": error.message}
+    inserts = [
+        (number, insert) for number, chunk in enumerate(cut, start=1) for insert in chunk.inserts
+    ]
+    unusable = [each.reason for _, insert in inserts if (each := _known(insert)).reason]
     return {
         "tokens": sum(len(chunk.tokens) for chunk in cut),
         "chunks": [
@@ -89,9 +157,25 @@ def _read(
             for chunk in cut
         ],
         "loras": [asdict(lora) for lora in parsed.loras],
+        "embeddings": [
+            {
+                "name": each.name,
+                "family": each.family,
+                "tokens": each.length,
+                "chunk": number,
+                "at": insert.at,
+                "unusable": each.reason,
+            }
+            for number, insert in inserts
+            for each in [_known(insert)]
+        ],
         "weight": parsed.weight,
-        "unsupported": None,
+        "unsupported": next(iter(unusable), None),
     }
+
+
+def _known(insert: Insert) -> Known:
+    return cast("Known", insert.embedding)
 
 
 def _find_tokenizer(model: Path | None) -> Path:
@@ -151,14 +235,54 @@ def _print(name: str, reading: dict[str, Any], tokenizer: tokenizers.Tokenizer) 
     console.print_plain(f"{name}: {console.counted(reading['tokens'], 'token')} in {chunk_count}")
     for number, chunk in enumerate(reading["chunks"], start=1):
         console.print_plain(f"  chunk {number}, {console.counted(len(chunk['ids']), 'token')}")
-        pairs = zip(chunk["weights"], chunk["ids"], strict=True)
-        for weight, run in itertools.groupby(pairs, key=lambda pair: pair[0]):
-            words = tokenizer.decode([token for _, token in run], skip_special_tokens=False)
-            console.print_plain(f"    {weight:<6.4g} {words.replace('</w>', ' ').strip()}")
+        named = {each["at"]: each for each in reading["embeddings"] if each["chunk"] == number}
+        for weight, words in _words(chunk, named, tokenizer):
+            console.print_plain(f"    {weight:<6.4g} {words}")
+        for each in named.values():
+            tokens = console.counted(each["tokens"], "token")
+            console.print_plain(f"    embedding {each['name']} ({each['family']}): {tokens}")
     if reading["weight"] != 1:
         console.print_plain(f"  weight of the prompt as a whole: {reading['weight']:g}")
     for lora in reading["loras"]:
         console.print_plain(
             f"  LoRA {lora['name']}: {lora['unet_weight']:g} on the UNet,"
             f" {lora['text_encoder_weight']:g} on the text encoder"
+        )
+
+
+def _words(
+    chunk: Mapping[str, Any],
+    named: Mapping[int, Mapping[str, Any]],
+    tokenizer: tokenizers.Tokenizer,
+) -> Iterator[tuple[float, str]]:
+    """The words of each weight, with the names of embeddings in place of theirs."""
+    pairs = enumerate(zip(chunk["weights"], chunk["ids"], strict=True))
+    skipped = 0
+    for weight, run in itertools.groupby(pairs, key=lambda pair: pair[1][0]):
+        texts: list[str | list[int]] = []
+        for at, (_, token) in run:
+            if at in named:
+                texts.append(f"[{named[at]['name']}]")
+                skipped = named[at]["tokens"]
+            if skipped:
+                skipped -= 1
+            elif texts and isinstance(texts[-1], list):
+                texts[-1].append(token)
+            else:
+                texts.append([token])
+        words = (
+            each
+            if isinstance(each, str)
+            else tokenizer.decode(each, skip_special_tokens=False).replace("</w>", " ").strip()
+            for each in texts
+        )
+        yield weight, " ".join(words)
+
+
+def _print_missing(text: str, found: Sequence[Known]) -> None:
+    from fleet.files import known
+
+    for name in known.missing(text, found):
+        console.print_note(
+            f"'embedding:{name}' is ComfyUI's, and there is no embedding {name!r} here: words"
         )

@@ -54,11 +54,12 @@ class LoadedCampaigns:
     ) -> Iterator[str | None]:
         """*bodies* from position *start* on, with None for those of cancelled campaigns.
 
-        *only* is the campaign of all of them, if they have only one: nothing follows then.
+        *only* is the campaign of all of them, if they have only one: nothing follows then. A
+        position without a body is a job of it that was sent before.
         """
         position = start
         for body in bodies:
-            campaign = None if body is None else only or _campaign_of(body)
+            campaign = only or (None if body is None else _campaign_of(body))
             if campaign is not None and self.is_cancelled(campaign):
                 if campaign not in self.left_out:
                     self.notice(f"campaign {campaign} was cancelled: no more of its jobs are sent")

@@ -59,7 +59,7 @@ _ReadEntry = Callable[[Entry, str], str]
 SIGNATURE_BYTES = len(f',"{SIGNATURE_FIELD}":""') + SIGNATURE_CHARACTERS
 
 
-class _Version(NamedTuple):
+class Version(NamedTuple):
     """What changes when a file is written or replaced."""
 
     device: int
@@ -173,8 +173,8 @@ class FileSource(_EntrySource):
         # The same bytes are other jobs in another format.
         person = b"" if form.name == "jsonl" else form.name.encode()
         hasher = hashlib.blake2b(digest_size=16, person=person)
-        with _explained(str(path), form), path.open("rb") as file:
-            self._version = _version(file)
+        with explained(str(path), form.name), path.open("rb") as file:
+            self._version = version_of(file)
             stream = self._stream(file, on_read, hasher.update)
             entries = form.count(stream) if form.is_stream else 0
             while stream.read(_READ_BYTES):  # what follows the last entry, or all
@@ -216,7 +216,7 @@ class FileSource(_EntrySource):
     def _read(
         self, start: int, on_invalid: OnInvalid, read: _ReadEntry, on_read: OnRead = ignore
     ) -> Iterator[str | None]:
-        with _explained(str(self._path), self._form), self._path.open("rb") as file:
+        with explained(str(self._path), self._form.name), self._path.open("rb") as file:
             self._check_version(file)
             if self._form.is_stream:
                 entries = self._form.entries(self._stream(file, on_read), start)
@@ -247,7 +247,7 @@ class FileSource(_EntrySource):
             yield entry
 
     def _check_version(self, file: BinaryIO) -> None:
-        if _version(file) != self._version:
+        if version_of(file) != self._version:
             raise errors.SetupError(
                 f"{self._path} has changed while it was being loaded: what was sent stays;"
                 " --restart begins with its first job"
@@ -287,15 +287,16 @@ class StreamSource(_EntrySource):
         return ""
 
     def _read(self, start: int, on_invalid: OnInvalid, read: _ReadEntry) -> Iterator[str | None]:
-        with _explained("standard input", self._form):
+        with explained("standard input", self._form.name):
             entries = self._form.entries(files.decompressed(self._stream), start)
             to_send = itertools.islice(entries, self.count)
             yield from _read_entries(to_send, self.identity, start + 1, on_invalid, read)
 
 
-def _version(file: BinaryIO) -> _Version:
+def version_of(file: BinaryIO) -> Version:
+    """To notice that a file was written since."""
     status = os.fstat(file.fileno())
-    return _Version(status.st_dev, status.st_ino, status.st_size, status.st_mtime_ns)
+    return Version(status.st_dev, status.st_ino, status.st_size, status.st_mtime_ns)
 
 
 def _read_entries(
@@ -328,7 +329,7 @@ def _without_failure(text: str) -> str:
 
 
 @contextmanager
-def _explained(name: str, form: Format) -> Iterator[None]:
+def explained(name: str, form: str) -> Iterator[None]:
     """Errors of reading a file as SetupErrors that name it."""
     try:
         yield
@@ -339,7 +340,7 @@ def _explained(name: str, form: Format) -> Iterator[None]:
     except OSError as error:
         raise errors.SetupError(f"{name} cannot be read: {error.strerror or error}") from None
     except FormatError as error:
-        raise errors.SetupError(f"{name} as {form.name}: {error}") from None
+        raise errors.SetupError(f"{name} as {form}: {error}") from None
 
 
 def _refuse(place: str, reason: str) -> None:

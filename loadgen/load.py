@@ -23,6 +23,7 @@ from imagefleet.storage.protocol import Storage
 from imagefleet.storage.settings import Priority
 from imagefleet.submit import BulkSender, Progress, keep_noting
 from loadgen.campaigns import LoadedCampaigns
+from loadgen.caption_sweep import SweepSource
 from loadgen.file_source import OnRead
 from loadgen.second_drawing import Sample
 from loadgen.settings import LoadSettings
@@ -131,7 +132,7 @@ class Load:
     def __init__(
         self,
         storage: Storage,
-        source: Source,
+        source: Source | SweepSource,
         settings: LoadSettings,
         checkpoint_path: Path | None,
         *,

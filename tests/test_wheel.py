@@ -87,6 +87,7 @@ COMMANDS: dict[str, Case] = {
     "prompt": Case("'a ((red)) house <lora:rocket:0.5>' --negative blurry", r"1\.21 +red"),
     "plan": Case("--jobs 1000 --gpu 'RTX 4090'", r"images per dollar"),
     "load": Case("jobs.jsonl --storage local:other", r"2 jobs"),
+    "sweep": Case("captions.txt --campaign curve --dry-run", r"2 captions x 1 group: 2 jobs"),
     "campaigns": Case("", r"campaign +sent +completed|no campaigns"),
     "job": Case("spring/0001", r"state +completed"),
     "cancel": Case("--campaign autumn --dry-run", r"nothing is recorded of a campaign autumn"),
@@ -134,6 +135,8 @@ COMMANDS: dict[str, Case] = {
     "worker": Case("--model model", NEEDS_WORKER, 2),
     "demo": Case("", NEEDS_WORKER, 2),
     "bench engine": Case("", NEEDS_WORKER, 2),
+    "bench latency": Case("", NEEDS_WORKER, 2),
+    "bench scaling": Case("", NEEDS_WORKER, 2),
 }
 
 
@@ -254,6 +257,7 @@ def work(tmp_path_factory: pytest.TempPathFactory, azurite_address: str, salad: 
     """The folder in which the commands run, with jobs to load, a failed one, and a stored image."""
     folder = tmp_path_factory.mktemp("work")
     (folder / "jobs.jsonl").write_text('{"prompt": "a fox"}\n{"prompt": "an owl"}\n')
+    (folder / "captions.txt").write_text("a fox\nan owl\n")
     (folder / "dreams.safetensors").write_bytes(file_of())
     (folder / "rocket.safetensors").write_bytes(file_of(*LORA))
     (folder / "mist.safetensors").write_bytes(shaped(emb_params=[2, 768]))

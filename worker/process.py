@@ -31,6 +31,7 @@ from worker.metrics import Outcome, WorkerMetrics
 from worker.models import checkpoints
 from worker.models.change import WorkerModels
 from worker.models.checkpoints import Checkpoint
+from worker.models.choice import share_of
 from worker.node.watchdog import limits_of
 from worker.pipeline import Pipeline, version
 from worker.progress import Counts, Phase, Progress, ProgressMeter, WorkerReport
@@ -211,22 +212,23 @@ class _Worker:
                     await self._pipeline.run(self._stop, self._hurry)
 
     async def _find_models(self, pipeline: Pipeline, storage: protocol.Storage) -> None:
-        """Finds the models of the settings, and fetches the first."""
+        """Finds the models of the settings, and fetches the one to begin with."""
 
         async def fetch(checkpoint: Checkpoint) -> Checkpoint:
             settings = await model.pinned(checkpoint.settings, storage.files)
             await model.fetch(settings, storage.files)
             return dataclasses.replace(checkpoint, settings=settings)
 
-        first, *others = await checkpoints.find(self._settings, storage.files)
-        first = await fetch(first)
-        self._first_model = first.settings
+        found = await checkpoints.find(self._settings, storage.files)
+        device = self._settings.device
+        on_cpu = device == "cpu" or (device == "auto" and self._gpu == replica.NO_GPU)
+        models = WorkerModels(found, fetch, self._load_engine, on_cpu=on_cpu)
+        queue = storage.models.served(models.names if len(found) > 1 else [])
+        share = self._member.share if self._member else share_of(self._settings.name)
+        await models.begin(queue, share)
+        self._first_model = models.current.settings
         if self._load is None:
-            device = self._settings.device
-            on_cpu = device == "cpu" or (device == "auto" and self._gpu == replica.NO_GPU)
-            pipeline.models = WorkerModels(
-                [first, *others], fetch, self._load_engine, on_cpu=on_cpu
-            )
+            pipeline.models = models
 
     def _is_live(self) -> bool:
         return self._pipeline is None or not self._pipeline.engine_thread.is_stalled

@@ -29,6 +29,7 @@ class StandInEngine:
     """
 
     model_name = "stand-in"
+    family = "sd1"
 
     def __init__(
         self,

@@ -6,20 +6,9 @@ import statistics
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from one_machine.machine import Sample
+from fleet.bench.workers import Sample, rate
 
 Figures = dict[str, Any]
-
-
-def rate(samples: Sequence[Sample], gpu: str) -> float:
-    """Images/s of a GPU: the slope of the line through all samples.
-
-    Images that start together finish together, so the first and the last sample alone would be
-    wrong by up to a round of all slots, 2 % of a minute.
-    """
-    times = [each.at for each in samples]
-    slope, _ = statistics.linear_regression(times, [each.images[gpu] for each in samples])
-    return slope
 
 
 def measured(samples: Sequence[Sample], gpus: Sequence[str], clocks: Mapping[str, Any]) -> Figures:

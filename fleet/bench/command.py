@@ -12,6 +12,7 @@ import typer
 from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
 
 from fleet import console, options
+from fleet.bench import latency, scaling
 from fleet.worker import command as worker
 from imagefleet import errors
 from imagefleet.pricing import prices
@@ -121,6 +122,10 @@ def engine_command(
         console.print_json(report)
     else:
         _show(report)
+
+
+app.command("latency")(latency.command)
+app.command("scaling")(scaling.command)
 
 
 def _dollars_per_hour(

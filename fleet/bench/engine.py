@@ -17,9 +17,11 @@ from fleet import demo_jobs
 from fleet.bench import baseline, machine, random_model, work
 from fleet.bench import jobs as bench_jobs
 from imagefleet import errors
+from imagefleet.pricing import families
 from worker.engine import contract, load
 from worker.engine import device as devices
 from worker.engine.families import find
+from worker.files import check
 from worker.settings import WorkerSettings
 
 #: Per rate: long compared with one image.
@@ -65,9 +67,9 @@ def prepare(
     Raises:
         SetupError: there is no such model, family or device.
     """
-    families = {each.slug: each for each in find.FAMILIES}
-    if family not in families:
-        raise errors.SetupError(f"--family {family!r} is unknown; known are {', '.join(families)}")
+    known = {each.slug: each for each in find.FAMILIES}
+    if family not in known:
+        raise errors.SetupError(f"--family {family!r} is unknown; known are {', '.join(known)}")
     torch_device = devices.find_device(device)
     if model is not None and not model.exists():
         raise errors.SetupError(f"the model {str(model)!r} does not exist")
@@ -75,7 +77,7 @@ def prepare(
         name = "random-sd15" if family == "sd1" else f"random-{family}"
         kind = "v_prediction" if family == "sd2" else "epsilon"
         model = random_model.build_random_checkpoint(
-            folder / name, torch_device, families[family], prediction_type=kind
+            folder / name, torch_device, known[family], prediction_type=kind
         )
     elif model is None and family != "sd1":
         raise errors.SetupError(f"--family {family} is for GPUs: give a --model on a CPU")
@@ -139,6 +141,7 @@ def measure(setup: Setup, options: Options, step: StartStep) -> dict[str, Any]:
         plain = measure_baseline(setup.model, device, workload)
     return {
         "model": str(setup.model),
+        "family": families.of_title(check.family(setup.model)).slug,
         "width": workload.sizes[0][0],
         "height": workload.sizes[0][1],
         "steps": steps,

@@ -32,6 +32,7 @@ Error = Annotated[
     typer.Option(metavar="TEXT", help="Only errors with this text in their class or message."),
 ]
 Campaign = Annotated[str | None, typer.Option(metavar="NAME", help="Only jobs of this campaign.")]
+Model = Annotated[str | None, typer.Option(metavar="NAME", help="Only jobs that name this model.")]
 JobId = Annotated[str | None, typer.Option("--id", metavar="ID", help="Only this job or message.")]
 All = Annotated[bool, typer.Option("--all", help="All failed jobs.")]
 DryRun = Annotated[bool, options.dry_run("what would be moved or deleted")]
@@ -51,6 +52,7 @@ def list_command(
     settings: SignerSettings,
     error: Error = None,
     campaign: Campaign = None,
+    model: Model = None,
     job_id: JobId = None,
     limit: Annotated[int, typer.Option(min=0, metavar="COUNT", help="Jobs to list.")] = 20,
     from_queue: FromQueue = False,
@@ -64,7 +66,7 @@ def list_command(
 
     imagefleet failed list --error lora --campaign spring --limit 100
     """
-    selection = Selection(error, campaign, job_id)
+    selection = Selection(error, campaign, job_id, model=model)
 
     async def list_() -> read.Listing:
         async with console.connected(settings) as fleet:
@@ -113,6 +115,7 @@ async def export(
     settings: SignerSettings,
     error: Error = None,
     campaign: Campaign = None,
+    model: Model = None,
     job_id: JobId = None,
     from_queue: FromQueue = False,
 ) -> None:
@@ -124,7 +127,7 @@ async def export(
 
     imagefleet failed export --error InvalidMessageError > fix.jsonl
     """
-    selection = Selection(error, campaign, job_id)
+    selection = Selection(error, campaign, job_id, model=model)
     count = unsigned = 0
     async with console.connected(settings) as fleet:
         blobs = fleet.storage.blobs
@@ -154,6 +157,7 @@ def replay(
     settings: SignerSettings,
     error: Error = None,
     campaign: Campaign = None,
+    model: Model = None,
     job_id: JobId = None,
     everything: All = False,
     priority: options.JobPriority = "normal",
@@ -189,7 +193,7 @@ def replay(
     imagefleet failed replay --all --dry-run
     """
     chosen = checked_priority(priority)
-    selection = _selection(error, campaign, job_id, everything=everything)
+    selection = _selection(error, campaign, job_id, model=model, everything=everything)
     check = console.run(_check(settings, set_ or [], takes_invalid=invalid))
     if dry_run or not yes:
         preview = console.run(_preview(settings, selection, check))
@@ -213,6 +217,7 @@ def discard(
     settings: SignerSettings,
     error: Error = None,
     campaign: Campaign = None,
+    model: Model = None,
     job_id: JobId = None,
     jobs_file: Annotated[
         Path | None,
@@ -251,7 +256,9 @@ def discard(
     imagefleet failed discard --unsigned
     """
     alone = unsigned or completed
-    selection = _selection(error, campaign, job_id, jobs_file, everything=everything, alone=alone)
+    selection = _selection(
+        error, campaign, job_id, jobs_file, model=model, everything=everything, alone=alone
+    )
     if dry_run or not yes:
         count = console.run(_count(settings, selection, unsigned=unsigned, completed=completed))
         jobs = console.counted(count, "failed job")
@@ -273,17 +280,18 @@ def _selection(
     job_id: str | None,
     jobs_file: Path | None = None,
     *,
+    model: str | None,
     everything: bool,
     alone: bool = False,
 ) -> Selection:
     """The failed jobs of the options; *alone*: another option suffices."""
-    has_filter = any(each is not None for each in (error, campaign, job_id, jobs_file))
+    has_filter = any(each is not None for each in (error, campaign, job_id, jobs_file, model))
     if (everything and has_filter) or not (everything or has_filter or alone):
         raise errors.SetupError(
-            "choose the failed jobs: --all, or one or more of --error, --campaign and --id"
+            "choose the failed jobs: --all, or one or more of --error, --campaign, --model and --id"
         )
     sources = None if jobs_file is None else read.sources_of(jobs_file)
-    return Selection(error, campaign, job_id, sources)
+    return Selection(error, campaign, job_id, sources, model)
 
 
 async def _check(settings: SignerSettings, changes: list[str], *, takes_invalid: bool) -> Check:

@@ -54,7 +54,7 @@ def add_command(
 
         keys = signing.Keys.of(settings)
         async with transfer.local_file(source, sha256, kinds.EMBEDDING, cache) as path:
-            kind, vectors = _describe(str(path), transfer.check_kind(path, kinds.EMBEDDING))
+            kind, vectors = describe(str(path), transfer.check_kind(path, kinds.EMBEDDING))
             named.check_size(path, embeddings.MAX_BYTES, "an embedding")
             word = named.name_of(name, path)
             # Signing what others have listed needs --manifest.
@@ -89,7 +89,7 @@ def list_command(settings: StorageSettings, as_json: options.AsJson = False) -> 
     listing.show(settings, FOLDER, ".safetensors", if_empty=if_empty, as_json=as_json)
 
 
-def _describe(path: str, header: Header) -> tuple[str, int]:
+def describe(path: str, header: Header) -> tuple[str, int]:
     """The models that an embedding is for, and its number of vectors.
 
     Raises:

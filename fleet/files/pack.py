@@ -13,7 +13,9 @@ _INDEX = "model_index.json"
 _LEAST_INDEX = b'{"_class_name": "StableDiffusionPipeline"}'
 
 #: What the worker reads: no safety checker, no pickles, no pictures.
-_PARTS = ("unet", "vae", "text_encoder", "tokenizer", "scheduler")
+_PARTS = (
+    *("unet", "vae", "text_encoder", "text_encoder_2", "tokenizer", "tokenizer_2", "scheduler"),
+)
 _SUFFIXES = frozenset({".json", ".txt", ".safetensors"})
 
 

@@ -304,7 +304,7 @@ def _status_screen(status: FleetStatus) -> Group:
     for waiting in status.without_worker:
         jobs = console.counted(waiting.messages, "job")
         sentence = (
-            f"{jobs} of the model {waiting.model} wait and no worker serves it: start one with"
+            f"{jobs} of the model {waiting.model}, which no worker serves: start one with"
             " that --model"
         )
         parts += _notes(sentence)

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Sequence
 from dataclasses import asdict
+from pathlib import Path
 from typing import Annotated
 
 import typer
@@ -11,18 +13,51 @@ from rich.table import Table
 
 from fleet import console, options
 from fleet.plan import estimate
+from fleet.plan.work import Models, Work, of_count, of_source, read_models
 from imagefleet import errors
-from imagefleet.pricing import price_file, prices
+from imagefleet.pricing import families, price_file, prices
 
 _DEFAULT_GPU = "RTX 3060 Ti"
 _NO_START_UP = estimate.Input(0.0, "assumed", "not included without --bench")
 
 
 def command(
-    jobs: Annotated[int, typer.Option(min=1, metavar="COUNT", help="Jobs in the batch.")],
+    file: Annotated[
+        str | None,
+        typer.Argument(
+            metavar="[FILE]",
+            help="The batch: a template or a file of jobs, as for `imagefleet load`, whose models,"
+            " sizes, steps and numbers of images count.",
+        ),
+    ] = None,
+    jobs: Annotated[
+        int | None,
+        typer.Option(
+            min=1, metavar="COUNT", help="Jobs in the batch; with FILE, the first so many of it."
+        ),
+    ] = None,
     images_per_job: Annotated[
-        int, typer.Option(min=1, max=64, metavar="COUNT", help="Images per job.")
-    ] = 1,
+        int | None,
+        typer.Option(
+            min=1, max=64, metavar="COUNT", help="Images per job. [default: 1, or FILE's]"
+        ),
+    ] = None,
+    family: Annotated[
+        str | None,
+        typer.Option(
+            metavar="|".join(families.FAMILIES),
+            help="Model family of jobs without a model, and of models without --model."
+            " [default: sd1, for jobs without a model]",
+        ),
+    ] = None,
+    model: Annotated[
+        list[str] | None,
+        typer.Option(
+            metavar="NAME=FAMILY|PATH",
+            help="Family of a model that jobs name, or its checkpoint, whose header tells it;"
+            " repeatable.",
+        ),
+    ] = None,
     gpu: Annotated[
         list[str] | None,
         typer.Option(
@@ -52,9 +87,13 @@ def command(
 ) -> None:
     """Plans a batch: hours, dollars and images per dollar.
 
-    With --deadline-hours, also the replicas needed. Every input is shown with its source.
+    With --deadline-hours, also the replicas needed. Every input is shown with its source. Images of
+    another size, number of steps or model family are taken by their operations, where no report is
+    of them.
 
     imagefleet plan --jobs 1000000 --replicas 100
+
+    imagefleet plan jobs.jsonl --model illustrious=sdxl --gpu "RTX 4090=20"
 
     imagefleet plan --jobs 1000000 --gpu "RTX 3060 Ti=300" --gpu "RTX 4090=20"
 
@@ -63,6 +102,7 @@ def command(
     with console.one_line_errors():
         if replicas is not None and deadline_hours is not None:
             raise errors.SetupError("give --replicas or --deadline-hours, not both")
+        works = _works(file, jobs, images_per_job, read_models(model or [], family))
         table = price_file.read_table(prices_path)
         benches = [estimate.read_bench(path, table) for path in bench or []]
         named = _named(gpu, benches, replicas)
@@ -79,20 +119,41 @@ def command(
             if not has_own:  # a class with a report need not be in the table
                 measured = prices.matching_gpus(name, [each.gpu for each in benches])
                 found = measured[0] if measured else prices.find_gpu(name, table.gpus)
-            made_on = estimate.bench_of(found, benches)
-            speed = estimate.find_speed(found, images_per_second, made_on)
+            speeds = estimate.find_speeds(found, works, images_per_second, benches)
             price = estimate.find_price(found, known, price_per_hour, table)
+            made_on = estimate.bench_of(found, benches, works[0].family)
             start_up = made_on.start_up if made_on else _NO_START_UP
-            mix.append(estimate.Part(found, count, speed, price, start_up))
+            speed = estimate.mean_speed(speeds)
+            mix.append(estimate.Part(found, count, speed, price, start_up, speeds))
         estimate.refuse_unused(benches, {part.gpu for part in mix})
-        images = jobs * images_per_job
+        images = sum(work.images for work in works)
         if deadline_hours is not None:
             mix = estimate.mix_for(images, mix, deadline_hours)
-        plan = estimate.make_plan(jobs, images, mix, table)
+        plan = estimate.make_plan(sum(work.jobs for work in works), images, mix, table)
     if as_json:
         console.print_json({**asdict(plan), "storage_prices": asdict(table.storage)})
     else:
         _show(plan, table)
+
+
+def _works(
+    file: str | None, jobs: int | None, images_per_job: int | None, models: Models
+) -> list[Work]:
+    """The batch by model, of a file or of so many jobs."""
+    if file is None:
+        if jobs is None:
+            raise errors.SetupError("give the batch: --jobs COUNT, or a FILE of jobs")
+        return of_count(jobs, images_per_job or 1, models.family_of(None))
+    if images_per_job is not None:
+        raise errors.SetupError("--images-per-job goes with --jobs: the jobs of FILE say it")
+    from fleet.load import reading
+    from loadgen import sources
+
+    read = functools.partial(reading, Path(file), is_shown=True)
+    with read("reading") as on_read:
+        source = sources.open_source(file, count=jobs, on_read=on_read)
+    with read("counting", jobs=source.jobs_to_make) as on_read:
+        return of_source(source, models, on_read)
 
 
 def _named(
@@ -130,22 +191,49 @@ def _show(plan: estimate.Plan, table: prices.PriceTable) -> None:
     console.print_tables(console.totals(rows))
     if len(plan.mix) > 1:
         console.print_tables("", _mix_table(plan.mix))
+    if len(plan.models) > 1:
+        console.print_tables("", _model_table(plan.models))
     console.print_tables("")
     for part in plan.mix:
-        speed, price = part.images_per_second, part.dollars_per_hour
+        inputs = [
+            (f"{each.images_per_second.value:.3g} {_described(each)}/s", each.images_per_second)
+            for each in part.models
+        ]
+        inputs.append((f"${part.dollars_per_hour.value:g}/h", part.dollars_per_hour))
         start_up = part.start_up_seconds
-        for text, each in (
-            (f"{speed.value:g} images/s", speed),
-            (f"${price.value:g}/h", price),
-            (f"{start_up.value:g} s of start-up", start_up),
-        ):
-            line = f"{part.gpu}: {text}: {each.kind}: {each.source}."
-            console.print_tables(line)
+        inputs.append((f"{start_up.value:g} s of start-up", start_up))
+        for text, each in inputs:
+            console.print_tables(f"{part.gpu}: {text}: {each.kind}: {each.source}.")
+    changes = ", workers' changes between models" if len(plan.models) > 1 else ""
     console.print_tables(
         f"Storage operations: listed: {table.storage.source}.",
         "Interruptions, idle time, second drawings (`imagefleet load --verify-share`, by default"
-        " 0.5 % more) and storing the images are not included.",
+        " 0.5 % more)" + changes + " and storing the images are not included.",
     )
+
+
+def _described(model: estimate.ModelSpeed) -> str:
+    if model.model is not None:
+        return f"images of {console.untrusted(model.model)}"
+    is_sd1 = model.family == families.SD1.slug
+    return "images" if is_sd1 else f"{families.find(model.family).name} images"
+
+
+def _model_table(models: Sequence[estimate.ModelCost]) -> Table:
+    headings = ("images", "GPU hours", "GPU $", "images/$,\nGPU only")
+    table = console.table(
+        console.name_column("model"), "family", *map(console.number_column, headings)
+    )
+    for each in models:
+        table.add_row(
+            console.untrusted(each.model or "-"),
+            families.find(each.family).name,
+            f"{each.images:,}",
+            f"{each.gpu_hours:,.2f}",
+            f"{each.gpu_dollars:,.2f}",
+            console.number(each.images_per_dollar_gpu_only),
+        )
+    return table
 
 
 def _mix_table(mix: Sequence[estimate.Part]) -> Table:

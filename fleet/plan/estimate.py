@@ -9,10 +9,15 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Literal
 
+from fleet.plan.work import Work
 from imagefleet import errors, redaction
-from imagefleet.pricing import prices
+from imagefleet.pricing import families, prices
+from imagefleet.pricing.families import Family
 
 _SECONDS_PER_HOUR = 3600
+
+
+Kind = Literal["measured", "given", "listed", "assumed", "estimated"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -20,7 +25,7 @@ class Input:
     """A number and its source."""
 
     value: float
-    kind: Literal["measured", "given", "listed", "assumed"]
+    kind: Kind
     source: str
 
 
@@ -32,6 +37,23 @@ class Bench:
     gpu: str
     images_per_second: Input
     start_up: Input
+    family: Family = families.SD1
+    tflop_per_image: float = families.SD1.image_tflop()
+
+
+@dataclass(frozen=True, slots=True)
+class ModelSpeed:
+    """The images of one model, and how fast one GPU draws them."""
+
+    model: str | None
+    family: str
+    images: int
+    images_per_second: Input
+
+    @property
+    def seconds(self) -> float:
+        """Of one GPU, for all of them."""
+        return self.images / self.images_per_second.value
 
 
 @dataclass(frozen=True, slots=True)
@@ -43,6 +65,7 @@ class Part:
     images_per_second: Input
     dollars_per_hour: Input
     start_up_seconds: Input
+    models: Sequence[ModelSpeed] = ()
 
     @property
     def images_per_dollar_gpu_only(self) -> float:
@@ -52,6 +75,18 @@ class Part:
     def images_in(self, seconds: float) -> float:
         """The images that all replicas make in *seconds*."""
         return self.replicas * self.images_per_second.value * seconds
+
+
+@dataclass(frozen=True, slots=True)
+class ModelCost:
+    """What one model's images take of a plan, start-up included."""
+
+    model: str | None
+    family: str
+    images: int
+    gpu_hours: float
+    gpu_dollars: float
+    images_per_dollar_gpu_only: float
 
 
 @dataclass(frozen=True, slots=True)
@@ -68,6 +103,7 @@ class Plan:
     images_per_dollar_gpu_only: float
     images_per_dollar: float
     mix: Sequence[Part]
+    models: Sequence[ModelCost] = ()
 
 
 def make_plan(
@@ -89,7 +125,31 @@ def make_plan(
         images_per_dollar_gpu_only=images / gpu_dollars,
         images_per_dollar=images / (gpu_dollars + storage_dollars),
         mix=mix,
+        models=_model_costs(mix, hours),
     )
+
+
+def _model_costs(mix: Sequence[Part], hours: float) -> list[ModelCost]:
+    """Every GPU draws each model's images in the same proportions."""
+    costs = []
+    for at, each in enumerate(mix[0].models):
+        gpu_hours = gpu_dollars = 0.0
+        for part in mix:
+            seconds = [model.seconds for model in part.models]
+            share = hours * part.replicas * seconds[at] / sum(seconds)
+            gpu_hours += share
+            gpu_dollars += share * part.dollars_per_hour.value
+        costs.append(
+            ModelCost(
+                each.model,
+                each.family,
+                each.images,
+                gpu_hours,
+                gpu_dollars,
+                each.images / gpu_dollars,
+            )
+        )
+    return costs
 
 
 def mix_for(images: int, mix: Sequence[Part], deadline_hours: float) -> list[Part]:
@@ -115,7 +175,10 @@ def read_bench(path: Path, table: prices.PriceTable) -> Bench:
         name = str(hardware["device"])
         gpu = prices.gpu_of_driver(name, int(hardware.get("memory_bytes", 0)), table)
         speed, ready = float(facts["worker_images_per_second"]), float(facts["ready_seconds"])
-        work = f"{facts['width']}x{facts['height']}, {facts['steps']} steps, {facts['model']}"
+        width, height, steps = (int(facts[each]) for each in ("width", "height", "steps"))
+        family = families.find(str(facts.get("family", families.SD1.slug)))
+        tflop = family.image_tflop(width, height, steps)
+        work = f"{width}x{height}, {steps} steps, {facts['model']}"
     except OSError as error:
         raise errors.SetupError(f"the report {path}: {error.strerror or error}") from None
     except (
@@ -126,10 +189,11 @@ def read_bench(path: Path, table: prices.PriceTable) -> Bench:
             f"{path} is not the JSON of `imagefleet bench engine --json-file FILE`:"
             f" {type(error).__name__}: {redaction.reason(error)}"
         ) from None
-    if not 0 < speed < math.inf or not 0 <= ready < math.inf:
+    if not (0 < speed < math.inf and 0 <= ready < math.inf and tflop > 0):
         raise errors.SetupError(f"the report {path} measured no speed or no start-up")
-    measured = [Input(each, "measured", f"{path}: {name}, {work}") for each in (speed, ready)]
-    return Bench(path, gpu, *measured)
+    source = f"{path}: {name}, {work}"
+    measured, start_up = (Input(each, "measured", source) for each in (speed, ready))
+    return Bench(path, gpu, measured, start_up, family, tflop)
 
 
 def refuse_unused(benches: Sequence[Bench], gpus: Collection[str]) -> None:
@@ -142,22 +206,93 @@ def refuse_unused(benches: Sequence[Bench], gpus: Collection[str]) -> None:
             )
 
 
-def bench_of(gpu: str, benches: Sequence[Bench]) -> Bench | None:
-    """The last report that was measured on a *gpu*."""
-    return next((bench for bench in reversed(benches) if bench.gpu == gpu), None)
+def bench_of(gpu: str, benches: Sequence[Bench], family: Family | None = None) -> Bench | None:
+    """The last report that was measured on a *gpu*, one of *family* if there is any."""
+    there = [bench for bench in reversed(benches) if bench.gpu == gpu]
+    return next((bench for bench in there if bench.family is family), next(iter(there), None))
 
 
-def find_speed(gpu: str, given: float | None, bench: Bench | None) -> Input:
-    """Images/s of one *gpu*: given, measured or assumed; raises SetupError if none is known."""
+def find_speeds(
+    gpu: str, works: Sequence[Work], given: float | None, benches: Sequence[Bench]
+) -> list[ModelSpeed]:
+    """How fast one *gpu* draws each model's images.
+
+    Raises:
+        SetupError: no speed is known, a model does not fit the GPU, or the one that is given is for
+            several families.
+    """
+    if given is not None and len({work.family for work in works}) > 1:
+        raise errors.SetupError(
+            "--images-per-second is for jobs of one model family; for several use --bench, one"
+            " report for each"
+        )
+    for work in works:
+        families.refuse_small(gpu, work.family)
+    return [
+        ModelSpeed(
+            work.model,
+            work.family.slug,
+            work.images,
+            find_speed(gpu, given, bench_of(gpu, benches, work.family), work),
+        )
+        for work in works
+    ]
+
+
+def mean_speed(speeds: Sequence[ModelSpeed]) -> Input:
+    """Images/s of one GPU over all models' images."""
+    if len(speeds) == 1:
+        return speeds[0].images_per_second
+    value = sum(each.images for each in speeds) / sum(each.seconds for each in speeds)
+    # As sure as the least sure of them.
+    kinds = {each.images_per_second.kind for each in speeds}
+    order: tuple[Kind, ...] = ("estimated", "assumed", "measured")
+    kind = next(each for each in order if each in kinds)
+    return Input(value, kind, f"the mean over {len(speeds)} models, weighted by their images")
+
+
+def find_speed(
+    gpu: str, given: float | None, bench: Bench | None, work: Work | None = None
+) -> Input:
+    """Images/s of one *gpu*: given, measured, assumed, or estimated from another family's.
+
+    Without *work*, of images as they were measured.
+
+    Raises:
+        SetupError: none is known.
+    """
     if given is not None:
         return Input(given, "given", "--images-per-second")
     if bench is not None:
-        return bench.images_per_second
+        return _scaled(bench.images_per_second, bench.family, bench.tflop_per_image, work)
     if gpu not in prices.ASSUMED_IMAGES_PER_SECOND:
         raise errors.SetupError(
             f"no speed is known for the {gpu}: give --images-per-second or a --bench report"
         )
-    return Input(prices.ASSUMED_IMAGES_PER_SECOND[gpu], "assumed", prices.SPEEDS_SOURCE)
+    record = Input(prices.ASSUMED_IMAGES_PER_SECOND[gpu], "assumed", prices.SPEEDS_SOURCE)
+    return _scaled(record, families.SD1, families.SD1.image_tflop(), work)
+
+
+def _scaled(known: Input, family: Family, tflop_per_image: float, work: Work | None) -> Input:
+    """A known speed, in images of this work: by their operations, and the families' rates."""
+    if work is None or (
+        work.family is family and math.isclose(work.tflop_per_image, tflop_per_image)
+    ):
+        return known
+    rate = work.family.rate / family.rate
+    value = known.value * rate * tflop_per_image / work.tflop_per_image
+    by = (
+        f"{work.tflop_per_image:,.1f} TFLOP per image against {tflop_per_image:,.1f} of"
+        f" {family.name}, {known.value:g} images/s ({known.kind}: {known.source})"
+    )
+    if work.family is family:
+        return Input(value, known.kind, by)
+    unsure = [each.rate_source for each in (family, work.family) if not each.is_measured]
+    of_rate = "; ".join(unsure) or (
+        f"{work.family.name} gets {rate:.2f} of {family.name}'s operations/s, as measured:"
+        f" {work.family.rate_source}"
+    )
+    return Input(value, "estimated", f"{by}; {of_rate}")
 
 
 def find_price(

@@ -18,6 +18,7 @@ from pydantic import (
 )
 
 from fleet import options
+from fleet.salad import models
 from imagefleet import errors, validation, yaml_file
 from imagefleet.pricing.prices import Priority
 from imagefleet.redaction import WebAddress
@@ -114,6 +115,7 @@ class FleetFile(_Strict):
     api_key: SecretSource = SecretSource(env="SALAD_API_KEY")
     image: str = Field(max_length=1024)
     replicas: int = Field(ge=1, le=50_000)
+    min_replicas: int = Field(default=0, ge=0, le=50_000)
     gpus: list[str] = Field(min_length=1, max_length=100)
     priority: Priority = "batch"
     cpu: int = Field(default=4, ge=1, le=16)
@@ -125,11 +127,23 @@ class FleetFile(_Strict):
     )
     image_caching: bool = True
     command: list[Annotated[str, Field(min_length=1, max_length=1000)]] | None = None
+    # Checked by hand: pydantic's errors would name an address, which may hold a token.
+    models: dict[str, Any] | None = Field(default=None, min_length=1, max_length=50)
     environment: dict[str, _Value]
     startup_probe: Probe = STARTUP
     liveness_probe: Probe = LIVENESS
     logging: dict[str, _Provider] | None = Field(default=None, min_length=1, max_length=1)
     registry: dict[str, _Provider] | None = Field(default=None, min_length=1, max_length=1)
+
+    @model_validator(mode="after")
+    def _check_bounds_and_models(self) -> FleetFile:
+        if self.models is not None:
+            models.check(self.models, self.environment)
+        if self.min_replicas > self.replicas:
+            raise ValueError(
+                f"min_replicas: {self.min_replicas:,} are more than replicas, {self.replicas:,}"
+            )
+        return self
 
     @model_validator(mode="after")
     def _check(self) -> FleetFile:

@@ -214,6 +214,9 @@ def _template(file: FleetFile, gpus: Sequence[GpuClass], read_secret: ReadSecret
 
 def _environment(file: FleetFile, read_secret: ReadSecret) -> dict[str, str | SecretStr]:
     variables: dict[str, str | SecretStr] = {"IMAGEFLEET_PRIORITY": file.priority}
+    if file.models:
+        variables["IMAGEFLEET_MODEL"] = names = ",".join(file.models)
+        _check_value("IMAGEFLEET_MODEL", names)
     for name, value in file.environment.items():
         variables[name] = read_secret(value) if isinstance(value, SecretSource) else str(value)
         _check_value(name, reveal(variables[name]))

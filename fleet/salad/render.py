@@ -12,13 +12,13 @@ from rich.table import Table
 
 from fleet import console
 from fleet.options import AsJson, BenchReports, PriceFile
-from fleet.plan import estimate
+from fleet.plan import estimate, work
 from fleet.salad import file as salad_file
-from fleet.salad import gpus, groups
+from fleet.salad import gpus, groups, models
 from fleet.salad import options as salad_options
 from fleet.salad.options import File, Replicas
 from imagefleet import errors
-from imagefleet.pricing import price_file
+from imagefleet.pricing import families, price_file
 
 
 @console.one_line_errors()
@@ -42,7 +42,8 @@ def render(
     """
     fleet_file, folder = salad_options.read_file(file)
     table = price_file.read_table(prices_path)
-    classes = gpus.find(fleet_file.gpus, gpus.built_in(table))
+    classes = models.classes(fleet_file, gpus.built_in(table))
+    served = models.models_of(fleet_file)
     benches = [estimate.read_bench(path, table) for path in bench or []]
     estimate.refuse_unused(benches, [each.name for each in classes])
     missing: list[str] = []
@@ -60,15 +61,28 @@ def render(
     shown = (groups.reveal if show_secrets else groups.mask)(bodies)
     total = sum(body["replicas"] for body in bodies)
     price = gpus.replica_price(classes, fleet_file.priority).times(total)
-    rows = [_row(each, fleet_file.priority, benches) for each in classes]
+    rows = [_row(each, fleet_file.priority, benches, served) for each in classes]
     for message in dict.fromkeys(missing):
         console.print_note(f"{message}: `apply` needs it; with it, the groups' revision differs")
     if as_json:
         console.print_json(
-            {"groups": shown, "replicas": total, "dollars_per_hour": asdict(price), "gpus": rows}
+            {
+                "groups": shown,
+                "replicas": total,
+                "dollars_per_hour": asdict(price),
+                "gpus": rows,
+                "models": [
+                    {"name": each.name, "family": each.family.slug, "queue": each.queue}
+                    for each in served
+                ],
+            }
         )
         return
     console.print_json(shown)
+    for each in served:
+        console.print_tables(
+            f"Serves {each.name} ({each.family.name}), from the queue {each.queue}."
+        )
     source = "; ".join(dict.fromkeys(table.gpus[each.name].source for each in classes))
     console.print_tables(
         f"{total:,} replicas at {fleet_file.priority} priority: {price}, {price.per_day} while all"
@@ -82,11 +96,23 @@ def render(
         )
 
 
-def _row(gpu: gpus.GpuClass, priority: str, benches: Sequence[estimate.Bench]) -> dict[str, Any]:
-    """The price and the speed of one replica of a class; None for what is not known."""
+def _row(
+    gpu: gpus.GpuClass,
+    priority: str,
+    benches: Sequence[estimate.Bench],
+    served: Sequence[models.Model],
+) -> dict[str, Any]:
+    """The price and the speed of one replica of a class; None for what is not known.
+
+    The speed is that of the slowest of its models.
+    """
     dollars = gpu.dollars_per_hour[priority]
-    bench = estimate.bench_of(gpu.name, benches)
-    speed = bench.images_per_second.value if bench else None
+    speeds = [
+        estimate.find_speed(gpu.name, None, bench, work.of_count(1, 1, family)[0]).value
+        for family in {each.family for each in served} or {families.SD1}
+        if (bench := estimate.bench_of(gpu.name, benches, family)) is not None
+    ]
+    speed = min(speeds, default=None)
     return {
         "gpu": gpu.name,
         "dollars_per_hour": dollars,

@@ -18,12 +18,13 @@ from fleet.monitor import prometheus
 from fleet.monitor.settings import MonitorSettings
 from fleet.salad import file as salad_file
 from fleet.salad import gpus
+from fleet.salad import models as salad_models
 from fleet.salad import options as salad_options
 from fleet.salad.options import File
 from fleet.scale import scaler
 from fleet.scale.decision import Goal
 from imagefleet import errors
-from imagefleet.pricing import prices
+from imagefleet.pricing import families, prices
 from imagefleet.telemetry import logs
 
 log = logging.getLogger(__name__)
@@ -61,8 +62,8 @@ async def command(
         list[str] | None,
         typer.Option(
             metavar="NAME",
-            help="Count the jobs of this model and those without one; repeatable. By default the"
-            " jobs of all models.",
+            help="Count the jobs of this model and those without one; repeatable. By default those"
+            " of the fleet file's `models`, and without them the jobs of all models.",
         ),
     ] = None,
     every_minutes: Annotated[
@@ -100,9 +101,15 @@ async def command(
         raise errors.SetupError("give a goal: --deadline, --dollars-per-hour or both")
     end = _read_deadline(deadline) if deadline else None
     fleet_file, folder = salad_options.read_file(file)
+    if until_empty and fleet_file.min_replicas:
+        raise errors.SetupError(
+            f"--until-empty would never end: the fleet file keeps {fleet_file.min_replicas:,}"
+            " replicas (min_replicas)"
+        )
     goal = Goal(
         max_dollars=max_dollars,
         max_replicas=max_replicas or fleet_file.replicas,
+        min_replicas=fleet_file.min_replicas,
         deadline=end,
         dollars_per_hour=dollars_per_hour,
         every_seconds=every_minutes * 60,
@@ -137,7 +144,7 @@ async def command(
                     given=given, assumed=_assumed_speed(fleet_file, images_per_job), server=server
                 ),
                 is_dry_run=dry_run,
-                models=model or None,
+                models=model or [each.name for each in salad_models.models_of(fleet_file)] or None,
             )
             print_record = _print_record if as_json else lambda _: None
             if once:
@@ -183,9 +190,11 @@ async def _run(
 
 
 def _assumed_speed(file: salad_file.FleetFile, images_per_job: int) -> scaler.Speed | None:
-    """The speed of the fleet's slowest GPU class by public benchmarks."""
-    names = [each.name for each in gpus.find(file.gpus, gpus.built_in())]
-    known = [speed for name in names if (speed := prices.ASSUMED_IMAGES_PER_SECOND.get(name))]
+    """The speed of the fleet's slowest GPU class on its slowest model, by public benchmarks."""
+    classes = salad_models.classes(file, gpus.built_in())
+    records = [prices.ASSUMED_IMAGES_PER_SECOND.get(each.name) for each in classes]
+    found = {each.family for each in salad_models.models_of(file)} or {families.SD1}
+    known = [family.images_per_second(record) for record in records if record for family in found]
     return scaler.Speed(min(known) / images_per_job, "assumed") if known else None
 
 

@@ -32,6 +32,8 @@ class Goal:
     dollars_per_hour: float | None = None
     every_seconds: float = 900
     sample_seconds: float = 60
+    min_replicas: int = 0
+    """Kept with an empty queue, too, until the deadline."""
 
     def has_passed(self, now: float) -> bool:
         """True after the deadline: from then on the replicas only become fewer."""
@@ -71,18 +73,25 @@ def decide(goal: Goal, known: Known, *, is_due: bool) -> Decision:
     Unless a change is due, they only ever become fewer: for an empty queue, or near the budget.
     After the deadline, too: more would be paid for without meeting it.
     """
-    if known.empty_seconds >= SETTLE_SECONDS:
-        return Decision(0, "the queue is empty")
+    least = 0 if goal.has_passed(known.now) else goal.min_replicas
+    is_empty = known.empty_seconds >= SETTLE_SECONDS
+    why = "the queue is empty"
+    if is_empty and not least:
+        return Decision(0, why)
     if not is_due:
         if _is_near_budget(goal, known):
             return Decision(min(known.replicas, _affordable(goal, known)), _spent(goal, known))
-        return Decision(known.replicas, "no change is due yet")
-    need, why = _need(goal, known)
+        kept = min(known.replicas, least) if is_empty else known.replicas
+        return Decision(kept, f"{why}: {kept:,} are kept" if is_empty else "no change is due yet")
+    need, why = (0, why) if is_empty else _need(goal, known)
+    if need < least:
+        need, why = least, f"{why}: at least {least:,} are kept"
     most, bound = _most(goal, known)
+    is_close = abs(need - known.replicas) <= HYSTERESIS * known.replicas
     if need > most:
-        return Decision(most, f"{why}, but {bound}")
-    if known.replicas <= most and abs(need - known.replicas) <= HYSTERESIS * known.replicas:
-        return Decision(known.replicas, f"{why}: close enough")
+        need, why = most, f"{why}, but {bound}"
+    elif least <= known.replicas <= most and is_close:
+        need, why = known.replicas, f"{why}: close enough"
     return Decision(need, why)
 
 

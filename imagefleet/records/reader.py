@@ -138,6 +138,12 @@ async def end(storage: Storage, campaign: str) -> dict[str, int]:
 
 async def sent(storage: Storage, campaign: str) -> int | None:
     """Its jobs, as far as fillers have noted them; a listing, and a read for each filler."""
+    by_filler = await sent_by_filler(storage, campaign)
+    return sum(by_filler.values()) if by_filler else None
+
+
+async def sent_by_filler(storage: Storage, campaign: str) -> dict[str, int]:
+    """As `sent`, for each of them, by what names it across its restarts."""
     shards = await _shards(storage.blobs, campaign)
     return await _sent(storage.blobs, _of_kind(shards, "sent"), _ignore)
 
@@ -182,8 +188,9 @@ async def counts(storage: Storage, campaign: str, on_damaged: OnDamaged = _ignor
         stored = await _totals(blobs, _of_kind(shards, "images"), on_damaged)
     others = await _count_ended(blobs, _of_kind(shards, "jobs"), on_damaged)
     changed = [each.blob.modified_at or each.blob.created_at for each in shards]
+    by_filler = await _sent(blobs, _of_kind(shards, "sent"), on_damaged)
     return Counts(
-        sent=await _sent(blobs, _of_kind(shards, "sent"), on_damaged),
+        sent=sum(by_filler.values()) if by_filler else None,
         images=stored.records,
         completed=stored.jobs,
         failed=others["failed"],
@@ -438,8 +445,10 @@ async def _count_ended(
     return counted
 
 
-async def _sent(blobs: BlobStore, shards: Collection[_Shard], on_damaged: OnDamaged) -> int | None:
-    """The jobs sent by all fillers, each counted once across its restarts."""
+async def _sent(
+    blobs: BlobStore, shards: Collection[_Shard], on_damaged: OnDamaged
+) -> dict[str, int]:
+    """The jobs sent by each filler."""
     latest: dict[str, int] = {}
     async for each, part in _starts(blobs, shards):
         async for lines in _lines(blobs, each, shard.Decoder(), on_damaged, part):
@@ -450,7 +459,7 @@ async def _sent(blobs: BlobStore, shards: Collection[_Shard], on_damaged: OnDama
                     on_damaged(each.blob.name, "a count of jobs that is not valid")
                 else:
                     latest[note.load] = max(note.jobs, latest.get(note.load, 0))
-    return sum(latest.values()) if latest else None
+    return latest
 
 
 def _is_of_operator(record: Record) -> bool:

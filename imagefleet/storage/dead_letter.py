@@ -30,7 +30,7 @@ from imagefleet.job.message import (
     without_deliveries,
 )
 from imagefleet.records.record import Record
-from imagefleet.storage import protocol
+from imagefleet.storage import model_queues, protocol
 from imagefleet.storage.deliveries import Deliveries
 
 #: An engine's error may list a page of tensor shapes; its first lines name the cause.
@@ -89,6 +89,15 @@ class FailedJob(BaseModel):
             source=record.source,
             body=record.body,
         )
+
+    @property
+    def model(self) -> str | None:
+        """The model that the job names; None, too, if its message is in a blob or damaged."""
+        try:
+            body = self.body if self.packed_body is None else _unpack(self.packed_body)
+        except errors.JobError:
+            return None
+        return model_queues.model_of(body) if body else None
 
     def facts(self) -> dict[str, Any]:
         """The fields of its record beside the images."""

@@ -45,19 +45,24 @@ class Selection:
 
     *error* is a part of the error's class or reason, ignoring case. *id* is the job's or the
     message's. *sources* are the failures themselves, by the ids of the messages that failed.
+    *model* is the one that the job names; jobs whose message no queue message can hold have none.
     """
 
     error: str | None = None
     campaign: str | None = None
     id: str | None = None
     sources: frozenset[str] | None = None
+    model: str | None = None
 
     def matches(self, entry: Entry) -> bool:
         if self.id is not None and self.id not in {entry.id, entry.message.id}:
             return False
         record = entry.record
         if record is None:
-            return self.error is None and self.campaign is None and self.sources is None
+            others = (self.error, self.campaign, self.sources, self.model)
+            return all(each is None for each in others)
+        if self.model is not None and self.model != record.model:
+            return False
         if self.campaign is not None and self.campaign != (record.campaign or DEFAULT_CAMPAIGN):
             return False
         if self.sources is not None and record.source not in self.sources:

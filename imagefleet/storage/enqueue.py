@@ -39,11 +39,14 @@ class JobSender:
             is over 64 KiB; none was sent.
         """
         messages = list(bodies)
-        for model in {model_of(body) for body in messages} - {None, *self._known}:
-            if model is not None:
-                await self._check(model)
-                self._known.add(model)
+        await self.check(model for body in messages if (model := model_of(body)) is not None)
         await self._storage.models.send(messages, self._priority)
+
+    async def check(self, models: Iterable[str]) -> None:
+        """Raises JobError for a model that is neither in the storage nor served by a worker."""
+        for model in set(models) - self._known:
+            await self._check(model)
+            self._known.add(model)
 
     async def _check(self, model: str) -> None:
         stored = await stored_models(self._storage.files)

@@ -101,24 +101,61 @@ class _Text:
         return True
 
 
+def members(stream: BinaryIO, name: str) -> Iterator[Entry]:
+    """The elements of the array *name* of an object, whose other members are passed over.
+
+    Raises:
+        FormatError: it is no object, or has no such array.
+    """
+    text = _Text(stream)
+    if text.peek() != "{":
+        raise FormatError(f"it is no object with the array {name!r}")
+    text.skip()
+    is_found = False
+    while text.peek() == '"':
+        key = json.loads(text.value())
+        if text.peek() != ":":
+            raise FormatError(f"it is not valid JSON: no ':' in line {text.line}")
+        text.skip()
+        if text.peek() != "[":
+            text.value()
+        else:
+            is_found = is_found or key == name
+            for number, (line, element) in enumerate(_array(text), 1):
+                if key == name:
+                    yield Entry(f"{name} {number}, line {line}", element)
+        if text.peek() != ",":
+            break
+        text.skip()
+    if text.peek() != "}":
+        raise FormatError(f"it is not valid JSON: no ',' or '}}' in line {text.line}")
+    if not is_found:
+        raise FormatError(f"it has no array {name!r}")
+
+
+def _array(text: _Text) -> Iterator[tuple[int, str]]:
+    """Each element of the array that begins here, with its line."""
+    text.skip()
+    is_over = text.peek() == "]"
+    while not is_over:
+        text.peek()
+        yield text.line, text.value()
+        separator = text.peek()
+        is_over = separator == "]"
+        if separator == ",":
+            text.skip()
+        elif not is_over:
+            raise FormatError(f"it is not valid JSON: no ',' or ']' in line {text.line}")
+    text.skip()
+
+
 def _elements(text: _Text) -> Iterator[tuple[int, str]]:
     """Each element with its line."""
     first = text.peek()
     if first == "{":
         yield text.line, text.value()
     elif first == "[":
-        text.skip()
-        is_over = text.peek() == "]"
-        while not is_over:
-            text.peek()
-            yield text.line, text.value()
-            separator = text.peek()
-            is_over = separator == "]"
-            if separator == ",":
-                text.skip()
-            elif not is_over:
-                raise FormatError(f"it is not valid JSON: no ',' or ']' in line {text.line}")
-        text.skip()
+        yield from _array(text)
     elif first:
         raise FormatError("it holds neither an array of jobs nor a job")
     if text.peek():

@@ -62,6 +62,7 @@ ASKING = {
 #: The arguments of a call that succeeds, for commands that need no other service.
 CALLS = {
     "load": ("jobs.jsonl",),
+    "sweep": ("captions.txt", "--campaign", "curve"),
     "status": (),
     "failed list": (),
     "failed show": ("cat",),
@@ -140,7 +141,7 @@ def test_figures_go_to_a_file_by_one_option() -> None:
 def test_a_dry_run_has_one_meaning() -> None:
     runs = {name: found for name in ALL if (found := option(ALL[name], "--dry-run"))}
 
-    assert len(runs) == 12
+    assert len(runs) == 13
     for found in runs.values():
         assert re.fullmatch(r"Show .*; change nothing\.", found.help)
 
@@ -182,6 +183,7 @@ def filled(tmp_path: Path) -> Path:
     """A storage in the test's folder with a failed job, and files of jobs and of kernels."""
     archive.pack(compile_into(tmp_path / "compiled"), KEY, tmp_path / "kernels.tar.xz")
     (tmp_path / "jobs.jsonl").write_text('{"prompt": "a cat", "id": "one"}\n')
+    (tmp_path / "captions.txt").write_text("a cat\n")
     fail_job(tmp_path, "no [bold]", id="cat")
     return tmp_path
 

@@ -16,7 +16,7 @@ from fleet import console, entry
 ROOT = Path(__file__).parents[2]
 COMMAND = Path(sys.executable).with_name("imagefleet")
 COMMANDS = [
-    *("demo", "worker", "load", "campaigns", "job", "cancel", "purge"),
+    *("demo", "worker", "load", "sweep", "campaigns", "job", "cancel", "purge"),
     *("status", "top", "exporter", "broker", "webhooks", "plan"),
     *(
         "results",

@@ -59,6 +59,7 @@ ARGUMENTS: dict[str, tuple[str, ...]] = {
     "demo": ("--directory", "fleet.yaml/x"),
     "worker": ("--model", "{url}", "--model-sha256", "0" * 64),
     "load": ("jobs.jsonl", "--restart"),
+    "sweep": ("captions.txt", "--campaign", "curve", "--restart"),
     "campaigns": (),
     "job": ("spring/cat",),
     "cancel": ("--campaign", "spring", "--yes"),
@@ -110,12 +111,14 @@ ARGUMENTS: dict[str, tuple[str, ...]] = {
     "kernels push": ("kernels.tar.xz",),
     "kernels list": (),
     "bench engine": ("--model", "{url}"),
+    "bench latency": ("--model", "{url}"),
+    "bench scaling": ("--model", "{url}"),
 }
 
 #: They need no service, and some of them seconds.
 OFFLINE = {
     *("demo", "plan", "prompt", "version", "keys signing"),
-    *("bench engine", "deploy salad render"),
+    *("bench engine", "bench latency", "bench scaling", "deploy salad render"),
 }
 
 ON_STORAGE = {each for each in ARGUMENTS.keys() - OFFLINE - {"health"} if "salad" not in each}
@@ -241,6 +244,7 @@ def run(
         "webhook.txt": f"whsec_{MARK}{'A' * 30}\n",
         "prices.yaml": "source: me\n",
         "jobs.jsonl": '{"prompt": "a cat"}\n',
+        "captions.txt": "a cat\n",
         "fleet.yaml": fleet_file("http://127.0.0.1:1", *PLANTED),
     }
     monkeypatch.chdir(tmp_path)

@@ -9,19 +9,19 @@ from __future__ import annotations
 
 import json
 import logging
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, cast
 
 import torch
-from diffusers import AutoencoderKL, UNet2DConditionModel
+from diffusers import AutoencoderKL, ModelMixin, UNet2DConditionModel
 from diffusers.loaders.single_file_utils import (
     convert_ldm_unet_checkpoint,
     convert_ldm_vae_checkpoint,
 )
 from diffusers.utils import logging as diffusers_logging
-from safetensors import SafetensorError
+from safetensors import SafetensorError, safe_open
 from safetensors.torch import load_file
 from torch import nn
 from transformers import (
@@ -50,6 +50,9 @@ _LOADING_ERRORS = (OSError, ValueError, KeyError, TypeError, RuntimeError, Safet
 
 #: An average of the UNet's weights during training, which some files have beside the weights.
 _AVERAGE_PREFIX = "model_ema."
+
+#: Types of weights that are loaded as they are.
+_DTYPES = {"F16": torch.float16, "BF16": torch.bfloat16}
 
 #: Any of them makes a folder a single file's configuration.
 _CONFIGURATION = (
@@ -128,6 +131,7 @@ def load_checkpoint(
     if found.has_own_size and predicted in family.native_sides:
         unet.register_to_config(sample_size=family.native_sides[predicted] // vae_factor(vae))
     if family.overflows_in_float16:
+        nn.Module.to(vae, dtype=torch.float32)  # a file's float16 has too few digits to scale
         vaes.scale_down(vae)
     placed = _placements(family, networks, device, dtype)
     is_whole = all(each_dtype == checksums.IDENTITY_TYPE for _, each_dtype in placed.values())
@@ -257,13 +261,16 @@ def _read_network(network: type[Any], folder: Path) -> Any:
             f"{str(folder)!r} has no .safetensors file (pickled weights are never loaded)"
         )
     variant = "fp16" if all(".fp16" in name for name in files) else None
+    dtype_option = "torch_dtype" if issubclass(network, ModelMixin) else "dtype"
     try:
+        dtype = _stored_dtype(folder / name for name in files if (".fp16" in name) == bool(variant))
         model, report = network.from_pretrained(
             folder,
             local_files_only=True,
             use_safetensors=True,
             variant=variant,
             output_loading_info=True,
+            **{dtype_option: dtype},
         )
     except _LOADING_ERRORS as error:
         raise errors.SetupError(f"{str(folder)!r} cannot be loaded: {_brief(error)}") from error
@@ -273,6 +280,19 @@ def _read_network(network: type[Any], folder: Path) -> Any:
             f"{str(folder)!r} lacks {len(missing)} of its weights, for example {missing[0]}"
         )
     return model
+
+
+def _stored_dtype(files: Iterable[Path]) -> torch.dtype:
+    """The type of a network's weights in its files; float32 if they are of several.
+
+    Otherwise the libraries would read float16 as float32, into twice the memory.
+    """
+    found: set[str] = set()
+    for path in files:
+        with safe_open(path, framework="pt") as file:
+            found |= {file.get_slice(key).get_dtype() for key in file.keys()}  # noqa: SIM118
+    found = {name for name in found if "F" in name}  # positions are integers
+    return _DTYPES.get(found.pop(), torch.float32) if len(found) == 1 else torch.float32
 
 
 def _config_folder(model: Path, config: Path | None) -> Path:

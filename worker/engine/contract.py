@@ -108,6 +108,8 @@ class Engine(Protocol):
 
     model_name: str
     """The checkpoint's name, for a job's `model`."""
+    family: str
+    """Its model family (`imagefleet.pricing.families`)."""
     default_size: tuple[int, int]
     """The checkpoint's native (width, height), for jobs without a size."""
     lora_lookups: Mapping[str, int]

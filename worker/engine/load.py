@@ -68,6 +68,7 @@ def load_engine(
     from worker.engine import device as devices
     from worker.engine.kernels import background
     from worker.engine.slots import engine as slot_engine
+    from worker.engine.slots import memory
 
     imported_at = time.monotonic()
     found = devices.find_device(device)
@@ -90,6 +91,11 @@ def load_engine(
         read_at - imported_at,
         time.monotonic() - read_at,
         extra={"action": "loaded"},
+    )
+    log.info(
+        "draws %s",
+        memory.describe(engine.slots, **engine.savings),
+        extra={"action": "fits", "slots": engine.slots, **engine.savings},
     )
     if on_gpu and compile == "background":
         engine.compile_in_background(around_compiling or background.nothing_around)

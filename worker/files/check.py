@@ -109,9 +109,17 @@ def family(path: Path) -> str:
     """
     if not path.is_dir():
         return kind_of_file(path).family
-    width = _read_json(path / "unet" / "config.json").get("cross_attention_dim")
+    unet = _read_json(path / "unet" / "config.json")
+    if _is_sdxl(unet):
+        return kinds.SDXL.family
+    width = unet.get("cross_attention_dim")
     by_width = {1024: kinds.SD2, 2048: kinds.SDXL}
     return next((kind for each, kind in by_width.items() if each == width), kinds.SD1).family
+
+
+def _is_sdxl(unet: Mapping[str, Any]) -> bool:
+    """By the configuration of its UNet, which takes the image's size."""
+    return unet.get("addition_embed_type") is not None
 
 
 def read_header(path: Path) -> safetensors.Header:
@@ -214,8 +222,7 @@ def _check_folder(folder: Path) -> None:
     unet = _read_json(folder / "unet" / "config.json")
     if unet.get("cross_attention_dim") == _REFINER_WIDTH:
         raise errors.SetupError(f"{str(folder)!r} is an SDXL refiner checkpoint; {_ONLY_THESE}")
-    is_sdxl = unet.get("addition_embed_type") is not None
-    for part in (*_PARTS, "text_encoder_2") if is_sdxl else _PARTS:
+    for part in (*_PARTS, "text_encoder_2") if _is_sdxl(unet) else _PARTS:
         _check_part(folder / part)
     if unet.get("in_channels") == _INPAINTING_INPUTS:
         raise errors.SetupError(f"{str(folder)!r} is an inpainting checkpoint; {_ONLY_THESE}")

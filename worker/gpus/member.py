@@ -34,6 +34,8 @@ class Assignment(BaseModel):
     name: str
     instance: str
     price_per_hour: float | None = None
+    share: float = 0.0
+    """Where it stands among the machine's workers, from 0 to 1."""
 
 
 class Member:
@@ -42,6 +44,7 @@ class Member:
     def __init__(self, assignment: Assignment) -> None:
         self.gpu = assignment.gpu
         self.instance = assignment.instance
+        self.share = assignment.share
         self._assignment = assignment
         self._control = socket.socket(fileno=assignment.control)
         self._control.set_inheritable(False)

@@ -23,6 +23,7 @@ from worker.gpus.child import Child
 from worker.gpus.choice import Gpu
 from worker.gpus.member import Assignment
 from worker.gpus.metrics import MachineMetrics, merged
+from worker.models.choice import share_of
 from worker.salad import deletion_cost
 from worker.salad import metadata as salad_metadata
 from worker.settings import MachineSettings
@@ -105,10 +106,11 @@ class _Parent:
                     name=_name(settings.name, gpu),
                     instance=self._instance,
                     price_per_hour=share,
+                    share=share_of(settings.name, number, len(gpus)),
                 ),
                 client,
             )
-            for gpu in gpus
+            for number, gpu in enumerate(gpus)
         ]
 
     async def run(self) -> int:

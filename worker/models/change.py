@@ -20,7 +20,7 @@ from worker.files import model as model_files
 from worker.gpu_thread import THREAD_NAME
 from worker.metrics import WorkerMetrics
 from worker.models.checkpoints import Checkpoint
-from worker.models.choice import ModelChoice, Waiting
+from worker.models.choice import ModelChoice, Waiting, first_to_serve
 
 log = logging.getLogger(__name__)
 
@@ -65,6 +65,7 @@ class WorkerModels:
         self._load = load
         self._on_cpu = on_cpu
         self._choice = ModelChoice(self.current.name)
+        self._loop = asyncio.get_running_loop()
 
     @property
     def names(self) -> list[str]:
@@ -75,7 +76,53 @@ class WorkerModels:
         name = self.current.name
         return {name, None} if name == self._default else {name}
 
+    async def begin(self, queue: OrderedQueues, share: float) -> None:
+        """Fetches the model to begin with; *share* as for `first_to_serve`.
+
+        Raises:
+            SetupError, TransientError: the model of jobs without one cannot be fetched.
+        """
+        chosen = self.current
+        if len(self._checkpoints) > 1:
+            try:
+                waiting = {name: await self._waiting(queue, name) for name in self._checkpoints}
+            except errors.FleetError as error:
+                log.debug("the models' queues cannot be measured: %s", error)
+                waiting = {}
+            if name := first_to_serve(waiting, share):
+                chosen = self._checkpoints[name]
+                log.info(
+                    "beginning with the model %s; jobs waiting for it: %d",
+                    name,
+                    waiting[name].jobs,
+                    extra={"action": "first_model", "model": name, "jobs": waiting[name].jobs},
+                )
+        try:
+            fetched = await self._fetch(chosen)
+        except (errors.SetupError, errors.NodeError) as error:
+            if chosen is self.current:
+                raise
+            self._forget(chosen, error)
+            fetched = await self._fetch(self.current)
+        self._set_current(fetched)
+
+    def _set_current(self, checkpoint: Checkpoint) -> None:
+        self.current = self._checkpoints[checkpoint.name] = checkpoint
+        self._choice = ModelChoice(checkpoint.name)
+
     def load_current(self) -> contract.Engine:
+        """Loads the current model; that of jobs without one, if it cannot be loaded here.
+
+        On the engine's thread.
+        """
+        try:
+            return self._load(self.current)
+        except (errors.SetupError, errors.NodeError) as error:
+            if self.current.name == self._default:
+                raise
+            self._forget(self.current, error)
+        default = self._fetch(self._checkpoints[self._default])
+        self._set_current(asyncio.run_coroutine_threadsafe(_awaited(default), self._loop).result())
         return self._load(self.current)
 
     async def following(
@@ -169,6 +216,10 @@ class WorkerModels:
 
     def drop(self, checkpoint: Checkpoint, error: Exception, queue: OrderedQueues) -> None:
         """Serves a model no more that cannot be loaded here; its jobs are for other workers."""
+        self._forget(checkpoint, error)
+        queue.remove(checkpoint.name)
+
+    def _forget(self, checkpoint: Checkpoint, error: Exception) -> None:
         log.error(
             "the model %s is not served by this worker, since it cannot be loaded: %s",
             checkpoint.name,
@@ -176,7 +227,6 @@ class WorkerModels:
             extra={"action": "model_unusable", "model": checkpoint.name},
         )
         del self._checkpoints[checkpoint.name]
-        queue.remove(checkpoint.name)
 
 
 async def note_served(models: ModelQueues, names: Callable[[], Sequence[str]]) -> NoReturn:
@@ -201,6 +251,10 @@ async def make_queues(models: ModelQueues, names: Sequence[str]) -> None:
             error.message,
             extra={"action": "queues_not_made"},
         )
+
+
+async def _awaited(work: Awaitable[Result]) -> Result:
+    return await work
 
 
 async def _in_thread(work: Callable[[], Result]) -> Result:

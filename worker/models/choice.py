@@ -11,10 +11,14 @@ The rule:
    they take as long to draw as the change itself, or they have waited for `stay_seconds`.
 
 So of N models, none waits longer for this worker than N times (`stay_seconds` and one change).
+
+Workers that start together begin with different models, each model with as many of them as is its
+share of the waiting jobs.
 """
 
 from __future__ import annotations
 
+import hashlib
 import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
@@ -30,6 +34,23 @@ class Waiting:
 
     jobs: int
     age_seconds: float
+
+
+def share_of(worker: str, position: int = 0, workers: int = 1) -> float:
+    """Where a worker stands among all, from 0 to 1: by chance, but apart from its neighbours."""
+    digest = hashlib.blake2b(worker.encode(), digest_size=4).digest()
+    return (position + int.from_bytes(digest) / 2**32) / workers
+
+
+def first_to_serve(waiting: Mapping[str, Waiting], share: float) -> str | None:
+    """The model to begin with; None: no job waits."""
+    jobs = sum(each.jobs for each in waiting.values())
+    passed = 0
+    for model, each in waiting.items():
+        passed += each.jobs
+        if passed > share * jobs:
+            return model
+    return None
 
 
 @dataclass(slots=True)

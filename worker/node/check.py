@@ -286,7 +286,7 @@ def _images_per_second(engine: contract.Engine) -> float:
             generated += not isinstance(finished.outcome, errors.FleetError)
     seconds = time.monotonic() - began_at
     # A smaller image is not worth less: the costs that do not depend on its size weigh more.
-    worth = max(1.0, standard_images(_STEPS, *engine.default_size))
+    worth = max(1.0, standard_images(engine.family, _STEPS, *engine.default_size))
     return generated * worth / max(seconds, 1e-9)
 
 

@@ -21,7 +21,7 @@ from dataclasses import dataclass, field
 from typing import NoReturn
 
 from imagefleet import errors
-from imagefleet.pricing import prices
+from imagefleet.pricing import families, prices
 from worker.gpu_thread import EngineThread
 from worker.metrics import NodeFault, WorkerMetrics
 from worker.settings import WorkerSettings
@@ -117,12 +117,10 @@ def broken_below(gpu: str) -> float:
     return BROKEN_SHARE * SHARE_OF_RECORD * record
 
 
-def standard_images(steps: int, width: int, height: int) -> float:
-    """How many images of 15 steps at 512x512 an image is worth.
-
-    Its decoding and its text cost as much as 1.6 of SD1.5's steps (2.52 of 1.606 TFLOP).
-    """
-    return (steps + 1.57) / (15 + 1.57) * (width * height) / (512 * 512)
+def standard_images(family: str, steps: int, width: int, height: int) -> float:
+    """How many of SD1.5's images of 15 steps at 512x512 an image is worth, by its operations."""
+    tflop = families.find(family).image_tflop(width, height, steps)
+    return tflop / families.SD1.image_tflop()
 
 
 @dataclass(slots=True)
@@ -167,10 +165,10 @@ class NodeWatchdog:
     def has_limits(self) -> bool:
         return bool(self._limits.images_per_second or self._limits.upload_bits_per_second)
 
-    def image_generated(self, steps: int, width: int, height: int) -> None:
+    def image_generated(self, family: str, steps: int, width: int, height: int) -> None:
         """The GPU finished an image, failed or not."""
         self._window.images += 1
-        self._window.standard_images += standard_images(steps, width, height)
+        self._window.standard_images += standard_images(family, steps, width, height)
 
     def image_succeeded(self) -> None:
         self._failures_in_a_row = 0

@@ -97,7 +97,8 @@ class GenerateStage:
             if isinstance(delivery.finished.outcome, errors.JobCancelled):
                 await self.settler.attempt(entry, partial(self.leave_out, entry, 1))
                 continue
-            self.watchdog.image_generated(image.job.steps, *image.size)
+            family = self.engine.family
+            self.watchdog.image_generated(family, image.job.steps, *image.size)
             waited = self.metrics.stage_seconds.labels("wait_gpu")
             waited.observe(max(0.0, delivery.admitted_at - image.ready_at))
             generated = self.metrics.stage_seconds.labels("generate")

@@ -105,7 +105,7 @@ ROLES: Mapping[str, Role] = {
         ),
         Role(
             "operator",
-            "`imagefleet failed`, `redo`, `cancel` and `verify --quarantine`",
+            "`imagefleet failed`, `redo`, `cancel`, `sweep` and `verify --quarantine`",
             queue="ra",
             poison="rup",
             blob="racdl",

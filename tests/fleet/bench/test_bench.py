@@ -43,6 +43,7 @@ def test_the_engine_is_measured_against_the_limit_and_against_diffusers(
     assert ended.returncode == 0, ended.stderr
     report = json.loads((tmp_path / "new" / "report.json").read_text())
     assert (report["width"], report["height"], report["slots"]) == (64, 64, 2)
+    assert report["family"] == "sd1"
     assert all(report[name] > 0 for name in report if name.endswith("images_per_second"))
     assert report["over_diffusers_peft"] == pytest.approx(
         report["mixed_lora_images_per_second"] / report["diffusers_peft_images_per_second"]

@@ -2,15 +2,20 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
+from diffusers import UNet2DConditionModel
 
 from families import measure, tiny_families
-from fleet.bench import baseline, engine, machine
+from fleet.bench import baseline, engine, latency, machine
 from imagefleet import errors
+from imagefleet.pricing import families
 from worker.engine import contract
+from worker.engine.families.sdxl import SDXL
 
 
 @pytest.fixture(scope="module")
@@ -22,6 +27,20 @@ def test_the_operations_of_an_sdxl_image_include_its_added_inputs(tiny_sdxl: Pat
     one, two, three = (machine.count_image_flops(tiny_sdxl, 64, 64, calls) for calls in (1, 2, 3))
     assert three - two == two - one > 0
     assert one > two - one, "text encoders and VAE"
+
+
+def test_the_plan_counts_the_operations_that_sdxl_has() -> None:
+    planned = families.FAMILIES[SDXL.slug]
+    side = planned.width // 8
+    with torch.device("meta"):
+        unet = UNet2DConditionModel(**SDXL.unet_config)
+        inputs = torch.empty(1, 4, side, side), torch.empty(1)
+        context = torch.empty(1, 77, unet.config.cross_attention_dim)
+        added = {"text_embeds": torch.empty(1, 1280), "time_ids": torch.empty(1, 6)}
+        with machine.FlopCounterMode(display=False) as counter, torch.no_grad():
+            unet(*inputs, context, added_cond_kwargs=added)
+    calls = planned.image_tflop(steps=2) - planned.image_tflop(steps=1)
+    assert 2 * counter.get_total_flops() / 1e12 == pytest.approx(calls, rel=0.02)
 
 
 def test_an_unknown_family_and_a_cpu_are_refused(tmp_path: Path) -> None:
@@ -38,6 +57,25 @@ def test_the_baseline_draws_sdxl(tiny_sdxl: Path) -> None:
     request = contract.ImageRequest("a", "b", steps=1, width=64, height=64, **fields)  # type: ignore[arg-type]
     (image,) = plain.draw([request])
     assert image.shape == (64, 64, 3)
+
+
+def test_the_latency_of_sdxl_is_measured(
+    in_process: Any, tiny_sdxl: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(latency, "AT_ONCE", (1, 2))
+    file = tmp_path / "latency.json"
+    ended = in_process(
+        *("bench", "latency", "--model", str(tiny_sdxl), "--steps", "2", "--device", "cpu"),
+        *("--json-file", str(file)),
+    )
+    assert ended.returncode == 0, ended.stderr
+    report = json.loads(file.read_text())
+    assert (report["family"], report["width"], report["steps"]) == ("sdxl", 64, 2)
+    assert report["seconds"].keys() == {"1", "2"}
+    assert 0 < report["seconds"]["1"] < report["seconds"]["2"] * 2
+    assert "1 image at once" in ended.stdout
+    refused = in_process("bench", "latency", "--family", "sd3", "--device", "cpu")
+    assert "--family 'sd3' is unknown" in refused.stderr
 
 
 def test_the_figures_follow_from_the_rows_and_are_none_without_them() -> None:

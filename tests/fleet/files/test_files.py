@@ -18,13 +18,14 @@ import torch
 from aiohttp import web
 
 import tiny_model
+from families import tiny_families
 from fleet import console
 from fleet.files import canary, listing, pack, preview, transfer
 from header_files import LORA, SD1, file_of
 from imagefleet import errors, likeness
 from imagefleet.storage.open import open_storage
 from imagefleet.storage.settings import StorageSettings
-from worker.files import kinds
+from worker.files import check, kinds
 from worker.node import reference
 
 Imagefleet = Callable[..., "subprocess.CompletedProcess[str]"]  # the fixture of conftest.py
@@ -194,6 +195,20 @@ def test_large_reference_images_are_announced_where_a_cpu_draws_them(
 
     (note,) = notes
     assert re.search(r"reference images of 1024x1024 .* on the cpu; .* takes minutes", note)
+
+
+def test_a_folder_of_sdxl_is_stored_with_both_text_encoders(
+    in_process: Imagefleet, tmp_path: Path
+) -> None:
+    tiny_families.build(tmp_path / "xl", "sdxl")
+    result = in_process("model", "add", "xl", "--no-test", "--json", "--cache", "cache")
+    assert result.returncode == console.EXIT_DONE, result.stderr
+    with tarfile.open(tmp_path / "imagefleet-data" / "files" / "models" / "xl.tar") as tar:
+        tar.extractall(tmp_path / "unpacked", filter="data")
+    check.check_path(tmp_path / "unpacked")
+    assert check.family(tmp_path / "unpacked") == "SDXL"
+    listed = json.loads(in_process("model", "list", "--json").stdout)
+    assert [each["kind"] for each in listed["models"]] == ["SDXL"]
 
 
 def test_the_same_folder_gives_the_same_bytes(tmp_path: Path) -> None:

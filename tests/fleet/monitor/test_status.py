@@ -147,7 +147,7 @@ async def test_models_whose_jobs_wait_without_a_worker_are_named(storage: Storag
     console = Console(width=120, record=True)
     console.print(command._status_screen(found))
     screen = console.export_text()
-    assert "2 jobs of the model a wait and no worker serves it" in screen
+    assert "2 jobs of the model a, which no worker serves" in screen
     assert storage.models.of("c")["normal"].name not in screen, "it is empty"
 
 

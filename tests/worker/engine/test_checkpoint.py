@@ -186,6 +186,53 @@ def test_a_float16_variant_is_found(copy: Path) -> None:
     assert load_checkpoint(copy).unet.dtype == torch.float32
 
 
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
+def test_a_folder_of_half_precision_takes_no_more_memory_and_is_the_same_checkpoint(
+    copy: Path, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def convert(to: torch.dtype) -> None:
+        for path in copy.rglob("*.safetensors"):
+            weights = load_file(path)
+            save_file(
+                {
+                    key: each.to(dtype).to(to) if each.is_floating_point() else each
+                    for key, each in weights.items()
+                },
+                path,
+                {"format": "pt"},
+            )
+
+    read_dtypes = []
+
+    def placements(*arguments: Any) -> Any:
+        networks = arguments[1]
+        read_dtypes.append(
+            {each.dtype for network in networks.values() for each in network.parameters()}
+        )
+        return original(*arguments)
+
+    original = checkpoints._placements
+    monkeypatch.setattr(checkpoints, "_placements", placements)
+    convert(torch.float32)
+    whole = load_checkpoint(copy)
+    convert(dtype)
+    half = load_checkpoint(copy)
+
+    assert read_dtypes == [{torch.float32}, {dtype}]
+    assert half.unet.dtype == half.vae.dtype == half.text_encoder.dtype == torch.float32
+    assert (half.weights_id, half.weight_sums) == (whole.weights_id, whole.weight_sums)
+
+
+def test_a_folder_of_mixed_precision_is_read_in_float32(copy: Path) -> None:
+    path = copy / "unet" / "diffusion_pytorch_model.safetensors"
+    weights = load_file(path)
+    first = next(iter(weights))
+    weights[first] = weights[first].half()
+    save_file(weights, path, {"format": "pt"})
+    assert checkpoints._stored_dtype([path]) == torch.float32
+    assert checkpoints._read_folder(copy).networks["unet"].dtype == torch.float32
+
+
 def test_key_names_of_older_folders_are_read(
     engine: Any, copy: Path, make_request: Any, draw: Any
 ) -> None:

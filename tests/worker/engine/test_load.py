@@ -32,6 +32,13 @@ def test_without_torch_the_error_says_what_to_install(
         load.load_engine(checkpoint)
 
 
+def test_a_loaded_engine_says_what_fits(checkpoint: Path, caplog: pytest.LogCaptureFixture) -> None:
+    caplog.set_level("INFO")
+    load.load_engine(checkpoint, "cpu", slots=3, is_low_rank=True)
+    (line,) = (each for each in caplog.messages if each.startswith("draws"))
+    assert line == "draws 3 images at once; LoRAs are factors beside the shared weights"
+
+
 @pytest.mark.parametrize("name", ["gpu", "meta", "cuda:99"])
 def test_an_unknown_device_is_a_setup_error(checkpoint: Path, name: str) -> None:
     with pytest.raises(errors.SetupError, match=name):

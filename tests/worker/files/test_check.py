@@ -224,6 +224,8 @@ def test_the_family_of_a_folder_is_told_by_its_unet(
 ) -> None:
     (folder / "unet" / "config.json").write_text(json.dumps({"cross_attention_dim": width}))
     assert check.family(folder) == family
+    (folder / "unet" / "config.json").write_text('{"addition_embed_type": "text_time"}')
+    assert check.family(folder) == "SDXL"
 
 
 def test_a_damaged_folder_names_what_is_wrong(folder: Path) -> None:

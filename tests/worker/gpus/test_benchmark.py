@@ -7,8 +7,8 @@ from collections.abc import Mapping
 
 import pytest
 
+from fleet.bench.workers import Sample
 from one_machine import figures
-from one_machine.machine import Sample
 
 SLOTS = 16
 

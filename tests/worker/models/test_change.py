@@ -226,6 +226,48 @@ async def test_a_model_that_cannot_be_loaded_leaves_its_jobs_to_others(
 
 
 @local_only
+async def test_a_worker_begins_with_a_model_whose_jobs_wait_and_fetches_no_other(
+    storage: Storage, worker_settings: Callable[..., WorkerSettings]
+) -> None:
+    engines = Engines(worker_settings, "first", "second")
+    await storage.models.send([job(1, "second")])
+    models = engines.models()
+    await models.begin(storage.models.served(models.names), share=0.9)
+    assert (models.current.name, engines.fetched) == ("second", ["second"])
+    await work(storage, worker_settings(), models)
+    assert engines.loaded == ["second"]
+    assert models.served_now() == {"second"}, "jobs without a model are the first's"
+    assert await greys(storage) == {"second": 1}
+
+
+@local_only
+@pytest.mark.parametrize("fails_to", ["fetch", "load"])
+async def test_a_worker_whose_beginning_fails_goes_on_with_the_model_of_jobs_without_one(
+    storage: Storage, worker_settings: Callable[..., WorkerSettings], fails_to: str
+) -> None:
+    engines = Engines(worker_settings, "first", "second")
+    await storage.models.send([job(1, "second"), job(2)])
+    models = engines.models()
+    if fails_to == "load":
+        engines.broken = {"second"}
+    else:
+        fetch = engines.fetch
+
+        async def broken(checkpoint: Checkpoint) -> Checkpoint:
+            if checkpoint.name == "second":
+                raise errors.SetupError("it is damaged")
+            return await fetch(checkpoint)
+
+        models._fetch = broken
+    await models.begin(storage.models.served(models.names), share=0.9)
+    await work(storage, worker_settings(), models)
+    assert models.names == ["first"]
+    assert engines.fetched[-1] == "first"
+    assert await greys(storage) == {"None": 0}
+    assert (await storage.models.of("second")["normal"].depth()).messages == 1
+
+
+@local_only
 async def test_the_next_model_is_loaded_while_the_last_images_are_drawn(
     storage: Storage,
     worker_settings: Callable[..., WorkerSettings],

@@ -331,6 +331,7 @@ def test_a_class_without_a_record_has_a_low_limit_and_an_unknown_card_none() -> 
 
 
 def test_an_image_is_weighted_by_its_cost() -> None:
-    assert standard_images(15, 512, 512) == 1
-    assert standard_images(50, 512, 512) == pytest.approx(3.1, abs=0.05)
-    assert standard_images(15, 1024, 1024) == 4
+    assert standard_images("sd1", 15, 512, 512) == 1
+    assert standard_images("sd1", 50, 512, 512) == pytest.approx(3.1, abs=0.05)
+    assert standard_images("sd1", 15, 1024, 1024) == pytest.approx(5.7, abs=0.1)
+    assert standard_images("sdxl", 20, 1024, 1024) == pytest.approx(10.6, abs=0.1)

@@ -63,7 +63,7 @@ class Node:
         blocked: float = 0.0,
     ) -> str | None:
         for _ in range(images):
-            self.watch.image_generated(15, 512, 512)
+            self.watch.image_generated("sd1", 15, 512, 512)
         for _ in range(failed):
             self.watch.image_failed(errors.TransientError("NaN"))
         self.clock.busy_seconds += busy_seconds
@@ -133,7 +133,7 @@ async def test_failed_images_count_only_if_a_plain_one_fails_as_well(
 
     async def fail() -> None:
         while True:
-            node.watch.image_generated(15, 512, 512)
+            node.watch.image_generated("sd1", 15, 512, 512)
             node.watch.image_failed(errors.TransientError("NaN"))
             await asyncio.sleep(0)
 

@@ -67,6 +67,7 @@ class SlotEngine:
         *compiled_modes*, in this order.
         """
         self.model_name = checkpoint.name
+        self.family = checkpoint.family.slug
         self.default_size = checkpoint.default_size
         self.weight_mode: queue.WeightMode = "shared"
         """The last tick's."""

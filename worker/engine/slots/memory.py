@@ -120,6 +120,17 @@ def fit(
     return Fit(slots, decoded, blocks, staged_bytes, int(_TEMPORARY_SHARE * _MARGIN * free))
 
 
+def describe(slots: int, *, is_low_rank: bool, is_striped: bool, has_text_on_cpu: bool) -> str:
+    """What a GPU holds of a model, in words."""
+    saved = [
+        (is_low_rank, "LoRAs are factors beside the shared weights"),
+        (is_striped, "the VAE decodes in stripes"),
+        (has_text_on_cpu, "prompts are encoded on the CPU"),
+    ]
+    images = f"{slots} image{'s' * (slots != 1)} at once"
+    return "; ".join([images, *(text for is_done, text in saved if is_done)])
+
+
 def needs_low_rank(device: torch.device, linear_bytes: int) -> bool:
     """Whether the memory is too short for copies of *linear_bytes* in enough slots."""
     if device.type != "cuda":

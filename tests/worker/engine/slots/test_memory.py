@@ -1,5 +1,7 @@
 from __future__ import annotations
 
+import re
+
 import pytest
 import torch
 
@@ -109,3 +111,56 @@ def test_a_gpu_that_cannot_hold_one_image_is_refused_before_the_first_job(
     with pytest.raises(errors.SetupError, match=r"0.5 GiB left beside the model.* takes 1.3 GiB"):
         find(monkeypatch, 0.5, must_fit=True)
     assert find(monkeypatch, 1.4, must_fit=True).slots == 1
+
+
+#: SDXL in float16, GiB: UNet and VAE, text encoders, a slot's copies of linear layers or its
+#: factors of rank 32, a tick of one slot, and decoding an image, whole or in stripes.
+MODEL, TEXT, COPY, FACTORS, TICK, WHOLE, STRIPES = 4.94, 1.53, 3.48, 0.2, 0.35, 2.7, 0.9
+
+
+def sdxl_on(monkeypatch: pytest.MonkeyPatch, gigabytes: int) -> str:
+    """What a worker says on a card of that size: of 8 GB a process has 7.4 GiB."""
+    free = 0.925 * gigabytes
+    gpu = torch.device("cuda", 0)
+
+    def leave(gibibytes: float) -> None:
+        monkeypatch.setattr(memory, "free_bytes", lambda _: int(gibibytes * GIB))
+
+    leave(free)
+    on_cpu = memory.has_no_room_for_text(gpu, int(TEXT * GIB), int(MODEL * GIB))
+    leave(free - MODEL - (0 if on_cpu else TEXT))
+    is_low_rank = memory.needs_low_rank(gpu, int(COPY * GIB))
+    monkeypatch.setattr(memory, "_peak_bytes", lambda _, work: int(work() * GIB))
+    is_striped = memory.is_too_large(gpu, lambda: WHOLE)
+    fit = memory.fit(
+        gpu,
+        int((FACTORS if is_low_rank else COPY) * GIB),
+        lambda: TICK,
+        lambda: STRIPES if is_striped else WHOLE,
+        must_fit=True,
+    )
+    return memory.describe(
+        fit.slots, is_low_rank=is_low_rank, is_striped=is_striped, has_text_on_cpu=on_cpu
+    )
+
+
+@pytest.mark.parametrize(
+    ("gigabytes", "images", "saved"),
+    [
+        (8, 2, "LoRAs are factors .*; the VAE decodes in stripes; prompts are encoded on the CPU"),
+        (12, 8, "LoRAs are factors .*; the VAE decodes in stripes; prompts are encoded on the CPU"),
+        (16, 11, "LoRAs are factors .*; the VAE decodes in stripes"),
+        (24, 16, "LoRAs are factors beside the shared weights"),
+        (80, 13, ""),
+    ],
+)
+def test_a_worker_says_what_of_sdxl_fits_its_gpu(
+    monkeypatch: pytest.MonkeyPatch, gigabytes: int, images: int, saved: str
+) -> None:
+    said = sdxl_on(monkeypatch, gigabytes)
+    assert re.fullmatch(f"{images} images at once" + (f"; {saved}" if saved else ""), said), said
+
+
+def test_a_card_of_6_gb_is_refused_for_sdxl(monkeypatch: pytest.MonkeyPatch) -> None:
+    with pytest.raises(errors.SetupError, match="use a GPU with more memory, or a smaller model"):
+        sdxl_on(monkeypatch, 6)

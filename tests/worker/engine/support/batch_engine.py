@@ -70,6 +70,10 @@ class BatchEngine:
         return self._checkpoint.name
 
     @property
+    def family(self) -> str:
+        return self._checkpoint.family.slug
+
+    @property
     def default_size(self) -> tuple[int, int]:
         return self._checkpoint.default_size
 

@@ -7,11 +7,12 @@ import contextlib
 import json
 import os
 import signal
+import statistics
 import subprocess
 import sys
 import time
 from collections import Counter, defaultdict
-from collections.abc import AsyncIterator, Mapping, Sequence
+from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -19,8 +20,15 @@ from typing import Any
 import aiohttp
 from prometheus_client.parser import text_string_to_metric_families
 
+from imagefleet import errors
+
+COMMAND = (sys.executable, "-m", "fleet.entry", "worker")
+
 #: A worker's exit code after a signal, once all is done.
 DONE = 0
+
+#: Of a worker that is started in the wrong way.
+_SETUP = 2
 
 #: From SIGTERM to the end: what has begun is drawn, the rest handed back.
 DRAIN_SECONDS = 60.0
@@ -50,8 +58,16 @@ class Sample:
 class Machine:
     """A worker process, or a parent and its workers."""
 
-    def __init__(self, process: asyncio.subprocess.Process, gpus: Sequence[str]) -> None:
+    def __init__(
+        self,
+        process: asyncio.subprocess.Process,
+        gpus: Sequence[str],
+        say: Callable[[str], object],
+    ) -> None:
+        """*say* gets the lines of the log that tell how far the workers are."""
         self.gpus = gpus
+        self._say = say
+        self._last_error = ""
         self.process = process
         self.began_at = time.monotonic()
         self._port: int | None = None
@@ -75,14 +91,22 @@ class Machine:
             return await self.process.wait()
 
     async def sample(self, client: aiohttp.ClientSession) -> Sample:
-        """Without figures before a worker serves metrics."""
+        """Without figures before a worker serves metrics.
+
+        Raises:
+            NodeError, SetupError: the process has ended, by its exit code.
+        """
         text = ""
         if self._port is not None:
             with contextlib.suppress(aiohttp.ClientError):
                 async with client.get(f"http://127.0.0.1:{self._port}/metrics") as answer:
                     text = await answer.text()
         if self.has_ended:
-            sys.exit(f"the worker ended with exit code {self.process.returncode}")
+            why = f": {self._last_error}" if self._last_error else ""
+            is_wrong = self.process.returncode == _SETUP
+            raise (errors.SetupError if is_wrong else errors.NodeError)(
+                f"the worker ended with exit code {self.process.returncode}{why}"
+            )
         found = Sample(time.monotonic())
         families: Counter[str] = Counter()
         for family in text_string_to_metric_families(text):
@@ -118,8 +142,8 @@ class Machine:
                 found.restarts += int(value)
 
     async def _read(self) -> None:
-        assert self.process.stderr is not None
-        while line := await self.process.stderr.readline():
+        stream = self.process.stderr
+        while stream is not None and (line := await stream.readline()):
             try:
                 said: dict[str, Any] = json.loads(line)
             except ValueError:
@@ -129,9 +153,11 @@ class Machine:
                 self._started[said["gpu"]].append(said["process_id"])
             elif action == ("start_workers" if len(self.gpus) > 1 else "start"):
                 self._port = said["port"]
+            if said.get("severity") in {"ERROR", "CRITICAL"}:
+                self._last_error = str(said["message"])
             if said.get("severity") != "INFO" or action in _SHOWN:
                 gpu = f"GPU {said['device']}: " if "device" in said else ""
-                say(f"  [{time.monotonic() - self.began_at:5.1f} s] {gpu}{said['message']}")
+                self._say(f"  [{time.monotonic() - self.began_at:5.1f} s] {gpu}{said['message']}")
         await self.process.wait()
 
 
@@ -142,16 +168,20 @@ _SHOWN = frozenset(
 
 @contextlib.asynccontextmanager
 async def running(
-    gpus: Sequence[str], flags: Sequence[str], environment: Mapping[str, str]
+    gpus: Sequence[str],
+    flags: Sequence[str],
+    environment: Mapping[str, str],
+    say: Callable[[str], object],
 ) -> AsyncIterator[Machine]:
+    """Runs `imagefleet worker` with *flags* in an *environment* of variables."""
     process = await asyncio.create_subprocess_exec(
-        *(sys.executable, "-m", "fleet.entry", "worker", *flags, "--log-format", "json"),
-        env={**os.environ, **environment},
+        *(*COMMAND, *flags, "--log-format", "json"),
+        env=dict(environment),
         stdin=subprocess.DEVNULL,
         stderr=subprocess.PIPE,
         limit=2**20,
     )
-    machine = Machine(process, gpus)
+    machine = Machine(process, gpus, say)
     try:
         yield machine
     finally:
@@ -160,8 +190,15 @@ async def running(
             await process.wait()
 
 
-def say(text: str) -> None:
-    print(text, file=sys.stderr, flush=True)
+def rate(samples: Sequence[Sample], gpu: str) -> float:
+    """Images/s of a GPU: the slope of the line through all samples.
+
+    Images that start together finish together, so the first and the last sample alone would be
+    wrong by up to a round of all slots, 2 % of a minute.
+    """
+    times = [each.at for each in samples]
+    slope, _ = statistics.linear_regression(times, [each.images[gpu] for each in samples])
+    return slope
 
 
 def _cpu_seconds(process_id: int) -> float:

@@ -1,0 +1,124 @@
+"""The jobs that a plan is for, by model: a number of them, or those of a file."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from imagefleet import errors
+from imagefleet.job.message import Job
+from imagefleet.pricing import families
+from imagefleet.pricing.families import Family
+
+if TYPE_CHECKING:
+    from loadgen.sources import Source
+
+#: Model names in an error.
+_MOST_NAMES = 5
+
+
+@dataclass(slots=True)
+class Work:
+    """All jobs of one model; *model* is None for those that name none."""
+
+    model: str | None
+    family: Family
+    jobs: int = 0
+    images: int = 0
+    tflop: float = 0.0
+    """Of all its images."""
+
+    @property
+    def tflop_per_image(self) -> float:
+        return self.tflop / self.images
+
+
+def of_count(jobs: int, images_per_job: int, family: Family) -> list[Work]:
+    """So many jobs of the family's own size and steps."""
+    images = jobs * images_per_job
+    return [Work(None, family, jobs, images, images * family.image_tflop())]
+
+
+@dataclass(slots=True)
+class Models:
+    """The family of each model's jobs; *others* is that of models that nothing else tells."""
+
+    by_name: Mapping[str, Family]
+    others: Family | None
+    unknown: dict[str, None] = field(default_factory=dict)
+
+    def family_of(self, model: str | None) -> Family:
+        if model is not None:
+            if model in self.by_name:
+                return self.by_name[model]
+            if self.others is None:
+                self.unknown[model] = None
+        return self.others or families.SD1
+
+    def refuse_unknown(self) -> None:
+        """Raises SetupError that names the models whose family nothing tells."""
+        if not self.unknown:
+            return
+        names = list(self.unknown)
+        more = f" and {len(names) - _MOST_NAMES:,} more" if len(names) > _MOST_NAMES else ""
+        first = names[0]
+        raise errors.SetupError(
+            f"the family of the model {', '.join(names[:_MOST_NAMES])}{more} is not known: give"
+            f" --model {first}={'|'.join(families.FAMILIES)}, or the checkpoint's path as --model,"
+            " or --family for all"
+        )
+
+
+def read_models(given: Sequence[str], family: str | None) -> Models:
+    """The models of `--model`, each NAME=FAMILY or the path of a checkpoint, and of `--family`.
+
+    Raises:
+        SetupError: a family is unknown, or there is no such checkpoint.
+    """
+    by_name = {}
+    for text in given:
+        name, equals, slug = text.rpartition("=")
+        if equals and not Path(text).exists():
+            by_name[name] = families.find(slug)
+        else:
+            by_name |= _of_checkpoint(Path(text).expanduser())
+    return Models(by_name, None if family is None else families.find(family))
+
+
+def _of_checkpoint(path: Path) -> dict[str, Family]:
+    """The family of a checkpoint by its header."""
+    from worker.files import check
+
+    if not path.exists():
+        raise errors.SetupError(
+            f"--model {str(path)!r}: should be NAME={'|'.join(families.FAMILIES)}, or the path of a"
+            " checkpoint"
+        )
+    check.check_path(path)
+    name = path.resolve().name if path.is_dir() else path.stem
+    return {name: families.of_title(check.family(path))}
+
+
+def of_source(source: Source, models: Models, on_read: Callable[[int], None]) -> list[Work]:
+    """The jobs of a file or a template, by model; a job's own size and steps count.
+
+    Raises:
+        SetupError: a job is not valid, there is none, or a model's family is not known.
+    """
+    found: dict[str | None, Work] = {}
+
+    def add(_place: str, job: Job) -> None:
+        work = found.get(job.model)
+        if work is None:
+            work = found[job.model] = Work(job.model, models.family_of(job.model))
+        work.jobs += 1
+        work.images += job.images
+        work.tflop += job.images * work.family.image_tflop(job.width, job.height, job.steps)
+
+    source.check(0, on_read, add)
+    models.refuse_unknown()
+    if not found:
+        raise errors.SetupError("there are no jobs in the file: nothing to plan")
+    return sorted(found.values(), key=lambda work: work.tflop, reverse=True)

@@ -1,0 +1,1 @@
+"""`imagefleet sweep`: captions in all combinations of settings, as one campaign."""

@@ -1,0 +1,324 @@
+"""`imagefleet sweep`: captions in all combinations of settings, as one campaign."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Collection, Sequence
+from dataclasses import asdict
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any, TypeVar
+
+import typer
+
+from fleet import console, load, options
+from imagefleet import errors, signing
+from imagefleet.pricing import families
+from imagefleet.storage.open import open_storage
+from imagefleet.storage.settings import checked_priority
+from loadgen.settings import LoadSettings
+
+if TYPE_CHECKING:
+    from fleet.plan.estimate import Plan
+    from fleet.plan.work import Models
+    from fleet.sweep.price import Machine
+    from loadgen.caption_sweep import SweepSource
+    from loadgen.load import Summary
+
+Value = TypeVar("Value")
+
+_LIST = "LIST"
+
+#: Groups that the table shows; `--json` has all.
+_SHOWN_GROUPS = 40
+
+
+@options.from_settings(LoadSettings)
+def command(
+    settings: LoadSettings,
+    file: Annotated[
+        Path,
+        typer.Argument(
+            metavar="FILE",
+            help="Captions: .txt with one per line, .jsonl with `caption`, `prompt` or `text`, or"
+            " COCO's annotations (.json); all also as .gz.",
+        ),
+    ],
+    campaign: Annotated[
+        str, typer.Option(metavar="NAME", help="The campaign, which holds nothing else.")
+    ],
+    guidance: Annotated[
+        str, typer.Option(metavar=_LIST, help="Guidance scales: 1.5,2,3,4,5,6,7,8.")
+    ] = "7",
+    samplers: Annotated[str, typer.Option(metavar=_LIST, help="Samplers: PLMS,DDIM.")] = "Euler a",
+    steps: Annotated[str, typer.Option(metavar=_LIST, help="Numbers of steps: 20,50.")] = "20",
+    models: Annotated[
+        str | None,
+        typer.Option(
+            metavar=_LIST,
+            help="Models: dreams,xl=sdxl, with their families for the price; by default that of the"
+            " worker that draws.",
+        ),
+    ] = None,
+    family: Annotated[
+        str,
+        typer.Option(
+            metavar="|".join(families.FAMILIES),
+            help="Of models without one in --models, for the price.",
+        ),
+    ] = families.SD1.slug,
+    lora: Annotated[str | None, typer.Option(metavar="NAME", help="A LoRA for all images.")] = None,
+    lora_strengths: Annotated[
+        str | None, typer.Option(metavar=_LIST, help="Strengths of the LoRA: 0,0.5,1.")
+    ] = None,
+    count: Annotated[
+        int | None, typer.Option(min=1, help="Only the first so many captions.")
+    ] = None,
+    one_per_image: Annotated[
+        bool,
+        typer.Option("--one-per-image", help="The first caption of each image of COCO's."),
+    ] = False,
+    form: Annotated[
+        str | None,
+        typer.Option("--format", metavar="txt|jsonl|coco", help="By default as FILE's name says."),
+    ] = None,
+    negative_prompt: Annotated[str, typer.Option(help="Of all images.")] = "",
+    size: Annotated[
+        str | None, typer.Option(metavar="WIDTHxHEIGHT", help="By default the model's own.")
+    ] = None,
+    seed: Annotated[
+        int, typer.Option(min=0, max=2**53 - 1, help="Another one gives all captions other seeds.")
+    ] = 0,
+    priority: options.JobPriority = "normal",
+    model: Annotated[
+        list[str] | None,
+        typer.Option(
+            metavar="NAME",
+            help="One of --models that workers have from elsewhere than the storage; repeatable.",
+        ),
+    ] = None,
+    gpu: Annotated[
+        str | None, typer.Option(metavar="NAME", help="GPU class, for the price.")
+    ] = None,
+    replicas: Annotated[
+        int, typer.Option(min=1, metavar="COUNT", help="Their number, for the hours.")
+    ] = 1,
+    images_per_second: Annotated[
+        float | None,
+        typer.Option(min=0.0001, metavar="NUMBER", help="Speed of one replica at these steps."),
+    ] = None,
+    price_per_hour: Annotated[
+        float | None, typer.Option(min=0.0001, metavar="DOLLARS", help="$/h of one replica.")
+    ] = None,
+    bench: Annotated[
+        Path | None,
+        typer.Option(metavar="FILE", help="JSON of `imagefleet bench engine`, for the speed."),
+    ] = None,
+    prices_path: options.PriceFile = None,
+    dry_run: Annotated[bool, options.dry_run("the groups, the hours and the price")] = False,
+    restart: Annotated[
+        bool, typer.Option("--restart", help="Send all jobs again, whatever was sent before.")
+    ] = False,
+    quiet: Annotated[bool, typer.Option("--quiet", help="No progress.")] = False,
+    as_json: options.AsJson = False,
+) -> None:
+    """Draws captions with all combinations of settings.
+
+    They are one campaign, to be scored by group. A caption has the same seed in every group. The
+    same command again adds nothing; after an interruption it goes on where it was, from another
+    machine as well.
+
+    imagefleet sweep captions.txt --campaign curve --guidance 1.5,2,3,4,5,6,7,8 --dry-run
+
+    imagefleet sweep captions_val2014.json --count 30000 --campaign curve --samplers PLMS --steps 50
+    """
+    from fleet.plan import work as plan_work
+    from fleet.sweep import price
+    from loadgen import caption_sweep
+    from loadgen.captions import CaptionFile
+
+    options.check_campaign(campaign)
+    named = _models(models)
+    of_models = plan_work.Models(
+        {name: families.find(slug or family) for name, slug in named.items()},
+        families.find(family),
+    )
+    _check_models(named, model)
+    if lora_strengths and not lora:
+        raise errors.SetupError("--lora-strengths goes with --lora")
+    strengths = _listed("--lora-strengths", lora_strengths or "1", float) if lora else [None]
+    groups = caption_sweep.groups(
+        _listed("--guidance", guidance, float),
+        _listed("--samplers", samplers, str),
+        _listed("--steps", steps, int),
+        list(named) or [None],
+        lora,
+        strengths,
+    )
+    reading = functools.partial(load.reading, file, is_shown=not (quiet or as_json))
+    with reading("reading") as on_read:
+        captions = CaptionFile(
+            file, form=form, count=count, one_per_image=one_per_image, on_read=on_read
+        )
+    source = caption_sweep.SweepSource(
+        captions,
+        groups,
+        campaign,
+        seed=seed,
+        job=_job(negative_prompt, size),
+        key=signing.Keys.of(settings).signing,
+    )
+    machine = price.Machine(gpu, replicas, images_per_second, price_per_hour, bench, prices_path)
+    if dry_run:
+        with reading("checking") as on_read:
+            source.check(0, on_read)
+        _show_plan(source, price.plan(source.sweep, machine, of_models), as_json=as_json)
+        return
+    if not (quiet or as_json):
+        console.print_note(f"{source.describe()}; {_hours_and_price(source, machine, of_models)}")
+    summary = _send(
+        settings, source, reading, priority, model or [], restart=restart, quiet=quiet or as_json
+    )
+    if as_json:
+        console.print_json({**asdict(summary), **_facts(source)})
+    if not summary.finished:
+        raise typer.Exit(console.EXIT_INTERRUPTED)
+
+
+def _send(
+    settings: LoadSettings,
+    source: SweepSource,
+    reading: Callable[..., Any],
+    priority: str,
+    models: Sequence[str],
+    *,
+    restart: bool,
+    quiet: bool,
+) -> Summary:
+    from fleet.sweep import resume
+    from loadgen.load import Load
+
+    chosen = checked_priority(priority)
+    path = resume.checkpoint_path(source, settings.queue)
+    in_use = f"another `imagefleet sweep` is at work with the checkpoint {path}"
+    with console.only_one(path, in_use):
+        with reading("checking") as on_read:
+            source.check(0, on_read)
+        source.sent_before = console.run(
+            resume.prepare(settings, source, path, chosen, models, restart=restart)
+        )
+        storage = open_storage(settings)
+        filling = Load(
+            storage,
+            source,
+            settings,
+            path,
+            restart=restart,
+            priority=chosen,
+            models=models,
+            on_notice=console.print_note,
+        )
+        if not quiet:
+            load.announce(filling, str(source.path), path)
+        is_live = console.stderr.is_terminal
+        with load.showing(source.count, filling.confirmed, is_live=is_live, quiet=quiet) as show:
+            summary: Summary = console.run(load.send(storage, filling, show))
+    if not quiet:
+        load.print_summary(summary, 0, path, 0)
+    return summary
+
+
+def _job(negative_prompt: str, size: str | None) -> dict[str, Any]:
+    from loadgen import sweep
+
+    fields: dict[str, Any] = {"negative_prompt": negative_prompt} if negative_prompt else {}
+    try:
+        return fields | (sweep.as_job_fields({sweep.SIZE: size}) if size else {})
+    except ValueError as error:
+        raise errors.SetupError(f"--{error}") from None
+
+
+def _listed(flag: str, text: str, kind: Callable[[str], Value]) -> list[Value]:
+    """The values of a list with commas."""
+    try:
+        return [kind(each.strip()) for each in text.split(",")]
+    except ValueError:
+        what = "whole numbers" if kind is int else "numbers"
+        raise errors.SetupError(f"{flag} {text[:60]}: should be {what} with commas") from None
+
+
+def _models(text: str | None) -> dict[str, str]:
+    """The models of a list, each with its family or an empty text."""
+    found: dict[str, str] = {}
+    for each in text.split(",") if text else []:
+        name, _, slug = each.strip().partition("=")
+        if name in found:
+            raise errors.SetupError(f"--models: {name[:60]} is there twice")
+        found[name] = slug
+    return found
+
+
+def _check_models(names: Collection[str], elsewhere: Sequence[str] | None) -> None:
+    for name in elsewhere or []:
+        if name not in names:
+            raise errors.SetupError(
+                f"--model {name[:60]} is none of --models: it says that workers have a model from"
+                " elsewhere; --models says what is drawn with"
+            )
+
+
+def _hours_and_price(source: SweepSource, machine: Machine, models: Models) -> str:
+    """For a note; an unknown price does not keep anybody from sending."""
+    from fleet.sweep import price
+
+    try:
+        plan = price.plan(source.sweep, machine, models)
+    except errors.SetupError as error:
+        return f"its price is not known: {error.message}"
+    return (
+        f"some {plan.hours:,.1f} hours on {plan.replicas:,} x {plan.mix[0].gpu},"
+        f" ${plan.dollars:,.2f}; --dry-run says how that was found"
+    )
+
+
+def _facts(source: SweepSource) -> dict[str, Any]:
+    sweep = source.sweep
+    return {
+        "campaign": sweep.campaign,
+        "captions": sweep.captions.model_dump(),
+        "images": sweep.images,
+        "seed": sweep.seed,
+        "groups": [each.model_dump() for each in sweep.groups],
+    }
+
+
+def _show_plan(source: SweepSource, plan: Plan, *, as_json: bool) -> None:
+    from fleet.sweep import price
+
+    sweep = source.sweep
+    if as_json:
+        console.print_json({**_facts(source), "plan": asdict(plan)})
+        return
+    console.print_plain(source.describe())
+    console.print_plain(f"captions' SHA-256: {sweep.captions.sha256}")
+    shown = console.table(
+        console.name_column("group"),
+        *map(console.number_column, ("guidance", "steps")),
+        *map(console.name_column, ("sampler", "model", "LoRA")),
+    )
+    for group in sweep.groups[:_SHOWN_GROUPS]:
+        of_lora = f"{group.lora} {group.lora_strength:g}" if group.lora else "-"
+        row = f"{group.guidance:g}", f"{group.steps}", group.sampler, group.model or "-", of_lora
+        shown.add_row(group.name, *map(console.untrusted, row))
+    console.print_tables("", shown)
+    if (more := len(sweep.groups) - _SHOWN_GROUPS) > 0:
+        console.print_plain(f"and {console.counted(more, 'more group')}")
+    facts = {
+        "hours": f"{plan.hours:,.2f}",
+        "GPU": f"${plan.gpu_dollars:,.2f}",
+        "storage operations": f"${plan.storage_dollars:,.2f}",
+        "all in": f"${plan.dollars:,.2f}",
+    }
+    console.print_tables("", console.totals(facts), "")
+    for line in price.sources(plan):
+        console.print_plain(line)
+    console.print_plain(f"Other machines: {price.command(plan)}")

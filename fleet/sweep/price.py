@@ -1,0 +1,100 @@
+"""The hours and the price of a sweep, before anything of it is sent."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+
+from fleet.plan import estimate
+from fleet.plan.work import Models, Work
+from imagefleet.pricing import price_file, prices
+from imagefleet.records.sweep import Sweep
+
+DEFAULT_GPU = "RTX 3060 Ti"
+
+_PRIORITY: prices.Priority = "batch"
+
+_NO_START_UP = estimate.Input(0.0, "assumed", "not included without --bench")
+
+
+@dataclass(frozen=True, slots=True)
+class Machine:
+    """What a sweep is to run on, as the operator has said."""
+
+    gpu: str | None = None
+    replicas: int = 1
+    images_per_second: float | None = None
+    price_per_hour: float | None = None
+    bench: Path | None = None
+    prices: Path | None = None
+
+
+def plan(sweep: Sweep, machine: Machine, models: Models) -> estimate.Plan:
+    """The sweep on machines of one class; *models* tells the families.
+
+    Raises:
+        SetupError: the class or its speed is not known, or a file cannot be read.
+    """
+    table = price_file.read_table(machine.prices)
+    benches = [estimate.read_bench(machine.bench, table)] if machine.bench else []
+    gpu = machine.gpu or (benches[0].gpu if benches else DEFAULT_GPU)
+    if machine.images_per_second is None or machine.price_per_hour is None:
+        matching = prices.matching_gpus(gpu, [bench.gpu for bench in benches])
+        gpu = matching[0] if matching else prices.find_gpu(gpu, table.gpus)
+    estimate.refuse_unused(benches, {gpu})
+    works = _works(sweep, models)
+    speeds = estimate.find_speeds(gpu, works, machine.images_per_second, benches)
+    made_on = estimate.bench_of(gpu, benches, works[0].family)
+    part = estimate.Part(
+        gpu,
+        machine.replicas,
+        estimate.mean_speed(speeds),
+        estimate.find_price(gpu, _PRIORITY, machine.price_per_hour, table),
+        made_on.start_up if made_on else _NO_START_UP,
+        speeds,
+    )
+    return estimate.make_plan(sweep.images, sweep.images, [part], table)
+
+
+def command(plan_: estimate.Plan) -> str:
+    """The call of `imagefleet plan` for the same images, to compare machines with."""
+    part = plan_.mix[0]
+    speed, price = part.images_per_second.value, part.dollars_per_hour.value
+    return (
+        f"imagefleet plan --jobs {plan_.jobs} --replicas {plan_.replicas}"
+        f" --gpu '{part.gpu}' --images-per-second {speed:.3g} --price-per-hour {price:g}"
+    )
+
+
+def sources(plan_: estimate.Plan) -> list[str]:
+    """Where the speeds and the price are from, a sentence each."""
+    part = plan_.mix[0]
+    of_models = [
+        (f" of {each.model}" if each.model else "", each.images_per_second) for each in part.models
+    ]
+    price = part.dollars_per_hour
+    return [
+        *(
+            f"{part.gpu}: {speed.value:.3g} images/s{of_model}: {speed.kind}: {speed.source}."
+            for of_model, speed in of_models
+        ),
+        f"{part.gpu}: ${price.value:g}/h: {price.kind}: {price.source}.",
+    ]
+
+
+def _works(sweep: Sweep, models: Models) -> list[Work]:
+    """The images by model, with their own sizes and steps."""
+    found: dict[str | None, Work] = {}
+    width, height = (sweep.job.get(side) for side in ("width", "height"))
+    for group in sweep.groups:
+        family = models.family_of(group.model)
+        work = found.setdefault(group.model, Work(group.model, family))
+        work.jobs += sweep.captions.count
+        work.images += sweep.captions.count
+        of_image = family.image_tflop(_side(width), _side(height), group.steps)
+        work.tflop += sweep.captions.count * of_image
+    return list(found.values())
+
+
+def _side(value: object) -> int | None:
+    return value if isinstance(value, int) else None

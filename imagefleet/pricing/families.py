@@ -1,0 +1,92 @@
+"""The model families: what an image of each takes, and what GPU it needs (`families.toml`)."""
+
+from __future__ import annotations
+
+import re
+import tomllib
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from imagefleet import errors, validation
+
+_SIDE = 512
+
+#: A GPU class's name ends with its memory.
+_MEMORY = re.compile(r" (\d+)GB$")
+
+
+@dataclass(frozen=True, slots=True)
+class Family:
+    """One family; *width*, *height* and *steps* are of an image whose job says nothing else."""
+
+    slug: str
+    title: str
+    name: str
+    width: int
+    height: int
+    steps: int
+    unet_tflop: tuple[float, float]
+    vae_tflop: tuple[float, float]
+    text_tflop: float
+    least_gigabytes: int
+    rate: float
+    """Operations/s of a card, against those that it does in SD1.5's images."""
+    is_measured: bool
+    rate_source: str
+
+    def image_tflop(
+        self, width: int | None = None, height: int | None = None, steps: int | None = None
+    ) -> float:
+        """The operations of one image with guidance, in units of 10^12."""
+        pixels = (width or self.width) * (height or self.height) / _SIDE**2
+        call, decoding = (
+            linear * pixels + quadratic * pixels**2
+            for linear, quadratic in (self.unet_tflop, self.vae_tflop)
+        )
+        return 2 * (steps or self.steps) * call + decoding + 2 * self.text_tflop
+
+    def images_per_second(self, of_sd1: float) -> float:
+        """The speed of a card that draws so many of SD1.5's images per second."""
+        return of_sd1 * self.rate * SD1.image_tflop() / self.image_tflop()
+
+
+def _read() -> Mapping[str, Family]:
+    path = Path(__file__).with_name("families.toml")
+    tables = tomllib.loads(path.read_text(encoding="utf-8"))
+    return {slug: _family(slug, table) for slug, table in tables.items() if isinstance(table, dict)}
+
+
+def _family(slug: str, table: dict[str, Any]) -> Family:
+    pairs: dict[str, Any] = {
+        name: tuple(value) for name, value in table.items() if isinstance(value, list)
+    }
+    return Family(slug=slug, **{**table, **pairs})
+
+
+FAMILIES: Mapping[str, Family] = _read()
+SD1 = FAMILIES["sd1"]
+
+
+def find(slug: str) -> Family:
+    """Raises SetupError for an unknown family."""
+    if slug not in FAMILIES:
+        hint = validation.suggestion(slug, FAMILIES) or f"; known: {', '.join(FAMILIES)}"
+        raise errors.SetupError(f"unknown model family {slug[:40]!r}{hint}")
+    return FAMILIES[slug]
+
+
+def of_title(title: str) -> Family:
+    """The family that a checkpoint's header tells (`worker.files.check.family`)."""
+    return next(each for each in FAMILIES.values() if each.title == title)
+
+
+def refuse_small(gpu: str, family: Family) -> None:
+    """Raises SetupError if a GPU class has too little memory for a family, by the class's name."""
+    memory = _MEMORY.search(gpu)
+    if memory is not None and int(memory[1]) < family.least_gigabytes:
+        raise errors.SetupError(
+            f"the {gpu} has too little memory for {family.name}, which takes a GPU of"
+            f" {family.least_gigabytes} GB at least: choose another class"
+        )

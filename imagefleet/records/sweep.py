@@ -1,0 +1,175 @@
+"""A sweep's manifest: the groups of its images, and how a job's id says which group it is of.
+
+`sweep.json` lies beside the campaign's records. It is untrusted, as they are.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import re
+from collections.abc import Iterable
+from typing import Annotated, Any, Literal
+
+from pydantic import BaseModel, ConfigDict, Field, JsonValue, StringConstraints, ValidationError
+
+from imagefleet import errors, validation
+from imagefleet.job.message import SafeFileName, SafeId
+from imagefleet.records import shard
+from imagefleet.records.record import Record
+from imagefleet.storage.protocol import Storage
+
+#: Of a sweep; each is a point of a curve.
+MAX_GROUPS = 10_000
+
+#: Some 300 bytes a group.
+MAX_BYTES = 4 * 2**20
+
+#: Key of a job's metadata: its caption, where its prompt is written otherwise.
+CAPTION = "caption"
+
+_FILE = "sweep.json"
+
+#: Between the group and the caption's number; no group's name has it.
+_SEPARATOR = "_"
+
+_ID = re.compile(r"(?P<group>[A-Za-z0-9][A-Za-z0-9.-]*)_(?P<number>[0-9]{6,12})")
+
+GroupName = Annotated[
+    str, StringConstraints(pattern=r"^[A-Za-z0-9][A-Za-z0-9.-]*$", max_length=100)
+]
+_Count = Annotated[int, Field(ge=0, lt=2**53)]
+
+
+class Captions(BaseModel):
+    """What all groups draw, in order; the SHA-256 is that of the captions as lines of UTF-8."""
+
+    model_config = ConfigDict(extra="ignore", frozen=True)
+
+    count: _Count
+    sha256: Annotated[str, StringConstraints(pattern=r"^[0-9a-f]{64}$")]
+
+
+class Group(BaseModel):
+    """The images that differ by their captions alone."""
+
+    model_config = ConfigDict(extra="ignore", frozen=True, allow_inf_nan=False)
+
+    name: GroupName
+    guidance: float
+    sampler: Annotated[str, StringConstraints(max_length=200)]
+    """The sampler's key (`imagefleet.job.samplers`)."""
+    steps: _Count
+    model: SafeFileName | None = None
+    lora: SafeFileName | None = None
+    lora_strength: float | None = None
+
+
+class Sweep(BaseModel):
+    """The captions and groups of a campaign: each group has one image of each caption."""
+
+    model_config = ConfigDict(extra="ignore", frozen=True)
+
+    version: Literal[1] = 1
+    campaign: SafeId
+    captions: Captions
+    groups: Annotated[tuple[Group, ...], Field(min_length=1, max_length=MAX_GROUPS)]
+    seed: _Count = 0
+    """Another one gives each caption another seed (`seed_of`)."""
+    job: dict[str, JsonValue] = Field(default_factory=dict)
+    """Fields that all jobs share, such as the size and the negative prompt."""
+
+    @property
+    def images(self) -> int:
+        return self.captions.count * len(self.groups)
+
+
+def job_id(group: str, number: int) -> str:
+    """The id of a group's image of caption *number*, from 0: `cfg-3.0_000017`."""
+    return f"{group}{_SEPARATOR}{number:06}"
+
+
+def group_of(job_id: str) -> str | None:
+    """The name of the group that a job's id says; None for a job of no sweep."""
+    found = _ID.fullmatch(job_id)
+    return found["group"] if found else None
+
+
+def caption_number(job_id: str) -> int | None:
+    """The number of the caption, from 0, that a job's id says; None for a job of no sweep."""
+    found = _ID.fullmatch(job_id)
+    return int(found["number"]) if found else None
+
+
+def caption_of(record: Record) -> str:
+    """The caption of an image: its prompt, but for LoRA tags and escaped signs."""
+    caption = record.metadata.get(CAPTION)
+    return caption if isinstance(caption, str) else record.prompt or ""
+
+
+def seed_of(number: int, caption: str, seed: int = 0) -> int:
+    """The seed of a caption's images in all groups; on the caption and its number alone."""
+    text = f"{seed} {number} {caption}"
+    return int.from_bytes(hashlib.blake2b(text.encode(), digest_size=4).digest())
+
+
+def digest(captions: Iterable[str]) -> Captions:
+    """Counts and hashes captions, each without line breaks, as they come."""
+    hasher, count = hashlib.sha256(), 0
+    for caption in captions:
+        hasher.update(caption.encode() + b"\n")
+        count += 1
+    return Captions(count=count, sha256=hasher.hexdigest())
+
+
+async def read(storage: Storage, campaign: str) -> Sweep | None:
+    """The sweep that a campaign is; None for another campaign.
+
+    Raises:
+        SetupError: its manifest is damaged.
+    """
+    part = await storage.blobs.read_part(_name(campaign), 0, MAX_BYTES)
+    return None if part is None else _parse(campaign, part.data)
+
+
+async def write(storage: Storage, sweep: Sweep) -> bool:
+    """Stores a sweep's manifest, before its first job is sent; False if it is there already.
+
+    Raises:
+        SetupError: the campaign is another sweep already.
+    """
+    data = sweep.model_dump_json(indent=1, exclude_none=True).encode() + b"\n"
+    if await storage.blobs.create(_name(sweep.campaign), data, "application/json", {}):
+        return True
+    found = await read(storage, sweep.campaign)
+    if found is not None and found != sweep:
+        raise errors.SetupError(
+            f"campaign {sweep.campaign} is another sweep already: {_difference(found, sweep)};"
+            " choose another --campaign"
+        )
+    return False
+
+
+def _name(campaign: str) -> str:
+    return f"{shard.folder(campaign)}{_FILE}"
+
+
+def _parse(campaign: str, data: bytes) -> Sweep:
+    try:
+        found = Sweep.model_validate_json(data)
+    except ValidationError as error:
+        reason = validation.sentence(error)
+        raise errors.SetupError(f"{_name(campaign)} is not a sweep's manifest: {reason}") from None
+    if found.campaign != campaign:
+        raise errors.SetupError(f"{_name(campaign)} is the manifest of another campaign")
+    return found
+
+
+def _difference(one: Sweep, other: Sweep) -> str:
+    if one.captions != other.captions:
+        return f"it has {one.captions.count:,} other captions"
+    ours: dict[str, Any] = {each.name: each for each in one.groups}
+    theirs = {each.name: each for each in other.groups}
+    if ours != theirs:
+        names = sorted(name for name in {*ours, *theirs} if ours.get(name) != theirs.get(name))
+        return f"its groups differ by {', '.join(names[:5])}"
+    return "its seed, its size or another field of all its jobs differs"

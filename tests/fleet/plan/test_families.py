@@ -1,0 +1,207 @@
+"""Plans of other model families than SD1.x, and of several models at once."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from fleet.plan import estimate, work
+from imagefleet.pricing import families, prices
+from worker.files import kinds
+
+Imagefleet = Callable[..., "subprocess.CompletedProcess[str]"]  # the fixture of conftest.py
+Write = Callable[..., str]
+
+SDXL = families.FAMILIES["sdxl"]
+GPU = "RTX 4090 24GB"
+
+
+@pytest.fixture
+def jobs(tmp_path: Path) -> Write:
+    """Writes a file of jobs with these fields."""
+
+    def write(*fields: dict[str, Any]) -> str:
+        path = tmp_path / "jobs.jsonl"
+        path.write_text("".join(json.dumps({"prompt": "a", **each}) + "\n" for each in fields))
+        return str(path)
+
+    return write
+
+
+def report(path: Path, family: str, images_per_second: float, **facts: Any) -> str:
+    each = families.FAMILIES[family]
+    measured = {
+        "model": family,
+        "family": family,
+        "width": each.width,
+        "height": each.height,
+        "steps": each.steps,
+        "ready_seconds": 60.0,
+        "hardware": {"device": "RTX 4090"},
+        "worker_images_per_second": images_per_second,
+    }
+    file = path / f"{family}.json"
+    file.write_text(json.dumps(measured | facts))
+    return str(file)
+
+
+def plan(imagefleet: Imagefleet, *arguments: str) -> dict[str, Any]:
+    result = imagefleet("plan", *arguments, "--gpu", "4090", "--json")
+    assert result.returncode == 0, result.stderr
+    found: dict[str, Any] = json.loads(result.stdout)
+    return found
+
+
+def test_every_family_that_the_worker_loads_has_its_operations() -> None:
+    loaded = {kind.family for kind in (kinds.SD1, kinds.SD2, kinds.SDXL)}
+    assert {each.title for each in families.FAMILIES.values()} == loaded
+    assert families.SD1.image_tflop() == pytest.approx(26.64, rel=1e-3), "as benchmarks/results"
+    assert SDXL.image_tflop() == pytest.approx(281, rel=1e-2)
+
+
+def test_sdxl_is_planned_by_its_own_speed_and_called_an_estimate(in_process: Imagefleet) -> None:
+    sd1, sdxl = (plan(in_process, "--jobs", "1000", *more) for more in ((), ("--family", "sdxl")))
+
+    assert sdxl["hours"] == pytest.approx(sd1["hours"] * 10.55 / SDXL.rate, rel=1e-2)
+    speed = sdxl["mix"][0]["images_per_second"]
+    assert speed["kind"] == "estimated"
+    assert "assumed to take as long as SD1.5's" in speed["source"]
+    shown = in_process("plan", "--jobs", "1000", "--family", "sdxl", "--gpu", "4090").stdout
+    assert "SDXL images/s: estimated: 281.1 TFLOP" in " ".join(shown.split())
+
+
+def test_jobs_of_several_models_are_priced_by_family(in_process: Imagefleet, jobs: Write) -> None:
+    drawn = {"steps": 15, "width": 512, "height": 512}
+    path = jobs(
+        {"model": "pony", "steps": 20}, {"model": "dream", **drawn, "batch_size": 3}, dict(drawn)
+    )
+    found = plan(in_process, path, "--model", "pony=sdxl", "--model", "dream=sd1")
+
+    by_model = {each["model"]: each for each in found["models"]}
+    assert {name: each["images"] for name, each in by_model.items()} == {
+        "pony": 1,
+        "dream": 3,
+        None: 1,
+    }
+    record = prices.ASSUMED_IMAGES_PER_SECOND[GPU]
+    ratio = SDXL.image_tflop() / families.SD1.image_tflop() / SDXL.rate
+    assert found["hours"] * 3600 == pytest.approx((4 + ratio) / record)
+    assert by_model["pony"]["gpu_dollars"] == pytest.approx(
+        found["gpu_dollars"] * ratio / (4 + ratio)
+    )
+    assert sum(each["gpu_dollars"] for each in by_model.values()) == pytest.approx(
+        found["gpu_dollars"]
+    )
+    assert found["jobs"] == 3
+    assert found["images"] == 5
+
+
+def test_steps_and_size_of_the_jobs_count(in_process: Imagefleet, jobs: Write) -> None:
+    small = {"width": 512, "height": 512, "steps": 15}
+    one = plan(in_process, jobs(small))["hours"]
+
+    assert plan(in_process, jobs(small | {"steps": 30}))["hours"] == pytest.approx(
+        1.9 * one, rel=0.01
+    )
+    assert plan(in_process, jobs(small | {"width": 1024}))["hours"] > 2 * one
+
+
+def test_a_model_of_unknown_family_is_refused_by_name(
+    in_process: Imagefleet, jobs: Write, tmp_path: Path
+) -> None:
+    path = jobs({"model": "pony"}, {"model": "pony"}, {"model": "dream"})
+    refused = in_process("plan", path, "--model", "dream=sd1")
+    assert refused.returncode == 2
+    assert "the family of the model pony is not known: give --model pony=sd1|sd2|sdxl" in (
+        refused.stderr
+    )
+    assert "did you mean 'sdxl'?" in in_process("plan", path, "--model", "pony=sdx").stderr
+    nothing = tmp_path / "nothing.safetensors"
+    assert "or the path of a checkpoint" in in_process("plan", path, "--model", str(nothing)).stderr
+    assert plan(in_process, path, "--family", "sdxl")["models"][0]["family"] == "sdxl"
+
+
+def test_a_checkpoint_tells_its_family(tmp_path: Path) -> None:
+    unet = tmp_path / "pony" / "unet"
+    for part in ("unet", "vae", "text_encoder", "text_encoder_2"):
+        (tmp_path / "pony" / part).mkdir(parents=True)
+        (tmp_path / "pony" / part / "config.json").write_text("{}")
+        (tmp_path / "pony" / part / "model.safetensors").write_bytes(b"\2" + bytes(7) + b"{}")
+    (unet / "config.json").write_text('{"addition_embed_type": "text_time"}')
+
+    (tmp_path / "pony" / "model_index.json").write_text("{}")
+
+    found = work.read_models([str(tmp_path / "pony")], None)
+
+    assert found.family_of("pony") is SDXL
+
+
+def test_each_family_takes_its_own_report(
+    in_process: Imagefleet, jobs: Write, tmp_path: Path
+) -> None:
+    path = jobs({"model": "pony"}, {"width": 512, "height": 512, "steps": 15})
+    arguments = (path, "--model", "pony=sdxl", "--bench", report(tmp_path, "sd1", 4.0))
+    both = plan(in_process, *arguments, "--bench", report(tmp_path, "sdxl", 0.5))
+    one = plan(in_process, *arguments)
+
+    (part,) = both["mix"]
+    speeds = {each["model"]: each["images_per_second"] for each in part["models"]}
+    assert {name: (each["value"], each["kind"]) for name, each in speeds.items()} == {
+        "pony": (0.5, "measured"),
+        None: (4.0, "measured"),
+    }
+    assert part["images_per_second"]["kind"] == "measured"
+    assert part["start_up_seconds"]["value"] == 60
+    by_model = {each["model"]: each["images_per_second"] for each in one["mix"][0]["models"]}
+    assert by_model["pony"]["kind"] == "estimated", "scaled from SD1.5's report"
+    assert by_model["pony"]["value"] == pytest.approx(
+        4 * SDXL.rate * families.SD1.image_tflop() / SDXL.image_tflop()
+    )
+
+
+def test_a_report_of_other_steps_counts_by_its_operations(
+    in_process: Imagefleet, tmp_path: Path
+) -> None:
+    made = report(tmp_path, "sdxl", 0.5, steps=15)
+    found = plan(in_process, "--jobs", "10", "--family", "sdxl", "--bench", made)
+
+    speed = found["mix"][0]["images_per_second"]
+    assert speed["kind"] == "measured"
+    assert speed["value"] == pytest.approx(0.5 * SDXL.image_tflop(steps=15) / SDXL.image_tflop())
+
+
+def test_a_measured_rate_of_a_family_is_used_and_named() -> None:
+    measured = replace(SDXL, rate=1.2, is_measured=True, rate_source="families-h200.json")
+    (job,) = work.of_count(1, 1, measured)
+    record = prices.ASSUMED_IMAGES_PER_SECOND[GPU]
+
+    speed = estimate.find_speed(GPU, None, None, job)
+
+    assert speed.value == pytest.approx(1.2 * record * 26.64 / measured.image_tflop(), rel=1e-3)
+    assert "SDXL gets 1.20 of SD1.5's operations/s, as measured: families-h200.json" in speed.source
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (("--jobs", "1", "--family", "sdxl", "--gpu", "2060"), "takes a GPU of 8 GB at least"),
+        ((), "--jobs COUNT, or a FILE of jobs"),
+        (("FILE", "--images-per-job", "2"), "the jobs of FILE say it"),
+        (("FILE", "--model", "a=sdxl", "--images-per-second", "1"), "for several use --bench"),
+    ],
+)
+def test_what_cannot_be_planned_is_a_one_line_error(
+    arguments: tuple[str, ...], message: str, in_process: Imagefleet, jobs: Write
+) -> None:
+    path = jobs({"model": "a"}, {})
+    result = in_process("plan", *(path if each == "FILE" else each for each in arguments))
+
+    assert result.returncode == 2
+    assert message in result.stderr
+    assert result.stderr.count("\n") == 1

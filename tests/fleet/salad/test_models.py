@@ -1,0 +1,137 @@
+"""Fleet files that say which models their workers serve."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from fleet.salad import file as salad_file
+from fleet.salad import gpus, models
+from fleet.scale import command as scale
+from imagefleet import errors
+from imagefleet.pricing import families
+from imagefleet.storage import queue_names
+
+Imagefleet = Callable[..., "subprocess.CompletedProcess[str]"]  # the fixture of conftest.py
+
+EXAMPLE = Path(__file__).parents[3] / "deploy" / "salad" / "sdxl.yaml"
+NAMES = ["illustrious-xl", "pony-v6"]
+TWO = "  store:illustrious-xl.safetensors: sdxl\n  store:pony-v6.safetensors: sdxl\n"
+
+
+def read(folder: Path, old: str = "", new: str = "") -> salad_file.FleetFile:
+    text = EXAMPLE.read_text()
+    assert old in text
+    path = folder / "sdxl.yaml"
+    path.write_text(text.replace(old, new) if old else text)
+    return salad_file.read_file(path)
+
+
+def test_workers_get_the_models_and_the_operator_sees_their_queues(in_process: Imagefleet) -> None:
+    ended = in_process("deploy", "salad", "render", "--file", str(EXAMPLE), "--json")
+
+    assert ended.returncode == 0, ended.stderr
+    found = json.loads(ended.stdout)
+    environment = found["groups"][0]["container"]["environment_variables"]
+    given = environment["IMAGEFLEET_MODEL"]
+    assert given == "store:illustrious-xl.safetensors,store:pony-v6.safetensors"
+    queues = [queue_names.job_queue("jobs", name) for name in NAMES]
+    assert [(each["name"], each["queue"]) for each in found["models"]] == list(
+        zip(NAMES, queues, strict=True)
+    )
+    shown = in_process("deploy", "salad", "render", "--file", str(EXAMPLE)).stdout
+    assert f"Serves pony-v6 (SDXL), from the queue {queues[1]}." in shown
+
+
+@pytest.mark.parametrize(
+    ("text", "name"),
+    [
+        ("store:pony-v6.safetensors", "pony-v6"),
+        ("store:a folder.tar", "a folder"),
+        ("/models/checkpoint", "checkpoint"),
+        ("/models/v1.5.safetensors", "v1.5"),
+        ("https://host/x/pony.safetensors", "pony"),
+    ],
+)
+def test_a_model_has_the_name_that_jobs_give_it(text: str, name: str) -> None:
+    assert models.name_of(text) == name
+
+
+def test_a_gpu_class_with_too_little_memory_is_refused(tmp_path: Path) -> None:
+    file = read(tmp_path, "  - RTX 3090\n", "  - RTX 2060\n")
+
+    with pytest.raises(errors.SetupError, match=r"RTX 2060 6GB has too little memory for SDXL"):
+        models.classes(file, gpus.built_in())
+    sd1 = read(tmp_path, TWO, "  /models/dreamshaper-8: sd1\n")
+    assert len(models.classes(sd1, gpus.built_in())) == 2
+
+
+@pytest.mark.parametrize(
+    ("old", "new", "message"),
+    [
+        ("environment:\n", "environment:\n  IMAGEFLEET_MODEL: /m\n", "is what `models` says"),
+        ("environment:\n", f"environment:\n  IMAGEFLEET_MODEL_SHA256: {'a' * 64}\n", "one model"),
+        (TWO, "  /a/x.safetensors: sdxl\n  store:x.safetensors: sd1\n", "have one name"),
+        (TWO, "  store:*: sdxl\n", "name each model by itself"),
+        (TWO, "  https://host/x.safetensors?token=abc: sdxl\n", "without a token"),
+        (TWO, "  https://host/x.safetensors?token=abc: 5\n", "without a token"),
+        (TWO, "  store:../x: sdxl\n", "models:"),
+        (TWO, "  /models/x: sd3\n", "the family of x should be one of sd1, sd2"),
+        ("min_replicas: 0", "min_replicas: 201", "201 are more than replicas, 200"),
+    ],
+)
+def test_what_workers_would_refuse_is_refused_before_it_reaches_them(
+    old: str, new: str, message: str, tmp_path: Path
+) -> None:
+    with pytest.raises(errors.SetupError, match="the fleet file") as raised:
+        read(tmp_path, old, new)
+    assert message in raised.value.message
+    assert "abc" not in raised.value.message, "a token"
+
+
+def test_the_scaler_assumes_the_speed_of_the_slowest_class_and_model(tmp_path: Path) -> None:
+    sdxl = scale._assumed_speed(read(tmp_path), 1)
+    both = scale._assumed_speed(read(tmp_path, "pony-v6.safetensors: sdxl", "a.tar: sd1"), 1)
+    sd1 = scale._assumed_speed(read(tmp_path, TWO, "  /models/a: sd1\n"), 2)
+
+    assert sdxl is not None
+    assert sdxl == both
+    assert sdxl.jobs_per_second == families.FAMILIES["sdxl"].images_per_second(1.63)
+    assert sd1 is not None
+    assert sd1.jobs_per_second == pytest.approx(1.63 / 2)
+
+
+def test_the_scaler_counts_the_queues_of_its_file_and_keeps_its_bounds(
+    salad: Any, in_process: Imagefleet, tmp_path: Path
+) -> None:
+    file = tmp_path / "fleet.yaml"
+    lines = "replicas: 40\nmin_replicas: 3\nmodels: {store:pony.tar: sdxl}\n"
+    text = file.read_text().replace("replicas: 750\n", lines)
+    file.write_text(text.replace("  IMAGEFLEET_MODEL: /models/checkpoint\n", ""))
+    assert in_process("deploy", "salad", "apply", "--yes").returncode == 0
+    jobs = tmp_path / "jobs.jsonl"
+    jobs.write_text(
+        '{"prompt": "a", "model": "pony"}\n' * 5 + '{"prompt": "a", "model": "dream"}\n' * 4
+    )
+    sent = in_process("load", str(jobs), "--model", "pony", "--model", "dream")
+    assert sent.returncode == 0, sent.stderr
+
+    ended = in_process(
+        *("scale", "--dollars-per-hour", "15", "--max-dollars", "100", "--once"),
+        *("--dry-run", "--json", "--images-per-second", "1"),
+    )
+
+    assert ended.returncode == 0, ended.stderr
+    decision = json.loads(ended.stdout)
+    assert decision["messages"] == 5, "those of the other model are for another fleet"
+    assert decision["wanted"] == 3
+    assert "at least 3 are kept" in decision["reason"]
+    refused = in_process(
+        *("scale", "--dollars-per-hour", "15", "--max-dollars", "100", "--until-empty", "--yes")
+    )
+    assert "--until-empty would never end" in refused.stderr

@@ -1,0 +1,273 @@
+"""`imagefleet sweep`: one campaign of captions x settings, priced first and sent once."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import os
+import subprocess
+import sys
+import time
+from collections import Counter
+from collections.abc import Callable
+from datetime import timedelta
+from pathlib import Path
+from typing import Any
+
+import pytest
+from pydantic import SecretStr
+
+from fleet import console
+from fleet.keys import mint
+from fleet.sweep import resume
+from imagefleet.pricing import families
+from imagefleet.records import reader, sweep
+from imagefleet.storage.azure.roles import ROLES
+from imagefleet.storage.open import open_storage
+from imagefleet.storage.protocol import Storage
+from imagefleet.storage.settings import StorageSettings
+from loadgen.caption_sweep import SweepSource, groups
+from loadgen.captions import CaptionFile
+from loadgen.load import Checkpoint, Load
+from loadgen.settings import LoadSettings
+
+ROOT = Path(__file__).parents[3]
+
+Imagefleet = Callable[..., "subprocess.CompletedProcess[str]"]
+
+SWEEP = ("--campaign", "curve", "--guidance", "1.5,7", "--samplers", "PLMS", "--steps", "50")
+
+
+@pytest.fixture
+def captions(tmp_path: Path) -> Path:
+    path = tmp_path / "c.txt"
+    path.write_text("a red house\na (blue) boat\na green hill\n")
+    return path
+
+
+def bodies_in(settings: StorageSettings) -> list[dict[str, Any]]:
+    async def browse() -> list[dict[str, Any]]:
+        async with open_storage(settings) as storage:
+            return [json.loads(each.body) async for each in storage.queue.browse()]
+
+    return asyncio.run(browse())
+
+
+def local(folder: Path) -> StorageSettings:
+    return StorageSettings(storage=f"local:{folder / 'imagefleet-data'}")
+
+
+def test_a_dry_run_says_groups_hours_and_price_and_touches_nothing(
+    in_process: Imagefleet, captions: Path, tmp_path: Path
+) -> None:
+    known = ("--images-per-second", "4.6", "--price-per-hour", "0.16", "--gpu", "my own")
+    shown = in_process("sweep", "c.txt", *SWEEP, *known, "--dry-run")
+    found = json.loads(in_process("sweep", "c.txt", *SWEEP, *known, "--dry-run", "--json").stdout)
+
+    assert shown.returncode == console.EXIT_DONE, shown.stderr
+    assert "3 captions x 2 groups: 6 jobs" in shown.stdout
+    assert "cfg-1.5" in shown.stdout
+    assert "imagefleet plan --jobs 6 --replicas 1 --gpu 'my own'" in shown.stdout
+    assert [each["name"] for each in found["groups"]] == ["cfg-1.5", "cfg-7.0"]
+    assert found["captions"]["sha256"] in shown.stdout
+    assert found["plan"]["hours"] == pytest.approx(6 / 4.6 / 3600)
+    assert found["plan"]["gpu_dollars"] == pytest.approx(6 / 4.6 / 3600 * 0.16)
+    assert list(tmp_path.iterdir()) == [captions]
+
+
+def test_more_steps_take_longer_by_the_speed_that_is_known(
+    in_process: Imagefleet, captions: Path
+) -> None:
+    def hours(steps: str, *more: str) -> float:
+        arguments = ("sweep", "c.txt", "--campaign", "x", "--steps", steps, *more)
+        result = in_process(*arguments, "--dry-run", "--json")
+        return float(json.loads(result.stdout)["plan"]["hours"])
+
+    assert hours("15") == pytest.approx(3 / 0.83 / 3600)
+    tflop = {steps: families.SD1.image_tflop(None, None, steps) for steps in (15, 50)}
+    assert hours("50") == pytest.approx(hours("15") * tflop[50] / tflop[15])
+    assert hours("15", "--size", "1024x1024") > 4 * hours("15")
+    of_two = hours("15", "--models", "dreams,xl=sdxl", "--gpu", "RTX 4090")
+    assert of_two > 4 * hours("15", "--gpu", "RTX 4090")
+    assert hours("10,50") == pytest.approx(hours("10") + hours("50"))
+    report = {
+        "hardware": {"device": "NVIDIA GeForce RTX 4090", "memory_bytes": 24 * 2**30},
+        "worker_images_per_second": 2.0,
+        "ready_seconds": 36.0,
+        "width": 512,
+        "height": 512,
+        "steps": 50,
+        "model": "m",
+    }
+    captions.with_name("bench.json").write_text(json.dumps(report))
+    measured = hours("50", "--bench", "bench.json", "--replicas", "2")
+    assert measured == pytest.approx((3 / 2 / 2 + 36) / 3600)
+
+
+def test_a_sweep_fills_the_queue_and_leaves_its_manifest(
+    in_process: Imagefleet, captions: Path, tmp_path: Path
+) -> None:
+    result = in_process("sweep", "c.txt", *SWEEP, "--size", "64x72", "--negative-prompt", "bad")
+    jobs = bodies_in(local(tmp_path))
+
+    assert result.returncode == console.EXIT_DONE, result.stderr
+    assert "6 jobs sent" in result.stderr
+    assert "hours on 1 x RTX 3060 Ti 8GB, $" in result.stderr
+    assert {job["id"] for job in jobs} == {
+        sweep.job_id(group, number) for group in ("cfg-1.5", "cfg-7.0") for number in range(3)
+    }
+    assert {(job["width"], job["height"], job["negative_prompt"]) for job in jobs} == {
+        (64, 72, "bad")
+    }
+
+    async def read() -> tuple[sweep.Sweep | None, int | None]:
+        async with open_storage(local(tmp_path)) as storage:
+            return await sweep.read(storage, "curve"), await reader.sent(storage, "curve")
+
+    found, sent = asyncio.run(read())
+    assert found is not None
+    assert [(each.name, each.guidance, each.sampler, each.steps) for each in found.groups] == [
+        ("cfg-1.5", 1.5, "plms", 50),
+        ("cfg-7.0", 7.0, "plms", 50),
+    ]
+    assert found.captions == sweep.digest(["a red house", "a (blue) boat", "a green hill"])
+    assert sent == 6
+
+
+def test_the_same_sweep_again_adds_nothing_here_and_elsewhere(
+    in_process: Imagefleet, captions: Path, tmp_path: Path
+) -> None:
+    first = in_process("sweep", "c.txt", *SWEEP, "--json")
+    again = in_process("sweep", "c.txt", *SWEEP, "--json")
+    (checkpoint,) = tmp_path.glob(".c.txt.jobs.*.sweep.json")
+    checkpoint.unlink()  # as on another machine
+    elsewhere = in_process("sweep", "c.txt", *SWEEP, "--json")
+    other = in_process("sweep", "c.txt", *SWEEP, "--seed", "3")
+
+    sent = [json.loads(each.stdout)["sent"] for each in (first, again, elsewhere)]
+    assert sent == [6, 0, 0]
+    assert len(bodies_in(local(tmp_path))) == 6
+    assert other.returncode == console.EXIT_OPERATOR_MUST_ACT
+    assert "campaign curve is another sweep already: its seed" in other.stderr
+
+    restarted = in_process("sweep", "c.txt", *SWEEP, "--restart", "--json")
+    refused = in_process("sweep", "c.txt", *SWEEP, "--seed", "3", "--restart")
+    assert json.loads(restarted.stdout)["sent"] == 6
+    assert refused.returncode == console.EXIT_OPERATOR_MUST_ACT
+    assert set(Counter(job["id"] for job in bodies_in(local(tmp_path))).values()) == {2}
+
+
+def test_a_killed_sweep_goes_on_and_sends_nothing_twice(
+    in_process: Imagefleet, tmp_path: Path
+) -> None:
+    (tmp_path / "c.txt").write_text("".join(f"caption {number}\n" for number in range(400)))
+    arguments = ("sweep", "c.txt", "--campaign", "curve", "--guidance", "1,2,3,4,5")
+    process = subprocess.Popen(
+        [sys.executable, "-m", "fleet.main", *arguments, "--quiet", "--rate", "2000"],
+        cwd=tmp_path,
+        env={**os.environ, "PYTHONPATH": str(ROOT)},
+    )
+    deadline = time.monotonic() + 30
+    while process.poll() is None and time.monotonic() < deadline:
+        (path,) = [*tmp_path.glob(".c.txt.*.sweep.json"), None][:1]
+        if path and (found := Checkpoint.read(path)) and found.confirmed >= 100:
+            break
+        time.sleep(0.002)
+    process.kill()
+    process.wait()
+    queued = len(bodies_in(local(tmp_path)))
+    assert 100 <= queued < 2_000
+
+    # As on another machine, which knows the last note alone.
+    assert path is not None
+    path.unlink()
+    result = in_process(*arguments, "--json")
+
+    ids = Counter(job["id"] for job in bodies_in(local(tmp_path)))
+    assert json.loads(result.stdout)["sent"] == 2_000 - queued
+    assert json.loads(result.stdout)["finished"] is True
+    assert (len(ids), ids.total()) == (2_000, 2_000)
+    counted = json.loads(in_process("campaigns", "--json").stdout)["campaigns"]
+    assert [each["sent"] for each in counted] == [2_000]
+
+
+async def test_what_was_sent_after_the_last_note_is_found_by_its_images(
+    storage: Storage, storage_settings: StorageSettings, captions: Path, tmp_path: Path
+) -> None:
+    """On Azure, which does not show what is queued, too."""
+    path = tmp_path / "checkpoint.json"
+    source = SweepSource(CaptionFile(captions), groups([1.5, 7], ["PLMS"], [50]), "curve")
+    assert await resume.prepare(storage_settings, source, path, "normal") == set()
+    drawn = list(source.jobs())[1:4]
+    for job in drawn:
+        await storage.blobs.create(job.blob_name(0), b"an image", "image/png", {})
+
+    assert await resume.prepare(storage_settings, source, path, "normal") == {
+        job.id for job in drawn
+    }
+
+
+async def test_the_tokens_of_an_operator_suffice(
+    azurite_settings: StorageSettings, captions: Path, tmp_path: Path
+) -> None:
+    async with open_storage(azurite_settings) as owner:
+        await owner.create()
+    minted = mint.Minter(azurite_settings).mint(ROLES["operator"], timedelta(hours=1))
+    tokens = {"storage": minted.storage, "sas": SecretStr(minted.sas)}
+    settings = azurite_settings.model_copy(update=tokens)
+    source = SweepSource(CaptionFile(captions), groups([7], ["PLMS"], [50]), "curve")
+
+    for path in (tmp_path / "first.json", tmp_path / "second.json"):
+        assert await resume.prepare(settings, source, path, "normal") == set()
+        async with open_storage(settings) as storage:
+            load = Load(storage, source, LoadSettings(), path, restart=False)
+            await load.run(lambda _confirmed: None)
+    async with open_storage(azurite_settings) as owner:
+        assert (await owner.queue.depth()).messages == 3
+
+
+async def test_the_images_of_a_sweep_say_their_group_in_their_records(
+    storage: Storage, captions: Path, run_worker: Any
+) -> None:
+    source = SweepSource(CaptionFile(captions), groups([1.5, 7], ["PLMS"], [50]), "curve")
+    await storage.queue.send(str(body) for body in source.bodies(0))
+    await run_worker("w1")
+
+    found = [record async for record in reader.images(storage, "curve")]
+
+    assert Counter(sweep.group_of(record.id) for record in found) == {"cfg-1.5": 3, "cfg-7.0": 3}
+    assert {sweep.caption_of(record) for record in found} == set(CaptionFile(captions).read())
+    by_caption = {(sweep.caption_number(record.id), record.seed) for record in found}
+    assert len(by_caption) == 3, "one seed in both groups"
+
+
+@pytest.mark.parametrize(
+    ("arguments", "sentence"),
+    [
+        (("--guidance", "1.5,x"), "--guidance 1.5,x: should be numbers with commas"),
+        (("--steps", "20.5"), "--steps 20.5: should be whole numbers with commas"),
+        (("--lora-strengths", "1"), "--lora-strengths goes with --lora"),
+        (("--model", "sd15"), "--model sd15 is none of --models"),
+        (("--size", "64"), "--size: should be WIDTHxHEIGHT"),
+        (("--campaign", "../x"), "--campaign: use 1 to 128 letters"),
+        (("--gpu", "RTX 9999", "--dry-run"), "unknown GPU class 'RTX 9999'"),
+        (("--models", "a,b=sdxl,a"), "--models: a is there twice"),
+        (("--models", "a=sd9"), "unknown model family 'sd9'"),
+        (("--models", "none"), "no worker can have the model 'none'"),
+    ],
+)
+def test_a_mistake_is_named_and_nothing_is_sent(
+    in_process: Imagefleet,
+    captions: Path,
+    tmp_path: Path,
+    arguments: tuple[str, ...],
+    sentence: str,
+) -> None:
+    (tmp_path / "imagefleet-data" / "files" / "models").mkdir(parents=True)
+    (tmp_path / "imagefleet-data" / "files" / "models" / "sdxl.safetensors").touch()
+    result = in_process("sweep", "c.txt", "--campaign", "curve", *arguments)
+
+    assert result.returncode != console.EXIT_DONE
+    assert sentence in result.stderr
+    corrected = in_process("sweep", "c.txt", "--campaign", "curve", "--json")
+    assert json.loads(corrected.stdout)["sent"] == 3, "the mistake left no manifest behind"

@@ -1,0 +1,125 @@
+"""A sweep's manifest lies with its campaign, and an id says which group and caption it is of."""
+
+from __future__ import annotations
+
+from datetime import UTC, datetime
+from typing import Any
+
+import pytest
+
+from imagefleet import errors
+from imagefleet.job.message import Job
+from imagefleet.records import reader, sweep
+from imagefleet.records.record import Record
+from imagefleet.storage.protocol import Storage
+
+CAPTIONS = ["a red house", "a blue boat", "a red house"]
+
+SWEEP = sweep.Sweep(
+    campaign="quality",
+    captions=sweep.digest(CAPTIONS),
+    groups=(
+        sweep.Group(name="cfg-1.5", guidance=1.5, sampler="plms", steps=50),
+        sweep.Group(
+            name="cfg-7-lora-0.5",
+            guidance=7,
+            sampler="plms",
+            steps=50,
+            lora="ink",
+            lora_strength=0.5,
+        ),
+    ),
+    job={"width": 64, "negative_prompt": "blurry"},
+)
+
+
+async def test_the_manifest_is_read_as_it_was_written(storage: Storage) -> None:
+    assert await sweep.read(storage, "quality") is None
+
+    await sweep.write(storage, SWEEP)
+
+    assert await sweep.read(storage, "quality") == SWEEP
+    assert SWEEP.images == 6
+
+
+async def test_the_same_sweep_again_changes_nothing_and_another_is_refused(
+    storage: Storage,
+) -> None:
+    assert await sweep.write(storage, SWEEP)
+    assert not await sweep.write(storage, SWEEP)
+
+    changes: list[tuple[dict[str, Any], str]] = [
+        ({"captions": sweep.digest(["a dog"])}, "it has 3 other captions"),
+        ({"groups": SWEEP.groups[:1]}, "groups differ by cfg-7-lora-0.5"),
+        ({"seed": 2}, "its seed"),
+    ]
+    for change, sentence in changes:
+        with pytest.raises(errors.SetupError, match=f"{sentence}.*choose another --campaign"):
+            await sweep.write(storage, SWEEP.model_copy(update=change))
+    assert await sweep.read(storage, "quality") == SWEEP
+
+
+async def test_the_manifest_is_taken_for_no_record(storage: Storage) -> None:
+    await sweep.write(storage, SWEEP)
+
+    assert [record async for record in reader.images(storage, "quality")] == []
+    assert (await reader.counts(storage, "quality")).images == 0
+
+
+@pytest.mark.parametrize(
+    ("data", "sentence"),
+    [
+        (b"{", "not a sweep's manifest"),
+        (b'{"version": 2, "campaign": "quality"}', "not a sweep's manifest: version"),
+        (SWEEP.model_copy(update={"campaign": "x"}).model_dump_json().encode(), "another campaign"),
+    ],
+)
+async def test_a_damaged_manifest_is_never_trusted(
+    storage: Storage, data: bytes, sentence: str
+) -> None:
+    await storage.blobs.create("-records/quality/sweep.json", data, "application/json", {})
+
+    with pytest.raises(errors.SetupError, match=sentence):
+        await sweep.read(storage, "quality")
+    with pytest.raises(errors.SetupError, match=sentence):
+        await sweep.write(storage, SWEEP)
+
+
+def test_an_id_says_its_group_and_its_caption() -> None:
+    for group, number in [("cfg-3.0", 17), ("ddim-steps-50-cfg-1.5", 1_234_567)]:
+        found = sweep.job_id(group, number)
+
+        assert Job(prompt="x", id=found).id == found
+        assert (sweep.group_of(found), sweep.caption_number(found)) == (group, number)
+    assert sweep.job_id("cfg-3.0", 17) == "cfg-3.0_000017"
+
+
+@pytest.mark.parametrize("job_id", ["0001", "cfg-3.0", "cfg-3.0_17", "_000017", "a_b_000017", ""])
+def test_the_id_of_a_job_of_no_sweep_says_no_group(job_id: str) -> None:
+    assert sweep.group_of(job_id) is None
+    assert sweep.caption_number(job_id) is None
+
+
+def test_the_captions_are_those_of_a_text_file_by_their_hash() -> None:
+    # printf 'a red house\na blue boat\na red house\n' | sha256sum
+    expected = "215766a96ec379ac47a89e68ec165d8564e8795362ab573876dd85cc5b325e45"
+    assert sweep.digest(iter(CAPTIONS)) == sweep.Captions(count=3, sha256=expected)
+
+
+def test_a_caption_has_one_seed_in_all_groups_and_another_where_it_comes_again() -> None:
+    seeds = [sweep.seed_of(number, caption) for number, caption in enumerate(CAPTIONS)]
+
+    assert len(set(seeds)) == 3
+    assert all(0 <= seed < 2**32 for seed in seeds)
+    assert seeds[0] == 3_320_119_099, "of an earlier version: images of then and now are compared"
+    assert sweep.seed_of(0, CAPTIONS[0], seed=1) != seeds[0]
+
+
+def test_the_caption_of_an_image_is_that_of_the_sweep_not_its_escaped_prompt() -> None:
+    record = Record(outcome="completed", id="x", at=datetime.now(UTC), prompt=r"a \(red\) house")
+
+    assert sweep.caption_of(record) == r"a \(red\) house"
+    noted = record.model_copy(update={"metadata": {sweep.CAPTION: "a (red) house"}})
+    assert sweep.caption_of(noted) == "a (red) house"
+    forged = record.model_copy(update={"metadata": {sweep.CAPTION: 3}})
+    assert sweep.caption_of(forged) == r"a \(red\) house"

@@ -1,0 +1,180 @@
+"""The jobs of a sweep: ids that say what they are, one seed for each caption, flat memory."""
+
+from __future__ import annotations
+
+import itertools
+import json
+import tracemalloc
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from imagefleet import errors
+from imagefleet.job.message import Job, read_job
+from imagefleet.records import sweep
+from imagefleet.signing import SigningKey, TrustedKeys
+from loadgen.caption_sweep import SweepSource, groups
+from loadgen.captions import CaptionFile
+
+
+@pytest.fixture
+def path(tmp_path: Path) -> Path:
+    found = tmp_path / "c.txt"
+    found.write_text("a red house\na (blue) boat\na red house\n")
+    return found
+
+
+def source_of(path: Path, guidance: Sequence[float] = (1.5, 7), **terms: Any) -> SweepSource:
+    return SweepSource(CaptionFile(path), groups(guidance, ["PLMS"], [50]), "curve", **terms)
+
+
+def jobs(source: SweepSource, start: int = 0) -> list[Job]:
+    return [read_job(body, "unused") for body in source.bodies(start) if body is not None]
+
+
+def test_each_caption_comes_in_each_group_under_an_id_that_says_both(path: Path) -> None:
+    found = jobs(source_of(path))
+
+    assert [job.id for job in found] == [
+        *("cfg-1.5_000000", "cfg-7.0_000000", "cfg-1.5_000001"),
+        *("cfg-7.0_000001", "cfg-1.5_000002", "cfg-7.0_000002"),
+    ]
+    assert {(job.sampler, job.steps, job.campaign) for job in found} == {("plms", 50, "curve")}
+    assert [job.cfg_scale for job in found] == [1.5, 7.0] * 3
+    assert found[3].parsed_prompt.sections == found[2].parsed_prompt.sections
+    assert found[2].parsed_prompt.sections[0][0].text == "a (blue) boat"
+    assert found[2].metadata == {"caption": "a (blue) boat"}
+    assert found[0].metadata == {}
+
+
+def test_a_seed_is_the_captions_alone_whatever_else_is_swept(path: Path) -> None:
+    one = {job.id: job.seed for job in jobs(source_of(path))}
+    many = SweepSource(
+        CaptionFile(path), groups([3, 7], ["ddim"], [10, 20], ["a", "b"], "ink", [0, 1]), "other"
+    )
+    seeds = {(sweep.caption_number(str(job.id)), job.seed) for job in jobs(many)}
+
+    assert seeds == {(number, one[f"cfg-1.5_{number:06}"]) for number in range(3)}
+    assert len({seed for _, seed in seeds}) == 3, "a caption that comes again has another seed"
+    assert {job.seed for job in jobs(source_of(path, seed=1))}.isdisjoint(one.values())
+
+
+def test_the_same_command_gives_the_same_jobs_and_another_one_another_load(path: Path) -> None:
+    here, again = source_of(path), source_of(path)
+
+    assert list(here.bodies(0)) == list(again.bodies(0))
+    assert here.identity == again.identity
+    others = [
+        source_of(path, [1.5, 8]),
+        source_of(path, seed=1),
+        source_of(path, job={"width": 64}),
+    ]
+    assert len({here.identity, *(each.identity for each in others)}) == 4
+
+
+def test_a_name_says_what_differs_between_the_groups() -> None:
+    names = [
+        each.name
+        for each in groups(
+            [3, 7.25], ["Euler a"], [20, 30], [None, "sd_xl base.v1"], "ink", [-0.5, 1]
+        )
+    ]
+
+    assert names[0] == "own-model-steps-20-lora--0.5-cfg-3.0"
+    assert names[-1] == "sd-xl-base.v1-steps-30-lora-1.0-cfg-7.25"
+    assert len(set(names)) == 16
+    assert [each.name for each in groups([7], ["k_euler_a"], [20])] == ["cfg-7.0"]
+    swept = [each.name for each in groups([7], ["k_euler_a", "DPM++ 2M Karras"], [20])]
+    assert swept == ["euler-ancestral-cfg-7.0", "dpmpp-2m-karras-cfg-7.0"]
+
+
+@pytest.mark.parametrize(
+    ("axes", "sentence"),
+    [
+        (([7, 7.0], ["ddim"], [20]), "--guidance: a value is there twice"),
+        (([7], ["ddim", "DDIM"], [20]), "--samplers: a value is there twice"),
+        (([7], ["dimm"], [20]), "--samplers: unknown sampler 'dimm'"),
+        (([], ["ddim"], [20]), "--guidance: give one value at least"),
+        (([7], ["ddim"], [20], ["a_b", "a b"]), "two groups would have the name a-b-cfg-7.0"),
+        (([float("nan")], ["ddim"], [20]), "guidance: should be a finite number"),
+        ((range(1, 200), ["ddim"], range(1, 60)), "these are 11,741 groups; 10,000 at most"),
+    ],
+)
+def test_groups_that_cannot_be_are_refused(axes: Any, sentence: str) -> None:
+    with pytest.raises(errors.SetupError, match=sentence):
+        groups(*axes)
+
+
+@pytest.mark.parametrize(
+    ("axes", "job", "sentence"),
+    [
+        (([0.5], ["ddim"], [20]), {}, "cfg-0.5, caption 0 .*cfg_scale: .*greater than or equal"),
+        (([31], ["ddim"], [20]), {}, "cfg_scale"),
+        (([7], ["plms"], [1]), {}, "steps is 1: PLMS takes 2 at least"),
+        (([7], ["ddim"], [20], [None], "../x", [1]), {}, "LoRA name '../x' is refused|lora"),
+        (([7], ["ddim"], [20]), {"width": 65}, "width: .*multiple of 8"),
+    ],
+)
+def test_a_group_that_could_draw_nothing_is_refused_before_anything_is_sent(
+    path: Path, axes: Any, job: dict[str, int], sentence: str
+) -> None:
+    with pytest.raises(errors.SetupError, match=sentence):
+        SweepSource(CaptionFile(path), groups(*axes), "curve", job=dict(job))
+
+
+def test_a_lora_of_strength_0_is_none_and_others_are_in_the_prompt(path: Path) -> None:
+    source = SweepSource(
+        CaptionFile(path), groups([7], ["ddim"], [20], lora="ink", strengths=[0, 0.5]), "curve"
+    )
+    without, with_lora = jobs(source)[2:4]
+
+    assert without.parsed_prompt.loras == ()
+    (tag,) = with_lora.parsed_prompt.loras
+    assert (tag.name, tag.unet_weight) == ("ink", 0.5)
+    assert with_lora.parsed_prompt.sections[0][0].text.rstrip() == "a (blue) boat"
+    assert with_lora.metadata == without.metadata == {"caption": "a (blue) boat"}
+
+
+def test_a_later_position_gives_what_follows_without_the_jobs_sent_before(path: Path) -> None:
+    source = source_of(path)
+    everything = list(source.bodies(0))
+
+    assert [list(source.bodies(start)) for start in range(7)] == [
+        everything[start:] for start in range(7)
+    ]
+    source.sent_before = {"cfg-7.0_000001"}
+    assert list(source.bodies(2)) == [everything[2], None, *everything[4:]]
+
+
+def test_jobs_are_signed_where_there_is_a_key(path: Path, tmp_path: Path) -> None:
+    key = SigningKey.create(tmp_path / "key.pem")
+    bodies = list(source_of(path, key=key).bodies(0))
+
+    trusted = TrustedKeys.read(key.public)
+    assert len([read_job(str(body), "unused", trusted) for body in bodies]) == 6
+
+
+def test_a_caption_too_long_for_a_message_is_named_before_anything_is_sent(path: Path) -> None:
+    path.write_text("short\n" + "long " * 14_000)
+
+    with pytest.raises(errors.SetupError, match=r"caption 1.*prompt"):
+        source_of(path).check(0)
+
+
+def test_240_000_jobs_take_the_memory_of_a_few(tmp_path: Path) -> None:
+    path = tmp_path / "c.txt"
+    path.write_text("".join(f"caption {number}\n" for number in range(3_000)))
+    source = source_of(path, [1 + number / 10 for number in range(80)])
+    assert source.count == 240_000
+    source.check(239_000)  # what is cached once
+    tracemalloc.start()
+    try:
+        last = list(itertools.islice(source.bodies(239_900), 100))
+        _, peak = tracemalloc.get_traced_memory()
+    finally:
+        tracemalloc.stop()
+
+    assert json.loads(str(last[-1]))["id"] == "cfg-8.9_002999"
+    assert peak < 3_000_000
