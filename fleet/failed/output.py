@@ -110,7 +110,7 @@ def print_preview(preview: Preview, to: Console) -> None:
 
 
 def print_listing(listing: Listing) -> None:
-    count = listing.errors.total()
+    count = listing.count
     if count:
         _print_errors(listing, count)
     else:
@@ -140,6 +140,9 @@ def _print_errors(listing: Listing, count: int) -> None:
     console.print_tables(summary)
     if (more := len(listing.errors) - _SHOWN) > 0:
         console.stdout.print(f"and {more:,} other errors (--json lists them)")
+    if listing.others:
+        others = console.counted(listing.others, "failed job")
+        console.stdout.print(f"and {others} with still others: --error narrows the list")
 
 
 def _print_jobs(jobs: list[dict[str, Any]]) -> None:

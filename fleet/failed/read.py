@@ -25,6 +25,9 @@ from imagefleet.storage.protocol import BlobStore
 #: Of a message that is in the poison queue by mistake.
 NO_RECORD = "not a record of a failed job"
 
+#: Kinds of failures that are counted apart: a reason may name what no other job has.
+MOST_KINDS = 1000
+
 #: Jobs whose images are looked for at the same time.
 _LOOKED_UP = 32
 
@@ -34,9 +37,22 @@ class Listing:
     """The failed jobs counted by error, and the first of them."""
 
     errors: Counter[tuple[str, str]] = field(default_factory=Counter)
+    others: int = 0
+    """Failed jobs of further kinds, beyond those that are counted apart."""
     jobs: list[dict[str, Any]] = field(default_factory=list)
     unrecorded: int = 0
     """Messages of the poison queue that were not counted, about; 0 where these were."""
+
+    @property
+    def count(self) -> int:
+        return self.errors.total() + self.others
+
+    def add(self, kind: tuple[str, str]) -> None:
+        """Counts a failed job."""
+        if kind in self.errors or len(self.errors) < MOST_KINDS:
+            self.errors[kind] += 1
+        else:
+            self.others += 1
 
     def as_record(self) -> dict[str, Any]:
         counts = [
@@ -44,8 +60,9 @@ class Listing:
             for (error, reason), count in self.errors.most_common()
         ]
         return {
-            "count": self.errors.total(),
+            "count": self.count,
             "errors": counts,
+            "other_errors": self.others,
             "jobs": self.jobs,
             "unrecorded": self.unrecorded,
         }
@@ -65,7 +82,7 @@ async def listing(fleet: Fleet, selection: Selection, limit: int, *, from_queue:
     check = fleet.checks_signatures() if fleet.keys.trusted else None
     async for entry in entries(fleet, selection, from_queue=from_queue):
         record = entry.record
-        found.errors[(record.error, record.reason) if record else (NO_RECORD, "")] += 1
+        found.add((record.error, record.reason) if record else (NO_RECORD, ""))
         if len(found.jobs) < limit:
             shown.append(entry)
             found.jobs.append(facts(entry))

@@ -7,6 +7,7 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from fleet import console
 from imagefleet import errors, likeness
 from imagefleet.likeness import Fingerprint
 from imagefleet.storage import protocol
@@ -24,6 +25,9 @@ _PRECISIONS: Mapping[str, tuple[Precision, Precision]] = {
     "cpu": ("float32", "bfloat16"),
 }
 
+#: Pixels of an image that a CPU draws within a minute or so.
+_SOON_ON_CPU = 512 * 512
+
 #: A tolerance is so many times what the two precisions differ by.
 _MARGIN = 2.0
 
@@ -37,10 +41,7 @@ def draw(model: Path, on_note: Callable[[str], None]) -> Reference:
     from worker.engine import device as devices
 
     device = devices.find_device("auto").type
-    drawn = []
-    for precision in _PRECISIONS[device]:
-        on_note(f"drawing the reference images in {precision} on the {device}")
-        drawn.append(_draw(model, precision))
+    drawn = [_draw(model, precision, device, on_note) for precision in _PRECISIONS[device]]
     (weights, size, images), (_, _, others) = drawn
     apart = max(likeness.distance(images[kind], others[kind]) for kind in reference.KINDS)
     tolerance = max(likeness.SAME_BELOW, _MARGIN * apart)
@@ -81,7 +82,7 @@ async def store(files: protocol.BlobStore, blob: str, found: Reference) -> str:
 
 
 def _draw(
-    model: Path, precision: Precision
+    model: Path, precision: Precision, device: str, on_note: Callable[[str], None]
 ) -> tuple[str, tuple[int, int], dict[Kind, Fingerprint]]:
     """The weights' identity, the images' size and their fingerprints."""
     from worker.engine import load
@@ -93,6 +94,13 @@ def _draw(
         compile="off",
         prediction_type=check.prediction_type(model),
     )
+    width, height = engine.default_size
+    # A node compares at the size that it draws at: a smaller one would say nothing of SDXL.
+    takes_long = device == "cpu" and width * height > _SOON_ON_CPU
+    on_note(
+        f"drawing {len(reference.KINDS)} reference images of {width}x{height} in {precision} on the"
+        f" {device}" + ("; at this size that takes minutes" if takes_long else "")
+    )
     self_check = engine.self_check
     found: dict[Kind, Fingerprint] = {}
     with tempfile.TemporaryDirectory() as folder:
@@ -101,9 +109,11 @@ def _draw(
         for ticket, kind in enumerate(reference.KINDS):
             asked = reference.request(kind, engine.default_size, lora)
             engine.admit(ticket, engine.prepare(asked))
-        while engine.busy:
-            for finished in engine.tick():
-                found[reference.KINDS[finished.ticket]] = _fingerprint(model, finished.outcome)
+        with console.counting("steps", reference.STEPS) as on_step:
+            while engine.busy:
+                for finished in engine.tick():
+                    found[reference.KINDS[finished.ticket]] = _fingerprint(model, finished.outcome)
+                on_step()
     engine.close()
     return self_check.weights_id, engine.default_size, found
 

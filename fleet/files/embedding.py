@@ -8,11 +8,10 @@ from typing import TYPE_CHECKING
 import typer
 
 from fleet import console, options
-from fleet.files.lora import Name, Source, checked_name
+from fleet.files.lora import Name, Source
 from fleet.files.model import CACHE, Cache, Manifest, Sha256, described
 from imagefleet import errors, signing
 from imagefleet.job.prompt import CHUNK_TOKENS
-from imagefleet.storage.open import open_storage
 from imagefleet.storage.settings import SignerSettings, StorageSettings
 
 if TYPE_CHECKING:
@@ -51,27 +50,19 @@ def add_command(
     from worker.files import embeddings, kinds
 
     async def add() -> tuple[Stored, str, str, int]:
-        from fleet.files import transfer
-        from fleet.files.listed import Listing
+        from fleet.files import named, transfer
 
         keys = signing.Keys.of(settings)
         async with transfer.local_file(source, sha256, kinds.EMBEDDING, cache) as path:
             kind, vectors = describe(str(path), transfer.check_kind(path, kinds.EMBEDDING))
-            if path.stat().st_size > embeddings.MAX_BYTES:
-                raise errors.SetupError(
-                    f"{str(path)!r} has more than {embeddings.MAX_BYTES / 2**20:,.0f} MiB, the most"
-                    " that workers take for an embedding"
-                )
-            word = checked_name(name or path.stem)
-            async with open_storage(settings) as storage:
-                await storage.create()
-                # Signing what others have listed needs --manifest.
-                listing = Listing(storage, FOLDER, keys, create=manifest or not keys.signing)
-                await listing.check()
-                blob = f"{FOLDER}/{word}.safetensors"
-                stored = await transfer.store(storage, blob, path, f"{kind} embedding")
-                await listing.add(word, stored.sha256)
-                return stored, word, kind, vectors
+            named.check_size(path, embeddings.MAX_BYTES, "an embedding")
+            word = named.name_of(name, path)
+            # Signing what others have listed needs --manifest.
+            create = manifest or not keys.signing
+            stored, _ = await named.store(
+                settings, FOLDER, word, path, f"{kind} embedding", keys=keys, create=create
+            )
+            return stored, word, kind, vectors
 
     stored, word, kind, vectors = console.run(add())
     if as_json:
@@ -94,11 +85,8 @@ def list_command(settings: StorageSettings, as_json: options.AsJson = False) -> 
     """
     from fleet.files import listing
 
-    rows = console.run(listing.read(settings, FOLDER, (".safetensors",)))
-    if as_json:
-        console.print_json({"embeddings": [asdict(row) for row in rows]})
-    else:
-        listing.show(rows, "no embeddings in the storage: `imagefleet embedding add` stores one")
+    if_empty = "no embeddings in the storage: `imagefleet embedding add` stores one"
+    listing.show(settings, FOLDER, ".safetensors", if_empty=if_empty, as_json=as_json)
 
 
 def describe(path: str, header: Header) -> tuple[str, int]:

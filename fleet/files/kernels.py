@@ -132,11 +132,8 @@ def list_command(settings: StorageSettings, as_json: options.AsJson = False) -> 
     from fleet.files import listing
     from worker.files.kernels import archive
 
-    rows = console.run(listing.read(settings, FOLDER, (archive.SUFFIX,)))
-    if as_json:
-        console.print_json({"kernels": [asdict(row) for row in rows]})
-    else:
-        listing.show(rows, "no kernels in the storage: `imagefleet kernels push` stores them")
+    if_empty = "no kernels in the storage: `imagefleet kernels push` stores them"
+    listing.show(settings, FOLDER, archive.SUFFIX, if_empty=if_empty, as_json=as_json)
 
 
 def _is_here(settings: WorkerSettings) -> bool:

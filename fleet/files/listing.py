@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from datetime import datetime
 from pathlib import PurePosixPath
 
@@ -40,8 +40,18 @@ async def read(settings: StorageSettings, folder: str, suffixes: tuple[str, ...]
         ]
 
 
-def show(rows: Sequence[Row], if_empty: str) -> None:
-    """Prints a table, or the sentence *if_empty* on stderr."""
+def show(
+    settings: StorageSettings, folder: str, *suffixes: str, if_empty: str, as_json: bool
+) -> None:
+    """Prints the files of *folder* as a table or JSON; without any the sentence *if_empty*."""
+    rows = console.run(read(settings, folder, suffixes))
+    if as_json:
+        console.print_json({folder: [asdict(row) for row in rows]})
+    else:
+        _print(rows, if_empty)
+
+
+def _print(rows: Sequence[Row], if_empty: str) -> None:
     if not rows:
         console.print_note(if_empty)
         return

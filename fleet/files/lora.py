@@ -9,9 +9,7 @@ import typer
 
 from fleet import console, options
 from fleet.files.model import CACHE, Cache, Manifest, Sha256, described
-from imagefleet import errors, signing
-from imagefleet.job.prompt import SAFE_NAME
-from imagefleet.storage.open import open_storage
+from imagefleet import signing
 from imagefleet.storage.settings import SignerSettings, StorageSettings
 
 if TYPE_CHECKING:
@@ -53,25 +51,17 @@ def add_command(
     from worker.files import kinds, loras
 
     async def add() -> tuple[Stored, str, bool]:
-        from fleet.files import transfer
-        from fleet.files.listed import Listing
+        from fleet.files import named, transfer
 
         keys = signing.Keys.of(settings)
         async with transfer.local_file(source, sha256, kinds.SD1_LORA, cache) as path:
             kind = kinds.find_kind(transfer.check_kind(path, kinds.SD1_LORA))
-            if path.stat().st_size > loras.MAX_BYTES:
-                raise errors.SetupError(
-                    f"{str(path)!r} has more than {loras.MAX_BYTES / 2**20:,.0f} MiB, the most"
-                    " that workers take for a LoRA"
-                )
-            stem = checked_name(name or path.stem)
-            async with open_storage(settings) as storage:
-                await storage.create()
-                listing = Listing(storage, FOLDER, keys, create=manifest)
-                await listing.check()
-                blob = f"{FOLDER}/{stem}.safetensors"
-                stored = await transfer.store(storage, blob, path, f"{kind.family} LoRA")
-                return stored, stem, await listing.add(stem, stored.sha256)
+            named.check_size(path, loras.MAX_BYTES, "a LoRA")
+            stem = named.name_of(name, path)
+            stored, is_listed = await named.store(
+                settings, FOLDER, stem, path, f"{kind.family} LoRA", keys=keys, create=manifest
+            )
+            return stored, stem, is_listed
 
     stored, stem, is_listed = console.run(add())
     tag = f"<lora:{stem}:1>"
@@ -96,18 +86,5 @@ def list_command(settings: StorageSettings, as_json: options.AsJson = False) -> 
     """
     from fleet.files import listing
 
-    rows = console.run(listing.read(settings, FOLDER, (".safetensors",)))
-    if as_json:
-        console.print_json({"loras": [asdict(row) for row in rows]})
-    else:
-        listing.show(rows, "no LoRAs in the storage: `imagefleet lora add` stores one")
-
-
-def checked_name(stem: str) -> str:
-    name = stem.removesuffix(".safetensors")
-    if not SAFE_NAME.fullmatch(name):
-        raise errors.SetupError(
-            f"the name {name[:80]!r} is refused: give a --name of letters, digits, spaces and"
-            " _ . + ( ) - only, as prompts may have it"
-        )
-    return name
+    if_empty = "no LoRAs in the storage: `imagefleet lora add` stores one"
+    listing.show(settings, FOLDER, ".safetensors", if_empty=if_empty, as_json=as_json)

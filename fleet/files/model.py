@@ -139,11 +139,8 @@ def list_command(settings: StorageSettings, as_json: options.AsJson = False) -> 
     """
     from fleet.files import listing
 
-    rows = console.run(listing.read(settings, FOLDER, (".safetensors", ".tar")))
-    if as_json:
-        console.print_json({"models": [asdict(row) for row in rows]})
-    else:
-        listing.show(rows, "no checkpoints in the storage: `imagefleet model add` stores one")
+    if_empty = "no checkpoints in the storage: `imagefleet model add` stores one"
+    listing.show(settings, FOLDER, ".safetensors", ".tar", if_empty=if_empty, as_json=as_json)
 
 
 @app.command("canary")

@@ -55,10 +55,20 @@ class _Run:
         if not wanted.follow:
             yield self.records()
             return
-        left = wanted.limit
-        follower = reader.Follower(self.storage, wanted.campaign, on_damaged=self.damaged.add)
-        async for batch in follow.follow(self.storage, follower, wanted.campaign, wanted.outcomes):
-            yield source.each(batch[:left])
+        async for batch in self.followed(wanted.limit):
+            yield source.each(batch)
+
+    async def followed(
+        self, left: int | None, position: dict[str, int] | None = None
+    ) -> AsyncIterator[list[Record]]:
+        """Results from a follower's *position* on, until the campaign's end; *left* at most."""
+        wanted = self.wanted
+        follower = reader.Follower(self.storage, wanted.campaign, position, self.damaged.add)
+        polls = follow.follow(self.storage, follower, wanted.campaign, wanted.outcomes)
+        if left is not None and left <= 0:
+            return
+        async for batch in polls:
+            yield batch[:left]
             if left is not None and (left := left - len(batch)) <= 0:
                 return
 
@@ -189,7 +199,7 @@ async def _show(this: _Run) -> None:
             " each kind; --json, --csv and --parquet FILE have all"
         )
     if wanted.follow:
-        follower = reader.Follower(storage, wanted.campaign, shown_until, this.damaged.add)
-        async for batch in follow.follow(storage, follower, wanted.campaign, wanted.outcomes):
+        left = None if wanted.limit is None else wanted.limit - shown
+        async for batch in this.followed(left, shown_until):
             for record in batch:
                 console.print_plain(table.line(record))

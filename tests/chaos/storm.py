@@ -15,12 +15,10 @@ from __future__ import annotations
 import argparse
 import asyncio
 import contextlib
-import io
 import json
 import os
 import random
 import signal
-import subprocess
 import sys
 import tempfile
 import time
@@ -29,10 +27,9 @@ from collections.abc import AsyncIterator, Callable, Iterator, Mapping
 from dataclasses import asdict, dataclass, field
 from functools import partial
 from pathlib import Path
+from typing import Any
 
-import numpy as np
-from PIL import Image
-
+import forks
 from imagefleet.records import reader
 from imagefleet.storage import dead_letter
 from imagefleet.storage.open import open_storage
@@ -40,9 +37,7 @@ from imagefleet.storage.protocol import Storage
 from imagefleet.storage.settings import StorageSettings
 from proxy import Fault, FaultProxy
 from scaler import KilledScaler
-from storm_worker import BAD_STEPS, SIDE
-from worker.engine import contract
-from worker.testing import draw_noise
+from storm_worker import BAD_STEPS, is_image_of
 
 HERE = Path(__file__).parent
 ROOT = HERE.parents[1]
@@ -147,11 +142,13 @@ class Storm:
     tick_seconds: float
     fault_share: float
     """Of the workers' calls; 0 where the proxy makes the faults."""
+    server: forks.Forks
+    """Of all commands, which it starts without their imports."""
     log: Path = field(init=False)
     events: Path = field(init=False)
-    expected_exits: set[int] = field(default_factory=set)
-    workers: list[subprocess.Popen[bytes]] = field(default_factory=list)
-    frozen: set[int] = field(default_factory=set)
+    expected_exits: set[forks.Fork] = field(default_factory=set)
+    workers: list[forks.Fork] = field(default_factory=list)
+    frozen: set[forks.Fork] = field(default_factory=set)
 
     def __post_init__(self) -> None:
         self.events = self.folder / "events"
@@ -193,7 +190,7 @@ class Storm:
                 self._start_missing_workers()
                 await asyncio.sleep(0.2)
         for process in self.workers:
-            self.expected_exits.add(process.pid)
+            self.expected_exits.add(process)
             process.terminate()
         for process in self.workers:
             await asyncio.to_thread(process.wait, 60)
@@ -216,35 +213,35 @@ class Storm:
 
     def _blow(self) -> None:
         victims = [each for each in self.workers if each.poll() is None]
-        victims = [each for each in victims if each.pid not in self.frozen]
+        victims = [each for each in victims if each not in self.frozen]
         if not victims:
             return
         victim = self.random.choice(victims)
         (blow,) = self.random.choices(list(BLOWS), list(BLOWS.values()))
         if blow == "kill":
-            self.expected_exits.add(victim.pid)
+            self.expected_exits.add(victim)
             victim.kill()
             self.tally.kills += 1
         elif blow == "term":
-            self.expected_exits.add(victim.pid)
+            self.expected_exits.add(victim)
             victim.terminate()
             self.tally.terms += 1
         else:
             victim.send_signal(signal.SIGSTOP)
-            self.frozen.add(victim.pid)
+            self.frozen.add(victim)
             frozen_seconds = self.random.uniform(0.5, 1.5) * max(LEASES_SECONDS)
             asyncio.get_running_loop().call_later(frozen_seconds, self._wake, victim)
             self.tally.freezes += 1
 
-    def _wake(self, process: subprocess.Popen[bytes]) -> None:
-        self.frozen.discard(process.pid)
+    def _wake(self, process: forks.Fork) -> None:
+        self.frozen.discard(process)
         if process.poll() is None:
             process.send_signal(signal.SIGCONT)
 
     def _start_missing_workers(self) -> None:
         for process in [each for each in self.workers if each.poll() is not None]:
             self.workers.remove(process)
-            if process.pid not in self.expected_exits:
+            if process not in self.expected_exits:
                 self.tally.workers_ended_by_themselves += 1
         while len(self.workers) < WORKERS:
             self._start_worker()
@@ -253,16 +250,7 @@ class Storm:
         lease = LEASES_SECONDS[self.random.randrange(len(LEASES_SECONDS))]
         arguments = [self.events, self.tick_seconds, self.fault_share, self.random.random()]
         flags = ["--model", "none", "--lease-seconds", lease, "--grace-seconds", 2]
-        with self.log.open("ab") as log:
-            self.workers.append(
-                subprocess.Popen(
-                    [sys.executable, HERE / "storm_worker.py", *map(str, (*arguments, *flags))],
-                    env=self._environment(),
-                    stdin=subprocess.DEVNULL,
-                    stdout=log,
-                    stderr=log,
-                )
-            )
+        self.workers.append(self._start(*arguments, *flags, program="storm_worker.main()"))
 
     async def _fill(self) -> None:
         """`imagefleet load`, killed twice before it may end."""
@@ -294,30 +282,35 @@ class Storm:
         environment: Mapping[str, str] | None = None,
     ) -> int:
         """Runs the console; kills it some time after it has begun. Returns its exit code."""
-        with self.log.open("ab") as log:
-            process = await asyncio.create_subprocess_exec(
-                *(sys.executable, "-m", "fleet.entry", *map(str, arguments)),
-                env=self._environment() | (environment or {}),
-                stdin=subprocess.DEVNULL,
-                stdout=log,
-                stderr=log,
-            )
+        process = self._start(*arguments, variables=environment)
         try:
-            while process.returncode is None and not has_begun():
-                await asyncio.sleep(0.01)
-            return await asyncio.wait_for(process.wait(), kill_after_seconds)
+            while process.poll() is None and not has_begun():
+                await asyncio.sleep(forks.PAUSE_SECONDS)
+            async with asyncio.timeout(kill_after_seconds):
+                while process.poll() is None:
+                    await asyncio.sleep(forks.PAUSE_SECONDS)
         except (TimeoutError, asyncio.CancelledError) as error:
             process.kill()
-            await process.wait()
+            process.wait()
             self.tally.other_kills += 1
             if isinstance(error, asyncio.CancelledError):
                 raise
-            return -signal.SIGKILL
+        return process.wait()
+
+    def _start(
+        self, *arguments: Any, program: str = "", variables: Mapping[str, str] | None = None
+    ) -> forks.Fork:
+        return self.server.start(
+            *map(str, arguments),
+            cwd=self.folder,
+            variables=self._environment() | (variables or {}),
+            output=self.log,
+            program=program,
+        )
 
     def _environment(self) -> dict[str, str]:
         return {
             **{name: value for name, value in os.environ.items() if "IMAGEFLEET" not in name},
-            "PYTHONPATH": os.pathsep.join([str(ROOT), str(HERE)]),
             "IMAGEFLEET_STORAGE": self.disturbed.storage,
             "IMAGEFLEET_QUEUE": self.disturbed.queue,
             "IMAGEFLEET_CONTAINER": self.disturbed.container,
@@ -386,15 +379,6 @@ async def compare_records(tally: Tally, storage: Storage, campaign: str) -> None
     tally.records_without_image += recorded.total() - len(stored & recorded.keys())
 
 
-def is_image_of(seed: int, data: bytes) -> bool:
-    request = contract.ImageRequest("", "", (), "", 1, 1.0, seed, SIDE, SIDE)
-    try:
-        image = Image.open(io.BytesIO(data))
-        return bool(np.array_equal(np.asarray(image), draw_noise(request)))
-    except OSError:
-        return False
-
-
 @contextlib.asynccontextmanager
 async def disturbances(
     settings: StorageSettings, share: float, chance: random.Random, tally: Tally
@@ -428,7 +412,13 @@ async def weather(
     """One storm of about *seconds*, and the calm after it; returns the tally."""
     kind = "local" if settings.storage.startswith("local:") else "azurite"
     tally = Tally(kind, jobs)
-    with tempfile.TemporaryDirectory(prefix="imagefleet-storm-") as folder:
+    variables = os.environ | {"PYTHONPATH": os.pathsep.join([str(ROOT), str(HERE)])}
+    with (
+        tempfile.TemporaryDirectory(prefix="imagefleet-storm-") as folder,
+        forks.running(
+            Path(sys.executable), Path(folder), variables, "import storm_worker"
+        ) as server,
+    ):
         async with (
             open_storage(settings) as storage,
             disturbances(settings, FAULT_SHARE, random.Random(seed), tally) as (disturbed, proxy),
@@ -444,6 +434,7 @@ async def weather(
                 faults=faults,
                 tick_seconds=seconds * WORKERS * CAPACITY / jobs,
                 fault_share=0.0 if proxy else FAULT_SHARE,
+                server=server,
             )
             try:
                 await storm.run(storage)

@@ -1,6 +1,7 @@
 """A real worker process with a stand-in engine, which a storm may kill at any moment.
 
-    python storm_worker.py EVENTS TICK_SECONDS FAULT_SHARE SEED [FLAGS OF imagefleet worker]
+Its arguments: EVENTS TICK_SECONDS FAULT_SHARE SEED [FLAGS OF imagefleet worker]. A storm runs its
+`main` in a fork of a process that has imported it.
 
 Each event is a line appended to the file EVENTS, which survives SIGKILL: `drawn SEED`, the outcome
 of a job, `fault`. FAULT_SHARE of the calls to the storage fail before or after their effect.
@@ -8,12 +9,14 @@ of a job, `fault`. FAULT_SHARE of the calls to the storage fail before or after 
 
 from __future__ import annotations
 
+import io
 import os
 import random
 import sys
 from typing import Any
 
 import numpy as np
+from PIL import Image
 
 from fleet import console, options
 from imagefleet import errors
@@ -112,5 +115,11 @@ def main() -> None:
     console.leave(code)
 
 
-if __name__ == "__main__":
-    main()
+def is_image_of(seed: int, data: bytes) -> bool:
+    """Whether a file is what a worker draws of a seed."""
+    request = contract.ImageRequest("", "", (), "", 1, 1.0, seed, SIDE, SIDE)
+    try:
+        image = Image.open(io.BytesIO(data))
+        return bool(np.array_equal(np.asarray(image), draw_noise(request)))
+    except OSError:
+        return False

@@ -38,6 +38,10 @@ REQUIRED = bool(os.environ.get("IMAGEFLEET_REQUIRE_CONTAINER"))
 #: Base, two images and the intermediate layers; most of it torch.
 NEEDED_BYTES = 8 * 2**30
 
+#: Each layer is written four times, and all of it deleted at the end: disks take minutes for that.
+MEMORY = Path("/dev/shm")
+NEEDED_MEMORY_BYTES = 2 * NEEDED_BYTES
+
 #: The commands that the files under deploy/ run.
 MODELS: Mapping[str, type[BaseSettings]] = {
     "worker": MachineSettings,
@@ -84,12 +88,17 @@ class Image:
         uid, gid = user.split(":")
         os.chown(data, int(uid), int(gid))
         command = [*(self.config["Entrypoint"] if entrypoint else []), *arguments]
-        settings = [f"{name}={value}" for name, value in (self.environment | variables).items()]
+        # Nothing is compiled in the image, and its file system is read-only.
+        compiled = self.builder.folder / "compiled" / self.name
+        compiled.mkdir(parents=True, exist_ok=True)
+        os.chown(compiled, int(uid), int(gid))
+        variables = self.environment | variables | {"PYTHONPYCACHEPREFIX": "/compiled"}
+        settings = [f"{name}={value}" for name, value in variables.items()]
         script = f"""
             container=$(buildah from --pull-never {self.name})
             mounted=$(buildah mount "$container")
             root={self.builder.folder}/root
-            mkdir -p "$root" "$mounted/data"
+            mkdir -p "$root" "$mounted/data" "$mounted/compiled"
             mount --bind "$mounted" "$root"
             mount -o remount,bind,ro "$root"
             mount -t tmpfs -o uid={uid},gid={gid} tmpfs "$root/cache"
@@ -97,6 +106,7 @@ class Image:
             mount -t proc proc "$root/proc"
             mount --rbind /dev "$root/dev"
             mount --bind {data} "$root/data"
+            mount --bind {compiled} "$root/compiled"
             status=0
             chroot --userspec={user} "$root" /usr/bin/env -i "$@" || status=$?
             umount --recursive "$root"
@@ -135,6 +145,7 @@ class Builder:
         prelude = f"""
             set -eu
             mount -t overlay overlay -o lowerdir={DEBIAN}/usr:/usr /usr
+            export TMPDIR={self.folder}
             buildah() {{ command buildah {self._flags} "$@"; }}
         """
         return [*ISOLATED, "sh", "-c", prelude + script, "sh", *arguments]
@@ -158,7 +169,7 @@ class Builder:
         self._must(
             f"""
             container=$(buildah from scratch)
-            buildah add -q "$container" {DEBIAN}/base /
+            cp --archive {DEBIAN}/base/. "$(buildah mount "$container")"
             buildah commit -q {policy} "$container" {BASE}
             buildah rm "$container"
             """
@@ -183,16 +194,25 @@ class Builder:
     def read_pins(self, arguments: Mapping[str, str]) -> list[str]:
         """The lines of the lock file of the torch that a build with *arguments* installs."""
         given = " ".join(f"--build-arg {name}={value}" for name, value in arguments.items())
-        printed = self._must(
+        return self._read(f"{self.build_line} {given}", "pins", "/pins/torch.txt").splitlines()
+
+    def read_schema(self, name: str) -> Any:
+        """A JSON schema that comes with what writes the SBOM."""
+        path = f"/opt/sbom/lib/python3*/site-packages/cyclonedx/schema/_res/{name}"
+        return json.loads(self._read(self.cpu_build_line, "sbom", path, *self.pip_volumes()))
+
+    def _read(self, build_line: str, target: str, path: str, *arguments: str) -> str:
+        """A file of a target; *path* may be a pattern."""
+        return self._must(
             f"""
-            {self.build_line} {given} --target pins --tag localhost/pins . >&2
-            container=$(buildah from --pull-never localhost/pins)
+            {build_line} --target {target} --tag localhost/{target} "$@" . >&2
+            container=$(buildah from --pull-never localhost/{target})
             mounted=$(buildah mount "$container")
-            cat "$mounted/pins/torch.txt"
+            cat "$mounted"{path}
             buildah rm "$container" >&2
-            """
+            """,
+            *arguments,
         )
-        return printed.splitlines()
 
     def image(self, name: str) -> Image:
         inspected = json.loads(self._must(f"buildah inspect --type image {name}"))
@@ -225,8 +245,9 @@ class Builder:
         mounts = {path for path in paths if path[0] == "/" and Path(path).exists()}
         configuration = self.folder / "pip.conf"
         lines = [f"{name} = {value}" for name, value in settings.items()]
-        # Compiling every module takes longer than the few runs here would save.
-        lines = ["[global]", *lines, "[install]", "no-compile = true", ""]
+        # Compiling every module takes longer than the few runs here would save. "no" is what
+        # switches it off: pip stores the value itself.
+        lines = ["[global]", *lines, "[install]", "no-compile = no", ""]
         configuration.write_text("\n".join(lines))
         # A `simple` folder links to files next to it.
         mounts |= {str(Path(path).parent) for path in mounts if Path(path).name == "simple"}
@@ -279,11 +300,15 @@ def builder() -> Iterator[Builder]:
         _skip("only root can build images")
     if subprocess.run([*ISOLATED, "true"], capture_output=True, check=False).returncode:
         _skip("images cannot be built here: mounting is not allowed")
-    with tempfile.TemporaryDirectory(prefix="imagefleet-images-") as folder:
+    where = MEMORY if _free_memory_bytes() >= NEEDED_MEMORY_BYTES else None
+    with tempfile.TemporaryDirectory(prefix="imagefleet-images-", dir=where) as folder:
         if shutil.disk_usage(folder).free < NEEDED_BYTES:
             _skip(f"building images takes {NEEDED_BYTES // 2**30} GB in {folder}")
         made = Builder(Path(folder))
-        made.make_base()
+        with ThreadPoolExecutor(1) as thread:  # the index answers meanwhile
+            volumes = thread.submit(made.pip_volumes)
+            made.make_base()
+            volumes.result()
         yield made
 
 
@@ -350,6 +375,16 @@ def parse_command(monkeypatch: pytest.MonkeyPatch) -> Callable[..., BaseSettings
         return options.read(model, given)
 
     return parse
+
+
+def _free_memory_bytes() -> int:
+    """Of the machine, and allowed for files; 0 where that is not known."""
+    try:
+        found = re.search(r"MemAvailable: +(\d+) kB", Path("/proc/meminfo").read_text())
+        allowed = shutil.disk_usage(MEMORY).free
+    except OSError:
+        return 0
+    return min(int(found[1]) * 1024, allowed) if found else 0
 
 
 def _skip(reason: str) -> NoReturn:

@@ -14,6 +14,7 @@ from typing import Any
 import pytest
 
 from fleet import console
+from fleet.failed import read as read_failed
 from imagefleet import errors
 from imagefleet.job.message import Job, read_job
 from imagefleet.records.record import Record
@@ -95,6 +96,20 @@ def test_the_list_counts_errors_and_then_lists_jobs(
     assert "[bold]" in shown
     assert "cat" in shown
     assert "dog" not in shown
+
+
+def test_errors_that_are_all_different_are_counted_without_a_line_for_each(
+    in_process: Imagefleet, failed_jobs: StorageSettings, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(read_failed, "MOST_KINDS", 1)
+
+    listing = read(in_process("failed", "list", "--json"))
+    (kind,) = listing["errors"]
+    assert listing["count"] == kind["count"] + listing["other_errors"] == 3
+    shown = in_process("failed", "list").stdout
+    others = console.counted(listing["other_errors"], "failed job")
+    assert f"and {others} with still others: --error narrows the list" in shown
+    assert "3 failed jobs" in shown
 
 
 def test_filters_narrow_the_list(in_process: Imagefleet, failed_jobs: StorageSettings) -> None:

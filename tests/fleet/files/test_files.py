@@ -5,10 +5,12 @@ from __future__ import annotations
 import asyncio
 import hashlib
 import json
+import re
 import subprocess
 import tarfile
 from collections.abc import AsyncIterator, Callable
 from pathlib import Path
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -172,6 +174,27 @@ def test_a_checkpoint_whose_images_are_all_alike_has_no_reference_images(
     monkeypatch.setattr(canary, "_draw", lambda *_: ("weights", (64, 64), drawn))
     with pytest.raises(errors.SetupError, match=r"wrong ones by 0\.0"):
         canary.draw(tmp_path / "model.safetensors", lambda _: None)
+
+
+def test_large_reference_images_are_announced_where_a_cpu_draws_them(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    engine = SimpleNamespace(
+        default_size=(1024, 1024),
+        self_check=SimpleNamespace(write_lora=lambda _: None, weights_id="weights"),
+        prepare=lambda request: request,
+        admit=lambda *_: None,
+        busy=False,
+        close=lambda: None,
+    )
+    monkeypatch.setattr("worker.engine.load.load_engine", lambda *_, **__: engine)
+    monkeypatch.setattr("worker.files.check.prediction_type", lambda _: None)
+    notes: list[str] = []
+
+    canary._draw(tmp_path / "sdxl.safetensors", "float32", "cpu", notes.append)
+
+    (note,) = notes
+    assert re.search(r"reference images of 1024x1024 .* on the cpu; .* takes minutes", note)
 
 
 def test_a_folder_of_sdxl_is_stored_with_both_text_encoders(
