@@ -150,7 +150,7 @@ async def test_torch_and_its_companions_write_nothing_else(
 
     assert code == 0
     assert log[-1]["images"] == 1
-    expected = {"start", "loaded", "node_check", "reference_missing", "first_image", "stop"}
+    expected = {"start", "loaded", "fits", "node_check", "reference_missing", "first_image", "stop"}
     assert {line["action"] for line in log} == expected
 
 
