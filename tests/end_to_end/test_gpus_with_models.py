@@ -20,7 +20,7 @@ from PIL import Image
 from imagefleet.storage.protocol import Storage
 
 #: By model; more than one GPU draws before the other has started.
-JOBS = {"one": 14, "two": 24}
+JOBS = {"one": 8, "two": 48}
 
 #: Draws the model's number into the corner.
 LOADING = """
@@ -76,7 +76,8 @@ async def test_gpus_begin_with_different_models_change_as_jobs_wait_and_fetch_ea
     changes = "from worker.models import change; change.IDLE_LOOK_SECONDS = 0.1"
     command = stand_in_worker(
         *("--device", "cpu", "--gpus", "0,1", "--cache", tmp_path / "cache", *models),
-        *("--until-empty", "--prefetch-seconds", "0"),
+        # Of this name follows that the first GPU begins with the first model.
+        *("--until-empty", "--prefetch-seconds", "0", "--name", "g"),
         loading=LOADING.strip(),
         changes=changes,
     )

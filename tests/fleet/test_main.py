@@ -133,15 +133,15 @@ def test_a_group_without_a_command_prints_its_help(imagefleet: Imagefleet, group
     assert result.returncode == console.EXIT_DONE
 
 
-def test_help_takes_well_under_a_second() -> None:
+def test_help_does_not_wait_for_what_takes_seconds_to_import() -> None:
     def processor_seconds() -> float:
         before = resource.getrusage(resource.RUSAGE_CHILDREN)
         subprocess.run([COMMAND, "--help"], stdout=subprocess.DEVNULL, check=True)
         after = resource.getrusage(resource.RUSAGE_CHILDREN)
         return after.ru_utime + after.ru_stime - before.ru_utime - before.ru_stime
 
-    # CPU time, and the best of three: the machine may be busy.
-    assert min(processor_seconds() for _ in range(3)) < 1
+    # CPU time, and the best of three: 0.7 s alone, more on a busy machine; torch alone takes 2 s.
+    assert min(processor_seconds() for _ in range(3)) < 1.5
 
 
 def test_listing_failed_jobs_imports_neither_torch_nor_azure(tmp_path: Path) -> None:
