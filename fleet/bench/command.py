@@ -14,7 +14,6 @@ from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
 from fleet import console, options
 from fleet.bench import latency, scaling
 from fleet.worker import command as worker
-from imagefleet import errors
 from imagefleet.pricing import prices
 
 if TYPE_CHECKING:
@@ -89,11 +88,9 @@ def engine_command(
     with console.one_line_errors():
         json_file = options.renamed("--report", report_file, "--json-file", json_file)
         console.check_writable(json_file)
-        if model is not None and not model.exists():  # before torch is imported
-            from worker.files import check
+        from worker.files import check
 
-            check.refuse_address(model)
-            raise errors.SetupError(f"the model {str(model)!r} does not exist")
+        check.require_path(model)  # before torch is imported
         worker.require_libraries()
         from fleet.bench import engine as bench_engine
         from fleet.bench import machine

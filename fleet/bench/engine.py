@@ -71,8 +71,7 @@ def prepare(
     if family not in known:
         raise errors.SetupError(f"--family {family!r} is unknown; known are {', '.join(known)}")
     torch_device = devices.find_device(device)
-    if model is not None and not model.exists():
-        raise errors.SetupError(f"the model {str(model)!r} does not exist")
+    check.require_path(model)
     if model is None and torch_device.type == "cuda":
         name = "random-sd15" if family == "sd1" else f"random-{family}"
         kind = "v_prediction" if family == "sd2" else "epsilon"

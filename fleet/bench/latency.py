@@ -14,7 +14,6 @@ import typer
 
 from fleet import console, options
 from fleet.worker import command as worker
-from imagefleet import errors
 from imagefleet.pricing import families
 
 if TYPE_CHECKING:
@@ -60,16 +59,13 @@ def command(
     imagefleet bench latency --family sdxl --json-file latency.json
     """
     console.check_writable(json_file)
-    if model is not None and not model.exists():  # before torch is imported
-        from worker.files import check
+    from worker.files import check
 
-        check.refuse_address(model)
-        raise errors.SetupError(f"the model {str(model)!r} does not exist")
+    check.require_path(model)  # before torch is imported
     worker.require_libraries()
     from fleet.bench import engine as bench_engine
     from fleet.bench import machine
     from worker.engine import device as devices
-    from worker.files import check
 
     torch_device = devices.find_device(device)
     with tempfile.TemporaryDirectory(prefix="imagefleet-bench-") as name:

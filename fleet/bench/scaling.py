@@ -75,11 +75,9 @@ def command(
     """
     with console.one_line_errors():
         console.check_writable(json_file)
-        if model is not None and not model.exists():
-            from worker.files import check
+        from worker.files import check
 
-            check.refuse_address(model)
-            raise errors.SetupError(f"the model {str(model)!r} does not exist")
+        check.require_path(model)
         try:
             known = samplers.find(sampler)
         except ValueError as error:

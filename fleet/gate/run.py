@@ -142,11 +142,9 @@ def _check(plan: Plan) -> None:
             raise errors.SetupError(f"{flag} is for settings that are drawn here; there are none")
     if plan.a == plan.b and plan.storages[0] == plan.storages[1]:
         raise errors.SetupError(f"A and B are the same: {plan.a}")
-    if plan.model is not None and not plan.model.exists():
-        from worker.files import check
+    from worker.files import check
 
-        check.refuse_address(plan.model)
-        raise errors.SetupError(f"the model {str(plan.model)!r} does not exist")
+    check.require_path(plan.model)
     if plan.engines:
         from fleet.worker import command as worker
 

@@ -84,6 +84,13 @@ def check_path(path: Path) -> None:
         ) from error
 
 
+def require_path(path: Path | None) -> None:
+    """Raises SetupError for a model that does not exist; None is the caller's default."""
+    if path is not None and not path.exists():
+        refuse_address(path)
+        raise errors.SetupError(f"the model {str(path)!r} does not exist")
+
+
 def refuse_address(path: Path) -> None:
     """Raises SetupError, without quoting it, as it may hold a token."""
     if re.match(r"\w{2,}:/", str(path)):
