@@ -11,6 +11,7 @@ images. Time is simulated, so a run depends on its seed alone; about 1,000 jobs 
     python benchmarks/fleet_sim.py --reference
     python benchmarks/fleet_sim.py --affinity
     python benchmarks/fleet_sim.py --measured scaling.json    # of `imagefleet bench scaling`
+    python benchmarks/fleet_sim.py --pictures benchmarks/results/fleet-sim.json
 
 Every row but a campaign's (--jobs) is a part of a run that goes on: it begins once all replicas
 draw, and lasts for so many simulated seconds. With --share 0.1, a tenth of the replicas is
@@ -33,17 +34,17 @@ from rich.table import Table
 
 from imagefleet import errors
 from imagefleet.pricing import prices
-from simulation import account, affinity, measure, nodes, reference
+from simulation import account, affinity, measure, nodes, pictures, reference
 from simulation.fleet import Plan
 from simulation.measure import Figures
 
-#: All replicas draw by then, and their first images are stored.
-WARM_SECONDS = 90.0
+#: All replicas draw by then, and those that were broken have been replaced.
+WARM_SECONDS = 270.0
 
 SECONDS = 120.0
 
 #: Of one replica alone, whose images come by the slots.
-ALONE_SECONDS = 1200.0
+ALONE_SECONDS = 600.0
 
 WIDTH = 170
 
@@ -53,6 +54,9 @@ CONTINUED = (64, 750)
 
 def main() -> None:
     arguments = _parser().parse_args()
+    if arguments.pictures:
+        pictures.write(arguments.pictures, Path(__file__).parent.parent / "docs")
+        return
     try:
         if arguments.reference:
             report = _reference(arguments)
@@ -73,6 +77,7 @@ def _parser() -> argparse.ArgumentParser:
     what.add_argument("--reference", action="store_true", help="replay the public run of 24 hours")
     what.add_argument("--affinity", action="store_true", help="workers that prefer what they hold")
     what.add_argument("--measured", type=Path, metavar="FILE", help="`bench scaling --json-file`")
+    what.add_argument("--pictures", type=Path, metavar="FILE", help="draw results into docs/")
     parser.add_argument("--replicas", type=_numbers, metavar="LIST", help="1,10,100,750 by default")
     parser.add_argument("--gpu", help="classes with a speed in gpus.toml, separated by commas")
     parser.add_argument("--priority", default="batch", choices=prices.PRIORITIES)

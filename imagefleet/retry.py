@@ -70,7 +70,7 @@ class RetryPolicy:
                     self.on_retry(error)
                 await asyncio.sleep(jitter(self.longest_wait_seconds, low=0))
 
-        # Without tenacity, whose 0.2 ms would be half of a worker's time for an image: nearly
+        # Without tenacity, which was a third of a worker's CPU time for an image: nearly
         # every call succeeds at once.
         began_at = time.monotonic()
         first_error: errors.TransientError | None = None

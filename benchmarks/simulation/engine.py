@@ -134,8 +134,10 @@ class SimulatedEngineThread(EngineThread):
                 began_at = self._loop.time()
                 if self.clock.first_at is None and self._admitted_at:
                     self.clock.first_at = began_at
+                self.tick_began_at = began_at
                 await asyncio.sleep(engine.tick_seconds)
                 outcomes = engine.tick()
+                self.tick_began_at = None
                 ended_at = self._loop.time()
                 self.clock.busy_seconds += ended_at - began_at
                 self.clock.images += len(outcomes)

@@ -6,6 +6,7 @@ import asyncio
 import contextlib
 import logging
 import random
+import time
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -33,8 +34,9 @@ _CONNECTION = "AccountName=simulated;AccountKey=c2ltdWxhdGVk"
 #: The first nodes are replaced at once where they are broken: the fleet has been up for long.
 _FIRST_REPLACED_SECONDS = 15.0
 
-#: Replicas begin within these seconds.
-_SPREAD_SECONDS = 10.0
+#: Replicas begin within these seconds, longer than a slow card's slots take for their images:
+#: their images come together, which must not be at the same time on all nodes.
+SPREAD_SECONDS = 60.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -88,8 +90,12 @@ class Place:
     @property
     def busy(self) -> float:
         """Seconds of its engines so far."""
-        present = 0.0 if self.pipeline is None else self.pipeline.engine_thread.clock.busy_seconds
-        return self.busy_seconds + present
+        if self.pipeline is None:
+            return self.busy_seconds
+        thread = self.pipeline.engine_thread
+        began_at = thread.tick_began_at
+        in_tick = 0.0 if began_at is None else time.monotonic() - began_at
+        return self.busy_seconds + thread.clock.busy_seconds + in_tick
 
 
 @dataclass(slots=True)
@@ -154,7 +160,7 @@ class Fleet:
 
     async def _hold(self, number: int, place: Place, dice: random.Random) -> None:
         """Keeps one place filled."""
-        await asyncio.sleep(dice.uniform(0, _SPREAD_SECONDS))
+        await asyncio.sleep(dice.uniform(0, SPREAD_SECONDS))
         is_first = True
         generation = 0
         while True:
@@ -170,7 +176,7 @@ class Fleet:
                 await asyncio.sleep(_FIRST_REPLACED_SECONDS)
             else:
                 await asyncio.sleep(seconds_until_replaced(dice))
-            is_first = False
+            is_first = is_first and not was_good
 
     async def _rent(
         self, place: Place, node: Node, name: str, number: int, dice: random.Random

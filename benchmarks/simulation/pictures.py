@@ -1,11 +1,7 @@
-"""Draws docs/scaling.svg and docs/reference-run.svg from what `fleet_sim.py` printed.
-
-python benchmarks/simulation/pictures.py benchmarks/results/fleet-sim.json docs
-"""
+"""The pictures of the documents, scaling.svg and reference-run.svg, as SVG."""
 
 from __future__ import annotations
 
-import argparse
 import json
 import math
 from collections.abc import Mapping, Sequence
@@ -113,18 +109,11 @@ def reference(report: Mapping[str, Any]) -> str:
     return _picture("The public run, replayed, and this engine on the same cards", parts, top)
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n")[0])
-    parser.add_argument("results", type=Path)
-    parser.add_argument("folder", type=Path)
-    arguments = parser.parse_args()
-    results = json.loads(arguments.results.read_text(encoding="utf-8"))
+def write(results: Path, folder: Path) -> None:
+    """Draws both from a file of results."""
+    found = json.loads(results.read_text(encoding="utf-8"))
     for name, text in (
-        ("scaling.svg", scaling(results["scaling"]["rows"])),
-        ("reference-run.svg", reference(results["reference"])),
+        ("scaling.svg", scaling(found["scaling"]["rows"])),
+        ("reference-run.svg", reference(found["reference"])),
     ):
-        (arguments.folder / name).write_text(text, encoding="utf-8")
-
-
-if __name__ == "__main__":
-    main()
+        (folder / name).write_text(text, encoding="utf-8")

@@ -15,7 +15,7 @@ from azure.core import exceptions
 
 import fleet_sim
 from imagefleet.records import shard
-from simulation import account, affinity, clock, measure, nodes, reference
+from simulation import account, affinity, clock, fleet, measure, nodes, reference
 from simulation.fleet import Fleet, Plan, stand_ins
 from simulation.nodes import Card, Weather
 from worker.settle import InFlightJob
@@ -24,6 +24,12 @@ from worker.settle import InFlightJob
 CARD = Card("fast", 8.0, 1.0)
 
 FINE = Weather(0, 0, 0)
+
+
+@pytest.fixture(autouse=True)
+def _soon(monkeypatch: pytest.MonkeyPatch) -> None:
+    """All replicas begin soon: these runs are short."""
+    monkeypatch.setattr(fleet, "SPREAD_SECONDS", 10.0)
 
 
 def test_simulated_hours_take_no_time_and_end_where_nothing_can_happen() -> None:
@@ -206,12 +212,12 @@ def test_a_replica_that_ends_by_a_defect_ends_the_simulation(
 
     monkeypatch.setattr(Weather, "node", broken)
     with clock.simulated_time() as loop, stand_ins(loop):
-        fleet = Fleet(Plan(1, [CARD]), loop)
+        replicas = Fleet(Plan(1, [CARD]), loop)
 
         async def run() -> None:
-            fleet.start()
+            replicas.start()
             await asyncio.sleep(20)
-            fleet.check()
+            replicas.check()
 
         with pytest.raises(ZeroDivisionError):
             clock.run(loop, run())
