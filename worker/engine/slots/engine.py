@@ -29,7 +29,7 @@ from worker.engine.self_check import SelfCheck
 from worker.engine.slots import linear, memory, prepare, queue
 from worker.engine.slots.compiling import Compilation
 from worker.engine.slots.lane import MAX_LANES, Lane, Lanes
-from worker.engine.slots.prepare import PreparedRequest
+from worker.engine.slots.prepare import PLAIN_TOKENS, PreparedRequest
 from worker.engine.slots.queue import BatchKey, SlotJob
 from worker.engine.slots.staging import Stager
 from worker.engine.slots.step import GUIDANCE, Step, StepRunner, tick
@@ -131,7 +131,7 @@ class SlotEngine:
             self._runner,
             self._decoder,
             self._lanes,
-            first=self._runner.plain_batch_key(*self.default_size),
+            first=self._runner.batch_key(*self.default_size),
             open_lane=self._open_lane,
             use_less_memory=self._use_less_memory,
         )
@@ -226,9 +226,12 @@ class SlotEngine:
             self._compilation.begin()
         return finished
 
-    def warm_up(self, width: int, height: int) -> None:
-        """Compiles, records and times all that a size needs; a minute or two on a GPU."""
-        self._compilation.run(self._runner.plain_batch_key(width, height))
+    def warm_up(self, width: int, height: int, tokens: int = PLAIN_TOKENS) -> None:
+        """Compiles, records and times all that a size needs; a minute or two on a GPU.
+
+        *tokens* of the context: more than those of ordinary prompts for the long ones.
+        """
+        self._compilation.run(self._runner.batch_key(width, height, tokens))
 
     def compile_in_background(self, around: Around = nothing_around) -> None:
         """The same for the native size while images are drawn, soon after the first one.
@@ -472,7 +475,7 @@ class SlotEngine:
     def _fit_memory(self, slots: int | None) -> int:
         """Fits the GPU's memory for images of the checkpoint's native size; returns the blocks."""
         width, height = self.default_size
-        state = self._runner.make_slot_state(self._runner.plain_batch_key(width, height), 1)
+        state = self._runner.make_slot_state(self._runner.batch_key(width, height), 1)
 
         state_bytes = sum(tensor.nbytes for tensor in state if tensor is not None)
         is_large = self._checkpoint.family.has_large_layers
