@@ -405,7 +405,7 @@ class SlotEngine:
                 self._share_block()
                 again = jobs
             elif in_call > 1:
-                self._shrink(math.ceil(self.slots * (in_call // 2) / lane.slots))
+                self._shrink(math.ceil(self.slots * memory.fewer(in_call) / lane.slots))
                 again = jobs
             elif others and lane.batch_key.isolated is None:
                 again = [self._isolate(job) for job in jobs]
@@ -447,7 +447,7 @@ class SlotEngine:
         if others_open:
             self._share_block()
         else:
-            self._shrink(self.slots // 2)
+            self._shrink(memory.fewer(self.slots))
 
     def _share_block(self) -> None:
         log.warning(
@@ -468,8 +468,9 @@ class SlotEngine:
         """Allocates one block of weights anew; all lanes are closed."""
         for lane in self._lanes:
             lane.slots = self._lanes.slots_of(lane.batch_key, self.default_size)
+        self._weights.resize(0)
+        torch.cuda.empty_cache()  # the memory of CUDA graphs too, which nothing else could use
         self._weights.resize(slots)
-        torch.cuda.empty_cache()
 
     @torch.no_grad()
     def _fit_memory(self, slots: int | None) -> int:
@@ -488,6 +489,7 @@ class SlotEngine:
             lambda: tick(self._unet, "shared", *state),
             decode,
             slots,
+            is_compiled=self._runner.may_compile,
             must_fit=is_large,
         )
         self._runner.slots = fit.slots
