@@ -24,9 +24,10 @@ from worker.engine import errors as engine_errors
 from worker.engine.checkpoint import Checkpoint
 from worker.engine.kernels import layers
 from worker.engine.kernels.background import Around, nothing_around
+from worker.engine.kernels.compile import GraphPool
 from worker.engine.lora import merge
 from worker.engine.self_check import SelfCheck
-from worker.engine.slots import linear, memory, prepare, queue
+from worker.engine.slots import linear, memory, prepare, queue, staging
 from worker.engine.slots.compiling import Compilation
 from worker.engine.slots.lane import MAX_LANES, Lane, Lanes
 from worker.engine.slots.prepare import PLAIN_TOKENS, PreparedRequest
@@ -106,7 +107,7 @@ class SlotEngine:
             lora_cache_bytes=lora_cache_bytes,
         )
         self.lora_lookups = self._preparer.lora_lookups
-        pool = torch.cuda.graph_pool_handle() if self._on_gpu else None
+        pool = GraphPool(self._device) if self._on_gpu else None
         self._decoder = decoder.Decoder(checkpoint.vae, backend=backend, pool=pool)
         self._runner = StepRunner(
             self._unet,
@@ -281,35 +282,50 @@ class SlotEngine:
     def _refill(self, lane: Lane, finished: list[contract.Finished]) -> None:
         """Moves the next jobs into a lane's free slots; those that cannot start are finished."""
         step = self._open(lane)
-        started = self._fill(lane, finished)
+        started = self._fill(lane)
         if not lane.active:
             return
         self._weights.choose_mode(lane, step, self._lanes.active)
         if lane.weight_mode != "shared":
             self._weights.make_room(lane, self._lanes.active)
         self.weight_mode = lane.weight_mode
-        with self._preparer.paused():
-            for slot in started:
-                self._start(lane, step, slot)
-            if lane.weight_mode != "shared":
-                self._weights.load(lane)
+        while True:
+            jobs = (lane.active[slot] for slot in started)
+            together = len(staging.first_within(self._staged_bytes, jobs))
+            self._start_together(lane, step, started[:together], finished)
+            started = started[together:]
+            if not started:
+                return
 
-    def _fill(self, lane: Lane, finished: list[contract.Finished]) -> list[int]:
+    def _fill(self, lane: Lane) -> list[int]:
         """Assigns jobs to the free slots; returns these slots."""
         started: list[int] = []
         for slot in range(lane.slots if self._lanes.takes_jobs(lane) else 0):
-            while slot not in lane.active:
+            if slot not in lane.active:
                 job = lane.waiting.take(self._weights.merged or None)
                 if job is None:
-                    return started
-                # Already active: should the memory run out, it restarts with the others.
+                    break
                 lane.active[slot] = job
-                if failure := self._try_to_stage(job):
-                    finished.append(failure)
-                    del lane.active[slot]
-                else:
-                    started.append(slot)
+                started.append(slot)
         return started
+
+    def _start_together(
+        self, lane: Lane, step: Step, slots: Sequence[int], finished: list[contract.Finished]
+    ) -> None:
+        """Starts the jobs of some slots, and loads the weights that the lane's slots lack.
+
+        The jobs' LoRAs are on the device at the same time.
+        """
+        for slot in slots:
+            if failure := self._stager.try_to_stage(lane.active[slot]):
+                finished.append(failure)
+                del lane.active[slot]
+        with self._preparer.paused():
+            for slot in slots:
+                if slot in lane.active:
+                    self._start(lane, step, slot)
+            if lane.weight_mode != "shared":
+                self._weights.load(lane)
 
     @torch.no_grad()
     def _start(self, lane: Lane, step: Step, slot: int) -> None:
@@ -356,25 +372,8 @@ class SlotEngine:
         lanes = [lane for lane in self._lanes if lane.waiting.jobs]
         lanes.sort(key=self._lanes.urgency, reverse=True)
         nexts = itertools.zip_longest(*(lane.waiting.jobs[: self.slots] for lane in lanes))
-        staged_bytes = 0
-        soon: list[SlotJob] = []
-        for job in [job for jobs in nexts for job in jobs if job is not None][: self.slots]:
-            packs = (job.prepared.unet_pack, job.prepared.convolution_pack)
-            staged_bytes += sum(packed.size_bytes for packed in packs if packed)
-            if staged_bytes > self._staged_bytes and soon:
-                break
-            soon.append(job)
-        self._stager.begin(soon)
-
-    def _try_to_stage(self, job: SlotJob) -> contract.Finished | None:
-        """The failure of a job whose own prompt or LoRA is at fault."""
-        try:
-            self._stager.stage(job)
-        except Exception as error:  # any failure is this job's outcome
-            if engine_errors.is_out_of_memory(error):
-                raise
-            return contract.Finished(job.ticket, engine_errors.classify(error))
-        return None
+        jobs = [job for each in nexts for job in each if job is not None][: self.slots]
+        self._stager.begin(staging.first_within(self._staged_bytes, jobs))
 
     # Recovery and memory.
 
@@ -469,6 +468,7 @@ class SlotEngine:
         for lane in self._lanes:
             lane.slots = self._lanes.slots_of(lane.batch_key, self.default_size)
         self._weights.resize(0)
+        self._decoder.forget_compiled()
         torch.cuda.empty_cache()  # the memory of CUDA graphs too, which nothing else could use
         self._weights.resize(slots)
 

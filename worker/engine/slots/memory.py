@@ -40,10 +40,6 @@ _TEMPORARY_SHARE = 0.25
 _MARGIN = 0.12
 
 
-#: The memory of a compiled tick's CUDA graph, which is kept, of an uncompiled tick's peak: 1.32 GiB
-#: for seven slots of SD1.5.
-_COMPILED_TICK = 1.7
-
 #: Slots that are kept when the memory was too short. One image fewer at once costs 1 or 2 %, and to
 #: compile again a minute.
 _KEPT_SHARE = 0.75
@@ -109,13 +105,17 @@ def fit(
             f"the GPU has {free / 2**30:.1f} GiB left beside the model, and one image at its native"
             f" size takes {needed / 2**30:.1f} GiB: use a GPU with more memory, or a smaller model"
         )
-    if is_compiled:
-        tick_bytes = int(_COMPILED_TICK * tick_bytes)
     decoded = max(1, min(MAX_DECODED, int(free * _DECODING_SHARE // decode_bytes)))
-    room = free * (1 - _MARGIN) - decoded * decode_bytes
-    slots = slots or max(1, min(MAX_SLOTS, int(room // (slot_bytes + tick_bytes))))
-    # Ticks of all lanes use the same memory in turn.
-    left = room - slots * (slot_bytes + tick_bytes)
+
+    def left_by(slots: int) -> float:
+        """Ticks of all lanes use the same memory in turn."""
+        work = slots * tick_bytes, decoded * decode_bytes
+        # Compiled, they share what CUDA graphs keep, and what else runs has as much beside it.
+        taken = 2 * max(work) if is_compiled else sum(work)
+        return free * (1 - _MARGIN) - slots * slot_bytes - taken
+
+    slots = slots or next((each for each in range(MAX_SLOTS, 1, -1) if left_by(each) >= 0), 1)
+    left = left_by(slots)
     # LoRAs that change less than all weights of a slot take less than these.
     staged_bytes = int(max(slot_bytes, min(_STAGED_SHARE * left, slots * slot_bytes)))
     left -= staged_bytes
