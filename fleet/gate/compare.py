@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -20,8 +19,6 @@ from imagefleet import concurrency, errors, likeness
 
 #: Read and compared at once: of 1024x1024 pixels, some 100 MB.
 _BATCH = 16
-
-_WHITE = 255.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -49,7 +46,7 @@ class PairFigures:
 
     @property
     def psnr(self) -> float | None:
-        return psnr(self.squares)
+        return likeness.psnr(self.squares)
 
 
 @dataclass(slots=True)
@@ -66,11 +63,6 @@ class Comparison:
     """Fields of the jobs that differ between the sides, with the values of the first pair."""
     unknown_jobs: int = 0
     """Pairs of which an image does not say how it was drawn."""
-
-
-def psnr(squares: float) -> float | None:
-    """The peak signal-to-noise ratio in dB; None for the same pixels."""
-    return None if squares == 0 else 10 * math.log10(_WHITE**2 / squares)
 
 
 async def compare(
@@ -118,7 +110,6 @@ def _add(
     if measures.text_extractor is not None:
         _add_clip_scores(found, pairs, measures.text_extractor)
     for key, (a, b), distance in zip(keys, pairs, apart, strict=True):
-        difference = a.pixels.astype(np.int16) - b.pixels
         known = a if a.job is not None else b
         found.pairs.append(
             PairFigures(
@@ -127,7 +118,7 @@ def _add(
                 names[1][key],
                 known.caption,
                 known.seed,
-                float(np.square(difference, dtype=np.int32).mean()),
+                likeness.mean_square(a.pixels, b.pixels),
                 likeness.distance(*(likeness.fingerprint(each.pixels) for each in (a, b))),
                 distance,
             )
