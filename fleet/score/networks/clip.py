@@ -10,6 +10,7 @@ from typing import Any
 import numpy as np
 import torch
 from PIL import Image
+from safetensors import SafetensorError
 from transformers import AutoTokenizer, CLIPModel
 
 from fleet.score import extractors
@@ -38,7 +39,10 @@ class ClipExtractor:
         self._device = device
         try:
             self._model, self._tokenizer, self._preparation = _LOADERS[weights](folder)
-        except (OSError, ValueError, KeyError, TypeError, RuntimeError, ImportError) as error:
+        except (
+            *(OSError, ValueError, KeyError, TypeError, RuntimeError, ImportError),
+            SafetensorError,
+        ) as error:
             line = str(error).strip().splitlines()[0]
             raise errors.SetupError(f"the CLIP model in {folder} cannot be read: {line}") from None
         self._model.eval().to(device)

@@ -131,3 +131,10 @@ def test_another_network_is_refused_by_name(
 ) -> None:
     with pytest.raises(errors.SetupError, match=reason):
         extractors.load_text_extractor(write(**changes))
+
+
+def test_a_damaged_file_is_refused(write: Write) -> None:
+    folder = write()
+    (folder / "open_clip_model.safetensors").write_bytes(b"")
+    with pytest.raises(errors.SetupError, match="cannot be read"):
+        extractors.load_text_extractor(folder)
