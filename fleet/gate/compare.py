@@ -16,6 +16,7 @@ from fleet.score import metrics
 from fleet.score.extractors import Extractor, TextExtractor
 from fleet.score.statistics import Doubles, Statistics
 from imagefleet import concurrency, errors, likeness
+from imagefleet.job import prompt
 
 #: Read and compared at once: of 1024x1024 pixels, some 100 MB.
 _BATCH = 16
@@ -168,7 +169,5 @@ def _add_clip_scores(
 
 def words(a: Drawing, b: Drawing) -> str | None:
     """A pair's caption without LoRAs."""
-    from fleet import contact_sheet
-
     caption = a.caption or b.caption
-    return contact_sheet.read_words(caption)[0] if caption else None
+    return prompt.read_words(caption)[0] if caption else None
