@@ -29,7 +29,7 @@ from worker.engine.self_check import SelfCheck
 from worker.engine.slots import linear, memory, prepare, queue
 from worker.engine.slots.compiling import Compilation
 from worker.engine.slots.lane import MAX_LANES, Lane, Lanes
-from worker.engine.slots.prepare import PreparedRequest
+from worker.engine.slots.prepare import PLAIN_TOKENS, PreparedRequest
 from worker.engine.slots.queue import BatchKey, SlotJob
 from worker.engine.slots.staging import Stager
 from worker.engine.slots.step import GUIDANCE, Step, StepRunner, tick
@@ -131,7 +131,7 @@ class SlotEngine:
             self._runner,
             self._decoder,
             self._lanes,
-            first=self._runner.plain_batch_key(*self.default_size),
+            first=self._runner.batch_key(*self.default_size),
             open_lane=self._open_lane,
             use_less_memory=self._use_less_memory,
         )
@@ -226,9 +226,12 @@ class SlotEngine:
             self._compilation.begin()
         return finished
 
-    def warm_up(self, width: int, height: int) -> None:
-        """Compiles, records and times all that a size needs; a minute or two on a GPU."""
-        self._compilation.run(self._runner.plain_batch_key(width, height))
+    def warm_up(self, width: int, height: int, tokens: int = PLAIN_TOKENS) -> None:
+        """Compiles, records and times all that a size needs; a minute or two on a GPU.
+
+        *tokens* of the context: more than those of ordinary prompts for the long ones.
+        """
+        self._compilation.run(self._runner.batch_key(width, height, tokens))
 
     def compile_in_background(self, around: Around = nothing_around) -> None:
         """The same for the native size while images are drawn, soon after the first one.
@@ -402,7 +405,7 @@ class SlotEngine:
                 self._share_block()
                 again = jobs
             elif in_call > 1:
-                self._shrink(math.ceil(self.slots * (in_call // 2) / lane.slots))
+                self._shrink(math.ceil(self.slots * memory.fewer(in_call) / lane.slots))
                 again = jobs
             elif others and lane.batch_key.isolated is None:
                 again = [self._isolate(job) for job in jobs]
@@ -444,7 +447,7 @@ class SlotEngine:
         if others_open:
             self._share_block()
         else:
-            self._shrink(self.slots // 2)
+            self._shrink(memory.fewer(self.slots))
 
     def _share_block(self) -> None:
         log.warning(
@@ -465,14 +468,15 @@ class SlotEngine:
         """Allocates one block of weights anew; all lanes are closed."""
         for lane in self._lanes:
             lane.slots = self._lanes.slots_of(lane.batch_key, self.default_size)
+        self._weights.resize(0)
+        torch.cuda.empty_cache()  # the memory of CUDA graphs too, which nothing else could use
         self._weights.resize(slots)
-        torch.cuda.empty_cache()
 
     @torch.no_grad()
     def _fit_memory(self, slots: int | None) -> int:
         """Fits the GPU's memory for images of the checkpoint's native size; returns the blocks."""
         width, height = self.default_size
-        state = self._runner.make_slot_state(self._runner.plain_batch_key(width, height), 1)
+        state = self._runner.make_slot_state(self._runner.batch_key(width, height), 1)
 
         state_bytes = sum(tensor.nbytes for tensor in state if tensor is not None)
         is_large = self._checkpoint.family.has_large_layers
@@ -485,6 +489,7 @@ class SlotEngine:
             lambda: tick(self._unet, "shared", *state),
             decode,
             slots,
+            is_compiled=self._runner.may_compile,
             must_fit=is_large,
         )
         self._runner.slots = fit.slots
