@@ -225,12 +225,16 @@ async def test_forged_records_do_not_fill_the_memory(
 ) -> None:
     monkeypatch.setattr(report_records, "_MAX_WORKERS", 3)
     monkeypatch.setattr(report_records, "_MAX_SECONDS", 5)
+    monkeypatch.setattr(report_records, "_MAX_MODELS", 4)
+    monkeypatch.setattr(report_records, "_MAX_MODEL_TIMES", 2)
     async with open_storage(local_settings) as storage:
         for number in range(10):
             at = f"2026-11-01T12:00:{number:02}Z"
-            await store_images(storage, f"{number:04}", worker=f"w{number}", at=at)
+            names = {"worker": f"w{number}", "model": f"m{number}"}
+            await store_images(storage, f"{number:04}", at=at, **names)
 
         records = await report_records.read_records(storage, "spring", samples=2)
 
     assert (len(records.workers), len(records.stored_in_second), records.images) == (3, 5, 10)
+    assert (len(records.images_by_model), len(records.seconds_by_model)) == (4, 2)
     assert records.skipped.records == 7
