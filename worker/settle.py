@@ -146,7 +146,6 @@ class Settler:
         known = earlier.images & images if job.images > 1 else set()
         entry.stored |= known
         entry.recorded |= known
-        entry.last = max(images - known, default=0)
         if earlier.is_unsure:
             unknown = sorted(images - entry.stored)
             look = partial(stored.find, self.storage.blobs, job, message.id, unknown)

@@ -91,7 +91,7 @@ class Record(BaseModel):
     """Of the job's images."""
     images: int = Field(default=1, ge=1, le=MAX_IMAGES_PER_JOB)
     completes: bool | None = None
-    """Of an image of several: with it all of its job's are stored. Older workers wrote none."""
+    """Of a job's last image of several: all of them are stored. Older workers do not say."""
     seconds: _Seconds | None = None
     """From the pull of the job to its upload."""
 

@@ -14,6 +14,7 @@ from imagefleet.job.message import Job
 from imagefleet.records.record import Record
 from imagefleet.storage.deliveries import SUSPECT_AFTER, Deliveries, shown_images
 from worker.engine import contract
+from worker.jobs import stored
 from worker.leases import Lease
 
 #: A delivery begins no more images once more than these have failed, and more than a tenth of those
@@ -57,8 +58,6 @@ class InFlightJob:
     """Its images that are stored, by whomever."""
     recorded: set[int] = field(default_factory=set)
     """Of those, the ones whose records are stored."""
-    last: int = 0
-    """The image whose record is stored with the job's end: the highest of this delivery."""
     records: list[Record] = field(default_factory=list)
     """Of its images that this worker has stored, as far as they are not written yet."""
     again: list[Record] = field(default_factory=list)
@@ -149,22 +148,31 @@ class InFlightJob:
         return f"{which}{error.message}; of its {self.job.images} images are stored: {stored}"
 
     def take_records(self) -> tuple[list[Record], list[Record]]:
-        """Its records so far, and those of `again`, but for the one that ends it.
+        """Its records so far, and those of `again`, but for the one that says that it is complete.
 
-        A worker that dies leaves that one to the next, so that a job counts as completed once.
+        That is its last image's, and is stored with the job's end.
         """
         taken: tuple[list[Record], list[Record]] = ([], [])
         for kept, some in zip((self.records, self.again), taken, strict=True):
-            some += [each for each in kept if each.index != self.last]
-            kept[:] = [each for each in kept if each.index == self.last]
+            some += [each for each in kept if not self._is_last(each)]
+            kept[:] = [each for each in kept if self._is_last(each)]
         return taken
 
     def mark_completed(self) -> None:
         """Every image is stored: the record of the last says so."""
+        if self.job is None or self.job.images == 1:
+            return
+        last = self.job.images - 1
+        if not any(map(self._is_last, (*self.records, *self.again))):
+            # An earlier delivery has recorded it, while others were missing.
+            self.again.append(stored.record(self.job, self.lease.message.id, last))
         for kept in (self.records, self.again):
             for place, record in enumerate(kept):
-                if record.completes is False and record.index == self.last:
+                if self._is_last(record):
                     kept[place] = record.model_copy(update={"completes": True})
+
+    def _is_last(self, record: Record) -> bool:
+        return record.index == record.images - 1
 
 
 @dataclass(slots=True, eq=False)

@@ -20,14 +20,14 @@ async def find(blobs: BlobStore, job: Job, source: str, images: Iterable[int]) -
 
     async def look(index: int) -> None:
         if await blobs.exists(job.blob_name(index)):
-            found[index] = _record(job, source, index)
+            found[index] = record(job, source, index)
 
     await concurrency.for_each(images, look, _LOOKS_AT_ONCE)
     return [found[index] for index in sorted(found)]
 
 
-def _record(job: Job, source: str, index: int) -> Record:
-    """Who has drawn it, and when, is not known."""
+def record(job: Job, source: str, index: int) -> Record:
+    """Of an image that is stored; who has drawn it, and when, is not known."""
     return Record.model_validate(
         {
             **of_job(job),
