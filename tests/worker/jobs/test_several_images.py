@@ -151,6 +151,7 @@ async def test_a_worker_that_was_killed_leaves_only_what_is_missing(
     assert pipeline.settler.outcomes == {"completed": 1, "duplicate": 1}
 
 
+@local_only
 async def test_a_job_whose_images_were_all_stored_is_counted_once_and_not_drawn(
     storage: Storage, run_pipeline: RunPipeline, message: Message
 ) -> None:
@@ -188,6 +189,7 @@ async def test_a_drain_waits_for_the_images_in_slots_and_leaves_the_others_to_th
     assert pipeline.settler.outcomes == {"completed": 1}
 
 
+@local_only
 async def test_a_worker_that_has_to_hurry_leaves_the_next_one_to_look(
     storage: Storage, run_pipeline: RunPipeline, message: Message, looked_for: list[str]
 ) -> None:
@@ -234,6 +236,7 @@ async def test_a_failed_image_fails_its_job_once_and_says_what_is_stored(
     assert (await reader.counts(storage, "default")).completed == 1
 
 
+@local_only
 async def test_one_image_that_fails_for_a_time_is_all_that_is_drawn_again(
     storage: Storage, run_pipeline: RunPipeline, message: Message
 ) -> None:
@@ -306,6 +309,7 @@ async def test_a_long_job_and_others_take_turns_and_no_slot_is_empty(
     assert sum(engine.batches[1:-1]) >= 0.8 * 4 * len(engine.batches[1:-1]), engine.batches
 
 
+@local_only
 async def test_a_worker_takes_images_for_seconds_not_messages(
     storage: Storage, run_pipeline: RunPipeline, message: Message
 ) -> None:
