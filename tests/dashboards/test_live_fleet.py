@@ -37,10 +37,10 @@ COMMAND = Path(sys.executable).with_name("imagefleet")
 PRELUDE = """
 import time
 from imagefleet.telemetry import push
-from worker import pipeline
+from worker.jobs import depth
 from worker.engine import checkpoint
 from worker.engine.slots.engine import SlotEngine
-push.PUSH_SECONDS = pipeline.DEPTH_SECONDS = 1.0
+push.PUSH_SECONDS = depth.DEPTH_SECONDS = 1.0
 tick = SlotEngine.tick
 def slower(engine):
     time.sleep(0.2)
