@@ -67,7 +67,7 @@ class MessageSender:
             sock_connect=transport.connection_config.timeout,
             sock_read=transport.connection_config.read_timeout,
         )
-        self._signed: dict[int, Signed] = {}
+        self._by_length: dict[int, Signed] = {}
         self._signed_until = -1.0
 
     async def send(self, body: str) -> None:
@@ -76,9 +76,8 @@ class MessageSender:
         Raises:
             HttpResponseError, aiohttp.ClientError, OSError: as the SDK, to be translated.
         """
-        text = escape(body)
-        data = f"<QueueMessage><MessageText>{text}</MessageText></QueueMessage>".encode()
-        signed = await self._sign(len(data))
+        data = self.xml(body)
+        signed = await self.signed(len(data))
         self._on_request()
         session: aiohttp.ClientSession = self._transport.session
         async with session.post(
@@ -97,7 +96,12 @@ class MessageSender:
         if b"<MessageId>" not in answer:  # of a proxy, say
             raise azure_errors.ReplyLostError(azure_errors.not_of_azure(self._what))
 
-    async def _sign(self, length: int) -> Signed:
+    @staticmethod
+    def xml(body: str) -> bytes:
+        return f"<QueueMessage><MessageText>{escape(body)}</MessageText></QueueMessage>".encode()
+
+    async def signed(self, length: int) -> Signed:
+        """A request with so many bytes."""
         if not isinstance(
             self._policy, AzureSasCredentialPolicy | AsyncBearerTokenCredentialPolicy
         ):
@@ -107,11 +111,11 @@ class MessageSender:
     async def _with_key(self, length: int) -> Signed:
         now = time.time()
         if not self._signed_until - SIGNED_SECONDS <= now < self._signed_until:
-            self._signed.clear()
+            self._by_length.clear()
             self._signed_until = now + SIGNED_SECONDS
-        found = self._signed.get(length)
+        found = self._by_length.get(length)
         if found is None:
-            found = self._signed[length] = await self._made(length)
+            found = self._by_length[length] = await self._made(length)
         return found
 
     async def _made(self, length: int) -> Signed:
