@@ -92,7 +92,7 @@ class RetryPolicy:
                         raise
                     self.on_retry(error)
                     await asyncio.sleep(
-                        backoff(waits, self.first_wait_seconds, self.longest_wait_seconds)
+                        backoff(waits, self.first_wait_seconds / 10, self.longest_wait_seconds)
                     )
                 except (errors.NoAccessError, errors.StorageFullError) as error:
                     if not self.waits_for_access:

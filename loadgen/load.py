@@ -34,7 +34,7 @@ from loadgen.sources import Source
 
 #: What a killed load has sent since its checkpoint was written is sent again. To replace a file
 #: takes a disk a millisecond or two, as long as ten sends.
-POSITIONS_BETWEEN_CHECKPOINTS = 512
+POSITIONS_BETWEEN_CHECKPOINTS = 256
 SECONDS_BETWEEN_CHECKPOINTS = 0.05
 
 

@@ -37,6 +37,9 @@ from loadgen.template_source import TemplateSource
 sys.path.insert(0, str(Path(__file__).parents[2] / "tests" / "chaos"))
 import azurite  # type: ignore[import-not-found]
 
+#: The SDK's client is alone without retries here: a busy machine is to fail no turn.
+TIMEOUT_SECONDS = 300.0
+
 #: Requests in flight, of each client.
 AT_ONCE = 128
 
@@ -92,9 +95,12 @@ class Clients:
         path.write_text(TEMPLATE)
         return TemplateSource(path, count=self.jobs)
 
+    def storage(self) -> AzureStorage:
+        return AzureStorage(self.settings, Refusals().policy, read_timeout_seconds=TIMEOUT_SECONDS)
+
     async def bare(self) -> Turn:
         """aiohttp, with headers of the SDK's signature and bodies made before the clock starts."""
-        async with AzureStorage(self.settings, Refusals().policy) as storage:
+        async with self.storage() as storage:
             sender = storage.queues["normal"]._sender  # noqa: SLF001
             prepared: Iterator[tuple[bytes, dict[str, str]]] = iter(
                 [
@@ -116,7 +122,7 @@ class Clients:
 
     async def sdk(self) -> Turn:
         """The SDK's `send_message`, over a session as ours: what a load did before."""
-        async with AzureStorage(self.settings, Refusals().policy) as storage:
+        async with self.storage() as storage:
             client: QueueClient = read_address(self.settings.storage).queue_client(
                 self.settings.queue,
                 None,
@@ -128,7 +134,7 @@ class Clients:
 
     async def queue(self) -> Turn:
         """The queue of imagefleet alone: messages that are there already."""
-        async with AzureStorage(self.settings, Refusals().policy) as storage:
+        async with self.storage() as storage:
             queue = storage.queues["normal"]
             return await timed(lambda body: queue.send([body]), self.bodies)
 
