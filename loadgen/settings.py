@@ -29,7 +29,7 @@ class LoadSettings(SignerSettings):
     """Each field is a flag and an IMAGEFLEET_ variable."""
 
     concurrency: int = Field(
-        default=4,
+        default=8,
         ge=1,
         le=64,
         description="Batches of 32 jobs that each process has in flight at once; after a kill,"

@@ -170,9 +170,9 @@ async def measure(clients: Clients, rounds: int) -> dict[str, list[Turn]]:
         for number in range(rounds + 1):  # the first warms up
             for name, turn in turns.items():
                 result = await turn()
+                print(f"{name}: {result.per_second:,.0f} jobs/s", file=sys.stderr)
                 if number:
                     found[name].append(result)
-                await storage.queues["normal"].clear()
     return found
 
 

@@ -38,7 +38,7 @@ lists: {noun: [cat, dog, fox]}
 """
 
 #: Jobs that a kill may send twice: those in flight, and since the checkpoint was written.
-WINDOW = 4 * BATCH + POSITIONS_BETWEEN_CHECKPOINTS
+WINDOW = 8 * BATCH + POSITIONS_BETWEEN_CHECKPOINTS
 
 
 @pytest.fixture

@@ -46,7 +46,7 @@ class SendWindow:
             self._wake()
 
     async def _enter(self) -> None:
-        if self._in_flight < int(self.size) and not self._waiting:
+        if self._in_flight < int(self.size) and all(each.done() for each in self._waiting):
             self._in_flight += 1
             return
         place = asyncio.get_running_loop().create_future()
