@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-import os
-
 from pydantic import Field
 
+from imagefleet import concurrency
 from imagefleet.storage.open import LOCAL_SCHEME
 from imagefleet.storage.settings import SignerSettings
 
@@ -71,7 +70,7 @@ class LoadSettings(SignerSettings):
             return self.processes
         if self._is_local or jobs is None or jobs < _MANY_JOBS:
             return 1  # local storage has one writer at a time
-        return max(1, min(_MOST_BY_DEFAULT, len(os.sched_getaffinity(0)) - 1))
+        return max(1, min(_MOST_BY_DEFAULT, concurrency.cores() - 1))
 
     @property
     def _is_local(self) -> bool:

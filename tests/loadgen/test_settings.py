@@ -1,9 +1,8 @@
 from __future__ import annotations
 
-import os
-
 import pytest
 
+from imagefleet import concurrency
 from loadgen.load import POSITIONS_BETWEEN_CHECKPOINTS
 from loadgen.settings import MOST_BATCHES, MOST_PROCESSES, LoadSettings
 
@@ -26,7 +25,7 @@ MANY = 10_000_000
 def test_processes_are_by_cores_where_they_pay(
     monkeypatch: pytest.MonkeyPatch, storage: str, jobs: int | None, cores: int, processes: int
 ) -> None:
-    monkeypatch.setattr(os, "sched_getaffinity", lambda _: set(range(cores)))
+    monkeypatch.setattr(concurrency, "cores", lambda: cores)
     assert LoadSettings(storage=storage).processes_for(jobs) == processes
     assert LoadSettings(storage=storage, processes=7).processes_for(jobs) == 7
 
