@@ -31,6 +31,8 @@ SIGNED_SECONDS = 5.0
 
 _SCOPE = "https://storage.azure.com/.default"
 
+_DECLARATION = "<?xml version='1.0' encoding='utf-8'?>\n"
+
 _CREATED = 201
 _UNAUTHORIZED = 401
 
@@ -98,7 +100,9 @@ class MessageSender:
 
     @staticmethod
     def xml(body: str) -> bytes:
-        return f"<QueueMessage><MessageText>{escape(body)}</MessageText></QueueMessage>".encode()
+        """The body of a request, in UTF-8."""
+        message = f"<QueueMessage><MessageText>{escape(body)}</MessageText></QueueMessage>"
+        return f"{_DECLARATION}{message}".encode()
 
     async def signed(self, length: int) -> Signed:
         """A request with so many bytes."""

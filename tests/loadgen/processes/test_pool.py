@@ -71,7 +71,9 @@ async def test_without_any_process_left_the_operator_is_told(
     local_settings: StorageSettings,
 ) -> None:
     async with processes_of(local_settings) as processes:
-        for child in children_of(os.getpid()):
+        while len(found := children_of(os.getpid())) < 2:  # they have not begun yet
+            await asyncio.sleep(0.01)
+        for child in found:
             os.kill(child, signal.SIGKILL)
         with pytest.raises(errors.SetupError, match=r"exit codes: -9, -9.*--processes 1"):
             await BulkSender(processes, ["a job"] * 100).run()
@@ -84,6 +86,7 @@ async def test_an_error_of_a_process_has_its_class_and_its_words(
         with pytest.raises(errors.JobError, match="a queue message holds 65,536"):
             await processes.send(["x" * 70_000])
         await processes.send(["a job"])
+        assert len(children_of(os.getpid())) == 1
     assert await bodies_in(storage) == {"a job": 1}
     assert children_of(os.getpid()) == []
 
