@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import logging
-import math
 import os
 import pickle
 import sys
@@ -16,14 +15,13 @@ from typing import Any
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
-import numpy as np
 import torch
 
 import tiny_model
 from fleet.bench import engine as bench_engine
 from fleet.bench import jobs as bench_jobs
 from fleet.bench import machine, work
-from imagefleet import errors
+from imagefleet import errors, likeness
 from worker.engine import contract, load
 from worker.engine import device as devices
 from worker.engine.slots.engine import SlotEngine
@@ -43,9 +41,9 @@ BUILDING_SECONDS = 60.0
 #: Each group's pause after the model is ready. An engine times kernels at its start, which others
 #: would disturb; measuring the last two stops the others. `base` compiles first what `engine`
 #: compiles second and then finds in the cache, so it must not be late.
-STAGGER_SECONDS = {"base": 3.0, "capped": 9.0, "sizes": 6.0, "capped_loras": 9.0,
-                   "capped_sizes": 12.0, "latency_1": 9.0, "plain": 16.0, "exact": 18.0,
-                   "exact_compiled": 18.0}  # fmt: skip
+STAGGER_SECONDS = {"base": 3.0, "capped": 9.0, "sizes": 6.0, "prompts": 7.0,
+                   "capped_loras": 9.0, "capped_sizes": 12.0, "latency_1": 9.0, "plain": 16.0,
+                   "exact": 18.0, "exact_compiled": 18.0}  # fmt: skip
 
 
 @dataclass(frozen=True, slots=True)
@@ -185,5 +183,5 @@ def limit_memory(options: Options) -> None:
 
 def decibels(image: contract.Pixels, reference: contract.Pixels) -> float:
     """Peak signal-to-noise ratio in dB; 99 for identical images."""
-    error = float(np.mean((image.astype(float) - reference.astype(float)) ** 2))
-    return 10 * math.log10(255**2 / error) if error else 99.0
+    found = likeness.psnr(likeness.mean_square(image, reference))
+    return 99.0 if found is None else found

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import dataclasses
 import logging
 import math
 import random
@@ -43,7 +44,8 @@ class RetryPolicy:
     does not return to a recovered storage in lockstep.
 
     With `waits_for_access`, new credentials for expired ones, and space on the full disk of a
-    storage, are waited for without limit, and such attempts do not count.
+    storage, are waited for without limit, and such attempts do not count. So it is, with
+    `waits_while_busy`, with a storage that asks to slow down.
     """
 
     tries: int = 6
@@ -51,6 +53,7 @@ class RetryPolicy:
     longest_wait_seconds: float = 8
     give_up_seconds: float = math.inf
     waits_for_access: bool = False
+    waits_while_busy: bool = False
     on_retry: Callable[[errors.TransientError], None] = log_retry
 
     async def call(self, operation: Callable[[], Awaitable[_Result]]) -> _Result:
@@ -59,36 +62,16 @@ class RetryPolicy:
         Raises:
             FleetError: the error of the last attempt.
         """
-
-        async def attempt() -> _Result:
-            while True:
-                try:
-                    return await operation()
-                except (errors.NoAccessError, errors.StorageFullError) as error:
-                    if not self.waits_for_access:
-                        raise
-                    self.on_retry(error)
-                await asyncio.sleep(jitter(self.longest_wait_seconds, low=0))
-
-        # Without tenacity, which was a third of a worker's CPU time for an image: nearly
-        # every call succeeds at once.
+        # Almost every call succeeds at once; to count its attempts costs as much as to sign it.
         began_at = time.monotonic()
-        first_error: errors.TransientError | None = None
         try:
-            return await attempt()
+            return await operation()
         except errors.TransientError as error:
-            first_error = error
+            failed: list[errors.TransientError] = [error]
 
-        async def attempt_again() -> _Result:
-            nonlocal first_error
-            if first_error is not None:
-                error, first_error = first_error, None
-                raise error
-            return await attempt()
-
-        seconds_left = self.give_up_seconds - (time.monotonic() - began_at)
         tries = tenacity.AsyncRetrying(
-            stop=tenacity.stop_after_attempt(self.tries) | tenacity.stop_after_delay(seconds_left),
+            stop=tenacity.stop_after_attempt(self.tries)
+            | tenacity.stop_after_delay(self.give_up_seconds - (time.monotonic() - began_at)),
             wait=tenacity.wait_random_exponential(
                 multiplier=self.first_wait_seconds, max=self.longest_wait_seconds
             ),
@@ -96,7 +79,29 @@ class RetryPolicy:
             before_sleep=self._report,
             reraise=True,
         )
-        return await tries(attempt_again)
+
+        async def attempt() -> _Result:
+            waits = 0
+            while True:
+                try:
+                    if failed:
+                        raise failed.pop()
+                    return await operation()
+                except errors.BusyError as error:
+                    if not self.waits_while_busy:
+                        raise
+                    self.on_retry(error)
+                    await asyncio.sleep(
+                        backoff(waits, self.first_wait_seconds / 10, self.longest_wait_seconds)
+                    )
+                except (errors.NoAccessError, errors.StorageFullError) as error:
+                    if not self.waits_for_access:
+                        raise
+                    self.on_retry(error)
+                    await asyncio.sleep(jitter(self.longest_wait_seconds, low=0))
+                waits += 1
+
+        return await tries(attempt)
 
     def _report(self, state: tenacity.RetryCallState) -> None:
         error = state.outcome.exception() if state.outcome else None
@@ -107,6 +112,10 @@ class RetryPolicy:
 #: Inside the storage. Longer outages are the caller's to retry, with the job still in flight; and
 #: a renewal must have a result before its lease ends.
 DEFAULT = RetryPolicy(give_up_seconds=30)
+
+#: For whoever fills a queue: a storage that asks to slow down is sent to more slowly, for as long
+#: as it asks.
+PATIENT = dataclasses.replace(DEFAULT, waits_while_busy=True)
 
 #: For operations that the caller retries: only missing access is waited for.
 UNTIL_ACCESS = RetryPolicy(tries=1, waits_for_access=True)

@@ -140,6 +140,16 @@ class QueueClient:
         return await self._request(list)
 
 
+class Sender:
+    """In place of `MessageSender`, which has a connection of its own."""
+
+    def __init__(self, client: QueueClient, *_: object) -> None:
+        self._client = client
+
+    async def send(self, body: str) -> None:
+        await self._client.send_message(body)
+
+
 @dataclass(slots=True)
 class ContainerClient:
     """`azure.storage.blob.aio.ContainerClient`, as far as `AzureBlobs` uses it."""

@@ -14,9 +14,11 @@ from unittest import mock
 
 from imagefleet import errors, retry
 from imagefleet.pricing import prices
+from imagefleet.storage.azure import account as azure_account
+from imagefleet.storage.azure import storage as azure_storage
 from imagefleet.storage.azure.storage import AzureStorage
 from simulation import account, engine
-from simulation.clients import Address
+from simulation.clients import Address, Sender
 from simulation.clock import SimulatedLoop
 from simulation.nodes import START_UP_SECONDS, Card, Node, Weather, seconds_until_replaced
 from worker import pipeline
@@ -185,10 +187,8 @@ class Fleet:
         settings = self._settings.model_copy(
             update={"name": name, "queue": home_queue(number, self.plan.shards)}
         )
-        with mock.patch(
-            "imagefleet.storage.azure.account.read_address",
-            return_value=Address(self.account, node.line),
-        ):
+        address = Address(self.account, node.line)
+        with mock.patch.object(azure_account, "read_address", return_value=address):
             storage = AzureStorage(settings, retry.DEFAULT)
         table = prices.BUILT_IN.storage
         worker = place.pipeline = Pipeline(
@@ -236,6 +236,7 @@ def stand_ins(loop: SimulatedLoop) -> Iterator[None]:
     logging.disable(logging.ERROR)
     try:
         with (
+            mock.patch.object(azure_storage, "MessageSender", Sender),
             mock.patch.object(pipeline, "EngineThread", engine.SimulatedEngineThread),
             mock.patch.object(encode, "encode", engine.encode),
         ):

@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import dataclasses
 import itertools
 import threading
 from concurrent.futures import ThreadPoolExecutor
@@ -93,6 +94,22 @@ def test_a_strong_lora_does_not_affect_the_next_slot(
         images = draw(slot_engine, *requests)
         assert difference(images[requests.index(plain)], alone) <= ROUNDING
         assert difference(images[requests.index(strong)], alone) > 30
+
+
+def test_the_images_of_a_job_may_share_what_was_prepared_for_its_first(
+    slot_engine: Any, make_request: Any, lora_paths: list[Path], draw: Any, difference: Any
+) -> None:
+    requests = [make_request(seed=seed, loras=(lora(lora_paths[0], 2.0),)) for seed in (1, 2, 3)]
+    apart = draw(slot_engine, *requests)
+    first = slot_engine.prepare(requests[0])
+    for ticket, request in enumerate(requests):
+        slot_engine.admit(ticket, dataclasses.replace(first, request=request))
+    shared: dict[int, Any] = {}
+    while slot_engine.busy:
+        shared.update({each.ticket: each.outcome for each in slot_engine.tick()})
+    for ticket, image in enumerate(apart):
+        assert difference(shared[ticket], image) <= ROUNDING
+    assert difference(shared[0], shared[1]) > 30
 
 
 def test_a_slot_is_refilled_the_tick_after_its_image_is_done(
@@ -303,6 +320,37 @@ def test_what_is_staged_ahead_takes_no_more_than_its_room(
     engine.tick()
     (only,) = engine._lanes
     assert sum(job.staging is not None for job in only.waiting.jobs) == begun
+
+
+def test_loras_of_jobs_that_start_together_take_no_more_than_what_is_staged_ahead(
+    make_slot_engine: Any,
+    make_request: Any,
+    lora_paths: list[Path],
+    draw: Any,
+    difference: Any,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    engine = make_slot_engine(slots=4)
+    requests = [
+        make_request(seed=seed, loras=(lora(lora_paths[seed % 3]),), steps=3) for seed in range(8)
+    ]
+    expected = draw(engine, *requests)
+    size_bytes = engine.prepare(requests[0]).lora_bytes
+    engine._staged_bytes = int(2.5 * size_bytes)
+    stage, at_once = engine._stager.try_to_stage, []
+
+    def count(job: Any) -> Any:
+        failure = stage(job)
+        active = [each for one in engine._lanes for each in one.active.values()]
+        at_once.append(sum(bool(each.staged and each.staged.loras) for each in active))
+        return failure
+
+    monkeypatch.setattr(engine._stager, "try_to_stage", count)
+    images = draw(engine, *requests)
+    assert len(at_once) == len(requests)
+    assert max(at_once) == 2
+    for pair in zip(images, expected, strict=True):
+        assert difference(*pair) <= ROUNDING
 
 
 def test_a_closed_engine_holds_nothing(make_slot_engine: Any, make_request: Any) -> None:
