@@ -16,6 +16,7 @@ from imagefleet.storage.azure.blobs import AzureBlobs
 from imagefleet.storage.azure.credentials import Credentials
 from imagefleet.storage.azure.queue import AzureQueue
 from imagefleet.storage.azure.roles import job_queue, name_of
+from imagefleet.storage.combined.shards import ShardedQueue
 from imagefleet.storage.model_queues import ModelQueues, Queues
 from imagefleet.storage.priorities import OrderedQueues
 from imagefleet.storage.protocol import Operations
@@ -91,16 +92,20 @@ class AzureStorage:
 
         of_queues = dict(options)
 
-        def opened(resource: Resource, model: str | None = None) -> AzureQueue:
-            of = access.of(resource, model)
-            name = name_of(settings, resource, model)
+        def opened(resource: Resource, model: str | None = None, shard: int = 0) -> AzureQueue:
+            of = access.of(resource, model, shard)
+            name = name_of(settings, resource, model, shard)
             client = address.queue_client(name, of.credential, **of_queues)
             return AzureQueue(client, retry_policy, of)
 
-        def of_model(model: str, priority: Priority) -> AzureQueue:
-            return opened(job_queue(priority), model)
+        def of_model(model: str | None, priority: Priority) -> ShardedQueue:
+            resource = job_queue(priority)
+            return ShardedQueue(
+                lambda shard: opened(resource, model, shard),
+                lambda: access.shards(resource, model),
+            )
 
-        self.queues = {each: opened(job_queue(each)) for each in PRIORITIES}
+        self.queues = {each: of_model(None, each) for each in PRIORITIES}
         self.poison = opened("poison")
         options["raw_request_hook"] = self._count_blob_operation
         blob, files = access.of("blob"), access.of("files")
@@ -159,5 +164,5 @@ class AzureStorage:
 
 async def _create(queues: Queues) -> None:
     for queue in queues.values():
-        if isinstance(queue, AzureQueue) and not await queue.create():
+        if not await queue.create():
             return  # a SAS token for one queue can create nothing else, nor need it
