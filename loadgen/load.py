@@ -140,13 +140,16 @@ class Load:
         on_notice: Callable[[str], None] = lambda _: None,
         priority: Priority = "normal",
         models: Collection[str] = (),
+        shards: int | None = None,
     ) -> None:
         """*on_notice* is told what the operator should know, while the load goes on.
 
-        *models* are what workers have from elsewhere than the storage.
+        *models* are what workers have from elsewhere than the storage; *shards* is the number of
+        each queue's from now on.
         """
         self._storage = storage
         self._queue = storage.queues[priority]
+        self._shards = shards
         self._source = source
         self._path = checkpoint_path
         new = Checkpoint(
@@ -209,6 +212,9 @@ class Load:
         began = time.monotonic()
         progress = Progress(self.confirmed, 0, finished=True)
         try:
+            if self._shards is not None:
+                await self._storage.create()
+                await self._storage.models.set_shards(self._shards)
             if not self.is_done:
                 progress = await self._send(on_confirmed)
         except errors.FleetError:

@@ -489,7 +489,7 @@ class Pipeline:
                     self.metrics.queues.update(queue.name, depth)
                     if queue.name == self._queue.name:
                         self._on_depth(depth.messages)
-            await asyncio.sleep(retry.jitter(DEPTH_SECONDS, high=1.5))
+            await asyncio.sleep(retry.jitter(self._queue.look_seconds(DEPTH_SECONDS), high=1.5))
 
 
 def version() -> str:

@@ -7,7 +7,9 @@ from collections.abc import Awaitable, Callable, Collection, Iterable, Mapping, 
 
 from imagefleet import concurrency, errors
 from imagefleet.storage import protocol
+from imagefleet.storage.combined import rule
 from imagefleet.storage.combined.queue import CombinedQueue, Source, total
+from imagefleet.storage.combined.shards import ShardedQueue
 
 #: One of so many receives that return jobs asks the lower queues first.
 FAIR_EVERY = 8
@@ -56,6 +58,12 @@ class OrderedQueues(CombinedQueue):
     def receive_only(self, models: Collection[str | None]) -> None:
         """From now on `receive` takes jobs of these *models*; None: those without a model."""
         self._wanted = frozenset(models)
+
+    def look_seconds(self, seconds: float) -> float:
+        """Between two looks at the sizes, *seconds* for queues of one shard: each costs as much."""
+        sharded = (each.queue for each in self._sources.values())
+        shards = max((each.shards for each in sharded if isinstance(each, ShardedQueue)), default=1)
+        return rule.look_seconds(seconds, shards)
 
     async def depth_of(self, models: Collection[str | None]) -> protocol.QueueDepth:
         """The size of the queues of some models."""

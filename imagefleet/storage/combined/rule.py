@@ -23,6 +23,9 @@ LONGEST_PAUSE_SECONDS = 60.0
 #: A home is asked again so soon while another shard has jobs.
 LONGEST_HOME_PAUSE_SECONDS = 2.0
 
+#: Times as long between two looks at the sizes of all shards, at most.
+MOST_SELDOM = 5
+
 
 def in_order(share: float, shards: Shards) -> list[int]:
     """The shards as a worker asks them, its home first; *share*, from 0 to 1, is where it stands.
@@ -46,6 +49,11 @@ def longest_pause_seconds(shards: int, *, is_home: bool) -> float:
 def pause_seconds(empty_receives: int, shards: int, *, is_home: bool) -> float:
     """The pause of a shard that was empty again, after so many empty receives in a row before."""
     return queue.pause_seconds(empty_receives, longest_pause_seconds(shards, is_home=is_home))
+
+
+def look_seconds(seconds: float, shards: int) -> float:
+    """Between two looks at the sizes of all shards, where one shard is looked at each *seconds*."""
+    return seconds * min(shards, MOST_SELDOM)
 
 
 def spread(bodies: list[str], shards: int, first: int) -> dict[int, list[str]]:

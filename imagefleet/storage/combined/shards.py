@@ -189,7 +189,14 @@ class ShardedQueue(CombinedQueue):
         is_idle: bool,
         is_outage: bool,
     ) -> None:
-        super()._pause(empty, unanswered, is_idle=is_idle, is_outage=is_outage)
+        # A shard that is throttled is asked again soon; one without a token, after a minute.
+        refused = {
+            source: error
+            for source, error in unanswered.items()
+            if isinstance(error, errors.SetupError)
+        }
+        empty = [*empty, *(each for each in unanswered if each not in refused)]
+        super()._pause(empty, refused, is_idle=is_idle, is_outage=is_outage)
         if self._was_idle and not is_idle:
             # What was just sent is in all of them.
             for source in self._sources.values():
