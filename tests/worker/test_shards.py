@@ -7,6 +7,8 @@ from collections import Counter
 from collections.abc import Callable
 from typing import Any
 
+import pytest
+
 from imagefleet import cancelled
 from imagefleet.storage import dead_letter_queue
 from imagefleet.storage.dead_letter_queue import Selection
@@ -18,6 +20,7 @@ from worker.testing import StandInEngine
 RunPipeline = Callable[..., Any]  # the fixture of conftest.py
 
 
+@pytest.mark.usefixtures("cancel_at_once")
 async def test_workers_empty_every_shard_and_what_fails_is_replayed_into_all(
     storage: Storage,
     storage_settings: StorageSettings,

@@ -18,7 +18,7 @@ FAIR_EVERY = 8
 #: The other shards together cost an idle worker as much as its home, asked each 10 seconds, up to
 #: a shard's longest pause.
 SECONDS_PER_SHARD = 10.0
-LONGEST_PAUSE_SECONDS = 60.0
+LONGEST_PAUSE_SECONDS = 120.0
 
 #: A home is asked again so soon while another shard has jobs.
 LONGEST_HOME_PAUSE_SECONDS = 2.0

@@ -23,6 +23,7 @@ from imagefleet.storage.protocol import (
     Shards,
     Stamps,
 )
+from imagefleet.storage.settings import PRIORITIES
 from worker import pull
 from worker.models import change, choice
 
@@ -121,18 +122,27 @@ class StandIns:
         self.shards = Shards(shards, made or shards)
         self.stored: dict[str, StandInShard] = {}
 
-    def shard(self, number: int, priority: str = "normal") -> StandInShard:
-        name = queue_names.job_queue("jobs", None, priority, number)
+    def shard(
+        self, number: int, priority: str = "normal", model: str | None = None
+    ) -> StandInShard:
+        name = queue_names.job_queue("jobs", model, priority, number)
         return self.stored.setdefault(name, StandInShard(name, self.shards))
 
-    def queue(self, share: float, priority: str = "normal") -> ShardedQueue:
-        queue = ShardedQueue(lambda number: self.shard(number, priority), clock=self.clock)
+    def queue(
+        self, share: float, priority: str = "normal", model: str | None = None
+    ) -> ShardedQueue:
+        queue = ShardedQueue(lambda number: self.shard(number, priority, model), clock=self.clock)
         queue.stand_at(share)
         return queue
 
     def worker(self, share: float) -> OrderedQueues:
-        queues = [self.queue(share, each) for each in ("high", "normal", "low")]
-        return OrderedQueues(queues, main=queues[1], clock=self.clock)
+        """As a worker of one model has them: jobs may name it, or none."""
+        own, named = (
+            [self.queue(share, each, model) for each in PRIORITIES] for model in (None, "a")
+        )
+        queue = OrderedQueues(own, main=own[1], clock=self.clock)
+        queue.add("a", named)
+        return queue
 
     async def idle_receives(self, queue: OrderedQueues, seconds: float = PART_SECONDS) -> int:
         """The receives of an idle worker in that time, paused as the worker's puller does."""
@@ -260,7 +270,13 @@ async def test_jobs_sent_to_idle_workers_are_looked_for_in_all_shards_at_once() 
 
 @pytest.mark.parametrize(
     ("shards", "receives", "dollars"),
-    [(1, 23_000, 0.87), (2, 40_000, 1.5), (4, 49_000, 1.85), (8, 54_000, 2.0), (16, 90_000, 3.4)],
+    [
+        (1, 46_000, 1.73),
+        (2, 81_000, 3.0),
+        (4, 99_000, 3.7),
+        (8, 97_000, 3.6),
+        (16, 116_000, 4.35),
+    ],
 )
 async def test_idle_workers_cost_next_to_nothing(
     shards: int, receives: int, dollars: float
