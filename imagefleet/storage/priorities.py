@@ -15,8 +15,8 @@ from imagefleet.storage.combined.shards import ShardedQueue
 FAIR_EVERY = 8
 
 #: The longest pauses of a queue that is empty: short where other queues have jobs, since a job of
-#: high priority may arrive, long where none has any. An idle worker makes some 23,000 receives a
-#: day, half of them for these pauses: 0.1 cents.
+#: high priority may arrive, long where none has any. For three queues an idle worker makes some
+#: 23,000 receives a day, half of them for these pauses: 0.1 cents.
 LONGEST_PAUSE_SECONDS = 2.0
 LONGEST_IDLE_PAUSE_SECONDS = 10.0
 
