@@ -242,7 +242,7 @@ async def test_who_helps_finds_his_homes_new_jobs_within_two_seconds() -> None:
 
 
 @pytest.mark.parametrize(
-    ("shards", "seconds"), [(1, 10.0), (2, 20.0), (4, 40.0), (8, 70.0), (32, 70.0)]
+    ("shards", "seconds"), [(1, 10.0), (2, 20.0), (4, 40.0), (8, 80.0), (32, 130.0)]
 )
 async def test_an_idle_worker_finds_a_job_in_the_stated_time_wherever_it_is(
     shards: int, seconds: float
@@ -270,8 +270,8 @@ async def test_jobs_sent_to_idle_workers_are_looked_for_in_all_shards_at_once() 
     assert taken == 32
 
 
-async def test_idle_workers_cost_what_the_page_says(repository: Path) -> None:
-    text = (repository / "docs" / "storage.md").read_text(encoding="utf-8")
+async def test_idle_workers_cost_what_the_page_says() -> None:
+    text = (Path(__file__).parents[4] / "docs" / "storage.md").read_text(encoding="utf-8")
     rows = re.findall(r"^\| (\d+) \| ([\d,]+) \| (\d+) million \| ([\d.]+) \|$", text, re.MULTILINE)
     assert [int(row[0]) for row in rows] == [1, 2, 4, 8, 16]
     for shards, stated, millions, dollars in rows:
