@@ -56,13 +56,6 @@ class Metrics:
         return [prometheus.Series({}, ((0.0, 4.0 if "worker_info" in query else self.value),))]
 
 
-async def test_the_jobs_of_all_shards_count(scaling: Any) -> None:
-    make, _, storage = scaling
-    await storage.models.set_shards(3)
-    await storage.queue.send([str(number) for number in range(20)])
-    assert (await make(GOAL).step())["messages"] == 120
-
-
 async def test_a_measured_speed_replaces_the_assumed_one_and_stays() -> None:
     metrics: Any = Metrics()
     speeds = scaler.Speeds(assumed=scaler.Speed(1.0, "assumed"), server=metrics)
