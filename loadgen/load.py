@@ -215,6 +215,7 @@ class Load:
             if self._shards is not None:
                 await self._storage.create()
                 await self._storage.models.set_shards(self._shards)
+                self._on_notice(f"shards that jobs are sent to from now on: {self._shards}")
             if not self.is_done:
                 progress = await self._send(on_confirmed)
         except errors.FleetError:

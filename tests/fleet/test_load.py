@@ -472,7 +472,8 @@ def test_jobs_are_spread_over_as_many_shards_as_were_asked_for_once(
     assert sum(counted) >= 500
     assert counted[2] - counted[0] <= 16
     # With nothing left to send, too.
-    assert in_process("load", "t.yaml", "--shards", "4", *ours).returncode == 0
+    idle = in_process("load", "t.yaml", "--shards", "4", *ours)
+    assert "shards that jobs are sent to from now on: 4" in idle.stderr
     assert asyncio.run(counts())[0] == 0
 
 
