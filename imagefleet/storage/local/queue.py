@@ -9,6 +9,7 @@ is the sequence number and version of the row; each lease increments the version
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import dataclasses
 import functools
 import sqlite3
@@ -16,7 +17,6 @@ import time
 import uuid
 from collections.abc import AsyncIterator, Callable, Iterable, Iterator
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any, TypeVar
@@ -64,6 +64,9 @@ SELECT enqueued_at FROM messages WHERE queue = ? AND visible_at = 0 ORDER BY seq
 # Scans the index: 50 ms for a million messages, which blocks no writer.
 COUNT = "SELECT count(*) FROM messages WHERE queue = ?"
 COUNT_LEASED = "SELECT count(*) FROM messages WHERE queue = ? AND visible_at > 0"
+
+RECORD_SHARDS = "INSERT OR REPLACE INTO shards VALUES (?, ?, ?)"
+SHARDS = "SELECT used, made FROM shards WHERE queue = ?"
 
 _BROWSE_PAGE = 100
 
@@ -146,7 +149,7 @@ class QueueFile:
             self._connection = None
 
 
-@contextmanager
+@contextlib.contextmanager
 def transaction(connection: sqlite3.Connection, *, durable: bool = False) -> Iterator[None]:
     """A write transaction; a *durable* one is synced to the disk.
 
@@ -190,10 +193,29 @@ class LocalQueue:
         self._operations = operations
         self._clock = clock or time.time
         self._lease_clock = clock or file.now
+        self.shards: protocol.Shards | None = None
+
+    async def create(self) -> bool:
+        await self._file.create([self.name])
+        await self._file.run(self._read_shards)
+        return True
 
     async def check(self) -> None:
         if not await self._file.has_queue(self.name):
             raise self._missing()
+        await self._file.run(self._read_shards)
+
+    async def read_shards(self) -> protocol.Shards:
+        return await self._run(self._read_shards)
+
+    async def record_shards(self, shards: protocol.Shards) -> None:
+        def record(connection: sqlite3.Connection) -> None:
+            connection.execute(sqlite_file.SHARDS)
+            with transaction(connection, durable=True):
+                connection.execute(RECORD_SHARDS, (self.name, *shards))
+
+        await self._run(record)
+        self.shards = shards
 
     async def send(self, bodies: Iterable[str]) -> None:
         checked = protocol.checked_messages(bodies)
@@ -334,11 +356,19 @@ class LocalQueue:
 
     def _depth(self, connection: sqlite3.Connection) -> protocol.QueueDepth:
         self._sweep(connection)
+        self._read_shards(connection)
         (messages,) = connection.execute(COUNT, (self.name,)).fetchone()
         (leased,) = connection.execute(COUNT_LEASED, (self.name,)).fetchone()
         oldest = connection.execute(OLDEST, (self.name,)).fetchone()
         age_seconds = max(0.0, self._clock() - oldest[0]) if oldest else None
         return protocol.QueueDepth(messages, leased, age_seconds)
+
+    def _read_shards(self, connection: sqlite3.Connection) -> protocol.Shards:
+        row = None
+        with contextlib.suppress(sqlite3.OperationalError):  # a file that never had shards
+            row = connection.execute(SHARDS, (self.name,)).fetchone()
+        self.shards = protocol.Shards(*row) if row else protocol.Shards()
+        return self.shards
 
     def _sweep(self, connection: sqlite3.Connection) -> None:
         """Makes messages with expired leases visible, for reads that lease nothing."""
