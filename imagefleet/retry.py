@@ -6,13 +6,15 @@ import asyncio
 import logging
 import math
 import random
+import time
 from collections.abc import Awaitable, Callable
 from dataclasses import dataclass
 from typing import TypeVar
 
-import tenacity
-
 from imagefleet import errors
+
+#: What somebody has to end: new credentials, or space.
+_CLOSED = (errors.NoAccessError, errors.StorageFullError)
 
 _LOGGER = logging.getLogger(__name__)
 
@@ -58,33 +60,23 @@ class RetryPolicy:
         Raises:
             FleetError: the error of the last attempt.
         """
-        tries = tenacity.AsyncRetrying(
-            stop=tenacity.stop_after_attempt(self.tries)
-            | tenacity.stop_after_delay(self.give_up_seconds),
-            wait=tenacity.wait_random_exponential(
-                multiplier=self.first_wait_seconds, max=self.longest_wait_seconds
-            ),
-            retry=tenacity.retry_if_exception_type(errors.TransientError),
-            before_sleep=self._report,
-            reraise=True,
-        )
-
-        async def attempt() -> _Result:
-            while True:
-                try:
-                    return await operation()
-                except (errors.NoAccessError, errors.StorageFullError) as error:
-                    if not self.waits_for_access:
+        began_at = time.monotonic()
+        failures = 0
+        while True:
+            try:
+                return await operation()
+            except errors.TransientError as error:
+                pause_seconds = self.longest_wait_seconds
+                if not (self.waits_for_access and isinstance(error, _CLOSED)):
+                    pause_seconds = min(pause_seconds, self.first_wait_seconds * 2**failures)
+                    failures += 1
+                    if (
+                        failures >= self.tries
+                        or time.monotonic() - began_at >= self.give_up_seconds
+                    ):
                         raise
-                    self.on_retry(error)
-                await asyncio.sleep(jitter(self.longest_wait_seconds, low=0))
-
-        return await tries(attempt)
-
-    def _report(self, state: tenacity.RetryCallState) -> None:
-        error = state.outcome.exception() if state.outcome else None
-        if isinstance(error, errors.TransientError):
-            self.on_retry(error)
+                self.on_retry(error)
+            await asyncio.sleep(jitter(pause_seconds, low=0))
 
 
 #: Inside the storage. Longer outages are the caller's to retry, with the job still in flight; and
