@@ -60,6 +60,7 @@ class PendingRecords:
     in_flight: Callable[[], int]
     """Jobs in flight; those that wait here are among them."""
     _waiting: list[_Waiting] = field(default_factory=list, init=False)
+    _records: int = field(default=0, init=False)  # of those that wait
     _first_at: float = field(default=0.0, init=False)
     _jobs: int = field(default=0, init=False)  # here, until they have ended
     _changed: asyncio.Event = field(default_factory=asyncio.Event, init=False)
@@ -85,6 +86,7 @@ class PendingRecords:
         if job.records or job.again:
             self._first_at = self._first_at if self._waiting else time.monotonic()
             self._waiting.append(job)
+            self._records += len(job.records) + len(job.again)
             self._changed.set()
         else:
             self._stored.put_nowait((job, None))
@@ -106,7 +108,7 @@ class PendingRecords:
                 self._changed.clear()
                 await tasks.first_of(self._changed.wait(), timeout_seconds=seconds)
             self._changed.clear()
-            batch, self._waiting = self._waiting, []
+            batch, self._waiting, self._records = self._waiting, [], 0
             error = await self._write(batch)
             for job in batch:
                 self._stored.put_nowait((job, error))
@@ -124,8 +126,7 @@ class PendingRecords:
 
     def _seconds_left(self) -> float:
         """Until what waits is written; 0 if nothing else can come soon."""
-        records = sum(len(each.records) + len(each.again) for each in self._waiting)
-        if records >= MAX_RECORDS or self._jobs >= self.in_flight():
+        if self._records >= MAX_RECORDS or self._jobs >= self.in_flight():
             return 0.0
         return self._first_at + self.flush_seconds - time.monotonic()
 
