@@ -5,7 +5,7 @@ metrics, are printed ten times; what grows from the second to the last grows wit
 end each image is looked up: none may be missing, none may have been drawn twice.
 
     python benchmarks/million/run.py [--jobs 1000000] [--processes 4]
-    PYTHONPATH=. python benchmarks/million/run.py --jobs 100000 --storage azurite
+    PYTHONPATH=tests/chaos python benchmarks/million/run.py --jobs 100000 --storage azurite
 """
 
 from __future__ import annotations
@@ -146,7 +146,7 @@ def summary(samples: list[Sample]) -> dict[str, float]:
 def storage_of(choice: str) -> Iterator[str]:
     """The address of the storage: a new folder, an Azurite of its own, or *choice*."""
     if choice == "azurite":
-        from tests.chaos import azurite
+        import azurite
 
         with azurite.running() as connection:
             yield connection
