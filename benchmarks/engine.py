@@ -78,6 +78,7 @@ ROWS = (
     Row("locon_sixth", "loras", 8, 6),
     Row("gaps", "loras", 10, 20),
     Row("sizes", "sizes", 16, 8),
+    Row("prompts", "prompts", 16, 8),
     Row("company", "company", 0, 40, fills=True, tolerates=True),
     Row("psnr_compiled", "exact_compiled", 0, 10, tolerates=True),
     Row("capped", "capped", 10, 5),
@@ -123,6 +124,7 @@ GOALS = {
     "lokr_over_rank_32": ("0.90", "0.95"),
     "dora_over_rank_32": ("0.90", "0.95"),
     "sizes_mixed_by_pixels": ("0.90", "0.95"),
+    "prompts_mixed_over_rank_32": ("", ""),
     "gpu_gap_fraction": ("< 0.02", "< 0.01"),
     "company_psnr_db": ("> 45", ""),
     "least_capped_over_uncapped": ("0.85", "0.9"),
@@ -394,6 +396,7 @@ def summarise_jobs(rows: Mapping[str, Mapping[str, Any]]) -> dict[str, Any]:
         "sizes_mixed_by_pixels": quotient(
             found("sizes", "pixels_per_second"), found("rank_32", "pixels_per_second")
         ),
+        "prompts_mixed_over_rank_32": quotient(found("prompts"), found("rank_32")),
         "gpu_gap_fraction": rounded(found("gaps", "gpu_gap_fraction")),
         "company_psnr_db": rounded(found("company", "psnr_db")),
         "least_capped_over_uncapped": min((each for each in capped if each), default=None),

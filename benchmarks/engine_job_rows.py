@@ -40,6 +40,9 @@ JOBS: Mapping[str, Sequence[Sequence[Kind]]] = {
     "dora": [[("dora", 32)]],
 }
 
+#: How often the reference's words, a chunk and a little, are in a prompt: 1 to 10 chunks.
+REPEATS, TINY_REPEATS = tuple(range(10)), (0, 2)
+
 SIZES, TINY_SIZES = ((512, 512), (512, 768), (768, 512)), ((64, 64), (64, 96), (96, 64))
 
 #: In company of the company rows' images: one of each kind.
@@ -116,6 +119,24 @@ def sizes(options: Options, channel: Channel) -> None:
         return rate(engine, workload, options, warmth, seconds)
 
     channel.serve({f"{prefix}sizes": measure})
+
+
+def prompts(options: Options, channel: Channel) -> None:
+    """Prompts of 1 to 10 chunks in equal parts, each job another LoRA of rank 32."""
+    setup = build(options)
+    engine, workload, warmth = warm(options, setup, setup.workload, options.slots, ("per_slot",))
+    repeats = TINY_REPEATS if options.is_tiny else REPEATS
+    workload = replace(workload, repeats=repeats)
+    prepared = [engine.prepare(workload.request(number)) for number in range(len(repeats))]
+    for tokens in {each.tokens for each in prepared}:
+        engine.warm_up(*engine.default_size, tokens)
+
+    def measure(seconds: float) -> Figures:
+        bench_engine.draw_a_round(engine, workload)
+        figures = rate(engine, workload, options, warmth, seconds)
+        return {"chunks": [len(each.prompt) for each in prepared], **figures}
+
+    channel.serve({"prompts": measure})
 
 
 def limit(options: Options) -> tuple[bench_engine.Setup, int | None, str]:

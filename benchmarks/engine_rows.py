@@ -268,6 +268,7 @@ GROUPS: Mapping[str, Callable[[Options, Channel], None]] = {
     "capped_loras": engine_job_rows.loras,
     "sizes": engine_job_rows.sizes,
     "capped_sizes": engine_job_rows.sizes,
+    "prompts": engine_job_rows.prompts,
     "company": engine_job_rows.company,
     **{f"latency_{batch}": functools.partial(latency, batch) for batch in (1, 2, 4)},
 }

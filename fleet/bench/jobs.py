@@ -27,8 +27,8 @@ _STRENGTHS = (0.35, 0.5, 0.65, 0.8)
 class Workload:
     """Endless jobs with different seeds, prompts and LoRAs, if there are any.
 
-    A prompt is the job's number and *words*; *sizes*, *loras* (those of one job) and *steps* are
-    used in turn.
+    A prompt is the job's number and *words*; *sizes*, *loras* (those of one job), *steps* and
+    *repeats*, how often the words are in the prompt, are used in turn.
     """
 
     words: str
@@ -37,6 +37,7 @@ class Workload:
     lora_directory: Path
     loras: tuple[tuple[str, ...], ...] = ()
     steps: tuple[int, ...] = (15,)
+    repeats: tuple[int, ...] = (1,)
     sampler: str = "euler_ancestral"
     cfg_scale: float = 7.0
 
@@ -51,7 +52,7 @@ class Workload:
             for name, strength in self._loras(number)
         ]
         return contract.ImageRequest(
-            prompt=f"{number} {self.words}",
+            prompt=self._prompt(number),
             negative_prompt=self.negative_prompt,
             loras=tuple(loras),
             sampler=self.sampler,
@@ -68,7 +69,7 @@ class Workload:
         tags = "".join(f" <lora:{name}:{strength}>" for name, strength in self._loras(number))
         job = {
             "id": f"{number:06}",
-            "prompt": f"{number} {self.words}{tags}",
+            "prompt": f"{self._prompt(number)}{tags}",
             "negative_prompt": self.negative_prompt,
             "sampler_name": samplers.SAMPLERS[self.sampler].name,
             "steps": self._steps(number),
@@ -78,6 +79,9 @@ class Workload:
             "height": height,
         }
         return json.dumps(job)
+
+    def _prompt(self, number: int) -> str:
+        return " ".join([str(number), *[self.words] * self.repeats[number % len(self.repeats)]])
 
     def _steps(self, number: int) -> int:
         return self.steps[number * _STRIDE % len(self.steps)]

@@ -74,6 +74,8 @@ class Decoder:
         self._copies: deque[_PendingCopy] = deque()
         self._failed: list[contract.Finished] = []
         self._compiled: dict[torch.Size, tuple[torch.Tensor, Compiled]] = {}
+        # Of single images for which the memory was too short.
+        self._striped_shapes: set[torch.Size] = set()
         self._tick = 0
 
     @property
@@ -141,7 +143,8 @@ class Decoder:
 
     def decode(self, latents: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         """Decodes latents [images, 4, height, width] at once, uncompiled."""
-        return (decode_in_stripes if self.is_striped else decode)(self._vae, latents)
+        is_striped = self.is_striped or latents.shape[1:] in self._striped_shapes
+        return (decode_in_stripes if is_striped else decode)(self._vae, latents)
 
     def collect(self, *, wait: bool) -> list[contract.Finished]:
         """The images that have reached the host; *wait* blocks for at least one slice, if any.
@@ -157,6 +160,10 @@ class Decoder:
             finished.extend(self._finish(done))
         return finished
 
+    def forget_compiled(self) -> None:
+        """Frees what has been compiled; it may be compiled again."""
+        self._compiled.clear()
+
     def clear(self) -> None:
         """Drops everything, unfinished images included."""
         self._queue.clear()
@@ -171,7 +178,7 @@ class Decoder:
         return int(shape[1] * shape[2]) * self._pixels_per_latent
 
     def _decode_or_share(self, part: Sequence[_FinishedLatents]) -> None:
-        """Decodes a slice; if that fails, in halves, down to single images."""
+        """Decodes a slice; if that fails, in halves, down to single images and their stripes."""
         try:
             self._copies.append(self._decode(part))
             return  # noqa: TRY300 - the rest handles the failure
@@ -186,14 +193,19 @@ class Decoder:
                 extra={"action": "decode_failed"},
             )
         # Outside the handler, where the error's traceback no longer holds any tensors.
-        self._compiled.clear()
+        shape = part[0].latents.shape
+        self._compiled.pop(shape, None)
         torch.cuda.empty_cache()
+        if len(part) == 1 and out_of_memory and shape not in self._striped_shapes:
+            self._striped_shapes.add(shape)
+            self._decode_or_share(part)
+            return
         if len(part) == 1:
             self._failed.append(contract.Finished(part[0].ticket, failure))
             return
         half = len(part) // 2
         if out_of_memory:
-            limit = half * self._pixels(part[0].latents.shape)
+            limit = half * self._pixels(shape)
             self.slice_pixels = min(self.slice_pixels, limit)
         self._decode_or_share(part[:half])
         self._decode_or_share(part[half:])

@@ -117,6 +117,16 @@ def test_jobs_may_have_several_loras_and_sizes_in_turn(tmp_path: Path) -> None:
     assert mixed.message(0).count("<lora:") == 2
 
 
+def test_prompts_may_have_several_lengths_in_turn(tmp_path: Path) -> None:
+    mixed = jobs.Workload("red", "b", ((16, 16),), tmp_path, repeats=(1, 3))
+    assert [mixed.request(number).prompt for number in range(3)] == [
+        "0 red",
+        "1 red red red",
+        "2 red",
+    ]
+    assert json.loads(mixed.message(1))["prompt"] == "1 red red red"
+
+
 def test_mixed_steps_are_equally_frequent(tmp_path: Path) -> None:
     steps = tuple(jobs.MIXED_STEPS)
     mixed = jobs.Workload("a", "b", ((16, 16),), tmp_path, steps=steps)

@@ -19,15 +19,23 @@ from worker.engine import errors as engine_errors
 
 log = logging.getLogger(__name__)
 
-#: The memory pool that CUDA graphs share; its type is not public.
-GraphPool = Any
-
 #: Runs before recording: libraries select kernels and allocate memory in the first ones.
 _WARM_UP_RUNS = 3
 
 
 #: Set while another thread compiles: torch takes calls of compiled functions for part of that.
 compiling_elsewhere = threading.Event()
+
+
+class GraphPool:
+    """The memory of CUDA graphs that never run at the same time: as much as the largest takes.
+
+    They are recorded on one stream, since the allocator gives a stream's memory to no other.
+    """
+
+    def __init__(self, device: torch.device) -> None:
+        self.handle = torch.cuda.graph_pool_handle()
+        self.stream = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
 
 
 class _TracedError(Exception):
@@ -56,8 +64,8 @@ class Compiled:
     ) -> None:
         """*backend* is torch.compile's, None for no compilation.
 
-        With a *pool*, a CUDA graph is recorded in its memory. Graphs of one pool must not run
-        concurrently, and an output is valid only until the next of them runs.
+        With a *pool*, a CUDA graph is recorded in its memory: an output is valid only until the
+        next graph of the pool runs.
         """
         self.graphs = 0
         self.name = name
@@ -67,9 +75,7 @@ class Compiled:
         self._pool = pool
         self._function = function
         # For warm-up and recording: kernels' work space belongs to a stream.
-        self._stream: torch.cuda.Stream | None = None
-        if pool is not None:
-            self._stream = torch.cuda.Stream()  # type: ignore[no-untyped-call]
+        self._stream = None if pool is None else pool.stream
         self._graph: torch.cuda.CUDAGraph | None = None
         self._output: Any = None
         self._is_tracing = False
@@ -205,7 +211,7 @@ class Compiled:
             graph = torch.cuda.CUDAGraph()
             # Other threads may allocate page-locked memory meanwhile, outside the graph.
             with torch.cuda.graph(
-                graph, pool=pool, stream=self._stream, capture_error_mode="thread_local"
+                graph, pool=pool.handle, stream=pool.stream, capture_error_mode="thread_local"
             ):
                 output = self._function(*self._arguments)
             torch.cuda.synchronize()

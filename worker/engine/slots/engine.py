@@ -24,12 +24,13 @@ from worker.engine import errors as engine_errors
 from worker.engine.checkpoint import Checkpoint
 from worker.engine.kernels import layers
 from worker.engine.kernels.background import Around, nothing_around
+from worker.engine.kernels.compile import GraphPool
 from worker.engine.lora import merge
 from worker.engine.self_check import SelfCheck
-from worker.engine.slots import linear, memory, prepare, queue
+from worker.engine.slots import linear, memory, prepare, queue, staging
 from worker.engine.slots.compiling import Compilation
 from worker.engine.slots.lane import MAX_LANES, Lane, Lanes
-from worker.engine.slots.prepare import PreparedRequest
+from worker.engine.slots.prepare import PLAIN_TOKENS, PreparedRequest
 from worker.engine.slots.queue import BatchKey, SlotJob
 from worker.engine.slots.staging import Stager
 from worker.engine.slots.step import GUIDANCE, Step, StepRunner, tick
@@ -106,7 +107,7 @@ class SlotEngine:
             lora_cache_bytes=lora_cache_bytes,
         )
         self.lora_lookups = self._preparer.lora_lookups
-        pool = torch.cuda.graph_pool_handle() if self._on_gpu else None
+        pool = GraphPool(self._device) if self._on_gpu else None
         self._decoder = decoder.Decoder(checkpoint.vae, backend=backend, pool=pool)
         self._runner = StepRunner(
             self._unet,
@@ -131,7 +132,7 @@ class SlotEngine:
             self._runner,
             self._decoder,
             self._lanes,
-            first=self._runner.plain_batch_key(*self.default_size),
+            first=self._runner.batch_key(*self.default_size),
             open_lane=self._open_lane,
             use_less_memory=self._use_less_memory,
         )
@@ -226,9 +227,12 @@ class SlotEngine:
             self._compilation.begin()
         return finished
 
-    def warm_up(self, width: int, height: int) -> None:
-        """Compiles, records and times all that a size needs; a minute or two on a GPU."""
-        self._compilation.run(self._runner.plain_batch_key(width, height))
+    def warm_up(self, width: int, height: int, tokens: int = PLAIN_TOKENS) -> None:
+        """Compiles, records and times all that a size needs; a minute or two on a GPU.
+
+        *tokens* of the context: more than those of ordinary prompts for the long ones.
+        """
+        self._compilation.run(self._runner.batch_key(width, height, tokens))
 
     def compile_in_background(self, around: Around = nothing_around) -> None:
         """The same for the native size while images are drawn, soon after the first one.
@@ -278,35 +282,50 @@ class SlotEngine:
     def _refill(self, lane: Lane, finished: list[contract.Finished]) -> None:
         """Moves the next jobs into a lane's free slots; those that cannot start are finished."""
         step = self._open(lane)
-        started = self._fill(lane, finished)
+        started = self._fill(lane)
         if not lane.active:
             return
         self._weights.choose_mode(lane, step, self._lanes.active)
         if lane.weight_mode != "shared":
             self._weights.make_room(lane, self._lanes.active)
         self.weight_mode = lane.weight_mode
-        with self._preparer.paused():
-            for slot in started:
-                self._start(lane, step, slot)
-            if lane.weight_mode != "shared":
-                self._weights.load(lane)
+        while True:
+            jobs = (lane.active[slot] for slot in started)
+            together = len(staging.first_within(self._staged_bytes, jobs))
+            self._start_together(lane, step, started[:together], finished)
+            started = started[together:]
+            if not started:
+                return
 
-    def _fill(self, lane: Lane, finished: list[contract.Finished]) -> list[int]:
+    def _fill(self, lane: Lane) -> list[int]:
         """Assigns jobs to the free slots; returns these slots."""
         started: list[int] = []
         for slot in range(lane.slots if self._lanes.takes_jobs(lane) else 0):
-            while slot not in lane.active:
+            if slot not in lane.active:
                 job = lane.waiting.take(self._weights.merged or None)
                 if job is None:
-                    return started
-                # Already active: should the memory run out, it restarts with the others.
+                    break
                 lane.active[slot] = job
-                if failure := self._try_to_stage(job):
-                    finished.append(failure)
-                    del lane.active[slot]
-                else:
-                    started.append(slot)
+                started.append(slot)
         return started
+
+    def _start_together(
+        self, lane: Lane, step: Step, slots: Sequence[int], finished: list[contract.Finished]
+    ) -> None:
+        """Starts the jobs of some slots, and loads the weights that the lane's slots lack.
+
+        The jobs' LoRAs are on the device at the same time.
+        """
+        for slot in slots:
+            if failure := self._stager.try_to_stage(lane.active[slot]):
+                finished.append(failure)
+                del lane.active[slot]
+        with self._preparer.paused():
+            for slot in slots:
+                if slot in lane.active:
+                    self._start(lane, step, slot)
+            if lane.weight_mode != "shared":
+                self._weights.load(lane)
 
     @torch.no_grad()
     def _start(self, lane: Lane, step: Step, slot: int) -> None:
@@ -353,25 +372,8 @@ class SlotEngine:
         lanes = [lane for lane in self._lanes if lane.waiting.jobs]
         lanes.sort(key=self._lanes.urgency, reverse=True)
         nexts = itertools.zip_longest(*(lane.waiting.jobs[: self.slots] for lane in lanes))
-        staged_bytes = 0
-        soon: list[SlotJob] = []
-        for job in [job for jobs in nexts for job in jobs if job is not None][: self.slots]:
-            packs = (job.prepared.unet_pack, job.prepared.convolution_pack)
-            staged_bytes += sum(packed.size_bytes for packed in packs if packed)
-            if staged_bytes > self._staged_bytes and soon:
-                break
-            soon.append(job)
-        self._stager.begin(soon)
-
-    def _try_to_stage(self, job: SlotJob) -> contract.Finished | None:
-        """The failure of a job whose own prompt or LoRA is at fault."""
-        try:
-            self._stager.stage(job)
-        except Exception as error:  # any failure is this job's outcome
-            if engine_errors.is_out_of_memory(error):
-                raise
-            return contract.Finished(job.ticket, engine_errors.classify(error))
-        return None
+        jobs = [job for each in nexts for job in each if job is not None][: self.slots]
+        self._stager.begin(staging.first_within(self._staged_bytes, jobs))
 
     # Recovery and memory.
 
@@ -402,7 +404,7 @@ class SlotEngine:
                 self._share_block()
                 again = jobs
             elif in_call > 1:
-                self._shrink(math.ceil(self.slots * (in_call // 2) / lane.slots))
+                self._shrink(math.ceil(self.slots * memory.fewer(in_call) / lane.slots))
                 again = jobs
             elif others and lane.batch_key.isolated is None:
                 again = [self._isolate(job) for job in jobs]
@@ -444,7 +446,7 @@ class SlotEngine:
         if others_open:
             self._share_block()
         else:
-            self._shrink(self.slots // 2)
+            self._shrink(memory.fewer(self.slots))
 
     def _share_block(self) -> None:
         log.warning(
@@ -465,14 +467,16 @@ class SlotEngine:
         """Allocates one block of weights anew; all lanes are closed."""
         for lane in self._lanes:
             lane.slots = self._lanes.slots_of(lane.batch_key, self.default_size)
+        self._weights.resize(0)
+        self._decoder.forget_compiled()
+        torch.cuda.empty_cache()  # the memory of CUDA graphs too, which nothing else could use
         self._weights.resize(slots)
-        torch.cuda.empty_cache()
 
     @torch.no_grad()
     def _fit_memory(self, slots: int | None) -> int:
         """Fits the GPU's memory for images of the checkpoint's native size; returns the blocks."""
         width, height = self.default_size
-        state = self._runner.make_slot_state(self._runner.plain_batch_key(width, height), 1)
+        state = self._runner.make_slot_state(self._runner.batch_key(width, height), 1)
 
         state_bytes = sum(tensor.nbytes for tensor in state if tensor is not None)
         is_large = self._checkpoint.family.has_large_layers
@@ -485,6 +489,7 @@ class SlotEngine:
             lambda: tick(self._unet, "shared", *state),
             decode,
             slots,
+            is_compiled=self._runner.may_compile,
             must_fit=is_large,
         )
         self._runner.slots = fit.slots

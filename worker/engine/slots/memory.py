@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import math
 from collections.abc import Callable
 from typing import NamedTuple
 
@@ -38,6 +39,10 @@ _TEMPORARY_SHARE = 0.25
 #: Share of the free memory left for fragments, libraries' work space and other image sizes.
 _MARGIN = 0.12
 
+
+#: Slots that are kept when the memory was too short. One image fewer at once costs 1 or 2 %, and to
+#: compile again a minute.
+_KEPT_SHARE = 0.75
 
 #: With fewer slots of merged weights, slots of low rank are as many as the card can use: eight SDXL
 #: images at once keep the fastest card measured as busy as sixteen.
@@ -75,13 +80,14 @@ def fit(
     decode: Callable[[], object],
     slots: int | None = None,
     *,
+    is_compiled: bool = False,
     must_fit: bool = False,
 ) -> Fit:
     """Measures what fits; *slots*, if given, is taken as it is.
 
     *slot_bytes* is what a slot holds for good; *run* is a tick of one slot and *decode* a VAE call
-    with one image, whose peak memory is measured. *must_fit* refuses a GPU on which one image of
-    the native size would fail.
+    with one image, whose peak memory is measured. *is_compiled*: ticks will be compiled. *must_fit*
+    refuses a GPU on which one image of the native size would fail.
 
     Raises:
         SetupError: one image does not fit.
@@ -100,10 +106,16 @@ def fit(
             f" size takes {needed / 2**30:.1f} GiB: use a GPU with more memory, or a smaller model"
         )
     decoded = max(1, min(MAX_DECODED, int(free * _DECODING_SHARE // decode_bytes)))
-    room = free * (1 - _MARGIN) - decoded * decode_bytes
-    slots = slots or max(1, min(MAX_SLOTS, int(room // (slot_bytes + tick_bytes))))
-    # Ticks of all lanes use the same memory in turn.
-    left = room - slots * (slot_bytes + tick_bytes)
+
+    def left_by(slots: int) -> float:
+        """Ticks of all lanes use the same memory in turn."""
+        work = slots * tick_bytes, decoded * decode_bytes
+        # Compiled, they share what CUDA graphs keep, and what else runs has as much beside it.
+        taken = 2 * max(work) if is_compiled else sum(work)
+        return free * (1 - _MARGIN) - slots * slot_bytes - taken
+
+    slots = slots or next((each for each in range(MAX_SLOTS, 1, -1) if left_by(each) >= 0), 1)
+    left = left_by(slots)
     # LoRAs that change less than all weights of a slot take less than these.
     staged_bytes = int(max(slot_bytes, min(_STAGED_SHARE * left, slots * slot_bytes)))
     left -= staged_bytes
@@ -118,6 +130,11 @@ def fit(
         extra={"action": "slots_chosen", "slots": slots},
     )
     return Fit(slots, decoded, blocks, staged_bytes, int(_TEMPORARY_SHARE * _MARGIN * free))
+
+
+def fewer(slots: int) -> int:
+    """How many to try after so many had too little memory; at least one."""
+    return max(1, min(slots - 1, math.ceil(_KEPT_SHARE * slots)))
 
 
 def describe(slots: int, *, is_low_rank: bool, is_striped: bool, has_text_on_cpu: bool) -> str:

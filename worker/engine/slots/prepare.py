@@ -66,6 +66,12 @@ class PreparedRequest:
         """What changes the UNet; () for nothing."""
         return merge.key_of(self.unet_loras)
 
+    @property
+    def lora_bytes(self) -> int:
+        """Of the UNet's LoRAs on the device."""
+        packs = (self.unet_pack, self.convolution_pack)
+        return sum(packed.size_bytes for packed in packs if packed)
+
     def guidance(self, call: int) -> float:
         """The guidance scale of a UNet call; 1 takes the prompt's output alone."""
         is_unguided = any(self.schedule.unguided[call : call + 1])

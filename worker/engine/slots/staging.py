@@ -18,6 +18,7 @@ import torch
 
 from imagefleet.job.prompt import Chunk
 from worker.engine import contract, embeddings, text
+from worker.engine import errors as engine_errors
 from worker.engine.checkpoint import Checkpoint
 from worker.engine.families import sdxl
 from worker.engine.lora import merge
@@ -57,6 +58,17 @@ class _Loras:
             convolutions.assemble() if convolutions else None,
             text_encoders,
         )
+
+
+def first_within(limit_bytes: int, jobs: Iterable[SlotJob]) -> list[SlotJob]:
+    """The first of *jobs*, as many as have LoRAs of so many bytes together; at least one."""
+    taken, first = 0, list[SlotJob]()
+    for job in jobs:
+        taken += job.prepared.lora_bytes
+        if taken > limit_bytes and first:
+            break
+        first.append(job)
+    return first
 
 
 class Stager:
@@ -126,6 +138,16 @@ class Stager:
                 for tensor in job.staged.tensors:
                     tensor.record_stream(ticks)
         return job.staged
+
+    def try_to_stage(self, job: SlotJob) -> contract.Finished | None:
+        """The failure of a job whose own prompt or LoRA is at fault."""
+        try:
+            self.stage(job)
+        except Exception as error:  # any failure is this job's outcome
+            if engine_errors.is_out_of_memory(error):
+                raise
+            return contract.Finished(job.ticket, engine_errors.classify(error))
+        return None
 
     def factors_of(self, job: SlotJob) -> Mapping[Group, StackedChange]:
         """A staged job's changes of the UNet; copied again if a slot held them already."""

@@ -251,9 +251,9 @@ class StepRunner:
             modes.append("per_slot_convolutions")
         return [each for each in modes if each not in step.compiled]
 
-    def plain_batch_key(self, width: int, height: int) -> BatchKey:
-        """The key of ordinary jobs of a size in pixels."""
-        return BatchKey(width, height, PLAIN_TOKENS, None, None)
+    def batch_key(self, width: int, height: int, tokens: int = PLAIN_TOKENS) -> BatchKey:
+        """The key of ordinary jobs of a size in pixels, with prompts of so many *tokens*."""
+        return BatchKey(width, height, tokens, None, None)
 
     def can_run(self, step: Step, weight_mode: WeightMode) -> bool:
         """False if another mode should run, since that is compiled and this one is not.

@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import weakref
 from typing import Any
 
 import numpy as np
@@ -9,6 +10,8 @@ import torch
 from imagefleet import errors
 from worker.engine import contract
 from worker.engine.slots import queue, step
+from worker.engine.slots.linear import SlotLinear
+from worker.engine.slots.weights import Weights
 
 ROUNDING = 2
 
@@ -43,10 +46,37 @@ def test_out_of_memory_in_a_tick_reduces_the_slots_and_fails_no_image(
     images = draw(engine, *requests)
     assert engine.slots == 2
     assert engine.capacity == 4
-    assert len(ticks[0]) == 4
-    assert max(len(seeds) for seeds in ticks[1:]) == 2
+    # One fewer at a time: whatever is given up is given up for good.
+    assert [len(seeds) for seeds in ticks[:3]] == [4, 3, 2]
+    assert max(len(seeds) for seeds in ticks[2:]) == 2
     for image, expected in zip(images, sound, strict=True):
         assert difference(image, expected) <= ROUNDING
+
+
+def test_slots_that_are_given_up_are_freed_before_fewer_are_allocated(
+    make_slot_engine: Any, make_request: Any, draw: Any, monkeypatch: Any
+) -> None:
+    engine = make_slot_engine(slots=2)
+    draw(engine, make_request())
+    former = [
+        weakref.ref(layer.slots.untyped_storage())
+        for layer in engine._unet.modules()
+        if isinstance(layer, SlotLinear)
+    ]
+    resize, held = Weights.resize, []
+
+    def note(weights: Weights, slots: int) -> None:
+        if slots:
+            held.extend(each() for each in former)
+        resize(weights, slots)
+
+    monkeypatch.setattr(Weights, "resize", note)
+    memory = torch.cuda.OutOfMemoryError("CUDA out of memory")
+    fail(monkeypatch, engine, memory, lambda seeds: len(seeds) > 1)
+    draw(engine, make_request(seed=1), make_request(seed=2))
+    assert engine.slots == 1
+    assert len(held) == len(former) > 0
+    assert set(held) == {None}
 
 
 def test_unfinished_images_restart_after_out_of_memory(
@@ -84,7 +114,7 @@ def test_out_of_memory_with_several_lanes_gives_up_their_weights_first_then_slot
     fail(monkeypatch, engine, memory, lambda seeds: next(count) in (2, 5))
     images = draw(engine, *requests)
     assert engine._lanes.blocks == 1
-    assert engine.slots == 2
+    assert engine.slots == 3
     for image, expected in zip(images, sound, strict=True):
         assert difference(image, expected) <= ROUNDING
 

@@ -16,6 +16,7 @@ def find(
     free: float,
     slots: int | None = None,
     *,
+    is_compiled: bool = False,
     must_fit: bool = False,
 ) -> memory.Fit:
     """What fits *free* GiB beside SD1.5."""
@@ -28,6 +29,7 @@ def find(
         lambda: "tick",  # type: ignore[arg-type,return-value]
         lambda: "decode",  # type: ignore[arg-type,return-value]
         slots,
+        is_compiled=is_compiled,
         must_fit=must_fit,
     )
 
@@ -54,6 +56,18 @@ def test_the_slots_fit_the_free_memory(
     used += staged if blocks > 1 else 0
     used += found.temporary_bytes / GIB
     assert used <= free or slots == 1
+
+
+def test_a_compiled_tick_keeps_more_memory_than_an_uncompiled_one_takes(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    assert find(monkeypatch, 6, is_compiled=True).slots < find(monkeypatch, 6).slots
+    assert find(monkeypatch, 80, is_compiled=True).slots == memory.MAX_SLOTS
+
+
+@pytest.mark.parametrize(("slots", "kept"), [(16, 12), (7, 6), (6, 5), (3, 2), (2, 1), (1, 1)])
+def test_after_too_many_slots_a_quarter_fewer_are_tried(slots: int, kept: int) -> None:
+    assert memory.fewer(slots) == kept
 
 
 def test_given_slots_are_taken_as_they_are(monkeypatch: pytest.MonkeyPatch) -> None:
