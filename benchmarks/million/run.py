@@ -37,7 +37,7 @@ BATCH = 1_000
 PARTS = 10
 LAST_SHARE = 0.99
 
-SAMPLE_SECONDS = 0.5
+SAMPLE_SECONDS = 0.1
 
 
 class Sample(NamedTuple):
