@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import logging
-import math
 import os
 import pickle
 import sys
@@ -16,14 +15,13 @@ from typing import Any
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
-import numpy as np
 import torch
 
 import tiny_model
 from fleet.bench import engine as bench_engine
 from fleet.bench import jobs as bench_jobs
 from fleet.bench import machine, work
-from imagefleet import errors
+from imagefleet import errors, likeness
 from worker.engine import contract, load
 from worker.engine import device as devices
 from worker.engine.slots.engine import SlotEngine
@@ -185,5 +183,5 @@ def limit_memory(options: Options) -> None:
 
 def decibels(image: contract.Pixels, reference: contract.Pixels) -> float:
     """Peak signal-to-noise ratio in dB; 99 for identical images."""
-    error = float(np.mean((image.astype(float) - reference.astype(float)) ** 2))
-    return 10 * math.log10(255**2 / error) if error else 99.0
+    found = likeness.psnr(likeness.mean_square(image, reference))
+    return 99.0 if found is None else found

@@ -11,7 +11,6 @@ from collections.abc import Sequence
 
 from PIL import ExifTags, Image, ImageDraw, ImageFont, UnidentifiedImageError
 
-from imagefleet import errors
 from imagefleet.job import prompt
 from imagefleet.job.message import MAX_IMAGE_BYTES, MAX_IMAGE_PIXELS
 from imagefleet.redaction import printable
@@ -82,7 +81,7 @@ def read_tile(data: bytes) -> tuple[Image.Image, str]:
         tile, text = read_image(data, TILE_PIXELS)
     except DamagedImageError as error:
         return Image.new("RGB", (TILE_PIXELS, TILE_PIXELS), _PAPER), str(error)
-    words, loras = read_words(text)
+    words, loras = prompt.read_words(text)
     return tile, " + ".join([words, *(lora.name for lora in loras)])
 
 
@@ -132,15 +131,6 @@ def _parameters(image: Image.Image) -> str:
         text = comment[len(_UNICODE) : len(_UNICODE) + 2 * _MAX_CHARACTERS]
         return text.decode("utf-16-be", errors="replace")
     return ""
-
-
-def read_words(text: str) -> tuple[str, Sequence[prompt.LoraTag]]:
-    """A prompt without its LoRAs, and these."""
-    try:
-        read = prompt.read_prompt(text)
-    except errors.JobError:  # an image of another program
-        return text, ()
-    return " ".join(read.text.replace(" ,", "").split()).strip(" ,"), read.loras
 
 
 def _lines(caption: str, font: ImageFont.FreeTypeFont | ImageFont.ImageFont) -> list[str]:

@@ -27,7 +27,9 @@ ONLY = (
 def merge(base: Figures, name: str, found: Figures) -> Figures:
     """*base* with what the file *name* has measured."""
     is_engine = "rows" in found
-    rows: Figures = {**base.get("rows", {}), **(found["rows"] if is_engine else {})}
+    new = found["rows"] if is_engine else {}
+    new = {row: each for row, each in new.items() if not {"error", "not_measured"} & each.keys()}
+    rows: Figures = {**base.get("rows", {}), **new}
     taken = {
         key: value
         for key, value in found.items()

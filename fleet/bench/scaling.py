@@ -85,9 +85,10 @@ def command(
         worker.require_libraries()
         from fleet.bench import runs
 
-        gpus, threads = _machines(device, counts)
+        asked = None if counts is None else _numbers(counts)
+        gpus, threads = _machines(device, asked)
         kind = "cpu" if threads else "cuda"
-        numbers = _counts(counts, len(gpus))
+        numbers = _to_measure(asked, len(gpus))
         flags = ["--device", "cpu"] if kind == "cpu" else []
         flags += ["--slots", str(slots)] if slots else []
         with tempfile.TemporaryDirectory(prefix="imagefleet-scaling-") as folder:
@@ -124,7 +125,7 @@ def command(
         _show(rows, report, markdown=markdown)
 
 
-def _machines(device: str, counts: str | None) -> tuple[list[Gpu], int | None]:
+def _machines(device: str, asked: list[int] | None) -> tuple[list[Gpu], int | None]:
     """What a worker can be started for, and each one's threads on a CPU."""
     from worker.gpus import choice, cores
     from worker.settings import MachineSettings
@@ -138,7 +139,7 @@ def _machines(device: str, counts: str | None) -> tuple[list[Gpu], int | None]:
             raise errors.SetupError(
                 f"{error.message}; for workers on the CPU: --device cpu"
             ) from None
-    most = max(_numbers(counts)) if counts else int(cores.threads(1))
+    most = max(asked) if asked else int(cores.threads(1))
     names = ",".join(map(str, range(most)))
     gpus = choice.choose(MachineSettings(model="m", gpus=names, device="cpu"))
     return gpus, int(cores.threads(most))
@@ -154,14 +155,15 @@ def _numbers(text: str) -> list[int]:
     return numbers
 
 
-def _counts(text: str | None, machines: int) -> list[int]:
+def _to_measure(asked: list[int] | None, machines: int) -> list[int]:
     """The numbers of workers to measure; one worker is always the first."""
-    if text is None:
+    if asked is None:
         return [2**power for power in range(machines.bit_length()) if 2**power <= machines]
-    numbers = sorted({1, *_numbers(text)})
-    if numbers[-1] > machines:
-        raise errors.SetupError(f"--workers {text[:40]}: this machine has {machines} GPUs")
-    return numbers
+    if max(asked) > machines:
+        raise errors.SetupError(
+            f"--workers: this machine has {machines} GPUs, and {max(asked)} workers were asked for"
+        )
+    return sorted({1, *asked})
 
 
 def _prepared(model: Path | None, folder: str, device: str) -> tuple[Path, str, str, str]:

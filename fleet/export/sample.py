@@ -6,8 +6,8 @@ import hashlib
 from dataclasses import dataclass
 from typing import Any
 
-from fleet import contact_sheet
 from fleet.results import images
+from imagefleet.job import prompt
 from imagefleet.records import columns
 from imagefleet.records.record import Record
 
@@ -53,7 +53,7 @@ class Sample:
     @property
     def caption(self) -> str:
         """The prompt without the LoRAs that it names."""
-        return contact_sheet.read_words(self.record.prompt or "")[0]
+        return prompt.read_words(self.record.prompt or "")[0]
 
     def row(self, address: columns.Address) -> dict[str, Any]:
         """img2dataset's columns, and those of a result."""

@@ -64,8 +64,8 @@ def command(
         str | None,
         typer.Option(
             metavar="FOLDER",
-            help="CLIP of transformers for the CLIP score; demo, or none. [default: demo with that"
-            " --extractor]",
+            help="CLIP of transformers or open_clip for the CLIP score; demo, or none. [default:"
+            " demo with that --extractor]",
         ),
     ] = None,
     reference: Annotated[

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -17,11 +16,10 @@ from fleet.score import metrics
 from fleet.score.extractors import Extractor, TextExtractor
 from fleet.score.statistics import Doubles, Statistics
 from imagefleet import concurrency, errors, likeness
+from imagefleet.job import prompt
 
 #: Read and compared at once: of 1024x1024 pixels, some 100 MB.
 _BATCH = 16
-
-_WHITE = 255.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -49,7 +47,7 @@ class PairFigures:
 
     @property
     def psnr(self) -> float | None:
-        return psnr(self.squares)
+        return likeness.psnr(self.squares)
 
 
 @dataclass(slots=True)
@@ -66,11 +64,6 @@ class Comparison:
     """Fields of the jobs that differ between the sides, with the values of the first pair."""
     unknown_jobs: int = 0
     """Pairs of which an image does not say how it was drawn."""
-
-
-def psnr(squares: float) -> float | None:
-    """The peak signal-to-noise ratio in dB; None for the same pixels."""
-    return None if squares == 0 else 10 * math.log10(_WHITE**2 / squares)
 
 
 async def compare(
@@ -118,7 +111,6 @@ def _add(
     if measures.text_extractor is not None:
         _add_clip_scores(found, pairs, measures.text_extractor)
     for key, (a, b), distance in zip(keys, pairs, apart, strict=True):
-        difference = a.pixels.astype(np.int16) - b.pixels
         known = a if a.job is not None else b
         found.pairs.append(
             PairFigures(
@@ -127,7 +119,7 @@ def _add(
                 names[1][key],
                 known.caption,
                 known.seed,
-                float(np.square(difference, dtype=np.int32).mean()),
+                likeness.mean_square(a.pixels, b.pixels),
                 likeness.distance(*(likeness.fingerprint(each.pixels) for each in (a, b))),
                 distance,
             )
@@ -177,7 +169,5 @@ def _add_clip_scores(
 
 def words(a: Drawing, b: Drawing) -> str | None:
     """A pair's caption without LoRAs."""
-    from fleet import contact_sheet
-
     caption = a.caption or b.caption
-    return contact_sheet.read_words(caption)[0] if caption else None
+    return prompt.read_words(caption)[0] if caption else None

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import io
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -11,18 +10,15 @@ from typing import Any, Protocol
 
 import numpy as np
 import numpy.typing as npt
-from PIL import Image
 
 from fleet.verify import picture
 from imagefleet import errors
-from imagefleet.job.message import MAX_IMAGE_BYTES, MAX_IMAGE_PIXELS, Job
+from imagefleet.job.message import MAX_IMAGE_BYTES, Job
 from imagefleet.storage.protocol import BlobStore
 
 Pixels = npt.NDArray[np.uint8]
 
 SUFFIXES = (".png", ".jpg", ".jpeg", ".webp")
-
-_FORMATS = ("PNG", "JPEG", "WEBP")
 
 #: Of a job, what has no part in its picture, or is compared by the image itself.
 _NOT_COMPARED = {
@@ -155,15 +151,13 @@ async def read(images: Images, name: str) -> Drawing:
 
 
 def _drawing(data: bytes, name: str) -> Drawing | None:
-    try:
-        with Image.open(io.BytesIO(data), formats=_FORMATS) as image:
-            if image.width * image.height > MAX_IMAGE_PIXELS:  # before the pixels take memory
-                return None
-            pixels = np.asarray(image.convert("RGB"))
-    except Exception:  # noqa: BLE001 - Pillow raises what it comes upon in a damaged file
+    image = picture.decode(data)
+    if image is None:
         return None
     job = job_in(data)
-    return Drawing(pixels, job, None if job is None else job.image_seed(_index(name, job)))
+    return Drawing(
+        np.asarray(image), job, None if job is None else job.image_seed(_index(name, job))
+    )
 
 
 def job_in(data: bytes) -> Job | None:

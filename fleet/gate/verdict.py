@@ -7,7 +7,7 @@ from typing import Any
 
 import numpy as np
 
-from fleet.gate.compare import Comparison, Measures, PairFigures, psnr
+from fleet.gate.compare import Comparison, Measures, PairFigures
 from fleet.score.metrics import frechet_distance
 from imagefleet import likeness
 
@@ -102,7 +102,7 @@ class _Fids:
 def judge(found: Comparison, measures: Measures, bounds: Bounds, worst: int = WORST) -> Verdict:
     """The verdict on at least one pair."""
     pairs = found.pairs
-    total = psnr(float(np.mean([pair.squares for pair in pairs])))
+    total = likeness.psnr(float(np.mean([pair.squares for pair in pairs])))
     alike = sum(pair.fingerprint_distance < likeness.SAME_BELOW for pair in pairs)
     share = 100 * alike / len(pairs)
     checks = [

@@ -27,10 +27,9 @@ _DOLLARS = f"rate(imagefleet_cost_dollars_total{{$fleet}}[{WINDOW}])"
 _GPU_DOLLARS = f'rate(imagefleet_cost_dollars_total{{kind="gpu",$fleet}}[{WINDOW}])'
 _BUSY = f"rate(imagefleet_gpu_busy_seconds_total{{$fleet}}[{WINDOW}])"
 _IDLE = f"rate(imagefleet_gpu_idle_seconds_total{{$fleet}}[{WINDOW}])"
-_ENDED = (
-    f'rate(imagefleet_jobs_total{{outcome=~"completed|duplicate|failed|verified|unverified",$fleet}}'
-    f"[{WINDOW}])"
-)
+_OUTCOMES = 'outcome=~"completed|duplicate|failed|verified|unverified"'
+_ENDED = f"rate(imagefleet_jobs_total{{{_OUTCOMES},$fleet}}[{WINDOW}])"
+_MODEL_ENDED = f"rate(imagefleet_model_jobs_total{{{_OUTCOMES},$fleet}}[{WINDOW}])"
 _FAILED = "increase(imagefleet_failed_jobs_total{$fleet}[1h])"
 
 
@@ -94,6 +93,15 @@ async def fleet_rates(prometheus: Prometheus) -> FleetRates:
         left_out=await left_out(prometheus, now),
         replicas=int(await value(f"count(count by (instance) ({_INFO}))") or 0),
     )
+
+
+async def jobs_per_second_by_model(prometheus: Prometheus) -> dict[str, float]:
+    """The jobs that all workers end, by the model they are drawn with.
+
+    Raises the errors of `Prometheus.at`.
+    """
+    found = await prometheus.at(f"sum by (model) ({_MODEL_ENDED})", datetime.now(UTC))
+    return {each.labels.get("model", ""): each.last for each in found}
 
 
 async def left_out(prometheus: Prometheus, at: datetime, window: str = WINDOW) -> str | None:

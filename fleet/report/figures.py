@@ -61,10 +61,16 @@ class Failure:
 
 @dataclass(frozen=True, slots=True)
 class ModelFigures:
-    """The images of one model."""
+    """The images of one model, and its part of the workers' times and costs.
+
+    Loading it is included. Dollars are None if the price of one of its workers is unknown.
+    """
 
     name: str
     images: int
+    gpu_seconds: float
+    gpu_dollars: float | None
+    images_per_dollar_gpu_only: float | None
 
 
 @dataclass(frozen=True, slots=True)
@@ -139,10 +145,7 @@ def compute(
         ],
         money=_money(records, workers, table, price_source),
         workers=workers,
-        models=[
-            ModelFigures(name, images)
-            for name, images in records.images_by_model.most_common(_MAX_MODELS)
-        ],
+        models=_models(records, given_price),
         bin_seconds=bin_seconds,
         throughput=throughput,
         without_record=records.without_record,
@@ -174,6 +177,27 @@ def _workers(records: Records, given_price: float | None) -> list[WorkerFigures]
             )
         )
     return sorted(figures, key=lambda each: each.images_per_second or 0, reverse=True)
+
+
+def _models(records: Records, given_price: float | None) -> list[ModelFigures]:
+    seconds: dict[str, float] = {}
+    dollars: dict[str, float | None] = {}
+    for (key, model), taken in records.seconds_by_model.items():
+        recorded = records.workers[key].dollars_per_hour
+        price = recorded if given_price is None else given_price
+        so_far = dollars.get(model, 0.0)
+        seconds[model] = seconds.get(model, 0.0) + taken
+        dollars[model] = so_far + taken / 3600 * price if price and so_far is not None else None
+    return [
+        ModelFigures(
+            name,
+            images,
+            seconds.get(name, 0.0),
+            cost := dollars.get(name),
+            images / cost if cost else None,
+        )
+        for name, images in records.images_by_model.most_common(_MAX_MODELS)
+    ]
 
 
 def _money(

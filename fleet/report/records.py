@@ -28,6 +28,7 @@ _TIME_STEP = 0.05
 _MAX_WORKERS = 50_000
 _MAX_FAILURE_KINDS = 5_000
 _MAX_MODELS = 1_000
+_MAX_MODEL_TIMES = 200_000
 
 #: $/h, above that of any worker.
 _MAX_PRICE = 1_000
@@ -113,6 +114,8 @@ class Records:
     seconds_in_worker: Counter[int] = field(default_factory=Counter)
     deliveries: Counter[int] = field(default_factory=Counter)
     images_by_model: Counter[str] = field(default_factory=Counter)
+    seconds_by_model: dict[tuple[tuple[str, str], str], float] = field(default_factory=dict)
+    """Of a worker's time, by its key and the model: start-up and changes of models included."""
     failed_by_error: Counter[tuple[str, str]] = field(default_factory=Counter)
     cancelled: int = 0
     are_listed: bool = False
@@ -295,10 +298,11 @@ def _count_failure(records: Records, error: str, reason: str) -> None:
 def _count_image(records: Records, image: _Image) -> None:
     records.images += 1
     records.image_bytes += image.size_bytes
-    if image.model and (
-        image.model in records.images_by_model or len(records.images_by_model) < _MAX_MODELS
-    ):
-        records.images_by_model[image.model] += 1
+    model = image.model
+    if model not in records.images_by_model and len(records.images_by_model) >= _MAX_MODELS:
+        model = None
+    if model:
+        records.images_by_model[model] += 1
     second = int(image.stored_at.timestamp())
     if second in records.stored_in_second or len(records.stored_in_second) < _MAX_SECONDS:
         records.stored_in_second[second] += 1
@@ -326,6 +330,11 @@ def _count_image(records: Records, image: _Image) -> None:
             last_image_at=image.stored_at,
         )
     worker = records.workers[key]
+    counted = worker.seconds if worker.images else 0.0
     worker.images += 1
     worker.first_pull_at = min(worker.first_pull_at, pulled_at)
     worker.last_image_at = max(worker.last_image_at, image.stored_at)
+    times = records.seconds_by_model
+    if model and ((key, model) in times or len(times) < _MAX_MODEL_TIMES):
+        # One model is drawn at a time, so what was added since the last image is this one's.
+        times[key, model] = times.get((key, model), 0.0) + worker.seconds - counted

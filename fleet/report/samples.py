@@ -12,6 +12,7 @@ from fleet import contact_sheet
 from fleet.report.plot import number_text
 from fleet.report.records import Records
 from imagefleet import errors
+from imagefleet.job import prompt
 from imagefleet.job.message import MAX_IMAGE_BYTES
 from imagefleet.storage import protocol
 
@@ -58,7 +59,7 @@ async def read(blobs: protocol.BlobStore, records: Records) -> list[Sample]:
 def shrunk(job: str, address: str, data: bytes) -> Sample:
     """The sample in a file's bytes; raises DamagedImageError."""
     tile, text = contact_sheet.read_image(data, _PIXELS)
-    words, loras = contact_sheet.read_words(text)
+    words, loras = prompt.read_words(text)
     stored = io.BytesIO()
     tile.save(stored, "WEBP", quality=_WEBP_QUALITY)
     return Sample(

@@ -55,7 +55,12 @@ async def command(
     ] = None,
     images_per_second: Annotated[
         float | None,
-        typer.Option(min=0.0001, metavar="NUMBER", help="Of one replica; measured by default."),
+        typer.Option(
+            min=0.0001,
+            metavar="NUMBER",
+            help="Of one replica, with the first of the fleet file's `models`; those of other"
+            " families count by their operations. Measured by default.",
+        ),
     ] = None,
     images_per_job: Annotated[int, typer.Option(min=1, max=64, metavar="COUNT")] = 1,
     model: Annotated[
@@ -135,16 +140,20 @@ async def command(
             prometheus.connected_if(settings.prometheus, settings.queried_fleet) as server,
             salad_options.connected(fleet_file, folder) as fleet,
         ):
+            served = salad_models.models_of(fleet_file)
             scaling = scaler.Scaler(
                 goal,
                 fleet,
                 client.storage,
                 ledger,
                 scaler.Speeds(
-                    given=given, assumed=_assumed_speed(fleet_file, images_per_job), server=server
+                    given=given,
+                    assumed=_assumed_speed(fleet_file, images_per_job),
+                    server=server,
+                    weights=scaler.Weights(served),
                 ),
                 is_dry_run=dry_run,
-                models=model or [each.name for each in salad_models.models_of(fleet_file)] or None,
+                models=model or [each.name for each in served] or None,
             )
             print_record = _print_record if as_json else lambda _: None
             if once:
@@ -190,11 +199,12 @@ async def _run(
 
 
 def _assumed_speed(file: salad_file.FleetFile, images_per_job: int) -> scaler.Speed | None:
-    """The speed of the fleet's slowest GPU class on its slowest model, by public benchmarks."""
+    """The speed of the fleet's slowest GPU class on its first model, by public benchmarks."""
     classes = salad_models.classes(file, gpus.built_in())
     records = [prices.ASSUMED_IMAGES_PER_SECOND.get(each.name) for each in classes]
-    found = {each.family for each in salad_models.models_of(file)} or {families.SD1}
-    known = [family.images_per_second(record) for record in records if record for family in found]
+    served = salad_models.models_of(file)
+    family = served[0].family if served else families.SD1
+    known = [family.images_per_second(record) for record in records if record]
     return scaler.Speed(min(known) / images_per_job, "assumed") if known else None
 
 

@@ -6,7 +6,7 @@ import asyncio
 import logging
 import time
 from collections import deque
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Collection, Iterable, Sequence
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -16,9 +16,11 @@ from fleet.salad import deployment
 from fleet.salad import groups as salad_groups
 from fleet.salad.gpus import GpuClass
 from fleet.salad.groups import Group
+from fleet.salad.models import Model
 from fleet.scale import ledger
 from fleet.scale.decision import SETTLE_SECONDS, Decision, Goal, Known, decide
 from imagefleet import errors, uptime
+from imagefleet.pricing import families
 from imagefleet.storage.protocol import Storage
 
 log = logging.getLogger(__name__)
@@ -33,7 +35,7 @@ _SAMPLES = 30
 
 @dataclass(frozen=True, slots=True)
 class Speed:
-    """Jobs/s of one replica, and the source of that number."""
+    """Jobs/s of one replica on the fleet's first model, and the source of that number."""
 
     jobs_per_second: float
     source: str
@@ -43,11 +45,11 @@ class QueueSpeed:
     """A lower bound of a replica's speed, from how fast the queue shrinks."""
 
     def __init__(self) -> None:
-        self._samples: deque[tuple[float, int, float]] = deque(maxlen=_SAMPLES)
+        self._samples: deque[tuple[float, float, float]] = deque(maxlen=_SAMPLES)
 
-    def add(self, at: float, messages: int, running: int) -> None:
-        before_at, _, worked = self._samples[-1] if self._samples else (at, 0, 0.0)
-        self._samples.append((at, messages, worked + running * (at - before_at)))
+    def add(self, at: float, jobs: float, running: int) -> None:
+        before_at, _, worked = self._samples[-1] if self._samples else (at, 0.0, 0.0)
+        self._samples.append((at, jobs, worked + running * (at - before_at)))
 
     @property
     def jobs_per_second(self) -> float | None:
@@ -60,6 +62,26 @@ class QueueSpeed:
         return (first - last) / (after - before)
 
 
+class Weights:
+    """How many jobs of the fleet's first model take as long as one of each model."""
+
+    def __init__(self, models: Sequence[Model] = ()) -> None:
+        first = models[0].family if models else families.SD1
+        self._by_model = {
+            each.name: first.images_per_second(1) / each.family.images_per_second(1)
+            for each in models
+        }
+
+    @property
+    def differ(self) -> bool:
+        """False where a job is a job."""
+        return len(set(self._by_model.values())) > 1
+
+    def total(self, jobs: Iterable[tuple[str | None, float]]) -> float:
+        """The *jobs* of models in jobs of the first one, as which unknown ones count."""
+        return sum(count * self._by_model.get(model or "", 1.0) for model, count in jobs)
+
+
 class Speeds:
     """The best known speed; *server* has the workers' metrics."""
 
@@ -69,7 +91,9 @@ class Speeds:
         given: Speed | None = None,
         assumed: Speed | None = None,
         server: prometheus.Prometheus | None = None,
+        weights: Weights | None = None,
     ) -> None:
+        self.weights = weights or Weights()
         self.queue = QueueSpeed()
         self._given = given
         self._last = assumed
@@ -96,14 +120,18 @@ class Speeds:
         if self._server is not None:
             try:
                 fleet = await rates.fleet_rates(self._server)
+                jobs_per_second = fleet.jobs_per_second
+                if self.weights.differ:
+                    by_model = await rates.jobs_per_second_by_model(self._server)
+                    jobs_per_second = self.weights.total(by_model.items())
             except errors.FleetError as error:
                 log.warning("no metrics: %s", error, extra={"action": "metrics_unknown"})
             else:
                 if fleet.left_out and fleet.left_out != self._left_out:
                     log.warning("%s", fleet.left_out, extra={"action": "workers_left_out"})
                 self._left_out = fleet.left_out
-                if fleet.replicas and fleet.jobs_per_second:
-                    return Speed(fleet.jobs_per_second / fleet.replicas, "measured by the metrics")
+                if fleet.replicas and jobs_per_second:
+                    return Speed(jobs_per_second / fleet.replicas, "measured by the metrics")
         by_queue = self.queue.jobs_per_second
         return Speed(by_queue, "measured by the queue (lower bound)") if by_queue else None
 
@@ -140,6 +168,7 @@ class Scaler:
         self._ledger = ledger.read(ledger_path, fleet.fleet, self._clock())
         self._classes: Sequence[GpuClass] = ()
         self._messages = 0
+        self._jobs_of_first = 0.0
         self._empty_since: float | None = None
         self._due_at = self._clock()
         self._known: Known | None = None
@@ -186,8 +215,9 @@ class Scaler:
         self._ledger = self._ledger.counted(now, running, price)
         if not self._write_ledger():
             obstacle = "the ledger cannot be written"
-        self._speeds.queue.add(now, self._messages, running)
+        self._speeds.queue.add(now, self._jobs_of_first, running)
         speed = await self._speeds.find()
+        per_job = self._jobs_of_first / self._messages if self._messages else 1.0
         known = Known(
             now=self._wall_clock(),
             messages=self._messages,
@@ -197,7 +227,7 @@ class Scaler:
             spent_dollars=self._ledger.dollars,
             price=self._ledger.price,
             quota_free=await self._quota_free() if is_due else None,
-            jobs_per_second=speed.jobs_per_second,
+            jobs_per_second=speed.jobs_per_second / per_job,
         )
         self._known = known
         self._report_missed_deadline(known)
@@ -248,11 +278,13 @@ class Scaler:
         """False if the queue does not answer; the budget is watched all the same."""
         try:
             depth = await self._storage.queue.depth()
-            self._messages = sum(
-                each.messages
+            counted = [
+                (each.model, each.messages)
                 for each in depth.by_queue.values()
                 if self._models is None or each.model is None or each.model in self._models
-            )
+            ]
+            self._messages = sum(messages for _, messages in counted)
+            self._jobs_of_first = self._speeds.weights.total(counted)
         except errors.TransientError as error:
             log.warning("the queue does not answer: %s", error, extra={"action": "queue_unknown"})
             self._empty_since = None

@@ -44,7 +44,9 @@ def command(
     ] = None,
     clip: Annotated[
         str | None,
-        typer.Option(metavar="FOLDER", help="CLIP of transformers, for CLIP score and CMMD."),
+        typer.Option(
+            metavar="FOLDER", help="CLIP of transformers or open_clip, for CLIP score and CMMD."
+        ),
     ] = None,
     device: Annotated[str, typer.Option(help="auto, cpu, cuda or cuda:N.")] = "auto",
     processes: Annotated[

@@ -106,7 +106,7 @@ def _load(path: str | Path, device: str) -> Extractor:
         return TorchScriptExtractor(place, device)
     raise errors.SetupError(
         f"the extractor {str(path)!r} should be a TorchScript file (.pt), an ONNX file (.onnx) or a"
-        " folder with a CLIP model of transformers"
+        " folder with a CLIP model of transformers or open_clip"
     )
 
 
@@ -121,7 +121,7 @@ def load_text_extractor(path: str | Path, device: str = "cpu") -> TextExtractor:
     if not isinstance(found, TextExtractor):
         raise errors.SetupError(
             f"the extractor {str(path)!r} has no features of texts: give a folder with a CLIP model"
-            " of transformers"
+            " of transformers or open_clip"
         )
     return found
 

@@ -13,9 +13,9 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import NamedTuple
 
-from fleet import contact_sheet
 from fleet.results import files, source
 from imagefleet import errors
+from imagefleet.job import prompt
 from imagefleet.records import reader, sweep
 from imagefleet.records.record import Record
 from imagefleet.records.sweep import Group, Sweep
@@ -180,7 +180,7 @@ def _caption(record: Record) -> str:
     """What the image should show: the sweep's caption, or the prompt without its LoRAs."""
     if sweep.CAPTION in record.metadata:
         return sweep.caption_of(record)
-    return contact_sheet.read_words(record.prompt or "")[0]
+    return prompt.read_words(record.prompt or "")[0]
 
 
 def _only(values: set[float | None]) -> float | None:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import hashlib
-import io
 import multiprocessing
 import signal
 import sys
@@ -17,23 +16,20 @@ from multiprocessing.process import BaseProcess
 from typing import Any, TypeVar
 
 import numpy as np
-from PIL import Image
 
 from fleet.score import chunks, metrics, plan
 from fleet.score.extractors import Extractor, ExtractorFacts, TextExtractor
 from fleet.score.plan import Chunk, Row
 from fleet.score.statistics import Features
+from fleet.verify import picture
 from imagefleet import concurrency, errors
-from imagefleet.job.message import MAX_IMAGE_BYTES, MAX_IMAGE_PIXELS
+from imagefleet.job.message import MAX_IMAGE_BYTES
 from imagefleet.storage.protocol import BlobStore
 from imagefleet.storage.settings import StorageSettings
 from imagefleet.submit import RETRIES
 
 #: Images in each call of a network, and images read at once.
 _BATCH = 32
-
-#: As workers and reference sets have them; Pillow reads dozens of formats.
-_FORMATS = ("PNG", "JPEG", "WEBP")
 
 Item = TypeVar("Item")
 
@@ -237,7 +233,7 @@ def _score(work: Work, batch: Sequence[Row], read: Sequence[bytes | None]) -> _S
     """Decodes a batch and computes what is asked for of the images that are whole."""
     images, captions, left_out = [], [], []
     for row, data in zip(batch, read, strict=True):
-        image = None if data is None else decode(data)
+        image = None if data is None else picture.decode(data)
         if image is None:
             left_out.append(row.name)
         else:
@@ -290,14 +286,3 @@ async def _read_blob(row: Row, blobs: BlobStore) -> bytes | None:
         return None
     is_same = data is not None and row.size_bytes in {None, len(data)}
     return data if is_same else None
-
-
-def decode(data: bytes) -> Image.Image | None:
-    """The picture of a file; None if it is none that could be scored."""
-    try:
-        with Image.open(io.BytesIO(data), formats=_FORMATS) as image:
-            if image.width * image.height > MAX_IMAGE_PIXELS:  # before the pixels take memory
-                return None
-            return image.convert("RGB")
-    except Exception:  # noqa: BLE001 - Pillow raises what it comes upon in a damaged file
-        return None

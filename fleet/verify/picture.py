@@ -13,6 +13,7 @@ from imagefleet.job import embedded
 from imagefleet.job.message import MAX_IMAGE_PIXELS, Job, read_job
 from imagefleet.signing import TrustedKeys
 
+#: As workers store them; Pillow reads dozens of formats, some through other programs.
 _FORMATS = ("PNG", "JPEG", "WEBP")
 
 
@@ -24,16 +25,23 @@ class Picture:
     fingerprint: likeness.Fingerprint
 
 
-def read(data: bytes) -> Picture | None:
-    """The picture of a file; None if it is no image that a worker can have stored."""
+def decode(data: bytes) -> Image.Image | None:
+    """A file's image in RGB; None if it is none that a worker can have stored."""
     try:
         with Image.open(io.BytesIO(data), formats=_FORMATS) as image:
             if image.width * image.height > MAX_IMAGE_PIXELS:  # before the pixels take memory
                 return None
-            pixels = np.asarray(image.convert("RGB"))
-            return Picture(image.size, likeness.fingerprint(pixels))
+            return image.convert("RGB")
     except Exception:  # noqa: BLE001 - Pillow raises what it comes upon in a damaged file
         return None
+
+
+def read(data: bytes) -> Picture | None:
+    """The picture of a file; None as of `decode`."""
+    image = decode(data)
+    if image is None:
+        return None
+    return Picture(image.size, likeness.fingerprint(np.asarray(image)))
 
 
 def job_in(data: bytes, trusted: TrustedKeys | None = None) -> tuple[str, Job] | None:

@@ -141,6 +141,15 @@ def read_prompt(prompt: str, *, comments: bool = True) -> Prompt:
     return Prompt(text, tags, weighted_parts(text), weight)
 
 
+def read_words(text: str) -> tuple[str, Sequence[LoraTag]]:
+    """A prompt without its LoRAs, and these; one that cannot be read as it is."""
+    try:
+        read = read_prompt(text)
+    except errors.JobError:
+        return text, ()
+    return " ".join(read.text.replace(" ,", "").split()).strip(" ,"), read.loras
+
+
 def _split_own_weight(text: str) -> tuple[str, float]:
     """Without its own weight, `:1.3` at its end, as AUTOMATIC1111 has it for the parts of AND."""
     words, colon, number = text.rstrip().rpartition(":")

@@ -188,7 +188,7 @@ def _image(data: bytes) -> None:
         )[which]
         data = _png(chunk)
     tile, text = contact_sheet.read_image(data, 32)
-    words, found = contact_sheet.read_words(text)
+    words, found = prompt.read_words(text)
     assert max(tile.size) == 32
     assert not redaction.CONTROLS.search(words + "".join(lora.name for lora in found))
 

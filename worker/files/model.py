@@ -119,7 +119,8 @@ async def fetch(
             shutil.rmtree(found) if found.is_dir() else found.unlink(missing_ok=True)
     if settings.model_sha256 is None:
         log.warning(
-            "%s is not verified: set --model-sha256",
+            "%s is not verified: set --model-sha256, or for several models --trusted-key with a"
+            " signed list of them",
             _source(address, None, blobs).label,
             extra={"action": "model_unchecked"},
         )

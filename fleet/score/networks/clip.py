@@ -1,4 +1,4 @@
-"""A folder with a CLIP model as transformers saves it."""
+"""A folder with a CLIP model as transformers or open_clip saves it."""
 
 from __future__ import annotations
 
@@ -10,50 +10,48 @@ from typing import Any
 import numpy as np
 import torch
 from PIL import Image
+from safetensors import SafetensorError
 from transformers import AutoTokenizer, CLIPModel
 
 from fleet.score import extractors
 from fleet.score.extractors import ExtractorFacts
+from fleet.score.networks import open_clip
 from fleet.score.resize import Preparation
 from fleet.score.statistics import Features
 from imagefleet import errors
+from imagefleet.job.clip import TOKENIZER
 
-WEIGHTS = "model.safetensors"
 _PREPROCESSOR = "preprocessor_config.json"
 
 _WHITE = 255.0
-
-#: OpenAI's, which the models of others keep; out of 1.
-_MEAN = (0.48145466, 0.4578275, 0.40821073)
-_STD = (0.26862954, 0.26130258, 0.27577711)
 
 
 class ClipExtractor:
     """CLIP's features of images and of texts in the space that both share."""
 
     def __init__(self, folder: Path, device: str) -> None:
-        if not (folder / WEIGHTS).is_file():
+        weights = next((name for name in _LOADERS if (folder / name).is_file()), None)
+        if weights is None:
             raise errors.SetupError(
-                f"the extractor {folder} has no {WEIGHTS}: it should be a folder with a CLIP model"
-                " of transformers"
+                f"the extractor {folder} has neither {' nor '.join(_LOADERS)}: it should be a"
+                " folder with a CLIP model of transformers or open_clip"
             )
         self._device = device
         try:
-            self._model: Any = CLIPModel.from_pretrained(
-                folder, local_files_only=True, use_safetensors=True
-            )
-            self._tokenizer: Any = AutoTokenizer.from_pretrained(folder, local_files_only=True)
-            configuration = self._model.config
-            self._preparation = _preparation(folder, configuration.vision_config.image_size)
-        except (OSError, ValueError, KeyError, TypeError, RuntimeError, ImportError) as error:
+            self._model, self._tokenizer, self._preparation = _LOADERS[weights](folder)
+        except (
+            *(OSError, ValueError, KeyError, TypeError, RuntimeError, ImportError),
+            SafetensorError,
+        ) as error:
             line = str(error).strip().splitlines()[0]
             raise errors.SetupError(f"the CLIP model in {folder} cannot be read: {line}") from None
         self._model.eval().to(device)
+        configuration = self._model.config
         self._most_tokens = configuration.text_config.max_position_embeddings
         self.facts = ExtractorFacts(
             folder.name,
             "CLIP",
-            extractors.sha256_of(folder / WEIGHTS),
+            extractors.sha256_of(folder / weights),
             configuration.projection_dim,
             self._preparation,
         )
@@ -83,18 +81,35 @@ def _array(found: torch.Tensor) -> Features:
     return np.ascontiguousarray(found.float().cpu().numpy(), np.float32)
 
 
-def _preparation(folder: Path, size: int) -> Preparation:
-    """As the folder states it; CLIP's own where it does not."""
+def _of_transformers(folder: Path) -> tuple[Any, Any, Preparation]:
+    model: Any = CLIPModel.from_pretrained(folder, local_files_only=True, use_safetensors=True)
+    tokenizer: Any = AutoTokenizer.from_pretrained(folder, local_files_only=True)
     stated: dict[str, Any] = {}
     if (folder / _PREPROCESSOR).is_file():
         stated = json.loads((folder / _PREPROCESSOR).read_text(encoding="utf-8"))
-    mean, std = (
-        tuple(_WHITE * float(each) for each in stated.get(name, usual))
-        for name, usual in (("image_mean", _MEAN), ("image_std", _STD))
+    usual = open_clip.Preprocessing()
+    mean, std = stated.get("image_mean", usual.mean), stated.get("image_std", usual.std)
+    return model, tokenizer, _preparation(model, mean, std)
+
+
+def _of_open_clip(folder: Path) -> tuple[Any, Any, Preparation]:
+    model, stated = open_clip.load(folder)
+    return (
+        model,
+        AutoTokenizer.from_pretrained(TOKENIZER),
+        _preparation(model, stated.mean, stated.std),
     )
-    return Preparation(size, _three(mean), _three(std), "clip")
 
 
-def _three(values: tuple[float, ...]) -> tuple[float, float, float]:
-    red, green, blue = values
+#: By the file with the weights. Where a folder has both, they are the same.
+_LOADERS = {"model.safetensors": _of_transformers, open_clip.WEIGHTS: _of_open_clip}
+
+
+def _preparation(model: Any, mean: Sequence[float], std: Sequence[float]) -> Preparation:
+    size = model.config.vision_config.image_size
+    return Preparation(size, _of_white(mean), _of_white(std), "clip")
+
+
+def _of_white(values: Sequence[float]) -> tuple[float, float, float]:
+    red, green, blue = (_WHITE * float(each) for each in values)
     return red, green, blue

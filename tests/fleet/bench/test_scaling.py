@@ -166,10 +166,10 @@ def test_a_mistake_is_one_line(
 
 
 def test_without_a_list_the_numbers_are_powers_of_two() -> None:
-    assert [scaling._counts(None, gpus) for gpus in (1, 2, 3, 8)] == [
+    assert [scaling._to_measure(None, gpus) for gpus in (1, 2, 3, 8)] == [
         [1],
         [1, 2],
         [1, 2],
         [1, 2, 4, 8],
     ]
-    assert scaling._counts("3,6", 8) == [1, 3, 6]
+    assert scaling._to_measure([3, 6], 8) == [1, 3, 6]

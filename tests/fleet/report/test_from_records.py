@@ -13,7 +13,8 @@ from typing import Any
 import pytest
 
 from fleet.report import records as report_records
-from imagefleet.records import shard
+from imagefleet.records import shard, writer
+from imagefleet.records.record import Record
 from imagefleet.records.shard import Totals
 from imagefleet.storage.open import open_storage
 from imagefleet.storage.protocol import BlobRecord, Storage
@@ -78,12 +79,38 @@ async def test_images_are_counted_by_model(
     assert "<h2>Models</h2>" not in page, "there is one"
     await store_images(storage, "0002", "0003", model="blue")
     figures, page, _ = await report(in_process, storage_settings)
-    assert figures["models"] == [
-        {"name": "blue", "images": 2},
-        {"name": "<b>red", "images": 1},
-    ]
+    counted = [(each["name"], each["images"]) for each in figures["models"]]
+    assert counted == [("blue", 2), ("<b>red", 1)]
     assert "<h2>Models</h2>" in page
     assert "&lt;b&gt;red" in page
+
+
+async def test_a_workers_cost_is_split_between_its_models(
+    storage: Storage, storage_settings: StorageSettings, in_process: Imagefleet
+) -> None:
+    """By its time: SDXL's images take longer, and a change of models is the next one's cost."""
+    known = LINE | {"seconds": 4.0, "price_per_hour": 3.6, "start_up_seconds": 30.0}
+    stored = [("red", "00:00"), ("red", "00:02"), ("blue", "01:00"), ("blue", "01:20")]
+    lines = [{**known, "model": model, "at": f"2026-11-01T12:{at}Z"} for model, at in stored]
+    lines += [{**known, "model": "red", "at": "2026-11-01T12:01:21Z"}]
+    lines += [{**LINE, "model": "grey", "worker": "w1", "seconds": 4.0}]
+    records = [
+        Record.model_validate({**line, "blob": f"spring/{number}.png"})
+        for number, line in enumerate(lines)
+    ]
+    await storage.create()
+    await writer.RecordLog(storage.blobs, "w9").add(records)
+
+    figures, page, _ = await report(in_process, storage_settings, "--samples", "0")
+
+    assert page.count('<td data-name="images per dollar"') == len(figures["models"])
+    red, blue, grey = figures["models"]
+    assert (red["name"], red["gpu_seconds"]) == ("red", 30 + 4 + 2 + 1)
+    assert (blue["name"], blue["gpu_seconds"]) == ("blue", 78)
+    worker = next(each for each in figures["workers"] if each["name"] == "w9")
+    assert red["gpu_dollars"] + blue["gpu_dollars"] == pytest.approx(worker["gpu_dollars"])
+    assert blue["images_per_dollar_gpu_only"] == pytest.approx(2 / 0.078)
+    assert (grey["gpu_seconds"], grey["gpu_dollars"]) == (4, None), "its price is not known"
 
 
 async def test_figures_come_from_records_without_listing_an_image(
@@ -198,12 +225,16 @@ async def test_forged_records_do_not_fill_the_memory(
 ) -> None:
     monkeypatch.setattr(report_records, "_MAX_WORKERS", 3)
     monkeypatch.setattr(report_records, "_MAX_SECONDS", 5)
+    monkeypatch.setattr(report_records, "_MAX_MODELS", 4)
+    monkeypatch.setattr(report_records, "_MAX_MODEL_TIMES", 2)
     async with open_storage(local_settings) as storage:
         for number in range(10):
             at = f"2026-11-01T12:00:{number:02}Z"
-            await store_images(storage, f"{number:04}", worker=f"w{number}", at=at)
+            names = {"worker": f"w{number}", "model": f"m{number}"}
+            await store_images(storage, f"{number:04}", at=at, **names)
 
         records = await report_records.read_records(storage, "spring", samples=2)
 
     assert (len(records.workers), len(records.stored_in_second), records.images) == (3, 5, 10)
+    assert (len(records.images_by_model), len(records.seconds_by_model)) == (4, 2)
     assert records.skipped.records == 7

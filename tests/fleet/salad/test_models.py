@@ -94,7 +94,9 @@ def test_what_workers_would_refuse_is_refused_before_it_reaches_them(
     assert "abc" not in raised.value.message, "a token"
 
 
-def test_the_scaler_assumes_the_speed_of_the_slowest_class_and_model(tmp_path: Path) -> None:
+def test_the_scaler_assumes_the_slowest_class_on_the_first_model(
+    tmp_path: Path,
+) -> None:
     sdxl = scale._assumed_speed(read(tmp_path), 1)
     both = scale._assumed_speed(read(tmp_path, "pony-v6.safetensors: sdxl", "a.tar: sd1"), 1)
     sd1 = scale._assumed_speed(read(tmp_path, TWO, "  /models/a: sd1\n"), 2)

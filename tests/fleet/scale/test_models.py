@@ -3,14 +3,18 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from datetime import datetime
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
+from fleet.monitor import prometheus
+from fleet.salad.models import Model
 from fleet.scale import scaler
 from fleet.scale.decision import Goal, Known, decide
+from imagefleet.pricing import families
 from imagefleet.storage.protocol import Storage
 
 GOAL = Goal(
@@ -36,6 +40,72 @@ async def test_jobs_of_models_that_the_fleet_does_not_serve_start_no_replicas(
     found = scaler.Scaler(GOAL, fleet, storage, tmp_path / "ledger", speeds, models=models)
     assert await found._read_queue(0.0)
     assert found._messages == counted
+
+
+SD1_AND_SDXL = scaler.Weights(
+    [Model(name, families.find(slug), name) for name, slug in (("small", "sd1"), ("large", "sdxl"))]
+)
+
+
+class Deployment:
+    """A fleet without replicas, and room for many."""
+
+    fleet = "f"
+
+    def __init__(self) -> None:
+        self.client = self
+
+    async def existing_groups(self) -> list[Any]:
+        group = SimpleNamespace(replicas=0, running=0, is_stopped=False)
+        return [SimpleNamespace(**vars(group), price=lambda _: SimpleNamespace(most=0.01))] * 4
+
+    async def gpu_classes(self) -> list[Any]:
+        return []
+
+    async def quota(self) -> Any:
+        return SimpleNamespace(free=2000)
+
+
+@pytest.mark.parametrize("storage_settings", ["local"], indirect=True)
+async def test_a_job_of_sdxl_counts_by_its_seconds_of_work(
+    storage: Storage, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A queue takes ten times the replicas if it is of SDXL."""
+    monkeypatch.setattr(scaler.deployment, "is_rolling", lambda _: False)
+    goal = replace(GOAL, max_replicas=1000, dollars_per_hour=None, deadline=900.0)
+    wanted = {}
+    for model in ("small", "large"):
+        await storage.models.send([f'{{"prompt": "a", "model": "{model}"}}'] * 800)
+        fleet: Any = Deployment()
+        speeds = scaler.Speeds(given=scaler.Speed(0.1, "given"), weights=SD1_AND_SDXL)
+        scaling = scaler.Scaler(
+            goal,
+            fleet,
+            storage,
+            tmp_path / model,
+            speeds,
+            is_dry_run=True,
+            models=[model],
+            wall_clock=lambda: 0.0,
+        )
+        wanted[model] = (await scaling.step())["wanted"]
+    assert wanted == {"small": 10, "large": 104}
+
+
+async def test_speeds_that_workers_report_count_their_models() -> None:
+    class Metrics:
+        fleet = None
+
+        async def at(self, query: str, _: datetime) -> list[prometheus.Series]:
+            if "model_jobs" in query:
+                rates = {"small": 1.0, "large": 0.5}
+                return [prometheus.Series({"model": m}, ((0.0, r),)) for m, r in rates.items()]
+            return [prometheus.Series({}, ((0.0, 2.0),))]
+
+    server: Any = Metrics()
+    speed = await scaler.Speeds(server=server, weights=SD1_AND_SDXL).find()
+    of_sdxl = 1 / families.find("sdxl").images_per_second(1)
+    assert speed.jobs_per_second == pytest.approx((1.0 + 0.5 * of_sdxl) / 2)
 
 
 @pytest.mark.parametrize(

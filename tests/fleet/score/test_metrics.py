@@ -8,6 +8,7 @@ import itertools
 import sys
 import types
 from collections.abc import Sequence
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -15,7 +16,8 @@ import pytest
 import torch
 from PIL import Image
 
-from fleet.score import metrics
+from fleet.score import chunks, metrics
+from fleet.score.plan import Chunk
 from fleet.score.resize import Preparation
 from fleet.score.statistics import Statistics
 from imagefleet import errors
@@ -122,6 +124,25 @@ def test_kid_is_that_of_torch_fidelity(
     assert theirs["kernel_inception_distance_mean"] > 0.0001
     assert ours.mean == pytest.approx(theirs["kernel_inception_distance_mean"], rel=1e-4)
     assert ours.std == pytest.approx(theirs["kernel_inception_distance_std"], rel=1e-3, abs=1e-8)
+
+
+def test_seven_stored_shards_in_any_order_give_the_figures_of_torch_fidelity(
+    torch_fidelity: Any, features: Any, tmp_path: Path
+) -> None:
+    parts = shards(features[0], 7)
+    stored = [Chunk(tmp_path / f"{number}.jsonl", tmp_path / f"{number}") for number in range(7)]
+    for number in (6, 2, 0, 5, 1, 4, 3):
+        note = chunks.Note(digest="", images=len(parts[number]))
+        chunks.write(stored[number], note, {"features": parts[number]})
+    rows = chunks.StoredRows(stored, "features", DIMENSIONS)
+    theirs = torch_fidelity.kid.kid_features_to_metric(
+        *map(torch.from_numpy, features), kid_subsets=2, kid_subset_size=200, verbose=False
+    )
+    kid = metrics.kid(rows, features[1], subsets=2, subset_size=200)
+    assert kid.mean == pytest.approx(theirs["kernel_inception_distance_mean"], rel=1e-4)
+    assert metrics.cmmd(rows, features[1]) == metrics.cmmd(*features)
+    fid = metrics.frechet_distance(*map(Statistics.of, (rows, features[1])))
+    assert fid == metrics.frechet_distance(*map(Statistics.of, features))
 
 
 def test_kid_of_few_images_says_how_few(features: Any) -> None:

@@ -305,6 +305,37 @@ def test_what_is_staged_ahead_takes_no_more_than_its_room(
     assert sum(job.staging is not None for job in only.waiting.jobs) == begun
 
 
+def test_loras_of_jobs_that_start_together_take_no_more_than_what_is_staged_ahead(
+    make_slot_engine: Any,
+    make_request: Any,
+    lora_paths: list[Path],
+    draw: Any,
+    difference: Any,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    engine = make_slot_engine(slots=4)
+    requests = [
+        make_request(seed=seed, loras=(lora(lora_paths[seed % 3]),), steps=3) for seed in range(8)
+    ]
+    expected = draw(engine, *requests)
+    size_bytes = engine.prepare(requests[0]).lora_bytes
+    engine._staged_bytes = int(2.5 * size_bytes)
+    stage, at_once = engine._stager.try_to_stage, []
+
+    def count(job: Any) -> Any:
+        failure = stage(job)
+        active = [each for one in engine._lanes for each in one.active.values()]
+        at_once.append(sum(bool(each.staged and each.staged.loras) for each in active))
+        return failure
+
+    monkeypatch.setattr(engine._stager, "try_to_stage", count)
+    images = draw(engine, *requests)
+    assert len(at_once) == len(requests)
+    assert max(at_once) == 2
+    for pair in zip(images, expected, strict=True):
+        assert difference(*pair) <= ROUNDING
+
+
 def test_a_closed_engine_holds_nothing(make_slot_engine: Any, make_request: Any) -> None:
     engine = make_slot_engine()
     engine.admit(1, engine.prepare(make_request()))

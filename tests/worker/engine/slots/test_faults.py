@@ -264,3 +264,25 @@ def test_a_vae_that_overflows_in_float16_decodes_in_float32_from_then_on(
     outcomes = draw(engine, make_request(), make_request(seed=2))
     assert difference(outcomes[0], sound[0]) <= 8, "float16 rounds at 1/2048"
     assert engine._checkpoint.vae.dtype == torch.float32
+
+
+def test_an_image_without_memory_to_decode_it_whole_is_decoded_in_stripes(
+    make_slot_engine: Any, make_request: Any, draw: Any, difference: Any, monkeypatch: Any
+) -> None:
+    from worker.engine import decoder
+
+    engine = make_slot_engine(slots=2)
+    requests = [make_request(seed=1, height=96), make_request(seed=2)]
+    sound = draw(engine, *requests)
+    original = decoder.decode
+
+    def decode(vae: Any, latents: torch.Tensor) -> Any:
+        if latents.shape[2] > latents.shape[3]:
+            raise torch.cuda.OutOfMemoryError("CUDA out of memory")
+        return original(vae, latents)
+
+    monkeypatch.setattr(decoder, "decode", decode)
+    images = draw(engine, *requests)
+    for pair in zip(images, sound, strict=True):
+        assert difference(*pair) <= ROUNDING
+    assert not engine._decoder.is_striped, "other sizes are decoded whole"
