@@ -8,7 +8,6 @@ import functools
 import os
 import signal
 import sys
-import time
 from collections.abc import Callable, Iterator
 from dataclasses import asdict
 from pathlib import Path
@@ -18,7 +17,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 from rich import markup, progress
 
-from fleet import console, options
+from fleet import console, load_progress, options
 from imagefleet import errors, signing
 from imagefleet.storage.open import open_storage
 from imagefleet.storage.protocol import Storage
@@ -30,9 +29,6 @@ if TYPE_CHECKING:
     from loadgen.sources import Source
 
 DRY_RUN_JOBS = 10
-
-#: Seconds between two lines of progress where there is no terminal.
-SECONDS_BETWEEN_LINES = 5.0
 
 #: Skipped lines that are reported one by one.
 _SHOWN_SKIPPED = 10
@@ -135,6 +131,7 @@ def command(
     """
     from loadgen import sources
     from loadgen.load import Load, default_path
+    from loadgen.processes.refusals import Refusals
 
     chosen = checked_priority(priority)
     options.check_campaign(campaign)
@@ -171,7 +168,8 @@ def command(
         path = checkpoint_file or default_path(Path(file), settings.queue)
     in_use = f"another `imagefleet load` is at work with the checkpoint {path}"
     with console.only_one(path, in_use) if path else contextlib.nullcontext():
-        storage = open_storage(settings)
+        refusals = Refusals()
+        storage = open_storage(settings, refusals.policy)
         load = Load(
             storage,
             source,
@@ -180,13 +178,16 @@ def command(
             restart=restart,
             priority=chosen,
             models=model or (),
+            refusals=refusals,
             on_notice=console.print_note,
         )
         announce(load, file, path)
         with read("checking") as on_read:
             load.check(on_read)  # before the event loop begins: Ctrl-C can interrupt a long file
         is_live = console.stderr.is_terminal and not as_json
-        with showing(source.count, load.confirmed, is_live=is_live, quiet=quiet) as show:
+        with load_progress.showing(
+            load, source.count, is_live=is_live, quiet=quiet, as_json=as_json
+        ) as show:
             summary = console.run(send(storage, load, show))
     mended = getattr(source, "mended", 0)  # a template has no failed jobs
     if as_json:
@@ -296,40 +297,6 @@ def reading(
         raise
 
 
-@contextlib.contextmanager
-def showing(
-    total: int | None, start: int, *, is_live: bool, quiet: bool
-) -> Iterator[Callable[[int], None]]:
-    """A bar if *is_live*, else occasional lines."""
-    began = reported_at = time.monotonic()
-
-    def rate(confirmed: int) -> str:
-        return f"{(confirmed - start) / max(time.monotonic() - began, 1e-6):,.0f} jobs/s"
-
-    def show_line(confirmed: int) -> None:
-        nonlocal reported_at
-        if time.monotonic() - reported_at >= SECONDS_BETWEEN_LINES:
-            reported_at = time.monotonic()
-            of_total = "" if total is None else f" of {total:,}"
-            console.print_note(f"{confirmed:,}{of_total} jobs sent, {rate(confirmed)}")
-
-    if quiet:
-        yield lambda _confirmed: None
-    elif not is_live:
-        yield show_line
-    else:
-        columns = (
-            progress.BarColumn(),
-            progress.MofNCompleteColumn(),
-            progress.TaskProgressColumn(),
-            progress.TextColumn("{task.fields[rate]}"),
-            progress.TimeRemainingColumn(),
-        )
-        with progress.Progress(*columns, console=console.stderr) as bar:
-            task = bar.add_task("", total=total, completed=start, rate="")
-            yield lambda confirmed: bar.update(task, completed=confirmed, rate=rate(confirmed))
-
-
 def _print_jobs(source: Source, *, quiet: bool) -> None:
     if not quiet and (what := source.describe()):
         console.print_note(what)
@@ -345,6 +312,10 @@ def print_summary(summary: Summary, skipped: int, path: Path | None, mended: int
         console.print_note(
             f"{console.counted(summary.sent, 'job')}{also} sent to {summary.queue} in"
             f" {summary.storage}, {summary.jobs_per_second:,.0f} jobs/s"
+        )
+    if summary.refusals:
+        console.print_note(
+            f"the storage asked to slow down {console.counted(summary.refusals, 'time')}"
         )
     if mended:
         console.print_note(

@@ -48,6 +48,9 @@ JsonFile = Annotated[
 CampaignName = Annotated[
     str, typer.Option(metavar="NAME", help="Jobs without a campaign are in 'default'.")
 ]
+CampaignOfImages = Annotated[
+    str | None, typer.Option(metavar="NAME", help="Only images of this campaign.")
+]
 OldReport = Annotated[Path | None, typer.Option("--report", hidden=True)]
 #: No setting: IMAGEFLEET_PRIORITY is that of a worker on SaladCloud.
 JobPriority = Annotated[

@@ -1,17 +1,36 @@
-"""Calls at the same time that end together."""
+"""Calls at the same time that end together, and the processor cores that there are."""
 
 from __future__ import annotations
 
 import asyncio
 import contextlib
+import math
+import os
 from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine, Iterable
+from pathlib import Path
 from typing import Any, TypeVar, overload
+
+#: A container's limit of processor time: microseconds, of so many.
+_QUOTA = Path("/sys/fs/cgroup/cpu.max")
 
 First = TypeVar("First")
 Second = TypeVar("Second")
 Third = TypeVar("Third")
 Result = TypeVar("Result")
 Item = TypeVar("Item")
+
+
+def cores() -> int:
+    """Those of this process: by its affinity, and by its container's limit."""
+    if hasattr(os, "sched_getaffinity"):
+        found = len(os.sched_getaffinity(0))
+    else:
+        found = os.cpu_count() or 1
+    try:
+        quota, period = _QUOTA.read_text(encoding="ascii").split()
+        return min(found, math.ceil(int(quota) / int(period)))
+    except (OSError, ValueError):  # no such file here, or "max": no limit
+        return found
 
 
 @overload

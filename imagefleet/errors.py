@@ -58,6 +58,10 @@ class NoAccessError(TransientError):
     """The credentials of the storage have expired; waiting for new ones."""
 
 
+class BusyError(TransientError):
+    """The storage asks to slow down: it has done nothing."""
+
+
 class StorageFullError(TransientError):
     """The disk of the storage is full; waiting for space."""
 

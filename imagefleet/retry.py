@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import dataclasses
 import logging
 import math
 import random
@@ -11,10 +12,9 @@ from collections.abc import Awaitable, Callable
 from dataclasses import dataclass
 from typing import TypeVar
 
-from imagefleet import errors
+import tenacity
 
-#: What somebody has to end: new credentials, or space.
-_CLOSED = (errors.NoAccessError, errors.StorageFullError)
+from imagefleet import errors
 
 _LOGGER = logging.getLogger(__name__)
 
@@ -44,7 +44,8 @@ class RetryPolicy:
     does not return to a recovered storage in lockstep.
 
     With `waits_for_access`, new credentials for expired ones, and space on the full disk of a
-    storage, are waited for without limit, and such attempts do not count.
+    storage, are waited for without limit, and such attempts do not count. So it is, with
+    `waits_while_busy`, with a storage that asks to slow down.
     """
 
     tries: int = 6
@@ -52,6 +53,7 @@ class RetryPolicy:
     longest_wait_seconds: float = 8
     give_up_seconds: float = math.inf
     waits_for_access: bool = False
+    waits_while_busy: bool = False
     on_retry: Callable[[errors.TransientError], None] = log_retry
 
     async def call(self, operation: Callable[[], Awaitable[_Result]]) -> _Result:
@@ -60,28 +62,60 @@ class RetryPolicy:
         Raises:
             FleetError: the error of the last attempt.
         """
+        # Almost every call succeeds at once; to count its attempts costs as much as to sign it.
         began_at = time.monotonic()
-        failures = 0
-        while True:
-            try:
-                return await operation()
-            except errors.TransientError as error:
-                pause_seconds = self.longest_wait_seconds
-                if not (self.waits_for_access and isinstance(error, _CLOSED)):
-                    pause_seconds = min(pause_seconds, self.first_wait_seconds * 2**failures)
-                    failures += 1
-                    if (
-                        failures >= self.tries
-                        or time.monotonic() - began_at >= self.give_up_seconds
-                    ):
+        try:
+            return await operation()
+        except errors.TransientError as error:
+            failed: list[errors.TransientError] = [error]
+
+        tries = tenacity.AsyncRetrying(
+            stop=tenacity.stop_after_attempt(self.tries)
+            | tenacity.stop_after_delay(self.give_up_seconds - (time.monotonic() - began_at)),
+            wait=tenacity.wait_random_exponential(
+                multiplier=self.first_wait_seconds, max=self.longest_wait_seconds
+            ),
+            retry=tenacity.retry_if_exception_type(errors.TransientError),
+            before_sleep=self._report,
+            reraise=True,
+        )
+
+        async def attempt() -> _Result:
+            waits = 0
+            while True:
+                try:
+                    if failed:
+                        raise failed.pop()
+                    return await operation()
+                except errors.BusyError as error:
+                    if not self.waits_while_busy:
                         raise
-                self.on_retry(error)
-            await asyncio.sleep(jitter(pause_seconds, low=0))
+                    self.on_retry(error)
+                    await asyncio.sleep(
+                        backoff(waits, self.first_wait_seconds / 10, self.longest_wait_seconds)
+                    )
+                except (errors.NoAccessError, errors.StorageFullError) as error:
+                    if not self.waits_for_access:
+                        raise
+                    self.on_retry(error)
+                    await asyncio.sleep(jitter(self.longest_wait_seconds, low=0))
+                waits += 1
+
+        return await tries(attempt)
+
+    def _report(self, state: tenacity.RetryCallState) -> None:
+        error = state.outcome.exception() if state.outcome else None
+        if isinstance(error, errors.TransientError):
+            self.on_retry(error)
 
 
 #: Inside the storage. Longer outages are the caller's to retry, with the job still in flight; and
 #: a renewal must have a result before its lease ends.
 DEFAULT = RetryPolicy(give_up_seconds=30)
+
+#: For whoever fills a queue: a storage that asks to slow down is sent to more slowly, for as long
+#: as it asks.
+PATIENT = dataclasses.replace(DEFAULT, waits_while_busy=True)
 
 #: For operations that the caller retries: only missing access is waited for.
 UNTIL_ACCESS = RetryPolicy(tries=1, waits_for_access=True)

@@ -25,9 +25,17 @@ from imagefleet.submit import BulkSender, Progress, keep_noting
 from loadgen.campaigns import LoadedCampaigns
 from loadgen.caption_sweep import SweepSource
 from loadgen.file_source import OnRead
+from loadgen.pace import seconds_left
+from loadgen.processes.pool import SenderProcesses
+from loadgen.processes.refusals import Refusals
 from loadgen.second_drawing import Sample
-from loadgen.settings import LoadSettings
+from loadgen.settings import MOST_BATCHES, LoadSettings
 from loadgen.sources import Source
+
+#: What a killed load has sent since its checkpoint was written is sent again. To replace a file
+#: takes a disk a millisecond or two, as long as ten sends.
+POSITIONS_BETWEEN_CHECKPOINTS = 256
+SECONDS_BETWEEN_CHECKPOINTS = 0.05
 
 
 class Checkpoint(BaseModel):
@@ -78,6 +86,34 @@ class Checkpoint(BaseModel):
             ) from None
 
 
+class _Keeper:
+    """Writes the checkpoint of *start* to *path*, unless that is None."""
+
+    def __init__(self, path: Path | None, start: Checkpoint, sent: Mapping[str, int]) -> None:
+        self._path = path
+        self._start = start
+        self._sent = sent
+        self._confirmed = self._written = start.confirmed
+        self._written_at = 0.0
+
+    def note(self, confirmed: int) -> None:
+        """Positions below *confirmed* are stored: writes that soon."""
+        self._confirmed = confirmed
+        if (
+            confirmed - self._written >= POSITIONS_BETWEEN_CHECKPOINTS
+            or time.monotonic() - self._written_at >= SECONDS_BETWEEN_CHECKPOINTS
+        ):
+            self.write()
+
+    def write(self) -> None:
+        if self._path is None:
+            return
+        changes = {"confirmed": self._confirmed, "sent": dict(self._sent)}
+        self._start.model_copy(update=changes).write(self._path)
+        self._written = self._confirmed
+        self._written_at = time.monotonic()
+
+
 def default_path(source: Path, queue: str) -> Path:
     return source.with_name(f".{source.name}.{queue}.checkpoint.json")
 
@@ -120,6 +156,10 @@ class Summary:
     """Messages in addition to the jobs (`--verify-share`)."""
     cancelled: Mapping[str, int]
     """Jobs that were not sent, by campaign: it was cancelled during the load."""
+    seconds_left: float | None
+    """What the rest would take at this rate; None: nobody knows how much there is."""
+    refusals: int
+    """How often the storage has asked to slow down."""
 
 
 class Load:
@@ -140,10 +180,12 @@ class Load:
         on_notice: Callable[[str], None] = lambda _: None,
         priority: Priority = "normal",
         models: Collection[str] = (),
+        refusals: Refusals | None = None,
     ) -> None:
         """*on_notice* is told what the operator should know, while the load goes on.
 
-        *models* are what workers have from elsewhere than the storage.
+        *models* are what workers have from elsewhere than the storage. *refusals* are the
+        storage's.
         """
         self._storage = storage
         self._queue = storage.queues[priority]
@@ -175,10 +217,17 @@ class Load:
             self._start.cancelled or {},
             Counter(self._start.sent),
         )
+        #: How often the storage has asked to slow down.
+        self.refusals = refusals or Refusals()
+        left = None if source.count is None else source.count - self.confirmed
+        count = settings.processes_for(left)
+        self._processes = (
+            SenderProcesses(settings, priority, count, self.refusals) if count > 1 else None
+        )
         signing_key = signing.Keys.of(settings).signing
         sample = Sample(settings.second_drawings, self._start.sample_key, signing_key)
         self._sender = BulkSender(
-            enqueue.JobSender(storage, priority, elsewhere=models),
+            enqueue.JobSender(storage, priority, elsewhere=models, through=self._processes),
             self._campaigns.wanted(
                 source.bodies(self.confirmed),
                 self.confirmed,
@@ -186,7 +235,7 @@ class Load:
                 source.count,
             ),
             start=self.confirmed,
-            concurrency=settings.concurrency,
+            concurrency=min(settings.concurrency * count, MOST_BATCHES),
             rate=settings.rate,
             second_drawing=sample.second_drawing,
         )
@@ -216,6 +265,7 @@ class Load:
             raise
         await self._campaigns.note()
         seconds = time.monotonic() - began
+        positions_per_second = (progress.confirmed - self.confirmed) / max(seconds, 1e-6)
         return Summary(
             storage=self._storage.url,
             queue=self._queue.name,
@@ -227,6 +277,8 @@ class Load:
             jobs_per_second=round(progress.sent / max(seconds, 1e-6), 1),
             second_drawings=progress.second_drawings,
             cancelled=dict(self._campaigns.left_out),
+            seconds_left=seconds_left(self._source.count, progress.confirmed, positions_per_second),
+            refusals=self.refusals.count,
         )
 
     async def _send(self, on_confirmed: Callable[[int], None]) -> Progress:
@@ -244,22 +296,25 @@ class Load:
             known = dict(self._cancelled.times)
             self._start = self._start.model_copy(update={"cancelled": known})
             self._campaigns.known = known
-        path, campaigns = self._path, self._campaigns
+        campaigns = self._campaigns
+        keeper = _Keeper(self._path, self._start, campaigns.sent)
 
         def confirm(progress: Progress) -> None:
             campaigns.confirm(progress.confirmed)
             self._say_what_is_unreadable()
-            if path is not None:
-                # For each batch: what a killed load has sent since is sent again.
-                changes = {"confirmed": progress.confirmed, "sent": dict(campaigns.sent)}
-                self._start.model_copy(update=changes).write(path)
+            keeper.note(progress.confirmed)
             on_confirmed(progress.confirmed)
 
-        if path is not None:
-            self._start.write(path)  # fails before anything is sent if the path is not writable
+        keeper.write()  # fails before anything is sent if the path is not writable
         watching = self._cancelled.watch(lambda: True)
-        async with concurrency.beside(watching, keep_noting(campaigns.note)):
-            return await self._sender.run(confirm)
+        async with (
+            concurrency.beside(watching, keep_noting(campaigns.note)),
+            self._processes or contextlib.nullcontext(),
+        ):
+            try:
+                return await self._sender.run(confirm)
+            finally:
+                keeper.write()
 
     def _say_what_is_unreadable(self) -> None:
         """Once, and not before something is sent: what cannot be sent has an error of its own."""

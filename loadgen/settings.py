@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from pydantic import Field
 
+from imagefleet import concurrency
 from imagefleet.storage.open import LOCAL_SCHEME
 from imagefleet.storage.settings import SignerSettings
 
@@ -12,15 +13,33 @@ from imagefleet.storage.settings import SignerSettings
 DEFAULT_VERIFY_SHARE = 0.005
 
 
+#: A load makes jobs as fast as some ten processes send them.
+MOST_PROCESSES = 16
+
+#: Jobs from which several processes are worth their start, which takes a second.
+_MANY_JOBS = 100_000
+_MOST_BY_DEFAULT = 4
+
+#: Batches in flight, of all processes together: `fleet.sweep.resume.WINDOW` counts on it.
+MOST_BATCHES = 64
+
+
 class LoadSettings(SignerSettings):
     """Each field is a flag and an IMAGEFLEET_ variable."""
 
     concurrency: int = Field(
-        default=4,
+        default=8,
         ge=1,
         le=64,
-        description="Batches of 32 jobs in flight at once; after a kill, those in flight are sent"
-        " again.",
+        description="Batches of 32 jobs that each process has in flight at once; after a kill,"
+        " those in flight are sent again.",
+    )
+    processes: int | None = Field(
+        default=None,
+        ge=1,
+        le=MOST_PROCESSES,
+        description="Processes that send; default: 1, and for 100,000 jobs or more on Azure one for"
+        " each processor core but the first, 4 at most.",
     )
     rate: float | None = Field(
         default=None,
@@ -43,5 +62,16 @@ class LoadSettings(SignerSettings):
         """The share that is drawn a second time."""
         if self.verify_share is not None:
             return self.verify_share
-        is_local = self.storage.strip().startswith(LOCAL_SCHEME)
-        return 0.0 if is_local else DEFAULT_VERIFY_SHARE
+        return 0.0 if self._is_local else DEFAULT_VERIFY_SHARE
+
+    def processes_for(self, jobs: int | None) -> int:
+        """How many send *jobs*, None: nobody knows how many there are."""
+        if self.processes is not None:
+            return self.processes
+        if self._is_local or jobs is None or jobs < _MANY_JOBS:
+            return 1  # local storage has one writer at a time
+        return max(1, min(_MOST_BY_DEFAULT, concurrency.cores() - 1))
+
+    @property
+    def _is_local(self) -> bool:
+        return self.storage.strip().startswith(LOCAL_SCHEME)

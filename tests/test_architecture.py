@@ -6,6 +6,7 @@ import ast
 import itertools
 from collections import Counter
 from collections.abc import Iterator
+from functools import cache
 from pathlib import Path
 
 import pytest
@@ -53,16 +54,23 @@ def module_name(path: Path) -> str:
 MODULES = {module_name(path): path for path in sources(*ALLOWED)}
 
 
-def imports(path: Path, *, at_start: bool = False) -> Iterator[str]:
+@cache
+def imports(path: Path, *, at_start: bool = False) -> list[str]:
     """The modules that a file imports; *at_start*: only when it is itself imported."""
-    tree = ast.parse(path.read_text(encoding="utf-8"))
+    found = []
+    tree = _tree(path)
     for node in _statements(tree) if at_start else ast.walk(tree):
         if isinstance(node, ast.Import):
-            yield from (name.name for name in node.names)
+            found += [name.name for name in node.names]
         elif isinstance(node, ast.ImportFrom) and node.module is not None:
-            for name in node.names:
-                inner = f"{node.module}.{name.name}"
-                yield inner if inner in MODULES else node.module
+            inner = [f"{node.module}.{name.name}" for name in node.names]
+            found += [each if each in MODULES else node.module for each in inner]
+    return found
+
+
+@cache
+def _tree(path: Path) -> ast.Module:
+    return ast.parse(path.read_text(encoding="utf-8"))
 
 
 def _statements(node: ast.AST) -> Iterator[ast.AST]:
@@ -76,10 +84,13 @@ def _statements(node: ast.AST) -> Iterator[ast.AST]:
         yield from _statements(child)
 
 
-GRAPH = {
-    name: {each for each in imports(path, at_start=True) if each in MODULES and each != name}
-    for name, path in MODULES.items()
-}
+@pytest.fixture(scope="module")
+def graph() -> dict[str, set[str]]:
+    """What each module imports when it is itself imported."""
+    return {
+        name: {each for each in imports(path, at_start=True) if each in MODULES and each != name}
+        for name, path in MODULES.items()
+    }
 
 
 def test_no_import_points_up_or_to_a_neighbour() -> None:
@@ -93,7 +104,7 @@ def test_no_import_points_up_or_to_a_neighbour() -> None:
     assert wrong == []
 
 
-def test_no_module_imports_itself_by_way_of_others() -> None:
+def test_no_module_imports_itself_by_way_of_others(graph: dict[str, set[str]]) -> None:
     done: set[str] = set()
 
     def circle(name: str, way: tuple[str, ...]) -> tuple[str, ...] | None:
@@ -101,12 +112,12 @@ def test_no_module_imports_itself_by_way_of_others() -> None:
             return (*way[way.index(name) :], name)
         if name in done:
             return None
-        found = (circle(each, (*way, name)) for each in sorted(GRAPH[name]))
+        found = (circle(each, (*way, name)) for each in sorted(graph[name]))
         first = next(filter(None, found), None)
         done.add(name)
         return first
 
-    assert [found for name in GRAPH if (found := circle(name, ()))] == []
+    assert [found for name in graph if (found := circle(name, ()))] == []
 
 
 def test_torch_is_imported_by_the_engine_and_its_measurements_alone() -> None:
@@ -119,12 +130,12 @@ def test_torch_is_imported_by_the_engine_and_its_measurements_alone() -> None:
     assert wrong == []
 
 
-def test_the_engine_knows_nothing_of_queues_and_blobs() -> None:
+def test_the_engine_knows_nothing_of_queues_and_blobs(graph: dict[str, set[str]]) -> None:
     wrong = [
         f"{name} imports {imported}"
         for name in MODULES
         if name.startswith("worker.engine")
-        for imported in GRAPH[name]
+        for imported in graph[name]
         if imported.startswith("imagefleet.storage")
         or (imported.startswith("worker.") and not imported.startswith("worker.engine"))
     ]

@@ -14,7 +14,7 @@ import time
 from collections.abc import Awaitable, Callable, Iterable
 from concurrent.futures import Future
 from importlib import metadata
-from typing import Any, NoReturn
+from typing import Any
 
 from imagefleet import errors, retry
 from imagefleet.cancelled import CancelledCampaigns
@@ -28,6 +28,8 @@ from worker.files.embeddings import EmbeddingLibrary
 from worker.files.hashes import FileHashes
 from worker.files.loras import LoraLibrary
 from worker.gpu_thread import EngineThread
+from worker.jobs.depth import measure_depth
+from worker.jobs.in_flight import InFlightJob
 from worker.leases import LeaseKeeper
 from worker.metrics import EngineCollector, Outcome, WorkerMetrics
 from worker.models.change import Following, WorkerModels, make_queues, note_served
@@ -41,7 +43,7 @@ from worker.progress import Phase
 from worker.pull import Puller
 from worker.salad.reallocation import Reallocation
 from worker.settings import WorkerSettings
-from worker.settle import InFlightJob, Settler
+from worker.settle import Settler
 from worker.stages import record
 from worker.stages.generate import GenerateStage
 from worker.stages.prepare import PREPARERS, PrepareStage
@@ -65,10 +67,6 @@ RECORD_SECONDS = 60.0
 
 #: A broken node may finish its jobs in flight, which takes a good one ten seconds.
 LAST_JOBS_SECONDS = 120.0
-
-#: Between two measurements of the queues' depth. Every worker measures, so the metrics are fresher
-#: the larger the fleet; more often would only be billed.
-DEPTH_SECONDS = 60.0
 
 
 class Pipeline:
@@ -326,7 +324,7 @@ class Pipeline:
             if self.models and changed_at is not None:
                 self.models.changed(time.monotonic() - changed_at, self.metrics)
             self._puller.restart()
-            pull = asyncio.create_task(self._puller.run(prepare.queue.put), name="pull")
+            pull = asyncio.create_task(self._puller.run(prepare.turns.put), name="pull")
             self.started = self.ready = True
             ends: list[Awaitable[Any]] = [asyncio.shield(pull), stop.wait(), side_tasks.watch()]
             if self.models and len(self.models.names) > 1:
@@ -340,13 +338,13 @@ class Pipeline:
                 ends.append(following)
             await tasks.first_of(*ends)
             if following and following.done() and not (following.cancelled() or stop.is_set()):
-                await self._finish_jobs(pull, side_tasks, stop)
+                await self._finish_jobs(pull, generate, side_tasks, stop)
                 return None if stop.is_set() else following.result()
             self.ready, self._is_draining = False, True
             with contextlib.suppress(TimeoutError):
                 async with asyncio.timeout(self._settings.grace_seconds):
                     await self._stop_pulling(pull)
-                    await self._hand_back(generate.stop_accepting())
+                    await self._put_off(generate.stop_accepting())
                     finished = self.settler.nothing_in_flight.wait()
                     await tasks.first_of(finished, hurry.wait(), side_tasks.watch())
         finally:
@@ -363,14 +361,22 @@ class Pipeline:
         return None
 
     async def _finish_jobs(
-        self, pull: asyncio.Task[None], side_tasks: tasks.SideTasks, stop: asyncio.Event
+        self,
+        pull: asyncio.Task[None],
+        generate: GenerateStage,
+        side_tasks: tasks.SideTasks,
+        stop: asyncio.Event,
     ) -> None:
-        """Finishes what was pulled before the model changes, if it does not take too long."""
-        with contextlib.suppress(TimeoutError):
-            async with asyncio.timeout(FINISH_SECONDS):
-                await self._stop_pulling(pull)
-                finished = self.settler.nothing_in_flight.wait()
-                await tasks.first_of(finished, stop.wait(), side_tasks.watch())
+        """Finishes what was pulled before the model changes, or else what the engine has begun."""
+        for is_long in (False, True):
+            with contextlib.suppress(TimeoutError):
+                async with asyncio.timeout(FINISH_SECONDS):
+                    await self._stop_pulling(pull)
+                    if is_long:
+                        await self._put_off(generate.stop_accepting())
+                    finished = self.settler.nothing_in_flight.wait()
+                    await tasks.first_of(finished, stop.wait(), side_tasks.watch())
+                    return
 
     def _start_side_tasks(
         self,
@@ -395,7 +401,8 @@ class Pipeline:
             "watch cancelled campaigns",
             lambda: self._cancelled.watch(lambda: bool(self.settler.in_flight)),
         )
-        side_tasks.start("measure queues", self._measure_queues)
+        queues = [(self._queue, self._on_depth), (self._storage.poison, lambda _: None)]
+        side_tasks.start("measure queues", lambda: measure_depth(queues, self.metrics))
         side_tasks.start("note models", lambda: note_served(self._storage.models, self._served))
         side_tasks.start("prepare", prepare.run, PREPARERS)
         side_tasks.start("generate", generate.run)
@@ -432,8 +439,13 @@ class Pipeline:
         await asyncio.wait({pull}, timeout=HAND_BACK_SECONDS)
         await tasks.cancel([pull])
 
+    async def _put_off(self, entries: Iterable[InFlightJob]) -> None:
+        await self._all([self.settler.put_off(entry) for entry in entries])
+
     async def _hand_back(self, entries: Iterable[InFlightJob]) -> None:
-        calls = [self.settler.hand_back(entry) for entry in list(entries)]
+        await self._all([self.settler.hand_back(entry) for entry in entries])
+
+    async def _all(self, calls: Iterable[Awaitable[None]]) -> None:
         with contextlib.suppress(TimeoutError):
             async with asyncio.timeout(HAND_BACK_SECONDS):
                 for result in await asyncio.gather(*calls, return_exceptions=True):
@@ -468,28 +480,6 @@ class Pipeline:
     def _settled(self, entry: InFlightJob, outcome: Outcome) -> None:
         self._puller.not_ahead(entry)
         self._on_settled(outcome)
-
-    async def _measure_queues(self) -> NoReturn:
-        unmeasured: set[str] = set()
-        while True:
-            for queue in (self._queue, self._storage.poison):
-                try:
-                    depth = await queue.depth()
-                except errors.FleetError as error:
-                    # A worker's token may not allow it, and no job depends on it.
-                    if queue.name not in unmeasured:
-                        unmeasured.add(queue.name)
-                        log.info(
-                            "the depth of %s is not measured: %s",
-                            queue.name,
-                            error,
-                            extra={"action": "depth_unknown"},
-                        )
-                else:
-                    self.metrics.queues.update(queue.name, depth)
-                    if queue.name == self._queue.name:
-                        self._on_depth(depth.messages)
-            await asyncio.sleep(retry.jitter(DEPTH_SECONDS, high=1.5))
 
 
 def version() -> str:

@@ -9,22 +9,26 @@ import time
 from collections.abc import Awaitable, Callable
 from dataclasses import dataclass, field
 
-from imagefleet import errors, retry
+from imagefleet import concurrency, errors, retry
+from imagefleet.job.message import images_of
 from imagefleet.storage import protocol
 from imagefleet.telemetry import logs
 from worker import tasks
 from worker.gpu_thread import EngineThread
-from worker.leases import LeaseKeeper
+from worker.jobs.in_flight import InFlightJob
+from worker.leases import Lease, LeaseKeeper
 from worker.metrics import WorkerMetrics
 from worker.settings import WorkerSettings
-from worker.settle import InFlightJob, Settler
+from worker.settle import Settler
 
 log = logging.getLogger(__name__)
 
-#: Jobs beyond what the engine holds, however slow it is: enough for one slow reply of the storage.
+#: Images beyond those that the engine holds, however slow it is: enough for one slow reply of the
+#: storage.
 LEAST_AHEAD = 8
 
-#: However fast the engine: when a worker dies, this many jobs at most wait for their leases.
+#: However fast the engine: when a worker dies, jobs of this many images, and one more job at most,
+#: wait for their leases.
 MOST_AHEAD = 1024
 
 #: Pauses between polls of an empty queue, doubled up to the longest: a thousand idle workers poll
@@ -50,8 +54,9 @@ class Puller:
     _queue_was_empty: bool = False
     _queue_answers: bool = True
     _paused: bool = False
-    _ahead: int = 0  # jobs pulled whose images the engine has not finished
-    _jobs_generated: int = 0
+    _ahead: int = 0  # images of jobs pulled that the engine has not finished
+    _images_generated: int = 0
+    _images_per_job: float = 1.0  # of those received last
     _less_ahead: asyncio.Event = field(default_factory=asyncio.Event, init=False)
     _stopped: asyncio.Event = field(default_factory=asyncio.Event, init=False)
     _warning: logs.Occasion = field(default_factory=logs.Occasion, init=False)
@@ -70,16 +75,16 @@ class Puller:
         return "the queue is empty" if self._queue_was_empty else None
 
     def generated(self, entry: InFlightJob) -> None:
-        """The engine finished a job."""
-        self._jobs_generated += 1
-        self.not_ahead(entry)
+        """The engine finished an image."""
+        self._images_generated += 1
+        self.not_ahead(entry, 1)
 
-    def not_ahead(self, entry: InFlightJob) -> None:
-        """A job is no longer ahead of the engine, whatever its outcome."""
-        if entry.ahead:
-            entry.ahead = False
-            self._ahead -= 1
-            self._less_ahead.set()
+    def not_ahead(self, entry: InFlightJob, images: int | None = None) -> None:
+        """So many images of a job, by default all, are no longer ahead of the engine."""
+        less = min(entry.ahead, entry.ahead if images is None else images)
+        entry.ahead -= less
+        self._ahead -= less
+        self._less_ahead.set()
 
     @property
     def is_idle(self) -> bool:
@@ -89,9 +94,10 @@ class Puller:
     @property
     def seconds_per_job(self) -> float:
         """Of the engine's time; 0 where it is not known yet."""
-        if not self._jobs_generated:
+        if not self._images_generated:
             return 0.0
-        return self.engine_thread.clock.busy_seconds / self._jobs_generated
+        seconds_per_image = self.engine_thread.clock.busy_seconds / self._images_generated
+        return seconds_per_image * self._images_per_job
 
     def restart(self) -> None:
         """Lets `run` be called again after `stop`."""
@@ -135,16 +141,30 @@ class Puller:
             else:
                 self._queue_answers = True
             self._queue_was_empty = self._queue_answers and not messages
-            for message in messages:
-                entry = InFlightJob(self.keeper.hold(message, asked_at))
-                self._ahead += 1
-                self.settler.add(entry)
-                await put(entry)
             if messages:
+                await self._take([self.keeper.hold(each, asked_at) for each in messages], put)
                 empty_polls = 0
             else:
                 await self._pause(empty_polls)
                 empty_polls += 1
+
+    async def _take(
+        self, leases: list[Lease], put: Callable[[InFlightJob], Awaitable[None]]
+    ) -> None:
+        """Hands back what is too much, since the jobs before it have more images than expected."""
+        entries = [InFlightJob(each, ahead=images_of(each.message.body)) for each in leases]
+        self._images_per_job = sum(entry.ahead for entry in entries) / len(entries)
+        target = self._target
+        surplus = []
+        for entry in entries:
+            self.settler.add(entry)
+            if self._ahead >= target and self._images_per_job > 1:
+                entry.ahead = 0
+                surplus.append(entry)
+            else:
+                self._ahead += entry.ahead
+                await put(entry)
+        await concurrency.gather(*map(self.settler.hand_back, surplus))
 
     async def _is_done(self) -> bool:
         """Nothing visible, nothing in flight, nothing that a dead worker's lease still hides."""
@@ -162,15 +182,22 @@ class Puller:
         await tasks.first_of(*waits, timeout_seconds=seconds)
 
     def _count_to_pull(self) -> int:
-        """Jobs to pull now; 0 while there is only room for a handful."""
+        """Jobs to pull now; 0 while there is only room for a handful of images."""
         if self._paused:
             return 0
+        target = self._target
+        room = target - self._ahead
+        if room < min(protocol.MAX_RECEIVE, target // 2):
+            return 0
+        return min(math.ceil(room / self._images_per_job), protocol.MAX_RECEIVE)
+
+    @property
+    def _target(self) -> int:
+        """Images that should be ahead of the engine, or in it."""
         busy_seconds = self.engine_thread.clock.busy_seconds
-        jobs_per_second = self._jobs_generated / busy_seconds if busy_seconds else 0.0
-        target = max(
+        images_per_second = self._images_generated / busy_seconds if busy_seconds else 0.0
+        wanted = max(
             self.engine_thread.capacity + LEAST_AHEAD,
-            math.ceil(jobs_per_second * self.settings.prefetch_seconds),
+            math.ceil(images_per_second * self.settings.prefetch_seconds),
         )
-        room = min(target, MOST_AHEAD) - self._ahead
-        least = min(protocol.MAX_RECEIVE, target // 2)
-        return min(room, protocol.MAX_RECEIVE) if room >= least else 0
+        return min(wanted, MOST_AHEAD)

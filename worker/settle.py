@@ -3,30 +3,27 @@
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import logging
-import time
 from collections import Counter
-from collections.abc import Awaitable, Callable, Iterator
-from concurrent.futures import Future
+from collections.abc import Awaitable, Callable
 from dataclasses import dataclass, field
 from datetime import UTC, datetime
 from functools import partial
 from typing import Any
 
-from imagefleet import concurrency, errors, retry
-from imagefleet.job.message import Job, without_deliveries
+from imagefleet import errors, retry
+from imagefleet.job.message import without_deliveries
 from imagefleet.records.record import MAX_NAME_CHARACTERS, Record, of_job
 from imagefleet.records.record import Outcome as RecordOutcome
 from imagefleet.records.writer import RecordLog
 from imagefleet.storage import dead_letter, protocol, queue_names
 from imagefleet.storage.dead_letter import FailedJob
-from imagefleet.storage.deliveries import SUSPECT_AFTER, Deliveries
 from imagefleet.storage.model_queues import named
 from imagefleet.storage.settings import checked_priority
 from worker.cost import CostMeter
-from worker.engine import contract
-from worker.leases import Lease, LeaseKeeper
+from worker.jobs import stored
+from worker.jobs.in_flight import FailedImage, InFlightImage, InFlightJob
+from worker.leases import LeaseKeeper
 from worker.metrics import Outcome, WorkerMetrics
 from worker.stages.record import PendingRecords
 
@@ -38,96 +35,6 @@ LONGEST_RETRY_SECONDS = 120.0
 
 #: Until a job that could not be moved to its model's queue is delivered again.
 NOT_MOVED_SECONDS = 300.0
-
-#: Images of one job that are looked for at the same time.
-_LOOKS_AT_ONCE = 16
-
-
-@dataclass(slots=True, eq=False)
-class InFlightJob:
-    """One leased message. It is settled once: acknowledged, dead-lettered, retried or released.
-
-    Two stages may want to settle it at the same time (one image fails while another is stored);
-    the first to call `settle` does it.
-    """
-
-    lease: Lease
-    pulled_at: float = field(default_factory=time.monotonic)
-    job: Job | None = None
-    images_to_generate: int = 0
-    images_to_store: int = 0
-    images_written: int = 0
-    ahead: bool = True  # of the engine: pulled, and not generated yet
-    submitted: bool = False  # every image has been submitted to the engine
-    settled: bool = False
-    is_cancelled: bool = False  # some of its images are left out
-    records: list[Record] = field(default_factory=list)
-    """Of its images that this worker has stored."""
-    again: list[Record] = field(default_factory=list)
-    """Of its images whose names were taken."""
-    lora_hashes: dict[str, Future[str | None]] = field(default_factory=dict)
-    """Of its LoRAs, by their names in its prompt; computed while it is drawn."""
-    _uploads: int = field(default=0, init=False)
-    _upload_ended: asyncio.Event = field(default_factory=asyncio.Event, init=False)
-
-    @contextlib.contextmanager
-    def uploading(self) -> Iterator[None]:
-        """One of its images is being stored, and its record added, during the block."""
-        self._uploads += 1
-        try:
-            yield
-        finally:
-            self._uploads -= 1
-            self._upload_ended.set()
-
-    async def uploads_end(self) -> None:
-        """Returns once no image is being stored."""
-        while self._uploads:
-            self._upload_ended.clear()
-            await self._upload_ended.wait()
-
-    @property
-    def deliveries(self) -> Deliveries:
-        """How the earlier deliveries of its message ended."""
-        return Deliveries.of(self.lease.message)
-
-    @property
-    def is_suspect(self) -> bool:
-        """True if the job may be what its workers died of."""
-        message = self.lease.message
-        return message.delivery_count > SUSPECT_AFTER and self.deliveries.is_suspect
-
-    @property
-    def is_second_drawing(self) -> bool:
-        return self.job is not None and self.job.verify
-
-    @property
-    def id(self) -> str:
-        """The job's id; its message's where it has none, or could not be read."""
-        return (self.job.id if self.job else None) or self.lease.message.id
-
-    def settle(self) -> bool:
-        """True for the first caller, which settles the job."""
-        first = not self.settled
-        self.settled = True
-        return first
-
-
-@dataclass(slots=True, eq=False)
-class InFlightImage:
-    """One image of a job in flight; *ready_at* is when it was ready for the engine.
-
-    *generated_at* is when the engine had finished it; both in monotonic seconds.
-    """
-
-    owner: InFlightJob
-    job: Job
-    index: int
-    size: tuple[int, int]
-    embeddings: tuple[contract.Embedding, ...] = ()
-    """Those that its prompts name."""
-    ready_at: float = field(default_factory=time.monotonic)
-    generated_at: float = 0.0
 
 
 @dataclass(slots=True, eq=False)
@@ -169,12 +76,11 @@ class Settler:
         self,
         entry: InFlightJob,
         work: Callable[[], Awaitable[None]],
-        *,
-        image_is_generated: bool = False,
+        image: InFlightImage | None = None,
     ) -> None:
         """Awaits *work* unless the job is settled; an error, a lost lease's too, ends the job.
 
-        Either way an image that the GPU has generated for it is wasted.
+        An error of work on an *image*, which the GPU has generated, ends only that one at first.
 
         Raises:
             NodeError, SetupError: the error is not the job's.
@@ -184,10 +90,10 @@ class Settler:
                 entry.lease.check()
                 await work()
             except Exception as error:  # noqa: BLE001 - `failed` tells them apart by class
-                if image_is_generated:
+                if image is not None:
                     self.cost.lost("failed")
-                await self.failed(entry, error)
-        elif image_is_generated:
+                await self.failed(entry, error, image)
+        elif image is not None:
             self.cost.lost("failed")
 
     def record(self, entry: InFlightJob, outcome: RecordOutcome, **facts: Any) -> Record:
@@ -203,11 +109,53 @@ class Settler:
         }
         return Record.model_validate(known | self.cost.record | facts)
 
-    async def completed(self, entry: InFlightJob) -> None:
-        """Every image is stored: acknowledges the message once the records are."""
+    async def image_stored(self, image: InFlightImage) -> None:
+        """An image is stored, and its record is in its job's."""
+        entry = image.owner
+        entry.stored.add(image.index)
+        entry.images_to_store -= 1
+        if entry.images_to_store:
+            await self.pending.add(entry)
+        else:
+            await self.images_ended(entry)
+
+    async def images_ended(self, entry: InFlightJob) -> None:
+        """None of a job's images is in the making, and this worker begins no more of them."""
+        if entry.settled:
+            return
+        entry.has_ended = True
         if entry.is_cancelled:
             await self.cancelled(entry)
+        elif entry.failures:
+            await self._fail(entry, entry.failures)
+        elif entry.is_put_off and not entry.is_all_stored:
+            await self.put_off(entry)
+        else:
+            await self._completed(entry)
+
+    async def look_up(self, entry: InFlightJob) -> None:
+        """Notes which images of a job earlier deliveries have stored, as far as that is in doubt.
+
+        It is where a worker was lost, or left in a hurry: it has perhaps written no records.
+        """
+        job, message = entry.job, entry.lease.message
+        if job is None or entry.is_looked_up:
             return
+        earlier = entry.deliveries
+        images = set(range(job.images))
+        known = earlier.images & images if job.images > 1 else set()
+        entry.stored |= known
+        entry.recorded |= known
+        if earlier.is_unsure:
+            unknown = sorted(images - entry.stored)
+            look = partial(stored.find, self.storage.blobs, job, message.id, unknown)
+            found = await self.retry_policy.call(look)
+            entry.again += found
+            entry.stored.update(each.index for each in found)
+        entry.is_looked_up = True
+
+    async def _completed(self, entry: InFlightJob) -> None:
+        """Every image is stored: acknowledges the message once the records are."""
 
         async def finish(error: errors.TransientError | None) -> None:
             if not entry.settle():
@@ -217,6 +165,7 @@ class Settler:
                 outcome = "verified"
             await self._acknowledge(entry, outcome, error)
 
+        entry.mark_completed()
         await self.pending.put(finish, entry.records, entry.again)
 
     async def cancelled(self, entry: InFlightJob) -> None:
@@ -235,54 +184,24 @@ class Settler:
             await self.pending.put(finish, [*entry.records, record], entry.again)
 
     async def _ended_earlier(self, entry: InFlightJob) -> bool:
-        """Ends a job that is to end without its images, if earlier deliveries have stored them all.
+        """Ends a job that is to end without its images, if they are all stored nevertheless.
 
-        If they have stored some of them, their records are in `again`: a worker that died has
-        perhaps written none.
+        If some of them are, by a worker that died, their records are in `again` from here on.
         """
 
         async def finish(error: errors.TransientError | None) -> None:
             await self._acknowledge(entry, "duplicate", error)
 
         try:
-            entry.again += await self.retry_policy.call(partial(self._stored_earlier, entry))
+            await self.look_up(entry)
         except errors.TransientError as error:
             self._abandoned(entry, error)
             return True
-        if entry.job is None or len(entry.records) + len(entry.again) < entry.job.images:
+        if not entry.is_all_stored:
             return False
+        entry.mark_completed()
         await self.pending.put(finish, entry.records, entry.again)
         return True
-
-    async def _stored_earlier(self, entry: InFlightJob) -> list[Record]:
-        job, message = entry.job, entry.lease.message
-        if job is None or message.delivery_count == 1:
-            return []
-        recorded = {each.blob for each in (*entry.records, *entry.again)}
-        names = {index: job.blob_name(index) for index in range(job.images)}
-        found: dict[int, Record] = {}
-
-        async def look(index: int) -> None:
-            if await self.storage.blobs.exists(names[index]):
-                # Who has drawn it, and when, is not known.
-                found[index] = Record.model_validate(
-                    {
-                        **of_job(job),
-                        "outcome": "completed",
-                        "at": datetime.now(UTC),
-                        "source": message.id,
-                        "blob": names[index],
-                        "index": index,
-                        "seed": job.image_seed(index),
-                        "model": job.model,
-                        "width": job.width,
-                        "height": job.height,
-                    }
-                )
-
-        unrecorded = [index for index, name in names.items() if name not in recorded]
-        await concurrency.for_each(unrecorded, look, _LOOKS_AT_ONCE)
-        return [found[index] for index in sorted(found)]
 
     async def _acknowledge(
         self, entry: InFlightJob, outcome: Outcome, error: errors.TransientError | None
@@ -292,8 +211,10 @@ class Settler:
             return self._abandoned(entry, error)
         return await self._end(entry, outcome, lambda: self.keeper.acknowledge(entry.lease))
 
-    async def failed(self, entry: InFlightJob, error: Exception) -> None:
-        """One of its images, or the job itself, failed.
+    async def failed(
+        self, entry: InFlightJob, error: Exception, image: InFlightImage | None = None
+    ) -> None:
+        """An *image* of a job, or the job itself, failed.
 
         Raises:
             NodeError, SetupError: *error* is not the job's.
@@ -303,9 +224,10 @@ class Settler:
         if isinstance(error, errors.JobCancelled):
             await self.cancelled(entry)
             return
-        if not entry.settle():
+        if entry.settled:
             return
         if isinstance(error, errors.LeaseLost):
+            entry.settle()
             self._ended(entry, "lost")
             return
         if not isinstance(error, errors.FleetError):
@@ -318,6 +240,19 @@ class Settler:
                 extra={"action": "job_defect", "job_id": entry.id},
             )
             error = errors.TransientError(f"{type(error).__name__}: {error}")
+        if image is None:
+            await self._fail(entry, [FailedImage(0, error)])
+            return
+        entry.image_failed(image.index, error)
+        if not entry.images_to_store:
+            await self.images_ended(entry)
+
+    async def _fail(self, entry: InFlightJob, failures: list[FailedImage]) -> None:
+        """Ends a job as one of its failures says: one that another attempt cannot mend, if any."""
+        if not entry.settle():
+            return
+        found = [each.error for each in failures]
+        error = next((each for each in found if isinstance(each, errors.JobError)), found[0])
         attempts = entry.deliveries.failed + 1
         is_final = isinstance(error, errors.JobError) or attempts >= self.max_attempts
         if is_final and entry.is_second_drawing:
@@ -335,6 +270,16 @@ class Settler:
                 entry,
                 "handed_back",
                 lambda: self._release(entry, failed=False, delay_seconds=delay_seconds),
+            )
+
+    async def put_off(self, entry: InFlightJob) -> None:
+        """Hands back a job of which some images are stored perhaps; another worker draws the rest.
+
+        It does not have to look for them, since it waits for their records.
+        """
+        if entry.settle():
+            await self._end_after_records(
+                entry, "handed_back", lambda: self._release(entry, failed=False)
             )
 
     async def move(self, entry: InFlightJob) -> None:
@@ -407,19 +352,25 @@ class Settler:
         await entry.uploads_end()  # so that their records are there
         if await self._ended_earlier(entry):
             return
+        reason = entry.reason(error)
         log.warning(
             "job %s failed permanently: %s",
             entry.id,
-            error,
+            reason,
             extra={"action": "job_failed", "job_id": entry.id, "error": type(error).__name__},
         )
 
         async def add() -> FailedJob:
             async with entry.lease.lock:
                 entry.lease.check()
-                message = entry.lease.message
                 return await dead_letter.add(
-                    self.storage, message, entry.job, error, self.worker_name
+                    self.storage,
+                    entry.lease.message,
+                    entry.job,
+                    error,
+                    self.worker_name,
+                    reason=reason,
+                    stored=entry.stored,
                 )
 
         async def finish(fault: errors.TransientError | None) -> None:
@@ -447,13 +398,30 @@ class Settler:
             error,
             extra={"action": "job_retried", "job_id": entry.id, "error": type(error).__name__},
         )
-        await self._end(
+        await self._end_after_records(
             entry, "retried", lambda: self._release(entry, failed=True, delay_seconds=delay_seconds)
         )
 
     async def _release(self, entry: InFlightJob, *, failed: bool, delay_seconds: float = 0) -> None:
-        body = entry.deliveries.ended(failed=failed).write_to(entry.lease.message.body)
+        body = entry.ended(failed=failed).write_to(entry.lease.message.body)
         await self.keeper.release(entry.lease, delay_seconds, body)
+
+    async def _end_after_records(
+        self, entry: InFlightJob, outcome: Outcome, call: Callable[[], Awaitable[None]]
+    ) -> None:
+        """As `_end`, once the records of its images that are stored are stored as well."""
+        if entry.stored <= entry.recorded:
+            await self._end(entry, outcome, call)
+            return
+
+        async def finish(error: errors.TransientError | None) -> None:
+            if error is not None:
+                self._abandoned(entry, error)
+                return
+            entry.recorded |= entry.stored
+            await self._end(entry, outcome, call)
+
+        await self.pending.put(finish, entry.records, entry.again)
 
     async def _end(
         self, entry: InFlightJob, outcome: Outcome, call: Callable[[], Awaitable[None]]

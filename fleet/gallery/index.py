@@ -31,8 +31,8 @@ _OUTCOMES = ("completed", "failed", "cancelled", "replayed", "discarded")
 _OF_TAB: Mapping[Tab, int] = {"images": 0, "failed": 1, "cancelled": 2}
 _SETTLED = 3
 
-#: In the place of an outcome: jobs of which the first image is stored.
-_FIRST_IMAGES = "first image"
+#: In the place of an outcome: jobs of which every image is stored.
+_COMPLETED_JOBS = "completed job"
 
 #: Rows of a result that are in memory as Python objects.
 _FETCHED = 10_000
@@ -44,7 +44,7 @@ _REASON_CHARACTERS = 500
 _BLOCK = 50
 
 #: Raised with the tables: an index of another version is made again.
-_VERSION = 2
+_VERSION = 3
 
 _TABLES = """
 CREATE TABLE IF NOT EXISTS rows(
@@ -151,7 +151,7 @@ class Index:
             found = db.execute("SELECT name, count FROM names WHERE kind = 'outcome'")
             by_outcome = dict(found.fetchall())
         tabs = {tab: by_outcome.get(_OUTCOMES[code], 0) for tab, code in _OF_TAB.items()}
-        stored = by_outcome.get(_FIRST_IMAGES, 0)
+        stored = by_outcome.get(_COMPLETED_JOBS, 0)
         return Counts(tabs, stored + tabs["failed"] + tabs["cancelled"])
 
     def names(self, kind: Facet, limit: int) -> list[tuple[str, int]]:
@@ -240,7 +240,7 @@ class _Addition:
             self._db.execute("INSERT INTO loras VALUES(?, ?)", [self._id("lora", lora), seq])
             self._counts[self._id("lora", lora)] += 1
         self._counts[self._id("worker", record.worker)] += 1
-        self._counts[self._id("outcome", _FIRST_IMAGES)] += record.index == 0
+        self._counts[self._id("outcome", _COMPLETED_JOBS)] += record.completes_job
 
     def _add_ended(self, record: Record) -> None:
         """A job that failed or was cancelled, or that an operator has settled: in any order."""

@@ -39,7 +39,7 @@ def command(
     images_per_job: Annotated[
         int | None,
         typer.Option(
-            min=1, max=64, metavar="COUNT", help="Images per job. [default: 1, or FILE's]"
+            min=1, max=1000, metavar="COUNT", help="Images per job. [default: 1, or FILE's]"
         ),
     ] = None,
     family: Annotated[

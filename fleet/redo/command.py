@@ -38,9 +38,7 @@ def command(
     blob: Annotated[
         str | None, typer.Option(metavar="NAME", help="This image, such as default/a.png.")
     ] = None,
-    campaign: Annotated[
-        str | None, typer.Option(metavar="NAME", help="Only images of this campaign.")
-    ] = None,
+    campaign: options.CampaignOfImages = None,
     since: Since = None,
     until: Annotated[
         str | None, typer.Option(metavar="TIME", help="Only what was stored until then.")

@@ -252,7 +252,7 @@ def _of_record(record: Record, records: Records) -> _Image | None:
         record.id,
         record.size_bytes or 0,
         record.at,
-        is_first_of_job=record.index == 0,
+        is_first_of_job=record.completes_job,
         worker=None if record.seconds is None else printable(record.worker),
         started_at=record.started_at.isoformat() if record.started_at else "",
         gpu=printable(record.gpu) if record.gpu else None,

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Annotated, Any, TypeVar
 
 import typer
 
-from fleet import console, load, options
+from fleet import console, load, load_progress, options
 from imagefleet import errors, signing
 from imagefleet.pricing import families
 from imagefleet.storage.open import open_storage
@@ -196,6 +196,7 @@ def _send(
 ) -> Summary:
     from fleet.sweep import resume
     from loadgen.load import Load
+    from loadgen.processes.refusals import Refusals
 
     chosen = checked_priority(priority)
     path = resume.checkpoint_path(source, settings.queue)
@@ -206,7 +207,8 @@ def _send(
         source.sent_before = console.run(
             resume.prepare(settings, source, path, chosen, models, restart=restart)
         )
-        storage = open_storage(settings)
+        refusals = Refusals()
+        storage = open_storage(settings, refusals.policy)
         filling = Load(
             storage,
             source,
@@ -215,12 +217,13 @@ def _send(
             restart=restart,
             priority=chosen,
             models=models,
+            refusals=refusals,
             on_notice=console.print_note,
         )
         if not quiet:
             load.announce(filling, str(source.path), path)
         is_live = console.stderr.is_terminal
-        with load.showing(source.count, filling.confirmed, is_live=is_live, quiet=quiet) as show:
+        with load_progress.showing(filling, source.count, is_live=is_live, quiet=quiet) as show:
             summary: Summary = console.run(load.send(storage, filling, show))
     if not quiet:
         load.print_summary(summary, 0, path, 0)

@@ -16,9 +16,9 @@ from imagefleet.storage.settings import Priority, StorageSettings
 from loadgen.caption_sweep import SweepSource
 from loadgen.load import Checkpoint
 
-#: More jobs than any load has in flight: 64 batches of 32. Where one of so many jobs was sent, the
-#: next ones may have been, too.
-WINDOW = 2_048
+#: No load is further beyond its checkpoint: it has 64 batches of 32 in flight, and 256 jobs sent
+#: since it wrote it. Where one of so many jobs was sent, the next ones may have been, too.
+WINDOW = 2_304
 
 #: Images that are looked for at the same time.
 _LOOKED_FOR_AT_ONCE = 16

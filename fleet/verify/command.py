@@ -20,9 +20,7 @@ _SHOWN = 20
 @options.from_settings(StorageSettings)
 def command(
     settings: StorageSettings,
-    campaign: Annotated[
-        str | None, typer.Option(metavar="NAME", help="Only images of this campaign.")
-    ] = None,
+    campaign: options.CampaignOfImages = None,
     since: Since = None,
     quarantine: Annotated[
         bool,

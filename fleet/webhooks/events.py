@@ -17,6 +17,9 @@ from imagefleet.records.record import Record
 #: draws thousands at once.
 MAX_BEGUN = 5_000
 
+#: Of a job of more images, an event names so many: it would be too large.
+MAX_IMAGES = 64
+
 #: The specification recommends events of less than 20 KB.
 _MAX_REASON_CHARACTERS = 500
 
@@ -64,7 +67,12 @@ class JobEvents:
 
     def _completed(self, record: Record) -> Event | None:
         blobs = {record.index: record.blob or ""}
-        if record.images > 1:
+        if record.completes:
+            self.begun.pop(record.key, None)
+            blobs = _all_images(record)
+        elif record.completes is False:
+            return None  # another record says when they are all stored
+        elif record.images > 1:  # of an older worker
             blobs = self.begun.setdefault(record.key, {}) | blobs
             self.begun[record.key] = blobs
             if len(blobs) < record.images:
@@ -72,9 +80,11 @@ class JobEvents:
                     self.begun.popitem(last=False)
                 return None
             del self.begun[record.key]
-        images: list[JsonValue] = [blobs[index] for index in sorted(blobs)]
+        images: list[JsonValue] = [blobs[index] for index in sorted(blobs)[:MAX_IMAGES]]
         seed = None if record.seed is None else (record.seed - record.index) % 2**32
         data = _of_job(record) | {"images": images, "seed": seed}
+        if len(images) < len(blobs):
+            data["image_count"] = len(blobs)
         # Without the message: a job that is drawn again, after a crash say, is complete once.
         return self._event("job.completed", record, "", data)
 
@@ -106,6 +116,13 @@ def campaign_completed(fleet: str, campaign: str, counts: Counts) -> Event:
         timestamp=counts.last_at or datetime.now(UTC),
         data=data,
     )
+
+
+def _all_images(last: Record) -> dict[int, str]:
+    """The names of a job's images, by that of one: they differ by their numbers."""
+    stem, _, suffix = (last.blob or "").rpartition(".")
+    start = stem.removesuffix(f"-{last.index}")
+    return {index: f"{start}-{index}.{suffix}" for index in range(last.images)}
 
 
 def _of_job(record: Record) -> dict[str, JsonValue]:

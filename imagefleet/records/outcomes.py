@@ -18,6 +18,9 @@ from imagefleet.records import reader
 from imagefleet.records.record import Record
 from imagefleet.storage import protocol
 
+#: Names of one job's images.
+_LISTED_AT_ONCE = 64
+
 Status = Literal["pending", "completed", "failed", "cancelled", "unknown"]
 
 
@@ -131,9 +134,14 @@ async def stored_images(storage: protocol.Storage, job: JobFacts) -> list[Record
         return [only]
     if (first := await _image(storage, job, f"{job.key}-0")) is None:
         return []
-    names = (f"{job.key}-{index}" for index in range(1, first.images))
-    others = await concurrency.gather(*(_image(storage, job, name) for name in names))
-    return [record for record in (first, *others) if record is not None]
+    found = [first]
+
+    async def look(index: int) -> None:
+        if (record := await _image(storage, job, f"{job.key}-{index}")) is not None:
+            found.append(record)
+
+    await concurrency.for_each(range(1, first.images), look, _LISTED_AT_ONCE)
+    return sorted(found, key=lambda record: record.index)
 
 
 def are_all(images: Sequence[Record]) -> bool:

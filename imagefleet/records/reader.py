@@ -54,7 +54,7 @@ class Counts:
     sent: int | None
     images: int
     completed: int
-    """Jobs of which the first image is stored."""
+    """Jobs of which every image is stored."""
     failed: int
     cancelled: int
     first_at: datetime | None
@@ -182,8 +182,10 @@ async def counts(storage: Storage, campaign: str, on_damaged: OnDamaged = _ignor
     shards = await _shards(blobs, campaign)
     if _of_kind(shards, "again") or _of_kind(shards, "replaced"):
         stored = NOTHING
+        completed = await _completed_again(blobs, _of_kind(shards, "again"))
         async for record in _images(blobs, shards, on_damaged):
-            stored = Totals(stored.records + 1, stored.jobs + (record.index == 0))
+            is_complete = record.completes_job or hashed(record.blob or "") in completed
+            stored = Totals(stored.records + 1, stored.jobs + is_complete)
     else:
         stored = await _totals(blobs, _of_kind(shards, "images"), on_damaged)
     others = await _count_ended(blobs, _of_kind(shards, "jobs"), on_damaged)
@@ -417,9 +419,19 @@ async def _totals(blobs: BlobStore, shards: Collection[_Shard], on_damaged: OnDa
 async def _counted(blobs: BlobStore, each: _Shard, on_damaged: OnDamaged) -> Totals:
     found = NOTHING
     async for records in _records(blobs, [each], on_damaged):
-        first = sum(record.index == 0 for record in records)
-        found = Totals(found.records + len(records), found.jobs + first)
+        jobs = sum(record.completes_job for record in records)
+        found = Totals(found.records + len(records), found.jobs + jobs)
     return found
+
+
+async def _completed_again(blobs: BlobStore, shards: Collection[_Shard]) -> set[int]:
+    """Last images of jobs that another worker than the one that stored them has completed."""
+    return {
+        hashed(record.blob or "")
+        async for records in _records(blobs, shards, _ignore)
+        for record in records
+        if record.completes
+    }
 
 
 async def _count_ended(

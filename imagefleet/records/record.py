@@ -90,6 +90,8 @@ class Record(BaseModel):
     index: int = Field(default=0, ge=0, lt=MAX_IMAGES_PER_JOB)
     """Of the job's images."""
     images: int = Field(default=1, ge=1, le=MAX_IMAGES_PER_JOB)
+    completes: bool | None = None
+    """Of a job's last image of several: all of them are stored. Older workers do not say."""
     seconds: _Seconds | None = None
     """From the pull of the job to its upload."""
 
@@ -118,6 +120,13 @@ class Record(BaseModel):
     def key(self) -> str:
         """`campaign/id`, which identifies the job within its storage."""
         return job_key(self.campaign, self.id)
+
+    @property
+    def completes_job(self) -> bool:
+        """Whether this image is the one by which its job is counted as completed."""
+        if self.images == 1 or self.completes is None:
+            return self.index == 0  # older workers recorded a job's images at once
+        return self.completes
 
     @classmethod
     def read(cls, line: bytes) -> Self:

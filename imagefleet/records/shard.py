@@ -25,7 +25,7 @@ _NAME = re.compile(
     rf"{re.escape(RECORDS)}(?P<campaign>[^/]+)/[^/]+\.(?P<kind>again|images|jobs|replaced|sent)\.jsonl\.gz"
 )
 
-#: An empty gzip member whose header has one extra field, `IF`: lines, and first images of jobs.
+#: An empty gzip member whose header has one extra field, `IF`: lines, and completed jobs.
 _TOTALS = struct.Struct("<4s4xxB H2sHQQ 2s8x")
 _GZIP_WITH_EXTRA = b"\x1f\x8b\x08\x04"
 _UNKNOWN_SYSTEM = 255
@@ -42,7 +42,7 @@ _GZIP = 31
 
 
 class Totals(NamedTuple):
-    """Of a shard: its records, and those of jobs' first images."""
+    """Of a shard: its records, and the jobs that are complete with one of them."""
 
     records: int
     jobs: int

@@ -86,7 +86,7 @@ class RecordLog:
                 self._append(
                     *key,
                     [record.line() for record in group],
-                    jobs=sum(record.index == 0 for record in group),
+                    jobs=sum(record.completes_job for record in group),
                 )
                 for key, group in grouped.items()
             )

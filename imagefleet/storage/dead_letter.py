@@ -7,6 +7,7 @@ import binascii
 import hashlib
 import json
 import zlib
+from collections.abc import Collection
 from dataclasses import dataclass
 from datetime import UTC, datetime
 from typing import Annotated, Any, Self
@@ -160,7 +161,9 @@ class Entry:
         record = self.record
         if record is None or record.source is None:
             return self.message.id
-        told = (record.source, record.id, record.body, record.packed_body, record.body_blob)
+        # Before the second one more images were stored, perhaps.
+        body = record.body and without_deliveries(record.body)
+        told = (record.source, record.id, body, record.packed_body, record.body_blob)
         return hashlib.blake2b(json.dumps(told).encode(), digest_size=16).hexdigest()
 
 
@@ -170,12 +173,19 @@ async def add(
     job: Job | None,
     error: errors.FleetError,
     worker: str,
+    *,
+    reason: str | None = None,
+    stored: Collection[int] = (),
 ) -> FailedJob:
     """Adds a job's record to the poison queue; its message is the caller's to delete afterwards.
+
+    The *reason* is by default the error's message. Sent again, it draws no image of those *stored*.
 
     A crash between the two leaves the job in both queues: it fails once more and is not lost.
     """
     body = _replayable(message, job)
+    if job is not None and job.images > 1 and stored:
+        body = Deliveries().with_images(stored, is_unsure=False).write_to(body) or body
     if job is not None:
         known = {"id": job.id, "campaign": job.campaign}
     else:
@@ -185,7 +195,7 @@ async def add(
         id=known.get("id") or message.id,
         campaign=known.get("campaign"),
         error=type(error).__name__,
-        reason=_truncated(error.message, MAX_REASON_CHARACTERS),
+        reason=_truncated(reason or error.message, MAX_REASON_CHARACTERS),
         attempts=Deliveries.of(message).failed + 1,
         worker=_truncated(worker, _MAX_NAME_CHARACTERS),
         failed_at=datetime.now(UTC),

@@ -7,12 +7,14 @@ ended; what the storage has counted beyond that was lost with a worker.
 
 from __future__ import annotations
 
+import itertools
 import json
+from collections.abc import Iterable
 from typing import Annotated, Any, Self
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
-from imagefleet.job.message import DELIVERIES_FIELD, message_fields
+from imagefleet.job.message import DELIVERIES_FIELD, MAX_IMAGES_PER_JOB, message_fields
 from imagefleet.storage import protocol
 
 #: After so many lost deliveries a job is generated alone, so that the next loss tells whether the
@@ -40,15 +42,23 @@ class Deliveries(BaseModel):
     """Of the lost, those that were generated alone."""
     is_alone: bool = False
     """The latest one was marked as generated alone."""
+    stored: str = Field(default="", max_length=10_000)
+    """Of a job of several images, those that are stored with their records, as `0-6, 9`."""
+    is_unsure: bool = False
+    """More of its images may be stored."""
 
     @classmethod
     def of(cls, message: protocol.Message) -> Self:
         """The deliveries before the present one. A damaged record counts as none."""
+        is_first = message.delivery_count == 1
+        if is_first and DELIVERIES_FIELD not in message.body:
+            return cls()
         try:
-            fields = message_fields(message.body) if message.delivery_count > 1 else {}
-            before = cls.model_validate(fields.get(DELIVERIES_FIELD) or {})
+            before = cls.model_validate(message_fields(message.body).get(DELIVERIES_FIELD) or {})
         except (ValidationError, ValueError, AttributeError, RecursionError):
             before = cls()
+        if is_first:  # sent again after it had failed
+            return cls(stored=before.stored, is_unsure=before.is_unsure)
         lost = max(0, message.delivery_count - 1 - before.known)
         return before.model_copy(
             update={
@@ -56,8 +66,14 @@ class Deliveries(BaseModel):
                 "lost": before.lost + lost,
                 "lost_alone": before.lost_alone + (before.is_alone and lost > 0),
                 "is_alone": False,
+                "is_unsure": before.is_unsure or lost > 0,
             }
         )
+
+    @property
+    def images(self) -> set[int]:
+        """The images of `stored`."""
+        return _images(self.stored)
 
     @property
     def is_suspect(self) -> bool:
@@ -75,6 +91,10 @@ class Deliveries(BaseModel):
         """The record to write when the present delivery ends by handing the message back."""
         return self.model_copy(update={"known": self.known + 1, "failed": self.failed + failed})
 
+    def with_images(self, stored: Iterable[int], *, is_unsure: bool) -> Self:
+        """The same for a job of which these images are stored."""
+        return self.model_copy(update={"stored": shown_images(stored), "is_unsure": is_unsure})
+
     def write_to(self, body: str) -> str | None:
         """The message's text with this record; None where it cannot hold one."""
         try:
@@ -86,6 +106,27 @@ class Deliveries(BaseModel):
         record = self.model_dump(exclude_defaults=True)
         text = _json({**fields, DELIVERIES_FIELD: record})
         return text if protocol.fits(text) else None
+
+
+def shown_images(numbers: Iterable[int]) -> str:
+    """Numbers of images in words: `0-6, 9`."""
+    # Of numbers in a row, number and place differ by the same.
+    placed = itertools.groupby(enumerate(sorted(numbers)), key=lambda pair: pair[1] - pair[0])
+    runs = [[number for _, number in run] for _, run in placed]
+    return ", ".join(f"{run[0]}" if len(run) == 1 else f"{run[0]}-{run[-1]}" for run in runs)
+
+
+def _images(text: str) -> set[int]:
+    """The numbers of `shown_images`; those of a damaged text are none."""
+    found: set[int] = set()
+    for run in filter(None, text.split(",")):
+        first, _, last = run.strip().partition("-")
+        if not (first.isdecimal() and (last or first).isdecimal()):
+            return set()
+        if max(len(first), len(last)) > len(str(MAX_IMAGES_PER_JOB)):
+            return set()
+        found.update(range(int(first), min(int(last or first), MAX_IMAGES_PER_JOB - 1) + 1))
+    return found
 
 
 def _json(fields: dict[str, Any]) -> str:

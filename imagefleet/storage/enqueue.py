@@ -25,10 +25,15 @@ class JobSender:
         priority: Priority = "normal",
         *,
         elsewhere: Collection[str] = (),
+        through: protocol.Sends | None = None,
     ) -> None:
-        """*elsewhere*: models, or their files, that workers have besides the storage's."""
+        """*elsewhere*: models, or their files, that workers have besides the storage's.
+
+        *through* sends in the storage's place.
+        """
         self._storage = storage
         self._priority = priority
+        self._through = through
         self._known = {stem(name) for name in elsewhere}
 
     async def send(self, bodies: Iterable[str]) -> None:
@@ -40,7 +45,10 @@ class JobSender:
         """
         messages = list(bodies)
         await self.check(model for body in messages if (model := model_of(body)) is not None)
-        await self._storage.models.send(messages, self._priority)
+        if self._through is not None:
+            await self._through.send(messages)
+        else:
+            await self._storage.models.send(messages, self._priority)
 
     async def check(self, models: Iterable[str]) -> None:
         """Raises JobError for a model that is neither in the storage nor served by a worker."""

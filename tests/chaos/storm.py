@@ -23,7 +23,7 @@ import sys
 import tempfile
 import time
 from collections import Counter
-from collections.abc import AsyncIterator, Callable, Iterator, Mapping
+from collections.abc import AsyncIterator, Callable, Mapping
 from dataclasses import asdict, dataclass, field
 from functools import partial
 from pathlib import Path
@@ -37,7 +37,8 @@ from imagefleet.storage.protocol import Storage
 from imagefleet.storage.settings import StorageSettings
 from proxy import Fault, FaultProxy
 from scaler import KilledScaler
-from storm_worker import BAD_STEPS, is_image_of
+from storm_jobs import STOPPED, all_jobs, images_of, seed_of, stopped_jobs
+from storm_worker import is_image_of
 
 HERE = Path(__file__).parent
 ROOT = HERE.parents[1]
@@ -47,13 +48,6 @@ CAPACITY = 4
 
 #: Two fleets share the queue, with leases of their own.
 LEASES_SECONDS = (4, 6)
-
-#: One job in so many is bad: it fails for good, however often it is replayed.
-BAD_EVERY = 50
-
-#: A campaign of one job in so many, besides the others; it is cancelled while it is drawn.
-STOPPED = "stopped"
-STOPPED_EVERY = 10
 
 #: What happens to workers, and to requests on their way to Azurite.
 BLOWS = {"kill": 6, "freeze": 2, "term": 2}
@@ -106,6 +100,7 @@ class Tally:
     failed_jobs_without_record: int = 0
     cancelled_jobs: int = 0
     stopped_jobs_lost: int = 0  # neither drawn nor cancelled
+    miscounted_jobs: int = 0  # as completed, by their records
     workers_ended_by_themselves: int = 0
     scaler_errors: list[str] = field(default_factory=list)
 
@@ -121,6 +116,7 @@ class Tally:
             or self.records_without_image
             or self.failed_jobs_without_record
             or self.stopped_jobs_lost
+            or self.miscounted_jobs
             or self.workers_ended_by_themselves
             or self.scaler_errors
         )
@@ -321,31 +317,18 @@ def _is_newer(path: Path, moment: float) -> bool:
     return path.exists() and path.stat().st_mtime > moment
 
 
-def all_jobs(count: int) -> Iterator[dict[str, object]]:
-    for number in range(count):
-        bad = number % BAD_EVERY == BAD_EVERY - 1
-        steps = {"steps": BAD_STEPS} if bad else {}
-        yield {"id": f"j{number}", "prompt": "a house", "seed": number, **steps}
-
-
-def stopped_jobs(count: int) -> Iterator[dict[str, object]]:
-    for number in range(0, count, STOPPED_EVERY):
-        job = {"id": f"j{number}", "prompt": "a house", "seed": number}
-        yield {**job, "campaign": STOPPED}
-
-
 async def count_up(storm: Storm, storage: Storage) -> None:
     """Compares what is stored and what failed with the jobs."""
     tally = storm.tally
-    good = {f"default/j{job['seed']}.png" for job in all_jobs(tally.jobs) if "steps" not in job}
+    good_jobs = [job for job in all_jobs(tally.jobs) if "steps" not in job]
+    good = {name for job in good_jobs for name in images_of(job)}
     bad = {str(job["id"]) for job in all_jobs(tally.jobs) if "steps" in job}
     stored = Counter[str]()
     async for record in storage.blobs.records("default/"):
         stored[record.name] += 1
         tally.redeliveries += int(record.metadata.get("attempt", 1)) - 1
-        seed = int(record.name.removeprefix("default/j").removesuffix(".png"))
         data = await storage.blobs.read(record.name) or b""
-        tally.wrong_images += not is_image_of(seed, data)
+        tally.wrong_images += not is_image_of(seed_of(record.name), data)
     failed: dict[str, str] = {}
     async for message in storage.poison.browse():
         record = dead_letter.FailedJob.read(message.body)
@@ -360,14 +343,16 @@ async def count_up(storm: Storm, storage: Storage) -> None:
         await compare_records(tally, storage, campaign)
     ended = {each.id async for each in reader.ended(storage, "default")}
     tally.failed_jobs_without_record = len(set(failed) - ended)
-    drawn = {each.id async for each in reader.images(storage, STOPPED)}
+    completed = (await reader.counts(storage, "default")).completed
+    tally.miscounted_jobs = abs(completed - len(good_jobs))
+    drawn = Counter([each.id async for each in reader.images(storage, STOPPED)])
     cancelled = {each.id async for each in reader.ended(storage, STOPPED)}
     tally.cancelled_jobs = len(cancelled)
     ids = {str(job["id"]) for job in stopped_jobs(tally.jobs)}
-    tally.stopped_jobs_lost = len(ids - drawn - cancelled)
+    tally.stopped_jobs_lost = len(ids - drawn.keys() - cancelled)
     events = Counter(line.split()[0] for line in storm.events.read_text().splitlines())
     tally.images_generated = events["drawn"]
-    tally.images_wasted = events["drawn"] - len(stored) - len(drawn)
+    tally.images_wasted = events["drawn"] - len(stored) - drawn.total()
     tally.duplicates_suppressed = events["duplicate"]
 
 
@@ -412,6 +397,7 @@ async def weather(
     """One storm of about *seconds*, and the calm after it; returns the tally."""
     kind = "local" if settings.storage.startswith("local:") else "azurite"
     tally = Tally(kind, jobs)
+    images = sum(len(images_of(job)) for job in all_jobs(jobs))
     variables = os.environ | {"PYTHONPATH": os.pathsep.join([str(ROOT), str(HERE)])}
     with (
         tempfile.TemporaryDirectory(prefix="imagefleet-storm-") as folder,
@@ -432,7 +418,7 @@ async def weather(
                 random.Random(seed),
                 kills=kills,
                 faults=faults,
-                tick_seconds=seconds * WORKERS * CAPACITY / jobs,
+                tick_seconds=seconds * WORKERS * CAPACITY / images,
                 fault_share=0.0 if proxy else FAULT_SHARE,
                 server=server,
             )

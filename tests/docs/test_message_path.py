@@ -14,14 +14,13 @@ import pytest
 import tiny_model
 from imagefleet.storage.local.queue import LocalQueue
 from imagefleet.storage.open import open_storage
-from worker import process
-from worker.pipeline import Pipeline
+from worker import pipeline, process
 from worker.settings import WorkerSettings
 
 ROOT = Path(__file__).parents[2]
 PAGE = ROOT / "docs" / "architecture.md"
 
-MOST_FILES = 64
+MOST_FILES = 66
 
 #: The puller waits there for the next message meanwhile, an idle engine asks there why, a header is
 #: read on one of asyncio's threads, which is traced only if it is new, and each tick asks whether
@@ -70,12 +69,12 @@ async def visited_files(settings: WorkerSettings, monkeypatch: pytest.MonkeyPatc
         await delete(self, *arguments)  # type: ignore[arg-type]
         in_flight.clear()
 
-    async def measure_nothing(_: object) -> None:
+    async def measure_nothing(*_: object) -> None:
         await asyncio.Event().wait()
 
     monkeypatch.setattr(LocalQueue, "receive", leased)
     monkeypatch.setattr(LocalQueue, "delete", acknowledged)
-    monkeypatch.setattr(Pipeline, "_measure_queues", measure_nothing)
+    monkeypatch.setattr(pipeline, "measure_depth", measure_nothing)
     monkeypatch.setattr(process._Worker, "_show_progress", measure_nothing)
     async with open_storage(settings) as storage:
         await storage.create()

@@ -25,7 +25,7 @@ from imagefleet.storage.open import open_storage
 from imagefleet.storage.protocol import MAX_RECEIVE
 from imagefleet.storage.settings import StorageSettings
 from imagefleet.submit import BATCH
-from loadgen.load import Checkpoint
+from loadgen.load import POSITIONS_BETWEEN_CHECKPOINTS, Checkpoint
 
 ROOT = Path(__file__).parents[2]
 
@@ -37,8 +37,8 @@ count: 250
 lists: {noun: [cat, dog, fox]}
 """
 
-#: Jobs that a kill may send twice: those in flight.
-WINDOW = 4 * BATCH
+#: Jobs that a kill may send twice: those in flight, and since the checkpoint was written.
+WINDOW = 8 * BATCH + POSITIONS_BETWEEN_CHECKPOINTS
 
 
 @pytest.fixture

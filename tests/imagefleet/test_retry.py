@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import asyncio
 import dataclasses
 import itertools
 
@@ -83,6 +84,31 @@ async def test_missing_access_or_space_counts_as_an_attempt_by_default(
     with pytest.raises(type(closed)):
         await FAST.call(storage.call)
     assert storage.calls == FAST.tries
+
+
+async def test_a_busy_storage_is_waited_for_by_whom_fills_it_and_by_nobody_else() -> None:
+    busy, broken = errors.BusyError(), errors.TransientError("broken")
+    patient = dataclasses.replace(FAST, tries=2, waits_while_busy=True)
+    outcomes = [*[busy] * 20, broken, *[busy] * 20, "done"]
+    assert await patient.call(Storage(*outcomes).call) == "done"
+
+    with pytest.raises(errors.BusyError):
+        await dataclasses.replace(FAST, tries=2).call(Storage(*outcomes).call)
+    assert retry.PATIENT.waits_while_busy
+    assert not retry.DEFAULT.waits_while_busy
+
+
+async def test_the_first_attempt_counts_towards_the_time_limit() -> None:
+    storage = Storage(errors.TransientError(), "done")
+
+    async def slowly() -> str:
+        await asyncio.sleep(0.02)
+        return await storage.call()
+
+    policy = RetryPolicy(first_wait_seconds=0.001, give_up_seconds=0.01)
+    with pytest.raises(errors.TransientError):
+        await policy.call(slowly)
+    assert storage.calls == 1
 
 
 def test_a_backoff_doubles_up_to_its_limit_and_is_jittered() -> None:

@@ -1,12 +1,19 @@
 from __future__ import annotations
 
+import asyncio
+import gc
+from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from imagefleet import errors
+from imagefleet.storage.open import open_storage
+from imagefleet.storage.settings import StorageSettings
 from loadgen import load
-from loadgen.load import Checkpoint
+from loadgen.load import Checkpoint, Load
+from loadgen.settings import LoadSettings
 
 HERE = Checkpoint(source="s", storage="local:/data", queue="jobs")
 
@@ -59,3 +66,41 @@ def test_each_queue_has_its_own_checkpoint_beside_the_file() -> None:
     path = load.default_path(Path("folder/t.yaml"), "jobs")
 
     assert path == Path("folder/.t.yaml.jobs.checkpoint.json")
+
+
+class ManyJobs:
+    """A source of jobs that are made at once."""
+
+    identity = "many"
+    campaign = "spring"
+    path = Path("many")
+    jobs_to_make = None
+
+    def __init__(self, count: int) -> None:
+        self.count = count
+
+    def bodies(self, start: int) -> Iterator[str]:
+        return (f'{{"id":"{number}"}}' for number in range(start, self.count))
+
+
+async def test_ten_million_jobs_take_no_more_memory_than_ten_thousand(
+    local_settings: StorageSettings, tmp_path: Path
+) -> None:
+    """Its objects are counted: a list of what was sent would show after a thousandth of them."""
+    objects: dict[int, int] = {}
+
+    async def instantly(_bodies: object, _priority: object) -> None:
+        await asyncio.sleep(0)
+
+    def count(confirmed: int) -> None:
+        if confirmed in (3_200, 16_000):
+            gc.collect()
+            objects[confirmed] = len(gc.get_objects())
+
+    async with open_storage(local_settings) as storage:
+        storage.models.send = instantly  # type: ignore[method-assign]
+        settings = LoadSettings(storage=local_settings.storage)
+        source: Any = ManyJobs(20_000)
+        summary = await Load(storage, source, settings, tmp_path / "c", restart=True).run(count)
+    assert summary.sent == 20_000
+    assert objects[16_000] - objects[3_200] < 500

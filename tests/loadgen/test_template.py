@@ -6,6 +6,7 @@ from pathlib import Path
 import pytest
 
 from imagefleet import errors
+from imagefleet.job.message import images_of
 from loadgen import template
 from loadgen.template_source import TemplateSource
 
@@ -113,3 +114,9 @@ def test_the_templates_of_the_documentation_are_valid(tmp_path: Path) -> None:
         source.check(0)
     assert drawn.count == 1000
     assert sweep.describe() in page
+
+
+def test_a_message_of_a_template_may_ask_for_several_images(tmp_path: Path) -> None:
+    source = TemplateSource(write(tmp_path, "prompt: a\ncount: 3\njob: {n_iter: 1000}"))
+    source.check(0)
+    assert [images_of(body) for body in source.bodies(0)] == [1000] * 3

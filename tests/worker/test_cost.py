@@ -78,7 +78,7 @@ async def test_images_per_dollar_by_the_metrics_match_the_runs_records(
     report = await process.run_worker(
         settings, load=lambda: StandInEngine(capacity=4, tick_seconds=0.1)
     )
-    seconds = time.monotonic() - began_at  # some 5, so that closing down is not 1 % of them
+    seconds = time.monotonic() - began_at  # some 5, so that closing down is not 3 % of them
     stored = [name async for name in storage.blobs.names() if not name.startswith(NOTES)]
     assert len(stored) == report.images == 2 * JOBS
     gpu_dollars = seconds / 3600 * price
@@ -96,8 +96,8 @@ async def test_images_per_dollar_by_the_metrics_match_the_runs_records(
     images = await total("imagefleet_images_total")
     gpu_only = images / await total("imagefleet_cost_dollars_total{kind='gpu'}")
     all_in = images / await total("imagefleet_cost_dollars_total")
-    assert gpu_only == pytest.approx(2 * JOBS / gpu_dollars, rel=0.01)
-    assert all_in == pytest.approx(2 * JOBS / (gpu_dollars + bill), rel=0.01)
+    assert gpu_only == pytest.approx(2 * JOBS / gpu_dollars, rel=0.03)
+    assert all_in == pytest.approx(2 * JOBS / (gpu_dollars + bill), rel=0.03)
 
 
 async def test_start_up_idle_and_busy_add_up_to_the_whole(

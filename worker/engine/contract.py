@@ -68,7 +68,10 @@ class ImageRequest:
 
 
 class PreparedRequest(Protocol):
-    """A request with all its work off the GPU done; opaque to the pipeline."""
+    """A request with all its work off the GPU done; opaque to the pipeline.
+
+    A dataclass: with another `request` of the same job in its place, only seed and noise differ.
+    """
 
     @property
     def request(self) -> ImageRequest: ...

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import itertools
-from collections import deque
+from collections import Counter, deque
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from functools import partial
@@ -15,12 +15,13 @@ from imagefleet.cancelled import CancelledCampaigns
 from worker import tasks
 from worker.engine import contract
 from worker.gpu_thread import Delivery, EngineThread
+from worker.jobs.in_flight import InFlightImage, InFlightJob
 from worker.metrics import WorkerMetrics
 from worker.node.canary import Canary
 from worker.node.self_check import NodeSelfCheck
 from worker.node.watchdog import NodeWatchdog
 from worker.pull import Puller
-from worker.settle import InFlightImage, InFlightJob, Settler
+from worker.settle import Settler
 from worker.stages.upload import EncodeStage, GeneratedImage
 
 
@@ -60,14 +61,12 @@ class GenerateStage:
         )
 
     async def leave_out(self, entry: InFlightJob, images: int) -> None:
-        """Draws so many images of a cancelled job no more; those that are begun are stored."""
-        entry.is_cancelled = True
-        entry.images_to_generate -= images
+        """Draws so many images of a job no more; those that are begun are stored."""
+        entry.is_cancelled = entry.is_cancelled or self.is_cancelled(entry)
         entry.images_to_store -= images
-        if not entry.images_to_generate:
-            self.puller.not_ahead(entry)
+        self.puller.not_ahead(entry, images)
         if not entry.images_to_store:
-            await self.settler.cancelled(entry)
+            await self.settler.images_ended(entry)
 
     async def submit(self, image: InFlightImage, request: contract.PreparedRequest) -> bool:
         """Waits until the engine's thread accepts the request; False: the worker drains."""
@@ -75,17 +74,28 @@ class GenerateStage:
         self._at_engine[ticket] = image
         self.nothing_at_engine.clear()
         if await self.engine_thread.submit(ticket, request):
+            image.owner.images_to_submit -= 1
             return True
         self._take(ticket)
         return False
 
     def stop_accepting(self) -> list[InFlightJob]:
-        """Returns the jobs in flight that the engine has not begun, or only in part."""
-        not_begun: set[InFlightJob] = set()
+        """Returns the jobs in flight of which the engine has begun nothing.
+
+        Of the others, the images that it has begun are stored; the rest is left to another worker.
+        """
+        waiting: Counter[InFlightJob] = Counter()
         for ticket in self.engine_thread.stop_accepting():
-            not_begun.add(self._take(ticket).owner)
+            waiting[self._take(ticket).owner] += 1
+        for entry in self.settler.in_flight:
+            left = waiting[entry] + entry.images_to_submit
+            entry.is_put_off = entry.is_put_off or left > 0
+            entry.images_to_store -= left
+            entry.images_to_submit = 0
         return [
-            entry for entry in self.settler.in_flight if entry in not_begun or not entry.submitted
+            entry
+            for entry in self.settler.in_flight
+            if not (entry.images_to_store or entry.has_ended)
         ]
 
     async def run(self) -> NoReturn:
@@ -94,7 +104,7 @@ class GenerateStage:
             image = self._take(delivery.finished.ticket)
             image.generated_at = delivery.finished_at
             entry = image.owner
-            if isinstance(delivery.finished.outcome, errors.JobCancelled):
+            if isinstance(delivery.finished.outcome, errors.JobCancelled):  # not begun
                 await self.settler.attempt(entry, partial(self.leave_out, entry, 1))
                 continue
             family = self.engine.family
@@ -103,17 +113,16 @@ class GenerateStage:
             waited.observe(max(0.0, delivery.admitted_at - image.ready_at))
             generated = self.metrics.stage_seconds.labels("generate")
             generated.observe(delivery.finished_at - delivery.admitted_at)
-            entry.images_to_generate -= 1
-            if not entry.images_to_generate:
-                self.puller.generated(entry)
-            await self.settler.attempt(
-                entry, partial(self._pass_on, image, delivery), image_is_generated=True
-            )
+            self.puller.generated(entry)
+            await self.settler.attempt(entry, partial(self._pass_on, image, delivery), image)
 
     def _is_cancelled(self, ticket: int) -> bool:
-        """As `is_cancelled`, on the engine's thread."""
+        """Whether an image is not to be begun; on the engine's thread."""
         image = self._at_engine.get(ticket)
-        return image is not None and self.is_cancelled(image.owner)
+        if image is None:
+            return False
+        entry = image.owner
+        return entry.settled or entry.is_stopping or self.is_cancelled(entry)
 
     async def _next(self) -> Delivery:
         """The next outcome; while the node is in doubt, they are kept back here."""
@@ -146,7 +155,8 @@ class GenerateStage:
     async def _pass_on(self, image: InFlightImage, delivery: Delivery) -> None:
         outcome = delivery.finished.outcome
         if isinstance(outcome, errors.FleetError):
-            self.watchdog.image_failed(outcome)
+            if not image.owner.failures:  # one bad job is not a broken node
+                self.watchdog.image_failed(outcome)
             raise outcome
         if self.checks.is_possible:
             self.checks.generated(

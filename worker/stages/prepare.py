@@ -5,7 +5,8 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import logging
-from collections.abc import AsyncIterator, Sequence
+from collections import deque
+from collections.abc import AsyncIterator, Collection, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from functools import partial
@@ -19,8 +20,10 @@ from worker.engine import contract
 from worker.files.embeddings import EmbeddingLibrary
 from worker.files.hashes import FileHashes
 from worker.files.loras import LoraLibrary
+from worker.jobs.in_flight import InFlightJob
+from worker.jobs.turns import BegunJob, Turns
 from worker.metrics import WorkerMetrics
-from worker.settle import InFlightImage, InFlightJob, Settler
+from worker.settle import Settler
 from worker.stages.generate import GenerateStage
 
 log = logging.getLogger(__name__)
@@ -95,9 +98,7 @@ class PrepareStage:
     metrics: WorkerMetrics
     until_empty: bool
     trusted: TrustedKeys | None = None
-    queue: asyncio.Queue[InFlightJob] = field(
-        default_factory=lambda: asyncio.Queue(protocol.MAX_RECEIVE), init=False
-    )
+    turns: Turns = field(default_factory=lambda: Turns(protocol.MAX_RECEIVE), init=False)
     _isolation: Isolation = field(default_factory=Isolation, init=False)
     _drawn_here: dict[str, None] = field(default_factory=dict, init=False)
     _threads: ThreadPoolExecutor = field(
@@ -106,7 +107,11 @@ class PrepareStage:
 
     async def run(self) -> NoReturn:
         while True:
-            entry = await self.queue.get()
+            turn = await self.turns.next()
+            if isinstance(turn, BegunJob):
+                await self.settler.attempt(turn.entry, partial(self._go_on, turn))
+                continue
+            entry = turn
             # After hours without work the list is as old.
             await self.generate.cancelled.refresh(MAX_LIST_AGE_SECONDS)
             work = self._generate_alone if entry.is_suspect else self._generate_with_others
@@ -117,7 +122,16 @@ class PrepareStage:
 
     async def _generate_with_others(self, entry: InFlightJob) -> None:
         async with self._isolation.shared():
-            await self._prepare(entry)
+            job = await self._prepare(entry)
+        if job is not None:
+            await self._go_on(job)
+
+    async def _go_on(self, job: BegunJob) -> None:
+        """Gives the engine the next image of a job; the others have to wait for their turns."""
+        async with self._isolation.shared():
+            await self._submit(job)
+        if job.requests:
+            self.turns.go_on(job)
 
     async def _generate_alone(self, entry: InFlightJob) -> None:
         """Generates a job whose workers have died, so that no other dies with this one.
@@ -145,35 +159,54 @@ class PrepareStage:
             if body := entry.deliveries.marked_alone().write_to(entry.lease.message.body):
                 keeper = self.settler.keeper
                 await self.settler.retry_policy.call(partial(keeper.rewrite, entry.lease, body))
-            await self._prepare(entry)
+            job = await self._prepare(entry)
+            while job is not None and job.requests:
+                await self._submit(job)
             await self.generate.nothing_at_engine.wait()
 
-    async def _prepare(self, entry: InFlightJob) -> None:
+    async def _prepare(self, entry: InFlightJob) -> BegunJob | None:
+        """None: none of its images is drawn here."""
         with self.metrics.stage_seconds.labels("prepare").time():
             job = self._read(entry)
             if self._is_others(job):
                 self.generate.puller.not_ahead(entry)
                 await self.settler.move(entry)
-                return
+                return None
             if job.verify and await self._left_to_others(entry, job):
-                return
-            size = self._size(job)
+                return None
+            images = await self._missing(entry, job)
+            if not images:
+                await self.settler.images_ended(entry)
+                return None
+            requests = await self._requests(entry, job, self._size(job), images)
             loop = asyncio.get_running_loop()
-            prepared = [
-                await loop.run_in_executor(self._threads, self.engine.prepare, request)
-                for request in await self._requests(entry, job, size)
-            ]
-        entry.images_to_generate = entry.images_to_store = len(prepared)
-        for index, request in enumerate(prepared):
-            if entry.settled:
-                return  # handed back meanwhile, since the model changes
-            if self.generate.is_cancelled(entry):
-                await self.generate.leave_out(entry, len(prepared) - index)
-                break
-            image = InFlightImage(entry, job, index, size, request.request.embeddings)
-            if not await self.generate.submit(image, request):
-                return  # the worker drains, and hands this job back
-        entry.submitted = True
+            first = await loop.run_in_executor(self._threads, self.engine.prepare, requests[0])
+        if entry.settled:
+            return None  # handed back meanwhile
+        entry.images_to_submit = entry.images_to_store = len(images)
+        return BegunJob(entry, deque(zip(images, requests, strict=True)), first)
+
+    async def _missing(self, entry: InFlightJob, job: Job) -> list[int]:
+        """The images to draw: earlier deliveries may have stored some."""
+        if job.verify:
+            return [0]
+        if entry.lease.message.delivery_count > 1 or job.images > 1:
+            await self.settler.look_up(entry)
+        images = [index for index in range(job.images) if index not in entry.stored]
+        self.generate.puller.not_ahead(entry, entry.ahead - len(images))
+        return images
+
+    async def _submit(self, job: BegunJob) -> None:
+        """Gives the engine the next image of a job, unless no more of them are to be drawn."""
+        entry, left = job.entry, job.entry.images_to_submit
+        if entry.settled or not left:
+            job.requests.clear()  # handed back, or put off
+        elif entry.is_stopping or self.generate.is_cancelled(entry):
+            job.requests.clear()
+            entry.images_to_submit = 0
+            await self.generate.leave_out(entry, left)
+        elif not await self.generate.submit(*job.take()):
+            job.requests.clear()  # the worker drains
 
     async def _left_to_others(self, entry: InFlightJob, job: Job) -> bool:
         """Hands a second drawing back if the first is this worker's: it would prove nothing."""
@@ -211,7 +244,7 @@ class PrepareStage:
         return job.width or width, job.height or height
 
     async def _requests(
-        self, entry: InFlightJob, job: Job, size: tuple[int, int]
+        self, entry: InFlightJob, job: Job, size: tuple[int, int], images: Collection[int]
     ) -> list[contract.ImageRequest]:
         prompt = job.parsed_prompt
         paths = await asyncio.gather(
@@ -231,7 +264,7 @@ class PrepareStage:
         ]
         embeddings = await self._find_embeddings(job)
         entry.lora_hashes = {lora.name: self.hashes.of_lora(lora.path) for lora in loras}
-        return requests_of(job, size, loras, embeddings)
+        return requests_of(job, size, loras, embeddings, images)
 
     async def _find_embeddings(self, job: Job) -> tuple[contract.Embedding, ...]:
         """The embeddings that the prompts name."""
@@ -258,8 +291,9 @@ def requests_of(
     size: tuple[int, int],
     loras: Sequence[contract.Lora],
     embeddings: tuple[contract.Embedding, ...],
+    images: Collection[int] | None = None,
 ) -> list[contract.ImageRequest]:
-    """The images of a job, of *size* (width, height), with the files that its prompts name."""
+    """A job's *images*, by default all, of *size* (width, height), with its prompts' files."""
     width, height = size
     return [
         contract.ImageRequest(
@@ -277,5 +311,5 @@ def requests_of(
             sampler_options=job.sampler_options,
             noise=job.image_noise(index),
         )
-        for index in range(job.images_to_draw)
+        for index in (range(job.images_to_draw) if images is None else images)
     ]

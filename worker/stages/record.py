@@ -17,6 +17,7 @@ from imagefleet.records.record import Record
 from imagefleet.records.writer import RecordLog
 from imagefleet.storage.open import LOCAL_SCHEME
 from worker import tasks
+from worker.jobs.in_flight import InFlightJob
 from worker.metrics import WorkerMetrics
 
 #: Records are written at least so often while others are in the making. On Azure each time is a
@@ -45,9 +46,12 @@ def flush_seconds(storage_url: str, lease_seconds: float) -> float:
 
 @dataclass(frozen=True, slots=True)
 class _Waiting:
-    finish: Finish
+    """What to store; *begun* is a job that goes on meanwhile, *finish* ends one."""
+
     records: list[Record]
     again: list[Record]
+    finish: Finish | None = None
+    begun: InFlightJob | None = None
 
 
 @dataclass(slots=True, eq=False)
@@ -63,6 +67,7 @@ class PendingRecords:
     _records: int = field(default=0, init=False)  # of those that wait
     _first_at: float = field(default=0.0, init=False)
     _jobs: int = field(default=0, init=False)  # here, until they have ended
+    _early: int = field(default=0, init=False)  # records of jobs that go on
     _changed: asyncio.Event = field(default_factory=asyncio.Event, init=False)
     _room: asyncio.Event = field(default_factory=asyncio.Event, init=False)
     _stored: asyncio.Queue[tuple[_Waiting, errors.TransientError | None]] = field(
@@ -78,18 +83,32 @@ class PendingRecords:
         self, finish: Finish, records: list[Record], again: list[Record] | None = None
     ) -> None:
         """Stores a job's records soon, then calls *finish*."""
-        while self._jobs >= MAX_WAITING:
-            self._room.clear()
-            await self._room.wait()
+        await self._wait_for_room()
         self._jobs += 1
-        job = _Waiting(finish, records, again or [])
-        if job.records or job.again:
-            self._first_at = self._first_at if self._waiting else time.monotonic()
-            self._waiting.append(job)
-            self._records += len(job.records) + len(job.again)
-            self._changed.set()
+        job = _Waiting(records, again or [], finish)
+        if job.records or job.again or self._early:
+            self._wait(job)
         else:
             self._stored.put_nowait((job, None))
+
+    async def add(self, entry: InFlightJob) -> None:
+        """Stores the records of a job so far soon; it goes on."""
+        await self._wait_for_room()
+        records, again = entry.take_records()
+        if records or again:
+            self._early += len(records) + len(again)
+            self._wait(_Waiting(records, again, begun=entry))
+
+    async def _wait_for_room(self) -> None:
+        while self._jobs + self._early >= MAX_WAITING:
+            self._room.clear()
+            await self._room.wait()
+
+    def _wait(self, job: _Waiting) -> None:
+        self._first_at = self._first_at if self._waiting else time.monotonic()
+        self._waiting.append(job)
+        self._records += len(job.records) + len(job.again)
+        self._changed.set()
 
     def job_ended(self) -> None:
         """A job has ended elsewhere: what waits here may be all that is in flight."""
@@ -111,7 +130,24 @@ class PendingRecords:
             batch, self._waiting, self._records = self._waiting, [], 0
             error = await self._write(batch)
             for job in batch:
-                self._stored.put_nowait((job, error))
+                if job.begun is None:
+                    self._stored.put_nowait((job, error))
+            self._go_on([job for job in batch if job.begun is not None], error)
+
+    def _go_on(self, early: list[_Waiting], error: errors.TransientError | None) -> None:
+        """Of jobs that go on, what could not be stored is stored with their next records."""
+        if error is not None:
+            self._waiting[:0] = early
+            self._records += sum(len(each.records) + len(each.again) for each in early)
+            self._first_at = time.monotonic()
+            self._changed.set()
+            return
+        for each in early:
+            written = [*each.records, *each.again]
+            self._early -= len(written)
+            if each.begun is not None:
+                each.begun.recorded.update(record.index for record in written)
+        self._room.set()
 
     async def finish(self) -> NoReturn:
         """Side task: ends the jobs whose records are stored."""
@@ -119,7 +155,8 @@ class PendingRecords:
             job, error = await self._stored.get()
             try:
                 with self.metrics.stage_seconds.labels("acknowledge").time():
-                    await job.finish(error)
+                    if job.finish is not None:
+                        await job.finish(error)
             finally:
                 self._jobs -= 1
                 self._room.set()

@@ -18,10 +18,11 @@ from imagefleet.storage import protocol
 from imagefleet.telemetry import logs
 from worker.cost import CostMeter
 from worker.engine import contract
+from worker.jobs.in_flight import InFlightImage
 from worker.metrics import WorkerMetrics
 from worker.node.suspects import Suspects, file_name
 from worker.node.watchdog import NodeWatchdog
-from worker.settle import InFlightImage, Settler
+from worker.settle import Settler
 from worker.stages import encode, infotext
 
 #: Threads that encode: a PNG takes 2 ms, so two keep up with any GPU.
@@ -86,7 +87,7 @@ class EncodeStage:
         while True:
             generated = await self.queue.get()
             await self.settler.attempt(
-                generated.image.owner, partial(self._encode, generated), image_is_generated=True
+                generated.image.owner, partial(self._encode, generated), generated.image
             )
 
     def close(self) -> None:
@@ -117,7 +118,8 @@ class EncodeStage:
                     self._threads, encode.encode, generated.pixels, image.job.output, text, job
                 )
         except errors.TransientError as error:  # an image of one colour is the engine's failure
-            self.watchdog.image_failed(error)
+            if not image.owner.failures:
+                self.watchdog.image_failed(error)
             raise
         self.watchdog.image_succeeded()
         await self.upload.queue.put(_EncodedImage(image, file))
@@ -125,7 +127,7 @@ class EncodeStage:
 
 @dataclass(slots=True, eq=False)
 class UploadStage:
-    """Stores files as blobs; a job is completed once all its images are stored."""
+    """Stores files as blobs."""
 
     blobs: protocol.BlobStore
     settler: Settler
@@ -145,16 +147,13 @@ class UploadStage:
         while True:
             encoded = await self.queue.get()
             await self.settler.attempt(
-                encoded.image.owner, partial(self._upload, encoded), image_is_generated=True
+                encoded.image.owner, partial(self._upload, encoded), encoded.image
             )
 
     async def _upload(self, encoded: _EncodedImage) -> None:
-        entry = encoded.image.owner
-        with entry.uploading():
+        with encoded.image.owner.uploading():
             await self._store(encoded)
-        entry.images_to_store -= 1
-        if not entry.images_to_store:
-            await self.settler.completed(entry)
+        await self.settler.image_stored(encoded.image)
 
     async def _store(self, encoded: _EncodedImage) -> None:
         image, file = encoded.image, encoded.file
@@ -227,6 +226,7 @@ class UploadStage:
             blob=name,
             size_bytes=len(encoded.file.data),
             index=image.index,
+            completes=False if image.job.images > 1 else None,
             seed=image.job.image_seed(image.index),
             model=self.model_name[:MAX_NAME_CHARACTERS],
             width=width,

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import re
 import traceback
-from collections.abc import Collection, Iterator
+from collections.abc import Collection, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from datetime import UTC, datetime
 from email.utils import parsedate_to_datetime
+from types import SimpleNamespace
 
 import aiohttp
 from azure.core import exceptions
@@ -39,9 +41,11 @@ _JOB_AT_FAULT = frozenset(
     {"RequestBodyTooLarge", "MetadataTooLarge", "InvalidMetadata", "EmptyMetadataKey"}
 )
 
-#: The server did nothing; after any other error, it may have.
-_NOTHING_DONE = frozenset({429, 503})
+#: The server did nothing; after any other error of its own, it may have.
+_TOO_MANY_REQUESTS = frozenset({429, 503})
 
+#: Azure's error code in the body of its answer.
+_CODE = re.compile(rb"<Code>(\w+)</Code>")
 
 _ACCOUNT_KEY = refusals.Credential()
 
@@ -79,7 +83,11 @@ def translated(
         # The SDK does not check that a success has the answer of Azure: a proxy may have sent it.
         if not _is_of_the_sdk(error):
             raise
-        raise ReplyLostError(f"{what} sent an answer that is not one of Azure Storage") from None
+        raise ReplyLostError(not_of_azure(what)) from None
+
+
+def not_of_azure(what: str) -> str:
+    return f"{what} sent an answer that is not one of Azure Storage"
 
 
 @contextmanager
@@ -96,6 +104,17 @@ def code_of(error: exceptions.HttpResponseError) -> str:
     """Azure's error code, from the SDK's enumeration or as text."""
     code = getattr(error, "error_code", None)
     return str(getattr(code, "value", code) or "no error code")
+
+
+def answered(status: int, headers: Mapping[str, str], body: bytes) -> exceptions.HttpResponseError:
+    """The SDK's exception for an answer to a request that was made without it."""
+    error = exceptions.HttpResponseError(f"HTTP {status}")
+    in_body = _CODE.search(body)
+    code = headers.get("x-ms-error-code") or (in_body[1].decode() if in_body else None)
+    error.status_code = status
+    error.error_code = code  # type: ignore[attr-defined]  # as the SDK for storage does
+    error.response = SimpleNamespace(headers=headers)
+    return error
 
 
 def is_azurites_overwrite(error: exceptions.HttpResponseError) -> bool:
@@ -128,8 +147,10 @@ def _from_response(
         return errors.JobError(f"{what} refuses the job: {answer}")
     # Without a status: a success with an invalid body, from a proxy, say.
     maybe_done = status is None or status < 400 or status == 408 or status >= 500  # noqa: PLR2004
-    lost = maybe_done and status not in _NOTHING_DONE
-    return (ReplyLostError if lost else errors.TransientError)(f"{what} answered {answer}")
+    failed = ReplyLostError if maybe_done else errors.TransientError
+    return (errors.BusyError if status in _TOO_MANY_REQUESTS else failed)(
+        f"{what} answered {answer}"
+    )
 
 
 def _is_of_the_sdk(error: Exception) -> bool:

@@ -24,20 +24,18 @@ from azure.storage.queue.aio import QueueClient
 from imagefleet import concurrency, errors, retry
 from imagefleet.storage import protocol
 from imagefleet.storage.azure import errors as azure_errors
+from imagefleet.storage.azure.congestion import MOST_SENDS, SendWindow
 from imagefleet.storage.azure.credentials import Access
 from imagefleet.storage.azure.refusals import LESS_PERMISSION
 from imagefleet.storage.azure.roles import ANY_PERMISSION
+from imagefleet.storage.azure.sender import MessageSender
 
-#: Sends or releases in flight at once: more would only wait in Azure, whose limit is 2,000
-#: messages/s per queue.
-CONCURRENT_REQUESTS = 32
+#: Releases in flight at once: more would only wait in Azure.
+CONCURRENT_RELEASES = 32
 
 #: Browsing more messages than a peek returns requires leasing them. They are released at the end,
 #: or visible again after this time if the reader crashes. It suffices for about 100,000 messages.
 BROWSE_LEASE_SECONDS = 300
-
-#: For `time_to_live`: never.
-_NO_EXPIRY = -1
 
 _Result = TypeVar("_Result")
 
@@ -46,13 +44,19 @@ class AzureQueue:
     """A job queue in roughly the order of the sends; Azure guarantees none."""
 
     def __init__(
-        self, client: QueueClient, retry_policy: retry.RetryPolicy, access: Access
+        self,
+        client: QueueClient,
+        retry_policy: retry.RetryPolicy,
+        access: Access,
+        sender: MessageSender,
     ) -> None:
         self.name = client.queue_name
         self._what = f"the queue {self.name!r}"
         self._client = client
         self._retry_policy = retry_policy
         self._access = access
+        self._sender = sender
+        self._window = SendWindow()
 
     async def create(self) -> bool:
         """Creates the queue if it does not exist; False if the credentials do not allow that."""
@@ -79,14 +83,14 @@ class AzureQueue:
         await self._call(ANY_PERMISSION, request)
 
     async def send(self, bodies: Iterable[str]) -> None:
-        remaining = iter(protocol.checked_messages(bodies))
+        remaining = iter(messages := protocol.checked_messages(bodies))
 
         async def send_some() -> None:
             for body in remaining:
-                request = partial(self._client.send_message, body, time_to_live=_NO_EXPIRY)
-                await self._call("a", request)
+                await self._send(body)
 
-        await concurrency.gather(*(send_some() for _ in range(CONCURRENT_REQUESTS)))
+        at_once = min(len(messages), MOST_SENDS)
+        await concurrency.gather(*(send_some() for _ in range(at_once)))
 
     async def receive(
         self, max_messages: int, lease_seconds: float
@@ -194,6 +198,12 @@ class AzureQueue:
         second = timedelta(seconds=1)
         return protocol.Stamps(dates[-1] - second, dates[-1] + second)
 
+    async def _send(self, body: str) -> None:
+        async def attempt() -> None:
+            await self._access.attempt(self._what, "a", partial(self._sender.send, body))
+
+        await self._retry_policy.call(partial(self._window.run, attempt))
+
     async def _call(self, permission: str, request: Callable[[], Awaitable[_Result]]) -> _Result:
         """Makes a request, which needs *permission*, with retries and translated errors."""
         return await self._retry_policy.call(
@@ -252,7 +262,7 @@ class AzureQueue:
 
     async def _hand_back(self, messages: Collection[protocol.LeasedMessage]) -> None:
         """Makes browsed messages visible again, unless their leases were lost."""
-        slots = asyncio.Semaphore(CONCURRENT_REQUESTS)
+        slots = asyncio.Semaphore(CONCURRENT_RELEASES)
 
         async def hand_back(message: protocol.LeasedMessage) -> None:
             # If this fails, the message is visible again when its lease expires.

@@ -13,9 +13,11 @@ from azure.core.pipeline.transport import AioHttpTransport
 from imagefleet import retry
 from imagefleet.storage.azure import account, sas
 from imagefleet.storage.azure.blobs import AzureBlobs
+from imagefleet.storage.azure.congestion import MOST_SENDS
 from imagefleet.storage.azure.credentials import Credentials
 from imagefleet.storage.azure.queue import AzureQueue
 from imagefleet.storage.azure.roles import job_queue, name_of
+from imagefleet.storage.azure.sender import MessageSender
 from imagefleet.storage.model_queues import ModelQueues, Queues
 from imagefleet.storage.priorities import OrderedQueues
 from imagefleet.storage.protocol import Operations
@@ -25,8 +27,8 @@ from imagefleet.storage.settings import PRIORITIES, Priority, Resource, StorageS
 #: SDK's default is the newest, which Azurite refuses.
 API_VERSION = "2023-11-03"
 
-#: For the sends in flight (32), and as many uploads, renewals and deletes.
-MAX_CONNECTIONS = 64
+#: For the sends in flight to one queue, and some uploads, renewals and deletes.
+MAX_CONNECTIONS = MOST_SENDS + 32
 
 #: Connecting normally takes milliseconds, and the slowest answer less than a second. The SDK's
 #: defaults, 20 and 60 seconds, could outlast a lease.
@@ -95,7 +97,8 @@ class AzureStorage:
             of = access.of(resource, model)
             name = name_of(settings, resource, model)
             client = address.queue_client(name, of.credential, **of_queues)
-            return AzureQueue(client, retry_policy, of)
+            sender = MessageSender(client, self._transport, API_VERSION, self._count_send)
+            return AzureQueue(client, retry_policy, of, sender)
 
         def of_model(model: str, priority: Priority) -> AzureQueue:
             return opened(job_queue(priority), model)
@@ -143,6 +146,9 @@ class AzureStorage:
     async def __aexit__(self, *_: object) -> None:
         await self._credentials.close()
         await self._transport.close()
+
+    def _count_send(self) -> None:
+        self.operations.queue += 1
 
     # The SDK calls these for each request that it sends, retries and pages included.
 

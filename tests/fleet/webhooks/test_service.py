@@ -352,6 +352,22 @@ def test_no_event_is_larger_than_receivers_take() -> None:
     assert json.loads(found.body())["data"]["id"] == "i" * 128
 
 
+def test_a_job_whose_images_are_recorded_one_by_one_is_complete_once_and_takes_no_memory() -> None:
+    jobs = events.JobEvents("acme/jobs", {})
+    images = {"images": 200, "completes": False}
+    for index in range(199):
+        assert jobs.of(record(1, **images, index=index, blob=f"c/job-1-{index}.png")) is None
+    assert jobs.begun == {}
+    last = images | {"completes": True, "index": 199, "blob": "c/job-1-199.png", "seed": 200}
+    found, again = jobs.of(record(1, **last)), jobs.of(record(1, **last))
+    assert found is not None
+    assert again is not None
+    assert found.id == again.id, "a second worker that finds it complete sends the same event"
+    data = found.data
+    assert data["images"] == [f"c/job-1-{index}.png" for index in range(events.MAX_IMAGES)]
+    assert (data["image_count"], data["seed"]) == (200, 1)
+
+
 def test_a_job_of_which_some_images_never_come_is_forgotten(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:

@@ -228,8 +228,8 @@ def test_a_value_out_of_bounds_is_refused_by_the_fields_name(
 
 
 def test_too_many_images_are_refused() -> None:
-    with pytest.raises(errors.InvalidMessageError, match="batch_size x n_iter is 128"):
-        read(batch_size=64, n_iter=2)
+    with pytest.raises(errors.InvalidMessageError, match="batch_size x n_iter is 1200"):
+        read(batch_size=600, n_iter=2)
 
 
 def test_a_misspelt_field_is_refused_with_a_suggestion() -> None:

@@ -420,13 +420,13 @@ def seconds_to_read(text: str) -> float:
 
 
 @pytest.mark.parametrize("unit", ["(", "[", ")", "]", "()", "[]"])
-def test_a_megabyte_of_brackets_is_read_in_seconds_not_in_hours(unit: str) -> None:
-    assert seconds_to_read(unit * (2**20 // len(unit)) + ":|a]") < 10
+def test_many_brackets_are_read_in_seconds_not_in_hours(unit: str) -> None:
+    assert seconds_to_read(unit * (2**18 // len(unit)) + ":|a]") < 10
 
 
 @pytest.mark.parametrize("pair", ["()", "[]"])
-def test_a_megabyte_of_nested_brackets_is_read_in_seconds_not_in_hours(pair: str) -> None:
-    assert seconds_to_read(pair[0] * 2**19 + "a:" + pair[1] * 2**19) < 10
+def test_deeply_nested_brackets_are_read_in_seconds_not_in_hours(pair: str) -> None:
+    assert seconds_to_read(pair[0] * 2**17 + "a:" + pair[1] * 2**17) < 10
 
 
 @pytest.mark.parametrize(

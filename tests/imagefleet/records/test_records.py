@@ -50,6 +50,25 @@ def log(storage: Storage) -> writer.RecordLog:
     return writer.RecordLog(storage.blobs, "worker 1/é")
 
 
+async def test_a_job_of_several_images_is_counted_once_all_are_stored(
+    storage: Storage, log: writer.RecordLog
+) -> None:
+    def of_several(index: int, **fields: Any) -> Record:
+        return image(1, blob=f"spring/job-1-{index}.png", images=3, index=index, **fields)
+
+    await log.add([of_several(index, completes=False) for index in (0, 2)])
+    assert (await reader.counts(storage, "spring")).completed == 0
+    await log.add([of_several(1, completes=False)])
+    # The worker that drew the rest finds the last one stored.
+    await log.add([of_several(2, completes=True)], again=True)
+    await log.add([of_several(2, completes=True)], again=True)
+    assert (await reader.counts(storage, "spring")).completed == 1
+    older = [image(2, blob=f"spring/job-2-{each}.png", images=2, index=each) for each in (0, 1)]
+    await log.add(older)
+    counts = await reader.counts(storage, "spring")
+    assert (counts.images, counts.completed) == (5, 2)
+
+
 async def test_records_are_read_as_they_were_written(
     storage: Storage, log: writer.RecordLog
 ) -> None:

@@ -24,7 +24,7 @@ def test_a_first_delivery_has_no_past_whatever_its_message_claims() -> None:
 
 
 def test_deliveries_without_an_end_are_lost() -> None:
-    assert delivered(JOB, 3) == Deliveries(known=2, lost=2)
+    assert delivered(JOB, 3) == Deliveries(known=2, lost=2, is_unsure=True)
 
 
 def test_failures_and_returns_are_not_lost() -> None:
@@ -32,7 +32,7 @@ def test_failures_and_returns_are_not_lost() -> None:
     second = delivered(first, 2)
     assert second == Deliveries(known=1, failed=1)
     third = delivered(second.ended(failed=False).write_to(JOB), 5)
-    assert third == Deliveries(known=4, failed=1, lost=2)
+    assert third == Deliveries(known=4, failed=1, lost=2, is_unsure=True)
 
 
 def test_a_death_alone_counts_only_while_the_mark_stands() -> None:
@@ -54,12 +54,28 @@ def test_the_record_does_not_change_the_job() -> None:
         assert read_job(written, "m") == unmarked
 
 
+def test_what_is_stored_of_a_job_travels_with_its_message() -> None:
+    first = delivered(JOB, 1).with_images([9, 0, 1, 2, 6], is_unsure=False).ended(failed=False)
+    assert first.stored == "0-2, 6, 9"
+    handed_back = delivered(first.write_to(JOB), 2)
+    assert handed_back.images == {0, 1, 2, 6, 9}
+    assert not handed_back.is_unsure
+    assert delivered(first.write_to(JOB), 3).is_unsure, "the worker between was lost"
+    again = delivered(Deliveries(failed=4, stored="1").write_to(JOB), 1)
+    assert again == Deliveries(stored="1"), "of a job that is sent again nothing else counts"
+
+
+@pytest.mark.parametrize("text", ["x", "1-x", "-3", "3-1", "0-99999999999", "²", "1,,"])
+def test_damaged_numbers_of_images_claim_little(text: str) -> None:
+    assert Deliveries(stored=text).images <= {1}
+
+
 @pytest.mark.parametrize(
     "record", [[], "x", {"lost": -1}, {"lost": "many"}, {"known": 10**9}, None, 7]
 )
 def test_a_damaged_record_counts_as_none(record: object) -> None:
     body = json.dumps({"prompt": "x", "deliveries": record})
-    assert delivered(body, 2) == Deliveries(known=1, lost=1)
+    assert delivered(body, 2) == Deliveries(known=1, lost=1, is_unsure=True)
 
 
 @pytest.mark.parametrize("body", ["not JSON", "[1, 2]", "[" * 60_000, json.dumps("x" * 65_000)])

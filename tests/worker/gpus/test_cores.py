@@ -5,6 +5,7 @@ from pathlib import Path
 
 import pytest
 
+from imagefleet import concurrency
 from worker.gpus import cores
 from worker.gpus.choice import Gpu
 
@@ -17,7 +18,7 @@ def quota(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Path:
     monkeypatch.delenv("OMP_NUM_THREADS", raising=False)
     monkeypatch.setattr(os, "cpu_count", lambda: 16)
     monkeypatch.setattr(os, "sched_getaffinity", lambda _: range(8), raising=False)
-    monkeypatch.setattr(cores, "_QUOTA", tmp_path / "cpu.max")
+    monkeypatch.setattr(concurrency, "_QUOTA", tmp_path / "cpu.max")
     return tmp_path / "cpu.max"
 
 

@@ -6,6 +6,7 @@ import asyncio
 import hashlib
 import io
 import json
+import sys
 import threading
 from collections.abc import Callable
 from pathlib import Path
@@ -292,6 +293,34 @@ async def test_the_next_model_is_loaded_while_the_last_images_are_drawn(
     await work(storage, worker_settings(prefetch_seconds=0), engines.models())
     assert drawn_meanwhile.is_set()
     assert await greys(storage) == {"first": 0, "second": 1}
+
+
+@local_only
+async def test_a_long_job_is_put_off_for_another_model_and_loses_no_image_that_is_begun(
+    storage: Storage,
+    worker_settings: Callable[..., WorkerSettings],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr("worker.models.choice.SHORTEST_STAY_SECONDS", 0.05)
+    monkeypatch.setattr("worker.models.choice.STAY_PER_CHANGE", 0)
+    monkeypatch.setattr("worker.pipeline.FINISH_SECONDS", 0.3)
+    drawn: list[int] = []
+
+    plain = draw_noise
+
+    def noted(request: contract.ImageRequest) -> contract.Pixels:
+        drawn.append(request.seed)
+        return plain(request)
+
+    monkeypatch.setattr(sys.modules[__name__], "draw_noise", noted)
+    long = {"prompt": "a", "id": "long", "model": "first", "seed": 0, "n_iter": 300}
+    await storage.models.send([json.dumps(long)])
+    await storage.models.send([job(1, "second")])
+    engines = Engines(worker_settings, "first", "second")
+    pipeline = await work(storage, worker_settings(), engines.models())
+    assert pipeline.settler.outcomes["completed"] == 2
+    assert pipeline.settler.outcomes["handed_back"] >= 1, "it was drawn in one go"
+    assert len(drawn) == 301, "some were drawn twice"
 
 
 @local_only

@@ -131,9 +131,9 @@ async def test_an_image_that_is_being_stored_while_another_of_its_job_fails_has_
             await asyncio.wait_for(has_failed.wait(), 0.5)
         return await create(name, *arguments, **options)
 
-    async def noted(*arguments: Any) -> dead_letter.FailedJob:
+    async def noted(*arguments: Any, **options: Any) -> dead_letter.FailedJob:
         has_failed.set()
-        return await add(*arguments)
+        return await add(*arguments, **options)
 
     def draw(request: contract.ImageRequest) -> contract.Pixels:
         if request.seed == 8:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -36,6 +37,11 @@ pytestmark = [
 ]
 
 
+@cache
+def tokenizer() -> CLIPTokenizer:
+    return CLIPTokenizer.from_pretrained(clip.TOKENIZER)
+
+
 @pytest.fixture(scope="module")
 def request_of(make_request: Any) -> Callable[..., contract.ImageRequest]:
     def make(*loras: contract.Lora) -> contract.ImageRequest:
@@ -46,6 +52,12 @@ def request_of(make_request: Any) -> Callable[..., contract.ImageRequest]:
     return make
 
 
+@pytest.fixture(scope="module")
+def base(demo_engine: contract.Engine, request_of: Any, draw: Any) -> contract.Outcome:
+    """The image without a LoRA."""
+    return draw(demo_engine, request_of())[0]  # type: ignore[no-any-return]
+
+
 def load_in_diffusers(uses: Uses) -> StableDiffusionPipeline:
     scheduler = EulerAncestralDiscreteScheduler.from_pretrained(
         DEMO_MODEL / "scheduler", timestep_spacing="linspace"
@@ -53,7 +65,7 @@ def load_in_diffusers(uses: Uses) -> StableDiffusionPipeline:
     pipeline = StableDiffusionPipeline.from_pretrained(
         DEMO_MODEL,
         scheduler=scheduler,
-        tokenizer=CLIPTokenizer.from_pretrained(clip.TOKENIZER),
+        tokenizer=tokenizer(),
         safety_checker=None,
         feature_extractor=None,
     )
@@ -85,9 +97,17 @@ def draw_in_diffusers(
     return np.asarray((image * 255).round().astype("uint8"))
 
 
-@pytest.mark.parametrize("uses", [[], ONE, APART, TWO], ids=["none", "one", "apart", "two"])
+def test_without_a_lora_the_image_is_that_of_diffusers(
+    base: Any, request_of: Any, difference: Any
+) -> None:
+    expected = draw_in_diffusers(load_in_diffusers([]), request_of())
+    assert difference(base, expected) <= ROUNDING
+
+
+@pytest.mark.parametrize("uses", [ONE, APART, TWO], ids=["one", "apart", "two"])
 def test_loras_in_three_key_formats_match_diffusers(
     demo_engine: contract.Engine,
+    base: Any,
     request_of: Any,
     respell: Any,
     draw: Any,
@@ -96,7 +116,6 @@ def test_loras_in_three_key_formats_match_diffusers(
     uses: Uses,
 ) -> None:
     expected = draw_in_diffusers(load_in_diffusers(uses), request_of())
-    base = draw(demo_engine, request_of())[0]
     for spelling in ("kohya", "diffusers", "peft"):
         loras = []
         for name, text, unet in uses:
@@ -108,14 +127,14 @@ def test_loras_in_three_key_formats_match_diffusers(
             loras.append(contract.Lora(name, path, text, unet))
         image = draw(demo_engine, request_of(*loras))[0]
         assert difference(image, expected) <= ROUNDING
-    if uses:
-        assert difference(base, expected) > 20, "or the test shows nothing"
+    assert difference(base, expected) > 20, "or the test shows nothing"
     assert (base == draw(demo_engine, request_of())[0]).all()
 
 
 @pytest.mark.parametrize("spell", [convert_state_dict_to_diffusers, dict], ids=["own", "peft"])
 def test_a_file_saved_by_diffusers_is_read_with_alpha_from_its_header(
     demo_engine: contract.Engine,
+    base: Any,
     request_of: Any,
     draw: Any,
     difference: Any,
@@ -139,4 +158,4 @@ def test_a_file_saved_by_diffusers_is_read_with_alpha_from_its_header(
     lora = contract.Lora("saved", tmp_path / "saved.safetensors", 1.0, 1.0)
     image = draw(demo_engine, request_of(lora))[0]
     assert difference(image, draw_in_diffusers(pipeline, request_of())) <= ROUNDING
-    assert difference(image, draw(demo_engine, request_of())[0]) > 20, "or the test shows nothing"
+    assert difference(image, base) > 20, "or the test shows nothing"

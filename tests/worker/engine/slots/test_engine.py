@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import dataclasses
 import itertools
 import threading
 from concurrent.futures import ThreadPoolExecutor
@@ -93,6 +94,22 @@ def test_a_strong_lora_does_not_affect_the_next_slot(
         images = draw(slot_engine, *requests)
         assert difference(images[requests.index(plain)], alone) <= ROUNDING
         assert difference(images[requests.index(strong)], alone) > 30
+
+
+def test_the_images_of_a_job_may_share_what_was_prepared_for_its_first(
+    slot_engine: Any, make_request: Any, lora_paths: list[Path], draw: Any, difference: Any
+) -> None:
+    requests = [make_request(seed=seed, loras=(lora(lora_paths[0], 2.0),)) for seed in (1, 2, 3)]
+    apart = draw(slot_engine, *requests)
+    first = slot_engine.prepare(requests[0])
+    for ticket, request in enumerate(requests):
+        slot_engine.admit(ticket, dataclasses.replace(first, request=request))
+    shared: dict[int, Any] = {}
+    while slot_engine.busy:
+        shared.update({each.ticket: each.outcome for each in slot_engine.tick()})
+    for ticket, image in enumerate(apart):
+        assert difference(shared[ticket], image) <= ROUNDING
+    assert difference(shared[0], shared[1]) > 30
 
 
 def test_a_slot_is_refilled_the_tick_after_its_image_is_done(

@@ -1,0 +1,67 @@
+"""How many sends a queue takes at once: more while it answers, fewer when it asks to slow down."""
+
+from __future__ import annotations
+
+import asyncio
+from collections import deque
+from collections.abc import Awaitable, Callable
+
+from imagefleet import errors
+
+#: At first, and the most. Those of a load that is far away: 128 at 50 ms are a queue's limit.
+FIRST_SENDS = 32
+MOST_SENDS = 128
+
+
+class SendWindow:
+    """The sends in flight to one queue.
+
+    Additive increase, multiplicative decrease, as of TCP (RFC 5681): one more after as many
+    successes as there are sends in flight, and half of them after a failure. What was in flight at
+    that moment may fail for the same reason and does not count again.
+    """
+
+    def __init__(self, first: int = FIRST_SENDS, most: int = MOST_SENDS) -> None:
+        self.size = float(first)
+        self._most = most
+        self._in_flight = 0
+        self._waiting: deque[asyncio.Future[None]] = deque()
+        self._decreases = 0
+
+    async def run(self, send: Callable[[], Awaitable[None]]) -> None:
+        """Awaits *send* once there is room for it."""
+        await self._enter()
+        decreases = self._decreases
+        try:
+            await send()
+        except errors.TransientError:
+            if decreases == self._decreases:
+                self._decreases += 1
+                self.size = max(1.0, self.size / 2)
+            raise
+        else:
+            self.size = min(self._most, self.size + 1 / self.size)
+        finally:
+            self._in_flight -= 1
+            self._wake()
+
+    async def _enter(self) -> None:
+        if self._in_flight < int(self.size) and all(each.done() for each in self._waiting):
+            self._in_flight += 1
+            return
+        place = asyncio.get_running_loop().create_future()
+        self._waiting.append(place)
+        try:
+            await place
+        except asyncio.CancelledError:
+            if place.done() and not place.cancelled():  # the room goes to the next
+                self._in_flight -= 1
+                self._wake()
+            raise
+
+    def _wake(self) -> None:
+        while self._waiting and self._in_flight < int(self.size):
+            place = self._waiting.popleft()
+            if not place.done():
+                self._in_flight += 1
+                place.set_result(None)

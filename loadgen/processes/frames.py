@@ -1,0 +1,63 @@
+"""What a load and its sending processes say to each other."""
+
+from __future__ import annotations
+
+import asyncio
+import pickle
+from dataclasses import dataclass
+from typing import Any
+
+from imagefleet import errors
+from imagefleet.storage.settings import Priority, StorageSettings
+
+_LENGTH_BYTES = 8
+
+
+@dataclass(frozen=True, slots=True)
+class Start:
+    """The first frame for a sending process. It comes in a pipe, since it may hold the key."""
+
+    settings: StorageSettings
+    priority: Priority
+
+
+@dataclass(frozen=True, slots=True)
+class Batch:
+    """Messages to send; the answer has the same number."""
+
+    number: int
+    messages: list[str]
+
+
+@dataclass(frozen=True, slots=True)
+class Answer:
+    """A batch was sent, unless there is an *error*, by the name of its class."""
+
+    number: int
+    error: str = ""
+    message: str = ""
+    refusals: int = 0
+    """How often the storage has asked to slow down since the last answer."""
+
+    def raise_error(self) -> None:
+        if self.error:
+            raise getattr(errors, self.error)(self.message)
+
+    @classmethod
+    def of(cls, number: int, error: errors.FleetError, refusals: int) -> Answer:
+        kinds = (kind for kind in type(error).__mro__ if kind.__module__ == errors.__name__)
+        return cls(number, next(kinds).__name__, error.message, refusals)
+
+
+def packed(frame: Start | Batch | Answer) -> bytes:
+    data = pickle.dumps(frame, pickle.HIGHEST_PROTOCOL)
+    return len(data).to_bytes(_LENGTH_BYTES) + data
+
+
+async def read(reader: asyncio.StreamReader) -> Any:
+    """The next frame; None at the end of the pipe."""
+    try:
+        length = int.from_bytes(await reader.readexactly(_LENGTH_BYTES))
+        return pickle.loads(await reader.readexactly(length))  # noqa: S301 - from our own process
+    except (asyncio.IncompleteReadError, ConnectionError):
+        return None

@@ -1,0 +1,144 @@
+"""Sending processes that end, and loads that end before them."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections import Counter
+from collections.abc import AsyncIterator
+from pathlib import Path
+
+import pytest
+
+from imagefleet import errors
+from imagefleet.storage.open import open_storage
+from imagefleet.storage.protocol import Storage
+from imagefleet.storage.settings import StorageSettings
+from imagefleet.submit import BATCH, BulkSender
+from loadgen.load import POSITIONS_BETWEEN_CHECKPOINTS, Checkpoint
+from loadgen.processes.pool import SenderProcesses
+from loadgen.processes.refusals import Refusals
+
+ROOT = Path(__file__).parents[3]
+
+
+@pytest.fixture
+async def storage(local_settings: StorageSettings) -> AsyncIterator[Storage]:
+    async with open_storage(local_settings) as opened:
+        await opened.create()
+        yield opened
+
+
+def processes_of(settings: StorageSettings, count: int = 2) -> SenderProcesses:
+    return SenderProcesses(settings, "normal", count, Refusals())
+
+
+def children_of(pid: int) -> list[int]:
+    children = Path(f"/proc/{pid}/task/{pid}/children").read_text().split()
+    return [int(each) for each in children if b"processes.child" in _command(int(each))]
+
+
+def _command(pid: int) -> bytes:
+    return Path(f"/proc/{pid}/cmdline").read_bytes()
+
+
+async def bodies_in(storage: Storage) -> Counter[str]:
+    return Counter([message.body async for message in storage.queue.browse()])
+
+
+async def test_what_a_killed_process_had_in_flight_is_sent_by_another(
+    storage: Storage, local_settings: StorageSettings
+) -> None:
+    wanted = [f"{number}" for number in range(2_500)]
+    async with processes_of(local_settings) as processes:
+        sender = BulkSender(processes, wanted, concurrency=8)
+        sending = asyncio.create_task(sender.run())
+        while sender.progress.confirmed < 500:
+            await asyncio.sleep(0.01)
+        killed, _ = children_of(os.getpid())
+        os.kill(killed, signal.SIGKILL)
+        progress = await sending
+    assert (progress.sent, progress.finished) == (2_500, True)
+    assert (await bodies_in(storage)).keys() == set(wanted)
+
+
+async def test_without_any_process_left_the_operator_is_told(
+    local_settings: StorageSettings,
+) -> None:
+    async with processes_of(local_settings) as processes:
+        while len(found := children_of(os.getpid())) < 2:  # they have not begun yet
+            await asyncio.sleep(0.01)
+        for child in found:
+            os.kill(child, signal.SIGKILL)
+        with pytest.raises(errors.SetupError, match=r"exit codes: -9, -9.*--processes 1"):
+            await BulkSender(processes, ["a job"] * 100).run()
+
+
+async def test_an_error_of_a_process_has_its_class_and_its_words(
+    storage: Storage, local_settings: StorageSettings
+) -> None:
+    async with processes_of(local_settings, count=1) as processes:
+        with pytest.raises(errors.JobError, match="a queue message holds 65,536"):
+            await processes.send(["x" * 70_000])
+        await processes.send(["a job"])
+        assert len(children_of(os.getpid())) == 1
+    assert await bodies_in(storage) == {"a job": 1}
+    assert children_of(os.getpid()) == []
+
+
+def ids_in(settings: StorageSettings) -> Counter[str]:
+    async def browse() -> Counter[str]:
+        async with open_storage(settings) as storage:
+            return Counter(json.loads(body)["id"] for body in (await bodies_in(storage)).elements())
+
+    return asyncio.run(browse())
+
+
+def test_a_load_of_several_processes_that_is_killed_at_any_moment_resumes_and_loses_nothing(
+    tmp_path: Path,
+) -> None:
+    (tmp_path / "t.yaml").write_text("prompt: a fox\ncount: 3000\n")
+    place = tmp_path / ".t.yaml.jobs.checkpoint.json"
+    settings = StorageSettings(storage=f"local:{tmp_path / 'imagefleet-data'}")
+    command = [sys.executable, "-m", "fleet.main", "load", "t.yaml", "--json"]
+    environment = {**os.environ, "PYTHONPATH": str(ROOT)}
+    environment.pop("IMAGEFLEET_REQUIRE_AZURITE", None)
+    load = subprocess.Popen(
+        [*command, "--processes", "2"],
+        cwd=tmp_path,
+        env=environment,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+    )
+    try:
+        deadline = time.monotonic() + 30
+        while (found := Checkpoint.read(place)) is None or found.confirmed < 1_000:
+            assert load.poll() is None, load.communicate()[1]
+            assert time.monotonic() < deadline
+            time.sleep(0.005)
+        children = children_of(load.pid)
+        assert len(children) == 2
+    finally:
+        load.kill()
+        load.communicate()
+    while any(Path(f"/proc/{each}").exists() for each in children):
+        assert time.monotonic() < deadline, "a process goes on without its load"
+        time.sleep(0.01)
+    result = subprocess.run(
+        command, cwd=tmp_path, env=environment, capture_output=True, text=True, check=True
+    )
+
+    ids = ids_in(settings)
+    assert len(ids) == 3_000
+    in_flight = 2 * 8 * BATCH
+    assert ids.total() - 3_000 <= in_flight + POSITIONS_BETWEEN_CHECKPOINTS
+    assert json.loads(result.stdout)["confirmed"] == 3_000
+    # A user counts images, and the names of images follow from the ids: none is there twice.
+    checkpoint = Checkpoint.read(place)
+    assert checkpoint is not None
+    assert checkpoint.sent == {"default": 3_000}

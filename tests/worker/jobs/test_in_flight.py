@@ -1,0 +1,91 @@
+"""A job in flight: what it hands on when it ends before all its images are stored."""
+
+from __future__ import annotations
+
+from datetime import UTC, datetime
+
+import pytest
+
+from imagefleet import errors
+from imagefleet.job.message import images_of, read_job
+from imagefleet.storage.protocol import LeasedMessage
+from worker.jobs import stored
+from worker.jobs.in_flight import InFlightJob
+from worker.leases import Lease
+
+
+@pytest.fixture
+def entry() -> InFlightJob:
+    body = '{"prompt": "a house", "id": "j", "seed": 0, "n_iter": 10}'
+    message = LeasedMessage("m", body, 1, datetime.now(UTC), "receipt")
+    return InFlightJob(Lease(message, 0.0), job=read_job(body, "m"))
+
+
+def store(entry: InFlightJob, *images: int) -> None:
+    assert entry.job is not None
+    entry.stored.update(images)
+    entry.records += [stored.record(entry.job, "m", each) for each in images]
+
+
+def test_images_without_records_leave_the_next_worker_in_doubt(entry: InFlightJob) -> None:
+    store(entry, 0, 1, 2)
+    entry.recorded = {0, 1}
+    left = entry.ended(failed=False)
+    assert (left.images, left.is_unsure) == ({0, 1}, True)
+    entry.recorded = {0, 1, 2}
+    assert not entry.ended(failed=False).is_unsure
+    with entry.uploading():
+        assert entry.ended(failed=False).is_unsure, "one may be stored a moment later"
+    lost_reply = errors.TransientError("the connection was reset")
+    lost_reply.outcome_is_unknown = True
+    entry.image_failed(5, lost_reply)
+    assert entry.ended(failed=True).is_unsure
+
+
+def test_the_record_that_completes_a_job_is_the_last_to_be_written(entry: InFlightJob) -> None:
+    store(entry, 9, 0, 1)
+    taken, _ = entry.take_records()
+    assert [each.index for each in taken] == [0, 1]
+    store(entry, *range(2, 9))
+    entry.mark_completed()
+    assert [each.index for each in entry.records if each.completes] == [9]
+
+
+def test_a_job_whose_last_image_was_recorded_earlier_is_completed_all_the_same(
+    entry: InFlightJob,
+) -> None:
+    store(entry, 3)
+    entry.mark_completed()
+    assert [(each.index, each.completes) for each in entry.again] == [(9, True)]
+
+
+def test_a_job_goes_on_after_a_few_failures_and_not_after_many(entry: InFlightJob) -> None:
+    for index in range(2):
+        entry.image_failed(index, errors.TransientError())
+        assert not entry.is_stopping
+    entry.image_failed(2, errors.TransientError())
+    assert entry.is_stopping
+
+
+def test_what_cannot_succeed_stops_a_job_at_once(entry: InFlightJob) -> None:
+    entry.image_failed(4, error := errors.JobError("it does not fit"))
+    assert entry.is_stopping
+    assert entry.reason(error) == "image 4: it does not fit; of its 10 images are stored: none"
+    assert entry.reason(errors.JobError("no such LoRA")).startswith("no such LoRA; of its 10")
+
+
+@pytest.mark.parametrize(
+    ("body", "images"),
+    [
+        ('{"prompt": "a"}', 1),
+        ('{"prompt": "a", "batch_size": 4, "n_iter": 3}', 12),
+        ('{"prompt": "a", "n_iter": 3, "verify": true}', 1),
+        ("eyJwcm9tcHQiOiAiYSIsICJuX2l0ZXIiOiA1fQ==", 5),
+        ('{"n_iter": 10000000, "batch_size": 1000000}', 1000),
+        ('{"n_iter": -1}', 1),
+        ('{"n_iter": "many"}', 1),
+        ("n_iter", 1),
+    ],
+)
+def test_how_many_images_a_message_asks_for(body: str, images: int) -> None:
+    assert images_of(body) == images

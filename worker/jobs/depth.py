@@ -1,0 +1,43 @@
+"""The depth of the queues, for the metrics and for whoever shows progress."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import Callable, Sequence
+from typing import NoReturn
+
+from imagefleet import errors, retry
+from imagefleet.storage.protocol import JobQueue
+from worker.metrics import WorkerMetrics
+
+log = logging.getLogger(__name__)
+
+#: Between two measurements. Every worker measures, so the metrics are fresher the larger the fleet;
+#: more often would only be billed.
+DEPTH_SECONDS = 60.0
+
+
+async def measure_depth(
+    queues: Sequence[tuple[JobQueue, Callable[[int], None]]], metrics: WorkerMetrics
+) -> NoReturn:
+    """Side task: measures each queue, and calls what belongs to it with its messages."""
+    unmeasured: set[str] = set()
+    while True:
+        for queue, on_depth in queues:
+            try:
+                depth = await queue.depth()
+            except errors.FleetError as error:
+                # A worker's token may not allow it, and no job depends on it.
+                if queue.name not in unmeasured:
+                    unmeasured.add(queue.name)
+                    log.info(
+                        "the depth of %s is not measured: %s",
+                        queue.name,
+                        error,
+                        extra={"action": "depth_unknown"},
+                    )
+            else:
+                metrics.queues.update(queue.name, depth)
+                on_depth(depth.messages)
+        await asyncio.sleep(retry.jitter(DEPTH_SECONDS, high=1.5))

@@ -1,0 +1,192 @@
+"""One leased message and its images, from the pull to its end."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import time
+from collections.abc import Iterator
+from concurrent.futures import Future
+from dataclasses import dataclass, field
+
+from imagefleet import errors
+from imagefleet.job.message import Job
+from imagefleet.records.record import Record
+from imagefleet.storage.deliveries import SUSPECT_AFTER, Deliveries, shown_images
+from worker.engine import contract
+from worker.jobs import stored
+from worker.leases import Lease
+
+#: A delivery begins no more images once more than these have failed, and more than a tenth of those
+#: stored: what the job, or the node, gets wrong each time is not tried a thousand times.
+FAILED_IMAGES = 2
+STORED_PER_FAILED = 10
+
+
+@dataclass(frozen=True, slots=True)
+class FailedImage:
+    """An image that could not be drawn or stored, and why."""
+
+    index: int
+    error: errors.FleetError
+
+
+@dataclass(slots=True, eq=False)
+class InFlightJob:
+    """One leased message. It is settled once: acknowledged, dead-lettered, retried or released.
+
+    Its images are drawn and stored one by one, between those of other jobs. Two stages may want to
+    settle it at the same time; the first to call `settle` does it.
+    """
+
+    lease: Lease
+    pulled_at: float = field(default_factory=time.monotonic)
+    job: Job | None = None
+    ahead: int = 1
+    """Its images that the engine has not finished."""
+    images_to_submit: int = 0
+    images_to_store: int = 0
+    images_written: int = 0
+    settled: bool = False
+    is_stopping: bool = False  # no more of its images are begun, since some have failed
+    is_cancelled: bool = False  # some of its images are left out
+    is_put_off: bool = False  # some of its images are left to its next delivery
+    has_ended: bool = False  # none of its images is in the making
+    is_looked_up: bool = False  # which of its images are stored was asked for
+    failures: list[FailedImage] = field(default_factory=list)
+    stored: set[int] = field(default_factory=set)
+    """Its images that are stored, by whomever."""
+    recorded: set[int] = field(default_factory=set)
+    """Of those, the ones whose records are stored."""
+    records: list[Record] = field(default_factory=list)
+    """Of its images that this worker has stored, as far as they are not written yet."""
+    again: list[Record] = field(default_factory=list)
+    """Of its images whose names were taken."""
+    lora_hashes: dict[str, Future[str | None]] = field(default_factory=dict)
+    """Of its LoRAs, by their names in its prompt; computed while it is drawn."""
+    _uploads: int = field(default=0, init=False)
+    _upload_ended: asyncio.Event = field(default_factory=asyncio.Event, init=False)
+
+    @contextlib.contextmanager
+    def uploading(self) -> Iterator[None]:
+        """One of its images is being stored, and its record added, during the block."""
+        self._uploads += 1
+        try:
+            yield
+        finally:
+            self._uploads -= 1
+            self._upload_ended.set()
+
+    async def uploads_end(self) -> None:
+        """Returns once no image is being stored."""
+        while self._uploads:
+            self._upload_ended.clear()
+            await self._upload_ended.wait()
+
+    @property
+    def deliveries(self) -> Deliveries:
+        """How the earlier deliveries of its message ended."""
+        return Deliveries.of(self.lease.message)
+
+    @property
+    def is_suspect(self) -> bool:
+        """True if the job may be what its workers died of."""
+        message = self.lease.message
+        return message.delivery_count > SUSPECT_AFTER and self.deliveries.is_suspect
+
+    @property
+    def is_second_drawing(self) -> bool:
+        return self.job is not None and self.job.verify
+
+    @property
+    def is_all_stored(self) -> bool:
+        return self.job is not None and len(self.stored) >= self.job.images
+
+    @property
+    def id(self) -> str:
+        """The job's id; its message's where it has none, or could not be read."""
+        return (self.job.id if self.job else None) or self.lease.message.id
+
+    def settle(self) -> bool:
+        """True for the first caller, which settles the job."""
+        first = not self.settled
+        self.settled = True
+        return first
+
+    def ended(self, *, failed: bool) -> Deliveries:
+        """The deliveries of its message when this one ends by handing it back."""
+        earlier = self.deliveries
+        record = earlier.ended(failed=failed)
+        is_unsure = earlier.is_unsure and not self.is_looked_up
+        if self.job is None or self.job.images == 1:
+            return record.model_copy(update={"is_unsure": is_unsure or self._may_be_stored})
+        recorded = earlier.images | self.recorded
+        is_unsure |= self._may_be_stored or self.stored != self.recorded
+        return record.with_images(recorded, is_unsure=is_unsure)
+
+    @property
+    def _may_be_stored(self) -> bool:
+        """Whether one of its images may be stored that is not in `stored`."""
+        in_doubt = (getattr(each.error, "outcome_is_unknown", False) for each in self.failures)
+        return self._uploads > 0 or any(in_doubt)
+
+    def image_failed(self, index: int, error: errors.FleetError) -> None:
+        """The others go on, unless they would fail as well."""
+        self.failures.append(FailedImage(index, error))
+        self.images_to_store -= 1
+        most = max(FAILED_IMAGES, len(self.stored) // STORED_PER_FAILED)
+        if isinstance(error, errors.JobError) or len(self.failures) > most:
+            self.is_stopping = True
+
+    def reason(self, error: errors.FleetError) -> str:
+        """Why it failed; of a job of several images also which one failed, and what is stored."""
+        if self.job is None or self.job.images == 1:
+            return error.message
+        failed = next((each for each in self.failures if each.error is error), None)
+        which = f"image {failed.index}: " if failed else ""
+        stored = shown_images(self.stored) or "none"
+        return f"{which}{error.message}; of its {self.job.images} images are stored: {stored}"
+
+    def take_records(self) -> tuple[list[Record], list[Record]]:
+        """Its records so far, and those of `again`, but for the one that says that it is complete.
+
+        That is its last image's, and is stored with the job's end.
+        """
+        taken: tuple[list[Record], list[Record]] = ([], [])
+        for kept, some in zip((self.records, self.again), taken, strict=True):
+            some += [each for each in kept if not self._is_last(each)]
+            kept[:] = [each for each in kept if self._is_last(each)]
+        return taken
+
+    def mark_completed(self) -> None:
+        """Every image is stored: the record of the last says so."""
+        if self.job is None or self.job.images == 1:
+            return
+        last = self.job.images - 1
+        if not any(map(self._is_last, (*self.records, *self.again))):
+            # An earlier delivery has recorded it, while others were missing.
+            self.again.append(stored.record(self.job, self.lease.message.id, last))
+        for kept in (self.records, self.again):
+            for place, record in enumerate(kept):
+                if self._is_last(record):
+                    kept[place] = record.model_copy(update={"completes": True})
+
+    def _is_last(self, record: Record) -> bool:
+        return record.index == record.images - 1
+
+
+@dataclass(slots=True, eq=False)
+class InFlightImage:
+    """One image of a job in flight; *ready_at* is when it was ready for the engine.
+
+    *generated_at* is when the engine had finished it; both in monotonic seconds.
+    """
+
+    owner: InFlightJob
+    job: Job
+    index: int
+    size: tuple[int, int]
+    embeddings: tuple[contract.Embedding, ...] = ()
+    """Those that its prompts name."""
+    ready_at: float = field(default_factory=time.monotonic)
+    generated_at: float = 0.0
