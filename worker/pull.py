@@ -186,7 +186,8 @@ class Puller:
             return 0
         target = self._target
         room = target - self._ahead
-        if room < min(protocol.MAX_RECEIVE, target // 2):
+        # The engine must not run out of them meanwhile: its slots would be empty one by one.
+        if room < min(protocol.MAX_RECEIVE, max(1, (target - self.engine_thread.capacity) // 2)):
             return 0
         return min(math.ceil(room / self._images_per_job), protocol.MAX_RECEIVE)
 

@@ -4,7 +4,7 @@ The images are smooth shapes with grain, so that no photographs have to be shipp
 the order is the same (worker/stages/encode.py has the sizes). Encoders that are not installed are
 skipped.
 
-    python benchmarks/encoders.py
+    python benchmarks/stages/encoders.py
 """
 
 from __future__ import annotations

@@ -1,0 +1,281 @@
+"""A fleet in simulated time: images/s of 1 to 2,000 replicas, and what limits them.
+
+Each replica runs the worker's own pipeline and storage code, with an engine that takes a card's
+time for an image and Azure's documented limits below the SDK. Nodes are as SaladCloud measured its
+own: 1.1 interruptions an hour among 100, a quarter of them slow; one in twenty returns broken
+images. Time is simulated, so a run depends on its seed alone; about 1,000 jobs take a second.
+
+    python benchmarks/fleet_sim.py --replicas 1,10,100,750
+    python benchmarks/fleet_sim.py --replicas 2000 --gpu "RTX 5090" --shards 8 --share 0.1
+    python benchmarks/fleet_sim.py --replicas 100 --gpu "RTX 3060 8GB" --interruptions 10 --hours 1
+    python benchmarks/fleet_sim.py --reference
+    python benchmarks/fleet_sim.py --affinity
+    python benchmarks/fleet_sim.py --measured scaling.json    # of `imagefleet bench scaling`
+    python benchmarks/fleet_sim.py --pictures benchmarks/results/fleet-sim.json
+
+Every row but a campaign's (--jobs) is a part of a run that goes on: it begins once all replicas
+draw, and lasts for so many simulated seconds. With --share 0.1, a tenth of the replicas is
+simulated at a tenth of the storage's limits. The last line is JSON.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+from collections.abc import Sequence
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+from rich.console import Console
+from rich.progress import BarColumn, Progress, TextColumn
+from rich.table import Table
+
+from imagefleet import errors
+from imagefleet.pricing import prices
+from simulation import account, affinity, measure, nodes, pictures, reference
+from simulation.fleet import Plan
+from simulation.measure import Figures
+
+#: All replicas draw by then, and those that were broken have been replaced.
+WARM_SECONDS = 270.0
+
+SECONDS = 120.0
+
+#: Of one replica alone, whose images come by the slots.
+ALONE_SECONDS = 600.0
+
+WIDTH = 170
+
+#: The table of `imagefleet bench scaling` goes on with these.
+CONTINUED = (64, 750)
+
+
+def main() -> None:
+    arguments = _parser().parse_args()
+    if arguments.pictures:
+        pictures.write(arguments.pictures, Path(__file__).parent.parent / "docs")
+        return
+    try:
+        if arguments.reference:
+            report = _reference(arguments)
+        elif arguments.affinity:
+            report = _affinity(arguments)
+        else:
+            report = _scaling(arguments)
+    except errors.SetupError as error:
+        sys.exit(f"error: {error}")
+    print(json.dumps(report))
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(
+        description=(__doc__ or "").strip(), formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    what = parser.add_mutually_exclusive_group()
+    what.add_argument("--reference", action="store_true", help="replay the public run of 24 hours")
+    what.add_argument("--affinity", action="store_true", help="workers that prefer what they hold")
+    what.add_argument("--measured", type=Path, metavar="FILE", help="`bench scaling --json-file`")
+    what.add_argument("--pictures", type=Path, metavar="FILE", help="draw results into docs/")
+    parser.add_argument("--replicas", type=_numbers, metavar="LIST", help="1,10,100,750 by default")
+    parser.add_argument("--gpu", help="classes with a speed in gpus.toml, separated by commas")
+    parser.add_argument("--priority", default="batch", choices=prices.PRIORITIES)
+    parser.add_argument(
+        "--shards", type=int, default=1, help="queues that the jobs are spread over"
+    )
+    parser.add_argument("--interruptions", type=float, default=1.0, help="times the usual rate")
+    parser.add_argument(
+        "--share", type=float, default=1.0, help="of replicas and limits that is simulated"
+    )
+    parser.add_argument("--hours", type=float, help="of simulated time, of each row")
+    parser.add_argument("--warm-seconds", type=float, default=WARM_SECONDS)
+    parser.add_argument("--jobs", type=int, help="of one campaign, simulated until it is done")
+    parser.add_argument("--seed", type=int, default=0)
+    return parser
+
+
+def _numbers(text: str) -> list[int]:
+    numbers = sorted({int(each) for each in text.split(",")})
+    if numbers[0] < 1:
+        raise argparse.ArgumentTypeError("should be numbers from 1 on")
+    return numbers
+
+
+def _scaling(arguments: argparse.Namespace) -> dict[str, Any]:
+    cards = _cards(arguments)
+    known = _measured(arguments.measured) if arguments.measured else []
+    if known:
+        cards = [nodes.Card("measured", known[0]["images_per_second"], 0.0)]
+    replicas = arguments.replicas or (CONTINUED if known else (1, 10, 100, 750))
+    weather = nodes.Weather(arguments.interruptions)
+    seconds = SECONDS if arguments.hours is None else 3600 * arguments.hours
+    fastest = max(cards, key=lambda card: card.images_per_second)
+    rows: list[Figures] = []
+    with _progress() as progress:
+        undisturbed = nodes.Weather(0, 0, 0)
+        plan = Plan(1, [fastest], undisturbed, seed=arguments.seed)
+        alone = _simulated(plan, arguments.warm_seconds, ALONE_SECONDS, progress)
+        for number in replicas:
+            share = max(arguments.share, 1 / number)
+            plan = Plan(
+                round(number * share),
+                cards,
+                weather,
+                shards=min(arguments.shards, number),
+                jobs=arguments.jobs,
+                seed=arguments.seed,
+                queue_limit=share * account.QUEUE_OPERATIONS_PER_SECOND,
+                account_limit=share * account.ACCOUNT_REQUESTS_PER_SECOND,
+            )
+            longest = max(seconds, 7 * 86_400) if arguments.jobs else seconds
+            part = _simulated(plan, arguments.warm_seconds, longest, progress)
+            rows.append(measure.whole(part, number, share))
+    found = [of_row(row, alone) for row in rows]
+    _show(known, found, cards, arguments)
+    return {**found[-1], "rows": found} | ({"measured": known} if known else {})
+
+
+def of_row(row: Figures, alone: Figures) -> dict[str, Any]:
+    """A row of the table; perfectly linear is what one replica alone makes of its card's speed."""
+    return {
+        **asdict(row),
+        "linear_fraction": row.share_of_possible / alone.share_of_possible,
+        "one_replica_share": alone.share_of_possible,
+    }
+
+
+def _simulated(plan: Plan, warm_seconds: float, seconds: float, progress: Progress) -> Figures:
+    whole = warm_seconds + seconds
+    task = progress.add_task(f"{plan.replicas:,} replicas", total=plan.jobs or whole)
+
+    def report(at: float, images: int) -> None:
+        progress.update(task, completed=images if plan.jobs else at)
+        progress.refresh()
+
+    return measure.measure(plan, warm_seconds, seconds, report)
+
+
+def _reference(arguments: argparse.Namespace) -> dict[str, Any]:
+    with _progress() as progress:
+        task = progress.add_task("the public run", total=1.0)
+
+        def report(share: float) -> None:
+            progress.update(task, completed=share)
+            progress.refresh()
+
+        hours = 24.0 if arguments.hours is None else arguments.hours
+        replay = reference.replay(arguments.seed, hours, report)
+        share = arguments.share
+        part = _simulated(
+            reference.our_plan(arguments.seed, share), WARM_SECONDS, reference.OUR_SECONDS, progress
+        )
+        ours = measure.whole(part, reference.REPLICAS, share)
+    table = Table("", "published", "replayed", "difference", "this engine, by simulation")
+    for name, values in reference.rows(replay, ours):
+        table.add_row(name, *values)
+    _console().print(table, reference.ABOUT, soft_wrap=True)
+    return reference.report(replay, ours)
+
+
+def _affinity(arguments: argparse.Namespace) -> dict[str, Any]:
+    found = affinity.compare(arguments.seed)
+    table = Table(
+        "jobs", "rule", "images/s", "engine changes per image", "queue operations per image"
+    )
+    for each in found:
+        table.add_row(
+            each.jobs,
+            each.rule,
+            f"{each.images_per_second:.3f}",
+            f"{each.changes_per_image:.3f}",
+            f"{each.operations_per_image:.2f}",
+        )
+    _console().print(table)
+    return {"rows": [asdict(each) for each in found]}
+
+
+def _cards(arguments: argparse.Namespace) -> Sequence[nodes.Card]:
+    names = arguments.gpu.split(",") if arguments.gpu else reference.CARDS
+    return nodes.cards_of([each.strip() for each in names], arguments.priority)
+
+
+def _measured(file: Path) -> list[dict[str, Any]]:
+    try:
+        rows = json.loads(file.read_text(encoding="utf-8"))["rows"]
+        return [dict(row) for row in rows if row["workers"] and row["images_per_second"]]
+    except (OSError, ValueError, LookupError, TypeError) as error:
+        raise errors.SetupError(
+            f"{file} is not what `imagefleet bench scaling --json-file` writes: {error}"
+        ) from None
+
+
+def _show(
+    known: Sequence[dict[str, Any]],
+    found: Sequence[dict[str, Any]],
+    cards: Sequence[nodes.Card],
+    arguments: argparse.Namespace,
+) -> None:
+    table = Table(
+        *("replicas", "images/s", "of linear", "idle", "queue op/s", "of the busiest"),
+        *(
+            "requests/s",
+            "refused/s",
+            "redelivered",
+            "lost",
+            "visible twice",
+            "images per $",
+            "limit",
+        ),
+    )
+    for row in known:
+        share = f"{row['linear_fraction']:.2%}"
+        table.add_row(f"{row['workers']:,}", f"{row['images_per_second']:,.2f}", share, "measured")
+    for row in found:
+        table.add_row(
+            f"{row['replicas']:,}",
+            f"{row['images_per_second']:,.2f}",
+            f"{row['linear_fraction']:.2%}",
+            f"{row['idle_fraction']:.2%}",
+            f"{row['queue_operations_per_second']:,.0f}",
+            f"{row['busiest_queue_per_second']:,.0f}",
+            f"{row['requests_per_second']:,.0f}",
+            f"{row['refused_per_second']:,.1f}",
+            f"{row['redeliveries']:,}",
+            f"{row['lost']:,}",
+            f"{row['visible_duplicates']:,}",
+            f"{row['images_per_dollar']:,.0f}",
+            row["bottleneck"],
+        )
+    last = found[-1]
+    part = "until every job was done" if arguments.jobs else "of a run that goes on"
+    _console().print(
+        table,
+        f"{', '.join(card.name for card in cards)}; shards: {last['shards']};"
+        f" {last['simulated_replicas']:,} of {last['replicas']:,} replicas simulated, with as much"
+        f" of the storage's limits;"
+        f" {last['seconds']:,.0f} simulated seconds {part}; interruptions"
+        f" {arguments.interruptions:g} times the usual rate: {last['interruptions']};"
+        f" broken nodes given up: {last['given_up']}; one replica alone makes"
+        f" {last['one_replica_share']:.2%} of its card's speed.",
+        soft_wrap=True,
+    )
+
+
+def _console() -> Console:
+    """Wide enough for the table, where nobody has a terminal."""
+    return Console(width=None if sys.stdout.isatty() else WIDTH)
+
+
+def _progress() -> Progress:
+    """Without a thread of its own, which would see simulated time."""
+    columns = (
+        TextColumn("{task.description:<20}"),
+        BarColumn(),
+        TextColumn("{task.percentage:.0f} %"),
+    )
+    return Progress(*columns, console=Console(stderr=True), auto_refresh=False)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,258 @@
+"""In place of the Azure SDK's clients, below the worker's own storage code: latency and faults."""
+
+from __future__ import annotations
+
+import asyncio
+import random
+from collections.abc import AsyncIterator, Callable
+from dataclasses import dataclass, field
+from datetime import UTC, datetime
+from types import SimpleNamespace
+from typing import Any, TypeVar
+
+from azure.core import exceptions
+
+from simulation.account import Account, Blob, Queue, Stored, refusal
+
+Result = TypeVar("Result")
+
+#: Of Azure itself, without the way there.
+SERVER_SECONDS = 0.008
+
+#: SaladCloud's measurement of 200 nodes, without retries; half of them after Azure has done it.
+FAILURE_SHARE = 0.001
+
+#: An HTTP request and its headers.
+REQUEST_BYTES = 1_200
+
+_SENT_AT = datetime(2026, 1, 1, tzinfo=UTC)
+
+
+@dataclass(slots=True)
+class Line:
+    """A node's way to the storage."""
+
+    round_trip_seconds: float
+    upload_bits_per_second: float
+    dice: random.Random
+    failure_share: float = FAILURE_SHARE
+    is_cut: bool = False
+    """The node is gone: nothing that it sends arrives."""
+    _free_at: float = 0.0
+
+    async def request(self, size: int, act: Callable[[], Result]) -> Result:
+        """Sends *size* bytes, calls *act* at the storage, and returns its answer."""
+        loop = asyncio.get_running_loop()
+        now = loop.time()
+        # Uploads at the same time share the line.
+        self._free_at = max(now, self._free_at) + 8 * size / self.upload_bits_per_second
+        server = self.dice.expovariate(1 / SERVER_SECONDS)
+        await asyncio.sleep(self._free_at - now + self.round_trip_seconds + server)
+        if self.is_cut:
+            await loop.create_future()
+        fails = self.dice.random()
+        if fails < self.failure_share / 2:
+            raise exceptions.ServiceRequestError("simulated: not sent")
+        answer = act()
+        if fails < self.failure_share:
+            raise exceptions.ServiceResponseError("simulated: the reply was lost")
+        return answer
+
+
+@dataclass(slots=True)
+class Address:
+    """In place of an account's address, for `AzureStorage`: it makes the clients of one node."""
+
+    account: Account
+    line: Line
+    has_key: bool = True
+    sas: str | None = None
+
+    def queue_client(self, name: str, _credential: object, **options: Any) -> QueueClient:
+        return QueueClient(self.account, self.account.queue(name), self.line, options)
+
+    def container_client(self, name: str, _credential: object, **options: Any) -> ContainerClient:
+        return ContainerClient(self.account, name, self.line, options)
+
+
+@dataclass(slots=True)
+class QueueClient:
+    """`azure.storage.queue.aio.QueueClient`, as far as `AzureQueue` uses it."""
+
+    account: Account
+    queue: Queue
+    line: Line
+    options: dict[str, Any]
+
+    @property
+    def queue_name(self) -> str:
+        return self.queue.name
+
+    async def _request(self, act: Callable[[], Result], size: int = REQUEST_BYTES) -> Result:
+        self.options["raw_request_hook"](None)
+
+        def accepted() -> Result:
+            self.account.accept(self.queue)
+            return act()
+
+        return await self.line.request(size, accepted)
+
+    async def create_queue(self) -> None:
+        await self._request(lambda: None)
+
+    async def send_message(self, body: str, **_: Any) -> None:
+        size = REQUEST_BYTES + len(body)
+        await self._request(lambda: self.queue.send(body, self.account.clock()), size)
+
+    def receive_messages(
+        self, *, messages_per_page: int, visibility_timeout: int, **_: Any
+    ) -> SimpleNamespace:
+        async def pages() -> AsyncIterator[AsyncIterator[SimpleNamespace]]:
+            def receive() -> list[Stored]:
+                now = self.account.clock()
+                return self.queue.receive(messages_per_page, visibility_timeout, now)
+
+            yield _each([_message(each) for each in await self._request(receive)])
+
+        return SimpleNamespace(by_page=pages)
+
+    async def update_message(
+        self, name: str, receipt: str, body: str | None, *, visibility_timeout: int
+    ) -> SimpleNamespace:
+        def update() -> SimpleNamespace:
+            until = self.account.clock() + visibility_timeout
+            return _message(self.queue.update(name, receipt, body, until))
+
+        return await self._request(update)
+
+    async def delete_message(self, name: str, receipt: str) -> None:
+        await self._request(lambda: self._delete(name, receipt))
+
+    def _delete(self, name: str, receipt: str) -> None:
+        self.account.deleted(self.queue.delete(name, receipt), "images")
+
+    async def get_queue_properties(self, **_: Any) -> SimpleNamespace:
+        return await self._request(
+            lambda: SimpleNamespace(approximate_message_count=len(self.queue.messages), metadata={})
+        )
+
+    async def peek_messages(self, _most: int) -> list[SimpleNamespace]:
+        return await self._request(list)
+
+
+class Sender:
+    """In place of `MessageSender`, which has a connection of its own."""
+
+    def __init__(self, client: QueueClient, *_: object) -> None:
+        self._client = client
+
+    async def send(self, body: str) -> None:
+        await self._client.send_message(body)
+
+
+@dataclass(slots=True)
+class ContainerClient:
+    """`azure.storage.blob.aio.ContainerClient`, as far as `AzureBlobs` uses it."""
+
+    account: Account
+    container_name: str
+    line: Line
+    options: dict[str, Any]
+    url: str = "https://simulated.blob.core.windows.net/images"
+    scheme: str = "https"
+    primary_hostname: str = "simulated.blob.core.windows.net"
+    _hook: Callable[[Any], None] = field(init=False)
+
+    def __post_init__(self) -> None:
+        self._hook = self.options["raw_request_hook"]
+
+    @property
+    def blobs(self) -> dict[str, Blob]:
+        return self.account.container(self.container_name)
+
+    async def request(
+        self, method: str, act: Callable[[], Result], size: int = REQUEST_BYTES
+    ) -> Result:
+        self._hook(SimpleNamespace(http_request=SimpleNamespace(method=method, query={})))
+
+        def accepted() -> Result:
+            self.account.accept()
+            return act()
+
+        return await self.line.request(size, accepted)
+
+    async def upload_blob(
+        self, name: str, data: bytes, *, overwrite: bool = False, **_: Any
+    ) -> None:
+        size = len(data)
+
+        def put() -> None:
+            self.account.put(self.container_name, name, size, overwrite=overwrite)
+
+        await self.request("PUT", put, size + REQUEST_BYTES)
+
+    def get_blob_client(self, name: str) -> BlobClient:
+        return BlobClient(self, name)
+
+    async def download_blob(self, name: str, **_: Any) -> SimpleNamespace:
+        return await self.request("GET", lambda: self._missing(name))
+
+    def _missing(self, name: str) -> SimpleNamespace:
+        if name not in self.blobs:
+            raise refusal(404, "BlobNotFound")
+        raise NotImplementedError(f"the simulation keeps no bytes of {name}")
+
+    async def delete_blob(self, name: str) -> None:
+        await self.request("DELETE", lambda: self.blobs.pop(name, None))
+
+
+@dataclass(slots=True)
+class BlobClient:
+    """`azure.storage.blob.aio.BlobClient`, for the shards of records and for questions."""
+
+    container: ContainerClient
+    name: str
+
+    async def create_append_blob(self, **_: Any) -> None:
+        def create() -> None:
+            container = self.container
+            container.account.put(container.container_name, self.name, 0)
+            container.blobs[self.name].content = bytearray()
+
+        await self.container.request("PUT", create)
+
+    async def append_block(self, data: bytes, *, appendpos_condition: int) -> None:
+        def append() -> None:
+            blob = self.container.blobs.get(self.name)
+            if blob is None:
+                raise refusal(404, "BlobNotFound")
+            if blob.content is None:
+                raise refusal(409, "InvalidBlobType")
+            if appendpos_condition != len(blob.content):
+                raise refusal(412, "AppendPositionConditionNotMet")
+            blob.content += data
+
+        await self.container.request("PUT", append, len(data) + REQUEST_BYTES)
+
+    async def get_blob_properties(self) -> SimpleNamespace:
+        def read() -> SimpleNamespace:
+            if self.name not in self.container.blobs:
+                raise refusal(404, "BlobNotFound")
+            return SimpleNamespace(metadata={}, size=self.container.blobs[self.name].size)
+
+        return await self.container.request("GET", read)
+
+
+def _message(stored: Stored) -> SimpleNamespace:
+    return SimpleNamespace(
+        id=stored.id,
+        content=stored.body,
+        dequeue_count=stored.deliveries,
+        inserted_on=_SENT_AT,
+        pop_receipt=str(stored.receipt),
+    )
+
+
+async def _each(items: list[SimpleNamespace]) -> AsyncIterator[SimpleNamespace]:
+    for item in items:
+        yield item

@@ -1,0 +1,169 @@
+"""An event loop whose time is simulated: it jumps to the next timer instead of waiting for it.
+
+`looptime` does the same for tests, on a real loop with its sockets and threads. Here nothing may
+take real time: 2,000 workers run on one thread, so that a run can be repeated by its seed.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import sys
+import time
+from collections.abc import Callable, Coroutine, Iterator
+from contextvars import Context
+from types import CellType, FunctionType
+from typing import Any, TypeVar
+from unittest import mock
+
+Result = TypeVar("Result")
+
+_PACKAGES = frozenset({"imagefleet", "worker", "simulation"})
+
+
+class _Since:
+    """The time of day when the simulation began, and what it has taken."""
+
+    def __init__(self, began_at: float, loop: SimulatedLoop) -> None:
+        self._began_at, self._loop = began_at, loop
+
+    def __call__(self) -> float:
+        return self._began_at + self._loop.now
+
+
+class StuckError(RuntimeError):
+    """Every task waits for another: nothing will ever happen."""
+
+
+class _NoSelector:
+    """In place of sockets: what the loop would wait is added to its time."""
+
+    def __init__(self, loop: SimulatedLoop) -> None:
+        self._loop = loop
+
+    def select(self, seconds: float | None) -> list[Any]:
+        if seconds is None:
+            raise StuckError("the simulation is stuck: every task waits for another")
+        self._loop.now += seconds
+        return []
+
+
+class SimulatedLoop(asyncio.BaseEventLoop):
+    """One thread, no sockets, and a clock of its own, which begins at 0.
+
+    What would run on another thread runs at once; a function in `durations` takes so long as well.
+    """
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.now = 0.0
+        self.durations: dict[Callable[..., Any], float] = {}
+        self._selector = _NoSelector(self)
+        self._clock_resolution = 1e-9
+
+    def time(self) -> float:
+        return self.now
+
+    def _process_events(self, event_list: list[Any]) -> None:
+        """There are none."""
+
+    def _write_to_self(self) -> None:
+        """Nothing sleeps that would have to be woken."""
+
+    def call_soon_threadsafe(  # type: ignore[override]
+        self, callback: Callable[..., object], *args: Any, context: Context | None = None
+    ) -> asyncio.Handle:
+        return self.call_soon(callback, *args, context=context)
+
+    def run_in_executor(  # type: ignore[override]
+        self, _executor: Any, func: Callable[..., Result], *args: Any
+    ) -> asyncio.Future[Result]:
+        answer: asyncio.Future[Result] = self.create_future()
+        try:
+            result = func(*args)
+        except Exception as error:  # noqa: BLE001 - raised by whoever waits
+            answer.set_exception(error)
+            return answer
+        if seconds := self.durations.get(func):
+            self.call_later(seconds, _answer, answer, result)
+        else:
+            answer.set_result(result)
+        return answer
+
+
+def _answer(answer: asyncio.Future[Result], result: Result) -> None:
+    if not answer.done():
+        answer.set_result(result)
+
+
+@contextlib.contextmanager
+def simulated_time() -> Iterator[SimulatedLoop]:
+    """A loop whose time is also that of `time.monotonic` and `time.time` during the block."""
+    loop = SimulatedLoop()
+    began_at = time.time()
+    with (
+        _default_clocks(loop.time),
+        mock.patch.object(time, "monotonic", loop.time),
+        mock.patch.object(time, "time", _Since(began_at, loop)),
+    ):
+        asyncio.set_event_loop(loop)
+        try:
+            yield loop
+        finally:
+            asyncio.set_event_loop(None)
+            loop.close()
+
+
+@contextlib.contextmanager
+def _default_clocks(clock: Callable[[], float]) -> Iterator[None]:
+    """*clock* wherever `time.monotonic` is a default, which was bound with its class."""
+    usual = time.monotonic
+    initialisers = {
+        init
+        for name, module in list(sys.modules.items())
+        if name.partition(".")[0] in _PACKAGES
+        for each in list(vars(module).values())
+        if isinstance(each, type)
+        and isinstance(init := each.__dict__.get("__init__"), FunctionType)
+    }
+    factories = [
+        cell for init in initialisers for cell in init.__closure__ or () if _holds(cell, usual)
+    ]
+    defaults = [
+        (names, name)
+        for init in initialisers
+        if (names := init.__kwdefaults__)
+        for name, value in names.items()
+        if value is usual
+    ]
+
+    def bind(to: Callable[[], float]) -> None:
+        for cell in factories:
+            cell.cell_contents = to
+        for names, name in defaults:
+            names[name] = to
+
+    bind(clock)
+    try:
+        yield
+    finally:
+        bind(usual)
+
+
+def _holds(cell: CellType, value: object) -> bool:
+    try:
+        return cell.cell_contents is value
+    except ValueError:  # it is empty
+        return False
+
+
+def run(loop: SimulatedLoop, work: Coroutine[Any, Any, Result]) -> Result:
+    """Runs *work* to its end, then cancels what is left."""
+    try:
+        return loop.run_until_complete(work)
+    finally:
+        left = asyncio.all_tasks(loop)
+        for task in left:
+            task.cancel()
+        if left:
+            loop.run_until_complete(asyncio.gather(*left, return_exceptions=True))

@@ -1,0 +1,174 @@
+"""In place of a GPU: slots that take a card's time for an image, and the thread that feeds them."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Collection, Iterable, Mapping
+from typing import Any
+
+import numpy as np
+
+from imagefleet import errors
+from imagefleet.job.prompt import Prompt
+from simulation.account import IMAGE_BYTES, STEPS
+from worker.engine import contract
+from worker.gpu_thread import Delivery, EngineThread
+from worker.stages.encode import EncodedImage, refuse_one_colour
+from worker.testing import StandInPrepared
+
+#: As the worker chooses for a card with room for them.
+SLOTS = 16
+
+#: As measured for a 512x512 PNG (`benchmarks/stages/encoders.py`).
+ENCODE_SECONDS = 0.002
+
+_PICTURE = np.arange(12, dtype=np.uint8).reshape(2, 2, 3)
+_BLACK = np.zeros((2, 2, 3), np.uint8)
+_FILE = EncodedImage(bytes(IMAGE_BYTES), "image/png")
+
+
+def encode(pixels: contract.Pixels, *_: Any) -> EncodedImage:
+    """In place of the encoder, whose check of the pixels stays."""
+    refuse_one_colour(pixels)
+    return _FILE
+
+
+class SimulatedEngine:
+    """Each slot is an image on its way; a tick is one step of all of them, at the card's speed."""
+
+    model_name = "simulated"
+    family = "sd1"
+    default_size = (512, 512)
+    self_check: contract.SelfCheck | None = None
+
+    def __init__(self, images_per_second: float, *, is_broken: bool = False) -> None:
+        """A broken card's images are black."""
+        self.capacity = SLOTS
+        self.lora_lookups: Mapping[str, int] = {}
+        self._tick_seconds = SLOTS / images_per_second / STEPS
+        self._pixels = _BLACK if is_broken else _PICTURE
+        self._steps_left: dict[int, int] = {}
+
+    @property
+    def free(self) -> int:
+        return self.capacity - len(self._steps_left)
+
+    @property
+    def busy(self) -> bool:
+        return bool(self._steps_left)
+
+    def find_embeddings(
+        self,
+        prompts: Iterable[Prompt | str],  # noqa: ARG002 - as in every engine
+        names: Collection[str],  # noqa: ARG002
+    ) -> tuple[str, ...]:
+        return ()
+
+    def prepare(self, request: contract.ImageRequest) -> StandInPrepared:
+        return StandInPrepared(request)
+
+    def admit(
+        self,
+        ticket: int,
+        prepared: contract.PreparedRequest,
+        *,
+        urgent: bool = False,  # noqa: ARG002 - no jobs are drawn besides
+    ) -> None:
+        self._steps_left[ticket] = prepared.request.steps
+
+    @property
+    def tick_seconds(self) -> float:
+        """Of the next `tick`: while every slot is busy, nothing can happen before one is done."""
+        return self._tick_seconds * self._steps
+
+    @property
+    def _steps(self) -> int:
+        return 1 if self.free else min(self._steps_left.values())
+
+    def tick(self) -> list[contract.Finished]:
+        steps = self._steps
+        self._steps_left = {each: left - steps for each, left in self._steps_left.items()}
+        done = [ticket for ticket, left in self._steps_left.items() if left <= 0]
+        for ticket in done:
+            del self._steps_left[ticket]
+        return [contract.Finished(ticket, self._pixels) for ticket in done]
+
+    def close(self) -> None:
+        self._steps_left.clear()
+
+
+class _Nothing(Exception):  # noqa: N818 - no error: it leaves `_admit` where its thread would wait
+    """There is no work."""
+
+
+class SimulatedEngineThread(EngineThread):
+    """The engine's thread as a task: where the thread waits, the task awaits."""
+
+    def __init__(self, *arguments: Any, **options: Any) -> None:
+        super().__init__(*arguments, **options)
+        self._has_work = asyncio.Event()
+        self._has_room = asyncio.Event()
+        self._task: asyncio.Task[None] | None = None
+        self._wake.notify = lambda n=1: self._has_work.set()  # type: ignore[method-assign] # noqa: ARG005
+
+    async def start(self) -> contract.Engine:
+        engine = self._load()
+        self._task = asyncio.create_task(self._draw(engine), name="engine")
+        return self._attach(engine)
+
+    async def stop(self) -> None:
+        self._stopping = True
+        if self._task is not None:
+            self._task.cancel()
+            await asyncio.gather(self._task, return_exceptions=True)
+
+    async def finished(self) -> Delivery:
+        delivery = await super().finished()
+        self._has_room.set()
+        return delivery
+
+    async def _draw(self, engine: Any) -> None:
+        """As `_run` and `_work`."""
+        try:
+            while await self._filled(engine):
+                began_at = self._loop.time()
+                if self.clock.first_at is None and self._admitted_at:
+                    self.clock.first_at = began_at
+                self.tick_began_at = began_at
+                await asyncio.sleep(engine.tick_seconds)
+                outcomes = engine.tick()
+                self.tick_began_at = None
+                ended_at = self._loop.time()
+                self.clock.busy_seconds += ended_at - began_at
+                self.clock.images += len(outcomes)
+                self.clock.last_at = ended_at
+                for finished in outcomes:
+                    admitted_at = self._admitted_at.pop(finished.ticket)
+                    await self._hand_over(Delivery(finished, admitted_at, ended_at))
+        except errors.FleetError as error:
+            self._ended.set_exception(error)
+
+    async def _filled(self, engine: contract.Engine) -> bool:
+        while True:
+            self._has_work.clear()
+            try:
+                return self._admit(engine)
+            except _Nothing:
+                began_at = self._loop.time()
+                await self._has_work.wait()
+                if self.clock.first_at is not None:
+                    self.clock.idle_seconds[self._why_idle()] += self._loop.time() - began_at
+
+    def _wait_for_work(self) -> None:
+        raise _Nothing
+
+    async def _hand_over(self, delivery: Delivery) -> None:
+        if delivery.finished.ticket in self._drawing:
+            self._deliver(delivery)
+            return
+        began_at = self._loop.time()
+        while not self._backlog.acquire(blocking=False):
+            self._has_room.clear()
+            await self._has_room.wait()
+        self.clock.idle_seconds["backpressure"] += self._loop.time() - began_at
+        self._finished.put_nowait(delivery)

@@ -1,0 +1,245 @@
+"""Replicas that run `worker.pipeline.Pipeline` on nodes that come and go, in simulated time."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+import random
+import time
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from unittest import mock
+
+from imagefleet import errors, retry
+from imagefleet.pricing import prices
+from imagefleet.storage.azure import account as azure_account
+from imagefleet.storage.azure import storage as azure_storage
+from imagefleet.storage.azure.storage import AzureStorage
+from simulation import account, engine
+from simulation.clients import Address, Sender
+from simulation.clock import SimulatedLoop
+from simulation.nodes import START_UP_SECONDS, Card, Node, Weather, seconds_until_replaced
+from worker import pipeline
+from worker.metrics import WorkerMetrics
+from worker.pipeline import Pipeline
+from worker.replica import Replica
+from worker.settings import WorkerSettings
+from worker.stages import encode
+
+#: More than any run.
+_YEAR_SECONDS = 365 * 86_400.0
+
+_CONNECTION = "AccountName=simulated;AccountKey=c2ltdWxhdGVk"
+
+#: The first nodes are replaced at once where they are broken: the fleet has been up for long.
+_FIRST_REPLACED_SECONDS = 15.0
+
+#: Replicas begin within these seconds, longer than a slow card's slots take for their images:
+#: their images come together, which must not be at the same time on all nodes.
+SPREAD_SECONDS = 60.0
+
+
+@dataclass(frozen=True, slots=True)
+class Plan:
+    """What is simulated."""
+
+    replicas: int
+    cards: Sequence[Card]
+    weather: Weather = field(default_factory=Weather)
+    shards: int = 1
+    jobs: int | None = None
+    """Of the campaign; None: they never end."""
+    seed: int = 0
+    queue_limit: float = account.QUEUE_OPERATIONS_PER_SECOND
+    account_limit: float = account.ACCOUNT_REQUESTS_PER_SECOND
+    prefetch_seconds: float | None = None
+    lease_seconds: float | None = None
+
+
+@dataclass(slots=True)
+class Place:
+    """One of the replicas that were asked for: the node that it has, or had last."""
+
+    node: Node | None = None
+    pipeline: Pipeline | None = None
+    busy_seconds: float = 0.0
+    """Of its earlier nodes' engines."""
+    dollars: float = 0.0
+    up_seconds: float = 0.0
+    began_at: float | None = None
+    """When the present node was first billed."""
+    possible_images: float = 0.0
+    """What its nodes draw at full speed; while it waits for another, its last one counts."""
+    counted_at: float = 0.0
+
+    def count(self, now: float) -> None:
+        """Adds what has passed since the last call."""
+        if self.node is None:
+            self.counted_at = now
+            return
+        seconds = now - self.counted_at
+        self.counted_at = now
+        self.possible_images += seconds * self.node.images_per_second
+        if self.began_at is not None:
+            self.dollars += seconds * self.node.card.dollars_per_hour / 3600
+            if self.pipeline is not None:
+                first_at = self.pipeline.engine_thread.clock.first_at
+                if first_at is not None:
+                    self.up_seconds += min(seconds, now - first_at)
+
+    @property
+    def busy(self) -> float:
+        """Seconds of its engines so far."""
+        if self.pipeline is None:
+            return self.busy_seconds
+        thread = self.pipeline.engine_thread
+        began_at = thread.tick_began_at
+        in_tick = 0.0 if began_at is None else time.monotonic() - began_at
+        return self.busy_seconds + thread.clock.busy_seconds + in_tick
+
+
+@dataclass(slots=True)
+class Fleet:
+    """The replicas, and the storage account that they share."""
+
+    plan: Plan
+    loop: SimulatedLoop
+    account: account.Account = field(init=False)
+    places: list[Place] = field(default_factory=list, init=False)
+    interruptions: int = field(default=0, init=False)
+    given_up: int = field(default=0, init=False)
+    """Nodes that their own worker found to be broken."""
+    _settings: WorkerSettings = field(init=False)
+    _metrics: WorkerMetrics = field(init=False)
+    _tasks: list[asyncio.Task[None]] = field(default_factory=list, init=False)
+
+    def __post_init__(self) -> None:
+        plan = self.plan
+        self.account = account.Account(self.loop.time, plan.queue_limit, plan.account_limit)
+        for number in range(plan.shards):
+            jobs = None
+            if plan.jobs is not None:
+                jobs = plan.jobs // plan.shards + (number < plan.jobs % plan.shards)
+            home = self.account.queue(home_queue(number, plan.shards))
+            home.source = account.jobs(f"s{number}-", jobs)
+        chosen = {
+            "prefetch_seconds": plan.prefetch_seconds,
+            "lease_seconds": plan.lease_seconds,
+        }
+        self._settings = WorkerSettings(
+            storage=_CONNECTION,
+            model=Path("simulated"),
+            cache=Path("simulated-cache"),
+        ).model_copy(update={name: each for name, each in chosen.items() if each is not None})
+        # One for all: what they count is not read here.
+        self._metrics = WorkerMetrics()
+
+    def start(self) -> None:
+        dice = random.Random(self.plan.seed)
+        for number in range(self.plan.replicas):
+            place = Place()
+            self.places.append(place)
+            work = self._hold(number, place, random.Random(dice.random()))
+            self._tasks.append(asyncio.create_task(work, name=f"replica {number}"))
+
+    async def stop(self) -> None:
+        for task in self._tasks:
+            task.cancel()
+        await asyncio.gather(*self._tasks, return_exceptions=True)
+
+    def check(self) -> None:
+        """Raises what ended a replica: none may end."""
+        for task in self._tasks:
+            if task.done():
+                task.result()
+                raise RuntimeError(f"the {task.get_name()} ended, which it must not")
+
+    def count(self) -> None:
+        for place in self.places:
+            place.count(self.loop.time())
+
+    async def _hold(self, number: int, place: Place, dice: random.Random) -> None:
+        """Keeps one place filled."""
+        await asyncio.sleep(dice.uniform(0, SPREAD_SECONDS))
+        is_first = True
+        generation = 0
+        while True:
+            node = self.plan.weather.node(self.plan.cards, dice)
+            place.count(self.loop.time())
+            place.node, place.began_at = node, self.loop.time()
+            generation += 1
+            name = f"w{number}-{generation}"
+            was_good = await self._rent(place, node, name, number, dice)
+            place.count(self.loop.time())
+            place.busy_seconds, place.pipeline, place.began_at = place.busy, None, None
+            if is_first and not was_good:
+                await asyncio.sleep(_FIRST_REPLACED_SECONDS)
+            else:
+                await asyncio.sleep(seconds_until_replaced(dice))
+            is_first = is_first and not was_good
+
+    async def _rent(
+        self, place: Place, node: Node, name: str, number: int, dice: random.Random
+    ) -> bool:
+        """Works until the node is interrupted; False: its worker found it to be broken."""
+        settings = self._settings.model_copy(
+            update={"name": name, "queue": home_queue(number, self.plan.shards)}
+        )
+        address = Address(self.account, node.line)
+        with mock.patch.object(azure_account, "read_address", return_value=address):
+            storage = AzureStorage(settings, retry.DEFAULT)
+        table = prices.BUILT_IN.storage
+        worker = place.pipeline = Pipeline(
+            storage,
+            lambda: engine.SimulatedEngine(node.images_per_second, is_broken=node.is_broken),
+            settings,
+            runs_on=Replica(node.card.name, node.card.dollars_per_hour, table),
+            metrics=self._metrics,
+        )
+        await asyncio.sleep(START_UP_SECONDS)
+        working = asyncio.create_task(worker.run(asyncio.Event(), asyncio.Event()))
+        try:
+            seconds = self.plan.weather.seconds_until_interrupted(dice)
+            await asyncio.wait({working}, timeout=min(seconds, _YEAR_SECONDS))
+            if working.done():
+                working.result()
+                raise RuntimeError(f"the worker {name} ended, which it must not")
+        except errors.NodeError:
+            self.given_up += 1
+            return False
+        else:
+            self.interruptions += 1
+            return True
+        finally:
+            # Nobody is warned: what it does from now on reaches nobody.
+            node.line.is_cut = True
+            place.count(self.loop.time())
+            place.began_at = None
+            working.cancel()
+            await asyncio.gather(working, return_exceptions=True)
+
+
+def home_queue(number: int, shards: int) -> str:
+    """The queue of a worker by its number.
+
+    Its place for the function that chooses a worker's home shards, once the storage has shards.
+    """
+    return "jobs" if shards == 1 else f"jobs-{number % shards}"
+
+
+@contextlib.contextmanager
+def stand_ins(loop: SimulatedLoop) -> Iterator[None]:
+    """In place of what needs a GPU or a thread, during the block."""
+    loop.durations[engine.encode] = engine.ENCODE_SECONDS
+    logging.disable(logging.ERROR)
+    try:
+        with (
+            mock.patch.object(azure_storage, "MessageSender", Sender),
+            mock.patch.object(pipeline, "EngineThread", engine.SimulatedEngineThread),
+            mock.patch.object(encode, "encode", engine.encode),
+        ):
+            yield
+    finally:
+        logging.disable(logging.NOTSET)

@@ -1,0 +1,239 @@
+"""The simulated fleet: whether what it counts could be wrong, and whether its limits limit."""
+
+from __future__ import annotations
+
+import asyncio
+import dataclasses
+import json
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+from azure.core import exceptions
+
+import fleet_sim
+from imagefleet.records import shard
+from simulation import account, affinity, clock, fleet, measure, nodes, reference
+from simulation.fleet import Fleet, Plan, stand_ins
+from simulation.nodes import Card, Weather
+from worker.settle import InFlightJob
+
+#: Faster than any card, so that a minute has thousands of images.
+CARD = Card("fast", 8.0, 1.0)
+
+FINE = Weather(0, 0, 0)
+
+
+@pytest.fixture(autouse=True)
+def _soon(monkeypatch: pytest.MonkeyPatch) -> None:
+    """All replicas begin soon: these runs are short."""
+    monkeypatch.setattr(fleet, "SPREAD_SECONDS", 10.0)
+
+
+def test_simulated_hours_take_no_time_and_end_where_nothing_can_happen() -> None:
+    began_at = time.perf_counter()
+    with clock.simulated_time() as loop:
+        real = time.monotonic
+        clock.run(loop, asyncio.sleep(36_000))
+        assert loop.time() == time.monotonic() == 36_000
+        with pytest.raises(clock.StuckError, match="every task waits"):
+            clock.run(loop, asyncio.Event().wait())
+    assert time.perf_counter() - began_at < 1
+    assert time.monotonic is not real
+
+
+def test_the_workers_classes_read_simulated_time_and_real_time_afterwards() -> None:
+    with clock.simulated_time() as loop:
+        loop.now = 7.0
+        assert InFlightJob(lease=None).pulled_at == 7.0  # type: ignore[arg-type]
+    assert InFlightJob(lease=None).pulled_at > 7.0  # type: ignore[arg-type]
+
+
+def test_nodes_that_vanish_and_nodes_that_draw_black_lose_no_job_and_show_none_twice() -> None:
+    # Every node is interrupted after three minutes, and a quarter of them are broken.
+    weather = Weather(interruptions=1_800, broken_share=0.25)
+    found = measure.measure(Plan(6, [CARD], weather, jobs=700, seed=2), 0, 40_000)
+
+    assert (found.images, found.lost, found.visible_duplicates) == (700, 0, 0)
+    assert found.interruptions >= 2
+    assert found.given_up >= 1
+    assert found.redeliveries > found.interruptions
+
+
+def test_a_run_depends_on_its_seed_alone() -> None:
+    def run(seed: int) -> measure.Figures:
+        return measure.measure(Plan(2, [CARD], seed=seed), 44, 8)
+
+    assert run(1) == run(1)
+    assert run(1) != run(3)
+
+
+def test_one_queues_limit_is_named_and_lifted_by_shards() -> None:
+    plan = Plan(4, [CARD], FINE, queue_limit=12)
+    one = measure.measure(plan, 70, 12)
+    four = measure.measure(dataclasses.replace(plan, shards=4), 50, 12)
+
+    assert one.bottleneck == measure.QUEUE
+    assert one.busiest_queue_per_second == pytest.approx(12, rel=0.05)
+    assert one.refused_per_second > 0
+    assert four.bottleneck != measure.QUEUE
+    assert four.images_per_second > 1.5 * one.images_per_second
+
+
+def test_a_slow_cards_slots_do_not_run_empty_before_more_jobs_are_pulled() -> None:
+    slow = dataclasses.replace(CARD, images_per_second=2.5)
+    with clock.simulated_time() as loop, stand_ins(loop):
+        replicas = Fleet(Plan(1, [slow], FINE), loop)
+
+        async def run() -> float:
+            replicas.start()
+            await asyncio.sleep(500)
+            worker = replicas.places[0].pipeline
+            assert worker is not None
+            drawn = worker.engine_thread.clock
+            await replicas.stop()
+            return drawn.images / (drawn.busy_seconds * slow.images_per_second)
+
+        assert clock.run(loop, run()) > 0.985
+
+
+def test_a_replica_that_is_away_counts_against_the_fleet_but_costs_nothing() -> None:
+    slow = dataclasses.replace(CARD, images_per_second=1.0)
+    found = measure.measure(Plan(4, [slow], Weather(3_000, 0, 0), seed=1), 60, 300)
+    assert found.share_of_possible < 0.9
+    assert found.dollars < 0.9 * 4 * 300 / 3600 * slow.dollars_per_hour
+
+
+@pytest.mark.parametrize(
+    ("share", "of_account", "idle", "expected"),
+    [
+        (0.99, 0.5, 0.4, measure.QUEUE),
+        (0.5, 0.99, 0.4, measure.ACCOUNT),
+        (0.5, 0.5, 0.4, measure.LATENCY),
+        (0.5, 0.5, 0.001, measure.GPUS),
+    ],
+)
+def test_the_limit_that_is_reached_first_is_named(
+    share: float, of_account: float, idle: float, expected: str
+) -> None:
+    assert measure.bottleneck(share, of_account, idle) == expected
+
+
+def _leased(store: account.Account) -> account.Stored:
+    store.queue("jobs").source = account.jobs("j", 1)
+    (message,) = store.queue("jobs").receive(32, 30, 0.0)
+    return message
+
+
+def test_a_job_deleted_without_its_image_is_counted_as_lost() -> None:
+    store = account.Account(lambda: 0.0)
+    message = _leased(store)
+    store.deleted(store.queue("jobs").delete(message.id, str(message.receipt)), "images")
+    assert store.lost == ["j0"]
+
+
+def test_only_the_newest_receipt_counts_and_a_lease_that_ended_is_delivered_again() -> None:
+    store = account.Account(lambda: 0.0)
+    queue, message = store.queue("jobs"), _leased(store)
+    old = str(message.receipt)
+    assert queue.receive(32, 30, 29.9) == []
+    assert queue.receive(32, 30, 30.1) == [message]
+    assert (message.deliveries, store.redeliveries) == (2, 1)
+    with pytest.raises(exceptions.HttpResponseError, match="PopReceiptMismatch"):
+        queue.delete(message.id, old)
+
+
+def test_an_image_that_is_overwritten_or_recorded_twice_is_a_visible_duplicate() -> None:
+    store = account.Account(lambda: 0.0)
+    for _ in range(2):
+        store.put("images", "simulation/j0.png", 9, overwrite=True)
+    with pytest.raises(exceptions.HttpResponseError, match="BlobAlreadyExists"):
+        store.put("images", "simulation/j0.png", 9)
+    lines = [b'{"blob": "simulation/j0.png"}\n'] * 3
+    data = bytearray(shard.encode(lines, shard.Totals(3, 3)))
+    store.container("images")["-records/simulation/x.images.jsonl.gz"] = account.Blob(9, data)
+
+    assert (store.images, store.overwritten, store.recorded_twice("images")) == (1, 1, 2)
+
+
+def test_requests_over_a_limit_are_refused_until_time_has_passed() -> None:
+    limit = account.Limit(10)
+    assert [limit.take(0.0) for _ in range(12)].count(True) == 10
+    assert [limit.take(0.5) for _ in range(12)].count(True) == 5
+    assert limit.refused == 9
+
+
+def test_the_public_run_comes_out_as_published_from_its_seconds_per_job(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(reference, "DAYS", 1)
+    monkeypatch.setattr(reference, "_CALIBRATED_ON", 4_000)
+    replayed = reference.replay(0, hours=0.5)
+    assert 48 * replayed.images == pytest.approx(reference.PUBLISHED_IMAGES, rel=0.05)
+    assert 48 * replayed.dollars == pytest.approx(reference.PUBLISHED_DOLLARS, rel=0.05)
+
+    monkeypatch.setattr(reference, "SECONDS_PER_JOB", 14.0)
+    slower = reference.replay(0, hours=0.5)
+    assert slower.images == pytest.approx(replayed.images / 2, rel=0.02)
+
+
+def test_no_job_starves_where_workers_prefer_what_they_hold() -> None:
+    plain = affinity.simulate(300, 144, prefers_held=False, seed=0, jobs=6_000)
+    preferring = affinity.simulate(300, 144, prefers_held=True, seed=0, jobs=6_000)
+    assert preferring.changes_per_image < plain.changes_per_image
+    assert preferring.operations_per_image > 1.5 * plain.operations_per_image
+    assert 0 < preferring.most_put_back <= affinity.MOST_PUT_BACK
+
+
+def test_the_table_of_measured_workers_goes_on_with_simulated_ones(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    rows = [{"workers": 1, "images_per_second": 8.0, "linear_fraction": 1.0}]
+    file = tmp_path / "scaling.json"
+    file.write_text(json.dumps({"rows": rows}))
+    monkeypatch.setattr(fleet_sim, "ALONE_SECONDS", 30.0)
+
+    report = _run(capsys, monkeypatch, "--measured", str(file), "--replicas", "2")
+
+    assert report["measured"] == rows
+    assert report["replicas"] == 2
+    assert report["images_per_second"] == pytest.approx(16, rel=0.5)
+    assert set(report) >= {
+        *("replicas", "images_per_second", "linear_fraction", "idle_fraction", "lost"),
+        *("visible_duplicates", "redeliveries", "queue_operations_per_second", "dollars"),
+        *("images_per_dollar", "bottleneck"),
+    }
+
+    file.write_text("[]")
+    with pytest.raises(SystemExit, match="is not what `imagefleet bench scaling"):
+        _run(capsys, monkeypatch, "--measured", str(file))
+
+
+def _run(capsys: Any, monkeypatch: pytest.MonkeyPatch, *arguments: str) -> dict[str, Any]:
+    monkeypatch.setattr(
+        sys, "argv", ["fleet_sim.py", "--hours", "0.005", "--warm-seconds", "44", *arguments]
+    )
+    fleet_sim.main()
+    report: dict[str, Any] = json.loads(capsys.readouterr().out.splitlines()[-1])
+    return report
+
+
+def test_a_replica_that_ends_by_a_defect_ends_the_simulation(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    def broken(*_: object) -> nodes.Node:
+        raise ZeroDivisionError
+
+    monkeypatch.setattr(Weather, "node", broken)
+    with clock.simulated_time() as loop, stand_ins(loop):
+        replicas = Fleet(Plan(1, [CARD]), loop)
+
+        async def run() -> None:
+            replicas.start()
+            await asyncio.sleep(20)
+            replicas.check()
+
+        with pytest.raises(ZeroDivisionError):
+            clock.run(loop, run())
