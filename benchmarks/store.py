@@ -1,7 +1,9 @@
-"""The local storage's throughput: 10,000 jobs through workers with a stand-in engine.
+"""The local storage's throughput: its queue alone, and 10,000 jobs through workers.
 
-Each worker is a process with the real pipeline: it leases from the same SQLite file, writes a tiny
-PNG per job and acknowledges it. A run is timed from its first image to its last.
+The queue alone: each process leases 32 messages at once, renews each and deletes it, 16 at a time.
+Workers: each is a process with the real pipeline and a stand-in engine; it leases from the same
+SQLite file, writes a tiny PNG per job and acknowledges it. A run is timed from its first image to
+its last.
 
     python benchmarks/store.py [--jobs 10000]
 """
@@ -15,12 +17,13 @@ import multiprocessing
 import tempfile
 import time
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple
 
 from rich.console import Console
 from rich.table import Table
 
 from imagefleet.storage.open import open_storage
+from imagefleet.storage.protocol import MAX_RECEIVE, LeasedMessage
 from worker.process import run_worker
 from worker.progress import WorkerReport
 from worker.settings import WorkerSettings
@@ -31,15 +34,30 @@ if TYPE_CHECKING:
 
 SEND_BATCH = 1000
 
+LEASE_SECONDS = 120
+CALLS_AT_ONCE = 16
+
+
+class Deleted(NamedTuple):
+    """What one process has done; times in seconds."""
+
+    messages: int
+    began_at: float
+    ended_at: float
+    longest_call: float
+    cpu_seconds: float
+
 
 def settings_for(folder: Path) -> WorkerSettings:
     return WorkerSettings(storage=f"local:{folder}", model=Path("stand-in"), until_empty=True)
 
 
-def work(folder: Path) -> WorkerReport:
-    """One worker process, until the queue is empty."""
+def work(folder: Path) -> tuple[WorkerReport, float]:
+    """One worker process, until the queue is empty; with its CPU seconds."""
     load = lambda: StandInEngine(capacity=32, size=(16, 16))  # noqa: E731 - a short factory
-    return asyncio.run(run_worker(settings_for(folder), load=load))
+    began_at = time.process_time()
+    report = asyncio.run(run_worker(settings_for(folder), load=load))
+    return report, time.process_time() - began_at
 
 
 async def fill(folder: Path, jobs: int) -> float:
@@ -53,15 +71,62 @@ async def fill(folder: Path, jobs: int) -> float:
         return jobs / (time.monotonic() - began_at)
 
 
+def delete_all(folder: Path) -> Deleted:
+    return asyncio.run(_delete_all(folder))
+
+
+async def _delete_all(folder: Path) -> Deleted:
+    """Leases, renews and deletes messages until there are none."""
+    deleted, longest = 0, 0.0
+    leased: asyncio.Queue[LeasedMessage] = asyncio.Queue(MAX_RECEIVE)
+
+    async with open_storage(settings_for(folder)) as storage:
+
+        async def end() -> None:
+            nonlocal deleted, longest
+            while True:
+                message = await leased.get()
+                for call in (
+                    lambda message: storage.queue.renew(message, LEASE_SECONDS),
+                    storage.queue.delete,
+                ):
+                    began_at = time.monotonic()
+                    message = await call(message)
+                    longest = max(longest, time.monotonic() - began_at)
+                deleted += 1
+                leased.task_done()
+
+        ends = [asyncio.create_task(end()) for _ in range(CALLS_AT_ONCE)]
+        began_at, cpu_began_at = time.time(), time.process_time()
+        while messages := await storage.queue.receive(MAX_RECEIVE, LEASE_SECONDS):
+            for each in messages:
+                await leased.put(each)
+        await leased.join()
+        for task in ends:
+            task.cancel()
+    cpu_seconds = time.process_time() - cpu_began_at
+    return Deleted(deleted, began_at, time.time(), longest, cpu_seconds)
+
+
+def empty(jobs: int, processes: int) -> tuple[float, list[Deleted]]:
+    """Fills a queue, and lets processes empty it; returns messages/s."""
+    with tempfile.TemporaryDirectory() as temporary:
+        asyncio.run(fill(Path(temporary), jobs))
+        with multiprocessing.get_context("spawn").Pool(processes) as pool:
+            runs = pool.map(delete_all, [Path(temporary)] * processes, chunksize=1)
+    seconds = max(each.ended_at for each in runs) - min(each.began_at for each in runs)
+    return jobs / seconds, runs
+
+
 async def stored(folder: Path) -> set[str]:
     async with open_storage(settings_for(folder)) as storage:
         return {name async for name in storage.blobs.names() if not name.startswith("-")}
 
 
-def drain(folder: Path, processes: int) -> tuple[float, list[WorkerReport]]:
+def drain(folder: Path, processes: int) -> tuple[float, list[tuple[WorkerReport, float]]]:
     """Runs workers until the queue is empty; returns the seconds from first to last image."""
     with multiprocessing.get_context("spawn").Pool(processes) as pool:
-        runs: list[AsyncResult[WorkerReport]] = [
+        runs: list[AsyncResult[tuple[WorkerReport, float]]] = [
             pool.apply_async(work, (folder,)) for _ in range(processes)
         ]
         reports = [run.get(timeout=600) for run in runs]
@@ -75,20 +140,41 @@ def main() -> None:
     jobs = parser.parse_args().jobs
     result: dict[str, float] = {}
     lost = done_twice = 0
-    table = Table("worker processes", "messages/s", "sent/s", "lost", "done twice")
+    alone = Table(
+        "processes, queue alone", "messages/s", "CPU a message", "of each", "longest call"
+    )
+    for processes in (1, 4):
+        rate, runs = empty(2 * jobs, processes)
+        result[f"queue_alone_{processes}"] = round(rate, 1)
+        longest_ms = 1e3 * max(each.longest_call for each in runs)
+        cpu_ms = 1e3 * sum(each.cpu_seconds for each in runs) / (2 * jobs)
+        result[f"queue_alone_cpu_ms_{processes}"] = round(cpu_ms, 3)
+        result[f"longest_call_ms_{processes}"] = round(longest_ms, 1)
+        alone.add_row(
+            f"{processes}",
+            f"{rate:,.0f}",
+            f"{cpu_ms:.3f} ms",
+            " ".join(f"{each.messages:,}" for each in runs),
+            f"{longest_ms:.0f} ms",
+        )
+    Console().print(alone)
+    table = Table("worker processes", "messages/s", "CPU a message", "sent/s", "lost", "done twice")
     for processes in (1, 4):
         with tempfile.TemporaryDirectory() as temporary:
             folder = Path(temporary)
             sent_per_second = asyncio.run(fill(folder, jobs))
-            seconds, reports = drain(folder, processes)
+            seconds, runs = drain(folder, processes)
             names = asyncio.run(stored(folder))
-        drawn = sum(report.images + report.jobs.get("duplicate", 0) for report in reports)
+        drawn = sum(report.images + report.jobs.get("duplicate", 0) for report, _ in runs)
+        cpu_ms = 1e3 * sum(cpu_seconds for _, cpu_seconds in runs) / jobs
         lost_here, twice_here = jobs - len(names), drawn - len(names)
         lost, done_twice = lost + lost_here, done_twice + twice_here
         result[f"messages_per_second_{processes}"] = round(jobs / seconds, 1)
+        result[f"cpu_ms_{processes}"] = round(cpu_ms, 3)
         table.add_row(
             f"{processes}",
             f"{jobs / seconds:,.0f}",
+            f"{cpu_ms:.2f} ms",
             f"{sent_per_second:,.0f}",
             f"{lost_here}",
             f"{twice_here}",

@@ -21,6 +21,7 @@ from fleet import console, load_progress, options
 from imagefleet import errors, signing
 from imagefleet.storage.open import open_storage
 from imagefleet.storage.protocol import Storage
+from imagefleet.storage.queue_names import MAX_SHARDS
 from imagefleet.storage.settings import checked_priority
 from loadgen.settings import LoadSettings
 
@@ -103,6 +104,16 @@ def command(
             help="A model that workers have from elsewhere than the storage; repeatable.",
         ),
     ] = None,
+    shards: Annotated[
+        int | None,
+        typer.Option(
+            min=1,
+            max=MAX_SHARDS,
+            metavar="N",
+            help="Queues of the storage that each job queue is spread over from now on, for more"
+            " than 2,000 messages/s; workers find out. Default: as it is.",
+        ),
+    ] = None,
     restart: Annotated[
         bool, typer.Option("--restart", help="Discard the checkpoint; begin with the first job.")
     ] = False,
@@ -179,6 +190,7 @@ def command(
             priority=chosen,
             models=model or (),
             refusals=refusals,
+            shards=shards,
             on_notice=console.print_note,
         )
         announce(load, file, path)

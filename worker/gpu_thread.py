@@ -223,6 +223,13 @@ class EngineThread:
         self._backlog.release()
         return delivery
 
+    def finished_already(self) -> Delivery | None:
+        """As `finished`, without a wait: None if there is no outcome yet."""
+        if self._finished.empty():
+            return None
+        self._backlog.release()
+        return self._finished.get_nowait()
+
     @property
     def is_stalled(self) -> bool:
         """Whether the engine has been in one call for longer than any call takes."""

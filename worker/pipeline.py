@@ -401,8 +401,10 @@ class Pipeline:
             "watch cancelled campaigns",
             lambda: self._cancelled.watch(lambda: bool(self.settler.in_flight)),
         )
-        queues = [(self._queue, self._on_depth), (self._storage.poison, lambda _: None)]
-        side_tasks.start("measure queues", lambda: measure_depth(queues, self.metrics))
+        side_tasks.start(
+            "measure queues",
+            lambda: measure_depth(self._queue, self._storage.poison, self.metrics, self._on_depth),
+        )
         side_tasks.start("note models", lambda: note_served(self._storage.models, self._served))
         side_tasks.start("prepare", prepare.run, PREPARERS)
         side_tasks.start("generate", generate.run)

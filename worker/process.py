@@ -225,6 +225,7 @@ class _Worker:
         models = WorkerModels(found, fetch, self._load_engine, on_cpu=on_cpu)
         queue = storage.models.served(models.names if len(found) > 1 else [])
         share = self._member.share if self._member else share_of(self._settings.name)
+        storage.models.stand_at(share)
         await models.begin(queue, share)
         self._first_model = models.current.settings
         if self._load is None:

@@ -31,9 +31,8 @@ LEAST_AHEAD = 8
 #: wait for their leases.
 MOST_AHEAD = 1024
 
-#: Pauses between polls of an empty queue, doubled up to the longest: a thousand idle workers poll
-#: some 130 times a second (the queues of other priorities together as often), and a new job waits
-#: five seconds on average.
+#: Pauses between polls of empty queues, doubled up to the longest: a new job waits five seconds on
+#: average. What an idle worker's polls cost in a day is in docs/storage.md.
 FIRST_PAUSE_SECONDS = 0.1
 LONGEST_PAUSE_SECONDS = 10.0
 

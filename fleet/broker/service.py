@@ -21,6 +21,7 @@ from fleet.keys import command as keys
 from fleet.keys import mint
 from imagefleet import errors
 from imagefleet.storage.azure.roles import ROLES
+from imagefleet.storage.open import open_storage
 
 log = logging.getLogger(__name__)
 
@@ -39,6 +40,7 @@ class Policy:
     def __init__(self, settings: BrokerSettings) -> None:
         self._settings = settings
         self._name = ""
+        self.shards = 1
         self._checked_at = float("-inf")
         self._lock = asyncio.Lock()
 
@@ -67,13 +69,19 @@ class Policy:
             return self._name
 
     async def _find(self) -> str | None:
+        async with open_storage(self._settings) as storage:
+            shards = await storage.models.most_shards()
         stored = await mint.policies(self._settings, ROLE, self._settings.model_names)
         ours = sorted(each for each in stored if mint.is_of_broker(self._settings.policy, each))
-        return self._name if self._name in ours else next(iter(ours), None)
+        name = self._name if self._name in ours else next(iter(ours), None)
+        if name is not None and shards != self.shards:
+            await self._store(name, shards)  # those that were made since lack it
+        self.shards = shards
+        return name
 
     async def _make(self) -> str:
         name = f"{self._settings.policy}-{secrets.token_hex(4)}"
-        await mint.store_policy(self._settings, ROLE, name, self._settings.model_names)
+        await self._store(name, self.shards)
         log.info(
             "new tokens have the policy %s; imagefleet keys revoke %s ends them",
             name,
@@ -81,6 +89,9 @@ class Policy:
             extra={"action": "policy_made"},
         )
         return name
+
+    async def _store(self, name: str, shards: int) -> None:
+        await mint.store_policy(self._settings, ROLE, name, self._settings.model_names, shards)
 
 
 class Broker:
@@ -116,7 +127,7 @@ class Broker:
             node.group,
             extra={"action": "tokens_given"},
         )
-        minted = self._minter.mint(ROLE, self._life, policy, self._models)
+        minted = self._minter.mint(ROLE, self._life, policy, self._models, self._policy.shards)
         return web.json_response(keys.record(minted), headers={"Cache-Control": "no-store"})
 
 

@@ -18,8 +18,9 @@ from fleet import console, options
 from fleet.keys import signing
 from imagefleet import errors
 from imagefleet.job.prompt import SAFE_NAME
-from imagefleet.storage.azure.roles import OPTIONAL, ROLES, Role, explain, name_of
+from imagefleet.storage.azure.roles import OPTIONAL, ROLES, Role, explain
 from imagefleet.storage.open import LOCAL_SCHEME
+from imagefleet.storage.queue_names import MAX_SHARDS
 from imagefleet.storage.settings import StorageSettings
 
 if TYPE_CHECKING:
@@ -67,6 +68,15 @@ def _mint_command(role: Role) -> Callable[..., None]:
                 help="A model whose jobs they are for as well; repeatable.",
             ),
         ] = None,
+        shards: Annotated[
+            int,
+            typer.Option(
+                min=1,
+                max=MAX_SHARDS,
+                metavar="N",
+                help="The shards of each job queue, as `imagefleet load --shards` made them.",
+            ),
+        ] = 1,
         file: Annotated[
             Path | None,
             typer.Option(
@@ -82,9 +92,9 @@ def _mint_command(role: Role) -> Callable[..., None]:
 
         models = _models(model or [])
         life = timedelta(hours=hours)
-        minted = keys_mint.Minter(_on_azure(settings)).mint(role, life, policy, models)
+        minted = keys_mint.Minter(_on_azure(settings)).mint(role, life, policy, models, shards)
         if policy is not None:
-            console.run(keys_mint.store_policy(settings, role, policy, models))
+            console.run(keys_mint.store_policy(settings, role, policy, models, shards))
         if file is not None:
             write_tokens(file, minted)
             console.print_note(f"written to {file}")
@@ -197,7 +207,8 @@ def export_lines(settings: StorageSettings, minted: Minted) -> list[str]:
         if len(value) > MAX_CHARACTERS:
             raise errors.SetupError(
                 f"{name} has {len(value):,} characters; SaladCloud allows {MAX_CHARACTERS:,}:"
-                " use a shorter name of --policy, or --file (with models, --file or a broker)"
+                " use a shorter name of --policy, or --file (with models or shards, --file or a"
+                " broker)"
             )
     variables = {
         "IMAGEFLEET_STORAGE": minted.storage,
@@ -246,11 +257,8 @@ def _on_azure(settings: StorageSettings) -> StorageSettings:
 
 def _explain(settings: StorageSettings, role: Role, minted: Minted) -> None:
     table = console.table(console.name_column("resource"), "allowed")
-    by_model = [(None, minted.tokens), *minted.models.items()]
-    for model, tokens in by_model:
-        for resource in tokens:
-            allowed = "; ".join(explain(resource, role.letters(resource, model)))
-            table.add_row(name_of(settings, resource, model), allowed)
+    for place in minted.by_place:
+        table.add_row(place.name(settings), "; ".join(explain(place.resource, place.letters(role))))
     console.print_tables(table, to=console.stderr)
     revoke = f", or until `imagefleet keys revoke {minted.policy}`" if minted.policy else ""
     console.print_note(f"valid until {minted.expires_at:%Y-%m-%d %H:%M} UTC{revoke}")

@@ -10,9 +10,9 @@ import contextlib
 import json
 import re
 from collections.abc import AsyncIterator, Callable, Collection, Iterable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from datetime import UTC, datetime, timedelta
-from typing import Any
+from typing import Any, NamedTuple
 
 from azure.storage.blob import AccessPolicy as BlobPolicy
 from azure.storage.blob import ContainerSasPermissions, generate_container_sas
@@ -47,17 +47,38 @@ _NO_KEY = (
 )
 
 
+class Place(NamedTuple):
+    """A queue or container; a job queue may be a model's, and one of its shards."""
+
+    resource: Resource
+    model: str | None = None
+    shard: int = 0
+
+    def letters(self, role: Role) -> str:
+        return role.letters(self.resource, self.model)
+
+    def name(self, settings: StorageSettings) -> str:
+        return name_of(settings, *self)
+
+
 @dataclass(frozen=True, slots=True)
 class Minted:
-    """The tokens of a role by resource, and the storage address without its key."""
+    """The tokens of a role by place, and the storage address without its key."""
 
     role: str
     storage: str
-    tokens: Mapping[Resource, str]
+    by_place: Mapping[Place, str]
     expires_at: datetime
     policy: str | None = None
-    models: Mapping[str, Mapping[Resource, str]] = field(default_factory=dict)
-    """Those of the queues of each model."""
+
+    @property
+    def tokens(self) -> Mapping[Resource, str]:
+        """Those of what every storage has: no model's, and of no shard but the first."""
+        return {
+            place.resource: token
+            for place, token in self.by_place.items()
+            if place.model is None and not place.shard
+        }
 
     @property
     def sas(self) -> str:
@@ -67,8 +88,18 @@ class Minted:
     @property
     def fields(self) -> dict[str, Any]:
         """All tokens, as `sas.Tokens` reads them."""
-        fields: dict[str, Any] = {str(resource): token for resource, token in self.tokens.items()}
-        return fields | ({"models": self.models} if self.models else {})
+        fields: dict[str, Any] = {}
+        for place, token in self.by_place.items():
+            of_model = fields
+            if place.model is not None:
+                of_model = fields.setdefault("models", {}).setdefault(place.model, {})
+            if place.shard:
+                others = of_model.setdefault("shards", [])
+                while len(others) < place.shard:
+                    others.append({})
+                of_model = others[place.shard - 1]
+            of_model[place.resource] = token
+        return fields
 
 
 class Minter:
@@ -98,25 +129,24 @@ class Minter:
         life: timedelta,
         policy: str | None = None,
         models: Collection[str] = (),
+        shards: int = 1,
     ) -> Minted:
         """Tokens that expire after *life*, or as soon as the stored *policy* is removed, if given.
 
-        Those of the queues of *models*, too.
+        Those of the queues of *models*, too, and of as many *shards* of each queue.
 
         `store_policy` creates it. They have no start time: a node's or Azure's clock may be behind
         this one.
         """
         expires_at = (datetime.now(UTC) + life).replace(microsecond=0)
-        tokens: dict[str | None, dict[Resource, str]] = {}
-        for place in _places(role, models):
-            token = self._token(place, role.letters(*place), expires_at, policy)
-            tokens.setdefault(place[1], {})[place[0]] = token
-        of_all = tokens.pop(None)
-        of_models = {model: each for model, each in tokens.items() if model is not None}
-        return Minted(role.name, self.storage, of_all, expires_at, policy, of_models)
+        tokens = {
+            place: self._token(place, place.letters(role), expires_at, policy)
+            for place in _places(role, models, shards)
+        }
+        return Minted(role.name, self.storage, tokens, expires_at, policy)
 
-    def _token(self, place: _Place, letters: str, expires_at: datetime, policy: str | None) -> str:
-        resource, name = place[0], name_of(self._settings, *place)
+    def _token(self, place: Place, letters: str, expires_at: datetime, policy: str | None) -> str:
+        resource, name = place.resource, place.name(self._settings)
         terms: dict[str, Any] = {
             **self._account,
             "protocol": "https" if self._https else None,
@@ -131,68 +161,76 @@ class Minter:
         return generate_queue_sas(queue_name=name, **terms)
 
 
-_Place = tuple[Resource, str | None]
-"""A queue or container; a model's queue with the model."""
+def _places(role: Role | None, models: Collection[str] = (), shards: int = 1) -> list[Place]:
+    """All that the role has a token for; None: all there is."""
+    queues = [each for each in RESOURCES if is_job_queue(each)]
+    places = [Place(each) for each in RESOURCES]
+    places += [Place(each, model) for model in models for each in queues]
+    places += [
+        Place(each, model, shard)
+        for shard in range(1, shards)
+        for model in (None, *models)
+        for each in queues
+    ]
+    return [each for each in places if role is None or each.letters(role)]
 
 
-def _places(role: Role, models: Collection[str] = ()) -> list[_Place]:
-    """All that the role has a token for."""
-    of_queues = [(each, model) for model in models for each in RESOURCES if is_job_queue(each)]
-    places: list[_Place] = [*((each, None) for each in RESOURCES), *of_queues]
-    return [each for each in places if role.letters(*each)]
-
-
-def _may_be_missing(place: _Place) -> bool:
-    return place[0] in OPTIONAL or place[1] is not None
+def _may_be_missing(place: Place) -> bool:
+    return place.resource in OPTIONAL or place.model is not None or place.shard > 0
 
 
 async def store_policy(
-    settings: StorageSettings, role: Role, name: str, models: Collection[str] = ()
+    settings: StorageSettings,
+    role: Role,
+    name: str,
+    models: Collection[str] = (),
+    shards: int = 1,
 ) -> None:
     """Creates the stored policy *name* on each resource that *role* has a token for.
 
-    The queues of high and low priority, and those of *models*, are created if they do not exist.
+    The queues of high and low priority, those of *models* and the shards are created if they do not
+    exist.
 
     Raises:
         SetupError: it exists with other permissions, or the resource has too many policies.
     """
 
-    def store(place: _Place, policies: dict[str, Any]) -> bool:
-        resource = place[0]
-        permission = str(_permission(resource, role.letters(*place)))
+    def store(place: Place, policies: dict[str, Any]) -> bool:
+        resource = place.resource
+        permission = str(_permission(resource, place.letters(role)))
         existing = policies.get(name)
         if existing is not None and existing.permission != permission:
             raise errors.SetupError(
-                f"the policy {name!r} of {name_of(settings, *place)!r} allows"
+                f"the policy {name!r} of {place.name(settings)!r} allows"
                 f" {existing.permission!r}, not {permission!r}: use one name per role"
             )
         if existing is not None and existing.expiry:
             raise errors.SetupError(
-                f"the policy {name!r} of {name_of(settings, *place)!r} has an expiry, as earlier"
+                f"the policy {name!r} of {place.name(settings)!r} has an expiry, as earlier"
                 " versions gave it, and Azure takes a token's from one of the two: use another name"
             )
         if existing is None and len(policies) >= MAX_POLICIES:
             raise errors.SetupError(
-                f"{name_of(settings, *place)!r} already has {MAX_POLICIES} stored policies"
+                f"{place.name(settings)!r} already has {MAX_POLICIES} stored policies"
                 f" ({', '.join(policies)}): `imagefleet keys revoke` one of them"
             )
         kind = BlobPolicy if is_container(resource) else QueuePolicy
         policies[name] = kind(permission=permission)
         return existing is None
 
-    places = _places(role, models)
+    places = _places(role, models, shards)
     optional = [each for each in places if _may_be_missing(each)]
     await _change_policies(settings, [each for each in places if each not in optional], store)
     if models:
         async with open_storage(settings) as storage:
             for model in models:
                 await storage.models.make(model)
-    await _create_queues(settings, [each for each in optional if each[1] is None])
+    await _create_queues(settings, [each for each in optional if each.model is None or each.shard])
     await _change_policies(settings, optional, store)
 
 
 async def policies(settings: StorageSettings, role: Role, models: Collection[str] = ()) -> set[str]:
-    """The names of the policies that all resources of *role* have."""
+    """The names of the policies that all resources of *role* have, but for shards."""
     places = _places(role, models)
     return set.intersection(*[await _policy_names(settings, each) for each in places])
 
@@ -208,7 +246,7 @@ async def remove_policy(settings: StorageSettings, name: str) -> list[str]:
     Returns the resources that had one.
     """
 
-    def remove(_: _Place, policies: dict[str, Any]) -> bool:
+    def remove(_: Place, policies: dict[str, Any]) -> bool:
         ours = [each for each in policies if each == name or is_of_broker(name, each)]
         for each in ours:
             del policies[each]
@@ -216,8 +254,8 @@ async def remove_policy(settings: StorageSettings, name: str) -> list[str]:
 
     async with open_storage(settings) as storage:
         models = await storage.models.names()
-    places: list[_Place] = [(each, None) for each in RESOURCES]
-    places += [(each, model) for model in models for each in RESOURCES if is_job_queue(each)]
+        shards = await storage.models.most_shards()
+    places = _places(None, models, shards)
     removed = await _change_policies(settings, places, remove, skip_missing=True)
     if not removed:
         raise errors.SetupError(f"there is no policy {name!r} to revoke")
@@ -229,11 +267,11 @@ def _permission(resource: Resource, letters: str) -> QueueSasPermissions | Conta
     return kind.from_string(letters)
 
 
-async def _create_queues(settings: StorageSettings, places: Iterable[_Place]) -> None:
+async def _create_queues(settings: StorageSettings, places: Iterable[Place]) -> None:
     """Creates those that do not exist, as deployments of earlier versions lack them."""
     address = account.read_address(settings.storage.strip())
     for place in places:
-        name = name_of(settings, *place)
+        name = place.name(settings)
         async with address.queue_client(name, None, **_OPTIONS) as client:
             with (
                 azure_errors.translated(f"the queue {name!r}"),
@@ -255,8 +293,8 @@ def _address_without_key(queue: QueueClient, container: ContainerClient, https: 
 
 async def _change_policies(
     settings: StorageSettings,
-    places: Iterable[_Place],
-    change: Callable[[_Place, dict[str, Any]], bool | None],
+    places: Iterable[Place],
+    change: Callable[[Place, dict[str, Any]], bool | None],
     *,
     skip_missing: bool = False,
 ) -> list[str]:
@@ -266,7 +304,7 @@ async def _change_policies(
     """
     changed = []
     for place in places:
-        name = name_of(settings, *place)
+        name = place.name(settings)
         async with _policies_of(settings, place) as client:
             with azure_errors.tolerated(azure_errors.MISSING if skip_missing else ()):
                 policies = await _read_policies(client)
@@ -276,7 +314,7 @@ async def _change_policies(
     return changed
 
 
-async def _policy_names(settings: StorageSettings, place: _Place) -> set[str]:
+async def _policy_names(settings: StorageSettings, place: Place) -> set[str]:
     """None of a queue or container that does not exist."""
     async with _policies_of(settings, place) as client:
         with azure_errors.tolerated(azure_errors.MISSING):
@@ -286,12 +324,12 @@ async def _policy_names(settings: StorageSettings, place: _Place) -> set[str]:
 
 @contextlib.asynccontextmanager
 async def _policies_of(
-    settings: StorageSettings, place: _Place
+    settings: StorageSettings, place: Place
 ) -> AsyncIterator[QueueClient | ContainerClient]:
     """The client to read and change them with, whose errors name them."""
     address = account.read_address(settings.storage.strip())
-    name = name_of(settings, *place)
-    open_client = address.container_client if is_container(place[0]) else address.queue_client
+    name = place.name(settings)
+    open_client = address.container_client if is_container(place.resource) else address.queue_client
     async with open_client(name, None, **_OPTIONS) as client:
         with azure_errors.translated(f"the stored policies of {name!r}"):
             yield client

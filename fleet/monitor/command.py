@@ -7,7 +7,7 @@ import logging
 from collections import Counter
 from collections.abc import Sequence
 from contextlib import AbstractAsyncContextManager
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from datetime import UTC, datetime
 from typing import Annotated
 
@@ -41,7 +41,8 @@ _UNITS = (("d", 86_400), ("h", 3600), ("min", 60))
 class QueueStatus:
     """A queue's depth; None for what the storage does not report.
 
-    *model* is that of its jobs, None where they name none.
+    *model* is that of its jobs, None where they name none; *shards* are the queues of the storage
+    that it consists of.
     """
 
     name: str
@@ -50,6 +51,7 @@ class QueueStatus:
     leased: int | None
     oldest_age_seconds: float | None
     model: str | None = None
+    shards: int = 1
 
 
 @dataclass(frozen=True, slots=True)
@@ -134,7 +136,7 @@ async def read_status(
     depth, storage = await client.depth(), client.storage
     return FleetStatus(
         storage.url,
-        _queue_status(storage.queue.name, depth.queue),
+        replace(_queue_status(storage.queue.name, depth.queue), shards=1),
         _queue_status(storage.poison.name, depth.failed),
         await rates.fleet_rates(server) if server else None,
         [_queue_status(name, each) for name, each in depth.queue.by_queue.items()],
@@ -288,7 +290,13 @@ async def _export(settings: ExporterSettings) -> None:
 def _queue_status(name: str, depth: QueueDepth) -> QueueStatus:
     visible = None if depth.leased is None else depth.messages - depth.leased
     return QueueStatus(
-        name, depth.messages, visible, depth.leased, depth.oldest_age_seconds, depth.model
+        name,
+        depth.messages,
+        visible,
+        depth.leased,
+        depth.oldest_age_seconds,
+        depth.model,
+        max(1, len(depth.by_queue)),
     )
 
 
@@ -299,7 +307,8 @@ def _status_screen(status: FleetStatus) -> Group:
     for each in (*(shown_queues or [status.queue]), status.failed):
         counts = [each.messages, each.visible, each.leased]
         shown = ["?" if count is None else f"{count:,}" for count in counts]
-        table.add_row(each.name, *shown, _age(each.oldest_age_seconds))
+        shards = f" ({each.shards} shards)" if each.shards > 1 else ""
+        table.add_row(each.name + shards, *shown, _age(each.oldest_age_seconds))
     parts: list[Text | Table] = [console.untrusted(status.storage, "bold"), table]
     for waiting in status.without_worker:
         jobs = console.counted(waiting.messages, "job")

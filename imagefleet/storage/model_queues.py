@@ -17,6 +17,7 @@ from imagefleet import concurrency, errors
 from imagefleet.job.message import message_fields
 from imagefleet.job.prompt import SAFE_NAME
 from imagefleet.storage import protocol
+from imagefleet.storage.combined.shards import ShardedQueue
 from imagefleet.storage.priorities import OrderedQueues
 from imagefleet.storage.settings import PRIORITIES, Priority
 from imagefleet.telemetry import serving
@@ -32,7 +33,7 @@ LISTED_SECONDS = 10.0
 #: Models with queues that are looked at: each costs three queues' operations.
 MAX_MODELS = 200
 
-Queues = Mapping[Priority, protocol.JobQueue]
+Queues = Mapping[Priority, ShardedQueue]
 
 
 class ModelQueues:
@@ -41,7 +42,7 @@ class ModelQueues:
     def __init__(
         self,
         default: Queues,
-        open_queue: Callable[[str, Priority], protocol.JobQueue],
+        open_queue: Callable[[str, Priority], ShardedQueue],
         create: Callable[[Queues], Awaitable[None]],
         blobs: protocol.BlobStore,
     ) -> None:
@@ -55,6 +56,7 @@ class ModelQueues:
         self._making = asyncio.Lock()
         self._listed_at: float | None = None
         self._names: list[str] = []
+        self._share: float | None = None
 
     def of(self, model: str | None) -> Queues:
         """A model's queues, whether they exist or not."""
@@ -62,7 +64,26 @@ class ModelQueues:
             return self.default
         if model not in self._opened:
             self._opened[model] = {each: self._open_queue(model, each) for each in PRIORITIES}
+            if self._share is not None:
+                self.stand_at(self._share)
         return self._opened[model]
+
+    def stand_at(self, share: float) -> None:
+        """Where a worker stands among all, from 0 to 1: it decides the home in each queue."""
+        self._share = share
+        for queues in (self.default, *self._opened.values()):
+            for queue in queues.values():
+                queue.stand_at(share)
+
+    async def set_shards(self, shards: int) -> None:
+        """Sets the number of shards of each queue, those of every model as well.
+
+        Raises:
+            SetupError: the credentials do not allow that.
+        """
+        for model in (None, *await self.names()):
+            for queue in self.of(model).values():
+                await queue.set_shards(shards)
 
     async def make(self, model: str | None) -> Queues:
         """A model's queues, created if they do not exist and the credentials allow that."""
@@ -72,9 +93,27 @@ class ModelQueues:
         async with self._making:
             if model not in self._made:
                 await self._create(queues)
+                shards = await self.default["normal"].sent_to()
+                if shards > 1:
+                    await self._shard(queues, shards)
                 await self._blobs.create(f"{FOLDER}{model}", b"", "text/plain", {})
                 self._made.add(model)
         return queues
+
+    async def most_shards(self) -> int:
+        """The number of shards that queues have; one where that cannot be read."""
+        queue = self.default["normal"]
+        await queue.sent_to()
+        return queue.shards
+
+    async def _shard(self, queues: Queues, shards: int) -> None:
+        """As many as the other queues have, where the credentials allow it."""
+        for queue in queues.values():
+            try:
+                await queue.set_shards(shards)
+            except errors.SetupError as error:
+                log.debug("the queue %s is not sharded: %s", queue.name, error.message)
+                return
 
     async def note_served(self, model: str) -> None:
         """A worker serves the model, for `status` and for those who send jobs."""

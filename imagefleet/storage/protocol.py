@@ -13,7 +13,7 @@ from collections.abc import AsyncIterator, Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 from datetime import datetime
 from pathlib import Path
-from typing import TYPE_CHECKING, NamedTuple, Protocol, Self
+from typing import TYPE_CHECKING, NamedTuple, Protocol, Self, TypeVar
 from xml.sax.saxutils import escape
 
 from imagefleet import errors
@@ -48,13 +48,14 @@ _BLOB_NAME_PART = re.compile(r"[^./\\:*?\"<>|\x00-\x1f\x7f][^/\\:*?\"<>|\x00-\x1
 
 @dataclass(frozen=True, slots=True)
 class Message:
-    """A message in a queue; `queue` is that queue's name."""
+    """A message in a queue; `queue` is that queue's name, whichever of its shards has it."""
 
     id: str
     body: str
     delivery_count: int
     enqueued_at: datetime
     queue: str = field(default="", kw_only=True)
+    shard: int = field(default=0, kw_only=True)
 
 
 @dataclass(frozen=True, slots=True)
@@ -62,6 +63,9 @@ class LeasedMessage(Message):
     """A message in flight. Only its newest receipt renews, releases or deletes it."""
 
     receipt: str
+
+
+AnyMessage = TypeVar("AnyMessage", bound=Message)
 
 
 @dataclass(frozen=True, slots=True)
@@ -76,8 +80,8 @@ class FoundMessage:
 class QueueDepth:
     """The size of a queue. `leased` is None on Azure, which reports only the sum.
 
-    `by_queue` has each queue's own size where several are drained as one. `model` is that of the
-    queue's jobs, None where they name none.
+    `by_queue` has each queue's own size where several are drained as one, and there each shard's.
+    `model` is that of the queue's jobs, None where they name none.
     """
 
     messages: int
@@ -92,6 +96,13 @@ class Stamps(NamedTuple):
 
     earliest: datetime
     latest: datetime
+
+
+class Shards(NamedTuple):
+    """Jobs are sent to the first `used` shards of a queue; `made` exist and may still have some."""
+
+    used: int = 1
+    made: int = 1
 
 
 class Sends(Protocol):
@@ -173,6 +184,22 @@ class JobQueue(Protocol):
 
     async def stamps(self) -> Stamps:
         """The `enqueued_at` of messages sent now, by the clock of the storage."""
+
+
+class StoredQueue(JobQueue, Protocol):
+    """One queue of the storage, with which the number of shards that it is the first of is kept."""
+
+    @property
+    def shards(self) -> Shards | None:
+        """As `create`, `check`, `depth` or `read_shards` saw it last; None before."""
+
+    async def create(self) -> bool:
+        """Creates the queue if it does not exist; False if the credentials do not allow that."""
+
+    async def read_shards(self) -> Shards:
+        """Raises SetupError if the queue does not exist or the credentials do not allow that."""
+
+    async def record_shards(self, shards: Shards) -> None: ...
 
 
 @dataclass(frozen=True, slots=True)

@@ -4,6 +4,8 @@ Jobs without a `model` are in the queue that `--queue` names, `jobs` by default.
 are in `jobs-SLUG-HASH`: SLUG is what a queue's name can hold of the model's, to be read by people;
 HASH is of the exact name, in base 32, so that no two models share a queue (by chance, one pair in
 10^15). A name is within Azure's rules: 3 to 63 lower-case letters, digits and single hyphens.
+
+A queue of several shards is its own first one; the others have its name and their number.
 """
 
 from __future__ import annotations
@@ -19,25 +21,37 @@ MAX_CHARACTERS = 63
 
 POISON_SUFFIX = "-poison"
 
-#: Of the priorities' suffixes.
+#: Of one queue: an account takes what ten queues do (20,000 messages/s).
+MAX_SHARDS = 32
+
+#: Of the priorities' suffixes, and of the shards'.
 _LONGEST_SUFFIX = len("-high")
+_LONGEST_NUMBER = len(f"-{MAX_SHARDS - 1}")
 
 _HASH_CHARACTERS = 10
 
-#: Of `--queue`, where jobs name models: leaves the slug six characters.
+#: Of `--queue`, where jobs name models: leaves the slug six characters, or three of a shard's.
 MAX_BASE_CHARACTERS = 40
 
 _NOT_IN_A_SLUG = re.compile("[^a-z0-9]+")
 
 
-def job_queue(base: str, model: str | None = None, priority: str = "normal") -> str:
-    """The queue of jobs of a model, or of those without one.
+def job_queue(base: str, model: str | None = None, priority: str = "normal", shard: int = 0) -> str:
+    """The queue of jobs of a model, or of those without one, or one of its shards.
 
     Raises:
-        SetupError: *base* leaves no room for a model's name.
+        SetupError: *base* leaves no room for a model's name, or for the shard's number.
     """
-    suffix = "" if priority == "normal" else f"-{priority}"
-    return (base if model is None else _of_model(base, model)) + suffix
+    suffix = ("" if priority == "normal" else f"-{priority}") + (f"-{shard}" if shard else "")
+    if model is not None:
+        return _of_model(base, model, _LONGEST_NUMBER if shard else 0) + suffix
+    if len(base) + _LONGEST_SUFFIX + _LONGEST_NUMBER > MAX_CHARACTERS and shard:
+        most = MAX_CHARACTERS - _LONGEST_SUFFIX - _LONGEST_NUMBER
+        raise errors.SetupError(
+            f"the queue name {base!r} is too long for shards: --queue should have {most} characters"
+            " at most"
+        )
+    return base + suffix
 
 
 def priority_of(name: str) -> str:
@@ -50,7 +64,7 @@ def poison_queue(base: str) -> str:
     return base + POISON_SUFFIX
 
 
-def _of_model(base: str, model: str) -> str:
+def _of_model(base: str, model: str, number_characters: int) -> str:
     if len(base) > MAX_BASE_CHARACTERS:
         raise errors.SetupError(
             f"the queue name {base!r} is too long for jobs that name a model: --queue should have"
@@ -58,6 +72,7 @@ def _of_model(base: str, model: str) -> str:
         )
     digest = hashlib.blake2b(model.encode(), digest_size=8).digest()
     text = base64.b32encode(digest).decode().lower()[:_HASH_CHARACTERS]
-    room = MAX_CHARACTERS - _LONGEST_SUFFIX - _HASH_CHARACTERS - len(base) - 2
+    suffixes = _LONGEST_SUFFIX + number_characters
+    room = MAX_CHARACTERS - suffixes - _HASH_CHARACTERS - len(base) - 2
     slug = _NOT_IN_A_SLUG.sub("-", model.lower())[:room].strip("-")
     return "-".join(filter(None, (base, slug, text)))

@@ -33,6 +33,18 @@ class QueueGauges:
             ["queue"],
             registry=registry,
         )
+        self._shards = Gauge(
+            "imagefleet_queue_shards",
+            "Queues of the storage that a queue consists of, where it is several.",
+            ["queue"],
+            registry=registry,
+        )
+        self._fullest = Gauge(
+            "imagefleet_queue_fullest_shard_messages",
+            "Messages in the fullest shard of a queue.",
+            ["queue"],
+            registry=registry,
+        )
         self._model_messages = Gauge(
             "imagefleet_model_queue_messages",
             "Messages in the queues of a model's jobs; of those without a model, model is empty.",
@@ -50,10 +62,17 @@ class QueueGauges:
     def update(self, queue: str, depth: QueueDepth) -> None:
         """Sets the gauges of *queue*, or of each of the queues that are drained as one."""
         for name, own in depth.by_queue.items():
-            self.update(name, own)
+            self._update(name, own)
         if depth.by_queue:
             self._update_models(depth)
-            return
+        else:
+            self._update(queue, depth)
+
+    def _update(self, queue: str, depth: QueueDepth) -> None:
+        """One queue; its shards are one series, or each worker would have hundreds of them."""
+        if shards := depth.by_queue.values():
+            self._shards.labels(queue).set(len(shards))
+            self._fullest.labels(queue).set(max(each.messages for each in shards))
         if depth.leased is None:
             self._messages.labels(queue, "any").set(depth.messages)
         else:

@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import NoReturn
 
 from imagefleet import errors, retry
+from imagefleet.storage.priorities import OrderedQueues
 from imagefleet.storage.protocol import JobQueue
 from worker.metrics import WorkerMetrics
 
@@ -19,12 +20,15 @@ DEPTH_SECONDS = 60.0
 
 
 async def measure_depth(
-    queues: Sequence[tuple[JobQueue, Callable[[int], None]]], metrics: WorkerMetrics
+    jobs: OrderedQueues,
+    poison: JobQueue,
+    metrics: WorkerMetrics,
+    on_depth: Callable[[int], None],
 ) -> NoReturn:
-    """Side task: measures each queue, and calls what belongs to it with its messages."""
+    """Side task: measures both queues, and calls *on_depth* with the messages in *jobs*."""
     unmeasured: set[str] = set()
     while True:
-        for queue, on_depth in queues:
+        for queue in (jobs, poison):
             try:
                 depth = await queue.depth()
             except errors.FleetError as error:
@@ -39,5 +43,6 @@ async def measure_depth(
                     )
             else:
                 metrics.queues.update(queue.name, depth)
-                on_depth(depth.messages)
-        await asyncio.sleep(retry.jitter(DEPTH_SECONDS, high=1.5))
+                if queue is jobs:
+                    on_depth(depth.messages)
+        await asyncio.sleep(retry.jitter(jobs.look_seconds(DEPTH_SECONDS), high=1.5))

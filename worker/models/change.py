@@ -27,9 +27,11 @@ log = logging.getLogger(__name__)
 Load = Callable[[], contract.Engine]
 Result = TypeVar("Result")
 
-#: Between two looks at the other models' queues: on Azure six operations for each of them.
+#: Between two looks at the other models' queues: on Azure three to six operations for each shard of
+#: each of them. Of an idle worker the pause doubles up to the longest, which is for one shard.
 LOOK_SECONDS = 30.0
 IDLE_LOOK_SECONDS = 1.0
+LONGEST_IDLE_LOOK_SECONDS = 10.0
 
 #: Beside an engine on the CPU, another is loaded if so many times its file's size is free.
 _MEMORY_PER_FILE = 4
@@ -159,12 +161,19 @@ class WorkerModels:
         seconds_per_job: Callable[[], float],
     ) -> Checkpoint:
         looked_at = time.monotonic()
+        idle_looks = 0
         while True:
             await asyncio.sleep(retry.jitter(IDLE_LOOK_SECONDS))
-            is_due = time.monotonic() - looked_at >= LOOK_SECONDS and self._choice.may_leave
-            if not (is_idle() or is_due):
+            idle_looks = idle_looks if is_idle() else 0
+            seconds = time.monotonic() - looked_at
+            is_due = seconds >= LOOK_SECONDS and self._choice.may_leave
+            is_idle_due = is_idle() and seconds >= idle_pause_seconds(
+                idle_looks, queue.look_seconds(LONGEST_IDLE_LOOK_SECONDS)
+            )
+            if not (is_idle_due or is_due):
                 continue
             looked_at = time.monotonic()
+            idle_looks += 1
             try:
                 waiting = {name: await self._waiting(queue, name) for name in self._checkpoints}
             except errors.FleetError as error:
@@ -227,6 +236,11 @@ class WorkerModels:
             extra={"action": "model_unusable", "model": checkpoint.name},
         )
         del self._checkpoints[checkpoint.name]
+
+
+def idle_pause_seconds(looks: int, longest_seconds: float) -> float:
+    """How long an idle worker does not look again after so many looks in vain."""
+    return min(IDLE_LOOK_SECONDS / 2 * float(2 ** min(looks, 30)), longest_seconds)
 
 
 async def note_served(models: ModelQueues, names: Callable[[], Sequence[str]]) -> NoReturn:

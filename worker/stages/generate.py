@@ -130,6 +130,8 @@ class GenerateStage:
         while True:
             if trusted.is_set() and self._held:
                 return self._held.popleft()
+            if trusted.is_set() and (delivery := self.engine_thread.finished_already()):
+                return delivery
             finished = asyncio.ensure_future(self.engine_thread.finished())
             waits = (
                 [finished]

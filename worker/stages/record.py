@@ -64,6 +64,7 @@ class PendingRecords:
     in_flight: Callable[[], int]
     """Jobs in flight; those that wait here are among them."""
     _waiting: list[_Waiting] = field(default_factory=list, init=False)
+    _records: int = field(default=0, init=False)  # of those that wait
     _first_at: float = field(default=0.0, init=False)
     _jobs: int = field(default=0, init=False)  # here, until they have ended
     _early: int = field(default=0, init=False)  # records of jobs that go on
@@ -106,6 +107,7 @@ class PendingRecords:
     def _wait(self, job: _Waiting) -> None:
         self._first_at = self._first_at if self._waiting else time.monotonic()
         self._waiting.append(job)
+        self._records += len(job.records) + len(job.again)
         self._changed.set()
 
     def job_ended(self) -> None:
@@ -125,7 +127,7 @@ class PendingRecords:
                 self._changed.clear()
                 await tasks.first_of(self._changed.wait(), timeout_seconds=seconds)
             self._changed.clear()
-            batch, self._waiting = self._waiting, []
+            batch, self._waiting, self._records = self._waiting, [], 0
             error = await self._write(batch)
             for job in batch:
                 if job.begun is None:
@@ -136,6 +138,7 @@ class PendingRecords:
         """Of jobs that go on, what could not be stored is stored with their next records."""
         if error is not None:
             self._waiting[:0] = early
+            self._records += sum(len(each.records) + len(each.again) for each in early)
             self._first_at = time.monotonic()
             self._changed.set()
             return
@@ -160,8 +163,7 @@ class PendingRecords:
 
     def _seconds_left(self) -> float:
         """Until what waits is written; 0 if nothing else can come soon."""
-        records = sum(len(each.records) + len(each.again) for each in self._waiting)
-        if records >= MAX_RECORDS or self._jobs >= self.in_flight():
+        if self._records >= MAX_RECORDS or self._jobs >= self.in_flight():
             return 0.0
         return self._first_at + self.flush_seconds - time.monotonic()
 

@@ -95,18 +95,15 @@ class EncodeStage:
 
     async def _parameters(self, image: InFlightImage) -> str:
         """The image's text; waits for the hashes in it, which were begun before it was drawn."""
-        names = image.owner.lora_hashes
-        futures = [self.model_hash, *names.values()]
-        # Shielded: other images wait for the same.
-        waits = [asyncio.shield(asyncio.wrap_future(each)) for each in futures]
-        model, *loras = await asyncio.gather(*waits)
+        model = await _result(self.model_hash)
+        loras = {name: await _result(each) for name, each in image.owner.lora_hashes.items()}
         return infotext.parameters(
             image.job,
             image.index,
             image.size,
             self.model_name,
             model_hash=model,
-            lora_hashes={name: each for name, each in zip(names, loras, strict=True) if each},
+            lora_hashes={name: each for name, each in loras.items() if each},
             embedding_hashes={each.name: each.sha256 for each in image.embeddings},
         )
 
@@ -255,3 +252,10 @@ class UploadStage:
         if image.job.metadata:
             facts["metadata"] = json.dumps(image.job.metadata)
         return facts
+
+
+async def _result(hashed: Future[str | None]) -> str | None:
+    if hashed.done():  # as it is from a worker's second image on
+        return hashed.result()
+    # Shielded: other images wait for the same.
+    return await asyncio.shield(asyncio.wrap_future(hashed))

@@ -77,9 +77,9 @@ class RotatingAccess(Access):
     """One resource's credential, updated by RotatingTokens."""
 
     def __init__(
-        self, resource: Resource, tokens: RotatingTokens, model: str | None = None
+        self, resource: Resource, tokens: RotatingTokens, model: str | None, shard: int
     ) -> None:
-        self._sas = tokens.credential(resource, model)
+        self._sas = tokens.credential(resource, model, shard)
         super().__init__(resource, self._sas)
         self._tokens = tokens
         self._accepted = False
@@ -123,21 +123,25 @@ class RotatingTokens:
 
     def __init__(self, source: sas_tokens.TokenSource) -> None:
         self.source = source
-        self.credentials: dict[tuple[Resource, str | None], AzureSasCredential] = {
-            (each, None): AzureSasCredential("") for each in get_args(Resource)
+        self.credentials: dict[tuple[Resource, str | None, int], AzureSasCredential] = {
+            (each, None, 0): AzureSasCredential("") for each in get_args(Resource)
         }
         self._tokens: sas_tokens.Tokens | None = None
         self._refreshing: asyncio.Task[None] | None = None
         self._failure: errors.FleetError | None = None
         self._refusal_logged = False
 
-    def credential(self, resource: Resource, model: str | None) -> AzureSasCredential:
+    def credential(self, resource: Resource, model: str | None, shard: int) -> AzureSasCredential:
         """The credential of a queue or container, of a *model*'s queue if given."""
-        key = resource, model
+        key = resource, model, shard
         if key not in self.credentials:
             token = self._tokens.of(*key) if self._tokens else ""
             self.credentials[key] = AzureSasCredential(token)
         return self.credentials[key]
+
+    def shards(self, resource: Resource, model: str | None) -> int:
+        """The number of a queue's shards that have a token."""
+        return self._tokens.shards_of(resource, model) if self._tokens else 1
 
     async def refresh_if_due(self) -> None:
         """Waits for the first tokens; later ones are fetched while the request goes on.
@@ -247,13 +251,20 @@ class Credentials:
         if self._fixed is None and not address.has_key:
             self._identity = self._to_close = _workload_identity(settings.queue)
 
-    def of(self, resource: Resource, model: str | None = None) -> Access:
-        """The credential of a queue or container; a job queue may be a *model*'s."""
+    def of(self, resource: Resource, model: str | None = None, shard: int = 0) -> Access:
+        """The credential of a queue or container; a job queue may be a *model*'s, and a shard."""
         if self._rotating is not None:
-            return RotatingAccess(resource, self._rotating, model)
+            return RotatingAccess(resource, self._rotating, model, shard)
         if self._fixed is not None:
-            return Access(resource, AzureSasCredential(self._fixed.of(resource, model)))
+            return Access(resource, AzureSasCredential(self._fixed.of(resource, model, shard)))
         return Access(resource, self._identity)
+
+    def shards(self, resource: Resource, model: str | None) -> int:
+        """How many shards of a job queue there are tokens for."""
+        tokens = self._rotating or self._fixed
+        if isinstance(tokens, RotatingTokens):
+            return tokens.shards(resource, model)
+        return tokens.shards_of(resource, model) if tokens else 1
 
     async def close(self) -> None:
         if self._to_close is not None:

@@ -17,8 +17,9 @@ from email.utils import parsedate_to_datetime
 from functools import partial
 from typing import Any, TypeVar
 
+from azure.core.credentials import AzureSasCredential
 from azure.core.pipeline import PipelineResponse
-from azure.storage.queue import QueueMessage
+from azure.storage.queue import QueueMessage, QueueProperties
 from azure.storage.queue.aio import QueueClient
 
 from imagefleet import concurrency, errors, retry
@@ -36,6 +37,9 @@ CONCURRENT_RELEASES = 32
 #: Browsing more messages than a peek returns requires leasing them. They are released at the end,
 #: or visible again after this time if the reader crashes. It suffices for about 100,000 messages.
 BROWSE_LEASE_SECONDS = 300
+
+#: The metadata of a queue with the number of its shards.
+_SHARDS = "shards"
 
 _Result = TypeVar("_Result")
 
@@ -57,14 +61,21 @@ class AzureQueue:
         self._access = access
         self._sender = sender
         self._window = SendWindow()
+        self.shards: protocol.Shards | None = None
 
     async def create(self) -> bool:
         """Creates the queue if it does not exist; False if the credentials do not allow that."""
 
         async def request() -> bool:
             with azure_errors.tolerated(azure_errors.NOT_FOR_TOKENS):
+                if not isinstance(self._access.credential, AzureSasCredential):
+                    # One request, too, where it exists, whose answer has the number of shards.
+                    with azure_errors.tolerated(azure_errors.MISSING):
+                        await self._properties()
+                        return True
                 with azure_errors.tolerated({"QueueAlreadyExists"}):
                     await self._client.create_queue()
+                    self.shards = protocol.Shards()
                 return True
             return False
 
@@ -78,9 +89,22 @@ class AzureQueue:
 
         async def request() -> None:
             with azure_errors.tolerated(LESS_PERMISSION):
-                await self._client.get_queue_properties()
+                await self._properties()
 
         await self._call(ANY_PERMISSION, request)
+
+    async def read_shards(self) -> protocol.Shards:
+        await self._call("r", self._properties)
+        return self.shards or protocol.Shards()
+
+    async def record_shards(self, shards: protocol.Shards) -> None:
+        async def request() -> None:
+            found = await self._client.get_queue_properties()
+            recorded = {_SHARDS: f"{shards.used}/{shards.made}"}
+            await self._client.set_queue_metadata({**(found.metadata or {}), **recorded})
+
+        await self._call("", request)
+        self.shards = shards
 
     async def send(self, bodies: Iterable[str]) -> None:
         remaining = iter(messages := protocol.checked_messages(bodies))
@@ -166,7 +190,7 @@ class AzureQueue:
                 yield protocol.FoundMessage(message, is_leased=False)
 
     async def depth(self) -> protocol.QueueDepth:
-        properties = await self._call("r", self._client.get_queue_properties)
+        properties = await self._call("r", self._properties)
         count = properties.approximate_message_count or 0  # never too low
         front = await self._peek(1) if count else []
         age_seconds = None
@@ -203,6 +227,13 @@ class AzureQueue:
             await self._access.attempt(self._what, "a", partial(self._sender.send, body))
 
         await self._retry_policy.call(partial(self._window.run, attempt))
+
+    async def _properties(self) -> QueueProperties:
+        found = await self._client.get_queue_properties()
+        used, _, made = (found.metadata or {}).get(_SHARDS, "").partition("/")
+        is_one = not (used.isdecimal() and made.isdecimal())
+        self.shards = protocol.Shards() if is_one else protocol.Shards(int(used), int(made))
+        return found
 
     async def _call(self, permission: str, request: Callable[[], Awaitable[_Result]]) -> _Result:
         """Makes a request, which needs *permission*, with retries and translated errors."""

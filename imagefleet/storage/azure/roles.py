@@ -125,9 +125,11 @@ def job_queue(priority: Priority) -> Resource:
     return _JOB_QUEUES[priority]
 
 
-def name_of(settings: StorageSettings, resource: Resource, model: str | None = None) -> str:
-    """The name of the queue or container; a job queue may be a *model*'s."""
-    queues = {job_queue(each): name for each, name in settings.queues_of(model).items()}
+def name_of(
+    settings: StorageSettings, resource: Resource, model: str | None = None, shard: int = 0
+) -> str:
+    """The name of the queue or container; a job queue may be a *model*'s, and one of its shards."""
+    queues = {job_queue(each): name for each, name in settings.queues_of(model, shard).items()}
     names: dict[Resource, str] = {
         **queues,
         "poison": settings.poison_queue,

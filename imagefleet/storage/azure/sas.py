@@ -69,16 +69,23 @@ _SasToken = Annotated[SecretStr, AfterValidator(_checked_token)]
 
 
 class QueueTokens(BaseModel):
-    """The tokens of one model's job queues."""
+    """The tokens of one model's job queues, or of the same shard of each."""
 
     model_config = ConfigDict(frozen=True, extra="ignore", hide_input_in_errors=True)
 
     queue: _SasToken | None = None
     queue_high: _SasToken | None = None
     queue_low: _SasToken | None = None
+    shards: list[QueueTokens] = Field(default_factory=list)
+    """Those of the second shard and the following ones."""
+
+    def token(self, resource: str, shard: int) -> str:
+        part = self.shards[shard - 1 : shard] if shard else [self]
+        token: SecretStr | None = getattr(part[0], resource, None) if part else None
+        return token.get_secret_value() if token else ""
 
 
-class Tokens(BaseModel):
+class Tokens(QueueTokens):
     """`{"queue": ..., "poison": ..., "blob": ..., "files": ..., "expires_at": ...}`.
 
     A role has tokens only for what it needs; one of the whole account is for what has none. Those
@@ -86,11 +93,6 @@ class Tokens(BaseModel):
     each model.
     """
 
-    model_config = ConfigDict(frozen=True, extra="ignore", hide_input_in_errors=True)
-
-    queue: _SasToken | None = None
-    queue_high: _SasToken | None = None
-    queue_low: _SasToken | None = None
     poison: _SasToken | None = None
     blob: _SasToken | None = None
     files: _SasToken | None = None
@@ -103,15 +105,17 @@ class Tokens(BaseModel):
             raise ValueError(f"a token of {', '.join(get_args(Resource))} is missing")
         return self
 
-    def of(self, resource: Resource, model: str | None = None) -> str:
+    def of(self, resource: Resource, model: str | None = None, shard: int = 0) -> str:
         """The token for it, of a *model*'s queues if given; empty if there is none."""
         tokens = self._by_resource()
         accounts = (token for token in tokens.values() if "ss" in parse_qs(token))
-        own = tokens[resource]
-        if model is not None:
-            token: SecretStr | None = getattr(self.models.get(model), resource, None)
-            own = token.get_secret_value() if token else ""
-        return own or next(accounts, "")
+        given = self if model is None else self.models.get(model, QueueTokens())
+        return given.token(resource, shard) or next(accounts, "")
+
+    def shards_of(self, resource: Resource, model: str | None) -> int:
+        """The number of the queue's shards that have a token, the first included."""
+        given = self if model is None else self.models.get(model, QueueTokens())
+        return 1 + sum(bool(getattr(each, resource)) for each in given.shards)
 
     def _by_resource(self) -> dict[Resource, str]:
         given: dict[Resource, SecretStr | None] = {

@@ -18,6 +18,7 @@ from imagefleet.storage.azure.credentials import Credentials
 from imagefleet.storage.azure.queue import AzureQueue
 from imagefleet.storage.azure.roles import job_queue, name_of
 from imagefleet.storage.azure.sender import MessageSender
+from imagefleet.storage.combined.shards import ShardedQueue
 from imagefleet.storage.model_queues import ModelQueues, Queues
 from imagefleet.storage.priorities import OrderedQueues
 from imagefleet.storage.protocol import Operations
@@ -93,17 +94,21 @@ class AzureStorage:
 
         of_queues = dict(options)
 
-        def opened(resource: Resource, model: str | None = None) -> AzureQueue:
-            of = access.of(resource, model)
-            name = name_of(settings, resource, model)
+        def opened(resource: Resource, model: str | None = None, shard: int = 0) -> AzureQueue:
+            of = access.of(resource, model, shard)
+            name = name_of(settings, resource, model, shard)
             client = address.queue_client(name, of.credential, **of_queues)
             sender = MessageSender(client, self._transport, API_VERSION, self._count_send)
             return AzureQueue(client, retry_policy, of, sender)
 
-        def of_model(model: str, priority: Priority) -> AzureQueue:
-            return opened(job_queue(priority), model)
+        def of_model(model: str | None, priority: Priority) -> ShardedQueue:
+            resource = job_queue(priority)
+            return ShardedQueue(
+                lambda shard: opened(resource, model, shard),
+                lambda: access.shards(resource, model),
+            )
 
-        self.queues = {each: opened(job_queue(each)) for each in PRIORITIES}
+        self.queues = {each: of_model(None, each) for each in PRIORITIES}
         self.poison = opened("poison")
         options["raw_request_hook"] = self._count_blob_operation
         blob, files = access.of("blob"), access.of("files")
@@ -165,5 +170,5 @@ class AzureStorage:
 
 async def _create(queues: Queues) -> None:
     for queue in queues.values():
-        if isinstance(queue, AzureQueue) and not await queue.create():
+        if not await queue.create():
             return  # a SAS token for one queue can create nothing else, nor need it

@@ -8,22 +8,23 @@ is the sequence number and version of the row; each lease increments the version
 
 from __future__ import annotations
 
-import asyncio
+import contextlib
 import dataclasses
 import functools
+import itertools
 import sqlite3
 import time
 import uuid
-from collections.abc import AsyncIterator, Callable, Iterable, Iterator
+from collections.abc import AsyncIterator, Callable, Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager
 from datetime import UTC, datetime
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any, NamedTuple, TypeVar, cast
 
 from imagefleet import errors, uptime
 from imagefleet.storage import protocol
 from imagefleet.storage.local import file as sqlite_file
+from imagefleet.storage.local.batches import Batches
 
 _Result = TypeVar("_Result")
 
@@ -65,7 +66,21 @@ SELECT enqueued_at FROM messages WHERE queue = ? AND visible_at = 0 ORDER BY seq
 COUNT = "SELECT count(*) FROM messages WHERE queue = ?"
 COUNT_LEASED = "SELECT count(*) FROM messages WHERE queue = ? AND visible_at > 0"
 
+RECORD_SHARDS = "INSERT OR REPLACE INTO shards VALUES (?, ?, ?)"
+SHARDS = "SELECT used, made FROM shards WHERE queue = ?"
+
 _BROWSE_PAGE = 100
+
+
+#: Changes of single messages in one transaction, which takes a millisecond then.
+_MOST_CHANGES = 64
+
+
+class _Change(NamedTuple):
+    """A statement that changes one message, and its values at the time when it is executed."""
+
+    statement: str
+    values: Callable[[], Sequence[object]]
 
 
 class QueueFile:
@@ -77,6 +92,9 @@ class QueueFile:
         self._connection: sqlite3.Connection | None = None
         self._identity: tuple[int, int] | None = None
         self._clock_ahead = 0.0
+        self._calls: Batches[_Change | Callable[[], object], Any] = Batches(
+            self._do, self._thread, most=_MOST_CHANGES
+        )
 
     async def run(self, work: Callable[[sqlite3.Connection], _Result]) -> _Result:
         """Does *work* in the thread of the file.
@@ -86,6 +104,14 @@ class QueueFile:
             SetupError: the file or queue does not exist or cannot be used.
         """
         return await self._in_thread(lambda: work(self._open()))
+
+    async def change(self, statement: str, values: Callable[[], Sequence[object]]) -> bool:
+        """Executes *statement*, in one transaction with what else waits; whether it met a row.
+
+        Raises:
+            TransientError, SetupError: as for `run`; no change of the transaction was made.
+        """
+        return bool(await self._calls(_Change(statement, values)))
 
     async def create(self, queues: Iterable[str]) -> None:
         """Creates the file and the queues if they do not exist."""
@@ -109,13 +135,39 @@ class QueueFile:
         self._thread.shutdown()
 
     async def _in_thread(self, work: Callable[[], _Result]) -> _Result:
-        def translated() -> _Result:
-            try:
-                return work()
-            except sqlite3.Error as error:
-                raise sqlite_file.translated(error, self.path) from error
+        done: _Result = await self._calls(work)
+        return done
 
-        return await asyncio.get_running_loop().run_in_executor(self._thread, translated)
+    def _do(self, calls: Sequence[_Change | Callable[[], object]]) -> list[object]:
+        outcomes: list[object] = []
+        for is_change, group in itertools.groupby(calls, lambda each: isinstance(each, _Change)):
+            if is_change:
+                outcomes += self._change(cast("list[_Change]", list(group)))
+            else:
+                outcomes += [self._outcome(cast("Callable[[], object]", each)) for each in group]
+        return outcomes
+
+    def _change(self, changes: Sequence[_Change]) -> Sequence[object]:
+        def change() -> list[bool]:
+            connection = self._open()
+            with transaction(connection):
+                return [
+                    connection.execute(each.statement, each.values()).rowcount > 0
+                    for each in changes
+                ]
+
+        outcome = self._outcome(change)
+        return [outcome] * len(changes) if isinstance(outcome, Exception) else outcome
+
+    def _outcome(self, work: Callable[[], _Result]) -> _Result | Exception:
+        try:
+            return work()
+        except sqlite3.Error as error:
+            translated = sqlite_file.translated(error, self.path)
+            translated.__cause__ = error
+            return translated
+        except Exception as error:  # noqa: BLE001 - raised again by the call
+            return error
 
     def _create(self, queues: Iterable[str]) -> None:
         sqlite_file.create(self.path)
@@ -146,7 +198,7 @@ class QueueFile:
             self._connection = None
 
 
-@contextmanager
+@contextlib.contextmanager
 def transaction(connection: sqlite3.Connection, *, durable: bool = False) -> Iterator[None]:
     """A write transaction; a *durable* one is synced to the disk.
 
@@ -190,10 +242,29 @@ class LocalQueue:
         self._operations = operations
         self._clock = clock or time.time
         self._lease_clock = clock or file.now
+        self.shards: protocol.Shards | None = None
+
+    async def create(self) -> bool:
+        await self._file.create([self.name])
+        await self._file.run(self._read_shards)
+        return True
 
     async def check(self) -> None:
         if not await self._file.has_queue(self.name):
             raise self._missing()
+        await self._file.run(self._read_shards)
+
+    async def read_shards(self) -> protocol.Shards:
+        return await self._run(self._read_shards)
+
+    async def record_shards(self, shards: protocol.Shards) -> None:
+        def record(connection: sqlite3.Connection) -> None:
+            connection.execute(sqlite_file.SHARDS)
+            with transaction(connection, durable=True):
+                connection.execute(RECORD_SHARDS, (self.name, *shards))
+
+        await self._run(record)
+        self.shards = shards
 
     async def send(self, bodies: Iterable[str]) -> None:
         checked = protocol.checked_messages(bodies)
@@ -225,7 +296,7 @@ class LocalQueue:
         await self._update(message, delay_seconds, body)
 
     async def delete(self, message: protocol.LeasedMessage) -> None:
-        await self._change(lambda connection: connection.execute(DELETE, _key(message)))
+        await self._change(DELETE, lambda: _key(message))
 
     async def browse(self) -> AsyncIterator[protocol.Message]:
         self._operations.queue += 1
@@ -306,18 +377,15 @@ class LocalQueue:
     async def _update(
         self, message: protocol.LeasedMessage, seconds: float, body: str | None
     ) -> None:
-        def update(connection: sqlite3.Connection) -> sqlite3.Cursor:
+        def values() -> Sequence[object]:
             visible_at = self._lease_clock() + seconds if seconds > 0 else 0
-            return connection.execute(UPDATE, (visible_at, body, *_key(message)))
+            return visible_at, body, *_key(message)
 
-        await self._change(update)
+        await self._change(UPDATE, values)
 
-    async def _change(self, change: Callable[[sqlite3.Connection], sqlite3.Cursor]) -> None:
-        def changed(connection: sqlite3.Connection) -> int:
-            with transaction(connection):
-                return change(connection).rowcount
-
-        if not await self._run(changed):
+    async def _change(self, statement: str, values: Callable[[], Sequence[object]]) -> None:
+        self._operations.queue += 1
+        if not await self._file.change(statement, values):
             raise errors.LeaseLost
 
     def _page(
@@ -334,11 +402,19 @@ class LocalQueue:
 
     def _depth(self, connection: sqlite3.Connection) -> protocol.QueueDepth:
         self._sweep(connection)
+        self._read_shards(connection)
         (messages,) = connection.execute(COUNT, (self.name,)).fetchone()
         (leased,) = connection.execute(COUNT_LEASED, (self.name,)).fetchone()
         oldest = connection.execute(OLDEST, (self.name,)).fetchone()
         age_seconds = max(0.0, self._clock() - oldest[0]) if oldest else None
         return protocol.QueueDepth(messages, leased, age_seconds)
+
+    def _read_shards(self, connection: sqlite3.Connection) -> protocol.Shards:
+        row = None
+        with contextlib.suppress(sqlite3.OperationalError):  # a file that never had shards
+            row = connection.execute(SHARDS, (self.name,)).fetchone()
+        self.shards = protocol.Shards(*row) if row else protocol.Shards()
+        return self.shards
 
     def _sweep(self, connection: sqlite3.Connection) -> None:
         """Makes messages with expired leases visible, for reads that lease nothing."""

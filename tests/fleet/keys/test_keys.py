@@ -293,7 +293,9 @@ def test_tokens_that_do_not_fit_into_a_variable_of_saladcloud_are_an_error_befor
 ) -> None:
     stored: list[str] = []
 
-    async def store(settings: StorageSettings, role: Role, name: str, models: list[str]) -> None:
+    async def store(
+        settings: StorageSettings, role: Role, name: str, models: list[str], shards: int
+    ) -> None:
         stored.append(name)
 
     monkeypatch.setattr(mint, "store_policy", store)

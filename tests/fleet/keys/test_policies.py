@@ -19,6 +19,7 @@ from azure.storage.queue import QueueClient, QueueServiceClient
 from fleet.keys import mint
 from imagefleet.storage.azure.roles import RESOURCES, ROLES
 from imagefleet.storage.azure.storage import API_VERSION
+from imagefleet.storage.open import open_storage
 from imagefleet.storage.settings import StorageSettings
 
 ONE_HOUR = timedelta(hours=1)
@@ -93,6 +94,29 @@ def test_a_policy_ends_the_tokens_of_a_models_queues_too(
     assert all(name in revoked.stdout for name in names)
 
 
+def test_a_policy_ends_the_tokens_of_shards_too(
+    azurite_settings: StorageSettings, account: list[str], in_process: Imagefleet, tmp_path: Path
+) -> None:
+    async def shard() -> None:
+        async with open_storage(azurite_settings) as storage:
+            await storage.models.set_shards(3)
+
+    asyncio.run(shard())
+    file = tmp_path / "tokens.json"
+    made = in_process(
+        *("keys", "worker", "--policy", "spring", "--shards", "3", "--file", str(file)), *account
+    )
+    assert made.returncode == 0, made.stderr
+    assert f"{azurite_settings.queue}-low-2" in made.stderr
+    (second, third) = json.loads(file.read_text())["shards"]
+    assert parse_qs(third["queue_high"])["si"] == ["spring"]
+    assert len({*second.values(), *third.values()}) == 6
+    revoked = in_process("keys", "revoke", "spring", *account)
+    for shard_number in (1, 2):
+        names = azurite_settings.queues_of(None, shard_number).values()
+        assert all(name in revoked.stdout for name in names)
+
+
 def test_a_policy_is_revoked_even_where_a_container_is_gone(
     azurite_settings: StorageSettings, account: list[str], in_process: Imagefleet
 ) -> None:
@@ -122,7 +146,7 @@ def test_a_policy_of_an_earlier_version_needs_another_name(
         policies["spring"] = QueuePolicy(permission="rup", expiry=datetime.now(UTC) + ONE_HOUR)
         return True
 
-    asyncio.run(mint._change_policies(azurite_settings, [("queue", None)], store))
+    asyncio.run(mint._change_policies(azurite_settings, [mint.Place("queue")], store))
     result = in_process("keys", "worker", "--policy", "spring", *account)
     assert result.returncode == 2
     assert "use another name" in result.stderr
@@ -155,7 +179,7 @@ async def _policies(settings: StorageSettings) -> list[Any]:
         found.extend(policies.values())
         return False
 
-    await mint._change_policies(settings, [(each, None) for each in RESOURCES], read)
+    await mint._change_policies(settings, [mint.Place(each) for each in RESOURCES], read)
     return found
 
 

@@ -120,7 +120,7 @@ def test_the_scaler_counts_the_queues_of_its_file_and_keeps_its_bounds(
     jobs.write_text(
         '{"prompt": "a", "model": "pony"}\n' * 5 + '{"prompt": "a", "model": "dream"}\n' * 4
     )
-    sent = in_process("load", str(jobs), "--model", "pony", "--model", "dream")
+    sent = in_process("load", str(jobs), "--model", "pony", "--model", "dream", "--shards", "3")
     assert sent.returncode == 0, sent.stderr
 
     ended = in_process(

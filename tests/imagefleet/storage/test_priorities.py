@@ -16,6 +16,7 @@ from fleet.keys import mint
 from imagefleet import errors, retry
 from imagefleet.storage import priorities
 from imagefleet.storage.azure.roles import ROLES
+from imagefleet.storage.combined import queue as combined
 from imagefleet.storage.open import open_storage
 from imagefleet.storage.priorities import OrderedQueues
 from imagefleet.storage.protocol import LeasedMessage, Message, QueueDepth, Storage
@@ -165,8 +166,8 @@ async def test_a_worker_does_without_queues_that_are_not_there_and_finds_them_la
     caplog: pytest.LogCaptureFixture,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    caplog.set_level(logging.INFO, logger="imagefleet.storage.priorities")
-    monkeypatch.setattr(priorities, "MISSING_PAUSE_SECONDS", 0.5)
+    caplog.set_level(logging.INFO, logger="imagefleet.storage.combined")
+    monkeypatch.setattr(combined, "MISSING_PAUSE_SECONDS", 0.5)
     async with open_storage(azurite_settings) as storage:
         for each in (storage.queues["normal"], storage.poison):
             await each.create()  # type: ignore[attr-defined]
@@ -209,7 +210,7 @@ async def test_tokens_of_an_earlier_version_serve_the_queue_that_they_are_for(
     azurite_settings: StorageSettings,
 ) -> None:
     minted = mint.Minter(azurite_settings).mint(ROLES["worker"], timedelta(hours=1))
-    old = {key: each for key, each in minted.tokens.items() if "_" not in key}
+    old = {key: each for key, each in minted.by_place.items() if "_" not in key.resource}
     assert len(old) == 4
     sas = SecretStr(mint.Minted("", "", old, minted.expires_at).sas)
     tokens = azurite_settings.model_copy(update={"storage": minted.storage, "sas": sas})
@@ -388,7 +389,7 @@ async def test_a_refused_token_of_one_queue_is_a_warning_and_not_the_end(
     fleet.high.error = errors.SetupError("the SAS token of the queue 'jobs-high' expired")
     for _ in range(2):
         assert await fleet.receive(1) == ["jobs"]
-        fleet.clock.now += priorities.MISSING_PAUSE_SECONDS
+        fleet.clock.now += combined.MISSING_PAUSE_SECONDS
     (record,) = caplog.records
     assert record.levelno == logging.WARNING
     assert "jobs-high: the SAS token" in record.getMessage()

@@ -6,6 +6,8 @@ import asyncio
 import errno
 import json
 import os
+import subprocess
+import sys
 import threading
 import time
 from pathlib import Path
@@ -91,6 +93,91 @@ async def test_the_file_and_its_folders_are_synced_before_create_returns(
     await blobs.create("a/b/fox.png", b"pixels", "image/png", {})
     for path in ("", "a", "a/b", "a/b/fox.png"):
         assert (blobs.folder / path).stat().st_ino in synced
+
+
+async def test_blobs_of_the_same_moment_share_the_sync_of_their_folder(
+    blobs: LocalBlobs, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    synced = []
+    fsync = os.fsync
+
+    def remember(handle: int) -> None:
+        synced.append(os.fstat(handle).st_ino)
+        fsync(handle)
+
+    await blobs.create("a/first.png", b"pixels", "image/png", {})
+    monkeypatch.setattr(os, "fsync", remember)
+    paths = [f"a/{number}.png" for number in range(64)]
+    created = [blobs.create(path, b"pixels", "image/png", {}) for path in paths]
+    assert all(await asyncio.gather(*created))
+    assert {(blobs.folder / path).stat().st_ino for path in paths} < set(synced)
+    assert 1 <= synced.count((blobs.folder / "a").stat().st_ino) <= 16
+
+
+async def test_of_two_blobs_of_one_name_in_the_same_moment_one_is_created(
+    blobs: LocalBlobs,
+) -> None:
+    contents = [str(number).encode() for number in range(32)]
+    created = await asyncio.gather(
+        *(blobs.create("fox.png", each, "image/png", {}) for each in contents)
+    )
+    assert sorted(created) == [False] * 31 + [True]
+    assert await blobs.read("fox.png") == contents[created.index(True)]
+
+
+async def test_a_blob_that_cannot_be_created_fails_alone(blobs: LocalBlobs) -> None:
+    (blobs.folder / "night").write_bytes(b"")
+    names_ = ["a.png", "night/fox.png", "b.png", "night/owl.png"] * 4
+    results = await asyncio.gather(
+        *(blobs.create(each, b"pixels", "image/png", {}) for each in names_),
+        return_exceptions=True,
+    )
+    for name, result in zip(names_, results, strict=True):
+        assert isinstance(result, errors.SetupError if "/" in name else bool)
+    assert await names(blobs) == ["a.png", "b.png", "night"]
+    assert list((blobs.folder / ".temporary").iterdir()) == []
+
+
+CREATE = """
+import asyncio, sys
+from pathlib import Path
+from imagefleet.storage.local.blobs import LocalBlobs
+from imagefleet.storage.protocol import Operations
+
+async def create(blobs, lane):
+    for number in range(1_000_000):
+        name = f"{lane}/{number}.png"
+        await blobs.create(name, name.encode() * 1000, "image/png", {"name": name})
+        print(name, flush=True)
+
+async def main():
+    blobs = LocalBlobs(Path(sys.argv[1]), Operations())
+    await asyncio.gather(*(create(blobs, lane) for lane in range(16)))
+
+asyncio.run(main())
+"""
+
+
+def created_until_killed(folder: Path) -> list[str]:
+    """The names that a process has reported before it was killed."""
+    with subprocess.Popen(
+        [sys.executable, "-c", CREATE, folder], stdout=subprocess.PIPE, text=True
+    ) as process:
+        assert process.stdout is not None
+        reported = [process.stdout.readline().strip() for _ in range(100)]
+        process.kill()
+        return reported + process.stdout.read().splitlines()[:-1]
+
+
+async def test_a_process_killed_while_it_creates_many_leaves_whole_blobs_alone(
+    blobs: LocalBlobs,
+) -> None:
+    reported = await asyncio.to_thread(created_until_killed, blobs.folder)
+    found = {record.name: record.metadata async for record in blobs.records()}
+    assert set(reported) <= set(found)
+    for name, metadata in found.items():
+        assert await blobs.read(name) == name.encode() * 1000
+        assert metadata == {"name": name}
 
 
 async def test_a_missing_folder_is_a_setup_error(tmp_path: Path) -> None:

@@ -19,7 +19,7 @@ from imagefleet.storage.local import file as sqlite_file
 from imagefleet.storage.local import queue as local_queue
 from imagefleet.storage.local.queue import LocalQueue, QueueFile
 from imagefleet.storage.open import open_storage
-from imagefleet.storage.protocol import Message, Operations
+from imagefleet.storage.protocol import LeasedMessage, Message, Operations
 from imagefleet.storage.settings import StorageSettings
 
 LEASE_SECONDS = 30
@@ -290,6 +290,61 @@ async def test_a_file_that_stays_locked_is_a_transient_error(
     other.close()
     await LocalQueue(short_timeout, "jobs", Operations()).send(["a job"])
     await short_timeout.close()
+
+
+async def leased(queue: LocalQueue, count: int) -> list[LeasedMessage]:
+    await queue.send(f"job {number}" for number in range(count))
+    pages = [await queue.receive(32, LEASE_SECONDS) for _ in range(0, count, 32)]
+    return [message for page in pages for message in page]
+
+
+async def test_what_many_tasks_end_at_once_takes_few_transactions(
+    file: QueueFile, queue: LocalQueue
+) -> None:
+    messages = await leased(queue, 128)
+    statements: list[str] = []
+    await file.run(lambda connection: connection.set_trace_callback(statements.append))
+    renewed = await asyncio.gather(*(queue.renew(each, LEASE_SECONDS) for each in messages))
+    await asyncio.gather(*(queue.delete(each) for each in renewed))
+    # Each alone would take 256; one may come before the others.
+    assert sum(each.startswith("BEGIN") for each in statements) <= 6
+    assert (await queue.depth()).messages == 0
+
+
+async def test_a_lost_lease_among_others_is_that_messages_alone(queue: LocalQueue) -> None:
+    messages = await leased(queue, 8)
+    await queue.renew(messages[3], LEASE_SECONDS)
+    ended = await asyncio.gather(*map(queue.delete, messages), return_exceptions=True)
+    assert [isinstance(each, errors.LeaseLost) for each in ended] == [n == 3 for n in range(8)]
+    assert (await queue.depth()).messages == 1
+
+
+async def test_changes_that_do_not_fit_on_the_disk_are_all_undone(
+    file: QueueFile, queue: LocalQueue
+) -> None:
+    messages = await leased(queue, 8)
+    await file.run(lambda connection: connection.execute("PRAGMA max_page_count = 20").fetchall())
+    renewals = [queue.renew(each, LEASE_SECONDS, "x" * 60_000) for each in messages]
+    renewed = await asyncio.gather(*renewals, return_exceptions=True)
+    assert errors.StorageFullError in {type(each) for each in renewed}
+    now = [
+        message if isinstance(each, Exception) else each
+        for message, each in zip(messages, renewed, strict=True)
+    ]
+    assert all(isinstance(each, LeasedMessage) for each in now)
+    await asyncio.gather(*map(queue.delete, now))
+    assert (await queue.depth()).messages == 0
+
+
+async def test_the_file_does_not_grow_while_jobs_come_and_go(
+    file: QueueFile, queue: LocalQueue
+) -> None:
+    pages = []
+    for _ in range(30):
+        await asyncio.gather(*map(queue.delete, await leased(queue, 64)))
+        pages.append(await file.run(lambda each: each.execute("PRAGMA page_count").fetchone()[0]))
+    assert pages[-1] <= pages[9]
+    assert sqlite_file.log_of(file.path).stat().st_size < 2 * 4096 * sqlite_file.CHECKPOINT_PAGES
 
 
 async def test_a_full_disk_is_a_transient_error_and_sends_nothing_of_the_batch(

@@ -1,0 +1,217 @@
+"""Creates blobs in a folder, several at once: each atomically, and durable when `create` returns.
+
+A blob is written and synced under a temporary name, then linked to its own, and last its folder is
+synced, once for all that are created together.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import os
+import stat
+import uuid
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from typing import BinaryIO, NamedTuple
+
+from imagefleet import errors
+from imagefleet.storage.local.file import DISK_FULL
+
+#: In the same folder; no segment of a blob's name starts with a dot.
+METADATA_FOLDER = ".metadata"
+TEMPORARY_FOLDER = ".temporary"
+
+_IN_THE_WAY = (FileExistsError, IsADirectoryError, NotADirectoryError)
+_REFUSED = frozenset({errno.EACCES, errno.EPERM, errno.EROFS, errno.ENOTSUP})
+
+
+class NewBlob(NamedTuple):
+    """A blob's name, its content or what writes it, and the text of its sidecar."""
+
+    name: str
+    content: bytes | Callable[[BinaryIO], None]
+    details: bytes
+
+
+@dataclass(slots=True)
+class _Draft:
+    """A blob on its way; *outcome* is whether it was created, or an error; None: not yet."""
+
+    blob: NewBlob
+    path: str  # strings: pathlib takes longer than the system's calls
+    folder: str
+    temporary: str
+    handle: int = -1
+    outcome: bool | OSError | errors.FleetError | None = None
+
+
+class NewBlobs:
+    """Creates blobs in a folder."""
+
+    def __init__(self, folder: Path) -> None:
+        self._folder = folder
+        self._root = str(folder)
+
+    def create(self, blobs: Sequence[NewBlob]) -> list[bool | Exception]:
+        """For each, whether it was created: False if its name is taken; or the error."""
+        drafts = [self._draft(blob) for blob in blobs]
+        try:
+            # File by file, each sync would wait for the file system's journal anew.
+            for step in (self._write, _begin_sync, _sync_file, self._link):
+                for draft in drafts:
+                    if draft.outcome is None:
+                        try:
+                            step(draft)
+                        except (OSError, errors.FleetError) as error:
+                            draft.outcome = error
+        finally:
+            for draft in drafts:
+                self._clean_up(draft)
+        # Also of those that somebody else has created: the message is deleted next, which reaches
+        # the disk with a later send or checkpoint, and a power failure must not lose both.
+        for folder in {draft.folder for draft in drafts}:
+            self._sync_folder(folder, drafts)
+        return [self._outcome(draft) for draft in drafts]
+
+    def _draft(self, blob: NewBlob) -> _Draft:
+        temporary = f"{self._root}/{TEMPORARY_FOLDER}/{uuid.uuid4().hex}"
+        path = f"{self._root}/{blob.name}"
+        return _Draft(blob, path, path.rpartition("/")[0], temporary)
+
+    def _write(self, draft: _Draft) -> None:
+        if _is_file(draft.path):
+            draft.outcome = False
+            return
+        # Before the image, so that no reader finds one without. Not synced: no job depends on it.
+        handle = self._open(draft.temporary)
+        try:
+            _write_all(handle, draft.blob.details)
+        finally:
+            os.close(handle)
+        sidecar = f"{self._root}/{METADATA_FOLDER}/{draft.blob.name}.json"
+        self._in_folder(sidecar, partial(os.replace, draft.temporary, sidecar))
+        draft.handle = self._open(draft.temporary)
+        content = draft.blob.content
+        if isinstance(content, bytes):
+            _write_all(draft.handle, content)
+        else:
+            with os.fdopen(draft.handle, "wb", closefd=False) as file:
+                content(file)
+
+    def _open(self, temporary: str) -> int:
+        flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC
+        try:
+            return os.open(temporary, flags, 0o666)
+        except FileNotFoundError:
+            if not self._folder.is_dir():
+                raise no_folder(self._folder) from None
+            Path(temporary).parent.mkdir(exist_ok=True)
+            return os.open(temporary, flags, 0o666)
+
+    def _link(self, draft: _Draft) -> None:
+        """Gives the finished file its name."""
+        try:
+            self._in_folder(draft.path, partial(os.link, draft.temporary, draft.path))
+        except FileExistsError:
+            if not _is_file(draft.path):
+                raise
+            draft.outcome = False
+        else:
+            draft.outcome = True
+
+    def _in_folder(self, path: str, rename: Callable[[], None]) -> None:
+        """Calls *rename*, which gives a file the name *path*; makes its folder if need be."""
+        try:
+            rename()
+        except FileNotFoundError:
+            make_durable_folder(Path(path).parent, self._folder)
+            rename()
+
+    def _clean_up(self, draft: _Draft) -> None:
+        if draft.handle >= 0:
+            os.close(draft.handle)
+        if draft.handle >= 0 or isinstance(draft.outcome, Exception):
+            with contextlib.suppress(FileNotFoundError, NotADirectoryError):
+                Path(draft.temporary).unlink()
+
+    def _sync_folder(self, folder: str, drafts: Sequence[_Draft]) -> None:
+        stored = [
+            draft for draft in drafts if isinstance(draft.outcome, bool) and draft.folder == folder
+        ]
+        try:
+            if stored:
+                sync_folder(folder)
+        except OSError as error:
+            for draft in stored:
+                draft.outcome = error
+
+    def _outcome(self, draft: _Draft) -> bool | Exception:
+        if isinstance(draft.outcome, OSError):
+            error = translated(draft.outcome, self._folder)
+            error.__cause__ = draft.outcome
+            return error
+        return False if draft.outcome is None else draft.outcome
+
+
+def translated(error: OSError, folder: Path) -> errors.FleetError:
+    """What the system says, as an error that names *folder* and what to do."""
+    if error.errno in DISK_FULL:
+        return errors.StorageFullError(
+            f"the disk is full: cannot write to {folder}; free some space"
+        )
+    if error.errno in _REFUSED:
+        return errors.SetupError(f"no access to {folder}: {error.strerror}")
+    if isinstance(error, _IN_THE_WAY):
+        return errors.SetupError(
+            f"{error.filename2 or error.filename} is in the way: a file where there should be"
+            " a folder, or the reverse; move it away"
+        )
+    if not folder.is_dir():
+        return no_folder(folder)
+    return errors.TransientError(f"{folder}: {error.strerror or error}")
+
+
+def no_folder(folder: Path) -> errors.SetupError:
+    return errors.SetupError(f"there is no folder {folder}; `imagefleet load` creates it")
+
+
+def make_durable_folder(folder: Path, root: Path) -> None:
+    """Like mkdir, but synced to the disk; *root*, which somebody may have deleted, is not made."""
+    if folder != root and not folder.exists():
+        make_durable_folder(folder.parent, root)
+        folder.mkdir(exist_ok=True)
+        sync_folder(folder.parent)
+
+
+def sync_folder(folder: Path | str) -> None:
+    handle = os.open(folder, os.O_RDONLY)
+    try:
+        os.fsync(handle)
+    finally:
+        os.close(handle)
+
+
+def _begin_sync(draft: _Draft) -> None:
+    if hasattr(os, "posix_fadvise"):
+        # Starts writing without waiting for it.
+        os.posix_fadvise(draft.handle, 0, 0, os.POSIX_FADV_DONTNEED)
+
+
+def _sync_file(draft: _Draft) -> None:
+    os.fsync(draft.handle)
+
+
+def _write_all(handle: int, data: bytes) -> None:
+    left = memoryview(data)
+    while left:
+        left = left[os.write(handle, left) :]
+
+
+def _is_file(path: str) -> bool:
+    try:
+        return stat.S_ISREG(os.stat(path).st_mode)  # noqa: PTH116 - see `_Draft`
+    except (FileNotFoundError, NotADirectoryError):
+        return False
