@@ -142,8 +142,8 @@ class Settler:
         if job is None or entry.is_looked_up:
             return
         earlier = entry.deliveries
-        images = set(range(job.images))
-        known = earlier.images & images if job.images > 1 else set()
+        images = set(range(job.images_to_draw))
+        known = earlier.images & images if len(images) > 1 else set()
         entry.stored |= known
         entry.recorded |= known
         if earlier.is_unsure:

@@ -211,8 +211,9 @@ def test_every_metric_that_is_pushed_is_in_the_readme(seen: Seen, dashboards: Pa
     text = (dashboards / "README.md").read_text()
     documented = set(re.findall(r"^\| `(imagefleet_[^`{]+)", text, re.MULTILINE))
     pushed = {re.sub(r"_(sum|count|bucket)$", "", name) for name in seen.metrics}
-    # `imagefleet webhooks` is scraped, and no worker here has several GPUs.
-    assert pushed == {name for name in documented if not re.search("_webhook|_gpu_[ur]", name)}
+    # `imagefleet webhooks` is scraped, no worker here has several GPUs, and no queue has shards.
+    absent = re.compile("_webhook|_gpu_[ur]|_shard")
+    assert pushed == {name for name in documented if not absent.search(name)}
 
 
 def test_a_killed_workers_series_go_stale_and_the_others_stay(seen: Seen) -> None:

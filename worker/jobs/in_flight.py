@@ -100,7 +100,7 @@ class InFlightJob:
 
     @property
     def is_all_stored(self) -> bool:
-        return self.job is not None and len(self.stored) >= self.job.images
+        return self.job is not None and len(self.stored) >= self.job.images_to_draw
 
     @property
     def id(self) -> str:
@@ -118,7 +118,7 @@ class InFlightJob:
         earlier = self.deliveries
         record = earlier.ended(failed=failed)
         is_unsure = earlier.is_unsure and not self.is_looked_up
-        if self.job is None or self.job.images == 1:
+        if self.job is None or self.job.images_to_draw == 1:
             return record.model_copy(update={"is_unsure": is_unsure or self._may_be_stored})
         recorded = earlier.images | self.recorded
         is_unsure |= self._may_be_stored or self.stored != self.recorded
@@ -140,7 +140,7 @@ class InFlightJob:
 
     def reason(self, error: errors.FleetError) -> str:
         """Why it failed; of a job of several images also which one failed, and what is stored."""
-        if self.job is None or self.job.images == 1:
+        if self.job is None or self.job.images_to_draw == 1:
             return error.message
         failed = next((each for each in self.failures if each.error is error), None)
         which = f"image {failed.index}: " if failed else ""
@@ -160,7 +160,7 @@ class InFlightJob:
 
     def mark_completed(self) -> None:
         """Every image is stored: the record of the last says so."""
-        if self.job is None or self.job.images == 1:
+        if self.job is None or self.job.images_to_draw == 1:
             return
         last = self.job.images - 1
         if not any(map(self._is_last, (*self.records, *self.again))):

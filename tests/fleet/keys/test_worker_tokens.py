@@ -65,7 +65,7 @@ JOBS = [
     {"id": "drawn", "prompt": "a house <lora:missing:1>"},
 ]
 
-PRIORITY_OF: dict[str, Priority] = {"plain": "high", "taken": "low", "drawn": "low"}
+PRIORITY_OF: dict[str, Priority] = {"plain": "high", "drawn": "low"}
 
 ENDS = {"completed": 4, "duplicate": 2, "retried": 1, "failed": 2}
 
@@ -97,7 +97,7 @@ async def owner(azurite_settings: StorageSettings) -> AsyncIterator[Storage]:
             await storage.blobs.create(f"default/{image}.png", b"another's", "image/png", {})
         for job in JOBS:
             await storage.queues[PRIORITY_OF.get(job["id"], "normal")].send([json.dumps(job)])
-        for message in await storage.queues["low"].receive(2, 60):
+        for message in await storage.queues["low"].receive(1, 60):
             await storage.queues["low"].release(message)  # as a worker that stored no record
         yield storage
 

@@ -299,5 +299,6 @@ async def test_a_draft_does_not_stay_where_the_disk_is_full(
 def test_every_field_of_a_record_is_a_result_or_left_out_on_purpose() -> None:
     from imagefleet.records import columns
 
-    left_out = {"body", "source", "images", "started_at", "start_up_seconds", "price_per_hour"}
+    of_jobs = {"body", "source", "images", "completes"}
+    left_out = of_jobs | {"started_at", "start_up_seconds", "price_per_hour"}
     assert set(Record.model_fields) - left_out == set(columns.COLUMNS) - {"address"}

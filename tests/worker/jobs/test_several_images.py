@@ -276,7 +276,7 @@ async def test_a_thousand_images_in_one_message_hold_little_memory_and_keep_thei
 
         def tick(self) -> list[contract.Finished]:
             if len(self.batches) % 20 == 0:
-                alive = sum(isinstance(each, InFlightImage) for each in gc.get_objects())
+                alive = sum(type(each) is InFlightImage for each in gc.get_objects())
                 self.most = max(self.most, alive)
             return super().tick()
 
