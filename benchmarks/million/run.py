@@ -115,7 +115,7 @@ def line(first: Sample, last: Sample) -> str:
     )
 
 
-def summary(samples: list[Sample]) -> dict[str, float]:
+def summary(samples: list[Sample]) -> dict[str, float | None]:
     """What the samples say; the first is taken when the workers have begun."""
     if len(samples) < 3:
         return {}
@@ -135,7 +135,7 @@ def summary(samples: list[Sample]) -> dict[str, float]:
         "messages_per_second": round(rate(first, last), 1),
         "messages_per_second_at_start": round(start, 1),
         "messages_per_second_at_end": round(end, 1),
-        "end_to_start": round(end / start, 3),
+        "end_to_start": round(end / start, 3) if start else None,
         "cpu_ms_at_start": round(cpu_milliseconds(first, second), 3),
         "cpu_ms_at_end": round(cpu_milliseconds(earlier, last), 3),
         **grown,
