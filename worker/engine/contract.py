@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Protocol
+from typing import Literal, Protocol
 
 import numpy as np
 import numpy.typing as npt
@@ -47,6 +47,48 @@ class Embedding:
     sha256: str
 
 
+@dataclass(frozen=True, slots=True, eq=False)
+class InitImage:
+    """What img2img or inpainting begins with; the pixels have the request's size."""
+
+    pixels: Pixels
+    denoising_strength: float
+    mask: npt.NDArray[np.uint8] | None = None
+    """[height, width]: 255 is drawn anew, 0 stays; blurred already. None: all is drawn anew."""
+    masked_content: Literal["fill", "original", "latent noise", "latent nothing"] = "original"
+    """What is below the mask at first, as AUTOMATIC1111's `inpainting_fill`."""
+
+
+@dataclass(frozen=True, slots=True)
+class HiresPass:
+    """A second pass over the upscaled image. Sizes in pixels; None is the first pass's."""
+
+    width: int
+    height: int
+    denoising_strength: float
+    steps: int
+    upscaler: str
+    """A latent upscaler's name in AUTOMATIC1111, or that of the file at *upscaler_path*."""
+    upscaler_path: Path | None = None
+    prompt: Prompt | str | None = None
+    negative_prompt: Prompt | str | None = None
+    sampler: str | None = None
+    cfg_scale: float | None = None
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Control:
+    """A ControlNet and the image that controls it, which has the request's size."""
+
+    name: str
+    path: Path
+    pixels: Pixels
+    weight: float = 1.0
+    start: float = 0.0
+    """The share of the steps after which it begins."""
+    end: float = 1.0
+
+
 @dataclass(frozen=True, slots=True)
 class ImageRequest:
     """One image to generate. Sizes in pixels; a prompt that is a string has no LoRA tags."""
@@ -65,6 +107,9 @@ class ImageRequest:
     """Those that the prompts name."""
     sampler_options: Options = DEFAULT_OPTIONS
     noise: Noise = job_noise.DEFAULT
+    init: InitImage | None = None
+    hires: HiresPass | None = None
+    controls: tuple[Control, ...] = ()
 
 
 class PreparedRequest(Protocol):
