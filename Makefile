@@ -64,7 +64,7 @@ $(INSTALLED): pyproject.toml constraints.txt
 # The metrics' tests compare with it; torchvision, which it asks for, reads its own data sets.
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check \
 	  --constraint constraints.txt --no-deps torch-fidelity
-# Upscalers' networks; torchvision, which it asks for, has no build for a CPU's torch on PyPI.
+# Upscalers' networks; without torchvision, which PyPI does not have for a CPU's torch.
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check \
 	  --constraint constraints.txt --no-deps spandrel
 	@touch $@

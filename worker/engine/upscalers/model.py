@@ -19,7 +19,7 @@ from imagefleet import errors
 from worker.engine import contract
 from worker.engine import errors as engine_errors
 from worker.engine.lora import safetensors
-from worker.engine.upscalers import tiles
+from worker.engine.upscalers import library, tiles
 
 log = logging.getLogger(__name__)
 
@@ -124,7 +124,13 @@ def read_upscaler(name: str, path: Path, device: torch.device) -> Upscaler:
         TransientError: it could not be read.
         JobError: this worker has no spandrel.
     """
-    spandrel = _import_spandrel(name)
+    try:
+        spandrel = library.spandrel()
+    except ImportError as error:
+        raise errors.JobError(
+            f"the upscaler {name!r} needs what `pip install 'imagefleet[upscalers]'` installs"
+            f" ({error})"
+        ) from error
     try:
         content = safetensors.read(path)
         places = safetensors.places(content.header, len(content.data))
@@ -150,17 +156,6 @@ def read_upscaler(name: str, path: Path, device: torch.device) -> Upscaler:
     if network.tiling is spandrel.ModelTiling.INTERNAL:
         raise _unusable(name, f"{network.architecture.name} works on whole images only")
     return Upscaler(name, network, device)
-
-
-def _import_spandrel(name: str) -> Any:
-    try:
-        import spandrel  # slow, and most workers need it never
-    except ImportError as error:
-        raise errors.JobError(
-            f"the upscaler {name!r} needs what `pip install 'imagefleet[upscalers]'` installs"
-            f" ({error})"
-        ) from error
-    return spandrel
 
 
 def _unusable(name: str, why: str) -> errors.UnusableFileError:

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
+import subprocess
 import sys
-import types
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any, NoReturn
@@ -16,7 +16,7 @@ from safetensors.torch import save_file
 
 from imagefleet import errors
 from worker.engine import contract
-from worker.engine.upscalers import model
+from worker.engine.upscalers import library, model
 
 CPU = torch.device("cpu")
 
@@ -25,32 +25,10 @@ Network = Callable[[torch.Tensor], torch.Tensor]
 Build = Callable[..., tuple[Path, Any]]
 
 
-@pytest.fixture(scope="session")
-def spandrel() -> Any:
-    """spandrel; where torchvision has no build for this torch, without two functions of it.
-
-    They are for architectures that do not enlarge images. What stands in for them is taken away
-    again, so that nothing else takes it for torchvision.
-    """
-    names = ("torchvision", "torchvision.transforms", "torchvision.transforms.functional")
-    stand_ins = {}
-    try:
-        import torchvision  # noqa: F401
-    except (ImportError, RuntimeError):
-        stand_ins = {name: types.ModuleType(name) for name in names}
-        for function in ("InterpolationMode", "rotate", "normalize"):
-            setattr(stand_ins[names[-1]], function, None)
-    sys.modules.update(stand_ins)
-    try:
-        return pytest.importorskip("spandrel")
-    finally:
-        for name in stand_ins:
-            del sys.modules[name]
-
-
 @pytest.fixture
-def build(spandrel: Any, tmp_path: Path) -> Build:
+def build(tmp_path: Path) -> Build:
     """Writes an ESRGAN of one block."""
+    library.spandrel()
     from spandrel.architectures.ESRGAN.__arch.RRDB import RRDBNet
 
     def build(name: str = "4x-tiny", scale: int = 4, channels: int = 3) -> tuple[Path, Any]:
@@ -143,20 +121,20 @@ def test_a_file_is_read_once_unless_it_is_replaced(build: Build) -> None:
     assert cache.get("4x-tiny", path).scale == 2
 
 
-def test_a_file_that_has_gone_is_fetched_again(spandrel: Any, tmp_path: Path) -> None:
+def test_a_file_that_has_gone_is_fetched_again(tmp_path: Path) -> None:
     with pytest.raises(errors.TransientError, match="'gone' cannot be read"):
         model.UpscalerCache(CPU).get("gone", tmp_path / "gone.safetensors")
 
 
 @pytest.mark.parametrize("content", [b"", b"\x08", b"not a model at all, but a text"])
-def test_a_damaged_file_is_refused(spandrel: Any, tmp_path: Path, content: bytes) -> None:
+def test_a_damaged_file_is_refused(tmp_path: Path, content: bytes) -> None:
     path = tmp_path / "damaged.safetensors"
     path.write_bytes(content)
     with pytest.raises(errors.UnusableFileError, match=r"not a complete \.safetensors file"):
         model.read_upscaler("damaged", path, CPU)
 
 
-def test_a_file_of_something_else_is_refused_by_name(spandrel: Any, tmp_path: Path) -> None:
+def test_a_file_of_something_else_is_refused_by_name(tmp_path: Path) -> None:
     path = tmp_path / "lora.safetensors"
     save_file({"lora_unet_down.weight": torch.zeros(4, 4)}, path)
     with pytest.raises(errors.UnusableFileError, match="'lora' cannot be used: its architecture"):
@@ -193,3 +171,14 @@ def test_a_worker_without_spandrel_says_what_to_install(
     monkeypatch.setitem(sys.modules, "spandrel", None)
     with pytest.raises(errors.JobError, match=r"pip install 'imagefleet\[upscalers\]'"):
         model.read_upscaler("x", tmp_path / "x.safetensors", CPU)
+
+
+def test_nothing_is_left_that_others_would_take_for_torchvision() -> None:
+    program = """
+import importlib.util, sys
+from worker.engine.upscalers import library
+assert library.spandrel().MAIN_REGISTRY.architectures()
+found = importlib.util.find_spec("torchvision")
+assert found is not None or not [name for name in sys.modules if name.startswith("torchvision")]
+"""
+    subprocess.run([sys.executable, "-c", program], check=True)
