@@ -7,13 +7,13 @@ its colours differ a little.
 from __future__ import annotations
 
 import logging
+import threading
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import torch
 from cachetools import LRUCache
-from PIL import Image
 
 from imagefleet import errors
 from worker.engine import contract
@@ -29,9 +29,6 @@ KEPT = 3
 #: Pixels on a tile's side at first, and the least: halved while the memory is short. ESRGAN needs
 #: some 2.5 GB for 512 in float16.
 TILE, LEAST_TILE = 512, 64
-
-#: What AUTOMATIC1111 runs an image through the network for, if once is not large enough.
-_MOST_RUNS = 3
 
 _RGB = 3
 
@@ -53,26 +50,14 @@ class Upscaler:
         self._device = device
         self._tile = TILE
 
-    def enlarge(self, pixels: contract.Pixels, width: int, height: int) -> contract.Pixels:
-        """The image with *width* and *height*: through the network until it is as large.
-
-        Then with Lanczos to the size itself, as AUTOMATIC1111's `Upscaler.upscale`.
+    @torch.inference_mode()
+    def enlarge(self, pixels: contract.Pixels) -> contract.Pixels:
+        """The image, enlarged by the network's own factor.
 
         Raises:
             TransientError: the memory is too short even for small tiles.
             NodeError: the GPU itself is broken.
         """
-        for _ in range(_MOST_RUNS):
-            pixels = self._run(pixels)
-            if self.scale == 1 or (pixels.shape[0] >= height and pixels.shape[1] >= width):
-                break
-        if pixels.shape[:2] == (height, width):
-            return pixels
-        resized = Image.fromarray(pixels).resize((width, height), Image.Resampling.LANCZOS)
-        return np.array(resized)
-
-    @torch.inference_mode()
-    def _run(self, pixels: contract.Pixels) -> contract.Pixels:
         image = torch.from_numpy(pixels).to(self._device).permute(2, 0, 1)
         image = image.to(self._dtype) / 255
         enlarged = None
@@ -98,22 +83,25 @@ class Upscaler:
 
 
 class UpscalerCache:
-    """The upscalers used last, for the engine's thread."""
+    """The upscalers used last; thread-safe."""
 
     def __init__(self, device: torch.device, kept: int = KEPT) -> None:
         self._device = device
+        self._lock = threading.Lock()
         self._cache: LRUCache[tuple[str, int, int], Upscaler] = LRUCache(kept)
 
-    def get(self, name: str, path: Path) -> Upscaler:
+    def get(self, path: Path) -> Upscaler:
         """Reads a file, unless it is kept; raises as `read_upscaler`."""
+        name = path.stem
         try:
             status = path.stat()
         except OSError as error:
             raise _unreadable(name, error) from error
         identity = (str(path), status.st_mtime_ns, status.st_size)
-        if identity not in self._cache:
-            self._cache[identity] = read_upscaler(name, path, self._device)
-        return self._cache[identity]
+        with self._lock:
+            if identity not in self._cache:
+                self._cache[identity] = read_upscaler(name, path, self._device)
+            return self._cache[identity]
 
 
 def read_upscaler(name: str, path: Path, device: torch.device) -> Upscaler:
