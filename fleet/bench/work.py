@@ -75,8 +75,12 @@ def drive(
     requests: Iterator[contract.ImageRequest],
     seconds: float,
     on_progress: Callable[[float], None] = lambda _: None,
+    *,
+    pixels_of: Callable[[contract.ImageRequest], float] = lambda each: each.width * each.height,
 ) -> Rate:
     """Keeps *engine* full for *seconds*; *on_progress* is called with the seconds so far.
+
+    *pixels_of*: what an image counts in pixels/s, if not its own.
 
     Raises:
         FleetError: an image failed.
@@ -86,7 +90,7 @@ def drive(
     drawn: list[contract.ImageRequest] = []
     finished_at: list[float] = []
     calls: list[int] = []
-    pixels: list[int] = []
+    pixels: list[float] = []
     with ThreadPoolExecutor(PREPARERS) as threads:
         while not _is_enough(finished_at, width, seconds):
             while engine.free:
@@ -104,7 +108,7 @@ def drive(
                 finished_at.append(time.perf_counter())
                 request = drawn[finished.ticket]
                 calls.append(request.steps)
-                pixels.append(request.width * request.height)
+                pixels.append(pixels_of(request))
             if finished_at:
                 on_progress(finished_at[-1] - finished_at[0])
         while engine.busy:
@@ -113,7 +117,10 @@ def drive(
 
 
 def rate_of(
-    finished_at: Sequence[float], width: int, calls: Sequence[int] = (), pixels: Sequence[int] = ()
+    finished_at: Sequence[float],
+    width: int,
+    calls: Sequence[int] = (),
+    pixels: Sequence[float] = (),
 ) -> Rate:
     """The rate over whole rounds of *width* images, without the first round.
 
@@ -134,7 +141,7 @@ def rate_of(
     return Rate(counted, sum(calls[width:end]), pixels_per_second, seconds)
 
 
-def _slope(finished_at: Sequence[float], amounts: Sequence[int]) -> float:
+def _slope(finished_at: Sequence[float], amounts: Sequence[float]) -> float:
     """The slope of the line nearest to the total amount over time, by least squares.
 
     Through the middle of each step of that stairway: of three sizes by turns over 16 seconds, it is
