@@ -135,6 +135,7 @@ class SlotEngine:
             self._stager,
             native=self.default_size,
         )
+        self._decoder.free_memory = self._recovery.try_to_use_less_memory
         self._compilation = Compilation(
             self._unet,
             self._runner,

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import logging
 import threading
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -89,6 +90,11 @@ class UpscalerCache:
         self._device = device
         self._lock = threading.Lock()
         self._cache: LRUCache[tuple[str, int, int], Upscaler] = LRUCache(kept)
+
+    def load(self, path: Path) -> Callable[[contract.Pixels, float], contract.Pixels]:
+        """The same, as a function that takes and ignores a factor: the network has its own."""
+        upscaler = self.get(path)
+        return lambda pixels, _: upscaler.enlarge(pixels)
 
     def get(self, path: Path) -> Upscaler:
         """Reads a file, unless it is kept; raises as `read_upscaler`."""

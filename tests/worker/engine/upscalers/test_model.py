@@ -14,8 +14,9 @@ import torch
 from safetensors.torch import save_file
 
 from imagefleet import errors
+from tests.worker.engine.support import esrgan
 from worker.engine import contract
-from worker.engine.upscalers import library, model
+from worker.engine.upscalers import model
 
 CPU = torch.device("cpu")
 
@@ -26,16 +27,8 @@ Build = Callable[..., tuple[Path, Any]]
 
 @pytest.fixture
 def build(tmp_path: Path) -> Build:
-    """Writes an ESRGAN of one block."""
-    library.spandrel()
-    from spandrel.architectures.ESRGAN.__arch.RRDB import RRDBNet
-
-    def build(name: str = "4x-tiny", scale: int = 4, channels: int = 3) -> tuple[Path, Any]:
-        torch.manual_seed(0)
-        network = RRDBNet(in_nc=channels, out_nc=channels, num_filters=8, num_blocks=1, scale=scale)
-        path = tmp_path / f"{name}.safetensors"
-        save_file(network.state_dict(), path)
-        return path, network.eval()
+    def build(name: str = "4x-tiny", **options: int) -> tuple[Path, Any]:
+        return esrgan.build(tmp_path / f"{name}.safetensors", **options)
 
     return build
 
@@ -44,20 +37,12 @@ def picture(height: int, width: int) -> contract.Pixels:
     return np.random.default_rng(0).integers(0, 256, (height, width, 3), dtype=np.uint8)
 
 
-def reference(network: Network, pixels: contract.Pixels) -> contract.Pixels:
-    """The whole image at once, in float32."""
-    image = torch.from_numpy(pixels).permute(2, 0, 1)[None] / 255
-    with torch.no_grad():
-        out = network(image)[0].clamp(0, 1)
-    return (out * 255).round().to(torch.uint8).permute(1, 2, 0).numpy()
-
-
 def test_an_image_is_enlarged_by_the_network_itself(build: Build) -> None:
     path, network = build()
     upscaler = model.read_upscaler("4x-tiny", path, CPU)
     pixels = picture(24, 40)
     assert upscaler.scale == 4
-    assert np.array_equal(upscaler.enlarge(pixels), reference(network, pixels))
+    assert np.array_equal(upscaler.enlarge(pixels), esrgan.enlarge(network, pixels))
 
 
 def test_tiles_become_smaller_where_the_memory_is_short(
@@ -75,7 +60,7 @@ def test_tiles_become_smaller_where_the_memory_is_short(
 
     monkeypatch.setattr(model.tiles, "run", short)
     pixels = picture(140, 16)
-    whole = reference(network, pixels).astype(int)
+    whole = esrgan.enlarge(network, pixels).astype(int)
     # A pixel of an ESRGAN sees far, and at a tile's edge zeros; this one sees less far.
     assert np.abs(upscaler.enlarge(pixels) - whole).mean() < 1
     upscaler.enlarge(pixels)
