@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Annotated
 
 from pydantic import AfterValidator, BaseModel, BeforeValidator, Field
 
@@ -96,13 +96,6 @@ class Hires(BaseModel):
 
 
 FIELDS = frozenset(Hires.model_fields)
-
-
-def is_asked_for(payload: Mapping[str, Any]) -> bool:
-    value = payload.get("enable_hr")
-    if isinstance(value, str):  # as tables have it
-        value = value.strip().lower()
-    return value not in (None, False, 0, "", "0", "false", "f", "no", "n", "off")
 
 
 def size_after(job: Job, size: tuple[int, int]) -> tuple[int, int]:

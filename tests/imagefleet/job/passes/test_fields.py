@@ -66,7 +66,7 @@ def test_there_is_one_image() -> None:
     assert read(init_images="a.png") == read(init_images=["a.png"])
 
 
-@pytest.mark.parametrize("field", sorted(img2img.FIELDS - {"init_images", "denoising_strength"}))
+@pytest.mark.parametrize("field", sorted(img2img.OWN_FIELDS))
 def test_a_field_of_img2img_without_its_image_is_refused_unless_it_is_null(field: str) -> None:
     value = "a.png" if field == "mask" else 1
     assert refusal(**{field: value}) == f"{field}: is for img2img; init_images is missing"
@@ -123,7 +123,7 @@ def test_the_second_pass_has_the_size_that_a1111_computes(
     fields: dict[str, Any], size: tuple[int, int]
 ) -> None:
     job = read(enable_hr=True, width=512, height=768, hr_second_pass_steps=7, **fields)
-    assert job.passes(512, 768) == [Pass(512, 768, 20), Pass(*size, 7)]
+    assert job.passes(512, 768) == [Pass(512, 768, 20, decodes=False), Pass(*size, 7)]
     assert job.final_size == size
 
 
@@ -144,7 +144,7 @@ def test_an_upscaler_of_pictures_needs_whole_cells() -> None:
 def test_the_calls_of_img2img_are_those_of_the_end_of_the_schedule() -> None:
     for strength, calls in ((0, 1), (0.5, 11), (0.75, 16), (1, 20)):
         job = read(init_images=["a.png"], denoising_strength=strength)
-        assert job.passes(64, 64) == [Pass(64, 64, calls)]
+        assert job.passes(64, 64) == [Pass(64, 64, calls, encodes=True)]
 
 
 def test_the_files_and_prompts_of_the_second_pass() -> None:
