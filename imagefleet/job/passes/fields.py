@@ -113,7 +113,7 @@ class PassFields(Img2Img, Hires, ControlNets):
         second = hires.size_after(job, (width, height))
         return [
             Pass(width, height, calls, decodes=by_pixels),
-            Pass(*second, hires.steps(job), encodes=by_pixels),
+            Pass(*second, hires.steps(job) if job.denoising_strength else 0, encodes=by_pixels),
         ]
 
 
