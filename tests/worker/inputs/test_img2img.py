@@ -1,6 +1,6 @@
 """Images and masks against AUTOMATIC1111's own functions, whose results are in a1111.npz.
 
-They were computed by `StableDiffusionProcessingImg2Img.init` without what is filled and its latents,
+They were computed by `StableDiffusionProcessingImg2Img.init` (without latents, and what is filled),
 `apply_overlay`, `masking.py` and `images.resize_image` of its version 1.10, with OpenCV 4.9 and
 Pillow 13, for the pictures and masks below, with the same `drawing` as the engine's.
 """
