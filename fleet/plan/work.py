@@ -109,13 +109,18 @@ def of_source(source: Source, models: Models, on_read: Callable[[int], None]) ->
     """
     found: dict[str | None, Work] = {}
 
-    def add(_place: str, job: Job) -> None:
+    def add(place: str, job: Job) -> None:
         work = found.get(job.model)
         if work is None:
             work = found[job.model] = Work(job.model, models.family_of(job.model))
         work.jobs += 1
         work.images += job.images
-        work.tflop += job.images * work.family.image_tflop(job.width, job.height, job.steps)
+        family = work.family
+        try:
+            passes = job.passes(job.width or family.width, job.height or family.height)
+        except errors.JobError as error:  # of a size that only the family tells
+            raise errors.SetupError(f"{place}: {error.message}") from None
+        work.tflop += job.images * family.passes_tflop(passes)
 
     source.check(0, on_read, add)
     models.refuse_unknown()
