@@ -114,7 +114,7 @@ class FileLibrary:
         trusted: TrustedKeys | None = None,
     ) -> Self:
         """The files of the storage alone, which one of the *trusted* keys must list."""
-        listed = Manifest.stored(blobs, kind.folder, trusted)
+        listed = Manifest.stored(blobs, kind.folder, trusted, optional=True)
         return cls(blobs, kind, listed, folders=[], cache=cache, cache_bytes=cache_bytes)
 
     async def resolve(self, name: str) -> Path:

@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Self, cast
 
-from pydantic import PrivateAttr, model_validator
+from pydantic import model_validator
 
 from imagefleet.job.passes import controlnet, hires, img2img
 from imagefleet.job.passes.controlnet import ControlNets, Unit
@@ -19,6 +19,17 @@ if TYPE_CHECKING:
 
 #: Fields for which null, as AUTOMATIC1111 takes it, is not given.
 NULL_IS_DEFAULT = img2img.FIELDS | hires.FIELDS
+
+#: All but those that begin with `hr_`.
+_CONCERNED = frozenset(
+    {
+        "alwayson_scripts",
+        *NULL_IS_DEFAULT,
+        *img2img.WITHOUT_EFFECT,
+        *img2img.NEUTRAL_VALUES,
+        *hires.NEUTRAL_VALUES,
+    }
+)
 
 
 @dataclass(frozen=True, slots=True)
@@ -39,8 +50,6 @@ class Pass:
 class PassFields(Img2Img, Hires, ControlNets):
     """What a job's image begins with, what controls it, and its second pass."""
 
-    _hires_prompts: tuple[Prompt | None, Prompt | None] = PrivateAttr(default=(None, None))
-
     @model_validator(mode="after")
     def _passes_are_possible(self) -> Self:
         job = cast("Job", self)
@@ -50,7 +59,7 @@ class PassFields(Img2Img, Hires, ControlNets):
             controlnet.check(job)
         if job.enable_hr:
             hires.check(job)
-            self._hires_prompts = hires.read_prompts(job)
+            hires.read_prompts(job)
         return self
 
     @property
@@ -66,7 +75,7 @@ class PassFields(Img2Img, Hires, ControlNets):
     @property
     def hires_prompts(self) -> tuple[Prompt | None, Prompt | None]:
         """The prompt and the negative prompt of the second pass; None: the first's."""
-        return self._hires_prompts
+        return hires.read_prompts(cast("Job", self)) if self.enable_hr else (None, None)
 
     @property
     def shown_hires_prompts(self) -> tuple[str, str]:
@@ -81,7 +90,7 @@ class PassFields(Img2Img, Hires, ControlNets):
     def all_prompts(self) -> tuple[Prompt, ...]:
         """The prompts of all passes, the negative ones too."""
         job = cast("Job", self)
-        given = (job.parsed_prompt, job.parsed_negative_prompt, *self._hires_prompts)
+        given = (job.parsed_prompt, job.parsed_negative_prompt, *self.hires_prompts)
         return tuple(each for each in given if each is not None)
 
     @property
@@ -117,12 +126,14 @@ class PassFields(Img2Img, Hires, ControlNets):
         ]
 
 
-def used(payload: Mapping[str, Any]) -> dict[str, Any]:
+def used(payload: Mapping[str, Any]) -> Mapping[str, Any]:
     """The payload without fields of passes that it does not have, and without neutral ones.
 
     Raises:
         ValueError: an unsupported field would change the image; names it.
     """
+    if _CONCERNED.isdisjoint(payload) and not any(map(_is_of_hires, payload)):
+        return payload  # the most common case, and the quickest
     fields = dict(payload)
     begins_with_image = _begins_with_image(payload)
     has_second_pass = _has_second_pass(payload)
@@ -142,6 +153,10 @@ def used(payload: Mapping[str, Any]) -> dict[str, Any]:
     if scripts := fields.pop("alwayson_scripts", None):
         fields["alwayson_scripts"] = controlnet.fields_of_scripts(scripts)
     return fields
+
+
+def _is_of_hires(name: str) -> bool:
+    return name.startswith(hires.PREFIX)
 
 
 def _begins_with_image(payload: Mapping[str, Any]) -> bool:
