@@ -64,7 +64,7 @@ def make_engine(stage: Any) -> Iterator[Callable[..., engines.PixelEngine]]:
 
 @pytest.fixture(scope="session")
 def pipeline(stage: Any) -> Callable[..., Any]:
-    """diffusers' pipeline of a tiny stage."""
+    """The pipeline of a tiny stage in diffusers."""
 
     def build(name: str, **scheduler: Any) -> Any:
         kind = IFPipeline if name == "base" else IFSuperResolutionPipeline

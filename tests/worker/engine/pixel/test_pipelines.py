@@ -15,8 +15,8 @@ from worker.engine import contract
 
 PROMPT, NEGATIVE = "A red house", "blurry"
 
-#: Of values between -1 and 1. Random weights and guidance enlarge float32's rounding of a UNet call,
-#: 1e-5, by some 100 times over an image; `test_unet` compares the calls in float64.
+#: Of values between -1 and 1. Random weights and guidance enlarge the rounding of a call in float32,
+#: some 1e-5, a hundred times over an image; `test_unet` compares the calls in float64.
 ROUNDING = 2e-3
 
 
