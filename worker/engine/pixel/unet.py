@@ -46,8 +46,7 @@ class TextAttention(nn.Module):
     ) -> torch.Tensor:
         """*hidden_states* [rows, channels, height, width]; the others' names are diffusers'."""
         own, x = self.original, hidden_states
-        tokens = x.flatten(2)
-        tokens = own.group_norm(tokens).transpose(1, 2)
+        tokens = own.group_norm(x).flatten(2).transpose(1, 2)
         query = self._split(own.to_q(tokens))
         middle, end = self.start + self.width, self.start + 2 * self.width
         key = self._split(encoder_hidden_states[..., self.start : middle])

@@ -15,8 +15,8 @@ from worker.engine import contract
 
 PROMPT, NEGATIVE = "A red house", "blurry"
 
-#: Of values between -1 and 1. Random weights and guidance enlarge the rounding of a call in float32,
-#: some 1e-5, a hundred times over an image; `test_unet` compares the calls in float64.
+#: Of values between -1 and 1. Random weights and guidance enlarge the rounding of a call, which is
+#: some 1e-5 in float32, a hundred times over an image; `test_unet` compares the calls in float64.
 ROUNDING = 2e-3
 
 
