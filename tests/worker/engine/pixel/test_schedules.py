@@ -11,6 +11,7 @@ from diffusers import DDPMScheduler
 from diffusers.pipelines import deepfloyd_if
 
 from imagefleet import errors
+from imagefleet.job import samplers
 from imagefleet.job.samplers import Options
 from pixel import tiny_cascade
 from worker.engine import sampler
@@ -47,8 +48,11 @@ def test_the_named_lists_of_timesteps_are_those_of_diffusers(name: str, steps: i
     assert found[-1] == 0
 
 
-def test_there_are_no_other_lists() -> None:
+def test_jobs_know_the_samplers_of_pixels_by_name() -> None:
     assert len(schedules.LISTS) == 8
+    own = {schedules.DDPM, schedules.EDM, *schedules.LISTS}
+    assert set(samplers.PIXEL_SAMPLERS) == own
+    assert {samplers.find(name.upper()).key for name in own} == own
 
 
 @pytest.mark.parametrize("spacing", ["leading", "trailing", "linspace"])
