@@ -116,16 +116,15 @@ def make_schedule(name: str, steps: int, noise: NoiseSchedule, options: Options)
     if name == DDPM:
         return _ddpm(spaced(noise.scheduler, steps), noise)
     if name == EDM:
-        made = _edm(steps, noise)
-    elif name in _OF_NOISE:
+        return _edm(steps, noise)
+    if name in _OF_NOISE:
         raise errors.JobError(
             f"{samplers.SAMPLERS[name].title} does not work on pixels; use Euler a, Euler, DPM++ 2M"
             f" or one of {', '.join((DDPM, EDM, *LISTS))}"
         )
-    else:
-        made = sampler.make_schedule(
-            name, steps, noise.alphas_cumprod.double(), noise.prediction_type, options
-        )
+    made = sampler.make_schedule(
+        name, steps, noise.alphas_cumprod.double(), noise.prediction_type, options
+    )
     zeros = torch.zeros(len(made.table), COLUMNS - sampler.COLUMNS)
     return replace(made, table=torch.cat([made.table, zeros], dim=1))
 
@@ -196,13 +195,18 @@ def _edm(steps: int, noise: NoiseSchedule) -> Schedule:
     alphas = noise.alphas_cumprod.double().numpy()
     logs = np.log((1 - alphas) / alphas) / 2
     sigmas = edm_sigmas(steps, noise.alphas_cumprod)
-    rows = []
-    for sigma, keep, weights in _heun(sigmas):
-        timestep = float(np.interp(math.log(sigma), logs, np.arange(len(logs))))
-        to_image = sampler.to_image(sigma, noise.prediction_type)
-        row = [timestep, 1 / math.sqrt(sigma**2 + 1), *to_image, keep, 0.0, *weights]
-        rows.append([*row, *[0.0] * (sampler.COLUMNS - len(row))])
-    return Schedule(sigmas[0], torch.tensor(rows), (False,) * len(rows))
+    calls = list(_heun(sigmas))
+    table = torch.zeros(len(calls), COLUMNS)
+    for row, (sigma, keep, weights) in zip(table, calls, strict=True):
+        row[sampler.TIMESTEP] = float(np.interp(math.log(sigma), logs, np.arange(len(logs))))
+        row[sampler.INPUT_SCALE] = 1 / math.sqrt(sigma**2 + 1)
+        row[sampler.FROM_LATENTS], row[sampler.FROM_OUTPUT] = sampler.to_image(
+            sigma, noise.prediction_type
+        )
+        row[sampler.KEEP] = keep
+        for at, weight in enumerate(weights):
+            row[sampler.FIRST_WEIGHT + at] = weight
+    return Schedule(sigmas[0], table, (False,) * len(calls))
 
 
 def _heun(sigmas: Sequence[float]) -> Iterator[tuple[float, float, Sequence[float]]]:
