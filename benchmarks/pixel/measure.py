@@ -7,7 +7,8 @@
 Both draw the same images: 64x64 pixels, 100 DDPM steps, guidance 7, float16 on a GPU, each image
 with another prompt and seed. Text states are random numbers, as T5 belongs to neither. diffusers
 draws one image after the other, then as many at once as there are slots; the slots are refilled as
-images leave them. Warm-up and compiling are excluded. `--tiny` tries all on a CPU, with meaningless
+images leave them. Warm-up and compiling are excluded. Of a few steps in float32 the largest
+difference between both is measured as well. `--tiny` tries all on a CPU, with meaningless
 figures.
 
 The figures are added to those that the file has already: `if_base_over_diffusers`, and what it was
@@ -89,9 +90,9 @@ def build_model(arguments: argparse.Namespace, device: torch.device) -> Path:
 
 
 def make_states(number: int, width: int) -> torch.Tensor:
-    """Random text states [77, *width*] of a prompt's number, of the size that T5's have."""
+    """Random text states [77, *width*] of a prompt's number, in float16 as files have them."""
     random = torch.Generator().manual_seed(number)
-    return 0.2 * torch.randn(text_states.TOKENS, width, generator=random)
+    return 0.2 * torch.randn(text_states.TOKENS, width, generator=random).half()
 
 
 def make_requests(
@@ -169,39 +170,62 @@ def measure_slots(arguments: argparse.Namespace, folder: Path, width: int) -> Fi
     return figures
 
 
+class Diffusers:
+    """`IFPipeline`, drawing the images of `make_requests` by their numbers."""
+
+    def __init__(self, folder: Path, device: torch.device, dtype: torch.dtype, width: int) -> None:
+        self._pipeline = IFPipeline.from_pretrained(folder, dtype=dtype).to(device)
+        self._pipeline.set_progress_bar_config(disable=True)
+        self._device, self._dtype, self._width = device, dtype, width
+
+    def draw(self, numbers: Sequence[int], steps: int) -> np.ndarray:
+        """Images [images, height, width, 3] of so many levels as the engine's, at once."""
+        states = torch.stack([make_states(number, self._width) for number in numbers])
+        negative = make_states(0, self._width).expand(len(numbers), -1, -1)
+        images = self._pipeline(
+            prompt_embeds=states.to(self._device, self._dtype),
+            negative_prompt_embeds=negative.to(self._device, self._dtype),
+            num_inference_steps=steps,
+            guidance_scale=GUIDANCE,
+            generator=[torch.Generator().manual_seed(number) for number in numbers],
+            output_type="np",
+        ).images
+        return np.round(images * 255).astype(np.uint8)
+
+
 def measure_diffusers(
     arguments: argparse.Namespace, folder: Path, width: int, *, together: int
 ) -> Figures:
     """Images/s of `IFPipeline`, so many images at once."""
     device = devices.find_device(arguments.device)
-    dtype = devices.find_dtype("auto", device)
-    pipeline = IFPipeline.from_pretrained(folder, dtype=dtype).to(device)
-    pipeline.set_progress_bar_config(disable=True)
+    plain = Diffusers(folder, device, devices.find_dtype("auto", device), width)
     steps = TINY_STEPS if arguments.tiny else STEPS
-
-    def images(first: int) -> None:
-        numbers = range(first + 1, first + 1 + together)
-        states = [make_states(number, width) for number in numbers]
-        prompts = torch.stack(states).to(device, dtype)
-        negative = make_states(0, width).expand(together, -1, -1).to(device, dtype)
-        drawn = pipeline(
-            prompt_embeds=prompts,
-            negative_prompt_embeds=negative,
-            num_inference_steps=steps,
-            guidance_scale=GUIDANCE,
-            generator=[torch.Generator().manual_seed(number) for number in numbers],
-            output_type="pt",
-        ).images
-        drawn.cpu()
-
-    images(0)
+    numbers = range(1, together + 1)
+    plain.draw(numbers, steps)
     calls = TINY_BASELINE_IMAGES if arguments.tiny else BASELINE_IMAGES
     calls = calls if together == 1 else max(1, calls // 2)
     began_at = time.monotonic()
-    for call in range(calls):
-        images(call * together)
+    for _ in range(calls):
+        plain.draw(numbers, steps)
     seconds = time.monotonic() - began_at
     return {"at_once": together, "images_per_second": calls * together / seconds}
+
+
+def measure_difference(arguments: argparse.Namespace, folder: Path, width: int) -> int:
+    """The largest difference from diffusers' images, of 255, in float32 after few steps."""
+    device = devices.find_device(arguments.device)
+    torch.backends.cudnn.allow_tf32 = False
+    engine = load.load_any_engine(
+        folder, arguments.device, precision="float32", slots=2, compile="off"
+    )
+    if not isinstance(engine, PixelEngine):
+        raise TypeError("a stage of IF is drawn by the pixel engine")
+    drawn = draw(engine, make_requests(folder, engine, 3, width, TINY_STEPS))
+    engine.close()
+    plain = Diffusers(folder, device, torch.float32, width)
+    expected = [plain.draw([number], TINY_STEPS)[0] for number in (1, 2, 3)]
+    torch.backends.cudnn.allow_tf32 = True
+    return int(np.abs(np.stack(drawn).astype(int) - np.stack(expected)).max())  # type: ignore[arg-type]
 
 
 def count_flops(folder: Path, steps: int) -> float:
@@ -226,6 +250,7 @@ def measure(arguments: argparse.Namespace) -> Figures:
     plain = measure_diffusers(arguments, folder, width, together=1)
     slots = measure_slots(arguments, folder, width)
     batch = measure_diffusers(arguments, folder, width, together=slots["slots"])
+    difference = measure_difference(arguments, folder, width)
     flops = count_flops(folder, steps)
     matrix_rate = machine.measure_matrix_rate(device, dtype)
     return {
@@ -235,6 +260,7 @@ def measure(arguments: argparse.Namespace) -> Figures:
         "diffusers": plain,
         "diffusers_batch": batch,
         "over_diffusers_batch": slots["images_per_second"] / batch["images_per_second"],
+        "largest_difference_of_255_float32": difference,
         "flops_per_image": flops,
         "matrix_limit_fraction": slots["images_per_second"] * flops / matrix_rate,
         "hardware": machine.hardware(device),
