@@ -9,6 +9,7 @@ Prompts whose file is there are passed over.
 from __future__ import annotations
 
 import argparse
+import importlib.util
 import sys
 import threading
 from collections.abc import Iterable
@@ -93,12 +94,22 @@ def write_states(stage: TextStage, prompts: Iterable[str], folder: Path) -> list
 
 
 def _read_tokenizer(folder: Path) -> Any:
+    """T5's tokenizer, as a tokenizer.json or as the spiece.model that DeepFloyd's folders have."""
+    if not ((folder / "tokenizer.json").is_file() or _has_sentencepiece()):
+        raise errors.SetupError(
+            f"{str(folder)!r} has no tokenizer.json: to read its spiece.model, pip install"
+            " sentencepiece protobuf"
+        )
     try:
         return AutoTokenizer.from_pretrained(folder, local_files_only=True)
     except _LOADING_ERRORS as error:
         raise errors.SetupError(
             f"the tokenizer {str(folder)!r} cannot be loaded: {checkpoint.brief(error)}"
         ) from error
+
+
+def _has_sentencepiece() -> bool:
+    return importlib.util.find_spec("sentencepiece") is not None
 
 
 def main(given: list[str] | None = None) -> None:

@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import io
+import shutil
 import sys
 from pathlib import Path
 from typing import Any
@@ -127,3 +128,13 @@ def test_a_folder_without_a_text_encoder_is_refused(without_encoder: Path) -> No
 
 def test_an_encoder_without_a_name_is_deepfloyds(tmp_path: Path) -> None:
     assert text_stage.encoder_name(tmp_path) == "t5-v1_1-xxl"
+
+
+def test_a_tokenizer_that_another_library_has_to_convert_is_refused_by_name(
+    stage: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(text_stage, "_has_sentencepiece", lambda: False)
+    shutil.copytree(stage("base"), tmp_path, dirs_exist_ok=True)
+    (tmp_path / "tokenizer" / "tokenizer.json").rename(tmp_path / "tokenizer" / "spiece.model")
+    with pytest.raises(errors.SetupError, match=r"has no tokenizer\.json.*pip install"):
+        text_stage.TextStage(tmp_path, torch.device("cpu"), torch.float32)
