@@ -54,7 +54,7 @@ def parameters(
     'RNG: CPU' makes AUTOMATIC1111 draw the same noise; its default, the GPU's, is not written.
     """
     width, height = size
-    sampler = samplers.SAMPLERS[job.sampler]
+    sampler = samplers.NAMES[job.sampler]
     varies = bool(job.subseed_strength)
     resized = job.seed_resize_from
     loras = {name.translate(_SEPARATORS): each for name, each in (lora_hashes or {}).items()}

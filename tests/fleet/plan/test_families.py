@@ -62,6 +62,7 @@ def plan(imagefleet: Imagefleet, *arguments: str) -> dict[str, Any]:
 
 def test_every_family_that_the_worker_loads_has_its_operations() -> None:
     loaded = {kind.family for kind in (kinds.SD1, kinds.SD2, kinds.SDXL)}
+    loaded |= {"DeepFloyd IF", "DeepFloyd IF super-resolution"}
     assert {each.title for each in families.FAMILIES.values()} == loaded
     assert families.SD1.image_tflop() == pytest.approx(26.64, rel=1e-3), "as benchmarks/results"
     assert SDXL.image_tflop() == pytest.approx(281, rel=1e-2)
