@@ -12,7 +12,6 @@ import functools
 import gc
 import itertools
 import logging
-import math
 from collections.abc import Collection, Iterable, Sequence
 
 import torch
@@ -26,6 +25,7 @@ from worker.engine.kernels import layers
 from worker.engine.kernels.background import Around, nothing_around
 from worker.engine.kernels.compile import GraphPool
 from worker.engine.lora import merge
+from worker.engine.recovery import Recovery
 from worker.engine.self_check import SelfCheck
 from worker.engine.slots import linear, memory, prepare, queue, staging
 from worker.engine.slots.compiling import Compilation
@@ -120,13 +120,22 @@ class SlotEngine:
         self._weights = Weights(
             self._unet, self._merger, self._runner, self._stager, folds=backend is not None
         )
-        self._staged_bytes = self._unet.slot_bytes
+        self._stager.room_bytes = self._unet.slot_bytes
         fitting = self._fit_memory(slots) if self._on_gpu else 1
         max_overtakes = _OVERTAKES_PER_SLOT * self.slots
         self._lanes = Lanes(self.slots, min(blocks or fitting, MAX_LANES), max_overtakes)
         self._runner.max_compiled = self._lanes.max_open - 1
         self._weights.resize(self.slots)
         self._decoder.max_images = self.slots
+        self._recovery = Recovery(
+            self._unet,
+            self._lanes,
+            self._runner,
+            self._weights,
+            self._decoder,
+            self._stager,
+            native=self.default_size,
+        )
         self._compilation = Compilation(
             self._unet,
             self._runner,
@@ -134,7 +143,7 @@ class SlotEngine:
             self._lanes,
             first=self._runner.batch_key(*self.default_size),
             open_lane=self._open_lane,
-            use_less_memory=self._use_less_memory,
+            use_less_memory=self._recovery.use_less_memory,
         )
 
     @property
@@ -187,7 +196,8 @@ class SlotEngine:
         request = prepared.request
         merged = prepared.lora_key if prepared.unet_pack is None else None
         batch_key = BatchKey(request.width, request.height, prepared.tokens, merged, None)
-        self._add(SlotJob(ticket, prepared, batch_key, urgent), first=urgent)
+        job = SlotJob(ticket, prepared, batch_key, urgent)
+        self._lanes.add(self._lanes.lane_of(batch_key, self.default_size), [job], first=urgent)
 
     def tick(self) -> list[contract.Finished]:
         """Fills the free slots of a lane and runs one step of it; returns the finished images.
@@ -218,7 +228,7 @@ class SlotEngine:
             )
         if failure is not None and lane is not None:
             # Outside the handler, where the error's traceback no longer holds any tensors.
-            self._recover(lane, finished, failure, out_of_memory=out_of_memory)
+            finished += self._recovery.recover(lane, failure, out_of_memory=out_of_memory)
         drawing = sum(1 for each in self._lanes if each.active)
         self._decoder.run(flush=not drawing, lanes=drawing)
         self.recompiles = self._runner.recompiles + self._decoder.recompiles
@@ -260,15 +270,8 @@ class SlotEngine:
 
     # The parts of a tick.
 
-    def _add(self, *jobs: SlotJob, first: bool = False) -> None:
-        for job in jobs:
-            lane = self._lanes.lane(
-                job.batch_key, self._lanes.slots_of(job.batch_key, self.default_size)
-            )
-            self._lanes.add(lane, [job], first=first)
-
     def _open_lane(self, batch_key: BatchKey) -> Lane:
-        lane = self._lanes.lane(batch_key, self._lanes.slots_of(batch_key, self.default_size))
+        lane = self._lanes.lane_of(batch_key, self.default_size)
         self._open(lane)
         return lane
 
@@ -291,7 +294,7 @@ class SlotEngine:
         self.weight_mode = lane.weight_mode
         while True:
             jobs = (lane.active[slot] for slot in started)
-            together = len(staging.first_within(self._staged_bytes, jobs))
+            together = len(staging.first_within(self._stager.room_bytes, jobs))
             self._start_together(lane, step, started[:together], finished)
             started = started[together:]
             if not started:
@@ -373,104 +376,7 @@ class SlotEngine:
         lanes.sort(key=self._lanes.urgency, reverse=True)
         nexts = itertools.zip_longest(*(lane.waiting.jobs[: self.slots] for lane in lanes))
         jobs = [job for each in nexts for job in each if job is not None][: self.slots]
-        self._stager.begin(staging.first_within(self._staged_bytes, jobs))
-
-    # Recovery and memory.
-
-    def _recover(
-        self,
-        lane: Lane,
-        finished: list[contract.Finished],
-        failure: errors.FleetError,
-        *,
-        out_of_memory: bool,
-    ) -> None:
-        """Restarts in-flight images from their seeds, in a way that is less likely to fail.
-
-        Out of memory concerns all lanes: they share one block of weights, then have fewer slots.
-        Any other failure concerns its lane alone: it is no longer compiled, then each of its jobs
-        is alone. A job that fails alone is finished.
-        """
-        jobs = list(lane.active.values()) or lane.waiting.jobs[:1]
-        compiled = lane.step is not None and bool(lane.step.compiled)
-        in_call = lane.slots if compiled else len(jobs)
-        others = len(self._lanes.active) - len(lane.active)
-        lane.waiting.jobs = [job for job in lane.waiting.jobs if job not in jobs]
-        lane.active.clear()
-        again: list[SlotJob] = []
-        if out_of_memory:
-            self._restart_all()
-            if self._lanes.blocks > 1:
-                self._share_block()
-                again = jobs
-            elif in_call > 1:
-                self._shrink(math.ceil(self.slots * memory.fewer(in_call) / lane.slots))
-                again = jobs
-            elif others and lane.batch_key.isolated is None:
-                again = [self._isolate(job) for job in jobs]
-        elif compiled and lane.step is not None:
-            log.warning(
-                "compilation is off from now on: a compiled tick failed",
-                extra={"action": "compile_dropped"},
-            )
-            self._runner.drop(lane.step)
-            again = jobs
-        elif in_call > 1:
-            again = [self._isolate(job) for job in jobs]
-        lane.close()
-        for job in jobs:
-            job.restart()
-        self._add(*reversed(again), first=True)
-        finished.extend(contract.Finished(job.ticket, failure) for job in jobs if not again)
-        torch.cuda.empty_cache()
-
-    def _isolate(self, job: SlotJob) -> SlotJob:
-        """Gives a job a lane of its own: it may be what breaks the calls of others."""
-        job.batch_key = job.batch_key._replace(isolated=job.ticket)
-        return job
-
-    def _restart_all(self) -> None:
-        """Frees the tensors of all lanes; their images start again."""
-        for lane in self._lanes:
-            jobs = list(lane.active.values())
-            lane.active.clear()
-            for job in [*jobs, *lane.waiting.jobs]:
-                job.restart()
-            self._lanes.add(lane, jobs, first=True)
-            lane.close()
-        self._runner.reset()
-
-    def _use_less_memory(self) -> None:
-        others_open = any(lane.block and lane.step for lane in self._lanes)
-        self._restart_all()
-        if others_open:
-            self._share_block()
-        else:
-            self._shrink(memory.fewer(self.slots))
-
-    def _share_block(self) -> None:
-        log.warning(
-            "out of memory: all sizes share the slots' weights from now on",
-            extra={"action": "blocks_dropped"},
-        )
-        self._lanes.blocks = 1
-        self._staged_bytes = self._unet.slot_bytes
-        self._runner.max_compiled = self._lanes.max_open - 1
-        self._resize(self.slots)
-
-    def _shrink(self, slots: int) -> None:
-        log.warning("out of memory: reduced to %d slots", slots, extra={"action": "slots_shrunk"})
-        self._runner.slots = self._lanes.slots = self._decoder.max_images = slots
-        self._resize(slots)
-
-    def _resize(self, slots: int) -> None:
-        """Allocates one block of weights anew; all lanes are closed."""
-        for lane in self._lanes:
-            lane.slots = self._lanes.slots_of(lane.batch_key, self.default_size)
-        self._weights.resize(0)
-        self._decoder.forget_compiled()
-        torch.cuda.empty_cache()  # the memory of CUDA graphs too, which nothing else could use
-        self._weights.resize(slots)
+        self._stager.begin(staging.first_within(self._stager.room_bytes, jobs))
 
     @torch.no_grad()
     def _fit_memory(self, slots: int | None) -> int:
@@ -494,6 +400,6 @@ class SlotEngine:
         )
         self._runner.slots = fit.slots
         self._decoder.slice_pixels = fit.decoded * width * height
-        self._staged_bytes = fit.staged_bytes
+        self._stager.room_bytes = fit.staged_bytes
         self._unet.temporary_bytes = max(fit.temporary_bytes, self._unet.temporary_bytes)
         return fit.blocks

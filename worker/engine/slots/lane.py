@@ -135,6 +135,10 @@ class Lanes:
         slots *= min(1, most_tokens / batch_key.tokens)
         return max(1, min(self.slots, round(slots)))
 
+    def lane_of(self, batch_key: BatchKey, native: tuple[int, int]) -> Lane:
+        """The lane of a batch key; a new one has the slots of `slots_of`."""
+        return self.lane(batch_key, self.slots_of(batch_key, native))
+
     def lane(self, batch_key: BatchKey, slots: int) -> Lane:
         """The lane of a batch key; a new one has *slots* slots."""
         if batch_key not in self._lanes:

@@ -108,6 +108,8 @@ class Stager:
             self._stream.wait_stream(torch.cuda.current_stream())
         self._thread = ThreadPoolExecutor(1, "stager")
         self._assemblers = ThreadPoolExecutor(_ASSEMBLERS, "assembler")
+        self.room_bytes = 0
+        """For the LoRAs of jobs that have no slot yet; those of one job may take more."""
         self.text_encoder_lock = threading.Lock()
         """Held while LoRAs may be merged into the text encoder."""
 

@@ -157,7 +157,7 @@ def test_a_lane_that_is_closed_meanwhile_is_compiled_anew(engine: Any, compiler:
     (lane,) = engine._lanes
     assert not lane.may_close, "it would be compiled for nothing"
     stale = lane.step
-    engine._restart_all()
+    engine._recovery.restart_all()
     compiler.end(4)
     engine.finish_compiling()
     assert stale.compiled == {}

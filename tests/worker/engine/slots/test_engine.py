@@ -314,7 +314,7 @@ def test_what_is_staged_ahead_takes_no_more_than_its_room(
     engine = make_slot_engine(slots=4)
     requests = [make_request(seed=seed, loras=(lora(lora_paths[0]),)) for seed in range(8)]
     prepared = [engine.prepare(request) for request in requests]
-    engine._staged_bytes = int(room * prepared[0].unet_pack.size_bytes)
+    engine._stager.room_bytes = int(room * prepared[0].unet_pack.size_bytes)
     for ticket, one in enumerate(prepared):
         engine.admit(ticket, one)
     engine.tick()
@@ -336,7 +336,7 @@ def test_loras_of_jobs_that_start_together_take_no_more_than_what_is_staged_ahea
     ]
     expected = draw(engine, *requests)
     size_bytes = engine.prepare(requests[0]).lora_bytes
-    engine._staged_bytes = int(2.5 * size_bytes)
+    engine._stager.room_bytes = int(2.5 * size_bytes)
     stage, at_once = engine._stager.try_to_stage, []
 
     def count(job: Any) -> Any:

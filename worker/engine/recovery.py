@@ -1,0 +1,138 @@
+"""What becomes of the images in flight when a tick fails, or the GPU's memory was too short."""
+
+from __future__ import annotations
+
+import logging
+import math
+
+import torch
+
+from imagefleet import errors
+from worker.engine import contract
+from worker.engine.decoder import Decoder
+from worker.engine.slots import memory
+from worker.engine.slots.lane import Lane, Lanes
+from worker.engine.slots.queue import SlotJob
+from worker.engine.slots.staging import Stager
+from worker.engine.slots.step import StepRunner
+from worker.engine.slots.unet import SlotUnet
+from worker.engine.slots.weights import Weights
+
+log = logging.getLogger(__name__)
+
+
+class Recovery:
+    """Restarts images from their seeds, and takes less memory; for the engine's thread."""
+
+    def __init__(
+        self,
+        unet: SlotUnet,
+        lanes: Lanes,
+        runner: StepRunner,
+        weights: Weights,
+        decoder: Decoder,
+        stager: Stager,
+        *,
+        native: tuple[int, int],
+    ) -> None:
+        """*native*: the checkpoint's width and height in pixels."""
+        self._unet = unet
+        self._lanes = lanes
+        self._runner = runner
+        self._weights = weights
+        self._decoder = decoder
+        self._stager = stager
+        self._native = native
+
+    def recover(
+        self, lane: Lane, failure: errors.FleetError, *, out_of_memory: bool
+    ) -> list[contract.Finished]:
+        """Restarts in-flight images from their seeds, in a way that is less likely to fail.
+
+        Out of memory concerns all lanes: they share one block of weights, then have fewer slots.
+        Any other failure concerns its lane alone: it is no longer compiled, then each of its jobs
+        is alone. A job that fails alone is finished: these are returned.
+        """
+        jobs = list(lane.active.values()) or lane.waiting.jobs[:1]
+        compiled = lane.step is not None and bool(lane.step.compiled)
+        in_call = lane.slots if compiled else len(jobs)
+        others = len(self._lanes.active) - len(lane.active)
+        lane.waiting.jobs = [job for job in lane.waiting.jobs if job not in jobs]
+        lane.active.clear()
+        again: list[SlotJob] = []
+        if out_of_memory:
+            self.restart_all()
+            if self._lanes.blocks > 1:
+                self._share_block()
+                again = jobs
+            elif in_call > 1:
+                self._shrink(math.ceil(self._lanes.slots * memory.fewer(in_call) / lane.slots))
+                again = jobs
+            elif others and lane.batch_key.isolated is None:
+                again = [self._isolate(job) for job in jobs]
+        elif compiled and lane.step is not None:
+            log.warning(
+                "compilation is off from now on: a compiled tick failed",
+                extra={"action": "compile_dropped"},
+            )
+            self._runner.drop(lane.step)
+            again = jobs
+        elif in_call > 1:
+            again = [self._isolate(job) for job in jobs]
+        lane.close()
+        for job in jobs:
+            job.restart()
+        for job in reversed(again):
+            lane_again = self._lanes.lane_of(job.batch_key, self._native)
+            self._lanes.add(lane_again, [job], first=True)
+        torch.cuda.empty_cache()
+        return [contract.Finished(job.ticket, failure) for job in jobs if not again]
+
+    def restart_all(self) -> None:
+        """Frees the tensors of all lanes; their images start again."""
+        for lane in self._lanes:
+            jobs = list(lane.active.values())
+            lane.active.clear()
+            for job in [*jobs, *lane.waiting.jobs]:
+                job.restart()
+            self._lanes.add(lane, jobs, first=True)
+            lane.close()
+        self._runner.reset()
+
+    def use_less_memory(self) -> None:
+        """Restarts all images, with one block of weights for all lanes, or with fewer slots."""
+        others_open = any(lane.block and lane.step for lane in self._lanes)
+        self.restart_all()
+        if others_open:
+            self._share_block()
+        else:
+            self._shrink(memory.fewer(self._lanes.slots))
+
+    def _isolate(self, job: SlotJob) -> SlotJob:
+        """Gives a job a lane of its own: it may be what breaks the calls of others."""
+        job.batch_key = job.batch_key._replace(isolated=job.ticket)
+        return job
+
+    def _share_block(self) -> None:
+        log.warning(
+            "out of memory: all sizes share the slots' weights from now on",
+            extra={"action": "blocks_dropped"},
+        )
+        self._lanes.blocks = 1
+        self._stager.room_bytes = self._unet.slot_bytes
+        self._runner.max_compiled = self._lanes.max_open - 1
+        self._resize(self._lanes.slots)
+
+    def _shrink(self, slots: int) -> None:
+        log.warning("out of memory: reduced to %d slots", slots, extra={"action": "slots_shrunk"})
+        self._runner.slots = self._lanes.slots = self._decoder.max_images = slots
+        self._resize(slots)
+
+    def _resize(self, slots: int) -> None:
+        """Allocates one block of weights anew; all lanes are closed."""
+        for lane in self._lanes:
+            lane.slots = self._lanes.slots_of(lane.batch_key, self._native)
+        self._weights.resize(0)
+        self._decoder.forget_compiled()
+        torch.cuda.empty_cache()  # the memory of CUDA graphs too, which nothing else could use
+        self._weights.resize(slots)
