@@ -263,14 +263,24 @@ class Decoder:
 
 def decode(vae: AutoencoderKL, latents: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     """Decodes latents [images, 4, height, width]; see `to_pixels`."""
-    return to_pixels(vae.decoder(_scale(vae, latents)).float())
+    return to_pixels(to_images(vae, latents))
 
 
 def decode_in_stripes(
     vae: AutoencoderKL, latents: torch.Tensor
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """The same with less memory: see `kernels.stripes`."""
-    return to_pixels(stripes.decode(vae.decoder, _scale(vae, latents)).float())
+    return to_pixels(to_images(vae, latents, in_stripes=True))
+
+
+def to_images(
+    vae: AutoencoderKL, latents: torch.Tensor, *, in_stripes: bool = False
+) -> torch.Tensor:
+    """The VAE's images of latents [images, 4, height, width], from -1 to 1, in float32."""
+    scaled = _scale(vae, latents)
+    images: torch.Tensor
+    images = stripes.decode(vae.decoder, scaled) if in_stripes else vae.decoder(scaled)
+    return images.float()
 
 
 def _scale(vae: AutoencoderKL, latents: torch.Tensor) -> torch.Tensor:

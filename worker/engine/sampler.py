@@ -7,6 +7,9 @@ So one update serves all rows of a batch, whatever each row's sampler and step:
     estimate = from_latents * latents + from_output * output
     latents  = keep * latents + noise_scale * noise + weights . [estimate, earlier estimates]
 
+Inpainting keeps a part of the latents as it was, as AUTOMATIC1111's `CFGDenoiser` does: of the
+estimate where that is the image, and of what the UNet sees where it is the noise.
+
 Euler, Euler ancestral and DPM++ 2M follow k-diffusion (`sampling.py`). Their latents have variance
 sigma^2 + 1, and the estimate is the denoised image. Their sigmas belong to evenly spaced timesteps
 from the last to 0, with log sigma interpolated (`external.py`), or are Karras et al.'s between the
@@ -16,6 +19,10 @@ DDIM and PLMS follow AUTOMATIC1111. Their latents have variance 1, and the estim
 Their timesteps are 1, 1 + r, 1 + 2r, ... below 1000 with r = 1000 // steps: one more than steps
 where it does not divide 1000. The last of them is where they end, so it takes no step; PLMS calls
 the UNet twice at the second one. diffusers' schedulers have the same updates.
+
+img2img takes the end of a schedule. AUTOMATIC1111's first latents have the noise of the sigma or
+timestep `t_enc` steps before the last one; the first call is at that sigma, and at the timestep
+after that one.
 """
 
 from __future__ import annotations
@@ -24,6 +31,7 @@ import math
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
+from typing import NamedTuple
 
 import numpy as np
 import numpy.typing as npt
@@ -37,7 +45,16 @@ from imagefleet.job.samplers import Options
 HISTORY = 5
 
 #: The columns of a schedule's table; HISTORY weights start at the last one.
-TIMESTEP, _INPUT_SCALE, _FROM_LATENTS, _FROM_OUTPUT, _KEEP, _NOISE_SCALE, _FIRST_WEIGHT = range(7)
+(
+    TIMESTEP,
+    _INPUT_SCALE,
+    _FROM_LATENTS,
+    _FROM_OUTPUT,
+    _KEEP,
+    _NOISE_SCALE,
+    _MASKS_INPUT,
+    _FIRST_WEIGHT,
+) = range(8)
 
 #: The number of columns.
 COLUMNS = _FIRST_WEIGHT + HISTORY
@@ -68,6 +85,8 @@ class Schedule:
     """Standard deviation of more noise for the first latents; None if none may be drawn."""
     unguided: tuple[bool, ...] = ()
     """True for calls that take the prompt's output alone, without guidance; () for none."""
+    image_scale: float = 0.0
+    """What the first latents have of an image's; 0 where they are noise alone."""
 
 
 def make_schedule(
@@ -76,34 +95,43 @@ def make_schedule(
     alphas_cumprod: torch.Tensor,
     prediction_type: str,
     options: Options = samplers.DEFAULT_OPTIONS,
+    *,
+    t_enc: int | None = None,
 ) -> Schedule:
     """The schedule of one of `imagefleet.job.samplers`.
 
     Args:
         name: the sampler's canonical name, such as "dpmpp_2m_karras".
-        steps: the job's steps; DDIM and PLMS may make more UNet calls.
+        steps: of the whole schedule; DDIM and PLMS may make more UNet calls.
         alphas_cumprod: the model's noise schedule [train timesteps] in float64.
         prediction_type: what the UNet predicts, "epsilon" or "v_prediction".
         options: eta and the like; a sampler ignores those that it does not have.
+        t_enc: for the end of the schedule alone, on an image's latents: AUTOMATIC1111's number of
+            the step, from the end, whose noise they have. Where no step is left, one call leaves
+            the latents as they are.
 
     Raises:
         JobError: there is no such sampler, or it has no step to take.
     """
     alphas = alphas_cumprod.double().numpy()
     initial_scale, initial_churn = 1.0, None
+    image_scale = 0.0 if t_enc is None else 1.0
     if name.removesuffix("_karras") in _SIGMA_UPDATES:
         make_sigmas = _karras_sigmas if name.endswith("_karras") else _even_sigmas
         all_sigmas = np.sqrt((1 - alphas) / alphas)
         sigmas = [*make_sigmas(all_sigmas, steps).tolist(), 0.0]
+        if t_enc is not None:
+            sigmas = sigmas[steps - t_enc - 1 :]
         initial_scale = sigmas[0]
         if name.removesuffix("_karras") == "euler" and options.s_churn > 0:
-            churned = [_churned(sigma, steps, options) for sigma in sigmas]
+            taken = max(1, len(sigmas) - 1)
+            churned = [_churned(sigma, taken, options) for sigma in sigmas]
             initial_churn = _churn_noise(sigmas[0], churned[0], options)
         else:
             churned = sigmas
         update_of = _SIGMA_UPDATES[name.removesuffix("_karras")]
         levels = churned[:-1]
-        rows, noisy = _table(
+        calls: Iterable[_Call] = (
             (
                 float(np.interp(math.log(sigma), np.log(all_sigmas), np.arange(len(alphas)))),
                 1 / math.sqrt(sigma**2 + 1),
@@ -113,24 +141,53 @@ def make_schedule(
             for at, sigma in enumerate(levels)
         )
     elif name in _TIMESTEP_UPDATES:
-        updates = list(_TIMESTEP_UPDATES[name](steps, alphas, options))
-        if not updates:
+        timesteps = _timesteps(steps, alphas) if steps else []
+        if t_enc is not None and timesteps:
+            alpha = alphas[timesteps[-1 - t_enc]]
+            image_scale, initial_scale = math.sqrt(alpha), math.sqrt(1 - alpha)
+            timesteps = timesteps[len(timesteps) - t_enc :]
+        elif t_enc is not None:
+            initial_scale = 0.0
+        updates = list(_TIMESTEP_UPDATES[name](timesteps, alphas, options))
+        if not updates and t_enc is None:
             raise errors.JobError(samplers.too_few_steps(name))
         levels = [float(timestep) for timestep, _ in updates]
-        rows, noisy = _table(
+        calls = (
             (timestep, 1.0, _to_noise(alphas[timestep], prediction_type), update)
             for timestep, update in updates
         )
     else:
         known = ", ".join([*_SIGMA_UPDATES, *_TIMESTEP_UPDATES])
         raise errors.JobError(f"unknown sampler {name!r}; this engine has only {known}")
+    rows, noisy = _table(calls if levels else [_NO_STEP], masks_input=name in _TIMESTEP_UPDATES)
     return Schedule(
         initial_scale,
         torch.tensor(rows, dtype=torch.float32),
         noisy,
         initial_churn,
         _unguided(levels, options.s_min_uncond),
+        image_scale,
     )
+
+
+class Inpainting(NamedTuple):
+    """What stays of each image of a batch while the rest is drawn anew."""
+
+    kept: torch.Tensor
+    """[batch, 1, height, width]: 1 where the original stays, 0 elsewhere."""
+    original: torch.Tensor
+    """The latents that it began with, without noise [batch, 4, height, width]."""
+
+
+def mask_input(rows: torch.Tensor, latents: torch.Tensor, image: Inpainting) -> torch.Tensor:
+    """The latents that the UNet sees: the original's where DDIM and PLMS keep it."""
+    kept = rows[:, _MASKS_INPUT, None, None, None] * image.kept
+    return latents * (1 - kept) + image.original * kept
+
+
+def restore(latents: torch.Tensor, image: Inpainting) -> torch.Tensor:
+    """Drawn latents with what an image keeps, of one image or a batch."""
+    return latents * (1 - image.kept) + image.original * image.kept
 
 
 def scale_input(rows: torch.Tensor, latents: torch.Tensor) -> torch.Tensor:
@@ -144,6 +201,7 @@ def step(
     output: torch.Tensor,
     history: torch.Tensor,
     noise: torch.Tensor | None,
+    image: Inpainting | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """One update of a batch: the next latents and history.
 
@@ -155,9 +213,14 @@ def step(
         output: the UNet's, with guidance [batch, 4, height, width].
         history: earlier estimates, newest first [HISTORY, batch, 4, height, width].
         noise: [batch, 4, height, width], or None if no row uses any.
+        image: None if no row keeps anything.
     """
     columns = rows.T[..., None, None, None]
-    estimate = columns[_FROM_LATENTS] * latents + columns[_FROM_OUTPUT] * output
+    seen = latents if image is None else mask_input(rows, latents, image)
+    estimate = columns[_FROM_LATENTS] * seen + columns[_FROM_OUTPUT] * output
+    if image is not None:
+        kept = (1 - columns[_MASKS_INPUT]) * image.kept
+        estimate = estimate * (1 - kept) + image.original * kept
     history = torch.cat([estimate[None], history[:-1]])
     stepped = columns[_KEEP] * latents + (columns[_FIRST_WEIGHT:] * history).sum(dim=0)
     if noise is not None:
@@ -174,13 +237,19 @@ _Call = tuple[float, float, tuple[float, float], _Update]
 """timestep, input_scale, the estimate's coefficients, the update."""
 
 
-def _table(calls: Iterable[_Call]) -> tuple[list[list[float]], tuple[bool, ...]]:
+#: Latents stay as they are.
+_NO_STEP: _Call = (0.0, 1.0, (0.0, 0.0), (1.0, (), None))
+
+
+def _table(
+    calls: Iterable[_Call], *, masks_input: bool
+) -> tuple[list[list[float]], tuple[bool, ...]]:
     """The table's rows, and which of them draw noise."""
-    rows, noisy = [], []
+    rows, noisy, masks = [], [], float(masks_input)
     for timestep, input_scale, estimate, (keep, weights, noise_scale) in calls:
         padding = [0.0] * (HISTORY - len(weights))
         scale = noise_scale or 0.0
-        rows.append([timestep, input_scale, *estimate, keep, scale, *weights, *padding])
+        rows.append([timestep, input_scale, *estimate, keep, scale, masks, *weights, *padding])
         noisy.append(noise_scale is not None)
     return rows, tuple(noisy)
 
@@ -264,9 +333,11 @@ def _dpmpp_2m(sigmas: Sequence[float], _: Sequence[float], at: int, __: Options)
     return ratio, (1 - ratio + earlier, -earlier), None
 
 
-def _ddim(steps: int, alphas: _Alphas, options: Options) -> Iterator[tuple[int, _Update]]:
+def _ddim(
+    timesteps: Sequence[int], alphas: _Alphas, options: Options
+) -> Iterator[tuple[int, _Update]]:
     eta = options.eta or 0.0
-    for timestep, following in pairwise(_timesteps(steps, alphas)):
+    for timestep, following in pairwise(timesteps):
         alpha, next_alpha = alphas[timestep], alphas[following]
         variance = (1 - next_alpha) / (1 - alpha) * (1 - alpha / next_alpha)
         noise = eta * math.sqrt(variance)
@@ -274,9 +345,9 @@ def _ddim(steps: int, alphas: _Alphas, options: Options) -> Iterator[tuple[int, 
         yield timestep, (keep, (gain,), noise if eta else None)
 
 
-def _plms(steps: int, alphas: _Alphas, _: Options) -> Iterator[tuple[int, _Update]]:
+def _plms(timesteps: Sequence[int], alphas: _Alphas, _: Options) -> Iterator[tuple[int, _Update]]:
     """The first step is repeated with the mean of the estimates at both of its ends."""
-    for at, (timestep, following) in enumerate(pairwise(_timesteps(steps, alphas))):
+    for at, (timestep, following) in enumerate(pairwise(timesteps)):
         keep, gain = _transfer(alphas[timestep], alphas[following])
         order = min(at, len(_ADAMS_BASHFORTH) - 1)
         weights = [gain * weight for weight in _ADAMS_BASHFORTH[order]]
@@ -310,8 +381,8 @@ _SIGMA_UPDATES: Mapping[str, _SigmaUpdate] = {
     "euler": _euler,
     "dpmpp_2m": _dpmpp_2m,
 }
-_TimestepUpdates = Callable[[int, _Alphas, Options], Iterator[tuple[int, _Update]]]
-"""The timestep and the update of each call, from the steps."""
+_TimestepUpdates = Callable[[Sequence[int], _Alphas, Options], Iterator[tuple[int, _Update]]]
+"""The timestep and the update of each call, from the timesteps, the last of which is the end."""
 
 _TIMESTEP_UPDATES: Mapping[str, _TimestepUpdates] = {
     "ddim": _ddim,

@@ -3,6 +3,10 @@
 from __future__ import annotations
 
 import dataclasses
+import importlib
+import importlib.util
+import sys
+import types
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -182,3 +186,23 @@ def difference() -> Callable[[object, object], int]:
 def respell() -> Callable[[Path, Path, str], tuple[dict[str, torch.Tensor], dict[str, str]]]:
     """See `key_names.respell`."""
     return key_names.respell
+
+
+@pytest.fixture(scope="session")
+def k_diffusion() -> types.SimpleNamespace:
+    """The real `k_diffusion.sampling` and `.external`, without its training dependencies."""
+    found = importlib.util.find_spec("k_diffusion")
+    assert found, "k-diffusion is missing: `make test` installs it, without its dependencies"
+    package = types.ModuleType("k_diffusion")
+    package.__path__ = list(found.submodule_search_locations or ())
+    unused = ["scipy", "torchdiffeq", "torchsde", "torchvision", "torchvision.transforms"]
+    stubs = {name: types.ModuleType(name) for name in unused}
+    vars(stubs["scipy"])["integrate"] = vars(stubs["torchdiffeq"])["odeint"] = None
+    vars(stubs["torchvision.transforms"])["functional"] = None
+    with pytest.MonkeyPatch.context() as patch:
+        for name, module in {**stubs, "k_diffusion": package}.items():
+            patch.setitem(sys.modules, name, module)
+        return types.SimpleNamespace(
+            sampling=importlib.import_module("k_diffusion.sampling"),
+            external=importlib.import_module("k_diffusion.external"),
+        )

@@ -18,7 +18,7 @@ import torch
 
 from imagefleet import errors
 from imagefleet.job.prompt import Prompt
-from worker.engine import contract, decoder
+from worker.engine import contract, decoder, sampler
 from worker.engine import errors as engine_errors
 from worker.engine.checkpoint import Checkpoint
 from worker.engine.kernels import layers
@@ -31,7 +31,7 @@ from worker.engine.slots import linear, memory, prepare, queue, staging
 from worker.engine.slots.compiling import Compilation
 from worker.engine.slots.lane import MAX_LANES, Lane, Lanes
 from worker.engine.slots.prepare import PLAIN_TOKENS, PreparedRequest
-from worker.engine.slots.queue import BatchKey, SlotJob
+from worker.engine.slots.queue import BatchKey, FirstPass, SlotJob
 from worker.engine.slots.staging import Stager
 from worker.engine.slots.step import GUIDANCE, Step, StepRunner, tick
 from worker.engine.slots.unet import SlotUnet
@@ -193,11 +193,7 @@ class SlotEngine:
     ) -> None:
         if not isinstance(prepared, PreparedRequest):
             raise TypeError("prepared by another engine")
-        request = prepared.request
-        merged = prepared.lora_key if prepared.unet_pack is None else None
-        batch_key = BatchKey(request.width, request.height, prepared.tokens, merged, None)
-        job = SlotJob(ticket, prepared, batch_key, urgent)
-        self._lanes.add(self._lanes.lane_of(batch_key, self.default_size), [job], first=urgent)
+        self._add(SlotJob(ticket, prepared, BatchKey.of(prepared), urgent))
 
     def tick(self) -> list[contract.Finished]:
         """Fills the free slots of a lane and runs one step of it; returns the finished images.
@@ -270,6 +266,10 @@ class SlotEngine:
 
     # The parts of a tick.
 
+    def _add(self, job: SlotJob) -> None:
+        lane = self._lanes.lane_of(job.batch_key, self.default_size)
+        self._lanes.add(lane, [job], first=job.urgent)
+
     def _open_lane(self, batch_key: BatchKey) -> Lane:
         lane = self._lanes.lane_of(batch_key, self.default_size)
         self._open(lane)
@@ -340,6 +340,12 @@ class SlotEngine:
         state.latents[slot].copy_(staged.latents)
         # An earlier image's history has weight 0, but 0 times NaN would still be NaN.
         state.history[:, slot].zero_()
+        if staged.image is None:
+            state.kept[slot].zero_()
+            state.original[slot].zero_()  # 0 times NaN, too
+        else:
+            state.kept[slot].copy_(staged.image.kept)
+            state.original[slot].copy_(staged.image.original)
         if state.mask is not None and staged.mask is not None:
             state.mask[rows].copy_(staged.mask)
         factors = staged.factors if lane.weight_mode != "shared" else {}
@@ -365,10 +371,23 @@ class SlotEngine:
         for slot, job in list(lane.active.items()):
             job.call += 1
             if job.call == job.calls:
-                self._decoder.add(job.ticket, step.state.latents[slot].clone())
-                self._runner.count_image(lane.batch_key, lane.weight_mode)
-                self._has_drawn_job |= not job.urgent
                 del lane.active[slot]
+                self._runner.count_image(lane.batch_key, lane.weight_mode)
+                self._end_pass(job, step.state.latents[slot].clone())
+
+    def _end_pass(self, job: SlotJob, latents: torch.Tensor) -> None:
+        """Passes latents on: to the decoder, or to the lane of the job's second pass."""
+        if job.staged is not None and job.staged.image is not None:
+            latents = sampler.restore(latents, job.staged.image)
+        if (following := job.prepared.next_pass) is None:
+            self._decoder.add(job.ticket, latents)
+            self._has_drawn_job |= not job.urgent
+            return
+        drawn = torch.cuda.current_stream().record_event() if self._on_gpu else None
+        # Still alone if the first pass was.
+        batch_key = BatchKey.of(following)._replace(isolated=job.batch_key.isolated)
+        first_pass = FirstPass(latents, drawn)
+        self._add(SlotJob(job.ticket, following, batch_key, job.urgent, first_pass=first_pass))
 
     def _stage_ahead(self) -> None:
         """Begins to stage the next jobs, as far as there is room for their LoRAs."""

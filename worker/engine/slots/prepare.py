@@ -6,7 +6,7 @@ import contextlib
 import itertools
 import threading
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from types import MappingProxyType
 
 import torch
@@ -18,6 +18,9 @@ from worker.engine.checkpoint import Checkpoint
 from worker.engine.lora import file as lora_file
 from worker.engine.lora import merge, names, pack
 from worker.engine.noise import NoiseStream
+from worker.engine.passes import init_image, upscaling
+from worker.engine.passes import steps as pass_steps
+from worker.engine.passes.upscaling import LoadUpscaler, Upscaling
 from worker.engine.slots import convolution
 
 #: Prompt chunks in the context of ordinary calls. A prompt of one chunk is repeated, which changes
@@ -60,6 +63,26 @@ class PreparedRequest:
     convolution_pack: convolution.ConvolutionPack | None
     """Their changes of convolutions; None if they must be merged instead, and then all are."""
     text_encoder_packs: Mapping[names.Network, pack.PackedLoras | None]
+    image: init_image.PreparedImage | None = None
+    """What it begins with beside noise."""
+    second: PreparedRequest | None = None
+    """The second pass of hires fix."""
+    upscaling: Upscaling | None = None
+    """Of a second pass: how it begins."""
+
+    @property
+    def next_pass(self) -> PreparedRequest | None:
+        """What follows on this pass, from the same seed."""
+        if self.second is None:
+            return None
+        seed, noise = self.request.seed, self.request.noise
+        return replace(self.second, request=replace(self.second.request, seed=seed, noise=noise))
+
+    @property
+    def told_size(self) -> tuple[int, int]:
+        """The width and height in pixels that SDXL is told, as AUTOMATIC1111 does."""
+        request = self.request
+        return self.upscaling.size if self.upscaling else (request.width, request.height)
 
     @property
     def lora_key(self) -> merge.LoraKey:
@@ -85,7 +108,7 @@ class PreparedRequest:
         return NoiseStream(request.seed, shape, request.noise, factor=factor, draws=draws)
 
     def first_latents(self, noise: NoiseStream) -> torch.Tensor:
-        """What the image starts from [channels, height, width]."""
+        """The noise that the image starts from [channels, height, width]."""
         latents = noise.first() * self.schedule.initial_scale
         if self.schedule.initial_churn is not None:
             churn = torch.empty_like(latents)
@@ -129,6 +152,8 @@ class RequestPreparer:
         layers = names.Layers(checkpoint.unet, checkpoint.text_encoders)
         self._lora_cache = lora_file.LoraCache(layers, lora_cache_bytes)
         self.lora_lookups: Mapping[str, int] = self._lora_cache.lookups
+        self.load_upscaler: LoadUpscaler | None = None
+        """Reads the files of upscalers; None: there are only those of AUTOMATIC1111 itself."""
         self._may_go_on = threading.Event()
         self._may_go_on.set()
 
@@ -152,20 +177,19 @@ class RequestPreparer:
             JobError: this checkpoint cannot draw it, or a LoRA or embedding does not fit.
             TransientError: one of them could not be read.
         """
-        factor = self._checkpoint.vae_factor
-        if request.width % factor or request.height % factor:
-            raise errors.JobError(
-                f"{request.width}x{request.height} pixels cannot be drawn: both sides must be"
-                f" multiples of {factor}"
-            )
+        self._check_size(request)
         self._check_clip_skip(request.clip_skip)
-        schedule = sampler.make_schedule(
-            request.sampler,
-            request.steps,
-            self._checkpoint.alphas_cumprod,
-            self._checkpoint.prediction_type,
-            request.sampler_options,
-        )
+        init, image = request.init, None
+        if init is None:
+            schedule = self._schedule(request, request.steps)
+        elif request.hires is not None:
+            raise errors.JobError("a second pass (hires fix) is for images that begin with noise")
+        else:
+            taken = pass_steps.img2img(request.steps, init.denoising_strength)
+            schedule = self._schedule(request, *taken)
+            self._may_go_on.wait()
+            size = request.width, request.height
+            image = init_image.prepare(init, *size, self._checkpoint.vae_factor)
         named = [self._embedding_cache.get(each) for each in request.embeddings]
         prompt = self.tokenizer.chunks(request.prompt, named)
         negative_prompt = self.tokenizer.chunks(request.negative_prompt, named)
@@ -176,7 +200,7 @@ class RequestPreparer:
         self._may_go_on.wait()
         convolution_pack = convolution.pack(unet_loras, self._convolutions, dtype=self._dtype)
         unet_pack = None if convolution_pack is None else self._pack(unet_loras, "unet")
-        return PreparedRequest(
+        prepared = PreparedRequest(
             request,
             prompt,
             negative_prompt,
@@ -187,7 +211,63 @@ class RequestPreparer:
             unet_pack,
             convolution_pack,
             {network: self._pack(each, network) for network, each in text_encoder_loras.items()},
+            image,
         )
+        if request.hires is None:
+            return prepared
+        return replace(prepared, second=self._second_pass(prepared, request.hires, named))
+
+    def _second_pass(
+        self,
+        first: PreparedRequest,
+        hires: contract.HiresPass,
+        named: Sequence[embeddings.Embedding],
+    ) -> PreparedRequest:
+        """With the first pass' LoRAs."""
+        own = first.request
+        request = replace(
+            own,
+            width=hires.width,
+            height=hires.height,
+            steps=hires.steps or own.steps,
+            prompt=own.prompt if hires.prompt is None else hires.prompt,
+            negative_prompt=(
+                own.negative_prompt if hires.negative_prompt is None else hires.negative_prompt
+            ),
+            sampler=hires.sampler or own.sampler,
+            cfg_scale=own.cfg_scale if hires.cfg_scale is None else hires.cfg_scale,
+            hires=None,
+        )
+        self._check_size(request)
+        taken = pass_steps.second_pass(request.steps, hires.denoising_strength)
+        return replace(
+            first,
+            request=request,
+            prompt=self.tokenizer.chunks(request.prompt, named),
+            negative_prompt=self.tokenizer.chunks(request.negative_prompt, named),
+            schedule=self._schedule(request, *taken),
+            upscaling=upscaling.find(hires, own.width, own.height, self.load_upscaler),
+        )
+
+    def _schedule(
+        self, request: contract.ImageRequest, steps: int, t_enc: int | None = None
+    ) -> sampler.Schedule:
+        return sampler.make_schedule(
+            request.sampler,
+            steps,
+            self._checkpoint.alphas_cumprod,
+            self._checkpoint.prediction_type,
+            request.sampler_options,
+            t_enc=t_enc,
+        )
+
+    def _check_size(self, request: contract.ImageRequest) -> None:
+        factor = self._checkpoint.vae_factor
+        if request.width % factor or request.height % factor:
+            raise errors.JobError(
+                f"{request.width}x{request.height} pixels cannot be drawn: both sides must be"
+                f" multiples of {factor}"
+            )
 
     def _check_clip_skip(self, clip_skip: int) -> None:
         layers = self._checkpoint.text_encoder.config.num_hidden_layers

@@ -14,6 +14,7 @@ from worker.engine.lora.merge import LoraKey
 from worker.engine.lora.pack import Group
 from worker.engine.lora.stacked import StackedChange
 from worker.engine.noise import NoiseStream
+from worker.engine.sampler import Inpainting
 from worker.engine.slots import convolution
 from worker.engine.slots.prepare import PLAIN_TOKENS, PreparedRequest
 
@@ -36,6 +37,12 @@ class BatchKey(NamedTuple):
     """The LoRAs that must be merged into the shared weights; None if slots can hold them."""
     isolated: int | None
     """The ticket of a job that runs alone, since it may be what breaks the calls of others."""
+
+    @classmethod
+    def of(cls, prepared: PreparedRequest) -> BatchKey:
+        request = prepared.request
+        merged = prepared.lora_key if prepared.unet_pack is None else None
+        return cls(request.width, request.height, prepared.tokens, merged, None)
 
     @property
     def is_masked(self) -> bool:
@@ -76,12 +83,24 @@ class Staged:
     """The same of its changes of convolutions."""
     noise: NoiseStream
     """After its first, which `latents` has."""
+    image: Inpainting | None
+    """What it keeps, without the dimension of the batch; None if it keeps nothing."""
 
     @property
     def tensors(self) -> list[torch.Tensor]:
         """All that is on the device."""
-        held = (self.latents, self.vectors, self.mask, *(self.added or ()), *self.loras)
-        return [tensor for tensor in held if tensor is not None]
+        small = (self.latents, self.vectors, self.mask, *(self.added or ()), *(self.image or ()))
+        return [tensor for tensor in (*small, *self.loras) if tensor is not None]
+
+
+@dataclass(frozen=True, slots=True)
+class FirstPass:
+    """What a second pass begins with."""
+
+    latents: torch.Tensor
+    """[4, height, width] on the device, of the first pass' size."""
+    drawn: torch.cuda.Event | None
+    """After the tick that drew them."""
 
 
 @dataclass(slots=True, eq=False)
@@ -98,6 +117,8 @@ class SlotJob:
     """Begun; the engine has not taken the result yet."""
     staged: Staged | None = None
     call: int = 0
+    first_pass: FirstPass | None = None
+    """Of a job in its second pass."""
     has_weights: bool = False
     """True once its slot holds its weights; not needed while the shared ones serve all slots."""
 
@@ -116,11 +137,11 @@ class SlotJob:
 
     @property
     def calls(self) -> int:
-        """UNet calls from noise to image."""
+        """UNet calls of this pass."""
         return len(self.prepared.schedule.table)
 
     def restart(self) -> None:
-        """Back to the seed."""
+        """Back to the seed; in the second pass to that pass' beginning."""
         self.call, self.staging, self.staged, self.has_weights = 0, None, None, False
 
 

@@ -1,7 +1,8 @@
 """Copies jobs to the device before a slot is free for them, concurrently with the ticks.
 
 It uses a thread and a stream of its own: copying a large LoRA and encoding a prompt wait for the
-device (tokens are copied, weighted vectors checked), but never for the ticks.
+device (tokens are copied, weighted vectors checked), but never for the ticks. Images that jobs
+begin with are encoded here as well, those of a second pass after they have been upscaled.
 """
 
 from __future__ import annotations
@@ -25,6 +26,9 @@ from worker.engine.lora import merge
 from worker.engine.lora.names import Network
 from worker.engine.lora.pack import Group
 from worker.engine.lora.stacked import StackedChange
+from worker.engine.passes.images import ImageCoder
+from worker.engine.passes.upscaling import Upscaling
+from worker.engine.sampler import Inpainting
 from worker.engine.slots import convolution
 from worker.engine.slots.linear import TextEncoderLoras
 from worker.engine.slots.prepare import PLAIN_CHUNKS, PreparedRequest
@@ -98,6 +102,7 @@ class Stager:
                 for each in self._family.text_encoders
             ]
         )
+        self._images = ImageCoder(checkpoint.vae)
         self._text_loras = {
             network: TextEncoderLoras(each) for network, each in checkpoint.text_encoders.items()
         }
@@ -171,6 +176,7 @@ class Stager:
         self._thread.shutdown(cancel_futures=True)
         self._assemblers.shutdown()
         self._encoder.clear()
+        self._images.clear()
         for each in self._text_loras.values():
             each.close()
 
@@ -236,7 +242,33 @@ class Stager:
         vectors, mask, added = self._encode(job, loras.text_encoders)
         noise = job.prepared.noise(self._channels, self._factor)
         latents = self._copy(job.prepared.first_latents(noise))
-        return Staged(latents, vectors, mask, added, copies, factors, convolutions, noise)
+        original, kept = self._image_of(job), None
+        if original is not None:
+            latents = latents + job.prepared.schedule.image_scale * original
+            image = job.prepared.image
+            if image is not None and image.kept is not None:
+                kept = Inpainting(self._copy(image.kept), original)
+        return Staged(latents, vectors, mask, added, copies, factors, convolutions, noise, kept)
+
+    def _image_of(self, job: SlotJob) -> torch.Tensor | None:
+        """The latents [4, height, width] that a job begins with beside noise, if any."""
+        prepared = job.prepared
+        if job.first_pass is not None and prepared.upscaling is not None:
+            if self._stream is not None and job.first_pass.drawn is not None:
+                self._stream.wait_event(job.first_pass.drawn)
+            return self._upscale(job.first_pass.latents, prepared.upscaling)
+        if prepared.image is None:
+            return None
+        latents = self._images.encode_init(prepared.image)
+        return prepared.image.with_content(latents, prepared.request)
+
+    def _upscale(self, latents: torch.Tensor, upscaling: Upscaling) -> torch.Tensor:
+        if upscaling.latent_mode is not None:
+            latents = upscaling.enlarge_latents(latents, self._factor)
+        else:
+            pixels = self._images.decode(latents)
+            latents = self._images.encode(upscaling.enlarge_pixels(pixels))
+        return upscaling.crop(latents, self._factor)
 
     def _copy(self, tensor: torch.Tensor) -> torch.Tensor:
         return tensor.to(self._device, non_blocking=True)
@@ -252,7 +284,7 @@ class Stager:
         with self._loras_merged(prepared, loras):
             key = merge.key_of(prepared.text_encoder_loras)
             context = self._encoder.encode(prompts, prepared.request.clip_skip, key)
-        vectors, added = self._finish(prepared.request, context)
+        vectors, added = self._finish(prepared, context)
         if not job.batch_key.is_masked:
             return vectors, None, added
         tokens = vectors.shape[1]
@@ -264,18 +296,18 @@ class Stager:
         return padded, self._copy(mask), added
 
     def _finish(
-        self, request: contract.ImageRequest, context: text.Context
+        self, prepared: PreparedRequest, context: text.Context
     ) -> tuple[torch.Tensor, AddedInputs | None]:
         """Vectors on the device, in the UNet's type, and its added inputs, if it has any."""
         vectors = context.vectors.to(self._device, self._dtype)
         pooled = context.pooled
-        if self._family.zeroes_empty_negative and not str(request.negative_prompt):
+        if self._family.zeroes_empty_negative and not str(prepared.request.negative_prompt):
             kept = torch.tensor([1, 0], device=vectors.device, dtype=vectors.dtype)
             vectors = vectors * kept[:, None, None]
             pooled = None if pooled is None else pooled * kept.to(pooled)[:, None]
         if pooled is None:
             return vectors, None
-        sizes = sdxl.size_ids(request.width, request.height).expand(2, -1)
+        sizes = sdxl.size_ids(*prepared.told_size).expand(2, -1)
         return vectors, AddedInputs(pooled.to(self._device, self._dtype), self._copy(sizes))
 
     @contextlib.contextmanager

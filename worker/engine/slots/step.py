@@ -54,6 +54,10 @@ class SlotState(NamedTuple):
     """[slots, columns]: this call's sampler coefficients, then the guidance scale."""
     noise: torch.Tensor
     """[slots, 4, height, width]"""
+    kept: torch.Tensor
+    """[slots, 1, height, width]: 1 where inpainting keeps the original, 0 for other images."""
+    original: torch.Tensor
+    """[slots, 4, height, width]: the latents that are kept there."""
     context: torch.Tensor
     """[2 * slots, tokens, width]: the keys and values of all cross-attentions."""
     mask: torch.Tensor | None
@@ -70,6 +74,8 @@ class SlotState(NamedTuple):
             self.history[:, :slots],
             self.rows[:slots],
             self.noise[:slots],
+            self.kept[:slots],
+            self.original[:slots],
             self.context[: 2 * slots],
             None if self.mask is None else self.mask[: 2 * slots],
             None if self.added is None else self.added[: 2 * slots],
@@ -83,6 +89,8 @@ def tick(
     history: torch.Tensor,
     rows: torch.Tensor,
     noise: torch.Tensor,
+    kept: torch.Tensor,
+    original: torch.Tensor,
     context: torch.Tensor,
     mask: torch.Tensor | None,
     added: torch.Tensor | None,
@@ -92,8 +100,9 @@ def tick(
     Rows 2 * slot and 2 * slot + 1 of the output are a slot's prompt (cond) and negative prompt
     (uncond).
     """
-    coefficients = rows[:, : sampler.COLUMNS]
-    x = sampler.scale_input(coefficients, latents).to(unet.dtype)
+    coefficients, image = rows[:, : sampler.COLUMNS], sampler.Inpainting(kept, original)
+    seen = sampler.mask_input(coefficients, latents, image)
+    x = sampler.scale_input(coefficients, seen).to(unet.dtype)
     if x.device.type == "cuda":
         x = x.contiguous(memory_format=torch.channels_last)
     times = coefficients[:, sampler.TIMESTEP]
@@ -101,7 +110,7 @@ def tick(
     output = unet(x, times, context, mask, per_slot, changes, added)
     cond, uncond = output.float().unflatten(0, (-1, 2)).unbind(dim=1)
     guided = uncond + rows[:, GUIDANCE, None, None, None] * (cond - uncond)
-    stepped, remembered = sampler.step(coefficients, latents, guided, history, noise)
+    stepped, remembered = sampler.step(coefficients, latents, guided, history, noise, image)
     latents.copy_(stepped)
     history.copy_(remembered)
 
@@ -351,6 +360,8 @@ class StepRunner:
             history=zeros(sampler.HISTORY, *shape),
             rows=zeros(slots, sampler.COLUMNS + 1),
             noise=zeros(*shape),
+            kept=zeros(slots, 1, *sides),
+            original=zeros(*shape),
             context=zeros(2 * slots, tokens, unet.keys_values.width, dtype=unet.dtype),
             mask=zeros(2 * slots, 1, 1, tokens, dtype=unet.dtype) if batch_key.is_masked else None,
             added=zeros(2 * slots, unet.added_width, dtype=unet.dtype)

@@ -1,0 +1,212 @@
+"""Hires fix is AUTOMATIC1111's: two of diffusers' pipelines and what is between them.
+
+AUTOMATIC1111 lengthens the second schedule so that `hr_second_pass_steps` are taken at any
+strength: `steps / strength`, of which the last `steps`.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from diffusers import StableDiffusionImg2ImgPipeline, StableDiffusionXLImg2ImgPipeline
+from PIL import Image
+
+import a1111
+from worker.engine import contract
+from worker.engine.passes import steps
+
+#: Out of 255: another batch size and other products mean another order of float32 sums.
+ROUNDING = 2
+
+HIRES = contract.HiresPass(
+    width=128, height=128, denoising_strength=0.7, steps=5, upscaler="Latent"
+)
+
+pytestmark = pytest.mark.filterwarnings("ignore:__array__ implementation:DeprecationWarning")
+
+
+@pytest.fixture
+def request_of(make_request: Any) -> Any:
+    def make(hires: dict[str, Any] | None = None, **changes: Any) -> Any:
+        settings = {"prompt": "a red circle", "negative_prompt": "green, blurry", "seed": 5}
+        second = dataclasses.replace(HIRES, **(hires or {}))
+        return make_request(**{**settings, "hires": second, **changes})
+
+    return make
+
+
+@torch.no_grad()
+def first_pass(pipeline: Any, request: Any) -> torch.Tensor:
+    """Latents [1, 4, height, width]."""
+    latents: torch.Tensor = pipeline(
+        request.prompt,
+        negative_prompt=request.negative_prompt,
+        num_inference_steps=request.steps,
+        guidance_scale=request.cfg_scale,
+        width=request.width,
+        height=request.height,
+        generator=torch.Generator().manual_seed(request.seed),
+        output_type="latent",
+    ).images
+    return latents
+
+
+@pytest.mark.parametrize(
+    ("upscaler", "how"),
+    [
+        ("Latent", {"mode": "bilinear"}),
+        ("Latent (antialiased)", {"mode": "bilinear", "antialias": True}),
+        ("Latent (bicubic)", {"mode": "bicubic"}),
+        ("Latent (bicubic antialiased)", {"mode": "bicubic", "antialias": True}),
+        ("Latent (nearest)", {"mode": "nearest"}),
+        ("Latent (nearest-exact)", {"mode": "nearest-exact"}),
+    ],
+)
+@pytest.mark.parametrize("family", ["sd1", "sdxl"])
+def test_latent_upscalers_are_two_of_diffusers_pipelines(
+    family: str,
+    upscaler: str,
+    how: dict[str, Any],
+    family_engine: Any,
+    family_pipeline: Any,
+    request_of: Any,
+    draw: Any,
+    difference: Any,
+) -> None:
+    request = request_of({"upscaler": upscaler, "width": 96, "height": 96})
+    pipeline = family_pipeline(family)
+    upscaled = a1111.interpolate(first_pass(pipeline, request), 96, 96, **how)
+    if family == "sdxl":
+        second: Any = StableDiffusionXLImg2ImgPipeline(**pipeline.components, add_watermarker=False)
+    else:
+        second = StableDiffusionImg2ImgPipeline(
+            **pipeline.components, requires_safety_checker=False
+        )
+    second.set_progress_bar_config(disable=True)
+    taken = steps.second_pass(5, 0.7)
+    assert taken == (7, 4)
+    theirs = second(
+        request.prompt,
+        image=upscaled,
+        strength=5.01 / 7,
+        negative_prompt=request.negative_prompt,
+        num_inference_steps=7,
+        guidance_scale=request.cfg_scale,
+        generator=torch.Generator().manual_seed(request.seed),
+        output_type="np",
+    ).images[0]
+    (image,) = draw(family_engine(family), request)
+    assert image.shape == (96, 96, 3)
+    assert difference(image, (theirs * 255).round().astype("uint8")) <= ROUNDING
+
+
+@pytest.mark.parametrize("sampler", ["dpmpp_2m_karras", "euler", "ddim", "plms"])
+def test_the_second_pass_may_have_another_sampler_prompt_and_guidance(
+    sampler: str,
+    family_engine: Any,
+    family_pipeline: Any,
+    k_diffusion: Any,
+    request_of: Any,
+    draw: Any,
+    difference: Any,
+) -> None:
+    changed = {"sampler": sampler, "prompt": "a blue cat", "negative_prompt": "", "cfg_scale": 4.0}
+    request = request_of(changed)
+    pipeline = family_pipeline("sd1")
+    reference = a1111.Reference(pipeline, k_diffusion)
+    begins = a1111.interpolate(first_pass(pipeline, request), 128, 128, mode="bilinear")
+    second = dataclasses.replace(request, width=128, height=128, **changed)
+    taken = steps.second_pass(5, 0.7)._asdict()
+    theirs = reference.decode(reference.img2img(second, begins, **taken))
+    (image,) = draw(family_engine("sd1"), request)
+    assert difference(image, theirs) <= ROUNDING
+
+
+@pytest.mark.parametrize("family", ["sd1", "sdxl"])
+@pytest.mark.parametrize(
+    ("width", "height", "size"), [(128, 64, (128, 128)), (96, 128, (128, 128)), (88, 56, (88, 88))]
+)
+def test_a_target_of_another_shape_is_cut_out_of_the_middle(
+    family: str,
+    width: int,
+    height: int,
+    size: tuple[int, int],
+    family_engine: Any,
+    family_pipeline: Any,
+    k_diffusion: Any,
+    request_of: Any,
+    draw: Any,
+    difference: Any,
+) -> None:
+    """SDXL is told the size before that."""
+    request = request_of({"width": width, "height": height})
+    pipeline = family_pipeline(family)
+    reference = a1111.Reference(pipeline, k_diffusion)
+    begins = a1111.interpolate(first_pass(pipeline, request), *size, mode="bilinear")
+    columns, rows = (size[0] - width) // 8, (size[1] - height) // 8
+    begins = begins[
+        :,
+        :,
+        rows // 2 : begins.shape[2] - (rows + 1) // 2,
+        columns // 2 : begins.shape[3] - (columns + 1) // 2,
+    ]
+    second = dataclasses.replace(request, width=width, height=height)
+    taken = steps.second_pass(5, 0.7)._asdict()
+    latents = reference.img2img(second, begins, **taken, told=size)
+    (image,) = draw(family_engine(family), request)
+    assert image.shape == (height, width, 3)
+    assert difference(image, reference.decode(latents)) <= ROUNDING
+
+
+@pytest.mark.parametrize(
+    ("upscaler", "resampling"),
+    [
+        ("None", Image.Resampling.LANCZOS),
+        ("Lanczos", Image.Resampling.LANCZOS),
+        ("Nearest", Image.Resampling.NEAREST),
+    ],
+)
+@pytest.mark.parametrize("family", ["sd1", "sdxl"])
+def test_other_upscalers_take_the_decoded_image(
+    family: str,
+    upscaler: str,
+    resampling: Image.Resampling,
+    family_engine: Any,
+    family_pipeline: Any,
+    k_diffusion: Any,
+    request_of: Any,
+    draw: Any,
+    difference: Any,
+) -> None:
+    request = request_of({"upscaler": upscaler})
+    pipeline = family_pipeline(family)
+    reference = a1111.Reference(pipeline, k_diffusion)
+    small = reference.decode(first_pass(pipeline, request), rounds=False)
+    large = np.asarray(Image.fromarray(small).resize((128, 128), resampling))
+    second = dataclasses.replace(request, width=128, height=128)
+    taken = steps.second_pass(5, 0.7)._asdict()
+    latents = reference.img2img(second, reference.encode(large), **taken)
+    (image,) = draw(family_engine(family), request)
+    assert difference(image, reference.decode(latents)) <= ROUNDING
+    (other,) = draw(family_engine(family), request_of())
+    assert difference(image, other) > 20, "or the test shows nothing"
+
+
+def test_at_strength_0_the_upscaled_latents_stay_as_they_are(
+    family_engine: Any,
+    family_pipeline: Any,
+    k_diffusion: Any,
+    request_of: Any,
+    draw: Any,
+    difference: Any,
+) -> None:
+    request = request_of({"denoising_strength": 0.0})
+    pipeline = family_pipeline("sd1")
+    upscaled = a1111.interpolate(first_pass(pipeline, request), 128, 128, mode="bilinear")
+    (image,) = draw(family_engine("sd1"), request)
+    theirs = a1111.Reference(pipeline, k_diffusion).decode(upscaled)
+    assert difference(image, theirs) <= ROUNDING

@@ -1,0 +1,217 @@
+"""img2img and inpainting are AUTOMATIC1111's, and diffusers' where both compute the same.
+
+diffusers takes `int(steps * strength)` steps, AUTOMATIC1111 one more, so the tests ask diffusers
+for as many. DDIM and PLMS begin one timestep later in AUTOMATIC1111 than the noise that they were
+given, and it keeps what is outside a mask in the estimates, not in the noisy latents: there the
+reference is `a1111.Reference`.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from diffusers import (
+    EulerAncestralDiscreteScheduler,
+    EulerDiscreteScheduler,
+    StableDiffusionImg2ImgPipeline,
+    StableDiffusionXLImg2ImgPipeline,
+)
+from PIL import Image
+
+import a1111
+from worker.engine import contract
+from worker.engine.noise import NoiseStream
+from worker.engine.passes import init_image, steps
+
+#: Out of 255: another batch size and other products mean another order of float32 sums.
+ROUNDING = 2
+
+SIZE = 64
+
+SAMPLERS = ["euler_ancestral", "euler", "dpmpp_2m", "dpmpp_2m_karras", "ddim", "plms"]
+
+pytestmark = pytest.mark.filterwarnings("ignore:__array__ implementation:DeprecationWarning")
+
+
+@pytest.fixture(scope="session")
+def pixels() -> contract.Pixels:
+    """Large smooth shapes of several colours."""
+    small = np.random.default_rng(3).integers(0, 256, (4, 4, 3), np.uint8)
+    return np.asarray(Image.fromarray(small).resize((SIZE, SIZE), Image.Resampling.BICUBIC))
+
+
+@pytest.fixture(scope="session")
+def mask() -> np.ndarray[Any, Any]:
+    """The right half, with an edge that was blurred, and a corner."""
+    mask = np.zeros((SIZE, SIZE), np.uint8)
+    mask[:, 40:] = 255
+    mask[:, 32:40] = np.linspace(0, 255, 8)
+    mask[:16, :16] = 255
+    return mask
+
+
+@pytest.fixture
+def request_of(make_request: Any, pixels: contract.Pixels) -> Any:
+    def make(strength: float = 0.6, init: dict[str, Any] | None = None, **changes: Any) -> Any:
+        settings = {"prompt": "a red circle", "negative_prompt": "green, blurry", "steps": 8}
+        begins = contract.InitImage(pixels, strength, **(init or {}))
+        return make_request(**{**settings, "seed": 5, "init": begins, **changes})
+
+    return make
+
+
+@pytest.fixture
+def reference(family_pipeline: Any, k_diffusion: Any) -> Any:
+    return lambda family: a1111.Reference(family_pipeline(family), k_diffusion)
+
+
+def expected(
+    reference: a1111.Reference, request: Any, mask: a1111.Mask | None = None
+) -> np.ndarray[Any, Any]:
+    taken = steps.img2img(request.steps, request.init.denoising_strength)
+    init = mask.init if mask else reference.encode(request.init.pixels)
+    latents = reference.img2img(request, init, **taken._asdict(), mask=mask)
+    return reference.decode(latents)
+
+
+@pytest.mark.parametrize("sampler", ["euler_ancestral", "euler"])
+@pytest.mark.parametrize("family", ["sd1", "sdxl"])
+def test_images_are_those_of_diffusers_pipeline(
+    family: str,
+    sampler: str,
+    family_engine: Any,
+    family_pipeline: Any,
+    reference: Any,
+    request_of: Any,
+    draw: Any,
+    difference: Any,
+) -> None:
+    kinds: dict[str, Any] = {
+        "euler_ancestral": EulerAncestralDiscreteScheduler,
+        "euler": EulerDiscreteScheduler,
+    }
+    parts = dict(family_pipeline(family).components)
+    parts["scheduler"] = kinds[sampler].from_config(
+        parts["scheduler"].config, timestep_spacing="linspace"
+    )
+    if family == "sdxl":
+        pipeline: Any = StableDiffusionXLImg2ImgPipeline(**parts, add_watermarker=False)
+    else:
+        pipeline = StableDiffusionImg2ImgPipeline(**parts, requires_safety_checker=False)
+    pipeline.set_progress_bar_config(disable=True)
+    request = request_of(0.6, sampler=sampler)
+    theirs = pipeline(
+        request.prompt,
+        # Latents: diffusers would draw those of pixels from the VAE's distribution.
+        image=reference(family).encode(request.init.pixels),
+        strength=5.01 / 8,  # int(0.6 * 8) is 4, and one more
+        negative_prompt=request.negative_prompt,
+        num_inference_steps=8,
+        guidance_scale=request.cfg_scale,
+        generator=torch.Generator().manual_seed(request.seed),
+        output_type="np",
+    ).images[0]
+    (image,) = draw(family_engine(family), request)
+    assert difference(image, (theirs * 255).round().astype("uint8")) <= ROUNDING
+    assert difference(image, request.init.pixels) > 20, "or the test shows nothing"
+
+
+@pytest.mark.parametrize("family", ["sd1", "sdxl"])
+@pytest.mark.parametrize("sampler", SAMPLERS)
+def test_images_are_automatic1111s_with_every_sampler(
+    family: str,
+    sampler: str,
+    family_engine: Any,
+    reference: Any,
+    request_of: Any,
+    draw: Any,
+    difference: Any,
+) -> None:
+    request = request_of(sampler=sampler)
+    (image,) = draw(family_engine(family), request)
+    assert difference(image, expected(reference(family), request)) <= ROUNDING
+
+
+@pytest.mark.parametrize("strength", [0.0, 0.1, 0.999, 1.0])
+@pytest.mark.parametrize("sampler", ["euler_ancestral", "ddim", "plms"])
+def test_the_least_and_the_most_strength_are_automatic1111s(
+    strength: float,
+    sampler: str,
+    family_engine: Any,
+    reference: Any,
+    request_of: Any,
+    draw: Any,
+    difference: Any,
+) -> None:
+    """DDIM and PLMS may have no step to take, and leave some noise."""
+    request = request_of(strength, sampler=sampler)
+    (image,) = draw(family_engine("sd1"), request)
+    assert difference(image, expected(reference("sd1"), request)) <= ROUNDING
+
+
+@pytest.mark.parametrize("family", ["sd1", "sdxl"])
+@pytest.mark.parametrize("sampler", ["euler_ancestral", "dpmpp_2m_karras", "ddim", "plms"])
+@pytest.mark.parametrize("content", ["original", "latent noise", "latent nothing", "fill"])
+def test_inpainting_is_automatic1111s(
+    family: str,
+    sampler: str,
+    content: str,
+    family_engine: Any,
+    reference: Any,
+    request_of: Any,
+    mask: Any,
+    draw: Any,
+    difference: Any,
+) -> None:
+    request = request_of(init={"mask": mask, "masked_content": content}, sampler=sampler)
+    own = reference(family)
+    small = np.asarray(Image.fromarray(mask).convert("RGB").resize((8, 8)), np.float32)[..., 0]
+    drawn = torch.from_numpy(np.around(small / 255)).expand(1, 4, -1, -1)
+    begins = init_image.prepare(request.init, SIZE, SIZE, 8).pixels
+    init = own.encode(begins)
+    if content == "latent noise":
+        noise = torch.randn(init.shape, generator=torch.Generator().manual_seed(request.seed))
+        init = init * (1 - drawn) + noise * drawn
+    elif content == "latent nothing":
+        init = init * (1 - drawn)
+    (image,) = draw(family_engine(family), request)
+    theirs = expected(own, request, a1111.Mask(drawn, init))
+    assert difference(image, theirs) <= ROUNDING
+    (unmasked,) = draw(family_engine(family), request_of(sampler=sampler))
+    assert difference(image, unmasked) > 20, "or the test shows nothing"
+
+
+def test_what_is_below_the_mask_is_filled_from_around_it(pixels: Any, mask: Any) -> None:
+    pixels = pixels.copy()
+    pixels[mask < 255] = pixels[mask < 255] // 4 + [180, 0, 0]
+    pixels[mask == 255] = [0, 0, 255]
+    init = contract.InitImage(pixels, 0.5, mask, "fill")
+    filled = init_image.prepare(init, SIZE, SIZE, 8).pixels
+    assert (filled[mask == 0] == pixels[mask == 0]).all()
+    inside = filled[mask == 255]
+    assert inside[:, 0].min() > 120, "red, as what is outside"
+    assert inside[:, 2].max() < 100
+
+
+def test_img2img_draws_the_noise_that_the_request_asks_for(
+    family_engine: Any, request_of: Any, draw: Any, difference: Any
+) -> None:
+    from imagefleet.job.noise import Noise
+
+    engine = family_engine("sd1")
+    requests = [
+        request_of(),
+        request_of(noise=Noise(source="NV")),
+        request_of(noise=Noise(subseed=9, subseed_strength=0.5)),
+        request_of(noise=Noise(seed_delta=31337)),
+    ]
+    plain, *others = draw(engine, *requests)
+    for image in others:
+        assert difference(image, plain) > ROUNDING
+    prepared = engine.prepare(requests[1])
+    stream: NoiseStream = prepared.noise(4, 8)
+    scale = prepared.schedule.initial_scale
+    torch.testing.assert_close(prepared.first_latents(prepared.noise(4, 8)), stream.first() * scale)

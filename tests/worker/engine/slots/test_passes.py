@@ -1,0 +1,357 @@
+"""Jobs that begin with an image, and those with a second pass, in slots beside others."""
+
+from __future__ import annotations
+
+import dataclasses
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from diffusers import AutoencoderKL
+from PIL import Image
+
+from imagefleet import errors
+from worker.engine import contract, decoder
+from worker.engine.passes.images import ImageCoder
+from worker.engine.slots import queue, step
+
+#: Out of 255. Another number of rows means another order of float32 sums.
+ROUNDING = 2
+
+
+@pytest.fixture(scope="session")
+def init() -> Any:
+    """An `InitImage` of a width and height; *masked* has its right half drawn anew."""
+
+    def make(
+        width: int = 64, height: int = 64, *, masked: bool = False, strength: float = 0.6
+    ) -> contract.InitImage:
+        colours = np.random.default_rng(width).integers(0, 256, (4, 4, 3), np.uint8)
+        pixels = np.asarray(Image.fromarray(colours).resize((width, height)))
+        mask = None
+        if masked:
+            mask = np.zeros((height, width), np.uint8)
+            mask[:, width // 2 :] = 255
+        return contract.InitImage(pixels, strength, mask)
+
+    return make
+
+
+def hires(width: int = 96, height: int = 96, **changes: Any) -> contract.HiresPass:
+    settings = {"denoising_strength": 0.7, "steps": 3, "upscaler": "Latent", **changes}
+    return contract.HiresPass(width, height, **settings)
+
+
+@pytest.fixture
+def mixed(make_request: Any, init: Any, lora_paths: list[Path]) -> list[contract.ImageRequest]:
+    style = contract.Lora("style", lora_paths[0], 1.0, 1.0)
+    other = contract.Lora("other", lora_paths[1], 0.5, 1.5)
+    return [
+        make_request(),
+        make_request(seed=2, init=init()),
+        make_request(seed=3, init=init(masked=True), sampler="ddim", steps=8, loras=(style,)),
+        make_request(seed=4, hires=hires(), loras=(other,)),
+        make_request(seed=5, init=init(masked=True), sampler="dpmpp_2m_karras"),
+        make_request(seed=6, width=96, height=96),
+        make_request(seed=7, hires=hires(upscaler="Lanczos"), sampler="plms"),
+        make_request(seed=8, init=init(96, 96, masked=True), width=96, height=96),
+        make_request(seed=9, hires=hires(64, 64), loras=(style,)),
+    ]
+
+
+def test_images_are_the_same_in_company_and_alone(
+    make_slot_engine: Any, mixed: list[Any], draw: Any, difference: Any
+) -> None:
+    engine = make_slot_engine(slots=3, blocks=2)
+    alone = [draw(engine, request)[0] for request in mixed]
+    for order in ([4, 8, 0, 2, 6, 1, 3, 7, 5], [3, 6, 7, 1, 2, 0, 5, 8, 4]):
+        together = draw(engine, *(mixed[at] for at in order))
+        for at, image in zip(order, together, strict=True):
+            assert difference(image, alone[at]) <= ROUNDING
+
+
+def test_the_image_after_an_inpainted_one_in_a_slot_is_not_masked(
+    make_slot_engine: Any, make_request: Any, init: Any, draw: Any
+) -> None:
+    engine = make_slot_engine(slots=1)
+    plain = draw(engine, make_request())[0]
+    inpainted = make_request(seed=2, init=init(masked=True))
+    image, again = draw(engine, inpainted, make_request())
+    assert (plain == again).all()
+    assert not (image == plain).all()
+
+
+def test_both_passes_share_calls_with_other_jobs_of_their_size(
+    make_slot_engine: Any, make_request: Any, init: Any, draw: Any, monkeypatch: Any
+) -> None:
+    engine = make_slot_engine(slots=3)
+    calls: list[list[tuple[int, int]]] = []
+    original = step.StepRunner.run
+
+    def run(self: Any, used: step.Step, mode: queue.WeightMode, slots: int) -> None:
+        lane = next(lane for lane in engine._lanes if lane.step is used)
+        calls.append([(job.ticket, lane.batch_key.width) for job in lane.active.values()])
+        original(self, used, mode, slots)
+
+    monkeypatch.setattr(step.StepRunner, "run", run)
+    requests = [
+        make_request(hires=hires(72, 64), steps=3),
+        make_request(seed=2, init=init(), steps=8),
+        make_request(seed=3, width=72, steps=20),
+    ]
+    images = draw(engine, *requests)
+    assert [image.shape[1] for image in images] == [72, 64, 72]
+    assert any({(0, 64), (1, 64)} == set(call) for call in calls)
+    assert any({(0, 72), (2, 72)} == set(call) for call in calls)
+    in_first = [call for call in calls if (0, 64) in call]
+    in_second = [call for call in calls if (0, 72) in call]
+    assert (len(in_first), len(in_second)) == (3, 3)
+
+
+def test_a_job_with_two_passes_is_one_ticket_until_its_end(
+    make_slot_engine: Any, make_request: Any
+) -> None:
+    engine = make_slot_engine(slots=2)
+    for ticket, upscaler in enumerate(["Latent", "Lanczos"]):
+        request = make_request(seed=ticket, steps=2, hires=hires(upscaler=upscaler))
+        engine.admit(ticket, engine.prepare(request))
+    finished, held = [], []
+    while engine.busy:
+        finished += engine.tick()
+        held.append(engine._lanes.jobs)
+    assert sorted(each.ticket for each in finished) == [0, 1]
+    assert held[:4] == [2] * 4, "both are held while they change lanes"
+    assert all(isinstance(each.outcome, np.ndarray) for each in finished)
+
+
+def test_loras_change_both_passes(
+    make_slot_engine: Any, make_request: Any, lora_paths: list[Path], draw: Any, difference: Any
+) -> None:
+    """Merged for all when alone, in the slots' own weights in company."""
+    engine = make_slot_engine(slots=2, blocks=2)
+    styles = [contract.Lora(path.stem, path, 1.0, 1.5) for path in lora_paths[:2]]
+    requests = [
+        make_request(seed=1, steps=6, loras=(styled,), hires=hires(steps=6)) for styled in styles
+    ]
+    merged = [draw(engine, request)[0] for request in requests]
+    for image, expected in zip(draw(engine, *requests), merged, strict=True):
+        assert difference(image, expected) <= ROUNDING
+    plain = dataclasses.replace(requests[0], loras=())
+    assert difference(merged[0], draw(engine, plain)[0]) > 20
+
+
+def test_the_images_of_a_job_share_what_was_prepared_and_what_was_encoded(
+    make_slot_engine: Any, make_request: Any, init: Any, draw: Any, difference: Any,
+    monkeypatch: Any,
+) -> None:  # fmt: skip
+    engine = make_slot_engine(slots=3)
+    kinds = {"init": init()}, {"hires": hires()}
+    requests = [[make_request(seed=seed, **kind) for seed in (1, 2, 3)] for kind in kinds]
+    apart = [[draw(engine, request)[0] for request in each] for each in requests]
+    encoded, encode = [], ImageCoder.encode
+    monkeypatch.setattr(
+        ImageCoder, "encode", lambda self, pixels: encode(self, encoded.append(pixels) or pixels)
+    )
+    for each, expected in zip(requests, apart, strict=True):
+        first = engine.prepare(each[0])
+        for ticket, request in enumerate(each):
+            engine.admit(ticket, dataclasses.replace(first, request=request))
+        images: dict[int, Any] = {}
+        while engine.busy:
+            images.update({done.ticket: done.outcome for done in engine.tick()})
+        for ticket, image in enumerate(expected):
+            assert difference(images[ticket], image) <= ROUNDING
+    assert len(encoded) == 1
+
+
+def fail(monkeypatch: pytest.MonkeyPatch, engine: Any, error: Exception, when: Any) -> None:
+    """Makes ticks fail, by the seeds and the width of their images."""
+    original = step.StepRunner.run
+
+    def run(self: Any, used: step.Step, mode: queue.WeightMode, slots: int) -> None:
+        lane = next(lane for lane in engine._lanes if lane.step is used)
+        seeds = [job.prepared.request.seed for job in lane.active.values()]
+        if when(seeds, lane.batch_key.width):
+            raise error
+        original(self, used, mode, slots)
+
+    monkeypatch.setattr(step.StepRunner, "run", run)
+
+
+@pytest.mark.parametrize("width", [64, 96])
+@pytest.mark.parametrize("upscaler", ["Latent", "Nearest"])
+def test_out_of_memory_in_either_pass_fails_no_image(
+    width: int,
+    upscaler: str,
+    make_slot_engine: Any,
+    make_request: Any,
+    init: Any,
+    draw: Any,
+    difference: Any,
+    monkeypatch: Any,
+) -> None:
+    engine = make_slot_engine(slots=4, blocks=2)
+    requests = [make_request(seed=seed, hires=hires(upscaler=upscaler)) for seed in (1, 2, 3)]
+    requests.append(make_request(seed=4, init=init(masked=True)))
+    sound = draw(engine, *requests)
+    failures = iter(range(100))
+    memory = torch.cuda.OutOfMemoryError("CUDA out of memory")
+    fail(monkeypatch, engine, memory, lambda _, lane: lane == width and next(failures) in (1, 3))
+    for image, expected in zip(draw(engine, *requests), sound, strict=True):
+        assert difference(image, expected) <= ROUNDING
+    assert engine._lanes.blocks == 1
+    assert next(failures) > 3, "or the test shows nothing"
+
+
+@pytest.mark.parametrize("width", [64, 96])
+def test_only_the_job_that_breaks_a_pass_fails(
+    width: int,
+    make_slot_engine: Any,
+    make_request: Any,
+    init: Any,
+    draw: Any,
+    difference: Any,
+    monkeypatch: Any,
+) -> None:
+    engine = make_slot_engine(slots=3)
+    requests = [make_request(seed=seed, hires=hires()) for seed in (1, 666, 3)]
+    requests.append(make_request(seed=4, init=init(masked=True)))
+    sound = draw(engine, *requests)
+    fail(
+        monkeypatch,
+        engine,
+        RuntimeError("no kernel for this"),
+        lambda seeds, lane: lane == width and 666 in seeds,
+    )
+    images = draw(engine, *requests)
+    assert isinstance(images[1], errors.TransientError)
+    for at in (0, 2, 3):
+        assert difference(images[at], sound[at]) <= ROUNDING
+
+
+@pytest.mark.parametrize("upscaler", ["Latent", "Nearest"])
+def test_only_the_job_with_a_first_pass_of_nan_fails(
+    upscaler: str,
+    make_slot_engine: Any,
+    make_request: Any,
+    draw: Any,
+    difference: Any,
+    monkeypatch: Any,
+) -> None:
+    engine = make_slot_engine(slots=3)
+    requests = [make_request(seed=seed, hires=hires(upscaler=upscaler)) for seed in (1, 666, 3)]
+    sound = draw(engine, *requests)
+    end = engine._end_pass
+
+    def end_pass(job: Any, latents: torch.Tensor) -> None:
+        is_broken = job.prepared.request.seed == 666 and job.first_pass is None
+        end(job, latents * torch.nan if is_broken else latents)
+
+    monkeypatch.setattr(engine, "_end_pass", end_pass)
+    images = draw(engine, *requests)
+    assert isinstance(images[1], errors.TransientError)
+    assert "NaN" in images[1].message
+    for at in (0, 2):
+        assert difference(images[at], sound[at]) <= ROUNDING
+
+
+def test_a_vae_that_overflows_in_float16_encodes_in_float32(
+    make_slot_engine: Any, make_request: Any, init: Any, draw: Any, monkeypatch: Any
+) -> None:
+    """Its decoder may go on in float16."""
+    engine = make_slot_engine("float16", slots=2)
+    requests = [make_request(init=init()), make_request(hires=hires(upscaler="Lanczos"))]
+    sound = draw(engine, *requests)
+    from worker.engine.passes import images
+
+    types, encode = [], images._encode
+
+    def overflow(vae: AutoencoderKL, pixels: torch.Tensor) -> torch.Tensor:
+        types.append(vae.dtype)
+        latents = encode(vae, pixels)
+        return latents if vae.dtype == torch.float32 else latents * torch.nan
+
+    monkeypatch.setattr(images, "_encode", overflow)
+    engine._stager._images.clear()
+    for image, expected in zip(draw(engine, *requests), sound, strict=True):
+        assert isinstance(image, np.ndarray)
+        assert np.abs(image.astype(int) - expected).mean() < 2
+    assert types == [torch.float16, torch.float32, torch.float32]
+    assert engine._checkpoint.vae.dtype == torch.float16
+
+
+def test_a_first_pass_without_memory_to_decode_it_whole_is_decoded_in_stripes(
+    make_slot_engine: Any, make_request: Any, draw: Any, difference: Any, monkeypatch: Any
+) -> None:
+    engine = make_slot_engine(slots=2)
+    request = make_request(hires=hires(upscaler="Lanczos"))
+    (sound,) = draw(engine, request)
+    original, ways = decoder.to_images, []
+
+    def to_images(vae: Any, latents: torch.Tensor, *, in_stripes: bool = False) -> torch.Tensor:
+        ways.append(in_stripes)
+        if not in_stripes and latents.shape[-1] == 8:
+            raise torch.cuda.OutOfMemoryError("CUDA out of memory")
+        return original(vae, latents, in_stripes=in_stripes)
+
+    monkeypatch.setattr(decoder, "to_images", to_images)
+    (image,) = draw(engine, request)
+    assert ways == [False, True, False]
+    assert difference(image, sound) <= ROUNDING
+
+
+def test_an_upscalers_file_is_read_by_what_the_engine_is_given(
+    make_slot_engine: Any, make_request: Any, draw: Any, difference: Any
+) -> None:
+    engine = make_slot_engine(slots=2)
+    path = Path("somewhere/4x.safetensors")
+    asked: list[object] = []
+
+    def load(file: Path) -> Any:
+        asked.append(file)
+
+        def enlarge(pixels: contract.Pixels, scale: float) -> contract.Pixels:
+            asked.append((pixels.shape, scale))
+            return pixels.repeat(4, axis=0).repeat(4, axis=1)
+
+        return enlarge
+
+    request = make_request(hires=hires(256, 256, upscaler="4x", upscaler_path=path))
+    with pytest.raises(errors.JobError, match="'4x' is a model, which this engine cannot run"):
+        engine.prepare(request)
+    engine._preparer.load_upscaler = load
+    nearest = make_request(hires=hires(256, 256, upscaler="Nearest"))
+    assert difference(*draw(engine, request, nearest)) <= ROUNDING
+    assert asked == [path, ((64, 64, 3), 4.0)]
+
+
+@pytest.mark.parametrize(
+    ("changes", "reason"),
+    [
+        (
+            {"hires": hires(upscaler="ESRGAN_4x")},
+            "unknown upscaler 'ESRGAN_4x'; .*Latent, .*Lanczos",
+        ),
+        ({"hires": hires(100, 96)}, "100x96 pixels"),
+        ({"hires": hires(sampler="heun")}, "unknown sampler 'heun'"),
+        ({"hires": hires(denoising_strength=1e-9)}, "denoising_strength 1e-09 is too small"),
+        ({"hires": hires(denoising_strength=1.5)}, "between 0 and 1"),
+        ({"hires": hires(prompt="word " * 5000)}, "chunks"),
+        ({"width": 96}, "does not have 96x64 pixels"),
+    ],
+)
+def test_requests_that_cannot_be_drawn_are_refused(
+    changes: dict[str, Any], reason: str, slot_engine: Any, make_request: Any, init: Any
+) -> None:
+    settings = changes if "hires" in changes else {"init": init(), **changes}
+    with pytest.raises(errors.JobError, match=reason):
+        slot_engine.prepare(make_request(**settings))
+
+
+def test_an_image_to_begin_with_excludes_a_second_pass(
+    slot_engine: Any, make_request: Any, init: Any
+) -> None:
+    with pytest.raises(errors.JobError, match="second pass"):
+        slot_engine.prepare(make_request(init=init(), hires=hires()))

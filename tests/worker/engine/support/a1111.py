@@ -1,0 +1,182 @@
+"""AUTOMATIC1111's img2img, inpainting and hires fix, written down from its formulas.
+
+The networks are those of a diffusers pipeline, the samplers k-diffusion's own for sigmas, and DDIM
+and PLMS as AUTOMATIC1111 writes them. One image at a time, in float32.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+import torch.nn.functional as F  # noqa: N812 - its name everywhere
+
+from worker.engine import contract
+
+Predict = Callable[[torch.Tensor, torch.Tensor], torch.Tensor]
+
+
+@dataclass(frozen=True, slots=True)
+class Mask:
+    """[1, 4, height, width] of the latents: 1 is drawn anew; and the latents that stay."""
+
+    drawn: torch.Tensor
+    init: torch.Tensor
+
+    def blend(self, latents: torch.Tensor) -> torch.Tensor:
+        return latents * self.drawn + self.init * (1 - self.drawn)
+
+
+@dataclass(frozen=True, slots=True)
+class Reference:
+    """Draws on a diffusers pipeline's networks; *k_diffusion* is the package."""
+
+    pipeline: Any
+    k_diffusion: Any
+
+    def predict_noise(self, request: contract.ImageRequest, size: tuple[int, int]) -> Predict:
+        """The UNet's noise with guidance; *size* is the width and height that SDXL is told."""
+        pipeline, extra = self.pipeline, {}
+        words = {"prompt": request.prompt, "negative_prompt": request.negative_prompt}
+        if hasattr(pipeline, "text_encoder_2"):
+            cond, uncond, *pooled = pipeline.encode_prompt(**words)
+            width, height = size
+            ids = torch.tensor([[height, width, 0, 0, height, width]] * 2, dtype=torch.float32)
+            extra["added_cond_kwargs"] = {"text_embeds": torch.cat(pooled), "time_ids": ids}
+        else:
+            cond, uncond = pipeline.encode_prompt(
+                **words, device="cpu", num_images_per_prompt=1, do_classifier_free_guidance=True
+            )
+        vectors = torch.cat([cond, uncond])
+
+        def predict(x: torch.Tensor, timestep: torch.Tensor) -> torch.Tensor:
+            both = pipeline.unet(torch.cat([x, x]), timestep.expand(2), vectors, **extra).sample
+            cond, uncond = both.chunk(2)
+            guided: torch.Tensor = uncond + request.cfg_scale * (cond - uncond)
+            return guided
+
+        return predict
+
+    @torch.no_grad()
+    def img2img(
+        self,
+        request: contract.ImageRequest,
+        init: torch.Tensor,
+        *,
+        steps: int,
+        t_enc: int,
+        mask: Mask | None = None,
+        told: tuple[int, int] | None = None,
+    ) -> torch.Tensor:
+        """Latents drawn from those of an image [1, 4, height, width] and the request's seed."""
+        generator = torch.Generator().manual_seed(request.seed)
+        noise = torch.randn(init.shape, generator=generator)
+        predict = self.predict_noise(request, told or (request.width, request.height))
+        if request.sampler in ("ddim", "plms"):
+            latents = self._by_timesteps(
+                request, init, noise, predict, steps=steps, t_enc=t_enc, mask=mask
+            )
+        else:
+            with pytest.MonkeyPatch.context() as patch:
+                draws = lambda x: torch.randn(x.shape, generator=generator)  # noqa: E731
+                patch.setattr(torch, "randn_like", draws)
+                latents = self._by_sigmas(
+                    request, init, noise, predict, steps=steps, t_enc=t_enc, mask=mask
+                )
+        return mask.blend(latents) if mask else latents
+
+    def _by_sigmas(
+        self,
+        request: contract.ImageRequest,
+        init: torch.Tensor,
+        noise: torch.Tensor,
+        predict: Predict,
+        *,
+        steps: int,
+        t_enc: int,
+        mask: Mask | None,
+    ) -> torch.Tensor:
+        alphas = self.pipeline.scheduler.alphas_cumprod
+        wrapped = self.k_diffusion.external.DiscreteEpsDDPMDenoiser(predict, alphas, quantize=False)
+
+        def denoise(x: torch.Tensor, sigma: torch.Tensor) -> torch.Tensor:
+            denoised: torch.Tensor = wrapped(x, sigma)
+            return mask.blend(denoised) if mask else denoised
+
+        sampling = self.k_diffusion.sampling
+        name = request.sampler.removesuffix("_karras")
+        sigmas = wrapped.get_sigmas(steps)
+        if name != request.sampler:
+            sigmas = sampling.get_sigmas_karras(
+                steps, float(wrapped.sigma_min), float(wrapped.sigma_max)
+            )
+        taken = sigmas[steps - t_enc - 1 :]
+        sample = getattr(sampling, f"sample_{name}")
+        latents: torch.Tensor = sample(denoise, init + noise * taken[0], taken, disable=True)
+        return latents
+
+    def _by_timesteps(
+        self,
+        request: contract.ImageRequest,
+        init: torch.Tensor,
+        noise: torch.Tensor,
+        predict: Predict,
+        *,
+        steps: int,
+        t_enc: int,
+        mask: Mask | None,
+    ) -> torch.Tensor:
+        alphas = self.pipeline.scheduler.alphas_cumprod.double()
+        timesteps = (torch.arange(0, 1000, 1000 // steps) + 1).clip(0, 999)
+        alpha = alphas[timesteps[t_enc]]
+        x = (init * alpha.sqrt() + noise * (1 - alpha).sqrt()).float()
+        timesteps = timesteps[:t_enc]
+        earlier: list[torch.Tensor] = []
+
+        def model(x: torch.Tensor, timestep: torch.Tensor) -> torch.Tensor:
+            return predict(mask.blend(x) if mask else x, timestep.float())
+
+        def move(x: torch.Tensor, noise: torch.Tensor, at: int) -> torch.Tensor:
+            now, then = alphas[timesteps[at]], alphas[timesteps[at - 1]]
+            image = (x - (1 - now).sqrt() * noise) / now.sqrt()
+            return (then.sqrt() * image + (1 - then).sqrt() * noise).float()
+
+        for at in range(len(timesteps) - 1, 0, -1):
+            output = model(x, timesteps[at])
+            if request.sampler == "ddim":
+                used = output
+            elif not earlier:
+                used = (output + model(move(x, output, at), timesteps[at - 1])) / 2
+            elif len(earlier) == 1:
+                used = (3 * output - earlier[-1]) / 2
+            elif len(earlier) == 2:
+                used = (23 * output - 16 * earlier[-1] + 5 * earlier[-2]) / 12
+            else:
+                used = (55 * output - 59 * earlier[-1] + 37 * earlier[-2] - 9 * earlier[-3]) / 24
+            x = move(x, used, at)
+            earlier.append(output)
+        return x
+
+    @torch.no_grad()
+    def encode(self, pixels: np.ndarray[Any, Any]) -> torch.Tensor:
+        """The mean of the VAE's distribution [1, 4, height, width]."""
+        vae = self.pipeline.vae
+        images = torch.from_numpy(np.asarray(pixels, np.float32) / 255).permute(2, 0, 1)[None]
+        latents: torch.Tensor = vae.encode(images * 2 - 1).latent_dist.mode()
+        return latents * vae.config.scaling_factor
+
+    @torch.no_grad()
+    def decode(self, latents: torch.Tensor, *, rounds: bool = True) -> np.ndarray[Any, Any]:
+        vae = self.pipeline.vae
+        images = vae.decode(latents / vae.config.scaling_factor).sample
+        levels = (images[0] / 2 + 0.5).clamp(0, 1).permute(1, 2, 0) * 255
+        return (levels.round() if rounds else levels).numpy().astype(np.uint8)
+
+
+def interpolate(latents: torch.Tensor, width: int, height: int, **how: Any) -> torch.Tensor:
+    """Latents [1, 4, height, width] in a size in pixels."""
+    return F.interpolate(latents, size=(height // 8, width // 8), **how)

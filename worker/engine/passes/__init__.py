@@ -1,0 +1,1 @@
+"""What images begin with other than noise: an image, or an earlier pass."""

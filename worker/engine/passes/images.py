@@ -1,0 +1,111 @@
+"""Images to latents and back between passes: on the stager's thread and stream, beside the ticks.
+
+AUTOMATIC1111 draws the latents of an encoded image from the VAE's distribution, with whatever state
+torch's generator is in: two runs differ by noise of some thousandths. Here they are its mean, so
+that the same job gives the same image.
+"""
+
+from __future__ import annotations
+
+import copy
+import logging
+from collections import deque
+
+import torch
+from diffusers import AutoencoderKL
+
+from imagefleet import errors
+from worker.engine import contract, decoder
+from worker.engine import errors as engine_errors
+from worker.engine.passes.init_image import PreparedImage
+
+log = logging.getLogger(__name__)
+
+#: Images whose latents are remembered: those of a job begin with the same one.
+_REMEMBERED = 16
+
+
+class ImageCoder:
+    """The VAE between passes; for one thread."""
+
+    def __init__(self, vae: AutoencoderKL) -> None:
+        self._vae = vae
+        self._wide: AutoencoderKL | None = None
+        self._encoded: deque[tuple[PreparedImage, torch.Tensor]] = deque(maxlen=_REMEMBERED)
+
+    def encode_init(self, image: PreparedImage) -> torch.Tensor:
+        """The latents [4, height, width] of an image to begin with; remembered."""
+        for known, latents in self._encoded:
+            if known is image:
+                return latents
+        latents = self.encode(image.pixels)
+        self._encoded.append((image, latents))
+        return latents
+
+    def encode(self, pixels: contract.Pixels) -> torch.Tensor:
+        """Latents [4, height, width] in float32 on the device.
+
+        Raises:
+            TransientError: they are NaN.
+        """
+        levels = torch.from_numpy(pixels.copy()).to(self._vae.device).permute(2, 0, 1)[None]
+        images = levels.float() / 255 * 2 - 1
+        latents = _encode(self._wide or self._vae, images)
+        if not latents.isfinite().all():
+            latents = _encode(self._widen(), images)
+        if not latents.isfinite().all():
+            raise errors.TransientError("the latents of an image are NaN")
+        return latents
+
+    def decode(self, latents: torch.Tensor) -> contract.Pixels:
+        """The pixels of latents [4, height, width], rounded down as AUTOMATIC1111 does here.
+
+        Raises:
+            TransientError: they are NaN.
+        """
+        images = self._decode(self._wide or self._vae, latents)
+        if not images.isfinite().all():
+            images = self._decode(self._widen(), latents)
+        if not images.isfinite().all():
+            raise errors.TransientError("the image is NaN")
+        levels = ((images / 2 + 0.5).clamp(0, 1) * 255).to(torch.uint8)
+        pixels: contract.Pixels = levels[0].permute(1, 2, 0).cpu().numpy()
+        return pixels
+
+    def clear(self) -> None:
+        self._encoded.clear()
+        self._wide = None
+
+    def _decode(self, vae: AutoencoderKL, latents: torch.Tensor) -> torch.Tensor:
+        try:
+            return decoder.to_images(vae, latents[None])
+        except Exception as error:
+            if not engine_errors.is_out_of_memory(error):
+                raise
+        # Outside the handler, where the error's traceback no longer holds any tensors.
+        return decoder.to_images(vae, latents[None], in_stripes=True)
+
+    def _widen(self) -> AutoencoderKL:
+        """The VAE in float32: some overflow in float16."""
+        if self._vae.dtype == torch.float32:
+            return self._vae
+        if self._wide is None:
+            log.warning(
+                "the VAE overflows in %s: between passes it computes in float32 from now on",
+                self._vae.dtype,
+                extra={"action": "vae_widened"},
+            )
+            self._wide = copy.deepcopy(self._vae).float()
+        return self._wide
+
+
+def _encode(vae: AutoencoderKL, images: torch.Tensor) -> torch.Tensor:
+    x = images.to(vae.dtype)
+    if x.device.type == "cuda":
+        x = x.contiguous(memory_format=torch.channels_last)
+    moments = vae.encoder(x)
+    if vae.quant_conv is not None:
+        moments = vae.quant_conv(moments)
+    mean, _ = moments.float().chunk(2, dim=1)
+    latents: torch.Tensor = (mean * vae.config.scaling_factor)[0]
+    return latents
