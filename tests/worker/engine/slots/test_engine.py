@@ -349,6 +349,12 @@ def test_loras_of_jobs_that_start_together_take_no_more_than_what_is_staged_ahea
     images = draw(engine, *requests)
     assert len(at_once) == len(requests)
     assert max(at_once) == 2
+    for ticket, request in enumerate(requests):
+        engine.admit(ticket, engine.prepare(request))
+    (only,) = engine._lanes
+    for drawing in (2, 4):  # the others' LoRAs are staged meanwhile
+        engine.tick()
+        assert len(only.active) == drawing
     for pair in zip(images, expected, strict=True):
         assert difference(*pair) <= ROUNDING
 
