@@ -5,6 +5,7 @@ import time
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from diffusers import AutoencoderKL, UNet2DConditionModel
@@ -141,6 +142,38 @@ def test_no_job_causes_a_recompile_and_the_images_match(
     assert compiled_engine.recompiles == 0
     for request, image in zip(requests, images, strict=True):
         assert difference(image, draw(plain_engine, request)[0]) <= ROUNDING
+
+
+def test_jobs_that_begin_with_an_image_cause_no_recompile(
+    compiled_engine: slot_engine.SlotEngine,
+    small_model: Path,
+    make_request: Any,
+    draw: Any,
+    difference: Any,
+) -> None:
+    """Nor do second passes; one of another size runs uncompiled, as other jobs of that size."""
+    pixels = np.random.default_rng(0).integers(0, 256, (32, 32, 3), np.uint8)
+    mask = np.zeros((32, 32), np.uint8)
+    mask[:, 16:] = 255
+    size = {"width": 32, "height": 32}
+    second = {"denoising_strength": 0.7, "steps": 3, "upscaler": "Latent"}
+    requests = [
+        make_request(**size),
+        make_request(**size, seed=2, init=contract.InitImage(pixels, 0.6)),
+        make_request(**size, seed=3, init=contract.InitImage(pixels, 0.8, mask), sampler="plms"),
+        make_request(**size, seed=4, init=contract.InitImage(pixels, 0.8, mask)),
+        make_request(width=24, height=24, seed=5, hires=contract.HiresPass(**size, **second)),
+        make_request(**size, seed=6, hires=contract.HiresPass(40, 40, **second)),
+    ]
+    images = draw(compiled_engine, *requests)
+    assert compiled_engine.recompiles == 0
+    (call,) = compiled_engine._runner._compiled.values()
+    assert call.compiled["shared"].is_compiled
+    loaded = checkpoints.load_checkpoint(small_model, torch.device("cpu"), torch.float32)
+    uncompiled = slot_engine.SlotEngine(loaded, 2)
+    for request, image in zip(requests, images, strict=True):
+        assert difference(image, draw(uncompiled, request)[0]) <= ROUNDING
+    uncompiled.close()
 
 
 def test_other_shapes_run_uncompiled(

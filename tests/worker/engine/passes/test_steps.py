@@ -1,0 +1,131 @@
+"""The ends of schedules that img2img and second passes take."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+
+from imagefleet import errors
+from imagefleet.job import samplers
+from worker.engine import sampler
+from worker.engine.passes import steps
+
+BETAS = torch.linspace(0.00085**0.5, 0.012**0.5, 1000, dtype=torch.float64) ** 2
+ALPHAS = torch.cumprod(1 - BETAS, dim=0)
+
+
+def schedule(name: str, taken: steps.Steps, **options: Any) -> sampler.Schedule:
+    given = samplers.Options(**options)
+    return sampler.make_schedule(name, taken.steps, ALPHAS, "epsilon", given, t_enc=taken.t_enc)
+
+
+@pytest.mark.parametrize(
+    ("count", "strength", "t_enc"),
+    [(20, 0.75, 15), (20, 0.0, 0), (20, 0.04, 0), (20, 1.0, 19), (1, 0.5, 0), (150, 1.0, 149)],
+)
+def test_img2img_takes_fewer_steps_at_less_strength(
+    count: int, strength: float, t_enc: int
+) -> None:
+    """AUTOMATIC1111's rule, by hand."""
+    assert steps.img2img(count, strength) == (count, t_enc)
+
+
+@pytest.mark.parametrize(
+    ("count", "strength", "whole"), [(15, 0.7, 21), (20, 1.0, 20), (1, 0.3, 3), (5, 0.999, 5)]
+)
+def test_a_second_pass_takes_its_steps_at_any_strength(
+    count: int, strength: float, whole: int
+) -> None:
+    assert steps.second_pass(count, strength) == (whole, count - 1)
+
+
+@pytest.mark.parametrize("strength", [-0.1, 1.01, float("nan")])
+def test_a_strength_that_is_no_share_is_refused(strength: float) -> None:
+    for count in (steps.img2img, steps.second_pass):
+        with pytest.raises(errors.JobError, match="denoising_strength is"):
+            count(20, strength)
+
+
+def test_a_schedule_longer_than_the_models_timesteps_is_refused() -> None:
+    assert steps.second_pass(10, 0.01) == (1000, 9)
+    with pytest.raises(errors.JobError, match=r"10 steps: they would be the last of 1010 steps"):
+        steps.second_pass(10, 0.0099)
+
+
+@pytest.mark.parametrize("name", samplers.SAMPLERS)
+def test_every_sampler_has_a_finite_end_for_any_steps_and_strength(name: str) -> None:
+    for count in (1, 2, 3, 7, 20, 150):
+        for strength in (0.0, 0.01, 0.3, 0.5, 0.75, 0.99, 1.0):
+            second = steps.second_pass(count, max(0.2, strength))
+            for taken in (steps.img2img(count, strength), second):
+                made = schedule(name, taken)
+                assert made.table.isfinite().all()
+                assert len(made.noisy) == len(made.table) >= 1
+                assert 0 < made.image_scale <= 1
+                calls = max(1, taken.t_enc - 1 + (name == "plms" and taken.t_enc > 1))
+                if name not in ("ddim", "plms"):
+                    calls = taken.t_enc + 1
+                assert len(made.table) == calls
+
+
+@pytest.mark.parametrize("name", samplers.SAMPLERS)
+def test_no_step_leaves_the_latents_as_they_are(name: str) -> None:
+    made = schedule(name, steps.second_pass(20, 0.0), s_churn=10.0)
+    assert (made.image_scale, made.initial_scale, made.initial_churn or 0.0) == (1.0, 0.0, 0.0)
+    (row,) = made.table[:, None]
+    latents = torch.randn((1, 4, 8, 8), generator=torch.Generator().manual_seed(1))
+    history = latents.new_zeros((sampler.HISTORY, *latents.shape))
+    image = sampler.Inpainting(torch.ones((1, 1, 8, 8)), torch.zeros_like(latents))
+    after, _ = sampler.step(row, latents, torch.ones_like(latents), history, latents, image)
+    assert torch.equal(after, latents)
+
+
+@pytest.mark.parametrize("s_churn", [0.0, 8.0, 40.0])
+@pytest.mark.parametrize("name", ["euler", "euler_karras"])
+def test_the_churn_of_the_end_of_a_schedule_is_k_diffusions(
+    name: str, s_churn: float, k_diffusion: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It is shared among the steps that are taken."""
+    generator = torch.Generator().manual_seed(7)
+    init, *noise = torch.randn((30, 1, 4, 8, 8), generator=generator)
+
+    def predict(x: torch.Tensor, timestep: torch.Tensor) -> torch.Tensor:
+        return (x + timestep.view(-1, 1, 1, 1) / 1000).tanh()
+
+    taken = steps.img2img(20, 0.6)
+    model = k_diffusion.external.DiscreteEpsDDPMDenoiser(predict, ALPHAS.float(), quantize=False)
+    sigmas = model.get_sigmas(20)
+    if name == "euler_karras":
+        sigmas = k_diffusion.sampling.get_sigmas_karras(
+            20, float(model.sigma_min), float(model.sigma_max)
+        )
+    sigmas = sigmas[20 - taken.t_enc - 1 :]
+    fresh = iter(noise[1:])
+    monkeypatch.setattr(torch, "randn_like", lambda _: next(fresh))
+    theirs = k_diffusion.sampling.sample_euler(
+        model, init + noise[0] * sigmas[0], sigmas, disable=True, s_churn=s_churn
+    )
+    made, fresh = schedule(name, taken, s_churn=s_churn), iter(noise)
+    latents = made.image_scale * init + next(fresh) * made.initial_scale
+    if made.initial_churn is not None:
+        latents = latents + next(fresh) * made.initial_churn
+    history = latents.new_zeros((sampler.HISTORY, *latents.shape))
+    for row, noisy in zip(made.table[:, None], made.noisy, strict=True):
+        output = predict(sampler.scale_input(row, latents), row[:, sampler.TIMESTEP])
+        latents, history = sampler.step(
+            row, latents, output, history, next(fresh) if noisy else None
+        )
+    assert (latents - theirs).abs().max() / theirs.abs().max() < 2e-5
+
+
+def test_s_min_uncond_counts_the_calls_of_the_pass() -> None:
+    made = schedule("euler", steps.img2img(20, 0.5), s_min_uncond=3.0)
+    whole = sampler.make_schedule(
+        "euler", 20, ALPHAS, "epsilon", samplers.Options(s_min_uncond=3.0)
+    )
+    assert len(made.unguided) == 11
+    assert made.unguided[0] is False
+    assert sum(made.unguided) > 2
+    assert made.unguided != whole.unguided[-11:], "there, another call is the first"
