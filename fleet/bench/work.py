@@ -30,7 +30,7 @@ class Rate:
     """Finished images and the seconds that they took."""
 
     images: int
-    unet_calls: int
+    unet_calls: float
     pixels: int
     seconds: float
 
@@ -77,8 +77,11 @@ def drive(
     requests: Iterator[contract.ImageRequest],
     seconds: float,
     on_progress: Callable[[float], None] = lambda _: None,
+    calls_of: Callable[[contract.ImageRequest], float] = lambda request: request.steps,
 ) -> Rate:
     """Keeps *engine* full for *seconds*; *on_progress* is called with the seconds so far.
+
+    *calls_of*: a request's UNet calls, where they are not its steps.
 
     Raises:
         FleetError: an image failed.
@@ -87,7 +90,7 @@ def drive(
     preparing: deque[Future[contract.PreparedRequest]] = deque()
     drawn: list[contract.ImageRequest] = []
     finished_at: list[float] = []
-    calls: list[int] = []
+    calls: list[float] = []
     pixels: list[int] = []
     with ThreadPoolExecutor(PREPARERS) as threads:
         while not _is_enough(finished_at, width, seconds):
@@ -105,7 +108,7 @@ def drive(
                     raise finished.outcome
                 finished_at.append(time.perf_counter())
                 request = drawn[finished.ticket]
-                calls.append(request.steps)
+                calls.append(calls_of(request))
                 pixels.append(request.width * request.height)
             if finished_at:
                 on_progress(finished_at[-1] - finished_at[0])
@@ -115,7 +118,10 @@ def drive(
 
 
 def rate_of(
-    finished_at: Sequence[float], width: int, calls: Sequence[int] = (), pixels: Sequence[int] = ()
+    finished_at: Sequence[float],
+    width: int,
+    calls: Sequence[float] = (),
+    pixels: Sequence[int] = (),
 ) -> Rate:
     """The rate over whole rounds of *width* images, without the first round.
 

@@ -41,7 +41,7 @@ _OTHER_LORA = Kind("a LoRA for another architecture (Flux, SD3 or similar)", _LO
 _REFINER = Kind("an SDXL refiner checkpoint")
 _INPAINTING = Kind(
     "an inpainting checkpoint",
-    "imagefleet generates from text: use the version that is not for inpainting",
+    "imagefleet inpaints with ordinary checkpoints: use the version that is not for inpainting",
 )
 _EDITING = Kind(
     "a checkpoint that edits pictures (InstructPix2Pix)", "imagefleet generates from text"
