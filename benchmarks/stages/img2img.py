@@ -62,8 +62,9 @@ class Run:
         return HIRES_SCALE * width, HIRES_SCALE * height
 
     def rows_per_second(self, requests: Requests) -> float:
-        rate = work.drive(self.engine, requests, self._seconds, calls_of=self._rows)
-        return rate.unet_calls_per_second
+        return work.drive(
+            self.engine, requests, self._seconds, pixels_of=self._rows
+        ).pixels_per_second
 
     def txt2img(self) -> Requests:
         return self._workload.requests()

@@ -11,6 +11,8 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
+import numpy as np
+
 from imagefleet import errors
 from imagefleet.storage import protocol
 from imagefleet.storage.open import open_storage
@@ -30,8 +32,8 @@ class Rate:
     """Finished images and the seconds that they took."""
 
     images: int
-    unet_calls: float
-    pixels: int
+    unet_calls: int
+    pixels_per_second: float
     seconds: float
 
     @property
@@ -42,10 +44,6 @@ class Rate:
     def unet_calls_per_second(self) -> float:
         """Each image's calls are counted, even if images share them."""
         return self.unet_calls / self.seconds
-
-    @property
-    def pixels_per_second(self) -> float:
-        return self.pixels / self.seconds
 
 
 def images_at_once(engine: contract.Engine) -> int:
@@ -77,11 +75,12 @@ def drive(
     requests: Iterator[contract.ImageRequest],
     seconds: float,
     on_progress: Callable[[float], None] = lambda _: None,
-    calls_of: Callable[[contract.ImageRequest], float] = lambda request: request.steps,
+    *,
+    pixels_of: Callable[[contract.ImageRequest], float] = lambda each: each.width * each.height,
 ) -> Rate:
     """Keeps *engine* full for *seconds*; *on_progress* is called with the seconds so far.
 
-    *calls_of*: a request's UNet calls, where they are not its steps.
+    *pixels_of*: what an image counts in pixels/s, if not its own.
 
     Raises:
         FleetError: an image failed.
@@ -90,8 +89,8 @@ def drive(
     preparing: deque[Future[contract.PreparedRequest]] = deque()
     drawn: list[contract.ImageRequest] = []
     finished_at: list[float] = []
-    calls: list[float] = []
-    pixels: list[int] = []
+    calls: list[int] = []
+    pixels: list[float] = []
     with ThreadPoolExecutor(PREPARERS) as threads:
         while not _is_enough(finished_at, width, seconds):
             while engine.free:
@@ -108,8 +107,8 @@ def drive(
                     raise finished.outcome
                 finished_at.append(time.perf_counter())
                 request = drawn[finished.ticket]
-                calls.append(calls_of(request))
-                pixels.append(request.width * request.height)
+                calls.append(request.steps)
+                pixels.append(pixels_of(request))
             if finished_at:
                 on_progress(finished_at[-1] - finished_at[0])
         while engine.busy:
@@ -120,20 +119,37 @@ def drive(
 def rate_of(
     finished_at: Sequence[float],
     width: int,
-    calls: Sequence[float] = (),
-    pixels: Sequence[int] = (),
+    calls: Sequence[int] = (),
+    pixels: Sequence[float] = (),
 ) -> Rate:
     """The rate over whole rounds of *width* images, without the first round.
 
     Images that start together finish together, so a part of a round would be an error of up to a
-    round. *calls* and *pixels* are each image's, if they are to be counted.
+    round. *calls* and *pixels* are each image's, if they are to be counted. Rounds of several sizes
+    overlap: pixels/s are then a line's through all of them (`_slope`).
     """
     counted = (len(finished_at) - width) // width * width
     if counted <= 0:
         raise errors.SetupError(f"too few images to measure a rate: {len(finished_at)}")
     end = width + counted
     seconds = finished_at[end - 1] - finished_at[width - 1]
-    return Rate(counted, sum(calls[width:end]), sum(pixels[width:end]), seconds)
+    drawn = pixels[width:end]
+    if len(set(drawn)) > 1:
+        pixels_per_second = _slope(finished_at[width - 1 :], pixels[width - 1 :])
+    else:
+        pixels_per_second = sum(drawn) / seconds
+    return Rate(counted, sum(calls[width:end]), pixels_per_second, seconds)
+
+
+def _slope(finished_at: Sequence[float], amounts: Sequence[float]) -> float:
+    """The slope of the line nearest to the total amount over time, by least squares.
+
+    Through the middle of each step of that stairway: of three sizes by turns over 16 seconds, it is
+    wrong by 0.6 %, and by 4 % the total between the first and the last step.
+    """
+    times, steps = np.unique(np.asarray(finished_at), return_inverse=True)
+    rises = np.bincount(steps, weights=np.asarray(amounts, dtype=float))
+    return float(np.polyfit(times - times[0], np.cumsum(rises) - rises / 2, 1)[0])
 
 
 async def work(

@@ -412,8 +412,8 @@ def _check_architecture(
         raise errors.SetupError(f"{str(model)!r} does not have {family.name}'s architecture")
     if unet.config.in_channels != unet.config.out_channels:
         raise errors.SetupError(
-            f"{str(model)!r} is an inpainting checkpoint, whose UNet has more inputs: use an ordinary"
-            " one, which inpaints as well"
+            f"{str(model)!r} is an inpainting checkpoint, whose UNet has more inputs: use an"
+            " ordinary one, which inpaints as well"
         )
     if not isinstance(unet.config.sample_size, int):
         raise errors.SetupError(

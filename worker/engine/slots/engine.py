@@ -120,7 +120,6 @@ class SlotEngine:
         self._weights = Weights(
             self._unet, self._merger, self._runner, self._stager, folds=backend is not None
         )
-        self._stager.room_bytes = self._unet.slot_bytes
         fitting = self._fit_memory(slots) if self._on_gpu else 1
         max_overtakes = _OVERTAKES_PER_SLOT * self.slots
         self._lanes = Lanes(self.slots, min(blocks or fitting, MAX_LANES), max_overtakes)
@@ -396,7 +395,7 @@ class SlotEngine:
         lanes.sort(key=self._lanes.urgency, reverse=True)
         nexts = itertools.zip_longest(*(lane.waiting.jobs[: self.slots] for lane in lanes))
         jobs = [job for each in nexts for job in each if job is not None][: self.slots]
-        self._stager.begin(staging.first_within(self._stager.room_bytes, jobs))
+        self._stager.begin_within(jobs)
 
     @torch.no_grad()
     def _fit_memory(self, slots: int | None) -> int:

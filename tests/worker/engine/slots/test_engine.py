@@ -319,7 +319,11 @@ def test_what_is_staged_ahead_takes_no_more_than_its_room(
         engine.admit(ticket, one)
     engine.tick()
     (only,) = engine._lanes
-    assert sum(job.staging is not None for job in only.waiting.jobs) == begun
+    waiting = only.waiting.jobs
+    assert sum(job.staging is not None for job in waiting) == begun
+    # In host memory there is room for the next ones.
+    assembled = [job.assembling is not None for job in waiting]
+    assert assembled == [begun <= at < min(begun + 3, engine.slots) for at in range(len(waiting))]
 
 
 def test_loras_of_jobs_that_start_together_take_no_more_than_what_is_staged_ahead(
