@@ -107,13 +107,19 @@ class Staged:
     """The same of its changes of convolutions."""
     noise: NoiseStream
     """After its first, which `latents` has."""
-    image: Inpainting | None
+    inpainting: Inpainting | None
     """What it keeps, without the dimension of the batch; None if it keeps nothing."""
 
     @property
     def tensors(self) -> list[torch.Tensor]:
         """All that is on the device."""
-        small = (self.latents, self.vectors, self.mask, *(self.added or ()), *(self.image or ()))
+        small = (
+            self.latents,
+            self.vectors,
+            self.mask,
+            *(self.added or ()),
+            *(self.inpainting or ()),
+        )
         return [tensor for tensor in (*small, *self.loras) if tensor is not None]
 
 
