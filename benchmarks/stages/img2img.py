@@ -6,7 +6,8 @@ The figures are shares of what the same rows take in txt2img alone: every other 
 image of its own (strength 0.75 of 20 steps), or has a second pass at twice the side. A row of the
 larger size counts as many rows of the native size as it takes the time of in txt2img alone, as more
 pixels also mean longer attention. Shares compare rates of one run; the file's other figures stay.
-`--tiny` tries all on a CPU, with meaningless figures.
+`--kinds img2img,inpainting,hires,hires_lanczos` measures more, `--alone` each kind alone as well.
+`--tiny` tries it on a CPU, with meaningless figures.
 """
 
 from __future__ import annotations
@@ -15,7 +16,7 @@ import argparse
 import itertools
 import json
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -106,7 +107,15 @@ def in_turn(*kinds: Requests) -> Requests:
     return itertools.chain.from_iterable(zip(*kinds, strict=True))
 
 
-def measure(run: Run) -> dict[str, Any]:
+KINDS: Mapping[str, Callable[[Run], Requests]] = {
+    "img2img": Run.img2img,
+    "inpainting": lambda run: run.img2img(masked=True),
+    "hires": Run.hires,
+    "hires_lanczos": lambda run: run.hires("Lanczos"),
+}
+
+
+def measure(run: Run, kinds: Sequence[str], *, alone: bool) -> dict[str, Any]:
     """Rows a second of each kind of jobs, and their shares."""
     rows: dict[str, float] = {}
 
@@ -117,21 +126,19 @@ def measure(run: Run) -> dict[str, Any]:
     add("txt2img", run.txt2img())
     add("large_txt2img", run.large_txt2img())
     run.large_row = rows["txt2img"] / rows["large_txt2img"]
-    kinds: dict[str, Callable[[], Requests]] = {
-        "img2img": run.img2img,
-        "inpainting": lambda: run.img2img(masked=True),
-        "hires": run.hires,
-        "hires_lanczos": lambda: run.hires("Lanczos"),
-    }
-    for name, make in kinds.items():
-        add(f"{name}_beside_txt2img", in_turn(run.txt2img(), make()))
-        add(f"{name}_alone", make())
+    for name in kinds:
+        add(f"{name}_beside_txt2img", in_turn(run.txt2img(), KINDS[name](run)))
+        if alone:
+            add(f"{name}_alone", KINDS[name](run))
     add("txt2img_again", run.txt2img())
     plain = (rows["txt2img"] + rows["txt2img_again"]) / 2
     shares = {name: round(rate / plain, 4) for name, rate in rows.items()}
+    figures = {
+        "img2img_over_txt2img": shares.get("img2img_beside_txt2img"),
+        "hires_over_txt2img_by_rows": shares.get("hires_beside_txt2img"),
+    }
     return {
-        "img2img_over_txt2img": shares["img2img_beside_txt2img"],
-        "hires_over_txt2img_by_rows": shares["hires_beside_txt2img"],
+        **{name: share for name, share in figures.items() if share is not None},
         "img2img_rows": {
             "rows_per_second": rows,
             "shares": shares,
@@ -149,7 +156,9 @@ def main() -> None:
     parser.add_argument("--device", default="auto")
     parser.add_argument("--family", default="sd1", help="of the random model: sd1, sd2 or sdxl")
     parser.add_argument("--slots", type=int)
-    parser.add_argument("--seconds", type=float, default=20.0, help="per measured rate")
+    parser.add_argument("--seconds", type=float, default=40.0, help="per measured rate")
+    parser.add_argument("--kinds", default="img2img,hires", help=f"of {', '.join(KINDS)}")
+    parser.add_argument("--alone", action="store_true")
     parser.add_argument("--tiny", action="store_true")
     arguments = parser.parse_args()
     model = tiny_model.build_tiny_checkpoint(arguments.folder / "tiny") if arguments.tiny else None
@@ -159,7 +168,7 @@ def main() -> None:
     work.draw(engine, [native.request(at) for at in range(engine.slots)])
     run = Run(engine, native, arguments.seconds)
     engine.warm_up(*run.large)  # nothing on a CPU
-    found = measure(run)
+    found = measure(run, arguments.kinds.split(","), alone=arguments.alone)
     found["img2img_rows"] |= {
         "hardware": machine.hardware(devices.find_device(arguments.device)),
         "versions": machine.versions(),
