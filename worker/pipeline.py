@@ -117,6 +117,7 @@ class Pipeline:
             settings.lease_seconds,
             on_renewal=lambda result: self.metrics.lease_renewals.labels(result).inc(),
         )
+        self._cancelled = CancelledCampaigns(storage.files, storage.queue.name)
         self.settler = Settler(
             storage,
             self._keeper,
@@ -126,6 +127,7 @@ class Pipeline:
             worker_name=settings.name,
             retry_policy=retry_policy,
             on_settled=self._settled,
+            cancelled_campaigns=self._cancelled,
             flush_seconds=record.flush_seconds(storage.url, settings.lease_seconds),
         )
         self._watchdog = NodeWatchdog(self.engine_thread, limits, self.metrics)
@@ -159,7 +161,6 @@ class Pipeline:
         )
         self._hashes = FileHashes(settings.cache)
         self._quarantine = Quarantine(storage.files, frozenset({settings.name, suspects.machine()}))
-        self._cancelled = CancelledCampaigns(storage.files, storage.queue.name)
         self._upload: UploadStage | None = None
         self._earlier_images = 0  # of the models before
         self._is_draining = False

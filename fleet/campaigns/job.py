@@ -86,7 +86,7 @@ async def look_up(storage: Storage, campaign: str, job_id: str) -> JobState:
         if each.blob is not None
     ]
     if outcomes.are_all(stored):
-        first = stored[0]
+        first = stored[-1] if stored[0].stages > 1 else stored[0]
         by_worker = first.seconds is not None  # else somebody has changed its metadata
         return JobState(
             *(job_id, campaign, "completed", max(each.at for each in stored)),

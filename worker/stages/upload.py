@@ -247,6 +247,8 @@ class UploadStage:
         }
         if image.job.images > 1:
             facts["images"] = str(image.job.images)
+        if image.job.stages > 1:
+            facts |= {"stage": str(image.job.stage), "stages": str(image.job.stages)}
         if image.job.campaign:
             facts["campaign"] = image.job.campaign
         if image.job.metadata:
