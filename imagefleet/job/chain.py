@@ -81,17 +81,19 @@ def fields_of_stage(number: int, payload: Mapping[str, Any]) -> dict[str, Any]:
     Raises:
         ValueError: one of them is not a stage's, or is not supported.
     """
+    if payload.get(INPUT_FIELD):
+        raise ValueError(
+            f"stage {number}: {INPUT_FIELD} is the image of the stage before: leave it out"
+        )
     try:
-        fields = txt2img.fields_of_job(payload)
+        # With an image, on which depends what its other fields mean.
+        fields = txt2img.fields_of_job({**payload, INPUT_FIELD: ["image.png"]})
     except ValueError as error:
         raise ValueError(f"stage {number}: {error}") from None
+    del fields[INPUT_FIELD]
     for name in fields:
         if name in OF_JOB:
             raise ValueError(f"stage {number}: {name} is the job's: give it outside {THEN_FIELD}")
-        if name == INPUT_FIELD:
-            raise ValueError(
-                f"stage {number}: {name} is the image of the stage before: leave it out"
-            )
         if name in _OF_IMAGES and fields[name] != 1:
             raise ValueError(f"stage {number}: {name} should be 1: a stage makes one image of one")
     return fields
@@ -140,7 +142,7 @@ def stage(job: Job, number: int, message: str | None = None) -> Job:
         of_job = {name: getattr(job, name) for name in ("id", "campaign")}
         fields = inherited | dict(given) | of_job
         if INPUT_FIELD in type(job).model_fields:
-            fields[INPUT_FIELD] = [known.blob_name(0)]
+            fields[INPUT_FIELD] = [f"images/{known.blob_name(0)}"]
         try:
             known = type(job).model_validate(fields)
         except ValidationError as error:

@@ -139,7 +139,8 @@ class InFlightJob:
         record = earlier.ended(failed=failed)
         is_unsure = earlier.is_unsure and not self.is_looked_up
         if self.job is None or self.job.images_to_draw == 1:
-            return record.model_copy(update={"is_unsure": is_unsure or self._may_be_stored})
+            is_unsure |= self._may_be_stored or bool(self.stored)
+            return record.model_copy(update={"is_unsure": is_unsure})
         recorded = earlier.images | self.recorded
         is_unsure |= self._may_be_stored or self.stored != self.recorded
         return record.with_images(recorded, is_unsure=is_unsure)
