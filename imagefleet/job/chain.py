@@ -212,13 +212,13 @@ def next_field(job: Job, message_id: str) -> dict[str, Any]:
 
 
 def source(job: Job | None, message_id: str) -> str:
-    """Names the delivery that a record is of: of a later stage, the same in all its messages.
+    """Names the sending that a record is of: of a later stage, the message of the first one.
 
-    A worker that dies may send a stage twice; both messages failing are one failure.
+    A worker that dies may send a stage twice; that both messages fail, or that two stages are
+    cancelled, is one end of one job.
     """
-    if job is None or job.place is None or job.place.message is None:
-        return message_id
-    return f"{job.place.message}{SEPARATOR}{job.stage}"
+    message = job.place.message if job is not None and job.place else None
+    return message or message_id
 
 
 def model_of(fields: Mapping[str, Any]) -> object:

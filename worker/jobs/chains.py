@@ -41,7 +41,7 @@ async def send_next(models: ModelQueues, entry: InFlightJob) -> None:
     priority = checked_priority(queue_names.priority_of(entry.lease.message.queue))
     entry.lease.check()
     await models.send([body], priority)
-    log.info(
+    log.debug(
         "job %s goes on with stage %d of %d",
         entry.id,
         following.stage,

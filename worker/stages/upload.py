@@ -197,6 +197,8 @@ class UploadStage:
             self.images_written += 1
             self.metrics.images.inc()
             self.metrics.model_images.labels(self.model_name).inc()
+            if image.job.stages > 1:
+                self.metrics.chain_images.labels(str(image.job.stage)).inc()
         else:
             self.suspects.not_stored(name)
             self.cost.lost("duplicate")
