@@ -28,6 +28,7 @@ from worker.files.embeddings import EmbeddingLibrary
 from worker.files.hashes import FileHashes
 from worker.files.loras import LoraLibrary
 from worker.gpu_thread import EngineThread
+from worker.inputs.reader import InputReader
 from worker.jobs.depth import measure_depth
 from worker.jobs.in_flight import InFlightJob
 from worker.leases import LeaseKeeper
@@ -147,6 +148,13 @@ class Pipeline:
             storage.files,
             directory=settings.embedding_directory,
             cache=settings.cache / "embeddings",
+            trusted=self._trusted,
+        )
+        self._inputs = InputReader(
+            storage.files,
+            storage.blobs,
+            cache=settings.cache,
+            cache_bytes=settings.cache_megabytes * 2**20,
             trusted=self._trusted,
         )
         self.metrics.collect_from(
@@ -310,6 +318,7 @@ class Pipeline:
             generate,
             self._library,
             self._embeddings,
+            self._inputs,
             self._hashes,
             self.settler,
             self.metrics,

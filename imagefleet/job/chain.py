@@ -15,6 +15,7 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
 from imagefleet import errors, validation
 from imagefleet.job import txt2img
+from imagefleet.job.passes import sources
 from imagefleet.storage import protocol
 
 if TYPE_CHECKING:
@@ -141,8 +142,7 @@ def stage(job: Job, number: int, message: str | None = None) -> Job:
             }
         of_job = {name: getattr(job, name) for name in ("id", "campaign")}
         fields = inherited | dict(given) | of_job
-        if INPUT_FIELD in type(job).model_fields:
-            fields[INPUT_FIELD] = [f"images/{known.blob_name(0)}"]
+        fields[INPUT_FIELD] = [f"{sources.IMAGES}{known.blob_name(0)}"]
         try:
             known = type(job).model_validate(fields)
         except ValidationError as error:

@@ -1,4 +1,4 @@
-"""The job: one JSON message with the field names of AUTOMATIC1111's txt2img payload."""
+"""The job: one JSON message with the field names of AUTOMATIC1111's payloads."""
 
 from __future__ import annotations
 
@@ -18,7 +18,6 @@ from pydantic import (
     Field,
     JsonValue,
     PrivateAttr,
-    StringConstraints,
     ValidationError,
     field_validator,
     model_validator,
@@ -28,6 +27,8 @@ from imagefleet import errors, signing, validation
 from imagefleet.job import chain, noise, samplers, txt2img
 from imagefleet.job import prompt as prompts
 from imagefleet.job.metadata import Metadata
+from imagefleet.job.passes.fields import PassFields
+from imagefleet.job.passes.limits import MAX_GUIDANCE, MAX_SIDE, MIN_SIDE, PromptText
 from imagefleet.job.prompt import SAFE_NAME, Prompt
 
 if TYPE_CHECKING:
@@ -44,13 +45,6 @@ FAILURE_FIELD = "failure"
 
 #: What a slow node draws in an hour or so: until then a job's images hold a place in a worker.
 MAX_IMAGES_PER_JOB = 1000
-
-#: In pixels.
-MIN_SIDE = 64
-MAX_SIDE = 2048
-
-#: Of `cfg_scale`, also times the prompt's own weight: beyond, images come out broken.
-MAX_GUIDANCE = 30
 
 #: Above any image of a job: its pixels, and its file, of which pure noise has 12 MiB.
 MAX_IMAGE_PIXELS = MAX_SIDE**2
@@ -84,7 +78,6 @@ def _is_off_or_side(pixels: int) -> int:
     return max(pixels, 0)
 
 
-PromptText = Annotated[str, StringConstraints(max_length=65_536)]
 Side = Annotated[int, Field(ge=MIN_SIDE, le=MAX_SIDE, multiple_of=8)]
 
 #: The folder of images whose jobs have no campaign.
@@ -125,7 +118,7 @@ class Output(BaseModel):
     quality: int = Field(default=90, ge=1, le=100)
 
 
-class Job(BaseModel):
+class Job(PassFields):
     """A validated job; one that `read_job` returned has an `id` and a `seed`."""
 
     model_config = ConfigDict(

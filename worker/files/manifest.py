@@ -26,6 +26,8 @@ LORAS = "loras"
 MODELS = "models"
 EMBEDDINGS = "embeddings"
 KERNELS = "kernels"
+UPSCALERS = "upscalers"
+CONTROLNETS = "controlnets"
 
 #: Some 100 bytes a file.
 MAX_BYTES = 16 * 2**20

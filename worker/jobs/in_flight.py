@@ -16,6 +16,7 @@ from imagefleet.job.message import Job
 from imagefleet.records.record import Record
 from imagefleet.storage.deliveries import SUSPECT_AFTER, Deliveries, shown_images
 from worker.engine import contract
+from worker.inputs.img2img import Overlay
 from worker.jobs import stored
 from worker.leases import Lease
 
@@ -66,6 +67,8 @@ class InFlightJob:
     """Of its images whose names were taken."""
     lora_hashes: dict[str, Future[str | None]] = field(default_factory=dict)
     """Of its LoRAs, by their names in its prompt; computed while it is drawn."""
+    overlay: Overlay | None = None
+    """What is laid over its images."""
     _uploads: int = field(default=0, init=False)
     _upload_ended: asyncio.Event = field(default_factory=asyncio.Event, init=False)
 
@@ -205,13 +208,15 @@ class InFlightJob:
 class InFlightImage:
     """One image of a job in flight; *ready_at* is when it was ready for the engine.
 
-    *generated_at* is when the engine had finished it; both in monotonic seconds.
+    *generated_at* is when the engine had finished it; both in monotonic seconds. *size* is that of
+    its first pass, *final_size* that of its file: both (width, height).
     """
 
     owner: InFlightJob
     job: Job
     index: int
     size: tuple[int, int]
+    final_size: tuple[int, int]
     embeddings: tuple[contract.Embedding, ...] = ()
     """Those that its prompts name."""
     ready_at: float = field(default_factory=time.monotonic)

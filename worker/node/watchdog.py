@@ -16,11 +16,12 @@ import asyncio
 import contextlib
 import logging
 import time
-from collections.abc import Awaitable, Callable, Iterator
+from collections.abc import Awaitable, Callable, Iterable, Iterator
 from dataclasses import dataclass, field
 from typing import NoReturn
 
 from imagefleet import errors
+from imagefleet.job.passes.fields import Pass
 from imagefleet.pricing import families, prices
 from worker.gpu_thread import EngineThread
 from worker.metrics import NodeFault, WorkerMetrics
@@ -165,10 +166,12 @@ class NodeWatchdog:
     def has_limits(self) -> bool:
         return bool(self._limits.images_per_second or self._limits.upload_bits_per_second)
 
-    def image_generated(self, family: str, steps: int, width: int, height: int) -> None:
+    def image_generated(self, family: str, passes: Iterable[Pass]) -> None:
         """The GPU finished an image, failed or not."""
         self._window.images += 1
-        self._window.standard_images += standard_images(family, steps, width, height)
+        for each in passes:
+            worth = standard_images(family, each.calls, each.width, each.height)
+            self._window.standard_images += worth
 
     def image_succeeded(self) -> None:
         self._failures_in_a_row = 0

@@ -105,8 +105,8 @@ class GenerateStage:
             if isinstance(delivery.finished.outcome, errors.JobCancelled):  # not begun
                 await self.settler.attempt(entry, partial(self.leave_out, entry, 1))
                 continue
-            family = self.engine.family
-            self.watchdog.image_generated(family, image.job.steps, *image.size)
+            passes = image.job.passes(*image.size)
+            self.watchdog.image_generated(self.engine.family, passes)
             waited = self.metrics.stage_seconds.labels("wait_gpu")
             waited.observe(max(0.0, delivery.admitted_at - image.ready_at))
             generated = self.metrics.stage_seconds.labels("generate")
@@ -160,8 +160,9 @@ class GenerateStage:
             self.checks.generated(
                 await self.checks.fingerprint(outcome),
                 seed=image.job.image_seed(image.index),
-                steps=image.job.steps,
+                steps=sum(each.calls for each in image.job.passes(*image.size)),
                 size=image.size,
+                is_of_seed=not image.job.init_images,
                 seconds=delivery.finished_at - delivery.admitted_at,
             )
         await self.encode.queue.put(GeneratedImage(image, outcome))

@@ -20,6 +20,7 @@ from worker.engine import contract
 from worker.files.embeddings import EmbeddingLibrary
 from worker.files.hashes import FileHashes
 from worker.files.loras import LoraLibrary
+from worker.inputs.reader import NO_INPUTS, InputReader, Inputs
 from worker.jobs.in_flight import InFlightJob
 from worker.jobs.turns import BegunJob, Turns
 from worker.metrics import WorkerMetrics
@@ -93,6 +94,7 @@ class PrepareStage:
     generate: GenerateStage
     library: LoraLibrary
     embeddings: EmbeddingLibrary
+    inputs: InputReader
     hashes: FileHashes
     settler: Settler
     metrics: WorkerMetrics
@@ -264,15 +266,16 @@ class PrepareStage:
         ]
         embeddings = await self._find_embeddings(job)
         entry.lora_hashes = {lora.name: self.hashes.of_lora(lora.path) for lora in loras}
-        return requests_of(job, size, loras, embeddings, images)
+        inputs = await self.inputs.read(job, size)
+        entry.overlay = inputs.overlay
+        return requests_of(job, size, loras, embeddings, images, inputs)
 
     async def _find_embeddings(self, job: Job) -> tuple[contract.Embedding, ...]:
         """The embeddings that the prompts name."""
         names = await retry.UNTIL_ACCESS.call(self.embeddings.names)
         if not names:
             return ()
-        prompts = (job.parsed_prompt, job.parsed_negative_prompt)
-        find = partial(self.engine.find_embeddings, prompts, names)
+        find = partial(self.engine.find_embeddings, job.all_prompts, names)
         found = await asyncio.get_running_loop().run_in_executor(self._threads, find)
         files = await asyncio.gather(
             *(
@@ -292,6 +295,7 @@ def requests_of(
     loras: Sequence[contract.Lora],
     embeddings: tuple[contract.Embedding, ...],
     images: Collection[int] | None = None,
+    inputs: Inputs = NO_INPUTS,
 ) -> list[contract.ImageRequest]:
     """A job's *images*, by default all, of *size* (width, height), with its prompts' files."""
     width, height = size
@@ -310,6 +314,9 @@ def requests_of(
             embeddings=embeddings,
             sampler_options=job.sampler_options,
             noise=job.image_noise(index),
+            init=inputs.init,
+            hires=inputs.hires,
+            controls=inputs.controls,
         )
         for index in (range(job.images_to_draw) if images is None else images)
     ]

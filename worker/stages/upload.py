@@ -12,7 +12,7 @@ from functools import partial
 from typing import NoReturn
 
 from imagefleet import errors, retry
-from imagefleet.job.message import DUPLICATES, text_for_image
+from imagefleet.job.message import DUPLICATES, Output, text_for_image
 from imagefleet.records.record import MAX_NAME_CHARACTERS, Embedding, Record
 from imagefleet.storage import protocol
 from imagefleet.telemetry import logs
@@ -105,6 +105,7 @@ class EncodeStage:
             model_hash=model,
             lora_hashes={name: each for name, each in loras.items() if each},
             embedding_hashes={each.name: each.sha256 for each in image.embeddings},
+            is_cut_out=image.owner.overlay is not None and image.owner.overlay.box is not None,
         )
 
     async def _encode(self, generated: GeneratedImage) -> None:
@@ -115,7 +116,7 @@ class EncodeStage:
         try:
             with self.metrics.stage_seconds.labels("encode").time():
                 file = await loop.run_in_executor(
-                    self._threads, encode.encode, generated.pixels, image.job.output, text, job
+                    self._threads, _encoded, generated, image.job.output, text, job
                 )
         except errors.TransientError as error:  # an image of one colour is the engine's failure
             if not image.owner.failures:
@@ -221,7 +222,7 @@ class UploadStage:
 
     def _record(self, encoded: _EncodedImage, name: str) -> Record:
         image = encoded.image
-        width, height = image.size
+        width, height = image.final_size
         return self.settler.record(
             image.owner,
             "completed",
@@ -256,6 +257,16 @@ class UploadStage:
         if image.job.metadata:
             facts["metadata"] = json.dumps(image.job.metadata)
         return facts
+
+
+def _encoded(
+    generated: GeneratedImage, output: Output, parameters: str, job: str
+) -> encode.EncodedImage:
+    pixels, overlay = generated.pixels, generated.image.owner.overlay
+    if overlay is not None:
+        encode.refuse_one_colour(pixels)  # the engine's own
+        pixels = overlay.put_over(pixels)
+    return encode.encode(pixels, output, parameters, job)
 
 
 async def _result(hashed: Future[str | None]) -> str | None:

@@ -230,7 +230,7 @@ def test_a_signed_job_is_valid_without_what_failed_export_noted(tmp_path: Path) 
         ("a.csv", "prompt,metadata\na,{x}\n", ["row 2: metadata: is not JSON"]),
         ("a.csv", b"prompt\na\n\xe9\nb\n", ["row 3: not UTF-8"]),
         ("a.csv", "prompt,steps\n,5\n", ["row 2: prompt: is required"]),
-        ("a.csv", "prompt,enable_hr\na,FALSE\nb,TRUE\n", ["row 3: enable_hr is not supported"]),
+        ("a.csv", "prompt,tiling\na,FALSE\nb,TRUE\n", ["row 3: tiling is not supported"]),
         ("a.txt", "a\n[x|y]\n", ["line 2: prompt: the prompt uses alternation"]),
         ("a.txt", b"a\n\xff\n", ["line 2: not UTF-8"]),
         ("a.json", '[{"prompt":"a"},\n 7,\n{"prmpt":"b"}]', ["job 2, line 2: ", "job 3, line 3: "]),
