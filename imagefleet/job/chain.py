@@ -117,13 +117,15 @@ def check(job: Job) -> None:
     """Checks the stages of a job.
 
     Raises:
-        ValueError: one is not valid, or the job is for several images; says why.
+        ValueError: one is not valid, or the job can have none; says why.
     """
     if job.images > 1:
         raise ValueError(
             f"{THEN_FIELD}: the job asks for {job.images} images, and a chain makes one: send a job"
             " for each"
         )
+    if job.verify:
+        raise ValueError(f"{THEN_FIELD}: a second drawing (verify) is of a job's first stage alone")
     stage(job, len(job.then) + 1)
 
 
@@ -167,7 +169,7 @@ def stage_of_message(job: Job, field: object) -> Job:
     except ValidationError as error:
         reason = validation.sentence(error)
         raise errors.InvalidMessageError(f"{STAGE_FIELD}: {reason}") from None
-    if place.number > len(job.then) + 1 or job.verify:
+    if place.number > len(job.then) + 1:
         raise errors.InvalidMessageError(
             f"{STAGE_FIELD}: the job has no stage {place.number} to be drawn"
         )

@@ -102,7 +102,7 @@ class InFlightJob:
     @property
     def has_next_stage(self) -> bool:
         """Whether its image is the input of a further stage."""
-        return self.job is not None and self.job.stage < self.job.stages and not self.job.verify
+        return self.job is not None and self.job.stage < self.job.stages
 
     def is_of(self, cancelled: CancelledCampaigns) -> bool:
         """Whether its campaign has been cancelled since it was sent."""

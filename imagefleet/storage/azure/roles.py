@@ -69,7 +69,7 @@ class Role:
 
     def letters(self, resource: Resource, model: str | None = None) -> str:
         letters: str = getattr(self, "queue" if resource in OPTIONAL else resource)
-        if model is not None and "p" in letters:
+        if model is not None and "p" in letters and "a" not in letters:
             # A job in the wrong queue is moved; whoever may rewrite jobs may as well add some.
             letters += "a"
         return letters
@@ -91,6 +91,14 @@ ROLES: Mapping[str, Role] = {
             queue="rup",
             poison="a",
             blob="ac",
+            files="r",
+        ),
+        Role(
+            "chain-worker",
+            "workers that draw jobs in stages, too: they read images, and add jobs",
+            queue="raup",
+            poison="a",
+            blob="rac",
             files="r",
         ),
         # It notes how many jobs it has sent, and reads which campaigns are cancelled.

@@ -58,6 +58,17 @@ def test_a_stage_takes_over_what_it_does_not_give() -> None:
     assert second.prompt == "a house"
 
 
+def test_fields_of_one_image_are_a_stages_own() -> None:
+    second_pass = {"enable_hr": True, "hr_scale": 2, "width": 512, "height": 512}
+    body = text({"denoising_strength": 0.3}, {}, denoising_strength=0.6, **second_pass)
+    first, second, third = read_job(body, "m"), at(body, 2), at(body, 3)
+    assert [each.denoising_strength for each in (first, second, third)] == [0.6, 0.3, 0.75]
+    assert [each.enable_hr for each in (first, second, third)] == [True, False, False]
+    assert first.init_images == ()
+    assert second.init_images == ("images/default/0001.png",)
+    assert third.init_images == ("images/default/0001~2.png",)
+
+
 def test_a_stage_with_another_sampler_does_not_take_over_the_options_of_the_first() -> None:
     body = text({"sampler_name": "DDIM"}, {}, sampler_name="Euler", scheduler="Karras", s_churn=3)
     assert at(body, 2).sampler == "ddim"
@@ -103,6 +114,10 @@ def test_a_wrong_stage_is_refused_by_its_number(stage: dict[str, Any], reason: s
 
 def test_a_chain_of_several_images_is_refused() -> None:
     assert "the job asks for 4 images" in refused(text({}, n_iter=2, batch_size=2))
+
+
+def test_a_second_drawing_has_no_further_stages() -> None:
+    assert "of a job's first stage alone" in refused(text({}, verify=True))
 
 
 def test_a_chain_has_at_most_nine_stages() -> None:

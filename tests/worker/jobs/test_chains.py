@@ -3,16 +3,19 @@
 from __future__ import annotations
 
 import asyncio
+import io
 import json
 from collections import Counter
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
+from PIL import Image
 
 from imagefleet import cancelled, errors
-from imagefleet.job.message import Job
+from imagefleet.job.message import Job, Output
 from imagefleet.records import outcomes, reader
 from imagefleet.records.record import Record
 from imagefleet.signing import SigningKey
@@ -22,6 +25,7 @@ from imagefleet.storage.dead_letter_check import Check
 from imagefleet.storage.dead_letter_queue import Selection
 from imagefleet.storage.protocol import Storage
 from worker.engine import contract
+from worker.stages import encode
 from worker.testing import StandInEngine, draw_noise
 
 Message = Callable[..., str]
@@ -44,10 +48,12 @@ class Drawing(StandInEngine):
         super().__init__(draw=self._drawn)
         self.model_name = model
         self.drawn: list[int] = []
+        self.begun_with: list[contract.Pixels | None] = []
         self._fails = fails
 
     def _drawn(self, request: contract.ImageRequest) -> contract.Pixels:
         self.drawn.append(request.steps)
+        self.begun_with.append(None if request.init is None else request.init.pixels)
         if self._fails and (error := self._fails(request.steps)):
             raise error
         return draw_noise(request)
@@ -101,6 +107,11 @@ async def test_each_stage_is_drawn_once_and_the_job_completes_with_the_last(
 
     assert engine.drawn == [11, 12, 13]
     assert await stored(storage) == IMAGES
+    for name, begun_with in zip([None, *IMAGES], engine.begun_with, strict=False):
+        assert (begun_with is None) == (name is None)
+        if name is not None:
+            file = io.BytesIO(await storage.blobs.read(name) or b"")
+            assert np.array_equal(np.asarray(Image.open(file)), begun_with)
     records = await recorded(storage)
     assert [(each.blob, each.stage, each.stages) for each in records] == [
         (name, number, 3) for number, name in enumerate(IMAGES, 1)
@@ -139,7 +150,9 @@ async def test_a_worker_that_was_lost_before_it_sent_the_next_stage_loses_none(
     storage: Storage, run_pipeline: RunPipeline, chained: Message
 ) -> None:
     await lose(storage, chained())
-    await storage.blobs.create(IMAGES[0], b"drawn by the lost one", "image/png", {})
+    pixels = draw_noise(contract.ImageRequest("", "", (), "", 1, 1.0, 0, 16, 16))
+    image = encode.encode(pixels, Output(), "")
+    await storage.blobs.create(IMAGES[0], image.data, image.content_type, {})
     engine = Drawing()
     await run_pipeline(engine)
     assert engine.drawn == [12, 13]
@@ -297,12 +310,11 @@ async def test_a_signed_chain_goes_on_at_workers_without_the_signing_key(
 
 
 @local_only
-async def test_a_second_drawing_is_of_the_first_stage_alone(
+async def test_a_stage_whose_input_is_gone_fails_by_name(
     storage: Storage, run_pipeline: RunPipeline, chained: Message
 ) -> None:
-    engine = Drawing()
-    await storage.queue.send([chained(verify=True)])
-    await run_pipeline(engine)
-    assert engine.drawn == [11]
-    assert await stored(storage) == []
-    assert await stored(storage, "-checks/default") == ["-checks/default/a.png"]
+    await storage.queue.send([json.dumps(json.loads(chained()) | {"stage": {"number": 3}})])
+    await run_pipeline(Drawing())
+    (record,) = await failed(storage)
+    assert (record.error, record.stage) == ("MissingFileError", 3)
+    assert "'default/a~2.png'" in record.reason
