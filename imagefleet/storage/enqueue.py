@@ -45,6 +45,7 @@ class JobSender:
         """
         messages = list(bodies)
         await self.check(model for body in messages for model in models_of(body))
+        await self._storage.models.make_for_chains(messages)
         if self._through is not None:
             await self._through.send(messages)
         else:

@@ -160,6 +160,12 @@ class ModelQueues:
 
         await concurrency.gather(*(send_group(*each) for each in groups.items()))
 
+    async def make_for_chains(self, bodies: Iterable[str]) -> None:
+        """The queues of later stages, too: workers, which send those, may not be allowed to."""
+        chains = [body for body in bodies if f'"{chain.THEN_FIELD}"' in body]
+        for model in set().union(*map(models_of, chains)):
+            await self.make(model)
+
 
 def model_of(body: str) -> str | None:
     """The model that a message's job names for its stage; None if none, or it is no valid job."""

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import get_args
 
 from imagefleet.storage.settings import Priority, Resource, StorageSettings
@@ -74,6 +74,10 @@ class Role:
             letters += "a"
         return letters
 
+    def for_chains(self) -> Role:
+        """A worker's where jobs have several stages: it reads images, and adds jobs."""
+        return replace(self, queue="raup", blob="rac")
+
     @property
     def size(self) -> int:
         """The number of its permissions."""
@@ -91,14 +95,6 @@ ROLES: Mapping[str, Role] = {
             queue="rup",
             poison="a",
             blob="ac",
-            files="r",
-        ),
-        Role(
-            "chain-worker",
-            "workers that draw jobs in stages, too: they read images, and add jobs",
-            queue="raup",
-            poison="a",
-            blob="rac",
             files="r",
         ),
         # It notes how many jobs it has sent, and reads which campaigns are cancelled.

@@ -7,23 +7,30 @@ import io
 import json
 from collections import Counter
 from collections.abc import Callable
+from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 from PIL import Image
+from pydantic import SecretStr
 
-from imagefleet import cancelled, errors
+from fleet.keys import mint
+from imagefleet import cancelled, errors, retry
 from imagefleet.job.message import Job, Output
 from imagefleet.records import outcomes, reader
 from imagefleet.records.record import Record
 from imagefleet.signing import SigningKey
 from imagefleet.storage import dead_letter, dead_letter_queue
+from imagefleet.storage.azure.roles import ROLES
+from imagefleet.storage.azure.storage import AzureStorage
 from imagefleet.storage.dead_letter_change import Change
 from imagefleet.storage.dead_letter_check import Check
 from imagefleet.storage.dead_letter_queue import Selection
+from imagefleet.storage.enqueue import JobSender
 from imagefleet.storage.protocol import Storage
+from imagefleet.storage.settings import StorageSettings
 from worker.engine import contract
 from worker.stages import encode
 from worker.testing import StandInEngine, draw_noise
@@ -318,3 +325,27 @@ async def test_a_stage_whose_input_is_gone_fails_by_name(
     (record,) = await failed(storage)
     assert (record.error, record.stage) == ("MissingFileError", 3)
     assert "'default/a~2.png'" in record.reason
+
+
+@pytest.mark.parametrize("storage_settings", ["azurite"], indirect=True)
+async def test_tokens_for_chains_suffice_and_those_for_workers_do_not(
+    storage: Storage,
+    storage_settings: StorageSettings,
+    run_pipeline: RunPipeline,
+    chained: Message,
+) -> None:
+    worker = ROLES["worker"]
+    models = ["stand-in", "second"]
+    body = chained({"model": "second", "steps": 12}, {"steps": 13}, model="stand-in")
+    for role, images in ((worker.for_chains(), IMAGES), (worker, ["default/b.png"])):
+        minted = mint.Minter(storage_settings).mint(role, timedelta(hours=1), None, models)
+        tokens = {"storage": minted.storage, "sas": SecretStr(minted.sas)}
+        async with AzureStorage(storage_settings.model_copy(update=tokens), retry.NEVER) as opened:
+            await JobSender(storage).send([body])
+            await run_pipeline(Drawing(), opened=opened)
+            await run_pipeline(Drawing("second"), opened=opened)
+        assert set(images) <= set(await stored(storage))
+        body = json.dumps(json.loads(body) | {"id": "b"})
+    (record,) = await failed(storage)
+    assert (record.id, record.stage) == ("b", 2)
+    assert "cannot be read with this worker's credentials" in record.reason
