@@ -12,7 +12,7 @@ from imagefleet.redaction import printable
 #: Four times those of the largest image that a job may ask for: a photograph has fewer.
 MAX_PIXELS = 2**24
 
-_FORMATS = ("PNG", "JPEG", "MPO", "WEBP")
+_FORMATS = ("PNG", "JPEG", "WEBP")
 
 _WHITE = "#ffffff"
 
