@@ -371,13 +371,15 @@ def main() -> None:
     parser.add_argument("--storage", choices=["local", "azurite", "both"], default="both")
     parser.add_argument("--jobs", type=int, default=2000)
     parser.add_argument("--kills", type=int, default=100, help="of workers, freezes included")
-    parser.add_argument("--faults", type=int, default=1000)
+    parser.add_argument("--faults", type=int, help="default: 1000, with --chains 200")
     parser.add_argument(
         "--seconds", type=float, default=150, help="of work for undisturbed workers"
     )
     parser.add_argument("--chains", action="store_true", help="jobs of three stages")
     parser.add_argument("--seed", type=int, default=int(time.time()))
     arguments = parser.parse_args()
+    if arguments.faults is None:
+        arguments.faults = 200 if arguments.chains else 1000
     kinds = ["local", "azurite"] if arguments.storage == "both" else [arguments.storage]
     given = {
         name: getattr(arguments, name)
