@@ -68,7 +68,7 @@ class Submission:
             facts = JobFacts(
                 str(job.id),
                 job.campaign or DEFAULT_CAMPAIGN,
-                seed=job.seed,
+                seed=last.seed,
                 blobs=tuple(last.blob_name(index) for index in range(last.images)),
                 metadata=last.metadata,
             )

@@ -18,7 +18,8 @@ from pydantic import SecretStr
 
 from fleet.keys import mint
 from imagefleet import cancelled, errors, retry
-from imagefleet.job.message import Job, Output
+from imagefleet.job import embedded
+from imagefleet.job.message import Job, Output, read_job
 from imagefleet.records import outcomes, reader
 from imagefleet.records.record import Record
 from imagefleet.signing import SigningKey
@@ -325,6 +326,35 @@ async def test_a_stage_whose_input_is_gone_fails_by_name(
     (record,) = await failed(storage)
     assert (record.error, record.stage) == ("MissingFileError", 3)
     assert "'default/a~2.png'" in record.reason
+
+
+@local_only
+async def test_a_stage_that_is_drawn_anew_leaves_the_later_ones_as_they_are(
+    storage: Storage, run_pipeline: RunPipeline, chained: Message
+) -> None:
+    await storage.queue.send([chained()])
+    await run_pipeline(Drawing())
+    assert await storage.blobs.delete(IMAGES[1])  # as `imagefleet redo` does, and sends its job
+    found = embedded.find(await storage.blobs.read(IMAGES[0]) or b"")
+    fields = json.loads(found or "") | {"stage": {"number": 2}}
+    await storage.queue.send([json.dumps(fields)])
+    engine = Drawing()
+    await run_pipeline(engine)
+    assert engine.drawn == [12]
+    assert await stored(storage) == IMAGES
+    assert (await reader.counts(storage, "default")).completed == 1
+
+
+@local_only
+async def test_an_image_of_a_stage_carries_the_message_that_draws_it_again(
+    storage: Storage, run_pipeline: RunPipeline, chained: Message
+) -> None:
+    await storage.queue.send([chained()])
+    await run_pipeline(Drawing())
+    for number, name in enumerate(IMAGES, 1):
+        job = read_job(embedded.find(await storage.blobs.read(name) or b"") or "", "another")
+        assert (job.stage, job.blob_name(0)) == (number, name)
+        assert job.place is None or job.place.message is None
 
 
 @pytest.mark.parametrize("storage_settings", ["azurite"], indirect=True)
