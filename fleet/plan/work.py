@@ -112,15 +112,19 @@ def of_source(source: Source, models: Models, on_read: Callable[[int], None]) ->
     """
     found: dict[str | None, Work] = {}
 
-    def add(_place: str, job: Job) -> None:
+    def add(place: str, job: Job) -> None:
         for stage in chain.left(job):
             work = found.get(stage.model)
             if work is None:
                 work = found[stage.model] = Work(stage.model, models.family_of(stage.model))
             work.jobs += 1
             work.images += stage.images
-            tflop = work.family.image_tflop(stage.width, stage.height, stage.steps)
-            work.tflop += stage.images * tflop
+            family = work.family
+            try:
+                passes = stage.passes(stage.width or family.width, stage.height or family.height)
+            except errors.JobError as error:  # of a size that only the family tells
+                raise errors.SetupError(f"{place}: {error.message}") from None
+            work.tflop += stage.images * family.passes_tflop(passes)
 
     source.check(0, on_read, add)
     models.refuse_unknown()

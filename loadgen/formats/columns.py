@@ -14,13 +14,14 @@ from imagefleet.job.message import FAILURE_FIELD, Job
 from loadgen.formats.entry import FormatError
 
 #: Fields whose cells are text as it stands: the prompts with their white space.
-_PROMPTS = frozenset({"prompt", "negative_prompt"})
+_PROMPTS = frozenset({"prompt", "negative_prompt", "hr_prompt", "hr_negative_prompt"})
 _TEXTS = _PROMPTS | {
-    *("campaign", "id", "model", "randn_source", "sampler_index", "sampler_name", "scheduler")
+    *("campaign", "id", "model", "randn_source", "sampler_index", "sampler_name", "scheduler"),
+    *("init_images", "mask", "hr_upscaler", "hr_sampler_name", "hr_scheduler"),
 }
 
 #: Fields whose cells are JSON objects; `metadata.NAME` is a column for one key of an object.
-_OBJECTS = frozenset({"metadata", "output", "override_settings"})
+_OBJECTS = frozenset({"alwayson_scripts", "metadata", "output", "override_settings"})
 
 _FOREIGN = {*txt2img.WITHOUT_EFFECT, *txt2img.NEUTRAL_VALUES}
 

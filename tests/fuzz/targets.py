@@ -23,6 +23,7 @@ import jwt
 from cryptography.hazmat.primitives.asymmetric import ec
 from pydantic import ValidationError
 
+import job_inputs
 from fleet import console, contact_sheet
 from fleet.broker import identity
 from fleet.monitor import prometheus
@@ -140,6 +141,7 @@ def _job(data: bytes) -> None:
     assert 0 <= job.image_seed(job.images - 1) < 2**32
     protocol.check_blob_name(job.blob_name(0))
     protocol.check_metadata({"metadata": json.dumps(job.metadata)})
+    job_inputs.check_sources(job)
 
 
 def _prompt(data: bytes) -> None:
@@ -350,7 +352,13 @@ def _claims(**changes: object) -> bytes:
 
 
 TARGETS: dict[str, Target] = {
-    "job": Target(_job, (errors.JobError,), (JOB, b'{"prompt": ""}', b"e30=")),
+    "job": Target(_job, (errors.JobError,), (JOB, *job_inputs.PASSES, b'{"prompt": ""}', b"e30=")),
+    "input image": Target(
+        job_inputs.read,
+        (errors.JobError,),
+        job_inputs.PICTURES,
+        max_seconds=1.0,
+    ),
     "prompt": Target(
         _prompt,
         (errors.JobError,),

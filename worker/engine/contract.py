@@ -56,10 +56,7 @@ class InitImage:
     mask: npt.NDArray[np.uint8] | None = None
     """[height, width]: 255 is drawn anew, 0 stays; blurred already. None: all is drawn anew."""
     masked_content: Literal["fill", "original", "latent noise", "latent nothing"] = "original"
-    """What is below the mask at first, as AUTOMATIC1111's `inpainting_fill`.
-
-    Colours from around the mask are in *pixels* already, unless it is the original.
-    """
+    """What is below the mask at first, as AUTOMATIC1111's `inpainting_fill`."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -64,7 +64,9 @@ _DIFFUSERS_PARTS = Kind(
 #: Patterns for the names of tensors, by the kind that they tell; the first that occurs decides.
 _TELLING_NAMES: tuple[tuple[Kind, str], ...] = (
     (
-        Kind("a ControlNet", "imagefleet does not use ControlNets"),
+        Kind(
+            "a ControlNet", "put it into controlnets/ of the container of files, for jobs to name"
+        ),
         r"^(control_model\.|(module\.)?controlnet_|lora_controlnet$|(.+\.)?input_hint_block\.)",
     ),
     (

@@ -19,14 +19,13 @@ from worker.engine.contract import InitImage, Pixels
 from worker.inputs import masks, pictures
 from worker.inputs.pictures import Size
 
-#: Its `inpainting_fill`, as the engine has to know it: what is filled by colours is so already.
+#: By its `inpainting_fill`. The engine fills what is below the mask.
 _CONTENT: Mapping[int, Literal["fill", "original", "latent noise", "latent nothing"]] = {
-    0: "original",
+    0: "fill",
     1: "original",
     2: "latent noise",
     3: "latent nothing",
 }
-_ORIGINAL = 1
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -90,8 +89,6 @@ def begin(job: Job, image: Image.Image, mask: Image.Image | None, size: Size) ->
     overlay = Overlay(_uncovered(job, image, covered), box)
     if box is not None:
         image = pictures.resize(2, image.crop(box), size)
-    if job.inpainting_fill != _ORIGINAL:
-        image = masks.fill(image, drawn_mask)
     return Begin(_init(job, image, drawn_mask), overlay)
 
 

@@ -6,7 +6,7 @@ import math
 
 import numpy as np
 import numpy.typing as npt
-from PIL import Image, ImageFilter, ImageOps
+from PIL import Image
 
 Mask = npt.NDArray[np.uint8]
 """[height, width]."""
@@ -19,9 +19,6 @@ _REACH = 2.5
 
 #: OpenCV's kernels for 8 bits are multiples of 1/256.
 _ONE = 256
-
-#: What lies below the mask is filled by ever smaller blurs: (radius in pixels, repeats).
-_FILL = ((256, 1), (64, 1), (16, 2), (4, 4), (2, 2), (0, 1))
 
 _MIDDLE = 128
 
@@ -64,18 +61,6 @@ def crop_box(mask: Mask, padding: int, size: tuple[int, int]) -> Box | None:
     else:
         left, right = _widened(left, right, (lower - upper) * ratio, width)
     return left, upper, right, lower
-
-
-def fill(image: Image.Image, mask: Image.Image) -> Image.Image:
-    """An RGB image with colours from around the mask within it."""
-    around = Image.new("RGBa", image.size)
-    around.paste(image.convert("RGBA").convert("RGBa"), mask=ImageOps.invert(mask.convert("L")))
-    filled = Image.new("RGBA", image.size)
-    for radius, repeats in _FILL:
-        blurred = around.filter(ImageFilter.GaussianBlur(radius)).convert("RGBA")
-        for _ in range(repeats):
-            filled.alpha_composite(blurred)
-    return filled.convert("RGB")
 
 
 def _widened(start: int, end: int, wanted: float, limit: int) -> tuple[int, int]:

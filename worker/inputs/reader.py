@@ -71,8 +71,6 @@ class InputReader:
             TransientError: the storage did not answer.
             NodeError, SetupError: as of `FileLibrary.resolve`.
         """
-        if not (job.init_images or job.enable_hr or job.controls):
-            return NO_INPUTS
         begin = await self._begin(job, size)
         return Inputs(
             init=begin.init if begin else None,

@@ -169,9 +169,8 @@ class NodeWatchdog:
     def image_generated(self, family: str, passes: Iterable[Pass]) -> None:
         """The GPU finished an image, failed or not."""
         self._window.images += 1
-        for each in passes:
-            worth = standard_images(family, each.calls, each.width, each.height)
-            self._window.standard_images += worth
+        tflop = families.find(family).passes_tflop(passes)
+        self._window.standard_images += tflop / families.SD1.image_tflop()
 
     def image_succeeded(self) -> None:
         self._failures_in_a_row = 0

@@ -266,7 +266,7 @@ class PrepareStage:
         ]
         embeddings = await self._find_embeddings(job)
         entry.lora_hashes = {lora.name: self.hashes.of_lora(lora.path) for lora in loras}
-        inputs = await self.inputs.read(job, size)
+        inputs = await self.inputs.read(job, size) if job.has_inputs else NO_INPUTS
         entry.overlay = inputs.overlay
         return requests_of(job, size, loras, embeddings, images, inputs)
 

@@ -163,10 +163,6 @@ class ControlNets(BaseModel):
 
     alwayson_scripts: Scripts = Scripts()
 
-    @property
-    def controls(self) -> tuple[Unit, ...]:
-        return self.alwayson_scripts.controlnet.args
-
 
 def fields_of_scripts(scripts: object) -> dict[str, Any]:
     """`alwayson_scripts` without what is neutral; empty if nothing is left.
@@ -189,8 +185,6 @@ def fields_of_scripts(scripts: object) -> dict[str, Any]:
 
 def check(job: Job) -> None:
     """Raises ValueError if ControlNets do not fit the other fields."""
-    if not job.controls:
-        return
     if job.enable_hr:
         raise ValueError("alwayson_scripts: ControlNets with enable_hr are not supported")
     if job.mask is not None and job.inpaint_full_res:

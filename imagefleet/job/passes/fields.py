@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any, Self, cast
 from pydantic import PrivateAttr, model_validator
 
 from imagefleet.job.passes import controlnet, hires, img2img
-from imagefleet.job.passes.controlnet import ControlNets
+from imagefleet.job.passes.controlnet import ControlNets, Unit
 from imagefleet.job.passes.hires import Hires
 from imagefleet.job.passes.img2img import Img2Img
 from imagefleet.job.prompt import Prompt, without_comments
@@ -28,6 +28,12 @@ class Pass:
     width: int
     height: int
     calls: int
+    controls: int = 0
+    """ControlNets in each call."""
+    encodes: bool = False
+    """It begins with pixels."""
+    decodes: bool = True
+    """It ends with pixels."""
 
 
 class PassFields(Img2Img, Hires, ControlNets):
@@ -38,12 +44,24 @@ class PassFields(Img2Img, Hires, ControlNets):
     @model_validator(mode="after")
     def _passes_are_possible(self) -> Self:
         job = cast("Job", self)
-        img2img.check(job)
-        controlnet.check(job)
+        if not job.init_images and (unused := job.model_fields_set & img2img.OWN_FIELDS):
+            raise ValueError(f"{min(unused)}: is for img2img; init_images is missing")
+        if job.controls:
+            controlnet.check(job)
         if job.enable_hr:
             hires.check(job)
             self._hires_prompts = hires.read_prompts(job)
         return self
+
+    @property
+    def controls(self) -> tuple[Unit, ...]:
+        """The ControlNets that are enabled."""
+        return self.alwayson_scripts.controlnet.args
+
+    @property
+    def has_inputs(self) -> bool:
+        """Whether a worker has to read more for it than what its prompts name."""
+        return bool(self.init_images or self.enable_hr or self.controls)
 
     @property
     def hires_prompts(self) -> tuple[Prompt | None, Prompt | None]:
@@ -67,6 +85,12 @@ class PassFields(Img2Img, Hires, ControlNets):
         return tuple(each for each in given if each is not None)
 
     @property
+    def sources(self) -> tuple[str, ...]:
+        """The images that the job is given (`imagefleet.job.passes.sources`)."""
+        masks = () if self.mask is None else (self.mask,)
+        return (*self.init_images, *masks, *(unit.image for unit in self.controls))
+
+    @property
     def final_size(self) -> tuple[int | None, int | None]:
         """Width and height of the job's images, as far as the job alone tells."""
         job = cast("Job", self)
@@ -81,11 +105,16 @@ class PassFields(Img2Img, Hires, ControlNets):
     def passes(self, width: int, height: int) -> list[Pass]:
         """The passes of each image, of which the first has this size."""
         job = cast("Job", self)
-        calls = img2img.calls(job.steps, job.denoising_strength) if job.init_images else job.steps
-        passes = [Pass(width, height, calls)]
-        if job.enable_hr:
-            passes.append(Pass(*hires.size_after(job, (width, height)), hires.steps(job)))
-        return passes
+        controls, begins_with_image = len(job.controls), bool(job.init_images)
+        calls = img2img.calls(job.steps, job.denoising_strength) if begins_with_image else job.steps
+        if not job.enable_hr:
+            return [Pass(width, height, calls, controls, begins_with_image)]
+        by_pixels = job.upscaler not in hires.LATENT
+        second = hires.size_after(job, (width, height))
+        return [
+            Pass(width, height, calls, decodes=by_pixels),
+            Pass(*second, hires.steps(job) if job.denoising_strength else 0, encodes=by_pixels),
+        ]
 
 
 def used(payload: Mapping[str, Any]) -> dict[str, Any]:
@@ -95,8 +124,8 @@ def used(payload: Mapping[str, Any]) -> dict[str, Any]:
         ValueError: an unsupported field would change the image; names it.
     """
     fields = dict(payload)
-    begins_with_image = img2img.is_asked_for(payload)
-    has_second_pass = hires.is_asked_for(payload)
+    begins_with_image = _begins_with_image(payload)
+    has_second_pass = _has_second_pass(payload)
     for name in payload:
         if is_unused(name, begins_with_image=begins_with_image, has_second_pass=has_second_pass):
             del fields[name]
@@ -113,6 +142,17 @@ def used(payload: Mapping[str, Any]) -> dict[str, Any]:
     if scripts := fields.pop("alwayson_scripts", None):
         fields["alwayson_scripts"] = controlnet.fields_of_scripts(scripts)
     return fields
+
+
+def _begins_with_image(payload: Mapping[str, Any]) -> bool:
+    return payload.get("init_images") not in (None, "", [])
+
+
+def _has_second_pass(payload: Mapping[str, Any]) -> bool:
+    value = payload.get("enable_hr")
+    if isinstance(value, str):  # as tables have it
+        value = value.strip().lower()
+    return value not in (None, False, 0, "", "0", "false", "f", "no", "n", "off")
 
 
 def is_unused(name: str, *, begins_with_image: bool, has_second_pass: bool) -> bool:
@@ -137,9 +177,9 @@ def is_foreign(name: str) -> bool:
 def neutral_settings(payload: Mapping[str, Any]) -> Mapping[str, tuple[object, ...]]:
     """The settings that change the images of these passes -> their neutral values."""
     found: dict[str, tuple[object, ...]] = {}
-    if img2img.is_asked_for(payload):
+    if _begins_with_image(payload):
         found |= img2img.NEUTRAL_SETTINGS
-    if hires.is_asked_for(payload):
+    if _has_second_pass(payload):
         found |= hires.NEUTRAL_SETTINGS
     return found
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Annotated
 
 from pydantic import AfterValidator, BaseModel, BeforeValidator, Field
 
@@ -44,6 +44,9 @@ NEUTRAL_SETTINGS: Mapping[str, tuple[object, ...]] = {
 }
 
 PREFIX = "hr_"
+
+Size = tuple[int, int]
+"""Width and height in pixels."""
 
 
 def _is_upscaler(name: str) -> str:
@@ -98,14 +101,7 @@ class Hires(BaseModel):
 FIELDS = frozenset(Hires.model_fields)
 
 
-def is_asked_for(payload: Mapping[str, Any]) -> bool:
-    value = payload.get("enable_hr")
-    if isinstance(value, str):  # as tables have it
-        value = value.strip().lower()
-    return value not in (None, False, 0, "", "0", "false", "f", "no", "n", "off")
-
-
-def size_after(job: Job, size: tuple[int, int]) -> tuple[int, int]:
+def size_after(job: Job, size: Size) -> Size:
     """The size of the second pass after a first one of *size*, (width, height) in pixels.
 
     Raises:
@@ -113,25 +109,42 @@ def size_after(job: Job, size: tuple[int, int]) -> tuple[int, int]:
     """
     width, height = size
     x, y = job.hr_resize_x, job.hr_resize_y
+    cut = (0, 0)
     if not (x or y):
-        field, final = "hr_scale", (int(width * job.hr_scale), int(height * job.hr_scale))
+        field, enlarged = "hr_scale", (int(width * job.hr_scale), int(height * job.hr_scale))
     else:
         field = "hr_resize_x" if x else "hr_resize_y"
-        by_width = not y or (x > 0 and width / height < x / y)
-        final = (x, x * height // width) if by_width else (y * width // height, y)
-    if job.upscaler in LATENT:
-        final = (final[0] // _CELL * _CELL, final[1] // _CELL * _CELL)
+        enlarged = _covering(size, (x, y)) if x and y else _with_side(size, x, y)
+        if x and y:
+            cut = ((enlarged[0] - x) // _CELL, (enlarged[1] - y) // _CELL)
+    final = (enlarged[0] // _CELL - cut[0]) * _CELL, (enlarged[1] // _CELL - cut[1]) * _CELL
     shown = f"{field}: the image would have {final[0]}x{final[1]} pixels"
-    if x and y and any(has - asked >= _CELL for has, asked in zip(final, (x, y), strict=True)):
-        raise errors.JobError(
-            f"{shown}, of which {x}x{y} were kept: cutting them out is not supported; give"
-            " hr_resize_x or hr_resize_y alone"
-        )
-    if min(final) < MIN_SIDE or max(final) > MAX_SIDE:
+    if enlarged != final:
+        shown += f", of {enlarged[0]}x{enlarged[1]}"
+    if min(final) < MIN_SIDE or max(*enlarged, *final) > MAX_SIDE:
         raise errors.JobError(f"{shown}; {MIN_SIDE} to {MAX_SIDE} a side are allowed")
-    if any(side % _CELL for side in final):
-        raise errors.JobError(f"{shown}; with {job.upscaler} they should be multiples of {_CELL}")
+    if _cells(job, _covering(size, final)) != _cells(job, enlarged):
+        raise errors.JobError(
+            f"{shown}, which has another ratio than the first pass: give sizes that are multiples"
+            f" of {_CELL} pixels in both passes"
+        )
     return final
+
+
+def _with_side(size: Size, x: int, y: int) -> Size:
+    width, height = size
+    return (x, x * height // width) if x else (y * width // height, y)
+
+
+def _covering(size: Size, target: Size) -> Size:
+    """The smallest size of the ratio of *size* that has all of *target* in it, up to rounding."""
+    by_width = size[0] / size[1] < target[0] / target[1]
+    return _with_side(size, *((target[0], 0) if by_width else (0, target[1])))
+
+
+def _cells(job: Job, size: Size) -> Size:
+    """What matters of a size: of a latent, whole cells do."""
+    return (size[0] // _CELL, size[1] // _CELL) if job.upscaler in LATENT else size
 
 
 def steps(job: Job) -> int:
@@ -149,8 +162,6 @@ def check(job: Job) -> None:
     """Raises ValueError if the fields of the second pass do not fit the job."""
     if job.init_images:
         raise ValueError("enable_hr: is for txt2img; remove it, or init_images")
-    if not job.denoising_strength:
-        raise ValueError("denoising_strength: is 0: the second pass would draw nothing")
     try:
         samplers.check_scheduler(job.hr_scheduler)
         key = sampler(job)

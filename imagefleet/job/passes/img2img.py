@@ -3,14 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import TYPE_CHECKING, Annotated, Any, Literal
+from typing import Annotated, Literal
 
 from pydantic import BaseModel, BeforeValidator, Field
 
 from imagefleet.job.passes.sources import ImageSource
-
-if TYPE_CHECKING:
-    from imagefleet.job.message import Job
 
 #: Of a side's size in pixels; the page of AUTOMATIC1111 allows as much.
 MAX_BLUR = 64
@@ -60,8 +57,8 @@ class Img2Img(BaseModel):
 
 FIELDS = frozenset(Img2Img.model_fields)
 
-#: What these fields do without `init_images`: nothing, but for this one of the second pass.
-SHARED = frozenset({"denoising_strength"})
+#: Those that are none of another job's.
+OWN_FIELDS = FIELDS - {"init_images", "denoising_strength"}
 
 #: No effect in img2img, whatever the value: the second concerns checkpoints that edit pictures.
 WITHOUT_EFFECT = frozenset({"include_init_images", "image_cfg_scale"})
@@ -83,19 +80,6 @@ NEUTRAL_SETTINGS: Mapping[str, tuple[object, ...]] = {
     "overlay_inpaint": (None, True),
     "upscaler_for_img2img": (None, "", "None"),
 }
-
-
-def is_asked_for(payload: Mapping[str, Any]) -> bool:
-    return payload.get("init_images") not in (None, "", [], ())
-
-
-def check(job: Job) -> None:
-    """Raises ValueError if the fields do not fit each other."""
-    if job.init_images:
-        return
-    unused = sorted((job.model_fields_set & FIELDS) - SHARED - {"init_images"})
-    if unused:
-        raise ValueError(f"{unused[0]}: is for img2img; init_images is missing")
 
 
 def calls(steps: int, denoising_strength: float) -> int:

@@ -424,3 +424,18 @@ def test_the_table_of_the_documentation_is_valid(tmp_path: Path) -> None:
 
     assert (first.steps, first.cfg_scale, first.metadata) == (20, 7.5, {"sku": "00017"})
     assert (second.prompt, second.steps) == ('a "big" fish, <lora:outline-style:0.8>', 20)
+
+
+def test_a_table_has_columns_for_images_and_the_second_pass(tmp_path: Path) -> None:
+    path = tmp_path / "jobs.csv"
+    path.write_text(
+        "prompt,init_images,mask,denoising_strength,enable_hr,hr_scale,hr_prompt\n"
+        'a,cats/a.png,cats/m.png,"0,5",,,\n'
+        "b,,,0.6,TRUE,1.5,a dog\n"
+        "c,,,,FALSE,3,x\n"
+    )
+    jobs = [read_job(body or "", "m") for body in sources.open_source(str(path)).bodies(0)]
+    assert (jobs[0].init_images, jobs[0].mask) == (("cats/a.png",), "cats/m.png")
+    assert [job.denoising_strength for job in jobs] == [0.5, 0.6, 0.75]
+    assert [job.enable_hr for job in jobs] == [False, True, False]
+    assert (jobs[1].hr_scale, jobs[1].hr_prompt, jobs[2].hr_prompt) == (1.5, "a dog", "")

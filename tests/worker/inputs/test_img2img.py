@@ -1,8 +1,8 @@
 """Images and masks against AUTOMATIC1111's own functions, whose results are in a1111.npz.
 
-They were computed by `StableDiffusionProcessingImg2Img.init` without its latents, `apply_overlay`,
-`masking.py` and `images.resize_image` of its version 1.10, with OpenCV 4.9 and Pillow 13, for the
-pictures and masks below, with the same `drawing` as the engine's.
+They were computed by `StableDiffusionProcessingImg2Img.init` (without latents, and what is filled),
+`apply_overlay`, `masking.py` and `images.resize_image` of its version 1.10, with OpenCV 4.9 and
+Pillow 13, for the pictures and masks below, with the same `drawing` as the engine's.
 """
 
 from __future__ import annotations
@@ -162,11 +162,9 @@ def test_the_result_of_a_masked_part_is_as_large_as_the_image_and_so_limited() -
 
 @pytest.mark.parametrize(
     ("fill", "content"),
-    [(0, "original"), (1, "original"), (2, "latent noise"), (3, "latent nothing")],
+    [(0, "fill"), (1, "original"), (2, "latent noise"), (3, "latent nothing")],
 )
-def test_the_engine_is_told_what_of_the_masked_content_is_left_to_it(
-    fill: int, content: str
-) -> None:
+def test_the_engine_is_told_what_is_below_the_mask_at_first(fill: int, content: str) -> None:
     case = Case(image=(64, 64), size=(64, 64), mask="disc", full_res=False, fill=fill)
     init = begin(case).init
     assert (init.masked_content, init.denoising_strength) == (content, 0.75)

@@ -240,9 +240,7 @@ async def test_a_size_that_only_the_checkpoint_tells_is_checked_by_the_worker(
     await storage.queue.send([message(id="j", enable_hr=True, hr_scale=8)])
     await run_pipeline(StandInEngine(size=(512, 512)))
     reason = (await failures(storage))["j"].reason
-    assert (
-        reason == "hr_scale: the image would have 4096x4096 pixels; 64 to 2048 a side are allowed"
-    )
+    assert reason.startswith("hr_scale: the image would have 4096x4096 pixels; 64 to 2048")
 
 
 async def test_a_storage_that_does_not_answer_is_no_fault_of_the_job(

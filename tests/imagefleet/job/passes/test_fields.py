@@ -66,7 +66,7 @@ def test_there_is_one_image() -> None:
     assert read(init_images="a.png") == read(init_images=["a.png"])
 
 
-@pytest.mark.parametrize("field", sorted(img2img.FIELDS - {"init_images", "denoising_strength"}))
+@pytest.mark.parametrize("field", sorted(img2img.OWN_FIELDS))
 def test_a_field_of_img2img_without_its_image_is_refused_unless_it_is_null(field: str) -> None:
     value = "a.png" if field == "mask" else 1
     assert refusal(**{field: value}) == f"{field}: is for img2img; init_images is missing"
@@ -97,7 +97,6 @@ def test_mask_blur_is_both_of_its_parts() -> None:
         ("hr_checkpoint_name", "x", "not supported"),
         ("firstpass_image", "x", "not supported"),
         ("hr_cfg", 5, "not supported"),
-        ("denoising_strength", 0, "would draw nothing"),
     ],
 )
 def test_a_wrong_value_of_the_second_pass_is_refused_by_name(
@@ -123,28 +122,38 @@ def test_the_second_pass_has_the_size_that_a1111_computes(
     fields: dict[str, Any], size: tuple[int, int]
 ) -> None:
     job = read(enable_hr=True, width=512, height=768, hr_second_pass_steps=7, **fields)
-    assert job.passes(512, 768) == [Pass(512, 768, 20), Pass(*size, 7)]
+    assert job.passes(512, 768) == [Pass(512, 768, 20, decodes=False), Pass(*size, 7)]
     assert job.final_size == size
 
 
-def test_a_second_pass_that_would_be_cut_is_refused() -> None:
-    assert "768x1152 pixels, of which 768x768 were kept" in refusal(
-        enable_hr=True, width=512, height=768, hr_resize_x=768, hr_resize_y=768
+def test_a_second_pass_of_another_ratio_is_cut() -> None:
+    fields = {"enable_hr": True, "width": 512, "height": 768}
+    assert read(**fields, hr_resize_x=768, hr_resize_y=768).final_size == (768, 768)
+    assert read(**fields, hr_resize_x=512, hr_resize_y=1024).final_size == (512, 1024)
+    message = refusal(**fields, hr_resize_x=2048, hr_resize_y=512)
+    assert "2048x512 pixels, of 2048x3072; 64 to 2048 a side" in message
+
+
+def test_sizes_between_whole_cells_are_refused_where_the_engine_would_enlarge_to_others() -> None:
+    fields = {"enable_hr": True, "width": 512, "height": 520}
+    for upscaler in ("Latent", "R-ESRGAN 4x+"):
+        job = read(**fields, hr_scale=1.5, hr_upscaler=upscaler)
+        assert job.final_size == (768, 776), "of 768x780, whose latent has 97 rows"
+    assert read(**fields, hr_scale=1.3).final_size == (664, 672)
+    assert "664x672 pixels, of 665x676, which has another ratio" in refusal(
+        **fields, hr_scale=1.3, hr_upscaler="Lanczos"
     )
 
 
-def test_an_upscaler_of_pictures_needs_whole_cells() -> None:
-    fields = {"enable_hr": True, "width": 512, "height": 520, "hr_scale": 1.5}
-    assert read(**fields).passes(512, 520)[1] == Pass(768, 776, 20)
-    assert "with R-ESRGAN 4x+ they should be multiples of 8" in refusal(
-        hr_upscaler="R-ESRGAN 4x+", **fields
-    )
+def test_a_second_pass_without_strength_is_enlarging_alone() -> None:
+    job = read(enable_hr=True, denoising_strength=0, hr_upscaler="None")
+    assert job.passes(64, 64)[1] == Pass(128, 128, 0, encodes=True)
 
 
 def test_the_calls_of_img2img_are_those_of_the_end_of_the_schedule() -> None:
     for strength, calls in ((0, 1), (0.5, 11), (0.75, 16), (1, 20)):
         job = read(init_images=["a.png"], denoising_strength=strength)
-        assert job.passes(64, 64) == [Pass(64, 64, calls)]
+        assert job.passes(64, 64) == [Pass(64, 64, calls, encodes=True)]
 
 
 def test_the_files_and_prompts_of_the_second_pass() -> None:
