@@ -9,7 +9,7 @@ from PIL import Image
 
 from imagefleet.job.message import Job, read_job
 from imagefleet.job.passes import sources
-from imagefleet.storage import protocol
+from imagefleet.storage import model_queues, protocol
 from worker.inputs import control, img2img, pictures
 
 INPAINTING = '{"prompt": "a", "init_images": ["a.png"], "mask": "b.png", "mask_blur": 2}'
@@ -31,6 +31,13 @@ PASSES = (
 def check_sources(job: Job) -> None:
     for place in filter(None, map(sources.place, job.sources)):
         protocol.check_blob_name(place.blob)
+
+
+def check_stages(job: Job, again: Job, body: str) -> None:
+    """*again* is the job after its message, which was *body* at first."""
+    assert (again.stage, again.stages) == (job.stage, job.stages)
+    assert model_queues.model_of(job.to_message()) == job.model, "its queue is its model's"
+    model_queues.models_of(body)
 
 
 def read(data: bytes) -> None:

@@ -34,7 +34,7 @@ from header_files import LORA, REFINER, SD1
 from imagefleet import errors, redaction
 from imagefleet.job import image_record, message, prompt
 from imagefleet.pricing import price_file, prices
-from imagefleet.storage import deliveries, model_queues, protocol
+from imagefleet.storage import deliveries, protocol
 from imagefleet.storage.azure import account, sas
 from imagefleet.storage.azure.roles import RESOURCES
 from imagefleet.storage.dead_letter import FailedJob
@@ -139,11 +139,7 @@ def _job(data: bytes) -> None:
     job = message.read_job(text, "an-id")
     again = message.read_job(job.to_message(), "another-id")
     assert again.model_dump() == job.model_dump(), "a job is the same after its message"
-    assert (again.stage, again.stages) == (job.stage, job.stages)
-    assert (
-        job.stage > 1 or job.model is None or model_queues.model_of(job.to_message()) == job.model
-    )
-    model_queues.models_of(text)
+    job_inputs.check_stages(job, again, text)
     assert 0 <= job.image_seed(job.images - 1) < 2**32
     protocol.check_blob_name(job.blob_name(0))
     protocol.check_metadata({"metadata": json.dumps(job.metadata)})
