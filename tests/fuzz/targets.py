@@ -135,8 +135,7 @@ def _lenient(data: bytes) -> str:
 
 
 def _job(data: bytes) -> None:
-    text = _lenient(data)
-    job = message.read_job(text, "an-id")
+    job = message.read_job(text := _lenient(data), "an-id")
     again = message.read_job(job.to_message(), "another-id")
     assert again.model_dump() == job.model_dump(), "a job is the same after its message"
     job_inputs.check_stages(job, again, text)
