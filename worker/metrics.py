@@ -79,6 +79,9 @@ class WorkerMetrics:
         self.images = counter("imagefleet_images", "Images stored.")
         self.jobs = counter("imagefleet_jobs", "Jobs by outcome.", ["outcome"])
         self.model_images = counter("imagefleet_model_images", "Images stored.", ["model"])
+        self.chain_images = counter(
+            "imagefleet_chain_images", "Images stored of jobs with several stages.", ["stage"]
+        )
         self.model_jobs = counter(
             "imagefleet_model_jobs", "Jobs by outcome and model.", ["model", "outcome"]
         )

@@ -59,8 +59,7 @@ ENCODE_BACKLOG = 64
 #: exiting, since the leases expire by themselves.
 HAND_BACK_SECONDS = 5.0
 
-#: Before the model changes, jobs that were pulled are finished within this time; others are handed
-#: back: one may wait for its LoRA.
+#: For jobs that were pulled, before the model changes; one that waits for its LoRA is handed back.
 FINISH_SECONDS = 60.0
 
 #: The time for the record of suspect images, which nobody else can write.
@@ -118,6 +117,7 @@ class Pipeline:
             settings.lease_seconds,
             on_renewal=lambda result: self.metrics.lease_renewals.labels(result).inc(),
         )
+        self._cancelled = CancelledCampaigns(storage.files, storage.queue.name)
         self.settler = Settler(
             storage,
             self._keeper,
@@ -127,6 +127,7 @@ class Pipeline:
             worker_name=settings.name,
             retry_policy=retry_policy,
             on_settled=self._settled,
+            cancelled_campaigns=self._cancelled,
             flush_seconds=record.flush_seconds(storage.url, settings.lease_seconds),
         )
         self._watchdog = NodeWatchdog(self.engine_thread, limits, self.metrics)
@@ -167,7 +168,6 @@ class Pipeline:
         )
         self._hashes = FileHashes(settings.cache)
         self._quarantine = Quarantine(storage.files, frozenset({settings.name, suspects.machine()}))
-        self._cancelled = CancelledCampaigns(storage.files, storage.queue.name)
         self._upload: UploadStage | None = None
         self._earlier_images = 0  # of the models before
         self._is_draining = False

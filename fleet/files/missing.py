@@ -12,6 +12,7 @@ from rich.table import Column
 
 from fleet import console
 from imagefleet import errors, signing, validation
+from imagefleet.job import chain
 from imagefleet.job.message import Job
 from imagefleet.job.passes import sources
 from imagefleet.storage.open import LOCAL_SCHEME, open_storage
@@ -79,7 +80,7 @@ class Uses:
 
     def add(self, place: str, job: Job) -> None:
         self.jobs += 1
-        for kind, name in named(job):
+        for kind, name in set[tuple[Kind, str]]().union(*map(named, chain.left(job))):
             use = self.by_name.get((kind, name))
             if use is None:
                 use = self.by_name[kind, name] = Use(kind, name)
@@ -93,7 +94,7 @@ class Uses:
 
 
 def named(job: Job) -> set[tuple[Kind, str]]:
-    """The files that a job names."""
+    """The files that a stage of a job names."""
     names: set[tuple[Kind, str]] = {("LoRA", tag.name) for tag in job.parsed_prompt.loras}
     if job.model is not None:
         names.add(("model", job.model))

@@ -109,6 +109,8 @@ def without_comments(prompt: str) -> str:
     return _COMMENT.sub("\n", _COMMENT_LINE.sub("\n", prompt))
 
 
+# The stages of a job mostly have one prompt.
+@functools.lru_cache(maxsize=16)
 def read_prompt(prompt: str, *, comments: bool = True) -> Prompt:
     """Splits a prompt into weighted words and LoRAs; without *comments*, `#` is a letter.
 

@@ -7,7 +7,7 @@ from pathlib import PurePosixPath
 
 from imagefleet import errors, validation
 from imagefleet.storage import protocol
-from imagefleet.storage.model_queues import model_of
+from imagefleet.storage.model_queues import models_of
 from imagefleet.storage.settings import Priority
 from imagefleet.telemetry import serving
 
@@ -44,7 +44,8 @@ class JobSender:
             is over 64 KiB; none was sent.
         """
         messages = list(bodies)
-        await self.check(model for body in messages if (model := model_of(body)) is not None)
+        await self.check(model for body in messages for model in models_of(body))
+        await self._storage.models.make_for_chains(messages)
         if self._through is not None:
             await self._through.send(messages)
         else:

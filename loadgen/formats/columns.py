@@ -10,6 +10,7 @@ from typing import Any
 
 from imagefleet import validation
 from imagefleet.job import txt2img
+from imagefleet.job.chain import THEN_FIELD
 from imagefleet.job.message import FAILURE_FIELD, Job
 from loadgen.formats.entry import FormatError
 
@@ -117,12 +118,12 @@ def _value(field: str, cell: Any) -> Any:
     if not isinstance(cell, str):
         return cell
     text = cell.strip()
-    if field in Job.model_fields and field not in _OBJECTS:
+    if field in Job.model_fields and field not in _OBJECTS and field != THEN_FIELD:
         # The job reads numbers and booleans from text; some spreadsheets write 7,5.
         return text.replace(",", ".") if _DECIMAL_COMMA.fullmatch(text) else text
     try:
         return json.loads(text.lower() if text.lower() in {"true", "false"} else text)
     except (ValueError, RecursionError):
-        if field in _OBJECTS:
+        if field in _OBJECTS or field == THEN_FIELD:
             raise ValueError(f"{field}: is not JSON") from None
         return text

@@ -9,7 +9,7 @@ from PIL import Image
 
 from imagefleet.job.message import Job, read_job
 from imagefleet.job.passes import sources
-from imagefleet.storage import protocol
+from imagefleet.storage import model_queues, protocol
 from worker.inputs import control, img2img, pictures
 
 INPAINTING = '{"prompt": "a", "init_images": ["a.png"], "mask": "b.png", "mask_blur": 2}'
@@ -23,12 +23,21 @@ PASSES = (
     b'{"prompt": "a <lora:b:1>", "enable_hr": true, "hr_scale": 1.5, "hr_resize_x": 768,'
     b' "width": 512, "height": 768, "hr_upscaler": "R-ESRGAN 4x+", "hr_prompt": "c <lora:b:1>:1.2",'
     b' "hr_sampler_name": "Euler", "hr_scheduler": "Karras", "hr_second_pass_steps": 7}',
+    b'{"prompt": "a", "id": "b", "campaign": "c", "then": [{"model": "x", "steps": 5}, {"seed": -1,'
+    b' "denoising_strength": 0.5}], "stage": {"number": 2, "message": "m"}, "model": "y"}',
 )
 
 
 def check_sources(job: Job) -> None:
     for place in filter(None, map(sources.place, job.sources)):
         protocol.check_blob_name(place.blob)
+
+
+def check_stages(job: Job, again: Job, body: str) -> None:
+    """*again* is the job after its message, which was *body* at first."""
+    assert (again.stage, again.stages) == (job.stage, job.stages)
+    assert model_queues.model_of(job.to_message()) == job.model, "its queue is its model's"
+    model_queues.models_of(body)
 
 
 def read(data: bytes) -> None:

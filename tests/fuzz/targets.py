@@ -135,9 +135,10 @@ def _lenient(data: bytes) -> str:
 
 
 def _job(data: bytes) -> None:
-    job = message.read_job(_lenient(data), "an-id")
+    job = message.read_job(text := _lenient(data), "an-id")
     again = message.read_job(job.to_message(), "another-id")
-    assert again == job, "a job is the same after its message"
+    assert again.model_dump() == job.model_dump(), "a job is the same after its message"
+    job_inputs.check_stages(job, again, text)
     assert 0 <= job.image_seed(job.images - 1) < 2**32
     protocol.check_blob_name(job.blob_name(0))
     protocol.check_metadata({"metadata": json.dumps(job.metadata)})

@@ -56,9 +56,7 @@ class GenerateStage:
 
     def is_cancelled(self, entry: InFlightJob) -> bool:
         """Whether the campaign of a job has been cancelled since it was sent."""
-        return entry.job is not None and self.cancelled.includes(
-            entry.job.campaign, entry.lease.message.enqueued_at
-        )
+        return entry.is_of(self.cancelled)
 
     async def leave_out(self, entry: InFlightJob, images: int) -> None:
         """Draws so many images of a job no more; those that are begun are stored."""

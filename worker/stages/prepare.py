@@ -192,7 +192,7 @@ class PrepareStage:
         """The images to draw: earlier deliveries may have stored some."""
         if job.verify:
             return [0]
-        if entry.lease.message.delivery_count > 1 or job.images > 1:
+        if entry.lease.message.delivery_count > 1 or job.images > 1 or job.stage > 1:
             await self.settler.look_up(entry)
         images = [index for index in range(job.images) if index not in entry.stored]
         self.generate.puller.not_ahead(entry, entry.ahead - len(images))

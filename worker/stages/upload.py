@@ -198,6 +198,8 @@ class UploadStage:
             self.images_written += 1
             self.metrics.images.inc()
             self.metrics.model_images.labels(self.model_name).inc()
+            if image.job.stages > 1:
+                self.metrics.chain_images.labels(str(image.job.stage)).inc()
         else:
             self.suspects.not_stored(name)
             self.cost.lost("duplicate")
@@ -248,6 +250,8 @@ class UploadStage:
         }
         if image.job.images > 1:
             facts["images"] = str(image.job.images)
+        if image.job.stages > 1:
+            facts |= {"stage": str(image.job.stage), "stages": str(image.job.stages)}
         if image.job.campaign:
             facts["campaign"] = image.job.campaign
         if image.job.metadata:

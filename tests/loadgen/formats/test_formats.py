@@ -228,6 +228,7 @@ def test_a_signed_job_is_valid_without_what_failed_export_noted(tmp_path: Path) 
         ("a.csv", 'prompt\n"a" b\nc\n', ["row 2: ',' expected after '\"'; is a quote missing"]),
         ("a.csv", 'prompt\n"a\n', ["row 2: unexpected end of data; is a quote missing"]),
         ("a.csv", "prompt,metadata\na,{x}\n", ["row 2: metadata: is not JSON"]),
+        ("a.csv", "prompt,then\na,[x\n", ["row 2: then: is not JSON"]),
         ("a.csv", b"prompt\na\n\xe9\nb\n", ["row 3: not UTF-8"]),
         ("a.csv", "prompt,steps\n,5\n", ["row 2: prompt: is required"]),
         ("a.csv", "prompt,tiling\na,FALSE\nb,TRUE\n", ["row 3: tiling is not supported"]),
@@ -303,6 +304,13 @@ def test_the_delimiter_is_the_one_that_gives_the_first_row_field_names(tmp_path:
     (job,) = jobs_of(source_of(tmp_path, "a.csv", german))
 
     assert (job.prompt, job.cfg_scale, job.metadata) == ("a, b", 7.5, {"sku": "001"})
+
+
+def test_a_cell_may_hold_the_further_stages_of_a_job(tmp_path: Path) -> None:
+    text = 'prompt,then\na,"[{""steps"": 9}, {}]"\nb,\n'
+    first, second = jobs_of(source_of(tmp_path, "a.csv", text))
+
+    assert (first.then, second.then) == (({"steps": 9}, {}), ())
 
 
 def test_a_file_with_a_header_alone_or_nothing_has_no_jobs(tmp_path: Path) -> None:
