@@ -4,11 +4,14 @@ from __future__ import annotations
 
 import functools
 import json
+import re
 from collections.abc import Mapping
 from importlib import metadata
 
 from imagefleet.job import samplers
 from imagefleet.job.message import Job
+
+_DELIMITER = re.compile("[,:\n]")
 
 #: Signs that would end a LoRA's name in "Lora hashes".
 _SEPARATORS = str.maketrans("", "", ":,")
@@ -107,6 +110,6 @@ def _number(value: float) -> str:
 
 def _quoted(fact: str) -> str:
     """As a JSON string if it contains a delimiter."""
-    if any(mark in fact for mark in ",:\n"):
+    if _DELIMITER.search(fact):
         return json.dumps(fact, ensure_ascii=False)
     return fact
