@@ -109,9 +109,9 @@ class GenerateStage:
                 continue
             family = self.engine.family
             self.watchdog.image_generated(family, image.job.steps, *image.size)
-            waited = self.metrics.stage_seconds.labels("wait_gpu")
+            waited = self.metrics.stage_seconds["wait_gpu"]
             waited.observe(max(0.0, delivery.admitted_at - image.ready_at))
-            generated = self.metrics.stage_seconds.labels("generate")
+            generated = self.metrics.stage_seconds["generate"]
             generated.observe(delivery.finished_at - delivery.admitted_at)
             self.puller.generated(entry)
             await self.settler.attempt(entry, partial(self._pass_on, image, delivery), image)
