@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import logging
-from collections import deque
+from collections import OrderedDict, deque
 from collections.abc import AsyncIterator, Collection, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
@@ -100,7 +100,7 @@ class PrepareStage:
     trusted: TrustedKeys | None = None
     turns: Turns = field(default_factory=lambda: Turns(protocol.MAX_RECEIVE), init=False)
     _isolation: Isolation = field(default_factory=Isolation, init=False)
-    _drawn_here: dict[str, None] = field(default_factory=dict, init=False)
+    _drawn_here: OrderedDict[str, None] = field(default_factory=OrderedDict, init=False)
     _threads: ThreadPoolExecutor = field(
         default_factory=lambda: ThreadPoolExecutor(PREPARERS, "prepare"), init=False
     )
@@ -232,7 +232,7 @@ class PrepareStage:
     def _remember(self, job: Job) -> None:
         self._drawn_here[job_key(job.campaign, job.id)] = None
         if len(self._drawn_here) > REMEMBERED:
-            del self._drawn_here[next(iter(self._drawn_here))]
+            self._drawn_here.popitem(last=False)  # a plain dict looks for its first key for long
 
     def _read(self, entry: InFlightJob) -> Job:
         message = entry.lease.message
