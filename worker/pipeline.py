@@ -48,7 +48,7 @@ from worker.settle import Settler
 from worker.stages import record
 from worker.stages.generate import GenerateStage
 from worker.stages.prepare import PREPARERS, PrepareStage
-from worker.stages.upload import ENCODERS, STORAGE_RETRIES, UPLOADS, EncodeStage, UploadStage
+from worker.stages.upload import ENCODING, STORAGE_RETRIES, UPLOADS, EncodeStage, UploadStage
 
 log = logging.getLogger(__name__)
 
@@ -417,7 +417,7 @@ class Pipeline:
         side_tasks.start("note models", lambda: note_served(self._storage.models, self._served))
         side_tasks.start("prepare", prepare.run, PREPARERS)
         side_tasks.start("generate", generate.run)
-        side_tasks.start("encode", encode.run, ENCODERS)
+        side_tasks.start("encode", encode.run, ENCODING)
         side_tasks.start("upload", upload.run, UPLOADS)
         side_tasks.start("record", self.settler.pending.run)
         side_tasks.start("acknowledge", self.settler.pending.finish, UPLOADS)

@@ -128,7 +128,7 @@ class Puller:
             asked_at = time.monotonic()
             try:
                 messages = await self.queue.receive(count, self.settings.lease_seconds)
-                self.metrics.stage_seconds.labels("pull").observe(time.monotonic() - asked_at)
+                self.metrics.stage_seconds["pull"].observe(time.monotonic() - asked_at)
                 if not messages and await self._is_done():
                     return
             except errors.TransientError as error:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import base64
 import binascii
+import functools
 import hashlib
 import json
 import math
@@ -161,8 +162,6 @@ class Job(PassFields):
     then: tuple[dict[str, JsonValue], ...] = Field(default=(), max_length=chain.MAX_STAGES - 1)
     """The stages after this one, each with the fields in which it differs from the one before."""
 
-    _parsed_prompt: Prompt = PrivateAttr()
-    _parsed_negative_prompt: Prompt = PrivateAttr()
     _place: chain.Place | None = PrivateAttr(default=None)
 
     @model_validator(mode="before")
@@ -215,19 +214,15 @@ class Job(PassFields):
 
     @model_validator(mode="after")
     def _parse_prompts(self) -> Self:
-        field, comments = "prompt", self.enable_prompt_comments
-        try:
-            self._parsed_prompt = prompts.read_prompt(self.prompt, comments=comments)
-            field = "negative_prompt"
-            self._parsed_negative_prompt = prompts.read_negative_prompt(
-                self.negative_prompt, comments=comments
-            )
-        except errors.JobError as error:
-            raise ValueError(f"{field}: {error.message}") from None
+        for field in ("prompt", "negative_prompt"):
+            try:
+                getattr(self, f"parsed_{field}")
+            except errors.JobError as error:
+                raise ValueError(f"{field}: {error.message}") from None
         if abs(self.guidance) > MAX_GUIDANCE:
             raise ValueError(
                 f"cfg_scale: {self.cfg_scale:g} times the prompt's own weight, which is"
-                f" {self._parsed_prompt.weight:g}, is more than {MAX_GUIDANCE}"
+                f" {self.parsed_prompt.weight:g}, is more than {MAX_GUIDANCE}"
             )
         return self
 
@@ -237,13 +232,15 @@ class Job(PassFields):
             chain.check(self)
         return self
 
-    @property
+    @functools.cached_property
     def parsed_prompt(self) -> Prompt:
-        return self._parsed_prompt
+        return prompts.read_prompt(self.prompt, comments=self.enable_prompt_comments)
 
-    @property
+    @functools.cached_property
     def parsed_negative_prompt(self) -> Prompt:
-        return self._parsed_negative_prompt
+        return prompts.read_negative_prompt(
+            self.negative_prompt, comments=self.enable_prompt_comments
+        )
 
     @property
     def shown_prompts(self) -> tuple[str, str]:
@@ -255,7 +252,7 @@ class Job(PassFields):
     @property
     def guidance(self) -> float:
         """The guidance scale; the prompt's own weight multiplies it, as in AUTOMATIC1111."""
-        return self.cfg_scale * self._parsed_prompt.weight
+        return self.cfg_scale * self.parsed_prompt.weight
 
     def identified(self, job_id: str, campaign: str | None = None) -> Self:
         """The job with *job_id*, a seed derived from its id, *campaign*, where it has none."""

@@ -40,6 +40,9 @@ _OPENED_BY = {")": "(", "]": "["}
 _EMPHASIS = re.compile(r"[()\[\]]|:\s*([+-]?[.\d]+)\s*\)|:?[^\\()\[\]:]+|:+(?=:)|:|\\[()\[\]\\]?")
 _BREAK = re.compile(r"\bBREAK\b")
 
+#: What no prompt without weights has.
+_WEIGHTED = re.compile(r"[()\[\]\\]")
+
 #: The weight by which AUTOMATIC1111 knows a BREAK from the word; brackets change it.
 _BREAK_WEIGHT = -1.0
 
@@ -193,6 +196,8 @@ def weighted_parts(text: str) -> tuple[Section, ...]:
     Raises:
         JobError: a weight is not a number or out of range.
     """
+    if not (_WEIGHTED.search(text) or "BREAK" in text):
+        return ((Part(text, 1.0),) if text else (),)
     texts: list[list[str]] = []
     weights: list[float] = []
     breaks: list[int] = []

@@ -30,8 +30,10 @@ class BegunJob:
         if entry.job is None:
             raise RuntimeError("read the job first")
         index, request = self.requests.popleft()
-        dataclass_of_engine: Any = self.first
-        prepared = dataclasses.replace(dataclass_of_engine, request=request)
+        prepared = self.first
+        if request is not prepared.request:
+            dataclass_of_engine: Any = prepared
+            prepared = dataclasses.replace(dataclass_of_engine, request=request)
         size = final = request.width, request.height
         if request.hires is not None:
             final = request.hires.width, request.hires.height

@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import functools
 import logging
 import time
 from collections.abc import Awaitable, Callable, Iterable, Iterator
@@ -118,6 +119,8 @@ def broken_below(gpu: str) -> float:
     return BROKEN_SHARE * SHARE_OF_RECORD * record
 
 
+# A campaign's jobs share a few sizes.
+@functools.lru_cache(maxsize=256)
 def standard_images(family: str, steps: int, width: int, height: int) -> float:
     """How many of SD1.5's images of 15 steps at 512x512 an image is worth, by its operations."""
     tflop = families.find(family).image_tflop(width, height, steps)

@@ -107,9 +107,9 @@ class GenerateStage:
                 continue
             passes = image.job.passes(*image.size)
             self.watchdog.image_generated(self.engine.family, passes)
-            waited = self.metrics.stage_seconds.labels("wait_gpu")
+            waited = self.metrics.stage_seconds["wait_gpu"]
             waited.observe(max(0.0, delivery.admitted_at - image.ready_at))
-            generated = self.metrics.stage_seconds.labels("generate")
+            generated = self.metrics.stage_seconds["generate"]
             generated.observe(delivery.finished_at - delivery.admitted_at)
             self.puller.generated(entry)
             await self.settler.attempt(entry, partial(self._pass_on, image, delivery), image)

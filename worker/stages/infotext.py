@@ -4,12 +4,15 @@ from __future__ import annotations
 
 import functools
 import json
+import re
 from collections.abc import Mapping
 from importlib import metadata
 
 from imagefleet.job import samplers
 from imagefleet.job.message import Job
 from imagefleet.job.passes import hires
+
+_DELIMITER = re.compile("[,:\n]")
 
 #: Signs that would end a LoRA's name in "Lora hashes".
 _SEPARATORS = str.maketrans("", "", ":,")
@@ -175,6 +178,6 @@ def _number(value: float) -> str:
 
 def _quoted(fact: str) -> str:
     """As a JSON string if it contains a delimiter."""
-    if any(mark in fact for mark in ",:\n"):
+    if _DELIMITER.search(fact):
         return json.dumps(fact, ensure_ascii=False)
     return fact

@@ -108,11 +108,12 @@ class PendingRecords:
         self._first_at = self._first_at if self._waiting else time.monotonic()
         self._waiting.append(job)
         self._records += len(job.records) + len(job.again)
-        self._changed.set()
+        if len(self._waiting) == 1 or self._seconds_left() <= 0:
+            self._changed.set()
 
     def job_ended(self) -> None:
         """A job has ended elsewhere: what waits here may be all that is in flight."""
-        if self._waiting:
+        if self._waiting and self._seconds_left() <= 0:
             self._changed.set()
 
     async def run(self) -> NoReturn:
@@ -154,7 +155,7 @@ class PendingRecords:
         while True:
             job, error = await self._stored.get()
             try:
-                with self.metrics.stage_seconds.labels("acknowledge").time():
+                with self.metrics.stage_seconds["acknowledge"].time():
                     if job.finish is not None:
                         await job.finish(error)
             finally:
@@ -169,7 +170,7 @@ class PendingRecords:
 
     async def _write(self, batch: list[_Waiting]) -> errors.TransientError | None:
         try:
-            with self.metrics.stage_seconds.labels("record").time():
+            with self.metrics.stage_seconds["record"].time():
                 await self.log.add([record for each in batch for record in each.records])
                 await self.log.add([record for each in batch for record in each.again], again=True)
         except errors.TransientError as error:

@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 from functools import partial
 from typing import NoReturn
 
-from imagefleet import errors, retry
+from imagefleet import concurrency, errors, retry
 from imagefleet.job.message import DUPLICATES, Output, text_for_image
 from imagefleet.records.record import MAX_NAME_CHARACTERS, Embedding, Record
 from imagefleet.storage import protocol
@@ -27,6 +27,9 @@ from worker.stages import encode, infotext
 
 #: Threads that encode: a PNG takes 2 ms, so two keep up with any GPU.
 ENCODERS = 2
+
+#: Images that wait for these threads, so that tiny ones share their way there and back.
+ENCODING = 16
 
 #: Uploads in flight: storage that takes a second for each still keeps up with 16 images/s.
 UPLOADS = 16
@@ -66,6 +69,10 @@ class _EncodedImage:
     file: encode.EncodedImage
 
 
+_Drawn = tuple[GeneratedImage, Output, str, str]
+"""What `_encoded` takes."""
+
+
 @dataclass(slots=True, eq=False)
 class EncodeStage:
     """Encodes generated images on threads; feeds the upload stage."""
@@ -82,6 +89,15 @@ class EncodeStage:
     _threads: ThreadPoolExecutor = field(
         default_factory=lambda: ThreadPoolExecutor(ENCODERS, "encode"), init=False
     )
+    _files: concurrency.Batches[_Drawn, encode.EncodedImage] = field(init=False)
+
+    def __post_init__(self) -> None:
+        self._files = concurrency.Batches(
+            concurrency.one_by_one(lambda drawn: _encoded(*drawn)),
+            self._threads,
+            most=1,
+            at_once=ENCODERS,
+        )
 
     async def run(self) -> NoReturn:
         while True:
@@ -112,12 +128,9 @@ class EncodeStage:
         image = generated.image
         text = await self._parameters(image)
         job = text_for_image(image.owner.lease.message.body, image.job)
-        loop = asyncio.get_running_loop()
         try:
-            with self.metrics.stage_seconds.labels("encode").time():
-                file = await loop.run_in_executor(
-                    self._threads, _encoded, generated, image.job.output, text, job
-                )
+            with self.metrics.stage_seconds["encode"].time():
+                file = await self._files((generated, image.job.output, text, job))
         except errors.TransientError as error:  # an image of one colour is the engine's failure
             if not image.owner.failures:
                 self.watchdog.image_failed(error)
@@ -186,7 +199,7 @@ class UploadStage:
             return is_in_doubt
 
         self.suspects.storing(name, image.generated_at)
-        with self.metrics.stage_seconds.labels("upload").time():
+        with self.metrics.stage_seconds["upload"].time():
             written = await self.retry_policy.call(create)
         if image.job.verify:
             self.cost.lost("second_drawing")

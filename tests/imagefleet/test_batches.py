@@ -9,7 +9,8 @@ from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 
-from imagefleet.storage.local.batches import Batches
+from imagefleet import concurrency
+from imagefleet.concurrency import Batches, one_by_one
 
 
 class Work:
@@ -100,6 +101,41 @@ async def test_no_more_batches_than_allowed_are_in_threads(
     assert len(work.batches) == 2
     work.may_end.set()
     assert sorted(await asyncio.gather(*calls)) == [0, 2, 4, 6, 8]
+
+
+async def test_calls_that_do_not_wait_for_long_wake_no_other_thread(
+    work: Work, threads: ThreadPoolExecutor, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(concurrency, "_PATIENCE_SECONDS", 60.0)
+    batches = Batches(work, threads, most=1, at_once=2)
+    calls = await waiting(batches, work, range(5))
+    await asyncio.sleep(0.02)
+    assert work.batches == [[0]]
+    work.may_end.set()
+    assert await asyncio.gather(*calls) == [0, 2, 4, 6, 8]
+
+
+async def test_a_call_that_no_thread_takes_after_a_shutdown_is_no_error_of_the_loop(
+    work: Work, threads: ThreadPoolExecutor
+) -> None:
+    found: list[object] = []
+    asyncio.get_running_loop().set_exception_handler(lambda _, context: found.append(context))
+    batches = Batches(work, threads, most=1, at_once=2)
+    calls = await waiting(batches, work, [1, 2])
+    threads.shutdown(wait=False, cancel_futures=True)
+    await asyncio.sleep(0.02)
+    work.may_end.set()
+    assert await asyncio.gather(*calls) == [2, 4]
+    assert found == []
+
+
+async def test_one_by_one_an_error_is_its_items_alone(threads: ThreadPoolExecutor) -> None:
+    def inverse(number: int) -> float:
+        return 1 / number
+
+    inverted = Batches(one_by_one(inverse), threads, most=8)
+    results = await asyncio.gather(*map(inverted, (1, 0, 2)), return_exceptions=True)
+    assert [results[0], type(results[1]), results[2]] == [1, ZeroDivisionError, 0.5]
 
 
 def test_event_loops_one_after_the_other_and_at_the_same_time_may_call(
