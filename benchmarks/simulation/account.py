@@ -81,6 +81,7 @@ class Queue:
     source: Iterator[Stored] = field(default_factory=lambda: iter(()))
     """Jobs that wait, made when they are leased: ten million need no memory."""
     redeliveries: int = 0
+    metadata: dict[str, str] = field(default_factory=dict)
     _visible: list[tuple[float, int, str, int]] = field(default_factory=list)
     _order: Iterator[int] = field(default_factory=itertools.count)
 

@@ -45,6 +45,8 @@ class SimulatedEngine:
         """A broken card's images are black."""
         self.capacity = SLOTS
         self.lora_lookups: Mapping[str, int] = {}
+        self.images_drawn = 0.0
+        """By the steps of all slots, also of images that are not done."""
         self._tick_seconds = SLOTS / images_per_second / STEPS
         self._pixels = _BLACK if is_broken else _PICTURE
         self._steps_left: dict[int, int] = {}
@@ -85,8 +87,14 @@ class SimulatedEngine:
     def _steps(self) -> int:
         return 1 if self.free else min(self._steps_left.values())
 
+    @property
+    def images_per_second(self) -> float:
+        """Of the present tick: only slots with an image draw."""
+        return len(self._steps_left) / (self._tick_seconds * STEPS)
+
     def tick(self) -> list[contract.Finished]:
         steps = self._steps
+        self.images_drawn += steps * len(self._steps_left) / STEPS
         self._steps_left = {each: left - steps for each, left in self._steps_left.items()}
         done = [ticket for ticket, left in self._steps_left.items() if left <= 0]
         for ticket in done:
