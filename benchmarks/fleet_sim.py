@@ -8,6 +8,7 @@ images. Time is simulated, so a run depends on its seed alone; about 1,000 jobs 
     python benchmarks/fleet_sim.py --replicas 1,10,100,750 --seeds 5
     python benchmarks/fleet_sim.py --replicas 2000 --gpu "RTX 5090" --shards 8 --share 0.1
     python benchmarks/fleet_sim.py --replicas 100 --gpu "RTX 3060 8GB" --interruptions 10 --hours 1
+    python benchmarks/fleet_sim.py --stages 500:1,250:2
     python benchmarks/fleet_sim.py --reference
     python benchmarks/fleet_sim.py --affinity
     python benchmarks/fleet_sim.py --measured benchmarks/results/engine-h200.json --replicas 750
@@ -16,6 +17,9 @@ images. Time is simulated, so a run depends on its seed alone; about 1,000 jobs 
 
 With --measured, cards get this engine's share of their limit that was measured (`engine.py`), or
 the table of GPUs of one machine goes on (`gpus.py`, `imagefleet bench scaling --json-file`).
+
+With --stages, each job is a chain: the job of a stage is sent to its model's queue once the image
+of the one before is stored.
 
 Every row but a campaign's (--jobs) is a part of a run that goes on: it begins once all replicas
 draw, and lasts for so many simulated seconds. With --share 0.1, a tenth of the replicas is
@@ -40,7 +44,7 @@ from rich.table import Table
 from imagefleet import errors
 from imagefleet.pricing import prices
 from simulation import account, affinity, measure, measured, nodes, pictures, reference
-from simulation.fleet import Plan
+from simulation.fleet import Plan, Stage
 from simulation.measure import Figures
 
 #: All replicas draw by then, and those that were broken have been replaced.
@@ -102,6 +106,12 @@ def _parser() -> argparse.ArgumentParser:
     )
     parser.add_argument("--hours", type=float, help="of simulated time, of each row")
     parser.add_argument("--warm-seconds", type=float, default=WARM_SECONDS)
+    parser.add_argument(
+        "--stages",
+        type=_stages,
+        metavar="LIST",
+        help="replicas of each stage of a chain, and by what it is faster: 500:1,250:2",
+    )
     parser.add_argument("--jobs", type=int, help="of one campaign, simulated until it is done")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--seeds", type=int, default=1, help="runs of each row, from --seed on")
@@ -115,6 +125,14 @@ def _numbers(text: str) -> list[int]:
     return numbers
 
 
+def _stages(text: str) -> list[Stage]:
+    pairs = [each.partition(":") for each in text.split(",")]
+    stages = [Stage(int(replicas), float(speed or 1)) for replicas, _, speed in pairs]
+    if min(stage.replicas for stage in stages) < 1 or min(stage.speed for stage in stages) <= 0:
+        raise argparse.ArgumentTypeError("should have a replica of each stage at least")
+    return stages
+
+
 def _scaling(arguments: argparse.Namespace) -> dict[str, Any]:
     names = [each.strip() for each in arguments.gpu.split(",")] if arguments.gpu else CARDS
     if arguments.measured:
@@ -123,6 +141,8 @@ def _scaling(arguments: argparse.Namespace) -> dict[str, Any]:
     else:
         cards, known = nodes.cards_of(names, arguments.priority), ()
     replicas = arguments.replicas or (CONTINUED if known else (1, 10, 100, 750))
+    if arguments.stages:
+        replicas = [sum(stage.replicas for stage in arguments.stages)]
     weather = nodes.Weather(arguments.interruptions)
     fastest = max(cards, key=lambda card: card.images_per_second)
     found: list[dict[str, Any]] = []
@@ -132,7 +152,11 @@ def _scaling(arguments: argparse.Namespace) -> dict[str, Any]:
         alone = _simulated(plan, arguments.warm_seconds, ALONE_SECONDS, progress)
         for number in replicas:
             share = max(arguments.share, 1 / number)
-            simulated = round(number * share)
+            stages = [
+                Stage(max(1, round(stage.replicas * share)), stage.speed)
+                for stage in arguments.stages or ()
+            ]
+            simulated = sum(each.replicas for each in stages) or round(number * share)
             if arguments.jobs:
                 seconds = 7 * 86_400.0
             elif arguments.hours is None:
@@ -148,6 +172,7 @@ def _scaling(arguments: argparse.Namespace) -> dict[str, Any]:
                         shards=min(arguments.shards, number),
                         jobs=arguments.jobs,
                         seed=seed,
+                        stages=stages,
                         queue_limit=share * account.QUEUE_OPERATIONS_PER_SECOND,
                         account_limit=share * account.ACCOUNT_REQUESTS_PER_SECOND,
                     ),
@@ -168,6 +193,10 @@ def _of_row(runs: Sequence[Figures], alone: Figures) -> dict[str, Any]:
     return {
         **asdict(measure.together(runs)),
         "linear_fraction": statistics.fmean(shares),
+        "stages": [
+            asdict(each) | {"linear_fraction": each.share_of_possible / alone.share_of_possible}
+            for each in measure.together(runs).stages
+        ],
         "linear_fraction_by_seed": shares,
         "linear_fraction_deviation": statistics.stdev(shares) if len(shares) > 1 else None,
         "one_replica_share": alone.share_of_possible,
@@ -263,6 +292,9 @@ def _show(
         )
     last = found[-1]
     part = "until every job was done" if arguments.jobs else "of a run that goes on"
+    for row in found:
+        if row["stages"]:
+            _console().print(_stages_table(row["stages"]))
     _console().print(
         table,
         f"{', '.join(card.name for card in cards)}; shards: {last['shards']};"
@@ -274,6 +306,21 @@ def _show(
         f" {last['one_replica_share']:.2%} of its card's speed.",
         soft_wrap=True,
     )
+
+
+def _stages_table(stages: Sequence[dict[str, Any]]) -> Table:
+    table = Table("stage", "replicas", "images/s", "of linear", "of the stage before", "idle")
+    for number, stage in enumerate(stages, 1):
+        before = stage["share_of_before"]
+        table.add_row(
+            f"{number} ({stage['speed']:g} times as fast)",
+            f"{stage['replicas']:,}",
+            f"{stage['images_per_second']:,.2f}",
+            f"{stage['linear_fraction']:.2%}",
+            "" if before is None else f"{before:.2%}",
+            f"{stage['idle_fraction']:.2%}",
+        )
+    return table
 
 
 def _share(row: dict[str, Any]) -> str:

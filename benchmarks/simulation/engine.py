@@ -36,13 +36,15 @@ def encode(pixels: contract.Pixels, *_: Any) -> EncodedImage:
 class SimulatedEngine:
     """Each slot is an image on its way; a tick is one step of all of them, at the card's speed."""
 
-    model_name = "simulated"
     family = "sd1"
     default_size = (512, 512)
     self_check: contract.SelfCheck | None = None
 
-    def __init__(self, images_per_second: float, *, is_broken: bool = False) -> None:
+    def __init__(
+        self, images_per_second: float, *, is_broken: bool = False, model_name: str = "simulated"
+    ) -> None:
         """A broken card's images are black."""
+        self.model_name = model_name
         self.capacity = SLOTS
         self.lora_lookups: Mapping[str, int] = {}
         self.images_drawn = 0.0

@@ -47,10 +47,20 @@ SPREAD_SECONDS = 60.0
 
 
 @dataclass(frozen=True, slots=True)
+class Stage:
+    """One stage of a chain of jobs, each of which begins when the one before it is stored."""
+
+    replicas: int
+    speed: float = 1.0
+    """Of a card, times its speed with the images of one stage."""
+
+
+@dataclass(frozen=True, slots=True)
 class Plan:
     """What is simulated."""
 
     replicas: int
+    """Of all stages."""
     cards: Sequence[Card]
     weather: Weather = field(default_factory=Weather)
     shards: int = 1
@@ -61,6 +71,8 @@ class Plan:
     account_limit: float = account.ACCOUNT_REQUESTS_PER_SECOND
     prefetch_seconds: float | None = None
     lease_seconds: float | None = None
+    stages: Sequence[Stage] = ()
+    """Each has a model with a queue of its own; shards are not for them."""
 
 
 @dataclass(slots=True)
@@ -83,6 +95,7 @@ class Missing:
 class Place:
     """One of the replicas that were asked for: the node that it has, or had last."""
 
+    stage: int | None = None
     node: Node | None = None
     pipeline: Pipeline | None = None
     engine: engine.SimulatedEngine | None = None
@@ -171,16 +184,13 @@ class Fleet:
     def __post_init__(self) -> None:
         plan = self.plan
         self.account = account.Account(self.loop.time, plan.queue_limit, plan.account_limit)
-        if plan.shards > 1:
-            for priority in PRIORITIES:
-                first = self.account.queue(queue_names.job_queue(_QUEUE, priority=priority))
-                first.metadata["shards"] = f"{plan.shards}/{plan.shards}"
-        for number in range(plan.shards):
-            jobs = None
-            if plan.jobs is not None:
-                jobs = plan.jobs // plan.shards + (number < plan.jobs % plan.shards)
-            shard = self.account.queue(queue_names.job_queue(_QUEUE, shard=number))
-            shard.source = account.jobs(f"s{number}-", jobs)
+        if plan.stages:
+            models = map(account.stage_model, range(len(plan.stages)))
+            names = (queue_names.job_queue(_QUEUE, model) for model in models)
+            self.account.chain = [self.account.queue(name) for name in names]
+            self.account.chain[0].source = account.jobs("t0-", plan.jobs, account.stage_model(0))
+        else:
+            self._fill(plan)
         chosen = {
             "prefetch_seconds": plan.prefetch_seconds,
             "lease_seconds": plan.lease_seconds,
@@ -194,10 +204,27 @@ class Fleet:
         # One for all: what they count is not read here.
         self._metrics = WorkerMetrics()
 
+    def _fill(self, plan: Plan) -> None:
+        """The shards of the one queue of jobs without stages."""
+        if plan.shards > 1:
+            for priority in PRIORITIES:
+                first = self.account.queue(queue_names.job_queue(_QUEUE, priority=priority))
+                first.metadata["shards"] = f"{plan.shards}/{plan.shards}"
+        for number in range(plan.shards):
+            jobs = None
+            if plan.jobs is not None:
+                jobs = plan.jobs // plan.shards + (number < plan.jobs % plan.shards)
+            shard = self.account.queue(queue_names.job_queue(_QUEUE, shard=number))
+            shard.source = account.jobs(f"s{number}-", jobs)
+
     def start(self) -> None:
         dice = random.Random(self.plan.seed)
-        for number in range(self.plan.replicas):
-            place = Place()
+        places = [
+            Place(number)
+            for number, stage in enumerate(self.plan.stages)
+            for _ in range(stage.replicas)
+        ] or [Place() for _ in range(self.plan.replicas)]
+        for number, place in enumerate(places):
             self.places.append(place)
             work = self._hold(number, place, random.Random(dice.random()))
             self._tasks.append(asyncio.create_task(work, name=f"replica {number}"))
@@ -225,6 +252,8 @@ class Fleet:
         generation = 0
         while True:
             node = self.plan.weather.node(self.plan.cards, dice)
+            if place.stage is not None:
+                node.images_per_second *= self.plan.stages[place.stage].speed
             place.count(self.loop.time())
             place.node, place.began_at = node, self.loop.time()
             generation += 1
@@ -244,7 +273,10 @@ class Fleet:
             storage = AzureStorage(settings, retry.DEFAULT)
         storage.models.stand_at(share_of(name))
         table = prices.BUILT_IN.storage
-        drawing = engine.SimulatedEngine(node.images_per_second, is_broken=node.is_broken)
+        model = "simulated" if place.stage is None else account.stage_model(place.stage)
+        drawing = engine.SimulatedEngine(
+            node.images_per_second, is_broken=node.is_broken, model_name=model
+        )
         place.engine = drawing
         worker = place.pipeline = Pipeline(
             storage,

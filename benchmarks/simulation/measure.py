@@ -6,12 +6,12 @@ import asyncio
 import dataclasses
 import gc
 import random
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, dataclass
 from statistics import fmean, mode
 
 from simulation import clock
-from simulation.fleet import Fleet, Missing, Plan, stand_ins
+from simulation.fleet import Fleet, Missing, Plan, Stage, stand_ins
 
 #: Simulated seconds between two looks at a run.
 LOOK_SECONDS = 5.0
@@ -35,6 +35,16 @@ Report = Callable[[float, int], None]
 
 
 @dataclass(frozen=True, slots=True)
+class OfStage:
+    """Sums of one stage's replicas."""
+
+    images: int
+    possible_images: float
+    busy_seconds: float
+    up_seconds: float
+
+
+@dataclass(frozen=True, slots=True)
 class Sample:
     """Sums of a fleet at one moment."""
 
@@ -52,6 +62,7 @@ class Sample:
     dollars: float
     interruptions: int
     given_up: int
+    stages: list[OfStage]
 
     @classmethod
     def of(cls, fleet: Fleet) -> Sample:
@@ -75,7 +86,31 @@ class Sample:
             dollars=sum(each.dollars for each in places),
             interruptions=fleet.interruptions,
             given_up=fleet.given_up,
+            stages=[_of_stage(fleet, stage) for stage in range(len(fleet.plan.stages))],
         )
+
+
+def _of_stage(fleet: Fleet, stage: int) -> OfStage:
+    places = [each for each in fleet.places if each.stage == stage]
+    return OfStage(
+        fleet.account.images_by_stage[stage],
+        sum(each.possible_images for each in places),
+        sum(each.busy for each in places),
+        sum(each.up_seconds for each in places),
+    )
+
+
+@dataclass(frozen=True, slots=True)
+class StageFigures:
+    """What one stage of a chain shows."""
+
+    replicas: int
+    speed: float
+    images_per_second: float
+    share_of_possible: float
+    share_of_before: float | None
+    """Of the images of the stage before it; None of the first."""
+    idle_fraction: float
 
 
 @dataclass(frozen=True, slots=True)
@@ -110,6 +145,7 @@ class Figures:
     bottleneck: str
     dry_at: float | None = None
     """When the last job of a campaign was done, in simulated seconds from its start."""
+    stages: tuple[StageFigures, ...] = ()
     seeds: int = 1
     """Runs of which these are the figures: rates are their means, counts their sums."""
 
@@ -206,7 +242,26 @@ def figures(fleet: Fleet, first: Sample, last: Sample, dry_at: float | None) -> 
             busiest / fleet.plan.queue_limit, requests / fleet.plan.account_limit, idle
         ),
         dry_at=dry_at,
+        stages=tuple(_stages(fleet.plan.stages, first, last)),
     )
+
+
+def _stages(stages: Sequence[Stage], first: Sample, last: Sample) -> Iterator[StageFigures]:
+    seconds = last.at - first.at
+    before: int | None = None
+    for stage, begin, end in zip(stages, first.stages, last.stages, strict=True):
+        images = end.images - begin.images
+        up_seconds = end.up_seconds - begin.up_seconds
+        busy_seconds = end.busy_seconds - begin.busy_seconds
+        yield StageFigures(
+            stage.replicas,
+            stage.speed,
+            images / seconds,
+            images / (end.possible_images - begin.possible_images),
+            None if before is None else images / before,
+            max(0.0, 1 - busy_seconds / up_seconds) if up_seconds else 0.0,
+        )
+        before = images
 
 
 def together(runs: Sequence[Figures]) -> Figures:
@@ -230,6 +285,18 @@ def together(runs: Sequence[Figures]) -> Figures:
         images_per_dollar=sums["images"] / sums["dollars"] if sums["dollars"] else 0.0,
         bottleneck=mode(run.bottleneck for run in runs),
         dry_at=fmean(ends) if ends else None,
+        stages=tuple(
+            StageFigures(
+                *(same[0].replicas, same[0].speed),
+                fmean(each.images_per_second for each in same),
+                fmean(each.share_of_possible for each in same),
+                None
+                if same[0].share_of_before is None
+                else fmean(each.share_of_before or 0.0 for each in same),
+                fmean(each.idle_fraction for each in same),
+            )
+            for same in zip(*(run.stages for run in runs), strict=True)
+        ),
         seeds=len(runs),
     )
 
@@ -248,6 +315,14 @@ def whole(part: Figures, replicas: int, share: float) -> Figures:
     return dataclasses.replace(
         part,
         replicas=replicas,
+        stages=tuple(
+            dataclasses.replace(
+                each,
+                replicas=round(each.replicas / share),
+                images_per_second=each.images_per_second / share,
+            )
+            for each in part.stages
+        ),
         **{name: round(known[name] / share) for name in counts},
         **{name: known[name] / share for name in rates},
     )

@@ -18,7 +18,7 @@ import fleet_sim
 from imagefleet.records import shard
 from simulation import account, affinity, clock, fleet, measure, measured, nodes, reference
 from simulation.clients import Line
-from simulation.fleet import Fleet, Plan, stand_ins
+from simulation.fleet import Fleet, Plan, Stage, stand_ins
 from simulation.nodes import Card, Weather
 from worker.settle import InFlightJob
 
@@ -304,6 +304,33 @@ def _run(capsys: Any, monkeypatch: pytest.MonkeyPatch, *arguments: str) -> dict[
     fleet_sim.main()
     report: dict[str, Any] = json.loads(capsys.readouterr().out.splitlines()[-1])
     return report
+
+
+def test_each_job_of_a_chain_passes_all_stages_once_whatever_happens_to_their_nodes() -> None:
+    weather = Weather(interruptions=1_800, broken_share=0.25)
+    stages = (Stage(3), Stage(2, 2.0), Stage(2))
+    plan = Plan(7, [CARD], weather, jobs=200, seed=2, stages=stages)
+    found = measure.measure(plan, 0, 40_000)
+
+    assert (found.images, found.lost, found.visible_duplicates) == (600, 0, 0)
+    assert found.interruptions >= 2
+    assert [each.share_of_before for each in found.stages] == [None, 1, 1]
+
+
+def test_the_stage_that_limits_a_chain_is_seen(
+    capsys: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(fleet_sim, "ALONE_SECONDS", 30.0)
+    arguments = ("--gpu", "RTX 4090 24GB", "--hours", "0.05", "--warm-seconds", "100")
+    report = _run(capsys, monkeypatch, "--stages", "2:1,3:2", *arguments)
+
+    first, second = report["stages"]
+    assert report["replicas"] == 5
+    assert first["linear_fraction"] > 0.9
+    assert second["share_of_before"] == pytest.approx(1, abs=0.1)
+    assert second["linear_fraction"] < 0.6
+    with pytest.raises(SystemExit):
+        _run(capsys, monkeypatch, "--stages", "2:1,0:2")
 
 
 def test_a_replica_that_ends_by_a_defect_ends_the_simulation(
