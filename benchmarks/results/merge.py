@@ -35,6 +35,8 @@ def merge(base: Figures, name: str, found: Figures) -> Figures:
         for key, value in found.items()
         if _is_measured(value) and (is_engine or key in ONLY) and key not in ("rows", "measured")
     }
+    if "mixed_lora_images_per_second" not in taken:
+        taken.pop("mixed_lora_measured", None)  # says how that figure was measured
     run = {"file": name, "commit": found.get("commit")}
     own = ("commit", "seconds", "mixed_lora_measured", "hardware", "versions")
     measured = {**base.get("measured", {}), **{key: run for key in taken if key not in own}}

@@ -11,6 +11,8 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
+import numpy as np
+
 from imagefleet import errors
 from imagefleet.storage import protocol
 from imagefleet.storage.open import open_storage
@@ -31,7 +33,7 @@ class Rate:
 
     images: int
     unet_calls: int
-    pixels: int
+    pixels_per_second: float
     seconds: float
 
     @property
@@ -42,10 +44,6 @@ class Rate:
     def unet_calls_per_second(self) -> float:
         """Each image's calls are counted, even if images share them."""
         return self.unet_calls / self.seconds
-
-    @property
-    def pixels_per_second(self) -> float:
-        return self.pixels / self.seconds
 
 
 def images_at_once(engine: contract.Engine) -> int:
@@ -120,14 +118,31 @@ def rate_of(
     """The rate over whole rounds of *width* images, without the first round.
 
     Images that start together finish together, so a part of a round would be an error of up to a
-    round. *calls* and *pixels* are each image's, if they are to be counted.
+    round. *calls* and *pixels* are each image's, if they are to be counted. Rounds of several sizes
+    overlap: pixels/s are then a line's through all of them (`_slope`).
     """
     counted = (len(finished_at) - width) // width * width
     if counted <= 0:
         raise errors.SetupError(f"too few images to measure a rate: {len(finished_at)}")
     end = width + counted
     seconds = finished_at[end - 1] - finished_at[width - 1]
-    return Rate(counted, sum(calls[width:end]), sum(pixels[width:end]), seconds)
+    drawn = pixels[width:end]
+    if len(set(drawn)) > 1:
+        pixels_per_second = _slope(finished_at[width - 1 :], pixels[width - 1 :])
+    else:
+        pixels_per_second = sum(drawn) / seconds
+    return Rate(counted, sum(calls[width:end]), pixels_per_second, seconds)
+
+
+def _slope(finished_at: Sequence[float], amounts: Sequence[int]) -> float:
+    """The slope of the line nearest to the total amount over time, by least squares.
+
+    Through the middle of each step of that stairway: of three sizes by turns over 16 seconds, it is
+    wrong by 0.6 %, and by 4 % the total between the first and the last step.
+    """
+    times, steps = np.unique(np.asarray(finished_at), return_inverse=True)
+    rises = np.bincount(steps, weights=np.asarray(amounts, dtype=float))
+    return float(np.polyfit(times - times[0], np.cumsum(rises) - rises / 2, 1)[0])
 
 
 async def work(

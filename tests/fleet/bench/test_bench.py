@@ -135,10 +135,26 @@ def test_mixed_steps_are_equally_frequent(tmp_path: Path) -> None:
 
 def test_a_rate_counts_whole_rounds_after_the_first() -> None:
     finished_at = [1.0, 1.0, 3.0, 3.0, 5.0, 5.0, 5.5]
-    rate = work.rate_of(finished_at, 2, [10, 10, 20, 20, 30, 30, 99], [5, 5, 1, 2, 3, 4, 5])
-    assert (rate.images, rate.unet_calls, rate.pixels, rate.seconds) == (4, 100, 10, 4.0)
+    rate = work.rate_of(finished_at, 2, [10, 10, 20, 20, 30, 30, 99], [5] * 7)
+    assert (rate.images, rate.unet_calls, rate.pixels_per_second, rate.seconds) == (4, 100, 5, 4.0)
     with pytest.raises(errors.SetupError, match="too few"):
         work.rate_of(finished_at[:3], 2)
+
+
+@pytest.mark.parametrize("phases", [(0, 0, 0), (3, 9, 14), (7, 2, 11)])
+def test_a_rate_of_several_sizes_does_not_depend_on_which_of_them_ends_last(
+    phases: tuple[int, ...],
+) -> None:
+    lanes = ((16, 100), (11, 150), (11, 150))  # images and their pixels; 15 ticks by turns
+    finished_at, pixels = [], []
+    for tick in range(300):
+        images, size = lanes[tick % 3]
+        if (tick // 3 + phases[tick % 3]) % 15 == 0:
+            finished_at += [tick * 0.06] * images
+            pixels += [size] * images
+    rate = work.rate_of(finished_at, 16, [15] * len(pixels), pixels)
+    expected = sum(images * size for images, size in lanes) / (45 * 0.06)
+    assert rate.pixels_per_second == pytest.approx(expected, rel=0.02)
 
 
 def test_drive_keeps_the_engine_full_and_leaves_it_empty(workload: jobs.Workload) -> None:

@@ -120,7 +120,7 @@ class SlotEngine:
         self._weights = Weights(
             self._unet, self._merger, self._runner, self._stager, folds=backend is not None
         )
-        self._staged_bytes = self._unet.slot_bytes
+        self._staged_bytes = math.inf
         fitting = self._fit_memory(slots) if self._on_gpu else 1
         max_overtakes = _OVERTAKES_PER_SLOT * self.slots
         self._lanes = Lanes(self.slots, min(blocks or fitting, MAX_LANES), max_overtakes)
@@ -289,25 +289,26 @@ class SlotEngine:
         if lane.weight_mode != "shared":
             self._weights.make_room(lane, self._lanes.active)
         self.weight_mode = lane.weight_mode
-        while True:
-            jobs = (lane.active[slot] for slot in started)
-            together = len(staging.first_within(self._staged_bytes, jobs))
-            self._start_together(lane, step, started[:together], finished)
-            started = started[together:]
-            if not started:
-                return
+        self._start_together(lane, step, started, finished)
 
     def _fill(self, lane: Lane) -> list[int]:
-        """Assigns jobs to the free slots; returns these slots."""
-        started: list[int] = []
-        for slot in range(lane.slots if self._lanes.takes_jobs(lane) else 0):
-            if slot not in lane.active:
-                job = lane.waiting.take(self._weights.merged or None)
-                if job is None:
-                    break
-                lane.active[slot] = job
-                started.append(slot)
-        return started
+        """Assigns jobs to the free slots; returns these slots.
+
+        No more than have room for their LoRAs. The others start in the next ticks, and end in other
+        ones from then on, so that LoRAs are staged while the slots draw.
+        """
+        free = [slot for slot in range(lane.slots) if slot not in lane.active]
+        started: list[SlotJob] = []
+        while len(started) < len(free) and self._lanes.takes_jobs(lane):
+            job = lane.waiting.take(self._weights.merged or None)
+            if job is None:
+                break
+            if len(staging.first_within(self._staged_bytes, [*started, job])) <= len(started):
+                lane.waiting.jobs.insert(0, job)
+                break
+            started.append(job)
+        lane.active |= dict(zip(free, started, strict=False))
+        return free[: len(started)]
 
     def _start_together(
         self, lane: Lane, step: Step, slots: Sequence[int], finished: list[contract.Finished]
@@ -373,7 +374,7 @@ class SlotEngine:
         lanes.sort(key=self._lanes.urgency, reverse=True)
         nexts = itertools.zip_longest(*(lane.waiting.jobs[: self.slots] for lane in lanes))
         jobs = [job for each in nexts for job in each if job is not None][: self.slots]
-        self._stager.begin(staging.first_within(self._staged_bytes, jobs))
+        self._stager.begin_within(self._staged_bytes, jobs)
 
     # Recovery and memory.
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass, field
 from typing import Literal, NamedTuple
@@ -11,6 +11,7 @@ from typing import Literal, NamedTuple
 import torch
 
 from worker.engine.lora.merge import LoraKey
+from worker.engine.lora.names import Network
 from worker.engine.lora.pack import Group
 from worker.engine.lora.stacked import StackedChange
 from worker.engine.noise import NoiseStream
@@ -58,6 +59,29 @@ class AddedInputs(NamedTuple):
 
 
 @dataclass(frozen=True, slots=True)
+class AssembledLoras:
+    """A job's LoRAs in host memory, ready to be copied."""
+
+    unet: torch.Tensor | None
+    convolutions: torch.Tensor | None
+    text_encoders: Mapping[Network, torch.Tensor]
+
+    @classmethod
+    def of(cls, prepared: PreparedRequest) -> AssembledLoras:
+        unet, convolutions = prepared.unet_pack, prepared.convolution_pack
+        text_encoders = {
+            network: packed.assemble()
+            for network, packed in prepared.text_encoder_packs.items()
+            if packed
+        }
+        return cls(
+            unet.assemble() if unet else None,
+            convolutions.assemble() if convolutions else None,
+            text_encoders,
+        )
+
+
+@dataclass(frozen=True, slots=True)
 class Staged:
     """A job's data on the device, ready to be copied into a slot."""
 
@@ -94,6 +118,8 @@ class SlotJob:
     urgent: bool = False
     """Drawn before others, whatever their size."""
     overtakes: int = 0
+    assembling: Future[AssembledLoras] | None = None
+    """Begun before the device has room for them."""
     staging: Future[Staged] | None = None
     """Begun; the engine has not taken the result yet."""
     staged: Staged | None = None
@@ -121,7 +147,8 @@ class SlotJob:
 
     def restart(self) -> None:
         """Back to the seed."""
-        self.call, self.staging, self.staged, self.has_weights = 0, None, None, False
+        self.call, self.has_weights = 0, False
+        self.assembling = self.staging = self.staged = None
 
 
 @dataclass(slots=True)

@@ -12,7 +12,7 @@ import threading
 from collections import deque
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
-from dataclasses import dataclass
+from typing import NamedTuple
 
 import torch
 
@@ -28,7 +28,7 @@ from worker.engine.lora.stacked import StackedChange
 from worker.engine.slots import convolution
 from worker.engine.slots.linear import TextEncoderLoras
 from worker.engine.slots.prepare import PLAIN_CHUNKS, PreparedRequest
-from worker.engine.slots.queue import AddedInputs, SlotJob, Staged
+from worker.engine.slots.queue import AddedInputs, AssembledLoras, SlotJob, Staged
 
 #: Threads that assemble LoRAs; with a large one for each job, one is not enough.
 _ASSEMBLERS = 3
@@ -37,30 +37,14 @@ _ASSEMBLERS = 3
 _MASKED = -10_000.0
 
 
-@dataclass(frozen=True, slots=True)
-class _Loras:
-    """A job's assembled LoRAs, in host memory."""
-
-    unet: torch.Tensor | None
-    convolutions: torch.Tensor | None
-    text_encoders: Mapping[Network, torch.Tensor]
-
-    @classmethod
-    def assemble(cls, prepared: PreparedRequest) -> _Loras:
-        unet, convolutions = prepared.unet_pack, prepared.convolution_pack
-        text_encoders = {
-            network: packed.assemble()
-            for network, packed in prepared.text_encoder_packs.items()
-            if packed
-        }
-        return cls(
-            unet.assemble() if unet else None,
-            convolutions.assemble() if convolutions else None,
-            text_encoders,
-        )
+class _Begun(NamedTuple):
+    job: SlotJob
+    staging: Future[Staged]
+    assembling: Future[AssembledLoras] | None
+    """None: not begun yet."""
 
 
-def first_within(limit_bytes: int, jobs: Iterable[SlotJob]) -> list[SlotJob]:
+def first_within(limit_bytes: float, jobs: Iterable[SlotJob]) -> list[SlotJob]:
     """The first of *jobs*, as many as have LoRAs of so many bytes together; at least one."""
     taken, first = 0, list[SlotJob]()
     for job in jobs:
@@ -113,13 +97,25 @@ class Stager:
 
     def begin(self, jobs: Iterable[SlotJob]) -> None:
         """Starts to stage jobs; their prompts are encoded together."""
-        begun: list[tuple[SlotJob, Future[Staged]]] = []
+        begun: list[_Begun] = []
         for job in jobs:
             if job.staged is None and job.staging is None:
                 job.staging = Future()
-                begun.append((job, job.staging))
+                begun.append(_Begun(job, job.staging, job.assembling))
+                job.assembling = None
         if begun:
             self._thread.submit(self._stage_all, begun)
+
+    def begin_within(self, limit_bytes: float, jobs: Sequence[SlotJob]) -> None:
+        """Starts to stage the first of *jobs* whose LoRAs have room on the device.
+
+        Those of the next ones are assembled in host memory meanwhile.
+        """
+        staged = first_within(limit_bytes, jobs)
+        self.begin(staged)
+        for job in jobs[len(staged) : len(staged) + _ASSEMBLERS]:
+            if job.staged is None and job.staging is None and job.assembling is None:
+                job.assembling = self._assemble(job)
 
     def stage(self, job: SlotJob) -> Staged:
         """Waits until a job is staged.
@@ -172,13 +168,13 @@ class Stager:
         for each in self._text_loras.values():
             each.close()
 
-    def _stage_all(self, begun: Sequence[tuple[SlotJob, Future[Staged]]]) -> None:
+    def _stage_all(self, begun: Sequence[_Begun]) -> None:
         on_device = torch.cuda.device(self._device) if self._stream else contextlib.nullcontext()
         with on_device, torch.cuda.stream(self._stream):
             # What fails here fails again below, with the job whose fault it is.
             with contextlib.suppress(Exception):
-                self._encode_together(job for job, _ in begun)
-            for job, staging, assembled in self._assemble_ahead(begun):
+                self._encode_together(each.job for each in begun)
+            for (job, staging, _), assembled in self._assemble_ahead(begun):
                 try:
                     loras = assembled.result()
                     with self.text_encoder_lock:
@@ -201,19 +197,21 @@ class Stager:
             self._encoder.encode_ahead(each, clip_skip)
 
     def _assemble_ahead(
-        self, begun: Iterable[tuple[SlotJob, Future[Staged]]]
-    ) -> Iterator[tuple[SlotJob, Future[Staged], Future[_Loras]]]:
+        self, begun: Iterable[_Begun]
+    ) -> Iterator[tuple[_Begun, Future[AssembledLoras]]]:
         """All jobs in order, while the LoRAs of the next few are assembled."""
-        waiting, ahead = iter(begun), deque[tuple[SlotJob, Future[Staged], Future[_Loras]]]()
+        waiting, ahead = iter(begun), deque[tuple[_Begun, Future[AssembledLoras]]]()
         while True:
-            for job, staging in itertools.islice(waiting, _ASSEMBLERS + 1 - len(ahead)):
-                loras = self._assemblers.submit(_Loras.assemble, job.prepared)
-                ahead.append((job, staging, loras))
+            for each in itertools.islice(waiting, _ASSEMBLERS + 1 - len(ahead)):
+                ahead.append((each, each.assembling or self._assemble(each.job)))
             if not ahead:
                 return
             yield ahead.popleft()
 
-    def _stage(self, job: SlotJob, loras: _Loras) -> Staged:
+    def _assemble(self, job: SlotJob) -> Future[AssembledLoras]:
+        return self._assemblers.submit(AssembledLoras.of, job.prepared)
+
+    def _stage(self, job: SlotJob, loras: AssembledLoras) -> Staged:
         try:
             return self._begin_to_stage(job, loras)
         finally:
@@ -222,7 +220,7 @@ class Stager:
                 self._stream.synchronize()
 
     @torch.no_grad()
-    def _begin_to_stage(self, job: SlotJob, loras: _Loras) -> Staged:
+    def _begin_to_stage(self, job: SlotJob, loras: AssembledLoras) -> Staged:
         copies: list[torch.Tensor] = []
         factors, convolutions = {}, {}
         if (packed := job.prepared.unet_pack) and loras.unet is not None:

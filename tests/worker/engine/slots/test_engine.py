@@ -319,7 +319,11 @@ def test_what_is_staged_ahead_takes_no_more_than_its_room(
         engine.admit(ticket, one)
     engine.tick()
     (only,) = engine._lanes
-    assert sum(job.staging is not None for job in only.waiting.jobs) == begun
+    waiting = only.waiting.jobs
+    assert sum(job.staging is not None for job in waiting) == begun
+    # In host memory there is room for the next ones.
+    assembled = [job.assembling is not None for job in waiting]
+    assert assembled == [begun <= at < min(begun + 3, engine.slots) for at in range(len(waiting))]
 
 
 def test_loras_of_jobs_that_start_together_take_no_more_than_what_is_staged_ahead(
@@ -349,6 +353,12 @@ def test_loras_of_jobs_that_start_together_take_no_more_than_what_is_staged_ahea
     images = draw(engine, *requests)
     assert len(at_once) == len(requests)
     assert max(at_once) == 2
+    for ticket, request in enumerate(requests):
+        engine.admit(ticket, engine.prepare(request))
+    (only,) = engine._lanes
+    for drawing in (2, 4):  # the others' LoRAs are staged meanwhile
+        engine.tick()
+        assert len(only.active) == drawing
     for pair in zip(images, expected, strict=True):
         assert difference(*pair) <= ROUNDING
 
