@@ -21,6 +21,7 @@ import pytest
 from fleet import console, options
 from imagefleet.job.message import read_job
 from imagefleet.signing import SigningKey, TrustedKeys
+from imagefleet.storage import queue_names
 from imagefleet.storage.open import open_storage
 from imagefleet.storage.protocol import MAX_RECEIVE
 from imagefleet.storage.settings import StorageSettings
@@ -475,6 +476,25 @@ def test_jobs_are_spread_over_as_many_shards_as_were_asked_for_once(
     idle = in_process("load", "t.yaml", "--shards", "4", *ours)
     assert "shards that jobs are sent to from now on: 4" in idle.stderr
     assert asyncio.run(counts())[0] == 0
+
+
+def test_the_queues_that_jobs_of_models_are_sent_to_are_named(
+    in_process: Imagefleet, storage_settings: StorageSettings, tmp_path: Path
+) -> None:
+    models = [None, "one", "one", *(f"m{number}" for number in range(6))]
+    jobs = [{"prompt": "a"} | ({"model": model} if model else {}) for model in models]
+    file = tmp_path / "mixed.jsonl"
+    file.write_text("".join(json.dumps(job) + "\n" for job in jobs))
+    ours = ("--verify-share", "0", *flags(storage_settings))
+    result = in_process("load", str(file), *ours)
+
+    of_one = queue_names.job_queue(storage_settings.queue, "one")
+    assert result.returncode == 0, result.stderr
+    assert f"9 jobs sent to {of_one} (2), {storage_settings.queue} (1), " in result.stderr
+    assert "and 3 more queues (3) in " in result.stderr
+    result = in_process("load", str(file), "--restart", "--json", *ours)
+    queues = json.loads(result.stdout)["queues"]
+    assert (len(queues), sum(queues.values()), queues[of_one]) == (8, 9, 2)
 
 
 def test_an_unknown_priority_names_the_three(in_process: Imagefleet, template: Path) -> None:
