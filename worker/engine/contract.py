@@ -47,11 +47,15 @@ class Embedding:
     sha256: str
 
 
+#: Model families that enlarge the image that a job begins with: stages of cascades.
+ENLARGING_FAMILIES = frozenset({"if_sr"})
+
+
 @dataclass(frozen=True, slots=True, eq=False)
 class InitImage:
     """What img2img or inpainting begins with; the pixels have the request's size.
 
-    For a stage that upscales (family `if_sr`), they have that of the stage before.
+    For an engine of the `ENLARGING_FAMILIES`, they have that of the stage before.
     """
 
     pixels: Pixels

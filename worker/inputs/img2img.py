@@ -62,14 +62,18 @@ class Begin:
     overlay: Overlay | None = None
 
 
-def begin(job: Job, image: Image.Image, mask: Image.Image | None, size: Size) -> Begin:
+def begin(job: Job, image: Image.Image, mask: Image.Image | None, size: Size | None) -> Begin:
     """Prepares a job's image and mask, as they were read, for a drawing of *size*.
+
+    None: for an engine that enlarges the image itself, so in the size that it has.
 
     Raises:
         JobError: the result, which has the image's size, would be too large.
     """
     image = pictures.flatten(image)
     whole = None if mask is None else _whole_mask(job, mask)
+    if size is None:
+        return Begin(_init(job, image, None if whole is None else Image.fromarray(whole)))
     box = None
     if whole is not None and job.inpaint_full_res:
         box = masks.crop_box(whole, job.inpaint_full_res_padding, size)

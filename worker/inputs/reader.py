@@ -63,15 +63,17 @@ class InputReader:
         )
         self._room = asyncio.Semaphore(DECODED_AT_ONCE)
 
-    async def read(self, job: Job, size: Size) -> Inputs:
+    async def read(self, job: Job, size: Size, *, is_enlarged: bool = False) -> Inputs:
         """The inputs of a job whose first pass has *size*, (width, height) in pixels.
+
+        *is_enlarged*: the engine itself brings the image that the job begins with to this size.
 
         Raises:
             JobError: an image or a file does not exist or cannot be used, or a size is refused.
             TransientError: the storage did not answer.
             NodeError, SetupError: as of `FileLibrary.resolve`.
         """
-        begin = await self._begin(job, size)
+        begin = await self._begin(job, None if is_enlarged else size)
         return Inputs(
             init=begin.init if begin else None,
             hires=await self._hires(job, size),
@@ -79,7 +81,7 @@ class InputReader:
             overlay=begin.overlay if begin else None,
         )
 
-    async def _begin(self, job: Job, size: Size) -> Begin | None:
+    async def _begin(self, job: Job, size: Size | None) -> Begin | None:
         if not job.init_images:
             return None
         image = await self._file("init_images", job.init_images[0])

@@ -274,7 +274,10 @@ class PrepareStage:
         ]
         embeddings = await self._find_embeddings(job)
         entry.lora_hashes = {lora.name: self.hashes.of_lora(lora.path) for lora in loras}
-        inputs = await self.inputs.read(job, size) if job.has_inputs else NO_INPUTS
+        inputs = NO_INPUTS
+        if job.has_inputs:
+            is_enlarged = self.engine.family in contract.ENLARGING_FAMILIES
+            inputs = await self.inputs.read(job, size, is_enlarged=is_enlarged)
         entry.overlay = inputs.overlay
         return requests_of(job, size, loras, embeddings, images, inputs)
 
