@@ -1,11 +1,16 @@
-"""What img2img and hires fix cost beside txt2img, in rows a second: a row is one image's UNet call.
+"""What img2img, hires fix and ControlNets cost beside txt2img.
+
+In rows a second; a row is one image's UNet call.
 
     python benchmarks/stages/img2img.py --out benchmarks/results/staged-h200.json
 
 The figures are shares of what the same rows take in txt2img alone: every other job begins with an
 image of its own (strength 0.75 of 20 steps), or has a second pass at twice the side. A row of the
 larger size counts as many rows of the native size as it takes the time of in txt2img alone, as more
-pixels also mean longer attention. Shares compare rates of one run; the file's other figures stay.
+pixels also mean longer attention. A row with a ControlNet counts as many as it has the arithmetic
+of (`controlnet_by_flops`: 1 if the ControlNet costs its arithmetic alone); all jobs of that rate
+have the same random one, and images of their own. Shares compare rates of one run; the file's other
+figures stay.
 `--tiny` tries all on a CPU, with meaningless figures.
 """
 
@@ -24,18 +29,23 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 import numpy as np
+import torch
 from PIL import Image
 from rich.console import Console
 from rich.table import Table
+from torch.utils.flop_counter import FlopCounterMode
 
 import tiny_model
+from families import tiny_controlnets
 from fleet.bench import engine as bench_engine
 from fleet.bench import jobs as bench_jobs
 from fleet.bench import machine, work
 from worker.engine import contract, load
 from worker.engine import device as devices
 from worker.engine.passes import steps
+from worker.engine.slots import step
 from worker.engine.slots.engine import SlotEngine
+from worker.engine.slots.queue import BatchKey
 
 Requests = Iterator[contract.ImageRequest]
 
@@ -49,8 +59,12 @@ _COARSE = 8
 class Run:
     """An engine and its jobs without LoRAs."""
 
-    def __init__(self, engine: SlotEngine, workload: bench_jobs.Workload, seconds: float) -> None:
+    def __init__(
+        self, engine: SlotEngine, workload: bench_jobs.Workload, seconds: float, controlnet: Path
+    ) -> None:
+        """*controlnet*: its file."""
         self.engine = engine
+        self._controlnet = controlnet
         self._workload = workload
         self._seconds = seconds
         self.large_row = 1.0
@@ -80,6 +94,22 @@ class Run:
     def hires(self, upscaler: str = "Latent") -> Requests:
         hires = contract.HiresPass(*self.large, HIRES_STRENGTH, HIRES_STEPS, upscaler)
         return (replace(request, hires=hires) for request in self._workload.requests())
+
+    def controlled(self) -> Requests:
+        for request in self._workload.requests():
+            pixels = make_init(request, masked=False).pixels
+            control = contract.Control(self._controlnet.stem, self._controlnet, pixels)
+            yield replace(request, controls=(control,))
+
+    def flops(self, request: contract.ImageRequest) -> int:
+        """Of one UNet call of all slots, as the engine computes it uncompiled."""
+        engine = self.engine
+        lane = engine._open_lane(BatchKey.of(engine.prepare(request)))  # noqa: SLF001
+        opened = engine._open(lane)  # noqa: SLF001
+        slots = len(opened.state.latents)
+        with torch.no_grad(), FlopCounterMode(display=False) as counter:
+            step.tick(engine._unet, "shared", *opened.arguments())  # noqa: SLF001
+        return int(counter.get_total_flops()) // slots
 
     def _rows(self, request: contract.ImageRequest) -> float:
         if request.init is not None:
@@ -126,14 +156,19 @@ def measure(run: Run) -> dict[str, Any]:
     for name, make in kinds.items():
         add(f"{name}_beside_txt2img", in_turn(run.txt2img(), make()))
         add(f"{name}_alone", make())
+    more_flops = run.flops(next(run.controlled())) / run.flops(next(run.txt2img()))
+    add("controlnet", run.controlled())
+    rows["controlnet_by_flops"] = rows["controlnet"] * more_flops
     add("txt2img_again", run.txt2img())
     plain = (rows["txt2img"] + rows["txt2img_again"]) / 2
     shares = {name: round(rate / plain, 4) for name, rate in rows.items()}
     return {
         "img2img_over_txt2img": shares["img2img_beside_txt2img"],
         "hires_over_txt2img_by_rows": shares["hires_beside_txt2img"],
+        "controlnet_by_flops": shares["controlnet_by_flops"],
         "img2img_rows": {
             "rows_per_second": rows,
+            "controlnet_row_in_rows_by_flops": more_flops,
             "shares": shares,
             "large_row_in_native_rows": run.large_row,
             "slots": run.engine.slots,
@@ -157,8 +192,11 @@ def main() -> None:
     engine = load.load_engine(setup.model, arguments.device, slots=arguments.slots)
     native = replace(setup.workload, loras=(), sizes=(engine.default_size,))
     work.draw(engine, [native.request(at) for at in range(engine.slots)])
-    run = Run(engine, native, arguments.seconds)
+    controlnet = arguments.folder / f"{setup.model.name}-controlnet.safetensors"
+    tiny_controlnets.build(controlnet, setup.model)
+    run = Run(engine, native, arguments.seconds, controlnet)
     engine.warm_up(*run.large)  # nothing on a CPU
+    engine.warm_up_like(next(run.controlled()))
     found = measure(run)
     found["img2img_rows"] |= {
         "hardware": machine.hardware(devices.find_device(arguments.device)),
